@@ -1,0 +1,194 @@
+# ringreduce: `make demo` and `make test` need nothing but Linux, Python >= 3.10, make and a C++20 compiler.
+
+comma := ,
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+JOBS ?= $(shell nproc)
+
+PY := $(VENV)/bin/python
+export PATH := $(abspath $(VENV))/bin:$(PATH)
+export MAX_JOBS ?= $(JOBS)
+
+.PHONY: help build demo test lint format stress clean distclean
+
+help:
+	@echo 'make demo      build, train a model on 2 ranks, compare ring, tree, direct and Gloo'
+	@echo 'make test      build, then the unit tests and the process tests'
+	@echo 'make lint      ruff, mypy --strict, clang-format'
+	@echo 'make stress    the engine without torch, under ThreadSanitizer and AddressSanitizer/UBSan'
+	@echo 'make build     set up $(VENV), compile csrc, install in place'
+	@echo 'make format    format Python and C++'
+	@echo 'make clean     remove what was built;  make distclean: $(VENV) too'
+	@echo
+	@echo 'PYTHON=python3         the Python to use; if it has torch >= 2.11, that torch is used and none is downloaded'
+	@echo 'TORCH=torch==2.13.0    else this is installed in $(VENV); without a GPU, PIP_EXTRA_INDEX_URL set to'
+	@echo '                       the index of CPU wheels that PyTorch publishes saves gigabytes'
+	@echo 'JOBS=N                 compilations at once (default: the number of cores, $(JOBS))'
+
+# ---- set-up: each step leaves a stamp in $(VENV), so that a second call has nothing to do ----------------------------
+
+# What pip calls it, then the module to look for; pyproject.toml has the same as extras.
+RUN_TOOLS := 'setuptools>=77:setuptools' ninja numpy rich matplotlib scikit-learn:sklearn
+TEST_TOOLS := pytest pytest-timeout:pytest_timeout hypothesis psutil \
+  mypy 'ruff==0.17:ruff' 'clang-format==23:clang_format'
+
+# Is this Python's torch usable? Prints its version, or on stderr why not.
+define TORCH_USABLE
+import os, sys
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+if sys.version_info < (3, 10):
+    sys.exit("      ringreduce needs Python 3.10 or newer, this is " + sys.version.split()[0])
+try:
+    import torch, torch.distributed
+except ImportError:
+    sys.exit("      no torch in " + sys.executable)
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11) or not torch.distributed.is_available():
+    sys.exit("      torch " + torch.__version__ + " in " + sys.executable + " is older than 2.11 or not distributed")
+print("      torch " + torch.__version__ + " of " + sys.executable)
+endef
+
+# Prints which of the tools named as in RUN_TOOLS are missing or of another version.
+define MISSING_TOOLS
+import re, shutil, sys
+from importlib.metadata import version
+from importlib.util import find_spec
+def present(name, relation, wanted, module):
+    if find_spec(module or name) is None:
+        return name == "ninja" and shutil.which(name)
+    found = relation and version(name)
+    return found.startswith(wanted + ".") if relation == "==" else not found or int(found.split(".")[0]) >= int(wanted)
+for tool in sys.argv[1:]:
+    name, relation, wanted, module = re.fullmatch(r"([\w-]+)(?:(==|>=)([\d.]+))?(?::(\w+))?", tool).groups()
+    if not present(name, relation, wanted, module):
+        print(name + (relation + wanted + ".*" * (relation == "==") if relation else ""))
+endef
+
+# Makes the packages of the Python that started a virtual environment visible in another one made from it.
+define PARENT_PACKAGES
+import site, sys
+if sys.prefix != sys.base_prefix:
+    for folder in site.getsitepackages():
+        print("import site; site.addsitedir(%r)" % folder)
+endef
+export TORCH_USABLE MISSING_TOOLS PARENT_PACKAGES
+
+install_missing = missing=$$($(PY) -c "$$MISSING_TOOLS" $(1)) || exit 1; [ -z "$$missing" ] || \
+  { echo "      installing" $$missing; $(PY) -m pip install -q $$missing; } || \
+  { echo "error: missing, and pip could not install:" $$missing >&2; exit 1; }
+
+$(VENV)/.python:
+	@echo "[1/4] Python environment in $(VENV)"
+	@[ -x $(PY) ] || if $(PYTHON) -c "$$TORCH_USABLE"; then \
+	  $(PYTHON) -m pip --version >/dev/null 2>&1 && pip=--without-pip || pip=; \
+	  $(PYTHON) -m venv --system-site-packages $$pip $(VENV) && \
+	  site=$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	  $(PYTHON) -c "$$PARENT_PACKAGES" > "$$site/parent_packages.pth"; \
+	else $(PYTHON) -m venv $(VENV); fi
+	@touch $@
+
+$(VENV)/.torch: $(VENV)/.python
+	@echo "[2/4] torch and what the demo needs"
+	@$(PY) -c "$$TORCH_USABLE" 2>/dev/null || { echo "      installing $(TORCH)"; $(PY) -m pip install -q $(TORCH); } || \
+	  { echo "error: pip could not install $(TORCH)" >&2; exit 1; }
+	@$(call install_missing,$(RUN_TOOLS))
+	@touch $@
+
+SOURCES := $(shell find csrc -path csrc/stress -prune -o \( -type d -o -name '*.cpp' -o -name '*.h' \) -print)
+
+$(VENV)/.built: $(VENV)/.torch setup.py $(SOURCES)
+	@echo "[3/4] compiling csrc, $(MAX_JOBS) files at once"
+	@$(PY) setup.py -q build_ext --inplace | sed -uE 's|^(\[[0-9]+/[0-9]+\]) .* -c [^ ]*/(csrc/[^ ]+) .*|      \1 \2|'
+	@touch $@
+
+$(VENV)/.installed: pyproject.toml setup.py | $(VENV)/.built
+	@echo "[4/4] installing ringreduce in $(VENV), in place"
+	@$(PY) -m pip install -q --no-build-isolation --no-deps -e .
+	@touch $@
+
+$(VENV)/.test-tools: $(VENV)/.torch
+	@echo "[+] tools for tests and lint"
+	@$(call install_missing,$(TEST_TOOLS))
+	@touch $@
+
+build: $(VENV)/.built $(VENV)/.installed
+	@:
+
+# ---- the main job ----------------------------------------------------------------------------------------------------
+
+DEMO := build/demo
+
+demo: build
+	@mkdir -p $(DEMO)
+	@echo; echo "== training on 2 ranks, checked against one process =="
+	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_ddp.py
+	@echo; echo "== ring, tree, direct and Gloo side by side =="
+	$(PY) bench/ring_vs_tree.py --ranks 2 4 \
+	  --json $(DEMO)/ring_vs_tree.json --table $(DEMO)/ring_vs_tree.txt --plot $(DEMO)/ring_vs_tree.png
+	@echo; echo "table    $(DEMO)/ring_vs_tree.txt"; echo "picture  $(DEMO)/ring_vs_tree.png"
+	@echo "figures  $(DEMO)/ring_vs_tree.json"
+
+# ---- proof -----------------------------------------------------------------------------------------------------------
+
+PYTEST := $(PY) -m pytest --durations=10
+
+test: build $(VENV)/.test-tools
+	@echo; echo "== unit tests: no processes =="
+	@$(PYTEST) tests/unit; unit=$$?; \
+	echo; echo "== process tests: real ranks, real faults =="; \
+	$(PYTEST) tests/distributed && exit $$unit
+
+CPP := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+CLANG_FORMAT := $(PY) -c 'from clang_format import clang_format; clang_format()'
+
+lint: $(VENV)/.test-tools
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	@echo clang-format --dry-run; $(CLANG_FORMAT) --dry-run -Werror $(CPP)
+
+format: $(VENV)/.test-tools
+	$(PY) -m ruff check --fix-only .
+	$(PY) -m ruff format .
+	@echo clang-format -i; $(CLANG_FORMAT) -i $(CPP)
+
+# The stress program: csrc/stress and all of csrc that does not know torch, once under each sanitizer.
+STRESS_SOURCES := $(shell find csrc/core csrc/kernels csrc/transport csrc/engine csrc/stress -name '*.cpp' 2>/dev/null)
+STRESS_FLAGS := -std=c++20 -O1 -g -Wall -Wextra -Werror -ffp-contract=off -fno-omit-frame-pointer -pthread -Icsrc
+ifeq ($(origin CXX),default)
+  CCACHE := $(shell command -v ccache)
+endif
+
+define stress_build
+build/stress_$(1): $(STRESS_SOURCES:%.cpp=build/$(1)/%.o)
+	@$$(CXX) -fsanitize=$(2) -pthread $$^ -o $$@
+build/$(1)/%.o: %.cpp
+	@mkdir -p $$(@D); echo "  $(1) $$<"
+	@$$(CCACHE) $$(CXX) $$(STRESS_FLAGS) -fsanitize=$(2) $(3) -MMD -MP -c $$< -o $$@
+-include $(STRESS_SOURCES:%.cpp=build/$(1)/%.d)
+endef
+$(eval $(call stress_build,tsan,thread))
+$(eval $(call stress_build,asan,address$(comma)undefined,-fno-sanitize-recover=all))
+
+stress:
+	@[ -d csrc/stress ] || { echo "error: no csrc/stress" >&2; exit 1; }
+	@+$(MAKE) --no-print-directory -j$(JOBS) build/stress_tsan build/stress_asan
+	@echo "== engine under ThreadSanitizer =="
+	$(NO_ASLR) build/stress_tsan
+	@echo "== engine under AddressSanitizer and UBSan =="
+	build/stress_asan
+
+# ThreadSanitizer cannot map its memory where the kernel randomizes addresses widely; without, it can.
+NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
+
+clean:
+	rm -rf build dist ringreduce.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -f ringreduce/_C*.so $(VENV)/.built $(VENV)/.installed
+
+distclean: clean
+	rm -rf $(VENV)

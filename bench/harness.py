@@ -1,0 +1,317 @@
+"""What the benchmarks share: exact inputs with their oracle, the timing loop, the rows, the header, progress.
+
+Every function that communicates uses the default process group (Gloo, CPU tensors) and must be called by all ranks in
+the same order. The backend under test never carries the benchmark's own traffic.
+"""
+
+import contextlib
+import functools
+import gc
+import itertools
+import math
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    import rich.progress
+
+Key = TypeVar("Key", bound=Hashable)
+Mark = TypeVar("Mark")
+Call = Callable[[], object]
+
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8")
+}
+
+# Each operation as c10d names it, and what it does to two ranks' values; avg divides the sum afterwards.
+OPS: dict[str, tuple[dist.ReduceOp.RedOpType, Callable[[Tensor, Tensor], Tensor]]] = {
+    "sum": (dist.ReduceOp.SUM, torch.add),
+    "avg": (dist.ReduceOp.AVG, torch.add),
+    "product": (dist.ReduceOp.PRODUCT, torch.mul),
+    "min": (dist.ReduceOp.MIN, torch.minimum),
+    "max": (dist.ReduceOp.MAX, torch.maximum),
+    "band": (dist.ReduceOp.BAND, torch.bitwise_and),
+    "bor": (dist.ReduceOp.BOR, torch.bitwise_or),
+    "bxor": (dist.ReduceOp.BXOR, torch.bitwise_xor),
+}
+
+
+@dataclass(frozen=True)
+class ExactInputs:
+    """Inputs that cannot lie: integers that differ by rank, element and call, with a reduction known beforehand.
+
+    They are drawn from a generator seeded by (call, rank) and kept so small that the result, and every partial result
+    in any order, is a number of the dtype. So there is one right answer, bit for bit, and each rank computes it alone
+    from the seeds. The values repeat after `PERIOD` elements, a prime: data that lands in the wrong place shows unless
+    it is off by a multiple of that, which no power of two is.
+    """
+
+    PERIOD = 65521
+
+    dtype: torch.dtype
+    op: str
+    ranks: int
+
+    def fill(self, tensor: Tensor, rank: int, call: int) -> None:
+        """Write into the 1-D `tensor` what `rank` contributes to the collective number `call`."""
+        for part, values in self._tiles(tensor, self._pattern(rank, call)):
+            part.copy_(values)
+
+    def wrong(self, tensor: Tensor, call: int) -> int:
+        """How many elements of the 1-D `tensor` differ from the reduction over all ranks of call number `call`."""
+        _, combine = OPS[self.op]
+        expected = functools.reduce(combine, (self._pattern(rank, call) for rank in range(self.ranks)))
+        if self.op == "avg":
+            expected = expected // self.ranks
+        return sum(int((part != values).count_nonzero()) for part, values in self._tiles(tensor, expected))
+
+    def _pattern(self, rank: int, call: int) -> Tensor:
+        exact = int(2 / torch.finfo(self.dtype).eps) if self.dtype.is_floating_point else torch.iinfo(self.dtype).max
+        exact = min(exact, 2**53)
+        generator = torch.Generator().manual_seed(call * self.ranks + rank)
+
+        def integers(low: int, high: int) -> Tensor:
+            return torch.randint(low, high + 1, (self.PERIOD,), generator=generator)
+
+        if self.op == "product":  # powers of two, with signs: 1 or 2 while the product of all ranks fits, else 1
+            sign = 1 - 2 * integers(0, 1) if self.dtype.is_signed else 1
+            return sign * 2 ** integers(0, 1 if 2**self.ranks <= exact else 0)
+        unit = self.ranks if self.op == "avg" else 1  # so that the average is an integer too
+        bound = exact // (unit * self.ranks) if self.op in ("sum", "avg") else exact
+        if bound == 0:
+            raise ValueError(f"{self.op} over {self.ranks} ranks is not exact in {self.dtype}; use a wider one")
+        signed = self.dtype.is_signed and self.op not in ("band", "bor", "bxor")
+        return unit * integers(-bound if signed else 0, bound)
+
+    def _tiles(self, tensor: Tensor, pattern: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The tensor as whole periods and a rest, each with the values that belong there."""
+        values = pattern.to(tensor.device, self.dtype)
+        whole = tensor.numel() // self.PERIOD * self.PERIOD
+        yield tensor[:whole].view(-1, self.PERIOD), values
+        yield tensor[whole:], values[: tensor.numel() - whole]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long to measure a call: `warmup` times at first, then in `rounds` batches that last `min_time` s together."""
+
+    warmup: int
+    rounds: int
+    min_time: float
+
+    MAX_BATCH = 10_000  # calls; keeps the recorded times and GPU events few
+
+    def batch(self, mean_us: float) -> int:
+        """Calls in the next batch, if one takes `mean_us`."""
+        return min(max(1, round(self.min_time * 1e6 / self.rounds / mean_us)), self.MAX_BATCH)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds per call over `iterations` calls.
+
+    `mean` is the batches' duration on their slowest rank over the calls made, as in nccl-tests. `min`, `median` and
+    `p99` are of single calls, each timed on the rank where it took longest.
+    """
+
+    iterations: int
+    mean: float
+    min: float
+    median: float
+    p99: float
+
+
+def time_alternating(calls: Mapping[Key, Call], schedule: Schedule, device: torch.device) -> dict[Key, Timing]:
+    """Time each call, taking turns batch by batch so that a drift of the machine hits all alike.
+
+    A batch starts with a barrier and one untimed call, which align the ranks; then calls follow back to back. Its
+    length comes from the mean so far on the slowest rank, so it is the same on every rank.
+    """
+    single: dict[Key, list[Tensor]] = {key: [] for key in calls}  # per batch, per call: the slowest rank's time
+    totals: dict[Key, list[float]] = {key: [] for key in calls}  # per batch: the slowest rank's sum
+    estimate: dict[Key, float] = {}
+    with _no_garbage_collection():
+        for key, call in calls.items():
+            call()  # may set things up; not part of the estimate
+            estimate[key] = float(_slowest(_time_batch(call, schedule.warmup, device)).mean())
+        for _ in range(schedule.rounds):
+            for key, call in calls.items():
+                dist.barrier()
+                call()
+                intervals = _time_batch(call, schedule.batch(estimate[key]), device)
+                *_, total = combined = _slowest(torch.cat([intervals, intervals.sum(0, keepdim=True)]))
+                single[key].append(combined[:-1])
+                totals[key].append(float(total))
+                estimate[key] = sum(totals[key]) / sum(map(len, single[key]))
+    return {key: _timing(torch.cat(single[key]), sum(totals[key])) for key in calls}
+
+
+def _time_batch(call: Call, iterations: int, device: torch.device) -> Tensor:
+    """This rank's microseconds for each of `iterations` back-to-back calls: host clock, or events of the stream."""
+    if device.type == "cuda":
+        events = _marks(call, iterations, _recorded_event)
+        torch.cuda.synchronize(device)
+        return torch.tensor([a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(events)], dtype=torch.float64)
+    return torch.tensor(_marks(call, iterations, time.perf_counter_ns)).diff().double() / 1e3
+
+
+def _marks(call: Call, iterations: int, mark: Callable[[], Mark]) -> list[Mark]:
+    marks = [mark()]
+    for _ in range(iterations):
+        call()
+        marks.append(mark())
+    return marks
+
+
+def _recorded_event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _slowest(values: Tensor) -> Tensor:
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return values
+
+
+def _timing(single: Tensor, total: float) -> Timing:
+    low, median, p99 = single.quantile(torch.tensor([0.0, 0.5, 0.99], dtype=single.dtype)).tolist()
+    return Timing(single.numel(), total / single.numel(), low, median, p99)
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@dataclass(frozen=True)
+class Result:
+    """One measured cell. Times in microseconds, bandwidths in GB/s (1e9 bytes); `wrong` is None if not checked."""
+
+    time_us: float
+    algbw: float
+    busbw: float
+    wrong: int | None
+    min_us: float
+    median_us: float
+    p99_us: float
+    iterations: int
+
+    @classmethod
+    def of(cls, timing: Timing, size: int, bus_factor: float, wrong: int | None) -> "Result":
+        """`bus_factor` is busbw / algbw: 2(n-1)/n for an all-reduce over n ranks."""
+        algbw = size / timing.mean / 1e3
+        return cls(
+            timing.mean, algbw, algbw * bus_factor, wrong, timing.min, timing.median, timing.p99, timing.iterations
+        )
+
+
+def machine() -> dict[str, object]:
+    """The machine this process runs on, in the words of its own system files."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    facts: dict[str, object] = {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gb": round(memory / 1e9, 1),
+        "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",
+    }
+    if torch.cuda.is_available():
+        facts["gpus"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return facts
+
+
+def _cpu_model() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def versions() -> dict[str, str]:
+    """Versions of what takes part; ringreduce's with the instruction set that its kernels use."""
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    with contextlib.suppress(ImportError):
+        import ringreduce
+
+        found["ringreduce"] = ringreduce.__version__
+        instruction_set = getattr(ringreduce._C, "instruction_set", None)
+        if instruction_set is not None:
+            found["ringreduce"] += f" ({instruction_set() if callable(instruction_set) else instruction_set})"
+    return found
+
+
+def now() -> str:
+    return datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def parse_bytes(text: str) -> int:
+    """A size such as "8", "512K" or "64M"; the letters are powers of 1024, as in nccl-tests."""
+    digits, unit = (text[:-1], text[-1].upper()) if text and text[-1].isalpha() else (text, "")
+    if not digits.isdigit() or unit not in ("", "K", "M", "G"):
+        raise ValueError(f"not a size: {text!r} (write 8, 512K, 64M or 1G)")
+    return int(digits) << (10 * " KMG".index(unit or " "))
+
+
+def format_bytes(size: int) -> str:
+    """The short form that `parse_bytes` reads, with a unit: "8 B", "4 KiB", "64 MiB"."""
+    power = min(int(math.log2(size)) // 10, 3) if size else 0
+    return f"{size / 1024**power:g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+
+
+class Progress:
+    """One line per finished step on stderr, or a bar where stderr is a terminal and rich is there. Only if `shown`."""
+
+    def __init__(self, title: str, steps: int, shown: bool) -> None:
+        self.title, self.steps, self.shown = title, steps, shown
+        self._done = 0
+        self._start = time.monotonic()
+        self._bar = _rich_bar() if shown and sys.stderr.isatty() else None
+        self._task = self._bar.add_task(title, total=steps) if self._bar else None
+
+    def __enter__(self) -> "Progress":
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def advance(self, step: str) -> None:
+        """Note that `step` is done."""
+        self._done += 1
+        if self._bar and self._task is not None:
+            self._bar.update(self._task, advance=1, description=f"{self.title}: {step}")
+        elif self.shown:
+            since = f"{time.monotonic() - self._start:.0f} s"
+            print(f"{self.title}: {step} done ({self._done}/{self.steps}, {since})", file=sys.stderr, flush=True)
+
+
+def _rich_bar() -> "rich.progress.Progress | None":
+    try:
+        from rich.console import Console
+        from rich.progress import Progress as Bar
+    except ImportError:
+        return None
+    return Bar(console=Console(stderr=True), transient=True)

@@ -1,0 +1,62 @@
+// How a tensor is cut: tensor > stripe (one per channel) > chunk > slice. All arithmetic on element ranges is here.
+//
+// Boundaries fall on multiples of `unit` elements, so that every part but the last starts on a cache line when the tensor
+// does; parts differ by at most one unit and may be empty. Source of the vocabulary: NCCL (channel, chunk, slice).
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+namespace ringreduce {
+
+// Elements [begin, end) of a tensor.
+struct Range {
+  std::size_t begin = 0;
+  std::size_t end = 0;
+  constexpr std::size_t size() const { return end - begin; }
+};
+
+inline constexpr std::size_t kCacheLine = 64;
+
+constexpr std::size_t ceil_div(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
+
+// Elements in one cache line: the unit in which tensors are cut.
+constexpr std::size_t unit_of(std::size_t element_size) { return kCacheLine / element_size; }
+
+// The first element of part `index` (of `parts`) of `whole`; `index` may be `parts`, which gives the end.
+constexpr std::size_t split_point(Range whole, std::size_t parts, std::size_t index, std::size_t unit) {
+  const std::size_t units = ceil_div(whole.size(), unit);
+  const std::size_t before = index * (units / parts) + std::min(index, units % parts);
+  return std::min(whole.begin + before * unit, whole.end);
+}
+
+constexpr Range split(Range whole, std::size_t parts, std::size_t index, std::size_t unit) {
+  if (parts == 1) return whole;
+  return {split_point(whole, parts, index, unit), split_point(whole, parts, index + 1, unit)};
+}
+
+// A channel's share of a tensor, as cumulative weights: [begin, end) of `total`.
+struct Share {
+  std::uint32_t begin = 0;
+  std::uint32_t end = 1;
+  std::uint32_t total = 1;
+};
+
+constexpr Range stripe(std::size_t count, Share share, std::size_t unit) {
+  const std::size_t units = ceil_div(count, unit);
+  return {std::min(units * share.begin / share.total * unit, count), std::min(units * share.end / share.total * unit, count)};
+}
+
+// Slice `round` of a chunk cut in slices of `slice_size` elements; empty past the end.
+constexpr Range slice(Range chunk, std::size_t round, std::size_t slice_size) {
+  const std::size_t begin = std::min(chunk.begin + round * slice_size, chunk.end);
+  return {begin, std::min(begin + slice_size, chunk.end)};
+}
+
+// The largest chunk that `split` makes of a stripe.
+constexpr std::size_t largest_chunk(Range stripe, std::size_t chunks, std::size_t unit) {
+  return std::min(ceil_div(ceil_div(stripe.size(), unit), chunks) * unit, stripe.size());
+}
+
+}  // namespace ringreduce

@@ -1,0 +1,70 @@
+// What a rank asks of a collective, and how two ranks find out that they did not ask the same.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "core/clock.h"
+#include "core/types.h"
+#include "transport/segment.h"
+
+namespace ringreduce {
+
+// The order is that of kOperationNames. A barrier runs an all_reduce plan over nothing.
+enum class Operation : std::uint32_t {
+  all_reduce,
+  reduce_scatter,
+  all_gather,
+  broadcast,
+  reduce,
+  gather,
+  scatter,
+  all_to_all,
+  barrier,
+};
+inline constexpr std::array<std::string_view, 9> kOperationNames{
+    "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter", "all_to_all", "barrier"};
+
+constexpr std::string_view name(Operation o) { return kOperationNames[static_cast<std::size_t>(o)]; }
+// Throws invalid_argument for an unknown name.
+Operation operation_named(std::string_view name);
+
+constexpr bool reduces(Operation o) {
+  return o == Operation::all_reduce || o == Operation::reduce_scatter || o == Operation::reduce;
+}
+constexpr bool has_root(Operation o) {
+  return o == Operation::broadcast || o == Operation::reduce || o == Operation::gather || o == Operation::scatter;
+}
+
+struct Call {
+  Operation operation = Operation::barrier;
+  DType dtype = DType::uint8;
+  ReduceOp reduce_op = ReduceOp::sum;
+  int root = 0;                // rooted operations only
+  std::uint64_t count = 0;     // elements of a block (for uneven blocks: of all blocks together)
+  std::uint64_t largest = 0;   // elements of the largest block of any rank
+  std::uint64_t shape = 0;     // a hash of the counts where blocks are uneven, else 0
+  double factor = 1.0;         // premul_sum only; may differ between ranks
+  Nanoseconds timeout = 0;     // for the whole call, from the moment it first waits
+};
+
+// Equal on two ranks exactly if (up to a 64-bit hash) they make the same call with the same plan at the same place in
+// the group's sequence of calls.
+std::uint64_t fingerprint(const Call& call, std::uint64_t seq, std::uint64_t plan_digest);
+
+// Mixes `value` into `hash` (splitmix64's finalizer; Steele, Lea and Flood 2014).
+std::uint64_t mix(std::uint64_t hash, std::uint64_t value);
+
+// Writes the call to this rank's history, where peers look when they suspect a mismatch.
+void record(RankControl& own, const Call& call, std::uint64_t seq, std::uint64_t fingerprint, std::uint64_t plan_digest);
+
+// Whether `peer` is known to have made, as its call number `seq`, another call than the one with `fingerprint`.
+bool differs(const RankControl& peer, std::uint64_t seq, std::uint64_t fingerprint);
+
+// "all_reduce(count=1024, dtype=float32, op=sum, plan=1f0c22d1)", of the call number `seq` of a rank, as far as known.
+std::string describe_call(const RankControl& rank, std::uint64_t seq);
+
+}  // namespace ringreduce

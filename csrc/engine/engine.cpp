@@ -1,0 +1,188 @@
+#include "engine/engine.h"
+
+#include <algorithm>
+#include <cstdio>
+
+#include "engine/wait.h"
+#include "kernels/accumulate.h"
+
+namespace ringreduce {
+namespace {
+
+std::string in_seconds(Nanoseconds duration) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.1f s", seconds(duration));
+  return text;
+}
+
+std::string title(const Call& call, std::uint64_t seq) { return std::string(name(call.operation)) + " seq " + std::to_string(seq); }
+
+// Where the blame for a timeout is looked for: a rank that waits says so again at least this often.
+Nanoseconds sign_of_life(const Call& call) { return std::min(kSecond / 2, call.timeout / 2); }
+
+}  // namespace
+
+Engine::Engine(std::shared_ptr<const Segment> segment, const Options& options)
+    : segment_(std::move(segment)), options_(options), choices_(kOperationNames.size()) {
+  const Geometry& geometry = segment_->geometry();
+  channels_.resize(geometry.channels);
+  for (ChannelState& channel : channels_) {
+    channel.tail.resize(geometry.ranks);
+    channel.readers.resize(geometry.depth);
+  }
+}
+
+int Engine::add_plan(Operation operation, std::vector<std::int32_t> lowered, std::uint64_t digest) {
+  const int channels = static_cast<int>(segment_->geometry().channels);
+  bind(operation, lowered, digest, segment_->size(), segment_->rank(), 0, channels);  // throws if it is malformed
+  plans_.push_back({operation, std::move(lowered), digest});
+  return static_cast<int>(plans_.size()) - 1;
+}
+
+void Engine::choose(Operation operation, std::uint64_t most_bytes, int plan) {
+  if (plan < 0 || static_cast<std::size_t>(plan) >= plans_.size() ||
+      plans_[static_cast<std::size_t>(plan)].operation != operation)
+    throw Error(ErrorKind::invalid_argument, "there is no plan " + std::to_string(plan) + " for " + std::string(name(operation)));
+  choices_[static_cast<std::size_t>(operation)][most_bytes] = plan;
+}
+
+const Program& Engine::program_for(const Call& call) {
+  const Operation operation = call.operation == Operation::barrier ? Operation::all_reduce : call.operation;
+  const auto& choices = choices_[static_cast<std::size_t>(operation)];
+  const auto choice = choices.lower_bound(call.count * size_of(call.dtype));
+  if (choice == choices.end())
+    throw Error(ErrorKind::invalid_argument, "no plan is registered for " + std::string(name(operation)) + " of this size");
+  const std::pair<int, int> key{choice->second, call.root};
+  auto found = programs_.find(key);
+  if (found == programs_.end()) {
+    const Plan& plan = plans_[static_cast<std::size_t>(choice->second)];
+    found = programs_
+                .emplace(key, bind(operation, plan.lowered, plan.digest, segment_->size(), segment_->rank(), call.root,
+                                   static_cast<int>(segment_->geometry().channels)))
+                .first;
+  }
+  return found->second;
+}
+
+void Engine::run(const Call& call, const Buffers& buffers) {
+  segment_->throw_if_aborted();
+  if (reduces(call.operation) && !kernels::supports(call.dtype, call.reduce_op))
+    throw Error(ErrorKind::invalid_argument, std::string(name(call.operation)) + ": the reduction '" +
+                                                 std::string(name(call.reduce_op)) + "' is not defined for dtype " +
+                                                 std::string(name(call.dtype)));
+  if (call.root < 0 || call.root >= segment_->size())
+    throw Error(ErrorKind::invalid_argument, std::string(name(call.operation)) + ": root is " + std::to_string(call.root) +
+                                                 "; the group has ranks 0 to " + std::to_string(segment_->size() - 1));
+  const Program& program = program_for(call);
+
+  RankControl& own = segment_->control(segment_->rank());
+  const std::uint64_t seq = ++sequence_;
+  const std::uint64_t id = fingerprint(call, seq, program.digest);
+  record(own, call, seq, id, program.digest);
+
+  // The plan's chunk may be smaller than a block; a slice that is a share of the block is only a little too small then.
+  const std::size_t share = call.largest * size_of(call.dtype) / program.channels[0].chunks / static_cast<std::size_t>(options_.slices);
+  const std::size_t slot = segment_->geometry().slot_bytes;
+  const std::size_t slice = std::min(std::max(share, options_.least_slice_bytes) / kCacheLine * kCacheLine, slot);
+
+  try {
+    Execution execution(*segment_, program, call, buffers, channels_, id, slice);
+    Waiting waiting(*segment_, options_.spins);
+    const auto look = [&](Nanoseconds waited) { check(call, seq, id, execution, waited); };
+    try {
+      while (true) {
+        const bool moved = execution.advance();
+        if (execution.done()) break;
+        if (moved)
+          waiting.moved();
+        else
+          waiting.idle(execution.blocked_on(), look);
+      }
+      // Without this a root could be gone before anybody finds out that it called something else (see docs/architecture.md).
+      if (has_root(call.operation))
+        while (!execution.all_read()) waiting.idle(execution.blocked_on(), look);
+    } catch (const Error& error) {
+      if (error.kind() == ErrorKind::mismatch) throw_mismatch(call, seq, error.culprit());
+      throw;
+    }
+    execution.finish();
+  } catch (const Error& error) {
+    segment_->abort(error);
+    segment_->throw_if_aborted();  // the group's first error, which need not be this one
+    throw;
+  }
+  own.completed.store(seq, std::memory_order_release);
+}
+
+void Engine::abort(const std::string& reason) { segment_->abort(Error(ErrorKind::aborted, reason)); }
+
+// Called while waiting: throws if it is in vain.
+void Engine::check(const Call& call, std::uint64_t seq, std::uint64_t fingerprint, const Execution& execution,
+                   Nanoseconds waited) const {
+  segment_->throw_if_aborted();
+  for (int r = 0; r < segment_->size(); ++r)
+    if (r != segment_->rank() && differs(segment_->control(r), seq, fingerprint)) throw Error(ErrorKind::mismatch, "", r);
+  for (int r : segment_->gone()) {
+    const RankControl& peer = segment_->control(r);
+    if (peer.completed.load(std::memory_order_acquire) >= seq) continue;  // it has done its part of this call
+    const bool left = peer.state.load(std::memory_order_acquire) == RankState::left;
+    throw Error(ErrorKind::peer_lost,
+                title(call, seq) + ": " + segment_->describe(r) + (left ? " left the group" : " died") + "; rank " +
+                    std::to_string(segment_->rank()) + " waited for rank " + std::to_string(execution.blocked_on()) + " at " +
+                    execution.position(),
+                r);
+  }
+  if (waited >= call.timeout) throw_timeout(call, seq, execution, waited);
+}
+
+void Engine::throw_mismatch(const Call& call, std::uint64_t seq, int peer) const {
+  const int own = segment_->rank();
+  throw Error(ErrorKind::mismatch,
+              title(call, seq) + ": ranks of the group made different calls: rank " + std::to_string(own) + " called " +
+                  describe_call(segment_->control(own), seq) + ", " + segment_->describe(peer) + " called " +
+                  describe_call(segment_->control(peer), seq) +
+                  ". All ranks of a group must make the same calls in the same order",
+              peer);
+}
+
+void Engine::throw_timeout(const Call& call, std::uint64_t seq, const Execution& execution, Nanoseconds waited) const {
+  const Nanoseconds t = now();
+  const int own = segment_->rank();
+  const auto waiting_for = [&](int r) {  // the rank that r waits for in this call; -1 if it is not seen to wait
+    const RankControl& c = segment_->control(r);
+    const bool here = c.entered.load(std::memory_order_acquire) == seq && c.completed.load(std::memory_order_acquire) < seq;
+    const bool alive = t - c.heartbeat.load(std::memory_order_acquire) < sign_of_life(call);
+    const int peer = c.waiting_for.load(std::memory_order_acquire);
+    return here && alive && peer >= 0 && peer < segment_->size() ? peer : -1;
+  };
+
+  // Who keeps us waiting may itself wait for another: follow that chain to its end.
+  int culprit = execution.blocked_on();
+  for (int hops = 0; hops < segment_->size(); ++hops) {
+    const int next = waiting_for(culprit);
+    if (next < 0 || next == own) break;
+    culprit = next;
+  }
+
+  std::string text = title(call, seq) + ": rank " + std::to_string(own) + " waited " + in_seconds(waited) + " for rank " +
+                     std::to_string(execution.blocked_on()) + " at " + execution.position() + "; " +
+                     segment_->describe(culprit) + " is what the group waits for.";
+  for (int r = 0; r < segment_->size(); ++r) {
+    if (r == own) continue;
+    const RankControl& c = segment_->control(r);
+    const std::uint64_t entered = c.entered.load(std::memory_order_acquire);
+    text += " Rank " + std::to_string(r);
+    if (entered < seq) {
+      text += entered == 0 ? " has not made any call." : " has not arrived: its latest call is seq " + std::to_string(entered) + ", " + describe_call(c, entered) + ".";
+    } else if (c.completed.load(std::memory_order_acquire) >= seq) {
+      text += " has finished this call.";
+    } else if (const int peer = waiting_for(r); peer >= 0) {
+      text += " waits for rank " + std::to_string(peer) + ".";
+    } else {
+      text += " is in this call and has shown no sign of waiting or progress: stopped or busy.";
+    }
+  }
+  throw Error(ErrorKind::timeout, text, culprit);
+}
+
+}  // namespace ringreduce

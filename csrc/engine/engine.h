@@ -1,0 +1,73 @@
+// A rank's engine: the plans of a group, the choice among them, and the life of a call.
+//
+// Calls of one engine must come one at a time (the process group's queue sees to it) and in the same order on every rank.
+// There is no process-wide state: several ranks may live in one process, each with an engine of its own.
+//
+// After an error that breaks the group (every kind but invalid_argument) all ranks' calls throw the first such error;
+// tensors of the call under way hold undefined values, except that inputs that are not outputs too are untouched.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine/execution.h"
+
+namespace ringreduce {
+
+class Engine {
+ public:
+  // `spins`: how often a waiting rank looks before it yields its core. `slices`: into how many slices a chunk is cut, as
+  // long as they have at least `least_slice_bytes` and fit a slot.
+  struct Options {
+    int spins = 50;
+    int slices = 4;
+    std::size_t least_slice_bytes = 16384;
+  };
+
+  Engine(std::shared_ptr<const Segment> segment, const Options& options);
+
+  // Adds a plan for `operation`, as ringreduce.plan.lower gives it, and returns its number. It must be the same on all ranks.
+  int add_plan(Operation operation, std::vector<std::int32_t> lowered, std::uint64_t digest);
+
+  // From now on calls of `operation` over up to `most_bytes` (of a block) use plan number `plan`. Among several entries
+  // that of the smallest `most_bytes` serves. Entries with the same `most_bytes` replace each other.
+  void choose(Operation operation, std::uint64_t most_bytes, int plan);
+
+  // Runs the call to its end in the calling thread. Throws Error.
+  void run(const Call& call, const Buffers& buffers);
+
+  // Ends all calls of all ranks, now and later, with ErrorKind::aborted and `reason`.
+  void abort(const std::string& reason);
+
+  const Segment& segment() const { return *segment_; }
+  int spins() const { return options_.spins; }
+  std::uint64_t sequence() const { return sequence_; }
+
+ private:
+  struct Plan {
+    Operation operation;
+    std::vector<std::int32_t> lowered;
+    std::uint64_t digest;
+  };
+
+  const Program& program_for(const Call& call);
+  void check(const Call& call, std::uint64_t seq, std::uint64_t fingerprint, const Execution& execution,
+             Nanoseconds waited) const;
+  [[noreturn]] void throw_mismatch(const Call& call, std::uint64_t seq, int peer) const;
+  [[noreturn]] void throw_timeout(const Call& call, std::uint64_t seq, const Execution& execution,
+                                  Nanoseconds waited) const;
+
+  const std::shared_ptr<const Segment> segment_;
+  const Options options_;
+  std::vector<Plan> plans_;
+  std::vector<std::map<std::uint64_t, int>> choices_;  // per operation: most_bytes -> plan
+  std::map<std::pair<int, int>, Program> programs_;    // (plan, root) -> this rank's part
+  std::vector<ChannelState> channels_;
+  std::uint64_t sequence_ = 0;
+};
+
+}  // namespace ringreduce

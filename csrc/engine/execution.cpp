@@ -1,0 +1,220 @@
+#include "engine/execution.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+#include "kernels/accumulate.h"
+
+namespace ringreduce {
+namespace {
+
+// What is written twice (to the output and to a slot) or scaled first goes through in tiles of this many bytes, so that the
+// second store finds the first in the L1 cache (32 KiB or more on all machines we know).
+constexpr std::size_t kTile = 8192;
+
+void copy(std::byte* to, const std::byte* from, std::size_t bytes) {
+  if (to != from) std::memcpy(to, from, bytes);
+}
+
+}  // namespace
+
+Execution::Execution(const Segment& segment, const Program& program, const Call& call, const Buffers& buffers,
+                     std::vector<ChannelState>& channels, std::uint64_t fingerprint, std::size_t slice_bytes)
+    : segment_(segment),
+      program_(program),
+      call_(call),
+      buffers_(buffers),
+      channels_(channels),
+      fingerprint_(fingerprint),
+      element_(size_of(call.dtype)),
+      slice_size_(slice_bytes / element_),
+      progress_(program.channels.size()) {
+  for (std::size_t c = 0; c < progress_.size(); ++c) {
+    const ChannelProgram& channel = program.channels[c];
+    const std::size_t unit = unit_of(element_);
+    const std::size_t chunk = largest_chunk(stripe(call.largest, channel.share, unit), channel.chunks, unit);
+    // At least one round, so that ranks meet (and compare their calls) even over nothing.
+    progress_[c].rounds = std::max<std::size_t>(1, ceil_div(chunk, slice_size_));
+  }
+}
+
+bool Execution::advance() {
+  bool moved = false;
+  done_ = true;
+  blocked_on_ = -1;
+  for (std::size_t c = 0; c < progress_.size(); ++c) {
+    Progress& p = progress_[c];
+    const std::vector<Step>& steps = program_.channels[c].steps;
+    for (std::size_t round = p.oldest; round < std::min(p.rounds, p.oldest + kWindow); ++round) {
+      std::uint32_t& at = p.step[round % kWindow];
+      while (at < steps.size() && try_step(c, round, steps[at])) {
+        ++at;
+        moved = true;
+      }
+      if (round == p.oldest && at == steps.size()) {
+        at = 0;
+        ++p.oldest;
+      }
+    }
+    if (p.oldest < p.rounds) done_ = false;
+  }
+  return moved;
+}
+
+// The rank that must still read what slot `seq` would overwrite, or -1.
+int Execution::slow_reader(std::size_t channel, std::uint64_t seq) const {
+  const std::size_t depth = segment_.geometry().depth;
+  if (seq < depth) return -1;
+  for (int reader : channels_[channel].readers[seq & (depth - 1)]) {
+    // Acquire, by way of seq_cst (see Segment::notify): the reader's loads of the old content come before our stores.
+    const std::uint64_t read = segment_.acknowledgement(reader, segment_.rank(), static_cast<int>(channel), seq)
+                                   .load(std::memory_order_seq_cst);
+    if (read < seq - depth + 1) return reader;
+  }
+  return -1;
+}
+
+Range Execution::slice_of(std::size_t channel, const Step& step, std::size_t count, std::size_t round) const {
+  const ChannelProgram& program = program_.channels[channel];
+  const std::size_t unit = unit_of(element_);
+  return slice(split(stripe(count, program.share, unit), program.chunks, step.chunk, unit), round, slice_size_);
+}
+
+bool Execution::try_step(std::size_t channel, std::size_t round, const Step& step) {
+  const ChannelProgram& program = program_.channels[channel];
+  ChannelState& state = channels_[channel];
+  const int own = segment_.rank(), c = static_cast<int>(channel);
+  const auto seq_of = [&](int rank, std::uint32_t send_index) {
+    const auto r = static_cast<std::size_t>(rank);
+    return state.tail[r] + round * program.sends[r] + send_index;
+  };
+  const auto blocked = [&](int peer) {
+    if (blocked_on_ < 0) {
+      blocked_on_ = peer, blocked_channel_ = channel, blocked_round_ = round;
+      blocked_step_ = static_cast<std::size_t>(&step - program.steps.data());
+    }
+    return false;
+  };
+
+  // 1. Is everything there? Receives, then a slot to send from.
+  operands_.clear();
+  std::size_t bytes = 0;
+  for (const Source& source : step.recv) {
+    const std::uint64_t seq = seq_of(source.peer, source.send_index);
+    SlotHeader& slot = segment_.slot(source.peer, c, seq);
+    // Acquire, by way of seq_cst: what the sender stored before the stamp is visible.
+    if (slot.stamp.load(std::memory_order_seq_cst) != seq + 1) return blocked(source.peer);
+    if (slot.fingerprint != fingerprint_)
+      throw Error(ErrorKind::mismatch, segment_.describe(source.peer) + " sent data of another call", source.peer);
+    bytes = slot.bytes;
+    operands_.push_back(slot.payload());
+  }
+  SlotHeader* outgoing = nullptr;
+  std::uint64_t outgoing_seq = 0;
+  if (!step.send.empty()) {
+    outgoing_seq = seq_of(own, step.send_index);
+    if (const int reader = slow_reader(channel, outgoing_seq); reader >= 0) return blocked(reader);
+    outgoing = &segment_.slot(own, c, outgoing_seq);
+  }
+
+  // 2. Which elements? A step that only forwards takes what came.
+  const std::byte* local = nullptr;
+  std::byte* output = nullptr;
+  if (step.read != Read::none) {
+    const Tensors& tensors = step.read == Read::input ? buffers_.input : buffers_.output;
+    const auto position = static_cast<std::size_t>(step.read_position);
+    const Range range = slice_of(channel, step, tensors.count[position], round);
+    local = tensors.data[position] + range.begin * element_;
+    bytes = range.size() * element_;
+  }
+  if (step.write_position >= 0) {
+    const auto position = static_cast<std::size_t>(step.write_position);
+    const Range range = slice_of(channel, step, buffers_.output.count[position], round);
+    output = buffers_.output.data[position] + range.begin * element_;
+    bytes = range.size() * element_;
+  }
+  bytes = std::min<std::size_t>(bytes, segment_.geometry().slot_bytes);  // never trust a peer's number
+  for (const Source& source : step.recv)
+    if (segment_.slot(source.peer, c, seq_of(source.peer, source.send_index)).bytes != bytes)
+      throw Error(ErrorKind::mismatch, segment_.describe(source.peer) + " sent a slice of another size", source.peer);
+
+  // 3. Compute, publish, acknowledge.
+  if (local != nullptr) operands_.insert(operands_.begin() + step.local_position, local);
+  if (bytes > 0) compute(step, bytes, local, output, outgoing != nullptr ? outgoing->payload() : nullptr);
+  if (outgoing != nullptr) {
+    outgoing->fingerprint = fingerprint_;
+    outgoing->bytes = bytes;
+    state.readers[outgoing_seq & (segment_.geometry().depth - 1)] = step.send;
+    outgoing->stamp.store(outgoing_seq + 1, std::memory_order_seq_cst);  // releases the payload
+    for (int peer : step.send) segment_.notify(peer);
+  }
+  for (const Source& source : step.recv) {
+    const std::uint64_t seq = seq_of(source.peer, source.send_index);
+    segment_.acknowledgement(own, source.peer, c, seq).store(seq + 1, std::memory_order_seq_cst);
+    segment_.notify(source.peer);
+  }
+  return true;
+}
+
+// value = operands combined in order (operands_, the local one among them) -> `output` and/or `slot`, where not null.
+void Execution::compute(const Step& step, std::size_t bytes, const std::byte* local, std::byte* output, std::byte* slot) {
+  const bool scaled = local != nullptr && reduces(call_.operation) && call_.reduce_op == ReduceOp::premul_sum &&
+                      step.read == Read::input;
+  const double divisor =
+      step.completes && call_.reduce_op == ReduceOp::avg ? static_cast<double>(segment_.size()) : 1.0;
+  std::byte* first = output != nullptr ? output : slot;
+  std::byte* second = output != nullptr ? slot : nullptr;
+  alignas(64) std::byte scratch[kTile];
+
+  const std::size_t tile = scaled || second != nullptr ? kTile : bytes;
+  for (std::size_t done = 0; done < bytes; done += tile) {
+    const std::size_t n = std::min(tile, bytes - done);
+    const std::size_t count = n / element_;
+    if (scaled) {
+      // Rounded to the element type before it is combined or sent, so that every rank combines the same operands.
+      kernels::scale(call_.dtype, scratch, local + done, count, call_.factor);
+      operands_[static_cast<std::size_t>(step.local_position)] = scratch;
+    }
+    if (operands_.size() == 1)
+      copy(first, static_cast<const std::byte*>(operands_[0]), n);
+    else
+      kernels::accumulate(call_.dtype, call_.reduce_op, first, operands_.data(), static_cast<int>(operands_.size()), count,
+                          divisor);
+    if (second != nullptr) {
+      std::memcpy(second, first, n);
+      second += n;
+    }
+    first += n;
+    for (const void*& operand : operands_) operand = static_cast<const std::byte*>(operand) + n;
+  }
+}
+
+bool Execution::all_read() {
+  const auto own = static_cast<std::size_t>(segment_.rank());
+  const std::size_t depth = segment_.geometry().depth;
+  for (std::size_t c = 0; c < progress_.size(); ++c) {
+    const std::size_t sent = progress_[c].rounds * program_.channels[c].sends[own];
+    const std::uint64_t end = channels_[c].tail[own] + sent;
+    for (std::uint64_t seq = end - std::min(sent, depth); seq < end; ++seq) {
+      blocked_on_ = slow_reader(c, seq + depth);  // the reader of seq, as seq + depth takes its slot
+      if (blocked_on_ >= 0) return false;
+    }
+  }
+  return true;
+}
+
+void Execution::finish() {
+  for (std::size_t c = 0; c < progress_.size(); ++c)
+    for (std::size_t r = 0; r < channels_[c].tail.size(); ++r)
+      channels_[c].tail[r] += progress_[c].rounds * program_.channels[c].sends[r];
+}
+
+std::string Execution::position() const {
+  const ChannelProgram& channel = program_.channels[blocked_channel_];
+  return "channel " + std::to_string(blocked_channel_) + ", round " + std::to_string(blocked_round_ + 1) + " of " +
+         std::to_string(progress_[blocked_channel_].rounds) + ", step " + std::to_string(blocked_step_ + 1) + " of " +
+         std::to_string(channel.steps.size());
+}
+
+}  // namespace ringreduce

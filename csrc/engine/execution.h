@@ -1,0 +1,90 @@
+// Runs one rank's program of one call: the loop at the heart of every collective.
+//
+// A channel's chunks are cut in slices that fit a slot. *Round* k moves slice k of every chunk through the whole program.
+// Rounds are independent of one another (they touch disjoint slices), so several are in flight at once, the oldest first:
+// while round k waits for a peer, round k+1 already fills slots. That is all the pipelining there is; plans know
+// nothing of it. A later round never takes a slot that an earlier one needs: slots are numbered, not allocated, and
+// `seq` may be written only when `seq - depth` has been read. Hence the oldest round can always do what it could do alone,
+// and a plan whose single round ends (ringreduce.plan.verify) ends however many rounds it has.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "engine/call.h"
+#include "engine/program.h"
+#include "transport/segment.h"
+
+namespace ringreduce {
+
+// A rank's tensors, block by block in the order of their positions: data[i] points to count[i] elements.
+struct Tensors {
+  std::span<std::byte* const> data;
+  std::span<const std::size_t> count;
+};
+
+struct Buffers {
+  Tensors input;   // may share memory with `output` block for block (in-place), as c10d's collectives do
+  Tensors output;
+};
+
+// What outlives a call: where each rank's outbox stands, and who is to read what lies in ours.
+struct ChannelState {
+  std::vector<std::uint64_t> tail;               // per rank: the sequence number of its next slot
+  std::vector<std::span<const int>> readers;     // per slot of our outbox: who must have read it before it is written
+};
+
+class Execution {
+ public:
+  // `slice_bytes`: the most that a slice may hold; a multiple of 64, at most a slot. The arguments must outlive this object.
+  Execution(const Segment& segment, const Program& program, const Call& call, const Buffers& buffers,
+            std::vector<ChannelState>& channels, std::uint64_t fingerprint, std::size_t slice_bytes);
+
+  // Moves whatever can move; returns whether anything did. Throws mismatch if a peer's data belongs to another call.
+  bool advance();
+  bool done() const { return done_; }
+
+  // After done(): whether every slot that this rank sent has been read.
+  bool all_read();
+
+  // After done(): moves the outboxes' tails past this call. To be called once, when no more is asked of this object.
+  void finish();
+
+  // The peer that advance() or all_read() met as the first obstacle, and where.
+  int blocked_on() const { return blocked_on_; }
+  std::string position() const;
+
+ private:
+  static constexpr std::size_t kWindow = 8;  // rounds in flight per channel
+
+  struct Progress {
+    std::size_t rounds = 0;
+    std::size_t oldest = 0;                       // the first round that is not done
+    std::array<std::uint32_t, kWindow> step{};    // where each round in flight stands, by round modulo kWindow
+  };
+
+  bool try_step(std::size_t channel, std::size_t round, const Step& step);
+  int slow_reader(std::size_t channel, std::uint64_t seq) const;
+  void compute(const Step& step, std::size_t bytes, const std::byte* local, std::byte* output, std::byte* slot);
+  Range slice_of(std::size_t channel, const Step& step, std::size_t count, std::size_t round) const;
+
+  const Segment& segment_;
+  const Program& program_;
+  const Call& call_;
+  const Buffers& buffers_;
+  std::vector<ChannelState>& channels_;
+  const std::uint64_t fingerprint_;
+  const std::size_t element_;       // bytes
+  const std::size_t slice_size_;    // elements
+  std::vector<Progress> progress_;
+  std::vector<const void*> operands_;
+  bool done_ = false;
+  int blocked_on_ = -1;
+  std::size_t blocked_channel_ = 0, blocked_round_ = 0, blocked_step_ = 0;
+};
+
+}  // namespace ringreduce

@@ -1,0 +1,306 @@
+#include "engine/mailbox.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+
+#include "engine/wait.h"
+
+namespace ringreduce {
+namespace {
+
+std::string title(const Message& m) {
+  return std::string(m.sends ? "send" : "recv") + "(" + std::to_string(m.bytes) + " bytes, tag=" + std::to_string(m.tag) + ")";
+}
+
+}  // namespace
+
+Mailbox::Mailbox(std::shared_ptr<const Segment> segment, int spins)
+    : segment_(std::move(segment)), spins_(spins), peers_(static_cast<std::size_t>(segment_->size())) {}
+
+Mailbox::~Mailbox() {
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  work_.notify_all();
+  if (driver_.joinable()) driver_.join();
+  fail_all(Error(ErrorKind::aborted, "the group was destroyed before the message was done"));
+}
+
+void Mailbox::complete(Message& message, std::exception_ptr error) {
+  message.done = true;
+  message.error = std::move(error);
+  const auto found = std::find_if(all_.begin(), all_.end(), [&](const auto& m) { return m.get() == &message; });
+  finished_.push_back(*found);
+  all_.erase(found);
+  --pending_;
+}
+
+void Mailbox::post(const std::shared_ptr<Message>& message) {
+  std::vector<std::shared_ptr<Message>> finished;
+  bool pending = false;
+  {
+    std::lock_guard lock(mutex_);
+    segment_->throw_if_aborted();
+    message->posted = now();
+    all_.push_back(message);
+    ++pending_;
+    if (message->sends)
+      peers_[static_cast<std::size_t>(message->peer)].sends.push_back(message);
+    else if (!deliver_set_aside(message))
+      receives_.push_back(message);
+    while (progress()) {
+    }
+    pending = !message->done;
+    finished.swap(finished_);
+  }
+  for (auto& m : finished)
+    if (m->on_done) m->on_done(m->error);
+  if (pending) {
+    std::lock_guard lock(mutex_);
+    if (!driver_.joinable()) driver_ = std::thread([this] { drive(); });
+    work_.notify_all();
+  }
+}
+
+void Mailbox::wait(const std::shared_ptr<Message>& message) {
+  Waiting waiting(*segment_, spins_);
+  while (true) {
+    bool moved = false, done = false;
+    std::vector<std::shared_ptr<Message>> finished;
+    {
+      std::lock_guard lock(mutex_);
+      moved = progress();
+      done = message->done;
+      finished.swap(finished_);
+    }
+    for (auto& m : finished)
+      if (m->on_done) m->on_done(m->error);
+    if (done) break;
+    if (moved)
+      waiting.moved();
+    else
+      waiting.idle(message->peer, [&](Nanoseconds) {
+        std::lock_guard lock(mutex_);
+        check();
+      });
+  }
+  if (message->error) std::rethrow_exception(message->error);
+}
+
+// The thread for messages that nobody waits for.
+void Mailbox::drive() {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    work_.wait(lock, [&] { return stopping_ || !idle(); });
+    if (stopping_) return;
+    Waiting waiting(*segment_, spins_);
+    while (!idle() && !stopping_) {
+      const bool moved = progress();
+      std::vector<std::shared_ptr<Message>> finished;
+      finished.swap(finished_);
+      lock.unlock();
+      for (auto& m : finished)
+        if (m->on_done) m->on_done(m->error);
+      if (moved)
+        waiting.moved();
+      else
+        waiting.idle(kAnySource, [&](Nanoseconds) {
+          std::lock_guard relock(mutex_);
+          check();
+        });
+      lock.lock();
+    }
+  }
+}
+
+void Mailbox::fail_all(const Error& error) {
+  std::vector<std::shared_ptr<Message>> finished;
+  {
+    std::lock_guard lock(mutex_);
+    while (!all_.empty()) complete(*all_.back(), std::make_exception_ptr(error));
+    receives_.clear();
+    for (Peer& peer : peers_) {
+      peer.sends.clear();
+      peer.arriving.reset();
+    }
+    finished.swap(finished_);
+  }
+  for (auto& m : finished)
+    if (m->on_done) m->on_done(m->error);
+}
+
+// Ends the messages that wait in vain: aborted, peer gone, deadline passed.
+void Mailbox::check() {
+  std::exception_ptr aborted;
+  try {
+    segment_->throw_if_aborted();
+  } catch (const Error&) {
+    aborted = std::current_exception();
+  }
+  const std::vector<int> gone = segment_->gone();
+  const Nanoseconds t = now();
+  const auto snapshot = all_;
+  for (const auto& m : snapshot) {
+    const bool peer_gone = m->peer != kAnySource && std::find(gone.begin(), gone.end(), m->peer) != gone.end();
+    const bool all_gone = m->peer == kAnySource && gone.size() + 1 == static_cast<std::size_t>(segment_->size());
+    std::exception_ptr error;
+    if (aborted) {
+      error = aborted;
+    } else if (peer_gone || all_gone) {
+      const int culprit = peer_gone ? m->peer : gone.front();
+      error = std::make_exception_ptr(
+          Error(ErrorKind::peer_lost, title(*m) + ": " + segment_->describe(culprit) + " died or left the group", culprit));
+    } else if (t - m->posted >= m->timeout) {
+      char waited[32];
+      std::snprintf(waited, sizeof waited, "%.1f s", seconds(t - m->posted));
+      const std::string whom = m->peer == kAnySource ? "any rank" : segment_->describe(m->peer);
+      error = std::make_exception_ptr(Error(ErrorKind::timeout,
+                                            title(*m) + ": rank " + std::to_string(segment_->rank()) + " waited " + waited +
+                                                " for " + whom + "; " + std::to_string(m->moved) + " bytes had moved",
+                                            m->peer));
+    } else {
+      continue;
+    }
+    receives_.remove(m);
+    for (Peer& peer : peers_) {
+      std::erase(peer.sends, m);
+      if (peer.arriving && peer.arriving->receive == m) {  // the rest of it goes aside
+        peer.arriving->receive = nullptr;
+        peer.arriving->aside.resize(peer.arriving->bytes);
+        peer.arrived.push_back(std::move(*peer.arriving));
+        peer.arriving.reset();
+      }
+    }
+    complete(*m, error);
+  }
+}
+
+bool Mailbox::progress() {
+  bool moved = false;
+  for (int r = 0; r < segment_->size(); ++r) {
+    Peer& peer = peers_[static_cast<std::size_t>(r)];
+    while (send_some(r, peer)) moved = true;
+    while (receive_some(r, peer)) moved = true;
+  }
+  return moved;
+}
+
+bool Mailbox::send_some(int rank, Peer& peer) {
+  if (peer.sends.empty()) return false;
+  Message& m = *peer.sends.front();
+  const Geometry& g = segment_->geometry();
+  MessageHeader& slot = segment_->message(segment_->rank(), rank, peer.sent);
+  // The slot's previous content, of stamp sent + 1 - depth, must have been consumed.
+  if (peer.sent >= g.mailbox_depth && slot.consumed.load(std::memory_order_seq_cst) < peer.sent + 1 - g.mailbox_depth) return false;
+  const std::size_t n = std::min<std::size_t>(m.bytes - m.moved, g.mailbox_slot_bytes);
+  slot.message_bytes = m.bytes;
+  slot.bytes = static_cast<std::uint32_t>(n);
+  slot.dtype = static_cast<std::uint32_t>(m.dtype);
+  slot.tag = m.tag;
+  if (n > 0) std::memcpy(slot.payload(), m.data + m.moved, n);
+  slot.stamp.store(++peer.sent, std::memory_order_seq_cst);
+  segment_->notify(rank);
+  m.moved += n;
+  if (m.moved == m.bytes) {
+    complete(m);
+    peer.sends.pop_front();
+  }
+  return true;
+}
+
+bool Mailbox::wanted_from(int source) const {
+  return std::any_of(receives_.begin(), receives_.end(),
+                     [&](const auto& r) { return r->peer == source || r->peer == kAnySource; });
+}
+
+std::shared_ptr<Message> Mailbox::take_receive(int source, std::uint64_t tag) {
+  for (auto it = receives_.begin(); it != receives_.end(); ++it)
+    if (((*it)->peer == source || (*it)->peer == kAnySource) && (*it)->tag == tag) {
+      auto receive = *it;
+      receives_.erase(it);
+      return receive;
+    }
+  return nullptr;
+}
+
+// Points an arrival at the receive it belongs to; one of another size is an error of the receive, and is dropped.
+void Mailbox::begin(Arrival& arrival, int source) {
+  Message& m = *arrival.receive;
+  m.peer = source;
+  if (m.bytes != arrival.bytes || size_of(m.dtype) != size_of(arrival.dtype)) {
+    complete(m, std::make_exception_ptr(Error(
+                    ErrorKind::mismatch,
+                    title(m) + " of dtype " + std::string(name(m.dtype)) + ": " + segment_->describe(source) + " sent " +
+                        std::to_string(arrival.bytes) + " bytes of dtype " + std::string(name(arrival.dtype)),
+                    source)));
+    arrival.receive = nullptr;
+  }
+}
+
+bool Mailbox::receive_some(int rank, Peer& peer) {
+  if (rank == segment_->rank() && peer.received == peer.sent) return false;
+  const Geometry& g = segment_->geometry();
+  MessageHeader& slot = segment_->message(rank, segment_->rank(), peer.received);
+  if (slot.stamp.load(std::memory_order_seq_cst) != peer.received + 1) return false;
+
+  const bool continues = peer.arriving || (!peer.arrived.empty() && peer.arrived.back().moved < peer.arrived.back().bytes);
+  if (!continues) {
+    if (slot.dtype >= kDTypeCount) throw Error(ErrorKind::mismatch, "a message with an unknown dtype arrived", rank);
+    Arrival arrival{.tag = slot.tag, .dtype = static_cast<DType>(slot.dtype), .bytes = slot.message_bytes, .moved = 0, .aside = {}, .receive = nullptr};
+    arrival.receive = take_receive(rank, arrival.tag);
+    if (arrival.receive) {
+      begin(arrival, rank);
+      peer.arriving = std::move(arrival);
+    } else {
+      if (!wanted_from(rank)) return false;  // it can stay where it is
+      arrival.aside.resize(arrival.bytes);
+      peer.arrived.push_back(std::move(arrival));
+    }
+  }
+
+  Arrival& arrival = peer.arriving ? *peer.arriving : peer.arrived.back();
+  const std::size_t n = slot.bytes;
+  if (n > g.mailbox_slot_bytes || n > arrival.bytes - arrival.moved) throw Error(ErrorKind::mismatch, "a message longer than announced arrived", rank);
+  std::byte* to = peer.arriving ? (arrival.receive ? arrival.receive->data : nullptr) : arrival.aside.data();
+  if (to != nullptr && n > 0) std::memcpy(to + arrival.moved, slot.payload(), n);
+  slot.consumed.store(++peer.received, std::memory_order_seq_cst);
+  segment_->notify(rank);
+  arrival.moved += n;
+  if (arrival.receive) arrival.receive->moved = arrival.moved;
+
+  if (arrival.moved == arrival.bytes) {
+    if (peer.arriving) {
+      if (arrival.receive) complete(*arrival.receive);
+      peer.arriving.reset();
+    } else if (auto receive = take_receive(rank, arrival.tag)) {  // posted while it was set aside
+      if (!deliver_set_aside(receive)) receives_.push_front(receive);
+    }
+  }
+  return true;
+}
+
+// Gives a receive what was set aside for it, the oldest first; returns whether there was anything.
+bool Mailbox::deliver_set_aside(const std::shared_ptr<Message>& receive) {
+  for (int r = 0; r < segment_->size(); ++r) {
+    if (receive->peer != kAnySource && receive->peer != r) continue;
+    auto& arrived = peers_[static_cast<std::size_t>(r)].arrived;
+    for (auto it = arrived.begin(); it != arrived.end(); ++it) {
+      if (it->tag != receive->tag) continue;
+      if (it->moved < it->bytes) return false;  // still arriving: receive_some ends it
+      it->receive = receive;
+      begin(*it, r);
+      if (it->receive) {
+        if (it->bytes > 0) std::memcpy(receive->data, it->aside.data(), it->bytes);
+        receive->moved = it->bytes;
+        complete(*receive);
+      }
+      arrived.erase(it);
+      return true;
+    }
+  }
+  return false;
+}
+
+}  // namespace ringreduce

@@ -1,0 +1,142 @@
+#include "engine/program.h"
+
+#include <string>
+#include <utility>
+
+namespace ringreduce {
+namespace {
+
+[[noreturn]] void malformed(const std::string& what) {
+  throw Error(ErrorKind::invalid_argument, "malformed plan: " + what);
+}
+
+// Takes integers off the array, each checked against what it may be.
+class Reader {
+ public:
+  explicit Reader(std::span<const std::int32_t> rest) : rest_(rest) {}
+
+  int take(const char* what, int least, int most) {
+    if (rest_.empty()) malformed(std::string("it ends where ") + what + " should be");
+    const int value = rest_.front();
+    rest_ = rest_.subspan(1);
+    if (value < least || value > most)
+      malformed(std::string(what) + " is " + std::to_string(value) + ", not from " + std::to_string(least) + " to " +
+                std::to_string(most));
+    return value;
+  }
+  bool at_end() const { return rest_.empty(); }
+
+ private:
+  std::span<const std::int32_t> rest_;
+};
+
+constexpr int kMost = 1 << 30;
+
+// How many blocks a collective's data has, and where a rank finds a block among its tensors. (The same table, with the
+// reasons, is in ringreduce/plan/model.py.)
+int block_count(Operation o, int size) {
+  switch (o) {
+    case Operation::all_to_all:
+      return size * size;
+    case Operation::reduce_scatter:
+    case Operation::all_gather:
+    case Operation::gather:
+    case Operation::scatter:
+      return size;
+    default:
+      return 1;
+  }
+}
+
+int input_position(Operation o, int size, int block) {
+  if (o == Operation::all_to_all) return block % size;
+  return o == Operation::reduce_scatter || o == Operation::scatter ? block : 0;
+}
+
+int output_position(Operation o, int size, int block) {
+  if (o == Operation::all_to_all) return block / size;
+  return o == Operation::all_gather || o == Operation::gather ? block : 0;
+}
+
+}  // namespace
+
+Program bind(Operation operation, std::span<const std::int32_t> lowered, std::uint64_t digest, int size, int rank, int root,
+             int channels) {
+  const auto turned = [&](int r) { return (r + root) % size; };
+  const int own = (rank - root + size) % size;  // this rank's number in the plan
+  const bool per_rank_blocks = operation == Operation::gather || operation == Operation::scatter;
+
+  Reader in(lowered);
+  in.take("size", size, size);
+  Program program;
+  program.operation = operation;
+  program.digest = digest;
+  program.channels.resize(static_cast<std::size_t>(in.take("channel count", 1, channels)));
+
+  // Spans are set last, when the storage no longer moves: until then steps keep (offset, length).
+  std::vector<std::pair<std::size_t, std::size_t>> recv_of, send_of;
+
+  for (ChannelProgram& channel : program.channels) {
+    const int begin = in.take("share begin", 0, kMost), end = in.take("share end", begin, kMost);
+    const int total = in.take("share total", end, kMost);
+    if (total == 0) malformed("share total is 0");
+    channel.share = {static_cast<std::uint32_t>(begin), static_cast<std::uint32_t>(end), static_cast<std::uint32_t>(total)};
+    channel.chunks = static_cast<std::uint32_t>(in.take("chunks", 1, 1 << 20));
+    const int chunk_ids = block_count(operation, size) * static_cast<int>(channel.chunks);
+    channel.sends.resize(static_cast<std::size_t>(size));
+
+    for (int r = 0; r < size; ++r) {
+      const int steps = in.take("step count", 0, kMost);
+      channel.sends[static_cast<std::size_t>(turned(r))] = static_cast<std::uint32_t>(in.take("sends per round", 0, steps));
+      std::uint32_t sent = 0;
+      for (int s = 0; s < steps; ++s) {
+        Step step;
+        const int id = in.take("chunk", 0, chunk_ids - 1);
+        step.chunk = static_cast<std::uint32_t>(id) % channel.chunks;
+        int block = id / static_cast<int>(channel.chunks);
+        if (per_rank_blocks) block = turned(block);
+        step.read = static_cast<Read>(in.take("read", 0, 2));
+        if (step.read == Read::input) step.read_position = input_position(operation, size, block);
+        if (step.read == Read::output) step.read_position = output_position(operation, size, block);
+        if (in.take("write", 0, 1) == 1) step.write_position = output_position(operation, size, block);
+        step.completes = in.take("completes", 0, 1) == 1;
+        step.local_position = in.take("local position", -1, size - 1);
+
+        const int recvs = in.take("recv count", 0, size - 1);
+        if ((step.read == Read::none) != (step.local_position == -1) || step.local_position > recvs)
+          malformed("local position does not fit the operands");
+        const std::size_t first_source = program.sources.size();
+        for (int i = 0; i < recvs; ++i) {
+          const int peer = turned(in.take("peer", 0, size - 1));
+          program.sources.push_back({peer, static_cast<std::uint32_t>(in.take("send index", 0, kMost))});
+        }
+        const int sends = in.take("send count", 0, size - 1);
+        const std::size_t first_destination = program.destinations.size();
+        for (int i = 0; i < sends; ++i) program.destinations.push_back(turned(in.take("peer", 0, size - 1)));
+        if (sends > 0) step.send_index = sent++;
+
+        if (r == own) {
+          channel.steps.push_back(step);
+          recv_of.emplace_back(first_source, static_cast<std::size_t>(recvs));
+          send_of.emplace_back(first_destination, static_cast<std::size_t>(sends));
+        } else {
+          program.sources.resize(first_source);
+          program.destinations.resize(first_destination);
+        }
+      }
+      if (sent != channel.sends[static_cast<std::size_t>(turned(r))]) malformed("sends per round does not count the sends");
+    }
+  }
+  if (!in.at_end()) malformed("it goes on after its end");
+
+  std::size_t i = 0;
+  for (ChannelProgram& channel : program.channels)
+    for (Step& step : channel.steps) {
+      step.recv = std::span<const Source>(program.sources).subspan(recv_of[i].first, recv_of[i].second);
+      step.send = std::span<const int>(program.destinations).subspan(send_of[i].first, send_of[i].second);
+      ++i;
+    }
+  return program;
+}
+
+}  // namespace ringreduce

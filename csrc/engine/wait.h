@@ -1,0 +1,90 @@
+// One rank's waiting, for the length of one call: spin, then yield, then sleep on the doorbell.
+//
+// How long to spin depends on whether the other ranks have cores of their own; after kYieldFor without progress the
+// rank sleeps, so that one that waits for a late peer costs nothing. Every kCheckEvery of waiting, and after every sleep,
+// the owner's `check` looks for what makes further waiting pointless, and throws.
+#pragma once
+
+#include <sched.h>
+
+#include <cstdint>
+
+#include "core/clock.h"
+#include "transport/segment.h"
+
+namespace ringreduce {
+
+inline void cpu_relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#else
+  asm volatile("yield");
+#endif
+}
+
+class Waiting {
+ public:
+  Waiting(const Segment& segment, int spins) : own_(segment.control(segment.rank())), spins_(spins) {}
+  ~Waiting() {
+    disarm();
+    if (started_ != 0) own_.waiting_for.store(-1, std::memory_order_release);
+  }
+  Waiting(const Waiting&) = delete;
+  Waiting& operator=(const Waiting&) = delete;
+
+  // Something moved: the next wait begins anew with spinning.
+  void moved() {
+    if (idle_ == 0) return;
+    idle_ = 0;
+    idle_since_ = 0;
+    disarm();
+  }
+
+  // Nothing moved; the caller waits for `peer`. Waits a little, after which the caller must look again. `check(waited)` is
+  // called now and then with the time since the first wait of this call.
+  template <class Check>
+  void idle(int peer, Check&& check) {
+    if (++idle_ <= spins_) return cpu_relax();
+    const Nanoseconds t = now();
+    if (started_ == 0) started_ = t;
+    if (idle_since_ == 0) idle_since_ = t;
+    if (t >= next_check_) {
+      own_.waiting_for.store(peer, std::memory_order_relaxed);
+      own_.heartbeat.store(t, std::memory_order_release);
+      check(t - started_);
+      next_check_ = t + kCheckEvery;
+    }
+    if (t - idle_since_ < kYieldFor) {
+      sched_yield();
+    } else if (!armed_) {
+      // The first time round only announces the sleep: the caller looks once more before it happens.
+      seen_ = own_.doorbell.load(std::memory_order_seq_cst);
+      own_.sleepers.fetch_add(1, std::memory_order_seq_cst);
+      armed_ = true;
+    } else {
+      sleep_on(own_.doorbell, seen_, kSleep);
+      seen_ = own_.doorbell.load(std::memory_order_seq_cst);
+    }
+  }
+
+ private:
+  static constexpr Nanoseconds kYieldFor = kMillisecond;
+  static constexpr Nanoseconds kCheckEvery = 2 * kMillisecond;
+  // Bounds how late a dead peer, a timeout or an abort is seen.
+  static constexpr Nanoseconds kSleep = 20 * kMillisecond;
+
+  void disarm() {
+    if (!armed_) return;
+    own_.sleepers.fetch_sub(1, std::memory_order_seq_cst);
+    armed_ = false;
+  }
+
+  RankControl& own_;
+  const int spins_;
+  int idle_ = 0;
+  bool armed_ = false;
+  std::uint32_t seen_ = 0;
+  Nanoseconds started_ = 0, idle_since_ = 0, next_check_ = 0;
+};
+
+}  // namespace ringreduce

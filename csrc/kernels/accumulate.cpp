@@ -1,0 +1,90 @@
+#include "kernels/accumulate.h"
+
+#include <atomic>
+#include <cstring>
+
+#include "kernels/target.h"
+
+namespace ringreduce::kernels {
+namespace {
+
+// From the most to the least capable.
+constexpr const Target* kTargets[] = {
+#if defined(__x86_64__)
+    &avx512::target,
+    &avx2::target,
+#endif
+    &baseline::target,
+};
+
+// Whether this CPU and its operating system run `target`.
+bool can_run(const Target* target) {
+#if defined(__x86_64__)
+  if (target == &avx512::target)
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (target == &avx2::target) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+#endif
+  return target == &baseline::target;
+}
+
+const Target* best_target() {
+  for (const Target* target : kTargets)
+    if (can_run(target)) return target;
+  return &baseline::target;
+}
+
+std::atomic<const Target*>& current_target() {
+  static std::atomic<const Target*> current{best_target()};
+  return current;
+}
+
+bool is_floating(DType dtype) { return dtype <= DType::float8_e5m2; }
+bool is_complex(DType dtype) { return dtype >= DType::complex64; }
+
+}  // namespace
+
+bool supports(DType dtype, ReduceOp op) {
+  switch (op) {
+    case ReduceOp::sum:
+    case ReduceOp::product:
+      return true;
+    case ReduceOp::min:
+    case ReduceOp::max:
+      return !is_complex(dtype);
+    case ReduceOp::avg:
+    case ReduceOp::premul_sum:
+      return is_floating(dtype) || is_complex(dtype);
+    case ReduceOp::band:
+    case ReduceOp::bor:
+    case ReduceOp::bxor:
+      return !is_floating(dtype) && !is_complex(dtype);
+  }
+  return false;
+}
+
+void accumulate(DType dtype, ReduceOp op, void* dst, const void* const* srcs, int n, std::size_t count,
+                double divisor) {
+  if (n == 1 && divisor == 1 && dtype != DType::boolean) {
+    if (count != 0 && dst != srcs[0]) std::memcpy(dst, srcs[0], count * size_of(dtype));
+    return;
+  }
+  current_target().load(std::memory_order_relaxed)->accumulate(dtype, op, {dst, srcs, n, count, divisor});
+}
+
+void scale(DType dtype, void* dst, const void* src, std::size_t count, double factor) {
+  current_target().load(std::memory_order_relaxed)->scale(dtype, {dst, &src, 1, count, factor});
+}
+
+std::string_view instruction_set() { return current_target().load(std::memory_order_relaxed)->name; }
+
+bool select_instruction_set(std::string_view name) {
+  for (const Target* target : kTargets) {
+    if (target->name != name || !can_run(target)) continue;
+    current_target().store(target, std::memory_order_relaxed);
+    return true;
+  }
+  return false;
+}
+
+}  // namespace ringreduce::kernels

@@ -1,0 +1,498 @@
+// The kernels, included once for each instruction set by a source file that has chosen it (baseline.cpp, avx2.cpp,
+// avx512.cpp) and has defined
+//   RINGREDUCE_TARGET        the namespace to fill
+//   RINGREDUCE_TARGET_NAME   its name for users
+//   RINGREDUCE_VECTOR_BYTES  the width of a vector register: 16, 32 or 64
+//
+// A kernel walks over its operands by blocks. A block is four vectors of lanes, the type in which elements are combined
+// (float32 for the narrower floats, else the element itself). For each block the first operand is loaded, the others
+// are combined into it one by one while it stays in registers, and it is rounded and stored once: this is the same loop
+// for any number of operands. The rest, shorter than a block, goes the same way through a padded copy.
+//
+// Whatever is used below has internal linkage or is a compiler's built-in: an inline function shared with other
+// sources could be compiled here for an instruction set that the others may not use, and be the one the linker keeps.
+// Results are the same for all targets because every operation on lanes is exact or rounded as IEEE 754 says, in the
+// order written; hence no contraction to fused multiply-add (-ffp-contract=off).
+
+#define RINGREDUCE_INLINE inline __attribute__((always_inline))
+
+namespace ringreduce::kernels::RINGREDUCE_TARGET {
+namespace {
+
+constexpr std::size_t kVector = RINGREDUCE_VECTOR_BYTES;
+
+template <class T>
+struct VectorOf {
+  typedef T type __attribute__((vector_size(kVector)));
+};
+template <class T>
+using Vec = typename VectorOf<T>::type;
+
+using Words = Vec<std::uint32_t>;
+using Floats = Vec<float>;
+
+template <class T>
+struct Block {
+  Vec<T> v[4];
+};
+
+template <class T>
+RINGREDUCE_INLINE Vec<T> load(const char* p) {
+  Vec<T> v;
+  __builtin_memcpy(&v, p, kVector);
+  return v;
+}
+
+template <class V>
+RINGREDUCE_INLINE void store(char* p, V v) {
+  __builtin_memcpy(p, &v, kVector);
+}
+
+// ---- Formats: how elements lie in memory and which lanes they become ----------------------------------------------
+//
+// A format has the type of its Lane, the size of an element and of a block in memory, and load and store of a block.
+// Elements may take any place among the lanes, as long as load and store agree.
+
+// Elements that are combined as they are.
+template <class T>
+struct Native {
+  using Lane = T;
+  static constexpr std::size_t kElement = sizeof(T);
+  static constexpr std::size_t kBlock = 4 * kVector;
+
+  static Block<T> load(const char* p) {
+    Block<T> block;
+    for (int j = 0; j < 4; ++j) block.v[j] = RINGREDUCE_TARGET::load<T>(p + j * kVector);
+    return block;
+  }
+  static void store(char* p, const Block<T>& block) {
+    for (int j = 0; j < 4; ++j) RINGREDUCE_TARGET::store(p + j * kVector, block.v[j]);
+  }
+};
+
+// Any byte but zero is true.
+struct Boolean : Native<std::uint8_t> {
+  static Block<std::uint8_t> load(const char* p) {
+    Block<std::uint8_t> block = Native::load(p);
+    for (auto& v : block.v) v = (Vec<std::uint8_t>)(v != 0) & 1;
+    return block;
+  }
+};
+
+// Complex numbers; lanes are v[0] + i v[1] and v[2] + i v[3]. Only the product needs it: for the sum, a complex number
+// is two real ones.
+template <class T>
+struct Complex {
+  using Lane = T;
+  static constexpr std::size_t kElement = 2 * sizeof(T);
+  static constexpr std::size_t kBlock = 4 * kVector;
+  static constexpr int kLanes = kVector / sizeof(T);
+
+  static Block<T> load(const char* p) {
+    const Block<T> mixed = Native<T>::load(p);
+    Block<T> block;
+    for (int j = 0; j < 4; j += 2) unzip(mixed.v[j], mixed.v[j + 1], block.v[j], block.v[j + 1], Indices{});
+    return block;
+  }
+  static void store(char* p, const Block<T>& block) {
+    Block<T> mixed;
+    for (int j = 0; j < 4; j += 2) zip(block.v[j], block.v[j + 1], mixed.v[j], mixed.v[j + 1], Indices{});
+    Native<T>::store(p, mixed);
+  }
+
+ private:
+  using Indices = std::make_integer_sequence<int, kLanes>;
+
+  template <int... I>
+  static void unzip(Vec<T> a, Vec<T> b, Vec<T>& even, Vec<T>& odd, std::integer_sequence<int, I...>) {
+    even = __builtin_shufflevector(a, b, (2 * I)...);
+    odd = __builtin_shufflevector(a, b, (2 * I + 1)...);
+  }
+  template <int... I>
+  static void zip(Vec<T> even, Vec<T> odd, Vec<T>& a, Vec<T>& b, std::integer_sequence<int, I...>) {
+    a = __builtin_shufflevector(even, odd, (I / 2 + I % 2 * kLanes)...);
+    b = __builtin_shufflevector(even, odd, (I / 2 + I % 2 * kLanes + kLanes / 2)...);
+  }
+};
+
+constexpr std::uint32_t kInfinity = 0x7f800000;  // as float32
+constexpr std::uint32_t kSign = 0x80000000;
+
+// Whether a < b, where neither has its sign bit set: all instruction sets compare signed integers.
+RINGREDUCE_INLINE Vec<std::int32_t> below(Words a, std::uint32_t b) {
+  return (Vec<std::int32_t>)a < static_cast<std::int32_t>(b);
+}
+
+// A narrow float in a word is its code in the word's upper bits. `widen` gives its value and expects zeros below the
+// code; `narrow` rounds to nearest even and leaves anything there.
+struct BFloat16 {
+  static constexpr std::size_t kElement = 2;
+
+  static Floats widen(Words word) { return (Floats)word; }
+
+  static Words narrow(Floats value) {
+    const Words bits = (Words)value;
+    return value != value ? Words{} + 0x7fc00000 : bits + (bits >> 16 & 1) + 0x7fff;
+  }
+};
+
+// A float of one sign bit, kExponent bits of exponent and kFraction bits of fraction, with gradual underflow. Too large
+// a number becomes kOverflow: infinity, or the largest number of a format without infinities. Codes from kSpecial on
+// are not numbers.
+//
+// Constants are float32 in bits. Codes are aligned with them, the last place of one with that place of the other, and
+// then differ from them in the exponent's bias only.
+template <int kExponent, int kFraction, std::uint32_t kOverflow, std::uint32_t kSpecial>
+struct SmallFloat {
+  static constexpr std::size_t kElement = (1 + kExponent + kFraction) / 8;
+  static constexpr int kDrop = 23 - kFraction;  // places of the fraction to be dropped
+  static constexpr int kAlign = 8 - kExponent;  // from the aligned code to the word's upper bits
+  static constexpr std::uint32_t kBias = (128u - (1u << (kExponent - 1))) << 23;
+  static constexpr std::uint32_t kLeastNormal = kBias + (1u << 23);
+  static constexpr std::uint32_t kBound = kBias + (kOverflow << kDrop);
+  // The number whose last place is that of the least subnormal: what is added to it is rounded there.
+  static constexpr std::uint32_t kRounder = kLeastNormal + (static_cast<std::uint32_t>(kDrop) << 23);
+  static constexpr std::uint32_t kNaN = 0x7fffffffu >> kAlign;  // aligned code
+
+  static Floats widen(Words word) {
+    const Words code = (word & ~kSign) >> kAlign;
+    const Words normal = code + kBias;
+    const Words subnormal = (Words)((Floats)(code + kLeastNormal) - (Floats)(Words{} + kLeastNormal));
+    const Words finite = below(code, 1u << 23) ? subnormal : normal;
+    const Words magnitude = below(code, kSpecial << kDrop) ? finite : code | kInfinity;
+    return (Floats)(magnitude | (word & kSign));
+  }
+
+  static Words narrow(Floats value) {
+    const Words bits = (Words)value;
+    const Words magnitude = bits & ~kSign;
+    const Words bounded = below(magnitude, kBound) ? magnitude : Words{} + kBound;
+    const Words normal = bounded + (bounded >> kDrop & 1) + ((1u << (kDrop - 1)) - 1 - kBias);
+    const Words subnormal = (Words)((Floats)bounded + (Floats)(Words{} + kRounder)) << kDrop;
+    const Words rounded = below(bounded, kLeastNormal) ? subnormal : normal;
+    const Words code = below(magnitude, kInfinity + 1) ? rounded : Words{} + kNaN;
+    return code << kAlign | (bits & kSign);
+  }
+};
+
+// Narrow floats, two or four to a word. Shifts alone take a word's parts to different vectors.
+template <class Code>
+struct Packed {
+  using Lane = float;
+  static constexpr std::size_t kElement = Code::kElement;
+  static constexpr std::size_t kBlock = kElement * kVector;
+  static constexpr int kParts = 4 / kElement;
+  static constexpr int kBits = 8 * kElement;
+  static constexpr std::uint32_t kUpper = ~0u << (32 - kBits);
+
+  static Block<float> load(const char* p) {
+    Block<float> block;
+    for (int j = 0; j < 4; j += kParts) {
+      const Words words = RINGREDUCE_TARGET::load<std::uint32_t>(p + j / kParts * kVector);
+      block.v[j] = Code::widen(words << (32 - kBits));
+      for (int part = 1; part < kParts; ++part)
+        block.v[j + part] = Code::widen(words << (32 - kBits - part * kBits) & kUpper);
+    }
+    return block;
+  }
+  static void store(char* p, const Block<float>& block) {
+    for (int j = 0; j < 4; j += kParts) {
+      Words words = Code::narrow(block.v[j]) >> (32 - kBits);
+      for (int part = 1; part < kParts; ++part)
+        words |= (Code::narrow(block.v[j + part]) & kUpper) >> (32 - kBits - part * kBits);
+      RINGREDUCE_TARGET::store(p + j / kParts * kVector, words);
+    }
+  }
+};
+
+using Float8E4M3FN = Packed<SmallFloat<4, 3, 0x7e, 0x7f>>;
+using Float8E5M2 = Packed<SmallFloat<5, 2, 0x7c, 0x7c>>;
+
+#if RINGREDUCE_VECTOR_BYTES == 16
+using Float16 = Packed<SmallFloat<5, 10, 0x7c00, 0x7c00>>;
+#else
+// As Packed<SmallFloat<5, 10, 0x7c00, 0x7c00>>, by the F16C instructions.
+struct Float16 {
+  using Lane = float;
+  static constexpr std::size_t kElement = 2;
+  static constexpr std::size_t kBlock = 2 * kVector;
+
+  static Block<float> load(const char* p) {
+    Block<float> block;
+    for (int j = 0; j < 4; ++j) block.v[j] = widen(p + j * kVector / 2);
+    return block;
+  }
+  static void store(char* p, const Block<float>& block) {
+    for (int j = 0; j < 4; ++j) narrow(p + j * kVector / 2, block.v[j]);
+  }
+
+ private:
+#if RINGREDUCE_VECTOR_BYTES == 32
+  static Floats widen(const char* p) {
+    return (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static void narrow(char* p, Floats v) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+  }
+#else  // The zero-masking forms: GCC 12 warns of its own plain ones (maybe-uninitialized).
+  static Floats widen(const char* p) {
+    return (Floats)_mm512_maskz_cvtph_ps(-1, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  static void narrow(char* p, Floats v) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_maskz_cvtps_ph(-1, (__m512)v, _MM_FROUND_TO_NEAREST_INT));
+  }
+#endif
+};
+#endif
+
+// ---- Operations ---------------------------------------------------------------------------------------------------
+
+struct Sum {
+  template <class V>
+  static V apply(V a, V b) {
+    return a + b;
+  }
+};
+
+struct Product {
+  template <class V>
+  static V apply(V a, V b) {
+    return a * b;
+  }
+};
+
+// A NaN on the left is kept by the first test, one on the right because it compares as false.
+struct Min {
+  template <class V>
+  static V apply(V a, V b) {
+    return a != a ? a : a < b ? a : b;
+  }
+};
+
+struct Max {
+  template <class V>
+  static V apply(V a, V b) {
+    return a != a ? a : a > b ? a : b;
+  }
+};
+
+struct And {
+  template <class V>
+  static V apply(V a, V b) {
+    return a & b;
+  }
+};
+
+struct Or {
+  template <class V>
+  static V apply(V a, V b) {
+    return a | b;
+  }
+};
+
+struct Xor {
+  template <class V>
+  static V apply(V a, V b) {
+    return a ^ b;
+  }
+};
+
+struct ComplexProduct {};
+
+template <class T, class Op>
+RINGREDUCE_INLINE void combine(Block<T>& a, const Block<T>& b, Op) {
+  for (int j = 0; j < 4; ++j) a.v[j] = Op::apply(a.v[j], b.v[j]);
+}
+
+template <class T>
+RINGREDUCE_INLINE void combine(Block<T>& a, const Block<T>& b, ComplexProduct) {
+  for (int j = 0; j < 4; j += 2) {
+    const Vec<T> real = a.v[j] * b.v[j] - a.v[j + 1] * b.v[j + 1];
+    const Vec<T> imaginary = a.v[j] * b.v[j + 1] + a.v[j + 1] * b.v[j];
+    a.v[j] = real;
+    a.v[j + 1] = imaginary;
+  }
+}
+
+// ---- Loops --------------------------------------------------------------------------------------------------------
+
+// The block at `p`, of which only the first `bytes` may be read.
+template <class Format>
+RINGREDUCE_INLINE auto load_part(const char* p, std::size_t bytes) {
+  if (bytes == Format::kBlock) return Format::load(p);
+  char padded[Format::kBlock] = {};
+  __builtin_memcpy(padded, p, bytes);
+  return Format::load(padded);
+}
+
+template <class Format>
+RINGREDUCE_INLINE void store_part(char* p, const Block<typename Format::Lane>& block, std::size_t bytes) {
+  if (bytes == Format::kBlock) return Format::store(p, block);
+  char padded[Format::kBlock];
+  Format::store(padded, block);
+  __builtin_memcpy(p, padded, bytes);
+}
+
+// Calls block_of(job, at, bytes) for each block of `total` bytes, `at` being its offset; all but the last are full.
+template <std::size_t kBlock, void (*block_of)(const Job&, std::size_t at, std::size_t bytes)>
+inline void for_each_block(const Job& job, std::size_t total) {
+  std::size_t at = 0;
+  for (; at + kBlock <= total; at += kBlock) block_of(job, at, kBlock);
+  if (at < total) block_of(job, at, total - at);
+}
+
+inline const char* source(const Job& job, int k) { return static_cast<const char*>(job.srcs[k]); }
+
+template <class Format, class Op>
+RINGREDUCE_INLINE void accumulate_block(const Job& job, std::size_t at, std::size_t bytes) {
+  using Lane = typename Format::Lane;
+  Block<Lane> block = load_part<Format>(source(job, 0) + at, bytes);
+  for (int k = 1; k < job.n; ++k) combine(block, load_part<Format>(source(job, k) + at, bytes), Op{});
+  if constexpr (std::is_floating_point_v<Lane>) {
+    if (job.factor != 1)
+      for (auto& v : block.v) v /= static_cast<Lane>(job.factor);
+  }
+  store_part<Format>(static_cast<char*>(job.dst) + at, block, bytes);
+}
+
+template <class Format>
+RINGREDUCE_INLINE void scale_block(const Job& job, std::size_t at, std::size_t bytes) {
+  using Lane = typename Format::Lane;
+  Block<Lane> block = load_part<Format>(source(job, 0) + at, bytes);
+  for (auto& v : block.v) v *= static_cast<Lane>(job.factor);
+  store_part<Format>(static_cast<char*>(job.dst) + at, block, bytes);
+}
+
+template <class Format, class Op>
+void accumulate_as(const Job& job) {
+  for_each_block<Format::kBlock, accumulate_block<Format, Op>>(job, job.count * Format::kElement);
+}
+
+template <class Format>
+void scale_as(const Job& job) {
+  for_each_block<Format::kBlock, scale_block<Format>>(job, job.count * Format::kElement);
+}
+
+// ---- Choice of the loop -------------------------------------------------------------------------------------------
+
+// The same bytes seen as elements of a `parts`-th of the size.
+inline Job in_parts(const Job& job, std::size_t parts) {
+  return {job.dst, job.srcs, job.n, job.count * parts, job.factor};
+}
+
+template <class Format>
+void floating(ReduceOp op, const Job& job) {
+  switch (op) {
+    case ReduceOp::product:
+      return accumulate_as<Format, Product>(job);
+    case ReduceOp::min:
+      return accumulate_as<Format, Min>(job);
+    case ReduceOp::max:
+      return accumulate_as<Format, Max>(job);
+    default:
+      return accumulate_as<Format, Sum>(job);
+  }
+}
+
+template <class T>
+void complex(ReduceOp op, const Job& job) {
+  if (op == ReduceOp::product) return accumulate_as<Complex<T>, ComplexProduct>(job);
+  accumulate_as<Native<T>, Sum>(in_parts(job, 2));
+}
+
+// Sums and products do not depend on the sign, and wrap around where they are unsigned.
+template <class T>
+void integer(ReduceOp op, const Job& job) {
+  using Unsigned = std::make_unsigned_t<T>;
+  switch (op) {
+    case ReduceOp::product:
+      return accumulate_as<Native<Unsigned>, Product>(job);
+    case ReduceOp::min:
+      return accumulate_as<Native<T>, Min>(job);
+    case ReduceOp::max:
+      return accumulate_as<Native<T>, Max>(job);
+    case ReduceOp::band:
+      return accumulate_as<Native<std::uint8_t>, And>(in_parts(job, sizeof(T)));
+    case ReduceOp::bor:
+      return accumulate_as<Native<std::uint8_t>, Or>(in_parts(job, sizeof(T)));
+    case ReduceOp::bxor:
+      return accumulate_as<Native<std::uint8_t>, Xor>(in_parts(job, sizeof(T)));
+    default:
+      return accumulate_as<Native<Unsigned>, Sum>(job);
+  }
+}
+
+void boolean(ReduceOp op, const Job& job) {
+  switch (op) {
+    case ReduceOp::product:
+    case ReduceOp::min:
+    case ReduceOp::band:
+      return accumulate_as<Boolean, And>(job);
+    case ReduceOp::bxor:
+      return accumulate_as<Boolean, Xor>(job);
+    default:
+      return accumulate_as<Boolean, Or>(job);
+  }
+}
+
+void accumulate(DType dtype, ReduceOp op, const Job& job) {
+  switch (dtype) {
+    case DType::float64:
+      return floating<Native<double>>(op, job);
+    case DType::float32:
+      return floating<Native<float>>(op, job);
+    case DType::float16:
+      return floating<Float16>(op, job);
+    case DType::bfloat16:
+      return floating<Packed<BFloat16>>(op, job);
+    case DType::float8_e4m3fn:
+      return floating<Float8E4M3FN>(op, job);
+    case DType::float8_e5m2:
+      return floating<Float8E5M2>(op, job);
+    case DType::int8:
+      return integer<std::int8_t>(op, job);
+    case DType::int16:
+      return integer<std::int16_t>(op, job);
+    case DType::int32:
+      return integer<std::int32_t>(op, job);
+    case DType::int64:
+      return integer<std::int64_t>(op, job);
+    case DType::uint8:
+      return integer<std::uint8_t>(op, job);
+    case DType::boolean:
+      return boolean(op, job);
+    case DType::complex64:
+      return complex<float>(op, job);
+    case DType::complex128:
+      return complex<double>(op, job);
+  }
+}
+
+void scale(DType dtype, const Job& job) {
+  switch (dtype) {
+    case DType::float64:
+      return scale_as<Native<double>>(job);
+    case DType::float32:
+      return scale_as<Native<float>>(job);
+    case DType::float16:
+      return scale_as<Float16>(job);
+    case DType::bfloat16:
+      return scale_as<Packed<BFloat16>>(job);
+    case DType::float8_e4m3fn:
+      return scale_as<Float8E4M3FN>(job);
+    case DType::float8_e5m2:
+      return scale_as<Float8E5M2>(job);
+    case DType::complex64:
+      return scale_as<Native<float>>(in_parts(job, 2));
+    case DType::complex128:
+      return scale_as<Native<double>>(in_parts(job, 2));
+    default:
+      return;  // excluded by the precondition
+  }
+}
+
+}  // namespace
+
+extern const Target target = {RINGREDUCE_TARGET_NAME, accumulate, scale};
+
+}  // namespace ringreduce::kernels::RINGREDUCE_TARGET

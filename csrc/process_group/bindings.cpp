@@ -1,0 +1,104 @@
+// The Python module ringreduce._C. Its stubs are in ringreduce/_C.pyi.
+#include <torch/extension.h>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "kernels/accumulate.h"
+#include "process_group/process_group_ring.h"
+
+namespace py = pybind11;
+
+namespace {
+
+using namespace ringreduce;
+
+// Throws Error as the exception class of ringreduce.errors that its kind stands for.
+void translate(std::exception_ptr thrown) {
+  try {
+    if (thrown) std::rethrow_exception(thrown);
+  } catch (const Error& error) {
+    static constexpr const char* kClasses[] = {"",
+                                               "InvalidArgument",
+                                               "PeerLost",
+                                               "CollectiveTimeout",
+                                               "CollectiveMismatch",
+                                               "Aborted",
+                                               "SystemFailure"};
+    const py::object type = py::module_::import("ringreduce.errors").attr(kClasses[static_cast<int>(error.kind())]);
+    const py::object value = type(error.what(), error.culprit());
+    PyErr_SetObject(type.ptr(), value.ptr());
+  }
+}
+
+// For tests: the kernels by name, on raw addresses.
+DType dtype_named(const std::string& wanted) {
+  for (std::size_t i = 0; i < kDTypeCount; ++i)
+    if (name(static_cast<DType>(i)) == wanted) return static_cast<DType>(i);
+  throw Error(ErrorKind::invalid_argument, "unknown dtype '" + wanted + "'");
+}
+ReduceOp reduce_op_named(const std::string& wanted) {
+  for (std::size_t i = 0; i < kReduceOpCount; ++i)
+    if (name(static_cast<ReduceOp>(i)) == wanted) return static_cast<ReduceOp>(i);
+  throw Error(ErrorKind::invalid_argument, "unknown reduce op '" + wanted + "'");
+}
+void* address(std::uintptr_t a) { return reinterpret_cast<void*>(a); }  // NOLINT(performance-no-int-to-ptr)
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  py::register_exception_translator(translate);
+  py::module_::import("torch._C._distributed_c10d");  // knows the base class
+
+  py::class_<Geometry>(m, "Geometry")
+      .def(py::init([](std::uint32_t ranks, std::uint32_t channels, std::uint32_t depth, std::uint32_t slot_bytes,
+                       std::uint32_t mailbox_depth, std::uint32_t mailbox_slot_bytes) {
+             return Geometry{ranks, channels, depth, slot_bytes, mailbox_depth, mailbox_slot_bytes};
+           }),
+           py::kw_only(), py::arg("ranks"), py::arg("channels"), py::arg("depth"), py::arg("slot_bytes"),
+           py::arg("mailbox_depth"), py::arg("mailbox_slot_bytes"))
+      .def("segment_bytes", &Geometry::segment_bytes);
+
+  using Group = ProcessGroupRing;
+  py::class_<Group, c10::intrusive_ptr<Group>, c10d::Backend>(m, "ProcessGroupRing")
+      .def(py::init([](int memfd, const Geometry& geometry, int rank, std::vector<int> pidfds,
+                       const std::vector<std::pair<std::string, std::int64_t>>& names, int spins, int slices,
+                       std::size_t least_slice_bytes, double timeout) {
+             std::vector<RankName> rank_names;
+             for (const auto& [host, pid] : names) rank_names.push_back({host, pid});
+             auto segment = std::make_shared<Segment>(memfd, geometry, rank, std::move(pidfds), std::move(rank_names));
+             return c10::make_intrusive<Group>(std::move(segment), Engine::Options{spins, slices, least_slice_bytes},
+                                               std::chrono::milliseconds(static_cast<std::int64_t>(timeout * 1000)));
+           }),
+           py::kw_only(), py::arg("memfd"), py::arg("geometry"), py::arg("rank"), py::arg("pidfds"), py::arg("names"),
+           py::arg("spins"), py::arg("slices"), py::arg("least_slice_bytes"), py::arg("timeout"))
+      .def("add_plan", &Group::add_plan, py::call_guard<py::gil_scoped_release>(), py::arg("collective"), py::arg("lowered"),
+           py::arg("digest"), py::arg("most_bytes"));
+
+  m.def("kernel_supports", [](const std::string& dtype, const std::string& op) {
+    return kernels::supports(dtype_named(dtype), reduce_op_named(op));
+  });
+  m.def(
+      "accumulate",
+      [](const std::string& dtype, const std::string& op, std::uintptr_t dst, const std::vector<std::uintptr_t>& srcs,
+         std::size_t count, double divisor) {
+        std::vector<const void*> sources;
+        for (std::uintptr_t src : srcs) sources.push_back(address(src));
+        kernels::accumulate(dtype_named(dtype), reduce_op_named(op), address(dst), sources.data(),
+                            static_cast<int>(sources.size()), count, divisor);
+      },
+      py::arg("dtype"), py::arg("op"), py::arg("dst"), py::arg("srcs"), py::arg("count"), py::arg("divisor") = 1.0);
+  m.def("scale", [](const std::string& dtype, std::uintptr_t dst, std::uintptr_t src, std::size_t count, double factor) {
+    kernels::scale(dtype_named(dtype), address(dst), address(src), count, factor);
+  });
+  m.def("instruction_set", [] { return std::string(kernels::instruction_set()); });
+  m.def("select_instruction_set", [](const std::string& wanted) { return kernels::select_instruction_set(wanted); });
+
+  m.def("split", [](std::size_t begin, std::size_t end, std::size_t parts, std::size_t index, std::size_t unit) {
+    const Range r = split({begin, end}, parts, index, unit);
+    return std::pair(r.begin, r.end);
+  });
+  m.def("stripe", [](std::size_t count, std::uint32_t begin, std::uint32_t end, std::uint32_t total, std::size_t unit) {
+    const Range r = stripe(count, {begin, end, total}, unit);
+    return std::pair(r.begin, r.end);
+  });
+}

@@ -1,0 +1,172 @@
+#include "transport/segment.h"
+
+#include <linux/futex.h>
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+#include <cerrno>
+#include <climits>
+#include <cstring>
+#include <ctime>
+
+namespace ringreduce {
+namespace {
+
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free && std::atomic<std::uint32_t>::is_always_lock_free,
+              "shared memory needs lock-free atomics");
+static_assert(sizeof(SlotHeader) == 64 && sizeof(MessageHeader) == 64);
+
+constexpr std::size_t kPage = 4096;
+constexpr std::size_t round_up(std::size_t n, std::size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+constexpr std::size_t kHeaderBytes = round_up(sizeof(AbortRecord), kPage);
+
+[[noreturn]] void throw_system(const std::string& what) {
+  throw Error(ErrorKind::system, what + ": " + std::strerror(errno));
+}
+
+}  // namespace
+
+Layout::Layout(const Geometry& g) {
+  const auto check = [](bool ok, const char* field, std::uint32_t value, const char* demand) {
+    if (!ok)
+      throw Error(ErrorKind::invalid_argument, std::string(field) + " is " + std::to_string(value) + "; it must be " + demand);
+  };
+  const auto count = [&](const char* field, std::uint32_t value, std::uint32_t most) {
+    check(value >= 1 && value <= most, field, value, ("from 1 to " + std::to_string(most)).c_str());
+  };
+  const auto depth = [&](const char* field, std::uint32_t value) {
+    check(std::has_single_bit(value) && value <= 1u << 14, field, value, "a power of two up to 16384");
+  };
+  const auto payload = [&](const char* field, std::uint32_t value) {
+    check(value > 0 && value <= 1u << 28 && value % 64 == 0, field, value, "a multiple of 64 up to 268435456");
+  };
+  count("ranks", g.ranks, 4096);
+  count("channels", g.channels, 64);
+  depth("depth", g.depth);
+  payload("slot_bytes", g.slot_bytes);
+  depth("mailbox_depth", g.mailbox_depth);
+  payload("mailbox_slot_bytes", g.mailbox_slot_bytes);
+
+  outbox_slot = sizeof(SlotHeader) + g.slot_bytes;
+  mailbox_slot = sizeof(MessageHeader) + g.mailbox_slot_bytes;
+  acknowledgements = round_up(sizeof(RankControl), kPage);
+  outboxes = round_up(acknowledgements + sizeof(std::uint64_t) * g.channels * g.ranks * g.depth, kPage);
+  mailboxes = outboxes + outbox_slot * g.channels * g.depth;
+  region_bytes = round_up(mailboxes + mailbox_slot * g.ranks * g.mailbox_depth, kPage);
+}
+
+std::size_t Geometry::segment_bytes() const { return kHeaderBytes + Layout(*this).region_bytes * ranks; }
+
+Segment::Segment(int memfd, const Geometry& geometry, int rank, std::vector<int> pidfds, std::vector<RankName> names)
+    : geometry_(geometry),
+      layout_(geometry),
+      rank_(rank),
+      pidfds_(std::move(pidfds)),
+      names_(std::move(names)),
+      bytes_(geometry.segment_bytes()) {
+  void* mapped = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, memfd, 0);
+  const int error = errno;
+  close(memfd);
+  if (mapped == MAP_FAILED) {
+    errno = error;
+    for (int fd : pidfds_)
+      if (fd >= 0) close(fd);
+    throw_system("cannot map " + std::to_string(bytes_) + " bytes of shared memory");
+  }
+  base_ = static_cast<std::byte*>(mapped);
+  RankControl& own = control(rank_);
+  own.waiting_for.store(-1, std::memory_order_relaxed);
+  own.state.store(RankState::live, std::memory_order_release);
+}
+
+Segment::~Segment() {
+  control(rank_).state.store(RankState::left, std::memory_order_release);
+  notify_all();
+  munmap(base_, bytes_);
+  for (int fd : pidfds_)
+    if (fd >= 0) close(fd);
+}
+
+std::byte* Segment::region(int rank) const { return base_ + kHeaderBytes + layout_.region_bytes * static_cast<std::size_t>(rank); }
+
+RankControl& Segment::control(int rank) const { return *reinterpret_cast<RankControl*>(region(rank)); }
+
+AbortRecord& Segment::abort_record() const { return *reinterpret_cast<AbortRecord*>(base_); }
+
+SlotHeader& Segment::slot(int writer, int channel, std::uint64_t seq) const {
+  const std::size_t index = static_cast<std::size_t>(channel) * geometry_.depth + (seq & (geometry_.depth - 1));
+  return *reinterpret_cast<SlotHeader*>(region(writer) + layout_.outboxes + index * layout_.outbox_slot);
+}
+
+std::atomic<std::uint64_t>& Segment::acknowledgement(int reader, int writer, int channel, std::uint64_t seq) const {
+  const std::size_t row = static_cast<std::size_t>(channel) * geometry_.ranks + static_cast<std::size_t>(writer);
+  auto* first = reinterpret_cast<std::atomic<std::uint64_t>*>(region(reader) + layout_.acknowledgements);
+  return first[row * geometry_.depth + (seq & (geometry_.depth - 1))];
+}
+
+MessageHeader& Segment::message(int source, int destination, std::uint64_t seq) const {
+  const std::size_t index = static_cast<std::size_t>(destination) * geometry_.mailbox_depth + (seq & (geometry_.mailbox_depth - 1));
+  return *reinterpret_cast<MessageHeader*>(region(source) + layout_.mailboxes + index * layout_.mailbox_slot);
+}
+
+void Segment::ring_doorbell(RankControl& control) {
+  control.doorbell.fetch_add(1, std::memory_order_seq_cst);
+  syscall(SYS_futex, &control.doorbell, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+void Segment::notify_all() const {
+  for (int r = 0; r < size(); ++r)
+    if (r != rank_) notify(r);
+}
+
+void sleep_on(const std::atomic<std::uint32_t>& doorbell, std::uint32_t seen, Nanoseconds timeout) {
+  timespec duration{.tv_sec = static_cast<time_t>(timeout / kSecond), .tv_nsec = static_cast<long>(timeout % kSecond)};
+  syscall(SYS_futex, &doorbell, FUTEX_WAIT, seen, &duration, nullptr, 0);
+}
+
+std::string Segment::describe(int rank) const {
+  const RankName& n = names_[static_cast<std::size_t>(rank)];
+  return "rank " + std::to_string(rank) + " (" + n.host + ", pid " + std::to_string(n.pid) + ")";
+}
+
+std::vector<int> Segment::gone() const {
+  std::vector<pollfd> polled;
+  for (int fd : pidfds_) polled.push_back({.fd = fd, .events = POLLIN, .revents = 0});  // poll ignores negative ones
+  poll(polled.data(), polled.size(), 0);
+  std::vector<int> result;
+  for (int r = 0; r < size(); ++r) {
+    const bool ended = polled[static_cast<std::size_t>(r)].revents != 0;
+    if (r != rank_ && (ended || control(r).state.load(std::memory_order_acquire) == RankState::left)) result.push_back(r);
+  }
+  return result;
+}
+
+void Segment::abort(const Error& error) const {
+  AbortRecord& record = abort_record();
+  std::uint32_t none = 0;
+  if (!record.state.compare_exchange_strong(none, 1, std::memory_order_acq_rel)) return;
+  record.kind = static_cast<std::int32_t>(error.kind());
+  record.culprit = error.culprit();
+  record.reporter = rank_;
+  const std::size_t length = std::min(std::strlen(error.what()), sizeof(record.message) - 1);
+  std::memcpy(record.message, error.what(), length);
+  record.message[length] = '\0';
+  record.state.store(2, std::memory_order_seq_cst);
+  notify_all();
+}
+
+void Segment::throw_if_aborted() const {
+  const AbortRecord& record = abort_record();
+  if (record.state.load(std::memory_order_seq_cst) != 2) return;
+  // The text lies in memory that peers can write: do not trust its end.
+  std::string message(record.message, strnlen(record.message, sizeof(record.message)));
+  if (record.reporter != rank_) message += " [reported by rank " + std::to_string(record.reporter) + "]";
+  throw Error(static_cast<ErrorKind>(record.kind), message, record.culprit);
+}
+
+}  // namespace ringreduce

@@ -1,0 +1,174 @@
+// The shared memory of a group's ranks on one host: who is there, what each rank is doing, and the slots that data
+// passes through.
+//
+// One memfd holds one region per rank. A region is written by its own rank only (but for `doorbell` and `consumed`), and
+// read by all. It holds
+//   - a control block: state, doorbell, progress, the latest calls;
+//   - per channel an outbox: `depth` slots, written once and read by every receiver (multicast);
+//   - per channel and writer the acknowledgements: which of the writer's slots this rank has consumed;
+//   - per destination a mailbox of slots for point-to-point messages.
+//
+// Why slots can be reused without a lock: slot `seq % depth` is written for `seq` only after every reader of `seq - depth`
+// has acknowledged it (Acknowledgement >= stamp), and read for `seq` only after its stamp says so. The stamp is
+// stored with release order after the payload and loaded with acquire order before it; acknowledgements likewise after
+// and before the reader's loads. Stamps and acknowledgements only grow, so a value seen late is only ever too small.
+//
+// Nothing here is named in a file system: when the last process closes its descriptor, the memory is gone.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "core/clock.h"
+#include "core/error.h"
+
+namespace ringreduce {
+
+// The sizes that all ranks of a group agree on.
+struct Geometry {
+  std::uint32_t ranks = 1;
+  std::uint32_t channels = 1;
+  std::uint32_t depth = 1;              // slots per outbox; a power of two
+  std::uint32_t slot_bytes = 64;        // payload of an outbox slot; a multiple of 64
+  std::uint32_t mailbox_depth = 1;      // slots per mailbox; a power of two
+  std::uint32_t mailbox_slot_bytes = 64;
+
+  // Bytes of the whole segment. Throws invalid_argument for sizes out of range.
+  std::size_t segment_bytes() const;
+};
+
+// Byte offsets of the parts of a rank's region, and of the regions.
+struct Layout {
+  // Throws invalid_argument for sizes out of range.
+  explicit Layout(const Geometry& geometry);
+
+  std::size_t outbox_slot, mailbox_slot;  // bytes of a slot with its header
+  std::size_t acknowledgements, outboxes, mailboxes, region_bytes;
+};
+
+// A slot of an outbox; the payload follows.
+struct alignas(64) SlotHeader {
+  std::atomic<std::uint64_t> stamp;  // seq + 1 of the content; 0 before the first
+  std::uint64_t fingerprint;         // of the call that the content belongs to
+  std::uint64_t bytes;               // of payload
+
+  std::byte* payload() { return reinterpret_cast<std::byte*>(this + 1); }
+};
+
+// A slot of a mailbox; the payload follows.
+struct alignas(64) MessageHeader {
+  std::atomic<std::uint64_t> stamp;     // seq + 1 of the content; 0 before the first
+  std::atomic<std::uint64_t> consumed;  // stamp of the latest content that the receiver is done with
+  std::uint64_t message_bytes;          // of the whole message; its parts follow one another in the mailbox
+  std::uint32_t bytes;                  // of payload in this slot
+  std::uint32_t dtype;
+  std::uint64_t tag;
+
+  std::byte* payload() { return reinterpret_cast<std::byte*>(this + 1); }
+};
+
+// What a rank called, kept for the comparison when something goes wrong. Guarded by `seq` as a sequence lock.
+struct alignas(64) CallRecord {
+  std::atomic<std::uint64_t> seq;  // 0 while being written
+  std::atomic<std::uint64_t> fingerprint;
+  std::atomic<std::uint64_t> count;
+  std::atomic<std::uint64_t> plan;
+  std::atomic<std::uint32_t> operation;
+  std::atomic<std::uint32_t> dtype;
+  std::atomic<std::uint32_t> reduce_op;
+  std::atomic<std::int32_t> root;
+};
+
+enum class RankState : std::uint32_t { absent, live, left };
+
+inline constexpr std::size_t kCallHistory = 16;
+
+struct alignas(64) RankControl {
+  // Rung by peers (futex) when `sleepers` is not 0 and something was published or consumed.
+  std::atomic<std::uint32_t> doorbell;
+  std::atomic<std::uint32_t> sleepers;
+
+  alignas(64) std::atomic<RankState> state;
+  std::atomic<std::uint64_t> entered;    // sequence number of the latest call that began; the first is 1
+  std::atomic<std::uint64_t> completed;  // and of the latest that ended
+  // While waiting: the peer waited for (-1: none), and when this rank last said so.
+  std::atomic<std::int32_t> waiting_for;
+  std::atomic<Nanoseconds> heartbeat;
+
+  CallRecord calls[kCallHistory];
+};
+
+// The group's first fatal error; written once, by the rank that wins `state` (0 none, 1 being written, 2 there).
+struct alignas(64) AbortRecord {
+  std::atomic<std::uint32_t> state;
+  std::int32_t kind;
+  std::int32_t culprit;
+  std::int32_t reporter;
+  char message[2048];
+};
+
+// How a rank is named in messages.
+struct RankName {
+  std::string host;
+  std::int64_t pid = 0;
+};
+
+class Segment {
+ public:
+  // Maps `memfd`, of geometry.segment_bytes() zero bytes, for `rank`. `pidfds[r]` becomes readable when rank r's process
+  // ends (-1: not watched). Takes ownership of all descriptors, also when it throws.
+  Segment(int memfd, const Geometry& geometry, int rank, std::vector<int> pidfds, std::vector<RankName> names);
+  ~Segment();
+  Segment(const Segment&) = delete;
+  Segment& operator=(const Segment&) = delete;
+
+  const Geometry& geometry() const { return geometry_; }
+  int rank() const { return rank_; }
+  int size() const { return static_cast<int>(geometry_.ranks); }
+
+  RankControl& control(int rank) const;
+  AbortRecord& abort_record() const;
+  SlotHeader& slot(int writer, int channel, std::uint64_t seq) const;
+  std::atomic<std::uint64_t>& acknowledgement(int reader, int writer, int channel, std::uint64_t seq) const;
+  MessageHeader& message(int source, int destination, std::uint64_t seq) const;
+
+  // Tells `peer` that something changed, if it sleeps. The change must have been stored with seq_cst order: with the
+  // seq_cst order of `sleepers` and of the peer's last look, either this call sees the sleeper or the sleeper the change.
+  void notify(int peer) const {
+    RankControl& c = control(peer);
+    if (c.sleepers.load(std::memory_order_seq_cst) != 0) ring_doorbell(c);
+  }
+  void notify_all() const;
+
+  // "rank 3 (node7, pid 4711)"
+  std::string describe(int rank) const;
+
+  // The ranks whose process has ended or which left the group.
+  std::vector<int> gone() const;
+
+  // Makes `error` the group's fatal error, unless there is one already, and wakes everybody.
+  void abort(const Error& error) const;
+  // Throws the group's fatal error, if there is one.
+  void throw_if_aborted() const;
+
+ private:
+  static void ring_doorbell(RankControl& control);
+  std::byte* region(int rank) const;
+
+  Geometry geometry_;
+  Layout layout_;
+  int rank_;
+  std::vector<int> pidfds_;
+  std::vector<RankName> names_;
+  std::byte* base_ = nullptr;
+  std::size_t bytes_;
+};
+
+// Sleeps until the doorbell is no longer `seen` or `timeout` has passed.
+void sleep_on(const std::atomic<std::uint32_t>& doorbell, std::uint32_t seen, Nanoseconds timeout);
+
+}  // namespace ringreduce

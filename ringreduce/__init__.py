@@ -1,0 +1,94 @@
+"""ringreduce: a torch.distributed backend that is fast on the machine you have and says what went wrong.
+
+    import torch.distributed as dist, ringreduce
+    dist.init_process_group("ringreduce")
+    dist.all_reduce(tensor)              # or ringreduce.all_reduce(tensor), also for NumPy arrays
+
+Names are loaded at first use, since torch imports this package inside `import torch` to register the backend.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ringreduce._autoload import register
+
+if TYPE_CHECKING:
+    from ringreduce.api import (
+        all_gather,
+        all_gather_into_tensor,
+        all_reduce,
+        all_to_all,
+        all_to_all_single,
+        barrier,
+        broadcast,
+        gather,
+        recv,
+        reduce,
+        reduce_scatter,
+        reduce_scatter_tensor,
+        register_plan,
+        scatter,
+        send,
+    )
+    from ringreduce.config import Options
+    from ringreduce.plan import Plan, Step, verify
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "ringreduce.api": (
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_reduce",
+        "all_to_all",
+        "all_to_all_single",
+        "barrier",
+        "broadcast",
+        "gather",
+        "recv",
+        "reduce",
+        "reduce_scatter",
+        "reduce_scatter_tensor",
+        "register_plan",
+        "scatter",
+        "send",
+    ),
+    "ringreduce.config": ("Options",),
+    "ringreduce.plan": ("Plan", "Step", "verify"),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+__all__ = [
+    "Options",
+    "Plan",
+    "Step",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "gather",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "register_plan",
+    "scatter",
+    "send",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'ringreduce' has no attribute {name!r}")
+    value = getattr(import_module(_MODULE_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+register()

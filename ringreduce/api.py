@@ -1,0 +1,206 @@
+"""Direct calls: the collectives on torch tensors and NumPy arrays, without `torch.distributed`'s dispatch.
+
+Each takes what its namesake in `torch.distributed` takes, works in place the same way, and returns None or, with
+`async_op`, a `Work` to `wait()` for. `group` is a process group of backend ringreduce (default: the world), and ranks
+(`src`, `dst`) are ranks in that group. NumPy arrays are used in place through `torch.from_numpy`, so they must be
+writable. Errors are those of `ringreduce.errors`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from ringreduce import plan as plans
+from ringreduce._C import ProcessGroupRing
+from ringreduce.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
+
+SUM = dist.ReduceOp.SUM
+
+
+def all_reduce(
+    tensor: Array, op: dist.ReduceOp = SUM, group: dist.ProcessGroup | None = None, async_op: bool = False
+) -> dist.Work | None:
+    """Replaces `tensor` on every rank by the reduction over all ranks."""
+    options = _options(dist.AllreduceOptions, async_op, reduceOp=op)
+    return _end(_backend(group).allreduce([_tensor(tensor)], options), async_op)
+
+
+def broadcast(
+    tensor: Array, src: int = 0, group: dist.ProcessGroup | None = None, async_op: bool = False
+) -> dist.Work | None:
+    """Replaces `tensor` on every rank by that of rank `src`."""
+    options = _options(dist.BroadcastOptions, async_op, rootRank=src)
+    return _end(_backend(group).broadcast([_tensor(tensor)], options), async_op)
+
+
+def reduce(
+    tensor: Array,
+    dst: int = 0,
+    op: dist.ReduceOp = SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> dist.Work | None:
+    """Replaces `tensor` on rank `dst` by the reduction over all ranks; others keep theirs."""
+    options = _options(dist.ReduceOptions, async_op, reduceOp=op, rootRank=dst)
+    return _end(_backend(group).reduce([_tensor(tensor)], options), async_op)
+
+
+def all_gather(
+    tensors: Sequence[Array], tensor: Array, group: dist.ProcessGroup | None = None, async_op: bool = False
+) -> dist.Work | None:
+    """Puts rank r's `tensor` into `tensors[r]` on every rank; sizes may differ between ranks."""
+    options = _options(dist.AllgatherOptions, async_op)
+    return _end(_backend(group).allgather([_tensors(tensors)], [_tensor(tensor)], options), async_op)
+
+
+def all_gather_into_tensor(
+    output: Array, tensor: Array, group: dist.ProcessGroup | None = None, async_op: bool = False
+) -> dist.Work | None:
+    """Puts the ranks' `tensor`s one after the other into `output`, which has size times as many elements."""
+    options = _options(dist.AllgatherOptions, async_op)
+    return _end(_backend(group)._allgather_base(_tensor(output), _tensor(tensor), options), async_op)
+
+
+def reduce_scatter(
+    output: Array,
+    tensors: Sequence[Array],
+    op: dist.ReduceOp = SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> dist.Work | None:
+    """Puts the reduction of all ranks' `tensors[r]` into `output` of rank r; sizes may differ between blocks."""
+    options = _options(dist.ReduceScatterOptions, async_op, reduceOp=op)
+    return _end(_backend(group).reduce_scatter([_tensor(output)], [_tensors(tensors)], options), async_op)
+
+
+def reduce_scatter_tensor(
+    output: Array,
+    tensor: Array,
+    op: dist.ReduceOp = SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> dist.Work | None:
+    """Reduces `tensor` over all ranks and puts the r-th of its equal parts into `output` of rank r."""
+    options = _options(dist.ReduceScatterOptions, async_op, reduceOp=op)
+    return _end(_backend(group)._reduce_scatter_base(_tensor(output), _tensor(tensor), options), async_op)
+
+
+def gather(
+    tensor: Array,
+    tensors: Sequence[Array] | None = None,
+    dst: int = 0,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> dist.Work | None:
+    """Puts rank r's `tensor` into `tensors[r]` on rank `dst`; other ranks give no `tensors`."""
+    options = _options(dist.GatherOptions, async_op, rootRank=dst)
+    outputs = [] if tensors is None else [_tensors(tensors)]
+    return _end(_backend(group).gather(outputs, [_tensor(tensor)], options), async_op)
+
+
+def scatter(
+    tensor: Array,
+    tensors: Sequence[Array] | None = None,
+    src: int = 0,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> dist.Work | None:
+    """Puts `tensors[r]` of rank `src` into `tensor` of rank r; other ranks give no `tensors`."""
+    options = _options(dist.ScatterOptions, async_op, rootRank=src)
+    inputs = [] if tensors is None else [_tensors(tensors)]
+    return _end(_backend(group).scatter([_tensor(tensor)], inputs, options), async_op)
+
+
+def all_to_all(
+    outputs: Sequence[Array], inputs: Sequence[Array], group: dist.ProcessGroup | None = None, async_op: bool = False
+) -> dist.Work | None:
+    """Puts `inputs[r]` of rank s into `outputs[s]` of rank r; sizes may all differ."""
+    options = _options(dist.AllToAllOptions, async_op)
+    return _end(_backend(group).alltoall(_tensors(outputs), _tensors(inputs), options), async_op)
+
+
+def all_to_all_single(
+    output: Array,
+    tensor: Array,
+    output_split_sizes: Sequence[int] = (),
+    input_split_sizes: Sequence[int] = (),
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> dist.Work | None:
+    """`all_to_all` of the parts of one tensor: equal ones, or as many rows as the split sizes say."""
+    options = _options(dist.AllToAllOptions, async_op)
+    splits = list(output_split_sizes), list(input_split_sizes)
+    return _end(_backend(group).alltoall_base(_tensor(output), _tensor(tensor), *splits, options), async_op)
+
+
+def barrier(group: dist.ProcessGroup | None = None, async_op: bool = False) -> dist.Work | None:
+    """Ends when all ranks have called it."""
+    return _end(_backend(group).barrier(_options(dist.BarrierOptions, async_op)), async_op)
+
+
+def send(tensor: Array, dst: int, tag: int = 0, group: dist.ProcessGroup | None = None) -> None:
+    """Sends `tensor` to rank `dst`; returns when `tensor` may be changed."""
+    _backend(group).send([_tensor(tensor)], dst, tag).wait()
+
+
+def recv(tensor: Array, src: int | None = None, tag: int = 0, group: dist.ProcessGroup | None = None) -> int:
+    """Receives into `tensor` from rank `src`, or from any; returns the sender's rank."""
+    backend = _backend(group)
+    tensors = [_tensor(tensor)]
+    work = backend.recv_anysource(tensors, tag) if src is None else backend.recv(tensors, src, tag)
+    work.wait()
+    return work._source_rank() if src is None else src
+
+
+def register_plan(plan: plans.Plan, group: dist.ProcessGroup | None = None, most_bytes: int | None = None) -> None:
+    """Makes `plan` serve the group's calls of its collective up to `most_bytes` of a block (None: all above others).
+
+    Collective: all ranks must register the same plans in the same order. Raises `PlanError` if the plan is not proved
+    right by `ringreduce.verify`, `InvalidArgument` if it is for another number of ranks or has too many channels.
+    """
+    backend = _backend(group)
+    if plan.size != backend.size():
+        raise InvalidArgument(f"plan {plan.name!r} is for {plan.size} ranks; the group has {backend.size()}")
+    if most_bytes is not None and most_bytes < 0:
+        raise InvalidArgument(f"most_bytes is {most_bytes}; it must be 0 or more, or None")
+    limit = 2**64 - 1 if most_bytes is None else most_bytes
+    backend.add_plan(plan.collective, plans.lower(plan), plans.digest(plan), limit)
+
+
+def _backend(group: dist.ProcessGroup | None) -> ProcessGroupRing:
+    group = group or dist.group.WORLD
+    if group is None:
+        raise InvalidArgument("there is no default group; call torch.distributed.init_process_group('ringreduce') first")
+    backend = group._get_backend(torch.device("cpu"))
+    if not isinstance(backend, ProcessGroupRing):
+        raise InvalidArgument(f"group's CPU backend is {backend.name()!r}; it must be 'ringreduce'")
+    return backend
+
+
+def _options(kind: Callable[[], Any], async_op: bool, **values: Any) -> Any:
+    options = kind()
+    options.asyncOp = async_op
+    for name, value in values.items():
+        setattr(options, name, value)
+    return options
+
+
+def _end(work: dist.Work, async_op: bool) -> dist.Work | None:
+    return work if async_op else None  # a synchronous call has ended, or has raised
+
+
+def _tensor(array: Array) -> torch.Tensor:
+    return array if isinstance(array, torch.Tensor) else torch.from_numpy(array)
+
+
+def _tensors(arrays: Sequence[Array]) -> list[torch.Tensor]:
+    return [_tensor(array) for array in arrays]

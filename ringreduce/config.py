@@ -1,0 +1,104 @@
+"""The knobs: per-group options over RINGREDUCE_* environment variables over defaults.
+
+This module is the only reader of the environment. `ringreduce info` prints every knob with its value and its origin.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from ringreduce.errors import InvalidArgument
+from ringreduce.plan import PlanError, parse_algorithms
+
+PREFIX = "RINGREDUCE_"
+
+UNITS = {"K": 1024, "M": 1024**2, "G": 1024**3}
+
+
+def parse_bytes(text: str) -> int:
+    """"2M" -> 2097152. K, M and G are powers of 1024."""
+    number, unit = (text[:-1], UNITS[text[-1].upper()]) if text[-1:].upper() in UNITS else (text, 1)
+    return int(number) * unit
+
+
+def _knob(default: Any, parse: Any, help: str) -> Any:
+    return field(default=default, metadata={"parse": parse, "help": help})
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of a group, for `pg_options` of `init_process_group` and `new_group`. Must be the same on all ranks.
+
+    A field left at None takes its RINGREDUCE_* variable, or else its default. Raises `InvalidArgument` for bad values.
+    """
+
+    algorithms: str | None = _knob(
+        None, str, "which algorithm for which size, as 'all_reduce:ring;broadcast:tree:32K-' (default: by size)"
+    )
+    channels: int | None = _knob(None, int, "channels, the rings or trees that one plan may have")
+    channel_bytes: int | None = _knob(None, parse_bytes, "shared memory for one channel's slots, per rank")
+    mailbox_bytes: int | None = _knob(None, parse_bytes, "shared memory for point-to-point messages, per rank")
+    spins: int | None = _knob(None, int, "looks before a waiting rank yields its core (default: by ranks per core)")
+    slices: int | None = _knob(None, int, "slices that a chunk is cut in, if they are not too small or too large")
+    least_slice_bytes: int | None = _knob(None, parse_bytes, "a slice is not made smaller than this")
+
+
+# 4 channels of 2 MB and 2 MB of mailboxes are 10 MB per rank, of which a channel that is not used takes none.
+DEFAULTS: Mapping[str, Any] = {
+    "algorithms": "",
+    "channels": 4,
+    "channel_bytes": 2 * 1024**2,
+    "mailbox_bytes": 2 * 1024**2,
+    "spins": 0,
+    "slices": 4,
+    "least_slice_bytes": 16 * 1024,
+}
+
+LIMITS = {
+    "channels": (1, 64),
+    "channel_bytes": (64 * 1024, 1024**3),
+    "mailbox_bytes": (64 * 1024, 1024**3),
+    "spins": (0, 1_000_000),
+    "slices": (1, 1024),
+    "least_slice_bytes": (64, 1024**3),
+}
+
+
+def resolve(options: Options | None, environ: Mapping[str, str] = os.environ) -> tuple[Options, dict[str, str]]:
+    """All fields filled in, and where each came from: "option", "RINGREDUCE_X" or "default"."""
+    if options is not None and not isinstance(options, Options):
+        raise InvalidArgument(f"pg_options is a {type(options).__name__}; it must be ringreduce.Options or None")
+    given = options or Options()
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for knob in fields(Options):
+        variable = PREFIX + knob.name.upper()
+        value = getattr(given, knob.name)
+        origin = "option"
+        if value is None and variable in environ:
+            origin = variable
+            try:
+                value = knob.metadata["parse"](environ[variable])
+            except ValueError:
+                raise InvalidArgument(f"{variable}={environ[variable]!r} is not a number") from None
+        if value is None:
+            origin, value = "default", DEFAULTS[knob.name]
+        _check(knob.name, value, origin)
+        values[knob.name], origins[knob.name] = value, origin
+    return replace(given, **values), origins
+
+
+def _check(name: str, value: Any, origin: str) -> None:
+    where = name if origin in ("option", "default") else origin
+    if name == "algorithms":
+        try:
+            parse_algorithms(value)
+        except PlanError as error:
+            raise InvalidArgument(f"{where}={value!r}: {error}") from None
+        return
+    low, high = LIMITS[name]
+    if not isinstance(value, int) or not low <= value <= high:
+        raise InvalidArgument(f"{where} is {value!r}; it must be a whole number from {low} to {high}")

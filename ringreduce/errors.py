@@ -1,0 +1,45 @@
+"""What can go wrong. Every class derives from torch's `DistBackendError`, so from `RuntimeError`.
+
+After `InvalidArgument` nothing has moved and the group works on. After any other the group is unusable on all its
+ranks: further calls raise the first error again. The process and other groups are unharmed; make a new group to go on.
+The tensors of a failed call hold undefined values, but inputs that are not outputs too are untouched.
+"""
+
+from torch.distributed import DistBackendError
+
+
+class RingReduceError(DistBackendError):
+    """Base class. `culprit` is the rank in the group that the error is about, or -1."""
+
+    def __init__(self, message: str, culprit: int = -1) -> None:
+        super().__init__(message)
+        self.culprit = culprit
+
+
+class InvalidArgument(RingReduceError, ValueError):
+    """This rank's call is wrong: the message names the argument, its value and what it must be."""
+
+
+class PeerLost(RingReduceError):
+    """A process of the group died or left; `culprit` is its rank."""
+
+
+class CollectiveTimeout(RingReduceError):
+    """The timeout passed; `culprit` is the rank that the others wait for."""
+
+
+class CollectiveMismatch(RingReduceError):
+    """The ranks made different calls; the message describes both. A `recv` raises it for a message of another size or
+    dtype, which leaves the group usable."""
+
+
+class Aborted(RingReduceError):
+    """A rank called `abort()`, or destroyed the group while calls were under way."""
+
+
+class SystemFailure(RingReduceError):
+    """The operating system refused something; the message has its reason."""
+
+
+class TopologyError(RingReduceError):
+    """The ranks cannot be joined as they are placed."""

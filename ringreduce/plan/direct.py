@@ -1,0 +1,136 @@
+"""Direct exchange: every rank talks to every other, no value makes more hops than it must.
+
+The lowest latency, and over shared memory also the least copying: a value sent to many peers is one write into the
+outbox that all of them read.  Ranks address their peers in *rotated order* (rank + 1, rank + 2, ...), so that at any
+time all ranks work with different peers.
+
+Slots: one_shot, all_gather, broadcast and gather run with any depth, as one message is all that a rank has under way;
+so do scatter and all_to_all, which are read as they are sent.  reduce_scatter and reduce need ``size - 1``
+slots, two_shot `size`: a rank hands out all its contributions before it collects what the others gave it, and in
+two_shot the collecting step sends as well.
+"""
+
+from ringreduce.plan.compose import compose
+from ringreduce.plan.model import Channel, Plan, Program, Read, Step
+
+
+def others(rank: int, size: int) -> tuple[int, ...]:
+    """The peers of a rank in rotated order."""
+    return tuple((rank + hop) % size for hop in range(1, size))
+
+
+def one_shot(size: int) -> Plan:
+    """all_reduce in one hop: everyone publishes its whole input once, everyone combines all inputs.
+
+    Each rank reads ``size - 1`` times the tensor, so this is for tensors whose time is all latency.
+    """
+
+    def program(rank: int) -> Program:
+        peers = others(rank, size)
+        combine = Step(0, Read.INPUT, recv=peers, write=True)
+        return (Step(0, Read.INPUT, send=peers), combine) if peers else (combine,)
+
+    return Plan("one_shot", "all_reduce", size, (Channel(1, 1, tuple(map(program, range(size)))),))
+
+
+def two_shot(size: int) -> Plan:
+    """all_reduce in two hops: reduce_scatter then all_gather, chunk `r` owned by rank `r`.
+
+    The owner combines all contributions in one step and publishes the result once; each rank reads ``2 (size - 1) /
+    size`` of the tensor, the lower bound of any all_reduce (Patarasuk and Yuan, "Bandwidth optimal all-reduce
+    algorithms for clusters of workstations", 2009).
+    """
+    programs = tuple(compose(_reduce_scatter(rank, size), _all_gather(rank, size)) for rank in range(size))
+    return Plan("two_shot", "all_reduce", size, (Channel(1, size, programs),))
+
+
+def reduce_scatter(size: int) -> Plan:
+    """Everyone sends each block to its owner, who combines them in one step."""
+    programs = tuple(_reduce_scatter(rank, size) for rank in range(size))
+    return Plan("direct", "reduce_scatter", size, (Channel(1, 1, programs),))
+
+
+def all_gather(size: int) -> Plan:
+    """Everyone publishes its block once and reads the others'."""
+    programs = tuple(_all_gather(rank, size) for rank in range(size))
+    return Plan("direct", "all_gather", size, (Channel(1, 1, programs),))
+
+
+def broadcast(size: int) -> Plan:
+    """The root publishes once, everyone reads it.  The root's own write is onto itself: nothing moves."""
+
+    def program(rank: int) -> Program:
+        if rank == 0:
+            return (Step(0, Read.INPUT, write=True, send=others(0, size)),)
+        return (Step(0, recv=(0,), write=True),)
+
+    return Plan("direct", "broadcast", size, (Channel(1, 1, tuple(map(program, range(size)))),))
+
+
+def reduce(size: int) -> Plan:
+    """Two hops, so that the combining is shared: chunk `r` is reduced by rank `r`, then sent to the root."""
+
+    def program(rank: int) -> Program:
+        *contributions, combine = _reduce_scatter(rank, size)
+        if rank == 0:
+            collect = (Step(owner, recv=(owner,), write=True) for owner in others(0, size))
+            return (*contributions, combine, *collect)
+        return (*contributions, Step(rank, Read.INPUT, recv=combine.recv, send=(0,)))
+
+    return Plan("direct", "reduce", size, (Channel(1, size, tuple(map(program, range(size)))),))
+
+
+def gather(size: int) -> Plan:
+    """Everyone sends its block to the root."""
+
+    def program(rank: int) -> Program:
+        if rank > 0:
+            return (Step(rank, Read.INPUT, send=(0,)),)
+        collect = (Step(peer, recv=(peer,), write=True) for peer in others(0, size))
+        return (Step(0, Read.INPUT, write=True), *collect)
+
+    return Plan("direct", "gather", size, (Channel(1, 1, tuple(map(program, range(size)))),))
+
+
+def scatter(size: int) -> Plan:
+    """The root sends each rank its block."""
+
+    def program(rank: int) -> Program:
+        if rank > 0:
+            return (Step(rank, recv=(0,), write=True),)
+        deal = (Step(peer, Read.INPUT, send=(peer,)) for peer in others(0, size))
+        return (*deal, Step(0, Read.INPUT, write=True))
+
+    return Plan("direct", "scatter", size, (Channel(1, 1, tuple(map(program, range(size)))),))
+
+
+def all_to_all(size: int) -> Plan:
+    """In hop `k` each rank sends to rank + k and receives from rank - k; its own block it moves itself.
+
+    Every hop is a permutation: no rank is sent to by two at once.  Sends and receives alternate, so that any depth will
+    do and few slots are in use (and in cache); the price is that a rank's next send waits for its last receive.
+    """
+
+    def program(rank: int) -> Program:
+        steps = [Step(rank * size + rank, Read.INPUT, write=True)]
+        for hop in range(1, size):
+            target, source = (rank + hop) % size, (rank - hop) % size
+            steps.append(Step(rank * size + target, Read.INPUT, send=(target,)))
+            steps.append(Step(source * size + rank, recv=(source,), write=True))
+        return tuple(steps)
+
+    return Plan("direct", "all_to_all", size, (Channel(1, 1, tuple(map(program, range(size)))),))
+
+
+def _reduce_scatter(rank: int, size: int) -> Program:
+    """Hand out the others' chunks, then combine all contributions to the own one; chunk `r` belongs to rank `r`."""
+    peers = others(rank, size)
+    contributions = (Step(owner, Read.INPUT, send=(owner,)) for owner in peers)
+    return (*contributions, Step(rank, Read.INPUT, recv=peers, write=True))
+
+
+def _all_gather(rank: int, size: int) -> Program:
+    """Publish the own chunk, then read the others'."""
+    peers = others(rank, size)
+    collect = (Step(owner, recv=(owner,), write=True) for owner in peers)
+    return (Step(rank, Read.INPUT, write=True, send=peers), *collect)

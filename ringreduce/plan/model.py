@@ -1,0 +1,247 @@
+"""The plan: what every rank does in one collective, as data and without sizes.
+
+How the data is cut.  A collective moves *blocks* (one for all_reduce, one per rank for all_gather, one per pair of
+ranks for all_to_all; see `layout`).  Each *channel* of a plan owns a *stripe* of every block, in proportion to its
+share, and cuts that stripe in `chunks` equal parts; chunk `c` of block `b` has the id ``b * chunks + c``.  At run time
+a chunk is further cut in *slices* that fit a slot, and *round* `k` runs every program once on slice `k` of every chunk.
+
+What a rank does.  A program is a sequence of steps of one shape: combine, in rank order, the local chunk (if read) and
+what each peer in `recv` sent; write the value to the output chunk, send it to every peer in `send`, or both.  One
+operand is a plain move, several are reduced with the operation of the call.
+
+How a sent value travels.  A rank has, per channel, one *outbox* of `depth` slots that all its receivers read: sending
+to many peers is one write into one slot.  The k-th sending step takes slot ``k % depth``, once every reader of the
+slot's previous occupant has consumed it.  A receive takes the oldest unread slot that the peer addressed to this rank.
+
+Roots.  Rooted plans (broadcast, reduce, gather, scatter) are written for root 0; for another root the engine runs
+them with every rank, and every block of gather and scatter, replaced by ``(rank - root) % size``.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any
+
+
+class PlanError(ValueError):
+    """A plan, or the description of one, is wrong; the message says where and what would be right."""
+
+
+class Read(Enum):
+    """Which local chunk a step takes as an operand."""
+
+    NONE = "none"
+    INPUT = "input"
+    OUTPUT = "output"
+
+
+@dataclass(frozen=True)
+class Step:
+    """value = combine [local chunk if read] and what each peer in `recv` sent; then write it, send it, or both."""
+
+    chunk: int
+    read: Read = Read.NONE
+    recv: tuple[int, ...] = ()
+    write: bool = False
+    send: tuple[int, ...] = ()
+
+
+Program = tuple[Step, ...]
+
+
+@dataclass(frozen=True)
+class Channel:
+    """One ring, tree or exchange: its weight among the channels, chunks per block, and one program per rank."""
+
+    share: int
+    chunks: int
+    programs: tuple[Program, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One collective among `size` ranks, under the name of the algorithm that wrote it."""
+
+    name: str
+    collective: str
+    size: int
+    channels: tuple[Channel, ...]
+
+    def to_json(self) -> str:
+        """The plan as a JSON document that `from_json` loads back to an equal plan."""
+        return json.dumps(asdict(self), default=lambda read: read.value)
+
+    @staticmethod
+    def from_json(text: str) -> "Plan":
+        """Load what `to_json` wrote.  Keys and types are checked here; whether the plan is right is for `verify`."""
+        try:
+            document = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"plan: not JSON ({error}); load a file that Plan.to_json wrote") from error
+        return _load_plan(document)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which rank holds which block before a collective, and which it must hold after it.
+
+    The result of a block is the combination of all its inputs: of every rank's if the collective reduces, else of the
+    only one there is.  With `one_buffer`, input and output are one buffer, so a rank that holds a block's input
+    already holds its output and need not write it.
+    """
+
+    size: int
+    blocks: int
+    has_input: Callable[[int, int], bool]
+    needs_output: Callable[[int, int], bool]
+    reduces: bool = False
+    one_buffer: bool = False
+
+    def contributors(self, block: int) -> int:
+        """The ranks whose inputs make up the block's result, as a bit mask."""
+        return sum(1 << rank for rank in range(self.size) if self.has_input(rank, block))
+
+
+COLLECTIVES = (
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "all_to_all",
+)
+
+
+def layout(collective: str, size: int) -> Layout:
+    """The layout of one of `COLLECTIVES`.  Predicates take (rank, block); block ``source * size + target`` of
+    all_to_all is what rank `source` has for rank `target`."""
+
+    def every(rank: int, block: int) -> bool:
+        return True
+
+    def root(rank: int, block: int) -> bool:
+        return rank == 0
+
+    def own(rank: int, block: int) -> bool:
+        return rank == block
+
+    def source(rank: int, block: int) -> bool:
+        return rank == block // size
+
+    def target(rank: int, block: int) -> bool:
+        return rank == block % size
+
+    match collective:
+        case "all_reduce":
+            return Layout(size, 1, every, every, reduces=True)
+        case "reduce_scatter":
+            return Layout(size, size, every, own, reduces=True)
+        case "all_gather":
+            return Layout(size, size, own, every)
+        case "broadcast":
+            return Layout(size, 1, root, every, one_buffer=True)
+        case "reduce":
+            return Layout(size, 1, every, root, reduces=True)
+        case "gather":
+            return Layout(size, size, own, root)
+        case "scatter":
+            return Layout(size, size, root, own)
+        case "all_to_all":
+            return Layout(size, size * size, source, target)
+    raise PlanError(f"collective {collective!r} is unknown; known are {', '.join(COLLECTIVES)}")
+
+
+def slot_depth(size: int) -> int:
+    """Slots of an outbox that the engine gives each channel of a group: a power of two, at least 8 and `2 * size`.
+
+    No builder sends more than ``2 * size`` messages in one round (rings send ``2 * size - 2``), so with this depth a
+    rank never waits for a slot that it filled in the same round.  What each builder needs at least, its file says.
+    """
+    return max(8, 1 << (2 * size - 1).bit_length())
+
+
+# Loading.  Every reader takes the value and the path to it, and returns the value with its type proved.
+
+
+def _load_plan(value: Any) -> Plan:
+    fields = _object(value, ("name", "collective", "size", "channels"), "plan")
+    return Plan(
+        name=_text(fields["name"], "plan.name"),
+        collective=_choice(fields["collective"], COLLECTIVES, "plan.collective"),
+        size=_integer(fields["size"], "plan.size"),
+        channels=_each(fields["channels"], "plan.channels", _load_channel),
+    )
+
+
+def _load_channel(value: Any, where: str) -> Channel:
+    fields = _object(value, ("share", "chunks", "programs"), where)
+    return Channel(
+        share=_integer(fields["share"], f"{where}.share"),
+        chunks=_integer(fields["chunks"], f"{where}.chunks"),
+        programs=_each(fields["programs"], f"{where}.programs", _load_program),
+    )
+
+
+def _load_program(value: Any, where: str) -> Program:
+    return _each(value, where, _load_step)
+
+
+def _load_step(value: Any, where: str) -> Step:
+    fields = _object(value, ("chunk", "read", "recv", "write", "send"), where)
+    return Step(
+        chunk=_integer(fields["chunk"], f"{where}.chunk"),
+        read=Read(_choice(fields["read"], tuple(read.value for read in Read), f"{where}.read")),
+        recv=_each(fields["recv"], f"{where}.recv", _integer),
+        write=_boolean(fields["write"], f"{where}.write"),
+        send=_each(fields["send"], f"{where}.send", _integer),
+    )
+
+
+def _object(value: Any, keys: Sequence[str], where: str) -> dict[str, Any]:
+    expected = f"an object with the keys {', '.join(keys)}"
+    if not isinstance(value, dict):
+        raise _wrong(value, where, expected)
+    for key in keys:
+        if key not in value:
+            raise PlanError(f"{where}.{key} is missing; expected {expected}")
+    for key in value:
+        if key not in keys:
+            raise PlanError(f"{where}.{key} is unknown (value {value[key]!r}); remove it: expected {expected}")
+    return value
+
+
+def _each(value: Any, where: str, load: Callable[[Any, str], Any]) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        raise _wrong(value, where, "a list")
+    return tuple(load(item, f"{where}[{index}]") for index, item in enumerate(value))
+
+
+def _integer(value: Any, where: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise _wrong(value, where, "an integer")
+    return value
+
+
+def _boolean(value: Any, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise _wrong(value, where, "true or false")
+    return value
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise _wrong(value, where, "a string")
+    return value
+
+
+def _choice(value: Any, choices: Sequence[str], where: str) -> str:
+    if value not in choices:
+        raise _wrong(value, where, f"one of {', '.join(choices)}")
+    return str(value)
+
+
+def _wrong(value: Any, where: str, expected: str) -> PlanError:
+    return PlanError(f"{where} is {value!r}; expected {expected}")

@@ -1,0 +1,13 @@
+"""Settings that all tests share."""
+
+import os
+
+from hypothesis import settings
+
+# The ranks that tests start print their stacks on a crash, as pytest does for its own process.
+os.environ.setdefault("PYTHONFAULTHANDLER", "1")
+
+# No deadline: an example's time on a busy machine says nothing. CI draws the same examples every time.
+settings.register_profile("local", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True, database=None, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "local")

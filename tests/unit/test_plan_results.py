@@ -1,0 +1,207 @@
+"""Lowered plans, executed on numbers by a small engine of their own: slots are really reused, data is really moved.
+
+The interpreter below knows the array that `lower` makes and nothing of the symbolic proof.  Ranks take turns at
+random, run apart over rounds as far as their slots allow, and read the slot that the array says.
+"""
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ringreduce.plan.ring as ring
+from ringreduce.plan import BUILDERS, Plan, build, digest, layout, lower, slot_depth
+
+Array = npt.NDArray[np.int64]
+ALGORITHMS = [(collective, algorithm) for collective in BUILDERS for algorithm in BUILDERS[collective]]
+COMPLETED = 10**12  # what a completing step adds, so that one too many or too few shows in the result
+
+
+@dataclass(frozen=True)
+class LoweredStep:
+    chunk: int
+    read: int
+    write: int
+    completes: int
+    local_position: int
+    recv: list[tuple[int, int]]
+    send: list[int]
+
+
+@dataclass(frozen=True)
+class LoweredChannel:
+    share: tuple[int, int, int]
+    chunks: int
+    sends: list[int]
+    programs: list[list[LoweredStep]]
+
+
+def decode(words: list[int]) -> list[LoweredChannel]:
+    """Read the array as its documentation says; every word is used once."""
+    stream = iter(words)
+    size, channel_count = next(stream), next(stream)
+    channels = []
+    for _ in range(channel_count):
+        share = (next(stream), next(stream), next(stream))
+        chunks, sends, programs = next(stream), [], []
+        for _ in range(size):
+            step_count = next(stream)
+            sends.append(next(stream))
+            steps = []
+            for _ in range(step_count):
+                head = [next(stream) for _ in range(5)]
+                recv = [(next(stream), next(stream)) for _ in range(next(stream))]
+                steps.append(LoweredStep(*head, recv, [next(stream) for _ in range(next(stream))]))
+            programs.append(steps)
+        channels.append(LoweredChannel(share, chunks, sends, programs))
+    assert next(stream, None) is None
+    return channels
+
+
+class Rank:
+    """One rank's place in one channel: how far it is, and its outbox."""
+
+    def __init__(self, depth: int) -> None:
+        self.round = 0
+        self.step = 0
+        self.slots: list[Array | None] = [None] * depth
+        self.unread: list[set[int]] = []  # per message ever sent, who has yet to read it
+
+
+def run_channel(
+    channel: LoweredChannel, depth: int, width: int, inputs: list[Array], outputs: list[Array], rng: random.Random
+) -> None:
+    """Run all rounds of one channel.  inputs[rank] and outputs[rank] are [block, element]; slices are `width` long."""
+    count = inputs[0].shape[1]
+    begin, end, total = channel.share
+    stripe = np.arange(count * begin // total, count * end // total)
+    chunks = np.array_split(stripe, channel.chunks)
+    rounds = -(-max(len(chunk) for chunk in chunks) // width)
+    ranks = [Rank(depth) for _ in channel.programs]
+
+    def ready(number: int) -> bool:
+        rank, step = ranks[number], channel.programs[number][ranks[number].step]
+        for peer, index in step.recv:
+            message = rank.round * channel.sends[peer] + index
+            if message >= len(ranks[peer].unread) or number not in ranks[peer].unread[message]:
+                return False
+        reused = len(rank.unread) - depth
+        return not (step.send and reused >= 0 and rank.unread[reused])
+
+    def execute(number: int) -> None:
+        rank, step = ranks[number], channel.programs[number][ranks[number].step]
+        block, part = divmod(step.chunk, channel.chunks)
+        elements = chunks[part][rank.round * width : (rank.round + 1) * width]
+        operands = []
+        for peer, index in step.recv:
+            message = rank.round * channel.sends[peer] + index
+            slot = ranks[peer].slots[message % depth]
+            assert slot is not None
+            operands.append(slot)
+            ranks[peer].unread[message].remove(number)
+        if step.read:
+            local = (inputs, outputs)[step.read - 1][number][block, elements]
+            operands.insert(step.local_position, local)
+        value = np.sum(operands, axis=0) + (COMPLETED if step.completes else 0)
+        if step.write:
+            outputs[number][block, elements] = value
+        if step.send:
+            rank.slots[len(rank.unread) % depth] = value.copy()
+            rank.unread.append(set(step.send))
+        rank.step += 1
+        if rank.step == len(channel.programs[number]):
+            rank.step, rank.round = 0, rank.round + 1
+
+    while waiting := [number for number, rank in enumerate(ranks) if rank.round < rounds and channel.programs[number]]:
+        runnable = [number for number in waiting if ready(number)]
+        assert runnable, "deadlock"
+        execute(rng.choice(runnable))
+
+
+def check_results(plan: Plan, count: int, width: int, in_place: bool, seed: int) -> None:
+    """Inputs differ by rank, block and element; elements that a rank does not hold are poison."""
+    shape, size = layout(plan.collective, plan.size), plan.size
+    poison = -(10**15)
+    contribution = np.array(
+        [
+            [[(rank + 1) * 1009 + block * 100_003 + element * (rank + 7) for element in range(count)]
+             for block in range(shape.blocks)]
+            for rank in range(size)
+        ],
+        dtype=np.int64,
+    ).reshape(size, shape.blocks, count)  # fmt: skip
+    held = np.array([[shape.has_input(rank, block) for block in range(shape.blocks)] for rank in range(size)])
+    inputs = list(np.where(held[:, :, None], contribution, poison))
+    outputs = inputs if in_place else [np.full_like(block, poison) for block in inputs]
+    if shape.one_buffer:
+        outputs[0] = inputs[0]
+    for channel in decode(lower(plan)):
+        run_channel(channel, slot_depth(size), width, inputs, outputs, random.Random(seed))
+
+    completed = COMPLETED if shape.reduces and size > 1 else 0
+    expected = np.where(held[:, :, None], contribution, 0).sum(axis=0) + completed
+    for rank in range(size):
+        for block in range(shape.blocks):
+            if shape.needs_output(rank, block):
+                np.testing.assert_array_equal(outputs[rank][block], expected[block])
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["out_of_place", "in_place"])
+@pytest.mark.parametrize(("collective", "algorithm"), ALGORITHMS)
+def test_plans_compute_what_the_collective_is(collective: str, algorithm: str, in_place: bool) -> None:
+    for size in (1, 2, 3, 4, 5, 8):
+        for count, width in ((0, 4), (1, 4), (size - 1, 1), (size + 1, 1), (37, 2)):
+            if not (in_place and collective == "all_to_all"):
+                check_results(build(collective, algorithm, size), count, width, in_place, seed=size)
+
+
+@settings(max_examples=30)
+@given(data=st.data(), seed=st.integers(0, 2**32))
+def test_rings_with_weights_share_the_data(data: st.DataObject, seed: int) -> None:
+    size = data.draw(st.integers(2, 6))
+    one = st.tuples(st.permutations(range(size)), st.integers(1, 5))
+    rings = data.draw(st.lists(one, min_size=1, max_size=3))
+    builder = data.draw(
+        st.sampled_from([ring.all_reduce, ring.reduce_scatter, ring.all_gather, ring.broadcast, ring.reduce])
+    )
+    check_results(builder(rings), data.draw(st.integers(0, 60)), data.draw(st.integers(1, 5)), True, seed)
+
+
+def test_the_array_of_a_small_plan_word_by_word() -> None:
+    assert lower(build("all_reduce", "one_shot", 2)) == [
+        *(2, 1),  # size, channels
+        *(0, 1, 1, 1),  # share begin, end, total; chunks
+        *(2, 1),  # rank 0: steps, sends per round
+        *(0, 1, 0, 0, 0, 0, 1, 1),  # chunk 0, read input, local operand first, no receive, send to 1
+        *(0, 1, 1, 1, 0, 1, 1, 0, 0),  # write, completes, local operand before the receive from 1 of its send 0
+        *(2, 1),  # rank 1
+        *(0, 1, 0, 0, 0, 0, 1, 0),
+        *(0, 1, 1, 1, 1, 1, 0, 0, 0),  # local operand after the receive from 0 of its send 0
+    ]
+
+
+def test_shares_are_cumulative() -> None:
+    rings = [(range(3), 2), (range(3)[::-1], 1), ((1, 0, 2), 4)]
+    shares = [channel.share for channel in decode(lower(ring.all_gather(rings)))]
+    assert shares == [(0, 2, 7), (2, 3, 7), (3, 7, 7)]
+
+
+def test_operands_stand_in_rank_order() -> None:
+    for rank, program in enumerate(decode(lower(build("all_reduce", "two_shot", 5)))[0].programs):
+        (combine,) = (step for step in program if step.completes)
+        peers = [peer for peer, _ in combine.recv]
+        peers.insert(combine.local_position, rank)
+        assert peers == [0, 1, 2, 3, 4]
+
+
+def test_a_digest_tells_plans_apart_and_stays() -> None:
+    plans = [build(*key, size) for key in ALGORITHMS for size in (2, 3)]
+    digests = {digest(plan) for plan in plans}
+    same = {(plan.collective, tuple(lower(plan))) for plan in plans}
+    assert len(digests) == len(same)
+    assert all(0 <= number < 2**63 for number in digests)
+    assert digest(Plan.from_json(plans[0].to_json())) == digest(plans[0])
