@@ -253,11 +253,9 @@ def versions() -> dict[str, str]:
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     with contextlib.suppress(ImportError):
         import ringreduce
+        from ringreduce import _C
 
-        found["ringreduce"] = ringreduce.__version__
-        instruction_set = getattr(ringreduce._C, "instruction_set", None)
-        if instruction_set is not None:
-            found["ringreduce"] += f" ({instruction_set() if callable(instruction_set) else instruction_set})"
+        found["ringreduce"] = f"{ringreduce.__version__} ({_C.instruction_set()})"
     return found
 
 

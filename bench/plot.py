@@ -14,7 +14,7 @@ import matplotlib as mpl
 from harness import format_bytes
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogFormatter, NullLocator
 
 # Okabe and Ito's colours, told apart with any kind of colour vision; shape and label say the same again.
 STYLES = {
@@ -87,6 +87,7 @@ def bytes_axis(axes: Axes, sizes: list[int]) -> None:
 def plain_numbers(axes: Axes, form: str) -> None:
     """0.01, 0.1, 1 instead of powers of ten."""
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: form.format(value)))
+    axes.yaxis.set_minor_formatter(LogFormatter())
 
 
 def caption(header: dict[str, Any], rows: list[dict[str, Any]], width: int) -> str:

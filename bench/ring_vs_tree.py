@@ -230,7 +230,9 @@ def make_header(settings: Settings) -> dict[str, Any]:
         "versions": harness.versions(),
         "ranks": list(settings.ranks),
         "device": settings.device,
-        "variants": {v: ALGORITHMS.get(v) or ("backend " + v if v in PEERS else "its own") for v in settings.variants},
+        "variants": {
+            v: ALGORITHMS.get(v) or ("backend " + v if v in PEERS else "its own choice") for v in settings.variants
+        },
         "baseline": settings.baseline,
         "schedule": dataclasses.asdict(settings.schedule),
         "method": list(METHOD),
