@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
 
 from ringreduce import plan as plans
 from ringreduce._C import ProcessGroupRing
@@ -23,11 +24,12 @@ if TYPE_CHECKING:
 
     Array: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
 
+ReduceOp: TypeAlias = dist.ReduceOp | dist.ReduceOp.RedOpType
 SUM = dist.ReduceOp.SUM
 
 
 def all_reduce(
-    tensor: Array, op: dist.ReduceOp = SUM, group: dist.ProcessGroup | None = None, async_op: bool = False
+    tensor: Array, op: ReduceOp = SUM, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> dist.Work | None:
     """Replaces `tensor` on every rank by the reduction over all ranks."""
     options = _options(dist.AllreduceOptions, async_op, reduceOp=op)
@@ -45,7 +47,7 @@ def broadcast(
 def reduce(
     tensor: Array,
     dst: int = 0,
-    op: dist.ReduceOp = SUM,
+    op: ReduceOp = SUM,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> dist.Work | None:
@@ -58,7 +60,7 @@ def all_gather(
     tensors: Sequence[Array], tensor: Array, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> dist.Work | None:
     """Puts rank r's `tensor` into `tensors[r]` on every rank; sizes may differ between ranks."""
-    options = _options(dist.AllgatherOptions, async_op)
+    options = _options(AllgatherOptions, async_op)
     return _end(_backend(group).allgather([_tensors(tensors)], [_tensor(tensor)], options), async_op)
 
 
@@ -66,14 +68,14 @@ def all_gather_into_tensor(
     output: Array, tensor: Array, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> dist.Work | None:
     """Puts the ranks' `tensor`s one after the other into `output`, which has size times as many elements."""
-    options = _options(dist.AllgatherOptions, async_op)
+    options = _options(AllgatherOptions, async_op)
     return _end(_backend(group)._allgather_base(_tensor(output), _tensor(tensor), options), async_op)
 
 
 def reduce_scatter(
     output: Array,
     tensors: Sequence[Array],
-    op: dist.ReduceOp = SUM,
+    op: ReduceOp = SUM,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> dist.Work | None:
@@ -85,7 +87,7 @@ def reduce_scatter(
 def reduce_scatter_tensor(
     output: Array,
     tensor: Array,
-    op: dist.ReduceOp = SUM,
+    op: ReduceOp = SUM,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> dist.Work | None:
@@ -179,7 +181,9 @@ def register_plan(plan: plans.Plan, group: dist.ProcessGroup | None = None, most
 def _backend(group: dist.ProcessGroup | None) -> ProcessGroupRing:
     group = group or dist.group.WORLD
     if group is None:
-        raise InvalidArgument("there is no default group; call torch.distributed.init_process_group('ringreduce') first")
+        raise InvalidArgument(
+            "there is no default group; call torch.distributed.init_process_group('ringreduce') first"
+        )
     backend = group._get_backend(torch.device("cpu"))
     if not isinstance(backend, ProcessGroupRing):
         raise InvalidArgument(f"group's CPU backend is {backend.name()!r}; it must be 'ringreduce'")

@@ -19,7 +19,7 @@ UNITS = {"K": 1024, "M": 1024**2, "G": 1024**3}
 
 
 def parse_bytes(text: str) -> int:
-    """"2M" -> 2097152. K, M and G are powers of 1024."""
+    """ "2M" -> 2097152. K, M and G are powers of 1024."""
     number, unit = (text[:-1], UNITS[text[-1].upper()]) if text[-1:].upper() in UNITS else (text, 1)
     return int(number) * unit
 

@@ -1,5 +1,5 @@
-// Time. All durations and instants in csrc are nanoseconds of the monotonic clock, comparable between the processes of a
-// host.
+// Time. All durations and instants in csrc are nanoseconds of the monotonic clock, comparable between the processes of
+// a host.
 #pragma once
 
 #include <chrono>

@@ -1,5 +1,5 @@
-// The errors a caller can meet. Everything below the process group throws `Error`; the process group turns the kind into
-// the exception class of `ringreduce.errors`.
+// The errors a caller can meet. Everything below the process group throws `Error`; the process group turns the kind
+// into the exception class of `ringreduce.errors`.
 #pragma once
 
 #include <stdexcept>

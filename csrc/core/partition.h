@@ -1,7 +1,8 @@
 // How a tensor is cut: tensor > stripe (one per channel) > chunk > slice. All arithmetic on element ranges is here.
 //
-// Boundaries fall on multiples of `unit` elements, so that every part but the last starts on a cache line when the tensor
-// does; parts differ by at most one unit and may be empty. Source of the vocabulary: NCCL (channel, chunk, slice).
+// Boundaries fall on multiples of `unit` elements, so that every part but the last starts on a cache line when the
+// tensor does; parts differ by at most one unit and may be empty. Source of the vocabulary: NCCL (channel, chunk,
+// slice).
 #pragma once
 
 #include <algorithm>
@@ -45,7 +46,8 @@ struct Share {
 
 constexpr Range stripe(std::size_t count, Share share, std::size_t unit) {
   const std::size_t units = ceil_div(count, unit);
-  return {std::min(units * share.begin / share.total * unit, count), std::min(units * share.end / share.total * unit, count)};
+  return {std::min(units * share.begin / share.total * unit, count),
+          std::min(units * share.end / share.total * unit, count)};
 }
 
 // Slice `round` of a chunk cut in slices of `slice_size` elements; empty past the end.

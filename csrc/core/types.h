@@ -48,7 +48,7 @@ inline constexpr std::array<DTypeInfo, 14> kDTypes{{{"float64", 8},
                                                     {"bool", 1},
                                                     {"complex64", 8},
                                                     {"complex128", 16}}};
-inline constexpr std::array<std::string_view, 9> kReduceOps{"sum", "avg",  "product", "min",       "max",
+inline constexpr std::array<std::string_view, 9> kReduceOps{"sum",  "avg", "product", "min",       "max",
                                                             "band", "bor", "bxor",    "premul_sum"};
 }  // namespace detail
 

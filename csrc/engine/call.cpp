@@ -26,7 +26,8 @@ std::uint64_t fingerprint(const Call& call, std::uint64_t seq, std::uint64_t pla
   return mix(mix(mix(mix(mix(seq, kinds), call.count), call.shape), plan_digest), 0);
 }
 
-void record(RankControl& own, const Call& call, std::uint64_t seq, std::uint64_t fingerprint, std::uint64_t plan_digest) {
+void record(RankControl& own, const Call& call, std::uint64_t seq, std::uint64_t fingerprint,
+            std::uint64_t plan_digest) {
   constexpr auto relaxed = std::memory_order_relaxed;
   CallRecord& r = own.calls[seq % kCallHistory];
   r.seq.store(0, relaxed);

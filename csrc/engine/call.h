@@ -43,12 +43,12 @@ struct Call {
   Operation operation = Operation::barrier;
   DType dtype = DType::uint8;
   ReduceOp reduce_op = ReduceOp::sum;
-  int root = 0;                // rooted operations only
-  std::uint64_t count = 0;     // elements of a block (for uneven blocks: of all blocks together)
-  std::uint64_t largest = 0;   // elements of the largest block of any rank
-  std::uint64_t shape = 0;     // a hash of the counts where blocks are uneven, else 0
-  double factor = 1.0;         // premul_sum only; may differ between ranks
-  Nanoseconds timeout = 0;     // for the whole call, from the moment it first waits
+  int root = 0;               // rooted operations only
+  std::uint64_t count = 0;    // elements of a block (for uneven blocks: of all blocks together)
+  std::uint64_t largest = 0;  // elements of the largest block of any rank
+  std::uint64_t shape = 0;    // a hash of the counts where blocks are uneven, else 0
+  double factor = 1.0;        // premul_sum only; may differ between ranks
+  Nanoseconds timeout = 0;    // for the whole call, from the moment it first waits
 };
 
 // Equal on two ranks exactly if (up to a 64-bit hash) they make the same call with the same plan at the same place in
@@ -59,7 +59,8 @@ std::uint64_t fingerprint(const Call& call, std::uint64_t seq, std::uint64_t pla
 std::uint64_t mix(std::uint64_t hash, std::uint64_t value);
 
 // Writes the call to this rank's history, where peers look when they suspect a mismatch.
-void record(RankControl& own, const Call& call, std::uint64_t seq, std::uint64_t fingerprint, std::uint64_t plan_digest);
+void record(RankControl& own, const Call& call, std::uint64_t seq, std::uint64_t fingerprint,
+            std::uint64_t plan_digest);
 
 // Whether `peer` is known to have made, as its call number `seq`, another call than the one with `fingerprint`.
 bool differs(const RankControl& peer, std::uint64_t seq, std::uint64_t fingerprint);

@@ -15,7 +15,9 @@ std::string in_seconds(Nanoseconds duration) {
   return text;
 }
 
-std::string title(const Call& call, std::uint64_t seq) { return std::string(name(call.operation)) + " seq " + std::to_string(seq); }
+std::string title(const Call& call, std::uint64_t seq) {
+  return std::string(name(call.operation)) + " seq " + std::to_string(seq);
+}
 
 // Where the blame for a timeout is looked for: a rank that waits says so again at least this often.
 Nanoseconds sign_of_life(const Call& call) { return std::min(kSecond / 2, call.timeout / 2); }
@@ -42,7 +44,8 @@ int Engine::add_plan(Operation operation, std::vector<std::int32_t> lowered, std
 void Engine::choose(Operation operation, std::uint64_t most_bytes, int plan) {
   if (plan < 0 || static_cast<std::size_t>(plan) >= plans_.size() ||
       plans_[static_cast<std::size_t>(plan)].operation != operation)
-    throw Error(ErrorKind::invalid_argument, "there is no plan " + std::to_string(plan) + " for " + std::string(name(operation)));
+    throw Error(ErrorKind::invalid_argument,
+                "there is no plan " + std::to_string(plan) + " for " + std::string(name(operation)));
   choices_[static_cast<std::size_t>(operation)][most_bytes] = plan;
 }
 
@@ -51,7 +54,8 @@ const Program& Engine::program_for(const Call& call) {
   const auto& choices = choices_[static_cast<std::size_t>(operation)];
   const auto choice = choices.lower_bound(call.count * size_of(call.dtype));
   if (choice == choices.end())
-    throw Error(ErrorKind::invalid_argument, "no plan is registered for " + std::string(name(operation)) + " of this size");
+    throw Error(ErrorKind::invalid_argument,
+                "no plan is registered for " + std::string(name(operation)) + " of this size");
   const std::pair<int, int> key{choice->second, call.root};
   auto found = programs_.find(key);
   if (found == programs_.end()) {
@@ -71,8 +75,9 @@ void Engine::run(const Call& call, const Buffers& buffers) {
                                                  std::string(name(call.reduce_op)) + "' is not defined for dtype " +
                                                  std::string(name(call.dtype)));
   if (call.root < 0 || call.root >= segment_->size())
-    throw Error(ErrorKind::invalid_argument, std::string(name(call.operation)) + ": root is " + std::to_string(call.root) +
-                                                 "; the group has ranks 0 to " + std::to_string(segment_->size() - 1));
+    throw Error(ErrorKind::invalid_argument, std::string(name(call.operation)) + ": root is " +
+                                                 std::to_string(call.root) + "; the group has ranks 0 to " +
+                                                 std::to_string(segment_->size() - 1));
   const Program& program = program_for(call);
 
   RankControl& own = segment_->control(segment_->rank());
@@ -81,7 +86,8 @@ void Engine::run(const Call& call, const Buffers& buffers) {
   record(own, call, seq, id, program.digest);
 
   // The plan's chunk may be smaller than a block; a slice that is a share of the block is only a little too small then.
-  const std::size_t share = call.largest * size_of(call.dtype) / program.channels[0].chunks / static_cast<std::size_t>(options_.slices);
+  const std::size_t share =
+      call.largest * size_of(call.dtype) / program.channels[0].chunks / static_cast<std::size_t>(options_.slices);
   const std::size_t slot = segment_->geometry().slot_bytes;
   const std::size_t slice = std::min(std::max(share, options_.least_slice_bytes) / kCacheLine * kCacheLine, slot);
 
@@ -98,7 +104,8 @@ void Engine::run(const Call& call, const Buffers& buffers) {
         else
           waiting.idle(execution.blocked_on(), look);
       }
-      // Without this a root could be gone before anybody finds out that it called something else (see docs/architecture.md).
+      // Without this a root could be gone before anybody finds out that it called something else (see
+      // docs/architecture.md).
       if (has_root(call.operation))
         while (!execution.all_read()) waiting.idle(execution.blocked_on(), look);
     } catch (const Error& error) {
@@ -121,15 +128,16 @@ void Engine::check(const Call& call, std::uint64_t seq, std::uint64_t fingerprin
                    Nanoseconds waited) const {
   segment_->throw_if_aborted();
   for (int r = 0; r < segment_->size(); ++r)
-    if (r != segment_->rank() && differs(segment_->control(r), seq, fingerprint)) throw Error(ErrorKind::mismatch, "", r);
+    if (r != segment_->rank() && differs(segment_->control(r), seq, fingerprint))
+      throw Error(ErrorKind::mismatch, "", r);
   for (int r : segment_->gone()) {
     const RankControl& peer = segment_->control(r);
     if (peer.completed.load(std::memory_order_acquire) >= seq) continue;  // it has done its part of this call
     const bool left = peer.state.load(std::memory_order_acquire) == RankState::left;
     throw Error(ErrorKind::peer_lost,
                 title(call, seq) + ": " + segment_->describe(r) + (left ? " left the group" : " died") + "; rank " +
-                    std::to_string(segment_->rank()) + " waited for rank " + std::to_string(execution.blocked_on()) + " at " +
-                    execution.position(),
+                    std::to_string(segment_->rank()) + " waited for rank " + std::to_string(execution.blocked_on()) +
+                    " at " + execution.position(),
                 r);
   }
   if (waited >= call.timeout) throw_timeout(call, seq, execution, waited);
@@ -150,7 +158,8 @@ void Engine::throw_timeout(const Call& call, std::uint64_t seq, const Execution&
   const int own = segment_->rank();
   const auto waiting_for = [&](int r) {  // the rank that r waits for in this call; -1 if it is not seen to wait
     const RankControl& c = segment_->control(r);
-    const bool here = c.entered.load(std::memory_order_acquire) == seq && c.completed.load(std::memory_order_acquire) < seq;
+    const bool here =
+        c.entered.load(std::memory_order_acquire) == seq && c.completed.load(std::memory_order_acquire) < seq;
     const bool alive = t - c.heartbeat.load(std::memory_order_acquire) < sign_of_life(call);
     const int peer = c.waiting_for.load(std::memory_order_acquire);
     return here && alive && peer >= 0 && peer < segment_->size() ? peer : -1;
@@ -164,8 +173,8 @@ void Engine::throw_timeout(const Call& call, std::uint64_t seq, const Execution&
     culprit = next;
   }
 
-  std::string text = title(call, seq) + ": rank " + std::to_string(own) + " waited " + in_seconds(waited) + " for rank " +
-                     std::to_string(execution.blocked_on()) + " at " + execution.position() + "; " +
+  std::string text = title(call, seq) + ": rank " + std::to_string(own) + " waited " + in_seconds(waited) +
+                     " for rank " + std::to_string(execution.blocked_on()) + " at " + execution.position() + "; " +
                      segment_->describe(culprit) + " is what the group waits for.";
   for (int r = 0; r < segment_->size(); ++r) {
     if (r == own) continue;
@@ -173,7 +182,9 @@ void Engine::throw_timeout(const Call& call, std::uint64_t seq, const Execution&
     const std::uint64_t entered = c.entered.load(std::memory_order_acquire);
     text += " Rank " + std::to_string(r);
     if (entered < seq) {
-      text += entered == 0 ? " has not made any call." : " has not arrived: its latest call is seq " + std::to_string(entered) + ", " + describe_call(c, entered) + ".";
+      text += entered == 0 ? " has not made any call."
+                           : " has not arrived: its latest call is seq " + std::to_string(entered) + ", " +
+                                 describe_call(c, entered) + ".";
     } else if (c.completed.load(std::memory_order_acquire) >= seq) {
       text += " has finished this call.";
     } else if (const int peer = waiting_for(r); peer >= 0) {

@@ -1,7 +1,7 @@
 // A rank's engine: the plans of a group, the choice among them, and the life of a call.
 //
-// Calls of one engine must come one at a time (the process group's queue sees to it) and in the same order on every rank.
-// There is no process-wide state: several ranks may live in one process, each with an engine of its own.
+// Calls of one engine must come one at a time (the process group's queue sees to it) and in the same order on every
+// rank. There is no process-wide state: several ranks may live in one process, each with an engine of its own.
 //
 // After an error that breaks the group (every kind but invalid_argument) all ranks' calls throw the first such error;
 // tensors of the call under way hold undefined values, except that inputs that are not outputs too are untouched.
@@ -20,8 +20,8 @@ namespace ringreduce {
 
 class Engine {
  public:
-  // `spins`: how often a waiting rank looks before it yields its core. `slices`: into how many slices a chunk is cut, as
-  // long as they have at least `least_slice_bytes` and fit a slot.
+  // `spins`: how often a waiting rank looks before it yields its core. `slices`: into how many slices a chunk is cut,
+  // as long as they have at least `least_slice_bytes` and fit a slot.
   struct Options {
     int spins = 50;
     int slices = 4;
@@ -30,7 +30,8 @@ class Engine {
 
   Engine(std::shared_ptr<const Segment> segment, const Options& options);
 
-  // Adds a plan for `operation`, as ringreduce.plan.lower gives it, and returns its number. It must be the same on all ranks.
+  // Adds a plan for `operation`, as ringreduce.plan.lower gives it, and returns its number. It must be the same on all
+  // ranks.
   int add_plan(Operation operation, std::vector<std::int32_t> lowered, std::uint64_t digest);
 
   // From now on calls of `operation` over up to `most_bytes` (of a block) use plan number `plan`. Among several entries

@@ -9,8 +9,8 @@
 namespace ringreduce {
 namespace {
 
-// What is written twice (to the output and to a slot) or scaled first goes through in tiles of this many bytes, so that the
-// second store finds the first in the L1 cache (32 KiB or more on all machines we know).
+// What is written twice (to the output and to a slot) or scaled first goes through in tiles of this many bytes, so that
+// the second store finds the first in the L1 cache (32 KiB or more on all machines we know).
 constexpr std::size_t kTile = 8192;
 
 void copy(std::byte* to, const std::byte* from, std::size_t bytes) {
@@ -158,7 +158,8 @@ bool Execution::try_step(std::size_t channel, std::size_t round, const Step& ste
 }
 
 // value = operands combined in order (operands_, the local one among them) -> `output` and/or `slot`, where not null.
-void Execution::compute(const Step& step, std::size_t bytes, const std::byte* local, std::byte* output, std::byte* slot) {
+void Execution::compute(const Step& step, std::size_t bytes, const std::byte* local, std::byte* output,
+                        std::byte* slot) {
   const bool scaled = local != nullptr && reduces(call_.operation) && call_.reduce_op == ReduceOp::premul_sum &&
                       step.read == Read::input;
   const double divisor =
@@ -179,8 +180,8 @@ void Execution::compute(const Step& step, std::size_t bytes, const std::byte* lo
     if (operands_.size() == 1)
       copy(first, static_cast<const std::byte*>(operands_[0]), n);
     else
-      kernels::accumulate(call_.dtype, call_.reduce_op, first, operands_.data(), static_cast<int>(operands_.size()), count,
-                          divisor);
+      kernels::accumulate(call_.dtype, call_.reduce_op, first, operands_.data(), static_cast<int>(operands_.size()),
+                          count, divisor);
     if (second != nullptr) {
       std::memcpy(second, first, n);
       second += n;

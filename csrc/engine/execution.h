@@ -1,11 +1,11 @@
 // Runs one rank's program of one call: the loop at the heart of every collective.
 //
-// A channel's chunks are cut in slices that fit a slot. *Round* k moves slice k of every chunk through the whole program.
-// Rounds are independent of one another (they touch disjoint slices), so several are in flight at once, the oldest first:
-// while round k waits for a peer, round k+1 already fills slots. That is all the pipelining there is; plans know
-// nothing of it. A later round never takes a slot that an earlier one needs: slots are numbered, not allocated, and
-// `seq` may be written only when `seq - depth` has been read. Hence the oldest round can always do what it could do alone,
-// and a plan whose single round ends (ringreduce.plan.verify) ends however many rounds it has.
+// A channel's chunks are cut in slices that fit a slot. *Round* k moves slice k of every chunk through the whole
+// program. Rounds are independent of one another (they touch disjoint slices), so several are in flight at once, the
+// oldest first: while round k waits for a peer, round k+1 already fills slots. That is all the pipelining there is;
+// plans know nothing of it. A later round never takes a slot that an earlier one needs: slots are numbered, not
+// allocated, and `seq` may be written only when `seq - depth` has been read. Hence the oldest round can always do what
+// it could do alone, and a plan whose single round ends (ringreduce.plan.verify) ends however many rounds it has.
 #pragma once
 
 #include <array>
@@ -28,19 +28,20 @@ struct Tensors {
 };
 
 struct Buffers {
-  Tensors input;   // may share memory with `output` block for block (in-place), as c10d's collectives do
+  Tensors input;  // may share memory with `output` block for block (in-place), as c10d's collectives do
   Tensors output;
 };
 
 // What outlives a call: where each rank's outbox stands, and who is to read what lies in ours.
 struct ChannelState {
-  std::vector<std::uint64_t> tail;               // per rank: the sequence number of its next slot
-  std::vector<std::span<const int>> readers;     // per slot of our outbox: who must have read it before it is written
+  std::vector<std::uint64_t> tail;            // per rank: the sequence number of its next slot
+  std::vector<std::span<const int>> readers;  // per slot of our outbox: who must have read it before it is written
 };
 
 class Execution {
  public:
-  // `slice_bytes`: the most that a slice may hold; a multiple of 64, at most a slot. The arguments must outlive this object.
+  // `slice_bytes`: the most that a slice may hold; a multiple of 64, at most a slot. The arguments must outlive this
+  // object.
   Execution(const Segment& segment, const Program& program, const Call& call, const Buffers& buffers,
             std::vector<ChannelState>& channels, std::uint64_t fingerprint, std::size_t slice_bytes);
 
@@ -63,8 +64,8 @@ class Execution {
 
   struct Progress {
     std::size_t rounds = 0;
-    std::size_t oldest = 0;                       // the first round that is not done
-    std::array<std::uint32_t, kWindow> step{};    // where each round in flight stands, by round modulo kWindow
+    std::size_t oldest = 0;                     // the first round that is not done
+    std::array<std::uint32_t, kWindow> step{};  // where each round in flight stands, by round modulo kWindow
   };
 
   bool try_step(std::size_t channel, std::size_t round, const Step& step);
@@ -78,8 +79,8 @@ class Execution {
   const Buffers& buffers_;
   std::vector<ChannelState>& channels_;
   const std::uint64_t fingerprint_;
-  const std::size_t element_;       // bytes
-  const std::size_t slice_size_;    // elements
+  const std::size_t element_;     // bytes
+  const std::size_t slice_size_;  // elements
   std::vector<Progress> progress_;
   std::vector<const void*> operands_;
   bool done_ = false;

@@ -10,7 +10,8 @@ namespace ringreduce {
 namespace {
 
 std::string title(const Message& m) {
-  return std::string(m.sends ? "send" : "recv") + "(" + std::to_string(m.bytes) + " bytes, tag=" + std::to_string(m.tag) + ")";
+  return std::string(m.sends ? "send" : "recv") + "(" + std::to_string(m.bytes) +
+         " bytes, tag=" + std::to_string(m.tag) + ")";
 }
 
 }  // namespace
@@ -150,16 +151,17 @@ void Mailbox::check() {
       error = aborted;
     } else if (peer_gone || all_gone) {
       const int culprit = peer_gone ? m->peer : gone.front();
-      error = std::make_exception_ptr(
-          Error(ErrorKind::peer_lost, title(*m) + ": " + segment_->describe(culprit) + " died or left the group", culprit));
+      error = std::make_exception_ptr(Error(
+          ErrorKind::peer_lost, title(*m) + ": " + segment_->describe(culprit) + " died or left the group", culprit));
     } else if (t - m->posted >= m->timeout) {
       char waited[32];
       std::snprintf(waited, sizeof waited, "%.1f s", seconds(t - m->posted));
       const std::string whom = m->peer == kAnySource ? "any rank" : segment_->describe(m->peer);
-      error = std::make_exception_ptr(Error(ErrorKind::timeout,
-                                            title(*m) + ": rank " + std::to_string(segment_->rank()) + " waited " + waited +
-                                                " for " + whom + "; " + std::to_string(m->moved) + " bytes had moved",
-                                            m->peer));
+      error =
+          std::make_exception_ptr(Error(ErrorKind::timeout,
+                                        title(*m) + ": rank " + std::to_string(segment_->rank()) + " waited " + waited +
+                                            " for " + whom + "; " + std::to_string(m->moved) + " bytes had moved",
+                                        m->peer));
     } else {
       continue;
     }
@@ -193,7 +195,8 @@ bool Mailbox::send_some(int rank, Peer& peer) {
   const Geometry& g = segment_->geometry();
   MessageHeader& slot = segment_->message(segment_->rank(), rank, peer.sent);
   // The slot's previous content, of stamp sent + 1 - depth, must have been consumed.
-  if (peer.sent >= g.mailbox_depth && slot.consumed.load(std::memory_order_seq_cst) < peer.sent + 1 - g.mailbox_depth) return false;
+  if (peer.sent >= g.mailbox_depth && slot.consumed.load(std::memory_order_seq_cst) < peer.sent + 1 - g.mailbox_depth)
+    return false;
   const std::size_t n = std::min<std::size_t>(m.bytes - m.moved, g.mailbox_slot_bytes);
   slot.message_bytes = m.bytes;
   slot.bytes = static_cast<std::uint32_t>(n);
@@ -230,11 +233,12 @@ void Mailbox::begin(Arrival& arrival, int source) {
   Message& m = *arrival.receive;
   m.peer = source;
   if (m.bytes != arrival.bytes || size_of(m.dtype) != size_of(arrival.dtype)) {
-    complete(m, std::make_exception_ptr(Error(
-                    ErrorKind::mismatch,
-                    title(m) + " of dtype " + std::string(name(m.dtype)) + ": " + segment_->describe(source) + " sent " +
-                        std::to_string(arrival.bytes) + " bytes of dtype " + std::string(name(arrival.dtype)),
-                    source)));
+    complete(m,
+             std::make_exception_ptr(Error(ErrorKind::mismatch,
+                                           title(m) + " of dtype " + std::string(name(m.dtype)) + ": " +
+                                               segment_->describe(source) + " sent " + std::to_string(arrival.bytes) +
+                                               " bytes of dtype " + std::string(name(arrival.dtype)),
+                                           source)));
     arrival.receive = nullptr;
   }
 }
@@ -245,10 +249,16 @@ bool Mailbox::receive_some(int rank, Peer& peer) {
   MessageHeader& slot = segment_->message(rank, segment_->rank(), peer.received);
   if (slot.stamp.load(std::memory_order_seq_cst) != peer.received + 1) return false;
 
-  const bool continues = peer.arriving || (!peer.arrived.empty() && peer.arrived.back().moved < peer.arrived.back().bytes);
+  const bool continues =
+      peer.arriving || (!peer.arrived.empty() && peer.arrived.back().moved < peer.arrived.back().bytes);
   if (!continues) {
     if (slot.dtype >= kDTypeCount) throw Error(ErrorKind::mismatch, "a message with an unknown dtype arrived", rank);
-    Arrival arrival{.tag = slot.tag, .dtype = static_cast<DType>(slot.dtype), .bytes = slot.message_bytes, .moved = 0, .aside = {}, .receive = nullptr};
+    Arrival arrival{.tag = slot.tag,
+                    .dtype = static_cast<DType>(slot.dtype),
+                    .bytes = slot.message_bytes,
+                    .moved = 0,
+                    .aside = {},
+                    .receive = nullptr};
     arrival.receive = take_receive(rank, arrival.tag);
     if (arrival.receive) {
       begin(arrival, rank);
@@ -262,7 +272,8 @@ bool Mailbox::receive_some(int rank, Peer& peer) {
 
   Arrival& arrival = peer.arriving ? *peer.arriving : peer.arrived.back();
   const std::size_t n = slot.bytes;
-  if (n > g.mailbox_slot_bytes || n > arrival.bytes - arrival.moved) throw Error(ErrorKind::mismatch, "a message longer than announced arrived", rank);
+  if (n > g.mailbox_slot_bytes || n > arrival.bytes - arrival.moved)
+    throw Error(ErrorKind::mismatch, "a message longer than announced arrived", rank);
   std::byte* to = peer.arriving ? (arrival.receive ? arrival.receive->data : nullptr) : arrival.aside.data();
   if (to != nullptr && n > 0) std::memcpy(to + arrival.moved, slot.payload(), n);
   slot.consumed.store(++peer.received, std::memory_order_seq_cst);

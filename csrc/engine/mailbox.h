@@ -1,9 +1,9 @@
 // Point-to-point messages with tags: send, receive, receive from any source.
 //
 // Each ordered pair of ranks has a mailbox, a queue of slots in the sender's region. A message travels as one or more
-// slots in a row. A send is complete when its last slot is filled, so small sends do not wait for the receiver. A message
-// that no posted receive asks for stays in its mailbox, unless a receive wants one behind it: then it is set aside in
-// memory of our own. Messages between two ranks with the same tag are received in the order they were sent.
+// slots in a row. A send is complete when its last slot is filled, so small sends do not wait for the receiver. A
+// message that no posted receive asks for stays in its mailbox, unless a receive wants one behind it: then it is set
+// aside in memory of our own. Messages between two ranks with the same tag are received in the order they were sent.
 //
 // Thread-safe. Whoever waits drives the progress of all messages; pending ones that nobody waits for are driven by a
 // thread that lives as long as there are any.
@@ -32,17 +32,17 @@ inline constexpr int kAnySource = -1;
 // A message on its way. The memory it names must stay valid until it is done.
 struct Message {
   bool sends = false;
-  int peer = kAnySource;            // whom it goes to or comes from; a receive from any source learns it on arrival
+  int peer = kAnySource;  // whom it goes to or comes from; a receive from any source learns it on arrival
   std::uint64_t tag = 0;
   DType dtype = DType::uint8;
   std::byte* data = nullptr;
   std::size_t bytes = 0;
-  Nanoseconds timeout = 0;          // from the moment it was posted
+  Nanoseconds timeout = 0;                          // from the moment it was posted
   std::function<void(std::exception_ptr)> on_done;  // called once, by the thread that completes it, or empty
 
   // Written under the mailbox's lock.
   Nanoseconds posted = 0;
-  std::size_t moved = 0;            // bytes
+  std::size_t moved = 0;  // bytes
   bool done = false;
   std::exception_ptr error;
 };
@@ -65,14 +65,14 @@ class Mailbox {
     std::uint64_t tag = 0;
     DType dtype = DType::uint8;
     std::size_t bytes = 0, moved = 0;
-    std::vector<std::byte> aside;        // where it goes while no receive wants it
-    std::shared_ptr<Message> receive;    // or the receive it goes to
+    std::vector<std::byte> aside;      // where it goes while no receive wants it
+    std::shared_ptr<Message> receive;  // or the receive it goes to
   };
   struct Peer {
-    std::uint64_t sent = 0, received = 0;            // slots
+    std::uint64_t sent = 0, received = 0;  // slots
     std::deque<std::shared_ptr<Message>> sends;
-    std::deque<Arrival> arrived;                     // set aside, in order; the last may still be arriving
-    std::optional<Arrival> arriving;                 // into a receive
+    std::deque<Arrival> arrived;      // set aside, in order; the last may still be arriving
+    std::optional<Arrival> arriving;  // into a receive
   };
 
   bool progress();
@@ -92,9 +92,9 @@ class Mailbox {
   std::mutex mutex_;
   std::condition_variable work_;
   std::vector<Peer> peers_;
-  std::list<std::shared_ptr<Message>> receives_;     // posted, not matched, oldest first
-  std::vector<std::shared_ptr<Message>> finished_;   // done; on_done still to be called, without the lock
-  std::vector<std::shared_ptr<Message>> all_;        // every message that is not done
+  std::list<std::shared_ptr<Message>> receives_;    // posted, not matched, oldest first
+  std::vector<std::shared_ptr<Message>> finished_;  // done; on_done still to be called, without the lock
+  std::vector<std::shared_ptr<Message>> all_;       // every message that is not done
   std::size_t pending_ = 0;
   bool stopping_ = false;
   std::thread driver_;

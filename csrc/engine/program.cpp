@@ -60,8 +60,8 @@ int output_position(Operation o, int size, int block) {
 
 }  // namespace
 
-Program bind(Operation operation, std::span<const std::int32_t> lowered, std::uint64_t digest, int size, int rank, int root,
-             int channels) {
+Program bind(Operation operation, std::span<const std::int32_t> lowered, std::uint64_t digest, int size, int rank,
+             int root, int channels) {
   const auto turned = [&](int r) { return (r + root) % size; };
   const int own = (rank - root + size) % size;  // this rank's number in the plan
   const bool per_rank_blocks = operation == Operation::gather || operation == Operation::scatter;
@@ -80,14 +80,16 @@ Program bind(Operation operation, std::span<const std::int32_t> lowered, std::ui
     const int begin = in.take("share begin", 0, kMost), end = in.take("share end", begin, kMost);
     const int total = in.take("share total", end, kMost);
     if (total == 0) malformed("share total is 0");
-    channel.share = {static_cast<std::uint32_t>(begin), static_cast<std::uint32_t>(end), static_cast<std::uint32_t>(total)};
+    channel.share = {static_cast<std::uint32_t>(begin), static_cast<std::uint32_t>(end),
+                     static_cast<std::uint32_t>(total)};
     channel.chunks = static_cast<std::uint32_t>(in.take("chunks", 1, 1 << 20));
     const int chunk_ids = block_count(operation, size) * static_cast<int>(channel.chunks);
     channel.sends.resize(static_cast<std::size_t>(size));
 
     for (int r = 0; r < size; ++r) {
       const int steps = in.take("step count", 0, kMost);
-      channel.sends[static_cast<std::size_t>(turned(r))] = static_cast<std::uint32_t>(in.take("sends per round", 0, steps));
+      channel.sends[static_cast<std::size_t>(turned(r))] =
+          static_cast<std::uint32_t>(in.take("sends per round", 0, steps));
       std::uint32_t sent = 0;
       for (int s = 0; s < steps; ++s) {
         Step step;
@@ -124,7 +126,8 @@ Program bind(Operation operation, std::span<const std::int32_t> lowered, std::ui
           program.destinations.resize(first_destination);
         }
       }
-      if (sent != channel.sends[static_cast<std::size_t>(turned(r))]) malformed("sends per round does not count the sends");
+      if (sent != channel.sends[static_cast<std::size_t>(turned(r))])
+        malformed("sends per round does not count the sends");
     }
   }
   if (!in.at_end()) malformed("it goes on after its end");

@@ -21,21 +21,21 @@ enum class Read : std::uint8_t { none, input, output };
 // The one step shape. value = combine, in rank order, of [the local chunk] and what each of `recv` sent; the value is
 // written to the output chunk and/or sent to every rank in `send`.
 struct Step {
-  std::uint32_t chunk = 0;         // which chunk of its block
+  std::uint32_t chunk = 0;  // which chunk of its block
   Read read = Read::none;
-  bool completes = false;          // the value is the finished reduction, and no operand was
-  int local_position = -1;         // of the local chunk among the operands
-  int read_position = -1;          // of the block among the input tensors (or output tensors, as `read` says)
-  int write_position = -1;         // of the block among the output tensors; -1: not written
-  std::uint32_t send_index = 0;    // among this rank's sends of a round
-  std::span<const Source> recv;    // in rank order
+  bool completes = false;        // the value is the finished reduction, and no operand was
+  int local_position = -1;       // of the local chunk among the operands
+  int read_position = -1;        // of the block among the input tensors (or output tensors, as `read` says)
+  int write_position = -1;       // of the block among the output tensors; -1: not written
+  std::uint32_t send_index = 0;  // among this rank's sends of a round
+  std::span<const Source> recv;  // in rank order
   std::span<const int> send;
 };
 
 struct ChannelProgram {
   Share share;
-  std::uint32_t chunks = 1;                // per block
-  std::vector<std::uint32_t> sends;        // per rank: slots it sends per round
+  std::uint32_t chunks = 1;          // per block
+  std::vector<std::uint32_t> sends;  // per rank: slots it sends per round
   std::vector<Step> steps;
 };
 
@@ -53,9 +53,10 @@ struct Program {
   std::vector<int> destinations;
 };
 
-// Reads the array that ringreduce.plan.lower makes, takes `rank`'s part, and turns it so that rank 0 of the plan becomes
-// `root`. Throws invalid_argument where the array is not what it should be for `size` ranks and `channels` channels.
-Program bind(Operation operation, std::span<const std::int32_t> lowered, std::uint64_t digest, int size, int rank, int root,
-             int channels);
+// Reads the array that ringreduce.plan.lower makes, takes `rank`'s part, and turns it so that rank 0 of the plan
+// becomes `root`. Throws invalid_argument where the array is not what it should be for `size` ranks and `channels`
+// channels.
+Program bind(Operation operation, std::span<const std::int32_t> lowered, std::uint64_t digest, int size, int rank,
+             int root, int channels);
 
 }  // namespace ringreduce

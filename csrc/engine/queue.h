@@ -74,9 +74,7 @@ class CallQueue {
   void drive() {
     std::unique_lock lock(mutex_);
     while (true) {
-      turn_came_.wait(lock, [&] {
-        return posted_.empty() ? stopping_ : posted_.front().turn == next_turn_;
-      });
+      turn_came_.wait(lock, [&] { return posted_.empty() ? stopping_ : posted_.front().turn == next_turn_; });
       if (posted_.empty()) return;
       std::function<void()> call = std::move(posted_.front().call);
       posted_.pop_front();

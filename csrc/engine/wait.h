@@ -1,8 +1,8 @@
 // One rank's waiting, for the length of one call: spin, then yield, then sleep on the doorbell.
 //
 // How long to spin depends on whether the other ranks have cores of their own; after kYieldFor without progress the
-// rank sleeps, so that one that waits for a late peer costs nothing. Every kCheckEvery of waiting, and after every sleep,
-// the owner's `check` looks for what makes further waiting pointless, and throws.
+// rank sleeps, so that one that waits for a late peer costs nothing. Every kCheckEvery of waiting, and after every
+// sleep, the owner's `check` looks for what makes further waiting pointless, and throws.
 #pragma once
 
 #include <sched.h>
@@ -40,8 +40,8 @@ class Waiting {
     disarm();
   }
 
-  // Nothing moved; the caller waits for `peer`. Waits a little, after which the caller must look again. `check(waited)` is
-  // called now and then with the time since the first wait of this call.
+  // Nothing moved; the caller waits for `peer`. Waits a little, after which the caller must look again. `check(waited)`
+  // is called now and then with the time since the first wait of this call.
   template <class Check>
   void idle(int peer, Check&& check) {
     if (++idle_ <= spins_) return cpu_relax();

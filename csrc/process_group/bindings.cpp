@@ -17,13 +17,8 @@ void translate(std::exception_ptr thrown) {
   try {
     if (thrown) std::rethrow_exception(thrown);
   } catch (const Error& error) {
-    static constexpr const char* kClasses[] = {"",
-                                               "InvalidArgument",
-                                               "PeerLost",
-                                               "CollectiveTimeout",
-                                               "CollectiveMismatch",
-                                               "Aborted",
-                                               "SystemFailure"};
+    static constexpr const char* kClasses[] = {
+        "", "InvalidArgument", "PeerLost", "CollectiveTimeout", "CollectiveMismatch", "Aborted", "SystemFailure"};
     const py::object type = py::module_::import("ringreduce.errors").attr(kClasses[static_cast<int>(error.kind())]);
     const py::object value = type(error.what(), error.culprit());
     PyErr_SetObject(type.ptr(), value.ptr());
@@ -71,8 +66,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            }),
            py::kw_only(), py::arg("memfd"), py::arg("geometry"), py::arg("rank"), py::arg("pidfds"), py::arg("names"),
            py::arg("spins"), py::arg("slices"), py::arg("least_slice_bytes"), py::arg("timeout"))
-      .def("add_plan", &Group::add_plan, py::call_guard<py::gil_scoped_release>(), py::arg("collective"), py::arg("lowered"),
-           py::arg("digest"), py::arg("most_bytes"));
+      .def("add_plan", &Group::add_plan, py::call_guard<py::gil_scoped_release>(), py::arg("collective"),
+           py::arg("lowered"), py::arg("digest"), py::arg("most_bytes"));
 
   m.def("kernel_supports", [](const std::string& dtype, const std::string& op) {
     return kernels::supports(dtype_named(dtype), reduce_op_named(op));
@@ -87,9 +82,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                             static_cast<int>(sources.size()), count, divisor);
       },
       py::arg("dtype"), py::arg("op"), py::arg("dst"), py::arg("srcs"), py::arg("count"), py::arg("divisor") = 1.0);
-  m.def("scale", [](const std::string& dtype, std::uintptr_t dst, std::uintptr_t src, std::size_t count, double factor) {
-    kernels::scale(dtype_named(dtype), address(dst), address(src), count, factor);
-  });
+  m.def("scale", [](const std::string& dtype, std::uintptr_t dst, std::uintptr_t src, std::size_t count,
+                    double factor) { kernels::scale(dtype_named(dtype), address(dst), address(src), count, factor); });
   m.def("instruction_set", [] { return std::string(kernels::instruction_set()); });
   m.def("select_instruction_set", [](const std::string& wanted) { return kernels::select_instruction_set(wanted); });
 

@@ -50,7 +50,8 @@ DType dtype_of(at::ScalarType type) {
     case at::kComplexDouble:
       return DType::complex128;
     default:
-      invalid("tensors of dtype ", c10::toString(type), " are not supported; convert the tensor, or view it as an integer type");
+      invalid("tensors of dtype ", c10::toString(type),
+              " are not supported; convert the tensor, or view it as an integer type");
   }
 }
 
@@ -93,7 +94,8 @@ const at::Tensor& only(const Tensors_& tensors, const char* what) {
 
 void check_device(const at::Tensor& tensor) {
   if (!tensor.device().is_cpu()) invalid("tensor is on ", tensor.device(), "; backend ringreduce serves CPU tensors");
-  if (tensor.layout() != at::kStrided) invalid("tensor has layout ", tensor.layout(), "; backend ringreduce serves strided tensors");
+  if (tensor.layout() != at::kStrided)
+    invalid("tensor has layout ", tensor.layout(), "; backend ringreduce serves strided tensors");
 }
 
 bool is_plain(const at::Tensor& t) { return t.is_contiguous() && !t.is_conj() && !t.is_neg(); }
@@ -164,9 +166,9 @@ class MessageWork : public CallWork {
 // A call with its tensors, laid out for the engine.
 struct ProcessGroupRing::Job {
   Call call;
-  bool uneven = false;              // all_to_all: ranks must first agree on the blocks
-  Tensors_ inputs, outputs;         // contiguous
-  Tensors_ targets;                 // the user's outputs; those that are not outputs[i] itself are filled at the end
+  bool uneven = false;       // all_to_all: ranks must first agree on the blocks
+  Tensors_ inputs, outputs;  // contiguous
+  Tensors_ targets;          // the user's outputs; those that are not outputs[i] itself are filled at the end
   std::vector<std::byte*> input_data, output_data;
   std::vector<std::size_t> input_count, output_count;
 
@@ -236,8 +238,10 @@ ProcessGroupRing::Job ProcessGroupRing::job(Operation operation, Tensors_ inputs
     job.outputs.push_back(is_plain(t) ? t : in_place ? plain(t) : at::empty(t.sizes(), t.options()));
   }
   for (const at::Tensor& t : inputs) {
-    const auto same = std::find_if(job.targets.begin(), job.targets.end(), [&](const at::Tensor& o) { return o.is_same(t); });
-    job.inputs.push_back(same == job.targets.end() ? plain(t) : job.outputs[static_cast<std::size_t>(same - job.targets.begin())]);
+    const auto same =
+        std::find_if(job.targets.begin(), job.targets.end(), [&](const at::Tensor& o) { return o.is_same(t); });
+    job.inputs.push_back(same == job.targets.end() ? plain(t)
+                                                   : job.outputs[static_cast<std::size_t>(same - job.targets.begin())]);
   }
   const auto lay_out = [](const Tensors_& tensors, std::vector<std::byte*>& data, std::vector<std::size_t>& count) {
     for (const at::Tensor& t : tensors) {
@@ -311,8 +315,8 @@ void ProcessGroupRing::agree_on_blocks(Job& job) {
     for (std::size_t to = 0; to < n; ++to) {
       const std::size_t sent = all[2 * n * from + to], expected = all[2 * n * to + n + from];
       if (sent != expected)
-        throw Error(ErrorKind::mismatch,
-                    c10::str("all_to_all: rank ", from, " sends ", sent, " elements to rank ", to, ", which expects ", expected));
+        throw Error(ErrorKind::mismatch, c10::str("all_to_all: rank ", from, " sends ", sent, " elements to rank ", to,
+                                                  ", which expects ", expected));
       job.call.largest = std::max<std::uint64_t>(job.call.largest, sent);
     }
   job.call.count = job.call.largest;
@@ -394,7 +398,8 @@ c10::intrusive_ptr<Work> ProcessGroupRing::allgather(std::vector<Tensors_>& outp
   check_list("all_gather: tensor_list", outputs[0].size(), getSize());
   std::vector<Job> jobs;
   jobs.push_back(job(Operation::all_gather, {input}, outputs[0], opts.timeout));
-  check_count("all_gather: the output of this rank", jobs[0].output_count[static_cast<std::size_t>(getRank())], jobs[0].input_count[0]);
+  check_count("all_gather: the output of this rank", jobs[0].output_count[static_cast<std::size_t>(getRank())],
+              jobs[0].input_count[0]);
   size_from(jobs[0].call, jobs[0].output_count);
   return submit(std::move(jobs), OpType::ALLGATHER, opts.asyncOp);
 }
@@ -407,7 +412,8 @@ c10::intrusive_ptr<Work> ProcessGroupRing::_allgather_base(at::Tensor& output, a
 
 c10::intrusive_ptr<Work> ProcessGroupRing::allgather_into_tensor_coalesced(Tensors_& outputs, Tensors_& inputs,
                                                                            const c10d::AllgatherOptions& opts) {
-  if (outputs.size() != inputs.size()) invalid("all_gather: ", outputs.size(), " outputs for ", inputs.size(), " inputs");
+  if (outputs.size() != inputs.size())
+    invalid("all_gather: ", outputs.size(), " outputs for ", inputs.size(), " inputs");
   std::vector<Job> jobs;
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     Job j = job(Operation::all_gather, {inputs[i]}, {outputs[i]}, opts.timeout);
@@ -428,7 +434,8 @@ c10::intrusive_ptr<Work> ProcessGroupRing::reduce_scatter(Tensors_& outputs, std
   jobs.push_back(job(Operation::reduce_scatter, inputs[0], {output}, opts.timeout));
   jobs[0].call.reduce_op = reduce_op_of(opts.reduceOp);
   jobs[0].call.factor = factor_of(opts.reduceOp);
-  check_count("reduce_scatter: output", jobs[0].output_count[0], jobs[0].input_count[static_cast<std::size_t>(getRank())]);
+  check_count("reduce_scatter: output", jobs[0].output_count[0],
+              jobs[0].input_count[static_cast<std::size_t>(getRank())]);
   size_from(jobs[0].call, jobs[0].input_count);
   return submit(std::move(jobs), OpType::REDUCE_SCATTER, opts.asyncOp);
 }
@@ -441,7 +448,8 @@ c10::intrusive_ptr<Work> ProcessGroupRing::_reduce_scatter_base(at::Tensor& outp
 
 c10::intrusive_ptr<Work> ProcessGroupRing::reduce_scatter_tensor_coalesced(Tensors_& outputs, Tensors_& inputs,
                                                                            const c10d::ReduceScatterOptions& opts) {
-  if (outputs.size() != inputs.size()) invalid("reduce_scatter: ", outputs.size(), " outputs for ", inputs.size(), " inputs");
+  if (outputs.size() != inputs.size())
+    invalid("reduce_scatter: ", outputs.size(), " outputs for ", inputs.size(), " inputs");
   std::vector<Job> jobs;
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     Job j = job(Operation::reduce_scatter, {inputs[i]}, {outputs[i]}, opts.timeout);
@@ -485,7 +493,8 @@ c10::intrusive_ptr<Work> ProcessGroupRing::scatter(Tensors_& outputs, std::vecto
   }
   std::vector<Job> jobs;
   jobs.push_back(job(Operation::scatter, is_root ? inputs[0] : Tensors_{}, {output}, opts.timeout));
-  for (std::size_t n : jobs[0].input_count) check_count("scatter: a tensor of scatter_list", n, jobs[0].output_count[0]);
+  for (std::size_t n : jobs[0].input_count)
+    check_count("scatter: a tensor of scatter_list", n, jobs[0].output_count[0]);
   jobs[0].call.root = static_cast<int>(opts.rootRank);
   size_from(jobs[0].call, jobs[0].output_count);
   return submit(std::move(jobs), OpType::SCATTER, opts.asyncOp);

@@ -34,7 +34,8 @@ constexpr std::size_t kHeaderBytes = round_up(sizeof(AbortRecord), kPage);
 Layout::Layout(const Geometry& g) {
   const auto check = [](bool ok, const char* field, std::uint32_t value, const char* demand) {
     if (!ok)
-      throw Error(ErrorKind::invalid_argument, std::string(field) + " is " + std::to_string(value) + "; it must be " + demand);
+      throw Error(ErrorKind::invalid_argument,
+                  std::string(field) + " is " + std::to_string(value) + "; it must be " + demand);
   };
   const auto count = [&](const char* field, std::uint32_t value, std::uint32_t most) {
     check(value >= 1 && value <= most, field, value, ("from 1 to " + std::to_string(most)).c_str());
@@ -92,7 +93,9 @@ Segment::~Segment() {
     if (fd >= 0) close(fd);
 }
 
-std::byte* Segment::region(int rank) const { return base_ + kHeaderBytes + layout_.region_bytes * static_cast<std::size_t>(rank); }
+std::byte* Segment::region(int rank) const {
+  return base_ + kHeaderBytes + layout_.region_bytes * static_cast<std::size_t>(rank);
+}
 
 RankControl& Segment::control(int rank) const { return *reinterpret_cast<RankControl*>(region(rank)); }
 
@@ -110,7 +113,8 @@ std::atomic<std::uint64_t>& Segment::acknowledgement(int reader, int writer, int
 }
 
 MessageHeader& Segment::message(int source, int destination, std::uint64_t seq) const {
-  const std::size_t index = static_cast<std::size_t>(destination) * geometry_.mailbox_depth + (seq & (geometry_.mailbox_depth - 1));
+  const std::size_t index =
+      static_cast<std::size_t>(destination) * geometry_.mailbox_depth + (seq & (geometry_.mailbox_depth - 1));
   return *reinterpret_cast<MessageHeader*>(region(source) + layout_.mailboxes + index * layout_.mailbox_slot);
 }
 
@@ -141,7 +145,8 @@ std::vector<int> Segment::gone() const {
   std::vector<int> result;
   for (int r = 0; r < size(); ++r) {
     const bool ended = polled[static_cast<std::size_t>(r)].revents != 0;
-    if (r != rank_ && (ended || control(r).state.load(std::memory_order_acquire) == RankState::left)) result.push_back(r);
+    if (r != rank_ && (ended || control(r).state.load(std::memory_order_acquire) == RankState::left))
+      result.push_back(r);
   }
   return result;
 }

@@ -1,15 +1,15 @@
 // The shared memory of a group's ranks on one host: who is there, what each rank is doing, and the slots that data
 // passes through.
 //
-// One memfd holds one region per rank. A region is written by its own rank only (but for `doorbell` and `consumed`), and
-// read by all. It holds
+// One memfd holds one region per rank. A region is written by its own rank only (but for `doorbell` and `consumed`),
+// and read by all. It holds
 //   - a control block: state, doorbell, progress, the latest calls;
 //   - per channel an outbox: `depth` slots, written once and read by every receiver (multicast);
 //   - per channel and writer the acknowledgements: which of the writer's slots this rank has consumed;
 //   - per destination a mailbox of slots for point-to-point messages.
 //
-// Why slots can be reused without a lock: slot `seq % depth` is written for `seq` only after every reader of `seq - depth`
-// has acknowledged it (Acknowledgement >= stamp), and read for `seq` only after its stamp says so. The stamp is
+// Why slots can be reused without a lock: slot `seq % depth` is written for `seq` only after every reader of `seq -
+// depth` has acknowledged it (Acknowledgement >= stamp), and read for `seq` only after its stamp says so. The stamp is
 // stored with release order after the payload and loaded with acquire order before it; acknowledgements likewise after
 // and before the reader's loads. Stamps and acknowledgements only grow, so a value seen late is only ever too small.
 //
@@ -32,9 +32,9 @@ namespace ringreduce {
 struct Geometry {
   std::uint32_t ranks = 1;
   std::uint32_t channels = 1;
-  std::uint32_t depth = 1;              // slots per outbox; a power of two
-  std::uint32_t slot_bytes = 64;        // payload of an outbox slot; a multiple of 64
-  std::uint32_t mailbox_depth = 1;      // slots per mailbox; a power of two
+  std::uint32_t depth = 1;          // slots per outbox; a power of two
+  std::uint32_t slot_bytes = 64;    // payload of an outbox slot; a multiple of 64
+  std::uint32_t mailbox_depth = 1;  // slots per mailbox; a power of two
   std::uint32_t mailbox_slot_bytes = 64;
 
   // Bytes of the whole segment. Throws invalid_argument for sizes out of range.
@@ -119,8 +119,8 @@ struct RankName {
 
 class Segment {
  public:
-  // Maps `memfd`, of geometry.segment_bytes() zero bytes, for `rank`. `pidfds[r]` becomes readable when rank r's process
-  // ends (-1: not watched). Takes ownership of all descriptors, also when it throws.
+  // Maps `memfd`, of geometry.segment_bytes() zero bytes, for `rank`. `pidfds[r]` becomes readable when rank r's
+  // process ends (-1: not watched). Takes ownership of all descriptors, also when it throws.
   Segment(int memfd, const Geometry& geometry, int rank, std::vector<int> pidfds, std::vector<RankName> names);
   ~Segment();
   Segment(const Segment&) = delete;
@@ -137,7 +137,8 @@ class Segment {
   MessageHeader& message(int source, int destination, std::uint64_t seq) const;
 
   // Tells `peer` that something changed, if it sleeps. The change must have been stored with seq_cst order: with the
-  // seq_cst order of `sleepers` and of the peer's last look, either this call sees the sleeper or the sleeper the change.
+  // seq_cst order of `sleepers` and of the peer's last look, either this call sees the sleeper or the sleeper the
+  // change.
   void notify(int peer) const {
     RankControl& c = control(peer);
     if (c.sleepers.load(std::memory_order_seq_cst) != 0) ring_doorbell(c);

@@ -25,7 +25,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, SystemFailure, TopologyError
 
@@ -45,7 +45,7 @@ class Meeting:
     """Per rank: (host, pid)."""
 
 
-def meet(store: dist.Store, rank: int, size: int, segment_bytes: int, config: str, timeout: float) -> Meeting:
+def meet(store: Store, rank: int, size: int, segment_bytes: int, config: str, timeout: float) -> Meeting:
     """Joins this rank with the others of its group; returns when all are there.
 
     `config` must be equal on all ranks. Raises `CollectiveTimeout` naming the ranks that did not come within `timeout`
@@ -86,7 +86,7 @@ def _machine() -> str:
         return f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
-def _get(store: dist.Store, key: str, whom: str, deadline: float) -> str:
+def _get(store: Store, key: str, whom: str, deadline: float) -> str:
     # A store that is asked to wait keeps its lock, so ask it briefly and often: ranks may be threads that share one.
     while not store.check([key]):
         if time.monotonic() > deadline:
@@ -136,7 +136,9 @@ def _serve(
             try:
                 connection, _ = listener.accept()
             except TimeoutError:
-                raise CollectiveTimeout(f"making the group: ranks {missing} did not connect in time", missing[0]) from None
+                raise CollectiveTimeout(
+                    f"making the group: ranks {missing} did not connect in time", missing[0]
+                ) from None
             try:
                 rank, pidfd = _admit(connection, secret, deadline)
                 if rank not in missing:
@@ -187,7 +189,9 @@ def _join(
             connection.connect(address)
             _check_user(connection)
             nonce = secrets.token_bytes(_NONCE)
-            message = struct.pack(f"!i{_NONCE}s", rank, nonce) + _proof(secret, b"member", connection.recv(_NONCE), rank)
+            message = struct.pack(f"!i{_NONCE}s", rank, nonce) + _proof(
+                secret, b"member", connection.recv(_NONCE), rank
+            )
             pidfd = _own_pidfd()
             socket.send_fds(connection, [message], [pidfd])
             os.close(pidfd)
