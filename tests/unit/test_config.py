@@ -1,0 +1,40 @@
+"""Options: a group's own over environment variables over defaults; bad ones are named."""
+
+import pytest
+
+from ringreduce.config import DEFAULTS, Options, resolve
+from ringreduce.errors import InvalidArgument
+
+
+def test_origin_and_precedence() -> None:
+    options, origins = resolve(Options(channels=2), {"RINGREDUCE_CHANNELS": "3", "RINGREDUCE_CHANNEL_BYTES": "1M"})
+    assert (options.channels, origins["channels"]) == (2, "option")
+    assert (options.channel_bytes, origins["channel_bytes"]) == (1024**2, "RINGREDUCE_CHANNEL_BYTES")
+    assert (options.slices, origins["slices"]) == (DEFAULTS["slices"], "default")
+
+
+def test_default_memory_is_at_most_16_mb_per_rank() -> None:
+    from ringreduce.backend import geometry_for
+
+    options, _ = resolve(None, {})
+    for size in range(1, 65):
+        assert geometry_for(size, options).segment_bytes() / size <= 16 * 1024**2
+
+
+@pytest.mark.parametrize(
+    ("environ", "named"),
+    [
+        ({"RINGREDUCE_CHANNELS": "many"}, "RINGREDUCE_CHANNELS='many'"),
+        ({"RINGREDUCE_CHANNELS": "0"}, "RINGREDUCE_CHANNELS is 0"),
+        ({"RINGREDUCE_CHANNEL_BYTES": "1"}, "RINGREDUCE_CHANNEL_BYTES is 1"),
+        ({"RINGREDUCE_ALGORITHMS": "all_reduce:star"}, "star"),
+    ],
+)
+def test_a_bad_variable_is_named(environ: dict[str, str], named: str) -> None:
+    with pytest.raises(InvalidArgument, match=named):
+        resolve(None, environ)
+
+
+def test_foreign_options_are_refused() -> None:
+    with pytest.raises(InvalidArgument, match="dict"):
+        resolve({"channels": 2}, {})  # type: ignore[arg-type]
