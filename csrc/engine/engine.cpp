@@ -83,6 +83,7 @@ void Engine::run(const Call& call, const Buffers& buffers) {
   RankControl& own = segment_->control(segment_->rank());
   const std::uint64_t seq = ++sequence_;
   const std::uint64_t id = fingerprint(call, seq, program.digest);
+  own.waiting_for.store(-1, std::memory_order_relaxed);
   record(own, call, seq, id, program.digest);
 
   // The plan's chunk may be smaller than a block; a slice that is a share of the block is only a little too small then.
@@ -94,7 +95,11 @@ void Engine::run(const Call& call, const Buffers& buffers) {
   try {
     Execution execution(*segment_, program, call, buffers, channels_, id, slice);
     Waiting waiting(*segment_, options_.spins);
-    const auto look = [&](Nanoseconds waited) { check(call, seq, id, execution, waited); };
+    const auto look = [&](Nanoseconds waited) {
+      own.waiting_for.store(execution.blocked_on(), std::memory_order_relaxed);
+      own.heartbeat.store(now(), std::memory_order_release);
+      check(call, seq, id, execution, waited);
+    };
     try {
       while (true) {
         const bool moved = execution.advance();
@@ -102,12 +107,12 @@ void Engine::run(const Call& call, const Buffers& buffers) {
         if (moved)
           waiting.moved();
         else
-          waiting.idle(execution.blocked_on(), look);
+          waiting.idle(look);
       }
       // Without this a root could be gone before anybody finds out that it called something else (see
       // docs/architecture.md).
       if (has_root(call.operation))
-        while (!execution.all_read()) waiting.idle(execution.blocked_on(), look);
+        while (!execution.all_read()) waiting.idle(look);
     } catch (const Error& error) {
       if (error.kind() == ErrorKind::mismatch) throw_mismatch(call, seq, error.culprit());
       throw;

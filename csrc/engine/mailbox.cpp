@@ -82,7 +82,7 @@ void Mailbox::wait(const std::shared_ptr<Message>& message) {
     if (moved)
       waiting.moved();
     else
-      waiting.idle(message->peer, [&](Nanoseconds) {
+      waiting.idle([&](Nanoseconds) {
         std::lock_guard lock(mutex_);
         check();
       });
@@ -107,7 +107,7 @@ void Mailbox::drive() {
       if (moved)
         waiting.moved();
       else
-        waiting.idle(kAnySource, [&](Nanoseconds) {
+        waiting.idle([&](Nanoseconds) {
           std::lock_guard relock(mutex_);
           check();
         });
@@ -299,7 +299,7 @@ bool Mailbox::deliver_set_aside(const std::shared_ptr<Message>& receive) {
     auto& arrived = peers_[static_cast<std::size_t>(r)].arrived;
     for (auto it = arrived.begin(); it != arrived.end(); ++it) {
       if (it->tag != receive->tag) continue;
-      if (it->moved < it->bytes) return false;  // still arriving: receive_some ends it
+      if (it->moved < it->bytes) break;  // still arriving: receive_some ends it
       it->receive = receive;
       begin(*it, r);
       if (it->receive) {

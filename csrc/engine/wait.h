@@ -25,10 +25,7 @@ inline void cpu_relax() {
 class Waiting {
  public:
   Waiting(const Segment& segment, int spins) : own_(segment.control(segment.rank())), spins_(spins) {}
-  ~Waiting() {
-    disarm();
-    if (started_ != 0) own_.waiting_for.store(-1, std::memory_order_release);
-  }
+  ~Waiting() { disarm(); }
   Waiting(const Waiting&) = delete;
   Waiting& operator=(const Waiting&) = delete;
 
@@ -40,17 +37,15 @@ class Waiting {
     disarm();
   }
 
-  // Nothing moved; the caller waits for `peer`. Waits a little, after which the caller must look again. `check(waited)`
-  // is called now and then with the time since the first wait of this call.
+  // Nothing moved. Waits a little, after which the caller must look again. `check(waited)` is called now and then with
+  // the time since the first wait of this call.
   template <class Check>
-  void idle(int peer, Check&& check) {
+  void idle(Check&& check) {
     if (++idle_ <= spins_) return cpu_relax();
     const Nanoseconds t = now();
     if (started_ == 0) started_ = t;
     if (idle_since_ == 0) idle_since_ = t;
     if (t >= next_check_) {
-      own_.waiting_for.store(peer, std::memory_order_relaxed);
-      own_.heartbeat.store(t, std::memory_order_release);
       check(t - started_);
       next_check_ = t + kCheckEvery;
     }

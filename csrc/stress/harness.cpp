@@ -1,0 +1,79 @@
+#include "stress/harness.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <limits>
+#include <thread>
+
+#include "stress/plans.h"
+
+namespace ringreduce::stress {
+
+void check(bool ok, const std::string& what) {
+  if (ok) return;
+  std::fprintf(stderr, "FAILED: %s\n", what.c_str());
+  std::_Exit(1);
+}
+
+Rank::Rank(std::shared_ptr<const Segment> its_segment)
+    : segment(std::move(its_segment)),
+      engine(segment, {.spins = 20, .slices = 3, .least_slice_bytes = 128}),
+      mailbox(segment, 20) {
+  std::uint64_t digest = 1;
+  for (const auto& plan : {one_shot, two_shot, ring, two_rings}) {
+    engine.add_plan(Operation::all_reduce, plan(size()), digest++);
+    ++all_reduce_plans;
+  }
+  engine.choose(Operation::all_reduce, std::numeric_limits<std::uint64_t>::max(), 0);
+  engine.choose(Operation::broadcast, std::numeric_limits<std::uint64_t>::max(),
+                engine.add_plan(Operation::broadcast, broadcast(size()), digest));
+}
+
+Group::Group(int size, std::uint32_t depth, std::uint32_t slot_bytes) {
+  const Geometry geometry{.ranks = static_cast<std::uint32_t>(size),
+                          .channels = 2,
+                          .depth = depth,
+                          .slot_bytes = slot_bytes,
+                          .mailbox_depth = 4,
+                          .mailbox_slot_bytes = 256};
+  const int memfd = memfd_create("stress", MFD_CLOEXEC);
+  check(memfd >= 0 && ftruncate(memfd, static_cast<off_t>(geometry.segment_bytes())) == 0, "no memory for a segment");
+  for (int r = 0; r < size; ++r) {
+    std::vector<RankName> names(static_cast<std::size_t>(size), {"thread", getpid()});
+    ranks.push_back(std::make_unique<Rank>(std::make_shared<const Segment>(
+        dup(memfd), geometry, r, std::vector<int>(static_cast<std::size_t>(size), -1), std::move(names))));
+  }
+  close(memfd);
+}
+
+void in_threads(int count, const std::function<void(int)>& body) {
+  std::vector<std::thread> threads;
+  for (int i = 0; i < count; ++i)
+    threads.emplace_back([&body, i] {
+      try {
+        body(i);
+      } catch (const std::exception& error) {
+        check(false, error.what());
+      }
+    });
+  for (std::thread& thread : threads) thread.join();
+}
+
+void on_all_ranks(Group& group, const std::function<void(Rank&)>& body) {
+  in_threads(group.size(), [&](int rank) { body(*group.ranks[static_cast<std::size_t>(rank)]); });
+}
+
+Error error_of(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const Error& error) {
+    return error;
+  }
+  check(false, "an error was expected, and none was thrown");
+  std::abort();
+}
+
+}  // namespace ringreduce::stress

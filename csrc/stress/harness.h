@@ -1,0 +1,68 @@
+// Groups whose ranks are threads of one process, each with a mapping of the segment of its own.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "engine/engine.h"
+#include "engine/mailbox.h"
+#include "engine/queue.h"
+
+namespace ringreduce::stress {
+
+// Ends the program, as failed, unless `ok`. Threads may be waiting for one another, so nothing is cleaned up.
+void check(bool ok, const std::string& what);
+
+using Random = std::mt19937_64;
+inline int random_int(Random& random, int least, int most) {
+  return std::uniform_int_distribution<int>(least, most)(random);
+}
+
+struct Rank {
+  explicit Rank(std::shared_ptr<const Segment> its_segment);
+
+  std::shared_ptr<const Segment> segment;
+  Engine engine;
+  Mailbox mailbox;
+  int all_reduce_plans = 0;  // numbers 0, 1, ... of the engine; a broadcast needs no choice
+
+  int number() const { return segment->rank(); }
+  int size() const { return segment->size(); }
+};
+
+struct Group {
+  Group(int size, std::uint32_t depth, std::uint32_t slot_bytes);
+
+  int size() const { return static_cast<int>(ranks.size()); }
+
+  std::vector<std::unique_ptr<Rank>> ranks;
+};
+
+// Runs `body(0)` to `body(count - 1)`, each in a thread of its own, and waits for them. An exception fails the program.
+void in_threads(int count, const std::function<void(int)>& body);
+
+// The same for every rank of a group.
+void on_all_ranks(Group& group, const std::function<void(Rank&)>& body);
+
+// The error that `body` throws; its absence, or any other exception, fails the program.
+Error error_of(const std::function<void()>& body);
+
+// Call number `number` of a script that `seed` determines: an all_reduce or a broadcast of any plan, root, dtype and
+// size. Checks every element of the result.
+void run_scripted(Rank& rank, std::uint64_t seed, std::uint64_t number);
+
+// An all_reduce of `count` int64 elements by plan 0.
+void run_all_reduce(Rank& rank, std::size_t count, Nanoseconds timeout);
+
+// The scenarios. Each prints a line.
+void stress_malformed_plans();
+void stress_collectives();
+void stress_queue();
+void stress_faults();
+void stress_messages();
+
+}  // namespace ringreduce::stress

@@ -1,0 +1,53 @@
+// Arrays that are nearly plans: bind takes them or refuses them, but reads nothing beyond them.
+#include <cstdio>
+#include <limits>
+
+#include "stress/harness.h"
+#include "stress/plans.h"
+
+namespace ringreduce::stress {
+namespace {
+
+// Whether `words` is accepted, for every rank.
+bool binds(Operation operation, const Lowered& words, int size) {
+  try {
+    for (int rank = 0; rank < size; ++rank) bind(operation, words, 1, size, rank, rank % 2, 2);
+  } catch (const Error& error) {
+    check(error.kind() == ErrorKind::invalid_argument, std::string("malformed plan: ") + error.what());
+    return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+void stress_malformed_plans() {
+  constexpr int kLeast = std::numeric_limits<int>::min(), kMost = std::numeric_limits<int>::max();
+  int refused = 0, accepted = 0;
+  const auto count = [&](bool ok) { ++(ok ? accepted : refused); };
+  for (int size = 2; size <= 4; ++size) {
+    for (const auto& plan : {one_shot, two_shot, ring, two_rings, broadcast}) {
+      const Lowered whole = plan(size);
+      // The last reads the blocks of a plan in another way.
+      for (const Operation operation : {Operation::all_reduce, Operation::broadcast, Operation::all_to_all}) {
+        check(binds(operation, whole, size), "a sound plan was refused");
+        for (std::size_t length = 0; length < whole.size(); ++length) {
+          // A copy, so that reading past its end is noticed.
+          const Lowered cut(whole.begin(), whole.begin() + static_cast<std::ptrdiff_t>(length));
+          check(!binds(operation, cut, size), "a truncated plan was accepted");
+        }
+        for (std::size_t at = 0; at < whole.size(); ++at) {
+          Lowered changed = whole;
+          const int value = whole[at];
+          for (int other : {value - 1, value + 1, -1, 0, size, 1 << 20, 1 << 30, kLeast, kMost}) {
+            changed[at] = other;
+            count(binds(operation, changed, size));
+          }
+        }
+      }
+    }
+  }
+  std::printf("malformed plans: %d refused, %d accepted\n", refused, accepted);
+}
+
+}  // namespace ringreduce::stress
