@@ -1,5 +1,7 @@
 """How tensors are cut (csrc/core/partition.h): parts cover the whole, in order, without overlap, on unit boundaries."""
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +15,7 @@ units = st.sampled_from([1, 4, 16, 64])
 def test_split_covers_the_whole_evenly(begin: int, count: int, parts: int, unit: int) -> None:
     ranges = [_C.split(begin, begin + count, parts, index, unit) for index in range(parts)]
     assert ranges[0][0] == begin and ranges[-1][1] == begin + count
-    assert all(before[1] == after[0] for before, after in zip(ranges, ranges[1:], strict=False))
+    assert all(before[1] == after[0] for before, after in pairwise(ranges))
     sizes = [end - start for start, end in ranges]
     assert min(sizes) >= 0
     assert max(sizes) - min(sizes) <= 2 * unit - 1  # one unit, and what the last one lacks
@@ -24,8 +26,8 @@ def test_split_covers_the_whole_evenly(begin: int, count: int, parts: int, unit:
 def test_stripes_cover_the_tensor_by_share(count: int, shares: list[int], unit: int) -> None:
     total = sum(shares)
     edges = [sum(shares[:i]) for i in range(len(shares) + 1)]
-    stripes = [_C.stripe(count, a, b, total, unit) for a, b in zip(edges, edges[1:], strict=False)]
+    stripes = [_C.stripe(count, a, b, total, unit) for a, b in pairwise(edges)]
     assert stripes[0][0] == 0 and stripes[-1][1] == count
-    assert all(before[1] == after[0] for before, after in zip(stripes, stripes[1:], strict=False))
+    assert all(before[1] == after[0] for before, after in pairwise(stripes))
     for share, (begin, end) in zip(shares, stripes, strict=True):
         assert abs((end - begin) - count * share / total) <= 2 * unit
