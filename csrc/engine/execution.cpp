@@ -62,15 +62,20 @@ bool Execution::advance() {
   return moved;
 }
 
-// The rank that must still read what slot `seq` would overwrite, or -1.
+// The rank that must act before slot `seq` may be written, or -1: a reader of what lies there, or this rank itself,
+// where an earlier round has yet to send what comes before it (that round is the obstacle then, and has been met
+// first).
 int Execution::slow_reader(std::size_t channel, std::uint64_t seq) const {
   const std::size_t depth = segment_.geometry().depth;
-  if (seq < depth) return -1;
+  const int own = segment_.rank();
+  const std::uint64_t before = seq < depth ? 0 : seq - depth + 1;  // the stamp of seq - depth
+  if (segment_.slot(own, static_cast<int>(channel), seq).stamp.load(std::memory_order_relaxed) != before) return own;
+  if (before == 0) return -1;
   for (int reader : channels_[channel].readers[seq & (depth - 1)]) {
     // Acquire, by way of seq_cst (see Segment::notify): the reader's loads of the old content come before our stores.
-    const std::uint64_t read = segment_.acknowledgement(reader, segment_.rank(), static_cast<int>(channel), seq)
-                                   .load(std::memory_order_seq_cst);
-    if (read < seq - depth + 1) return reader;
+    const std::uint64_t read =
+        segment_.acknowledgement(reader, own, static_cast<int>(channel), seq).load(std::memory_order_seq_cst);
+    if (read < before) return reader;
   }
   return -1;
 }

@@ -228,11 +228,12 @@ std::shared_ptr<Message> Mailbox::take_receive(int source, std::uint64_t tag) {
   return nullptr;
 }
 
-// Points an arrival at the receive it belongs to; one of another size is an error of the receive, and is dropped.
+// Points an arrival at the receive it belongs to; one of another size or dtype is an error of the receive, and is
+// dropped.
 void Mailbox::begin(Arrival& arrival, int source) {
   Message& m = *arrival.receive;
   m.peer = source;
-  if (m.bytes != arrival.bytes || size_of(m.dtype) != size_of(arrival.dtype)) {
+  if (m.bytes != arrival.bytes || m.dtype != arrival.dtype) {
     complete(m,
              std::make_exception_ptr(Error(ErrorKind::mismatch,
                                            title(m) + " of dtype " + std::string(name(m.dtype)) + ": " +

@@ -1,0 +1,383 @@
+"""What every rank sees when another dies, stops, comes late or calls something else; and that nothing is left over.
+
+Times are bounded from below and above, and each fault has its control: the same program without it goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from distributed.harness import Rank, Ranks, run
+
+import ringreduce
+from ringreduce.errors import Aborted, CollectiveMismatch, CollectiveTimeout, InvalidArgument, PeerLost, RingReduceError
+
+MB16 = 4 * 1024 * 1024  # float32 elements
+NOTICED = 1.0  # seconds in which all ranks must know of a death or a mismatch
+
+
+# what faults leave behind
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    run(joins, 1)  # now the server that all ranks are forked from is there, with a directory of its own
+    before = leftovers()
+    yield
+    assert leftovers() == before
+
+
+def joins(me: Rank) -> None:
+    with me.join():
+        pass
+
+
+def leftovers() -> dict[str, list[str]]:
+    shared = [*Path("/dev/shm").iterdir(), *Path("/tmp").glob("*ringreduce*")]  # others use /tmp too
+    us = psutil.Process()
+    family = [us, *us.children(recursive=True)]
+    descriptors = [fd for process in family for fd in Path(f"/proc/{process.pid}/fd").iterdir()]
+    return {
+        "files": sorted(map(str, shared)),
+        "processes": sorted(str(process.pid) for process in family),
+        "memory": [str(fd) for fd in descriptors if "memfd:ringreduce" in read_link(fd)],
+    }
+
+
+def read_link(path: Path) -> str:
+    try:
+        return os.readlink(path)
+    except FileNotFoundError:  # iterdir's own descriptor
+        return ""
+
+
+# what the ranks do
+
+
+def error_of(call: Callable[[], Any]) -> tuple[type[RingReduceError], str, int, float]:
+    """(class, message, culprit, when) of the error that `call` must raise."""
+    with pytest.raises(RingReduceError) as raised:
+        call()
+    return raised.type, str(raised.value), raised.value.culprit, time.monotonic()
+
+
+def regroup(me: Rank, members: list[int]) -> None:
+    """A new group of the survivors works."""
+    with me.join("afterwards", members):
+        tensor = torch.full((1000,), float(me.rank))
+        dist.all_reduce(tensor)
+        assert torch.equal(tensor, torch.full((1000,), float(sum(members))))
+
+
+def reduce_in_a_loop(me: Rank, seconds: float, timeout: float, survivors: list[int]) -> None:
+    """With `survivors`, the loop must end with an error, which is reported, and they go on in a new group."""
+    with me.join(timeout=timeout):
+        tensor, ends = torch.zeros(MB16), torch.zeros(1)
+        dist.barrier()
+        me.report("in the loop")
+        end = time.monotonic() + seconds
+
+        def loop() -> None:
+            while ends[0] == 0:
+                dist.all_reduce(tensor)
+                ends[0] = float(time.monotonic() > end)
+                dist.all_reduce(ends)  # all ranks stop at the same turn
+
+        if not survivors:
+            loop()
+            return
+        error = error_of(loop)
+        me.report(error)
+        assert error_of(lambda: dist.all_reduce(tensor))[:3] == error[:3]  # again, and at once
+    regroup(me, survivors)
+
+
+# death
+
+
+def test_survivors_of_a_kill_name_the_dead_rank_at_once() -> None:
+    with Ranks(reduce_in_a_loop, 4, 60.0, 20.0, [0, 1, 3]) as ranks:
+        ranks.reports()
+        time.sleep(0.5)
+        killed = ranks.signal(2, signal.SIGKILL)
+        for kind, message, culprit, when in ranks.reports(but=(2,)):
+            assert (kind, culprit) == (PeerLost, 2)
+            assert "rank 2" in message and socket.gethostname() in message and str(ranks.pid(2)) in message
+            assert killed < when < killed + NOTICED
+        ranks.results(but=(2,))
+
+
+def test_without_a_kill_the_loop_goes_on() -> None:
+    run(reduce_in_a_loop, 4, 0.5 + NOTICED, 20.0, [])
+
+
+def test_nothing_is_left_when_all_ranks_are_killed() -> None:
+    with Ranks(reduce_in_a_loop, 3, 60.0, 20.0, []) as ranks:
+        ranks.reports()
+        for rank in range(3):
+            ranks.signal(rank, signal.SIGKILL)  # and nothing_left_behind looks
+
+
+def recv_from_nobody(me: Rank) -> None:
+    with me.join():
+        me.report("here")
+        if me.rank == 1:
+            signal.pause()
+        me.report(error_of(lambda: dist.recv(torch.zeros(10), 1)))
+    regroup(me, [0, 2])
+
+
+def test_recv_from_a_killed_rank() -> None:
+    with Ranks(recv_from_nobody, 3) as ranks:
+        ranks.reports()
+        time.sleep(0.3)
+        killed = ranks.signal(1, signal.SIGKILL)
+        for kind, message, culprit, when in ranks.reports(but=(1,)):
+            assert (kind, culprit) == (PeerLost, 1)
+            assert str(ranks.pid(1)) in message
+            assert killed < when < killed + NOTICED
+        ranks.results(but=(1,))
+
+
+# stopped and late ranks
+
+
+def test_survivors_of_a_stop_time_out_and_name_the_stopped_rank() -> None:
+    with Ranks(reduce_in_a_loop, 3, 60.0, 3.0, [0, 1, 2]) as ranks:
+        ranks.reports()
+        time.sleep(0.3)
+        stopped = ranks.signal(1, signal.SIGSTOP)
+        for kind, message, culprit, when in ranks.reports(but=(1,)):
+            assert (kind, culprit) == (CollectiveTimeout, 1)
+            assert "rank 1" in message and str(ranks.pid(1)) in message
+            assert stopped + 2.8 < when < stopped + 5.0
+        ranks.signal(1, signal.SIGCONT)
+        ranks.results()
+
+
+def test_a_stop_shorter_than_the_timeout_is_no_error() -> None:
+    with Ranks(reduce_in_a_loop, 3, 3.0, 3.0, []) as ranks:
+        ranks.reports()
+        ranks.signal(1, signal.SIGSTOP)
+        time.sleep(1)
+        ranks.signal(1, signal.SIGCONT)
+        ranks.results()
+
+
+def wait_for_a_late_rank(me: Rank) -> float:
+    """The share of a core that this rank used while it waited."""
+
+    def used() -> float:
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        return usage.ru_utime + usage.ru_stime
+
+    with me.join():
+        dist.barrier()
+        if me.rank == 2:
+            time.sleep(2.5)
+        start, before = time.monotonic(), used()
+        tensor = torch.full((1000,), float(me.rank))
+        dist.all_reduce(tensor)
+        assert torch.equal(tensor, torch.full((1000,), 3.0))
+        waited = time.monotonic() - start
+        assert waited > 2 or me.rank == 2
+        return (used() - before) / 2.5
+
+
+def test_waiting_for_a_late_rank_costs_almost_no_cpu_time() -> None:
+    assert max(run(wait_for_a_late_rank, 3)) < 0.05
+
+
+# mismatches: what rank 1 calls, what the others call, and what the message must hold
+
+MISMATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any], tuple[str, str]]] = {
+    "collective": (
+        lambda: dist.broadcast(torch.ones(100), 0),
+        lambda: dist.all_reduce(torch.ones(100)),
+        ("broadcast(count=100", "all_reduce(count=100"),
+    ),
+    "barrier": (dist.barrier, lambda: dist.all_reduce(torch.ones(100)), ("barrier()", "all_reduce(")),
+    "size": (
+        lambda: dist.all_reduce(torch.ones(101)),
+        lambda: dist.all_reduce(torch.ones(100)),
+        ("count=101", "count=100"),
+    ),
+    "size of another plan": (
+        lambda: dist.all_reduce(torch.ones(MB16)),
+        lambda: dist.all_reduce(torch.ones(100)),
+        (f"count={MB16}", "count=100"),
+    ),
+    "dtype": (
+        lambda: dist.all_reduce(torch.ones(100, dtype=torch.int32)),
+        lambda: dist.all_reduce(torch.ones(100)),
+        ("dtype=int32", "dtype=float32"),
+    ),
+    "operation": (
+        lambda: dist.all_reduce(torch.ones(100), dist.ReduceOp.MAX),
+        lambda: dist.all_reduce(torch.ones(100)),
+        ("op=max", "op=sum"),
+    ),
+    # A rank that got what it wanted from a root may go on; it knows by its next call.
+    "root": (
+        lambda: (dist.broadcast(torch.ones(100), 1), dist.barrier()),
+        lambda: (dist.broadcast(torch.ones(100), 0), dist.barrier()),
+        ("root=1", "root=0"),
+    ),
+    "all_to_all": (
+        lambda: dist.all_to_all_single(torch.ones(9), torch.ones(9)),
+        lambda: dist.all_to_all_single(torch.ones(6), torch.ones(6)),
+        ("elements to rank", "which expects"),
+    ),
+}
+
+
+def call_something_else(me: Rank, what: str, late: float) -> Any:
+    odd, usual, _ = MISMATCHES[what]
+    with me.join():
+        dist.all_reduce(torch.ones(10))
+        dist.barrier()
+        time.sleep(late if me.rank == 1 else 0)
+        start = time.monotonic()
+        error = error_of(odd if me.rank == 1 else usual)
+    regroup(me, list(range(me.size)))
+    return *error, start
+
+
+@pytest.mark.parametrize("late", (0, 0.7), ids=("together", "one rank late"))
+@pytest.mark.parametrize("what", MISMATCHES)
+def test_mismatches_are_known_to_all_ranks_at_once(what: str, late: float) -> None:
+    outcomes = run(call_something_else, 3, what, late)
+    starts = [outcome[-1] for outcome in outcomes]
+    for kind, message, _, when, _ in outcomes:
+        assert kind is CollectiveMismatch
+        assert all(part in message for part in MISMATCHES[what][2]), message
+        assert starts[1] <= when < max(starts) + NOTICED
+
+
+def leave_out_a_call(me: Rank) -> Any:
+    with me.join():
+        return error_of(lambda: [dist.all_reduce(torch.ones(n)) for n in range(10, 20) if (me.rank, n) != (1, 13)])
+
+
+def test_leaving_out_a_call_is_a_mismatch() -> None:
+    for kind, message, *_ in run(leave_out_a_call, 3):
+        assert kind is CollectiveMismatch
+        assert "count=13" in message and "count=14" in message
+
+
+def recv_another_size(me: Rank) -> None:
+    with me.join():
+        if me.rank == 0:
+            for tag in range(3):
+                dist.send(torch.ones(10), 1, tag=tag)
+        elif me.rank == 1:
+            for tag, tensor in enumerate((torch.zeros(11), torch.zeros(10, dtype=torch.int32))):
+                kind, message, *_ = error_of(lambda tensor=tensor, tag=tag: dist.recv(tensor, 0, tag=tag))
+                assert kind is CollectiveMismatch and "40" in message
+            tensor = torch.zeros(10)
+            dist.recv(tensor, 0, tag=2)
+            assert torch.equal(tensor, torch.ones(10))
+        dist.all_reduce(torch.ones(10))
+
+
+def test_recv_of_another_size_or_dtype_leaves_the_group_usable() -> None:
+    run(recv_another_size, 2)
+
+
+# ends
+
+
+def destroy_early(me: Rank) -> Any:
+    with me.join():
+        dist.barrier()
+        works = [] if me.rank == 1 else [dist.all_reduce(torch.ones(1000), async_op=True) for _ in range(10)]
+        if me.rank == 1:
+            time.sleep(0.5)
+        start = time.monotonic()
+    assert time.monotonic() - start < NOTICED
+    for work in works:
+        assert error_of(work.wait)[0] is Aborted
+    regroup(me, list(range(me.size)))
+
+
+def test_destroying_a_group_ends_the_calls_under_way() -> None:
+    run(destroy_early, 3)
+
+
+def abort_while_waiting(me: Rank) -> Any:
+    with me.join():
+        dist.barrier()
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+        start = time.monotonic()
+        if me.rank == 0:
+            threading.Timer(0.5, backend.abort).start()
+        error = error_of(lambda: dist.all_reduce(torch.ones(10)) if me.rank != 2 else dist.recv(torch.ones(10), 1))
+        me.meet("all have their error")
+    regroup(me, list(range(me.size)))
+    return *error, start
+
+
+def test_abort_wakes_all_waiting_ranks() -> None:
+    for kind, message, _, when, start in run(abort_while_waiting, 3):
+        assert kind is Aborted and "rank 0 aborted the group" in message
+        assert start + 0.4 < when < start + 0.5 + NOTICED
+
+
+# arguments: the call, and what its message must hold, in a group of 3
+
+THREE = torch.ones(3)
+ARGUMENTS: list[tuple[Callable[[], Any], str]] = [
+    (lambda: ringreduce.all_reduce(torch.ones(3, device="meta")), "tensor is on meta; .*CPU"),
+    (lambda: ringreduce.all_reduce(THREE.to_sparse()), "layout Sparse"),
+    (lambda: ringreduce.all_reduce(torch.ones(3, dtype=torch.complex32)), "dtype ComplexHalf.* not supported"),
+    (lambda: ringreduce.broadcast(THREE, src=3), "root is 3; the group has ranks 0 to 2"),
+    (lambda: ringreduce.reduce(THREE, dst=-1), "root is -1; the group has ranks 0 to 2"),
+    (lambda: ringreduce.gather(THREE, dst=3), "root is 3; the group has ranks 0 to 2"),
+    (lambda: ringreduce.scatter(THREE, src=7), "root is 7; the group has ranks 0 to 2"),
+    (lambda: ringreduce.gather(THREE, [THREE], dst=dist.get_rank()), "gather_list holds 1 .*one per rank: 3"),
+    (lambda: ringreduce.gather(THREE, [THREE] * 3, dst=(dist.get_rank() + 1) % 3), "destination rank only"),
+    (lambda: ringreduce.scatter(THREE, [THREE], src=dist.get_rank()), "scatter_list holds 1 .*one per rank: 3"),
+    (lambda: ringreduce.scatter(THREE, [torch.ones(4)] * 3, src=dist.get_rank()), "has 4 elements, must have 3"),
+    (lambda: ringreduce.all_gather([THREE] * 2, THREE), "tensor_list holds 2 .*one per rank: 3"),
+    (lambda: ringreduce.all_gather([torch.ones(4)] * 3, THREE), "has 4 elements, must have 3"),
+    (lambda: ringreduce.all_gather([THREE.double()] * 3, THREE), "different dtypes"),
+    (lambda: ringreduce.all_gather_into_tensor(torch.ones(10), THREE), "10 elements, which do not divide evenly"),
+    (lambda: ringreduce.all_gather_into_tensor(torch.ones(12), THREE), "has 4 elements, must have 3"),
+    (lambda: ringreduce.reduce_scatter(THREE, [THREE] * 4), "input_list holds 4 .*one per rank: 3"),
+    (lambda: ringreduce.reduce_scatter(torch.ones(2), [THREE] * 3), "output has 2 elements, must have 3"),
+    (lambda: ringreduce.reduce_scatter_tensor(THREE, torch.ones(10)), "10 elements, which do not divide evenly"),
+    (lambda: ringreduce.reduce_scatter_tensor(THREE, torch.ones(12)), "output has 3 elements, must have 4"),
+    (lambda: ringreduce.all_to_all([THREE] * 2, [THREE] * 3), "output_tensor_list holds 2 .*one per rank: 3"),
+    (lambda: ringreduce.all_to_all_single(torch.ones(4), torch.ones(4)), "4 elements, which do not divide evenly"),
+    (lambda: ringreduce.all_to_all_single(THREE, THREE, [1, 1, 2], [1, 1, 1]), "add up to the tensor's 3 rows"),
+    (lambda: ringreduce.all_to_all_single(THREE, THREE, [1, 1], [1, 1, 1]), "split sizes holds 2"),
+    (lambda: ringreduce.send(THREE, dist.get_rank()), "must be another rank of the group, 0 to 2"),
+    (lambda: ringreduce.recv(THREE, 3), "the peer is rank 3"),
+    (lambda: ringreduce.send(THREE, (dist.get_rank() + 1) % 3, tag=-1), "the tag is -1; it must be 0 or more"),
+]
+
+
+def wrong_arguments(me: Rank) -> None:
+    with me.join():
+        for call, pattern in ARGUMENTS:
+            with pytest.raises(InvalidArgument, match=pattern):
+                call()
+        tensor = torch.ones(10)
+        dist.all_reduce(tensor)
+        assert torch.equal(tensor, torch.full((10,), 3.0))
+
+
+def test_wrong_arguments_are_named_and_leave_the_group_usable() -> None:
+    run(wrong_arguments, 3)
