@@ -203,7 +203,11 @@ def _end(work: dist.Work, async_op: bool) -> dist.Work | None:
 
 
 def _tensor(array: Array) -> torch.Tensor:
-    return array if isinstance(array, torch.Tensor) else torch.from_numpy(array)
+    if isinstance(array, torch.Tensor):
+        return array
+    if not array.flags.writeable:
+        raise InvalidArgument("the NumPy array is read-only; pass a writable copy: array.copy()")
+    return torch.from_numpy(array)
 
 
 def _tensors(arrays: Sequence[Array]) -> list[torch.Tensor]:

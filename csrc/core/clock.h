@@ -4,6 +4,8 @@
 
 #include <chrono>
 #include <cstdint>
+#include <cstdio>
+#include <string>
 
 namespace ringreduce {
 
@@ -12,6 +14,7 @@ using Nanoseconds = std::int64_t;
 inline constexpr Nanoseconds kMicrosecond = 1'000;
 inline constexpr Nanoseconds kMillisecond = 1'000'000;
 inline constexpr Nanoseconds kSecond = 1'000'000'000;
+inline constexpr Nanoseconds kForever = INT64_MAX;
 
 inline Nanoseconds now() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
@@ -19,5 +22,12 @@ inline Nanoseconds now() {
 }
 
 constexpr double seconds(Nanoseconds duration) { return static_cast<double>(duration) / kSecond; }
+
+// "1.5 s"
+inline std::string in_seconds(Nanoseconds duration) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.1f s", seconds(duration));
+  return text;
+}
 
 }  // namespace ringreduce

@@ -1,19 +1,12 @@
 #include "engine/engine.h"
 
 #include <algorithm>
-#include <cstdio>
 
 #include "engine/wait.h"
 #include "kernels/accumulate.h"
 
 namespace ringreduce {
 namespace {
-
-std::string in_seconds(Nanoseconds duration) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.1f s", seconds(duration));
-  return text;
-}
 
 std::string title(const Call& call, std::uint64_t seq) {
   return std::string(name(call.operation)) + " seq " + std::to_string(seq);
@@ -121,6 +114,9 @@ void Engine::run(const Call& call, const Buffers& buffers) {
   } catch (const Error& error) {
     segment_->abort(error);
     segment_->throw_if_aborted();  // the group's first error, which need not be this one
+    throw;
+  } catch (const std::exception& error) {  // out of memory: the peers must not wait for this rank
+    segment_->abort(Error(ErrorKind::system, title(call, seq) + ": " + error.what(), segment_->rank()));
     throw;
   }
   own.completed.store(seq, std::memory_order_release);

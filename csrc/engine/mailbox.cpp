@@ -1,8 +1,8 @@
 #include "engine/mailbox.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <cstring>
+#include <utility>
 
 #include "engine/wait.h"
 
@@ -19,15 +19,7 @@ std::string title(const Message& m) {
 Mailbox::Mailbox(std::shared_ptr<const Segment> segment, int spins)
     : segment_(std::move(segment)), spins_(spins), peers_(static_cast<std::size_t>(segment_->size())) {}
 
-Mailbox::~Mailbox() {
-  {
-    std::lock_guard lock(mutex_);
-    stopping_ = true;
-  }
-  work_.notify_all();
-  if (driver_.joinable()) driver_.join();
-  fail_all(Error(ErrorKind::aborted, "the group was destroyed before the message was done"));
-}
+Mailbox::~Mailbox() { stop(Error(ErrorKind::aborted, "the group was destroyed before the message was done")); }
 
 void Mailbox::complete(Message& message, std::exception_ptr error) {
   message.done = true;
@@ -38,12 +30,19 @@ void Mailbox::complete(Message& message, std::exception_ptr error) {
   --pending_;
 }
 
+// Tells the owners. What they hang on a message is let go of here, since it may hold the message itself.
+void Mailbox::finish(std::vector<std::shared_ptr<Message>> finished) {
+  for (const auto& m : finished)
+    if (auto on_done = std::exchange(m->on_done, nullptr)) on_done(m->error);
+}
+
 void Mailbox::post(const std::shared_ptr<Message>& message) {
   std::vector<std::shared_ptr<Message>> finished;
   bool pending = false;
   {
     std::lock_guard lock(mutex_);
     segment_->throw_if_aborted();
+    if (stopping_) throw Error(ErrorKind::aborted, "the group has been shut down");
     message->posted = now();
     all_.push_back(message);
     ++pending_;
@@ -56,8 +55,7 @@ void Mailbox::post(const std::shared_ptr<Message>& message) {
     pending = !message->done;
     finished.swap(finished_);
   }
-  for (auto& m : finished)
-    if (m->on_done) m->on_done(m->error);
+  finish(std::move(finished));
   if (pending) {
     std::lock_guard lock(mutex_);
     if (!driver_.joinable()) driver_ = std::thread([this] { drive(); });
@@ -65,7 +63,7 @@ void Mailbox::post(const std::shared_ptr<Message>& message) {
   }
 }
 
-void Mailbox::wait(const std::shared_ptr<Message>& message) {
+void Mailbox::wait(const std::shared_ptr<Message>& message, Nanoseconds patience) {
   Waiting waiting(*segment_, spins_);
   while (true) {
     bool moved = false, done = false;
@@ -76,15 +74,17 @@ void Mailbox::wait(const std::shared_ptr<Message>& message) {
       done = message->done;
       finished.swap(finished_);
     }
-    for (auto& m : finished)
-      if (m->on_done) m->on_done(m->error);
+    finish(std::move(finished));
     if (done) break;
     if (moved)
       waiting.moved();
     else
-      waiting.idle([&](Nanoseconds) {
+      waiting.idle([&](Nanoseconds waited) {
         std::lock_guard lock(mutex_);
         check();
+        if (waited >= patience && !message->done)
+          throw Error(ErrorKind::timeout,
+                      title(*message) + ": not done after the " + in_seconds(waited) + " that wait() was given");
       });
   }
   if (message->error) std::rethrow_exception(message->error);
@@ -102,8 +102,7 @@ void Mailbox::drive() {
       std::vector<std::shared_ptr<Message>> finished;
       finished.swap(finished_);
       lock.unlock();
-      for (auto& m : finished)
-        if (m->on_done) m->on_done(m->error);
+      finish(std::move(finished));
       if (moved)
         waiting.moved();
       else
@@ -116,10 +115,13 @@ void Mailbox::drive() {
   }
 }
 
-void Mailbox::fail_all(const Error& error) {
+void Mailbox::stop(const Error& error) {
+  std::thread ending;
   std::vector<std::shared_ptr<Message>> finished;
   {
     std::lock_guard lock(mutex_);
+    stopping_ = true;
+    ending.swap(driver_);
     while (!all_.empty()) complete(*all_.back(), std::make_exception_ptr(error));
     receives_.clear();
     for (Peer& peer : peers_) {
@@ -128,8 +130,9 @@ void Mailbox::fail_all(const Error& error) {
     }
     finished.swap(finished_);
   }
-  for (auto& m : finished)
-    if (m->on_done) m->on_done(m->error);
+  work_.notify_all();
+  finish(std::move(finished));
+  if (ending.joinable()) ending.join();
 }
 
 // Ends the messages that wait in vain: aborted, peer gone, deadline passed.
@@ -141,6 +144,8 @@ void Mailbox::check() {
     aborted = std::current_exception();
   }
   const std::vector<int> gone = segment_->gone();
+  while (progress()) {  // what they sent before they went still counts
+  }
   const Nanoseconds t = now();
   const auto snapshot = all_;
   for (const auto& m : snapshot) {
@@ -154,14 +159,14 @@ void Mailbox::check() {
       error = std::make_exception_ptr(Error(
           ErrorKind::peer_lost, title(*m) + ": " + segment_->describe(culprit) + " died or left the group", culprit));
     } else if (t - m->posted >= m->timeout) {
-      char waited[32];
-      std::snprintf(waited, sizeof waited, "%.1f s", seconds(t - m->posted));
       const std::string whom = m->peer == kAnySource ? "any rank" : segment_->describe(m->peer);
-      error =
-          std::make_exception_ptr(Error(ErrorKind::timeout,
-                                        title(*m) + ": rank " + std::to_string(segment_->rank()) + " waited " + waited +
-                                            " for " + whom + "; " + std::to_string(m->moved) + " bytes had moved",
-                                        m->peer));
+      const Error timeout(ErrorKind::timeout,
+                          title(*m) + ": rank " + std::to_string(segment_->rank()) + " waited " +
+                              in_seconds(t - m->posted) + " for " + whom + "; " + std::to_string(m->moved) +
+                              " bytes had moved",
+                          m->peer);
+      segment_->abort(timeout);  // part of it may be under way, and what came next would be taken for the rest
+      error = std::make_exception_ptr(timeout);
     } else {
       continue;
     }
@@ -181,10 +186,17 @@ void Mailbox::check() {
 
 bool Mailbox::progress() {
   bool moved = false;
-  for (int r = 0; r < segment_->size(); ++r) {
-    Peer& peer = peers_[static_cast<std::size_t>(r)];
-    while (send_some(r, peer)) moved = true;
-    while (receive_some(r, peer)) moved = true;
+  try {
+    for (int r = 0; r < segment_->size(); ++r) {
+      if (r == segment_->rank()) continue;
+      Peer& peer = peers_[static_cast<std::size_t>(r)];
+      while (send_some(r, peer)) moved = true;
+      while (receive_some(r, peer)) moved = true;
+    }
+  } catch (const Error& error) {
+    segment_->abort(error);  // check() ends all messages
+  } catch (const std::exception& error) {
+    segment_->abort(Error(ErrorKind::system, std::string("receiving a message: ") + error.what(), segment_->rank()));
   }
   return moved;
 }
@@ -245,7 +257,6 @@ void Mailbox::begin(Arrival& arrival, int source) {
 }
 
 bool Mailbox::receive_some(int rank, Peer& peer) {
-  if (rank == segment_->rank() && peer.received == peer.sent) return false;
   const Geometry& g = segment_->geometry();
   MessageHeader& slot = segment_->message(rank, segment_->rank(), peer.received);
   if (slot.stamp.load(std::memory_order_seq_cst) != peer.received + 1) return false;
@@ -253,9 +264,10 @@ bool Mailbox::receive_some(int rank, Peer& peer) {
   const bool continues =
       peer.arriving || (!peer.arrived.empty() && peer.arrived.back().moved < peer.arrived.back().bytes);
   if (!continues) {
-    if (slot.dtype >= kDTypeCount) throw Error(ErrorKind::mismatch, "a message with an unknown dtype arrived", rank);
+    const std::uint32_t dtype = slot.dtype;
+    if (dtype >= kDTypeCount) throw Error(ErrorKind::mismatch, "a message with an unknown dtype arrived", rank);
     Arrival arrival{.tag = slot.tag,
-                    .dtype = static_cast<DType>(slot.dtype),
+                    .dtype = static_cast<DType>(dtype),
                     .bytes = slot.message_bytes,
                     .moved = 0,
                     .aside = {},

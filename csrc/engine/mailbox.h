@@ -5,8 +5,11 @@
 // message that no posted receive asks for stays in its mailbox, unless a receive wants one behind it: then it is set
 // aside in memory of our own. Messages between two ranks with the same tag are received in the order they were sent.
 //
-// Thread-safe. Whoever waits drives the progress of all messages; pending ones that nobody waits for are driven by a
-// thread that lives as long as there are any.
+// Thread-safe. Whoever waits drives the progress of all messages; a thread, started by the first that does not end at
+// once, drives those that nobody waits for.
+//
+// A message that times out breaks the group, since part of it may be under way. One that meets a receive of another
+// size or dtype does not: it is dropped, and the receive throws mismatch.
 #pragma once
 
 #include <condition_variable>
@@ -38,7 +41,7 @@ struct Message {
   std::byte* data = nullptr;
   std::size_t bytes = 0;
   Nanoseconds timeout = 0;                          // from the moment it was posted
-  std::function<void(std::exception_ptr)> on_done;  // called once, by the thread that completes it, or empty
+  std::function<void(std::exception_ptr)> on_done;  // called once, without any lock held; must not throw
 
   // Written under the mailbox's lock.
   Nanoseconds posted = 0;
@@ -54,10 +57,10 @@ class Mailbox {
 
   // Starts a message; it moves as far as it can at once.
   void post(const std::shared_ptr<Message>& message);
-  // Ends when the message is done; throws its error.
-  void wait(const std::shared_ptr<Message>& message);
-  // Ends all pending messages with `error`.
-  void fail_all(const Error& error);
+  // Ends when the message is done; throws its error. Throws timeout when `patience` is over; the message lives on then.
+  void wait(const std::shared_ptr<Message>& message, Nanoseconds patience = kForever);
+  // Ends all pending messages with `error`, and the thread. Idempotent.
+  void stop(const Error& error);
 
  private:
   // A message that arrives: its remaining slots belong to it.
@@ -76,6 +79,7 @@ class Mailbox {
   };
 
   bool progress();
+  void finish(std::vector<std::shared_ptr<Message>> finished);
   bool send_some(int rank, Peer& peer);
   bool receive_some(int rank, Peer& peer);
   bool deliver_set_aside(const std::shared_ptr<Message>& receive);

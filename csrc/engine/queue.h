@@ -10,6 +10,8 @@
 #include <mutex>
 #include <thread>
 
+#include "core/error.h"
+
 namespace ringreduce {
 
 class CallQueue {
@@ -20,6 +22,7 @@ class CallQueue {
   template <class F>
   void run(F&& call) {
     std::unique_lock lock(mutex_);
+    throw_if_stopping();
     const std::size_t turn = last_turn_++;
     turn_came_.wait(lock, [&] { return turn == next_turn_; });
     lock.unlock();
@@ -27,11 +30,13 @@ class CallQueue {
     call();
   }
 
-  // Runs `call` in the progress thread after all calls before it. It must not throw.
-  void post(std::function<void()> call) {
+  // Runs `call` in the progress thread after all calls before it, and then, when the next may begin, `done`. Neither
+  // may throw, and `done` must be short.
+  void post(std::function<void()> call, std::function<void()> done) {
     {
       std::lock_guard lock(mutex_);
-      posted_.push_back({last_turn_++, std::move(call)});
+      throw_if_stopping();
+      posted_.push_back({last_turn_++, std::move(call), std::move(done)});
       if (!thread_.joinable()) thread_ = std::thread([this] { drive(); });
     }
     turn_came_.notify_all();
@@ -43,20 +48,22 @@ class CallQueue {
     return next_turn_ != last_turn_;
   }
 
-  // Waits for the calls already posted, and ends the thread.
+  // Waits for the calls already posted, and ends the thread. Later calls throw aborted.
   void stop() {
+    std::thread ending;
     {
       std::lock_guard lock(mutex_);
       stopping_ = true;
+      ending.swap(thread_);
     }
     turn_came_.notify_all();
-    if (thread_.joinable()) thread_.join();
+    if (ending.joinable()) ending.join();
   }
 
  private:
   struct Posted {
     std::size_t turn;
-    std::function<void()> call;
+    std::function<void()> call, done;
   };
   struct EndTurn {
     CallQueue& queue;
@@ -71,19 +78,24 @@ class CallQueue {
     }
   };
 
+  void throw_if_stopping() const {
+    if (stopping_) throw Error(ErrorKind::aborted, "the group has been shut down");
+  }
+
   void drive() {
     std::unique_lock lock(mutex_);
     while (true) {
       turn_came_.wait(lock, [&] { return posted_.empty() ? stopping_ : posted_.front().turn == next_turn_; });
       if (posted_.empty()) return;
-      std::function<void()> call = std::move(posted_.front().call);
+      Posted next = std::move(posted_.front());
       posted_.pop_front();
       lock.unlock();
       {
         const EndTurn end{*this};
-        call();
-        call = nullptr;  // let go of the tensors before the turn ends
+        next.call();
       }
+      next.done();
+      next = {};  // lets go of the tensors without the lock
       lock.lock();
     }
   }

@@ -1,18 +1,21 @@
 #include "process_group/process_group_ring.h"
 
 #include <ATen/ATen.h>
-#include <ATen/record_function.h>
+#include <ATen/MemoryOverlap.h>
 #include <Python.h>
+#include <c10/core/GradMode.h>
 
 #include <algorithm>
 #include <numeric>
+
+#include "kernels/accumulate.h"
 
 namespace ringreduce {
 namespace {
 
 using c10d::OpType;
 using c10d::Work;
-using Tensors_ = std::vector<at::Tensor>;
+using TensorList = std::vector<at::Tensor>;
 
 template <class... Parts>
 [[noreturn]] void invalid(const Parts&... parts) {
@@ -87,7 +90,7 @@ double factor_of(const c10d::ReduceOp& op) {
   return supplement->tensor_factor.defined() ? supplement->tensor_factor.item<double>() : supplement->double_factor;
 }
 
-const at::Tensor& only(const Tensors_& tensors, const char* what) {
+const at::Tensor& only(const TensorList& tensors, const char* what) {
   if (tensors.size() != 1) invalid(what, " takes one tensor, got ", tensors.size());
   return tensors[0];
 }
@@ -98,41 +101,46 @@ void check_device(const at::Tensor& tensor) {
     invalid("tensor has layout ", tensor.layout(), "; backend ringreduce serves strided tensors");
 }
 
+void check_output(const at::Tensor& tensor) {
+  if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes)
+    invalid("a tensor to be written has several elements in one place (it is expanded); pass a contiguous copy");
+}
+
 bool is_plain(const at::Tensor& t) { return t.is_contiguous() && !t.is_conj() && !t.is_neg(); }
 at::Tensor plain(const at::Tensor& t) { return is_plain(t) ? t : t.resolve_conj().resolve_neg().contiguous(); }
 
 // A finished or pending collective.
 class CallWork : public Work {
  public:
-  CallWork(int rank, OpType type, Tensors_ outputs, bool with_future) : Work(rank, type), outputs_(std::move(outputs)) {
-    if (with_future) future_ = make_future();
-  }
+  CallWork(int rank, OpType type, TensorList outputs) : Work(rank, type), outputs_(std::move(outputs)) {}
 
-  void end(std::exception_ptr error) {
+  // Ends the work: waiters first, then what hangs on its future, for which `completions` lends a thread.
+  void end(std::exception_ptr error, Completions* completions = nullptr) {
     c10::intrusive_ptr<c10::ivalue::Future> future;
     {
-      std::lock_guard<std::mutex> lock(mutex_);
+      std::lock_guard<std::mutex> lock(future_mutex_);
+      ended_ = true;
+      error_ = error;
       future = future_;
     }
     finish(error);
-    if (future) settle(*future, error);
+    if (!future) return;
+    const auto self = c10::intrusive_ptr<CallWork>::unsafe_reclaim_from_nonowning(this);
+    completions->post([self, future, error] { self->settle(*future, error); });
   }
 
   std::vector<at::Tensor> result() override { return outputs_; }
 
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (!future_) {  // made without one: it was synchronous, and has ended
-      future_ = make_future();
-      settle(*future_, exception_);
+    std::lock_guard<std::mutex> lock(future_mutex_);
+    if (!future_) {
+      future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+      if (ended_) settle(*future_, error_);  // otherwise end() does
     }
     return future_;
   }
 
  private:
-  static c10::intrusive_ptr<c10::ivalue::Future> make_future() {
-    return c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-  }
   void settle(c10::ivalue::Future& future, const std::exception_ptr& error) {
     if (error)
       future.setError(error);
@@ -140,24 +148,29 @@ class CallWork : public Work {
       future.markCompleted(at::IValue(outputs_));
   }
 
-  Tensors_ outputs_;
+  const TensorList outputs_;
+  std::mutex future_mutex_;
+  bool ended_ = false;
+  std::exception_ptr error_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-// A message; whoever waits for it drives the mailbox.
+// A message; whoever waits for it drives the mailbox, which lives as long as any of its works.
 class MessageWork : public CallWork {
  public:
-  MessageWork(int rank, OpType type, Tensors_ tensors, Mailbox& mailbox, std::shared_ptr<Message> message)
-      : CallWork(rank, type, std::move(tensors), true), mailbox_(mailbox), message_(std::move(message)) {}
+  MessageWork(int rank, OpType type, TensorList tensors, std::shared_ptr<Mailbox> mailbox,
+              std::shared_ptr<Message> message)
+      : CallWork(rank, type, std::move(tensors)), mailbox_(std::move(mailbox)), message_(std::move(message)) {}
 
-  bool wait(std::chrono::milliseconds) override {
-    if (!isCompleted()) mailbox_.wait(message_);
+  bool wait(std::chrono::milliseconds timeout) override {
+    const Nanoseconds patience = timeout == kNoTimeout ? kForever : std::chrono::nanoseconds(timeout).count();
+    if (!isCompleted()) mailbox_->wait(message_, patience);
     return Work::wait(kNoTimeout);
   }
   int sourceRank() const override { return message_->peer; }
 
  private:
-  Mailbox& mailbox_;
+  const std::shared_ptr<Mailbox> mailbox_;
   const std::shared_ptr<Message> message_;
 };
 
@@ -166,9 +179,9 @@ class MessageWork : public CallWork {
 // A call with its tensors, laid out for the engine.
 struct ProcessGroupRing::Job {
   Call call;
-  bool uneven = false;       // all_to_all: ranks must first agree on the blocks
-  Tensors_ inputs, outputs;  // contiguous
-  Tensors_ targets;          // the user's outputs; those that are not outputs[i] itself are filled at the end
+  bool uneven = false;         // all_to_all: ranks must first agree on the blocks
+  TensorList inputs, outputs;  // contiguous
+  TensorList targets;          // the user's outputs; those that are not outputs[i] itself are filled at the end
   std::vector<std::byte*> input_data, output_data;
   std::vector<std::size_t> input_count, output_count;
 
@@ -191,16 +204,13 @@ ProcessGroupRing::ProcessGroupRing(std::shared_ptr<const Segment> segment, const
       segment_(std::move(segment)),
       engine_(segment_, options),
       timeout_(timeout),
-      mailbox_(segment_, options.spins) {
+      mailbox_(std::make_shared<Mailbox>(segment_, options.spins)) {
   init();
 }
 
 ProcessGroupRing::~ProcessGroupRing() { shutdown(); }
 
-void ProcessGroupRing::abort() {
-  engine_.abort(c10::str("rank ", getRank(), " aborted the group"));
-  mailbox_.fail_all(Error(ErrorKind::aborted, c10::str("rank ", getRank(), " aborted the group")));
-}
+void ProcessGroupRing::abort() { engine_.abort(c10::str("rank ", getRank(), " aborted the group")); }
 
 void ProcessGroupRing::shutdown() {
   // Works under way may run Python callbacks: do not keep the interpreter from them while waiting for their end.
@@ -208,6 +218,8 @@ void ProcessGroupRing::shutdown() {
   PyThreadState* saved = has_gil ? PyEval_SaveThread() : nullptr;
   if (queue_.busy()) engine_.abort(c10::str("rank ", getRank(), " destroyed the group while calls were under way"));
   queue_.stop();
+  mailbox_->stop(Error(ErrorKind::aborted, "the group was destroyed before the message was done"));
+  completions_.stop();
   if (saved != nullptr) PyEval_RestoreThread(saved);
 }
 
@@ -218,20 +230,26 @@ void ProcessGroupRing::add_plan(const std::string& collective, std::vector<std::
 }
 
 // Inputs and outputs block by block, in c10d's order. All blocks of a call have one dtype.
-ProcessGroupRing::Job ProcessGroupRing::job(Operation operation, Tensors_ inputs, Tensors_ outputs,
+ProcessGroupRing::Job ProcessGroupRing::job(Operation operation, TensorList inputs, TensorList outputs,
                                             std::chrono::milliseconds timeout) const {
   Job job;
   job.call.operation = operation;
   job.call.timeout = std::chrono::nanoseconds(timeout == c10d::kUnsetTimeout ? timeout_.load() : timeout).count();
   const at::Tensor* first = !inputs.empty() ? &inputs[0] : !outputs.empty() ? &outputs[0] : nullptr;
   if (first == nullptr) return job;
-  for (const Tensors_* side : {&inputs, &outputs})
+  for (const TensorList* side : {&inputs, &outputs})
     for (const at::Tensor& t : *side) {
       check_device(t);
       if (t.scalar_type() != first->scalar_type())
         invalid(name(operation), ": tensors have different dtypes: ", t.scalar_type(), " and ", first->scalar_type());
     }
+  const at::NoGradGuard no_grad;
   job.call.dtype = dtype_of(first->scalar_type());
+  for (const at::Tensor& t : outputs) check_output(t);
+  if (operation == Operation::all_to_all)  // a block may be overwritten before it is sent
+    for (at::Tensor& t : inputs)
+      if (std::any_of(outputs.begin(), outputs.end(), [&](const at::Tensor& o) { return o.is_alias_of(t); }))
+        t = t.clone();
   job.targets = outputs;
   for (const at::Tensor& t : outputs) {
     const bool in_place = std::any_of(inputs.begin(), inputs.end(), [&](const at::Tensor& i) { return i.is_same(t); });
@@ -243,7 +261,7 @@ ProcessGroupRing::Job ProcessGroupRing::job(Operation operation, Tensors_ inputs
     job.inputs.push_back(same == job.targets.end() ? plain(t)
                                                    : job.outputs[static_cast<std::size_t>(same - job.targets.begin())]);
   }
-  const auto lay_out = [](const Tensors_& tensors, std::vector<std::byte*>& data, std::vector<std::size_t>& count) {
+  const auto lay_out = [](const TensorList& tensors, std::vector<std::byte*>& data, std::vector<std::size_t>& count) {
     for (const at::Tensor& t : tensors) {
       data.push_back(static_cast<std::byte*>(t.mutable_data_ptr()));
       count.push_back(static_cast<std::size_t>(t.numel()));
@@ -285,7 +303,16 @@ void check_list(const char* what, std::size_t is, int must) {
 
 }  // namespace
 
+void ProcessGroupRing::set_reduction(Job& job, const c10d::ReduceOp& op) const {
+  job.call.reduce_op = reduce_op_of(op);
+  job.call.factor = factor_of(op);
+  if (!kernels::supports(job.call.dtype, job.call.reduce_op))
+    invalid(name(job.call.operation), ": the reduction '", name(job.call.reduce_op), "' is not defined for dtype ",
+            name(job.call.dtype));
+}
+
 void ProcessGroupRing::run(Job& job) {
+  const at::NoGradGuard no_grad;
   if (job.uneven) agree_on_blocks(job);
   const Buffers buffers{{job.input_data, job.input_count}, {job.output_data, job.output_count}};
   engine_.run(job.call, buffers);
@@ -323,55 +350,56 @@ void ProcessGroupRing::agree_on_blocks(Job& job) {
 }
 
 c10::intrusive_ptr<Work> ProcessGroupRing::submit(std::vector<Job> jobs, OpType type, bool async) {
-  Tensors_ outputs;
+  TensorList outputs;
   for (const Job& job : jobs) outputs.insert(outputs.end(), job.targets.begin(), job.targets.end());
   calls_ += 1;
+  auto work = c10::make_intrusive<CallWork>(getRank(), type, std::move(outputs));
   if (!async) {
     queue_.run([&] {
       for (Job& job : jobs) run(job);
     });
-    auto work = c10::make_intrusive<CallWork>(getRank(), type, std::move(outputs), false);
     work->end(nullptr);
     return work;
   }
-  auto work = c10::make_intrusive<CallWork>(getRank(), type, std::move(outputs), true);
-  auto shared = std::make_shared<std::vector<Job>>(std::move(jobs));
-  queue_.post([this, work, shared] {
+  struct Posted {
+    std::vector<Job> jobs;
     std::exception_ptr error;
-    try {
-      for (Job& job : *shared) run(job);
-    } catch (...) {
-      error = std::current_exception();
-    }
-    work->end(error);
-  });
+  };
+  auto posted = std::make_shared<Posted>(Posted{std::move(jobs), nullptr});
+  queue_.post(
+      [this, posted] {
+        try {
+          for (Job& job : posted->jobs) run(job);
+        } catch (...) {
+          posted->error = std::current_exception();
+        }
+      },
+      [this, work, posted] { work->end(posted->error, &completions_); });
   return work;
 }
 
-c10::intrusive_ptr<Work> ProcessGroupRing::allreduce(Tensors_& tensors, const c10d::AllreduceOptions& opts) {
+c10::intrusive_ptr<Work> ProcessGroupRing::allreduce(TensorList& tensors, const c10d::AllreduceOptions& opts) {
   const at::Tensor& tensor = only(tensors, "all_reduce");
   Job j = job(Operation::all_reduce, {tensor}, {tensor}, opts.timeout);
-  j.call.reduce_op = reduce_op_of(opts.reduceOp);
-  j.call.factor = factor_of(opts.reduceOp);
+  set_reduction(j, opts.reduceOp);
   size_from(j.call, j.input_count);
   std::vector<Job> jobs;
   jobs.push_back(std::move(j));
   return submit(std::move(jobs), OpType::ALLREDUCE, opts.asyncOp);
 }
 
-c10::intrusive_ptr<Work> ProcessGroupRing::allreduce_coalesced(Tensors_& tensors,
+c10::intrusive_ptr<Work> ProcessGroupRing::allreduce_coalesced(TensorList& tensors,
                                                                const c10d::AllreduceCoalescedOptions& opts) {
   std::vector<Job> jobs;
   for (const at::Tensor& tensor : tensors) {
     jobs.push_back(job(Operation::all_reduce, {tensor}, {tensor}, opts.timeout));
-    jobs.back().call.reduce_op = reduce_op_of(opts.reduceOp);
-    jobs.back().call.factor = factor_of(opts.reduceOp);
+    set_reduction(jobs.back(), opts.reduceOp);
     size_from(jobs.back().call, jobs.back().input_count);
   }
   return submit(std::move(jobs), OpType::ALLREDUCE_COALESCED, opts.asyncOp);
 }
 
-c10::intrusive_ptr<Work> ProcessGroupRing::broadcast(Tensors_& tensors, const c10d::BroadcastOptions& opts) {
+c10::intrusive_ptr<Work> ProcessGroupRing::broadcast(TensorList& tensors, const c10d::BroadcastOptions& opts) {
   const at::Tensor& tensor = only(tensors, "broadcast");
   std::vector<Job> jobs;
   jobs.push_back(job(Operation::broadcast, {tensor}, {tensor}, opts.timeout));
@@ -380,18 +408,17 @@ c10::intrusive_ptr<Work> ProcessGroupRing::broadcast(Tensors_& tensors, const c1
   return submit(std::move(jobs), OpType::BROADCAST, opts.asyncOp);
 }
 
-c10::intrusive_ptr<Work> ProcessGroupRing::reduce(Tensors_& tensors, const c10d::ReduceOptions& opts) {
+c10::intrusive_ptr<Work> ProcessGroupRing::reduce(TensorList& tensors, const c10d::ReduceOptions& opts) {
   const at::Tensor& tensor = only(tensors, "reduce");
   std::vector<Job> jobs;
   jobs.push_back(job(Operation::reduce, {tensor}, {tensor}, opts.timeout));
   jobs[0].call.root = static_cast<int>(opts.rootRank);
-  jobs[0].call.reduce_op = reduce_op_of(opts.reduceOp);
-  jobs[0].call.factor = factor_of(opts.reduceOp);
+  set_reduction(jobs[0], opts.reduceOp);
   size_from(jobs[0].call, jobs[0].input_count);
   return submit(std::move(jobs), OpType::REDUCE, opts.asyncOp);
 }
 
-c10::intrusive_ptr<Work> ProcessGroupRing::allgather(std::vector<Tensors_>& outputs, Tensors_& inputs,
+c10::intrusive_ptr<Work> ProcessGroupRing::allgather(std::vector<TensorList>& outputs, TensorList& inputs,
                                                      const c10d::AllgatherOptions& opts) {
   const at::Tensor& input = only(inputs, "all_gather");
   check_list("all_gather: output_tensors", outputs.size(), 1);
@@ -406,11 +433,11 @@ c10::intrusive_ptr<Work> ProcessGroupRing::allgather(std::vector<Tensors_>& outp
 
 c10::intrusive_ptr<Work> ProcessGroupRing::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                            const c10d::AllgatherOptions& opts) {
-  Tensors_ outputs{output}, inputs{input};
+  TensorList outputs{output}, inputs{input};
   return allgather_into_tensor_coalesced(outputs, inputs, opts);
 }
 
-c10::intrusive_ptr<Work> ProcessGroupRing::allgather_into_tensor_coalesced(Tensors_& outputs, Tensors_& inputs,
+c10::intrusive_ptr<Work> ProcessGroupRing::allgather_into_tensor_coalesced(TensorList& outputs, TensorList& inputs,
                                                                            const c10d::AllgatherOptions& opts) {
   if (outputs.size() != inputs.size())
     invalid("all_gather: ", outputs.size(), " outputs for ", inputs.size(), " inputs");
@@ -425,15 +452,14 @@ c10::intrusive_ptr<Work> ProcessGroupRing::allgather_into_tensor_coalesced(Tenso
   return submit(std::move(jobs), OpType::_ALLGATHER_BASE, opts.asyncOp);
 }
 
-c10::intrusive_ptr<Work> ProcessGroupRing::reduce_scatter(Tensors_& outputs, std::vector<Tensors_>& inputs,
+c10::intrusive_ptr<Work> ProcessGroupRing::reduce_scatter(TensorList& outputs, std::vector<TensorList>& inputs,
                                                           const c10d::ReduceScatterOptions& opts) {
   const at::Tensor& output = only(outputs, "reduce_scatter");
   check_list("reduce_scatter: input_tensors", inputs.size(), 1);
   check_list("reduce_scatter: input_list", inputs[0].size(), getSize());
   std::vector<Job> jobs;
   jobs.push_back(job(Operation::reduce_scatter, inputs[0], {output}, opts.timeout));
-  jobs[0].call.reduce_op = reduce_op_of(opts.reduceOp);
-  jobs[0].call.factor = factor_of(opts.reduceOp);
+  set_reduction(jobs[0], opts.reduceOp);
   check_count("reduce_scatter: output", jobs[0].output_count[0],
               jobs[0].input_count[static_cast<std::size_t>(getRank())]);
   size_from(jobs[0].call, jobs[0].input_count);
@@ -442,11 +468,11 @@ c10::intrusive_ptr<Work> ProcessGroupRing::reduce_scatter(Tensors_& outputs, std
 
 c10::intrusive_ptr<Work> ProcessGroupRing::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                                 const c10d::ReduceScatterOptions& opts) {
-  Tensors_ outputs{output}, inputs{input};
+  TensorList outputs{output}, inputs{input};
   return reduce_scatter_tensor_coalesced(outputs, inputs, opts);
 }
 
-c10::intrusive_ptr<Work> ProcessGroupRing::reduce_scatter_tensor_coalesced(Tensors_& outputs, Tensors_& inputs,
+c10::intrusive_ptr<Work> ProcessGroupRing::reduce_scatter_tensor_coalesced(TensorList& outputs, TensorList& inputs,
                                                                            const c10d::ReduceScatterOptions& opts) {
   if (outputs.size() != inputs.size())
     invalid("reduce_scatter: ", outputs.size(), " outputs for ", inputs.size(), " inputs");
@@ -455,15 +481,14 @@ c10::intrusive_ptr<Work> ProcessGroupRing::reduce_scatter_tensor_coalesced(Tenso
     Job j = job(Operation::reduce_scatter, {inputs[i]}, {outputs[i]}, opts.timeout);
     j.blocks_of(j.inputs[0], equal_blocks(inputs[i], getSize(), "reduce_scatter: input"), j.input_data, j.input_count);
     check_count("reduce_scatter: output", j.output_count[0], j.input_count[0]);
-    j.call.reduce_op = reduce_op_of(opts.reduceOp);
-    j.call.factor = factor_of(opts.reduceOp);
+    set_reduction(j, opts.reduceOp);
     size_from(j.call, j.input_count);
     jobs.push_back(std::move(j));
   }
   return submit(std::move(jobs), OpType::_REDUCE_SCATTER_BASE, opts.asyncOp);
 }
 
-c10::intrusive_ptr<Work> ProcessGroupRing::gather(std::vector<Tensors_>& outputs, Tensors_& inputs,
+c10::intrusive_ptr<Work> ProcessGroupRing::gather(std::vector<TensorList>& outputs, TensorList& inputs,
                                                   const c10d::GatherOptions& opts) {
   const at::Tensor& input = only(inputs, "gather");
   const bool is_root = getRank() == opts.rootRank;
@@ -474,14 +499,14 @@ c10::intrusive_ptr<Work> ProcessGroupRing::gather(std::vector<Tensors_>& outputs
     invalid("gather: gather_list must be given on the destination rank only");
   }
   std::vector<Job> jobs;
-  jobs.push_back(job(Operation::gather, {input}, is_root ? outputs[0] : Tensors_{}, opts.timeout));
+  jobs.push_back(job(Operation::gather, {input}, is_root ? outputs[0] : TensorList{}, opts.timeout));
   for (std::size_t n : jobs[0].output_count) check_count("gather: a tensor of gather_list", n, jobs[0].input_count[0]);
   jobs[0].call.root = static_cast<int>(opts.rootRank);
   size_from(jobs[0].call, jobs[0].input_count);
   return submit(std::move(jobs), OpType::GATHER, opts.asyncOp);
 }
 
-c10::intrusive_ptr<Work> ProcessGroupRing::scatter(Tensors_& outputs, std::vector<Tensors_>& inputs,
+c10::intrusive_ptr<Work> ProcessGroupRing::scatter(TensorList& outputs, std::vector<TensorList>& inputs,
                                                    const c10d::ScatterOptions& opts) {
   const at::Tensor& output = only(outputs, "scatter");
   const bool is_root = getRank() == opts.rootRank;
@@ -492,7 +517,7 @@ c10::intrusive_ptr<Work> ProcessGroupRing::scatter(Tensors_& outputs, std::vecto
     invalid("scatter: scatter_list must be given on the source rank only");
   }
   std::vector<Job> jobs;
-  jobs.push_back(job(Operation::scatter, is_root ? inputs[0] : Tensors_{}, {output}, opts.timeout));
+  jobs.push_back(job(Operation::scatter, is_root ? inputs[0] : TensorList{}, {output}, opts.timeout));
   for (std::size_t n : jobs[0].input_count)
     check_count("scatter: a tensor of scatter_list", n, jobs[0].output_count[0]);
   jobs[0].call.root = static_cast<int>(opts.rootRank);
@@ -525,7 +550,7 @@ c10::intrusive_ptr<Work> ProcessGroupRing::alltoall_base(at::Tensor& output, at:
   return submit(std::move(jobs), OpType::ALLTOALL_BASE, opts.asyncOp);
 }
 
-c10::intrusive_ptr<Work> ProcessGroupRing::alltoall(Tensors_& outputs, Tensors_& inputs,
+c10::intrusive_ptr<Work> ProcessGroupRing::alltoall(TensorList& outputs, TensorList& inputs,
                                                     const c10d::AllToAllOptions& opts) {
   check_list("all_to_all: input_tensor_list", inputs.size(), getSize());
   check_list("all_to_all: output_tensor_list", outputs.size(), getSize());
@@ -544,7 +569,7 @@ c10::intrusive_ptr<Work> ProcessGroupRing::barrier(const c10d::BarrierOptions& o
   return submit(std::move(jobs), OpType::BARRIER, opts.asyncOp);
 }
 
-c10::intrusive_ptr<Work> ProcessGroupRing::post(Tensors_& tensors, OpType type, int peer, int tag) {
+c10::intrusive_ptr<Work> ProcessGroupRing::post(TensorList& tensors, OpType type, int peer, int tag) {
   const bool sends = type == OpType::SEND;
   const char* what = sends ? "send" : "recv";
   const at::Tensor& tensor = only(tensors, what);
@@ -552,6 +577,8 @@ c10::intrusive_ptr<Work> ProcessGroupRing::post(Tensors_& tensors, OpType type, 
   if (peer != kAnySource && (peer < 0 || peer >= getSize() || peer == getRank()))
     invalid(what, ": the peer is rank ", peer, "; it must be another rank of the group, 0 to ", getSize() - 1);
   if (tag < 0) invalid(what, ": the tag is ", tag, "; it must be 0 or more");
+  if (!sends) check_output(tensor);
+  const at::NoGradGuard no_grad;
   const bool staged = !is_plain(tensor);
   const at::Tensor buffer = !staged ? tensor : sends ? plain(tensor) : at::empty(tensor.sizes(), tensor.options());
 
@@ -564,23 +591,28 @@ c10::intrusive_ptr<Work> ProcessGroupRing::post(Tensors_& tensors, OpType type, 
   message->bytes = buffer.nbytes();
   message->timeout = std::chrono::nanoseconds(timeout_.load()).count();
   auto work = c10::make_intrusive<MessageWork>(getRank(), type, tensors, mailbox_, message);
-  message->on_done = [work, tensor, buffer, copy_back = staged && !sends](std::exception_ptr error) {
-    if (copy_back && !error) tensor.copy_(buffer);
-    work->end(error);
+  message->on_done = [this, work, tensor, buffer, copy_back = staged && !sends](std::exception_ptr error) {
+    try {
+      const at::NoGradGuard no_grad;
+      if (copy_back && !error) tensor.copy_(buffer);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    work->end(error, &completions_);
   };
-  mailbox_.post(message);
+  mailbox_->post(message);
   return work;
 }
 
-c10::intrusive_ptr<Work> ProcessGroupRing::send(Tensors_& tensors, int destination, int tag) {
+c10::intrusive_ptr<Work> ProcessGroupRing::send(TensorList& tensors, int destination, int tag) {
   return post(tensors, OpType::SEND, destination, tag);
 }
 
-c10::intrusive_ptr<Work> ProcessGroupRing::recv(Tensors_& tensors, int source, int tag) {
+c10::intrusive_ptr<Work> ProcessGroupRing::recv(TensorList& tensors, int source, int tag) {
   return post(tensors, OpType::RECV, source, tag);
 }
 
-c10::intrusive_ptr<Work> ProcessGroupRing::recvAnysource(Tensors_& tensors, int tag) {
+c10::intrusive_ptr<Work> ProcessGroupRing::recvAnysource(TensorList& tensors, int tag) {
   return post(tensors, OpType::RECVANYSOURCE, kAnySource, tag);
 }
 

@@ -16,6 +16,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
+#include "engine/completions.h"
 #include "engine/engine.h"
 #include "engine/mailbox.h"
 #include "engine/queue.h"
@@ -85,6 +86,7 @@ class ProcessGroupRing : public c10d::Backend {
   Job job(Operation operation, std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs,
           std::chrono::milliseconds timeout) const;
   c10::intrusive_ptr<c10d::Work> post(std::vector<at::Tensor>& tensors, c10d::OpType type, int peer, int tag);
+  void set_reduction(Job& job, const c10d::ReduceOp& op) const;
   void run(Job& job);
   void agree_on_blocks(Job& job);
 
@@ -92,8 +94,9 @@ class ProcessGroupRing : public c10d::Backend {
   Engine engine_;
   std::atomic<std::chrono::milliseconds> timeout_;
   std::atomic<std::uint64_t> calls_{0};
+  Completions completions_;
   CallQueue queue_;
-  Mailbox mailbox_;
+  const std::shared_ptr<Mailbox> mailbox_;
 };
 
 }  // namespace ringreduce

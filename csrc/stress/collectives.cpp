@@ -123,7 +123,7 @@ void stress_queue() {
         if (random_int(random, 0, 1) == 0)
           queue.run(call);
         else
-          queue.post(call);
+          queue.post(call, [] {});
       }
     });
     queue.stop();

@@ -132,7 +132,7 @@ void two_set_aside() {
     check(p->bytes == std::vector(p->bytes.size(), static_cast<std::byte>(p->message->peer + 1)),
           "messages: wrong content from any source");
   }
-  mailbox.fail_all(Error(ErrorKind::aborted, "the case is over"));
+  mailbox.stop(Error(ErrorKind::aborted, "the case is over"));
 }
 
 }  // namespace

@@ -168,10 +168,12 @@ void Segment::abort(const Error& error) const {
 void Segment::throw_if_aborted() const {
   const AbortRecord& record = abort_record();
   if (record.state.load(std::memory_order_seq_cst) != 2) return;
-  // The text lies in memory that peers can write: do not trust its end.
+  // The record lies in memory that peers can write: trust neither the end of its text nor its kind.
   std::string message(record.message, strnlen(record.message, sizeof(record.message)));
   if (record.reporter != rank_) message += " [reported by rank " + std::to_string(record.reporter) + "]";
-  throw Error(static_cast<ErrorKind>(record.kind), message, record.culprit);
+  const bool known = record.kind >= static_cast<int>(ErrorKind::invalid_argument) &&
+                     record.kind <= static_cast<int>(ErrorKind::system);
+  throw Error(known ? static_cast<ErrorKind>(record.kind) : ErrorKind::system, message, record.culprit);
 }
 
 }  // namespace ringreduce

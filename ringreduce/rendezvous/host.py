@@ -168,6 +168,8 @@ def _admit(connection: socket.socket, secret: bytes, deadline: float) -> tuple[i
     nonce = secrets.token_bytes(_NONCE)
     connection.send(nonce)
     message, fds, _, _ = socket.recv_fds(connection, 4 + _NONCE + _DIGEST, 1)
+    for fd in fds:
+        os.set_inheritable(fd, False)
     try:
         rank, theirs, proof = struct.unpack(f"!i{_NONCE}s{_DIGEST}s", message)
         if len(fds) != 1 or not hmac.compare_digest(proof, _proof(secret, b"member", nonce, rank)):

@@ -33,7 +33,7 @@ import torch.distributed as dist
 DEADLINE = 60.0
 """Seconds for all ranks of a test, however they hang."""
 
-GROUP_TIMEOUT = 10.0
+GROUP_TIMEOUT = 30.0
 """Seconds for a call of a group, unless a test says otherwise."""
 
 _fresh = itertools.count()

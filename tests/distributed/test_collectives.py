@@ -588,7 +588,7 @@ CASES = st.lists(
 
 
 def drawn_calls(me: Rank, cases: list[tuple[int, torch.dtype, str]]) -> None:
-    with me.join(timeout=3, options=SMALL_SLOTS):
+    with me.join(options=SMALL_SLOTS):
         for call, (count, dtype, op) in enumerate(cases):
             tensor = values(me.rank, count, call, dtype)
             dist.all_reduce(tensor, OPS[op])
@@ -630,3 +630,85 @@ def test_ddp_steps_as_one_process_does() -> None:
     for parameters in run(train, 3, batch):
         for parameter, by_one in zip(parameters, expected, strict=True):
             torch.testing.assert_close(torch.from_numpy(parameter), by_one)
+
+
+# what users hang on a call, and what they pass that cannot be
+
+
+def call_in_callback(me: Rank) -> float:
+    with me.join():
+
+        def again(_: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            tensor = torch.ones(4)
+            dist.all_reduce(tensor, async_op=True).get_future().wait()
+            dist.all_reduce(tensor)
+            return tensor
+
+        first = dist.all_reduce(torch.ones(4), async_op=True).get_future()
+        return float(first.then(again).wait()[0])
+
+
+def test_a_callback_may_start_calls_and_wait_for_them() -> None:
+    assert run(call_in_callback, 3) == [9.0] * 3
+
+
+def many_messages(me: Rank) -> float:
+    with me.join():
+        tensor = torch.ones(1 << 20)
+
+        def exchange() -> None:
+            if me.rank == 0:
+                dist.send(tensor.clone(), 1)
+            else:
+                dist.recv(torch.empty_like(tensor), 0)
+
+        def resident() -> int:
+            with open("/proc/self/statm") as file:
+                return int(file.read().split()[1]) * 4096
+
+        for _ in range(5):
+            exchange()
+        before = resident()
+        for _ in range(30):
+            exchange()
+        return (resident() - before) / tensor.nbytes
+
+
+def test_messages_let_go_of_their_tensors() -> None:
+    assert max(run(many_messages, 2)) < 15  # of 30
+
+
+def all_to_all_in_place(me: Rank) -> list[float]:
+    with me.join():
+        tensor = torch.arange(me.size, dtype=torch.float32) + 10 * me.rank
+        dist.all_to_all_single(tensor, tensor)
+        return tensor.tolist()
+
+
+def test_all_to_all_in_place() -> None:
+    for rank, values in enumerate(run(all_to_all_in_place, 4)):
+        assert values == [10.0 * source + rank for source in range(4)]
+
+
+def read_only(me: Rank) -> str:
+    with me.join():
+        try:
+            ringreduce.all_reduce(np.frombuffer(b"12345678", dtype=np.float32))
+        except InvalidArgument as error:
+            return str(error)
+        return "no error"
+
+
+def test_a_read_only_array_is_refused() -> None:
+    assert all("read-only" in text for text in run(read_only, 2))
+
+
+def parameter_not_contiguous(me: Rank) -> list[float]:
+    with me.join():
+        parameter = torch.nn.Parameter(torch.ones(2, 3).t())
+        dist.all_reduce(parameter)
+        return parameter.detach().flatten().tolist()
+
+
+def test_parameters_that_are_not_contiguous() -> None:
+    assert run(parameter_not_contiguous, 3) == [[3.0] * 6] * 3
