@@ -22,12 +22,13 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from ringreduce.errors import CollectiveTimeout, InvalidArgument, SystemFailure, TopologyError
+from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, SystemFailure, TopologyError
 
 _NONCE = 32
 _DIGEST = hashlib.sha256().digest_size
@@ -148,13 +149,16 @@ def _serve(
                 continue
             members[rank], pidfds[rank] = connection, pidfd
         ordered = [pidfds[r] for r in range(len(names))]
-        for connection in members.values():
-            for start in range(0, len(names) + 1, _FDS_PER_MESSAGE):
-                socket.send_fds(connection, [b"fds"], [memfd, *ordered][start : start + _FDS_PER_MESSAGE])
+        for rank, connection in members.items():
+            try:
+                for start in range(0, len(names) + 1, _FDS_PER_MESSAGE):
+                    socket.send_fds(connection, [b"fds"], [memfd, *ordered][start : start + _FDS_PER_MESSAGE])
+            except OSError:
+                host, pid = names[rank]
+                raise PeerLost(f"making the group: rank {rank} ({host}, pid {pid}) died or left", rank) from None
         return memfd, ordered
     except BaseException:
-        for fd in (memfd, *pidfds.values()):
-            os.close(fd)
+        _close((memfd, *pidfds.values()))
         raise
     finally:
         for connection in members.values():
@@ -176,8 +180,7 @@ def _admit(connection: socket.socket, secret: bytes, deadline: float) -> tuple[i
             raise ConnectionError("not a rank of this group")
         connection.send(_proof(secret, b"leader", theirs, rank))
     except (OSError, struct.error) as error:
-        for fd in fds:
-            os.close(fd)
+        _close(fds)
         raise ConnectionError(str(error)) from None
     return rank, fds[0]
 
@@ -185,6 +188,7 @@ def _admit(connection: socket.socket, secret: bytes, deadline: float) -> tuple[i
 def _join(
     address: bytes, secret: bytes, rank: int, names: list[tuple[str, int]], deadline: float
 ) -> tuple[int, list[int]]:
+    fds = array.array("i")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         try:
             connection.settimeout(_left(deadline, "rank 0"))
@@ -195,19 +199,22 @@ def _join(
                 secret, b"member", connection.recv(_NONCE), rank
             )
             pidfd = _own_pidfd()
-            socket.send_fds(connection, [message], [pidfd])
-            os.close(pidfd)
+            try:
+                socket.send_fds(connection, [message], [pidfd])
+            finally:
+                os.close(pidfd)
             if not hmac.compare_digest(connection.recv(_DIGEST), _proof(secret, b"leader", nonce, rank)):
                 raise ConnectionError("what answered at rank 0's address is not rank 0")
-            fds = array.array("i")
             while len(fds) < len(names) + 1:
                 message, some, _, _ = socket.recv_fds(connection, 16, _FDS_PER_MESSAGE)
                 if not some:
                     raise ConnectionError("rank 0 closed the connection")
                 fds.extend(some)
         except TimeoutError:
+            _close(fds)
             raise CollectiveTimeout("making the group: rank 0 did not answer in time", 0) from None
         except OSError as error:
+            _close(fds)
             raise SystemFailure(f"joining the group at rank 0 ({names[0][0]}, pid {names[0][1]}): {error}", 0) from None
     for fd in fds:
         os.set_inheritable(fd, False)
@@ -222,6 +229,11 @@ def _check_user(connection: socket.socket) -> None:
     _, uid, _ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if uid != os.geteuid():
         raise ConnectionError(f"a process of user {uid} connected; this one runs as user {os.geteuid()}")
+
+
+def _close(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def _left(deadline: float, whom: str) -> float:
