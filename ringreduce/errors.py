@@ -30,7 +30,7 @@ class CollectiveTimeout(RingReduceError):
 
 class CollectiveMismatch(RingReduceError):
     """The ranks made different calls; the message describes both. A `recv` raises it for a message of another size or
-    dtype, which leaves the group usable."""
+    dtype, and `all_to_all` for split sizes that do not fit each other; these leave the group usable."""
 
 
 class Aborted(RingReduceError):

@@ -61,12 +61,16 @@ const Program& Engine::program_for(const Call& call) {
   return found->second;
 }
 
-void Engine::run(const Call& call, const Buffers& buffers) {
-  segment_->throw_if_aborted();
+void Engine::check_reduction(const Call& call) {
   if (reduces(call.operation) && !kernels::supports(call.dtype, call.reduce_op))
     throw Error(ErrorKind::invalid_argument, std::string(name(call.operation)) + ": the reduction '" +
                                                  std::string(name(call.reduce_op)) + "' is not defined for dtype " +
                                                  std::string(name(call.dtype)));
+}
+
+void Engine::run(const Call& call, const Buffers& buffers) {
+  segment_->throw_if_aborted();
+  check_reduction(call);
   if (call.root < 0 || call.root >= segment_->size())
     throw Error(ErrorKind::invalid_argument, std::string(name(call.operation)) + ": root is " +
                                                  std::to_string(call.root) + "; the group has ranks 0 to " +

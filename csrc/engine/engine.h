@@ -38,6 +38,9 @@ class Engine {
   // that of the smallest `most_bytes` serves. Entries with the same `most_bytes` replace each other.
   void choose(Operation operation, std::uint64_t most_bytes, int plan);
 
+  // Throws invalid_argument, naming both, if the call's reduction is not defined for its dtype.
+  static void check_reduction(const Call& call);
+
   // Runs the call to its end in the calling thread. Throws Error.
   void run(const Call& call, const Buffers& buffers);
 

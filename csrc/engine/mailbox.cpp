@@ -27,7 +27,6 @@ void Mailbox::complete(Message& message, std::exception_ptr error) {
   const auto found = std::find_if(all_.begin(), all_.end(), [&](const auto& m) { return m.get() == &message; });
   finished_.push_back(*found);
   all_.erase(found);
-  --pending_;
 }
 
 // Tells the owners. What they hang on a message is let go of here, since it may hold the message itself.
@@ -45,7 +44,6 @@ void Mailbox::post(const std::shared_ptr<Message>& message) {
     if (stopping_) throw Error(ErrorKind::aborted, "the group has been shut down");
     message->posted = now();
     all_.push_back(message);
-    ++pending_;
     if (message->sends)
       peers_[static_cast<std::size_t>(message->peer)].sends.push_back(message);
     else if (!deliver_set_aside(message))
@@ -94,10 +92,10 @@ void Mailbox::wait(const std::shared_ptr<Message>& message, Nanoseconds patience
 void Mailbox::drive() {
   std::unique_lock lock(mutex_);
   while (true) {
-    work_.wait(lock, [&] { return stopping_ || !idle(); });
+    work_.wait(lock, [&] { return stopping_ || !all_.empty(); });
     if (stopping_) return;
     Waiting waiting(*segment_, spins_);
-    while (!idle() && !stopping_) {
+    while (!all_.empty() && !stopping_) {
       const bool moved = progress();
       std::vector<std::shared_ptr<Message>> finished;
       finished.swap(finished_);

@@ -88,7 +88,6 @@ class Mailbox {
   void begin(Arrival& arrival, int source);
   void complete(Message& message, std::exception_ptr error = nullptr);
   void check();
-  bool idle() const { return pending_ == 0; }
   void drive();
 
   const std::shared_ptr<const Segment> segment_;
@@ -99,7 +98,6 @@ class Mailbox {
   std::list<std::shared_ptr<Message>> receives_;    // posted, not matched, oldest first
   std::vector<std::shared_ptr<Message>> finished_;  // done; on_done still to be called, without the lock
   std::vector<std::shared_ptr<Message>> all_;       // every message that is not done
-  std::size_t pending_ = 0;
   bool stopping_ = false;
   std::thread driver_;
 };

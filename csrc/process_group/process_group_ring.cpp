@@ -8,8 +8,6 @@
 #include <algorithm>
 #include <numeric>
 
-#include "kernels/accumulate.h"
-
 namespace ringreduce {
 namespace {
 
@@ -306,9 +304,7 @@ void check_list(const char* what, std::size_t is, int must) {
 void ProcessGroupRing::set_reduction(Job& job, const c10d::ReduceOp& op) const {
   job.call.reduce_op = reduce_op_of(op);
   job.call.factor = factor_of(op);
-  if (!kernels::supports(job.call.dtype, job.call.reduce_op))
-    invalid(name(job.call.operation), ": the reduction '", name(job.call.reduce_op), "' is not defined for dtype ",
-            name(job.call.dtype));
+  Engine::check_reduction(job.call);  // here already, so that no call of several begins before all are right
 }
 
 void ProcessGroupRing::run(Job& job) {

@@ -2,6 +2,7 @@
 
 #include <linux/futex.h>
 #include <poll.h>
+#include <sched.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -154,7 +155,13 @@ std::vector<int> Segment::gone() const {
 void Segment::abort(const Error& error) const {
   AbortRecord& record = abort_record();
   std::uint32_t none = 0;
-  if (!record.state.compare_exchange_strong(none, 1, std::memory_order_acq_rel)) return;
+  if (!record.state.compare_exchange_strong(none, 1, std::memory_order_acq_rel)) {
+    // Another rank was first. Wait for it to finish writing, so that this rank throws the same error; but not for long,
+    // since it may have died in the middle.
+    const Nanoseconds deadline = now() + 100 * kMillisecond;
+    while (record.state.load(std::memory_order_seq_cst) != 2 && now() < deadline) sched_yield();
+    return;
+  }
   record.kind = static_cast<std::int32_t>(error.kind());
   record.culprit = error.culprit();
   record.reporter = rank_;
