@@ -15,11 +15,13 @@ PY := $(VENV)/bin/python
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 export MAX_JOBS ?= $(JOBS)
 
-.PHONY: help build demo test lint format stress clean distclean
+.PHONY: help build demo test conformance ecosystem lint format stress clean distclean
 
 help:
 	@echo 'make demo      build, train a model on 2 ranks, compare ring, tree, direct and Gloo'
 	@echo 'make test      build, then the unit tests and the process tests'
+	@echo 'make conformance  build, then the suite PyTorch has for its backends, with Gloo beside it (9 minutes)'
+	@echo 'make ecosystem Lightning Fabric, Accelerate and Ray Train on this backend; downloads them to .venv-ecosystem'
 	@echo 'make lint      ruff, mypy --strict, clang-format'
 	@echo 'make stress    the engine without torch, under ThreadSanitizer and AddressSanitizer/UBSan'
 	@echo 'make build     set up $(VENV), compile csrc, install in place'
@@ -141,7 +143,21 @@ test: build $(VENV)/.test-tools
 	@echo; echo "== unit tests: no processes =="
 	@$(PYTEST) tests/unit; unit=$$?; \
 	echo; echo "== process tests: real ranks, real faults =="; \
-	$(PYTEST) tests/distributed && exit $$unit
+	$(PYTEST) tests/distributed tests/frameworks && exit $$unit
+
+# Frameworks above torch, in an environment of their own. Its torch is the one that `make build` takes.
+ecosystem:
+	@$(MAKE) --no-print-directory VENV=.venv-ecosystem build .venv-ecosystem/.test-tools
+	@echo "[+] lightning-fabric, accelerate, ray"
+	@torch=$$(.venv-ecosystem/bin/python -c 'from importlib.metadata import version; print(version("torch"))'); \
+	.venv-ecosystem/bin/python -m pip install -q --no-build-isolation -e '.[ecosystem]' "torch==$$torch"
+	.venv-ecosystem/bin/python -m pytest tests/frameworks/test_ecosystem.py
+
+# PyTorch's own suite for backends; its test modules need expecttest.
+conformance: build $(VENV)/.test-tools
+	@$(call install_missing,expecttest)
+	@echo; echo "== PyTorch's DistributedTest, with ringreduce and with Gloo =="
+	@$(PY) tests/conformance/run.py
 
 CPP := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 CLANG_FORMAT := $(PY) -c 'from clang_format import clang_format; clang_format()'
@@ -191,4 +207,4 @@ clean:
 	rm -f ringreduce/_C*.so $(VENV)/.built $(VENV)/.installed
 
 distclean: clean
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venv-ecosystem

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         barrier,
         broadcast,
         gather,
+        monitored_barrier,
         recv,
         reduce,
         reduce_scatter,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     )
     from ringreduce.config import Options
     from ringreduce.plan import Plan, Step, verify
+    from ringreduce.report import dump_flight_record, stats
 
 __version__ = "0.1.0"
 
@@ -47,6 +49,7 @@ _HOME = {
         "barrier",
         "broadcast",
         "gather",
+        "monitored_barrier",
         "recv",
         "reduce",
         "reduce_scatter",
@@ -56,6 +59,7 @@ _HOME = {
         "send",
     ),
     "ringreduce.config": ("Options",),
+    "ringreduce.report": ("dump_flight_record", "stats"),
     "ringreduce.plan": ("Plan", "Step", "verify"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
@@ -71,7 +75,9 @@ __all__ = [
     "all_to_all_single",
     "barrier",
     "broadcast",
+    "dump_flight_record",
     "gather",
+    "monitored_barrier",
     "recv",
     "reduce",
     "reduce_scatter",
@@ -79,6 +85,7 @@ __all__ = [
     "register_plan",
     "scatter",
     "send",
+    "stats",
     "verify",
 ]
 

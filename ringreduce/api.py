@@ -9,11 +9,12 @@ writable. Errors are those of `ringreduce.errors`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions
+from torch._C._distributed_c10d import AllgatherOptions, _ProcessGroupWrapper
 
 from ringreduce import plan as plans
 from ringreduce._C import ProcessGroupRing
@@ -149,6 +150,25 @@ def barrier(group: dist.ProcessGroup | None = None, async_op: bool = False) -> d
     return _end(_backend(group).barrier(_options(dist.BarrierOptions, async_op)), async_op)
 
 
+def monitored_barrier(
+    group: dist.ProcessGroup | None = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+) -> None:
+    """A barrier that raises `CollectiveTimeout` on every rank that came, naming the ranks that did not.
+
+    The same call as `torch.distributed.monitored_barrier`, which torch lets Gloo alone serve. `timeout` (a number is in
+    seconds) is the group's by default. `wait_all_ranks` decides whether the message begins with the first missing rank
+    or with all of them. The group lives on. Ranks that are not in `group` return at once.
+    """
+    if cast(Any, group) is dist.GroupMember.NON_GROUP_MEMBER:
+        return
+    limit = _backend(group).options._timeout if timeout is None else timeout
+    if not isinstance(limit, timedelta):
+        limit = timedelta(seconds=limit)
+    if limit < timedelta():
+        raise InvalidArgument(f"timeout is {timeout!r}; it must not be negative")
+    _backend(group).monitored_barrier(limit, wait_all_ranks)
+
+
 def send(tensor: Array, dst: int, tag: int = 0, group: dist.ProcessGroup | None = None) -> None:
     """Sends `tensor` to rank `dst`; returns when `tensor` may be changed."""
     _backend(group).send([_tensor(tensor)], dst, tag).wait()
@@ -185,6 +205,8 @@ def _backend(group: dist.ProcessGroup | None) -> ProcessGroupRing:
             "there is no default group; call torch.distributed.init_process_group('ringreduce') first"
         )
     backend = group._get_backend(torch.device("cpu"))
+    if isinstance(backend, _ProcessGroupWrapper):  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+        backend = backend.wrapped_pg
     if not isinstance(backend, ProcessGroupRing):
         raise InvalidArgument(f"group's CPU backend is {backend.name()!r}; it must be 'ringreduce'")
     return backend
@@ -194,17 +216,26 @@ def _options(kind: Callable[[], Any], async_op: bool, **values: Any) -> Any:
     options = kind()
     options.asyncOp = async_op
     for name, value in values.items():
-        setattr(options, name, value)
+        try:
+            setattr(options, name, value)
+        except TypeError:
+            wanted = "torch.distributed.ReduceOp" if name == "reduceOp" else "whole number"
+            raise InvalidArgument(f"{name} is {value!r:.60}; it must be a {wanted}") from None
     return options
 
 
 def _end(work: dist.Work, async_op: bool) -> dist.Work | None:
-    return work if async_op else None  # a synchronous call has ended, or has raised
+    if async_op:
+        return work
+    work.wait()  # it has ended already, unless calls are being coalesced
+    return None
 
 
 def _tensor(array: Array) -> torch.Tensor:
     if isinstance(array, torch.Tensor):
         return array
+    if not hasattr(array, "__array_interface__"):
+        raise InvalidArgument(f"tensor is a {type(array).__name__}; it must be a torch.Tensor or a NumPy array")
     if not array.flags.writeable:
         raise InvalidArgument("the NumPy array is read-only; pass a writable copy: array.copy()")
     return torch.from_numpy(array)

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
+import time
+from dataclasses import replace
+from datetime import timedelta
 from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from ringreduce import _C, plan
 from ringreduce.config import Options, resolve
@@ -18,33 +24,87 @@ SPINS_WITH_OWN_CORE = 2000
 SPINS_SHARING_CORES = 50
 
 
+log = logging.getLogger(__name__)
+
+
 def create(dist_backend_opts: Any, pg_options: Options | None) -> _C.ProcessGroupRing:
     """Called by torch for every new group on every rank in it. Returns when all ranks are there.
 
     Raises the errors of `ringreduce.errors`; see `rendezvous.meet`.
     """
-    rank, size = dist_backend_opts.group_rank, dist_backend_opts.group_size
-    timeout = dist_backend_opts.timeout.total_seconds()
+    opts = dist_backend_opts
     options, _ = resolve(pg_options)
+    global_ranks = list(opts.global_ranks_in_group) or list(range(opts.group_size))
+    return _make(opts.store, opts.group_rank, global_ranks, opts.timeout, options)
+
+
+def _make(
+    store: Store, rank: int, global_ranks: list[int], timeout: timedelta, options: Options
+) -> _C.ProcessGroupRing:
+    """The group of the ranks whose global ranks these are; this one is `global_ranks[rank]`."""
+    size = len(global_ranks)
+    debug = options.debug or 0
+    if debug > 0 and not log.isEnabledFor(logging.INFO):
+        show_log()
+    began = time.monotonic()
     geometry = geometry_for(size, options)
-    meeting = meet(dist_backend_opts.store, rank, size, geometry.segment_bytes(), str(options), timeout)
+    agreed = str(replace(options, recorded_calls=None, dump_when_broken=None, debug=None))  # each rank's own affair
+    meeting = meet(store, rank, size, geometry.segment_bytes(), agreed, timeout.total_seconds())
     group = _C.ProcessGroupRing(
         memfd=meeting.memfd,
         geometry=geometry,
         rank=rank,
         pidfds=meeting.pidfds,
         names=meeting.names,
+        global_ranks=global_ranks,
+        timeout=timeout.total_seconds(),
+        regroup=functools.partial(_regroup, store, rank, global_ranks, options),
         spins=options.spins or default_spins(size),
         slices=options.slices,
         least_slice_bytes=options.least_slice_bytes,
-        timeout=timeout,
+        recorded_calls=options.recorded_calls,
+        dump_when_broken=bool(options.dump_when_broken),
+        print_calls=debug > 1,
     )
     rules = plan.parse_algorithms(options.algorithms or "")
     for collective, ranges in plan.table(size, rules).items():
         for end, algorithm in ranges:
             lowered, digest = lowered_plan(collective, algorithm, size)
             group.add_plan(collective, lowered, digest, ANY_SIZE if end is None else end - 1)
+    log.info(
+        "[rank %d] made a group of ranks %s in %.3f s, %d MB of shared memory a rank: %s",
+        global_ranks[rank],
+        global_ranks,
+        time.monotonic() - began,
+        geometry.segment_bytes() // size // 2**20,
+        options,
+    )
     return group
+
+
+def _regroup(
+    store: Store,
+    rank: int,
+    global_ranks: list[int],
+    options: Options,
+    ranks: list[int],
+    name: str,
+    timeout: timedelta,
+) -> _C.ProcessGroupRing:
+    """Makes the group of some ranks of a group, given by their ranks in it. Called by `split` and `shrink` in C++."""
+    name = f"{name}/{'_'.join(map(str, ranks))}"
+    members = [global_ranks[r] for r in ranks]
+    return _make(PrefixStore(name, store), ranks.index(rank), members, timeout, options)
+
+
+def show_log() -> None:
+    """Lets the package's log through to standard error, unless the program has seen to its logging itself."""
+    package = logging.getLogger("ringreduce")
+    package.setLevel(logging.INFO)
+    if not package.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("[ringreduce] %(message)s"))
+        package.addHandler(handler)
 
 
 def geometry_for(size: int, options: Options) -> _C.Geometry:

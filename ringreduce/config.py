@@ -44,6 +44,9 @@ class Options:
     spins: int | None = _knob(None, int, "looks before a waiting rank yields its core (default: by ranks per core)")
     slices: int | None = _knob(None, int, "slices that a chunk is cut in, if they are not too small or too large")
     least_slice_bytes: int | None = _knob(None, parse_bytes, "a slice is not made smaller than this")
+    recorded_calls: int | None = _knob(None, int, "latest calls that the flight recorder keeps, per group; 0: none")
+    dump_when_broken: int | None = _knob(None, int, "1: write the flight record when the group breaks; 0: do not")
+    debug: int | None = _knob(None, int, "1: log the life of groups; 2: also print a line for every call")
 
 
 # 3 channels of 4 MB and 2 MB of mailboxes are 14 MB per rank, of which a channel that is not used takes none. Swept for
@@ -57,6 +60,9 @@ DEFAULTS: Mapping[str, Any] = {
     "spins": 0,
     "slices": 4,
     "least_slice_bytes": 16 * 1024,
+    "recorded_calls": 2000,
+    "dump_when_broken": 1,
+    "debug": 0,
 }
 
 LIMITS = {
@@ -66,6 +72,9 @@ LIMITS = {
     "spins": (0, 1_000_000),
     "slices": (1, 1024),
     "least_slice_bytes": (64, 1024**3),
+    "recorded_calls": (0, 10_000_000),
+    "dump_when_broken": (0, 1),
+    "debug": (0, 2),
 }
 
 

@@ -1,11 +1,15 @@
 """Settings that all tests share."""
 
 import os
+import tempfile
 
 from hypothesis import settings
 
 # The ranks that tests start print their stacks on a crash, as pytest does for its own process.
 os.environ.setdefault("PYTHONFAULTHANDLER", "1")
+
+# Where groups that break leave their flight records, of which tests make many.
+os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{tempfile.mkdtemp()}/rank")
 
 # No deadline: an example's time on a busy machine says nothing. CI draws the same examples every time.
 settings.register_profile("local", deadline=None)

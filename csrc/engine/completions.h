@@ -31,6 +31,12 @@ class Completions {
     came_.notify_one();
   }
 
+  // Returns when no callback runs or waits. Not to be called by a callback.
+  void drain() {
+    std::unique_lock lock(mutex_);
+    rested_.wait(lock, [&] { return posted_.empty() && free_ == threads_.size(); });
+  }
+
   // Waits for all callbacks posted, and ends the threads.
   void stop() {
     std::vector<std::thread> ending;
@@ -48,6 +54,7 @@ class Completions {
     std::unique_lock lock(mutex_);
     while (true) {
       ++free_;
+      rested_.notify_all();
       came_.wait(lock, [&] { return stopping_ || !posted_.empty(); });
       --free_;
       if (posted_.empty()) return;
@@ -61,7 +68,7 @@ class Completions {
   }
 
   std::mutex mutex_;
-  std::condition_variable came_;
+  std::condition_variable came_, rested_;
   std::deque<std::function<void()>> posted_;
   std::size_t free_ = 0;
   bool stopping_ = false;

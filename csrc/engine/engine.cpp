@@ -68,7 +68,7 @@ void Engine::check_reduction(const Call& call) {
                                                  std::string(name(call.dtype)));
 }
 
-void Engine::run(const Call& call, const Buffers& buffers) {
+Nanoseconds Engine::run(const Call& call, const Buffers& buffers) {
   segment_->throw_if_aborted();
   check_reduction(call);
   if (call.root < 0 || call.root >= segment_->size())
@@ -89,9 +89,9 @@ void Engine::run(const Call& call, const Buffers& buffers) {
   const std::size_t slot = segment_->geometry().slot_bytes;
   const std::size_t slice = std::min(std::max(share, options_.least_slice_bytes) / kCacheLine * kCacheLine, slot);
 
+  Waiting waiting(*segment_, options_.spins);
   try {
     Execution execution(*segment_, program, call, buffers, channels_, id, slice);
-    Waiting waiting(*segment_, options_.spins);
     const auto look = [&](Nanoseconds waited) {
       own.waiting_for.store(execution.blocked_on(), std::memory_order_relaxed);
       own.heartbeat.store(now(), std::memory_order_release);
@@ -110,6 +110,7 @@ void Engine::run(const Call& call, const Buffers& buffers) {
       // docs/architecture.md).
       if (has_root(call.operation))
         while (!execution.all_read()) waiting.idle(look);
+      waiting.moved();
     } catch (const Error& error) {
       if (error.kind() == ErrorKind::mismatch) throw_mismatch(call, seq, error.culprit());
       throw;
@@ -124,6 +125,7 @@ void Engine::run(const Call& call, const Buffers& buffers) {
     throw;
   }
   own.completed.store(seq, std::memory_order_release);
+  return waiting.waited();
 }
 
 void Engine::abort(const std::string& reason) { segment_->abort(Error(ErrorKind::aborted, reason)); }
@@ -178,9 +180,9 @@ void Engine::throw_timeout(const Call& call, std::uint64_t seq, const Execution&
     culprit = next;
   }
 
-  std::string text = title(call, seq) + ": rank " + std::to_string(own) + " waited " + in_seconds(waited) +
-                     " for rank " + std::to_string(execution.blocked_on()) + " at " + execution.position() + "; " +
-                     segment_->describe(culprit) + " is what the group waits for.";
+  std::string text = title(call, seq) + ": rank " + std::to_string(own) + " waited the timeout of " +
+                     in_seconds(waited) + " for rank " + std::to_string(execution.blocked_on()) + " at " +
+                     execution.position() + "; " + segment_->describe(culprit) + " is what the group waits for.";
   for (int r = 0; r < segment_->size(); ++r) {
     if (r == own) continue;
     const RankControl& c = segment_->control(r);

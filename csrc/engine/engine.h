@@ -41,8 +41,8 @@ class Engine {
   // Throws invalid_argument, naming both, if the call's reduction is not defined for its dtype.
   static void check_reduction(const Call& call);
 
-  // Runs the call to its end in the calling thread. Throws Error.
-  void run(const Call& call, const Buffers& buffers);
+  // Runs the call to its end in the calling thread; returns how long it waited (Waiting::waited). Throws Error.
+  Nanoseconds run(const Call& call, const Buffers& buffers);
 
   // Ends all calls of all ranks, now and later, with ErrorKind::aborted and `reason`.
   void abort(const std::string& reason);

@@ -159,7 +159,7 @@ void Mailbox::check() {
     } else if (t - m->posted >= m->timeout) {
       const std::string whom = m->peer == kAnySource ? "any rank" : segment_->describe(m->peer);
       const Error timeout(ErrorKind::timeout,
-                          title(*m) + ": rank " + std::to_string(segment_->rank()) + " waited " +
+                          title(*m) + ": rank " + std::to_string(segment_->rank()) + " waited the timeout of " +
                               in_seconds(t - m->posted) + " for " + whom + "; " + std::to_string(m->moved) +
                               " bytes had moved",
                           m->peer);

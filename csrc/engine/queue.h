@@ -37,6 +37,7 @@ class CallQueue {
       std::lock_guard lock(mutex_);
       throw_if_stopping();
       posted_.push_back({last_turn_++, std::move(call), std::move(done)});
+      ++not_done_;
       if (!thread_.joinable()) thread_ = std::thread([this] { drive(); });
     }
     turn_came_.notify_all();
@@ -46,6 +47,12 @@ class CallQueue {
   bool busy() {
     std::lock_guard lock(mutex_);
     return next_turn_ != last_turn_;
+  }
+
+  // Returns when no call runs or waits, and what follows the posted ones is done too.
+  void drain() {
+    std::unique_lock lock(mutex_);
+    turn_came_.wait(lock, [&] { return not_done_ == 0 && next_turn_ == last_turn_; });
   }
 
   // Waits for the calls already posted, and ends the thread. Later calls throw aborted.
@@ -68,13 +75,11 @@ class CallQueue {
   struct EndTurn {
     CallQueue& queue;
     ~EndTurn() {
-      bool others = false;
       {
         std::lock_guard lock(queue.mutex_);
         ++queue.next_turn_;
-        others = queue.next_turn_ != queue.last_turn_;
       }
-      if (others) queue.turn_came_.notify_all();
+      queue.turn_came_.notify_all();
     }
   };
 
@@ -97,13 +102,15 @@ class CallQueue {
       next.done();
       next = {};  // lets go of the tensors without the lock
       lock.lock();
+      --not_done_;
+      turn_came_.notify_all();
     }
   }
 
   std::mutex mutex_;
   std::condition_variable turn_came_;
   std::deque<Posted> posted_;
-  std::size_t last_turn_ = 0, next_turn_ = 0;
+  std::size_t last_turn_ = 0, next_turn_ = 0, not_done_ = 0;
   bool stopping_ = false;
   std::thread thread_;
 };

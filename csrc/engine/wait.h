@@ -33,9 +33,14 @@ class Waiting {
   void moved() {
     if (idle_ == 0) return;
     idle_ = 0;
+    if (idle_since_ != 0) waited_ += now() - idle_since_;
     idle_since_ = 0;
     disarm();
   }
+
+  // How long this rank had nothing to do, up to the latest moved(). Waits that ended while spinning are not counted:
+  // to look at the clock would take as long as they do.
+  Nanoseconds waited() const { return waited_; }
 
   // Nothing moved. Waits a little, after which the caller must look again. `check(waited)` is called now and then with
   // the time since the first wait of this call.
@@ -79,7 +84,7 @@ class Waiting {
   int idle_ = 0;
   bool armed_ = false;
   std::uint32_t seen_ = 0;
-  Nanoseconds started_ = 0, idle_since_ = 0, next_check_ = 0;
+  Nanoseconds started_ = 0, idle_since_ = 0, next_check_ = 0, waited_ = 0;
 };
 
 }  // namespace ringreduce

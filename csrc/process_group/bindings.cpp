@@ -1,4 +1,6 @@
 // The Python module ringreduce._C. Its stubs are in ringreduce/_C.pyi.
+#include <pybind11/chrono.h>
+#include <pybind11/functional.h>
 #include <torch/extension.h>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -56,18 +58,43 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using Group = ProcessGroupRing;
   py::class_<Group, c10::intrusive_ptr<Group>, c10d::Backend>(m, "ProcessGroupRing")
       .def(py::init([](int memfd, const Geometry& geometry, int rank, std::vector<int> pidfds,
-                       const std::vector<std::pair<std::string, std::int64_t>>& names, int spins, int slices,
-                       std::size_t least_slice_bytes, double timeout) {
+                       const std::vector<std::pair<std::string, std::int64_t>>& names,
+                       std::vector<std::int64_t> global_ranks, double timeout, Group::Regroup regroup, int spins,
+                       int slices, std::size_t least_slice_bytes, std::size_t recorded_calls, bool dump_when_broken,
+                       bool print_calls) {
              std::vector<RankName> rank_names;
              for (const auto& [host, pid] : names) rank_names.push_back({host, pid});
              auto segment = std::make_shared<Segment>(memfd, geometry, rank, std::move(pidfds), std::move(rank_names));
-             return c10::make_intrusive<Group>(std::move(segment), Engine::Options{spins, slices, least_slice_bytes},
-                                               std::chrono::milliseconds(static_cast<std::int64_t>(timeout * 1000)));
+             return c10::make_intrusive<Group>(
+                 std::move(segment),
+                 Group::Settings{.engine = {spins, slices, least_slice_bytes},
+                                 .timeout = std::chrono::milliseconds(static_cast<std::int64_t>(timeout * 1000)),
+                                 .global_ranks = std::move(global_ranks),
+                                 .recorded_calls = recorded_calls,
+                                 .dump_when_broken = dump_when_broken,
+                                 .print_calls = print_calls,
+                                 .regroup = std::move(regroup)});
            }),
            py::kw_only(), py::arg("memfd"), py::arg("geometry"), py::arg("rank"), py::arg("pidfds"), py::arg("names"),
-           py::arg("spins"), py::arg("slices"), py::arg("least_slice_bytes"), py::arg("timeout"))
+           py::arg("global_ranks"), py::arg("timeout"), py::arg("regroup"), py::arg("spins"), py::arg("slices"),
+           py::arg("least_slice_bytes"), py::arg("recorded_calls"), py::arg("dump_when_broken"), py::arg("print_calls"))
+      // These two are virtual functions of c10d that torch does not bind for every backend.
+      .def_property_readonly("options", &Group::getBackendOptions)
+      .def("get_error", &Group::getError)
       .def("add_plan", &Group::add_plan, py::call_guard<py::gil_scoped_release>(), py::arg("collective"),
            py::arg("lowered"), py::arg("digest"), py::arg("most_bytes"));
+
+  m.def("statistics", [] {
+    py::dict groups;
+    for (const auto& [group, statistics] : CallLog::all_statistics()) {
+      py::dict calls;
+      for (const auto& [call, c] : statistics)
+        calls[py::str(call)] = py::make_tuple(c.calls, c.failed, c.bytes, seconds(c.waited));
+      groups[py::str(group)] = calls;
+    }
+    return groups;
+  });
+  m.def("flight_record", [] { return py::bytes(CallLog::dump()); });
 
   m.def("kernel_supports", [](const std::string& dtype, const std::string& op) {
     return kernels::supports(dtype_named(dtype), reduce_op_named(op));

@@ -1,180 +1,38 @@
 #include "process_group/process_group_ring.h"
 
 #include <ATen/ATen.h>
-#include <ATen/MemoryOverlap.h>
 #include <Python.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
+
+#include "engine/monitored_barrier.h"
+#include "engine/queue.h"
 
 namespace ringreduce {
-namespace {
 
 using c10d::OpType;
 using c10d::Work;
-using TensorList = std::vector<at::Tensor>;
 
-template <class... Parts>
-[[noreturn]] void invalid(const Parts&... parts) {
-  throw Error(ErrorKind::invalid_argument, c10::str(parts...));
-}
-
-DType dtype_of(at::ScalarType type) {
-  switch (type) {
-    case at::kDouble:
-      return DType::float64;
-    case at::kFloat:
-      return DType::float32;
-    case at::kHalf:
-      return DType::float16;
-    case at::kBFloat16:
-      return DType::bfloat16;
-    case at::kFloat8_e4m3fn:
-      return DType::float8_e4m3fn;
-    case at::kFloat8_e5m2:
-      return DType::float8_e5m2;
-    case at::kChar:
-      return DType::int8;
-    case at::kShort:
-      return DType::int16;
-    case at::kInt:
-      return DType::int32;
-    case at::kLong:
-      return DType::int64;
-    case at::kByte:
-      return DType::uint8;
-    case at::kBool:
-      return DType::boolean;
-    case at::kComplexFloat:
-      return DType::complex64;
-    case at::kComplexDouble:
-      return DType::complex128;
-    default:
-      invalid("tensors of dtype ", c10::toString(type),
-              " are not supported; convert the tensor, or view it as an integer type");
-  }
-}
-
-ReduceOp reduce_op_of(const c10d::ReduceOp& op) {
-  switch (op.op_) {
-    case c10d::ReduceOp::SUM:
-      return ReduceOp::sum;
-    case c10d::ReduceOp::AVG:
-      return ReduceOp::avg;
-    case c10d::ReduceOp::PRODUCT:
-      return ReduceOp::product;
-    case c10d::ReduceOp::MIN:
-      return ReduceOp::min;
-    case c10d::ReduceOp::MAX:
-      return ReduceOp::max;
-    case c10d::ReduceOp::BAND:
-      return ReduceOp::band;
-    case c10d::ReduceOp::BOR:
-      return ReduceOp::bor;
-    case c10d::ReduceOp::BXOR:
-      return ReduceOp::bxor;
-    case c10d::ReduceOp::PREMUL_SUM:
-      return ReduceOp::premul_sum;
-    default:
-      invalid("reduce op ", static_cast<int>(op.op_), " is not one of c10d's");
-  }
-}
-
-double factor_of(const c10d::ReduceOp& op) {
-  if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return 1.0;
-  const auto* supplement = dynamic_cast<const c10d::PreMulSumSupplement*>(op.supplement_.get());
-  if (supplement == nullptr) invalid("premul_sum comes without its factor");
-  return supplement->tensor_factor.defined() ? supplement->tensor_factor.item<double>() : supplement->double_factor;
-}
-
-const at::Tensor& only(const TensorList& tensors, const char* what) {
-  if (tensors.size() != 1) invalid(what, " takes one tensor, got ", tensors.size());
-  return tensors[0];
-}
-
-void check_device(const at::Tensor& tensor) {
-  if (!tensor.device().is_cpu()) invalid("tensor is on ", tensor.device(), "; backend ringreduce serves CPU tensors");
-  if (tensor.layout() != at::kStrided)
-    invalid("tensor has layout ", tensor.layout(), "; backend ringreduce serves strided tensors");
-}
-
-void check_output(const at::Tensor& tensor) {
-  if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes)
-    invalid("a tensor to be written has several elements in one place (it is expanded); pass a contiguous copy");
-}
-
-bool is_plain(const at::Tensor& t) { return t.is_contiguous() && !t.is_conj() && !t.is_neg(); }
-at::Tensor plain(const at::Tensor& t) { return is_plain(t) ? t : t.resolve_conj().resolve_neg().contiguous(); }
-
-// A finished or pending collective.
-class CallWork : public Work {
- public:
-  CallWork(int rank, OpType type, TensorList outputs) : Work(rank, type), outputs_(std::move(outputs)) {}
-
-  // Ends the work: waiters first, then what hangs on its future, for which `completions` lends a thread.
-  void end(std::exception_ptr error, Completions* completions = nullptr) {
-    c10::intrusive_ptr<c10::ivalue::Future> future;
-    {
-      std::lock_guard<std::mutex> lock(future_mutex_);
-      ended_ = true;
-      error_ = error;
-      future = future_;
-    }
-    finish(error);
-    if (!future) return;
-    const auto self = c10::intrusive_ptr<CallWork>::unsafe_reclaim_from_nonowning(this);
-    completions->post([self, future, error] { self->settle(*future, error); });
-  }
-
-  std::vector<at::Tensor> result() override { return outputs_; }
-
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    std::lock_guard<std::mutex> lock(future_mutex_);
-    if (!future_) {
-      future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-      if (ended_) settle(*future_, error_);  // otherwise end() does
-    }
-    return future_;
-  }
-
- private:
-  void settle(c10::ivalue::Future& future, const std::exception_ptr& error) {
-    if (error)
-      future.setError(error);
-    else
-      future.markCompleted(at::IValue(outputs_));
-  }
-
-  const TensorList outputs_;
-  std::mutex future_mutex_;
-  bool ended_ = false;
-  std::exception_ptr error_;
-  c10::intrusive_ptr<c10::ivalue::Future> future_;
+// What works with threads and locks, and must be left alone in a forked child.
+struct ProcessGroupRing::Running {
+  Engine engine;
+  CallQueue queue;
+  std::shared_ptr<WorkSurroundings> surroundings;  // the mailbox's and the completions' threads
 };
 
-// A message; whoever waits for it drives the mailbox, which lives as long as any of its works.
-class MessageWork : public CallWork {
- public:
-  MessageWork(int rank, OpType type, TensorList tensors, std::shared_ptr<Mailbox> mailbox,
-              std::shared_ptr<Message> message)
-      : CallWork(rank, type, std::move(tensors)), mailbox_(std::move(mailbox)), message_(std::move(message)) {}
-
-  bool wait(std::chrono::milliseconds timeout) override {
-    const Nanoseconds patience = timeout == kNoTimeout ? kForever : std::chrono::nanoseconds(timeout).count();
-    if (!isCompleted()) mailbox_->wait(message_, patience);
-    return Work::wait(kNoTimeout);
-  }
-  int sourceRank() const override { return message_->peer; }
-
- private:
-  const std::shared_ptr<Mailbox> mailbox_;
-  const std::shared_ptr<Message> message_;
+// What a collective is, apart from its tensors.
+struct ProcessGroupRing::Shape {
+  Operation operation;
+  std::chrono::milliseconds timeout;
+  int root = 0;
+  const c10d::ReduceOp* op = nullptr;            // of those that reduce
+  bool flat_input = false, flat_output = false;  // that side is one tensor, to be cut in a block for each rank
 };
 
-}  // namespace
-
-// A call with its tensors, laid out for the engine.
+// A call of the engine with its tensors, laid out for it.
 struct ProcessGroupRing::Job {
   Call call;
   bool uneven = false;         // all_to_all: ranks must first agree on the blocks
@@ -184,8 +42,8 @@ struct ProcessGroupRing::Job {
   std::vector<std::size_t> input_count, output_count;
 
   // One flat tensor as the blocks whose sizes are `counts`.
-  void blocks_of(const at::Tensor& flat, std::vector<std::size_t> counts, std::vector<std::byte*>& data,
-                 std::vector<std::size_t>& count) const {
+  void cut(const at::Tensor& flat, std::vector<std::size_t> counts, std::vector<std::byte*>& data,
+           std::vector<std::size_t>& count) const {
     auto* at = static_cast<std::byte*>(flat.mutable_data_ptr());
     data.clear();
     for (std::size_t n : counts) {
@@ -194,60 +52,158 @@ struct ProcessGroupRing::Job {
     }
     count = std::move(counts);
   }
+
+  // Whether an output block lies over an input block, so that it may be written before that is read. In place, where
+  // the two are the same memory, is right for every operation but all_to_all.
+  bool writes_over_inputs() const {
+    const std::size_t element = size_of(call.dtype);
+    for (std::size_t i = 0; i < input_data.size(); ++i)
+      for (std::size_t o = 0; o < output_data.size(); ++o) {
+        const bool in_place = input_data[i] == output_data[o] && call.operation != Operation::all_to_all;
+        if (!in_place && overlap(input_data[i], input_count[i] * element, output_data[o], output_count[o] * element))
+          return true;
+      }
+    return false;
+  }
 };
 
-ProcessGroupRing::ProcessGroupRing(std::shared_ptr<const Segment> segment, const Engine::Options& options,
-                                   std::chrono::milliseconds timeout)
+namespace {
+
+template <class T>
+std::vector<T> list_of(T&& only) {
+  std::vector<T> list;
+  list.push_back(std::forward<T>(only));
+  return list;
+}
+
+void check_pairs(const char* what, const TensorList& outputs, const TensorList& inputs) {
+  if (outputs.size() != inputs.size()) invalid(what, ": ", outputs.size(), " outputs for ", inputs.size(), " inputs");
+}
+
+}  // namespace
+
+ProcessGroupRing::ProcessGroupRing(std::shared_ptr<const Segment> segment, Settings settings)
     : Backend(segment->rank(), segment->size()),
-      segment_(std::move(segment)),
-      engine_(segment_, options),
-      timeout_(timeout),
-      mailbox_(std::make_shared<Mailbox>(segment_, options.spins)) {
+      settings_(std::move(settings)),
+      shared_(std::make_shared<WorkSurroundings>()),
+      timeout_(settings_.timeout) {
+  shared_->segment = segment;
+  shared_->mailbox = std::make_shared<Mailbox>(segment, settings_.engine.spins);
+  shared_->log = std::make_unique<CallLog>(
+      settings_.recorded_calls, settings_.print_calls ? CallLog::Lines::calls : CallLog::Lines::none,
+      [this] { return CallLog::Group{pg_uid_, pg_desc_, settings_.global_ranks, getRank()}; });
+  shared_->on_broken = [this] { group_broke(); };
+  running_.reset(new Running{Engine(std::move(segment), settings_.engine), {}, shared_});
   init();
 }
 
-ProcessGroupRing::~ProcessGroupRing() { shutdown(); }
+ProcessGroupRing::~ProcessGroupRing() {
+  shutdown();
+  if (shared_->fork.forked()) running_.release();  // NOLINT(bugprone-unused-return-value): left alone, on purpose
+}
 
-void ProcessGroupRing::abort() { engine_.abort(c10::str("rank ", getRank(), " aborted the group")); }
+void ProcessGroupRing::abort() {
+  shared_->throw_if_forked();
+  running_->engine.abort(c10::str("rank ", getRank(), " aborted the group"));
+}
 
 void ProcessGroupRing::shutdown() {
+  if (shared_->fork.forked()) return;
   // Works under way may run Python callbacks: do not keep the interpreter from them while waiting for their end.
   const bool has_gil = Py_IsInitialized() != 0 && PyGILState_Check() != 0;
   PyThreadState* saved = has_gil ? PyEval_SaveThread() : nullptr;
-  if (queue_.busy()) engine_.abort(c10::str("rank ", getRank(), " destroyed the group while calls were under way"));
-  queue_.stop();
-  mailbox_->stop(Error(ErrorKind::aborted, "the group was destroyed before the message was done"));
-  completions_.stop();
+  if (running_->queue.busy())
+    running_->engine.abort(c10::str("rank ", getRank(), " destroyed the group while calls were under way"));
+  running_->queue.stop();
+  shared_->mailbox->stop(Error(ErrorKind::aborted, "the group was destroyed before the message was done"));
+  shared_->completions.stop();
   if (saved != nullptr) PyEval_RestoreThread(saved);
 }
 
 void ProcessGroupRing::add_plan(const std::string& collective, std::vector<std::int32_t> lowered, std::uint64_t digest,
                                 std::uint64_t most_bytes) {
   const Operation operation = operation_named(collective);
-  queue_.run([&] { engine_.choose(operation, most_bytes, engine_.add_plan(operation, std::move(lowered), digest)); });
+  shared_->throw_if_forked();
+  running_->queue.run([&] {
+    Engine& engine = running_->engine;
+    engine.choose(operation, most_bytes, engine.add_plan(operation, std::move(lowered), digest));
+  });
+}
+
+c10::intrusive_ptr<c10d::Backend::Options> ProcessGroupRing::getBackendOptions() {
+  auto options = c10::make_intrusive<Options>(getBackendName(), timeout_.load());
+  options->group_name = getGroupUid();
+  options->group_desc = getGroupDesc();
+  options->global_ranks_in_group.assign(settings_.global_ranks.begin(), settings_.global_ranks.end());
+  return options;
+}
+
+c10d::ErrorType ProcessGroupRing::getError() {
+  shared_->throw_if_forked();
+  try {
+    shared_->segment->throw_if_aborted();
+  } catch (const Error& error) {
+    if (error.kind() == ErrorKind::timeout) return c10d::ErrorType::TIMEOUT;
+    return error.culprit() == getRank() ? c10d::ErrorType::COMM_ERROR : c10d::ErrorType::REMOTE_ERROR;
+  }
+  return c10d::ErrorType::SUCCESS;
+}
+
+void ProcessGroupRing::group_broke() {
+  if (!settings_.dump_when_broken) return;
+  try {
+    shared_->segment->throw_if_aborted();
+  } catch (const Error& error) {
+    if (error.kind() == ErrorKind::aborted || dumped_.exchange(true)) return;
+    CallLog::write_dump(static_cast<int>(settings_.global_ranks[static_cast<std::size_t>(getRank())]));
+  }
+}
+
+void ProcessGroupRing::registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) {
+  if (shared_->on_completion) invalid("registerOnCompletionHook: the group has a hook already");
+  onCompletionHook_ = hook;
+  shared_->on_completion = std::move(hook);
+}
+
+void ProcessGroupRing::waitForPendingWorks() {
+  shared_->throw_if_forked();
+  running_->queue.drain();
+  shared_->completions.drain();
+}
+
+std::chrono::milliseconds ProcessGroupRing::timeout_or_default(std::chrono::milliseconds timeout) const {
+  return timeout == c10d::kUnsetTimeout ? timeout_.load() : timeout;
 }
 
 // Inputs and outputs block by block, in c10d's order. All blocks of a call have one dtype.
-ProcessGroupRing::Job ProcessGroupRing::job(Operation operation, TensorList inputs, TensorList outputs,
-                                            std::chrono::milliseconds timeout) const {
+ProcessGroupRing::Job ProcessGroupRing::job(const Shape& shape, TensorList inputs, TensorList outputs) const {
+  const Operation operation = shape.operation;
+  const char* what = name(operation).data();
   Job job;
   job.call.operation = operation;
-  job.call.timeout = std::chrono::nanoseconds(timeout == c10d::kUnsetTimeout ? timeout_.load() : timeout).count();
-  const at::Tensor* first = !inputs.empty() ? &inputs[0] : !outputs.empty() ? &outputs[0] : nullptr;
-  if (first == nullptr) return job;
+  job.call.root = shape.root;
+  job.call.timeout = std::chrono::nanoseconds(timeout_or_default(shape.timeout)).count();
+  if (operation == Operation::barrier) {
+    job.input_data = job.output_data = {nullptr};
+    job.input_count = job.output_count = {0};
+    return job;
+  }
+  const at::Tensor& first = inputs.empty() ? outputs[0] : inputs[0];
   for (const TensorList* side : {&inputs, &outputs})
     for (const at::Tensor& t : *side) {
-      check_device(t);
-      if (t.scalar_type() != first->scalar_type())
-        invalid(name(operation), ": tensors have different dtypes: ", t.scalar_type(), " and ", first->scalar_type());
+      check_tensor(t, what);
+      if (t.scalar_type() != first.scalar_type())
+        invalid(what, ": tensors have different dtypes: ", t.scalar_type(), " and ", first.scalar_type());
     }
+  check_outputs(outputs, what);
+  job.call.dtype = dtype_of(first.scalar_type(), what);
+  if (shape.op != nullptr) {
+    job.call.reduce_op = reduce_op_of(*shape.op);
+    job.call.factor = factor_of(*shape.op);
+    Engine::check_reduction(job.call);  // here already, so that no call of several begins before all are right
+  }
+
   const at::NoGradGuard no_grad;
-  job.call.dtype = dtype_of(first->scalar_type());
-  for (const at::Tensor& t : outputs) check_output(t);
-  if (operation == Operation::all_to_all)  // a block may be overwritten before it is sent
-    for (at::Tensor& t : inputs)
-      if (std::any_of(outputs.begin(), outputs.end(), [&](const at::Tensor& o) { return o.is_alias_of(t); }))
-        t = t.clone();
   job.targets = outputs;
   for (const at::Tensor& t : outputs) {
     const bool in_place = std::any_of(inputs.begin(), inputs.end(), [&](const at::Tensor& i) { return i.is_same(t); });
@@ -259,66 +215,63 @@ ProcessGroupRing::Job ProcessGroupRing::job(Operation operation, TensorList inpu
     job.inputs.push_back(same == job.targets.end() ? plain(t)
                                                    : job.outputs[static_cast<std::size_t>(same - job.targets.begin())]);
   }
-  const auto lay_out = [](const TensorList& tensors, std::vector<std::byte*>& data, std::vector<std::size_t>& count) {
+  const auto lay_out = [&](const TensorList& tensors, bool flat, const char* side, std::vector<std::byte*>& data,
+                           std::vector<std::size_t>& count) {
+    if (flat)
+      return job.cut(tensors[0], equal_blocks(tensors[0], getSize(), c10::str(what, ": ", side).c_str()), data, count);
     for (const at::Tensor& t : tensors) {
       data.push_back(static_cast<std::byte*>(t.mutable_data_ptr()));
       count.push_back(static_cast<std::size_t>(t.numel()));
     }
   };
-  lay_out(job.inputs, job.input_data, job.input_count);
-  lay_out(job.outputs, job.output_data, job.output_count);
+  lay_out(job.inputs, shape.flat_input, "input", job.input_data, job.input_count);
+  lay_out(job.outputs, shape.flat_output, "output", job.output_data, job.output_count);
+  if (job.writes_over_inputs()) {
+    for (at::Tensor& t : job.inputs) t = t.clone();
+    job.input_data.clear();
+    job.input_count.clear();
+    lay_out(job.inputs, shape.flat_input, "input", job.input_data, job.input_count);
+  }
+
+  const auto own = static_cast<std::size_t>(getRank());
+  switch (operation) {
+    case Operation::all_to_all:
+      job.uneven = true;
+      break;
+    case Operation::all_gather:
+      check_count("all_gather: the output of this rank", job.output_count[own], job.input_count[0]);
+      size_from(job.call, job.output_count);
+      break;
+    case Operation::reduce_scatter:
+      check_count("reduce_scatter: output", job.output_count[0], job.input_count[own]);
+      size_from(job.call, job.input_count);
+      break;
+    case Operation::gather:
+      for (std::size_t n : job.output_count) check_count("gather: a tensor of gather_list", n, job.input_count[0]);
+      size_from(job.call, job.input_count);
+      break;
+    case Operation::scatter:
+      for (std::size_t n : job.input_count) check_count("scatter: a tensor of scatter_list", n, job.output_count[0]);
+      size_from(job.call, job.output_count);
+      break;
+    default:
+      size_from(job.call, job.input_count);
+  }
   return job;
 }
 
-namespace {
-
-// The call's size from the blocks that this rank knows all of.
-void size_from(Call& call, const std::vector<std::size_t>& counts) {
-  call.largest = *std::max_element(counts.begin(), counts.end());
-  if (std::all_of(counts.begin(), counts.end(), [&](std::size_t n) { return n == counts[0]; })) {
-    call.count = counts[0];
-    return;
-  }
-  call.count = std::accumulate(counts.begin(), counts.end(), std::size_t{0});
-  call.shape = 1;
-  for (std::size_t n : counts) call.shape = mix(call.shape, n);
-}
-
-std::vector<std::size_t> equal_blocks(const at::Tensor& tensor, int size, const char* what) {
-  const auto n = static_cast<std::size_t>(tensor.numel());
-  if (n % static_cast<std::size_t>(size) != 0)
-    invalid(what, " has ", n, " elements, which do not divide evenly among ", size, " ranks");
-  return std::vector<std::size_t>(static_cast<std::size_t>(size), n / static_cast<std::size_t>(size));
-}
-
-void check_count(const char* what, std::size_t is, std::size_t must) {
-  if (is != must) invalid(what, " has ", is, " elements, must have ", must);
-}
-
-void check_list(const char* what, std::size_t is, int must) {
-  if (is != static_cast<std::size_t>(must)) invalid(what, " holds ", is, " tensors, must hold one per rank: ", must);
-}
-
-}  // namespace
-
-void ProcessGroupRing::set_reduction(Job& job, const c10d::ReduceOp& op) const {
-  job.call.reduce_op = reduce_op_of(op);
-  job.call.factor = factor_of(op);
-  Engine::check_reduction(job.call);  // here already, so that no call of several begins before all are right
-}
-
-void ProcessGroupRing::run(Job& job) {
-  const at::NoGradGuard no_grad;
-  if (job.uneven) agree_on_blocks(job);
+Nanoseconds ProcessGroupRing::run(Job& job) {
+  Nanoseconds waited = job.uneven ? agree_on_blocks(job) : 0;
   const Buffers buffers{{job.input_data, job.input_count}, {job.output_data, job.output_count}};
-  engine_.run(job.call, buffers);
+  waited += running_->engine.run(job.call, buffers);
   for (std::size_t i = 0; i < job.targets.size(); ++i)
     if (!job.targets[i].is_same(job.outputs[i])) job.targets[i].copy_(job.outputs[i]);
+  return waited;
 }
 
 // All ranks tell each other what they send to and expect from whom. So that a disagreement is an error on every rank,
 // naming it, and that all ranks count the same rounds.
-void ProcessGroupRing::agree_on_blocks(Job& job) {
+Nanoseconds ProcessGroupRing::agree_on_blocks(Job& job) {
   const auto n = static_cast<std::size_t>(getSize());
   std::vector<std::size_t> own = job.input_count, all(2 * n * n);
   own.insert(own.end(), job.output_count.begin(), job.output_count.end());
@@ -332,7 +285,7 @@ void ProcessGroupRing::agree_on_blocks(Job& job) {
   call.dtype = DType::int64;
   call.count = call.largest = own_count;
   call.shape = mix(static_cast<std::uint64_t>(job.call.operation), static_cast<std::uint64_t>(job.call.dtype));
-  engine_.run(call, {{{&own_data, 1}, {&own_count, 1}}, {rows, row_counts}});
+  const Nanoseconds waited = running_->engine.run(call, {{{&own_data, 1}, {&own_count, 1}}, {rows, row_counts}});
 
   for (std::size_t from = 0; from < n; ++from)
     for (std::size_t to = 0; to < n; ++to) {
@@ -343,75 +296,141 @@ void ProcessGroupRing::agree_on_blocks(Job& job) {
       job.call.largest = std::max<std::uint64_t>(job.call.largest, sent);
     }
   job.call.count = job.call.largest;
+  return waited;
 }
 
-c10::intrusive_ptr<Work> ProcessGroupRing::submit(std::vector<Job> jobs, OpType type, bool async) {
-  TensorList outputs;
-  for (const Job& job : jobs) outputs.insert(outputs.end(), job.targets.begin(), job.targets.end());
-  calls_ += 1;
-  auto work = c10::make_intrusive<CallWork>(getRank(), type, std::move(outputs));
-  if (!async) {
-    queue_.run([&] {
-      for (Job& job : jobs) run(job);
-    });
-    work->end(nullptr);
-    return work;
+template <class CallOptions>
+c10::intrusive_ptr<Work> ProcessGroupRing::submit(OpType type, const CallOptions& opts, std::vector<Job> jobs) {
+  TensorList inputs, outputs;
+  for (const Job& job : jobs) {
+    inputs.insert(inputs.end(), job.inputs.begin(), job.inputs.end());
+    outputs.insert(outputs.end(), job.targets.begin(), job.targets.end());
   }
-  struct Posted {
-    std::vector<Job> jobs;
+  auto shared_jobs = std::make_shared<std::vector<Job>>(std::move(jobs));
+  return submit({.type = type, .timeout = timeout_or_default(opts.timeout)}, opts.asyncOp, inputs, std::move(outputs),
+                [this, shared_jobs] {
+                  Nanoseconds waited = 0;
+                  for (Job& job : *shared_jobs) waited += run(job);
+                  return waited;
+                });
+}
+
+// Calls `run`, which returns how long it waited for peers, in its turn.
+c10::intrusive_ptr<Work> ProcessGroupRing::submit(const CallLog::Call& call, bool async, const TensorList& inputs,
+                                                  TensorList outputs, std::function<Nanoseconds()> run) {
+  shared_->throw_if_forked();
+  CallLog::Call numbered = call;
+  numbered.sequence = ++collectives_;
+  auto work = c10::make_intrusive<CallWork>(shared_, getRank(), numbered, inputs, std::move(outputs));
+  struct Outcome {
     std::exception_ptr error;
+    Nanoseconds waited = 0;
   };
-  auto posted = std::make_shared<Posted>(Posted{std::move(jobs), nullptr});
-  queue_.post(
-      [this, posted] {
-        try {
-          for (Job& job : posted->jobs) run(job);
-        } catch (...) {
-          posted->error = std::current_exception();
-        }
-      },
-      [this, work, posted] { work->end(posted->error, &completions_); });
-  return work;
+  const auto attempt = [work, run = std::move(run)](Outcome& outcome) {
+    const at::NoGradGuard no_grad;
+    try {
+      work->start();
+      outcome.waited = run();
+    } catch (...) {
+      outcome.error = std::current_exception();
+    }
+  };
+  {
+    std::lock_guard lock(coalescing_mutex_);
+    if (coalescing_) {
+      coalescing_->push_back(work);
+      async = true;
+    }
+  }
+  try {
+    if (async) {
+      auto outcome = std::make_shared<Outcome>();
+      running_->queue.post([outcome, attempt] { attempt(*outcome); },
+                           [outcome, work] { work->end(outcome->error, outcome->waited); });
+      return work;
+    }
+    Outcome outcome;
+    running_->queue.run([&] { attempt(outcome); });
+    if (outcome.error) std::rethrow_exception(outcome.error);
+    work->end(nullptr, outcome.waited);
+    return work;
+  } catch (...) {
+    work->end(std::current_exception());
+    throw;
+  }
 }
 
 c10::intrusive_ptr<Work> ProcessGroupRing::allreduce(TensorList& tensors, const c10d::AllreduceOptions& opts) {
   const at::Tensor& tensor = only(tensors, "all_reduce");
-  Job j = job(Operation::all_reduce, {tensor}, {tensor}, opts.timeout);
-  set_reduction(j, opts.reduceOp);
-  size_from(j.call, j.input_count);
-  std::vector<Job> jobs;
-  jobs.push_back(std::move(j));
-  return submit(std::move(jobs), OpType::ALLREDUCE, opts.asyncOp);
+  if (tensor.layout() == at::kSparse) return allreduce_sparse(tensors, opts);
+  const Shape shape{.operation = Operation::all_reduce, .timeout = opts.timeout, .op = &opts.reduceOp};
+  return submit(OpType::ALLREDUCE, opts, list_of(job(shape, {tensor}, {tensor})));
 }
 
 c10::intrusive_ptr<Work> ProcessGroupRing::allreduce_coalesced(TensorList& tensors,
                                                                const c10d::AllreduceCoalescedOptions& opts) {
+  const Shape shape{.operation = Operation::all_reduce, .timeout = opts.timeout, .op = &opts.reduceOp};
   std::vector<Job> jobs;
-  for (const at::Tensor& tensor : tensors) {
-    jobs.push_back(job(Operation::all_reduce, {tensor}, {tensor}, opts.timeout));
-    set_reduction(jobs.back(), opts.reduceOp);
-    size_from(jobs.back().call, jobs.back().input_count);
+  for (const at::Tensor& tensor : tensors) jobs.push_back(job(shape, {tensor}, {tensor}));
+  return submit(OpType::ALLREDUCE_COALESCED, opts, std::move(jobs));
+}
+
+c10::intrusive_ptr<Work> ProcessGroupRing::allreduce_sparse(TensorList& tensors, const c10d::AllreduceOptions& opts) {
+  const at::Tensor& tensor = only(tensors, "all_reduce");
+  if (tensor.layout() != at::kSparse || !tensor.device().is_cpu())
+    invalid("all_reduce of a sparse tensor: it has layout ", tensor.layout(), " on ", tensor.device(),
+            "; it must be sparse COO on the CPU");
+  if (opts.reduceOp.op_ != c10d::ReduceOp::SUM)
+    invalid("all_reduce of a sparse tensor: reduce op ", static_cast<int>(opts.reduceOp.op_), "; only SUM is defined");
+  dtype_of(tensor.scalar_type(), "all_reduce of a sparse tensor");  // throws for those that are not supported
+  const auto timeout = timeout_or_default(opts.timeout);
+  return submit({.type = OpType::_ALLREDUCE_SPARSE, .timeout = timeout}, opts.asyncOp, {tensor}, {tensor},
+                [this, tensor, timeout] { return sum_sparse(tensor, timeout); });
+}
+
+// All ranks tell each other how many elements they have, then which, and each sums them all.
+Nanoseconds ProcessGroupRing::sum_sparse(const at::Tensor& tensor, std::chrono::milliseconds timeout) {
+  const auto n = static_cast<std::size_t>(getSize());
+  const at::Tensor own = tensor.coalesce();
+  const auto gather = [&](const at::Tensor& input, TensorList outputs, Nanoseconds& waited) {
+    Job j = job({.operation = Operation::all_gather, .timeout = timeout}, {input}, outputs);
+    // The tensors' dimensions are part of the call, so that ranks that differ in them find out.
+    for (int64_t d : own.sizes()) j.call.shape = mix(j.call.shape, static_cast<std::uint64_t>(d));
+    j.call.shape = mix(j.call.shape, static_cast<std::uint64_t>(own.sparse_dim()) << 8 |
+                                         static_cast<std::uint64_t>(own.scalar_type()));
+    waited += run(j);
+    return outputs;
+  };
+  Nanoseconds waited = 0;
+  TensorList counts, indices, values;
+  for (std::size_t r = 0; r < n; ++r) counts.push_back(at::empty({1}, at::kLong));
+  gather(at::full({1}, own._nnz(), at::kLong), counts, waited);
+  for (const at::Tensor& count : counts) {
+    auto value_sizes = own.values().sizes().vec();
+    value_sizes[0] = count.item<int64_t>();
+    indices.push_back(at::empty({own.sparse_dim(), value_sizes[0]}, at::kLong));
+    values.push_back(at::empty(value_sizes, own.values().options()));
   }
-  return submit(std::move(jobs), OpType::ALLREDUCE_COALESCED, opts.asyncOp);
+  gather(own.indices(), indices, waited);
+  gather(own.values(), values, waited);
+  tensor.copy_(at::sparse_coo_tensor(at::cat(indices, 1), at::cat(values, 0), own.sizes()).coalesce());
+  return waited;
 }
 
 c10::intrusive_ptr<Work> ProcessGroupRing::broadcast(TensorList& tensors, const c10d::BroadcastOptions& opts) {
   const at::Tensor& tensor = only(tensors, "broadcast");
-  std::vector<Job> jobs;
-  jobs.push_back(job(Operation::broadcast, {tensor}, {tensor}, opts.timeout));
-  jobs[0].call.root = static_cast<int>(opts.rootRank);
-  size_from(jobs[0].call, jobs[0].input_count);
-  return submit(std::move(jobs), OpType::BROADCAST, opts.asyncOp);
+  const Shape shape{
+      .operation = Operation::broadcast, .timeout = opts.timeout, .root = static_cast<int>(opts.rootRank)};
+  return submit(OpType::BROADCAST, opts, list_of(job(shape, {tensor}, {tensor})));
 }
 
 c10::intrusive_ptr<Work> ProcessGroupRing::reduce(TensorList& tensors, const c10d::ReduceOptions& opts) {
   const at::Tensor& tensor = only(tensors, "reduce");
-  std::vector<Job> jobs;
-  jobs.push_back(job(Operation::reduce, {tensor}, {tensor}, opts.timeout));
-  jobs[0].call.root = static_cast<int>(opts.rootRank);
-  set_reduction(jobs[0], opts.reduceOp);
-  size_from(jobs[0].call, jobs[0].input_count);
-  return submit(std::move(jobs), OpType::REDUCE, opts.asyncOp);
+  const Shape shape{.operation = Operation::reduce,
+                    .timeout = opts.timeout,
+                    .root = static_cast<int>(opts.rootRank),
+                    .op = &opts.reduceOp};
+  return submit(OpType::REDUCE, opts, list_of(job(shape, {tensor}, {tensor})));
 }
 
 c10::intrusive_ptr<Work> ProcessGroupRing::allgather(std::vector<TensorList>& outputs, TensorList& inputs,
@@ -419,12 +438,21 @@ c10::intrusive_ptr<Work> ProcessGroupRing::allgather(std::vector<TensorList>& ou
   const at::Tensor& input = only(inputs, "all_gather");
   check_list("all_gather: output_tensors", outputs.size(), 1);
   check_list("all_gather: tensor_list", outputs[0].size(), getSize());
+  return submit(OpType::ALLGATHER, opts,
+                list_of(job({.operation = Operation::all_gather, .timeout = opts.timeout}, {input}, outputs[0])));
+}
+
+c10::intrusive_ptr<Work> ProcessGroupRing::allgather_coalesced(std::vector<TensorList>& outputs, TensorList& inputs,
+                                                               const c10d::AllgatherOptions& opts) {
+  check_list("all_gather_coalesced: output_tensor_lists", outputs.size(), getSize());
+  for (const TensorList& of_rank : outputs) check_pairs("all_gather_coalesced", of_rank, inputs);
   std::vector<Job> jobs;
-  jobs.push_back(job(Operation::all_gather, {input}, outputs[0], opts.timeout));
-  check_count("all_gather: the output of this rank", jobs[0].output_count[static_cast<std::size_t>(getRank())],
-              jobs[0].input_count[0]);
-  size_from(jobs[0].call, jobs[0].output_count);
-  return submit(std::move(jobs), OpType::ALLGATHER, opts.asyncOp);
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    TensorList blocks;
+    for (const TensorList& of_rank : outputs) blocks.push_back(of_rank[i]);
+    jobs.push_back(job({.operation = Operation::all_gather, .timeout = opts.timeout}, {inputs[i]}, std::move(blocks)));
+  }
+  return submit(OpType::ALLGATHER_COALESCED, opts, std::move(jobs));
 }
 
 c10::intrusive_ptr<Work> ProcessGroupRing::_allgather_base(at::Tensor& output, at::Tensor& input,
@@ -435,17 +463,11 @@ c10::intrusive_ptr<Work> ProcessGroupRing::_allgather_base(at::Tensor& output, a
 
 c10::intrusive_ptr<Work> ProcessGroupRing::allgather_into_tensor_coalesced(TensorList& outputs, TensorList& inputs,
                                                                            const c10d::AllgatherOptions& opts) {
-  if (outputs.size() != inputs.size())
-    invalid("all_gather: ", outputs.size(), " outputs for ", inputs.size(), " inputs");
+  check_pairs("all_gather", outputs, inputs);
+  const Shape shape{.operation = Operation::all_gather, .timeout = opts.timeout, .flat_output = true};
   std::vector<Job> jobs;
-  for (std::size_t i = 0; i < inputs.size(); ++i) {
-    Job j = job(Operation::all_gather, {inputs[i]}, {outputs[i]}, opts.timeout);
-    j.blocks_of(j.outputs[0], equal_blocks(outputs[i], getSize(), "all_gather: output"), j.output_data, j.output_count);
-    check_count("all_gather: each rank's part of the output", j.output_count[0], j.input_count[0]);
-    size_from(j.call, j.output_count);
-    jobs.push_back(std::move(j));
-  }
-  return submit(std::move(jobs), OpType::_ALLGATHER_BASE, opts.asyncOp);
+  for (std::size_t i = 0; i < inputs.size(); ++i) jobs.push_back(job(shape, {inputs[i]}, {outputs[i]}));
+  return submit(OpType::_ALLGATHER_BASE, opts, std::move(jobs));
 }
 
 c10::intrusive_ptr<Work> ProcessGroupRing::reduce_scatter(TensorList& outputs, std::vector<TensorList>& inputs,
@@ -453,13 +475,8 @@ c10::intrusive_ptr<Work> ProcessGroupRing::reduce_scatter(TensorList& outputs, s
   const at::Tensor& output = only(outputs, "reduce_scatter");
   check_list("reduce_scatter: input_tensors", inputs.size(), 1);
   check_list("reduce_scatter: input_list", inputs[0].size(), getSize());
-  std::vector<Job> jobs;
-  jobs.push_back(job(Operation::reduce_scatter, inputs[0], {output}, opts.timeout));
-  set_reduction(jobs[0], opts.reduceOp);
-  check_count("reduce_scatter: output", jobs[0].output_count[0],
-              jobs[0].input_count[static_cast<std::size_t>(getRank())]);
-  size_from(jobs[0].call, jobs[0].input_count);
-  return submit(std::move(jobs), OpType::REDUCE_SCATTER, opts.asyncOp);
+  const Shape shape{.operation = Operation::reduce_scatter, .timeout = opts.timeout, .op = &opts.reduceOp};
+  return submit(OpType::REDUCE_SCATTER, opts, list_of(job(shape, inputs[0], {output})));
 }
 
 c10::intrusive_ptr<Work> ProcessGroupRing::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
@@ -470,18 +487,12 @@ c10::intrusive_ptr<Work> ProcessGroupRing::_reduce_scatter_base(at::Tensor& outp
 
 c10::intrusive_ptr<Work> ProcessGroupRing::reduce_scatter_tensor_coalesced(TensorList& outputs, TensorList& inputs,
                                                                            const c10d::ReduceScatterOptions& opts) {
-  if (outputs.size() != inputs.size())
-    invalid("reduce_scatter: ", outputs.size(), " outputs for ", inputs.size(), " inputs");
+  check_pairs("reduce_scatter", outputs, inputs);
+  const Shape shape{
+      .operation = Operation::reduce_scatter, .timeout = opts.timeout, .op = &opts.reduceOp, .flat_input = true};
   std::vector<Job> jobs;
-  for (std::size_t i = 0; i < inputs.size(); ++i) {
-    Job j = job(Operation::reduce_scatter, {inputs[i]}, {outputs[i]}, opts.timeout);
-    j.blocks_of(j.inputs[0], equal_blocks(inputs[i], getSize(), "reduce_scatter: input"), j.input_data, j.input_count);
-    check_count("reduce_scatter: output", j.output_count[0], j.input_count[0]);
-    set_reduction(j, opts.reduceOp);
-    size_from(j.call, j.input_count);
-    jobs.push_back(std::move(j));
-  }
-  return submit(std::move(jobs), OpType::_REDUCE_SCATTER_BASE, opts.asyncOp);
+  for (std::size_t i = 0; i < inputs.size(); ++i) jobs.push_back(job(shape, {inputs[i]}, {outputs[i]}));
+  return submit(OpType::_REDUCE_SCATTER_BASE, opts, std::move(jobs));
 }
 
 c10::intrusive_ptr<Work> ProcessGroupRing::gather(std::vector<TensorList>& outputs, TensorList& inputs,
@@ -494,12 +505,8 @@ c10::intrusive_ptr<Work> ProcessGroupRing::gather(std::vector<TensorList>& outpu
   } else if (!outputs.empty() && !outputs[0].empty()) {
     invalid("gather: gather_list must be given on the destination rank only");
   }
-  std::vector<Job> jobs;
-  jobs.push_back(job(Operation::gather, {input}, is_root ? outputs[0] : TensorList{}, opts.timeout));
-  for (std::size_t n : jobs[0].output_count) check_count("gather: a tensor of gather_list", n, jobs[0].input_count[0]);
-  jobs[0].call.root = static_cast<int>(opts.rootRank);
-  size_from(jobs[0].call, jobs[0].input_count);
-  return submit(std::move(jobs), OpType::GATHER, opts.asyncOp);
+  const Shape shape{.operation = Operation::gather, .timeout = opts.timeout, .root = static_cast<int>(opts.rootRank)};
+  return submit(OpType::GATHER, opts, list_of(job(shape, {input}, is_root ? outputs[0] : TensorList{})));
 }
 
 c10::intrusive_ptr<Work> ProcessGroupRing::scatter(TensorList& outputs, std::vector<TensorList>& inputs,
@@ -512,68 +519,84 @@ c10::intrusive_ptr<Work> ProcessGroupRing::scatter(TensorList& outputs, std::vec
   } else if (!inputs.empty() && !inputs[0].empty()) {
     invalid("scatter: scatter_list must be given on the source rank only");
   }
-  std::vector<Job> jobs;
-  jobs.push_back(job(Operation::scatter, is_root ? inputs[0] : TensorList{}, {output}, opts.timeout));
-  for (std::size_t n : jobs[0].input_count)
-    check_count("scatter: a tensor of scatter_list", n, jobs[0].output_count[0]);
-  jobs[0].call.root = static_cast<int>(opts.rootRank);
-  size_from(jobs[0].call, jobs[0].output_count);
-  return submit(std::move(jobs), OpType::SCATTER, opts.asyncOp);
+  const Shape shape{.operation = Operation::scatter, .timeout = opts.timeout, .root = static_cast<int>(opts.rootRank)};
+  return submit(OpType::SCATTER, opts, list_of(job(shape, is_root ? inputs[0] : TensorList{}, {output})));
 }
 
 c10::intrusive_ptr<Work> ProcessGroupRing::alltoall_base(at::Tensor& output, at::Tensor& input,
                                                          std::vector<int64_t>& output_splits,
                                                          std::vector<int64_t>& input_splits,
                                                          const c10d::AllToAllOptions& opts) {
-  // Splits count rows of the first dimension.
-  const auto counts = [&](const at::Tensor& tensor, const std::vector<int64_t>& splits, const char* what) {
-    if (splits.empty()) return equal_blocks(tensor, getSize(), what);
-    check_list(c10::str(what, " split sizes").c_str(), splits.size(), getSize());
-    const int64_t rows = tensor.dim() == 0 ? 1 : tensor.size(0);
-    if (std::accumulate(splits.begin(), splits.end(), int64_t{0}) != rows ||
-        std::any_of(splits.begin(), splits.end(), [](int64_t n) { return n < 0; }))
-      invalid(what, " split sizes must be 0 or more and add up to the tensor's ", rows, " rows");
-    std::vector<std::size_t> result;
-    for (int64_t n : splits) result.push_back(rows == 0 ? 0 : static_cast<std::size_t>(n * (tensor.numel() / rows)));
-    return result;
-  };
-  Job j = job(Operation::all_to_all, {input}, {output}, opts.timeout);
-  j.blocks_of(j.inputs[0], counts(input, input_splits, "all_to_all: input"), j.input_data, j.input_count);
-  j.blocks_of(j.outputs[0], counts(output, output_splits, "all_to_all: output"), j.output_data, j.output_count);
-  j.uneven = true;
-  std::vector<Job> jobs;
-  jobs.push_back(std::move(j));
-  return submit(std::move(jobs), OpType::ALLTOALL_BASE, opts.asyncOp);
+  Job j = job({.operation = Operation::all_to_all, .timeout = opts.timeout}, {input}, {output});
+  j.cut(j.inputs[0], split_blocks(input, input_splits, getSize(), "all_to_all: input"), j.input_data, j.input_count);
+  j.cut(j.outputs[0], split_blocks(output, output_splits, getSize(), "all_to_all: output"), j.output_data,
+        j.output_count);
+  return submit(OpType::ALLTOALL_BASE, opts, list_of(std::move(j)));
 }
 
 c10::intrusive_ptr<Work> ProcessGroupRing::alltoall(TensorList& outputs, TensorList& inputs,
                                                     const c10d::AllToAllOptions& opts) {
   check_list("all_to_all: input_tensor_list", inputs.size(), getSize());
   check_list("all_to_all: output_tensor_list", outputs.size(), getSize());
-  std::vector<Job> jobs;
-  jobs.push_back(job(Operation::all_to_all, inputs, outputs, opts.timeout));
-  jobs[0].uneven = true;
-  return submit(std::move(jobs), OpType::ALLTOALL, opts.asyncOp);
+  return submit(OpType::ALLTOALL, opts,
+                list_of(job({.operation = Operation::all_to_all, .timeout = opts.timeout}, inputs, outputs)));
 }
 
 c10::intrusive_ptr<Work> ProcessGroupRing::barrier(const c10d::BarrierOptions& opts) {
-  Job j = job(Operation::barrier, {}, {}, opts.timeout);
-  j.input_data = j.output_data = {nullptr};
-  j.input_count = j.output_count = {0};
-  std::vector<Job> jobs;
-  jobs.push_back(std::move(j));
-  return submit(std::move(jobs), OpType::BARRIER, opts.asyncOp);
+  return submit(OpType::BARRIER, opts,
+                list_of(job({.operation = Operation::barrier, .timeout = opts.timeout}, {}, {})));
+}
+
+void ProcessGroupRing::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
+  shared_->throw_if_forked();
+  std::lock_guard lock(barrier_mutex_);
+  monitored_barrier(*shared_->segment, settings_.engine.spins,
+                    std::chrono::nanoseconds(timeout_or_default(opts.timeout)).count(), wait_all_ranks);
+}
+
+void ProcessGroupRing::startCoalescing() {
+  std::lock_guard lock(coalescing_mutex_);
+  coalescing_.emplace();
+}
+
+c10::intrusive_ptr<Work> ProcessGroupRing::endCoalescing() {
+  std::lock_guard lock(coalescing_mutex_);
+  if (!coalescing_) invalid("endCoalescing: no startCoalescing before");
+  auto works = std::move(*coalescing_);
+  coalescing_.reset();
+  return c10::make_intrusive<CoalescedWork>(getRank(), std::move(works));
+}
+
+c10::intrusive_ptr<c10d::Backend> ProcessGroupRing::split(const c10::intrusive_ptr<c10d::Store>& /*store*/,
+                                                          const std::vector<int>& ranks,
+                                                          const c10::intrusive_ptr<Options>& opts) {
+  shared_->throw_if_forked();
+  if (std::find(ranks.begin(), ranks.end(), getRank()) == ranks.end()) return nullptr;
+  const auto timeout = opts ? opts->timeout : timeout_.load();
+  return settings_.regroup(ranks, c10::str("split", regroupings_++), timeout);
+}
+
+c10::intrusive_ptr<c10d::Backend> ProcessGroupRing::shrink(const std::vector<int64_t>& ranks_to_exclude, int flags,
+                                                           const c10::intrusive_ptr<Options>& opts) {
+  constexpr int kAbort = 1;  // torch.distributed.distributed_c10d.SHRINK_ABORT
+  shared_->throw_if_forked();
+  if ((flags & kAbort) != 0) abort();
+  std::vector<int> ranks;
+  for (int r = 0; r < getSize(); ++r)
+    if (std::find(ranks_to_exclude.begin(), ranks_to_exclude.end(), r) == ranks_to_exclude.end()) ranks.push_back(r);
+  return settings_.regroup(ranks, c10::str("shrink", regroupings_++), opts ? opts->timeout : timeout_.load());
 }
 
 c10::intrusive_ptr<Work> ProcessGroupRing::post(TensorList& tensors, OpType type, int peer, int tag) {
+  shared_->throw_if_forked();
   const bool sends = type == OpType::SEND;
   const char* what = sends ? "send" : "recv";
   const at::Tensor& tensor = only(tensors, what);
-  check_device(tensor);
+  check_tensor(tensor, what);
   if (peer != kAnySource && (peer < 0 || peer >= getSize() || peer == getRank()))
     invalid(what, ": the peer is rank ", peer, "; it must be another rank of the group, 0 to ", getSize() - 1);
   if (tag < 0) invalid(what, ": the tag is ", tag, "; it must be 0 or more");
-  if (!sends) check_output(tensor);
+  if (!sends) check_outputs(tensors, what);
   const at::NoGradGuard no_grad;
   const bool staged = !is_plain(tensor);
   const at::Tensor buffer = !staged ? tensor : sends ? plain(tensor) : at::empty(tensor.sizes(), tensor.options());
@@ -582,21 +605,31 @@ c10::intrusive_ptr<Work> ProcessGroupRing::post(TensorList& tensors, OpType type
   message->sends = sends;
   message->peer = peer;
   message->tag = static_cast<std::uint64_t>(tag);
-  message->dtype = dtype_of(tensor.scalar_type());
+  message->dtype = dtype_of(tensor.scalar_type(), what);
   message->data = static_cast<std::byte*>(buffer.mutable_data_ptr());
   message->bytes = buffer.nbytes();
   message->timeout = std::chrono::nanoseconds(timeout_.load()).count();
-  auto work = c10::make_intrusive<MessageWork>(getRank(), type, tensors, mailbox_, message);
-  message->on_done = [this, work, tensor, buffer, copy_back = staged && !sends](std::exception_ptr error) {
+  const CallLog::Call call{.type = type, .sequence = ++messages_, .peer = peer, .timeout = timeout_};
+  auto work = c10::make_intrusive<MessageWork>(shared_, getRank(), call, tensors, message);
+  work->start();
+  message->on_done = [work, tensor, buffer, copy_back = staged && !sends](std::exception_ptr error) {
     try {
-      const at::NoGradGuard no_grad;
+      const at::NoGradGuard guard;
       if (copy_back && !error) tensor.copy_(buffer);
     } catch (...) {
       error = std::current_exception();
     }
-    work->end(error, &completions_);
+    work->end(error);
   };
-  mailbox_->post(message);
+  try {
+    shared_->mailbox->post(message);
+  } catch (...) {
+    message->on_done = nullptr;  // which holds the work, which holds the message
+    work->end(std::current_exception());
+    throw;
+  }
+  std::lock_guard lock(coalescing_mutex_);
+  if (coalescing_) coalescing_->push_back(work);
   return work;
 }
 

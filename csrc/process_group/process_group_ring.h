@@ -6,33 +6,55 @@
 //
 // Synchronous calls (opts.asyncOp false) have ended when they return, and throw. Asynchronous ones run in the group's
 // progress thread; their Work throws from wait(). The tensors of a call under way must not be touched.
+//
+// In a process that was forked after the group was made, every call throws, and the group's destruction leaves the
+// parent's alone.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
-#include "engine/completions.h"
 #include "engine/engine.h"
-#include "engine/mailbox.h"
-#include "engine/queue.h"
+#include "process_group/call_log.h"
+#include "process_group/work.h"
 
 namespace ringreduce {
 
 class ProcessGroupRing : public c10d::Backend {
  public:
-  ProcessGroupRing(std::shared_ptr<const Segment> segment, const Engine::Options& options,
-                   std::chrono::milliseconds timeout);
+  // Makes the group of some of this group's ranks, in all of them; takes their ranks here, in the order they are to
+  // have there, and a name that is new to the group.
+  using Regroup = std::function<c10::intrusive_ptr<c10d::Backend>(const std::vector<int>&, const std::string&,
+                                                                  std::chrono::milliseconds)>;
+
+  struct Settings {
+    Engine::Options engine;
+    std::chrono::milliseconds timeout{0};
+    std::vector<std::int64_t> global_ranks;  // of the group's ranks
+    std::size_t recorded_calls = 0;          // how many the flight recorder keeps
+    bool dump_when_broken = false;           // whether it writes them when the group breaks
+    bool print_calls = false;                // whether each call gives a line on standard error
+    Regroup regroup;
+  };
+
+  ProcessGroupRing(std::shared_ptr<const Segment> segment, Settings settings);
   ~ProcessGroupRing() override;
 
   const std::string getBackendName() const override { return "ringreduce"; }
 
   c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
                                            const c10d::AllreduceOptions& opts) override;
+  // Of sparse COO tensors, sum only. Each rank gets the sum over the union of all ranks' indices, coalesced.
+  c10::intrusive_ptr<c10d::Work> allreduce_sparse(std::vector<at::Tensor>& tensors,
+                                                  const c10d::AllreduceOptions& opts) override;
   c10::intrusive_ptr<c10d::Work> allreduce_coalesced(std::vector<at::Tensor>& tensors,
                                                      const c10d::AllreduceCoalescedOptions& opts) override;
   c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors,
@@ -43,6 +65,10 @@ class ProcessGroupRing : public c10d::Backend {
                                            const c10d::AllgatherOptions& opts) override;
   c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
                                                  const c10d::AllgatherOptions& opts) override;
+  // outputs[r][i] receives inputs[i] of rank r.
+  c10::intrusive_ptr<c10d::Work> allgather_coalesced(std::vector<std::vector<at::Tensor>>& outputs,
+                                                     std::vector<at::Tensor>& inputs,
+                                                     const c10d::AllgatherOptions& opts) override;
   c10::intrusive_ptr<c10d::Work> allgather_into_tensor_coalesced(std::vector<at::Tensor>& outputs,
                                                                  std::vector<at::Tensor>& inputs,
                                                                  const c10d::AllgatherOptions& opts) override;
@@ -69,11 +95,36 @@ class ProcessGroupRing : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>& tensors, int source, int tag) override;
   c10::intrusive_ptr<c10d::Work> recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
 
+  // Names the ranks that did not come; see engine/monitored_barrier.h.
+  void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override;
+
+  // Between the two, calls start as asynchronous ones; the second returns them as one Work. The first drops what an
+  // exception has kept from the second. supportsCoalescing() remains false, as with Gloo: then batch_isend_irecv
+  // returns a Work for every message, and the order of sends and receives does not matter in any case.
+  void startCoalescing() override;
+  c10::intrusive_ptr<c10d::Work> endCoalescing() override;
+
+  // Makes a smaller group. All ranks that are in it must call, and no other.
+  bool supportsSplitting() const override { return true; }
+  c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                                          const c10::intrusive_ptr<Options>& opts) override;
+  bool supportsShrinking() const override { return true; }
+  c10::intrusive_ptr<c10d::Backend> shrink(const std::vector<int64_t>& ranks_to_exclude, int flags,
+                                           const c10::intrusive_ptr<Options>& opts) override;
+
   void setSequenceNumberForGroup() override {}  // all ranks count from the group's birth
-  uint64_t getSequenceNumberForGroup() override { return calls_; }
+  uint64_t getSequenceNumberForGroup() override { return collectives_; }
   void setTimeout(std::chrono::milliseconds timeout) override { timeout_ = timeout; }
+  c10::intrusive_ptr<Options> getBackendOptions() override;
+  c10d::ErrorType getError() override;
   void abort() override;
   void shutdown() override;
+
+  // From the next call on: what Work::getDuration needs; and `hook` called, in a thread of ours, after each.
+  void enableCollectivesTiming() override { shared_->timing = true; }
+  void registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override;
+  // Returns when all collectives made so far, and what hangs on them, have ended.
+  void waitForPendingWorks() override;
 
   // Adds a plan and makes it the one for calls up to `most_bytes`. Collective: all ranks must do it in the same order.
   void add_plan(const std::string& collective, std::vector<std::int32_t> lowered, std::uint64_t digest,
@@ -81,22 +132,29 @@ class ProcessGroupRing : public c10d::Backend {
 
  private:
   struct Job;
+  struct Shape;
+  struct Running;
 
-  c10::intrusive_ptr<c10d::Work> submit(std::vector<Job> jobs, c10d::OpType type, bool async);
-  Job job(Operation operation, std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs,
-          std::chrono::milliseconds timeout) const;
+  Job job(const Shape& shape, TensorList inputs, TensorList outputs) const;
+  template <class CallOptions>
+  c10::intrusive_ptr<c10d::Work> submit(c10d::OpType type, const CallOptions& opts, std::vector<Job> jobs);
+  c10::intrusive_ptr<c10d::Work> submit(const CallLog::Call& call, bool async, const TensorList& inputs,
+                                        TensorList outputs, std::function<Nanoseconds()> run);
   c10::intrusive_ptr<c10d::Work> post(std::vector<at::Tensor>& tensors, c10d::OpType type, int peer, int tag);
-  void set_reduction(Job& job, const c10d::ReduceOp& op) const;
-  void run(Job& job);
-  void agree_on_blocks(Job& job);
+  Nanoseconds run(Job& job);
+  Nanoseconds agree_on_blocks(Job& job);
+  Nanoseconds sum_sparse(const at::Tensor& tensor, std::chrono::milliseconds timeout);
+  std::chrono::milliseconds timeout_or_default(std::chrono::milliseconds timeout) const;
+  void group_broke();
 
-  const std::shared_ptr<const Segment> segment_;
-  Engine engine_;
+  const Settings settings_;
+  const std::shared_ptr<WorkSurroundings> shared_;
+  std::unique_ptr<Running> running_;
   std::atomic<std::chrono::milliseconds> timeout_;
-  std::atomic<std::uint64_t> calls_{0};
-  Completions completions_;
-  CallQueue queue_;
-  const std::shared_ptr<Mailbox> mailbox_;
+  std::atomic<std::uint64_t> collectives_{0}, messages_{0}, regroupings_{0};
+  std::atomic<bool> dumped_{false};
+  std::mutex barrier_mutex_, coalescing_mutex_;
+  std::optional<std::vector<c10::intrusive_ptr<c10d::Work>>> coalescing_;  // the works begun since startCoalescing
 };
 
 }  // namespace ringreduce

@@ -98,6 +98,9 @@ struct alignas(64) RankControl {
   // While waiting: the peer waited for (-1: none), and when this rank last said so.
   std::atomic<std::int32_t> waiting_for;
   std::atomic<Nanoseconds> heartbeat;
+  // Monitored barriers: how many this rank came to, and the latest that it gave up on (the first is 1).
+  std::atomic<std::uint64_t> barriers_entered;
+  std::atomic<std::uint64_t> barriers_given_up;
 
   CallRecord calls[kCallHistory];
 };

@@ -340,7 +340,7 @@ def test_abort_wakes_all_waiting_ranks() -> None:
 THREE = torch.ones(3)
 ARGUMENTS: list[tuple[Callable[[], Any], str]] = [
     (lambda: ringreduce.all_reduce(torch.ones(3, device="meta")), "tensor is on meta; .*CPU"),
-    (lambda: ringreduce.all_reduce(THREE.to_sparse()), "layout Sparse"),
+    (lambda: ringreduce.broadcast(THREE.to_sparse()), "layout Sparse"),
     (lambda: ringreduce.all_reduce(torch.ones(3, dtype=torch.complex32)), "dtype ComplexHalf.* not supported"),
     (lambda: ringreduce.broadcast(THREE, src=3), "root is 3; the group has ranks 0 to 2"),
     (lambda: ringreduce.reduce(THREE, dst=-1), "root is -1; the group has ranks 0 to 2"),
@@ -351,8 +351,9 @@ ARGUMENTS: list[tuple[Callable[[], Any], str]] = [
     (lambda: ringreduce.scatter(THREE, [THREE], src=dist.get_rank()), "scatter_list holds 1 .*one per rank: 3"),
     (lambda: ringreduce.scatter(THREE, [torch.ones(4)] * 3, src=dist.get_rank()), "has 4 elements, must have 3"),
     (lambda: ringreduce.all_gather([THREE] * 2, THREE), "tensor_list holds 2 .*one per rank: 3"),
-    (lambda: ringreduce.all_gather([torch.ones(4)] * 3, THREE), "has 4 elements, must have 3"),
+    (lambda: ringreduce.all_gather([torch.ones(4) for _ in range(3)], THREE), "has 4 elements, must have 3"),
     (lambda: ringreduce.all_gather([THREE.double()] * 3, THREE), "different dtypes"),
+    (lambda: ringreduce.all_gather([torch.ones(3)] * 3, THREE), "share memory"),
     (lambda: ringreduce.all_gather_into_tensor(torch.ones(10), THREE), "10 elements, which do not divide evenly"),
     (lambda: ringreduce.all_gather_into_tensor(torch.ones(12), THREE), "has 4 elements, must have 3"),
     (lambda: ringreduce.reduce_scatter(THREE, [THREE] * 4), "input_list holds 4 .*one per rank: 3"),
@@ -362,7 +363,7 @@ ARGUMENTS: list[tuple[Callable[[], Any], str]] = [
     (lambda: ringreduce.all_to_all([THREE] * 2, [THREE] * 3), "output_tensor_list holds 2 .*one per rank: 3"),
     (lambda: ringreduce.all_to_all_single(torch.ones(4), torch.ones(4)), "4 elements, which do not divide evenly"),
     (lambda: ringreduce.all_to_all_single(THREE, THREE, [1, 1, 2], [1, 1, 1]), "add up to the tensor's 3 rows"),
-    (lambda: ringreduce.all_to_all_single(THREE, THREE, [1, 1], [1, 1, 1]), "split sizes holds 2"),
+    (lambda: ringreduce.all_to_all_single(THREE, THREE, [1, 1], [1, 1, 1]), "has 2 split sizes.* one per rank: 3"),
     (lambda: ringreduce.send(THREE, dist.get_rank()), "must be another rank of the group, 0 to 2"),
     (lambda: ringreduce.recv(THREE, 3), "the peer is rank 3"),
     (lambda: ringreduce.send(THREE, (dist.get_rank() + 1) % 3, tag=-1), "the tag is -1; it must be 0 or more"),

@@ -1,0 +1,70 @@
+#include "engine/monitored_barrier.h"
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "engine/wait.h"
+
+namespace ringreduce {
+namespace {
+
+std::string list(const std::vector<int>& ranks) {
+  std::string text;
+  for (int r : ranks) text += (text.empty() ? "" : ", ") + std::to_string(r);
+  return text;
+}
+
+}  // namespace
+
+void monitored_barrier(const Segment& segment, int spins, Nanoseconds timeout, bool name_all) {
+  const int own = segment.rank();
+  RankControl& control = segment.control(own);
+  const std::uint64_t turn = control.barriers_entered.load(std::memory_order_relaxed) + 1;
+  control.barriers_entered.store(turn, std::memory_order_seq_cst);
+  segment.notify_all();
+
+  const auto ranks_where = [&](auto&& holds) {
+    std::vector<int> ranks;
+    for (int r = 0; r < segment.size(); ++r)
+      if (r != own && holds(segment.control(r))) ranks.push_back(r);
+    return ranks;
+  };
+  const auto missing = [&] {
+    return ranks_where([&](const RankControl& c) { return c.barriers_entered.load(std::memory_order_seq_cst) < turn; });
+  };
+  // The words are Gloo's, for the sake of tools and tests that look for them.
+  const auto passed_but = [&](const std::string& reason) {
+    const std::string rank = "Rank " + std::to_string(own);
+    return own == 0 ? rank + " timed out in monitoredBarrier: " + reason
+                    : rank + " successfully reached monitoredBarrier, but received errors while waiting for send/recv" +
+                          " from rank 0: " + reason;
+  };
+
+  Waiting waiting(segment, spins);
+  const auto look = [&](Nanoseconds waited) {
+    segment.throw_if_aborted();
+    const std::vector<int> absent = missing();
+    if (absent.empty()) return;
+    for (int r : segment.gone())
+      if (std::find(absent.begin(), absent.end(), r) != absent.end())
+        throw Error(ErrorKind::peer_lost, passed_but(segment.describe(r) + " died or left the group"), r);
+    if (waited < timeout) return;
+    control.barriers_given_up.store(turn, std::memory_order_seq_cst);
+    const bool plural = name_all && absent.size() > 1;
+    std::string reason = (plural ? "Ranks " + list(absent) : "Rank " + std::to_string(absent[0])) +
+                         " failed to pass monitoredBarrier in " + std::to_string(timeout / kMillisecond) + " ms.";
+    for (int r : absent) reason += " " + segment.describe(r) + " did not come.";
+    throw Error(ErrorKind::timeout, passed_but(reason), absent[0]);
+  };
+  while (!missing().empty()) waiting.idle(look);
+
+  const std::vector<int> gone_again =
+      ranks_where([&](const RankControl& c) { return c.barriers_given_up.load(std::memory_order_seq_cst) >= turn; });
+  if (gone_again.empty()) return;
+  control.barriers_given_up.store(turn, std::memory_order_seq_cst);
+  throw Error(ErrorKind::timeout,
+              passed_but("ranks " + list(gone_again) + " gave up waiting before all ranks had come"), gone_again[0]);
+}
+
+}  // namespace ringreduce

@@ -1,0 +1,58 @@
+// What c10d's arguments mean for the engine, and the errors for those that mean nothing.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <cstddef>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+#include <vector>
+
+#include "core/error.h"
+#include "core/types.h"
+#include "engine/call.h"
+
+namespace ringreduce {
+
+using TensorList = std::vector<at::Tensor>;
+
+// Throws invalid_argument with the parts as its message.
+template <class... Parts>
+[[noreturn]] void invalid(const Parts&... parts) {
+  throw Error(ErrorKind::invalid_argument, c10::str(parts...));
+}
+
+// `what` is the call, for the error's sake, here and below.
+DType dtype_of(at::ScalarType type, const char* what);
+ReduceOp reduce_op_of(const c10d::ReduceOp& op);
+// The factor of premul_sum; 1 for other ops.
+double factor_of(const c10d::ReduceOp& op);
+
+// The one tensor of a list that c10d allows to be longer.
+const at::Tensor& only(const TensorList& tensors, const char* what);
+
+// Throws for a tensor that has no memory of its own, one element after another somewhere.
+void check_tensor(const at::Tensor& tensor, const char* what);
+// Throws for tensors that cannot be written without harm to each other or to themselves.
+void check_outputs(const TensorList& tensors, const char* what);
+void check_count(const char* what, std::size_t is, std::size_t must);
+void check_list(const char* what, std::size_t is, int must);
+
+// The sizes of the `size` equal parts of a tensor.
+std::vector<std::size_t> equal_blocks(const at::Tensor& tensor, int size, const char* what);
+// The same for parts of as many rows of the first dimension as `splits` says; empty `splits` stand for equal parts.
+std::vector<std::size_t> split_blocks(const at::Tensor& tensor, const std::vector<int64_t>& splits, int size,
+                                      const char* what);
+
+// Fills in the size of a call whose blocks this rank knows all of.
+void size_from(Call& call, const std::vector<std::size_t>& counts);
+
+// Whether [a, a + a_bytes) and [b, b + b_bytes) have a byte in common.
+inline bool overlap(const std::byte* a, std::size_t a_bytes, const std::byte* b, std::size_t b_bytes) {
+  return a_bytes > 0 && b_bytes > 0 && a < b + b_bytes && b < a + a_bytes;
+}
+
+// Whether a tensor's memory is its elements one after the other; and a copy of which that is true, if it is not.
+inline bool is_plain(const at::Tensor& t) { return t.is_contiguous() && !t.is_conj() && !t.is_neg(); }
+inline at::Tensor plain(const at::Tensor& t) { return is_plain(t) ? t : t.resolve_conj().resolve_neg().contiguous(); }
+
+}  // namespace ringreduce

@@ -1,0 +1,314 @@
+#include "process_group/call_log.h"
+
+#include <c10/util/ApproximateClock.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <torch/csrc/distributed/c10d/TraceUtils.h>
+#include <algorithm>
+#include <cstdio>
+#include <torch/csrc/distributed/c10d/FlightRecorder.hpp>
+
+namespace ringreduce {
+namespace {
+
+using c10d::OpType;
+
+struct Name {
+  OpType type;
+  const char* title;
+};
+constexpr std::size_t kPrefix = sizeof("ringreduce:") - 1;
+constexpr Name kNames[] = {
+    {OpType::BROADCAST, "ringreduce:broadcast"},
+    {OpType::ALLREDUCE, "ringreduce:all_reduce"},
+    {OpType::ALLREDUCE_COALESCED, "ringreduce:all_reduce"},
+    {OpType::_ALLREDUCE_SPARSE, "ringreduce:sparse_all_reduce"},
+    {OpType::REDUCE, "ringreduce:reduce"},
+    {OpType::ALLGATHER, "ringreduce:all_gather"},
+    {OpType::_ALLGATHER_BASE, "ringreduce:all_gather"},
+    {OpType::ALLGATHER_COALESCED, "ringreduce:all_gather"},
+    {OpType::REDUCE_SCATTER, "ringreduce:reduce_scatter"},
+    {OpType::_REDUCE_SCATTER_BASE, "ringreduce:reduce_scatter"},
+    {OpType::GATHER, "ringreduce:gather"},
+    {OpType::SCATTER, "ringreduce:scatter"},
+    {OpType::ALLTOALL, "ringreduce:all_to_all"},
+    {OpType::ALLTOALL_BASE, "ringreduce:all_to_all"},
+    {OpType::BARRIER, "ringreduce:barrier"},
+    {OpType::SEND, "ringreduce:send"},
+    {OpType::RECV, "ringreduce:recv"},
+    {OpType::RECVANYSOURCE, "ringreduce:recvAnySource"},
+    {OpType::COALESCED, "ringreduce:coalesced"},
+};
+
+// All logs of this process.
+struct Registry {
+  std::mutex mutex;
+  std::vector<const CallLog*> logs;
+
+  static Registry& get() {
+    static auto* registry = new Registry;  // never destroyed: groups may end later than statics
+    return *registry;
+  }
+};
+
+std::uint64_t thread_id() { return static_cast<std::uint64_t>(syscall(SYS_gettid)); }
+
+bool is_message(OpType type) { return c10d::isP2POp(type); }
+
+// How a call stands in a dump. `torchfrtrace` expects every call of all ranks of its group, which a message is not. So
+// messages from one rank to another are a group of these two; those from any rank, of the receiver alone.
+struct Heading {
+  std::string name;
+  CallLog::Group group;
+};
+
+Heading heading(const CallLog::Call& call, const CallLog::Group& group) {
+  // The analyser knows the backends' names from a list of its own, where a new backend cannot be.
+  std::string name = std::string("gloo:") + name_of(call.type);
+  if (call.type == OpType::_ALLREDUCE_SPARSE) name = "gloo:all_reduce";
+  if (!is_message(call.type)) return {name, group};
+  const bool sends = call.type == OpType::SEND;
+  if (call.peer < 0)
+    return {name + " 0<-0",
+            {group.name + ":any to " + std::to_string(group.rank),
+             group.description,
+             {group.ranks[static_cast<std::size_t>(group.rank)]}}};
+  const int from = sends ? group.rank : call.peer, to = sends ? call.peer : group.rank;
+  const std::int64_t first = group.ranks[static_cast<std::size_t>(from)],
+                     second = group.ranks[static_cast<std::size_t>(to)];
+  const bool ascending = first < second;  // ranks of a group are numbered by their global ranks
+  return {c10::str(name, " ", sends ? !ascending : ascending, sends ? "->" : "<-", sends ? ascending : !ascending),
+          {c10::str(group.name, ":", from, " to ", to), group.description, {first, second}}};
+}
+
+}  // namespace
+
+const char* profiling_title(OpType type) {
+  const auto* found = std::find_if(std::begin(kNames), std::end(kNames), [&](const Name& n) { return n.type == type; });
+  return found == std::end(kNames) ? "ringreduce:unknown" : found->title;
+}
+
+const char* name_of(OpType type) {
+  return profiling_title(type == OpType::RECVANYSOURCE ? OpType::RECV : type) + kPrefix;
+}
+
+CallLog::CallLog(std::size_t entries, Lines lines, std::function<Group()> group)
+    : capacity_(entries), lines_(lines), group_(std::move(group)) {
+  Registry& registry = Registry::get();
+  std::lock_guard lock(registry.mutex);
+  registry.logs.push_back(this);
+}
+
+CallLog::~CallLog() {
+  Registry& registry = Registry::get();
+  std::lock_guard lock(registry.mutex);
+  std::erase(registry.logs, this);
+}
+
+void CallLog::append(Entry& entry, const std::vector<at::Tensor>& tensors) {
+  for (const at::Tensor& t : tensors) {
+    entry.sizes.append(t.sizes().begin(), t.sizes().end());
+    entry.dims.push_back(t.dim());
+    entry.dtypes.push_back(t.scalar_type());
+  }
+}
+
+std::uint64_t CallLog::begin(const Call& call, const std::vector<at::Tensor>& inputs,
+                             const std::vector<at::Tensor>& outputs) {
+  const auto bytes_of = [](const std::vector<at::Tensor>& tensors) {
+    std::uint64_t bytes = 0;
+    for (const at::Tensor& t : tensors) bytes += static_cast<std::uint64_t>(t.numel()) * t.element_size();
+    return bytes;
+  };
+  const std::uint64_t bytes = std::max(bytes_of(inputs), bytes_of(outputs));
+  std::lock_guard lock(mutex_);
+  Counters& counters = counters_[static_cast<std::size_t>(call.type) % kTypes];
+  ++counters.calls;
+  counters.bytes += bytes;
+  const std::uint64_t id = next_id_++;
+  if (capacity_ == 0) return id;
+  if (entries_.size() < capacity_ && id == entries_.size()) entries_.emplace_back();
+  Entry& entry = entries_[id % capacity_];
+  entry.call = call;
+  entry.id = id;
+  entry.nth = is_message(call.type) ? ++messages_[{call.type, call.peer}] : 0;
+  entry.sizes.clear();
+  entry.dims.clear();
+  entry.dtypes.clear();
+  append(entry, inputs);
+  append(entry, outputs);
+  entry.inputs = inputs.size();
+  entry.begun = c10::getTime();
+  entry.started = entry.ended = 0;
+  entry.succeeded = false;
+  entry.thread = thread_id();
+  return id;
+}
+
+CallLog::Entry* CallLog::find(std::uint64_t id) {
+  if (capacity_ == 0) return nullptr;
+  Entry& entry = entries_[id % capacity_];
+  return entry.id == id ? &entry : nullptr;
+}
+
+void CallLog::start(std::uint64_t id) {
+  std::lock_guard lock(mutex_);
+  if (Entry* entry = find(id)) entry->started = c10::getTime();
+}
+
+void CallLog::end(std::uint64_t id, OpType type, bool succeeded, Nanoseconds waited) {
+  std::int64_t took = 0;
+  {
+    std::lock_guard lock(mutex_);
+    Counters& counters = counters_[static_cast<std::size_t>(type) % kTypes];
+    counters.failed += succeeded ? 0 : 1;
+    counters.waited += waited;
+    if (Entry* entry = find(id)) {
+      entry->ended = c10::getTime();
+      entry->succeeded = succeeded;
+      took = entry->ended - entry->begun;
+    }
+  }
+  if (lines_ == Lines::none) return;
+  const Group group = group_();
+  std::fprintf(stderr, "[ringreduce rank %d of %s] %s #%llu %s after %.3f ms, %.3f ms of it waiting\n", group.rank,
+               group.name.c_str(), name_of(type), static_cast<unsigned long long>(id), succeeded ? "done" : "failed",
+               static_cast<double>(took) / kMillisecond, static_cast<double>(waited) / kMillisecond);
+}
+
+CallLog::Statistics CallLog::statistics() const {
+  Statistics statistics;
+  std::lock_guard lock(mutex_);
+  for (std::size_t type = 0; type < kTypes; ++type) {
+    const Counters& counters = counters_[type];
+    if (counters.calls == 0) continue;
+    Counters& sum = statistics[name_of(static_cast<OpType>(type))];
+    sum.calls += counters.calls;
+    sum.failed += counters.failed;
+    sum.bytes += counters.bytes;
+    sum.waited += counters.waited;
+  }
+  return statistics;
+}
+
+std::map<std::string, CallLog::Statistics> CallLog::all_statistics() {
+  std::map<std::string, Statistics> all;
+  Registry& registry = Registry::get();
+  std::lock_guard lock(registry.mutex);
+  for (const CallLog* log : registry.logs)
+    if (!log->fork_.forked()) all[log->group_().name] = log->statistics();
+  return all;
+}
+
+std::string CallLog::dump() {
+  struct Record {
+    Heading heading;
+    std::int64_t group_number;
+    Entry entry;
+  };
+  std::vector<Record> records;
+  std::map<std::string, Group> groups;
+  auto statuses = c10d::new_dict();
+  std::int64_t group_number = 0;
+  {
+    Registry& registry = Registry::get();
+    std::lock_guard lock(registry.mutex);
+    for (const CallLog* log : registry.logs) {
+      if (log->fork_.forked()) continue;
+      const Group group = log->group_();
+      groups[group.name] = group;
+      std::int64_t begun = -1, started = -1, ended = -1;  // the latest collective
+      std::lock_guard log_lock(log->mutex_);
+      for (const Entry& entry : log->entries_) {
+        records.push_back({heading(entry.call, group), group_number, entry});
+        groups.emplace(records.back().heading.group.name, records.back().heading.group);
+        if (is_message(entry.call.type)) continue;
+        const auto sequence = static_cast<std::int64_t>(entry.call.sequence);
+        begun = std::max(begun, sequence);
+        if (entry.started != 0) started = std::max(started, sequence);
+        if (entry.succeeded) ended = std::max(ended, sequence);
+      }
+      auto status = c10d::new_dict();
+      status.insert("last_enqueued_collective", begun);
+      status.insert("last_started_collective", started);
+      status.insert("last_completed_collective", ended);
+      statuses.insert(std::to_string(group_number++), status);
+    }
+  }
+  std::stable_sort(records.begin(), records.end(),
+                   [](const Record& a, const Record& b) { return a.entry.begun < b.entry.begun; });
+
+  auto entries = c10d::new_list();
+  for (const Record& record : records) {
+    const Entry& e = record.entry;
+    const bool message = is_message(e.call.type);
+    const auto sequence = static_cast<std::int64_t>(message ? e.nth : e.call.sequence);
+    const auto time = [](std::int64_t t) { return t == 0 ? c10::IValue() : c10::IValue(t); };
+    std::size_t read = 0;
+    const auto sizes = [&](std::size_t from, std::size_t to, OpType joined) {
+      std::vector<std::vector<std::int64_t>> shapes;
+      for (std::size_t i = from; i < to; ++i) {
+        const auto* first = &e.sizes[read];
+        shapes.emplace_back(first, first + e.dims[i]);
+        read += static_cast<std::size_t>(e.dims[i]);
+      }
+      // A list of one tensor for each rank stands as a single tensor, as the analyser knows it from NCCL.
+      if (e.call.type == joined && !shapes.empty() && std::equal(shapes.begin() + 1, shapes.end(), shapes.begin())) {
+        shapes[0].insert(shapes[0].begin(), static_cast<std::int64_t>(shapes.size()));
+        shapes.resize(1);
+      }
+      return shapes;
+    };
+    const auto dtypes = [&](std::size_t from, std::size_t to) {
+      std::vector<std::string> names;
+      for (std::size_t i = from; i < to; ++i) names.emplace_back(c10::toString(e.dtypes[i]));
+      return names;
+    };
+    auto d = c10d::new_dict();
+    d.insert(c10d::record_id_key, static_cast<std::int64_t>(entries.size()));
+    d.insert(c10d::pg_id_key, record.group_number);
+    d.insert(c10d::pg_name_key, std::make_tuple(record.heading.group.name, record.heading.group.description));
+    d.insert(c10d::thread_id_key, std::to_string(e.thread));
+    d.insert(c10d::thread_name_key, "");
+    d.insert(c10d::collective_seq_id_key, sequence);
+    d.insert(c10d::p2p_seq_id_key, message ? sequence : std::int64_t{0});
+    d.insert(c10d::op_id_key, static_cast<std::int64_t>(e.call.sequence));
+    d.insert(c10d::is_p2p_key, message);
+    d.insert(c10d::profiling_name_key, record.heading.name);
+    d.insert(c10d::input_sizes_key, sizes(0, e.inputs, OpType::REDUCE_SCATTER));
+    d.insert(c10d::output_sizes_key, sizes(e.inputs, e.dims.size(), OpType::ALLGATHER));
+    d.insert(c10d::input_dtypes_key, dtypes(0, e.inputs));
+    d.insert(c10d::output_dtypes_key, dtypes(e.inputs, e.dims.size()));
+    d.insert(c10d::time_created_key, e.begun);
+    d.insert(c10d::time_discovered_started_key, time(e.started));
+    d.insert(c10d::time_discovered_completed_key, time(e.succeeded ? e.ended : 0));
+    if (e.succeeded) d.insert(c10d::duration_key, static_cast<double>(e.ended - e.started) / kMillisecond);
+    d.insert(c10d::state_key, e.succeeded      ? c10d::completed_state
+                              : e.started != 0 ? c10d::started_state
+                                               : c10d::scheduled_state);
+    d.insert(c10d::retired_key, e.ended != 0);
+    d.insert(c10d::timeout_key, static_cast<std::int64_t>(e.call.timeout.count()));
+    d.insert(c10d::frames_key, c10d::new_list());
+    entries.push_back(d);
+  }
+
+  auto config = c10d::new_dict();
+  for (const auto& [name, group] : groups) {
+    auto info = c10d::new_dict();
+    info.insert("name", name);
+    info.insert("desc", group.description);
+    info.insert("ranks", c10::str("[", c10::Join(", ", group.ranks), "]"));
+    config.insert(name, info);
+  }
+  auto result = c10d::new_dict();
+  result.insert(c10d::version_key, c10d::version_val);
+  result.insert(c10d::pg_config_key, config);
+  result.insert(c10d::pg_status_key, statuses);
+  result.insert(c10d::entries_key, entries);
+  return c10d::pickle_str(result);
+}
+
+void CallLog::write_dump(int global_rank) { c10d::DebugInfoWriter::getWriter(global_rank).write(dump()); }
+
+}  // namespace ringreduce

@@ -1,0 +1,105 @@
+// What a group did: its latest calls, as c10d's flight recorder keeps them, counters, and lines for whoever debugs.
+//
+// torch's own FlightRecorder is not exported from its libraries, so a backend outside torch cannot write into it. This
+// one writes the same format, which `torchfrtrace` reads, through torch's DebugInfoWriter (TORCH_FR_DUMP_TEMP_FILE).
+#pragma once
+
+#include <ATen/ATen.h>
+#include <c10/util/SmallVector.h>
+
+#include <array>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <string>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <utility>
+#include <vector>
+
+#include "core/clock.h"
+#include "core/fork.h"
+
+namespace ringreduce {
+
+// "ringreduce:all_reduce" for OpType::ALLREDUCE: what profiles show, as they show "gloo:all_reduce". Lives for ever.
+const char* profiling_title(c10d::OpType type);
+// "all_reduce": what stands everywhere else.
+const char* name_of(c10d::OpType type);
+
+class CallLog {
+ public:
+  // How much is written to standard error: nothing, or a line for every call.
+  enum class Lines { none, calls };
+
+  // What stands for the group in a dump.
+  struct Group {
+    std::string name, description;
+    std::vector<std::int64_t> ranks;  // global ranks, in the order of the group's
+    int rank = 0;                     // in the group
+  };
+
+  // `entries`: how many calls are kept; 0 keeps none. `group` is asked when something is written.
+  CallLog(std::size_t entries, Lines lines, std::function<Group()> group);
+  ~CallLog();
+  CallLog(const CallLog&) = delete;
+  CallLog& operator=(const CallLog&) = delete;
+
+  struct Call {
+    c10d::OpType type = c10d::OpType::UNKNOWN;
+    std::uint64_t sequence = 0;  // among the group's collectives, or its messages
+    int peer = -1;               // messages only; -1 for a receive from any rank
+    std::chrono::milliseconds timeout{0};
+  };
+
+  // Each call is begun when it is made, started when its turn comes, and ended. Thread-safe. `begin` returns its id.
+  std::uint64_t begin(const Call& call, const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& outputs);
+  void start(std::uint64_t id);
+  void end(std::uint64_t id, c10d::OpType type, bool succeeded, Nanoseconds waited);
+
+  struct Counters {
+    std::uint64_t calls = 0, failed = 0;
+    std::uint64_t bytes = 0;  // of the larger side, inputs or outputs
+    Nanoseconds waited = 0;   // for other ranks
+  };
+  using Statistics = std::map<std::string, Counters>;  // by name_of()
+  Statistics statistics() const;
+
+  // Writes the records of all groups of this process where c10d's flight recorder would, for the given global rank.
+  static void write_dump(int global_rank);
+  // The same as bytes: a pickle.
+  static std::string dump();
+  // The statistics of all groups of this process, by group name.
+  static std::map<std::string, Statistics> all_statistics();
+
+ private:
+  struct Entry {
+    Call call;
+    std::uint64_t id = 0;
+    std::uint64_t nth = 0;                           // messages only: among those to, or from, the same peer
+    c10::SmallVector<std::int64_t, 8> sizes;         // of all tensors, inputs first
+    c10::SmallVector<std::int64_t, 4> dims;          // how many of them each tensor has
+    c10::SmallVector<at::ScalarType, 4> dtypes;      // of each tensor
+    std::size_t inputs = 0;                          // how many tensors are inputs
+    std::int64_t begun = 0, started = 0, ended = 0;  // ns since 1970; 0: not yet
+    bool succeeded = false;
+    std::uint64_t thread = 0;
+  };
+  static constexpr std::size_t kTypes = 32;  // OpTypes are smaller
+
+  static void append(Entry& entry, const std::vector<at::Tensor>& tensors);
+  Entry* find(std::uint64_t id);
+
+  const std::size_t capacity_;
+  const Lines lines_;
+  const std::function<Group()> group_;
+  const ForkMark fork_;
+  mutable std::mutex mutex_;
+  std::vector<Entry> entries_;  // by id modulo capacity
+  std::uint64_t next_id_ = 0;
+  std::array<Counters, kTypes> counters_{};
+  std::map<std::pair<c10d::OpType, int>, std::uint64_t> messages_;  // how many, by kind and peer
+};
+
+}  // namespace ringreduce

@@ -1,0 +1,225 @@
+// The handles that c10d's calls return.
+#pragma once
+
+#include <ATen/record_function.h>
+
+#include <algorithm>
+#include <atomic>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <utility>
+#include <vector>
+
+#include "core/fork.h"
+#include "engine/completions.h"
+#include "engine/mailbox.h"
+#include "process_group/arguments.h"
+#include "process_group/call_log.h"
+
+namespace ringreduce {
+
+// What works of a group share with it. It lives until the group and the last pending work are gone.
+struct WorkSurroundings {
+  std::shared_ptr<const Segment> segment;
+  std::shared_ptr<Mailbox> mailbox;
+  Completions completions;
+  std::unique_ptr<CallLog> log;
+  ForkMark fork;
+  std::atomic<bool> timing{false};
+  std::function<void(std::shared_ptr<c10d::WorkInfo>)> on_completion;  // set before the first work that it concerns
+  std::function<void()> on_broken;                                     // called when a work finds the group broken
+
+  void throw_if_forked() const {
+    if (fork.forked())
+      throw Error(ErrorKind::system,
+                  "this process was forked after the group was made, from " + segment->describe(segment->rank()) +
+                      ", and cannot use it; make a group of its own, or start it with the method 'spawn'");
+  }
+};
+
+// A finished or pending collective.
+class CallWork : public c10d::Work {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  // The group's log is told of `call` and its tensors; so is the profiler, of the inputs or, for want of any, outputs.
+  CallWork(std::shared_ptr<WorkSurroundings> surroundings, int rank, const CallLog::Call& call,
+           const TensorList& inputs, TensorList outputs)
+      : Work(rank, call.type, profiling_title(call.type),
+             at::hasCallbacks() ? std::optional(inputs.empty() ? outputs : inputs) : std::nullopt),
+        surroundings_(std::move(surroundings)),
+        sequence_(call.sequence),
+        log_id_(surroundings_->log->begin(call, inputs, outputs)),
+        timed_(surroundings_->timing || surroundings_->on_completion),
+        outputs_(std::move(outputs)) {}
+
+  // Its turn has come.
+  void start() {
+    surroundings_->log->start(log_id_);
+    if (timed_) started_ = Clock::now();
+  }
+
+  // Ends the work: waiters first, then what hangs on its future, in a thread of `completions`.
+  void end(const std::exception_ptr& error, Nanoseconds waited = 0) {
+    if (timed_) ended_ = Clock::now();
+    std::shared_ptr<WorkSurroundings> group;
+    c10::intrusive_ptr<c10::ivalue::Future> future;
+    {
+      std::lock_guard<std::mutex> lock(future_mutex_);
+      ended_with_ = error;
+      group = std::move(surroundings_);
+      future = future_;
+    }
+    group->log->end(log_id_, opType_, error == nullptr, waited);
+    if (error) group->on_broken();
+    finish(error);
+    if (future) {
+      const auto self = c10::intrusive_ptr<CallWork>::unsafe_reclaim_from_nonowning(this);
+      group->completions.post([self, future, error] { self->settle(*future, error); });
+    }
+    if (group->on_completion) group->completions.post([hook = group->on_completion, info = info()] { hook(info); });
+  }
+
+  bool wait(std::chrono::milliseconds timeout) override {
+    if (!isCompleted()) {
+      if (const auto group = pending()) group->throw_if_forked();
+    }
+    return Work::wait(timeout);
+  }
+
+  std::vector<at::Tensor> result() override { return outputs_; }
+  uint64_t getSequencenumber() const override { return sequence_; }
+
+  float getDuration() const override {
+    TORCH_CHECK(timed_ && ended_ != Clock::time_point(),
+                "getDuration: the work has not ended, or was made before enableCollectivesTiming()");
+    return std::chrono::duration<float, std::milli>(ended_ - started_).count();
+  }
+
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    std::lock_guard<std::mutex> lock(future_mutex_);
+    if (!future_) {
+      future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+      if (!surroundings_) settle(*future_, ended_with_);  // otherwise end() does
+    }
+    return future_;
+  }
+
+  // A future of a c10d::WorkResult, which an error completes too.
+  c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override {
+    return getFuture()->then(
+        [](c10::ivalue::Future& future) {
+          auto result = c10d::WorkResult::SUCCESS;
+          try {
+            if (future.hasError()) std::rethrow_exception(future.exception_ptr());
+          } catch (const Error& error) {
+            result = error.kind() == ErrorKind::timeout ? c10d::WorkResult::TIMEOUT : c10d::WorkResult::COMM_ERROR;
+          } catch (...) {
+            result = c10d::WorkResult::UNKNOWN;
+          }
+          return at::IValue(static_cast<int64_t>(result));
+        },
+        c10::IntType::get());
+  }
+
+ protected:
+  // The surroundings, while the work is pending.
+  std::shared_ptr<WorkSurroundings> pending() {
+    std::lock_guard<std::mutex> lock(future_mutex_);
+    return surroundings_;
+  }
+
+ private:
+  void settle(c10::ivalue::Future& future, const std::exception_ptr& error) {
+    if (error)
+      future.setError(error);
+    else
+      future.markCompleted(at::IValue(outputs_));
+  }
+
+  std::shared_ptr<c10d::WorkInfo> info() const {
+    return std::make_shared<c10d::WorkInfo>(opType_, sequence_, started_, ended_, ended_ - started_);
+  }
+
+  std::shared_ptr<WorkSurroundings> surroundings_;  // until the end
+  const std::uint64_t sequence_, log_id_;
+  const bool timed_;
+  Clock::time_point started_, ended_;
+  const TensorList outputs_;
+  std::mutex future_mutex_;
+  std::exception_ptr ended_with_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+// A message; whoever waits for it drives the mailbox.
+class MessageWork : public CallWork {
+ public:
+  MessageWork(std::shared_ptr<WorkSurroundings> surroundings, int rank, const CallLog::Call& call,
+              const TensorList& tensors, std::shared_ptr<Message> message)
+      : CallWork(std::move(surroundings), rank, call, message->sends ? tensors : TensorList{},
+                 message->sends ? TensorList{} : tensors),
+        message_(std::move(message)) {}
+
+  bool wait(std::chrono::milliseconds timeout) override {
+    const Nanoseconds patience = timeout == kNoTimeout ? kForever : std::chrono::nanoseconds(timeout).count();
+    if (const auto group = pending()) {
+      group->throw_if_forked();
+      group->mailbox->wait(message_, patience);
+    }
+    return Work::wait(kNoTimeout);
+  }
+  int sourceRank() const override { return message_->peer; }
+
+ private:
+  const std::shared_ptr<Message> message_;
+};
+
+// Several works as one.
+class CoalescedWork : public c10d::Work {
+ public:
+  CoalescedWork(int rank, std::vector<c10::intrusive_ptr<c10d::Work>> works)
+      : Work(rank, c10d::OpType::COALESCED), works_(std::move(works)) {}
+
+  bool isCompleted() override {
+    return std::all_of(works_.begin(), works_.end(), [](const auto& w) { return w->isCompleted(); });
+  }
+  bool isSuccess() const override {
+    return std::all_of(works_.begin(), works_.end(), [](const auto& w) { return w->isSuccess(); });
+  }
+  std::exception_ptr exception() const override {
+    for (const auto& work : works_)
+      if (auto error = work->exception()) return error;
+    return nullptr;
+  }
+  // `timeout` is for each of them.
+  bool wait(std::chrono::milliseconds timeout) override {
+    for (const auto& work : works_) work->wait(timeout);
+    return true;
+  }
+  std::vector<at::Tensor> result() override {
+    TensorList results;
+    for (const auto& work : works_)
+      for (at::Tensor& t : work->result()) results.push_back(std::move(t));
+    return results;
+  }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    const auto type = c10::ListType::create(c10::TensorType::get());
+    c10::List<c10::intrusive_ptr<c10::ivalue::Future>> futures(c10::FutureType::create(type));
+    for (const auto& work : works_) futures.push_back(work->getFuture());
+    const auto self = c10::intrusive_ptr<CoalescedWork>::unsafe_reclaim_from_nonowning(this);
+    return c10::collectAll(futures)->then(
+        [self](c10::ivalue::Future& all) {
+          if (all.hasError()) std::rethrow_exception(all.exception_ptr());
+          return at::IValue(self->result());
+        },
+        type);
+  }
+
+ private:
+  const std::vector<c10::intrusive_ptr<c10d::Work>> works_;
+};
+
+}  // namespace ringreduce

@@ -1,0 +1,222 @@
+"""What can be seen of a group from outside: profiles, flight records, counters, lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed.harness import Rank, run
+from torch.profiler import ProfilerActivity, profile
+
+import ringreduce
+from ringreduce.errors import CollectiveTimeout, RingReduceError
+
+
+def call_everything(me: Rank, asynchronous: bool) -> dict[str, list[list[int]]]:
+    """Calls every collective once; returns the names and input shapes that profiles must show."""
+    n, blocks = me.size, [torch.ones(3, 2) for _ in range(me.size)]
+    works = [
+        dist.all_reduce(torch.ones(4, 5), async_op=asynchronous),
+        dist.broadcast(torch.ones(6), 0, async_op=asynchronous),
+        dist.reduce(torch.ones(7), 0, async_op=asynchronous),
+        dist.all_gather(blocks, torch.ones(3, 2), async_op=asynchronous),
+        dist.reduce_scatter(torch.ones(3, 2), blocks, async_op=asynchronous),
+        dist.gather(torch.ones(3, 2), blocks if me.rank == 0 else None, async_op=asynchronous),
+        dist.scatter(torch.ones(3, 2), blocks if me.rank == 0 else None, async_op=asynchronous),
+        dist.all_to_all_single(torch.ones(n * 8), torch.ones(n * 8), async_op=asynchronous),
+        dist.barrier(async_op=asynchronous),
+        dist.all_reduce(torch.eye(3).to_sparse(), async_op=asynchronous),
+        dist.isend(torch.ones(9), 1) if me.rank == 0 else dist.irecv(torch.ones(9), 0) if me.rank == 1 else None,
+    ]
+    for work in works:
+        if work is not None:
+            work.wait()
+    shapes: dict[str, list[list[int]]] = {
+        "all_reduce": [[4, 5]],
+        "broadcast": [[6]],
+        "reduce": [[7]],
+        "all_gather": [[3, 2]],
+        "reduce_scatter": [[3, 2]] * n,
+        "gather": [[3, 2]],
+        "scatter": [[3, 2]] * n if me.rank == 0 else [[3, 2]],  # the output, where there is no input
+        "all_to_all": [[n * 8]],
+        "barrier": [],
+        "sparse_all_reduce": [[3, 3]],
+    }
+    if me.rank < 2:
+        shapes["send" if me.rank == 0 else "recv"] = [[9]]
+    return shapes
+
+
+# profiles
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_profiles_show_every_collective_with_its_shapes(asynchronous: bool, tmp_path: Path) -> None:
+    run(profiled, 3, asynchronous, str(tmp_path))
+
+
+def profiled(me: Rank, asynchronous: bool, folder: str) -> None:
+    with me.join():
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+            expected = call_everything(me, asynchronous)
+        events = {e.name: e.input_shapes for e in profiler.events() if e.name.startswith("ringreduce:")}
+        assert events == {f"ringreduce:{name}": shapes for name, shapes in expected.items()}
+        trace = Path(folder, f"{me.rank}.json")
+        profiler.export_chrome_trace(str(trace))
+        names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+        assert set(events) <= names
+
+
+# flight records
+
+
+def analysis(folder: Path, *arguments: str) -> str:
+    """What torch's analyser says of the records rank0, rank1, ... in `folder`."""
+    command = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(folder), "-p", "rank"]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_flight_records_on_demand(tmp_path: Path) -> None:
+    run(recorded, 3, str(tmp_path))
+    assert "Not all ranks joining collective" not in (text := analysis(tmp_path))
+    assert "mismatch" not in text.lower()
+
+
+def recorded(me: Rank, folder: str) -> None:
+    with me.join():
+        expected = call_everything(me, False)
+        pair = dist.new_group([0, 1])
+        if me.rank < 2:
+            dist.all_reduce(torch.ones(11), group=pair)
+        path = Path(folder, f"rank{me.rank}")
+        ringreduce.dump_flight_record(path)
+        record = pickle.loads(path.read_bytes())
+
+        name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+        own = [e for e in record["entries"] if e["process_group"][0] in (name, f"{name}:0 to 1")]
+        names = [e["profiling_name"].split(":")[1].split(" ")[0] for e in own]
+        assert names == [name.removeprefix("sparse_") for name in expected]
+        expected["reduce_scatter"] = [[me.size, 3, 2]]  # as one tensor
+        sizes = [e["input_sizes"] or e["output_sizes"] for e in own]
+        assert sizes == list(expected.values())
+        assert all(e["state"] == "completed" and e["retired"] for e in own)
+        for e in own:
+            assert e["time_created_ns"] <= e["time_discovered_started_ns"] <= e["time_discovered_completed_ns"]
+        collectives = [e for e in own if not e["is_p2p"]]
+        assert [e["collective_seq_id"] for e in collectives] == list(range(1, len(collectives) + 1))
+        assert record["pg_config"][name]["ranks"] == "[0, 1, 2]"
+        if me.rank < 2:
+            (last,) = [e for e in record["entries"] if e["process_group"][0] == pair.group_name]
+            assert last["input_sizes"] == [[11]] and last["input_dtypes"] == ["Float"]
+            assert record["pg_config"][pair.group_name]["ranks"] == "[0, 1]"
+
+
+def test_only_the_latest_calls_are_kept(tmp_path: Path) -> None:
+    run(overflowing, 2, str(tmp_path))
+
+
+def overflowing(me: Rank, folder: str) -> None:
+    for kept in (0, 5):
+        with me.join(f"keeping {kept}", options=ringreduce.Options(recorded_calls=kept)):
+            for size in range(1, 13):
+                dist.all_reduce(torch.ones(size))
+            path = Path(folder, f"rank{me.rank}")
+            ringreduce.dump_flight_record(path)
+            entries = pickle.loads(path.read_bytes())["entries"]
+            assert [e["input_sizes"] for e in entries] == [[[size]] for size in range(13 - kept, 13)]
+
+
+def test_a_timeout_leaves_a_record_that_names_the_culprit(tmp_path: Path) -> None:
+    run(timing_out, 3, str(tmp_path))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["rank0", "rank1", "rank2"]
+    text = analysis(tmp_path)
+    assert "missing ranks: {2}" in text, text
+
+
+def timing_out(me: Rank, folder: str) -> None:
+    os.environ["TORCH_FR_DUMP_TEMP_FILE"] = f"{folder}/rank"
+    with me.join(timeout=1):
+        dist.all_reduce(torch.ones(3))
+        if me.rank < 2:
+            with pytest.raises(CollectiveTimeout):
+                dist.all_reduce(torch.ones(4))
+        else:
+            me.meet("timed out")
+            ringreduce.dump_flight_record(f"{folder}/rank2")
+        if me.rank < 2:
+            me.meet("timed out")
+
+
+# counters
+
+
+def test_counters() -> None:
+    run(counted, 3)
+
+
+def counted(me: Rank) -> None:
+    with me.join():
+        for _ in range(4):
+            dist.all_reduce(torch.ones(100))
+        pair = dist.new_group([0, 1])
+        if me.rank < 2:
+            dist.all_gather([torch.ones(10), torch.ones(10)], torch.ones(10), group=pair)
+        dist.barrier()
+        with pytest.raises(RingReduceError):
+            dist.all_reduce(torch.ones(1, dtype=torch.bool), op=dist.ReduceOp.AVG)
+        if me.rank == 0:
+            me.meet("rank 0 is late")
+        else:
+            work = dist.barrier(async_op=True)
+            torch.testing.assert_close(work.is_completed(), False)
+            me.meet("rank 0 is late")
+            work.wait()
+        if me.rank == 0:
+            dist.barrier()
+        stats = ringreduce.stats()
+        world = stats[dist.group.WORLD.group_name]  # type: ignore[union-attr]
+        assert set(world) == {"all_reduce", "barrier"}
+        assert world["all_reduce"].calls == 4 and world["all_reduce"].failed == 0
+        assert world["all_reduce"].bytes == 4 * 400
+        assert world["barrier"].calls == 2 and world["barrier"].bytes == 0
+        if me.rank < 2:
+            assert stats[pair.group_name]["all_gather"].bytes == 2 * 40
+        else:
+            assert world["barrier"].waited > 0
+    pair = None  # the last that holds on to a group
+    assert ringreduce.stats() == {}
+
+
+# lines
+
+
+def test_debug_lines(capfd: Any, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('ringreduce', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "dist.all_reduce(torch.ones(3))\n"
+    )
+
+    def output(**environment: str) -> str:
+        done = subprocess.run(
+            [sys.executable, program], env=os.environ | environment, capture_output=True, text=True, check=True
+        )
+        return done.stdout + done.stderr
+
+    assert "ringreduce" not in output()
+    life = output(RINGREDUCE_DEBUG="1")
+    assert "[rank 0] made a group of ranks [0]" in life and "all_reduce #0" not in life
+    assert "[ringreduce rank 0 of" in (lines := output(RINGREDUCE_DEBUG="2")) and "all_reduce #0 done" in lines
+    assert "[rank 0] made a group of ranks [0]" in output(TORCH_LOGS="ringreduce.backend")

@@ -1,0 +1,448 @@
+"""What else c10d can ask of a backend: coalescing, sparse tensors, monitored barriers, smaller groups, works, hooks."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed.harness import Rank, run
+from torch._C._distributed_c10d import ErrorType, WorkResult
+
+import ringreduce
+from ringreduce.errors import Aborted, CollectiveMismatch, CollectiveTimeout, InvalidArgument, PeerLost
+
+CPU = torch.device("cpu")
+
+
+def backend() -> Any:
+    return dist.group.WORLD._get_backend(CPU)  # type: ignore[union-attr]
+
+
+# coalescing
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_batch_of_messages_in_any_order(ranks: int) -> None:
+    run(batches_of_messages, ranks)
+
+
+def batches_of_messages(me: Rank) -> None:
+    with me.join():
+        right, left = (me.rank + 1) % me.size, (me.rank - 1) % me.size
+        received = [torch.empty(n) for n in (1, 1000, 100_000)]
+        ops = []
+        for tag, tensor in enumerate(received):  # receives first: in order, a ring of blocking calls would hang
+            ops.append(dist.P2POp(dist.irecv, tensor, left, tag=tag))
+            ops.append(dist.P2POp(dist.isend, torch.full_like(tensor, me.rank * 10 + tag), right, tag=tag))
+        works = dist.batch_isend_irecv(ops)
+        assert len(works) == len(ops)
+        for work in works:
+            work.wait()
+        for tag, tensor in enumerate(received):
+            assert tensor.eq(left * 10 + tag).all()
+
+        # The same as one work.
+        received = [torch.zeros_like(tensor) for tensor in received]
+        with dist._coalescing_manager(device=CPU, async_ops=True) as manager:
+            for tag, tensor in enumerate(received):
+                dist.irecv(tensor, left, tag=tag)
+                dist.isend(torch.full_like(tensor, me.rank * 10 + tag), right, tag=tag)
+        (work,) = manager.works
+        work.wait()
+        assert work.is_completed()
+        for tag, tensor in enumerate(received):
+            assert tensor.eq(left * 10 + tag).all()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_collectives_are_coalesced(asynchronous: bool) -> None:
+    run(coalesced_collectives, 3, asynchronous)
+
+
+def coalesced_collectives(me: Rank, asynchronous: bool) -> None:
+    with me.join():
+        tensors = [torch.full((n,), float(me.rank + n)) for n in (1, 10, 5000)]
+        with dist._coalescing_manager(async_ops=asynchronous) as manager:
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+        if asynchronous:
+            manager.wait()
+        for n, tensor in zip((1, 10, 5000), tensors, strict=True):
+            assert tensor.eq(sum(range(me.size)) + me.size * n).all()
+
+        # With a device the calls go to the backend one by one, of any kind.
+        gathered = [torch.empty(4) for _ in range(me.size)]
+        total, whole = torch.full((3,), 1.0 + me.rank), torch.empty(me.size * 2)
+        with dist._coalescing_manager(device=CPU, async_ops=asynchronous) as manager:
+            dist.all_gather(gathered, torch.full((4,), float(me.rank)))
+            dist.broadcast(total, 1)
+            dist.all_to_all_single(whole, torch.full((me.size * 2,), float(me.rank)))
+        if asynchronous:
+            manager.wait()
+            (work,) = manager.works
+            assert len(work.result()) == me.size + 2
+            assert len(work.get_future().wait()) == me.size + 2
+        assert [int(t[0]) for t in gathered] == list(range(me.size))
+        assert total.eq(2).all()
+        assert whole.tolist() == [float(r) for r in range(me.size) for _ in range(2)]
+
+
+def test_an_error_in_a_coalesced_work_is_raised_by_its_wait() -> None:
+    run(coalesced_error, 2)
+
+
+def coalesced_error(me: Rank) -> None:
+    with me.join():
+        with pytest.raises(InvalidArgument, match="no startCoalescing"):
+            backend()._end_coalescing()
+        for _ in range(2):  # as if an exception had kept torch from ending what it started
+            backend()._start_coalescing()
+        dist.all_reduce(torch.ones(3 + me.rank), async_op=True)
+        work = backend()._end_coalescing()
+        with pytest.raises(CollectiveMismatch):
+            work.wait()
+        assert work.is_completed() and not work.is_success()
+
+
+def test_lists_of_tensors_are_gathered_together() -> None:
+    run(gathered_lists, 3)
+
+
+def gathered_lists(me: Rank) -> None:
+    with me.join():
+        shapes = [(2, 3), (5,), (0,)]
+        inputs = [torch.full(shape, float(me.rank * 10 + i)) for i, shape in enumerate(shapes)]
+        outputs = [[torch.empty(shape) for shape in shapes] for _ in range(me.size)]
+        dist.all_gather_coalesced(outputs, inputs)
+        for rank, of_rank in enumerate(outputs):
+            for i, tensor in enumerate(of_rank):
+                assert tensor.eq(rank * 10 + i).all()
+
+
+# sparse tensors
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_sparse_tensors_are_summed(ranks: int) -> None:
+    run(sparse_sums, ranks)
+
+
+def sparse_sums(me: Rank) -> None:
+    def sparse(rank: int, dtype: torch.dtype, dense: tuple[int, ...]) -> torch.Tensor:
+        count = 3 * rank + (rank == 0)  # rank by rank another number of elements, some of them in the same place
+        indices = torch.stack([torch.arange(count) % 5, torch.arange(count) * (rank + 1) % 7])
+        values = (torch.arange(count).reshape(-1, *[1] * len(dense)) + rank + torch.zeros(count, *dense)).to(dtype)
+        return torch.sparse_coo_tensor(indices, values, (5, 7, *dense))
+
+    with me.join():
+        for dtype in (torch.float32, torch.int64, torch.complex64):
+            for dense in ((), (3,)):
+                # torch's all_reduce takes a view of complex tensors as real ones, which sparse tensors do not have.
+                all_reduce = ringreduce.all_reduce if dtype.is_complex else dist.all_reduce
+                for asynchronous in (False, True):
+                    tensor = sparse(me.rank, dtype, dense)
+                    work = all_reduce(tensor, async_op=asynchronous)
+                    if asynchronous:
+                        work.wait()
+                    expected = sum(sparse(rank, dtype, dense).to_dense() for rank in range(me.size))
+                    torch.testing.assert_close(tensor.to_dense(), expected, rtol=0, atol=0)
+        nothing = torch.sparse_coo_tensor(torch.empty(2, 0, dtype=torch.int64), torch.empty(0), (5, 7))
+        dist.all_reduce(nothing)
+        assert nothing._nnz() == 0
+
+
+def test_sparse_tensors_that_cannot_be_summed() -> None:
+    run(bad_sparse_sums, 2)
+
+
+def bad_sparse_sums(me: Rank) -> None:
+    tensor = torch.eye(3).to_sparse()
+    with me.join():
+        with pytest.raises(InvalidArgument, match="only SUM"):
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        with pytest.raises(InvalidArgument, match="to_dense"):
+            backend().allreduce([torch.eye(3).to_sparse_csr()], dist.AllreduceOptions())
+        with pytest.raises(InvalidArgument, match="to_dense"):
+            ringreduce.broadcast(tensor, 0)
+        dist.all_reduce(tensor)
+        torch.testing.assert_close(tensor.to_dense(), torch.eye(3) * me.size)
+        with pytest.raises(CollectiveMismatch):
+            dist.all_reduce(torch.eye(3 + me.rank).to_sparse())
+
+
+# monitored barriers
+
+
+def test_a_monitored_barrier_names_who_is_missing() -> None:
+    run(missing_ranks, 4)
+
+
+def missing_ranks(me: Rank) -> None:
+    with me.join():
+        ringreduce.monitored_barrier()
+        if me.rank < 2:
+            for wait_all, named in ((False, "Rank 2 failed to pass"), (True, "Ranks 2, 3 failed to pass")):
+                start = time.monotonic()
+                with pytest.raises(CollectiveTimeout, match=named) as caught:
+                    ringreduce.monitored_barrier(timeout=timedelta(seconds=0.5), wait_all_ranks=wait_all)
+                assert 0.4 < time.monotonic() - start < 5
+                assert caught.value.culprit == 2
+                assert "rank 3" in str(caught.value) and "pid" in str(caught.value)
+        me.meet("others gave up")
+        if me.rank >= 2:  # those that come later learn that nobody waits for them
+            for _ in range(2):
+                with pytest.raises(CollectiveTimeout, match="gave up"):
+                    ringreduce.monitored_barrier(timeout=20)
+        # The group lives on.
+        ringreduce.monitored_barrier(timeout=20)
+        tensor = torch.ones(5)
+        dist.all_reduce(tensor)
+        assert tensor.eq(me.size).all()
+
+
+def test_a_monitored_barrier_works_beside_a_call_that_hangs() -> None:
+    run(beside_a_hanging_call, 3)
+
+
+def beside_a_hanging_call(me: Rank) -> None:
+    with me.join():
+        work = dist.all_reduce(torch.ones(4), async_op=True) if me.rank != 2 else None
+        ringreduce.monitored_barrier(timeout=20)
+        if work is None:
+            dist.all_reduce(torch.ones(4))
+        else:
+            work.wait()
+
+
+def test_a_monitored_barrier_names_a_dead_rank() -> None:
+    assert run(dead_at_the_barrier, 3)[0] == 1
+
+
+def dead_at_the_barrier(me: Rank) -> int | None:
+    with me.join():
+        if me.rank == 1:
+            dist.destroy_process_group()
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            return None
+        with pytest.raises(PeerLost, match="rank 1") as caught:
+            ringreduce.monitored_barrier(timeout=20)
+        return caught.value.culprit
+
+
+def test_a_monitored_barrier_of_other_ranks_returns_at_once() -> None:
+    run(barrier_of_others, 3)
+
+
+def barrier_of_others(me: Rank) -> None:
+    with me.join():
+        group = dist.new_group([0, 1])
+        ringreduce.monitored_barrier(group)
+        with pytest.raises(InvalidArgument, match="timeout"):
+            ringreduce.monitored_barrier(timeout=-1)
+
+
+# smaller groups
+
+
+def test_a_group_shrinks() -> None:
+    run(shrinking, 4)
+
+
+def shrinking(me: Rank) -> None:
+    with me.join():
+        if me.rank == 1:
+            return  # destroys the group on its way out, as an excluded rank should
+        group = dist.shrink_group([1])
+        assert group.size() == 3 and dist.get_world_size() == 3
+        assert dist.get_rank() == [0, None, 1, 2][me.rank]
+        tensor = torch.full((10,), float(me.rank))
+        dist.all_reduce(tensor)
+        assert tensor.eq(0 + 2 + 3).all()
+
+
+def test_a_group_with_a_rank_that_hangs_shrinks_by_force() -> None:
+    run(shrinking_by_force, 3)
+
+
+def shrinking_by_force(me: Rank) -> None:
+    with me.join():
+        if me.rank == 2:
+            me.meet("shrunk")
+            return
+        work = dist.all_reduce(torch.ones(10), async_op=True)
+        dist.shrink_group([2], shrink_flags=1)
+        with pytest.raises(Aborted):
+            work.wait()
+        tensor = torch.ones(10)
+        dist.all_reduce(tensor)
+        assert tensor.eq(2).all()
+        me.meet("shrunk")
+
+
+def test_a_group_splits() -> None:
+    run(splitting, 4)
+
+
+def splitting(me: Rank) -> None:
+    with me.join():
+        assert backend().supports_splitting
+        ranks = [0, 2] if me.rank % 2 == 0 else [1, 3]
+        for attempt in range(2):
+            group = dist.group.WORLD.split_group(ranks, group_name=f"half{attempt}", group_desc="half")  # type: ignore[union-attr]
+            tensor = torch.full((7,), float(me.rank))
+            group.allreduce(tensor).wait()
+            assert tensor.eq(sum(ranks)).all()
+            group.shutdown()
+
+
+def test_subgroups_and_meshes() -> None:
+    run(subgroups_and_meshes, 4)
+
+
+def subgroups_and_meshes(me: Rank) -> None:
+    with me.join():
+        own, groups = dist.new_subgroups(2)
+        assert len(groups) == 2 and dist.get_backend(own) == "ringreduce"
+        tensor = torch.full((3,), float(me.rank))
+        dist.all_reduce(tensor, group=own)
+        assert tensor.eq(me.rank // 2 * 4 + 1).all()
+
+        mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+        for dimension, expected in (("rows", me.rank % 2 * 2 + 2), ("columns", me.rank // 2 * 4 + 1)):
+            tensor = torch.full((3,), float(me.rank))
+            dist.all_reduce(tensor, group=mesh.get_group(dimension))
+            assert tensor.eq(expected).all()
+
+        objects: list[Any] = [None] * me.size
+        dist.all_gather_object(objects, {"rank": me.rank, "text": "x" * (1000 * me.rank)})
+        assert [o["rank"] for o in objects] == list(range(me.size))
+        mine: list[Any] = [None]
+        dist.scatter_object_list(mine, [f"for {r}" for r in range(me.size)] if me.rank == 3 else None, src=3)
+        assert mine == [f"for {me.rank}"]
+
+
+# works
+
+
+def test_what_a_work_can_be_asked() -> None:
+    run(asked_works, 2)
+
+
+def asked_works(me: Rank) -> None:
+    with me.join():
+        group = backend()
+        before = group._get_sequence_number_for_group()
+        tensor = torch.ones(10)
+        work = dist.all_reduce(tensor, async_op=True)
+        work.wait()
+        assert work.is_completed() and work.is_success() and work.exception() is None
+        assert work.result()[0].data_ptr() == tensor.data_ptr()
+        assert work.get_future().then(lambda f: f.value()[0] * 2).wait().eq(4).all()
+        assert WorkResult(work.get_future_result().wait()) == WorkResult.SUCCESS
+        assert group._get_sequence_number_for_group() == before + 1
+        with pytest.raises(RuntimeError, match="enableCollectivesTiming"):
+            work._get_duration()
+
+        dist.group.WORLD._enable_collectives_timing()  # type: ignore[union-attr]
+        work = dist.all_reduce(tensor, async_op=True)
+        work.wait()
+        assert 0 < work._get_duration() < 60_000
+
+
+def test_a_work_that_fails_says_so_to_whoever_asks() -> None:
+    run(failing_works, 2)
+
+
+def failing_works(me: Rank) -> None:
+    with me.join(timeout=1):
+        work = dist.all_reduce(torch.ones(1), async_op=True) if me.rank == 0 else None
+        me.meet("posted")
+        if work is not None:
+            with pytest.raises(CollectiveTimeout):
+                work.wait()
+            assert work.is_completed() and not work.is_success()
+            assert WorkResult(work.get_future_result().wait()) == WorkResult.TIMEOUT
+            with pytest.raises(Exception, match="all_reduce seq 1"):
+                work.get_future().wait()
+        me.meet("timed out")
+
+
+def test_error_of_a_group() -> None:
+    run(group_errors, 2)
+
+
+def group_errors(me: Rank) -> None:
+    with me.join(timeout=1):
+        group = backend()
+        assert group.get_error() == ErrorType.SUCCESS
+        if me.rank == 0:
+            with pytest.raises(CollectiveTimeout):
+                dist.barrier()
+        me.meet("timed out")
+        assert group.get_error() == ErrorType.TIMEOUT
+
+
+def test_hooks_hear_of_every_work() -> None:
+    run(hooked_works, 2)
+
+
+def hooked_works(me: Rank) -> None:
+    with me.join():
+        heard: list[Any] = []
+        group = dist.group.WORLD
+        group._register_on_completion_hook(heard.append)  # type: ignore[union-attr]
+        for size in (1, 1000, 1_000_000):
+            dist.all_reduce(torch.ones(size), async_op=size > 1)
+        dist.barrier()
+        group._wait_for_pending_works()  # type: ignore[union-attr]
+        heard.sort(key=lambda info: info.seq)  # several threads tell
+        assert [info.op_type.name for info in heard] == ["ALLREDUCE"] * 3 + ["BARRIER"]
+        assert [info.seq for info in heard] == [1, 2, 3, 4]
+        assert all(info.time_finished >= info.time_started for info in heard)
+
+
+def test_options_of_a_group() -> None:
+    run(options_of_groups, 3)
+
+
+def options_of_groups(me: Rank) -> None:
+    with me.join(timeout=17):
+        options = backend().options
+        assert options.backend == "ringreduce" and options._timeout == timedelta(seconds=17)
+        assert list(options.global_ranks_in_group) == [0, 1, 2]
+        group = dist.new_group([0, 2], timeout=timedelta(seconds=5))
+        if me.rank != 1:
+            options = group._get_backend(CPU).options
+            assert list(options.global_ranks_in_group) == [0, 2] and options._timeout == timedelta(seconds=5)
+            assert options.group_name == group.group_name
+
+
+# torch's own debugging mode
+
+
+def test_debug_mode_detail() -> None:
+    run(detail, 3)
+
+
+def detail(me: Rank) -> None:
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    dist.set_debug_level_from_env()
+    with me.join():
+        tensor = torch.full((5,), float(me.rank))
+        dist.all_reduce(tensor)
+        assert tensor.eq(3).all()
+        ringreduce.all_reduce(tensor)
+        assert tensor.eq(9).all()
+        ringreduce.monitored_barrier()
+        gathered = torch.empty(3 * me.size)
+        dist.all_gather_into_tensor(gathered, torch.full((3,), float(me.rank)))
+        group = dist.new_group([0, 1])
+        if me.rank < 2:
+            dist.broadcast(tensor, 0, group=group)
+        with pytest.raises(RuntimeError, match=r"[Mm]ismatch"):
+            dist.all_reduce(torch.ones(3 + me.rank))

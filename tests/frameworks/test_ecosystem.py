@@ -1,0 +1,30 @@
+"""Lightning Fabric, Hugging Face Accelerate and Ray Train, where they are installed: `make ecosystem`."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+from frameworks.launch import python, torchrun
+
+SCRIPT = "tests/frameworks/ecosystem.py"
+
+
+def agree(output: str) -> None:
+    assert "rank 0 agrees" in output and "rank 1 agrees" in output, output
+
+
+@pytest.mark.skipif(not find_spec("lightning_fabric"), reason="Lightning Fabric is not installed: make ecosystem")
+def test_lightning_fabric() -> None:
+    agree(torchrun(SCRIPT, "fabric"))
+
+
+@pytest.mark.skipif(not find_spec("accelerate"), reason="Accelerate is not installed: make ecosystem")
+def test_accelerate() -> None:
+    agree(torchrun(SCRIPT, "accelerate"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not find_spec("ray"), reason="Ray is not installed: make ecosystem")
+def test_ray_train() -> None:
+    agree(python(SCRIPT, "ray"))

@@ -1,0 +1,86 @@
+"""FSDP2, `fully_shard`, on a DeviceMesh of CPUs: against one process; reduced precision bit by bit against Gloo."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from distributed.harness import Rank, run
+from frameworks.common import batch, close, loss_of, network, on_gloo_and_ours, same, sgd, trained_alone, values
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+STEPS = 4
+
+
+def sharded(me: Rank, dtype: torch.dtype | None = None) -> nn.Sequential:
+    """Every layer a group of parameters of its own, gathered before its forward and again before its backward."""
+    mesh, model = init_device_mesh("cpu", (me.size,)), network()
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def train(model: nn.Module, rank: int) -> None:
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, *batch(step, rank)).backward()
+        optimizer.step()
+
+
+def trained(me: Rank) -> None:
+    with me.join():
+        model = sharded(me)
+        train(model, me.rank)
+        parameters = list(model.parameters())
+        assert all(isinstance(p, DTensor) for p in parameters)
+        held = sum(p.to_local().numel() for p in parameters)
+        assert held < sum(p.numel() for p in parameters)
+        close(model, trained_alone(me.size, STEPS))
+
+
+@pytest.mark.parametrize("ranks", (2, 3))  # 3 share no layer evenly
+def test_fully_shard(ranks: int) -> None:
+    run(trained, ranks)
+
+
+def accumulated(me: Rank) -> None:
+    """Two batches before gradients are reduced."""
+    with me.join():
+        model, reference = sharded(me), network()
+        for last in (False, True):
+            model.set_requires_gradient_sync(last)
+            loss_of(model, *batch(last, me.rank)).backward()
+            assert all((p.grad is not None) == last for p in model.parameters())
+            for rank in range(me.size):
+                (loss_of(reference, *batch(last, rank)) / me.size).backward()
+        for model_ in (model, reference):
+            nn.utils.clip_grad_norm_(model_.parameters(), 0.5)  # the norm of sharded gradients is a collective too
+            sgd(model_).step()
+        close(model, reference)
+
+
+def test_accumulation_and_clipping() -> None:
+    run(accumulated, 2)
+
+
+def half_precision(me: Rank) -> Tensor:
+    model = sharded(me, torch.bfloat16)
+    train(model, me.rank)
+    return values(model.parameters())
+
+
+def half_precision_on_both(me: Rank) -> None:
+    gloo, ours = on_gloo_and_ours(me, half_precision)
+    same(ours, gloo)
+    error = (ours - values(trained_alone(me.size, STEPS).parameters())).abs().max()
+    assert 1e-5 < error < 1e-1  # rounded, but trained
+
+
+def test_mixed_precision() -> None:
+    run(half_precision_on_both, 2)  # the sum of two is the same bits in whatever order
