@@ -10,12 +10,13 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 JOBS ?= $(shell nproc)
+SOAK_SECONDS ?= 300
 
 PY := $(VENV)/bin/python
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 export MAX_JOBS ?= $(JOBS)
 
-.PHONY: help build demo test conformance ecosystem lint format stress clean distclean
+.PHONY: help build demo test conformance ecosystem lint format stress soak clean distclean
 
 help:
 	@echo 'make demo      build, train a model on 2 ranks, compare ring, tree, direct and Gloo'
@@ -24,6 +25,7 @@ help:
 	@echo 'make ecosystem Lightning Fabric, Accelerate and Ray Train on this backend; downloads them to .venv-ecosystem'
 	@echo 'make lint      ruff, mypy --strict, clang-format'
 	@echo 'make stress    the engine without torch, under ThreadSanitizer and AddressSanitizer/UBSan'
+	@echo 'make soak      its mixed load for SOAK_SECONDS ($(SOAK_SECONDS)) under each sanitizer'
 	@echo 'make build     set up $(VENV), compile csrc, install in place'
 	@echo 'make format    format Python and C++'
 	@echo 'make clean     remove what was built;  make distclean: $(VENV) too'
@@ -37,7 +39,7 @@ help:
 
 # What pip calls it, then the module to look for; pyproject.toml has the same as extras.
 RUN_TOOLS := 'setuptools>=77:setuptools' ninja numpy rich matplotlib scikit-learn:sklearn
-TEST_TOOLS := pytest pytest-timeout:pytest_timeout hypothesis psutil \
+TEST_TOOLS := pytest pytest-timeout:pytest_timeout hypothesis psutil expecttest \
   mypy 'ruff==0.17:ruff' 'clang-format==23:clang_format'
 
 # Is this Python's torch usable? Prints its version, or on stderr why not.
@@ -153,9 +155,8 @@ ecosystem:
 	.venv-ecosystem/bin/python -m pip install -q --no-build-isolation -e '.[ecosystem]' "torch==$$torch"
 	.venv-ecosystem/bin/python -m pytest tests/frameworks/test_ecosystem.py
 
-# PyTorch's own suite for backends; its test modules need expecttest.
+# PyTorch's own suite for backends.
 conformance: build $(VENV)/.test-tools
-	@$(call install_missing,expecttest)
 	@echo; echo "== PyTorch's DistributedTest, with ringreduce and with Gloo =="
 	@$(PY) tests/conformance/run.py
 
@@ -198,6 +199,13 @@ stress:
 	$(NO_ASLR) build/stress_tsan
 	@echo "== engine under AddressSanitizer and UBSan =="
 	build/stress_asan
+
+soak:
+	@+$(MAKE) --no-print-directory -j$(JOBS) build/stress_tsan build/stress_asan
+	@echo "== mixed load under ThreadSanitizer, $(SOAK_SECONDS) s =="
+	$(NO_ASLR) build/stress_tsan $(SOAK_SECONDS)
+	@echo "== mixed load under AddressSanitizer and UBSan, $(SOAK_SECONDS) s =="
+	build/stress_asan $(SOAK_SECONDS)
 
 # ThreadSanitizer cannot map its memory where the kernel randomizes addresses widely; without, it can.
 NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)

@@ -225,10 +225,7 @@ def _options(kind: Callable[[], Any], async_op: bool, **values: Any) -> Any:
 
 
 def _end(work: dist.Work, async_op: bool) -> dist.Work | None:
-    if async_op:
-        return work
-    work.wait()  # it has ended already, unless calls are being coalesced
-    return None
+    return work if async_op else None  # a synchronous call has ended, or has raised
 
 
 def _tensor(array: Array) -> torch.Tensor:

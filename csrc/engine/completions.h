@@ -7,6 +7,7 @@
 #include <condition_variable>
 #include <deque>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -20,59 +21,72 @@ class Completions {
   // Runs `callback`, which must not throw, in another thread. After stop() it runs in this one.
   void post(std::function<void()> callback) {
     {
-      std::lock_guard lock(mutex_);
-      if (!stopping_) {
-        posted_.push_back(std::move(callback));
-        if (posted_.size() > free_) threads_.emplace_back([this] { drive(); });
+      std::lock_guard lock(shared_->mutex);
+      if (!shared_->stopping) {
+        shared_->posted.push_back(std::move(callback));
+        if (shared_->posted.size() > shared_->free) {
+          threads_.emplace_back([shared = shared_] { shared->drive(); });
+          ++shared_->threads;
+        }
         callback = nullptr;
       }
     }
     if (callback) return callback();
-    came_.notify_one();
+    shared_->came.notify_one();
   }
 
   // Returns when no callback runs or waits. Not to be called by a callback.
   void drain() {
-    std::unique_lock lock(mutex_);
-    rested_.wait(lock, [&] { return posted_.empty() && free_ == threads_.size(); });
+    std::unique_lock lock(shared_->mutex);
+    shared_->rested.wait(lock, [&] { return shared_->posted.empty() && shared_->free == shared_->threads; });
   }
 
-  // Waits for all callbacks posted, and ends the threads.
+  // Waits for all callbacks posted, except one that calls this itself, and ends the threads.
   void stop() {
     std::vector<std::thread> ending;
     {
-      std::lock_guard lock(mutex_);
-      stopping_ = true;
+      std::lock_guard lock(shared_->mutex);
+      shared_->stopping = true;
       ending.swap(threads_);
     }
-    came_.notify_all();
-    for (std::thread& thread : ending) thread.join();
+    shared_->came.notify_all();
+    for (std::thread& thread : ending) {
+      if (thread.get_id() == std::this_thread::get_id())
+        thread.detach();
+      else
+        thread.join();
+    }
   }
 
  private:
-  void drive() {
-    std::unique_lock lock(mutex_);
-    while (true) {
-      ++free_;
-      rested_.notify_all();
-      came_.wait(lock, [&] { return stopping_ || !posted_.empty(); });
-      --free_;
-      if (posted_.empty()) return;
-      std::function<void()> callback = std::move(posted_.front());
-      posted_.pop_front();
-      lock.unlock();
-      callback();
-      callback = nullptr;
-      lock.lock();
+  // What the threads use. A callback may drop the last reference to the group, and so this object, in one of them.
+  struct Shared {
+    void drive() {
+      std::unique_lock lock(mutex);
+      while (true) {
+        ++free;
+        rested.notify_all();
+        came.wait(lock, [&] { return stopping || !posted.empty(); });
+        --free;
+        if (posted.empty()) return;
+        std::function<void()> callback = std::move(posted.front());
+        posted.pop_front();
+        lock.unlock();
+        callback();
+        callback = nullptr;
+        lock.lock();
+      }
     }
-  }
 
-  std::mutex mutex_;
-  std::condition_variable came_, rested_;
-  std::deque<std::function<void()>> posted_;
-  std::size_t free_ = 0;
-  bool stopping_ = false;
-  std::vector<std::thread> threads_;
+    std::mutex mutex;
+    std::condition_variable came, rested;
+    std::deque<std::function<void()>> posted;
+    std::size_t free = 0, threads = 0;
+    bool stopping = false;
+  };
+
+  const std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();
+  std::vector<std::thread> threads_;  // guarded by the mutex too
 };
 
 }  // namespace ringreduce

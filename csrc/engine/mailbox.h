@@ -9,7 +9,8 @@
 // once, drives those that nobody waits for.
 //
 // A message that times out breaks the group, since part of it may be under way. One that meets a receive of another
-// size or dtype does not: it is dropped, and the receive throws mismatch.
+// size or dtype does not: it is dropped, and the receive throws mismatch. A receive from any source ends with peer_lost
+// when all possible sources are gone.
 #pragma once
 
 #include <condition_variable>
@@ -25,6 +26,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/error.h"
 #include "core/types.h"
 #include "transport/segment.h"
 
@@ -47,7 +49,7 @@ struct Message {
   Nanoseconds posted = 0;
   std::size_t moved = 0;  // bytes
   bool done = false;
-  std::exception_ptr error;
+  std::optional<Error> error;
 };
 
 class Mailbox {
@@ -86,7 +88,7 @@ class Mailbox {
   std::shared_ptr<Message> take_receive(int source, std::uint64_t tag);
   bool wanted_from(int source) const;
   void begin(Arrival& arrival, int source);
-  void complete(Message& message, std::exception_ptr error = nullptr);
+  void complete(Message& message, std::optional<Error> error = std::nullopt);
   void check();
   void drive();
 

@@ -14,16 +14,20 @@ namespace {
 
 using namespace ringreduce;
 
-// Throws Error as the exception class of ringreduce.errors that its kind stands for.
+void raise(const Error& error) {
+  const auto type = py::reinterpret_steal<py::object>(error_class(error.kind()));
+  if (!type) throw py::error_already_set();
+  PyErr_SetObject(type.ptr(), type(error.what(), error.culprit()).ptr());
+}
+
+// Lets Python see Error as its class in ringreduce.errors, wherever pybind11 is the way out.
 void translate(std::exception_ptr thrown) {
   try {
     if (thrown) std::rethrow_exception(thrown);
   } catch (const Error& error) {
-    static constexpr const char* kClasses[] = {
-        "", "InvalidArgument", "PeerLost", "CollectiveTimeout", "CollectiveMismatch", "Aborted", "SystemFailure"};
-    const py::object type = py::module_::import("ringreduce.errors").attr(kClasses[static_cast<int>(error.kind())]);
-    const py::object value = type(error.what(), error.culprit());
-    PyErr_SetObject(type.ptr(), value.ptr());
+    raise(error);
+  } catch (const FutureError& failed) {
+    raise(failed.error);
   }
 }
 

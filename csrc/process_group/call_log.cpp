@@ -52,7 +52,10 @@ struct Registry {
   }
 };
 
-std::uint64_t thread_id() { return static_cast<std::uint64_t>(syscall(SYS_gettid)); }
+std::uint64_t thread_id() {
+  static thread_local const auto id = static_cast<std::uint64_t>(syscall(SYS_gettid));
+  return id;
+}
 
 bool is_message(OpType type) { return c10d::isP2POp(type); }
 

@@ -306,53 +306,49 @@ c10::intrusive_ptr<Work> ProcessGroupRing::submit(OpType type, const CallOptions
     inputs.insert(inputs.end(), job.inputs.begin(), job.inputs.end());
     outputs.insert(outputs.end(), job.targets.begin(), job.targets.end());
   }
-  auto shared_jobs = std::make_shared<std::vector<Job>>(std::move(jobs));
   return submit({.type = type, .timeout = timeout_or_default(opts.timeout)}, opts.asyncOp, inputs, std::move(outputs),
-                [this, shared_jobs] {
+                [this, jobs = std::move(jobs)]() mutable {
                   Nanoseconds waited = 0;
-                  for (Job& job : *shared_jobs) waited += run(job);
+                  for (Job& job : jobs) waited += run(job);
                   return waited;
                 });
 }
 
 // Calls `run`, which returns how long it waited for peers, in its turn.
-c10::intrusive_ptr<Work> ProcessGroupRing::submit(const CallLog::Call& call, bool async, const TensorList& inputs,
-                                                  TensorList outputs, std::function<Nanoseconds()> run) {
+template <class Run>
+c10::intrusive_ptr<Work> ProcessGroupRing::submit(CallLog::Call call, bool async, const TensorList& inputs,
+                                                  TensorList outputs, Run run) {
   shared_->throw_if_forked();
-  CallLog::Call numbered = call;
-  numbered.sequence = ++collectives_;
-  auto work = c10::make_intrusive<CallWork>(shared_, getRank(), numbered, inputs, std::move(outputs));
-  struct Outcome {
-    std::exception_ptr error;
+  call.sequence = ++collectives_;
+  struct Task {
+    c10::intrusive_ptr<CallWork> work;
+    Run run;
     Nanoseconds waited = 0;
-  };
-  const auto attempt = [work, run = std::move(run)](Outcome& outcome) {
-    const at::NoGradGuard no_grad;
-    try {
-      work->start();
-      outcome.waited = run();
-    } catch (...) {
-      outcome.error = std::current_exception();
+    std::exception_ptr error;
+
+    void attempt() {
+      const at::NoGradGuard no_grad;
+      try {
+        work->start();
+        waited = run();
+      } catch (...) {
+        error = std::current_exception();
+      }
     }
   };
-  {
-    std::lock_guard lock(coalescing_mutex_);
-    if (coalescing_) {
-      coalescing_->push_back(work);
-      async = true;
-    }
-  }
+  Task task{c10::make_intrusive<CallWork>(shared_, getRank(), call, inputs, std::move(outputs)), std::move(run), 0, {}};
+  const auto work = task.work;
   try {
     if (async) {
-      auto outcome = std::make_shared<Outcome>();
-      running_->queue.post([outcome, attempt] { attempt(*outcome); },
-                           [outcome, work] { work->end(outcome->error, outcome->waited); });
+      const auto posted = std::make_shared<Task>(std::move(task));
+      running_->queue.post([posted] { posted->attempt(); },
+                           [posted] { posted->work->end(posted->error, posted->waited); });
+      coalesce(work);
       return work;
     }
-    Outcome outcome;
-    running_->queue.run([&] { attempt(outcome); });
-    if (outcome.error) std::rethrow_exception(outcome.error);
-    work->end(nullptr, outcome.waited);
+    running_->queue.run([&] { task.attempt(); });
+    if (task.error) std::rethrow_exception(task.error);
+    work->end(nullptr, task.waited);
     return work;
   } catch (...) {
     work->end(std::current_exception());
@@ -559,6 +555,11 @@ void ProcessGroupRing::startCoalescing() {
   coalescing_.emplace();
 }
 
+void ProcessGroupRing::coalesce(c10::intrusive_ptr<Work> work) {
+  std::lock_guard lock(coalescing_mutex_);
+  if (coalescing_) coalescing_->push_back(std::move(work));
+}
+
 c10::intrusive_ptr<Work> ProcessGroupRing::endCoalescing() {
   std::lock_guard lock(coalescing_mutex_);
   if (!coalescing_) invalid("endCoalescing: no startCoalescing before");
@@ -628,8 +629,7 @@ c10::intrusive_ptr<Work> ProcessGroupRing::post(TensorList& tensors, OpType type
     work->end(std::current_exception());
     throw;
   }
-  std::lock_guard lock(coalescing_mutex_);
-  if (coalescing_) coalescing_->push_back(work);
+  coalesce(work);
   return work;
 }
 

@@ -98,7 +98,7 @@ class ProcessGroupRing : public c10d::Backend {
   // Names the ranks that did not come; see engine/monitored_barrier.h.
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override;
 
-  // Between the two, calls start as asynchronous ones; the second returns them as one Work. The first drops what an
+  // The second returns the asynchronous calls that were made since the first as one Work. The first drops what an
   // exception has kept from the second. supportsCoalescing() remains false, as with Gloo: then batch_isend_irecv
   // returns a Work for every message, and the order of sends and receives does not matter in any case.
   void startCoalescing() override;
@@ -138,9 +138,11 @@ class ProcessGroupRing : public c10d::Backend {
   Job job(const Shape& shape, TensorList inputs, TensorList outputs) const;
   template <class CallOptions>
   c10::intrusive_ptr<c10d::Work> submit(c10d::OpType type, const CallOptions& opts, std::vector<Job> jobs);
-  c10::intrusive_ptr<c10d::Work> submit(const CallLog::Call& call, bool async, const TensorList& inputs,
-                                        TensorList outputs, std::function<Nanoseconds()> run);
+  template <class Run>
+  c10::intrusive_ptr<c10d::Work> submit(CallLog::Call call, bool async, const TensorList& inputs, TensorList outputs,
+                                        Run run);
   c10::intrusive_ptr<c10d::Work> post(std::vector<at::Tensor>& tensors, c10d::OpType type, int peer, int tag);
+  void coalesce(c10::intrusive_ptr<c10d::Work> work);
   Nanoseconds run(Job& job);
   Nanoseconds agree_on_blocks(Job& job);
   Nanoseconds sum_sparse(const at::Tensor& tensor, std::chrono::milliseconds timeout);
@@ -154,7 +156,7 @@ class ProcessGroupRing : public c10d::Backend {
   std::atomic<std::uint64_t> collectives_{0}, messages_{0}, regroupings_{0};
   std::atomic<bool> dumped_{false};
   std::mutex barrier_mutex_, coalescing_mutex_;
-  std::optional<std::vector<c10::intrusive_ptr<c10d::Work>>> coalescing_;  // the works begun since startCoalescing
+  std::optional<std::vector<c10::intrusive_ptr<c10d::Work>>> coalescing_;  // since startCoalescing
 };
 
 }  // namespace ringreduce

@@ -18,6 +18,7 @@
 #include "engine/mailbox.h"
 #include "process_group/arguments.h"
 #include "process_group/call_log.h"
+#include "process_group/python_error.h"
 
 namespace ringreduce {
 
@@ -48,7 +49,7 @@ class CallWork : public c10d::Work {
   // The group's log is told of `call` and its tensors; so is the profiler, of the inputs or, for want of any, outputs.
   CallWork(std::shared_ptr<WorkSurroundings> surroundings, int rank, const CallLog::Call& call,
            const TensorList& inputs, TensorList outputs)
-      : Work(rank, call.type, profiling_title(call.type),
+      : Work(rank, call.type, at::hasCallbacks() ? profiling_title(call.type) : nullptr,
              at::hasCallbacks() ? std::optional(inputs.empty() ? outputs : inputs) : std::nullopt),
         surroundings_(std::move(surroundings)),
         sequence_(call.sequence),
@@ -115,8 +116,9 @@ class CallWork : public c10d::Work {
           auto result = c10d::WorkResult::SUCCESS;
           try {
             if (future.hasError()) std::rethrow_exception(future.exception_ptr());
-          } catch (const Error& error) {
-            result = error.kind() == ErrorKind::timeout ? c10d::WorkResult::TIMEOUT : c10d::WorkResult::COMM_ERROR;
+          } catch (const FutureError& failed) {
+            result =
+                failed.error.kind() == ErrorKind::timeout ? c10d::WorkResult::TIMEOUT : c10d::WorkResult::COMM_ERROR;
           } catch (...) {
             result = c10d::WorkResult::UNKNOWN;
           }
@@ -135,7 +137,7 @@ class CallWork : public c10d::Work {
  private:
   void settle(c10::ivalue::Future& future, const std::exception_ptr& error) {
     if (error)
-      future.setError(error);
+      future.setError(for_future(error));
     else
       future.markCompleted(at::IValue(outputs_));
   }

@@ -58,11 +58,16 @@ void run_scripted(Rank& rank, std::uint64_t seed, std::uint64_t number);
 // An all_reduce of `count` int64 elements by plan 0.
 void run_all_reduce(Rank& rank, std::size_t count, Nanoseconds timeout);
 
+// Messages to and from every other rank, posted and waited for in an order of this rank's own. A group's rounds have
+// numbers of their own.
+void exchange_messages(Rank& rank, int round);
+
 // The scenarios. Each prints a line.
 void stress_malformed_plans();
 void stress_collectives();
 void stress_queue();
 void stress_faults();
 void stress_messages();
+void stress_mixed(int seconds);
 
 }  // namespace ringreduce::stress

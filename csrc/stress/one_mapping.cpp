@@ -15,58 +15,79 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <map>
-#include <mutex>
+#define UNSEEN __attribute__((no_sanitize("thread")))
+
+// The sanitizer's own, which forget what was seen at these addresses before.
+extern "C" void* __interceptor_mmap(void* address, size_t length, int protection, int flags, int fd, off_t offset);
+extern "C" int __interceptor_munmap(void* start, size_t length);
 
 namespace {
 
+// The sanitizer itself calls the functions below, also in the midst of a report, so nothing here may be one of its
+// events: no instrumented code, no lock that it knows.
 struct Mapping {
+  void* start;
   ino_t file;
-  int users;
+  int users;  // 0: this entry is free
 };
-std::mutex mutex;
-std::map<void*, Mapping> mappings;
-int mapping_count = 0;  // of `mappings`; atomic
+Mapping mappings[256];
+bool locked = false;
 
-void* map_once(void* address, size_t length, int protection, int flags, int fd, off_t offset) {
+UNSEEN void lock() {
+  while (__atomic_exchange_n(&locked, true, __ATOMIC_ACQUIRE)) syscall(SYS_sched_yield);
+}
+UNSEEN void unlock() { __atomic_store_n(&locked, false, __ATOMIC_RELEASE); }
+
+UNSEEN void* map_once(void* address, size_t length, int protection, int flags, int fd, off_t offset) {
   struct stat file;
-  if (fstat(fd, &file) != 0) return MAP_FAILED;
-  const std::lock_guard lock(mutex);
-  for (auto& [start, mapping] : mappings)
-    if (mapping.file == file.st_ino) {
+  if (syscall(SYS_fstat, fd, &file) != 0) return MAP_FAILED;
+  void* start = MAP_FAILED;
+  Mapping* free_entry = nullptr;
+  lock();
+  for (Mapping& mapping : mappings) {
+    if (mapping.users == 0) {
+      free_entry = &mapping;
+    } else if (mapping.file == file.st_ino) {
       ++mapping.users;
-      return start;
+      start = mapping.start;
+      break;
     }
-  void* const start = reinterpret_cast<void*>(syscall(SYS_mmap, address, length, protection, flags, fd, offset));
-  if (start == MAP_FAILED) return start;
-  mappings[start] = {file.st_ino, 1};
-  __atomic_add_fetch(&mapping_count, 1, __ATOMIC_SEQ_CST);
+  }
+  if (start == MAP_FAILED && free_entry != nullptr) {
+    start = __interceptor_mmap(address, length, protection, flags, fd, offset);
+    if (start != MAP_FAILED) {
+      free_entry->start = start;
+      free_entry->file = file.st_ino;
+      free_entry->users = 1;
+    }
+  }
+  unlock();
   return start;
 }
 
-// Whether it is still in use.
-bool release(void* start) {
-  const std::lock_guard lock(mutex);
-  const auto found = mappings.find(start);
-  if (found == mappings.end()) return false;
-  if (--found->second.users > 0) return true;
-  mappings.erase(found);
-  __atomic_sub_fetch(&mapping_count, 1, __ATOMIC_SEQ_CST);
-  return false;
+// Whether it is one of ours; the last user unmaps it.
+UNSEEN bool release(void* start, size_t length) {
+  bool found = false;
+  lock();
+  for (Mapping& mapping : mappings) {
+    if (mapping.users == 0 || mapping.start != start) continue;
+    found = true;
+    if (--mapping.users == 0) __interceptor_munmap(start, length);
+  }
+  unlock();
+  return found;
 }
 
 }  // namespace
 
-// Both take the place of the C library's. They are called before the sanitizer is ready too, and then, with nothing
-// shared, do without it.
-extern "C" __attribute__((no_sanitize("thread"))) void* mmap(void* address, size_t length, int protection, int flags,
-                                                             int fd, off_t offset) noexcept {
+// Both take the place of the C library's. They are called before the sanitizer is ready too.
+extern "C" UNSEEN void* mmap(void* address, size_t length, int protection, int flags, int fd, off_t offset) noexcept {
   if ((flags & MAP_SHARED) != 0 && fd >= 0) return map_once(address, length, protection, flags, fd, offset);
   return reinterpret_cast<void*>(syscall(SYS_mmap, address, length, protection, flags, fd, offset));
 }
 
-extern "C" __attribute__((no_sanitize("thread"))) int munmap(void* start, size_t length) noexcept {
-  if (__atomic_load_n(&mapping_count, __ATOMIC_SEQ_CST) > 0 && release(start)) return 0;
+extern "C" UNSEEN int munmap(void* start, size_t length) noexcept {
+  if (release(start, length)) return 0;
   return static_cast<int>(syscall(SYS_munmap, start, length));
 }
 #endif

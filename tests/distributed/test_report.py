@@ -204,15 +204,14 @@ def counted(me: Rank) -> None:
 def test_debug_lines(capfd: Any, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
-        "import torch, torch.distributed as dist\n"
+        "import ringreduce, torch, torch.distributed as dist\n"
         "dist.init_process_group('ringreduce', store=dist.HashStore(), rank=0, world_size=1)\n"
         "dist.all_reduce(torch.ones(3))\n"
     )
 
     def output(**environment: str) -> str:
-        done = subprocess.run(
-            [sys.executable, program], env=os.environ | environment, capture_output=True, text=True, check=True
-        )
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment
+        done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, check=True)
         return done.stdout + done.stderr
 
     assert "ringreduce" not in output()

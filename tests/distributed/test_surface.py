@@ -79,11 +79,14 @@ def coalesced_collectives(me: Rank, asynchronous: bool) -> None:
         gathered = [torch.empty(4) for _ in range(me.size)]
         total, whole = torch.full((3,), 1.0 + me.rank), torch.empty(me.size * 2)
         with dist._coalescing_manager(device=CPU, async_ops=asynchronous) as manager:
-            dist.all_gather(gathered, torch.full((4,), float(me.rank)))
-            dist.broadcast(total, 1)
-            dist.all_to_all_single(whole, torch.full((me.size * 2,), float(me.rank)))
+            works = [
+                dist.all_gather(gathered, torch.full((4,), float(me.rank)), async_op=asynchronous),
+                dist.broadcast(total, 1, async_op=asynchronous),
+                dist.all_to_all_single(whole, torch.full((me.size * 2,), float(me.rank)), async_op=asynchronous),
+            ]
         if asynchronous:
             manager.wait()
+            assert all(work.is_completed() for work in works)
             (work,) = manager.works
             assert len(work.result()) == me.size + 2
             assert len(work.get_future().wait()) == me.size + 2

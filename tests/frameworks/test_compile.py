@@ -88,6 +88,7 @@ def inductor(me: Rank, cache: Path) -> None:
     """The ranks share the cache, so that one compiles for all."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
     torch._inductor.config.compile_threads = 1
+    torch._inductor.config.cpp.vec_isa_ok = True  # or it compiles a program for each instruction set to find out
     torch._inductor.config.cpp_cache_precompile_headers = False
     with me.join(timeout=COMPILATION):
         function = torch.compile(fused, backend="inductor", fullgraph=True)
