@@ -21,7 +21,7 @@ export MAX_JOBS ?= $(JOBS)
 help:
 	@echo 'make demo      build, train a model on 2 ranks, compare ring, tree, direct and Gloo'
 	@echo 'make test      build, then the unit tests and the process tests'
-	@echo 'make conformance  build, then the suite PyTorch has for its backends, with Gloo beside it (9 minutes)'
+	@echo 'make conformance  build, then the suite PyTorch has for its backends, with Gloo beside it'
 	@echo 'make ecosystem Lightning Fabric, Accelerate and Ray Train on this backend; downloads them to .venv-ecosystem'
 	@echo 'make lint      ruff, mypy --strict, clang-format'
 	@echo 'make stress    the engine without torch, under ThreadSanitizer and AddressSanitizer/UBSan'

@@ -208,8 +208,8 @@ def main() -> int:
 
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "results.json").write_text(json.dumps([dataclasses.asdict(r) for r in results], indent=1))
-    for r in results:
-        if r.outcome in ("failed", "hung"):
+    for r in results:  # what Gloo fails is in the logs
+        if r.backend == "ringreduce" and r.outcome in ("failed", "hung"):
             print(f"\n==== {r.outcome}: {r.test}, {r.backend} x{r.size}\n{CPP_FRAME.sub('', r.detail)}")
     print(f"\n{table(results, times)}\n")
     missed = unmatched(results)
