@@ -183,6 +183,23 @@ def recv(tensor: Array, src: int | None = None, tag: int = 0, group: dist.Proces
     return work._source_rank() if src is None else src
 
 
+def empty(
+    *size: int, dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """A tensor in memory that the group's other ranks can read, for collectives without copies between ranks.
+
+    What a rank sends from such a tensor, and does not write over in the same call, is read where it is; everything else
+    works as with any tensor. Each rank decides for itself. The memory is taken as it is first written, up to
+    `Options.arena_bytes`, and given back with the tensor, which may outlive the group. Raises `SystemFailure` if no
+    room is left, `InvalidArgument` for negative sizes.
+    """
+    shape = torch.Size(size)
+    if any(n < 0 for n in shape):
+        raise InvalidArgument(f"size is {tuple(shape)}; it must not be negative")
+    dtype = dtype or torch.get_default_dtype()
+    return _backend(group).allocate_tensor(shape.numel(), dtype=dtype, device=torch.device("cpu")).view(shape)
+
+
 def register_plan(plan: plans.Plan, group: dist.ProcessGroup | None = None, most_bytes: int | None = None) -> None:
     """Makes `plan` serve the group's calls of its collective up to `most_bytes` of a block (None: all above others).
 

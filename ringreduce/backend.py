@@ -72,11 +72,10 @@ def _make(
             lowered, digest = lowered_plan(collective, algorithm, size)
             group.add_plan(collective, lowered, digest, ANY_SIZE if end is None else end - 1)
     log.info(
-        "[rank %d] made a group of ranks %s in %.3f s, %d MB of shared memory a rank: %s",
+        "[rank %d] made a group of ranks %s in %.3f s: %s",
         global_ranks[rank],
         global_ranks,
         time.monotonic() - began,
-        geometry.segment_bytes() // size // 2**20,
         options,
     )
     return group
@@ -112,7 +111,9 @@ def geometry_for(size: int, options: Options) -> _C.Geometry:
     depth = plan.slot_depth(size)
     mailbox_depth = 4
     channels, channel_bytes, mailbox_bytes = options.channels, options.channel_bytes, options.mailbox_bytes
+    arena_bytes = options.arena_bytes
     assert channels is not None and channel_bytes is not None and mailbox_bytes is not None  # resolved
+    assert arena_bytes is not None
     return _C.Geometry(
         ranks=size,
         channels=channels,
@@ -120,6 +121,7 @@ def geometry_for(size: int, options: Options) -> _C.Geometry:
         slot_bytes=max(channel_bytes // depth // 4096 * 4096, 4096),
         mailbox_depth=mailbox_depth,
         mailbox_slot_bytes=min(max(mailbox_bytes // (size * mailbox_depth) // 4096 * 4096, 4096), 256 * 1024),
+        arena_bytes=arena_bytes // 4096 * 4096,
     )
 
 

@@ -41,6 +41,7 @@ class Options:
     channels: int | None = _knob(None, int, "channels, the rings or trees that one plan may have")
     channel_bytes: int | None = _knob(None, parse_bytes, "shared memory for one channel's slots, per rank")
     mailbox_bytes: int | None = _knob(None, parse_bytes, "shared memory for point-to-point messages, per rank")
+    arena_bytes: int | None = _knob(None, parse_bytes, "address space per rank for `ringreduce.empty`; 0: none")
     spins: int | None = _knob(None, int, "looks before a waiting rank yields its core (default: by ranks per core)")
     slices: int | None = _knob(None, int, "slices that a chunk is cut in, if they are not too small or too large")
     least_slice_bytes: int | None = _knob(None, parse_bytes, "a slice is not made smaller than this")
@@ -57,6 +58,7 @@ DEFAULTS: Mapping[str, Any] = {
     "channels": 3,
     "channel_bytes": 4 * 1024**2,
     "mailbox_bytes": 2 * 1024**2,
+    "arena_bytes": 16 * 1024**3,
     "spins": 0,
     "slices": 4,
     "least_slice_bytes": 16 * 1024,
@@ -69,6 +71,7 @@ LIMITS = {
     "channels": (1, 64),
     "channel_bytes": (64 * 1024, 1024**3),
     "mailbox_bytes": (64 * 1024, 1024**3),
+    "arena_bytes": (0, 1024**4),
     "spins": (0, 1_000_000),
     "slices": (1, 1024),
     "least_slice_bytes": (64, 1024**3),

@@ -19,6 +19,8 @@ class CallStats:
     """Of the larger side of each call, inputs or outputs."""
     waited: float
     """Seconds without anything to do, for want of other ranks. Waits of a few microseconds are not counted."""
+    lent: int
+    """Bytes that other ranks read in place, from tensors made by `empty`."""
 
 
 def stats() -> dict[str, dict[str, CallStats]]:

@@ -18,6 +18,11 @@ struct Range {
   constexpr std::size_t size() const { return end - begin; }
 };
 
+// Whether [a, a + a_bytes) and [b, b + b_bytes) have a byte in common.
+inline bool overlap(const std::byte* a, std::size_t a_bytes, const std::byte* b, std::size_t b_bytes) {
+  return a_bytes > 0 && b_bytes > 0 && a < b + b_bytes && b < a + a_bytes;
+}
+
 inline constexpr std::size_t kCacheLine = 64;
 
 constexpr std::size_t ceil_div(std::size_t a, std::size_t b) { return (a + b - 1) / b; }

@@ -68,7 +68,7 @@ void Engine::check_reduction(const Call& call) {
                                                  std::string(name(call.dtype)));
 }
 
-Nanoseconds Engine::run(const Call& call, const Buffers& buffers) {
+Tally Engine::run(const Call& call, const Buffers& buffers) {
   segment_->throw_if_aborted();
   check_reduction(call);
   if (call.root < 0 || call.root >= segment_->size())
@@ -90,6 +90,7 @@ Nanoseconds Engine::run(const Call& call, const Buffers& buffers) {
   const std::size_t slice = std::min(std::max(share, options_.least_slice_bytes) / kCacheLine * kCacheLine, slot);
 
   Waiting waiting(*segment_, options_.spins);
+  std::uint64_t lent = 0;
   try {
     Execution execution(*segment_, program, call, buffers, channels_, id, slice);
     const auto look = [&](Nanoseconds waited) {
@@ -106,9 +107,9 @@ Nanoseconds Engine::run(const Call& call, const Buffers& buffers) {
         else
           waiting.idle(look);
       }
-      // Without this a root could be gone before anybody finds out that it called something else (see
-      // docs/architecture.md).
-      if (has_root(call.operation))
+      // What was lent must not change before it is read. And a root could be gone before anybody finds out that it
+      // called something else (see docs/architecture.md).
+      if (execution.lent() > 0 || has_root(call.operation))
         while (!execution.all_read()) waiting.idle(look);
       waiting.moved();
     } catch (const Error& error) {
@@ -116,6 +117,7 @@ Nanoseconds Engine::run(const Call& call, const Buffers& buffers) {
       throw;
     }
     execution.finish();
+    lent = execution.lent();
   } catch (const Error& error) {
     segment_->abort(error);
     segment_->throw_if_aborted();  // the group's first error, which need not be this one
@@ -125,7 +127,7 @@ Nanoseconds Engine::run(const Call& call, const Buffers& buffers) {
     throw;
   }
   own.completed.store(seq, std::memory_order_release);
-  return waiting.waited();
+  return {waiting.waited(), lent};
 }
 
 void Engine::abort(const std::string& reason) { segment_->abort(Error(ErrorKind::aborted, reason)); }

@@ -18,6 +18,18 @@
 
 namespace ringreduce {
 
+// What a call took, apart from its work.
+struct Tally {
+  Nanoseconds waited = 0;  // see Waiting::waited
+  std::uint64_t lent = 0;  // bytes that peers read where they were, instead of a copy
+
+  Tally& operator+=(const Tally& other) {
+    waited += other.waited;
+    lent += other.lent;
+    return *this;
+  }
+};
+
 class Engine {
  public:
   // `spins`: how often a waiting rank looks before it yields its core. `slices`: into how many slices a chunk is cut,
@@ -41,8 +53,8 @@ class Engine {
   // Throws invalid_argument, naming both, if the call's reduction is not defined for its dtype.
   static void check_reduction(const Call& call);
 
-  // Runs the call to its end in the calling thread; returns how long it waited (Waiting::waited). Throws Error.
-  Nanoseconds run(const Call& call, const Buffers& buffers);
+  // Runs the call to its end in the calling thread. Throws Error.
+  Tally run(const Call& call, const Buffers& buffers);
 
   // Ends all calls of all ranks, now and later, with ErrorKind::aborted and `reason`.
   void abort(const std::string& reason);

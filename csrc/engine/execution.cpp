@@ -37,6 +37,26 @@ Execution::Execution(const Segment& segment, const Program& program, const Call&
     // At least one round, so that ranks meet (and compare their calls) even over nothing.
     progress_[c].rounds = std::max<std::size_t>(1, ceil_div(chunk, slice_size_));
   }
+  const Tensors &in = buffers.input, &out = buffers.output;
+  in_place_ = in.data.size() == 1 && out.data.size() == 1 && in.data[0] == out.data[0];
+  inputs_stay_ = segment.geometry().arena_bytes > 0 && !in_place_;
+  for (std::size_t i = 0; inputs_stay_ && i < in.data.size(); ++i)
+    for (std::size_t o = 0; inputs_stay_ && o < out.data.size(); ++o)
+      inputs_stay_ = !overlap(in.data[i], in.count[i] * element_, out.data[o], out.count[o] * element_);
+}
+
+// Where the value of a step can be read by others until the call ends, or null. `output` is written already.
+const std::byte* Execution::to_lend(const Step& step, const std::byte* local, const std::byte* output,
+                                    std::size_t bytes) const {
+  if (output != nullptr) return !step.rewritten && segment_.in_arena(output, bytes) ? output : nullptr;
+  if (local == nullptr || !step.recv.empty() || scales(step)) return nullptr;
+  const bool stays = step.read == Read::input && !in_place_ ? inputs_stay_ : !step.rewritten;
+  return stays && segment_.in_arena(local, bytes) ? local : nullptr;
+}
+
+// Whether the local operand of a step is to be multiplied by the call's factor first.
+bool Execution::scales(const Step& step) const {
+  return reduces(call_.operation) && call_.reduce_op == ReduceOp::premul_sum && step.read == Read::input;
 }
 
 bool Execution::advance() {
@@ -112,8 +132,11 @@ bool Execution::try_step(std::size_t channel, std::size_t round, const Step& ste
     if (slot.stamp.load(std::memory_order_seq_cst) != seq + 1) return blocked(source.peer);
     if (slot.fingerprint != fingerprint_)
       throw Error(ErrorKind::mismatch, segment_.describe(source.peer) + " sent data of another call", source.peer);
-    bytes = slot.bytes;
-    operands_.push_back(slot.payload());
+    bytes = std::min<std::size_t>(slot.bytes, segment_.geometry().slot_bytes);  // never trust a peer's numbers
+    const std::uint64_t arena_bytes = segment_.geometry().arena_bytes;
+    if (slot.lent > arena_bytes || (slot.lent > 0 && arena_bytes - (slot.lent - 1) < bytes))
+      throw Error(ErrorKind::mismatch, segment_.describe(source.peer) + " lent what is not its", source.peer);
+    operands_.push_back(slot.lent > 0 ? segment_.arena(source.peer) + (slot.lent - 1) : slot.payload());
   }
   SlotHeader* outgoing = nullptr;
   std::uint64_t outgoing_seq = 0;
@@ -139,17 +162,20 @@ bool Execution::try_step(std::size_t channel, std::size_t round, const Step& ste
     output = buffers_.output.data[position] + range.begin * element_;
     bytes = range.size() * element_;
   }
-  bytes = std::min<std::size_t>(bytes, segment_.geometry().slot_bytes);  // never trust a peer's number
   for (const Source& source : step.recv)
     if (segment_.slot(source.peer, c, seq_of(source.peer, source.send_index)).bytes != bytes)
       throw Error(ErrorKind::mismatch, segment_.describe(source.peer) + " sent a slice of another size", source.peer);
 
   // 3. Compute, publish, acknowledge.
   if (local != nullptr) operands_.insert(operands_.begin() + step.local_position, local);
-  if (bytes > 0) compute(step, bytes, local, output, outgoing != nullptr ? outgoing->payload() : nullptr);
+  const std::byte* lent = outgoing == nullptr || bytes == 0 ? nullptr : to_lend(step, local, output, bytes);
+  std::byte* slot = outgoing == nullptr || lent != nullptr ? nullptr : outgoing->payload();
+  if (bytes > 0 && (output != nullptr || slot != nullptr)) compute(step, bytes, local, output, slot);
   if (outgoing != nullptr) {
     outgoing->fingerprint = fingerprint_;
     outgoing->bytes = bytes;
+    outgoing->lent = lent == nullptr ? 0 : static_cast<std::uint64_t>(lent - segment_.arena(own)) + 1;
+    lent_ += lent == nullptr ? 0 : bytes;
     state.readers[outgoing_seq & (segment_.geometry().depth - 1)] = step.send;
     outgoing->stamp.store(outgoing_seq + 1, std::memory_order_seq_cst);  // releases the payload
     for (int peer : step.send) segment_.notify(peer);
@@ -165,8 +191,7 @@ bool Execution::try_step(std::size_t channel, std::size_t round, const Step& ste
 // value = operands combined in order (operands_, the local one among them) -> `output` and/or `slot`, where not null.
 void Execution::compute(const Step& step, std::size_t bytes, const std::byte* local, std::byte* output,
                         std::byte* slot) {
-  const bool scaled = local != nullptr && reduces(call_.operation) && call_.reduce_op == ReduceOp::premul_sum &&
-                      step.read == Read::input;
+  const bool scaled = scales(step);
   const double divisor =
       step.completes && call_.reduce_op == ReduceOp::avg ? static_cast<double>(segment_.size()) : 1.0;
   std::byte* first = output != nullptr ? output : slot;

@@ -6,6 +6,9 @@
 // plans know nothing of it. A later round never takes a slot that an earlier one needs: slots are numbered, not
 // allocated, and `seq` may be written only when `seq - depth` has been read. Hence the oldest round can always do what
 // it could do alone, and a plan whose single round ends (ringreduce.plan.verify) ends however many rounds it has.
+//
+// What a step sends is copied to a slot, unless it lies, to stay, in this rank's arena: then it is *lent*, and read
+// where it is. It stays if no later step of the call writes it, and if the call does not end before it has been read.
 #pragma once
 
 #include <array>
@@ -49,8 +52,10 @@ class Execution {
   bool advance();
   bool done() const { return done_; }
 
-  // After done(): whether every slot that this rank sent has been read.
+  // After done(): whether every slot that this rank sent has been read. Must become true before the call may end if
+  // anything was lent.
   bool all_read();
+  std::uint64_t lent() const { return lent_; }  // bytes
 
   // After done(): moves the outboxes' tails past this call. To be called once, when no more is asked of this object.
   void finish();
@@ -70,6 +75,8 @@ class Execution {
 
   bool try_step(std::size_t channel, std::size_t round, const Step& step);
   int slow_reader(std::size_t channel, std::uint64_t seq) const;
+  const std::byte* to_lend(const Step& step, const std::byte* local, const std::byte* output, std::size_t bytes) const;
+  bool scales(const Step& step) const;
   void compute(const Step& step, std::size_t bytes, const std::byte* local, std::byte* output, std::byte* slot);
   Range slice_of(std::size_t channel, const Step& step, std::size_t count, std::size_t round) const;
 
@@ -83,6 +90,9 @@ class Execution {
   const std::size_t slice_size_;  // elements
   std::vector<Progress> progress_;
   std::vector<const void*> operands_;
+  bool in_place_ = false;     // the one input is the one output
+  bool inputs_stay_ = false;  // no output lies over an input
+  std::uint64_t lent_ = 0;
   bool done_ = false;
   int blocked_on_ = -1;
   std::size_t blocked_channel_ = 0, blocked_round_ = 0, blocked_step_ = 0;

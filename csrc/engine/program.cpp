@@ -1,5 +1,6 @@
 #include "engine/program.h"
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -131,6 +132,14 @@ Program bind(Operation operation, std::span<const std::int32_t> lowered, std::ui
     }
   }
   if (!in.at_end()) malformed("it goes on after its end");
+
+  for (ChannelProgram& channel : program.channels)
+    for (auto step = channel.steps.begin(); step != channel.steps.end(); ++step) {
+      const int position = step->write_position >= 0 ? step->write_position : step->read_position;
+      step->rewritten = std::any_of(step + 1, channel.steps.end(), [&](const Step& later) {
+        return later.write_position == position && later.chunk == step->chunk;
+      });
+    }
 
   std::size_t i = 0;
   for (ChannelProgram& channel : program.channels)

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/error.h"
+#include "core/partition.h"
 #include "core/types.h"
 #include "engine/call.h"
 
@@ -45,11 +46,6 @@ std::vector<std::size_t> split_blocks(const at::Tensor& tensor, const std::vecto
 
 // Fills in the size of a call whose blocks this rank knows all of.
 void size_from(Call& call, const std::vector<std::size_t>& counts);
-
-// Whether [a, a + a_bytes) and [b, b + b_bytes) have a byte in common.
-inline bool overlap(const std::byte* a, std::size_t a_bytes, const std::byte* b, std::size_t b_bytes) {
-  return a_bytes > 0 && b_bytes > 0 && a < b + b_bytes && b < a + a_bytes;
-}
 
 // Whether a tensor's memory is its elements one after the other; and a copy of which that is true, if it is not.
 inline bool is_plain(const at::Tensor& t) { return t.is_contiguous() && !t.is_conj() && !t.is_neg(); }

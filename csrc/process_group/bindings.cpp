@@ -52,11 +52,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   py::class_<Geometry>(m, "Geometry")
       .def(py::init([](std::uint32_t ranks, std::uint32_t channels, std::uint32_t depth, std::uint32_t slot_bytes,
-                       std::uint32_t mailbox_depth, std::uint32_t mailbox_slot_bytes) {
-             return Geometry{ranks, channels, depth, slot_bytes, mailbox_depth, mailbox_slot_bytes};
+                       std::uint32_t mailbox_depth, std::uint32_t mailbox_slot_bytes, std::uint64_t arena_bytes) {
+             return Geometry{ranks, channels, depth, slot_bytes, mailbox_depth, mailbox_slot_bytes, arena_bytes};
            }),
            py::kw_only(), py::arg("ranks"), py::arg("channels"), py::arg("depth"), py::arg("slot_bytes"),
-           py::arg("mailbox_depth"), py::arg("mailbox_slot_bytes"))
+           py::arg("mailbox_depth"), py::arg("mailbox_slot_bytes"), py::arg("arena_bytes") = 0)
       .def("segment_bytes", &Geometry::segment_bytes);
 
   using Group = ProcessGroupRing;
@@ -93,7 +93,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     for (const auto& [group, statistics] : CallLog::all_statistics()) {
       py::dict calls;
       for (const auto& [call, c] : statistics)
-        calls[py::str(call)] = py::make_tuple(c.calls, c.failed, c.bytes, seconds(c.waited));
+        calls[py::str(call)] = py::make_tuple(c.calls, c.failed, c.bytes, seconds(c.tally.waited), c.tally.lent);
       groups[py::str(group)] = calls;
     }
     return groups;

@@ -160,13 +160,13 @@ void CallLog::start(std::uint64_t id) {
   if (Entry* entry = find(id)) entry->started = c10::getTime();
 }
 
-void CallLog::end(std::uint64_t id, OpType type, bool succeeded, Nanoseconds waited) {
+void CallLog::end(std::uint64_t id, OpType type, bool succeeded, const Tally& tally) {
   std::int64_t took = 0;
   {
     std::lock_guard lock(mutex_);
     Counters& counters = counters_[static_cast<std::size_t>(type) % kTypes];
     counters.failed += succeeded ? 0 : 1;
-    counters.waited += waited;
+    counters.tally += tally;
     if (Entry* entry = find(id)) {
       entry->ended = c10::getTime();
       entry->succeeded = succeeded;
@@ -177,7 +177,7 @@ void CallLog::end(std::uint64_t id, OpType type, bool succeeded, Nanoseconds wai
   const Group group = group_();
   std::fprintf(stderr, "[ringreduce rank %d of %s] %s #%llu %s after %.3f ms, %.3f ms of it waiting\n", group.rank,
                group.name.c_str(), name_of(type), static_cast<unsigned long long>(id), succeeded ? "done" : "failed",
-               static_cast<double>(took) / kMillisecond, static_cast<double>(waited) / kMillisecond);
+               static_cast<double>(took) / kMillisecond, static_cast<double>(tally.waited) / kMillisecond);
 }
 
 CallLog::Statistics CallLog::statistics() const {
@@ -190,7 +190,7 @@ CallLog::Statistics CallLog::statistics() const {
     sum.calls += counters.calls;
     sum.failed += counters.failed;
     sum.bytes += counters.bytes;
-    sum.waited += counters.waited;
+    sum.tally += counters.tally;
   }
   return statistics;
 }

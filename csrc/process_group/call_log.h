@@ -18,8 +18,8 @@
 #include <utility>
 #include <vector>
 
-#include "core/clock.h"
 #include "core/fork.h"
+#include "engine/engine.h"
 
 namespace ringreduce {
 
@@ -56,12 +56,12 @@ class CallLog {
   // Each call is begun when it is made, started when its turn comes, and ended. Thread-safe. `begin` returns its id.
   std::uint64_t begin(const Call& call, const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& outputs);
   void start(std::uint64_t id);
-  void end(std::uint64_t id, c10d::OpType type, bool succeeded, Nanoseconds waited);
+  void end(std::uint64_t id, c10d::OpType type, bool succeeded, const Tally& tally);
 
   struct Counters {
     std::uint64_t calls = 0, failed = 0;
     std::uint64_t bytes = 0;  // of the larger side, inputs or outputs
-    Nanoseconds waited = 0;   // for other ranks
+    Tally tally;
   };
   using Statistics = std::map<std::string, Counters>;  // by name_of()
   Statistics statistics() const;

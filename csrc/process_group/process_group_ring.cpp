@@ -1,15 +1,18 @@
 #include "process_group/process_group_ring.h"
 
 #include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
 #include <Python.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <cstring>
 #include <numeric>
 #include <utility>
 
 #include "engine/monitored_barrier.h"
 #include "engine/queue.h"
+#include "transport/arena.h"
 
 namespace ringreduce {
 
@@ -76,6 +79,31 @@ std::vector<T> list_of(T&& only) {
   return list;
 }
 
+// Hands out pieces of an arena as torch's allocators do.
+class ArenaAllocator : public c10::Allocator {
+ public:
+  explicit ArenaAllocator(std::shared_ptr<Arena> arena) : arena_(std::move(arena)) {}
+
+  c10::DataPtr allocate(std::size_t bytes) override {
+    auto piece = std::make_unique<Piece>(Piece{arena_, arena_->allocate(bytes)});
+    std::byte* data = piece->data;
+    return {data, piece.release(), &release, at::kCPU};
+  }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override { std::memcpy(to, from, bytes); }
+
+ private:
+  struct Piece {
+    std::shared_ptr<Arena> arena;
+    std::byte* data;
+  };
+  static void release(void* context) {
+    const std::unique_ptr<Piece> piece(static_cast<Piece*>(context));
+    piece->arena->release(piece->data);
+  }
+
+  const std::shared_ptr<Arena> arena_;
+};
+
 void check_pairs(const char* what, const TensorList& outputs, const TensorList& inputs) {
   if (outputs.size() != inputs.size()) invalid(what, ": ", outputs.size(), " outputs for ", inputs.size(), " inputs");
 }
@@ -86,6 +114,7 @@ ProcessGroupRing::ProcessGroupRing(std::shared_ptr<const Segment> segment, Setti
     : Backend(segment->rank(), segment->size()),
       settings_(std::move(settings)),
       shared_(std::make_shared<WorkSurroundings>()),
+      allocator_(std::make_shared<ArenaAllocator>(std::make_shared<Arena>(segment))),
       timeout_(settings_.timeout) {
   shared_->segment = segment;
   shared_->mailbox = std::make_shared<Mailbox>(segment, settings_.engine.spins);
@@ -117,6 +146,7 @@ void ProcessGroupRing::shutdown() {
   running_->queue.stop();
   shared_->mailbox->stop(Error(ErrorKind::aborted, "the group was destroyed before the message was done"));
   shared_->completions.stop();
+  shared_->segment->leave();
   if (saved != nullptr) PyEval_RestoreThread(saved);
 }
 
@@ -128,6 +158,16 @@ void ProcessGroupRing::add_plan(const std::string& collective, std::vector<std::
     Engine& engine = running_->engine;
     engine.choose(operation, most_bytes, engine.add_plan(operation, std::move(lowered), digest));
   });
+}
+
+at::Tensor ProcessGroupRing::allocateTensor(long size, at::TensorOptions options) {
+  shared_->throw_if_forked();
+  if (size < 0) invalid("allocateTensor: size is ", size, "; it must be 0 or more");
+  if (!options.device().is_cpu()) invalid("allocateTensor: device is ", options.device(), "; it must be the CPU");
+  if (!supportsTensorAlloc(0)) invalid("allocateTensor: the group has no arena: its option arena_bytes is 0");
+  const auto type = c10::optTypeMetaToScalarType(options.dtype_opt()).value_or(at::kFloat);
+  return at::detail::empty_generic({size}, allocator_.get(), c10::DispatchKeySet(c10::DispatchKey::CPU), type,
+                                   std::nullopt);
 }
 
 c10::intrusive_ptr<c10d::Backend::Options> ProcessGroupRing::getBackendOptions() {
@@ -260,18 +300,18 @@ ProcessGroupRing::Job ProcessGroupRing::job(const Shape& shape, TensorList input
   return job;
 }
 
-Nanoseconds ProcessGroupRing::run(Job& job) {
-  Nanoseconds waited = job.uneven ? agree_on_blocks(job) : 0;
+Tally ProcessGroupRing::run(Job& job) {
+  Tally tally = job.uneven ? agree_on_blocks(job) : Tally{};
   const Buffers buffers{{job.input_data, job.input_count}, {job.output_data, job.output_count}};
-  waited += running_->engine.run(job.call, buffers);
+  tally += running_->engine.run(job.call, buffers);
   for (std::size_t i = 0; i < job.targets.size(); ++i)
     if (!job.targets[i].is_same(job.outputs[i])) job.targets[i].copy_(job.outputs[i]);
-  return waited;
+  return tally;
 }
 
 // All ranks tell each other what they send to and expect from whom. So that a disagreement is an error on every rank,
 // naming it, and that all ranks count the same rounds.
-Nanoseconds ProcessGroupRing::agree_on_blocks(Job& job) {
+Tally ProcessGroupRing::agree_on_blocks(Job& job) {
   const auto n = static_cast<std::size_t>(getSize());
   std::vector<std::size_t> own = job.input_count, all(2 * n * n);
   own.insert(own.end(), job.output_count.begin(), job.output_count.end());
@@ -285,7 +325,7 @@ Nanoseconds ProcessGroupRing::agree_on_blocks(Job& job) {
   call.dtype = DType::int64;
   call.count = call.largest = own_count;
   call.shape = mix(static_cast<std::uint64_t>(job.call.operation), static_cast<std::uint64_t>(job.call.dtype));
-  const Nanoseconds waited = running_->engine.run(call, {{{&own_data, 1}, {&own_count, 1}}, {rows, row_counts}});
+  const Tally tally = running_->engine.run(call, {{{&own_data, 1}, {&own_count, 1}}, {rows, row_counts}});
 
   for (std::size_t from = 0; from < n; ++from)
     for (std::size_t to = 0; to < n; ++to) {
@@ -296,7 +336,7 @@ Nanoseconds ProcessGroupRing::agree_on_blocks(Job& job) {
       job.call.largest = std::max<std::uint64_t>(job.call.largest, sent);
     }
   job.call.count = job.call.largest;
-  return waited;
+  return tally;
 }
 
 template <class CallOptions>
@@ -308,13 +348,13 @@ c10::intrusive_ptr<Work> ProcessGroupRing::submit(OpType type, const CallOptions
   }
   return submit({.type = type, .timeout = timeout_or_default(opts.timeout)}, opts.asyncOp, inputs, std::move(outputs),
                 [this, jobs = std::move(jobs)]() mutable {
-                  Nanoseconds waited = 0;
-                  for (Job& job : jobs) waited += run(job);
-                  return waited;
+                  Tally tally;
+                  for (Job& job : jobs) tally += run(job);
+                  return tally;
                 });
 }
 
-// Calls `run`, which returns how long it waited for peers, in its turn.
+// Calls `run`, which returns a Tally, in its turn.
 template <class Run>
 c10::intrusive_ptr<Work> ProcessGroupRing::submit(CallLog::Call call, bool async, const TensorList& inputs,
                                                   TensorList outputs, Run run) {
@@ -323,32 +363,33 @@ c10::intrusive_ptr<Work> ProcessGroupRing::submit(CallLog::Call call, bool async
   struct Task {
     c10::intrusive_ptr<CallWork> work;
     Run run;
-    Nanoseconds waited = 0;
+    Tally tally;
     std::exception_ptr error;
 
     void attempt() {
       const at::NoGradGuard no_grad;
       try {
         work->start();
-        waited = run();
+        tally = run();
       } catch (...) {
         error = std::current_exception();
       }
     }
   };
-  Task task{c10::make_intrusive<CallWork>(shared_, getRank(), call, inputs, std::move(outputs)), std::move(run), 0, {}};
+  Task task{
+      c10::make_intrusive<CallWork>(shared_, getRank(), call, inputs, std::move(outputs)), std::move(run), {}, {}};
   const auto work = task.work;
   try {
     if (async) {
       const auto posted = std::make_shared<Task>(std::move(task));
       running_->queue.post([posted] { posted->attempt(); },
-                           [posted] { posted->work->end(posted->error, posted->waited); });
+                           [posted] { posted->work->end(posted->error, posted->tally); });
       coalesce(work);
       return work;
     }
     running_->queue.run([&] { task.attempt(); });
     if (task.error) std::rethrow_exception(task.error);
-    work->end(nullptr, task.waited);
+    work->end(nullptr, task.tally);
     return work;
   } catch (...) {
     work->end(std::current_exception());
@@ -385,32 +426,32 @@ c10::intrusive_ptr<Work> ProcessGroupRing::allreduce_sparse(TensorList& tensors,
 }
 
 // All ranks tell each other how many elements they have, then which, and each sums them all.
-Nanoseconds ProcessGroupRing::sum_sparse(const at::Tensor& tensor, std::chrono::milliseconds timeout) {
+Tally ProcessGroupRing::sum_sparse(const at::Tensor& tensor, std::chrono::milliseconds timeout) {
   const auto n = static_cast<std::size_t>(getSize());
   const at::Tensor own = tensor.coalesce();
-  const auto gather = [&](const at::Tensor& input, TensorList outputs, Nanoseconds& waited) {
+  const auto gather = [&](const at::Tensor& input, TensorList outputs, Tally& tally) {
     Job j = job({.operation = Operation::all_gather, .timeout = timeout}, {input}, outputs);
     // The tensors' dimensions are part of the call, so that ranks that differ in them find out.
     for (int64_t d : own.sizes()) j.call.shape = mix(j.call.shape, static_cast<std::uint64_t>(d));
     j.call.shape = mix(j.call.shape, static_cast<std::uint64_t>(own.sparse_dim()) << 8 |
                                          static_cast<std::uint64_t>(own.scalar_type()));
-    waited += run(j);
+    tally += run(j);
     return outputs;
   };
-  Nanoseconds waited = 0;
+  Tally tally;
   TensorList counts, indices, values;
   for (std::size_t r = 0; r < n; ++r) counts.push_back(at::empty({1}, at::kLong));
-  gather(at::full({1}, own._nnz(), at::kLong), counts, waited);
+  gather(at::full({1}, own._nnz(), at::kLong), counts, tally);
   for (const at::Tensor& count : counts) {
     auto value_sizes = own.values().sizes().vec();
     value_sizes[0] = count.item<int64_t>();
     indices.push_back(at::empty({own.sparse_dim(), value_sizes[0]}, at::kLong));
     values.push_back(at::empty(value_sizes, own.values().options()));
   }
-  gather(own.indices(), indices, waited);
-  gather(own.values(), values, waited);
+  gather(own.indices(), indices, tally);
+  gather(own.values(), values, tally);
   tensor.copy_(at::sparse_coo_tensor(at::cat(indices, 1), at::cat(values, 0), own.sizes()).coalesce());
-  return waited;
+  return tally;
 }
 
 c10::intrusive_ptr<Work> ProcessGroupRing::broadcast(TensorList& tensors, const c10d::BroadcastOptions& opts) {

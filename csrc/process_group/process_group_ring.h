@@ -120,6 +120,12 @@ class ProcessGroupRing : public c10d::Backend {
   void abort() override;
   void shutdown() override;
 
+  // Memory that collectives read in place instead of copying it first, from this rank's arena. A tensor of it may
+  // outlive the group.
+  bool supportsTensorAlloc(c10::DeviceIndex) override { return shared_->segment->geometry().arena_bytes > 0; }
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override;
+  std::shared_ptr<c10::Allocator> getMemAllocator() override { return allocator_; }
+
   // From the next call on: what Work::getDuration needs; and `hook` called, in a thread of ours, after each.
   void enableCollectivesTiming() override { shared_->timing = true; }
   void registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override;
@@ -143,14 +149,15 @@ class ProcessGroupRing : public c10d::Backend {
                                         Run run);
   c10::intrusive_ptr<c10d::Work> post(std::vector<at::Tensor>& tensors, c10d::OpType type, int peer, int tag);
   void coalesce(c10::intrusive_ptr<c10d::Work> work);
-  Nanoseconds run(Job& job);
-  Nanoseconds agree_on_blocks(Job& job);
-  Nanoseconds sum_sparse(const at::Tensor& tensor, std::chrono::milliseconds timeout);
+  Tally run(Job& job);
+  Tally agree_on_blocks(Job& job);
+  Tally sum_sparse(const at::Tensor& tensor, std::chrono::milliseconds timeout);
   std::chrono::milliseconds timeout_or_default(std::chrono::milliseconds timeout) const;
   void group_broke();
 
   const Settings settings_;
   const std::shared_ptr<WorkSurroundings> shared_;
+  const std::shared_ptr<c10::Allocator> allocator_;
   std::unique_ptr<Running> running_;
   std::atomic<std::chrono::milliseconds> timeout_;
   std::atomic<std::uint64_t> collectives_{0}, messages_{0}, regroupings_{0};

@@ -64,7 +64,7 @@ class CallWork : public c10d::Work {
   }
 
   // Ends the work: waiters first, then what hangs on its future, in a thread of `completions`.
-  void end(const std::exception_ptr& error, Nanoseconds waited = 0) {
+  void end(const std::exception_ptr& error, const Tally& tally = {}) {
     if (timed_) ended_ = Clock::now();
     std::shared_ptr<WorkSurroundings> group;
     c10::intrusive_ptr<c10::ivalue::Future> future;
@@ -74,7 +74,7 @@ class CallWork : public c10d::Work {
       group = std::move(surroundings_);
       future = future_;
     }
-    group->log->end(log_id_, opType_, error == nullptr, waited);
+    group->log->end(log_id_, opType_, error == nullptr, tally);
     if (error) group->on_broken();
     finish(error);
     if (future) {

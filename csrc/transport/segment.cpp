@@ -53,6 +53,9 @@ Layout::Layout(const Geometry& g) {
   payload("slot_bytes", g.slot_bytes);
   depth("mailbox_depth", g.mailbox_depth);
   payload("mailbox_slot_bytes", g.mailbox_slot_bytes);
+  if (g.arena_bytes % kPage != 0 || g.arena_bytes > std::uint64_t{1} << 40)
+    throw Error(ErrorKind::invalid_argument,
+                "arena_bytes is " + std::to_string(g.arena_bytes) + "; it must be a multiple of 4096 up to 2^40");
 
   outbox_slot = sizeof(SlotHeader) + g.slot_bytes;
   mailbox_slot = sizeof(MessageHeader) + g.mailbox_slot_bytes;
@@ -62,7 +65,9 @@ Layout::Layout(const Geometry& g) {
   region_bytes = round_up(mailboxes + mailbox_slot * g.ranks * g.mailbox_depth, kPage);
 }
 
-std::size_t Geometry::segment_bytes() const { return kHeaderBytes + Layout(*this).region_bytes * ranks; }
+std::size_t Geometry::segment_bytes() const {
+  return kHeaderBytes + (Layout(*this).region_bytes + arena_bytes) * ranks;
+}
 
 Segment::Segment(int memfd, const Geometry& geometry, int rank, std::vector<int> pidfds, std::vector<RankName> names)
     : geometry_(geometry),
@@ -71,24 +76,30 @@ Segment::Segment(int memfd, const Geometry& geometry, int rank, std::vector<int>
       pidfds_(std::move(pidfds)),
       names_(std::move(names)),
       bytes_(geometry.segment_bytes()) {
-  void* mapped = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, memfd, 0);
+  void* mapped = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, memfd, 0);
   const int error = errno;
   close(memfd);
   if (mapped == MAP_FAILED) {
     errno = error;
     for (int fd : pidfds_)
       if (fd >= 0) close(fd);
-    throw_system("cannot map " + std::to_string(bytes_) + " bytes of shared memory");
+    throw_system("cannot map " + std::to_string(bytes_) +
+                 " bytes of shared memory, most of them unused address space " + "(RINGREDUCE_ARENA_BYTES lowers it)");
   }
   base_ = static_cast<std::byte*>(mapped);
+  arenas_ = base_ + kHeaderBytes + layout_.region_bytes * geometry.ranks;
   RankControl& own = control(rank_);
   own.waiting_for.store(-1, std::memory_order_relaxed);
   own.state.store(RankState::live, std::memory_order_release);
 }
 
-Segment::~Segment() {
+void Segment::leave() const {
   control(rank_).state.store(RankState::left, std::memory_order_release);
   notify_all();
+}
+
+Segment::~Segment() {
+  leave();
   munmap(base_, bytes_);
   for (int fd : pidfds_)
     if (fd >= 0) close(fd);

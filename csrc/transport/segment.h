@@ -7,6 +7,8 @@
 //   - per channel an outbox: `depth` slots, written once and read by every receiver (multicast);
 //   - per channel and writer the acknowledgements: which of the writer's slots this rank has consumed;
 //   - per destination a mailbox of slots for point-to-point messages.
+// After the regions each rank has an arena, for tensors that peers may read in place (transport/arena.h). A slot then
+// holds, instead of a payload, where in the arena it is; the acknowledgement says that it has been read there.
 //
 // Why slots can be reused without a lock: slot `seq % depth` is written for `seq` only after every reader of `seq -
 // depth` has acknowledged it (Acknowledgement >= stamp), and read for `seq` only after its stamp says so. The stamp is
@@ -36,6 +38,7 @@ struct Geometry {
   std::uint32_t slot_bytes = 64;    // payload of an outbox slot; a multiple of 64
   std::uint32_t mailbox_depth = 1;  // slots per mailbox; a power of two
   std::uint32_t mailbox_slot_bytes = 64;
+  std::uint64_t arena_bytes = 0;  // address space per rank, a multiple of a page; takes memory as it is written
 
   // Bytes of the whole segment. Throws invalid_argument for sizes out of range.
   std::size_t segment_bytes() const;
@@ -55,6 +58,7 @@ struct alignas(64) SlotHeader {
   std::atomic<std::uint64_t> stamp;  // seq + 1 of the content; 0 before the first
   std::uint64_t fingerprint;         // of the call that the content belongs to
   std::uint64_t bytes;               // of payload
+  std::uint64_t lent;                // 0: the payload follows; else it is at lent - 1 in the writer's arena
 
   std::byte* payload() { return reinterpret_cast<std::byte*>(this + 1); }
 };
@@ -139,6 +143,13 @@ class Segment {
   std::atomic<std::uint64_t>& acknowledgement(int reader, int writer, int channel, std::uint64_t seq) const;
   MessageHeader& message(int source, int destination, std::uint64_t seq) const;
 
+  std::byte* arena(int rank) const { return arenas_ + geometry_.arena_bytes * static_cast<std::size_t>(rank); }
+  // Whether all of [data, data + bytes) is in this rank's arena.
+  bool in_arena(const std::byte* data, std::size_t bytes) const {
+    const std::byte* own = arena(rank_);
+    return data >= own && bytes <= geometry_.arena_bytes && data <= own + geometry_.arena_bytes - bytes;
+  }
+
   // Tells `peer` that something changed, if it sleeps. The change must have been stored with seq_cst order: with the
   // seq_cst order of `sleepers` and of the peer's last look, either this call sees the sleeper or the sleeper the
   // change.
@@ -150,6 +161,9 @@ class Segment {
 
   // "rank 3 (node7, pid 4711)"
   std::string describe(int rank) const;
+
+  // Tells the others that this rank takes no further part. Idempotent; the destructor does it too.
+  void leave() const;
 
   // The ranks whose process has ended or which left the group.
   std::vector<int> gone() const;
@@ -169,6 +183,7 @@ class Segment {
   std::vector<int> pidfds_;
   std::vector<RankName> names_;
   std::byte* base_ = nullptr;
+  std::byte* arenas_ = nullptr;
   std::size_t bytes_;
 };
 

@@ -14,7 +14,7 @@ from distributed.harness import Rank, run
 from torch._C._distributed_c10d import ErrorType, WorkResult
 
 import ringreduce
-from ringreduce.errors import Aborted, CollectiveMismatch, CollectiveTimeout, InvalidArgument, PeerLost
+from ringreduce.errors import Aborted, CollectiveMismatch, CollectiveTimeout, InvalidArgument, PeerLost, SystemFailure
 
 CPU = torch.device("cpu")
 
@@ -423,6 +423,88 @@ def options_of_groups(me: Rank) -> None:
             options = group._get_backend(CPU).options
             assert list(options.global_ranks_in_group) == [0, 2] and options._timeout == timedelta(seconds=5)
             assert options.group_name == group.group_name
+
+
+# tensors that others read in place
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_shared_tensors_are_read_in_place(ranks: int) -> None:
+    run(shared_tensors, ranks)
+
+
+def shared_tensors(me: Rank) -> None:
+    size = 300_001  # several slots
+    with me.join():
+
+        def shared(*shape: int, fill: float = 0.0) -> torch.Tensor:
+            return ringreduce.empty(*shape).fill_(fill)
+
+        def lent(collective: str) -> int:
+            return ringreduce.stats()[dist.group.WORLD.group_name][collective].lent  # type: ignore[union-attr]
+
+        for attempt in range(3):  # the same memory again, with other values
+            mine = shared(size, fill=me.rank + attempt)
+            ranks = [rank + attempt for rank in range(me.size)]
+            gathered = shared(me.size * size)
+            dist.all_gather_into_tensor(gathered, mine)
+            assert gathered.view(me.size, size).eq(torch.tensor(ranks).view(-1, 1)).all()
+
+            scattered = shared(size)
+            dist.reduce_scatter_tensor(scattered, gathered)
+            assert scattered.eq((me.rank + attempt) * me.size).all()
+
+            exchanged = shared(me.size * size)
+            dist.all_to_all_single(exchanged, shared(me.size * size, fill=me.rank + attempt))
+            assert exchanged.view(me.size, size).eq(torch.tensor(ranks).view(-1, 1)).all()
+
+            total = mine.clone() if me.rank == 1 else mine  # not of all ranks need it be shared
+            dist.all_reduce(total)
+            assert total.eq(sum(ranks)).all()
+            total = shared(size, fill=me.rank)
+            dist.broadcast(total, 1)
+            assert total.eq(1).all()
+            total.fill_(me.rank)  # at once: nobody may still be reading
+            dist.reduce(total, 0)
+            assert total.eq(sum(range(me.size)) if me.rank == 0 else me.rank).all()
+        assert lent("all_gather") == 3 * size * 4
+        assert lent("reduce_scatter") == 3 * (me.size - 1) * size * 4
+        assert lent("all_to_all") == 3 * (me.size - 1) * size * 4
+        assert lent("broadcast") == (3 * size * 4 if me.rank == 1 else 0)
+        assert (lent("reduce") > 0) == (me.rank > 0)
+        assert lent("all_reduce") > 0 or me.rank == 1
+
+
+def test_the_memory_of_shared_tensors() -> None:
+    run(shared_memory, 2)
+
+
+def shared_memory(me: Rank) -> None:
+    options = ringreduce.Options(arena_bytes=1024 * 1024)
+    with me.join(options=options):
+        assert backend().supports_tensor_alloc(CPU)
+        for _ in range(100):  # what is dropped is used again
+            tensor = None
+            tensor = ringreduce.empty(1024, 128, dtype=torch.int64).fill_(7)
+        assert tensor.shape == (1024, 128) and tensor.dtype == torch.int64 and tensor.eq(7).all()
+        with pytest.raises(SystemFailure, match="RINGREDUCE_ARENA_BYTES"):
+            ringreduce.empty(1)
+        with pytest.raises(InvalidArgument, match="size"):
+            ringreduce.empty(2, -1)
+        del tensor
+        assert ringreduce.empty(0).shape == (0,) and ringreduce.empty(dtype=torch.bool).shape == ()
+        assert backend().allocate_tensor(5, dtype=torch.int8, device=CPU).shape == (5,)
+        kept = ringreduce.empty(1000).fill_(3)
+        pid = os.fork()
+        if pid == 0:
+            del kept  # leaves the parent's memory alone
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        me.meet("child gone")
+        assert kept.eq(3).all()
+    assert kept.eq(3).all()  # and it outlives its group
+    with me.join("none", options=ringreduce.Options(arena_bytes=0)), pytest.raises(InvalidArgument, match="arena"):
+        ringreduce.empty(3)
 
 
 # torch's own debugging mode
