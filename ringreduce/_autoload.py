@@ -29,6 +29,7 @@ def register() -> None:
             # devices must be a list: torch walks a string letter by letter to find the device's default backend.
             dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
             # Groups keep a flight record of their own. From 2.15 on torch would keep another, for 2 us a call or more.
-            getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add(NAME)
+            recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+            recording.add(NAME)
     except Exception:
         logging.getLogger(__name__).debug("backend %s was not registered", NAME, exc_info=True)

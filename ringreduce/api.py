@@ -161,12 +161,15 @@ def monitored_barrier(
     """
     if cast(Any, group) is dist.GroupMember.NON_GROUP_MEMBER:
         return
-    limit = _backend(group).options._timeout if timeout is None else timeout
-    if not isinstance(limit, timedelta):
-        limit = timedelta(seconds=limit)
-    if limit < timedelta():
-        raise InvalidArgument(f"timeout is {timeout!r}; it must not be negative")
-    _backend(group).monitored_barrier(limit, wait_all_ranks)
+    backend = _backend(group)
+    limit = backend.options._timeout if timeout is None else timeout
+    try:
+        limit = limit if isinstance(limit, timedelta) else timedelta(seconds=limit)
+        if limit < timedelta():
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidArgument(f"timeout is {timeout!r}; it must be a timedelta or seconds, not negative") from None
+    backend.monitored_barrier(limit, wait_all_ranks)
 
 
 def send(tensor: Array, dst: int, tag: int = 0, group: dist.ProcessGroup | None = None) -> None:
@@ -183,9 +186,7 @@ def recv(tensor: Array, src: int | None = None, tag: int = 0, group: dist.Proces
     return work._source_rank() if src is None else src
 
 
-def empty(
-    *size: int, dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None
-) -> torch.Tensor:
+def empty(*size: int, dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """A tensor in memory that the group's other ranks can read, for collectives without copies between ranks.
 
     What a rank sends from such a tensor, and does not write over in the same call, is read where it is; everything else
@@ -221,6 +222,8 @@ def _backend(group: dist.ProcessGroup | None) -> ProcessGroupRing:
         raise InvalidArgument(
             "there is no default group; call torch.distributed.init_process_group('ringreduce') first"
         )
+    if not isinstance(group, dist.ProcessGroup):
+        raise InvalidArgument(f"group is {group!r}; it must be a process group that this rank is in")
     backend = group._get_backend(torch.device("cpu"))
     if isinstance(backend, _ProcessGroupWrapper):  # TORCH_DISTRIBUTED_DEBUG=DETAIL
         backend = backend.wrapped_pg

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import logging
 import os
@@ -17,6 +18,8 @@ from ringreduce.config import Options, resolve
 from ringreduce.rendezvous import meet
 
 ANY_SIZE = 2**64 - 1
+LONGEST_TIMEOUT = 7 * 24 * 3600.0
+"""Seconds; longer ones are cut to this, since not all that waits can count further."""
 
 # Looks before a yield: with a core for every rank a peer answers sooner than the kernel could switch; with fewer, the
 # peer may need our core to answer at all (2 000 looks then cost 100 us a hop, 50 cost 5 us, on 2 cores with 4 ranks).
@@ -25,6 +28,9 @@ SPINS_SHARING_CORES = 50
 
 
 log = logging.getLogger(__name__)
+
+# Callbacks of calls under way must not meet an interpreter that is half gone.
+atexit.register(_C.shutdown_all)
 
 
 def create(dist_backend_opts: Any, pg_options: Options | None) -> _C.ProcessGroupRing:
@@ -35,30 +41,32 @@ def create(dist_backend_opts: Any, pg_options: Options | None) -> _C.ProcessGrou
     opts = dist_backend_opts
     options, _ = resolve(pg_options)
     global_ranks = list(opts.global_ranks_in_group) or list(range(opts.group_size))
-    return _make(opts.store, opts.group_rank, global_ranks, opts.timeout, options)
+    return _make(opts.store, opts.group_id, opts.group_rank, global_ranks, opts.timeout, options)
 
 
 def _make(
-    store: Store, rank: int, global_ranks: list[int], timeout: timedelta, options: Options
+    store: Store, name: str, rank: int, global_ranks: list[int], timeout: timedelta, options: Options
 ) -> _C.ProcessGroupRing:
     """The group of the ranks whose global ranks these are; this one is `global_ranks[rank]`."""
     size = len(global_ranks)
+    seconds = min(timeout.total_seconds(), LONGEST_TIMEOUT)
     debug = options.debug or 0
     if debug > 0 and not log.isEnabledFor(logging.INFO):
         show_log()
     began = time.monotonic()
     geometry = geometry_for(size, options)
     agreed = str(replace(options, recorded_calls=None, dump_when_broken=None, debug=None))  # each rank's own affair
-    meeting = meet(store, rank, size, geometry.segment_bytes(), agreed, timeout.total_seconds())
+    meeting = meet(store, rank, size, geometry.segment_bytes(), agreed, seconds)
     group = _C.ProcessGroupRing(
         memfd=meeting.memfd,
         geometry=geometry,
         rank=rank,
         pidfds=meeting.pidfds,
         names=meeting.names,
+        name=name,
         global_ranks=global_ranks,
-        timeout=timeout.total_seconds(),
-        regroup=functools.partial(_regroup, store, rank, global_ranks, options),
+        timeout=seconds,
+        regroup=functools.partial(_regroup, store, name, rank, global_ranks, options),
         spins=options.spins or default_spins(size),
         slices=options.slices,
         least_slice_bytes=options.least_slice_bytes,
@@ -83,17 +91,18 @@ def _make(
 
 def _regroup(
     store: Store,
+    name: str,
     rank: int,
     global_ranks: list[int],
     options: Options,
     ranks: list[int],
-    name: str,
+    why: str,
     timeout: timedelta,
 ) -> _C.ProcessGroupRing:
     """Makes the group of some ranks of a group, given by their ranks in it. Called by `split` and `shrink` in C++."""
-    name = f"{name}/{'_'.join(map(str, ranks))}"
+    part = f"{why}/{'_'.join(map(str, ranks))}"  # the same ranks may meet there again and again
     members = [global_ranks[r] for r in ranks]
-    return _make(PrefixStore(name, store), ranks.index(rank), members, timeout, options)
+    return _make(PrefixStore(part, store), f"{name}/{part}", ranks.index(rank), members, timeout, options)
 
 
 def show_log() -> None:

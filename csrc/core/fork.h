@@ -28,4 +28,14 @@ class ForkMark {
   unsigned made_;
 };
 
+// The one T of this process. A forked child begins with a new one: its parent's may be locked for ever. Never
+// destroyed, since groups may end later than statics.
+template <class T>
+T& process_wide() {
+  static std::atomic<T*> current{new T};
+  static const int registered = pthread_atfork(nullptr, nullptr, [] { current = new T; });
+  (void)registered;
+  return *current;
+}
+
 }  // namespace ringreduce

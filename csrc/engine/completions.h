@@ -4,13 +4,19 @@
 // whenever none is free; normally there is one.
 #pragma once
 
+#include <algorithm>
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
+
+#include "core/clock.h"
+#include "core/fork.h"
 
 namespace ringreduce {
 
@@ -23,6 +29,11 @@ class Completions {
     {
       std::lock_guard lock(shared_->mutex);
       if (!shared_->stopping) {
+        for (const std::thread::id id : std::exchange(shared_->ended, {})) {
+          const auto ended = std::find_if(threads_.begin(), threads_.end(), [&](auto& t) { return t.get_id() == id; });
+          ended->join();
+          threads_.erase(ended);
+        }
         shared_->posted.push_back(std::move(callback));
         if (shared_->posted.size() > shared_->free) {
           threads_.emplace_back([shared = shared_] { shared->drive(); });
@@ -51,14 +62,32 @@ class Completions {
     }
     shared_->came.notify_all();
     for (std::thread& thread : ending) {
-      if (thread.get_id() == std::this_thread::get_id())
-        thread.detach();
-      else
+      if (thread.get_id() != std::this_thread::get_id()) {
         thread.join();
+        continue;
+      }
+      shared_->detached = true;
+      Detached& detached = process_wide<Detached>();
+      std::lock_guard lock(detached.mutex);
+      ++detached.threads;
+      thread.detach();
     }
   }
 
+  // Waits, but not longer than `patience`, until no thread of this process is left that stop() could not wait for.
+  static void wait_for_detached(Nanoseconds patience) {
+    Detached& detached = process_wide<Detached>();
+    std::unique_lock lock(detached.mutex);
+    detached.ended.wait_for(lock, std::chrono::nanoseconds(patience), [&] { return detached.threads == 0; });
+  }
+
  private:
+  struct Detached {
+    std::mutex mutex;
+    std::condition_variable ended;
+    int threads = 0;
+  };
+
   // What the threads use. A callback may drop the last reference to the group, and so this object, in one of them.
   struct Shared {
     void drive() {
@@ -67,15 +96,29 @@ class Completions {
         ++free;
         rested.notify_all();
         came.wait(lock, [&] { return stopping || !posted.empty(); });
+        if (posted.empty()) break;
         --free;
-        if (posted.empty()) return;
         std::function<void()> callback = std::move(posted.front());
         posted.pop_front();
         lock.unlock();
         callback();
         callback = nullptr;
         lock.lock();
+        if (free > 0 && !stopping && !detached) {  // one that waits is enough
+          ended.push_back(std::this_thread::get_id());
+          --threads;
+          rested.notify_all();
+          return;
+        }
       }
+      --free;
+      --threads;
+      rested.notify_all();
+      if (!detached) return;
+      Detached& all = process_wide<Detached>();
+      std::lock_guard others(all.mutex);
+      --all.threads;
+      all.ended.notify_all();
     }
 
     std::mutex mutex;
@@ -83,6 +126,8 @@ class Completions {
     std::deque<std::function<void()>> posted;
     std::size_t free = 0, threads = 0;
     bool stopping = false;
+    std::vector<std::thread::id> ended;  // to be joined
+    bool detached = false;               // the thread in which stop() was called; set by itself
   };
 
   const std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();

@@ -97,10 +97,11 @@ void Mailbox::wait(const std::shared_ptr<Message>& message, Nanoseconds patience
 void Mailbox::drive() {
   std::unique_lock lock(mutex_);
   while (true) {
-    work_.wait(lock, [&] { return stopping_ || !all_.empty(); });
+    const auto pending = [&] { return !all_.empty() || !finished_.empty(); };
+    work_.wait(lock, [&] { return stopping_ || pending(); });
     if (stopping_) return;
     Waiting waiting(*segment_, spins_);
-    while (!all_.empty() && !stopping_) {
+    while (pending() && !stopping_) {
       const bool moved = progress();
       std::vector<std::shared_ptr<Message>> finished;
       finished.swap(finished_);
@@ -153,7 +154,8 @@ void Mailbox::check() {
   const auto snapshot = all_;
   for (const auto& m : snapshot) {
     const bool peer_gone = m->peer != kAnySource && std::find(gone.begin(), gone.end(), m->peer) != gone.end();
-    const bool all_gone = m->peer == kAnySource && gone.size() + 1 == static_cast<std::size_t>(segment_->size());
+    const bool all_gone =
+        m->peer == kAnySource && !gone.empty() && gone.size() + 1 == static_cast<std::size_t>(segment_->size());
     std::optional<Error> error;
     if (aborted) {
       error = own(*aborted);

@@ -91,6 +91,8 @@ void check_tensor(const at::Tensor& tensor, const char* what) {
     invalid(what, ": a tensor has layout ", tensor.layout(), "; it must be strided: call its to_dense()");
   if (tensor.is_nested()) invalid(what, ": a tensor is nested; pass its parts, of its unbind(), one by one");
   if (tensor._is_zerotensor()) invalid(what, ": a tensor is a zero tensor, without memory; pass its clone()");
+  if (tensor.numel() > 0 && (!tensor.has_storage() || tensor.storage().data() == nullptr))
+    invalid(what, ": a tensor has no memory: it is fake, or wraps others; pass these to torch.distributed's function");
 }
 
 namespace {
@@ -111,6 +113,36 @@ bool overlaps_itself(const at::Tensor& tensor) {
   return false;
 }
 
+// Whether an element of one tensor lies in the place of an element of another. All have the same dtype.
+bool overlap_each_other(const TensorList& tensors) {
+  struct Extent {
+    const std::byte *begin, *end;  // of the memory from the first to the last element
+    const at::Tensor* tensor;
+  };
+  std::vector<Extent> extents;
+  for (const at::Tensor& t : tensors) {
+    if (t.numel() == 0) continue;
+    int64_t last = 0;
+    for (int64_t d = 0; d < t.dim(); ++d) last += t.stride(d) * (t.size(d) - 1);
+    const auto* begin = static_cast<const std::byte*>(t.data_ptr());
+    extents.push_back({begin, begin + static_cast<std::size_t>(last + 1) * t.element_size(), &t});
+  }
+  std::sort(extents.begin(), extents.end(), [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
+  const std::byte* reach = nullptr;  // of all extents so far
+  bool close = false;
+  for (const Extent& e : extents) {
+    close |= reach != nullptr && e.begin < reach;
+    reach = std::max(reach, e.end);
+  }
+  if (!close) return false;
+  // They may still be interleaved, as the columns of a matrix are: count how often each place is written.
+  const auto element = static_cast<std::ptrdiff_t>(extents[0].tensor->element_size());
+  const at::Tensor writes = at::zeros({(reach - extents[0].begin) / element}, at::kByte);
+  for (const Extent& e : extents)
+    writes.as_strided(e.tensor->sizes(), e.tensor->strides(), (e.begin - extents[0].begin) / element).add_(1);
+  return writes.max().item<uint8_t>() > 1;
+}
+
 }  // namespace
 
 void check_outputs(const TensorList& tensors, const char* what) {
@@ -119,15 +151,8 @@ void check_outputs(const TensorList& tensors, const char* what) {
       invalid(what,
               ": a tensor to be written has several elements in one place, as one that is expanded; pass a contiguous "
               "copy");
-  // Strided tensors may be interleaved without harm; only those in one piece are compared.
-  std::vector<std::pair<const std::byte*, std::size_t>> pieces;
-  for (const at::Tensor& t : tensors)
-    if (t.is_contiguous() && t.nbytes() > 0)
-      pieces.emplace_back(static_cast<const std::byte*>(t.data_ptr()), t.nbytes());
-  std::sort(pieces.begin(), pieces.end());
-  for (std::size_t i = 1; i < pieces.size(); ++i)
-    if (overlap(pieces[i - 1].first, pieces[i - 1].second, pieces[i].first, pieces[i].second))
-      invalid(what, ": two of the tensors to be written share memory; pass separate ones");
+  if (tensors.size() > 1 && overlap_each_other(tensors))
+    invalid(what, ": two of the tensors to be written share memory; pass separate ones");
 }
 
 void check_count(const char* what, std::size_t is, std::size_t must) {

@@ -62,7 +62,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using Group = ProcessGroupRing;
   py::class_<Group, c10::intrusive_ptr<Group>, c10d::Backend>(m, "ProcessGroupRing")
       .def(py::init([](int memfd, const Geometry& geometry, int rank, std::vector<int> pidfds,
-                       const std::vector<std::pair<std::string, std::int64_t>>& names,
+                       const std::vector<std::pair<std::string, std::int64_t>>& names, std::string name,
                        std::vector<std::int64_t> global_ranks, double timeout, Group::Regroup regroup, int spins,
                        int slices, std::size_t least_slice_bytes, std::size_t recorded_calls, bool dump_when_broken,
                        bool print_calls) {
@@ -73,6 +73,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                  std::move(segment),
                  Group::Settings{.engine = {spins, slices, least_slice_bytes},
                                  .timeout = std::chrono::milliseconds(static_cast<std::int64_t>(timeout * 1000)),
+                                 .name = std::move(name),
                                  .global_ranks = std::move(global_ranks),
                                  .recorded_calls = recorded_calls,
                                  .dump_when_broken = dump_when_broken,
@@ -80,8 +81,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                  .regroup = std::move(regroup)});
            }),
            py::kw_only(), py::arg("memfd"), py::arg("geometry"), py::arg("rank"), py::arg("pidfds"), py::arg("names"),
-           py::arg("global_ranks"), py::arg("timeout"), py::arg("regroup"), py::arg("spins"), py::arg("slices"),
-           py::arg("least_slice_bytes"), py::arg("recorded_calls"), py::arg("dump_when_broken"), py::arg("print_calls"))
+           py::arg("name"), py::arg("global_ranks"), py::arg("timeout"), py::arg("regroup"), py::arg("spins"),
+           py::arg("slices"), py::arg("least_slice_bytes"), py::arg("recorded_calls"), py::arg("dump_when_broken"),
+           py::arg("print_calls"))
       // These two are virtual functions of c10d that torch does not bind for every backend.
       .def_property_readonly("options", &Group::getBackendOptions)
       .def("get_error", &Group::getError)
@@ -98,6 +100,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     }
     return groups;
   });
+  m.def("shutdown_all", &Group::shutdown_all);
   m.def("flight_record", [] { return py::bytes(CallLog::dump()); });
 
   m.def("kernel_supports", [](const std::string& dtype, const std::string& op) {

@@ -5,9 +5,11 @@
 #include <unistd.h>
 
 #include <torch/csrc/distributed/c10d/TraceUtils.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <torch/csrc/distributed/c10d/FlightRecorder.hpp>
+#include "core/fork.h"
 
 namespace ringreduce {
 namespace {
@@ -41,15 +43,9 @@ constexpr Name kNames[] = {
     {OpType::COALESCED, "ringreduce:coalesced"},
 };
 
-// All logs of this process.
 struct Registry {
   std::mutex mutex;
   std::vector<const CallLog*> logs;
-
-  static Registry& get() {
-    static auto* registry = new Registry;  // never destroyed: groups may end later than statics
-    return *registry;
-  }
 };
 
 std::uint64_t thread_id() {
@@ -96,17 +92,22 @@ const char* name_of(OpType type) {
   return profiling_title(type == OpType::RECVANYSOURCE ? OpType::RECV : type) + kPrefix;
 }
 
-CallLog::CallLog(std::size_t entries, Lines lines, std::function<Group()> group)
+CallLog::CallLog(std::size_t entries, Lines lines, Group group)
     : capacity_(entries), lines_(lines), group_(std::move(group)) {
-  Registry& registry = Registry::get();
+  Registry& registry = process_wide<Registry>();
   std::lock_guard lock(registry.mutex);
   registry.logs.push_back(this);
 }
 
 CallLog::~CallLog() {
-  Registry& registry = Registry::get();
+  Registry& registry = process_wide<Registry>();
   std::lock_guard lock(registry.mutex);
   std::erase(registry.logs, this);
+}
+
+void CallLog::describe(const std::string& description) {
+  std::lock_guard lock(mutex_);
+  group_.description = description;
 }
 
 void CallLog::append(Entry& entry, const std::vector<at::Tensor>& tensors) {
@@ -174,7 +175,7 @@ void CallLog::end(std::uint64_t id, OpType type, bool succeeded, const Tally& ta
     }
   }
   if (lines_ == Lines::none) return;
-  const Group group = group_();
+  const Group& group = group_;  // its name and rank never change
   std::fprintf(stderr, "[ringreduce rank %d of %s] %s #%llu %s after %.3f ms, %.3f ms of it waiting\n", group.rank,
                group.name.c_str(), name_of(type), static_cast<unsigned long long>(id), succeeded ? "done" : "failed",
                static_cast<double>(took) / kMillisecond, static_cast<double>(tally.waited) / kMillisecond);
@@ -197,10 +198,9 @@ CallLog::Statistics CallLog::statistics() const {
 
 std::map<std::string, CallLog::Statistics> CallLog::all_statistics() {
   std::map<std::string, Statistics> all;
-  Registry& registry = Registry::get();
+  Registry& registry = process_wide<Registry>();
   std::lock_guard lock(registry.mutex);
-  for (const CallLog* log : registry.logs)
-    if (!log->fork_.forked()) all[log->group_().name] = log->statistics();
+  for (const CallLog* log : registry.logs) all[log->group_.name] = log->statistics();
   return all;
 }
 
@@ -215,14 +215,13 @@ std::string CallLog::dump() {
   auto statuses = c10d::new_dict();
   std::int64_t group_number = 0;
   {
-    Registry& registry = Registry::get();
+    Registry& registry = process_wide<Registry>();
     std::lock_guard lock(registry.mutex);
     for (const CallLog* log : registry.logs) {
-      if (log->fork_.forked()) continue;
-      const Group group = log->group_();
+      std::lock_guard log_lock(log->mutex_);
+      const Group& group = log->group_;
       groups[group.name] = group;
       std::int64_t begun = -1, started = -1, ended = -1;  // the latest collective
-      std::lock_guard log_lock(log->mutex_);
       for (const Entry& entry : log->entries_) {
         records.push_back({heading(entry.call, group), group_number, entry});
         groups.emplace(records.back().heading.group.name, records.back().heading.group);
@@ -312,6 +311,10 @@ std::string CallLog::dump() {
   return c10d::pickle_str(result);
 }
 
-void CallLog::write_dump(int global_rank) { c10d::DebugInfoWriter::getWriter(global_rank).write(dump()); }
+void CallLog::write_dump(int global_rank) {
+  struct OneAtATime : std::mutex {};  // torch's writer is made at first use, and not for several threads
+  std::lock_guard lock(process_wide<OneAtATime>());
+  c10d::DebugInfoWriter::getWriter(global_rank).write(dump());
+}
 
 }  // namespace ringreduce

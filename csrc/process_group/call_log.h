@@ -10,7 +10,6 @@
 #include <array>
 #include <chrono>
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <mutex>
 #include <string>
@@ -18,7 +17,6 @@
 #include <utility>
 #include <vector>
 
-#include "core/fork.h"
 #include "engine/engine.h"
 
 namespace ringreduce {
@@ -40,11 +38,14 @@ class CallLog {
     int rank = 0;                     // in the group
   };
 
-  // `entries`: how many calls are kept; 0 keeps none. `group` is asked when something is written.
-  CallLog(std::size_t entries, Lines lines, std::function<Group()> group);
+  // `entries`: how many calls are kept; 0 keeps none.
+  CallLog(std::size_t entries, Lines lines, Group group);
   ~CallLog();
   CallLog(const CallLog&) = delete;
   CallLog& operator=(const CallLog&) = delete;
+
+  // torch describes a group only after it is made.
+  void describe(const std::string& description);
 
   struct Call {
     c10d::OpType type = c10d::OpType::UNKNOWN;
@@ -93,9 +94,8 @@ class CallLog {
 
   const std::size_t capacity_;
   const Lines lines_;
-  const std::function<Group()> group_;
-  const ForkMark fork_;
   mutable std::mutex mutex_;
+  Group group_;
   std::vector<Entry> entries_;  // by id modulo capacity
   std::uint64_t next_id_ = 0;
   std::array<Counters, kTypes> counters_{};

@@ -4,10 +4,12 @@
 #include <ATen/EmptyTensor.h>
 #include <Python.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
 
 #include <algorithm>
 #include <cstring>
 #include <numeric>
+#include <set>
 #include <utility>
 
 #include "engine/monitored_barrier.h"
@@ -104,6 +106,34 @@ class ArenaAllocator : public c10::Allocator {
   const std::shared_ptr<Arena> arena_;
 };
 
+// Copies a staged result to the user's tensor, in whatever mode that was made.
+void write_back(const at::Tensor& target, const at::Tensor& staged) {
+  const c10::InferenceMode mode(target.is_inference());
+  target.copy_(staged);
+}
+
+// Lets go of the GIL, if this thread has it.
+class WithoutGil {
+ public:
+  WithoutGil() {
+    if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) saved_ = PyEval_SaveThread();
+  }
+  ~WithoutGil() {
+    if (saved_ != nullptr) PyEval_RestoreThread(saved_);
+  }
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* saved_ = nullptr;
+};
+
+// The groups of this process that have not been shut down.
+struct LivingGroups {
+  std::recursive_mutex mutex;  // shutdown_all() shuts down under it. Never waited for with the GIL held.
+  std::set<ProcessGroupRing*> groups;
+};
+
 void check_pairs(const char* what, const TensorList& outputs, const TensorList& inputs) {
   if (outputs.size() != inputs.size()) invalid(what, ": ", outputs.size(), " outputs for ", inputs.size(), " inputs");
 }
@@ -118,12 +148,17 @@ ProcessGroupRing::ProcessGroupRing(std::shared_ptr<const Segment> segment, Setti
       timeout_(settings_.timeout) {
   shared_->segment = segment;
   shared_->mailbox = std::make_shared<Mailbox>(segment, settings_.engine.spins);
-  shared_->log = std::make_unique<CallLog>(
-      settings_.recorded_calls, settings_.print_calls ? CallLog::Lines::calls : CallLog::Lines::none,
-      [this] { return CallLog::Group{pg_uid_, pg_desc_, settings_.global_ranks, getRank()}; });
-  shared_->on_broken = [this] { group_broke(); };
+  shared_->log = std::make_unique<CallLog>(settings_.recorded_calls,
+                                           settings_.print_calls ? CallLog::Lines::calls : CallLog::Lines::none,
+                                           CallLog::Group{settings_.name, "", settings_.global_ranks, getRank()});
+  shared_->global_rank = static_cast<int>(settings_.global_ranks[static_cast<std::size_t>(getRank())]);
+  shared_->dump_when_broken = settings_.dump_when_broken;
   running_.reset(new Running{Engine(std::move(segment), settings_.engine), {}, shared_});
   init();
+  auto& living = process_wide<LivingGroups>();
+  const WithoutGil no_gil;
+  std::lock_guard lock(living.mutex);
+  living.groups.insert(this);
 }
 
 ProcessGroupRing::~ProcessGroupRing() {
@@ -138,16 +173,24 @@ void ProcessGroupRing::abort() {
 
 void ProcessGroupRing::shutdown() {
   if (shared_->fork.forked()) return;
-  // Works under way may run Python callbacks: do not keep the interpreter from them while waiting for their end.
-  const bool has_gil = Py_IsInitialized() != 0 && PyGILState_Check() != 0;
-  PyThreadState* saved = has_gil ? PyEval_SaveThread() : nullptr;
+  const WithoutGil no_gil;  // works under way may run Python callbacks
   if (running_->queue.busy())
     running_->engine.abort(c10::str("rank ", getRank(), " destroyed the group while calls were under way"));
   running_->queue.stop();
   shared_->mailbox->stop(Error(ErrorKind::aborted, "the group was destroyed before the message was done"));
   shared_->completions.stop();
   shared_->segment->leave();
-  if (saved != nullptr) PyEval_RestoreThread(saved);
+  auto& living = process_wide<LivingGroups>();
+  std::lock_guard lock(living.mutex);
+  living.groups.erase(this);
+}
+
+void ProcessGroupRing::shutdown_all() {
+  auto& living = process_wide<LivingGroups>();
+  const WithoutGil no_gil;
+  std::lock_guard lock(living.mutex);
+  while (!living.groups.empty()) (*living.groups.begin())->shutdown();
+  Completions::wait_for_detached(10 * kSecond);
 }
 
 void ProcessGroupRing::add_plan(const std::string& collective, std::vector<std::int32_t> lowered, std::uint64_t digest,
@@ -184,25 +227,18 @@ c10d::ErrorType ProcessGroupRing::getError() {
     shared_->segment->throw_if_aborted();
   } catch (const Error& error) {
     if (error.kind() == ErrorKind::timeout) return c10d::ErrorType::TIMEOUT;
-    return error.culprit() == getRank() ? c10d::ErrorType::COMM_ERROR : c10d::ErrorType::REMOTE_ERROR;
+    const bool ours = error.kind() == ErrorKind::aborted ? shared_->segment->abort_record().reporter == getRank()
+                                                         : error.culprit() == getRank();
+    return ours ? c10d::ErrorType::COMM_ERROR : c10d::ErrorType::REMOTE_ERROR;
   }
   return c10d::ErrorType::SUCCESS;
 }
 
-void ProcessGroupRing::group_broke() {
-  if (!settings_.dump_when_broken) return;
-  try {
-    shared_->segment->throw_if_aborted();
-  } catch (const Error& error) {
-    if (error.kind() == ErrorKind::aborted || dumped_.exchange(true)) return;
-    CallLog::write_dump(static_cast<int>(settings_.global_ranks[static_cast<std::size_t>(getRank())]));
-  }
-}
-
 void ProcessGroupRing::registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) {
-  if (shared_->on_completion) invalid("registerOnCompletionHook: the group has a hook already");
+  if (shared_->hooked) invalid("registerOnCompletionHook: the group has a hook already");
   onCompletionHook_ = hook;
   shared_->on_completion = std::move(hook);
+  shared_->hooked.store(true, std::memory_order_release);
 }
 
 void ProcessGroupRing::waitForPendingWorks() {
@@ -212,7 +248,8 @@ void ProcessGroupRing::waitForPendingWorks() {
 }
 
 std::chrono::milliseconds ProcessGroupRing::timeout_or_default(std::chrono::milliseconds timeout) const {
-  return timeout == c10d::kUnsetTimeout ? timeout_.load() : timeout;
+  constexpr std::chrono::hours kLongest{24 * 365 * 10};  // no nanosecond count overflows
+  return std::min<std::chrono::milliseconds>(timeout == c10d::kUnsetTimeout ? timeout_.load() : timeout, kLongest);
 }
 
 // Inputs and outputs block by block, in c10d's order. All blocks of a call have one dtype.
@@ -305,7 +342,7 @@ Tally ProcessGroupRing::run(Job& job) {
   const Buffers buffers{{job.input_data, job.input_count}, {job.output_data, job.output_count}};
   tally += running_->engine.run(job.call, buffers);
   for (std::size_t i = 0; i < job.targets.size(); ++i)
-    if (!job.targets[i].is_same(job.outputs[i])) job.targets[i].copy_(job.outputs[i]);
+    if (!job.targets[i].is_same(job.outputs[i])) write_back(job.targets[i], job.outputs[i]);
   return tally;
 }
 
@@ -354,11 +391,17 @@ c10::intrusive_ptr<Work> ProcessGroupRing::submit(OpType type, const CallOptions
                 });
 }
 
+// What every call begins with.
+void ProcessGroupRing::begin_call() {
+  shared_->throw_if_forked();
+  if (!described_.exchange(true, std::memory_order_relaxed)) shared_->log->describe(getGroupDesc());
+}
+
 // Calls `run`, which returns a Tally, in its turn.
 template <class Run>
 c10::intrusive_ptr<Work> ProcessGroupRing::submit(CallLog::Call call, bool async, const TensorList& inputs,
                                                   TensorList outputs, Run run) {
-  shared_->throw_if_forked();
+  begin_call();
   call.sequence = ++collectives_;
   struct Task {
     c10::intrusive_ptr<CallWork> work;
@@ -586,57 +629,65 @@ c10::intrusive_ptr<Work> ProcessGroupRing::barrier(const c10d::BarrierOptions& o
 
 void ProcessGroupRing::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
   shared_->throw_if_forked();
+  RECORD_FUNCTION("ringreduce:monitored_barrier", std::vector<c10::IValue>{});
   std::lock_guard lock(barrier_mutex_);
   monitored_barrier(*shared_->segment, settings_.engine.spins,
                     std::chrono::nanoseconds(timeout_or_default(opts.timeout)).count(), wait_all_ranks);
 }
 
 void ProcessGroupRing::startCoalescing() {
+  shared_->throw_if_forked();
   std::lock_guard lock(coalescing_mutex_);
-  coalescing_.emplace();
+  coalescing_[std::this_thread::get_id()].clear();
 }
 
 void ProcessGroupRing::coalesce(c10::intrusive_ptr<Work> work) {
   std::lock_guard lock(coalescing_mutex_);
-  if (coalescing_) coalescing_->push_back(std::move(work));
+  const auto works = coalescing_.find(std::this_thread::get_id());
+  if (works != coalescing_.end()) works->second.push_back(std::move(work));
 }
 
 c10::intrusive_ptr<Work> ProcessGroupRing::endCoalescing() {
   std::lock_guard lock(coalescing_mutex_);
-  if (!coalescing_) invalid("endCoalescing: no startCoalescing before");
-  auto works = std::move(*coalescing_);
-  coalescing_.reset();
-  return c10::make_intrusive<CoalescedWork>(getRank(), std::move(works));
+  const auto works = coalescing_.extract(std::this_thread::get_id());
+  if (works.empty()) invalid("endCoalescing: this thread has not called startCoalescing before");
+  return c10::make_intrusive<CoalescedWork>(getRank(), std::move(works.mapped()));
 }
 
 c10::intrusive_ptr<c10d::Backend> ProcessGroupRing::split(const c10::intrusive_ptr<c10d::Store>& /*store*/,
                                                           const std::vector<int>& ranks,
                                                           const c10::intrusive_ptr<Options>& opts) {
   shared_->throw_if_forked();
+  for (int r : ranks)
+    if (r < 0 || r >= getSize() || std::count(ranks.begin(), ranks.end(), r) > 1)
+      invalid("split: the ranks are ", ranks, "; they must be different ones of 0 to ", getSize() - 1);
   if (std::find(ranks.begin(), ranks.end(), getRank()) == ranks.end()) return nullptr;
   const auto timeout = opts ? opts->timeout : timeout_.load();
-  return settings_.regroup(ranks, c10::str("split", regroupings_++), timeout);
+  return settings_.regroup(ranks, "split", timeout);
 }
 
 c10::intrusive_ptr<c10d::Backend> ProcessGroupRing::shrink(const std::vector<int64_t>& ranks_to_exclude, int flags,
                                                            const c10::intrusive_ptr<Options>& opts) {
   constexpr int kAbort = 1;  // torch.distributed.distributed_c10d.SHRINK_ABORT
   shared_->throw_if_forked();
+  if (std::find(ranks_to_exclude.begin(), ranks_to_exclude.end(), getRank()) != ranks_to_exclude.end())
+    invalid("shrink: the ranks to exclude are ", ranks_to_exclude, ", this one, ", getRank(), ", among them");
   if ((flags & kAbort) != 0) abort();
   std::vector<int> ranks;
   for (int r = 0; r < getSize(); ++r)
     if (std::find(ranks_to_exclude.begin(), ranks_to_exclude.end(), r) == ranks_to_exclude.end()) ranks.push_back(r);
-  return settings_.regroup(ranks, c10::str("shrink", regroupings_++), opts ? opts->timeout : timeout_.load());
+  return settings_.regroup(ranks, "shrink", opts ? opts->timeout : timeout_.load());
 }
 
 c10::intrusive_ptr<Work> ProcessGroupRing::post(TensorList& tensors, OpType type, int peer, int tag) {
-  shared_->throw_if_forked();
+  begin_call();
   const bool sends = type == OpType::SEND;
   const char* what = sends ? "send" : "recv";
   const at::Tensor& tensor = only(tensors, what);
   check_tensor(tensor, what);
-  if (peer != kAnySource && (peer < 0 || peer >= getSize() || peer == getRank()))
+  if (type != OpType::RECVANYSOURCE && (peer < 0 || peer >= getSize() || peer == getRank()))
     invalid(what, ": the peer is rank ", peer, "; it must be another rank of the group, 0 to ", getSize() - 1);
+  if (getSize() == 1) invalid(what, ": the group has no other rank");
   if (tag < 0) invalid(what, ": the tag is ", tag, "; it must be 0 or more");
   if (!sends) check_outputs(tensors, what);
   const at::NoGradGuard no_grad;
@@ -657,7 +708,7 @@ c10::intrusive_ptr<Work> ProcessGroupRing::post(TensorList& tensors, OpType type
   message->on_done = [work, tensor, buffer, copy_back = staged && !sends](std::exception_ptr error) {
     try {
       const at::NoGradGuard guard;
-      if (copy_back && !error) tensor.copy_(buffer);
+      if (copy_back && !error) write_back(tensor, buffer);
     } catch (...) {
       error = std::current_exception();
     }

@@ -15,10 +15,11 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
+#include <thread>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
@@ -31,13 +32,14 @@ namespace ringreduce {
 class ProcessGroupRing : public c10d::Backend {
  public:
   // Makes the group of some of this group's ranks, in all of them; takes their ranks here, in the order they are to
-  // have there, and a name that is new to the group.
+  // have there, and why.
   using Regroup = std::function<c10::intrusive_ptr<c10d::Backend>(const std::vector<int>&, const std::string&,
                                                                   std::chrono::milliseconds)>;
 
   struct Settings {
     Engine::Options engine;
     std::chrono::milliseconds timeout{0};
+    std::string name;                        // as torch knows the group
     std::vector<std::int64_t> global_ranks;  // of the group's ranks
     std::size_t recorded_calls = 0;          // how many the flight recorder keeps
     bool dump_when_broken = false;           // whether it writes them when the group breaks
@@ -98,9 +100,10 @@ class ProcessGroupRing : public c10d::Backend {
   // Names the ranks that did not come; see engine/monitored_barrier.h.
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override;
 
-  // The second returns the asynchronous calls that were made since the first as one Work. The first drops what an
-  // exception has kept from the second. supportsCoalescing() remains false, as with Gloo: then batch_isend_irecv
-  // returns a Work for every message, and the order of sends and receives does not matter in any case.
+  // The second returns the asynchronous calls that its thread has made since the first as one Work. The first drops
+  // what an exception has kept from the second. supportsCoalescing() remains false, as with Gloo: then
+  // batch_isend_irecv returns a Work for every message, and the order of sends and receives does not matter in any
+  // case.
   void startCoalescing() override;
   c10::intrusive_ptr<c10d::Work> endCoalescing() override;
 
@@ -118,7 +121,10 @@ class ProcessGroupRing : public c10d::Backend {
   c10::intrusive_ptr<Options> getBackendOptions() override;
   c10d::ErrorType getError() override;
   void abort() override;
+  // Ends what is under way, and all threads. Idempotent.
   void shutdown() override;
+  // Shuts down all groups of this process. For its end, while Python is still there to be called back.
+  static void shutdown_all();
 
   // Memory that collectives read in place instead of copying it first, from this rank's arena. A tensor of it may
   // outlive the group.
@@ -153,17 +159,17 @@ class ProcessGroupRing : public c10d::Backend {
   Tally agree_on_blocks(Job& job);
   Tally sum_sparse(const at::Tensor& tensor, std::chrono::milliseconds timeout);
   std::chrono::milliseconds timeout_or_default(std::chrono::milliseconds timeout) const;
-  void group_broke();
+  void begin_call();
 
   const Settings settings_;
   const std::shared_ptr<WorkSurroundings> shared_;
   const std::shared_ptr<c10::Allocator> allocator_;
   std::unique_ptr<Running> running_;
   std::atomic<std::chrono::milliseconds> timeout_;
-  std::atomic<std::uint64_t> collectives_{0}, messages_{0}, regroupings_{0};
-  std::atomic<bool> dumped_{false};
+  std::atomic<std::uint64_t> collectives_{0}, messages_{0};
+  std::atomic<bool> described_{false};
   std::mutex barrier_mutex_, coalescing_mutex_;
-  std::optional<std::vector<c10::intrusive_ptr<c10d::Work>>> coalescing_;  // since startCoalescing
+  std::map<std::thread::id, std::vector<c10::intrusive_ptr<c10d::Work>>> coalescing_;  // since startCoalescing
 };
 
 }  // namespace ringreduce

@@ -22,7 +22,7 @@
 
 namespace ringreduce {
 
-// What works of a group share with it. It lives until the group and the last pending work are gone.
+// What works of a group share with it: it lives until the group and the last pending work are gone.
 struct WorkSurroundings {
   std::shared_ptr<const Segment> segment;
   std::shared_ptr<Mailbox> mailbox;
@@ -30,8 +30,21 @@ struct WorkSurroundings {
   std::unique_ptr<CallLog> log;
   ForkMark fork;
   std::atomic<bool> timing{false};
-  std::function<void(std::shared_ptr<c10d::WorkInfo>)> on_completion;  // set before the first work that it concerns
-  std::function<void()> on_broken;                                     // called when a work finds the group broken
+  std::function<void(std::shared_ptr<c10d::WorkInfo>)> on_completion;  // set once, before `hooked`
+  std::atomic<bool> hooked{false};
+  int global_rank = 0;
+  bool dump_when_broken = false;
+  std::atomic<bool> dumped{false};
+
+  // Called when a work failed: writes the flight record, once, if that was because the group is broken.
+  void work_failed() {
+    if (!dump_when_broken) return;
+    try {
+      segment->throw_if_aborted();
+    } catch (const Error& error) {
+      if (error.kind() != ErrorKind::aborted && !dumped.exchange(true)) CallLog::write_dump(global_rank);
+    }
+  }
 
   void throw_if_forked() const {
     if (fork.forked())
@@ -54,7 +67,8 @@ class CallWork : public c10d::Work {
         surroundings_(std::move(surroundings)),
         sequence_(call.sequence),
         log_id_(surroundings_->log->begin(call, inputs, outputs)),
-        timed_(surroundings_->timing || surroundings_->on_completion),
+        hooked_(surroundings_->hooked.load(std::memory_order_acquire)),
+        timed_(hooked_ || surroundings_->timing),
         outputs_(std::move(outputs)) {}
 
   // Its turn has come.
@@ -75,20 +89,26 @@ class CallWork : public c10d::Work {
       future = future_;
     }
     group->log->end(log_id_, opType_, error == nullptr, tally);
-    if (error) group->on_broken();
+    if (error) group->work_failed();
     finish(error);
     if (future) {
       const auto self = c10::intrusive_ptr<CallWork>::unsafe_reclaim_from_nonowning(this);
       group->completions.post([self, future, error] { self->settle(*future, error); });
     }
-    if (group->on_completion) group->completions.post([hook = group->on_completion, info = info()] { hook(info); });
+    if (hooked_) group->completions.post([group = group.get(), info = info()] { call_hook(*group, info); });
   }
 
+  // Throws timeout when `timeout` is over; the call goes on then, until the timeout of its own.
   bool wait(std::chrono::milliseconds timeout) override {
-    if (!isCompleted()) {
-      if (const auto group = pending()) group->throw_if_forked();
+    if (in_child()) return wait_in_child();
+    if (timeout != kNoTimeout) {
+      std::unique_lock<std::mutex> lock(mutex_);
+      if (!cv_.wait_for(lock, timeout, [&] { return completed_; }))
+        throw Error(ErrorKind::timeout,
+                    c10::str("Operation timed out! ", name_of(opType_), " number ", sequence_, " of the group: rank ",
+                             rank_, " waited the ", timeout.count(), " ms that wait() was given"));
     }
-    return Work::wait(timeout);
+    return Work::wait(kNoTimeout);
   }
 
   std::vector<at::Tensor> result() override { return outputs_; }
@@ -128,6 +148,14 @@ class CallWork : public c10d::Work {
   }
 
  protected:
+  // In a forked child: locks may be held for ever, but nothing changes any more either.
+  bool in_child() const { return fork_.forked(); }
+  bool wait_in_child() {
+    if (!completed_) surroundings_->throw_if_forked();
+    if (exception_) std::rethrow_exception(exception_);
+    return true;
+  }
+
   // The surroundings, while the work is pending.
   std::shared_ptr<WorkSurroundings> pending() {
     std::lock_guard<std::mutex> lock(future_mutex_);
@@ -136,10 +164,22 @@ class CallWork : public c10d::Work {
 
  private:
   void settle(c10::ivalue::Future& future, const std::exception_ptr& error) {
-    if (error)
-      future.setError(for_future(error));
-    else
-      future.markCompleted(at::IValue(outputs_));
+    try {
+      if (error)
+        future.setErrorIfNeeded(for_future(error));
+      else
+        future.markCompleted(at::IValue(outputs_));
+    } catch (const c10::Error&) {
+      TORCH_WARN(name_of(opType_), ": somebody else has completed its future already");
+    }
+  }
+
+  static void call_hook(const WorkSurroundings& group, const std::shared_ptr<c10d::WorkInfo>& info) {
+    try {
+      group.on_completion(info);
+    } catch (const std::exception& error) {
+      TORCH_WARN("the group's completion hook failed: ", error.what());
+    }
   }
 
   std::shared_ptr<c10d::WorkInfo> info() const {
@@ -147,8 +187,9 @@ class CallWork : public c10d::Work {
   }
 
   std::shared_ptr<WorkSurroundings> surroundings_;  // until the end
+  const ForkMark fork_;
   const std::uint64_t sequence_, log_id_;
-  const bool timed_;
+  const bool hooked_, timed_;
   Clock::time_point started_, ended_;
   const TensorList outputs_;
   std::mutex future_mutex_;
@@ -167,10 +208,8 @@ class MessageWork : public CallWork {
 
   bool wait(std::chrono::milliseconds timeout) override {
     const Nanoseconds patience = timeout == kNoTimeout ? kForever : std::chrono::nanoseconds(timeout).count();
-    if (const auto group = pending()) {
-      group->throw_if_forked();
-      group->mailbox->wait(message_, patience);
-    }
+    if (in_child()) return wait_in_child();
+    if (const auto group = pending()) group->mailbox->wait(message_, patience);
     return Work::wait(kNoTimeout);
   }
   int sourceRank() const override { return message_->peer; }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -101,7 +102,7 @@ def test_an_error_in_a_coalesced_work_is_raised_by_its_wait() -> None:
 
 def coalesced_error(me: Rank) -> None:
     with me.join():
-        with pytest.raises(InvalidArgument, match="no startCoalescing"):
+        with pytest.raises(InvalidArgument, match="has not called startCoalescing"):
             backend()._end_coalescing()
         for _ in range(2):  # as if an exception had kept torch from ending what it started
             backend()._start_coalescing()
@@ -301,6 +302,15 @@ def splitting(me: Rank) -> None:
             group.allreduce(tensor).wait()
             assert tensor.eq(sum(ranks)).all()
             group.shutdown()
+        # Splits of which some ranks know nothing; and the same ranks again.
+        for ranks in ([0, 1], [0, 2], [0, 2]):
+            group = dist.group.WORLD.split_group(ranks, group_name=f"pair{ranks}", group_desc="")  # type: ignore[union-attr]
+            assert (group is not None) == (me.rank in ranks)
+            if group is not None:
+                group.allreduce(torch.ones(3)).wait()
+                group.shutdown()
+        with pytest.raises(InvalidArgument, match="split: the ranks are 0 7"):
+            dist.group.WORLD.split_group([0, 7])  # type: ignore[union-attr]
 
 
 def test_subgroups_and_meshes() -> None:
@@ -407,6 +417,112 @@ def hooked_works(me: Rank) -> None:
         assert [info.op_type.name for info in heard] == ["ALLREDUCE"] * 3 + ["BARRIER"]
         assert [info.seq for info in heard] == [1, 2, 3, 4]
         assert all(info.time_finished >= info.time_started for info in heard)
+
+
+def test_the_timeout_of_a_group_can_be_changed() -> None:
+    run(changed_timeouts, 2)
+
+
+def changed_timeouts(me: Rank) -> None:
+    with me.join():
+        dist.group.WORLD.set_timeout(timedelta(seconds=1))  # type: ignore[union-attr]
+        assert backend().options._timeout == timedelta(seconds=1)
+        if me.rank == 0:
+            start = time.monotonic()
+            with pytest.raises(CollectiveTimeout):
+                dist.barrier()
+            assert 0.9 < time.monotonic() - start < 10
+        me.meet("timed out")
+    with me.join("for ever", timeout=500_000 * 24 * 3600):
+        dist.barrier()
+
+
+def test_waiting_for_a_while() -> None:
+    run(waiting_for_a_while, 2)
+
+
+def waiting_for_a_while(me: Rank) -> None:
+    with me.join():
+        works = [dist.all_reduce(torch.ones(3), async_op=True)] if me.rank == 0 else []
+        works += [dist.irecv(torch.ones(3), 1)] if me.rank == 0 else []
+        for work in works:
+            with pytest.raises(CollectiveTimeout, match=r"wait\(\) was given"):
+                work.wait(timedelta(seconds=0.2))
+        me.meet("waited")  # the calls go on
+        if me.rank == 1:
+            dist.all_reduce(torch.ones(3))
+            dist.send(torch.ones(3), 0)
+        for work in works:
+            work.wait()
+
+
+@pytest.mark.parametrize("fault", ["timeout", "abort", "death"])
+def test_the_future_of_a_message_hears_of_faults(fault: str) -> None:
+    run(futures_of_messages, 2, fault)
+
+
+def futures_of_messages(me: Rank, fault: str) -> None:
+    with me.join(timeout=1 if fault == "timeout" else 20):
+        if me.rank == 0:
+            future = dist.irecv(torch.ones(3), 1).get_future()  # nobody waits for the work itself
+            me.meet("posted")
+            with pytest.raises((CollectiveTimeout, Aborted, PeerLost)):
+                future.wait()
+        else:
+            me.meet("posted")
+            if fault == "abort":
+                backend().abort()
+            if fault == "timeout":
+                me.meet("timed out")
+        if me.rank == 0 and fault == "timeout":
+            me.meet("timed out")
+
+
+def test_a_message_from_anybody_in_a_group_of_one() -> None:
+    run(nobody_else, 1)
+
+
+def nobody_else(me: Rank) -> None:
+    with me.join():
+        with pytest.raises(InvalidArgument, match="no other rank"):
+            dist.recv(torch.ones(3))
+
+
+def test_threads_coalesce_apart() -> None:
+    run(coalescing_threads, 2)
+
+
+def coalescing_threads(me: Rank) -> None:
+    with me.join():
+        backend()._start_coalescing()
+        first = dist.isend(torch.ones(2), 1 - me.rank, tag=1)
+        thread = threading.Thread(target=lambda: backend()._start_coalescing() or backend()._end_coalescing().wait())
+        thread.start()
+        thread.join()
+        received = torch.zeros(2)
+        dist.irecv(received, 1 - me.rank, tag=1)
+        backend()._end_coalescing().wait()
+        assert received.eq(1).all() and first.is_completed()
+
+
+def test_hooks_and_futures_that_fail_do_no_harm() -> None:
+    run(failing_callbacks, 2)
+
+
+def failing_callbacks(me: Rank) -> None:
+    def fail(_: Any) -> None:
+        raise ZeroDivisionError
+
+    with me.join():
+        group = dist.group.WORLD
+        group._register_on_completion_hook(fail)  # type: ignore[union-attr]
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        work.get_future().add_done_callback(fail)
+        work.wait()
+        group._wait_for_pending_works()  # type: ignore[union-attr]
+        dist.barrier()
+        group.shutdown()  # type: ignore[union-attr]
+        group._wait_for_pending_works()  # type: ignore[union-attr]
 
 
 def test_options_of_a_group() -> None:
