@@ -159,6 +159,8 @@ ecosystem:
 conformance: build $(VENV)/.test-tools
 	@echo; echo "== PyTorch's DistributedTest, with ringreduce and with Gloo =="
 	@$(PY) tests/conformance/run.py
+	@echo; echo "== that its runner notices failures =="
+	@$(PYTEST) tests/conformance
 
 CPP := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 CLANG_FORMAT := $(PY) -c 'from clang_format import clang_format; clang_format()'

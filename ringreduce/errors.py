@@ -1,7 +1,8 @@
 """What can go wrong. Every class derives from torch's `DistBackendError`, so from `RuntimeError`.
 
-After `InvalidArgument` nothing has moved and the group works on. After any other the group is unusable on all its
-ranks: further calls raise the first error again. The process and other groups are unharmed; make a new group to go on.
+After `InvalidArgument` nothing has moved and the group works on; so it does after errors of `monitored_barrier`, and
+when the timeout given to a `work.wait()` passes. After any other the group is unusable on all its ranks: further calls
+raise the first error again. The process and other groups are unharmed; make a new group to go on.
 The tensors of a failed call hold undefined values, but inputs that are not outputs too are untouched.
 """
 

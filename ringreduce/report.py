@@ -38,4 +38,6 @@ def dump_flight_record(path: str | os.PathLike[str]) -> None:
     When a group breaks, the same is written without being asked, to $TORCH_FR_DUMP_TEMP_FILE with the rank after it.
     How many calls are kept is `Options.recorded_calls`.
     """
-    Path(path).write_bytes(_C.flight_record())
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(_C.flight_record())

@@ -33,9 +33,10 @@ void record(RankControl& own, const Call& call, std::uint64_t seq, std::uint64_t
   r.seq.store(0, relaxed);
   // Release: a reader that sees any of the new fields sees the 0 when it looks at `seq` again.
   r.fingerprint.store(fingerprint, std::memory_order_release);
+  r.number.store(call.number == 0 ? seq : call.number, std::memory_order_release);
   r.count.store(call.count, std::memory_order_release);
   r.plan.store(plan_digest, std::memory_order_release);
-  r.operation.store(static_cast<std::uint32_t>(call.operation), std::memory_order_release);
+  r.operation.store(static_cast<std::uint32_t>(call.title()), std::memory_order_release);
   r.dtype.store(static_cast<std::uint32_t>(call.dtype), std::memory_order_release);
   r.reduce_op.store(static_cast<std::uint32_t>(call.reduce_op), std::memory_order_release);
   r.root.store(call.root, std::memory_order_release);
@@ -48,6 +49,13 @@ bool differs(const RankControl& peer, std::uint64_t seq, std::uint64_t fingerpri
   if (r.seq.load(std::memory_order_acquire) != seq) return false;
   const std::uint64_t theirs = r.fingerprint.load(std::memory_order_acquire);
   return theirs != fingerprint && r.seq.load(std::memory_order_relaxed) == seq;
+}
+
+std::uint64_t number_of_call(const RankControl& rank, std::uint64_t seq) {
+  const CallRecord& r = rank.calls[seq % kCallHistory];
+  const bool known = r.seq.load(std::memory_order_acquire) == seq;
+  const std::uint64_t number = r.number.load(std::memory_order_acquire);
+  return known && r.seq.load(std::memory_order_relaxed) == seq ? number : seq;
 }
 
 std::string describe_call(const RankControl& rank, std::uint64_t seq) {

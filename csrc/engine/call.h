@@ -4,6 +4,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -49,6 +50,12 @@ struct Call {
   std::uint64_t shape = 0;    // a hash of the counts where blocks are uneven, else 0
   double factor = 1.0;        // premul_sum only; may differ between ranks
   Nanoseconds timeout = 0;    // for the whole call, from the moment it first waits
+  // For messages only: the user's call that this one is a part of, and its number among the user's calls (0: that of
+  // this one among the engine's).
+  std::optional<Operation> part_of;
+  std::uint64_t number = 0;
+
+  Operation title() const { return part_of.value_or(operation); }
 };
 
 // Equal on two ranks exactly if (up to a 64-bit hash) they make the same call with the same plan at the same place in
@@ -64,6 +71,9 @@ void record(RankControl& own, const Call& call, std::uint64_t seq, std::uint64_t
 
 // Whether `peer` is known to have made, as its call number `seq`, another call than the one with `fingerprint`.
 bool differs(const RankControl& peer, std::uint64_t seq, std::uint64_t fingerprint);
+
+// The number of that call for the user, or `seq` if it is not known.
+std::uint64_t number_of_call(const RankControl& rank, std::uint64_t seq);
 
 // "all_reduce(count=1024, dtype=float32, op=sum, plan=1f0c22d1)", of the call number `seq` of a rank, as far as known.
 std::string describe_call(const RankControl& rank, std::uint64_t seq);

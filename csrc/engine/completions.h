@@ -17,6 +17,7 @@
 
 #include "core/clock.h"
 #include "core/fork.h"
+#include "core/threads.h"
 
 namespace ringreduce {
 
@@ -24,7 +25,7 @@ class Completions {
  public:
   ~Completions() { stop(); }
 
-  // Runs `callback`, which must not throw, in another thread. After stop() it runs in this one.
+  // Runs `callback`, which must not throw, in another thread; in this one after stop(), or if no thread can be had.
   void post(std::function<void()> callback) {
     {
       std::lock_guard lock(shared_->mutex);
@@ -34,12 +35,10 @@ class Completions {
           ended->join();
           threads_.erase(ended);
         }
-        shared_->posted.push_back(std::move(callback));
-        if (shared_->posted.size() > shared_->free) {
-          threads_.emplace_back([shared = shared_] { shared->drive(); });
-          ++shared_->threads;
+        if (start_one_if_needed()) {
+          shared_->posted.push_back(std::move(callback));
+          callback = nullptr;
         }
-        callback = nullptr;
       }
     }
     if (callback) return callback();
@@ -82,6 +81,18 @@ class Completions {
   }
 
  private:
+  // Whether a thread will be free for one more callback.
+  bool start_one_if_needed() {
+    if (shared_->posted.size() < shared_->free) return true;
+    try {
+      threads_.push_back(start_thread([shared = shared_] { shared->drive(); }));
+    } catch (const Error&) {
+      return false;
+    }
+    ++shared_->threads;
+    return true;
+  }
+
   struct Detached {
     std::mutex mutex;
     std::condition_variable ended;

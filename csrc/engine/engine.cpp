@@ -9,7 +9,7 @@ namespace ringreduce {
 namespace {
 
 std::string title(const Call& call, std::uint64_t seq) {
-  return std::string(name(call.operation)) + " seq " + std::to_string(seq);
+  return std::string(name(call.title())) + " seq " + std::to_string(call.number == 0 ? seq : call.number);
 }
 
 // Where the blame for a timeout is looked for: a rank that waits says so again at least this often.
@@ -192,8 +192,8 @@ void Engine::throw_timeout(const Call& call, std::uint64_t seq, const Execution&
     text += " Rank " + std::to_string(r);
     if (entered < seq) {
       text += entered == 0 ? " has not made any call."
-                           : " has not arrived: its latest call is seq " + std::to_string(entered) + ", " +
-                                 describe_call(c, entered) + ".";
+                           : " has not arrived: its latest call is seq " + std::to_string(number_of_call(c, entered)) +
+                                 ", " + describe_call(c, entered) + ".";
     } else if (c.completed.load(std::memory_order_acquire) >= seq) {
       text += " has finished this call.";
     } else if (const int peer = waiting_for(r); peer >= 0) {

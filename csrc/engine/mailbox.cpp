@@ -4,6 +4,7 @@
 #include <cstring>
 #include <utility>
 
+#include "core/threads.h"
 #include "engine/wait.h"
 
 namespace ringreduce {
@@ -59,11 +60,18 @@ void Mailbox::post(const std::shared_ptr<Message>& message) {
     finished.swap(finished_);
   }
   finish(std::move(finished));
-  if (pending) {
+  if (!pending) return;
+  {
     std::lock_guard lock(mutex_);
-    if (!driver_.joinable()) driver_ = std::thread([this] { drive(); });
-    work_.notify_all();
+    try {
+      if (!driver_.joinable() && !stopping_) driver_ = start_thread([this] { drive(); });
+    } catch (const Error& error) {
+      if (!message->done) withdraw(message, error);
+    }
+    finished.swap(finished_);
   }
+  work_.notify_all();
+  finish(std::move(finished));
 }
 
 void Mailbox::wait(const std::shared_ptr<Message>& message, Nanoseconds patience) {
@@ -175,18 +183,22 @@ void Mailbox::check() {
     } else {
       continue;
     }
-    receives_.remove(m);
-    for (Peer& peer : peers_) {
-      std::erase(peer.sends, m);
-      if (peer.arriving && peer.arriving->receive == m) {  // the rest of it goes aside
-        peer.arriving->receive = nullptr;
-        peer.arriving->aside.resize(peer.arriving->bytes);
-        peer.arrived.push_back(std::move(*peer.arriving));
-        peer.arriving.reset();
-      }
-    }
-    complete(*m, error);
+    withdraw(m, *error);
   }
+}
+
+void Mailbox::withdraw(const std::shared_ptr<Message>& m, const Error& error) {
+  receives_.remove(m);
+  for (Peer& peer : peers_) {
+    std::erase(peer.sends, m);
+    if (peer.arriving && peer.arriving->receive == m) {  // the rest of it goes aside
+      peer.arriving->receive = nullptr;
+      peer.arriving->aside.resize(peer.arriving->bytes);
+      peer.arrived.push_back(std::move(*peer.arriving));
+      peer.arriving.reset();
+    }
+  }
+  complete(*m, error);
 }
 
 bool Mailbox::progress() {

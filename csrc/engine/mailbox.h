@@ -90,6 +90,7 @@ class Mailbox {
   void begin(Arrival& arrival, int source);
   void complete(Message& message, std::optional<Error> error = std::nullopt);
   void check();
+  void withdraw(const std::shared_ptr<Message>& message, const Error& error);
   void drive();
 
   const std::shared_ptr<const Segment> segment_;

@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "core/error.h"
+#include "core/threads.h"
 
 namespace ringreduce {
 
@@ -36,9 +37,9 @@ class CallQueue {
     {
       std::lock_guard lock(mutex_);
       throw_if_stopping();
+      if (!thread_.joinable()) thread_ = start_thread([this] { drive(); });
       posted_.push_back({last_turn_++, std::move(call), std::move(done)});
       ++not_done_;
-      if (!thread_.joinable()) thread_ = std::thread([this] { drive(); });
     }
     turn_came_.notify_all();
   }

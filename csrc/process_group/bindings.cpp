@@ -101,7 +101,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return groups;
   });
   m.def("shutdown_all", &Group::shutdown_all);
-  m.def("flight_record", [] { return py::bytes(CallLog::dump()); });
+  m.def("flight_record", [] {
+    std::string pickle;
+    {
+      const py::gil_scoped_release no_gil;
+      pickle = CallLog::dump();
+    }
+    return py::bytes(pickle);
+  });
 
   m.def("kernel_supports", [](const std::string& dtype, const std::string& op) {
     return kernels::supports(dtype_named(dtype), reduce_op_named(op));

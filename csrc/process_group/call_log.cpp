@@ -314,7 +314,9 @@ std::string CallLog::dump() {
 void CallLog::write_dump(int global_rank) {
   struct OneAtATime : std::mutex {};  // torch's writer is made at first use, and not for several threads
   std::lock_guard lock(process_wide<OneAtATime>());
-  c10d::DebugInfoWriter::getWriter(global_rank).write(dump());
+  auto& writer = c10d::DebugInfoWriter::getWriter(global_rank);
+  TORCH_WARN("a group broke; the flight record of rank ", global_rank, " goes to ", writer.getWriterTarget());
+  writer.write(dump());
 }
 
 }  // namespace ringreduce

@@ -87,7 +87,7 @@ class CallLog {
     bool succeeded = false;
     std::uint64_t thread = 0;
   };
-  static constexpr std::size_t kTypes = 32;  // OpTypes are smaller
+  static constexpr std::size_t kTypes = 32;  // all OpTypes that we use are smaller
 
   static void append(Entry& entry, const std::vector<at::Tensor>& tensors);
   Entry* find(std::uint64_t id);

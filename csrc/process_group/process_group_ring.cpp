@@ -359,6 +359,7 @@ Tally ProcessGroupRing::agree_on_blocks(Job& job) {
   const std::size_t own_count = 2 * n;
   Call call = job.call;
   call.operation = Operation::all_gather;
+  call.part_of = job.call.operation;
   call.dtype = DType::int64;
   call.count = call.largest = own_count;
   call.shape = mix(static_cast<std::uint64_t>(job.call.operation), static_cast<std::uint64_t>(job.call.dtype));
@@ -384,9 +385,12 @@ c10::intrusive_ptr<Work> ProcessGroupRing::submit(OpType type, const CallOptions
     outputs.insert(outputs.end(), job.targets.begin(), job.targets.end());
   }
   return submit({.type = type, .timeout = timeout_or_default(opts.timeout)}, opts.asyncOp, inputs, std::move(outputs),
-                [this, jobs = std::move(jobs)]() mutable {
+                [this, jobs = std::move(jobs)](std::uint64_t number) mutable {
                   Tally tally;
-                  for (Job& job : jobs) tally += run(job);
+                  for (Job& job : jobs) {
+                    job.call.number = number;
+                    tally += run(job);
+                  }
                   return tally;
                 });
 }
@@ -397,7 +401,7 @@ void ProcessGroupRing::begin_call() {
   if (!described_.exchange(true, std::memory_order_relaxed)) shared_->log->describe(getGroupDesc());
 }
 
-// Calls `run`, which returns a Tally, in its turn.
+// Calls `run`, which takes the call's number and returns a Tally, in its turn.
 template <class Run>
 c10::intrusive_ptr<Work> ProcessGroupRing::submit(CallLog::Call call, bool async, const TensorList& inputs,
                                                   TensorList outputs, Run run) {
@@ -413,7 +417,7 @@ c10::intrusive_ptr<Work> ProcessGroupRing::submit(CallLog::Call call, bool async
       const at::NoGradGuard no_grad;
       try {
         work->start();
-        tally = run();
+        tally = run(work->getSequencenumber());
       } catch (...) {
         error = std::current_exception();
       }
@@ -465,11 +469,11 @@ c10::intrusive_ptr<Work> ProcessGroupRing::allreduce_sparse(TensorList& tensors,
   dtype_of(tensor.scalar_type(), "all_reduce of a sparse tensor");  // throws for those that are not supported
   const auto timeout = timeout_or_default(opts.timeout);
   return submit({.type = OpType::_ALLREDUCE_SPARSE, .timeout = timeout}, opts.asyncOp, {tensor}, {tensor},
-                [this, tensor, timeout] { return sum_sparse(tensor, timeout); });
+                [this, tensor, timeout](std::uint64_t number) { return sum_sparse(tensor, timeout, number); });
 }
 
 // All ranks tell each other how many elements they have, then which, and each sums them all.
-Tally ProcessGroupRing::sum_sparse(const at::Tensor& tensor, std::chrono::milliseconds timeout) {
+Tally ProcessGroupRing::sum_sparse(const at::Tensor& tensor, std::chrono::milliseconds timeout, std::uint64_t number) {
   const auto n = static_cast<std::size_t>(getSize());
   const at::Tensor own = tensor.coalesce();
   const auto gather = [&](const at::Tensor& input, TensorList outputs, Tally& tally) {
@@ -478,6 +482,8 @@ Tally ProcessGroupRing::sum_sparse(const at::Tensor& tensor, std::chrono::millis
     for (int64_t d : own.sizes()) j.call.shape = mix(j.call.shape, static_cast<std::uint64_t>(d));
     j.call.shape = mix(j.call.shape, static_cast<std::uint64_t>(own.sparse_dim()) << 8 |
                                          static_cast<std::uint64_t>(own.scalar_type()));
+    j.call.part_of = Operation::all_reduce;
+    j.call.number = number;
     tally += run(j);
     return outputs;
   };

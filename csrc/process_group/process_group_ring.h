@@ -7,8 +7,10 @@
 // Synchronous calls (opts.asyncOp false) have ended when they return, and throw. Asynchronous ones run in the group's
 // progress thread; their Work throws from wait(). The tensors of a call under way must not be touched.
 //
-// In a process that was forked after the group was made, every call throws, and the group's destruction leaves the
-// parent's alone.
+// In a process that was forked after the group was made, calls throw, and the group's destruction leaves the parent's
+// alone.
+//
+// What is made of several calls of the engine (a coalesced list, a sparse sum, an all_to_all) has its timeout for each.
 #pragma once
 
 #include <atomic>
@@ -157,7 +159,7 @@ class ProcessGroupRing : public c10d::Backend {
   void coalesce(c10::intrusive_ptr<c10d::Work> work);
   Tally run(Job& job);
   Tally agree_on_blocks(Job& job);
-  Tally sum_sparse(const at::Tensor& tensor, std::chrono::milliseconds timeout);
+  Tally sum_sparse(const at::Tensor& tensor, std::chrono::milliseconds timeout, std::uint64_t number);
   std::chrono::milliseconds timeout_or_default(std::chrono::milliseconds timeout) const;
   void begin_call();
 

@@ -38,7 +38,7 @@ struct WorkSurroundings {
 
   // Called when a work failed: writes the flight record, once, if that was because the group is broken.
   void work_failed() {
-    if (!dump_when_broken) return;
+    if (!dump_when_broken || dumped) return;
     try {
       segment->throw_if_aborted();
     } catch (const Error& error) {
@@ -77,20 +77,22 @@ class CallWork : public c10d::Work {
     if (timed_) started_ = Clock::now();
   }
 
-  // Ends the work: waiters first, then what hangs on its future, in a thread of `completions`.
+  // Ends the work: waiters first, then what hangs on its end, in a thread of `completions`. Does nothing the second
+  // time.
   void end(const std::exception_ptr& error, const Tally& tally = {}) {
     if (timed_) ended_ = Clock::now();
     std::shared_ptr<WorkSurroundings> group;
     c10::intrusive_ptr<c10::ivalue::Future> future;
     {
       std::lock_guard<std::mutex> lock(future_mutex_);
+      if (!surroundings_) return;
       ended_with_ = error;
       group = std::move(surroundings_);
       future = future_;
     }
     group->log->end(log_id_, opType_, error == nullptr, tally);
-    if (error) group->work_failed();
     finish(error);
+    if (error) group->completions.post([group = group.get()] { group->work_failed(); });
     if (future) {
       const auto self = c10::intrusive_ptr<CallWork>::unsafe_reclaim_from_nonowning(this);
       group->completions.post([self, future, error] { self->settle(*future, error); });

@@ -79,6 +79,7 @@ struct alignas(64) MessageHeader {
 struct alignas(64) CallRecord {
   std::atomic<std::uint64_t> seq;  // 0 while being written
   std::atomic<std::uint64_t> fingerprint;
+  std::atomic<std::uint64_t> number;
   std::atomic<std::uint64_t> count;
   std::atomic<std::uint64_t> plan;
   std::atomic<std::uint32_t> operation;

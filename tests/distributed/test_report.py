@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from distributed.harness import Rank, run
 from torch.profiler import ProfilerActivity, profile
 
 import ringreduce
-from ringreduce.errors import CollectiveTimeout, RingReduceError
+from ringreduce.errors import CollectiveMismatch, CollectiveTimeout, RingReduceError
 
 
 def call_everything(me: Rank, asynchronous: bool) -> dict[str, list[list[int]]]:
@@ -156,6 +157,37 @@ def timing_out(me: Rank, folder: str) -> None:
             ringreduce.dump_flight_record(f"{folder}/rank2")
         if me.rank < 2:
             me.meet("timed out")
+
+
+def test_groups_that_break_at_once_leave_records() -> None:
+    run(breaking_at_once, 2)
+
+
+def breaking_at_once(me: Rank) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TORCH_FR_DUMP_TEMP_FILE"] = f"{folder}/rank"
+        with me.join():
+            groups = [dist.new_group() for _ in range(12)]
+            works = [dist.all_reduce(torch.ones(3 + me.rank), group=group, async_op=True) for group in groups]
+            for work in works:
+                with pytest.raises(CollectiveMismatch):
+                    work.wait()
+        assert os.listdir(folder) == [f"rank{me.rank}"]
+        assert len(pickle.loads(Path(folder, f"rank{me.rank}").read_bytes())["entries"]) == len(groups)
+
+
+def test_errors_speak_of_the_call_that_was_made() -> None:
+    run(calls_of_several_parts, 2)
+
+
+def calls_of_several_parts(me: Rank) -> None:
+    with me.join(timeout=1):
+        dist.all_to_all_single(torch.empty(4), torch.ones(4))
+        dist.all_reduce(torch.eye(3).to_sparse())
+        if me.rank == 0:
+            with pytest.raises(CollectiveTimeout, match=r"^all_to_all seq 3: .* its latest call is seq 2, all_reduce"):
+                dist.all_to_all_single(torch.empty(4), torch.ones(4))
+        me.meet("timed out")
 
 
 # counters

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from datetime import timedelta
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.harness import Rank, run
+from distributed.harness import Rank, Ranks, run
 from torch._C._distributed_c10d import ErrorType, WorkResult
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 import ringreduce
 from ringreduce.errors import Aborted, CollectiveMismatch, CollectiveTimeout, InvalidArgument, PeerLost, SystemFailure
@@ -224,15 +227,17 @@ def beside_a_hanging_call(me: Rank) -> None:
 
 
 def test_a_monitored_barrier_names_a_dead_rank() -> None:
-    assert run(dead_at_the_barrier, 3)[0] == 1
+    with Ranks(dead_at_the_barrier, 3) as ranks:
+        assert ranks.reports() == ["here"] * 3
+        ranks.signal(1, signal.SIGKILL)
+        assert ranks.results(but=(1,)) == [1, 1]
 
 
 def dead_at_the_barrier(me: Rank) -> int | None:
     with me.join():
+        me.report("here")
         if me.rank == 1:
-            dist.destroy_process_group()
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-            return None
+            time.sleep(60)
         with pytest.raises(PeerLost, match="rank 1") as caught:
             ringreduce.monitored_barrier(timeout=20)
         return caught.value.culprit
@@ -483,9 +488,8 @@ def test_a_message_from_anybody_in_a_group_of_one() -> None:
 
 
 def nobody_else(me: Rank) -> None:
-    with me.join():
-        with pytest.raises(InvalidArgument, match="no other rank"):
-            dist.recv(torch.ones(3))
+    with me.join(), pytest.raises(InvalidArgument, match="no other rank"):
+        dist.recv(torch.ones(3))
 
 
 def test_threads_coalesce_apart() -> None:
@@ -645,5 +649,58 @@ def detail(me: Rank) -> None:
         group = dist.new_group([0, 1])
         if me.rank < 2:
             dist.broadcast(tensor, 0, group=group)
+        stats = ringreduce.stats()
+        assert stats[dist.group.WORLD.group_name]["all_reduce"].calls == 2  # type: ignore[union-attr]
+        assert me.rank == 2 or stats[group.group_name]["broadcast"].calls == 1
         with pytest.raises(RuntimeError, match=r"[Mm]ismatch"):
             dist.all_reduce(torch.ones(3 + me.rank))
+
+
+# odd tensors
+
+
+def test_inference_tensors() -> None:
+    run(inference_tensors, 2)
+
+
+def inference_tensors(me: Rank) -> None:
+    with me.join():
+        for asynchronous in (False, True):
+            with torch.inference_mode():
+                tensors = [torch.ones(4, 6), torch.ones(6, 4).t(), torch.ones(4, 12)[:, ::2]]
+                for tensor in tensors:
+                    work = dist.all_reduce(tensor, async_op=asynchronous)
+                    if asynchronous:
+                        work.wait()
+            for tensor in tensors:
+                ringreduce.all_reduce(tensor)
+                assert tensor.eq(4).all()
+
+
+def test_tensors_without_memory_are_refused() -> None:
+    run(fake_tensors, 2)
+
+
+def fake_tensors(me: Rank) -> None:
+    with me.join():
+        with FakeTensorMode():
+            fake = torch.ones(3)
+        for tensor in (fake, TwoTensor(torch.ones(3), torch.ones(3))):
+            with pytest.raises(InvalidArgument, match="has no memory"):
+                ringreduce.all_reduce(tensor)
+        dist.barrier()
+
+
+def test_outputs_that_overlap_in_strides_are_refused() -> None:
+    run(overlapping_columns, 2)
+
+
+def overlapping_columns(me: Rank) -> None:
+    with me.join():
+        matrix = torch.zeros(6, 8)
+        mine = torch.full((6, 4), float(me.rank))
+        ringreduce.all_gather([matrix[:, ::2], matrix[:, 1::2]], mine)  # interleaved, but apart
+        assert matrix[:, ::2].eq(0).all() and matrix[:, 1::2].eq(1).all()
+        for overlapping in ([matrix[:, :4], matrix[:, 3:7]], [matrix.t()[:4].t()] * 2):
+            with pytest.raises(InvalidArgument, match="share memory"):
+                ringreduce.all_gather(overlapping, mine)
