@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstring>
 #include <numeric>
+#include <optional>
 #include <set>
 #include <utility>
 
@@ -108,7 +109,9 @@ class ArenaAllocator : public c10::Allocator {
 
 // Copies a staged result to the user's tensor, in whatever mode that was made.
 void write_back(const at::Tensor& target, const at::Tensor& staged) {
-  const c10::InferenceMode mode(target.is_inference());
+  const at::NoGradGuard no_grad;
+  std::optional<c10::InferenceMode> mode;
+  if (target.is_inference()) mode.emplace();
   target.copy_(staged);
 }
 
@@ -499,7 +502,7 @@ Tally ProcessGroupRing::sum_sparse(const at::Tensor& tensor, std::chrono::millis
   }
   gather(own.indices(), indices, tally);
   gather(own.values(), values, tally);
-  tensor.copy_(at::sparse_coo_tensor(at::cat(indices, 1), at::cat(values, 0), own.sizes()).coalesce());
+  write_back(tensor, at::sparse_coo_tensor(at::cat(indices, 1), at::cat(values, 0), own.sizes()).coalesce());
   return tally;
 }
 
@@ -713,7 +716,6 @@ c10::intrusive_ptr<Work> ProcessGroupRing::post(TensorList& tensors, OpType type
   work->start();
   message->on_done = [work, tensor, buffer, copy_back = staged && !sends](std::exception_ptr error) {
     try {
-      const at::NoGradGuard guard;
       if (copy_back && !error) write_back(tensor, buffer);
     } catch (...) {
       error = std::current_exception();
