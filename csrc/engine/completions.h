@@ -53,24 +53,25 @@ class Completions {
 
   // Waits for all callbacks posted, except one that calls this itself, and ends the threads.
   void stop() {
+    const std::thread::id self = std::this_thread::get_id();
     std::vector<std::thread> ending;
     {
       std::lock_guard lock(shared_->mutex);
       shared_->stopping = true;
       ending.swap(threads_);
+      const auto own =
+          std::find_if(ending.begin(), ending.end(), [&](auto& thread) { return thread.get_id() == self; });
+      if (own != ending.end()) {
+        shared_->detached = self;
+        Detached& detached = process_wide<Detached>();
+        std::lock_guard detached_lock(detached.mutex);
+        ++detached.threads;
+        own->detach();
+        ending.erase(own);
+      }
     }
     shared_->came.notify_all();
-    for (std::thread& thread : ending) {
-      if (thread.get_id() != std::this_thread::get_id()) {
-        thread.join();
-        continue;
-      }
-      shared_->detached = true;
-      Detached& detached = process_wide<Detached>();
-      std::lock_guard lock(detached.mutex);
-      ++detached.threads;
-      thread.detach();
-    }
+    for (std::thread& thread : ending) thread.join();
   }
 
   // Waits, but not longer than `patience`, until no thread of this process is left that stop() could not wait for.
@@ -102,6 +103,7 @@ class Completions {
   // What the threads use. A callback may drop the last reference to the group, and so this object, in one of them.
   struct Shared {
     void drive() {
+      const std::thread::id self = std::this_thread::get_id();
       std::unique_lock lock(mutex);
       while (true) {
         ++free;
@@ -115,8 +117,8 @@ class Completions {
         callback();
         callback = nullptr;
         lock.lock();
-        if (free > 0 && !stopping && !detached) {  // one that waits is enough
-          ended.push_back(std::this_thread::get_id());
+        if (free > 0 && !stopping) {  // one that waits is enough
+          ended.push_back(self);
           --threads;
           rested.notify_all();
           return;
@@ -125,9 +127,9 @@ class Completions {
       --free;
       --threads;
       rested.notify_all();
-      if (!detached) return;
+      if (detached != self) return;
       Detached& all = process_wide<Detached>();
-      std::lock_guard others(all.mutex);
+      std::lock_guard all_lock(all.mutex);
       --all.threads;
       all.ended.notify_all();
     }
@@ -138,7 +140,7 @@ class Completions {
     std::size_t free = 0, threads = 0;
     bool stopping = false;
     std::vector<std::thread::id> ended;  // to be joined
-    bool detached = false;               // the thread in which stop() was called; set by itself
+    std::thread::id detached;            // the one in which stop() was called
   };
 
   const std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();
