@@ -52,7 +52,7 @@ struct Call {
   Nanoseconds timeout = 0;    // for the whole call, from the moment it first waits
   // For messages only: the user's call that this one is a part of, and its number among the user's calls (0: that of
   // this one among the engine's).
-  std::optional<Operation> part_of;
+  std::optional<Operation> part_of = std::nullopt;
   std::uint64_t number = 0;
 
   Operation title() const { return part_of.value_or(operation); }

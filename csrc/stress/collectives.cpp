@@ -46,14 +46,31 @@ int expected(const Call& call, int size, std::size_t i, std::uint64_t number) {
   return result;
 }
 
-void run_checked(Rank& rank, const Call& call, std::uint64_t number, bool in_place) {
+// `shared`: the tensors are in the rank's arena.
+void run_checked(Rank& rank, const Call& call, std::uint64_t number, bool in_place, bool shared) {
   auto input = tensor(call.dtype, call.count, [&](std::size_t i) { return contribution(rank.number(), i, number); });
   const auto untouched = input;
   auto output = tensor(call.dtype, in_place ? 0 : call.count, [](std::size_t) { return -99; });
   const std::size_t count = call.count;
-  std::byte* const from = input.data();
-  std::byte* const to = in_place ? input.data() : output.data();
+  const auto placed = [&](std::vector<std::byte>& bytes) {
+    if (!shared) return bytes.data();
+    std::byte* place = rank.arena.allocate(bytes.size());
+    std::copy(bytes.begin(), bytes.end(), place);
+    return place;
+  };
+  std::byte* const from = placed(input);
+  std::byte* const to = in_place ? from : placed(output);
   rank.engine.run(call, {.input = {{&from, 1}, {&count, 1}}, .output = {{&to, 1}, {&count, 1}}});
+  if (shared) {  // what comes next at these places must find nobody reading
+    std::copy_n(from, input.size(), input.begin());
+    std::memset(from, 0xee, input.size());
+    rank.arena.release(from);
+    if (!in_place) {
+      std::copy_n(to, output.size(), output.begin());
+      std::memset(to, 0xee, output.size());
+      rank.arena.release(to);
+    }
+  }
 
   const auto wanted = tensor(call.dtype, count, [&](std::size_t i) { return expected(call, rank.size(), i, number); });
   const std::string what = std::string(name(call.operation)) + " number " + std::to_string(number) + ", rank " +
@@ -79,13 +96,14 @@ void run_scripted(Rank& rank, std::uint64_t seed, std::uint64_t number) {
   rank.engine.choose(Operation::all_reduce, std::numeric_limits<std::uint64_t>::max(), plan);
   if (call.operation == Operation::broadcast) call.root = random_int(random, 0, rank.size() - 1);
   call.count = call.largest = random_count(random);
-  run_checked(rank, call, number, random_int(random, 0, 1) == 0);
+  const bool in_place = random_int(random, 0, 1) == 0;
+  run_checked(rank, call, number, in_place, random_int(random, 0, 1) == 0);
 }
 
 void run_all_reduce(Rank& rank, std::size_t count, Nanoseconds timeout) {
   Call call{.operation = Operation::all_reduce, .dtype = DType::int64, .timeout = timeout};
   call.count = call.largest = count;
-  run_checked(rank, call, 0, false);
+  run_checked(rank, call, 0, false, false);
 }
 
 void stress_collectives() {

@@ -21,7 +21,8 @@ void check(bool ok, const std::string& what) {
 Rank::Rank(std::shared_ptr<const Segment> its_segment)
     : segment(std::move(its_segment)),
       engine(segment, {.spins = 20, .slices = 3, .least_slice_bytes = 128}),
-      mailbox(segment, 20) {
+      mailbox(segment, 20),
+      arena(segment) {
   std::uint64_t digest = 1;
   for (const auto& plan : {one_shot, two_shot, ring, two_rings}) {
     engine.add_plan(Operation::all_reduce, plan(size()), digest++);
@@ -38,7 +39,8 @@ Group::Group(int size, std::uint32_t depth, std::uint32_t slot_bytes) {
                           .depth = depth,
                           .slot_bytes = slot_bytes,
                           .mailbox_depth = 4,
-                          .mailbox_slot_bytes = 256};
+                          .mailbox_slot_bytes = 256,
+                          .arena_bytes = 1 << 20};
   const int memfd = memfd_create("stress", MFD_CLOEXEC);
   check(memfd >= 0 && ftruncate(memfd, static_cast<off_t>(geometry.segment_bytes())) == 0, "no memory for a segment");
   for (int r = 0; r < size; ++r) {

@@ -11,6 +11,7 @@
 #include "engine/engine.h"
 #include "engine/mailbox.h"
 #include "engine/queue.h"
+#include "transport/arena.h"
 
 namespace ringreduce::stress {
 
@@ -28,6 +29,7 @@ struct Rank {
   std::shared_ptr<const Segment> segment;
   Engine engine;
   Mailbox mailbox;
+  Arena arena;
   int all_reduce_plans = 0;  // numbers 0, 1, ... of the engine; a broadcast needs no choice
 
   int number() const { return segment->rank(); }
