@@ -55,32 +55,6 @@ std::uint64_t thread_id() {
 
 bool is_message(OpType type) { return c10d::isP2POp(type); }
 
-// How a call stands in a dump. `torchfrtrace` expects every call of all ranks of its group, which a message is not. So
-// messages from one rank to another are a group of these two; those from any rank, of the receiver alone.
-struct Heading {
-  std::string name;
-  CallLog::Group group;
-};
-
-Heading heading(const CallLog::Call& call, const CallLog::Group& group) {
-  // The analyser knows the backends' names from a list of its own, where a new backend cannot be.
-  std::string name = std::string("gloo:") + name_of(call.type);
-  if (call.type == OpType::_ALLREDUCE_SPARSE) name = "gloo:all_reduce";
-  if (!is_message(call.type)) return {name, group};
-  const bool sends = call.type == OpType::SEND;
-  if (call.peer < 0)
-    return {name + " 0<-0",
-            {group.name + ":any to " + std::to_string(group.rank),
-             group.description,
-             {group.ranks[static_cast<std::size_t>(group.rank)]}}};
-  const int from = sends ? group.rank : call.peer, to = sends ? call.peer : group.rank;
-  const std::int64_t first = group.ranks[static_cast<std::size_t>(from)],
-                     second = group.ranks[static_cast<std::size_t>(to)];
-  const bool ascending = first < second;  // ranks of a group are numbered by their global ranks
-  return {c10::str(name, " ", sends ? !ascending : ascending, sends ? "->" : "<-", sends ? ascending : !ascending),
-          {c10::str(group.name, ":", from, " to ", to), group.description, {first, second}}};
-}
-
 }  // namespace
 
 const char* profiling_title(OpType type) {
@@ -92,8 +66,8 @@ const char* name_of(OpType type) {
   return profiling_title(type == OpType::RECVANYSOURCE ? OpType::RECV : type) + kPrefix;
 }
 
-CallLog::CallLog(std::size_t entries, Lines lines, Group group)
-    : capacity_(entries), lines_(lines), group_(std::move(group)) {
+CallLog::CallLog(std::size_t entries, bool print, Group group)
+    : capacity_(entries), print_(print), group_(std::move(group)) {
   Registry& registry = process_wide<Registry>();
   std::lock_guard lock(registry.mutex);
   registry.logs.push_back(this);
@@ -174,7 +148,7 @@ void CallLog::end(std::uint64_t id, OpType type, bool succeeded, const Tally& ta
       took = entry->ended - entry->begun;
     }
   }
-  if (lines_ == Lines::none) return;
+  if (!print_) return;
   const Group& group = group_;  // its name and rank never change
   std::fprintf(stderr, "[ringreduce rank %d of %s] %s #%llu %s after %.3f ms, %.3f ms of it waiting\n", group.rank,
                group.name.c_str(), name_of(type), static_cast<unsigned long long>(id), succeeded ? "done" : "failed",
@@ -204,38 +178,112 @@ std::map<std::string, CallLog::Statistics> CallLog::all_statistics() {
   return all;
 }
 
-std::string CallLog::dump() {
-  struct Record {
-    Heading heading;
-    std::int64_t group_number;
-    Entry entry;
+// How a call stands in a dump. `torchfrtrace` expects every call of all ranks of its group, which a message is not. So
+// messages from one rank to another are a group of these two; those from any rank, of the receiver alone.
+CallLog::Heading CallLog::heading(const Call& call, const Group& group) {
+  // The analyser knows the backends' names from a list of its own, where a new backend cannot be.
+  std::string name = std::string("gloo:") + name_of(call.type);
+  if (call.type == OpType::_ALLREDUCE_SPARSE) name = "gloo:all_reduce";
+  if (!is_message(call.type)) return {name, group};
+  const bool sends = call.type == OpType::SEND;
+  if (call.peer < 0)
+    return {name + " 0<-0",
+            {group.name + ":any to " + std::to_string(group.rank),
+             group.description,
+             {group.ranks[static_cast<std::size_t>(group.rank)]}}};
+  const int from = sends ? group.rank : call.peer, to = sends ? call.peer : group.rank;
+  const std::int64_t first = group.ranks[static_cast<std::size_t>(from)],
+                     second = group.ranks[static_cast<std::size_t>(to)];
+  const bool ascending = first < second;  // ranks of a group are numbered by their global ranks
+  return {c10::str(name, " ", sends ? !ascending : ascending, sends ? "->" : "<-", sends ? ascending : !ascending),
+          {c10::str(group.name, ":", from, " to ", to), group.description, {first, second}}};
+}
+
+// An entry as the analyser reads it.
+c10::Dict<c10::IValue, c10::IValue> CallLog::to_dict(const Record& record, std::size_t number) {
+  const Entry& e = record.entry;
+  const bool message = is_message(e.call.type);
+  const auto sequence = static_cast<std::int64_t>(message ? e.nth : e.call.sequence);
+  const auto time = [](std::int64_t t) { return t == 0 ? c10::IValue() : c10::IValue(t); };
+  std::size_t read = 0;
+  const auto sizes = [&](std::size_t from, std::size_t to, OpType joined) {
+    std::vector<std::vector<std::int64_t>> shapes;
+    for (std::size_t i = from; i < to; ++i) {
+      const auto* first = e.sizes.data() + read;
+      shapes.emplace_back(first, first + e.dims[i]);
+      read += static_cast<std::size_t>(e.dims[i]);
+    }
+    // A list of one tensor for each rank stands as a single tensor, as the analyser knows it from NCCL.
+    if (e.call.type == joined && !shapes.empty() && std::equal(shapes.begin() + 1, shapes.end(), shapes.begin())) {
+      shapes[0].insert(shapes[0].begin(), static_cast<std::int64_t>(shapes.size()));
+      shapes.resize(1);
+    }
+    return shapes;
   };
+  const auto dtypes = [&](std::size_t from, std::size_t to) {
+    std::vector<std::string> names;
+    for (std::size_t i = from; i < to; ++i) names.emplace_back(c10::toString(e.dtypes[i]));
+    return names;
+  };
+  auto d = c10d::new_dict();
+  d.insert(c10d::record_id_key, static_cast<std::int64_t>(number));
+  d.insert(c10d::pg_id_key, record.group_number);
+  d.insert(c10d::pg_name_key, std::make_tuple(record.heading.group.name, record.heading.group.description));
+  d.insert(c10d::thread_id_key, std::to_string(e.thread));
+  d.insert(c10d::thread_name_key, "");
+  d.insert(c10d::collective_seq_id_key, sequence);
+  d.insert(c10d::p2p_seq_id_key, message ? sequence : std::int64_t{0});
+  d.insert(c10d::op_id_key, static_cast<std::int64_t>(e.call.sequence));
+  d.insert(c10d::is_p2p_key, message);
+  d.insert(c10d::profiling_name_key, record.heading.name);
+  d.insert(c10d::input_sizes_key, sizes(0, e.inputs, OpType::REDUCE_SCATTER));
+  d.insert(c10d::output_sizes_key, sizes(e.inputs, e.dims.size(), OpType::ALLGATHER));
+  d.insert(c10d::input_dtypes_key, dtypes(0, e.inputs));
+  d.insert(c10d::output_dtypes_key, dtypes(e.inputs, e.dims.size()));
+  d.insert(c10d::time_created_key, e.begun);
+  d.insert(c10d::time_discovered_started_key, time(e.started));
+  d.insert(c10d::time_discovered_completed_key, time(e.succeeded ? e.ended : 0));
+  if (e.succeeded) d.insert(c10d::duration_key, static_cast<double>(e.ended - e.started) / kMillisecond);
+  d.insert(c10d::state_key, e.succeeded      ? c10d::completed_state
+                            : e.started != 0 ? c10d::started_state
+                                             : c10d::scheduled_state);
+  d.insert(c10d::retired_key, e.ended != 0);
+  d.insert(c10d::timeout_key, static_cast<std::int64_t>(e.call.timeout.count()));
+  d.insert(c10d::frames_key, c10d::new_list());
+  return d;
+}
+
+// Copies the entries, with what they are listed under, to `records`; returns where the group's collectives stand.
+c10::Dict<c10::IValue, c10::IValue> CallLog::collect(std::int64_t group_number, std::vector<Record>& records) const {
+  std::int64_t begun = -1, started = -1, ended = -1;  // the latest
+  std::lock_guard lock(mutex_);
+  for (const Entry& entry : entries_) {
+    records.push_back({heading(entry.call, group_), group_number, entry});
+    if (is_message(entry.call.type)) continue;
+    const auto sequence = static_cast<std::int64_t>(entry.call.sequence);
+    begun = std::max(begun, sequence);
+    if (entry.started != 0) started = std::max(started, sequence);
+    if (entry.succeeded) ended = std::max(ended, sequence);
+  }
+  auto status = c10d::new_dict();
+  status.insert("last_enqueued_collective", begun);
+  status.insert("last_started_collective", started);
+  status.insert("last_completed_collective", ended);
+  return status;
+}
+
+std::string CallLog::dump() {
   std::vector<Record> records;
   std::map<std::string, Group> groups;
   auto statuses = c10d::new_dict();
-  std::int64_t group_number = 0;
   {
     Registry& registry = process_wide<Registry>();
     std::lock_guard lock(registry.mutex);
     for (const CallLog* log : registry.logs) {
+      const auto number = static_cast<std::int64_t>(statuses.size());
+      statuses.insert(std::to_string(number), log->collect(number, records));
       std::lock_guard log_lock(log->mutex_);
-      const Group& group = log->group_;
-      groups[group.name] = group;
-      std::int64_t begun = -1, started = -1, ended = -1;  // the latest collective
-      for (const Entry& entry : log->entries_) {
-        records.push_back({heading(entry.call, group), group_number, entry});
-        groups.emplace(records.back().heading.group.name, records.back().heading.group);
-        if (is_message(entry.call.type)) continue;
-        const auto sequence = static_cast<std::int64_t>(entry.call.sequence);
-        begun = std::max(begun, sequence);
-        if (entry.started != 0) started = std::max(started, sequence);
-        if (entry.succeeded) ended = std::max(ended, sequence);
-      }
-      auto status = c10d::new_dict();
-      status.insert("last_enqueued_collective", begun);
-      status.insert("last_started_collective", started);
-      status.insert("last_completed_collective", ended);
-      statuses.insert(std::to_string(group_number++), status);
+      groups[log->group_.name] = log->group_;
     }
   }
   std::stable_sort(records.begin(), records.end(),
@@ -243,58 +291,9 @@ std::string CallLog::dump() {
 
   auto entries = c10d::new_list();
   for (const Record& record : records) {
-    const Entry& e = record.entry;
-    const bool message = is_message(e.call.type);
-    const auto sequence = static_cast<std::int64_t>(message ? e.nth : e.call.sequence);
-    const auto time = [](std::int64_t t) { return t == 0 ? c10::IValue() : c10::IValue(t); };
-    std::size_t read = 0;
-    const auto sizes = [&](std::size_t from, std::size_t to, OpType joined) {
-      std::vector<std::vector<std::int64_t>> shapes;
-      for (std::size_t i = from; i < to; ++i) {
-        const auto* first = &e.sizes[read];
-        shapes.emplace_back(first, first + e.dims[i]);
-        read += static_cast<std::size_t>(e.dims[i]);
-      }
-      // A list of one tensor for each rank stands as a single tensor, as the analyser knows it from NCCL.
-      if (e.call.type == joined && !shapes.empty() && std::equal(shapes.begin() + 1, shapes.end(), shapes.begin())) {
-        shapes[0].insert(shapes[0].begin(), static_cast<std::int64_t>(shapes.size()));
-        shapes.resize(1);
-      }
-      return shapes;
-    };
-    const auto dtypes = [&](std::size_t from, std::size_t to) {
-      std::vector<std::string> names;
-      for (std::size_t i = from; i < to; ++i) names.emplace_back(c10::toString(e.dtypes[i]));
-      return names;
-    };
-    auto d = c10d::new_dict();
-    d.insert(c10d::record_id_key, static_cast<std::int64_t>(entries.size()));
-    d.insert(c10d::pg_id_key, record.group_number);
-    d.insert(c10d::pg_name_key, std::make_tuple(record.heading.group.name, record.heading.group.description));
-    d.insert(c10d::thread_id_key, std::to_string(e.thread));
-    d.insert(c10d::thread_name_key, "");
-    d.insert(c10d::collective_seq_id_key, sequence);
-    d.insert(c10d::p2p_seq_id_key, message ? sequence : std::int64_t{0});
-    d.insert(c10d::op_id_key, static_cast<std::int64_t>(e.call.sequence));
-    d.insert(c10d::is_p2p_key, message);
-    d.insert(c10d::profiling_name_key, record.heading.name);
-    d.insert(c10d::input_sizes_key, sizes(0, e.inputs, OpType::REDUCE_SCATTER));
-    d.insert(c10d::output_sizes_key, sizes(e.inputs, e.dims.size(), OpType::ALLGATHER));
-    d.insert(c10d::input_dtypes_key, dtypes(0, e.inputs));
-    d.insert(c10d::output_dtypes_key, dtypes(e.inputs, e.dims.size()));
-    d.insert(c10d::time_created_key, e.begun);
-    d.insert(c10d::time_discovered_started_key, time(e.started));
-    d.insert(c10d::time_discovered_completed_key, time(e.succeeded ? e.ended : 0));
-    if (e.succeeded) d.insert(c10d::duration_key, static_cast<double>(e.ended - e.started) / kMillisecond);
-    d.insert(c10d::state_key, e.succeeded      ? c10d::completed_state
-                              : e.started != 0 ? c10d::started_state
-                                               : c10d::scheduled_state);
-    d.insert(c10d::retired_key, e.ended != 0);
-    d.insert(c10d::timeout_key, static_cast<std::int64_t>(e.call.timeout.count()));
-    d.insert(c10d::frames_key, c10d::new_list());
-    entries.push_back(d);
+    entries.push_back(to_dict(record, entries.size()));
+    groups.emplace(record.heading.group.name, record.heading.group);
   }
-
   auto config = c10d::new_dict();
   for (const auto& [name, group] : groups) {
     auto info = c10d::new_dict();

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <ATen/core/Dict.h>
 #include <c10/util/SmallVector.h>
 
 #include <array>
@@ -28,9 +29,6 @@ const char* name_of(c10d::OpType type);
 
 class CallLog {
  public:
-  // How much is written to standard error: nothing, or a line for every call.
-  enum class Lines { none, calls };
-
   // What stands for the group in a dump.
   struct Group {
     std::string name, description;
@@ -38,8 +36,8 @@ class CallLog {
     int rank = 0;                     // in the group
   };
 
-  // `entries`: how many calls are kept; 0 keeps none.
-  CallLog(std::size_t entries, Lines lines, Group group);
+  // `entries`: how many calls are kept; 0 keeps none. `print`: whether each gives a line on standard error.
+  CallLog(std::size_t entries, bool print, Group group);
   ~CallLog();
   CallLog(const CallLog&) = delete;
   CallLog& operator=(const CallLog&) = delete;
@@ -89,11 +87,25 @@ class CallLog {
   };
   static constexpr std::size_t kTypes = 32;  // all OpTypes that we use are smaller
 
+  // What an entry is listed under in a dump.
+  struct Heading {
+    std::string name;
+    Group group;
+  };
+  struct Record {
+    Heading heading;
+    std::int64_t group_number;
+    Entry entry;
+  };
+
+  static Heading heading(const Call& call, const Group& group);
+  static c10::Dict<c10::IValue, c10::IValue> to_dict(const Record& record, std::size_t number);
+  c10::Dict<c10::IValue, c10::IValue> collect(std::int64_t group_number, std::vector<Record>& records) const;
   static void append(Entry& entry, const std::vector<at::Tensor>& tensors);
   Entry* find(std::uint64_t id);
 
   const std::size_t capacity_;
-  const Lines lines_;
+  const bool print_;
   mutable std::mutex mutex_;
   Group group_;
   std::vector<Entry> entries_;  // by id modulo capacity

@@ -151,8 +151,7 @@ ProcessGroupRing::ProcessGroupRing(std::shared_ptr<const Segment> segment, Setti
       timeout_(settings_.timeout) {
   shared_->segment = segment;
   shared_->mailbox = std::make_shared<Mailbox>(segment, settings_.engine.spins);
-  shared_->log = std::make_unique<CallLog>(settings_.recorded_calls,
-                                           settings_.print_calls ? CallLog::Lines::calls : CallLog::Lines::none,
+  shared_->log = std::make_unique<CallLog>(settings_.recorded_calls, settings_.print_calls,
                                            CallLog::Group{settings_.name, "", settings_.global_ranks, getRank()});
   shared_->global_rank = static_cast<int>(settings_.global_ranks[static_cast<std::size_t>(getRank())]);
   shared_->dump_when_broken = settings_.dump_when_broken;
