@@ -92,12 +92,12 @@ class CallWork : public c10d::Work {
     }
     group->log->end(log_id_, opType_, error == nullptr, tally);
     finish(error);
-    if (error) group->completions.post([group = group.get()] { group->work_failed(); });
+    if (error) group->completions.post([group] { group->work_failed(); });
     if (future) {
       const auto self = c10::intrusive_ptr<CallWork>::unsafe_reclaim_from_nonowning(this);
       group->completions.post([self, future, error] { self->settle(*future, error); });
     }
-    if (hooked_) group->completions.post([group = group.get(), info = info()] { call_hook(*group, info); });
+    if (hooked_) group->completions.post([group, info = info()] { call_hook(*group, info); });
   }
 
   // Throws timeout when `timeout` is over; the call goes on then, until the timeout of its own.
