@@ -10,6 +10,7 @@
 #include <cstdio>
 #include <torch/csrc/distributed/c10d/FlightRecorder.hpp>
 #include "core/fork.h"
+#include "process_group/compat.h"
 
 namespace ringreduce {
 namespace {
@@ -181,9 +182,8 @@ std::map<std::string, CallLog::Statistics> CallLog::all_statistics() {
 // How a call stands in a dump. `torchfrtrace` expects every call of all ranks of its group, which a message is not. So
 // messages from one rank to another are a group of these two; those from any rank, of the receiver alone.
 CallLog::Heading CallLog::heading(const Call& call, const Group& group) {
-  // The analyser knows the backends' names from a list of its own, where a new backend cannot be.
-  std::string name = std::string("gloo:") + name_of(call.type);
-  if (call.type == OpType::_ALLREDUCE_SPARSE) name = "gloo:all_reduce";
+  const OpType known = call.type == OpType::_ALLREDUCE_SPARSE ? OpType::ALLREDUCE : call.type;
+  const std::string name = std::string(kAnalysedAs) + name_of(known);
   if (!is_message(call.type)) return {name, group};
   const bool sends = call.type == OpType::SEND;
   if (call.peer < 0)

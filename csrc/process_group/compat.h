@@ -13,4 +13,11 @@ using PreMulSumSupplement = c10d::PreMulSumSupplement;
 using PreMulSumSupplement = c10d::NCCLPreMulSumSupplement;
 #endif
 
+// Under which backend's name `torchfrtrace` takes our calls: it has a closed list of them.
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+inline constexpr const char* kAnalysedAs = "gloo:";
+#else
+inline constexpr const char* kAnalysedAs = "nccl:";
+#endif
+
 }  // namespace ringreduce
