@@ -183,7 +183,7 @@ std::map<std::string, CallLog::Statistics> CallLog::all_statistics() {
 // messages from one rank to another are a group of these two; those from any rank, of the receiver alone.
 CallLog::Heading CallLog::heading(const Call& call, const Group& group) {
   const OpType known = call.type == OpType::_ALLREDUCE_SPARSE ? OpType::ALLREDUCE : call.type;
-  const std::string name = std::string(kAnalysedAs) + name_of(known);
+  const std::string name = std::string(kAnalysedAs) + (known == OpType::BARRIER ? kAnalysedBarrier : name_of(known));
   if (!is_message(call.type)) return {name, group};
   const bool sends = call.type == OpType::SEND;
   if (call.peer < 0)

@@ -13,11 +13,13 @@ using PreMulSumSupplement = c10d::PreMulSumSupplement;
 using PreMulSumSupplement = c10d::NCCLPreMulSumSupplement;
 #endif
 
-// Under which backend's name `torchfrtrace` takes our calls: it has a closed list of them.
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+// Under which backend's name, and barrier's, `torchfrtrace` takes our calls: it has closed lists of them.
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 12
 inline constexpr const char* kAnalysedAs = "gloo:";
+inline constexpr const char* kAnalysedBarrier = "barrier";
 #else
 inline constexpr const char* kAnalysedAs = "nccl:";
+inline constexpr const char* kAnalysedBarrier = "all_reduce_barrier";
 #endif
 
 }  // namespace ringreduce

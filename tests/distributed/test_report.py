@@ -107,6 +107,7 @@ def recorded(me: Rank, folder: str) -> None:
         name = dist.group.WORLD.group_name  # type: ignore[union-attr]
         own = [e for e in record["entries"] if e["process_group"][0] in (name, f"{name}:0 to 1")]
         names = [e["profiling_name"].split(":")[1].split(" ")[0] for e in own]
+        names = [name.removeprefix("all_reduce_") for name in names]  # what torch 2.11 calls a barrier
         assert names == [name.removeprefix("sparse_") for name in expected]
         expected["reduce_scatter"] = [[me.size, 3, 2]]  # as one tensor
         sizes = [e["input_sizes"] or e["output_sizes"] for e in own]
