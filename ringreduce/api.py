@@ -155,9 +155,9 @@ def monitored_barrier(
 ) -> None:
     """A barrier that raises `CollectiveTimeout` on every rank that came, naming the ranks that did not.
 
-    The same call as `torch.distributed.monitored_barrier`, which torch up to 2.13 lets Gloo alone serve. `timeout` (a number is in
-    seconds) is the group's by default. `wait_all_ranks` decides whether the message begins with the first missing rank
-    or with all of them. The group lives on. Ranks that are not in `group` return at once.
+    The same call as `torch.distributed.monitored_barrier`, which torch up to 2.13 lets Gloo alone serve. `timeout` (a
+    number is in seconds) is the group's by default. `wait_all_ranks` decides whether the message begins with the first
+    missing rank or with all of them. The group lives on. Ranks that are not in `group` return at once.
     """
     if cast(Any, group) is dist.GroupMember.NON_GROUP_MEMBER:
         return
