@@ -39,19 +39,18 @@ Execution::Execution(const Segment& segment, const Program& program, const Call&
   }
   const Tensors &in = buffers.input, &out = buffers.output;
   in_place_ = in.data.size() == 1 && out.data.size() == 1 && in.data[0] == out.data[0];
-  inputs_stay_ = segment.geometry().arena_bytes > 0 && !in_place_;
-  for (std::size_t i = 0; inputs_stay_ && i < in.data.size(); ++i)
-    for (std::size_t o = 0; inputs_stay_ && o < out.data.size(); ++o)
-      inputs_stay_ = !overlap(in.data[i], in.count[i] * element_, out.data[o], out.count[o] * element_);
 }
 
 // Where the value of a step can be read by others until the call ends, or null. `output` is written already.
 const std::byte* Execution::to_lend(const Step& step, const std::byte* local, const std::byte* output,
                                     std::size_t bytes) const {
   if (output != nullptr) return !step.rewritten && segment_.in_arena(output, bytes) ? output : nullptr;
-  if (local == nullptr || !step.recv.empty() || scales(step)) return nullptr;
-  const bool stays = step.read == Read::input && !in_place_ ? inputs_stay_ : !step.rewritten;
-  return stays && segment_.in_arena(local, bytes) ? local : nullptr;
+  if (local == nullptr || !step.recv.empty() || scales(step) || !segment_.in_arena(local, bytes)) return nullptr;
+  if (step.read == Read::output || in_place_) return step.rewritten ? nullptr : local;
+  const Tensors& out = buffers_.output;
+  for (std::size_t o = 0; o < out.data.size(); ++o)
+    if (overlap(local, bytes, out.data[o], out.count[o] * element_)) return nullptr;
+  return local;
 }
 
 // Whether the local operand of a step is to be multiplied by the call's factor first.

@@ -90,8 +90,7 @@ class Execution {
   const std::size_t slice_size_;  // elements
   std::vector<Progress> progress_;
   std::vector<const void*> operands_;
-  bool in_place_ = false;     // the one input is the one output
-  bool inputs_stay_ = false;  // no output lies over an input
+  bool in_place_ = false;  // the one input is the one output
   std::uint64_t lent_ = 0;
   bool done_ = false;
   int blocked_on_ = -1;

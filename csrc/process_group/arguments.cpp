@@ -137,10 +137,10 @@ bool overlap_each_other(const TensorList& tensors) {
   if (!close) return false;
   // They may still be interleaved, as the columns of a matrix are: count how often each place is written.
   const auto element = static_cast<std::ptrdiff_t>(extents[0].tensor->element_size());
-  const at::Tensor writes = at::zeros({(reach - extents[0].begin) / element}, at::kByte);
+  const at::Tensor writes = at::zeros({(reach - extents[0].begin) / element}, at::kInt);
   for (const Extent& e : extents)
     writes.as_strided(e.tensor->sizes(), e.tensor->strides(), (e.begin - extents[0].begin) / element).add_(1);
-  return writes.max().item<uint8_t>() > 1;
+  return writes.max().item<int>() > 1;
 }
 
 }  // namespace
