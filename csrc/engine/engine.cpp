@@ -20,8 +20,8 @@ Nanoseconds sign_of_life(const Call& call) { return std::min(kSecond / 2, call.t
 Engine::Engine(std::shared_ptr<const Segment> segment, const Options& options)
     : segment_(std::move(segment)), options_(options), choices_(kOperationNames.size()) {
   const Geometry& geometry = segment_->geometry();
-  channels_.resize(geometry.channels);
-  for (ChannelState& channel : channels_) {
+  workspace_.channels.resize(geometry.channels);
+  for (ChannelState& channel : workspace_.channels) {
     channel.tail.resize(geometry.ranks);
     channel.readers.resize(geometry.depth);
   }
@@ -92,7 +92,7 @@ Tally Engine::run(const Call& call, const Buffers& buffers) {
   Waiting waiting(*segment_, options_.spins);
   std::uint64_t lent = 0;
   try {
-    Execution execution(*segment_, program, call, buffers, channels_, id, slice);
+    Execution execution(*segment_, program, call, buffers, workspace_, id, slice);
     const auto look = [&](Nanoseconds waited) {
       own.waiting_for.store(execution.blocked_on(), std::memory_order_relaxed);
       own.heartbeat.store(now(), std::memory_order_release);
@@ -113,6 +113,7 @@ Tally Engine::run(const Call& call, const Buffers& buffers) {
         while (!execution.all_read()) waiting.idle(look);
       waiting.moved();
     } catch (const Error& error) {
+      execution.withdraw();
       if (error.kind() == ErrorKind::mismatch) throw_mismatch(call, seq, error.culprit());
       throw;
     }

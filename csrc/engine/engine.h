@@ -82,7 +82,7 @@ class Engine {
   std::vector<Plan> plans_;
   std::vector<std::map<std::uint64_t, int>> choices_;  // per operation: most_bytes -> plan
   std::map<std::pair<int, int>, Program> programs_;    // (plan, root) -> this rank's part
-  std::vector<ChannelState> channels_;
+  Workspace workspace_;
   std::uint64_t sequence_ = 0;
 };
 

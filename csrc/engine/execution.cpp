@@ -9,36 +9,37 @@
 namespace ringreduce {
 namespace {
 
-// What is written twice (to the output and to a slot) or scaled first goes through in tiles of this many bytes, so that
-// the second store finds the first in the L1 cache (32 KiB or more on all machines we know).
+// What is scaled first goes through in tiles of this many bytes, which the L1 cache holds (32 KiB or more on all
+// machines we know).
 constexpr std::size_t kTile = 8192;
-
-void copy(std::byte* to, const std::byte* from, std::size_t bytes) {
-  if (to != from) std::memcpy(to, from, bytes);
-}
 
 }  // namespace
 
 Execution::Execution(const Segment& segment, const Program& program, const Call& call, const Buffers& buffers,
-                     std::vector<ChannelState>& channels, std::uint64_t fingerprint, std::size_t slice_bytes)
+                     Workspace& workspace, std::uint64_t fingerprint, std::size_t slice_bytes)
     : segment_(segment),
       program_(program),
       call_(call),
       buffers_(buffers),
-      channels_(channels),
+      channels_(workspace.channels),
+      operands_(workspace.operands),
+      results_(workspace.results),
       fingerprint_(fingerprint),
       element_(size_of(call.dtype)),
-      slice_size_(slice_bytes / element_),
-      progress_(program.channels.size()) {
-  for (std::size_t c = 0; c < progress_.size(); ++c) {
+      slice_size_(slice_bytes / element_) {
+  for (std::size_t c = 0; c < program.channels.size(); ++c) {
     const ChannelProgram& channel = program.channels[c];
     const std::size_t unit = unit_of(element_);
     const std::size_t chunk = largest_chunk(stripe(call.largest, channel.share, unit), channel.chunks, unit);
     // At least one round, so that ranks meet (and compare their calls) even over nothing.
-    progress_[c].rounds = std::max<std::size_t>(1, ceil_div(chunk, slice_size_));
+    channels_[c].rounds = std::max<std::size_t>(1, ceil_div(chunk, slice_size_));
+    channels_[c].oldest = 0;
+    channels_[c].step.fill(0);
   }
   const Tensors &in = buffers.input, &out = buffers.output;
   in_place_ = in.data.size() == 1 && out.data.size() == 1 && in.data[0] == out.data[0];
+  const bool scaled = reduces(call.operation) && call.reduce_op == ReduceOp::premul_sum;
+  offers_ = in_place_ && !scaled && segment.in_arena(out.data[0], out.count[0] * element_);
 }
 
 // Where the value of a step can be read by others until the call ends, or null. `output` is written already.
@@ -46,6 +47,7 @@ const std::byte* Execution::to_lend(const Step& step, const std::byte* local, co
                                     std::size_t bytes) const {
   if (output != nullptr) return !step.rewritten && segment_.in_arena(output, bytes) ? output : nullptr;
   if (local == nullptr || !step.recv.empty() || scales(step) || !segment_.in_arena(local, bytes)) return nullptr;
+  if (step.returned && offers_) return local;
   if (step.read == Read::output || in_place_) return step.rewritten ? nullptr : local;
   const Tensors& out = buffers_.output;
   for (std::size_t o = 0; o < out.data.size(); ++o)
@@ -62,11 +64,11 @@ bool Execution::advance() {
   bool moved = false;
   done_ = true;
   blocked_on_ = -1;
-  for (std::size_t c = 0; c < progress_.size(); ++c) {
-    Progress& p = progress_[c];
+  for (std::size_t c = 0; c < program_.channels.size(); ++c) {
+    ChannelState& p = channels_[c];
     const std::vector<Step>& steps = program_.channels[c].steps;
-    for (std::size_t round = p.oldest; round < std::min(p.rounds, p.oldest + kWindow); ++round) {
-      std::uint32_t& at = p.step[round % kWindow];
+    for (std::size_t round = p.oldest; round < std::min(p.rounds, p.oldest + ChannelState::kWindow); ++round) {
+      std::uint32_t& at = p.step[round % ChannelState::kWindow];
       while (at < steps.size() && try_step(c, round, steps[at])) {
         ++at;
         moved = true;
@@ -123,6 +125,7 @@ bool Execution::try_step(std::size_t channel, std::size_t round, const Step& ste
 
   // 1. Is everything there? Receives, then a slot to send from.
   operands_.clear();
+  results_.clear();
   std::size_t bytes = 0;
   for (const Source& source : step.recv) {
     const std::uint64_t seq = seq_of(source.peer, source.send_index);
@@ -135,7 +138,9 @@ bool Execution::try_step(std::size_t channel, std::size_t round, const Step& ste
     const std::uint64_t arena_bytes = segment_.geometry().arena_bytes;
     if (slot.lent > arena_bytes || (slot.lent > 0 && arena_bytes - (slot.lent - 1) < bytes))
       throw Error(ErrorKind::mismatch, segment_.describe(source.peer) + " lent what is not its", source.peer);
-    operands_.push_back(slot.lent > 0 ? segment_.arena(source.peer) + (slot.lent - 1) : slot.payload());
+    std::byte* const value = slot.lent > 0 ? segment_.arena(source.peer) + (slot.lent - 1) : slot.payload();
+    operands_.push_back(value);
+    if (slot.lent > 0 && slot.returned == 1) results_.push_back(value);
   }
   SlotHeader* outgoing = nullptr;
   std::uint64_t outgoing_seq = 0;
@@ -166,14 +171,21 @@ bool Execution::try_step(std::size_t channel, std::size_t round, const Step& ste
       throw Error(ErrorKind::mismatch, segment_.describe(source.peer) + " sent a slice of another size", source.peer);
 
   // 3. Compute, publish, acknowledge.
+  const bool there_already = step.returned && offers_ && !step.recv.empty();
   if (local != nullptr) operands_.insert(operands_.begin() + step.local_position, local);
-  const std::byte* lent = outgoing == nullptr || bytes == 0 ? nullptr : to_lend(step, local, output, bytes);
-  std::byte* slot = outgoing == nullptr || lent != nullptr ? nullptr : outgoing->payload();
-  if (bytes > 0 && (output != nullptr || slot != nullptr)) compute(step, bytes, local, output, slot);
+  const bool all_returned = results_.size() == step.send.size();  // to whom it was lent, it is sent
+  const std::byte* lent = nullptr;
+  if (outgoing != nullptr && bytes > 0 && !all_returned) {
+    lent = to_lend(step, local, output, bytes);
+    if (lent == nullptr) results_.push_back(outgoing->payload());
+  }
+  if (output != nullptr && !there_already) results_.push_back(output);
+  if (bytes > 0 && !results_.empty()) compute(step, bytes, local);
   if (outgoing != nullptr) {
     outgoing->fingerprint = fingerprint_;
     outgoing->bytes = bytes;
     outgoing->lent = lent == nullptr ? 0 : static_cast<std::uint64_t>(lent - segment_.arena(own)) + 1;
+    outgoing->returned = step.returned && offers_ ? 1 : 0;
     lent_ += lent == nullptr ? 0 : bytes;
     state.readers[outgoing_seq & (segment_.geometry().depth - 1)] = step.send;
     outgoing->stamp.store(outgoing_seq + 1, std::memory_order_seq_cst);  // releases the payload
@@ -187,44 +199,44 @@ bool Execution::try_step(std::size_t channel, std::size_t round, const Step& ste
   return true;
 }
 
-// value = operands combined in order (operands_, the local one among them) -> `output` and/or `slot`, where not null.
-void Execution::compute(const Step& step, std::size_t bytes, const std::byte* local, std::byte* output,
-                        std::byte* slot) {
-  const bool scaled = scales(step);
-  const double divisor =
-      step.completes && call_.reduce_op == ReduceOp::avg ? static_cast<double>(segment_.size()) : 1.0;
-  std::byte* first = output != nullptr ? output : slot;
-  std::byte* second = output != nullptr ? slot : nullptr;
-  alignas(64) std::byte scratch[kTile];
-
-  const std::size_t tile = scaled || second != nullptr ? kTile : bytes;
-  for (std::size_t done = 0; done < bytes; done += tile) {
-    const std::size_t n = std::min(tile, bytes - done);
-    const std::size_t count = n / element_;
-    if (scaled) {
+// value = operands combined in order (operands_, the local one among them) -> all of results_.
+void Execution::compute(const Step& step, std::size_t bytes, const std::byte* local) {
+  const int n = static_cast<int>(operands_.size());
+  if (scales(step)) {
+    alignas(64) std::byte scratch[kTile];
+    for (std::size_t done = 0; done < bytes; done += kTile) {
+      const std::size_t some = std::min(kTile, bytes - done);
       // Rounded to the element type before it is combined or sent, so that every rank combines the same operands.
-      kernels::scale(call_.dtype, scratch, local + done, count, call_.factor);
+      kernels::scale(call_.dtype, scratch, local + done, some / element_, call_.factor);
       operands_[static_cast<std::size_t>(step.local_position)] = scratch;
+      combine(step, n, some);
+      for (const void*& operand : operands_) operand = static_cast<const std::byte*>(operand) + some;
+      for (void*& result : results_) result = static_cast<std::byte*>(result) + some;
     }
-    if (operands_.size() == 1)
-      copy(first, static_cast<const std::byte*>(operands_[0]), n);
-    else
-      kernels::accumulate(call_.dtype, call_.reduce_op, first, operands_.data(), static_cast<int>(operands_.size()),
-                          count, divisor);
-    if (second != nullptr) {
-      std::memcpy(second, first, n);
-      second += n;
-    }
-    first += n;
-    for (const void*& operand : operands_) operand = static_cast<const std::byte*>(operand) + n;
+  } else {
+    combine(step, n, bytes);
   }
+}
+
+void Execution::combine(const Step& step, int n, std::size_t bytes) {
+  if (n > 1) {
+    const bool averages = step.completes && call_.reduce_op == ReduceOp::avg;
+    return kernels::accumulate(call_.dtype, call_.reduce_op, results_.data(), static_cast<int>(results_.size()),
+                               operands_.data(), n, bytes / element_, averages ? segment_.size() : 1.0);
+  }
+  if (results_.back() == operands_[0]) results_.pop_back();  // in place: the output, which comes last, has it already
+  kernels::copy(results_.data(), static_cast<int>(results_.size()), operands_[0], bytes);
+}
+
+void Execution::withdraw() {
+  if (offers_) segment_.withdraw(buffers_.output.data[0], buffers_.output.count[0] * element_);
 }
 
 bool Execution::all_read() {
   const auto own = static_cast<std::size_t>(segment_.rank());
   const std::size_t depth = segment_.geometry().depth;
-  for (std::size_t c = 0; c < progress_.size(); ++c) {
-    const std::size_t sent = progress_[c].rounds * program_.channels[c].sends[own];
+  for (std::size_t c = 0; c < program_.channels.size(); ++c) {
+    const std::size_t sent = channels_[c].rounds * program_.channels[c].sends[own];
     const std::uint64_t end = channels_[c].tail[own] + sent;
     for (std::uint64_t seq = end - std::min(sent, depth); seq < end; ++seq) {
       blocked_on_ = slow_reader(c, seq + depth);  // the reader of seq, as seq + depth takes its slot
@@ -235,15 +247,15 @@ bool Execution::all_read() {
 }
 
 void Execution::finish() {
-  for (std::size_t c = 0; c < progress_.size(); ++c)
+  for (std::size_t c = 0; c < program_.channels.size(); ++c)
     for (std::size_t r = 0; r < channels_[c].tail.size(); ++r)
-      channels_[c].tail[r] += progress_[c].rounds * program_.channels[c].sends[r];
+      channels_[c].tail[r] += channels_[c].rounds * program_.channels[c].sends[r];
 }
 
 std::string Execution::position() const {
   const ChannelProgram& channel = program_.channels[blocked_channel_];
   return "channel " + std::to_string(blocked_channel_) + ", round " + std::to_string(blocked_round_ + 1) + " of " +
-         std::to_string(progress_[blocked_channel_].rounds) + ", step " + std::to_string(blocked_step_ + 1) + " of " +
+         std::to_string(channels_[blocked_channel_].rounds) + ", step " + std::to_string(blocked_step_ + 1) + " of " +
          std::to_string(channel.steps.size());
 }
 

@@ -9,6 +9,8 @@
 //
 // What a step sends is copied to a slot, unless it lies, to stay, in this rank's arena: then it is *lent*, and read
 // where it is. It stays if no later step of the call writes it, and if the call does not end before it has been read.
+// In a call in place, a chunk that a peer combines and sends back is lent to be *returned*: the peer writes the result
+// into it, and nothing is copied at all.
 #pragma once
 
 #include <array>
@@ -35,10 +37,25 @@ struct Buffers {
   Tensors output;
 };
 
-// What outlives a call: where each rank's outbox stands, and who is to read what lies in ours.
+// A channel of a group.
 struct ChannelState {
+  static constexpr std::size_t kWindow = 8;  // rounds in flight
+
+  // What outlives a call: where each rank's outbox stands, and who is to read what lies in ours.
   std::vector<std::uint64_t> tail;            // per rank: the sequence number of its next slot
   std::vector<std::span<const int>> readers;  // per slot of our outbox: who must have read it before it is written
+
+  // The call under way.
+  std::size_t rounds = 0;
+  std::size_t oldest = 0;                     // the first round that is not done
+  std::array<std::uint32_t, kWindow> step{};  // where each round in flight stands, by round modulo kWindow
+};
+
+// What executions work with one after the other, so that a call allocates nothing.
+struct Workspace {
+  std::vector<ChannelState> channels;
+  std::vector<const void*> operands;  // of the step at hand
+  std::vector<void*> results;         // all places where its value goes
 };
 
 class Execution {
@@ -46,7 +63,7 @@ class Execution {
   // `slice_bytes`: the most that a slice may hold; a multiple of 64, at most a slot. The arguments must outlive this
   // object.
   Execution(const Segment& segment, const Program& program, const Call& call, const Buffers& buffers,
-            std::vector<ChannelState>& channels, std::uint64_t fingerprint, std::size_t slice_bytes);
+            Workspace& workspace, std::uint64_t fingerprint, std::size_t slice_bytes);
 
   // Moves whatever can move; returns whether anything did. Throws mismatch if a peer's data belongs to another call.
   bool advance();
@@ -57,6 +74,9 @@ class Execution {
   bool all_read();
   std::uint64_t lent() const { return lent_; }  // bytes
 
+  // After a failure: lets no peer write into this rank's tensors any more.
+  void withdraw();
+
   // After done(): moves the outboxes' tails past this call. To be called once, when no more is asked of this object.
   void finish();
 
@@ -65,19 +85,12 @@ class Execution {
   std::string position() const;
 
  private:
-  static constexpr std::size_t kWindow = 8;  // rounds in flight per channel
-
-  struct Progress {
-    std::size_t rounds = 0;
-    std::size_t oldest = 0;                     // the first round that is not done
-    std::array<std::uint32_t, kWindow> step{};  // where each round in flight stands, by round modulo kWindow
-  };
-
   bool try_step(std::size_t channel, std::size_t round, const Step& step);
   int slow_reader(std::size_t channel, std::uint64_t seq) const;
   const std::byte* to_lend(const Step& step, const std::byte* local, const std::byte* output, std::size_t bytes) const;
   bool scales(const Step& step) const;
-  void compute(const Step& step, std::size_t bytes, const std::byte* local, std::byte* output, std::byte* slot);
+  void compute(const Step& step, std::size_t bytes, const std::byte* local);
+  void combine(const Step& step, int n, std::size_t bytes);
   Range slice_of(std::size_t channel, const Step& step, std::size_t count, std::size_t round) const;
 
   const Segment& segment_;
@@ -85,12 +98,13 @@ class Execution {
   const Call& call_;
   const Buffers& buffers_;
   std::vector<ChannelState>& channels_;
+  std::vector<const void*>& operands_;
+  std::vector<void*>& results_;
   const std::uint64_t fingerprint_;
   const std::size_t element_;     // bytes
   const std::size_t slice_size_;  // elements
-  std::vector<Progress> progress_;
-  std::vector<const void*> operands_;
-  bool in_place_ = false;  // the one input is the one output
+  bool in_place_ = false;         // the one input is the one output
+  bool offers_ = false;           // whether chunks are lent to be returned
   std::uint64_t lent_ = 0;
   bool done_ = false;
   int blocked_on_ = -1;

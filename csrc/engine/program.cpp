@@ -103,6 +103,7 @@ Program bind(Operation operation, std::span<const std::int32_t> lowered, std::ui
         if (step.read == Read::output) step.read_position = output_position(operation, size, block);
         if (in.take("write", 0, 1) == 1) step.write_position = output_position(operation, size, block);
         step.completes = in.take("completes", 0, 1) == 1;
+        step.returned = in.take("returned", 0, 1) == 1;
         step.local_position = in.take("local position", -1, size - 1);
 
         const int recvs = in.take("recv count", 0, size - 1);

@@ -28,6 +28,7 @@ struct Step {
   int read_position = -1;        // of the block among the input tensors (or output tensors, as `read` says)
   int write_position = -1;       // of the block among the output tensors; -1: not written
   bool rewritten = false;        // a later step of this rank writes the chunk again (into the output)
+  bool returned = false;         // in place: a peer may write the chunk's new value where it found the old one
   std::uint32_t send_index = 0;  // among this rank's sends of a round
   std::span<const Source> recv;  // in rank order
   std::span<const int> send;

@@ -63,17 +63,19 @@ bool supports(DType dtype, ReduceOp op) {
   return false;
 }
 
-void accumulate(DType dtype, ReduceOp op, void* dst, const void* const* srcs, int n, std::size_t count,
-                double divisor) {
-  if (n == 1 && divisor == 1 && dtype != DType::boolean) {
-    if (count != 0 && dst != srcs[0]) std::memcpy(dst, srcs[0], count * size_of(dtype));
-    return;
-  }
-  current_target().load(std::memory_order_relaxed)->accumulate(dtype, op, {dst, srcs, n, count, divisor});
+void accumulate(DType dtype, ReduceOp op, void* const* dsts, int copies, const void* const* srcs, int n,
+                std::size_t count, double divisor) {
+  current_target().load(std::memory_order_relaxed)->accumulate(dtype, op, {dsts, copies, srcs, n, count, divisor});
+}
+
+void copy(void* const* dsts, int copies, const void* src, std::size_t bytes) {
+  constexpr std::size_t kSmall = 4096;  // what the first memcpy leaves in the L1 cache for the next
+  if (bytes >= kSmall) return current_target().load(std::memory_order_relaxed)->copy({dsts, copies, &src, 1, bytes, 1});
+  for (int k = 0; k < copies && bytes > 0; ++k) std::memcpy(dsts[k], src, bytes);
 }
 
 void scale(DType dtype, void* dst, const void* src, std::size_t count, double factor) {
-  current_target().load(std::memory_order_relaxed)->scale(dtype, {dst, &src, 1, count, factor});
+  current_target().load(std::memory_order_relaxed)->scale(dtype, {&dst, 1, &src, 1, count, factor});
 }
 
 std::string_view instruction_set() { return current_target().load(std::memory_order_relaxed)->name; }

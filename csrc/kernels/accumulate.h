@@ -17,16 +17,20 @@ namespace ringreduce::kernels {
 //   band, bor, bxor            integers and bool
 bool supports(DType dtype, ReduceOp op);
 
-// dst[i] = srcs[0][i] op srcs[1][i] op ... op srcs[n-1][i], evaluated from left to right, for i in [0, count).
-// n >= 1. `dst` may be one of `srcs` (same pointer), not otherwise overlap them. No alignment is required.
+// dst[i] = srcs[0][i] op srcs[1][i] op ... op srcs[n-1][i], evaluated from left to right, for i in [0, count) and each
+// of the `copies` >= 1 `dsts`. n >= 1. A dst may be one of `srcs` (same pointer), not otherwise overlap them or another
+// dst. No alignment is required.
 // float16, bfloat16 and float8 operands are widened to float32, combined there and rounded once, to nearest even;
 // float8_e4m3fn, which has no infinities, saturates: whatever is too large becomes 448, as in torch from 2.12 on.
 // min and max return NaN where any operand is NaN. avg and premul_sum combine as sum.
 // Where `divisor` is not 1 the result is divided by it before that one rounding (avg; floating point and complex only).
 // The divisor is first rounded to the type in which elements are combined, as is the factor of scale().
 // Precondition: supports(dtype, op).
-void accumulate(DType dtype, ReduceOp op, void* dst, const void* const* srcs, int n, std::size_t count,
-                double divisor = 1.0);
+void accumulate(DType dtype, ReduceOp op, void* const* dsts, int copies, const void* const* srcs, int n,
+                std::size_t count, double divisor = 1.0);
+
+// Copies `bytes` bytes of src to each of the `copies` dsts, which must not overlap it or each other.
+void copy(void* const* dsts, int copies, const void* src, std::size_t bytes);
 
 // dst[i] = src[i] * factor, rounded once to dtype (premul_sum). `dst` may be `src`. Floating point and complex only.
 void scale(DType dtype, void* dst, const void* src, std::size_t count, double factor);

@@ -333,10 +333,22 @@ RINGREDUCE_INLINE void store_part(char* p, const Block<typename Format::Lane>& b
   __builtin_memcpy(p, padded, bytes);
 }
 
+// A core fetches one sequence of addresses at no more than its prefetcher's pace, which starts anew on every page.
+// Large jobs therefore walk through several parts at once. Swept for all_reduce on a Xeon with AVX-512 (2 ranks,
+// November 2026): of 1, 2, 4 and 8 walks 4 were the best or near it; below 128 KiB one walk was.
+constexpr std::size_t kWalks = 4, kLarge = 128 * 1024;
+
 // Calls block_of(job, at, bytes) for each block of `total` bytes, `at` being its offset; all but the last are full.
 template <std::size_t kBlock, void (*block_of)(const Job&, std::size_t at, std::size_t bytes)>
 inline void for_each_block(const Job& job, std::size_t total) {
   std::size_t at = 0;
+  if (total >= kLarge) {
+    // An odd number of blocks, so that the walks do not meet in the same sets of the L1 cache.
+    const std::size_t part = ((total / kBlock / kWalks - 1) | 1) * kBlock;
+    for (; at < part; at += kBlock)
+      for (std::size_t walk = 0; walk < kWalks; ++walk) block_of(job, at + walk * part, kBlock);
+    at = kWalks * part;
+  }
   for (; at + kBlock <= total; at += kBlock) block_of(job, at, kBlock);
   if (at < total) block_of(job, at, total - at);
 }
@@ -352,7 +364,7 @@ RINGREDUCE_INLINE void accumulate_block(const Job& job, std::size_t at, std::siz
     if (job.factor != 1)
       for (auto& v : block.v) v /= static_cast<Lane>(job.factor);
   }
-  store_part<Format>(static_cast<char*>(job.dst) + at, block, bytes);
+  for (int k = 0; k < job.copies; ++k) store_part<Format>(static_cast<char*>(job.dsts[k]) + at, block, bytes);
 }
 
 template <class Format>
@@ -360,7 +372,7 @@ RINGREDUCE_INLINE void scale_block(const Job& job, std::size_t at, std::size_t b
   using Lane = typename Format::Lane;
   Block<Lane> block = load_part<Format>(source(job, 0) + at, bytes);
   for (auto& v : block.v) v *= static_cast<Lane>(job.factor);
-  store_part<Format>(static_cast<char*>(job.dst) + at, block, bytes);
+  store_part<Format>(static_cast<char*>(job.dsts[0]) + at, block, bytes);
 }
 
 template <class Format, class Op>
@@ -373,11 +385,13 @@ void scale_as(const Job& job) {
   for_each_block<Format::kBlock, scale_block<Format>>(job, job.count * Format::kElement);
 }
 
+void copy(const Job& job) { accumulate_as<Native<std::uint8_t>, Or>(job); }
+
 // ---- Choice of the loop -------------------------------------------------------------------------------------------
 
 // The same bytes seen as elements of a `parts`-th of the size.
 inline Job in_parts(const Job& job, std::size_t parts) {
-  return {job.dst, job.srcs, job.n, job.count * parts, job.factor};
+  return {job.dsts, job.copies, job.srcs, job.n, job.count * parts, job.factor};
 }
 
 template <class Format>
@@ -493,6 +507,6 @@ void scale(DType dtype, const Job& job) {
 
 }  // namespace
 
-extern const Target target = {RINGREDUCE_TARGET_NAME, accumulate, scale};
+extern const Target target = {RINGREDUCE_TARGET_NAME, accumulate, copy, scale};
 
 }  // namespace ringreduce::kernels::RINGREDUCE_TARGET

@@ -8,9 +8,10 @@
 
 namespace ringreduce::kernels {
 
-// The arguments of accumulate() and scale().
+// The arguments of accumulate(), copy() (count in bytes) and scale() (one of dsts).
 struct Job {
-  void* dst;
+  void* const* dsts;
+  int copies;
   const void* const* srcs;
   int n;
   std::size_t count;
@@ -20,6 +21,7 @@ struct Job {
 struct Target {
   std::string_view name;
   void (*accumulate)(DType dtype, ReduceOp op, const Job& job);
+  void (*copy)(const Job& job);
   void (*scale)(DType dtype, const Job& job);
 };
 

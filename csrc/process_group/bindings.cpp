@@ -115,14 +115,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def(
       "accumulate",
-      [](const std::string& dtype, const std::string& op, std::uintptr_t dst, const std::vector<std::uintptr_t>& srcs,
-         std::size_t count, double divisor) {
+      [](const std::string& dtype, const std::string& op, const std::vector<std::uintptr_t>& dsts,
+         const std::vector<std::uintptr_t>& srcs, std::size_t count, double divisor) {
         std::vector<const void*> sources;
         for (std::uintptr_t src : srcs) sources.push_back(address(src));
-        kernels::accumulate(dtype_named(dtype), reduce_op_named(op), address(dst), sources.data(),
-                            static_cast<int>(sources.size()), count, divisor);
+        std::vector<void*> results;
+        for (std::uintptr_t dst : dsts) results.push_back(address(dst));
+        kernels::accumulate(dtype_named(dtype), reduce_op_named(op), results.data(), static_cast<int>(results.size()),
+                            sources.data(), static_cast<int>(sources.size()), count, divisor);
       },
-      py::arg("dtype"), py::arg("op"), py::arg("dst"), py::arg("srcs"), py::arg("count"), py::arg("divisor") = 1.0);
+      py::arg("dtype"), py::arg("op"), py::arg("dsts"), py::arg("srcs"), py::arg("count"), py::arg("divisor") = 1.0);
   m.def("scale", [](const std::string& dtype, std::uintptr_t dst, std::uintptr_t src, std::size_t count,
                     double factor) { kernels::scale(dtype_named(dtype), address(dst), address(src), count, factor); });
   m.def("instruction_set", [] { return std::string(kernels::instruction_set()); });

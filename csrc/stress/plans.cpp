@@ -11,6 +11,7 @@ struct PlanStep {
   bool reads = false;  // the input
   bool writes = false;
   bool completes = false;
+  bool returned = false;
   std::vector<std::pair<int, int>> receives = {};  // peer, send index
   std::vector<int> sends = {};                     // peers
 };
@@ -31,7 +32,7 @@ void lower_program(Lowered& words, int rank, const Steps& steps) {
     std::sort(receives.begin(), receives.end());
     const auto before = [&](const auto& receive) { return receive.first < rank; };
     const auto local = step.reads ? std::count_if(receives.begin(), receives.end(), before) : -1;
-    words.insert(words.end(), {step.chunk, step.reads, step.writes, step.completes, count(local)});
+    words.insert(words.end(), {step.chunk, step.reads, step.writes, step.completes, step.returned, count(local)});
     words.push_back(count(receives.size()));
     for (const auto& [peer, send_index] : receives) words.insert(words.end(), {peer, send_index});
     words.push_back(count(step.sends.size()));
@@ -101,18 +102,20 @@ Lowered one_shot(int size) {
 }
 
 Lowered two_shot(int size) {
-  return lower(size, {{1, size, each_rank(size, [&](int rank) {
-                         const std::vector<int> peers = others(rank, size);
-                         Steps steps;
-                         for (int owner : peers) steps.push_back({.chunk = owner, .reads = true, .sends = {owner}});
-                         PlanStep combine{.chunk = rank, .reads = true, .writes = true, .completes = true};
-                         for (int peer : peers) combine.receives.emplace_back(peer, (rank - peer + size) % size - 1);
-                         combine.sends = peers;
-                         steps.push_back(combine);
-                         for (int owner : peers)
-                           steps.push_back({.chunk = owner, .writes = true, .receives = {{owner, size - 1}}});
-                         return steps;
-                       })}});
+  return lower(
+      size, {{1, size, each_rank(size, [&](int rank) {
+                const std::vector<int> peers = others(rank, size);
+                Steps steps;
+                for (int owner : peers)
+                  steps.push_back({.chunk = owner, .reads = true, .returned = true, .sends = {owner}});
+                PlanStep combine{.chunk = rank, .reads = true, .writes = true, .completes = true};
+                for (int peer : peers) combine.receives.emplace_back(peer, (rank - peer + size) % size - 1);
+                combine.sends = peers;
+                steps.push_back(combine);
+                for (int owner : peers)
+                  steps.push_back({.chunk = owner, .writes = true, .returned = true, .receives = {{owner, size - 1}}});
+                return steps;
+              })}});
 }
 
 Lowered ring(int size) { return lower(size, {ring_channel(size, 1, false)}); }

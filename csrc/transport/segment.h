@@ -59,6 +59,7 @@ struct alignas(64) SlotHeader {
   std::uint64_t fingerprint;         // of the call that the content belongs to
   std::uint64_t bytes;               // of payload
   std::uint64_t lent;                // 0: the payload follows; else it is at lent - 1 in the writer's arena
+  std::uint64_t returned;            // 1: the writer wants what the reader makes of it written where it is lent
 
   std::byte* payload() { return reinterpret_cast<std::byte*>(this + 1); }
 };
@@ -150,6 +151,10 @@ class Segment {
     const std::byte* own = arena(rank_);
     return data >= own && bytes <= geometry_.arena_bytes && data <= own + geometry_.arena_bytes - bytes;
   }
+
+  // Puts memory of its own in the place of [data, data + bytes) of this rank's arena, with the same content. What peers
+  // write there from now on is lost.
+  void withdraw(std::byte* data, std::size_t bytes) const;
 
   // Tells `peer` that something changed, if it sleeps. The change must have been stored with seq_cst order: with the
   // seq_cst order of `sleepers` and of the peer's last look, either this call sees the sleeper or the sleeper the

@@ -3,12 +3,15 @@
     size, channel count, then per channel:
         share begin, share end, share total (cumulative, in units of the shares), chunks per block, then per rank:
             step count, sends per round, then per step:
-                chunk; read (0 none, 1 input, 2 output); write; completes; local position;
+                chunk; read (0 none, 1 input, 2 output); write; completes; returned; local position;
                 receive count, then per receive: peer, send index; send count, then per send: peer
 
 Receives are sorted by peer: the order of combination.  *local position* is where the local chunk goes among them, -1
 if it is not read.  *send index* says which of the peer's sending steps of a round made the value, hence its slot.
 *completes* marks the step whose result holds all contributions for the first time, where an average divides.
+*returned* marks two steps of a rank: one that hands its local chunk to a peer, and the next that touches the chunk,
+which only takes what that peer made of it.  In a call in place the peer may then write the value where it found the
+chunk: nobody needs what was there any more.
 """
 
 import struct
@@ -30,8 +33,9 @@ def lower(plan: Plan) -> list[int]:
     words = [plan.size, len(plan.channels)]
     for channel, executed, end in zip(plan.channels, rounds, ends, strict=True):
         words += (end - channel.share, end, ends[-1], channel.chunks)
+        returned = _returned(channel.programs, executed.outcomes)
         for rank, (program, outcomes) in enumerate(zip(channel.programs, executed.outcomes, strict=True)):
-            words += _lower_program(rank, program, outcomes)
+            words += _lower_program(rank, program, outcomes, returned)
     return words
 
 
@@ -42,11 +46,37 @@ def digest(plan: Plan) -> int:
     return int.from_bytes(blake2b(content, digest_size=8).digest(), "little") >> 1
 
 
-def _lower_program(rank: int, program: Program, outcomes: tuple[Outcome, ...]) -> Iterator[int]:
+def _returned(programs: tuple[Program, ...], outcomes: tuple[tuple[Outcome, ...], ...]) -> set[tuple[int, int]]:
+    """The (rank, number in its program) of the steps that are marked so; see above."""
+    sending = [[number for number, step in enumerate(program) if step.send] for program in programs]
+    makers: dict[tuple[int, int], tuple[int, int]] = {}  # a step that one peer alone receives, and where that does
+    for rank, program in enumerate(programs):
+        for number, outcome in enumerate(outcomes[rank]):
+            for peer, sent in outcome.taken:
+                giver = peer, sending[peer][sent]
+                if programs[peer][giver[1]].send == (rank,) and program[number].chunk == programs[peer][giver[1]].chunk:
+                    makers[giver] = rank, number
+    marked = set()
+    for rank, program in enumerate(programs):
+        waiting: dict[int, int] = {}  # chunk: the step that handed it out, if nothing touched it since
+        for number, step in enumerate(program):
+            given = waiting.pop(step.chunk, None)
+            if given is not None and step.write and not step.send and step.read is Read.NONE and len(step.recv) == 1:
+                (peer, sent), *_ = outcomes[rank][number].taken
+                if (peer, sending[peer][sent]) == makers[rank, given]:
+                    marked |= {(rank, given), (rank, number)}
+            if (rank, number) in makers and step.read is Read.INPUT and not step.recv and not step.write:
+                waiting[step.chunk] = number
+    return marked
+
+
+def _lower_program(
+    rank: int, program: Program, outcomes: tuple[Outcome, ...], returned: set[tuple[int, int]]
+) -> Iterator[int]:
     yield from (len(program), sum(1 for step in program if step.send))
-    for step, outcome in zip(program, outcomes, strict=True):
+    for number, (step, outcome) in enumerate(zip(program, outcomes, strict=True)):
         yield from (step.chunk, READ_CODES[step.read], int(step.write), int(outcome.completes))
-        yield from (_local_position(rank, step), len(step.recv))
+        yield from (int((rank, number) in returned), _local_position(rank, step), len(step.recv))
         for peer, send_index in outcome.taken:
             yield from (peer, send_index)
         yield from (len(step.send), *step.send)

@@ -591,7 +591,7 @@ def shared_tensors(me: Rank) -> None:
         assert lent("reduce_scatter") == 3 * (me.size - 1) * size * 4
         assert lent("all_to_all") == 3 * (me.size - 1) * size * 4
         assert lent("broadcast") == (3 * size * 4 if me.rank == 1 else 0)
-        assert (lent("reduce") > 0) == (me.rank > 0)
+        assert lent("reduce") > 0
         assert lent("all_reduce") > 0 or me.rank == 1
 
 

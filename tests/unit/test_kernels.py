@@ -181,8 +181,11 @@ def accumulate(dtype, op, operands, divisor=1.0, misalignments=None, alias=None)
     misalignments = misalignments or [0] * (len(operands) + 1)
     sources = [Buffer(as_bytes(t), m) for t, m in zip(operands, misalignments[1:], strict=True)]
     dst = Buffer(np.full_like(sources[0].payload, 0x5A), misalignments[0]) if alias is None else sources[alias]
-    _C.accumulate(dtype, op, dst.pointer, [s.pointer for s in sources], len(operands[0]), divisor)
+    second = Buffer(np.full_like(sources[0].payload, 0x5A), misalignments[0])
+    _C.accumulate(dtype, op, [dst.pointer, second.pointer], [s.pointer for s in sources], len(operands[0]), divisor)
     assert dst.unchanged(but_payload=True)
+    assert second.unchanged(but_payload=True)
+    assert np.array_equal(dst.payload, second.payload)
     assert all(s.unchanged() for s in sources if s is not dst)
     return from_bytes(dtype, dst.payload)
 
@@ -231,6 +234,13 @@ def test_accumulate(dtype, op, n):
         check(dtype, op, [operand(dtype, count, rank) for rank in range(n)], n if op == "avg" else 1.0)
 
 
+@pytest.mark.parametrize("dtype", TORCH)
+def test_large_ones_are_walked_in_parts(dtype):
+    size = torch.empty(0, dtype=TORCH[dtype]).element_size()
+    for count in (128 * 1024 // size, 128 * 1024 // size + 1, 201_023 // size):
+        check(dtype, "sum", [operand(dtype, count, rank) for rank in range(2)])
+
+
 @pytest.mark.parametrize("divisor", [2.0, 3.0, 0.1])
 @pytest.mark.parametrize("dtype", FLOATS + COMPLEX)
 def test_divisor(dtype, divisor):
@@ -255,7 +265,7 @@ def test_destination_is_a_source(dtype, op, alias):
 def test_one_buffer_for_all():
     source = operand("int32", 99, 0)
     buffer = Buffer(as_bytes(source))
-    _C.accumulate("int32", "sum", buffer.pointer, [buffer.pointer] * 3, 99)
+    _C.accumulate("int32", "sum", [buffer.pointer], [buffer.pointer] * 3, 99)
     assert torch.equal(from_bytes("int32", buffer.payload), 3 * source)
 
 

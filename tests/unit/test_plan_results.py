@@ -27,6 +27,7 @@ class LoweredStep:
     read: int
     write: int
     completes: int
+    returned: int
     local_position: int
     recv: list[tuple[int, int]]
     send: list[int]
@@ -53,7 +54,7 @@ def decode(words: list[int]) -> list[LoweredChannel]:
             sends.append(next(stream))
             steps = []
             for _ in range(step_count):
-                head = [next(stream) for _ in range(5)]
+                head = [next(stream) for _ in range(6)]
                 recv = [(next(stream), next(stream)) for _ in range(next(stream))]
                 steps.append(LoweredStep(*head, recv, [next(stream) for _ in range(next(stream))]))
             programs.append(steps)
@@ -69,6 +70,7 @@ class Rank:
         self.round = 0
         self.step = 0
         self.slots: list[Array | None] = [None] * depth
+        self.lent: dict[int, tuple[int, Array]] = {}  # messages to be returned: the block and elements they lie in
         self.unread: list[set[int]] = []  # per message ever sent, who has yet to read it
 
 
@@ -96,20 +98,27 @@ def run_channel(
         rank, step = ranks[number], channel.programs[number][ranks[number].step]
         block, part = divmod(step.chunk, channel.chunks)
         elements = chunks[part][rank.round * width : (rank.round + 1) * width]
-        operands = []
+        lends = step.returned and inputs[number] is outputs[number]
+        operands, returns = [], []
         for peer, index in step.recv:
             message = rank.round * channel.sends[peer] + index
             slot = ranks[peer].slots[message % depth]
             assert slot is not None
             operands.append(slot)
             ranks[peer].unread[message].remove(number)
+            if message in ranks[peer].lent:
+                returns.append((peer, *ranks[peer].lent.pop(message)))
         if step.read:
             local = (inputs, outputs)[step.read - 1][number][block, elements]
             operands.insert(step.local_position, local)
         value = np.sum(operands, axis=0) + (COMPLETED if step.completes else 0)
-        if step.write:
+        for peer, its_block, its_elements in returns:
+            outputs[peer][its_block, its_elements] = value
+        if step.write and not (lends and step.recv):
             outputs[number][block, elements] = value
         if step.send:
+            if lends:
+                rank.lent[len(rank.unread)] = block, elements
             rank.slots[len(rank.unread) % depth] = value.copy()
             rank.unread.append(set(step.send))
         rank.step += 1
@@ -176,11 +185,11 @@ def test_the_array_of_a_small_plan_word_by_word() -> None:
         *(2, 1),  # size, channels
         *(0, 1, 1, 1),  # share begin, end, total; chunks
         *(2, 1),  # rank 0: steps, sends per round
-        *(0, 1, 0, 0, 0, 0, 1, 1),  # chunk 0, read input, local operand first, no receive, send to 1
-        *(0, 1, 1, 1, 0, 1, 1, 0, 0),  # write, completes, local operand before the receive from 1 of its send 0
+        *(0, 1, 0, 0, 0, 0, 0, 1, 1),  # chunk 0, read input, local operand first, no receive, send to 1
+        *(0, 1, 1, 1, 0, 0, 1, 1, 0, 0),  # write, completes, local operand before the receive from 1 of its send 0
         *(2, 1),  # rank 1
-        *(0, 1, 0, 0, 0, 0, 1, 0),
-        *(0, 1, 1, 1, 1, 1, 0, 0, 0),  # local operand after the receive from 0 of its send 0
+        *(0, 1, 0, 0, 0, 0, 0, 1, 0),
+        *(0, 1, 1, 1, 0, 1, 1, 0, 0, 0),  # local operand after the receive from 0 of its send 0
     ]
 
 
@@ -196,6 +205,14 @@ def test_operands_stand_in_rank_order() -> None:
         peers = [peer for peer, _ in combine.recv]
         peers.insert(combine.local_position, rank)
         assert peers == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_what_two_shot_hands_out_is_returned_and_nothing_else(size: int) -> None:
+    for rank, program in enumerate(decode(lower(build("all_reduce", "two_shot", size)))[0].programs):
+        assert [step.returned for step in program] == [int(step.chunk != rank) for step in program]
+    (channel,) = decode(lower(build("all_reduce", "one_shot", size)))
+    assert not any(step.returned for program in channel.programs for step in program)
 
 
 def test_a_digest_tells_plans_apart_and_stays() -> None:
