@@ -217,4 +217,4 @@ clean:
 	rm -f ringreduce/_C*.so $(VENV)/.built $(VENV)/.installed
 
 distclean: clean
-	rm -rf $(VENV) .venv-ecosystem
+	rm -rf $(VENV) .venv-ecosystem bench/.peers

@@ -1,0 +1,685 @@
+"""Collectives of ringreduce next to Gloo, Open MPI, MPICH, Intel MPI, and what plain memory copies would cost.
+
+    python bench/peers.py --setup-only                        install the MPI libraries beside this file, once
+    python bench/peers.py --json peers.json --plot peers.png  everything: 2 to 16 ranks, 8 B to 256 MB; takes hours
+    python bench/peers.py --ranks 2 --collectives all_reduce --sizes 64 32K 1M 64M --zero-copy
+
+Every backend is a team of processes (peer_worker.py) that lives through all rows of a rank count and sleeps on a socket
+while another team measures. Prints a header and one table per rank count and collective. Exit code: 0, 1 if any element
+was wrong or a backend failed, 2 if the request makes no sense here.
+
+`--json` writes {"header", "rows", "notes"}; plot.py draws it again. A row has collective, ranks, bytes, count, dtype;
+`cases`, whether the cores shared a cache, per round; for each backend `times_us` and `means_us` (per round: median and
+mean of the calls), `median_us` (of the rounds' `times_us`) and `wrong` (elements); `copy_gbs` (per round, for each kind
+of copy), `limit_us`, `limit_share` of each of ours; and best_peer, vs_best_peer, vs_gloo (their median over ours). What
+could not be measured is missing or null, and `notes` says why.
+`header.probes` are those of cache_probe.py, one at the start and one per round.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import math
+import os
+import shlex
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TextIO
+
+import harness
+import numpy as np
+import torch
+from cache_probe import caches
+from peer_worker import BITS, Layout
+from rich.console import Console
+from rich.table import Table
+from ring_vs_tree import parse_size, sizes
+
+FOLDER = Path(__file__).resolve().parent
+VENVS = FOLDER / ".peers"
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
+DIVIDED = ("reduce_scatter", "all_gather", "all_to_all")  # their largest buffer has a part for each rank
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """An MPI library of PyPI: its package, how its launcher starts ranks on one host, and what it finds set."""
+
+    package: str
+    launcher: tuple[str, ...]
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+# Each with the settings, of those documented, that were fastest over 64 B to 64 MB and 2 and 4 ranks on 2 Xeon cores.
+# MPICH: its shared-memory collectives took 0.8 us at 64 B where the others take 1.9, but 10 ms at 16 MB instead of 3,
+# and seconds with more ranks than cores. Open MPI: xhc changed nothing for 2 ranks, and made 4 ranks 10 to 25% faster
+# from 256 KB; it yields by itself when oversubscribed.
+MPIS = {
+    "openmpi": Mpi(
+        "openmpi",
+        ("mpiexec", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "--mca", "coll_xhc_priority", "90"),
+    ),
+    "mpich": Mpi("mpich", ("mpiexec.hydra",), {"MPIR_CVAR_DEVICE_COLLECTIVES": "none"}),
+    "impi": Mpi("impi-rt", ("mpiexec.hydra",), {"I_MPI_FABRICS": "shm"}),
+}
+OURS = {
+    "ringreduce": "ringreduce.all_reduce(tensor) etc., the direct call",
+    "ringreduce-dist": "dist.all_reduce(tensor) etc. with backend ringreduce",
+    "ringreduce-shared": "the direct call on tensors of ringreduce.empty",
+}
+PEERS = ("gloo", *MPIS)
+# Plain copies, by glibc's own choice of instructions, and by non-temporal stores from 64 KB on.
+COPIES: dict[str, dict[str, str]] = {
+    "memcpy": {},
+    "memcpy-nt": {
+        "GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x10000:glibc.cpu.x86_rep_movsb_threshold=0x7fffffff"
+    },
+}
+LEAST_LIMIT = 32 << 10  # bytes; a smaller copy takes less time than calling it, so it limits nothing
+
+LEAST_ITERATIONS = 3  # calls in a batch
+
+METHOD = (
+    "bytes is the largest buffer of a rank, as in nccl-tests: all_gather's output, reduce_scatter's input, else the",
+    "tensor. all_reduce and broadcast work in place. dist.* and direct calls on torch tensors, mpi4py on NumPy arrays,",
+    "one CPU thread per rank; all memory is NumPy's, so it has huge pages where the kernel gives them on request.",
+    "A batch: barrier, one untimed call, timed calls back to back; its figure is the median over the calls of the",
+    "slowest rank's time. Teams take turns, batch by batch, row by row, round by round; a row's is the rounds' median.",
+    "x best: the best peer's median over that of 'ringreduce'. x gloo: the same of Gloo.",
+    "limit: reading each input byte once and writing each output byte once, at the rate at which min(ranks, cores)",
+    "processes copy private buffers of the row's size at the same time, in the same round, by the faster kind of copy.",
+    "share: limit over our time. No limit below 32 KiB, where a copy takes less time than its call.",
+    "#wrong: elements that differ from the exact result, on any rank, in the call that ends each batch, all rounds.",
+    "shared cache: a core reads what another core has just written faster than memory. It can change while a machine",
+    "runs, as its virtual cores are moved; so each round begins with such a probe (cache_probe.py).",
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The command line, checked."""
+
+    ranks: tuple[int, ...]
+    collectives: tuple[str, ...]
+    sizes: tuple[int, ...]
+    backends: tuple[str, ...]
+    dtype: str
+    rounds: int
+    batch_time: float  # seconds
+    timeout: float  # seconds, for a batch with all that belongs to it
+
+
+@dataclass(frozen=True)
+class Row:
+    """One collective, rank count and size; the keys are explained in the module's docstring."""
+
+    collective: str
+    ranks: int
+    bytes: int
+    count: int
+    dtype: str
+    cases: list[str]
+    times_us: dict[str, list[float]]
+    means_us: dict[str, list[float]]
+    median_us: dict[str, float]
+    wrong: dict[str, int]
+    copy_gbs: dict[str, list[float]]
+    limit_us: float | None
+    limit_share: dict[str, float]
+    best_peer: str | None
+    vs_best_peer: float | None
+    vs_gloo: float | None
+
+
+@dataclass
+class Tally:
+    """What the rounds have found so far for one row, by backend or kind of copy."""
+
+    layout: Layout
+    size: int  # bytes
+    times_us: dict[str, list[float]] = field(default_factory=dict)
+    means_us: dict[str, list[float]] = field(default_factory=dict)
+    copy_gbs: dict[str, list[float]] = field(default_factory=dict)
+    wrong: dict[str, int] = field(default_factory=dict)
+    estimate_us: dict[str, float] = field(default_factory=dict)  # of one call
+
+    def add(self, name: str, answers: Sequence[dict[str, Any]], counted: bool) -> None:
+        """Take in a batch of the team `name`; its time only if it is `counted`."""
+        self.estimate_us[name] = slowest(answers)
+        self.wrong[name] = self.wrong.get(name, 0) + sum(answer["wrong"] for answer in answers)
+        if counted and name in COPIES:
+            self.copy_gbs.setdefault(name, []).append(copy_rate(answers, self.size))
+        elif counted:
+            self.times_us.setdefault(name, []).append(slowest(answers))
+            self.means_us.setdefault(name, []).append(mean(answers))
+
+
+class BackendFailed(Exception):
+    """A backend could not be installed, did not start, died, or did not answer in time."""
+
+
+class Team:
+    """The processes of one backend. They sleep until `run` gives an order; `close` ends them, whatever they do."""
+
+    def __init__(self, name: str, ranks: int, folder: Path, timeout: float) -> None:
+        self.name, self.ranks, self.timeout, self.version = name, ranks, timeout, ""
+        self._path = folder / f"{name}-{ranks}-{time.monotonic_ns()}"  # names must not repeat: torch's store is a file
+        self._log = self._path.with_suffix(".log")
+        self._connections: dict[int, tuple[socket.socket, TextIO]] = {}
+        self._pidfds: list[int] = []  # an MPI launcher's ranks are neither its process group's nor our children
+        command, environment = launch_command(name, ranks, self._path)
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(self._path))
+        listener.listen(ranks)
+        with listener, self._log.open("w") as log:
+            self._launcher = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+            try:
+                self._meet(listener)
+            except BaseException:
+                self.kill()
+                raise
+
+    def _meet(self, listener: socket.socket) -> None:
+        deadline = time.monotonic() + self.timeout
+        listener.settimeout(0.2)
+        while len(self._connections) < self.ranks:
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                if self._launcher.poll() is not None:
+                    raise self._failure(f"its launcher ended with status {self._launcher.returncode}") from None
+                if time.monotonic() > deadline:
+                    came = f"{len(self._connections)} of {self.ranks} ranks"
+                    raise self._failure(f"{came} came within {self.timeout:g} s") from None
+                continue
+            lines = connection.makefile("rw")
+            hello = json.loads(lines.readline())
+            self._connections[hello["rank"]] = connection, lines
+            self._pidfds.append(os.pidfd_open(hello["pid"]))
+            self.version = hello["version"]
+
+    def run(self, **order: Any) -> list[dict[str, Any]]:
+        """Give the order to all ranks and return their answers, by rank. Raises BackendFailed after `timeout`."""
+        text = json.dumps(order) + "\n"
+        deadline = time.monotonic() + self.timeout
+        what = f"{order['collective']} of {order['bytes']} B"
+        answers = []
+        try:
+            for _, lines in self._connections.values():
+                lines.write(text)
+                lines.flush()
+            for rank in range(self.ranks):
+                connection, lines = self._connections[rank]
+                connection.settimeout(max(deadline - time.monotonic(), 1e-3))
+                line = lines.readline()
+                if not line:
+                    raise self._failure(f"rank {rank} died in {what}")
+                answers.append(json.loads(line))
+        except TimeoutError:
+            self.kill()
+            raise self._failure(f"rank {rank} did not end {what} within {self.timeout:g} s") from None
+        except OSError:  # the order could not be written
+            self.kill()
+            raise self._failure(f"a rank died before {what}") from None
+        except BaseException:
+            self.kill()
+            raise
+        if any("error" in answer for answer in answers):
+            rank, error = next((r, a["error"]) for r, a in enumerate(answers) if "error" in a)
+            raise self._failure(f"{what} raised on rank {rank}: {error}")
+        return answers
+
+    def _failure(self, reason: str) -> BackendFailed:
+        said = self._log.read_text(errors="replace").strip()[-2000:]
+        return BackendFailed(f"{self.name} with {self.ranks} ranks: {reason}" + (f"\n{said}" if said else ""))
+
+    def close(self) -> None:
+        """End the processes: they leave when their connection closes, and are killed if they do not."""
+        for connection, lines in self._connections.values():
+            with contextlib.suppress(OSError):
+                lines.close()
+            connection.close()
+        self._connections.clear()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._launcher.wait(10)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the processes at once. The launcher may end those that have not said hello yet, then goes too."""
+        for pidfd in self._pidfds:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            os.close(pidfd)
+        self._pidfds.clear()
+        for number, patience in ((signal.SIGTERM, 2.0), (signal.SIGKILL, None)):
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(self._launcher.pid, number)
+                self._launcher.wait(patience)
+                return
+
+
+def launch_command(name: str, ranks: int, path: Path) -> tuple[list[str], dict[str, str]]:
+    """What starts the team `name`, and its environment."""
+    environment = os.environ | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    worker = [str(FOLDER / "peer_worker.py"), name, str(path)]
+    if name not in MPIS:
+        return [sys.executable, *worker, str(ranks)], environment | COPIES.get(name, {})
+    binaries = VENVS / name / "bin"
+    launcher, *options = MPIS[name].launcher
+    command = [str(binaries / launcher), *options, "-n", str(ranks), str(binaries / "python"), *worker]
+    return command, environment | MPIS[name].environment
+
+
+def install(name: str) -> None:
+    """Put the MPI library, mpi4py and NumPy into a venv of their own, if they are not there. Raises BackendFailed."""
+    venv, packages = VENVS / name, [MPIS[name].package, "mpi4py", "numpy"]
+    python = venv / "bin" / "python"
+    probe = f"from importlib.metadata import version; print(*map(version, {packages}))"
+
+    def run(*command: str | Path) -> bool:
+        result = subprocess.run(command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        output.append(result.stdout.strip())
+        return result.returncode == 0
+
+    output: list[str] = []
+    if python.exists() and run(python, "-c", probe):
+        return
+    shutil.rmtree(venv, ignore_errors=True)
+    if not run(sys.executable, "-m", "venv", venv) or not run(python, "-m", "pip", "install", "-q", *packages):
+        shutil.rmtree(venv, ignore_errors=True)
+        raise BackendFailed(f"{name}: could not install {' '.join(packages)} in {venv}:\n{output[-1][-2000:]}")
+
+
+def install_all(names: Sequence[str]) -> dict[str, str]:
+    """Install each of `names`; those that failed, with the reason."""
+    failed = {}
+    with harness.Progress("setup", len(names), shown=bool(names)) as progress:
+        for name in names:
+            try:
+                install(name)
+            except BackendFailed as error:
+                failed[name] = str(error)
+            progress.advance(name)
+    return failed
+
+
+def least_traffic(collective: str, ranks: int, size: int) -> int:
+    """Bytes that all ranks together must read and write if they read each input and write each output once.
+
+    `size` is the row's: a rank's largest buffer.
+    """
+    part = size / ranks
+    read, written = {
+        "all_reduce": (ranks * size, ranks * size),
+        "reduce_scatter": (ranks * size, ranks * part),
+        "all_gather": (ranks * part, ranks * size),
+        "broadcast": (size, (ranks - 1) * size),
+        "all_to_all": (ranks * size, ranks * size),
+    }[collective]
+    return round(read + written)
+
+
+def slowest(answers: Sequence[dict[str, Any]]) -> float:
+    """The figure of a batch in us: the median over its calls of the slowest rank's time."""
+    calls = zip(*(answer["times_ns"] for answer in answers), strict=True)
+    return statistics.median(float(max(times)) for times in calls) / 1e3
+
+
+def mean(answers: Sequence[dict[str, Any]]) -> float:
+    """The batch's duration on its slowest rank over its calls, in us: it counts the calls that waited for a core."""
+    return float(max(statistics.fmean(answer["times_ns"]) for answer in answers)) / 1e3
+
+
+def copy_rate(answers: Sequence[dict[str, Any]], size: int) -> float:
+    """GB/s read and written by all the processes that copied `size` bytes at the same time."""
+    return sum(2 * size / float(statistics.median(answer["times_ns"])) for answer in answers)
+
+
+def make_row(tally: Tally, dtype: str, cases: Sequence[str]) -> Row:
+    """The row of what its rounds found."""
+    layout, size = tally.layout, tally.size
+    median_us = {name: statistics.median(times) for name, times in tally.times_us.items()}
+    rates = [statistics.median(rates) for rates in tally.copy_gbs.values()]
+    limit = None
+    if rates and size >= LEAST_LIMIT:
+        limit = least_traffic(layout.collective, layout.ranks, size) / max(rates) / 1e3
+    ours = median_us.get(next((name for name in OURS if name in median_us), ""))
+    best = min((name for name in PEERS if name in median_us), key=lambda name: median_us[name], default=None)
+    return Row(
+        collective=layout.collective,
+        ranks=layout.ranks,
+        bytes=size,
+        count=layout.count,
+        dtype=dtype,
+        cases=list(cases),
+        times_us=tally.times_us,
+        means_us=tally.means_us,
+        median_us=median_us,
+        wrong=tally.wrong,
+        copy_gbs=tally.copy_gbs,
+        limit_us=limit,
+        limit_share={name: limit / median_us[name] for name in OURS if limit and name in median_us},
+        best_peer=best,
+        vs_best_peer=median_us[best] / ours if best and ours else None,
+        vs_gloo=median_us["gloo"] / ours if "gloo" in median_us and ours else None,
+    )
+
+
+def layouts(collective: str, ranks: int, sizes: Sequence[int], dtype: str) -> list[Layout]:
+    """The rows of a table: `sizes` in whole elements, and where a buffer is divided, rounded up to equal parts."""
+    unit = ranks if collective in DIVIDED else 1
+    counts = dict.fromkeys(-(-size // BITS[dtype].itemsize // unit) * unit for size in sizes)
+    return [Layout(collective, ranks, count) for count in counts]
+
+
+def open_teams(
+    settings: Settings, ranks: int, folder: Path, stack: contextlib.ExitStack, notes: list[str]
+) -> list[Team]:
+    """The backends' teams and those that copy, without the ones that failed."""
+    teams: list[Team] = []
+    names = [*settings.backends, *COPIES]
+    with harness.Progress(f"{ranks} ranks", len(names), shown=True) as progress:
+        for name in names:
+            size = min(ranks, len(os.sched_getaffinity(0))) if name in COPIES else ranks
+            try:
+                teams.append(Team(name, size, folder, settings.timeout))
+                stack.callback(teams[-1].close)
+            except BackendFailed as error:
+                give_up(notes, error)
+            progress.advance(f"start of {name}")
+    return teams
+
+
+def give_up(notes: list[str], error: BackendFailed) -> None:
+    print(f"left out: {error}", file=sys.stderr, flush=True)
+    notes.append(str(error))
+
+
+def measure(
+    settings: Settings, collective: str, ranks: int, teams: list[Team], inputs: Path, calls: Iterator[int]
+) -> tuple[list[Row], list[dict[str, Any]], list[str]]:
+    """All rows of a table, the cache probe of each round, and what was left out. Teams that fail leave `teams`.
+
+    A round before the first is not counted: it finds out how many calls fill a batch.
+    """
+    tallies, probes, notes = [], [], []
+    itemsize = BITS[settings.dtype].itemsize
+    for layout in layouts(collective, ranks, settings.sizes, settings.dtype):
+        size = layout.count * itemsize
+        needed = ranks * (layout.inputs + (0 if layout.in_place else layout.outputs)) * itemsize
+        if needed < free_memory():
+            tallies.append(Tally(layout, size))
+        else:
+            notes.append(f"{collective} of {size} B with {ranks} ranks: needs {needed / 1e9:.1f} GB")
+
+    def batch(tally: Tally, team: Team, counted: bool) -> None:
+        fitting = settings.batch_time * 1e6 / tally.estimate_us.get(team.name, math.inf)
+        answers = team.run(
+            collective="copy" if team.name in COPIES else collective,
+            dtype=settings.dtype,
+            bytes=tally.size,
+            iterations=min(max(LEAST_ITERATIONS, round(fitting)), harness.Schedule.MAX_BATCH),
+            call=next(calls),
+            inputs=str(inputs),
+        )
+        tally.add(team.name, answers, counted)
+
+    with harness.Progress(f"{collective}, {ranks} ranks", settings.rounds + 1, shown=True) as progress:
+        for turn in range(settings.rounds + 1):
+            if turn and (found := probe()):
+                probes.append(found)
+            for tally, team in itertools.product(tallies, tuple(teams)):
+                if team not in teams:
+                    continue
+                try:
+                    batch(tally, team, counted=turn > 0)
+                except BackendFailed as error:
+                    give_up(notes, error)
+                    teams.remove(team)
+                    team.kill()
+            progress.advance(f"round {turn}" if turn else "warm-up")
+    cases = [found["case"] for found in probes]
+    return [make_row(tally, settings.dtype, cases) for tally in tallies], probes, notes
+
+
+def free_memory() -> float:
+    """Bytes that the ranks' buffers may take: what is available, less a quarter for all else."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return 0.75 * 1024 * int(fields["MemAvailable"].split()[0])
+
+
+def probe() -> dict[str, Any] | None:
+    """What cache_probe.py finds in a process of its own; None with one core."""
+    if len(os.sched_getaffinity(0)) < 2:
+        return None
+    output = subprocess.check_output([sys.executable, str(FOLDER / "cache_probe.py")], text=True)
+    found: dict[str, Any] = json.loads(output)
+    return found
+
+
+def write_inputs(folder: Path, dtype: str, ranks: int) -> Path:
+    """The inputs of all ranks and their sum, as peer_worker.py reads them; the values are those of ExactInputs."""
+    oracle = harness.ExactInputs(harness.DTYPES[dtype], "sum", ranks)
+    table = torch.zeros(ranks + 1, oracle.PERIOD, dtype=oracle.dtype)
+    for rank in range(ranks):
+        oracle.fill(table[rank], rank, 0)
+        table[ranks] += table[rank]
+    path = folder / f"inputs-{ranks}.npy"
+    np.save(path, table.view(torch.uint8).numpy().view(BITS[dtype]))
+    return path
+
+
+def make_header(settings: Settings) -> dict[str, Any]:
+    """What is run, on what machine, and how to read the figures."""
+    return {
+        "benchmark": "peers: collectives of ringreduce next to Gloo and MPI, and the cost of plain copies",
+        "date": harness.now(),
+        "command": f"python {shlex.join(sys.argv)}",
+        "machine": harness.machine() | {"caches": caches()},
+        "versions": harness.versions(),
+        "settings": asdict(settings),
+        "backends": {name: describe(name) for name in settings.backends},
+        "method": list(METHOD),
+        "probes": [],
+    }
+
+
+def describe(name: str) -> str:
+    """How a backend is called and what was set for it."""
+    if name not in MPIS:
+        return OURS.get(name, "dist.all_reduce(tensor) etc. with backend gloo")
+    mpi = MPIS[name]
+    return " ".join((*(f"{key}={value}" for key, value in mpi.environment.items()), *mpi.launcher))
+
+
+def format_header(header: dict[str, Any]) -> str:
+    """The header as lines that start with "#"."""
+    machine, settings = header["machine"], header["settings"]
+    return "\n".join(
+        (
+            f"# {header['benchmark']}",
+            f"# date      {header['date']}",
+            f"# command   {header['command']}",
+            f"# machine   {machine['cpu']}, {machine['cores']} cores, {machine['memory_gb']} GB, {machine['kernel']}",
+            "# caches    " + "; ".join(machine["caches"]),
+            *(f"# cores     {format_probe(found)}" for found in header["probes"][:1]),
+            "# versions  " + ", ".join(f"{name} {version}" for name, version in header["versions"].items()),
+            *(f"# backend   {name:<17} {how}" for name, how in header["backends"].items()),
+            f"# schedule  {settings['rounds']} rounds of batches of {settings['batch_time']:g} s",
+            *(f"# {line}" for line in header["method"]),
+        )
+    )
+
+
+def format_probe(found: dict[str, Any]) -> str:
+    """A probe as a line: what a core reads per second, from where."""
+    own, other = found["own_cache"], found["other_core"]
+    blocks = (f"{size} of its own {own[size]:.0f}, of another core's {other[size]:.0f}" for size in own)
+    return f"{found['case']}; a core reads, in GB/s: {'; '.join(blocks)}; memory {found['memory']:.0f}"
+
+
+def make_table(rows: Sequence[Row], backends: Sequence[str]) -> Table:
+    """The rows of one collective and rank count, to be printed."""
+    first = rows[0]
+    seen = [f"{case} in {first.cases.count(case)} of {len(first.cases)} rounds" for case in dict.fromkeys(first.cases)]
+    title = f"{first.collective}, {first.ranks} ranks, {first.dtype}, median us"
+    table = Table(title="\n".join((title, *seen)))
+    ours = [name for name in backends if name in OURS]
+    for name in ("bytes", *backends, "best peer", "x best", "x gloo", "limit", *share_names(ours), "#wrong"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            harness.format_bytes(row.bytes),
+            *(number(row.median_us.get(name)) for name in backends),
+            row.best_peer or "-",
+            ratio(row.vs_best_peer),
+            ratio(row.vs_gloo),
+            number(row.limit_us),
+            *(f"{row.limit_share[name]:.0%}" if name in row.limit_share else "-" for name in ours),
+            str(sum(row.wrong.values())),
+        )
+    return table
+
+
+def share_names(ours: Sequence[str]) -> list[str]:
+    return ["share" + name.removeprefix("ringreduce") for name in ours]
+
+
+def number(value: float | None) -> str:
+    """Microseconds with the digits that mean something."""
+    if value is None:
+        return "-"
+    return f"{value:.{2 if value < 10 else 1 if value < 1000 else 0}f}"
+
+
+def ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def read_command_line() -> tuple[Settings, argparse.Namespace]:
+    """The settings, and the rest of the command line: where to write what."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    option = parser.add_argument
+    names = [*OURS, *PEERS]
+    default = [name for name in names if name != "ringreduce-shared"]
+    option("--setup-only", action="store_true", help="install the MPI libraries in bench/.peers, and end")
+    option("--ranks", type=int, nargs="+", default=[2, 4, 8, 16], help="(default 2 4 8 16)")
+    option("--collectives", nargs="+", choices=COLLECTIVES, default=COLLECTIVES, help="(default all)", metavar="NAME")
+    option("--min-bytes", type=parse_size, default="8", help="first size; K, M, G are powers of 1024 (default 8)")
+    option("--max-bytes", type=parse_size, default="256M", help="last size, always measured (default 256M)")
+    option("--factor", type=int, default=8, help="each size over the one before (default 8)")
+    option("--sizes", type=parse_size, nargs="+", help="these sizes instead", metavar="SIZE")
+    option(
+        "--backends", nargs="+", choices=names, default=default, metavar="NAME", help=f"(default {' '.join(default)})"
+    )
+    option("--zero-copy", action="store_true", help="add ringreduce-shared: tensors of ringreduce.empty")
+    option("--dtype", choices=BITS, default="float32", help="(default float32; MPI has no bfloat16)")
+    option("--rounds", type=int, default=5, help="turns that each backend takes in a row (default 5)")
+    option("--batch-time", type=float, default=0.1, help="seconds of calls in a turn, at least 3 calls (default 0.1)")
+    option("--timeout", type=float, default=120, help="seconds that a batch, or a start, may take (default 120)")
+    option("--json", type=Path, metavar="FILE", help="write header and rows")
+    option("--plot", type=Path, metavar="FILE.png", help="draw the ratio to the best peer over size")
+    args = parser.parse_args()
+
+    itemsize = int(BITS[args.dtype].itemsize)
+    if min(args.ranks) < 2:
+        parser.error("--ranks must be at least 2")
+    if args.rounds < 1 or args.batch_time <= 0 or args.timeout <= 0:
+        parser.error("--rounds must be at least 1, --batch-time and --timeout above 0")
+    if args.max_bytes < args.min_bytes or args.factor < 2 or min(args.sizes or [args.min_bytes]) < itemsize:
+        parser.error(f"need sizes of at least {itemsize}, --min-bytes <= --max-bytes and --factor >= 2")
+    if args.plot and find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install ringreduce[plot]")
+    if args.dtype != "float32" and set(args.backends) & set(MPIS) and args.backends is not default:
+        parser.error(f"--backends: MPI has no {args.dtype}; name only {' '.join(names[:4])}")
+    backends = dict.fromkeys([*args.backends, *(["ringreduce-shared"] if args.zero_copy else [])])
+    settings = Settings(
+        ranks=tuple(args.ranks),
+        collectives=tuple(args.collectives),
+        sizes=tuple(args.sizes or sizes(args.min_bytes, args.max_bytes, args.factor, itemsize)),
+        backends=tuple(n for n in names if n in backends and (args.dtype == "float32" or n not in MPIS)),
+        dtype=args.dtype,
+        rounds=args.rounds,
+        batch_time=args.batch_time,
+        timeout=args.timeout,
+    )
+    return settings, args
+
+
+def main() -> int:
+    settings, args = read_command_line()
+    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+    failed = install_all([name for name in settings.backends if name in MPIS])
+    for reason in failed.values():
+        print(f"error: {reason}", file=sys.stderr)
+    if args.setup_only:
+        return 1 if failed else 0
+
+    settings = replace(settings, backends=tuple(name for name in settings.backends if name not in failed))
+    header = make_header(settings)
+    if found := probe():
+        header["probes"].append(found)
+    console.out(format_header(header) + "\n")
+    rows: list[Row] = []
+    left_out = list(failed.values())
+    calls = itertools.count(1)
+    for ranks in settings.ranks:
+        notes = list(failed.values())
+        with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+            folder = Path(name)
+            teams = open_teams(settings, ranks, folder, stack, notes)
+            libraries = {team.name: team.version for team in teams if team.name in MPIS}
+            header["versions"] |= libraries
+            console.out("".join(f"# {name:<9} {version}\n" for name, version in libraries.items()))
+            inputs = write_inputs(folder, settings.dtype, ranks)
+            for collective in settings.collectives:
+                measured, probes, failures = measure(settings, collective, ranks, teams, inputs, calls)
+                header["probes"] += probes
+                notes += failures
+                rows += measured
+                if measured:
+                    console.print(make_table(measured, settings.backends))
+                for note in notes:
+                    console.out(f"# left out: {note}")
+                left_out += [note for note in notes if note not in left_out]
+                write(args, header, rows, left_out)  # a run takes hours; what is done is kept
+    wrong = {name: sum(row.wrong.get(name, 0) for row in rows) for name in (*settings.backends, *COPIES)}
+    console.out(f"# {sum(wrong.values())} wrong elements" + "".join(f"; {n}: {c}" for n, c in wrong.items() if c))
+    for kind, path in (("JSON", args.json), ("picture", args.plot)):
+        if path:
+            console.out(f"# {kind} in {path}")
+    return 1 if any(wrong.values()) or left_out else 0
+
+
+def write(args: argparse.Namespace, header: dict[str, Any], rows: Sequence[Row], notes: Sequence[str]) -> None:
+    """The files asked for."""
+    report = {"header": header, "rows": [asdict(row) for row in rows], "notes": list(notes)}
+    for path in filter(None, (args.json, args.plot)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    if args.plot:
+        import plot
+
+        plot.draw_peers(report, args.plot)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as with Ctrl-C, no process stays behind
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

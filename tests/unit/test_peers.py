@@ -1,0 +1,167 @@
+"""bench/peers.py: what a row is made of, what a rank is told and answers, and that wrong results show."""
+
+from __future__ import annotations
+
+import io
+import json
+import socket
+import threading
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import peer_worker
+import peers
+import pytest
+from peer_worker import Bits, Call, Copy, Layout
+from peers import COLLECTIVES, Tally
+from rich.console import Console
+
+
+@pytest.mark.parametrize(
+    ("collective", "megabytes"),  # read + written by 4 ranks with a largest buffer of 8 MB
+    [
+        ("all_reduce", 32 + 32),
+        ("reduce_scatter", 32 + 8),
+        ("all_gather", 8 + 32),
+        ("broadcast", 8 + 24),
+        ("all_to_all", 32 + 32),
+    ],
+)
+def test_least_traffic(collective: str, megabytes: int) -> None:
+    assert peers.least_traffic(collective, 4, 8_000_000) == megabytes * 1_000_000
+
+
+def test_sizes_are_rounded_up_to_equal_parts_without_repetition() -> None:
+    counts = {
+        name: [layout.count for layout in peers.layouts(name, 16, (8, 64, 100), "float32")] for name in COLLECTIVES
+    }
+    assert counts["all_reduce"] == counts["broadcast"] == [2, 16, 25]
+    assert counts["all_gather"] == counts["reduce_scatter"] == counts["all_to_all"] == [16, 32]
+
+
+def test_row_and_table() -> None:
+    tally = Tally(Layout("all_reduce", 2, 1 << 18), 1 << 20)
+    for round_us in (100, 400, 200):
+        for name, factor in (("ringreduce", 1), ("gloo", 8), ("impi", 2), ("mpich", 3)):
+            ranks = [
+                {"times_ns": [1, round_us * factor * 1000, 10**9], "wrong": 0},
+                {"times_ns": [2, 3, 4], "wrong": 0},
+            ]
+            tally.add(name, ranks, counted=True)
+        for name, us in (("memcpy", 50), ("memcpy-nt", 40)):
+            tally.add(name, [{"times_ns": [us * 1000], "wrong": 0}] * 2, counted=True)
+    tally.add("impi", [{"times_ns": [1], "wrong": 3}, {"times_ns": [1], "wrong": 4}], counted=False)
+    row = peers.make_row(tally, "float32", ["shared cache", "no shared cache", "no shared cache"])
+
+    assert row.median_us == {"ringreduce": 200, "gloo": 1600, "impi": 400, "mpich": 600}
+    assert (row.best_peer, row.vs_best_peer, row.vs_gloo) == ("impi", 2, 8)
+    assert row.limit_us == pytest.approx(40)  # two ranks, two copies at once: as long as the faster kind of copy
+    assert row.limit_share == {"ringreduce": pytest.approx(0.2)}
+    assert row.wrong["impi"] == 7
+
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(peers.make_table([row], ["ringreduce", "gloo", "impi", "openmpi"]))
+    text = console.export_text()
+    assert "no shared cache in 2 of 3 rounds" in text
+    cells = [cell.strip() for line in text.splitlines() if "1 MiB" in line for cell in line.strip("│").split("│")]
+    assert cells == ["1 MiB", "200.0", "1600", "400.0", "-", "impi", "2.00x", "8.00x", "40.0", "20%", "7"]
+
+
+def test_small_rows_have_no_limit() -> None:
+    tally = Tally(Layout("all_reduce", 2, 2), 8)
+    tally.add("memcpy", [{"times_ns": [100], "wrong": 0}], counted=True)
+    assert peers.make_row(tally, "float32", []).limit_us is None
+
+
+class Exact:
+    """Rank 2 of 4 in a library that answers from the table of inputs, with `flaw` added to one element."""
+
+    rank, ranks, version = 2, 4, "1"
+
+    def __init__(self, table: Bits, call: int, flaw: int) -> None:
+        self.table, self.flaw = np.roll(table, call, axis=1), flaw
+
+    def barrier(self) -> None:
+        pass
+
+    def empty(self, count: int, dtype: str) -> Bits:
+        return peer_worker.private(count, dtype)
+
+    def call(self, collective: str, dtype: str, source: Bits, output: Bits) -> Call:
+        return partial(self._compute, collective, output)
+
+    def _compute(self, collective: str, output: Bits) -> None:
+        count = output.size * (self.ranks if collective == "reduce_scatter" else 1)
+        inputs = np.resize(self.table[: self.ranks, :], (self.ranks, self.table.shape[1]))
+        whole = np.stack([np.resize(row, count) for row in inputs])
+        part = count // self.ranks
+        mine = slice(self.rank * part, (self.rank + 1) * part)
+        total = whole.view(np.float32).sum(axis=0).view(np.uint32)
+        output[:] = {
+            "all_reduce": total,
+            "reduce_scatter": total[mine],
+            "all_gather": whole[:, :part].reshape(-1),
+            "broadcast": whole[0],
+            "all_to_all": whole[:, mine].reshape(-1),
+        }[collective]
+        output[output.size // 2] += self.flaw
+
+
+@pytest.mark.parametrize("flaw", (0, 1))
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_check_of_results(collective: str, flaw: int, tmp_path: Path) -> None:
+    path = peers.write_inputs(tmp_path, "float32", 4)
+    count = 4 * 70_001  # more than a period, and no multiple of one
+    order = {
+        "collective": collective,
+        "dtype": "float32",
+        "bytes": 4 * count,
+        "iterations": 2,
+        "call": 5,
+        "inputs": path,
+    }
+    answer = peer_worker.obey(Exact(np.load(path), 5, flaw), order)
+    assert answer["wrong"] == flaw
+    assert len(answer["times_ns"]) == 2
+
+
+def test_orders_and_answers(tmp_path: Path) -> None:
+    """A rank says hello, answers each order, reports an error instead of dying, and leaves when the driver does."""
+    inputs = peers.write_inputs(tmp_path, "bfloat16", 2)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket"))
+        listener.listen(1)
+        rank = threading.Thread(target=peer_worker.serve, args=(Copy(1, 2), str(tmp_path / "socket")))
+        rank.start()
+        connection, _ = listener.accept()
+    with connection, connection.makefile("rw") as lines:
+        assert json.loads(lines.readline())["rank"] == 1
+        order = {
+            "collective": "copy",
+            "dtype": "bfloat16",
+            "bytes": 1000,
+            "iterations": 3,
+            "call": 1,
+            "inputs": str(inputs),
+        }
+        for changed, found in ({}, "times_ns"), ({"collective": "scan"}, "error"), ({}, "times_ns"):
+            lines.write(json.dumps(order | changed) + "\n")
+            lines.flush()
+            answer = json.loads(lines.readline())
+            assert found in answer, answer
+        assert (len(answer["times_ns"]), answer["wrong"]) == (3, 0)
+    rank.join(10)
+    assert not rank.is_alive()
+
+
+def test_a_team_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "launch_command", lambda *_: (["sh", "-c", "echo no such fabric; exit 3"], {}))
+    with pytest.raises(peers.BackendFailed, match=r"impi with 2 ranks: .* status 3\nno such fabric"):
+        peers.Team("impi", 2, tmp_path, timeout=30)
+
+
+def test_a_team_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "launch_command", lambda *_: (["sleep", "1000"], None))
+    with pytest.raises(peers.BackendFailed, match=r"0 of 2 ranks came within 0.5 s"):
+        peers.Team("impi", 2, tmp_path, timeout=0.5)
