@@ -202,7 +202,9 @@ def empty(*size: int, dtype: torch.dtype | None = None, group: dist.ProcessGroup
 
 
 def register_plan(plan: plans.Plan, group: dist.ProcessGroup | None = None, most_bytes: int | None = None) -> None:
-    """Makes `plan` serve the group's calls of its collective up to `most_bytes` of a block (None: all above others).
+    """Makes `plan` serve the group's calls of its collective up to `most_bytes` of a block (None: of all sizes).
+
+    A later plan takes its sizes from earlier ones and from the built-in algorithms.
 
     Collective: all ranks must register the same plans in the same order. Raises `PlanError` if the plan is not proved
     right by `ringreduce.verify`, `InvalidArgument` if it is for another number of ranks or has too many channels.

@@ -5,27 +5,21 @@ from __future__ import annotations
 import atexit
 import functools
 import logging
-import os
 import time
+from collections.abc import Collection
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from ringreduce import _C, plan
-from ringreduce.config import Options, resolve
+from ringreduce import _C, plan, tuning
+from ringreduce.config import SPINS_SHARING_CORES, SPINS_WITH_OWN_CORE, Options, resolve
 from ringreduce.rendezvous import meet
 
 ANY_SIZE = 2**64 - 1
 LONGEST_TIMEOUT = 7 * 24 * 3600.0
 """Seconds; longer ones are cut to this, since not all that waits can count further."""
-
-# Looks before a yield: with a core for every rank a peer answers sooner than the kernel could switch; with fewer, the
-# peer may need our core to answer at all (2 000 looks then cost 100 us a hop, 50 cost 5 us, on 2 cores with 4 ranks).
-SPINS_WITH_OWN_CORE = 2000
-SPINS_SHARING_CORES = 50
-
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +49,10 @@ def _make(
         show_log()
     began = time.monotonic()
     geometry = geometry_for(size, options)
-    agreed = str(replace(options, recorded_calls=None, dump_when_broken=None, debug=None))  # each rank's own affair
-    meeting = meet(store, rank, size, geometry.segment_bytes(), agreed, seconds)
+    # The others are each rank's own affair.
+    agreed = str(replace(options, tuning=None, recorded_calls=None, dump_when_broken=None, debug=None))
+    decide = functools.partial(tuning.decide, size, options=options, slot_bytes=slot_bytes_for(size, options))
+    meeting = meet(store, rank, size, geometry.segment_bytes(), agreed, seconds, decide)
     group = _C.ProcessGroupRing(
         memfd=meeting.memfd,
         geometry=geometry,
@@ -67,24 +63,25 @@ def _make(
         global_ranks=global_ranks,
         timeout=seconds,
         regroup=functools.partial(_regroup, store, name, rank, global_ranks, options),
-        spins=options.spins or default_spins(size),
+        spins=options.spins or default_spins(size, meeting.cores),
         slices=options.slices,
         least_slice_bytes=options.least_slice_bytes,
         recorded_calls=options.recorded_calls,
         dump_when_broken=bool(options.dump_when_broken),
         print_calls=debug > 1,
     )
-    rules = plan.parse_algorithms(options.algorithms or "")
-    for collective, ranges in plan.table(size, rules).items():
-        for end, algorithm in ranges:
+    rules, decided = plan.parse_algorithms(options.algorithms or ""), plan.parse_algorithms(meeting.decision)
+    for collective, ranges in plan.table(size, rules, decided).items():
+        for end, algorithm, slice_bytes in reversed(ranges):  # as each takes all up to its end
             lowered, digest = lowered_plan(collective, algorithm, size)
-            group.add_plan(collective, lowered, digest, ANY_SIZE if end is None else end - 1)
+            group.add_plan(collective, lowered, digest, ANY_SIZE if end is None else end - 1, slice_bytes)
     log.info(
-        "[rank %d] made a group of ranks %s in %.3f s: %s",
+        "[rank %d] made a group of ranks %s in %.3f s: %s; decided: %s",
         global_ranks[rank],
         global_ranks,
         time.monotonic() - began,
         options,
+        meeting.decision or "nothing",
     )
     return group
 
@@ -117,26 +114,27 @@ def show_log() -> None:
 
 def geometry_for(size: int, options: Options) -> _C.Geometry:
     """The slots that fit the memory the options allow. More ranks mean more and smaller slots."""
-    depth = plan.slot_depth(size)
     mailbox_depth = 4
-    channels, channel_bytes, mailbox_bytes = options.channels, options.channel_bytes, options.mailbox_bytes
-    arena_bytes = options.arena_bytes
-    assert channels is not None and channel_bytes is not None and mailbox_bytes is not None  # resolved
-    assert arena_bytes is not None
+    channels, mailbox_bytes, arena_bytes = options.channels, options.mailbox_bytes, options.arena_bytes
+    assert channels is not None and mailbox_bytes is not None and arena_bytes is not None  # resolved
     return _C.Geometry(
         ranks=size,
         channels=channels,
-        depth=depth,
-        slot_bytes=max(channel_bytes // depth // 4096 * 4096, 4096),
+        depth=plan.slot_depth(size),
+        slot_bytes=slot_bytes_for(size, options),
         mailbox_depth=mailbox_depth,
         mailbox_slot_bytes=min(max(mailbox_bytes // (size * mailbox_depth) // 4096 * 4096, 4096), 256 * 1024),
         arena_bytes=arena_bytes // 4096 * 4096,
     )
 
 
-def default_spins(size: int) -> int:
-    cores = len(os.sched_getaffinity(0))
-    return SPINS_WITH_OWN_CORE if size <= cores else SPINS_SHARING_CORES
+def slot_bytes_for(size: int, options: Options) -> int:
+    assert options.channel_bytes is not None  # resolved
+    return max(options.channel_bytes // plan.slot_depth(size) // 4096 * 4096, 4096)
+
+
+def default_spins(size: int, cores: Collection[int]) -> int:
+    return SPINS_WITH_OWN_CORE if size <= len(cores) else SPINS_SHARING_CORES
 
 
 @functools.lru_cache(maxsize=256)

@@ -30,13 +30,19 @@ def _knob(default: Any, parse: Any, help: str) -> Any:
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a group, for `pg_options` of `init_process_group` and `new_group`. Must be the same on all ranks.
+    """Options of a group, for `pg_options` of `init_process_group` and `new_group`. Must be the same on all ranks
+    (but `tuning`, of which rank 0's counts).
 
     A field left at None takes its RINGREDUCE_* variable, or else its default. Raises `InvalidArgument` for bad values.
     """
 
     algorithms: str | None = _knob(
-        None, str, "which algorithm for which size, as 'all_reduce:ring;broadcast:tree:32K-' (default: by size)"
+        None, str, "which algorithm for which size, as 'all_reduce:ring;broadcast:tree:32K-' (default: as tuned)"
+    )
+    tuning: str | None = _knob(
+        None,
+        str,
+        "'auto': by a file made for this machine; 'off': built-in rules; else the file's path. Rank 0's counts",
     )
     channels: int | None = _knob(None, int, "channels, the rings or trees that one plan may have")
     channel_bytes: int | None = _knob(None, parse_bytes, "shared memory for one channel's slots, per rank")
@@ -55,6 +61,7 @@ class Options:
 # 2 MB 27.8, 1 MB 28.0 (medians of two runs); for 2 ranks they were alike. More and smaller slots gained nothing.
 DEFAULTS: Mapping[str, Any] = {
     "algorithms": "",
+    "tuning": "auto",
     "channels": 3,
     "channel_bytes": 4 * 1024**2,
     "mailbox_bytes": 2 * 1024**2,
@@ -66,6 +73,11 @@ DEFAULTS: Mapping[str, Any] = {
     "dump_when_broken": 1,
     "debug": 0,
 }
+
+# Looks before a yield: with a core for every rank a peer answers sooner than the kernel could switch; with fewer, the
+# peer may need our core to answer at all (2 000 looks then cost 100 us a hop, 50 cost 5 us, on 2 cores with 4 ranks).
+SPINS_WITH_OWN_CORE = 2000
+SPINS_SHARING_CORES = 50
 
 LIMITS = {
     "channels": (1, 64),
@@ -112,6 +124,10 @@ def _check(name: str, value: Any, origin: str) -> None:
             parse_algorithms(value)
         except PlanError as error:
             raise InvalidArgument(f"{where}={value!r}: {error}") from None
+        return
+    if name == "tuning":
+        if not isinstance(value, str) or not value:
+            raise InvalidArgument(f"{where} is {value!r}; it must be 'auto', 'off' or the path of a file")
         return
     low, high = LIMITS[name]
     if not isinstance(value, int) or not low <= value <= high:

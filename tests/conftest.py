@@ -11,6 +11,9 @@ os.environ.setdefault("PYTHONFAULTHANDLER", "1")
 # Where groups that break leave their flight records, of which tests make many.
 os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{tempfile.mkdtemp()}/rank")
 
+# What groups run must not depend on a probe of the machine; tests of the tuning say otherwise.
+os.environ.setdefault("RINGREDUCE_TUNING", "off")
+
 # No deadline: an example's time on a busy machine says nothing. CI draws the same examples every time.
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, database=None, print_blob=True)

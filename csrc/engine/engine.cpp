@@ -12,6 +12,9 @@ std::string title(const Call& call, std::uint64_t seq) {
   return std::string(name(call.title())) + " seq " + std::to_string(call.number == 0 ? seq : call.number);
 }
 
+// The operation whose plans a call runs: a barrier is an all_reduce over nothing.
+Operation planned(Operation operation) { return operation == Operation::barrier ? Operation::all_reduce : operation; }
+
 // Where the blame for a timeout is looked for: a rank that waits says so again at least this often.
 Nanoseconds sign_of_life(const Call& call) { return std::min(kSecond / 2, call.timeout / 2); }
 
@@ -28,37 +31,60 @@ Engine::Engine(std::shared_ptr<const Segment> segment, const Options& options)
 }
 
 int Engine::add_plan(Operation operation, std::vector<std::int32_t> lowered, std::uint64_t digest) {
+  const auto same = std::find_if(plans_.begin(), plans_.end(), [&](const Plan& plan) {
+    return plan.operation == operation && plan.digest == digest && plan.lowered == lowered;
+  });
+  if (same != plans_.end()) return static_cast<int>(same - plans_.begin());
   const int channels = static_cast<int>(segment_->geometry().channels);
   bind(operation, lowered, digest, segment_->size(), segment_->rank(), 0, channels);  // throws if it is malformed
   plans_.push_back({operation, std::move(lowered), digest});
   return static_cast<int>(plans_.size()) - 1;
 }
 
-void Engine::choose(Operation operation, std::uint64_t most_bytes, int plan) {
+void Engine::choose(Operation operation, std::uint64_t most_bytes, int plan, std::size_t slice_bytes) {
   if (plan < 0 || static_cast<std::size_t>(plan) >= plans_.size() ||
       plans_[static_cast<std::size_t>(plan)].operation != operation)
     throw Error(ErrorKind::invalid_argument,
                 "there is no plan " + std::to_string(plan) + " for " + std::string(name(operation)));
-  choices_[static_cast<std::size_t>(operation)][most_bytes] = plan;
+  auto& choices = choices_[static_cast<std::size_t>(operation)];
+  choices.erase(choices.begin(), choices.upper_bound(most_bytes));
+  choices[most_bytes] = {plan, slice_bytes};
 }
 
-const Program& Engine::program_for(const Call& call) {
-  const Operation operation = call.operation == Operation::barrier ? Operation::all_reduce : call.operation;
+const Engine::Choice& Engine::choice_for(const Call& call) const {
+  const Operation operation = planned(call.operation);
   const auto& choices = choices_[static_cast<std::size_t>(operation)];
   const auto choice = choices.lower_bound(call.count * size_of(call.dtype));
   if (choice == choices.end())
     throw Error(ErrorKind::invalid_argument,
                 "no plan is registered for " + std::string(name(operation)) + " of this size");
-  const std::pair<int, int> key{choice->second, call.root};
+  return choice->second;
+}
+
+const Program& Engine::program_for(const Call& call, int plan) {
+  const std::pair<int, int> key{plan, call.root};
   auto found = programs_.find(key);
   if (found == programs_.end()) {
-    const Plan& plan = plans_[static_cast<std::size_t>(choice->second)];
+    const Plan& p = plans_[static_cast<std::size_t>(plan)];
     found = programs_
-                .emplace(key, bind(operation, plan.lowered, plan.digest, segment_->size(), segment_->rank(), call.root,
+                .emplace(key, bind(p.operation, p.lowered, p.digest, segment_->size(), segment_->rank(), call.root,
                                    static_cast<int>(segment_->geometry().channels)))
                 .first;
   }
   return found->second;
+}
+
+// A multiple of a cache line, at most a slot.
+std::size_t Engine::slice_bytes(const Call& call, const Program& program, std::size_t chosen) const {
+  std::size_t bytes = chosen;
+  if (chosen == 0) {
+    // The plan's chunk may be smaller than a block; a slice that is a share of the block is only a little too small
+    // then.
+    const std::size_t chunk = call.largest * size_of(call.dtype) / program.channels[0].chunks;
+    bytes = std::max(chunk / static_cast<std::size_t>(options_.slices), options_.least_slice_bytes);
+  }
+  const std::size_t slot = segment_->geometry().slot_bytes;
+  return std::min(std::max(bytes / kCacheLine * kCacheLine, kCacheLine), slot);
 }
 
 void Engine::check_reduction(const Call& call) {
@@ -75,7 +101,8 @@ Tally Engine::run(const Call& call, const Buffers& buffers) {
     throw Error(ErrorKind::invalid_argument, std::string(name(call.operation)) + ": root is " +
                                                  std::to_string(call.root) + "; the group has ranks 0 to " +
                                                  std::to_string(segment_->size() - 1));
-  const Program& program = program_for(call);
+  const Choice& choice = choice_for(call);
+  const Program& program = program_for(call, choice.plan);
 
   RankControl& own = segment_->control(segment_->rank());
   const std::uint64_t seq = ++sequence_;
@@ -83,12 +110,7 @@ Tally Engine::run(const Call& call, const Buffers& buffers) {
   own.waiting_for.store(-1, std::memory_order_relaxed);
   record(own, call, seq, id, program.digest);
 
-  // The plan's chunk may be smaller than a block; a slice that is a share of the block is only a little too small then.
-  const std::size_t share =
-      call.largest * size_of(call.dtype) / program.channels[0].chunks / static_cast<std::size_t>(options_.slices);
-  const std::size_t slot = segment_->geometry().slot_bytes;
-  const std::size_t slice = std::min(std::max(share, options_.least_slice_bytes) / kCacheLine * kCacheLine, slot);
-
+  const std::size_t slice = slice_bytes(call, program, choice.slice_bytes);
   Waiting waiting(*segment_, options_.spins);
   std::uint64_t lent = 0;
   try {

@@ -42,13 +42,14 @@ class Engine {
 
   Engine(std::shared_ptr<const Segment> segment, const Options& options);
 
-  // Adds a plan for `operation`, as ringreduce.plan.lower gives it, and returns its number. It must be the same on all
-  // ranks.
+  // Adds a plan for `operation`, as ringreduce.plan.lower gives it, and returns its number: the old one, if the engine
+  // has it already. It must be the same on all ranks.
   int add_plan(Operation operation, std::vector<std::int32_t> lowered, std::uint64_t digest);
 
-  // From now on calls of `operation` over up to `most_bytes` (of a block) use plan number `plan`. Among several entries
-  // that of the smallest `most_bytes` serves. Entries with the same `most_bytes` replace each other.
-  void choose(Operation operation, std::uint64_t most_bytes, int plan);
+  // From now on calls of `operation` over up to `most_bytes` (of a block) use plan number `plan`; what was chosen for
+  // larger ones stays. `slice_bytes`: how large their slices are, down to a multiple of 64 and at most a slot; 0: by
+  // the options' rule.
+  void choose(Operation operation, std::uint64_t most_bytes, int plan, std::size_t slice_bytes = 0);
 
   // Throws invalid_argument, naming both, if the call's reduction is not defined for its dtype.
   static void check_reduction(const Call& call);
@@ -70,7 +71,14 @@ class Engine {
     std::uint64_t digest;
   };
 
-  const Program& program_for(const Call& call);
+  struct Choice {
+    int plan;
+    std::size_t slice_bytes;  // 0: by the options' rule
+  };
+
+  const Choice& choice_for(const Call& call) const;
+  const Program& program_for(const Call& call, int plan);
+  std::size_t slice_bytes(const Call& call, const Program& program, std::size_t chosen) const;
   void check(const Call& call, std::uint64_t seq, std::uint64_t fingerprint, const Execution& execution,
              Nanoseconds waited) const;
   [[noreturn]] void throw_mismatch(const Call& call, std::uint64_t seq, int peer) const;
@@ -80,8 +88,8 @@ class Engine {
   const std::shared_ptr<const Segment> segment_;
   const Options options_;
   std::vector<Plan> plans_;
-  std::vector<std::map<std::uint64_t, int>> choices_;  // per operation: most_bytes -> plan
-  std::map<std::pair<int, int>, Program> programs_;    // (plan, root) -> this rank's part
+  std::vector<std::map<std::uint64_t, Choice>> choices_;  // per operation: by most_bytes
+  std::map<std::pair<int, int>, Program> programs_;       // (plan, root) -> this rank's part
   Workspace workspace_;
   std::uint64_t sequence_ = 0;
 };

@@ -1,10 +1,12 @@
 // The Python module ringreduce._C. Its stubs are in ringreduce/_C.pyi.
 #include <pybind11/chrono.h>
 #include <pybind11/functional.h>
+#include <pybind11/stl.h>
 #include <torch/extension.h>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include "engine/probe.h"
 #include "kernels/accumulate.h"
 #include "process_group/process_group_ring.h"
 
@@ -88,7 +90,24 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("options", &Group::getBackendOptions)
       .def("get_error", &Group::getError)
       .def("add_plan", &Group::add_plan, py::call_guard<py::gil_scoped_release>(), py::arg("collective"),
-           py::arg("lowered"), py::arg("digest"), py::arg("most_bytes"));
+           py::arg("lowered"), py::arg("digest"), py::arg("most_bytes"), py::arg("slice_bytes") = 0);
+
+  m.def(
+      "probe",
+      [](const std::vector<int>& cores) {
+        if (cores.empty()) throw Error(ErrorKind::invalid_argument, "probe: cores is empty; name at least one");
+        Probe p;
+        {
+          const py::gil_scoped_release no_gil;
+          p = probe(cores);
+        }
+        using namespace py::literals;
+        return py::dict("hop"_a = p.hop, "turn"_a = p.turn, "copy_cached"_a = p.copy_cached,
+                        "add_cached"_a = p.add_cached, "copy_memory"_a = p.copy_memory,
+                        "copy_memory_all"_a = p.copy_memory_all, "add_memory_all"_a = p.add_memory_all,
+                        "staging"_a = Probe::kStaging, "put"_a = p.put, "take"_a = p.take);
+      },
+      py::arg("cores"));
 
   m.def("statistics", [] {
     py::dict groups;

@@ -196,12 +196,12 @@ void ProcessGroupRing::shutdown_all() {
 }
 
 void ProcessGroupRing::add_plan(const std::string& collective, std::vector<std::int32_t> lowered, std::uint64_t digest,
-                                std::uint64_t most_bytes) {
+                                std::uint64_t most_bytes, std::size_t slice_bytes) {
   const Operation operation = operation_named(collective);
   shared_->throw_if_forked();
   running_->queue.run([&] {
     Engine& engine = running_->engine;
-    engine.choose(operation, most_bytes, engine.add_plan(operation, std::move(lowered), digest));
+    engine.choose(operation, most_bytes, engine.add_plan(operation, std::move(lowered), digest), slice_bytes);
   });
 }
 

@@ -140,9 +140,10 @@ class ProcessGroupRing : public c10d::Backend {
   // Returns when all collectives made so far, and what hangs on them, have ended.
   void waitForPendingWorks() override;
 
-  // Adds a plan and makes it the one for calls up to `most_bytes`. Collective: all ranks must do it in the same order.
+  // Adds a plan and makes it the one for calls up to `most_bytes`, in slices of `slice_bytes` (see Engine::choose).
+  // Collective: all ranks must do it in the same order.
   void add_plan(const std::string& collective, std::vector<std::int32_t> lowered, std::uint64_t digest,
-                std::uint64_t most_bytes);
+                std::uint64_t most_bytes, std::size_t slice_bytes);
 
  private:
   struct Job;

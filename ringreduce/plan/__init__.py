@@ -1,11 +1,24 @@
 """Plans: what every rank does in a collective, as data.  See `model` for what a plan is, `verify` for its proof.
 
-One file an algorithm (`direct`, `ring`, `tree`, `halving_doubling`), listed in `builders`; `choose` picks one by size,
-and `lower` turns it into the array the engine reads.  Standard library only: no torch, no NumPy, no side effects.
+One file an algorithm (`direct`, `ring`, `tree`, `halving_doubling`), listed in `builders`; `cost` says how long each
+takes on a machine, `choose` picks one by size, and `lower` turns it into the array the engine reads.  Standard library
+only: no torch, no NumPy, no side effects.
 """
 
 from ringreduce.plan.builders import BUILDERS, Builder, build
-from ringreduce.plan.choose import Rule, one_shot_end, parse_algorithms, table
+from ringreduce.plan.choose import (
+    Range,
+    Rule,
+    Table,
+    by_cost,
+    lookup,
+    one_shot_end,
+    parse_algorithms,
+    ranges_between,
+    slices,
+    table,
+)
+from ringreduce.plan.cost import Cost, Machine, Slicing, chunk_bytes
 from ringreduce.plan.lower import digest, lower
 from ringreduce.plan.model import (
     COLLECTIVES,
@@ -26,19 +39,29 @@ __all__ = [
     "COLLECTIVES",
     "Builder",
     "Channel",
+    "Cost",
     "Layout",
+    "Machine",
     "Plan",
     "PlanError",
     "Program",
+    "Range",
     "Read",
     "Rule",
+    "Slicing",
     "Step",
+    "Table",
     "build",
+    "by_cost",
+    "chunk_bytes",
     "digest",
     "layout",
+    "lookup",
     "lower",
     "one_shot_end",
     "parse_algorithms",
+    "ranges_between",
+    "slices",
     "slot_depth",
     "table",
     "verify",

@@ -1,26 +1,52 @@
-"""Which algorithm runs for which size: built-in defaults, overridden by rules that a user writes.
+"""Which algorithm runs for which size: what a cost model or a measurement decided, overridden by rules of the user.
 
-    rules = entry { ";" entry }      entry = collective ":" algorithm [ ":" range ]      range = begin "-" [ end ]
+    rules = entry { ";" entry }             entry = [ collective ":" ] algorithm [ ":" range [ ":" slice ] ]
+                                            range = begin "-" [ end ]
 
-as in ``all_reduce:one_shot:0-32K;all_reduce:two_shot:32K-;broadcast:tree``.  A range counts the bytes of one block of
-the collective: the whole tensor for all_reduce, broadcast and reduce, one rank's part of it for the others.  It
-includes its begin and not its end; without an end it is open.  K, M and G are powers of 1024.  Without a range an
-entry is for all sizes.  No two entries may claim the same size of the same collective; sizes that none claims keep
-their default.
+as in ``all_reduce:one_shot:0-32K;two_shot:32K-;broadcast:tree:1M-:64K``.  An entry without a collective is for that of
+the entry before it.  A range counts the bytes of one block of the collective: the whole tensor for all_reduce,
+broadcast and reduce, one rank's part of it for the others.  It includes its begin and not its end; without an end it
+is open, and without a range an entry is for all sizes.  *slice* says how many bytes go through a slot at once; without
+it, or as 0, the options `slices` and `least_slice_bytes` do.  K, M and G are powers of 1024.  No two entries may claim
+the same size of the same collective; sizes that none claims keep what they had.  ``direct`` is known to every
+collective; for all_reduce it is one_shot or two_shot, by size (`one_shot_end`).
 """
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from ringreduce.plan.builders import BUILDERS
+from ringreduce.plan.builders import BUILDERS, build
+from ringreduce.plan.cost import Cost, Machine, Slicing, chunk_bytes
 from ringreduce.plan.model import PlanError
 
-ONE_SHOT_BYTES = 32 * 1024
+ONE_SHOT_BYTES = 64 * 1024
 """Below this size a group of two runs one_shot; larger groups get proportionally less, see `one_shot_end`.
 
-A first guess, not measured: it awaits tuning with bench/.
+Swept for 4 KB to 128 KB, float32 sum, on 2 cores (Xeon with 2 MB of L2 a core, November 2026): two_shot took less time
+from 64 KB on with 2 ranks, from 16 KB with 4, 24 KB with 8 and 16 KB with 16.
 """
+
+SIZES = tuple(64 * 4**power for power in range(12))
+"""Bytes of a block, 64 B to 256 MB: where algorithms are compared.  What is found serves up to the next size."""
+
+SLICES = tuple(2**power * 1024 for power in range(4, 10))
+"""Bytes, 16 KB to 512 KB: slices that are compared, with that of the options' rule."""
+
+MARGIN = 0.8
+"""The model must promise less than this share of a direct algorithm's time to be followed to one that is not."""
+
+SLICE_MARGIN = 0.9
+"""The same for slices of another size than the rule's."""
+
+MODELLED, DIRECT_MODELLED = 8, 32
+"""Up to so many ranks the model looks at all algorithms, and at the direct ones: it walks every rank's steps, which
+takes a while in larger groups.  They keep the built-in rules."""
+
+DIRECT: Mapping[str, tuple[str, ...]] = {"all_reduce": ("one_shot", "two_shot")}
+"""The direct algorithms of a collective, where there are several: that for small blocks first."""
 
 SPELLINGS = {spelling: name for name in BUILDERS for spelling in (name, name.replace("_", ""))}  # c10d: allreduce
 UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
@@ -34,20 +60,30 @@ class Rule:
     algorithm: str
     begin: int = 0
     end: int | None = None
+    slice_bytes: int = 0
 
     def __str__(self) -> str:
-        return f"{self.collective}:{self.algorithm}:{self.begin}-{'' if self.end is None else self.end}"
+        slices = f":{self.slice_bytes}" if self.slice_bytes else ""
+        return f"{self.collective}:{self.algorithm}:{self.begin}-{'' if self.end is None else self.end}{slices}"
 
 
-Table = dict[str, list[tuple[int | None, str]]]
-"""Per collective, ascending: (the block size in bytes that ends the algorithm's range, or None; the algorithm)."""
+class Range(NamedTuple):
+    """An entry of a table: up to the block size `end`, exclusive, this algorithm runs, in slices of so many bytes."""
+
+    end: int | None
+    algorithm: str
+    slice_bytes: int = 0
+
+
+Table = dict[str, list[Range]]
+"""Per collective, ascending; the last range is open."""
 
 
 def parse_algorithms(text: str) -> tuple[Rule, ...]:
     """The rules in `text`, by the grammar above, or PlanError naming the entry at fault and what is known."""
     rules: list[Rule] = []
     for entry in filter(None, (entry.strip() for entry in text.split(";"))):
-        rule = _parse_entry(entry)
+        rule = _parse_entry(entry, rules[-1].collective if rules else None)
         for other in rules:
             if _overlap(rule, other):
                 raise PlanError(f"algorithms: {entry!r} claims sizes that {str(other)!r} has; make the ranges disjoint")
@@ -55,13 +91,18 @@ def parse_algorithms(text: str) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
-def table(size: int, rules: Sequence[Rule] = ()) -> Table:
-    """Which algorithm runs for which block size in a group of `size` ranks."""
-    return {collective: _ranges(collective, size, rules) for collective in BUILDERS}
+def table(size: int, rules: Sequence[Rule] = (), decided: Sequence[Rule] = ()) -> Table:
+    """What runs for which block size in a group of `size` ranks: by `rules`, else as `decided`, else "direct"."""
+    return {collective: _ranges(collective, size, rules, decided) for collective in BUILDERS}
+
+
+def lookup(ranges: Sequence[Range], block_bytes: int) -> Range:
+    """The entry of a table that serves blocks of so many bytes."""
+    return next(entry for entry in ranges if entry.end is None or block_bytes < entry.end)
 
 
 def one_shot_end(size: int) -> int:
-    """Where all_reduce turns from one_shot to two_shot.
+    """Where "direct" turns from one_shot to two_shot.
 
     one_shot reads the tensor of each peer, ``size - 1`` times the bytes; scaling the limit with ``1 / size`` bounds
     what a rank reads in that one hop by the same number of bytes in every group.
@@ -69,17 +110,81 @@ def one_shot_end(size: int) -> int:
     return ONE_SHOT_BYTES * 2 // max(size, 2)
 
 
-def _parse_entry(entry: str) -> Rule:
+def by_cost(
+    size: int, machine: Machine, slicing: Slicing, collectives: Iterable[str] = tuple(BUILDERS)
+) -> tuple[Rule, ...]:
+    """What the cost model would run in a group of `size` ranks.
+
+    Within a few per cent it is no better than a guess, so only a clear promise leads away from the direct algorithms
+    and from the slices of the rule.
+    """
+    if size > DIRECT_MODELLED:
+        return ()
+    rules: list[Rule] = []
+    for collective in collectives:
+        direct = DIRECT.get(collective, ("direct",))
+        names = BUILDERS[collective] if size <= MODELLED else direct
+        costs = {name: Cost(build(collective, name, size), machine, slicing) for name in names}
+        chosen = []
+        for block in SIZES:
+            seconds = {name: cost.seconds(block) for name, cost in costs.items()}
+            plain = min(direct, key=seconds.__getitem__)
+            direct = direct[direct.index(plain) :]
+            best = min(names, key=seconds.__getitem__)
+            name = best if seconds[best] < MARGIN * seconds[plain] else plain
+            cut = {
+                each: costs[name].seconds(block, each) for each in slices(chunk_bytes(costs[name].plan, block), slicing)
+            }
+            slice_bytes = min(cut, key=cut.__getitem__, default=0)
+            worth_it = slice_bytes > 0 and cut[slice_bytes] < SLICE_MARGIN * seconds[name]
+            chosen.append((block, name, slice_bytes if worth_it else 0))
+        rules += ranges_between(collective, chosen)
+    return tuple(rules)
+
+
+def slices(chunk_bytes: int, slicing: Slicing) -> Iterator[int]:
+    """The slices worth a try for a chunk, beside that of the rule."""
+    usual = slicing.slice_bytes(chunk_bytes)
+    yield from (size for size in SLICES if size < chunk_bytes and size <= slicing.slot_bytes and size != usual)
+
+
+def ranges_between(collective: str, chosen: Sequence[tuple[int, str, int]]) -> Iterator[Rule]:
+    """The rules for what was found best at some block sizes, given as (bytes, algorithm, slice), ascending.
+
+    Between two sizes the geometric mean is where one ends and the other begins.
+    """
+    begin = 0
+    for (size, algorithm, slice_bytes), following in zip(chosen, [*chosen[1:], None], strict=True):
+        if following is None or following[1:] != (algorithm, slice_bytes):
+            end = None if following is None else math.isqrt(size * following[0])
+            yield Rule(collective, algorithm, begin, end, slice_bytes)
+            begin = end or 0
+
+
+def _plain(collective: str, size: int, block_bytes: int) -> str:
+    if collective != "all_reduce":
+        return "direct"
+    return "one_shot" if block_bytes < one_shot_end(size) else "two_shot"
+
+
+def _parse_entry(entry: str, before: str | None) -> Rule:
     name, *rest = (part.strip() for part in entry.split(":"))
     collective = SPELLINGS.get(name)
+    if collective is None and before is not None and name in (*BUILDERS[before], "direct"):
+        collective, rest = before, [name, *rest]
     if collective is None:
-        raise PlanError(f"algorithms: {entry!r}: unknown collective {name!r}; known are {', '.join(BUILDERS)}")
-    if len(rest) not in (1, 2):
-        raise PlanError(f"algorithms: {entry!r} is not collective:algorithm or collective:algorithm:begin-end")
+        or_else = "" if before is None else f", and algorithms of {before} are {', '.join(BUILDERS[before])}"
+        raise PlanError(f"algorithms: {entry!r}: unknown collective {name!r}; known are {', '.join(BUILDERS)}{or_else}")
+    if len(rest) not in (1, 2, 3):
+        raise PlanError(
+            f"algorithms: {entry!r} is not collective:algorithm, collective:algorithm:begin-end or "
+            "collective:algorithm:begin-end:slice"
+        )
     known = dict.fromkeys((*BUILDERS[collective], "direct"))
     if rest[0] not in known:
         raise PlanError(f"algorithms: {entry!r}: unknown algorithm {rest[0]!r}; {collective} has {', '.join(known)}")
-    return Rule(collective, rest[0], *(_parse_range(entry, rest[1]) if len(rest) == 2 else ()))
+    begin, end = _parse_range(entry, rest[1]) if len(rest) > 1 else (0, None)
+    return Rule(collective, rest[0], begin, end, _parse_slice(entry, rest[2]) if len(rest) > 2 else 0)
 
 
 def _parse_range(entry: str, text: str) -> tuple[int, int | None]:
@@ -93,6 +198,14 @@ def _parse_range(entry: str, text: str) -> tuple[int, int | None]:
     return begin, end
 
 
+def _parse_slice(entry: str, text: str) -> int:
+    match = re.fullmatch(r"(\d+)([KMG]?)", text.upper())
+    size = int(match[1]) * UNITS[match[2]] if match else -1
+    if size != 0 and not 64 <= size <= 1024**3:
+        raise PlanError(f"algorithms: {entry!r}: {text!r} is not a slice of 64 to 1G bytes such as 64K, or 0")
+    return size
+
+
 def _overlap(rule: Rule, other: Rule) -> bool:
     return (
         rule.collective == other.collective
@@ -101,25 +214,24 @@ def _overlap(rule: Rule, other: Rule) -> bool:
     )
 
 
-def _ranges(collective: str, size: int, rules: Sequence[Rule]) -> list[tuple[int | None, str]]:
+def _ranges(collective: str, size: int, rules: Sequence[Rule], decided: Sequence[Rule]) -> list[Range]:
     """Walk up the sizes: at each point where a rule or a default begins or ends, ask who decides from there on."""
-    own = [rule for rule in rules if rule.collective == collective]
+    own = [rule for rule in (*rules, *decided) if rule.collective == collective]  # in order of precedence
     points = {0, *(rule.begin for rule in own), *(rule.end for rule in own if rule.end is not None)}
     if collective == "all_reduce":
         points.add(one_shot_end(size))
-    ranges: list[tuple[int | None, str]] = []
+    ranges: list[Range] = []
     for begin, end in zip(sorted(points), (*sorted(points)[1:], None), strict=True):
-        algorithm = _decide(collective, size, begin, own)
-        if ranges and ranges[-1][1] == algorithm:
+        algorithm, slice_bytes = _decide(collective, size, begin, own)
+        if ranges and ranges[-1][1:] == (algorithm, slice_bytes):
             ranges.pop()
-        ranges.append((end, algorithm))
+        ranges.append(Range(end, algorithm, slice_bytes))
     return ranges
 
 
-def _decide(collective: str, size: int, count: int, rules: Sequence[Rule]) -> str:
-    """The algorithm for blocks of `count` bytes; "direct" is the default, which for all_reduce depends on the size."""
-    claims = (rule.algorithm for rule in rules if rule.begin <= count and (rule.end is None or count < rule.end))
-    algorithm = next(claims, "direct")
-    if (collective, algorithm) == ("all_reduce", "direct"):
-        return "one_shot" if count < one_shot_end(size) else "two_shot"
-    return algorithm
+def _decide(collective: str, size: int, block_bytes: int, rules: Sequence[Rule]) -> tuple[str, int]:
+    """The algorithm and slice for blocks of so many bytes."""
+    claims = (rule for rule in rules if rule.begin <= block_bytes and (rule.end is None or block_bytes < rule.end))
+    rule = next(claims, Rule(collective, "direct"))
+    algorithm = _plain(collective, size, block_bytes) if rule.algorithm == "direct" else rule.algorithm
+    return algorithm, rule.slice_bytes

@@ -22,7 +22,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,19 +44,33 @@ class Meeting:
     """Per rank of the group; -1 for this rank itself."""
     names: list[tuple[str, int]]
     """Per rank: (host, pid)."""
+    cores: frozenset[int]
+    """The numbers of the cores that some rank may use."""
+    decision: str
+    """What rank 0's `decide` said."""
 
 
-def meet(store: Store, rank: int, size: int, segment_bytes: int, config: str, timeout: float) -> Meeting:
+def meet(
+    store: Store,
+    rank: int,
+    size: int,
+    segment_bytes: int,
+    config: str,
+    timeout: float,
+    decide: Callable[[frozenset[int]], str],
+) -> Meeting:
     """Joins this rank with the others of its group; returns when all are there.
 
-    `config` must be equal on all ranks. Raises `CollectiveTimeout` naming the ranks that did not come within `timeout`
-    seconds, `InvalidArgument` if configurations differ, `TopologyError` if the ranks are not on one host.
+    `config` must be equal on all ranks. `decide` is called on rank 0 alone, when all are known, with the cores that
+    some rank may use; what it says is told to all. Raises `CollectiveTimeout` naming the ranks that did not come within
+    `timeout` seconds, `InvalidArgument` if configurations differ, `TopologyError` if the ranks are not on one host.
     """
     deadline = time.monotonic() + timeout
     # A group may be made again under the same store prefix: count how often this rank has been here.
     generation = store.add(f"ringreduce/generation/{rank}", 1)
     prefix = f"ringreduce/{generation}"
     me = {"host": socket.gethostname(), "pid": os.getpid(), "machine": _machine(), "config": config}
+    me["cores"] = sorted(os.sched_getaffinity(0))
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         if rank == 0:
             listener.bind("")  # the kernel picks a free abstract address
@@ -66,6 +80,7 @@ def meet(store: Store, rank: int, size: int, segment_bytes: int, config: str, ti
             ranks = [json.loads(_get(store, f"{prefix}/rank/{r}", f"rank {r}", deadline)) for r in range(size)]
             address = listener.getsockname()
             roster = {"ranks": ranks, "secret": secrets.token_hex(32), "address": address.hex()}
+            roster["decision"] = decide(_cores(ranks))
             store.set(f"{prefix}/roster", json.dumps(roster))
         else:
             roster = json.loads(_get(store, f"{prefix}/roster", "rank 0, which waits for all ranks,", deadline))
@@ -78,13 +93,17 @@ def meet(store: Store, rank: int, size: int, segment_bytes: int, config: str, ti
             memfd, pidfds = _join(bytes.fromhex(roster["address"]), secret, rank, names, deadline)
     os.close(pidfds[rank])
     pidfds[rank] = -1
-    return Meeting(memfd, pidfds, names)
+    return Meeting(memfd, pidfds, names, _cores(roster["ranks"]), str(roster["decision"]))
 
 
 def _machine() -> str:
     """Equal for processes that can reach each other's abstract Unix sockets: same kernel, same network namespace."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
+
+
+def _cores(ranks: list[dict[str, Any]]) -> frozenset[int]:
+    return frozenset(int(core) for other in ranks for core in other["cores"])
 
 
 def _get(store: Store, key: str, whom: str, deadline: float) -> str:

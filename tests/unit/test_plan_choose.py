@@ -4,21 +4,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringreduce.plan import BUILDERS, PlanError, Rule, build, one_shot_end, parse_algorithms, table
+from ringreduce.plan import (
+    BUILDERS,
+    PlanError,
+    Range,
+    Rule,
+    build,
+    lookup,
+    one_shot_end,
+    parse_algorithms,
+    ranges_between,
+    table,
+)
 
 K = 1024
 
 
 def test_defaults_are_direct_and_all_reduce_turns_at_a_size() -> None:
     chosen = table(2)
-    assert chosen["all_reduce"] == [(32 * K, "one_shot"), (None, "two_shot")]
-    assert all(ranges == [(None, "direct")] for collective, ranges in chosen.items() if collective != "all_reduce")
+    assert chosen["all_reduce"] == [Range(64 * K, "one_shot"), Range(None, "two_shot")]
+    assert all(ranges == [Range(None, "direct")] for collective, ranges in chosen.items() if collective != "all_reduce")
     assert list(chosen) == list(BUILDERS)
 
 
 def test_larger_groups_turn_to_two_shot_earlier() -> None:
-    assert [one_shot_end(size) for size in (1, 2, 4, 8)] == [32 * K, 32 * K, 16 * K, 8 * K]
-    assert table(4)["all_reduce"][0] == (16 * K, "one_shot")
+    assert [one_shot_end(size) for size in (1, 2, 4, 8)] == [64 * K, 64 * K, 32 * K, 16 * K]
+    assert table(4)["all_reduce"][0] == Range(32 * K, "one_shot")
 
 
 @pytest.mark.parametrize(
@@ -30,6 +41,16 @@ def test_larger_groups_turn_to_two_shot_earlier() -> None:
         ("reducescatter:ring:2K-1M", (Rule("reduce_scatter", "ring", 2 * K, K * K),)),
         ("allgather:ring:1g-", (Rule("all_gather", "ring", K**3),)),
         ("broadcast:tree:7-8", (Rule("broadcast", "tree", 7, 8),)),
+        (
+            "allreduce:direct:0-32K;ring:32K-",
+            (Rule("all_reduce", "direct", 0, 32 * K), Rule("all_reduce", "ring", 32 * K)),
+        ),
+        (
+            "broadcast:tree:0-1K; ring:1K-;reduce:tree",
+            (Rule("broadcast", "tree", 0, K), Rule("broadcast", "ring", K), Rule("reduce", "tree")),
+        ),
+        ("all_reduce:ring:32K-:64K", (Rule("all_reduce", "ring", 32 * K, None, 64 * K),)),
+        ("all_reduce:ring:0-:0", (Rule("all_reduce", "ring"),)),
     ],
 )
 def test_rules_are_read(text: str, rules: tuple[Rule, ...]) -> None:
@@ -43,7 +64,15 @@ def test_rules_are_read(text: str, rules: tuple[Rule, ...]) -> None:
         ("broadcast:tree;gather:ring", r"'gather:ring': unknown algorithm 'ring'; gather has direct"),
         ("all_reduce:rings", r"all_reduce has one_shot, two_shot, .*halving_doubling, direct"),
         ("all_reduce", r"'all_reduce' is not collective:algorithm"),
-        ("all_reduce:ring:0-1K:2", r"'all_reduce:ring:0-1K:2' is not collective:algorithm"),
+        ("all_reduce:ring:0-1K:2K:3", r"'all_reduce:ring:0-1K:2K:3' is not collective:algorithm"),
+        ("all_reduce:ring:0-1K:2", r"'2' is not a slice of 64 to 1G bytes such as 64K, or 0"),
+        ("all_reduce:ring:0-1K:big", r"'big' is not a slice"),
+        ("ring:32K-", r"'ring:32K-': unknown collective 'ring'; known are all_reduce"),
+        (
+            "broadcast:tree:0-1K;halving_doubling",
+            r"unknown collective 'halving_doubling'; .* broadcast are direct, ring",
+        ),
+        ("broadcast:tree:0-1K;ring:512-", r"'ring:512-' claims sizes that 'broadcast:tree:0-1024' has"),
         ("all_reduce:ring:1K", r"'1K' is not a range of bytes such as 0-32K"),
         ("all_reduce:ring:-1K", r"'-1K' is not a range"),
         ("all_reduce:ring:1K-1024", r"the range '1K-1024' is empty"),
@@ -59,16 +88,16 @@ def test_a_wrong_entry_is_named_with_what_is_known(text: str, message: str) -> N
     ("text", "ranges"),
     [
         ("all_reduce:ring", [(None, "ring")]),
-        ("all_reduce:direct", [(32 * K, "one_shot"), (None, "two_shot")]),
-        ("all_reduce:ring:1M-", [(32 * K, "one_shot"), (K * K, "two_shot"), (None, "ring")]),
-        ("all_reduce:tree:1K-2K", [(K, "one_shot"), (2 * K, "tree"), (32 * K, "one_shot"), (None, "two_shot")]),
-        ("all_reduce:ring:0-64K", [(64 * K, "ring"), (None, "two_shot")]),
+        ("all_reduce:direct", [(64 * K, "one_shot"), (None, "two_shot")]),
+        ("all_reduce:ring:1M-", [(64 * K, "one_shot"), (K * K, "two_shot"), (None, "ring")]),
+        ("all_reduce:tree:1K-2K", [(K, "one_shot"), (2 * K, "tree"), (64 * K, "one_shot"), (None, "two_shot")]),
+        ("all_reduce:ring:0-96K", [(96 * K, "ring"), (None, "two_shot")]),
         ("all_reduce:ring:0-4K;all_reduce:ring:4K-", [(None, "ring")]),
         ("all_reduce:one_shot:0-1M", [(K * K, "one_shot"), (None, "two_shot")]),
     ],
 )
 def test_rules_override_the_defaults_where_they_apply(text: str, ranges: list[tuple[int | None, str]]) -> None:
-    assert table(2, parse_algorithms(text))["all_reduce"] == ranges
+    assert [(end, algorithm) for end, algorithm, _ in table(2, parse_algorithms(text))["all_reduce"]] == ranges
 
 
 @given(st.lists(st.tuples(st.integers(0, 99), st.integers(1, 50), st.sampled_from(["ring", "tree"])), max_size=4))
@@ -82,18 +111,43 @@ def test_every_size_gets_the_algorithm_that_claims_it(claims: list[tuple[int, in
     assert parse_algorithms(text) == tuple(rules)
 
     ranges = table(1024, rules)["all_reduce"]
-    ends = [end for end, _ in ranges]
+    ends = [entry.end for entry in ranges]
     assert ends[-1] is None
     assert ends[:-1] == sorted(set(ends[:-1]))  # type: ignore[type-var]
     for count in range(low + 2):
         claimed = [rule.algorithm for rule in rules if rule.begin <= count < rule.end]  # type: ignore[operator]
         default = "one_shot" if count < one_shot_end(1024) else "two_shot"
-        found = next(algorithm for end, algorithm in ranges if end is None or count < end)
-        assert found == (claimed or [default])[0]
+        assert lookup(ranges, count).algorithm == (claimed or [default])[0]
+
+
+def test_what_was_decided_gives_way_to_rules_and_leaves_the_rest_as_it_was() -> None:
+    decided = parse_algorithms("all_reduce:tree:1K-4K:128;broadcast:ring")
+    chosen = table(2, parse_algorithms("all_reduce:ring:2K-3K;reduce:tree:0-:64K"), decided)
+    assert chosen["all_reduce"] == [
+        Range(K, "one_shot"),
+        Range(2 * K, "tree", 128),
+        Range(3 * K, "ring"),
+        Range(4 * K, "tree", 128),
+        Range(64 * K, "one_shot"),
+        Range(None, "two_shot"),
+    ]
+    assert chosen["broadcast"] == [Range(None, "ring")]
+    assert chosen["reduce"] == [Range(None, "tree", 64 * K)]
+
+
+def test_measured_sizes_part_at_their_geometric_mean() -> None:
+    found = [(64, "tree", 0), (256, "tree", 0), (1024, "ring", 0), (4096, "ring", 128)]
+    rules = list(ranges_between("broadcast", found))
+    assert rules == [
+        Rule("broadcast", "tree", 0, 512),
+        Rule("broadcast", "ring", 512, 2048),
+        Rule("broadcast", "ring", 2048, None, 128),
+    ]
+    assert parse_algorithms(";".join(map(str, rules))) == tuple(rules)
 
 
 def test_every_choice_can_be_built() -> None:
     for collective, ranges in table(3).items():
-        for _, algorithm in ranges:
+        for _, algorithm, _ in ranges:
             assert build(collective, algorithm, 3).size == 3
             assert build(collective, algorithm, 3) is build(collective, algorithm, 3)

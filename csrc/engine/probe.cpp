@@ -1,0 +1,215 @@
+#include "engine/probe.h"
+
+#include <pthread.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <thread>
+#include <vector>
+
+#include "core/clock.h"
+#include "core/threads.h"
+#include "engine/wait.h"
+#include "kernels/accumulate.h"
+
+namespace ringreduce {
+namespace {
+
+constexpr std::size_t kCached = 32 << 10, kMemory = 8 << 20;
+constexpr std::size_t kMostCores = 8;
+constexpr int kBatches = 5;                         // each figure is that of the best: others may use the machine too
+constexpr Nanoseconds kBatch = kMillisecond / 2;    // how long one lasts at least
+constexpr Nanoseconds kLongest = 4 * kMillisecond;  // and, waiting for another core, at most
+
+using Buffer = std::vector<float>;
+Buffer buffer(std::size_t bytes) { return Buffer(bytes / sizeof(float), 1.0f); }
+
+double median(std::vector<double> values) {
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
+}
+
+void pin(int core) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  CPU_SET(core, &set);
+  pthread_setaffinity_np(pthread_self(), sizeof set, &set);  // refused: it runs where it runs
+}
+
+// Runs body(0), body(1), ... in a thread on each of the cores, all from the same moment on.
+void on_cores(std::span<const int> cores, const std::function<void(std::size_t)>& body) {
+  enum : int { wait, go, cancel };
+  std::atomic<int> signal{wait};
+  std::atomic<std::size_t> here{0};
+  std::vector<std::thread> threads;
+  const auto end = [&](int how) {
+    signal = how;
+    for (std::thread& thread : threads) thread.join();
+  };
+  try {
+    for (std::size_t i = 0; i < cores.size(); ++i)
+      threads.push_back(start_thread([&, i] {
+        pin(cores[i]);
+        ++here;
+        while (signal == wait) sched_yield();
+        if (signal == go) body(i);
+      }));
+  } catch (...) {
+    end(cancel);
+    throw;
+  }
+  while (here < cores.size()) std::this_thread::yield();
+  end(go);
+}
+
+// Seconds that `work` takes.
+template <class Work>
+double time(const Work& work) {
+  double best = std::numeric_limits<double>::infinity();
+  for (int batch = 0; batch < kBatches; ++batch) {
+    int times = 0;
+    const Nanoseconds begin = now();
+    Nanoseconds end = begin;
+    do {
+      work();
+      ++times;
+      end = now();
+    } while (end - begin < kBatch);
+    best = std::min(best, seconds(end - begin) / times);
+  }
+  return best;
+}
+
+// Two threads take turns: each side's part runs when the other's has ended. The first says when it is over.
+class Turns {
+ public:
+  // For thread 0: calls `mine`, lets the other have its turn, and so on, `times` times or until kLongest has passed.
+  // Returns how often.
+  template <class Part>
+  int lead(int times, const Part& mine, const std::function<void()>& wait) {
+    const Nanoseconds last = now() + kLongest;
+    int done = 0;
+    do {
+      mine();
+      const std::uint32_t turn = turn_.fetch_add(1) + 1;
+      while (turn_.load(std::memory_order_acquire) == turn) wait();
+    } while (++done < times && now() < last);
+    return done;
+  }
+  void finish() { over_ = true, turn_.fetch_add(1); }
+
+  // For thread 1: until the other one finishes.
+  template <class Part>
+  void follow(const Part& mine, const std::function<void()>& wait) {
+    while (true) {
+      while (turn_.load(std::memory_order_acquire) % 2 == 0) wait();
+      if (over_) return;
+      mine();
+      turn_.fetch_add(1);
+    }
+  }
+
+ private:
+  alignas(64) std::atomic<std::uint32_t> turn_{0};  // even: the leader's
+  std::atomic<bool> over_{false};
+};
+
+// Looks all the time, but not for ever: the other thread may be kept from its core by somebody else.
+std::function<void()> spinning() {
+  return [looks = 0]() mutable { ++looks % 10'000 == 0 ? void(sched_yield()) : cpu_relax(); };
+}
+
+double handover(std::span<const int> two_cores, bool yield) {
+  constexpr int kTimes = 200;
+  const auto waiting = [&] { return yield ? std::function<void()>([] { sched_yield(); }) : spinning(); };
+  double best = std::numeric_limits<double>::infinity();
+  Turns turns;
+  on_cores(two_cores, [&](std::size_t i) {
+    if (i == 1) return turns.follow([] {}, waiting());
+    for (int batch = 0; batch < kBatches; ++batch) {
+      const Nanoseconds begin = now();
+      const int times = turns.lead(kTimes, [] {}, waiting());
+      best = std::min(best, seconds(now() - begin) / (2 * times));
+    }
+    turns.finish();
+  });
+  return best;
+}
+
+void staging(std::span<const int> two_cores, std::size_t bytes, double& put, double& take) {
+  Buffer stage = buffer(bytes), source = buffer(kCached), target = buffer(kCached);
+  const auto timed = [](std::vector<double>& each, const auto& work) {
+    return [&] {
+      const Nanoseconds begin = now();
+      work();
+      each.push_back(seconds(now() - begin));
+    };
+  };
+  const auto in_parts = [&](const auto& move) {
+    for (std::size_t at = 0; at < bytes; at += kCached) move(reinterpret_cast<std::byte*>(stage.data()) + at);
+  };
+  std::vector<double> puts, takes;
+  Turns turns;
+  on_cores(two_cores, [&](std::size_t i) {
+    if (i == 1)
+      return turns.follow(
+          timed(takes, [&] { in_parts([&](std::byte* s) { std::memcpy(target.data(), s, kCached); }); }), spinning());
+    turns.lead(1 << 20, timed(puts, [&] { in_parts([&](std::byte* s) { std::memcpy(s, source.data(), kCached); }); }),
+               spinning());
+    turns.finish();
+  });
+  put = median(puts) / static_cast<double>(bytes);
+  take = median(takes) / static_cast<double>(bytes);
+}
+
+}  // namespace
+
+Probe probe(std::span<const int> cores) {
+  cores = cores.first(std::min(cores.size(), kMostCores));
+  const std::array<int, 2> apart{cores.front(), cores[cores.size() > 1 ? 1 : 0]}, together{cores[0], cores[0]};
+  Probe result;
+  result.turn = handover(together, true);
+  result.hop = cores.size() > 1 ? handover(apart, false) : result.turn;
+
+  std::vector<Probe> each(cores.size());
+  std::atomic<std::size_t> ready{0};
+  on_cores(cores, [&](std::size_t i) {
+    Buffer a = buffer(kMemory), b = buffer(kMemory);
+    const auto copy = [&](std::size_t bytes) {
+      return time([&] { std::memcpy(a.data(), b.data(), bytes); }) / static_cast<double>(bytes);
+    };
+    const auto add = [&](std::size_t bytes) {
+      const void* operands[] = {a.data(), b.data()};
+      const std::size_t count = bytes / sizeof(float);
+      return time([&] { kernels::accumulate(DType::float32, ReduceOp::sum, a.data(), operands, 2, count); }) /
+             static_cast<double>(bytes);
+    };
+    if (i == 0) {
+      each[i].copy_cached = copy(kCached);
+      each[i].add_cached = add(kCached);
+      each[i].copy_memory = copy(kMemory);
+    }
+    ++ready;
+    while (ready < cores.size()) sched_yield();
+    each[i].copy_memory_all = copy(kMemory);
+    each[i].add_memory_all = add(kMemory);
+  });
+  result.copy_cached = each[0].copy_cached;
+  result.add_cached = each[0].add_cached;
+  result.copy_memory = each[0].copy_memory;
+  for (const Probe& one : each) {
+    result.copy_memory_all = std::max(result.copy_memory_all, one.copy_memory_all);
+    result.add_memory_all = std::max(result.add_memory_all, one.add_memory_all);
+  }
+  for (std::size_t s = 0; s < Probe::kStaging.size(); ++s)
+    staging(apart, Probe::kStaging[s], result.put[s], result.take[s]);
+  return result;
+}
+
+}  // namespace ringreduce

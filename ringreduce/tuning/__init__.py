@@ -1,0 +1,23 @@
+"""What a group runs for which size on this machine: from a probe and the cost model, or measured by `ringreduce tune`.
+
+`machine` looks at the machine, `record` keeps what is known of it in a file, `decision` turns that into rules, and
+`measure` refines them.
+"""
+
+from ringreduce.tuning.decision import current, decide, keep, renew, rules_for, slicing_for
+from ringreduce.tuning.machine import Identity, identify
+from ringreduce.tuning.record import Cell, Measured, Tuning
+
+__all__ = [
+    "Cell",
+    "Identity",
+    "Measured",
+    "Tuning",
+    "current",
+    "decide",
+    "identify",
+    "keep",
+    "renew",
+    "rules_for",
+    "slicing_for",
+]

@@ -1,0 +1,111 @@
+"""From what is known of the machine to the rules of a group.
+
+Rank 0 of a group decides for all of it, and hands the decision round as text in the grammar of `plan.choose`: ranks
+with other files, or none, agree anyway.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+
+from ringreduce import plan
+from ringreduce.config import Options
+from ringreduce.errors import SystemFailure
+from ringreduce.plan import Rule, Slicing
+from ringreduce.tuning.machine import Identity, identify, probe
+from ringreduce.tuning.record import Cell, Measured, Tuning, default_path, load, save
+
+log = logging.getLogger(__name__)
+
+
+def decide(size: int, cores: Collection[int], *, options: Options, slot_bytes: int) -> str:
+    """What runs for which size in a group of `size` ranks on these cores; "" for the built-in defaults."""
+    if size == 1 or options.tuning == "off":
+        return ""
+    try:
+        return _decision(size, options.tuning or "auto", frozenset(cores), slicing_for(options, slot_bytes))
+    except SystemFailure as error:  # the other ranks wait for an answer
+        log.warning("cannot probe the machine: %s; the built-in rules decide", error)
+        return ""
+
+
+def slicing_for(options: Options, slot_bytes: int) -> Slicing:
+    """How a group with these options cuts a chunk."""
+    assert options.slices is not None and options.least_slice_bytes is not None  # resolved
+    return Slicing(options.slices, options.least_slice_bytes, slot_bytes)
+
+
+def rules_for(tuning: Tuning, size: int, slicing: Slicing) -> tuple[Rule, ...]:
+    """As measured, for what has been; by the model, for the rest."""
+    measured = tuning.measured[size].cells if size in tuning.measured else {}
+    rules = list(plan.by_cost(size, tuning.machine, slicing, [name for name in plan.BUILDERS if name not in measured]))
+    for collective, cells in measured.items():
+        found = [(cell.bytes, cell.algorithm, cell.slice_bytes) for cell in cells]
+        rules += plan.ranges_between(collective, found)
+    return tuple(rules)
+
+
+@functools.lru_cache(maxsize=8)
+def current(where: str, cores: frozenset[int]) -> tuple[Tuning, str]:
+    """What is known of this machine, and where from: the file, or else a probe, which then makes the file.
+
+    `where` is "auto" or the file's path.  A file that cannot be used or written is told in the log, once.
+    """
+    identity = identify(cores)
+    path = path_of(where, identity)
+    writable = False
+    try:
+        return load(path), str(path)
+    except FileNotFoundError:
+        writable = True
+    except (OSError, ValueError) as error:
+        log.warning("cannot use the tuning in %s: %s; the machine is probed instead", path, error)
+    tuning = Tuning(identity, probe(cores), now())
+    if writable:
+        try:
+            save(tuning, path, replace=False)
+        except OSError as error:
+            log.info("cannot keep the tuning in %s: %s", path, error)
+    return tuning, "probe"
+
+
+def renew(where: str, cores: Collection[int]) -> tuple[Path, Tuning]:
+    """Probes the machine anew and writes its file; what was measured stays.  Raises OSError if it cannot be written."""
+    identity = identify(cores)
+    path = path_of(where, identity)
+    try:
+        known = load(path)
+        measured = known.measured if known.identity == identity else {}
+    except (OSError, ValueError):
+        measured = {}
+    tuning = Tuning(identity, probe(cores), now(), measured)
+    save(tuning, path, replace=True)
+    return path, tuning
+
+
+def keep(tuning: Tuning, size: int, cells: Mapping[str, tuple[Cell, ...]], path: Path) -> Tuning:
+    """Writes what was measured with `size` ranks, in place of what there was for the same collectives."""
+    before = tuning.measured[size].cells if size in tuning.measured else {}
+    measured = Measured(now(), {**before, **cells})
+    tuning = replace(tuning, measured={**tuning.measured, size: measured})
+    save(tuning, path, replace=True)
+    return tuning
+
+
+def path_of(where: str, identity: Identity) -> Path:
+    return default_path(identity) if where == "auto" else Path(where)
+
+
+def now() -> str:
+    return datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+
+
+@functools.lru_cache(maxsize=64)
+def _decision(size: int, where: str, cores: frozenset[int], slicing: Slicing) -> str:
+    tuning, _ = current(where, cores)
+    return ";".join(map(str, rules_for(tuning, size, slicing)))

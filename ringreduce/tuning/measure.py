@@ -1,0 +1,248 @@
+"""`ringreduce tune`: every algorithm in every slice size, measured in real groups of processes on this machine.
+
+For each collective and block size the candidates take turns, batch by batch, so that a drift of the machine hits all
+alike.  After each lap the slower half is dropped (successive halving: Jamieson and Talwalkar, 2016).  The last few meet
+the model's choice in `FINAL_LAPS` laps, and replace it only if they win nearly all of them.  All ranks follow the same
+course, since it depends on times that they have agreed on: those of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from ringreduce import api, plan
+from ringreduce.backend import ANY_SIZE, lowered_plan, slot_bytes_for
+from ringreduce.config import Options, resolve
+from ringreduce.errors import RingReduceError
+from ringreduce.plan import Slicing, Table
+from ringreduce.tuning.decision import slicing_for
+from ringreduce.tuning.record import Cell
+
+SIZES = tuple(64 * 4**power for power in range(11))
+"""Bytes of a block, 64 B to 64 MB."""
+
+MOST_BYTES = 512 * 1024**2
+"""Of all ranks' tensors together; larger cells are left out."""
+
+FINALISTS = 2
+FINAL_LAPS = 7
+MARGIN = 0.95
+"""What replaces the model's choice must take less than this share of its time: less is noise."""
+
+HOPELESS = 3.0
+"""Candidates whose first calls take so many times those of the best are dropped at once."""
+
+
+class Candidate(NamedTuple):
+    algorithm: str
+    slice_bytes: int  # 0: by the options' rule
+
+
+@dataclass(frozen=True)
+class Task:
+    """One cell to be measured; the first candidate is the model's choice."""
+
+    collective: str
+    block_bytes: int
+    candidates: tuple[Candidate, ...]
+
+
+Report = Callable[[int, Task, Cell], None]
+
+
+def tasks(size: int, collectives: Iterable[str], model: Table, slicing: Slicing) -> Iterator[Task]:
+    """What there is to be measured in a group of `size` ranks, largest blocks first, as they are the least elastic."""
+    for block_bytes in reversed(SIZES):
+        for collective in collectives:
+            if _bytes_of_all(collective, block_bytes, size) > MOST_BYTES:
+                continue
+            chosen = plan.lookup(model[collective], block_bytes)
+            first = Candidate(chosen.algorithm, chosen.slice_bytes)
+            others = (
+                Candidate(algorithm, slice_bytes)
+                for algorithm in plan.BUILDERS[collective]
+                for slice_bytes in (
+                    0,
+                    *plan.slices(plan.chunk_bytes(plan.build(collective, algorithm, size), block_bytes), slicing),
+                )
+            )
+            candidates = tuple(dict.fromkeys((first, *others)))
+            if len(candidates) > 1:
+                yield Task(collective, block_bytes, candidates)
+
+
+def measure(size: int, work: Sequence[Task], seconds: float, report: Report) -> dict[str, tuple[Cell, ...]]:
+    """Runs the tasks on `size` new processes, in about so many seconds; the cells per collective, ascending.
+
+    `report(number of the task, task, cell)` is called after each.  Raises RingReduceError if a rank fails.
+    """
+    context = multiprocessing.get_context("spawn")
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ours, theirs = context.Pipe(duplex=False)
+    ranks = [
+        context.Process(target=_run_rank, args=(rank, size, store.port, list(work), seconds, theirs), daemon=True)
+        for rank in range(size)
+    ]
+    cells: dict[str, list[Cell]] = {}
+    try:
+        for process in ranks:
+            process.start()
+        theirs.close()
+        for number, task in enumerate(work):
+            cell = _next_cell(ours, ranks)
+            cells.setdefault(task.collective, []).insert(0, cell)
+            report(number, task, cell)
+        for process in ranks:
+            process.join(30)
+    finally:
+        for process in ranks:
+            if process.is_alive():
+                process.kill()
+            process.join()
+    return {collective: tuple(row) for collective, row in cells.items()}
+
+
+def _next_cell(pipe: Connection, ranks: Sequence[BaseProcess]) -> Cell:
+    with contextlib.suppress(EOFError):  # rank 0 is gone
+        while not any(process.exitcode for process in ranks):
+            if pipe.poll(0.5):
+                return cast(Cell, pipe.recv())
+    for process in ranks:
+        process.join(1)
+    rank, code = next((r, p.exitcode) for r, p in enumerate(ranks) if p.exitcode != 0)
+    raise RingReduceError(f"rank {rank} of {len(ranks)} ended with exit code {code}; its traceback is above")
+
+
+def slicing_of(size: int) -> Slicing:
+    """How the groups that are measured cut their chunks."""
+    options, _ = resolve(Options(tuning="off", algorithms=""))
+    return slicing_for(options, slot_bytes_for(size, options))
+
+
+def _run_rank(rank: int, size: int, port: int, work: list[Task], seconds: float, pipe: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
+    torch.set_num_threads(1)
+    options = Options(tuning="off", algorithms="")
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("ringreduce", store=store, rank=rank, world_size=size, pg_options=options)
+    try:
+        bench = _Bench(rank, size, dist.new_group(pg_options=options))
+        begin = time.monotonic()
+        left = sum(len(task.candidates) for task in work)
+        for task in work:
+            (elapsed,) = bench.agree(time.monotonic() - begin)
+            cell = bench.run(task, max(seconds - elapsed, 0.0) * len(task.candidates) / left)
+            left -= len(task.candidates)
+            if rank == 0:
+                pipe.send(cell)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+class _Bench:
+    """One rank's part in measuring, in a group of its own; the default group is for what ranks tell each other."""
+
+    def __init__(self, rank: int, size: int, group: Any) -> None:
+        self.rank, self.size, self.group = rank, size, group
+        self.backend = group._get_backend(torch.device("cpu"))
+
+    def agree(self, *values: float) -> list[float]:
+        """The largest of each value over all ranks."""
+        agreed = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(agreed, dist.ReduceOp.MAX)
+        return agreed.tolist()
+
+    def run(self, task: Task, seconds: float) -> Cell:
+        """Measures one cell in about so many seconds."""
+        call = _call(task.collective, task.block_bytes, self.rank, self.size, self.group)
+        estimate: dict[Candidate, float] = {}
+        for candidate in task.candidates:
+            self.batch(task, candidate, call, 1)  # may set things up
+            estimate[candidate] = min(self.batch(task, candidate, call, 2) for _ in range(2))
+
+        def lap(candidates: Sequence[Candidate]) -> None:
+            for candidate in candidates:
+                calls = max(1, int(batch_seconds / estimate[candidate]))
+                estimate[candidate] = self.batch(task, candidate, call, calls)
+
+        model, *rivals = task.candidates
+        rivals = [rival for rival in rivals if estimate[rival] < HOPELESS * min(estimate.values())]
+        batch_seconds = seconds / (2 * len(rivals) + (FINALISTS + 1) * FINAL_LAPS)
+        while len(rivals) > FINALISTS:
+            lap(rivals)
+            rivals = sorted(rivals, key=estimate.__getitem__)[: max(FINALISTS, len(rivals) // 2)]
+        times: dict[Candidate, list[float]] = {candidate: [] for candidate in (model, *rivals)}
+        for _ in range(FINAL_LAPS):
+            lap(tuple(times))
+            for candidate, each in times.items():
+                each.append(estimate[candidate])
+        best = winner(times, model)
+        return Cell(task.block_bytes, *best, statistics.median(times[best]), *model, statistics.median(times[model]))
+
+    def batch(self, task: Task, candidate: Candidate, call: Callable[[], object], calls: int) -> float:
+        """Seconds for one call, the mean of so many on the slowest rank."""
+        lowered, digest = lowered_plan(task.collective, candidate.algorithm, self.size)
+        self.backend.add_plan(task.collective, lowered, digest, ANY_SIZE, candidate.slice_bytes)
+        dist.barrier()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            call()
+        return self.agree((time.perf_counter() - begin) / calls)[0]
+
+
+def winner(times: Mapping[Candidate, Sequence[float]], model: Candidate) -> Candidate:
+    """The fastest by medians, if it beats the model's choice by more than noise, and in all laps but one."""
+    best = min(times, key=lambda candidate: statistics.median(times[candidate]))
+    wins = sum(a < b for a, b in zip(times[best], times[model], strict=True))
+    clearly = statistics.median(times[best]) < MARGIN * statistics.median(times[model])
+    return best if clearly and wins >= len(times[model]) - 1 else model
+
+
+def _call(collective: str, block_bytes: int, rank: int, size: int, group: Any) -> Callable[[], object]:
+    """A call of the collective over blocks of so many bytes, float32, on tensors of its own."""
+
+    def tensor(blocks: int = 1) -> torch.Tensor:
+        return torch.full((max(block_bytes // 4, 1) * blocks,), 0.0)
+
+    x = tensor()
+    match collective:
+        case "all_reduce":
+            return lambda: api.all_reduce(x, group=group)
+        case "broadcast":
+            return lambda: api.broadcast(x, group=group)
+        case "reduce":
+            return lambda: api.reduce(x, group=group)
+    parts = tensor(size)
+    pieces = list(parts.chunk(size)) if rank == 0 else None
+    match collective:
+        case "reduce_scatter":
+            return lambda: api.reduce_scatter_tensor(x, parts, group=group)
+        case "all_gather":
+            return lambda: api.all_gather_into_tensor(parts, x, group=group)
+        case "gather":
+            return lambda: api.gather(x, pieces, group=group)
+        case "scatter":
+            return lambda: api.scatter(x, pieces, group=group)
+        case "all_to_all":
+            out = tensor(size)
+            return lambda: api.all_to_all_single(out, parts, group=group)
+    raise AssertionError(collective)
+
+
+def _bytes_of_all(collective: str, block_bytes: int, size: int) -> int:
+    blocks = {"all_reduce": 1, "broadcast": 1, "reduce": 1, "all_to_all": 2 * size}.get(collective, size + 1)
+    return block_bytes * blocks * size

@@ -1,0 +1,224 @@
+"""What is known of a machine: the file, whose it must be, and what groups make of it."""
+
+import dataclasses
+import json
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ringreduce import _C, plan, tuning
+from ringreduce.config import Options, resolve
+from ringreduce.errors import InvalidArgument
+from ringreduce.tuning import Cell, Measured, Tuning, decision
+from ringreduce.tuning.machine import _numbers, identify, probe
+from ringreduce.tuning.measure import Candidate, tasks, winner
+from ringreduce.tuning.record import default_path, load, save
+
+CORES = frozenset(os.sched_getaffinity(0))
+CELLS = (Cell(64, "tree", 0, 1e-6, "one_shot", 0, 2e-6), Cell(1024, "ring", 128, 3e-6, "one_shot", 0, 4e-6))
+
+
+@pytest.fixture(scope="module")
+def known() -> Tuning:
+    measured = {3: Measured("2026-11-21 03:17 UTC", {"all_reduce": CELLS})}
+    return Tuning(identify(CORES), probe(CORES), "2026-11-21 03:17 UTC", measured)
+
+
+@pytest.fixture(autouse=True)
+def forgetful(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A cache folder of its own for each test, and nothing remembered."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    decision.current.cache_clear()
+    decision._decision.cache_clear()
+    yield
+    decision.current.cache_clear()
+    decision._decision.cache_clear()
+
+
+def decided(size: int, where: str) -> str:
+    options, _ = resolve(Options(tuning=where), {})
+    return tuning.decide(size, CORES, options=options, slot_bytes=512 * 1024)
+
+
+def test_the_probe_finds_positive_figures() -> None:
+    machine = probe(CORES)
+    assert machine.cores == len(CORES)
+    assert machine.copy_cached <= machine.copy_memory_all * 2
+    alone = probe({min(CORES)})
+    assert alone.cores == 1
+    with pytest.raises(InvalidArgument, match="cores is empty"):
+        _C.probe([])
+
+
+def test_a_file_comes_back_as_it_was_written(known: Tuning, tmp_path: Path) -> None:
+    path = tmp_path / "new" / "folder" / "tuning.json"
+    save(known, path, replace=False)
+    assert load(path) == known
+    assert path.stat().st_mode & 0o777 == 0o600
+    other = dataclasses.replace(known, probed="later")
+    save(other, path, replace=False)
+    assert load(path) == known
+    save(other, path, replace=True)
+    assert load(path) == other
+    assert os.listdir(path.parent) == ["tuning.json"]
+
+
+def test_a_writer_that_is_interrupted_leaves_the_old_file(
+    known: Tuning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "tuning.json"
+    save(known, path, replace=True)
+
+    def interrupted(document: object, file: object, **_: object) -> None:
+        file.write('{"format": 1, ')  # type: ignore[attr-defined]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(json, "dump", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save(dataclasses.replace(known, probed="later"), path, replace=True)
+    assert load(path) == known
+    assert os.listdir(tmp_path) == ["tuning.json"]
+
+
+def test_a_file_of_another_user_is_not_read(known: Tuning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "tuning.json"
+    save(known, path, replace=True)
+    monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+    with pytest.raises(PermissionError, match="belongs to user"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.update(format=2), "format is 2"),
+        (lambda d: d.pop("machine"), "not a tuning file: KeyError"),
+        (lambda d: d["machine"].update(hop="fast"), "hop is 'fast'"),
+        (lambda d: d.update(identity=7), "not a tuning file"),
+        (lambda d: d["measured"]["3"]["cells"]["all_reduce"][0].update(algorithm="star"), "no algorithm 'star'"),
+        (lambda d: d["measured"]["3"]["cells"]["all_reduce"][0].update(slice_bytes=-1), "slice_bytes is -1"),
+        (
+            lambda d: d["measured"]["3"]["cells"]["all_reduce"][0].update(bytes=4096),
+            r"\[4096, 1024\]; expected them asc",
+        ),
+        (lambda d: d["measured"]["3"]["cells"]["all_reduce"].clear(), "expected them ascending"),
+        (lambda d: d["measured"]["3"]["cells"].update(all_sum=[{}]), "not a tuning file"),
+        (lambda d: d["measured"].update(many={}), "many"),
+    ],
+)
+def test_a_broken_file_is_refused_with_the_reason(known: Tuning, tmp_path: Path, change: object, message: str) -> None:
+    path = tmp_path / "tuning.json"
+    save(known, path, replace=True)
+    document = json.loads(path.read_text())
+    change(document)  # type: ignore[operator]
+    path.write_text(json.dumps(document))
+    with pytest.raises(ValueError, match=message):
+        load(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"7", b"\xff\xfe"])
+def test_what_is_no_document_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "tuning.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError):
+        load(path)
+
+
+def test_the_first_group_probes_and_later_ones_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = decided(2, "auto")
+    path = default_path(identify(CORES))
+    assert path.exists()
+    decision.current.cache_clear()
+    decision._decision.cache_clear()
+    monkeypatch.setattr(decision, "probe", lambda cores: pytest.fail("probed again"))
+    assert decided(2, "auto") == first
+    plan.parse_algorithms(first)
+
+
+def test_a_file_that_cannot_be_used_or_written_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, known: Tuning
+) -> None:
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
+    with caplog.at_level(logging.INFO, "ringreduce"):
+        assert decided(2, str(broken)) == decided(2, str(broken)) != ""
+        decided(4, str(broken))
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert str(broken) in caplog.text
+    assert broken.read_text() == "{"
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "ringreduce"):
+        assert decided(2, str(broken / "below" / "a" / "file.json")) != ""
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_measured_decides_where_there_is_something_measured(known: Tuning, tmp_path: Path) -> None:
+    path = tmp_path / "tuning.json"
+    save(known, path, replace=True)
+    rules = decided(3, str(path))
+    assert rules.endswith("all_reduce:tree:0-256;all_reduce:ring:256-:128")
+    assert "broadcast:" in rules
+    assert "all_reduce:one_shot:0-" in decided(4, str(path))
+    assert decided(1, str(path)) == decided(3, "off") == ""
+
+
+def test_tuning_again_keeps_what_was_measured(known: Tuning, tmp_path: Path) -> None:
+    path = tmp_path / "tuning.json"
+    save(known, path, replace=True)
+    where, renewed = tuning.renew(str(path), CORES)
+    assert where == path
+    assert renewed.measured == known.measured
+    kept = tuning.keep(renewed, 3, {"reduce": CELLS[:1]}, path)
+    assert load(path) == kept
+    assert kept.measured[3].cells == {"all_reduce": CELLS, "reduce": CELLS[:1]}
+    save(dataclasses.replace(known, identity=dataclasses.replace(known.identity, cpu="another")), path, replace=True)
+    assert tuning.renew(str(path), CORES)[1].measured == {}
+
+
+def test_machines_have_files_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    identity = identify({0})
+    others = [
+        dataclasses.replace(identity, **change)
+        for change in ({"cores": (0, 1)}, {"cpu": "x"}, {"caches": ()}, {"instruction_set": "x"}, {"ringreduce": "x"})
+    ]
+    assert len({default_path(each) for each in (identity, *others)}) == 6
+    monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert default_path(identity).parent == Path("/home/someone/.cache/ringreduce")
+
+
+def test_the_kernel_s_lists_of_cores_are_read() -> None:
+    assert _numbers("0-2,8") == {0, 1, 2, 8}
+    assert _numbers("") == set()
+
+
+def test_a_rival_must_win_by_more_than_noise() -> None:
+    model, rival = Candidate("one_shot", 0), Candidate("ring", 0)
+    assert winner({model: [1.0] * 7, rival: [0.9] * 7}, model) == rival
+    assert winner({model: [1.0] * 7, rival: [0.96] * 7}, model) == model
+    assert winner({model: [1.0] * 7, rival: [0.9] * 6 + [5.0]}, model) == rival
+    assert winner({model: [1.0] * 7, rival: [0.5] * 5 + [5.0] * 2}, model) == model
+
+
+def test_every_cell_that_leaves_a_choice_is_measured_against_the_model() -> None:
+    slicing = plan.Slicing(4, 16384, 512 * 1024)
+    model = plan.table(4, plan.parse_algorithms("all_reduce:tree:0-1K;ring:1K-:64K"))
+    work = list(tasks(4, ["all_reduce", "gather"], model, slicing))
+    firsts = {(task.collective, task.block_bytes): task.candidates[0] for task in work}
+    assert firsts["all_reduce", 64] == Candidate("tree", 0)
+    assert firsts["all_reduce", 1024] == Candidate("ring", 64 * 1024)
+    assert ("gather", 64) not in firsts
+    for task in work:
+        assert len(set(task.candidates)) == len(task.candidates) > 1
+        for algorithm, slice_bytes in task.candidates:
+            assert algorithm in plan.BUILDERS[task.collective]
+            assert slice_bytes <= 512 * 1024
+
+
+@pytest.mark.parametrize("value", ["", 7])
+def test_a_wrong_option_is_named(value: object) -> None:
+    with pytest.raises(InvalidArgument, match=r"tuning is .*'auto', 'off' or the path"):
+        resolve(Options(tuning=value), {})  # type: ignore[arg-type]
