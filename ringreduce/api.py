@@ -27,14 +27,18 @@ if TYPE_CHECKING:
 
 ReduceOp: TypeAlias = dist.ReduceOp | dist.ReduceOp.RedOpType
 SUM = dist.ReduceOp.SUM
+CPU = torch.device("cpu")
 
 
 def all_reduce(
     tensor: Array, op: ReduceOp = SUM, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> dist.Work | None:
     """Replaces `tensor` on every rank by the reduction over all ranks."""
+    backend, tensor = _backend(group), _tensor(tensor)
+    if not async_op and type(op) is dist.ReduceOp.RedOpType and backend.all_reduce_now(tensor, op):
+        return None
     options = _options(dist.AllreduceOptions, async_op, reduceOp=op)
-    return _end(_backend(group).allreduce([_tensor(tensor)], options), async_op)
+    return _end(backend.allreduce([tensor], options), async_op)
 
 
 def broadcast(
@@ -226,7 +230,7 @@ def _backend(group: dist.ProcessGroup | None) -> ProcessGroupRing:
         )
     if not isinstance(group, dist.ProcessGroup):
         raise InvalidArgument(f"group is {group!r}; it must be a process group that this rank is in")
-    backend = group._get_backend(torch.device("cpu"))
+    backend = group._get_backend(CPU)
     if isinstance(backend, _ProcessGroupWrapper):  # TORCH_DISTRIBUTED_DEBUG=DETAIL
         backend = backend.wrapped_pg
     if not isinstance(backend, ProcessGroupRing):

@@ -13,6 +13,12 @@ namespace {
 // machines we know).
 constexpr std::size_t kTile = 8192;
 
+// From this many bytes of all ranks' outputs on, an output is out of the caches before anybody could read it again, and
+// a store through them would first fetch what it overwrites. Swept for all_reduce in place on a 2-core Xeon (2 MiB of
+// L2 a core), November 2026: 2, 4 and 8 ranks of 64 MiB gained 4, 19 and 24 percent, 8 of 16 MiB 21; 4 of 16 MiB lost
+// 3, 2 of 16 MiB lost 7.
+constexpr std::size_t kStreamed = std::size_t{96} << 20;
+
 }  // namespace
 
 Execution::Execution(const Segment& segment, const Program& program, const Call& call, const Buffers& buffers,
@@ -39,6 +45,9 @@ Execution::Execution(const Segment& segment, const Program& program, const Call&
   const Tensors &in = buffers.input, &out = buffers.output;
   in_place_ = in.data.size() == 1 && out.data.size() == 1 && in.data[0] == out.data[0];
   const bool scaled = reduces(call.operation) && call.reduce_op == ReduceOp::premul_sum;
+  std::size_t written = 0;
+  for (std::size_t count : out.count) written += count * element_;
+  streams_ = written * static_cast<std::size_t>(segment.size()) >= kStreamed;
   offers_ = in_place_ && !scaled && segment.in_arena(out.data[0], out.count[0] * element_);
 }
 
@@ -225,6 +234,7 @@ void Execution::combine(const Step& step, int n, std::size_t bytes) {
                                operands_.data(), n, bytes / element_, averages ? segment_.size() : 1.0);
   }
   if (results_.back() == operands_[0]) results_.pop_back();  // in place: the output, which comes last, has it already
+  if (streams_ && step.send.empty() && results_.size() == 1) return kernels::stream(results_[0], operands_[0], bytes);
   kernels::copy(results_.data(), static_cast<int>(results_.size()), operands_[0], bytes);
 }
 

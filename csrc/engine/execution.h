@@ -105,6 +105,7 @@ class Execution {
   const std::size_t slice_size_;  // elements
   bool in_place_ = false;         // the one input is the one output
   bool offers_ = false;           // whether chunks are lent to be returned
+  bool streams_ = false;          // whether what only goes to the output goes past the caches
   std::uint64_t lent_ = 0;
   bool done_ = false;
   int blocked_on_ = -1;

@@ -185,9 +185,10 @@ Probe probe(std::span<const int> cores) {
       return time([&] { std::memcpy(a.data(), b.data(), bytes); }) / static_cast<double>(bytes);
     };
     const auto add = [&](std::size_t bytes) {
-      const void* operands[] = {a.data(), b.data()};
+      const void* const operands[] = {a.data(), b.data()};
+      void* const result = a.data();
       const std::size_t count = bytes / sizeof(float);
-      return time([&] { kernels::accumulate(DType::float32, ReduceOp::sum, a.data(), operands, 2, count); }) /
+      return time([&] { kernels::accumulate(DType::float32, ReduceOp::sum, &result, 1, operands, 2, count); }) /
              static_cast<double>(bytes);
     };
     if (i == 0) {

@@ -74,6 +74,10 @@ void copy(void* const* dsts, int copies, const void* src, std::size_t bytes) {
   for (int k = 0; k < copies && bytes > 0; ++k) std::memcpy(dsts[k], src, bytes);
 }
 
+void stream(void* dst, const void* src, std::size_t bytes) {
+  current_target().load(std::memory_order_relaxed)->stream({&dst, 1, &src, 1, bytes, 1});
+}
+
 void scale(DType dtype, void* dst, const void* src, std::size_t count, double factor) {
   current_target().load(std::memory_order_relaxed)->scale(dtype, {&dst, 1, &src, 1, count, factor});
 }

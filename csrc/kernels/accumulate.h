@@ -32,6 +32,10 @@ void accumulate(DType dtype, ReduceOp op, void* const* dsts, int copies, const v
 // Copies `bytes` bytes of src to each of the `copies` dsts, which must not overlap it or each other.
 void copy(void* const* dsts, int copies, const void* src, std::size_t bytes);
 
+// The same to one dst and past the caches: for what nobody reads soon. Complete, for other threads too, when it
+// returns.
+void stream(void* dst, const void* src, std::size_t bytes);
+
 // dst[i] = src[i] * factor, rounded once to dtype (premul_sum). `dst` may be `src`. Floating point and complex only.
 void scale(DType dtype, void* dst, const void* src, std::size_t count, double factor);
 

@@ -18,6 +18,7 @@
 #define RINGREDUCE_TARGET avx2
 #define RINGREDUCE_TARGET_NAME "avx2"
 #define RINGREDUCE_VECTOR_BYTES 32
+#define RINGREDUCE_STREAM(p, v) _mm256_stream_si256(reinterpret_cast<__m256i*>(p), (__m256i)(v))
 #include "kernels/kernels-inl.h"
 
 #if defined(__clang__)

@@ -18,6 +18,7 @@
 #define RINGREDUCE_TARGET avx512
 #define RINGREDUCE_TARGET_NAME "avx512"
 #define RINGREDUCE_VECTOR_BYTES 64
+#define RINGREDUCE_STREAM(p, v) _mm512_stream_si512(reinterpret_cast<__m512i*>(p), (__m512i)(v))
 #include "kernels/kernels-inl.h"
 
 #if defined(__clang__)

@@ -3,6 +3,7 @@
 //   RINGREDUCE_TARGET        the namespace to fill
 //   RINGREDUCE_TARGET_NAME   its name for users
 //   RINGREDUCE_VECTOR_BYTES  the width of a vector register: 16, 32 or 64
+//   RINGREDUCE_STREAM(p, v)  stores the vector v, of bytes, at the aligned p past the caches, if the CPU can
 //
 // A kernel walks over its operands by blocks. A block is four vectors of lanes, the type in which elements are combined
 // (float32 for the narrower floats, else the element itself). For each block the first operand is loaded, the others
@@ -387,6 +388,27 @@ void scale_as(const Job& job) {
 
 void copy(const Job& job) { accumulate_as<Native<std::uint8_t>, Or>(job); }
 
+RINGREDUCE_INLINE void stream_block(const Job& job, std::size_t at, std::size_t bytes) {
+  using Bytes = Native<std::uint8_t>;
+  char* const dst = static_cast<char*>(job.dsts[0]) + at;
+  const auto block = load_part<Bytes>(source(job, 0) + at, bytes);
+  if (bytes < Bytes::kBlock) return store_part<Bytes>(dst, block, bytes);
+  for (int j = 0; j < 4; ++j) RINGREDUCE_STREAM(dst + j * kVector, block.v[j]);
+}
+
+void stream(const Job& job) {
+  auto* dst = static_cast<char*>(job.dsts[0]);
+  const std::size_t ahead = -reinterpret_cast<std::uintptr_t>(dst) % kVector;
+  const std::size_t head = ahead < job.count ? ahead : job.count;
+  __builtin_memcpy(dst, source(job, 0), head);
+  void* const rest = dst + head;
+  const void* const from = source(job, 0) + head;
+  for_each_block<Native<std::uint8_t>::kBlock, stream_block>({&rest, 1, &from, 1, job.count - head, 1},
+                                                             job.count - head);
+  // Such stores are not ordered with others otherwise.
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+}
+
 // ---- Choice of the loop -------------------------------------------------------------------------------------------
 
 // The same bytes seen as elements of a `parts`-th of the size.
@@ -507,6 +529,6 @@ void scale(DType dtype, const Job& job) {
 
 }  // namespace
 
-extern const Target target = {RINGREDUCE_TARGET_NAME, accumulate, copy, scale};
+extern const Target target = {RINGREDUCE_TARGET_NAME, accumulate, copy, stream, scale};
 
 }  // namespace ringreduce::kernels::RINGREDUCE_TARGET

@@ -8,7 +8,7 @@
 
 namespace ringreduce::kernels {
 
-// The arguments of accumulate(), copy() (count in bytes) and scale() (one of dsts).
+// The arguments of accumulate(), copy() and stream() (count in bytes), and scale(). The last two have one of dsts.
 struct Job {
   void* const* dsts;
   int copies;
@@ -22,6 +22,7 @@ struct Target {
   std::string_view name;
   void (*accumulate)(DType dtype, ReduceOp op, const Job& job);
   void (*copy)(const Job& job);
+  void (*stream)(const Job& job);
   void (*scale)(DType dtype, const Job& job);
 };
 

@@ -89,6 +89,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       // These two are virtual functions of c10d that torch does not bind for every backend.
       .def_property_readonly("options", &Group::getBackendOptions)
       .def("get_error", &Group::getError)
+      .def("all_reduce_now", &Group::all_reduce_now, py::call_guard<py::gil_scoped_release>(), py::arg("tensor"),
+           py::arg("op"))
       .def("add_plan", &Group::add_plan, py::call_guard<py::gil_scoped_release>(), py::arg("collective"),
            py::arg("lowered"), py::arg("digest"), py::arg("most_bytes"), py::arg("slice_bytes") = 0);
 
@@ -146,6 +148,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("dtype"), py::arg("op"), py::arg("dsts"), py::arg("srcs"), py::arg("count"), py::arg("divisor") = 1.0);
   m.def("scale", [](const std::string& dtype, std::uintptr_t dst, std::uintptr_t src, std::size_t count,
                     double factor) { kernels::scale(dtype_named(dtype), address(dst), address(src), count, factor); });
+  m.def("stream", [](std::uintptr_t dst, std::uintptr_t src, std::size_t bytes) {
+    kernels::stream(address(dst), address(src), bytes);
+  });
   m.def("instruction_set", [] { return std::string(kernels::instruction_set()); });
   m.def("select_instruction_set", [](const std::string& wanted) { return kernels::select_instruction_set(wanted); });
 

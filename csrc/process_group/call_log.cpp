@@ -85,7 +85,7 @@ void CallLog::describe(const std::string& description) {
   group_.description = description;
 }
 
-void CallLog::append(Entry& entry, const std::vector<at::Tensor>& tensors) {
+void CallLog::append(Entry& entry, at::TensorList tensors) {
   for (const at::Tensor& t : tensors) {
     entry.sizes.append(t.sizes().begin(), t.sizes().end());
     entry.dims.push_back(t.dim());
@@ -93,9 +93,8 @@ void CallLog::append(Entry& entry, const std::vector<at::Tensor>& tensors) {
   }
 }
 
-std::uint64_t CallLog::begin(const Call& call, const std::vector<at::Tensor>& inputs,
-                             const std::vector<at::Tensor>& outputs) {
-  const auto bytes_of = [](const std::vector<at::Tensor>& tensors) {
+std::uint64_t CallLog::begin(const Call& call, at::TensorList inputs, at::TensorList outputs) {
+  const auto bytes_of = [](at::TensorList tensors) {
     std::uint64_t bytes = 0;
     for (const at::Tensor& t : tensors) bytes += static_cast<std::uint64_t>(t.numel()) * t.element_size();
     return bytes;

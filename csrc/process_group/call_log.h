@@ -53,7 +53,7 @@ class CallLog {
   };
 
   // Each call is begun when it is made, started when its turn comes, and ended. Thread-safe. `begin` returns its id.
-  std::uint64_t begin(const Call& call, const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& outputs);
+  std::uint64_t begin(const Call& call, at::TensorList inputs, at::TensorList outputs);
   void start(std::uint64_t id);
   void end(std::uint64_t id, c10d::OpType type, bool succeeded, const Tally& tally);
 
@@ -101,7 +101,7 @@ class CallLog {
   static Heading heading(const Call& call, const Group& group);
   static c10::Dict<c10::IValue, c10::IValue> to_dict(const Record& record, std::size_t number);
   c10::Dict<c10::IValue, c10::IValue> collect(std::int64_t group_number, std::vector<Record>& records) const;
-  static void append(Entry& entry, const std::vector<at::Tensor>& tensors);
+  static void append(Entry& entry, at::TensorList tensors);
   Entry* find(std::uint64_t id);
 
   const std::size_t capacity_;

@@ -446,6 +446,42 @@ c10::intrusive_ptr<Work> ProcessGroupRing::submit(CallLog::Call call, bool async
   }
 }
 
+bool ProcessGroupRing::all_reduce_now(const at::Tensor& tensor, c10d::ReduceOp::RedOpType op) {
+  const bool simple = tensor.layout() == at::kStrided && tensor.device().is_cpu() && !tensor.is_nested() &&
+                      tensor.has_storage() && tensor.storage().data() != nullptr && is_plain(tensor) &&
+                      !tensor._is_zerotensor() && op != c10d::ReduceOp::PREMUL_SUM;
+  if (!simple || at::hasCallbacks() || shared_->hooked || shared_->timing) return false;
+  Call call;
+  call.operation = Operation::all_reduce;
+  call.dtype = dtype_of(tensor.scalar_type(), "all_reduce");
+  call.reduce_op = reduce_op_of(op);
+  call.count = call.largest = static_cast<std::uint64_t>(tensor.numel());
+  const auto timeout = timeout_or_default(c10d::kUnsetTimeout);
+  call.timeout = std::chrono::nanoseconds(timeout).count();
+  Engine::check_reduction(call);
+
+  begin_call();
+  call.number = ++collectives_;
+  auto* data = static_cast<std::byte*>(tensor.mutable_data_ptr());
+  const std::size_t count = call.count;
+  const Buffers buffers{{{&data, 1}, {&count, 1}}, {{&data, 1}, {&count, 1}}};
+  CallLog& log = *shared_->log;
+  const std::uint64_t id = log.begin({OpType::ALLREDUCE, call.number, -1, timeout}, tensor, tensor);
+  Tally tally;
+  try {
+    running_->queue.run([&] {
+      log.start(id);
+      tally = running_->engine.run(call, buffers);
+    });
+  } catch (...) {
+    log.end(id, OpType::ALLREDUCE, false, tally);
+    shared_->completions.post([shared = shared_] { shared->work_failed(); });
+    throw;
+  }
+  log.end(id, OpType::ALLREDUCE, true, tally);
+  return true;
+}
+
 c10::intrusive_ptr<Work> ProcessGroupRing::allreduce(TensorList& tensors, const c10d::AllreduceOptions& opts) {
   const at::Tensor& tensor = only(tensors, "all_reduce");
   if (tensor.layout() == at::kSparse) return allreduce_sparse(tensors, opts);

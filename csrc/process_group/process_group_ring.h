@@ -140,6 +140,10 @@ class ProcessGroupRing : public c10d::Backend {
   // Returns when all collectives made so far, and what hangs on them, have ended.
   void waitForPendingWorks() override;
 
+  // The synchronous all_reduce of a plain tensor without c10d's lists, options and Work, for direct calls. False, with
+  // nothing done, if it takes more than that.
+  bool all_reduce_now(const at::Tensor& tensor, c10d::ReduceOp::RedOpType op);
+
   // Adds a plan and makes it the one for calls up to `most_bytes`, in slices of `slice_bytes` (see Engine::choose).
   // Collective: all ranks must do it in the same order.
   void add_plan(const std::string& collective, std::vector<std::int32_t> lowered, std::uint64_t digest,

@@ -269,6 +269,18 @@ def test_one_buffer_for_all():
     assert torch.equal(from_bytes("int32", buffer.payload), 3 * source)
 
 
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+def test_streamed_copies(name):
+    assert _C.select_instruction_set(name)
+    for count in (0, 1, 63, 64, 65, 1000, 128 * 1024, 300_007):
+        for misalignment in (0, 1, 15, 48):
+            source = Buffer(as_bytes(operand("uint8", count, 1)), 7)
+            dst = Buffer(np.full(count, 0x5A, np.uint8), misalignment)
+            _C.stream(dst.pointer, source.pointer, count)
+            assert dst.unchanged(but_payload=True)
+            assert np.array_equal(dst.payload, source.payload)
+
+
 @pytest.mark.parametrize("op", ["sum", "product", "min", "max"])
 @pytest.mark.parametrize("dtype", FLOAT8)
 def test_every_pair_of_float8_codes(dtype, op):
