@@ -41,6 +41,17 @@ def all_reduce(
     return _end(backend.allreduce([tensor], options), async_op)
 
 
+def all_reduce_coalesced(
+    tensors: Sequence[Array], op: ReduceOp = SUM, group: dist.ProcessGroup | None = None, async_op: bool = False
+) -> dist.Work | None:
+    """`all_reduce` of each of `tensors`, of any dtypes and sizes, in the same order on every rank; small ones together.
+
+    Raises `InvalidArgument` if two of them share memory, `CollectiveMismatch` if the lists differ between ranks.
+    """
+    options = _options(dist.AllreduceCoalescedOptions, async_op, reduceOp=op)
+    return _end(_backend(group).allreduce_coalesced(_tensors(tensors), options), async_op)
+
+
 def broadcast(
     tensor: Array, src: int = 0, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> dist.Work | None:

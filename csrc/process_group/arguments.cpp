@@ -1,7 +1,11 @@
 #include "process_group/arguments.h"
 
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
+
 #include <algorithm>
 #include <numeric>
+#include <optional>
 #include <utility>
 
 #include "process_group/compat.h"
@@ -99,6 +103,7 @@ namespace {
 
 // Whether two elements of a tensor may lie in the same place. Exact for what slicing, transposing and expanding make.
 bool overlaps_itself(const at::Tensor& tensor) {
+  if (tensor.is_contiguous()) return false;
   std::vector<std::pair<int64_t, int64_t>> dims;  // stride, size
   for (int64_t d = 0; d < tensor.dim(); ++d) {
     if (tensor.size(d) == 0) return false;
@@ -192,6 +197,13 @@ void size_from(Call& call, const std::vector<std::size_t>& counts) {
   call.count = std::accumulate(counts.begin(), counts.end(), std::size_t{0});
   call.shape = 1;
   for (std::size_t n : counts) call.shape = mix(call.shape, n);
+}
+
+void write_back(const at::Tensor& target, const at::Tensor& staged) {
+  const at::NoGradGuard no_grad;
+  std::optional<c10::InferenceMode> mode;
+  if (target.is_inference()) mode.emplace();
+  target.copy_(staged);
 }
 
 }  // namespace ringreduce

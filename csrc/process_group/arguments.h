@@ -50,5 +50,7 @@ void size_from(Call& call, const std::vector<std::size_t>& counts);
 // Whether a tensor's memory is its elements one after the other; and a copy of which that is true, if it is not.
 inline bool is_plain(const at::Tensor& t) { return t.is_contiguous() && !t.is_conj() && !t.is_neg(); }
 inline at::Tensor plain(const at::Tensor& t) { return is_plain(t) ? t : t.resolve_conj().resolve_neg().contiguous(); }
+// Copies a staged result to the user's tensor, in whatever mode that was made.
+void write_back(const at::Tensor& target, const at::Tensor& staged);
 
 }  // namespace ringreduce

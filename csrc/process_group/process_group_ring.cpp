@@ -4,7 +4,6 @@
 #include <ATen/EmptyTensor.h>
 #include <Python.h>
 #include <c10/core/GradMode.h>
-#include <c10/core/InferenceMode.h>
 
 #include <algorithm>
 #include <cstring>
@@ -106,14 +105,6 @@ class ArenaAllocator : public c10::Allocator {
 
   const std::shared_ptr<Arena> arena_;
 };
-
-// Copies a staged result to the user's tensor, in whatever mode that was made.
-void write_back(const at::Tensor& target, const at::Tensor& staged) {
-  const at::NoGradGuard no_grad;
-  std::optional<c10::InferenceMode> mode;
-  if (target.is_inference()) mode.emplace();
-  target.copy_(staged);
-}
 
 // Lets go of the GIL, if this thread has it.
 class WithoutGil {
@@ -492,9 +483,39 @@ c10::intrusive_ptr<Work> ProcessGroupRing::allreduce(TensorList& tensors, const 
 c10::intrusive_ptr<Work> ProcessGroupRing::allreduce_coalesced(TensorList& tensors,
                                                                const c10d::AllreduceCoalescedOptions& opts) {
   const Shape shape{.operation = Operation::all_reduce, .timeout = opts.timeout, .op = &opts.reduceOp};
-  std::vector<Job> jobs;
-  for (const at::Tensor& tensor : tensors) jobs.push_back(job(shape, {tensor}, {tensor}));
-  return submit(OpType::ALLREDUCE_COALESCED, opts, std::move(jobs));
+  Fusion fusion(tensors);
+  std::vector<Job> jobs;  // one a bundle
+  for (const Fusion::Bundle& bundle : fusion.bundles()) {
+    const at::Tensor& first = fusion.tensors()[bundle.first];
+    jobs.push_back(job(shape, {first}, {first}));
+    Call& call = jobs.back().call;
+    call.count = call.largest = bundle.count;
+    if (tensors.size() > 1) call.shape = fusion.shape();
+  }
+  return submit({.type = OpType::ALLREDUCE_COALESCED, .timeout = timeout_or_default(opts.timeout)}, opts.asyncOp,
+                tensors, tensors,
+                [this, fusion = std::move(fusion), jobs = std::move(jobs)](std::uint64_t number) mutable {
+                  return sum_fused(fusion, jobs, number);
+                });
+}
+
+// Bundles of several tensors go through memory of the group's; calls take turns, so that there is only one of it.
+Tally ProcessGroupRing::sum_fused(const Fusion& fusion, std::vector<Job>& jobs, std::uint64_t number) {
+  if (fusion_buffer_.size() < fusion.buffer_bytes()) fusion_buffer_.resize(fusion.buffer_bytes());
+  Tally tally;
+  for (std::size_t i = 0; i < jobs.size(); ++i) {
+    const Fusion::Bundle& bundle = fusion.bundles()[i];
+    jobs[i].call.number = number;
+    if (bundle.size() == 1) {
+      tally += run(jobs[i]);
+      continue;
+    }
+    std::byte* data = fusion_buffer_.data();
+    fusion.pack(bundle, data);
+    tally += running_->engine.run(jobs[i].call, {{{&data, 1}, {&bundle.count, 1}}, {{&data, 1}, {&bundle.count, 1}}});
+    fusion.unpack(bundle, data);
+  }
+  return tally;
 }
 
 c10::intrusive_ptr<Work> ProcessGroupRing::allreduce_sparse(TensorList& tensors, const c10d::AllreduceOptions& opts) {

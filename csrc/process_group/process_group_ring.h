@@ -27,6 +27,7 @@
 
 #include "engine/engine.h"
 #include "process_group/call_log.h"
+#include "process_group/fusion.h"
 #include "process_group/work.h"
 
 namespace ringreduce {
@@ -59,6 +60,7 @@ class ProcessGroupRing : public c10d::Backend {
   // Of sparse COO tensors, sum only. Each rank gets the sum over the union of all ranks' indices, coalesced.
   c10::intrusive_ptr<c10d::Work> allreduce_sparse(std::vector<at::Tensor>& tensors,
                                                   const c10d::AllreduceOptions& opts) override;
+  // As one call for many small tensors: see process_group/fusion.h.
   c10::intrusive_ptr<c10d::Work> allreduce_coalesced(std::vector<at::Tensor>& tensors,
                                                      const c10d::AllreduceCoalescedOptions& opts) override;
   c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors,
@@ -164,6 +166,7 @@ class ProcessGroupRing : public c10d::Backend {
   void coalesce(c10::intrusive_ptr<c10d::Work> work);
   Tally run(Job& job);
   Tally agree_on_blocks(Job& job);
+  Tally sum_fused(const Fusion& fusion, std::vector<Job>& jobs, std::uint64_t number);
   Tally sum_sparse(const at::Tensor& tensor, std::chrono::milliseconds timeout, std::uint64_t number);
   std::chrono::milliseconds timeout_or_default(std::chrono::milliseconds timeout) const;
   void begin_call();
@@ -175,6 +178,7 @@ class ProcessGroupRing : public c10d::Backend {
   std::atomic<std::chrono::milliseconds> timeout_;
   std::atomic<std::uint64_t> collectives_{0}, messages_{0};
   std::atomic<bool> described_{false};
+  std::vector<std::byte> fusion_buffer_;
   std::mutex barrier_mutex_, coalescing_mutex_;
   std::map<std::thread::id, std::vector<c10::intrusive_ptr<c10d::Work>>> coalescing_;  // since startCoalescing
 };

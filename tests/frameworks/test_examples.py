@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from frameworks.launch import torchrun
+from frameworks.launch import python, torchrun
 
 TINY = r"by \d\.\de-1[1-9]"
 
@@ -24,3 +27,27 @@ def test_elastic_restart() -> None:
     for rank in (0, 1):
         assert f"rank {rank}, attempt 1: goes on at step 8" in output
         assert re.search(rf"rank {rank}, attempt 1: parameters differ from a single process's {TINY}", output)
+
+
+SMALL = ("--params", "1e6", "--bucket-mb", "1", "--steps", "2", "--rounds", "1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", (python, torchrun))
+@pytest.mark.parametrize("backend", ("ringreduce", "gloo"))
+def test_overlap(start: Callable[..., str], backend: str, tmp_path: Path) -> None:
+    """Every rank's trace has all parts of each step, and all_reduces that begin before its backward has ended."""
+    trace, picture = tmp_path / "trace.json", tmp_path / "picture.png"
+    output = start("examples/overlap.py", "--backend", backend, *SMALL, "--trace", str(trace), "--png", str(picture))
+    assert re.search(r"hidden +-?\d+%", output)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    events = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
+    for rank in (0, 1):
+        computed, communicated = ([e for e in events if (e["pid"], e["tid"]) == (rank, line)] for line in (0, 1))
+        assert [e["name"] for e in computed] == ["forward", "backward", "wait", "optimizer"] * 2
+        buckets = len(output.split("buckets of ")[1].split(" MB")[0].split(","))
+        assert buckets > 1 and len(communicated) == 2 * buckets
+        for backward, wait in zip(computed[1::4], computed[2::4], strict=True):
+            during = [c for c in communicated if backward["ts"] <= c["ts"] <= wait["ts"] + wait["dur"]]
+            assert len(during) == buckets
+            assert during[0]["ts"] < wait["ts"]
