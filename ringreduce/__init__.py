@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         register_plan,
         scatter,
         send,
+        share,
     )
     from ringreduce.config import Options
     from ringreduce.plan import Plan, Step, verify
@@ -61,6 +62,7 @@ _HOME = {
         "register_plan",
         "scatter",
         "send",
+        "share",
     ),
     "ringreduce.config": ("Options",),
     "ringreduce.report": ("dump_flight_record", "stats"),
@@ -91,6 +93,7 @@ __all__ = [
     "register_plan",
     "scatter",
     "send",
+    "share",
     "stats",
     "verify",
 ]

@@ -216,6 +216,23 @@ def empty(*size: int, dtype: torch.dtype | None = None, group: dist.ProcessGroup
     return _backend(group).allocate_tensor(shape.numel(), dtype=dtype, device=torch.device("cpu")).view(shape)
 
 
+def share(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Moves `tensor` to memory as `empty` gives it, and returns it: the same object with the same values.
+
+    For parameters and other tensors that somebody else made. It is contiguous afterwards. Views made of it before keep
+    the old memory. Raises `InvalidArgument` if it is a view itself or not a dense CPU tensor, `SystemFailure` if there
+    is no room left.
+    """
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.device != CPU:
+        raise InvalidArgument(f"tensor is {type(tensor).__name__}; it must be a dense torch.Tensor on the CPU")
+    if tensor._is_view():
+        raise InvalidArgument("tensor is a view of another, which would keep the old memory; share that one")
+    moved = empty(*tensor.shape, dtype=tensor.dtype, group=group)
+    moved.copy_(tensor.detach())
+    tensor.data = moved
+    return tensor
+
+
 def register_plan(plan: plans.Plan, group: dist.ProcessGroup | None = None, most_bytes: int | None = None) -> None:
     """Makes `plan` serve the group's calls of its collective up to `most_bytes` of a block (None: of all sizes).
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import atexit
 import functools
 import logging
+import os
 import time
 from collections.abc import Collection
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from ringreduce import _C, plan, tuning
@@ -34,6 +36,10 @@ def create(dist_backend_opts: Any, pg_options: Options | None) -> _C.ProcessGrou
     """
     opts = dist_backend_opts
     options, _ = resolve(pg_options)
+    if options.arena_bytes and not torch.cuda.is_available():
+        # DDP then takes its gradient buckets from the group's `allocateTensor`. The variable is for all backends of the
+        # process, so where NCCL may be one of them it is left to the user.
+        os.environ.setdefault("DDP_DISABLE_COMM_MEM", "0")
     global_ranks = list(opts.global_ranks_in_group) or list(range(opts.group_size))
     return _make(opts.store, opts.group_id, opts.group_rank, global_ranks, opts.timeout, options)
 

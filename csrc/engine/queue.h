@@ -1,7 +1,8 @@
 // Brings the calls of a group into one order: one at a time, in the order they were made.
 //
 // A synchronous call runs in its caller's thread if nothing is before it, without any hand-over. Everything else goes
-// through the progress thread, which starts with the first asynchronous call.
+// through the progress thread, which starts with the first asynchronous call, unless a thread that waits for the call
+// takes it first: see help().
 #pragma once
 
 #include <condition_variable>
@@ -32,16 +33,25 @@ class CallQueue {
   }
 
   // Runs `call` in the progress thread after all calls before it, and then, when the next may begin, `done`. Neither
-  // may throw, and `done` must be short.
-  void post(std::function<void()> call, std::function<void()> done) {
+  // may throw, and `done` must be short. Returns the call's turn.
+  std::size_t post(std::function<void()> call, std::function<void()> done) {
+    std::size_t turn = 0;
     {
       std::lock_guard lock(mutex_);
       throw_if_stopping();
       if (!thread_.joinable()) thread_ = start_thread([this] { drive(); });
-      posted_.push_back({last_turn_++, std::move(call), std::move(done)});
+      turn = last_turn_++;
+      posted_.push_back({turn, std::move(call), std::move(done)});
       ++not_done_;
     }
     turn_came_.notify_all();
+    return turn;
+  }
+
+  // Runs posted calls up to that of `turn` in this thread, as long as no other thread is running one.
+  void help(std::size_t turn) {
+    std::unique_lock lock(mutex_);
+    while (next_is_posted() && next_turn_ <= turn) run_next(lock);
   }
 
   // Whether any call runs or waits.
@@ -66,6 +76,7 @@ class CallQueue {
     }
     turn_came_.notify_all();
     if (ending.joinable()) ending.join();
+    drain();  // of what other threads run
   }
 
  private:
@@ -91,21 +102,27 @@ class CallQueue {
   void drive() {
     std::unique_lock lock(mutex_);
     while (true) {
-      turn_came_.wait(lock, [&] { return posted_.empty() ? stopping_ : posted_.front().turn == next_turn_; });
+      turn_came_.wait(lock, [&] { return posted_.empty() ? stopping_ : next_is_posted(); });
       if (posted_.empty()) return;
-      Posted next = std::move(posted_.front());
-      posted_.pop_front();
-      lock.unlock();
-      {
-        const EndTurn end{*this};
-        next.call();
-      }
-      next.done();
-      next = {};  // lets go of the tensors without the lock
-      lock.lock();
-      --not_done_;
-      turn_came_.notify_all();
+      run_next(lock);
     }
+  }
+
+  bool next_is_posted() const { return !posted_.empty() && posted_.front().turn == next_turn_; }
+
+  void run_next(std::unique_lock<std::mutex>& lock) {
+    Posted next = std::move(posted_.front());
+    posted_.pop_front();
+    lock.unlock();
+    {
+      const EndTurn end{*this};
+      next.call();
+    }
+    next.done();
+    next = {};  // lets go of the tensors without the lock
+    lock.lock();
+    --not_done_;
+    turn_came_.notify_all();
   }
 
   std::mutex mutex_;

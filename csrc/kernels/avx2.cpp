@@ -19,6 +19,7 @@
 #define RINGREDUCE_TARGET_NAME "avx2"
 #define RINGREDUCE_VECTOR_BYTES 32
 #define RINGREDUCE_STREAM(p, v) _mm256_stream_si256(reinterpret_cast<__m256i*>(p), (__m256i)(v))
+#define RINGREDUCE_STREAMED() _mm_sfence()
 #include "kernels/kernels-inl.h"
 
 #if defined(__clang__)

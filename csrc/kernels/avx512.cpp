@@ -19,6 +19,7 @@
 #define RINGREDUCE_TARGET_NAME "avx512"
 #define RINGREDUCE_VECTOR_BYTES 64
 #define RINGREDUCE_STREAM(p, v) _mm512_stream_si512(reinterpret_cast<__m512i*>(p), (__m512i)(v))
+#define RINGREDUCE_STREAMED() _mm_sfence()
 #include "kernels/kernels-inl.h"
 
 #if defined(__clang__)

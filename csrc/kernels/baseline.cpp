@@ -18,7 +18,9 @@
 #define RINGREDUCE_VECTOR_BYTES 16
 #if defined(__SSE2__)
 #define RINGREDUCE_STREAM(p, v) _mm_stream_si128(reinterpret_cast<__m128i*>(p), (__m128i)(v))
+#define RINGREDUCE_STREAMED() _mm_sfence()
 #else
 #define RINGREDUCE_STREAM(p, v) store(p, v)
+#define RINGREDUCE_STREAMED()
 #endif
 #include "kernels/kernels-inl.h"

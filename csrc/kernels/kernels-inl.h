@@ -4,6 +4,7 @@
 //   RINGREDUCE_TARGET_NAME   its name for users
 //   RINGREDUCE_VECTOR_BYTES  the width of a vector register: 16, 32 or 64
 //   RINGREDUCE_STREAM(p, v)  stores the vector v, of bytes, at the aligned p past the caches, if the CPU can
+//   RINGREDUCE_STREAMED()    orders such stores before all later ones
 //
 // A kernel walks over its operands by blocks. A block is four vectors of lanes, the type in which elements are combined
 // (float32 for the narrower floats, else the element itself). For each block the first operand is loaded, the others
@@ -405,8 +406,7 @@ void stream(const Job& job) {
   const void* const from = source(job, 0) + head;
   for_each_block<Native<std::uint8_t>::kBlock, stream_block>({&rest, 1, &from, 1, job.count - head, 1},
                                                              job.count - head);
-  // Such stores are not ordered with others otherwise.
-  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+  RINGREDUCE_STREAMED();
 }
 
 // ---- Choice of the loop -------------------------------------------------------------------------------------------

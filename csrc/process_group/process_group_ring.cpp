@@ -13,7 +13,6 @@
 #include <utility>
 
 #include "engine/monitored_barrier.h"
-#include "engine/queue.h"
 #include "transport/arena.h"
 
 namespace ringreduce {
@@ -24,8 +23,7 @@ using c10d::Work;
 // What works with threads and locks, and must be left alone in a forked child.
 struct ProcessGroupRing::Running {
   Engine engine;
-  CallQueue queue;
-  std::shared_ptr<WorkSurroundings> surroundings;  // the mailbox's and the completions' threads
+  std::shared_ptr<WorkSurroundings> surroundings;  // the queue's, the mailbox's and the completions' threads
 };
 
 // What a collective is, apart from its tensors.
@@ -146,7 +144,7 @@ ProcessGroupRing::ProcessGroupRing(std::shared_ptr<const Segment> segment, Setti
                                            CallLog::Group{settings_.name, "", settings_.global_ranks, getRank()});
   shared_->global_rank = static_cast<int>(settings_.global_ranks[static_cast<std::size_t>(getRank())]);
   shared_->dump_when_broken = settings_.dump_when_broken;
-  running_.reset(new Running{Engine(std::move(segment), settings_.engine), {}, shared_});
+  running_.reset(new Running{Engine(std::move(segment), settings_.engine), shared_});
   init();
   auto& living = process_wide<LivingGroups>();
   const WithoutGil no_gil;
@@ -167,9 +165,9 @@ void ProcessGroupRing::abort() {
 void ProcessGroupRing::shutdown() {
   if (shared_->fork.forked()) return;
   const WithoutGil no_gil;  // works under way may run Python callbacks
-  if (running_->queue.busy())
+  if (shared_->queue.busy())
     running_->engine.abort(c10::str("rank ", getRank(), " destroyed the group while calls were under way"));
-  running_->queue.stop();
+  shared_->queue.stop();
   shared_->mailbox->stop(Error(ErrorKind::aborted, "the group was destroyed before the message was done"));
   shared_->completions.stop();
   shared_->segment->leave();
@@ -190,7 +188,7 @@ void ProcessGroupRing::add_plan(const std::string& collective, std::vector<std::
                                 std::uint64_t most_bytes, std::size_t slice_bytes) {
   const Operation operation = operation_named(collective);
   shared_->throw_if_forked();
-  running_->queue.run([&] {
+  shared_->queue.run([&] {
     Engine& engine = running_->engine;
     engine.choose(operation, most_bytes, engine.add_plan(operation, std::move(lowered), digest), slice_bytes);
   });
@@ -236,7 +234,7 @@ void ProcessGroupRing::registerOnCompletionHook(std::function<void(std::shared_p
 
 void ProcessGroupRing::waitForPendingWorks() {
   shared_->throw_if_forked();
-  running_->queue.drain();
+  shared_->queue.drain();
   shared_->completions.drain();
 }
 
@@ -422,12 +420,12 @@ c10::intrusive_ptr<Work> ProcessGroupRing::submit(CallLog::Call call, bool async
   try {
     if (async) {
       const auto posted = std::make_shared<Task>(std::move(task));
-      running_->queue.post([posted] { posted->attempt(); },
-                           [posted] { posted->work->end(posted->error, posted->tally); });
+      work->set_turn(shared_->queue.post([posted] { posted->attempt(); },
+                                         [posted] { posted->work->end(posted->error, posted->tally); }));
       coalesce(work);
       return work;
     }
-    running_->queue.run([&] { task.attempt(); });
+    shared_->queue.run([&] { task.attempt(); });
     if (task.error) std::rethrow_exception(task.error);
     work->end(nullptr, task.tally);
     return work;
@@ -460,7 +458,7 @@ bool ProcessGroupRing::all_reduce_now(const at::Tensor& tensor, c10d::ReduceOp::
   const std::uint64_t id = log.begin({OpType::ALLREDUCE, call.number, -1, timeout}, tensor, tensor);
   Tally tally;
   try {
-    running_->queue.run([&] {
+    shared_->queue.run([&] {
       log.start(id);
       tally = running_->engine.run(call, buffers);
     });

@@ -9,6 +9,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
 #include <vector>
@@ -16,6 +17,7 @@
 #include "core/fork.h"
 #include "engine/completions.h"
 #include "engine/mailbox.h"
+#include "engine/queue.h"
 #include "process_group/arguments.h"
 #include "process_group/call_log.h"
 #include "process_group/python_error.h"
@@ -26,6 +28,7 @@ namespace ringreduce {
 struct WorkSurroundings {
   std::shared_ptr<const Segment> segment;
   std::shared_ptr<Mailbox> mailbox;
+  CallQueue queue;
   Completions completions;
   std::unique_ptr<CallLog> log;
   ForkMark fork;
@@ -100,7 +103,11 @@ class CallWork : public c10d::Work {
     if (hooked_) group->completions.post([group, info = info()] { call_hook(*group, info); });
   }
 
-  // Throws timeout when `timeout` is over; the call goes on then, until the timeout of its own.
+  // Its place in the group's queue. To be said before anybody waits.
+  void set_turn(std::size_t turn) { turn_ = turn; }
+
+  // Without a `timeout` it does the work in this thread, if no other has begun it. Throws timeout when `timeout` is
+  // over; the call goes on then, until the timeout of its own.
   bool wait(std::chrono::milliseconds timeout) override {
     if (in_child()) return wait_in_child();
     if (timeout != kNoTimeout) {
@@ -109,6 +116,8 @@ class CallWork : public c10d::Work {
         throw Error(ErrorKind::timeout,
                     c10::str("Operation timed out! ", name_of(opType_), " number ", sequence_, " of the group: rank ",
                              rank_, " waited the ", timeout.count(), " ms that wait() was given"));
+    } else if (turn_) {
+      if (const auto group = pending()) group->queue.help(*turn_);
     }
     return Work::wait(kNoTimeout);
   }
@@ -192,6 +201,7 @@ class CallWork : public c10d::Work {
   const ForkMark fork_;
   const std::uint64_t sequence_, log_id_;
   const bool hooked_, timed_;
+  std::optional<std::size_t> turn_;  // of asynchronous calls
   Clock::time_point started_, ended_;
   const TensorList outputs_;
   std::mutex future_mutex_;

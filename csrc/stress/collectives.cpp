@@ -138,10 +138,12 @@ void stress_queue() {
           orders[static_cast<std::size_t>(t)].push_back(i);
           run_scripted(rank, 77, next++);
         };
-        if (random_int(random, 0, 1) == 0)
+        if (random_int(random, 0, 2) == 0) {
           queue.run(call);
-        else
-          queue.post(call, [] {});
+        } else {
+          const std::size_t turn = queue.post(call, [] {});
+          if (random_int(random, 0, 1) == 0) queue.help(turn);
+        }
       }
     });
     queue.stop();

@@ -595,6 +595,34 @@ def shared_tensors(me: Rank) -> None:
         assert lent("all_reduce") > 0 or me.rank == 1
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sharing_what_is_there_already(ranks: int) -> None:
+    run(share_parameters, ranks)
+
+
+def share_parameters(me: Rank) -> None:
+    with me.join():
+        layer = torch.nn.Linear(300, 200)
+        torch.nn.init.constant_(layer.weight, me.rank + 1)
+        before = layer.weight
+        assert ringreduce.share(layer.weight) is before and layer.weight is before and before.requires_grad
+        assert before.eq(me.rank + 1).all()
+        dist.all_reduce(layer.weight.data)
+        assert before.eq(me.size * (me.size + 1) / 2).all()
+        statistics = ringreduce.stats()[dist.group.WORLD.group_name]["all_reduce"]  # type: ignore[union-attr]
+        own, rest = divmod(before.numel() * 4, me.size)
+        assert statistics.lent >= own * (me.size - 1) - 64 * me.size and rest == 0
+        (layer(torch.ones(1, 300)).sum()).backward()
+        assert before.grad is not None and before.grad.eq(1).all()
+
+        transposed = torch.arange(6.0).view(2, 3).clone().t().contiguous().clone()
+        assert torch.equal(ringreduce.share(transposed.clone()), transposed)
+        with pytest.raises(InvalidArgument, match="share that one"):
+            ringreduce.share(layer.weight.detach()[1:])
+        with pytest.raises(InvalidArgument, match="dense"):
+            ringreduce.share(torch.eye(2).to_sparse())
+
+
 def test_the_memory_of_shared_tensors() -> None:
     run(shared_memory, 2)
 

@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed.harness import Rank, Ranks, run
 from frameworks.common import (
     batch,
@@ -28,6 +29,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+import ringreduce
 from ringreduce.errors import PeerLost
 
 STEPS = 4
@@ -57,6 +59,20 @@ def small_buckets(me: Rank) -> None:
 @pytest.mark.parametrize("ranks", (2, 3))
 def test_small_buckets(ranks: int) -> None:
     run(small_buckets, ranks)
+
+
+def shared_buckets(me: Rank) -> None:
+    with me.join(options=ringreduce.Options(algorithms="all_reduce:two_shot")):
+        model = DistributedDataParallel(network())
+        train(model, me)
+        close(model, trained_alone(me.size, STEPS))
+        statistics = ringreduce.stats()[dist.group.WORLD.group_name]["all_reduce"]  # type: ignore[union-attr]
+        assert statistics.lent > 0
+
+
+@pytest.mark.parametrize("ranks", (2, 3))
+def test_buckets_lie_in_shared_memory(ranks: int) -> None:
+    run(shared_buckets, ranks)
 
 
 def accumulation(me: Rank) -> None:
