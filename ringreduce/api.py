@@ -213,7 +213,7 @@ def empty(*size: int, dtype: torch.dtype | None = None, group: dist.ProcessGroup
     if any(n < 0 for n in shape):
         raise InvalidArgument(f"size is {tuple(shape)}; it must not be negative")
     dtype = dtype or torch.get_default_dtype()
-    return _backend(group).allocate_tensor(shape.numel(), dtype=dtype, device=torch.device("cpu")).view(shape)
+    return _backend(group).allocate_tensor(shape.numel(), dtype=dtype, device=CPU).view(shape)
 
 
 def share(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
