@@ -58,7 +58,8 @@ def _make(
     # The others are each rank's own affair.
     agreed = str(replace(options, tuning=None, recorded_calls=None, dump_when_broken=None, debug=None))
     decide = functools.partial(tuning.decide, size, options=options, slot_bytes=slot_bytes_for(size, options))
-    meeting = meet(store, rank, size, geometry.segment_bytes(), agreed, seconds, decide)
+    memory = _C.OpenMemory() if options.fetch else None
+    meeting = meet(store, rank, size, geometry.segment_bytes(), agreed, seconds, decide, memory.key if memory else None)
     group = _C.ProcessGroupRing(
         memfd=meeting.memfd,
         geometry=geometry,
@@ -75,6 +76,9 @@ def _make(
         recorded_calls=options.recorded_calls,
         dump_when_broken=bool(options.dump_when_broken),
         print_calls=debug > 1,
+        memory=memory,
+        memory_threads=meeting.threads,
+        least_fetch_bytes=options.least_fetch_bytes,
     )
     rules, decided = plan.parse_algorithms(options.algorithms or ""), plan.parse_algorithms(meeting.decision)
     for collective, ranges in plan.table(size, rules, decided).items():

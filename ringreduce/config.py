@@ -51,6 +51,8 @@ class Options:
     spins: int | None = _knob(None, int, "looks before a waiting rank yields its core (default: by ranks per core)")
     slices: int | None = _knob(None, int, "slices that a chunk is cut in, if they are not too small or too large")
     least_slice_bytes: int | None = _knob(None, parse_bytes, "a slice is not made smaller than this")
+    fetch: int | None = _knob(None, int, "1: ranks read one another's tensors where they are; 0: through copies")
+    least_fetch_bytes: int | None = _knob(None, parse_bytes, "smaller slices are copied")
     recorded_calls: int | None = _knob(None, int, "latest calls that the flight recorder keeps, per group; 0: none")
     dump_when_broken: int | None = _knob(None, int, "1: write the flight record when the group breaks; 0: do not")
     debug: int | None = _knob(None, int, "1: log the life of groups; 2: also print a line for every call")
@@ -69,6 +71,8 @@ DEFAULTS: Mapping[str, Any] = {
     "spins": 0,
     "slices": 4,
     "least_slice_bytes": 16 * 1024,
+    "fetch": 1,
+    "least_fetch_bytes": 4 * 1024,
     "recorded_calls": 2000,
     "dump_when_broken": 1,
     "debug": 0,
@@ -88,6 +92,8 @@ LIMITS = {
     "spins": (0, 1_000_000),
     "slices": (1, 1024),
     "least_slice_bytes": (64, 1024**3),
+    "fetch": (0, 1),
+    "least_fetch_bytes": (0, 1024**3),
     "recorded_calls": (0, 10_000_000),
     "dump_when_broken": (0, 1),
     "debug": (0, 2),

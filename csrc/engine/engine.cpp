@@ -112,9 +112,20 @@ Tally Engine::run(const Call& call, const Buffers& buffers) {
 
   const std::size_t slice = slice_bytes(call, program, choice.slice_bytes);
   Waiting waiting(*segment_, options_.spins);
-  std::uint64_t lent = 0;
+  Execution execution(*segment_, program, call, buffers, workspace_, id, slice, options_.least_fetch_bytes);
+  const auto fail = [&](const Error& error) {
+    segment_->abort(error);
+    execution.withdraw();  // after abort(), so that a peer that is refused finds the reason
+  };
+  const auto advance = [&] {
+    try {
+      return execution.advance();
+    } catch (const Error& error) {
+      if (error.kind() == ErrorKind::mismatch) throw;
+      throw Error(error.kind(), title(call, seq) + ": " + error.what(), error.culprit());
+    }
+  };
   try {
-    Execution execution(*segment_, program, call, buffers, workspace_, id, slice);
     const auto look = [&](Nanoseconds waited) {
       own.waiting_for.store(execution.blocked_on(), std::memory_order_relaxed);
       own.heartbeat.store(now(), std::memory_order_release);
@@ -122,7 +133,7 @@ Tally Engine::run(const Call& call, const Buffers& buffers) {
     };
     try {
       while (true) {
-        const bool moved = execution.advance();
+        const bool moved = advance();
         if (execution.done()) break;
         if (moved)
           waiting.moved();
@@ -135,22 +146,20 @@ Tally Engine::run(const Call& call, const Buffers& buffers) {
         while (!execution.all_read()) waiting.idle(look);
       waiting.moved();
     } catch (const Error& error) {
-      execution.withdraw();
       if (error.kind() == ErrorKind::mismatch) throw_mismatch(call, seq, error.culprit());
       throw;
     }
     execution.finish();
-    lent = execution.lent();
   } catch (const Error& error) {
-    segment_->abort(error);
+    fail(error);
     segment_->throw_if_aborted();  // the group's first error, which need not be this one
     throw;
   } catch (const std::exception& error) {  // out of memory: the peers must not wait for this rank
-    segment_->abort(Error(ErrorKind::system, title(call, seq) + ": " + error.what(), segment_->rank()));
+    fail(Error(ErrorKind::system, title(call, seq) + ": " + error.what(), segment_->rank()));
     throw;
   }
   own.completed.store(seq, std::memory_order_release);
-  return {waiting.waited(), lent};
+  return {waiting.waited(), execution.lent()};
 }
 
 void Engine::abort(const std::string& reason) { segment_->abort(Error(ErrorKind::aborted, reason)); }

@@ -33,11 +33,13 @@ struct Tally {
 class Engine {
  public:
   // `spins`: how often a waiting rank looks before it yields its core. `slices`: into how many slices a chunk is cut,
-  // as long as they have at least `least_slice_bytes` and fit a slot.
+  // as long as they have at least `least_slice_bytes` and fit a slot. `least_fetch_bytes`: from this size on slices are
+  // read by peers where they are, if they may.
   struct Options {
     int spins = 50;
     int slices = 4;
     std::size_t least_slice_bytes = 16384;
+    std::size_t least_fetch_bytes = 4096;
   };
 
   Engine(std::shared_ptr<const Segment> segment, const Options& options);

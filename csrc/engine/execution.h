@@ -7,10 +7,10 @@
 // allocated, and `seq` may be written only when `seq - depth` has been read. Hence the oldest round can always do what
 // it could do alone, and a plan whose single round ends (ringreduce.plan.verify) ends however many rounds it has.
 //
-// What a step sends is copied to a slot, unless it lies, to stay, in this rank's arena: then it is *lent*, and read
-// where it is. It stays if no later step of the call writes it, and if the call does not end before it has been read.
-// In a call in place, a chunk that a peer combines and sends back is lent to be *returned*: the peer writes the result
-// into it, and nothing is copied at all.
+// What a step sends is copied to a slot, unless it lies, to stay, where peers can read it: in this rank's arena, or
+// anywhere if ranks can access one another's memory. Then it is *lent*, and read where it is. It stays if no later step
+// of the call writes it, and if the call does not end before it has been read. In a call in place, a chunk that a peer
+// combines and sends back is lent to be *returned*: the peer writes the result into it.
 #pragma once
 
 #include <array>
@@ -51,19 +51,29 @@ struct ChannelState {
   std::array<std::uint32_t, kWindow> step{};  // where each round in flight stands, by round modulo kWindow
 };
 
+// An operand that lies in a peer's process.
+struct Remote {
+  int peer;
+  std::uint64_t address;
+  bool returned;
+  std::size_t operand;  // its number among the operands
+};
+
 // What executions work with one after the other, so that a call allocates nothing.
 struct Workspace {
   std::vector<ChannelState> channels;
-  std::vector<const void*> operands;  // of the step at hand
-  std::vector<void*> results;         // all places where its value goes
+  std::vector<const void*> operands;  // of the step at hand; null where remote
+  std::vector<Remote> remote;
+  std::vector<void*> results;      // all places of this rank where its value goes
+  std::vector<std::byte> scratch;  // operands on their way
 };
 
 class Execution {
  public:
-  // `slice_bytes`: the most that a slice may hold; a multiple of 64, at most a slot. The arguments must outlive this
-  // object.
+  // `slice_bytes`: the most that a slice may hold; a multiple of 64, at most a slot. `least_fetch_bytes`: slices of
+  // that size are lent from outside of the arena. The arguments must outlive this object.
   Execution(const Segment& segment, const Program& program, const Call& call, const Buffers& buffers,
-            Workspace& workspace, std::uint64_t fingerprint, std::size_t slice_bytes);
+            Workspace& workspace, std::uint64_t fingerprint, std::size_t slice_bytes, std::size_t least_fetch_bytes);
 
   // Moves whatever can move; returns whether anything did. Throws mismatch if a peer's data belongs to another call.
   bool advance();
@@ -74,7 +84,7 @@ class Execution {
   bool all_read();
   std::uint64_t lent() const { return lent_; }  // bytes
 
-  // After a failure: lets no peer write into this rank's tensors any more.
+  // After a failure: lets no peer into this rank's tensors any more.
   void withdraw();
 
   // After done(): moves the outboxes' tails past this call. To be called once, when no more is asked of this object.
@@ -88,9 +98,10 @@ class Execution {
   bool try_step(std::size_t channel, std::size_t round, const Step& step);
   int slow_reader(std::size_t channel, std::uint64_t seq) const;
   const std::byte* to_lend(const Step& step, const std::byte* local, const std::byte* output, std::size_t bytes) const;
+  bool can_lend(const std::byte* data, std::size_t bytes) const { return fetched_ || segment_.in_arena(data, bytes); }
   bool scales(const Step& step) const;
   void compute(const Step& step, std::size_t bytes, const std::byte* local);
-  void combine(const Step& step, int n, std::size_t bytes);
+  void combine(const Step& step, std::size_t bytes);
   Range slice_of(std::size_t channel, const Step& step, std::size_t count, std::size_t round) const;
 
   const Segment& segment_;
@@ -99,11 +110,14 @@ class Execution {
   const Buffers& buffers_;
   std::vector<ChannelState>& channels_;
   std::vector<const void*>& operands_;
+  std::vector<Remote>& remote_;
   std::vector<void*>& results_;
+  std::vector<std::byte>& scratch_;
   const std::uint64_t fingerprint_;
   const std::size_t element_;     // bytes
   const std::size_t slice_size_;  // elements
   bool in_place_ = false;         // the one input is the one output
+  bool fetched_ = false;          // whether what lies outside of the arena is lent too
   bool offers_ = false;           // whether chunks are lent to be returned
   bool streams_ = false;          // whether what only goes to the output goes past the caches
   std::uint64_t lent_ = 0;

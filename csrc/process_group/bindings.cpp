@@ -61,19 +61,30 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("mailbox_depth"), py::arg("mailbox_slot_bytes"), py::arg("arena_bytes") = 0)
       .def("segment_bytes", &Geometry::segment_bytes);
 
+  py::class_<OpenMemory, std::shared_ptr<OpenMemory>>(m, "OpenMemory")
+      .def(py::init())
+      .def_property_readonly("key", [](const OpenMemory& memory) {
+        const OpenMemory::Key& key = memory.key();
+        return std::tuple(key.thread, key.address, key.word);
+      });
+  m.def("can_access",
+        [](int thread, std::uint64_t address, std::uint64_t word) { return can_access({thread, address, word}); });
+
   using Group = ProcessGroupRing;
   py::class_<Group, c10::intrusive_ptr<Group>, c10d::Backend>(m, "ProcessGroupRing")
       .def(py::init([](int memfd, const Geometry& geometry, int rank, std::vector<int> pidfds,
                        const std::vector<std::pair<std::string, std::int64_t>>& names, std::string name,
                        std::vector<std::int64_t> global_ranks, double timeout, Group::Regroup regroup, int spins,
                        int slices, std::size_t least_slice_bytes, std::size_t recorded_calls, bool dump_when_broken,
-                       bool print_calls) {
+                       bool print_calls, std::shared_ptr<OpenMemory> memory, std::vector<int> memory_threads,
+                       std::size_t least_fetch_bytes) {
              std::vector<RankName> rank_names;
              for (const auto& [host, pid] : names) rank_names.push_back({host, pid});
-             auto segment = std::make_shared<Segment>(memfd, geometry, rank, std::move(pidfds), std::move(rank_names));
+             auto segment = std::make_shared<Segment>(memfd, geometry, rank, std::move(pidfds), std::move(rank_names),
+                                                      PeerMemory{std::move(memory), std::move(memory_threads)});
              return c10::make_intrusive<Group>(
                  std::move(segment),
-                 Group::Settings{.engine = {spins, slices, least_slice_bytes},
+                 Group::Settings{.engine = {spins, slices, least_slice_bytes, least_fetch_bytes},
                                  .timeout = std::chrono::milliseconds(static_cast<std::int64_t>(timeout * 1000)),
                                  .name = std::move(name),
                                  .global_ranks = std::move(global_ranks),
@@ -85,7 +96,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::kw_only(), py::arg("memfd"), py::arg("geometry"), py::arg("rank"), py::arg("pidfds"), py::arg("names"),
            py::arg("name"), py::arg("global_ranks"), py::arg("timeout"), py::arg("regroup"), py::arg("spins"),
            py::arg("slices"), py::arg("least_slice_bytes"), py::arg("recorded_calls"), py::arg("dump_when_broken"),
-           py::arg("print_calls"))
+           py::arg("print_calls"), py::arg("memory") = nullptr, py::arg("memory_threads") = std::vector<int>(),
+           py::arg("least_fetch_bytes") = 0)
       // These two are virtual functions of c10d that torch does not bind for every backend.
       .def_property_readonly("options", &Group::getBackendOptions)
       .def("get_error", &Group::getError)

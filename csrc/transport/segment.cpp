@@ -69,12 +69,14 @@ std::size_t Geometry::segment_bytes() const {
   return kHeaderBytes + (Layout(*this).region_bytes + arena_bytes) * ranks;
 }
 
-Segment::Segment(int memfd, const Geometry& geometry, int rank, std::vector<int> pidfds, std::vector<RankName> names)
+Segment::Segment(int memfd, const Geometry& geometry, int rank, std::vector<int> pidfds, std::vector<RankName> names,
+                 PeerMemory memory)
     : geometry_(geometry),
       layout_(geometry),
       rank_(rank),
       pidfds_(std::move(pidfds)),
       names_(std::move(names)),
+      memory_(std::move(memory)),
       bytes_(geometry.segment_bytes()) {
   void* mapped = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, memfd, 0);
   const int error = errno;
@@ -146,6 +148,41 @@ void Segment::withdraw([[maybe_unused]] std::byte* data, [[maybe_unused]] std::s
   std::memcpy(copy, first, length);
   mremap(copy, length, length, MREMAP_MAYMOVE | MREMAP_FIXED, first);
 #endif
+}
+
+// `memory(thread)` is to return 0 or an error's number.
+template <class Access>
+void Segment::access(int peer, Access&& memory) const {
+  std::atomic<std::int32_t>& accesses = control(rank_).accesses;
+  accesses.store(peer + 1, std::memory_order_seq_cst);  // before the kernel looks whether the peer is open
+  const int error = memory(memory_.threads[static_cast<std::size_t>(peer)]);
+  accesses.store(0, std::memory_order_release);
+  if (error == ESRCH) throw Error(ErrorKind::peer_lost, describe(peer) + " died or gave the call up", peer);
+  if (error != 0)
+    throw Error(ErrorKind::system, "cannot access the memory of " + describe(peer) + ": " + std::strerror(error), peer);
+}
+
+void Segment::read(int peer, std::byte* to, std::uint64_t from, std::size_t bytes) const {
+  access(peer, [&](int thread) { return read_memory(thread, to, from, bytes); });
+}
+
+void Segment::write(int peer, std::uint64_t to, const std::byte* from, std::size_t bytes) const {
+  access(peer, [&](int thread) { return write_memory(thread, to, from, bytes); });
+}
+
+void Segment::close_memory() const {
+  if (!opens_memory()) return;
+  memory_.own->close();
+  // An access that had begun takes microseconds. A peer that is stopped right after its own cannot say that it has
+  // ended; for it alone there is a limit.
+  const Nanoseconds deadline = now() + kSecond / 2;
+  const auto inside = [&](int peer) { return control(peer).accesses.load(std::memory_order_seq_cst) == rank_ + 1; };
+  for (int r = 0; r < size(); ++r)
+    while (r != rank_ && inside(r) && now() < deadline) {
+      const std::vector<int> left = gone();
+      if (std::find(left.begin(), left.end(), r) != left.end()) break;
+      sched_yield();
+    }
 }
 
 void Segment::notify_all() const {

@@ -8,7 +8,8 @@
 //   - per channel and writer the acknowledgements: which of the writer's slots this rank has consumed;
 //   - per destination a mailbox of slots for point-to-point messages.
 // After the regions each rank has an arena, for tensors that peers may read in place (transport/arena.h). A slot then
-// holds, instead of a payload, where in the arena it is; the acknowledgement says that it has been read there.
+// holds, instead of a payload, where in the arena it is; the acknowledgement says that it has been read there. Other
+// tensors may be read in place as well, where the kernel lets ranks do that (transport/peer_memory.h).
 //
 // Why slots can be reused without a lock: slot `seq % depth` is written for `seq` only after every reader of `seq -
 // depth` has acknowledged it (Acknowledgement >= stamp), and read for `seq` only after its stamp says so. The stamp is
@@ -27,6 +28,7 @@
 
 #include "core/clock.h"
 #include "core/error.h"
+#include "transport/peer_memory.h"
 
 namespace ringreduce {
 
@@ -53,13 +55,16 @@ struct Layout {
   std::size_t acknowledgements, outboxes, mailboxes, region_bytes;
 };
 
-// A slot of an outbox; the payload follows.
+enum class Place : std::uint32_t { slot, arena, process };
+
+// A slot of an outbox; the payload follows, unless it is lent.
 struct alignas(64) SlotHeader {
   std::atomic<std::uint64_t> stamp;  // seq + 1 of the content; 0 before the first
   std::uint64_t fingerprint;         // of the call that the content belongs to
   std::uint64_t bytes;               // of payload
-  std::uint64_t lent;                // 0: the payload follows; else it is at lent - 1 in the writer's arena
-  std::uint64_t returned;            // 1: the writer wants what the reader makes of it written where it is lent
+  Place place;                       // where the payload is
+  std::uint32_t returned;            // 1: the writer wants what the reader makes of it written where it is lent
+  std::uint64_t address;             // where it is lent: in the writer's arena or process
 
   std::byte* payload() { return reinterpret_cast<std::byte*>(this + 1); }
 };
@@ -107,6 +112,8 @@ struct alignas(64) RankControl {
   // Monitored barriers: how many this rank came to, and the latest that it gave up on (the first is 1).
   std::atomic<std::uint64_t> barriers_entered;
   std::atomic<std::uint64_t> barriers_given_up;
+  // 1 + the peer whose process this rank reads or writes at this moment; 0: none.
+  std::atomic<std::int32_t> accesses;
 
   CallRecord calls[kCallHistory];
 };
@@ -130,7 +137,8 @@ class Segment {
  public:
   // Maps `memfd`, of geometry.segment_bytes() zero bytes, for `rank`. `pidfds[r]` becomes readable when rank r's
   // process ends (-1: not watched). Takes ownership of all descriptors, also when it throws.
-  Segment(int memfd, const Geometry& geometry, int rank, std::vector<int> pidfds, std::vector<RankName> names);
+  Segment(int memfd, const Geometry& geometry, int rank, std::vector<int> pidfds, std::vector<RankName> names,
+          PeerMemory memory = {});
   ~Segment();
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
@@ -155,6 +163,14 @@ class Segment {
   // Puts memory of its own in the place of [data, data + bytes) of this rank's arena, with the same content. What peers
   // write there from now on is lost.
   void withdraw(std::byte* data, std::size_t bytes) const;
+
+  // Whether all ranks can access one another's memory outside of the segment.
+  bool opens_memory() const { return !memory_.threads.empty(); }
+  // Copies from, or to, the process of `peer`. Throws peer_lost if its memory is not open any more.
+  void read(int peer, std::byte* to, std::uint64_t from, std::size_t bytes) const;
+  void write(int peer, std::uint64_t to, const std::byte* from, std::size_t bytes) const;
+  // Returns when no peer reads or writes this process any more, now or later.
+  void close_memory() const;
 
   // Tells `peer` that something changed, if it sleeps. The change must have been stored with seq_cst order: with the
   // seq_cst order of `sleepers` and of the peer's last look, either this call sees the sleeper or the sleeper the
@@ -181,6 +197,8 @@ class Segment {
 
  private:
   static void ring_doorbell(RankControl& control);
+  template <class Access>
+  void access(int peer, Access&& memory) const;
   std::byte* region(int rank) const;
 
   Geometry geometry_;
@@ -188,6 +206,7 @@ class Segment {
   int rank_;
   std::vector<int> pidfds_;
   std::vector<RankName> names_;
+  PeerMemory memory_;
   std::byte* base_ = nullptr;
   std::byte* arenas_ = nullptr;
   std::size_t bytes_;

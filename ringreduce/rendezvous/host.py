@@ -3,7 +3,8 @@
 1. Every rank tells the store who it is. Rank 0 publishes the roster, with a fresh secret and its socket's address.
 2. Every other rank connects. Both sides prove that they know the secret (HMAC-SHA-256 over the other's nonce), and the
    kernel tells both that the peer is the same user. Being able to connect is what proves that they share a host.
-3. The rank sends a pidfd of itself; when all have, rank 0 sends everybody the memfd and all pidfds.
+3. The rank sends a pidfd of itself, and whether it can access all others' memory; when all have, rank 0 sends
+   everybody the memfd, all pidfds, and whether all can.
 
 A pidfd becomes readable when its process ends, whoever holds it. That is how a dead peer is found out: unlike an open
 socket it is not kept alive by forked children (DataLoader workers), and it works across pid namespaces.
@@ -28,10 +29,12 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
+from ringreduce import _C
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, SystemFailure, TopologyError
 
 _NONCE = 32
 _DIGEST = hashlib.sha256().digest_size
+_HELLO = struct.Struct(f"!i?{_NONCE}s{_DIGEST}s")  # rank, whether it can access all ranks' memory, nonce, proof
 _FDS_PER_MESSAGE = 200  # the kernel's limit is 253 (SCM_MAX_FD)
 
 
@@ -48,6 +51,8 @@ class Meeting:
     """The numbers of the cores that some rank may use."""
     decision: str
     """What rank 0's `decide` said."""
+    threads: list[int]
+    """Per rank: under which thread's id its memory is open; empty unless every rank can access every other's."""
 
 
 def meet(
@@ -58,19 +63,21 @@ def meet(
     config: str,
     timeout: float,
     decide: Callable[[frozenset[int]], str],
+    memory: tuple[int, int, int] | None = None,
 ) -> Meeting:
     """Joins this rank with the others of its group; returns when all are there.
 
     `config` must be equal on all ranks. `decide` is called on rank 0 alone, when all are known, with the cores that
-    some rank may use; what it says is told to all. Raises `CollectiveTimeout` naming the ranks that did not come within
-    `timeout` seconds, `InvalidArgument` if configurations differ, `TopologyError` if the ranks are not on one host.
+    some rank may use; what it says is told to all. `memory` is the key of this rank's `OpenMemory`. Raises
+    `CollectiveTimeout` naming the ranks that did not come within `timeout` seconds, `InvalidArgument` if configurations
+    differ, `TopologyError` if the ranks are not on one host.
     """
     deadline = time.monotonic() + timeout
     # A group may be made again under the same store prefix: count how often this rank has been here.
     generation = store.add(f"ringreduce/generation/{rank}", 1)
     prefix = f"ringreduce/{generation}"
     me = {"host": socket.gethostname(), "pid": os.getpid(), "machine": _machine(), "config": config}
-    me["cores"] = sorted(os.sched_getaffinity(0))
+    me |= {"cores": sorted(os.sched_getaffinity(0)), "memory": memory}
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         if rank == 0:
             listener.bind("")  # the kernel picks a free abstract address
@@ -87,13 +94,16 @@ def meet(
         _check(roster["ranks"])
         names = [(str(r["host"]), int(r["pid"])) for r in roster["ranks"]]
         secret = bytes.fromhex(roster["secret"])
+        keys = [other["memory"] for other in roster["ranks"]]
+        near = all(key is not None and _C.can_access(*key) for key in keys)
         if rank == 0:
-            memfd, pidfds = _serve(listener, secret, names, segment_bytes, deadline)
+            memfd, pidfds, near = _serve(listener, secret, names, segment_bytes, deadline, near)
         else:
-            memfd, pidfds = _join(bytes.fromhex(roster["address"]), secret, rank, names, deadline)
+            memfd, pidfds, near = _join(bytes.fromhex(roster["address"]), secret, rank, names, deadline, near)
     os.close(pidfds[rank])
     pidfds[rank] = -1
-    return Meeting(memfd, pidfds, names, _cores(roster["ranks"]), str(roster["decision"]))
+    threads = [int(key[0]) for key in keys] if near else []
+    return Meeting(memfd, pidfds, names, _cores(roster["ranks"]), str(roster["decision"]), threads)
 
 
 def _machine() -> str:
@@ -139,8 +149,13 @@ def _own_pidfd() -> int:
 
 
 def _serve(
-    listener: socket.socket, secret: bytes, names: list[tuple[str, int]], segment_bytes: int, deadline: float
-) -> tuple[int, list[int]]:
+    listener: socket.socket,
+    secret: bytes,
+    names: list[tuple[str, int]],
+    segment_bytes: int,
+    deadline: float,
+    near: bool,
+) -> tuple[int, list[int], bool]:
     memfd = os.memfd_create("ringreduce", os.MFD_CLOEXEC)
     try:
         os.ftruncate(memfd, segment_bytes)
@@ -160,22 +175,23 @@ def _serve(
                     f"making the group: ranks {missing} did not connect in time", missing[0]
                 ) from None
             try:
-                rank, pidfd = _admit(connection, secret, deadline)
+                rank, pidfd, its_near = _admit(connection, secret, deadline)
                 if rank not in missing:
                     raise ConnectionError(f"a process claims to be rank {rank}")
             except OSError:  # a stranger: it gets nothing, and the ranks come on other connections
                 connection.close()
                 continue
             members[rank], pidfds[rank] = connection, pidfd
+            near = near and its_near
         ordered = [pidfds[r] for r in range(len(names))]
         for rank, connection in members.items():
             try:
                 for start in range(0, len(names) + 1, _FDS_PER_MESSAGE):
-                    socket.send_fds(connection, [b"fds"], [memfd, *ordered][start : start + _FDS_PER_MESSAGE])
+                    socket.send_fds(connection, [bytes([near])], [memfd, *ordered][start : start + _FDS_PER_MESSAGE])
             except OSError:
                 host, pid = names[rank]
                 raise PeerLost(f"making the group: rank {rank} ({host}, pid {pid}) died or left", rank) from None
-        return memfd, ordered
+        return memfd, ordered, near
     except BaseException:
         _close((memfd, *pidfds.values()))
         raise
@@ -184,29 +200,29 @@ def _serve(
             connection.close()
 
 
-def _admit(connection: socket.socket, secret: bytes, deadline: float) -> tuple[int, int]:
-    """Checks who connected; returns its rank and pidfd."""
+def _admit(connection: socket.socket, secret: bytes, deadline: float) -> tuple[int, int, bool]:
+    """Checks who connected; returns its rank, its pidfd, and whether it can access all ranks' memory."""
     _check_user(connection)
     connection.settimeout(min(5.0, _left(deadline, "a connecting rank")))
     nonce = secrets.token_bytes(_NONCE)
     connection.send(nonce)
-    message, fds, _, _ = socket.recv_fds(connection, 4 + _NONCE + _DIGEST, 1)
+    message, fds, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
     for fd in fds:
         os.set_inheritable(fd, False)
     try:
-        rank, theirs, proof = struct.unpack(f"!i{_NONCE}s{_DIGEST}s", message)
+        rank, near, theirs, proof = _HELLO.unpack(message)
         if len(fds) != 1 or not hmac.compare_digest(proof, _proof(secret, b"member", nonce, rank)):
             raise ConnectionError("not a rank of this group")
         connection.send(_proof(secret, b"leader", theirs, rank))
     except (OSError, struct.error) as error:
         _close(fds)
         raise ConnectionError(str(error)) from None
-    return rank, fds[0]
+    return rank, fds[0], near
 
 
 def _join(
-    address: bytes, secret: bytes, rank: int, names: list[tuple[str, int]], deadline: float
-) -> tuple[int, list[int]]:
+    address: bytes, secret: bytes, rank: int, names: list[tuple[str, int]], deadline: float, near: bool
+) -> tuple[int, list[int], bool]:
     fds = array.array("i")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         try:
@@ -214,9 +230,7 @@ def _join(
             connection.connect(address)
             _check_user(connection)
             nonce = secrets.token_bytes(_NONCE)
-            message = struct.pack(f"!i{_NONCE}s", rank, nonce) + _proof(
-                secret, b"member", connection.recv(_NONCE), rank
-            )
+            message = _HELLO.pack(rank, near, nonce, _proof(secret, b"member", connection.recv(_NONCE), rank))
             pidfd = _own_pidfd()
             try:
                 socket.send_fds(connection, [message], [pidfd])
@@ -237,7 +251,7 @@ def _join(
             raise SystemFailure(f"joining the group at rank 0 ({names[0][0]}, pid {names[0][1]}): {error}", 0) from None
     for fd in fds:
         os.set_inheritable(fd, False)
-    return fds[0], list(fds[1:])
+    return fds[0], list(fds[1:]), message == b"\1"
 
 
 def _proof(secret: bytes, role: bytes, nonce: bytes, rank: int) -> bytes:

@@ -1,0 +1,66 @@
+// Reading and writing another process's memory where it lies: Linux's cross-memory attach (process_vm_readv(2)).
+//
+// A rank opens its memory under the id of a thread that only sleeps. The kernel looks that id up when an access begins:
+// once the thread has ended no access begins any more, not even that of a peer which was stopped for an hour just
+// before. So a call that failed can hand its tensors back to the program.
+//
+// Who may access whom is the kernel's to say (same user, same pid namespace, kernel.yama.ptrace_scope, seccomp). Ranks
+// find out by trying when their group is made.
+#pragma once
+
+#include <semaphore.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "core/fork.h"
+
+namespace ringreduce {
+
+class OpenMemory {
+ public:
+  // What peers need to try whether they get in: a word of ours, and what it says.
+  struct Key {
+    int thread;
+    std::uint64_t address;
+    std::uint64_t word;
+  };
+
+  // Throws Error if no thread can be started.
+  OpenMemory();
+  ~OpenMemory() { close(); }
+  OpenMemory(const OpenMemory&) = delete;
+  OpenMemory& operator=(const OpenMemory&) = delete;
+
+  const Key& key() const { return key_; }
+
+  // No access begins from now on. Idempotent.
+  void close();
+
+ private:
+  ForkMark mark_;
+  sem_t end_;
+  std::uint64_t word_;
+  Key key_;
+  std::thread sleeper_;
+};
+
+// Whether this process may read and write what was opened: it reads the word and writes it back.
+bool can_access(const OpenMemory::Key& key);
+
+// Copies `bytes` from, or to, memory opened under the id `thread`. Returns 0, or the error's number: ESRCH if it is not
+// open any more.
+int read_memory(int thread, std::byte* to, std::uint64_t from, std::size_t bytes);
+int write_memory(int thread, std::uint64_t to, const std::byte* from, std::size_t bytes);
+
+// A rank's part in it: what it opened, and the ids under which its peers did (by rank). None if some rank cannot
+// access another.
+struct PeerMemory {
+  std::shared_ptr<OpenMemory> own;
+  std::vector<int> threads;
+};
+
+}  // namespace ringreduce
