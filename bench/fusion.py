@@ -11,14 +11,10 @@ one tensor of the same total size; `x one`: the ratio of the two; `singly`: all_
 import argparse
 import sys
 from collections.abc import Sequence
-from datetime import timedelta
 
 import harness
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessException, spawn
-
-TIMEOUT = timedelta(seconds=120)
 
 
 def resnet50() -> list[int]:
@@ -46,13 +42,11 @@ CASES = {
 }
 
 
-def measure(rank: int, ranks: int, port: int, cases: Sequence[str], schedule: harness.Schedule) -> None:
+def measure(cases: Sequence[str], schedule: harness.Schedule) -> None:
     """One rank; rank 0 prints a row a case."""
-    torch.set_num_threads(1)
-    store = dist.TCPStore("localhost", port)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
-    ours = dist.new_group(backend="ringreduce", timeout=TIMEOUT)
-    gloo = dist.new_group(backend="gloo", timeout=TIMEOUT)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    ours = dist.new_group(backend="ringreduce", timeout=harness.TIMEOUT)
+    gloo = dist.new_group(backend="gloo", timeout=harness.TIMEOUT)
     for case in cases:
         counts = CASES[case]
         tensors = [torch.full((count,), float(rank + i % 7)) for i, count in enumerate(counts)]
@@ -80,7 +74,6 @@ def measure(rank: int, ranks: int, port: int, cases: Sequence[str], schedule: ha
                 f"{times['list'] / times['one']:6.2f} {times['singly']:10.0f} {times['gloo']:10.0f}",
                 flush=True,
             )
-    dist.destroy_process_group()
 
 
 def main() -> int:
@@ -95,12 +88,7 @@ def main() -> int:
     print("\n".join(f"# {name:9} {text}" for name, text in harness.machine().items()))
     print(f"{'ranks':>5} {'case':12} {'MiB':>7} {'list':>10} {'one':>10} {'x one':>6} {'singly':>10} {'gloo':>10}")
     for ranks in args.ranks:
-        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        try:
-            spawn(measure, (ranks, store.port, args.cases, harness.Schedule(2, args.rounds, args.min_time)), ranks)
-        except ProcessException as error:
-            print(error, file=sys.stderr)
-            return 1
+        harness.start_ranks(ranks, measure, args.cases, harness.Schedule(2, args.rounds, args.min_time))
     return 0
 
 

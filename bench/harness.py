@@ -1,4 +1,4 @@
-"""What the benchmarks share: exact inputs with their oracle, the timing loop, the rows, the header, progress.
+"""What the benchmarks share: ranks, exact inputs with their oracle, the timing loop, the rows, the header, progress.
 
 Every function that communicates uses the default process group (Gloo, CPU tensors) and must be called by all ranks in
 the same order. The backend under test never carries the benchmark's own traffic.
@@ -10,25 +10,30 @@ import gc
 import itertools
 import math
 import os
+import pickle
 import platform
 import sys
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.spawn import ProcessException, spawn
 
 if TYPE_CHECKING:
     import rich.progress
 
 Key = TypeVar("Key", bound=Hashable)
 Mark = TypeVar("Mark")
+Found = TypeVar("Found")
 Call = Callable[[], object]
+
+TIMEOUT = timedelta(seconds=120)  # of every group; a rank that waits longer is stuck, as no collective here takes 5 s
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
@@ -46,6 +51,40 @@ OPS: dict[str, tuple[dist.ReduceOp.RedOpType, Callable[[Tensor, Tensor], Tensor]
     "bor": (dist.ReduceOp.BOR, torch.bitwise_or),
     "bxor": (dist.ReduceOp.BXOR, torch.bitwise_xor),
 }
+
+
+def start_ranks(ranks: int, measure: Callable[..., Found], *args: object) -> Found:
+    """Run `measure(*args)` in `ranks` new processes, as `become_rank` does, and return what it returned on rank 0.
+
+    If one fails, all end, and this process with them: the reason on stderr, exit status 1.
+    """
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    try:
+        spawn(_run_rank, (ranks, store.port, measure, args), nprocs=ranks)
+    except ProcessException as error:
+        sys.exit(str(error))
+    found: Found = pickle.loads(store.get("found"))
+    return found
+
+
+def _run_rank(rank: int, ranks: int, port: int, measure: Callable[..., object], args: tuple[object, ...]) -> None:
+    store = dist.TCPStore("localhost", port)
+    found = become_rank(measure, *args, store=store, rank=rank, world_size=ranks)
+    if rank == 0:
+        store.set("found", pickle.dumps(found))
+
+
+def become_rank(measure: Callable[..., Found], *args: object, **meeting: Any) -> Found:
+    """`measure(*args)` with one CPU thread and the default process group, which is Gloo's and never timed.
+
+    `meeting` goes to init_process_group: empty under torchrun, whose environment says how to meet.
+    """
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=TIMEOUT, **meeting)
+    try:
+        return measure(*args)
+    finally:
+        dist.destroy_process_group()
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,10 @@ import importlib.util
 import itertools
 import json
 import os
-import pickle
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,6 @@ import harness
 import torch
 import torch.distributed as dist
 from harness import Call, Result
-from torch.multiprocessing.spawn import ProcessException, spawn
 
 # Each ringreduce variant with its Options(algorithms=...), and the backends to compare with.
 ALGORITHMS = {
@@ -44,7 +41,6 @@ ALGORITHMS = {
 PEERS = ("gloo", "nccl")
 SHORT_NAMES = {"bidirectional_ring": "ring x2"}
 PLACEMENTS = ("out_of_place", "in_place")
-TIMEOUT = timedelta(seconds=120)  # a rank that waits longer than this is stuck: no collective here takes 5 s
 
 METHOD = (
     "The timed call is dist.all_reduce(tensor, op, group=group), from Python, one CPU thread per rank.",
@@ -116,31 +112,23 @@ class Trial:
         return torch.tensor([inputs.wrong(self.output, call), inputs.wrong(self.buffer, call)])
 
 
-def measure(settings: Settings, **meeting: Any) -> list[Row]:
-    """Run the benchmark as one rank; every rank returns all rows.
-
-    `meeting` goes to init_process_group: empty under torchrun, whose environment says how to meet.
-    """
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=TIMEOUT, **meeting)  # for the benchmark's own agreements; never timed
+def measure(settings: Settings) -> list[Row]:
+    """One rank; every rank returns all rows."""
     device = torch.device(settings.device)
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", dist.get_rank())))
         torch.cuda.set_device(device)
-    try:
-        groups = {variant: open_group(variant) for variant in settings.variants}
-        numbers = itertools.count()
-        title = f"{dist.get_world_size()} ranks"
-        rows: list[Row] = []
-        unchecked = dataclasses.replace(settings, check=False)
-        measure_size(unchecked, groups, settings.sizes[0], device, numbers)  # dropped: the ranks have only just started
-        with harness.Progress(title, len(settings.sizes), shown=dist.get_rank() == 0) as progress:
-            for size in settings.sizes:
-                rows += measure_size(settings, groups, size, device, numbers)
-                progress.advance(harness.format_bytes(size))
-        return rows
-    finally:
-        dist.destroy_process_group()
+    groups = {variant: open_group(variant) for variant in settings.variants}
+    numbers = itertools.count()
+    title = f"{dist.get_world_size()} ranks"
+    rows: list[Row] = []
+    unchecked = dataclasses.replace(settings, check=False)
+    measure_size(unchecked, groups, settings.sizes[0], device, numbers)  # dropped: the ranks have only just started
+    with harness.Progress(title, len(settings.sizes), shown=dist.get_rank() == 0) as progress:
+        for size in settings.sizes:
+            rows += measure_size(settings, groups, size, device, numbers)
+            progress.advance(harness.format_bytes(size))
+    return rows
 
 
 def open_group(variant: str) -> dist.ProcessGroup:
@@ -151,7 +139,7 @@ def open_group(variant: str) -> dist.ProcessGroup:
         import ringreduce
 
         backend, options = "ringreduce", ringreduce.Options(algorithms=ALGORITHMS[variant])
-    group: dist.ProcessGroup = dist.new_group(backend=backend, pg_options=options, timeout=TIMEOUT)
+    group: dist.ProcessGroup = dist.new_group(backend=backend, pg_options=options, timeout=harness.TIMEOUT)
     return group
 
 
@@ -203,22 +191,6 @@ def measure_size(
         )
         for variant in trials
     ]
-
-
-def launch(settings: Settings, ranks: int) -> list[Row]:
-    """Start `ranks` processes here and return what they measured. If one fails, all end and its error is raised."""
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    spawn(run_rank, (settings, ranks, store.port), nprocs=ranks)
-    rows: list[Row] = pickle.loads(store.get("rows"))
-    return rows
-
-
-def run_rank(rank: int, settings: Settings, ranks: int, port: int) -> None:
-    """One process of `launch`: meet at its store, measure, and leave the rows there."""
-    store = dist.TCPStore("localhost", port)
-    rows = measure(settings, store=store, rank=rank, world_size=ranks)
-    if rank == 0:
-        store.set("rows", pickle.dumps(rows))
 
 
 def make_header(settings: Settings) -> dict[str, Any]:
@@ -387,11 +359,10 @@ def main() -> int:
 
     say(format_header(header) + "\n")
     for ranks in settings.ranks:
-        try:
-            measured = measure(settings) if under_torchrun else launch(settings, ranks)
-        except ProcessException as error:
-            print(error, file=sys.stderr)
-            return 1
+        if under_torchrun:
+            measured = harness.become_rank(measure, settings)
+        else:
+            measured = harness.start_ranks(ranks, measure, settings)
         rows += measured
         say(format_table(measured, settings.baseline))
 

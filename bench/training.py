@@ -27,14 +27,12 @@ import argparse
 import dataclasses
 import importlib.util
 import json
-import pickle
 import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import harness
@@ -44,11 +42,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.multiprocessing.spawn import ProcessException, spawn
 from torch.nn.parallel import DistributedDataParallel
 
 BACKENDS = ("ringreduce", "gloo")
-TIMEOUT = timedelta(seconds=120)
 LAYERS = 8  # of the DDP network
 SEQUENCE = 64  # tokens; fewer where a rank has fewer
 HEAD = 64  # features of an attention head
@@ -292,21 +288,16 @@ def rows(part: str, case: str, times: dict[str, Times], steps: int) -> list[Row]
 PARTS = {"ddp": measure_ddp, "tensor-parallel": measure_tensor_parallel}
 
 
-def run_rank(rank: int, args: argparse.Namespace, port: int) -> None:
-    """One process: measures, and prints if it is rank 0, which leaves all rows at the store."""
-    torch.set_num_threads(1)
-    store = dist.TCPStore("localhost", port)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=args.ranks, timeout=TIMEOUT)  # never timed
-    groups = {backend: dist.new_group(backend=backend, timeout=TIMEOUT) for backend in BACKENDS}
+def measure(args: argparse.Namespace) -> list[Row]:
+    """One rank, which returns all rows; rank 0 prints them, case by case."""
+    groups = {backend: dist.new_group(backend=backend, timeout=harness.TIMEOUT) for backend in BACKENDS}
     found: list[Row] = []
     for part in args.parts:
         for case in PARTS[part](groups, args):
             found += case
-            if rank == 0:
+            if dist.get_rank() == 0:
                 print("\n".join(map(format_row, case)), flush=True)
-    if rank == 0:
-        store.set("rows", pickle.dumps(found))
-    dist.destroy_process_group()
+    return found
 
 
 HEADER = (
@@ -361,16 +352,11 @@ def main() -> int:
     }
     print("\n".join(f"# {name:9} {text}" for name, text in header.items() if name != "method"))
     print(HEADER, flush=True)
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    try:
-        spawn(run_rank, (args, store.port), nprocs=args.ranks)
-    except ProcessException as error:
-        print(error, file=sys.stderr)
-        return 1
+    found = harness.start_ranks(args.ranks, measure, args)
     if args.json:
-        found = [dataclasses.asdict(row) for row in pickle.loads(store.get("rows"))]
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"header": header, "rows": found}, indent=1) + "\n")
+        report = {"header": header, "rows": [dataclasses.asdict(row) for row in found]}
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
         print(f"# JSON in {args.json}")
     return 0
 
