@@ -2,18 +2,17 @@
 
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
-#include <Python.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
-#include <cstring>
 #include <numeric>
 #include <optional>
 #include <set>
 #include <utility>
 
 #include "engine/monitored_barrier.h"
-#include "transport/arena.h"
+#include "process_group/arena_allocator.h"
+#include "process_group/gil.h"
 
 namespace ringreduce {
 
@@ -78,47 +77,6 @@ std::vector<T> list_of(T&& only) {
   list.push_back(std::forward<T>(only));
   return list;
 }
-
-// Hands out pieces of an arena as torch's allocators do.
-class ArenaAllocator : public c10::Allocator {
- public:
-  explicit ArenaAllocator(std::shared_ptr<Arena> arena) : arena_(std::move(arena)) {}
-
-  c10::DataPtr allocate(std::size_t bytes) override {
-    auto piece = std::make_unique<Piece>(Piece{arena_, arena_->allocate(bytes)});
-    std::byte* data = piece->data;
-    return {data, piece.release(), &release, at::kCPU};
-  }
-  void copy_data(void* to, const void* from, std::size_t bytes) const override { std::memcpy(to, from, bytes); }
-
- private:
-  struct Piece {
-    std::shared_ptr<Arena> arena;
-    std::byte* data;
-  };
-  static void release(void* context) {
-    const std::unique_ptr<Piece> piece(static_cast<Piece*>(context));
-    piece->arena->release(piece->data);
-  }
-
-  const std::shared_ptr<Arena> arena_;
-};
-
-// Lets go of the GIL, if this thread has it.
-class WithoutGil {
- public:
-  WithoutGil() {
-    if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) saved_ = PyEval_SaveThread();
-  }
-  ~WithoutGil() {
-    if (saved_ != nullptr) PyEval_RestoreThread(saved_);
-  }
-  WithoutGil(const WithoutGil&) = delete;
-  WithoutGil& operator=(const WithoutGil&) = delete;
-
- private:
-  PyThreadState* saved_ = nullptr;
-};
 
 // The groups of this process that have not been shut down.
 struct LivingGroups {
