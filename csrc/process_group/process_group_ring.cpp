@@ -5,7 +5,6 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
-#include <numeric>
 #include <optional>
 #include <set>
 #include <utility>
@@ -23,50 +22,6 @@ using c10d::Work;
 struct ProcessGroupRing::Running {
   Engine engine;
   std::shared_ptr<WorkSurroundings> surroundings;  // the queue's, the mailbox's and the completions' threads
-};
-
-// What a collective is, apart from its tensors.
-struct ProcessGroupRing::Shape {
-  Operation operation;
-  std::chrono::milliseconds timeout;
-  int root = 0;
-  const c10d::ReduceOp* op = nullptr;            // of those that reduce
-  bool flat_input = false, flat_output = false;  // that side is one tensor, to be cut in a block for each rank
-};
-
-// A call of the engine with its tensors, laid out for it.
-struct ProcessGroupRing::Job {
-  Call call;
-  bool uneven = false;         // all_to_all: ranks must first agree on the blocks
-  TensorList inputs, outputs;  // contiguous
-  TensorList targets;          // the user's outputs; those that are not outputs[i] itself are filled at the end
-  std::vector<std::byte*> input_data, output_data;
-  std::vector<std::size_t> input_count, output_count;
-
-  // One flat tensor as the blocks whose sizes are `counts`.
-  void cut(const at::Tensor& flat, std::vector<std::size_t> counts, std::vector<std::byte*>& data,
-           std::vector<std::size_t>& count) const {
-    auto* at = static_cast<std::byte*>(flat.mutable_data_ptr());
-    data.clear();
-    for (std::size_t n : counts) {
-      data.push_back(at);
-      at += n * size_of(call.dtype);
-    }
-    count = std::move(counts);
-  }
-
-  // Whether an output block lies over an input block, so that it may be written before that is read. In place, where
-  // the two are the same memory, is right for every operation but all_to_all.
-  bool writes_over_inputs() const {
-    const std::size_t element = size_of(call.dtype);
-    for (std::size_t i = 0; i < input_data.size(); ++i)
-      for (std::size_t o = 0; o < output_data.size(); ++o) {
-        const bool in_place = input_data[i] == output_data[o] && call.operation != Operation::all_to_all;
-        if (!in_place && overlap(input_data[i], input_count[i] * element, output_data[o], output_count[o] * element))
-          return true;
-      }
-    return false;
-  }
 };
 
 namespace {
@@ -201,129 +156,9 @@ std::chrono::milliseconds ProcessGroupRing::timeout_or_default(std::chrono::mill
   return std::min<std::chrono::milliseconds>(timeout == c10d::kUnsetTimeout ? timeout_.load() : timeout, kLongest);
 }
 
-// Inputs and outputs block by block, in c10d's order. All blocks of a call have one dtype.
-ProcessGroupRing::Job ProcessGroupRing::job(const Shape& shape, TensorList inputs, TensorList outputs) const {
-  const Operation operation = shape.operation;
-  const char* what = name(operation).data();
-  Job job;
-  job.call.operation = operation;
-  job.call.root = shape.root;
-  job.call.timeout = std::chrono::nanoseconds(timeout_or_default(shape.timeout)).count();
-  if (operation == Operation::barrier) {
-    job.input_data = job.output_data = {nullptr};
-    job.input_count = job.output_count = {0};
-    return job;
-  }
-  const at::Tensor& first = inputs.empty() ? outputs[0] : inputs[0];
-  for (const TensorList* side : {&inputs, &outputs})
-    for (const at::Tensor& t : *side) {
-      check_tensor(t, what);
-      if (t.scalar_type() != first.scalar_type())
-        invalid(what, ": tensors have different dtypes: ", t.scalar_type(), " and ", first.scalar_type());
-    }
-  check_outputs(outputs, what);
-  job.call.dtype = dtype_of(first.scalar_type(), what);
-  if (shape.op != nullptr) {
-    job.call.reduce_op = reduce_op_of(*shape.op);
-    job.call.factor = factor_of(*shape.op);
-    Engine::check_reduction(job.call);  // here already, so that no call of several begins before all are right
-  }
-
-  const at::NoGradGuard no_grad;
-  job.targets = outputs;
-  for (const at::Tensor& t : outputs) {
-    const bool in_place = std::any_of(inputs.begin(), inputs.end(), [&](const at::Tensor& i) { return i.is_same(t); });
-    job.outputs.push_back(is_plain(t) ? t : in_place ? plain(t) : at::empty(t.sizes(), t.options()));
-  }
-  for (const at::Tensor& t : inputs) {
-    const auto same =
-        std::find_if(job.targets.begin(), job.targets.end(), [&](const at::Tensor& o) { return o.is_same(t); });
-    job.inputs.push_back(same == job.targets.end() ? plain(t)
-                                                   : job.outputs[static_cast<std::size_t>(same - job.targets.begin())]);
-  }
-  const auto lay_out = [&](const TensorList& tensors, bool flat, const char* side, std::vector<std::byte*>& data,
-                           std::vector<std::size_t>& count) {
-    if (flat)
-      return job.cut(tensors[0], equal_blocks(tensors[0], getSize(), c10::str(what, ": ", side).c_str()), data, count);
-    for (const at::Tensor& t : tensors) {
-      data.push_back(static_cast<std::byte*>(t.mutable_data_ptr()));
-      count.push_back(static_cast<std::size_t>(t.numel()));
-    }
-  };
-  lay_out(job.inputs, shape.flat_input, "input", job.input_data, job.input_count);
-  lay_out(job.outputs, shape.flat_output, "output", job.output_data, job.output_count);
-  if (job.writes_over_inputs()) {
-    for (at::Tensor& t : job.inputs) t = t.clone();
-    job.input_data.clear();
-    job.input_count.clear();
-    lay_out(job.inputs, shape.flat_input, "input", job.input_data, job.input_count);
-  }
-
-  const auto own = static_cast<std::size_t>(getRank());
-  switch (operation) {
-    case Operation::all_to_all:
-      job.uneven = true;
-      break;
-    case Operation::all_gather:
-      check_count("all_gather: the output of this rank", job.output_count[own], job.input_count[0]);
-      size_from(job.call, job.output_count);
-      break;
-    case Operation::reduce_scatter:
-      check_count("reduce_scatter: output", job.output_count[0], job.input_count[own]);
-      size_from(job.call, job.input_count);
-      break;
-    case Operation::gather:
-      for (std::size_t n : job.output_count) check_count("gather: a tensor of gather_list", n, job.input_count[0]);
-      size_from(job.call, job.input_count);
-      break;
-    case Operation::scatter:
-      for (std::size_t n : job.input_count) check_count("scatter: a tensor of scatter_list", n, job.output_count[0]);
-      size_from(job.call, job.output_count);
-      break;
-    default:
-      size_from(job.call, job.input_count);
-  }
-  return job;
-}
-
-Tally ProcessGroupRing::run(Job& job) {
-  Tally tally = job.uneven ? agree_on_blocks(job) : Tally{};
-  const Buffers buffers{{job.input_data, job.input_count}, {job.output_data, job.output_count}};
-  tally += running_->engine.run(job.call, buffers);
-  for (std::size_t i = 0; i < job.targets.size(); ++i)
-    if (!job.targets[i].is_same(job.outputs[i])) write_back(job.targets[i], job.outputs[i]);
-  return tally;
-}
-
-// All ranks tell each other what they send to and expect from whom. So that a disagreement is an error on every rank,
-// naming it, and that all ranks count the same rounds.
-Tally ProcessGroupRing::agree_on_blocks(Job& job) {
-  const auto n = static_cast<std::size_t>(getSize());
-  std::vector<std::size_t> own = job.input_count, all(2 * n * n);
-  own.insert(own.end(), job.output_count.begin(), job.output_count.end());
-  std::vector<std::byte*> rows;
-  for (std::size_t r = 0; r < n; ++r) rows.push_back(reinterpret_cast<std::byte*>(&all[2 * n * r]));
-  const std::vector<std::size_t> row_counts(n, 2 * n);
-  auto* own_data = reinterpret_cast<std::byte*>(own.data());
-  const std::size_t own_count = 2 * n;
-  Call call = job.call;
-  call.operation = Operation::all_gather;
-  call.part_of = job.call.operation;
-  call.dtype = DType::int64;
-  call.count = call.largest = own_count;
-  call.shape = mix(static_cast<std::uint64_t>(job.call.operation), static_cast<std::uint64_t>(job.call.dtype));
-  const Tally tally = running_->engine.run(call, {{{&own_data, 1}, {&own_count, 1}}, {rows, row_counts}});
-
-  for (std::size_t from = 0; from < n; ++from)
-    for (std::size_t to = 0; to < n; ++to) {
-      const std::size_t sent = all[2 * n * from + to], expected = all[2 * n * to + n + from];
-      if (sent != expected)
-        throw Error(ErrorKind::mismatch, c10::str("all_to_all: rank ", from, " sends ", sent, " elements to rank ", to,
-                                                  ", which expects ", expected));
-      job.call.largest = std::max<std::uint64_t>(job.call.largest, sent);
-    }
-  job.call.count = job.call.largest;
-  return tally;
+Job ProcessGroupRing::job(Collective collective, const TensorList& inputs, const TensorList& outputs) const {
+  collective.timeout = timeout_or_default(collective.timeout);
+  return {collective, inputs, outputs, getRank(), getSize()};
 }
 
 template <class CallOptions>
@@ -338,7 +173,7 @@ c10::intrusive_ptr<Work> ProcessGroupRing::submit(OpType type, const CallOptions
                   Tally tally;
                   for (Job& job : jobs) {
                     job.call.number = number;
-                    tally += run(job);
+                    tally += job.run(running_->engine);
                   }
                   return tally;
                 });
@@ -432,18 +267,18 @@ bool ProcessGroupRing::all_reduce_now(const at::Tensor& tensor, c10d::ReduceOp::
 c10::intrusive_ptr<Work> ProcessGroupRing::allreduce(TensorList& tensors, const c10d::AllreduceOptions& opts) {
   const at::Tensor& tensor = only(tensors, "all_reduce");
   if (tensor.layout() == at::kSparse) return allreduce_sparse(tensors, opts);
-  const Shape shape{.operation = Operation::all_reduce, .timeout = opts.timeout, .op = &opts.reduceOp};
-  return submit(OpType::ALLREDUCE, opts, list_of(job(shape, {tensor}, {tensor})));
+  const Collective collective{.operation = Operation::all_reduce, .timeout = opts.timeout, .op = &opts.reduceOp};
+  return submit(OpType::ALLREDUCE, opts, list_of(job(collective, {tensor}, {tensor})));
 }
 
 c10::intrusive_ptr<Work> ProcessGroupRing::allreduce_coalesced(TensorList& tensors,
                                                                const c10d::AllreduceCoalescedOptions& opts) {
-  const Shape shape{.operation = Operation::all_reduce, .timeout = opts.timeout, .op = &opts.reduceOp};
+  const Collective collective{.operation = Operation::all_reduce, .timeout = opts.timeout, .op = &opts.reduceOp};
   Fusion fusion(tensors);
   std::vector<Job> jobs;  // one a bundle
   for (const Fusion::Bundle& bundle : fusion.bundles()) {
     const at::Tensor& first = fusion.tensors()[bundle.first];
-    jobs.push_back(job(shape, {first}, {first}));
+    jobs.push_back(job(collective, {first}, {first}));
     Call& call = jobs.back().call;
     call.count = call.largest = bundle.count;
     if (tensors.size() > 1) call.shape = fusion.shape();
@@ -463,7 +298,7 @@ Tally ProcessGroupRing::sum_fused(const Fusion& fusion, std::vector<Job>& jobs, 
     const Fusion::Bundle& bundle = fusion.bundles()[i];
     jobs[i].call.number = number;
     if (bundle.size() == 1) {
-      tally += run(jobs[i]);
+      tally += jobs[i].run(running_->engine);
       continue;
     }
     std::byte* data = fusion_buffer_.data();
@@ -499,7 +334,7 @@ Tally ProcessGroupRing::sum_sparse(const at::Tensor& tensor, std::chrono::millis
                                          static_cast<std::uint64_t>(own.scalar_type()));
     j.call.part_of = Operation::all_reduce;
     j.call.number = number;
-    tally += run(j);
+    tally += j.run(running_->engine);
     return outputs;
   };
   Tally tally;
@@ -520,18 +355,18 @@ Tally ProcessGroupRing::sum_sparse(const at::Tensor& tensor, std::chrono::millis
 
 c10::intrusive_ptr<Work> ProcessGroupRing::broadcast(TensorList& tensors, const c10d::BroadcastOptions& opts) {
   const at::Tensor& tensor = only(tensors, "broadcast");
-  const Shape shape{
+  const Collective collective{
       .operation = Operation::broadcast, .timeout = opts.timeout, .root = static_cast<int>(opts.rootRank)};
-  return submit(OpType::BROADCAST, opts, list_of(job(shape, {tensor}, {tensor})));
+  return submit(OpType::BROADCAST, opts, list_of(job(collective, {tensor}, {tensor})));
 }
 
 c10::intrusive_ptr<Work> ProcessGroupRing::reduce(TensorList& tensors, const c10d::ReduceOptions& opts) {
   const at::Tensor& tensor = only(tensors, "reduce");
-  const Shape shape{.operation = Operation::reduce,
-                    .timeout = opts.timeout,
-                    .root = static_cast<int>(opts.rootRank),
-                    .op = &opts.reduceOp};
-  return submit(OpType::REDUCE, opts, list_of(job(shape, {tensor}, {tensor})));
+  const Collective collective{.operation = Operation::reduce,
+                              .timeout = opts.timeout,
+                              .root = static_cast<int>(opts.rootRank),
+                              .op = &opts.reduceOp};
+  return submit(OpType::REDUCE, opts, list_of(job(collective, {tensor}, {tensor})));
 }
 
 c10::intrusive_ptr<Work> ProcessGroupRing::allgather(std::vector<TensorList>& outputs, TensorList& inputs,
@@ -551,7 +386,7 @@ c10::intrusive_ptr<Work> ProcessGroupRing::allgather_coalesced(std::vector<Tenso
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     TensorList blocks;
     for (const TensorList& of_rank : outputs) blocks.push_back(of_rank[i]);
-    jobs.push_back(job({.operation = Operation::all_gather, .timeout = opts.timeout}, {inputs[i]}, std::move(blocks)));
+    jobs.push_back(job({.operation = Operation::all_gather, .timeout = opts.timeout}, {inputs[i]}, blocks));
   }
   return submit(OpType::ALLGATHER_COALESCED, opts, std::move(jobs));
 }
@@ -565,9 +400,9 @@ c10::intrusive_ptr<Work> ProcessGroupRing::_allgather_base(at::Tensor& output, a
 c10::intrusive_ptr<Work> ProcessGroupRing::allgather_into_tensor_coalesced(TensorList& outputs, TensorList& inputs,
                                                                            const c10d::AllgatherOptions& opts) {
   check_pairs("all_gather", outputs, inputs);
-  const Shape shape{.operation = Operation::all_gather, .timeout = opts.timeout, .flat_output = true};
+  const Collective collective{.operation = Operation::all_gather, .timeout = opts.timeout, .flat_output = true};
   std::vector<Job> jobs;
-  for (std::size_t i = 0; i < inputs.size(); ++i) jobs.push_back(job(shape, {inputs[i]}, {outputs[i]}));
+  for (std::size_t i = 0; i < inputs.size(); ++i) jobs.push_back(job(collective, {inputs[i]}, {outputs[i]}));
   return submit(OpType::_ALLGATHER_BASE, opts, std::move(jobs));
 }
 
@@ -576,8 +411,8 @@ c10::intrusive_ptr<Work> ProcessGroupRing::reduce_scatter(TensorList& outputs, s
   const at::Tensor& output = only(outputs, "reduce_scatter");
   check_list("reduce_scatter: input_tensors", inputs.size(), 1);
   check_list("reduce_scatter: input_list", inputs[0].size(), getSize());
-  const Shape shape{.operation = Operation::reduce_scatter, .timeout = opts.timeout, .op = &opts.reduceOp};
-  return submit(OpType::REDUCE_SCATTER, opts, list_of(job(shape, inputs[0], {output})));
+  const Collective collective{.operation = Operation::reduce_scatter, .timeout = opts.timeout, .op = &opts.reduceOp};
+  return submit(OpType::REDUCE_SCATTER, opts, list_of(job(collective, inputs[0], {output})));
 }
 
 c10::intrusive_ptr<Work> ProcessGroupRing::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
@@ -589,10 +424,10 @@ c10::intrusive_ptr<Work> ProcessGroupRing::_reduce_scatter_base(at::Tensor& outp
 c10::intrusive_ptr<Work> ProcessGroupRing::reduce_scatter_tensor_coalesced(TensorList& outputs, TensorList& inputs,
                                                                            const c10d::ReduceScatterOptions& opts) {
   check_pairs("reduce_scatter", outputs, inputs);
-  const Shape shape{
+  const Collective collective{
       .operation = Operation::reduce_scatter, .timeout = opts.timeout, .op = &opts.reduceOp, .flat_input = true};
   std::vector<Job> jobs;
-  for (std::size_t i = 0; i < inputs.size(); ++i) jobs.push_back(job(shape, {inputs[i]}, {outputs[i]}));
+  for (std::size_t i = 0; i < inputs.size(); ++i) jobs.push_back(job(collective, {inputs[i]}, {outputs[i]}));
   return submit(OpType::_REDUCE_SCATTER_BASE, opts, std::move(jobs));
 }
 
@@ -606,8 +441,9 @@ c10::intrusive_ptr<Work> ProcessGroupRing::gather(std::vector<TensorList>& outpu
   } else if (!outputs.empty() && !outputs[0].empty()) {
     invalid("gather: gather_list must be given on the destination rank only");
   }
-  const Shape shape{.operation = Operation::gather, .timeout = opts.timeout, .root = static_cast<int>(opts.rootRank)};
-  return submit(OpType::GATHER, opts, list_of(job(shape, {input}, is_root ? outputs[0] : TensorList{})));
+  const Collective collective{
+      .operation = Operation::gather, .timeout = opts.timeout, .root = static_cast<int>(opts.rootRank)};
+  return submit(OpType::GATHER, opts, list_of(job(collective, {input}, is_root ? outputs[0] : TensorList{})));
 }
 
 c10::intrusive_ptr<Work> ProcessGroupRing::scatter(TensorList& outputs, std::vector<TensorList>& inputs,
@@ -620,8 +456,9 @@ c10::intrusive_ptr<Work> ProcessGroupRing::scatter(TensorList& outputs, std::vec
   } else if (!inputs.empty() && !inputs[0].empty()) {
     invalid("scatter: scatter_list must be given on the source rank only");
   }
-  const Shape shape{.operation = Operation::scatter, .timeout = opts.timeout, .root = static_cast<int>(opts.rootRank)};
-  return submit(OpType::SCATTER, opts, list_of(job(shape, is_root ? inputs[0] : TensorList{}, {output})));
+  const Collective collective{
+      .operation = Operation::scatter, .timeout = opts.timeout, .root = static_cast<int>(opts.rootRank)};
+  return submit(OpType::SCATTER, opts, list_of(job(collective, is_root ? inputs[0] : TensorList{}, {output})));
 }
 
 c10::intrusive_ptr<Work> ProcessGroupRing::alltoall_base(at::Tensor& output, at::Tensor& input,
@@ -629,9 +466,8 @@ c10::intrusive_ptr<Work> ProcessGroupRing::alltoall_base(at::Tensor& output, at:
                                                          std::vector<int64_t>& input_splits,
                                                          const c10d::AllToAllOptions& opts) {
   Job j = job({.operation = Operation::all_to_all, .timeout = opts.timeout}, {input}, {output});
-  j.cut(j.inputs[0], split_blocks(input, input_splits, getSize(), "all_to_all: input"), j.input_data, j.input_count);
-  j.cut(j.outputs[0], split_blocks(output, output_splits, getSize(), "all_to_all: output"), j.output_data,
-        j.output_count);
+  j.input = cut(j.inputs[0], split_blocks(input, input_splits, getSize(), "all_to_all: input"));
+  j.output = cut(j.outputs[0], split_blocks(output, output_splits, getSize(), "all_to_all: output"));
   return submit(OpType::ALLTOALL_BASE, opts, list_of(std::move(j)));
 }
 

@@ -28,6 +28,7 @@
 #include "engine/engine.h"
 #include "process_group/call_log.h"
 #include "process_group/fusion.h"
+#include "process_group/job.h"
 #include "process_group/work.h"
 
 namespace ringreduce {
@@ -152,11 +153,9 @@ class ProcessGroupRing : public c10d::Backend {
                 std::uint64_t most_bytes, std::size_t slice_bytes);
 
  private:
-  struct Job;
-  struct Shape;
   struct Running;
 
-  Job job(const Shape& shape, TensorList inputs, TensorList outputs) const;
+  Job job(Collective collective, const TensorList& inputs, const TensorList& outputs) const;
   template <class CallOptions>
   c10::intrusive_ptr<c10d::Work> submit(c10d::OpType type, const CallOptions& opts, std::vector<Job> jobs);
   template <class Run>
@@ -164,8 +163,6 @@ class ProcessGroupRing : public c10d::Backend {
                                         Run run);
   c10::intrusive_ptr<c10d::Work> post(std::vector<at::Tensor>& tensors, c10d::OpType type, int peer, int tag);
   void coalesce(c10::intrusive_ptr<c10d::Work> work);
-  Tally run(Job& job);
-  Tally agree_on_blocks(Job& job);
   Tally sum_fused(const Fusion& fusion, std::vector<Job>& jobs, std::uint64_t number);
   Tally sum_sparse(const at::Tensor& tensor, std::chrono::milliseconds timeout, std::uint64_t number);
   std::chrono::milliseconds timeout_or_default(std::chrono::milliseconds timeout) const;

@@ -1,0 +1,176 @@
+#include "process_group/job.h"
+
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+
+namespace ringreduce {
+
+Blocks cut(const at::Tensor& flat, std::vector<std::size_t> counts) {
+  Blocks blocks;
+  auto* at = static_cast<std::byte*>(flat.mutable_data_ptr());
+  for (std::size_t n : counts) {
+    blocks.data.push_back(at);
+    at += n * flat.element_size();
+  }
+  blocks.count = std::move(counts);
+  return blocks;
+}
+
+namespace {
+
+// Each tensor as a block.
+Blocks blocks_of(const TensorList& tensors) {
+  Blocks blocks;
+  for (const at::Tensor& t : tensors) {
+    blocks.data.push_back(static_cast<std::byte*>(t.mutable_data_ptr()));
+    blocks.count.push_back(static_cast<std::size_t>(t.numel()));
+  }
+  return blocks;
+}
+
+// All blocks of a call have one dtype, which this returns.
+at::ScalarType check_tensors(const TensorList& inputs, const TensorList& outputs, const char* what) {
+  const at::ScalarType type = (inputs.empty() ? outputs : inputs)[0].scalar_type();
+  for (const TensorList* side : {&inputs, &outputs})
+    for (const at::Tensor& t : *side) {
+      check_tensor(t, what);
+      if (t.scalar_type() != type) invalid(what, ": tensors have different dtypes: ", t.scalar_type(), " and ", type);
+    }
+  check_outputs(outputs, what);
+  return type;
+}
+
+// Fills in inputs and outputs. A tensor that is both is staged once, with its values; an output alone, without.
+void stage(Job& job, const TensorList& inputs) {
+  const TensorList& targets = job.targets;
+  for (const at::Tensor& t : targets) {
+    const bool in_place = std::any_of(inputs.begin(), inputs.end(), [&](const at::Tensor& i) { return i.is_same(t); });
+    job.outputs.push_back(is_plain(t) ? t : in_place ? plain(t) : at::empty(t.sizes(), t.options()));
+  }
+  for (const at::Tensor& t : inputs) {
+    const auto same = std::find_if(targets.begin(), targets.end(), [&](const at::Tensor& o) { return o.is_same(t); });
+    const auto index = static_cast<std::size_t>(same - targets.begin());
+    job.inputs.push_back(same == targets.end() ? plain(t) : job.outputs[index]);
+  }
+}
+
+// Whether an output block lies over an input block, so that it may be written before that is read. In place, where
+// the two are the same memory, is right for every operation but all_to_all.
+bool writes_over_inputs(const Job& job) {
+  const Blocks &input = job.input, &output = job.output;
+  const std::size_t element = size_of(job.call.dtype);
+  for (std::size_t i = 0; i < input.data.size(); ++i)
+    for (std::size_t o = 0; o < output.data.size(); ++o) {
+      const bool in_place = input.data[i] == output.data[o] && job.call.operation != Operation::all_to_all;
+      if (!in_place && overlap(input.data[i], input.count[i] * element, output.data[o], output.count[o] * element))
+        return true;
+    }
+  return false;
+}
+
+// Checks the blocks' sizes against each other, and fills in the call's. all_to_all's is known when ranks have agreed.
+void set_size(Job& job, int rank) {
+  const auto own = static_cast<std::size_t>(rank);
+  const std::vector<std::size_t>&input = job.input.count, &output = job.output.count;
+  switch (job.call.operation) {
+    case Operation::all_to_all:
+      break;
+    case Operation::all_gather:
+      check_count("all_gather: the output of this rank", output[own], input[0]);
+      size_from(job.call, output);
+      break;
+    case Operation::reduce_scatter:
+      check_count("reduce_scatter: output", output[0], input[own]);
+      size_from(job.call, input);
+      break;
+    case Operation::gather:
+      for (std::size_t n : output) check_count("gather: a tensor of gather_list", n, input[0]);
+      size_from(job.call, input);
+      break;
+    case Operation::scatter:
+      for (std::size_t n : input) check_count("scatter: a tensor of scatter_list", n, output[0]);
+      size_from(job.call, output);
+      break;
+    default:
+      size_from(job.call, input);
+  }
+}
+
+// All ranks tell each other what they send to and expect from whom. So that a disagreement is an error on every rank,
+// naming it, and that all ranks count the same rounds.
+Tally agree_on_blocks(Job& job, Engine& engine) {
+  Call& call = job.call;
+  const std::size_t n = job.input.count.size();
+  std::vector<std::size_t> own = job.input.count, all(2 * n * n);
+  own.insert(own.end(), job.output.count.begin(), job.output.count.end());
+  std::vector<std::byte*> rows;
+  for (std::size_t r = 0; r < n; ++r) rows.push_back(reinterpret_cast<std::byte*>(&all[2 * n * r]));
+  const std::vector<std::size_t> row_counts(n, 2 * n);
+  auto* own_data = reinterpret_cast<std::byte*>(own.data());
+  const std::size_t own_count = 2 * n;
+  Call counts = call;
+  counts.operation = Operation::all_gather;
+  counts.part_of = call.operation;
+  counts.dtype = DType::int64;
+  counts.count = counts.largest = own_count;
+  counts.shape = mix(static_cast<std::uint64_t>(call.operation), static_cast<std::uint64_t>(call.dtype));
+  const Tally tally = engine.run(counts, {{{&own_data, 1}, {&own_count, 1}}, {rows, row_counts}});
+
+  for (std::size_t from = 0; from < n; ++from)
+    for (std::size_t to = 0; to < n; ++to) {
+      const std::size_t sent = all[2 * n * from + to], expected = all[2 * n * to + n + from];
+      if (sent != expected)
+        throw Error(ErrorKind::mismatch, c10::str("all_to_all: rank ", from, " sends ", sent, " elements to rank ", to,
+                                                  ", which expects ", expected));
+      call.largest = std::max<std::uint64_t>(call.largest, sent);
+    }
+  call.count = call.largest;
+  return tally;
+}
+
+}  // namespace
+
+Job::Job(const Collective& collective, const TensorList& from, const TensorList& to, int rank, int size) {
+  const char* what = name(collective.operation).data();
+  call.operation = collective.operation;
+  call.root = collective.root;
+  call.timeout = std::chrono::nanoseconds(collective.timeout).count();
+  if (collective.operation == Operation::barrier) {
+    input = output = {{nullptr}, {0}};
+    return;
+  }
+  call.dtype = dtype_of(check_tensors(from, to, what), what);
+  if (collective.op != nullptr) {
+    call.reduce_op = reduce_op_of(*collective.op);
+    call.factor = factor_of(*collective.op);
+    Engine::check_reduction(call);  // here already, so that no call of several begins before all are right
+  }
+
+  const at::NoGradGuard no_grad;
+  targets = to;
+  stage(*this, from);
+  const auto lay_out = [&](const TensorList& tensors, bool flat, const char* side) {
+    if (!flat) return blocks_of(tensors);
+    return cut(tensors[0], equal_blocks(tensors[0], size, c10::str(what, ": ", side).c_str()));
+  };
+  input = lay_out(inputs, collective.flat_input, "input");
+  output = lay_out(outputs, collective.flat_output, "output");
+  if (writes_over_inputs(*this)) {
+    for (at::Tensor& t : inputs) t = t.clone();
+    input = lay_out(inputs, collective.flat_input, "input");
+  }
+  set_size(*this, rank);
+}
+
+Tally Job::run(Engine& engine) {
+  Tally tally = call.operation == Operation::all_to_all ? agree_on_blocks(*this, engine) : Tally{};
+  tally += engine.run(call, {{input.data, input.count}, {output.data, output.count}});
+  for (std::size_t i = 0; i < targets.size(); ++i)
+    if (!targets[i].is_same(outputs[i])) write_back(targets[i], outputs[i]);
+  return tally;
+}
+
+}  // namespace ringreduce
