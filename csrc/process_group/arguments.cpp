@@ -89,13 +89,14 @@ const at::Tensor& only(const TensorList& tensors, const char* what) {
 }
 
 void check_tensor(const at::Tensor& tensor, const char* what) {
+  if (in_memory(tensor)) return;
   if (!tensor.device().is_cpu())
     invalid(what, ": a tensor is on ", tensor.device(), "; backend ringreduce serves CPU tensors");
   if (tensor.layout() != at::kStrided)
     invalid(what, ": a tensor has layout ", tensor.layout(), "; it must be strided: call its to_dense()");
   if (tensor.is_nested()) invalid(what, ": a tensor is nested; pass its parts, of its unbind(), one by one");
   if (tensor._is_zerotensor()) invalid(what, ": a tensor is a zero tensor, without memory; pass its clone()");
-  if (tensor.numel() > 0 && (!tensor.has_storage() || tensor.storage().data() == nullptr))
+  if (tensor.numel() > 0)
     invalid(what, ": a tensor has no memory: it is fake, or wraps others; pass these to torch.distributed's function");
 }
 

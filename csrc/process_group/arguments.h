@@ -31,7 +31,12 @@ double factor_of(const c10d::ReduceOp& op);
 // The one tensor of a list that c10d allows to be longer.
 const at::Tensor& only(const TensorList& tensors, const char* what);
 
-// Throws for a tensor that has no memory of its own, one element after another somewhere.
+// Whether a tensor's elements lie in memory that is its own, on the CPU.
+inline bool in_memory(const at::Tensor& t) {
+  return t.layout() == at::kStrided && t.device().is_cpu() && !t.is_nested() && !t._is_zerotensor() &&
+         t.has_storage() && t.storage().data() != nullptr;
+}
+// Throws for a tensor of which that is not true, saying why; an empty one needs no memory.
 void check_tensor(const at::Tensor& tensor, const char* what);
 // Throws for tensors that cannot be written without harm to each other or to themselves.
 void check_outputs(const TensorList& tensors, const char* what);

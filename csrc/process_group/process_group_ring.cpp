@@ -229,9 +229,7 @@ c10::intrusive_ptr<Work> ProcessGroupRing::submit(CallLog::Call call, bool async
 }
 
 bool ProcessGroupRing::all_reduce_now(const at::Tensor& tensor, c10d::ReduceOp::RedOpType op) {
-  const bool simple = tensor.layout() == at::kStrided && tensor.device().is_cpu() && !tensor.is_nested() &&
-                      tensor.has_storage() && tensor.storage().data() != nullptr && is_plain(tensor) &&
-                      !tensor._is_zerotensor() && op != c10d::ReduceOp::PREMUL_SUM;
+  const bool simple = in_memory(tensor) && is_plain(tensor) && op != c10d::ReduceOp::PREMUL_SUM;
   if (!simple || at::hasCallbacks() || shared_->hooked || shared_->timing) return false;
   Call call;
   call.operation = Operation::all_reduce;
