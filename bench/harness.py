@@ -4,6 +4,7 @@ Every function that communicates uses the default process group (Gloo, CPU tenso
 the same order. The backend under test never carries the benchmark's own traffic.
 """
 
+import argparse
 import contextlib
 import functools
 import gc
@@ -12,6 +13,7 @@ import math
 import os
 import pickle
 import platform
+import shlex
 import sys
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -262,6 +264,37 @@ class Result:
         )
 
 
+def origin(benchmark: str) -> dict[str, Any]:
+    """What every report's header begins with: what was run, when, how, and on what."""
+    return {
+        "benchmark": benchmark,
+        "date": now(),
+        "command": command(),
+        "machine": machine(),
+        "versions": versions(),
+    }
+
+
+def format_origin(header: Mapping[str, Any]) -> list[str]:
+    """An `origin`, less its versions, as lines that start with "#"; the last is the machine."""
+    facts = header["machine"]
+    return [
+        f"# {header['benchmark']}",
+        f"# date      {header['date']}",
+        f"# command   {header['command']}",
+        f"# machine   {facts['cpu']}, {facts['cores']} cores, {facts['memory_gb']} GB, {facts['kernel']}",
+    ]
+
+
+def command() -> str:
+    """The command line that started this run, to be pasted again."""
+    script = shlex.join(sys.argv)
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        return f"python {script}"
+    hosts, ranks = os.environ.get("GROUP_WORLD_SIZE", "1"), os.environ["LOCAL_WORLD_SIZE"]
+    return f"torchrun --nnodes={hosts} --nproc-per-node={ranks} {script}"
+
+
 def machine() -> dict[str, object]:
     """The machine this process runs on, in the words of its own system files."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -303,10 +336,10 @@ def now() -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """A size such as "8", "512K" or "64M"; the letters are powers of 1024, as in nccl-tests."""
+    """A size such as "8", "512K" or "64M", for argparse; the letters are powers of 1024, as in nccl-tests."""
     digits, unit = (text[:-1], text[-1].upper()) if text and text[-1].isalpha() else (text, "")
     if not digits.isdigit() or unit not in ("", "K", "M", "G"):
-        raise ValueError(f"not a size: {text!r} (write 8, 512K, 64M or 1G)")
+        raise argparse.ArgumentTypeError(f"not a size: {text!r} (write 8, 512K, 64M or 1G)")
     return int(digits) << (10 * " KMG".index(unit or " "))
 
 
@@ -314,6 +347,15 @@ def format_bytes(size: int) -> str:
     """The short form that `parse_bytes` reads, with a unit: "8 B", "4 KiB", "64 MiB"."""
     power = min(int(math.log2(size)) // 10, 3) if size else 0
     return f"{size / 1024**power:g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+
+
+def sizes(first: int, last: int, factor: int, itemsize: int) -> Iterator[int]:
+    """`first`, `first` x `factor`, ... and `last`, in whole elements."""
+    size = first
+    while size < last:
+        yield size // itemsize * itemsize
+        size *= factor
+    yield last // itemsize * itemsize
 
 
 class Progress:

@@ -22,7 +22,6 @@ import itertools
 import json
 import math
 import os
-import shlex
 import shutil
 import signal
 import socket
@@ -44,7 +43,6 @@ from cache_probe import caches
 from peer_worker import BITS, Layout
 from rich.console import Console
 from rich.table import Table
-from ring_vs_tree import parse_size, sizes
 
 FOLDER = Path(__file__).resolve().parent
 VENVS = FOLDER / ".peers"
@@ -484,12 +482,10 @@ def write_inputs(folder: Path, dtype: str, ranks: int) -> Path:
 
 def make_header(settings: Settings) -> dict[str, Any]:
     """What is run, on what machine, and how to read the figures."""
+    origin = harness.origin("peers: collectives of ringreduce next to Gloo and MPI, and the cost of plain copies")
+    origin["machine"]["caches"] = caches()
     return {
-        "benchmark": "peers: collectives of ringreduce next to Gloo and MPI, and the cost of plain copies",
-        "date": harness.now(),
-        "command": f"python {shlex.join(sys.argv)}",
-        "machine": harness.machine() | {"caches": caches()},
-        "versions": harness.versions(),
+        **origin,
         "settings": asdict(settings),
         "backends": {name: describe(name) for name in settings.backends},
         "method": list(METHOD),
@@ -507,14 +503,11 @@ def describe(name: str) -> str:
 
 def format_header(header: dict[str, Any]) -> str:
     """The header as lines that start with "#"."""
-    machine, settings = header["machine"], header["settings"]
+    settings = header["settings"]
     return "\n".join(
         (
-            f"# {header['benchmark']}",
-            f"# date      {header['date']}",
-            f"# command   {header['command']}",
-            f"# machine   {machine['cpu']}, {machine['cores']} cores, {machine['memory_gb']} GB, {machine['kernel']}",
-            "# caches    " + "; ".join(machine["caches"]),
+            *harness.format_origin(header),
+            "# caches    " + "; ".join(header["machine"]["caches"]),
             *(f"# cores     {format_probe(found)}" for found in header["probes"][:1]),
             "# versions  " + ", ".join(f"{name} {version}" for name, version in header["versions"].items()),
             *(f"# backend   {name:<17} {how}" for name, how in header["backends"].items()),
@@ -578,10 +571,12 @@ def read_command_line() -> tuple[Settings, argparse.Namespace]:
     option("--setup-only", action="store_true", help="install the MPI libraries in bench/.peers, and end")
     option("--ranks", type=int, nargs="+", default=[2, 4, 8, 16], help="(default 2 4 8 16)")
     option("--collectives", nargs="+", choices=COLLECTIVES, default=COLLECTIVES, help="(default all)", metavar="NAME")
-    option("--min-bytes", type=parse_size, default="8", help="first size; K, M, G are powers of 1024 (default 8)")
-    option("--max-bytes", type=parse_size, default="256M", help="last size, always measured (default 256M)")
+    option(
+        "--min-bytes", type=harness.parse_bytes, default="8", help="first size; K, M, G are powers of 1024 (default 8)"
+    )
+    option("--max-bytes", type=harness.parse_bytes, default="256M", help="last size, always measured (default 256M)")
     option("--factor", type=int, default=8, help="each size over the one before (default 8)")
-    option("--sizes", type=parse_size, nargs="+", help="these sizes instead", metavar="SIZE")
+    option("--sizes", type=harness.parse_bytes, nargs="+", help="these sizes instead", metavar="SIZE")
     option(
         "--backends", nargs="+", choices=names, default=default, metavar="NAME", help=f"(default {' '.join(default)})"
     )
@@ -609,7 +604,7 @@ def read_command_line() -> tuple[Settings, argparse.Namespace]:
     settings = Settings(
         ranks=tuple(args.ranks),
         collectives=tuple(args.collectives),
-        sizes=tuple(args.sizes or sizes(args.min_bytes, args.max_bytes, args.factor, itemsize)),
+        sizes=tuple(args.sizes or harness.sizes(args.min_bytes, args.max_bytes, args.factor, itemsize)),
         backends=tuple(n for n in names if n in backends and (args.dtype == "float32" or n not in MPIS)),
         dtype=args.dtype,
         rounds=args.rounds,

@@ -18,7 +18,6 @@ import importlib.util
 import itertools
 import json
 import os
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -195,14 +194,9 @@ def measure_size(
 
 def make_header(settings: Settings) -> dict[str, Any]:
     """What was run, on what machine, and how to read the figures."""
-    hosts = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     return {
-        "benchmark": "all_reduce: ring, tree and direct exchange of ringreduce, and peers",
-        "date": harness.now(),
-        "command": command(),
-        "machine": harness.machine(),
-        "hosts": hosts,
-        "versions": harness.versions(),
+        **harness.origin("all_reduce: ring, tree and direct exchange of ringreduce, and peers"),
+        "hosts": int(os.environ.get("GROUP_WORLD_SIZE", "1")),
         "ranks": list(settings.ranks),
         "device": settings.device,
         "variants": {
@@ -214,29 +208,16 @@ def make_header(settings: Settings) -> dict[str, Any]:
     }
 
 
-def command() -> str:
-    """The command line that started this run, to be pasted again."""
-    script = shlex.join(sys.argv)
-    if "LOCAL_WORLD_SIZE" not in os.environ:
-        return f"python {script}"
-    hosts, ranks = os.environ.get("GROUP_WORLD_SIZE", "1"), os.environ["LOCAL_WORLD_SIZE"]
-    return f"torchrun --nnodes={hosts} --nproc-per-node={ranks} {script}"
-
-
 def format_header(header: dict[str, Any]) -> str:
     """The header as lines that start with "#"."""
-    machine, schedule = header["machine"], header["schedule"]
+    schedule = header["schedule"]
     hosts = "" if header["hosts"] == 1 else f", one of {header['hosts']} hosts"
     batches = (
         f"{schedule['warmup']} warm-up calls, then {schedule['rounds']} batches, {schedule['min_time']:g} s together"
     )
     lines = [
-        f"# {header['benchmark']}",
-        f"# date      {header['date']}",
-        f"# command   {header['command']}",
-        f"# machine   {machine['cpu']}, {machine['cores']} cores, {machine['memory_gb']} GB, {machine['kernel']}"
-        + hosts,
-        *(f"# gpu       {gpu}" for gpu in machine.get("gpus", []) if header["device"] == "cuda"),
+        "\n".join(harness.format_origin(header)) + hosts,
+        *(f"# gpu       {gpu}" for gpu in header["machine"].get("gpus", []) if header["device"] == "cuda"),
         "# versions  " + ", ".join(f"{name} {version}" for name, version in header["versions"].items()),
         *(f"# variant   {SHORT_NAMES.get(name, name):<8} {how}" for name, how in header["variants"].items()),
         f"# schedule  per size, variant and placement: {batches}",
@@ -281,8 +262,10 @@ def read_command_line() -> tuple[Settings, argparse.Namespace]:
     option(
         "--ranks", type=int, nargs="+", help="rank counts to start here, one by one (default 2 4; not with torchrun)"
     )
-    option("--min-bytes", type=parse_size, default="8", help="first size; K, M, G are powers of 1024 (default 8)")
-    option("--max-bytes", type=parse_size, default="64M", help="last size, always measured (default 64M)")
+    option(
+        "--min-bytes", type=harness.parse_bytes, default="8", help="first size; K, M, G are powers of 1024 (default 8)"
+    )
+    option("--max-bytes", type=harness.parse_bytes, default="64M", help="last size, always measured (default 64M)")
     option("--factor", type=int, default=8, help="each size over the one before (default 8)")
     option("--dtype", choices=harness.DTYPES, default="float32")
     option("--op", choices=harness.OPS, default="sum")
@@ -316,7 +299,7 @@ def read_command_line() -> tuple[Settings, argparse.Namespace]:
         parser.error("ringreduce is not installed: pip install -e . (or --variants gloo)")
     settings = Settings(
         ranks=(int(world),) if world else tuple(args.ranks or (2, 4)),
-        sizes=tuple(sizes(args.min_bytes, args.max_bytes, args.factor, itemsize)),
+        sizes=tuple(harness.sizes(args.min_bytes, args.max_bytes, args.factor, itemsize)),
         variants=variants,
         baseline=args.baseline or ("nccl" if "nccl" in variants else "gloo"),
         dtype=args.dtype,
@@ -326,22 +309,6 @@ def read_command_line() -> tuple[Settings, argparse.Namespace]:
         check=args.check,
     )
     return settings, args
-
-
-def sizes(first: int, last: int, factor: int, itemsize: int) -> Iterator[int]:
-    """`first`, `first` x `factor`, ... and `last`, in whole elements."""
-    size = first
-    while size < last:
-        yield size // itemsize * itemsize
-        size *= factor
-    yield last // itemsize * itemsize
-
-
-def parse_size(text: str) -> int:
-    try:
-        return harness.parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def main() -> int:

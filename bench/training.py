@@ -27,7 +27,6 @@ import argparse
 import dataclasses
 import importlib.util
 import json
-import shlex
 import statistics
 import sys
 import time
@@ -342,15 +341,9 @@ def main() -> int:
         )
     if importlib.util.find_spec("ringreduce") is None:
         parser.error("ringreduce is not installed: pip install -e .")
-    header = {
-        "benchmark": "training step and decoder layer, ringreduce against Gloo",
-        "date": harness.now(),
-        "command": f"python {shlex.join(sys.argv)}",
-        "machine": harness.machine(),
-        "versions": harness.versions(),
-        "method": (__doc__ or "").splitlines(),
-    }
-    print("\n".join(f"# {name:9} {text}" for name, text in header.items() if name != "method"))
+    header = harness.origin("training step and decoder layer, ringreduce against Gloo")
+    print("\n".join(f"# {name:9} {text}" for name, text in header.items()))
+    header["method"] = (__doc__ or "").splitlines()
     print(HEADER, flush=True)
     found = harness.start_ranks(args.ranks, measure, args)
     if args.json:
