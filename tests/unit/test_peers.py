@@ -10,9 +10,11 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import peer_team
 import peer_worker
 import peers
 import pytest
+from peer_team import BackendFailed, Team
 from peer_worker import Bits, Call, Copy, Layout
 from peers import COLLECTIVES, Tally
 from rich.console import Console
@@ -156,12 +158,12 @@ def test_orders_and_answers(tmp_path: Path) -> None:
 
 
 def test_a_team_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "launch_command", lambda *_: (["sh", "-c", "echo no such fabric; exit 3"], {}))
-    with pytest.raises(peers.BackendFailed, match=r"impi with 2 ranks: .* status 3\nno such fabric"):
-        peers.Team("impi", 2, tmp_path, timeout=30)
+    monkeypatch.setattr(peer_team, "launch_command", lambda *_: (["sh", "-c", "echo no such fabric; exit 3"], {}))
+    with pytest.raises(BackendFailed, match=r"impi with 2 ranks: .* status 3\nno such fabric"):
+        Team("impi", 2, tmp_path, timeout=30)
 
 
 def test_a_team_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "launch_command", lambda *_: (["sleep", "1000"], None))
-    with pytest.raises(peers.BackendFailed, match=r"0 of 2 ranks came within 0.5 s"):
-        peers.Team("impi", 2, tmp_path, timeout=0.5)
+    monkeypatch.setattr(peer_team, "launch_command", lambda *_: (["sleep", "1000"], None))
+    with pytest.raises(BackendFailed, match=r"0 of 2 ranks came within 0.5 s"):
+        Team("impi", 2, tmp_path, timeout=0.5)
