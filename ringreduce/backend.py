@@ -57,7 +57,8 @@ def _make(
     geometry = geometry_for(size, options)
     # The others are each rank's own affair.
     agreed = str(replace(options, tuning=None, recorded_calls=None, dump_when_broken=None, debug=None))
-    decide = functools.partial(tuning.decide, size, options=options, slot_bytes=slot_bytes_for(size, options))
+    slot_bytes = slot_bytes_for(size, options)
+    decide = functools.partial(tuning.decide, size, options=options, slot_bytes=slot_bytes)
     memory = _C.OpenMemory() if options.fetch else None
     meeting = meet(store, rank, size, geometry.segment_bytes(), agreed, seconds, decide, memory.key if memory else None)
     group = _C.ProcessGroupRing(
@@ -72,13 +73,13 @@ def _make(
         regroup=functools.partial(_regroup, store, name, rank, global_ranks, options),
         spins=options.spins or default_spins(size, meeting.cores),
         slices=options.slices,
-        least_slice_bytes=options.least_slice_bytes,
+        least_slice_bytes=tuning.slicing_for(options, slot_bytes, bool(meeting.threads)).least_slice_bytes,
         recorded_calls=options.recorded_calls,
         dump_when_broken=bool(options.dump_when_broken),
         print_calls=debug > 1,
         memory=memory,
         memory_threads=meeting.threads,
-        least_fetch_bytes=options.least_fetch_bytes,
+        least_fetch_bytes=tuning.fetch_from(options, size, meeting.cores, bool(meeting.threads)) or 0,
     )
     rules, decided = plan.parse_algorithms(options.algorithms or ""), plan.parse_algorithms(meeting.decision)
     for collective, ranges in plan.table(size, rules, decided).items():

@@ -99,8 +99,10 @@ def _figures(machine: Machine) -> Table:
 
 def _choices(size: int, options: Options, known: Tuning | None) -> Table:
     """What a group of so many ranks would run; times for the smallest compared block of each range."""
-    slicing = tuning.slicing_for(options, slot_bytes_for(size, options))
-    decided = () if known is None else tuning.rules_for(known, size, slicing)
+    fetch = tuning.fetches(options)
+    slicing = tuning.slicing_for(options, slot_bytes_for(size, options), fetch)
+    least_fetch = tuning.fetch_from(options, size, _cores(), fetch)
+    decided = () if known is None else tuning.rules_for(known, size, slicing, least_fetch)
     measured = {} if known is None or size not in known.measured else known.measured[size].cells
     date = f", measured {known.measured[size].date}" if known is not None and measured else ""
     table = Table("collective", "bytes of a block", "algorithm", "slice", "at", "model", "measured",
@@ -139,7 +141,8 @@ def _tune(console: Console, options: Options, ranks: list[int], collectives: lis
     seconds = budget / len(ranks)
     for size in ranks:
         slicing = measure.slicing_of(size)
-        model = plan.table(size, decided=plan.by_cost(size, known.machine, slicing))
+        least_fetch = tuning.fetch_from(options, size, _cores(), tuning.fetches(options))
+        model = plan.table(size, decided=plan.by_cost(size, known.machine, slicing, fetch_from=least_fetch))
         work = list(measure.tasks(size, collectives, model, slicing))
         columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
         with Progress(*columns, console=console, transient=True) as progress:

@@ -14,7 +14,7 @@ namespace {
 constexpr std::size_t kTile = 8192;
 
 // What comes from other processes to be combined goes through this many bytes.
-constexpr std::size_t kFetch = std::size_t{256} << 10;
+constexpr std::size_t kFetch = std::size_t{512} << 10;
 
 // From this many bytes of all ranks' outputs on, an output is out of the caches before anybody could read it again, and
 // a store through them would first fetch what it overwrites. Swept for all_reduce in place on a 2-core Xeon (2 MiB of
@@ -39,11 +39,14 @@ Execution::Execution(const Segment& segment, const Program& program, const Call&
       fingerprint_(fingerprint),
       element_(size_of(call.dtype)),
       slice_size_(slice_bytes / element_) {
+  bool large = segment.opens_memory();  // the slices
   for (std::size_t c = 0; c < program.channels.size(); ++c) {
     const ChannelProgram& channel = program.channels[c];
     const std::size_t unit = unit_of(element_);
     const std::size_t chunk = largest_chunk(stripe(call.largest, channel.share, unit), channel.chunks, unit);
-    fetched_ |= segment.opens_memory() && std::min(chunk * element_, slice_bytes) >= least_fetch_bytes;
+    large &= std::min(chunk, slice_size_) * element_ >= least_fetch_bytes;
+    // A root alone has something to give, or to take. With several rounds it can do its part while others do theirs.
+    large &= !has_root(call.operation) || chunk <= slice_size_;
     // At least one round, so that ranks meet (and compare their calls) even over nothing.
     channels_[c].rounds = std::max<std::size_t>(1, ceil_div(chunk, slice_size_));
     channels_[c].oldest = 0;
@@ -55,20 +58,32 @@ Execution::Execution(const Segment& segment, const Program& program, const Call&
   std::size_t written = 0;
   for (std::size_t count : out.count) written += count * element_;
   streams_ = written * static_cast<std::size_t>(segment.size()) >= kStreamed;
-  offers_ = in_place_ && !scaled && can_lend(out.data[0], out.count[0] * element_);
+  const bool combined = reduces(call.operation) && in_place_ && !scaled;
+  // Ordinary loads and stores are faster than the kernel's where the caches do not help.
+  fetched_ = large && (combined || !streams_);
+  offers_ = combined && (fetched_ || segment.in_arena(out.data[0], out.count[0] * element_));
 }
 
 // Where the value of a step can be read by others until the call ends, or null. `output` is written already.
 const std::byte* Execution::to_lend(const Step& step, const std::byte* local, const std::byte* output,
                                     std::size_t bytes) const {
-  if (output != nullptr) return !step.rewritten && can_lend(output, bytes) ? output : nullptr;
-  if (local == nullptr || !step.recv.empty() || scales(step) || !can_lend(local, bytes)) return nullptr;
-  if (step.returned && offers_) return local;
-  if (step.read == Read::output || in_place_) return step.rewritten ? nullptr : local;
+  // A copy in a slot pays where several read it: the kernel would copy for each of them.
+  const auto can_lend = [&](const std::byte* data) {
+    return segment_.in_arena(data, bytes) || (fetched_ && step.send.size() == 1);
+  };
+  if (local != nullptr && step.recv.empty() && !scales(step) && can_lend(local)) {
+    if (step.returned && offers_) return local;
+    if (step.read == Read::input && !in_place_ && !overlaps_output(local, bytes)) return local;
+    if (output == nullptr && !step.rewritten && (step.read == Read::output || in_place_)) return local;
+  }
+  return output != nullptr && !step.rewritten && can_lend(output) ? output : nullptr;
+}
+
+bool Execution::overlaps_output(const std::byte* data, std::size_t bytes) const {
   const Tensors& out = buffers_.output;
   for (std::size_t o = 0; o < out.data.size(); ++o)
-    if (overlap(local, bytes, out.data[o], out.count[o] * element_)) return nullptr;
-  return local;
+    if (overlap(data, bytes, out.data[o], out.count[o] * element_)) return true;
+  return false;
 }
 
 // Whether the local operand of a step is to be multiplied by the call's factor first.

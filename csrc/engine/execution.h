@@ -70,8 +70,8 @@ struct Workspace {
 
 class Execution {
  public:
-  // `slice_bytes`: the most that a slice may hold; a multiple of 64, at most a slot. `least_fetch_bytes`: slices of
-  // that size are lent from outside of the arena. The arguments must outlive this object.
+  // `slice_bytes`: the most that a slice may hold; a multiple of 64, at most a slot. `least_fetch_bytes`: smaller
+  // slices are not lent from outside of the arena. The arguments must outlive this object.
   Execution(const Segment& segment, const Program& program, const Call& call, const Buffers& buffers,
             Workspace& workspace, std::uint64_t fingerprint, std::size_t slice_bytes, std::size_t least_fetch_bytes);
 
@@ -98,7 +98,7 @@ class Execution {
   bool try_step(std::size_t channel, std::size_t round, const Step& step);
   int slow_reader(std::size_t channel, std::uint64_t seq) const;
   const std::byte* to_lend(const Step& step, const std::byte* local, const std::byte* output, std::size_t bytes) const;
-  bool can_lend(const std::byte* data, std::size_t bytes) const { return fetched_ || segment_.in_arena(data, bytes); }
+  bool overlaps_output(const std::byte* data, std::size_t bytes) const;
   bool scales(const Step& step) const;
   void compute(const Step& step, std::size_t bytes, const std::byte* local);
   void combine(const Step& step, std::size_t bytes);

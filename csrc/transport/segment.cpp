@@ -150,35 +150,33 @@ void Segment::withdraw([[maybe_unused]] std::byte* data, [[maybe_unused]] std::s
 #endif
 }
 
-// `memory(thread)` is to return 0 or an error's number.
-template <class Access>
-void Segment::access(int peer, Access&& memory) const {
-  std::atomic<std::int32_t>& accesses = control(rank_).accesses;
-  accesses.store(peer + 1, std::memory_order_seq_cst);  // before the kernel looks whether the peer is open
-  const int error = memory(memory_.threads[static_cast<std::size_t>(peer)]);
-  accesses.store(0, std::memory_order_release);
+void Segment::read(int peer, std::byte* to, std::uint64_t from, std::size_t bytes) const {
+  check_access(peer, read_memory(memory_.threads[static_cast<std::size_t>(peer)], to, from, bytes));
+}
+
+void Segment::write(int peer, std::uint64_t to, const std::byte* from, std::size_t bytes) const {
+  std::atomic<std::int32_t>& writes_to = control(rank_).writes_to;
+  writes_to.store(peer + 1, std::memory_order_seq_cst);  // before the kernel looks whether the peer is open
+  const int error = write_memory(memory_.threads[static_cast<std::size_t>(peer)], to, from, bytes);
+  writes_to.store(0, std::memory_order_release);
+  check_access(peer, error);
+}
+
+void Segment::check_access(int peer, int error) const {
   if (error == ESRCH) throw Error(ErrorKind::peer_lost, describe(peer) + " died or gave the call up", peer);
   if (error != 0)
     throw Error(ErrorKind::system, "cannot access the memory of " + describe(peer) + ": " + std::strerror(error), peer);
 }
 
-void Segment::read(int peer, std::byte* to, std::uint64_t from, std::size_t bytes) const {
-  access(peer, [&](int thread) { return read_memory(thread, to, from, bytes); });
-}
-
-void Segment::write(int peer, std::uint64_t to, const std::byte* from, std::size_t bytes) const {
-  access(peer, [&](int thread) { return write_memory(thread, to, from, bytes); });
-}
-
 void Segment::close_memory() const {
   if (!opens_memory()) return;
   memory_.own->close();
-  // An access that had begun takes microseconds. A peer that is stopped right after its own cannot say that it has
-  // ended; for it alone there is a limit.
+  // A write that had begun takes microseconds. A peer that is stopped right after it cannot say that it has ended; for
+  // its sake there is a limit.
   const Nanoseconds deadline = now() + kSecond / 2;
-  const auto inside = [&](int peer) { return control(peer).accesses.load(std::memory_order_seq_cst) == rank_ + 1; };
+  const auto writes = [&](int peer) { return control(peer).writes_to.load(std::memory_order_seq_cst) == rank_ + 1; };
   for (int r = 0; r < size(); ++r)
-    while (r != rank_ && inside(r) && now() < deadline) {
+    while (r != rank_ && writes(r) && now() < deadline) {
       const std::vector<int> left = gone();
       if (std::find(left.begin(), left.end(), r) != left.end()) break;
       sched_yield();

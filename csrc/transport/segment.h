@@ -112,8 +112,8 @@ struct alignas(64) RankControl {
   // Monitored barriers: how many this rank came to, and the latest that it gave up on (the first is 1).
   std::atomic<std::uint64_t> barriers_entered;
   std::atomic<std::uint64_t> barriers_given_up;
-  // 1 + the peer whose process this rank reads or writes at this moment; 0: none.
-  std::atomic<std::int32_t> accesses;
+  // 1 + the peer whose process this rank writes to at this moment; 0: none.
+  std::atomic<std::int32_t> writes_to;
 
   CallRecord calls[kCallHistory];
 };
@@ -169,7 +169,7 @@ class Segment {
   // Copies from, or to, the process of `peer`. Throws peer_lost if its memory is not open any more.
   void read(int peer, std::byte* to, std::uint64_t from, std::size_t bytes) const;
   void write(int peer, std::uint64_t to, const std::byte* from, std::size_t bytes) const;
-  // Returns when no peer reads or writes this process any more, now or later.
+  // Lets no peer into this process any more. Returns when no write is under way.
   void close_memory() const;
 
   // Tells `peer` that something changed, if it sleeps. The change must have been stored with seq_cst order: with the
@@ -197,8 +197,7 @@ class Segment {
 
  private:
   static void ring_doorbell(RankControl& control);
-  template <class Access>
-  void access(int peer, Access&& memory) const;
+  void check_access(int peer, int error) const;
   std::byte* region(int rank) const;
 
   Geometry geometry_;

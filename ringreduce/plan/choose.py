@@ -48,6 +48,8 @@ takes a while in larger groups.  They keep the built-in rules."""
 DIRECT: Mapping[str, tuple[str, ...]] = {"all_reduce": ("one_shot", "two_shot")}
 """The direct algorithms of a collective, where there are several: that for small blocks first."""
 
+ROOTED = ("broadcast", "reduce", "gather", "scatter")
+
 SPELLINGS = {spelling: name for name in BUILDERS for spelling in (name, name.replace("_", ""))}  # c10d: allreduce
 UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
 
@@ -111,9 +113,16 @@ def one_shot_end(size: int) -> int:
 
 
 def by_cost(
-    size: int, machine: Machine, slicing: Slicing, collectives: Iterable[str] = tuple(BUILDERS)
+    size: int,
+    machine: Machine,
+    slicing: Slicing,
+    collectives: Iterable[str] = tuple(BUILDERS),
+    fetch_from: int | None = None,
 ) -> tuple[Rule, ...]:
     """What the cost model would run in a group of `size` ranks.
+
+    The model knows of copies through slots only.  Where ranks read one another's memory instead, that is for chunks of
+    `fetch_from` bytes or more of a collective without a root, values go the direct way: each hop more is a copy more.
 
     Within a few per cent it is no better than a guess, so only a clear promise leads away from the direct algorithms
     and from the slices of the rule.
@@ -127,6 +136,10 @@ def by_cost(
         costs = {name: Cost(build(collective, name, size), machine, slicing) for name in names}
         chosen = []
         for block in SIZES:
+            last = costs[direct[-1]].plan
+            if fetch_from is not None and collective not in ROOTED and chunk_bytes(last, block) >= fetch_from:
+                chosen.append((block, direct[-1], 0))
+                continue
             seconds = {name: cost.seconds(block) for name, cost in costs.items()}
             plain = min(direct, key=seconds.__getitem__)
             direct = direct[direct.index(plain) :]

@@ -62,13 +62,13 @@ def meet(
     segment_bytes: int,
     config: str,
     timeout: float,
-    decide: Callable[[frozenset[int]], str],
+    decide: Callable[[frozenset[int], bool], str],
     memory: tuple[int, int, int] | None = None,
 ) -> Meeting:
     """Joins this rank with the others of its group; returns when all are there.
 
     `config` must be equal on all ranks. `decide` is called on rank 0 alone, when all are known, with the cores that
-    some rank may use; what it says is told to all. `memory` is the key of this rank's `OpenMemory`. Raises
+    some rank may use and whether rank 0 can access all ranks' memory; what it says is told to all. `memory` is the key of this rank's `OpenMemory`. Raises
     `CollectiveTimeout` naming the ranks that did not come within `timeout` seconds, `InvalidArgument` if configurations
     differ, `TopologyError` if the ranks are not on one host.
     """
@@ -87,22 +87,21 @@ def meet(
             ranks = [json.loads(_get(store, f"{prefix}/rank/{r}", f"rank {r}", deadline)) for r in range(size)]
             address = listener.getsockname()
             roster = {"ranks": ranks, "secret": secrets.token_hex(32), "address": address.hex()}
-            roster["decision"] = decide(_cores(ranks))
+            roster["decision"] = decide(_cores(ranks), _can_access_all(ranks))
             store.set(f"{prefix}/roster", json.dumps(roster))
         else:
             roster = json.loads(_get(store, f"{prefix}/roster", "rank 0, which waits for all ranks,", deadline))
         _check(roster["ranks"])
         names = [(str(r["host"]), int(r["pid"])) for r in roster["ranks"]]
         secret = bytes.fromhex(roster["secret"])
-        keys = [other["memory"] for other in roster["ranks"]]
-        near = all(key is not None and _C.can_access(*key) for key in keys)
+        near = _can_access_all(roster["ranks"])
         if rank == 0:
             memfd, pidfds, near = _serve(listener, secret, names, segment_bytes, deadline, near)
         else:
             memfd, pidfds, near = _join(bytes.fromhex(roster["address"]), secret, rank, names, deadline, near)
     os.close(pidfds[rank])
     pidfds[rank] = -1
-    threads = [int(key[0]) for key in keys] if near else []
+    threads = [int(other["memory"][0]) for other in roster["ranks"]] if near else []
     return Meeting(memfd, pidfds, names, _cores(roster["ranks"]), str(roster["decision"]), threads)
 
 
@@ -114,6 +113,10 @@ def _machine() -> str:
 
 def _cores(ranks: list[dict[str, Any]]) -> frozenset[int]:
     return frozenset(int(core) for other in ranks for core in other["cores"])
+
+
+def _can_access_all(ranks: list[dict[str, Any]]) -> bool:
+    return all(other["memory"] is not None and _C.can_access(*other["memory"]) for other in ranks)
 
 
 def _get(store: Store, key: str, whom: str, deadline: float) -> str:

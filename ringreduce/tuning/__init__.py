@@ -4,7 +4,7 @@
 `measure` refines them.
 """
 
-from ringreduce.tuning.decision import current, decide, keep, renew, rules_for, slicing_for
+from ringreduce.tuning.decision import current, decide, fetch_from, fetches, keep, renew, rules_for, slicing_for
 from ringreduce.tuning.machine import Identity, identify
 from ringreduce.tuning.record import Cell, Measured, Tuning
 
@@ -18,6 +18,8 @@ __all__ = [
     "identify",
     "keep",
     "renew",
+    "fetch_from",
+    "fetches",
     "rules_for",
     "slicing_for",
 ]

@@ -8,42 +8,77 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
-from ringreduce import plan
-from ringreduce.config import Options
+from ringreduce import _C, plan
+from ringreduce.config import (
+    LEAST_FETCH_SHARING_CORES,
+    LEAST_FETCH_WITH_OWN_CORE,
+    LEAST_SLICE_COPIED,
+    LEAST_SLICE_FETCHED,
+    Options,
+)
 from ringreduce.errors import SystemFailure
 from ringreduce.plan import Rule, Slicing
 from ringreduce.tuning.machine import Identity, identify, probe
 from ringreduce.tuning.record import Cell, Measured, Tuning, default_path, load, save
 
+YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
+"""Unless it says 0, only root, parents and debuggers may read a process's memory."""
+
 log = logging.getLogger(__name__)
 
 
-def decide(size: int, cores: Collection[int], *, options: Options, slot_bytes: int) -> str:
-    """What runs for which size in a group of `size` ranks on these cores; "" for the built-in defaults."""
+def decide(size: int, cores: Collection[int], fetch: bool, *, options: Options, slot_bytes: int) -> str:
+    """What runs for which size in a group of `size` ranks on these cores; "" for the built-in defaults.
+
+    `fetch` says whether ranks can read one another's memory.
+    """
     if size == 1 or options.tuning == "off":
         return ""
     try:
-        return _decision(size, options.tuning or "auto", frozenset(cores), slicing_for(options, slot_bytes))
+        slicing = slicing_for(options, slot_bytes, fetch)
+        least = fetch_from(options, size, cores, fetch)
+        return _decision(size, options.tuning or "auto", frozenset(cores), slicing, least)
     except SystemFailure as error:  # the other ranks wait for an answer
         log.warning("cannot probe the machine: %s; the built-in rules decide", error)
         return ""
 
 
-def slicing_for(options: Options, slot_bytes: int) -> Slicing:
+def slicing_for(options: Options, slot_bytes: int, fetch: bool) -> Slicing:
     """How a group with these options cuts a chunk."""
-    assert options.slices is not None and options.least_slice_bytes is not None  # resolved
-    return Slicing(options.slices, options.least_slice_bytes, slot_bytes)
+    assert options.slices is not None  # resolved
+    return Slicing(
+        options.slices, options.least_slice_bytes or (LEAST_SLICE_FETCHED if fetch else LEAST_SLICE_COPIED), slot_bytes
+    )
 
 
-def rules_for(tuning: Tuning, size: int, slicing: Slicing) -> tuple[Rule, ...]:
-    """As measured, for what has been; by the model, for the rest."""
+def fetches(options: Options) -> bool:
+    """Whether ranks that this process starts could read one another's memory, as far as a single process can tell."""
+    try:
+        allowed = os.geteuid() == 0 or YAMA.read_text().strip() == "0"
+    except OSError:
+        allowed = True  # the kernel has no such limit
+    return allowed and bool(options.fetch) and _C.can_access(*_C.OpenMemory().key)
+
+
+def fetch_from(options: Options, size: int, cores: Collection[int], fetch: bool) -> int | None:
+    """From which slice on `size` ranks on these cores read one another's memory; None if they cannot."""
+    if not fetch:
+        return None
+    usual = LEAST_FETCH_WITH_OWN_CORE if size <= len(cores) else LEAST_FETCH_SHARING_CORES
+    return options.least_fetch_bytes or usual
+
+
+def rules_for(tuning: Tuning, size: int, slicing: Slicing, least_fetch: int | None = None) -> tuple[Rule, ...]:
+    """As measured, for what has been; by the model, for the rest.  See `plan.by_cost`."""
     measured = tuning.measured[size].cells if size in tuning.measured else {}
-    rules = list(plan.by_cost(size, tuning.machine, slicing, [name for name in plan.BUILDERS if name not in measured]))
+    others = [name for name in plan.BUILDERS if name not in measured]
+    rules = list(plan.by_cost(size, tuning.machine, slicing, others, least_fetch))
     for collective, cells in measured.items():
         found = [(cell.bytes, cell.algorithm, cell.slice_bytes) for cell in cells]
         rules += plan.ranges_between(collective, found)
@@ -106,6 +141,6 @@ def now() -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def _decision(size: int, where: str, cores: frozenset[int], slicing: Slicing) -> str:
+def _decision(size: int, where: str, cores: frozenset[int], slicing: Slicing, least_fetch: int | None) -> str:
     tuning, _ = current(where, cores)
-    return ";".join(map(str, rules_for(tuning, size, slicing)))
+    return ";".join(map(str, rules_for(tuning, size, slicing, least_fetch)))

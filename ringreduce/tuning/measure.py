@@ -28,7 +28,7 @@ from ringreduce.backend import ANY_SIZE, lowered_plan, slot_bytes_for
 from ringreduce.config import Options, resolve
 from ringreduce.errors import RingReduceError
 from ringreduce.plan import Slicing, Table
-from ringreduce.tuning.decision import slicing_for
+from ringreduce.tuning.decision import fetches, slicing_for
 from ringreduce.tuning.record import Cell
 
 SIZES = tuple(64 * 4**power for power in range(11))
@@ -129,7 +129,7 @@ def _next_cell(pipe: Connection, ranks: Sequence[BaseProcess]) -> Cell:
 def slicing_of(size: int) -> Slicing:
     """How the groups that are measured cut their chunks."""
     options, _ = resolve(Options(tuning="off", algorithms=""))
-    return slicing_for(options, slot_bytes_for(size, options))
+    return slicing_for(options, slot_bytes_for(size, options), fetches(options))
 
 
 def _run_rank(rank: int, size: int, port: int, work: list[Task], seconds: float, pipe: Connection) -> None:
