@@ -8,6 +8,7 @@ writable. Errors are those of `ringreduce.errors`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, _ProcessGroupWrapper
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ringreduce import plan as plans
 from ringreduce._C import ProcessGroupRing
@@ -201,18 +203,29 @@ def recv(tensor: Array, src: int | None = None, tag: int = 0, group: dist.Proces
     return work._source_rank() if src is None else src
 
 
-def empty(*size: int, dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+def empty(
+    *size: int | Sequence[int], dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
     """A tensor in memory that the group's other ranks can read, for collectives without copies between ranks.
 
-    What a rank sends from such a tensor, and does not write over in the same call, is read where it is; everything else
-    works as with any tensor. Each rank decides for itself. The memory is taken as it is first written, up to
-    `Options.arena_bytes`, and given back with the tensor, which may outlive the group. Raises `SystemFailure` if no
-    room is left, `InvalidArgument` for negative sizes.
+    `size` is given as to `torch.empty`: as numbers, or as one sequence of them. What a rank sends from such a tensor,
+    and does not write over in the same call, is read where it is; everything else works as with any tensor. Each rank
+    decides for itself. The memory is taken as it is first written, up to `Options.arena_bytes`, and given back with
+    the tensor, which may outlive the group. Raises `SystemFailure` if no room is left, `InvalidArgument` for a size
+    other than of whole numbers from 0 and for what is no dtype.
     """
-    shape = torch.Size(size)
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    if not isinstance(dtype, torch.dtype):
+        raise InvalidArgument(f"dtype is {dtype!r}; it must be a torch.dtype")
+    try:
+        given = cast(Any, size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size)
+        shape = torch.Size(given)
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: out of range
+        raise InvalidArgument(f"size is {size!r}; it must be whole numbers, or one sequence of them") from None
     if any(n < 0 for n in shape):
         raise InvalidArgument(f"size is {tuple(shape)}; it must not be negative")
-    dtype = dtype or torch.get_default_dtype()
+    if math.prod(shape) * dtype.itemsize >= 2**63:
+        raise InvalidArgument(f"size is {tuple(shape)}; a tensor must have less than 2^63 bytes")
     return _backend(group).allocate_tensor(shape.numel(), dtype=dtype, device=CPU).view(shape)
 
 
@@ -223,8 +236,14 @@ def share(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch
     the old memory. Raises `InvalidArgument` if it is a view itself or not a dense CPU tensor, `SystemFailure` if there
     is no room left.
     """
-    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.device != CPU:
-        raise InvalidArgument(f"tensor is {type(tensor).__name__}; it must be a dense torch.Tensor on the CPU")
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidArgument(f"tensor is a {type(tensor).__name__}; it must be a torch.Tensor")
+    plain = not tensor.is_nested and not tensor.is_quantized and not bool(is_traceable_wrapper_subclass(tensor))
+    if not plain or tensor.layout != torch.strided or tensor.device != CPU:
+        raise InvalidArgument(
+            f"tensor is a {type(tensor).__name__} of layout {tensor.layout} and dtype {tensor.dtype} on "
+            f"{tensor.device}; it must be a dense torch.Tensor on the CPU"
+        )
     if tensor._is_view():
         raise InvalidArgument("tensor is a view of another, which would keep the old memory; share that one")
     moved = empty(*tensor.shape, dtype=tensor.dtype, group=group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import platform
 import time
@@ -36,7 +37,7 @@ def main() -> int:
     tune.add_argument("--ranks", type=_ranks, nargs="+", default=RANKS_TUNED, help="group sizes (default: 2 4)")
     tune.add_argument("--collectives", choices=BUILDERS, nargs="+", default=tuple(BUILDERS), metavar="NAME",
                       help=f"default: {' '.join(BUILDERS)}")  # fmt: skip
-    tune.add_argument("--budget", type=float, default=TUNING_SECONDS, help="seconds for all of it (default: 120)")
+    tune.add_argument("--budget", type=_budget, default=TUNING_SECONDS, help="seconds for all of it (default: 120)")
     arguments = parser.parse_args()
     console = Console()
     try:
@@ -179,10 +180,19 @@ def _findings(size: int, cells: dict[str, tuple[Cell, ...]], seconds: float) -> 
 
 
 def _ranks(text: str) -> int:
-    size = int(text)
-    if not 2 <= size <= 256:
-        raise argparse.ArgumentTypeError(f"{size} ranks; a group to look at has 2 to 256")
-    return size
+    if not text.isdecimal() or not 2 <= int(text) <= 256:
+        raise argparse.ArgumentTypeError(f"{text!r} ranks; a group to look at has 2 to 256")
+    return int(text)
+
+
+def _budget(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} seconds; it must be a number above 0")
+    return seconds
 
 
 def _cores() -> frozenset[int]:

@@ -138,6 +138,8 @@ def resolve(options: Options | None, environ: Mapping[str, str] = os.environ) ->
 def _check(name: str, value: Any, origin: str) -> None:
     where = name if origin in ("option", "default") else origin
     if name == "algorithms":
+        if not isinstance(value, str):
+            raise InvalidArgument(f"{where} is {value!r}; it must be text such as 'all_reduce:ring:32K-'")
         try:
             parse_algorithms(value)
         except PlanError as error:
@@ -148,5 +150,5 @@ def _check(name: str, value: Any, origin: str) -> None:
             raise InvalidArgument(f"{where} is {value!r}; it must be 'auto', 'off' or the path of a file")
         return
     low, high = LIMITS[name]
-    if not isinstance(value, int) or not low <= value <= high:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise InvalidArgument(f"{where} is {value!r}; it must be a whole number from {low} to {high}")

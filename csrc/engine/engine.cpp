@@ -114,6 +114,7 @@ Tally Engine::run(const Call& call, const Buffers& buffers) {
   Waiting waiting(*segment_, options_.spins);
   Execution execution(*segment_, program, call, buffers, workspace_, id, slice, options_.least_fetch_bytes);
   const auto fail = [&](const Error& error) {
+    segment_->fail(seq);
     segment_->abort(error);
     execution.withdraw();  // after abort(), so that a peer that is refused finds the reason
   };
@@ -145,6 +146,10 @@ Tally Engine::run(const Call& call, const Buffers& buffers) {
       if (execution.lent() > 0 || has_root(call.operation))
         while (!execution.all_read()) waiting.idle(look);
       waiting.moved();
+      // A rank that failed in this call may have changed what it lent before it was read, here or by those whose data
+      // came here. It said so before it could: what was read counts only if nobody has.
+      std::atomic_thread_fence(std::memory_order_acquire);
+      if (segment_->failed(seq)) segment_->throw_if_aborted();
     } catch (const Error& error) {
       if (error.kind() == ErrorKind::mismatch) throw_mismatch(call, seq, error.culprit());
       throw;

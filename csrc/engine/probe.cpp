@@ -4,15 +4,19 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <functional>
 #include <limits>
+#include <memory>
+#include <new>
 #include <thread>
 #include <vector>
 
 #include "core/clock.h"
+#include "core/error.h"
 #include "core/threads.h"
 #include "engine/wait.h"
 #include "kernels/accumulate.h"
@@ -26,8 +30,15 @@ constexpr int kBatches = 5;                         // each figure is that of th
 constexpr Nanoseconds kBatch = kMillisecond / 2;    // how long one lasts at least
 constexpr Nanoseconds kLongest = 4 * kMillisecond;  // and, waiting for another core, at most
 
-using Buffer = std::vector<float>;
-Buffer buffer(std::size_t bytes) { return Buffer(bytes / sizeof(float), 1.0f); }
+// Floats that nobody has touched: who fills them first decides where they are.
+using Buffer = std::unique_ptr<float[]>;
+Buffer untouched(std::size_t bytes) { return std::make_unique_for_overwrite<float[]>(bytes / sizeof(float)); }
+void fill(const Buffer& buffer, std::size_t bytes) { std::fill_n(buffer.get(), bytes / sizeof(float), 1.0f); }
+Buffer filled(std::size_t bytes) {
+  Buffer buffer = untouched(bytes);
+  fill(buffer, bytes);
+  return buffer;
+}
 
 double median(std::vector<double> values) {
   const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
@@ -143,7 +154,7 @@ double handover(std::span<const int> two_cores, bool yield) {
 }
 
 void staging(std::span<const int> two_cores, std::size_t bytes, double& put, double& take) {
-  Buffer stage = buffer(bytes), source = buffer(kCached), target = buffer(kCached);
+  const Buffer stage = filled(bytes), source = filled(kCached), target = filled(kCached);
   const auto timed = [](std::vector<double>& each, const auto& work) {
     return [&] {
       const Nanoseconds begin = now();
@@ -152,15 +163,15 @@ void staging(std::span<const int> two_cores, std::size_t bytes, double& put, dou
     };
   };
   const auto in_parts = [&](const auto& move) {
-    for (std::size_t at = 0; at < bytes; at += kCached) move(reinterpret_cast<std::byte*>(stage.data()) + at);
+    for (std::size_t at = 0; at < bytes; at += kCached) move(reinterpret_cast<std::byte*>(stage.get()) + at);
   };
   std::vector<double> puts, takes;
   Turns turns;
   on_cores(two_cores, [&](std::size_t i) {
     if (i == 1)
-      return turns.follow(
-          timed(takes, [&] { in_parts([&](std::byte* s) { std::memcpy(target.data(), s, kCached); }); }), spinning());
-    turns.lead(1 << 20, timed(puts, [&] { in_parts([&](std::byte* s) { std::memcpy(s, source.data(), kCached); }); }),
+      return turns.follow(timed(takes, [&] { in_parts([&](std::byte* s) { std::memcpy(target.get(), s, kCached); }); }),
+                          spinning());
+    turns.lead(1 << 20, timed(puts, [&] { in_parts([&](std::byte* s) { std::memcpy(s, source.get(), kCached); }); }),
                spinning());
     turns.finish();
   });
@@ -168,9 +179,7 @@ void staging(std::span<const int> two_cores, std::size_t bytes, double& put, dou
   take = median(takes) / static_cast<double>(bytes);
 }
 
-}  // namespace
-
-Probe probe(std::span<const int> cores) {
+Probe measured(std::span<const int> cores) {
   cores = cores.first(std::min(cores.size(), kMostCores));
   const std::array<int, 2> apart{cores.front(), cores[cores.size() > 1 ? 1 : 0]}, together{cores[0], cores[0]};
   Probe result;
@@ -178,15 +187,19 @@ Probe probe(std::span<const int> cores) {
   result.hop = cores.size() > 1 ? handover(apart, false) : result.turn;
 
   std::vector<Probe> each(cores.size());
+  std::vector<std::array<Buffer, 2>> memory(cores.size());  // here, as a thread could not say that there is none
+  for (auto& pair : memory) pair = {untouched(kMemory), untouched(kMemory)};
   std::atomic<std::size_t> ready{0};
   on_cores(cores, [&](std::size_t i) {
-    Buffer a = buffer(kMemory), b = buffer(kMemory);
+    const Buffer &a = memory[i][0], &b = memory[i][1];
+    fill(a, kMemory);
+    fill(b, kMemory);
     const auto copy = [&](std::size_t bytes) {
-      return time([&] { std::memcpy(a.data(), b.data(), bytes); }) / static_cast<double>(bytes);
+      return time([&] { std::memcpy(a.get(), b.get(), bytes); }) / static_cast<double>(bytes);
     };
     const auto add = [&](std::size_t bytes) {
-      const void* const operands[] = {a.data(), b.data()};
-      void* const result = a.data();
+      const void* const operands[] = {a.get(), b.get()};
+      void* const result = a.get();
       const std::size_t count = bytes / sizeof(float);
       return time([&] { kernels::accumulate(DType::float32, ReduceOp::sum, &result, 1, operands, 2, count); }) /
              static_cast<double>(bytes);
@@ -211,6 +224,16 @@ Probe probe(std::span<const int> cores) {
   for (std::size_t s = 0; s < Probe::kStaging.size(); ++s)
     staging(apart, Probe::kStaging[s], result.put[s], result.take[s]);
   return result;
+}
+
+}  // namespace
+
+Probe probe(std::span<const int> cores) {
+  try {
+    return measured(cores);
+  } catch (const std::bad_alloc&) {
+    throw Error(ErrorKind::system, "there is not enough memory to probe the machine");
+  }
 }
 
 }  // namespace ringreduce

@@ -2,22 +2,35 @@
 
 #include <algorithm>
 #include <cstring>
-#include <iterator>
 #include <utility>
 
 namespace ringreduce {
+namespace {
+
+// The same memory with bytes for elements, so that tensors of different dtypes can be compared.
+TensorList as_bytes(const TensorList& tensors) {
+  TensorList bytes;
+  for (const at::Tensor& t : tensors) {
+    if (t.numel() == 0) continue;
+    std::vector<int64_t> sizes = t.sizes().vec(), strides = t.strides().vec();
+    const auto element = static_cast<int64_t>(t.element_size());
+    for (int64_t& stride : strides) stride *= element;
+    sizes.push_back(element);
+    strides.push_back(1);
+    bytes.push_back(at::from_blob(t.data_ptr(), sizes, strides, at::kByte));
+  }
+  return bytes;
+}
+
+}  // namespace
 
 Fusion::Fusion(const TensorList& tensors) : tensors_(tensors) {
   for (const at::Tensor& t : tensors_) check_tensor(t, "all_reduce_coalesced");
   const auto by_dtype = [](const at::Tensor& a, const at::Tensor& b) { return a.scalar_type() < b.scalar_type(); };
   if (!std::is_sorted(tensors_.begin(), tensors_.end(), by_dtype))
     std::stable_sort(tensors_.begin(), tensors_.end(), by_dtype);
-  for (auto first = tensors_.begin(); first != tensors_.end();) {
-    const auto last = std::upper_bound(first, tensors_.end(), *first, by_dtype);
-    const bool all = last - first == std::ssize(tensors_);
-    check_outputs(all ? tensors_ : TensorList(first, last), "all_reduce_coalesced");
-    first = last;
-  }
+  const bool mixed = !tensors_.empty() && by_dtype(tensors_.front(), tensors_.back());
+  check_outputs(mixed ? as_bytes(tensors_) : tensors_, "all_reduce_coalesced");
 
   bool open = false;  // whether the last bundle may take more
   std::size_t bytes = 0;

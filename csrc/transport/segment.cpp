@@ -231,6 +231,13 @@ void Segment::abort(const Error& error) const {
   notify_all();
 }
 
+void Segment::fail(std::uint64_t seq) const {
+  std::atomic<std::uint64_t>& failed = abort_record().failed;
+  std::uint64_t before = failed.load(std::memory_order_relaxed);
+  while (before < ~seq && !failed.compare_exchange_weak(before, ~seq, std::memory_order_seq_cst)) {
+  }
+}
+
 void Segment::throw_if_aborted() const {
   const AbortRecord& record = abort_record();
   if (record.state.load(std::memory_order_seq_cst) != 2) return;

@@ -121,6 +121,7 @@ struct alignas(64) RankControl {
 // The group's first fatal error; written once, by the rank that wins `state` (0 none, 1 being written, 2 there).
 struct alignas(64) AbortRecord {
   std::atomic<std::uint32_t> state;
+  std::atomic<std::uint64_t> failed;  // ~seq of the earliest call that any rank failed in; 0: none
   std::int32_t kind;
   std::int32_t culprit;
   std::int32_t reporter;
@@ -192,6 +193,10 @@ class Segment {
 
   // Makes `error` the group's fatal error, unless there is one already, and wakes everybody.
   void abort(const Error& error) const;
+  // Tells the others that this rank fails in call `seq`, before it gives back its tensors.
+  void fail(std::uint64_t seq) const;
+  // Whether any rank has failed in call `seq` or an earlier one.
+  bool failed(std::uint64_t seq) const { return abort_record().failed.load(std::memory_order_seq_cst) >= ~seq; }
   // Throws the group's fatal error, if there is one.
   void throw_if_aborted() const;
 

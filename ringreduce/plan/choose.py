@@ -53,6 +53,9 @@ ROOTED = ("broadcast", "reduce", "gather", "scatter")
 SPELLINGS = {spelling: name for name in BUILDERS for spelling in (name, name.replace("_", ""))}  # c10d: allreduce
 UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
 
+MOST_BYTES = 2**62
+"""The end of all ranges that have one."""
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -201,18 +204,20 @@ def _parse_entry(entry: str, before: str | None) -> Rule:
 
 
 def _parse_range(entry: str, text: str) -> tuple[int, int | None]:
-    match = re.fullmatch(r"(\d+)([KMG]?)-(?:(\d+)([KMG]?))?", text.replace(" ", "").upper())
+    match = re.fullmatch(r"([0-9]{1,19})([KMG]?)-(?:([0-9]{1,19})([KMG]?))?", text.replace(" ", "").upper())
     if match is None:
         raise PlanError(f"algorithms: {entry!r}: {text!r} is not a range of bytes such as 0-32K or 32K-")
     begin = int(match[1]) * UNITS[match[2]]
     end = int(match[3]) * UNITS[match[4]] if match[3] else None
+    if max(begin, end or 0) > MOST_BYTES:
+        raise PlanError(f"algorithms: {entry!r}: the range {text!r} goes beyond 2^62 bytes; leave its end out")
     if end is not None and end <= begin:
         raise PlanError(f"algorithms: {entry!r}: the range {text!r} is empty; its end must be above its begin")
     return begin, end
 
 
 def _parse_slice(entry: str, text: str) -> int:
-    match = re.fullmatch(r"(\d+)([KMG]?)", text.upper())
+    match = re.fullmatch(r"([0-9]{1,19})([KMG]?)", text.upper())
     size = int(match[1]) * UNITS[match[2]] if match else -1
     if size != 0 and not 64 <= size <= 1024**3:
         raise PlanError(f"algorithms: {entry!r}: {text!r} is not a slice of 64 to 1G bytes such as 64K, or 0")

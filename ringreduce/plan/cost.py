@@ -43,6 +43,25 @@ PEER = 60e-9
 """More, for each peer that a step hears from or sends to."""
 
 
+# What can be true of a machine. With other figures the walk of a round might take for ever.
+_SPEED = (1e-14, 1e-7)  # seconds per byte
+LIMITS: Mapping[str, tuple[float, float]] = {
+    "cores": (1, 2**16),
+    "cache_bytes": (1, 2**40),
+    "hop": (1e-9, 1e-2),
+    "turn": (1e-8, 1.0),
+    "patience": (1e-9, 1.0),
+    "copy_cached": _SPEED,
+    "add_cached": _SPEED,
+    "copy_memory": _SPEED,
+    "copy_memory_all": _SPEED,
+    "add_memory_all": _SPEED,
+    "staging": (1, 2**40),
+    "put": _SPEED,
+    "take": _SPEED,
+}
+
+
 @dataclass(frozen=True)
 class Machine:
     """What a machine's cores and memory do, in seconds and seconds per byte.
@@ -71,18 +90,22 @@ class Machine:
 
     @staticmethod
     def load(values: Mapping[str, Any]) -> "Machine":
-        """From what `dataclasses.asdict` or a JSON file gives.  ValueError names what is missing or not a figure."""
+        """From what `dataclasses.asdict` or a JSON file gives.  ValueError names what is missing or cannot be."""
         loaded: dict[str, Any] = {}
         for field in fields(Machine):
             value = values.get(field.name)
-            if field.type in (tuple[int, ...], tuple[float, ...]):
-                if not isinstance(value, list | tuple) or len(value) != 4 or not all(map(_is_figure, value)):
-                    raise ValueError(f"{field.name} is {value!r}; expected four positive numbers")
-                loaded[field.name] = tuple(value)
-            elif not _is_figure(value):
-                raise ValueError(f"{field.name} is {value!r}; expected a positive number")
-            else:
-                loaded[field.name] = value
+            least, most = LIMITS[field.name]
+            several = field.type in (tuple[int, ...], tuple[float, ...])
+            wanted = int if field.type in (int, tuple[int, ...]) else int | float
+            figures = value if several and isinstance(value, list | tuple) else [value]
+            if len(figures) != (4 if several else 1) or not all(
+                isinstance(each, wanted) and not isinstance(each, bool) and least <= each <= most for each in figures
+            ):
+                kind = "four numbers" if several else "a number"
+                raise ValueError(f"{field.name} is {value!r:.60}; expected {kind} from {least:g} to {most:g}")
+            loaded[field.name] = tuple(figures) if several else value
+        if list(loaded["staging"]) != sorted(set(loaded["staging"])):
+            raise ValueError(f"staging is {loaded['staging']}; expected four numbers, ascending")
         return Machine(**loaded)
 
 
@@ -296,7 +319,3 @@ def _between(sizes: Sequence[int], values: Sequence[float], size: float) -> floa
     low, high = sizes[above - 1], sizes[above]
     share = math.log(size / low) / math.log(high / low)
     return values[above - 1] + share * (values[above] - values[above - 1])
-
-
-def _is_figure(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf

@@ -68,9 +68,9 @@ def meet(
     """Joins this rank with the others of its group; returns when all are there.
 
     `config` must be equal on all ranks. `decide` is called on rank 0 alone, when all are known, with the cores that
-    some rank may use and whether rank 0 can access all ranks' memory; what it says is told to all. `memory` is the key of this rank's `OpenMemory`. Raises
-    `CollectiveTimeout` naming the ranks that did not come within `timeout` seconds, `InvalidArgument` if configurations
-    differ, `TopologyError` if the ranks are not on one host.
+    some rank may use and whether rank 0 can access all ranks' memory; what it says is told to all. `memory` is the key
+    of this rank's `OpenMemory`. Raises `CollectiveTimeout` naming the ranks that did not come within `timeout` seconds,
+    `InvalidArgument` if configurations differ, `TopologyError` if the ranks are not on one host.
     """
     deadline = time.monotonic() + timeout
     # A group may be made again under the same store prefix: count how often this rank has been here.
@@ -164,7 +164,10 @@ def _serve(
         os.ftruncate(memfd, segment_bytes)
     except OSError as error:
         os.close(memfd)
-        raise SystemFailure(f"cannot make {segment_bytes} bytes of shared memory: {error.strerror}") from None
+        raise SystemFailure(
+            f"cannot make {segment_bytes} bytes of shared memory, most of them unused address space "
+            f"(RINGREDUCE_ARENA_BYTES lowers it): {error.strerror}"
+        ) from None
     pidfds = {0: _own_pidfd()}
     members: dict[int, socket.socket] = {}
     try:

@@ -6,6 +6,7 @@ with other files, or none, agree anyway.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -22,7 +23,6 @@ from ringreduce.config import (
     LEAST_SLICE_FETCHED,
     Options,
 )
-from ringreduce.errors import SystemFailure
 from ringreduce.plan import Rule, Slicing
 from ringreduce.tuning.machine import Identity, identify, probe
 from ringreduce.tuning.record import Cell, Measured, Tuning, default_path, load, save
@@ -44,8 +44,8 @@ def decide(size: int, cores: Collection[int], fetch: bool, *, options: Options, 
         slicing = slicing_for(options, slot_bytes, fetch)
         least = fetch_from(options, size, cores, fetch)
         return _decision(size, options.tuning or "auto", frozenset(cores), slicing, least)
-    except SystemFailure as error:  # the other ranks wait for an answer
-        log.warning("cannot probe the machine: %s; the built-in rules decide", error)
+    except Exception as error:  # whatever it is: the other ranks wait for an answer
+        log.warning("cannot tell what suits this machine: %s; the built-in rules decide", error)
         return ""
 
 
@@ -92,14 +92,22 @@ def current(where: str, cores: frozenset[int]) -> tuple[Tuning, str]:
     `where` is "auto" or the file's path.  A file that cannot be used or written is told in the log, once.
     """
     identity = identify(cores)
-    path = path_of(where, identity)
+    try:
+        path = path_of(where, identity)
+    except OSError as error:
+        log.info("cannot keep what is found out about this machine: %s", error)
+        return Tuning(identity, probe(cores), now()), "probe"
     writable = False
     try:
         return load(path), str(path)
     except FileNotFoundError:
         writable = True
     except (OSError, ValueError) as error:
-        log.warning("cannot use the tuning in %s: %s; the machine is probed instead", path, error)
+        log.warning(
+            "cannot use the tuning in %s: %s; the machine is probed instead; `ringreduce tune` writes it anew",
+            path,
+            error,
+        )
     tuning = Tuning(identity, probe(cores), now())
     if writable:
         try:
@@ -125,6 +133,8 @@ def renew(where: str, cores: Collection[int]) -> tuple[Path, Tuning]:
 
 def keep(tuning: Tuning, size: int, cells: Mapping[str, tuple[Cell, ...]], path: Path) -> Tuning:
     """Writes what was measured with `size` ranks, in place of what there was for the same collectives."""
+    with contextlib.suppress(OSError, ValueError):  # what others have measured meanwhile stays
+        tuning = replace(tuning, measured=load(path).measured)
     before = tuning.measured[size].cells if size in tuning.measured else {}
     measured = Measured(now(), {**before, **cells})
     tuning = replace(tuning, measured={**tuning.measured, size: measured})
@@ -133,7 +143,7 @@ def keep(tuning: Tuning, size: int, cells: Mapping[str, tuple[Cell, ...]], path:
 
 
 def path_of(where: str, identity: Identity) -> Path:
-    return default_path(identity) if where == "auto" else Path(where)
+    return default_path(identity) if where == "auto" else Path(os.path.expanduser(where))
 
 
 def now() -> str:

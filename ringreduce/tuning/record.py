@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
+import stat
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -55,16 +57,21 @@ class Tuning:
 
 
 def default_path(identity: Identity) -> Path:
-    """Where the file of a machine is, if nobody said otherwise."""
+    """Where the file of a machine is, if nobody said otherwise.  Raises OSError if there is no place for it."""
     root = os.environ.get("XDG_CACHE_HOME", "")  # to be ignored if it is not absolute, says its specification
-    folder = Path(root) if os.path.isabs(root) else Path("~/.cache").expanduser()
+    folder = Path(root if os.path.isabs(root) else os.path.expanduser("~/.cache"))
+    if not folder.is_absolute():
+        raise FileNotFoundError("this user has no home directory; set XDG_CACHE_HOME, or RINGREDUCE_TUNING to a path")
     return folder / "ringreduce" / f"{identity.digest()}.json"
 
 
 def load(path: Path) -> Tuning:
     """Raises FileNotFoundError, another OSError if it may not be read, ValueError if it is not what `save` writes."""
-    with open(path, encoding="utf-8") as file:
-        owner = os.fstat(file.fileno()).st_uid
+    with open(path, encoding="utf-8", opener=_open_at_once) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError("it is not a regular file")
+        owner = status.st_uid
         if owner != os.geteuid():
             raise PermissionError(f"it belongs to user {owner}; this process runs as user {os.geteuid()}")
         text = file.read()
@@ -79,7 +86,7 @@ def load(path: Path) -> Tuning:
             probed=str(document["probed"]),
             measured={int(ranks): _measured(entry) for ranks, entry in document["measured"].items()},
         )
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"it is not a tuning file: {error!r}") from None
 
 
@@ -102,6 +109,11 @@ def save(tuning: Tuning, path: Path, replace: bool) -> None:
             os.unlink(temporary)
 
 
+def _open_at_once(path: str, flags: int) -> int:
+    """Does not wait for the other end of a pipe."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 def _measured(entry: Any) -> Measured:
     cells = {collective: tuple(_cell(collective, cell) for cell in row) for collective, row in entry["cells"].items()}
     for collective, row in cells.items():
@@ -117,9 +129,10 @@ def _cell(collective: str, values: Any) -> Cell:
         raise ValueError(f"{collective} has no algorithm {cell.algorithm!r}")
     for name, least, most in (("bytes", 1, 2**50), ("slice_bytes", 64, 2**30), ("model_slice_bytes", 64, 2**30)):
         number = getattr(cell, name)
-        if not isinstance(number, int) or not (least <= number <= most or (number == 0 and least == 64)):
+        if type(number) is not int or not (least <= number <= most or (number == 0 and least == 64)):
             raise ValueError(f"{name} is {number!r}; expected a number of bytes")
     for name in ("seconds", "model_seconds"):
-        if not isinstance(getattr(cell, name), float | int):
-            raise ValueError(f"{name} is {getattr(cell, name)!r}; expected a number")
+        seconds = getattr(cell, name)
+        if type(seconds) not in (float, int) or not 0 < seconds < math.inf:
+            raise ValueError(f"{name} is {seconds!r}; expected a positive number")
     return cell

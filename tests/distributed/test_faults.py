@@ -176,6 +176,65 @@ def test_a_stop_shorter_than_the_timeout_is_no_error() -> None:
         ranks.results()
 
 
+def stop_in_the_middle(me: Rank, stops: int, shared: bool) -> None:
+    with me.join(timeout=1.5):
+        whole = (ringreduce.empty if shared else torch.empty)(2 * MB16).fill_(me.rank)
+        tensor = whole[5:-5]
+        dist.barrier()
+        if me.rank == stops:  # at a moment when it is most likely writing what the others lent it
+            threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+
+        def loop() -> None:
+            while True:
+                ringreduce.all_reduce(tensor, dist.ReduceOp.MAX)
+
+        kind, *_ = error_of(loop)
+        if me.rank != stops:
+            assert kind is CollectiveTimeout
+            whole.fill_(10.0 + me.rank)
+            me.report("has its tensor back")
+        me.meet("all calls have ended")
+        assert me.rank == stops or whole.eq(10.0 + me.rank).all()
+
+
+@pytest.mark.parametrize("shared", (True, False))
+@pytest.mark.parametrize("size", (2, 3))
+def test_a_rank_that_goes_on_after_the_timeout_changes_no_tensor_of_others(size: int, shared: bool) -> None:
+    with Ranks(stop_in_the_middle, size, 1, shared) as ranks:
+        ranks.reports(but=(1,))
+        ranks.signal(1, signal.SIGCONT)
+        ranks.results()
+
+
+def gather_late(me: Rank, shared: bool) -> None:
+    with me.join(timeout=1.5):
+        mine = torch.full((MB16 // 8,), 1.0)  # from which rank 0 lends, or else
+        gathered = (ringreduce.empty if shared else torch.empty)(me.size * mine.numel()).fill_(0.0)
+        dist.barrier()
+        if me.rank == 1:
+            threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+
+        def loop() -> None:
+            while True:
+                ringreduce.all_gather_into_tensor(gathered, mine)
+                assert gathered[:: mine.numel() // 16].eq(1.0).all()
+
+        error_of(loop)
+        if me.rank == 0:
+            mine.fill_(2.0)
+            gathered.fill_(2.0)
+            me.report("wrote over what it had lent")
+
+
+@pytest.mark.parametrize("shared", (True, False))
+def test_a_rank_that_goes_on_after_the_timeout_takes_nothing_that_was_changed(shared: bool) -> None:
+    for _ in range(4):  # the rank is not always stopped inside of a call
+        with Ranks(gather_late, 2, shared) as ranks:
+            ranks.reports(but=(1,))
+            ranks.signal(1, signal.SIGCONT)
+            ranks.results()
+
+
 def wait_for_a_late_rank(me: Rank) -> float:
     """The share of a core that this rank used while it waited."""
 

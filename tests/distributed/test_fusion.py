@@ -106,8 +106,16 @@ def overlapping(me: Rank) -> None:
         whole = torch.ones(10)
         with pytest.raises(InvalidArgument, match="share memory"):
             dist.all_reduce_coalesced([whole[:6], whole[5:]])
+        with pytest.raises(InvalidArgument, match="share memory"):
+            dist.all_reduce_coalesced([whole, whole])
+        with pytest.raises(InvalidArgument, match="share memory"):
+            ringreduce.all_reduce_coalesced([whole[:5], whole.view(torch.int32)[4:]])
         dist.all_reduce_coalesced([whole[:5], whole[5:]])
         assert whole.eq(2).all()
+        pairs = torch.ones(10, 2)  # of each, a float and an integer
+        pairs[:, 1] = torch.full((10,), 7, dtype=torch.int32).view(torch.float32)
+        ringreduce.all_reduce_coalesced([pairs[:, 0], pairs[:, 1].view(torch.int32)])
+        assert pairs[:, 0].eq(2).all() and pairs[:, 1].view(torch.int32).eq(14).all()
 
 
 def test_tensors_that_share_memory() -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from distributed.harness import Rank, Ranks, run
 from torch._C._distributed_c10d import ErrorType, WorkResult
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 import ringreduce
@@ -619,8 +620,16 @@ def share_parameters(me: Rank) -> None:
         assert torch.equal(ringreduce.share(transposed.clone()), transposed)
         with pytest.raises(InvalidArgument, match="share that one"):
             ringreduce.share(layer.weight.detach()[1:])
-        with pytest.raises(InvalidArgument, match="dense"):
-            ringreduce.share(torch.eye(2).to_sparse())
+        mesh = dist.device_mesh.init_device_mesh("cpu", (me.size,))
+        for wrong, named in (
+            (torch.eye(2).to_sparse(), "layout torch.sparse_coo"),
+            (torch.empty(2, device="meta"), "on meta"),
+            (torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8), "torch.qint8"),
+            (distribute_tensor(torch.ones(me.size), mesh, [Shard(0)]), "a DTensor"),
+            ([1.0], "a list"),
+        ):
+            with pytest.raises(InvalidArgument, match=named):
+                ringreduce.share(wrong)
 
 
 def test_the_memory_of_shared_tensors() -> None:
@@ -637,9 +646,14 @@ def shared_memory(me: Rank) -> None:
         assert tensor.shape == (1024, 128) and tensor.dtype == torch.int64 and tensor.eq(7).all()
         with pytest.raises(SystemFailure, match="RINGREDUCE_ARENA_BYTES"):
             ringreduce.empty(1)
-        with pytest.raises(InvalidArgument, match="size"):
-            ringreduce.empty(2, -1)
+        for wrong in ((2, -1), (2.5,), ("2",), (None,), ((2, 3), 4), (2**63,), (2**32, 2**32), (2**61,)):
+            with pytest.raises(InvalidArgument, match="size is"):
+                ringreduce.empty(*wrong)
+        with pytest.raises(InvalidArgument, match="dtype is 'float'"):
+            ringreduce.empty(2, dtype="float")
         del tensor
+        for size in ((2, 3), torch.Size((2, 3)), [2, 3]):
+            assert ringreduce.empty(size).shape == (2, 3)
         assert ringreduce.empty(0).shape == (0,) and ringreduce.empty(dtype=torch.bool).shape == ()
         assert backend().allocate_tensor(5, dtype=torch.int8, device=CPU).shape == (5,)
         kept = ringreduce.empty(1000).fill_(3)

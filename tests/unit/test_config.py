@@ -35,6 +35,14 @@ def test_a_bad_variable_is_named(environ: dict[str, str], named: str) -> None:
         resolve(None, environ)
 
 
+@pytest.mark.parametrize(
+    ("options", "named"), [(Options(algorithms=7), "algorithms is 7"), (Options(channels=True), "channels is True")]
+)  # type: ignore[arg-type]
+def test_a_bad_option_is_named(options: Options, named: str) -> None:
+    with pytest.raises(InvalidArgument, match=named):
+        resolve(options, {})
+
+
 def test_foreign_options_are_refused() -> None:
     with pytest.raises(InvalidArgument, match="dict"):
         resolve({"channels": 2}, {})  # type: ignore[arg-type]

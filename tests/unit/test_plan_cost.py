@@ -154,6 +154,18 @@ def test_slow_memory_leads_to_smaller_slices() -> None:
     assert lookup(table(2, decided=by_cost(2, near, slicing(2)))["all_reduce"], 64 * K * K).slice_bytes == 0
 
 
+def test_what_is_fetched_goes_the_direct_way() -> None:
+    rules = by_cost(4, MACHINE, slicing(4), fetch_from=64 * K)
+    for collective, ranges in table(4, decided=rules).items():
+        chunks = 4 if collective == "all_reduce" else 1
+        entry = lookup(ranges, chunks * 256 * K)
+        if collective in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all"):
+            assert entry[1:] == ("two_shot" if collective == "all_reduce" else "direct", 0)
+        else:
+            assert entry == lookup(table(4, decided=by_cost(4, MACHINE, slicing(4)))[collective], chunks * 256 * K)
+    assert lookup(table(4, decided=rules)["all_reduce"], 64).algorithm == "one_shot"
+
+
 def test_large_groups_keep_the_built_in_rules() -> None:
     assert by_cost(33, MACHINE, slicing(33)) == ()
     assert {rule.collective for rule in by_cost(32, MACHINE, slicing(32), ["gather", "reduce"])} == {"gather", "reduce"}

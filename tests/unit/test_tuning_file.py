@@ -4,12 +4,14 @@ import dataclasses
 import json
 import logging
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from ringreduce import _C, plan, tuning
+from ringreduce import _C, cli, plan, tuning
 from ringreduce.config import Options, resolve
 from ringreduce.errors import InvalidArgument
 from ringreduce.tuning import Cell, Measured, Tuning, decision
@@ -40,7 +42,7 @@ def forgetful(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
 
 def decided(size: int, where: str) -> str:
     options, _ = resolve(Options(tuning=where), {})
-    return tuning.decide(size, CORES, options=options, slot_bytes=512 * 1024)
+    return tuning.decide(size, CORES, False, options=options, slot_bytes=512 * 1024)
 
 
 def test_the_probe_finds_positive_figures() -> None:
@@ -97,9 +99,17 @@ def test_a_file_of_another_user_is_not_read(known: Tuning, tmp_path: Path, monke
         (lambda d: d.update(format=2), "format is 2"),
         (lambda d: d.pop("machine"), "not a tuning file: KeyError"),
         (lambda d: d["machine"].update(hop="fast"), "hop is 'fast'"),
+        (lambda d: d["machine"].update(turn=1e308), r"turn is 1e\+308; expected a number from 1e-08 to 1"),
+        (lambda d: d["machine"].update(hop=1e-320), "hop is 1e-320"),
+        (lambda d: d["machine"].update(cores=1.5), "cores is 1.5"),
+        (lambda d: d["machine"].update(cores=10**400), "cores is 1000"),
+        (lambda d: d["machine"].update(put=[1e-10] * 3), "put is .*; expected four numbers"),
+        (lambda d: d["machine"].update(staging=[4096] * 4), "staging is .*, ascending"),
         (lambda d: d.update(identity=7), "not a tuning file"),
         (lambda d: d["measured"]["3"]["cells"]["all_reduce"][0].update(algorithm="star"), "no algorithm 'star'"),
         (lambda d: d["measured"]["3"]["cells"]["all_reduce"][0].update(slice_bytes=-1), "slice_bytes is -1"),
+        (lambda d: d["measured"]["3"]["cells"]["all_reduce"][0].update(seconds=-1), "seconds is -1; expected a posit"),
+        (lambda d: d["measured"]["3"]["cells"]["all_reduce"][0].update(bytes=True), "bytes is True"),
         (
             lambda d: d["measured"]["3"]["cells"]["all_reduce"][0].update(bytes=4096),
             r"\[4096, 1024\]; expected them asc",
@@ -119,7 +129,7 @@ def test_a_broken_file_is_refused_with_the_reason(known: Tuning, tmp_path: Path,
         load(path)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"7", b"\xff\xfe"])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"7", b"\xff\xfe", b"[" * 200_000])
 def test_what_is_no_document_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "tuning.json"
     path.write_bytes(content)
@@ -153,6 +163,69 @@ def test_a_file_that_cannot_be_used_or_written_is_told_once(
     with caplog.at_level(logging.INFO, "ringreduce"):
         assert decided(2, str(broken / "below" / "a" / "file.json")) != ""
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="not a regular file"):
+        load(tmp_path / "pipe")
+
+
+def test_a_user_without_a_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # what it does if there is none
+    monkeypatch.setattr(decision, "save", lambda *_, **__: pytest.fail("wrote it"))
+    assert "all_reduce:" in decided(2, "auto")
+    with pytest.raises(FileNotFoundError, match="XDG_CACHE_HOME"):
+        tuning.renew("auto", CORES)
+
+
+def test_whatever_goes_wrong_the_other_ranks_get_an_answer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(cores: object) -> None:
+        raise ZeroDivisionError("of all things")
+
+    monkeypatch.setattr(decision, "probe", fails)
+    assert decided(2, "auto") == ""
+    assert "of all things" in caplog.text
+
+
+def test_a_tilde_in_a_path_is_the_home_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert decision.path_of("~/tuning.json", identify(CORES)) == tmp_path / "tuning.json"
+
+
+def test_what_another_process_measured_meanwhile_stays(known: Tuning, tmp_path: Path) -> None:
+    path = tmp_path / "tuning.json"
+    save(known, path, replace=True)
+    (_, one), (_, other) = (tuning.renew(str(path), CORES) for _ in range(2))
+    tuning.keep(one, 2, {"all_reduce": CELLS}, path)
+    tuning.keep(other, 4, {"reduce": CELLS}, path)
+    assert {ranks: set(measured.cells) for ranks, measured in load(path).measured.items()} == {
+        2: {"all_reduce"},
+        3: {"all_reduce"},
+        4: {"reduce"},
+    }
+
+
+LITTLE_MEMORY = """
+import os, resource
+from ringreduce import _C
+from ringreduce.errors import SystemFailure
+pages = int(open("/proc/self/statm").read().split()[0])
+limit = pages * resource.getpagesize() + 24 * 2**20  # for two threads' stacks, not for their buffers
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+try:
+    _C.probe([0, 0])
+except SystemFailure as error:
+    print(error)
+"""
+
+
+def test_a_probe_without_memory_is_an_error() -> None:
+    done = subprocess.run([sys.executable, "-c", LITTLE_MEMORY], check=False, capture_output=True, text=True)
+    assert "not enough memory" in done.stdout, done
 
 
 def test_measured_decides_where_there_is_something_measured(known: Tuning, tmp_path: Path) -> None:
@@ -222,3 +295,22 @@ def test_every_cell_that_leaves_a_choice_is_measured_against_the_model() -> None
 def test_a_wrong_option_is_named(value: object) -> None:
     with pytest.raises(InvalidArgument, match=r"tuning is .*'auto', 'off' or the path"):
         resolve(Options(tuning=value), {})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--budget", "-5"], "'-5' seconds; it must be a number above 0"),
+        (["--budget", "nan"], "'nan' seconds"),
+        (["--ranks", "two"], "'two' ranks; a group to look at has 2 to 256"),
+        (["--ranks", "1"], "'1' ranks"),
+    ],
+)
+def test_wrong_arguments_of_the_command_are_named(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["ringreduce", "tune", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
