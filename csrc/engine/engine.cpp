@@ -148,7 +148,6 @@ Tally Engine::run(const Call& call, const Buffers& buffers) {
       waiting.moved();
       // A rank that failed in this call may have changed what it lent before it was read, here or by those whose data
       // came here. It said so before it could: what was read counts only if nobody has.
-      std::atomic_thread_fence(std::memory_order_acquire);
       if (segment_->failed(seq)) segment_->throw_if_aborted();
     } catch (const Error& error) {
       if (error.kind() == ErrorKind::mismatch) throw_mismatch(call, seq, error.culprit());

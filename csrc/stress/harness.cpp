@@ -20,7 +20,7 @@ void check(bool ok, const std::string& what) {
 
 Rank::Rank(std::shared_ptr<const Segment> its_segment)
     : segment(std::move(its_segment)),
-      engine(segment, {.spins = 20, .slices = 3, .least_slice_bytes = 128}),
+      engine(segment, {.spins = 20, .slices = 3, .least_slice_bytes = 128, .least_fetch_bytes = 256}),
       mailbox(segment, 20),
       arena(segment) {
   std::uint64_t digest = 1;
@@ -43,10 +43,20 @@ Group::Group(int size, std::uint32_t depth, std::uint32_t slot_bytes) {
                           .arena_bytes = 1 << 20};
   const int memfd = memfd_create("stress", MFD_CLOEXEC);
   check(memfd >= 0 && ftruncate(memfd, static_cast<off_t>(geometry.segment_bytes())) == 0, "no memory for a segment");
+  // In groups of an even size, ranks read one another's tensors where they are.
+  std::vector<std::shared_ptr<OpenMemory>> opened;
+  std::vector<int> threads;
+  for (int r = 0; r < size && size % 2 == 0; ++r) {
+    opened.push_back(std::make_shared<OpenMemory>());
+    check(can_access(opened.back()->key()), "this process cannot read its own memory");
+    threads.push_back(opened.back()->key().thread);
+  }
   for (int r = 0; r < size; ++r) {
     std::vector<RankName> names(static_cast<std::size_t>(size), {"thread", getpid()});
+    PeerMemory memory;
+    if (!threads.empty()) memory = {opened[static_cast<std::size_t>(r)], threads};
     ranks.push_back(std::make_unique<Rank>(std::make_shared<const Segment>(
-        dup(memfd), geometry, r, std::vector<int>(static_cast<std::size_t>(size), -1), std::move(names))));
+        dup(memfd), geometry, r, std::vector<int>(static_cast<std::size_t>(size), -1), std::move(names), memory)));
   }
   close(memfd);
 }

@@ -195,8 +195,13 @@ class Segment {
   void abort(const Error& error) const;
   // Tells the others that this rank fails in call `seq`, before it gives back its tensors.
   void fail(std::uint64_t seq) const;
-  // Whether any rank has failed in call `seq` or an earlier one.
-  bool failed(std::uint64_t seq) const { return abort_record().failed.load(std::memory_order_seq_cst) >= ~seq; }
+  // Whether any rank has failed in call `seq` or an earlier one. Looks after everything that this rank read before.
+  bool failed(std::uint64_t seq) const {
+#if !defined(__SANITIZE_THREAD__)  // which knows no fences
+    std::atomic_thread_fence(std::memory_order_acquire);
+#endif
+    return abort_record().failed.load(std::memory_order_seq_cst) >= ~seq;
+  }
   // Throws the group's fatal error, if there is one.
   void throw_if_aborted() const;
 
