@@ -13,14 +13,16 @@ namespace {
 // machines we know).
 constexpr std::size_t kTile = 8192;
 
-// What comes from other processes to be combined goes through this many bytes.
-constexpr std::size_t kFetch = std::size_t{512} << 10;
+// What comes from other processes to be combined goes through this many bytes, which the L2 cache holds. More of them
+// mean fewer calls of the kernel: of 64, 128, 256 and 512 KiB the largest was the fastest for 8 ranks on the same Xeon,
+// by up to 1.6 times for 1 MiB; for 2 and 4 ranks the last two were alike.
+constexpr std::size_t kScratch = std::size_t{512} << 10;
 
 // From this many bytes of all ranks' outputs on, an output is out of the caches before anybody could read it again, and
-// a store through them would first fetch what it overwrites. Swept for all_reduce in place on a 2-core Xeon (2 MiB of
-// L2 a core), November 2026: 2, 4 and 8 ranks of 64 MiB gained 4, 19 and 24 percent, 8 of 16 MiB 21; 4 of 16 MiB lost
-// 3, 2 of 16 MiB lost 7.
-constexpr std::size_t kStreamed = std::size_t{96} << 20;
+// a store through them would first fetch what it overwrites. Swept on a 2-core Xeon (2 MiB of L2 a core), November 2026,
+// for reduce_scatter, all_gather, all_to_all and broadcast by 2 and 4 ranks: with 64 MiB and more, stores past the caches
+// took 0.80 to 0.99 of the time; with 32 MiB up to 1.5 times as long.
+constexpr std::size_t kStreamed = std::size_t{48} << 20;
 
 }  // namespace
 
@@ -226,8 +228,10 @@ bool Execution::try_step(std::size_t channel, std::size_t round, const Step& ste
     lent = to_lend(step, local, output, bytes);
     if (lent == nullptr) results_.push_back(outgoing->payload());
   }
-  if (output != nullptr && !there_already) results_.push_back(output);
-  if (bytes > 0 && !results_.empty()) compute(step, bytes, local);
+  const bool writes_output = output != nullptr && !there_already;
+  if (writes_output) results_.push_back(output);
+  if (bytes > 0 && !results_.empty())
+    compute(step, bytes, local, streams_ && writes_output && output != local && output != lent);
   if (outgoing != nullptr) {
     outgoing->fingerprint = fingerprint_;
     outgoing->bytes = bytes;
@@ -249,17 +253,22 @@ bool Execution::try_step(std::size_t channel, std::size_t round, const Step& ste
 }
 
 // value = operands combined in order (operands_, the local one among them) -> all of results_, and back to whom it is
-// returned.
-void Execution::compute(const Step& step, std::size_t bytes, const std::byte* local) {
-  const bool scaled = scales(step);
-  if (remote_.empty() && !scaled) return combine(step, bytes);
-  if (operands_.size() == 1 && !remote_.empty()) {  // moved, not combined
+// returned. If `streamed`, the last result goes past the caches.
+void Execution::compute(const Step& step, std::size_t bytes, const std::byte* local, bool streamed) {
+  const bool scaled = scales(step), combined = operands_.size() > 1;
+  if (!combined && !remote_.empty()) {
     segment_.read(remote_[0].peer, static_cast<std::byte*>(results_.back()), remote_[0].address, bytes);
     operands_[0] = results_.back();
-    return combine(step, bytes);
+    streamed = false;  // the kernel has done it its way
   }
-  const std::size_t tile = remote_.empty() ? kTile : kFetch / (remote_.size() + scaled) / kCacheLine * kCacheLine;
-  scratch_.resize(kFetch);
+  if (!scaled && !(combined && (streamed || !remote_.empty()))) return combine(step, bytes, streamed);
+
+  // In tiles, for what takes a detour through the scratch space: operands on their way here, and the output out of
+  // here.
+  const bool large = combined && (streamed || !remote_.empty());
+  const std::size_t tile = large ? kScratch / (remote_.size() + scaled + streamed) / kCacheLine * kCacheLine : kTile;
+  auto* const output = static_cast<std::byte*>(results_.back());
+  scratch_.resize(kScratch);
   for (std::size_t done = 0; done < bytes; done += tile) {
     const std::size_t some = std::min(tile, bytes - done);
     std::byte* scratch = scratch_.data();
@@ -272,8 +281,11 @@ void Execution::compute(const Step& step, std::size_t bytes, const std::byte* lo
       // Rounded to the element type before it is combined or sent, so that every rank combines the same operands.
       kernels::scale(call_.dtype, scratch, local + done, some / element_, call_.factor);
       operands_[static_cast<std::size_t>(step.local_position)] = scratch;
+      scratch += tile;
     }
-    combine(step, some);
+    if (combined && streamed) results_.back() = scratch;
+    combine(step, some, streamed && !combined);
+    if (combined && streamed) kernels::stream(output + done, scratch, some);
     for (const Remote& remote : remote_)
       if (remote.returned)
         segment_.write(remote.peer, remote.address + done, static_cast<const std::byte*>(results_[0]), some);
@@ -282,17 +294,17 @@ void Execution::compute(const Step& step, std::size_t bytes, const std::byte* lo
   }
 }
 
-void Execution::combine(const Step& step, std::size_t bytes) {
-  const int n = static_cast<int>(operands_.size());
+void Execution::combine(const Step& step, std::size_t bytes, bool streamed) {
+  const int n = static_cast<int>(operands_.size()), copies = static_cast<int>(results_.size());
   if (n > 1) {
     const bool averages = step.completes && call_.reduce_op == ReduceOp::avg;
-    return kernels::accumulate(call_.dtype, call_.reduce_op, results_.data(), static_cast<int>(results_.size()),
-                               operands_.data(), n, bytes / element_, averages ? segment_.size() : 1.0);
+    return kernels::accumulate(call_.dtype, call_.reduce_op, results_.data(), copies, operands_.data(), n,
+                               bytes / element_, averages ? segment_.size() : 1.0);
   }
-  if (results_.back() == operands_[0]) results_.pop_back();  // in place: the output, which comes last, has it already
-  if (results_.empty()) return;
-  if (streams_ && step.send.empty() && results_.size() == 1) return kernels::stream(results_[0], operands_[0], bytes);
-  kernels::copy(results_.data(), static_cast<int>(results_.size()), operands_[0], bytes);
+  // The output comes last. It may be where the value is already.
+  const bool last_apart = streamed || results_.back() == operands_[0];
+  if (copies > last_apart) kernels::copy(results_.data(), copies - last_apart, operands_[0], bytes);
+  if (streamed) kernels::stream(results_.back(), copies > 1 ? results_[0] : operands_[0], bytes);
 }
 
 void Execution::withdraw() {

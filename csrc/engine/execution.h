@@ -65,7 +65,7 @@ struct Workspace {
   std::vector<const void*> operands;  // of the step at hand; null where remote
   std::vector<Remote> remote;
   std::vector<void*> results;      // all places of this rank where its value goes
-  std::vector<std::byte> scratch;  // operands on their way
+  std::vector<std::byte> scratch;  // operands on their way in, outputs on their way out
 };
 
 class Execution {
@@ -100,8 +100,8 @@ class Execution {
   const std::byte* to_lend(const Step& step, const std::byte* local, const std::byte* output, std::size_t bytes) const;
   bool overlaps_output(const std::byte* data, std::size_t bytes) const;
   bool scales(const Step& step) const;
-  void compute(const Step& step, std::size_t bytes, const std::byte* local);
-  void combine(const Step& step, std::size_t bytes);
+  void compute(const Step& step, std::size_t bytes, const std::byte* local, bool streamed);
+  void combine(const Step& step, std::size_t bytes, bool streamed);
   Range slice_of(std::size_t channel, const Step& step, std::size_t count, std::size_t round) const;
 
   const Segment& segment_;

@@ -124,8 +124,8 @@ def by_cost(
 ) -> tuple[Rule, ...]:
     """What the cost model would run in a group of `size` ranks.
 
-    The model knows of copies through slots only.  Where ranks read one another's memory instead, that is for chunks of
-    `fetch_from` bytes or more of a collective without a root, values go the direct way: each hop more is a copy more.
+    The model knows of copies through slots only.  Where ranks read one another's memory instead, values go the direct
+    way, since each hop more is a copy more: chunks of `fetch_from` bytes or more, to or from a root those of one slice.
 
     Within a few per cent it is no better than a guess, so only a clear promise leads away from the direct algorithms
     and from the slices of the rule.
@@ -139,8 +139,9 @@ def by_cost(
         costs = {name: Cost(build(collective, name, size), machine, slicing) for name in names}
         chosen = []
         for block in SIZES:
-            last = costs[direct[-1]].plan
-            if fetch_from is not None and collective not in ROOTED and chunk_bytes(last, block) >= fetch_from:
+            chunk = chunk_bytes(costs[direct[-1]].plan, block)
+            fetched = fetch_from is not None and chunk >= fetch_from
+            if fetched and (collective not in ROOTED or chunk <= slicing.slice_bytes(chunk)):
                 chosen.append((block, direct[-1], 0))
                 continue
             seconds = {name: cost.seconds(block) for name, cost in costs.items()}

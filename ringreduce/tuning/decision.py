@@ -63,7 +63,8 @@ def fetches(options: Options) -> bool:
         allowed = os.geteuid() == 0 or YAMA.read_text().strip() == "0"
     except OSError:
         allowed = True  # the kernel has no such limit
-    return allowed and bool(options.fetch) and _C.can_access(*_C.OpenMemory().key)
+    memory = _C.OpenMemory()
+    return allowed and bool(options.fetch) and _C.can_access(*memory.key)
 
 
 def fetch_from(options: Options, size: int, cores: Collection[int], fetch: bool) -> int | None:
