@@ -21,7 +21,7 @@ Nanoseconds sign_of_life(const Call& call) { return std::min(kSecond / 2, call.t
 }  // namespace
 
 Engine::Engine(std::shared_ptr<const Segment> segment, const Options& options)
-    : segment_(std::move(segment)), options_(options), choices_(kOperationNames.size()) {
+    : segment_(std::move(segment)), options_(options), choices_(kOperationNames.size()), placement_(*segment_) {
   const Geometry& geometry = segment_->geometry();
   workspace_.channels.resize(geometry.channels);
   for (ChannelState& channel : workspace_.channels) {
@@ -103,6 +103,7 @@ Tally Engine::run(const Call& call, const Buffers& buffers) {
                                                  std::to_string(segment_->size() - 1));
   const Choice& choice = choice_for(call);
   const Program& program = program_for(call, choice.plan);
+  placement_.settle();
 
   RankControl& own = segment_->control(segment_->rank());
   const std::uint64_t seq = ++sequence_;

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "engine/execution.h"
+#include "engine/placement.h"
 
 namespace ringreduce {
 
@@ -93,6 +94,7 @@ class Engine {
   std::vector<std::map<std::uint64_t, Choice>> choices_;  // per operation: by most_bytes
   std::map<std::pair<int, int>, Program> programs_;       // (plan, root) -> this rank's part
   Workspace workspace_;
+  Placement placement_;
   std::uint64_t sequence_ = 0;
 };
 

@@ -19,9 +19,9 @@ constexpr std::size_t kTile = 8192;
 constexpr std::size_t kScratch = std::size_t{512} << 10;
 
 // From this many bytes of all ranks' outputs on, an output is out of the caches before anybody could read it again, and
-// a store through them would first fetch what it overwrites. Swept on a 2-core Xeon (2 MiB of L2 a core), November 2026,
-// for reduce_scatter, all_gather, all_to_all and broadcast by 2 and 4 ranks: with 64 MiB and more, stores past the caches
-// took 0.80 to 0.99 of the time; with 32 MiB up to 1.5 times as long.
+// a store through them would first fetch what it overwrites. Swept on a 2-core Xeon (2 MiB of L2 a core), November
+// 2026, for reduce_scatter, all_gather, all_to_all and broadcast by 2 and 4 ranks: with 64 MiB and more, stores past
+// the caches took 0.80 to 0.99 of the time; with 32 MiB up to 1.5 times as long.
 constexpr std::size_t kStreamed = std::size_t{48} << 20;
 
 }  // namespace

@@ -112,6 +112,8 @@ struct alignas(64) RankControl {
   // Monitored barriers: how many this rank came to, and the latest that it gave up on (the first is 1).
   std::atomic<std::uint64_t> barriers_entered;
   std::atomic<std::uint64_t> barriers_given_up;
+  // 1 + the core that this rank was last seen on; 0: none yet.
+  std::atomic<std::int32_t> core;
   // 1 + the peer whose process this rank writes to at this moment; 0: none.
   std::atomic<std::int32_t> writes_to;
 

@@ -1,0 +1,60 @@
+// Where the ranks of a crowded host run: with more ranks than cores, the kernel may leave one core with three of four
+// ranks for seconds, since ranks that wait for one another look alike to it, and each call then takes twice as long.
+//
+// So every rank says now and then on which core it is. One that finds its core with more than its share of the ranks
+// goes to its own core of an even distribution, and is free to be moved again.
+#pragma once
+
+#include <sched.h>
+
+#include <vector>
+
+#include "core/clock.h"
+#include "transport/segment.h"
+
+namespace ringreduce {
+
+class Placement {
+ public:
+  explicit Placement(const Segment& segment) : segment_(segment) {
+    cpu_set_t allowed;
+    if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return;  // more cores than the type holds
+    std::vector<int> cores;
+    for (int core = 0; core < CPU_SETSIZE; ++core)
+      if (CPU_ISSET(core, &allowed)) cores.push_back(core);
+    const int count = static_cast<int>(cores.size()), size = segment.size();
+    if (count == 0 || size <= count) return;
+    share_ = (size + count - 1) / count;
+    home_ = cores[static_cast<std::size_t>(segment.rank() * count / size)];
+  }
+
+  // For every call to begin with, in the thread that runs it.
+  void settle() {
+    if (share_ == 0 || ++calls_ % kLookEvery != 0) return;
+    const int here = sched_getcpu();
+    segment_.control(segment_.rank()).core.store(here + 1, std::memory_order_relaxed);
+    if (here == home_ || now() < next_) return;
+    int together = 0;
+    for (int r = 0; r < segment_.size(); ++r)
+      together += segment_.control(r).core.load(std::memory_order_relaxed) == here + 1;
+    if (together <= share_) return;
+    cpu_set_t home, allowed;
+    CPU_ZERO(&home);
+    CPU_SET(home_, &home);
+    if (sched_getaffinity(0, sizeof(allowed), &allowed) == 0 && sched_setaffinity(0, sizeof(home), &home) == 0)
+      sched_setaffinity(0, sizeof(allowed), &allowed);
+    next_ = now() + kMoveEvery;
+  }
+
+ private:
+  static constexpr unsigned kLookEvery = 16;  // calls
+  static constexpr Nanoseconds kMoveEvery = 5 * kMillisecond;
+
+  const Segment& segment_;
+  int share_ = 0;  // of the ranks that a core has at most, if they are spread evenly; 0: every rank has its own
+  int home_ = 0;
+  unsigned calls_ = 0;
+  Nanoseconds next_ = 0;
+};
+
+}  // namespace ringreduce
