@@ -58,8 +58,11 @@ def broadcast(
     tensor: Array, src: int = 0, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> dist.Work | None:
     """Replaces `tensor` on every rank by that of rank `src`."""
+    backend, tensor = _backend(group), _tensor(tensor)
+    if not async_op and type(src) is int and backend.broadcast_now(tensor, src):
+        return None
     options = _options(dist.BroadcastOptions, async_op, rootRank=src)
-    return _end(_backend(group).broadcast([_tensor(tensor)], options), async_op)
+    return _end(backend.broadcast([tensor], options), async_op)
 
 
 def reduce(
@@ -86,8 +89,11 @@ def all_gather_into_tensor(
     output: Array, tensor: Array, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> dist.Work | None:
     """Puts the ranks' `tensor`s one after the other into `output`, which has size times as many elements."""
+    backend, output, tensor = _backend(group), _tensor(output), _tensor(tensor)
+    if not async_op and backend.all_gather_now(output, tensor):
+        return None
     options = _options(AllgatherOptions, async_op)
-    return _end(_backend(group)._allgather_base(_tensor(output), _tensor(tensor), options), async_op)
+    return _end(backend._allgather_base(output, tensor, options), async_op)
 
 
 def reduce_scatter(
@@ -110,8 +116,11 @@ def reduce_scatter_tensor(
     async_op: bool = False,
 ) -> dist.Work | None:
     """Reduces `tensor` over all ranks and puts the r-th of its equal parts into `output` of rank r."""
+    backend, output, tensor = _backend(group), _tensor(output), _tensor(tensor)
+    if not async_op and type(op) is dist.ReduceOp.RedOpType and backend.reduce_scatter_now(output, tensor, op):
+        return None
     options = _options(dist.ReduceScatterOptions, async_op, reduceOp=op)
-    return _end(_backend(group)._reduce_scatter_base(_tensor(output), _tensor(tensor), options), async_op)
+    return _end(backend._reduce_scatter_base(output, tensor, options), async_op)
 
 
 def gather(
@@ -156,10 +165,16 @@ def all_to_all_single(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> dist.Work | None:
-    """`all_to_all` of the parts of one tensor: equal ones, or as many rows as the split sizes say."""
-    options = _options(dist.AllToAllOptions, async_op)
+    """`all_to_all` of the parts of one tensor: equal ones, or as many rows as the split sizes say.
+
+    Either all ranks give split sizes or none does.
+    """
+    backend, output, tensor = _backend(group), _tensor(output), _tensor(tensor)
     splits = list(output_split_sizes), list(input_split_sizes)
-    return _end(_backend(group).alltoall_base(_tensor(output), _tensor(tensor), *splits, options), async_op)
+    if not async_op and splits == ([], []) and backend.all_to_all_now(output, tensor):
+        return None
+    options = _options(dist.AllToAllOptions, async_op)
+    return _end(backend.alltoall_base(output, tensor, *splits, options), async_op)
 
 
 def barrier(group: dist.ProcessGroup | None = None, async_op: bool = False) -> dist.Work | None:

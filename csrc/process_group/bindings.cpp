@@ -103,6 +103,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("get_error", &Group::getError)
       .def("all_reduce_now", &Group::all_reduce_now, py::call_guard<py::gil_scoped_release>(), py::arg("tensor"),
            py::arg("op"))
+      .def("broadcast_now", &Group::broadcast_now, py::call_guard<py::gil_scoped_release>(), py::arg("tensor"),
+           py::arg("root"))
+      .def("reduce_scatter_now", &Group::reduce_scatter_now, py::call_guard<py::gil_scoped_release>(),
+           py::arg("output"), py::arg("input"), py::arg("op"))
+      .def("all_gather_now", &Group::all_gather_now, py::call_guard<py::gil_scoped_release>(), py::arg("output"),
+           py::arg("input"))
+      .def("all_to_all_now", &Group::all_to_all_now, py::call_guard<py::gil_scoped_release>(), py::arg("output"),
+           py::arg("input"))
       .def("add_plan", &Group::add_plan, py::call_guard<py::gil_scoped_release>(), py::arg("collective"),
            py::arg("lowered"), py::arg("digest"), py::arg("most_bytes"), py::arg("slice_bytes") = 0);
 

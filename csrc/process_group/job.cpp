@@ -71,12 +71,16 @@ bool writes_over_inputs(const Job& job) {
   return false;
 }
 
-// Checks the blocks' sizes against each other, and fills in the call's. all_to_all's is known when ranks have agreed.
-void set_size(Job& job, int rank) {
+// Checks the blocks' sizes against each other, and fills in the call's. all_to_all's, unless its
+// sides are flat, is known when ranks have agreed.
+void set_size(Job& job, int rank, bool flat) {
   const auto own = static_cast<std::size_t>(rank);
   const std::vector<std::size_t>&input = job.input.count, &output = job.output.count;
   switch (job.call.operation) {
     case Operation::all_to_all:
+      job.agreed = flat;
+      if (flat) check_count("all_to_all: output", output[own], input[own]);
+      if (flat) size_from(job.call, input);
       break;
     case Operation::all_gather:
       check_count("all_gather: the output of this rank", output[own], input[0]);
@@ -162,11 +166,11 @@ Job::Job(const Collective& collective, const TensorList& from, const TensorList&
     for (at::Tensor& t : inputs) t = t.clone();
     input = lay_out(inputs, collective.flat_input, "input");
   }
-  set_size(*this, rank);
+  set_size(*this, rank, collective.flat_input);
 }
 
 Tally Job::run(Engine& engine) {
-  Tally tally = call.operation == Operation::all_to_all ? agree_on_blocks(*this, engine) : Tally{};
+  Tally tally = agreed ? Tally{} : agree_on_blocks(*this, engine);
   tally += engine.run(call, {{input.data, input.count}, {output.data, output.count}});
   for (std::size_t i = 0; i < targets.size(); ++i)
     if (!targets[i].is_same(outputs[i])) write_back(targets[i], outputs[i]);

@@ -20,7 +20,7 @@ namespace ringreduce {
 // What a collective is, apart from its tensors.
 struct Collective {
   Operation operation;
-  std::chrono::milliseconds timeout;
+  std::chrono::milliseconds timeout = c10d::kUnsetTimeout;
   int root = 0;
   const c10d::ReduceOp* op = nullptr;            // of those that reduce
   bool flat_input = false, flat_output = false;  // that side is one tensor, to be cut in a block for each rank
@@ -46,6 +46,7 @@ struct Job {
   TensorList inputs, outputs;  // contiguous
   TensorList targets;          // the user's outputs; those that are not outputs[i] itself are filled at the end
   Blocks input, output;
+  bool agreed = true;  // whether ranks know the sizes of each other's blocks
 };
 
 }  // namespace ringreduce

@@ -5,6 +5,7 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <array>
 #include <optional>
 #include <set>
 #include <utility>
@@ -229,24 +230,72 @@ c10::intrusive_ptr<Work> ProcessGroupRing::submit(CallLog::Call call, bool async
 }
 
 bool ProcessGroupRing::all_reduce_now(const at::Tensor& tensor, c10d::ReduceOp::RedOpType op) {
-  const bool simple = in_memory(tensor) && is_plain(tensor) && op != c10d::ReduceOp::PREMUL_SUM;
-  if (!simple || at::hasCallbacks() || shared_->hooked || shared_->timing) return false;
+  return call_now(OpType::ALLREDUCE, {.operation = Operation::all_reduce}, op, tensor, tensor);
+}
+
+bool ProcessGroupRing::broadcast_now(const at::Tensor& tensor, int root) {
+  if (root < 0 || root >= getSize()) return false;
+  return call_now(OpType::BROADCAST, {.operation = Operation::broadcast, .root = root}, c10d::ReduceOp::SUM, tensor,
+                  tensor);
+}
+
+bool ProcessGroupRing::reduce_scatter_now(const at::Tensor& output, const at::Tensor& input,
+                                          c10d::ReduceOp::RedOpType op) {
+  return call_now(OpType::_REDUCE_SCATTER_BASE, {.operation = Operation::reduce_scatter, .flat_input = true}, op,
+                  output, input);
+}
+
+bool ProcessGroupRing::all_gather_now(const at::Tensor& output, const at::Tensor& input) {
+  return call_now(OpType::_ALLGATHER_BASE, {.operation = Operation::all_gather, .flat_output = true},
+                  c10d::ReduceOp::SUM, output, input);
+}
+
+bool ProcessGroupRing::all_to_all_now(const at::Tensor& output, const at::Tensor& input) {
+  return call_now(OpType::ALLTOALL_BASE, {.operation = Operation::all_to_all, .flat_input = true, .flat_output = true},
+                  c10d::ReduceOp::SUM, output, input);
+}
+
+bool ProcessGroupRing::call_now(OpType type, const Collective& collective, c10d::ReduceOp::RedOpType op,
+                                const at::Tensor& output, const at::Tensor& input) {
+  constexpr std::size_t kMostBlocks = 64;
+  const auto suits = [](const at::Tensor& t) { return in_memory(t) && is_plain(t); };
+  const bool in_place = output.is_same(input);
+  if (!suits(output) || (!in_place && !suits(input)) || op == c10d::ReduceOp::PREMUL_SUM) return false;
+  if (at::hasCallbacks() || shared_->hooked || shared_->timing) return false;
+  const auto size = static_cast<std::size_t>(getSize());
+  const std::size_t ins = collective.flat_input ? size : 1, outs = collective.flat_output ? size : 1;
+  const std::size_t count = static_cast<std::size_t>(input.numel()) / ins, element = input.element_size();
+  auto* const from = static_cast<std::byte*>(input.mutable_data_ptr());
+  auto* const to = static_cast<std::byte*>(output.mutable_data_ptr());
+  if (!in_place && (size > kMostBlocks || output.scalar_type() != input.scalar_type() ||
+                    static_cast<std::size_t>(input.numel()) != count * ins ||
+                    static_cast<std::size_t>(output.numel()) != count * outs ||
+                    overlap(from, count * ins * element, to, count * outs * element)))
+    return false;
+
   Call call;
-  call.operation = Operation::all_reduce;
-  call.dtype = dtype_of(tensor.scalar_type(), "all_reduce");
+  call.operation = collective.operation;
+  call.root = collective.root;
+  call.dtype = dtype_of(input.scalar_type(), name(call.operation).data());
   call.reduce_op = reduce_op_of(op);
-  call.count = call.largest = static_cast<std::uint64_t>(tensor.numel());
+  call.count = call.largest = count;
   const auto timeout = timeout_or_default(c10d::kUnsetTimeout);
   call.timeout = std::chrono::nanoseconds(timeout).count();
   Engine::check_reduction(call);
+  std::array<std::byte*, kMostBlocks> input_blocks, output_blocks;
+  std::array<std::size_t, kMostBlocks> counts;
+  for (std::size_t b = 0; b < std::max(ins, outs); ++b) {
+    input_blocks[b] = from + b * count * element;
+    output_blocks[b] = to + b * count * element;
+    counts[b] = count;
+  }
+  const Buffers buffers{{{input_blocks.data(), ins}, {counts.data(), ins}},
+                        {{output_blocks.data(), outs}, {counts.data(), outs}}};
 
   begin_call();
   call.number = ++collectives_;
-  auto* data = static_cast<std::byte*>(tensor.mutable_data_ptr());
-  const std::size_t count = call.count;
-  const Buffers buffers{{{&data, 1}, {&count, 1}}, {{&data, 1}, {&count, 1}}};
   CallLog& log = *shared_->log;
-  const std::uint64_t id = log.begin({OpType::ALLREDUCE, call.number, -1, timeout}, tensor, tensor);
+  const std::uint64_t id = log.begin({type, call.number, -1, timeout}, input, output);
   Tally tally;
   try {
     shared_->queue.run([&] {
@@ -254,11 +303,11 @@ bool ProcessGroupRing::all_reduce_now(const at::Tensor& tensor, c10d::ReduceOp::
       tally = running_->engine.run(call, buffers);
     });
   } catch (...) {
-    log.end(id, OpType::ALLREDUCE, false, tally);
+    log.end(id, type, false, tally);
     shared_->completions.post([shared = shared_] { shared->work_failed(); });
     throw;
   }
-  log.end(id, OpType::ALLREDUCE, true, tally);
+  log.end(id, type, true, tally);
   return true;
 }
 
@@ -463,7 +512,12 @@ c10::intrusive_ptr<Work> ProcessGroupRing::alltoall_base(at::Tensor& output, at:
                                                          std::vector<int64_t>& output_splits,
                                                          std::vector<int64_t>& input_splits,
                                                          const c10d::AllToAllOptions& opts) {
-  Job j = job({.operation = Operation::all_to_all, .timeout = opts.timeout}, {input}, {output});
+  // Either all ranks give split sizes or none does, so without any, all know that their blocks are equal.
+  const bool equal = output_splits.empty() && input_splits.empty();
+  const Collective collective{
+      .operation = Operation::all_to_all, .timeout = opts.timeout, .flat_input = equal, .flat_output = equal};
+  if (equal) return submit(OpType::ALLTOALL_BASE, opts, list_of(job(collective, {input}, {output})));
+  Job j = job(collective, {input}, {output});
   j.input = cut(j.inputs[0], split_blocks(input, input_splits, getSize(), "all_to_all: input"));
   j.output = cut(j.outputs[0], split_blocks(output, output_splits, getSize(), "all_to_all: output"));
   return submit(OpType::ALLTOALL_BASE, opts, list_of(std::move(j)));

@@ -143,9 +143,13 @@ class ProcessGroupRing : public c10d::Backend {
   // Returns when all collectives made so far, and what hangs on them, have ended.
   void waitForPendingWorks() override;
 
-  // The synchronous all_reduce of a plain tensor without c10d's lists, options and Work, for direct calls. False, with
-  // nothing done, if it takes more than that.
+  // Synchronous calls on plain tensors without c10d's lists, options and Work, for direct calls. False, with nothing
+  // done, if it takes more than that, or the arguments are wrong.
   bool all_reduce_now(const at::Tensor& tensor, c10d::ReduceOp::RedOpType op);
+  bool broadcast_now(const at::Tensor& tensor, int root);
+  bool reduce_scatter_now(const at::Tensor& output, const at::Tensor& input, c10d::ReduceOp::RedOpType op);
+  bool all_gather_now(const at::Tensor& output, const at::Tensor& input);
+  bool all_to_all_now(const at::Tensor& output, const at::Tensor& input);
 
   // Adds a plan and makes it the one for calls up to `most_bytes`, in slices of `slice_bytes` (see Engine::choose).
   // Collective: all ranks must do it in the same order.
@@ -155,6 +159,8 @@ class ProcessGroupRing : public c10d::Backend {
  private:
   struct Running;
 
+  bool call_now(c10d::OpType type, const Collective& collective, c10d::ReduceOp::RedOpType op, const at::Tensor& output,
+                const at::Tensor& input);
   Job job(Collective collective, const TensorList& inputs, const TensorList& outputs) const;
   template <class CallOptions>
   c10::intrusive_ptr<c10d::Work> submit(c10d::OpType type, const CallOptions& opts, std::vector<Job> jobs);

@@ -297,7 +297,17 @@ MISMATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any], tuple[str, str
     "all_to_all": (
         lambda: dist.all_to_all_single(torch.ones(9), torch.ones(9)),
         lambda: dist.all_to_all_single(torch.ones(6), torch.ones(6)),
+        ("all_to_all(count=3", "all_to_all(count=2"),
+    ),
+    "split sizes": (
+        lambda: dist.all_to_all_single(torch.ones(9), torch.ones(9), [3, 3, 3], [3, 3, 3]),
+        lambda: dist.all_to_all_single(torch.ones(6), torch.ones(6), [2, 2, 2], [2, 2, 2]),
         ("elements to rank", "which expects"),
+    ),
+    "no split sizes": (
+        lambda: dist.all_to_all_single(torch.ones(6), torch.ones(6)),
+        lambda: dist.all_to_all_single(torch.ones(6), torch.ones(6), [2, 2, 2], [2, 2, 2]),
+        ("all_to_all(count=2", "all_to_all(count=6, dtype=int64"),
     ),
 }
 
