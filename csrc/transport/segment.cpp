@@ -146,7 +146,7 @@ void Segment::withdraw([[maybe_unused]] std::byte* data, [[maybe_unused]] std::s
   void* const copy = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (copy == MAP_FAILED) return;  // no memory left for it: peers that are late may still write
   std::memcpy(copy, first, length);
-  mremap(copy, length, length, MREMAP_MAYMOVE | MREMAP_FIXED, first);
+  if (mremap(copy, length, length, MREMAP_MAYMOVE | MREMAP_FIXED, first) == MAP_FAILED) munmap(copy, length);
 #endif
 }
 
@@ -165,7 +165,10 @@ void Segment::write(int peer, std::uint64_t to, const std::byte* from, std::size
 void Segment::check_access(int peer, int error) const {
   if (error == ESRCH) throw Error(ErrorKind::peer_lost, describe(peer) + " died or gave the call up", peer);
   if (error != 0)
-    throw Error(ErrorKind::system, "cannot access the memory of " + describe(peer) + ": " + std::strerror(error), peer);
+    throw Error(ErrorKind::system,
+                "cannot access a tensor of " + describe(peer) + ": " + std::strerror(error) +
+                    " (RINGREDUCE_FETCH=0 has tensors copied instead)",
+                peer);
 }
 
 void Segment::close_memory() const {

@@ -1,0 +1,97 @@
+"""Ranks read one another's ordinary tensors where they are, if all of them can; results are as with copies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed.harness import Rank, run
+
+import ringreduce
+from ringreduce import _C
+from ringreduce.plan import BUILDERS
+
+COUNTS = (1, 1000, 100_003)
+SMALL = {"least_fetch_bytes": 64, "channel_bytes": 256 * 1024, "least_slice_bytes": 4096}
+
+
+def check_all(me: Rank) -> None:
+    """Every collective with a plan, over integers in float32, so that sums are exact."""
+    size, last = me.size, me.size - 1
+    for count in COUNTS:
+        mine = (torch.arange(count * size) % 100).float() + me.rank
+        total = (torch.arange(count * size) % 100).float() * size + sum(range(size))
+        rows = mine.view(size, count)
+
+        summed = mine.clone()
+        ringreduce.all_reduce(summed)
+        assert summed.equal(total)
+        scaled = mine.clone()
+        ringreduce.all_reduce(scaled, dist._make_nccl_premul_sum(2.0))
+        assert scaled.equal(2 * total)
+        averaged = mine.clone()
+        ringreduce.all_reduce(averaged, dist.ReduceOp.AVG)
+        assert torch.allclose(averaged, total / size)
+
+        part = torch.empty(count)
+        ringreduce.reduce_scatter_tensor(part, mine)
+        assert part.equal(total.view(size, count)[me.rank])
+        in_place = mine.clone()
+        ringreduce.reduce_scatter_tensor(in_place.view(size, count)[me.rank], in_place)
+        assert in_place.view(size, count)[me.rank].equal(part)
+
+        gathered = torch.empty(size, count)
+        ringreduce.all_gather_into_tensor(gathered, rows[0])
+        assert gathered.equal(torch.stack([rows[0] - me.rank + r for r in range(size)]))
+        exchanged = torch.empty(size, count)
+        ringreduce.all_to_all_single(exchanged, rows)
+        assert exchanged.equal(torch.stack([rows[me.rank] - me.rank + r for r in range(size)]))
+
+        sent = mine.clone()
+        ringreduce.broadcast(sent, last)
+        assert sent.equal(mine - me.rank + last)
+        reduced = mine.clone()
+        ringreduce.reduce(reduced, last)
+        assert reduced.equal(total if me.rank == last else mine)
+        blocks = [torch.empty(count) for _ in range(size)] if me.rank == last else None
+        ringreduce.gather(rows[0], blocks, last)
+        assert blocks is None or torch.stack(blocks).equal(gathered)
+        dealt = torch.empty(count)
+        ringreduce.scatter(dealt, list(rows) if me.rank == last else None, last)
+        assert dealt.equal(rows[me.rank] - me.rank + last)
+
+
+def lent(me: Rank, options: dict[str, Any], reaches: bool = True) -> int:
+    """Checks all collectives; returns how many bytes this rank's all_reduces lent."""
+    if not reaches:
+        _C.can_access = lambda *key: False  # type: ignore[misc, assignment]
+    with me.join(options=ringreduce.Options(**SMALL, **options)):
+        check_all(me)
+        return ringreduce.stats()[dist.group.WORLD.group_name]["all_reduce"].lent  # type: ignore[union-attr]
+
+
+def lent_unless(me: Rank, blind: int) -> int:
+    return lent(me, {}, reaches=me.rank != blind)
+
+
+@pytest.mark.parametrize("size", (2, 3, 4))
+def test_ordinary_tensors_are_lent(size: int) -> None:
+    largest = COUNTS[-1] * size * 4
+    assert all(bytes_lent > largest / 2 for bytes_lent in run(lent, size, {}))
+
+
+def test_without_fetch_they_are_copied() -> None:
+    assert run(lent, 2, {"fetch": 0}) == [0, 0]
+
+
+@pytest.mark.parametrize("blind", (0, 2))
+def test_if_one_rank_cannot_read_the_others_all_copy(blind: int) -> None:
+    assert run(lent_unless, 3, blind) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("number", range(max(map(len, BUILDERS.values()))))
+def test_every_algorithm(number: int) -> None:
+    algorithms = ";".join(f"{name}:{[*known][number % len(known)]}" for name, known in BUILDERS.items())
+    run(lent, 4, {"algorithms": algorithms})
