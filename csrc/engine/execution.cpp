@@ -261,17 +261,15 @@ void Execution::compute(const Step& step, std::size_t bytes, const std::byte* lo
     operands_[0] = results_.back();
     streamed = false;  // the kernel has done it its way
   }
-  if (!scaled && !(combined && (streamed || !remote_.empty()))) return combine(step, bytes, streamed);
-
-  // In tiles, for what takes a detour through the scratch space: operands on their way here, and the output out of
-  // here.
-  const bool large = combined && (streamed || !remote_.empty());
-  const std::size_t tile = large ? kScratch / (remote_.size() + scaled + streamed) / kCacheLine * kCacheLine : kTile;
+  // Through the scratch space go operands on their way in, and the output on its way out.
+  const bool detours = combined && (streamed || !remote_.empty());
+  if (!detours && !scaled) return combine(step, bytes, streamed);
+  const std::size_t tile = detours ? kScratch / (remote_.size() + scaled + streamed) / kCacheLine * kCacheLine : kTile;
   auto* const output = static_cast<std::byte*>(results_.back());
-  scratch_.resize(kScratch);
+  scratch_.resize(kScratch / sizeof(CacheLine));
   for (std::size_t done = 0; done < bytes; done += tile) {
     const std::size_t some = std::min(tile, bytes - done);
-    std::byte* scratch = scratch_.data();
+    std::byte* scratch = scratch_.data()->bytes;
     for (const Remote& remote : remote_) {
       segment_.read(remote.peer, scratch, remote.address + done, some);
       operands_[remote.operand] = scratch;

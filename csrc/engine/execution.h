@@ -59,13 +59,17 @@ struct Remote {
   std::size_t operand;  // its number among the operands
 };
 
+struct alignas(kCacheLine) CacheLine {
+  std::byte bytes[kCacheLine];
+};
+
 // What executions work with one after the other, so that a call allocates nothing.
 struct Workspace {
   std::vector<ChannelState> channels;
   std::vector<const void*> operands;  // of the step at hand; null where remote
   std::vector<Remote> remote;
   std::vector<void*> results;      // all places of this rank where its value goes
-  std::vector<std::byte> scratch;  // operands on their way in, outputs on their way out
+  std::vector<CacheLine> scratch;  // operands on their way in, outputs on their way out
 };
 
 class Execution {
@@ -112,7 +116,7 @@ class Execution {
   std::vector<const void*>& operands_;
   std::vector<Remote>& remote_;
   std::vector<void*>& results_;
-  std::vector<std::byte>& scratch_;
+  std::vector<CacheLine>& scratch_;
   const std::uint64_t fingerprint_;
   const std::size_t element_;     // bytes
   const std::size_t slice_size_;  // elements
