@@ -61,6 +61,8 @@ def _make(
     decide = functools.partial(tuning.decide, size, options=options, slot_bytes=slot_bytes)
     memory = _C.OpenMemory() if options.fetch else None
     meeting = meet(store, rank, size, geometry.segment_bytes(), agreed, seconds, decide, memory.key if memory else None)
+    fetch = bool(meeting.threads)
+    slicing = tuning.slicing_for(options, slot_bytes, fetch)
     group = _C.ProcessGroupRing(
         memfd=meeting.memfd,
         geometry=geometry,
@@ -73,13 +75,14 @@ def _make(
         regroup=functools.partial(_regroup, store, name, rank, global_ranks, options),
         spins=options.spins or default_spins(size, meeting.cores),
         slices=options.slices,
-        least_slice_bytes=tuning.slicing_for(options, slot_bytes, bool(meeting.threads)).least_slice_bytes,
+        least_slice_bytes=slicing.least_slice_bytes,
+        most_slice_bytes=slicing.most_slice_bytes,
         recorded_calls=options.recorded_calls,
         dump_when_broken=bool(options.dump_when_broken),
         print_calls=debug > 1,
         memory=memory,
         memory_threads=meeting.threads,
-        least_fetch_bytes=tuning.fetch_from(options, size, meeting.cores, bool(meeting.threads)) or 0,
+        least_fetch_bytes=tuning.fetch_from(options, size, meeting.cores, fetch) or 0,
     )
     rules, decided = plan.parse_algorithms(options.algorithms or ""), plan.parse_algorithms(meeting.decision)
     for collective, ranges in plan.table(size, rules, decided).items():

@@ -92,7 +92,7 @@ LEAST_FETCH_SHARING_CORES = 64 * 1024
 
 # What is read in place needs no slices but to stay in the cache between being read and being written: of 16 KB to 1 MB,
 # 128 KB and 256 KB were fastest for 1 MB to 160 MB. What is copied twice wants them small enough to overlap the copies.
-LEAST_SLICE_FETCHED = 256 * 1024
+SLICE_FETCHED = 256 * 1024
 LEAST_SLICE_COPIED = 16 * 1024
 
 LIMITS = {

@@ -83,8 +83,8 @@ std::size_t Engine::slice_bytes(const Call& call, const Program& program, std::s
     const std::size_t chunk = call.largest * size_of(call.dtype) / program.channels[0].chunks;
     bytes = std::max(chunk / static_cast<std::size_t>(options_.slices), options_.least_slice_bytes);
   }
-  const std::size_t slot = segment_->geometry().slot_bytes;
-  return std::min(std::max(bytes / kCacheLine * kCacheLine, kCacheLine), slot);
+  const std::size_t most = std::min<std::size_t>(segment_->geometry().slot_bytes, options_.most_slice_bytes);
+  return std::min(std::max(bytes / kCacheLine * kCacheLine, kCacheLine), most);
 }
 
 void Engine::check_reduction(const Call& call) {

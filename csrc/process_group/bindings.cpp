@@ -75,8 +75,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(py::init([](int memfd, const Geometry& geometry, int rank, std::vector<int> pidfds,
                        const std::vector<std::pair<std::string, std::int64_t>>& names, std::string name,
                        std::vector<std::int64_t> global_ranks, double timeout, Group::Regroup regroup, int spins,
-                       int slices, std::size_t least_slice_bytes, std::size_t recorded_calls, bool dump_when_broken,
-                       bool print_calls, std::shared_ptr<OpenMemory> memory, std::vector<int> memory_threads,
+                       int slices, std::size_t least_slice_bytes, std::size_t most_slice_bytes,
+                       std::size_t recorded_calls, bool dump_when_broken, bool print_calls,
+                       std::shared_ptr<OpenMemory> memory, std::vector<int> memory_threads,
                        std::size_t least_fetch_bytes) {
              std::vector<RankName> rank_names;
              for (const auto& [host, pid] : names) rank_names.push_back({host, pid});
@@ -84,7 +85,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                                       PeerMemory{std::move(memory), std::move(memory_threads)});
              return c10::make_intrusive<Group>(
                  std::move(segment),
-                 Group::Settings{.engine = {spins, slices, least_slice_bytes, least_fetch_bytes},
+                 Group::Settings{.engine = {spins, slices, least_slice_bytes, most_slice_bytes, least_fetch_bytes},
                                  .timeout = std::chrono::milliseconds(static_cast<std::int64_t>(timeout * 1000)),
                                  .name = std::move(name),
                                  .global_ranks = std::move(global_ranks),
@@ -95,9 +96,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            }),
            py::kw_only(), py::arg("memfd"), py::arg("geometry"), py::arg("rank"), py::arg("pidfds"), py::arg("names"),
            py::arg("name"), py::arg("global_ranks"), py::arg("timeout"), py::arg("regroup"), py::arg("spins"),
-           py::arg("slices"), py::arg("least_slice_bytes"), py::arg("recorded_calls"), py::arg("dump_when_broken"),
-           py::arg("print_calls"), py::arg("memory") = nullptr, py::arg("memory_threads") = std::vector<int>(),
-           py::arg("least_fetch_bytes") = 0)
+           py::arg("slices"), py::arg("least_slice_bytes"), py::arg("most_slice_bytes"), py::arg("recorded_calls"),
+           py::arg("dump_when_broken"), py::arg("print_calls"), py::arg("memory") = nullptr,
+           py::arg("memory_threads") = std::vector<int>(), py::arg("least_fetch_bytes") = 0)
       // These two are virtual functions of c10d that torch does not bind for every backend.
       .def_property_readonly("options", &Group::getBackendOptions)
       .def("get_error", &Group::getError)

@@ -162,7 +162,7 @@ def by_cost(
 def slices(chunk_bytes: int, slicing: Slicing) -> Iterator[int]:
     """The slices worth a try for a chunk, beside that of the rule."""
     usual = slicing.slice_bytes(chunk_bytes)
-    yield from (size for size in SLICES if size < chunk_bytes and size <= slicing.slot_bytes and size != usual)
+    yield from (size for size in SLICES if size < chunk_bytes and size <= slicing.most_slice_bytes and size != usual)
 
 
 def ranges_between(collective: str, chosen: Sequence[tuple[int, str, int]]) -> Iterator[Rule]:

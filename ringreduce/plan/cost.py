@@ -110,16 +110,16 @@ class Machine:
 
 
 class Slicing(NamedTuple):
-    """How the engine cuts chunks: what its options of these names say, and the bytes of a slot."""
+    """How the engine cuts chunks: its options of these names, the last at most a slot."""
 
     slices: int
     least_slice_bytes: int
-    slot_bytes: int
+    most_slice_bytes: int
 
     def slice_bytes(self, chunk_bytes: float, chosen: int = 0) -> int:
         """What `Engine::slice_bytes` makes of it: `chosen`, or by the rule where that is 0."""
         size = chosen or max(int(chunk_bytes) // self.slices, self.least_slice_bytes)
-        return min(max(size // CACHE_LINE * CACHE_LINE, CACHE_LINE), self.slot_bytes)
+        return min(max(size // CACHE_LINE * CACHE_LINE, CACHE_LINE), self.most_slice_bytes)
 
 
 def chunk_bytes(plan: Plan, block_bytes: int) -> int:

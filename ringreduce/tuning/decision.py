@@ -20,7 +20,7 @@ from ringreduce.config import (
     LEAST_FETCH_SHARING_CORES,
     LEAST_FETCH_WITH_OWN_CORE,
     LEAST_SLICE_COPIED,
-    LEAST_SLICE_FETCHED,
+    SLICE_FETCHED,
     Options,
 )
 from ringreduce.plan import Rule, Slicing
@@ -52,9 +52,9 @@ def decide(size: int, cores: Collection[int], fetch: bool, *, options: Options, 
 def slicing_for(options: Options, slot_bytes: int, fetch: bool) -> Slicing:
     """How a group with these options cuts a chunk."""
     assert options.slices is not None  # resolved
-    return Slicing(
-        options.slices, options.least_slice_bytes or (LEAST_SLICE_FETCHED if fetch else LEAST_SLICE_COPIED), slot_bytes
-    )
+    if fetch and not options.least_slice_bytes:
+        return Slicing(options.slices, SLICE_FETCHED, min(SLICE_FETCHED, slot_bytes))
+    return Slicing(options.slices, options.least_slice_bytes or LEAST_SLICE_COPIED, slot_bytes)
 
 
 def fetches(options: Options) -> bool:

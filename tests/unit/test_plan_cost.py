@@ -41,7 +41,7 @@ MACHINE = Machine(
 
 
 def slicing(size: int) -> Slicing:
-    return Slicing(slices=4, least_slice_bytes=SLICE, slot_bytes=4 * K * K // slot_depth(size))
+    return Slicing(slices=4, least_slice_bytes=SLICE, most_slice_bytes=4 * K * K // slot_depth(size))
 
 
 def cost_of(collective: str, algorithm: str, size: int, machine: Machine = MACHINE) -> Cost:
