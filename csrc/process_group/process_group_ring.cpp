@@ -259,7 +259,7 @@ bool ProcessGroupRing::call_now(OpType type, const Collective& collective, c10d:
                                 const at::Tensor& output, const at::Tensor& input) {
   constexpr std::size_t kMostBlocks = 64;
   const auto suits = [](const at::Tensor& t) { return in_memory(t) && is_plain(t); };
-  const bool in_place = output.is_same(input);
+  const bool in_place = !collective.flat_input && !collective.flat_output;  // one tensor is both
   if (!suits(output) || (!in_place && !suits(input)) || op == c10d::ReduceOp::PREMUL_SUM) return false;
   if (at::hasCallbacks() || shared_->hooked || shared_->timing) return false;
   const auto size = static_cast<std::size_t>(getSize());

@@ -733,6 +733,20 @@ def fake_tensors(me: Rank) -> None:
         dist.barrier()
 
 
+def test_one_tensor_as_input_and_output() -> None:
+    run(one_tensor_for_both, 2)
+
+
+def one_tensor_for_both(me: Rank) -> None:
+    with me.join():
+        tensor = torch.arange(4.0) + 10 * me.rank
+        for call in (ringreduce.all_gather_into_tensor, ringreduce.reduce_scatter_tensor):
+            with pytest.raises(InvalidArgument, match="elements, must have"):
+                call(tensor, tensor)
+        ringreduce.all_to_all_single(tensor, tensor)
+        assert tensor.tolist() == ([0, 1, 10, 11] if me.rank == 0 else [2, 3, 12, 13])
+
+
 def test_outputs_that_overlap_in_strides_are_refused() -> None:
     run(overlapping_columns, 2)
 
