@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <exception>
 #include <torch/csrc/distributed/c10d/FlightRecorder.hpp>
 #include "core/fork.h"
 #include "process_group/compat.h"
@@ -312,9 +313,13 @@ std::string CallLog::dump() {
 void CallLog::write_dump(int global_rank) {
   struct OneAtATime : std::mutex {};  // torch's writer is made at first use, and not for several threads
   std::lock_guard lock(process_wide<OneAtATime>());
-  auto& writer = c10d::DebugInfoWriter::getWriter(global_rank);
-  TORCH_WARN("a group broke; the flight record of rank ", global_rank, " goes to ", writer.getWriterTarget());
-  writer.write(dump());
+  try {
+    auto& writer = c10d::DebugInfoWriter::getWriter(global_rank);
+    TORCH_WARN("a group broke; the flight record of rank ", global_rank, " goes to ", writer.getWriterTarget());
+    writer.write(dump());
+  } catch (const std::exception& error) {  // torch's writer makes directories
+    TORCH_WARN("a group broke; the flight record of rank ", global_rank, " cannot be written: ", error.what());
+  }
 }
 
 }  // namespace ringreduce

@@ -65,7 +65,8 @@ class CallLog {
   using Statistics = std::map<std::string, Counters>;  // by name_of()
   Statistics statistics() const;
 
-  // Writes the records of all groups of this process where c10d's flight recorder would, for the given global rank.
+  // Writes the records of all groups of this process where c10d's flight recorder would, for the given global rank. A
+  // warning tells where that is, or why it failed.
   static void write_dump(int global_rank);
   // The same as bytes: a pickle.
   static std::string dump();

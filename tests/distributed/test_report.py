@@ -177,6 +177,17 @@ def breaking_at_once(me: Rank) -> None:
         assert len(pickle.loads(Path(folder, f"rank{me.rank}").read_bytes())["entries"]) == len(groups)
 
 
+def test_a_record_that_cannot_be_written_does_no_harm() -> None:
+    run(without_a_home, 2)
+
+
+def without_a_home(me: Rank) -> None:
+    del os.environ["TORCH_FR_DUMP_TEMP_FILE"]
+    os.environ["XDG_CACHE_HOME"] = os.environ["HOME"] = "/dev/null"
+    with me.join(), pytest.raises(CollectiveMismatch):
+        dist.all_reduce(torch.ones(3 + me.rank))
+
+
 def test_errors_speak_of_the_call_that_was_made() -> None:
     run(calls_of_several_parts, 2)
 
