@@ -41,7 +41,9 @@ class Placement {
     cpu_set_t home, allowed;
     CPU_ZERO(&home);
     CPU_SET(home_, &home);
-    if (sched_getaffinity(0, sizeof(allowed), &allowed) == 0 && sched_setaffinity(0, sizeof(home), &home) == 0)
+    // The cores that this thread may use need not be those of the thread that made the group.
+    if (sched_getaffinity(0, sizeof(allowed), &allowed) == 0 && CPU_ISSET(home_, &allowed) &&
+        sched_setaffinity(0, sizeof(home), &home) == 0)
       sched_setaffinity(0, sizeof(allowed), &allowed);
     next_ = now() + kMoveEvery;
   }
