@@ -80,7 +80,7 @@ def _make(
         recorded_calls=options.recorded_calls,
         dump_when_broken=bool(options.dump_when_broken),
         print_calls=debug > 1,
-        memory=memory,
+        memory=memory if meeting.threads else None,
         memory_threads=meeting.threads,
         least_fetch_bytes=tuning.fetch_from(options, size, meeting.cores, fetch) or 0,
     )

@@ -115,9 +115,9 @@ Tally Engine::run(const Call& call, const Buffers& buffers) {
   Waiting waiting(*segment_, options_.spins);
   Execution execution(*segment_, program, call, buffers, workspace_, id, slice, options_.least_fetch_bytes);
   const auto fail = [&](const Error& error) {
+    segment_->abort(error);  // first, so that a peer that fails because of what follows finds the reason
     segment_->fail(seq);
-    segment_->abort(error);
-    execution.withdraw();  // after abort(), so that a peer that is refused finds the reason
+    execution.withdraw();
   };
   const auto advance = [&] {
     try {
@@ -148,8 +148,9 @@ Tally Engine::run(const Call& call, const Buffers& buffers) {
         while (!execution.all_read()) waiting.idle(look);
       waiting.moved();
       // A rank that failed in this call may have changed what it lent before it was read, here or by those whose data
-      // came here. It said so before it could: what was read counts only if nobody has.
-      if (segment_->failed(seq)) segment_->throw_if_aborted();
+      // came here. It said so before it could: what was read counts only if nobody has. The reason is the group's, by
+      // way of fail().
+      if (segment_->failed(seq)) throw Error(ErrorKind::aborted, title(call, seq) + ": another rank gave it up");
     } catch (const Error& error) {
       if (error.kind() == ErrorKind::mismatch) throw_mismatch(call, seq, error.culprit());
       throw;

@@ -94,6 +94,33 @@ void aborts_itself() {
   std::printf("faults: abort in the midst of calls, 3 ranks\n");
 }
 
+// A rank that is late writes nothing once another has failed, whatever the id of that one's thread means by then.
+void writes_late() {
+  Group group(2, 8, 256);
+  const Segment &failed = *group.ranks[0]->segment, &late = *group.ranks[1]->segment;
+  std::uint64_t word = 1;
+  const auto write = [&](std::uint64_t value) {
+    late.write(0, reinterpret_cast<std::uint64_t>(&word), reinterpret_cast<const std::byte*>(&value), sizeof(value));
+  };
+  write(2);
+  check(word == 2, "late: cannot write before the failure");
+  failed.fail(1);
+  expect(error_of([&] { write(3); }), ErrorKind::peer_lost, 0, "late");
+  check(word == 2, "late: written after the failure");
+  std::printf("faults: a late writer\n");
+}
+
+// A rank has failed in the call, and another died while it wrote down why: nobody's call ends well.
+void dies_while_it_says_why() {
+  Group group(2, 8, 256);
+  group.ranks[0]->segment->abort_record().state = 1;
+  group.ranks[0]->segment->fail(1);
+  on_all_ranks(group, [](Rank& rank) {
+    expect(error_of([&] { run_all_reduce(rank, 2000, kLong); }), ErrorKind::aborted, -1, "no reason");
+  });
+  std::printf("faults: no reason, 2 ranks\n");
+}
+
 }  // namespace
 
 void stress_faults() {
@@ -102,6 +129,8 @@ void stress_faults() {
   for (int size : {2, 4}) leaves(size);
   for (int size : {2, 4}) aborted(size);
   aborts_itself();
+  writes_late();
+  dies_while_it_says_why();
 }
 
 }  // namespace ringreduce::stress

@@ -5,7 +5,6 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <cerrno>
 #include <csignal>
 #include <random>
@@ -37,25 +36,31 @@ OpenMemory::OpenMemory() {
   std::random_device random;
   word_ = (std::uint64_t{random()} << 32 | random()) >> 1;  // fits what every language takes for an integer
   sem_init(&end_, 0, 0);
-  std::atomic<int> id = 0;
-  sleeper_ = start_thread([this, &id] {
-    id.store(static_cast<int>(syscall(SYS_gettid)));
-    id.notify_one();
+  sleeper_ = start_thread([this] {
+    id_.store(static_cast<int>(syscall(SYS_gettid)));
+    id_.notify_one();
     while (sem_wait(&end_) != 0) {
     }
   });
-  id.wait(0);
-  key_ = {id.load(), reinterpret_cast<std::uint64_t>(&word_), word_};
+  id_.wait(0);
+  key_ = {id_.load(), reinterpret_cast<std::uint64_t>(&word_), word_};
 }
 
 void OpenMemory::close() {
+  if (mark_.forked()) return;
+  std::lock_guard lock(closing_);
   if (!sleeper_.joinable()) return;
-  if (mark_.forked()) return sleeper_.detach();  // it is our parent's
   sem_post(&end_);
   sleeper_.join();
   // The kernel forgets a thread a little after others may join it.
   while (syscall(SYS_tgkill, getpid(), key_.thread, 0) == 0) sched_yield();
   sem_destroy(&end_);
+}
+
+OpenMemory::~OpenMemory() {
+  close();
+  // It is our parent's. Not even its handle may be touched: a thread of ours may have its place in memory.
+  if (sleeper_.joinable()) new std::thread(std::move(sleeper_));
 }
 
 bool can_access(const OpenMemory::Key& key) {

@@ -1,8 +1,9 @@
 // Reading and writing another process's memory where it lies: Linux's cross-memory attach (process_vm_readv(2)).
 //
 // A rank opens its memory under the id of a thread that only sleeps. The kernel looks that id up when an access begins:
-// once the thread has ended no access begins any more, not even that of a peer which was stopped for an hour just
-// before. So a call that failed can hand its tensors back to the program.
+// once the thread has ended no access begins any more, not even that of a peer which was stopped just before. So a call
+// that failed can hand its tensors back to the program. Ids are used again, after some tens of thousands of threads or
+// more; therefore a peer also looks, right before it writes, whether a call has failed (Segment::write).
 //
 // Who may access whom is the kernel's to say (same user, same pid namespace, kernel.yama.ptrace_scope, seccomp). Ranks
 // find out by trying when their group is made.
@@ -10,9 +11,11 @@
 
 #include <semaphore.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -31,18 +34,20 @@ class OpenMemory {
 
   // Throws Error if no thread can be started.
   OpenMemory();
-  ~OpenMemory() { close(); }
+  ~OpenMemory();
   OpenMemory(const OpenMemory&) = delete;
   OpenMemory& operator=(const OpenMemory&) = delete;
 
   const Key& key() const { return key_; }
 
-  // No access begins from now on. Idempotent.
+  // No access begins from now on. Idempotent, from any thread.
   void close();
 
  private:
   ForkMark mark_;
+  std::mutex closing_;
   sem_t end_;
+  std::atomic<int> id_ = 0;  // of sleeper_
   std::uint64_t word_;
   Key key_;
   std::thread sleeper_;

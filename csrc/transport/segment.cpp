@@ -96,6 +96,7 @@ Segment::Segment(int memfd, const Geometry& geometry, int rank, std::vector<int>
 }
 
 void Segment::leave() const {
+  if (opens_memory()) memory_.own->close();
   control(rank_).state.store(RankState::left, std::memory_order_release);
   notify_all();
 }
@@ -156,8 +157,10 @@ void Segment::read(int peer, std::byte* to, std::uint64_t from, std::size_t byte
 
 void Segment::write(int peer, std::uint64_t to, const std::byte* from, std::size_t bytes) const {
   std::atomic<std::int32_t>& writes_to = control(rank_).writes_to;
-  writes_to.store(peer + 1, std::memory_order_seq_cst);  // before the kernel looks whether the peer is open
-  const int error = write_memory(memory_.threads[static_cast<std::size_t>(peer)], to, from, bytes);
+  writes_to.store(peer + 1, std::memory_order_seq_cst);  // before we and the kernel look whether the peer is open
+  // A peer that closes has said so before it looks at writes_to. By now its thread's id may be another's.
+  const bool open = abort_record().failed.load(std::memory_order_seq_cst) == 0;
+  const int error = open ? write_memory(memory_.threads[static_cast<std::size_t>(peer)], to, from, bytes) : ESRCH;
   writes_to.store(0, std::memory_order_release);
   check_access(peer, error);
 }

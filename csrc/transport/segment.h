@@ -169,7 +169,8 @@ class Segment {
 
   // Whether all ranks can access one another's memory outside of the segment.
   bool opens_memory() const { return !memory_.threads.empty(); }
-  // Copies from, or to, the process of `peer`. Throws peer_lost if its memory is not open any more.
+  // Copies from, or to, the process of `peer`. Throws peer_lost if its memory is not open any more. Nothing is written
+  // once any rank has failed in a call.
   void read(int peer, std::byte* to, std::uint64_t from, std::size_t bytes) const;
   void write(int peer, std::uint64_t to, const std::byte* from, std::size_t bytes) const;
   // Lets no peer into this process any more. Returns when no write is under way.
@@ -187,7 +188,8 @@ class Segment {
   // "rank 3 (node7, pid 4711)"
   std::string describe(int rank) const;
 
-  // Tells the others that this rank takes no further part. Idempotent; the destructor does it too.
+  // Tells the others that this rank takes no further part, and lets them into its memory no more. Idempotent; the
+  // destructor does it too.
   void leave() const;
 
   // The ranks whose process has ended or which left the group.

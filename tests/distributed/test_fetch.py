@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -89,6 +90,27 @@ def test_without_fetch_they_are_copied() -> None:
 @pytest.mark.parametrize("blind", (0, 2))
 def test_if_one_rank_cannot_read_the_others_all_copy(blind: int) -> None:
     assert run(lent_unless, 3, blind) == [0, 0, 0]
+
+
+def test_memory_is_open_until_the_group_ends_and_only_if_it_is_read() -> None:
+    assert run(threads_of_groups, 2, True) == [(1, 0)] * 2
+    assert run(threads_of_groups, 2, False) == [(0, 0)] * 2
+
+
+def threads_of_groups(me: Rank, reaches: bool) -> tuple[int, int]:
+    """How many threads a group takes, and how many are left after its end while there are references to it."""
+    if not reaches:
+        _C.can_access = lambda *key: False  # type: ignore[misc, assignment]
+    with me.join():
+        before = threads()
+        group = dist.new_group()
+        made = threads() - before
+        dist.destroy_process_group(group)
+        return made, threads() - before
+
+
+def threads() -> int:
+    return len(os.listdir("/proc/self/task"))
 
 
 @pytest.mark.parametrize("number", range(max(map(len, BUILDERS.values()))))
