@@ -1,6 +1,7 @@
 // Starting threads.
 #pragma once
 
+#include <csignal>
 #include <string>
 #include <system_error>
 #include <thread>
@@ -10,14 +11,25 @@
 
 namespace ringreduce {
 
-// Throws Error(system) where std::thread would throw its own.
+// A thread that takes none of the process's signals, but those of its own faults: they are for the program's threads.
+// Throws Error(system)
+// where std::thread would throw its own.
 template <class F>
 std::thread start_thread(F&& body) {
+  sigset_t all, before;
+  sigfillset(&all);
+  for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT}) sigdelset(&all, fault);
+  pthread_sigmask(SIG_SETMASK, &all, &before);  // which the new thread inherits
+  std::thread thread;
+  std::string refusal;
   try {
-    return std::thread(std::forward<F>(body));
+    thread = std::thread(std::forward<F>(body));
   } catch (const std::system_error& error) {
-    throw Error(ErrorKind::system, std::string("cannot start a thread: ") + error.what());
+    refusal = error.what();
   }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  if (!thread.joinable()) throw Error(ErrorKind::system, "cannot start a thread: " + refusal);
+  return thread;
 }
 
 }  // namespace ringreduce

@@ -117,7 +117,7 @@ Tally Engine::run(const Call& call, const Buffers& buffers) {
   const auto fail = [&](const Error& error) {
     segment_->abort(error);  // first, so that a peer that fails because of what follows finds the reason
     segment_->fail(seq);
-    execution.withdraw();
+    execution.shut_out_peers();
   };
   const auto advance = [&] {
     try {

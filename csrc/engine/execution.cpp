@@ -316,7 +316,7 @@ void Execution::combine(const Step& step, std::size_t bytes, bool streamed) {
   if (streamed) kernels::stream(results_.back(), copies > 1 ? results_[0] : operands_[0], bytes);
 }
 
-void Execution::withdraw() {
+void Execution::shut_out_peers() {
   if (fetched_) segment_.close_memory();
   if (!offers_) return;
   std::byte* const data = buffers_.output.data[0];

@@ -89,7 +89,7 @@ class Execution {
   std::uint64_t lent() const { return lent_; }  // bytes
 
   // After a failure: lets no peer into this rank's tensors any more.
-  void withdraw();
+  void shut_out_peers();
 
   // After done(): moves the outboxes' tails past this call. To be called once, when no more is asked of this object.
   void finish();

@@ -140,7 +140,6 @@ void Segment::ring_doorbell(RankControl& control) {
 
 void Segment::withdraw([[maybe_unused]] std::byte* data, [[maybe_unused]] std::size_t bytes) const {
 #if !defined(__SANITIZE_THREAD__)  // under which all ranks see one mapping: stress/one_mapping.cpp
-  constexpr std::size_t kPage = 4096;
   const std::size_t before = reinterpret_cast<std::uintptr_t>(data) % kPage;
   std::byte* const first = data - before;
   const std::size_t length = (before + bytes + kPage - 1) / kPage * kPage;
@@ -177,8 +176,8 @@ void Segment::check_access(int peer, int error) const {
 void Segment::close_memory() const {
   if (!opens_memory()) return;
   memory_.own->close();
-  // A write that had begun takes microseconds. A peer that is stopped right after it cannot say that it has ended; for
-  // its sake there is a limit.
+  // A write that had begun takes microseconds of its core's time. A peer that is stopped right after it cannot say that
+  // it has ended; for its sake there is a limit.
   const Nanoseconds deadline = now() + kSecond / 2;
   const auto writes = [&](int peer) { return control(peer).writes_to.load(std::memory_order_seq_cst) == rank_ + 1; };
   for (int r = 0; r < size(); ++r)
