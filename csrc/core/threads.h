@@ -11,9 +11,8 @@
 
 namespace ringreduce {
 
-// A thread that takes none of the process's signals, but those of its own faults: they are for the program's threads.
-// Throws Error(system)
-// where std::thread would throw its own.
+// A thread that takes none of the process's signals but those of its own faults: they are for the program's threads.
+// Throws Error(system) where std::thread would throw its own.
 template <class F>
 std::thread start_thread(F&& body) {
   sigset_t all, before;

@@ -1,7 +1,7 @@
 // Where the ranks of a crowded host run: with more ranks than cores, the kernel may leave one core with three of four
 // ranks for seconds, since ranks that wait for one another look alike to it, and each call then takes twice as long.
 //
-// So every rank says now and then on which core it is. One that finds its core with more than its share of the ranks
+// So every rank says on which core it is. One that finds its core with more than its share of the ranks
 // goes to its own core of an even distribution, and is free to be moved again.
 #pragma once
 
@@ -30,10 +30,12 @@ class Placement {
 
   // For every call to begin with, in the thread that runs it.
   void settle() {
-    if (share_ == 0 || ++calls_ % kLookEvery != 0) return;
+    if (share_ == 0) return;
+    std::atomic<std::int32_t>& core = segment_.control(segment_.rank()).core;
     const int here = sched_getcpu();
-    segment_.control(segment_.rank()).core.store(here + 1, std::memory_order_relaxed);
+    if (core.load(std::memory_order_relaxed) != here + 1) core.store(here + 1, std::memory_order_relaxed);
     if (here == home_ || now() < next_) return;
+    next_ = now() + kLookEvery;
     int together = 0;
     for (int r = 0; r < segment_.size(); ++r)
       together += segment_.control(r).core.load(std::memory_order_relaxed) == here + 1;
@@ -42,21 +44,21 @@ class Placement {
     CPU_ZERO(&home);
     CPU_SET(home_, &home);
     // The cores that this thread may use need not be those of the thread that made the group.
-    if (sched_getaffinity(0, sizeof(allowed), &allowed) == 0 && CPU_ISSET(home_, &allowed) &&
-        sched_setaffinity(0, sizeof(home), &home) == 0)
-      sched_setaffinity(0, sizeof(allowed), &allowed);
+    if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0 || !CPU_ISSET(home_, &allowed) ||
+        sched_setaffinity(0, sizeof(home), &home) != 0)
+      return;
+    core.store(home_ + 1, std::memory_order_relaxed);
+    sched_setaffinity(0, sizeof(allowed), &allowed);
     next_ = now() + kMoveEvery;
   }
 
  private:
-  static constexpr unsigned kLookEvery = 16;  // calls
-  static constexpr Nanoseconds kMoveEvery = 5 * kMillisecond;
+  static constexpr Nanoseconds kLookEvery = kMillisecond, kMoveEvery = 5 * kMillisecond;
 
   const Segment& segment_;
   int share_ = 0;  // of the ranks that a core has at most, if they are spread evenly; 0: every rank has its own
   int home_ = 0;
-  unsigned calls_ = 0;
-  Nanoseconds next_ = 0;
+  Nanoseconds next_ = 0;  // when to look again
 };
 
 }  // namespace ringreduce
