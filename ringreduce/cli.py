@@ -64,6 +64,13 @@ def _info(console: Console, options: Options, origins: dict[str, str], ranks: li
         value = getattr(options, knob.name)
         table.add_row(knob.name, PREFIX + knob.name.upper(), repr(value), origins[knob.name], knob.metadata["help"])
     console.print(table)
+    if tuning.fetches(options):
+        how = "read where they are"
+    elif options.fetch:
+        how = "copied: the kernel does not let ranks read one another's memory (see kernel.yama.ptrace_scope)"
+    else:
+        how = f"copied, by {origins['fetch']}"
+    console.print(f"ordinary tensors: {how}", highlight=False, soft_wrap=True)
     known: Tuning | None = None
     if options.tuning == "off":
         console.print("tuning: off, the built-in rules decide")

@@ -314,3 +314,32 @@ def test_wrong_arguments_of_the_command_are_named(
         cli.main()
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fetch", "user", "scope", "said"),
+    [
+        ("1", 1000, "0", "read where they are"),
+        ("1", 1000, "1", "copied: the kernel does not let ranks"),
+        ("1", 0, "1", "read where they are"),
+        ("0", 0, "0", "copied, by RINGREDUCE_FETCH"),
+    ],
+)
+def test_info_says_how_ordinary_tensors_go(
+    fetch: str,
+    user: int,
+    scope: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "ptrace_scope").write_text(scope + "\n")
+    monkeypatch.setattr(decision, "YAMA", tmp_path / "ptrace_scope")
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    monkeypatch.setattr(_C, "can_access", lambda *key: True)
+    monkeypatch.setenv("RINGREDUCE_FETCH", fetch)
+    monkeypatch.setenv("RINGREDUCE_TUNING", "off")
+    monkeypatch.setattr(sys, "argv", ["ringreduce", "info", "--ranks", "2"])
+    cli.main()
+    assert f"ordinary tensors: {said}" in capsys.readouterr().out
