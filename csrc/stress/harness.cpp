@@ -43,13 +43,12 @@ Group::Group(int size, std::uint32_t depth, std::uint32_t slot_bytes) {
                           .arena_bytes = 1 << 20};
   const int memfd = memfd_create("stress", MFD_CLOEXEC);
   check(memfd >= 0 && ftruncate(memfd, static_cast<off_t>(geometry.segment_bytes())) == 0, "no memory for a segment");
-  // In groups of an even size, ranks read one another's tensors where they are.
+  // In groups of an even size, ranks read one another's tensors where they are, if the kernel lets them.
   std::vector<std::shared_ptr<OpenMemory>> opened;
   std::vector<int> threads;
   for (int r = 0; r < size && size % 2 == 0; ++r) {
     opened.push_back(std::make_shared<OpenMemory>());
-    check(can_access(opened.back()->key()), "this process cannot read its own memory");
-    threads.push_back(opened.back()->key().thread);
+    if (can_access(opened.back()->key())) threads.push_back(opened.back()->key().thread);
   }
   for (int r = 0; r < size; ++r) {
     std::vector<RankName> names(static_cast<std::size_t>(size), {"thread", getpid()});
