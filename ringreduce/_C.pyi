@@ -46,9 +46,9 @@ class ProcessGroupRing(Backend):
         recorded_calls: int | None,
         dump_when_broken: bool,
         print_calls: bool,
-        memory: OpenMemory | None = None,
-        memory_threads: Sequence[int] = (),
-        least_fetch_bytes: int | None = 0,
+        memory: OpenMemory | None,
+        memory_threads: Sequence[int],
+        least_fetch_bytes: int,
     ) -> None: ...
     def allreduce(self, tensors: list[Tensor], opts: Any) -> Work: ...
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> Work: ...

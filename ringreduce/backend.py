@@ -59,7 +59,7 @@ def _make(
     agreed = str(replace(options, tuning=None, recorded_calls=None, dump_when_broken=None, debug=None))
     slot_bytes = slot_bytes_for(size, options)
     decide = functools.partial(tuning.decide, size, options=options, slot_bytes=slot_bytes)
-    memory = _C.OpenMemory() if options.fetch else None
+    memory = _C.OpenMemory() if options.fetch and size > 1 else None
     meeting = meet(store, rank, size, geometry.segment_bytes(), agreed, seconds, decide, memory.key if memory else None)
     fetch = bool(meeting.threads)
     slicing = tuning.slicing_for(options, slot_bytes, fetch)

@@ -64,7 +64,8 @@ def _info(console: Console, options: Options, origins: dict[str, str], ranks: li
         value = getattr(options, knob.name)
         table.add_row(knob.name, PREFIX + knob.name.upper(), repr(value), origins[knob.name], knob.metadata["help"])
     console.print(table)
-    if tuning.fetches(options):
+    fetch = tuning.fetches(options)
+    if fetch:
         how = "read where they are"
     elif options.fetch:
         how = "copied: the kernel does not let ranks read one another's memory (see kernel.yama.ptrace_scope)"
@@ -82,7 +83,7 @@ def _info(console: Console, options: Options, origins: dict[str, str], ranks: li
         console.print(f"tuning: {origin}, probed {known.probed}{here}", highlight=False, soft_wrap=True)
         console.print(_figures(known.machine))
     for size in ranks:
-        console.print(_choices(size, options, known))
+        console.print(_choices(size, options, fetch, known))
 
 
 def _figures(machine: Machine) -> Table:
@@ -105,9 +106,8 @@ def _figures(machine: Machine) -> Table:
     return table
 
 
-def _choices(size: int, options: Options, known: Tuning | None) -> Table:
+def _choices(size: int, options: Options, fetch: bool, known: Tuning | None) -> Table:
     """What a group of so many ranks would run; times for the smallest compared block of each range."""
-    fetch = tuning.fetches(options)
     slicing = tuning.slicing_for(options, slot_bytes_for(size, options), fetch)
     least_fetch = tuning.fetch_from(options, size, _cores(), fetch)
     decided = () if known is None else tuning.rules_for(known, size, slicing, least_fetch)

@@ -1,5 +1,7 @@
-// Starting threads.
+// Starting threads, and where they run.
 #pragma once
+
+#include <sched.h>
 
 #include <csignal>
 #include <string>
@@ -10,6 +12,14 @@
 #include "core/error.h"
 
 namespace ringreduce {
+
+// Moves the calling thread to `core`, and lets it run on no other. False, and nothing changes, if it may not.
+inline bool pin(int core) {
+  cpu_set_t only;
+  CPU_ZERO(&only);
+  CPU_SET(core, &only);
+  return sched_setaffinity(0, sizeof(only), &only) == 0;
+}
 
 // A thread that takes none of the process's signals but those of its own faults: they are for the program's threads.
 // Throws Error(system) where std::thread would throw its own.

@@ -65,12 +65,12 @@ Execution::Execution(const Segment& segment, const Program& program, const Call&
   }
   const Tensors &in = buffers.input, &out = buffers.output;
   in_place_ = in.data.size() == 1 && out.data.size() == 1 && in.data[0] == out.data[0];
-  const bool scaled = reduces(call.operation) && call.reduce_op == ReduceOp::premul_sum;
+  scaled_ = reduces(call.operation) && call.reduce_op == ReduceOp::premul_sum;
   std::size_t written = 0;
   for (std::size_t count : out.count) written += count * element_;
   written *= static_cast<std::size_t>(segment.size());
   streams_ = written >= kStreamed;
-  const bool combined = reduces(call.operation) && in_place_ && !scaled;
+  const bool combined = reduces(call.operation) && in_place_ && !scaled_;
   // Ordinary loads and stores are faster than the kernel's where the caches do not help.
   fetched_ = large && (combined ? segment.size() == 2 || written < kCopied : !streams_);
   offers_ = combined && (fetched_ || segment.in_arena(out.data[0], out.count[0] * element_));
@@ -96,11 +96,6 @@ bool Execution::overlaps_output(const std::byte* data, std::size_t bytes) const 
   for (std::size_t o = 0; o < out.data.size(); ++o)
     if (overlap(data, bytes, out.data[o], out.count[o] * element_)) return true;
   return false;
-}
-
-// Whether the local operand of a step is to be multiplied by the call's factor first.
-bool Execution::scales(const Step& step) const {
-  return reduces(call_.operation) && call_.reduce_op == ReduceOp::premul_sum && step.read == Read::input;
 }
 
 bool Execution::advance() {
@@ -292,9 +287,9 @@ void Execution::compute(const Step& step, std::size_t bytes, const std::byte* lo
       operands_[static_cast<std::size_t>(step.local_position)] = scratch;
       scratch += tile;
     }
-    if (combined && streamed) results_.back() = scratch;
-    combine(step, some, streamed && !combined);
-    if (combined && streamed) kernels::stream(output + done, scratch, some);
+    if (streamed) results_.back() = scratch;
+    combine(step, some, false);
+    if (streamed) kernels::stream(output + done, scratch, some);
     for (const Remote& remote : remote_)
       if (remote.returned)
         segment_.write(remote.peer, remote.address + done, static_cast<const std::byte*>(results_[0]), some);

@@ -103,7 +103,7 @@ class Execution {
   int slow_reader(std::size_t channel, std::uint64_t seq) const;
   const std::byte* to_lend(const Step& step, const std::byte* local, const std::byte* output, std::size_t bytes) const;
   bool overlaps_output(const std::byte* data, std::size_t bytes) const;
-  bool scales(const Step& step) const;
+  bool scales(const Step& step) const { return scaled_ && step.read == Read::input; }
   void compute(const Step& step, std::size_t bytes, const std::byte* local, bool streamed);
   void combine(const Step& step, std::size_t bytes, bool streamed);
   Range slice_of(std::size_t channel, const Step& step, std::size_t count, std::size_t round) const;
@@ -122,6 +122,7 @@ class Execution {
   const std::size_t slice_size_;  // elements
   bool in_place_ = false;         // the one input is the one output
   bool fetched_ = false;          // whether what lies outside of the arena is lent too
+  bool scaled_ = false;           // whether inputs are multiplied by the call's factor before they are combined
   bool offers_ = false;           // whether chunks are lent to be returned
   bool streams_ = false;          // whether what only goes to the output goes past the caches
   std::uint64_t lent_ = 0;

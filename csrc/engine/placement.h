@@ -1,8 +1,8 @@
 // Where the ranks of a crowded host run: with more ranks than cores, the kernel may leave one core with three of four
 // ranks for seconds, since ranks that wait for one another look alike to it, and each call then takes twice as long.
 //
-// So every rank says on which core it is. One that finds its core with more than its share of the ranks
-// goes to its own core of an even distribution, and is free to be moved again.
+// So every rank says on which core it is. One that finds its core with more than its share of the ranks goes to its own
+// core of an even distribution, and is free to be moved again.
 #pragma once
 
 #include <sched.h>
@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/clock.h"
+#include "core/threads.h"
 #include "transport/segment.h"
 
 namespace ringreduce {
@@ -34,22 +35,20 @@ class Placement {
     std::atomic<std::int32_t>& core = segment_.control(segment_.rank()).core;
     const int here = sched_getcpu();
     if (core.load(std::memory_order_relaxed) != here + 1) core.store(here + 1, std::memory_order_relaxed);
-    if (here == home_ || now() < next_) return;
-    next_ = now() + kLookEvery;
+    if (here == home_) return;
+    const Nanoseconds t = now();
+    if (t < next_) return;
+    next_ = t + kLookEvery;
     int together = 0;
     for (int r = 0; r < segment_.size(); ++r)
       together += segment_.control(r).core.load(std::memory_order_relaxed) == here + 1;
     if (together <= share_) return;
-    cpu_set_t home, allowed;
-    CPU_ZERO(&home);
-    CPU_SET(home_, &home);
+    cpu_set_t allowed;
     // The cores that this thread may use need not be those of the thread that made the group.
-    if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0 || !CPU_ISSET(home_, &allowed) ||
-        sched_setaffinity(0, sizeof(home), &home) != 0)
-      return;
+    if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0 || !CPU_ISSET(home_, &allowed) || !pin(home_)) return;
     core.store(home_ + 1, std::memory_order_relaxed);
     sched_setaffinity(0, sizeof(allowed), &allowed);
-    next_ = now() + kMoveEvery;
+    next_ = t + kMoveEvery;
   }
 
  private:

@@ -46,13 +46,6 @@ double median(std::vector<double> values) {
   return *middle;
 }
 
-void pin(int core) {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  CPU_SET(core, &set);
-  pthread_setaffinity_np(pthread_self(), sizeof set, &set);  // refused: it runs where it runs
-}
-
 // Runs body(0), body(1), ... in a thread on each of the cores, all from the same moment on.
 void on_cores(std::span<const int> cores, const std::function<void(std::size_t)>& body) {
   enum : int { wait, go, cancel };

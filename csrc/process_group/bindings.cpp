@@ -97,8 +97,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::kw_only(), py::arg("memfd"), py::arg("geometry"), py::arg("rank"), py::arg("pidfds"), py::arg("names"),
            py::arg("name"), py::arg("global_ranks"), py::arg("timeout"), py::arg("regroup"), py::arg("spins"),
            py::arg("slices"), py::arg("least_slice_bytes"), py::arg("most_slice_bytes"), py::arg("recorded_calls"),
-           py::arg("dump_when_broken"), py::arg("print_calls"), py::arg("memory") = nullptr,
-           py::arg("memory_threads") = std::vector<int>(), py::arg("least_fetch_bytes") = 0)
+           py::arg("dump_when_broken"), py::arg("print_calls"), py::arg("memory"), py::arg("memory_threads"),
+           py::arg("least_fetch_bytes"))
       // These two are virtual functions of c10d that torch does not bind for every backend.
       .def_property_readonly("options", &Group::getBackendOptions)
       .def("get_error", &Group::getError)

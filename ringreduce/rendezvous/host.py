@@ -87,14 +87,15 @@ def meet(
             ranks = [json.loads(_get(store, f"{prefix}/rank/{r}", f"rank {r}", deadline)) for r in range(size)]
             address = listener.getsockname()
             roster = {"ranks": ranks, "secret": secrets.token_hex(32), "address": address.hex()}
-            roster["decision"] = decide(_cores(ranks), _can_access_all(ranks))
+            near = _can_access_all(ranks)
+            roster["decision"] = decide(_cores(ranks), near)
             store.set(f"{prefix}/roster", json.dumps(roster))
         else:
             roster = json.loads(_get(store, f"{prefix}/roster", "rank 0, which waits for all ranks,", deadline))
+            near = _can_access_all(roster["ranks"])
         _check(roster["ranks"])
         names = [(str(r["host"]), int(r["pid"])) for r in roster["ranks"]]
         secret = bytes.fromhex(roster["secret"])
-        near = _can_access_all(roster["ranks"])
         if rank == 0:
             memfd, pidfds, near = _serve(listener, secret, names, segment_bytes, deadline, near)
         else:
