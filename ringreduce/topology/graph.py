@@ -1,0 +1,244 @@
+"""The link graph: the devices of a machine, and what moves between them how fast.
+
+A node is a GPU, a switch (NVLink or PCIe), a CPU with its memory (one NUMA node), a NIC, or the network between hosts.
+A link has one direction; what is called a link in a data sheet is two of them, and both can be full at once.  Capacities
+are what one direction carries, in GB/s (1e9 bytes a second), for all lanes together.  Every link says where its figure
+comes from, and the graph what had to be assumed.
+
+Readers (`matrix`, `nccl_xml`, `live`, `presets`) make these graphs; `routes` says which links a transfer takes.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+from functools import cached_property
+from typing import Any
+
+from ringreduce.errors import TopologyError
+
+
+class NodeKind(Enum):
+    """What a node is."""
+
+    GPU = "gpu"
+    NVSWITCH = "nvswitch"
+    """Switches of the accelerators' own links: NVSwitch, or any number of them that traffic is spread over."""
+    PCIE = "pcie"
+    """A PCIe switch or host bridge."""
+    CPU = "cpu"
+    """The cores and the memory of one NUMA node."""
+    NIC = "nic"
+    NETWORK = "network"
+    """What joins hosts: every NIC that is on it reaches every other."""
+    CORE = "core"
+    """One core, where ranks run on CPUs."""
+
+
+class LinkKind(Enum):
+    """What a link is made of."""
+
+    NVLINK = "NVLink"
+    XGMI = "XGMI"
+    PCIE = "PCIe"
+    SMP = "SMP"
+    """Between CPUs: QPI, UPI, Infinity Fabric, X-Bus."""
+    NETWORK = "network"
+    MEMORY = "memory"
+    """Between a core and the memory of its NUMA node."""
+
+
+FABRIC = (LinkKind.NVLINK, LinkKind.XGMI)
+"""Links that accelerators have for each other alone."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A device.  `index` is the number that its source gives it among its kind (GPU 3), `host` the host it is in."""
+
+    name: str
+    kind: NodeKind
+    index: int = 0
+    host: int = 0
+    numa: int | None = None
+    detail: str = ""
+    """What else is known: a model, a bus id."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction between two nodes: `lanes` bonded links, `capacity` GB/s together, and where that figure is from."""
+
+    src: str
+    dst: str
+    kind: LinkKind
+    capacity: float
+    lanes: int = 1
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class LinkGraph:
+    """Nodes by name, links by (src, dst); at most one link from a node to another: bonded ones are lanes of one.
+
+    Raises TopologyError where that, or the ends or the capacity of a link, are wrong.
+    """
+
+    name: str
+    nodes: tuple[Node, ...]
+    links: tuple[Link, ...]
+    assumed: tuple[str, ...] = ()
+    """What the source did not say and was supposed instead, in words, with what would set it."""
+
+    def __post_init__(self) -> None:
+        if twice := _repeated(node.name for node in self.nodes):
+            raise TopologyError(f"{self.name}: two nodes are called {twice!r}; give each a name of its own")
+        for link in self.links:
+            where = f"{self.name}: link {link.src} -> {link.dst}"
+            for end in (link.src, link.dst):
+                if end not in self.by_name:
+                    raise TopologyError(f"{where}: there is no node {end!r}; known are {', '.join(self.by_name)}")
+            if link.src == link.dst:
+                raise TopologyError(f"{where} joins a node to itself; leave it out")
+            if not 0 < link.capacity < float("inf"):
+                raise TopologyError(f"{where}: capacity is {link.capacity!r} GB/s; it must be above 0, and finite")
+            if link.lanes < 1:
+                raise TopologyError(f"{where}: lanes is {link.lanes!r}; it must be at least 1")
+        if twice := _repeated(f"{link.src} -> {link.dst}" for link in self.links):
+            raise TopologyError(f"{self.name}: link {twice} is there twice; bonded links are lanes of one link")
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Node]:
+        return {node.name: node for node in self.nodes}
+
+    @cached_property
+    def by_ends(self) -> Mapping[tuple[str, str], Link]:
+        return {(link.src, link.dst): link for link in self.links}
+
+    @cached_property
+    def following(self) -> Mapping[str, tuple[Link, ...]]:
+        """The links that leave each node, in the order of `links`."""
+        leaving: dict[str, list[Link]] = {node.name: [] for node in self.nodes}
+        for link in self.links:
+            leaving[link.src].append(link)
+        return {name: tuple(links) for name, links in leaving.items()}
+
+    @cached_property
+    def gpus(self) -> tuple[Node, ...]:
+        """The GPUs, by host and index."""
+        return self.of_kind(NodeKind.GPU)
+
+    def of_kind(self, kind: NodeKind) -> tuple[Node, ...]:
+        """The nodes of a kind, by host and index."""
+        return tuple(sorted((n for n in self.nodes if n.kind is kind), key=lambda n: (n.host, n.index, n.name)))
+
+    def select(self, gpus: Sequence[int]) -> "LinkGraph":
+        """This graph without the GPUs that a job was not given: `gpus` are positions in `self.gpus`.
+
+        On one host these are the indices that the machine's own listing shows.  Switches, CPUs and NICs stay: they
+        belong to nobody.  Raises TopologyError for a GPU that is not there or that is named twice.
+        """
+        if not gpus:
+            raise TopologyError(f"{self.name}: no GPUs are named; name at least one of {self._known_gpus()}")
+        for gpu in gpus:
+            if not 0 <= gpu < len(self.gpus):
+                raise TopologyError(f"{self.name}: there is no GPU {gpu}; it has {self._known_gpus()}")
+            if list(gpus).count(gpu) > 1:
+                raise TopologyError(f"{self.name}: GPU {gpu} is named twice; name each once")
+        left = {node.name for at, node in enumerate(self.gpus) if at not in gpus}
+        return replace(
+            self,
+            nodes=tuple(node for node in self.nodes if node.name not in left),
+            links=tuple(link for link in self.links if link.src not in left and link.dst not in left),
+        )
+
+    def _known_gpus(self) -> str:
+        count = len(self.gpus)
+        return {0: "no GPUs", 1: "GPU 0"}.get(count, f"GPUs 0 to {count - 1}")
+
+    def to_json(self) -> str:
+        """The graph as a JSON document that `from_json` loads back to an equal graph."""
+        return json.dumps(asdict(self), default=lambda kind: kind.value, indent=1)
+
+    @staticmethod
+    def from_json(text: str, where: str = "topology") -> "LinkGraph":
+        """Load what `to_json` wrote, or what a person wrote like it: only `nodes[].name`, `nodes[].kind`,
+        `links[].src`, `links[].dst`, `links[].kind` and `links[].capacity` have no default.
+
+        Raises TopologyError that names the line and column, or the path to the value, at fault.
+        """
+        try:
+            document = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise TopologyError(f"{where}: line {error.lineno}, column {error.colno}: not JSON: {error.msg}") from None
+        except RecursionError:
+            raise TopologyError(f"{where}: line 1, column 1: nested too deeply for a topology") from None
+        fields = _fields(
+            document, where, {"name": str, "nodes": list, "links": list, "assumed": list}, ("nodes", "links")
+        )
+        nodes = tuple(_load_node(value, f"{where}: nodes[{at}]") for at, value in enumerate(fields["nodes"]))
+        links = tuple(_load_link(value, f"{where}: links[{at}]") for at, value in enumerate(fields["links"]))
+        assumed = tuple(map(str, fields.get("assumed", ())))
+        return LinkGraph(fields.get("name", where), nodes, links, assumed)
+
+
+def both_directions(
+    one: str, other: str, kind: LinkKind, capacity: float, lanes: int = 1, source: str = ""
+) -> tuple[Link, Link]:
+    """A full-duplex link: each direction has the whole capacity."""
+    return Link(one, other, kind, capacity, lanes, source), Link(other, one, kind, capacity, lanes, source)
+
+
+def merged(links: Iterable[Link]) -> tuple[Link, ...]:
+    """Links between the same ends as one, with the sum of their lanes and capacities."""
+    together: dict[tuple[str, str], Link] = {}
+    for link in links:
+        ends = link.src, link.dst
+        if (known := together.get(ends)) is not None:
+            link = replace(known, lanes=known.lanes + link.lanes, capacity=known.capacity + link.capacity)
+        together[ends] = link
+    return tuple(together.values())
+
+
+def _repeated(names: Iterable[str]) -> str | None:
+    return next((name for name, count in Counter(names).items() if count > 1), None)
+
+
+def _load_node(value: Any, where: str) -> Node:
+    kinds = {"name": str, "kind": str, "index": int, "host": int, "numa": int, "detail": str}
+    fields = _fields(value, where, kinds, ("name", "kind"))
+    return Node(**{**fields, "kind": _kind(NodeKind, fields["kind"], f"{where}.kind")})
+
+
+def _load_link(value: Any, where: str) -> Link:
+    kinds = {"src": str, "dst": str, "kind": str, "capacity": float, "lanes": int, "source": str}
+    fields = _fields(value, where, kinds, ("src", "dst", "kind", "capacity"))
+    return Link(**{**fields, "kind": _kind(LinkKind, fields["kind"], f"{where}.kind")})
+
+
+def _fields(value: Any, where: str, kinds: Mapping[str, type], needed: Sequence[str]) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TopologyError(f"{where} is {value!r:.60}; expected an object with {', '.join(kinds)}")
+    for key in needed:
+        if key not in value:
+            raise TopologyError(f"{where} has no {key!r}; it must have {', '.join(needed)}")
+    loaded: dict[str, Any] = {}
+    for key, item in value.items():
+        kind = kinds.get(key)
+        if kind is None:
+            raise TopologyError(f"{where}.{key} is unknown; known are {', '.join(kinds)}")
+        if key == "numa" and item is None:
+            continue
+        wanted = (int, float) if kind is float else kind
+        if not isinstance(item, wanted) or isinstance(item, bool):
+            raise TopologyError(f"{where}.{key} is {item!r:.60}; expected a value of type {kind.__name__}")
+        loaded[key] = float(item) if kind is float else item
+    return loaded
+
+
+def _kind(kinds: type[NodeKind] | type[LinkKind], text: str, where: str) -> Any:
+    for kind in kinds:
+        if kind.value == text:
+            return kind
+    raise TopologyError(f"{where} is {text!r}; expected one of {', '.join(kind.value for kind in kinds)}")
