@@ -1,9 +1,9 @@
 """The link graph: the devices of a machine, and what moves between them how fast.
 
 A node is a GPU, a switch (NVLink or PCIe), a CPU with its memory (one NUMA node), a NIC, or the network between hosts.
-A link has one direction; what is called a link in a data sheet is two of them, and both can be full at once.  Capacities
-are what one direction carries, in GB/s (1e9 bytes a second), for all lanes together.  Every link says where its figure
-comes from, and the graph what had to be assumed.
+A link has one direction; what a data sheet calls a link is two of them, and both can be full at once.  Capacities are
+what one direction carries, in GB/s (1e9 bytes a second), for all lanes together.  Every link says where its figure comes
+from, and the graph what had to be assumed.
 
 Readers (`matrix`, `nccl_xml`, `live`, `presets`) make these graphs; `routes` says which links a transfer takes.
 """
@@ -68,7 +68,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Link:
-    """One direction between two nodes: `lanes` bonded links, `capacity` GB/s together, and where that figure is from."""
+    """One direction between two nodes: `lanes` bonded links, `capacity` GB/s together, where that figure is from."""
 
     src: str
     dst: str
@@ -195,9 +195,10 @@ def merged(links: Iterable[Link]) -> tuple[Link, ...]:
     together: dict[tuple[str, str], Link] = {}
     for link in links:
         ends = link.src, link.dst
-        if (known := together.get(ends)) is not None:
-            link = replace(known, lanes=known.lanes + link.lanes, capacity=known.capacity + link.capacity)
-        together[ends] = link
+        known = together.get(ends)
+        together[ends] = (
+            replace(known, lanes=known.lanes + link.lanes, capacity=known.capacity + link.capacity) if known else link
+        )
     return tuple(together.values())
 
 
@@ -230,10 +231,10 @@ def _fields(value: Any, where: str, kinds: Mapping[str, type], needed: Sequence[
             raise TopologyError(f"{where}.{key} is unknown; known are {', '.join(kinds)}")
         if key == "numa" and item is None:
             continue
-        wanted = (int, float) if kind is float else kind
-        if not isinstance(item, wanted) or isinstance(item, bool):
+        number = kind is float and isinstance(item, int)
+        if not (number or isinstance(item, kind)) or isinstance(item, bool):
             raise TopologyError(f"{where}.{key} is {item!r:.60}; expected a value of type {kind.__name__}")
-        loaded[key] = float(item) if kind is float else item
+        loaded[key] = item
     return loaded
 
 
