@@ -2,8 +2,8 @@
 
 A node is a GPU, a switch (NVLink or PCIe), a CPU with its memory (one NUMA node), a NIC, or the network between hosts.
 A link has one direction; what a data sheet calls a link is two of them, and both can be full at once.  Capacities are
-what one direction carries, in GB/s (1e9 bytes a second), for all lanes together.  Every link says where its figure comes
-from, and the graph what had to be assumed.
+what one direction carries, in GB/s (1e9 bytes a second), for all lanes together.  Every link says where its figure
+comes from, and the graph what had to be assumed.
 
 Readers (`matrix`, `nccl_xml`, `live`, `presets`) make these graphs; `routes` says which links a transfer takes.
 """

@@ -1,0 +1,105 @@
+"""Decide: the links of a machine as rings or trees for all_reduce, with the reason and the bound.
+
+1. The ranks use the links that accelerators have for each other, if these join all of them, else every link: what PCIe
+   would add to NVLink is little, and shared with all other traffic of the host.
+2. Rings, if they come up to the bound: they need the fewest steps that a channel can have.
+3. Else spanning trees, which always come up to the bound where links are between ranks, if they beat the rings.
+
+Pure: the same graph gives the same answer everywhere.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ringreduce.errors import TopologyError
+from ringreduce.topology.bound import Bound, Cuts, Partition, bound
+from ringreduce.topology.graph import FABRIC, Link, LinkGraph
+from ringreduce.topology.rings import Ring, pack_rings
+from ringreduce.topology.routes import Routes, all_routes, fabric_routes
+from ringreduce.topology.trees import WeightedTree, pack_trees
+
+AS_GOOD = 0.999
+"""The share of the bound, or of the other's bandwidth, from which rings are preferred."""
+
+MOST_TREE_RANKS = 32
+"""Beyond these, trees are not packed: the program grows with the square of the ranks."""
+
+
+@dataclass(frozen=True)
+class Decomposition:
+    """Rings, or trees, over some links.  `rings` and `trees` are what could be found of either; `chosen` says which."""
+
+    routes: Routes
+    rings: tuple[Ring, ...]
+    trees: tuple[WeightedTree, ...]
+    bound: Bound
+    partitions: tuple[Partition, ...]
+    """Those that the trees' prices point at, for bounds of other collectives."""
+    reason: str
+
+    @property
+    def chosen(self) -> str:
+        """ "rings" or "trees"."""
+        return "trees" if self.trees else "rings"
+
+
+@lru_cache(maxsize=64)
+def decompose(graph: LinkGraph) -> Decomposition:
+    """The decomposition for the GPUs of the graph, or its cores if it has none.
+
+    Raises TopologyError if there is no path between two of them.
+    """
+    routes, why = _links_to_use(graph)
+    cuts = Cuts(routes)
+    limit = bound("all_reduce", routes, cuts)
+    if routes.size == 1:
+        return Decomposition(routes, (), (), limit, (), "one rank has nobody to talk to")
+    rings = pack_rings(routes, limit.bandwidth)
+    by_rings = sum(ring.bandwidth for ring in rings)
+    if by_rings >= AS_GOOD * limit.bandwidth or routes.size > MOST_TREE_RANKS:
+        return Decomposition(routes, rings, (), limit, (), f"{why}; {_about_rings(routes, rings)}")
+    packing = pack_trees(routes)
+    limit = bound("all_reduce", routes, cuts, packing.tight)
+    if by_rings >= AS_GOOD * packing.bandwidth:
+        return Decomposition(routes, rings, (), limit, packing.tight, f"{why}; {_about_rings(routes, rings)}")
+    instead = f"rings reach {by_rings:.4g} GB/s" if rings else "no ring visits all ranks over them"
+    about = f"{len(packing.trees)} spanning trees packed, since {instead}"
+    return Decomposition(routes, rings, packing.trees, limit, packing.tight, f"{why}; {about}")
+
+
+def _links_to_use(graph: LinkGraph) -> tuple[Routes, str]:
+    own = fabric_routes(graph)
+    kinds = " and ".join(kind.value for kind in FABRIC if any(link.kind is kind for link in own.links))
+    if own.size == 1 or len(own.components) == 1:
+        return own, f"{kinds} joins all {own.size} GPUs" if kinds else "one rank"
+    whole = all_routes(graph)
+    if len(whole.components) > 1:
+        parts = " | ".join(_names(whole, part) for part in whole.components)
+        raise TopologyError(f"{graph.name}: there is no path between {parts}; add the links that join them")
+    others = ", ".join(dict.fromkeys(link.kind.value for link in _used(whole) if link.kind not in FABRIC))
+    if not kinds:
+        return whole, f"over {others}"
+    parts = " | ".join(_names(own, part) for part in own.components)
+    return whole, f"no {kinds} path between {parts}: over {others} as well"
+
+
+def _used(routes: Routes) -> list[Link]:
+    return [routes.links[at] for at in sorted({at for shares in routes.between.values() for at, _ in shares})]
+
+
+def _names(routes: Routes, part: tuple[int, ...]) -> str:
+    return " ".join(routes.ranks[rank] for rank in part)
+
+
+def _about_rings(routes: Routes, rings: tuple[Ring, ...]) -> str:
+    transfers: dict[tuple[int, int], float] = {}
+    for ring in rings:
+        for hop in ring.hops():
+            transfers[hop] = transfers.get(hop, 0.0) + ring.width
+    loads = routes.loads(transfers)
+    used = [(load, link) for load, link in zip(loads, routes.links, strict=True) if load > 0]
+    full = sum(1 for load, link in used if load >= AS_GOOD * link.capacity)
+    lanes = sum(link.lanes for load, link in used if load >= AS_GOOD * link.capacity)
+    ways = "in both directions" if any(ring.both_ways for ring in rings) else "in one direction"
+    several = f"{len(rings)} rings" if len(rings) > 1 else "one ring"
+    return f"{several} {ways}, which fill {full} of {len(routes.links)} directed links ({lanes} lanes)"

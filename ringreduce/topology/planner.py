@@ -1,0 +1,316 @@
+"""From a graph to a plan: which algorithm, over which links, how fast, and how close to what is possible.
+
+The candidates are the decomposition's rings or trees, a hierarchy where ranks stand in groups, and the algorithms that
+know nothing of links (`plan.builders`); each is simulated for the size at hand, with latencies, and the fastest is
+taken.  Its bandwidth is what its busiest link allows: bytes are counted step by step over the plan's own programs, so
+no figure here is a formula's.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import permutations
+from typing import Any, NamedTuple
+
+from ringreduce.errors import TopologyError
+from ringreduce.plan import BUILDERS, COLLECTIVES, Plan, build, hierarchical, layout, ring, tree
+from ringreduce.plan.network import Network
+from ringreduce.plan.simulate import simulate
+from ringreduce.topology.bound import Cuts, Partition, bound
+from ringreduce.topology.decompose import Decomposition, decompose
+from ringreduce.topology.graph import LinkGraph, NodeKind
+from ringreduce.topology.rings import Ring
+from ringreduce.topology.routes import Routes, all_routes, fabric_routes
+from ringreduce.topology.trees import WeightedTree
+
+SIZE_BYTES = 160_000_000
+"""A plan is for this size unless one is given: the gradients of the texts this grew out of."""
+
+MARGIN = 0.9
+"""Another algorithm than the decomposition's must promise less than this share of its time: closer, the latencies
+decide, and they are guesses."""
+
+MOST_RANKS = 128
+"""Beyond these only the decomposition and the hierarchy are candidates: other programs grow with the square."""
+
+DENOMINATORS = (*range(1, 101), 1000, 10000)
+
+
+class LinkLoad(NamedTuple):
+    """What a plan puts on a directed link: bytes, GB/s that it has, and seconds at that speed.  A GPU is called by its
+    place among the GPUs of its file, anything else by its name."""
+
+    src: str | int
+    dst: str | int
+    bytes: float
+    capacity: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan for the ranks of a graph, and what is known of it."""
+
+    graph: LinkGraph
+    routes: Routes
+    plan: Plan
+    bound: float
+    """GB/s: no plan can be faster over these links."""
+    proof: str
+    """The cut that says so."""
+    reason: str
+    rings: tuple[Ring, ...] = ()
+    trees: tuple[WeightedTree, ...] = ()
+
+    @property
+    def ranks(self) -> tuple[str, ...]:
+        """The node that each rank is on."""
+        return self.routes.ranks
+
+    @property
+    def collective(self) -> str:
+        return self.plan.collective
+
+    @cached_property
+    def network(self) -> Network:
+        return self.routes.network()
+
+    @cached_property
+    def bandwidth(self) -> float:
+        """GB/s: the size over the time of the busiest link; infinite for a single rank."""
+        seconds = self.seconds(1e9)
+        return 1.0 / seconds if seconds else math.inf
+
+    def loads(self, size_bytes: float) -> list[LinkLoad]:
+        """Every directed link that is used, the busiest first."""
+        number = {node.name: node.index for node in self.graph.of_kind(NodeKind.GPU)}
+        shares = self.routes.loads(transfers(self.plan, size_bytes))
+        used = [
+            LinkLoad(
+                number.get(link.src, link.src),
+                number.get(link.dst, link.dst),
+                load,
+                link.capacity,
+                load / link.capacity * 1e-9,
+            )
+            for link, load in zip(self.routes.links, shares, strict=True)
+            if load > 0
+        ]
+        return sorted(used, key=lambda load: -load.seconds)
+
+    def seconds(self, size_bytes: float) -> float:
+        """What the busiest link needs."""
+        return max((load.seconds for load in self.loads(size_bytes)), default=0.0)
+
+    def simulated(self, size_bytes: int) -> float:
+        """Seconds with latencies and slices, as `plan.simulate` has it."""
+        return simulate(self.plan, self.network, size_bytes).seconds if self.plan.size > 1 else 0.0
+
+    def to_json(self, size_bytes: int) -> str:
+        """All of this for one size, for programs."""
+        number = {node.name: node.index for node in self.graph.of_kind(NodeKind.GPU)}
+        ranks = [number.get(name, name) for name in self.ranks]
+        document = {
+            "machine": self.graph.name,
+            "ranks": ranks,
+            "collective": self.collective,
+            "algorithm": self.plan.name,
+            "size_bytes": size_bytes,
+            "bandwidth_GBps": _finite(self.bandwidth),
+            "bound_GBps": _finite(self.bound),
+            "time_s": self.seconds(size_bytes),
+            "simulated_s": self.simulated(size_bytes),
+            "reason": self.reason,
+            "proof": self.proof,
+            "assumed": list(self.graph.assumed),
+            "rings": [
+                {"order": [ranks[r] for r in each.order], "width_GBps": each.width, "both_ways": each.both_ways}
+                for each in self.rings
+            ],
+            "trees": [
+                {"parents": [None if p is None else ranks[p] for p in each.parents], "width_GBps": each.width}
+                for each in self.trees
+            ],
+            "links": [
+                {"src": load.src, "dst": load.dst, "bytes": load.bytes, "capacity_GBps": load.capacity,
+                 "time_s": load.seconds}
+                for load in self.loads(size_bytes)
+            ],
+            "plan": json.loads(self.plan.to_json()),
+        }  # fmt: skip
+        return json.dumps(document, indent=1, allow_nan=False)
+
+
+def plan_for(
+    graph: LinkGraph, collective: str = "all_reduce", size_bytes: int = SIZE_BYTES, algorithm: str = "auto"
+) -> Planned:
+    """The plan of a collective for the GPUs of a graph (`LinkGraph.select` restricts it to a job's).
+
+    `size_bytes` is of the whole tensor: of all ranks' blocks together for all_gather and reduce_scatter, of one rank's
+    tensor for all_to_all.  `algorithm` is "auto" or one of `algorithms`.  Raises TopologyError for an algorithm that
+    this machine has no links for, and if the ranks are not connected.
+    """
+    if collective not in COLLECTIVES:
+        raise TopologyError(f"collective {collective!r} is unknown; known are {', '.join(COLLECTIVES)}")
+    if size_bytes < 1:
+        raise TopologyError(f"size_bytes is {size_bytes}; it must be at least 1")
+    candidates = _candidates(graph, collective)
+    if algorithm != "auto":
+        if algorithm not in candidates:
+            raise TopologyError(
+                f"algorithm {algorithm!r} is not possible for {collective} here; possible are {', '.join(candidates)}"
+            )
+        return candidates[algorithm]
+    first, *others = candidates.values()
+    if not others:
+        return first
+    time = {each.plan.name: each.simulated(size_bytes) for each in candidates.values()}
+    best = min(others, key=lambda each: time[each.plan.name])
+    return best if time[best.plan.name] < MARGIN * time[first.plan.name] else first
+
+
+def algorithms(graph: LinkGraph, collective: str) -> tuple[str, ...]:
+    """What `plan_for` could choose from: that of the decomposition first."""
+    return tuple(_candidates(graph, collective))
+
+
+def transfers(plan: Plan, size_bytes: float) -> dict[tuple[int, int], float]:
+    """Bytes that each rank sends to each other in one call, by the steps of the plan."""
+    blocks = layout(plan.collective, plan.size).blocks
+    block = size_bytes / min(blocks, plan.size)  # of all_to_all, with a block per pair, a rank has one row
+    total = sum(channel.share for channel in plan.channels)
+    sent: dict[tuple[int, int], float] = {}
+    for channel in plan.channels:
+        chunk = block * channel.share / total / channel.chunks
+        for rank, program in enumerate(channel.programs):
+            for step in program:
+                for peer in step.send:
+                    sent[rank, peer] = sent.get((rank, peer), 0.0) + chunk
+    return sent
+
+
+def weights(widths: Sequence[float]) -> list[int]:
+    """Whole numbers in the proportion of the widths, as small as four digits of precision allow."""
+    widest = max(widths)
+    for top in DENOMINATORS:
+        rounded = [max(1, round(width / widest * top)) for width in widths]
+        if all(
+            math.isclose(each / top, width / widest, rel_tol=1e-4) for each, width in zip(rounded, widths, strict=True)
+        ):
+            break
+    divisor = math.gcd(*rounded)
+    return [each // divisor for each in rounded]
+
+
+def _candidates(graph: LinkGraph, collective: str) -> dict[str, Planned]:
+    """By name, that of the decomposition first."""
+    parts = decompose(graph)
+    routes, reason = parts.routes, parts.reason
+    if collective not in OVER_RINGS and len(routes.between) < routes.size * (routes.size - 1):
+        routes, reason = all_routes(graph), "not all pairs have links of their own: over every link"
+    limit = bound(collective, routes, Cuts(routes), parts.partitions)
+
+    def planned(plan: Plan, why: str, **more: Any) -> Planned:
+        return Planned(graph, routes, plan, limit.bandwidth, limit.proof, why, **more)
+
+    made = [planned(plan, reason, **more) for plan, more in (*_rings(parts, collective), *_trees(parts, collective))]
+    if collective == "all_reduce":
+        made.sort(key=lambda each: each.plan.name != parts.chosen)
+        made += [planned(plan, why) for plan, why in _hierarchies(routes)]
+    else:
+        made.sort(key=lambda each: -each.bandwidth)
+    if routes.size <= MOST_RANKS:
+        for name in BUILDERS[collective]:
+            plan = build(collective, name, routes.size)
+            if all(pair in routes.between for pair in transfers(plan, 1)):
+                made.append(planned(plan, reason))
+    if not made:
+        one, other = next(p for p in permutations(range(routes.size), 2) if p not in routes.between)
+        raise TopologyError(
+            f"{graph.name}: {collective} sends from every rank to every other, and there is no path from "
+            f"{routes.ranks[one]} to {routes.ranks[other]}; add the PCIe links to the topology"
+        )
+    return {each.plan.name: each for each in made}
+
+
+Found = tuple[Plan, dict[str, Any]]
+
+OVER_RINGS = {
+    "all_reduce": ring.all_reduce,
+    "reduce_scatter": ring.reduce_scatter,
+    "all_gather": ring.all_gather,
+    "broadcast": ring.broadcast,
+    "reduce": ring.reduce,
+}
+OVER_TREES = {
+    "all_reduce": tree.all_reduce_over,
+    "reduce_scatter": tree.reduce_scatter_over,
+    "all_gather": tree.all_gather_over,
+    "broadcast": tree.broadcast_over,
+    "reduce": tree.reduce_over,
+}
+
+
+def _rings(parts: Decomposition, collective: str) -> Iterator[Found]:
+    if parts.rings and collective in OVER_RINGS:
+        yield OVER_RINGS[collective](_directed(parts.rings), "rings"), {"rings": parts.rings}
+
+
+def _trees(parts: Decomposition, collective: str) -> Iterator[Found]:
+    if parts.trees and collective in OVER_TREES:
+        yield OVER_TREES[collective](_weighted(parts.trees), "trees"), {"trees": parts.trees}
+
+
+def _directed(rings: Sequence[Ring]) -> list[tuple[tuple[int, ...], int]]:
+    """Every ring in each of its directions, with its weight."""
+    return [
+        (order, weight)
+        for each, weight in zip(rings, weights([each.width for each in rings]), strict=True)
+        for order in ((each.order, each.order[::-1]) if each.both_ways else (each.order,))
+    ]
+
+
+def _weighted(trees: Sequence[WeightedTree]) -> list[tuple[tree.Tree, int]]:
+    return [(each.parents, w) for each, w in zip(trees, weights([each.width for each in trees]), strict=True)]
+
+
+def _groups(routes: Routes) -> Partition:
+    """Ranks that are close to each other: of a host, else joined by links of their own, else of a NUMA node; nothing if
+    that gives one group, groups of one, or groups of several sizes."""
+    nodes = [routes.graph.by_name[name] for name in routes.ranks]
+    own = {rank: part[0] for part in fabric_routes(routes.graph).components for rank in part}
+    for keys in ([n.host for n in nodes], [own[r] for r in range(routes.size)], [n.numa for n in nodes]):
+        groups = tuple(tuple(r for r, mine in enumerate(keys) if mine == key) for key in dict.fromkeys(keys))
+        if len(groups) > 1 and len(groups[0]) > 1 and len({len(group) for group in groups}) == 1:
+            return groups
+    return ()
+
+
+def _hierarchies(routes: Routes) -> Iterator[tuple[Plan, str]]:
+    groups = _groups(routes)
+    if not groups:
+        return
+    why = f"in groups: {' | '.join(' '.join(routes.ranks[rank] for rank in group) for group in groups)}"
+    for name in ("ring", "halving_doubling"):
+        across = build("all_reduce", name, len(groups))
+        stages = [hierarchical.Stages(inside, across, back, weight) for inside, back, weight in _inside(routes, groups)]
+        yield hierarchical.all_reduce(groups, stages, f"hierarchical_{name}"), why
+
+
+def _inside(routes: Routes, groups: Partition) -> Iterator[tuple[Plan, Plan, int]]:
+    """The first group's rings or trees, by places, which the others are taken to have too."""
+    if not routes.graph.gpus:
+        one = ((tuple(range(len(groups[0]))), 1),)
+        yield ring.reduce_scatter(one), ring.all_gather(one), 1
+        return
+    first = decompose(routes.graph.select(groups[0]))
+    for order, weight in _directed(first.rings) if first.chosen == "rings" else ():
+        yield ring.reduce_scatter(((order, 1),)), ring.all_gather(((order, 1),)), weight
+    for shape, weight in _weighted(first.trees) if first.chosen == "trees" else ():
+        yield tree.reduce_scatter_over(((shape, 1),)), tree.all_gather_over(((shape, 1),)), weight
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

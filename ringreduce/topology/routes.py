@@ -1,0 +1,159 @@
+"""Routes: which links a transfer between two ranks takes.
+
+Neither a PCIe tree nor an NVSwitch lets the sender choose, so every two ranks have one route: the shortest, by hops,
+through nodes that are not ranks themselves.  Over several equally short paths (several NVSwitches, two NICs beside a
+GPU) traffic is spread in proportion to what each of them carries.  Inside a host no route leaves it.
+"""
+
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ringreduce.errors import TopologyError
+from ringreduce.plan.network import Network, Route
+from ringreduce.topology.graph import FABRIC, Link, LinkGraph, LinkKind, NodeKind
+
+LATENCY: Mapping[LinkKind, float] = {
+    LinkKind.NVLINK: 2e-6,
+    LinkKind.XGMI: 2e-6,
+    LinkKind.PCIE: 4e-6,
+    LinkKind.SMP: 5e-6,
+    LinkKind.NETWORK: 15e-6,
+    LinkKind.MEMORY: 0.5e-6,
+}
+"""Seconds from a send until its receiver sees the first bytes; of a route, its slowest link's.  Orders of magnitude, to
+choose between algorithms with few and with many hops: not measured."""
+
+Share = tuple[int, float]
+"""A link by its number in `Routes.links`, and the share of a transfer's bytes that crosses it."""
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The ranks of a graph, the links that their transfers may take, and the routes between them.
+
+    `ranks` are the names of the graph's GPUs, or of its cores where it has no GPUs; rank `r` of a plan is ``ranks[r]``.
+    """
+
+    graph: LinkGraph
+    ranks: tuple[str, ...]
+    links: tuple[Link, ...]
+    between: dict[tuple[int, int], tuple[Share, ...]]
+    """Per ordered pair of ranks that have one."""
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @cached_property
+    def components(self) -> tuple[tuple[int, ...], ...]:
+        """The sets of ranks that reach each other both ways, from rank to rank; each ascending."""
+        left, found = set(range(self.size)), []
+        while left:
+            part, todo = set(), [min(left)]
+            while todo:
+                one = todo.pop()
+                if one not in part:
+                    part.add(one)
+                    todo += [r for r in left if (one, r) in self.between and (r, one) in self.between]
+            left -= part
+            found.append(tuple(sorted(part)))
+        return tuple(found)
+
+    def loads(self, transfers: dict[tuple[int, int], float]) -> list[float]:
+        """What crosses each link if so much goes from rank to rank."""
+        crossing = [0.0] * len(self.links)
+        for pair, amount in transfers.items():
+            for link, share in self.between[pair]:
+                crossing[link] += share * amount
+        return crossing
+
+    def network(self) -> Network:
+        """The same for simulation: bytes per second, and the latencies of the links' kinds."""
+
+        def route(source: int, target: int) -> Route:
+            shares = self.between[source, target]
+            latency = max((LATENCY[self.links[link].kind] for link, _ in shares), default=0.0)
+            return Route(shares, latency)
+
+        names = tuple(f"{link.src} -> {link.dst}" for link in self.links)
+        return Network(names, tuple(1e9 * link.capacity for link in self.links), route)
+
+
+def rank_nodes(graph: LinkGraph) -> tuple[str, ...]:
+    """The nodes that ranks run on: the GPUs, or the cores of a machine without any."""
+    nodes = graph.gpus or graph.of_kind(NodeKind.CORE)
+    if not nodes:
+        raise TopologyError(f"{graph.name}: it has neither GPUs nor cores, so no rank could run there")
+    return tuple(node.name for node in nodes)
+
+
+def fabric_routes(graph: LinkGraph) -> Routes:
+    """Over the links that accelerators have for each other; ranks that these do not join have no route."""
+    return _routes(graph, FABRIC)
+
+
+def all_routes(graph: LinkGraph) -> Routes:
+    """Over every link.  Ranks that the accelerators' own links join keep to those."""
+    whole = _routes(graph, tuple(LinkKind))
+    own = _routes(graph, FABRIC)
+    number = {(link.src, link.dst): at for at, link in enumerate(whole.links)}
+    moved = [number[link.src, link.dst] for link in own.links]
+    between = {pair: tuple((moved[link], share) for link, share in shares) for pair, shares in own.between.items()}
+    return Routes(graph, whole.ranks, whole.links, {**whole.between, **between})
+
+
+def _routes(graph: LinkGraph, kinds: Collection[LinkKind]) -> Routes:
+    ranks = rank_nodes(graph)
+    links = tuple(link for link in graph.links if link.kind in kinds)
+    leaving: dict[str, list[int]] = {node.name: [] for node in graph.nodes}
+    for at, link in enumerate(links):
+        leaving[link.src].append(at)
+    between = {}
+    for source, name in enumerate(ranks):
+        paths = _shortest_paths(graph, links, leaving, name)
+        for target, other in enumerate(ranks):
+            if target != source and (found := paths.get(other)):
+                between[source, target] = _spread(links, found)
+    return Routes(graph, ranks, links, between)
+
+
+Path = tuple[int, ...]
+
+
+def _shortest_paths(
+    graph: LinkGraph, links: Sequence[Link], leaving: dict[str, list[int]], source: str
+) -> dict[str, list[Path]]:
+    """All shortest paths from a rank to each other node, those inside the host not leaving it."""
+    home = graph.by_name[source].host
+    found: dict[str, list[Path]] = {}
+    for inside in (True, False):
+        hops = {source: 0}
+        paths: dict[str, list[Path]] = {source: [()]}
+        todo = deque([source])
+        while todo:
+            node = todo.popleft()
+            if node != source and graph.by_name[node].kind in (NodeKind.GPU, NodeKind.CORE):
+                continue  # ranks do not forward what is not theirs
+            for at in leaving[node]:
+                after = links[at].dst
+                kind = graph.by_name[after].kind
+                if inside and (graph.by_name[after].host != home or kind in (NodeKind.NIC, NodeKind.NETWORK)):
+                    continue
+                if after not in hops:
+                    hops[after], paths[after] = hops[node] + 1, []
+                    todo.append(after)
+                if hops[after] == hops[node] + 1:
+                    paths[after] += [(*path, at) for path in paths[node]]
+        found = {**paths, **found}
+    return found
+
+
+def _spread(links: Sequence[Link], paths: Sequence[Path]) -> tuple[Share, ...]:
+    width = [min(links[at].capacity for at in path) for path in paths]
+    crossing: dict[int, float] = {}
+    for path, wide in zip(paths, width, strict=True):
+        for at in path:
+            crossing[at] = crossing.get(at, 0.0) + wide / sum(width)
+    return tuple(sorted(crossing.items()))
