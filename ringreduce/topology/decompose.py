@@ -62,8 +62,8 @@ def decompose(graph: LinkGraph) -> Decomposition:
     limit = bound("all_reduce", routes, cuts, packing.tight)
     if by_rings >= AS_GOOD * packing.bandwidth:
         return Decomposition(routes, rings, (), limit, packing.tight, f"{why}; {_about_rings(routes, rings)}")
-    instead = f"rings reach {by_rings:.4g} GB/s" if rings else "no ring visits all ranks over them"
-    about = f"{len(packing.trees)} spanning trees packed, since {instead}"
+    instead = f"the best rings found reach {by_rings:.4g} GB/s" if rings else "no ring was found"
+    about = f"{len(packing.trees)} spanning trees, since {instead}"
     return Decomposition(routes, rings, packing.trees, limit, packing.tight, f"{why}; {about}")
 
 

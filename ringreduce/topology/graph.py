@@ -126,36 +126,41 @@ class LinkGraph:
 
     @cached_property
     def gpus(self) -> tuple[Node, ...]:
-        """The GPUs, by host and index."""
+        """The GPUs, in the order of `nodes`: readers list them as their source numbers them, host by host."""
         return self.of_kind(NodeKind.GPU)
 
+    @cached_property
+    def ranks(self) -> tuple[Node, ...]:
+        """The nodes that ranks run on, rank by rank: the GPUs, or the cores of a machine without any."""
+        return self.gpus or self.of_kind(NodeKind.CORE)
+
     def of_kind(self, kind: NodeKind) -> tuple[Node, ...]:
-        """The nodes of a kind, by host and index."""
-        return tuple(sorted((n for n in self.nodes if n.kind is kind), key=lambda n: (n.host, n.index, n.name)))
+        """The nodes of a kind, in the order of `nodes`."""
+        return tuple(node for node in self.nodes if node.kind is kind)
 
-    def select(self, gpus: Sequence[int]) -> "LinkGraph":
-        """This graph without the GPUs that a job was not given: `gpus` are positions in `self.gpus`.
+    def select(self, places: Sequence[int]) -> "LinkGraph":
+        """This graph with only those of its `ranks` that a job was given, in the job's order.
 
-        On one host these are the indices that the machine's own listing shows.  Switches, CPUs and NICs stay: they
-        belong to nobody.  Raises TopologyError for a GPU that is not there or that is named twice.
+        On one host the places of GPUs are the indices that the machine's own listing shows.  Switches, CPUs and NICs
+        stay: they belong to nobody.  Raises TopologyError for a place that there is not or that is named twice.
         """
-        if not gpus:
-            raise TopologyError(f"{self.name}: no GPUs are named; name at least one of {self._known_gpus()}")
-        for gpu in gpus:
-            if not 0 <= gpu < len(self.gpus):
-                raise TopologyError(f"{self.name}: there is no GPU {gpu}; it has {self._known_gpus()}")
-            if list(gpus).count(gpu) > 1:
-                raise TopologyError(f"{self.name}: GPU {gpu} is named twice; name each once")
-        left = {node.name for at, node in enumerate(self.gpus) if at not in gpus}
+        what = "GPU" if self.gpus else "core"
+        known = f"{what}s 0 to {len(self.ranks) - 1}" if len(self.ranks) > 1 else f"{len(self.ranks) or 'no'} {what}"
+        if not places:
+            raise TopologyError(f"{self.name}: no {what}s are named; it has {known}")
+        for place in places:
+            if not 0 <= place < len(self.ranks):
+                raise TopologyError(f"{self.name}: there is no {what} {place}; it has {known}")
+        if twice := _repeated(map(str, places)):
+            raise TopologyError(f"{self.name}: {what} {twice} is named twice; name each once")
+        kept = [self.ranks[place] for place in places]
+        left = {node.name for node in self.ranks} - {node.name for node in kept}
+        others = (node for node in self.nodes if node not in self.ranks)
         return replace(
             self,
-            nodes=tuple(node for node in self.nodes if node.name not in left),
+            nodes=(*kept, *others),
             links=tuple(link for link in self.links if link.src not in left and link.dst not in left),
         )
-
-    def _known_gpus(self) -> str:
-        count = len(self.gpus)
-        return {0: "no GPUs", 1: "GPU 0"}.get(count, f"GPUs 0 to {count - 1}")
 
     def to_json(self) -> str:
         """The graph as a JSON document that `from_json` loads back to an equal graph."""

@@ -81,14 +81,6 @@ class Routes:
         return Network(names, tuple(1e9 * link.capacity for link in self.links), route)
 
 
-def rank_nodes(graph: LinkGraph) -> tuple[str, ...]:
-    """The nodes that ranks run on: the GPUs, or the cores of a machine without any."""
-    nodes = graph.gpus or graph.of_kind(NodeKind.CORE)
-    if not nodes:
-        raise TopologyError(f"{graph.name}: it has neither GPUs nor cores, so no rank could run there")
-    return tuple(node.name for node in nodes)
-
-
 def fabric_routes(graph: LinkGraph) -> Routes:
     """Over the links that accelerators have for each other; ranks that these do not join have no route."""
     return _routes(graph, FABRIC)
@@ -105,7 +97,9 @@ def all_routes(graph: LinkGraph) -> Routes:
 
 
 def _routes(graph: LinkGraph, kinds: Collection[LinkKind]) -> Routes:
-    ranks = rank_nodes(graph)
+    if not graph.ranks:
+        raise TopologyError(f"{graph.name}: it has neither GPUs nor cores, so no rank could run there")
+    ranks = tuple(node.name for node in graph.ranks)
     links = tuple(link for link in graph.links if link.kind in kinds)
     leaving: dict[str, list[int]] = {node.name: [] for node in graph.nodes}
     for at, link in enumerate(links):

@@ -85,11 +85,11 @@ def _caches(core: int) -> list[tuple[str, str, str, set[int]]]:
             )
         except OSError:
             continue
-        found.append((level, kind, size, _numbers(shared)))
+        found.append((level, kind, size, numbers(shared)))
     return found
 
 
-def _numbers(text: str) -> set[int]:
+def numbers(text: str) -> set[int]:
     """ "0-2,8" -> {0, 1, 2, 8}."""
     numbers: set[int] = set()
     for part in filter(None, text.split(",")):

@@ -1,0 +1,153 @@
+"""What a group makes of its topology: which plan serves which size, and why.
+
+Ranks on CPUs of one NUMA node share one memory: there are no links to plan over, and measured rules decide (`tuning`).
+A plan comes from here if a file describes the machine (RINGREDUCE_TOPO_FILE: rank `r` of the world is on its r-th GPU, or
+core), or if the ranks are bound to the cores of several NUMA nodes.  Rank 0 plans; the others get plans and reasons from
+it, so that all run the same.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ringreduce.errors import TopologyError
+from ringreduce.plan import Plan, Rule, ranges_between
+from ringreduce.topology.graph import Link, LinkGraph, LinkKind, Node, NodeKind, both_directions
+
+SIZES = tuple(4**power * 1024 for power in range(1, 10, 2))
+"""Bytes of the whole tensor, 4 KB to 256 MB, at which plans are compared."""
+
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce")
+
+NODES = Path("/sys/devices/system/node")
+
+
+class Served(NamedTuple):
+    """From `begin` bytes of a block up to `end`, exclusive, `plan` serves its collective; GB/s as in `planner`."""
+
+    begin: int
+    end: int | None
+    plan: Plan
+    bandwidth: float
+    bound: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class GroupTopology:
+    """What was found and planned for a group.  `str()` of it is for people."""
+
+    source: str
+    """Where the links are known from."""
+    machine: str
+    ranks: tuple[str, ...]
+    """The node that each rank of the group is on; empty where nothing is known of that."""
+    served: tuple[Served, ...] = ()
+    """What the topology has planned; the tuned rules serve the rest."""
+    assumed: tuple[str, ...] = ()
+
+    def rules(self) -> tuple[Rule, ...]:
+        """For `plan.table`."""
+        return tuple(Rule(each.plan.collective, each.plan.name, each.begin, each.end) for each in self.served)
+
+    def plans(self) -> Mapping[tuple[str, str], Plan]:
+        """By collective and name."""
+        return {(each.plan.collective, each.plan.name): each.plan for each in self.served}
+
+    @property
+    def channels(self) -> int:
+        """The most that a plan has."""
+        return max((len(each.plan.channels) for each in self.served), default=0)
+
+    def to_json(self) -> str:
+        served = [{**each._asdict(), "plan": json.loads(each.plan.to_json())} for each in self.served]
+        return json.dumps({**vars(self), "served": served})
+
+    @staticmethod
+    def from_json(text: str) -> "GroupTopology":
+        """Load what `to_json` wrote."""
+        fields: dict[str, Any] = json.loads(text)
+        served = (Served(**{**each, "plan": Plan.from_json(json.dumps(each["plan"]))}) for each in fields["served"])
+        return GroupTopology(
+            fields["source"], fields["machine"], tuple(fields["ranks"]), tuple(served), tuple(fields["assumed"])
+        )
+
+    def __str__(self) -> str:
+        lines = [f"{self.machine} ({self.source})"]
+        if self.ranks:
+            lines.append("ranks on " + " ".join(self.ranks))
+        if not self.served:
+            lines.append("nothing planned over links: the tuned rules decide (`ringreduce info`)")
+        for each in self.served:
+            end = "" if each.end is None else str(each.end)
+            lines.append(
+                f"{each.plan.collective} of {each.begin}-{end} bytes: {each.plan.name}, {each.bandwidth:.4g} of at most "
+                f"{each.bound:.4g} GB/s; {each.reason}"
+            )
+        return "\n".join((*lines, *(f"assumed: {each}" for each in self.assumed)))
+
+
+def plan_group(graph: LinkGraph, source: str) -> GroupTopology:
+    """Plans for the GPUs, or cores, of a graph, one a rank."""
+    from ringreduce.topology.planner import plan_for
+
+    ranks = tuple(node.name for node in graph.ranks)
+    served: list[Served] = []
+    for collective in COLLECTIVES if len(ranks) > 1 else ():
+        planned = {size: plan_for(graph, collective, size) for size in SIZES}
+        blocks = len(ranks) if collective in ("reduce_scatter", "all_gather") else 1
+        chosen = [(max(1, size // blocks), each.plan.name, 0) for size, each in planned.items()]
+        by_name = {each.plan.name: each for each in planned.values()}
+        for rule in ranges_between(collective, chosen):
+            each = by_name[rule.algorithm]
+            served.append(Served(rule.begin, rule.end, each.plan, each.bandwidth, each.bound, each.reason))
+    return GroupTopology(source, graph.name, ranks, tuple(served), graph.assumed)
+
+
+def of_file(graph: LinkGraph, source: str, global_ranks: Sequence[int]) -> LinkGraph:
+    """The part of a described machine that a group is on, in the order of its ranks.
+
+    Raises TopologyError if the machine has fewer GPUs, or cores, than the world has ranks.
+    """
+    if max(global_ranks) >= len(graph.ranks):
+        raise TopologyError(
+            f"{source}: rank {max(global_ranks)} of the world is on none of its {len(graph.ranks)} GPUs or cores, since "
+            "rank r is on the r-th; start fewer ranks, or describe the whole machine"
+        )
+    return graph.select(global_ranks)
+
+
+def of_cores(cores: Sequence[frozenset[int]], gbps: float) -> LinkGraph | None:
+    """The machine as ranks bound to `cores` see it, where these lie on several NUMA nodes, each rank's on one of them;
+    else None.  `gbps` is what a core moves to or from memory."""
+    nodes = dict(_numa_nodes())
+    homes = [next((node for node, its in nodes.items() if mine <= its), None) for mine in cores]
+    if None in homes or len(set(homes)) < 2:
+        return None
+    used = sorted({home for home in homes if home is not None})
+    cpus = tuple(Node(f"CPU{node}", NodeKind.CPU, node, numa=node) for node in used)
+    ranks = tuple(Node(f"core of rank {rank}", NodeKind.CORE, rank, numa=home) for rank, home in enumerate(homes))
+    links: list[Link] = []
+    for rank in ranks:
+        links += both_directions(rank.name, f"CPU{rank.numa}", LinkKind.MEMORY, gbps, source="the tuning's probe")
+    for at, one in enumerate(cpus):
+        for other in cpus[at + 1 :]:
+            links += both_directions(one.name, other.name, LinkKind.SMP, gbps, source="assumed: as one core")
+    said = (
+        f"{gbps:.3g} GB/s between NUMA nodes, as one core moves in memory; RINGREDUCE_TOPO_FILE describes the real ones"
+    )
+    return LinkGraph(f"{len(used)} NUMA nodes", (*cpus, *ranks), tuple(links), (said,))
+
+
+def _numa_nodes() -> Iterator[tuple[int, frozenset[int]]]:
+    """Numbers and cores."""
+    from ringreduce.tuning.machine import numbers  # which needs what is compiled
+
+    for folder in sorted(NODES.glob("node[0-9]*"), key=lambda folder: int(folder.name[4:])):
+        try:
+            yield int(folder.name[4:]), frozenset(numbers((folder / "cpulist").read_text().strip()))
+        except OSError:
+            continue
