@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ringreduce.config import Options
     from ringreduce.plan import Plan, Step, verify
     from ringreduce.report import dump_flight_record, stats
+    from ringreduce.topology import topology
 
 __version__ = "0.1.0"
 
@@ -95,11 +96,14 @@ __all__ = [
     "send",
     "share",
     "stats",
+    "topology",
     "verify",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "topology":
+        return import_module("ringreduce.topology")  # a package that can be called
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'ringreduce' has no attribute {name!r}")
     value = getattr(import_module(_MODULE_OF[name]), name)

@@ -36,7 +36,7 @@ def all_reduce(
     tensor: Array, op: ReduceOp = SUM, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> dist.Work | None:
     """Replaces `tensor` on every rank by the reduction over all ranks."""
-    backend, tensor = _backend(group), _tensor(tensor)
+    backend, tensor = backend_of(group), _tensor(tensor)
     if not async_op and type(op) is dist.ReduceOp.RedOpType and backend.all_reduce_now(tensor, op):
         return None
     options = _options(dist.AllreduceOptions, async_op, reduceOp=op)
@@ -51,14 +51,14 @@ def all_reduce_coalesced(
     Raises `InvalidArgument` if two of them share memory, `CollectiveMismatch` if the lists differ between ranks.
     """
     options = _options(dist.AllreduceCoalescedOptions, async_op, reduceOp=op)
-    return _end(_backend(group).allreduce_coalesced(_tensors(tensors), options), async_op)
+    return _end(backend_of(group).allreduce_coalesced(_tensors(tensors), options), async_op)
 
 
 def broadcast(
     tensor: Array, src: int = 0, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> dist.Work | None:
     """Replaces `tensor` on every rank by that of rank `src`."""
-    backend, tensor = _backend(group), _tensor(tensor)
+    backend, tensor = backend_of(group), _tensor(tensor)
     if not async_op and type(src) is int and backend.broadcast_now(tensor, src):
         return None
     options = _options(dist.BroadcastOptions, async_op, rootRank=src)
@@ -74,7 +74,7 @@ def reduce(
 ) -> dist.Work | None:
     """Replaces `tensor` on rank `dst` by the reduction over all ranks; others keep theirs."""
     options = _options(dist.ReduceOptions, async_op, reduceOp=op, rootRank=dst)
-    return _end(_backend(group).reduce([_tensor(tensor)], options), async_op)
+    return _end(backend_of(group).reduce([_tensor(tensor)], options), async_op)
 
 
 def all_gather(
@@ -82,14 +82,14 @@ def all_gather(
 ) -> dist.Work | None:
     """Puts rank r's `tensor` into `tensors[r]` on every rank; sizes may differ between ranks."""
     options = _options(AllgatherOptions, async_op)
-    return _end(_backend(group).allgather([_tensors(tensors)], [_tensor(tensor)], options), async_op)
+    return _end(backend_of(group).allgather([_tensors(tensors)], [_tensor(tensor)], options), async_op)
 
 
 def all_gather_into_tensor(
     output: Array, tensor: Array, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> dist.Work | None:
     """Puts the ranks' `tensor`s one after the other into `output`, which has size times as many elements."""
-    backend, output, tensor = _backend(group), _tensor(output), _tensor(tensor)
+    backend, output, tensor = backend_of(group), _tensor(output), _tensor(tensor)
     if not async_op and backend.all_gather_now(output, tensor):
         return None
     options = _options(AllgatherOptions, async_op)
@@ -105,7 +105,7 @@ def reduce_scatter(
 ) -> dist.Work | None:
     """Puts the reduction of all ranks' `tensors[r]` into `output` of rank r; sizes may differ between blocks."""
     options = _options(dist.ReduceScatterOptions, async_op, reduceOp=op)
-    return _end(_backend(group).reduce_scatter([_tensor(output)], [_tensors(tensors)], options), async_op)
+    return _end(backend_of(group).reduce_scatter([_tensor(output)], [_tensors(tensors)], options), async_op)
 
 
 def reduce_scatter_tensor(
@@ -116,7 +116,7 @@ def reduce_scatter_tensor(
     async_op: bool = False,
 ) -> dist.Work | None:
     """Reduces `tensor` over all ranks and puts the r-th of its equal parts into `output` of rank r."""
-    backend, output, tensor = _backend(group), _tensor(output), _tensor(tensor)
+    backend, output, tensor = backend_of(group), _tensor(output), _tensor(tensor)
     if not async_op and type(op) is dist.ReduceOp.RedOpType and backend.reduce_scatter_now(output, tensor, op):
         return None
     options = _options(dist.ReduceScatterOptions, async_op, reduceOp=op)
@@ -133,7 +133,7 @@ def gather(
     """Puts rank r's `tensor` into `tensors[r]` on rank `dst`; other ranks give no `tensors`."""
     options = _options(dist.GatherOptions, async_op, rootRank=dst)
     outputs = [] if tensors is None else [_tensors(tensors)]
-    return _end(_backend(group).gather(outputs, [_tensor(tensor)], options), async_op)
+    return _end(backend_of(group).gather(outputs, [_tensor(tensor)], options), async_op)
 
 
 def scatter(
@@ -146,7 +146,7 @@ def scatter(
     """Puts `tensors[r]` of rank `src` into `tensor` of rank r; other ranks give no `tensors`."""
     options = _options(dist.ScatterOptions, async_op, rootRank=src)
     inputs = [] if tensors is None else [_tensors(tensors)]
-    return _end(_backend(group).scatter([_tensor(tensor)], inputs, options), async_op)
+    return _end(backend_of(group).scatter([_tensor(tensor)], inputs, options), async_op)
 
 
 def all_to_all(
@@ -154,7 +154,7 @@ def all_to_all(
 ) -> dist.Work | None:
     """Puts `inputs[r]` of rank s into `outputs[s]` of rank r; sizes may all differ."""
     options = _options(dist.AllToAllOptions, async_op)
-    return _end(_backend(group).alltoall(_tensors(outputs), _tensors(inputs), options), async_op)
+    return _end(backend_of(group).alltoall(_tensors(outputs), _tensors(inputs), options), async_op)
 
 
 def all_to_all_single(
@@ -169,7 +169,7 @@ def all_to_all_single(
 
     Either all ranks give split sizes or none does.
     """
-    backend, output, tensor = _backend(group), _tensor(output), _tensor(tensor)
+    backend, output, tensor = backend_of(group), _tensor(output), _tensor(tensor)
     splits = list(output_split_sizes), list(input_split_sizes)
     if not async_op and splits == ([], []) and backend.all_to_all_now(output, tensor):
         return None
@@ -179,7 +179,7 @@ def all_to_all_single(
 
 def barrier(group: dist.ProcessGroup | None = None, async_op: bool = False) -> dist.Work | None:
     """Ends when all ranks have called it."""
-    return _end(_backend(group).barrier(_options(dist.BarrierOptions, async_op)), async_op)
+    return _end(backend_of(group).barrier(_options(dist.BarrierOptions, async_op)), async_op)
 
 
 def monitored_barrier(
@@ -193,7 +193,7 @@ def monitored_barrier(
     """
     if cast(Any, group) is dist.GroupMember.NON_GROUP_MEMBER:
         return
-    backend = _backend(group)
+    backend = backend_of(group)
     limit = backend.options._timeout if timeout is None else timeout
     try:
         limit = limit if isinstance(limit, timedelta) else timedelta(seconds=limit)
@@ -206,12 +206,12 @@ def monitored_barrier(
 
 def send(tensor: Array, dst: int, tag: int = 0, group: dist.ProcessGroup | None = None) -> None:
     """Sends `tensor` to rank `dst`; returns when `tensor` may be changed."""
-    _backend(group).send([_tensor(tensor)], dst, tag).wait()
+    backend_of(group).send([_tensor(tensor)], dst, tag).wait()
 
 
 def recv(tensor: Array, src: int | None = None, tag: int = 0, group: dist.ProcessGroup | None = None) -> int:
     """Receives into `tensor` from rank `src`, or from any; returns the sender's rank."""
-    backend = _backend(group)
+    backend = backend_of(group)
     tensors = [_tensor(tensor)]
     work = backend.recv_anysource(tensors, tag) if src is None else backend.recv(tensors, src, tag)
     work.wait()
@@ -241,7 +241,7 @@ def empty(
         raise InvalidArgument(f"size is {tuple(shape)}; it must not be negative")
     if math.prod(shape) * dtype.itemsize >= 2**63:
         raise InvalidArgument(f"size is {tuple(shape)}; a tensor must have less than 2^63 bytes")
-    return _backend(group).allocate_tensor(shape.numel(), dtype=dtype, device=CPU).view(shape)
+    return backend_of(group).allocate_tensor(shape.numel(), dtype=dtype, device=CPU).view(shape)
 
 
 def share(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -275,7 +275,7 @@ def register_plan(plan: plans.Plan, group: dist.ProcessGroup | None = None, most
     Collective: all ranks must register the same plans in the same order. Raises `PlanError` if the plan is not proved
     right by `ringreduce.verify`, `InvalidArgument` if it is for another number of ranks or has too many channels.
     """
-    backend = _backend(group)
+    backend = backend_of(group)
     if plan.size != backend.size():
         raise InvalidArgument(f"plan {plan.name!r} is for {plan.size} ranks; the group has {backend.size()}")
     if most_bytes is not None and most_bytes < 0:
@@ -284,7 +284,7 @@ def register_plan(plan: plans.Plan, group: dist.ProcessGroup | None = None, most
     backend.add_plan(plan.collective, plans.lower(plan), plans.digest(plan), limit)
 
 
-def _backend(group: dist.ProcessGroup | None) -> ProcessGroupRing:
+def backend_of(group: dist.ProcessGroup | None) -> ProcessGroupRing:
     group = group or dist.group.WORLD
     if group is None:
         raise InvalidArgument(

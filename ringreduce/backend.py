@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import atexit
 import functools
+import json
 import logging
 import os
 import time
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +18,9 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from ringreduce import _C, plan, tuning
 from ringreduce.config import SPINS_SHARING_CORES, SPINS_WITH_OWN_CORE, Options, resolve
+from ringreduce.errors import TopologyError
 from ringreduce.rendezvous import meet
+from ringreduce.topology.group import GroupTopology, of_cores, of_file, plan_group
 
 ANY_SIZE = 2**64 - 1
 LONGEST_TIMEOUT = 7 * 24 * 3600.0
@@ -54,13 +57,24 @@ def _make(
     if debug > 0 and not log.isEnabledFor(logging.INFO):
         show_log()
     began = time.monotonic()
-    geometry = geometry_for(size, options)
     # The others are each rank's own affair.
-    agreed = str(replace(options, tuning=None, recorded_calls=None, dump_when_broken=None, debug=None))
+    agreed = str(replace(options, tuning=None, topo_file=None, recorded_calls=None, dump_when_broken=None, debug=None))
     slot_bytes = slot_bytes_for(size, options)
-    decide = functools.partial(tuning.decide, size, options=options, slot_bytes=slot_bytes)
     memory = _C.OpenMemory() if options.fetch and size > 1 else None
-    meeting = meet(store, rank, size, geometry.segment_bytes(), agreed, seconds, decide, memory.key if memory else None)
+    meeting = meet(
+        store,
+        rank,
+        size,
+        lambda decision: geometry_for(size, options, Decision.load(decision).channels).segment_bytes(),
+        agreed,
+        seconds,
+        functools.partial(_decide, global_ranks, options),
+        memory.key if memory else None,
+    )
+    decision = Decision.load(meeting.decision)
+    if decision.error:
+        raise TopologyError(decision.error, 0)
+    geometry = geometry_for(size, options, decision.channels)
     fetch = bool(meeting.threads)
     slicing = tuning.slicing_for(options, slot_bytes, fetch)
     group = _C.ProcessGroupRing(
@@ -83,11 +97,15 @@ def _make(
         memory=memory if meeting.threads else None,
         memory_threads=meeting.threads,
         least_fetch_bytes=tuning.fetch_from(options, size, meeting.cores, fetch) or 0,
+        topology=decision.topology.to_json() if decision.topology else "",
     )
-    rules, decided = plan.parse_algorithms(options.algorithms or ""), plan.parse_algorithms(meeting.decision)
-    for collective, ranges in plan.table(size, rules, decided).items():
+    topology = decision.topology
+    rules, decided = plan.parse_algorithms(options.algorithms or ""), plan.parse_algorithms(decision.rules)
+    own = topology.plans() if topology else {}
+    for collective, ranges in plan.table(size, rules, (*(topology.rules() if topology else ()), *decided)).items():
         for end, algorithm, slice_bytes in reversed(ranges):  # as each takes all up to its end
-            lowered, digest = lowered_plan(collective, algorithm, size)
+            planned = own.get((collective, algorithm))
+            lowered, digest = _lowered(planned) if planned else lowered_plan(collective, algorithm, size)
             group.add_plan(collective, lowered, digest, ANY_SIZE if end is None else end - 1, slice_bytes)
     log.info(
         "[rank %d] made a group of ranks %s in %.3f s: %s; decided: %s",
@@ -95,7 +113,7 @@ def _make(
         global_ranks,
         time.monotonic() - began,
         options,
-        meeting.decision or "nothing",
+        decision.rules or "nothing",
     )
     return group
 
@@ -116,6 +134,56 @@ def _regroup(
     return _make(PrefixStore(part, store), f"{name}/{part}", ranks.index(rank), members, timeout, options)
 
 
+@dataclass(frozen=True)
+class Decision:
+    """What rank 0 of a group tells the others, as JSON: the tuning's rules, the topology's plans, or what is wrong."""
+
+    rules: str = ""
+    topology: GroupTopology | None = None
+    error: str = ""
+
+    @property
+    def channels(self) -> int:
+        return self.topology.channels if self.topology else 0
+
+    def dump(self) -> str:
+        topology = self.topology.to_json() if self.topology else None
+        return json.dumps({"rules": self.rules, "topology": topology, "error": self.error})
+
+    @staticmethod
+    @functools.lru_cache(maxsize=16)
+    def load(text: str) -> Decision:
+        fields = json.loads(text)
+        topology = GroupTopology.from_json(fields["topology"]) if fields["topology"] else None
+        return Decision(fields["rules"], topology, fields["error"])
+
+
+def _decide(global_ranks: list[int], options: Options, cores: list[frozenset[int]], fetch: bool) -> str:
+    """Called on rank 0 of a group. The others wait for the answer, so it has one whatever happens."""
+    size, some = len(cores), frozenset[int]().union(*cores)
+    rules = tuning.decide(size, some, fetch, options=options, slot_bytes=slot_bytes_for(size, options))
+    try:
+        return Decision(rules, group_topology(global_ranks, options, cores)).dump()
+    except TopologyError as error:
+        return Decision(error=str(error)).dump()
+    except Exception as error:
+        log.warning("cannot plan over the machine's links: %s; the tuned rules decide", error)
+        return Decision(rules).dump()
+
+
+def group_topology(global_ranks: list[int], options: Options, cores: list[frozenset[int]]) -> GroupTopology | None:
+    """What the topology plans for ranks on these cores; None where there is nothing to plan: one NUMA node, no file."""
+    if options.topo_file:
+        from ringreduce.topology.read import load
+
+        graph = load(options.topo_file)
+        return plan_group(of_file(graph, options.topo_file, global_ranks), f"RINGREDUCE_TOPO_FILE={options.topo_file}")
+    if options.tuning == "off" or len(cores) == 1:
+        return None
+    graph = of_cores(cores, lambda: tuning.memory_gbps(options.tuning, frozenset[int]().union(*cores)))
+    return plan_group(graph, "the cores that the ranks are bound to") if graph else None
+
+
 def show_log() -> None:
     """Lets the package's log through to standard error, unless the program has seen to its logging itself."""
     package = logging.getLogger("ringreduce")
@@ -126,14 +194,17 @@ def show_log() -> None:
         package.addHandler(handler)
 
 
-def geometry_for(size: int, options: Options) -> _C.Geometry:
-    """The slots that fit the memory the options allow. More ranks mean more and smaller slots."""
+def geometry_for(size: int, options: Options, plan_channels: int) -> _C.Geometry:
+    """The slots that fit the memory the options allow. More ranks mean more and smaller slots.
+
+    `plan_channels` is what the topology's plans need; channels that no plan uses take address space only.
+    """
     mailbox_depth = 4
     channels, mailbox_bytes, arena_bytes = options.channels, options.mailbox_bytes, options.arena_bytes
     assert channels is not None and mailbox_bytes is not None and arena_bytes is not None  # resolved
     return _C.Geometry(
         ranks=size,
-        channels=channels,
+        channels=max(channels, plan_channels),
         depth=plan.slot_depth(size),
         slot_bytes=slot_bytes_for(size, options),
         mailbox_depth=mailbox_depth,
@@ -153,5 +224,8 @@ def default_spins(size: int, cores: Collection[int]) -> int:
 
 @functools.lru_cache(maxsize=256)
 def lowered_plan(collective: str, algorithm: str, size: int) -> tuple[list[int], int]:
-    built = plan.build(collective, algorithm, size)
+    return _lowered(plan.build(collective, algorithm, size))
+
+
+def _lowered(built: plan.Plan) -> tuple[list[int], int]:
     return plan.lower(built), plan.digest(built)

@@ -31,7 +31,7 @@ def _knob(default: Any, parse: Any, help: str) -> Any:
 @dataclass(frozen=True)
 class Options:
     """Options of a group, for `pg_options` of `init_process_group` and `new_group`. Must be the same on all ranks
-    (but `tuning`, of which rank 0's counts).
+    (but `tuning` and `topo_file`, of which rank 0's count).
 
     A field left at None takes its RINGREDUCE_* variable, or else its default. Raises `InvalidArgument` for bad values.
     """
@@ -43,6 +43,11 @@ class Options:
         None,
         str,
         "'auto': by a file made for this machine; 'off': built-in rules; else the file's path. Rank 0's counts",
+    )
+    topo_file: str | None = _knob(
+        None,
+        str,
+        "a file that describes the machine, see `ringreduce topo`: rank r is on its r-th GPU. Rank 0's counts",
     )
     channels: int | None = _knob(None, int, "channels, the rings or trees that one plan may have")
     channel_bytes: int | None = _knob(None, parse_bytes, "shared memory for one channel's slots, per rank")
@@ -64,6 +69,7 @@ class Options:
 DEFAULTS: Mapping[str, Any] = {
     "algorithms": "",
     "tuning": "auto",
+    "topo_file": "",
     "channels": 3,
     "channel_bytes": 4 * 1024**2,
     "mailbox_bytes": 2 * 1024**2,
@@ -144,6 +150,10 @@ def _check(name: str, value: Any, origin: str) -> None:
             parse_algorithms(value)
         except PlanError as error:
             raise InvalidArgument(f"{where}={value!r}: {error}") from None
+        return
+    if name == "topo_file":
+        if not isinstance(value, str):
+            raise InvalidArgument(f"{where} is {value!r}; it must be the path of a file, or '' for none")
         return
     if name == "tuning":
         if not isinstance(value, str) or not value:

@@ -78,7 +78,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                        int slices, std::size_t least_slice_bytes, std::size_t most_slice_bytes,
                        std::size_t recorded_calls, bool dump_when_broken, bool print_calls,
                        std::shared_ptr<OpenMemory> memory, std::vector<int> memory_threads,
-                       std::size_t least_fetch_bytes) {
+                       std::size_t least_fetch_bytes, std::string topology) {
              std::vector<RankName> rank_names;
              for (const auto& [host, pid] : names) rank_names.push_back({host, pid});
              auto segment = std::make_shared<Segment>(memfd, geometry, rank, std::move(pidfds), std::move(rank_names),
@@ -92,13 +92,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                  .recorded_calls = recorded_calls,
                                  .dump_when_broken = dump_when_broken,
                                  .print_calls = print_calls,
-                                 .regroup = std::move(regroup)});
+                                 .regroup = std::move(regroup),
+                                 .topology = std::move(topology)});
            }),
            py::kw_only(), py::arg("memfd"), py::arg("geometry"), py::arg("rank"), py::arg("pidfds"), py::arg("names"),
            py::arg("name"), py::arg("global_ranks"), py::arg("timeout"), py::arg("regroup"), py::arg("spins"),
            py::arg("slices"), py::arg("least_slice_bytes"), py::arg("most_slice_bytes"), py::arg("recorded_calls"),
            py::arg("dump_when_broken"), py::arg("print_calls"), py::arg("memory"), py::arg("memory_threads"),
-           py::arg("least_fetch_bytes"))
+           py::arg("least_fetch_bytes"), py::arg("topology"))
+      .def_property_readonly("topology", &Group::topology)
       // These two are virtual functions of c10d that torch does not bind for every backend.
       .def_property_readonly("options", &Group::getBackendOptions)
       .def("get_error", &Group::getError)

@@ -49,12 +49,14 @@ class ProcessGroupRing : public c10d::Backend {
     bool dump_when_broken = false;           // whether it writes them when the group breaks
     bool print_calls = false;                // whether each call gives a line on standard error
     Regroup regroup;
+    std::string topology;  // what was planned over the machine's links, as Python wrote it; kept for Python
   };
 
   ProcessGroupRing(std::shared_ptr<const Segment> segment, Settings settings);
   ~ProcessGroupRing() override;
 
   const std::string getBackendName() const override { return "ringreduce"; }
+  const std::string& topology() const { return settings_.topology; }
 
   c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
                                            const c10d::AllreduceOptions& opts) override;

@@ -59,18 +59,19 @@ def meet(
     store: Store,
     rank: int,
     size: int,
-    segment_bytes: int,
+    segment_bytes: Callable[[str], int],
     config: str,
     timeout: float,
-    decide: Callable[[frozenset[int], bool], str],
+    decide: Callable[[list[frozenset[int]], bool], str],
     memory: tuple[int, int, int] | None = None,
 ) -> Meeting:
     """Joins this rank with the others of its group; returns when all are there.
 
     `config` must be equal on all ranks. `decide` is called on rank 0 alone, when all are known, with the cores that
-    some rank may use and whether rank 0 can access all ranks' memory; what it says is told to all. `memory` is the key
-    of this rank's `OpenMemory`. Raises `CollectiveTimeout` naming the ranks that did not come within `timeout` seconds,
-    `InvalidArgument` if configurations differ, `TopologyError` if the ranks are not on one host.
+    each rank may use and whether rank 0 can access all ranks' memory; what it says is told to all, and by it
+    `segment_bytes` says how much memory to share. `memory` is the key of this rank's `OpenMemory`. Raises
+    `CollectiveTimeout` naming the ranks that did not come within `timeout` seconds, `InvalidArgument` if configurations
+    differ, `TopologyError` if the ranks are not on one host.
     """
     deadline = time.monotonic() + timeout
     # A group may be made again under the same store prefix: count how often this rank has been here.
@@ -88,7 +89,7 @@ def meet(
             address = listener.getsockname()
             roster = {"ranks": ranks, "secret": secrets.token_hex(32), "address": address.hex()}
             near = _can_access_all(ranks)
-            roster["decision"] = decide(_cores(ranks), near)
+            roster["decision"] = decide([frozenset(other["cores"]) for other in ranks], near)
             store.set(f"{prefix}/roster", json.dumps(roster))
         else:
             roster = json.loads(_get(store, f"{prefix}/roster", "rank 0, which waits for all ranks,", deadline))
@@ -97,7 +98,8 @@ def meet(
         names = [(str(r["host"]), int(r["pid"])) for r in roster["ranks"]]
         secret = bytes.fromhex(roster["secret"])
         if rank == 0:
-            memfd, pidfds, near = _serve(listener, secret, names, segment_bytes, deadline, near)
+            bytes_shared = segment_bytes(str(roster["decision"]))
+            memfd, pidfds, near = _serve(listener, secret, names, bytes_shared, deadline, near)
         else:
             memfd, pidfds, near = _join(bytes.fromhex(roster["address"]), secret, rank, names, deadline, near)
     os.close(pidfds[rank])

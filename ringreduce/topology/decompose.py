@@ -77,10 +77,10 @@ def _links_to_use(graph: LinkGraph) -> tuple[Routes, str]:
         parts = " | ".join(_names(whole, part) for part in whole.components)
         raise TopologyError(f"{graph.name}: there is no path between {parts}; add the links that join them")
     others = ", ".join(dict.fromkeys(link.kind.value for link in _used(whole) if link.kind not in FABRIC))
-    if not kinds:
+    if not graph.gpus:
         return whole, f"over {others}"
     parts = " | ".join(_names(own, part) for part in own.components)
-    return whole, f"no {kinds} path between {parts}: over {others} as well"
+    return whole, f"no {kinds or 'NVLink or XGMI'} path between {parts}: over {others}{' as well' if kinds else ''}"
 
 
 def _used(routes: Routes) -> list[Link]:

@@ -1,14 +1,13 @@
 """What a group makes of its topology: which plan serves which size, and why.
 
 Ranks on CPUs of one NUMA node share one memory: there are no links to plan over, and measured rules decide (`tuning`).
-A plan comes from here if a file describes the machine (RINGREDUCE_TOPO_FILE: rank `r` of the world is on its r-th GPU, or
-core), or if the ranks are bound to the cores of several NUMA nodes.  Rank 0 plans; the others get plans and reasons from
-it, so that all run the same.
+A plan comes from here if a file describes the machine (RINGREDUCE_TOPO_FILE: rank `r` of the world is on its r-th GPU
+or core), or if the ranks are bound to the cores of several NUMA nodes.  Rank 0 plans; the others get plans and reasons
+from it, so that all run the same.
 """
 
 import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -84,8 +83,8 @@ class GroupTopology:
         for each in self.served:
             end = "" if each.end is None else str(each.end)
             lines.append(
-                f"{each.plan.collective} of {each.begin}-{end} bytes: {each.plan.name}, {each.bandwidth:.4g} of at most "
-                f"{each.bound:.4g} GB/s; {each.reason}"
+                f"{each.plan.collective} of {each.begin}-{end} bytes: {each.plan.name}, {each.bandwidth:.4g} of at "
+                f"most {each.bound:.4g} GB/s; {each.reason}"
             )
         return "\n".join((*lines, *(f"assumed: {each}" for each in self.assumed)))
 
@@ -114,15 +113,15 @@ def of_file(graph: LinkGraph, source: str, global_ranks: Sequence[int]) -> LinkG
     """
     if max(global_ranks) >= len(graph.ranks):
         raise TopologyError(
-            f"{source}: rank {max(global_ranks)} of the world is on none of its {len(graph.ranks)} GPUs or cores, since "
-            "rank r is on the r-th; start fewer ranks, or describe the whole machine"
+            f"{source}: rank {max(global_ranks)} of the world is on none of its {len(graph.ranks)} GPUs or cores, "
+            "since rank r is on the r-th; start fewer ranks, or describe the whole machine"
         )
     return graph.select(global_ranks)
 
 
-def of_cores(cores: Sequence[frozenset[int]], gbps: float) -> LinkGraph | None:
+def of_cores(cores: Sequence[frozenset[int]], memory_gbps: Callable[[], float]) -> LinkGraph | None:
     """The machine as ranks bound to `cores` see it, where these lie on several NUMA nodes, each rank's on one of them;
-    else None.  `gbps` is what a core moves to or from memory."""
+    else None.  `memory_gbps` says what a core moves to or from memory."""
     nodes = dict(_numa_nodes())
     homes = [next((node for node, its in nodes.items() if mine <= its), None) for mine in cores]
     if None in homes or len(set(homes)) < 2:
@@ -130,6 +129,7 @@ def of_cores(cores: Sequence[frozenset[int]], gbps: float) -> LinkGraph | None:
     used = sorted({home for home in homes if home is not None})
     cpus = tuple(Node(f"CPU{node}", NodeKind.CPU, node, numa=node) for node in used)
     ranks = tuple(Node(f"core of rank {rank}", NodeKind.CORE, rank, numa=home) for rank, home in enumerate(homes))
+    gbps = memory_gbps()
     links: list[Link] = []
     for rank in ranks:
         links += both_directions(rank.name, f"CPU{rank.numa}", LinkKind.MEMORY, gbps, source="the tuning's probe")

@@ -4,7 +4,17 @@
 `measure` refines them.
 """
 
-from ringreduce.tuning.decision import current, decide, fetch_from, fetches, keep, renew, rules_for, slicing_for
+from ringreduce.tuning.decision import (
+    current,
+    decide,
+    fetch_from,
+    fetches,
+    keep,
+    memory_gbps,
+    renew,
+    rules_for,
+    slicing_for,
+)
 from ringreduce.tuning.machine import Identity, identify
 from ringreduce.tuning.record import Cell, Measured, Tuning
 
@@ -17,6 +27,7 @@ __all__ = [
     "decide",
     "identify",
     "keep",
+    "memory_gbps",
     "renew",
     "fetch_from",
     "fetches",

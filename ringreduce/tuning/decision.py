@@ -118,6 +118,12 @@ def current(where: str, cores: frozenset[int]) -> tuple[Tuning, str]:
     return tuning, "probe"
 
 
+def memory_gbps(where: str | None, cores: frozenset[int]) -> float:
+    """What one core copies in memory while the others do too, GB/s."""
+    tuning, _ = current(where or "auto", cores)
+    return 1e-9 / tuning.machine.copy_memory_all
+
+
 def renew(where: str, cores: Collection[int]) -> tuple[Path, Tuning]:
     """Probes the machine anew and writes its file; what was measured stays.  Raises OSError if it cannot be written."""
     identity = identify(cores)

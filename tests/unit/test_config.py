@@ -18,7 +18,7 @@ def test_default_memory_is_at_most_16_mb_per_rank() -> None:
 
     options, _ = resolve(Options(arena_bytes=0), {})  # the arena is address space only
     for size in range(1, 65):
-        assert geometry_for(size, options).segment_bytes() / size <= 16 * 1024**2
+        assert geometry_for(size, options, 0).segment_bytes() / size <= 16 * 1024**2
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,331 @@
+"""Rings and trees against bounds that are computed another way, loads recounted step by step; switches, PCIe, hosts."""
+
+import json
+import math
+from collections import defaultdict
+from itertools import combinations, permutations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringreduce.errors import TopologyError
+from ringreduce.plan import Plan, build, verify
+from ringreduce.topology.graph import LinkGraph, LinkKind, Node, NodeKind, both_directions
+from ringreduce.topology.planner import Planned, algorithms, plan_for, transfers, weights
+
+DOUBLE = [(0, 3), (0, 4), (1, 2), (1, 5), (2, 3), (4, 7), (5, 6), (6, 7)]
+SINGLE = [(0, 1), (0, 2), (1, 3), (2, 6), (3, 7), (4, 5), (4, 6), (5, 7)]
+GBPS = 18.0  # of one NVLink, as in the texts
+
+Widths = dict[tuple[int, int], float]
+
+
+def direct(size: int, widths: Widths, name: str = "direct") -> LinkGraph:
+    """GPUs with links of these GB/s between them."""
+    nodes = tuple(Node(f"GPU{i}", NodeKind.GPU, i) for i in range(size))
+    links = [
+        link for (a, b), gbps in widths.items() for link in both_directions(f"GPU{a}", f"GPU{b}", LinkKind.NVLINK, gbps)
+    ]
+    return LinkGraph(name, nodes, tuple(links))
+
+
+def cube_mesh(pcie: bool = False) -> LinkGraph:
+    """DGX-1 V100; with PCIe, two GPUs a switch, two switches a CPU."""
+    graph = direct(8, {**dict.fromkeys(DOUBLE, 2 * GBPS), **dict.fromkeys(SINGLE, GBPS)}, "DGX-1 V100")
+    if not pcie:
+        return graph
+    switches = tuple(Node(f"PCIe{i}", NodeKind.PCIE, i) for i in range(4))
+    cpus = tuple(Node(f"CPU{i}", NodeKind.CPU, i, numa=i) for i in range(2))
+    links = [
+        *(link for i in range(8) for link in both_directions(f"GPU{i}", f"PCIe{i // 2}", LinkKind.PCIE, 16.0)),
+        *(link for i in range(4) for link in both_directions(f"PCIe{i}", f"CPU{i // 2}", LinkKind.PCIE, 16.0)),
+        *both_directions("CPU0", "CPU1", LinkKind.SMP, 20.0),
+    ]
+    return LinkGraph(graph.name, (*graph.nodes, *switches, *cpus), (*graph.links, *links))
+
+
+def switched(size: int, gbps: float, switches: int = 1) -> LinkGraph:
+    nodes = [Node(f"GPU{i}", NodeKind.GPU, i) for i in range(size)]
+    nodes += [Node(f"NVSwitch{i}", NodeKind.NVSWITCH, i) for i in range(switches)]
+    links = [
+        link
+        for gpu in range(size)
+        for at in range(switches)
+        for link in both_directions(f"GPU{gpu}", f"NVSwitch{at}", LinkKind.NVLINK, gbps / switches)
+    ]
+    return LinkGraph(f"{size} GPUs on NVSwitch", tuple(nodes), tuple(links))
+
+
+def hosts(count: int, gbps: float) -> LinkGraph:
+    """So many cube meshes, each GPU with a NIC of its own."""
+    one = cube_mesh()
+    nodes, links = [Node("network", NodeKind.NETWORK, host=-1)], []
+    for host in range(count):
+        nodes += [Node(f"host{host}/{n.name}", n.kind, n.index, host) for n in one.nodes]
+        nodes += [Node(f"host{host}/NIC{i}", NodeKind.NIC, i, host) for i in range(8)]
+        for link in one.links:
+            links.append(type(link)(f"host{host}/{link.src}", f"host{host}/{link.dst}", link.kind, link.capacity))
+        for i in range(8):
+            links += both_directions(f"host{host}/GPU{i}", f"host{host}/NIC{i}", LinkKind.PCIE, 32.0)
+            links += both_directions(f"host{host}/NIC{i}", "network", LinkKind.NETWORK, gbps)
+    return LinkGraph(f"{count} hosts", tuple(nodes), tuple(links))
+
+
+def strength(size: int, widths: Widths) -> float:
+    """min over partitions of crossing capacity / (parts - 1), by dynamic programming over sets of ranks: the capacity
+    that the best partition in `k` parts keeps inside them, for every k."""
+    inside = [sum(w for (a, b), w in widths.items() if s >> a & 1 and s >> b & 1) for s in range(1 << size)]
+    everything = (1 << size) - 1
+    kept = [0.0 if s == 0 else -math.inf for s in range(1 << size)]
+    best = math.inf
+    for parts in range(1, size + 1):
+        after = [-math.inf] * (1 << size)
+        for s in range(1, 1 << size):
+            lowest = s & -s
+            rest = s ^ lowest
+            sub = rest
+            while True:  # every part that has the lowest rank of s
+                part = sub | lowest
+                after[s] = max(after[s], inside[part] + kept[s ^ part])
+                if sub == 0:
+                    break
+                sub = (sub - 1) & rest
+        kept = after
+        if parts > 1:
+            best = min(best, (inside[everything] - kept[everything]) / (parts - 1))
+    return best
+
+
+def connected(gpus: tuple[int, ...], widths: Widths) -> bool:
+    reached, todo = set(), [gpus[0]]
+    while todo:
+        gpu = todo.pop()
+        if gpu not in reached:
+            reached.add(gpu)
+            todo += [b if gpu == a else a for a, b in widths if gpu in (a, b) and {a, b} <= set(gpus)]
+    return reached == set(gpus)
+
+
+def recounted(planned: Planned, size_bytes: int) -> dict[tuple[str, str], float]:
+    """Bytes on each direct link, from the JSON alone: every send of every step, at its chunk's size."""
+    document = json.loads(planned.to_json(size_bytes))
+    plan = document["plan"]
+    total = sum(channel["share"] for channel in plan["channels"])
+    sent: dict[tuple[str, str], float] = defaultdict(float)
+    for channel in plan["channels"]:
+        chunk = size_bytes * channel["share"] / total / channel["chunks"]
+        for rank, program in enumerate(channel["programs"]):
+            for step in program:
+                for peer in step["send"]:
+                    sent[document["ranks"][rank], document["ranks"][peer]] += chunk
+    return sent
+
+
+def check(planned: Planned, size_bytes: int = 160_000_000) -> None:
+    """The plan is right, and no link has more to carry than it can in the time that the plan claims."""
+    verify(planned.plan)
+    document = json.loads(planned.to_json(size_bytes))
+    assert Plan.from_json(json.dumps(document["plan"])) == planned.plan
+    assert document["bandwidth_GBps"] == pytest.approx(size_bytes / document["time_s"] / 1e9)
+    assert document["bandwidth_GBps"] <= document["bound_GBps"] * (1 + 1e-9)
+    for link in document["links"]:
+        assert link["bytes"] / (link["capacity_GBps"] * 1e9) <= document["time_s"] * (1 + 1e-9)
+
+
+def test_cube_mesh_is_two_rings_that_use_all_links() -> None:
+    planned = plan_for(cube_mesh())
+    check(planned)
+    wide, narrow = planned.rings
+    assert (wide.width, narrow.width, wide.both_ways, narrow.both_ways) == (2 * GBPS, GBPS, True, True)
+    for ring, pairs in ((wide, DOUBLE), (narrow, SINGLE)):
+        assert {tuple(sorted(hop)) for hop in ring.hops()} == set(pairs)
+    loads = planned.loads(160_000_000)
+    assert len(loads) == 32  # 16 pairs, both directions
+    assert {round(load.seconds, 9) for load in loads} == {round(160e6 * 14 / 8 / 6 / GBPS / 1e9, 9)}  # all full
+
+
+def test_cube_mesh_has_the_rings_of_the_book() -> None:
+    book = ((1, 2, 3, 4, 5, 6, 7, 8), (1, 4, 6, 3, 5, 8, 2, 7))
+    planned = plan_for(cube_mesh())
+    ours = [{frozenset(hop) for hop in ring.hops()} for ring in planned.rings]
+    fitting = [
+        numbers
+        for numbers in permutations(range(8))
+        if all(
+            {frozenset((numbers[a - 1], numbers[b - 1])) for a, b in zip(ring, ring[1:] + ring[:1], strict=True)}
+            == mine
+            for ring, mine in zip(book, ours, strict=True)
+        )
+    ]
+    assert len(fitting) == 4  # the ways in which the book may have numbered them
+
+
+def test_cube_mesh_takes_less_than_half_of_the_books_time() -> None:
+    one_direction = 2 * 160e6 / (3 * GBPS * 1e9)
+    assert one_direction == pytest.approx(5.93e-3, rel=1e-3)
+    planned = plan_for(cube_mesh())
+    assert planned.seconds(160_000_000) <= 2.60e-3
+    assert 160e6 / (planned.bound * 1e9) == pytest.approx(2.59e-3, rel=2e-3)
+
+
+def test_all_subsets_of_the_cube_mesh() -> None:
+    every = {**dict.fromkeys(DOUBLE, 2 * GBPS), **dict.fromkeys(SINGLE, GBPS)}
+    graph = cube_mesh(pcie=True)
+    apart = 0
+    for size in range(2, 9):
+        for gpus in combinations(range(8), size):
+            planned = plan_for(graph.select(gpus))
+            check(planned)
+            if not connected(gpus, every):
+                apart += 1
+                assert "no NVLink" in planned.reason
+                assert any(isinstance(load.src, str) for load in planned.loads(1000))
+                continue
+            names = {gpu: rank for rank, gpu in enumerate(gpus)}
+            own = {(names[a], names[b]): w for (a, b), w in every.items() if a in names and b in names}
+            limit = strength(size, own)
+            assert planned.bound == pytest.approx(limit)
+            assert planned.bandwidth >= 0.98 * limit
+            sent = recounted(planned, 160_000_000)
+            assert {(load.src, load.dst): load.bytes for load in planned.loads(160_000_000)} == pytest.approx(sent)
+            for (a, b), amount in sent.items():
+                assert amount / (every[min(a, b), max(a, b)] * 1e9) <= planned.seconds(160_000_000) * (1 + 1e-9)
+    assert apart == 50
+
+
+@st.composite
+def multigraphs(draw: st.DrawFn) -> tuple[int, Widths]:
+    size = draw(st.integers(2, 10))
+    pairs = list(combinations(range(size), 2))
+    lanes = draw(st.lists(st.integers(0, 4), min_size=len(pairs), max_size=len(pairs)))
+    widths = {pair: float(count) for pair, count in zip(pairs, lanes, strict=True) if count}
+    for rank in range(1, size):  # a path to every rank
+        if not any(rank == b for _, b in widths):
+            widths[draw(st.integers(0, rank - 1)), rank] = float(draw(st.integers(1, 4)))
+    return size, widths
+
+
+@settings(deadline=None, max_examples=40)
+@given(multigraphs())
+def test_random_multigraphs_come_up_to_their_bound(graph: tuple[int, Widths]) -> None:
+    size, widths = graph
+    planned = plan_for(direct(size, widths))
+    check(planned)
+    limit = strength(size, widths)
+    assert planned.bound == pytest.approx(limit)
+    assert planned.bandwidth >= 0.95 * limit
+    for (a, b), amount in recounted(planned, 1_000_000_000).items():
+        assert amount / 1e9 / widths[min(a, b), max(a, b)] <= planned.seconds(1_000_000_000) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("collective", ["reduce_scatter", "all_gather", "broadcast", "reduce"])
+@settings(deadline=None, max_examples=15)
+@given(graph=multigraphs())
+def test_other_collectives_are_right_and_within_bounds(collective: str, graph: tuple[int, Widths]) -> None:
+    planned = plan_for(direct(*graph), collective)
+    check(planned)
+
+
+@pytest.mark.parametrize("collective", ["all_to_all", "gather", "scatter"])
+def test_exchanges_use_pcie_where_nvlink_does_not_reach(collective: str) -> None:
+    check(plan_for(cube_mesh(pcie=True), collective))
+    with pytest.raises(TopologyError, match=f"{collective} sends .* no path from GPU0 to GPU5; add the PCIe links"):
+        plan_for(cube_mesh(), collective)
+
+
+@pytest.mark.parametrize(("size", "gbps", "switches"), [(8, 300.0, 1), (8, 450.0, 4), (16, 150.0, 6), (72, 900.0, 1)])
+def test_through_switches_one_ring_is_all_there_is(size: int, gbps: float, switches: int) -> None:
+    planned = plan_for(switched(size, gbps, switches))
+    check(planned)
+    assert planned.bandwidth == pytest.approx(gbps * size / (2 * (size - 1)))
+    assert planned.bound == pytest.approx(planned.bandwidth)
+    assert len(planned.rings) == 1 and not planned.rings[0].both_ways
+
+
+def test_shared_links_count_once_for_all_who_cross_them() -> None:
+    """Four GPUs, two a switch, of which only a narrow link leads to the other switch."""
+    nodes = [Node(f"GPU{i}", NodeKind.GPU, i) for i in range(4)] + [
+        Node(f"PCIe{i}", NodeKind.PCIE, i) for i in range(2)
+    ]
+    links = [link for i in range(4) for link in both_directions(f"GPU{i}", f"PCIe{i // 2}", LinkKind.PCIE, 16.0)]
+    links += both_directions("PCIe0", "PCIe1", LinkKind.PCIE, 4.0)
+    planned = plan_for(LinkGraph("narrow", tuple(nodes), tuple(links)))
+    check(planned)
+    assert planned.bound == pytest.approx(4.0)  # all of a tensor crosses the narrow link, both ways
+    assert planned.bandwidth >= 0.98 * planned.bound
+    crossing = [load for load in planned.loads(4_000) if {load.src, load.dst} == {"PCIe0", "PCIe1"}]
+    assert [load.bytes for load in crossing] == pytest.approx([4_000, 4_000], rel=0.02)
+
+
+def test_hosts_are_planned_in_a_hierarchy() -> None:
+    graph = hosts(2, 12.5)
+    assert "hierarchical_ring" in algorithms(graph, "all_reduce")
+    planned = plan_for(graph, algorithm="hierarchical_ring")
+    check(planned)
+    ring = plan_for(graph, algorithm="ring")
+    across = [load.bytes for load in planned.loads(8_000) if load.dst == "network"]
+    assert across == pytest.approx([1_000] * 16)  # each rail its part, to the other host and back as the result
+    assert planned.simulated(160_000_000) < ring.simulated(160_000_000)
+
+
+def test_small_tensors_take_few_hops() -> None:
+    graph = switched(8, 300.0)
+    small, large = plan_for(graph, size_bytes=1_000), plan_for(graph, size_bytes=1_000_000_000)
+    assert small.plan.name == "one_shot" and large.plan.name == "rings"
+    assert small.simulated(1_000) < large.simulated(1_000)
+
+
+def test_plans_are_the_same_everywhere_and_follow_relabelling() -> None:
+    graph = cube_mesh()
+    again = LinkGraph.from_json(graph.to_json())
+    assert plan_for(again).plan == plan_for(graph).plan
+    moved = plan_for(graph.select([5, 2, 7, 0, 1, 4, 3, 6]))
+    assert moved.bandwidth == pytest.approx(plan_for(graph).bandwidth)
+    assert moved.ranks[0] == "GPU5"
+
+
+def test_one_gpu_moves_nothing() -> None:
+    planned = plan_for(cube_mesh().select([3]))
+    verify(planned.plan)
+    document = json.loads(planned.to_json(1_000))
+    assert (document["time_s"], document["links"], document["bandwidth_GBps"]) == (0.0, [], None)
+
+
+def test_unreachable_gpus_are_named() -> None:
+    with pytest.raises(TopologyError, match=r"no path between GPU0 GPU1 \| GPU2; add the links that join them"):
+        plan_for(direct(3, {(0, 1): 1.0}))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "said"),
+    [([], "no GPUs are named"), ([8], "there is no GPU 8; it has GPUs 0 to 7"), ([1, 1], "GPU 1 is named twice")],
+)
+def test_gpus_that_do_not_exist(gpus: list[int], said: str) -> None:
+    with pytest.raises(TopologyError, match=said):
+        cube_mesh().select(gpus)
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(TopologyError, match="collective 'allreduces' is unknown; known are all_reduce"):
+        plan_for(cube_mesh(), "allreduces")
+    with pytest.raises(
+        TopologyError, match="algorithm 'magic' is not possible for all_reduce here; possible are rings"
+    ):
+        plan_for(cube_mesh(), algorithm="magic")
+    with pytest.raises(TopologyError, match="size_bytes is 0"):
+        plan_for(cube_mesh(), size_bytes=0)
+
+
+def test_transfers_count_every_receiver() -> None:
+    assert transfers(build("all_reduce", "one_shot", 3), 9) == {(a, b): 9 for a, b in permutations(range(3), 2)}
+    assert transfers(build("all_gather", "direct", 3), 9) == {(a, b): 3 for a, b in permutations(range(3), 2)}
+    assert transfers(build("all_to_all", "direct", 3), 9) == {(a, b): 3 for a, b in permutations(range(3), 2)}
+
+
+def test_weights_are_small_where_they_can_be() -> None:
+    assert weights([36.0, 18.0]) == [2, 1]
+    assert weights([7.5]) == [1]
+    assert weights([1 / 3, 1 / 2]) == [2, 3]
+    first, second = weights([math.pi, 1.0])
+    assert first / second == pytest.approx(math.pi, rel=1e-3)
