@@ -10,14 +10,20 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ringreduce.errors import TopologyError
 from ringreduce.plan import Plan, Rule, ranges_between
 from ringreduce.topology.graph import Link, LinkGraph, LinkKind, Node, NodeKind, both_directions
 
+if TYPE_CHECKING:
+    from ringreduce.topology.planner import Planned
+
 SIZES = tuple(4**power * 1024 for power in range(1, 10, 2))
 """Bytes of the whole tensor, 4 KB to 256 MB, at which plans are compared."""
+
+MARGIN = 0.8
+"""Of the time of two_shot: a hierarchy over NUMA nodes must promise less to replace what was measured."""
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce")
 
@@ -90,20 +96,41 @@ class GroupTopology:
 
 
 def plan_group(graph: LinkGraph, source: str) -> GroupTopology:
-    """Plans for the GPUs, or cores, of a graph, one a rank."""
-    from ringreduce.topology.planner import plan_for
+    """Plans for the GPUs, or cores, of a graph, one a rank.
 
+    Between cores every value is a copy in memory, so measured rules stay but where a hierarchy promises much more: it
+    sends less from NUMA node to NUMA node.
+    """
     ranks = tuple(node.name for node in graph.ranks)
     served: list[Served] = []
-    for collective in COLLECTIVES if len(ranks) > 1 else ():
-        planned = {size: plan_for(graph, collective, size) for size in SIZES}
+    for collective in (COLLECTIVES if graph.gpus else ("all_reduce",)) if len(ranks) > 1 else ():
+        planned = dict(_of_gpus(graph, collective) if graph.gpus else _of_cores(graph))
         blocks = len(ranks) if collective in ("reduce_scatter", "all_gather") else 1
-        chosen = [(max(1, size // blocks), each.plan.name, 0) for size, each in planned.items()]
-        by_name = {each.plan.name: each for each in planned.values()}
+        chosen = [(max(1, size // blocks), each.plan.name if each else "", 0) for size, each in planned.items()]
+        by_name = {each.plan.name: each for each in planned.values() if each}
         for rule in ranges_between(collective, chosen):
-            each = by_name[rule.algorithm]
-            served.append(Served(rule.begin, rule.end, each.plan, each.bandwidth, each.bound, each.reason))
+            if each := by_name.get(rule.algorithm):
+                served.append(Served(rule.begin, rule.end, each.plan, each.bandwidth, each.bound, each.reason))
     return GroupTopology(source, graph.name, ranks, tuple(served), graph.assumed)
+
+
+def _of_gpus(graph: LinkGraph, collective: str) -> Iterator[tuple[int, "Planned"]]:
+    from ringreduce.topology.planner import plan_for
+
+    for size in SIZES:
+        yield size, plan_for(graph, collective, size)
+
+
+def _of_cores(graph: LinkGraph) -> Iterator[tuple[int, "Planned | None"]]:
+    """None where the tuned rules stay."""
+    from ringreduce.topology.planner import algorithms, plan_for
+
+    names = [name for name in algorithms(graph, "all_reduce") if name.startswith("hierarchical")]
+    direct = plan_for(graph, "all_reduce", algorithm="two_shot")
+    for size in SIZES:
+        planned = [plan_for(graph, "all_reduce", size, name) for name in names]
+        best = min(planned, key=lambda each: each.simulated(size), default=direct)
+        yield size, best if best.simulated(size) < MARGIN * direct.simulated(size) else None
 
 
 def of_file(graph: LinkGraph, source: str, global_ranks: Sequence[int]) -> LinkGraph:

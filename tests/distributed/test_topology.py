@@ -1,0 +1,134 @@
+"""Groups that plan over links: those that a file describes, and the NUMA nodes that ranks are bound to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed.harness import Rank, run
+from unit.test_topology_plan import cube_mesh
+
+import ringreduce
+import ringreduce.backend
+import ringreduce.topology.group
+from ringreduce import plan
+from ringreduce.errors import TopologyError
+
+
+@pytest.fixture
+def cube_mesh_file(tmp_path: Path) -> str:
+    path = tmp_path / "dgx1.json"
+    path.write_text(cube_mesh(pcie=True).to_json())
+    return str(path)
+
+
+def collectives(size: int, rank: int) -> None:
+    """Each once for sizes with few and with many hops; wrong elements are failures."""
+    for count in (1, 1000, 70_001):
+        mine = torch.arange(count * size, dtype=torch.float32) % 1000 + rank
+        total = (torch.arange(count * size) % 1000 * size + sum(range(size))).float()
+        summed = mine.clone()
+        dist.all_reduce(summed)
+        assert summed.equal(total)
+        part = torch.empty(count)
+        dist.reduce_scatter_tensor(part, mine)
+        assert part.equal(total.view(size, count)[rank])
+        gathered = torch.empty(size, count)
+        dist.all_gather_into_tensor(gathered, mine[:count].contiguous())
+        assert gathered.equal(torch.stack([mine[:count] - rank + r for r in range(size)]))
+        sent = mine.clone()
+        dist.broadcast(sent, size - 1)
+        assert sent.equal(mine - rank + size - 1)
+        there = mine.clone()
+        dist.reduce(there, 1)
+        assert rank != 1 or there.equal(total)
+
+
+def run_over_file(me: Rank, path: str) -> tuple[Any, set[str]]:
+    lowered = set()
+    original = ringreduce.backend._lowered
+
+    def record(built: plan.Plan) -> tuple[list[int], int]:
+        lowered.add(f"{built.collective}: {built.name}")
+        return original(built)
+
+    ringreduce.backend._lowered = record
+    with me.join(options=ringreduce.Options(topo_file=path)):
+        collectives(me.size, me.rank)
+        return ringreduce.topology(), lowered
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_a_group_runs_what_is_planned_over_the_file(ranks: int, cube_mesh_file: str) -> None:
+    results = run(run_over_file, ranks, cube_mesh_file)
+    for found, lowered in results:
+        assert found == results[0][0]
+        assert found.ranks == tuple(f"GPU{rank}" for rank in range(ranks))
+        large = [served for served in found.served if served.end is None]
+        assert {served.plan.collective for served in large} == {*ringreduce.topology.group.COLLECTIVES}
+        assert {f"{served.plan.collective}: {served.plan.name}" for served in large} <= lowered
+        (served,) = (served for served in large if served.plan.collective == "all_reduce")
+        assert served.plan.name in ("rings", "trees") and served.bandwidth >= 0.98 * served.bound
+        assert served.reason in str(found)
+
+
+def one_subset(me: Rank, path: str) -> tuple[str, ...]:
+    with me.join(options=ringreduce.Options(topo_file=path)):
+        group = dist.new_group([1, 3], pg_options=ringreduce.Options(topo_file=path))
+        if me.rank not in (1, 3):
+            return ()
+        mine = torch.full((1000,), float(me.rank))
+        dist.all_reduce(mine, group=group)
+        assert mine.eq(4).all()
+        return ringreduce.topology(group).ranks
+
+
+def test_a_subgroup_is_planned_for_its_own_gpus(cube_mesh_file: str) -> None:
+    assert run(one_subset, 4, cube_mesh_file) == [(), ("GPU1", "GPU3"), (), ("GPU1", "GPU3")]
+
+
+def refused(me: Rank, path: str) -> str:
+    with pytest.raises(TopologyError) as error, me.join(options=ringreduce.Options(topo_file=path)):
+        pass
+    return str(error.value)
+
+
+def test_all_ranks_hear_what_is_wrong_with_the_file(tmp_path: Path) -> None:
+    missing = str(tmp_path / "missing.json")
+    assert all(missing in said for said in run(refused, 2, missing))
+    small = tmp_path / "small.json"
+    small.write_text(cube_mesh().select([0, 1]).to_json())
+    assert all("rank 2 of the world is on none of its 2 GPUs" in said for said in run(refused, 3, str(small)))
+
+
+def run_on_nodes(me: Rank, nodes: list[list[int]]) -> Any:
+    """As if every core were there twice, once in each of two NUMA nodes, and the ranks bound to one of each."""
+    ringreduce.topology.group._numa_nodes = lambda: iter([(0, frozenset({0, 1})), (1, frozenset({2, 3}))])
+    original = ringreduce.backend.group_topology
+    ringreduce.backend.group_topology = lambda world, options, cores: original(
+        world, options, [frozenset({nodes[rank][0]}) for rank in world]
+    )
+    ringreduce.backend.tuning.memory_gbps = lambda where, cores: 10.0
+    with me.join():
+        collectives(me.size, me.rank)
+        return ringreduce.topology()
+
+
+def test_ranks_bound_to_numa_nodes_are_planned_over_them() -> None:
+    found = run(run_on_nodes, 4, [[0], [1], [2], [3]])[0]
+    assert found.machine == "2 NUMA nodes"
+    assert any("GB/s between NUMA nodes" in said for said in found.assumed)
+    assert {served.plan.collective for served in found.served} >= {"all_reduce"}
+
+
+def join(me: Rank) -> Any:
+    with me.join():
+        return ringreduce.topology()
+
+
+def test_ranks_of_one_memory_have_nothing_to_plan() -> None:
+    found = run(join, 2)[0]
+    assert found.served == () and "tuned rules decide" in str(found)
