@@ -80,7 +80,8 @@ def _links_to_use(graph: LinkGraph) -> tuple[Routes, str]:
     if not graph.gpus:
         return whole, f"over {others}"
     parts = " | ".join(_names(own, part) for part in own.components)
-    return whole, f"no {kinds or 'NVLink or XGMI'} path between {parts}: over {others}{' as well' if kinds else ''}"
+    where = f"between {parts}" if kinds or own.size <= 3 else "between any of the GPUs"
+    return whole, f"no {kinds or 'NVLink or XGMI'} path {where}: over {others}{' as well' if kinds else ''}"
 
 
 def _used(routes: Routes) -> list[Link]:

@@ -2,21 +2,26 @@
 
 A ring of width `w` GB/s sends so much from each rank to the next, and as much the other way round: most links are
 full-duplex, and a ring and its reverse use them both ways.  Rings that use every link whole are the best there is for
-all_reduce: it runs at ``w n / (n - 1)`` for each of them, and needs no start-up but its hops.
+all_reduce: it runs at ``w n / (n - 1)`` for each of them, and needs no start-up but its hops.  Where links have another
+capacity back than forth, as between hosts over the internet, rings have one direction.
 
 The fewest rings that do as well as any are looked for: with `k` left to choose, the widest of them has at least one
 k-th of the rest, so only few cycles come into question.  On the hybrid cube mesh of eight V100 this finds the ring of
 doubled links and that of single ones.  Where no few rings are perfect, a linear program gives every cycle its width.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import contextlib
+import math
+from dataclasses import dataclass, replace
 from itertools import pairwise, permutations
 from typing import Any
 
 import numpy as np
 from scipy.optimize import linprog
 
+from ringreduce.errors import TopologyError
+from ringreduce.topology.bound import Cuts
+from ringreduce.topology.hosts import ring_order
 from ringreduce.topology.routes import Routes
 
 MOST_ENUMERATED = 8
@@ -45,7 +50,7 @@ class Ring:
 
     def hops(self) -> list[tuple[int, int]]:
         """The pairs of ranks that the ring sends between, each with its whole width."""
-        forward = _hops(self.order)
+        forward = [(self.order[at - 1], self.order[at]) for at in range(len(self.order))]
         return forward + [hop[::-1] for hop in forward] if self.both_ways else forward
 
 
@@ -56,49 +61,42 @@ def pack_rings(routes: Routes, bound: float) -> tuple[Ring, ...]:
     """
     if routes.size < 2:
         return ()
-    cycles = _cycles(routes)
+    both_ways = _symmetric(routes) and routes.size > 2
+    cycles = [Ring(order, 1.0, both_ways) for order in _orders(routes, both_ways)]
+    cycles = [cycle for cycle in cycles if all(hop in routes.between for hop in cycle.hops())]
     if not cycles:
         return ()
-    usage = np.array([_usage(routes, cycle) for cycle in cycles])
+    usage = np.array([routes.loads(dict.fromkeys(cycle.hops(), 1.0)) for cycle in cycles])
     capacity = np.array([link.capacity for link in routes.links])
-    most = bound * (routes.size - 1) / routes.size * (1 if routes.size > 2 else 2)  # of the widths' sum
-    chosen = _fewest(usage, capacity, most) or _best(usage, capacity)
-    both = tuple(Ring(cycles[at], width, both_ways=routes.size > 2) for at, width in chosen)
-    return _one_way(routes, capacity, both)
+    chosen = _fewest(usage, capacity, bound / cycles[0].bandwidth) or _best(usage, capacity)
+    return _one_way(routes, capacity, tuple(replace(cycles[at], width=width) for at, width in chosen))
 
 
-def _cycles(routes: Routes) -> list[tuple[int, ...]]:
-    """Cycles that start with rank 0, each in one of its directions."""
+def _symmetric(routes: Routes) -> bool:
+    back = {(link.dst, link.src): link.capacity for link in routes.links}
+    return all(math.isclose(link.capacity, back.get((link.src, link.dst), 0.0)) for link in routes.links)
+
+
+def _orders(routes: Routes, both_ways: bool) -> list[tuple[int, ...]]:
+    """Orders that start with rank 0: all of them, but for their reverses where both ways are the same, or, for more
+    ranks, those that promise something."""
     size = routes.size
     if size <= MOST_ENUMERATED:
-        orders = [(0, *rest) for rest in permutations(range(1, size)) if not rest or rest[0] <= rest[-1]]
-    else:
-        orders = [tuple(range(size)), _nearest_first(routes)]
-    return [
-        order
-        for order in dict.fromkeys(orders)
-        if all(pair in routes.between for hop in _hops(order) for pair in (hop, hop[::-1]))
-    ]
-
-
-def _hops(order: Sequence[int]) -> list[tuple[int, int]]:
-    return [(order[at - 1], order[at]) for at in range(len(order))]
-
-
-def _usage(routes: Routes, order: Sequence[int]) -> list[float]:
-    """What a ring of width 1 puts on each link, both ways; a ring of two is its own reverse."""
-    transfers: dict[tuple[int, int], float] = {}
-    for hop in _hops(order):
-        transfers[hop] = 1.0
-        transfers[hop[::-1]] = 1.0
-    return routes.loads(transfers)
+        orders = [(0, *rest) for rest in permutations(range(1, size))]
+        return [order for order in orders if not both_ways or order[1] < order[-1]]
+    orders = [tuple(range(size)), _nearest_first(routes)]
+    if all(link.dst in routes.ranks for link in routes.links):  # what goes between two ranks concerns no others
+        width = np.zeros((size, size))
+        for pair, ((link, _),) in routes.between.items():
+            width[pair] = routes.links[link].capacity
+        with contextlib.suppress(TopologyError):  # there is no ring
+            orders.insert(0, ring_order(width).order)
+    return list(dict.fromkeys(orders))
 
 
 def _nearest_first(routes: Routes) -> tuple[int, ...]:
     """An order in which ranks with short and wide routes between them follow each other: depth first through parts
     that are merged narrowest last."""
-    from ringreduce.topology.bound import Cuts
-
     merged: dict[tuple[int, ...], tuple[int, ...]] = {(rank,): (rank,) for rank in range(routes.size)}
     partitions = Cuts(routes).widest_first
     for before, after in pairwise(partitions):
@@ -141,10 +139,9 @@ def _best(usage: Any, capacity: Any) -> Chosen:
 
 def _one_way(routes: Routes, capacity: Any, rings: tuple[Ring, ...]) -> tuple[Ring, ...]:
     """The same in one direction at twice the width, if the links carry that: through switches they mostly do."""
+    doubled = tuple(Ring(each.order, each.width * (1 + each.both_ways), both_ways=False) for each in rings)
     transfers: dict[tuple[int, int], float] = {}
-    for ring in rings:
-        for hop in _hops(ring.order):
-            transfers[hop] = transfers.get(hop, 0.0) + ring.width * (2 if ring.both_ways else 1)
-    if any(np.array(routes.loads(transfers)) > capacity * (1 + SLACK)):
-        return rings
-    return tuple(Ring(ring.order, ring.width * (2 if ring.both_ways else 1), both_ways=False) for ring in rings)
+    for each in doubled:
+        for hop in each.hops():
+            transfers[hop] = transfers.get(hop, 0.0) + each.width
+    return rings if any(np.array(routes.loads(transfers)) > capacity * (1 + SLACK)) else doubled
