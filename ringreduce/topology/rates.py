@@ -1,17 +1,195 @@
-"""What links carry: GB/s in one direction by generation, and what has to be assumed where a source does not say."""
+"""What links carry: GB/s in one direction by generation, and what has to be assumed where a source does not say.
 
+All figures are peaks of data sheets, of one direction.  Their sources: NVLink, the white papers of P100 (4 links of
+20 GB/s), V100 (6 of 25), A100 (12 of 25), GA102 (4 of 14.0625), H100 (18 of 25) and Blackwell (18 of 50); A800 and
+H800 have 8 links left (400 GB/s both ways).  XGMI, AMD's pages on each Instinct GPU: 16 lanes of 23 GT/s (MI50, MI60,
+MI100), 25 GT/s (MI200), 32 GT/s (MI300) and 38.4 GT/s (MI350).  PCIe, the specifications: 8b/10b encoding to 5 GT/s,
+128b/130b to 32 GT/s, FLITs of 242 bytes in 256 at 64 GT/s.  Between CPUs vendors state clocks, not what arrives; these
+are the figures that NCCL's graph search uses (src/graph/topo.h).
+"""
+
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
+
+from ringreduce.errors import TopologyError
+from ringreduce.topology.graph import LinkKind
 
 
 @dataclass(frozen=True)
 class Assumed:
     """What a user says about a machine because its listing does not.  None: the reader's own assumption, which it says.
 
-    `gpu` is a model such as "v100"; the others are GB/s in one direction: of one NVLink, of a GPU's PCIe slot, and of
-    what joins two CPUs.
+    `gpu` is a model such as "v100"; the others are GB/s in one direction: of one NVLink (or XGMI link), of a GPU's PCIe
+    slot, and of what joins two CPUs.  Raises TopologyError for a model that is not known, and for rates not above 0.
     """
 
     gpu: str | None = None
     nvlink: float | None = None
     pcie: float | None = None
     smp: float | None = None
+
+    def __post_init__(self) -> None:
+        for option, rate in (("--nvlink-gbps", self.nvlink), ("--pcie-gbps", self.pcie), ("--smp-gbps", self.smp)):
+            if rate is not None and not (isfinite(rate) and rate > 0):
+                raise TopologyError(f"{option} is {rate}; it must be above 0, in GB/s of one direction")
+        if self.gpu is not None:
+            model(self.gpu)
+
+
+NOTHING = Assumed()
+
+
+@dataclass(frozen=True)
+class Model:
+    """A GPU model: `links` links of `kind` (None: no links) that carry `rate` GB/s each, and the generation of PCIe."""
+
+    name: str
+    kind: LinkKind | None
+    rate: float
+    links: int
+    pcie: int
+
+
+@dataclass(frozen=True)
+class Rate:
+    """GB/s in one direction, and where the figure is from; `assumed` says, in words, what was supposed to get it."""
+
+    gbps: float
+    source: str
+    assumed: str = ""
+
+
+NVLINK: Mapping[int, float] = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 50.0}
+"""Per generation: GB/s of one link."""
+
+_GA102 = 14.0625  # its links have half the lanes
+
+MOST_NVLINKS = 18
+"""No GPU in the table has more links: what shows more has a switch."""
+
+_NVIDIA = {
+    # rate, links, PCIe: models
+    (NVLINK[1], 4, 3): "p100",
+    (NVLINK[2], 6, 3): "v100",
+    (NVLINK[2], 2, 3): "rtx2080ti titanrtx rtx6000 rtx8000",
+    (NVLINK[3], 12, 4): "a100",
+    (NVLINK[3], 8, 4): "a800",
+    (NVLINK[3], 4, 4): "a30",
+    (_GA102, 4, 4): "a40 a5000 a6000 rtx3090",
+    (NVLINK[4], 18, 5): "h100 h200 h20 gh200",
+    (NVLINK[4], 8, 5): "h800",
+    (NVLINK[5], 18, 5): "b100 b200 gb200",
+    (NVLINK[5], 18, 6): "b300 gb300",
+    (0.0, 0, 3): "t4",
+    (0.0, 0, 4): "a10 a10g a16 a4000 l4 l20 l40 l40s rtx4090 rtx6000ada",
+    (0.0, 0, 5): "rtx5090 rtxpro6000",
+}
+_AMD = {
+    (46.0, 2, 4): "mi50 mi60",
+    (46.0, 3, 4): "mi100",
+    (50.0, 3, 4): "mi210",
+    (50.0, 8, 4): "mi250 mi250x",
+    (64.0, 8, 5): "mi300a",
+    (64.0, 7, 5): "mi300x mi308x mi325x",
+    (76.8, 7, 5): "mi350x mi355x",
+}
+
+MODELS: Mapping[str, Model] = {
+    name: Model(name, kind if links else None, rate, links, pcie)
+    for kind, table in ((LinkKind.NVLINK, _NVIDIA), (LinkKind.XGMI, _AMD))
+    for (rate, links, pcie), names in table.items()
+    for name in names.split()
+}
+
+_COMPUTE_CAPABILITY = {
+    **dict.fromkeys((60,), "p100"),
+    **dict.fromkeys((70, 72), "v100"),
+    **dict.fromkeys((75,), "rtx8000"),
+    **dict.fromkeys((80,), "a100"),
+    **dict.fromkeys((86,), "a6000"),
+    **dict.fromkeys((89,), "l40s"),
+    **dict.fromkeys((90,), "h100"),
+    **dict.fromkeys((100, 101), "b200"),
+    **dict.fromkeys((103,), "b300"),
+    **dict.fromkeys((120, 121), "rtx5090"),
+}
+_GFX = {"906": "mi60", "908": "mi100", "910": "mi250", "90a": "mi250", "94": "mi300x", "95": "mi355x"}
+
+
+def model(name: str) -> Model:
+    """The model that a name says.  Raises TopologyError, with all known ones, if it says none."""
+    if found := model_in(name):
+        return found
+    raise TopologyError(f"GPU model {name!r} is not known; known are {', '.join(MODELS)}")
+
+
+def model_in(text: str) -> Model | None:
+    """The model in a text such as "NVIDIA A100-SXM4-80GB" or "GeForce RTX 3090"."""
+    words = re.findall(r"[a-z0-9]+", text.lower())
+    for length in (3, 2, 1):
+        for at in range(len(words) - length + 1):
+            if found := MODELS.get("".join(words[at : at + length])):
+                return found
+    return None
+
+
+def model_of_architecture(sm: str, gcn: str) -> Model | None:
+    """The best known model of a compute capability ("80") or of an AMD architecture ("gfx90a", "908")."""
+    if sm.isdecimal() and not gcn:
+        return MODELS.get(_COMPUTE_CAPABILITY.get(int(sm), ""))
+    digits = gcn.removeprefix("gfx")
+    return next((MODELS[name] for start, name in _GFX.items() if digits.startswith(start)), None)
+
+
+PCIE_GTS: Mapping[int, float] = {1: 2.5, 2: 5.0, 3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}
+"""Per generation: GT/s of a lane."""
+
+
+def pcie(gts: float, lanes: int) -> float:
+    """GB/s of a PCIe link of `lanes` lanes at `gts` GT/s, after encoding: 15.75 for 16 lanes at 8 GT/s."""
+    useful = 8 / 10 if gts <= 5 else 128 / 130 if gts <= 32 else 242 / 256
+    return gts * lanes * useful / 8
+
+
+def slot(known: Model | None, assume: Assumed) -> Rate:
+    """What the PCIe slot of a GPU carries where the listing does not say."""
+    if assume.pcie is not None:
+        return Rate(assume.pcie, "--pcie-gbps")
+    if known is not None:
+        return Rate(pcie(PCIE_GTS[known.pcie], 16), f"PCIe {known.pcie}.0 x16, as {known.name} has")
+    return Rate(
+        pcie(PCIE_GTS[3], 16),
+        "assumed: PCIe 3.0 x16",
+        "The speed of PCIe slots is not in it: PCIe 3.0 x16, 15.75 GB/s, assumed for each; set --gpu or --pcie-gbps.",
+    )
+
+
+_SMP = {
+    # vendor, family, model from which on; AMD's families as /proc/cpuinfo has them, and as some NCCL versions pack them
+    ("GenuineIntel", 6, 0xCF): (40.0, "Emerald Rapids"),
+    ("GenuineIntel", 6, 0x8F): (22.0, "Sapphire Rapids"),
+    ("GenuineIntel", 6, 0x55): (10.0, "Skylake"),
+    ("GenuineIntel", 6, 0): (6.0, "Broadwell"),
+    **{("AuthenticAMD", family, 0): (16.0, "Zen 1 and 2") for family in (0x17, 0x8F)},
+    **{("AuthenticAMD", family, 0): (24.0, "Zen 3 and 4") for family in (0x19, 0xAF)},
+    **{("AuthenticAMD", family, 0): (32.0, "Zen 5") for family in (0x1A, 0xBF)},
+}
+_SMP_BY_ARCHITECTURE = {"arm64": 6.0, "aarch64": 6.0, "ppc64": 32.0, "ppc64le": 32.0}
+
+
+def smp(assume: Assumed, vendor: str = "", family: int = 0, model: int = 0, architecture: str = "") -> Rate:
+    """What joins two CPUs of a kind."""
+    if assume.smp is not None:
+        return Rate(assume.smp, "--smp-gbps")
+    for (known, in_family, since), (gbps, name) in _SMP.items():
+        if (known, in_family) == (vendor, family) and model >= since:
+            return Rate(gbps, f"NCCL's figure for {name}")
+    if architecture in _SMP_BY_ARCHITECTURE:
+        return Rate(_SMP_BY_ARCHITECTURE[architecture], f"NCCL's figure for {architecture}")
+    return Rate(
+        10.0,
+        "assumed: NCCL's figure for Skylake",
+        "What joins its CPUs is not in it: 10 GB/s assumed, NCCL's figure for Skylake; set --smp-gbps.",
+    )

@@ -1,0 +1,374 @@
+"""Finds the matrix of `nvidia-smi topo -m` (and `-mp`) in a text, as people post it.
+
+A row is a label and one cell per column: X, NV# (bonded NVLinks), or a link class; then come affinities.  What is
+around the matrix is skipped: prompts, quotes, legends, colours, a whole bug report.  Rows are believed more than the
+header, which often lost its indent, its blanks or itself; in a table with bars it says which column is where.
+
+The rows of the GPUs must be whole: one each, equally long, symmetric, X on the diagonal.  Anything else was cut off or
+altered on the way, and raises TopologyError with line and column: no plan is made on half a matrix.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ringreduce.errors import TopologyError
+from ringreduce.topology.classes import LinkClass
+
+HOW_TO = "run `nvidia-smi topo -m` and save all that it prints"
+
+LONGEST_LINE = 20_000
+"""Longer lines are no rows: with 72 GPUs and as many NICs one has about 1,200 characters."""
+
+HEADER_LINES = 8
+"""The header is looked for so many lines above the first row."""
+
+MOST_WRAPS = 20
+"""A terminal broke a row into so many lines more."""
+
+MOST_NICS = 400
+"""Rows of NICs are looked for in so many lines below the GPUs'."""
+
+CLASSES = {
+    "PIX": LinkClass.PIX,
+    "PSB": LinkClass.PIX,  # the switch on a board with two GPUs
+    "PXB": LinkClass.PXB,
+    "PHB": LinkClass.PHB,
+    "NODE": LinkClass.NODE,
+    "SYS": LinkClass.SYS,
+    "SOC": LinkClass.SYS,  # how drivers spelled it before 2018
+}
+
+_CELL = rf"(?:X|NV\d{{1,3}}|{'|'.join(CLASSES)})"
+_APART = r"[\s|,;]"
+_COLOUR = re.compile(r"(?:\x1b|\\x1b|\\033|\\e|\\u001b|\^\[)?\[[0-9;]{0,12}m|\x1b\[[0-9;?]*[A-Za-z]")
+_BLANKS = str.maketrans({**dict.fromkeys("`*\xa0\u200b\ufeff", " "), **dict.fromkeys("│┃║", "|")})
+_GPU = re.compile(r"GPU(\d{1,4})(?!\d)")
+_ROW = re.compile(rf"(?<![\w.-])(?P<label>GPU\d{{1,4}}){_APART}+(?={_CELL}+(?:{_APART}|$))")
+_CELLS = re.compile(rf"{_APART}*(?P<cells>{_CELL}+)(?={_APART}|$)")
+_ACCESS = re.compile(rf"GPU\d+{_APART}+(?:X{_APART}+)?(?:OK|NS|CNS|GNS|TNS|DR|U)(?={_APART}|$)")
+_LABEL = re.compile(r"GPU\d+|NIC\d+|mlx\d+_(?:[a-z]+_)?\d+|(?:(?!GPU\d|NIC\d|mlx\d)[\w.:+-])+")
+_AFFINITY = re.compile(r"CPU\s?Affinity|NUMA\s?Affinity|GPU\s?NUMA\s?ID")
+_RULE = re.compile(r"[-=+|:\s]*")
+_NIC_ROW = re.compile(rf"(?<![\w.-])(?P<label>(?!GPU)[A-Za-z][\w.:+-]*\d[\w.:+-]*){_APART}+(?={_CELL}+(?:{_APART}|$))")
+_WRAPPED = re.compile(r"[A-Z0-9/,\-\s|]+")
+_NIC_LEGEND = re.compile(r"(NIC\d+)\s*:\s*([A-Za-z][\w.:+-]*)")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What stands in a row, and the line and column (from 1) where it begins."""
+
+    text: str
+    line: int
+    column: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """A device's label, its cells, and the texts of its affinity columns."""
+
+    label: Cell
+    cells: tuple[Cell, ...]
+    cpu_affinity: str = ""
+    numa_affinity: str = ""
+
+
+@dataclass(frozen=True)
+class Listing:
+    """A matrix: `gpus[i].cells[j]` is how the i-th GPU meets the device that `columns[j]` names.
+
+    `nics` are rows of other columns, as far as they are there.  `names` has the NICs' own names by label.
+    """
+
+    gpus: tuple[Row, ...]
+    columns: tuple[str, ...]
+    nics: tuple[Row, ...]
+    names: dict[str, str]
+    assumed: tuple[str, ...]
+
+
+def find_listing(text: str, where: str) -> Listing:
+    """The first matrix in `text`; `where` names the text in errors."""
+    lines = [_plain(line) if len(line) <= LONGEST_LINE else "" for line in re.split(r"\r\n|\n|\r", text)]
+    listing = _table(lines) or _rows(lines, where)
+    _check(listing, where)
+    names = {label: name for label, name in _NIC_LEGEND.findall(text) if label in listing.columns}
+    return replace(listing, names=names if len(set(names.values())) == len(names) else {})
+
+
+def _plain(line: str) -> str:
+    """The line with blanks for colours and marks; every character stays where it was."""
+    if "[" in line:
+        line = _COLOUR.sub(lambda colour: " " * len(colour[0]), line)
+    return line.translate(_BLANKS)
+
+
+# Tables with bars (Markdown, or drawn): the header says which column is where.
+
+
+def _table(lines: Sequence[str]) -> Listing | None:
+    """The first table with GPUs for columns and for rows, if there is one."""
+    for at, line in enumerate(lines):
+        if "|" in line and "GPU" in line:
+            header = _between_bars(line, at + 1)
+            gpus = [place for place, cell in enumerate(header) if _GPU.fullmatch(cell.text)]
+            if gpus and not any(re.fullmatch(_CELL, cell.text) for cell in header):
+                listing = _table_below(lines, at + 1, header, gpus)
+                if listing.gpus:
+                    return listing
+    return None
+
+
+def _table_below(lines: Sequence[str], start: int, header: Sequence[Cell], gpus: Sequence[int]) -> Listing:
+    affinity = {place: cell.text for place, cell in enumerate(header) if _AFFINITY.fullmatch(cell.text)}
+    rows: list[Row] = []
+    places: list[int] = []
+    for number in range(start + 1, len(lines) + 1):
+        line = lines[number - 1]
+        if "|" not in line:
+            break
+        cells = _between_bars(line, number)
+        if _RULE.fullmatch(line):
+            continue
+        labels = [place for place, cell in enumerate(cells) if _GPU.fullmatch(cell.text) and place not in gpus]
+        if not rows and not labels:
+            break
+        if not rows:
+            others = [place for place, cell in enumerate(header) if cell.text and place not in (*gpus, *labels)]
+            places = [labels[0], *gpus, *(place for place in others if place not in affinity)]
+        end = Cell("", number, len(line) + 1)
+        cells += [end] * (len(header) - len(cells))
+        texts = {name: cells[place].text for place, name in affinity.items()}
+        label, *classes = (cells[place] for place in places)
+        rows.append(Row(label, tuple(classes), texts.get("CPU Affinity", ""), texts.get("NUMA Affinity", "")))
+    return _listing([header[place].text for place in places[1:]], rows)
+
+
+def _between_bars(line: str, number: int) -> list[Cell]:
+    cells, begin = [], 0
+    for part in line.split("|"):
+        cells.append(Cell(part.strip(), number, begin + len(part) - len(part.lstrip()) + 1))
+        begin += len(part) + 1
+    return cells
+
+
+def _listing(columns: Sequence[str], rows: Sequence[Row], assumed: Sequence[str] = ()) -> Listing:
+    gpus = tuple(row for row in rows if _GPU.fullmatch(row.label.text))
+    nics = tuple(row for row in rows if not _GPU.fullmatch(row.label.text))
+    return Listing(gpus, tuple(columns), nics, {}, tuple(assumed))
+
+
+# Rows as nvidia-smi prints them: cells apart by tabs or blanks.
+
+
+@dataclass(frozen=True)
+class _Header:
+    """The labels of the columns, and the affinity columns with the place (from 0) where each begins."""
+
+    labels: tuple[str, ...]
+    affinity: tuple[tuple[str, int], ...]
+
+
+def _rows(lines: Sequence[str], where: str) -> Listing:
+    start = _first_row(lines, where)
+    header = _header_above(lines, start)
+    gpus: list[Row] = []
+    assumed = []
+    after = start
+    for at in range(start, len(lines)):
+        if "GPU" not in lines[at] or not (found := _ROW.search(lines[at])) or _ACCESS.search(lines[at]):
+            continue
+        if any(row.label.text == found["label"] for row in gpus):
+            assumed.append(f"Another matrix begins in line {at + 1}; only the first was read.")
+            break
+        gpus.append(_row(lines, at, found, header))
+        after = at + 1
+        if sum(cell.text == "X" for cell in gpus[-1].cells) != 1:
+            break  # what follows cannot mend it
+    nics = _nic_rows(lines, after, header)
+    columns = _columns(gpus, nics, header, where)
+    return _listing(columns, [*gpus, *nics], assumed)
+
+
+def _first_row(lines: Sequence[str], where: str) -> int:
+    access = None
+    for at, line in enumerate(lines):
+        if "GPU" in line:
+            if found := _ACCESS.search(line):
+                access = access or Cell("", at + 1, found.start() + 1)
+            elif _ROW.search(line):
+                return at
+    if access:
+        raise _error(
+            where,
+            access,
+            f"this is `nvidia-smi topo -p2p`, which says who may reach whom, not over which links; {HOW_TO}",
+        )
+    for at, line in enumerate(lines):
+        if len(named := list(_GPU.finditer(line))) > 1:
+            end = Cell("", at + 1, named[0].start() + 1)
+            raise _error(where, end, f"GPUs are named, but no row such as `GPU0 X NV1 SYS` follows; {HOW_TO}")
+    first = next((at for at, line in enumerate(lines) if line.strip()), 0)
+    raise _error(where, Cell("", first + 1, 1), f"no matrix of link classes is in it; {HOW_TO}")
+
+
+def _header_above(lines: Sequence[str], start: int) -> _Header | None:
+    """The header, if there is one above the first row: labels and nothing else, perhaps wrapped over several lines."""
+    wrapped = ""
+    for line in reversed(lines[max(0, start - HEADER_LINES) : start]):
+        found = re.search(r"GPU\d", line)
+        text = line[found.start() :] if found else line
+        labels = _LABEL.findall(_AFFINITY.sub(" ", f"{text} {wrapped}"))
+        if not all(re.search(r"\d", label) for label in labels) and not _RULE.fullmatch(text):
+            return None
+        if found:
+            return _Header(tuple(labels), tuple((match[0], match.start()) for match in _AFFINITY.finditer(line)))
+        wrapped = f"{text} {wrapped}" if not _RULE.fullmatch(text) else wrapped
+    return None
+
+
+def _row(lines: Sequence[str], at: int, label: re.Match[str], header: _Header | None) -> Row:
+    """The row in line `at`: cells, glued ones apart, until something is not a class; then affinities."""
+    line, starts = _unwrapped(lines, at)
+    place = label.end("label")
+    cells = []
+    while found := _CELLS.match(line, place):
+        for cell in re.finditer(_CELL, found["cells"]):
+            cells.append(_located(cell[0], found.start("cells") + cell.start(), starts))
+        place = found.end()
+    begins = _located(label["label"], label.start("label"), starts)
+    if len(starts) > 1:  # where affinities are broken cannot be known
+        return Row(begins, tuple(cells))
+    return Row(begins, tuple(cells), *_affinities(line, place, header))
+
+
+def _unwrapped(lines: Sequence[str], at: int) -> tuple[str, list[tuple[int, int]]]:
+    """The row with the lines that a terminal broke it into, and at which place (from 0) each line (from 1) begins."""
+    text, starts = lines[at], [(0, at + 1)]
+    for number in range(at + 2, min(at + 2 + MOST_WRAPS, len(lines) + 1)):
+        line = lines[number - 1]
+        if not _WRAPPED.fullmatch(line) or not line.strip() or _ROW.search(line) or _NIC_ROW.search(line):
+            break
+        left, right = f" {text}".split(" ")[-1], f"{line} ".split(" ")[0]
+        if re.fullmatch(_CELL + "+", left) and not re.fullmatch(r"\d{1,2}", right):
+            text += " "
+        starts.append((len(text), number))
+        text += line
+    return text, starts
+
+
+def _located(text: str, place: int, starts: Sequence[tuple[int, int]]) -> Cell:
+    begin, number = next(start for start in reversed(starts) if start[0] <= place)
+    return Cell(text, number, place - begin + 1)
+
+
+def _affinities(line: str, place: int, header: _Header | None) -> tuple[str, str]:
+    """The texts for CPU and NUMA affinity in what follows the cells.
+
+    An empty cell shows only as two tabs, or as a gap under the header; NUMA affinity may stand one tab late.
+    """
+    rest = line[place:]
+    if "\t" in rest:
+        cpu, *others = [text.strip() for text in rest.split("\t")[1:]] or [""]
+        return cpu, next((text for text in others if text), "")
+    found = list(re.finditer(r"\S+", rest))
+    columns = header.affinity if header else ()
+    if len(found) >= len(columns):
+        texts = [match[0] for match in found]
+        return (*texts, "", "")[0], (*texts, "", "")[1]
+    by_name = {min(columns, key=lambda column: abs(column[1] - place - match.start()))[0]: match[0] for match in found}
+    return by_name.get("CPU Affinity", ""), by_name.get("NUMA Affinity", "")
+
+
+def _nic_rows(lines: Sequence[str], start: int, header: _Header | None) -> list[Row]:
+    """The rows below the GPUs', up to the legend."""
+    rows: list[Row] = []
+    for at in range(start, min(len(lines), start + MOST_NICS)):
+        if "=" in lines[at] or _ROW.search(lines[at]):
+            break
+        found = _NIC_ROW.search(lines[at])
+        if found and not any(row.label.text == found["label"] for row in rows):
+            rows.append(_row(lines, at, found, header))
+    return rows
+
+
+def _columns(gpus: Sequence[Row], nics: Sequence[Row], header: _Header | None, where: str) -> list[str]:
+    """The labels of the columns: the header's if the rows have as many cells, else those of the rows."""
+    widths = {len(row.cells) for row in gpus}
+    width = max(widths)
+    if header and (len(header.labels) in widths or len(widths) > 1):
+        return list(header.labels)
+    own = [row.label.text for row in gpus]
+    if header and (missing := [label for label in header.labels if _GPU.fullmatch(label) and label not in own]):
+        raise _no_row(missing[0], gpus[-1], where)
+    others = [row.label.text for row in nics]
+    if len(own) + len(others) != width:
+        others = [f"NIC{at}" for at in range(width - len(own))]
+    return own + others
+
+
+# What makes a matrix whole.
+
+
+def _check(listing: Listing, where: str) -> None:
+    """Raises TopologyError for the first thing that is missing, or that contradicts something else."""
+    gpus = {row.label.text: row for row in listing.gpus}
+    last = listing.gpus[-1]
+    for at, row in enumerate(listing.gpus):
+        if any(row.label.text == other.label.text for other in listing.gpus[:at]):
+            raise _error(where, row.label, f"there are two rows of {row.label.text}; keep one matrix only")
+        if row.label.text not in listing.columns:
+            raise _error(where, row.label, f"{row.label.text} has a row but no column{_WHOLE}")
+    for label in listing.columns:
+        if _GPU.fullmatch(label) and label not in gpus:
+            raise _error(where, _end(last), f"{label} has a column but no row{_WHOLE}")
+        if listing.columns.count(label) > 1:
+            raise _error(where, last.label, f"two columns are called {label}{_WHOLE}")
+    for row in listing.gpus:
+        if len(row.cells) != (width := len(listing.columns)):
+            raise _error(where, _end(row), f"{row.label.text} has {len(row.cells)} cells for {width} columns{_WHOLE}")
+        for label, cell in zip(listing.columns, row.cells, strict=True):
+            _check_cell(where, row.label.text, label, cell, label in gpus)
+    seen = {
+        (row.label.text, label): cell
+        for row in (*listing.gpus, *listing.nics)
+        for label, cell in zip(listing.columns, row.cells, strict=False)
+    }
+    for (one, other), cell in seen.items():
+        back = seen.get((other, one), cell)
+        if CLASSES.get(back.text, back.text) != CLASSES.get(cell.text, cell.text):
+            raise _error(
+                where,
+                cell,
+                f"{one} to {other} is {cell.text}, but {other} to {one} is {back.text} "
+                f"(line {back.line}, column {back.column}); {HOW_TO}",
+            )
+
+
+_WHOLE = f": the text was cut off or altered; {HOW_TO}"
+
+
+def _check_cell(where: str, row: str, column: str, cell: Cell, of_gpu: bool) -> None:
+    if not re.fullmatch(_CELL, cell.text):
+        raise _error(where, cell, f"{row} to {column} is {cell.text!r}, which is no link class{_WHOLE}")
+    if (cell.text == "X") != (row == column):
+        raise _error(where, cell, f"{row} to {column} is {cell.text}; only from itself to itself is X{_WHOLE}")
+    if cell.text.startswith("NV") and not of_gpu:
+        raise _error(where, cell, f"{row} has NVLinks to a device that has no row of its own, as GPUs do{_WHOLE}")
+    if cell.text.startswith("NV") and int(cell.text[2:]) == 0:
+        raise _error(where, cell, f"{row} to {column} is {cell.text}: NVLink without a link{_WHOLE}")
+
+
+def _no_row(label: str, last: Row, where: str) -> TopologyError:
+    return _error(where, _end(last), f"{label} has a column but no row{_WHOLE}")
+
+
+def _end(row: Row) -> Cell:
+    """The place behind a row's last cell."""
+    last = row.cells[-1] if row.cells else row.label
+    return Cell("", last.line, last.column + len(last.text))
+
+
+def _error(where: str, at: Cell, what: str) -> TopologyError:
+    return TopologyError(f"{where}: line {at.line}, column {at.column}: {what}")

@@ -1,0 +1,82 @@
+"""Reads the description of a machine, of whichever kind it is, into a link graph."""
+
+import re
+from pathlib import Path
+
+from ringreduce.errors import TopologyError
+from ringreduce.topology.graph import LinkGraph
+from ringreduce.topology.matrix import read_matrix
+from ringreduce.topology.nccl_xml import read_nccl_xml
+from ringreduce.topology.rates import NOTHING, Assumed
+from ringreduce.topology.rocm import is_rocm, read_rocm
+
+KINDS = (
+    "what `nvidia-smi topo -m` or `rocm-smi --showtopo` prints, the XML of NCCL or RCCL (NCCL_TOPO_DUMP_FILE), or the "
+    "JSON of a link graph"
+)
+
+LARGEST = 16 << 20
+"""Bytes of the largest file that is looked at."""
+
+_XML = re.compile(r"\s*(?:<\?xml|<!--|<!DOCTYPE|<(?:system|graphs|topology|nvidia_smi_log)\b)")
+_EMBEDDED = re.compile(r"<system\b[^>]{0,200}>\s*<cpu\b")
+
+
+def read(text: str, where: str, assume: Assumed = NOTHING) -> LinkGraph:
+    """The graph that a text describes; `where` names the text in errors and is the graph's name.
+
+    Raises TopologyError, with line and column, if it describes none.
+    """
+    text = text.removeprefix("\ufeff")
+    if not text.strip():
+        raise TopologyError(f"{where}: line 1, column 1: it is empty; expected {KINDS}")
+    if (at := text.find("\0")) >= 0:
+        line, column = text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at)
+        raise TopologyError(f"{where}: line {line}, column {column}: it is binary; expected {KINDS}")
+    if _XML.match(text):
+        return read_nccl_xml(text, where, assume)
+    if text.lstrip().startswith("{"):
+        return LinkGraph.from_json(text, where)
+    if (found := _EMBEDDED.search(text)) and (end := text.find("</system>", found.start())) >= 0:
+        return read_nccl_xml(_blanked(text, found.start()) + text[found.start() : end + 9], where, assume)
+    if is_rocm(text):
+        return read_rocm(text, where, assume)
+    if not re.search(r"GPU\d", text):
+        start = text.strip()[:40]
+        raise TopologyError(f"{where}: line 1, column 1: it begins {start!r}, which is no topology; expected {KINDS}")
+    return read_matrix(text, where, assume)
+
+
+def load(path: str | Path, assume: Assumed = NOTHING) -> LinkGraph:
+    """The graph that a file describes.  Raises TopologyError that names the path, for its text as `read` does, or for
+    a file that cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            content = file.read(LARGEST + 1)
+    except FileNotFoundError:
+        raise TopologyError(f"{path} does not exist; give a file with {KINDS}") from None
+    except IsADirectoryError:
+        raise TopologyError(f"{path} is a directory; give a file in it, with {KINDS}") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise TopologyError(f"{path} cannot be read: {reason}; give a file that can, with {KINDS}") from None
+    if len(content) > LARGEST:
+        raise TopologyError(f"{path} has more than {LARGEST >> 20} MiB, too much for a machine; expected {KINDS}")
+    return read(_decoded(content, path), str(path), assume)
+
+
+def _decoded(content: bytes, path: str | Path) -> str:
+    """The text of a file: UTF-8, or UTF-16 as PowerShell writes it."""
+    name, encoding = ("UTF-16", "utf-16") if content[:2] in (b"\xff\xfe", b"\xfe\xff") else ("UTF-8", "utf-8-sig")
+    try:
+        return content.decode(encoding)
+    except UnicodeDecodeError as error:
+        before = content[: error.start]
+        line, column = before.count(b"\n") + 1, error.start - before.rfind(b"\n")
+        what = f"it is not {name} text; save it as UTF-8, with {KINDS}"
+        raise TopologyError(f"{path}: line {line}, column {column}: {what}") from None
+
+
+def _blanked(text: str, end: int) -> str:
+    """Blanks and line ends in place of what is before `end`, so that lines and columns stay."""
+    return re.sub(r"[^\r\n]", " ", text[:end])

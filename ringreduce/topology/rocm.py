@@ -1,0 +1,158 @@
+"""Reads `rocm-smi --showtopotype` (or all of `rocm-smi --showtopo`) into a link graph.
+
+It prints tables of GPU against GPU: the link type (XGMI or PCIE, 0 on the diagonal), a weight, hops.  XGMI means that
+two GPUs are in one hive, not that a link joins them.  The weight is 15 for each link on the way, so where it is given,
+only pairs of the least weight are linked; where it is not, all are taken to be, and `LinkGraph.assumed` says so.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from ringreduce.errors import TopologyError
+from ringreduce.topology.classes import Device, pcie_tree
+from ringreduce.topology.graph import LinkGraph, LinkKind, Node, NodeKind, both_directions
+from ringreduce.topology.rates import Assumed, Rate, model, slot, smp
+
+HOW_TO = "run `rocm-smi --showtopo` and save all that it prints"
+
+_ROW = re.compile(r"(?<![\w.-])(?P<label>GPU\d{1,4})[ \t|]+(?=(?:XGMI|PCIE|UNKNOWN|N/A|\d{1,5})(?:[ \t|]|$))")
+_TYPE = re.compile(r"(?<![\w.-])GPU\d{1,4}[ \t|]+(?:0[ \t|]+)?(?:XGMI|PCIE)(?![\w-])")
+_NUMA = re.compile(r"GPU\[(\d{1,4})\][^\n]{0,40}Numa Node: (\d{1,4})")
+
+LONGEST_LINE = 20_000
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A GPU's row: where it begins (from 1), and each cell with its column."""
+
+    line: int
+    column: int
+    label: str
+    cells: tuple[tuple[str, int], ...]
+
+
+def is_rocm(text: str) -> bool:
+    """Whether a text has a row with AMD's link types."""
+    return _TYPE.search(text) is not None
+
+
+def read_rocm(text: str, where: str, assume: Assumed) -> LinkGraph:
+    """The graph of the tables in `text`, which errors call `where`.
+
+    Raises TopologyError, with line and column, if the table of link types is not whole.
+    """
+    tables = _tables(text)
+    types = next((table for table in tables if any(cell in ("XGMI", "PCIE") for cell, _ in _all(table))), None)
+    if types is None:
+        raise TopologyError(f"{where}: line 1, column 1: no table of XGMI and PCIE is in it; {HOW_TO}")
+    _check(types, where)
+    notes: list[str] = []
+    hives = [pair for pair in combinations(range(len(types)), 2) if types[pair[0]].cells[pair[1]][0] == "XGMI"]
+    linked = _linked(hives, next((table for table in tables if _is_weights(table, types)), None), notes)
+
+    known = model(assume.gpu) if assume.gpu is not None else None
+    if known and hives and known.kind is not LinkKind.XGMI:
+        raise _error(
+            where, types[0], f"GPUs with XGMI are in it, which --gpu {known.name} does not have; name the right model"
+        )
+    if assume.nvlink is not None:
+        rate = Rate(assume.nvlink, "--nvlink-gbps")
+    elif known:
+        rate = Rate(known.rate, f"XGMI of {known.name}")
+    else:
+        rate = Rate(model("mi250").rate, "assumed: XGMI of mi250")
+        if linked:
+            notes.append(
+                f"The XGMI generation is not in it: {rate.gbps:g} GB/s per link assumed; set --gpu or --nvlink-gbps."
+            )
+    if linked:
+        notes.append("How many XGMI links join two GPUs is not in it: one assumed.")
+
+    numa = {int(gpu): int(node) for gpu, node in _NUMA.findall(text)}
+    indices = [int(row.label[3:]) for row in types]
+    devices = [
+        Device(
+            Node(f"GPU{at}", NodeKind.GPU, at, numa=numa.get(at), detail=known.name if known else ""),
+            slot(known, assume),
+            frozenset({numa[at]} if at in numa else ()),
+        )
+        for at in indices
+    ]
+    joint = smp(assume)
+    tree = pcie_tree(devices, {}, joint)
+    notes += dict.fromkeys(device.slot.assumed for device in devices if device.slot.assumed)
+    if any(link.kind is LinkKind.SMP for link in tree.links) and joint.assumed:
+        notes.append(joint.assumed)
+    links = [
+        link
+        for one, other in linked
+        for link in both_directions(
+            devices[one].node.name, devices[other].node.name, LinkKind.XGMI, rate.gbps, source=rate.source
+        )
+    ]
+    nodes = (*(device.node for device in devices), *tree.nodes)
+    return LinkGraph(where, nodes, (*links, *tree.links), (*notes, *tree.assumed))
+
+
+def _tables(text: str) -> list[list[_Row]]:
+    """The tables, in order: rows until a GPU repeats or a title follows."""
+    tables: list[list[_Row]] = [[]]
+    for number, line in enumerate(re.split(r"\r\n|\n|\r", text), 1):
+        found = _ROW.search(line) if len(line) <= LONGEST_LINE else None
+        if "==" in line or (found and any(row.label == found["label"] for row in tables[-1])):
+            tables.append([])
+        if found:
+            cells = tuple((cell[0], cell.start() + 1) for cell in re.compile(r"[^\s|]+").finditer(line, found.end()))
+            tables[-1].append(_Row(number, found.start() + 1, found["label"], cells))
+    return [table for table in tables if table]
+
+
+def _all(table: Sequence[_Row]) -> list[tuple[str, int]]:
+    return [cell for row in table for cell in row.cells]
+
+
+def _is_weights(table: Sequence[_Row], types: Sequence[_Row]) -> bool:
+    """Whether these are weights: numbers for the same GPUs, larger ones than hops."""
+    numbers = [int(cell) for cell, _ in _all(table) if re.fullmatch(r"\d{1,5}", cell)]
+    same = [row.label for row in table] == [row.label for row in types]
+    whole = len(numbers) == len(_all(table)) == len(types) ** 2 and all(len(row.cells) == len(types) for row in table)
+    return same and whole and max(numbers, default=0) >= 10
+
+
+def _linked(
+    hives: Sequence[tuple[int, int]], weights: Sequence[_Row] | None, notes: list[str]
+) -> list[tuple[int, int]]:
+    """The pairs with a link of their own, of those in one hive."""
+    if weights is None:
+        if hives:
+            notes.append(
+                "Which GPUs of a hive are linked directly is not in it: all pairs assumed; give --showtopo whole."
+            )
+        return list(hives)
+    weight = {pair: int(weights[pair[0]].cells[pair[1]][0]) for pair in hives}
+    least = min(weight.values(), default=0)
+    return [pair for pair in hives if weight[pair] == least]
+
+
+def _check(rows: Sequence[_Row], where: str) -> None:
+    """Raises TopologyError unless the table is square, symmetric, and has types that are known."""
+    for at, row in enumerate(rows):
+        if len(row.cells) != len(rows):
+            what = f"{row.label} has {len(row.cells)} cells for {len(rows)} GPUs: the text was cut off; {HOW_TO}"
+            raise _error(where, row, what)
+        for to, (cell, column) in enumerate(row.cells):
+            if (cell == "0") != (at == to) or cell not in ("0", "XGMI", "PCIE"):
+                fits = "0" if at == to else "XGMI or PCIE"
+                what = f"{row.label} to {rows[to].label} is {cell}, but it must be {fits}; {HOW_TO}"
+                raise _error(where, row, what, column)
+            back = rows[to].cells[at][0] if at < len(rows[to].cells) else cell
+            if back != cell:
+                what = f"{row.label} to {rows[to].label} is {cell}, but the other way it is {back}; {HOW_TO}"
+                raise _error(where, row, what, column)
+
+
+def _error(where: str, row: _Row, what: str, column: int | None = None) -> TopologyError:
+    return TopologyError(f"{where}: line {row.line}, column {column or row.column}: {what}")
