@@ -1,0 +1,223 @@
+"""The well-known machines: their links against listings of real ones, and hosts joined by their NICs."""
+
+from collections import Counter
+
+import networkx
+import pytest
+
+from ringreduce.errors import TopologyError
+from ringreduce.topology.graph import FABRIC, Link, LinkGraph, LinkKind, Node, NodeKind, both_directions
+from ringreduce.topology.presets import PRESETS, hosts_of, preset
+from ringreduce.topology.rates import Assumed
+
+# NVLinks between GPUs as `nvidia-smi topo -m` lists them on a DGX-1 with P100s, one with V100s, and a p3.8xlarge.
+P100 = """
+. 1 1 1 1 . . .
+1 . 1 1 . 1 . .
+1 1 . 1 . . 1 .
+1 1 1 . . . . 1
+1 . . . . 1 1 1
+. 1 . . 1 . 1 1
+. . 1 . 1 1 . 1
+. . . 1 1 1 1 .
+"""
+V100 = """
+. 1 1 2 2 . . .
+1 . 2 1 . 2 . .
+1 2 . 2 . . 1 .
+2 1 2 . . . . 1
+2 . . . . 1 1 2
+. 2 . . 1 . 2 1
+. . 1 . 1 2 . 2
+. . . 1 2 1 2 .
+"""
+QUAD = """
+. 1 1 2
+1 . 2 1
+1 2 . 2
+2 1 2 .
+"""
+GPUS = {
+    "dgx1-p100": 8,
+    "dgx1-v100": 8,
+    "p3.16xlarge": 8,
+    "p3.8xlarge": 4,
+    "dgx2": 16,
+    "dgx-a100": 8,
+    "hgx-h100": 8,
+    "hgx-h200": 8,
+    "hgx-b200": 8,
+    "gb200-nvl72": 72,
+    "pcie-4": 4,
+    "pcie-8": 8,
+}
+
+
+def lanes(table):
+    rows = [row.split() for row in table.split("\n") if row]
+    return {
+        (f"GPU{one}", f"GPU{other}"): int(cell)
+        for one, row in enumerate(rows)
+        for other, cell in enumerate(row)
+        if cell != "."
+    }
+
+
+def fabric(graph):
+    return {ends: link.lanes for ends, link in graph.by_ends.items() if link.kind in FABRIC}
+
+
+def path(graph, one, other):
+    """The nodes between two devices, without the accelerators' own links."""
+    links = [(link.src, link.dst) for link in graph.links if link.kind not in FABRIC]
+    return networkx.shortest_path(networkx.Graph(links), one, other)[1:-1]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_machine_has_its_gpus_and_links_both_ways(name):
+    graph = preset(name)
+    assert graph.name == name
+    assert [gpu.name for gpu in graph.gpus] == [f"GPU{index}" for index in range(GPUS[name])]
+    assert {(b, a): link.capacity for (a, b), link in graph.by_ends.items()} == {
+        ends: link.capacity for ends, link in graph.by_ends.items()
+    }
+    assert all(link.source for link in graph.links)
+    assert PRESETS[name]() == graph
+    assert LinkGraph.from_json(graph.to_json()) == graph
+
+
+@pytest.mark.parametrize(
+    "name, table, rate",
+    [
+        ("dgx1-p100", P100, 20),
+        ("dgx1-v100", V100, 25),
+        ("p3.16xlarge", V100, 25),
+        ("p3.8xlarge", QUAD, 25),
+    ],
+)
+def test_cube_meshes_are_wired_as_listed(name, table, rate):
+    graph = preset(name)
+    assert fabric(graph) == lanes(table)
+    assert all(link.capacity == rate * link.lanes for link in graph.links if link.kind is LinkKind.NVLINK)
+
+
+@pytest.mark.parametrize(
+    "name, links, rate", [("dgx2", 6, 25), ("dgx-a100", 12, 25), ("hgx-h100", 18, 25), ("hgx-h200", 18, 25),
+                          ("hgx-b200", 18, 50), ("gb200-nvl72", 18, 50)]
+)  # fmt: skip
+def test_switched_machines_give_each_gpu_all_its_links(name, links, rate):
+    graph = preset(name)
+    assert {ends[0] for ends in fabric(graph)} == {gpu.name for gpu in graph.gpus} | {"NVSwitch0"}
+    for gpu in graph.gpus:
+        link = graph.by_ends[gpu.name, "NVSwitch0"]
+        assert (link.lanes, link.capacity) == (links, links * rate)
+
+
+@pytest.mark.parametrize("name", ["dgx1-v100", "dgx1-p100", "dgx-a100", "pcie-4", "pcie-8"])
+def test_pairs_share_a_pcie_switch(name):
+    graph = preset(name)
+    assert path(graph, "GPU0", "GPU1") == ["PCIe0"]
+    assert path(graph, "GPU2", "GPU3") == ["PCIe1"]
+    last = len(graph.gpus) - 1
+    assert path(graph, "GPU0", f"GPU{last}") == ["PCIe0", "CPU0", "CPU1", f"PCIe{last // 2}"]
+
+
+def test_dgx2_has_two_levels_of_switches():
+    graph = preset("dgx2")
+    assert path(graph, "GPU0", "mlx5_0") == ["PCIe0"]
+    assert path(graph, "GPU0", "GPU2") == ["PCIe0", "PCIe8", "PCIe1"]
+    assert path(graph, "GPU0", "GPU4") == ["PCIe0", "PCIe8", "CPU0", "PCIe9", "PCIe2"]
+
+
+def test_nics_are_near_their_gpus():
+    for name, near in (
+        ("dgx1-v100", ("GPU2", "mlx5_1")),
+        ("dgx-a100", ("GPU2", "mlx5_3")),
+        ("hgx-h200", ("GPU5", "mlx5_5")),
+    ):
+        assert len(path(preset(name), *near)) == 1
+
+
+def test_what_is_assumed_overrides_rates():
+    graph = preset("dgx1-v100", Assumed(nvlink=18, pcie=12, smp=9.5))
+    assert graph.by_ends["GPU0", "GPU3"].capacity == 36
+    assert graph.by_ends["GPU0", "GPU1"].capacity == 18
+    assert graph.by_ends["GPU0", "PCIe0"].capacity == graph.by_ends["PCIe0", "CPU0"].capacity == 12
+    assert graph.by_ends["CPU1", "CPU0"].capacity == 9.5
+    assert Counter(link.source for link in graph.links if link.source.startswith("--")) == {
+        "--nvlink-gbps": 32, "--pcie-gbps": 32, "--smp-gbps": 2
+    }  # fmt: skip
+
+
+def test_what_nobody_said_is_assumed_aloud():
+    assert any("--pcie-gbps" in text for text in preset("pcie-4").assumed)
+    assert any("--smp-gbps" in text for text in preset("pcie-4").assumed)
+    assert preset("pcie-4", Assumed(pcie=20, smp=20)).assumed == ()
+    faster = preset("pcie-4", Assumed(gpu="l40s"))
+    assert faster.by_ends["GPU0", "PCIe0"].capacity == pytest.approx(31.508, abs=1e-3)
+    assert not any("--pcie-gbps" in text for text in faster.assumed)
+
+
+def test_an_unknown_preset_lists_those_there_are():
+    with pytest.raises(TopologyError, match=r"'dgx3'.*dgx1-v100.*gb200-nvl72"):
+        preset("dgx3")
+
+
+def test_hosts_are_copies_joined_by_their_nics():
+    graph = hosts_of(preset("dgx1-v100"), 3)
+    assert [gpu.name for gpu in graph.gpus[7:9]] == ["host0/GPU7", "host1/GPU0"]
+    assert {gpu.host for gpu in graph.gpus} == {0, 1, 2}
+    inside = Link("host2/GPU0", "host2/GPU3", LinkKind.NVLINK, 50, 2, "NVLink 2")
+    assert graph.by_ends["host2/GPU0", "host2/GPU3"] == inside
+    joined = [link for link in graph.links if link.kind is LinkKind.NETWORK]
+    assert len(joined) == 2 * 3 * 4 and {link.capacity for link in joined} == {12.5}
+    assert {link.src for link in joined if link.dst == "network"} == {
+        f"host{host}/mlx5_{nic}" for host in range(3) for nic in range(4)
+    }
+    between = [link for link in graph.links if "network" not in (link.src, link.dst)]
+    assert all(link.src.split("/")[0] == link.dst.split("/")[0] for link in between)
+
+
+def test_nics_can_be_fewer_more_and_faster():
+    network = {
+        link.src: link for link in hosts_of(preset("dgx1-v100"), 2, nics=1, gbps=50).links if link.dst == "network"
+    }
+    assert {name: link.capacity for name, link in network.items()} == {"host0/mlx5_0": 50, "host1/mlx5_0": 50}
+    graph = hosts_of(preset("pcie-4"), 2, nics=3, gbps=25)
+    assert [graph.by_ends[f"host1/NIC{at}", f"host1/CPU{at % 2}"].capacity for at in range(3)] == [25, 25, 25]
+    assert graph.by_ends["host1/NIC2", "network"].capacity == 25
+
+
+def test_a_port_of_unknown_speed_is_as_fast_as_its_slot():
+    nodes = (Node("GPU0", NodeKind.GPU), Node("NIC0", NodeKind.NIC), Node("CPU0", NodeKind.CPU))
+    slots = both_directions("NIC0", "CPU0", LinkKind.PCIE, 7) + both_directions("GPU0", "CPU0", LinkKind.PCIE, 9)
+    graph = hosts_of(LinkGraph("box", nodes, slots), 2)
+    assert graph.by_ends["host0/NIC0", "network"].capacity == 7
+    assert any("NIC0" in text and "gbps" in text for text in graph.assumed)
+
+
+@pytest.mark.parametrize(
+    "name, arguments, message",
+    [
+        ("dgx1-v100", {"count": 1}, "1 hosts need no network"),
+        ("dgx1-v100", {"count": 2, "nics": 0}, "0 NICs join nothing"),
+        ("dgx1-v100", {"count": 2, "gbps": 0.0}, "a NIC of 0.0 GB/s"),
+        ("pcie-4", {"count": 2}, "pcie-4 has 0 NICs; give `gbps`, and it gets 1"),
+        ("dgx1-v100", {"count": 2, "nics": 6}, "has 4 NICs; give `gbps`, and it gets 2"),
+        ("gb200-nvl72", {"count": 2, "gbps": 50.0}, "no CPU that more could be at"),
+    ],
+)
+def test_hosts_that_cannot_be_joined(name, arguments, message):
+    with pytest.raises(TopologyError, match=message):
+        hosts_of(preset(name), **arguments)
+
+
+def test_hosts_are_joined_once():
+    with pytest.raises(TopologyError, match="several hosts already"):
+        hosts_of(hosts_of(preset("dgx1-v100"), 2), 2)
+
+
+def test_a_nic_that_hangs_in_the_air_needs_a_speed():
+    graph = LinkGraph("box", (Node("GPU0", NodeKind.GPU), Node("NIC0", NodeKind.NIC)), ())
+    with pytest.raises(TopologyError, match="how fast NIC0 is, nothing says; give `gbps`"):
+        hosts_of(graph, 2)
