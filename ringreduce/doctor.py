@@ -1,0 +1,443 @@
+"""What this machine lets ringreduce do, and why: `ringreduce doctor`.
+
+`look` reads the facts and never raises, `examine` judges them, `render` draws the table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import resource
+import shlex
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ringreduce.topology.graph import FABRIC, LinkGraph, LinkKind, NodeKind
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+State = Literal["ok", "limited", "missing"]
+
+OLDEST_TORCH = (2, 11)
+
+LEAST_FILES = 1024
+"""Open files below which groups may run out of them: each group of a rank holds one for every other rank."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at: what there is, why it matters here, and what would better it ("" if nothing)."""
+
+    subject: str
+    state: State
+    what: str
+    why: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Interface:
+    """A network interface; `gbit` is 0 where it does not tell."""
+
+    name: str
+    up: bool
+    gbit: float
+    loopback: bool = False
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What `look` has read.  None: there is none, or no limit."""
+
+    graph: LinkGraph
+    torch: str
+    distributed: bool
+    cuda: str | None
+    """The CUDA that torch is built for."""
+    cuda_devices: int
+    compiler: str | None
+    memory: str
+    """Why ranks cannot share memory; "" if they can."""
+    memory_left: int | None
+    """Bytes that may still be taken."""
+    bytes_per_rank: int
+    fetch: bool
+    """Whether ranks can read one another's memory."""
+    fetch_wanted: bool
+    yama: str
+    cores: int
+    """Those that this process may use."""
+    cores_online: int
+    quota: float | None
+    """Cores' worth of time that the process's cgroup gets."""
+    nccl: str | None
+    nvcc: str | None
+    interfaces: tuple[Interface, ...]
+    memlock: int | None
+    """Bytes."""
+    open_files: int | None
+    huge_pages: str
+    """The kernel's choice for shared memory: always, within_size, advise, never, ...; "" if it does not say."""
+
+
+def examine(facts: Facts | None = None) -> list[Finding]:
+    """Everything that matters, about this machine if no facts are given."""
+    facts = facts or look()
+    return [finding for judge in JUDGES for finding in [judge(facts)] if finding is not None]
+
+
+def render(findings: list[Finding]) -> Table:
+    """The findings as a table for a rich console."""
+    from rich.table import Table
+    from rich.text import Text
+
+    colours = {"ok": "green", "limited": "yellow", "missing": "red"}
+    table = Table("", "state", "what there is", "why it matters", "what to do")
+    for finding in findings:
+        state = Text(finding.state, style=colours[finding.state])
+        table.add_row(finding.subject, state, *map(Text, (finding.what, finding.why, finding.fix)))
+    return table
+
+
+# Judging.
+
+
+def _torch(facts: Facts) -> Finding:
+    why = "ringreduce is a backend of torch.distributed"
+    cuda = f"CUDA {facts.cuda}" if facts.cuda else "no CUDA"
+    what = f"torch {facts.torch}, {cuda}"
+    version = re.match(r"(\d+)\.(\d+)", facts.torch)
+    if not facts.distributed:
+        return Finding(
+            "torch", "missing", f"{what}, without torch.distributed", why, "install torch from PyPI for Linux"
+        )
+    if version is None or (int(version[1]), int(version[2])) < OLDEST_TORCH:
+        return Finding("torch", "limited", what, why, f"install torch {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} or newer")
+    if len(facts.graph.gpus) > facts.cuda_devices:
+        seen = f"{what}; it sees {facts.cuda_devices} of {len(facts.graph.gpus)} GPUs"
+        fix = "see torch.cuda.is_available()" if facts.cuda else "install a torch that is built for CUDA"
+        return Finding("torch", "limited", seen, why, fix)
+    return Finding("torch", "ok", what, why)
+
+
+def _compiler(facts: Facts) -> Finding:
+    why = "builds ringreduce from its source, and anew for another torch"
+    if facts.compiler:
+        return Finding("C++ compiler", "ok", facts.compiler, why)
+    return Finding("C++ compiler", "limited", "none on PATH", why, "install g++ or clang++, or set CXX")
+
+
+def _shared_memory(facts: Facts) -> Finding:
+    why = "the ranks of a host move data through memory that they share (a memfd, not /dev/shm)"
+    if facts.memory:
+        return Finding(
+            "shared memory", "missing", facts.memory, why, "use Linux 5.3 or newer, and allow the system calls"
+        )
+    need = facts.bytes_per_rank * facts.cores
+    each = f"{_bytes(facts.bytes_per_rank)} for a rank and group"
+    if facts.memory_left is None:
+        return Finding("shared memory", "ok", f"memfd works; {each}", why)
+    what = f"memfd works; {_bytes(facts.memory_left)} left, {each}"
+    if facts.memory_left < need:
+        fix = "raise the memory limit of the cgroup (Docker: --memory), or lower RINGREDUCE_CHANNEL_BYTES"
+        return Finding("shared memory", "limited", what, why, fix)
+    return Finding("shared memory", "ok", what, why)
+
+
+def _peer_memory(facts: Facts) -> Finding:
+    subject = "peers' memory"
+    why = "ranks read one another's tensors where they lie; without, everything is copied through shared memory"
+    if facts.fetch:
+        return Finding(subject, "ok", "can be read", why)
+    if not facts.fetch_wanted:
+        return Finding(subject, "limited", "not read, by RINGREDUCE_FETCH", why, "unset RINGREDUCE_FETCH")
+    if facts.yama not in ("", "0"):
+        fix = "sysctl kernel.yama.ptrace_scope=0, or run as root (Docker: --cap-add=SYS_PTRACE)"
+        return Finding(subject, "limited", f"kernel.yama.ptrace_scope is {facts.yama}", why, fix)
+    fix = "allow process_vm_readv (Docker: --cap-add=SYS_PTRACE, or another seccomp profile)"
+    return Finding(subject, "limited", "the kernel refuses it", why, fix)
+
+
+def _cores(facts: Facts) -> Finding:
+    why = "a rank that waits for a core delays all others; ranks on one NUMA node share its memory"
+    nodes = len(facts.graph.of_kind(NodeKind.CPU))
+    what = f"{facts.cores} of {facts.cores_online} cores, {_count(nodes, 'NUMA node')}"
+    if facts.quota is not None and facts.quota < facts.cores:
+        fix = f"start at most {max(1, int(facts.quota))} ranks, or raise the limit (Docker: --cpus)"
+        return Finding("cores", "limited", f"{what}, time of {facts.quota:g} cores", why, fix)
+    if facts.cores < 2:
+        return Finding("cores", "limited", what, why, "allow more (taskset, or Docker: --cpuset-cpus)")
+    return Finding("cores", "ok", what, why)
+
+
+def _gpus(facts: Facts) -> Finding:
+    why = "GPUs reduce in their own memory; ranks on CPUs need none"
+    gpus = facts.graph.gpus
+    # Notes of the probe that are about GPUs; the rest is shown with the topology.
+    notes = [text for text in facts.graph.assumed if "GPU" in text or "NVLinks" in text or "XGMI" in text]
+    if not gpus:
+        fix = "install the driver, show the GPUs to the container (Docker: --gpus all), `pip install ringreduce[cuda]`"
+        return Finding("GPUs", "missing", " ".join(["none", *notes]), why, fix)
+    models = Counter(gpu.detail.split(" at ")[0] or "GPU" for gpu in gpus)
+    what = ", ".join(f"{count} x {model}" for model, count in models.items())
+    if notes:
+        return Finding("GPUs", "limited", what, why, " ".join(notes))
+    return Finding("GPUs", "ok", what, why)
+
+
+def _fabric(facts: Facts) -> Finding | None:
+    """The GPUs' own links; nothing about fewer than two GPUs."""
+    graph = facts.graph
+    if len(graph.gpus) < 2:
+        return None
+    why = "rings and trees over these links are several times faster than over PCIe"
+    out = {
+        gpu.name: sum(link.capacity for link in graph.following[gpu.name] if link.kind in FABRIC) for gpu in graph.gpus
+    }
+    without = [name for name, capacity in out.items() if not capacity]
+    kind = "XGMI" if any(link.kind is LinkKind.XGMI for link in graph.links) else "NVLink"
+    if len(without) == len(out):
+        return Finding("NVLink", "limited", "none: PCIe only", why, "nothing, if the GPUs have no such links")
+    low, high = min(filter(None, out.values())), max(out.values())
+    what = f"{low:g} GB/s" if low == high else f"{low:g} to {high:g} GB/s"
+    if without:
+        return Finding(
+            kind, "limited", f"{what} a GPU, none for {', '.join(without)}", why, "see `nvidia-smi nvlink -s`"
+        )
+    return Finding(kind, "ok", f"{what} from each GPU, each way", why)
+
+
+def _nccl(facts: Facts) -> Finding:
+    why = "carries collectives of GPU tensors in torch (`cpu:ringreduce,cuda:nccl`)"
+    if facts.nccl:
+        return Finding("NCCL", "ok", facts.nccl, why)
+    fix = "install a torch that is built for CUDA, or libnccl2" if facts.graph.gpus else ""
+    return Finding("NCCL", "missing", "none", why, fix)
+
+
+def _toolkit(facts: Facts) -> Finding:
+    why = "compiles kernels for GPUs; ranks on CPUs need none"
+    if facts.nvcc:
+        return Finding("CUDA toolkit", "ok", facts.nvcc, why)
+    fix = "install the CUDA toolkit, or set CUDA_HOME" if facts.graph.gpus else ""
+    return Finding("CUDA toolkit", "missing", "no nvcc", why, fix)
+
+
+def _network(facts: Facts) -> Finding:
+    why = "ranks meet at a store over TCP, and hosts are no faster than the network between them"
+    up = [interface for interface in facts.interfaces if interface.up]
+    speeds = [f"{one.name} ({one.gbit:g} Gbit/s)" if one.gbit else one.name for one in up]
+    what = ", ".join(speeds) or "none is up"
+    if not any(interface.loopback for interface in up):
+        return Finding("network", "missing", f"{what}; no loopback", why, "ip link set lo up")
+    if len(up) == 1:
+        return Finding(
+            "network", "limited", f"{what}: this host alone", why, "set up an interface to reach other hosts"
+        )
+    return Finding("network", "ok", what, why)
+
+
+def _memlock(facts: Facts) -> Finding:
+    why = "RDMA and GPUs reach only memory that is locked; ranks on CPUs lock none"
+    needed = bool(facts.graph.gpus) or any(nic.name.startswith("mlx") for nic in facts.graph.of_kind(NodeKind.NIC))
+    what = "no limit" if facts.memlock is None else f"at most {_bytes(facts.memlock)}"
+    if facts.memlock is not None and needed:
+        fix = "ulimit -l unlimited (Docker: --ulimit memlock=-1)"
+        return Finding("locked memory", "limited", what, why, fix)
+    return Finding("locked memory", "ok", what, why)
+
+
+def _open_files(facts: Facts) -> Finding:
+    why = "every group of a rank holds one for each other rank, to see it die"
+    what = "no limit" if facts.open_files is None else f"at most {facts.open_files}"
+    if facts.open_files is not None and facts.open_files < LEAST_FILES:
+        return Finding("open files", "limited", what, why, f"ulimit -n {LEAST_FILES} or more (Docker: --ulimit nofile)")
+    return Finding("open files", "ok", what, why)
+
+
+def _huge_pages(facts: Facts) -> Finding | None:
+    if not facts.huge_pages:
+        return None
+    why = "large tensors in shared memory may miss the TLB less"
+    path = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
+    if facts.huge_pages in ("always", "within_size", "force"):
+        return Finding("huge pages", "ok", f"{facts.huge_pages}, for shared memory", why)
+    return Finding("huge pages", "limited", f"{facts.huge_pages}, for shared memory", why, f"echo within_size > {path}")
+
+
+JUDGES: tuple[Callable[[Facts], Finding | None], ...] = (
+    _torch,
+    _compiler,
+    _shared_memory,
+    _peer_memory,
+    _cores,
+    _gpus,
+    _fabric,
+    _nccl,
+    _toolkit,
+    _network,
+    _memlock,
+    _open_files,
+    _huge_pages,
+)
+
+
+# Looking.
+
+
+def look(sysfs: Path = Path("/sys"), proc: Path = Path("/proc")) -> Facts:
+    """This machine, as far as it can be read."""
+    import torch
+
+    from ringreduce import tuning
+    from ringreduce.config import DEFAULTS, resolve
+    from ringreduce.topology.live import probe
+
+    try:
+        options = resolve(None)[0]
+    except ValueError:  # `ringreduce info` says which variable is wrong
+        options = resolve(None, {})[0]
+    values = {name: getattr(options, name) or default for name, default in DEFAULTS.items()}
+    cores = len(os.sched_getaffinity(0))
+    return Facts(
+        graph=probe(),
+        torch=torch.__version__,
+        distributed=torch.distributed.is_available(),
+        cuda=torch.version.cuda,
+        cuda_devices=torch.cuda.device_count(),
+        compiler=shutil.which(shlex.split(os.environ.get("CXX") or "c++")[0]),
+        memory=_why_no_memory(),
+        memory_left=_memory_left(sysfs, proc),
+        bytes_per_rank=values["channels"] * values["channel_bytes"] + values["mailbox_bytes"],
+        fetch=tuning.fetches(options),
+        fetch_wanted=bool(options.fetch),
+        yama=_text(proc / "sys/kernel/yama/ptrace_scope"),
+        cores=cores,
+        cores_online=os.cpu_count() or cores,
+        quota=_quota(sysfs, proc),
+        nccl=_find_nccl(torch),
+        nvcc=_find_nvcc(),
+        interfaces=_interfaces(sysfs),
+        memlock=_limit(resource.RLIMIT_MEMLOCK),
+        open_files=_limit(resource.RLIMIT_NOFILE),
+        huge_pages=_chosen(_text(sysfs / "kernel/mm/transparent_hugepage/shmem_enabled")),
+    )
+
+
+def _why_no_memory() -> str:
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+        file = os.memfd_create("ringreduce doctor", os.MFD_CLOEXEC)
+    except OSError as error:
+        return f"memfd_create or pidfd_open: {error.strerror}"
+    try:
+        os.ftruncate(file, 4096)
+        os.pwrite(file, b"1", 0)
+    except OSError as error:
+        return f"a memfd of 4096 bytes: {error.strerror}"
+    finally:
+        os.close(file)
+    return ""
+
+
+def _memory_left(sysfs: Path, proc: Path) -> int | None:
+    """The least of what the machine has available and of what is left in each cgroup above this process."""
+    left = []
+    if available := re.search(r"MemAvailable:\s+(\d+) kB", _text(proc / "meminfo")):
+        left.append(int(available[1]) * 1024)
+    for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        for folder in _cgroups(sysfs, proc, "memory"):
+            most, taken = _text(folder / limit), _text(folder / used)
+            if most.isdecimal() and taken.isdecimal():
+                left.append(int(most) - int(taken))
+    return max(0, min(left)) if left else None
+
+
+def _quota(sysfs: Path, proc: Path) -> float | None:
+    """The least number of cores' worth of time that a cgroup above this process gets."""
+    quotas = []
+    for folder in _cgroups(sysfs, proc, "cpu"):
+        quota, _, period = _text(folder / "cpu.max").partition(" ")
+        if not quota:
+            quota, period = _text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")
+        if quota.isdecimal() and period.isdecimal() and int(period):
+            quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
+
+
+def _cgroups(sysfs: Path, proc: Path, controller: str) -> Iterator[Path]:
+    """The folders of the cgroups that this process is in, of version 1 or 2, up to the root."""
+    for line in _text(proc / "self/cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers and controller not in controllers.split(","):
+            continue
+        root = sysfs / "fs/cgroup" / (controller if controllers else "")
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        yield from (root.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1))
+
+
+def _find_nccl(torch: Any) -> str | None:
+    with contextlib.suppress(Exception):  # builds without CUDA have no such functions
+        return f"{'.'.join(map(str, torch.cuda.nccl.version()))}, in torch"
+    for name in ("libnccl.so.2", "librccl.so.1"):
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(name)
+            return name
+    return None
+
+
+def _find_nvcc() -> str | None:
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    return shutil.which("nvcc") or shutil.which(f"{home}/bin/nvcc")
+
+
+def _interfaces(sysfs: Path) -> tuple[Interface, ...]:
+    try:
+        folders = sorted((sysfs / "class/net").iterdir())
+    except OSError:
+        return ()
+    found = []
+    for folder in folders:
+        text = _text(folder / "flags")
+        flags = int(text, 16) if re.fullmatch(r"0x[0-9a-f]+", text) else 0
+        speed = _text(folder / "speed")
+        gbit = int(speed) / 1000 if speed.isdecimal() else 0.0
+        found.append(Interface(folder.name, bool(flags & 1), gbit, loopback=bool(flags & 8)))
+    return tuple(found)
+
+
+def _limit(which: int) -> int | None:
+    soft, _ = resource.getrlimit(which)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _chosen(text: str) -> str:
+    """ "always [madvise] never" -> "madvise"."""
+    found = re.search(r"\[(\w+)\]", text)
+    return found[1] if found else ""
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except (OSError, ValueError):
+        return ""
+
+
+def _bytes(count: int) -> str:
+    for unit, name in ((1024**3, "GB"), (1024**2, "MB"), (1024, "KB")):
+        if count >= unit:
+            return f"{count / unit:.3g} {name}"
+    return f"{count} B"
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'s' if number != 1 else ''}"

@@ -1,0 +1,197 @@
+"""The doctor: what it says of machines that the tests make up, what it reads of one, and once all of it for real."""
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from ringreduce.doctor import Facts, Interface, examine, look, render
+from ringreduce.topology.graph import LinkGraph, Node, NodeKind
+from ringreduce.topology.presets import preset
+
+GB = 1024**3
+LOOPBACK = Interface("lo", up=True, gbit=0, loopback=True)
+ETHERNET = Interface("eth0", up=True, gbit=25)
+CORES = LinkGraph("cores", (Node("CPU0", NodeKind.CPU), Node("CORE0", NodeKind.CORE)), ())
+
+# A machine for which there is nothing to do.
+FACTS = Facts(
+    graph=preset("dgx1-v100"),
+    torch="2.13.0+cu128",
+    distributed=True,
+    cuda="12.8",
+    cuda_devices=8,
+    compiler="/usr/bin/c++",
+    memory="",
+    memory_left=400 * GB,
+    bytes_per_rank=14 * 1024**2,
+    fetch=True,
+    fetch_wanted=True,
+    yama="0",
+    cores=80,
+    cores_online=80,
+    quota=None,
+    nccl="2.27.3, in torch",
+    nvcc="/usr/local/cuda/bin/nvcc",
+    interfaces=(LOOPBACK, ETHERNET),
+    memlock=None,
+    open_files=1024,
+    huge_pages="always",
+)
+
+
+def finding(subject, **changes):
+    (found,) = [finding for finding in examine(replace(FACTS, **changes)) if finding.subject == subject]
+    return found
+
+
+def test_a_machine_without_fault():
+    findings = examine(FACTS)
+    assert {finding.state for finding in findings} == {"ok"}
+    assert all(finding.what and finding.why and not finding.fix for finding in findings)
+    assert finding("GPUs").what == "8 x V100"
+    assert finding("NVLink").what == "150 GB/s from each GPU, each way"
+    assert finding("network").what == "lo, eth0 (25 Gbit/s)"
+    assert finding("cores").what == "80 of 80 cores, 2 NUMA nodes"
+    assert finding("locked memory").what == "no limit"
+
+
+@pytest.mark.parametrize(
+    "subject, state, says, fix, changes",
+    [
+        ("torch", "missing", "without torch.distributed", "from PyPI", {"distributed": False}),
+        ("torch", "limited", "torch 2.9.1", "torch 2.11 or newer", {"torch": "2.9.1"}),
+        ("torch", "limited", "no CUDA; it sees 0 of 8 GPUs", "built for CUDA", {"cuda": None, "cuda_devices": 0}),
+        ("torch", "limited", "it sees 3 of 8 GPUs", "is_available", {"cuda_devices": 3}),
+        ("C++ compiler", "limited", "none on PATH", "g++", {"compiler": None}),
+        ("shared memory", "missing", "Function not implemented", "Linux 5.3", {"memory": "Function not implemented"}),
+        ("shared memory", "limited", "1 GB left", "--memory", {"memory_left": GB}),
+        ("peers' memory", "limited", "ptrace_scope is 1", "ptrace_scope=0", {"fetch": False, "yama": "1"}),
+        ("peers' memory", "limited", "the kernel refuses", "process_vm_readv", {"fetch": False, "yama": ""}),
+        ("peers' memory", "limited", "RINGREDUCE_FETCH", "unset", {"fetch": False, "fetch_wanted": False}),
+        ("cores", "limited", "time of 2.5 cores", "at most 2 ranks", {"quota": 2.5}),
+        ("cores", "limited", "1 of 80 cores", "taskset", {"cores": 1}),
+        ("GPUs", "missing", "none", "--gpus all", {"graph": CORES}),
+        ("GPUs", "missing", "shows none", "driver", {"graph": replace(CORES, assumed=("It shows none of 4 GPUs.",))}),
+        ("GPUs", "limited", "8 x V100", "NVLinks are", {"graph": replace(FACTS.graph, assumed=("NVLinks are ...",))}),
+        ("NVLink", "limited", "none: PCIe only", "no such links", {"graph": preset("pcie-4"), "cuda_devices": 4}),
+        ("NCCL", "missing", "none", "libnccl2", {"nccl": None}),
+        ("CUDA toolkit", "missing", "no nvcc", "CUDA_HOME", {"nvcc": None}),
+        ("network", "missing", "eth0 (25 Gbit/s); no loopback", "lo up", {"interfaces": (ETHERNET,)}),
+        ("network", "missing", "none is up", "lo up", {"interfaces": (replace(LOOPBACK, up=False),)}),
+        ("network", "limited", "lo: this host alone", "interface", {"interfaces": (LOOPBACK,)}),
+        ("locked memory", "limited", "at most 8 MB", "ulimit -l", {"memlock": 8 * 1024**2}),
+        ("open files", "limited", "at most 256", "ulimit -n", {"open_files": 256}),
+        ("huge pages", "limited", "never", "shmem_enabled", {"huge_pages": "never"}),
+    ],
+)
+def test_every_fault_has_a_finding_and_a_fix(subject, state, says, fix, changes):
+    found = finding(subject, **changes)
+    assert found.state == state
+    assert says in found.what
+    assert fix in found.fix
+
+
+def test_one_fault_is_one_finding():
+    faults = examine(replace(FACTS, memlock=0, nccl=None))
+    assert {finding.subject for finding in faults if finding.state != "ok"} == {"locked memory", "NCCL"}
+
+
+def test_gpus_that_are_off_the_fabric_are_named():
+    graph = FACTS.graph
+    left = tuple(link for link in graph.links if "GPU5" not in (link.src, link.dst) or "PCIe" in link.src + link.dst)
+    found = finding("NVLink", graph=replace(graph, links=left))
+    assert found.state == "limited"
+    assert found.what == "100 to 150 GB/s a GPU, none for GPU5"
+
+
+def test_a_machine_of_cores_needs_nothing_of_gpus():
+    findings = {one.subject: one for one in examine(replace(FACTS, graph=CORES, nccl=None, nvcc=None, memlock=65536))}
+    assert "NVLink" not in findings
+    assert findings["locked memory"].state == "ok"
+    assert findings["NCCL"].fix == findings["CUDA toolkit"].fix == ""
+
+
+def test_what_the_kernel_does_not_say_is_not_judged():
+    findings = {finding.subject: finding for finding in examine(replace(FACTS, huge_pages="", memory_left=None))}
+    assert "huge pages" not in findings
+    assert findings["shared memory"].state == "ok"
+
+
+def test_the_table_has_every_word():
+    findings = examine(replace(FACTS, quota=1.0, fetch=False, yama="[red]2"))
+    console = Console(width=400, record=True, file=io.StringIO())
+    console.print(render(findings))
+    text = console.export_text()
+    for finding in findings:
+        assert all(word in text for word in (finding.subject, finding.state, finding.what, finding.why, finding.fix))
+
+
+def write(root, files):
+    for path, text in files.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(f"{text}\n")
+
+
+@pytest.mark.parametrize(
+    "cgroup, files, left, quota",
+    [
+        ("0::/", {}, 8 * GB, None),
+        ("0::/a/b", {"a/memory.max": 3 * GB, "a/memory.current": GB, "a/b/memory.max": "max",
+                     "a/cpu.max": "150000 100000", "cpu.max": "max 100000"}, 2 * GB, 1.5),
+        ("0::/../..", {"memory.max": GB, "memory.current": 2 * GB}, 0, None),
+        ("5:cpu,cpuacct:/c\n4:memory:/m\n0::/", {
+            "memory/m/memory.limit_in_bytes": 4 * GB, "memory/m/memory.usage_in_bytes": GB,
+            "cpu/c/cpu.cfs_quota_us": 50000, "cpu/c/cpu.cfs_period_us": 100000, "cpu/cpu.cfs_quota_us": -1},
+         3 * GB, 0.5),
+        ("nonsense", {"memory.max": 1}, 8 * GB, None),
+    ],
+)  # fmt: skip
+def test_limits_of_cgroups_are_found(tmp_path, cgroup, files, left, quota):
+    write(tmp_path / "proc", {"self/cgroup": cgroup, "meminfo": f"MemAvailable:   {8 * GB // 1024} kB"})
+    write(tmp_path / "sys/fs/cgroup", files)
+    facts = look(tmp_path / "sys", tmp_path / "proc")
+    assert (facts.memory_left, facts.quota) == (left, quota)
+
+
+def test_interfaces_and_kernel_settings_are_read(tmp_path):
+    write(
+        tmp_path,
+        {
+            "proc/sys/kernel/yama/ptrace_scope": 1,
+            "sys/kernel/mm/transparent_hugepage/shmem_enabled": "always [within_size] never",
+            "sys/class/net/eth0/flags": "0x1003",
+            "sys/class/net/eth0/speed": 100000,
+            "sys/class/net/eth1/flags": "0x1002",
+            "sys/class/net/eth1/speed": -1,
+            "sys/class/net/lo/flags": "0x9",
+        },
+    )
+    facts = look(tmp_path / "sys", tmp_path / "proc")
+    assert (facts.yama, facts.huge_pages) == ("1", "within_size")
+    assert facts.interfaces == (Interface("eth0", True, 100), Interface("eth1", False, 0), LOOPBACK)
+
+
+def test_a_system_that_tells_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("RINGREDUCE_SLICES", "many")
+    monkeypatch.setenv("CXX", "")
+    monkeypatch.setenv("PATH", "")
+    facts = look(tmp_path, tmp_path)
+    assert (facts.memory_left, facts.quota, facts.interfaces, facts.huge_pages, facts.compiler) == (
+        None,
+        None,
+        (),
+        "",
+        None,
+    )
+    assert examine(facts)
+
+
+def test_this_machine():
+    findings = examine()
+    subjects = [finding.subject for finding in findings]
+    assert len(subjects) == len(set(subjects)) >= 11
+    assert all(finding.what and finding.why for finding in findings)
+    (memory,) = [finding for finding in findings if finding.subject == "shared memory"]
+    assert memory.state != "missing"
