@@ -1,0 +1,181 @@
+"""Arguments that several commands share: how they are read, and what is wrong with those that cannot be."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from ringreduce.errors import TopologyError
+from ringreduce.plan import COLLECTIVES
+from ringreduce.topology.graph import LinkGraph
+from ringreduce.topology.rates import Assumed
+
+UNITS = {
+    "": 1,
+    "B": 1,
+    **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)},
+    **{f"{prefix}{end}": 1024**power for power, prefix in enumerate("KMGT", 1) for end in ("", "IB")},
+}
+SIZE_HELP = "160MB (1e6 bytes each), 64MiB or 64M (2^20), or bytes"
+
+DEFAULT_SIZE = 160_000_000
+MOST_BYTES = 2**63 - 1
+
+SPELLINGS = {name.replace("_", ""): name for name in COLLECTIVES} | {
+    "allreducecoalesced": "all_reduce",
+    "allgatherintotensor": "all_gather",
+    "allgatherbase": "all_gather",
+    "reducescattertensor": "reduce_scatter",
+    "reducescatterbase": "reduce_scatter",
+    "bcast": "broadcast",
+    "alltoallsingle": "all_to_all",
+    "alltoallbase": "all_to_all",
+}
+"""Collectives as torch, NCCL and MPI spell them, without case, hyphens, underscores and the prefix `nccl`."""
+
+PICTURES = (".png", ".pdf", ".svg")
+
+
+def size_bytes(text: str) -> int:
+    """ "160MB" -> 160000000, "64MiB" and "64M" -> 67108864: K, M, G and T alone are powers of 1024 as in all knobs."""
+    match = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([a-z]*)", text.strip(), re.IGNORECASE | re.ASCII)
+    unit = UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; give {SIZE_HELP}")
+    count = round(float(match[1]) * unit) if len(match[1]) < 300 else MOST_BYTES + 1
+    if not 1 <= count <= MOST_BYTES:
+        raise argparse.ArgumentTypeError(f"{text!r} is {count} bytes; give from 1 to 2^63 - 1, such as 160MB")
+    return count
+
+
+def gpu_list(text: str) -> tuple[int, ...]:
+    """ "0,1,3" or "0-3,6": positions of GPUs, each once."""
+    chosen: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part, re.ASCII)
+        if match is None:
+            raise argparse.ArgumentTypeError(f"{text!r}: {part!r} is no GPU; give numbers as in 0,1,3 or 0-3")
+        first = int(match[1])
+        last = int(match[2]) if match[2] is not None else first
+        if last < first:
+            raise argparse.ArgumentTypeError(f"{text!r}: {part!r} ends before it begins; write {last}-{first}")
+        if last - first >= 100_000:
+            raise argparse.ArgumentTypeError(f"{text!r}: {part!r} is more GPUs than any machine has")
+        chosen += range(first, last + 1)
+    gpu, times = Counter(chosen).most_common(1)[0]
+    if times > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} names GPU {gpu} twice; name each once")
+    return tuple(chosen)
+
+
+def collective(text: str) -> str:
+    """The name that plans have for a collective, from any spelling of it."""
+    squeezed = re.sub(r"[-_ ]", "", text.lower()).removeprefix("nccl")
+    if squeezed not in SPELLINGS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no collective; known are {', '.join(COLLECTIVES)}")
+    return SPELLINGS[squeezed]
+
+
+def rate(text: str) -> float:
+    """GB/s above 0."""
+    return _number(text, "GB/s")
+
+
+def microseconds(text: str) -> float:
+    """Microseconds, 0 or more."""
+    return _number(text, "microseconds", zero=True)
+
+
+def count(text: str) -> int:
+    """A whole number from 1."""
+    if not re.fullmatch(r"\d{1,9}", text, re.ASCII) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no count; give a whole number from 1")
+    return int(text)
+
+
+def servers(text: str) -> tuple[int, int]:
+    """ "16,4": 16 workers and 4 shards."""
+    parts = text.split(",")
+    if len(parts) != 2:
+        raise argparse.ArgumentTypeError(f"{text!r}: give workers and shards, as in 16,4")
+    return count(parts[0].strip()), count(parts[1].strip())
+
+
+def picture(text: str) -> Path:
+    """A file that a picture can be written to."""
+    path = Path(text)
+    if path.suffix.lower() not in PICTURES:
+        raise argparse.ArgumentTypeError(f"{text!r} is no picture; end its name in {', '.join(PICTURES)}")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r}: there is no folder {str(path.parent)!r}; make it first")
+    return path
+
+
+def add_machine(parser: argparse.ArgumentParser, **file: Any) -> None:
+    """The arguments that say which machine is meant; `file` is passed on to the positional one."""
+    kinds = "`nvidia-smi topo -m` or `rocm-smi --showtopotype` text, NCCL XML, our JSON, -, or a preset's name"
+    parser.add_argument("file", metavar="FILE", help=kinds, **file)
+    parser.add_argument("--gpus", type=gpu_list, metavar="0,1,3", help="only these GPUs, by index; 0-3 is 0,1,2,3")
+    rates = parser.add_argument_group("what a listing does not say (in GB/s: 1e9 bytes a second, in one direction)")
+    rates.add_argument("--gpu", metavar="MODEL", help="the GPUs' model, such as v100: the speed of their links")
+    rates.add_argument("--nvlink-gbps", type=rate, metavar="X", help="of one NVLink, such as 18 or 25")
+    rates.add_argument("--pcie-gbps", type=rate, metavar="X", help="of a GPU's PCIe slot")
+    rates.add_argument("--smp-gbps", type=rate, metavar="X", help="between two CPUs")
+
+
+def add_call(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say which collective runs, on how much, and how."""
+    known = "all_reduce (default), allgather, ... in torch's or NCCL's spelling"
+    parser.add_argument("--collective", type=collective, default="all_reduce", metavar="NAME", help=known)
+    sizes = f"{SIZE_HELP} (default: 160MB)"
+    parser.add_argument("--size", type=size_bytes, default=DEFAULT_SIZE, metavar="SIZE", help=sizes)
+    parser.add_argument(
+        "--algorithm", default="auto", metavar="NAME", help="auto (default: the fastest), rings, trees, ring, ..."
+    )
+
+
+def machine(arguments: argparse.Namespace) -> LinkGraph:
+    """The machine that the arguments of `add_machine` mean, with the GPUs of `--gpus` alone.
+
+    Raises TopologyError or OSError where there is none.
+    """
+    graph = _whole_machine(arguments)
+    if arguments.gpus is None:
+        return graph
+    try:
+        return graph.select(arguments.gpus)
+    except TopologyError as error:
+        raise TopologyError(f"argument --gpus: {error}") from None
+
+
+def _whole_machine(arguments: argparse.Namespace) -> LinkGraph:
+    from ringreduce.topology import live, presets, read
+
+    assume = Assumed(arguments.gpu, arguments.nvlink_gbps, arguments.pcie_gbps, arguments.smp_gbps)
+    where: str | None = arguments.file
+    if where is None:
+        return live.probe(assume)
+    if where == "-":
+        return read.read(sys.stdin.buffer.read().decode("utf-8", "replace"), "standard input", assume)
+    if Path(where).exists() or where not in presets.PRESETS:
+        try:
+            return read.load(where, assume)
+        except FileNotFoundError:
+            known = ", ".join(presets.PRESETS)
+            raise TopologyError(f"argument FILE: {where!r} is neither a file nor a preset; presets: {known}") from None
+    return presets.preset(where, assume)
+
+
+def _number(text: str, unit: str, zero: bool = False) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (0 < value < math.inf or (zero and value == 0)):
+        raise argparse.ArgumentTypeError(f"{text!r} {unit}; give a number {'of at least' if zero else 'above'} 0")
+    return value

@@ -1,0 +1,148 @@
+"""`ringreduce info`: versions, every knob with its origin, and what runs for which size on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from dataclasses import fields
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import ringreduce
+from ringreduce import _C, plan, tuning
+from ringreduce.backend import slot_bytes_for
+from ringreduce.cli.terminal import Help, console, time_text
+from ringreduce.config import PREFIX, Options, resolve
+from ringreduce.plan import Machine, Range, Slicing
+from ringreduce.plan.choose import SIZES
+from ringreduce.tuning import Tuning
+
+RANKS_SHOWN = (2, 4, 8, 16)
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "info",
+        help="versions, every knob with its origin, and what runs for which size",
+        description="Versions, every knob with its origin, and what groups of CPU ranks run for which size, as probed "
+        "and tuned on this machine. K, M and G in its tables are powers of 1024.",
+        epilog="example:\n  ringreduce info --ranks 2 8",
+        formatter_class=Help,
+    )
+    parser.add_argument(
+        "--ranks", type=group_size, nargs="+", default=RANKS_SHOWN, help="group sizes (default: 2 4 8 16)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    options, origins = resolve(None)
+    _info(console(), options, origins, arguments.ranks)
+    return 0
+
+
+def _info(console: Console, options: Options, origins: dict[str, str], ranks: list[int]) -> None:
+    console.print(
+        f"ringreduce {ringreduce.__version__}, torch {torch.__version__}, Python {platform.python_version()}, "
+        f"{platform.machine()} with {_C.instruction_set()} kernels"
+    )
+    table = Table("option", "variable", "value", "from", "what it is")
+    for knob in fields(Options):
+        value = getattr(options, knob.name)
+        table.add_row(knob.name, PREFIX + knob.name.upper(), repr(value), origins[knob.name], knob.metadata["help"])
+    console.print(table)
+    fetch = tuning.fetches(options)
+    if fetch:
+        how = "read where they are"
+    elif options.fetch:
+        how = "copied: the kernel does not let ranks read one another's memory (see kernel.yama.ptrace_scope)"
+    else:
+        how = f"copied, by {origins['fetch']}"
+    console.print(f"ordinary tensors: {how}", highlight=False, soft_wrap=True)
+    known: Tuning | None = None
+    if options.tuning == "off":
+        console.print("tuning: off, the built-in rules decide")
+    else:
+        known, origin = tuning.current(options.tuning or "auto", cores())
+        here = "" if known.identity == tuning.identify(cores()) else f", made on another machine ({known.identity.cpu})"
+        console.print(f"tuning: {origin}, probed {known.probed}{here}", highlight=False, soft_wrap=True)
+        console.print(_figures(known.machine))
+    for size in ranks:
+        console.print(_choices(size, options, fetch, known))
+
+
+def _figures(machine: Machine) -> Table:
+    table = Table("what was probed", "figure")
+    table.add_row("cores", str(machine.cores))
+    table.add_row("cache of a core", binary_size(machine.cache_bytes))
+    table.add_row("a flag to another core", time_text(machine.hop))
+    table.add_row("a core from rank to rank", time_text(machine.turn))
+    table.add_row("a rank looks before it yields", time_text(machine.patience))
+    for name, seconds in (
+        ("copy in cache", machine.copy_cached),
+        ("add in cache", machine.add_cached),
+        ("copy in memory, one core", machine.copy_memory),
+        ("copy in memory, each core", machine.copy_memory_all),
+        ("add in memory, each core", machine.add_memory_all),
+    ):
+        table.add_row(name, f"{1e-9 / seconds:.1f} GB/s")
+    for size, put, take in zip(machine.staging, machine.put, machine.take, strict=True):
+        table.add_row(
+            f"core to core through {binary_size(size)}", f"{1e-9 / put:.1f} GB/s in, {1e-9 / take:.1f} GB/s out"
+        )
+    return table
+
+
+def _choices(size: int, options: Options, fetch: bool, known: Tuning | None) -> Table:
+    """What a group of so many ranks would run; times for the smallest compared block of each range."""
+    slicing = tuning.slicing_for(options, slot_bytes_for(size, options), fetch)
+    least_fetch = tuning.fetch_from(options, size, cores(), fetch)
+    decided = () if known is None else tuning.rules_for(known, size, slicing, least_fetch)
+    measured = {} if known is None or size not in known.measured else known.measured[size].cells
+    date = f", measured {known.measured[size].date}" if known is not None and measured else ""
+    table = Table("collective", "bytes of a block", "algorithm", "slice", "at", "model", "measured",
+                  title=f"{size} ranks{date}", title_justify="left")  # fmt: skip
+    for collective, ranges in plan.table(size, plan.parse_algorithms(options.algorithms or ""), decided).items():
+        begin = 0
+        for entry in ranges:
+            at = next((block for block in SIZES if block >= begin), begin)
+            cell = next((cell for cell in measured.get(collective, ()) if cell.bytes == at), None)
+            same = cell is not None and (cell.algorithm, cell.slice_bytes) == entry[1:]
+            table.add_row(
+                collective if begin == 0 else "",
+                f"{binary_size(begin)} - {'' if entry.end is None else binary_size(entry.end)}",
+                entry.algorithm,
+                binary_size(entry.slice_bytes) if entry.slice_bytes else "",
+                binary_size(at),
+                "" if known is None else time_text(_predicted(collective, entry, size, at, known.machine, slicing)),
+                time_text(cell.seconds) if cell is not None and same else "",
+            )
+            begin = entry.end or 0
+    return table
+
+
+def _predicted(collective: str, entry: Range, size: int, block: int, machine: Machine, slicing: Slicing) -> float:
+    cost = plan.Cost(plan.build(collective, entry.algorithm, size), machine, slicing)
+    return cost.seconds(block, entry.slice_bytes)
+
+
+def group_size(text: str) -> int:
+    if not text.isdecimal() or not 2 <= int(text) <= 256:
+        raise argparse.ArgumentTypeError(f"{text!r} ranks; a group to look at has 2 to 256")
+    return int(text)
+
+
+def cores() -> frozenset[int]:
+    return frozenset(os.sched_getaffinity(0))
+
+
+def binary_size(count: int) -> str:
+    """Bytes in powers of 1024, as the knobs and the tuning have them."""
+    for unit, name in ((1024**3, "GB"), (1024**2, "MB"), (1024, "KB")):
+        if count >= unit:
+            return f"{count / unit:.4g} {name}"
+    return f"{count} B"

@@ -1,0 +1,120 @@
+"""`ringreduce plan`: the rings and trees of a collective on given GPUs, and what each link carries."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ringreduce.cli import arguments as read
+from ringreduce.cli.terminal import (
+    Help,
+    bar,
+    console,
+    gigabytes,
+    progress_console,
+    rank_label,
+    say,
+    size_text,
+    table,
+    time_text,
+)
+from ringreduce.cli.topo import ring_lines, show_assumed
+
+MOST_LINKS = 48
+"""Links that the table shows; of more, as many of the busiest."""
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "plan",
+        usage="%(prog)s FILE [options]",
+        help="the rings and trees of a collective on given GPUs",
+        description="Plans a collective over a machine's links: which rings or trees, how fast of what is possible at "
+        "most and why, and what each link carries. GPUs are ranks in the order of their indices.",
+        epilog="examples:\n"
+        "  ringreduce plan dgx1-v100 --gpus 0,1,3 --collective allreduce --size 160MB\n"
+        "  ringreduce plan topo.txt --nvlink-gbps 18 --plot rings.png --plot-links links.png\n"
+        "  ringreduce plan machine.json --json | jq .time_s",
+        formatter_class=Help,
+    )
+    read.add_machine(parser)
+    read.add_call(parser)
+    parser.add_argument("--json", action="store_true", help="all of it as JSON: times, links, the program")
+    parser.add_argument("--save", type=Path, metavar="PLAN.json", help="the program alone, for Plan.from_json")
+    parser.add_argument("--plot", type=read.picture, metavar="FILE.png", help="draw the machine and its rings or trees")
+    parser.add_argument("--plot-links", type=read.picture, metavar="FILE.png", help="draw what each link carries")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from ringreduce.topology.planner import plan_for
+
+    graph = read.machine(arguments)
+    size = arguments.size
+    with progress_console().status("planning"):
+        planned = plan_for(graph, arguments.collective, size, arguments.algorithm)
+    written = _write(planned, arguments)
+    if arguments.json:
+        sys.stdout.write(planned.to_json(size) + "\n")
+        return 0
+    out = console()
+    ranks = ", ".join(rank_label(graph, name) for name in planned.ranks)
+    say(out, f"{graph.name}: {planned.collective} of {size_text(size)} on GPUs {ranks}", style="bold")
+    say(
+        out,
+        f"{time_text(planned.seconds(size))} by the busiest link, {time_text(planned.simulated(size))} simulated with "
+        f"latencies; planned {gigabytes(planned.bandwidth)} GB/s of at most {gigabytes(planned.bound)} "
+        f"({planned.bandwidth / planned.bound:.1%})",
+    )
+    say(out, f"why: {planned.reason}")
+    say(out, f"limit: {planned.proof}")
+    for line in ring_lines(planned):
+        say(out, f"  {line}")
+    _show_links(out, planned, size)
+    show_assumed(out, graph.assumed)
+    for path in written:
+        say(out, f"written: {path}")
+    return 0
+
+
+def _write(planned: Any, arguments: argparse.Namespace) -> list[Path]:
+    from ringreduce.topology import draw
+
+    if arguments.save:
+        arguments.save.write_text(planned.plan.to_json() + "\n")
+    if arguments.plot:
+        draw.machine(planned.graph, planned.rings, planned.trees, arguments.plot, ranks=planned.ranks)
+    if arguments.plot_links:
+        draw.loads(planned, arguments.size, arguments.plot_links)
+    return [path for path in (arguments.save, arguments.plot, arguments.plot_links) if path]
+
+
+def _show_links(out: Console, planned: Any, size: int) -> None:
+    loads = planned.loads(size)
+    longest = max((load.seconds for load in loads), default=0.0)
+    shown = loads
+    if len(loads) > MOST_LINKS:
+        shown = sorted(loads, key=lambda load: -load.seconds)[:MOST_LINKS]
+    links: Table = table("from", "to", "GB/s", "carries", "takes", "", right=("GB/s", "carries", "takes"))
+    for load in shown:
+        links.add_row(
+            _end(load.src),
+            _end(load.dst),
+            gigabytes(load.capacity),
+            size_text(load.bytes),
+            time_text(load.seconds),
+            bar(out, load.seconds / longest if longest else 0.0),
+        )
+    out.print(links)
+    if len(loads) > len(shown):
+        say(out, f"{len(loads) - len(shown)} more links are no busier than these; --json has them all")
+
+
+def _end(named: str | int) -> str:
+    """The end of a link: GPUs are numbers there."""
+    return f"GPU {named}" if isinstance(named, int) else named

@@ -1,0 +1,285 @@
+"""`ringreduce topo`: what joins the GPUs of a machine, how fast, and the rings that would be planned."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from ringreduce.cli import arguments as read
+from ringreduce.cli.terminal import Help, console, gigabytes, progress_console, rank_label, say, table
+from ringreduce.errors import RingReduceError
+from ringreduce.plan import PlanError
+from ringreduce.topology.graph import FABRIC, LinkGraph, LinkKind, Node, NodeKind
+
+MOST_COLUMNS = 16
+"""GPUs that a table of all pairs has room for on a terminal of 80 columns."""
+
+MEANING = {
+    "NV": "x NVLink between the two",
+    "XG": "x XGMI between the two",
+    "NVS": "x NVLink of each, to switches",
+    "P2P": "PCIe from one to the other",
+    "PIX": "PCIe, through one switch",
+    "PXB": "PCIe, through several switches",
+    "PHB": "PCIe, through a CPU",
+    "SYS": "PCIe, through several CPUs",
+    "NET": "the network between hosts",
+    "-": "nothing",
+}
+
+
+class Joined(NamedTuple):
+    """What joins two GPUs: a class of `MEANING`, how many links of it, and the GB/s of its narrowest part."""
+
+    kind: str
+    lanes: int
+    capacity: float
+
+    def label(self) -> str:
+        return f"{self.kind}{self.lanes}" if self.lanes else self.kind
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "topo",
+        usage="%(prog)s [FILE] [options]",
+        help="what joins the GPUs of this machine, or of a file",
+        description="Shows what joins the GPUs of a machine, how fast that is, and the rings that are planned on it.",
+        epilog="examples:\n"
+        "  ringreduce topo                                 this machine\n"
+        "  ringreduce topo dgx1-v100 --plot dgx1.png       a preset, and its picture\n"
+        "  nvidia-smi topo -m | ringreduce topo - --gpu v100\n"
+        "  ringreduce topo --json > machine.json           to read again, here or elsewhere",
+        formatter_class=Help,
+    )
+    read.add_machine(parser, nargs="?")
+    parser.add_argument("--json", action="store_true", help="the graph as JSON, which FILE may be again")
+    parser.add_argument("--plot", type=read.picture, metavar="FILE.png", help="draw the machine and its rings")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    graph = read.machine(arguments)
+    planned, reason = _planned(graph)
+    if arguments.plot:
+        from ringreduce.topology import draw
+
+        rings, trees = (planned.rings, planned.trees) if planned else ((), ())
+        draw.machine(graph, rings, trees, arguments.plot)
+    if arguments.json:
+        sys.stdout.write(graph.to_json() + "\n")
+        return 0
+    out = console()
+    _show(out, graph)
+    if planned:
+        say(out, planned_line(planned))
+        for line in ring_lines(planned):
+            say(out, f"  {line}")
+    elif reason:
+        say(out, f"nothing is planned: {reason}")
+    show_assumed(out, graph.assumed)
+    if arguments.plot:
+        say(out, f"drawn: {arguments.plot}")
+    return 0
+
+
+def planned_line(planned: Any) -> str:
+    """The headline of a plan: what it reaches of what can be reached."""
+    return (
+        f"{planned.collective} of large tensors: planned {gigabytes(planned.bandwidth)} GB/s "
+        f"of at most {gigabytes(planned.bound)}"
+    )
+
+
+def ring_lines(planned: Any) -> list[str]:
+    """Each ring and tree of a plan in a line, its GPUs by index."""
+    names = [rank_label(planned.graph, name) for name in planned.ranks]
+    lines = []
+    for ring in planned.rings:
+        order = " ".join(names[rank] for rank in (*ring.order, ring.order[0]))
+        lines.append(f"ring, {gigabytes(ring.width)} GB/s {'both ways' if ring.both_ways else 'one way'}: {order}")
+    for tree in planned.trees:
+        edges = " ".join(
+            f"{names[rank]}>{names[parent]}" for rank, parent in enumerate(tree.parents) if parent is not None
+        )
+        root = names[tree.parents.index(None)]
+        lines.append(f"tree, {gigabytes(tree.width)} GB/s, root {root}: {edges}")
+    return lines
+
+
+def show_assumed(out: Console, assumed: tuple[str, ...]) -> None:
+    """What the source of a graph left open."""
+    if assumed:
+        say(out, "assumed:", style="bold")
+        for line in assumed:
+            say(out, f"  {line}")
+
+
+def joined(graph: LinkGraph) -> Mapping[tuple[str, str], Joined]:
+    """What joins every two GPUs of a graph, by (source, target)."""
+    return {
+        (a.name, b.name): _direct(graph, a, b) or _around(graph, a, b) for a in graph.gpus for b in graph.gpus if a != b
+    }
+
+
+def _direct(graph: LinkGraph, a: Node, b: Node) -> Joined | None:
+    """Over the accelerators' own links: from one to the other, or through one switch."""
+    link = graph.by_ends.get((a.name, b.name))
+    if link is not None and link.kind in FABRIC:
+        return Joined("NV" if link.kind is LinkKind.NVLINK else "XG", link.lanes, link.capacity)
+    ways = [
+        (link, graph.by_ends[link.dst, b.name])
+        for link in graph.following[a.name]
+        if graph.by_name[link.dst].kind is NodeKind.NVSWITCH and (link.dst, b.name) in graph.by_ends
+    ]
+    if not ways:
+        return None
+    return Joined("NVS", sum(up.lanes for up, _ in ways), sum(min(up.capacity, down.capacity) for up, down in ways))
+
+
+def _around(graph: LinkGraph, a: Node, b: Node) -> Joined:
+    """Over everything but the accelerators' own links, by the fewest hops."""
+    before: dict[str, Any] = {a.name: None}
+    waiting = deque([a.name])
+    while waiting and b.name not in before:
+        for link in graph.following[waiting.popleft()]:
+            passable = link.dst == b.name or graph.by_name[link.dst].kind is not NodeKind.GPU
+            if link.kind not in FABRIC and passable and link.dst not in before:
+                before[link.dst] = link
+                waiting.append(link.dst)
+    if b.name not in before:
+        return Joined("-", 0, 0.0)
+    path = []
+    link = before[b.name]
+    while link is not None:
+        path.append(link)
+        link = before[link.src]
+    passed = [graph.by_name[link.src].kind for link in path[:-1]]
+    cpus, switches = passed.count(NodeKind.CPU), passed.count(NodeKind.PCIE)
+    if NodeKind.NETWORK in passed:
+        kind = "NET"
+    elif cpus:
+        kind = "PHB" if cpus == 1 else "SYS"
+    else:
+        kind = ("P2P", "PIX", "PXB")[min(switches, 2)]
+    return Joined(kind, 0, min(link.capacity for link in path))
+
+
+def _show(out: Console, graph: LinkGraph) -> None:
+    say(out, f"{graph.name}: {_inventory(graph)}", style="bold")
+    if not graph.gpus:
+        if graph.links:
+            out.print(_links(graph))
+        return
+    pairs = joined(graph)
+    if 1 < len(graph.gpus) <= MOST_COLUMNS:
+        out.print(_matrix(graph, pairs))
+    if pairs:
+        out.print(_classes(pairs))
+    out.print(_gpus(graph))
+
+
+def _inventory(graph: LinkGraph) -> str:
+    names = {
+        NodeKind.GPU: "GPU",
+        NodeKind.NVSWITCH: "NVLink switch",
+        NodeKind.PCIE: "PCIe switch",
+        NodeKind.CPU: "CPU",
+        NodeKind.NIC: "NIC",
+        NodeKind.CORE: "core",
+    }
+    counted = [(name, len(graph.of_kind(kind))) for kind, name in names.items()]
+    hosts = len({node.host for node in graph.nodes if node.kind is not NodeKind.NETWORK})
+    parts = [f"{hosts} hosts"] * (hosts > 1) + [
+        f"{count} {name}{'' if count == 1 else 'es' if name.endswith('ch') else 's'}"
+        for name, count in counted
+        if count
+    ]
+    return ", ".join(parts) or "nothing"
+
+
+def _matrix(graph: LinkGraph, pairs: Mapping[tuple[str, str], Joined]) -> Table:
+    names = [gpu.name for gpu in graph.gpus]
+    shown = table("GPU", *(rank_label(graph, name) for name in names))
+    shown.padding = (0, 0)
+    for a in names:
+        shown.add_row(rank_label(graph, a), *("·" if a == b else pairs[a, b].label() for b in names))
+    return shown
+
+
+def _classes(pairs: Mapping[tuple[str, str], Joined]) -> Table:
+    """One row for each class of pairs: how fast, how many, what it is."""
+    shown = table("", "GB/s", "pairs", "what joins them", right=("GB/s", "pairs"))
+    labels = sorted({pair.label() for pair in pairs.values()}, key=lambda label: (label[:2] not in ("NV", "XG"), label))
+    for label in labels:
+        alike = [pair for pair in pairs.values() if pair.label() == label]
+        rates = sorted({gigabytes(pair.capacity) for pair in alike}, key=float)
+        text = rates[0] if len(rates) == 1 else f"{rates[0]} to {rates[-1]}"
+        kind, lanes = alike[0].kind, alike[0].lanes
+        what = f"{lanes} {MEANING[kind]}" if lanes else MEANING[kind]
+        shown.add_row(label, "" if kind == "-" else text, f"{len(alike) / 2:g}", what)
+    return shown
+
+
+def _gpus(graph: LinkGraph) -> Table:
+    """What every GPU can send at once, and where it is."""
+    details = any(gpu.detail for gpu in graph.gpus)
+    shown = table(
+        "GPU", "NVLink/XGMI GB/s", "PCIe GB/s", "NUMA", *(["what"] * details), right=("NVLink/XGMI GB/s", "PCIe GB/s")
+    )
+    rows: list[tuple[str, ...]] = []
+    for gpu in graph.gpus:
+        leaving = graph.following[gpu.name]
+        fabric = sum(link.capacity for link in leaving if link.kind in FABRIC)
+        pcie = sum(link.capacity for link in leaving if link.kind is LinkKind.PCIE)
+        rows.append(
+            (
+                rank_label(graph, gpu.name),
+                gigabytes(fabric) if fabric else "",
+                gigabytes(pcie) if pcie else "",
+                "" if gpu.numa is None else str(gpu.numa),
+                *([gpu.detail] * details),
+            )
+        )
+    for row in _runs(rows):
+        shown.add_row(*row)
+    return shown
+
+
+def _runs(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Rows that differ in their first cell alone as one: 0 to 3."""
+    merged: list[tuple[str, str, tuple[str, ...]]] = []
+    for first, *rest in rows:
+        if merged and merged[-1][2] == tuple(rest):
+            merged[-1] = (merged[-1][0], first, tuple(rest))
+        else:
+            merged.append((first, first, tuple(rest)))
+    return [(one if one == last else f"{one} to {last}", *rest) for one, last, rest in merged]
+
+
+def _links(graph: LinkGraph) -> Table:
+    """The links of a machine without GPUs."""
+    shown = table("from", "to", "GB/s", "what", right=("GB/s",))
+    for link in graph.links:
+        if link.kind is not LinkKind.MEMORY:
+            shown.add_row(link.src, link.dst, gigabytes(link.capacity), link.kind.value)
+    return shown
+
+
+def _planned(graph: LinkGraph) -> tuple[Any, str]:
+    """The plan of an all_reduce, or None and why there is none."""
+    if len(graph.gpus) < 2:
+        return None, "one GPU needs no plan" if graph.gpus else ""
+    from ringreduce.topology.planner import plan_for
+
+    try:
+        with progress_console().status("planning"):
+            return plan_for(graph), ""
+    except (RingReduceError, PlanError) as error:
+        return None, str(error)

@@ -1,0 +1,112 @@
+"""`ringreduce tune`: measures what runs best for which size, and keeps it for this machine."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from ringreduce import plan, tuning
+from ringreduce.cli.info import binary_size, cores, group_size
+from ringreduce.cli.terminal import Help, console, time_text
+from ringreduce.config import PREFIX, Options, resolve
+from ringreduce.errors import RingReduceError
+from ringreduce.plan import BUILDERS
+from ringreduce.tuning import Cell
+
+RANKS_TUNED = (2, 4)
+TUNING_SECONDS = 120.0
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "tune",
+        help="measure what runs best for which size, and keep it for this machine",
+        description="Runs real groups of CPU ranks on this machine, measures which algorithm is best for which size, "
+        "and keeps it for later groups.",
+        epilog="example:\n  ringreduce tune --ranks 4 --collectives all_reduce --budget 30",
+        formatter_class=Help,
+    )
+    parser.add_argument("--ranks", type=group_size, nargs="+", default=RANKS_TUNED, help="group sizes (default: 2 4)")
+    parser.add_argument("--collectives", choices=BUILDERS, nargs="+", default=tuple(BUILDERS), metavar="NAME",
+                        help=f"default: {' '.join(BUILDERS)}")  # fmt: skip
+    parser.add_argument("--budget", type=_budget, default=TUNING_SECONDS, help="seconds for all of it (default: 120)")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    options, _ = resolve(None)
+    ranks = sorted(set(arguments.ranks))
+    try:
+        return _tune(console(), options, ranks, arguments.collectives, arguments.budget)
+    except KeyboardInterrupt:
+        console().print("interrupted: group sizes that were not finished are as they were")
+        return 130
+
+
+def _tune(console: Console, options: Options, ranks: list[int], collectives: list[str], budget: float) -> int:
+    from ringreduce.tuning import measure
+
+    if options.tuning == "off":
+        raise RingReduceError(f"{PREFIX}TUNING is 'off': no group would use what is measured; unset it")
+    path, known = tuning.renew(options.tuning or "auto", cores())
+    console.print(f"probed the machine; {path} keeps what is found", highlight=False, soft_wrap=True)
+    seconds = budget / len(ranks)
+    for size in ranks:
+        slicing = measure.slicing_of(size)
+        least_fetch = tuning.fetch_from(options, size, cores(), tuning.fetches(options))
+        model = plan.table(size, decided=plan.by_cost(size, known.machine, slicing, fetch_from=least_fetch))
+        work = list(measure.tasks(size, collectives, model, slicing))
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=console, transient=True) as progress:
+            bar = progress.add_task(f"{size} ranks", total=len(work))
+
+            def show(
+                number: int, task: measure.Task, cell: Cell, progress: Progress = progress, bar: object = bar
+            ) -> None:
+                text = (
+                    f"{task.collective} of {binary_size(task.block_bytes)}: {_name(cell.algorithm, cell.slice_bytes)}"
+                )
+                progress.update(bar, completed=number + 1, description=text)  # type: ignore[arg-type]
+
+            began = time.monotonic()
+            cells = measure.measure(size, work, seconds, show)
+        known = tuning.keep(known, size, cells, path)
+        console.print(_findings(size, cells, time.monotonic() - began))
+    return 0
+
+
+def _findings(size: int, cells: dict[str, tuple[Cell, ...]], seconds: float) -> Table:
+    table = Table("collective", "block", "best", "time", "the model's", "time", "gain",
+                  title=f"{size} ranks, measured in {seconds:.0f} s", title_justify="left")  # fmt: skip
+    for collective in (name for name in BUILDERS if name in cells):
+        for cell in cells[collective]:
+            table.add_row(
+                collective,
+                binary_size(cell.bytes),
+                _name(cell.algorithm, cell.slice_bytes),
+                time_text(cell.seconds),
+                _name(cell.model_algorithm, cell.model_slice_bytes),
+                time_text(cell.model_seconds),
+                f"{cell.model_seconds / cell.seconds:.2f}x" if cell.seconds < cell.model_seconds else "",
+            )
+    return table
+
+
+def _budget(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} seconds; it must be a number above 0")
+    return seconds
+
+
+def _name(algorithm: str, slice_bytes: int) -> str:
+    return f"{algorithm} in {binary_size(slice_bytes)}" if slice_bytes else algorithm

@@ -1,0 +1,80 @@
+"""What all pictures share: paper, colours, title, and numbers with their units."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ringreduce.topology.graph import LinkGraph, NodeKind
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+A4 = (11.69, 8.27)
+"""Inches."""
+
+DPI = 150
+
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")
+"""Of Okabe and Ito, "Color Universal Design", 2008: told apart by the colour-blind too."""
+
+DASHES: tuple[Any, ...] = ("solid", (0, (5, 1.5)), (0, (1.5, 1)))
+"""For what comes after the palette's end: the colours again, dashed."""
+
+TINTS = ("#E8F0F7", "#F9F0E3", "#E9F4EC", "#F6EAF2")
+INK, GREY, PALE = "#222222", "#8A8A8A", "#D5D5D5"
+
+
+def sheet(inches: tuple[float, float], title: str, note: str) -> Figure:
+    """An empty picture with its title and, below that, a line in grey."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=inches, facecolor="white")
+    figure.text(0.03, 0.965, _one_line(title, 90), fontsize=16, fontweight="bold", color=INK, va="top")
+    if note:
+        figure.text(0.03, 0.922, _one_line(note, 140), fontsize=10.5, color=GREY, va="top")
+    return figure
+
+
+def colour(at: int) -> str:
+    """Of the ring, tree or curve number `at`."""
+    return PALETTE[at % len(PALETTE)]
+
+
+def dash(at: int) -> Any:
+    """The line style that goes with `colour`."""
+    return DASHES[at // len(PALETTE) % len(DASHES)]
+
+
+def size_text(count: float) -> str:
+    """Bytes, in powers of 1000."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
+        if count >= unit:
+            return f"{count / unit:.4g} {name}"
+    return f"{count:.4g} B"
+
+
+def time_text(seconds: float) -> str:
+    """Seconds, in the unit that suits them."""
+    for unit, name in ((1, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if seconds >= unit * 0.9995:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds / 1e-9:.3g} ns"
+
+
+def literal(text: str) -> str:
+    """`text` in which matplotlib sees no formula."""
+    return text.replace("$", r"\$")
+
+
+def _one_line(text: str, most: int) -> str:
+    line = " ".join(text.split())
+    return literal(line if len(line) <= most else line[: most - 1] + "…")
+
+
+def rank_label(graph: LinkGraph, name: str) -> str:
+    """A GPU or core by its index alone, after that of its host where there are several; other nodes by their names."""
+    node = graph.by_name[name]
+    if node.kind not in (NodeKind.GPU, NodeKind.CORE):
+        return name
+    several = len({each.host for each in graph.of_kind(node.kind)}) > 1
+    return f"{node.host}/{node.index}" if several else str(node.index)
