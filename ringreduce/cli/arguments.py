@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import math
 import re
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from ringreduce.config import resolve
 from ringreduce.errors import TopologyError
 from ringreduce.plan import COLLECTIVES
 from ringreduce.topology.graph import LinkGraph
@@ -120,7 +120,7 @@ def add_machine(parser: argparse.ArgumentParser, **file: Any) -> None:
     """The arguments that say which machine is meant; `file` is passed on to the positional one."""
     kinds = "`nvidia-smi topo -m` or `rocm-smi --showtopotype` text, NCCL XML, our JSON, -, or a preset's name"
     parser.add_argument("file", metavar="FILE", help=kinds, **file)
-    parser.add_argument("--gpus", type=gpu_list, metavar="0,1,3", help="only these GPUs, by index; 0-3 is 0,1,2,3")
+    parser.add_argument("--gpus", type=gpu_list, metavar="0,1,3", help="only these, by index, as ranks 0, 1, 2; or 0-3")
     rates = parser.add_argument_group("what a listing does not say (in GB/s: 1e9 bytes a second, in one direction)")
     rates.add_argument("--gpu", metavar="MODEL", help="the GPUs' model, such as v100: the speed of their links")
     rates.add_argument("--nvlink-gbps", type=rate, metavar="X", help="of one NVLink, such as 18 or 25")
@@ -128,15 +128,13 @@ def add_machine(parser: argparse.ArgumentParser, **file: Any) -> None:
     rates.add_argument("--smp-gbps", type=rate, metavar="X", help="between two CPUs")
 
 
-def add_call(parser: argparse.ArgumentParser) -> None:
+def add_call(parser: argparse.ArgumentParser, algorithm: str) -> None:
     """The arguments that say which collective runs, on how much, and how."""
     known = "all_reduce (default), allgather, ... in torch's or NCCL's spelling"
     parser.add_argument("--collective", type=collective, default="all_reduce", metavar="NAME", help=known)
     sizes = f"{SIZE_HELP} (default: 160MB)"
     parser.add_argument("--size", type=size_bytes, default=DEFAULT_SIZE, metavar="SIZE", help=sizes)
-    parser.add_argument(
-        "--algorithm", default="auto", metavar="NAME", help="auto (default: the fastest), rings, trees, ring, ..."
-    )
+    parser.add_argument("--algorithm", default="auto", metavar="NAME", help=algorithm)
 
 
 def machine(arguments: argparse.Namespace) -> LinkGraph:
@@ -157,18 +155,17 @@ def _whole_machine(arguments: argparse.Namespace) -> LinkGraph:
     from ringreduce.topology import live, presets, read
 
     assume = Assumed(arguments.gpu, arguments.nvlink_gbps, arguments.pcie_gbps, arguments.smp_gbps)
-    where: str | None = arguments.file
+    where: str | None = arguments.file or resolve(None)[0].topo_file or None
     if where is None:
         return live.probe(assume)
+    if where in presets.PRESETS and not Path(where).exists():
+        return presets.preset(where, assume)
     if where == "-":
-        return read.read(sys.stdin.buffer.read().decode("utf-8", "replace"), "standard input", assume)
-    if Path(where).exists() or where not in presets.PRESETS:
-        try:
-            return read.load(where, assume)
-        except FileNotFoundError:
-            known = ", ".join(presets.PRESETS)
-            raise TopologyError(f"argument FILE: {where!r} is neither a file nor a preset; presets: {known}") from None
-    return presets.preset(where, assume)
+        return read.load("/dev/stdin", assume)
+    if not Path(where).exists():
+        known = ", ".join(presets.PRESETS)
+        raise TopologyError(f"argument FILE: {where!r} is neither a file nor a preset; presets are {known}")
+    return read.load(where, assume)
 
 
 def _number(text: str, unit: str, zero: bool = False) -> float:

@@ -35,7 +35,7 @@ def add(commands: Any) -> None:
         usage="%(prog)s FILE [options]",
         help="the rings and trees of a collective on given GPUs",
         description="Plans a collective over a machine's links: which rings or trees, how fast of what is possible at "
-        "most and why, and what each link carries. GPUs are ranks in the order of their indices.",
+        "most and why, and what each link carries. GPUs are ranks in the order given.",
         epilog="examples:\n"
         "  ringreduce plan dgx1-v100 --gpus 0,1,3 --collective allreduce --size 160MB\n"
         "  ringreduce plan topo.txt --nvlink-gbps 18 --plot rings.png --plot-links links.png\n"
@@ -43,7 +43,7 @@ def add(commands: Any) -> None:
         formatter_class=Help,
     )
     read.add_machine(parser)
-    read.add_call(parser)
+    read.add_call(parser, "auto (default: the fastest), rings, trees, ring, ...")
     parser.add_argument("--json", action="store_true", help="all of it as JSON: times, links, the program")
     parser.add_argument("--save", type=Path, metavar="PLAN.json", help="the program alone, for Plan.from_json")
     parser.add_argument("--plot", type=read.picture, metavar="FILE.png", help="draw the machine and its rings or trees")
@@ -63,6 +63,9 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdout.write(planned.to_json(size) + "\n")
         return 0
     out = console()
+    if len(planned.ranks) < 2:
+        say(out, f"{graph.name}: {planned.collective} on one GPU: nothing moves")
+        return 0
     ranks = ", ".join(rank_label(graph, name) for name in planned.ranks)
     say(out, f"{graph.name}: {planned.collective} of {size_text(size)} on GPUs {ranks}", style="bold")
     say(
@@ -88,7 +91,8 @@ def _write(planned: Any, arguments: argparse.Namespace) -> list[Path]:
     if arguments.save:
         arguments.save.write_text(planned.plan.to_json() + "\n")
     if arguments.plot:
-        draw.machine(planned.graph, planned.rings, planned.trees, arguments.plot, ranks=planned.ranks)
+        note = f"{planned.collective}: planned {planned.bandwidth:.4g} GB/s of at most {planned.bound:.4g}"
+        draw.machine(planned.graph, planned.rings, planned.trees, arguments.plot, planned.ranks, note)
     if arguments.plot_links:
         draw.loads(planned, arguments.size, arguments.plot_links)
     return [path for path in (arguments.save, arguments.plot, arguments.plot_links) if path]

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from ringreduce.cli import arguments as read
 from ringreduce.cli.terminal import Help, console, progress_console, say, size_text, table, time_text
 from ringreduce.cli.topo import show_assumed
-from ringreduce.errors import RingReduceError, TopologyError
+from ringreduce.errors import TopologyError
 from ringreduce.plan import BUILDERS, PlanError, build
 from ringreduce.plan.network import switch
-from ringreduce.plan.simulate import SYMMETRIC, parameter_server, simulate, simulate_symmetric
-from ringreduce.topology.graph import LinkGraph, NodeKind
+from ringreduce.plan.parameter_server import parameter_server
+from ringreduce.plan.simulate import simulate, simulate_symmetric
+from ringreduce.topology.graph import LinkGraph
+
+if TYPE_CHECKING:
+    from ringreduce.topology.planner import Planned
 
 SIZES = 10
 """Sizes compared: that of `--size`, and each a quarter of the one before."""
@@ -48,85 +54,73 @@ def add(commands: Any) -> None:
     read.add_call(parser, "only these, as in rings,trees (default: all)")
     parser.add_argument("--over", choices=("size", "ranks"), default="size", help="what to vary (default: size)")
     parser.add_argument("--plot", type=read.picture, metavar="FILE.png", help="draw the times as curves")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, parser=parser)
+
+
+class _Point(NamedTuple):
+    """What is simulated: so many ranks, so many bytes."""
+
+    ranks: int
+    size: int
 
 
 class _Curve(NamedTuple):
-    """One algorithm: seconds by (ranks, bytes).  A PlanError says why it cannot be had there."""
+    """An algorithm, and how its seconds are found: None where it is not possible; an error where that must be said."""
 
     name: str
-    seconds: Callable[[int, int], float]
+    seconds: Callable[[_Point], float | None]
+
+
+Times = dict[tuple[str, _Point], float]
+"""Seconds by the curve's name and the point, where there are any."""
 
 
 def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     graph = read.machine(arguments) if arguments.file is not None else None
-    most = _ranks(graph, arguments.over) if graph else arguments.ranks
-    curves = list(_on_machine(graph, arguments) if graph else _on_switch(arguments))
-    over_size = arguments.over == "size"
-    points = (
-        [(most, size) for size in _sizes(arguments.size)]
-        if over_size
-        else [(ranks, arguments.size) for ranks in _counts(most)]
-    )
-    times, missing = _simulate(curves, points)
-    known = [curve.name for curve in curves if any((curve.name, point) in times for point in points)]
-
-    out = console()
+    most = len(graph.ranks) if graph else arguments.ranks
     where = graph.name if graph else f"ranks on a switch, {arguments.link_gbps:g} GB/s each way"
-    what = (
-        f"{arguments.collective} of {most} ranks"
-        if over_size
-        else f"{arguments.collective} of {size_text(arguments.size)}"
-    )
-    title = f"{where}: {what}"
+    if most < 2:
+        raise TopologyError(f"{where}: it has {most} to run on, and a collective needs 2; take another FILE or --gpus")
+    over_size = arguments.over == "size"
+    if over_size:
+        points = [_Point(most, size) for size in _sizes(arguments.size)]
+        title = f"{where}: {arguments.collective} of {most} ranks"
+    else:
+        points = [_Point(ranks, arguments.size) for ranks in _counts(most)]
+        title = f"{where}: {arguments.collective} of {size_text(arguments.size)}"
+    curves = _on_machine(graph, points, arguments) if graph else _on_switch(arguments)
+    times, missing = _simulate(list(curves), points)
+
+    if not times:
+        raise PlanError("; ".join(missing))
+    out = console()
     say(out, title, style="bold")
-    shown = table("size" if over_size else "ranks", *known, "fastest", right=("size", "ranks", *known))
-    for point in points:
-        row = {name: times[name, point] for name in known if (name, point) in times}
-        fastest = min(row, key=row.__getitem__) if row else ""
-        first = size_text(point[1]) if over_size else str(point[0])
-        shown.add_row(first, *(time_text(row[name]) if name in row else "" for name in known), fastest)
-    out.print(shown)
+    out.print(_table(times, points, over_size))
     for line in missing:
         say(out, line)
     if graph:
         show_assumed(out, graph.assumed)
     if arguments.plot:
-        from ringreduce.topology import draw
-
-        at = 1 if over_size else 0
-        drawn = {n: [(float(p[at]), times[n, p]) for p in points if times.get((n, p), 0) > 0] for n in known}
-        draw_curves = draw.time_over_size if over_size else draw.time_over_ranks
-        draw_curves({name: curve for name, curve in drawn.items() if curve}, arguments.plot, title)
+        _draw(times, points, over_size, arguments.plot, title)
         say(out, f"drawn: {arguments.plot}")
     return 0
 
 
 def _check(arguments: argparse.Namespace) -> None:
+    """What argparse cannot see: which options exclude one another."""
+    wrong: Callable[[str], NoReturn] = arguments.parser.error
     if arguments.file is not None:
         for name in ("ranks", "link_gbps", "latency_us", "parameter_server"):
             if getattr(arguments, name) is not None:
                 option = "--" + name.replace("_", "-")
-                raise TopologyError(f"argument {option}: it is for ranks on a switch; leave it out, or FILE")
+                wrong(f"argument {option}: it describes ranks on a switch; leave it out, or FILE ({arguments.file!r})")
     elif arguments.ranks is None or arguments.link_gbps is None:
-        raise TopologyError(
-            "arguments FILE, --ranks and --link-gbps: no machine is given; name a FILE, or describe one as in "
-            "ringreduce simulate --ranks 8 --link-gbps 18"
-        )
+        wrong("FILE, or --ranks and --link-gbps, are needed: they say what is simulated")
     elif not 2 <= arguments.ranks <= MOST_RANKS:
-        raise TopologyError(f"argument --ranks: {arguments.ranks} ranks; give from 2 to {MOST_RANKS}")
+        wrong(f"argument --ranks: {arguments.ranks} ranks; give from 2 to {MOST_RANKS}")
     elif arguments.gpus is not None:
-        raise TopologyError("argument --gpus: there are no GPUs to choose from without FILE; leave it out")
-
-
-def _ranks(graph: LinkGraph, over: str) -> int:
-    count = len(graph.gpus or graph.of_kind(NodeKind.CORE))
-    if count < 2:
-        raise TopologyError(f"{graph.name}: it has {count} GPU{'s' * (count != 1)}; a collective needs at least 2")
-    if over == "ranks" and not graph.gpus:
-        raise TopologyError(f"argument --over: {graph.name} has cores for ranks, which are all taken; give 'size'")
-    return count
+        wrong("argument --gpus: ranks on a switch are no GPUs; leave it out, or give FILE")
 
 
 def _sizes(most: int) -> list[int]:
@@ -142,46 +136,51 @@ def _counts(most: int) -> list[int]:
     return sorted({*(range(2, most + 1) if most <= 16 else doubled), most} - {1})
 
 
-def _on_machine(graph: LinkGraph, arguments: argparse.Namespace) -> Iterator[_Curve]:
-    """The algorithms that the planner has for the machine's GPUs; fewer ranks are its first GPUs."""
+def _on_machine(graph: LinkGraph, points: list[_Point], arguments: argparse.Namespace) -> Iterator[_Curve]:
+    """The algorithms that the planner has for the machine; fewer ranks are the first of its GPUs."""
     from ringreduce.topology.planner import algorithms, plan_for
 
-    names = algorithms(graph, arguments.collective)
-    planned: dict[tuple[str, int], Any] = {}
+    collective = arguments.collective
+    parts = {ranks: graph.select(range(ranks)) for ranks in {point.ranks for point in points}}
+    possible = {ranks: algorithms(part, collective) for ranks, part in sorted(parts.items(), reverse=True)}
+    names = tuple(dict.fromkeys(name for each in possible.values() for name in each))
     for name in _chosen(arguments.algorithm, names):
+        planned: dict[int, Planned] = {}
 
-        def seconds(ranks: int, size: int, name: str = name) -> float:
-            if (name, ranks) not in planned:
-                part = graph if arguments.over == "size" else graph.select(range(ranks))
-                planned[name, ranks] = plan_for(part, arguments.collective, size, name)
-            found: float = planned[name, ranks].simulated(size)
-            return found
+        def seconds(point: _Point, name: str = name, planned: dict[int, Planned] = planned) -> float | None:
+            if name not in possible[point.ranks]:
+                return None
+            if point.ranks not in planned:
+                planned[point.ranks] = plan_for(parts[point.ranks], collective, point.size, name)
+            return planned[point.ranks].simulated(point.size)
 
         yield _Curve(name, seconds)
 
 
 def _on_switch(arguments: argparse.Namespace) -> Iterator[_Curve]:
+    """The algorithms that know of no links, and a parameter server with one shard and with as many as asked for."""
     bandwidth, latency = arguments.link_gbps * 1e9, (arguments.latency_us or 0.0) * 1e-6
     collective = arguments.collective
     for name in _chosen(arguments.algorithm, tuple(BUILDERS[collective])):
 
-        def seconds(ranks: int, size: int, name: str = name) -> float:
+        def seconds(point: _Point, name: str = name) -> float:
+            ranks, size = point
             if ranks <= MOST_WALKED:
                 return simulate(build(collective, name, ranks), switch(ranks, bandwidth, latency), size).seconds
-            if collective != "all_reduce" or name not in SYMMETRIC:
-                raise PlanError(f"beyond {MOST_WALKED} ranks only {', '.join(SYMMETRIC)} of all_reduce are simulated")
-            return simulate_symmetric(name, ranks, size, bandwidth, latency).seconds
+            if collective == "all_reduce":
+                return simulate_symmetric(name, ranks, size, bandwidth, latency).seconds
+            raise PlanError(f"beyond {MOST_WALKED} ranks only all_reduce is simulated")
 
         yield _Curve(name, seconds)
     if arguments.parameter_server:
-        workers, shards = arguments.parameter_server
-        for its_shards in sorted({1, shards}):
+        workers, most_shards = arguments.parameter_server
+        for shards in sorted({1, most_shards}):
 
-            def serve(ranks: int, size: int, shards: int = its_shards) -> float:
-                count = ranks if arguments.over == "ranks" else workers
-                return parameter_server(count, shards, size, bandwidth, latency)
+            def serve(point: _Point, shards: int = shards) -> float:
+                served = point.ranks if arguments.over == "ranks" else workers
+                return parameter_server(served, shards, point.size, bandwidth, latency).seconds
 
-            yield _Curve(f"server, {its_shards} shard{'s' * (its_shards > 1)}", serve)
+            yield _Curve(f"server, {shards} shard{'s' * (shards > 1)}", serve)
 
 
 def _chosen(wanted: str, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -194,21 +193,49 @@ def _chosen(wanted: str, names: tuple[str, ...]) -> tuple[str, ...]:
     return chosen
 
 
-def _simulate(
-    curves: list[_Curve], points: list[tuple[int, int]]
-) -> tuple[dict[tuple[str, tuple[int, int]], float], list[str]]:
-    """Seconds by (name, (ranks, bytes)), and what is missing, with the reason."""
-    times: dict[tuple[str, tuple[int, int]], float] = {}
+def _simulate(curves: list[_Curve], points: list[_Point]) -> tuple[Times, list[str]]:
+    """The times, and what is missing, with the reason."""
+    times: Times = {}
     missing: dict[str, str] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=progress_console(), transient=True) as progress:
+    to = progress_console()
+    with Progress(*columns, console=to, transient=True, disable=not to.is_terminal) as progress:
         bar = progress.add_task("simulating", total=len(curves) * len(points))
         for curve in curves:
             progress.update(bar, description=curve.name)
             for point in points:
                 try:
-                    times[curve.name, point] = curve.seconds(*point)
-                except (PlanError, RingReduceError) as error:
-                    missing.setdefault(curve.name, f"{curve.name} is left out where {error}")
+                    seconds = curve.seconds(point)
+                    if seconds is not None:
+                        times[curve.name, point] = seconds
+                except (PlanError, TopologyError) as error:
+                    missing.setdefault(curve.name, f"{curve.name} of {point.ranks} ranks is left out: {error}")
                 progress.advance(bar)
     return times, list(missing.values())
+
+
+def _names(times: Times) -> list[str]:
+    return list(dict.fromkeys(name for name, _ in times))
+
+
+def _table(times: Times, points: list[_Point], over_size: bool) -> Table:
+    names = _names(times)
+    first = "size" if over_size else "ranks"
+    shown = table(first, *names, "fastest", right=(first, *names))
+    for point in points:
+        row = {name: times[name, point] for name in names if (name, point) in times}
+        shown.add_row(
+            size_text(point.size) if over_size else str(point.ranks),
+            *(time_text(row[name]) if name in row else "" for name in names),
+            min(row, key=row.__getitem__) if row else "",
+        )
+    return shown
+
+
+def _draw(times: Times, points: list[_Point], over_size: bool, path: Path, title: str) -> None:
+    from ringreduce.topology import draw
+
+    curves: dict[str, list[tuple[float, float]]] = {name: [] for name in _names(times)}
+    for (name, point), seconds in times.items():
+        curves[name].append((point.size if over_size else point.ranks, seconds))
+    (draw.time_over_size if over_size else draw.time_over_ranks)(curves, path, title)

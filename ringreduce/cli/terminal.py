@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import textwrap
+from typing import NoReturn
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -33,10 +34,16 @@ class Help(argparse.RawDescriptionHelpFormatter):
         return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent)
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> NoReturn:
+        """As everything else that writes to standard output; rich would exit here, with a code of its own."""
+        raise BrokenPipeError
+
+
 def console() -> Console:
     """Standard output: as wide as the terminal, or as wide as it takes where there is none."""
-    known = Console()
-    return known if known.is_terminal else Console(width=UNCUT)
+    known = _Console()
+    return known if known.is_terminal else _Console(width=UNCUT)
 
 
 def progress_console() -> Console:

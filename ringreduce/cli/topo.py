@@ -50,7 +50,8 @@ def add(commands: Any) -> None:
         "topo",
         usage="%(prog)s [FILE] [options]",
         help="what joins the GPUs of this machine, or of a file",
-        description="Shows what joins the GPUs of a machine, how fast that is, and the rings that are planned on it.",
+        description="Shows what joins the GPUs of a machine, how fast that is, and the rings that are planned on it. "
+        "Without FILE that is this machine, or what RINGREDUCE_TOPO_FILE describes.",
         epilog="examples:\n"
         "  ringreduce topo                                 this machine\n"
         "  ringreduce topo dgx1-v100 --plot dgx1.png       a preset, and its picture\n"
@@ -71,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         from ringreduce.topology import draw
 
         rings, trees = (planned.rings, planned.trees) if planned else ((), ())
-        draw.machine(graph, rings, trees, arguments.plot)
+        draw.machine(graph, rings, trees, arguments.plot, note=planned_line(planned) if planned else "")
     if arguments.json:
         sys.stdout.write(graph.to_json() + "\n")
         return 0
@@ -274,8 +275,8 @@ def _links(graph: LinkGraph) -> Table:
 
 def _planned(graph: LinkGraph) -> tuple[Any, str]:
     """The plan of an all_reduce, or None and why there is none."""
-    if len(graph.gpus) < 2:
-        return None, "one GPU needs no plan" if graph.gpus else ""
+    if len(graph.ranks) < 2:
+        return None, "there is nothing to send from one to another"
     from ringreduce.topology.planner import plan_for
 
     try:

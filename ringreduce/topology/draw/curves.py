@@ -73,9 +73,15 @@ def _draw(axes: Axes, curves: Curves) -> None:
     at_ends = [axes.transAxes.inverted().transform(axes.transData.transform((x, y))) for _, _, x, y in ends]
     heights = _spread([y for _, y in at_ends], 0.038)
     for (name, its_colour, *_), end, height in zip(ends, at_ends, heights, strict=True):
-        axes.annotate(name, end, (1.03, height), xycoords="axes fraction", textcoords="axes fraction", va="center",
-                      fontsize=10, fontweight="bold", color=its_colour, annotation_clip=False,
-                      arrowprops={"arrowstyle": "-", "color": its_colour, "linewidth": 0.7, "shrinkB": 3, "relpos": (0, 0.5)})  # fmt: skip
+        leader = {"arrowstyle": "-", "color": its_colour, "linewidth": 0.7, "shrinkB": 3, "relpos": (0, 0.5)}
+        at_right = {
+            "xycoords": "axes fraction",
+            "textcoords": "axes fraction",
+            "annotation_clip": False,
+            "va": "center",
+        }
+        style = {"fontsize": 10, "fontweight": "bold", "color": its_colour, "arrowprops": leader}
+        axes.annotate(name, end, (1.03, height), **at_right, **style)
 
 
 def _spread(wanted: Sequence[float], least: float) -> list[float]:

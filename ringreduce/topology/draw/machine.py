@@ -32,6 +32,9 @@ GAP = 2.2
 DISC = 1.27
 """Radius of what is shaded as one host; its ranks stand on a circle of radius 1."""
 
+MOST_GROUPS = 8
+"""NUMA nodes up to which they are shown; a rack has dozens."""
+
 UNUSED = (0, (3, 2))
 """Dashes of a link that no ring or tree uses."""
 
@@ -111,7 +114,7 @@ def machine(
 
     `ranks` names the node of each rank; without it they are the GPUs, or the cores where there are no GPUs.
     """
-    names = list(ranks) if ranks is not None else [node.name for node in graph.gpus or graph.of_kind(NodeKind.CORE)]
+    names = list(ranks) if ranks is not None else [node.name for node in graph.ranks]
     strands = _strands(graph, names, rings, trees)
     order = [names[rank] for rank in rings[0].order] if rings else names
     scene = _Scene(graph, order, strands, _needs_more(graph, names, strands))
@@ -297,7 +300,7 @@ def _draw_groups(axes: Axes, scene: _Scene) -> None:
             axes.text(x, y + DISC + 0.03, f"host {host}", ha="center", va="bottom", fontsize=11, color=INK)
         return
     numas = sorted({numa for name in scene.ranks if (numa := scene.graph.by_name[name].numa) is not None})
-    if len(numas) < 2:
+    if not 2 <= len(numas) <= MOST_GROUPS:
         return
     thickness = max(2.6 * scene.node * scene.point, 0.1)
     reach = min(0.9 * math.pi / len(scene.ranks), 0.5)

@@ -29,9 +29,9 @@ def sheet(inches: tuple[float, float], title: str, note: str) -> Figure:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=inches, facecolor="white")
-    figure.text(0.03, 0.965, _one_line(title, 90), fontsize=16, fontweight="bold", color=INK, va="top")
+    figure.text(0.03, 0.965, _one_line(title, 70), fontsize=16, fontweight="bold", color=INK, va="top")
     if note:
-        figure.text(0.03, 0.922, _one_line(note, 140), fontsize=10.5, color=GREY, va="top")
+        figure.text(0.03, 0.922, _one_line(note, 115), fontsize=10.5, color=GREY, va="top")
     return figure
 
 
