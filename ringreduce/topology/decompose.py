@@ -63,7 +63,8 @@ def decompose(graph: LinkGraph) -> Decomposition:
     if by_rings >= AS_GOOD * packing.bandwidth:
         return Decomposition(routes, rings, (), limit, packing.tight, f"{why}; {_about_rings(routes, rings)}")
     instead = f"the best rings found reach {by_rings:.4g} GB/s" if rings else "no ring was found"
-    about = f"{len(packing.trees)} spanning trees, since {instead}"
+    several = f"{len(packing.trees)} spanning trees" if len(packing.trees) > 1 else "one spanning tree"
+    about = f"{several}, since {instead}"
     return Decomposition(routes, rings, packing.trees, limit, packing.tight, f"{why}; {about}")
 
 

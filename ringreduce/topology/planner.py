@@ -218,14 +218,12 @@ def _candidates(graph: LinkGraph, collective: str) -> dict[str, Planned]:
     made = [planned(plan, reason, **more) for plan, more in (*_rings(parts, collective), *_trees(parts, collective))]
     if collective == "all_reduce":
         made.sort(key=lambda each: each.plan.name != parts.chosen)
-        made += [planned(plan, why) for plan, why in _hierarchies(routes)]
     else:
         made.sort(key=lambda each: -each.bandwidth)
+    others = list(_hierarchies(routes)) if collective == "all_reduce" else []
     if routes.size <= MOST_RANKS:
-        for name in BUILDERS[collective]:
-            plan = build(collective, name, routes.size)
-            if all(pair in routes.between for pair in transfers(plan, 1)):
-                made.append(planned(plan, reason))
+        others += [(build(collective, name, routes.size), reason) for name in BUILDERS[collective]]
+    made += [planned(plan, why) for plan, why in others if all(pair in routes.between for pair in transfers(plan, 1))]
     if not made:
         one, other = next(p for p in permutations(range(routes.size), 2) if p not in routes.between)
         raise TopologyError(

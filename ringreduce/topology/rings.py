@@ -7,7 +7,8 @@ capacity back than forth, as between hosts over the internet, rings have one dir
 
 The fewest rings that do as well as any are looked for: with `k` left to choose, the widest of them has at least one
 k-th of the rest, so only few cycles come into question.  On the hybrid cube mesh of eight V100 this finds the ring of
-doubled links and that of single ones.  Where no few rings are perfect, a linear program gives every cycle its width.
+doubled links and that of single ones.  Where all links are equal, as many one-way rings as a rank has links may use
+each direction once: eight fully connected GPUs have seven of them.  Else a linear program gives every cycle its width.
 """
 
 import contextlib
@@ -29,6 +30,9 @@ MOST_ENUMERATED = 8
 
 MOST_RINGS = 4
 """The search for few rings ends there."""
+
+MOST_TRIES = 400
+"""Cycles that are tried in either search before it is given up."""
 
 SLACK = 1e-6
 
@@ -68,7 +72,10 @@ def pack_rings(routes: Routes, bound: float) -> tuple[Ring, ...]:
         return ()
     usage = np.array([routes.loads(dict.fromkeys(cycle.hops(), 1.0)) for cycle in cycles])
     capacity = np.array([link.capacity for link in routes.links])
-    chosen = _fewest(usage, capacity, bound / cycles[0].bandwidth) or _best(usage, capacity)
+    chosen = _fewest(usage, capacity, bound / cycles[0].bandwidth)
+    if chosen is None and (disjoint := _disjoint(routes)):
+        return disjoint
+    chosen = chosen or _best(usage, capacity)
     return _one_way(routes, capacity, tuple(replace(cycles[at], width=width) for at, width in chosen))
 
 
@@ -111,24 +118,59 @@ Chosen = list[tuple[int, float]]
 
 def _fewest(usage: Any, capacity: Any, most: float) -> Chosen | None:
     """The fewest cycles whose widths sum up to `most`, by iterative deepening."""
-    for count in range(1, MOST_RINGS + 1):
-        if (found := _choose(usage, capacity, most, count)) is not None:
-            return found
-    return None
+    tries = iter(range(MOST_TRIES))
+
+    def choose(left: Any, missing: float, count: int) -> Chosen | None:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            width = np.where(usage > 0, left / usage, np.inf).min(axis=1)
+        wide = np.flatnonzero(width * count >= missing * (1 - SLACK))
+        for at in wide[np.argsort(-width[wide], kind="stable")]:
+            if width[at] >= missing * (1 - SLACK):
+                return [(int(at), min(float(width[at]), missing))]
+            if count == 1 or next(tries, None) is None:
+                return None
+            rest = choose(np.maximum(left - width[at] * usage[at], 0.0), missing - width[at], count - 1)
+            if rest is not None:
+                return [(int(at), float(width[at])), *rest]
+        return None
+
+    found = (choose(capacity, most, count) for count in range(1, MOST_RINGS + 1))
+    return next((chosen for chosen in found if chosen is not None), None)
 
 
-def _choose(usage: Any, left: Any, most: float, count: int) -> Chosen | None:
-    with np.errstate(divide="ignore", invalid="ignore"):
-        width = np.where(usage > 0, left / usage, np.inf).min(axis=1)
-    wide = np.flatnonzero(width * count >= most * (1 - SLACK))
-    for at in wide[np.argsort(-width[wide], kind="stable")][:50]:
-        if width[at] >= most * (1 - SLACK):
-            return [(int(at), min(float(width[at]), most))]
-        if count > 1:
-            rest = np.maximum(left - width[at] * usage[at], 0.0)
-            if (found := _choose(usage, rest, most - width[at], count - 1)) is not None:
-                return [(int(at), float(width[at])), *found]
-    return None
+def _disjoint(routes: Routes) -> tuple[Ring, ...]:
+    """One-way rings that use every direction of every link once; nothing if links differ, or if none were found.
+
+    Each ring leaves rank 0 over another link.  Rings are sets of links, as bits; candidates that share a link with a
+    chosen one drop out, and a choice that leaves some link of rank 0 without a candidate is taken back.
+    """
+    first = routes.links[0].capacity
+    equal = all(math.isclose(link.capacity, first) for link in routes.links)
+    if routes.size > MOST_ENUMERATED or not equal or len(routes.links) != len(routes.between):
+        return ()
+    starting: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
+    for order in _orders(routes, both_ways=False):
+        hops = Ring(order, first, both_ways=False).hops()
+        if all(hop in routes.between for hop in hops):
+            mask = sum(1 << routes.between[hop][0][0] for hop in hops)
+            starting.setdefault(order[1], []).append((mask, order))
+    tries = iter(range(MOST_TRIES))
+
+    def choose(left: list[list[tuple[int, tuple[int, ...]]]]) -> list[tuple[int, ...]] | None:
+        if not left:
+            return []
+        for mask, order in left[0]:
+            if next(tries, None) is None:
+                return None
+            fitting = [[each for each in others if not each[0] & mask] for others in left[1:]]
+            if all(fitting) and (rest := choose(fitting)) is not None:
+                return [order, *rest]
+        return None
+
+    found = choose([starting[peer] for peer in sorted(starting)]) or []
+    return tuple(
+        Ring(order, first, both_ways=False) for order in found if len(found) * routes.size == len(routes.links)
+    )
 
 
 def _best(usage: Any, capacity: Any) -> Chosen:
