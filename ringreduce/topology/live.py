@@ -14,6 +14,7 @@ version that NVML states is a number of the driver's, not the generation.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import platform
@@ -27,6 +28,7 @@ from typing import Any
 
 from ringreduce.topology.graph import Link, LinkGraph, LinkKind, Node, NodeKind, both_directions, merged
 from ringreduce.topology.rates import (
+    NOTHING,
     NVLINK,
     PCIE_GTS,
     Assumed,
@@ -62,8 +64,6 @@ DRIVERS = {
 
 SWITCH, NPU, UNKNOWN = "switch", "npu", "unknown"
 """Ends of NVLinks that are no GPUs: an NVSwitch, a POWER CPU (which carries no traffic between GPUs), not told."""
-
-NOTHING = Assumed()
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +139,9 @@ class Found:
 
 
 def probe(assume: Assumed = NOTHING) -> LinkGraph:
-    """This machine: its GPUs, as far as CUDA_VISIBLE_DEVICES shows them, or without any its cores.
+    """This machine: its GPUs, as far and in the order that CUDA_VISIBLE_DEVICES shows them, or without any its cores.
+
+    A GPU keeps the number that `nvidia-smi` shows in its name, and has its bus id in `detail`.
 
     Never raises: what cannot be read is left out or assumed, and `LinkGraph.assumed` says so.
     """
@@ -286,20 +288,20 @@ def _gpus_of_sysfs(system: System, notes: list[str]) -> tuple[Gpu, ...]:
 
 
 def _visible(gpus: tuple[Gpu, ...], environ: Mapping[str, str], notes: list[str]) -> tuple[Gpu, ...]:
-    """The GPUs that CUDA shows: up to the first entry of CUDA_VISIBLE_DEVICES that is none."""
+    """The GPUs that CUDA shows, in its order: up to the first entry of CUDA_VISIBLE_DEVICES that is none."""
     entries = environ.get("CUDA_VISIBLE_DEVICES")
     if entries is None or not gpus:
         return gpus
     shown: list[Gpu] = []
     for entry in filter(None, (part.strip() for part in entries.split(","))):
         fits = [gpu for gpu in gpus if entry == str(gpu.index) or (len(entry) > 4 and gpu.uuid.startswith(entry))]
-        if len(fits) != 1:
-            notes.append(f"CUDA_VISIBLE_DEVICES has {entry!r}, which is no GPU here; it ends there, as CUDA has it.")
+        if len(fits) != 1 or fits[0] in shown:
+            notes.append(f"CUDA_VISIBLE_DEVICES has {entry!r}, which is no other GPU here; the list ends there.")
             break
         shown += fits
     if not shown:
         notes.append(f"CUDA_VISIBLE_DEVICES is {entries!r}: it shows none of {len(gpus)} GPUs.")
-    return tuple(gpu for gpu in gpus if gpu in shown)
+    return tuple(shown)
 
 
 def _pci_device(sysfs: Path, bus: str) -> PciDevice:
@@ -339,18 +341,14 @@ def _add_nic(found: dict[str, Nic], folder: Path, port: float) -> None:
 
 
 def _numa(system: System) -> dict[int, frozenset[int]]:
+    from ringreduce.tuning.machine import numbers
+
     nodes = {}
     for folder in _folders(system.sysfs / "devices/system/node"):
-        number = folder.name.removeprefix("node")
-        if number.isdecimal() and (cores := _numbers(_text(folder / "cpulist"))):
-            nodes[int(number)] = cores
+        with contextlib.suppress(ValueError):  # other folders, and nonsense
+            nodes[int(folder.name.removeprefix("node"))] = frozenset(numbers(_text(folder / "cpulist")))
+    nodes = {node: cores for node, cores in nodes.items() if cores}
     return dict(sorted(nodes.items())) or {0: system.cores}
-
-
-def _numbers(text: str) -> frozenset[int]:
-    """ "0-2,8" -> {0, 1, 2, 8}."""
-    ranges = [part.partition("-") for part in text.split(",") if re.fullmatch(r"\d+(-\d+)?", part)]
-    return frozenset(core for first, _, last in ranges for core in range(int(first), int(last or first) + 1))
 
 
 def _cpu(proc: Path) -> tuple[str, int, int]:
@@ -373,9 +371,7 @@ def decide(found: Found, assume: Assumed = NOTHING) -> LinkGraph:
         draft.cpus(found.numa)
         models = Counter(gpu.name or "GPU" for gpu in found.gpus)
         name = ", ".join(f"{count} x {model}" for model, count in models.items())
-        for gpu in found.gpus:
-            detail = f"{gpu.name} at {gpu.bus}".strip()
-            draft.device(f"GPU{gpu.index}", NodeKind.GPU, gpu.index, gpu.bus, detail, draft.slot_of(gpu))
+        draft.gpus()
         draft.nvlinks()
     else:
         draft.cpus({numa: cores & found.cores for numa, cores in found.numa.items() if cores & found.cores})
@@ -422,14 +418,14 @@ class _Draft:
                 self.nodes.append(Node(f"CORE{core}", NodeKind.CORE, core, numa=numa))
                 self.join(f"CORE{core}", f"CPU{numa}", LinkKind.MEMORY, rate)
 
-    def device(self, name: str, kind: NodeKind, index: int, bus: str, detail: str, unknown: Rate) -> None:
-        """A GPU or NIC and the switches above it that are not there yet; `unknown` is for links of unknown speed."""
+    def device(self, node: Node, bus: str, rate: Rate) -> None:
+        """A GPU or NIC, and the switches above it that are not there yet."""
         device = self.found.pci[bus]
-        numa = self.home(name, device)
-        self.nodes.append(Node(name, kind, index, numa=numa, detail=detail))
-        self.join(name, self.switch(device.switches, numa, unknown), LinkKind.PCIE, self.rate(device, unknown))
+        numa = self.home(node.name, device)
+        self.nodes.append(replace(node, numa=numa))
+        self.join(node.name, self.switch(device.switches, numa), LinkKind.PCIE, rate)
 
-    def switch(self, ports: Sequence[str], numa: int, unknown: Rate) -> str:
+    def switch(self, ports: Sequence[str], numa: int) -> str:
         """The name of the last of the switches with these upstream ports, root first, or of the CPU above."""
         if not ports:
             return f"CPU{numa}"
@@ -438,22 +434,29 @@ class _Draft:
             index = len(self.switches)
             self.switches[port] = f"PCIe{index}"
             self.nodes.append(Node(f"PCIe{index}", NodeKind.PCIE, index, numa=numa, detail=port))
-            rate = self.rate(self.found.pci[port], unknown)
-            self.join(f"PCIe{index}", self.switch(above, numa, unknown), LinkKind.PCIE, rate)
+            rate = self.slot(port) or slot(None, self.assume)
+            self.join(f"PCIe{index}", self.switch(above, numa), LinkKind.PCIE, rate)
         return self.switches[port]
 
-    def rate(self, device: PciDevice, unknown: Rate) -> Rate:
-        """What PCIe carries to a device."""
-        if self.assume.pcie is not None or not device.speed or not device.width:
-            return unknown
+    def told(self, bus: str) -> Rate | None:
+        """What PCIe carries to a device, if sysfs tells."""
+        device = self.found.pci[bus]
+        if not device.speed or not device.width:
+            return None
         return Rate(pcie(device.speed, device.width), f"PCIe, {device.speed:g} GT/s x{device.width}")
 
-    def slot_of(self, gpu: Gpu) -> Rate:
-        """What a GPU's slot carries if sysfs does not tell: NVML does, or it is assumed."""
-        generation, width = gpu.slot
-        if self.assume.pcie is None and generation and width and (speed := PCIE_GTS.get(generation)):
-            return Rate(pcie(speed, width), f"PCIe {generation}.0 x{width}, says NVML")
-        return slot(self.model(gpu), self.assume)
+    def slot(self, bus: str) -> Rate | None:
+        """Likewise, unless the user has said it."""
+        return self.told(bus) if self.assume.pcie is None else slot(None, self.assume)
+
+    def gpus(self) -> None:
+        for gpu in self.found.gpus:
+            generation, width = gpu.slot
+            rate = self.slot(gpu.bus)
+            if rate is None and width and (speed := PCIE_GTS.get(generation or 0)):
+                rate = Rate(pcie(speed, width), f"PCIe {generation}.0 x{width}, says NVML")
+            node = Node(f"GPU{gpu.index}", NodeKind.GPU, gpu.index, detail=f"{gpu.name} at {gpu.bus}".strip())
+            self.device(node, gpu.bus, rate or slot(self.model(gpu), self.assume))
 
     def home(self, name: str, device: PciDevice) -> int:
         """The NUMA node of a device."""
@@ -500,9 +503,10 @@ class _Draft:
 
     def nics(self) -> None:
         for index, nic in enumerate(self.found.nics):
-            device = self.found.pci[nic.bus]
-            detail = f"{nic.port:g} Gbit/s" if nic.port else ""
-            if detail or (device.speed and device.width):
-                self.device(nic.name, NodeKind.NIC, index, nic.bus, detail, slot(None, self.assume))
+            known = [Rate(nic.port / 8, f"port of {nic.port:g} Gbit/s")] if nic.port else []
+            if rate := self.told(nic.bus):
+                known.append(rate)
+            if known:
+                self.device(Node(nic.name, NodeKind.NIC, index), nic.bus, min(known, key=lambda each: each.gbps))
             else:
                 self.assumed.append(f"How fast {nic.name} is, the system does not tell: it is left out.")

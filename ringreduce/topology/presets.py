@@ -7,22 +7,19 @@ rates in one direction; `preset(name, Assumed(nvlink=18))` puts measured ones in
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ringreduce.errors import TopologyError
 from ringreduce.topology.graph import Link, LinkGraph, LinkKind, Node, NodeKind, both_directions, merged
-from ringreduce.topology.rates import NVLINK, PCIE_GTS, Assumed, Rate, model, pcie, smp
+from ringreduce.topology.rates import NOTHING, NVLINK, PCIE_GTS, Assumed, model, pcie, smp
 
 Wiring = Mapping[int, Sequence[tuple[int, int]]]
 """Pairs of GPUs by the number of links that join them."""
 
 Preset = Callable[..., LinkGraph]
 """Takes an `Assumed`, or nothing."""
-
-NOTHING = Assumed()
 
 CUBE_MESH_V100: Wiring = {
     2: ((0, 3), (0, 4), (1, 2), (1, 5), (2, 3), (4, 7), (5, 6), (6, 7)),
@@ -86,9 +83,10 @@ class _Draft:
             self.pcie(name, f"PCIe{index}", generation)
 
     def nic(self, name: str, index: int, above: str, generation: int, port: float) -> None:
-        """A NIC with a port of `port` Gbit/s."""
-        self.nodes.append(Node(name, NodeKind.NIC, index, numa=self.numa(above), detail=f"{port:g} Gbit/s"))
-        self.pcie(name, above, generation)
+        """A NIC in a slot of sixteen lanes: its link is as fast as the slot or its port, of `port` Gbit/s."""
+        self.nodes.append(Node(name, NodeKind.NIC, index, numa=self.numa(above)))
+        gbps = min(port / 8, pcie(PCIE_GTS[generation], 16))
+        self.join(name, above, LinkKind.PCIE, gbps, 1, f"port of {port:g} Gbit/s, PCIe {generation}.0 x16")
 
     def numa(self, name: str) -> int | None:
         return next(node.numa for node in self.nodes if node.name == name)
@@ -231,8 +229,7 @@ def hosts_of(graph: LinkGraph, count: int, nics: int | None = None, gbps: float 
     """`count` copies of a machine, each with the prefix `host<h>/`, joined by NICs through one `network` node.
 
     `nics` of each are used, the first ones (default: all); where the machine has fewer, its CPUs get what is missing,
-    in turn.  `gbps` is what the port of a NIC carries, GB/s in one direction; the default is what its `detail` says
-    ("100 Gbit/s"), else as much as its slot carries.
+    in turn.  `gbps` is what a NIC carries, GB/s in one direction (default: what the link to it does).
     Raises TopologyError for a machine without either, for several hosts, and for numbers that make no sense.
     """
     if count < 2:
@@ -244,48 +241,44 @@ def hosts_of(graph: LinkGraph, count: int, nics: int | None = None, gbps: float 
     if gbps is not None and not 0 < gbps < float("inf"):
         raise TopologyError(f"{graph.name}: a NIC of {gbps} GB/s; give a finite number above 0")
     one = _with_nics(graph, nics, gbps)
-    ports = [(node.name, _port(one, node, gbps)) for node in one.of_kind(NodeKind.NIC)[:nics]]
-    nodes = [Node("network", NodeKind.NETWORK)]
+    used = [node.name for node in one.of_kind(NodeKind.NIC)][:nics]
+    nodes: list[Node] = []
     links: list[Link] = []
     for host in range(count):
         prefix = f"host{host}/"
         nodes += [replace(node, name=prefix + node.name, host=host) for node in one.nodes]
         links += [replace(link, src=prefix + link.src, dst=prefix + link.dst) for link in one.links]
-        for name, port in ports:
-            links += both_directions(prefix + name, "network", LinkKind.NETWORK, port.gbps, 1, port.source)
-    said = [port.assumed for _, port in ports if port.assumed]
-    assumed = (*one.assumed, *said, "The network between hosts carries all that their NICs send.")
+        for name in used:
+            feed = one.following[name][0]
+            links += both_directions(prefix + name, "network", LinkKind.NETWORK, feed.capacity, 1, feed.source)
+    nodes.append(Node("network", NodeKind.NETWORK))
+    assumed = (*one.assumed, "The network between hosts carries all that their NICs send.")
     return LinkGraph(f"{count} hosts of {graph.name}", tuple(nodes), tuple(links), assumed)
 
 
-def _port(graph: LinkGraph, nic: Node, gbps: float | None) -> Rate:
-    """What the port of a NIC carries."""
-    if gbps is not None:
-        return Rate(gbps, "gbps")
-    if stated := re.search(r"([\d.]+) Gbit/s", nic.detail):
-        return Rate(float(stated[1]) / 8, stated[0])
-    if not graph.following[nic.name]:
-        raise TopologyError(f"{graph.name}: how fast {nic.name} is, nothing says; give `gbps`")
-    slot = graph.following[nic.name][0].capacity
-    text = f"How fast the port of {nic.name} is, nothing says: as much as its slot, {slot:.4g} GB/s; set `gbps`."
-    return Rate(slot, "assumed: as its slot", text)
-
-
 def _with_nics(graph: LinkGraph, nics: int | None, gbps: float | None) -> LinkGraph:
-    """The machine with at least `nics` NICs, or at least one."""
-    there = graph.of_kind(NodeKind.NIC)
-    cpus = graph.of_kind(NodeKind.CPU)
+    """The machine with at least `nics` NICs, or at least one, that carry `gbps` each."""
+    there = [node.name for node in graph.of_kind(NodeKind.NIC)]
+    links = list(graph.links)
+    if gbps is not None:
+        links = [
+            replace(link, capacity=gbps, source="gbps") if link.src in there or link.dst in there else link
+            for link in links
+        ]
     missing = max(nics or 1, len(there)) - len(there)
-    if not missing:
-        return graph
-    if gbps is None:
+    cpus = graph.of_kind(NodeKind.CPU)
+    if missing and gbps is None:
         raise TopologyError(f"{graph.name} has {len(there)} NICs; give `gbps`, and it gets {missing} of that speed")
-    if not cpus:
+    if missing and not cpus:
         raise TopologyError(f"{graph.name} has {len(there)} NICs, and no CPU that more could be at; give its listing")
-    nodes: list[Node] = []
-    links: list[Link] = []
+    nodes = list(graph.nodes)
     for index in range(len(there), len(there) + missing):
+        assert gbps is not None
         cpu = cpus[index % len(cpus)]
         nodes.append(Node(f"NIC{index}", NodeKind.NIC, index, numa=cpu.numa))
         links += both_directions(f"NIC{index}", cpu.name, LinkKind.PCIE, gbps, 1, "gbps")
-    return replace(graph, nodes=graph.nodes + tuple(nodes), links=graph.links + tuple(links))
+    with_nics = replace(graph, nodes=tuple(nodes), links=tuple(links))
+    for nic in with_nics.of_kind(NodeKind.NIC):
+        if not with_nics.following[nic.name]:
+            raise TopologyError(f"{graph.name}: {nic.name} has no link to the rest of the machine; give it one")
+    return with_nics

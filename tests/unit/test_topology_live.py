@@ -167,22 +167,32 @@ def test_a_dgx1_looks_as_its_preset(sysfs):
     assert nvml.running == 0
     expected = {node.name: (node.kind, node.index, node.numa) for node in preset("dgx1-v100").nodes}
     assert {node.name: (node.kind, node.index, node.numa) for node in graph.nodes} == expected
-    assert {node.detail for node in graph.of_kind(NodeKind.NIC)} == {"100 Gbit/s"}
+    assert graph.by_ends["mlx5_0", "PCIe0"].source == "port of 100 Gbit/s"
 
 
-@pytest.mark.parametrize("visible", ["0,3,5", "5,0,3", " 0, GPU-18cafe ,5"])
-def test_only_visible_gpus_are_there(sysfs, visible):
+@pytest.mark.parametrize(
+    "visible, order", [("0,3,5", [0, 3, 5]), ("5,0,3", [5, 0, 3]), (" 0, GPU-18cafe ,5", [0, 3, 5])]
+)
+def test_only_visible_gpus_are_there_in_that_order(sysfs, visible, order):
     nvml = dgx1(sysfs)
     graph = decide(look(system(sysfs, nvml=nvml, environ={"CUDA_VISIBLE_DEVICES": visible})))
-    assert [gpu.name for gpu in graph.gpus] == ["GPU0", "GPU3", "GPU5"]
+    assert [gpu.name for gpu in graph.gpus] == [f"GPU{index}" for index in order]
     assert {ends for ends, link in graph.by_ends.items() if link.kind is LinkKind.NVLINK} == {
         ("GPU0", "GPU3"), ("GPU3", "GPU0")
     }  # fmt: skip
     assert shape(graph)["GPU0", "GPU3"] == (LinkKind.NVLINK, 2, 50)
 
 
-@pytest.mark.parametrize("visible, left, said", [("1,9,2", ["GPU1"], "'9', which is no GPU"), ("GPU-", [], "'GPU-'"),
-                                                 ("", [], "none of 8"), ("-1", [], "none of 8")])  # fmt: skip
+@pytest.mark.parametrize(
+    "visible, left, said",
+    [
+        ("1,9,2", ["GPU1"], "'9', which is no other GPU"),
+        ("2,2", ["GPU2"], "'2', which is no other GPU"),
+        ("GPU-", [], "'GPU-', which is no other GPU"),
+        ("", [], "none of 8"),
+        ("-1", [], "none of 8"),
+    ],
+)
 def test_what_cuda_does_not_show_is_not_there(sysfs, visible, left, said):
     nvml = dgx1(sysfs)
     graph = decide(look(system(sysfs, nvml=nvml, environ={"CUDA_VISIBLE_DEVICES": visible})))
@@ -345,11 +355,11 @@ def test_nics_have_ports_and_slots(sysfs):
     sysfs.write(f"{virtual}/virtio1/status", "")
     sysfs.interface("net", "eth1", f"{virtual}/virtio1", speed=10000)
     sysfs.interface("net", "eth2", silent, speed=-1)
+    sysfs.interface("net", "narrow", sysfs.pci("0000:04:00.0", speed=8.0, width=1), speed=25000)
     graph = decide(look(system(sysfs, cores=frozenset({0, 1}))))
-    assert {nic.name: (nic.numa, nic.detail) for nic in graph.of_kind(NodeKind.NIC)} == {
-        "eth0": (1, "25 Gbit/s"), "eth1": (0, "10 Gbit/s")
-    }  # fmt: skip
-    assert graph.by_ends["eth0", "CPU1"].capacity == pytest.approx(31.508, abs=1e-3)
+    assert shape(graph)["eth0", "CPU1"] == shape(graph)["CPU1", "eth0"] == (LinkKind.PCIE, 1, 3.125)
+    assert shape(graph)["eth1", "CPU0"] == (LinkKind.PCIE, 1, 1.25)
+    assert shape(graph)["narrow", "CPU0"][2] == pytest.approx(0.985, abs=1e-3)
     assert "How fast eth2 is, the system does not tell: it is left out." in graph.assumed
 
 
