@@ -299,6 +299,10 @@ def _visible(gpus: tuple[Gpu, ...], environ: Mapping[str, str], notes: list[str]
             notes.append(f"CUDA_VISIBLE_DEVICES has {entry!r}, which is no other GPU here; the list ends there.")
             break
         shown += fits
+    if len({gpu.name for gpu in gpus}) > 1 and environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        notes.append(
+            "GPUs of several models: CUDA numbers them as here only with CUDA_DEVICE_ORDER=PCI_BUS_ID; set it."
+        )
     if not shown:
         notes.append(f"CUDA_VISIBLE_DEVICES is {entries!r}: it shows none of {len(gpus)} GPUs.")
     return tuple(shown)

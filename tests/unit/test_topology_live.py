@@ -200,6 +200,14 @@ def test_what_cuda_does_not_show_is_not_there(sysfs, visible, left, said):
     assert any(said in text for text in graph.assumed)
 
 
+def test_gpus_of_several_models_are_numbered_otherwise_by_cuda(sysfs, monkeypatch):
+    nvml = dgx1(sysfs)
+    monkeypatch.setattr(Nvml, "nvmlDeviceGetName", lambda self, gpu: "Tesla " + ("P100", "V100")[gpu is nvml.gpus[0]])
+    for order, said in (({}, True), ({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, False)):
+        graph = decide(look(system(sysfs, nvml=nvml, environ={"CUDA_VISIBLE_DEVICES": "1,0", **order})))
+        assert any("CUDA_DEVICE_ORDER" in text for text in graph.assumed) == said
+
+
 def test_links_to_switches_are_one_switch(sysfs):
     buses = ["0000:0f:00.0", "0000:2d:00.0"]
     for bus in buses:
