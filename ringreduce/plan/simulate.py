@@ -1,0 +1,410 @@
+"""How long a plan takes over a network: alpha-beta, with contention for links, slices, and a cost per step.
+
+A message is what one step sends to one peer.  It is ready for the first link of its route when the step has ended, and
+for each other link when the one before begins to serve it (switches cut through).  A link serves its messages in the
+order in which they became ready for it, each for ``share * bytes / capacity`` seconds, and is never idle while one
+waits; a message that waits for it holds up nobody on other links (switches buffer).  When all its links have served a
+message, and the latency of its route has passed, it is there: over idle links, after ``latency + max(share * bytes /
+capacity)``.
+
+A step runs when all that it receives has come and the step before it has ended.  It takes `step_seconds`, and a rank
+does one step at a time, in the order in which they can run.  Moving and combining bytes inside a rank costs nothing,
+nor does telling a sender that its message was read.
+
+Slices are those of the engine (csrc/engine/execution.h): round `k` runs every program on slice `k` of each chunk; a
+rank begins round `k` when its round ``k - window`` has ended, and writes a slot of its outbox (`slot_depth`) when what
+it held has been read.  All this is a *marked graph* (see `verify`): every step waits for fixed other ones.  They are
+executed in the order of time, ties in the order in which they came about, so equal arguments give equal results.
+
+`simulate` walks every step of every rank.  Where all ranks do the same at the same time, over equal links, one of them
+shows all: `simulate_symmetric` does groups of any size.
+"""
+
+import math
+import operator
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from itertools import pairwise
+from typing import NamedTuple
+
+from ringreduce.plan.cost import WINDOW
+from ringreduce.plan.model import Plan, PlanError, layout, slot_depth
+from ringreduce.plan.network import Network, Route
+from ringreduce.plan.symbolic import describe
+from ringreduce.plan.symmetric import SYMMETRIC
+
+SATURATED = 0.99
+"""A plan whose busiest link works for this share of its time gains little from slices."""
+
+WORTHWHILE = 0.99
+"""Slices are halved as long as that leaves no more than this share of the time."""
+
+SEARCHED_STEPS = 2**21
+"""The search for the best slices stops where all rounds together have more steps."""
+
+MOST_STEPS = 2**26
+"""Of all rounds: more are refused, since they would take minutes."""
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What one collective took."""
+
+    seconds: float
+    link_bytes: tuple[float, ...]
+    """Over each link, by its number in the network."""
+    link_busy_seconds: tuple[float, ...]
+    messages: int
+    """Of all rounds; a step that sends to three peers sends three."""
+    steps: int
+    """Of all ranks and rounds."""
+    rounds: int
+    """Slices of the largest chunk."""
+    slice_bytes: float
+
+
+def simulate(
+    plan: Plan,
+    network: Network,
+    size_bytes: float,
+    *,
+    step_seconds: float = 0.0,
+    slice_bytes: float | None = None,
+    window: int = WINDOW,
+) -> Simulated:
+    """Run every step of `plan` over `network`.
+
+    `size_bytes` is counted as nccl-tests do: the whole tensor for all_reduce, broadcast and reduce, all ranks' blocks
+    together for reduce_scatter, all_gather, gather and scatter, one rank's blocks for all_to_all.  Stripes, chunks and
+    slices are cut without rounding.
+
+    `slice_bytes` is the most that a message carries.  Without it chunks are sent whole if, latencies aside, that keeps
+    the busiest link busy all the time, as rings and direct exchanges do.  Trees and chains do not: for them the number
+    of slices is doubled as long as that makes the plan faster.
+
+    The plan is not verified, so that any programs whose sends and receives match can be simulated.  Raises PlanError if
+    they do not, or wait for one another, or if an argument is out of range.
+    """
+    graph = _compile(plan, network.route, network.capacity)
+    return _Simulation(plan, graph, network.capacity, step_seconds, window).run(size_bytes, slice_bytes)
+
+
+def simulate_symmetric(
+    algorithm: str,
+    size: int,
+    size_bytes: float,
+    bandwidth: float,
+    latency: float = 0.0,
+    *,
+    step_seconds: float = 0.0,
+    slice_bytes: float | None = None,
+    window: int = WINDOW,
+) -> Simulated:
+    """`simulate` an all_reduce of `size` ranks on one switch (`network.switch`) by the steps of rank 0 alone.
+
+    In the algorithms of `SYMMETRIC` rank `r` does what rank 0 does, with its peers renumbered: rotated by `r`, or each
+    combined with `r` by exclusive or.  On equal links it does so at the same time.  Hence what rank 0 receives from a
+    peer comes when what it sends to the *opposite* peer gets there (the one to which it is what that peer is to it),
+    and its incoming link is as busy as that of any other rank: rank 0 gets its own messages back.
+
+    The result is that of `simulate` if chunks are sent whole.  In slices it may differ by a per cent: messages of
+    several rounds can reach a link at once, and `simulate` takes them by rank, which is not the same to all.
+
+    `link_bytes` and `link_busy_seconds` are of the two links of a rank, out and in; messages and steps are counted over
+    all ranks.  Raises PlanError as `simulate` does, and for an algorithm or a size without that symmetry.
+    """
+    if algorithm not in SYMMETRIC:
+        raise PlanError(f"algorithm {algorithm!r} is not known to be symmetric; those are {', '.join(SYMMETRIC)}")
+    if size < 1:
+        raise PlanError(f"a group of {size} ranks has no plan; the size must be at least 1")
+    symmetry = SYMMETRIC[algorithm]
+    plan = Plan(algorithm, "all_reduce", size, symmetry.channels(size))  # with one program a channel
+    route = Route(((0, 1.0), (1, 1.0)), latency)
+    capacity = (bandwidth, bandwidth)
+    graph = _compile(plan, lambda *_: route, capacity, lambda _, target: (symmetry.opposite(target, size), 0))
+    one = _Simulation(plan, graph, capacity, step_seconds, window).run(size_bytes, slice_bytes)
+    return replace(one, messages=one.messages * size, steps=one.steps * size)
+
+
+class _Way(NamedTuple):
+    """A route as messages take it: (link, seconds per byte of the message) of each link, and the latency."""
+
+    links: tuple[tuple[int, float], ...]
+    latency: float
+
+
+_Message = tuple[_Way, int, float, float, int]
+"""Its way, the next link there, its bytes, when the links before will have served it, and who reads it."""
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """One round of a plan, flat.  Steps are numbered by channel, rank and program, messages by the step that sends."""
+
+    channel: list[int]
+    rank: list[int]
+    chained: bytearray
+    """Per step, and 0 at the end: whether the step before it is of the same program."""
+    waits: list[int]
+    """Per step: for how many others it waits, those that send to it and the one before it."""
+    first: list[int]
+    """Per step, and the count at the end: the number of the first message that it sends, or that comes after it."""
+    reader: list[int]
+    """Per message: the step that receives it."""
+    way: list[_Way]
+    """Per message."""
+    steps: list[int]
+    """Per channel."""
+    messages: list[int]
+    """Per channel."""
+    busy: list[Mapping[int, float]]
+    """Per channel: the seconds that each link works for messages of one byte."""
+
+    @property
+    def most_sends(self) -> int:
+        """Slots that a rank takes in a round, at the most."""
+        return max((len(sending) for _, _, sending in self.programs()), default=0)
+
+    def programs(self) -> Iterator[tuple[int, int, list[int]]]:
+        """The first step of each program that has any, the one after its last, and those of its steps that send."""
+        for begin, end in pairwise(step for step, chained in enumerate(self.chained) if not chained):
+            yield begin, end, [step for step in range(begin, end) if self.first[step] < self.first[step + 1]]
+
+    def followers(self, depth: int, window: int) -> Mapping[int, Sequence[tuple[int, int]]]:
+        """Who waits for a step because of the window or of a slot: (step, rounds later), by the step waited for."""
+        followers: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        for begin, end, sending in self.programs():
+            followers[end - 1].append((begin, window))
+            for number, step in enumerate(sending):
+                rounds, next_there = divmod(number + depth, len(sending))  # who takes the same slot next
+                for message in range(self.first[step], self.first[step + 1]):
+                    followers[self.reader[message]].append((sending[next_there], rounds))
+        return followers
+
+
+def _compile(
+    plan: Plan,
+    route: Callable[[int, int], Route],
+    capacity: Sequence[float],
+    taken_as: Callable[[int, int], tuple[int, int]] = lambda source, target: (source, target),
+) -> _Graph:
+    """`taken_as`: as whose message to whom a receiver takes that from source to target."""
+    graph = _Graph([], [], bytearray(), [], [0], [], [], [], [], [])
+    ways: dict[tuple[int, int], _Way] = {}
+    for number, channel in enumerate(plan.channels):
+        begin, sent = len(graph.waits), len(graph.way)
+        unread: defaultdict[tuple[int, int], deque[int]] = defaultdict(deque)  # messages by (source, target)
+        for rank, program in enumerate(channel.programs):
+            for at, step in enumerate(program):
+                graph.channel.append(number)
+                graph.rank.append(rank)
+                graph.chained.append(at > 0)
+                graph.waits.append(len(step.recv) + (at > 0))
+                for peer in step.send:
+                    if (rank, peer) not in ways:
+                        if not 0 <= peer < plan.size:
+                            raise _wrong(plan, f"rank {rank} sends to rank {peer}, which there is not")
+                        ways[rank, peer] = _way(route(rank, peer), capacity)
+                    unread[taken_as(rank, peer)].append(len(graph.way))
+                    graph.way.append(ways[rank, peer])
+                graph.first.append(len(graph.way))
+        graph.steps.append(len(graph.waits) - begin)
+        graph.messages.append(len(graph.way) - sent)
+        graph.reader.extend([-1] * graph.messages[-1])
+        steps = ((rank, step) for rank, program in enumerate(channel.programs) for step in program)
+        for at, (rank, step) in enumerate(steps, begin):
+            for peer in step.recv:
+                if not unread[peer, rank]:
+                    raise _wrong(plan, f"rank {rank} receives more from rank {peer} than that sends to it")
+                graph.reader[unread[peer, rank].popleft()] = at
+        for (source, target), left in unread.items():
+            if left:
+                raise _wrong(plan, f"rank {target} does not receive all that rank {source} sends to it")
+        busy: defaultdict[int, float] = defaultdict(float)
+        for way, count in Counter(graph.way[sent:]).items():
+            for link, seconds in way.links:
+                busy[link] += seconds * count
+        graph.busy.append(busy)
+    graph.chained.append(0)
+    return graph
+
+
+def _way(route: Route, capacity: Sequence[float]) -> _Way:
+    for link, _ in route.links:
+        if capacity[link] <= 0:
+            raise PlanError(f"link {link} of the network has a capacity of {capacity[link]}; it must be above 0")
+    return _Way(tuple((link, share / capacity[link]) for link, share in route.links), route.latency)
+
+
+def _wrong(plan: Plan, what: str) -> PlanError:
+    return PlanError(f"{describe(plan)} cannot be simulated: {what}; `verify` says which step is wrong")
+
+
+@dataclass(frozen=True)
+class _Simulation:
+    """A plan on its network, to be run in slices of several sizes."""
+
+    plan: Plan
+    graph: _Graph
+    capacity: Sequence[float]
+    step_seconds: float
+    window: int
+
+    def run(self, size_bytes: float, slice_bytes: float | None) -> Simulated:
+        """See `simulate`."""
+        if not 0 <= size_bytes < math.inf:
+            raise PlanError(f"size_bytes is {size_bytes}; it must be 0 or more")
+        if not 0 <= self.step_seconds < math.inf:
+            raise PlanError(f"step_seconds is {self.step_seconds}; it must be 0 or more")
+        if slice_bytes is not None and not slice_bytes > 0:
+            raise PlanError(f"slice_bytes is {slice_bytes}; it must be above 0")
+        if self.window < 1:
+            raise PlanError(f"window is {self.window}; at least 1 round must be in flight")
+        if min((min(channel.share, channel.chunks) for channel in self.plan.channels), default=0) < 1:
+            raise _wrong(self.plan, "it needs channels, each with a share and chunks of at least 1")
+        blocks = layout(self.plan.collective, self.plan.size).blocks
+        block = size_bytes / (self.plan.size if blocks > 1 else 1)
+        total = sum(channel.share for channel in self.plan.channels)
+        chunks = [block * channel.share / total / channel.chunks for channel in self.plan.channels]
+        if slice_bytes is not None:
+            return self.sliced(chunks, slice_bytes)
+        best = self.sliced(chunks, max(chunks))
+        if self.saturates(chunks, best):
+            return best
+        while len(self.graph.waits) * 2 * best.rounds <= SEARCHED_STEPS:
+            finer = self.sliced(chunks, best.slice_bytes / 2)
+            if finer.seconds > WORTHWHILE * best.seconds:
+                break
+            best = finer
+        return best
+
+    def saturates(self, chunks: Sequence[float], whole: Simulated) -> bool:
+        """Whether the busiest link works all the time when chunks are sent whole, but for latencies and steps."""
+        enough = max(whole.link_busy_seconds, default=0.0) / SATURATED
+        if whole.seconds <= enough:
+            return True
+        bare = replace(self, step_seconds=0.0)
+        return bare.walk([[chunk] for chunk in chunks], latencies=False) <= enough
+
+    def sliced(self, chunks: Sequence[float], slice_bytes: float) -> Simulated:
+        """In slices of `slice_bytes`, the last of a chunk being what is left."""
+        graph = self.graph
+        slices = []
+        for chunk in chunks:
+            number = chunk / slice_bytes if slice_bytes > 0 else 1.0
+            if number * len(graph.waits) > MOST_STEPS:
+                raise PlanError(
+                    f"{describe(self.plan)} in slices of {slice_bytes:g} bytes has {number * len(graph.waits):.3g} "
+                    f"steps; at most {MOST_STEPS} are simulated: use larger slices"
+                )
+            full = max(0, math.ceil(number * (1 - 1e-12)) - 1)
+            slices.append([slice_bytes] * full + [chunk - full * slice_bytes])
+        rounds = list(map(len, slices))
+        busy = [0.0] * len(self.capacity)
+        for chunk, per_byte in zip(chunks, graph.busy, strict=True):
+            for link, seconds in per_byte.items():
+                busy[link] += seconds * chunk
+        return Simulated(
+            seconds=self.walk(slices),
+            link_bytes=tuple(map(operator.mul, busy, self.capacity)),
+            link_busy_seconds=tuple(busy),
+            messages=sum(map(operator.mul, graph.messages, rounds)),
+            steps=sum(map(operator.mul, graph.steps, rounds)),
+            rounds=max(rounds),
+            slice_bytes=slice_bytes,
+        )
+
+    def walk(self, slices: Sequence[Sequence[float]], latencies: bool = True) -> float:
+        """Execute all rounds, given the bytes of each by channel; when the last step has ended.
+
+        The loop takes events in the order of time: that a step can run (its number, ``round * size + step``), that it
+        ends (the complement of its number), or that a message reaches a link, having waited for one before.
+        """
+        graph, size, rounds, step_seconds = self.graph, len(self.graph.waits), max(map(len, slices)), self.step_seconds
+        channel, chained, first, reader, ways = graph.channel, graph.chained, graph.first, graph.reader, graph.way
+        depth = slot_depth(self.plan.size)
+        followers = graph.followers(depth, self.window) if rounds > 1 or graph.most_sends > depth else {}
+        waits = _waits(graph.waits, followers, rounds)
+        due = [0.0] * len(waits)  # when the last thing has come that a step waits for, as far as is known
+        free = [0.0] * len(self.capacity)  # when a link has served all that has reached it
+        idle = [0.0] * self.plan.size  # when a rank has done all steps that could run
+        agenda: dict[float, list[int | _Message]] = {}
+        times: list[float] = []  # of the agenda, a heap
+
+        def note(time: float, event: int | _Message) -> None:
+            events = agenda.get(time)
+            if events is None:
+                agenda[time] = [event]
+                heappush(times, time)
+            else:
+                events.append(event)
+
+        def come(time: float, number: int) -> None:
+            """One of the things that a step waits for will be there at `time`."""
+            if time > due[number]:
+                due[number] = time
+            waits[number] -= 1
+            if waits[number] == 0:
+                note(due[number], number)
+
+        def send(message: _Message, now: float) -> None:
+            way, hop, length, served, receiver = message
+            links, latency = way
+            while hop < len(links):
+                link, seconds = links[hop]
+                begin = max(now, free[link])
+                free[link] = begin + seconds * length
+                served = max(served, free[link])
+                hop += 1
+                if begin > now and hop < len(links):
+                    note(begin, (way, hop, length, served, receiver))
+                    return
+            come(served + latency if latencies else served, receiver)
+
+        for number, left in enumerate(waits):
+            if left == 0 and number // size < len(slices[channel[number % size]]):
+                note(0.0, number)
+        ended, now = 0, 0.0
+        while times:
+            now = heappop(times)
+            for event in agenda[now]:  # to which the loop adds
+                if isinstance(event, tuple):
+                    send(event, now)
+                    continue
+                if step_seconds > 0 and event >= 0:
+                    rank = graph.rank[event % size]
+                    idle[rank] = max(now, idle[rank]) + step_seconds
+                    note(idle[rank], ~event)
+                    continue
+                ended += 1
+                number = max(event, ~event)
+                at, step = divmod(number, size)
+                lengths = slices[channel[step]]
+                for message in range(first[step], first[step + 1]):
+                    send((ways[message], 0, lengths[at], now, number - step + reader[message]), now)
+                if chained[step + 1]:
+                    come(now, number + 1)
+                if followers:
+                    for follower, later in followers.get(step, ()):
+                        if at + later < len(lengths):
+                            come(now, number - step + follower + later * size)
+            del agenda[now]
+        if ended < sum(map(operator.mul, graph.steps, map(len, slices))):
+            raise _wrong(self.plan, "its ranks wait for one another")
+        return now
+
+
+def _waits(within: Sequence[int], followers: Mapping[int, Sequence[tuple[int, int]]], rounds: int) -> list[int]:
+    """For how many others each step of each round waits."""
+    row, waits = list(within), []
+    more: defaultdict[int, list[int]] = defaultdict(list)  # steps, by the first round in which they wait for one more
+    for each in followers.values():
+        for follower, later in each:
+            more[later].append(follower)
+    for number in range(rounds):
+        for follower in more[number]:
+            row[follower] += 1
+        waits += row
+    return waits

@@ -1,0 +1,59 @@
+"""Algorithms for all_reduce in which every rank does the same: one rank's programs say all, however large the group.
+
+Rank `r`'s programs are rank 0's with every peer renumbered: rotated by `r`, or combined with `r` by exclusive or.  (So
+are the chunks, but that does not matter for time.)  The *opposite* of a peer of rank 0 is the rank to which that peer
+is what rank 0 is to the peer: what rank 0 gets from a peer is to the peer what rank 0's message to the opposite is to
+rank 0.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from ringreduce.plan import direct, halving_doubling, ring
+from ringreduce.plan.compose import compose
+from ringreduce.plan.model import Channel, PlanError
+
+
+class Symmetric(NamedTuple):
+    """An algorithm, by what rank 0 does in it."""
+
+    channels: Callable[[int], tuple[Channel, ...]]
+    """By size: the channels, each with the program of rank 0 only."""
+    opposite: Callable[[int, int], int]
+    """Of a peer, by size."""
+
+
+def _rings(rings: Callable[[int], ring.Rings]) -> Callable[[int], tuple[Channel, ...]]:
+    def channels(size: int) -> Iterator[Channel]:
+        for order, weight in rings(size):
+            position = order.index(0)
+            program = compose(ring._reduce_scatter(order, position), ring._all_gather(order, position))
+            yield Channel(weight, size, (program,))
+
+    return lambda size: tuple(channels(size))
+
+
+def _two_shot(size: int) -> tuple[Channel, ...]:
+    return (Channel(1, size, (compose(direct._reduce_scatter(0, size), direct._all_gather(0, size)),)),)
+
+
+def _halving_doubling(size: int) -> tuple[Channel, ...]:
+    if size & (size - 1):
+        raise PlanError(f"halving_doubling of {size} ranks is not symmetric; the size must be a power of two")
+    hosts = tuple(range(size))
+    distances = tuple(1 << bit for bit in range(size.bit_length() - 1))
+    halving = halving_doubling._halving(0, hosts, distances, ())
+    return (Channel(1, size, (compose(halving, halving_doubling._doubling(0, hosts, distances, ())),)),)
+
+
+def _rotated(peer: int, size: int) -> int:
+    return -peer % size
+
+
+SYMMETRIC: Mapping[str, Symmetric] = {
+    "ring": Symmetric(_rings(ring.one_ring), _rotated),
+    "bidirectional_ring": Symmetric(_rings(ring.both_ways), _rotated),
+    "two_shot": Symmetric(_two_shot, _rotated),
+    "halving_doubling": Symmetric(_halving_doubling, lambda peer, size: peer),
+}
+"""By the names of `BUILDERS`; halving_doubling is symmetric only among a power of two of ranks."""
