@@ -273,11 +273,13 @@ class _Simulation:
         best = self.sliced(chunks, max(chunks))
         if self.saturates(chunks, best):
             return best
-        while len(self.graph.waits) * 2 * best.rounds <= SEARCHED_STEPS:
-            finer = self.sliced(chunks, best.slice_bytes / 2)
-            if finer.seconds > WORTHWHILE * best.seconds:
+        tried = best
+        while len(self.graph.waits) * 2 * tried.rounds <= SEARCHED_STEPS:
+            tried = self.sliced(chunks, tried.slice_bytes / 2)
+            if tried.seconds <= WORTHWHILE * best.seconds:
+                best = tried
+            elif tried.slice_bytes < min(chunks) / 2:  # else narrow channels are not sliced yet
                 break
-            best = finer
         return best
 
     def saturates(self, chunks: Sequence[float], whole: Simulated) -> bool:

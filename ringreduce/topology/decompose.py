@@ -35,7 +35,10 @@ class Decomposition:
     bound: Bound
     partitions: tuple[Partition, ...]
     """Those that the trees' prices point at, for bounds of other collectives."""
-    reason: str
+    links: str
+    """Why these links are used."""
+    shape: str
+    """Why rings, or trees."""
 
     @property
     def chosen(self) -> str:
@@ -53,19 +56,19 @@ def decompose(graph: LinkGraph) -> Decomposition:
     cuts = Cuts(routes)
     limit = bound("all_reduce", routes, cuts)
     if routes.size == 1:
-        return Decomposition(routes, (), (), limit, (), "one rank has nobody to talk to")
+        return Decomposition(routes, (), (), limit, (), why, "nobody to talk to")
     rings = pack_rings(routes, limit.bandwidth)
     by_rings = sum(ring.bandwidth for ring in rings)
     if by_rings >= AS_GOOD * limit.bandwidth or routes.size > MOST_TREE_RANKS:
-        return Decomposition(routes, rings, (), limit, (), f"{why}; {_about_rings(routes, rings)}")
+        return Decomposition(routes, rings, (), limit, (), why, _about_rings(routes, rings))
     packing = pack_trees(routes)
     limit = bound("all_reduce", routes, cuts, packing.tight)
     if by_rings >= AS_GOOD * packing.bandwidth:
-        return Decomposition(routes, rings, (), limit, packing.tight, f"{why}; {_about_rings(routes, rings)}")
+        return Decomposition(routes, rings, (), limit, packing.tight, why, _about_rings(routes, rings))
     instead = f"the best rings found reach {by_rings:.4g} GB/s" if rings else "no ring was found"
     several = f"{len(packing.trees)} spanning trees" if len(packing.trees) > 1 else "one spanning tree"
     about = f"{several}, since {instead}"
-    return Decomposition(routes, rings, packing.trees, limit, packing.tight, f"{why}; {about}")
+    return Decomposition(routes, rings, packing.trees, limit, packing.tight, why, about)
 
 
 def _links_to_use(graph: LinkGraph) -> tuple[Routes, str]:

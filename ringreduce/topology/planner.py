@@ -9,7 +9,7 @@ no figure here is a formula's.
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import permutations
 from typing import Any, NamedTuple
@@ -168,7 +168,11 @@ def plan_for(
         return first
     time = {each.plan.name: each.simulated(size_bytes) for each in candidates.values()}
     best = min(others, key=lambda each: time[each.plan.name])
-    return best if time[best.plan.name] < MARGIN * time[first.plan.name] else first
+    promised, usual = time[best.plan.name], time[first.plan.name]
+    if promised >= MARGIN * usual:
+        return first
+    why = f"simulated with latencies it takes {promised:.3g} s, and {first.plan.name} {usual:.3g} s"
+    return replace(best, reason=f"{best.reason}; {why}")
 
 
 def algorithms(graph: LinkGraph, collective: str) -> tuple[str, ...]:
@@ -207,22 +211,23 @@ def weights(widths: Sequence[float]) -> list[int]:
 def _candidates(graph: LinkGraph, collective: str) -> dict[str, Planned]:
     """By name, that of the decomposition first."""
     parts = decompose(graph)
-    routes, reason = parts.routes, parts.reason
+    routes, links = parts.routes, parts.links
     if collective not in OVER_RINGS and len(routes.between) < routes.size * (routes.size - 1):
-        routes, reason = all_routes(graph), "not all pairs have links of their own: over every link"
+        routes, links = all_routes(graph), "not all pairs have links of their own: over every link"
     limit = bound(collective, routes, Cuts(routes), parts.partitions)
 
     def planned(plan: Plan, why: str, **more: Any) -> Planned:
-        return Planned(graph, routes, plan, limit.bandwidth, limit.proof, why, **more)
+        return Planned(graph, routes, plan, limit.bandwidth, limit.proof, f"{links}; {why}", **more)
 
-    made = [planned(plan, reason, **more) for plan, more in (*_rings(parts, collective), *_trees(parts, collective))]
+    made = [planned(plan, parts.shape, **more) for plan, more in (*_rings(parts, collective), *_trees(parts, collective))]
     if collective == "all_reduce":
         made.sort(key=lambda each: each.plan.name != parts.chosen)
     else:
         made.sort(key=lambda each: -each.bandwidth)
     others = list(_hierarchies(routes)) if collective == "all_reduce" else []
     if routes.size <= MOST_RANKS:
-        others += [(build(collective, name, routes.size), reason) for name in BUILDERS[collective]]
+        unaware = ((name, f"{name}, which knows nothing of links") for name in BUILDERS[collective])
+        others += [(build(collective, name, routes.size), why) for name, why in unaware]
     made += [planned(plan, why) for plan, why in others if all(pair in routes.between for pair in transfers(plan, 1))]
     if not made:
         one, other = next(p for p in permutations(range(routes.size), 2) if p not in routes.between)
