@@ -57,8 +57,10 @@ def pcie_tree(devices: Sequence[Device], classes: dict[Pair, LinkClass], smp: Ra
     groups.settle()
     tree = _Builder(devices, smp)
     cpus = groups.at(LinkClass.NODE, range(len(devices)))
-    for cpu, numa in zip(cpus, _cpu_numbers(devices, cpus), strict=True):
-        tree.cpu(groups, cpu, numa)
+    known = _numa_nodes(devices, cpus)
+    free = iter(sorted(set(range(2 * len(cpus))) - set(known)))
+    for cpu, numa in zip(cpus, known, strict=True):
+        tree.cpu(groups, cpu, next(free) if numa is None else numa, numa)
     tree.join_cpus()
     return PcieTree(tuple(tree.nodes), tuple(tree.links), tuple(groups.assumed))
 
@@ -122,9 +124,7 @@ class _Groups:
         if closer:
             self.assumed.append(f"{_some(closer)}: SYS, but in one NUMA node; taken as on one CPU.")
         if farther:
-            self.assumed.append(
-                f"{_some(farther)}: closer than SYS, but in different NUMA nodes; their class is taken."
-            )
+            self.assumed.append(f"{_some(farther)}: closer than SYS, but in two NUMA nodes; the class is taken.")
 
     def _follows(self, pair: Pair) -> bool:
         """Whether a hidden class is settled by the others: a third device is nearer to one of the two."""
@@ -181,9 +181,9 @@ class _Builder:
         self.links: list[Link] = []
         self.switches = 0
 
-    def cpu(self, groups: _Groups, members: Sequence[int], numa: int) -> None:
-        name = f"CPU{numa}"
-        self.nodes.append(Node(name, NodeKind.CPU, numa, numa=numa))
+    def cpu(self, groups: _Groups, members: Sequence[int], number: int, numa: int | None) -> None:
+        name = f"CPU{number}"
+        self.nodes.append(Node(name, NodeKind.CPU, number, numa=numa))
         bridges = groups.at(LinkClass.PHB, members)
         for bridge in bridges:
             below = groups.at(LinkClass.PXB, bridge)
@@ -194,7 +194,7 @@ class _Builder:
             for part in below:
                 self._branch(groups, part, numa, above)
 
-    def _branch(self, groups: _Groups, members: Sequence[int], numa: int, above: str) -> None:
+    def _branch(self, groups: _Groups, members: Sequence[int], numa: int | None, above: str) -> None:
         """The devices that meet below a host bridge: one, some on a switch, or some on switches on a switch."""
         leaves = groups.at(LinkClass.PIX, members)
         if len(leaves) > 1:
@@ -217,7 +217,7 @@ class _Builder:
         """A switch has one slot, as fast as the fastest of those below it."""
         return max((self.devices[at].slot for at in members), key=lambda slot: slot.gbps)
 
-    def _switch(self, detail: str, numa: int, above: str, rate: Rate) -> str:
+    def _switch(self, detail: str, numa: int | None, above: str, rate: Rate) -> str:
         name = f"PCIe{self.switches}"
         self.nodes.append(Node(name, NodeKind.PCIE, self.switches, numa=numa, detail=detail))
         self.switches += 1
@@ -228,14 +228,13 @@ class _Builder:
         self.links += both_directions(one, other, kind, rate.gbps, source=rate.source)
 
 
-def _cpu_numbers(devices: Sequence[Device], cpus: Sequence[Sequence[int]]) -> list[int]:
-    """Of each CPU: its devices' NUMA node if they are in one that no other CPU has, else the next free number."""
+def _numa_nodes(devices: Sequence[Device], cpus: Sequence[Sequence[int]]) -> list[int | None]:
+    """Of each CPU: the NUMA node that its devices are in, if that is known and no CPU before has it."""
     numbers: list[int | None] = []
     for members in cpus:
         known = {min(devices[at].numa) for at in members if len(devices[at].numa) == 1}
         numbers.append(min(known - set(numbers), default=None))
-    free = iter(sorted(set(range(2 * len(cpus) + 1)) - set(numbers)))
-    return [next(free) if number is None else number for number in numbers]
+    return numbers
 
 
 def _pair(one: int, other: int) -> Pair:

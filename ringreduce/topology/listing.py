@@ -9,8 +9,10 @@ altered on the way, and raises TopologyError with line and column: no plan is ma
 """
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from ringreduce.errors import TopologyError
 from ringreduce.topology.classes import LinkClass
@@ -22,6 +24,9 @@ LONGEST_LINE = 20_000
 
 HEADER_LINES = 8
 """The header is looked for so many lines above the first row."""
+
+MOST_TABLES = 1000
+"""So many lines are looked at for the header of a table."""
 
 MOST_WRAPS = 20
 """A terminal broke a row into so many lines more."""
@@ -50,7 +55,9 @@ _ACCESS = re.compile(rf"GPU\d+{_APART}+(?:X{_APART}+)?(?:OK|NS|CNS|GNS|TNS|DR|U)
 _LABEL = re.compile(r"GPU\d+|NIC\d+|mlx\d+_(?:[a-z]+_)?\d+|(?:(?!GPU\d|NIC\d|mlx\d)[\w.:+-])+")
 _AFFINITY = re.compile(r"CPU\s?Affinity|NUMA\s?Affinity|GPU\s?NUMA\s?ID")
 _RULE = re.compile(r"[-=+|:\s]*")
-_NIC_ROW = re.compile(rf"(?<![\w.-])(?P<label>(?!GPU)[A-Za-z][\w.:+-]*\d[\w.:+-]*){_APART}+(?={_CELL}+(?:{_APART}|$))")
+_NIC_ROW = re.compile(
+    rf"(?<![\w.-])(?P<label>(?!GPU|N?V\d{{1,3}}{_APART})[A-Za-z][\w.:+-]*\d[\w.:+-]*){_APART}+(?={_CELL}+(?:{_APART}|$))"
+)
 _WRAPPED = re.compile(r"[A-Z0-9/,\-\s|]+")
 _NIC_LEGEND = re.compile(r"(NIC\d+)\s*:\s*([A-Za-z][\w.:+-]*)")
 
@@ -90,7 +97,7 @@ class Listing:
 
 def find_listing(text: str, where: str) -> Listing:
     """The first matrix in `text`; `where` names the text in errors."""
-    lines = [_plain(line) if len(line) <= LONGEST_LINE else "" for line in re.split(r"\r\n|\n|\r", text)]
+    lines = [line and _plain(line) for line in re.split(r"\r\n|\n|\r", text)]
     listing = _table(lines) or _rows(lines, where)
     _check(listing, where)
     names = {label: name for label, name in _NIC_LEGEND.findall(text) if label in listing.columns}
@@ -98,7 +105,9 @@ def find_listing(text: str, where: str) -> Listing:
 
 
 def _plain(line: str) -> str:
-    """The line with blanks for colours and marks; every character stays where it was."""
+    """The line with blanks for colours and marks, every character where it was; nothing if it is too long for a row."""
+    if len(line) > LONGEST_LINE:
+        return ""
     if "[" in line:
         line = _COLOUR.sub(lambda colour: " " * len(colour[0]), line)
     return line.translate(_BLANKS)
@@ -109,14 +118,14 @@ def _plain(line: str) -> str:
 
 def _table(lines: Sequence[str]) -> Listing | None:
     """The first table with GPUs for columns and for rows, if there is one."""
-    for at, line in enumerate(lines):
-        if "|" in line and "GPU" in line:
-            header = _between_bars(line, at + 1)
-            gpus = [place for place, cell in enumerate(header) if _GPU.fullmatch(cell.text)]
-            if gpus and not any(re.fullmatch(_CELL, cell.text) for cell in header):
-                listing = _table_below(lines, at + 1, header, gpus)
-                if listing.gpus:
-                    return listing
+    candidates = (at for at, line in enumerate(lines) if "|" in line and "GPU" in line)
+    for at in islice(candidates, MOST_TABLES):
+        header = _between_bars(lines[at], at + 1)
+        gpus = [place for place, cell in enumerate(header) if _GPU.fullmatch(cell.text)]
+        if gpus and not any(re.fullmatch(_CELL, cell.text) for cell in header):
+            listing = _table_below(lines, at + 1, header, gpus)
+            if listing.gpus:
+                return listing
     return None
 
 
@@ -131,7 +140,8 @@ def _table_below(lines: Sequence[str], start: int, header: Sequence[Cell], gpus:
         cells = _between_bars(line, number)
         if _RULE.fullmatch(line):
             continue
-        labels = [place for place, cell in enumerate(cells) if _GPU.fullmatch(cell.text) and place not in gpus]
+        within = enumerate(cells[: len(header)])
+        labels = [place for place, cell in within if _GPU.fullmatch(cell.text) and place not in gpus]
         if not rows and not labels:
             break
         if not rows:
@@ -141,6 +151,7 @@ def _table_below(lines: Sequence[str], start: int, header: Sequence[Cell], gpus:
         cells += [end] * (len(header) - len(cells))
         texts = {name: cells[place].text for place, name in affinity.items()}
         label, *classes = (cells[place] for place in places)
+        classes += [cell for cell in cells[len(header) :] if cell.text]
         rows.append(Row(label, tuple(classes), texts.get("CPU Affinity", ""), texts.get("NUMA Affinity", "")))
     return _listing([header[place].text for place in places[1:]], rows)
 
@@ -173,22 +184,22 @@ class _Header:
 def _rows(lines: Sequence[str], where: str) -> Listing:
     start = _first_row(lines, where)
     header = _header_above(lines, start)
-    gpus: list[Row] = []
+    gpus: dict[str, Row] = {}
     assumed = []
     after = start
     for at in range(start, len(lines)):
         if "GPU" not in lines[at] or not (found := _ROW.search(lines[at])) or _ACCESS.search(lines[at]):
             continue
-        if any(row.label.text == found["label"] for row in gpus):
+        if found["label"] in gpus:
             assumed.append(f"Another matrix begins in line {at + 1}; only the first was read.")
             break
-        gpus.append(_row(lines, at, found, header))
+        row = gpus[found["label"]] = _row(lines, at, found, header)
         after = at + 1
-        if sum(cell.text == "X" for cell in gpus[-1].cells) != 1:
+        if sum(cell.text == "X" for cell in row.cells) != 1:
             break  # what follows cannot mend it
     nics = _nic_rows(lines, after, header)
-    columns = _columns(gpus, nics, header, where)
-    return _listing(columns, [*gpus, *nics], assumed)
+    columns = _columns(list(gpus.values()), nics, header, where)
+    return _listing(columns, [*gpus.values(), *nics], assumed)
 
 
 def _first_row(lines: Sequence[str], where: str) -> int:
@@ -238,7 +249,7 @@ def _row(lines: Sequence[str], at: int, label: re.Match[str], header: _Header | 
             cells.append(_located(cell[0], found.start("cells") + cell.start(), starts))
         place = found.end()
     begins = _located(label["label"], label.start("label"), starts)
-    if len(starts) > 1:  # where affinities are broken cannot be known
+    if starts[-1][0] > place:  # affinities are broken, and where in a number cannot be known
         return Row(begins, tuple(cells))
     return Row(begins, tuple(cells), *_affinities(line, place, header))
 
@@ -250,7 +261,7 @@ def _unwrapped(lines: Sequence[str], at: int) -> tuple[str, list[tuple[int, int]
         line = lines[number - 1]
         if not _WRAPPED.fullmatch(line) or not line.strip() or _ROW.search(line) or _NIC_ROW.search(line):
             break
-        left, right = f" {text}".split(" ")[-1], f"{line} ".split(" ")[0]
+        left, right = re.split(r"\s", text)[-1], re.split(r"\s", line, maxsplit=1)[0]
         if re.fullmatch(_CELL + "+", left) and not re.fullmatch(r"\d{1,2}", right):
             text += " "
         starts.append((len(text), number))
@@ -303,9 +314,10 @@ def _columns(gpus: Sequence[Row], nics: Sequence[Row], header: _Header | None, w
     if header and (missing := [label for label in header.labels if _GPU.fullmatch(label) and label not in own]):
         raise _no_row(missing[0], gpus[-1], where)
     others = [row.label.text for row in nics]
-    if len(own) + len(others) != width:
-        others = [f"NIC{at}" for at in range(width - len(own))]
-    return own + others
+    if not header and not others and (len(own) < width or width == 1):
+        what = f"no header and no row says whether GPUs follow {own[-1]}{_WHOLE}"
+        raise _error(where, _end(gpus[-1]), what)
+    return [*own, *others, *(f"NIC{at}" for at in range(len(others), width - len(own)))][:width]
 
 
 # What makes a matrix whole.
@@ -313,23 +325,23 @@ def _columns(gpus: Sequence[Row], nics: Sequence[Row], header: _Header | None, w
 
 def _check(listing: Listing, where: str) -> None:
     """Raises TopologyError for the first thing that is missing, or that contradicts something else."""
-    gpus = {row.label.text: row for row in listing.gpus}
-    last = listing.gpus[-1]
-    for at, row in enumerate(listing.gpus):
-        if any(row.label.text == other.label.text for other in listing.gpus[:at]):
-            raise _error(where, row.label, f"there are two rows of {row.label.text}; keep one matrix only")
+    gpus: dict[str, Row] = {}
+    for row in listing.gpus:
+        if gpus.setdefault(row.label.text, row) is not row:
+            raise _error(where, row.label, f"this is a second row of {row.label.text}; keep one matrix only")
+    for row in listing.gpus:
         if row.label.text not in listing.columns:
             raise _error(where, row.label, f"{row.label.text} has a row but no column{_WHOLE}")
-    for label in listing.columns:
-        if _GPU.fullmatch(label) and label not in gpus:
-            raise _error(where, _end(last), f"{label} has a column but no row{_WHOLE}")
-        if listing.columns.count(label) > 1:
-            raise _error(where, last.label, f"two columns are called {label}{_WHOLE}")
-    for row in listing.gpus:
         if len(row.cells) != (width := len(listing.columns)):
             raise _error(where, _end(row), f"{row.label.text} has {len(row.cells)} cells for {width} columns{_WHOLE}")
         for label, cell in zip(listing.columns, row.cells, strict=True):
-            _check_cell(where, row.label.text, label, cell, label in gpus)
+            _check_cell(where, row.label.text, label, cell)
+    last = listing.gpus[-1]
+    for label, count in Counter(listing.columns).items():
+        if _GPU.fullmatch(label) and label not in gpus:
+            raise _no_row(label, last, where)
+        if count > 1:
+            raise _error(where, last.label, f"{count} columns are called {label}{_WHOLE}")
     seen = {
         (row.label.text, label): cell
         for row in (*listing.gpus, *listing.nics)
@@ -349,12 +361,12 @@ def _check(listing: Listing, where: str) -> None:
 _WHOLE = f": the text was cut off or altered; {HOW_TO}"
 
 
-def _check_cell(where: str, row: str, column: str, cell: Cell, of_gpu: bool) -> None:
+def _check_cell(where: str, row: str, column: str, cell: Cell) -> None:
     if not re.fullmatch(_CELL, cell.text):
         raise _error(where, cell, f"{row} to {column} is {cell.text!r}, which is no link class{_WHOLE}")
     if (cell.text == "X") != (row == column):
         raise _error(where, cell, f"{row} to {column} is {cell.text}; only from itself to itself is X{_WHOLE}")
-    if cell.text.startswith("NV") and not of_gpu:
+    if cell.text.startswith("NV") and not _GPU.fullmatch(column):
         raise _error(where, cell, f"{row} has NVLinks to a device that has no row of its own, as GPUs do{_WHOLE}")
     if cell.text.startswith("NV") and int(cell.text[2:]) == 0:
         raise _error(where, cell, f"{row} to {column} is {cell.text}: NVLink without a link{_WHOLE}")

@@ -14,7 +14,7 @@ from itertools import combinations
 from xml.parsers import expat
 
 from ringreduce.errors import TopologyError
-from ringreduce.topology.graph import Link, LinkGraph, LinkKind, Node, NodeKind, both_directions, merged
+from ringreduce.topology.graph import FABRIC, Link, LinkGraph, LinkKind, Node, NodeKind, both_directions, merged
 from ringreduce.topology.rates import NVLINK, Assumed, Model, Rate, model, model_of_architecture, pcie, slot, smp
 
 HOW_TO = "start a program that uses NCCL with NCCL_TOPO_DUMP_FILE=topology.xml and give that file"
@@ -325,6 +325,7 @@ class _Reader:
                     )  # so NCCL writes all switches, those of other hosts too, as one
                     switched.setdefault((0 if shared else gpu.above.host, target), []).append((gpu, bond))
                 elif goes_to == _CPU_NVLINK:
+                    self.leave_slot(name, gpu.above.cpu)
                     self.tie(name, gpu.above.cpu, bond, (gpu,))
                 else:
                     absent.append(f"{name} to {target or 'nowhere'}")
@@ -396,13 +397,17 @@ class _Reader:
         self.note(f"The {kind} generation is not in it: {rate:g} GB/s per link assumed; set --gpu or --nvlink-gbps.")
         return Rate(rate, "assumed")
 
+    def leave_slot(self, gpu: str, cpu: str) -> None:
+        """Leaves out a PCIe link beside faster ones of the same ends."""
+        self.links = [link for link in self.links if {link.src, link.dst} != {gpu, cpu} or link.kind in FABRIC]
+
     def chip_to_chip(self, gpu: str, cpu: str, element: Element) -> None:
-        """NVLink-C2C between a Grace CPU and its GPU: `count` links of `bw` MB/s, for the PCIe link between the two."""
+        """NVLink-C2C between a Grace CPU and its GPU: `count` links of `bw` MB/s."""
         bandwidth, count = element.get("bw"), element.get("count")
         if not all(re.fullmatch(r"[1-9]\d{0,6}", text) for text in (bandwidth, count)):
             what = f"bw and count of <c2c> are {bandwidth!r} and {count!r}; they must be numbers above 0"
             raise _error(self.where, element, what)
-        self.links = [link for link in self.links if {link.src, link.dst} != {gpu, cpu}]
+        self.leave_slot(gpu, cpu)
         rate = Rate(int(bandwidth) * int(count) / 1000, f"{count} C2C links of {int(bandwidth) / 1000:g} GB/s")
         self.join(gpu, cpu, LinkKind.NVLINK, rate)
 

@@ -21,7 +21,10 @@ _ROW = re.compile(r"(?<![\w.-])(?P<label>GPU\d{1,4})[ \t|]+(?=(?:XGMI|PCIE|UNKNO
 _TYPE = re.compile(r"(?<![\w.-])GPU\d{1,4}[ \t|]+(?:0[ \t|]+)?(?:XGMI|PCIE)(?![\w-])")
 _NUMA = re.compile(r"GPU\[(\d{1,4})\][^\n]{0,40}Numa Node: (\d{1,4})")
 
+_CELL = re.compile(r"[^\s|]+")
+
 LONGEST_LINE = 20_000
+MOST_TABLES = 1000
 
 
 @dataclass(frozen=True)
@@ -99,15 +102,17 @@ def read_rocm(text: str, where: str, assume: Assumed) -> LinkGraph:
 
 def _tables(text: str) -> list[list[_Row]]:
     """The tables, in order: rows until a GPU repeats or a title follows."""
-    tables: list[list[_Row]] = [[]]
+    tables: list[dict[str, _Row]] = [{}]
     for number, line in enumerate(re.split(r"\r\n|\n|\r", text), 1):
         found = _ROW.search(line) if len(line) <= LONGEST_LINE else None
-        if "==" in line or (found and any(row.label == found["label"] for row in tables[-1])):
-            tables.append([])
+        if "==" in line or (found and found["label"] in tables[-1]):
+            if len(tables) > MOST_TABLES:
+                break
+            tables.append({})
         if found:
-            cells = tuple((cell[0], cell.start() + 1) for cell in re.compile(r"[^\s|]+").finditer(line, found.end()))
-            tables[-1].append(_Row(number, found.start() + 1, found["label"], cells))
-    return [table for table in tables if table]
+            cells = tuple((cell[0], cell.start() + 1) for cell in _CELL.finditer(line, found.end()))
+            tables[-1][found["label"]] = _Row(number, found.start() + 1, found["label"], cells)
+    return [list(table.values()) for table in tables if table]
 
 
 def _all(table: Sequence[_Row]) -> list[tuple[str, int]]:
