@@ -62,7 +62,8 @@ def pcie_tree(devices: Sequence[Device], classes: dict[Pair, LinkClass], smp: Ra
     for cpu, numa in zip(cpus, known, strict=True):
         tree.cpu(groups, cpu, next(free) if numa is None else numa, numa)
     tree.join_cpus()
-    return PcieTree(tuple(tree.nodes), tuple(tree.links), tuple(groups.assumed))
+    nodes = sorted(tree.nodes, key=lambda node: (node.kind is NodeKind.CPU, node.index))
+    return PcieTree(tuple(nodes), tuple(tree.links), tuple(groups.assumed))
 
 
 class _Groups:

@@ -281,7 +281,8 @@ def _affinities(line: str, place: int, header: _Header | None) -> tuple[str, str
     """
     rest = line[place:]
     if "\t" in rest:
-        cpu, *others = [text.strip() for text in rest.split("\t")[1:]] or [""]
+        before, *texts = [text.strip() for text in rest.split("\t")]
+        cpu, *others = [before, *texts] if before else texts
         return cpu, next((text for text in others if text), "")
     found = list(re.finditer(r"\S+", rest))
     columns = header.affinity if header else ()
