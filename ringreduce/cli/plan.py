@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -24,6 +24,9 @@ from ringreduce.cli.terminal import (
     time_text,
 )
 from ringreduce.cli.topo import ring_lines, show_assumed
+
+if TYPE_CHECKING:
+    from ringreduce.topology.planner import Planned
 
 MOST_LINKS = 48
 """Links that the table shows; of more, as many of the busiest."""
@@ -85,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _write(planned: Any, arguments: argparse.Namespace) -> list[Path]:
+def _write(planned: Planned, arguments: argparse.Namespace) -> list[Path]:
     from ringreduce.topology import draw
 
     if arguments.save:
@@ -98,7 +101,7 @@ def _write(planned: Any, arguments: argparse.Namespace) -> list[Path]:
     return [path for path in (arguments.save, arguments.plot, arguments.plot_links) if path]
 
 
-def _show_links(out: Console, planned: Any, size: int) -> None:
+def _show_links(out: Console, planned: Planned, size: int) -> None:
     loads = planned.loads(size)
     longest = max((load.seconds for load in loads), default=0.0)
     shown = loads

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -16,6 +16,9 @@ from ringreduce.cli.terminal import Help, console, gigabytes, progress_console, 
 from ringreduce.errors import RingReduceError
 from ringreduce.plan import PlanError
 from ringreduce.topology.graph import FABRIC, LinkGraph, LinkKind, Node, NodeKind
+
+if TYPE_CHECKING:
+    from ringreduce.topology.planner import Planned
 
 MOST_COLUMNS = 16
 """GPUs that a table of all pairs has room for on a terminal of 80 columns."""
@@ -90,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def planned_line(planned: Any) -> str:
+def planned_line(planned: Planned) -> str:
     """The headline of a plan: what it reaches of what can be reached."""
     return (
         f"{planned.collective} of large tensors: planned {gigabytes(planned.bandwidth)} GB/s "
@@ -98,7 +101,7 @@ def planned_line(planned: Any) -> str:
     )
 
 
-def ring_lines(planned: Any) -> list[str]:
+def ring_lines(planned: Planned) -> list[str]:
     """Each ring and tree of a plan in a line, its GPUs by index."""
     names = [rank_label(planned.graph, name) for name in planned.ranks]
     lines = []
@@ -175,8 +178,7 @@ def _around(graph: LinkGraph, a: Node, b: Node) -> Joined:
 def _show(out: Console, graph: LinkGraph) -> None:
     say(out, f"{graph.name}: {_inventory(graph)}", style="bold")
     if not graph.gpus:
-        if graph.links:
-            out.print(_links(graph))
+        out.print(_cpus(graph))
         return
     pairs = joined(graph)
     if 1 < len(graph.gpus) <= MOST_COLUMNS:
@@ -264,16 +266,21 @@ def _runs(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     return [(one if one == last else f"{one} to {last}", *rest) for one, last, rest in merged]
 
 
-def _links(graph: LinkGraph) -> Table:
-    """The links of a machine without GPUs."""
-    shown = table("from", "to", "GB/s", "what", right=("GB/s",))
-    for link in graph.links:
-        if link.kind is not LinkKind.MEMORY:
-            shown.add_row(link.src, link.dst, gigabytes(link.capacity), link.kind.value)
+def _cpus(graph: LinkGraph) -> Table:
+    """The NUMA nodes of a machine without GPUs: their cores, and what joins them."""
+    shown = table(
+        "CPU", "cores", "GB/s of a core", "GB/s to others", right=("cores", "GB/s of a core", "GB/s to others")
+    )
+    for cpu in graph.of_kind(NodeKind.CPU):
+        leaving = graph.following[cpu.name]
+        cores = [link for link in leaving if graph.by_name[link.dst].kind is NodeKind.CORE]
+        others = ", ".join(f"{gigabytes(link.capacity)} to {link.dst}" for link in leaving if link.kind is LinkKind.SMP)
+        speed = max((link.capacity for link in cores), default=0.0)
+        shown.add_row(cpu.name, str(len(cores)), gigabytes(speed) if cores else "", others)
     return shown
 
 
-def _planned(graph: LinkGraph) -> tuple[Any, str]:
+def _planned(graph: LinkGraph) -> tuple[Planned | None, str]:
     """The plan of an all_reduce, or None and why there is none."""
     if len(graph.ranks) < 2:
         return None, "there is nothing to send from one to another"

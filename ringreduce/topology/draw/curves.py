@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ringreduce.topology.draw.style import A4, DPI, INK, colour, dash, sheet, size_text, time_text
 
@@ -72,16 +72,11 @@ def _draw(axes: Axes, curves: Curves) -> None:
     axes.set_ylabel("time")
     at_ends = [axes.transAxes.inverted().transform(axes.transData.transform((x, y))) for _, _, x, y in ends]
     heights = _spread([y for _, y in at_ends], 0.038)
-    for (name, its_colour, *_), end, height in zip(ends, at_ends, heights, strict=True):
+    style: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "axes fraction", "annotation_clip": False}
+    style |= {"va": "center", "fontsize": 10, "fontweight": "bold"}
+    for (name, its_colour, *_), (x, y), height in zip(ends, at_ends, heights, strict=True):
         leader = {"arrowstyle": "-", "color": its_colour, "linewidth": 0.7, "shrinkB": 3, "relpos": (0, 0.5)}
-        at_right = {
-            "xycoords": "axes fraction",
-            "textcoords": "axes fraction",
-            "annotation_clip": False,
-            "va": "center",
-        }
-        style = {"fontsize": 10, "fontweight": "bold", "color": its_colour, "arrowprops": leader}
-        axes.annotate(name, end, (1.03, height), **at_right, **style)
+        axes.annotate(name, (x, y), (1.03, height), color=its_colour, arrowprops=leader, **style)
 
 
 def _spread(wanted: Sequence[float], least: float) -> list[float]:

@@ -7,12 +7,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ringreduce.topology.draw.style import A4, DPI, GREY, INK, PALETTE, rank_label, sheet, size_text, time_text
+from ringreduce.topology.draw.style import (
+    A4,
+    DPI,
+    GREY,
+    INK,
+    PALETTE,
+    machine_name,
+    rank_label,
+    sheet,
+    size_text,
+    time_text,
+)
 from ringreduce.topology.graph import FABRIC, LinkGraph
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from ringreduce.topology.planner import Planned
 
 MOST_IN_MATRIX = 16
 """GPUs whose links fit as a matrix."""
@@ -21,15 +34,15 @@ MOST_BARS = 40
 """More links than these are shown by their kinds."""
 
 
-def loads(planned: Any, size_bytes: int, path: str | Path, inches: tuple[float, float] = A4) -> None:
+def loads(planned: Planned, size_bytes: int, path: str | Path, inches: tuple[float, float] = A4) -> None:
     """Draw what every directed link carries of what it could, while `planned` runs on `size_bytes`.
 
     Links from GPU to GPU are a matrix, others bars; where those are many, links that do the same share one.
     """
-    used = _named(planned, size_bytes)
+    used = _loads(planned, size_bytes)
     figure = sheet(
         inches,
-        f"{planned.graph.name}: what the links carry",
+        f"{machine_name(planned.graph)}: what the links carry",
         f"{planned.collective} of {size_text(size_bytes)} in {time_text(planned.seconds(size_bytes))}, "
         f"planned {planned.bandwidth:.4g} GB/s of at most {planned.bound:.4g}",
     )
@@ -51,24 +64,21 @@ class _Load(NamedTuple):
     busy: float
 
 
-def _named(planned: Any, size_bytes: int) -> list[_Load]:
-    """The loads of a plan, which calls GPUs by their index."""
-    names = {gpu.index: gpu.name for gpu in planned.graph.gpus}
-    carried = planned.loads(size_bytes)
-    longest = max((load.seconds for load in carried), default=1.0)
-    return [
-        _Load(
-            names.get(load.src, load.src),
-            names.get(load.dst, load.dst),
-            load.bytes,
-            load.capacity,
-            load.seconds / longest,
-        )
-        for load in carried
+def _loads(planned: Planned, size_bytes: int) -> list[_Load]:
+    """Of every link that is used, the busiest first."""
+    from ringreduce.topology.planner import transfers
+
+    carried = planned.routes.loads(transfers(planned.plan, size_bytes))
+    longest = planned.seconds(size_bytes) * 1e9
+    used = [
+        _Load(link.src, link.dst, count, link.capacity, count / link.capacity / longest)
+        for link, count in zip(planned.routes.links, carried, strict=True)
+        if count > 0
     ]
+    return sorted(used, key=lambda load: -load.busy)
 
 
-def _matrix(figure: Figure, planned: Any, used: Sequence[_Load]) -> None:
+def _matrix(figure: Figure, planned: Planned, used: Sequence[_Load]) -> None:
     import numpy as np
 
     place = {name: at for at, name in enumerate(planned.ranks)}
@@ -97,13 +107,14 @@ def _matrix(figure: Figure, planned: Any, used: Sequence[_Load]) -> None:
         axis.set_tick_params(which="minor", length=0)
     axes.grid(which="minor", color="white", linewidth=2)
     _bare(axes, "left", "right", "top", "bottom")
-    _by_capacity(figure, used)
+    unused = sum(link.kind in FABRIC for link in planned.graph.links) - len(used)
+    _by_capacity(figure, used, unused)
 
 
-def _by_capacity(figure: Figure, used: Sequence[_Load]) -> None:
+def _by_capacity(figure: Figure, used: Sequence[_Load], unused: int) -> None:
     """Beside the matrix: how busy links of each capacity are."""
     x, y = 0.70, 0.79
-    explained = "A cell is a link: what crosses it, and which share\nof the time it is busy. Pale cells are not used."
+    explained = "A cell is a link: what crosses it, and which share\nof the time it is busy."
     figure.text(x, y, explained, fontsize=9, color=GREY, va="top", linespacing=1.4)
     y -= 0.09
     for capacity in sorted({load.capacity for load in used}, reverse=True)[:8]:
@@ -113,6 +124,8 @@ def _by_capacity(figure: Figure, used: Sequence[_Load]) -> None:
         figure.text(x, y, what, fontsize=11, fontweight="bold", color=INK, va="top")
         figure.text(x, y - 0.03, f"busy {share} of the time", fontsize=10, color=INK, va="top")
         y -= 0.08
+    if unused:
+        figure.text(x, y, f"{unused} links are not used (pale)", fontsize=10, color=GREY, va="top")
 
 
 def _bars(figure: Figure, graph: LinkGraph, used: Sequence[_Load]) -> None:

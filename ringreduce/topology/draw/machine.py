@@ -14,14 +14,30 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from ringreduce.topology.draw.style import A4, DPI, GREY, INK, PALE, TINTS, colour, dash, literal, rank_label, sheet
+from ringreduce.topology.draw.style import (
+    A4,
+    DPI,
+    GREY,
+    INK,
+    PALE,
+    TINTS,
+    colour,
+    dash,
+    literal,
+    machine_name,
+    rank_label,
+    sheet,
+)
 from ringreduce.topology.graph import FABRIC, LinkGraph, Node, NodeKind
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from ringreduce.topology.rings import Ring
+    from ringreduce.topology.trees import WeightedTree
 
 WIDEST, THINNEST = 7.0, 1.6
 """Points: the line of the widest ring, and the thinnest line that is still seen."""
@@ -39,26 +55,6 @@ UNUSED = (0, (3, 2))
 """Dashes of a link that no ring or tree uses."""
 
 Point = tuple[float, float]
-
-
-class Ring(Protocol):
-    """A cycle of ranks with GB/s, as `topology.rings` makes them."""
-
-    @property
-    def order(self) -> tuple[int, ...]: ...
-    @property
-    def width(self) -> float: ...
-    @property
-    def both_ways(self) -> bool: ...
-
-
-class WeightedTree(Protocol):
-    """A tree of ranks with GB/s, as `topology.trees` makes them."""
-
-    @property
-    def parents(self) -> tuple[int | None, ...]: ...
-    @property
-    def width(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -123,7 +119,7 @@ def machine(
     scene.point = 2 * scene.extent / (min(inches[0] * width, inches[1] * height) * 72)
     scene.node = min(19.0, max(5.0, 0.42 * _closest(scene) / scene.point))
 
-    figure = sheet(inches, graph.name, note)
+    figure = sheet(inches, machine_name(graph), note)
     axes = figure.add_axes((0.01, 0.0, width, height))
     axes.set_aspect("equal")
     axes.set_axis_off()
@@ -144,7 +140,7 @@ def _strands(
     graph: LinkGraph, names: Sequence[str], rings: Sequence[Ring], trees: Sequence[WeightedTree]
 ) -> list[_Strand]:
     label = {name: rank_label(graph, name) for name in names}
-    widest = max((each.width for each in (*rings, *trees)), default=1.0)
+    widest = max([ring.width for ring in rings] + [tree.width for tree in trees], default=1.0)
     most_points = WIDEST / max(1.0, (len(rings) + len(trees)) / 4)
 
     def strand(hops: Sequence[tuple[str, str]], width: float, title: str, detail: str, **more: Any) -> _Strand:
@@ -182,7 +178,7 @@ def _listed(labels: Sequence[str]) -> str:
 
 
 def _needs_more(graph: LinkGraph, names: Sequence[str], strands: Sequence[_Strand]) -> bool:
-    """Whether some hop, or without a plan some rank, has no accelerators' own links to go by."""
+    """Whether some hop inside a host, or without a plan some rank, has no accelerators' own links to go by."""
 
     def own(a: str, b: str) -> bool:
         if (a, b) in graph.by_ends and graph.by_ends[a, b].kind in FABRIC:
@@ -190,9 +186,9 @@ def _needs_more(graph: LinkGraph, names: Sequence[str], strands: Sequence[_Stran
         switches = [link.dst for link in graph.following[a] if graph.by_name[link.dst].kind is NodeKind.NVSWITCH]
         return any((switch, b) in graph.by_ends for switch in switches)
 
-    hops = [hop for strand in strands for hop in strand.hops]
-    if hops:
-        return not all(own(a, b) for a, b in hops)
+    if strands:
+        hops = {hop for strand in strands for hop in strand.hops}
+        return not all(own(a, b) for a, b in hops if graph.by_name[a].host == graph.by_name[b].host)
     return not all(any(link.kind in FABRIC for link in graph.following[name]) for name in names)
 
 

@@ -35,6 +35,11 @@ def sheet(inches: tuple[float, float], title: str, note: str) -> Figure:
     return figure
 
 
+def machine_name(graph: LinkGraph) -> str:
+    """The name of a graph; of one that is a file's, without its folders."""
+    return graph.name.rpartition("/")[2] or graph.name
+
+
 def colour(at: int) -> str:
     """Of the ring, tree or curve number `at`."""
     return PALETTE[at % len(PALETTE)]
