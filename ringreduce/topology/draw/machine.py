@@ -11,7 +11,7 @@ import math
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +50,9 @@ DISC = 1.27
 
 MOST_GROUPS = 8
 """NUMA nodes up to which they are shown; a rack has dozens."""
+
+MOST_NAMED = 20
+"""PCIe switches up to which they are; more are small squares."""
 
 UNUSED = (0, (3, 2))
 """Dashes of a link that no ring or tree uses."""
@@ -92,6 +95,8 @@ class _Scene:
     """A typographic point in the picture's unit."""
     node: float = 0.0
     """Radius of a rank, in points."""
+    gap: float = GAP
+    """Between lines that lie side by side, in points."""
 
     def of_host(self, host: int) -> list[str]:
         return [name for name in self.ranks if self.graph.by_name[name].host == host]
@@ -118,6 +123,7 @@ def machine(
     width, height = inches[1] / inches[0], 0.93
     scene.point = 2 * scene.extent / (min(inches[0] * width, inches[1] * height) * 72)
     scene.node = min(19.0, max(5.0, 0.42 * _closest(scene) / scene.point))
+    _thin_out(scene)
 
     figure = sheet(inches, machine_name(graph), note)
     axes = figure.add_axes((0.01, 0.0, width, height))
@@ -352,21 +358,35 @@ def _draw_links(axes: Axes, scene: _Scene) -> bool:
     return unused
 
 
-def _draw_strands(axes: Axes, scene: _Scene) -> None:
-    """Lines of the same two ranks side by side, all together centred between them; one-way rings with arrows."""
-    from matplotlib.patches import Polygon
-
+def _beside(scene: _Scene) -> Mapping[frozenset[str], list[_Strand]]:
+    """The strands between every two ranks."""
     beside: dict[frozenset[str], list[_Strand]] = defaultdict(list)
     for strand in scene.strands:
         for hop in strand.hops:
             beside[frozenset(hop)].append(strand)
+    return beside
+
+
+def _thin_out(scene: _Scene) -> None:
+    """Lines and gaps so thin that what lies side by side is no wider than the ranks that it joins."""
+    widest = max((sum(each.points + GAP for each in strands) for strands in _beside(scene).values()), default=0.0)
+    share = min(1.0, 1.7 * scene.node / widest) if widest else 1.0
+    scene.gap = GAP * share
+    scene.strands = [replace(strand, points=strand.points * share) for strand in scene.strands]
+
+
+def _draw_strands(axes: Axes, scene: _Scene) -> None:
+    """Lines of the same two ranks side by side, all together centred between them; one-way rings with arrows."""
+    from matplotlib.patches import Polygon
+
+    beside = _beside(scene)
     passed: dict[frozenset[str], float] = defaultdict(float)
     for strand in scene.strands:
         for a, b in strand.hops:
             pair = frozenset((a, b))
-            total = sum(other.points + GAP for other in beside[pair]) - GAP
+            total = sum(other.points + scene.gap for other in beside[pair]) - scene.gap
             aside = (passed[pair] + strand.points / 2 - total / 2) * scene.point
-            passed[pair] += strand.points + GAP
+            passed[pair] += strand.points + scene.gap
             (x1, y1), (x2, y2) = scene.at[a], scene.at[b]
             length = math.dist((x1, y1), (x2, y2))
             ex, ey = (x2 - x1) / length, (y2 - y1) / length
@@ -403,6 +423,9 @@ def _draw_nodes(axes: Axes, scene: _Scene) -> None:
             axes.text(x, y + 0.55 * radius, word, ha="center", va="center", fontsize=6.5, color=GREY, zorder=7)
     box = {"boxstyle": "round,pad=0.45", "facecolor": "white", "edgecolor": GREY, "linewidth": 1.2}
     for node, text in _boxes(scene):
+        if not text:
+            axes.plot(*scene.at[node.name], "s", color="white", markeredgecolor=GREY, markersize=5, zorder=6)
+            continue
         size = 10 if node.kind is NodeKind.NVSWITCH else 8.5
         axes.text(*scene.at[node.name], text, ha="center", va="center", fontsize=size, color=INK, bbox=box, zorder=6)
 
@@ -410,13 +433,15 @@ def _draw_nodes(axes: Axes, scene: _Scene) -> None:
 def _boxes(scene: _Scene) -> Iterator[tuple[Node, str]]:
     """What is drawn as a box, and its text; NVSwitches of a host as one."""
     for host in scene.centre:
-        switches = [node for node in scene.graph.of_kind(NodeKind.NVSWITCH) if node.host == host]
-        if switches:
-            yield switches[0], "NVSwitch" if len(switches) == 1 else f"{len(switches)} NVSwitches"
+        fabric = [node for node in scene.graph.of_kind(NodeKind.NVSWITCH) if node.host == host]
+        if fabric:
+            yield fabric[0], "NVSwitch" if len(fabric) == 1 else f"{len(fabric)} NVSwitches"
+    switches = sum(node.name in scene.at for node in scene.graph.of_kind(NodeKind.PCIE))
     for node in scene.graph.nodes:
         if node.name in scene.at and node.kind in (NodeKind.PCIE, NodeKind.CPU, NodeKind.NETWORK):
             name = node.name.rpartition("/")[2]
-            yield node, literal(name.replace("PCIe", "PCIe ").replace("CPU", "CPU "))
+            spoken = node.kind is not NodeKind.PCIE or switches <= MOST_NAMED
+            yield node, literal(name.replace("PCIe", "PCIe ").replace("CPU", "CPU ")) if spoken else ""
 
 
 def _draw_legend(figure: Figure, scene: _Scene, unused: bool, left: float) -> None:
