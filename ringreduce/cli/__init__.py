@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 from typing import NoReturn
 
 from ringreduce.cli import doctor, info, plan, simulate, topo, tune
@@ -50,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for command in COMMANDS:
         command.add(commands)
     given = parser.parse_args(arguments)
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # for names of files, and for terminals without Unicode
     if given.command is None:
         parser.print_help(sys.stderr)
         return 2

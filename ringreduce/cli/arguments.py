@@ -6,10 +6,11 @@ import argparse
 import math
 import re
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ringreduce.config import resolve
+from ringreduce.config import PREFIX, resolve
 from ringreduce.errors import TopologyError
 from ringreduce.plan import COLLECTIVES
 from ringreduce.topology.graph import LinkGraph
@@ -113,6 +114,8 @@ def picture(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"{text!r} is no picture; end its name in {', '.join(PICTURES)}")
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r}: there is no folder {str(path.parent)!r}; make it first")
+    if find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: pictures need matplotlib; pip install 'ringreduce[plot]'")
     return path
 
 
@@ -155,9 +158,10 @@ def _whole_machine(arguments: argparse.Namespace) -> LinkGraph:
     from ringreduce.topology import live, presets, read
 
     assume = Assumed(arguments.gpu, arguments.nvlink_gbps, arguments.pcie_gbps, arguments.smp_gbps)
-    where: str | None = arguments.file or resolve(None)[0].topo_file or None
+    where: str | None = arguments.file
     if where is None:
-        return live.probe(assume)
+        described = resolve(None)[0].topo_file
+        return _described(described, assume) if described else live.probe(assume)
     if where in presets.PRESETS and not Path(where).exists():
         return presets.preset(where, assume)
     if where == "-":
@@ -166,6 +170,15 @@ def _whole_machine(arguments: argparse.Namespace) -> LinkGraph:
         known = ", ".join(presets.PRESETS)
         raise TopologyError(f"argument FILE: {where!r} is neither a file nor a preset; presets are {known}")
     return read.load(where, assume)
+
+
+def _described(path: str, assume: Assumed) -> LinkGraph:
+    from ringreduce.topology import read
+
+    try:
+        return read.load(path, assume)
+    except TopologyError as error:
+        raise TopologyError(f"{PREFIX}TOPO_FILE: {error}") from None
 
 
 def _number(text: str, unit: str, zero: bool = False) -> float:

@@ -23,5 +23,8 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from ringreduce import doctor
 
-    console().print(doctor.render(doctor.examine()))
+    shown = doctor.render(doctor.examine())
+    for column in shown.columns:
+        column.overflow = "fold"
+    console().print(shown)
     return 0

@@ -97,6 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
     out = console()
     say(out, title, style="bold")
     out.print(_table(times, points, over_size))
+    say(out, "* the fastest")
     for line in missing:
         say(out, line)
     if graph:
@@ -221,13 +222,13 @@ def _names(times: Times) -> list[str]:
 def _table(times: Times, points: list[_Point], over_size: bool) -> Table:
     names = _names(times)
     first = "size" if over_size else "ranks"
-    shown = table(first, *names, "fastest", right=(first, *names))
+    shown = table(first, *names, right=(first, *names))
     for point in points:
         row = {name: times[name, point] for name in names if (name, point) in times}
+        fastest = min(row, key=row.__getitem__, default="")
         shown.add_row(
             size_text(point.size) if over_size else str(point.ranks),
-            *(time_text(row[name]) if name in row else "" for name in names),
-            min(row, key=row.__getitem__) if row else "",
+            *("* " * (name == fastest) + time_text(row[name]) if name in row else "" for name in names),
         )
     return shown
 

@@ -212,7 +212,7 @@ def _matrix(graph: LinkGraph, pairs: Mapping[tuple[str, str], Joined]) -> Table:
     shown = table("GPU", *(rank_label(graph, name) for name in names))
     shown.padding = (0, 0)
     for a in names:
-        shown.add_row(rank_label(graph, a), *("·" if a == b else pairs[a, b].label() for b in names))
+        shown.add_row(rank_label(graph, a), *("X" if a == b else pairs[a, b].label() for b in names))
     return shown
 
 
