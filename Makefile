@@ -38,7 +38,7 @@ help:
 # ---- set-up: each step leaves a stamp in $(VENV), so that a second call has nothing to do ----------------------------
 
 # What pip calls it, then the module to look for; pyproject.toml has the same as extras.
-RUN_TOOLS := 'setuptools>=77:setuptools' ninja numpy rich matplotlib scikit-learn:sklearn
+RUN_TOOLS := 'setuptools>=77:setuptools' ninja numpy rich scipy networkx matplotlib scikit-learn:sklearn
 TEST_TOOLS := pytest pytest-timeout:pytest_timeout hypothesis psutil expecttest \
   mypy 'ruff==0.17:ruff' 'clang-format==23:clang_format'
 

@@ -180,8 +180,8 @@ def group_topology(global_ranks: list[int], options: Options, cores: list[frozen
         return plan_group(of_file(graph, options.topo_file, global_ranks), f"RINGREDUCE_TOPO_FILE={options.topo_file}")
     if options.tuning == "off" or len(cores) == 1:
         return None
-    graph = of_cores(cores, lambda: tuning.memory_gbps(options.tuning, frozenset[int]().union(*cores)))
-    return plan_group(graph, "the cores that the ranks are bound to") if graph else None
+    bound = of_cores(cores, lambda: tuning.memory_gbps(options.tuning, frozenset[int]().union(*cores)))
+    return plan_group(bound, "the cores that the ranks are bound to") if bound else None
 
 
 def show_log() -> None:

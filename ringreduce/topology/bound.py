@@ -138,7 +138,7 @@ def _bounds(collective: str, cuts: Cuts, partition: Partition) -> Iterator[Bound
     size = cuts.routes.size
     if collective == "all_reduce":
         crossing, parts = sum(map(cuts.leaving, partition)), len(partition)
-        proof = f"what leaves {_words(cuts, partition)} is {crossing:.6g} GB/s in sum, and {2 * (parts - 1)} S must"
+        proof = f"{crossing:.6g} GB/s leave {_words(cuts, partition)} in all, and {2 * (parts - 1)} S must"
         yield Bound(crossing / (2 * (parts - 1)), partition, proof)
         collective = "one cut"
     for part in partition:
@@ -156,9 +156,9 @@ def _bounds(collective: str, cuts: Cuts, partition: Partition) -> Iterator[Bound
             "all_to_all": (a * b / size, a * b / size),
         }[collective]
         two = _words(cuts, (part,))
-        for share, flow, way in ((out, cuts.leaving(part), "leaves"), (into, cuts.entering(part), "enters")):
+        for share, flow, way in ((out, cuts.leaving(part), "leave"), (into, cuts.entering(part), "enter")):
             if share > 0:
-                yield Bound(flow / share, (part, rest), f"what {way} {two} is {flow:.6g} GB/s, and {share:.3g} S must")
+                yield Bound(flow / share, (part, rest), f"{flow:.6g} GB/s {way} {two}, and {share:.3g} S must")
 
 
 def _words(cuts: Cuts, partition: Partition) -> str:
