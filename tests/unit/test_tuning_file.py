@@ -15,7 +15,7 @@ from ringreduce import _C, cli, plan, tuning
 from ringreduce.config import Options, resolve
 from ringreduce.errors import InvalidArgument
 from ringreduce.tuning import Cell, Measured, Tuning, decision
-from ringreduce.tuning.machine import _numbers, identify, probe
+from ringreduce.tuning.machine import numbers, identify, probe
 from ringreduce.tuning.measure import Candidate, tasks, winner
 from ringreduce.tuning.record import default_path, load, save
 
@@ -264,8 +264,8 @@ def test_machines_have_files_of_their_own(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_kernel_s_lists_of_cores_are_read() -> None:
-    assert _numbers("0-2,8") == {0, 1, 2, 8}
-    assert _numbers("") == set()
+    assert numbers("0-2,8") == {0, 1, 2, 8}
+    assert numbers("") == set()
 
 
 def test_a_rival_must_win_by_more_than_noise() -> None:
