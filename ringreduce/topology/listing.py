@@ -249,7 +249,7 @@ def _row(lines: Sequence[str], at: int, label: re.Match[str], header: _Header | 
             cells.append(_located(cell[0], found.start("cells") + cell.start(), starts))
         place = found.end()
     begins = _located(label["label"], label.start("label"), starts)
-    if starts[-1][0] > place:  # affinities are broken, and where in a number cannot be known
+    if line[place : starts[-1][0]].strip():  # affinities are broken, perhaps within a number
         return Row(begins, tuple(cells))
     return Row(begins, tuple(cells), *_affinities(line, place, header))
 

@@ -181,6 +181,28 @@ def test_numa_nodes_and_classes_that_contradict() -> None:
     assert any("two NUMA nodes" in text for text in phb_in_two.assumed)
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "cpus"),
+    [
+        ("0-3\t0", "0-3\t1", ["CPU0", "CPU1"]),
+        ("0-3\t\t2", "4-7\t\t2", ["CPU2"]),
+        ("0-3\t0,3-9", "0-3\t1,19-25", ["CPU0", "CPU1"]),
+        ("\t1", "\t1", ["CPU1"]),
+        ("0-3\tN/A", "0-3\tN/A", ["CPU0"]),
+    ],
+)
+def test_affinity_columns(one: str, other: str, cpus: list[str]) -> None:
+    header = "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\n"
+    graph = read(f"{header}GPU0\t X \tNV4\t{one}\t\tN/A\nGPU1\tNV4\t X \t{other}\t\tN/A\n", "affinity")
+    assert names(graph, NodeKind.CPU) == cpus
+
+
+def test_affinity_after_a_wrap() -> None:
+    rows = "GPU0    X   NV4\n0-3   0\nGPU1   NV4   X   4-7   1\n"
+    graph = read(f"  GPU0  GPU1  CPU Affinity  NUMA Affinity\n{rows}", "wrap")
+    assert [gpu.numa for gpu in graph.gpus] == [0, 1]
+
+
 def test_cpu_affinity_helps_where_nothing_else_does() -> None:
     header = "\tGPU0\tGPU1\tCPU Affinity\n"
     apart = read(header + "GPU0\t X \tNV4\t0-3\nGPU1\tNV4\t X \t4-7\n", "apart")
@@ -247,6 +269,8 @@ def test_models_in_the_text_are_used() -> None:
     graph = read(f"{listed}GPU0 X NV4\nGPU1 NV4 X\n", "mixed")
     assert graph.by_ends["GPU0", "GPU1"].capacity == 4 * 14.0625
     assert [gpu.detail for gpu in graph.gpus] == ["rtx3090", "a6000"]
+    slower = read("GPU 0: Tesla V100-SXM2\nGPU 1: Tesla P100-SXM2\nGPU0 X NV2\nGPU1 NV2 X\n", "mixed")
+    assert slower.by_ends["GPU0", "GPU1"].capacity == 2 * 20.0
     other = read("GPU 0: Tesla T4 (UUID: GPU-1)\nGPU0 X NV4\nGPU1 NV4 X\n", "of another machine")
     assert any("cannot have so many" in text for text in other.assumed)
 
@@ -429,6 +453,12 @@ def test_ports_of_a_card_share_its_slot() -> None:
     assert graph.by_name[card].detail.startswith("card")
 
 
+def test_a_nic_carries_no_more_than_its_slot() -> None:
+    slot = '<pci busid="0000:0a:00.0" class="0x020700" link_speed="8 GT/s" link_width="4">'
+    graph = read(system("", after=f'{slot}<nic><net name="n0" speed="200000"/></nic></pci>'), "nic")
+    assert graph.by_ends["n0", "CPU0"].capacity == pytest.approx(pcie(8.0, 4))
+
+
 def test_xgmi_counts_and_architectures() -> None:
     graph = fixture("rccl_8p1h.xml")
     assert (graph.by_ends["GPU0", "GPU1"].lanes, graph.by_ends["GPU0", "GPU1"].capacity) == (4, 4 * 50.0)
@@ -575,7 +605,7 @@ def test_rocm_tables_that_are_not_whole(old: str, new: str, where: tuple[int, in
 
 def test_json_of_our_own() -> None:
     graph = fixture("dgx1_v100.txt")
-    assert read(graph.to_json(), "json") == graph
+    assert read(graph.to_json(), "json") == read("\ufeff" + graph.to_json(), "json") == graph
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
