@@ -137,6 +137,10 @@ def test_numa_column_tells_cpus_apart() -> None:
     assert any("GPU0-GPU3, GPU1-GPU2" in text and "one CPU" in text for text in graph.assumed)
 
 
+def test_numa_nodes_that_differ_leave_nothing_to_assume() -> None:
+    assert not any("joined over PCIe" in text for text in fixture("a100_x4_nv12_pairs.txt").assumed)
+
+
 def test_empty_affinity_does_not_shift_numa() -> None:
     graph = fixture("x4_nvswitch_empty_affinity.txt")
     assert [gpu.numa for gpu in graph.gpus] == [0, 1, 1, 1]
