@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import book_figures
 from ringreduce.plan import BUILDERS, Channel, Plan, PlanError, Read, Step, build, direct, ring, slot_depth, tree
 from ringreduce.plan.network import Network, Route, switch
 from ringreduce.plan.parameter_server import parameter_server
@@ -415,6 +416,16 @@ def test_hundreds_of_ranks_step_by_step() -> None:
     found = simulate(build("all_reduce", "ring", n), switch(n, B, A), size_bytes)
     assert found.seconds == close(2 * (n - 1) * (A + size_bytes / n / B))
     assert found.steps == n * (2 * n - 1)
+
+
+# The figures of the texts.
+
+
+def test_the_figures_of_the_texts() -> None:
+    found = list(book_figures.figures())
+    assert [1e3 * each.simulated for each in found] == pytest.approx([60, 80, 15, 5.185, 5.926, 2.593], rel=1e-3)
+    assert [each.ratio for each in found] == pytest.approx([1] * 6, rel=1e-3)
+    assert found[-1].simulated == close(found[3].simulated / 2)
 
 
 # What cannot be simulated.
