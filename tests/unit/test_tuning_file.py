@@ -15,7 +15,7 @@ from ringreduce import _C, cli, plan, tuning
 from ringreduce.config import Options, resolve
 from ringreduce.errors import InvalidArgument
 from ringreduce.tuning import Cell, Measured, Tuning, decision
-from ringreduce.tuning.machine import numbers, identify, probe
+from ringreduce.tuning.machine import identify, numbers, probe
 from ringreduce.tuning.measure import Candidate, tasks, winner
 from ringreduce.tuning.record import default_path, load, save
 
