@@ -18,6 +18,7 @@ from ringreduce.plan import BUILDERS, PlanError, build
 from ringreduce.plan.network import switch
 from ringreduce.plan.parameter_server import parameter_server
 from ringreduce.plan.simulate import simulate, simulate_symmetric
+from ringreduce.plan.symmetric import SYMMETRIC
 from ringreduce.topology.graph import LinkGraph
 
 if TYPE_CHECKING:
@@ -26,8 +27,11 @@ if TYPE_CHECKING:
 SIZES = 10
 """Sizes compared: that of `--size`, and each a quarter of the one before."""
 
-MOST_WALKED = 128
-"""Ranks on a switch up to which every step of every rank is simulated; beyond, one rank's, where that shows all."""
+MOST_WALKED = 1024
+"""Ranks on a switch up to which every step of every rank can be simulated."""
+
+ALL_WALKED = 128
+"""Ranks up to which it is, even where one rank's steps show all."""
 
 MOST_RANKS = 16384
 
@@ -166,11 +170,14 @@ def _on_switch(arguments: argparse.Namespace) -> Iterator[_Curve]:
 
         def seconds(point: _Point, name: str = name) -> float:
             ranks, size = point
+            alike = collective == "all_reduce" and name in SYMMETRIC
+            if alike and ranks > ALL_WALKED:
+                return simulate_symmetric(name, ranks, size, bandwidth, latency).seconds
             if ranks <= MOST_WALKED:
                 return simulate(build(collective, name, ranks), switch(ranks, bandwidth, latency), size).seconds
-            if collective == "all_reduce":
-                return simulate_symmetric(name, ranks, size, bandwidth, latency).seconds
-            raise PlanError(f"beyond {MOST_WALKED} ranks only all_reduce is simulated")
+            raise PlanError(
+                f"its ranks do not all do the same, and more than {MOST_WALKED} are not simulated one by one"
+            )
 
         yield _Curve(name, seconds)
     if arguments.parameter_server:
@@ -225,10 +232,10 @@ def _table(times: Times, points: list[_Point], over_size: bool) -> Table:
     shown = table(first, *names, right=(first, *names))
     for point in points:
         row = {name: times[name, point] for name in names if (name, point) in times}
-        fastest = min(row, key=row.__getitem__, default="")
+        fastest = time_text(min(row.values(), default=0.0))
         shown.add_row(
             size_text(point.size) if over_size else str(point.ranks),
-            *("* " * (name == fastest) + time_text(row[name]) if name in row else "" for name in names),
+            *("* " * (time == fastest) + time for time in (time_text(row[n]) if n in row else "" for n in names)),
         )
     return shown
 

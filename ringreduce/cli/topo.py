@@ -70,7 +70,7 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     graph = read.machine(arguments)
-    planned, reason = _planned(graph)
+    planned, reason = (None, "") if arguments.json and not arguments.plot else _planned(graph)
     if arguments.plot:
         from ringreduce.topology import draw
 

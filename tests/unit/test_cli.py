@@ -401,13 +401,23 @@ def test_simulate_over_sizes_of_a_machine(capsys: Captured) -> None:
 
 def test_simulate_over_ranks_and_a_parameter_server(capsys: Captured) -> None:
     words = ("--ranks", "256", "--link-gbps", "10", "--over", "ranks", "--parameter-server", "256,8")
+    words += ("--algorithm", "bidirectional_ring,halving_doubling")
     out = prints(capsys, "simulate", *words, "--size", "10MB")
     header = next(line for line in out.splitlines() if "halving_doubling" in line)
     assert "server, 1 shard" in header
     assert "server, 8 shards" in header
     counts = [line.split()[0] for line in out.splitlines() if line.split() and line.split()[0].isdecimal()]
     assert counts == ["2", "4", "8", "16", "32", "64", "128", "256"]
-    assert "tree of 256 ranks is left out" in out
+    rows = {line.split()[0]: line for line in out.splitlines() if line.split()}
+    # By the formulas: 2 x 255/256 x 10 MB at 10 GB/s; 2 x 256 workers, and an eighth of it.
+    assert "* 1.99 ms" in rows["256"]
+    assert " 512 ms" in rows["256"]
+    assert " 64 ms" in rows["256"]
+
+
+def test_simulate_says_what_it_leaves_out(capsys: Captured) -> None:
+    words = ("--ranks", "2000", "--link-gbps", "10", "--size", "1MB", "--algorithm", "two_shot,tree")
+    assert "tree of 2000 ranks is left out" in prints(capsys, "simulate", *words)
 
 
 def test_simulate_over_the_gpus_of_a_machine(capsys: Captured) -> None:
@@ -428,7 +438,7 @@ def test_simulate_over_the_gpus_of_a_machine(capsys: Captured) -> None:
         (("--ranks", "8", "--link-gbps", "8", "--parameter-server", "8"), "argument --parameter-server: '8'"),
         (("--ranks", "8", "--link-gbps", "8", "--gpus", "0,1"), "argument --gpus"),
         (("--ranks", "8", "--link-gbps", "8", "--algorithm", "rings"), "argument --algorithm: 'rings'"),
-        (("--ranks", "500", "--link-gbps", "8", "--collective", "gather"), "beyond 128 ranks"),
+        (("--ranks", "2000", "--link-gbps", "8", "--collective", "gather"), "more than 1024 are not simulated"),
         ((*DGX1, "--ranks", "8"), "argument --ranks"),
         ((*DGX1, "--gpus", "2"), "a collective needs 2"),
     ],
@@ -507,7 +517,7 @@ def test_no_labels_overlap(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_no_labels_of_curves_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = seen(monkeypatch)
-    curves = {f"hierarchical_halving_doubling_{at}": [(2.0, 1e-3), (64.0, 1e-3 + 1e-6 * at)] for at in range(9)}
+    curves = {f"hierarchical_halving_doubling_{at}": [(2.0, 1e-3), (64.0, 0.5 + 1e-3 * at)] for at in range(9)}
     draw.time_over_size(curves, tmp_path / "sizes.png")
     draw.time_over_ranks(curves, tmp_path / "ranks.png")
     assert len(shown) == 2
@@ -542,7 +552,9 @@ def overlapping(figure: Any) -> list[tuple[str, ...]]:
         if not min(axis.get_view_interval()) <= tick.get_loc() <= max(axis.get_view_interval())
     }
     texts = [text for text in figure.findobj(Text) if text.get_text().strip() and text.get_visible()]
-    boxes = [(text.get_text(), text.get_window_extent(renderer).padded(-1)) for text in texts if text not in undrawn]
+    boxes = [
+        (text.get_text(), Text.get_window_extent(text, renderer).padded(-1)) for text in texts if text not in undrawn
+    ]
     paper = figure.bbox
     outside = [
         (text,) for text, box in boxes if box.x0 < 0 or box.x1 > paper.width or box.y0 < 0 or box.y1 > paper.height
