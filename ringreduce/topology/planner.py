@@ -19,8 +19,8 @@ from ringreduce.plan import BUILDERS, COLLECTIVES, Plan, build, hierarchical, la
 from ringreduce.plan.network import Network
 from ringreduce.plan.simulate import simulate
 from ringreduce.topology.bound import Cuts, Partition, bound
-from ringreduce.topology.decompose import Decomposition, decompose
-from ringreduce.topology.graph import LinkGraph, NodeKind
+from ringreduce.topology.decompose import AS_GOOD, Decomposition, decompose
+from ringreduce.topology.graph import LinkGraph
 from ringreduce.topology.rings import Ring
 from ringreduce.topology.routes import Routes, all_routes, fabric_routes
 from ringreduce.topology.trees import WeightedTree
@@ -29,18 +29,18 @@ SIZE_BYTES = 160_000_000
 """A plan is for this size unless one is given: the gradients of the texts this grew out of."""
 
 MARGIN = 0.9
-"""Another algorithm than the decomposition's must promise less than this share of its time: closer, the latencies
-decide, and they are guesses."""
+"""Another algorithm than that with the most bandwidth must promise less than this share of its time: closer, the
+latencies decide, and they are guesses."""
 
 MOST_RANKS = 128
-"""Beyond these only the decomposition and the hierarchy are candidates: other programs grow with the square."""
+"""Beyond these only plans made for the links are candidates: programs of others grow with the square."""
 
 DENOMINATORS = (*range(1, 101), 1000, 10000)
 
 
 class LinkLoad(NamedTuple):
-    """What a plan puts on a directed link: bytes, GB/s that it has, and seconds at that speed.  A GPU is called by its
-    place among the GPUs of its file, anything else by its name."""
+    """What a plan puts on a directed link: bytes, GB/s that it has, and seconds at that speed.  A GPU is called by the
+    index that its file gives it, if there is one host; anything else by its name."""
 
     src: str | int
     dst: str | int
@@ -74,6 +74,11 @@ class Planned:
         return self.plan.collective
 
     @cached_property
+    def _numbers(self) -> dict[str, int]:
+        one_host = len({node.host for node in self.graph.gpus}) == 1
+        return {node.name: node.index for node in self.graph.gpus if one_host}
+
+    @cached_property
     def network(self) -> Network:
         return self.routes.network()
 
@@ -85,7 +90,7 @@ class Planned:
 
     def loads(self, size_bytes: float) -> list[LinkLoad]:
         """Every directed link that is used, the busiest first."""
-        number = {node.name: node.index for node in self.graph.of_kind(NodeKind.GPU)}
+        number = self._numbers
         shares = self.routes.loads(transfers(self.plan, size_bytes))
         used = [
             LinkLoad(
@@ -110,8 +115,7 @@ class Planned:
 
     def to_json(self, size_bytes: int) -> str:
         """All of this for one size, for programs."""
-        number = {node.name: node.index for node in self.graph.of_kind(NodeKind.GPU)}
-        ranks = [number.get(name, name) for name in self.ranks]
+        ranks = [self._numbers.get(name, name) for name in self.ranks]
         document = {
             "machine": self.graph.name,
             "ranks": ranks,
@@ -179,7 +183,7 @@ def plan_for(
 
 
 def algorithms(graph: LinkGraph, collective: str) -> tuple[str, ...]:
-    """What `plan_for` could choose from: that of the decomposition first."""
+    """What `plan_for` could choose from, that with the most bandwidth first."""
     return tuple(_candidates(graph, collective))
 
 
@@ -212,7 +216,7 @@ def weights(widths: Sequence[float]) -> list[int]:
 
 
 def _candidates(graph: LinkGraph, collective: str) -> dict[str, Planned]:
-    """By name, that of the decomposition first."""
+    """By name; first, of those made for these links and as fast as any of them, the one with the fewest channels."""
     parts = decompose(graph)
     routes, links = parts.routes, parts.links
     if collective not in OVER_RINGS and len(routes.between) < routes.size * (routes.size - 1):
@@ -226,14 +230,14 @@ def _candidates(graph: LinkGraph, collective: str) -> dict[str, Planned]:
         planned(plan, parts.shape, **more) for plan, more in (*_rings(parts, collective), *_trees(parts, collective))
     ]
     if collective == "all_reduce":
-        made.sort(key=lambda each: each.plan.name != parts.chosen)
-    else:
-        made.sort(key=lambda each: -each.bandwidth)
-    others = list(_hierarchies(routes)) if collective == "all_reduce" else []
+        made += [planned(plan, why) for plan, why in _hierarchies(routes) if _possible(plan, routes)]
+    best = max((each.bandwidth for each in made), default=0.0)
+    made.sort(key=lambda each: (each.bandwidth < AS_GOOD * best, len(each.plan.channels)))
     if routes.size <= MOST_RANKS:
-        unaware = ((name, f"{name}, which knows nothing of links") for name in BUILDERS[collective])
-        others += [(build(collective, name, routes.size), why) for name, why in unaware]
-    made += [planned(plan, why) for plan, why in others if all(pair in routes.between for pair in transfers(plan, 1))]
+        for name in BUILDERS[collective]:
+            plan = build(collective, name, routes.size)
+            if _possible(plan, routes):
+                made.append(planned(plan, f"{name}, which knows nothing of links"))
     if not made:
         one, other = next(p for p in permutations(range(routes.size), 2) if p not in routes.between)
         raise TopologyError(
@@ -241,6 +245,10 @@ def _candidates(graph: LinkGraph, collective: str) -> dict[str, Planned]:
             f"{routes.ranks[one]} to {routes.ranks[other]}; add the PCIe links to the topology"
         )
     return {each.plan.name: each for each in made}
+
+
+def _possible(plan: Plan, routes: Routes) -> bool:
+    return all(pair in routes.between for pair in transfers(plan, 1))
 
 
 Found = tuple[Plan, dict[str, Any]]
