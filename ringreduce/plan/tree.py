@@ -18,7 +18,7 @@ Slots: any depth, as a parent's message is the answer to the child's; `size` for
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ringreduce.plan.compose import compose
 from ringreduce.plan.model import Channel, Plan, PlanError, Program, Read, Step
@@ -32,76 +32,42 @@ Trees = Sequence[tuple[Tree, int]]
 
 def all_reduce(size: int) -> Plan:
     """Reduce to the root of each of two complementary trees, and broadcast back from it."""
-
-    def channel(tree: Tree) -> Channel:
-        return Channel(1, 1, tuple(compose(_reduce(tree, rank), _broadcast(tree, rank)) for rank in range(size)))
-
-    return Plan("tree", "all_reduce", size, tuple(map(channel, complementary_trees(size))))
-
-
-def all_reduce_over(trees: Trees, name: str = "trees") -> Plan:
-    """Reduce to the root of each of the given trees, and broadcast back from it."""
-    return _over(trees, name, "all_reduce", lambda tree, rank: compose(_reduce(tree, rank), _broadcast(tree, rank)))
-
-
-def broadcast_over(trees: Trees, name: str = "trees") -> Plan:
-    """Broadcast from rank 0 over the given trees, wherever their own roots are."""
-    return _over(trees, name, "broadcast", lambda tree, rank: _broadcast(rerooted(tree, 0), rank))
-
-
-def reduce_over(trees: Trees, name: str = "trees") -> Plan:
-    """Reduce to rank 0 over the given trees, wherever their own roots are."""
-    return _over(trees, name, "reduce", lambda tree, rank: _reduce(rerooted(tree, 0), rank))
-
-
-def all_gather_over(trees: Trees, name: str = "trees") -> Plan:
-    """Every block goes out from its owner over the given trees."""
-
-    def program(tree: Tree, rank: int) -> Program:
-        towards = _ways(tree, rank)
-        return tuple(
-            Step(
-                block,
-                Read.INPUT if block == rank else Read.NONE,
-                recv=() if near is None else (near,),
-                write=True,
-                send=tuple(peer for peer in neighbours(tree, rank) if peer != near),
-            )
-            for block, (_, near) in sorted(towards.items(), key=lambda item: (item[1][0], item[0]))
-        )
-
-    return _over(trees, name, "all_gather", program)
-
-
-def reduce_scatter_over(trees: Trees, name: str = "trees") -> Plan:
-    """Every block is combined on its way to its owner over the given trees."""
-
-    def program(tree: Tree, rank: int) -> Program:
-        towards = _ways(tree, rank)
-        return tuple(
-            Step(
-                block,
-                Read.INPUT,
-                recv=tuple(peer for peer in neighbours(tree, rank) if peer != near),
-                write=block == rank,
-                send=() if near is None else (near,),
-            )
-            for block, (_, near) in sorted(towards.items(), key=lambda item: (-item[1][0], item[0]))
-        )
-
-    return _over(trees, name, "reduce_scatter", program)
+    return all_reduce_over([(tree, 1) for tree in complementary_trees(size)], "tree")
 
 
 def broadcast(size: int) -> Plan:
     """Broadcast down the heap-ordered binary tree.  The root's write is onto itself: nothing moves."""
-    programs = tuple(_broadcast(heap_tree(size), rank) for rank in range(size))
-    return Plan("tree", "broadcast", size, (Channel(1, 1, programs),))
+    return _over([(heap_tree(size), 1)], "tree", "broadcast", _broadcast)
 
 
 def reduce(size: int) -> Plan:
     """Reduce up the heap-ordered binary tree."""
-    programs = tuple(_reduce(heap_tree(size), rank) for rank in range(size))
-    return Plan("tree", "reduce", size, (Channel(1, 1, programs),))
+    return _over([(heap_tree(size), 1)], "tree", "reduce", _reduce)
+
+
+def all_reduce_over(trees: Trees, name: str = "trees") -> Plan:
+    """Reduce to the root of each of the given trees, and broadcast back from it."""
+    return _over(trees, name, "all_reduce", lambda tree: map(compose, _reduce(tree), _broadcast(tree)))
+
+
+def broadcast_over(trees: Trees, name: str = "trees") -> Plan:
+    """Broadcast from rank 0 over the given trees, wherever their own roots are."""
+    return _over(trees, name, "broadcast", lambda tree: _broadcast(rerooted(tree, 0)))
+
+
+def reduce_over(trees: Trees, name: str = "trees") -> Plan:
+    """Reduce to rank 0 over the given trees, wherever their own roots are."""
+    return _over(trees, name, "reduce", lambda tree: _reduce(rerooted(tree, 0)))
+
+
+def all_gather_over(trees: Trees, name: str = "trees") -> Plan:
+    """Every block goes out from its owner over the given trees."""
+    return _over(trees, name, "all_gather", _all_gather)
+
+
+def reduce_scatter_over(trees: Trees, name: str = "trees") -> Plan:
+    """Every block is combined on its way to its owner over the given trees."""
+    return _over(trees, name, "reduce_scatter", _reduce_scatter)
 
 
 def heap_tree(size: int) -> Tree:
@@ -139,56 +105,96 @@ def complementary_trees(size: int) -> tuple[Tree, Tree]:
     return first, tuple(None if parent is None else (parent + 1) % size for parent in parents)
 
 
-def children(tree: Tree, rank: int) -> tuple[int, ...]:
-    """The ranks whose parent is `rank`, ascending."""
-    return tuple(child for child, parent in enumerate(tree) if parent == rank)
-
-
-def neighbours(tree: Tree, rank: int) -> tuple[int, ...]:
-    """The ranks that a rank has a link to in the tree, ascending."""
-    parent = tree[rank]
-    return tuple(sorted((*children(tree, rank), *(() if parent is None else (parent,)))))
+def children(tree: Tree) -> list[tuple[int, ...]]:
+    """Of every rank, the ranks whose parent it is, ascending."""
+    below: list[list[int]] = [[] for _ in tree]
+    for child, parent in enumerate(tree):
+        if parent is not None:
+            below[parent].append(child)
+    return list(map(tuple, below))
 
 
 def rerooted(tree: Tree, root: int) -> Tree:
     """The same links with another rank on top."""
-    return tuple(_ways(tree, rank)[root][1] for rank in range(len(tree)))
+    near = _neighbours(tree)
+    return tuple(_ways(near, rank)[root][1] for rank in range(len(tree)))
 
 
-def _ways(tree: Tree, rank: int) -> dict[int, tuple[int, int | None]]:
+def _neighbours(tree: Tree) -> list[tuple[int, ...]]:
+    """Of every rank, the ranks that it has a link to in the tree, ascending."""
+    above = [() if parent is None else (parent,) for parent in tree]
+    return [tuple(sorted((*up, *down))) for up, down in zip(above, children(tree), strict=True)]
+
+
+def _ways(near: list[tuple[int, ...]], rank: int) -> dict[int, tuple[int, int | None]]:
     """To every rank: the distance from this one, and the first neighbour on the way, None to itself."""
     ways: dict[int, tuple[int, int | None]] = {rank: (0, None)}
     todo = deque([rank])
     while todo:
         here = todo.popleft()
         distance, first = ways[here]
-        for peer in neighbours(tree, here):
+        for peer in near[here]:
             if peer not in ways:
                 ways[peer] = distance + 1, peer if first is None else first
                 todo.append(peer)
     return ways
 
 
-def _reduce(tree: Tree, rank: int) -> Program:
+def _reduce(tree: Tree) -> Iterator[Program]:
     """Combine the own input with the children's, for the parent or, at the root, for the output."""
-    parent = tree[rank]
-    above = () if parent is None else (parent,)
-    return (Step(0, Read.INPUT, recv=children(tree, rank), write=parent is None, send=above),)
+    for parent, below in zip(tree, children(tree), strict=True):
+        above = () if parent is None else (parent,)
+        yield (Step(0, Read.INPUT, recv=below, write=parent is None, send=above),)
 
 
-def _broadcast(tree: Tree, rank: int) -> Program:
+def _broadcast(tree: Tree) -> Iterator[Program]:
     """Write what the parent sent (the root: its own), and pass it on to the children."""
-    parent = tree[rank]
-    if parent is None:
-        return (Step(0, Read.INPUT, write=True, send=children(tree, rank)),)
-    return (Step(0, recv=(parent,), write=True, send=children(tree, rank)),)
+    for parent, below in zip(tree, children(tree), strict=True):
+        if parent is None:
+            yield (Step(0, Read.INPUT, write=True, send=below),)
+        else:
+            yield (Step(0, recv=(parent,), write=True, send=below),)
 
 
-def _over(trees: Trees, name: str, collective: str, program: Callable[[Tree, int], Program]) -> Plan:
+def _all_gather(tree: Tree) -> Iterator[Program]:
+    """Blocks by their owner's distance: write what came from the owner's side, pass it on to all others."""
+    near = _neighbours(tree)
+    for rank, peers in enumerate(near):
+        nearest = sorted((distance, owner, side) for owner, (distance, side) in _ways(near, rank).items())
+        yield tuple(
+            Step(
+                owner,
+                Read.INPUT if side is None else Read.NONE,
+                recv=() if side is None else (side,),
+                write=True,
+                send=tuple(peer for peer in peers if peer != side),
+            )
+            for _, owner, side in nearest
+        )
+
+
+def _reduce_scatter(tree: Tree) -> Iterator[Program]:
+    """Blocks by their owner's distance, the farthest first: combine what came from all others for the owner's side."""
+    near = _neighbours(tree)
+    for rank, peers in enumerate(near):
+        farthest = sorted((-distance, owner, side) for owner, (distance, side) in _ways(near, rank).items())
+        yield tuple(
+            Step(
+                owner,
+                Read.INPUT,
+                recv=tuple(peer for peer in peers if peer != side),
+                write=side is None,
+                send=() if side is None else (side,),
+            )
+            for _, owner, side in farthest
+        )
+
+
+def _over(trees: Trees, name: str, collective: str, programs: Callable[[Tree], Iterable[Program]]) -> Plan:
     size = len(trees[0][0])
     for index, (tree, _) in enumerate(trees):
         in_range = all(parent is None or 0 <= parent < size for parent in tree)
-        if len(tree) != size or tree.count(None) != 1 or not in_range or len(_ways(tree, tree.index(None))) < size:
+        one_root = len(tree) == size and tree.count(None) == 1
+        if not in_range or not one_root or len(_ways(_neighbours(tree), tree.index(None))) < size:
             raise PlanError(f"{name}: tree {index} is {tree}; it must join ranks 0..{size - 1} under one root, None")
-    channels = (Channel(weight, 1, tuple(program(tree, rank) for rank in range(size))) for tree, weight in trees)
-    return Plan(name, collective, size, tuple(channels))
+    return Plan(name, collective, size, tuple(Channel(weight, 1, tuple(programs(tree))) for tree, weight in trees))

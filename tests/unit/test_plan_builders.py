@@ -148,7 +148,7 @@ def depth(tree: Tree, rank: int) -> int:
 def test_trees_are_binary_and_balanced(size: int) -> None:
     for tree in (heap_tree(size), inorder_tree(size), *complementary_trees(size)):
         assert tree.count(None) == 1
-        assert all(len(children(tree, rank)) <= 2 for rank in range(size))
+        assert all(len(below) <= 2 for below in children(tree))
         assert max(depth(tree, rank) for rank in range(size)) <= size.bit_length()
 
 
