@@ -40,8 +40,13 @@ def two_shot(size: int) -> Plan:
     size`` of the tensor, the lower bound of any all_reduce (Patarasuk and Yuan, "Bandwidth optimal all-reduce
     algorithms for clusters of workstations", 2009).
     """
-    programs = tuple(compose(_reduce_scatter(rank, size), _all_gather(rank, size)) for rank in range(size))
+    programs = tuple(two_shot_program(rank, size) for rank in range(size))
     return Plan("two_shot", "all_reduce", size, (Channel(1, size, programs),))
+
+
+def two_shot_program(rank: int, size: int) -> Program:
+    """What one rank does in `two_shot`."""
+    return compose(_reduce_scatter(rank, size), _all_gather(rank, size))
 
 
 def reduce_scatter(size: int) -> Plan:

@@ -27,20 +27,26 @@ from ringreduce.plan.model import Channel, Plan, Program, Read, Step
 
 def all_reduce(size: int) -> Plan:
     """all_reduce by halving then doubling, in as many chunks as the largest power of two not above `size`."""
-    power = 1 << (size.bit_length() - 1)
+    programs = tuple(program(rank, size) for rank in range(size))
+    return Plan("halving_doubling", "all_reduce", size, (Channel(1, chunks(size), programs),))
+
+
+def chunks(size: int) -> int:
+    """The largest power of two not above `size`."""
+    return 1 << (size.bit_length() - 1)
+
+
+def program(rank: int, size: int) -> Program:
+    """What one rank does."""
+    power = chunks(size)
     extras = size - power
+    if rank < 2 * extras and rank % 2 == 0:
+        return _extra(rank // 2, host=rank + 1, power=power)
     hosts = tuple(2 * core + 1 if core < extras else core + extras for core in range(power))
     distances = tuple(1 << bit for bit in range(power.bit_length() - 1))
-
-    def program(rank: int) -> Program:
-        if rank < 2 * extras and rank % 2 == 0:
-            return _extra(rank // 2, host=rank + 1, power=power)
-        core = hosts.index(rank)
-        folded = (2 * core,) if core < extras else ()
-        halving = _halving(core, hosts, distances, folded)
-        return compose(halving, _doubling(core, hosts, distances, folded))
-
-    return Plan("halving_doubling", "all_reduce", size, (Channel(1, power, tuple(map(program, range(size)))),))
+    core = hosts.index(rank)
+    folded = (2 * core,) if core < extras else ()
+    return compose(_halving(core, hosts, distances, folded), _doubling(core, hosts, distances, folded))
 
 
 def _halving(core: int, hosts: tuple[int, ...], distances: tuple[int, ...], folded: tuple[int, ...]) -> Program:

@@ -37,11 +37,12 @@ def both_ways(size: int) -> Rings:
 
 def all_reduce(rings: Rings, name: str = "ring") -> Plan:
     """all_reduce over the given rings: reduce_scatter then all_gather, one chunk per rank."""
+    return _plan(name, "all_reduce", rings, all_reduce_program, chunks=len(rings[0][0]))
 
-    def program(order: Order, position: int) -> Program:
-        return compose(_reduce_scatter(order, position), _all_gather(order, position))
 
-    return _plan(name, "all_reduce", rings, program, chunks=len(rings[0][0]))
+def all_reduce_program(order: Order, position: int) -> Program:
+    """What the rank at one position does in the `all_reduce` of one ring."""
+    return compose(_reduce_scatter(order, position), _all_gather(order, position))
 
 
 def reduce_scatter(rings: Rings, name: str = "ring") -> Plan:

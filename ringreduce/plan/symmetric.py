@@ -6,11 +6,10 @@ is what rank 0 is to the peer: what rank 0 gets from a peer is to the peer what 
 rank 0.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from ringreduce.plan import direct, halving_doubling, ring
-from ringreduce.plan.compose import compose
 from ringreduce.plan.model import Channel, PlanError
 
 
@@ -24,26 +23,19 @@ class Symmetric(NamedTuple):
 
 
 def _rings(rings: Callable[[int], ring.Rings]) -> Callable[[int], tuple[Channel, ...]]:
-    def channels(size: int) -> Iterator[Channel]:
-        for order, weight in rings(size):
-            position = order.index(0)
-            program = compose(ring._reduce_scatter(order, position), ring._all_gather(order, position))
-            yield Channel(weight, size, (program,))
-
-    return lambda size: tuple(channels(size))
+    return lambda size: tuple(
+        Channel(weight, size, (ring.all_reduce_program(order, order.index(0)),)) for order, weight in rings(size)
+    )
 
 
 def _two_shot(size: int) -> tuple[Channel, ...]:
-    return (Channel(1, size, (compose(direct._reduce_scatter(0, size), direct._all_gather(0, size)),)),)
+    return (Channel(1, size, (direct.two_shot_program(0, size),)),)
 
 
 def _halving_doubling(size: int) -> tuple[Channel, ...]:
-    if size & (size - 1):
+    if size != halving_doubling.chunks(size):
         raise PlanError(f"halving_doubling of {size} ranks is not symmetric; the size must be a power of two")
-    hosts = tuple(range(size))
-    distances = tuple(1 << bit for bit in range(size.bit_length() - 1))
-    halving = halving_doubling._halving(0, hosts, distances, ())
-    return (Channel(1, size, (compose(halving, halving_doubling._doubling(0, hosts, distances, ())),)),)
+    return (Channel(1, size, (halving_doubling.program(0, size),)),)
 
 
 def _rotated(peer: int, size: int) -> int:
