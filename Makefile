@@ -19,7 +19,7 @@ export MAX_JOBS ?= $(JOBS)
 .PHONY: help build demo test conformance ecosystem lint format stress soak clean distclean
 
 help:
-	@echo 'make demo      build, train a model on 2 ranks, compare ring, tree, direct and Gloo'
+	@echo 'make demo      build, train a model on 2 ranks, compare ring, tree, direct and Gloo, plan rings over links'
 	@echo 'make test      build, then the unit tests and the process tests'
 	@echo 'make conformance  build, then the suite PyTorch has for its backends, with Gloo beside it'
 	@echo 'make ecosystem Lightning Fabric, Accelerate and Ray Train on this backend; downloads them to .venv-ecosystem'
@@ -134,7 +134,10 @@ demo: build
 	@echo; echo "== ring, tree, direct and Gloo side by side =="
 	$(PY) bench/ring_vs_tree.py --ranks 2 4 \
 	  --json $(DEMO)/ring_vs_tree.json --table $(DEMO)/ring_vs_tree.txt --plot $(DEMO)/ring_vs_tree.png
-	@echo; echo "table    $(DEMO)/ring_vs_tree.txt"; echo "picture  $(DEMO)/ring_vs_tree.png"
+	@echo; echo "== the links of eight V100 as two rings =="
+	$(PY) -m ringreduce.cli topo dgx1-v100 --nvlink-gbps 18 --plot $(DEMO)/dgx1_rings.png
+	@echo; echo "table    $(DEMO)/ring_vs_tree.txt"
+	@echo "pictures $(DEMO)/ring_vs_tree.png, $(DEMO)/dgx1_rings.png"
 	@echo "figures  $(DEMO)/ring_vs_tree.json"
 
 # ---- proof -----------------------------------------------------------------------------------------------------------
