@@ -100,11 +100,12 @@ class Cuts:
         return tuple(found)
 
 
-def bound(collective: str, routes: Routes, cuts: Cuts, tried: Iterable[Partition] = ()) -> Bound:
+def bound(collective: str, cuts: Cuts, tried: Iterable[Partition] = ()) -> Bound:
     """The lowest of the bounds that the partitions give: the structural ones, and those in `tried`.
 
     Infinite for a single rank, which moves nothing.
     """
+    routes = cuts.routes
     if routes.size == 1:
         return Bound(float("inf"), ((0,),), "one rank moves nothing")
     best: Bound | None = None

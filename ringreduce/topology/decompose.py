@@ -29,7 +29,8 @@ MOST_TREE_RANKS = 32
 class Decomposition:
     """Rings, or trees, over some links.  `rings` and `trees` are what could be found of either; `chosen` says which."""
 
-    routes: Routes
+    cuts: Cuts
+    """Of the links that are used, and their routes."""
     rings: tuple[Ring, ...]
     trees: tuple[WeightedTree, ...]
     bound: Bound
@@ -39,6 +40,10 @@ class Decomposition:
     """Why these links are used."""
     shape: str
     """Why rings, or trees."""
+
+    @property
+    def routes(self) -> Routes:
+        return self.cuts.routes
 
     @property
     def chosen(self) -> str:
@@ -54,21 +59,21 @@ def decompose(graph: LinkGraph) -> Decomposition:
     """
     routes, why = _links_to_use(graph)
     cuts = Cuts(routes)
-    limit = bound("all_reduce", routes, cuts)
+    limit = bound("all_reduce", cuts)
     if routes.size == 1:
-        return Decomposition(routes, (), (), limit, (), why, "nobody to talk to")
+        return Decomposition(cuts, (), (), limit, (), why, "nobody to talk to")
     rings = pack_rings(routes, limit.bandwidth)
     by_rings = sum(ring.bandwidth for ring in rings)
     if by_rings >= AS_GOOD * limit.bandwidth or routes.size > MOST_TREE_RANKS:
-        return Decomposition(routes, rings, (), limit, (), why, _about_rings(routes, rings))
+        return Decomposition(cuts, rings, (), limit, (), why, _about_rings(routes, rings))
     packing = pack_trees(routes)
-    limit = bound("all_reduce", routes, cuts, packing.tight)
+    limit = bound("all_reduce", cuts, packing.tight)
     if by_rings >= AS_GOOD * packing.bandwidth:
-        return Decomposition(routes, rings, (), limit, packing.tight, why, _about_rings(routes, rings))
+        return Decomposition(cuts, rings, (), limit, packing.tight, why, _about_rings(routes, rings))
     instead = f"the best rings found reach {by_rings:.4g} GB/s" if rings else "no ring was found"
     several = f"{len(packing.trees)} spanning trees" if len(packing.trees) > 1 else "one spanning tree"
     about = f"{several}, since {instead}"
-    return Decomposition(routes, rings, packing.trees, limit, packing.tight, why, about)
+    return Decomposition(cuts, rings, packing.trees, limit, packing.tight, why, about)
 
 
 def _links_to_use(graph: LinkGraph) -> tuple[Routes, str]:

@@ -218,10 +218,11 @@ def weights(widths: Sequence[float]) -> list[int]:
 def _candidates(graph: LinkGraph, collective: str) -> dict[str, Planned]:
     """By name; first, of those made for these links and as fast as any of them, the one with the fewest channels."""
     parts = decompose(graph)
-    routes, links = parts.routes, parts.links
+    routes, cuts, links = parts.routes, parts.cuts, parts.links
     if collective not in OVER_RINGS and len(routes.between) < routes.size * (routes.size - 1):
         routes, links = all_routes(graph), "not all pairs have links of their own: over every link"
-    limit = bound(collective, routes, Cuts(routes), parts.partitions)
+        cuts = Cuts(routes)
+    limit = bound(collective, cuts, parts.partitions)
 
     def planned(plan: Plan, why: str, **more: Any) -> Planned:
         return Planned(graph, routes, plan, limit.bandwidth, limit.proof, f"{links}; {why}", **more)
