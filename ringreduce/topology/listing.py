@@ -10,7 +10,7 @@ altered on the way, and raises TopologyError with line and column: no plan is ma
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -53,7 +53,9 @@ _ROW = re.compile(rf"(?<![\w.-])(?P<label>GPU\d{{1,4}}){_APART}+(?={_CELL}+(?:{_
 _CELLS = re.compile(rf"{_APART}*(?P<cells>{_CELL}+)(?={_APART}|$)")
 _ACCESS = re.compile(rf"GPU\d+{_APART}+(?:X{_APART}+)?(?:OK|NS|CNS|GNS|TNS|DR|U)(?={_APART}|$)")
 _LABEL = re.compile(r"GPU\d+|NIC\d+|mlx\d+_(?:[a-z]+_)?\d+|(?:(?!GPU\d|NIC\d|mlx\d)[\w.:+-])+")
-_AFFINITY = re.compile(r"CPU\s?Affinity|NUMA\s?Affinity|GPU\s?NUMA\s?ID")
+_CPU_AFFINITY = r"CPU\s?Affinity"
+_NUMA_AFFINITY = r"NUMA(?:\s?(?:Affinity|Node))?"
+_AFFINITY = re.compile(rf"{_CPU_AFFINITY}|GPU\s?NUMA\s?ID|{_NUMA_AFFINITY}", re.IGNORECASE)
 _RULE = re.compile(r"[-=+|:\s]*")
 _NIC_ROW = re.compile(
     rf"(?<![\w.-])(?P<label>(?!GPU|N?V\d{{1,3}}{_APART})[A-Za-z][\w.:+-]*\d[\w.:+-]*){_APART}+(?={_CELL}+(?:{_APART}|$))"
@@ -85,7 +87,7 @@ class Row:
 class Listing:
     """A matrix: `gpus[i].cells[j]` is how the i-th GPU meets the device that `columns[j]` names.
 
-    `nics` are rows of other columns, as far as they are there.  `names` has the NICs' own names by label.
+    `nics` are rows of other devices, as far as they are there.  `names` has the NICs' own names by label.
     """
 
     gpus: tuple[Row, ...]
@@ -94,13 +96,24 @@ class Listing:
     names: dict[str, str]
     assumed: tuple[str, ...]
 
+    @property
+    def others(self) -> list[str]:
+        """The labels of the devices that are no GPUs: of columns, and of whole rows whose columns were lost."""
+        whole = (row for row in self.nics if [cell.text in CLASSES for cell in row.cells] == [True] * len(self.columns))
+        labels = dict.fromkeys([*self.columns, *(row.label.text for row in whole)])
+        return [label for label in labels if not _GPU.fullmatch(label)]
+
 
 def find_listing(text: str, where: str) -> Listing:
     """The first matrix in `text`; `where` names the text in errors."""
     lines = [line and _plain(line) for line in re.split(r"\r\n|\n|\r", text)]
-    listing = _table(lines) or _rows(lines, where)
+    table, start = _table(lines), _first_row(lines)
+    if table and (start is None or table.gpus[0].label.line <= start + 1):
+        listing = table
+    else:
+        listing = _rows(lines, start, where)
     _check(listing, where)
-    names = {label: name for label, name in _NIC_LEGEND.findall(text) if label in listing.columns}
+    names = {label: name for label, name in _NIC_LEGEND.findall(text) if label in listing.others}
     return replace(listing, names=names if len(set(names.values())) == len(names) else {})
 
 
@@ -117,20 +130,21 @@ def _plain(line: str) -> str:
 
 
 def _table(lines: Sequence[str]) -> Listing | None:
-    """The first table with GPUs for columns and for rows, if there is one."""
+    """The first table with GPUs for columns and for rows, if there is one: of link classes, not of who reaches whom."""
     candidates = (at for at, line in enumerate(lines) if "|" in line and "GPU" in line)
     for at in islice(candidates, MOST_TABLES):
         header = _between_bars(lines[at], at + 1)
         gpus = [place for place, cell in enumerate(header) if _GPU.fullmatch(cell.text)]
         if gpus and not any(re.fullmatch(_CELL, cell.text) for cell in header):
             listing = _table_below(lines, at + 1, header, gpus)
-            if listing.gpus:
+            if listing.gpus and not any(_ACCESS.search(lines[row.label.line - 1]) for row in listing.gpus):
                 return listing
     return None
 
 
 def _table_below(lines: Sequence[str], start: int, header: Sequence[Cell], gpus: Sequence[int]) -> Listing:
-    affinity = {place: cell.text for place, cell in enumerate(header) if _AFFINITY.fullmatch(cell.text)}
+    devices = [place for place, cell in enumerate(header) if re.search(r"\d", cell.text)]
+    headings = {place: cell.text for place, cell in enumerate(header) if _AFFINITY.fullmatch(cell.text)}
     rows: list[Row] = []
     places: list[int] = []
     for number in range(start + 1, len(lines) + 1):
@@ -145,14 +159,13 @@ def _table_below(lines: Sequence[str], start: int, header: Sequence[Cell], gpus:
         if not rows and not labels:
             break
         if not rows:
-            others = [place for place, cell in enumerate(header) if cell.text and place not in (*gpus, *labels)]
-            places = [labels[0], *gpus, *(place for place in others if place not in affinity)]
+            places = [labels[0], *gpus, *(place for place in devices if place not in (*gpus, *labels))]
         end = Cell("", number, len(line) + 1)
         cells += [end] * (len(header) - len(cells))
-        texts = {name: cells[place].text for place, name in affinity.items()}
+        affinity = _by_heading((heading, cells[place].text) for place, heading in headings.items())
         label, *classes = (cells[place] for place in places)
         classes += [cell for cell in cells[len(header) :] if cell.text]
-        rows.append(Row(label, tuple(classes), texts.get("CPU Affinity", ""), texts.get("NUMA Affinity", "")))
+        rows.append(Row(label, tuple(classes), *affinity))
     return _listing([header[place].text for place in places[1:]], rows)
 
 
@@ -181,8 +194,9 @@ class _Header:
     affinity: tuple[tuple[str, int], ...]
 
 
-def _rows(lines: Sequence[str], where: str) -> Listing:
-    start = _first_row(lines, where)
+def _rows(lines: Sequence[str], start: int | None, where: str) -> Listing:
+    if start is None:
+        raise _no_matrix(lines, where)
     header = _header_above(lines, start)
     gpus: dict[str, Row] = {}
     assumed = []
@@ -202,26 +216,23 @@ def _rows(lines: Sequence[str], where: str) -> Listing:
     return _listing(columns, [*gpus.values(), *nics], assumed)
 
 
-def _first_row(lines: Sequence[str], where: str) -> int:
-    access = None
+def _first_row(lines: Sequence[str]) -> int | None:
+    """The place (from 0) of the first row of link classes."""
+    rows = (at for at, line in enumerate(lines) if "GPU" in line and not _ACCESS.search(line) and _ROW.search(line))
+    return next(rows, None)
+
+
+def _no_matrix(lines: Sequence[str], where: str) -> TopologyError:
     for at, line in enumerate(lines):
-        if "GPU" in line:
-            if found := _ACCESS.search(line):
-                access = access or Cell("", at + 1, found.start() + 1)
-            elif _ROW.search(line):
-                return at
-    if access:
-        raise _error(
-            where,
-            access,
-            f"this is `nvidia-smi topo -p2p`, which says who may reach whom, not over which links; {HOW_TO}",
-        )
+        if "GPU" in line and (found := _ACCESS.search(line)):
+            what = f"this is `nvidia-smi topo -p2p`, which says who may reach whom, not over which links; {HOW_TO}"
+            return _error(where, Cell("", at + 1, found.start() + 1), what)
     for at, line in enumerate(lines):
         if len(named := list(_GPU.finditer(line))) > 1:
-            end = Cell("", at + 1, named[0].start() + 1)
-            raise _error(where, end, f"GPUs are named, but no row such as `GPU0 X NV1 SYS` follows; {HOW_TO}")
+            what = f"GPUs are named, but no row such as `GPU0 X NV1 SYS` follows; {HOW_TO}"
+            return _error(where, Cell("", at + 1, named[0].start() + 1), what)
     first = next((at for at, line in enumerate(lines) if line.strip()), 0)
-    raise _error(where, Cell("", first + 1, 1), f"no matrix of link classes is in it; {HOW_TO}")
+    return _error(where, Cell("", first + 1, 1), f"no matrix of link classes is in it; {HOW_TO}")
 
 
 def _header_above(lines: Sequence[str], start: int) -> _Header | None:
@@ -259,7 +270,7 @@ def _unwrapped(lines: Sequence[str], at: int) -> tuple[str, list[tuple[int, int]
     text, starts = lines[at], [(0, at + 1)]
     for number in range(at + 2, min(at + 2 + MOST_WRAPS, len(lines) + 1)):
         line = lines[number - 1]
-        if not _WRAPPED.fullmatch(line) or not line.strip() or _ROW.search(line) or _NIC_ROW.search(line):
+        if not _WRAPPED.fullmatch(line) or not line.strip() or _GPU.search(line) or _NIC_ROW.search(line):
             break
         left, right = re.split(r"\s", text)[-1], re.split(r"\s", line, maxsplit=1)[0]
         if re.fullmatch(_CELL + "+", left) and not re.fullmatch(r"\d{1,2}", right):
@@ -289,8 +300,20 @@ def _affinities(line: str, place: int, header: _Header | None) -> tuple[str, str
     if len(found) >= len(columns):
         texts = [match[0] for match in found]
         return (*texts, "", "")[0], (*texts, "", "")[1]
-    by_name = {min(columns, key=lambda column: abs(column[1] - place - match.start()))[0]: match[0] for match in found}
-    return by_name.get("CPU Affinity", ""), by_name.get("NUMA Affinity", "")
+    return _by_heading(
+        (min(columns, key=lambda column: abs(column[1] - place - match.start()))[0], match[0]) for match in found
+    )
+
+
+def _by_heading(texts: Iterable[tuple[str, str]]) -> tuple[str, str]:
+    """The texts for CPU and NUMA affinity, of those that stand under the headings."""
+    cpu = numa = ""
+    for heading, text in texts:
+        if re.fullmatch(_CPU_AFFINITY, heading, re.IGNORECASE):
+            cpu = text
+        elif re.fullmatch(_NUMA_AFFINITY, heading, re.IGNORECASE):
+            numa = text
+    return cpu, numa
 
 
 def _nic_rows(lines: Sequence[str], start: int, header: _Header | None) -> list[Row]:
@@ -309,14 +332,14 @@ def _columns(gpus: Sequence[Row], nics: Sequence[Row], header: _Header | None, w
     """The labels of the columns: the header's if the rows have as many cells, else those of the rows."""
     widths = {len(row.cells) for row in gpus}
     width = max(widths)
-    if header and (len(header.labels) in widths or len(widths) > 1):
-        return list(header.labels)
     own = [row.label.text for row in gpus]
-    if header and (missing := [label for label in header.labels if _GPU.fullmatch(label) and label not in own]):
-        raise _no_row(missing[0], gpus[-1], where)
+    if header:
+        missing = any(_GPU.fullmatch(label) and label not in own for label in header.labels)
+        if len(header.labels) in widths or len(widths) > 1 or missing:
+            return list(header.labels)
     others = [row.label.text for row in nics]
     if not header and not others and (len(own) < width or width == 1):
-        what = f"no header and no row says whether GPUs follow {own[-1]}{_WHOLE}"
+        what = f"no header that can be read and no row says whether GPUs follow {own[-1]}{_WHOLE}"
         raise _error(where, _end(gpus[-1]), what)
     return [*own, *others, *(f"NIC{at}" for at in range(len(others), width - len(own)))][:width]
 
@@ -334,7 +357,9 @@ def _check(listing: Listing, where: str) -> None:
         if row.label.text not in listing.columns:
             raise _error(where, row.label, f"{row.label.text} has a row but no column{_WHOLE}")
         if len(row.cells) != (width := len(listing.columns)):
-            raise _error(where, _end(row), f"{row.label.text} has {len(row.cells)} cells for {width} columns{_WHOLE}")
+            after = next((f", then {text!r:.40}" for text in (row.cpu_affinity, row.numa_affinity) if text), "")
+            what = f"{row.label.text} has {len(row.cells)} cells for {width} columns{after}{_WHOLE}"
+            raise _error(where, _end(row), what)
         for label, cell in zip(listing.columns, row.cells, strict=True):
             _check_cell(where, row.label.text, label, cell)
     last = listing.gpus[-1]

@@ -25,7 +25,7 @@ def read_matrix(text: str, where: str, assume: Assumed) -> LinkGraph:
     """
     listing = find_listing(text, where)
     rows = {row.label.text: row for row in sorted(listing.gpus, key=lambda row: int(row.label.text[3:]))}
-    others = [label for label in listing.columns if label not in rows]
+    others = listing.others
     bonds = _bonds(listing)
     notes = list(listing.assumed)
     models = _models(text, rows, bonds, assume, where, notes)

@@ -172,7 +172,7 @@ class _Reader:
             for child in cpu.children:
                 self.element(child, above)
         if not self.gpus:
-            raise _error(self.where, system, f"no GPU is in it: no <gpu>, and no <pci> of a GPU's class; {HOW_TO}")
+            raise _error(self.where, system, f"no GPU is in it: no <pci> has a <gpu> or a GPU's class; {HOW_TO}")
         self.name_gpus()
         self.fabric()
         self.join_cpus()

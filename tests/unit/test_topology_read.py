@@ -365,6 +365,54 @@ def test_columns_of_a_table_may_stand_anywhere() -> None:
     assert same_machine(read(table, "table"), read(plain, "plain"))
 
 
+def test_tables_of_who_reaches_whom_are_passed_over() -> None:
+    access = "| | GPU0 | GPU1 | GPU2 |\n|--|--|--|--|\n| GPU0 | X | OK | **TNS** |\n| GPU1 | OK | X | NS |\n"
+    matrix = "      GPU0  GPU1  GPU2\nGPU0   X    PIX   SYS\nGPU1  PIX    X    SYS\nGPU2  SYS   SYS    X\n"
+    plain = read(matrix, "matrix")
+    assert same_machine(read(f"{access}\n{matrix}", "after"), plain)
+    assert same_machine(read(f"{matrix}\n{access}", "before"), plain)
+    with pytest.raises(TopologyError, match=r"topo -p2p") as error:
+        read(access, "alone")
+    assert place(error) == (3, 3)
+
+
+def test_the_first_matrix_is_read_whether_or_not_a_table() -> None:
+    table = "| | GPU0 | GPU1 |\n|--|--|--|\n| GPU0 | X | NV4 |\n| GPU1 | NV4 | X |\n"
+    matrix = "GPU0 X SYS\nGPU1 SYS X\n"
+    assert lanes(read(f"{table}\n{matrix}", "table first")) == [4, 4]
+    assert lanes(read(f"{matrix}\n{table}", "matrix first")) == [0, 0]
+
+
+def test_columns_that_are_no_devices() -> None:
+    table = """
+    | | Card | GPU0 | GPU1 | NUMA |
+    |---|---|---|---|---|
+    | GPU0 | left | X | **NV4** | 0 |
+    | GPU1 | right | **NV4** | X | 1 |
+    """
+    assert [gpu.numa for gpu in read(table, "table").gpus] == [0, 1]
+    short = read(
+        "      GPU0  GPU1  NIC0  CPU Affinity  NUMA\nGPU0   X  NV4  PIX  0-3  0\nGPU1  NV4  X  SYS  4-7  1\n", ""
+    )
+    assert [gpu.numa for gpu in short.gpus] == [0, 1] and names(short, NodeKind.NIC) == ["NIC0"]
+
+
+def test_nics_whose_columns_were_lost() -> None:
+    rows = "GPU0  X  NV8  0-3  0\nGPU1  NV8  X  4-7  1\nNIC0  PIX  SYS\nNIC1  SYS  PHB\nNIC2  SYS\nNIC3 X SYS\n"
+    graph = read(f"      GPU0  GPU1  CPU Affinity  NUMA Affinity\n{rows}\nNIC Legend:\n\n  NIC0: mlx5_4\n", "cut")
+    assert names(graph, NodeKind.NIC) == ["mlx5_4", "NIC1"]
+    assert joined(graph, *joined(graph, "GPU0")) >= {"GPU0", "mlx5_4"}
+    assert joined(graph, "CPU1") == {"GPU1", "NIC1"}
+
+
+def test_numa_nodes_of_memory_are_not_of_cpus() -> None:
+    header = "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\n"
+    tray = read(f"{header}GPU0\tX\tNV18\t0-1\t0\t\t2\nGPU1\tNV18\tX\t\t1\t\t10\n", "tray")
+    assert [gpu.numa for gpu in tray.gpus] == [0, 1]
+    sliced = read(f"{header}GPU0\tX\tNV6\t0-71\t0,5-11\t\t4\nGPU1\tNV6\tX\t72-143\t1,13-19\t\t12\n", "sliced")
+    assert names(sliced, NodeKind.CPU) == ["CPU0", "CPU1"]
+
+
 def test_a_second_matrix_is_left_out_and_said() -> None:
     graph = read(MATRIX + "\n" + MATRIX, "two")
     assert same_machine(graph, fixture("dgx1_v100.txt"))
@@ -386,7 +434,10 @@ def edited(line: int, old: str, new: str) -> str:
         (edited(3, "NV1\t", ""), (3, 49), "GPU1 has 11 cells for 12 columns"),
         (edited(3, " X ", "SYS"), (3, 10), "only from itself to itself is X"),
         (edited(4, "SYS", "X"), (4, 22), "only from itself to itself is X"),
-        (edited(4, "SYS", "N/A"), (4, 21), "GPU2 has 4 cells"),
+        (edited(4, "SYS", "N/A"), (4, 21), "GPU2 has 4 cells for 12 columns, then 'N/A'"),
+        ("\tGPU0\tGPU1\nGPU0\tX\tMX\nGPU1\tMX\tX\n", (2, 7), "GPU0 has 1 cells for 2 columns, then 'MX'"),
+        ("   GPU0  GPU1\nGPU0  X  MX\nGPU1  MX  X\n", (2, 8), "GPU0 has 1 cells for 2 columns, then 'MX'"),
+        ("      GPU0  GPU1  CPU\nGPU0  X  NV1  PHB\nGPU1  NV1  X  PHB\n", (3, 18), "no header that can be read"),
         (edited(5, "GPU3", "GPU9"), (5, 1), "GPU9 has a row but no column"),
         ("\n".join(MATRIX.split("\n")[:8]), (8, 53), "GPU7 has a column but no row"),
         (edited(10, "PIX", "SYS"), (2, 38), "GPU0 to mlx5_0 is PIX, but mlx5_0 to GPU0 is SYS"),
@@ -394,7 +445,7 @@ def edited(line: int, old: str, new: str) -> str:
         (edited(2, "PIX", "NV1"), (2, 38), "no row of its own"),
         ("\tGPU0\tGPU1\nGPU0\tX\tOK\nGPU1\tOK\tX\n", (2, 1), "topo -p2p.*run `nvidia-smi topo -m`"),
         ("\tGPU0\tGPU1\tCPU Affinity\n", (1, 2), "no row"),
-        ("GPU0 X SYS PIX\nGPU1 SYS X PIX\n", (2, 15), "no header and no row says whether GPUs follow GPU1"),
+        ("GPU0 X SYS PIX\nGPU1 SYS X PIX\n", (2, 15), "no row says whether GPUs follow GPU1"),
         ("| | GPU0 | GPU1 |\n|--|--|--|\n| GPU0 | X | |\n| GPU1 | NV1 | X |\n", (3, 14), "no link class"),
         ("| | GPU0 | GPU1 |\n|--|--|--|\n| GPU0 | X | NV1 |\n| GPU1 | NV1\n", (4, 13), "no link class"),
         ("| | GPU0 | GPU1 |\n|--|--|--|\n| GPU0 | X | NV1 |\n", (3, 17), "GPU1 has a column but no row"),
