@@ -47,7 +47,7 @@ class Options:
     topo_file: str | None = _knob(
         None,
         str,
-        "a file that describes the machine, see `ringreduce topo`: rank r is on its r-th GPU. Rank 0's counts",
+        "a file with the machine's links, see `ringreduce topo --json`: rank r is on its r-th GPU. Rank 0's counts",
     )
     channels: int | None = _knob(None, int, "channels, the rings or trees that one plan may have")
     channel_bytes: int | None = _knob(None, parse_bytes, "shared memory for one channel's slots, per rank")

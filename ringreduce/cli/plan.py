@@ -24,6 +24,7 @@ from ringreduce.cli.terminal import (
     time_text,
 )
 from ringreduce.cli.topo import ring_lines, show_assumed
+from ringreduce.plan import verify
 
 if TYPE_CHECKING:
     from ringreduce.topology.planner import Planned
@@ -61,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     size = arguments.size
     with progress_console().status("planning"):
         planned = plan_for(graph, arguments.collective, size, arguments.algorithm)
+    verify(planned.plan)
     written = _write(planned, arguments)
     if arguments.json:
         sys.stdout.write(planned.to_json(size) + "\n")
@@ -104,9 +106,7 @@ def _write(planned: Planned, arguments: argparse.Namespace) -> list[Path]:
 def _show_links(out: Console, planned: Planned, size: int) -> None:
     loads = planned.loads(size)
     longest = max((load.seconds for load in loads), default=0.0)
-    shown = loads
-    if len(loads) > MOST_LINKS:
-        shown = sorted(loads, key=lambda load: -load.seconds)[:MOST_LINKS]
+    shown = loads[:MOST_LINKS]
     links: Table = table("from", "to", "GB/s", "carries", "takes", "", right=("GB/s", "carries", "takes"))
     for load in shown:
         links.add_row(

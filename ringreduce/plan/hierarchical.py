@@ -3,8 +3,8 @@
 Ranks stand in *groups* of one size (the GPUs of a host, the cores of a NUMA node); the ranks with the same place in
 their groups are a *rail*.  Inside each group a reduce_scatter leaves every rank with one part of the tensor, each rail
 all_reduces its part, an all_gather inside the groups spreads the results.  Between groups only ``1 / group size`` of
-the tensor crosses per rail, and every group is left as often as a ring over all of them would leave it, with fewer hops
-(hierarchical all_reduce: Horovod, BlueConnect by Cho et al. 2019).
+the tensor crosses per rail: of G groups each sends ``2 (G - 1) / G`` of the tensor, where a ring over all ranks would
+send ``2 (n - 1) / n``, and in fewer hops (hierarchical all_reduce: Horovod, BlueConnect by Cho et al. 2019).
 
 Each of the three is any plan of its collective: the algorithms inside and across are chosen apart, and several rings
 inside make several channels.  Part `p` of the tensor, as cut by the plan inside, is cut again in the chunks of the plan

@@ -157,8 +157,8 @@ def layout(collective: str, size: int) -> Layout:
 def slot_depth(size: int) -> int:
     """Slots of an outbox that the engine gives each channel of a group: a power of two, at least 8 and `2 * size`.
 
-    No builder sends more than ``2 * size`` messages in one round (rings send ``2 * size - 2``), so with this depth a
-    rank never waits for a slot that it filled in the same round.  What each builder needs at least, its file says.
+    Most builders send less than ``2 * size`` messages in one round (rings send ``2 * size - 2``), so with this depth a
+    rank hardly ever waits for a slot that it filled in the same round.  What each needs at least, its file says.
     """
     return max(8, 1 << (2 * size - 1).bit_length())
 

@@ -1,14 +1,15 @@
 """Bounds: how fast a collective can be at most over given links, and the cut that proves it.
 
 All bounds count what must cross between parts of the ranks, whatever the algorithm, as long as only ranks combine and
-copy.  `S` is the size of the whole tensor, ``out(U)`` what can leave the ranks `U` in a second over any paths.
+copy, over the links that are used.  `S` is the size of the whole tensor, of all_to_all of one rank's, ``out(U)`` what can
+leave the ranks `U` in a second over any paths; rank 0 is the root.
 
 all_reduce: with the ranks in `k` parts, each part one big rank, at least ``2 (k - 1) S`` bytes leave parts in sum
 (Patarasuk and Yuan 2009), so the bandwidth is at most ``sum(out(part)) / (2 (k - 1))``.  On full-duplex links between
 ranks the minimum over all partitions is reached, by packing spanning trees (Tutte 1961, Nash-Williams 1961): each tree
 reduces on one direction of its links and broadcasts on the other.
-reduce_scatter, all_gather: what the ranks `U` have for the others must leave them, ``|U| / n`` of `S` at least.
-broadcast, reduce: all of `S` leaves any set with the root (enters it), so the minimum cut from (to) the root.
+all_gather: ``|U| / n`` of `S` leaves any ranks `U`, the rest of it enters them; reduce_scatter: the other way round.
+broadcast, reduce: all of `S` leaves any set with the root (enters it).
 all_to_all, gather, scatter: a cut carries what ranks on one side have for those on the other.
 
 The number of partitions is astronomic, so some are tried: every one is a proof, the best of them is the bound.  Those

@@ -5,7 +5,7 @@
 2. Rings, if they come up to the bound: they need the fewest steps that a channel can have.
 3. Else spanning trees, which always come up to the bound where links are between ranks, if they beat the rings.
 
-Pure: the same graph gives the same answer everywhere.
+Pure: with one version of SciPy, the same graph gives the same answer everywhere.
 """
 
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ AS_GOOD = 0.999
 """The share of the bound, or of the other's bandwidth, from which rings are preferred."""
 
 MOST_TREE_RANKS = 32
-"""Beyond these, trees are not packed: the program grows with the square of the ranks."""
+"""Beyond these, trees are packed only where there is no ring: the linear program grows with the square of the ranks."""
 
 
 @dataclass(frozen=True)
 class Decomposition:
-    """Rings, or trees, over some links.  `rings` and `trees` are what could be found of either; `chosen` says which."""
+    """Rings, or trees, over some links, made for all_reduce.  Where `trees` are there, they beat the rings."""
 
     cuts: Cuts
     """Of the links that are used, and their routes."""
@@ -45,11 +45,6 @@ class Decomposition:
     def routes(self) -> Routes:
         return self.cuts.routes
 
-    @property
-    def chosen(self) -> str:
-        """ "rings" or "trees"."""
-        return "trees" if self.trees else "rings"
-
 
 @lru_cache(maxsize=64)
 def decompose(graph: LinkGraph) -> Decomposition:
@@ -64,7 +59,7 @@ def decompose(graph: LinkGraph) -> Decomposition:
         return Decomposition(cuts, (), (), limit, (), why, "nobody to talk to")
     rings = pack_rings(routes, limit.bandwidth)
     by_rings = sum(ring.bandwidth for ring in rings)
-    if by_rings >= AS_GOOD * limit.bandwidth or routes.size > MOST_TREE_RANKS:
+    if by_rings >= AS_GOOD * limit.bandwidth or (rings and routes.size > MOST_TREE_RANKS):
         return Decomposition(cuts, rings, (), limit, (), why, _about_rings(routes, rings))
     packing = pack_trees(routes)
     limit = bound("all_reduce", cuts, packing.tight)

@@ -49,6 +49,11 @@ class LinkKind(Enum):
     """Between a core and the memory of its NUMA node."""
 
 
+UNNUMBERED = -1
+
+LARGEST = 1e30
+"""GB/s, beyond which sums would not be numbers."""
+
 FABRIC = (LinkKind.NVLINK, LinkKind.XGMI)
 """Links that accelerators have for each other alone."""
 
@@ -101,10 +106,12 @@ class LinkGraph:
                     raise TopologyError(f"{where}: there is no node {end!r}; known are {', '.join(self.by_name)}")
             if link.src == link.dst:
                 raise TopologyError(f"{where} joins a node to itself; leave it out")
-            if not 0 < link.capacity < float("inf"):
-                raise TopologyError(f"{where}: capacity is {link.capacity!r} GB/s; it must be above 0, and finite")
+            if not 0 < link.capacity <= LARGEST:
+                raise TopologyError(f"{where}: capacity is {link.capacity!r} GB/s; it must be above 0, to {LARGEST:g}")
             if link.lanes < 1:
                 raise TopologyError(f"{where}: lanes is {link.lanes!r}; it must be at least 1")
+        if twice := _repeated(f"GPU {node.index} of host {node.host}" for node in self.gpus):
+            raise TopologyError(f"{self.name}: {twice} is there twice; give each GPU of a host an index of its own")
         if twice := _repeated(f"{link.src} -> {link.dst}" for link in self.links):
             raise TopologyError(f"{self.name}: link {twice} is there twice; bonded links are lanes of one link")
 
@@ -169,7 +176,8 @@ class LinkGraph:
     @staticmethod
     def from_json(text: str, where: str = "topology") -> "LinkGraph":
         """Load what `to_json` wrote, or what a person wrote like it: only `nodes[].name`, `nodes[].kind`,
-        `links[].src`, `links[].dst`, `links[].kind` and `links[].capacity` have no default.
+        `links[].src`, `links[].dst`, `links[].kind` and `links[].capacity` have no default.  Nodes without an `index`
+        are numbered by kind and host.
 
         Raises TopologyError that names the line and column, or the path to the value, at fault.
         """
@@ -179,10 +187,12 @@ class LinkGraph:
             raise TopologyError(f"{where}: line {error.lineno}, column {error.colno}: not JSON: {error.msg}") from None
         except RecursionError:
             raise TopologyError(f"{where}: line 1, column 1: nested too deeply for a topology") from None
+        except ValueError:  # Python reads no integers of thousands of digits
+            raise TopologyError(f"{where}: line 1, column 1: a number in it has too many digits") from None
         fields = _fields(
             document, where, {"name": str, "nodes": list, "links": list, "assumed": list}, ("nodes", "links")
         )
-        nodes = tuple(_load_node(value, f"{where}: nodes[{at}]") for at, value in enumerate(fields["nodes"]))
+        nodes = _numbered(_load_node(value, f"{where}: nodes[{at}]") for at, value in enumerate(fields["nodes"]))
         links = tuple(_load_link(value, f"{where}: links[{at}]") for at, value in enumerate(fields["links"]))
         assumed = tuple(map(str, fields.get("assumed", ())))
         return LinkGraph(fields.get("name", where), nodes, links, assumed)
@@ -211,10 +221,20 @@ def _repeated(names: Iterable[str]) -> str | None:
     return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
+def _numbered(nodes: Iterable[Node]) -> tuple[Node, ...]:
+    """With indices for those that have none, in order."""
+    numbered: list[Node] = []
+    for node in nodes:
+        taken = {other.index for other in numbered if (other.kind, other.host) == (node.kind, node.host)}
+        free = next(at for at in range(len(taken) + 1) if at not in taken)
+        numbered.append(replace(node, index=free) if node.index == UNNUMBERED else node)
+    return tuple(numbered)
+
+
 def _load_node(value: Any, where: str) -> Node:
     kinds = {"name": str, "kind": str, "index": int, "host": int, "numa": int, "detail": str}
     fields = _fields(value, where, kinds, ("name", "kind"))
-    return Node(**{**fields, "kind": _kind(NodeKind, fields["kind"], f"{where}.kind")})
+    return Node(**{"index": UNNUMBERED, **fields, "kind": _kind(NodeKind, fields["kind"], f"{where}.kind")})
 
 
 def _load_link(value: Any, where: str) -> Link:
@@ -236,9 +256,11 @@ def _fields(value: Any, where: str, kinds: Mapping[str, type], needed: Sequence[
             raise TopologyError(f"{where}.{key} is unknown; known are {', '.join(kinds)}")
         if key == "numa" and item is None:
             continue
-        number = kind is float and isinstance(item, int)
+        number: bool = kind is float and isinstance(item, int)
         if not (number or isinstance(item, kind)) or isinstance(item, bool):
             raise TopologyError(f"{where}.{key} is {item!r:.60}; expected a value of type {kind.__name__}")
+        if number and abs(item) > LARGEST:
+            raise TopologyError(f"{where}.{key} has {len(str(item))} digits; expected at most {LARGEST:g}")
         loaded[key] = item
     return loaded
 

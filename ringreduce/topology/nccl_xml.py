@@ -80,8 +80,7 @@ class _Gpu:
         return self.above.host, self.pci.get("busid").lower()
 
     def number(self, name: str) -> int | None:
-        text = self.gpu.get(name) if self.gpu else ""
-        return int(text) if re.fullmatch(r"\d{1,6}", text) else None
+        return _whole(self.gpu.get(name)) if self.gpu else None
 
 
 @dataclass(frozen=True)
@@ -213,7 +212,8 @@ class _Reader:
         host = self.hosts.index(cpu.get("host_hash"))
         used = {node.index for node in self.nodes if node.host == host}
         given = cpu.get("numaid")
-        numa = int(given) if given.isdecimal() and int(given) not in used else None
+        known = _whole(given)
+        numa = known if known is not None and known not in used else None
         index = numa if numa is not None else next(at for at in range(len(used) + 1) if at not in used)
         above = _Above("", "", host, numa)
         name = self.add(NodeKind.CPU, f"CPU{index}", index, above, cpu.get("vendor"))
@@ -249,7 +249,7 @@ class _Reader:
         if gts > 0 and 0 < lanes <= 32:
             return Rate(pcie(gts, lanes), f"{gts:g} GT/s x{lanes}")
         self.without_speed.append(pci.get("busid") or f"line {pci.line}")
-        found = slot(known, Assumed())
+        found = slot(known, Assumed(pcie=self.assume.pcie))
         return Rate(found.gbps, f"assumed: {found.source.removeprefix('assumed: ')}")
 
     def nic(self, nics: Sequence[Element], above: _Above, pci: Element | None) -> None:
@@ -420,8 +420,8 @@ class _Reader:
                 rate = smp(
                     self.assume,
                     cpu.get("vendor"),
-                    int(family) if family.isdecimal() else 0,
-                    int(number) if number.isdecimal() else 0,
+                    _whole(family) or 0,
+                    _whole(number) or 0,
                     cpu.get("arch"),
                 )
                 if rate.assumed:
@@ -438,6 +438,10 @@ class _Reader:
 def _class(pci: Element) -> int:
     """The class, subclass and interface of a PCIe device: 0x030200 is a GPU without a display."""
     return _hexadecimal(pci.get("class"))
+
+
+def _whole(text: str) -> int | None:
+    return int(text) if re.fullmatch(r"\d{1,6}", text) else None
 
 
 def _hexadecimal(text: str) -> int:

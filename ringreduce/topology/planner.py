@@ -239,6 +239,8 @@ def _candidates(graph: LinkGraph, collective: str) -> dict[str, Planned]:
             plan = build(collective, name, routes.size)
             if _possible(plan, routes):
                 made.append(planned(plan, f"{name}, which knows nothing of links"))
+    if not made and collective in OVER_RINGS:
+        raise TopologyError(f"{graph.name}: no rings or trees were found for {collective} over these links")
     if not made:
         one, other = next(p for p in permutations(range(routes.size), 2) if p not in routes.between)
         raise TopologyError(
@@ -298,7 +300,8 @@ def _groups(routes: Routes) -> Partition:
     that gives one group, groups of one, or groups of several sizes."""
     nodes = [routes.graph.by_name[name] for name in routes.ranks]
     own = {rank: part[0] for part in fabric_routes(routes.graph).components for rank in part}
-    for keys in ([n.host for n in nodes], [own[r] for r in range(routes.size)], [n.numa for n in nodes]):
+    numa = [(node.host, node.numa) for node in nodes]
+    for keys in ([node.host for node in nodes], [own[rank] for rank in range(routes.size)], numa):
         groups = tuple(tuple(r for r, mine in enumerate(keys) if mine == key) for key in dict.fromkeys(keys))
         if len(groups) > 1 and len(groups[0]) > 1 and len({len(group) for group in groups}) == 1:
             return groups
@@ -323,9 +326,9 @@ def _inside(routes: Routes, groups: Partition) -> Iterator[tuple[Plan, Plan, int
         yield ring.reduce_scatter(one), ring.all_gather(one), 1
         return
     first = decompose(routes.graph.select(groups[0]))
-    for order, weight in _directed(first.rings) if first.chosen == "rings" else ():
+    for order, weight in () if first.trees else _directed(first.rings):
         yield ring.reduce_scatter(((order, 1),)), ring.all_gather(((order, 1),)), weight
-    for shape, weight in _weighted(first.trees) if first.chosen == "trees" else ():
+    for shape, weight in _weighted(first.trees) if first.trees else ():
         yield tree.reduce_scatter_over(((shape, 1),)), tree.all_gather_over(((shape, 1),)), weight
 
 

@@ -216,12 +216,14 @@ PRESETS: Mapping[str, Preset] = {
 
 
 def preset(name: str, assume: Assumed = NOTHING) -> LinkGraph:
-    """A well-known machine, with the rates that `assume` has; its `gpu` counts only where the preset leaves it open.
+    """A well-known machine, with the rates that `assume` has; its `gpu` goes with PCIe boxes only.
 
-    Raises TopologyError, with the names there are, for another name.
+    Raises TopologyError, with the names there are, for another name, and for a `gpu` where the preset has its own.
     """
     if name not in PRESETS:
         raise TopologyError(f"there is no preset {name!r}; there are {', '.join(PRESETS)}")
+    if assume.gpu and not name.startswith("pcie"):
+        raise TopologyError(f"preset {name!r} has GPUs of its own; leave --gpu {assume.gpu} out")
     return PRESETS[name](assume)
 
 

@@ -137,7 +137,7 @@ def model_in(text: str) -> Model | None:
 
 def model_of_architecture(sm: str, gcn: str) -> Model | None:
     """The best known model of a compute capability ("80") or of an AMD architecture ("gfx90a", "908")."""
-    if sm.isdecimal() and not gcn:
+    if re.fullmatch(r"\d{1,4}", sm) and not gcn:
         return MODELS.get(_COMPUTE_CAPABILITY.get(int(sm), ""))
     digits = gcn.removeprefix("gfx")
     return next((MODELS[name] for start, name in _GFX.items() if digits.startswith(start)), None)

@@ -36,6 +36,11 @@ def read(text: str, where: str, assume: Assumed = NOTHING) -> LinkGraph:
     if _XML.match(text):
         return read_nccl_xml(text, where, assume)
     if text.lstrip().startswith("{"):
+        if assume != NOTHING:
+            raise TopologyError(
+                f"{where}: a JSON graph states its own rates; edit its capacities, and leave --gpu, --nvlink-gbps, "
+                "--pcie-gbps and --smp-gbps out"
+            )
         return LinkGraph.from_json(text, where)
     if (found := _EMBEDDED.search(text)) and (end := text.find("</system>", found.start())) >= 0:
         return read_nccl_xml(_blanked(text, found.start()) + text[found.start() : end + 9], where, assume)

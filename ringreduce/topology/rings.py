@@ -26,7 +26,7 @@ from ringreduce.topology.hosts import ring_order
 from ringreduce.topology.routes import Routes
 
 MOST_ENUMERATED = 8
-"""Ranks up to which all cycles are looked at: 2,520 of them with 8."""
+"""Ranks up to which all cycles are looked at: 2,520 of them with 8, or twice that where each has one direction."""
 
 MOST_RINGS = 4
 """The search for few rings ends there."""
@@ -117,7 +117,7 @@ Chosen = list[tuple[int, float]]
 
 
 def _fewest(usage: Any, capacity: Any, most: float) -> Chosen | None:
-    """The fewest cycles whose widths sum up to `most`, by iterative deepening."""
+    """Few cycles whose widths sum up to `most`, by iterative deepening; None if `MOST_TRIES` did not find any."""
     tries = iter(range(MOST_TRIES))
 
     def choose(left: Any, missing: float, count: int) -> Chosen | None:

@@ -20,6 +20,7 @@ from ringreduce.topology.bound import Partition
 from ringreduce.topology.routes import Routes
 
 MOST_COLUMNS = 2000
+"""Trees that are priced at most; what has been packed by then is taken."""
 
 GIVEN_UP = 0.005
 """The share of the optimum that fewer trees may cost."""
@@ -129,9 +130,9 @@ def _rooted(size: int, edges: Edges) -> Tree:
 def _levels(size: int, pairs: list[tuple[int, int]], costs: Any) -> list[Partition]:
     """The parts that edges cheaper than some price join, for every price.
 
-    Where all links are between ranks, one of these partitions has exactly the bandwidth of the packing: the cost of the
-    spanning tree is the integral over prices of the number of parts less one, that of the links the integral of what
-    crosses between parts, so at some price their ratio is no more than the ratio of the sums, the optimum.
+    Where links are between ranks and as wide back as forth, one of these partitions has the bandwidth of the optimum: a
+    minimum spanning tree costs the integral over prices of (parts - 1), the links cost at least that of what crosses
+    between parts, so at some price crossing / (parts - 1) is at most the ratio of the two.
     """
     found = []
     for price in np.unique(np.round(costs, 12)):

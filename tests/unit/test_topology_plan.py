@@ -113,8 +113,11 @@ def connected(gpus: tuple[int, ...], widths: Widths) -> bool:
 
 
 def recounted(document: dict[str, Any]) -> dict[tuple[str, str], float]:
-    """Bytes on each direct link, from the JSON alone: every send of every step, at its chunk's size."""
-    plan, size_bytes = document["plan"], document["size_bytes"]
+    """Bytes from GPU to GPU, from the JSON alone: every send of every step, at its chunk's size."""
+    plan = document["plan"]
+    ranks = len(document["ranks"])
+    one_block = plan["collective"] in ("all_reduce", "broadcast", "reduce")
+    size_bytes = document["size_bytes"] if one_block else document["size_bytes"] / ranks
     total = sum(channel["share"] for channel in plan["channels"])
     sent: dict[tuple[str, str], float] = defaultdict(float)
     for channel in plan["channels"]:
@@ -133,8 +136,15 @@ def check(planned: Planned, size_bytes: int = 160_000_000) -> dict[str, Any]:
     assert Plan.from_json(json.dumps(document["plan"])) == planned.plan
     assert document["bandwidth_GBps"] == pytest.approx(size_bytes / document["time_s"] / 1e9)
     assert document["bandwidth_GBps"] <= document["bound_GBps"] * (1 + 1e-9)
-    for link in document["links"]:
-        assert link["bytes"] / (link["capacity_GBps"] * 1e9) <= document["time_s"] * (1 + 1e-9)
+    crossing: dict[str, float] = defaultdict(float)  # by link, counted again from every send of every step
+    capacity = {f"{link.src} {link.dst}": link.capacity for link in planned.graph.links}
+    for pair, amount in recounted(document).items():
+        source, target = (document["ranks"].index(end) for end in pair)
+        for link, share in planned.routes.between[source, target]:
+            crossing[f"{planned.routes.links[link].src} {planned.routes.links[link].dst}"] += share * amount
+    needed = max(amount / (capacity[name] * 1e9) for name, amount in crossing.items())
+    assert document["time_s"] == pytest.approx(needed)
+    assert sorted(link["bytes"] for link in document["links"]) == pytest.approx(sorted(crossing.values()))
     return document
 
 
@@ -228,7 +238,16 @@ def test_random_multigraphs_come_up_to_their_bound(graph: tuple[int, Widths]) ->
 @settings(deadline=None, max_examples=15)
 @given(graph=multigraphs())
 def test_other_collectives_are_right_and_within_bounds(collective: str, graph: tuple[int, Widths]) -> None:
-    check(plan_for(direct(*graph), collective, 100_000), 100_000)
+    size, widths = graph
+    planned = plan_for(direct(size, widths), collective, 100_000)
+    check(planned, 100_000)
+    limits = []
+    for part in range(1, (1 << size) - 1):
+        crossing = sum(w for (a, b), w in widths.items() if (part >> a ^ part >> b) & 1)
+        share = part.bit_count() / size
+        limits.append(crossing / {"all_gather": share, "reduce_scatter": 1 - share}.get(collective, 1.0))
+    assert planned.bound == pytest.approx(min(limits))
+    assert plan_for(direct(size, widths), collective, 10**9).bandwidth >= 0.5 * planned.bound  # made for all_reduce
 
 
 @pytest.mark.parametrize("collective", ["all_to_all", "gather", "scatter"])
@@ -287,6 +306,45 @@ def test_plans_are_the_same_everywhere_and_follow_relabelling() -> None:
     moved = plan_for(graph.select([5, 2, 7, 0, 1, 4, 3, 6]))
     assert moved.bandwidth == pytest.approx(plan_for(graph).bandwidth)
     assert moved.ranks[0] == "GPU5"
+
+
+def test_more_gpus_than_rings_are_looked_for_among() -> None:
+    planned = plan_for(direct(33, {(gpu, gpu + 1): 10.0 for gpu in range(32)}))
+    verify(planned.plan)
+    assert planned.bandwidth == pytest.approx(planned.bound) == 10.0
+
+
+def test_groups_do_not_mix_hosts() -> None:
+    nodes = [Node(f"host{h}/GPU{i}", NodeKind.GPU, i, host=h, numa=0) for h, i in ((0, 0), (0, 1), (0, 2), (1, 0))]
+    nodes += [Node(f"host{h}/NIC0", NodeKind.NIC, 0, host=h) for h in (0, 1)] + [Node("network", NodeKind.NETWORK)]
+    links = [x for n in nodes[:4] for x in both_directions(n.name, f"host{n.host}/NIC0", LinkKind.PCIE, 16.0)]
+    links += [x for h in (0, 1) for x in both_directions(f"host{h}/NIC0", "network", LinkKind.NETWORK, 4.0)]
+    links += [x for i in (1, 2) for x in both_directions("host0/GPU0", f"host0/GPU{i}", LinkKind.NVLINK, 50.0)]
+    graph = LinkGraph("uneven", tuple(nodes), tuple(links))
+    assert not any(name.startswith("hierarchical") for name in algorithms(graph, "all_reduce"))
+    check(plan_for(graph))
+
+
+def test_json_without_indices_is_numbered() -> None:
+    names = ("A", "B", "C")
+    nodes = [{"name": name, "kind": "gpu"} for name in names]
+    links = [{"src": a, "dst": b, "kind": "NVLink", "capacity": 10} for a in names for b in names if a != b]
+    graph = LinkGraph.from_json(json.dumps({"nodes": nodes, "links": links}))
+    assert [node.index for node in graph.gpus] == [0, 1, 2]
+    assert check(plan_for(graph))["ranks"] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("digits", ["1" + "0" * 400, "9" * 5000])
+def test_numbers_without_end_are_refused(digits: str) -> None:
+    text = direct(2, {(0, 1): 1.0}).to_json().replace('"capacity": 1.0', f'"capacity": {digits}')
+    with pytest.raises(TopologyError, match="digits"):
+        LinkGraph.from_json(text)
+
+
+def test_two_gpus_with_one_index_are_refused() -> None:
+    nodes = (Node("A", NodeKind.GPU, 3), Node("B", NodeKind.GPU, 3))
+    with pytest.raises(TopologyError, match="GPU 3 of host 0 is there twice"):
+        LinkGraph("twins", nodes, ())
 
 
 def test_one_gpu_moves_nothing() -> None:

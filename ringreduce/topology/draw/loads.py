@@ -146,7 +146,10 @@ def _bars(figure: Figure, graph: LinkGraph, used: Sequence[_Load]) -> None:
         axes.text(load.capacity + 0.012 * most, at, f"{load.busy:.0%}   {size_text(load.bytes)}",
                   va="center", fontsize=9 if len(shown) <= 30 else 7.5, color=INK)  # fmt: skip
     others = [f"  and {len(alike) - 1} alike" if len(alike) > 1 else "" for alike in rows]
-    names = [f"{load.src} → {load.dst}{more}" for load, more in zip(shown, others, strict=False)]
+    names = [
+        f"{rank_label(graph, load.src)} → {rank_label(graph, load.dst)}{more}"
+        for load, more in zip(shown, others, strict=False)
+    ]
     axes.set_yticks(range(len(shown)), names, fontsize=9 if len(shown) <= 30 else 7.5)
     axes.set_ylim(len(shown) - 0.4, -0.6)
     axes.set_xlim(0, most * 1.02)
