@@ -122,14 +122,12 @@ def figures() -> Iterator[Figure]:
     parts = simulate(proved(direct.two_shot(4)), four, s)
     yield Figure("PCIe: each a quarter", "15", "2 · 3/4 · S/B", 1.5 * s / b, parts.seconds)
     one_way = simulate(proved(rings()), dgx1(), s)
-    yield Figure(
-        "DGX-1: two rings", "about 6: 2 · S/3b = 5.93", "2 · 7/8 · S/3b", 2 * 7 / 8 * s / (3 * link), one_way.seconds
-    )
+    yield Figure("DGX-1: two rings", "about 6", "2 · 7/8 · S/3b", 2 * 7 / 8 * s / (3 * link), one_way.seconds)
     long = simulate_symmetric("ring", LENGTHS[-1], s, 3 * link)
     yield Figure(f"{LENGTHS[-1]} GPUs, as wide", "about 6", "2 · S/3b", 2 * s / (3 * link), long.seconds)
     ours = planned()
     both_ways = simulate(proved(ours.plan), without_latency(ours.network), s)
-    yield Figure("DGX-1: our plan, both ways", "", "2 · 7/8 · S/6b", 2 * 7 / 8 * s / (6 * link), both_ways.seconds)
+    yield Figure("DGX-1: our plan", "", "2 · 7/8 · S/6b", 2 * 7 / 8 * s / (6 * link), both_ways.seconds)
 
 
 def lengths() -> Curve:

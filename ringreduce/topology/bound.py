@@ -1,8 +1,8 @@
 """Bounds: how fast a collective can be at most over given links, and the cut that proves it.
 
 All bounds count what must cross between parts of the ranks, whatever the algorithm, as long as only ranks combine and
-copy, over the links that are used.  `S` is the size of the whole tensor, of all_to_all of one rank's, ``out(U)`` what can
-leave the ranks `U` in a second over any paths; rank 0 is the root.
+copy, over the links that are used.  `S` is the size of the whole tensor, of all_to_all of one rank's, ``out(U)`` what
+can leave the ranks `U` in a second over any paths; rank 0 is the root.
 
 all_reduce: with the ranks in `k` parts, each part one big rank, at least ``2 (k - 1) S`` bytes leave parts in sum
 (Patarasuk and Yuan 2009), so the bandwidth is at most ``sum(out(part)) / (2 (k - 1))``.  On full-duplex links between
