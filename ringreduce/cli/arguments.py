@@ -121,7 +121,7 @@ def picture(text: str) -> Path:
 
 def add_machine(parser: argparse.ArgumentParser, **file: Any) -> None:
     """The arguments that say which machine is meant; `file` is passed on to the positional one."""
-    kinds = "`nvidia-smi topo -m` or `rocm-smi --showtopotype` text, NCCL XML, our JSON, -, or a preset's name"
+    kinds = "text of `nvidia-smi topo -m` or of AMD's tools, NCCL XML, our JSON, -, or a preset's name"
     parser.add_argument("file", metavar="FILE", help=kinds, **file)
     parser.add_argument("--gpus", type=gpu_list, metavar="0,1,3", help="only these, by index, as ranks 0, 1, 2; or 0-3")
     rates = parser.add_argument_group("what a listing does not say (in GB/s: 1e9 bytes a second, in one direction)")

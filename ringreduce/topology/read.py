@@ -1,6 +1,7 @@
 """Reads the description of a machine, of whichever kind it is, into a link graph."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from ringreduce.errors import TopologyError
@@ -11,8 +12,8 @@ from ringreduce.topology.rates import NOTHING, Assumed
 from ringreduce.topology.rocm import is_rocm, read_rocm
 
 KINDS = (
-    "what `nvidia-smi topo -m` or `rocm-smi --showtopo` prints, the XML of NCCL or RCCL (NCCL_TOPO_DUMP_FILE), or the "
-    "JSON of a link graph"
+    "what `nvidia-smi topo -m`, `rocm-smi --showtopo` or `amd-smi topology` prints, the XML of NCCL or RCCL "
+    "(NCCL_TOPO_DUMP_FILE), or the JSON of a link graph"
 )
 
 LARGEST = 16 << 20
@@ -20,11 +21,13 @@ LARGEST = 16 << 20
 
 _XML = re.compile(r"\s*(?:<\?xml|<!--|<!DOCTYPE|<(?:system|graphs|topology|nvidia_smi_log)\b)")
 _EMBEDDED = re.compile(r"<system\b[^>]{0,200}>\s*<cpu\b")
+_ESCAPED = re.compile(r"\\[nt][ \t]*GPU\d|Affinity\\n[\"']")
 
 
 def read(text: str, where: str, assume: Assumed = NOTHING) -> LinkGraph:
     """The graph that a text describes; `where` names the text in errors and is the graph's name.
 
+    A text within a string, of a program or of JSON, is read with its \\n and \\t written out, and errors say so.
     Raises TopologyError, with line and column, if it describes none.
     """
     text = text.removeprefix("\ufeff")
@@ -35,6 +38,9 @@ def read(text: str, where: str, assume: Assumed = NOTHING) -> LinkGraph:
         raise TopologyError(f"{where}: line {line}, column {column}: it is binary; expected {KINDS}")
     if _XML.match(text):
         return read_nccl_xml(text, where, assume)
+    if _ESCAPED.search(text):
+        written_out = re.sub(r"\\{1,8}([rnt])", lambda found: {"r": "", "n": "\n", "t": "\t"}[found[1]], text)
+        return replace(_read_report(written_out, rf"{where}, with \n and \t written out", assume), name=where)
     if text.lstrip().startswith("{"):
         if assume != NOTHING:
             raise TopologyError(
@@ -42,6 +48,11 @@ def read(text: str, where: str, assume: Assumed = NOTHING) -> LinkGraph:
                 "--pcie-gbps and --smp-gbps out"
             )
         return LinkGraph.from_json(text, where)
+    return _read_report(text, where, assume)
+
+
+def _read_report(text: str, where: str, assume: Assumed) -> LinkGraph:
+    """The graph of what a tool printed, somewhere in a text."""
     if (found := _EMBEDDED.search(text)) and (end := text.find("</system>", found.start())) >= 0:
         return read_nccl_xml(_blanked(text, found.start()) + text[found.start() : end + 9], where, assume)
     if is_rocm(text):

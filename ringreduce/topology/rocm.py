@@ -1,8 +1,9 @@
-"""Reads `rocm-smi --showtopotype` (or all of `rocm-smi --showtopo`) into a link graph.
+"""Reads `rocm-smi --showtopotype`, all of `rocm-smi --showtopo`, or `amd-smi topology` into a link graph.
 
-It prints tables of GPU against GPU: the link type (XGMI or PCIE, 0 on the diagonal), a weight, hops.  XGMI means that
-two GPUs are in one hive, not that a link joins them.  The weight is 15 for each link on the way, so where it is given,
-only pairs of the least weight are linked; where it is not, all are taken to be, and `LinkGraph.assumed` says so.
+They print tables of GPU against GPU: the link type (XGMI or PCIE, 0 or SELF on the diagonal), a weight, hops.  rocm-smi
+calls GPUs by number, amd-smi by bus id; these are numbered as they follow.  XGMI means that two GPUs are in one hive,
+not that a link joins them.  The weight is 15 for each link on the way, so where it is given, only pairs of the least
+weight are linked; where it is not, all are taken to be, and `LinkGraph.assumed` says so.
 """
 
 import re
@@ -17,9 +18,13 @@ from ringreduce.topology.rates import Assumed, Rate, model, slot, smp
 
 HOW_TO = "run `rocm-smi --showtopo` and save all that it prints"
 
-_ROW = re.compile(r"(?<![\w.-])(?P<label>GPU\d{1,4})[ \t|]+(?=(?:XGMI|PCIE|UNKNOWN|N/A|\d{1,5})(?:[ \t|]|$))")
-_TYPE = re.compile(r"(?<![\w.-])GPU\d{1,4}[ \t|]+(?:0[ \t|]+)?(?:XGMI|PCIE)(?![\w-])")
-_NUMA = re.compile(r"GPU\[(\d{1,4})\][^\n]{0,40}Numa Node: (\d{1,4})")
+_NAME = r"(?:GPU\d{1,4}|[0-9a-fA-F]{4}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.\d)"
+_LABEL = rf"(?<![\w.:-])(?P<label>{_NAME})"
+_ROW = re.compile(rf"{_LABEL}[ \t|]+(?=(?:XGMI|PCIE|SELF|UNKNOWN|N/A|\d{{1,5}})(?:[ \t|]|$))")
+_TYPE = re.compile(rf"{_LABEL}[ \t|]+(?:(?:0|SELF)[ \t|]+)?(?:XGMI|PCIE)(?![\w-])")
+_ALONE = re.compile(rf"[ \t|]*{_NAME}[ \t|]*")
+_TITLE = re.compile(r"ROCm System Management Interface|between two GPUs =|LINK TYPE TABLE:")
+_NUMA = re.compile(r"GPU[\[ ](\d{1,4})\b[^\n]{0,40}Numa Node: (\d{1,4})")
 
 _CELL = re.compile(r"[^\s|]+")
 
@@ -29,17 +34,18 @@ MOST_TABLES = 1000
 
 @dataclass(frozen=True)
 class _Row:
-    """A GPU's row: where it begins (from 1), and each cell with its column."""
+    """A GPU's row: where it begins (from 1), each cell with its column, and whether the line above names one GPU."""
 
     line: int
     column: int
     label: str
     cells: tuple[tuple[str, int], ...]
+    alone: bool
 
 
 def is_rocm(text: str) -> bool:
-    """Whether a text has a row with AMD's link types."""
-    return _TYPE.search(text) is not None
+    """Whether a text has a row with AMD's link types, or one of the titles above them."""
+    return _TYPE.search(text) is not None or _TITLE.search(text) is not None
 
 
 def read_rocm(text: str, where: str, assume: Assumed) -> LinkGraph:
@@ -49,8 +55,11 @@ def read_rocm(text: str, where: str, assume: Assumed) -> LinkGraph:
     """
     tables = _tables(text)
     types = next((table for table in tables if any(cell in ("XGMI", "PCIE") for cell, _ in _all(table))), None)
+    types = types or next((table for table in tables if _is_alone(table)), None)
     if types is None:
-        raise TopologyError(f"{where}: line 1, column 1: no table of XGMI and PCIE is in it; {HOW_TO}")
+        before = text[: found.start()] if (found := _TITLE.search(text)) else ""
+        line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
+        raise TopologyError(f"{where}: line {line}, column {column}: no table of XGMI and PCIE follows; {HOW_TO}")
     _check(types, where)
     notes: list[str] = []
     hives = [pair for pair in combinations(range(len(types)), 2) if types[pair[0]].cells[pair[1]][0] == "XGMI"]
@@ -75,14 +84,18 @@ def read_rocm(text: str, where: str, assume: Assumed) -> LinkGraph:
         notes.append("How many XGMI links join two GPUs is not in it: one assumed.")
 
     numa = {int(gpu): int(node) for gpu, node in _NUMA.findall(text)}
-    indices = [int(row.label[3:]) for row in types]
+    by_bus = ":" in types[0].label
+    if by_bus:
+        notes.append("GPUs are numbered as they follow in it, for it calls them by bus id.")
+    indices = [place if by_bus else int(row.label[3:]) for place, row in enumerate(types)]
+    details = [row.label if by_bus else known.name if known else "" for row in types]
     devices = [
         Device(
-            Node(f"GPU{at}", NodeKind.GPU, at, numa=numa.get(at), detail=known.name if known else ""),
+            Node(f"GPU{at}", NodeKind.GPU, at, numa=numa.get(at), detail=detail),
             slot(known, assume),
             frozenset({numa[at]} if at in numa else ()),
         )
-        for at in indices
+        for at, detail in zip(indices, details, strict=True)
     ]
     joint = smp(assume)
     tree = pcie_tree(devices, {}, joint)
@@ -103,6 +116,7 @@ def read_rocm(text: str, where: str, assume: Assumed) -> LinkGraph:
 def _tables(text: str) -> list[list[_Row]]:
     """The tables, in order: rows until a GPU repeats or a title follows."""
     tables: list[dict[str, _Row]] = [{}]
+    above = ""
     for number, line in enumerate(re.split(r"\r\n|\n|\r", text), 1):
         found = _ROW.search(line) if len(line) <= LONGEST_LINE else None
         if "==" in line or (found and found["label"] in tables[-1]):
@@ -111,12 +125,19 @@ def _tables(text: str) -> list[list[_Row]]:
             tables.append({})
         if found:
             cells = tuple((cell[0], cell.start() + 1) for cell in _CELL.finditer(line, found.end()))
-            tables[-1][found["label"]] = _Row(number, found.start() + 1, found["label"], cells)
+            alone = _ALONE.fullmatch(above) is not None
+            tables[-1][found["label"]] = _Row(number, found.start() + 1, found["label"], cells, alone)
+        above = line
     return [list(table.values()) for table in tables if table]
 
 
 def _all(table: Sequence[_Row]) -> list[tuple[str, int]]:
     return [cell for row in table for cell in row.cells]
+
+
+def _is_alone(table: Sequence[_Row]) -> bool:
+    """Whether this is all that is said of a single GPU."""
+    return table[0].alone and [cell for cell, _ in _all(table)] in (["0"], ["SELF"])
 
 
 def _is_weights(table: Sequence[_Row], types: Sequence[_Row]) -> bool:
@@ -149,8 +170,8 @@ def _check(rows: Sequence[_Row], where: str) -> None:
             what = f"{row.label} has {len(row.cells)} cells for {len(rows)} GPUs: the text was cut off; {HOW_TO}"
             raise _error(where, row, what)
         for to, (cell, column) in enumerate(row.cells):
-            if (cell == "0") != (at == to) or cell not in ("0", "XGMI", "PCIE"):
-                fits = "0" if at == to else "XGMI or PCIE"
+            if cell not in (("0", "SELF") if at == to else ("XGMI", "PCIE")):
+                fits = "0 or SELF" if at == to else "XGMI or PCIE"
                 what = f"{row.label} to {rows[to].label} is {cell}, but it must be {fits}; {HOW_TO}"
                 raise _error(where, row, what, column)
             back = rows[to].cells[at][0] if at < len(rows[to].cells) else cell

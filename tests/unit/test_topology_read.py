@@ -419,6 +419,36 @@ def test_a_second_matrix_is_left_out_and_said() -> None:
     assert any("Another matrix begins in line 16" in text for text in graph.assumed)
 
 
+ESCAPED = MATRIX.replace("\t", "\\t").rstrip("\n")
+STRINGS = {
+    "JSON": json.dumps({"host": "node7", "topology": MATRIX}),
+    "JSON in JSON": json.dumps({"body": json.dumps({"topology": MATRIX})}),
+    "one line": f"TOPO='{ESCAPED}\\n'\n".replace("\nGPU", "\\nGPU").replace("\nmlx", "\\nmlx"),
+    "Python": "TOPO = (\n" + "".join(f'    "{line}\\n"\n' for line in ESCAPED.split("\n")) + ")\n",
+    "Java": "String topo =\n" + "".join(f'        + "{line}\\n"\n' for line in ESCAPED.split("\n")),
+    "shell": "".join(f"    printf '{line}\\n'\n" for line in ESCAPED.split("\n")),
+    "colours": f'x = "{ESCAPED}\\n"'.replace("\\tGPU0", "\\t\\x1b[4mGPU0", 1).replace("Affinity", "Affinity\\x1b[0m"),
+    "Windows": json.dumps({"topology": MATRIX.replace("\n", "\r\n")}),
+    "blanks": "".join(f"    '{line}\\n'\n" for line in MATRIX.expandtabs(8).rstrip("\n").split("\n")),
+}
+
+
+@pytest.mark.parametrize("name", STRINGS)
+def test_a_string_of_a_program_or_of_json(name: str) -> None:
+    graph = read(STRINGS[name], name)
+    assert same_machine(graph, fixture("dgx1_v100.txt"))
+    assert graph.name == name
+
+
+def test_a_string_that_is_cut_off() -> None:
+    text = json.dumps({"topology": MATRIX[: MATRIX.index("\nGPU7\t")]})
+    with pytest.raises(
+        TopologyError, match=r"^cut, with \\n and \\t written out: .*GPU7 has a column but no row"
+    ) as error:
+        read(text, "cut")
+    assert place(error) == (8, 53)
+
+
 def edited(line: int, old: str, new: str) -> str:
     """The matrix with the first `old` of a line (from 1) replaced."""
     lines = MATRIX.split("\n")
@@ -644,6 +674,64 @@ def test_types_alone_are_taken_as_links_and_said() -> None:
     assert any("all pairs assumed" in text for text in graph.assumed)
 
 
+def test_numa_nodes_in_both_ways_that_rocm_smi_prints_them() -> None:
+    for name in ("GPU[{}]\t\t", "GPU {}          "):
+        numa = "".join(f"{name.format(at)}: (Topology) Numa Node: {at}\n" for at in range(3))
+        assert [gpu.numa for gpu in read(TYPES + numa, "rocm").gpus] == [0, 1, 2]
+
+
+def test_a_single_gpu_of_amd() -> None:
+    title = "=== Link Type between two GPUs ===\n"
+    assert [gpu.name for gpu in read(f"{title}       GPU0\nGPU0   0\n", "one").gpus] == ["GPU0"]
+    with pytest.raises(TopologyError, match="rocm-smi") as error:
+        read(f"\n{title}       GPU0  GPU1\nGPU0   0\n", "cut")
+    assert place(error) == (2, 15)
+
+
+def test_weights_or_numa_nodes_alone_are_refused() -> None:
+    weights = "=== Weight between two GPUs ===\n      GPU0  GPU1\nGPU0  0  15\nGPU1  15  0\n"
+    numa = "== ROCm System Management Interface ==\n== Numa Nodes ==\nGPU[0]\t\t: (Topology) Numa Node: 0\n"
+    for text in (weights, numa):
+        with pytest.raises(
+            TopologyError, match="no table of XGMI and PCIE follows; run `rocm-smi --showtopo`"
+        ) as error:
+            read(text, "rocm")
+        assert place(error)[0] == 1
+
+
+BUSES = [f"0000:{bus}:00.0" for bus in ("0c", "22", "9f", "af")]
+
+
+def amd_smi(title: str, cells: list[list[str]]) -> str:
+    rows = "".join(
+        f"{bus} " + "".join(f"{cell:<13}" for cell in row) + "\n" for bus, row in zip(BUSES, cells, strict=True)
+    )
+    return f"{title} TABLE:\n{' ' * 13}{' '.join(BUSES)}\n{rows}"
+
+
+def test_amd_smi_calls_gpus_by_bus() -> None:
+    def cells(itself: str, near: str, far: str) -> list[list[str]]:
+        return [[itself if at == to else near if at // 2 == to // 2 else far for to in range(4)] for at in range(4)]
+
+    access = amd_smi("ACCESS", cells("ENABLED", "ENABLED", "ENABLED"))
+    types = amd_smi("LINK TYPE", cells("SELF", "XGMI", "XGMI"))
+    after = amd_smi("NUMA BW", cells("N/A", "50000-50000", "0-0")) + amd_smi("DMA", cells("SELF", "T", "T"))
+    graph = read(access + amd_smi("WEIGHT", cells("0", "15", "30")) + types + after, "amd-smi")
+    assert [(gpu.name, gpu.detail) for gpu in graph.gpus] == [(f"GPU{at}", bus) for at, bus in enumerate(BUSES)]
+    assert [{link.dst for link in graph.following[gpu.name] if link.kind in FABRIC} for gpu in graph.gpus] == [
+        {"GPU1"},
+        {"GPU0"},
+        {"GPU3"},
+        {"GPU2"},
+    ]
+    assert any("bus id" in text for text in graph.assumed)
+    without_weights = read(access + amd_smi("WEIGHT", cells("0", "0", "0")) + types + after, "amd-smi")
+    assert lanes(without_weights) == [3] * 4
+    assert any("all pairs assumed" in text for text in without_weights.assumed)
+    over_pcie = read(amd_smi("LINK TYPE", cells("SELF", "PCIE", "PCIE")), "amd-smi")
+    assert lanes(over_pcie) == [0] * 4
+
+
 @pytest.mark.parametrize(
     ("old", "new", "where"),
     [("  PCIE\n", "\n", (3, 1)), ("GPU2   XGMI", "GPU2   PCIE", (2, 20)), ("0     PCIE", "PCIE  0", (3, 14))],
@@ -705,7 +793,10 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "piece",
-    ["GPU0 GPU1\n", "GPU0|GPU1|\n", "GPU0 X\n", "<", "{", "X ", "\x1b[4m", "GPU0 XGMI ", "GPU1 0 XGMI\n", "<system>  "],
+    [
+        *("GPU0 GPU1\n", "GPU0|GPU1|\n", "GPU0 X\n", "<", "{", "X ", "\x1b[4m", "GPU0 XGMI ", "GPU1 0 XGMI\n"),
+        *("<system>  ", "\\nGPU0\\t", "\\nGPU0 X\\\\\\\\", "0000:0c:00.0 ", "0000:0c:00.0 SELF\n"),
+    ],
 )
 def test_a_megabyte_of_noise(piece: str) -> None:
     with pytest.raises(TopologyError) as error:
