@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import permutations
 from typing import Any, NamedTuple
 
@@ -111,7 +111,14 @@ class Planned:
 
     def simulated(self, size_bytes: int) -> float:
         """Seconds with latencies and slices, as `plan.simulate` has it."""
-        return simulate(self.plan, self.network, size_bytes).seconds if self.plan.size > 1 else 0.0
+        if size_bytes not in self._times:
+            alone = self.plan.size == 1
+            self._times[size_bytes] = 0.0 if alone else simulate(self.plan, self.network, size_bytes).seconds
+        return self._times[size_bytes]
+
+    @cached_property
+    def _times(self) -> dict[float, float]:
+        return {}
 
     def to_json(self, size_bytes: int) -> str:
         """All of this for one size, for programs."""
@@ -215,6 +222,7 @@ def weights(widths: Sequence[float]) -> list[int]:
     return [each // divisor for each in rounded]
 
 
+@lru_cache(maxsize=64)
 def _candidates(graph: LinkGraph, collective: str) -> dict[str, Planned]:
     """By name; first, of those made for these links and as fast as any of them, the one with the fewest channels."""
     parts = decompose(graph)
