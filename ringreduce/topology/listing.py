@@ -47,7 +47,7 @@ CLASSES = {
 _CELL = rf"(?:X|NV\d{{1,3}}|{'|'.join(CLASSES)})"
 _APART = r"[\s|,;]"
 _COLOUR = re.compile(r"(?:\x1b|\\x1b|\\033|\\e|\\u001b|\^\[)?\[[0-9;]{0,12}m|\x1b\[[0-9;?]*[A-Za-z]")
-_BLANKS = str.maketrans({**dict.fromkeys("`*\xa0\u200b\ufeff", " "), **dict.fromkeys("│┃║", "|")})
+_BLANKS = str.maketrans({**dict.fromkeys("`*\"'\xa0\u200b\ufeff", " "), **dict.fromkeys("│┃║", "|")})
 _GPU = re.compile(r"GPU(\d{1,4})(?!\d)")
 _ROW = re.compile(rf"(?<![\w.-])(?P<label>GPU\d{{1,4}}){_APART}+(?={_CELL}+(?:{_APART}|$))")
 _CELLS = re.compile(rf"{_APART}*(?P<cells>{_CELL}+)(?={_APART}|$)")

@@ -440,6 +440,14 @@ def test_a_string_of_a_program_or_of_json(name: str) -> None:
     assert graph.name == name
 
 
+def test_a_string_for_each_line() -> None:
+    lines = ["      GPU0  GPU1  CPU Affinity  NUMA Affinity", "GPU0  X  NV4  0-3  0", "GPU1  NV4  X  4-7  1"]
+    plain = read("\n".join(lines), "plain")
+    assert [gpu.numa for gpu in plain.gpus] == [0, 1]
+    for before, after in (('    "', '",'), ("- '", "'"), ('  console.log("', '");')):
+        assert same_machine(read("".join(f"{before}{line}{after}\n" for line in lines), "lines"), plain)
+
+
 def test_a_string_that_is_cut_off() -> None:
     text = json.dumps({"topology": MATRIX[: MATRIX.index("\nGPU7\t")]})
     with pytest.raises(
