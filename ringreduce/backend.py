@@ -174,9 +174,10 @@ def _decide(global_ranks: list[int], options: Options, cores: list[frozenset[int
 def group_topology(global_ranks: list[int], options: Options, cores: list[frozenset[int]]) -> GroupTopology | None:
     """What the topology plans for ranks on these cores; None where there is nothing to plan: one NUMA node, no file."""
     if options.topo_file:
+        from ringreduce.topology.presets import PRESETS, preset
         from ringreduce.topology.read import load
 
-        graph = load(options.topo_file)
+        graph = preset(options.topo_file) if options.topo_file in PRESETS else load(options.topo_file)
         return plan_group(of_file(graph, options.topo_file, global_ranks), f"RINGREDUCE_TOPO_FILE={options.topo_file}")
     if options.tuning == "off" or len(cores) == 1:
         return None

@@ -149,7 +149,7 @@ def machine(arguments: argparse.Namespace) -> LinkGraph:
     if arguments.gpus is None:
         return graph
     try:
-        return graph.select(arguments.gpus)
+        return graph.select(graph.places(arguments.gpus))
     except TopologyError as error:
         raise TopologyError(f"argument --gpus: {error}") from None
 

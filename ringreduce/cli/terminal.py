@@ -42,8 +42,8 @@ class _Console(Console):
 
 def console() -> Console:
     """Standard output: as wide as the terminal, or as wide as it takes where there is none."""
-    known = _Console()
-    return known if known.is_terminal else _Console(width=UNCUT)
+    known = _Console(markup=False)
+    return known if known.is_terminal else _Console(width=UNCUT, markup=False)
 
 
 def progress_console() -> Console:

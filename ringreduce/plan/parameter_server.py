@@ -27,10 +27,19 @@ def parameter_server(workers: int, shards: int, size_bytes: float, bandwidth: fl
     return simulate(plan, switch(plan.size, bandwidth, latency), size_bytes, slice_bytes=whole)
 
 
+MOST_PUSHES = 2**18
+"""Of all workers to all shards; as many pulls come back."""
+
+
 def push_pull(workers: int, shards: int) -> Plan:
     """The plan described above, of ``workers + shards`` ranks, one chunk a shard."""
     if workers < 1 or shards < 1:
         raise PlanError(f"a parameter server of {workers} workers and {shards} shards; both must be at least 1")
+    if workers * shards > MOST_PUSHES:
+        raise PlanError(
+            f"a parameter server of {workers} workers and {shards} shards has {workers * shards} pushes; at most "
+            f"{MOST_PUSHES} are planned: use fewer"
+        )
 
     def worker(rank: int) -> Program:
         order = [(rank + hop) % shards for hop in range(shards)]

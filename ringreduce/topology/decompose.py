@@ -5,6 +5,8 @@
 2. Rings, if they come up to the bound: they need the fewest steps that a channel can have.
 3. Else spanning trees, which always come up to the bound where links are between ranks, if they beat the rings.
 
+Other collectives run on the same rings and trees; how much that leaves, their own bounds say.
+
 Pure: with one version of SciPy, the same graph gives the same answer everywhere.
 """
 

@@ -51,8 +51,8 @@ class LinkKind(Enum):
 
 UNNUMBERED = -1
 
-LARGEST = 1e30
-"""GB/s, beyond which sums would not be numbers."""
+LARGEST = 1e12
+"""GB/s that a link may have, and the least its inverse: figures beyond are mistakes, and drown in sums."""
 
 FABRIC = (LinkKind.NVLINK, LinkKind.XGMI)
 """Links that accelerators have for each other alone."""
@@ -106,8 +106,9 @@ class LinkGraph:
                     raise TopologyError(f"{where}: there is no node {end!r}; known are {', '.join(self.by_name)}")
             if link.src == link.dst:
                 raise TopologyError(f"{where} joins a node to itself; leave it out")
-            if not 0 < link.capacity <= LARGEST:
-                raise TopologyError(f"{where}: capacity is {link.capacity!r} GB/s; it must be above 0, to {LARGEST:g}")
+            if not 1 / LARGEST <= link.capacity <= LARGEST:
+                limits = f"from {1 / LARGEST:g} to {LARGEST:g}"
+                raise TopologyError(f"{where}: capacity is {link.capacity!r} GB/s; it must be above 0, {limits}")
             if link.lanes < 1:
                 raise TopologyError(f"{where}: lanes is {link.lanes!r}; it must be at least 1")
         if twice := _repeated(f"GPU {node.index} of host {node.host}" for node in self.gpus):
@@ -145,6 +146,18 @@ class LinkGraph:
         """The nodes of a kind, in the order of `nodes`."""
         return tuple(node for node in self.nodes if node.kind is kind)
 
+    def places(self, indices: Sequence[int]) -> list[int]:
+        """Where the GPUs (or cores) of these indices are in `ranks`; of several hosts, whose indices repeat, GPUs are
+        counted through.  Raises TopologyError for one that is not there."""
+        numbers = [node.index for node in self.ranks]
+        if len(set(numbers)) < len(numbers):
+            numbers = list(range(len(numbers)))
+        for index in indices:
+            if index not in numbers:
+                what = "GPU" if self.gpus else "core"
+                raise TopologyError(f"{self.name}: there is no {what} {index}; it has {_listed(what, numbers)}")
+        return [numbers.index(index) for index in indices]
+
     def select(self, places: Sequence[int]) -> "LinkGraph":
         """This graph with only those of its `ranks` that a job was given, in the job's order.
 
@@ -152,7 +165,7 @@ class LinkGraph:
         stay: they belong to nobody.  Raises TopologyError for a place that there is not or that is named twice.
         """
         what = "GPU" if self.gpus else "core"
-        known = f"{what}s 0 to {len(self.ranks) - 1}" if len(self.ranks) > 1 else f"{len(self.ranks) or 'no'} {what}"
+        known = _listed(what, range(len(self.ranks)))
         if not places:
             raise TopologyError(f"{self.name}: no {what}s are named; it has {known}")
         for place in places:
@@ -215,6 +228,14 @@ def merged(links: Iterable[Link]) -> tuple[Link, ...]:
             replace(known, lanes=known.lanes + link.lanes, capacity=known.capacity + link.capacity) if known else link
         )
     return tuple(together.values())
+
+
+def _listed(what: str, numbers: Sequence[int]) -> str:
+    if not numbers:
+        return f"no {what}"
+    if list(numbers) == list(range(len(numbers))) and len(numbers) > 1:
+        return f"{what}s 0 to {len(numbers) - 1}"
+    return f"{what} {', '.join(map(str, numbers))}"
 
 
 def _repeated(names: Iterable[str]) -> str | None:

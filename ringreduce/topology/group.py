@@ -9,6 +9,7 @@ from it, so that all run the same.
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -95,6 +96,7 @@ class GroupTopology:
         return "\n".join((*lines, *(f"assumed: {each}" for each in self.assumed)))
 
 
+@lru_cache(maxsize=16)
 def plan_group(graph: LinkGraph, source: str) -> GroupTopology:
     """Plans for the GPUs, or cores, of a graph, one a rank.
 

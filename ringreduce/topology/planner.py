@@ -32,6 +32,10 @@ MARGIN = 0.9
 """Another algorithm than that with the most bandwidth must promise less than this share of its time: closer, the
 latencies decide, and they are guesses."""
 
+ALIKE = 0.95
+"""Where the busiest link works for more than half of the time, no plan with less than this share of the bandwidth is
+taken: for large tensors links decide, not latencies."""
+
 MOST_RANKS = 128
 """Beyond these only plans made for the links are candidates: programs of others grow with the square."""
 
@@ -176,11 +180,13 @@ def plan_for(
         return candidates[algorithm]
     first = next(iter(candidates.values()))
     usual = first.simulated(size_bytes)
-    # What its busiest link needs, no plan can undercut: most need not be simulated.
+    bandwidth_counts = first.seconds(size_bytes) > usual / 2
     time = {
         name: each.simulated(size_bytes)
         for name, each in candidates.items()
-        if each is not first and each.seconds(size_bytes) < MARGIN * usual
+        if each is not first
+        and each.seconds(size_bytes) < MARGIN * usual  # what its busiest link needs, no plan can undercut
+        and (each.bandwidth > ALIKE * first.bandwidth or not bandwidth_counts)
     }
     name = min(time, key=time.__getitem__, default="")
     if not name or time[name] >= MARGIN * usual:
@@ -252,7 +258,7 @@ def _candidates(graph: LinkGraph, collective: str) -> dict[str, Planned]:
     if not made:
         one, other = next(p for p in permutations(range(routes.size), 2) if p not in routes.between)
         raise TopologyError(
-            f"{graph.name}: {collective} sends from every rank to every other, and there is no path from "
+            f"{graph.name}: {collective} goes from rank to rank directly, and there is no path from "
             f"{routes.ranks[one]} to {routes.ranks[other]}; add the PCIe links to the topology"
         )
     return {each.plan.name: each for each in made}
@@ -320,10 +326,14 @@ def _hierarchies(routes: Routes) -> Iterator[tuple[Plan, str]]:
     groups = _groups(routes)
     if not groups:
         return
+    try:
+        inside = list(_inside(routes, groups))
+    except TopologyError:  # a group is not connected by itself
+        return
     why = f"in groups: {' | '.join(' '.join(routes.ranks[rank] for rank in group) for group in groups)}"
     for name in ("ring", "halving_doubling"):
         across = build("all_reduce", name, len(groups))
-        stages = [hierarchical.Stages(inside, across, back, weight) for inside, back, weight in _inside(routes, groups)]
+        stages = [hierarchical.Stages(scatter, across, gather, weight) for scatter, gather, weight in inside]
         yield hierarchical.all_reduce(groups, stages, f"hierarchical_{name}"), why
 
 

@@ -210,6 +210,34 @@ def test_files_that_are_no_topology_are_named(command: str, tmp_path: Path, nois
     assert all(letter.isprintable() or letter == "\n" for letter in said)
 
 
+@pytest.mark.parametrize("command", ["topo", "plan"])
+def test_names_in_brackets_are_shown_as_they_are(command: str, tmp_path: Path, capsys: Captured) -> None:
+    nodes = (
+        Node("GPU0", NodeKind.GPU, 0, detail="H100 [/b]"),
+        Node("GPU1", NodeKind.GPU, 1),
+        Node("s[/x]", NodeKind.PCIE),
+    )
+    links = [x for gpu in ("GPU0", "GPU1") for x in both_directions(gpu, "s[/x]", LinkKind.PCIE, 16.0)]
+    path = tmp_path / "brackets.json"
+    path.write_text(LinkGraph("brackets", nodes, tuple(links)).to_json())
+    shown = prints(capsys, command, str(path))
+    assert ("H100 [/b]" if command == "topo" else "s[/x]") in shown
+
+
+def test_gpus_are_named_by_their_index_in_the_file(tmp_path: Path, capsys: Captured) -> None:
+    path = tmp_path / "some.json"
+    path.write_text(preset("dgx1-v100").select([2, 5, 6]).to_json())
+    assert json.loads(prints(capsys, "plan", str(path), "--gpus", "6,2", "--json"))["ranks"] == [6, 2]
+    assert "there is no GPU 0; it has GPU 2, 5, 6" in fails(capsys, "plan", str(path), "--gpus", "0")
+
+
+def test_rates_for_a_file_that_has_its_own_are_refused(tmp_path: Path, capsys: Captured) -> None:
+    path = tmp_path / "own.json"
+    path.write_text(preset("dgx1-v100").to_json())
+    assert "states its own rates" in fails(capsys, "plan", str(path), "--nvlink-gbps", "18")
+    assert "has GPUs of its own" in fails(capsys, "plan", "dgx1-v100", "--gpu", "h100")
+
+
 def test_messages_hold_nothing_that_a_terminal_obeys(capsys: Captured) -> None:
     said = fails(capsys, "plan", "\x1b[31mred\x07\udcff")
     assert "red" in said

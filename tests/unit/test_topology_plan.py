@@ -253,7 +253,7 @@ def test_other_collectives_are_right_and_within_bounds(collective: str, graph: t
 @pytest.mark.parametrize("collective", ["all_to_all", "gather", "scatter"])
 def test_exchanges_use_pcie_where_nvlink_does_not_reach(collective: str) -> None:
     check(plan_for(cube_mesh(pcie=True), collective))
-    with pytest.raises(TopologyError, match=f"{collective} sends .* no path from GPU0 to GPU5; add the PCIe links"):
+    with pytest.raises(TopologyError, match=f"{collective} goes .* no path from GPU0 to GPU5; add the PCIe links"):
         plan_for(cube_mesh(), collective)
 
 
@@ -312,6 +312,30 @@ def test_more_gpus_than_rings_are_looked_for_among() -> None:
     planned = plan_for(direct(33, {(gpu, gpu + 1): 10.0 for gpu in range(32)}))
     verify(planned.plan)
     assert planned.bandwidth == pytest.approx(planned.bound) == 10.0
+
+
+def test_numa_nodes_whose_gpus_are_not_joined_alone() -> None:
+    nodes = tuple(Node(f"GPU{i}", NodeKind.GPU, i, numa=i % 2) for i in range(4))
+    square = direct(4, {(0, 1): 25.0, (1, 2): 25.0, (2, 3): 25.0, (0, 3): 25.0})
+    planned = plan_for(LinkGraph("square", nodes, square.links))
+    check(planned)
+    assert planned.bandwidth == pytest.approx(planned.bound) == pytest.approx(100 / 3)
+
+
+def test_large_tensors_go_by_bandwidth() -> None:
+    nodes = (*(Node(f"GPU{i}", NodeKind.GPU, i) for i in range(4)), Node("NVSwitch0", NodeKind.NVSWITCH))
+    lanes = (75.0, 75.0, 25.0, 75.0)
+    links = [x for i in range(4) for x in both_directions(f"GPU{i}", "NVSwitch0", LinkKind.NVLINK, lanes[i])]
+    planned = plan_for(LinkGraph("uneven lanes", nodes, tuple(links)))
+    check(planned)
+    assert planned.bandwidth >= 0.98 * planned.bound == pytest.approx(0.98 * 25.0)
+
+
+def test_gpus_are_named_by_their_index() -> None:
+    graph = cube_mesh().select([2, 5, 6])
+    assert graph.places([6, 2]) == [2, 0]
+    with pytest.raises(TopologyError, match="there is no GPU 0; it has GPU 2, 5, 6"):
+        graph.places([0])
 
 
 def test_groups_do_not_mix_hosts() -> None:
