@@ -85,6 +85,10 @@ class Facts:
     open_files: int | None
     huge_pages: str
     """The kernel's choice for shared memory: always, within_size, advise, never, ...; "" if it does not say."""
+    topo_file: str = ""
+    """What RINGREDUCE_TOPO_FILE is."""
+    topo_error: str = ""
+    """Why no group could be made with it."""
 
 
 def examine(facts: Facts | None = None) -> list[Finding]:
@@ -214,6 +218,13 @@ def _fabric(facts: Facts) -> Finding | None:
     return Finding(kind, "ok", f"{what} from each GPU, each way", why)
 
 
+def _topo_file(facts: Facts) -> Finding | None:
+    why = "groups plan over the links that this file describes"
+    if facts.topo_error:
+        return Finding("topology file", "missing", facts.topo_error, why, "correct RINGREDUCE_TOPO_FILE, or unset it")
+    return Finding("topology file", "ok", facts.topo_file, why) if facts.topo_file else None
+
+
 def _nccl(facts: Facts) -> Finding:
     why = "carries collectives of GPU tensors in torch (`cpu:ringreduce,cuda:nccl`)"
     if facts.nccl:
@@ -280,6 +291,7 @@ JUDGES: tuple[Callable[[Facts], Finding | None], ...] = (
     _cores,
     _gpus,
     _fabric,
+    _topo_file,
     _nccl,
     _toolkit,
     _network,
@@ -298,6 +310,8 @@ def look(sysfs: Path = Path("/sys"), proc: Path = Path("/proc")) -> Facts:
 
     from ringreduce import tuning
     from ringreduce.config import DEFAULTS, resolve
+    from ringreduce.errors import TopologyError
+    from ringreduce.topology.group import described
     from ringreduce.topology.live import probe
 
     try:
@@ -305,6 +319,12 @@ def look(sysfs: Path = Path("/sys"), proc: Path = Path("/proc")) -> Facts:
     except ValueError:  # `ringreduce info` says which variable is wrong
         options = resolve(None, {})[0]
     values = {name: getattr(options, name) or default for name, default in DEFAULTS.items()}
+    topo_file, topo_error = options.topo_file or "", ""
+    try:
+        if topo_file:
+            described(topo_file)
+    except TopologyError as error:
+        topo_error = str(error)
     cores = len(os.sched_getaffinity(0))
     return Facts(
         graph=probe(),
@@ -328,6 +348,8 @@ def look(sysfs: Path = Path("/sys"), proc: Path = Path("/proc")) -> Facts:
         memlock=_limit(resource.RLIMIT_MEMLOCK),
         open_files=_limit(resource.RLIMIT_NOFILE),
         huge_pages=_chosen(_text(sysfs / "kernel/mm/transparent_hugepage/shmem_enabled")),
+        topo_file=topo_file,
+        topo_error=topo_error,
     )
 
 

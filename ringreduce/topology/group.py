@@ -135,6 +135,14 @@ def _of_cores(graph: LinkGraph) -> Iterator[tuple[int, "Planned | None"]]:
         yield size, best if best.simulated(size) < MARGIN * direct.simulated(size) else None
 
 
+def described(where: str) -> LinkGraph:
+    """What RINGREDUCE_TOPO_FILE means: a file, or a preset by its name.  Raises TopologyError if it is neither."""
+    from ringreduce.topology.presets import PRESETS, preset
+    from ringreduce.topology.read import load
+
+    return preset(where) if where in PRESETS else load(where)
+
+
 def of_file(graph: LinkGraph, source: str, global_ranks: Sequence[int]) -> LinkGraph:
     """The part of a described machine that a group is on, in the order of its ranks.
 

@@ -195,3 +195,11 @@ def test_this_machine():
     assert all(finding.what and finding.why for finding in findings)
     (memory,) = [finding for finding in findings if finding.subject == "shared memory"]
     assert memory.state != "missing"
+
+
+def test_the_topology_file(monkeypatch, tmp_path):
+    assert not [found for found in examine(FACTS) if found.subject == "topology file"]
+    assert finding("topology file", topo_file="dgx1-v100").state == "ok"
+    monkeypatch.setenv("RINGREDUCE_TOPO_FILE", str(tmp_path / "missing"))
+    (found,) = [found for found in examine(look()) if found.subject == "topology file"]
+    assert found.state == "missing" and "does not exist" in found.what
