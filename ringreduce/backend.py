@@ -20,7 +20,7 @@ from ringreduce import _C, plan, tuning
 from ringreduce.config import SPINS_SHARING_CORES, SPINS_WITH_OWN_CORE, Options, resolve
 from ringreduce.errors import TopologyError
 from ringreduce.rendezvous import meet
-from ringreduce.topology.group import GroupTopology, described, of_cores, of_file, plan_group
+from ringreduce.topology.group import GroupTopology, described, graph_of_cores, graph_of_file, plan_group
 
 ANY_SIZE = 2**64 - 1
 LONGEST_TIMEOUT = 7 * 24 * 3600.0
@@ -175,10 +175,12 @@ def group_topology(global_ranks: list[int], options: Options, cores: list[frozen
     """What the topology plans for ranks on these cores; None where there is nothing to plan: one NUMA node, no file."""
     if options.topo_file:
         graph = described(options.topo_file)
-        return plan_group(of_file(graph, options.topo_file, global_ranks), f"RINGREDUCE_TOPO_FILE={options.topo_file}")
+        return plan_group(
+            graph_of_file(graph, options.topo_file, global_ranks), f"RINGREDUCE_TOPO_FILE={options.topo_file}"
+        )
     if options.tuning == "off" or len(cores) == 1:
         return None
-    bound = of_cores(cores, lambda: tuning.memory_gbps(options.tuning, frozenset[int]().union(*cores)))
+    bound = graph_of_cores(cores, lambda: tuning.memory_gbps(options.tuning, frozenset[int]().union(*cores)))
     return plan_group(bound, "the cores that the ranks are bound to") if bound else None
 
 

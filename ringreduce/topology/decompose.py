@@ -38,9 +38,9 @@ class Decomposition:
     bound: Bound
     partitions: tuple[Partition, ...]
     """Those that the trees' prices point at, for bounds of other collectives."""
-    links: str
+    why_links: str
     """Why these links are used."""
-    shape: str
+    why_shape: str
     """Why rings, or trees."""
 
     @property

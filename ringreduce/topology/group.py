@@ -106,7 +106,7 @@ def plan_group(graph: LinkGraph, source: str) -> GroupTopology:
     ranks = tuple(node.name for node in graph.ranks)
     served: list[Served] = []
     for collective in (COLLECTIVES if graph.gpus else ("all_reduce",)) if len(ranks) > 1 else ():
-        planned = dict(_of_gpus(graph, collective) if graph.gpus else _of_cores(graph))
+        planned = dict(_plans_of_gpus(graph, collective) if graph.gpus else _plans_of_cores(graph))
         blocks = len(ranks) if collective in ("reduce_scatter", "all_gather") else 1
         chosen = [(max(1, size // blocks), each.plan.name if each else "", 0) for size, each in planned.items()]
         by_name = {each.plan.name: each for each in planned.values() if each}
@@ -116,14 +116,14 @@ def plan_group(graph: LinkGraph, source: str) -> GroupTopology:
     return GroupTopology(source, graph.name, ranks, tuple(served), graph.assumed)
 
 
-def _of_gpus(graph: LinkGraph, collective: str) -> Iterator[tuple[int, "Planned"]]:
+def _plans_of_gpus(graph: LinkGraph, collective: str) -> Iterator[tuple[int, "Planned"]]:
     from ringreduce.topology.planner import plan_for
 
     for size in SIZES:
         yield size, plan_for(graph, collective, size)
 
 
-def _of_cores(graph: LinkGraph) -> Iterator[tuple[int, "Planned | None"]]:
+def _plans_of_cores(graph: LinkGraph) -> Iterator[tuple[int, "Planned | None"]]:
     """None where the tuned rules stay."""
     from ringreduce.topology.planner import algorithms, plan_for
 
@@ -143,7 +143,7 @@ def described(where: str) -> LinkGraph:
     return preset(where) if where in PRESETS else load(where)
 
 
-def of_file(graph: LinkGraph, source: str, global_ranks: Sequence[int]) -> LinkGraph:
+def graph_of_file(graph: LinkGraph, source: str, global_ranks: Sequence[int]) -> LinkGraph:
     """The part of a described machine that a group is on, in the order of its ranks.
 
     Raises TopologyError if the machine has fewer GPUs, or cores, than the world has ranks.
@@ -156,7 +156,7 @@ def of_file(graph: LinkGraph, source: str, global_ranks: Sequence[int]) -> LinkG
     return graph.select(global_ranks)
 
 
-def of_cores(cores: Sequence[frozenset[int]], memory_gbps: Callable[[], float]) -> LinkGraph | None:
+def graph_of_cores(cores: Sequence[frozenset[int]], memory_gbps: Callable[[], float]) -> LinkGraph | None:
     """The machine as ranks bound to `cores` see it, where these lie on several NUMA nodes, each rank's on one of them;
     else None.  `memory_gbps` says what a core moves to or from memory."""
     nodes = dict(_numa_nodes())

@@ -232,7 +232,7 @@ def weights(widths: Sequence[float]) -> list[int]:
 def _candidates(graph: LinkGraph, collective: str) -> dict[str, Planned]:
     """By name; first, of those made for these links and as fast as any of them, the one with the fewest channels."""
     parts = decompose(graph)
-    routes, cuts, links = parts.routes, parts.cuts, parts.links
+    routes, cuts, links = parts.routes, parts.cuts, parts.why_links
     if collective not in OVER_RINGS and len(routes.between) < routes.size * (routes.size - 1):
         routes, links = all_routes(graph), "not all pairs have links of their own: over every link"
         cuts = Cuts(routes)
@@ -242,7 +242,8 @@ def _candidates(graph: LinkGraph, collective: str) -> dict[str, Planned]:
         return Planned(graph, routes, plan, limit.bandwidth, limit.proof, f"{links}; {why}", **more)
 
     made = [
-        planned(plan, parts.shape, **more) for plan, more in (*_rings(parts, collective), *_trees(parts, collective))
+        planned(plan, parts.why_shape, **more)
+        for plan, more in (*_rings(parts, collective), *_trees(parts, collective))
     ]
     if collective == "all_reduce":
         made += [planned(plan, why) for plan, why in _hierarchies(routes) if _possible(plan, routes)]
