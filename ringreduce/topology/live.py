@@ -322,8 +322,8 @@ def _pci_device(sysfs: Path, bus: str) -> PciDevice:
 
 
 def _first_number(text: str) -> float:
-    """ "16.0 GT/s PCIe" -> 16.0; 0 if there is none."""
-    found = re.match(r"\d+(\.\d+)?", text)
+    """ "16.0 GT/s PCIe" -> 16.0; 0 if there is none, or none that a device could mean."""
+    found = re.match(r"\d{1,9}(?!\d)(\.\d+)?", text)
     return float(found[0]) if found else 0.0
 
 
