@@ -51,9 +51,9 @@ def progress_console() -> Console:
     return Console(stderr=True)
 
 
-def table(*columns: str, right: tuple[str, ...] = (), title: str | None = None) -> Table:
+def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
     """A light table; the columns named in `right` hold numbers.  Too narrow a terminal folds cells, never cuts them."""
-    made = Table(box=SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
+    made = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in columns:
         made.add_column(name, justify="right" if name in right else "left", overflow="fold")
     return made

@@ -99,7 +99,7 @@ class _Groups:
             far = [self.name(pair) for pair in guessed if self.found(pair) is LinkClass.SYS]
             near = [self.name(pair) for pair in guessed if self.found(pair) is not LinkClass.SYS]
             taken = "; ".join(
-                f"{_some(names)} taken as {'on' if same else 'not on'} one CPU"
+                f"{some(names)} taken as {'on' if same else 'not on'} one CPU"
                 for names, same in ((near, True), (far, False))
                 if names
             )
@@ -123,9 +123,9 @@ class _Groups:
                 self.classes.pop(pair, None)
                 self._join(pair, LinkClass.NODE)
         if closer:
-            self.assumed.append(f"{_some(closer)}: SYS, but in one NUMA node; taken as on one CPU.")
+            self.assumed.append(f"{some(closer)}: SYS, but in one NUMA node; taken as on one CPU.")
         if farther:
-            self.assumed.append(f"{_some(farther)}: closer than SYS, but in two NUMA nodes; the class is taken.")
+            self.assumed.append(f"{some(farther)}: closer than SYS, but in two NUMA nodes; the class is taken.")
 
     def _follows(self, pair: Pair) -> bool:
         """Whether a hidden class is settled by the others: a third device is nearer to one of the two."""
@@ -157,7 +157,7 @@ class _Groups:
             if (found := self.found(pair)) is not known and found < known
         ]
         if overruled:
-            self.assumed.append(f"{_some(overruled)}: farther apart in it than the rest allows; taken as closer.")
+            self.assumed.append(f"{some(overruled)}: farther apart in it than the rest allows; taken as closer.")
 
     def _join(self, pair: Pair, level: LinkClass) -> None:
         for coarser, group in self.of.items():
@@ -242,6 +242,6 @@ def _pair(one: int, other: int) -> Pair:
     return (one, other) if one < other else (other, one)
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
     """A list for a person to read: not longer than it helps."""
     return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"

@@ -16,7 +16,7 @@ from functools import lru_cache
 from ringreduce.errors import TopologyError
 from ringreduce.topology.bound import Bound, Cuts, Partition, bound
 from ringreduce.topology.graph import FABRIC, Link, LinkGraph
-from ringreduce.topology.rings import Ring, pack_rings
+from ringreduce.topology.rings import Ring, pack_rings, transfers
 from ringreduce.topology.routes import Routes, all_routes, fabric_routes
 from ringreduce.topology.trees import WeightedTree, pack_trees
 
@@ -99,11 +99,7 @@ def _names(routes: Routes, part: tuple[int, ...]) -> str:
 
 
 def _about_rings(routes: Routes, rings: tuple[Ring, ...]) -> str:
-    transfers: dict[tuple[int, int], float] = {}
-    for ring in rings:
-        for hop in ring.hops():
-            transfers[hop] = transfers.get(hop, 0.0) + ring.width
-    loads = routes.loads(transfers)
+    loads = routes.loads(transfers(rings))
     used = [(load, link) for load, link in zip(loads, routes.links, strict=True) if load > 0]
     full = sum(1 for load, link in used if load >= AS_GOOD * link.capacity)
     lanes = sum(link.lanes for load, link in used if load >= AS_GOOD * link.capacity)

@@ -170,7 +170,7 @@ def _measured(cores: frozenset[int]) -> float | None:
 
     try:
         where = resolve(None)[0].tuning or "auto"
-        return None if where == "off" else 1e-9 / tuning.current(where, cores)[0].machine.copy_memory_all
+        return None if where == "off" else tuning.memory_gbps(where, cores)
     except Exception as error:  # whatever it is: there is an assumption instead
         log.info("cannot tell how fast the memory is: %s", error)
         return None

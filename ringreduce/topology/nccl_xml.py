@@ -14,6 +14,7 @@ from itertools import combinations
 from xml.parsers import expat
 
 from ringreduce.errors import TopologyError
+from ringreduce.topology.classes import some
 from ringreduce.topology.graph import FABRIC, Link, LinkGraph, LinkKind, Node, NodeKind, both_directions, merged
 from ringreduce.topology.rates import NVLINK, Assumed, Model, Rate, model, model_of_architecture, pcie, slot, smp
 
@@ -335,11 +336,11 @@ class _Reader:
         self.over_switches(switched)
         if hidden:
             self.note(
-                f"NVLinks whose other end a hypervisor hides (it names the GPU itself): {_some(hidden)}; left out. "
+                f"NVLinks whose other end a hypervisor hides (it names the GPU itself): {some(hidden)}; left out. "
                 "`nvidia-smi topo -m` on the machine shows them."
             )
         if absent:
-            self.note(f"Links to what is not in it: {_some(absent)}; left out.")
+            self.note(f"Links to what is not in it: {some(absent)}; left out.")
 
     def bond(self, element: Element) -> _Bond:
         if not re.fullmatch(r"[1-9]\d{0,2}", element.get("count")):
@@ -358,7 +359,7 @@ class _Reader:
             more = back if back and back.lanes > bond.lanes else bond
             self.tie(name, peer, more, (one, other))
         if differing:
-            self.note(f"Links that the two ends count differently: {_some(differing)}; the higher count is taken.")
+            self.note(f"Links that the two ends count differently: {some(differing)}; the higher count is taken.")
 
     def over_switches(self, switched: dict[tuple[int, str], list[tuple[_Gpu, _Bond]]]) -> None:
         """The switches by host and bus id, each with the GPUs' links to it."""
@@ -457,10 +458,6 @@ def _is_gpu(element: Element) -> bool:
 
 def _is_device(element: Element) -> bool:
     return _is_gpu(element) or element.tag == "nic" or _class(element) >> 16 == _NETWORK
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"
 
 
 def _error(where: str, at: Element, what: str) -> TopologyError:

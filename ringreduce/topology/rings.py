@@ -13,6 +13,7 @@ each direction once: eight fully connected GPUs have seven of them.  Else a line
 
 import contextlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, permutations
 from typing import Any
@@ -56,6 +57,15 @@ class Ring:
         """The pairs of ranks that the ring sends between, each with its whole width."""
         forward = [(self.order[at - 1], self.order[at]) for at in range(len(self.order))]
         return forward + [hop[::-1] for hop in forward] if self.both_ways else forward
+
+
+def transfers(rings: Sequence[Ring]) -> dict[tuple[int, int], float]:
+    """What all rings together send from rank to rank, GB/s."""
+    sent: dict[tuple[int, int], float] = {}
+    for ring in rings:
+        for hop in ring.hops():
+            sent[hop] = sent.get(hop, 0.0) + ring.width
+    return sent
 
 
 def pack_rings(routes: Routes, bound: float) -> tuple[Ring, ...]:
@@ -182,8 +192,4 @@ def _best(usage: Any, capacity: Any) -> Chosen:
 def _one_way(routes: Routes, capacity: Any, rings: tuple[Ring, ...]) -> tuple[Ring, ...]:
     """The same in one direction at twice the width, if the links carry that: through switches they mostly do."""
     doubled = tuple(Ring(each.order, each.width * (1 + each.both_ways), both_ways=False) for each in rings)
-    transfers: dict[tuple[int, int], float] = {}
-    for each in doubled:
-        for hop in each.hops():
-            transfers[hop] = transfers.get(hop, 0.0) + each.width
-    return rings if any(np.array(routes.loads(transfers)) > capacity * (1 + SLACK)) else doubled
+    return rings if any(np.array(routes.loads(transfers(doubled))) > capacity * (1 + SLACK)) else doubled
