@@ -1,0 +1,214 @@
+// What each thread of a GPU does of an Accumulate, for host and device.
+//
+// Where all pointers lie equally to 16 bytes, whole packs of 16 bytes are read and written, and the elements before the
+// first and after the last one by one; else all elements are. A thread takes a batch of them at once, `threads` apart
+// so that neighbours read neighbouring ones, and loads a source's whole batch before it uses any of it. The first
+// source is widened, the others are combined into it one by one while it stays in registers, and it is rounded and
+// stored once.
+//
+// Loads are plain ones: peers may have written the sources while the kernel lives. Each byte of a destination belongs
+// to one thread, which has read all sources there before it writes: so a destination can be a source.
+#pragma once
+
+#include "kernels/gpu/elements.cuh"
+
+namespace ringreduce::gpu {
+
+template <class T>
+RINGREDUCE_BOTH bool aligned(const void* p) {
+  return reinterpret_cast<std::uintptr_t>(p) % alignof(T) == 0;
+}
+
+// Units as they lie in memory.
+template <class Format, int N>
+struct Units {
+  Words<Format::kWords> unit[N];
+};
+
+#if defined(__CUDACC__)
+using Pack = uint4;
+#else
+struct alignas(16) Pack {
+  Word word[4];
+};
+#endif
+
+// Reads and writes 16 bytes, at a multiple of 16.
+template <class Format>
+struct ByPack {
+  static constexpr int kBytes = sizeof(Pack);
+  static constexpr int kUnits = 4 / Format::kWords;
+  using Raw = Units<Format, kUnits>;
+
+  static RINGREDUCE_BOTH Raw load(const char* p) { return __builtin_bit_cast(Raw, *reinterpret_cast<const Pack*>(p)); }
+  static RINGREDUCE_BOTH void store(char* p, const Raw& raw) {
+    *reinterpret_cast<Pack*>(p) = __builtin_bit_cast(Pack, raw);
+  }
+};
+
+// The integer in which an element of kBytes bytes is read, or each part of a larger one.
+template <int kBytes>
+struct PartOf {
+  using type = Word;
+};
+template <>
+struct PartOf<1> {
+  using type = std::uint8_t;
+};
+template <>
+struct PartOf<2> {
+  using type = std::uint16_t;
+};
+
+// Reads and writes an element at any address, as a unit that is zero but for its first element. By bytes where its
+// parts are not aligned.
+template <class Format>
+struct ByElement {
+  static constexpr int kBytes = Format::kElement;
+  static constexpr int kUnits = 1;
+  using Raw = Units<Format, 1>;
+  using Part = typename PartOf<kBytes>::type;
+  static constexpr int kPart = sizeof(Part);
+
+  static RINGREDUCE_BOTH Raw load(const char* p) {
+    Raw raw = {};
+    RINGREDUCE_UNROLL for (int i = 0; i < kBytes / kPart; ++i) raw.unit[0].word[i] = load_part(p + i * kPart);
+    return raw;
+  }
+  static RINGREDUCE_BOTH void store(char* p, const Raw& raw) {
+    RINGREDUCE_UNROLL for (int i = 0; i < kBytes / kPart; ++i)
+        store_part(p + i * kPart, static_cast<Part>(raw.unit[0].word[i]));
+  }
+
+ private:
+  static RINGREDUCE_BOTH Part load_part(const char* p) {
+    if (aligned<Part>(p)) return *reinterpret_cast<const Part*>(p);
+    Word part = 0;
+    RINGREDUCE_UNROLL for (int i = 0; i < kPart; ++i) part |= static_cast<Word>(static_cast<unsigned char>(p[i]))
+                                                              << 8 * i;
+    return static_cast<Part>(part);
+  }
+  static RINGREDUCE_BOTH void store_part(char* p, Part part) {
+    if (aligned<Part>(p)) {
+      *reinterpret_cast<Part*>(p) = part;
+    } else {
+      RINGREDUCE_UNROLL for (int i = 0; i < kPart; ++i) p[i] = static_cast<char>(part >> 8 * i);
+    }
+  }
+};
+
+// Where packs or elements lie: `count` of them, one after the other but for a gap of `gap` bytes after the first
+// `before`.
+struct Places {
+  std::uint64_t count;
+  std::uint64_t before;
+  std::uint64_t gap;
+};
+
+template <class Op>
+inline constexpr bool kIsSum = false;
+template <>
+inline constexpr bool kIsSum<Sum> = true;
+
+// What a thread takes at once: places first, first + threads, ..., as far as there are any.
+template <class Format, class Op, class Access>
+struct Batch {
+  using Raw = typename Access::Raw;
+  static constexpr int kUnits = Access::kUnits;
+  static constexpr int kSize = kUnits * Format::kLanes > 8 ? 2 : 4;  // together at most 32 lanes, each in a register
+  static constexpr bool kScales = kIsSum<Op> && Format::kFloating;
+
+  bool present[kSize];
+  std::uint64_t at[kSize];  // bytes
+  Raw raw[kSize];
+  typename Format::Value values[kSize][kUnits];
+
+  RINGREDUCE_BOTH Batch(const Places& places, std::uint64_t first, std::uint64_t threads) {
+    RINGREDUCE_UNROLL for (int j = 0; j < kSize; ++j) {
+      const std::uint64_t place = first + j * threads;
+      present[j] = place < places.count;
+      at[j] = place * Access::kBytes + (place < places.before ? 0 : places.gap);
+    }
+  }
+
+  RINGREDUCE_BOTH void load(const Accumulate& job, std::int32_t k) {
+    const char* const src = static_cast<const char*>(job.srcs[k]);
+    RINGREDUCE_UNROLL for (int j = 0; j < kSize; ++j) raw[j] = present[j] ? Access::load(src + at[j]) : Raw{};
+    if constexpr (kScales) {
+      if (k != job.scaled) return;
+      RINGREDUCE_UNROLL for (auto& units : raw) RINGREDUCE_UNROLL for (auto& unit : units.unit) {
+        auto value = Format::widen(unit);
+        Format::multiply(value, job.factor);
+        unit = Format::narrow(value);
+      }
+    }
+  }
+
+  RINGREDUCE_BOTH void widen() {
+    RINGREDUCE_UNROLL for (int j = 0; j < kSize; ++j) RINGREDUCE_UNROLL for (int u = 0; u < kUnits; ++u) values[j][u] =
+        Format::widen(raw[j].unit[u]);
+  }
+
+  RINGREDUCE_BOTH void combine() {
+    RINGREDUCE_UNROLL for (int j = 0; j < kSize; ++j) RINGREDUCE_UNROLL for (int u = 0; u < kUnits; ++u)
+        Format::template combine<Op>(values[j][u], Format::widen(raw[j].unit[u]));
+  }
+
+  RINGREDUCE_BOTH void round(const Accumulate& job) {
+    if constexpr (kScales) {
+      if (job.divisor != 1)
+        RINGREDUCE_UNROLL for (auto& units : values) RINGREDUCE_UNROLL for (auto& value : units)
+            Format::divide(value, job.divisor);
+    }
+    RINGREDUCE_UNROLL for (int j = 0; j < kSize; ++j) RINGREDUCE_UNROLL for (int u = 0; u < kUnits; ++u) raw[j]
+        .unit[u] = Format::narrow(values[j][u]);
+  }
+
+  RINGREDUCE_BOTH void store(const Accumulate& job, std::int32_t copy) const {
+    char* const dst = static_cast<char*>(job.dsts[copy]);
+    RINGREDUCE_UNROLL for (int j = 0; j < kSize; ++j) if (present[j]) Access::store(dst + at[j], raw[j]);
+  }
+};
+
+template <class Format, class Op, class Access>
+RINGREDUCE_BOTH void accumulate_places(const Accumulate& job, const Places& places, std::uint64_t thread,
+                                       std::uint64_t threads) {
+  using B = Batch<Format, Op, Access>;
+  RINGREDUCE_LOOP for (std::uint64_t first = thread; first < places.count; first += B::kSize * threads) {
+    B batch(places, first, threads);
+    batch.load(job, 0);
+    batch.widen();
+    RINGREDUCE_LOOP for (std::int32_t k = 1; k < job.n; ++k) {
+      batch.load(job, k);
+      batch.combine();
+    }
+    batch.round(job);
+    RINGREDUCE_LOOP for (std::int32_t copy = 0; copy < job.copies; ++copy) batch.store(job, copy);
+  }
+}
+
+// Whether all pointers are the same modulo 16.
+RINGREDUCE_BOTH bool alike(const Accumulate& job) {
+  const auto first = reinterpret_cast<std::uintptr_t>(job.dsts[0]);
+  std::uintptr_t differs = 0;
+  if (job.copies == 2) differs |= reinterpret_cast<std::uintptr_t>(job.dsts[1]) ^ first;
+  RINGREDUCE_LOOP for (std::int32_t k = 0; k < job.n; ++k) differs |=
+      reinterpret_cast<std::uintptr_t>(job.srcs[k]) ^ first;
+  return differs % sizeof(Pack) == 0;
+}
+
+// What virtual thread `thread` of `threads` does. `job` may lie in constant or shared memory.
+template <class Format, class Op>
+RINGREDUCE_BOTH void accumulate(const Accumulate& job, std::uint64_t thread, std::uint64_t threads) {
+  constexpr std::uint64_t kElement = Format::kElement, kPack = sizeof(Pack);
+  const std::uint64_t ahead = -reinterpret_cast<std::uintptr_t>(job.dsts[0]) % kPack;  // bytes before the first pack
+  const std::uint64_t head = ahead / kElement;
+  std::uint64_t packs = 0;
+  if (ahead % kElement == 0 && head <= job.count && alike(job)) packs = (job.count - head) * kElement / kPack;
+
+  accumulate_places<Format, Op, ByPack<Format>>(job, {packs, 0, ahead}, thread, threads);
+  const std::uint64_t packed = packs * kPack;
+  accumulate_places<Format, Op, ByElement<Format>>(job, {job.count - packed / kElement, head, packed}, thread, threads);
+}
+
+}  // namespace ringreduce::gpu

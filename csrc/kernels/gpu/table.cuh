@@ -1,0 +1,42 @@
+// All accumulate kernels: X(name, format, operation) for each.
+//
+// Fewer than there are pairs of dtype and operation: sums and products of integers do not depend on the sign,
+// operations on bits not on the type, and the sum of complex numbers is one of real ones (kernel_for in accumulate.cpp
+// chooses).
+#pragma once
+
+#include "kernels/gpu/accumulate.cuh"
+
+#define RINGREDUCE_GPU_ARITHMETIC(X, name, Format) X(name##_sum, Format, Sum) X(name##_product, Format, Product)
+#define RINGREDUCE_GPU_ORDER(X, name, Format) X(name##_min, Format, Min) X(name##_max, Format, Max)
+#define RINGREDUCE_GPU_BITS(X, name, Format) \
+  X(name##_and, Format, And) X(name##_or, Format, Or) X(name##_xor, Format, Xor)
+
+// clang-format off
+#define RINGREDUCE_GPU_KERNELS(X)                               \
+  RINGREDUCE_GPU_ARITHMETIC(X, float64, Native<double>)         \
+  RINGREDUCE_GPU_ORDER(X, float64, Native<double>)              \
+  RINGREDUCE_GPU_ARITHMETIC(X, float32, Native<float>)          \
+  RINGREDUCE_GPU_ORDER(X, float32, Native<float>)               \
+  RINGREDUCE_GPU_ARITHMETIC(X, float16, Float16)                \
+  RINGREDUCE_GPU_ORDER(X, float16, Float16)                     \
+  RINGREDUCE_GPU_ARITHMETIC(X, bfloat16, BFloat16)              \
+  RINGREDUCE_GPU_ORDER(X, bfloat16, BFloat16)                   \
+  RINGREDUCE_GPU_ARITHMETIC(X, float8_e4m3fn, Float8E4M3FN)     \
+  RINGREDUCE_GPU_ORDER(X, float8_e4m3fn, Float8E4M3FN)          \
+  RINGREDUCE_GPU_ARITHMETIC(X, float8_e5m2, Float8E5M2)         \
+  RINGREDUCE_GPU_ORDER(X, float8_e5m2, Float8E5M2)              \
+  RINGREDUCE_GPU_ARITHMETIC(X, uint8, Native<std::uint8_t>)     \
+  RINGREDUCE_GPU_ARITHMETIC(X, uint16, Native<std::uint16_t>)   \
+  RINGREDUCE_GPU_ARITHMETIC(X, uint32, Native<std::uint32_t>)   \
+  RINGREDUCE_GPU_ARITHMETIC(X, uint64, Native<std::uint64_t>)   \
+  RINGREDUCE_GPU_ORDER(X, int8, Native<std::int8_t>)            \
+  RINGREDUCE_GPU_ORDER(X, int16, Native<std::int16_t>)          \
+  RINGREDUCE_GPU_ORDER(X, int32, Native<std::int32_t>)          \
+  RINGREDUCE_GPU_ORDER(X, int64, Native<std::int64_t>)          \
+  RINGREDUCE_GPU_ORDER(X, uint8, Native<std::uint8_t>)          \
+  RINGREDUCE_GPU_BITS(X, bits, Bytes)                           \
+  RINGREDUCE_GPU_BITS(X, bool, Boolean)                         \
+  X(complex64_product, Complex<float>, Product)                 \
+  X(complex128_product, Complex<double>, Product)
+// clang-format on

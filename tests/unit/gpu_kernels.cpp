@@ -1,0 +1,63 @@
+// The bodies of the GPU's accumulate kernels on a CPU, thread after thread, for test_gpu_kernels.py.
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <random>
+#include <string_view>
+#include <vector>
+
+#include "kernels/gpu/accumulate.h"
+#include "kernels/gpu/table.cuh"
+
+namespace {
+
+using namespace ringreduce;
+using namespace ringreduce::gpu;
+
+struct Row {
+  std::string_view name;
+  void (*accumulate)(const Accumulate& job, std::uint64_t thread, std::uint64_t threads);
+};
+
+constexpr Row kRows[] = {
+#define ROW(name, Format, Op) {#name, accumulate<Format, Op>},
+    RINGREDUCE_GPU_KERNELS(ROW)
+#undef ROW
+};
+
+void write(const std::string& text, char* out) { std::memcpy(out, text.c_str(), text.size() + 1); }
+
+}  // namespace
+
+extern "C" {
+
+// Runs all virtual threads of the named kernel in an order drawn by `seed`; false where there is no such kernel.
+bool run(const char* name, const Accumulate* job, std::uint64_t threads, unsigned seed) {
+  const auto* row = std::find_if(std::begin(kRows), std::end(kRows), [&](const Row& r) { return r.name == name; });
+  if (row == std::end(kRows)) return false;
+  std::vector<std::uint64_t> order(threads);
+  std::iota(order.begin(), order.end(), 0);
+  std::shuffle(order.begin(), order.end(), std::mt19937(seed));
+  for (std::uint64_t thread : order) row->accumulate(*job, thread, threads);
+  return true;
+}
+
+// The name of kernel `index`, nullptr past the last.
+const char* kernel(std::size_t index) { return index < std::size(kRows) ? kRows[index].name.data() : nullptr; }
+
+// kernel_for() of what is called so: writes the kernel's name to `out` and returns the parts.
+std::uint32_t kernel_for_names(const char* dtype, const char* op, char* out) {
+  const auto at = [](const auto& all, auto named) {
+    return std::find_if(std::begin(all), std::end(all), named) - std::begin(all);
+  };
+  const auto d = at(detail::kDTypes, [&](const auto& info) { return info.name == dtype; });
+  const auto o = at(detail::kReduceOps, [&](std::string_view name) { return name == op; });
+  const Kernel found = kernel_for(static_cast<DType>(d), static_cast<ReduceOp>(o));
+  write(found.name, out);
+  return found.parts;
+}
+
+void copy_kernel_name(char* out) { write(copy_kernel().name, out); }
+
+std::size_t job_bytes() { return sizeof(Accumulate); }
+}

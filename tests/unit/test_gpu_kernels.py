@@ -1,0 +1,300 @@
+"""The bodies of the GPU's accumulate kernels run on the CPU, against NumPy, torch and the CPU's kernels.
+
+They are compiled once a session by the C++ compiler, with its checks of undefined behaviour: an address that is not
+aligned as the access to it demands ends the program. What only a GPU runs, the kernels' launch and the conversions of
+narrow floats by instruction, is not tested here.
+"""
+
+import ctypes
+import itertools
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from unit.elements import (
+    CASES,
+    COMPLEX,
+    FLOAT8,
+    FLOATS,
+    INTEGERS,
+    NARROW,
+    TORCH,
+    Buffer,
+    all_codes,
+    as_bytes,
+    assert_same,
+    expected,
+    expected_scale,
+    from_bytes,
+    operand,
+)
+
+from ringreduce import _C
+
+ROOT = Path(__file__).parents[2]
+FLAGS = (
+    "-std=c++17 -O1 -fPIC -shared -Wall -Wextra -Werror -ffp-contract=off -fno-strict-aliasing "
+    "-fsanitize=undefined -fno-sanitize-recover=all"
+)
+MOST_SOURCES = 64
+THREADS = [1, 7, 256, 1000]
+
+
+class Job(ctypes.Structure):
+    """`Accumulate` of csrc/kernels/gpu/job.h."""
+
+    _fields_ = (
+        ("dsts", ctypes.c_void_p * 2),
+        ("srcs", ctypes.c_void_p * MOST_SOURCES),
+        ("count", ctypes.c_uint64),
+        ("factor", ctypes.c_double),
+        ("divisor", ctypes.c_double),
+        ("copies", ctypes.c_int32),
+        ("n", ctypes.c_int32),
+        ("scaled", ctypes.c_int32),
+    )
+
+
+@pytest.fixture(scope="session")
+def gpu(tmp_path_factory):
+    sources = [ROOT / "tests/unit/gpu_kernels.cpp", ROOT / "csrc/kernels/gpu/accumulate.cpp"]
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    target = tmp_path_factory.mktemp("gpu_kernels") / "gpu_kernels.so"
+    command = [*compiler, *FLAGS.split(), f"-I{ROOT / 'csrc'}", *map(str, sources), "-o", str(target)]
+    subprocess.run(command, check=True)
+    found = ctypes.CDLL(str(target))
+    found.run.argtypes = (ctypes.c_char_p, ctypes.POINTER(Job), ctypes.c_uint64, ctypes.c_uint)
+    found.run.restype = ctypes.c_bool
+    found.kernel.argtypes = (ctypes.c_size_t,)
+    found.kernel.restype = ctypes.c_char_p
+    found.kernel_for_names.restype = ctypes.c_uint32
+    found.job_bytes.restype = ctypes.c_size_t
+    return found
+
+
+# ---- Running and comparing -------------------------------------------------------------------------------------------
+
+
+def kernel_for(gpu, dtype, op):
+    name = ctypes.create_string_buffer(64)
+    parts = gpu.kernel_for_names(dtype.encode(), op.encode(), name)
+    return name.value, parts
+
+
+def run(gpu, kernel, dsts, srcs, count, *, threads=256, divisor=1.0, scaled=-1, factor=1.0):
+    """Runs all `threads` on pointers, in an order that depends on their number."""
+    job = Job(count=count, factor=factor, divisor=divisor, copies=len(dsts), n=len(srcs), scaled=scaled)
+    job.dsts[: len(dsts)] = dsts
+    job.srcs[: len(srcs)] = srcs
+    assert gpu.run(kernel, ctypes.byref(job), threads, threads), f"no kernel {kernel.decode()}"
+
+
+def on_cpu(dtype, op, operands, divisor):
+    """What the CPU's kernel gives."""
+    sources = [as_bytes(t).copy() for t in operands]
+    dst = np.empty_like(sources[0])
+    _C.accumulate(dtype, op, [dst.ctypes.data], [s.ctypes.data for s in sources], len(operands[0]), divisor)
+    return from_bytes(dtype, dst)
+
+
+def check(gpu, dtype, op, operands, *, wanted=None, misalignments=None, alias=None, copies=1, **how):
+    """Compares the kernel's results with `wanted`, the CPU's by default, and checks that it wrote nothing else.
+
+    `misalignments` are those of the destinations, as many as copies, then of the sources.
+    """
+    wanted = on_cpu(dtype, op, operands, how.get("divisor", 1.0)) if wanted is None else wanted
+    misalignments = misalignments or [0] * (copies + len(operands))
+    sources = [Buffer(as_bytes(t), m) for t, m in zip(operands, misalignments[copies:], strict=True)]
+    dsts = [Buffer(np.full_like(sources[0].payload, 0x5A), m) for m in misalignments[:copies]]
+    if alias is not None:
+        dsts[0] = sources[alias]
+    kernel, parts = kernel_for(gpu, dtype, op)
+    run(gpu, kernel, [d.pointer for d in dsts], [s.pointer for s in sources], parts * len(operands[0]), **how)
+    note = f"{kernel.decode()}, {len(operands)} operands of {len(wanted)} {dtype}, at {misalignments}, {how}"
+    for dst in dsts:
+        assert dst.unchanged(but_payload=True), note
+        assert_same(dtype, from_bytes(dtype, dst.payload), wanted, note)
+    assert all(s.unchanged() for s in sources if s not in dsts), note
+
+
+# ---- The table -------------------------------------------------------------------------------------------------------
+
+
+def test_job_is_what_the_kernels_expect(gpu):
+    assert gpu.job_bytes() == ctypes.sizeof(Job)
+
+
+def test_each_case_has_a_kernel_and_each_kernel_a_case(gpu):
+    table = list(itertools.takewhile(lambda name: name is not None, map(gpu.kernel, itertools.count())))
+    used = {kernel_for(gpu, dtype, op)[0] for dtype, op in CASES}
+    assert len(set(table)) == len(table)
+    assert set(table) == used
+
+
+def test_kernels_see_as_many_bytes_as_there_are(gpu):
+    for dtype, op in CASES:
+        name, parts = kernel_for(gpu, dtype, op)
+        elements = name.decode().rsplit("_", 1)[0]
+        seen = 1 if elements == "bits" else getattr(torch, elements).itemsize
+        assert parts * seen == TORCH[dtype].itemsize, (dtype, op)
+
+
+def test_unknown_kernels_do_not_run(gpu):
+    assert not gpu.run(b"float32_sums", ctypes.byref(Job()), 1, 0)
+
+
+# ---- Every dtype and operation ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "op"), CASES)
+def test_any_number_of_sources(gpu, dtype, op):
+    for n, threads in zip([1, 2, 3, 5, 8, 64], itertools.cycle(THREADS)):
+        for count, copies in zip([0, 1, 7, 127, 256, 1031], itertools.cycle([1, 2])):
+            operands = [operand(dtype, count, rank) for rank in range(n)]
+            divisor = n if op == "avg" else 1.0
+            wanted = on_cpu(dtype, op, operands, divisor)
+            assert_same(dtype, wanted, expected(dtype, op, operands, divisor), f"{dtype} {op} on the CPU", op)
+            check(gpu, dtype, op, operands, wanted=wanted, threads=threads, copies=copies, divisor=divisor)
+
+
+@pytest.mark.parametrize(("dtype", "op"), CASES)
+def test_any_alignment_of_each_pointer(gpu, dtype, op):
+    operands = [operand(dtype, 203, rank) for rank in range(2)]
+    wanted = on_cpu(dtype, op, operands, 1.0)
+    for k in range(16):
+        for pointers in ([k, k, k, k], [k, 0, 0, 0], [0, k, 0, 0], [0, 0, k, 0], [0, 0, 0, k], [k, 16 - k, 3 * k, k]):
+            check(gpu, dtype, op, operands, wanted=wanted, misalignments=pointers, copies=2, threads=7)
+
+
+@pytest.mark.parametrize(("dtype", "op"), CASES)
+def test_any_number_of_threads(gpu, dtype, op):
+    for count in (5003, 100_003):
+        operands = [operand(dtype, count, rank) for rank in range(2)]
+        wanted = on_cpu(dtype, op, operands, 1.0)
+        for threads in THREADS:
+            skew = TORCH[dtype].itemsize
+            check(gpu, dtype, op, operands, wanted=wanted, threads=threads, misalignments=[skew] * 3)
+
+
+@pytest.mark.parametrize("alias", [0, 1, 2])
+@pytest.mark.parametrize(("dtype", "op"), CASES)
+def test_destination_is_a_source(gpu, dtype, op, alias):
+    operands = [operand(dtype, 333, rank) for rank in range(3)]
+    for dst, threads in itertools.product([0, 3, 8], THREADS):
+        skew = [dst, 0, 0, 0, 0]
+        skew[2 + alias] = dst
+        check(gpu, dtype, op, operands, misalignments=skew, alias=alias, copies=2, threads=threads)
+
+
+@pytest.mark.parametrize("dtype", TORCH)
+def test_any_size(gpu, dtype):
+    """From nothing to several packs, wherever in one they begin."""
+    for count in range(70):
+        operands = [operand(dtype, count, rank) for rank in range(2)]
+        wanted = on_cpu(dtype, "sum", operands, 1.0)
+        for skew in (0, 1, 4, 8, 15):
+            check(gpu, dtype, "sum", operands, wanted=wanted, misalignments=[skew] * 3, threads=3)
+
+
+def test_one_buffer_for_all(gpu):
+    source = operand("int32", 99, 0)
+    buffer = Buffer(as_bytes(source), 4)
+    run(gpu, b"uint32_sum", [buffer.pointer], [buffer.pointer] * 3, 99, threads=5)
+    assert torch.equal(from_bytes("int32", buffer.payload), 3 * source)
+
+
+@pytest.mark.parametrize("threads", THREADS)
+def test_copy(gpu, threads):
+    name = ctypes.create_string_buffer(64)
+    gpu.copy_kernel_name(name)
+    for count, skew in itertools.product((0, 1, 15, 16, 17, 1000, 100_003), ((0, 0, 0), (5, 5, 5), (1, 0, 9))):
+        source = Buffer(as_bytes(operand("uint8", count, 1)), skew[0])
+        dsts = [Buffer(np.full(count, 0x5A, np.uint8), k) for k in skew[1:]]
+        run(gpu, name.value, [d.pointer for d in dsts], [source.pointer], count, threads=threads)
+        for dst in dsts:
+            assert dst.unchanged(but_payload=True)
+            assert np.array_equal(dst.payload, source.payload)
+        assert source.unchanged()
+
+
+# ---- Floats ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("divisor", [2.0, 3.0, 0.1])
+@pytest.mark.parametrize("dtype", FLOATS + COMPLEX)
+def test_divisor(gpu, dtype, divisor):
+    for n in (1, 2, 3):
+        operands = [operand(dtype, 517, rank) for rank in range(n)]
+        check(gpu, dtype, "avg", operands, wanted=expected(dtype, "avg", operands, divisor), divisor=divisor)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5, 1 / 3, -(2.0**20), float("nan")])
+@pytest.mark.parametrize("dtype", FLOATS + COMPLEX)
+def test_scaled_source_is_rounded_before_it_is_added(gpu, dtype, factor):
+    for n, scaled in [(1, 0), (3, 0), (3, 1), (3, 2), (3, -1)]:
+        operands = [operand(dtype, 517, rank) for rank in range(n)]
+        scaled_ones = [expected_scale(dtype, t, factor) if k == scaled else t for k, t in enumerate(operands)]
+        wanted = expected(dtype, "sum", scaled_ones)
+        check(gpu, dtype, "premul_sum", operands, wanted=wanted, scaled=scaled, factor=factor)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_scaled_and_divided(gpu, dtype):
+    operands = [operand(dtype, 517, rank) for rank in range(3)]
+    wanted = expected(dtype, "avg", [operands[0], expected_scale(dtype, operands[1], 0.3), operands[2]], 3.0)
+    check(gpu, dtype, "avg", operands, wanted=wanted, scaled=1, factor=0.3, divisor=3.0)
+
+
+@pytest.mark.parametrize("op", ["sum", "product", "min", "max"])
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_every_pair_of_float8_codes(gpu, dtype, op):
+    codes = np.arange(256, dtype=np.uint8)
+    pair = [from_bytes(dtype, codes.repeat(256)), from_bytes(dtype, np.tile(codes, 256))]
+    check(gpu, dtype, op, pair)
+
+
+@pytest.mark.parametrize("op", ["sum", "product", "min", "max"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_every_half_code(gpu, dtype, op):
+    codes = all_codes(dtype)
+    for partner in (0.0, 1.0, -1.5, 2.0**-14, 65504.0, float("inf"), float("nan")):
+        check(gpu, dtype, op, [codes, torch.full_like(codes, partner)])
+    check(gpu, dtype, op, [codes, from_bytes(dtype, as_bytes(codes)[::-1])])
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_rounding_of_float32(gpu, dtype):
+    """The quotients of all codes lie anywhere between them, and half-way where the divisor is a power of two."""
+    codes = all_codes(dtype)
+    for divisor in (2.0, 4.0, 512.0, 2.0**14, 2.0**-1, 2.0**-14, 3.0, 0.7, 1.0 / 449, 7e-5, 7e5):
+        check(gpu, dtype, "avg", [codes], wanted=expected(dtype, "avg", [codes], divisor), divisor=divisor)
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_rounds_once(gpu, dtype):
+    """One and many half-units in its last place: rounded after each sum, the result would stay one."""
+    half_unit = torch.finfo(TORCH[dtype]).eps / 2
+    operands = [torch.tensor([x] * 70).to(TORCH[dtype]) for x in [1.0] + [half_unit] * 8]
+    check(gpu, dtype, "sum", operands, wanted=torch.full((70,), 1 + 8 * half_unit).to(TORCH[dtype]))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("op", ["min", "max"])
+def test_min_and_max_keep_nan(gpu, dtype, op):
+    operands = [torch.full((9,), float(rank)).to(TORCH[dtype]) for rank in range(3)]
+    nan = torch.full((9,), float("nan")).to(TORCH[dtype])
+    for rank in range(3):
+        check(gpu, dtype, op, [nan if k == rank else t for k, t in enumerate(operands)], wanted=nan)
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_integers_wrap_around(gpu, dtype):
+    info = torch.iinfo(TORCH[dtype])
+    largest = torch.full((77,), info.max, dtype=TORCH[dtype])
+    one = torch.ones_like(largest)
+    check(gpu, dtype, "sum", [largest, one], wanted=torch.full_like(one, info.min))
+    check(gpu, dtype, "product", [largest, largest], wanted=one)
