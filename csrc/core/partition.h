@@ -5,9 +5,7 @@
 // slice).
 #pragma once
 
-#include <algorithm>
-#include <cstddef>
-#include <cstdint>
+#include "core/device.h"
 
 namespace ringreduce {
 
@@ -15,29 +13,31 @@ namespace ringreduce {
 struct Range {
   std::size_t begin = 0;
   std::size_t end = 0;
-  constexpr std::size_t size() const { return end - begin; }
+  RINGREDUCE_BOTH constexpr std::size_t size() const { return end - begin; }
 };
 
 // Whether [a, a + a_bytes) and [b, b + b_bytes) have a byte in common.
-inline bool overlap(const std::byte* a, std::size_t a_bytes, const std::byte* b, std::size_t b_bytes) {
-  return a_bytes > 0 && b_bytes > 0 && a < b + b_bytes && b < a + a_bytes;
+inline bool overlap(const void* a, std::size_t a_bytes, const void* b, std::size_t b_bytes) {
+  const auto *left = static_cast<const char*>(a), *right = static_cast<const char*>(b);
+  return a_bytes > 0 && b_bytes > 0 && left < right + b_bytes && right < left + a_bytes;
 }
 
 inline constexpr std::size_t kCacheLine = 64;
 
-constexpr std::size_t ceil_div(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
+RINGREDUCE_BOTH constexpr std::size_t lesser(std::size_t a, std::size_t b) { return a < b ? a : b; }
+RINGREDUCE_BOTH constexpr std::size_t ceil_div(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
 
 // Elements in one cache line: the unit in which tensors are cut.
-constexpr std::size_t unit_of(std::size_t element_size) { return kCacheLine / element_size; }
+RINGREDUCE_BOTH constexpr std::size_t unit_of(std::size_t element_size) { return kCacheLine / element_size; }
 
 // The first element of part `index` (of `parts`) of `whole`; `index` may be `parts`, which gives the end.
-constexpr std::size_t split_point(Range whole, std::size_t parts, std::size_t index, std::size_t unit) {
+RINGREDUCE_BOTH constexpr std::size_t split_point(Range whole, std::size_t parts, std::size_t index, std::size_t unit) {
   const std::size_t units = ceil_div(whole.size(), unit);
-  const std::size_t before = index * (units / parts) + std::min(index, units % parts);
-  return std::min(whole.begin + before * unit, whole.end);
+  const std::size_t before = index * (units / parts) + lesser(index, units % parts);
+  return lesser(whole.begin + before * unit, whole.end);
 }
 
-constexpr Range split(Range whole, std::size_t parts, std::size_t index, std::size_t unit) {
+RINGREDUCE_BOTH constexpr Range split(Range whole, std::size_t parts, std::size_t index, std::size_t unit) {
   if (parts == 1) return whole;
   return {split_point(whole, parts, index, unit), split_point(whole, parts, index + 1, unit)};
 }
@@ -49,21 +49,21 @@ struct Share {
   std::uint32_t total = 1;
 };
 
-constexpr Range stripe(std::size_t count, Share share, std::size_t unit) {
+RINGREDUCE_BOTH constexpr Range stripe(std::size_t count, Share share, std::size_t unit) {
   const std::size_t units = ceil_div(count, unit);
-  return {std::min(units * share.begin / share.total * unit, count),
-          std::min(units * share.end / share.total * unit, count)};
+  return {lesser(units * share.begin / share.total * unit, count),
+          lesser(units * share.end / share.total * unit, count)};
 }
 
 // Slice `round` of a chunk cut in slices of `slice_size` elements; empty past the end.
-constexpr Range slice(Range chunk, std::size_t round, std::size_t slice_size) {
-  const std::size_t begin = std::min(chunk.begin + round * slice_size, chunk.end);
-  return {begin, std::min(begin + slice_size, chunk.end)};
+RINGREDUCE_BOTH constexpr Range slice(Range chunk, std::size_t round, std::size_t slice_size) {
+  const std::size_t begin = lesser(chunk.begin + round * slice_size, chunk.end);
+  return {begin, lesser(begin + slice_size, chunk.end)};
 }
 
 // The largest chunk that `split` makes of a stripe.
-constexpr std::size_t largest_chunk(Range stripe, std::size_t chunks, std::size_t unit) {
-  return std::min(ceil_div(ceil_div(stripe.size(), unit), chunks) * unit, stripe.size());
+RINGREDUCE_BOTH constexpr std::size_t largest_chunk(Range stripe, std::size_t chunks, std::size_t unit) {
+  return lesser(ceil_div(ceil_div(stripe.size(), unit), chunks) * unit, stripe.size());
 }
 
 }  // namespace ringreduce

@@ -19,6 +19,7 @@ int main(int argc, char** argv) {
       return 0;
     }
     stress_malformed_plans();
+    stress_interpreter();
     stress_collectives();
     stress_queue();
     stress_faults();

@@ -8,11 +8,9 @@
 #include "kernels/gpu/job.h"
 
 #if defined(__CUDACC__)
-#define RINGREDUCE_BOTH __host__ __device__ __forceinline__
 #define RINGREDUCE_UNROLL _Pragma("unroll")
 #define RINGREDUCE_LOOP _Pragma("unroll 1")
 #else
-#define RINGREDUCE_BOTH inline
 #define RINGREDUCE_UNROLL
 #define RINGREDUCE_LOOP
 #endif

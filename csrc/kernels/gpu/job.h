@@ -1,21 +1,7 @@
 // What an accumulate kernel is told to do, for host and device. Compiles with NVRTC: no standard headers there.
 #pragma once
 
-#if defined(__CUDACC_RTC__)
-namespace std {  // NVRTC has no <cstdint>
-using int8_t = signed char;
-using int16_t = short;
-using int32_t = int;
-using int64_t = long;
-using uint8_t = unsigned char;
-using uint16_t = unsigned short;
-using uint32_t = unsigned int;
-using uint64_t = unsigned long;
-using uintptr_t = unsigned long;
-}  // namespace std
-#else
-#include <cstdint>
-#endif
+#include "core/device.h"
 
 namespace ringreduce::gpu {
 
@@ -29,11 +15,11 @@ struct Accumulate {
   void* dsts[2];
   const void* srcs[kMostRanks];
   std::uint64_t count;  // of the kernel's elements: see Kernel::parts
-  double factor = 1;    // srcs[scaled] is multiplied by it first, and rounded (premul_sum)
-  double divisor = 1;   // the result is divided by it before it is rounded (avg)
-  std::int32_t copies = 1;
-  std::int32_t n = 1;
-  std::int32_t scaled = -1;  // -1: none
+  double factor;        // srcs[scaled] is multiplied by it first, and rounded (premul_sum)
+  double divisor;       // the result is divided by it before it is rounded (avg)
+  std::int32_t copies;
+  std::int32_t n;
+  std::int32_t scaled;  // -1: none
 };
 
 }  // namespace ringreduce::gpu

@@ -40,3 +40,25 @@
   X(complex64_product, Complex<float>, Product)                 \
   X(complex128_product, Complex<double>, Product)
 // clang-format on
+
+// A row's format and operation by its name.
+namespace ringreduce::gpu::rows {
+
+#define RINGREDUCE_ROW(name, F, O) \
+  struct name {                    \
+    using Format = F;              \
+    using Op = O;                  \
+  };
+RINGREDUCE_GPU_KERNELS(RINGREDUCE_ROW)
+#undef RINGREDUCE_ROW
+
+}  // namespace ringreduce::gpu::rows
+
+// Defines KERNEL(name) for every row; where RINGREDUCE_GPU_ONLY is a row's name, for that one alone, which is what
+// NVRTC has time for.
+#if defined(RINGREDUCE_GPU_ONLY)
+#define RINGREDUCE_GPU_DEFINE(KERNEL) RINGREDUCE_GPU_DEFINE_NAMED(KERNEL, RINGREDUCE_GPU_ONLY)
+#define RINGREDUCE_GPU_DEFINE_NAMED(KERNEL, name) KERNEL(name)
+#else
+#define RINGREDUCE_GPU_DEFINE(KERNEL) RINGREDUCE_GPU_KERNELS(KERNEL)
+#endif

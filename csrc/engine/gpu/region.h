@@ -1,0 +1,60 @@
+// What a rank's GPU shares with its peers: a region of its memory that every rank of the group maps.
+//
+// A *lane* is a channel's share of one thread block: it has an outbox of its own, and lanes know nothing of each other.
+// Per lane a region holds
+//   - the outbox: `depth` slots, written by the owner, read by every receiver where they are;
+//   - per writer and slot a Notice, stored by that writer: the slot is full, and of what;
+//   - per reader and slot a word, 1 from when the owner hands the slot out until that reader is done with it.
+// So everybody waits on words of its own memory, and only payloads are read over a link.
+//
+// Slots are full or empty, nothing counts up: a call begins with slot 0 whatever was before. Hence a launch has no
+// state that a replay of its graph would have to change. A word is handed to and fro: the writer stores the payload,
+// sets `taken` of each reader, and stores its `full` with release order; the reader sees that with acquire order, reads
+// the payload, clears `full`, and clears `taken` with release order, which the writer acquires before it writes the
+// slot again. All other stores to the two lie between these in that order, so none is lost.
+//
+// All bytes are zero in the beginning.
+#pragma once
+
+#include "core/device.h"
+
+namespace ringreduce::gpu {
+
+// In the reader's region, stored by the writer.
+struct Notice {
+  std::uint64_t full;  // 1: the slot holds what is described here; 0: it has been read
+  std::uint64_t fingerprint;
+  std::uint64_t bytes;
+  std::uint64_t unused;
+};
+
+// The sizes that all ranks of a group agree on, and where in a region things are.
+struct RegionShape {
+  std::uint32_t ranks = 1;
+  std::uint32_t lanes = 1;
+  std::uint32_t depth = 1;         // slots per outbox
+  std::uint32_t slot_bytes = 128;  // a multiple of 128
+
+  // Byte offsets. `slot` is a number below depth.
+  RINGREDUCE_BOTH std::uint64_t notice(std::uint32_t lane, std::uint32_t writer, std::uint32_t slot) const {
+    return index(lane, writer, slot) * sizeof(Notice);
+  }
+  RINGREDUCE_BOTH std::uint64_t taken(std::uint32_t lane, std::uint32_t reader, std::uint32_t slot) const {
+    return words() * sizeof(Notice) + index(lane, reader, slot) * sizeof(std::uint64_t);
+  }
+  // Where the group says that it is broken: not 0 once any lane of the owner has given up.
+  RINGREDUCE_BOTH std::uint64_t broken() const { return words() * (sizeof(Notice) + sizeof(std::uint64_t)); }
+  RINGREDUCE_BOTH std::uint64_t payload(std::uint32_t lane, std::uint32_t slot) const {
+    return outboxes() + (std::uint64_t{lane} * depth + slot) * slot_bytes;
+  }
+  RINGREDUCE_BOTH std::uint64_t bytes() const { return outboxes() + std::uint64_t{lanes} * depth * slot_bytes; }
+
+ private:
+  RINGREDUCE_BOTH std::uint64_t index(std::uint32_t lane, std::uint32_t rank, std::uint32_t slot) const {
+    return (std::uint64_t{lane} * ranks + rank) * depth + slot;
+  }
+  RINGREDUCE_BOTH std::uint64_t words() const { return std::uint64_t{lanes} * ranks * depth; }
+  RINGREDUCE_BOTH std::uint64_t outboxes() const { return (broken() + sizeof(std::uint64_t) + 127) / 128 * 128; }
+};
+
+}  // namespace ringreduce::gpu
