@@ -1,0 +1,206 @@
+// A GPU and what can be made on one: streams, events, memory, kernels. Thin owners of the driver's handles; every
+// function makes its device's context current for as long as it takes, and throws Error(system) that names the device.
+//
+// All of them keep their device open, so they may be destroyed in any order. A destructor neither throws nor waits for
+// the GPU: whoever drops memory or a module has waited for what used it. In a forked child destructors do nothing.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "cuda/driver.h"
+
+namespace ringreduce::cuda {
+
+class Device {
+ public:
+  static int count();
+
+  // `ordinal` as torch counts. Opens its primary context, which torch uses too. Throws Error(system).
+  explicit Device(int ordinal);
+  ~Device();
+  Device(const Device&) = delete;
+  Device& operator=(const Device&) = delete;
+
+  int ordinal() const { return ordinal_; }
+  const std::string& name() const { return name_; }
+  const std::array<unsigned char, 16>& uuid() const { return uuid_; }
+  const std::string& pci_bus_id() const { return pci_bus_id_; }  // "0000:3b:00.0"
+  int multiprocessors() const { return multiprocessors_; }
+  int capability() const { return capability_; }  // 90 for 9.0
+  // Whether Stream::wait_value and write_value work.
+  bool has_stream_values() const { return has_stream_values_; }
+  // A CU_DEVICE_ATTRIBUTE; 0 if the driver does not know it.
+  int attribute(int number) const;
+
+  // Whether kernels of this device can access memory of `other`.
+  bool can_access(const Device& other) const;
+  // Lets them, for all memory of cuMemAlloc. Throws Error(system) if they cannot.
+  void enable_access(const Device& other) const;
+
+  // "device 0 (NVIDIA H100 80GB HBM3, 0000:3b:00.0)"
+  std::string describe() const;
+
+  // While it lives, calls of this thread are for this device.
+  class Use {
+   public:
+    explicit Use(const Device& device);
+    ~Use();
+    Use(const Use&) = delete;
+    Use& operator=(const Use&) = delete;
+  };
+
+ private:
+  int ordinal_;
+  CUdevice device_ = 0;
+  CUcontext context_ = nullptr;
+  std::string name_, pci_bus_id_;
+  std::array<unsigned char, 16> uuid_{};
+  int multiprocessors_ = 0, capability_ = 0;
+  bool has_stream_values_ = false;
+};
+
+using DevicePtr = std::shared_ptr<const Device>;
+
+// A point in a stream's work.
+class Event {
+ public:
+  explicit Event(DevicePtr device, bool timed = false);
+  ~Event();
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+
+  CUevent handle() const { return event_; }
+  // Whether the GPU has passed where the event was last recorded; true if it never was.
+  bool done() const;
+  void synchronize() const;
+  // From `start` to this one; both were made `timed`, recorded and passed.
+  float milliseconds_since(const Event& start) const;
+
+ private:
+  DevicePtr device_;
+  CUevent event_ = nullptr;
+};
+
+// Memory of the device, zeroed.
+class DeviceMemory {
+ public:
+  DeviceMemory(DevicePtr device, std::size_t bytes);
+  ~DeviceMemory();
+  DeviceMemory(const DeviceMemory&) = delete;
+  DeviceMemory& operator=(const DeviceMemory&) = delete;
+
+  CUdeviceptr pointer() const { return pointer_; }
+  std::size_t bytes() const { return bytes_; }
+  const DevicePtr& device() const { return device_; }
+
+ private:
+  DevicePtr device_;
+  std::size_t bytes_;
+  CUdeviceptr pointer_ = 0;
+};
+
+// Pinned memory of the host that all devices can access, zeroed.
+class HostMemory {
+ public:
+  HostMemory(DevicePtr device, std::size_t bytes);
+  ~HostMemory();
+  HostMemory(const HostMemory&) = delete;
+  HostMemory& operator=(const HostMemory&) = delete;
+
+  std::byte* data() const { return static_cast<std::byte*>(data_); }
+  CUdeviceptr pointer() const { return pointer_; }  // for kernels of `device`
+  std::size_t bytes() const { return bytes_; }
+
+ private:
+  DevicePtr device_;
+  std::size_t bytes_;
+  void* data_ = nullptr;
+  CUdeviceptr pointer_ = 0;
+};
+
+// A kernel; valid as long as its module.
+struct Function {
+  CUfunction handle = nullptr;
+  std::string name;
+};
+
+class Module {
+ public:
+  // `image` is a cubin, a fat binary, or PTX that ends with a zero; not needed afterwards.
+  Module(DevicePtr device, const void* image);
+  ~Module();
+  Module(const Module&) = delete;
+  Module& operator=(const Module&) = delete;
+
+  Function function(const char* name) const;
+  // How many blocks of `threads` threads, with `shared_bytes` of dynamic shared memory each, the device can run at
+  // once.
+  int resident_blocks(const Function& function, unsigned threads, std::size_t shared_bytes = 0) const;
+
+ private:
+  DevicePtr device_;
+  CUmodule module_ = nullptr;
+};
+
+struct Grid {
+  unsigned blocks = 1;
+  unsigned threads = 1;
+  unsigned shared_bytes = 0;  // dynamic shared memory of each block
+};
+
+class Stream {
+ public:
+  // A stream of our own, which no other stream holds up. Lower priorities are served first; the driver clamps.
+  explicit Stream(DevicePtr device, int priority = 0);
+  // One that somebody else destroys, such as torch's current stream; null is the device's legacy stream.
+  static Stream borrowed(DevicePtr device, CUstream handle) { return Stream(std::move(device), handle); }
+  ~Stream();
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+
+  CUstream handle() const { return stream_; }
+  const DevicePtr& device() const { return device_; }
+
+  void record(const Event& event) const;
+  // What follows waits for where `event` was last recorded, on whatever device.
+  void wait(const Event& event) const;
+  void fill(CUdeviceptr to, unsigned char value, std::size_t bytes) const;
+  // Between any two places, of devices or of the host.
+  void copy(CUdeviceptr to, CUdeviceptr from, std::size_t bytes) const;
+  // What follows waits until the 64-bit word at `address` is `value` or has passed it (as a signed difference).
+  void wait_value(CUdeviceptr address, std::uint64_t value) const;
+  // After all before, and after its writes are visible to the system.
+  void write_value(CUdeviceptr address, std::uint64_t value) const;
+  // Runs `function` with `arguments` of exactly the types that it declares.
+  template <class... Arguments>
+  void launch(const Function& function, Grid grid, const Arguments&... arguments) const {
+    const void* pointers[] = {&arguments..., nullptr};
+    launch_with(function, grid, const_cast<void**>(pointers));
+  }
+
+  // Whether all is done.
+  bool done() const;
+  void synchronize() const;
+  // Whether what is called goes into a CUDA graph, where nothing runs yet and nothing may be waited for.
+  bool capturing() const;
+
+ private:
+  Stream(DevicePtr device, CUstream handle) : device_(std::move(device)), stream_(handle), owned_(false) {}
+  void launch_with(const Function& function, Grid grid, void** pointers) const;
+
+  DevicePtr device_;
+  CUstream stream_ = nullptr;
+  bool owned_;
+};
+
+// Fills [pointer, pointer + bytes) with zeros, and waits for it.
+void zero(const DevicePtr& device, CUdeviceptr pointer, std::size_t bytes);
+
+// "64 MB"; 1 MB is 1024 KB, and what is no multiple of a unit is told in a smaller one.
+std::string in_bytes(std::size_t bytes);
+
+}  // namespace ringreduce::cuda

@@ -1,0 +1,397 @@
+#include "cuda/shared_memory.h"
+
+#include <fcntl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <random>
+#include <sstream>
+#include <utility>
+
+#if !defined(SYS_pidfd_getfd)  // which headers of older systems lack
+#define SYS_pidfd_getfd 438
+#endif
+
+namespace ringreduce::cuda {
+namespace {
+
+constexpr std::uint32_t kFormat = 0x52520001;  // of this version of Handle
+constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 44;
+
+// Allocations that share one of the driver's 2 MB blocks would be opened together.
+constexpr std::size_t kBlock = std::size_t{2} << 20;
+
+constexpr std::size_t round_up(std::size_t n, std::size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+class FileDescriptor {
+ public:
+  explicit FileDescriptor(int fd = -1) : fd_(fd) {}
+  FileDescriptor(FileDescriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  ~FileDescriptor() {
+    if (fd_ >= 0) close(fd_);
+  }
+  int get() const { return fd_; }
+
+ private:
+  int fd_;
+};
+
+// When process `pid` started, in ticks since boot; 0 if there is none.
+std::uint64_t start_of(int pid) {
+  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
+  std::string line;
+  std::getline(file, line);
+  const std::size_t name_end = line.rfind(')');  // the name may hold blanks and brackets
+  if (name_end == std::string::npos) return 0;
+  std::istringstream fields(line.substr(name_end + 1));
+  std::string skipped;
+  for (int field = 3; field < 22; field++) fields >> skipped;
+  std::uint64_t start = 0;
+  fields >> start;
+  return start;
+}
+
+// This process. Forked children cannot use CUDA, so none needs one of its own.
+struct Process {
+  std::uint64_t id = [] {
+    std::random_device random;
+    return std::uint64_t{random()} << 32 | random();
+  }();
+  std::uint64_t started = start_of(getpid());
+};
+
+const Process& this_process() {
+  static const Process process;
+  return process;
+}
+
+// Memory with a handle, for those in this process that are told of it.
+struct Owned {
+  DevicePtr device;
+  std::size_t bytes = 0;
+  virtual ~Owned() = default;
+  virtual CUdeviceptr pointer() const = 0;
+  // Lets kernels of `other` access it.
+  virtual void enable_access(const Device& other) const = 0;
+};
+
+struct OwnedMemory {
+  std::mutex mutex;
+  std::map<CUdeviceptr, std::weak_ptr<const Owned>> by_pointer;
+};
+
+OwnedMemory& owned_memory() {
+  static OwnedMemory& all = *new OwnedMemory;  // never destroyed: groups may end later than statics
+  return all;
+}
+
+struct Allocated : Owned {
+  std::optional<DeviceMemory> memory;
+  CUdeviceptr pointer() const override { return memory->pointer(); }
+  void enable_access(const Device& other) const override { other.enable_access(*device); }
+};
+
+CUmemAccessDesc access_of(const Device& device) {
+  return {{kMemLocationTypeDevice, device.ordinal()}, kMemAccessReadWrite};
+}
+
+// Memory of the virtual memory management API, mapped for a device.
+class VirtualMapping {
+ public:
+  // Takes over `memory`.
+  VirtualMapping(DevicePtr device, CUmemGenericAllocationHandle memory, std::size_t bytes)
+      : device_(std::move(device)), memory_(memory), bytes_(bytes) {
+    const Device::Use use(*device_);
+    const Driver& cuda = driver();
+    try {
+      cuda.cuMemAddressReserve(&reserved_, bytes, 0, 0, 0);
+      cuda.cuMemMap(reserved_, bytes, 0, memory_, 0);
+      mapped_ = true;
+      allow(*device_);
+    } catch (...) {
+      release();
+      throw;
+    }
+  }
+  ~VirtualMapping() { release(); }
+  VirtualMapping(const VirtualMapping&) = delete;
+  VirtualMapping& operator=(const VirtualMapping&) = delete;
+
+  CUdeviceptr pointer() const { return reserved_; }
+  void allow(const Device& device) const {
+    const CUmemAccessDesc access = access_of(device);
+    driver().cuMemSetAccess(reserved_, bytes_, &access, 1);
+  }
+
+ private:
+  void release() {
+    const Driver* const cuda = driver_in_use();
+    if (cuda == nullptr) return;
+    if (mapped_) (void)cuda->cuMemUnmap.attempt(reserved_, bytes_);
+    if (reserved_ != 0) (void)cuda->cuMemAddressFree.attempt(reserved_, bytes_);
+    (void)cuda->cuMemRelease.attempt(memory_);
+  }
+
+  DevicePtr device_;
+  CUmemGenericAllocationHandle memory_;
+  std::size_t bytes_;
+  CUdeviceptr reserved_ = 0;
+  bool mapped_ = false;
+};
+
+struct Virtual : Owned {
+  std::optional<VirtualMapping> mapping;
+  std::optional<FileDescriptor> exported;
+  CUdeviceptr pointer() const override { return mapping->pointer(); }
+  void enable_access(const Device& other) const override { mapping->allow(other); }
+};
+
+bool can_export(const Device& device) {
+  return device.attribute(kVirtualMemoryManagementSupported) != 0 &&
+         device.attribute(kHandleTypePosixFileDescriptorSupported) != 0;
+}
+
+std::shared_ptr<Virtual> allocate_virtual(const DevicePtr& device, std::size_t bytes) {
+  const Device::Use use(*device);
+  const Driver& cuda = driver();
+  CUmemAllocationProp properties{};
+  properties.type = kMemAllocationTypePinned;
+  properties.requestedHandleTypes = kMemHandleTypePosixFileDescriptor;
+  properties.location = {kMemLocationTypeDevice, device->ordinal()};
+  std::size_t granularity = kBlock;
+  cuda.cuMemGetAllocationGranularity(&granularity, &properties, kMemAllocGranularityRecommended);
+  auto owned = std::make_shared<Virtual>();
+  owned->device = device;
+  owned->bytes = round_up(bytes, granularity);
+  CUmemGenericAllocationHandle memory = 0;
+  if (const CUresult result = cuda.cuMemCreate.attempt(&memory, owned->bytes, &properties, 0); result != kSuccess)
+    cuda.cuMemCreate.refuse(result,
+                            " of " + in_bytes(owned->bytes) + " on device " + std::to_string(device->ordinal()));
+  owned->mapping.emplace(device, memory, owned->bytes);
+  int fd = -1;
+  cuda.cuMemExportToShareableHandle(&fd, memory, kMemHandleTypePosixFileDescriptor, 0);
+  owned->exported.emplace(fd);
+  fcntl(fd, F_SETFD, FD_CLOEXEC);
+  zero(device, owned->pointer(), owned->bytes);
+  return owned;
+}
+
+std::shared_ptr<Allocated> allocate(const DevicePtr& device, std::size_t bytes) {
+  auto owned = std::make_shared<Allocated>();
+  owned->device = device;
+  owned->bytes = round_up(bytes, kBlock);
+  owned->memory.emplace(device, owned->bytes);
+  return owned;
+}
+
+// What all errors of a mapping begin with.
+class Refusal {
+ public:
+  Refusal(const Device& device, const Handle& handle, const std::string& owner)
+      : intro_(device.describe() + " cannot use GPU memory of " + owner + ", process " + std::to_string(handle.pid) +
+               ": ") {}
+  [[noreturn]] void because(const std::string& why) const { throw Error(ErrorKind::system, intro_ + why); }
+  [[noreturn]] void because(const char* call, CUresult result, const std::string& fix) const {
+    because(std::string(call) + ": " + driver().text(result) + "; " + fix);
+  }
+
+ private:
+  std::string intro_;
+};
+
+void check_fields(const Handle& handle, const Refusal& refusal) {
+  if (handle.format != kFormat)
+    refusal.because("its handle has format " + std::to_string(handle.format) + ", this process reads " +
+                    std::to_string(kFormat) + "; run the same version of ringreduce in all ranks");
+  const auto check = [&](bool ok, const char* field, std::uint64_t value) {
+    if (!ok) refusal.because(std::string("its handle is damaged: ") + field + " is " + std::to_string(value));
+  };
+  check(handle.kind >= Handle::Kind::local && handle.kind <= Handle::Kind::file_descriptor, "kind",
+        static_cast<std::uint32_t>(handle.kind));
+  check(handle.pid > 0, "pid", static_cast<std::uint32_t>(handle.pid));
+  check(handle.kind != Handle::Kind::file_descriptor || handle.number >= 0, "number",
+        static_cast<std::uint32_t>(handle.number));
+  check(handle.bytes > 0 && handle.bytes <= kMostBytes, "bytes", handle.bytes);
+  check(handle.pointer != 0, "pointer", handle.pointer);
+}
+
+// The owner's device, as this process counts.
+DevicePtr device_of(const DevicePtr& own, const Handle& handle, const Refusal& refusal) {
+  const auto is_it = [&](const Device& device) {
+    return std::memcmp(device.uuid().data(), handle.device, sizeof(handle.device)) == 0;
+  };
+  if (is_it(*own)) return own;
+  const Driver& cuda = driver();
+  for (int ordinal = 0, devices = Device::count(); ordinal < devices; ordinal++) {
+    CUdevice device = 0;
+    CUuuid uuid;
+    cuda.cuDeviceGet(&device, ordinal);
+    cuda.cuDeviceGetUuid(&uuid, device);
+    if (std::memcmp(uuid.bytes, handle.device, sizeof(handle.device)) == 0) return std::make_shared<Device>(ordinal);
+  }
+  refusal.because(
+      "its GPU is not visible to this process; let CUDA_VISIBLE_DEVICES, or the container, have the GPUs of all ranks "
+      "in every rank, and choose with torch.cuda.set_device");
+}
+
+// A copy of the owner's file descriptor.
+FileDescriptor fetch_descriptor(const Handle& handle, const Refusal& refusal) {
+  const FileDescriptor process(static_cast<int>(syscall(SYS_pidfd_open, handle.pid, 0)));
+  // Looked at after the process was opened: if it is the owner now, it was then.
+  if (process.get() < 0 || start_of(handle.pid) != handle.started)
+    refusal.because(
+        "there is no such process here; run all ranks in one PID namespace (Docker: --pid=host), and keep "
+        "the owner alive");
+  FileDescriptor copy(static_cast<int>(syscall(SYS_pidfd_getfd, process.get(), handle.number, 0)));
+  if (copy.get() >= 0) return copy;
+  const int error = errno;
+  const std::string why = std::string("pidfd_getfd: ") + std::strerror(error);
+  if (error == EPERM)
+    refusal.because(why +
+                    "; run all ranks as one user, and set sysctl kernel.yama.ptrace_scope=0 (Docker: "
+                    "--cap-add=SYS_PTRACE)");
+  if (error == ENOSYS) refusal.because(why + "; it needs Linux 5.6 or later");
+  refusal.because(why);
+}
+
+// Opened with cuIpcOpenMemHandle.
+class IpcMapping {
+ public:
+  IpcMapping(DevicePtr device, const Handle& handle, const Refusal& refusal) : device_(std::move(device)) {
+    const Device::Use use(*device_);
+    CUipcMemHandle ipc;
+    std::memcpy(ipc.reserved, handle.ipc, sizeof(ipc.reserved));
+    const CUresult result = driver().cuIpcOpenMemHandle.attempt(&pointer_, ipc, kIpcMemLazyEnablePeerAccess);
+    if (result != kSuccess)
+      refusal.because("cuIpcOpenMemHandle", result,
+                      "run all ranks in one IPC namespace (Docker: --ipc=host), and keep the owner alive");
+  }
+  ~IpcMapping() {
+    const Driver* const cuda = driver_in_use();
+    if (cuda == nullptr) return;
+    try {
+      const Device::Use use(*device_);
+      (void)cuda->cuIpcCloseMemHandle.attempt(pointer_);
+    } catch (const Error&) {  // the context is gone, and its mappings
+    }
+  }
+  IpcMapping(const IpcMapping&) = delete;
+  IpcMapping& operator=(const IpcMapping&) = delete;
+
+  CUdeviceptr pointer() const { return pointer_; }
+
+ private:
+  DevicePtr device_;
+  CUdeviceptr pointer_ = 0;
+};
+
+std::shared_ptr<const VirtualMapping> import_descriptor(const DevicePtr& device, const Handle& handle,
+                                                        const Refusal& refusal) {
+  const FileDescriptor fd = fetch_descriptor(handle, refusal);
+  CUmemGenericAllocationHandle memory = 0;
+  const CUresult result = driver().cuMemImportFromShareableHandle.attempt(
+      &memory, reinterpret_cast<void*>(static_cast<std::intptr_t>(fd.get())), kMemHandleTypePosixFileDescriptor);
+  if (result != kSuccess)
+    refusal.because("cuMemImportFromShareableHandle", result, "see whether the owner still has the memory");
+  try {
+    return std::make_shared<const VirtualMapping>(device, memory, handle.bytes);
+  } catch (const Error& error) {
+    refusal.because(error.what());
+  }
+}
+
+std::shared_ptr<const Owned> find_owned(const Handle& handle, const Refusal& refusal) {
+  OwnedMemory& all = owned_memory();
+  std::lock_guard lock(all.mutex);
+  const auto found = all.by_pointer.find(handle.pointer);
+  std::shared_ptr<const Owned> owned = found == all.by_pointer.end() ? nullptr : found->second.lock();
+  if (owned == nullptr || owned->bytes != handle.bytes) refusal.because("it has been freed");
+  return owned;
+}
+
+}  // namespace
+
+OwnMemory::OwnMemory(const DevicePtr& device, std::size_t bytes) {
+  if (bytes == 0 || bytes > kMostBytes)
+    throw Error(ErrorKind::invalid_argument, "bytes is " + std::to_string(bytes) + "; it must be from 1 to 2^44");
+  const Process& process = this_process();
+  handle_ = {};
+  handle_.format = kFormat;
+  handle_.pid = getpid();
+  handle_.started = process.started;
+  handle_.process = process.id;
+  std::memcpy(handle_.device, device->uuid().data(), sizeof(handle_.device));
+
+  std::shared_ptr<const Owned> owned = allocate(device, bytes);
+  CUipcMemHandle ipc;
+  CUresult refused;
+  {
+    const Device::Use use(*device);
+    refused = driver().cuIpcGetMemHandle.attempt(&ipc, owned->pointer());
+  }
+  if (refused == kSuccess) {
+    handle_.kind = Handle::Kind::ipc;
+    std::memcpy(handle_.ipc, ipc.reserved, sizeof(handle_.ipc));
+  } else if (can_export(*device)) {
+    owned = nullptr;
+    const std::shared_ptr<const Virtual> exported = allocate_virtual(device, bytes);
+    handle_.kind = Handle::Kind::file_descriptor;
+    handle_.number = exported->exported->get();
+    owned = exported;
+  } else {
+    handle_.kind = Handle::Kind::local;
+    handle_.number = refused;
+  }
+  handle_.pointer = owned->pointer();
+  handle_.bytes = owned->bytes;
+
+  OwnedMemory& all = owned_memory();
+  std::lock_guard lock(all.mutex);
+  std::erase_if(all.by_pointer, [](const auto& entry) { return entry.second.expired(); });
+  all.by_pointer[owned->pointer()] = owned;
+  memory_ = owned;
+}
+
+PeerMapping::PeerMapping(const DevicePtr& device, const Handle& handle, const std::string& owner) {
+  const Refusal refusal(*device, handle, owner);
+  check_fields(handle, refusal);
+  const DevicePtr theirs = device_of(device, handle, refusal);
+  if (!device->can_access(*theirs))
+    refusal.because("it is on " + theirs->describe() +
+                    ", which this one cannot access: no NVLink between them, and no peer-to-peer over PCIe (see "
+                    "nvidia-smi topo -p2p rw; virtual machines, ACS and IOMMU turn it off)");
+  bytes_ = handle.bytes;
+  if (handle.process == this_process().id) {
+    const std::shared_ptr<const Owned> owned = find_owned(handle, refusal);
+    if (device->ordinal() != theirs->ordinal()) owned->enable_access(*device);
+    pointer_ = owned->pointer();
+    mapping_ = owned;
+    return;
+  }
+  switch (handle.kind) {
+    case Handle::Kind::ipc: {
+      const auto mapping = std::make_shared<const IpcMapping>(device, handle, refusal);
+      pointer_ = mapping->pointer();
+      mapping_ = mapping;
+      return;
+    }
+    case Handle::Kind::file_descriptor: {
+      const auto mapping = import_descriptor(device, handle, refusal);
+      pointer_ = mapping->pointer();
+      mapping_ = mapping;
+      return;
+    }
+    case Handle::Kind::local:
+      refusal.because("cuIpcGetMemHandle", handle.number,
+                      "the driver shares no memory between processes here, so all ranks of this GPU's host must be "
+                      "threads of one process");
+  }
+}
+
+}  // namespace ringreduce::cuda

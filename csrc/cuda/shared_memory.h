@@ -1,0 +1,75 @@
+// Memory of one rank's GPU that the kernels of other ranks read and write: on the same GPU or another one of this host,
+// in the same process or another one.
+//
+// The owner allocates it and tells the others its Handle, in plain bytes. How they come to the memory:
+//   same process    its pointer, after access between the two devices has been enabled;
+//   other process   a legacy IPC handle (cuIpcGetMemHandle). Where the driver refuses those (some containers, WSL,
+//                   Jetson), memory of the virtual memory management API, which is a file descriptor of the owner; the
+//                   other process takes a copy of it with pidfd_getfd(2).
+//
+// Lifetimes. Within a process, a mapping keeps the memory alive. Between processes nothing does: the owner must not
+// destroy OwnMemory before all mappings of it are gone, or their processes; that is for the owner's group to arrange.
+// If the owner's process dies, the contents are lost, and what kernels then read is undefined, but mappings can still
+// be destroyed. A Handle is good for as long as its OwnMemory.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <type_traits>
+
+#include "cuda/device.h"
+
+namespace ringreduce::cuda {
+
+struct Handle {
+  enum class Kind : std::uint32_t {
+    local = 1,        // other processes cannot come to it: `number` is the driver's result that says why
+    ipc,              // by `ipc`
+    file_descriptor,  // by the owner's file descriptor `number`
+  };
+
+  std::uint32_t format;
+  Kind kind;
+  std::int32_t pid;  // of the owner
+  std::int32_t number;
+  std::uint64_t started;  // when that process did, in the kernel's ticks since boot: pids are used again
+  std::uint64_t process;  // drawn at random: equal only if it is this very process
+  std::uint64_t pointer;  // in the owner's process
+  std::uint64_t bytes;
+  unsigned char device[16];  // its UUID
+  unsigned char ipc[64];
+};
+static_assert(sizeof(Handle) == 128 && std::is_trivially_copyable_v<Handle>);
+
+class OwnMemory {
+ public:
+  // `bytes` zero bytes. Throws Error(system).
+  OwnMemory(const DevicePtr& device, std::size_t bytes);
+
+  CUdeviceptr pointer() const { return handle_.pointer; }
+  std::size_t bytes() const { return handle_.bytes; }
+  const Handle& handle() const { return handle_; }
+
+ private:
+  Handle handle_;
+  std::shared_ptr<const void> memory_;
+};
+
+class PeerMapping {
+ public:
+  // The memory of `handle`, for kernels of `device`. `owner` names the rank in errors. A handle is not trusted: one
+  // that OwnMemory did not make, or whose memory is gone, throws Error(system) as far as that can be told.
+  PeerMapping(const DevicePtr& device, const Handle& handle, const std::string& owner);
+
+  CUdeviceptr pointer() const { return pointer_; }
+  std::size_t bytes() const { return bytes_; }
+
+ private:
+  CUdeviceptr pointer_ = 0;
+  std::size_t bytes_ = 0;
+  std::shared_ptr<const void> mapping_;
+};
+
+}  // namespace ringreduce::cuda

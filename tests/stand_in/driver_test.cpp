@@ -1,0 +1,526 @@
+// Tests of csrc/cuda on the stand-in driver, one function each: `driver_test NAME`. It ends with 0, or says what was
+// not as expected and ends with 1. test_cuda_driver.py runs it, and chooses the machine that the stand-in plays.
+
+#include "driver_test.h"
+
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <set>
+#include <source_location>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "cuda/device.h"
+#include "cuda/driver.h"
+#include "cuda/shared_memory.h"
+
+using namespace ringreduce;
+using namespace ringreduce::cuda;
+
+namespace {
+
+void expect(bool ok, const std::string& found = "", std::source_location where = std::source_location::current()) {
+  if (ok) return;
+  std::fprintf(stderr, "driver_test.cpp:%u: not as expected %s\n", where.line(), found.c_str());
+  std::exit(1);
+}
+
+// `action` throws Error(system) with a text that has all `parts`.
+void expect_error(const std::function<void()>& action, const std::vector<std::string>& parts,
+                  std::source_location where = std::source_location::current()) {
+  try {
+    action();
+  } catch (const Error& error) {
+    for (const std::string& part : parts)
+      expect(std::string(error.what()).find(part) != std::string::npos, "[" + part + "] in: " + error.what(), where);
+    expect(error.kind() == ErrorKind::system, "kind", where);
+    return;
+  }
+  expect(false, "no error", where);
+}
+
+DevicePtr open_device(int ordinal) { return std::make_shared<const Device>(ordinal); }
+
+std::vector<std::uint64_t> read(const Stream& stream, CUdeviceptr from, std::size_t words) {
+  std::vector<std::uint64_t> values(words);
+  stream.copy(reinterpret_cast<CUdeviceptr>(values.data()), from, words * 8);
+  stream.synchronize();
+  return values;
+}
+
+std::vector<std::uint64_t> same(std::size_t words, std::uint64_t value) { return std::vector(words, value); }
+
+Module kernels(const DevicePtr& device) {
+  return Module(device, (std::string("so:") + std::getenv("STAND_IN_KERNELS")).c_str());
+}
+
+// ---- one process ----------------------------------------------------------------------------------------------------
+
+void devices() {
+  expect(Device::count() == 2);
+  const Device zero(0), one(1);
+  expect(zero.describe() == "device 0 (Stand-in GPU, 0000:01:00.0)", zero.describe());
+  expect(one.pci_bus_id() == "0000:02:00.0", one.pci_bus_id());
+  expect(zero.uuid() != one.uuid());
+  expect(zero.capability() == 90 && zero.multiprocessors() == 32 && zero.has_stream_values());
+  expect(zero.attribute(-1) == 0);
+  expect(zero.can_access(one) && zero.can_access(zero));
+  zero.enable_access(one);
+  zero.enable_access(one);
+  expect_error([] { Device(2); }, {"no CUDA device 2", "the driver sees 2", "CUDA_VISIBLE_DEVICES"});
+  expect_error([] { Device(-1); }, {"no CUDA device -1"});
+}
+
+void memory() {
+  const DevicePtr device = open_device(1);
+  const DeviceMemory device_memory(device, 8 << 20);
+  const Stream stream(device);
+  const std::size_t words = device_memory.bytes() / 8;
+  expect(read(stream, device_memory.pointer(), words) == same(words, 0));
+  const HostMemory host(device, 64);
+  expect(std::string(64, '\0') == std::string(reinterpret_cast<char*>(host.data()), 64));
+  stream.fill(host.pointer(), 7, 64);
+  stream.synchronize();
+  expect(std::string(64, '\7') == std::string(reinterpret_cast<char*>(host.data()), 64));
+  int ordinal = -1;
+  driver().cuPointerGetAttribute(&ordinal, kPointerAttributeDeviceOrdinal, device_memory.pointer() + 100);
+  expect(ordinal == 1);
+}
+
+void out_of_memory() {  // with 32 MB
+  const DevicePtr device = open_device(0);
+  const std::string text = " of 64 MB on device 0: CUDA_ERROR_OUT_OF_MEMORY (out of memory)";
+  expect_error([&] { DeviceMemory(device, 64 << 20); }, {"cuMemAlloc" + text});
+  expect_error([&] { OwnMemory(device, 64 << 20); }, {"cuMemAlloc" + text});
+  for (int i = 0; i < 3; i++) DeviceMemory(device, 32 << 20);  // each is given back
+}
+
+void launches() {
+  const DevicePtr device = open_device(0);
+  const Module module = kernels(device);
+  const Function add = module.function("add");
+  const std::size_t words = 1000;
+  const DeviceMemory memory(device, words * 8);
+  for (const Stream* stream : {new Stream(device), new Stream(device, -5)}) {
+    stream->launch(add, {7, 32}, Add{memory.pointer(), words, 3});
+    stream->launch(add, {1, 1}, Add{memory.pointer(), words, 4});
+    stream->synchronize();
+    delete stream;
+  }
+  const Stream legacy = Stream::borrowed(device, nullptr);
+  expect(read(legacy, memory.pointer(), words) == same(words, 14));
+
+  // As many blocks as are said to be resident can wait for one another.
+  const Function meet = module.function("meet");
+  const int blocks = module.resident_blocks(meet, 128);
+  expect(blocks == 64);
+  const DeviceMemory counter(device, 8);
+  legacy.launch(meet, {static_cast<unsigned>(blocks), 128}, Meet{counter.pointer()});
+  expect(read(legacy, counter.pointer(), 1)[0] == 64);
+
+  expect_error([&] { legacy.launch(add, {1, 2048}, Add{}); },
+               {"cuLaunchKernel of add with 1 blocks of 2048 threads on device 0: CUDA_ERROR_INVALID_VALUE"});
+  expect_error([&] { module.function("subtract"); },
+               {"cuModuleGetFunction of subtract on device 0: CUDA_ERROR_NOT_FOUND"});
+  expect_error(
+      [&] {
+        Module(device,
+               "\x7f"
+               "ELF");
+      },
+      {"cuModuleLoadData on device 0 (Stand-in GPU, 0000:01:00.0) of compute capability 9.0: CUDA_ERROR_INVALID_"});
+}
+
+void streams() {
+  const DevicePtr zero = open_device(0), one = open_device(1);
+  const Stream waiting(zero), other(one);
+  const DeviceMemory flag(zero, 8), memory(one, 64);
+  const Event event(zero), never(zero);
+  expect(waiting.done() && never.done());
+  waiting.wait_value(flag.pointer(), 5);
+  waiting.record(event);
+  other.wait(event);
+  other.fill(memory.pointer(), 1, 64);
+  // The waiting streams do not hold up a third one.
+  const Stream third(zero);
+  third.write_value(flag.pointer(), 4);
+  third.synchronize();
+  expect(!waiting.done() && !other.done() && !event.done());
+  expect(read(third, memory.pointer(), 8) == same(8, 0));
+  third.write_value(flag.pointer(), 6);  // past it
+  other.synchronize();
+  expect(event.done());
+  expect(read(third, memory.pointer(), 8) == same(8, 0x0101010101010101));
+  expect_error([&] { waiting.wait_value(flag.pointer() + 4, 1); }, {"cuStreamWaitValue64 on device 0"});
+
+  const Event start(zero, true), end(zero, true);
+  third.record(start);
+  third.record(end);
+  end.synchronize();
+  expect(end.milliseconds_since(start) >= 0);
+  expect_error([&] { event.milliseconds_since(start); }, {"cuEventElapsedTime on device 0: CUDA_ERROR_INVALID_HANDLE"});
+}
+
+// What torch calls for a CUDA graph.
+struct Graphs {
+  void* const library = dlopen(std::getenv("RINGREDUCE_LIBCUDA"), RTLD_NOW);
+  template <class... A>
+  CUresult call(const char* name, A... arguments) const {
+    return reinterpret_cast<CUresult (*)(A...)>(dlsym(library, name))(arguments...);
+  }
+  CUresult begin(const Stream& stream) const { return call("cuStreamBeginCapture_v2", stream.handle(), 0); }
+  CUresult end(const Stream& stream, void** graph) const { return call("cuStreamEndCapture", stream.handle(), graph); }
+};
+
+void capture() {
+  const DevicePtr device = open_device(0);
+  const Device::Use use(*device);
+  const Module module = kernels(device);
+  const Function add = module.function("add");
+  const DeviceMemory memory(device, 64), flag(device, 8);
+  const Stream main(device), side(device);
+  const Event fork(device), join(device);
+  const Graphs graphs;
+  void* graph = nullptr;
+
+  expect(!main.capturing());
+  expect(graphs.begin(main) == kSuccess);
+  expect(main.capturing() && !side.capturing());
+  {
+    Add parameters{memory.pointer(), 8, 1};
+    main.launch(add, {2, 2}, parameters);
+    parameters.value = 1000;  // too late
+  }
+  main.record(fork);
+  side.wait(fork);
+  expect(side.capturing());
+  // One waits for the other, which is launched later: both must run at once.
+  main.wait_value(flag.pointer(), 1);
+  side.launch(add, {1, 1}, Add{memory.pointer(), 8, 10});
+  side.write_value(flag.pointer(), 1);
+  side.record(join);
+  main.wait(join);
+  main.launch(add, {1, 1}, Add{memory.pointer(), 8, 100});
+  expect(graphs.end(main, &graph) == kSuccess);
+  expect(!main.capturing() && !side.capturing());
+  expect(read(main, memory.pointer(), 8) == same(8, 0));
+
+  void* executable = nullptr;
+  expect(graphs.call("cuGraphInstantiateWithFlags", &executable, graph, 0ULL) == kSuccess);
+  expect(graphs.call("cuGraphDestroy", graph) == kSuccess);
+  for (int i = 0; i < 3; i++) {
+    main.fill(flag.pointer(), 0, 8);
+    expect(graphs.call("cuGraphLaunch", executable, main.handle()) == kSuccess);
+  }
+  expect(read(main, memory.pointer(), 8) == same(8, 333));
+  expect(graphs.call("cuGraphExecDestroy", executable) == kSuccess);
+
+  // What a capture forbids, ends it.
+  const std::string forbidden =
+      "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED (operation not permitted when stream is capturing)";
+  const std::map<std::string, std::function<void()>> calls{
+      {"cuStreamSynchronize on device 0: ", [&] { main.synchronize(); }},
+      {"cuStreamQuery on device 0: ", [&] { (void)main.done(); }},
+      {"cuEventQuery on device 0: ", [&] { (void)fork.done(); }},
+      {"cuEventSynchronize on device 0: ", [&] { fork.synchronize(); }},
+      {"cuMemAlloc of 64 bytes on device 0: ", [&] { DeviceMemory(device, 64); }}};
+  for (const auto& [name, call] : calls) {
+    expect(graphs.begin(main) == kSuccess);
+    expect_error(call, {name + forbidden});
+    expect_error([&] { main.fill(memory.pointer(), 0, 8); }, {"CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"});
+    expect(graphs.end(main, &graph) != kSuccess && graph == nullptr);
+  }
+  // A stream that was forked must be joined.
+  expect(graphs.begin(main) == kSuccess);
+  main.record(fork);
+  side.wait(fork);
+  side.fill(memory.pointer(), 0, 8);
+  expect(graphs.end(main, &graph) == 904);
+  expect(!side.capturing());
+  // Work from outside must not be waited for.
+  side.record(join);
+  expect(graphs.begin(main) == kSuccess);
+  expect_error([&] { main.wait(join); }, {"CUDA_ERROR_STREAM_CAPTURE_ISOLATION"});
+  expect(graphs.end(main, &graph) == 901);
+}
+
+void one_process() {  // with and without IPC
+  const DevicePtr zero = open_device(0), one = open_device(1);
+  auto memory = std::make_unique<OwnMemory>(zero, 1000);
+  expect(memory->bytes() >= 1000);
+  const Handle handle = memory->handle();
+  auto here = std::make_unique<PeerMapping>(zero, handle, "rank 1");
+  const PeerMapping there(one, handle, "rank 1");
+  expect(here->pointer() == memory->pointer() && there.pointer() == memory->pointer());
+  expect(there.bytes() == memory->bytes());
+  const Stream stream(one);
+  expect(read(stream, there.pointer(), there.bytes() / 8) == same(there.bytes() / 8, 0));
+  // A mapping keeps the memory.
+  memory = nullptr;
+  here = nullptr;
+  stream.fill(there.pointer(), 1, there.bytes());
+  expect(read(stream, there.pointer(), 1)[0] == 0x0101010101010101);
+}
+
+void freed() {
+  const DevicePtr device = open_device(0);
+  auto memory = std::make_unique<OwnMemory>(device, 1000);
+  const Handle handle = memory->handle();
+  memory = nullptr;
+  expect_error([&] { PeerMapping(device, handle, "rank 1"); },
+               {"device 0 (Stand-in GPU, 0000:01:00.0) cannot use GPU memory of rank 1, process " +
+                std::to_string(getpid()) + ": it has been freed"});
+}
+
+void no_peer_access() {
+  const DevicePtr zero = open_device(0), one = open_device(1);
+  const OwnMemory memory(zero, 1000);
+  PeerMapping(zero, memory.handle(), "rank 1");
+  expect_error([&] { PeerMapping(one, memory.handle(), "rank 1"); },
+               {"device 1 (Stand-in GPU, 0000:02:00.0) cannot use GPU memory of rank 1",
+                "it is on device 0 (Stand-in GPU, 0000:01:00.0), which this one cannot access", "topo -p2p"});
+  expect_error([&] { one->enable_access(*zero); },
+               {"cuCtxEnablePeerAccess of device 1", "to device 0", "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED"});
+}
+
+void damaged_handles() {
+  const DevicePtr device = open_device(0);
+  const OwnMemory memory(device, 1000);
+  const auto expect_refused = [&](const std::function<void(Handle&)>& damage, const std::string& text) {
+    Handle handle = memory.handle();
+    damage(handle);
+    expect_error([&] { PeerMapping(device, handle, "rank 1"); }, {"cannot use GPU memory of rank 1", text});
+  };
+  expect_refused([](Handle& h) { h.format++; }, "run the same version of ringreduce in all ranks");
+  expect_refused([](Handle& h) { h.kind = static_cast<Handle::Kind>(0); }, "damaged: kind is 0");
+  expect_refused([](Handle& h) { h.kind = static_cast<Handle::Kind>(4); }, "damaged: kind is 4");
+  expect_refused([](Handle& h) { h.pid = 0; }, "damaged: pid is 0");
+  expect_refused([](Handle& h) { h.bytes = 0; }, "damaged: bytes is 0");
+  expect_refused([](Handle& h) { h.bytes = (1ULL << 44) + 1; }, "damaged: bytes is 17592186044417");
+  expect_refused([](Handle& h) { h.pointer = 0; }, "damaged: pointer is 0");
+  expect_refused([](Handle& h) { h.pointer += 8; }, "it has been freed");
+  expect_refused([](Handle& h) { h.bytes -= 8; }, "it has been freed");
+  expect_refused([](Handle& h) { h.device[15] = 77; }, "its GPU is not visible to this process");
+  // As if from another process:
+  const auto foreign = [](Handle::Kind kind, const std::function<void(Handle&)>& damage) {
+    return [=](Handle& h) {
+      h.kind = kind;
+      h.process++;
+      damage(h);
+    };
+  };
+  const auto fd = Handle::Kind::file_descriptor;
+  expect_refused(foreign(Handle::Kind::ipc, [](Handle& h) { h.ipc[0]++; }), "cuIpcOpenMemHandle: CUDA_ERROR_INVALID_V");
+  expect_refused(foreign(fd, [](Handle& h) { h.number = -1; }), "damaged: number is");
+  expect_refused(foreign(fd, [](Handle& h) { h.number = 1000; }), "pidfd_getfd: Bad file descriptor");
+  expect_refused(foreign(fd, [](Handle& h) { h.started++; }), "there is no such process here");
+  expect_refused(foreign(fd, [](Handle& h) { h.number = open("/dev/null", O_RDONLY); }),
+                 "cuMemImportFromShareableHandle: CUDA_ERROR_INVALID_VALUE");
+}
+
+void forked() {
+  const DevicePtr device = open_device(0);
+  auto memory = std::make_unique<OwnMemory>(device, 1000);
+  auto stream = std::make_unique<Stream>(device);
+  const pid_t child = fork();
+  if (child == 0) {
+    const std::string text =
+        "CUDA cannot be used in a process that was forked after CUDA was used; start processes with";
+    expect(unavailable().find(text) == 0, unavailable());
+    expect_error([&] { stream->synchronize(); }, {text});
+    expect_error([&] { Device(0); }, {text});
+    memory = nullptr;
+    stream = nullptr;
+    std::_Exit(0);
+  }
+  int status = -1;
+  waitpid(child, &status, 0);
+  expect(status == 0, "status " + std::to_string(status));
+  stream->fill(memory->pointer(), 1, memory->bytes());
+  expect(read(*stream, memory->pointer(), 1)[0] == 0x0101010101010101);
+}
+
+// Another process in which somebody else than we had used CUDA.
+void forked_by_others() {
+  const Graphs others;
+  expect(others.call("cuInit", 0u) == kSuccess);
+  const pid_t child = fork();
+  if (child == 0) {
+    expect(unavailable().find("CUDA cannot be used in a process that was forked") == 0, unavailable());
+    std::_Exit(0);
+  }
+  int status = -1;
+  waitpid(child, &status, 0);
+  expect(status == 0, "status " + std::to_string(status));
+  expect(unavailable().empty(), unavailable());
+}
+
+void print_unavailable() {
+  std::puts(unavailable().c_str());
+  std::puts(unavailable().c_str());  // what failed once fails always
+}
+
+// ---- two processes --------------------------------------------------------------------------------------------------
+
+int to_peer = -1;
+
+template <class T>
+void send(const T& value) {
+  expect(write(to_peer, &value, sizeof(value)) == sizeof(value), "peer gone");
+}
+
+template <class T>
+T receive() {
+  T value;
+  expect(recv(to_peer, &value, sizeof(value), MSG_WAITALL) == sizeof(value), "peer gone");
+  return value;
+}
+
+void meet() {
+  send('.');
+  receive<char>();
+}
+
+// Starts `name` of this program, connected over to_peer.
+class Peer {
+ public:
+  explicit Peer(const char* name, const std::function<void()>& prepare = [] {}) {
+    int ends[2];
+    expect(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
+    pid_ = fork();
+    if (pid_ == 0) {
+      prepare();
+      const std::string end = std::to_string(dup(ends[1]));
+      execl("/proc/self/exe", "driver_test", name, end.c_str(), nullptr);
+      std::_Exit(127);
+    }
+    close(ends[1]);
+    to_peer = ends[0];
+  }
+  void kill_it() {
+    kill(pid_, SIGKILL);
+    waitpid(pid_, nullptr, 0);
+  }
+  void expect_success() {
+    int status = -1;
+    waitpid(pid_, &status, 0);
+    expect(status == 0, "the peer's status is " + std::to_string(status));
+  }
+
+ private:
+  pid_t pid_;
+};
+
+constexpr std::size_t kWords = 100'000;
+
+// Each owns memory on its device, adds to the other's with a kernel, and waits with its stream for what the other did.
+void share(int ordinal, std::uint64_t own_value, std::uint64_t peer_value) {
+  const DevicePtr device = open_device(ordinal);
+  const Module module = kernels(device);
+  const Stream stream(device);
+  const OwnMemory own(device, (kWords + 1) * 8);
+  send(own.handle());
+  const Handle handle = receive<Handle>();
+  expect(handle.kind == own.handle().kind && handle.pid != getpid());
+  {
+    const PeerMapping peer(device, handle, "the peer");
+    const PeerMapping again(device, handle, "the peer");
+    expect(peer.bytes() == own.bytes());
+    stream.launch(module.function("add"), {4, 64}, Add{peer.pointer(), kWords, own_value});
+    stream.write_value(again.pointer() + kWords * 8, 1);  // tells the peer
+    stream.wait_value(own.pointer() + kWords * 8, 1);
+    expect(read(stream, own.pointer(), kWords) == same(kWords, peer_value));
+  }
+  meet();  // no mapping is left: the owners may free
+}
+
+void two_processes(int peer_device) {
+  Peer peer(peer_device == 0 ? "peer_on_0" : "peer_on_1");
+  share(0, 5, 7);
+  peer.expect_success();
+}
+
+void sends_handle() {
+  const OwnMemory own(open_device(1), 1000);
+  send(own.handle());
+  receive<char>();
+}
+
+void owner_killed() {
+  Peer peer("sends_handle");
+  const DevicePtr device = open_device(0);
+  const Handle handle = receive<Handle>();
+  {
+    const PeerMapping works(device, handle, "rank 1");
+  }
+  const PeerMapping kept(device, handle, "rank 1");
+  peer.kill_it();
+  expect_error([&] { PeerMapping(open_device(1), handle, "rank 1"); },
+               {"cannot use GPU memory of rank 1, process " + std::to_string(handle.pid), "keep the owner alive"});
+}
+
+// Each takes the other's GPU for its own.
+void gpu_hidden() {
+  Peer peer("sends_handle", [] { setenv("RINGREDUCE_STAND_IN_DEVICES", "2", 1); });
+  const Handle handle = receive<Handle>();
+  expect_error([&] { PeerMapping(open_device(0), handle, "rank 1"); },
+               {"its GPU is not visible to this process", "CUDA_VISIBLE_DEVICES"});
+  send('.');
+  peer.expect_success();
+}
+
+void nothing_shared() {  // without IPC and VMM
+  Peer peer("sends_handle");
+  const Handle handle = receive<Handle>();
+  expect_error([&] { PeerMapping(open_device(1), handle, "rank 1"); },
+               {"cuIpcGetMemHandle: CUDA_ERROR_NOT_SUPPORTED", "must be threads of one process"});
+  send('.');
+  peer.expect_success();
+}
+
+const std::map<std::string, std::function<void()>> kTests{
+    {"devices", devices},
+    {"memory", memory},
+    {"out_of_memory", out_of_memory},
+    {"launches", launches},
+    {"streams", streams},
+    {"capture", capture},
+    {"one_process", one_process},
+    {"freed", freed},
+    {"no_peer_access", no_peer_access},
+    {"damaged_handles", damaged_handles},
+    {"forked", forked},
+    {"forked_by_others", forked_by_others},
+    {"print_unavailable", print_unavailable},
+    {"two_processes_one_gpu", [] { two_processes(0); }},
+    {"two_processes_two_gpus", [] { two_processes(1); }},
+    {"owner_killed", owner_killed},
+    {"gpu_hidden", gpu_hidden},
+    {"nothing_shared", nothing_shared},
+    // Peers of those above:
+    {"peer_on_0", [] { share(0, 7, 5); }},
+    {"peer_on_1", [] { share(1, 7, 5); }},
+    {"sends_handle", sends_handle},
+};
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  if (count > 2) to_peer = std::atoi(arguments[2]);
+  try {
+    kTests.at(arguments[1])();
+  } catch (const Error& error) {
+    expect(false, error.what());
+  }
+}

@@ -1,0 +1,165 @@
+"""csrc/cuda, the host's side of CUDA, without a GPU: on a stand-in for the driver, across real processes.
+
+tests/stand_in/driver_test.cpp has the tests proper. Here they are built, run, each in a process of its own, and given
+the machine that the stand-in plays.
+"""
+
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+STAND_IN = ROOT / "tests/stand_in"
+CXX = [*shlex.split(os.environ.get("CXX", "c++")), "-std=c++20", "-Wall", "-Wextra", "-Werror", "-pthread"]
+CXX += ["-fvisibility=hidden"]
+INCLUDE = f"-I{ROOT / 'csrc'}"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A folder with the stand-in driver, kernels for it, and the test program."""
+    folder = tmp_path_factory.mktemp("stand_in")
+    shared = ["-shared", "-fPIC"]
+    builds = {
+        "libcuda.so.1": [*shared, STAND_IN / "libcuda.cpp"],
+        "kernels.so": [*shared, STAND_IN / "kernels.cpp"],
+        "driver_test": [STAND_IN / "driver_test.cpp", *sorted((ROOT / "csrc/cuda").glob("*.cpp"))],
+    }
+    running = [subprocess.Popen([*CXX, INCLUDE, *arguments, "-o", folder / name]) for name, arguments in builds.items()]
+    assert [compiler.wait() for compiler in running] == [0] * len(builds)
+    return folder
+
+
+def run(built, test, libcuda=None, **machine):
+    """What `test` prints; `machine` holds settings of the stand-in, in capitals."""
+    settings = {f"RINGREDUCE_STAND_IN_{name}": str(value) for name, value in machine.items()}
+    env = {
+        **os.environ,
+        "RINGREDUCE_LIBCUDA": str(libcuda or built / "libcuda.so.1"),
+        "STAND_IN_KERNELS": str(built / "kernels.so"),
+        **settings,
+    }
+    done = subprocess.run(
+        [built / "driver_test", test], env=env, check=False, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def library(folder, source):
+    """A driver of a few lines."""
+    (folder / "driver.cpp").write_text(source)
+    subprocess.run(
+        [*CXX, INCLUDE, "-shared", "-fPIC", folder / "driver.cpp", "-o", folder / "libcuda.so.1"], check=True
+    )
+    return folder / "libcuda.so.1"
+
+
+@pytest.mark.parametrize("test", ["devices", "launches", "streams", "capture", "forked_by_others"])
+def test_device(built, test):
+    run(built, test)
+
+
+def test_out_of_memory_names_call_size_and_device(built):
+    run(built, "out_of_memory", MEMORY=32 << 20)
+
+
+SHARED = ["memory", "one_process", "freed", "damaged_handles", "forked", "owner_killed"]
+
+
+@pytest.mark.parametrize("machine", [{}, {"NO_IPC": 1}], ids=["ipc", "vmm"])
+@pytest.mark.parametrize("test", [*SHARED, "two_processes_one_gpu", "two_processes_two_gpus"])
+def test_shared_memory(built, test, machine):
+    run(built, test, **machine)
+
+
+def test_without_any_sharing_ranks_of_one_process_still_share(built):
+    run(built, "one_process", NO_IPC=1, NO_VMM=1)
+    run(built, "nothing_shared", NO_IPC=1, NO_VMM=1)
+
+
+@pytest.mark.parametrize("machine", [{}, {"NO_IPC": 1}], ids=["ipc", "vmm"])
+def test_no_peer_access(built, machine):
+    run(built, "no_peer_access", NO_PEER=1, **machine)
+
+
+def test_gpu_of_another_rank_is_hidden(built):
+    run(built, "gpu_hidden", DEVICES=1)
+
+
+def unavailable(built, libcuda=None, **machine):
+    first, again = run(built, "print_unavailable", libcuda, **machine).splitlines()
+    assert first == again
+    return first
+
+
+def test_available(built):
+    assert unavailable(built) == ""
+
+
+def test_no_driver(built):
+    text = unavailable(built, built / "nowhere.so.1")
+    assert text.startswith("no CUDA driver: ")
+    assert "nowhere.so.1" in text
+    assert "; install the NVIDIA driver" in text
+
+
+def test_no_gpu(built):
+    text = unavailable(built, DEVICES=0)
+    assert text.startswith(
+        "the CUDA driver for CUDA 13.0 sees no GPU: CUDA_ERROR_NO_DEVICE (no CUDA-capable device is detected); "
+    )
+
+
+def test_old_driver(built, tmp_path):
+    source = """
+    extern "C" __attribute__((visibility("default"))) int cuInit(unsigned) { return 0; }
+    extern "C" __attribute__((visibility("default"))) int cuDriverGetVersion(int* v) { return *v = 11060, 0; }
+    """
+    text = unavailable(built, library(tmp_path, source))
+    assert "is too old: it is for CUDA 11.6 and has no " in text
+    assert "cuStreamWaitValue64_v2" in text
+    assert "cuInit" not in text
+    assert "install an NVIDIA driver for CUDA 11.7 or later" in text
+
+
+def test_driver_that_does_not_start(built, tmp_path):
+    source = (STAND_IN / "libcuda.cpp").read_text()
+    start = "API cuInit(unsigned) {"
+    assert start in source
+    text = unavailable(built, library(tmp_path, source.replace(start, start + " return 803;\n")))
+    assert text == "the CUDA driver for CUDA 13.0 does not start: cuInit: CUDA error 803; see whether nvidia-smi works"
+
+
+def cuda_include():
+    """The folder of cuda.h: the toolkit's."""
+    roots = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
+    if nvcc := shutil.which("nvcc"):
+        roots.append(str(Path(nvcc).resolve().parents[1]))
+    return next((Path(root, "include") for root in roots if root and Path(root, "include/cuda.h").exists()), None)
+
+
+@pytest.mark.skipif(cuda_include() is None, reason="no cuda.h: there is no CUDA toolkit here")
+def test_api_is_that_of_cuda_h(tmp_path):
+    def errors(csrc):
+        check = [*CXX, "-fsyntax-only", f"-I{csrc}", "-isystem", cuda_include(), STAND_IN / "signatures.cpp"]
+        return subprocess.run(check, check=False, capture_output=True, text=True).stderr
+
+    assert errors(ROOT / "csrc") == ""
+    (tmp_path / "cuda").mkdir()
+    api = (ROOT / "csrc/cuda/api.h").read_text()
+    for name, right, wrong in [
+        ("cuMemAlloc", "CUdeviceptr * pointer, std::size_t bytes", "CUdeviceptr * pointer, unsigned bytes"),
+        ("cuStreamQuery", "(CUstream stream)", "(CUstream stream, int flags)"),
+        ("cuMemSetAccess", "const CUmemAccessDesc* access", "CUmemAccessDesc* access"),
+    ]:
+        line = next(line for line in api.splitlines() if f"({name}, " in line)
+        at = api.index(line)
+        changed = api[:at] + api[at:].replace(right, wrong, 1)
+        assert changed != api
+        (tmp_path / "cuda/api.h").write_text(changed)
+        assert f"static assertion failed: {name}\n" in errors(tmp_path)
