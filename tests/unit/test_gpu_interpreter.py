@@ -1,7 +1,7 @@
 """The GPU's interpreter, run on a CPU: all ranks in this process, a thread for every block.
 
-What it makes of every built-in plan is compared with the plan itself, evaluated on numbers; its waits, with peers that do
-not come or make another call.
+Every built-in plan must give what its collective promises; waits must end where a peer does not come or makes another
+call.
 """
 
 import ctypes
