@@ -2,19 +2,18 @@
 // csrc/cuda run, and be checked by sanitizers, on a machine without a GPU, across real processes.
 //
 // What stands for what
-//   device memory      a memfd, mapped shared and filled with rubbish at both ends; IPC handles name the memfd by
-//   process
-//                      and descriptor, VMM handles are descriptors of it
-//   a stream           a thread that does what was queued, in order. The null stream is one of them: it does not wait
-//   for
-//                      other streams, nor they for it
-//   a module           a shared object: its image is the text "so:/path/to/it"
-//   a kernel `name`    its function stand_in_<name>, a StandInKernel, called once a block, in a thread of the block's
-//                      own. stand_in_<name>_parameters (a std::size_t) is the size of its one parameter, a struct.
-//                      At most RINGREDUCE_STAND_IN_BLOCKS (64) blocks of a device run at once; more wait, as on a GPU
-//   a graph            the calls that a capture recorded and what each comes after; a launch does them in that order
-// The driver is stricter about errors than it needs to be: calls without a current context, of a forked child, and
-// calls that a capture forbids are refused, as the real one does.
+//   device memory   a memfd, mapped shared, with rubbish at both ends; IPC handles name it by process and descriptor,
+//                   VMM handles are descriptors of it
+//   a stream        a thread that does what was queued, in order. The null stream is one of them: it does not wait for
+//                   other streams, nor they for it
+//   a module        a shared object: its image is the text "so:/path/to/it"
+//   a kernel NAME   its function stand_in_NAME, a StandInKernel, called once a block, in a thread of the block's own.
+//                   stand_in_NAME_parameters (a std::size_t) is the size of its one parameter, a struct. At most
+//                   RINGREDUCE_STAND_IN_BLOCKS (64) blocks of a device run at once; more wait, as on a GPU. Blocks are
+//                   threads on few cores: one that waits should yield
+//   a graph         the calls that a capture recorded, and what each comes after; a launch does them in that order
+// As the real driver does, it refuses calls without a current context, calls of a forked child, and what a capture
+// forbids. It is stricter in one thing: cuMemFree does not wait for work that still uses the memory.
 //
 // RINGREDUCE_STAND_IN_DEVICES (2), _MEMORY (bytes of each device, 8 GB), _NO_PEER, _NO_IPC and _NO_VMM (=1: the driver
 // says that it cannot) choose what machine it plays.
