@@ -16,7 +16,7 @@ PY := $(VENV)/bin/python
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 export MAX_JOBS ?= $(JOBS)
 
-.PHONY: help build demo test conformance ecosystem lint format stress soak clean distclean
+.PHONY: help build demo test conformance ecosystem lint format stress cuda soak clean distclean
 
 help:
 	@echo 'make demo      build, train a model on 2 ranks, compare ring, tree, direct and Gloo, plan rings over links'
@@ -25,6 +25,7 @@ help:
 	@echo 'make ecosystem Lightning Fabric, Accelerate and Ray Train on this backend; downloads them to .venv-ecosystem'
 	@echo 'make lint      ruff, mypy --strict, clang-format'
 	@echo 'make stress    the engine without torch, under ThreadSanitizer and AddressSanitizer/UBSan'
+	@echo 'make cuda      compile the GPU kernels, check their registers and loads; WRITE=1: write the table anew'
 	@echo 'make soak      its mixed load for SOAK_SECONDS ($(SOAK_SECONDS)) under each sanitizer'
 	@echo 'make build     set up $(VENV), compile csrc, install in place'
 	@echo 'make format    format Python and C++'
@@ -33,6 +34,7 @@ help:
 	@echo 'PYTHON=python3         the Python to use; if it has torch >= 2.11, that torch is used and none is downloaded'
 	@echo 'TORCH=torch==2.13.0    else this is installed in $(VENV); without a GPU, PIP_EXTRA_INDEX_URL set to'
 	@echo '                       the index of CPU wheels that PyTorch publishes saves gigabytes'
+	@echo 'RINGREDUCE_NVCC=PATH   the nvcc to use (default: that of CUDA_HOME, or on PATH); 0: none'
 	@echo 'JOBS=N                 compilations at once (default: the number of cores, $(JOBS))'
 
 # ---- set-up: each step leaves a stamp in $(VENV), so that a second call has nothing to do ----------------------------
@@ -41,6 +43,7 @@ help:
 RUN_TOOLS := 'setuptools>=77:setuptools' ninja numpy rich scipy networkx matplotlib scikit-learn:sklearn
 TEST_TOOLS := pytest pytest-timeout:pytest_timeout hypothesis psutil expecttest \
   mypy 'ruff==0.17:ruff' 'clang-format==23:clang_format'
+CUDA_TOOLS := nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
 
 # Is this Python's torch usable? Prints its version, or on stderr why not.
 define TORCH_USABLE
@@ -60,9 +63,11 @@ endef
 # Prints which of the tools named as in RUN_TOOLS are missing or of another version.
 define MISSING_TOOLS
 import re, shutil, sys
-from importlib.metadata import version
+from importlib.metadata import distributions, version
 from importlib.util import find_spec
 def present(name, relation, wanted, module):
+    if name.startswith("nvidia-cuda-"):
+        return shutil.which(name.rpartition("-")[2]) or any(distributions(name=name))
     if find_spec(module or name) is None:
         return name == "ninja" and shutil.which(name)
     found = relation and version(name)
@@ -103,9 +108,10 @@ $(VENV)/.torch: $(VENV)/.python
 	@$(call install_missing,$(RUN_TOOLS))
 	@touch $@
 
-SOURCES := $(shell find csrc -path csrc/stress -prune -o \( -type d -o -name '*.cpp' -o -name '*.h' \) -print)
+SOURCES := $(shell find csrc -path csrc/stress -prune -o \( -type d -o -name '*.cpp' -o -name '*.h' \
+  -o -name '*.cu' -o -name '*.cuh' \) -print)
 
-$(VENV)/.built: $(VENV)/.torch setup.py $(SOURCES)
+$(VENV)/.built: $(VENV)/.torch setup.py build_cuda.py $(SOURCES)
 	@echo "[3/4] compiling csrc, $(MAX_JOBS) files at once"
 	@$(PY) setup.py -q build_ext --inplace | sed -uE 's|^(\[[0-9]+/[0-9]+\]) .* -c [^ ]*/(csrc/[^ ]+) .*|      \1 \2|'
 	@touch $@
@@ -205,6 +211,11 @@ stress:
 	@echo "== engine under AddressSanitizer and UBSan =="
 	build/stress_asan
 
+# Compiles for GPUs, runs nothing on one. Without nvcc it checks nothing, says so and succeeds.
+cuda: $(VENV)/.python
+	@if $(PY) build_cuda.py >/dev/null 2>&1; then $(call install_missing,$(CUDA_TOOLS)); fi
+	@$(PY) .ci/check_cuda.py $(if $(WRITE),--write)
+
 soak:
 	@+$(MAKE) --no-print-directory -j$(JOBS) build/stress_tsan build/stress_asan
 	@echo "== mixed load under ThreadSanitizer, $(SOAK_SECONDS) s =="
@@ -217,7 +228,7 @@ NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 clean:
 	rm -rf build dist ringreduce.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	rm -f ringreduce/_C*.so $(VENV)/.built $(VENV)/.installed
+	rm -f ringreduce/_C*.so ringreduce/gpu/*.cu ringreduce/gpu/*.fatbin $(VENV)/.built $(VENV)/.installed
 
 distclean: clean
 	rm -rf $(VENV) .venv-ecosystem bench/.peers

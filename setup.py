@@ -1,4 +1,4 @@
-"""Builds `ringreduce._C` from csrc/. Everything else about the package is in pyproject.toml."""
+"""Builds `ringreduce._C` and the GPU kernels from csrc/. Everything else about the package is in pyproject.toml."""
 
 import os
 import platform
@@ -56,11 +56,14 @@ def extension(cpp_extension):
 
 
 os.chdir(ROOT)
+sys.path.insert(0, str(ROOT))  # pip does not
 require_toolchain()
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # a broken ringreduce, if installed, must not stop its next build
 
 from torch import __version__ as torch_version  # noqa: E402
 from torch.utils import cpp_extension  # noqa: E402
+
+import build_cuda  # noqa: E402
 
 prefer_ninja_and_ccache(cpp_extension)
 
@@ -71,6 +74,13 @@ class build_ext(cpp_extension.BuildExtension):
     def initialize_options(self) -> None:
         super().initialize_options()
         self.build_temp = f"build/{sys.implementation.cache_tag}-torch-{torch_version}"
+
+    def run(self) -> None:
+        super().run()
+        try:
+            build_cuda.build(Path("." if self.inplace else self.build_lib, "ringreduce"), Path("build/cuda"))
+        except build_cuda.BuildError as error:
+            sys.exit(f"ringreduce: {error}")
 
     def build_extensions(self) -> None:
         try:

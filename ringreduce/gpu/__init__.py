@@ -1,0 +1,1 @@
+"""GPUs: the kernels as the driver loads them."""
