@@ -19,9 +19,12 @@ using uint64_t = unsigned long long;
 #include <cstdint>
 #endif
 
-// Functions of a GPU and of the host, defined where they are declared.
+// Functions of a GPU and of the host, defined where they are declared: as part of those that call them, or APART, once
+// for all kernels.
 #if defined(__CUDACC__)
 #define RINGREDUCE_BOTH __host__ __device__ __forceinline__
+#define RINGREDUCE_APART inline __host__ __device__ __noinline__
 #else
 #define RINGREDUCE_BOTH inline
+#define RINGREDUCE_APART inline
 #endif

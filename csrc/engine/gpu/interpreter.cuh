@@ -123,7 +123,7 @@ RINGREDUCE_BOTH std::uint64_t bytes_of(const Run& run, const At& at) {
 
 // 1. Whether the step can be taken, after it was waited for if it must be.
 template <class Block>
-RINGREDUCE_BOTH bool wait(const Run& run, const At& at, Block& block) {
+RINGREDUCE_APART bool wait(const Run& run, const At& at, Block& block) {
   const Step& step = at.step;
   const std::uint32_t readers = step.destinations == 0 ? 0 : run.shape.ranks;
   const std::uint64_t own_bytes = step.reads() || step.write_position >= 0 ? bytes_of(run, at) : ~std::uint64_t{0};
@@ -141,7 +141,14 @@ RINGREDUCE_BOTH bool wait(const Run& run, const At& at, Block& block) {
   });
 }
 
-RINGREDUCE_BOTH void lay_out(const Run& run, const At& at, Accumulate& job) {
+// Whether the value is an operand as it is, bit by bit.
+RINGREDUCE_BOTH bool moves(const Accumulate& job) { return job.n == 1 && job.scaled < 0; }
+
+RINGREDUCE_APART void move(const Accumulate& job, std::uint64_t thread, std::uint64_t threads) {
+  accumulate<Bytes, Or>(job, thread, threads);
+}
+
+RINGREDUCE_APART void lay_out(const Run& run, const At& at, Accumulate& job) {
   const Step& step = at.step;
   const std::uint64_t bytes = bytes_of(run, at);
   job.n = 0;
@@ -163,8 +170,7 @@ RINGREDUCE_BOTH void lay_out(const Run& run, const At& at, Accumulate& job) {
     const bool there_already = job.n == 1 && job.scaled < 0 && output == job.srcs[0];
     if (!there_already) job.dsts[job.copies++] = output;
   }
-  const bool moves = job.n == 1 && job.scaled < 0;
-  job.count = job.copies == 0 ? 0 : moves ? bytes : bytes / run.element * run.parts;
+  job.count = job.copies == 0 ? 0 : moves(job) ? bytes : bytes / run.element * run.parts;
 }
 
 // 2. `share` of `shares` blocks does its part.
@@ -172,11 +178,10 @@ template <class Format, class Op, class Block>
 RINGREDUCE_BOTH void compute(const Run& run, const At& at, Block& block, std::uint32_t share, std::uint32_t shares) {
   Accumulate& job = block.job();
   block.alone([&] { lay_out(run, at, job); });
-  const bool moves = job.n == 1 && job.scaled < 0;  // bits as they are
   block.work([&](std::uint32_t thread, std::uint32_t threads) {
     const std::uint64_t number = std::uint64_t{share} * threads + thread, all = std::uint64_t{shares} * threads;
-    if (moves)
-      accumulate<Bytes, Or>(job, number, all);
+    if (moves(job))
+      move(job, number, all);
     else
       accumulate<Format, Op>(job, number, all);
   });
@@ -184,7 +189,7 @@ RINGREDUCE_BOTH void compute(const Run& run, const At& at, Block& block, std::ui
 
 // 3. After all threads have met: the payload is stored, the sources are read.
 template <class Block>
-RINGREDUCE_BOTH void publish(const Run& run, const At& at, Block& block) {
+RINGREDUCE_APART void publish(const Run& run, const At& at, Block& block) {
   const Step& step = at.step;
   const std::uint64_t bytes = bytes_of(run, at);
   block.each(step.destinations, [&](std::uint32_t i) {
