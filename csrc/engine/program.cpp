@@ -78,6 +78,8 @@ Program bind(Operation operation, std::span<const std::int32_t> lowered, std::ui
   std::vector<std::pair<std::size_t, std::size_t>> recv_of, send_of;
 
   for (ChannelProgram& channel : program.channels) {
+    const std::size_t first_of_channel = program.sources.size();
+    std::vector<std::vector<std::uint32_t>> sent_in(static_cast<std::size_t>(size));  // per rank: its sends' phases
     const int begin = in.take("share begin", 0, kMost), end = in.take("share end", begin, kMost);
     const int total = in.take("share total", end, kMost);
     if (total == 0) malformed("share total is 0");
@@ -91,19 +93,23 @@ Program bind(Operation operation, std::span<const std::int32_t> lowered, std::ui
       const int steps = in.take("step count", 0, kMost);
       channel.sends[static_cast<std::size_t>(turned(r))] =
           static_cast<std::uint32_t>(in.take("sends per round", 0, steps));
-      std::uint32_t sent = 0;
+      std::vector<std::uint32_t>& sent = sent_in[static_cast<std::size_t>(turned(r))];
+      int phase = 0;
       for (int s = 0; s < steps; ++s) {
         Step step;
         const int id = in.take("chunk", 0, chunk_ids - 1);
         step.chunk = static_cast<std::uint32_t>(id) % channel.chunks;
         int block = id / static_cast<int>(channel.chunks);
         if (per_rank_blocks) block = turned(block);
+        step.block = block;
         step.read = static_cast<Read>(in.take("read", 0, 2));
         if (step.read == Read::input) step.read_position = input_position(operation, size, block);
         if (step.read == Read::output) step.read_position = output_position(operation, size, block);
         if (in.take("write", 0, 1) == 1) step.write_position = output_position(operation, size, block);
         step.completes = in.take("completes", 0, 1) == 1;
         step.returned = in.take("returned", 0, 1) == 1;
+        phase = in.take("phase", phase, 1 << 20);
+        step.phase = static_cast<std::uint32_t>(phase);
         step.local_position = in.take("local position", -1, size - 1);
 
         const int recvs = in.take("recv count", 0, size - 1);
@@ -117,10 +123,14 @@ Program bind(Operation operation, std::span<const std::int32_t> lowered, std::ui
         const int sends = in.take("send count", 0, size - 1);
         const std::size_t first_destination = program.destinations.size();
         for (int i = 0; i < sends; ++i) program.destinations.push_back(turned(in.take("peer", 0, size - 1)));
-        if (sends > 0) step.send_index = sent++;
+        if (sends > 0) {
+          step.send_index = static_cast<std::uint32_t>(sent.size());
+          sent.push_back(step.phase);
+        }
 
         if (r == own) {
           channel.steps.push_back(step);
+          channel.phases = step.phase + 1;
           recv_of.emplace_back(first_source, static_cast<std::size_t>(recvs));
           send_of.emplace_back(first_destination, static_cast<std::size_t>(sends));
         } else {
@@ -128,8 +138,14 @@ Program bind(Operation operation, std::span<const std::int32_t> lowered, std::ui
           program.destinations.resize(first_destination);
         }
       }
-      if (sent != channel.sends[static_cast<std::size_t>(turned(r))])
+      if (sent.size() != channel.sends[static_cast<std::size_t>(turned(r))])
         malformed("sends per round does not count the sends");
+    }
+    for (std::size_t i = first_of_channel; i < program.sources.size(); ++i) {
+      Source& source = program.sources[i];
+      const auto& sent = sent_in[static_cast<std::size_t>(source.peer)];
+      if (source.send_index >= sent.size()) malformed("send index is none of the peer's");
+      source.phase = sent[source.send_index];
     }
   }
   if (!in.at_end()) malformed("it goes on after its end");
@@ -147,6 +163,8 @@ Program bind(Operation operation, std::span<const std::int32_t> lowered, std::ui
     for (Step& step : channel.steps) {
       step.recv = std::span<const Source>(program.sources).subspan(recv_of[i].first, recv_of[i].second);
       step.send = std::span<const int>(program.destinations).subspan(send_of[i].first, send_of[i].second);
+      for (const Source& source : step.recv)
+        if (source.phase >= step.phase) malformed("a step is in no later phase than what it receives");
       ++i;
     }
   return program;

@@ -10,10 +10,11 @@
 
 namespace ringreduce {
 
-// A slot to receive: the `send_index`-th that `peer` sends in each round.
+// A slot to receive: the `send_index`-th that `peer` sends in each round, in that phase of it.
 struct Source {
   int peer;
   std::uint32_t send_index;
+  std::uint32_t phase = 0;
 };
 
 enum class Read : std::uint8_t { none, input, output };
@@ -22,6 +23,8 @@ enum class Read : std::uint8_t { none, input, output };
 // written to the output chunk and/or sent to every rank in `send`.
 struct Step {
   std::uint32_t chunk = 0;  // which chunk of its block
+  int block = 0;
+  std::uint32_t phase = 0;  // without slots: what is sent in a phase is exchanged at its end, see plan/symbolic.py
   Read read = Read::none;
   bool completes = false;        // the value is the finished reduction, and no operand was
   int local_position = -1;       // of the local chunk among the operands
@@ -38,6 +41,7 @@ struct ChannelProgram {
   Share share;
   std::uint32_t chunks = 1;          // per block
   std::vector<std::uint32_t> sends;  // per rank: slots it sends per round
+  std::uint32_t phases = 1;          // that this rank has steps in
   std::vector<Step> steps;
 };
 

@@ -23,21 +23,48 @@ struct Channel {
   std::vector<Steps> programs;  // per rank
 };
 
-void lower_program(Lowered& words, int rank, const Steps& steps) {
+void lower_program(Lowered& words, int rank, const Steps& steps, const std::vector<int>& phases) {
   const auto count = [](auto n) { return static_cast<std::int32_t>(n); };
   const auto sends = [](const PlanStep& step) { return !step.sends.empty(); };
   words.insert(words.end(), {count(steps.size()), count(std::count_if(steps.begin(), steps.end(), sends))});
-  for (const PlanStep& step : steps) {
+  for (std::size_t at = 0; at < steps.size(); ++at) {
+    const PlanStep& step = steps[at];
     auto receives = step.receives;
     std::sort(receives.begin(), receives.end());
     const auto before = [&](const auto& receive) { return receive.first < rank; };
     const auto local = step.reads ? std::count_if(receives.begin(), receives.end(), before) : -1;
-    words.insert(words.end(), {step.chunk, step.reads, step.writes, step.completes, step.returned, count(local)});
+    words.insert(words.end(),
+                 {step.chunk, step.reads, step.writes, step.completes, step.returned, phases[at], count(local)});
     words.push_back(count(receives.size()));
     for (const auto& [peer, send_index] : receives) words.insert(words.end(), {peer, send_index});
     words.push_back(count(step.sends.size()));
     words.insert(words.end(), step.sends.begin(), step.sends.end());
   }
+}
+
+// Per rank and step, the first phase after all that the step takes was sent, and not before the step before it.
+std::vector<std::vector<int>> phases_of(const std::vector<Steps>& programs) {
+  std::vector<std::vector<int>> phases, sent(programs.size());
+  for (const Steps& steps : programs) phases.emplace_back(steps.size());
+  for (bool changed = true; changed;) {
+    changed = false;
+    for (std::size_t rank = 0; rank < programs.size(); ++rank) {
+      std::vector<int> sends;
+      int phase = 0;
+      for (std::size_t at = 0; at < programs[rank].size(); ++at) {
+        for (const auto& [peer, index] : programs[rank][at].receives) {
+          const auto& theirs = sent[static_cast<std::size_t>(peer)];
+          if (static_cast<std::size_t>(index) < theirs.size())
+            phase = std::max(phase, theirs[static_cast<std::size_t>(index)] + 1);
+        }
+        phases[rank][at] = phase;
+        if (!programs[rank][at].sends.empty()) sends.push_back(phase);
+      }
+      changed |= sends != sent[rank];
+      sent[rank] = sends;
+    }
+  }
+  return phases;
 }
 
 Lowered lower(int size, const std::vector<Channel>& channels) {
@@ -47,8 +74,11 @@ Lowered lower(int size, const std::vector<Channel>& channels) {
   for (const Channel& channel : channels) {
     words.insert(words.end(), {begin, begin + channel.share, total, channel.chunks});
     begin += channel.share;
-    for (int rank = 0; rank < size; ++rank)
-      lower_program(words, rank, channel.programs[static_cast<std::size_t>(rank)]);
+    const auto phases = phases_of(channel.programs);
+    for (int rank = 0; rank < size; ++rank) {
+      const auto r = static_cast<std::size_t>(rank);
+      lower_program(words, rank, channel.programs[r], phases[r]);
+    }
   }
   return words;
 }

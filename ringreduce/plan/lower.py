@@ -3,7 +3,7 @@
     size, channel count, then per channel:
         share begin, share end, share total (cumulative, in units of the shares), chunks per block, then per rank:
             step count, sends per round, then per step:
-                chunk; read (0 none, 1 input, 2 output); write; completes; returned; local position;
+                chunk; read (0 none, 1 input, 2 output); write; completes; returned; phase; local position;
                 receive count, then per receive: peer, send index; send count, then per send: peer
 
 Receives are sorted by peer: the order of combination.  *local position* is where the local chunk goes among them, -1
@@ -11,7 +11,8 @@ if it is not read.  *send index* says which of the peer's sending steps of a rou
 *completes* marks the step whose result holds all contributions for the first time, where an average divides.
 *returned* marks two steps of a rank: one that hands its local chunk to a peer, and the next that touches the chunk,
 which only takes what that peer made of it.  In a call in place the peer may then write the value where it found the
-chunk: nobody needs what was there any more.
+chunk: nobody needs what was there any more.  *phase* is when the step runs over a transport of point-to-point calls:
+what is sent in a phase is exchanged at its end (`symbolic.Outcome`).
 """
 
 import struct
@@ -76,7 +77,7 @@ def _lower_program(
     yield from (len(program), sum(1 for step in program if step.send))
     for number, (step, outcome) in enumerate(zip(program, outcomes, strict=True)):
         yield from (step.chunk, READ_CODES[step.read], int(step.write), int(outcome.completes))
-        yield from (int((rank, number) in returned), _local_position(rank, step), len(step.recv))
+        yield from (int((rank, number) in returned), outcome.phase, _local_position(rank, step), len(step.recv))
         for peer, send_index in outcome.taken:
             yield from (peer, send_index)
         yield from (len(step.send), *step.send)

@@ -23,13 +23,18 @@ class Value:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a step: the (peer, send index) it took, peers in rank order, and whether it finished a reduction.
+    """What came of a step: the (peer, send index) it took, peers in rank order, whether it finished a reduction, and
+    in which phase it runs.
 
-    The send index counts the sending steps of the peer's program; it names the slot.
+    The send index counts the sending steps of the peer's program; it names the slot.  Phases are those of an execution
+    in lockstep, without slots: compute, exchange, compute, exchange ...  What is sent in a phase is exchanged at its
+    end, all together; so a step runs in the first phase after all messages that it takes were sent, and not before the
+    steps before it.
     """
 
     taken: tuple[tuple[int, int], ...]
     completes: bool
+    phase: int
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,7 @@ class _Machine:
         self.outcomes: list[list[Outcome]] = [[] for _ in self.programs]  # as long as the steps a rank has executed
         self.outputs: list[dict[int, Value]] = [{} for _ in self.programs]
         self.unread: list[list[int]] = [[] for _ in self.programs]  # readers still to come, for each message sent
+        self.sent_in: list[list[int]] = [[] for _ in self.programs]  # the phase of each message sent
         self.messages: defaultdict[tuple[int, int], deque[tuple[int, Value]]] = defaultdict(deque)  # (source, target)
         self.expressions: dict[tuple[int, ...], int] = {}
 
@@ -107,6 +113,8 @@ class _Machine:
             self.unread[peer][sent] -= 1
             taken.append((peer, sent))
             operands.append((peer, value))
+        before = self.outcomes[rank][-1].phase if self.outcomes[rank] else 0
+        phase = max((before, *(self.sent_in[peer][sent] + 1 for peer, sent in taken)))
         value = self.combine(rank, step, sorted(operands, key=lambda operand: operand[0]))
         if step.write:
             if not self.layout.needs_output(rank, step.chunk // self.chunks):
@@ -116,8 +124,9 @@ class _Machine:
             for peer in step.send:
                 self.messages[rank, peer].append((len(self.unread[rank]), value))
             self.unread[rank].append(len(step.send))
+            self.sent_in[rank].append(phase)
         completes = len(operands) > 1 and value.ranks == self.contributors[step.chunk // self.chunks]
-        self.outcomes[rank].append(Outcome(tuple(taken), completes))
+        self.outcomes[rank].append(Outcome(tuple(taken), completes, phase))
 
     def local_operand(self, rank: int, step: Step) -> Value | None:
         written = self.outputs[rank].get(step.chunk)

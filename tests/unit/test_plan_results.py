@@ -28,6 +28,7 @@ class LoweredStep:
     write: int
     completes: int
     returned: int
+    phase: int
     local_position: int
     recv: list[tuple[int, int]]
     send: list[int]
@@ -54,7 +55,7 @@ def decode(words: list[int]) -> list[LoweredChannel]:
             sends.append(next(stream))
             steps = []
             for _ in range(step_count):
-                head = [next(stream) for _ in range(6)]
+                head = [next(stream) for _ in range(7)]
                 recv = [(next(stream), next(stream)) for _ in range(next(stream))]
                 steps.append(LoweredStep(*head, recv, [next(stream) for _ in range(next(stream))]))
             programs.append(steps)
@@ -185,11 +186,23 @@ def test_the_array_of_a_small_plan_word_by_word() -> None:
         *(2, 1),  # size, channels
         *(0, 1, 1, 1),  # share begin, end, total; chunks
         *(2, 1),  # rank 0: steps, sends per round
-        *(0, 1, 0, 0, 0, 0, 0, 1, 1),  # chunk 0, read input, local operand first, no receive, send to 1
-        *(0, 1, 1, 1, 0, 0, 1, 1, 0, 0),  # write, completes, local operand before the receive from 1 of its send 0
+        *(0, 1, 0, 0, 0, 0, 0, 0, 1, 1),  # chunk 0, read input, phase 0, local operand first, no receive, send to 1
+        *(
+            0,
+            1,
+            1,
+            1,
+            0,
+            1,
+            0,
+            1,
+            1,
+            0,
+            0,
+        ),  # write, completes, phase 1, local operand before 1's send 0
         *(2, 1),  # rank 1
-        *(0, 1, 0, 0, 0, 0, 0, 1, 0),
-        *(0, 1, 1, 1, 0, 1, 1, 0, 0, 0),  # local operand after the receive from 0 of its send 0
+        *(0, 1, 0, 0, 0, 0, 0, 0, 1, 0),
+        *(0, 1, 1, 1, 0, 1, 1, 1, 0, 0, 0),  # local operand after the receive from 0 of its send 0
     ]
 
 
