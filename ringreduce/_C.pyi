@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Backend, ReduceOp, Work
+from torch._C._distributed_c10d import Backend, ReduceOp, Store, Work
 
 class Geometry:
     def __init__(
@@ -51,6 +51,25 @@ class ProcessGroupRing(Backend):
         least_fetch_bytes: int,
         topology: str,
     ) -> None: ...
+    @staticmethod
+    def over(
+        *,
+        backend: Backend,
+        store: Store,
+        names: list[tuple[str, int]],
+        channels: int,
+        name: str,
+        global_ranks: list[int],
+        timeout: float,
+        regroup: Callable[[list[int], str, timedelta], ProcessGroupRing],
+        slices: int | None,
+        least_slice_bytes: int,
+        most_slice_bytes: int,
+        recorded_calls: int | None,
+        dump_when_broken: bool,
+        print_calls: bool,
+        topology: str,
+    ) -> ProcessGroupRing: ...
     @property
     def topology(self) -> str: ...
     def allreduce(self, tensors: list[Tensor], opts: Any) -> Work: ...

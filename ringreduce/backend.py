@@ -14,12 +14,19 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from ringreduce import _C, plan, tuning
-from ringreduce.config import SPINS_SHARING_CORES, SPINS_WITH_OWN_CORE, Options, resolve
-from ringreduce.errors import TopologyError
-from ringreduce.rendezvous import meet
+from ringreduce.config import (
+    LEAST_SLICE_GLOO,
+    MOST_SLICE_GLOO,
+    SPINS_SHARING_CORES,
+    SPINS_WITH_OWN_CORE,
+    Options,
+    resolve,
+)
+from ringreduce.errors import SystemFailure, TopologyError
+from ringreduce.rendezvous import call_roll, meet
 from ringreduce.topology.group import GroupTopology, described, graph_of_cores, graph_of_file, plan_group
 
 ANY_SIZE = 2**64 - 1
@@ -39,7 +46,7 @@ def create(dist_backend_opts: Any, pg_options: Options | None) -> _C.ProcessGrou
     """
     opts = dist_backend_opts
     options, _ = resolve(pg_options)
-    if options.arena_bytes and not torch.cuda.is_available():
+    if options.transport == "shared_memory" and options.arena_bytes and not torch.cuda.is_available():
         # DDP then takes its gradient buckets from the group's `allocateTensor`. The variable is for all backends of the
         # process, so where NCCL may be one of them it is left to the user.
         os.environ.setdefault("DDP_DISABLE_COMM_MEM", "0")
@@ -57,48 +64,8 @@ def _make(
     if debug > 0 and not log.isEnabledFor(logging.INFO):
         show_log()
     began = time.monotonic()
-    # The others are each rank's own affair.
-    agreed = str(replace(options, tuning=None, topo_file=None, recorded_calls=None, dump_when_broken=None, debug=None))
-    slot_bytes = slot_bytes_for(size, options)
-    memory = _C.OpenMemory() if options.fetch and size > 1 else None
-    meeting = meet(
-        store,
-        rank,
-        size,
-        lambda decision: geometry_for(size, options, Decision.load(decision).channels).segment_bytes(),
-        agreed,
-        seconds,
-        functools.partial(_decide, global_ranks, options),
-        memory.key if memory else None,
-    )
-    decision = Decision.load(meeting.decision)
-    if decision.error:
-        raise TopologyError(decision.error, 0)
-    geometry = geometry_for(size, options, decision.channels)
-    fetch = bool(meeting.threads)
-    slicing = tuning.slicing_for(options, slot_bytes, fetch)
-    group = _C.ProcessGroupRing(
-        memfd=meeting.memfd,
-        geometry=geometry,
-        rank=rank,
-        pidfds=meeting.pidfds,
-        names=meeting.names,
-        name=name,
-        global_ranks=global_ranks,
-        timeout=seconds,
-        regroup=functools.partial(_regroup, store, name, rank, global_ranks, options),
-        spins=options.spins or default_spins(size, meeting.cores),
-        slices=options.slices,
-        least_slice_bytes=slicing.least_slice_bytes,
-        most_slice_bytes=slicing.most_slice_bytes,
-        recorded_calls=options.recorded_calls,
-        dump_when_broken=bool(options.dump_when_broken),
-        print_calls=debug > 1,
-        memory=memory if meeting.threads else None,
-        memory_threads=meeting.threads,
-        least_fetch_bytes=tuning.fetch_from(options, size, meeting.cores, fetch) or 0,
-        topology=decision.topology.to_json() if decision.topology else "",
-    )
+    make = _make_over_gloo if options.transport == "gloo" else _make_in_shared_memory
+    group, decision = make(store, name, rank, global_ranks, seconds, options)
     topology = decision.topology
     rules, decided = plan.parse_algorithms(options.algorithms or ""), plan.parse_algorithms(decision.rules)
     own = topology.plans() if topology else {}
@@ -116,6 +83,93 @@ def _make(
         decision.rules or "nothing",
     )
     return group
+
+
+def _make_in_shared_memory(
+    store: Store, name: str, rank: int, global_ranks: list[int], seconds: float, options: Options
+) -> tuple[_C.ProcessGroupRing, Decision]:
+    size = len(global_ranks)
+    slot_bytes = slot_bytes_for(size, options)
+    memory = _C.OpenMemory() if options.fetch and size > 1 else None
+    meeting = meet(
+        store,
+        rank,
+        size,
+        lambda decision: geometry_for(size, options, Decision.load(decision).channels).segment_bytes(),
+        _agreed(options),
+        seconds,
+        functools.partial(_decide, global_ranks, options),
+        memory.key if memory else None,
+    )
+    decision = Decision.load(meeting.decision)
+    if decision.error:
+        raise TopologyError(decision.error, 0)
+    fetch = bool(meeting.threads)
+    slicing = tuning.slicing_for(options, slot_bytes, fetch)
+    group = _C.ProcessGroupRing(
+        memfd=meeting.memfd,
+        geometry=geometry_for(size, options, decision.channels),
+        pidfds=meeting.pidfds,
+        names=meeting.names,
+        rank=rank,
+        spins=options.spins or default_spins(size, meeting.cores),
+        least_slice_bytes=slicing.least_slice_bytes,
+        most_slice_bytes=slicing.most_slice_bytes,
+        memory=memory if meeting.threads else None,
+        memory_threads=meeting.threads,
+        least_fetch_bytes=tuning.fetch_from(options, size, meeting.cores, fetch) or 0,
+        **_settings(store, name, rank, global_ranks, seconds, options, decision),
+    )
+    return group, decision
+
+
+def _make_over_gloo(
+    store: Store, name: str, rank: int, global_ranks: list[int], seconds: float, options: Options
+) -> tuple[_C.ProcessGroupRing, Decision]:
+    size = len(global_ranks)
+    decide = functools.partial(_decide_over_gloo, global_ranks, options)
+    roster = call_roll(store, rank, size, _agreed(options), seconds, decide)
+    decision = Decision.load(roster.decision)
+    if decision.error:
+        raise TopologyError(decision.error, 0)
+    try:
+        gloo = ProcessGroupGloo(PrefixStore("gloo", roster.store), rank, size, timedelta(seconds=seconds))
+    except RuntimeError as error:
+        raise SystemFailure(f"making the group: Gloo cannot connect its ranks: {error}") from None
+    assert options.channels is not None  # resolved
+    group = _C.ProcessGroupRing.over(
+        backend=gloo,
+        store=roster.store,
+        names=roster.names,
+        channels=max(options.channels, decision.channels),
+        least_slice_bytes=options.least_slice_bytes or LEAST_SLICE_GLOO,
+        most_slice_bytes=MOST_SLICE_GLOO,
+        **_settings(store, name, rank, global_ranks, seconds, options, decision),
+    )
+    return group, decision
+
+
+def _agreed(options: Options) -> str:
+    """What must be equal on all ranks. The others are each rank's own affair."""
+    own = replace(options, tuning=None, topo_file=None, recorded_calls=None, dump_when_broken=None, debug=None)
+    return str(own)
+
+
+def _settings(
+    store: Store, name: str, rank: int, global_ranks: list[int], seconds: float, options: Options, decision: Decision
+) -> dict[str, Any]:
+    """What a group takes whatever its transport."""
+    return {
+        "name": name,
+        "global_ranks": global_ranks,
+        "timeout": seconds,
+        "regroup": functools.partial(_regroup, store, name, rank, global_ranks, options),
+        "slices": options.slices,
+        "recorded_calls": options.recorded_calls,
+        "dump_when_broken": bool(options.dump_when_broken),
+        "print_calls": (options.debug or 0) > 1,
+        "topology": decision.topology.to_json() if decision.topology else "",
+    }
 
 
 def _regroup(
@@ -169,6 +223,14 @@ def _decide(global_ranks: list[int], options: Options, cores: list[frozenset[int
     except Exception as error:
         log.warning("cannot plan over the machine's links: %s; the tuned rules decide", error)
         return Decision(rules).dump()
+
+
+def _decide_over_gloo(global_ranks: list[int], options: Options) -> str:
+    """The same where the ranks' cores, and what they share, say nothing: only a topology file counts."""
+    try:
+        return Decision(topology=group_topology(global_ranks, options, []) if options.topo_file else None).dump()
+    except Exception as error:  # the others wait for the answer
+        return Decision(error=str(error)).dump()
 
 
 def group_topology(global_ranks: list[int], options: Options, cores: list[frozenset[int]]) -> GroupTopology | None:

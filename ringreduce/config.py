@@ -39,6 +39,9 @@ class Options:
     algorithms: str | None = _knob(
         None, str, "which algorithm for which size, as 'all_reduce:ring;broadcast:tree:32K-' (default: as tuned)"
     )
+    transport: str | None = _knob(
+        None, str, "'shared_memory': ranks of one host; 'gloo': plans over Gloo's messages, also between hosts"
+    )
     tuning: str | None = _knob(
         None,
         str,
@@ -68,6 +71,7 @@ class Options:
 # 2 MB 27.8, 1 MB 28.0 (medians of two runs); for 2 ranks they were alike. More and smaller slots gained nothing.
 DEFAULTS: Mapping[str, Any] = {
     "algorithms": "",
+    "transport": "shared_memory",
     "tuning": "auto",
     "topo_file": "",
     "channels": 3,
@@ -100,6 +104,13 @@ LEAST_FETCH_SHARING_CORES = 64 * 1024
 # 128 KB and 256 KB were fastest for 1 MB to 160 MB. What is copied twice wants them small enough to overlap the copies.
 SLICE_FETCHED = 256 * 1024
 LEAST_SLICE_COPIED = 16 * 1024
+
+TRANSPORTS = ("shared_memory", "gloo")
+
+# Over Gloo every slice that a step sends is a message, for which several threads of both ranks have to get their turn:
+# so few of them, but none larger than what a group may keep of each that is under way. Not swept yet.
+LEAST_SLICE_GLOO = 256 * 1024
+MOST_SLICE_GLOO = 4 * 1024**2
 
 LIMITS = {
     "channels": (1, 64),
@@ -150,6 +161,10 @@ def _check(name: str, value: Any, origin: str) -> None:
             parse_algorithms(value)
         except PlanError as error:
             raise InvalidArgument(f"{where}={value!r}: {error}") from None
+        return
+    if name == "transport":
+        if value not in TRANSPORTS:
+            raise InvalidArgument(f"{where} is {value!r}; it must be {' or '.join(map(repr, TRANSPORTS))}")
         return
     if name == "topo_file":
         if not isinstance(value, str):

@@ -26,6 +26,37 @@ std::uint64_t fingerprint(const Call& call, std::uint64_t seq, std::uint64_t pla
   return mix(mix(mix(mix(mix(seq, kinds), call.count), call.shape), plan_digest), 0);
 }
 
+std::string title(const Call& call, std::uint64_t seq) {
+  return std::string(name(call.title())) + " seq " + std::to_string(call.number == 0 ? seq : call.number);
+}
+
+CallHeader header_of(const Call& call, std::uint64_t seq, std::uint64_t plan_digest) {
+  return {.fingerprint = fingerprint(call, seq, plan_digest),
+          .seq = seq,
+          .number = call.number == 0 ? seq : call.number,
+          .count = call.count,
+          .plan = plan_digest,
+          .operation = static_cast<std::uint32_t>(call.title()),
+          .dtype = static_cast<std::uint32_t>(call.dtype),
+          .reduce_op = static_cast<std::uint32_t>(call.reduce_op),
+          .root = call.root};
+}
+
+std::string describe(const CallHeader& header) {
+  // The fields come from another process: they are checked before they index anything.
+  if (header.operation >= kOperationNames.size() || header.dtype >= kDTypeCount || header.reduce_op >= kReduceOpCount)
+    return "";
+  const auto what = static_cast<Operation>(header.operation);
+  std::string text(name(what));
+  if (what == Operation::barrier) return text + "()";
+  text += "(count=" + std::to_string(header.count) + ", dtype=" + std::string(name(static_cast<DType>(header.dtype)));
+  if (reduces(what)) text += ", op=" + std::string(name(static_cast<ReduceOp>(header.reduce_op)));
+  if (has_root(what)) text += ", root=" + std::to_string(header.root);
+  char digest[24];
+  std::snprintf(digest, sizeof digest, "%08x", static_cast<unsigned>(header.plan));
+  return text + ", plan=" + digest + ")";
+}
+
 void record(RankControl& own, const Call& call, std::uint64_t seq, std::uint64_t fingerprint,
             std::uint64_t plan_digest) {
   constexpr auto relaxed = std::memory_order_relaxed;
@@ -62,25 +93,16 @@ std::string describe_call(const RankControl& rank, std::uint64_t seq) {
   constexpr auto acquire = std::memory_order_acquire;
   const CallRecord& r = rank.calls[seq % kCallHistory];
   const bool known = r.seq.load(acquire) == seq;
-  const std::uint64_t count = r.count.load(acquire);
-  const std::uint64_t plan = r.plan.load(acquire);
-  const std::uint32_t operation = r.operation.load(acquire), dtype = r.dtype.load(acquire);
-  const std::uint32_t op = r.reduce_op.load(acquire);
-  const std::int32_t root = r.root.load(acquire);
-  // The fields lie in another process's memory: they are checked before they index anything.
-  if (!known || r.seq.load(std::memory_order_relaxed) != seq || operation >= kOperationNames.size() ||
-      dtype >= kDTypeCount || op >= kReduceOpCount)
-    return "a call that is no longer recorded (it is at call " + std::to_string(rank.entered.load(acquire)) + ")";
-
-  const auto what = static_cast<Operation>(operation);
-  std::string text(name(what));
-  if (what == Operation::barrier) return text + "()";
-  text += "(count=" + std::to_string(count) + ", dtype=" + std::string(name(static_cast<DType>(dtype)));
-  if (reduces(what)) text += ", op=" + std::string(name(static_cast<ReduceOp>(op)));
-  if (has_root(what)) text += ", root=" + std::to_string(root);
-  char digest[24];
-  std::snprintf(digest, sizeof digest, "%08x", static_cast<unsigned>(plan));
-  return text + ", plan=" + digest + ")";
+  CallHeader header{};
+  header.count = r.count.load(acquire);
+  header.plan = r.plan.load(acquire);
+  header.operation = r.operation.load(acquire);
+  header.dtype = r.dtype.load(acquire);
+  header.reduce_op = r.reduce_op.load(acquire);
+  header.root = r.root.load(acquire);
+  const std::string text = known && r.seq.load(std::memory_order_relaxed) == seq ? describe(header) : "";
+  if (!text.empty()) return text;
+  return "a call that is no longer recorded (it is at call " + std::to_string(rank.entered.load(acquire)) + ")";
 }
 
 }  // namespace ringreduce

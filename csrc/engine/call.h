@@ -65,6 +65,19 @@ std::uint64_t fingerprint(const Call& call, std::uint64_t seq, std::uint64_t pla
 // Mixes `value` into `hash` (splitmix64's finalizer; Steele, Lea and Flood 2014).
 std::uint64_t mix(std::uint64_t hash, std::uint64_t value);
 
+// "all_reduce seq 7"
+std::string title(const Call& call, std::uint64_t seq);
+
+// What peers tell one another of a call.
+struct CallHeader {
+  std::uint64_t fingerprint, seq, number, count, plan;
+  std::uint32_t operation, dtype, reduce_op;
+  std::int32_t root;
+};
+CallHeader header_of(const Call& call, std::uint64_t seq, std::uint64_t plan_digest);
+// "all_reduce(count=1024, dtype=float32, op=sum, plan=1f0c22d1)"; empty if this is no header.
+std::string describe(const CallHeader& header);
+
 // Writes the call to this rank's history, where peers look when they suspect a mismatch.
 void record(RankControl& own, const Call& call, std::uint64_t seq, std::uint64_t fingerprint,
             std::uint64_t plan_digest);
@@ -75,7 +88,7 @@ bool differs(const RankControl& peer, std::uint64_t seq, std::uint64_t fingerpri
 // The number of that call for the user, or `seq` if it is not known.
 std::uint64_t number_of_call(const RankControl& rank, std::uint64_t seq);
 
-// "all_reduce(count=1024, dtype=float32, op=sum, plan=1f0c22d1)", of the call number `seq` of a rank, as far as known.
+// The same of the call number `seq` of a rank, as far as known.
 std::string describe_call(const RankControl& rank, std::uint64_t seq);
 
 }  // namespace ringreduce

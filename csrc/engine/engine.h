@@ -1,4 +1,5 @@
-// A rank's engine: the plans of a group, the choice among them, and the life of a call.
+// A rank's engine: the plans of a group, the choice among them, and the life of a call. How data moves between ranks is
+// for those who implement it: shared_memory_engine.h, point_to_point_engine.h.
 //
 // Calls of one engine must come one at a time (the process group's queue sees to it) and in the same order on every
 // rank. There is no process-wide state: several ranks may live in one process, each with an engine of its own.
@@ -7,17 +8,31 @@
 // tensors of the call under way hold undefined values, except that inputs that are not outputs too are untouched.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <map>
-#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "engine/execution.h"
-#include "engine/placement.h"
+#include "engine/call.h"
+#include "engine/program.h"
 
 namespace ringreduce {
+
+// A rank's tensors, block by block in the order of their positions: data[i] points to count[i] elements.
+struct Tensors {
+  std::span<std::byte* const> data;
+  std::span<const std::size_t> count;
+};
+
+struct Buffers {
+  Tensors input;  // may share memory with `output` block for block (in-place), as c10d's collectives do
+  Tensors output;
+  // all_to_all with split sizes: how much rank `source` has for rank `target`, at source * size + target. Otherwise
+  // empty: all have the call's count.
+  std::span<const std::size_t> splits = {};
+};
 
 // What a call took, apart from its work.
 struct Tally {
@@ -43,7 +58,9 @@ class Engine {
     std::size_t least_fetch_bytes = 4096;
   };
 
-  Engine(std::shared_ptr<const Segment> segment, const Options& options);
+  virtual ~Engine() = default;
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
 
   // Adds a plan for `operation`, as ringreduce.plan.lower gives it, and returns its number: the old one, if the engine
   // has it already. It must be the same on all ranks.
@@ -58,14 +75,37 @@ class Engine {
   static void check_reduction(const Call& call);
 
   // Runs the call to its end in the calling thread. Throws Error.
-  Tally run(const Call& call, const Buffers& buffers);
+  virtual Tally run(const Call& call, const Buffers& buffers) = 0;
 
-  // Ends all calls of all ranks, now and later, with ErrorKind::aborted and `reason`.
-  void abort(const std::string& reason);
+  // Ends all calls of all ranks, now and later, with ErrorKind::aborted and `reason`. Thread-safe.
+  virtual void abort(const std::string& reason) = 0;
+  // Throws the error that broke the group, if one did and this rank knows of it. Thread-safe.
+  virtual void throw_if_aborted() const = 0;
+  // Who broke it, in that case; otherwise -1.
+  virtual int reporter() const = 0;
+  // "rank 3 (node7, pid 4711)"
+  virtual std::string describe(int rank) const = 0;
 
-  const Segment& segment() const { return *segment_; }
-  int spins() const { return options_.spins; }
+  int rank() const { return rank_; }
+  int size() const { return size_; }
   std::uint64_t sequence() const { return sequence_; }
+
+ protected:
+  struct Choice {
+    int plan;
+    std::size_t slice_bytes;  // 0: by the options' rule
+  };
+
+  // `channels`: the most that a plan may have. `most_slice_bytes`: what the transport allows.
+  Engine(int rank, int size, int channels, const Options& options, std::size_t most_slice_bytes);
+
+  // Throws invalid_argument for a root that there is not, or a reduction that is not defined.
+  void check(const Call& call) const;
+  const Choice& choice_for(const Call& call) const;
+  // This rank's part of a plan. The reference stays valid.
+  const Program& program_for(const Call& call, int plan);
+  std::size_t slice_bytes(const Call& call, const Program& program, std::size_t chosen) const;
+  std::uint64_t next_call() { return ++sequence_; }
 
  private:
   struct Plan {
@@ -74,27 +114,12 @@ class Engine {
     std::uint64_t digest;
   };
 
-  struct Choice {
-    int plan;
-    std::size_t slice_bytes;  // 0: by the options' rule
-  };
-
-  const Choice& choice_for(const Call& call) const;
-  const Program& program_for(const Call& call, int plan);
-  std::size_t slice_bytes(const Call& call, const Program& program, std::size_t chosen) const;
-  void check(const Call& call, std::uint64_t seq, std::uint64_t fingerprint, const Execution& execution,
-             Nanoseconds waited) const;
-  [[noreturn]] void throw_mismatch(const Call& call, std::uint64_t seq, int peer) const;
-  [[noreturn]] void throw_timeout(const Call& call, std::uint64_t seq, const Execution& execution,
-                                  Nanoseconds waited) const;
-
-  const std::shared_ptr<const Segment> segment_;
+  const int rank_, size_, channels_;
   const Options options_;
+  const std::size_t most_slice_bytes_;
   std::vector<Plan> plans_;
   std::vector<std::map<std::uint64_t, Choice>> choices_;  // per operation: by most_bytes
   std::map<std::pair<int, int>, Program> programs_;       // (plan, root) -> this rank's part
-  Workspace workspace_;
-  Placement placement_;
   std::uint64_t sequence_ = 0;
 };
 

@@ -20,22 +20,11 @@
 #include <string>
 #include <vector>
 
-#include "engine/call.h"
+#include "engine/engine.h"
 #include "engine/program.h"
 #include "transport/segment.h"
 
 namespace ringreduce {
-
-// A rank's tensors, block by block in the order of their positions: data[i] points to count[i] elements.
-struct Tensors {
-  std::span<std::byte* const> data;
-  std::span<const std::size_t> count;
-};
-
-struct Buffers {
-  Tensors input;  // may share memory with `output` block for block (in-place), as c10d's collectives do
-  Tensors output;
-};
 
 // A channel of a group.
 struct ChannelState {

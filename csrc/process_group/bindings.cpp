@@ -100,6 +100,35 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("slices"), py::arg("least_slice_bytes"), py::arg("most_slice_bytes"), py::arg("recorded_calls"),
            py::arg("dump_when_broken"), py::arg("print_calls"), py::arg("memory"), py::arg("memory_threads"),
            py::arg("least_fetch_bytes"), py::arg("topology"))
+      // Not a constructor, since pybind11 does not convert keyword-only arguments of overloads.
+      .def_static(
+          "over",
+          [](c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr<c10d::Store> store,
+             const std::vector<std::pair<std::string, std::int64_t>>& names, int channels, std::string name,
+             std::vector<std::int64_t> global_ranks, double timeout, Group::Regroup regroup, int slices,
+             std::size_t least_slice_bytes, std::size_t most_slice_bytes, std::size_t recorded_calls,
+             bool dump_when_broken, bool print_calls, std::string topology) {
+            std::vector<RankName> rank_names;
+            for (const auto& [host, pid] : names) rank_names.push_back({host, pid});
+            return c10::make_intrusive<Group>(
+                std::make_shared<C10dPointToPoint>(std::move(backend), std::move(store), std::move(rank_names)),
+                channels,
+                Group::Settings{.engine = {.slices = slices,
+                                           .least_slice_bytes = least_slice_bytes,
+                                           .most_slice_bytes = most_slice_bytes},
+                                .timeout = std::chrono::milliseconds(static_cast<std::int64_t>(timeout * 1000)),
+                                .name = std::move(name),
+                                .global_ranks = std::move(global_ranks),
+                                .recorded_calls = recorded_calls,
+                                .dump_when_broken = dump_when_broken,
+                                .print_calls = print_calls,
+                                .regroup = std::move(regroup),
+                                .topology = std::move(topology)});
+          },
+          py::kw_only(), py::arg("backend"), py::arg("store"), py::arg("names"), py::arg("channels"), py::arg("name"),
+          py::arg("global_ranks"), py::arg("timeout"), py::arg("regroup"), py::arg("slices"),
+          py::arg("least_slice_bytes"), py::arg("most_slice_bytes"), py::arg("recorded_calls"),
+          py::arg("dump_when_broken"), py::arg("print_calls"), py::arg("topology"))
       .def_property_readonly("topology", &Group::topology)
       // These two are virtual functions of c10d that torch does not bind for every backend.
       .def_property_readonly("options", &Group::getBackendOptions)

@@ -129,6 +129,7 @@ Tally agree_on_blocks(Job& job, Engine& engine) {
       if (sent != expected)
         throw Error(ErrorKind::mismatch, c10::str("all_to_all: rank ", from, " sends ", sent, " elements to rank ", to,
                                                   ", which expects ", expected));
+      job.splits.push_back(sent);
       call.largest = std::max<std::uint64_t>(call.largest, sent);
     }
   call.count = call.largest;
@@ -171,7 +172,7 @@ Job::Job(const Collective& collective, const TensorList& from, const TensorList&
 
 Tally Job::run(Engine& engine) {
   Tally tally = agreed ? Tally{} : agree_on_blocks(*this, engine);
-  tally += engine.run(call, {{input.data, input.count}, {output.data, output.count}});
+  tally += engine.run(call, {{input.data, input.count}, {output.data, output.count}, splits});
   for (std::size_t i = 0; i < targets.size(); ++i)
     if (!targets[i].is_same(outputs[i])) write_back(targets[i], outputs[i]);
   return tally;

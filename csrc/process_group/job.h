@@ -46,7 +46,8 @@ struct Job {
   TensorList inputs, outputs;  // contiguous
   TensorList targets;          // the user's outputs; those that are not outputs[i] itself are filled at the end
   Blocks input, output;
-  bool agreed = true;  // whether ranks know the sizes of each other's blocks
+  std::vector<std::size_t> splits;  // see Buffers::splits
+  bool agreed = true;               // whether ranks know the sizes of each other's blocks
 };
 
 }  // namespace ringreduce

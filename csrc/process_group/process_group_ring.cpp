@@ -11,6 +11,8 @@
 #include <utility>
 
 #include "engine/monitored_barrier.h"
+#include "engine/point_to_point_engine.h"
+#include "engine/shared_memory_engine.h"
 #include "process_group/arena_allocator.h"
 #include "process_group/gil.h"
 
@@ -21,7 +23,8 @@ using c10d::Work;
 
 // What works with threads and locks, and must be left alone in a forked child.
 struct ProcessGroupRing::Running {
-  Engine engine;
+  std::shared_ptr<Engine> engine;
+  std::shared_ptr<C10dPointToPoint> wire;          // null where ranks share memory
   std::shared_ptr<WorkSurroundings> surroundings;  // the queue's, the mailbox's and the completions' threads
 };
 
@@ -47,18 +50,28 @@ void check_pairs(const char* what, const TensorList& outputs, const TensorList& 
 }  // namespace
 
 ProcessGroupRing::ProcessGroupRing(std::shared_ptr<const Segment> segment, Settings settings)
-    : Backend(segment->rank(), segment->size()),
-      settings_(std::move(settings)),
+    : ProcessGroupRing(std::make_shared<SharedMemoryEngine>(segment, settings.engine), settings) {
+  segment_ = segment;
+  allocator_ = std::make_shared<ArenaAllocator>(std::make_shared<Arena>(segment));
+  shared_->mailbox = std::make_shared<Mailbox>(std::move(segment), settings_.engine.spins);
+}
+
+ProcessGroupRing::ProcessGroupRing(std::shared_ptr<C10dPointToPoint> wire, int channels, Settings settings)
+    : ProcessGroupRing(std::make_shared<PointToPointEngine>(wire, channels, settings.engine), settings) {
+  running_->wire = std::move(wire);
+}
+
+ProcessGroupRing::ProcessGroupRing(std::shared_ptr<Engine> engine, const Settings& settings)
+    : Backend(engine->rank(), engine->size()),
+      settings_(settings),
       shared_(std::make_shared<WorkSurroundings>()),
-      allocator_(std::make_shared<ArenaAllocator>(std::make_shared<Arena>(segment))),
       timeout_(settings_.timeout) {
-  shared_->segment = segment;
-  shared_->mailbox = std::make_shared<Mailbox>(segment, settings_.engine.spins);
+  shared_->engine = engine;
   shared_->log = std::make_unique<CallLog>(settings_.recorded_calls, settings_.print_calls,
                                            CallLog::Group{settings_.name, "", settings_.global_ranks, getRank()});
   shared_->global_rank = static_cast<int>(settings_.global_ranks[static_cast<std::size_t>(getRank())]);
   shared_->dump_when_broken = settings_.dump_when_broken;
-  running_.reset(new Running{Engine(std::move(segment), settings_.engine), shared_});
+  running_.reset(new Running{std::move(engine), nullptr, shared_});
   init();
   auto& living = process_wide<LivingGroups>();
   const WithoutGil no_gil;
@@ -73,18 +86,20 @@ ProcessGroupRing::~ProcessGroupRing() {
 
 void ProcessGroupRing::abort() {
   shared_->throw_if_forked();
-  running_->engine.abort(c10::str("rank ", getRank(), " aborted the group"));
+  running_->engine->abort(c10::str("rank ", getRank(), " aborted the group"));
 }
 
 void ProcessGroupRing::shutdown() {
   if (shared_->fork.forked()) return;
   const WithoutGil no_gil;  // works under way may run Python callbacks
   if (shared_->queue.busy())
-    running_->engine.abort(c10::str("rank ", getRank(), " destroyed the group while calls were under way"));
+    running_->engine->abort(c10::str("rank ", getRank(), " destroyed the group while calls were under way"));
   shared_->queue.stop();
-  shared_->mailbox->stop(Error(ErrorKind::aborted, "the group was destroyed before the message was done"));
+  if (running_->wire) running_->wire->leave();
+  if (shared_->mailbox)
+    shared_->mailbox->stop(Error(ErrorKind::aborted, "the group was destroyed before the message was done"));
   shared_->completions.stop();
-  shared_->segment->leave();
+  if (segment_) segment_->leave();
   auto& living = process_wide<LivingGroups>();
   std::lock_guard lock(living.mutex);
   living.groups.erase(this);
@@ -103,7 +118,7 @@ void ProcessGroupRing::add_plan(const std::string& collective, std::vector<std::
   const Operation operation = operation_named(collective);
   shared_->throw_if_forked();
   shared_->queue.run([&] {
-    Engine& engine = running_->engine;
+    Engine& engine = *running_->engine;
     engine.choose(operation, most_bytes, engine.add_plan(operation, std::move(lowered), digest), slice_bytes);
   });
 }
@@ -112,7 +127,10 @@ at::Tensor ProcessGroupRing::allocateTensor(long size, at::TensorOptions options
   shared_->throw_if_forked();
   if (size < 0) invalid("allocateTensor: size is ", size, "; it must be 0 or more");
   if (!options.device().is_cpu()) invalid("allocateTensor: device is ", options.device(), "; it must be the CPU");
-  if (!supportsTensorAlloc(0)) invalid("allocateTensor: the group has no arena: its option arena_bytes is 0");
+  if (!supportsTensorAlloc(0))
+    invalid(
+        "allocateTensor: the group has no arena: its option arena_bytes is 0, "
+        "or its ranks share no memory");
   const auto type = c10::optTypeMetaToScalarType(options.dtype_opt()).value_or(at::kFloat);
   return at::detail::empty_generic({size}, allocator_.get(), c10::DispatchKeySet(c10::DispatchKey::CPU), type,
                                    std::nullopt);
@@ -129,11 +147,11 @@ c10::intrusive_ptr<c10d::Backend::Options> ProcessGroupRing::getBackendOptions()
 c10d::ErrorType ProcessGroupRing::getError() {
   shared_->throw_if_forked();
   try {
-    shared_->segment->throw_if_aborted();
+    running_->engine->throw_if_aborted();
   } catch (const Error& error) {
     if (error.kind() == ErrorKind::timeout) return c10d::ErrorType::TIMEOUT;
-    const bool ours = error.kind() == ErrorKind::aborted ? shared_->segment->abort_record().reporter == getRank()
-                                                         : error.culprit() == getRank();
+    const bool ours =
+        error.kind() == ErrorKind::aborted ? running_->engine->reporter() == getRank() : error.culprit() == getRank();
     return ours ? c10d::ErrorType::COMM_ERROR : c10d::ErrorType::REMOTE_ERROR;
   }
   return c10d::ErrorType::SUCCESS;
@@ -174,7 +192,7 @@ c10::intrusive_ptr<Work> ProcessGroupRing::submit(OpType type, const CallOptions
                   Tally tally;
                   for (Job& job : jobs) {
                     job.call.number = number;
-                    tally += job.run(running_->engine);
+                    tally += job.run(*running_->engine);
                   }
                   return tally;
                 });
@@ -300,7 +318,7 @@ bool ProcessGroupRing::call_now(OpType type, const Collective& collective, c10d:
   try {
     shared_->queue.run([&] {
       log.start(id);
-      tally = running_->engine.run(call, buffers);
+      tally = running_->engine->run(call, buffers);
     });
   } catch (...) {
     log.end(id, type, false, tally);
@@ -345,12 +363,12 @@ Tally ProcessGroupRing::sum_fused(const Fusion& fusion, std::vector<Job>& jobs, 
     const Fusion::Bundle& bundle = fusion.bundles()[i];
     jobs[i].call.number = number;
     if (bundle.size() == 1) {
-      tally += jobs[i].run(running_->engine);
+      tally += jobs[i].run(*running_->engine);
       continue;
     }
     std::byte* data = fusion_buffer_.data();
     fusion.pack(bundle, data);
-    tally += running_->engine.run(jobs[i].call, {{{&data, 1}, {&bundle.count, 1}}, {{&data, 1}, {&bundle.count, 1}}});
+    tally += running_->engine->run(jobs[i].call, {{{&data, 1}, {&bundle.count, 1}}, {{&data, 1}, {&bundle.count, 1}}});
     fusion.unpack(bundle, data);
   }
   return tally;
@@ -381,7 +399,7 @@ Tally ProcessGroupRing::sum_sparse(const at::Tensor& tensor, std::chrono::millis
                                          static_cast<std::uint64_t>(own.scalar_type()));
     j.call.part_of = Operation::all_reduce;
     j.call.number = number;
-    tally += j.run(running_->engine);
+    tally += j.run(*running_->engine);
     return outputs;
   };
   Tally tally;
@@ -538,9 +556,13 @@ c10::intrusive_ptr<Work> ProcessGroupRing::barrier(const c10d::BarrierOptions& o
 
 void ProcessGroupRing::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
   shared_->throw_if_forked();
+  if (!segment_)
+    invalid(
+        "monitored_barrier: the group's ranks share no memory, which it needs; use barrier(), whose timeout names the "
+        "rank that was waited for");
   RECORD_FUNCTION("ringreduce:monitored_barrier", std::vector<c10::IValue>{});
   std::lock_guard lock(barrier_mutex_);
-  monitored_barrier(*shared_->segment, settings_.engine.spins,
+  monitored_barrier(*segment_, settings_.engine.spins,
                     std::chrono::nanoseconds(timeout_or_default(opts.timeout)).count(), wait_all_ranks);
 }
 
@@ -599,6 +621,7 @@ c10::intrusive_ptr<Work> ProcessGroupRing::post(TensorList& tensors, OpType type
   if (getSize() == 1) invalid(what, ": the group has no other rank");
   if (tag < 0) invalid(what, ": the tag is ", tag, "; it must be 0 or more");
   if (!sends) check_outputs(tensors, what);
+  if (running_->wire) return delegate(tensors, type, peer, tag);
   const at::NoGradGuard no_grad;
   const bool staged = !is_plain(tensor);
   const at::Tensor buffer = !staged ? tensor : sends ? plain(tensor) : at::empty(tensor.sizes(), tensor.options());
@@ -629,6 +652,17 @@ c10::intrusive_ptr<Work> ProcessGroupRing::post(TensorList& tensors, OpType type
     work->end(std::current_exception());
     throw;
   }
+  coalesce(work);
+  return work;
+}
+
+// A message of the backend beneath, whose Work it gives, and whose errors.
+c10::intrusive_ptr<Work> ProcessGroupRing::delegate(TensorList& tensors, OpType type, int peer, int tag) {
+  if (tag == C10dPointToPoint::kTag) invalid("the tag ", tag, " is that of collectives; take another");
+  const auto backend = running_->wire->backend();
+  auto work = type == OpType::SEND   ? backend->send(tensors, peer, tag)
+              : type == OpType::RECV ? backend->recv(tensors, peer, tag)
+                                     : backend->recvAnysource(tensors, tag);
   coalesce(work);
   return work;
 }

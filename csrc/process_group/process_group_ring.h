@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "engine/engine.h"
+#include "process_group/c10d_point_to_point.h"
 #include "process_group/call_log.h"
 #include "process_group/fusion.h"
 #include "process_group/job.h"
@@ -52,7 +53,11 @@ class ProcessGroupRing : public c10d::Backend {
     std::string topology;  // what was planned over the machine's links, as Python wrote it; kept for Python
   };
 
+  // Of ranks that share memory.
   ProcessGroupRing(std::shared_ptr<const Segment> segment, Settings settings);
+  // Of ranks that another backend joins, whose plans may have up to `channels` channels. Messages are that backend's
+  // own; there is no memory to share, and no monitored barrier.
+  ProcessGroupRing(std::shared_ptr<C10dPointToPoint> wire, int channels, Settings settings);
   ~ProcessGroupRing() override;
 
   const std::string getBackendName() const override { return "ringreduce"; }
@@ -135,7 +140,7 @@ class ProcessGroupRing : public c10d::Backend {
 
   // Memory that collectives read in place instead of copying it first, from this rank's arena. A tensor of it may
   // outlive the group.
-  bool supportsTensorAlloc(c10::DeviceIndex) override { return shared_->segment->geometry().arena_bytes > 0; }
+  bool supportsTensorAlloc(c10::DeviceIndex) override { return segment_ && segment_->geometry().arena_bytes > 0; }
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
   std::shared_ptr<c10::Allocator> getMemAllocator() override { return allocator_; }
 
@@ -161,6 +166,7 @@ class ProcessGroupRing : public c10d::Backend {
  private:
   struct Running;
 
+  ProcessGroupRing(std::shared_ptr<Engine> engine, const Settings& settings);
   bool call_now(c10d::OpType type, const Collective& collective, c10d::ReduceOp::RedOpType op, const at::Tensor& output,
                 const at::Tensor& input);
   Job job(Collective collective, const TensorList& inputs, const TensorList& outputs) const;
@@ -170,6 +176,7 @@ class ProcessGroupRing : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> submit(CallLog::Call call, bool async, const TensorList& inputs, TensorList outputs,
                                         Run run);
   c10::intrusive_ptr<c10d::Work> post(std::vector<at::Tensor>& tensors, c10d::OpType type, int peer, int tag);
+  c10::intrusive_ptr<c10d::Work> delegate(std::vector<at::Tensor>& tensors, c10d::OpType type, int peer, int tag);
   void coalesce(c10::intrusive_ptr<c10d::Work> work);
   Tally sum_fused(const Fusion& fusion, std::vector<Job>& jobs, std::uint64_t number);
   Tally sum_sparse(const at::Tensor& tensor, std::chrono::milliseconds timeout, std::uint64_t number);
@@ -178,7 +185,8 @@ class ProcessGroupRing : public c10d::Backend {
 
   const Settings settings_;
   const std::shared_ptr<WorkSurroundings> shared_;
-  const std::shared_ptr<c10::Allocator> allocator_;
+  std::shared_ptr<const Segment> segment_;  // null, and so the next, where ranks share no memory
+  std::shared_ptr<c10::Allocator> allocator_;
   std::unique_ptr<Running> running_;
   std::atomic<std::chrono::milliseconds> timeout_;
   std::atomic<std::uint64_t> collectives_{0}, messages_{0};

@@ -26,8 +26,8 @@ namespace ringreduce {
 
 // What works of a group share with it: it lives until the group and the last pending work are gone.
 struct WorkSurroundings {
-  std::shared_ptr<const Segment> segment;
-  std::shared_ptr<Mailbox> mailbox;
+  std::shared_ptr<Engine> engine;
+  std::shared_ptr<Mailbox> mailbox;  // null where messages are those of another backend
   CallQueue queue;
   Completions completions;
   std::unique_ptr<CallLog> log;
@@ -43,7 +43,7 @@ struct WorkSurroundings {
   void work_failed() {
     if (!dump_when_broken || dumped) return;
     try {
-      segment->throw_if_aborted();
+      engine->throw_if_aborted();
     } catch (const Error& error) {
       if (error.kind() != ErrorKind::aborted && !dumped.exchange(true)) CallLog::write_dump(global_rank);
     }
@@ -52,7 +52,7 @@ struct WorkSurroundings {
   void throw_if_forked() const {
     if (fork.forked())
       throw Error(ErrorKind::system,
-                  "this process was forked after the group was made, from " + segment->describe(segment->rank()) +
+                  "this process was forked after the group was made, from " + engine->describe(engine->rank()) +
                       ", and cannot use it; make a group of its own, or start it with the method 'spawn'");
   }
 };

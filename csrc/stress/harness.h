@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
-#include "engine/engine.h"
 #include "engine/mailbox.h"
 #include "engine/queue.h"
+#include "engine/shared_memory_engine.h"
 #include "transport/arena.h"
 
 namespace ringreduce::stress {
@@ -27,7 +27,7 @@ struct Rank {
   explicit Rank(std::shared_ptr<const Segment> its_segment);
 
   std::shared_ptr<const Segment> segment;
-  Engine engine;
+  SharedMemoryEngine engine;
   Mailbox mailbox;
   Arena arena;
   int all_reduce_plans = 0;  // numbers 0, 1, ... of the engine; a broadcast needs no choice

@@ -85,14 +85,14 @@ def meet(
             listener.listen(size)
         store.set(f"{prefix}/rank/{rank}", json.dumps(me))
         if rank == 0:
-            ranks = [json.loads(_get(store, f"{prefix}/rank/{r}", f"rank {r}", deadline)) for r in range(size)]
+            ranks = [json.loads(get(store, f"{prefix}/rank/{r}", f"rank {r}", deadline)) for r in range(size)]
             address = listener.getsockname()
             roster = {"ranks": ranks, "secret": secrets.token_hex(32), "address": address.hex()}
             near = _can_access_all(ranks)
-            roster["decision"] = decide([frozenset(other["cores"]) for other in ranks], near)
+            roster["decision"] = decide([frozenset(other.get("cores", ())) for other in ranks], near)
             store.set(f"{prefix}/roster", json.dumps(roster))
         else:
-            roster = json.loads(_get(store, f"{prefix}/roster", "rank 0, which waits for all ranks,", deadline))
+            roster = json.loads(get(store, f"{prefix}/roster", "rank 0, which waits for all ranks,", deadline))
             near = _can_access_all(roster["ranks"])
         _check(roster["ranks"])
         names = [(str(r["host"]), int(r["pid"])) for r in roster["ranks"]]
@@ -119,10 +119,11 @@ def _cores(ranks: list[dict[str, Any]]) -> frozenset[int]:
 
 
 def _can_access_all(ranks: list[dict[str, Any]]) -> bool:
-    return all(other["memory"] is not None and _C.can_access(*other["memory"]) for other in ranks)
+    return all(other.get("memory") is not None and _C.can_access(*other["memory"]) for other in ranks)
 
 
-def _get(store: Store, key: str, whom: str, deadline: float) -> str:
+def get(store: Store, key: str, whom: str, deadline: float) -> str:
+    """What the store has under `key`; waits for it, for `whom`, until `deadline`, then raises `CollectiveTimeout`."""
     # A store that is asked to wait keeps its lock, so ask it briefly and often: ranks may be threads that share one.
     while not store.check([key]):
         if time.monotonic() > deadline:
@@ -132,13 +133,20 @@ def _get(store: Store, key: str, whom: str, deadline: float) -> str:
 
 
 def _check(ranks: list[dict[str, Any]]) -> None:
+    agree_on_config(ranks)
     for r, other in enumerate(ranks):
         if other["machine"] != ranks[0]["machine"]:
             raise TopologyError(
                 f"rank 0 is on {ranks[0]['host']} and rank {r} on {other['host']}: ranks on several hosts (or in "
-                "separate network namespaces) are not supported yet; use backend 'gloo' for this group",
+                "separate network namespaces) cannot share memory; make the group with "
+                "ringreduce.Options(transport='gloo'), or RINGREDUCE_TRANSPORT=gloo",
                 r,
             )
+
+
+def agree_on_config(ranks: list[dict[str, Any]]) -> None:
+    """Raises `InvalidArgument` if two ranks have different `config`s."""
+    for r, other in enumerate(ranks):
         if other["config"] != ranks[0]["config"]:
             raise InvalidArgument(
                 f"options differ between ranks: rank 0 has {ranks[0]['config']}, rank {r} has {other['config']}; "

@@ -1,0 +1,181 @@
+#include "engine/shared_memory_engine.h"
+
+#include <algorithm>
+
+#include "engine/wait.h"
+
+namespace ringreduce {
+namespace {
+
+// Where the blame for a timeout is looked for: a rank that waits says so again at least this often.
+Nanoseconds sign_of_life(const Call& call) { return std::min(kSecond / 2, call.timeout / 2); }
+
+}  // namespace
+
+SharedMemoryEngine::SharedMemoryEngine(std::shared_ptr<const Segment> segment, const Options& options)
+    : Engine(segment->rank(), segment->size(), static_cast<int>(segment->geometry().channels), options,
+             segment->geometry().slot_bytes),
+      segment_(std::move(segment)),
+      spins_(options.spins),
+      least_fetch_bytes_(options.least_fetch_bytes),
+      placement_(*segment_) {
+  const Geometry& geometry = segment_->geometry();
+  workspace_.channels.resize(geometry.channels);
+  for (ChannelState& channel : workspace_.channels) {
+    channel.tail.resize(geometry.ranks);
+    channel.readers.resize(geometry.depth);
+  }
+}
+
+int SharedMemoryEngine::reporter() const {
+  const AbortRecord& record = segment_->abort_record();
+  return record.state.load(std::memory_order_acquire) == 2 ? record.reporter : -1;
+}
+
+Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
+  segment_->throw_if_aborted();
+  check(call);
+  const Choice& choice = choice_for(call);
+  const Program& program = program_for(call, choice.plan);
+  placement_.settle();
+
+  RankControl& own = segment_->control(segment_->rank());
+  const std::uint64_t seq = next_call();
+  const std::uint64_t id = fingerprint(call, seq, program.digest);
+  own.waiting_for.store(-1, std::memory_order_relaxed);
+  record(own, call, seq, id, program.digest);
+
+  const std::size_t slice = slice_bytes(call, program, choice.slice_bytes);
+  Waiting waiting(*segment_, spins_);
+  Execution execution(*segment_, program, call, buffers, workspace_, id, slice, least_fetch_bytes_);
+  const auto fail = [&](const Error& error) {
+    segment_->abort(error);  // first, so that a peer that fails because of what follows finds the reason
+    segment_->fail(seq);
+    execution.shut_out_peers();
+  };
+  const auto advance = [&] {
+    try {
+      return execution.advance();
+    } catch (const Error& error) {
+      if (error.kind() == ErrorKind::mismatch) throw;
+      throw Error(error.kind(), title(call, seq) + ": " + error.what(), error.culprit());
+    }
+  };
+  try {
+    const auto check_on_peers = [&](Nanoseconds waited) {
+      own.waiting_for.store(execution.blocked_on(), std::memory_order_relaxed);
+      own.heartbeat.store(now(), std::memory_order_release);
+      look(call, seq, id, execution, waited);
+    };
+    try {
+      while (true) {
+        const bool moved = advance();
+        if (execution.done()) break;
+        if (moved)
+          waiting.moved();
+        else
+          waiting.idle(check_on_peers);
+      }
+      // What was lent must not change before it is read. And a root could be gone before anybody finds out that it
+      // called something else (see docs/architecture.md).
+      if (execution.lent() > 0 || has_root(call.operation))
+        while (!execution.all_read()) waiting.idle(check_on_peers);
+      waiting.moved();
+      // A rank that failed in this call may have changed what it lent before it was read, here or by those whose data
+      // came here. It said so before it could: what was read counts only if nobody has. The reason is the group's, by
+      // way of fail().
+      if (segment_->failed(seq)) throw Error(ErrorKind::aborted, title(call, seq) + ": another rank gave it up");
+    } catch (const Error& error) {
+      if (error.kind() == ErrorKind::mismatch) throw_mismatch(call, seq, error.culprit());
+      throw;
+    }
+    execution.finish();
+  } catch (const Error& error) {
+    fail(error);
+    segment_->throw_if_aborted();  // the group's first error, which need not be this one
+    throw;
+  } catch (const std::exception& error) {  // out of memory: the peers must not wait for this rank
+    fail(Error(ErrorKind::system, title(call, seq) + ": " + error.what(), segment_->rank()));
+    throw;
+  }
+  own.completed.store(seq, std::memory_order_release);
+  return {waiting.waited(), execution.lent()};
+}
+
+void SharedMemoryEngine::abort(const std::string& reason) { segment_->abort(Error(ErrorKind::aborted, reason)); }
+
+// Called while waiting: throws if it is in vain.
+void SharedMemoryEngine::look(const Call& call, std::uint64_t seq, std::uint64_t fingerprint,
+                              const Execution& execution, Nanoseconds waited) const {
+  segment_->throw_if_aborted();
+  for (int r = 0; r < segment_->size(); ++r)
+    if (r != segment_->rank() && differs(segment_->control(r), seq, fingerprint))
+      throw Error(ErrorKind::mismatch, "", r);
+  for (int r : segment_->gone()) {
+    const RankControl& peer = segment_->control(r);
+    if (peer.completed.load(std::memory_order_acquire) >= seq) continue;  // it has done its part of this call
+    const bool left = peer.state.load(std::memory_order_acquire) == RankState::left;
+    throw Error(ErrorKind::peer_lost,
+                title(call, seq) + ": " + segment_->describe(r) + (left ? " left the group" : " died") + "; rank " +
+                    std::to_string(segment_->rank()) + " waited for rank " + std::to_string(execution.blocked_on()) +
+                    " at " + execution.position(),
+                r);
+  }
+  if (waited >= call.timeout) throw_timeout(call, seq, execution, waited);
+}
+
+void SharedMemoryEngine::throw_mismatch(const Call& call, std::uint64_t seq, int peer) const {
+  const int own = segment_->rank();
+  throw Error(ErrorKind::mismatch,
+              title(call, seq) + ": ranks of the group made different calls: rank " + std::to_string(own) + " called " +
+                  describe_call(segment_->control(own), seq) + ", " + segment_->describe(peer) + " called " +
+                  describe_call(segment_->control(peer), seq) +
+                  ". All ranks of a group must make the same calls in the same order",
+              peer);
+}
+
+void SharedMemoryEngine::throw_timeout(const Call& call, std::uint64_t seq, const Execution& execution,
+                                       Nanoseconds waited) const {
+  const Nanoseconds t = now();
+  const int own = segment_->rank();
+  const auto waiting_for = [&](int r) {  // the rank that r waits for in this call; -1 if it is not seen to wait
+    const RankControl& c = segment_->control(r);
+    const bool here =
+        c.entered.load(std::memory_order_acquire) == seq && c.completed.load(std::memory_order_acquire) < seq;
+    const bool alive = t - c.heartbeat.load(std::memory_order_acquire) < sign_of_life(call);
+    const int peer = c.waiting_for.load(std::memory_order_acquire);
+    return here && alive && peer >= 0 && peer < segment_->size() ? peer : -1;
+  };
+
+  // Who keeps us waiting may itself wait for another: follow that chain to its end.
+  int culprit = execution.blocked_on();
+  for (int hops = 0; hops < segment_->size(); ++hops) {
+    const int next = waiting_for(culprit);
+    if (next < 0 || next == own) break;
+    culprit = next;
+  }
+
+  std::string text = title(call, seq) + ": rank " + std::to_string(own) + " waited the timeout of " +
+                     in_seconds(waited) + " for rank " + std::to_string(execution.blocked_on()) + " at " +
+                     execution.position() + "; " + segment_->describe(culprit) + " is what the group waits for.";
+  for (int r = 0; r < segment_->size(); ++r) {
+    if (r == own) continue;
+    const RankControl& c = segment_->control(r);
+    const std::uint64_t entered = c.entered.load(std::memory_order_acquire);
+    text += " Rank " + std::to_string(r);
+    if (entered < seq) {
+      text += entered == 0 ? " has not made any call."
+                           : " has not arrived: its latest call is seq " + std::to_string(number_of_call(c, entered)) +
+                                 ", " + describe_call(c, entered) + ".";
+    } else if (c.completed.load(std::memory_order_acquire) >= seq) {
+      text += " has finished this call.";
+    } else if (const int peer = waiting_for(r); peer >= 0) {
+      text += " waits for rank " + std::to_string(peer) + ".";
+    } else {
+      text += " is in this call and has shown no sign of waiting or progress: stopped or busy.";
+    }
+  }
+  throw Error(ErrorKind::timeout, text, culprit);
+}
+
+}  // namespace ringreduce

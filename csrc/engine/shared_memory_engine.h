@@ -1,0 +1,37 @@
+// The engine of ranks that share memory. See execution.h for how data moves, and segment.h for where.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "engine/engine.h"
+#include "engine/execution.h"
+#include "engine/placement.h"
+
+namespace ringreduce {
+
+class SharedMemoryEngine final : public Engine {
+ public:
+  SharedMemoryEngine(std::shared_ptr<const Segment> segment, const Options& options);
+
+  Tally run(const Call& call, const Buffers& buffers) override;
+  void abort(const std::string& reason) override;
+  void throw_if_aborted() const override { segment_->throw_if_aborted(); }
+  int reporter() const override;
+  std::string describe(int rank) const override { return segment_->describe(rank); }
+
+ private:
+  void look(const Call& call, std::uint64_t seq, std::uint64_t fingerprint, const Execution& execution,
+            Nanoseconds waited) const;
+  [[noreturn]] void throw_mismatch(const Call& call, std::uint64_t seq, int peer) const;
+  [[noreturn]] void throw_timeout(const Call& call, std::uint64_t seq, const Execution& execution,
+                                  Nanoseconds waited) const;
+
+  const std::shared_ptr<const Segment> segment_;
+  const int spins_;
+  const std::size_t least_fetch_bytes_;
+  Workspace workspace_;
+  Placement placement_;
+};
+
+}  // namespace ringreduce

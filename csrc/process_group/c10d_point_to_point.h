@@ -1,0 +1,66 @@
+// Messages of another c10d backend, such as Gloo, as a PointToPoint; and a c10d store to tell why a group broke.
+#pragma once
+
+#include <chrono>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <vector>
+
+#include "transport/point_to_point.h"
+#include "transport/segment.h"
+
+namespace ringreduce {
+
+class C10dPointToPoint final : public PointToPoint {
+ public:
+  // The tag of our messages; the program's may have any other.
+  static constexpr int kTag = 0x7fffffff;
+
+  // `backend` has all ranks of the group, for CPU tensors; when the group breaks this object lets go of it, and nobody
+  // else should hold it, so that its connections close. `store` is the group's alone.
+  C10dPointToPoint(c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr<c10d::Store> store,
+                   std::vector<RankName> names);
+
+  int rank() const override { return rank_; }
+  int size() const override { return static_cast<int>(names_.size()); }
+  std::string describe(int rank) const override;
+  void exchange(std::span<const Outgoing> outgoing, std::span<const Incoming> incoming, Nanoseconds timeout) override;
+  void abort(const Error& error) override;
+  void throw_if_aborted() const override;
+  int reporter() const override;
+
+  // Takes no further part: connections close, as when the process ends, and calls throw.
+  void leave();
+  // For the program's own messages. Throws the group's error if it is broken.
+  c10::intrusive_ptr<c10d::Backend> backend() const;
+
+ private:
+  struct Pending {
+    c10::intrusive_ptr<c10d::Work> work;
+    int peer;
+    bool sends;
+  };
+  struct Broken {
+    Error error;
+    int reporter;
+  };
+
+  void let_go();
+  void post(std::span<const Outgoing> outgoing, std::span<const Incoming> incoming);
+  Error failure(const Pending& pending, const char* reason, Nanoseconds deadline) const;
+  Broken agree_on(const Error& error) const;
+
+  const int rank_;
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const std::vector<RankName> names_;
+  mutable std::mutex mutex_;
+  c10::intrusive_ptr<c10d::Backend> backend_;
+  std::vector<Pending> pending_;  // changed by the thread that is in exchange() only
+  bool exchanging_ = false;
+  std::optional<Broken> broken_;
+};
+
+}  // namespace ringreduce

@@ -1,0 +1,58 @@
+// The wire between ranks that share no memory: messages from one rank to another, all of a moment together.
+//
+// This is what another library has to offer so that plans can run over it (engine/exchange.h): Gloo by way of
+// c10d::Backend (process_group/c10d_point_to_point.h); ncclSend and ncclRecv within one group are of the same shape.
+#pragma once
+
+#include <cstddef>
+#include <span>
+#include <string>
+
+#include "core/clock.h"
+#include "core/error.h"
+
+namespace ringreduce {
+
+struct Outgoing {
+  int peer;
+  const std::byte* data;
+  std::size_t bytes;  // at least 1
+};
+
+struct Incoming {
+  int peer;
+  std::byte* data;
+  std::size_t bytes;  // what the peer sends
+};
+
+class PointToPoint {
+ public:
+  virtual ~PointToPoint() = default;
+  PointToPoint() = default;
+  PointToPoint(const PointToPoint&) = delete;
+  PointToPoint& operator=(const PointToPoint&) = delete;
+
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  // "rank 3 (node7, pid 4711)"
+  virtual std::string describe(int rank) const = 0;
+
+  // Sends and receives all of these at once, in no order but this: messages from one rank to another match in the order
+  // of the exchanges, and within an exchange in that of the lists. When it returns, what was to come is there, and what
+  // was to go may be changed. One call at a time. The memory remains the caller's; when it throws, nothing touches it
+  // any more.
+  // Throws peer_lost or timeout with the peer as the culprit, or what the group was aborted with. Whatever it throws,
+  // the wire is of no use afterwards: the caller must abort().
+  virtual void exchange(std::span<const Outgoing> outgoing, std::span<const Incoming> incoming,
+                        Nanoseconds timeout) = 0;
+
+  // Makes `error` the group's, unless it has one already, as far as the others can still be told; ends an exchange
+  // under way and lets go of the peers, so that theirs end too. Thread-safe.
+  virtual void abort(const Error& error) = 0;
+  // Throws the group's error, if this rank knows of one. Thread-safe.
+  virtual void throw_if_aborted() const = 0;
+  // The rank that the group's error is from; -1 if this rank knows of none.
+  virtual int reporter() const = 0;
+};
+
+}  // namespace ringreduce
