@@ -15,7 +15,7 @@ from distributed.harness import Rank, Ranks, run
 
 import ringreduce
 from ringreduce.errors import Aborted, CollectiveMismatch, CollectiveTimeout, InvalidArgument, PeerLost, RingReduceError
-from ringreduce.plan import BUILDERS, Plan, build
+from ringreduce.plan import BUILDERS, Channel, Plan, Read, Step, build
 
 RANKS = (2, 3, 4)
 GLOO = ringreduce.Options(transport="gloo")
@@ -129,6 +129,47 @@ def test_the_same_plan_gives_the_same_bits(collective: str, ranks: int) -> None:
     for over_gloo, in_shared_memory in run(both, ranks, plans):
         assert len(over_gloo) > 100
         assert over_gloo == in_shared_memory
+
+
+def late_rank(phase: int, partial: bool) -> Plan:
+    """Three ranks, of which rank 0 comes to chunk 0 in `phase`, 1 or 2, when the result is on its way, or there.
+
+    Ranks 1 and 2 each make the result of chunk 0; rank 2 needs what rank 0 sends so late (its input, or with `partial`
+    what it makes of its own and rank 1's, and writes), and rank 0 gets rank 1's result over it. Chunk 1 is what delays.
+    """
+    take = Read.INPUT
+    send_1 = [Step(1, take, send=(0,)), Step(1, take, send=(0,))] if phase == 1 else [Step(1, take, send=(2,))]
+    late = [Step(1, take, recv=(1, 2) if phase == 1 else (2,), write=True, send=(1, 2))]
+    rank_0, rank_1, rank_2 = [Step(0, take, send=(1,)), *late], send_1[:1], send_1[1:]
+    if phase == 2:
+        rank_2 = [Step(1, take, recv=(1,), send=(0,))]
+    if partial:
+        rank_0 += [Step(0, take, recv=(1,), write=True, send=(2,))]
+        rank_1 = [Step(0, take, send=(0,)), *rank_1, Step(0, take, recv=(0,), write=True)]
+        rank_1 += [Step(0, Read.OUTPUT, recv=(2,), write=True, send=(0,))]
+        rank_2 = [Step(0, take, send=(1,)), *rank_2, Step(0, take, recv=(0,), write=True)]
+    else:
+        rank_0 += [Step(0, take, send=(2,))]
+        rank_1 += [Step(0, take, send=(2,)), Step(0, take, recv=(0, 2), write=True, send=(0,))]
+        rank_2 = [Step(0, take, send=(1,)), *rank_2, Step(0, take, recv=(0, 1), write=True)]
+    rank_0 += [Step(0, recv=(1,), write=True)]
+    first = Step(1, recv=(0,), write=True)
+    # What rank 0 sends of chunk 1 comes before what it sends of chunk 0.
+    rank_2.insert(len(rank_2) - 1, first)
+    rank_1.append(first)
+    return Plan("late", "all_reduce", 3, (Channel(1, 2, (tuple(rank_0), tuple(rank_1), tuple(rank_2))),))
+
+
+def run_late(me: Rank, text: str) -> None:
+    with me.join(options=ringreduce.Options(transport="gloo", least_slice_bytes=64)):
+        ringreduce.register_plan(Plan.from_json(text))
+        for call, count in enumerate((100, 70_001, 3_000_001)):
+            collectives.all_reduce(me, count, call)
+
+
+@pytest.mark.parametrize(("phase", "partial"), [(1, False), (2, False), (2, True)])
+def test_what_is_being_sent_is_not_overwritten(phase: int, partial: bool) -> None:
+    run(run_late, 3, late_rank(phase, partial).to_json())
 
 
 def every_dtype(me: Rank) -> None:
