@@ -26,6 +26,27 @@ class OpenMemory:
 
 def can_access(thread: int, address: int, word: int) -> bool: ...
 
+class Settings:
+    """What a group takes whatever its transport."""
+
+    def __init__(
+        self,
+        *,
+        spins: int = ...,
+        slices: int | None,
+        least_slice_bytes: int,
+        most_slice_bytes: int,
+        least_fetch_bytes: int = ...,
+        timeout: float,
+        name: str,
+        global_ranks: list[int],
+        recorded_calls: int | None,
+        dump_when_broken: bool,
+        print_calls: bool,
+        regroup: Callable[[list[int], str, timedelta], ProcessGroupRing],
+        topology: str,
+    ) -> None: ...
+
 class ProcessGroupRing(Backend):
     def __init__(
         self,
@@ -35,21 +56,9 @@ class ProcessGroupRing(Backend):
         rank: int,
         pidfds: list[int],
         names: list[tuple[str, int]],
-        name: str,
-        global_ranks: list[int],
-        timeout: float,
-        regroup: Callable[[list[int], str, timedelta], ProcessGroupRing],
-        spins: int,
-        slices: int | None,
-        least_slice_bytes: int,
-        most_slice_bytes: int,
-        recorded_calls: int | None,
-        dump_when_broken: bool,
-        print_calls: bool,
         memory: OpenMemory | None,
         memory_threads: Sequence[int],
-        least_fetch_bytes: int,
-        topology: str,
+        settings: Settings,
     ) -> None: ...
     @staticmethod
     def over(
@@ -58,17 +67,7 @@ class ProcessGroupRing(Backend):
         store: Store,
         names: list[tuple[str, int]],
         channels: int,
-        name: str,
-        global_ranks: list[int],
-        timeout: float,
-        regroup: Callable[[list[int], str, timedelta], ProcessGroupRing],
-        slices: int | None,
-        least_slice_bytes: int,
-        most_slice_bytes: int,
-        recorded_calls: int | None,
-        dump_when_broken: bool,
-        print_calls: bool,
-        topology: str,
+        settings: Settings,
     ) -> ProcessGroupRing: ...
     @property
     def topology(self) -> str: ...

@@ -112,13 +112,21 @@ def _make_in_shared_memory(
         pidfds=meeting.pidfds,
         names=meeting.names,
         rank=rank,
-        spins=options.spins or default_spins(size, meeting.cores),
-        least_slice_bytes=slicing.least_slice_bytes,
-        most_slice_bytes=slicing.most_slice_bytes,
         memory=memory if meeting.threads else None,
         memory_threads=meeting.threads,
-        least_fetch_bytes=tuning.fetch_from(options, size, meeting.cores, fetch) or 0,
-        **_settings(store, name, rank, global_ranks, seconds, options, decision),
+        settings=_settings(
+            store,
+            name,
+            rank,
+            global_ranks,
+            seconds,
+            options,
+            decision,
+            spins=options.spins or default_spins(size, meeting.cores),
+            least_slice_bytes=slicing.least_slice_bytes,
+            most_slice_bytes=slicing.most_slice_bytes,
+            least_fetch_bytes=tuning.fetch_from(options, size, meeting.cores, fetch) or 0,
+        ),
     )
     return group, decision
 
@@ -142,9 +150,17 @@ def _make_over_gloo(
         store=roster.store,
         names=roster.names,
         channels=max(options.channels, decision.channels),
-        least_slice_bytes=options.least_slice_bytes or LEAST_SLICE_GLOO,
-        most_slice_bytes=MOST_SLICE_GLOO,
-        **_settings(store, name, rank, global_ranks, seconds, options, decision),
+        settings=_settings(
+            store,
+            name,
+            rank,
+            global_ranks,
+            seconds,
+            options,
+            decision,
+            least_slice_bytes=options.least_slice_bytes or LEAST_SLICE_GLOO,
+            most_slice_bytes=MOST_SLICE_GLOO,
+        ),
     )
     return group, decision
 
@@ -156,20 +172,27 @@ def _agreed(options: Options) -> str:
 
 
 def _settings(
-    store: Store, name: str, rank: int, global_ranks: list[int], seconds: float, options: Options, decision: Decision
-) -> dict[str, Any]:
-    """What a group takes whatever its transport."""
-    return {
-        "name": name,
-        "global_ranks": global_ranks,
-        "timeout": seconds,
-        "regroup": functools.partial(_regroup, store, name, rank, global_ranks, options),
-        "slices": options.slices,
-        "recorded_calls": options.recorded_calls,
-        "dump_when_broken": bool(options.dump_when_broken),
-        "print_calls": (options.debug or 0) > 1,
-        "topology": decision.topology.to_json() if decision.topology else "",
-    }
+    store: Store,
+    name: str,
+    rank: int,
+    global_ranks: list[int],
+    seconds: float,
+    options: Options,
+    decision: Decision,
+    **of_transport: int,
+) -> _C.Settings:
+    return _C.Settings(
+        name=name,
+        global_ranks=global_ranks,
+        timeout=seconds,
+        regroup=functools.partial(_regroup, store, name, rank, global_ranks, options),
+        slices=options.slices,
+        recorded_calls=options.recorded_calls,
+        dump_when_broken=bool(options.dump_when_broken),
+        print_calls=(options.debug or 0) > 1,
+        topology=decision.topology.to_json() if decision.topology else "",
+        **of_transport,
+    )
 
 
 def _regroup(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 from ringreduce.errors import InvalidArgument
@@ -177,3 +178,12 @@ def _check(name: str, value: Any, origin: str) -> None:
     low, high = LIMITS[name]
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise InvalidArgument(f"{where} is {value!r}; it must be a whole number from {low} to {high}")
+
+
+def cache_folder() -> Path:
+    """Where this user's files of ringreduce are, if any. Raises OSError if there is no place for them."""
+    root = os.environ.get("XDG_CACHE_HOME", "")  # to be ignored if it is not absolute, says its specification
+    base = Path(root if os.path.isabs(root) else os.path.expanduser("~/.cache"))
+    if not base.is_absolute():
+        raise FileNotFoundError("this user has no home directory; set XDG_CACHE_HOME")
+    return base / "ringreduce"

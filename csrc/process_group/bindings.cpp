@@ -71,64 +71,52 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         [](int thread, std::uint64_t address, std::uint64_t word) { return can_access({thread, address, word}); });
 
   using Group = ProcessGroupRing;
+  using Names = std::vector<std::pair<std::string, std::int64_t>>;
+  const auto rank_names = [](const Names& names) {
+    std::vector<RankName> all;
+    for (const auto& [host, pid] : names) all.push_back({host, pid});
+    return all;
+  };
+  py::class_<Group::Settings>(m, "Settings")
+      .def(py::init([](int spins, int slices, std::size_t least_slice_bytes, std::size_t most_slice_bytes,
+                       std::size_t least_fetch_bytes, double timeout, std::string name,
+                       std::vector<std::int64_t> global_ranks, std::size_t recorded_calls, bool dump_when_broken,
+                       bool print_calls, Group::Regroup regroup, std::string topology) {
+             return Group::Settings{.engine = {spins, slices, least_slice_bytes, most_slice_bytes, least_fetch_bytes},
+                                    .timeout = std::chrono::milliseconds(static_cast<std::int64_t>(timeout * 1000)),
+                                    .name = std::move(name),
+                                    .global_ranks = std::move(global_ranks),
+                                    .recorded_calls = recorded_calls,
+                                    .dump_when_broken = dump_when_broken,
+                                    .print_calls = print_calls,
+                                    .regroup = std::move(regroup),
+                                    .topology = std::move(topology)};
+           }),
+           py::kw_only(), py::arg("spins") = Engine::Options{}.spins, py::arg("slices"), py::arg("least_slice_bytes"),
+           py::arg("most_slice_bytes"), py::arg("least_fetch_bytes") = Engine::Options{}.least_fetch_bytes,
+           py::arg("timeout"), py::arg("name"), py::arg("global_ranks"), py::arg("recorded_calls"),
+           py::arg("dump_when_broken"), py::arg("print_calls"), py::arg("regroup"), py::arg("topology"));
+
   py::class_<Group, c10::intrusive_ptr<Group>, c10d::Backend>(m, "ProcessGroupRing")
-      .def(py::init([](int memfd, const Geometry& geometry, int rank, std::vector<int> pidfds,
-                       const std::vector<std::pair<std::string, std::int64_t>>& names, std::string name,
-                       std::vector<std::int64_t> global_ranks, double timeout, Group::Regroup regroup, int spins,
-                       int slices, std::size_t least_slice_bytes, std::size_t most_slice_bytes,
-                       std::size_t recorded_calls, bool dump_when_broken, bool print_calls,
-                       std::shared_ptr<OpenMemory> memory, std::vector<int> memory_threads,
-                       std::size_t least_fetch_bytes, std::string topology) {
-             std::vector<RankName> rank_names;
-             for (const auto& [host, pid] : names) rank_names.push_back({host, pid});
-             auto segment = std::make_shared<Segment>(memfd, geometry, rank, std::move(pidfds), std::move(rank_names),
+      .def(py::init([rank_names](int memfd, const Geometry& geometry, int rank, std::vector<int> pidfds,
+                                 const Names& names, std::shared_ptr<OpenMemory> memory,
+                                 std::vector<int> memory_threads, Group::Settings settings) {
+             auto segment = std::make_shared<Segment>(memfd, geometry, rank, std::move(pidfds), rank_names(names),
                                                       PeerMemory{std::move(memory), std::move(memory_threads)});
-             return c10::make_intrusive<Group>(
-                 std::move(segment),
-                 Group::Settings{.engine = {spins, slices, least_slice_bytes, most_slice_bytes, least_fetch_bytes},
-                                 .timeout = std::chrono::milliseconds(static_cast<std::int64_t>(timeout * 1000)),
-                                 .name = std::move(name),
-                                 .global_ranks = std::move(global_ranks),
-                                 .recorded_calls = recorded_calls,
-                                 .dump_when_broken = dump_when_broken,
-                                 .print_calls = print_calls,
-                                 .regroup = std::move(regroup),
-                                 .topology = std::move(topology)});
+             return c10::make_intrusive<Group>(std::move(segment), std::move(settings));
            }),
            py::kw_only(), py::arg("memfd"), py::arg("geometry"), py::arg("rank"), py::arg("pidfds"), py::arg("names"),
-           py::arg("name"), py::arg("global_ranks"), py::arg("timeout"), py::arg("regroup"), py::arg("spins"),
-           py::arg("slices"), py::arg("least_slice_bytes"), py::arg("most_slice_bytes"), py::arg("recorded_calls"),
-           py::arg("dump_when_broken"), py::arg("print_calls"), py::arg("memory"), py::arg("memory_threads"),
-           py::arg("least_fetch_bytes"), py::arg("topology"))
+           py::arg("memory"), py::arg("memory_threads"), py::arg("settings"))
       // Not a constructor, since pybind11 does not convert keyword-only arguments of overloads.
       .def_static(
           "over",
-          [](c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr<c10d::Store> store,
-             const std::vector<std::pair<std::string, std::int64_t>>& names, int channels, std::string name,
-             std::vector<std::int64_t> global_ranks, double timeout, Group::Regroup regroup, int slices,
-             std::size_t least_slice_bytes, std::size_t most_slice_bytes, std::size_t recorded_calls,
-             bool dump_when_broken, bool print_calls, std::string topology) {
-            std::vector<RankName> rank_names;
-            for (const auto& [host, pid] : names) rank_names.push_back({host, pid});
-            return c10::make_intrusive<Group>(
-                std::make_shared<C10dPointToPoint>(std::move(backend), std::move(store), std::move(rank_names)),
-                channels,
-                Group::Settings{.engine = {.slices = slices,
-                                           .least_slice_bytes = least_slice_bytes,
-                                           .most_slice_bytes = most_slice_bytes},
-                                .timeout = std::chrono::milliseconds(static_cast<std::int64_t>(timeout * 1000)),
-                                .name = std::move(name),
-                                .global_ranks = std::move(global_ranks),
-                                .recorded_calls = recorded_calls,
-                                .dump_when_broken = dump_when_broken,
-                                .print_calls = print_calls,
-                                .regroup = std::move(regroup),
-                                .topology = std::move(topology)});
+          [rank_names](c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr<c10d::Store> store,
+                       const Names& names, int channels, Group::Settings settings) {
+            auto wire = std::make_shared<C10dPointToPoint>(std::move(backend), std::move(store), rank_names(names));
+            return c10::make_intrusive<Group>(std::move(wire), channels, std::move(settings));
           },
-          py::kw_only(), py::arg("backend"), py::arg("store"), py::arg("names"), py::arg("channels"), py::arg("name"),
-          py::arg("global_ranks"), py::arg("timeout"), py::arg("regroup"), py::arg("slices"),
-          py::arg("least_slice_bytes"), py::arg("most_slice_bytes"), py::arg("recorded_calls"),
-          py::arg("dump_when_broken"), py::arg("print_calls"), py::arg("topology"))
+          py::kw_only(), py::arg("backend"), py::arg("store"), py::arg("names"), py::arg("channels"),
+          py::arg("settings"))
       .def_property_readonly("topology", &Group::topology)
       // These two are virtual functions of c10d that torch does not bind for every backend.
       .def_property_readonly("options", &Group::getBackendOptions)

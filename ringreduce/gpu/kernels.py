@@ -21,6 +21,7 @@ import stat
 import tempfile
 from pathlib import Path
 
+from ringreduce.config import cache_folder
 from ringreduce.errors import InvalidArgument, SystemFailure
 
 log = logging.getLogger(__name__)
@@ -199,16 +200,12 @@ def _places() -> list[str]:
 
 def _cache_folder() -> Path | None:
     """The folder for what NVRTC made, made if it is missing; None, and the log says why, if it cannot be used."""
-    root = os.environ.get("XDG_CACHE_HOME", "")  # to be ignored if it is not absolute, says its specification
-    base = Path(root if os.path.isabs(root) else os.path.expanduser("~/.cache"))
     try:
-        if not base.is_absolute():
-            raise FileNotFoundError("this user has no home directory; set XDG_CACHE_HOME")
-        folder = base / "ringreduce" / "kernels"
+        folder = cache_folder() / "kernels"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         _require_own(folder.stat())
     except OSError as error:
-        _warn(f"compiled GPU kernels are not kept, so every process compiles them: {base}/ringreduce/kernels: {error}")
+        _warn(f"compiled GPU kernels are not kept, so every process compiles them: {error}")
         return None
     return folder
 

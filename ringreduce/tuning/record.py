@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ringreduce.config import cache_folder
 from ringreduce.plan import BUILDERS, Machine
 from ringreduce.tuning.machine import Identity
 
@@ -58,11 +59,7 @@ class Tuning:
 
 def default_path(identity: Identity) -> Path:
     """Where the file of a machine is, if nobody said otherwise.  Raises OSError if there is no place for it."""
-    root = os.environ.get("XDG_CACHE_HOME", "")  # to be ignored if it is not absolute, says its specification
-    folder = Path(root if os.path.isabs(root) else os.path.expanduser("~/.cache"))
-    if not folder.is_absolute():
-        raise FileNotFoundError("this user has no home directory; set XDG_CACHE_HOME, or RINGREDUCE_TUNING to a path")
-    return folder / "ringreduce" / f"{identity.digest()}.json"
+    return cache_folder() / f"{identity.digest()}.json"
 
 
 def load(path: Path) -> Tuning:
