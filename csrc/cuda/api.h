@@ -47,6 +47,7 @@ struct CUmemAccessDesc {
 inline constexpr CUresult kSuccess = 0;
 inline constexpr CUresult kNotInitialized = 3;
 inline constexpr CUresult kNoDevice = 100;
+inline constexpr CUresult kNotFound = 500;
 inline constexpr CUresult kNotReady = 600;
 inline constexpr CUresult kPeerAccessAlreadyEnabled = 704;
 inline constexpr CUresult kNotSupported = 801;
@@ -59,7 +60,7 @@ inline constexpr int kHandleTypePosixFileDescriptorSupported = 103;
 inline constexpr int kCanUse64BitStreamMemOps = 122;
 
 inline constexpr unsigned kStreamNonBlocking = 1;
-inline constexpr unsigned kStreamWaitValueGeq = 0;
+inline constexpr unsigned kStreamWaitValueEq = 1;
 inline constexpr unsigned kEventDisableTiming = 2;
 inline constexpr unsigned kMemHostAllocPortable = 1;
 inline constexpr unsigned kMemHostAllocDeviceMap = 2;
@@ -70,6 +71,7 @@ inline constexpr int kMemHandleTypePosixFileDescriptor = 1;
 inline constexpr int kMemAccessReadWrite = 3;
 inline constexpr int kMemAllocGranularityRecommended = 1;
 inline constexpr int kStreamCaptureStatusNone = 0;
+inline constexpr int kStreamCaptureModeRelaxed = 2;
 inline constexpr int kPointerAttributeMemoryType = 2;
 inline constexpr int kPointerAttributeDeviceOrdinal = 9;
 inline constexpr int kPointerAttributeRangeStart = 11;
@@ -131,6 +133,7 @@ inline constexpr unsigned kMemoryTypeDevice = 2;
   FUNCTION(cuStreamQuery, , (CUstream stream))                                                                       \
   FUNCTION(cuStreamWaitEvent, , (CUstream stream, CUevent event, unsigned flags))                                    \
   FUNCTION(cuStreamIsCapturing, , (CUstream stream, int* status))                                                    \
+  FUNCTION(cuThreadExchangeStreamCaptureMode, , (int* mode))                                                         \
   FUNCTION(cuStreamWaitValue64, _v2, (CUstream stream, CUdeviceptr address, std::uint64_t value, unsigned flags))    \
   FUNCTION(cuStreamWriteValue64, _v2, (CUstream stream, CUdeviceptr address, std::uint64_t value, unsigned flags))   \
   FUNCTION(cuEventCreate, , (CUevent * event, unsigned flags))                                                       \

@@ -1,77 +1,85 @@
 #include "cuda/device.h"
 
 #include <cstring>
-#include <utility>
 
 namespace ringreduce::cuda {
 namespace {
 
 // " on device 0"
-std::string on(const Device& device) { return " on device " + std::to_string(device.ordinal()); }
+std::string on(const DeviceInfo& device) { return " on device " + std::to_string(device.ordinal()); }
 std::string of_bytes_on(std::size_t bytes, const Device& device) { return " of " + in_bytes(bytes) + on(device); }
 
-// Does what the driver reports as `result`; throws what it says, and where.
+// For calls that need no context. Throws what the driver says, and where.
 template <class... P, class... A>
-void call(const Device& device, const Call<CUresult(P...)>& function, A&&... arguments) {
+void ask(const DeviceInfo& device, const Call<CUresult(P...)>& function, A&&... arguments) {
   if (const CUresult result = function.attempt(std::forward<A>(arguments)...); result != kSuccess)
     function.refuse(result, on(device));
 }
 
-// For destructors: gives `handle` back, unless the process has no driver any more.
+// For all others.
+template <class... P, class... A>
+void call(const Device& device, const Call<CUresult(P...)>& function, A&&... arguments) {
+  const Device::Use use(device);
+  ask(device, function, std::forward<A>(arguments)...);
+}
+
+// Whether the GPU has passed what `query` asks about.
 template <class Handle>
-void release(const Device& device, const Call<CUresult(Handle)> Driver::* function, Handle handle) noexcept {
-  const Driver* const cuda = driver_in_use();
-  if (cuda == nullptr || handle == Handle{}) return;
-  try {
-    const Device::Use use(device);
-    (void)(cuda->*function).attempt(handle);
-  } catch (const Error&) {  // the context is gone, and what was in it
-  }
+bool passed(const Device& device, const Call<CUresult(Handle)>& query, Handle handle) {
+  const Device::Use use(device);
+  const CUresult result = query.attempt(handle);
+  if (result != kSuccess && result != kNotReady) query.refuse(result, on(device));
+  return result == kSuccess;
 }
 
 }  // namespace
 
-int Device::count() {
+int DeviceInfo::count() {
   int count = 0;
   driver().cuDeviceGetCount(&count);
   return count;
 }
 
-Device::Device(int ordinal) : ordinal_(ordinal) {
+DeviceInfo::DeviceInfo(int ordinal) : ordinal_(ordinal) {
   const Driver& cuda = driver();
   const int devices = count();
   if (ordinal < 0 || ordinal >= devices)
     throw Error(ErrorKind::system, "there is no CUDA device " + std::to_string(ordinal) + ": the driver sees " +
                                        std::to_string(devices) + ", counted from 0; see CUDA_VISIBLE_DEVICES");
-  call(*this, cuda.cuDeviceGet, &device_, ordinal);
+  ask(*this, cuda.cuDeviceGet, &device_, ordinal);
   char text[256] = "";
-  call(*this, cuda.cuDeviceGetName, text, static_cast<int>(sizeof text), device_);
+  ask(*this, cuda.cuDeviceGetName, text, static_cast<int>(sizeof text), device_);
   name_ = text;
-  call(*this, cuda.cuDeviceGetPCIBusId, text, static_cast<int>(sizeof text), device_);
+  ask(*this, cuda.cuDeviceGetPCIBusId, text, static_cast<int>(sizeof text), device_);
   pci_bus_id_ = text;
   CUuuid uuid;
-  call(*this, cuda.cuDeviceGetUuid, &uuid, device_);
+  ask(*this, cuda.cuDeviceGetUuid, &uuid, device_);
   std::memcpy(uuid_.data(), uuid.bytes, uuid_.size());
   multiprocessors_ = attribute(kMultiprocessorCount);
   capability_ = 10 * attribute(kComputeCapabilityMajor) + attribute(kComputeCapabilityMinor);
   has_stream_values_ = attribute(kCanUse64BitStreamMemOps) != 0;
-  call(*this, cuda.cuDevicePrimaryCtxRetain, &context_, device_);
 }
 
-Device::~Device() {
-  if (const Driver* const cuda = driver_in_use()) (void)cuda->cuDevicePrimaryCtxRelease.attempt(device_);
-}
-
-int Device::attribute(int number) const {
+int DeviceInfo::attribute(int number) const {
   int value = 0;
   return driver().cuDeviceGetAttribute.attempt(&value, number, device_) == kSuccess ? value : 0;
 }
 
-bool Device::can_access(const Device& other) const {
+bool DeviceInfo::can_access(const DeviceInfo& other) const {
   if (device_ == other.device_) return true;
   int can = 0;
-  call(*this, driver().cuDeviceCanAccessPeer, &can, device_, other.device_);
+  ask(*this, driver().cuDeviceCanAccessPeer, &can, device_, other.device_);
   return can != 0;
+}
+
+std::string DeviceInfo::describe() const {
+  return "device " + std::to_string(ordinal_) + " (" + name_ + ", " + pci_bus_id_ + ")";
+}
+
+Device::Device(int ordinal) : DeviceInfo(ordinal) { ask(*this, driver().cuDevicePrimaryCtxRetain, &context_, device_); }
+
+Device::~Device() {
+  if (const Driver* const cuda = driver_in_use()) (void)cuda->cuDevicePrimaryCtxRelease.attempt(device_);
 }
 
 void Device::enable_access(const Device& other) const {
@@ -83,169 +91,130 @@ void Device::enable_access(const Device& other) const {
     enable.refuse(result, " of " + describe() + " to " + other.describe());
 }
 
-std::string Device::describe() const {
-  return "device " + std::to_string(ordinal_) + " (" + name_ + ", " + pci_bus_id_ + ")";
-}
-
-Device::Use::Use(const Device& device) { call(device, driver().cuCtxPushCurrent, device.context_); }
+Device::Use::Use(const Device& device) { ask(device, driver().cuCtxPushCurrent, device.context_); }
 
 Device::Use::~Use() {
   CUcontext before;
   (void)driver_in_use()->cuCtxPopCurrent.attempt(&before);
 }
 
-Event::Event(DevicePtr device, bool timed) : device_(std::move(device)) {
-  const Device::Use use(*device_);
-  call(*device_, driver().cuEventCreate, &event_, timed ? 0 : kEventDisableTiming);
+RelaxedCapture::RelaxedCapture() : before_(kStreamCaptureModeRelaxed) {
+  driver().cuThreadExchangeStreamCaptureMode(&before_);
 }
 
-Event::~Event() { release(*device_, &Driver::cuEventDestroy, event_); }
-
-bool Event::done() const {
-  const Device::Use use(*device_);
-  const auto& query = driver().cuEventQuery;
-  const CUresult result = query.attempt(event_);
-  if (result != kSuccess && result != kNotReady) query.refuse(result, on(*device_));
-  return result == kSuccess;
+RelaxedCapture::~RelaxedCapture() {
+  if (const Driver* const cuda = driver_in_use()) (void)cuda->cuThreadExchangeStreamCaptureMode.attempt(&before_);
 }
 
-void Event::synchronize() const {
-  const Device::Use use(*device_);
-  call(*device_, driver().cuEventSynchronize, event_);
+Event::Event(const DevicePtr& device, bool timed) : event_(device) {
+  call(*device, driver().cuEventCreate, event_.fill(), timed ? 0 : kEventDisableTiming);
 }
+
+bool Event::done() const { return passed(*event_.device(), driver().cuEventQuery, event_.get()); }
+
+void Event::synchronize() const { call(*event_.device(), driver().cuEventSynchronize, event_.get()); }
 
 float Event::milliseconds_since(const Event& start) const {
-  const Device::Use use(*device_);
   float milliseconds = 0;
-  call(*device_, driver().cuEventElapsedTime, &milliseconds, start.event_, event_);
+  call(*event_.device(), driver().cuEventElapsedTime, &milliseconds, start.event_.get(), event_.get());
   return milliseconds;
 }
 
-DeviceMemory::DeviceMemory(DevicePtr device, std::size_t bytes) : device_(std::move(device)), bytes_(bytes) {
-  const Device::Use use(*device_);
+DeviceMemory::DeviceMemory(const DevicePtr& device, std::size_t bytes) : memory_(device), bytes_(bytes) {
+  const Device::Use use(*device);
   const auto& allocate = driver().cuMemAlloc;
-  if (const CUresult result = allocate.attempt(&pointer_, bytes); result != kSuccess)
-    allocate.refuse(result, of_bytes_on(bytes, *device_));
-  try {
-    zero(device_, pointer_, bytes);
-  } catch (...) {
-    (void)driver().cuMemFree.attempt(pointer_);
-    throw;
-  }
+  if (const CUresult result = allocate.attempt(memory_.fill(), bytes); result != kSuccess)
+    allocate.refuse(result, of_bytes_on(bytes, *device));
+  zero(device, memory_.get(), bytes);
 }
 
-DeviceMemory::~DeviceMemory() { release(*device_, &Driver::cuMemFree, pointer_); }
-
-HostMemory::HostMemory(DevicePtr device, std::size_t bytes) : device_(std::move(device)), bytes_(bytes) {
-  const Device::Use use(*device_);
+HostMemory::HostMemory(const DevicePtr& device, std::size_t bytes) : memory_(device), bytes_(bytes) {
+  const Device::Use use(*device);
   const auto& allocate = driver().cuMemHostAlloc;
-  if (const CUresult result = allocate.attempt(&data_, bytes, kMemHostAllocPortable | kMemHostAllocDeviceMap);
+  if (const CUresult result = allocate.attempt(memory_.fill(), bytes, kMemHostAllocPortable | kMemHostAllocDeviceMap);
       result != kSuccess)
-    allocate.refuse(result, of_bytes_on(bytes, *device_));
-  const auto& map = driver().cuMemHostGetDevicePointer;
-  if (const CUresult result = map.attempt(&pointer_, data_, 0); result != kSuccess) {
-    (void)driver().cuMemFreeHost.attempt(data_);
-    map.refuse(result, on(*device_));
-  }
-  std::memset(data_, 0, bytes);
+    allocate.refuse(result, of_bytes_on(bytes, *device));
+  ask(*device, driver().cuMemHostGetDevicePointer, &pointer_, memory_.get(), 0u);
+  std::memset(memory_.get(), 0, bytes);
 }
 
-HostMemory::~HostMemory() { release(*device_, &Driver::cuMemFreeHost, data_); }
-
-Module::Module(DevicePtr device, const void* image) : device_(std::move(device)) {
-  const Device::Use use(*device_);
+Module::Module(const DevicePtr& device, const void* image) : module_(device) {
+  const Device::Use use(*device);
   const auto& load = driver().cuModuleLoadData;
-  if (const CUresult result = load.attempt(&module_, image); result != kSuccess)
-    load.refuse(result, " on " + device_->describe() + " of compute capability " +
-                            std::to_string(device_->capability() / 10) + "." +
-                            std::to_string(device_->capability() % 10));
+  if (const CUresult result = load.attempt(module_.fill(), image); result != kSuccess)
+    load.refuse(result, " on " + device->describe() + " of compute capability " +
+                            std::to_string(device->capability() / 10) + "." +
+                            std::to_string(device->capability() % 10));
 }
 
-Module::~Module() { release(*device_, &Driver::cuModuleUnload, module_); }
-
-Function Module::function(const char* name) const {
-  const Device::Use use(*device_);
+std::optional<Function> Module::find(const char* name) const {
+  const Device& device = *module_.device();
+  const Device::Use use(device);
   Function function{nullptr, name};
   const auto& get = driver().cuModuleGetFunction;
-  if (const CUresult result = get.attempt(&function.handle, module_, name); result != kSuccess)
-    get.refuse(result, " of " + function.name + on(*device_));
+  const CUresult result = get.attempt(&function.handle, module_.get(), name);
+  if (result == kNotFound) return std::nullopt;
+  if (result != kSuccess) get.refuse(result, " of " + function.name + on(device));
   return function;
 }
 
+Function Module::function(const char* name) const {
+  if (const auto found = find(name)) return *found;
+  driver().cuModuleGetFunction.refuse(kNotFound, " of " + std::string(name) + on(*module_.device()));
+}
+
 int Module::resident_blocks(const Function& function, unsigned threads, std::size_t shared_bytes) const {
-  const Device::Use use(*device_);
+  const Device& device = *module_.device();
   int blocks = 0;
-  call(*device_, driver().cuOccupancyMaxActiveBlocksPerMultiprocessor, &blocks, function.handle,
+  call(device, driver().cuOccupancyMaxActiveBlocksPerMultiprocessor, &blocks, function.handle,
        static_cast<int>(threads), shared_bytes);
-  return blocks * device_->multiprocessors();
+  return blocks * device.multiprocessors();
 }
 
-Stream::Stream(DevicePtr device, int priority) : device_(std::move(device)), owned_(true) {
-  const Device::Use use(*device_);
-  call(*device_, driver().cuStreamCreateWithPriority, &stream_, kStreamNonBlocking, priority);
+Stream::Stream(const DevicePtr& device, int priority) : own_(device) {
+  call(*device, driver().cuStreamCreateWithPriority, own_.fill(), kStreamNonBlocking, priority);
+  stream_ = own_.get();
 }
 
-Stream::~Stream() {
-  if (owned_) release(*device_, &Driver::cuStreamDestroy, stream_);
-}
-
-void Stream::record(const Event& event) const {
-  const Device::Use use(*device_);
-  call(*device_, driver().cuEventRecord, event.handle(), stream_);
-}
+void Stream::record(const Event& event) const { call(*device(), driver().cuEventRecord, event.handle(), stream_); }
 
 void Stream::wait(const Event& event) const {
-  const Device::Use use(*device_);
-  call(*device_, driver().cuStreamWaitEvent, stream_, event.handle(), 0u);
+  call(*device(), driver().cuStreamWaitEvent, stream_, event.handle(), 0u);
 }
 
 void Stream::fill(CUdeviceptr to, unsigned char value, std::size_t bytes) const {
-  const Device::Use use(*device_);
-  call(*device_, driver().cuMemsetD8Async, to, value, bytes, stream_);
+  call(*device(), driver().cuMemsetD8Async, to, value, bytes, stream_);
 }
 
 void Stream::copy(CUdeviceptr to, CUdeviceptr from, std::size_t bytes) const {
-  const Device::Use use(*device_);
-  call(*device_, driver().cuMemcpyAsync, to, from, bytes, stream_);
+  call(*device(), driver().cuMemcpyAsync, to, from, bytes, stream_);
 }
 
 void Stream::wait_value(CUdeviceptr address, std::uint64_t value) const {
-  const Device::Use use(*device_);
-  call(*device_, driver().cuStreamWaitValue64, stream_, address, value, kStreamWaitValueGeq);
+  call(*device(), driver().cuStreamWaitValue64, stream_, address, value, kStreamWaitValueEq);
 }
 
 void Stream::write_value(CUdeviceptr address, std::uint64_t value) const {
-  const Device::Use use(*device_);
-  call(*device_, driver().cuStreamWriteValue64, stream_, address, value, 0u);
+  call(*device(), driver().cuStreamWriteValue64, stream_, address, value, 0u);
 }
 
 void Stream::launch_with(const Function& function, Grid grid, void** pointers) const {
-  const Device::Use use(*device_);
+  const Device::Use use(*device());
   const auto& launch = driver().cuLaunchKernel;
   const CUresult result = launch.attempt(function.handle, grid.blocks, 1, 1, grid.threads, 1, 1, grid.shared_bytes,
                                          stream_, pointers, nullptr);
   if (result != kSuccess)
     launch.refuse(result, " of " + function.name + " with " + std::to_string(grid.blocks) + " blocks of " +
-                              std::to_string(grid.threads) + " threads" + on(*device_));
+                              std::to_string(grid.threads) + " threads" + on(*device()));
 }
 
-bool Stream::done() const {
-  const Device::Use use(*device_);
-  const auto& query = driver().cuStreamQuery;
-  const CUresult result = query.attempt(stream_);
-  if (result != kSuccess && result != kNotReady) query.refuse(result, on(*device_));
-  return result == kSuccess;
-}
+bool Stream::done() const { return passed(*device(), driver().cuStreamQuery, stream_); }
 
-void Stream::synchronize() const {
-  const Device::Use use(*device_);
-  call(*device_, driver().cuStreamSynchronize, stream_);
-}
+void Stream::synchronize() const { call(*device(), driver().cuStreamSynchronize, stream_); }
 
 bool Stream::capturing() const {
-  const Device::Use use(*device_);
   int status = kStreamCaptureStatusNone;
-  call(*device_, driver().cuStreamIsCapturing, stream_, &status);
+  call(*device(), driver().cuStreamIsCapturing, stream_, &status);
   return status != kStreamCaptureStatusNone;
 }
 

@@ -8,22 +8,23 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <memory>
+#include <optional>
 #include <string>
+#include <utility>
 
 #include "cuda/driver.h"
 
 namespace ringreduce::cuda {
 
-class Device {
+// What a GPU is. Nothing is opened on it.
+class DeviceInfo {
  public:
   static int count();
 
-  // `ordinal` as torch counts. Opens its primary context, which torch uses too. Throws Error(system).
-  explicit Device(int ordinal);
-  ~Device();
-  Device(const Device&) = delete;
-  Device& operator=(const Device&) = delete;
+  // `ordinal` as torch counts. Throws Error(system).
+  explicit DeviceInfo(int ordinal);
 
   int ordinal() const { return ordinal_; }
   const std::string& name() const { return name_; }
@@ -37,12 +38,32 @@ class Device {
   int attribute(int number) const;
 
   // Whether kernels of this device can access memory of `other`.
-  bool can_access(const Device& other) const;
-  // Lets them, for all memory of cuMemAlloc. Throws Error(system) if they cannot.
-  void enable_access(const Device& other) const;
+  bool can_access(const DeviceInfo& other) const;
 
   // "device 0 (NVIDIA H100 80GB HBM3, 0000:3b:00.0)"
   std::string describe() const;
+
+ private:
+  friend class Device;
+  int ordinal_;
+  CUdevice device_ = 0;
+  std::string name_, pci_bus_id_;
+  std::array<unsigned char, 16> uuid_{};
+  int multiprocessors_ = 0, capability_ = 0;
+  bool has_stream_values_ = false;
+};
+
+// One that is open: its primary context, which torch uses too.
+class Device : public DeviceInfo {
+ public:
+  // Throws Error(system).
+  explicit Device(int ordinal);
+  ~Device();
+  Device(const Device&) = delete;
+  Device& operator=(const Device&) = delete;
+
+  // Lets kernels of this device access all memory of cuMemAlloc on `other`. Throws Error(system) if they cannot.
+  void enable_access(const Device& other) const;
 
   // While it lives, calls of this thread are for this device.
   class Use {
@@ -54,26 +75,57 @@ class Device {
   };
 
  private:
-  int ordinal_;
-  CUdevice device_ = 0;
   CUcontext context_ = nullptr;
-  std::string name_, pci_bus_id_;
-  std::array<unsigned char, 16> uuid_{};
-  int multiprocessors_ = 0, capability_ = 0;
-  bool has_stream_values_ = false;
 };
 
 using DevicePtr = std::shared_ptr<const Device>;
 
+// A handle that the driver gave on `device`, given back by `Release`, unless it is null or the process has no driver
+// any more.
+template <class Handle, Call<CUresult(Handle)> Driver::* Release>
+class Resource {
+ public:
+  explicit Resource(DevicePtr device) : device_(std::move(device)) {}
+  ~Resource() {
+    const Driver* const cuda = driver_in_use();
+    if (cuda == nullptr || handle_ == Handle{}) return;
+    try {
+      const Device::Use use(*device_);
+      (void)(cuda->*Release).attempt(handle_);
+    } catch (const Error&) {  // the context is gone, and what was in it
+    }
+  }
+  Resource(const Resource&) = delete;
+  Resource& operator=(const Resource&) = delete;
+
+  const DevicePtr& device() const { return device_; }
+  Handle get() const { return handle_; }
+  Handle* fill() { return &handle_; }  // for the call that makes it
+
+ private:
+  DevicePtr device_;
+  Handle handle_{};
+};
+
+// While it lives, this thread may allocate memory and load modules although some stream of the process is being
+// captured, which would otherwise fail and make that capture invalid. What it does is no part of the capture.
+class RelaxedCapture {
+ public:
+  RelaxedCapture();
+  ~RelaxedCapture();
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  int before_;
+};
+
 // A point in a stream's work.
 class Event {
  public:
-  explicit Event(DevicePtr device, bool timed = false);
-  ~Event();
-  Event(const Event&) = delete;
-  Event& operator=(const Event&) = delete;
+  explicit Event(const DevicePtr& device, bool timed = false);
 
-  CUevent handle() const { return event_; }
+  CUevent handle() const { return event_.get(); }
   // Whether the GPU has passed where the event was last recorded; true if it never was.
   bool done() const;
   void synchronize() const;
@@ -81,44 +133,35 @@ class Event {
   float milliseconds_since(const Event& start) const;
 
  private:
-  DevicePtr device_;
-  CUevent event_ = nullptr;
+  Resource<CUevent, &Driver::cuEventDestroy> event_;
 };
 
 // Memory of the device, zeroed.
 class DeviceMemory {
  public:
-  DeviceMemory(DevicePtr device, std::size_t bytes);
-  ~DeviceMemory();
-  DeviceMemory(const DeviceMemory&) = delete;
-  DeviceMemory& operator=(const DeviceMemory&) = delete;
+  DeviceMemory(const DevicePtr& device, std::size_t bytes);
 
-  CUdeviceptr pointer() const { return pointer_; }
+  CUdeviceptr pointer() const { return memory_.get(); }
   std::size_t bytes() const { return bytes_; }
-  const DevicePtr& device() const { return device_; }
+  const DevicePtr& device() const { return memory_.device(); }
 
  private:
-  DevicePtr device_;
+  Resource<CUdeviceptr, &Driver::cuMemFree> memory_;
   std::size_t bytes_;
-  CUdeviceptr pointer_ = 0;
 };
 
 // Pinned memory of the host that all devices can access, zeroed.
 class HostMemory {
  public:
-  HostMemory(DevicePtr device, std::size_t bytes);
-  ~HostMemory();
-  HostMemory(const HostMemory&) = delete;
-  HostMemory& operator=(const HostMemory&) = delete;
+  HostMemory(const DevicePtr& device, std::size_t bytes);
 
-  std::byte* data() const { return static_cast<std::byte*>(data_); }
+  std::byte* data() const { return static_cast<std::byte*>(memory_.get()); }
   CUdeviceptr pointer() const { return pointer_; }  // for kernels of `device`
   std::size_t bytes() const { return bytes_; }
 
  private:
-  DevicePtr device_;
+  Resource<void*, &Driver::cuMemFreeHost> memory_;
   std::size_t bytes_;
-  void* data_ = nullptr;
   CUdeviceptr pointer_ = 0;
 };
 
@@ -131,19 +174,17 @@ struct Function {
 class Module {
  public:
   // `image` is a cubin, a fat binary, or PTX that ends with a zero; not needed afterwards.
-  Module(DevicePtr device, const void* image);
-  ~Module();
-  Module(const Module&) = delete;
-  Module& operator=(const Module&) = delete;
+  Module(const DevicePtr& device, const void* image);
 
+  // Nothing if the module has no such kernel.
+  std::optional<Function> find(const char* name) const;
   Function function(const char* name) const;
   // How many blocks of `threads` threads, with `shared_bytes` of dynamic shared memory each, the device can run at
   // once.
   int resident_blocks(const Function& function, unsigned threads, std::size_t shared_bytes = 0) const;
 
  private:
-  DevicePtr device_;
-  CUmodule module_ = nullptr;
+  Resource<CUmodule, &Driver::cuModuleUnload> module_;
 };
 
 struct Grid {
@@ -154,16 +195,16 @@ struct Grid {
 
 class Stream {
  public:
-  // A stream of our own, which no other stream holds up. Lower priorities are served first; the driver clamps.
-  explicit Stream(DevicePtr device, int priority = 0);
+  // Blocks of streams with lower numbers are served first. The driver takes the nearest priority that the device has.
+  static constexpr int default_priority = 0, highest_priority = std::numeric_limits<int>::min();
+
+  // A stream of our own, which no other stream holds up.
+  explicit Stream(const DevicePtr& device, int priority = default_priority);
   // One that somebody else destroys, such as torch's current stream; null is the device's legacy stream.
-  static Stream borrowed(DevicePtr device, CUstream handle) { return Stream(std::move(device), handle); }
-  ~Stream();
-  Stream(const Stream&) = delete;
-  Stream& operator=(const Stream&) = delete;
+  static Stream borrowed(const DevicePtr& device, CUstream handle) { return Stream(device, handle); }
 
   CUstream handle() const { return stream_; }
-  const DevicePtr& device() const { return device_; }
+  const DevicePtr& device() const { return own_.device(); }
 
   void record(const Event& event) const;
   // What follows waits for where `event` was last recorded, on whatever device.
@@ -171,7 +212,7 @@ class Stream {
   void fill(CUdeviceptr to, unsigned char value, std::size_t bytes) const;
   // Between any two places, of devices or of the host.
   void copy(CUdeviceptr to, CUdeviceptr from, std::size_t bytes) const;
-  // What follows waits until the 64-bit word at `address` is `value` or has passed it (as a signed difference).
+  // What follows waits until the 64-bit word at `address` is `value`. One that does not stay may be missed.
   void wait_value(CUdeviceptr address, std::uint64_t value) const;
   // After all before, and after its writes are visible to the system.
   void write_value(CUdeviceptr address, std::uint64_t value) const;
@@ -189,12 +230,11 @@ class Stream {
   bool capturing() const;
 
  private:
-  Stream(DevicePtr device, CUstream handle) : device_(std::move(device)), stream_(handle), owned_(false) {}
+  Stream(const DevicePtr& device, CUstream handle) : own_(device), stream_(handle) {}
   void launch_with(const Function& function, Grid grid, void** pointers) const;
 
-  DevicePtr device_;
-  CUstream stream_ = nullptr;
-  bool owned_;
+  Resource<CUstream, &Driver::cuStreamDestroy> own_;  // null if borrowed
+  CUstream stream_;
 };
 
 // Fills [pointer, pointer + bytes) with zeros, and waits for it.

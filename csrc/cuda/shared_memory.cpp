@@ -107,9 +107,9 @@ class VirtualMapping {
   // Takes over `memory`.
   VirtualMapping(DevicePtr device, CUmemGenericAllocationHandle memory, std::size_t bytes)
       : device_(std::move(device)), memory_(memory), bytes_(bytes) {
-    const Device::Use use(*device_);
-    const Driver& cuda = driver();
     try {
+      const Device::Use use(*device_);
+      const Driver& cuda = driver();
       cuda.cuMemAddressReserve(&reserved_, bytes, 0, 0, 0);
       cuda.cuMemMap(reserved_, bytes, 0, memory_, 0);
       mapped_ = true;
@@ -221,20 +221,14 @@ void check_fields(const Handle& handle, const Refusal& refusal) {
   check(handle.pointer != 0, "pointer", handle.pointer);
 }
 
+bool is_on(const DeviceInfo& device, const Handle& handle) {
+  return std::memcmp(device.uuid().data(), handle.device, sizeof(handle.device)) == 0;
+}
+
 // The owner's device, as this process counts.
-DevicePtr device_of(const DevicePtr& own, const Handle& handle, const Refusal& refusal) {
-  const auto is_it = [&](const Device& device) {
-    return std::memcmp(device.uuid().data(), handle.device, sizeof(handle.device)) == 0;
-  };
-  if (is_it(*own)) return own;
-  const Driver& cuda = driver();
-  for (int ordinal = 0, devices = Device::count(); ordinal < devices; ordinal++) {
-    CUdevice device = 0;
-    CUuuid uuid;
-    cuda.cuDeviceGet(&device, ordinal);
-    cuda.cuDeviceGetUuid(&uuid, device);
-    if (std::memcmp(uuid.bytes, handle.device, sizeof(handle.device)) == 0) return std::make_shared<Device>(ordinal);
-  }
+DeviceInfo device_of(const Handle& handle, const Refusal& refusal) {
+  for (int ordinal = 0, devices = DeviceInfo::count(); ordinal < devices; ordinal++)
+    if (const DeviceInfo device(ordinal); is_on(device, handle)) return device;
   refusal.because(
       "its GPU is not visible to this process; let CUDA_VISIBLE_DEVICES, or the container, have the GPUs of all ranks "
       "in every rank, and choose with torch.cuda.set_device");
@@ -263,32 +257,26 @@ FileDescriptor fetch_descriptor(const Handle& handle, const Refusal& refusal) {
 // Opened with cuIpcOpenMemHandle.
 class IpcMapping {
  public:
-  IpcMapping(DevicePtr device, const Handle& handle, const Refusal& refusal) : device_(std::move(device)) {
-    const Device::Use use(*device_);
+  IpcMapping(const DevicePtr& device, const Handle& handle, const Refusal& refusal) : memory_(device) {
+    const Device::Use use(*device);
+    const Driver& cuda = driver();
     CUipcMemHandle ipc;
     std::memcpy(ipc.reserved, handle.ipc, sizeof(ipc.reserved));
-    const CUresult result = driver().cuIpcOpenMemHandle.attempt(&pointer_, ipc, kIpcMemLazyEnablePeerAccess);
+    const CUresult result = cuda.cuIpcOpenMemHandle.attempt(memory_.fill(), ipc, kIpcMemLazyEnablePeerAccess);
     if (result != kSuccess)
       refusal.because("cuIpcOpenMemHandle", result,
                       "run all ranks in one IPC namespace (Docker: --ipc=host), and keep the owner alive");
+    std::size_t mapped = 0;
+    cuda.cuPointerGetAttribute(&mapped, kPointerAttributeRangeSize, memory_.get());
+    if (handle.bytes > mapped)
+      refusal.because("its handle is damaged: bytes is " + std::to_string(handle.bytes) + ", of memory that has " +
+                      std::to_string(mapped));
   }
-  ~IpcMapping() {
-    const Driver* const cuda = driver_in_use();
-    if (cuda == nullptr) return;
-    try {
-      const Device::Use use(*device_);
-      (void)cuda->cuIpcCloseMemHandle.attempt(pointer_);
-    } catch (const Error&) {  // the context is gone, and its mappings
-    }
-  }
-  IpcMapping(const IpcMapping&) = delete;
-  IpcMapping& operator=(const IpcMapping&) = delete;
 
-  CUdeviceptr pointer() const { return pointer_; }
+  CUdeviceptr pointer() const { return memory_.get(); }
 
  private:
-  DevicePtr device_;
-  CUdeviceptr pointer_ = 0;
+  Resource<CUdeviceptr, &Driver::cuIpcCloseMemHandle> memory_;
 };
 
 std::shared_ptr<const VirtualMapping> import_descriptor(const DevicePtr& device, const Handle& handle,
@@ -311,7 +299,8 @@ std::shared_ptr<const Owned> find_owned(const Handle& handle, const Refusal& ref
   std::lock_guard lock(all.mutex);
   const auto found = all.by_pointer.find(handle.pointer);
   std::shared_ptr<const Owned> owned = found == all.by_pointer.end() ? nullptr : found->second.lock();
-  if (owned == nullptr || owned->bytes != handle.bytes) refusal.because("it has been freed");
+  if (owned == nullptr || owned->bytes != handle.bytes || !is_on(*owned->device, handle))
+    refusal.because("it has been freed");
   return owned;
 }
 
@@ -361,15 +350,15 @@ OwnMemory::OwnMemory(const DevicePtr& device, std::size_t bytes) {
 PeerMapping::PeerMapping(const DevicePtr& device, const Handle& handle, const std::string& owner) {
   const Refusal refusal(*device, handle, owner);
   check_fields(handle, refusal);
-  const DevicePtr theirs = device_of(device, handle, refusal);
-  if (!device->can_access(*theirs))
-    refusal.because("it is on " + theirs->describe() +
+  const DeviceInfo theirs = device_of(handle, refusal);
+  if (!device->can_access(theirs))
+    refusal.because("it is on " + theirs.describe() +
                     ", which this one cannot access: no NVLink between them, and no peer-to-peer over PCIe (see "
                     "nvidia-smi topo -p2p rw; virtual machines, ACS and IOMMU turn it off)");
   bytes_ = handle.bytes;
   if (handle.process == this_process().id) {
     const std::shared_ptr<const Owned> owned = find_owned(handle, refusal);
-    if (device->ordinal() != theirs->ordinal()) owned->enable_access(*device);
+    if (device->ordinal() != theirs.ordinal()) owned->enable_access(*device);
     pointer_ = owned->pointer();
     mapping_ = owned;
     return;

@@ -9,10 +9,14 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <array>
+#include <chrono>
 #include <csignal>
+#include <cstddef>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <functional>
 #include <map>
 #include <set>
@@ -24,6 +28,10 @@
 #include "cuda/device.h"
 #include "cuda/driver.h"
 #include "cuda/shared_memory.h"
+#include "engine/gpu/flat_program.h"
+#include "engine/program.h"
+#include "kernels/gpu/table.cuh"
+#include "stress/plans.h"
 
 using namespace ringreduce;
 using namespace ringreduce::cuda;
@@ -61,9 +69,20 @@ std::vector<std::uint64_t> read(const Stream& stream, CUdeviceptr from, std::siz
 
 std::vector<std::uint64_t> same(std::size_t words, std::uint64_t value) { return std::vector(words, value); }
 
-Module kernels(const DevicePtr& device) {
-  return Module(device, (std::string("so:") + std::getenv("STAND_IN_KERNELS")).c_str());
+Module module_of(const DevicePtr& device, const std::string& file) {
+  return Module(device, ("so:" + std::string(std::getenv("STAND_IN_FOLDER")) + "/" + file).c_str());
 }
+
+Module kernels(const DevicePtr& device) { return module_of(device, "driver_test_kernels.so"); }
+
+// What others than we call.
+struct Others {
+  void* const library = dlopen(std::getenv("RINGREDUCE_LIBCUDA"), RTLD_NOW);
+  template <class... A>
+  CUresult call(const char* name, A... arguments) const {
+    return reinterpret_cast<CUresult (*)(A...)>(dlsym(library, name))(arguments...);
+  }
+};
 
 // ---- one process ----------------------------------------------------------------------------------------------------
 
@@ -112,14 +131,12 @@ void launches() {
   const Function add = module.function("add");
   const std::size_t words = 1000;
   const DeviceMemory memory(device, words * 8);
-  for (const Stream* stream : {new Stream(device), new Stream(device, -5)}) {
-    stream->launch(add, {7, 32}, Add{memory.pointer(), words, 3});
-    stream->launch(add, {1, 1}, Add{memory.pointer(), words, 4});
-    stream->synchronize();
-    delete stream;
-  }
+  const Stream stream(device);
+  stream.launch(add, {7, 32}, Add{memory.pointer(), words, 3});
+  stream.launch(add, {1, 1}, Add{memory.pointer(), words, 4});
+  stream.synchronize();
   const Stream legacy = Stream::borrowed(device, nullptr);
-  expect(read(legacy, memory.pointer(), words) == same(words, 14));
+  expect(read(legacy, memory.pointer(), words) == same(words, 7));
 
   // As many blocks as are said to be resident can wait for one another.
   const Function meet = module.function("meet");
@@ -142,6 +159,19 @@ void launches() {
       {"cuModuleLoadData on device 0 (Stand-in GPU, 0000:01:00.0) of compute capability 9.0: CUDA_ERROR_INVALID_"});
 }
 
+void priorities() {
+  const DevicePtr device = open_device(0);
+  const Device::Use use(*device);
+  const auto expect_priority = [](const Stream& stream, int expected) {
+    int priority = 1;
+    expect(Others().call("cuStreamGetPriority", stream.handle(), &priority) == kSuccess);
+    expect(priority == expected, std::to_string(priority));
+  };
+  expect_priority(Stream(device), 0);
+  expect_priority(Stream(device, -2), -2);
+  expect_priority(Stream(device, Stream::highest_priority), -5);
+}
+
 void streams() {
   const DevicePtr zero = open_device(0), one = open_device(1);
   const Stream waiting(zero), other(one);
@@ -158,7 +188,11 @@ void streams() {
   third.synchronize();
   expect(!waiting.done() && !other.done() && !event.done());
   expect(read(third, memory.pointer(), 8) == same(8, 0));
-  third.write_value(flag.pointer(), 6);  // past it
+  third.write_value(flag.pointer(), 6);  // past it, which is not enough
+  third.synchronize();
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  expect(!event.done());
+  third.write_value(flag.pointer(), 5);
   other.synchronize();
   expect(event.done());
   expect(read(third, memory.pointer(), 8) == same(8, 0x0101010101010101));
@@ -172,14 +206,13 @@ void streams() {
   expect_error([&] { event.milliseconds_since(start); }, {"cuEventElapsedTime on device 0: CUDA_ERROR_INVALID_HANDLE"});
 }
 
+constexpr int kCaptureGlobal = 0, kCaptureThreadLocal = 1;
+
 // What torch calls for a CUDA graph.
-struct Graphs {
-  void* const library = dlopen(std::getenv("RINGREDUCE_LIBCUDA"), RTLD_NOW);
-  template <class... A>
-  CUresult call(const char* name, A... arguments) const {
-    return reinterpret_cast<CUresult (*)(A...)>(dlsym(library, name))(arguments...);
+struct Graphs : Others {
+  CUresult begin(const Stream& stream, int mode = kCaptureGlobal) const {
+    return call("cuStreamBeginCapture_v2", stream.handle(), mode);
   }
-  CUresult begin(const Stream& stream) const { return call("cuStreamBeginCapture_v2", stream.handle(), 0); }
   CUresult end(const Stream& stream, void** graph) const { return call("cuStreamEndCapture", stream.handle(), graph); }
 };
 
@@ -234,7 +267,10 @@ void capture() {
       {"cuStreamQuery on device 0: ", [&] { (void)main.done(); }},
       {"cuEventQuery on device 0: ", [&] { (void)fork.done(); }},
       {"cuEventSynchronize on device 0: ", [&] { fork.synchronize(); }},
-      {"cuMemAlloc of 64 bytes on device 0: ", [&] { DeviceMemory(device, 64); }}};
+      {"cuMemAlloc of 64 bytes on device 0: ", [&] { DeviceMemory(device, 64); }},
+      {"cuMemHostAlloc of 64 bytes on device 0: ", [&] { HostMemory(device, 64); }},
+      {"cuModuleLoadData on device 0 (Stand-in GPU, 0000:01:00.0) of compute capability 9.0: ",
+       [&] { kernels(device); }}};
   for (const auto& [name, call] : calls) {
     expect(graphs.begin(main) == kSuccess);
     expect_error(call, {name + forbidden});
@@ -253,6 +289,54 @@ void capture() {
   expect(graphs.begin(main) == kSuccess);
   expect_error([&] { main.wait(join); }, {"CUDA_ERROR_STREAM_CAPTURE_ISOLATION"});
   expect(graphs.end(main, &graph) == 901);
+}
+
+void relaxed_capture() {
+  const DevicePtr device = open_device(0);
+  const Device::Use use(*device);
+  const Stream stream(device);
+  const Graphs graphs;
+  void* graph = nullptr;
+  const auto allocate = [&] {
+    DeviceMemory(device, 64);
+    HostMemory(device, 64);
+    kernels(device);
+  };
+  const auto in_thread = [](const std::function<void()>& action) { std::thread(action).join(); };
+  const auto relaxed = [&](const std::function<void()>& action) {
+    const RelaxedCapture guard;
+    action();
+  };
+  const auto refused = [&] {
+    expect_error(allocate, {"CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"});
+    expect(graphs.end(stream, &graph) != kSuccess);
+  };
+  for (const int mode : {kCaptureGlobal, kCaptureThreadLocal}) {
+    expect(graphs.begin(stream, mode) == kSuccess);
+    relaxed(allocate);
+    relaxed([&] { relaxed(allocate), allocate(); });
+    in_thread([&] { relaxed(allocate); });
+    expect(graphs.end(stream, &graph) == kSuccess);  // nothing has made it invalid
+    expect(graphs.call("cuGraphDestroy", graph) == kSuccess);
+    expect(graphs.begin(stream, mode) == kSuccess);
+    relaxed([] {});
+    refused();
+  }
+  // Captures that are not global are nothing to other threads; relaxed ones are nothing to any.
+  expect(graphs.begin(stream, kCaptureThreadLocal) == kSuccess);
+  in_thread(allocate);
+  expect(graphs.end(stream, &graph) == kSuccess);
+  expect(graphs.begin(stream, kStreamCaptureModeRelaxed) == kSuccess);
+  allocate();
+  in_thread(allocate);
+  expect(graphs.end(stream, &graph) == kSuccess);
+  expect(graphs.begin(stream) == kSuccess);
+  in_thread([&] { expect_error(allocate, {"CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"}); });
+  expect(graphs.end(stream, &graph) != kSuccess);
+  // What is part of a capture is refused all the same.
+  expect(graphs.begin(stream) == kSuccess);
+  relaxed([&] { expect_error([&] { stream.synchronize(); }, {"CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"}); });
+  expect(graphs.end(stream, &graph) != kSuccess);
 }
 
 void one_process() {  // with and without IPC
@@ -312,6 +396,7 @@ void damaged_handles() {
   expect_refused([](Handle& h) { h.pointer += 8; }, "it has been freed");
   expect_refused([](Handle& h) { h.bytes -= 8; }, "it has been freed");
   expect_refused([](Handle& h) { h.device[15] = 77; }, "its GPU is not visible to this process");
+  expect_refused([](Handle& h) { h.device[15] = 1; }, "it has been freed");  // device 1 never had it
   // As if from another process:
   const auto foreign = [](Handle::Kind kind, const std::function<void(Handle&)>& damage) {
     return [=](Handle& h) {
@@ -353,7 +438,7 @@ void forked() {
 
 // Another process in which somebody else than we had used CUDA.
 void forked_by_others() {
-  const Graphs others;
+  const Others others;
   expect(others.call("cuInit", 0u) == kSuccess);
   const pid_t child = fork();
   if (child == 0) {
@@ -480,6 +565,57 @@ void gpu_hidden() {
   peer.expect_success();
 }
 
+void peer_stays_closed() {  // without peer access
+  Peer peer("sends_handle");
+  const Handle handle = receive<Handle>();
+  const DevicePtr device = open_device(0);
+  expect_error([&] { PeerMapping(device, handle, "rank 1"); }, {"it is on device 1", "which this one cannot access"});
+  unsigned flags = 0;
+  int active = -1;
+  expect(Others().call("cuDevicePrimaryCtxGetState", 1, &flags, &active) == kSuccess);
+  expect(active == 0, "there is a context on the peer's device");
+  send('.');
+  peer.expect_success();
+}
+
+void forged_size() {
+  Peer peer("sends_handle");
+  Handle handle = receive<Handle>();
+  const DevicePtr device = open_device(1);
+  const std::size_t bytes = handle.bytes;
+  handle.bytes += 2 << 20;
+  const bool ipc = handle.kind == Handle::Kind::ipc;
+  for (int i = 0; i < 2; i++)
+    expect_error(
+        [&] { PeerMapping(device, handle, "rank 1"); },
+        {"cannot use GPU memory of rank 1", ipc ? "its handle is damaged: bytes is 4194304, of memory that has "
+                                                  "2097152"
+                                                : "cuMemMap: CUDA_ERROR_INVALID_VALUE"});
+  handle.bytes = bytes;
+  const PeerMapping works(device, handle, "rank 1");
+  send('.');
+  peer.expect_success();
+}
+
+void context_gone() {  // without IPC: what was imported is given back
+  Peer peer("sends_handle");
+  const Handle handle = receive<Handle>();
+  const DevicePtr device = open_device(1);
+  const auto descriptors = [] {
+    const std::filesystem::directory_iterator open("/proc/self/fd");
+    return std::distance(begin(open), end(open));
+  };
+  const auto before = descriptors();
+  driver().cuDevicePrimaryCtxRelease(1);
+  expect_error([&] { PeerMapping(device, handle, "rank 1"); },
+               {"cannot use GPU memory of rank 1", "cuCtxPushCurrent on device 1: CUDA_ERROR_INVALID_CONTEXT"});
+  expect(descriptors() == before);
+  CUcontext context;
+  driver().cuDevicePrimaryCtxRetain(&context, 1);
+  send('.');
+  peer.expect_success();
+}
+
 void nothing_shared() {  // without IPC and VMM
   Peer peer("sends_handle");
   const Handle handle = receive<Handle>();
@@ -489,13 +625,162 @@ void nothing_shared() {  // without IPC and VMM
   peer.expect_success();
 }
 
+// ---- kernels of csrc ------------------------------------------------------------------------------------------------
+
+void all_kernels() {
+  const DevicePtr device = open_device(0);
+  const Module module = module_of(device, "kernels.so");
+#define FIND(name, ...)                                                   \
+  expect(module.resident_blocks(module.function("run_" #name), 512) > 0); \
+  expect(module.resident_blocks(module.function("accumulate_" #name), 256) > 0);
+  RINGREDUCE_GPU_KERNELS(FIND)
+#undef FIND
+  const Function sum = module.function("accumulate_uint64_sum");
+  const std::size_t words = 10'000;
+  const DeviceMemory from(device, words * 8), to(device, words * 8);
+  gpu::Accumulate job{};
+  job.dsts[0] = reinterpret_cast<void*>(to.pointer());
+  job.srcs[0] = job.srcs[1] = reinterpret_cast<const void*>(from.pointer());
+  job.count = words;
+  job.factor = job.divisor = job.copies = 1;
+  job.n = 2;
+  job.scaled = -1;
+  const Stream stream(device);
+  stream.fill(from.pointer(), 1, from.bytes());
+  stream.launch(sum, {3, 256}, job);
+  expect(read(stream, to.pointer(), words) == same(words, 0x0202020202020202));
+  expect_error([&] { stream.launch(sum, {1, 257}, job); }, {"of accumulate_uint64_sum with 1 blocks of 257 threads"});
+}
+
+constexpr std::uint32_t kSlice = 32;  // elements: a call takes several rounds
+
+// A rank of a group of two in this process, which sums floats.
+class Rank {
+ public:
+  Rank(const DevicePtr& device, std::uint32_t rank, const stress::Lowered& plan, gpu::RegionShape shape,
+       std::uint32_t count)
+      : stream_(device),
+        module_(module_of(device, "kernels.so")),
+        kernel_(module_.function("run_float32_sum")),
+        program_(bind(Operation::all_reduce, plan, 0, 2, static_cast<int>(rank), 0, 1)),
+        image_(device, program_.image().size()),
+        region_(device, shape.bytes()),
+        input_(device, count * sizeof(float)),
+        output_(device, count * sizeof(float)),
+        report_(device, sizeof(gpu::Report)) {
+    stream_.copy(image_.pointer(), reinterpret_cast<CUdeviceptr>(program_.image().data()), image_.bytes());
+    std::vector<float> values(count);
+    for (std::uint32_t i = 0; i < count; i++) values[i] = static_cast<float>(i * (rank + 1));
+    stream_.copy(input_.pointer(), reinterpret_cast<CUdeviceptr>(values.data()), input_.bytes());
+    stream_.synchronize();
+    run_.program = program_.at(at(image_.pointer()));
+    run_.shape = shape;
+    run_.report = reinterpret_cast<gpu::Report*>(report_.pointer());
+    run_.input.data[0] = at(input_.pointer());
+    run_.output.data[0] = at(output_.pointer());
+    run_.input.count[0] = run_.output.count[0] = run_.largest = count;
+    run_.slice = kSlice;
+    run_.timeout = 30'000'000'000;
+    run_.factor = run_.divisor = 1;
+    run_.element = sizeof(float);
+    run_.parts = 1;
+    run_.rank = rank;
+  }
+
+  CUdeviceptr region() const { return region_.pointer(); }
+  void meet(const std::array<CUdeviceptr, 2>& regions) {
+    for (std::size_t r = 0; r < regions.size(); r++) run_.regions[r] = at(regions[r]);
+  }
+
+  // As a rank that has its GPU to itself.
+  void launch() {
+    run_.mode = gpu::Mode::run;
+    run_.lanes = run_.shape.lanes;
+    stream_.launch(kernel_, {run_.lanes, 64}, run_);
+  }
+
+  // As ranks that share one: what a step needs is there when it begins, so its blocks may give up at once.
+  void take_steps() {
+    run_.lanes = 1;
+    run_.timeout = 0;
+    gpu::Run here = run_;
+    here.program = program_.at(program_.image().data());
+    const gpu::Channel& channel = here.program.channels[0];
+    const auto slot = [&](std::uint32_t rank, std::uint32_t send_index) {
+      return gpu::slot_of(here, channel, rank, run_.round, send_index);
+    };
+    for (run_.round = 0; run_.round < gpu::rounds_of(here, channel); run_.round++)
+      for (run_.step = 0; run_.step < channel.steps; run_.step++) {
+        const gpu::Step& step = here.program.steps[channel.first_step + run_.step];
+        for (std::uint32_t i = 0; i < step.sources; i++) {
+          const auto [peer, send_index] = here.program.sources[step.first_source + i];
+          const std::uint64_t notice = run_.shape.notice(0, peer, slot(peer, send_index));
+          stream_.wait_value(region() + notice + offsetof(gpu::Notice, full), 1);
+        }
+        for (std::uint32_t reader = 0; step.destinations > 0 && reader < 2; reader++)
+          stream_.wait_value(region() + run_.shape.taken(0, reader, slot(run_.rank, step.send_index)), 0);
+        run_.mode = gpu::Mode::compute;
+        stream_.launch(kernel_, {3, 64}, run_);
+        run_.mode = gpu::Mode::publish;
+        stream_.launch(kernel_, {1, 64}, run_);
+      }
+  }
+
+  void expect_sum() const {
+    std::vector<float> values(run_.largest);
+    stream_.copy(reinterpret_cast<CUdeviceptr>(values.data()), output_.pointer(), output_.bytes());
+    stream_.synchronize();
+    const auto& report = *reinterpret_cast<const gpu::Report*>(report_.data());
+    expect(report.gave_up == 0, "gave up: " + std::to_string(report.gave_up));
+    for (std::size_t i = 0; i < values.size(); i++)
+      expect(values[i] == static_cast<float>(3 * i), std::to_string(i) + ": " + std::to_string(values[i]));
+    stream_.fill(output_.pointer(), 0, output_.bytes());
+    stream_.synchronize();
+  }
+
+ private:
+  static char* at(CUdeviceptr pointer) { return reinterpret_cast<char*>(pointer); }
+
+  Stream stream_;
+  Module module_;
+  Function kernel_;
+  gpu::FlatProgram program_;
+  DeviceMemory image_, region_, input_, output_;
+  HostMemory report_;
+  gpu::Run run_{};
+};
+
+// Two ranks on `devices` sum, more than once.
+void all_reduce(std::array<int, 2> devices, std::uint32_t lanes, void (Rank::*call)()) {
+  const std::vector<DevicePtr> open{open_device(devices[0]), open_device(devices[1])};
+  open[0]->enable_access(*open[1]);
+  open[1]->enable_access(*open[0]);
+  const gpu::RegionShape shape{.ranks = 2, .lanes = lanes, .depth = 4, .slot_bytes = kSlice * sizeof(float)};
+  for (const stress::Lowered& plan : {stress::one_shot(2), stress::two_shot(2), stress::ring(2)}) {
+    Rank zero(open[0], 0, plan, shape, 1001), one(open[1], 1, plan, shape, 1001);
+    for (Rank* rank : {&zero, &one}) rank->meet({zero.region(), one.region()});
+    for (int i = 0; i < 3; i++) {
+      (zero.*call)();
+      if (i == 0) std::this_thread::sleep_for(std::chrono::milliseconds(20));  // the other one is late
+      (one.*call)();
+      zero.expect_sum();
+      one.expect_sum();
+    }
+  }
+}
+
 const std::map<std::string, std::function<void()>> kTests{
     {"devices", devices},
     {"memory", memory},
     {"out_of_memory", out_of_memory},
     {"launches", launches},
     {"streams", streams},
+    {"priorities", priorities},
     {"capture", capture},
+    {"relaxed_capture", relaxed_capture},
+    {"all_kernels", all_kernels},
+    {"all_reduce_in_kernels", [] { all_reduce({0, 1}, 2, &Rank::launch); }},
+    {"all_reduce_in_steps", [] { all_reduce({0, 0}, 1, &Rank::take_steps); }},
     {"one_process", one_process},
     {"freed", freed},
     {"no_peer_access", no_peer_access},
@@ -508,6 +793,9 @@ const std::map<std::string, std::function<void()>> kTests{
     {"owner_killed", owner_killed},
     {"gpu_hidden", gpu_hidden},
     {"nothing_shared", nothing_shared},
+    {"peer_stays_closed", peer_stays_closed},
+    {"forged_size", forged_size},
+    {"context_gone", context_gone},
     // Peers of those above:
     {"peer_on_0", [] { share(0, 7, 5); }},
     {"peer_on_1", [] { share(1, 7, 5); }},

@@ -85,8 +85,9 @@ static_assert(ours::kHandleTypePosixFileDescriptorSupported ==
 static_assert(ours::kCanUse64BitStreamMemOps == CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS);
 #endif
 static_assert(ours::kStreamNonBlocking == CU_STREAM_NON_BLOCKING);
-static_assert(ours::kStreamWaitValueGeq == CU_STREAM_WAIT_VALUE_GEQ);
+static_assert(ours::kStreamWaitValueEq == CU_STREAM_WAIT_VALUE_EQ);
 static_assert(ours::kStreamCaptureStatusNone == CU_STREAM_CAPTURE_STATUS_NONE);
+static_assert(ours::kStreamCaptureModeRelaxed == CU_STREAM_CAPTURE_MODE_RELAXED);
 static_assert(ours::kEventDisableTiming == CU_EVENT_DISABLE_TIMING);
 static_assert(ours::kMemHostAllocPortable == CU_MEMHOSTALLOC_PORTABLE);
 static_assert(ours::kMemHostAllocDeviceMap == CU_MEMHOSTALLOC_DEVICEMAP);

@@ -5,33 +5,21 @@ the machine that the stand-in plays.
 """
 
 import os
-import shlex
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from stand_in import build
 
-ROOT = Path(__file__).resolve().parents[2]
-STAND_IN = ROOT / "tests/stand_in"
-CXX = [*shlex.split(os.environ.get("CXX", "c++")), "-std=c++20", "-Wall", "-Wextra", "-Werror", "-pthread"]
-CXX += ["-fvisibility=hidden"]
-INCLUDE = f"-I{ROOT / 'csrc'}"
+ROOT = build.ROOT
+STAND_IN = build.STAND_IN
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory):
+def built():
     """A folder with the stand-in driver, kernels for it, and the test program."""
-    folder = tmp_path_factory.mktemp("stand_in")
-    shared = ["-shared", "-fPIC"]
-    builds = {
-        "libcuda.so.1": [*shared, STAND_IN / "libcuda.cpp"],
-        "kernels.so": [*shared, STAND_IN / "kernels.cpp"],
-        "driver_test": [STAND_IN / "driver_test.cpp", *sorted((ROOT / "csrc/cuda").glob("*.cpp"))],
-    }
-    running = [subprocess.Popen([*CXX, INCLUDE, *arguments, "-o", folder / name]) for name, arguments in builds.items()]
-    assert [compiler.wait() for compiler in running] == [0] * len(builds)
-    return folder
+    return build.build(ROOT / "build/stand_in", build.LIBRARIES | build.DRIVER_TEST)
 
 
 def run(built, test, libcuda=None, **machine):
@@ -40,7 +28,7 @@ def run(built, test, libcuda=None, **machine):
     env = {
         **os.environ,
         "RINGREDUCE_LIBCUDA": str(libcuda or built / "libcuda.so.1"),
-        "STAND_IN_KERNELS": str(built / "kernels.so"),
+        "STAND_IN_FOLDER": str(built),
         **settings,
     }
     done = subprocess.run(
@@ -50,17 +38,23 @@ def run(built, test, libcuda=None, **machine):
     return done.stdout
 
 
-def library(folder, source):
-    """A driver of a few lines."""
+def library(folder, source, *others):
+    """A driver of a few lines, which has all other functions from `others`."""
     (folder / "driver.cpp").write_text(source)
-    subprocess.run(
-        [*CXX, INCLUDE, "-shared", "-fPIC", folder / "driver.cpp", "-o", folder / "libcuda.so.1"], check=True
-    )
+    files = [folder / "driver.cpp", "-Wl,--no-as-needed", *others]
+    subprocess.run([*build.compiler(), "-shared", *files, "-o", folder / "libcuda.so.1"], check=True)
     return folder / "libcuda.so.1"
 
 
-@pytest.mark.parametrize("test", ["devices", "launches", "streams", "capture", "forked_by_others"])
+@pytest.mark.parametrize(
+    "test", ["devices", "launches", "streams", "priorities", "capture", "relaxed_capture", "forked_by_others"]
+)
 def test_device(built, test):
+    run(built, test)
+
+
+@pytest.mark.parametrize("test", ["all_kernels", "all_reduce_in_kernels", "all_reduce_in_steps"])
+def test_kernels_of_csrc(built, test):
     run(built, test)
 
 
@@ -68,7 +62,7 @@ def test_out_of_memory_names_call_size_and_device(built):
     run(built, "out_of_memory", MEMORY=32 << 20)
 
 
-SHARED = ["memory", "one_process", "freed", "damaged_handles", "forked", "owner_killed"]
+SHARED = ["memory", "one_process", "freed", "damaged_handles", "forked", "owner_killed", "forged_size"]
 
 
 @pytest.mark.parametrize("machine", [{}, {"NO_IPC": 1}], ids=["ipc", "vmm"])
@@ -85,6 +79,11 @@ def test_without_any_sharing_ranks_of_one_process_still_share(built):
 @pytest.mark.parametrize("machine", [{}, {"NO_IPC": 1}], ids=["ipc", "vmm"])
 def test_no_peer_access(built, machine):
     run(built, "no_peer_access", NO_PEER=1, **machine)
+    run(built, "peer_stays_closed", NO_PEER=1, **machine)
+
+
+def test_mapping_without_context_keeps_nothing(built):
+    run(built, "context_gone", NO_IPC=1)
 
 
 def test_gpu_of_another_rank_is_hidden(built):
@@ -128,10 +127,8 @@ def test_old_driver(built, tmp_path):
 
 
 def test_driver_that_does_not_start(built, tmp_path):
-    source = (STAND_IN / "libcuda.cpp").read_text()
-    start = "API cuInit(unsigned) {"
-    assert start in source
-    text = unavailable(built, library(tmp_path, source.replace(start, start + " return 803;\n")))
+    source = """extern "C" __attribute__((visibility("default"))) int cuInit(unsigned) { return 803; }"""
+    text = unavailable(built, library(tmp_path, source, built / "libcuda.so.1"))
     assert text == "the CUDA driver for CUDA 13.0 does not start: cuInit: CUDA error 803; see whether nvidia-smi works"
 
 
@@ -146,7 +143,14 @@ def cuda_include():
 @pytest.mark.skipif(cuda_include() is None, reason="no cuda.h: there is no CUDA toolkit here")
 def test_api_is_that_of_cuda_h(tmp_path):
     def errors(csrc):
-        check = [*CXX, "-fsyntax-only", f"-I{csrc}", "-isystem", cuda_include(), STAND_IN / "signatures.cpp"]
+        check = [
+            *build.compiler(),
+            "-fsyntax-only",
+            f"-I{csrc}",
+            "-isystem",
+            cuda_include(),
+            STAND_IN / "signatures.cpp",
+        ]
         return subprocess.run(check, check=False, capture_output=True, text=True).stderr
 
     assert errors(ROOT / "csrc") == ""

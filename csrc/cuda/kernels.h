@@ -1,0 +1,34 @@
+// The kernels of a GPU, loaded when they are first needed.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "cuda/device.h"
+
+namespace ringreduce::cuda {
+
+// What Module takes, with the kernels of one file (csrc/**/<stem>.cu): of all rows of the kernels' table or only of
+// `row`. `prebuilt` false: not what the package was built with, which this driver is too old for. Throws Error(system).
+using Images = std::function<std::string(const std::string& stem, const std::string& row, bool prebuilt)>;
+
+class Kernels {
+ public:
+  Kernels(DevicePtr device, Images images) : device_(std::move(device)), images_(std::move(images)) {}
+
+  // The kernel `prefix` + `row` of `stem`.cu. The reference stays valid. Thread-safe.
+  const Function& get(const std::string& stem, const std::string& prefix, const std::string& row);
+
+ private:
+  const DevicePtr device_;
+  const Images images_;
+  std::mutex mutex_;
+  std::map<std::string, std::vector<std::unique_ptr<Module>>> modules_;  // per stem
+  std::map<std::string, Function> functions_;                            // by name
+};
+
+}  // namespace ringreduce::cuda
