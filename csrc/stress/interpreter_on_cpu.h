@@ -1,5 +1,5 @@
-// The GPU's interpreter on a CPU: all ranks of a group in one process, a thread for every block. For the stress program
-// and, by way of ctypes, for tests/unit/test_gpu_interpreter.py.
+// The GPU's interpreter on a CPU: all ranks of a group in one process, a thread or more for every block. For the stress
+// program and, by way of ctypes, for tests/unit/test_gpu_interpreter.py.
 #pragma once
 
 #include "engine/gpu/run.h"
@@ -8,27 +8,42 @@ namespace ringreduce::gpu {
 
 extern "C" {
 
+// The regions of all ranks.
+struct Group;
+Group* make_group(std::uint32_t ranks, std::uint32_t lanes, std::uint32_t depth, std::uint32_t slot_bytes);
+void drop_group(Group* group);
+
+// Words in use: notices that say full, slots taken, ranks that are broken. 0 if all calls have ended well.
+std::uint64_t words_in_use(Group* group);
+// In the region of `owner`.
+Notice* notice(Group* group, std::uint32_t owner, std::uint32_t lane, std::uint32_t writer, std::uint32_t slot);
+std::uint64_t* broken_word(Group* group, std::uint32_t rank);
+
 // One call by all ranks. Arrays are per rank.
 struct GroupCall {
   const std::int32_t* lowered;  // the plan
   std::uint64_t words;
   const char* kernel;  // a row of the table
-  std::int32_t operation, size, root, channels;
-  std::uint32_t element, parts, lanes, depth, slot_bytes;
-  std::uint32_t stepwise;  // 1: as ranks do that share a GPU
+  std::int32_t operation, root, channels;
+  std::uint32_t element, parts, lanes;
   std::uint32_t launches;  // how often the call is made
-  std::uint32_t scaled;
   std::uint64_t slice, largest, timeout;
   double divisor;
   const double* factors;
   const std::uint64_t* fingerprints;
-  const std::int32_t* absent;  // 1: this rank never makes the call
+  const bool* absent;  // this rank never makes the call
   const Tensors *inputs, *outputs;
   Report* reports;
+  bool scaled;
+  bool stepwise;  // as ranks do that share a GPU
+  bool threaded;  // every thread of a block is one of the CPU
 };
 
-// Returns 0, or 1 if the plan is malformed.
-int run_plan(const GroupCall* call);
+// Both return false if the plan is malformed.
+bool make_call(Group* group, const GroupCall* call);
+// One step of one rank, as it is: nobody waits. `mode`: compute or publish.
+bool launch_step(Group* group, const GroupCall* call, std::uint32_t rank, Mode mode, std::uint32_t channel,
+                 std::uint32_t round, std::uint32_t step);
 
 }  // extern "C"
 

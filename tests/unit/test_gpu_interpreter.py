@@ -1,12 +1,14 @@
 """The GPU's interpreter, run on a CPU: all ranks in this process, a thread for every block.
 
 Every built-in plan must give what its collective promises; waits must end where a peer does not come or makes another
-call.
+call; and what broke must stay untouched.
 """
 
 import ctypes
 import itertools
 import subprocess
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import numpy as np
 import pytest
 
 import ringreduce.plan.ring as ring
-from ringreduce.plan import BUILDERS, Plan, build, layout, lower, slot_depth
+from ringreduce.plan import BUILDERS, Channel, Plan, Read, Step, build, layout, lower, slot_depth, verify
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ["csrc/stress/interpreter_on_cpu.cpp", "csrc/engine/gpu/flat_program.cpp", "csrc/engine/program.cpp"]
@@ -26,7 +28,9 @@ MOST_RANKS = 64
 SECOND = 10**9
 ALGORITHMS = [(collective, algorithm) for collective in BUILDERS for algorithm in BUILDERS[collective]]
 UNTOUCHED = -77
+FINGERPRINT = 7
 GAVE_UP = ["no", "timeout", "mismatch", "wrong_size", "aborted"]
+COMPUTE, PUBLISH = 1, 2  # of Mode
 
 
 class Tensors(ctypes.Structure):
@@ -37,9 +41,14 @@ class Report(ctypes.Structure):
     _fields_ = (
         ("abort", ctypes.c_uint32),
         ("waiting_for", ctypes.c_uint32),
-        ("looks", ctypes.c_uint64),
+        ("waited", ctypes.c_uint64),
+        ("fingerprint", ctypes.c_uint64),
         *((name, ctypes.c_uint32) for name in ("gave_up", "peer", "channel", "round", "step")),
     )
+
+
+class Notice(ctypes.Structure):
+    _fields_ = (("full", ctypes.c_uint64), ("fingerprint", ctypes.c_uint64), ("bytes", ctypes.c_uint64))
 
 
 class GroupCall(ctypes.Structure):
@@ -47,17 +56,17 @@ class GroupCall(ctypes.Structure):
         ("lowered", ctypes.POINTER(ctypes.c_int32)),
         ("words", ctypes.c_uint64),
         ("kernel", ctypes.c_char_p),
-        *((name, ctypes.c_int32) for name in ("operation", "size", "root", "channels")),
-        *((name, ctypes.c_uint32) for name in ("element", "parts", "lanes", "depth", "slot_bytes")),
-        *((name, ctypes.c_uint32) for name in ("stepwise", "launches", "scaled")),
+        *((name, ctypes.c_int32) for name in ("operation", "root", "channels")),
+        *((name, ctypes.c_uint32) for name in ("element", "parts", "lanes", "launches")),
         *((name, ctypes.c_uint64) for name in ("slice", "largest", "timeout")),
         ("divisor", ctypes.c_double),
         ("factors", ctypes.POINTER(ctypes.c_double)),
         ("fingerprints", ctypes.POINTER(ctypes.c_uint64)),
-        ("absent", ctypes.POINTER(ctypes.c_int32)),
+        ("absent", ctypes.POINTER(ctypes.c_bool)),
         ("inputs", ctypes.POINTER(Tensors)),
         ("outputs", ctypes.POINTER(Tensors)),
         ("reports", ctypes.POINTER(Report)),
+        *((name, ctypes.c_bool) for name in ("scaled", "stepwise", "threaded")),
     )
 
 
@@ -66,7 +75,139 @@ def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Any:
     library = tmp_path_factory.mktemp("interpreter") / "interpreter.so"
     flags = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-pthread", "-Icsrc"]
     subprocess.run(["c++", *flags, "-shared", "-fPIC", *SOURCES, "-o", library], cwd=ROOT, check=True)
-    return ctypes.CDLL(str(library))
+    loaded = ctypes.CDLL(str(library))
+    loaded.make_group.argtypes = [ctypes.c_uint32] * 4
+    loaded.make_group.restype = ctypes.c_void_p
+    loaded.drop_group.argtypes = [ctypes.c_void_p]
+    loaded.words_in_use.argtypes = [ctypes.c_void_p]
+    loaded.words_in_use.restype = ctypes.c_uint64
+    loaded.notice.argtypes = [ctypes.c_void_p] + [ctypes.c_uint32] * 4
+    loaded.notice.restype = ctypes.POINTER(Notice)
+    loaded.broken_word.argtypes = [ctypes.c_void_p, ctypes.c_uint32]
+    loaded.broken_word.restype = ctypes.POINTER(ctypes.c_uint64)
+    loaded.make_call.argtypes = [ctypes.c_void_p, ctypes.POINTER(GroupCall)]
+    loaded.make_call.restype = ctypes.c_bool
+    loaded.launch_step.argtypes = [ctypes.c_void_p, ctypes.POINTER(GroupCall)] + [ctypes.c_uint32] * 5
+    loaded.launch_step.restype = ctypes.c_bool
+    return loaded
+
+
+class Group:
+    """The regions of `size` ranks on the CPU, and the calls that the ranks make over them."""
+
+    def __init__(self, library: Any, size: int, *, lanes: int = 8, slot_bytes: int = 512) -> None:
+        self.library = library
+        self.size = size
+        self.slot_bytes = slot_bytes
+        self.regions = library.make_group(size, lanes, slot_depth(size), slot_bytes)
+
+    def __del__(self) -> None:
+        self.library.drop_group(self.regions)
+
+    def words_in_use(self) -> int:
+        return self.library.words_in_use(self.regions)
+
+    def notice(self, owner: int, writer: int, *, lane: int = 0, slot: int = 0) -> Notice:
+        return self.library.notice(self.regions, owner, lane, writer, slot).contents
+
+    def forge(self, owner: int, writer: int, size: int, fingerprint: int = FINGERPRINT) -> None:
+        """Makes `owner` believe that slot 0 of `writer` has `size` bytes."""
+        notice = self.notice(owner, writer)
+        notice.fingerprint, notice.bytes, notice.full = fingerprint, size, 1
+
+    def break_rank(self, rank: int) -> None:
+        self.library.broken_word(self.regions, rank).contents.value = 1
+
+    def call(
+        self,
+        plan: Plan,
+        inputs: list[list[np.ndarray]],
+        outputs: list[list[np.ndarray]],
+        kernel: str = "uint64_sum",
+        **options: Any,
+    ) -> "Call":
+        return Call(self, plan, inputs, outputs, kernel, **options)
+
+
+class Call:
+    """A call of `plan` by all ranks: inputs[rank] and outputs[rank] are that rank's tensors, by position."""
+
+    def __init__(
+        self,
+        group: Group,
+        plan: Plan,
+        inputs: list[list[np.ndarray]],
+        outputs: list[list[np.ndarray]],
+        kernel: str,
+        *,
+        lanes: int = 1,
+        slice_elements: int = 64,
+        stepwise: bool = False,
+        threaded: bool = False,
+        launches: int = 1,
+        root: int = 0,
+        parts: int = 1,
+        divisor: float = 1.0,
+        factors: list[float] | None = None,
+        fingerprints: list[int] | None = None,
+        absent: tuple[int, ...] = (),
+        aborted: bool = False,
+        timeout: int = 60 * SECOND,
+    ) -> None:
+        size, lowered = plan.size, lower(plan)
+        element = inputs[0][0].itemsize if inputs[0] else outputs[0][0].itemsize
+        assert slice_elements * element <= group.slot_bytes
+
+        def tensors(of_ranks: list[list[np.ndarray]]) -> Any:
+            made = (Tensors * size)()
+            for rank, arrays in enumerate(of_ranks):
+                for position, array in enumerate(arrays):
+                    made[rank].data[position] = array.ctypes.data
+                    made[rank].count[position] = array.size
+            return made
+
+        self.group = group
+        self.reports = (Report * size)()
+        for report in self.reports:
+            report.abort = aborted
+        self.described = GroupCall(
+            lowered=(ctypes.c_int32 * len(lowered))(*lowered),
+            words=len(lowered),
+            kernel=kernel.encode(),
+            operation=OPERATIONS.index(plan.collective),
+            root=root,
+            channels=len(plan.channels),
+            element=element,
+            parts=parts,
+            lanes=lanes,
+            launches=launches,
+            slice=slice_elements,
+            largest=max(array.size for arrays in inputs + outputs for array in arrays),
+            timeout=timeout,
+            divisor=divisor,
+            factors=(ctypes.c_double * size)(*(factors or [1.0] * size)),
+            fingerprints=(ctypes.c_uint64 * size)(*(fingerprints or [FINGERPRINT] * size)),
+            absent=(ctypes.c_bool * size)(*(rank in absent for rank in range(size))),
+            inputs=tensors(inputs),
+            outputs=tensors(outputs),
+            reports=self.reports,
+            scaled=factors is not None,
+            stepwise=stepwise,
+            threaded=threaded,
+        )
+
+    def make(self) -> list[str]:
+        """Of each rank, why it gave up, or "no"."""
+        assert self.group.library.make_call(self.group.regions, ctypes.byref(self.described))
+        return self.gave_up()
+
+    def launch_step(self, rank: int, mode: int, step: int) -> str:
+        """Launches a step of channel 0 in round 0."""
+        assert self.group.library.launch_step(self.group.regions, ctypes.byref(self.described), rank, mode, 0, 0, step)
+        return self.gave_up()[rank]
+
+    def gave_up(self) -> list[str]:
+        return [GAVE_UP[report.gave_up] for report in self.reports]
 
 
 def run(
@@ -75,63 +216,15 @@ def run(
     inputs: list[list[np.ndarray]],
     outputs: list[list[np.ndarray]],
     kernel: str = "uint64_sum",
-    *,
-    lanes: int = 1,
-    slice_elements: int = 64,
-    stepwise: bool = False,
-    launches: int = 1,
-    root: int = 0,
-    divisor: float = 1.0,
-    factors: list[float] | None = None,
-    fingerprints: list[int] | None = None,
-    absent: int = -1,
-    aborted: bool = False,
-    timeout: int = 60 * SECOND,
+    **options: Any,
 ) -> list[Report]:
-    """Makes the call of `plan` on all ranks: inputs[rank] and outputs[rank] are that rank's tensors, by position."""
-    size, lowered = plan.size, lower(plan)
-    element = inputs[0][0].itemsize if inputs[0] else outputs[0][0].itemsize
-
-    def tensors(of_ranks: list[list[np.ndarray]]) -> Any:
-        made = (Tensors * size)()
-        for rank, arrays in enumerate(of_ranks):
-            for position, array in enumerate(arrays):
-                made[rank].data[position] = array.ctypes.data
-                made[rank].count[position] = array.size
-        return made
-
-    reports = (Report * size)()
-    for report in reports:
-        report.abort = aborted
-    call = GroupCall(
-        lowered=(ctypes.c_int32 * len(lowered))(*lowered),
-        words=len(lowered),
-        kernel=kernel.encode(),
-        operation=OPERATIONS.index(plan.collective),
-        size=size,
-        root=root,
-        channels=len(plan.channels),
-        element=element,
-        parts=1,
-        lanes=lanes,
-        depth=slot_depth(size),
-        slot_bytes=-(-slice_elements * element // 128) * 128,
-        stepwise=stepwise,
-        launches=launches,
-        scaled=factors is not None,
-        slice=slice_elements,
-        largest=max(array.size for arrays in inputs + outputs for array in arrays),
-        timeout=timeout,
-        divisor=divisor,
-        factors=(ctypes.c_double * size)(*(factors or [1.0] * size)),
-        fingerprints=(ctypes.c_uint64 * size)(*(fingerprints or [7] * size)),
-        absent=(ctypes.c_int32 * size)(*(rank == absent for rank in range(size))),
-        inputs=tensors(inputs),
-        outputs=tensors(outputs),
-        reports=reports,
-    )
-    assert interpreter.run_plan(ctypes.byref(call)) == 0
-    return list(reports)
+    """Makes the call in a group of its own."""
+    slot_bytes = -(-options.get("slice_elements", 64) * 8 // 128) * 128
+    group = Group(interpreter, plan.size, lanes=len(plan.channels) * options.get("lanes", 1), slot_bytes=slot_bytes)
+    call = group.call(plan, inputs, outputs, kernel, **options)
+    if call.make() == ["no"] * plan.size and not options.get("absent"):
+        assert group.words_in_use() == 0
+    return list(call.reports)
 
 
 def blocks(collective: str, size: int, counts: list[int]) -> Iterator[tuple[list[list[np.ndarray]], ...]]:
@@ -210,32 +303,196 @@ def test_roots(interpreter: Any) -> None:
         assert all(np.array_equal(v, np.arange(100) * (root + 1)) for v in values)
 
 
-def test_average_and_factors(interpreter: Any) -> None:
+# A reduce in which rank 1 combines what ranks 2 and 3 have and only forwards it, and rank 0 reads its output again.
+RELAYED = Plan(
+    "relayed",
+    "reduce",
+    4,
+    (
+        Channel(
+            share=1,
+            chunks=1,
+            programs=(
+                (Step(0, Read.INPUT, recv=(1,), write=True), Step(0, Read.OUTPUT, recv=(1,), write=True)),
+                (Step(0, recv=(2, 3), send=(0,)), Step(0, Read.INPUT, send=(0,))),
+                (Step(0, Read.INPUT, send=(1,)),),
+                (Step(0, Read.INPUT, send=(1,)),),
+            ),
+        ),
+    ),
+)
+
+
+@pytest.mark.parametrize("stepwise", [False, True])
+def test_steps_that_only_forward(interpreter: Any, stepwise: bool) -> None:
+    verify(RELAYED)
+    for count in (0, 1, 300):
+        inputs, outputs, wanted = blocks("reduce", 4, [count])
+        check(run(interpreter, RELAYED, inputs, outputs, lanes=2, stepwise=stepwise), outputs, wanted)
+
+
+@pytest.mark.parametrize(("size", "algorithm"), [(3, "two_shot"), (3, "ring"), (4, "ring"), (5, "ring"), (4, "tree")])
+def test_average(interpreter: Any, size: int, algorithm: str) -> None:
+    rng = np.random.default_rng(size)
+    inputs = [[rng.integers(-99, 99, 201).astype(np.float32)] for _ in range(size)]  # no order of a sum rounds
+    outputs = [[np.zeros(201, np.float32)] for _ in range(size)]
+    plan = build("all_reduce", algorithm, size)
+    reports = run(interpreter, plan, inputs, outputs, "float32_sum", divisor=float(size), lanes=2)
+    check(reports, outputs, [[sum(array for (array,) in inputs) / np.float32(size)]] * size)
+
+
+@pytest.mark.parametrize("plan", [build("all_reduce", "two_shot", 4), build("all_reduce", "ring", 4), RELAYED])
+def test_factors(interpreter: Any, plan: Plan) -> None:
+    rng = np.random.default_rng(3)
+    inputs = [[rng.integers(-99, 99, 201).astype(np.float32)] for _ in range(4)]
+    ranks = 4 if plan.collective == "all_reduce" else 1
+    outputs = [[np.zeros(201, np.float32)] if rank < ranks else [] for rank in range(4)]
+    factors = [0.5, 3.0, -2.0, 0.25]
+    reports = run(interpreter, plan, inputs, outputs, "float32_sum", factors=factors)
+    total = sum(array * np.float32(factor) for (array,), factor in zip(inputs, factors, strict=True))
+    check(reports, outputs, [[total] for _ in range(ranks)] + [[]] * (4 - ranks))
+
+
+def test_a_product_is_rounded_before_it_is_added(interpreter: Any) -> None:
     rng = np.random.default_rng(3)
     inputs = [[rng.standard_normal(201).astype(np.float32)] for _ in range(3)]
-    plan = build("all_reduce", "two_shot", 3)
-    total = (inputs[0][0] + inputs[1][0]) + inputs[2][0]
     outputs = [[np.zeros(201, np.float32)] for _ in range(3)]
-    reports = run(interpreter, plan, inputs, outputs, "float32_sum", divisor=3.0)
-    check(reports, outputs, [[total / np.float32(3)]] * 3)
+    plan = build("all_reduce", "two_shot", 3)
     reports = run(interpreter, plan, inputs, outputs, "float32_sum", factors=[0.5, 3.0, 0.1])
     a, b, c = (array * np.float32(f) for (array,), f in zip(inputs, (0.5, 3.0, 0.1), strict=True))
     check(reports, outputs, [[a + b + c]] * 3)
+
+
+@pytest.mark.parametrize("algorithm", ["one_shot", "ring"])
+def test_elements_of_several_parts(interpreter: Any, algorithm: str) -> None:
+    rng = np.random.default_rng(5)
+    inputs = [[(rng.integers(-99, 99, 205) + 1j * rng.integers(-99, 99, 205)).astype(np.complex64)] for _ in range(3)]
+    outputs = [[np.zeros(205, np.complex64)] for _ in range(3)]
+    plan = build("all_reduce", algorithm, 3)
+    reports = run(interpreter, plan, inputs, outputs, "float32_sum", parts=2, lanes=2, divisor=2.0)
+    check(reports, outputs, [[sum(array for (array,) in inputs) / np.complex64(2)]] * 3)
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_calls_of_many_kinds_in_one_group(interpreter: Any, threaded: bool) -> None:
+    """Whatever lanes, plans and ways of launching a call has, it leaves the regions to the next one as they were."""
+    group = Group(interpreter, 3, lanes=6)
+    plans = [build(collective, algorithm, 3) for collective, algorithm in ALGORITHMS]
+    for number, (plan, lanes) in enumerate(itertools.product(plans, (1, 3, 2))):
+        inputs, outputs, wanted = blocks(plan.collective, 3, [300 + number])
+        options = {"stepwise": number % 4 == 3, "slice_elements": 8 + 8 * (number % 3), "lanes": lanes}
+        call = group.call(plan, inputs, outputs, threaded=threaded, **options)
+        call.make()
+        check(list(call.reports), outputs, wanted)
+        assert group.words_in_use() == 0
+
+
+# ---- Calls that end otherwise ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stepwise", [False, True])
 def test_a_peer_that_does_not_come(interpreter: Any, stepwise: bool) -> None:
     inputs, outputs, _ = blocks("all_reduce", 3, [100])
     plan = build("all_reduce", "one_shot", 3)
-    reports = run(interpreter, plan, inputs, outputs, absent=1, timeout=SECOND // 5, stepwise=stepwise)
+    reports = run(interpreter, plan, inputs, outputs, absent=(1,), timeout=SECOND // 5, stepwise=stepwise, lanes=3)
     for rank in (0, 2):
         assert (GAVE_UP[reports[rank].gave_up], reports[rank].peer, reports[rank].step) == ("timeout", 1, 1)
+        assert reports[rank].waiting_for == 1 and reports[rank].waited < SECOND // 5
 
 
-def test_abort(interpreter: Any) -> None:
+@pytest.mark.parametrize("threaded", [False, True])
+@pytest.mark.parametrize("stepwise", [False, True])
+def test_after_a_timeout_nothing_is_done(interpreter: Any, stepwise: bool, threaded: bool) -> None:
+    group = Group(interpreter, 3)
+    inputs, outputs, _ = blocks("broadcast", 3, [100])
+    plan = build("broadcast", "direct", 3)
+    options = {"stepwise": stepwise, "threaded": threaded}
+    late = group.call(plan, inputs, outputs, absent=(0,), timeout=SECOND // 10, **options)
+    assert late.make() == ["no", "timeout", "timeout"]
+    again = group.call(plan, inputs, outputs, **options)
+    assert again.make() == ["no"] * 3  # the first report stands
+    assert group.notice(1, 0).full == group.notice(2, 0).full == 1  # what rank 0 sent now lies there
+    assert all((array == UNTOUCHED).all() for arrays in outputs[1:] for array in arrays)
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_lanes_end_with_the_first_that_gives_up(interpreter: Any, threaded: bool) -> None:
+    group = Group(interpreter, 3)
     inputs, outputs, _ = blocks("all_reduce", 3, [100])
-    reports = run(interpreter, build("all_reduce", "ring", 3), inputs, outputs, absent=0, aborted=True, lanes=3)
+    call = group.call(build("all_reduce", "ring", 3), inputs, outputs, absent=(1,), lanes=3, threaded=threaded)
+    made = threading.Thread(target=call.make)
+    made.start()
+    while not all(call.reports[rank].waited for rank in (0, 2)):
+        time.sleep(0.001)
+    for rank in (0, 2):
+        group.break_rank(rank)  # as one of its lanes does
+    made.join()
+    assert call.gave_up() == ["no"] * 3
+
+
+@pytest.mark.parametrize("stepwise", [False, True])
+def test_abort(interpreter: Any, stepwise: bool) -> None:
+    inputs, outputs, _ = blocks("all_reduce", 3, [100])
+    plan = build("all_reduce", "ring", 3)
+    reports = run(interpreter, plan, inputs, outputs, absent=(0,), aborted=True, lanes=3, stepwise=stepwise)
     assert [GAVE_UP[reports[rank].gave_up] for rank in (1, 2)] == ["aborted"] * 2
+
+
+def test_abort_while_it_waits(interpreter: Any) -> None:
+    inputs, outputs, _ = blocks("all_reduce", 2, [100])
+    call = Group(interpreter, 2).call(build("all_reduce", "ring", 2), inputs, outputs, absent=(0,), lanes=3)
+    made = threading.Thread(target=call.make)
+    made.start()
+    while not call.reports[1].waited:
+        time.sleep(0.001)
+    call.reports[1].abort = 1
+    made.join()
+    assert (call.gave_up()[1], call.reports[1].peer) == ("aborted", 0)
+
+
+def one_step_before(interpreter: Any) -> tuple[Group, Call, list[list[np.ndarray]]]:
+    """Rank 1 of a broadcast, whose one step can be taken: rank 0 has sent."""
+    group = Group(interpreter, 2)
+    inputs, outputs, _ = blocks("broadcast", 2, [10])
+    call = group.call(build("broadcast", "direct", 2), inputs, outputs)
+    assert [call.launch_step(0, mode, 0) for mode in (COMPUTE, PUBLISH)] == ["no", "no"]
+    return group, call, outputs
+
+
+def test_steps_one_by_one(interpreter: Any) -> None:
+    group, call, outputs = one_step_before(interpreter)
+    assert call.launch_step(1, COMPUTE, 0) == "no"
+    assert not (outputs[1][0] == UNTOUCHED).any()
+    assert group.notice(1, 0).full == 1
+    assert call.launch_step(1, PUBLISH, 0) == "no"
+    assert group.words_in_use() == 0
+
+
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("computed", [False, True])
+def test_an_aborted_step_touches_nothing(interpreter: Any, computed: bool, broken: bool) -> None:
+    """Though the words that its stream waits for are as they should be."""
+    group, call, outputs = one_step_before(interpreter)
+    if computed:
+        assert call.launch_step(1, COMPUTE, 0) == "no"
+        outputs[1][0][:] = UNTOUCHED
+    if broken:
+        group.break_rank(1)
+    else:
+        call.reports[1].abort = 1
+    for mode in (COMPUTE, PUBLISH):
+        assert call.launch_step(1, mode, 0) == ("no" if broken else "aborted")
+    assert (outputs[1][0] == UNTOUCHED).all()
+    assert group.notice(1, 0).full == 1
+    assert group.words_in_use() == 3  # the notice, the slot taken, and that rank 1 is broken
+
+
+def test_a_step_does_not_wait(interpreter: Any) -> None:
+    """A stream that was let go though nobody aborted launches it in vain."""
+    inputs, outputs, _ = blocks("broadcast", 2, [10])
+    call = Group(interpreter, 2).call(build("broadcast", "direct", 2), inputs, outputs, timeout=0)
+    assert call.launch_step(1, COMPUTE, 0) == "aborted"
+    assert (outputs[1][0] == UNTOUCHED).all()
 
 
 @pytest.mark.parametrize("stepwise", [False, True])
@@ -254,3 +511,36 @@ def test_another_size_on_a_peer(interpreter: Any) -> None:
     outputs = [[np.zeros(array.size, np.int64) for array in arrays] for arrays in inputs]
     reports = run(interpreter, build("all_reduce", "one_shot", 2), inputs, outputs, timeout=SECOND // 5)
     assert "wrong_size" in {GAVE_UP[report.gave_up] for report in reports}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fingerprint", "why", "peer"),
+    [
+        ((80, 80), FINGERPRINT + 1, "mismatch", None),
+        ((80, 88), FINGERPRINT, "wrong_size", 3),
+        ((520, 520), FINGERPRINT, "wrong_size", None),  # a slot has 512
+        ((2**63, 2**63), FINGERPRINT, "wrong_size", None),
+        ((81, 81), FINGERPRINT, "wrong_size", None),  # no whole elements
+    ],
+)
+def test_forged_notices_of_what_is_forwarded(
+    interpreter: Any, sizes: tuple[int, int], fingerprint: int, why: str, peer: int | None
+) -> None:
+    group = Group(interpreter, 4)
+    inputs, outputs, _ = blocks("reduce", 4, [10])
+    call = group.call(RELAYED, inputs, outputs, absent=(0, 2, 3))
+    for writer, size in zip((2, 3), sizes, strict=True):
+        group.forge(1, writer, size, fingerprint)
+    assert call.make()[1] == why
+    assert call.reports[1].peer in ((peer,) if peer else (2, 3))
+    assert group.notice(0, 1).full == 0
+
+
+@pytest.mark.parametrize("size", [0, 72, 88, 2**64 - 8])
+def test_forged_notices_of_what_is_written(interpreter: Any, size: int) -> None:
+    group = Group(interpreter, 2)
+    inputs, outputs, _ = blocks("broadcast", 2, [10])
+    call = group.call(build("broadcast", "direct", 2), inputs, outputs, absent=(0,))
+    group.forge(1, 0, size)
+    assert call.make()[1] == "wrong_size"
+    assert (outputs[1][0] == UNTOUCHED).all()

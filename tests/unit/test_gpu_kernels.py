@@ -208,17 +208,34 @@ def test_one_buffer_for_all(gpu):
 
 
 @pytest.mark.parametrize("threads", THREADS)
-def test_copy(gpu, threads):
+@pytest.mark.parametrize("moved", [False, True])
+def test_copy(gpu, moved, threads):
     name = ctypes.create_string_buffer(64)
     gpu.copy_kernel_name(name)
-    for count, skew in itertools.product((0, 1, 15, 16, 17, 1000, 100_003), ((0, 0, 0), (5, 5, 5), (1, 0, 9))):
+    kernel = b"move_bytes" if moved else name.value
+    skews = ((0, 0, 0), (5, 5, 5), (4, 0, 12), (1, 9, 5), (3, 7, 8), (1, 0, 9))  # alike modulo 16, 4 and 1
+    for count, skew in itertools.product((0, 1, 3, 15, 16, 17, 1000, 100_003), skews):
         source = Buffer(as_bytes(operand("uint8", count, 1)), skew[0])
         dsts = [Buffer(np.full(count, 0x5A, np.uint8), k) for k in skew[1:]]
-        run(gpu, name.value, [d.pointer for d in dsts], [source.pointer], count, threads=threads)
+        run(gpu, kernel, [d.pointer for d in dsts], [source.pointer], count, threads=threads)
         for dst in dsts:
             assert dst.unchanged(but_payload=True)
             assert np.array_equal(dst.payload, source.payload)
         assert source.unchanged()
+
+
+def test_no_destination(gpu):
+    source = Buffer(as_bytes(operand("int32", 9, 0)))
+    run(gpu, b"uint32_sum", [], [source.pointer], 9)
+    assert source.unchanged()
+
+
+@pytest.mark.parametrize("op", ["sum", "band", "bxor"])
+def test_any_byte_but_zero_is_true(gpu, op):
+    codes = torch.arange(256, dtype=torch.uint8)
+    for n in (1, 2):
+        operands = [codes, codes.flip(0)][:n]
+        check(gpu, "bool", op, operands, wanted=expected("bool", op, operands))
 
 
 # ---- Floats ----------------------------------------------------------------------------------------------------------

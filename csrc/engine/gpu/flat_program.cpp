@@ -10,34 +10,33 @@ std::uint32_t count(const std::vector<T>& of) {
   return static_cast<std::uint32_t>(of.size());
 }
 
-Step flat(const ringreduce::Step& step, std::uint32_t first_source, std::uint32_t first_destination) {
+FlatStep flat(const Step& step, std::uint32_t first_source, std::uint32_t first_destination) {
   return {.chunk = step.chunk,
           .input_position = step.read == Read::input ? step.read_position : -1,
           .output_position = step.read == Read::output ? step.read_position : -1,
           .write_position = step.write_position,
           .local_position = static_cast<std::uint32_t>(step.local_position),
-          .completes = step.completes ? 1u : 0u,
           .send_index = step.send_index,
           .first_source = first_source,
           .sources = static_cast<std::uint32_t>(step.recv.size()),
           .first_destination = first_destination,
-          .destinations = static_cast<std::uint32_t>(step.send.size())};
+          .destinations = static_cast<std::uint32_t>(step.send.size()),
+          .completes = step.completes};
 }
 
 }  // namespace
 
-FlatProgram::FlatProgram(const ringreduce::Program& program) : channels_(count(program.channels)) {
-  std::vector<Channel> channels;
-  std::vector<Step> steps;
-  std::vector<Source> sources;
+FlatProgram::FlatProgram(const Program& program) : channels_(count(program.channels)) {
+  std::vector<FlatChannel> channels;
+  std::vector<FlatStep> steps;
+  std::vector<FlatSource> sources;
   std::vector<std::uint32_t> destinations, sends;
   for (const ChannelProgram& channel : program.channels) {
     channels.push_back({channel.share, channel.chunks, count(steps), count(channel.steps), count(sends)});
     sends.insert(sends.end(), channel.sends.begin(), channel.sends.end());
-    for (const ringreduce::Step& step : channel.steps) {
+    for (const Step& step : channel.steps) {
       steps.push_back(flat(step, count(sources), count(destinations)));
-      for (const ringreduce::Source& from : step.recv)
-        sources.push_back({static_cast<std::uint32_t>(from.peer), from.send_index});
+      for (const Source& from : step.recv) sources.push_back({static_cast<std::uint32_t>(from.peer), from.send_index});
       for (int to : step.send) destinations.push_back(static_cast<std::uint32_t>(to));
     }
   }
@@ -48,10 +47,10 @@ FlatProgram::FlatProgram(const ringreduce::Program& program) : channels_(count(p
   sends_at_ = append(sends);
 }
 
-Program FlatProgram::at(const void* base) const {
+FlatArrays FlatProgram::at(const void* base) const {
   const auto* const from = static_cast<const std::byte*>(base);
-  return {reinterpret_cast<const Channel*>(from + channels_at_), reinterpret_cast<const Step*>(from + steps_at_),
-          reinterpret_cast<const Source*>(from + sources_at_),
+  return {reinterpret_cast<const FlatChannel*>(from + channels_at_),
+          reinterpret_cast<const FlatStep*>(from + steps_at_), reinterpret_cast<const FlatSource*>(from + sources_at_),
           reinterpret_cast<const std::uint32_t*>(from + destinations_at_),
           reinterpret_cast<const std::uint32_t*>(from + sends_at_)};
 }

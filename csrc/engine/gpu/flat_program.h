@@ -11,12 +11,12 @@ namespace ringreduce::gpu {
 
 class FlatProgram {
  public:
-  explicit FlatProgram(const ringreduce::Program& program);
+  explicit FlatProgram(const Program& program);
 
   const std::vector<std::byte>& image() const { return image_; }
   std::uint32_t channels() const { return channels_; }
   // The program, if the image lies at `base` (aligned to 8), on a GPU or here.
-  Program at(const void* base) const;
+  FlatArrays at(const void* base) const;
 
  private:
   template <class T>

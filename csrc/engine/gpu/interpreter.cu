@@ -5,7 +5,7 @@
 
 #define RINGREDUCE_RUN(name, ...)                                                                                     \
   extern "C" __global__ void __launch_bounds__(512, 1) run_##name(const __grid_constant__ ringreduce::gpu::Run run) { \
-    __shared__ ringreduce::gpu::Accumulate job;                                                                       \
+    __shared__ ringreduce::gpu::StepJob job;                                                                          \
     ringreduce::gpu::DeviceBlock block(job);                                                                          \
     using Row = ringreduce::gpu::rows::name;                                                                          \
     ringreduce::gpu::interpret<Row::Format, Row::Op>(run, block);                                                     \

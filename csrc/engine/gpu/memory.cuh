@@ -1,5 +1,5 @@
-// Words that ranks wait for one another on: loads and stores with the order that they need, between all GPUs and the
-// host (.sys). On a CPU the same, for tests.
+// Words of 4 or 8 bytes that ranks wait for one another on: loads and stores with the order that they need, between all
+// GPUs and the host (.sys). On a CPU the same, for tests.
 #pragma once
 
 #include "core/device.h"
@@ -12,55 +12,48 @@
 
 namespace ringreduce::gpu {
 
-// What the storing thread, and all it has met at a barrier, stored before is seen by whoever loads the value so.
-RINGREDUCE_BOTH std::uint64_t load_acquire(const std::uint64_t* word) {
 #if defined(__CUDA_ARCH__)
-  std::uint64_t value;
-  asm volatile("ld.acquire.sys.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
-  return value;
+#define RINGREDUCE_LOAD(order, ORDER)                                                       \
+  template <class T>                                                                        \
+  RINGREDUCE_BOTH T load_##order(const T* word) {                                           \
+    T value;                                                                                \
+    if constexpr (sizeof(T) == 8)                                                           \
+      asm volatile("ld." #order ".sys.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory"); \
+    else                                                                                    \
+      asm volatile("ld." #order ".sys.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory"); \
+    return value;                                                                           \
+  }
+#define RINGREDUCE_STORE(order, ORDER)                                                    \
+  template <class T>                                                                      \
+  RINGREDUCE_BOTH void store_##order(T* word, T value) {                                  \
+    if constexpr (sizeof(T) == 8)                                                         \
+      asm volatile("st." #order ".sys.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory"); \
+    else                                                                                  \
+      asm volatile("st." #order ".sys.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory"); \
+  }
 #else
-  return __atomic_load_n(word, __ATOMIC_ACQUIRE);
+#define RINGREDUCE_LOAD(order, ORDER)             \
+  template <class T>                              \
+  RINGREDUCE_BOTH T load_##order(const T* word) { \
+    return __atomic_load_n(word, ORDER);          \
+  }
+#define RINGREDUCE_STORE(order, ORDER)                   \
+  template <class T>                                     \
+  RINGREDUCE_BOTH void store_##order(T* word, T value) { \
+    __atomic_store_n(word, value, ORDER);                \
+  }
 #endif
-}
 
-template <class T>
-RINGREDUCE_BOTH void store_release(T* word, T value) {
-#if defined(__CUDA_ARCH__)
-  if constexpr (sizeof(T) == 8)
-    asm volatile("st.release.sys.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
-  else
-    asm volatile("st.release.sys.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
-#else
-  __atomic_store_n(word, value, __ATOMIC_RELEASE);
-#endif
-}
-
+// What the storing thread, and all it has met at a barrier, did before a store_release is before all that follows a
+// load_acquire of the value.
+RINGREDUCE_LOAD(acquire, __ATOMIC_ACQUIRE)
+RINGREDUCE_STORE(release, __ATOMIC_RELEASE)
 // In no order with other words.
-template <class T>
-RINGREDUCE_BOTH T load_relaxed(const T* word) {
-#if defined(__CUDA_ARCH__)
-  T value;
-  if constexpr (sizeof(T) == 8)
-    asm volatile("ld.relaxed.sys.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
-  else
-    asm volatile("ld.relaxed.sys.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
-  return value;
-#else
-  return __atomic_load_n(word, __ATOMIC_RELAXED);
-#endif
-}
+RINGREDUCE_LOAD(relaxed, __ATOMIC_RELAXED)
+RINGREDUCE_STORE(relaxed, __ATOMIC_RELAXED)
 
-template <class T>
-RINGREDUCE_BOTH void store_relaxed(T* word, T value) {
-#if defined(__CUDA_ARCH__)
-  if constexpr (sizeof(T) == 8)
-    asm volatile("st.relaxed.sys.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
-  else
-    asm volatile("st.relaxed.sys.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
-#else
-  __atomic_store_n(word, value, __ATOMIC_RELAXED);
-#endif
-}
+#undef RINGREDUCE_LOAD
+#undef RINGREDUCE_STORE
 
 // Makes a word that is 0 `value`; false if it is not 0 any more. Within one GPU.
 RINGREDUCE_BOTH bool claim(std::uint64_t* word, std::uint64_t value) {

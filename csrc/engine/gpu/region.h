@@ -22,17 +22,16 @@ namespace ringreduce::gpu {
 
 // In the reader's region, stored by the writer.
 struct Notice {
-  std::uint64_t full;  // 1: the slot holds what is described here; 0: it has been read
+  std::uint64_t full;  // at the address of the notice. 1: the slot holds what is described here; 0: it has been read
   std::uint64_t fingerprint;
   std::uint64_t bytes;
-  std::uint64_t unused;
 };
 
 // The sizes that all ranks of a group agree on, and where in a region things are.
 struct RegionShape {
   std::uint32_t ranks = 1;
   std::uint32_t lanes = 1;
-  std::uint32_t depth = 1;         // slots per outbox
+  std::uint32_t depth = 1;         // slots per outbox: a power of two
   std::uint32_t slot_bytes = 128;  // a multiple of 128
 
   // Byte offsets. `slot` is a number below depth.
@@ -42,7 +41,7 @@ struct RegionShape {
   RINGREDUCE_BOTH std::uint64_t taken(std::uint32_t lane, std::uint32_t reader, std::uint32_t slot) const {
     return words() * sizeof(Notice) + index(lane, reader, slot) * sizeof(std::uint64_t);
   }
-  // Where the group says that it is broken: not 0 once any lane of the owner has given up.
+  // Where the owner says that the group is broken: not 0 once any lane of it has given up. It stays so.
   RINGREDUCE_BOTH std::uint64_t broken() const { return words() * (sizeof(Notice) + sizeof(std::uint64_t)); }
   RINGREDUCE_BOTH std::uint64_t payload(std::uint32_t lane, std::uint32_t slot) const {
     return outboxes() + (std::uint64_t{lane} * depth + slot) * slot_bytes;

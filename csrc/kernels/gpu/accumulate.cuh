@@ -1,6 +1,6 @@
 // What each thread of a GPU does of an Accumulate, for host and device.
 //
-// Where all pointers lie equally to 16 bytes, whole packs of 16 bytes are read and written, and the elements before the
+// Where all pointers are the same modulo 16, whole packs of 16 bytes are read and written, and the elements before the
 // first and after the last one by one; else all elements are. A thread takes a batch of them at once, `threads` apart
 // so that neighbours read neighbouring ones, and loads a source's whole batch before it uses any of it. The first
 // source is widened, the others are combined into it one by one while it stays in registers, and it is rounded and
@@ -19,6 +19,15 @@ RINGREDUCE_BOTH bool aligned(const void* p) {
   return reinterpret_cast<std::uintptr_t>(p) % alignof(T) == 0;
 }
 
+// `p`, which the compiler may take for an address in global memory where a GPU has other memories too.
+template <class T>
+RINGREDUCE_BOTH T* in_global_memory(T* p) {
+#if defined(__CUDA_ARCH__)
+  __builtin_assume(__isGlobal(p));
+#endif
+  return p;
+}
+
 // Units as they lie in memory.
 template <class Format, int N>
 struct Units {
@@ -33,17 +42,15 @@ struct alignas(16) Pack {
 };
 #endif
 
-// Reads and writes 16 bytes, at a multiple of 16.
-template <class Format>
-struct ByPack {
-  static constexpr int kBytes = sizeof(Pack);
-  static constexpr int kUnits = 4 / Format::kWords;
+// Reads and writes a T, a Pack or a Word, at a multiple of its size.
+template <class Format, class T>
+struct ByWhole {
+  static constexpr int kBytes = sizeof(T);
+  static constexpr int kUnits = sizeof(T) / sizeof(Words<Format::kWords>);
   using Raw = Units<Format, kUnits>;
 
-  static RINGREDUCE_BOTH Raw load(const char* p) { return __builtin_bit_cast(Raw, *reinterpret_cast<const Pack*>(p)); }
-  static RINGREDUCE_BOTH void store(char* p, const Raw& raw) {
-    *reinterpret_cast<Pack*>(p) = __builtin_bit_cast(Pack, raw);
-  }
+  static RINGREDUCE_BOTH Raw load(const char* p) { return __builtin_bit_cast(Raw, *reinterpret_cast<const T*>(p)); }
+  static RINGREDUCE_BOTH void store(char* p, const Raw& raw) { *reinterpret_cast<T*>(p) = __builtin_bit_cast(T, raw); }
 };
 
 // The integer in which an element of kBytes bytes is read, or each part of a larger one.
@@ -132,7 +139,7 @@ struct Batch {
   }
 
   RINGREDUCE_BOTH void load(const Accumulate& job, std::int32_t k) {
-    const char* const src = static_cast<const char*>(job.srcs[k]);
+    const char* const src = in_global_memory(static_cast<const char*>(job.srcs[k]));
     RINGREDUCE_UNROLL for (int j = 0; j < kSize; ++j) raw[j] = present[j] ? Access::load(src + at[j]) : Raw{};
     if constexpr (kScales) {
       if (k != job.scaled) return;
@@ -165,7 +172,7 @@ struct Batch {
   }
 
   RINGREDUCE_BOTH void store(const Accumulate& job, std::int32_t copy) const {
-    char* const dst = static_cast<char*>(job.dsts[copy]);
+    char* const dst = in_global_memory(static_cast<char*>(job.dsts[copy]));
     RINGREDUCE_UNROLL for (int j = 0; j < kSize; ++j) if (present[j]) Access::store(dst + at[j], raw[j]);
   }
 };
@@ -187,28 +194,39 @@ RINGREDUCE_BOTH void accumulate_places(const Accumulate& job, const Places& plac
   }
 }
 
-// Whether all pointers are the same modulo 16.
-RINGREDUCE_BOTH bool alike(const Accumulate& job) {
+// Whether all pointers are the same modulo the size of a T.
+template <class T>
+RINGREDUCE_BOTH bool aligned_alike(const Accumulate& job) {
   const auto first = reinterpret_cast<std::uintptr_t>(job.dsts[0]);
   std::uintptr_t differs = 0;
   if (job.copies == 2) differs |= reinterpret_cast<std::uintptr_t>(job.dsts[1]) ^ first;
   RINGREDUCE_LOOP for (std::int32_t k = 0; k < job.n; ++k) differs |=
       reinterpret_cast<std::uintptr_t>(job.srcs[k]) ^ first;
-  return differs % sizeof(Pack) == 0;
+  return differs % sizeof(T) == 0;
 }
 
 // What virtual thread `thread` of `threads` does. `job` may lie in constant or shared memory.
-template <class Format, class Op>
+template <class Format, class Op, class T = Pack>
 RINGREDUCE_BOTH void accumulate(const Accumulate& job, std::uint64_t thread, std::uint64_t threads) {
-  constexpr std::uint64_t kElement = Format::kElement, kPack = sizeof(Pack);
-  const std::uint64_t ahead = -reinterpret_cast<std::uintptr_t>(job.dsts[0]) % kPack;  // bytes before the first pack
+  if (job.copies == 0) return;
+  constexpr std::uint64_t kElement = Format::kElement, kWhole = sizeof(T);
+  const std::uint64_t ahead = -reinterpret_cast<std::uintptr_t>(job.dsts[0]) % kWhole;  // bytes before the first T
   const std::uint64_t head = ahead / kElement;
-  std::uint64_t packs = 0;
-  if (ahead % kElement == 0 && head <= job.count && alike(job)) packs = (job.count - head) * kElement / kPack;
+  std::uint64_t wholes = 0;
+  if (ahead % kElement == 0 && head <= job.count && aligned_alike<T>(job))
+    wholes = (job.count - head) * kElement / kWhole;
 
-  accumulate_places<Format, Op, ByPack<Format>>(job, {packs, 0, ahead}, thread, threads);
-  const std::uint64_t packed = packs * kPack;
-  accumulate_places<Format, Op, ByElement<Format>>(job, {job.count - packed / kElement, head, packed}, thread, threads);
+  accumulate_places<Format, Op, ByWhole<Format, T>>(job, {wholes, 0, ahead}, thread, threads);
+  const std::uint64_t taken = wholes * kWhole;
+  accumulate_places<Format, Op, ByElement<Format>>(job, {job.count - taken / kElement, head, taken}, thread, threads);
+}
+
+// The same for bytes, the first source's, that are moved as they are: by 16, by 4 or one by one.
+RINGREDUCE_BOTH void move_bytes(const Accumulate& job, std::uint64_t thread, std::uint64_t threads) {
+  if (aligned_alike<Pack>(job))
+    accumulate<Bytes, Or>(job, thread, threads);
+  else
+    accumulate<Bytes, Or, Word>(job, thread, threads);
 }
 
 }  // namespace ringreduce::gpu

@@ -285,6 +285,14 @@ using Float8E5M2Code = SmallFloat<5, 2, 0x7c, 0x7c>;
 #define RINGREDUCE_NARROW_PAIR(result, letter, instruction, lower, upper) \
   asm(instruction " %0, %1, %2;" : "=" letter(result) : "f"(upper), "f"(lower))
 
+#define RINGREDUCE_NARROW_FOUR(word, instruction, value)                               \
+  do {                                                                                 \
+    std::uint16_t lower, upper;                                                        \
+    RINGREDUCE_NARROW_PAIR(lower, "h", instruction, (value).lane[0], (value).lane[1]); \
+    RINGREDUCE_NARROW_PAIR(upper, "h", instruction, (value).lane[2], (value).lane[3]); \
+    word = static_cast<Word>(upper) << 16 | lower;                                     \
+  } while (false)
+
 RINGREDUCE_BOTH Lanes<float, 2> widen_halves(Word word) {
   Lanes<float, 2> value;
   asm("{ .reg .b16 lower, upper; mov.b32 {lower, upper}, %2; cvt.f32.f16 %0, lower; cvt.f32.f16 %1, upper; }"
@@ -341,10 +349,9 @@ struct Float8E4M3FN : Packed<Float8E4M3FNCode> {
   }
   static RINGREDUCE_BOTH Words<1> narrow(const Value& value) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-    std::uint16_t lower, upper;
-    RINGREDUCE_NARROW_PAIR(lower, "h", "cvt.rn.satfinite.e4m3x2.f32", value.lane[0], value.lane[1]);
-    RINGREDUCE_NARROW_PAIR(upper, "h", "cvt.rn.satfinite.e4m3x2.f32", value.lane[2], value.lane[3]);
-    return {{ static_cast<Word>(upper) << 16 | lower }};
+    Word word;
+    RINGREDUCE_NARROW_FOUR(word, "cvt.rn.satfinite.e4m3x2.f32", value);
+    return {{ word }};
 #else
     return Packed::narrow(value);
 #endif
@@ -364,10 +371,8 @@ struct Float8E5M2 : Packed<Float8E5M2Code> {
   }
   static RINGREDUCE_BOTH Words<1> narrow(const Value& value) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-    std::uint16_t lower, upper;
-    RINGREDUCE_NARROW_PAIR(lower, "h", "cvt.rn.satfinite.e5m2x2.f32", value.lane[0], value.lane[1]);
-    RINGREDUCE_NARROW_PAIR(upper, "h", "cvt.rn.satfinite.e5m2x2.f32", value.lane[2], value.lane[3]);
-    Word word = static_cast<Word>(upper) << 16 | lower;
+    Word word;
+    RINGREDUCE_NARROW_FOUR(word, "cvt.rn.satfinite.e5m2x2.f32", value);
     // The instruction knows no overflow and gives the largest number, whose code is the one before infinity's.
     constexpr Word kOverflows = 0x47700000;  // 61440, half-way from the largest number to the next power of two
     RINGREDUCE_UNROLL for (int i = 0; i < kLanes; ++i) {
@@ -382,5 +387,6 @@ struct Float8E5M2 : Packed<Float8E5M2Code> {
 };
 
 #undef RINGREDUCE_NARROW_PAIR
+#undef RINGREDUCE_NARROW_FOUR
 
 }  // namespace ringreduce::gpu
