@@ -26,6 +26,52 @@ class OpenMemory:
 
 def can_access(thread: int, address: int, word: int) -> bool: ...
 
+class Engine:
+    """A group's engine on the host."""
+
+class CudaDevice:
+    def __init__(self, ordinal: int) -> None: ...
+    @staticmethod
+    def count() -> int: ...
+    @property
+    def capability(self) -> tuple[int, int]: ...
+    @property
+    def multiprocessors(self) -> int: ...
+    @property
+    def pci_bus_id(self) -> str: ...
+
+class GpuRegion:
+    """Memory of a GPU that other ranks can map."""
+
+    def __init__(self, device: CudaDevice, bytes: int) -> None: ...
+    @property
+    def handle(self) -> bytes: ...
+
+class RegionShape:
+    def __init__(self, *, lanes: int, one_lane: bool, depth: int, slot_bytes: int) -> None: ...
+    def bytes(self, ranks: int) -> int: ...
+
+class GpuEngine:
+    def add_plan(
+        self, collective: str, lowered: list[int], digest: int, most_bytes: int, slice_bytes: int = 0
+    ) -> None: ...
+    def try_out(self, timeout: float) -> None: ...
+
+def cuda_unavailable() -> str: ...
+def takes_steps(handles: Sequence[bytes], rank: int) -> bool: ...
+def peer_engine(
+    *,
+    host: Engine,
+    device: CudaDevice,
+    region: GpuRegion,
+    handles: Sequence[bytes],
+    shape: RegionShape,
+    steps: bool,
+    images: Callable[[str, str, bool], bytes],
+    slices: int | None,
+    least_slice_bytes: int,
+) -> GpuEngine: ...
+
 class Settings:
     """What a group takes whatever its transport."""
 
@@ -44,6 +90,7 @@ class Settings:
         dump_when_broken: bool,
         print_calls: bool,
         regroup: Callable[[list[int], str, timedelta], ProcessGroupRing],
+        join_gpus: Callable[[ProcessGroupRing, int], None],
         topology: str,
     ) -> None: ...
 
@@ -103,6 +150,12 @@ class ProcessGroupRing(Backend):
     def add_plan(
         self, collective: str, lowered: list[int], digest: int, most_bytes: int, slice_bytes: int = 0
     ) -> None: ...
+    def register_plan(
+        self, collective: str, lowered: list[int], digest: int, most_bytes: int, slice_bytes: int = 0
+    ) -> None: ...
+    @property
+    def engine(self) -> Engine: ...
+    def use(self, engine: GpuEngine) -> None: ...
 
 def probe(cores: Sequence[int]) -> dict[str, Any]: ...
 def statistics() -> dict[str, dict[str, tuple[int, int, int, float, int]]]: ...

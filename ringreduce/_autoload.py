@@ -27,7 +27,7 @@ def register() -> None:
         # Inside the first import of torch, the line above may have come here through the entry point already.
         if dist.is_available() and NAME not in dist.Backend.backend_list:
             # devices must be a list: torch walks a string letter by letter to find the device's default backend.
-            dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+            dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
             # Groups keep a flight record of their own. From 2.15 on torch would keep another, for 2 us a call or more.
             recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
             recording.add(NAME)

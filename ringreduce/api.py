@@ -281,7 +281,7 @@ def register_plan(plan: plans.Plan, group: dist.ProcessGroup | None = None, most
     if most_bytes is not None and most_bytes < 0:
         raise InvalidArgument(f"most_bytes is {most_bytes}; it must be 0 or more, or None")
     limit = 2**64 - 1 if most_bytes is None else most_bytes
-    backend.add_plan(plan.collective, plans.lower(plan), plans.digest(plan), limit)
+    backend.register_plan(plan.collective, plans.lower(plan), plans.digest(plan), limit)
 
 
 def backend_of(group: dist.ProcessGroup | None) -> ProcessGroupRing:

@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -26,6 +26,7 @@ from ringreduce.config import (
     resolve,
 )
 from ringreduce.errors import SystemFailure, TopologyError
+from ringreduce.gpu.group import join as join_gpus
 from ringreduce.rendezvous import call_roll, meet
 from ringreduce.topology.group import GroupTopology, described, graph_of_cores, graph_of_file, plan_group
 
@@ -66,14 +67,8 @@ def _make(
     began = time.monotonic()
     make = _make_over_gloo if options.transport == "gloo" else _make_in_shared_memory
     group, decision = make(store, name, rank, global_ranks, seconds, options)
-    topology = decision.topology
-    rules, decided = plan.parse_algorithms(options.algorithms or ""), plan.parse_algorithms(decision.rules)
-    own = topology.plans() if topology else {}
-    for collective, ranges in plan.table(size, rules, (*(topology.rules() if topology else ()), *decided)).items():
-        for end, algorithm, slice_bytes in reversed(ranges):  # as each takes all up to its end
-            planned = own.get((collective, algorithm))
-            lowered, digest = _lowered(planned) if planned else lowered_plan(collective, algorithm, size)
-            group.add_plan(collective, lowered, digest, ANY_SIZE if end is None else end - 1, slice_bytes)
+    decided = plan.parse_algorithms(decision.rules)
+    _add_plans(size, options, decision.topology, decided, group)
     log.info(
         "[rank %d] made a group of ranks %s in %.3f s: %s; decided: %s",
         global_ranks[rank],
@@ -83,6 +78,23 @@ def _make(
         decision.rules or "nothing",
     )
     return group
+
+
+def _add_plans(
+    size: int,
+    options: Options,
+    topology: GroupTopology | None,
+    decided: Sequence[plan.Rule],
+    target: _C.ProcessGroupRing | _C.GpuEngine,
+) -> None:
+    """Gives `target` a plan for each collective and size: as the user says, else the topology, else `decided`."""
+    rules = plan.parse_algorithms(options.algorithms or "")
+    own = topology.plans() if topology else {}
+    for collective, ranges in plan.table(size, rules, (*(topology.rules() if topology else ()), *decided)).items():
+        for end, algorithm, slice_bytes in reversed(ranges):  # as each takes all up to its end
+            planned = own.get((collective, algorithm))
+            lowered, digest = _lowered(planned) if planned else lowered_plan(collective, algorithm, size)
+            target.add_plan(collective, lowered, digest, ANY_SIZE if end is None else end - 1, slice_bytes)
 
 
 def _make_in_shared_memory(
@@ -181,11 +193,19 @@ def _settings(
     decision: Decision,
     **of_transport: int,
 ) -> _C.Settings:
+    links = decision.topology if options.topo_file else None  # else it is about cores
     return _C.Settings(
         name=name,
         global_ranks=global_ranks,
         timeout=seconds,
         regroup=functools.partial(_regroup, store, name, rank, global_ranks, options),
+        join_gpus=functools.partial(
+            join_gpus,
+            options,
+            seconds,
+            max(options.channels or 1, decision.channels),
+            functools.partial(_add_plans, len(global_ranks), options, links, ()),
+        ),
         slices=options.slices,
         recorded_calls=options.recorded_calls,
         dump_when_broken=bool(options.dump_when_broken),

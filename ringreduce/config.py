@@ -62,6 +62,14 @@ class Options:
     least_slice_bytes: int | None = _knob(None, parse_bytes, "slices are not made smaller (default: by `fetch`)")
     fetch: int | None = _knob(None, int, "1: ranks read one another's tensors where they are; 0: through copies")
     least_fetch_bytes: int | None = _knob(None, parse_bytes, "smaller slices are copied (default: by ranks per core)")
+    gpu_transport: str | None = _knob(
+        None, str, "for CUDA tensors: 'peer': GPUs' shared memory; 'host': the host's; 'auto': 'peer' where it works"
+    )
+    gpu_bytes: int | None = _knob(None, parse_bytes, "memory of each GPU for a group's slots")
+    gpu_blocks: int | None = _knob(None, int, "thread blocks of a call, each of which takes a multiprocessor")
+    gpu_mode: str | None = _knob(
+        None, str, "'run': a kernel takes a whole call; 'steps': one step; 'auto': 'steps' where ranks share a GPU"
+    )
     recorded_calls: int | None = _knob(None, int, "latest calls that the flight recorder keeps, per group; 0: none")
     dump_when_broken: int | None = _knob(None, int, "1: write the flight record when the group breaks; 0: do not")
     debug: int | None = _knob(None, int, "1: log the life of groups; 2: also print a line for every call")
@@ -84,6 +92,10 @@ DEFAULTS: Mapping[str, Any] = {
     "least_slice_bytes": 0,
     "fetch": 1,
     "least_fetch_bytes": 0,
+    "gpu_transport": "auto",
+    "gpu_bytes": 64 * 1024**2,
+    "gpu_blocks": 32,
+    "gpu_mode": "auto",
     "recorded_calls": 2000,
     "dump_when_broken": 1,
     "debug": 0,
@@ -106,7 +118,11 @@ LEAST_FETCH_SHARING_CORES = 64 * 1024
 SLICE_FETCHED = 256 * 1024
 LEAST_SLICE_COPIED = 16 * 1024
 
-TRANSPORTS = ("shared_memory", "gloo")
+WORDS = {
+    "transport": ("shared_memory", "gloo"),
+    "gpu_transport": ("auto", "peer", "host"),
+    "gpu_mode": ("auto", "run", "steps"),
+}
 
 # Over Gloo every slice that a step sends is a message, for which several threads of both ranks have to get their turn:
 # so few of them, but none larger than what a group may keep of each that is under way. Not swept yet.
@@ -123,6 +139,8 @@ LIMITS = {
     "least_slice_bytes": (0, 1024**3),
     "fetch": (0, 1),
     "least_fetch_bytes": (0, 1024**3),
+    "gpu_bytes": (1024**2, 16 * 1024**3),
+    "gpu_blocks": (1, 1024),
     "recorded_calls": (0, 10_000_000),
     "dump_when_broken": (0, 1),
     "debug": (0, 2),
@@ -163,9 +181,9 @@ def _check(name: str, value: Any, origin: str) -> None:
         except PlanError as error:
             raise InvalidArgument(f"{where}={value!r}: {error}") from None
         return
-    if name == "transport":
-        if value not in TRANSPORTS:
-            raise InvalidArgument(f"{where} is {value!r}; it must be {' or '.join(map(repr, TRANSPORTS))}")
+    if name in WORDS:
+        if value not in WORDS[name]:
+            raise InvalidArgument(f"{where} is {value!r}; it must be {' or '.join(map(repr, WORDS[name]))}")
         return
     if name == "topo_file":
         if not isinstance(value, str):

@@ -53,11 +53,13 @@ const Engine::Choice& Engine::choice_for(const Call& call) const {
 const Program& Engine::program_for(const Call& call, int plan) {
   const std::pair<int, int> key{plan, call.root};
   auto found = programs_.find(key);
-  if (found == programs_.end()) {
-    const Plan& p = plans_[static_cast<std::size_t>(plan)];
-    found = programs_.emplace(key, bind(p.operation, p.lowered, p.digest, size_, rank_, call.root, channels_)).first;
-  }
+  if (found == programs_.end()) found = programs_.emplace(key, program_of(rank_, call, plan)).first;
   return found->second;
+}
+
+Program Engine::program_of(int rank, const Call& call, int plan) const {
+  const Plan& p = plans_[static_cast<std::size_t>(plan)];
+  return bind(p.operation, p.lowered, p.digest, size_, rank, call.root, channels_);
 }
 
 // A multiple of a cache line, at most a slot.

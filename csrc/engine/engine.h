@@ -77,14 +77,18 @@ class Engine {
   // Runs the call to its end in the calling thread. Throws Error.
   virtual Tally run(const Call& call, const Buffers& buffers) = 0;
 
-  // Ends all calls of all ranks, now and later, with ErrorKind::aborted and `reason`. Thread-safe.
-  virtual void abort(const std::string& reason) = 0;
+  // Makes `error` the group's, unless it has one: ends all calls of all ranks, now and later. Thread-safe.
+  virtual void fail(const Error& error) = 0;
+  // The same with ErrorKind::aborted.
+  void abort(const std::string& reason) { fail(Error(ErrorKind::aborted, reason)); }
   // Throws the error that broke the group, if one did and this rank knows of it. Thread-safe.
   virtual void throw_if_aborted() const = 0;
   // Who broke it, in that case; otherwise -1.
   virtual int reporter() const = 0;
   // "rank 3 (node7, pid 4711)"
   virtual std::string describe(int rank) const = 0;
+  // The peers whose process has ended, or which have left the group, as far as this rank can see. Thread-safe.
+  virtual std::vector<int> gone() const { return {}; }
 
   int rank() const { return rank_; }
   int size() const { return size_; }
@@ -104,6 +108,8 @@ class Engine {
   const Choice& choice_for(const Call& call) const;
   // This rank's part of a plan. The reference stays valid.
   const Program& program_for(const Call& call, int plan);
+  // The part of any rank.
+  Program program_of(int rank, const Call& call, int plan) const;
   std::size_t slice_bytes(const Call& call, const Program& program, std::size_t chosen) const;
   std::uint64_t next_call() { return ++sequence_; }
 

@@ -57,8 +57,6 @@ PointToPointEngine::PointToPointEngine(std::shared_ptr<PointToPoint> wire, int c
       wire_(std::move(wire)),
       device_(std::make_unique<Cpu>()) {}
 
-void PointToPointEngine::abort(const std::string& reason) { wire_->abort(Error(ErrorKind::aborted, reason)); }
-
 Tally PointToPointEngine::run(const Call& asked, const Buffers& given) {
   wire_->throw_if_aborted();
   check(asked);

@@ -18,7 +18,7 @@ class PointToPointEngine final : public Engine {
   PointToPointEngine(std::shared_ptr<PointToPoint> wire, int channels, const Options& options);
 
   Tally run(const Call& call, const Buffers& buffers) override;
-  void abort(const std::string& reason) override;
+  void fail(const Error& error) override { wire_->abort(error); }
   void throw_if_aborted() const override { wire_->throw_if_aborted(); }
   int reporter() const override { return wire_->reporter(); }
   std::string describe(int rank) const override { return wire_->describe(rank); }

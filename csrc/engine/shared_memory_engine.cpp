@@ -102,8 +102,6 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
   return {waiting.waited(), execution.lent()};
 }
 
-void SharedMemoryEngine::abort(const std::string& reason) { segment_->abort(Error(ErrorKind::aborted, reason)); }
-
 // Called while waiting: throws if it is in vain.
 void SharedMemoryEngine::look(const Call& call, std::uint64_t seq, std::uint64_t fingerprint,
                               const Execution& execution, Nanoseconds waited) const {

@@ -15,10 +15,11 @@ class SharedMemoryEngine final : public Engine {
   SharedMemoryEngine(std::shared_ptr<const Segment> segment, const Options& options);
 
   Tally run(const Call& call, const Buffers& buffers) override;
-  void abort(const std::string& reason) override;
+  void fail(const Error& error) override { segment_->abort(error); }
   void throw_if_aborted() const override { segment_->throw_if_aborted(); }
   int reporter() const override;
   std::string describe(int rank) const override { return segment_->describe(rank); }
+  std::vector<int> gone() const override { return segment_->gone(); }
 
  private:
   void look(const Call& call, std::uint64_t seq, std::uint64_t fingerprint, const Execution& execution,

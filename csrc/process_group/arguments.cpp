@@ -89,9 +89,9 @@ const at::Tensor& only(const TensorList& tensors, const char* what) {
 }
 
 void check_tensor(const at::Tensor& tensor, const char* what) {
-  if (in_memory(tensor)) return;
-  if (!tensor.device().is_cpu())
-    invalid(what, ": a tensor is on ", tensor.device(), "; backend ringreduce serves CPU tensors");
+  if (has_memory(tensor)) return;
+  if (!tensor.is_cpu() && !tensor.is_cuda())
+    invalid(what, ": a tensor is on ", tensor.device(), "; backend ringreduce serves tensors on CPUs and CUDA GPUs");
   if (tensor.layout() != at::kStrided)
     invalid(what, ": a tensor has layout ", tensor.layout(), "; it must be strided: call its to_dense()");
   if (tensor.is_nested()) invalid(what, ": a tensor is nested; pass its parts, of its unbind(), one by one");

@@ -31,9 +31,9 @@ double factor_of(const c10d::ReduceOp& op);
 // The one tensor of a list that c10d allows to be longer.
 const at::Tensor& only(const TensorList& tensors, const char* what);
 
-// Whether a tensor's elements lie in memory that is its own, on the CPU.
-inline bool in_memory(const at::Tensor& t) {
-  return t.layout() == at::kStrided && t.device().is_cpu() && !t.is_nested() && !t._is_zerotensor() &&
+// Whether a tensor's elements lie in memory that is its own, of the CPU or a GPU.
+inline bool has_memory(const at::Tensor& t) {
+  return t.layout() == at::kStrided && (t.is_cpu() || t.is_cuda()) && !t.is_nested() && !t._is_zerotensor() &&
          t.has_storage() && t.storage().data() != nullptr;
 }
 // Throws for a tensor of which that is not true, saying why; an empty one needs no memory.
@@ -52,9 +52,13 @@ std::vector<std::size_t> split_blocks(const at::Tensor& tensor, const std::vecto
 // Fills in the size of a call whose blocks this rank knows all of.
 void size_from(Call& call, const std::vector<std::size_t>& counts);
 
-// Whether a tensor's memory is its elements one after the other; and a copy of which that is true, if it is not.
+// Whether a tensor's memory is its elements one after the other; and a copy of which that is true, on `device`, if it
+// is not, or lies elsewhere.
 inline bool is_plain(const at::Tensor& t) { return t.is_contiguous() && !t.is_conj() && !t.is_neg(); }
-inline at::Tensor plain(const at::Tensor& t) { return is_plain(t) ? t : t.resolve_conj().resolve_neg().contiguous(); }
+inline bool is_plain(const at::Tensor& t, at::Device device) { return t.device() == device && is_plain(t); }
+inline at::Tensor plain(const at::Tensor& t, at::Device device) {
+  return is_plain(t, device) ? t : t.resolve_conj().resolve_neg().to(device).contiguous();
+}
 // Copies a staged result to the user's tensor, in whatever mode that was made.
 void write_back(const at::Tensor& target, const at::Tensor& staged);
 

@@ -8,6 +8,7 @@
 
 #include "engine/probe.h"
 #include "kernels/accumulate.h"
+#include "process_group/gpu_bindings.h"
 #include "process_group/process_group_ring.h"
 
 namespace py = pybind11;
@@ -44,6 +45,14 @@ ReduceOp reduce_op_named(const std::string& wanted) {
     if (name(static_cast<ReduceOp>(i)) == wanted) return static_cast<ReduceOp>(i);
   throw Error(ErrorKind::invalid_argument, "unknown reduce op '" + wanted + "'");
 }
+// A method that takes a plan, as one that takes what a plan is made of.
+template <class Method>
+auto with_plan(Method method) {
+  return [method](ProcessGroupRing& group, const std::string& collective, std::vector<std::int32_t> lowered,
+                  std::uint64_t digest, std::uint64_t most_bytes, std::size_t slice_bytes) {
+    (group.*method)({operation_named(collective), std::move(lowered), digest, most_bytes, slice_bytes});
+  };
+}
 void* address(std::uintptr_t a) { return reinterpret_cast<void*>(a); }  // NOLINT(performance-no-int-to-ptr)
 
 }  // namespace
@@ -70,6 +79,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("can_access",
         [](int thread, std::uint64_t address, std::uint64_t word) { return can_access({thread, address, word}); });
 
+  bind_gpus(m);
+
   using Group = ProcessGroupRing;
   using Names = std::vector<std::pair<std::string, std::int64_t>>;
   const auto rank_names = [](const Names& names) {
@@ -81,7 +92,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(py::init([](int spins, int slices, std::size_t least_slice_bytes, std::size_t most_slice_bytes,
                        std::size_t least_fetch_bytes, double timeout, std::string name,
                        std::vector<std::int64_t> global_ranks, std::size_t recorded_calls, bool dump_when_broken,
-                       bool print_calls, Group::Regroup regroup, std::string topology) {
+                       bool print_calls, Group::Regroup regroup, Group::JoinGpus join_gpus, std::string topology) {
              return Group::Settings{.engine = {spins, slices, least_slice_bytes, most_slice_bytes, least_fetch_bytes},
                                     .timeout = std::chrono::milliseconds(static_cast<std::int64_t>(timeout * 1000)),
                                     .name = std::move(name),
@@ -90,12 +101,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                     .dump_when_broken = dump_when_broken,
                                     .print_calls = print_calls,
                                     .regroup = std::move(regroup),
+                                    .join_gpus = std::move(join_gpus),
                                     .topology = std::move(topology)};
            }),
            py::kw_only(), py::arg("spins") = Engine::Options{}.spins, py::arg("slices"), py::arg("least_slice_bytes"),
            py::arg("most_slice_bytes"), py::arg("least_fetch_bytes") = Engine::Options{}.least_fetch_bytes,
            py::arg("timeout"), py::arg("name"), py::arg("global_ranks"), py::arg("recorded_calls"),
-           py::arg("dump_when_broken"), py::arg("print_calls"), py::arg("regroup"), py::arg("topology"));
+           py::arg("dump_when_broken"), py::arg("print_calls"), py::arg("regroup"), py::arg("join_gpus"),
+           py::arg("topology"));
 
   py::class_<Group, c10::intrusive_ptr<Group>, c10d::Backend>(m, "ProcessGroupRing")
       .def(py::init([rank_names](int memfd, const Geometry& geometry, int rank, std::vector<int> pidfds,
@@ -131,8 +144,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("input"))
       .def("all_to_all_now", &Group::all_to_all_now, py::call_guard<py::gil_scoped_release>(), py::arg("output"),
            py::arg("input"))
-      .def("add_plan", &Group::add_plan, py::call_guard<py::gil_scoped_release>(), py::arg("collective"),
-           py::arg("lowered"), py::arg("digest"), py::arg("most_bytes"), py::arg("slice_bytes") = 0);
+      .def("add_plan", with_plan(&Group::add_plan), py::call_guard<py::gil_scoped_release>(), py::arg("collective"),
+           py::arg("lowered"), py::arg("digest"), py::arg("most_bytes"), py::arg("slice_bytes") = 0)
+      .def("register_plan", with_plan(&Group::register_plan), py::call_guard<py::gil_scoped_release>(),
+           py::arg("collective"), py::arg("lowered"), py::arg("digest"), py::arg("most_bytes"),
+           py::arg("slice_bytes") = 0)
+      .def_property_readonly("engine", &Group::engine)
+      .def("use", &Group::use, py::call_guard<py::gil_scoped_release>(), py::arg("engine"));
 
   m.def(
       "probe",

@@ -44,16 +44,18 @@ at::ScalarType check_tensors(const TensorList& inputs, const TensorList& outputs
 }
 
 // Fills in inputs and outputs. A tensor that is both is staged once, with its values; an output alone, without.
-void stage(Job& job, const TensorList& inputs) {
+void stage(Job& job, const TensorList& inputs, at::Device device) {
   const TensorList& targets = job.targets;
   for (const at::Tensor& t : targets) {
     const bool in_place = std::any_of(inputs.begin(), inputs.end(), [&](const at::Tensor& i) { return i.is_same(t); });
-    job.outputs.push_back(is_plain(t) ? t : in_place ? plain(t) : at::empty(t.sizes(), t.options()));
+    job.outputs.push_back(is_plain(t, device) ? t
+                          : in_place          ? plain(t, device)
+                                              : at::empty(t.sizes(), t.options().device(device)));
   }
   for (const at::Tensor& t : inputs) {
     const auto same = std::find_if(targets.begin(), targets.end(), [&](const at::Tensor& o) { return o.is_same(t); });
     const auto index = static_cast<std::size_t>(same - targets.begin());
-    job.inputs.push_back(same == targets.end() ? plain(t) : job.outputs[index]);
+    job.inputs.push_back(same == targets.end() ? plain(t, device) : job.outputs[index]);
   }
 }
 
@@ -103,42 +105,20 @@ void set_size(Job& job, int rank, bool flat) {
   }
 }
 
-// All ranks tell each other what they send to and expect from whom. So that a disagreement is an error on every rank,
-// naming it, and that all ranks count the same rounds.
-Tally agree_on_blocks(Job& job, Engine& engine) {
-  Call& call = job.call;
-  const std::size_t n = job.input.count.size();
-  std::vector<std::size_t> own = job.input.count, all(2 * n * n);
-  own.insert(own.end(), job.output.count.begin(), job.output.count.end());
-  std::vector<std::byte*> rows;
-  for (std::size_t r = 0; r < n; ++r) rows.push_back(reinterpret_cast<std::byte*>(&all[2 * n * r]));
-  const std::vector<std::size_t> row_counts(n, 2 * n);
-  auto* own_data = reinterpret_cast<std::byte*>(own.data());
-  const std::size_t own_count = 2 * n;
-  Call counts = call;
-  counts.operation = Operation::all_gather;
-  counts.part_of = call.operation;
-  counts.dtype = DType::int64;
-  counts.count = counts.largest = own_count;
-  counts.shape = mix(static_cast<std::uint64_t>(call.operation), static_cast<std::uint64_t>(call.dtype));
-  const Tally tally = engine.run(counts, {{{&own_data, 1}, {&own_count, 1}}, {rows, row_counts}});
-
-  for (std::size_t from = 0; from < n; ++from)
-    for (std::size_t to = 0; to < n; ++to) {
-      const std::size_t sent = all[2 * n * from + to], expected = all[2 * n * to + n + from];
-      if (sent != expected)
-        throw Error(ErrorKind::mismatch, c10::str("all_to_all: rank ", from, " sends ", sent, " elements to rank ", to,
-                                                  ", which expects ", expected));
-      job.splits.push_back(sent);
-      call.largest = std::max<std::uint64_t>(call.largest, sent);
-    }
-  call.count = call.largest;
-  return tally;
-}
-
 }  // namespace
 
-Job::Job(const Collective& collective, const TensorList& from, const TensorList& to, int rank, int size) {
+at::Device device_of(const TensorList& inputs, const TensorList& outputs, const char* what) {
+  const at::Device device = (inputs.empty() ? outputs : inputs)[0].device();
+  for (const TensorList* side : {&inputs, &outputs})
+    for (const at::Tensor& t : *side)
+      if (t.device() != device)
+        invalid(what, ": tensors are on different devices: ", device, " and ", t.device(), "; move them to one");
+  return device;
+}
+
+Job::Job(const Collective& collective, const TensorList& from, const TensorList& to, int rank, int size,
+         at::Device device)
+    : device(device) {
   const char* what = name(collective.operation).data();
   call.operation = collective.operation;
   call.root = collective.root;
@@ -156,7 +136,7 @@ Job::Job(const Collective& collective, const TensorList& from, const TensorList&
 
   const at::NoGradGuard no_grad;
   targets = to;
-  stage(*this, from);
+  stage(*this, from, device);
   const auto lay_out = [&](const TensorList& tensors, bool flat, const char* side) {
     if (!flat) return blocks_of(tensors);
     return cut(tensors[0], equal_blocks(tensors[0], size, c10::str(what, ": ", side).c_str()));
@@ -170,12 +150,52 @@ Job::Job(const Collective& collective, const TensorList& from, const TensorList&
   set_size(*this, rank, collective.flat_input);
 }
 
+// So that a disagreement is an error on every rank, naming it, and that all ranks count the same rounds.
+Tally Job::agree(Engine& host) {
+  if (std::exchange(agreed, true)) return {};
+  const std::size_t n = input.count.size();
+  std::vector<std::size_t> own = input.count, all(2 * n * n);
+  own.insert(own.end(), output.count.begin(), output.count.end());
+  std::vector<std::byte*> rows;
+  for (std::size_t r = 0; r < n; ++r) rows.push_back(reinterpret_cast<std::byte*>(&all[2 * n * r]));
+  const std::vector<std::size_t> row_counts(n, 2 * n);
+  auto* own_data = reinterpret_cast<std::byte*>(own.data());
+  const std::size_t own_count = 2 * n;
+  Call counts = call;
+  counts.operation = Operation::all_gather;
+  counts.part_of = call.operation;
+  counts.dtype = DType::int64;
+  counts.count = counts.largest = own_count;
+  counts.shape = mix(static_cast<std::uint64_t>(call.operation), static_cast<std::uint64_t>(call.dtype));
+  const Tally tally = host.run(counts, {{{&own_data, 1}, {&own_count, 1}}, {rows, row_counts}});
+
+  for (std::size_t from = 0; from < n; ++from)
+    for (std::size_t to = 0; to < n; ++to) {
+      const std::size_t sent = all[2 * n * from + to], expected = all[2 * n * to + n + from];
+      if (sent != expected)
+        throw Error(ErrorKind::mismatch, c10::str("all_to_all: rank ", from, " sends ", sent, " elements to rank ", to,
+                                                  ", which expects ", expected));
+      splits.push_back(sent);
+      call.largest = std::max<std::uint64_t>(call.largest, sent);
+    }
+  call.count = call.largest;
+  return tally;
+}
+
 Tally Job::run(Engine& engine) {
-  Tally tally = agreed ? Tally{} : agree_on_blocks(*this, engine);
-  tally += engine.run(call, {{input.data, input.count}, {output.data, output.count}, splits});
+  const Tally tally = engine.run(call, buffers());
+  fill_targets();
+  return tally;
+}
+
+void Job::enqueue(GpuEngine& engine, const cuda::Stream& stream) {
+  engine.enqueue(call, buffers(), stream);
+  fill_targets();
+}
+
+void Job::fill_targets() const {
   for (std::size_t i = 0; i < targets.size(); ++i)
     if (!targets[i].is_same(outputs[i])) write_back(targets[i], outputs[i]);
-  return tally;
 }
 
 }  // namespace ringreduce

@@ -1,8 +1,9 @@
 // A job: one call of the engine with the tensors of a collective, laid out for it in blocks.
 //
 // The engine moves blocks of memory, one for each rank or one in all, in c10d's order; flat tensors are cut into them.
-// Tensors that are not contiguous are staged: their values are copied to memory that is, and results are copied back
-// when the job has run. Copied are also inputs that an output would overwrite before they are read.
+// Tensors that are not contiguous, or not on the engine's device, are staged: their values are copied to memory that
+// is, and results are copied back when the job has run. Copied are also inputs that an output would overwrite before
+// they are read. Copies on a GPU are put in torch's current stream.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -13,6 +14,7 @@
 #include <vector>
 
 #include "engine/engine.h"
+#include "engine/gpu/gpu_engine.h"
 #include "process_group/arguments.h"
 
 namespace ringreduce {
@@ -35,19 +37,34 @@ struct Blocks {
 // A contiguous tensor as blocks of these sizes, one after the other.
 Blocks cut(const at::Tensor& flat, std::vector<std::size_t> counts);
 
+// The device of all tensors of a call. Throws invalid_argument if there are several.
+at::Device device_of(const TensorList& inputs, const TensorList& outputs, const char* what);
+
 struct Job {
-  // On rank `rank` of `size`. Throws invalid_argument for tensors that do not suit the collective or each other.
-  Job(const Collective& collective, const TensorList& from, const TensorList& to, int rank, int size);
+  // On rank `rank` of `size`, for an engine that works on `device`. Throws invalid_argument for tensors that do not
+  // suit the collective or each other.
+  Job(const Collective& collective, const TensorList& from, const TensorList& to, int rank, int size,
+      at::Device device);
 
-  // Makes the call, in the calling thread, and fills the user's outputs.
+  // all_to_all with split sizes: ranks tell each other the sizes of their blocks. Nothing otherwise. `host` is an
+  // engine on the CPU.
+  Tally agree(Engine& host);
+  // Makes the call in the calling thread, once sizes are agreed on, and fills the user's outputs.
   Tally run(Engine& engine);
+  // Puts the call, and what fills the outputs, in `stream`, which is torch's current one.
+  void enqueue(GpuEngine& engine, const cuda::Stream& stream);
 
+  at::Device device;  // of the engine
   Call call;
   TensorList inputs, outputs;  // contiguous
   TensorList targets;          // the user's outputs; those that are not outputs[i] itself are filled at the end
   Blocks input, output;
   std::vector<std::size_t> splits;  // see Buffers::splits
   bool agreed = true;               // whether ranks know the sizes of each other's blocks
+
+ private:
+  Buffers buffers() const { return {{input.data, input.count}, {output.data, output.count}, splits}; }
+  void fill_targets() const;
 };
 
 }  // namespace ringreduce

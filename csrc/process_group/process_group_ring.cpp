@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <array>
@@ -15,6 +16,7 @@
 #include "engine/shared_memory_engine.h"
 #include "process_group/arena_allocator.h"
 #include "process_group/gil.h"
+#include "process_group/gpu_calls.h"
 
 namespace ringreduce {
 
@@ -26,6 +28,7 @@ struct ProcessGroupRing::Running {
   std::shared_ptr<Engine> engine;
   std::shared_ptr<C10dPointToPoint> wire;          // null where ranks share memory
   std::shared_ptr<WorkSurroundings> surroundings;  // the queue's, the mailbox's and the completions' threads
+  std::unique_ptr<GpuCalls> gpu;                   // null until the group has an engine for CUDA tensors
 };
 
 namespace {
@@ -42,6 +45,12 @@ struct LivingGroups {
   std::recursive_mutex mutex;  // shutdown_all() shuts down under it. Never waited for with the GIL held.
   std::set<ProcessGroupRing*> groups;
 };
+
+// Waits for all that is in torch's current stream of a GPU.
+void synchronize(at::Device device) {
+  const c10::impl::VirtualGuardImpl cuda(device.type());
+  cuda.synchronizeStream(cuda.getStream(device));
+}
 
 void check_pairs(const char* what, const TensorList& outputs, const TensorList& inputs) {
   if (outputs.size() != inputs.size()) invalid(what, ": ", outputs.size(), " outputs for ", inputs.size(), " inputs");
@@ -71,7 +80,7 @@ ProcessGroupRing::ProcessGroupRing(std::shared_ptr<Engine> engine, const Setting
                                            CallLog::Group{settings_.name, "", settings_.global_ranks, getRank()});
   shared_->global_rank = static_cast<int>(settings_.global_ranks[static_cast<std::size_t>(getRank())]);
   shared_->dump_when_broken = settings_.dump_when_broken;
-  running_.reset(new Running{std::move(engine), nullptr, shared_});
+  running_.reset(new Running{std::move(engine), nullptr, shared_, nullptr});
   init();
   auto& living = process_wide<LivingGroups>();
   const WithoutGil no_gil;
@@ -92,6 +101,7 @@ void ProcessGroupRing::abort() {
 void ProcessGroupRing::shutdown() {
   if (shared_->fork.forked()) return;
   const WithoutGil no_gil;  // works under way may run Python callbacks
+  if (running_->gpu) running_->gpu->stop();
   if (shared_->queue.busy())
     running_->engine->abort(c10::str("rank ", getRank(), " destroyed the group while calls were under way"));
   shared_->queue.stop();
@@ -113,14 +123,41 @@ void ProcessGroupRing::shutdown_all() {
   Completions::wait_for_detached(10 * kSecond);
 }
 
-void ProcessGroupRing::add_plan(const std::string& collective, std::vector<std::int32_t> lowered, std::uint64_t digest,
-                                std::uint64_t most_bytes, std::size_t slice_bytes) {
-  const Operation operation = operation_named(collective);
+void ProcessGroupRing::add_plan(const PlanFor& plan) {
   shared_->throw_if_forked();
-  shared_->queue.run([&] {
-    Engine& engine = *running_->engine;
-    engine.choose(operation, most_bytes, engine.add_plan(operation, std::move(lowered), digest), slice_bytes);
-  });
+  shared_->queue.run([&] { plan.add_to(*running_->engine); });
+}
+
+void ProcessGroupRing::register_plan(PlanFor plan) {
+  add_plan(plan);
+  std::lock_guard lock(gpu_mutex_);
+  if (running_->gpu) running_->gpu->add(plan);
+  registered_.push_back(std::move(plan));
+}
+
+std::shared_ptr<Engine> ProcessGroupRing::engine() const { return running_->engine; }
+
+void ProcessGroupRing::use(std::shared_ptr<GpuEngine> gpu) {
+  for (const PlanFor& plan : registered_) plan.add_to(*gpu);
+  gpu->set_host(running_->engine);
+  const auto index = static_cast<at::DeviceIndex>(gpu->device()->ordinal());
+  running_->gpu = std::make_unique<GpuCalls>(std::move(gpu), at::Device(at::kCUDA, index), shared_);
+}
+
+// What makes the group's calls on tensors of a GPU; null if they go through the host's memory.
+GpuCalls* ProcessGroupRing::gpu_calls(at::Device device) {
+  shared_->throw_if_forked();
+  const WithoutGil no_gil;
+  std::lock_guard lock(gpu_mutex_);
+  if (!gpus_joined_) {
+    settings_.join_gpus(c10::intrusive_ptr<c10d::Backend>::reclaim_copy(this), device.index());
+    gpus_joined_ = true;
+  }
+  if (running_->gpu && running_->gpu->device() != device)
+    invalid("this rank's calls of the group are on ", running_->gpu->device(), "; a tensor is on ", device,
+            ". A rank has one GPU: torch.cuda.set_device(", static_cast<int>(device.index()),
+            ") before its first call, or a group of its own");
+  return running_->gpu.get();
 }
 
 at::Tensor ProcessGroupRing::allocateTensor(long size, at::TensorOptions options) {
@@ -166,6 +203,7 @@ void ProcessGroupRing::registerOnCompletionHook(std::function<void(std::shared_p
 
 void ProcessGroupRing::waitForPendingWorks() {
   shared_->throw_if_forked();
+  if (running_->gpu) running_->gpu->drain();
   shared_->queue.drain();
   shared_->completions.drain();
 }
@@ -175,9 +213,18 @@ std::chrono::milliseconds ProcessGroupRing::timeout_or_default(std::chrono::mill
   return std::min<std::chrono::milliseconds>(timeout == c10d::kUnsetTimeout ? timeout_.load() : timeout, kLongest);
 }
 
-Job ProcessGroupRing::job(Collective collective, const TensorList& inputs, const TensorList& outputs) const {
+// Where this rank's GPU serves the group, the job is one for it; otherwise one for the CPU.
+Job ProcessGroupRing::job(Collective collective, const TensorList& inputs, const TensorList& outputs) {
   collective.timeout = timeout_or_default(collective.timeout);
-  return {collective, inputs, outputs, getRank(), getSize()};
+  at::Device device = at::kCPU;
+  if (collective.operation != Operation::barrier) {
+    device = device_of(inputs, outputs, name(collective.operation).data());
+    if (device.is_cuda() && gpu_calls(device) == nullptr) {
+      synchronize(device);  // what is under way may still read the outputs
+      device = at::kCPU;
+    }
+  }
+  return {collective, inputs, outputs, getRank(), getSize(), device};
 }
 
 template <class CallOptions>
@@ -187,15 +234,39 @@ c10::intrusive_ptr<Work> ProcessGroupRing::submit(OpType type, const CallOptions
     inputs.insert(inputs.end(), job.inputs.begin(), job.inputs.end());
     outputs.insert(outputs.end(), job.targets.begin(), job.targets.end());
   }
+  if (!jobs.empty() && jobs[0].device.is_cuda())
+    return submit_to_gpu({.type = type, .timeout = timeout_or_default(opts.timeout)}, opts.asyncOp, inputs,
+                         std::move(outputs), std::move(jobs));
   return submit({.type = type, .timeout = timeout_or_default(opts.timeout)}, opts.asyncOp, inputs, std::move(outputs),
                 [this, jobs = std::move(jobs)](std::uint64_t number) mutable {
                   Tally tally;
                   for (Job& job : jobs) {
                     job.call.number = number;
+                    tally += job.agree(*running_->engine);
                     tally += job.run(*running_->engine);
                   }
                   return tally;
                 });
+}
+
+c10::intrusive_ptr<Work> ProcessGroupRing::submit_to_gpu(CallLog::Call call, bool async, const TensorList& inputs,
+                                                         TensorList outputs, std::vector<Job> jobs) {
+  begin_call();
+  call.sequence = ++collectives_;
+  TensorList kept = inputs;
+  for (Job& job : jobs) {
+    job.call.number = call.sequence;
+    if (!job.agreed) shared_->queue.run([&] { job.agree(*running_->engine); });
+    for (const TensorList* tensors : {&job.inputs, &job.outputs, &job.targets})
+      kept.insert(kept.end(), tensors->begin(), tensors->end());
+  }
+  GpuCalls& gpu = *running_->gpu;
+  auto work = gpu.submit(call, async, inputs, std::move(outputs), std::move(kept), [&](const cuda::Stream& stream) {
+    const at::NoGradGuard no_grad;
+    for (Job& job : jobs) job.enqueue(gpu.engine(), stream);
+  });
+  if (async) coalesce(work);
+  return work;
 }
 
 // What every call begins with.
@@ -276,7 +347,7 @@ bool ProcessGroupRing::all_to_all_now(const at::Tensor& output, const at::Tensor
 bool ProcessGroupRing::call_now(OpType type, const Collective& collective, c10d::ReduceOp::RedOpType op,
                                 const at::Tensor& output, const at::Tensor& input) {
   constexpr std::size_t kMostBlocks = 64;
-  const auto suits = [](const at::Tensor& t) { return in_memory(t) && is_plain(t); };
+  const auto suits = [](const at::Tensor& t) { return t.is_cpu() && has_memory(t) && is_plain(t); };
   const bool in_place = !collective.flat_input && !collective.flat_output;  // one tensor is both
   if (!suits(output) || (!in_place && !suits(input)) || op == c10d::ReduceOp::PREMUL_SUM) return false;
   if (at::hasCallbacks() || shared_->hooked || shared_->timing) return false;
@@ -339,6 +410,11 @@ c10::intrusive_ptr<Work> ProcessGroupRing::allreduce(TensorList& tensors, const 
 c10::intrusive_ptr<Work> ProcessGroupRing::allreduce_coalesced(TensorList& tensors,
                                                                const c10d::AllreduceCoalescedOptions& opts) {
   const Collective collective{.operation = Operation::all_reduce, .timeout = opts.timeout, .op = &opts.reduceOp};
+  if (!tensors.empty() && tensors[0].is_cuda()) {
+    std::vector<Job> each;
+    for (const at::Tensor& tensor : tensors) each.push_back(job(collective, {tensor}, {tensor}));
+    return submit(OpType::ALLREDUCE_COALESCED, opts, std::move(each));
+  }
   Fusion fusion(tensors);
   std::vector<Job> jobs;  // one a bundle
   for (const Fusion::Bundle& bundle : fusion.bundles()) {
@@ -623,8 +699,11 @@ c10::intrusive_ptr<Work> ProcessGroupRing::post(TensorList& tensors, OpType type
   if (!sends) check_outputs(tensors, what);
   if (running_->wire) return delegate(tensors, type, peer, tag);
   const at::NoGradGuard no_grad;
-  const bool staged = !is_plain(tensor);
-  const at::Tensor buffer = !staged ? tensor : sends ? plain(tensor) : at::empty(tensor.sizes(), tensor.options());
+  const bool staged = !is_plain(tensor, at::kCPU);
+  if (staged && tensor.is_cuda()) synchronize(tensor.device());
+  const at::Tensor buffer = !staged ? tensor
+                            : sends ? plain(tensor, at::kCPU)
+                                    : at::empty(tensor.sizes(), tensor.options().device(at::kCPU));
 
   auto message = std::make_shared<Message>();
   message->sends = sends;
@@ -658,6 +737,9 @@ c10::intrusive_ptr<Work> ProcessGroupRing::post(TensorList& tensors, OpType type
 
 // A message of the backend beneath, whose Work it gives, and whose errors.
 c10::intrusive_ptr<Work> ProcessGroupRing::delegate(TensorList& tensors, OpType type, int peer, int tag) {
+  if (!tensors[0].is_cpu())
+    invalid(type == OpType::SEND ? "send" : "recv", ": the tensor is on ", tensors[0].device(),
+            "; over transport='gloo' messages are of CPU tensors: pass its cpu()");
   if (tag == C10dPointToPoint::kTag) invalid("the tag ", tag, " is that of collectives; take another");
   const auto backend = running_->wire->backend();
   auto work = type == OpType::SEND   ? backend->send(tensors, peer, tag)

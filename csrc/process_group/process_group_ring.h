@@ -34,12 +34,18 @@
 
 namespace ringreduce {
 
+class GpuCalls;
+
 class ProcessGroupRing : public c10d::Backend {
  public:
   // Makes the group of some of this group's ranks, in all of them; takes their ranks here, in the order they are to
   // have there, and why.
   using Regroup = std::function<c10::intrusive_ptr<c10d::Backend>(const std::vector<int>&, const std::string&,
                                                                   std::chrono::milliseconds)>;
+
+  // Called once, in all ranks, when the group first sees CUDA tensors: takes the group and the index of this rank's
+  // device. Gives the group an engine for them by use(), or does not: then such tensors go through the host's memory.
+  using JoinGpus = std::function<void(const c10::intrusive_ptr<c10d::Backend>&, int)>;
 
   struct Settings {
     Engine::Options engine;
@@ -50,6 +56,7 @@ class ProcessGroupRing : public c10d::Backend {
     bool dump_when_broken = false;           // whether it writes them when the group breaks
     bool print_calls = false;                // whether each call gives a line on standard error
     Regroup regroup;
+    JoinGpus join_gpus;
     std::string topology;  // what was planned over the machine's links, as Python wrote it; kept for Python
   };
 
@@ -158,10 +165,26 @@ class ProcessGroupRing : public c10d::Backend {
   bool all_gather_now(const at::Tensor& output, const at::Tensor& input);
   bool all_to_all_now(const at::Tensor& output, const at::Tensor& input);
 
-  // Adds a plan and makes it the one for calls up to `most_bytes`, in slices of `slice_bytes` (see Engine::choose).
-  // Collective: all ranks must do it in the same order.
-  void add_plan(const std::string& collective, std::vector<std::int32_t> lowered, std::uint64_t digest,
-                std::uint64_t most_bytes, std::size_t slice_bytes);
+  struct PlanFor {
+    Operation operation;
+    std::vector<std::int32_t> lowered;
+    std::uint64_t digest;
+    std::uint64_t most_bytes;
+    std::size_t slice_bytes = 0;
+
+    void add_to(Engine& engine) const {
+      engine.choose(operation, most_bytes, engine.add_plan(operation, lowered, digest), slice_bytes);
+    }
+  };
+  // Adds a plan and makes it the one for calls on CPU tensors up to `most_bytes`, in slices of `slice_bytes` (see
+  // Engine::choose). Collective: all ranks must do it in the same order.
+  void add_plan(const PlanFor& plan);
+  // The same for CUDA tensors too, also if the group has no engine for them yet: a user's plan.
+  void register_plan(PlanFor plan);
+
+  // For join_gpus.
+  void use(std::shared_ptr<GpuEngine> gpu);
+  std::shared_ptr<Engine> engine() const;
 
  private:
   struct Running;
@@ -169,9 +192,12 @@ class ProcessGroupRing : public c10d::Backend {
   ProcessGroupRing(std::shared_ptr<Engine> engine, const Settings& settings);
   bool call_now(c10d::OpType type, const Collective& collective, c10d::ReduceOp::RedOpType op, const at::Tensor& output,
                 const at::Tensor& input);
-  Job job(Collective collective, const TensorList& inputs, const TensorList& outputs) const;
+  Job job(Collective collective, const TensorList& inputs, const TensorList& outputs);
+  GpuCalls* gpu_calls(at::Device device);
   template <class CallOptions>
   c10::intrusive_ptr<c10d::Work> submit(c10d::OpType type, const CallOptions& opts, std::vector<Job> jobs);
+  c10::intrusive_ptr<c10d::Work> submit_to_gpu(CallLog::Call call, bool async, const TensorList& inputs,
+                                               TensorList outputs, std::vector<Job> jobs);
   template <class Run>
   c10::intrusive_ptr<c10d::Work> submit(CallLog::Call call, bool async, const TensorList& inputs, TensorList outputs,
                                         Run run);
@@ -192,7 +218,9 @@ class ProcessGroupRing : public c10d::Backend {
   std::atomic<std::uint64_t> collectives_{0}, messages_{0};
   std::atomic<bool> described_{false};
   std::vector<std::byte> fusion_buffer_;
-  std::mutex barrier_mutex_, coalescing_mutex_;
+  std::mutex barrier_mutex_, coalescing_mutex_, gpu_mutex_;
+  bool gpus_joined_ = false;
+  std::vector<PlanFor> registered_;  // what users have added, for an engine to come
   std::map<std::thread::id, std::vector<c10::intrusive_ptr<c10d::Work>>> coalescing_;  // since startCoalescing
 };
 

@@ -1,0 +1,23 @@
+#include "engine/gpu/gpu_engine.h"
+
+#include <chrono>
+#include <thread>
+
+namespace ringreduce {
+
+Tally GpuEngine::run(const Call& call, const Buffers& buffers) {
+  const cuda::Stream stream(device_);
+  const Nanoseconds began = now();
+  enqueue(call, buffers, stream);
+  while (!stream.done()) {
+    if (now() - began > call.timeout + kGrace)
+      fail(Error(ErrorKind::timeout, title(call, sequence()) + " did not end on " + device_->describe()));
+    look();
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  look();
+  throw_if_aborted();
+  return {.waited = now() - began};
+}
+
+}  // namespace ringreduce

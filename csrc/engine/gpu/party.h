@@ -1,0 +1,60 @@
+// The ranks of a group that live in one process and share a GPU: one of them puts the steps of all in one stream.
+//
+// See turns.h for why. They meet in enqueue(): whoever comes last has everybody's part and puts it there, so none
+// returns before. (Most parties have a single rank, whose stream takes the steps itself.)
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "cuda/shared_memory.h"
+#include "engine/engine.h"
+#include "engine/gpu/run.h"
+#include "engine/gpu/turns.h"
+
+namespace ringreduce {
+
+class Party {
+ public:
+  // What a rank has to do in a call.
+  struct Part {
+    gpu::Run run;
+    gpu::FlatArrays program;  // run.program where the host can read it
+    const cuda::Function* kernel;
+    const std::vector<Turn>* turns;
+  };
+
+  // That of `rank` in the group whose ranks have the regions `handles`: all whose region is on the same GPU and in the
+  // same process.
+  static std::shared_ptr<Party> of(const cuda::DevicePtr& device, const std::vector<cuda::Handle>& handles, int rank);
+
+  Party(cuda::DevicePtr device, std::vector<int> ranks);
+
+  // Puts a call in a stream: `stream` goes on when it has ended. All members make the same calls; a member waits here
+  // for the others. Throws what `engine`, that of the calling rank, has broken with; `title` is the call's.
+  void enqueue(Engine& engine, const Part& part, const cuda::Stream& stream, const std::string& title,
+               Nanoseconds timeout);
+
+ private:
+  void wait_for_others(Engine& engine, std::unique_lock<std::mutex>& lock, const std::string& title,
+                       Nanoseconds timeout);
+  void put(const cuda::Stream& stream) const;
+
+  const std::vector<int> ranks_;
+  const cuda::DevicePtr device_;
+  const cuda::Stream stream_;
+  std::map<int, cuda::Event> begins_;  // per rank: where its stream came to the call
+  const cuda::Event end_;
+  std::mutex mutex_;
+  std::condition_variable put_;
+  std::map<int, Part> parts_;  // of the call that is being put together
+  std::uint64_t calls_ = 0;
+};
+
+}  // namespace ringreduce

@@ -1,0 +1,171 @@
+#include "process_group/gpu_calls.h"
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "core/threads.h"
+#include "process_group/gil.h"
+#include "process_group/gpu_work.h"
+
+namespace ringreduce {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr milliseconds kBusy{1}, kIdle{20};  // between two looks
+constexpr std::chrono::seconds kFarewell{10};
+
+}  // namespace
+
+GpuCalls::GpuCalls(std::shared_ptr<GpuEngine> engine, at::Device device, std::shared_ptr<WorkSurroundings> surroundings)
+    : engine_(std::move(engine)),
+      device_(device),
+      surroundings_(std::move(surroundings)),
+      follower_(start_thread([this] { follow(); })) {}
+
+c10::Stream GpuCalls::own_stream() {
+  if (!own_stream_)
+    own_stream_ = c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getStreamFromGlobalPool(device_, true);
+  return *own_stream_;
+}
+
+c10::intrusive_ptr<c10d::Work> GpuCalls::submit(const CallLog::Call& call, bool async, const TensorList& inputs,
+                                                TensorList outputs, TensorList kept, const Put& put) {
+  std::lock_guard lock(submit_mutex_);
+  const c10::Stream users = current_stream(device_);
+  const cuda::Stream current = native(engine_->device(), users);
+  const bool captured = current.capturing(), apart = async || captured;
+  const c10::Stream stream = apart ? own_stream() : users;
+  const cuda::Stream chosen = native(engine_->device(), stream);
+  const std::uint64_t log_id = surroundings_->log->begin(call, inputs, outputs);
+  auto work = c10::make_intrusive<GpuWork>(engine_, call, stream, captured, surroundings_->timing.load(), inputs,
+                                           std::move(outputs));
+  work->log_id = log_id;
+  try {
+    if (apart) {
+      const cuda::Event ready(engine_->device());
+      current.record(ready);
+      chosen.wait(ready);
+    }
+    const c10::StreamGuard guard(stream);
+    if (!captured) chosen.record(work->begin());
+    put(chosen);
+    chosen.record(work->end());
+  } catch (...) {
+    surroundings_->log->end(log_id, call.type, false, {});
+    surroundings_->completions.post([shared = surroundings_] { shared->work_failed(); });
+    work->finish(std::current_exception());
+    throw;
+  }
+  if (captured) {
+    if (!async) current.wait(work->end());
+    surroundings_->log->end(log_id, call.type, true, {});
+    return work;
+  }
+  if (async) work->keep(std::move(kept));
+  {
+    std::lock_guard list(mutex_);
+    under_way_.push_back(work);
+  }
+  changed_.notify_all();
+  return work;
+}
+
+// What the follower knows of a call: whether it has ended, and if not, whether it ever will.
+bool GpuCalls::advance(GpuWork& work, Nanoseconds& gone_since) {
+  const auto fail = [&](ErrorKind kind, const std::string& why, int culprit) {
+    engine_->fail(Error(
+        kind, c10::str(name_of(work.call().type), " number ", work.call().sequence, " of the group: ", why), culprit));
+  };
+  if (work.end().done()) return true;
+  if (!work.begun && work.begin().done()) work.begun = now();
+  if (!work.begun) return false;
+  const Nanoseconds timeout = std::chrono::nanoseconds(work.call().timeout).count();
+  if (now() - *work.begun > timeout + GpuEngine::kGrace)
+    fail(ErrorKind::timeout,
+         c10::str("it has not ended on ", engine_->device()->describe(), " of rank ", engine_->rank(), " within ",
+                  work.call().timeout.count(), " ms"),
+         -1);
+  const std::vector<int> gone = engine_->gone();
+  if (gone.empty()) {
+    gone_since = 0;
+  } else if (gone_since == 0) {
+    gone_since = now();
+  } else if (now() - std::max(gone_since, *work.begun) > GpuEngine::kGrace) {
+    fail(ErrorKind::peer_lost, engine_->describe(gone[0]) + " is gone, and the call does not end without it", gone[0]);
+  }
+  return false;
+}
+
+// What the group has broken with, if it has.
+std::exception_ptr GpuCalls::broken() const {
+  try {
+    engine_->throw_if_aborted();
+  } catch (...) {
+    return std::current_exception();
+  }
+  return nullptr;
+}
+
+void GpuCalls::finish(GpuWork& work) {
+  const std::exception_ptr error = broken();
+  surroundings_->log->end(work.log_id, work.call().type, error == nullptr, {});
+  work.release();
+  work.finish(error);
+  if (error) surroundings_->completions.post([shared = surroundings_] { shared->work_failed(); });
+}
+
+void GpuCalls::follow() {
+  Nanoseconds gone_since = 0;
+  std::unique_lock lock(mutex_);
+  while (!stopping_ || (!under_way_.empty() && !abandoned_)) {
+    changed_.wait_for(lock, under_way_.empty() ? kIdle : kBusy);
+    std::deque<c10::intrusive_ptr<GpuWork>> works = under_way_;
+    lock.unlock();
+    engine_->look();
+    std::erase_if(works, [&](const auto& work) {
+      try {
+        return !advance(*work, gone_since);
+      } catch (const Error& error) {  // of the driver, which stays as it is
+        engine_->fail(Error(ErrorKind::system, error.what(), engine_->rank()));
+        return false;
+      }
+    });
+    for (const auto& ended : works) finish(*ended);
+    lock.lock();
+    std::erase_if(under_way_,
+                  [&](const auto& work) { return std::find(works.begin(), works.end(), work) != works.end(); });
+    if (!works.empty()) changed_.notify_all();
+    works.clear();
+  }
+}
+
+void GpuCalls::drain() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return under_way_.empty(); });
+}
+
+void GpuCalls::stop() {
+  const WithoutGil no_gil;
+  std::unique_lock lock(mutex_);
+  if (std::exchange(stopping_, true)) return;
+  const auto ended = [&] { return under_way_.empty(); };
+  if (!changed_.wait_for(lock, kFarewell, ended)) {
+    engine_->fail(Error(ErrorKind::aborted, c10::str("rank ", engine_->rank(),
+                                                     " destroyed the group while calls were under way on its GPU")));
+    abandoned_ = !changed_.wait_for(lock, kFarewell, ended);
+  }
+  lock.unlock();
+  follower_.join();
+  try {  // peers may still read what this rank sent; if they are gone, or the group is broken, they never will
+    const auto deadline = std::chrono::steady_clock::now() + kFarewell;
+    while (engine_->gone().empty() && !engine_->quiet() && std::chrono::steady_clock::now() < deadline) {
+      engine_->throw_if_aborted();
+      std::this_thread::sleep_for(kBusy);
+    }
+  } catch (const Error&) {
+  }
+}
+
+}  // namespace ringreduce
