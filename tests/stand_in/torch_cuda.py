@@ -78,10 +78,10 @@ def build() -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        headers = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
+        system = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
         libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
         libraries += ["-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
-        _compile(folder / "torch_cuda_stand_in.so", SOURCES, [f"-isystem{path}" for path in headers], libraries)
+        _compile(folder / "torch_cuda_stand_in.so", SOURCES, [f"-isystem{path}" for path in system], libraries)
     return folder
 
 
