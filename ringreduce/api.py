@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ringreduce import plan as plans
 from ringreduce._C import ProcessGroupRing
 from ringreduce.errors import InvalidArgument
+from ringreduce.gpu import arrays
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 ReduceOp: TypeAlias = dist.ReduceOp | dist.ReduceOp.RedOpType
 SUM = dist.ReduceOp.SUM
 CPU = torch.device("cpu")
+DEVICES = (CPU, torch.device("cuda"))
 
 
 def all_reduce(
@@ -292,12 +294,16 @@ def backend_of(group: dist.ProcessGroup | None) -> ProcessGroupRing:
         )
     if not isinstance(group, dist.ProcessGroup):
         raise InvalidArgument(f"group is {group!r}; it must be a process group that this rank is in")
-    backend = group._get_backend(CPU)
-    if isinstance(backend, _ProcessGroupWrapper):  # TORCH_DISTRIBUTED_DEBUG=DETAIL
-        backend = backend.wrapped_pg
-    if not isinstance(backend, ProcessGroupRing):
-        raise InvalidArgument(f"group's CPU backend is {backend.name()!r}; it must be 'ringreduce'")
-    return backend
+    for device in DEVICES:
+        try:
+            backend = group._get_backend(device)
+        except RuntimeError:  # the group has none for it
+            continue
+        if isinstance(backend, _ProcessGroupWrapper):  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+            backend = backend.wrapped_pg
+        if isinstance(backend, ProcessGroupRing):
+            return backend
+    raise InvalidArgument(f"group's backend is {group.name()!r}; it must be 'ringreduce' for CPU or CUDA tensors")
 
 
 def _options(kind: Callable[[], Any], async_op: bool, **values: Any) -> Any:
@@ -313,14 +319,21 @@ def _options(kind: Callable[[], Any], async_op: bool, **values: Any) -> Any:
 
 
 def _end(work: dist.Work, async_op: bool) -> dist.Work | None:
-    return work if async_op else None  # a synchronous call has ended, or has raised
+    if arrays.lent():
+        return arrays.give_back(work, async_op)
+    return work if async_op else None  # a synchronous call has ended, or is in its stream, or has raised
 
 
 def _tensor(array: Array) -> torch.Tensor:
     if isinstance(array, torch.Tensor):
         return array
+    if hasattr(array, "__cuda_array_interface__"):
+        return arrays.borrow(array)
     if not hasattr(array, "__array_interface__"):
-        raise InvalidArgument(f"tensor is a {type(array).__name__}; it must be a torch.Tensor or a NumPy array")
+        raise InvalidArgument(
+            f"tensor is a {type(array).__name__}; it must be a torch.Tensor, a NumPy array, or a GPU array with "
+            "__cuda_array_interface__, such as CuPy's"
+        )
     if not array.flags.writeable:
         raise InvalidArgument("the NumPy array is read-only; pass a writable copy: array.copy()")
     return torch.from_numpy(array)

@@ -36,6 +36,18 @@ std::vector<cuda::Handle> handles_of(const std::vector<std::string>& all) {
 
 void bind_gpus(py::module_& m) {
   m.def("cuda_unavailable", &cuda::unavailable);
+  m.def(
+      "make_stream_wait",
+      [](int ordinal, std::uintptr_t waiting, std::uintptr_t for_what) {
+        const auto device = std::make_shared<const cuda::Device>(ordinal);
+        const cuda::Event now(device);
+        const auto stream = [&](std::uintptr_t handle) {
+          return cuda::Stream::borrowed(device, reinterpret_cast<cuda::CUstream>(handle));  // NOLINT
+        };
+        stream(for_what).record(now);
+        stream(waiting).wait(now);
+      },
+      py::call_guard<py::gil_scoped_release>(), py::arg("ordinal"), py::arg("waiting"), py::arg("for_what"));
 
   py::class_<cuda::Device, std::shared_ptr<cuda::Device>>(m, "CudaDevice")
       .def(py::init<int>(), py::arg("ordinal"))

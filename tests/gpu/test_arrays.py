@@ -1,0 +1,65 @@
+"""Direct calls on arrays of other libraries: in place, and in order with the stream that their library has current."""
+
+from typing import Any
+
+import pytest
+import torch
+from distributed import harness
+from stand_in import torch_cuda
+from torch.utils.dlpack import to_dlpack
+
+import ringreduce
+from ringreduce import _C
+from ringreduce.errors import InvalidArgument
+
+
+class Guest:
+    """What CuPy shows of an array: memory, and the stream that is current there."""
+
+    def __init__(self, tensor: torch.Tensor, stream: torch.cuda.Stream, read_only: bool = False) -> None:
+        self.tensor, self.stream, self.read_only = tensor, stream, read_only
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        shape, data = tuple(self.tensor.shape), (self.tensor.data_ptr(), self.read_only)
+        return {"shape": shape, "typestr": "<f4", "data": data, "version": 3, "stream": self.stream.cuda_stream}
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, self.tensor.device.index
+
+    def __dlpack__(self, stream: int | None = None, **_: Any) -> Any:
+        _C.make_stream_wait(self.tensor.device.index, 0 if stream == 1 else stream or 0, self.stream.cuda_stream)
+        return to_dlpack(self.tensor)
+
+
+def sum_guests(me: harness.Rank, async_op: bool) -> list[float]:
+    stream = torch.cuda.Stream()
+    with me.join(options=ringreduce.Options(gpu_mode="steps")):
+        with torch.cuda.stream(stream):
+            tensor = torch.zeros(1000, device="cuda")
+            guest = Guest(tensor, stream)
+            torch_cuda.delay(100)
+            tensor.fill_(me.rank + 1)  # late, in the guest's stream
+        work = ringreduce.all_reduce(guest, async_op=async_op)
+        if work is not None:
+            work.wait()
+        with torch.cuda.stream(stream):
+            return torch.stack([tensor[0], tensor[-1]]).tolist()  # waits for this stream alone
+
+
+@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
+def test_the_stream_of_a_guest_is_respected(async_op: bool) -> None:
+    assert harness.run(torch_cuda.activated, 2, sum_guests, async_op) == [[3.0, 3.0]] * 2
+
+
+def refuse_read_only(me: harness.Rank) -> str:
+    with me.join():
+        guest = Guest(torch.zeros(3, device="cuda"), torch.cuda.current_stream(), read_only=True)
+        with pytest.raises(InvalidArgument) as raised:
+            ringreduce.all_reduce(guest)
+        return str(raised.value)
+
+
+def test_read_only_arrays_are_refused() -> None:
+    [message] = harness.run(torch_cuda.activated, 1, refuse_read_only)
+    assert "read-only" in message and "copy" in message
