@@ -41,7 +41,8 @@ struct RegionShape {
   RINGREDUCE_BOTH std::uint64_t taken(std::uint32_t lane, std::uint32_t reader, std::uint32_t slot) const {
     return words() * sizeof(Notice) + index(lane, reader, slot) * sizeof(std::uint64_t);
   }
-  // Where the owner says that the group is broken: not 0 once any lane of it has given up. It stays so.
+  // Where the owner says that the group is broken: not 0 once any lane of it has given up. It stays so. The
+  // host may store it too: then launches that are still queued do nothing.
   RINGREDUCE_BOTH std::uint64_t broken() const { return words() * (sizeof(Notice) + sizeof(std::uint64_t)); }
   RINGREDUCE_BOTH std::uint64_t payload(std::uint32_t lane, std::uint32_t slot) const {
     return outboxes() + (std::uint64_t{lane} * depth + slot) * slot_bytes;
