@@ -17,7 +17,7 @@ struct Range {
 };
 
 // Whether [a, a + a_bytes) and [b, b + b_bytes) have a byte in common.
-inline bool overlap(const void* a, std::size_t a_bytes, const void* b, std::size_t b_bytes) {
+RINGREDUCE_BOTH bool overlap(const void* a, std::size_t a_bytes, const void* b, std::size_t b_bytes) {
   const auto *left = static_cast<const char*>(a), *right = static_cast<const char*>(b);
   return a_bytes > 0 && b_bytes > 0 && left < right + b_bytes && right < left + a_bytes;
 }

@@ -117,6 +117,7 @@ void GpuCalls::finish(GpuWork& work) {
 }
 
 void GpuCalls::follow() {
+  const cuda::RelaxedCapture relaxed;  // what this thread asks is no part of what others capture
   Nanoseconds gone_since = 0;
   std::unique_lock lock(mutex_);
   while (!stopping_ || (!under_way_.empty() && !abandoned_)) {

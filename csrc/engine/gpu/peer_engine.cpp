@@ -173,7 +173,8 @@ void PeerEngine::look() noexcept {
     try {
       throw_if_aborted();
     } catch (const Error&) {
-      gpu::store_release(&report->abort, std::uint32_t{1});
+      gpu::store_release(&report->abort, std::uint32_t{1});                       // for what runs
+      urgent_.fill(own_->pointer() + shape_.broken(), 1, sizeof(std::uint64_t));  // and what is to come
       if (party_ != nullptr) stop_waiting();
     }
   } catch (const std::exception&) {  // the driver has failed: nothing more runs on this GPU, and nothing waits
