@@ -5,6 +5,7 @@ Above all that nothing waits by itself, since what forgets to wait would else be
 
 from __future__ import annotations
 
+import io
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -188,6 +189,22 @@ def test_out_is_resized() -> None:
     assert out.tolist() == [2, 2, 2]
     out.resize_(5)[3:] = 7
     assert out.tolist() == [2, 2, 2, 7, 7]
+
+
+def test_storages_are_saved_loaded_and_resized() -> None:
+    x = torch.arange(6.0, device="cuda")
+    file = io.BytesIO()
+    torch.save(x[2:], file)
+    file.seek(0)
+    loaded = torch.load(file)
+    assert loaded.is_cuda
+    assert loaded.tolist() == [2, 3, 4, 5]
+    storage = x.untyped_storage()
+    storage.resize_(8)
+    storage.resize_(24)
+    assert x[:2].tolist() == [0, 1]
+    storage.resize_(0)
+    assert (storage.nbytes(), x.data_ptr()) == (0, 0)
 
 
 # copies

@@ -199,7 +199,7 @@ class Memory {
     const std::size_t bytes = wanted <= (1 << 20) ? round_up(wanted, 512) : round_up(wanted, 2 << 20);
     const PoolId pool = device == kHost ? PoolId{} : pool_of(stream);
     std::lock_guard lock(mutex_);
-    if (pool == PoolId{}) take_back();
+    take_back();
     const c10::StreamId owner = device == kHost ? 0 : stream.id();
     std::vector<void*>& free = free_[{pool, device, owner, bytes}];
     void* pointer = nullptr;
@@ -314,6 +314,8 @@ class Memory {
   }
 
   void take_back() {
+    std::lock_guard lock(capturing().mutex);
+    if (capturing().active) return;  // asking for an event would end it
     std::erase_if(returning_, [this](const Returning& returning) {
       for (const auto& event : returning.events)
         if (!event->done()) return false;
@@ -694,11 +696,11 @@ Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional
 
 void resize_storage(const Tensor& tensor, std::size_t bytes) {
   c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
-  if (bytes <= storage.nbytes()) return;
   const c10::DeviceGuard guard(tensor.device());
-  c10::DataPtr larger = device_allocator().allocate(bytes);
-  if (storage.nbytes() > 0) device_allocator().copy_data(larger.get(), storage.data(), storage.nbytes());
-  storage.set_data_ptr(std::move(larger));
+  c10::DataPtr memory = device_allocator().allocate(bytes);
+  if (const std::size_t kept = std::min(bytes, storage.nbytes()); kept > 0)
+    device_allocator().copy_data(memory.get(), storage.data(), kept);
+  storage.set_data_ptr(std::move(memory));
   storage.set_nbytes(bytes);
 }
 
@@ -706,7 +708,7 @@ const Tensor& resize_(const Tensor& tensor, at::IntArrayRef size, std::optional<
   TORCH_CHECK(!format || *format == at::MemoryFormat::Contiguous, "stand-in for CUDA: no resize_ to ", *format);
   const auto bytes = at::detail::computeStorageNbytesContiguous(size, tensor.element_size(),
                                                                 static_cast<std::size_t>(tensor.storage_offset()));
-  resize_storage(tensor, bytes);
+  if (bytes > tensor.storage().nbytes()) resize_storage(tensor, bytes);
   tensor.unsafeGetTensorImpl()->set_sizes_contiguous(size);
   return tensor;
 }
@@ -902,6 +904,7 @@ PYBIND11_MODULE(torch_cuda_stand_in, module) {
   module.def("stream_handle", [](c10::StreamId id, int index) {
     return reinterpret_cast<std::uintptr_t>(native(stream_of(id, index)).handle());
   });
+  module.def("resize_storage", &resize_storage);
   module.def("milliseconds", [](std::uintptr_t start, std::uintptr_t end) {
     return GuardImpl{}.elapsedTime(reinterpret_cast<void*>(start), reinterpret_cast<void*>(end), -1);
   });

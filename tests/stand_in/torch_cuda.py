@@ -148,6 +148,7 @@ def _patch(stand_in: Any) -> None:
         if name.startswith("_") and not name.startswith("__"):
             setattr(torch._C, name, value)
 
+    _patch_storage(stand_in)
     cuda = torch.cuda
     for module in (cuda.streams, cuda.graphs):
         importlib.reload(module)
@@ -160,6 +161,25 @@ def _patch(stand_in: Any) -> None:
     cuda._queued_calls.clear()  # checks of the architecture
     cuda._initialized = True
     cuda.get_device_properties = lambda device=None: _properties(stand_in, cuda._utils._get_device_index(device, True))
+
+
+def _patch_storage(stand_in: Any) -> None:
+    """What torch.load and FSDP do with storages; torch leaves it out of builds without CUDA."""
+    make, resize = torch.UntypedStorage.__new__, torch.UntypedStorage.resize_
+
+    def new(cls: type, *arguments: Any, device: Any = None, **others: Any) -> Any:
+        if device is None or torch.device(device).type != "cuda":
+            return make(cls, *arguments, **others, **({} if device is None else {"device": device}))
+        return torch.empty(*arguments, dtype=torch.uint8, device=device).untyped_storage()
+
+    def resize_(self: torch.UntypedStorage, size: int) -> Any:
+        if self.device.type != "cuda":
+            return resize(self, size)
+        stand_in.resize_storage(torch.empty(0, dtype=torch.uint8, device=self.device).set_(self), size)
+        return self
+
+    torch.UntypedStorage.__new__ = new
+    torch.UntypedStorage.resize_ = resize_
 
 
 def _properties(stand_in: Any, device: int) -> types.SimpleNamespace:
