@@ -314,8 +314,10 @@ class Memory {
   }
 
   void take_back() {
-    std::lock_guard lock(capturing().mutex);
-    if (capturing().active) return;  // asking for an event would end it
+    {
+      std::lock_guard lock(capturing().mutex);
+      if (capturing().active) return;  // asking for an event would make it invalid
+    }
     std::erase_if(returning_, [this](const Returning& returning) {
       for (const auto& event : returning.events)
         if (!event->done()) return false;
@@ -783,7 +785,9 @@ class Graph {
 
   void capture_end() {
     TORCH_CHECK(stream_ && current_stream(-1) == *stream_, "capture must end on the stream it began on");
-    end();
+    struct Ending {
+      ~Ending() { end(); }
+    } const ending;
     const cuda::Device::Use use(*native(*stream_).device());
     void* graph = nullptr;
     call_driver("cuStreamEndCapture", native(*stream_).handle(), &graph);
