@@ -54,7 +54,7 @@ Timetable::Timetable(const Program& program) {
 }
 
 Exchange::Exchange(PointToPoint& wire, Device& device, const Program& program, const Timetable& timetable,
-                   const Call& call, const Buffers& buffers, std::size_t slice_bytes)
+                   const Call& call, const Buffers& buffers, std::size_t slice_bytes, Channels channels)
     : wire_(wire),
       device_(device),
       program_(program),
@@ -64,11 +64,13 @@ Exchange::Exchange(PointToPoint& wire, Device& device, const Program& program, c
       element_(size_of(call.dtype)),
       slice_size_(slice_bytes / element_),
       scaled_(reduces(call.operation) && call.reduce_op == ReduceOp::premul_sum) {
-  for (const ChannelProgram& channel : program.channels) {
+  rounds_.resize(program.channels.size());
+  for (std::size_t c = channels.first; c < rounds_.size(); c += channels.every) {
+    const ChannelProgram& channel = program.channels[c];
     const std::size_t unit = unit_of(element_);
     const std::size_t chunk = largest_chunk(stripe(call.largest, channel.share, unit), channel.chunks, unit);
-    rounds_.push_back(ceil_div(chunk, slice_size_));
-    if (rounds_.back() > 0) last_ = std::max(last_, rounds_.back() + channel.phases - 1);
+    rounds_[c] = ceil_div(chunk, slice_size_);
+    if (rounds_[c] > 0) last_ = std::max(last_, rounds_[c] + channel.phases - 1);
   }
   arrived_.resize(timetable.phases * program.sources.size());
   device_.resize(slice_bytes);
@@ -94,27 +96,27 @@ void Exchange::each_round(Visit&& visit) const {
   }
 }
 
-void Exchange::run(Nanoseconds deadline) {
-  for (; at_ < last_; ++at_) {
-    outgoing_.clear();
-    incoming_.clear();
-    each_round([&](std::size_t channel, std::size_t round, std::size_t phase) {
-      const std::vector<Step>& steps = program_.channels[channel].steps;
-      for (const Step& step : in_phase(steps, phase))
-        run_step(channel, round, step,
-                 timetable_.channels[channel].moves[static_cast<std::size_t>(&step - steps.data())] != 0);
-    });
-    each_round([&](std::size_t channel, std::size_t round, std::size_t phase) {
-      for (const Timetable::Arrival& arrival : in_phase(timetable_.channels[channel].arrivals, phase))
-        receive(channel, round, arrival);
-    });
-    if (!outgoing_.empty() || !incoming_.empty()) {
-      const Nanoseconds before = now();
-      wire_.exchange(outgoing_, incoming_, deadline - before);
-      waited_ += now() - before;
-    }
-    give_back();
+bool Exchange::advance(Nanoseconds deadline) {
+  if (at_ == last_) return false;
+  outgoing_.clear();
+  incoming_.clear();
+  each_round([&](std::size_t channel, std::size_t round, std::size_t phase) {
+    const std::vector<Step>& steps = program_.channels[channel].steps;
+    for (const Step& step : in_phase(steps, phase))
+      run_step(channel, round, step,
+               timetable_.channels[channel].moves[static_cast<std::size_t>(&step - steps.data())] != 0);
+  });
+  each_round([&](std::size_t channel, std::size_t round, std::size_t phase) {
+    for (const Timetable::Arrival& arrival : in_phase(timetable_.channels[channel].arrivals, phase))
+      receive(channel, round, arrival);
+  });
+  if (!outgoing_.empty() || !incoming_.empty()) {
+    const Nanoseconds before = now();
+    wire_.exchange(outgoing_, incoming_, deadline - before);
+    waited_ += now() - before;
   }
+  give_back();
+  return ++at_ < last_;
 }
 
 std::size_t Exchange::elements_of(int block) const {

@@ -33,7 +33,8 @@ class Device {
  public:
   virtual ~Device() = default;
 
-  // Memory for `bytes` bytes, which are the same until resize(). give() takes it back, for the next take().
+  // Memory for `bytes` bytes, which are the same until resize(). give() takes it back, for the next take(). A device
+  // that does things later does all of them in order, so that memory which is given back may still be in use.
   virtual std::byte* take() = 0;
   virtual void give(std::byte* cell) = 0;
   // From now on cells have at least `bytes` bytes. All must have been given back.
@@ -65,15 +66,26 @@ struct Timetable {
   std::size_t phases = 0;  // of the channel that has the most
 };
 
+// Some of a program's channels: first, first + every, ... Those of several exchanges, each with a wire and a device of
+// its own, may run at the same time. All ranks must divide them alike.
+struct Channels {
+  std::size_t first = 0, every = 1;
+};
+
 class Exchange {
  public:
   // The arguments must outlive this object. `slice_bytes` is a multiple of 64.
   Exchange(PointToPoint& wire, Device& device, const Program& program, const Timetable& timetable, const Call& call,
-           const Buffers& buffers, std::size_t slice_bytes);
+           const Buffers& buffers, std::size_t slice_bytes, Channels channels = {});
   ~Exchange();
 
   // Returns when this rank's part of the call is done. Throws what PointToPoint::exchange throws.
-  void run(Nanoseconds deadline);
+  void run(Nanoseconds deadline) {
+    while (advance(deadline)) {
+    }
+  }
+  // Does the next exchange, and what is to be done before it; false if there is none: this rank's part is done.
+  bool advance(Nanoseconds deadline);
 
   // "exchange 3 of 12"
   std::string position() const { return "exchange " + std::to_string(at_ + 1) + " of " + std::to_string(last_); }
@@ -103,7 +115,7 @@ class Exchange {
   const Buffers& buffers_;
   const std::size_t element_, slice_size_;  // bytes; elements
   const bool scaled_;
-  std::vector<std::size_t> rounds_;  // per channel
+  std::vector<std::size_t> rounds_;  // per channel; 0 for those of other exchanges
   std::size_t at_ = 0, last_ = 0;
   Nanoseconds waited_ = 0;
   std::vector<std::byte*> arrived_;  // per round under way and receive of the program

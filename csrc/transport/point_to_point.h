@@ -39,10 +39,10 @@ class PointToPoint {
 
   // Sends and receives all of these at once, in no order but this: messages from one rank to another match in the order
   // of the exchanges, and within an exchange in that of the lists. When it returns, what was to come is there, and what
-  // was to go may be changed. One call at a time. The memory remains the caller's; when it throws, nothing touches it
-  // any more.
-  // Throws peer_lost or timeout with the peer as the culprit, or what the group was aborted with. Whatever it throws,
-  // the wire is of no use afterwards: the caller must abort().
+  // was to go may be changed; on a GPU's stream, for what is put there afterwards. One call at a time. The memory
+  // remains the caller's; when it throws, nothing touches it any more. Throws peer_lost or timeout with the peer as the
+  // culprit, or what the group was aborted with. Whatever it throws, the wire is of no use afterwards: the caller must
+  // abort().
   virtual void exchange(std::span<const Outgoing> outgoing, std::span<const Incoming> incoming,
                         Nanoseconds timeout) = 0;
 

@@ -1,0 +1,83 @@
+// The engine of ranks whose GPUs are joined by NCCL: the same plans as everywhere, with the same bits, over ncclSend,
+// ncclRecv and the accumulate kernels. Ranks may be on several hosts.
+//
+// Every communicator makes a lane: a stream, memory, and an Exchange (engine/exchange.h) of the channels that fall to
+// it. A call forks from the caller's stream into its lanes and joins it again. The calls of an engine are in order in
+// each lane, whatever streams they were made on. All of that can be captured in a CUDA graph; replays are to be ordered
+// with the engine's other calls by their streams, as lanes' memory serves them all.
+//
+// No deadlock, as far as NCCL's kernels fit on the GPU together, one a lane, besides what ends by itself. Every rank
+// puts exchanges on its lanes in one order: by number, then by lane. Take the first in this order that has not ended on
+// all of its ranks. What it waits for in its lanes is earlier in the order, so it has run to where it waits for its
+// peers, and they for it, which fits; and its host has put it there, as a host that NCCL holds up, on a first message
+// between two ranks say, waits for peers that have come as far, or for work that was put before.
+#pragma once
+
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "engine/exchange.h"
+#include "engine/gpu/gpu_engine.h"
+#include "engine/gpu/stream_device.h"
+#include "nccl/communicator.h"
+
+namespace ringreduce {
+
+class NcclEngine final : public GpuEngine {
+ public:
+  // `communicators`: at least one, of the same ranks, equally many on all of them. `channels`: the most that a plan may
+  // have. Of the options, those about slices count.
+  // Throws Error(system) if the device has no stream memory operations.
+  NcclEngine(std::shared_ptr<Engine> host, cuda::DevicePtr device, Images images,
+             std::vector<nccl::CommunicatorPtr> communicators, int channels, const Options& options);
+  // Waits for the calls that were made, at most a few seconds; ends what is left of them.
+  ~NcclEngine() override;
+
+  void enqueue(const Call& call, const Buffers& buffers, const cuda::Stream& stream) override;
+  void abort(const std::string& reason) override;
+  void fail(const Error& error) override;
+
+  // To be called every few milliseconds, by one thread. Looks for errors of NCCL, for calls that took longer on the GPU
+  // than their timeout, and for errors of the group, and ends all that is on the GPU if there is one. Calls that are
+  // replayed from a graph have no timeout. Makes no call to CUDA before it finds an error, so it is allowed while
+  // somebody captures.
+  void check();
+
+ private:
+  struct Lane;
+
+  // A call that was put in a stream and is not known to have ended.
+  struct UnderWay {
+    std::uint64_t number;
+    std::string title;
+    Nanoseconds timeout;
+    Nanoseconds began = 0;  // when check() first saw that it has
+  };
+
+  void put(const Call& call, const Buffers& buffers, const Program& program, std::size_t slice_bytes,
+           const std::string& title, const cuda::Stream& stream, bool captures);
+  void join(std::size_t lanes, const cuda::Stream& stream, bool captures);
+  void find_late_call();
+  void abort_communicators();
+  // How many calls have begun, and ended, on the GPU: it writes these itself.
+  std::uint64_t begun() const;
+  std::uint64_t ended() const;
+
+  const std::vector<nccl::CommunicatorPtr> communicators_;
+  const cuda::DeviceMemory token_;   // what a barrier sums
+  const cuda::HostMemory progress_;  // two words: see begun()
+  const cuda::Event forked_;
+  std::vector<std::unique_ptr<Lane>> lanes_;
+  std::map<const Program*, Timetable> timetables_;
+  std::timed_mutex calling_;  // while this rank calls NCCL
+  std::once_flag aborted_;
+  std::mutex mutex_;  // of all below
+  std::uint64_t put_ = 0;
+  std::deque<UnderWay> under_way_;
+};
+
+}  // namespace ringreduce

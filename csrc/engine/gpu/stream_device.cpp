@@ -1,0 +1,82 @@
+#include "engine/gpu/stream_device.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "core/partition.h"
+
+namespace ringreduce {
+namespace {
+
+constexpr unsigned kThreads = 256;               // of a block, see kernels/gpu/accumulate.cu
+constexpr std::size_t kBytesPerThread = 4 * 16;  // that a thread takes of each operand at once: a batch of packs
+constexpr unsigned kBlocksPerMultiprocessor = 2;
+
+cuda::CUdeviceptr address(const void* pointer) { return reinterpret_cast<cuda::CUdeviceptr>(pointer); }
+
+}  // namespace
+
+StreamDevice::StreamDevice(const cuda::Stream& stream,
+                           std::function<const cuda::Function&(const std::string& row)> kernel)
+    : stream_(stream), kernel_(std::move(kernel)) {}
+
+std::byte* StreamDevice::take() {
+  if (free_.empty()) {
+    if (captures_)
+      throw Error(ErrorKind::invalid_argument,
+                  "a collective of this size needs GPU memory that no call has needed yet, and none can be allocated "
+                  "while a CUDA graph is captured; make the call once before the capture");
+    cells_.push_back(std::make_unique<cuda::DeviceMemory>(stream_.device(), bytes_));
+    free_.push_back(reinterpret_cast<std::byte*>(cells_.back()->pointer()));
+  }
+  std::byte* const cell = free_.back();
+  free_.pop_back();
+  return cell;
+}
+
+void StreamDevice::resize(std::size_t bytes) {
+  if (bytes <= bytes_) return;
+  bytes_ = std::bit_ceil(bytes);  // so that all smaller cells together take no more than these
+  free_.clear();
+}
+
+void StreamDevice::accumulate(const Call& call, std::span<void* const> dsts, std::span<const void* const> srcs,
+                              std::size_t count, double divisor) {
+  gpu::Accumulate job{};
+  std::copy(dsts.begin(), dsts.end(), job.dsts);
+  job.copies = static_cast<std::int32_t>(dsts.size());
+  job.factor = 1;
+  job.divisor = divisor;
+  job.scaled = -1;
+  launch(call, job, srcs, count);
+}
+
+void StreamDevice::scale(const Call& call, void* dst, const void* src, std::size_t count) {
+  gpu::Accumulate job{};
+  job.dsts[0] = dst;
+  job.copies = 1;
+  job.factor = call.factor;
+  job.divisor = 1;
+  launch(call, job, {&src, 1}, count);
+}
+
+void StreamDevice::launch(const Call& call, gpu::Accumulate& job, std::span<const void* const> srcs,
+                          std::size_t count) {
+  if (srcs.size() > gpu::kMostRanks)
+    throw Error(ErrorKind::invalid_argument, "a step of the plan combines " + std::to_string(srcs.size()) +
+                                                 " operands, a GPU kernel takes " + std::to_string(gpu::kMostRanks) +
+                                                 "; choose another algorithm, such as ring");
+  const gpu::Kernel kernel = gpu::kernel_for(call.dtype, call.reduce_op);
+  std::copy(srcs.begin(), srcs.end(), job.srcs);
+  job.n = static_cast<std::int32_t>(srcs.size());
+  job.count = count * kernel.parts;
+  const std::size_t blocks = ceil_div(count * size_of(call.dtype), kThreads * kBytesPerThread);
+  const unsigned most = kBlocksPerMultiprocessor * static_cast<unsigned>(stream_.device()->multiprocessors());
+  stream_.launch(kernel_(kernel.name), {static_cast<unsigned>(std::min<std::size_t>(blocks, most)), kThreads}, job);
+}
+
+void StreamDevice::copy(void* dst, const void* src, std::size_t bytes) {
+  stream_.copy(address(dst), address(src), bytes);
+}
+
+}  // namespace ringreduce
