@@ -11,14 +11,21 @@
 namespace ringreduce::nccl {
 namespace {
 
-constexpr Nanoseconds kDestroyPatience = 5 * kSecond;
+// How long communicators may take to be freed, which can wait for peers on this host that will never free theirs
+// (NCCL's issue 863), and so for ever.
+constexpr Nanoseconds kPatience = 5 * kSecond;
 
-// Does `work` in a thread of its own; false if it is not done in time, and then it goes on alone. What it throws is
-// thrown here.
-bool within(Nanoseconds timeout, std::function<void()> work) {
+// Does `work` in a thread of its own, which nobody has to wait for.
+std::future<void> start(std::function<void()> work) {
   std::packaged_task<void()> task(std::move(work));
   std::future<void> done = task.get_future();
   std::thread(std::move(task)).detach();
+  return done;
+}
+
+// The same; false if it is not done in time, and then it goes on alone. What it throws is thrown here.
+bool within(Nanoseconds timeout, std::function<void()> work) {
+  std::future<void> done = start(std::move(work));
   if (timeout != kForever && done.wait_for(std::chrono::nanoseconds(timeout)) == std::future_status::timeout)
     return false;
   done.get();
@@ -72,7 +79,7 @@ void with_device(const cuda::Device& device, const std::function<void()>& action
 }
 
 void destroy_handles(std::vector<ncclComm_t> handles, const cuda::DevicePtr& device) {
-  within(kDestroyPatience, [handles = std::move(handles), device] {
+  within(kPatience, [handles = std::move(handles), device] {
     with_device(*device, [&] {
       for (ncclComm_t const handle : handles) (void)library().ncclCommDestroy(handle);
     });
@@ -188,13 +195,14 @@ std::vector<CommunicatorPtr> adopt(std::uint64_t handle, int count, const cuda::
 }
 
 void abort(std::span<const CommunicatorPtr> communicators) {
-  std::vector<std::thread> threads;
+  std::vector<std::future<void>> aborted;
   for (const CommunicatorPtr& communicator : communicators)
     if (ncclComm_t const handle = communicator->release(); handle != nullptr)
-      threads.emplace_back([handle, device = communicator->device()] {
+      aborted.push_back(start([handle, device = communicator->device()] {
         with_device(*device, [&] { (void)library().ncclCommAbort(handle); });
-      });
-  for (std::thread& thread : threads) thread.join();
+      }));
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::nanoseconds(kPatience);
+  for (const std::future<void>& one : aborted) one.wait_until(deadline);
 }
 
 void destroy(std::vector<CommunicatorPtr> communicators) {

@@ -24,8 +24,7 @@ class Communicator {
   // Takes over `handle`, or, if it is somebody else's, borrows it: it must then outlive this object, and is neither
   // destroyed nor aborted here. Throws invalid_argument unless it is of `rank` of `size` on `device`.
   Communicator(ncclComm_t handle, bool owned, const cuda::DevicePtr& device, int rank, int size);
-  // Leaves the handle to a thread that destroys it, which waits for the GPU, and for peers on this host to do so too;
-  // waits for that at most a few seconds. See destroy().
+  // As destroy().
   ~Communicator();
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
@@ -76,11 +75,12 @@ std::vector<CommunicatorPtr> adopt(std::uint64_t handle, int count, const cuda::
                                    Nanoseconds timeout);
 
 // Ends what they do on the GPU, now and later, and frees them, but for borrowed ones. All at a time: freeing one may
-// wait for the GPU, and so for what another does. What is queued in streams ends with undefined results.
+// wait for the GPU, and so for what another does (NCCL's issue 1013). What is queued in streams ends with undefined
+// results. Leaves those that cannot be freed within a few seconds to threads of their own.
 void abort(std::span<const CommunicatorPtr> communicators);
 
-// Frees them when the GPU is done with them; gives up, and leaves them to their thread, after a few seconds: peers that
-// do not do the same can hold NCCL up.
+// Frees them when the GPU is done with them; leaves them to a thread after a few seconds, as peers on this host that do
+// not do the same hold NCCL up.
 void destroy(std::vector<CommunicatorPtr> communicators);
 
 }  // namespace ringreduce::nccl

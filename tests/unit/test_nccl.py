@@ -270,7 +270,7 @@ def test_api_is_that_of_nccl_h(tmp_path: Path) -> None:
         ("ncclRecv", "(void* data", "(const void* data"),
         ("ncclCommSplit", "int key, ", ""),
     ]:
-        at = api.index(f"FUNCTION({name}, ")
+        at = api.index(f"{name}, ncclResult_t")
         changed = api[:at] + api[at:].replace(right, wrong, 1)
         assert changed != api
         (tmp_path / "nccl/api.h").write_text(changed)
