@@ -72,9 +72,10 @@ struct NcclEngine::Lane {
   cuda::Event done;
 };
 
-NcclEngine::NcclEngine(std::shared_ptr<Engine> host, cuda::DevicePtr device, Images images,
+NcclEngine::NcclEngine(std::shared_ptr<Engine> host, std::shared_ptr<cuda::Kernels> kernels, cuda::DevicePtr device,
                        std::vector<nccl::CommunicatorPtr> communicators, int channels, const Options& options)
-    : GpuEngine(std::move(host), std::move(device), channels, options, kMostSliceBytes, std::move(images)),
+    : GpuEngine(std::move(host), std::move(device), channels, options, kMostSliceBytes),
+      kernels_(std::move(kernels)),
       communicators_(std::move(communicators)),
       token_(this->device(), kTokenBytes),
       progress_(this->device(), 2 * sizeof(std::uint64_t)),
@@ -84,9 +85,9 @@ NcclEngine::NcclEngine(std::shared_ptr<Engine> host, cuda::DevicePtr device, Ima
                                        " has no stream memory operations, which tell how far calls are; install a "
                                        "newer NVIDIA driver");
   for (const nccl::CommunicatorPtr& communicator : communicators_)
-    lanes_.push_back(
-        std::make_unique<Lane>(this->host(), this->device(), *communicator,
-                               [this](const std::string& row) -> const cuda::Function& { return kernel(row); }));
+    lanes_.push_back(std::make_unique<Lane>(
+        *this, this->device(), *communicator,
+        [this](const std::string& row) -> const auto& { return kernels_->get("accumulate", "accumulate_", row); }));
 }
 
 NcclEngine::~NcclEngine() {
@@ -179,13 +180,8 @@ void NcclEngine::join(std::size_t lanes, const cuda::Stream& stream, bool captur
   stream.wait(first.done);
 }
 
-void NcclEngine::abort(const std::string& reason) {
-  host().abort(reason);
-  abort_communicators();
-}
-
 void NcclEngine::fail(const Error& error) {
-  host().fail(error);
+  GpuEngine::fail(error);
   abort_communicators();
 }
 
@@ -198,7 +194,7 @@ void NcclEngine::abort_communicators() {
   });
 }
 
-void NcclEngine::check() {
+void NcclEngine::look() noexcept {
   try {
     throw_if_aborted();
     for (const nccl::CommunicatorPtr& communicator : communicators_) communicator->check();

@@ -20,6 +20,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda/kernels.h"
 #include "engine/exchange.h"
 #include "engine/gpu/gpu_engine.h"
 #include "engine/gpu/stream_device.h"
@@ -32,20 +33,18 @@ class NcclEngine final : public GpuEngine {
   // `communicators`: at least one, of the same ranks, equally many on all of them. `channels`: the most that a plan may
   // have. Of the options, those about slices count.
   // Throws Error(system) if the device has no stream memory operations.
-  NcclEngine(std::shared_ptr<Engine> host, cuda::DevicePtr device, Images images,
+  NcclEngine(std::shared_ptr<Engine> host, std::shared_ptr<cuda::Kernels> kernels, cuda::DevicePtr device,
              std::vector<nccl::CommunicatorPtr> communicators, int channels, const Options& options);
   // Waits for the calls that were made, at most a few seconds; ends what is left of them.
   ~NcclEngine() override;
 
   void enqueue(const Call& call, const Buffers& buffers, const cuda::Stream& stream) override;
-  void abort(const std::string& reason) override;
   void fail(const Error& error) override;
 
-  // To be called every few milliseconds, by one thread. Looks for errors of NCCL, for calls that took longer on the GPU
-  // than their timeout, and for errors of the group, and ends all that is on the GPU if there is one. Calls that are
-  // replayed from a graph have no timeout. Makes no call to CUDA before it finds an error, so it is allowed while
-  // somebody captures.
-  void check();
+  // Looks for errors of NCCL, for calls that took longer on the GPU than their timeout, and for errors of the group,
+  // and ends all that is on the GPU if there is one. Calls that are replayed from a graph have no timeout. Makes no
+  // call to CUDA before it finds an error, so it is allowed while somebody captures.
+  void look() noexcept override;
 
  private:
   struct Lane;
@@ -67,6 +66,7 @@ class NcclEngine final : public GpuEngine {
   std::uint64_t begun() const;
   std::uint64_t ended() const;
 
+  const std::shared_ptr<cuda::Kernels> kernels_;
   const std::vector<nccl::CommunicatorPtr> communicators_;
   const cuda::DeviceMemory token_;   // what a barrier sums
   const cuda::HostMemory progress_;  // two words: see begun()
