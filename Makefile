@@ -186,7 +186,7 @@ format: $(VENV)/.test-tools
 	@echo clang-format -i; $(CLANG_FORMAT) -i $(CPP)
 
 # The stress program: csrc/stress and all of csrc that does not know torch, once under each sanitizer.
-STRESS_SOURCES := $(shell find csrc/core csrc/kernels csrc/transport csrc/engine csrc/stress -name '*.cpp' 2>/dev/null)
+STRESS_SOURCES := $(shell find csrc/core csrc/cuda csrc/nccl csrc/kernels csrc/transport csrc/engine csrc/stress -name '*.cpp' 2>/dev/null)
 STRESS_FLAGS := -std=c++20 -O1 -g -Wall -Wextra -Werror -ffp-contract=off -fno-omit-frame-pointer -pthread -Icsrc
 ifeq ($(origin CXX),default)
   CCACHE := $(shell command -v ccache)
