@@ -16,7 +16,7 @@ PY := $(VENV)/bin/python
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 export MAX_JOBS ?= $(JOBS)
 
-.PHONY: help build demo test conformance ecosystem lint format stress cuda soak clean distclean
+.PHONY: help build demo test conformance ecosystem lint format stress cuda gpu soak clean distclean
 
 help:
 	@echo 'make demo      build, train a model on 2 ranks, compare ring, tree, direct and Gloo, plan rings over links'
@@ -26,6 +26,8 @@ help:
 	@echo 'make lint      ruff, mypy --strict, clang-format'
 	@echo 'make stress    the engine without torch, under ThreadSanitizer and AddressSanitizer/UBSan'
 	@echo 'make cuda      compile the GPU kernels, check their registers and loads; WRITE=1: write the table anew'
+	@echo 'make gpu       on a machine with a GPU: builds without downloads, tests, measures, writes bench/results/gpu_*.json'
+	@echo '               STAND_IN=1: on a stand-in for a GPU, which tests no more than the script'
 	@echo 'make soak      its mixed load for SOAK_SECONDS ($(SOAK_SECONDS)) under each sanitizer'
 	@echo 'make build     set up $(VENV), compile csrc, install in place'
 	@echo 'make format    format Python and C++'
@@ -150,11 +152,23 @@ demo: build
 
 PYTEST := $(PY) -m pytest --durations=10
 
+# Has this Python no GPU, and a torch that cannot have a stand-in for one?
+define CUDA_WITHOUT_GPU
+import sys, torch
+if torch.version.cuda and not torch.cuda.is_available():
+    sys.exit("tests/gpu NOT run: torch " + torch.__version__ + " is built for CUDA and sees no GPU; "
+             "the stand-ins need a torch without CUDA")
+endef
+export CUDA_WITHOUT_GPU
+
 test: build $(VENV)/.test-tools
 	@echo; echo "== unit tests: no processes =="
 	@$(PYTEST) tests/unit; unit=$$?; \
 	echo; echo "== process tests: real ranks, real faults =="; \
-	$(PYTEST) tests/distributed tests/frameworks && exit $$unit
+	$(PYTEST) tests/distributed tests/frameworks; process=$$?; \
+	echo; echo "== tests on device cuda: GPUs, or stand-ins =="; \
+	if $(PY) -c "$$CUDA_WITHOUT_GPU"; then $(PYTEST) tests/gpu; gpu=$$?; else gpu=0; fi; \
+	exit $$((unit | process | gpu))
 
 # Frameworks above torch, in an environment of their own. Its torch is the one that `make build` takes.
 ecosystem:
@@ -215,6 +229,16 @@ stress:
 cuda: $(VENV)/.python
 	@if $(PY) build_cuda.py >/dev/null 2>&1; then $(call install_missing,$(CUDA_TOOLS)); fi
 	@$(PY) .ci/check_cuda.py $(if $(WRITE),--write)
+
+# What runs without a download: torch, setuptools and, for the tests, pytest, pytest-timeout and hypothesis must be there.
+gpu: SINCE := $(shell date +%s)
+gpu: $(VENV)/.python
+	@$(PY) -c "$$TORCH_USABLE" || \
+	  { echo "error: $(VENV) has no such torch; name a Python that does: make gpu PYTHON=python3 VENV=.venv-gpu" >&2; exit 2; }
+	@PYTHONPATH=. $(PY) bench/gpu.py --look $(if $(STAND_IN),--stand-in)
+	@echo "compiling csrc, $(MAX_JOBS) files at once"
+	@$(PY) setup.py -q build_ext --inplace
+	@PYTHONPATH=. $(PY) bench/gpu.py --since $(SINCE) $(if $(STAND_IN),--stand-in) $(if $(COMMIT),--commit $(COMMIT))
 
 soak:
 	@+$(MAKE) --no-print-directory -j$(JOBS) build/stress_tsan build/stress_asan

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ringreduce.errors import RingReduceError
+from ringreduce.gpu import kernels
 from ringreduce.topology.graph import FABRIC, LinkGraph, LinkKind, NodeKind
 
 if TYPE_CHECKING:
@@ -53,6 +55,21 @@ class Interface:
 
 
 @dataclass(frozen=True)
+class Gpu:
+    """One that the CUDA driver shows."""
+
+    name: str
+    """With its number and place: "device 0 (NVIDIA H200, 0000:01:00.0)"."""
+    capability: tuple[int, int]
+    stream_values: bool
+    """Whether streams can wait for 64-bit values."""
+    shared_by: str
+    """How other processes come to its memory; "" if they cannot."""
+    accesses: tuple[bool, ...]
+    """Of every GPU, whether kernels of this one can access its memory."""
+
+
+@dataclass(frozen=True)
 class Facts:
     """What `look` has read.  None: there is none, or no limit."""
 
@@ -77,6 +94,13 @@ class Facts:
     cores_online: int
     quota: float | None
     """Cores' worth of time that the process's cgroup gets."""
+    cuda_driver: str | None
+    """The newest CUDA that the driver can do."""
+    cuda_problem: str
+    """Why there is no driver, or what failed on a GPU; "" if all is well."""
+    gpus: tuple[Gpu, ...]
+    gpu_kernels: tuple[str, str]
+    """How kernels come to be here ("": they do not), and what to do then."""
     nccl: str | None
     nvcc: str | None
     interfaces: tuple[Interface, ...]
@@ -196,6 +220,63 @@ def _gpus(facts: Facts) -> Finding:
     return Finding("GPUs", "ok", what, why)
 
 
+def _cuda_driver(facts: Facts) -> Finding:
+    why = "gives CUDA tensors to ringreduce; ranks on CPUs need none"
+    if facts.cuda_driver is None:
+        what, _, fix = facts.cuda_problem.partition("; ")
+        return Finding("CUDA driver", "missing", what, why, fix)
+    what = f"CUDA {facts.cuda_driver}, {_count(len(facts.gpus), 'GPU')}"
+    if facts.cuda_problem:
+        return Finding("CUDA driver", "limited", f"{what}; {facts.cuda_problem}", why, "see `nvidia-smi`")
+    if not facts.gpus:
+        return Finding("CUDA driver", "limited", what, why, "show the GPUs to the process (CUDA_VISIBLE_DEVICES)")
+    return Finding("CUDA driver", "ok", what, why)
+
+
+def _gpu_kernels(facts: Facts) -> Finding:
+    why = "reduce on GPUs; one that can load none of them keeps its whole group from it"
+    what, fix = facts.gpu_kernels
+    if not what:
+        return Finding("GPU kernels", "missing", "neither built with the package nor an NVRTC", why, fix)
+    old = [f"{gpu.name} has {_dotted(gpu.capability)}" for gpu in facts.gpus if gpu.capability < kernels.OLDEST]
+    if old:
+        fix = f"use GPUs of compute capability {_dotted(kernels.OLDEST)} or more"
+        return Finding("GPU kernels", "limited", f"{what}; {', '.join(old)}", why, fix)
+    middle = [gpu.name for gpu in facts.gpus if gpu.capability < kernels.OLDEST_PREBUILT]
+    if middle and "NVRTC" not in what:
+        return Finding("GPU kernels", "limited", f"{what}; too new for {', '.join(middle)}", why, kernels.FIX)
+    return Finding("GPU kernels", "ok", what, why)
+
+
+def _gpu_memory(facts: Facts) -> Finding | None:
+    """How ranks on GPUs come together; nothing without GPUs."""
+    if not facts.gpus:
+        return None
+    subject = "GPUs' memory"
+    why = "ranks read and write one another's GPUs; where any cannot, their CUDA tensors go through the host's memory"
+    closed = [gpu.name for gpu in facts.gpus if not gpu.shared_by]
+    if closed:
+        fix = (
+            "see `ulimit -l`, and start the container with --ipc=host; ranks that are threads of one process need none"
+        )
+        return Finding(subject, "limited", f"other processes cannot have that of {', '.join(closed)}", why, fix)
+    apart = [
+        f"{number} of {other}"
+        for number, gpu in enumerate(facts.gpus)
+        for other, can in enumerate(gpu.accesses)
+        if not can
+    ]
+    ways = ", ".join(sorted({gpu.shared_by for gpu in facts.gpus}))
+    if apart:
+        fix = "see `nvidia-smi topo -p2p r`; over PCIe, switch off ACS and the IOMMU"
+        return Finding(subject, "limited", f"no access from device {', '.join(apart)}", why, fix)
+    if without := [gpu.name for gpu in facts.gpus if not gpu.stream_values]:
+        what = f"by {ways}; streams of {', '.join(without)} cannot wait for 64-bit values"
+        return Finding(subject, "limited", what, why, "a GPU for every rank: only ranks that share one need them")
+    each = ", from each GPU to all" if len(facts.gpus) > 1 else ""
+    return Finding(subject, "ok", f"shared by {ways}{each}; streams wait for 64-bit values", why)
+
+
 def _fabric(facts: Facts) -> Finding | None:
     """The GPUs' own links; nothing about fewer than two GPUs."""
     graph = facts.graph
@@ -226,7 +307,7 @@ def _topo_file(facts: Facts) -> Finding | None:
 
 
 def _nccl(facts: Facts) -> Finding:
-    why = "carries collectives of GPU tensors in torch (`cpu:ringreduce,cuda:nccl`)"
+    why = "carries collectives of CUDA tensors in torch, also between hosts (`cpu:ringreduce,cuda:nccl`)"
     if facts.nccl:
         return Finding("NCCL", "ok", facts.nccl, why)
     fix = "install a torch that is built for CUDA, or libnccl2" if facts.graph.gpus else ""
@@ -290,6 +371,9 @@ JUDGES: tuple[Callable[[Facts], Finding | None], ...] = (
     _peer_memory,
     _cores,
     _gpus,
+    _cuda_driver,
+    _gpu_kernels,
+    _gpu_memory,
     _fabric,
     _topo_file,
     _nccl,
@@ -325,6 +409,7 @@ def look(sysfs: Path = Path("/sys"), proc: Path = Path("/proc")) -> Facts:
             described(topo_file)
     except TopologyError as error:
         topo_error = str(error)
+    driver, cuda_problem, gpus = _look_at_gpus()
     cores = len(os.sched_getaffinity(0))
     return Facts(
         graph=probe(),
@@ -342,6 +427,10 @@ def look(sysfs: Path = Path("/sys"), proc: Path = Path("/proc")) -> Facts:
         cores=cores,
         cores_online=os.cpu_count() or cores,
         quota=_quota(sysfs, proc),
+        cuda_driver=driver,
+        cuda_problem=cuda_problem,
+        gpus=gpus,
+        gpu_kernels=kernels.origin(),
         nccl=_find_nccl(torch),
         nvcc=_find_nvcc(),
         interfaces=_interfaces(sysfs),
@@ -406,6 +495,26 @@ def _cgroups(sysfs: Path, proc: Path, controller: str) -> Iterator[Path]:
         yield from (root.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1))
 
 
+def _look_at_gpus() -> tuple[str | None, str, tuple[Gpu, ...]]:
+    """The driver's CUDA, what is wrong, and the GPUs. Takes 2 MB of each, to see if other processes could have them."""
+    from ringreduce import _C
+
+    if problem := _C.cuda_unavailable():
+        return None, problem, ()
+    driver = None
+    gpus = []
+    try:
+        driver = _dotted(_C.cuda_version())
+        infos = [_C.CudaDeviceInfo(ordinal) for ordinal in range(_C.CudaDeviceInfo.count())]
+        for ordinal, info in enumerate(infos):
+            shared_by = _C.GpuRegion(_C.CudaDevice(ordinal), 2 * 1024**2).shared_by
+            accesses = tuple(info.can_access(other) for other in infos)
+            gpus.append(Gpu(str(info), info.capability, info.has_stream_values, shared_by, accesses))
+    except RingReduceError as error:
+        problem = str(error)
+    return driver, problem, tuple(gpus)
+
+
 def _find_nccl(torch: Any) -> str | None:
     with contextlib.suppress(Exception):  # builds without CUDA have no such functions
         return f"{'.'.join(map(str, torch.cuda.nccl.version()))}, in torch"
@@ -459,6 +568,10 @@ def _bytes(count: int) -> str:
         if count >= unit:
             return f"{count / unit:.3g} {name}"
     return f"{count} B"
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
 
 
 def _count(number: int, thing: str) -> str:

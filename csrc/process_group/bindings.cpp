@@ -34,7 +34,8 @@ void translate(std::exception_ptr thrown) {
   }
 }
 
-// For tests: the kernels by name, on raw addresses.
+}  // namespace
+
 DType dtype_named(const std::string& wanted) {
   for (std::size_t i = 0; i < kDTypeCount; ++i)
     if (name(static_cast<DType>(i)) == wanted) return static_cast<DType>(i);
@@ -45,6 +46,9 @@ ReduceOp reduce_op_named(const std::string& wanted) {
     if (name(static_cast<ReduceOp>(i)) == wanted) return static_cast<ReduceOp>(i);
   throw Error(ErrorKind::invalid_argument, "unknown reduce op '" + wanted + "'");
 }
+
+namespace {
+
 // A method that takes a plan, as one that takes what a plan is made of.
 template <class Method>
 auto with_plan(Method method) {

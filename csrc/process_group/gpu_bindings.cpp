@@ -5,14 +5,18 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "core/partition.h"
 #include "engine/gpu/peer_engine.h"
 #include "engine/gpu/trial.h"
+#include "kernels/accumulate.h"
+#include "kernels/gpu/accumulate.h"
 
 namespace py = pybind11;
 
@@ -32,6 +36,37 @@ std::vector<cuda::Handle> handles_of(const std::vector<std::string>& all) {
   return handles;
 }
 
+// dst = op(src...) in `stream`, for benchmarks and for tests of the kernels by themselves. `blocks` 0: as an engine
+// that launches these kernels does, two for each multiprocessor unless there is not enough for each to do.
+void accumulate(const cuda::DevicePtr& device, cuda::Kernels& kernels, const std::string& dtype_name,
+                const std::string& op_name, std::uintptr_t dst, const std::vector<std::uintptr_t>& srcs,
+                std::size_t count, std::uintptr_t stream, unsigned blocks) {
+  constexpr unsigned kThreads = 256;                        // see kernels/gpu/accumulate.cu
+  constexpr std::size_t kBytesOfBlock = 4 * 16 * kThreads;  // that it takes of each source at once
+  const DType dtype = dtype_named(dtype_name);
+  const ReduceOp op = reduce_op_named(op_name);
+  if (!kernels::supports(dtype, op))
+    throw Error(ErrorKind::invalid_argument, "there is no " + op_name + " of " + dtype_name);
+  if (srcs.empty() || srcs.size() > gpu::kMostRanks)
+    throw Error(ErrorKind::invalid_argument, "srcs has " + std::to_string(srcs.size()) +
+                                                 " pointers; a kernel takes 1 to " + std::to_string(gpu::kMostRanks));
+  if (count == 0) return;
+  const gpu::Kernel kernel = gpu::kernel_for(dtype, op);
+  gpu::Accumulate job{};
+  job.dsts[0] = reinterpret_cast<void*>(dst);
+  for (std::size_t i = 0; i < srcs.size(); ++i) job.srcs[i] = reinterpret_cast<const void*>(srcs[i]);
+  job.count = count * kernel.parts;
+  job.factor = job.divisor = 1;
+  job.copies = 1;
+  job.n = static_cast<std::int32_t>(srcs.size());
+  job.scaled = -1;
+  if (blocks == 0)
+    blocks = static_cast<unsigned>(std::min(ceil_div(count * size_of(dtype), kBytesOfBlock),
+                                            std::size_t{2} * static_cast<unsigned>(device->multiprocessors())));
+  cuda::Stream::borrowed(device, reinterpret_cast<cuda::CUstream>(stream))
+      .launch(kernels.get("accumulate", "accumulate_", kernel.name), {blocks, kThreads}, job);
+}
+
 }  // namespace
 
 void bind_gpus(py::module_& m) {
@@ -49,21 +84,53 @@ void bind_gpus(py::module_& m) {
       },
       py::call_guard<py::gil_scoped_release>(), py::arg("ordinal"), py::arg("waiting"), py::arg("for_what"));
 
-  py::class_<cuda::Device, std::shared_ptr<cuda::Device>>(m, "CudaDevice")
+  m.def("cuda_version", [] {
+    int version = 0;
+    cuda::driver().cuDriverGetVersion(&version);
+    return std::pair(version / 1000, version % 1000 / 10);
+  });
+
+  using Info = cuda::DeviceInfo;
+  py::class_<Info, std::shared_ptr<Info>>(m, "CudaDeviceInfo")
       .def(py::init<int>(), py::arg("ordinal"))
-      .def_static("count", &cuda::Device::count)
+      .def_static("count", &Info::count)
       .def_property_readonly("capability",
-                             [](const cuda::Device& d) { return std::pair(d.capability() / 10, d.capability() % 10); })
-      .def_property_readonly("multiprocessors", &cuda::Device::multiprocessors)
-      .def_property_readonly("pci_bus_id", &cuda::Device::pci_bus_id)
-      .def("__str__", &cuda::Device::describe);
+                             [](const Info& d) { return std::pair(d.capability() / 10, d.capability() % 10); })
+      .def_property_readonly("multiprocessors", &Info::multiprocessors)
+      .def_property_readonly("name", &Info::name)
+      .def_property_readonly("pci_bus_id", &Info::pci_bus_id)
+      .def_property_readonly("has_stream_values", &Info::has_stream_values)
+      .def("can_access", &Info::can_access, py::arg("other"))
+      .def("__str__", &Info::describe);
+  py::class_<cuda::Device, Info, std::shared_ptr<cuda::Device>>(m, "CudaDevice")
+      .def(py::init<int>(), py::arg("ordinal"));
+
+  py::class_<cuda::Kernels, std::shared_ptr<cuda::Kernels>>(m, "GpuKernels")
+      .def(py::init([](const std::shared_ptr<cuda::Device>& device, cuda::Images images) {
+             return std::make_shared<cuda::Kernels>(device, std::move(images));
+           }),
+           py::arg("device"), py::arg("images"));
+  m.def("gpu_accumulate", &accumulate, py::call_guard<py::gil_scoped_release>(), py::arg("device"), py::arg("kernels"),
+        py::arg("dtype"), py::arg("op"), py::arg("dst"), py::arg("srcs"), py::arg("count"), py::arg("stream"),
+        py::arg("blocks") = 0);
 
   py::class_<cuda::OwnMemory, std::shared_ptr<cuda::OwnMemory>>(m, "GpuRegion")
       .def(py::init([](const std::shared_ptr<cuda::Device>& device, std::size_t bytes) {
              return std::make_shared<cuda::OwnMemory>(device, bytes);
            }),
            py::arg("device"), py::arg("bytes"))
-      .def_property_readonly("handle", [](const cuda::OwnMemory& memory) { return bytes_of(memory.handle()); });
+      .def_property_readonly("handle", [](const cuda::OwnMemory& memory) { return bytes_of(memory.handle()); })
+      // How other processes come to it; "" if they cannot.
+      .def_property_readonly("shared_by", [](const cuda::OwnMemory& memory) {
+        switch (memory.handle().kind) {
+          case cuda::Handle::Kind::ipc:
+            return "IPC handles";
+          case cuda::Handle::Kind::file_descriptor:
+            return "file descriptors";
+          default:
+            return "";
+        }
+      });
 
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine");
 

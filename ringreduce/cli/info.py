@@ -17,6 +17,7 @@ from ringreduce import _C, plan, tuning
 from ringreduce.backend import slot_bytes_for
 from ringreduce.cli.terminal import Help, console, time_text
 from ringreduce.config import PREFIX, Options, resolve
+from ringreduce.gpu import kernels
 from ringreduce.plan import Machine, Range, Slicing
 from ringreduce.plan.choose import SIZES
 from ringreduce.tuning import Tuning
@@ -63,6 +64,7 @@ def _info(console: Console, options: Options, origins: dict[str, str], ranks: li
     else:
         how = f"copied, by {origins['fetch']}"
     console.print(f"ordinary tensors: {how}", highlight=False, soft_wrap=True)
+    console.print(f"CUDA tensors: {_cuda_tensors(options)}", highlight=False, soft_wrap=True)
     known: Tuning | None = None
     if options.tuning == "off":
         console.print("tuning: off, the built-in rules decide")
@@ -73,6 +75,16 @@ def _info(console: Console, options: Options, origins: dict[str, str], ranks: li
         console.print(_figures(known.machine))
     for size in ranks:
         console.print(_choices(size, options, fetch, known))
+
+
+def _cuda_tensors(options: Options) -> str:
+    """What becomes of them on this machine, as far as one process can tell."""
+    if missing := _C.cuda_unavailable():
+        return f"none; {missing}"
+    if options.gpu_transport == "host":
+        return "through the host's memory, by gpu_transport"
+    made, fix = kernels.origin()
+    return f"on their GPUs, kernels {made}" if made else f"through the host's memory: no kernels; {fix}"
 
 
 def _figures(machine: Machine) -> Table:

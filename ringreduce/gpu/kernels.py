@@ -81,6 +81,17 @@ def image(stem: str, name: str, capability: tuple[int, int], *, prebuilt: bool =
     return made
 
 
+def origin() -> tuple[str, str]:
+    """How kernels come to be here, in words, or "" if they do not; and what to do then. Raises nothing."""
+    found = [f"built with the package, for compute capability {_dotted(OLDEST_PREBUILT)} and newer"]
+    if not all(_fatbin(path.stem) for path in FOLDER.glob("*.cu")) or not any(FOLDER.glob("*.cu")):
+        found.clear()
+    nvrtc = _nvrtc_or_reason()
+    if isinstance(nvrtc, Nvrtc):
+        found.append(f"{'else ' if found else ''}compiled by NVRTC {nvrtc.version} at first use")
+    return ", ".join(found), "" if found else FIX
+
+
 class Nvrtc:
     """NVIDIA's run-time compiler, by its C interface."""
 

@@ -1,12 +1,18 @@
 """The doctor: what it says of machines that the tests make up, what it reads of one, and once all of it for real."""
 
 import io
+import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
+from stand_in import build
 
-from ringreduce.doctor import Facts, Interface, examine, look, render
+from ringreduce.doctor import Facts, Gpu, Interface, examine, look, render
+from ringreduce.gpu import kernels
 from ringreduce.topology.graph import LinkGraph, Node, NodeKind
 from ringreduce.topology.presets import preset
 
@@ -14,6 +20,10 @@ GB = 1024**3
 LOOPBACK = Interface("lo", up=True, gbit=0, loopback=True)
 ETHERNET = Interface("eth0", up=True, gbit=25)
 CORES = LinkGraph("cores", (Node("CPU0", NodeKind.CPU), Node("CORE0", NodeKind.CORE)), ())
+
+# In a machine of two.
+GPU = Gpu("device 0 (H100)", (9, 0), stream_values=True, shared_by="IPC handles", accesses=(True, True))
+GPUS = (GPU, replace(GPU, name="device 1 (H100)"))
 
 # A machine for which there is nothing to do.
 FACTS = Facts(
@@ -32,6 +42,10 @@ FACTS = Facts(
     cores=80,
     cores_online=80,
     quota=None,
+    cuda_driver="13.0",
+    cuda_problem="",
+    gpus=GPUS,
+    gpu_kernels=("built with the package", ""),
     nccl="2.27.3, in torch",
     nvcc="/usr/local/cuda/bin/nvcc",
     interfaces=(LOOPBACK, ETHERNET),
@@ -55,6 +69,8 @@ def test_a_machine_without_fault():
     assert finding("network").what == "lo, eth0 (25 Gbit/s)"
     assert finding("cores").what == "80 of 80 cores, 2 NUMA nodes"
     assert finding("locked memory").what == "no limit"
+    assert finding("CUDA driver").what == "CUDA 13.0, 2 GPUs"
+    assert finding("GPUs' memory").what.startswith("shared by IPC handles, from each GPU to all")
 
 
 @pytest.mark.parametrize(
@@ -75,6 +91,21 @@ def test_a_machine_without_fault():
         ("GPUs", "missing", "none", "--gpus all", {"graph": CORES}),
         ("GPUs", "missing", "shows none", "driver", {"graph": replace(CORES, assumed=("It shows none of 4 GPUs.",))}),
         ("GPUs", "limited", "8 x V100", "NVLinks are", {"graph": replace(FACTS.graph, assumed=("NVLinks are ...",))}),
+        ("CUDA driver", "missing", "no libcuda", "install it",
+         {"cuda_driver": None, "gpus": (), "cuda_problem": "no libcuda; install it"}),
+        ("CUDA driver", "limited", "CUDA 13.0, 0 GPUs", "CUDA_VISIBLE_DEVICES", {"gpus": ()}),
+        ("CUDA driver", "limited", "2 GPUs; out of memory", "nvidia-smi", {"cuda_problem": "out of memory"}),
+        ("GPU kernels", "missing", "nor an NVRTC", "pip install", {"gpu_kernels": ("", "pip install it")}),
+        ("GPU kernels", "limited", "device 0 (H100) has 6.1", "7.0 or more",
+         {"gpus": (replace(GPU, capability=(6, 1)),)}),
+        ("GPU kernels", "limited", "too new for device 0", "nvidia-cuda-nvrtc",
+         {"gpus": (replace(GPU, capability=(7, 5)),)}),
+        ("GPUs' memory", "limited", "cannot have that of device 1", "--ipc=host",
+         {"gpus": (GPU, replace(GPUS[1], shared_by=""))}),
+        ("GPUs' memory", "limited", "no access from device 1 of 0", "ACS",
+         {"gpus": (GPU, replace(GPUS[1], accesses=(False, True)))}),
+        ("GPUs' memory", "limited", "streams of device 0 (H100) cannot", "a GPU for every rank",
+         {"gpus": (replace(GPU, stream_values=False), GPUS[1])}),
         ("NVLink", "limited", "none: PCIe only", "no such links", {"graph": preset("pcie-4"), "cuda_devices": 4}),
         ("NCCL", "missing", "none", "libnccl2", {"nccl": None}),
         ("CUDA toolkit", "missing", "no nvcc", "CUDA_HOME", {"nvcc": None}),
@@ -85,7 +116,7 @@ def test_a_machine_without_fault():
         ("open files", "limited", "at most 256", "ulimit -n", {"open_files": 256}),
         ("huge pages", "limited", "never", "shmem_enabled", {"huge_pages": "never"}),
     ],
-)
+)  # fmt: skip
 def test_every_fault_has_a_finding_and_a_fix(subject, state, says, fix, changes):
     found = finding(subject, **changes)
     assert found.state == state
@@ -117,6 +148,11 @@ def test_what_the_kernel_does_not_say_is_not_judged():
     findings = {finding.subject: finding for finding in examine(replace(FACTS, huge_pages="", memory_left=None))}
     assert "huge pages" not in findings
     assert findings["shared memory"].state == "ok"
+
+
+def test_nvrtc_serves_gpus_that_are_too_old_for_what_was_built():
+    old = (replace(GPU, capability=(7, 5)),)
+    assert finding("GPU kernels", gpus=old, gpu_kernels=("built, else compiled by NVRTC 13.0", "")).state == "ok"
 
 
 def test_the_table_has_every_word():
@@ -203,3 +239,74 @@ def test_the_topology_file(monkeypatch, tmp_path):
     monkeypatch.setenv("RINGREDUCE_TOPO_FILE", str(tmp_path / "missing"))
     (found,) = [found for found in examine(look()) if found.subject == "topology file"]
     assert found.state == "missing" and "does not exist" in found.what
+
+
+def test_kernels_come_from_the_build_or_from_nvrtc(monkeypatch, tmp_path):
+    def origin(nvrtc, *files):
+        for path in tmp_path.iterdir():
+            path.unlink()
+        for name in files:
+            (tmp_path / name).write_bytes(b"1")
+        kernels._fatbin.cache_clear()
+        monkeypatch.setattr(kernels, "_nvrtc_or_reason", lambda: nvrtc)
+        return kernels.origin()
+
+    monkeypatch.setattr(kernels, "FOLDER", tmp_path)
+    nvrtc = object.__new__(kernels.Nvrtc)
+    nvrtc.version = "13.0"
+    both = ("a.cu", "a.fatbin", "b.cu", "b.fatbin")
+    try:
+        assert origin("none", *both) == ("built with the package, for compute capability 8.0 and newer", "")
+        assert origin("none", *both[:3]) == ("", kernels.FIX) == origin("none")
+        assert origin(nvrtc, *both)[0].endswith("newer, else compiled by NVRTC 13.0 at first use")
+        assert origin(nvrtc, "a.cu") == ("compiled by NVRTC 13.0 at first use", "")
+    finally:
+        kernels._fatbin.cache_clear()
+
+
+def facts_of_gpus(**settings):
+    """What the doctor sees where the stand-in for the driver plays a machine, in a process of its own."""
+    code = "from ringreduce.doctor import look; from dataclasses import asdict; import json; f = asdict(look());"
+    code += "print(json.dumps([f['cuda_driver'], f['cuda_problem'], f['gpus']]))"
+    environment = {**os.environ, **settings, "PYTHONPATH": str(build.ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True, timeout=100
+    )
+    driver, problem, gpus = json.loads(done.stdout)
+    found = [Gpu(**{**gpu, "capability": tuple(gpu["capability"]), "accesses": tuple(gpu["accesses"])}) for gpu in gpus]
+    return driver, problem, tuple(found)
+
+
+@pytest.fixture(scope="module")
+def libcuda():
+    return str(build.build(build.ROOT / "build/stand_in") / "libcuda.so.1")
+
+
+@pytest.mark.parametrize(
+    "machine, shared_by, others",
+    [
+        ({}, "IPC handles", True),
+        ({"RINGREDUCE_STAND_IN_NO_PEER": "1"}, "IPC handles", False),
+        ({"RINGREDUCE_STAND_IN_NO_IPC": "1"}, "file descriptors", True),
+        ({"RINGREDUCE_STAND_IN_NO_IPC": "1", "RINGREDUCE_STAND_IN_NO_VMM": "1"}, "", True),
+    ],
+)
+def test_gpus_are_looked_at(libcuda, machine, shared_by, others):
+    driver, problem, gpus = facts_of_gpus(RINGREDUCE_LIBCUDA=libcuda, **machine)
+    assert driver and not problem
+    assert [gpu.shared_by for gpu in gpus] == [shared_by] * 2
+    assert [gpu.accesses for gpu in gpus] == [(True, others), (others, True)]
+    assert all(gpu.stream_values and gpu.capability == (9, 0) for gpu in gpus)
+    states = {found.subject: found.state for found in examine(replace(FACTS, gpus=gpus))}
+    assert states["GPUs' memory"] == ("ok" if shared_by and others else "limited")
+
+
+def test_a_driver_that_is_not_there(tmp_path):
+    driver, problem, gpus = facts_of_gpus(RINGREDUCE_LIBCUDA=str(tmp_path / "libcuda.so.1"))
+    assert (driver, gpus) == (None, ())
+    assert "no CUDA driver" in problem and "; install the NVIDIA driver" in problem
+
+
+def test_a_gpu_that_fails_is_told(libcuda):
+    driver, problem, _ = facts_of_gpus(RINGREDUCE_LIBCUDA=libcuda, RINGREDUCE_STAND_IN_MEMORY="1")
+    assert driver and "OUT_OF_MEMORY" in problem

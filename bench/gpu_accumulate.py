@@ -1,0 +1,190 @@
+"""Sums of 2 and 4 sources by the accumulate kernels, next to copies on the same device and to torch's own sums.
+
+    python bench/gpu_accumulate.py --json accumulate.json
+
+Prints a header and a table. Exit code: 0, 1 if an element was wrong, 2 if there is no GPU. Whether a sum reaches BAR
+is in the JSON ("met", and "bar" for all), not in the exit code: on a device that is busy or slowed it may not.
+
+`--json` writes {"header": ..., "rows": [...], "bar": ...}; a row has dtype, sources, bytes (of a source), and for
+"ringreduce", "copy" and "torch" the median microseconds and GB/s; share is ringreduce's GB/s over copy's.
+"""
+
+import argparse
+import functools
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import gpu_device
+import harness
+import torch
+
+BAR = 0.9  # of the copy ceiling, for JUDGED sums of JUDGED_BYTES
+JUDGED = ("float32", "bfloat16")
+JUDGED_BYTES = 256 * 1024**2
+
+DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int32")
+SOURCES = (2, 4)
+CHECKED = 1 << 24  # elements compared at once
+
+METHOD = (
+    "ringreduce: one launch of the accumulate kernel, dst = src0 + ... in the kernel's order, none of them dst.",
+    "copy: cudaMemcpyAsync from device to device, of as many bytes as one source. torch: torch.add(out=) of two, "
+    "torch.sum(out=) over a stack of four.",
+    "GB/s counts bytes read and written, GB = 1e9: (sources + 1) x bytes for a sum, 2 x bytes for a copy.",
+    "Times are of CUDA events around batches of calls; medians over batches, in which all take turns.",
+    "Each call is on other memory than the one before; together four times the L2 cache or more.",
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel at one size; see the module's docstring. None: torch has no such sum."""
+
+    dtype: str
+    sources: int
+    bytes: int
+    blocks: int
+    median_us: dict[str, float]
+    gbps: dict[str, float]
+    share: float
+    wrong: int
+    met: bool | None
+
+
+@dataclass
+class Buffers:
+    """Tensors of one call: `sources` rows and a result, which start at a multiple of 256 bytes."""
+
+    dtype: torch.dtype
+    sources: torch.Tensor
+    result: torch.Tensor
+
+    @classmethod
+    def filled(cls, dtype: torch.dtype, sources: int, count: int) -> "Buffers":
+        """Source k repeats k + 1 zeros and k + 1 ones, so sums are at most `sources`, which all dtypes have."""
+        index = torch.arange(count, dtype=torch.int32, device="cuda")
+        stack = torch.empty(sources, count, dtype=dtype, device="cuda")
+        for k in range(sources):
+            stack[k].copy_(index.div(k + 1, rounding_mode="floor").remainder(2))
+        return cls(dtype, stack, torch.empty(count, dtype=dtype, device="cuda"))
+
+    def accumulate(self, blocks: int) -> None:
+        from ringreduce import _C
+
+        stride = self.result.numel() * self.dtype.itemsize
+        first = self.sources.data_ptr()
+        _C.gpu_accumulate(
+            *gpu_device.kernels(),
+            str(self.dtype).removeprefix("torch."),
+            "sum",
+            self.result.data_ptr(),
+            [first + k * stride for k in range(len(self.sources))],
+            self.result.numel(),
+            torch.cuda.current_stream().cuda_stream,
+            blocks,
+        )
+
+    def torch_sum(self) -> harness.Call | None:
+        if self.dtype.itemsize == 1:  # torch adds no float8
+            return None
+        if len(self.sources) == 2:
+            return functools.partial(torch.add, self.sources[0], self.sources[1], out=self.result)
+        return functools.partial(torch.sum, self.sources, 0, dtype=self.dtype, out=self.result)
+
+    def wrong(self) -> int:
+        """How many elements of the result are not the sum."""
+        differ = 0
+        for begin in range(0, self.result.numel(), CHECKED):
+            part = slice(begin, begin + CHECKED)
+            expected = sum(row[part].float() for row in self.sources)
+            differ += int((self.result[part].float() != expected).sum())
+        return differ
+
+
+def measure(dtype_name: str, sources: int, size: int, blocks: int, repetitions: int, batch_bytes: int) -> Row:
+    dtype = getattr(torch, dtype_name)
+    sets = gpu_device.rotations((sources + 1) * size)
+    buffers = [Buffers.filled(dtype, sources, size // dtype.itemsize) for _ in range(sets)]
+    calls: dict[str, list[harness.Call]] = {
+        "ringreduce": [functools.partial(one.accumulate, blocks) for one in buffers],
+        "copy": gpu_device.copies(size, gpu_device.rotations(2 * size)),
+    }
+    if all(torchs := [one.torch_sum() for one in buffers]):
+        calls["torch"] = [call for call in torchs if call is not None]
+    for one in buffers:
+        one.result.fill_(1)
+        one.accumulate(blocks)
+    wrong = sum(one.wrong() for one in buffers)
+    median = gpu_device.median_us(calls, repetitions, max(2, batch_bytes // size))
+    moved = {name: (2 if name == "copy" else sources + 1) * size for name in calls}
+    gbps = {name: moved[name] / median[name] / 1e3 for name in calls}
+    share = gbps["ringreduce"] / gbps["copy"]
+    met = share >= BAR if dtype_name in JUDGED and size == JUDGED_BYTES else None
+    return Row(dtype_name, sources, size, blocks, median, gbps, share, wrong, met)
+
+
+def header(stand_in: bool) -> dict[str, Any]:
+    return {
+        **harness.origin("accumulate kernels of ringreduce, next to copies and to torch"),
+        "gpu": gpu_device.facts(stand_in),
+        "method": list(METHOD),
+    }
+
+
+def line(row: Row) -> str:
+    def cell(name: str) -> str:
+        return f"{row.median_us[name]:>10.1f} {row.gbps[name]:>7.0f}" if name in row.gbps else f"{'-':>10} {'-':>7}"
+
+    cells = " ".join(map(cell, ("ringreduce", "copy", "torch")))
+    size = harness.format_bytes(row.bytes)
+    return f"{row.dtype:>14} {row.sources:>7} {size:>9} {cells} {row.share:>6.1%} {row.wrong:>6}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    option = parser.add_argument
+    option("--sizes", type=harness.parse_bytes, nargs="+", default=[16 << 20, 64 << 20, JUDGED_BYTES], metavar="SIZE")
+    option("--dtypes", nargs="+", choices=DTYPES, default=DTYPES, metavar="NAME")
+    option("--sources", type=int, nargs="+", default=SOURCES, help="(default 2 4)")
+    option("--blocks", type=int, nargs="+", default=[0], help="thread blocks; 0: as the engine (default)")
+    option("--repetitions", type=int, default=15, help="batches of each call (default 15)")
+    option("--batch-bytes", type=harness.parse_bytes, default="1G", help="of sources in a batch (default 1G)")
+    option("--stand-in", action="store_true", help="on the stand-in for a GPU: for tests of this program")
+    option("--json", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    if reasons := gpu_device.missing(args.stand_in):
+        print(*(f"missing: {reason}" for reason in reasons), sep="\n", file=sys.stderr)
+        return 2
+    gpu_device.use(args.stand_in)
+
+    report: dict[str, Any] = {"header": header(args.stand_in), "rows": [], "bar": None}
+    print("\n".join(harness.format_origin(report["header"])))
+    print(f"# gpu       {report['header']['gpu']}")
+    print(*(f"# {text}" for text in METHOD), sep="\n")
+    columns = " ".join(f"{name:>10} {'GB/s':>7}" for name in ("us", "copy us", "torch us"))
+    print(f"#{'dtype':>13} sources {'bytes':>9} {columns}  share #wrong")
+    rows = []
+    for size in args.sizes:
+        for dtype in args.dtypes:
+            for sources in args.sources:
+                for blocks in args.blocks:
+                    row = measure(dtype, sources, size, blocks, args.repetitions, args.batch_bytes)
+                    rows.append(row)
+                    print(line(row), f" {blocks} blocks" if blocks else "", flush=True)
+                    torch.cuda.empty_cache()
+    judged = [row.met for row in rows if row.met is not None]
+    report["rows"] = [asdict(row) for row in rows]
+    report["bar"] = {"share": BAR, "met": all(judged) if judged else None}
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    wrong = sum(row.wrong for row in rows)
+    print(f"# {wrong} wrong elements; {BAR:.0%} of the copy: {report['bar']['met']}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""Every accumulate kernel on the device against the CPU's, bit for bit; then small collectives between two ranks.
+
+    python bench/gpu_kernels.py
+    compute-sanitizer --target-processes all --tool racecheck python bench/gpu_kernels.py --few
+
+Prints how many results it compared. Exit code: 0, 1 if any differs, 2 if there is no GPU. `--few`: one size and one
+alignment of each kernel, for a sanitizer, under which a kernel takes a hundred times as long.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import gpu_device
+import harness
+import torch
+import torch.distributed as dist
+
+DTYPES = {
+    **{name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")},
+    **{name: getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2")},
+    **{name: getattr(torch, name) for name in ("int8", "int16", "int32", "int64", "uint8", "bool")},
+    **{name: getattr(torch, name) for name in ("complex64", "complex128")},
+}
+OPS = ("sum", "product", "min", "max", "band", "bor", "bxor")
+COUNTS = (0, 1, 17, 1000, 100_003)
+SOURCES = (1, 2, 3, 7)
+MARGIN = 16  # bytes before and after a result, which must stay as they are
+
+
+def cases(few: bool) -> Iterator[tuple[int, int, int]]:
+    """Elements, sources, and by how many elements destination and sources start off a multiple of 16 bytes."""
+    if few:
+        yield 1000, 3, 1
+        return
+    for count in COUNTS:
+        for number, sources in enumerate(SOURCES):
+            yield count, sources, number
+
+
+def operands(dtype: torch.dtype, count: int, sources: int) -> list[torch.Tensor]:
+    """Random values around 0, on the CPU."""
+    if dtype is torch.bool:
+        return [torch.randint(2, (count,), dtype=torch.bool) for _ in range(sources)]
+    if dtype.is_floating_point or dtype.is_complex:
+        real = torch.complex128 if dtype.is_complex else torch.float64
+        return [torch.randn(count, dtype=real).to(dtype) for _ in range(sources)]
+    low, high = (0, 256) if dtype is torch.uint8 else (-100, 100)
+    return [torch.randint(low, high, (count,)).to(dtype) for _ in range(sources)]
+
+
+def wrong_bytes(dtype_name: str, op: str, count: int, sources: int, shift: int) -> int:
+    """Bytes of the device's result, or next to it, that differ from the CPU's."""
+    from ringreduce import _C
+
+    dtype = DTYPES[dtype_name]
+    values = operands(dtype, count, sources)
+    size, ahead = count * dtype.itemsize, MARGIN + shift * dtype.itemsize % MARGIN
+    expected = torch.full((ahead + size + MARGIN,), 0x5A, dtype=torch.uint8)
+    found = expected.cuda()
+    pointers = [value.data_ptr() for value in values]
+    _C.accumulate(dtype_name, op, [expected.data_ptr() + ahead], pointers, count)
+    inputs = []
+    for value in values:
+        buffer = torch.zeros(ahead + size + MARGIN, dtype=torch.uint8, device="cuda")
+        buffer[ahead : ahead + size].copy_(value.view(torch.uint8))
+        inputs.append(buffer)
+    _C.gpu_accumulate(
+        *gpu_device.kernels(),
+        dtype_name,
+        op,
+        found.data_ptr() + ahead,
+        [buffer.data_ptr() + ahead for buffer in inputs],
+        count,
+        torch.cuda.current_stream().cuda_stream,
+    )
+    return int((found.cpu() != expected).sum())
+
+
+def check_kernels(few: bool) -> tuple[int, list[str]]:
+    """How many results were compared, and which differ."""
+    from ringreduce import _C
+
+    torch.manual_seed(0)
+    compared, faults = 0, []
+    for dtype in DTYPES:
+        for op in OPS:
+            if not _C.kernel_supports(dtype, op):
+                continue
+            for count, sources, shift in cases(few):
+                compared += 1
+                if wrong := wrong_bytes(dtype, op, count, sources, shift):
+                    case = f"{count} elements of {sources} sources, {shift} off"
+                    faults.append(f"{op} of {dtype}, {case}: {wrong} bytes differ")
+    return compared, faults
+
+
+def check_collectives(stand_in: bool) -> list[str]:
+    """One rank of a group; what is wrong."""
+    import ringreduce
+
+    gpu_device.use(stand_in)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.cuda.set_device(rank if torch.cuda.device_count() >= ranks else 0)
+    options: Any = ringreduce.Options(gpu_transport="peer")
+    group = dist.new_group(backend="ringreduce", pg_options=options, timeout=harness.TIMEOUT)
+    own = (torch.arange(10_007) % 31 + rank).float()
+    total = sum((torch.arange(10_007) % 31 + r).float() for r in range(ranks))
+    parts = [torch.full((1000,), float(r)) for r in range(ranks)]
+    found = {}
+    x = own.cuda()
+    dist.all_reduce(x, group=group)
+    found["all_reduce"] = (x.cpu(), total)
+    x = own.cuda()
+    dist.broadcast(x, 0, group=group)
+    found["broadcast"] = (x.cpu(), (torch.arange(10_007) % 31).float())
+    gathered = torch.empty(1000 * ranks, device="cuda")
+    dist.all_gather_into_tensor(gathered, parts[rank].cuda(), group=group)
+    found["all_gather"] = (gathered.cpu(), torch.cat(parts))
+    scattered = torch.empty(1000, device="cuda")
+    dist.reduce_scatter_tensor(scattered, torch.cat(parts).cuda(), group=group)
+    found["reduce_scatter"] = (scattered.cpu(), parts[rank] * ranks)
+    wrong = [f"rank {rank}: {name}" for name, (here, expected) in found.items() if not torch.equal(here, expected)]
+    answers: list[Any] = [None] * ranks
+    dist.all_gather_object(answers, wrong)
+    return [fault for answer in answers for fault in answer]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--few", action="store_true", help="one case of each kernel")
+    parser.add_argument("--stand-in", action="store_true", help="on the stand-in for a GPU: for tests of this program")
+    args = parser.parse_args()
+    if reasons := gpu_device.missing(args.stand_in):
+        print(*(f"missing: {reason}" for reason in reasons), sep="\n", file=sys.stderr)
+        return 2
+    gpu_device.use(args.stand_in)
+    compared, faults = check_kernels(args.few)
+    faults += harness.start_ranks(2, check_collectives, args.stand_in)
+    print(*faults, sep="\n")
+    print(f"{compared} results of kernels compared, 4 collectives between 2 ranks; {len(faults)} wrong")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
