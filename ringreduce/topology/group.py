@@ -2,8 +2,8 @@
 
 Ranks on CPUs of one NUMA node share one memory: there are no links to plan over, and measured rules decide (`tuning`).
 A plan comes from here if a file describes the machine (RINGREDUCE_TOPO_FILE: rank `r` of the world is on its r-th GPU
-or core), or if the ranks are bound to the cores of several NUMA nodes.  Rank 0 plans; the others get plans and reasons
-from it, so that all run the same.
+or core), if the ranks are bound to the cores of several NUMA nodes, or for CUDA tensors if each rank has a GPU of its
+own.  Rank 0 plans; the others get plans and reasons from it, so that all run the same.
 """
 
 import json
@@ -154,6 +154,17 @@ def graph_of_file(graph: LinkGraph, source: str, global_ranks: Sequence[int]) ->
             "since rank r is on the r-th; start fewer ranks, or describe the whole machine"
         )
     return graph.select(global_ranks)
+
+
+def graph_of_gpus(machine: LinkGraph, buses: Sequence[str]) -> LinkGraph | None:
+    """The part of a live machine that ranks on the GPUs with these bus ids are on, in their order; None if one of them
+    is not in it, or two ranks share one."""
+    places = [
+        next((place for place, gpu in enumerate(machine.gpus) if gpu.detail.endswith(bus.lower())), None)
+        for bus in buses
+    ]
+    known = [place for place in places if place is not None]
+    return machine.select(known) if len(set(known)) == len(buses) else None
 
 
 def graph_of_cores(cores: Sequence[frozenset[int]], memory_gbps: Callable[[], float]) -> LinkGraph | None:

@@ -148,6 +148,13 @@ def probe(assume: Assumed = NOTHING) -> LinkGraph:
     return decide(look(this_system()), assume)
 
 
+def probe_all() -> LinkGraph | None:
+    """This machine with all its GPUs, whatever this process is shown of them; None where nobody tells of NVLink.  Never
+    raises."""
+    system = this_system()
+    return None if system.nvml is None else decide(look(replace(system, environ={})))
+
+
 def probe_cores(assume: Assumed = NOTHING) -> LinkGraph:
     """This machine as ranks on its cores see it, whether it has GPUs or not.  Never raises."""
     return decide(replace(look(this_system()), gpus=()), assume)

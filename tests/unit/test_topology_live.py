@@ -9,6 +9,7 @@ import pytest
 
 from ringreduce.topology import live
 from ringreduce.topology.graph import LinkKind, NodeKind
+from ringreduce.topology.group import graph_of_gpus, plan_group
 from ringreduce.topology.live import System, decide, look, probe, probe_cores
 from ringreduce.topology.presets import CUBE_MESH_V100, preset
 from ringreduce.topology.rates import Assumed
@@ -198,6 +199,24 @@ def test_what_cuda_does_not_show_is_not_there(sysfs, visible, left, said):
     graph = decide(look(system(sysfs, nvml=nvml, environ={"CUDA_VISIBLE_DEVICES": visible})))
     assert [gpu.name for gpu in graph.gpus] == left
     assert any(said in text for text in graph.assumed)
+
+
+def test_a_groups_gpus_are_found_by_their_bus_ids(sysfs, monkeypatch):
+    nvml = dgx1(sysfs)
+    shown = system(sysfs, nvml=nvml, environ={"CUDA_VISIBLE_DEVICES": "0"})
+    monkeypatch.setattr(live, "this_system", lambda: shown)
+    machine = live.probe_all()
+    buses = [gpu["bus"].upper() for gpu in nvml.gpus]  # as the driver writes them
+    graph = graph_of_gpus(machine, [buses[3], buses[0]])
+    assert [gpu.name for gpu in graph.gpus] == ["GPU3", "GPU0"]
+    assert plan_group(graph, "a test").ranks == ("GPU3", "GPU0")
+    assert graph_of_gpus(machine, [buses[3], "0000:FF:00.0"]) is None
+    assert graph_of_gpus(machine, [buses[3], buses[3]]) is None
+
+
+def test_nothing_tells_of_all_gpus_without_nvml(sysfs, monkeypatch):
+    monkeypatch.setattr(live, "this_system", lambda: system(sysfs))
+    assert live.probe_all() is None
 
 
 def test_gpus_of_several_models_are_numbered_otherwise_by_cuda(sysfs, monkeypatch):
