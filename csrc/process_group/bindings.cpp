@@ -36,12 +36,12 @@ void translate(std::exception_ptr thrown) {
 
 }  // namespace
 
-DType dtype_named(const std::string& wanted) {
+DType ringreduce::dtype_named(const std::string& wanted) {
   for (std::size_t i = 0; i < kDTypeCount; ++i)
     if (name(static_cast<DType>(i)) == wanted) return static_cast<DType>(i);
   throw Error(ErrorKind::invalid_argument, "unknown dtype '" + wanted + "'");
 }
-ReduceOp reduce_op_named(const std::string& wanted) {
+ReduceOp ringreduce::reduce_op_named(const std::string& wanted) {
   for (std::size_t i = 0; i < kReduceOpCount; ++i)
     if (name(static_cast<ReduceOp>(i)) == wanted) return static_cast<ReduceOp>(i);
   throw Error(ErrorKind::invalid_argument, "unknown reduce op '" + wanted + "'");
