@@ -100,6 +100,23 @@ def peer_engine(
     slices: int | None,
     least_slice_bytes: int,
 ) -> GpuEngine: ...
+def nccl_version(places: Sequence[str]) -> str: ...
+def nccl_device_of(communicator: int) -> int: ...
+def check_nccl(communicator: int, device: CudaDevice, rank: int, size: int) -> None: ...
+def nccl_ids(communicators: int) -> list[bytes]: ...
+def nccl_engine(
+    *,
+    host: Engine,
+    device: CudaDevice,
+    ids: Sequence[bytes],
+    communicator: int,
+    communicators: int,
+    timeout: float,
+    channels: int,
+    images: Callable[[str, str, bool], bytes],
+    slices: int | None,
+    least_slice_bytes: int,
+) -> GpuEngine: ...
 
 class Settings:
     """What a group takes whatever its transport."""
@@ -119,7 +136,7 @@ class Settings:
         dump_when_broken: bool,
         print_calls: bool,
         regroup: Callable[[list[int], str, timedelta], ProcessGroupRing],
-        join_gpus: Callable[[ProcessGroupRing, int], None],
+        join_gpus: Callable[[ProcessGroupRing, int, int], None],
         topology: str,
     ) -> None: ...
 
@@ -184,6 +201,7 @@ class ProcessGroupRing(Backend):
     ) -> None: ...
     @property
     def engine(self) -> Engine: ...
+    def use_nccl(self, index: int, communicator: int) -> None: ...
     def use(self, engine: GpuEngine) -> None: ...
 
 def probe(cores: Sequence[int]) -> dict[str, Any]: ...

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         scatter,
         send,
         share,
+        use_nccl,
     )
     from ringreduce.config import Options
     from ringreduce.plan import Plan, Step, verify
@@ -64,6 +65,7 @@ _HOME = {
         "scatter",
         "send",
         "share",
+        "use_nccl",
     ),
     "ringreduce.config": ("Options",),
     "ringreduce.report": ("dump_flight_record", "stats"),
@@ -97,6 +99,7 @@ __all__ = [
     "share",
     "stats",
     "topology",
+    "use_nccl",
     "verify",
 ]
 

@@ -19,9 +19,9 @@ from torch._C._distributed_c10d import AllgatherOptions, _ProcessGroupWrapper
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ringreduce import plan as plans
-from ringreduce._C import ProcessGroupRing
+from ringreduce._C import ProcessGroupRing, nccl_device_of, nccl_version
 from ringreduce.errors import InvalidArgument
-from ringreduce.gpu import arrays
+from ringreduce.gpu import arrays, nccl
 
 if TYPE_CHECKING:
     import numpy as np
@@ -284,6 +284,24 @@ def register_plan(plan: plans.Plan, group: dist.ProcessGroup | None = None, most
         raise InvalidArgument(f"most_bytes is {most_bytes}; it must be 0 or more, or None")
     limit = 2**64 - 1 if most_bytes is None else most_bytes
     backend.register_plan(plan.collective, plans.lower(plan), plans.digest(plan), limit)
+
+
+def use_nccl(communicator: object, group: dist.ProcessGroup | None = None) -> None:
+    """Lets the group's calls on CUDA tensors go over communicators of NCCL that are split off `communicator`.
+
+    That one must have the group's ranks, in their order, on the GPUs that they use: nccl4py's `Communicator`, CuPy's
+    `NcclCommunicator`, vLLM's `PyNcclCommunicator`, torch's `ProcessGroupNCCL`, or an ncclComm_t as an int. It remains
+    its owner's, who may use it again when this has returned, and survives errors of the group. (NCCL before 2.18 cannot
+    split: there the group uses `communicator` itself, which nobody else may then, and which must outlive the group.)
+
+    Collective, once, before the group's first call on CUDA tensors; whatever the option gpu_transport says. Raises
+    `InvalidArgument` if it is too late, or if some rank's communicator is none or does not fit the group,
+    `SystemFailure` if NCCL cannot split it or the new communicators do not work.
+    """
+    backend = backend_of(group)
+    address = nccl.handle_of(communicator)
+    nccl_version(nccl.places())  # opens the library
+    backend.use_nccl(nccl_device_of(address), address)
 
 
 def backend_of(group: dist.ProcessGroup | None) -> ProcessGroupRing:

@@ -204,7 +204,7 @@ def _settings(
             options,
             seconds,
             max(options.channels or 1, decision.channels),
-            functools.partial(_add_plans, len(global_ranks), options, links, ()),
+            functools.partial(_add_plans, len(global_ranks), options, links),
         ),
         slices=options.slices,
         recorded_calls=options.recorded_calls,

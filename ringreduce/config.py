@@ -63,7 +63,10 @@ class Options:
     fetch: int | None = _knob(None, int, "1: ranks read one another's tensors where they are; 0: through copies")
     least_fetch_bytes: int | None = _knob(None, parse_bytes, "smaller slices are copied (default: by ranks per core)")
     gpu_transport: str | None = _knob(
-        None, str, "for CUDA tensors: 'peer': GPUs' shared memory; 'host': the host's; 'auto': 'peer' where it works"
+        None,
+        str,
+        "for CUDA tensors: 'peer': GPUs' shared memory; 'nccl': NCCL's messages; 'host': the host's memory; 'auto': "
+        "'peer' where it works, else 'host'",
     )
     gpu_bytes: int | None = _knob(None, parse_bytes, "memory of each GPU for a group's slots")
     gpu_blocks: int | None = _knob(None, int, "thread blocks of a call, each of which takes a multiprocessor")
@@ -120,7 +123,7 @@ LEAST_SLICE_COPIED = 16 * 1024
 
 WORDS = {
     "transport": ("shared_memory", "gloo"),
-    "gpu_transport": ("auto", "peer", "host"),
+    "gpu_transport": ("auto", "peer", "nccl", "host"),
     "gpu_mode": ("auto", "run", "steps"),
 }
 

@@ -142,6 +142,13 @@ void Communicator::require(ncclResult_t result, const char* function) const {
   nccl.require(result, function, rank_);
 }
 
+int device_of(std::uint64_t handle) {
+  const Library& nccl = library();
+  int device = -1;
+  nccl.require(nccl.ncclCommCuDevice(reinterpret_cast<ncclComm_t>(handle), &device), "ncclCommCuDevice", -1);
+  return device;
+}
+
 std::vector<std::string> unique_ids(int count) {
   const Library& nccl = library();
   std::vector<std::string> ids;

@@ -58,6 +58,9 @@ class Communicator {
 
 using CommunicatorPtr = std::shared_ptr<Communicator>;
 
+// The device of a communicator, an ncclComm_t as a number. Throws Error(system).
+int device_of(std::uint64_t handle);
+
 // Ids from which the ranks of a group make `count` communicators together, of 128 bytes each: as many as NCCL needs for
 // that. To be called on rank 0, which tells the others. Throws Error(system).
 std::vector<std::string> unique_ids(int count);

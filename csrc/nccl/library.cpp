@@ -63,10 +63,12 @@ Library::Library(const std::vector<std::string>& places) {
                                        "; ringreduce needs NCCL 2.7 or later: " + kFix);
 }
 
-std::string Library::describe() const {
+std::string Library::version() const {
   int version = 0;
-  return (ncclGetVersion(&version) == kSuccess ? version_text(version) : "?") + " (" + file_ + ")";
+  return ncclGetVersion(&version) == kSuccess ? version_text(version) : "?";
 }
+
+std::string Library::describe() const { return version() + " (" + file_ + ")"; }
 
 std::string Library::text(ncclResult_t result) const {
   std::string text = ncclGetErrorString(result);

@@ -17,8 +17,8 @@ class Library {
   RINGREDUCE_NCCL_NEWER_FUNCTIONS(RINGREDUCE_NCCL_MEMBER)
 #undef RINGREDUCE_NCCL_MEMBER
 
-  // "2.27.5 (/usr/lib/libnccl.so.2)"
-  std::string describe() const;
+  std::string version() const;   // "2.27.5"
+  std::string describe() const;  // "2.27.5 (/usr/lib/libnccl.so.2)"
   // "unhandled cuda error ...: last words of NCCL".
   std::string text(ncclResult_t result) const;
   // Throws Error(system), or (peer_lost) if NCCL says so, for another result of `function` than success: "ncclSend on

@@ -154,6 +154,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("collective"), py::arg("lowered"), py::arg("digest"), py::arg("most_bytes"),
            py::arg("slice_bytes") = 0)
       .def_property_readonly("engine", &Group::engine)
+      .def("use_nccl", &Group::use_nccl, py::call_guard<py::gil_scoped_release>(), py::arg("index"),
+           py::arg("communicator"))
       .def("use", &Group::use, py::call_guard<py::gil_scoped_release>(), py::arg("engine"));
 
   m.def(

@@ -13,10 +13,12 @@
 #include <vector>
 
 #include "core/partition.h"
+#include "engine/gpu/nccl_engine.h"
 #include "engine/gpu/peer_engine.h"
 #include "engine/gpu/trial.h"
 #include "kernels/accumulate.h"
 #include "kernels/gpu/accumulate.h"
+#include "nccl/communicator.h"
 
 namespace py = pybind11;
 
@@ -65,6 +67,45 @@ void accumulate(const cuda::DevicePtr& device, cuda::Kernels& kernels, const std
                                             std::size_t{2} * static_cast<unsigned>(device->multiprocessors())));
   cuda::Stream::borrowed(device, reinterpret_cast<cuda::CUstream>(stream))
       .launch(kernels.get("accumulate", "accumulate_", kernel.name), {blocks, kThreads}, job);
+}
+
+Nanoseconds nanoseconds(double seconds) { return static_cast<Nanoseconds>(seconds * 1e9); }
+
+void bind_nccl(py::module_& m) {
+  m.def(
+      "nccl_version", [](const std::vector<std::string>& places) { return nccl::library(places).version(); },
+      py::arg("places"));
+  m.def("nccl_device_of", &nccl::device_of, py::arg("communicator"));
+  m.def(
+      "check_nccl",
+      [](std::uint64_t communicator, const std::shared_ptr<cuda::Device>& device, int rank, int size) {
+        const nccl::Communicator fits(reinterpret_cast<nccl::ncclComm_t>(communicator), false, device, rank, size);
+      },
+      py::arg("communicator"), py::arg("device"), py::arg("rank"), py::arg("size"));
+  m.def(
+      "nccl_ids",
+      [](int communicators) {
+        std::vector<py::bytes> ids;
+        for (const std::string& id : nccl::unique_ids(communicators)) ids.emplace_back(id);
+        return ids;
+      },
+      py::arg("communicators"));
+  m.def(
+      "nccl_engine",
+      [](const std::shared_ptr<Engine>& host, const std::shared_ptr<cuda::Device>& device,
+         const std::vector<std::string>& ids, std::uint64_t communicator, int communicators, double timeout,
+         int channels, cuda::Images images, int slices, std::size_t least_slice_bytes) -> std::shared_ptr<GpuEngine> {
+        const int rank = host->rank(), size = host->size();
+        auto made = communicator != 0
+                        ? nccl::adopt(communicator, communicators, device, rank, size, nanoseconds(timeout))
+                        : nccl::make(ids, communicators, device, rank, size, nanoseconds(timeout));
+        return std::make_shared<NcclEngine>(
+            std::make_shared<TrialHost>(host), std::make_shared<cuda::Kernels>(device, std::move(images)), device,
+            std::move(made), channels, Engine::Options{.slices = slices, .least_slice_bytes = least_slice_bytes});
+      },
+      py::call_guard<py::gil_scoped_release>(), py::kw_only(), py::arg("host"), py::arg("device"), py::arg("ids"),
+      py::arg("communicator"), py::arg("communicators"), py::arg("timeout"), py::arg("channels"), py::arg("images"),
+      py::arg("slices"), py::arg("least_slice_bytes"));
 }
 
 }  // namespace
@@ -175,6 +216,8 @@ void bind_gpus(py::module_& m) {
       py::call_guard<py::gil_scoped_release>(), py::kw_only(), py::arg("host"), py::arg("device"), py::arg("region"),
       py::arg("handles"), py::arg("shape"), py::arg("steps"), py::arg("images"), py::arg("slices"),
       py::arg("least_slice_bytes"));
+
+  bind_nccl(m);
 }
 
 }  // namespace ringreduce

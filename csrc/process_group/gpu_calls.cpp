@@ -85,7 +85,7 @@ bool GpuCalls::advance(GpuWork& work, Nanoseconds& gone_since) {
   if (now() - *work.begun > timeout + GpuEngine::kGrace)
     fail(ErrorKind::timeout,
          c10::str("it has not ended on ", engine_->device()->describe(), " of rank ", engine_->rank(), " within ",
-                  work.call().timeout.count(), " ms"),
+                  work.call().timeout.count(), " ms", engine_->hint()),
          -1);
   const std::vector<int> gone = engine_->gone();
   if (gone.empty()) {
@@ -167,6 +167,7 @@ void GpuCalls::stop() {
     }
   } catch (const Error&) {
   }
+  engine_->leave();
 }
 
 }  // namespace ringreduce

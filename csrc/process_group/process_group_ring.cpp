@@ -144,15 +144,27 @@ void ProcessGroupRing::use(std::shared_ptr<GpuEngine> gpu) {
   running_->gpu = std::make_unique<GpuCalls>(std::move(gpu), at::Device(at::kCUDA, index), shared_);
 }
 
+// With the lock held.
+void ProcessGroupRing::join_gpus(int index, std::uint64_t communicator) {
+  settings_.join_gpus(c10::intrusive_ptr<c10d::Backend>::reclaim_copy(this), index, communicator);
+  gpus_joined_ = true;
+}
+
+void ProcessGroupRing::use_nccl(int index, std::uint64_t communicator) {
+  shared_->throw_if_forked();
+  const WithoutGil no_gil;
+  std::lock_guard lock(gpu_mutex_);
+  if (gpus_joined_)
+    invalid("use_nccl: the group has decided how its CUDA tensors go; call it once, before its first call on them");
+  join_gpus(index, communicator);
+}
+
 // What makes the group's calls on tensors of a GPU; null if they go through the host's memory.
 GpuCalls* ProcessGroupRing::gpu_calls(at::Device device) {
   shared_->throw_if_forked();
   const WithoutGil no_gil;
   std::lock_guard lock(gpu_mutex_);
-  if (!gpus_joined_) {
-    settings_.join_gpus(c10::intrusive_ptr<c10d::Backend>::reclaim_copy(this), device.index());
-    gpus_joined_ = true;
-  }
+  if (!gpus_joined_) join_gpus(device.index(), 0);
   if (running_->gpu && running_->gpu->device() != device)
     invalid("this rank's calls of the group are on ", running_->gpu->device(), "; a tensor is on ", device,
             ". A rank has one GPU: torch.cuda.set_device(", static_cast<int>(device.index()),

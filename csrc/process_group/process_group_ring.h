@@ -43,9 +43,10 @@ class ProcessGroupRing : public c10d::Backend {
   using Regroup = std::function<c10::intrusive_ptr<c10d::Backend>(const std::vector<int>&, const std::string&,
                                                                   std::chrono::milliseconds)>;
 
-  // Called once, in all ranks, when the group first sees CUDA tensors: takes the group and the index of this rank's
-  // device. Gives the group an engine for them by use(), or does not: then such tensors go through the host's memory.
-  using JoinGpus = std::function<void(const c10::intrusive_ptr<c10d::Backend>&, int)>;
+  // Called once, in all ranks, when the group first sees CUDA tensors: takes the group, the index of this rank's
+  // device, and an NCCL communicator that it is to use, or 0. Gives the group an engine for them by use(), or does not:
+  // then such tensors go through the host's memory.
+  using JoinGpus = std::function<void(const c10::intrusive_ptr<c10d::Backend>&, int, std::uint64_t)>;
 
   struct Settings {
     Engine::Options engine;
@@ -182,6 +183,9 @@ class ProcessGroupRing : public c10d::Backend {
   // The same for CUDA tensors too, also if the group has no engine for them yet: a user's plan.
   void register_plan(PlanFor plan);
 
+  // Calls join_gpus with a communicator (an ncclComm_t as a number) that is on device `index`. Throws if it was called.
+  void use_nccl(int index, std::uint64_t communicator);
+
   // For join_gpus.
   void use(std::shared_ptr<GpuEngine> gpu);
   std::shared_ptr<Engine> engine() const;
@@ -193,6 +197,7 @@ class ProcessGroupRing : public c10d::Backend {
   bool call_now(c10d::OpType type, const Collective& collective, c10d::ReduceOp::RedOpType op, const at::Tensor& output,
                 const at::Tensor& input);
   Job job(Collective collective, const TensorList& inputs, const TensorList& outputs);
+  void join_gpus(int index, std::uint64_t communicator);
   GpuCalls* gpu_calls(at::Device device);
   template <class CallOptions>
   c10::intrusive_ptr<c10d::Work> submit(c10d::OpType type, const CallOptions& opts, std::vector<Job> jobs);

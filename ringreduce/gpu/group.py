@@ -1,6 +1,7 @@
 """How the GPUs of a group come together: each rank's region of memory is shared, tried out, and used by all or by none.
 
-What keeps one rank from it is told to all, and logged: CUDA tensors then go through the host's memory.
+What keeps one rank from it is told to all, and logged: CUDA tensors then go through the host's memory. Where the
+options, or `use_nccl`, ask for NCCL, it makes communicators for all ranks, or all raise.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Sequence
 
 import torch
 from torch._C._distributed_c10d import AllgatherOptions
@@ -16,7 +18,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 from ringreduce import _C, plan
 from ringreduce.config import Options
 from ringreduce.errors import InvalidArgument, RingReduceError, SystemFailure
-from ringreduce.gpu import kernels
+from ringreduce.gpu import kernels, nccl
 
 ROW_BYTES = 4096
 """What a rank tells the others at once, at most."""
@@ -30,6 +32,26 @@ LEAST_SLICE = 64 * 1024
 LEAST_SLOT = 1024
 """Bytes."""
 
+NCCL_COMMUNICATORS = 4
+"""At most. Each has its own buffers, threads and connections, and all of their kernels must fit on the GPU together."""
+
+ID_DIGITS = 2 * 128
+"""Of NCCL's unique id, in hexadecimal."""
+
+NCCL_LEAST_SLICE = 1024 * 1024
+"""Bytes. Every slice of a step is an exchange more, which is a launch of a kernel at least. Not swept yet."""
+
+NCCL_RULES = "broadcast:ring:1M-;reduce:ring:1M-"
+"""The built-in algorithms but for these: directly, a root's links would carry the tensor once for each peer. Those take
+the fewest exchanges: one or two, while a ring takes one a hop. Not measured."""
+
+NCCL_RULES_OF_HOSTS = ";all_reduce:ring:1M-;reduce_scatter:ring:1M-;all_gather:ring:1M-"
+"""Besides, where ranks are on several hosts: directly, a host would send to each rank of the others what a ring sends
+once. Not measured."""
+
+AddPlans = Callable[[Sequence[plan.Rule], _C.GpuEngine], None]
+"""Gives an engine its plans: as the user says, else as the topology does, else by these rules."""
+
 log = logging.getLogger(__name__)
 
 
@@ -37,15 +59,20 @@ def join(
     options: Options,
     timeout: float,
     channels: int,
-    add_plans: Callable[[_C.GpuEngine], None],
+    add_plans: AddPlans,
     group: _C.ProcessGroupRing,
     ordinal: int,
+    communicator: int,
 ) -> None:
     """Gives `group` an engine for tensors of CUDA device `ordinal`, unless some rank cannot have one.
 
-    Plans have at most `channels` channels; `add_plans` gives an engine its plans. Collective. Raises `SystemFailure` if
-    there is no engine although the options insist.
+    Plans have at most `channels` channels. `communicator` is NCCL's (an address), or 0. Collective. Raises
+    `SystemFailure` if there is no engine although the options, or a communicator, insist; `InvalidArgument` if some
+    rank's communicator does not fit the group.
     """
+    if communicator or options.gpu_transport == "nccl":
+        group.use(_over_nccl(options, timeout, channels, add_plans, group, ordinal, communicator))
+        return
     if options.gpu_transport == "host":
         return
     try:
@@ -55,7 +82,11 @@ def join(
             raise SystemFailure(
                 f"gpu_transport is 'peer', but the group's GPUs cannot share memory: {reason}"
             ) from None
-        log.warning("CUDA tensors of this group go through the host's memory, which is slow: %s", reason)
+        log.warning(
+            "CUDA tensors of this group go through the host's memory, which is slow: %s. If NCCL is installed, "
+            "gpu_transport='nccl' may be faster",
+            reason,
+        )
 
 
 class _NotForAll(Exception):
@@ -66,7 +97,7 @@ def _engine(
     options: Options,
     seconds: float,
     channels: int,
-    add_plans: Callable[[_C.GpuEngine], None],
+    add_plans: AddPlans,
     group: _C.ProcessGroupRing,
     ordinal: int,
 ) -> _C.GpuEngine:
@@ -83,15 +114,78 @@ def _engine(
     handles = [bytes.fromhex(each) for each in _tell_all(group, handle.hex(), error)]
     try:
         engine = _over_peer_memory(options, channels, group, device, region, handles)
-        add_plans(engine)
+        add_plans((), engine)
     except RingReduceError as refusal:
         error = str(refusal)
     _tell_all(group, "", error)
+    _try_out(group, engine, seconds)
+    return engine
+
+
+def _try_out(group: _C.ProcessGroupRing, engine: _C.GpuEngine, seconds: float) -> None:
+    error = ""
     try:
         engine.try_out(seconds)
     except RingReduceError as refusal:
         error = str(refusal)
     _tell_all(group, "", error)
+
+
+def _over_nccl(
+    options: Options,
+    timeout: float,
+    channels: int,
+    add_plans: AddPlans,
+    group: _C.ProcessGroupRing,
+    ordinal: int,
+    communicator: int,
+) -> _C.GpuEngine:
+    """An engine over NCCL, which works; for a `communicator`, over such as are split off it."""
+    error, wrong, said = "", "", ""
+    communicators = min(channels, NCCL_COMMUNICATORS)
+    try:
+        version = _C.nccl_version(nccl.places())
+        device = _C.CudaDevice(ordinal)
+        if communicator:
+            _C.check_nccl(communicator, device, group.rank(), group.size())
+        ids = _C.nccl_ids(communicators) if group.rank() == 0 and not communicator else []
+        said = json.dumps([version, socket.gethostname(), "".join(each.hex() for each in ids)])
+    except InvalidArgument as refusal:
+        wrong = str(refusal)
+    except RingReduceError as refusal:
+        error = str(refusal)
+    try:
+        _tell_all(group, "", wrong)
+    except _NotForAll as reason:
+        raise InvalidArgument(f"use_nccl: {reason}") from None
+    try:
+        versions, hosts, (ids_of_first, *_) = zip(*map(json.loads, _tell_all(group, said, error)), strict=True)
+        if len(set(versions)) > 1:
+            raise _NotForAll(f"ranks have different versions of NCCL: {', '.join(versions)}; install the same for all")
+        seconds = timeout / 2  # less than what others, who have failed already, wait to tell it
+        try:
+            engine = _C.nccl_engine(
+                host=group.engine,
+                device=device,
+                ids=[bytes.fromhex(ids_of_first[i : i + ID_DIGITS]) for i in range(0, len(ids_of_first), ID_DIGITS)],
+                communicator=communicator,
+                communicators=communicators,
+                timeout=seconds,
+                channels=channels,
+                images=functools.partial(_image, device.capability),
+                slices=options.slices,
+                least_slice_bytes=options.least_slice_bytes or NCCL_LEAST_SLICE,
+            )
+            rules = NCCL_RULES + (NCCL_RULES_OF_HOSTS if len(set(hosts)) > 1 else "")
+            add_plans(plan.parse_algorithms(rules), engine)
+        except RingReduceError as refusal:
+            error = str(refusal)
+        _tell_all(group, "", error)
+        _try_out(group, engine, seconds)
+    except _NotForAll as reason:
+        asked = "use_nccl was called" if communicator else "gpu_transport is 'nccl'"
+        raise SystemFailure(f"{asked}, but NCCL does not join the group's GPUs: {reason}") from None
+    log.info("CUDA tensors of this group: %s, NCCL %s, %d communicators", device, version, communicators)
     return engine
 
 

@@ -38,6 +38,17 @@ DRIVER_TEST = {
         *("csrc/engine/program.cpp", "csrc/engine/gpu/flat_program.cpp"),
     ],
 }
+NCCL = {
+    "libnccl.so.2": ["tests/stand_in/libnccl.cpp", "csrc/cuda/driver.cpp"],
+}
+NCCL_TEST = {
+    "libnccl_2_12.so": ["tests/stand_in/libnccl_2_12.cpp", "csrc/cuda/driver.cpp"],
+    "nccl_test": [
+        *("tests/stand_in/nccl_test.cpp", "csrc/stress/harness.cpp", "csrc/stress/plans.cpp"),
+        *(f"csrc/{part}/*.cpp" for part in ("cuda", "nccl", "engine", "engine/gpu", "kernels", "kernels/gpu")),
+        "csrc/transport/*.cpp",
+    ],
+}
 
 
 @functools.cache

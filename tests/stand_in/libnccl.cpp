@@ -9,7 +9,7 @@
 // streams, kernels of one communicator that overlap, other types than ncclInt8, handles that were destroyed. A message
 // that is received with another size than it was sent with is an asynchronous error of both ranks.
 //
-// Built with -DWITHOUT_NEWER it has no ncclCommSplit and no ncclGetLastError, as NCCL until 2.12.
+// With WITHOUT_NEWER defined (libnccl_2_12.cpp) it has no ncclCommSplit and no ncclGetLastError, as NCCL until 2.12.
 // RINGREDUCE_STAND_IN_NCCL_HANGS (=1): group ends do not return until the communicator is aborted.
 
 #include <dlfcn.h>

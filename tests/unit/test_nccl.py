@@ -8,27 +8,24 @@ import ctypes
 import importlib.util
 import itertools
 import os
-import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from stand_in import build as stand_in
 
 import ringreduce.plan.ring as ring
 from ringreduce.errors import InvalidArgument
 from ringreduce.gpu import nccl
 from ringreduce.plan import BUILDERS, Plan, build, layout, lower
 
-ROOT = Path(__file__).resolve().parents[2]
-STAND_IN = ROOT / "tests/stand_in"
-COMPILER = [*shlex.split(os.environ.get("CXX", "c++")), "-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread"]
-COMPILER += ["-fvisibility=hidden", "-ffp-contract=off", "-fPIC", f"-I{ROOT / 'csrc'}"]
+ROOT = stand_in.ROOT
+STAND_IN = stand_in.STAND_IN
 OPERATIONS = [
     *("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter", "all_to_all"),
 ]
@@ -42,38 +39,12 @@ ALGORITHMS = [(collective, algorithm) for collective in BUILDERS for algorithm i
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built() -> Path:
     """A folder with the stand-ins, kernels for them, and the test program."""
-    folder = tmp_path_factory.mktemp("nccl")
-    csrc = [
-        path
-        for part in ("cuda", "nccl", "engine", "engine/gpu", "kernels", "kernels/gpu", "transport")
-        for path in sorted((ROOT / "csrc" / part).glob("*.cpp"))
-    ]
-    csrc += [ROOT / "csrc/stress/harness.cpp", ROOT / "csrc/stress/plans.cpp"]
-    stand_ins = [STAND_IN / f"{name}.cpp" for name in ("libcuda", "libnccl", "accumulate_kernels", "nccl_test")]
-
-    def compile_one(source: Path, *options: str, name: str = "") -> Path:
-        made = folder / f"{name or '_'.join(source.relative_to(ROOT).parts)}.o"
-        subprocess.run([*COMPILER, *options, "-c", source, "-o", made], check=True)
-        return made
-
-    def link(name: str, *inputs: Path, shared: bool = True) -> None:
-        subprocess.run([*COMPILER, *(["-shared"] if shared else []), *inputs, "-o", folder / name], check=True)
-
-    with ThreadPoolExecutor(2) as pool:
-        old = pool.submit(compile_one, STAND_IN / "libnccl.cpp", "-DWITHOUT_NEWER", name="old")
-        *engine, libcuda, libnccl, kernels, program = pool.map(compile_one, csrc + stand_ins)
-    driver = engine[csrc.index(ROOT / "csrc/cuda/driver.cpp")]
-    link("libcuda.so.1", libcuda)
-    link("libnccl.so.2", libnccl, driver)
-    link("old.so", old.result(), driver)
-    link("kernels.so", kernels)
-    link("nccl_test", *engine, program, shared=False)
-    return folder
+    return stand_in.build(ROOT / "build/stand_in", stand_in.LIBRARIES | stand_in.NCCL | stand_in.NCCL_TEST)
 
 
-def run(built: Path, *arguments: Any, library: str = "libnccl.so.2", **settings: Any) -> str:
+def run(built: Path, *arguments: Any, library: str | Path = "libnccl.so.2", **settings: Any) -> str:
     """What the program prints; `settings` are those of the stand-ins, in capitals."""
     env = {
         **os.environ,
@@ -171,7 +142,7 @@ def test_channels_and_slices(built: Path, tmp_path: Path, communicators: int) ->
         if n < 30_000 or slice_bytes > 64
     ]
     check(built, tmp_path, cases)
-    check(built, tmp_path, cases[:6], library="old.so")
+    check(built, tmp_path, cases[:6], library="libnccl_2_12.so")
 
 
 @pytest.mark.parametrize("algorithm", ["one_shot", "two_shot", "ring", "tree", "halving_doubling"])
@@ -186,7 +157,7 @@ def test_roots(built: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("communicators", [1, 2])
-@pytest.mark.parametrize("library", ["libnccl.so.2", "old.so"])
+@pytest.mark.parametrize("library", ["libnccl.so.2", "libnccl_2_12.so"])
 def test_adopted_communicator_is_left_as_it_was(built: Path, tmp_path: Path, library: str, communicators: int) -> None:
     cases = [case(two_rings(3), [n], communicators=communicators, adopts=True) for n in (10, 2000)]
     check(built, tmp_path, cases, library=library)
@@ -206,7 +177,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("test", ["barrier", "several_streams", *FAULTS])
+@pytest.mark.parametrize("test", ["barrier", "several_streams", "first_call_in_a_capture", *FAULTS])
 def test_engine(built: Path, test: str) -> None:
     run(built, test)
 
@@ -234,8 +205,8 @@ def test_old_library(built: Path, tmp_path: Path) -> None:
     source.write_text(
         'extern "C" __attribute__((visibility("default"))) int ncclGetVersion(int* v) { return *v = 2604, 0; }'
     )
-    subprocess.run([*COMPILER, "-shared", source, "-o", built / "ancient.so"], check=True)
-    text = run(built, "print_unavailable", library="ancient.so")
+    subprocess.run([*stand_in.compiler(), "-shared", source, "-o", tmp_path / "ancient.so"], check=True)
+    text = run(built, "print_unavailable", library=tmp_path / "ancient.so")
     assert "ancient.so) is too old: it has no ncclGetUniqueId, " in text
     assert "ncclSend" in text
     assert "ncclGetVersion" not in text
@@ -259,7 +230,7 @@ def include_folders() -> list[Path] | None:
 def test_api_is_that_of_nccl_h(tmp_path: Path) -> None:
     def errors(csrc: Path) -> str:
         folders = [flag for folder in include_folders() or () for flag in ("-isystem", folder)]
-        check = ["c++", "-std=c++20", "-fsyntax-only", f"-I{csrc}", *folders, STAND_IN / "nccl_signatures.cpp"]
+        check = [*stand_in.compiler(), "-fsyntax-only", f"-I{csrc}", *folders, STAND_IN / "nccl_signatures.cpp"]
         return subprocess.run(check, check=False, capture_output=True, text=True).stderr
 
     assert errors(ROOT / "csrc") == ""

@@ -11,7 +11,9 @@ Tally GpuEngine::run(const Call& call, const Buffers& buffers) {
   enqueue(call, buffers, stream);
   while (!stream.done()) {
     if (now() - began > call.timeout + kGrace)
-      fail(Error(ErrorKind::timeout, title(call, sequence()) + " did not end on " + device_->describe()));
+      fail(Error(ErrorKind::timeout,
+                 title(call, sequence()) + " did not end on " + device_->describe() + " of rank " +
+                     std::to_string(rank()) + " within " + in_seconds(call.timeout) + hint()));
     look();
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }

@@ -34,6 +34,12 @@ class GpuEngine : public Engine {
   // Whether the peers need this rank's memory no more, after its own calls have ended.
   virtual bool quiet() { return true; }
 
+  // After the last call: gives back what all ranks must give back together. May wait for them, for some time.
+  virtual void leave() noexcept {}
+
+  // What to say of a call that does not end, beyond that: a sentence, or nothing.
+  virtual std::string hint() const { return ""; }
+
   // Puts the call in a stream and waits for it.
   Tally run(const Call& call, const Buffers& buffers) final;
 

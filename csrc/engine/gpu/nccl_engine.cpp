@@ -1,8 +1,8 @@
 #include "engine/gpu/nccl_engine.h"
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
+#include <deque>
 #include <thread>
 
 namespace ringreduce {
@@ -55,10 +55,6 @@ class Wire final : public PointToPoint {
   const cuda::Stream& stream_;
 };
 
-std::uint64_t word(const cuda::HostMemory& memory, std::size_t index) {
-  return std::atomic_ref(reinterpret_cast<std::uint64_t*>(memory.data())[index]).load(std::memory_order_acquire);
-}
-
 }  // namespace
 
 struct NcclEngine::Lane {
@@ -78,33 +74,40 @@ NcclEngine::NcclEngine(std::shared_ptr<Engine> host, std::shared_ptr<cuda::Kerne
       kernels_(std::move(kernels)),
       communicators_(std::move(communicators)),
       token_(this->device(), kTokenBytes),
-      progress_(this->device(), 2 * sizeof(std::uint64_t)),
       forked_(this->device()) {
-  if (!this->device()->has_stream_values())
-    throw Error(ErrorKind::system, this->device()->describe() +
-                                       " has no stream memory operations, which tell how far calls are; install a "
-                                       "newer NVIDIA driver");
   for (const nccl::CommunicatorPtr& communicator : communicators_)
-    lanes_.push_back(std::make_unique<Lane>(
-        *this, this->device(), *communicator,
-        [this](const std::string& row) -> const auto& { return kernels_->get("accumulate", "accumulate_", row); }));
+    lanes_.push_back(
+        std::make_unique<Lane>(*this, this->device(), *communicator, [this](const std::string& row) -> const auto& {
+          const cuda::RelaxedCapture relaxed;
+          return kernels_->get("accumulate", "accumulate_", row);
+        }));
 }
 
-NcclEngine::~NcclEngine() {
+NcclEngine::~NcclEngine() { NcclEngine::leave(); }
+
+bool NcclEngine::all_ended() const {
+  try {
+    const cuda::RelaxedCapture relaxed;
+    return std::all_of(lanes_.begin(), lanes_.end(), [](const auto& lane) { return lane->stream.done(); });
+  } catch (const Error&) {  // nothing more runs on this device
+    return false;
+  }
+}
+
+void NcclEngine::leave() noexcept {
   const Nanoseconds deadline = now() + kEndPatience;
-  const auto all_ended = [&] {
-    std::lock_guard lock(mutex_);
-    return ended() == put_;
-  };
   while (!all_ended() && now() < deadline) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   if (all_ended())
-    std::call_once(aborted_, [&] { nccl::destroy(communicators_); });
+    std::call_once(freed_, [&] { nccl::destroy(communicators_); });
   else
     abort_communicators();
 }
 
-std::uint64_t NcclEngine::begun() const { return word(progress_, 0); }
-std::uint64_t NcclEngine::ended() const { return word(progress_, 1); }
+std::string NcclEngine::hint() const {
+  return ". NCCL does not tell which rank it waits for, nor whether ranks made different calls: see that all of them "
+         "made this one, with the same sizes, and what NCCL_DEBUG=INFO says. If it only needs longer, give "
+         "init_process_group a larger timeout";
+}
 
 void NcclEngine::enqueue(const Call& asked, const Buffers& given, const cuda::Stream& stream) {
   throw_if_aborted();
@@ -120,14 +123,12 @@ void NcclEngine::enqueue(const Call& asked, const Buffers& given, const cuda::St
   }
   const Choice& choice = choice_for(call);
   const Program& program = program_for(call, choice.plan);
-  const std::string what = title(call, next_call());
-  const bool captures = stream.capturing();
+  const std::uint64_t seq = next_call();
+  const std::string what = title(call, call.number != 0 ? call.number : seq);
   try {
     std::lock_guard lock(calling_);
-    put(call, buffers, program, slice_bytes(call, program, choice.slice_bytes), what, stream, captures);
+    put(call, buffers, program, slice_bytes(call, program, choice.slice_bytes), stream);
   } catch (const Error& error) {
-    // What is captured has not happened.
-    if (captures && error.kind() == ErrorKind::invalid_argument) throw;
     fail(Error(error.kind(), what + ": " + error.what(), error.culprit()));
     throw_if_aborted();  // the group's first error, which need not be this one
     throw;
@@ -138,20 +139,12 @@ void NcclEngine::enqueue(const Call& asked, const Buffers& given, const cuda::St
 }
 
 void NcclEngine::put(const Call& call, const Buffers& buffers, const Program& program, std::size_t slice_bytes,
-                     const std::string& title, const cuda::Stream& stream, bool captures) {
+                     const cuda::Stream& stream) {
   const cuda::Device::Use use(*device());
   const Timetable& timetable = timetables_.try_emplace(&program, program).first->second;
   const std::size_t lanes = std::min(lanes_.size(), program.channels.size());
   stream.record(forked_);
-  for (std::size_t l = 0; l < lanes; ++l) {
-    lanes_[l]->stream.wait(forked_);
-    lanes_[l]->device.capturing(captures);
-  }
-  if (!captures) {
-    std::lock_guard lock(mutex_);
-    under_way_.push_back({++put_, title, call.timeout});
-    lanes_[0]->stream.write_value(progress_.pointer(), put_);
-  }
+  for (std::size_t l = 0; l < lanes; ++l) lanes_[l]->stream.wait(forked_);
   std::deque<Exchange> exchanges;
   for (std::size_t l = 0; l < lanes; ++l)
     exchanges.emplace_back(lanes_[l]->wire, lanes_[l]->device, program, timetable, call, buffers, slice_bytes,
@@ -162,22 +155,17 @@ void NcclEngine::put(const Call& call, const Buffers& buffers, const Program& pr
       for (Exchange& exchange : exchanges) more |= exchange.advance(kForever);
     }
   } catch (...) {
-    join(lanes, stream, captures);  // so that the caller's stream does not run ahead of what was put already
+    join(lanes, stream);  // so that the caller's stream does not run ahead of what was put already
     throw;
   }
-  join(lanes, stream, captures);
+  join(lanes, stream);
 }
 
-// Lane 0 ends last.
-void NcclEngine::join(std::size_t lanes, const cuda::Stream& stream, bool captures) {
-  const Lane& first = *lanes_[0];
-  for (std::size_t l = 1; l < lanes; ++l) {
+void NcclEngine::join(std::size_t lanes, const cuda::Stream& stream) {
+  for (std::size_t l = 0; l < lanes; ++l) {
     lanes_[l]->stream.record(lanes_[l]->done);
-    first.stream.wait(lanes_[l]->done);
+    stream.wait(lanes_[l]->done);
   }
-  if (!captures) first.stream.write_value(progress_.pointer() + sizeof(std::uint64_t), put_);
-  first.stream.record(first.done);
-  stream.wait(first.done);
 }
 
 void NcclEngine::fail(const Error& error) {
@@ -186,7 +174,7 @@ void NcclEngine::fail(const Error& error) {
 }
 
 void NcclEngine::abort_communicators() {
-  std::call_once(aborted_, [this] {
+  std::call_once(freed_, [this] {
     // NCCL lets a communicator be aborted while another thread calls it, which may be stuck there; but first it is
     // given time to come back by itself.
     const std::unique_lock lock(calling_, kCallPatience);
@@ -198,24 +186,9 @@ void NcclEngine::look() noexcept {
   try {
     throw_if_aborted();
     for (const nccl::CommunicatorPtr& communicator : communicators_) communicator->check();
-    find_late_call();
   } catch (const Error& error) {
     fail(error);
   }
-}
-
-void NcclEngine::find_late_call() {
-  std::lock_guard lock(mutex_);
-  while (!under_way_.empty() && under_way_.front().number <= ended()) under_way_.pop_front();
-  if (under_way_.empty() || under_way_.front().number > begun()) return;
-  UnderWay& call = under_way_.front();
-  if (call.began == 0) call.began = now();
-  if (now() - call.began <= call.timeout) return;
-  throw Error(ErrorKind::timeout,
-              call.title + " timed out after " + in_seconds(call.timeout) + " on the GPU of rank " +
-                  std::to_string(rank()) + ", " + device()->describe() +
-                  ". NCCL does not tell which rank it waits for: see that all of them made this call, and what "
-                  "NCCL_DEBUG=INFO says. If it only needs longer, give init_process_group a larger timeout");
 }
 
 }  // namespace ringreduce

@@ -6,6 +6,9 @@
 // each lane, whatever streams they were made on. All of that can be captured in a CUDA graph; replays are to be ordered
 // with the engine's other calls by their streams, as lanes' memory serves them all.
 //
+// NCCL says of a call that does not end neither whom it waits for nor that ranks made different ones. Whoever follows
+// the calls ends the group when one takes too long; communicators are aborted then, which ends what is on the GPU.
+//
 // No deadlock, as far as NCCL's kernels fit on the GPU together, one a lane, besides what ends by itself. Every rank
 // puts exchanges on its lanes in one order: by number, then by lane. Take the first in this order that has not ended on
 // all of its ranks. What it waits for in its lanes is earlier in the order, so it has run to where it waits for its
@@ -13,7 +16,6 @@
 // between two ranks say, waits for peers that have come as far, or for work that was put before.
 #pragma once
 
-#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -32,52 +34,36 @@ class NcclEngine final : public GpuEngine {
  public:
   // `communicators`: at least one, of the same ranks, equally many on all of them. `channels`: the most that a plan may
   // have. Of the options, those about slices count.
-  // Throws Error(system) if the device has no stream memory operations.
   NcclEngine(std::shared_ptr<Engine> host, std::shared_ptr<cuda::Kernels> kernels, cuda::DevicePtr device,
              std::vector<nccl::CommunicatorPtr> communicators, int channels, const Options& options);
-  // Waits for the calls that were made, at most a few seconds; ends what is left of them.
-  ~NcclEngine() override;
+  ~NcclEngine() override;  // leaves
 
   void enqueue(const Call& call, const Buffers& buffers, const cuda::Stream& stream) override;
   void fail(const Error& error) override;
 
-  // Looks for errors of NCCL, for calls that took longer on the GPU than their timeout, and for errors of the group,
-  // and ends all that is on the GPU if there is one. Calls that are replayed from a graph have no timeout. Makes no
-  // call to CUDA before it finds an error, so it is allowed while somebody captures.
+  // Asks NCCL for errors. Makes no call to CUDA before it finds one, so it is allowed while somebody captures.
   void look() noexcept override;
+  // Waits for the calls that were made, at most a few seconds, and ends what is left of them; frees the communicators.
+  void leave() noexcept override;
+  std::string hint() const override;
 
  private:
   struct Lane;
 
-  // A call that was put in a stream and is not known to have ended.
-  struct UnderWay {
-    std::uint64_t number;
-    std::string title;
-    Nanoseconds timeout;
-    Nanoseconds began = 0;  // when check() first saw that it has
-  };
-
   void put(const Call& call, const Buffers& buffers, const Program& program, std::size_t slice_bytes,
-           const std::string& title, const cuda::Stream& stream, bool captures);
-  void join(std::size_t lanes, const cuda::Stream& stream, bool captures);
-  void find_late_call();
+           const cuda::Stream& stream);
+  void join(std::size_t lanes, const cuda::Stream& stream);
+  bool all_ended() const;
   void abort_communicators();
-  // How many calls have begun, and ended, on the GPU: it writes these itself.
-  std::uint64_t begun() const;
-  std::uint64_t ended() const;
 
   const std::shared_ptr<cuda::Kernels> kernels_;
   const std::vector<nccl::CommunicatorPtr> communicators_;
-  const cuda::DeviceMemory token_;   // what a barrier sums
-  const cuda::HostMemory progress_;  // two words: see begun()
+  const cuda::DeviceMemory token_;  // what a barrier sums
   const cuda::Event forked_;
   std::vector<std::unique_ptr<Lane>> lanes_;
   std::map<const Program*, Timetable> timetables_;
   std::timed_mutex calling_;  // while this rank calls NCCL
-  std::once_flag aborted_;
-  std::mutex mutex_;  // of all below
-  std::uint64_t put_ = 0;
-  std::deque<UnderWay> under_way_;
+  std::once_flag freed_;      // the communicators
 };
 
 }  // namespace ringreduce

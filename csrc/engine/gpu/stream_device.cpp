@@ -22,10 +22,7 @@ StreamDevice::StreamDevice(const cuda::Stream& stream,
 
 std::byte* StreamDevice::take() {
   if (free_.empty()) {
-    if (captures_)
-      throw Error(ErrorKind::invalid_argument,
-                  "a collective of this size needs GPU memory that no call has needed yet, and none can be allocated "
-                  "while a CUDA graph is captured; make the call once before the capture");
+    const cuda::RelaxedCapture relaxed;
     cells_.push_back(std::make_unique<cuda::DeviceMemory>(stream_.device(), bytes_));
     free_.push_back(reinterpret_cast<std::byte*>(cells_.back()->pointer()));
   }

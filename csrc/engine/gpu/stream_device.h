@@ -18,14 +18,10 @@ class StreamDevice final : public Device {
   // kernel of a row of csrc/kernels/gpu.
   StreamDevice(const cuda::Stream& stream, std::function<const cuda::Function&(const std::string& row)> kernel);
 
-  // Cells stay where they are as long as this object lives: graphs that were captured use them. In a capture no memory
-  // can be had; throws invalid_argument where that is needed.
+  // Cells stay where they are as long as this object lives: graphs that were captured use them.
   std::byte* take() override;
   void give(std::byte* cell) override { free_.push_back(cell); }
   void resize(std::size_t bytes) override;
-
-  // From now on the stream's work goes into a graph, or not any more.
-  void capturing(bool captures) { captures_ = captures; }
 
   // Throw invalid_argument for more operands than a kernel takes.
   void accumulate(const Call& call, std::span<void* const> dsts, std::span<const void* const> srcs, std::size_t count,
@@ -38,7 +34,6 @@ class StreamDevice final : public Device {
 
   const cuda::Stream& stream_;
   const std::function<const cuda::Function&(const std::string&)> kernel_;
-  bool captures_ = false;
   std::size_t bytes_ = 0;
   std::vector<std::unique_ptr<cuda::DeviceMemory>> cells_;  // of all sizes there ever were
   std::vector<std::byte*> free_;                            // of `bytes_` bytes

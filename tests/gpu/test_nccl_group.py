@@ -1,0 +1,342 @@
+"""Groups whose CUDA tensors go over NCCL: Options(gpu_transport='nccl') and ringreduce.use_nccl.
+
+The stand-in for NCCL joins threads of one process, so ranks are threads here, in a process of their own. On several
+real GPUs the same calls run over the real NCCL, with ranks that are processes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed.harness import Rank, run
+from stand_in import build as stand_in
+from stand_in import torch_cuda
+
+import ringreduce
+from ringreduce import Options, backend
+from ringreduce.config import resolve
+from ringreduce.errors import Aborted, CollectiveTimeout, InvalidArgument, SystemFailure
+
+REAL = torch.version.cuda is not None
+needs_stand_in = pytest.mark.skipif(REAL, reason="the stand-in for NCCL is for a torch without CUDA")
+
+
+class Member:
+    """A rank of a group that is a thread."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float, options: Options) -> None:
+        self.rank, self.size, self.store = rank, size, store
+        torch.cuda.set_device(rank)
+        resolved, _ = resolve(options)
+        self.backend = backend._make(store, "group", rank, list(range(size)), timedelta(seconds=timeout), resolved)
+        self.group = dist.ProcessGroup(store, rank, size)
+        self.group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.CUSTOM, self.backend)
+
+    def meet(self, name: str) -> None:
+        """Returns when all ranks are here."""
+        self.store.set(f"{name}{self.rank}", "")
+        self.store.wait([f"{name}{rank}" for rank in range(self.size)])
+
+
+def run_threads(function: Callable[..., Any], size: int, *arguments: Any, timeout: float = 30, **options: Any) -> Any:
+    """What `function(member, *arguments)` returns, for each of `size` ranks; the first failure of one is the test's."""
+    (results,) = run(_in_threads, 1, function, size, arguments, timeout, options)
+    return results
+
+
+def _in_threads(
+    _: Rank, function: Callable[..., Any], size: int, arguments: Any, timeout: float, options: Any
+) -> list[Any]:
+    os.environ["RINGREDUCE_STAND_IN_DEVICES"] = str(size)
+    torch_cuda.activate()
+    _stand_in_nccl()
+    store = dist.HashStore()
+    results: list[Any] = [None] * size
+    failures: list[str] = []
+
+    def main(rank: int) -> None:
+        member = None
+        try:
+            member = Member(store, rank, size, timeout, Options(**options))
+            results[rank] = function(member, *arguments)
+        except BaseException:
+            failures.append(f"rank {rank}: {traceback.format_exc()}")
+            if member is not None:
+                member.backend.abort()
+        finally:
+            if member is not None:
+                member.backend.shutdown()
+
+    threads = [threading.Thread(target=main, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, "\n".join(failures)
+    return results
+
+
+def _stand_in_nccl() -> None:
+    folder = stand_in.build(stand_in.ROOT / "build/stand_in", stand_in.NCCL)
+    os.environ["RINGREDUCE_LIBNCCL"] = str(folder / "libnccl.so.2")
+
+
+# ---- what both kinds of ranks do -------------------------------------------------------------------------------------
+
+
+def all_collectives(rank: int, size: int, group: dist.ProcessGroup | None, n: int) -> None:
+    def own(r: int) -> torch.Tensor:
+        return (torch.arange(n, device="cuda") % 5 + r).float()
+
+    def same(got: torch.Tensor, expected: torch.Tensor) -> None:
+        assert torch.equal(got, expected), (got, expected)
+
+    root = size - 1
+    total = torch.stack([own(r) for r in range(size)]).sum(0)
+    everyones = torch.cat([own(r) for r in range(size)])
+
+    x = own(rank)
+    ringreduce.all_reduce(x, group=group)
+    same(x, total)
+    x = own(rank)
+    ringreduce.all_reduce(x, dist.ReduceOp.AVG, group=group)
+    same(x, total / size)
+    x = own(rank)
+    ringreduce.broadcast(x, root, group=group)
+    same(x, own(root))
+    x = own(rank)
+    ringreduce.reduce(x, root, group=group)
+    same(x, total if rank == root else own(rank))
+    x = torch.empty(size * n, device="cuda")
+    ringreduce.all_gather_into_tensor(x, own(rank), group=group)
+    same(x, everyones)
+    x = torch.empty(n, device="cuda")
+    ringreduce.reduce_scatter_tensor(x, everyones + rank, group=group)
+    same(x, own(rank) * size + sum(range(size)))
+    x = torch.empty(size * n, device="cuda")
+    ringreduce.all_to_all_single(x, everyones + 10 * rank, group=group)
+    same(x, torch.cat([own(rank) + 10 * r for r in range(size)]))
+    parts = [torch.empty(n, device="cuda") for _ in range(size)] if rank == root else None
+    ringreduce.gather(own(rank), parts, root, group=group)
+    if parts:
+        same(torch.cat(parts), everyones)
+    x = torch.empty(n, device="cuda")
+    ringreduce.scatter(x, list(everyones.split(n)) if rank == root else None, root, group=group)
+    same(x, own(rank))
+
+    tensors = [own(rank) + i for i in range(5)]
+    works = [ringreduce.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
+    for i, work in enumerate(works):
+        assert work is not None
+        work.wait()
+        same(tensors[i], total + i * size)
+    torch.cuda.synchronize()
+
+
+def replayed(rank: int, size: int, group: dist.ProcessGroup | None) -> None:
+    """Of a call whose size, and so memory, is new."""
+    x = torch.zeros(5000, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ringreduce.all_reduce(x, group=group)
+    for factor in (1, 2):
+        x.fill_(factor * (rank + 1))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert x.unique().tolist() == [factor * size * (size + 1) / 2]
+
+
+def member_calls(me: Member, n: int) -> None:
+    all_collectives(me.rank, me.size, me.group, n)
+
+
+def member_replays(me: Member) -> None:
+    replayed(me.rank, me.size, me.group)
+
+
+# ---- with ranks that are threads -------------------------------------------------------------------------------------
+
+
+@needs_stand_in
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+@pytest.mark.parametrize(("size", "n"), [(2, 1), (2, 100_003), (4, 1001)])
+def test_collectives(size: int, n: int, transport: str) -> None:
+    run_threads(member_calls, size, n, gpu_transport="nccl", transport=transport)
+
+
+@needs_stand_in
+@pytest.mark.parametrize(
+    "algorithms", ["all_reduce:ring;all_gather:ring;reduce_scatter:ring;broadcast:tree;reduce:tree"]
+)
+def test_collectives_in_rings_and_trees(algorithms: str) -> None:
+    run_threads(member_calls, 4, 5000, gpu_transport="nccl", algorithms=algorithms)
+
+
+@needs_stand_in
+def test_graph() -> None:
+    run_threads(member_replays, 2, gpu_transport="nccl")
+
+
+@needs_stand_in
+def test_adopted_communicator() -> None:
+    run_threads(calls_over_an_adopted_one, 2, gpu_transport="host")
+
+
+def calls_over_an_adopted_one(me: Member) -> None:
+    theirs = a_communicator(me)
+    ringreduce.use_nccl(theirs, group=me.group)
+    all_collectives(me.rank, me.size, me.group, 1001)
+    before = communicators()
+    me.meet("counted")
+    me.backend.shutdown()
+    me.meet("shut down")
+    assert before > me.size
+    assert communicators() == me.size  # theirs
+
+
+@needs_stand_in
+def test_adopting_too_late() -> None:
+    for text in run_threads(adopts_too_late, 2, gpu_transport="nccl"):
+        assert "call it once, before its first call on them" in text
+
+
+def adopts_too_late(me: Member) -> str:
+    ringreduce.all_reduce(torch.ones(4, device="cuda"), group=me.group)
+    with pytest.raises(InvalidArgument) as refusal:
+        ringreduce.use_nccl(a_communicator(me), group=me.group)
+    return str(refusal.value)
+
+
+@needs_stand_in
+def test_adopting_what_does_not_fit() -> None:
+    for text in run_threads(adopts_in_another_order, 2):
+        assert (
+            "use_nccl: rank 0: the NCCL communicator is of rank 1 of 2 on device 0, but the group's rank is 0" in text
+        )
+        assert "; rank 1: the NCCL communicator is of rank 0 of 2 on device 1" in text
+
+
+def adopts_in_another_order(me: Member) -> str:
+    with pytest.raises(InvalidArgument) as refusal:
+        ringreduce.use_nccl(a_communicator(me, 1 - me.rank), group=me.group)
+    ringreduce.use_nccl(a_communicator(me), group=me.group)  # nothing is lost
+    return str(refusal.value)
+
+
+@needs_stand_in
+def test_timeout() -> None:
+    texts = run_threads(waits_for_nobody, 2, timeout=2, gpu_transport="nccl")
+    for text in texts:
+        assert "allreduce number 3 of the group: it has not ended on device 0 (" in text.lower()
+        assert "NCCL does not tell which rank it waits for" in text
+        assert "NCCL_DEBUG=INFO" in text
+
+
+def waits_for_nobody(me: Member) -> str:
+    x = torch.ones(1000, device="cuda")
+    for _ in range(2):
+        ringreduce.all_reduce(x, group=me.group)
+    torch.cuda.synchronize()
+    if me.rank == 0:
+        ringreduce.all_reduce(x, group=me.group)
+    torch.cuda.synchronize()
+    return broken_with(me, CollectiveTimeout)
+
+
+@needs_stand_in
+def test_abort() -> None:
+    assert all("rank 1 aborted the group" in text for text in run_threads(aborts, 3, gpu_transport="nccl"))
+
+
+def aborts(me: Member) -> str:
+    x = torch.ones(1000, device="cuda")
+    ringreduce.all_reduce(x, group=me.group)
+    torch.cuda.synchronize()
+    me.meet("joined")
+    if me.rank == 1:
+        me.backend.abort()
+    else:
+        ringreduce.all_reduce(x, group=me.group)
+    torch.cuda.synchronize()
+    return broken_with(me, Aborted)
+
+
+def broken_with(me: Member, kind: type[Exception]) -> str:
+    """What calls fail with when the group is broken, or will be."""
+    while me.backend.get_error() == torch._C._distributed_c10d.ErrorType.SUCCESS:
+        time.sleep(0.001)
+    with pytest.raises(kind) as failure:
+        ringreduce.all_reduce(torch.ones(4, device="cuda"), group=me.group)
+    return str(failure.value)
+
+
+# ---- with ranks that are processes -----------------------------------------------------------------------------------
+
+
+@needs_stand_in
+def test_no_library_on_one_rank() -> None:
+    for text in run(torch_cuda.activated, 2, has_no_library_on_rank_1):
+        assert text.startswith("gpu_transport is 'nccl', but NCCL does not join the group's GPUs: rank 1: no NCCL: ")
+        assert "pip install nvidia-nccl-cu13" in text
+
+
+def has_no_library_on_rank_1(me: Rank) -> str:
+    _stand_in_nccl()
+    if me.rank == 1:
+        os.environ["RINGREDUCE_LIBNCCL"] = "/nowhere/libnccl.so.2"
+    torch.cuda.set_device(me.rank)
+    with me.join(options=Options(gpu_transport="nccl")):
+        with pytest.raises(SystemFailure) as failure:
+            ringreduce.all_reduce(torch.ones(4, device="cuda"))
+        x = torch.ones(4)
+        dist.all_reduce(x)  # the group lives
+        assert x.tolist() == [2] * 4
+    return str(failure.value)
+
+
+@pytest.mark.skipif(not REAL or torch.cuda.device_count() < 2, reason="NCCL takes a GPU for each rank, and 2 ranks")
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+def test_real_nccl(transport: str) -> None:
+    run(calls_over_real_nccl, min(torch.cuda.device_count(), 4), transport)
+
+
+def calls_over_real_nccl(me: Rank, transport: str) -> None:
+    torch.cuda.set_device(me.rank)
+    with me.join(options=Options(gpu_transport="nccl", transport=transport)):
+        for n in (1, 1001, 3_000_000):
+            all_collectives(me.rank, me.size, None, n)
+        replayed(me.rank, me.size, None)
+
+
+# ---- the stand-in for NCCL, as somebody else uses it -----------------------------------------------------------------
+
+
+class UniqueId(ctypes.Structure):
+    _fields_ = (("internal", ctypes.c_char * 128),)
+
+
+def a_communicator(me: Member, rank: int | None = None) -> int:
+    """Of all ranks, in which this one is `rank`."""
+    rank = me.rank if rank is None else rank
+    nccl, cuda = ctypes.CDLL(os.environ["RINGREDUCE_LIBNCCL"]), ctypes.CDLL(os.environ["RINGREDUCE_LIBCUDA"])
+    context, made, unique = ctypes.c_void_p(), ctypes.c_void_p(), UniqueId(b"theirs" + bytes([48 + (rank != me.rank)]))
+    assert cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), me.rank) == 0
+    assert cuda.cuCtxPushCurrent_v2(context) == 0
+    assert nccl.ncclCommInitRank(ctypes.byref(made), me.size, unique, rank) == 0
+    assert cuda.cuCtxPopCurrent_v2(ctypes.byref(context)) == 0
+    assert made.value
+    return made.value
+
+
+def communicators() -> int:
+    return ctypes.CDLL(os.environ["RINGREDUCE_LIBNCCL"]).stand_in_nccl_alive()
