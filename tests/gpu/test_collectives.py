@@ -1,0 +1,89 @@
+"""Every collective on CUDA tensors: the cases of the CPU's tests, with torch's default device another.
+
+Inputs differ by rank, by element and by call, and are so small that every result is exact in every dtype.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import test_collectives as collectives
+from distributed.harness import Rank
+from gpu.ranks import options, run
+
+import ringreduce
+from ringreduce.plan import BUILDERS, build
+
+SMALL_SLOTS = {"gpu_bytes": 1024**2, "gpu_blocks": 8, "channels": 8, "least_slice_bytes": 64}
+"""Of 16 KB at most."""
+
+ASYNCHRONOUS = (
+    *("all_reduce", "all_reduce_coalesced", "broadcast", "reduce", "all_gather", "all_gather_into_tensor"),
+    *("reduce_scatter", "reduce_scatter_tensor", "gather", "scatter", "all_to_all", "all_to_all_single", "barrier"),
+)
+
+MESSAGES = ("send_and_recv", "recv_from_any")
+
+
+@contextlib.contextmanager
+def asynchronously() -> Iterator[None]:
+    """torch.distributed's collectives are asynchronous and are waited for."""
+
+    def waited(collective: Any, *arguments: Any, **keywords: Any) -> None:
+        collective(*arguments, async_op=True, **keywords).wait()
+
+    with contextlib.ExitStack() as patches:
+        for name in ASYNCHRONOUS:
+            patches.enter_context(mock.patch.object(dist, name, functools.partial(waited, getattr(dist, name))))
+        yield
+
+
+# sizes and plans
+
+
+def every_size(me: Rank, mode: str, asynchronous: bool) -> None:
+    with (
+        me.join(options=options(mode, **SMALL_SLOTS)),
+        torch.device("cuda"),
+        asynchronously() if asynchronous else contextlib.nullcontext(),
+    ):
+        for name, collective in collectives.COLLECTIVES.items():
+            if me.size == 1 and name in MESSAGES:
+                continue
+            for call, count in enumerate(collectives.sizes(me.size)):
+                try:
+                    collective(me, count, call)
+                except Exception as error:
+                    error.add_note(f"{name} with {count} elements")
+                    raise
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(("ranks", "mode"), [(1, "steps"), (2, "run"), (2, "steps"), (3, "steps"), (4, "run")])
+def test_every_collective_and_size(ranks: int, mode: str, asynchronous: bool) -> None:
+    run(every_size, ranks, mode, asynchronous)
+
+
+def every_plan(me: Rank, mode: str, counts: tuple[int, ...]) -> None:
+    with me.join(options=options(mode, **SMALL_SLOTS)), torch.device("cuda"):
+        for name, algorithms in BUILDERS.items():
+            for algorithm in algorithms:
+                ringreduce.register_plan(build(name, algorithm, me.size))
+                for call, count in enumerate(counts):
+                    try:
+                        collectives.COLLECTIVES[name](me, count, call)
+                    except Exception as error:
+                        error.add_note(f"{algorithm} {name} with {count} elements")
+                        raise
+
+
+@pytest.mark.parametrize(("ranks", "mode"), [(2, "run"), (3, "run"), (4, "steps"), (8, "steps")])
+def test_every_plan(ranks: int, mode: str) -> None:
+    run(every_plan, ranks, mode, (0, 1, 10_007) if ranks > 4 else (0, 1, ranks + 1, collectives.SEVERAL_SLICES))
