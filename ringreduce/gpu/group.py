@@ -192,7 +192,7 @@ def _over_nccl(
 def _tell_all(group: _C.ProcessGroupRing, said: str, error: str) -> list[str]:
     """What all ranks said. Raises `_NotForAll` if any has an error to tell instead."""
     row = json.dumps([said, error[: ROW_BYTES // 8]]).encode()  # a character takes 6 bytes at most
-    own = torch.zeros(ROW_BYTES, dtype=torch.uint8)
+    own = torch.zeros(ROW_BYTES, dtype=torch.uint8, device="cpu")  # whatever the default device
     own[: len(row)] = torch.frombuffer(bytearray(row), dtype=torch.uint8)
     rows = [torch.empty_like(own) for _ in range(group.size())]
     group.allgather([rows], [own], AllgatherOptions()).wait()
