@@ -26,7 +26,7 @@ from ringreduce.config import (
     resolve,
 )
 from ringreduce.errors import SystemFailure, TopologyError
-from ringreduce.gpu.group import join as join_gpus
+from ringreduce.gpu import group as gpus
 from ringreduce.rendezvous import call_roll, meet
 from ringreduce.topology.group import GroupTopology, described, graph_of_cores, graph_of_file, plan_group
 
@@ -200,11 +200,8 @@ def _settings(
         timeout=seconds,
         regroup=functools.partial(_regroup, store, name, rank, global_ranks, options),
         join_gpus=functools.partial(
-            join_gpus,
-            options,
-            seconds,
-            max(options.channels or 1, decision.channels),
-            functools.partial(_add_plans, len(global_ranks), options, links),
+            gpus.join,
+            gpus.Wanted(options, seconds, links, functools.partial(_add_plans, len(global_ranks), options)),
         ),
         slices=options.slices,
         recorded_calls=options.recorded_calls,

@@ -11,14 +11,16 @@ import json
 import logging
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch._C._distributed_c10d import AllgatherOptions
+from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions
 
 from ringreduce import _C, plan
 from ringreduce.config import Options
 from ringreduce.errors import InvalidArgument, RingReduceError, SystemFailure
 from ringreduce.gpu import kernels, nccl
+from ringreduce.topology.group import GroupTopology
 
 ROW_BYTES = 4096
 """What a rank tells the others at once, at most."""
@@ -49,36 +51,42 @@ NCCL_RULES_OF_HOSTS = ";all_reduce:ring:1M-;reduce_scatter:ring:1M-;all_gather:r
 """Besides, where ranks are on several hosts: directly, a host would send to each rank of the others what a ring sends
 once. Not measured."""
 
-AddPlans = Callable[[Sequence[plan.Rule], _C.GpuEngine], None]
-"""Gives an engine its plans: as the user says, else as the topology does, else by these rules."""
-
 log = logging.getLogger(__name__)
 
 
-def join(
-    options: Options,
-    timeout: float,
-    channels: int,
-    add_plans: AddPlans,
-    group: _C.ProcessGroupRing,
-    ordinal: int,
-    communicator: int,
-) -> None:
+@dataclass(frozen=True)
+class Wanted:
+    """What a group asks of an engine on its GPUs; the same on all ranks."""
+
+    options: Options
+    timeout: float
+    """Seconds."""
+    links: GroupTopology | None
+    """What a file says of the links between the ranks' GPUs; None: look."""
+    add_plans: Callable[[GroupTopology | None, Sequence[plan.Rule], _C.GpuEngine], None]
+    """Gives an engine its plans: as the user says, else the topology, else the rules."""
+
+    def channels(self, links: GroupTopology | None) -> int:
+        """The most that a plan may have."""
+        return max(self.options.channels or 1, links.channels if links else 1)
+
+
+def join(wanted: Wanted, group: _C.ProcessGroupRing, ordinal: int, communicator: int) -> None:
     """Gives `group` an engine for tensors of CUDA device `ordinal`, unless some rank cannot have one.
 
-    Plans have at most `channels` channels. `communicator` is NCCL's (an address), or 0. Collective. Raises
-    `SystemFailure` if there is no engine although the options, or a communicator, insist; `InvalidArgument` if some
-    rank's communicator does not fit the group.
+    `communicator` is NCCL's (an address), or 0. Collective. Raises `SystemFailure` if there is no engine although the
+    options, or a communicator, insist; `InvalidArgument` if some rank's communicator does not fit the group.
     """
-    if communicator or options.gpu_transport == "nccl":
-        group.use(_over_nccl(options, timeout, channels, add_plans, group, ordinal, communicator))
+    transport = wanted.options.gpu_transport
+    if communicator or transport == "nccl":
+        group.use(_over_nccl(wanted, group, ordinal, communicator))
         return
-    if options.gpu_transport == "host":
+    if transport == "host":
         return
     try:
-        group.use(_engine(options, min(timeout, TRIAL_SECONDS), channels, add_plans, group, ordinal))
+        group.use(_over_peer_memory(wanted, group, ordinal))
     except _NotForAll as reason:
-        if options.gpu_transport == "peer":
+        if transport == "peer":
             raise SystemFailure(
                 f"gpu_transport is 'peer', but the group's GPUs cannot share memory: {reason}"
             ) from None
@@ -93,33 +101,59 @@ class _NotForAll(Exception):
     """What keeps some rank's GPU from the others; the same on all ranks."""
 
 
-def _engine(
-    options: Options,
-    seconds: float,
-    channels: int,
-    add_plans: AddPlans,
-    group: _C.ProcessGroupRing,
-    ordinal: int,
-) -> _C.GpuEngine:
+def _over_peer_memory(wanted: Wanted, group: _C.ProcessGroupRing, ordinal: int) -> _C.GpuEngine:
     """An engine over the memory of all ranks' GPUs, which works. Raises `_NotForAll`."""
+    options = wanted.options
     assert options.gpu_bytes is not None  # resolved
-    error = ""
-    handle = b""
+    said, error = "", ""
     try:
         device = _C.CudaDevice(ordinal)
         region = _C.GpuRegion(device, options.gpu_bytes)
-        handle = region.handle
+        said = json.dumps([region.handle.hex(), device.pci_bus_id])
     except RingReduceError as refusal:
         error = str(refusal)
-    handles = [bytes.fromhex(each) for each in _tell_all(group, handle.hex(), error)]
+    shown, buses = zip(*map(json.loads, _tell_all(group, said, error)), strict=True)
+    handles = [bytes.fromhex(each) for each in shown]
+    links = wanted.links or _look_at_links(options, group, buses)
+    steps = [_C.takes_steps(handles, rank) for rank in range(group.size())]
+    if options.gpu_mode != "auto":
+        steps = [options.gpu_mode == "steps"] * group.size()
     try:
-        engine = _over_peer_memory(options, channels, group, device, region, handles)
-        add_plans((), engine)
+        engine = _C.peer_engine(
+            host=group.engine,
+            device=device,
+            region=region,
+            handles=handles,
+            shape=shape_for(group.size(), options, wanted.channels(links), any(steps)),
+            steps=steps[group.rank()],
+            images=functools.partial(_image, device.capability),
+            slices=options.slices,
+            least_slice_bytes=LEAST_SLICE,
+        )
+        wanted.add_plans(links, (), engine)
     except RingReduceError as refusal:
         error = str(refusal)
     _tell_all(group, "", error)
-    _try_out(group, engine, seconds)
+    _try_out(group, engine, min(wanted.timeout, TRIAL_SECONDS))
+    log.info("CUDA tensors of this group: %s, %s", device, "step by step" if any(steps) else "one kernel a call")
     return engine
+
+
+def _look_at_links(options: Options, group: _C.ProcessGroupRing, buses: Sequence[str]) -> GroupTopology | None:
+    """What rank 0 plans over the links between GPUs with these bus ids; None where nothing is planned."""
+    if options.tuning == "off" or len(set(buses)) < max(2, len(buses)):
+        return None
+    text = ""
+    if group.rank() == 0:
+        from ringreduce.gpu.links import plans_for  # which needs SciPy
+
+        try:
+            links = plans_for(buses)
+            text = links.to_json() if links else ""
+        except Exception as error:  # the others wait for the answer
+            log.warning("cannot plan over the links between GPUs: %s; the built-in rules decide", error)
+    text = _from_first(group, text)
+    return GroupTopology.from_json(text) if text else None
 
 
 def _try_out(group: _C.ProcessGroupRing, engine: _C.GpuEngine, seconds: float) -> None:
@@ -131,17 +165,11 @@ def _try_out(group: _C.ProcessGroupRing, engine: _C.GpuEngine, seconds: float) -
     _tell_all(group, "", error)
 
 
-def _over_nccl(
-    options: Options,
-    timeout: float,
-    channels: int,
-    add_plans: AddPlans,
-    group: _C.ProcessGroupRing,
-    ordinal: int,
-    communicator: int,
-) -> _C.GpuEngine:
+def _over_nccl(wanted: Wanted, group: _C.ProcessGroupRing, ordinal: int, communicator: int) -> _C.GpuEngine:
     """An engine over NCCL, which works; for a `communicator`, over such as are split off it."""
+    options, links = wanted.options, wanted.links
     error, wrong, said = "", "", ""
+    channels = wanted.channels(links)
     communicators = min(channels, NCCL_COMMUNICATORS)
     try:
         version = _C.nccl_version(nccl.places())
@@ -162,7 +190,7 @@ def _over_nccl(
         versions, hosts, (ids_of_first, *_) = zip(*map(json.loads, _tell_all(group, said, error)), strict=True)
         if len(set(versions)) > 1:
             raise _NotForAll(f"ranks have different versions of NCCL: {', '.join(versions)}; install the same for all")
-        seconds = timeout / 2  # less than what others, who have failed already, wait to tell it
+        seconds = wanted.timeout / 2  # less than what others, who have failed already, wait to tell it
         try:
             engine = _C.nccl_engine(
                 host=group.engine,
@@ -177,7 +205,7 @@ def _over_nccl(
                 least_slice_bytes=options.least_slice_bytes or NCCL_LEAST_SLICE,
             )
             rules = NCCL_RULES + (NCCL_RULES_OF_HOSTS if len(set(hosts)) > 1 else "")
-            add_plans(plan.parse_algorithms(rules), engine)
+            wanted.add_plans(links, plan.parse_algorithms(rules), engine)
         except RingReduceError as refusal:
             error = str(refusal)
         _tell_all(group, "", error)
@@ -202,29 +230,14 @@ def _tell_all(group: _C.ProcessGroupRing, said: str, error: str) -> list[str]:
     return [said for said, _ in answers]
 
 
-def _over_peer_memory(
-    options: Options,
-    channels: int,
-    group: _C.ProcessGroupRing,
-    device: _C.CudaDevice,
-    region: _C.GpuRegion,
-    handles: list[bytes],
-) -> _C.GpuEngine:
-    steps = [_C.takes_steps(handles, rank) for rank in range(group.size())]
-    if options.gpu_mode != "auto":
-        steps = [options.gpu_mode == "steps"] * group.size()
-    log.info("CUDA tensors of this group: %s, %s", device, "step by step" if any(steps) else "one kernel a call")
-    return _C.peer_engine(
-        host=group.engine,
-        device=device,
-        region=region,
-        handles=handles,
-        shape=shape_for(group.size(), options, channels, any(steps)),
-        steps=steps[group.rank()],
-        images=functools.partial(_image, device.capability),
-        slices=options.slices,
-        least_slice_bytes=LEAST_SLICE,
-    )
+def _from_first(group: _C.ProcessGroupRing, text: str) -> str:
+    """What rank 0 says, of any length, on all ranks."""
+    own = torch.frombuffer(bytearray(text.encode()) or bytearray(1), dtype=torch.uint8)
+    count = torch.tensor([len(text.encode())], device="cpu")
+    group.broadcast([count], BroadcastOptions()).wait()
+    said = own if group.rank() == 0 else torch.zeros(max(1, int(count)), dtype=torch.uint8, device="cpu")
+    group.broadcast([said], BroadcastOptions()).wait()
+    return said.numpy().tobytes()[: int(count)].decode()
 
 
 def shape_for(size: int, options: Options, channels: int, steps: bool) -> _C.RegionShape:
