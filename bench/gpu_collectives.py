@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 VARIANTS = ("ringreduce", "graph", "host", "gloo", "nccl")
+PEERS = ("gloo", "nccl")
 REPLAYED = 1 << 20  # bytes; larger calls are not measured as graphs: there the launch is nothing
 SLOWEST = 0.5  # seconds of a call; a variant that is slower is left out at larger sizes
 
@@ -197,7 +198,7 @@ def measure(settings: Settings) -> tuple[list[Row], list[str]]:
                     notes.append(f"{ranks} ranks, {collective} by {name} above {harness.format_bytes(size)}: too slow")
             progress.advance(f"{collective} {harness.format_bytes(size)}")
             torch.cuda.empty_cache()
-    return rows, notes
+    return rows, list(dict.fromkeys(notes))
 
 
 def _late(deadline: float) -> bool:
@@ -221,7 +222,7 @@ def open_groups(settings: Settings, ranks: int, shared: bool) -> tuple[dict[str,
         if name == "gloo" and settings.stand_in:
             notes.append(f"{ranks} ranks, gloo: torch without CUDA has no Gloo for CUDA tensors")
             continue
-        backend = name if name in ("gloo", "nccl") else "ringreduce"
+        backend = name if name in PEERS else "ringreduce"
         options = None
         if backend == "ringreduce":
             options = ringreduce.Options(gpu_transport="host" if name == "host" else "peer")
@@ -247,20 +248,23 @@ def measure_cell(
     source = torch.zeros(part if collective == "all_gather" else count, device="cuda")
     result = torch.zeros(part if collective == "reduce_scatter" else count, device="cuda")
     trials: dict[str, Trial] = {}
-    for name, group in groups.items():
-        trial = Trial(collective, group, source, result)
-        if name == "graph":
-            if size > REPLAYED:
-                continue
-            trial.capture()
-        if name == "gloo" and collective == "reduce_scatter":
-            continue  # torch's Gloo has it for CPU tensors only
-        trials[name] = trial
     wrong = {}
-    for name, trial in trials.items():
-        here = torch.tensor([trial.wrong()])
+    for name, group in groups.items():
+        if name == "graph" and size > REPLAYED:
+            continue
+        trial = Trial(collective, group, source, result)
+        try:
+            if name == "graph":
+                trial.capture()
+            here = torch.tensor([trial.wrong()])
+        except (RuntimeError, ValueError) as error:  # on all ranks alike: the backend has no such call
+            if name not in PEERS:
+                raise
+            notes.append(f"{ranks} ranks, {collective} by {name}: {next(iter(str(error).splitlines()), error)}")
+            continue
         dist.all_reduce(here)
         wrong[name] = int(here)
+        trials[name] = trial
     result.zero_()  # an all_reduce in place keeps zeros; sums of sums would overflow
     source.zero_()
     timings = harness.time_alternating(

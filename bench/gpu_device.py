@@ -122,6 +122,8 @@ def _lines(*command: str) -> list[str]:
 
 
 def l2_bytes(index: int = 0) -> int:
+    if torch.version.cuda is None:  # a stand-in, which has none
+        return 64 * 1024
     return int(getattr(torch.cuda.get_device_properties(index), "L2_cache_size", L2_UNKNOWN))
 
 

@@ -22,8 +22,8 @@ MB = 1024**2
         # Each rank: reads its input, writes a slot; then reads its input and n - 1 slots, writes its output.
         ("all_reduce", "one_shot", 2, 2 * (2 + 2 + 1)),
         ("all_reduce", "one_shot", 4, 4 * (2 + 4 + 1)),
-        # Each rank, in chunks of 1/n: reads and sends its own; n - 2 times combines one with its own and sends;
-        # combines the last, writes and sends; n - 2 times takes, writes and sends; takes the last and writes.
+        # Each rank, in chunks of 1/n: reads and sends its own; n - 2 times combines with its own and sends; combines
+        # the last, writes and sends; n - 2 times takes, writes and sends; takes the last and writes.
         ("all_reduce", "ring", 2, 2 * (2 + 4 + 2) / 2),
         ("all_reduce", "ring", 4, 4 * (2 + 2 * 3 + 4 + 2 * 3 + 2) / 4),
     ],
