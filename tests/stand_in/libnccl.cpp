@@ -30,6 +30,7 @@
 #include <vector>
 
 #include "cuda/driver.h"
+#include "kernel.h"
 #include "nccl/api.h"
 
 using namespace ringreduce::nccl;
@@ -171,7 +172,10 @@ cuda::CUfunction kernel() {
   dladdr(reinterpret_cast<void*>(&run), &found);
   const std::string image = std::string("so:") + found.dli_fname;
   cuda::CUmodule module = nullptr;
+  int mode = cuda::kStreamCaptureModeRelaxed;  // NCCL, too, may be called in a capture first
+  cuda::driver().cuThreadExchangeStreamCaptureMode(&mode);
   cuda::driver().cuModuleLoadData(&module, image.c_str());
+  cuda::driver().cuThreadExchangeStreamCaptureMode(&mode);
   cuda::CUfunction function = nullptr;
   cuda::driver().cuModuleGetFunction(&function, module, "nccl_exchange");
   return function;
@@ -225,11 +229,7 @@ ncclResult_t add(bool sends, const void* data, std::size_t bytes, ncclDataType_t
 
 #define API(result) extern "C" __attribute__((visibility("default"))) result
 
-API(const std::size_t) stand_in_nccl_exchange_parameters;
-const std::size_t stand_in_nccl_exchange_parameters = sizeof(Parameters);
-API(void) stand_in_nccl_exchange(const void* const* parameters, unsigned, unsigned, unsigned) {
-  run(*static_cast<const Parameters*>(parameters[0])->exchange);
-}
+STAND_IN_KERNEL(nccl_exchange, Parameters, 1) { run(*parameters.exchange); }
 
 // For tests: what a network that fails would do.
 API(void) stand_in_nccl_break(ncclComm_t handle) {

@@ -95,6 +95,7 @@ bool NcclEngine::all_ended() const {
 }
 
 void NcclEngine::leave() noexcept {
+  if (left_.exchange(true)) return;
   const Nanoseconds deadline = now() + kEndPatience;
   while (!all_ended() && now() < deadline) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   if (all_ended())

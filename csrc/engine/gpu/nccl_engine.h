@@ -16,6 +16,7 @@
 // between two ranks say, waits for peers that have come as far, or for work that was put before.
 #pragma once
 
+#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -64,6 +65,7 @@ class NcclEngine final : public GpuEngine {
   std::map<const Program*, Timetable> timetables_;
   std::timed_mutex calling_;  // while this rank calls NCCL
   std::once_flag freed_;      // the communicators
+  std::atomic<bool> left_{false};
 };
 
 }  // namespace ringreduce
