@@ -75,10 +75,6 @@ def until_it_fails(call: Callable[[], Any]) -> Error:
     return error_of(repeat)
 
 
-WAYS = [wait_for_it, synchronize_then_call, call_again]
-ways = pytest.mark.parametrize("way", WAYS)
-
-
 def works(members: list[int], me: Rank) -> None:
     tensor = torch.full((COUNT,), float(me.rank + 1), device="cuda")
     dist.all_reduce(tensor)
@@ -116,8 +112,9 @@ def loses_a_rank(me: Rank, options: Options, when: str, way: Callable[[torch.Ten
 
 
 @modes
-@pytest.mark.parametrize("when", ["before", "during"])
-@ways
+@pytest.mark.parametrize(
+    ("when", "way"), [("before", synchronize_then_call), ("during", wait_for_it), ("during", call_again)]
+)
 def test_survivors_name_the_dead_rank(mode: str, when: str, way: Callable[[torch.Tensor], None]) -> None:
     with Ranks(on_devices, RANKS, mode, loses_a_rank, when, way) as ranks:
         ranks.reports(but=(0, 2) if when == "during" else ())
@@ -147,8 +144,7 @@ def waits_in_vain(me: Rank, options: Options, stops: bool, way: Callable[[torch.
 
 
 @modes
-@pytest.mark.parametrize("stops", [False, True])
-@ways
+@pytest.mark.parametrize(("stops", "way"), [(False, wait_for_it), (False, call_again), (True, synchronize_then_call)])
 def test_a_late_rank_is_named_by_the_timeout(mode: str, stops: bool, way: Callable[[torch.Tensor], None]) -> None:
     with Ranks(on_devices, RANKS, mode, waits_in_vain, stops, way) as ranks:
         reports = ranks.reports(but=(VICTIM,))
