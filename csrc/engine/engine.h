@@ -90,6 +90,12 @@ class Engine {
   // The peers whose process has ended, or which have left the group, as far as this rank can see. Thread-safe.
   virtual std::vector<int> gone() const { return {}; }
 
+  // Where calls run elsewhere than in run(): tells the peers that this rank waits for `peer` at present. Good for half
+  // a second. Thread-safe, as is what follows.
+  virtual void waits_for(int /*peer*/) {}
+  // Who keeps others waiting where this rank waits for `peer`: that peer, or whom it waits for itself, and so on.
+  virtual int kept_waiting_by(int peer) const { return peer; }
+
   int rank() const { return rank_; }
   int size() const { return size_; }
   std::uint64_t sequence() const { return sequence_; }

@@ -122,6 +122,34 @@ void SharedMemoryEngine::look(const Call& call, std::uint64_t seq, std::uint64_t
   if (waited >= call.timeout) throw_timeout(call, seq, execution, waited);
 }
 
+void SharedMemoryEngine::waits_for(int peer) {
+  RankControl& own = segment_->control(segment_->rank());
+  own.gpu_waiting_for.store(peer, std::memory_order_relaxed);
+  own.gpu_heartbeat.store(now(), std::memory_order_release);
+}
+
+int SharedMemoryEngine::kept_waiting_by(int peer) const {
+  const Nanoseconds t = now();
+  return end_of_chain(peer, [&](int r) {
+    const RankControl& c = segment_->control(r);
+    const bool alive = t - c.gpu_heartbeat.load(std::memory_order_acquire) < kSecond / 2;
+    const int next = c.gpu_waiting_for.load(std::memory_order_relaxed);
+    return alive && next >= 0 && next < segment_->size() ? next : -1;
+  });
+}
+
+// Who keeps this rank waiting may itself wait for another: the end of that chain, which begins with `peer`.
+// `waiting_for(r)` is whom r waits for, or -1.
+template <class F>
+int SharedMemoryEngine::end_of_chain(int peer, F waiting_for) const {
+  for (int hops = 0; hops < segment_->size(); ++hops) {
+    const int next = waiting_for(peer);
+    if (next < 0 || next == segment_->rank()) break;
+    peer = next;
+  }
+  return peer;
+}
+
 void SharedMemoryEngine::throw_mismatch(const Call& call, std::uint64_t seq, int peer) const {
   const int own = segment_->rank();
   throw Error(ErrorKind::mismatch,
@@ -145,14 +173,7 @@ void SharedMemoryEngine::throw_timeout(const Call& call, std::uint64_t seq, cons
     return here && alive && peer >= 0 && peer < segment_->size() ? peer : -1;
   };
 
-  // Who keeps us waiting may itself wait for another: follow that chain to its end.
-  int culprit = execution.blocked_on();
-  for (int hops = 0; hops < segment_->size(); ++hops) {
-    const int next = waiting_for(culprit);
-    if (next < 0 || next == own) break;
-    culprit = next;
-  }
-
+  const int culprit = end_of_chain(execution.blocked_on(), waiting_for);
   std::string text = title(call, seq) + ": rank " + std::to_string(own) + " waited the timeout of " +
                      in_seconds(waited) + " for rank " + std::to_string(execution.blocked_on()) + " at " +
                      execution.position() + "; " + segment_->describe(culprit) + " is what the group waits for.";

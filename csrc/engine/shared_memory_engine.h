@@ -20,10 +20,14 @@ class SharedMemoryEngine final : public Engine {
   int reporter() const override;
   std::string describe(int rank) const override { return segment_->describe(rank); }
   std::vector<int> gone() const override { return segment_->gone(); }
+  void waits_for(int peer) override;
+  int kept_waiting_by(int peer) const override;
 
  private:
   void look(const Call& call, std::uint64_t seq, std::uint64_t fingerprint, const Execution& execution,
             Nanoseconds waited) const;
+  template <class F>
+  int end_of_chain(int peer, F waiting_for) const;
   [[noreturn]] void throw_mismatch(const Call& call, std::uint64_t seq, int peer) const;
   [[noreturn]] void throw_timeout(const Call& call, std::uint64_t seq, const Execution& execution,
                                   Nanoseconds waited) const;

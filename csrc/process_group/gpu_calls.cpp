@@ -72,27 +72,29 @@ c10::intrusive_ptr<c10d::Work> GpuCalls::submit(const CallLog::Call& call, bool 
   return work;
 }
 
-// What the follower knows of a call: whether it has ended, and if not, whether it ever will.
-bool GpuCalls::advance(GpuWork& work, Nanoseconds& gone_since) {
-  const auto fail = [&](ErrorKind kind, const std::string& why, int culprit) {
-    engine_->fail(Error(
-        kind, c10::str(name_of(work.call().type), " number ", work.call().sequence, " of the group: ", why), culprit));
-  };
+// Whether the call has ended. If it should have long ago, that is the group's error, unless the engine knew a better
+// one.
+bool GpuCalls::advance(GpuWork& work) {
   if (work.end().done()) return true;
   if (!work.begun && work.begin().done()) work.begun = now();
   if (!work.begun) return false;
   const Nanoseconds timeout = std::chrono::nanoseconds(work.call().timeout).count();
+  const auto fail = [&](ErrorKind kind, const std::string& why, int culprit) {
+    const std::string call = c10::str(name_of(work.call().type), " number ", work.call().sequence, " of the group: ");
+    engine_->fail(Error(kind, call + why, culprit));
+  };
   if (now() - *work.begun > timeout + GpuEngine::kGrace)
     fail(ErrorKind::timeout,
          c10::str("it has not ended on ", engine_->device()->describe(), " of rank ", engine_->rank(), " within ",
                   work.call().timeout.count(), " ms", engine_->hint()),
          -1);
+  if (engine_->finds_lost_peers()) return false;
   const std::vector<int> gone = engine_->gone();
   if (gone.empty()) {
-    gone_since = 0;
-  } else if (gone_since == 0) {
-    gone_since = now();
-  } else if (now() - std::max(gone_since, *work.begun) > GpuEngine::kGrace) {
+    gone_since_ = 0;
+  } else if (gone_since_ == 0) {
+    gone_since_ = now();
+  } else if (now() - std::max(gone_since_, *work.begun) > GpuEngine::kGrace) {
     fail(ErrorKind::peer_lost, engine_->describe(gone[0]) + " is gone, and the call does not end without it", gone[0]);
   }
   return false;
@@ -118,16 +120,15 @@ void GpuCalls::finish(GpuWork& work) {
 
 void GpuCalls::follow() {
   const cuda::RelaxedCapture relaxed;  // what this thread asks is no part of what others capture
-  Nanoseconds gone_since = 0;
   std::unique_lock lock(mutex_);
-  while (!stopping_ || (!under_way_.empty() && !abandoned_)) {
-    changed_.wait_for(lock, under_way_.empty() ? kIdle : kBusy);
+  while (!stopping_ || (!ended() && !abandoned_)) {
+    changed_.wait_for(lock, ended() ? kIdle : kBusy);
     std::deque<c10::intrusive_ptr<GpuWork>> works = under_way_;
     lock.unlock();
     engine_->look();
     std::erase_if(works, [&](const auto& work) {
       try {
-        return !advance(*work, gone_since);
+        return !advance(*work);
       } catch (const Error& error) {  // of the driver, which stays as it is
         engine_->fail(Error(ErrorKind::system, error.what(), engine_->rank()));
         return false;
@@ -137,7 +138,7 @@ void GpuCalls::follow() {
     lock.lock();
     std::erase_if(under_way_,
                   [&](const auto& work) { return std::find(works.begin(), works.end(), work) != works.end(); });
-    if (!works.empty()) changed_.notify_all();
+    if (!works.empty() || stopping_) changed_.notify_all();
     works.clear();
   }
 }
@@ -151,7 +152,7 @@ void GpuCalls::stop() {
   const WithoutGil no_gil;
   std::unique_lock lock(mutex_);
   if (std::exchange(stopping_, true)) return;
-  const auto ended = [&] { return under_way_.empty(); };
+  const auto ended = [&] { return this->ended(); };
   if (!changed_.wait_for(lock, kFarewell, ended)) {
     engine_->fail(Error(ErrorKind::aborted, c10::str("rank ", engine_->rank(),
                                                      " destroyed the group while calls were under way on its GPU")));

@@ -65,7 +65,8 @@ class GpuCalls {
   void follow();
   std::exception_ptr broken() const;
   void finish(GpuWork& work);
-  bool advance(GpuWork& work, Nanoseconds& gone_since);
+  bool advance(GpuWork& work);
+  bool ended() const { return under_way_.empty() && engine_->idle(); }
 
   const std::shared_ptr<GpuEngine> engine_;
   const at::Device device_;
@@ -76,6 +77,7 @@ class GpuCalls {
   std::condition_variable changed_;
   std::deque<c10::intrusive_ptr<GpuWork>> under_way_;
   bool stopping_ = false, abandoned_ = false;
+  Nanoseconds gone_since_ = 0;  // for the follower: since when it has known that a peer is gone; 0: none is
   std::thread follower_;
 };
 

@@ -109,6 +109,9 @@ struct alignas(64) RankControl {
   // While waiting: the peer waited for (-1: none), and when this rank last said so.
   std::atomic<std::int32_t> waiting_for;
   std::atomic<Nanoseconds> heartbeat;
+  // The same for calls that run on a GPU.
+  std::atomic<std::int32_t> gpu_waiting_for;
+  std::atomic<Nanoseconds> gpu_heartbeat;
   // Monitored barriers: how many this rank came to, and the latest that it gave up on (the first is 1).
   std::atomic<std::uint64_t> barriers_entered;
   std::atomic<std::uint64_t> barriers_given_up;

@@ -31,6 +31,8 @@ class GpuEngine : public Engine {
   // waits for. To be called every few milliseconds as long as calls, or graphs with calls, may run. Does not throw.
   virtual void look() noexcept = 0;
 
+  // Whether no replay of a graph with calls is known to run.
+  virtual bool idle() const { return true; }
   // Whether the peers need this rank's memory no more, after its own calls have ended.
   virtual bool quiet() { return true; }
 
@@ -39,6 +41,9 @@ class GpuEngine : public Engine {
 
   // What to say of a call that does not end, beyond that: a sentence, or nothing.
   virtual std::string hint() const { return ""; }
+
+  // Whether look() finds out itself that a call waits for a rank that is gone.
+  virtual bool finds_lost_peers() const { return false; }
 
   // Puts the call in a stream and waits for it.
   Tally run(const Call& call, const Buffers& buffers) final;
@@ -55,6 +60,8 @@ class GpuEngine : public Engine {
   void set_host(std::shared_ptr<Engine> host) { host_ = std::move(host); }
 
  protected:
+  Engine& host() const { return *host_; }
+
   GpuEngine(std::shared_ptr<Engine> host, cuda::DevicePtr device, int channels, const Options& options,
             std::size_t most_slice_bytes)
       : Engine(host->rank(), host->size(), channels, options, most_slice_bytes),

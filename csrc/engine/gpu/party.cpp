@@ -120,17 +120,20 @@ void Party::put(const cuda::Stream& stream) const {
   const Part& any = parts_.begin()->second;
   const std::uint32_t rounds = rounds_of(any);
   for (std::uint32_t round = 0; round < rounds; ++round)
-    for (const Turn& turn : *any.turns) {
+    for (std::size_t i = 0; i < any.turns->size(); ++i) {
+      const Turn& turn = (*any.turns)[i];
       const auto found = parts_.find(turn.rank);
       if (found == parts_.end()) continue;
       const Part& part = found->second;
       gpu::Run run = part.run;
       run.program = part.program;
       if (round >= gpu::rounds_of(run, part.program.channels[turn.channel])) continue;
+      bool waits = false;  // for ranks of other processes
       char* const region = run.regions[run.rank];
       gpu::for_each_wait(run, turn.channel, round, turn.step, [&](const gpu::Wait& wait) {
-        if (!parts_.contains(static_cast<int>(wait.peer)))
-          stream.wait_value(reinterpret_cast<cuda::CUdeviceptr>(region + wait.offset), wait.value);
+        if (parts_.contains(static_cast<int>(wait.peer))) return;
+        if (!std::exchange(waits, true)) stream.write_value(part.place, Place{part.number, round, i}.word());
+        stream.wait_value(reinterpret_cast<cuda::CUdeviceptr>(region + wait.offset), wait.value);
       });
       run.program = part.run.program;
       run.channel = turn.channel;
@@ -144,6 +147,8 @@ void Party::put(const cuda::Stream& stream) const {
       run.mode = gpu::Mode::publish;
       stream.launch(*part.kernel, {1, kThreads}, run);
     }
+  for (const auto& [rank, part] : parts_)
+    if (part.place != 0) stream.write_value(part.place, 0);
 }
 
 }  // namespace ringreduce

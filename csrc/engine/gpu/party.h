@@ -28,6 +28,21 @@ class Party {
     gpu::FlatArrays program;  // run.program where the host can read it
     const cuda::Function* kernel;
     const std::vector<Turn>* turns;
+    std::uint64_t number;     // of the call
+    cuda::CUdeviceptr place;  // of a word for a Place; 0 if it need not be known
+  };
+
+  // Where the stream waits for ranks of other processes, or last did: number of the call, round, and index of the turn,
+  // as far as they fit a word. 0 between calls.
+  struct Place {
+    std::uint64_t call, round, turn;
+
+    static constexpr unsigned kBits = 20;
+    static constexpr std::uint64_t kMask = (std::uint64_t{1} << kBits) - 1;
+    static Place of(std::uint64_t word) { return {word >> 2 * kBits, (word >> kBits) & kMask, (word & kMask) - 1}; }
+    std::uint64_t word() const { return call << 2 * kBits | (round & kMask) << kBits | ((turn + 1) & kMask); }
+    // Whether that is the place's call.
+    bool is_of(std::uint64_t number) const { return (number << 2 * kBits) >> 2 * kBits == call; }
   };
 
   // That of `rank` in the group whose ranks have the regions `handles`: all whose region is on the same GPU and in the

@@ -11,7 +11,8 @@ namespace {
 
 constexpr unsigned kThreads = 512;               // of a block; the kernel is compiled for at most so many
 constexpr std::size_t kBytesOfLane = 32 * 1024;  // of a chunk: for less, another block is not worth its start
-constexpr std::size_t kTitles = 64;
+constexpr std::size_t kLatest = 1024;            // calls that are remembered
+constexpr Nanoseconds kWatch = kSecond / 10;     // between two looks for whom the GPU waits for
 
 gpu::RegionShape region_shape(int ranks, const PeerEngine::Shape& shape) {
   return {static_cast<std::uint32_t>(ranks), shape.lanes, shape.depth, shape.slot_bytes};
@@ -24,6 +25,11 @@ gpu::Tensors tensors_of(const Tensors& from) {
     to.count[i] = from.count[i];
   }
   return to;
+}
+
+std::string at(std::uint64_t channel, std::uint64_t round, std::uint64_t step) {
+  return " on the GPU, in channel " + std::to_string(channel) + ", round " + std::to_string(round) + ", step " +
+         std::to_string(step);
 }
 
 bool same_gpu(const cuda::Handle& a, const cuda::Handle& b) {
@@ -49,6 +55,7 @@ PeerEngine::PeerEngine(std::shared_ptr<Engine> host, std::shared_ptr<cuda::Kerne
       shape_(region_shape(size(), shape)),
       one_lane_(shape.one_lane),
       report_(device, sizeof(gpu::Report)),
+      place_(device, sizeof(std::uint64_t)),
       words_(device, shape_.payload(0, 0)),
       urgent_(device, cuda::Stream::highest_priority),
       party_(mode == Mode::steps ? Party::of(device, handles, rank()) : nullptr),
@@ -142,15 +149,16 @@ void PeerEngine::enqueue(const Call& call, const Buffers& buffers, const cuda::S
   const std::uint64_t seq = next_call();
   run.fingerprint = fingerprint(call, seq, program.digest);
   const std::string what = title(call, call.number != 0 ? call.number : seq);
-  remember(run.fingerprint, what);
-
   const bool captured = stream.capturing();
+  remember({seq, run.fingerprint, what, call.timeout, captured, &loaded});
+
   if (!captured && last_stream_ != stream.handle()) stream.wait(last_);
   try {
     if (party_ == nullptr)
       stream.launch(kernel, {static_cast<unsigned>(program.channels.size()) * run.lanes, kThreads}, run);
     else
-      party_->enqueue(*this, {run, loaded.on_host(), &kernel, &loaded.turns}, stream, what, call.timeout);
+      party_->enqueue(*this, {run, loaded.on_host(), &kernel, &loaded.turns, seq, place_.pointer()}, stream, what,
+                      call.timeout);
   } catch (const Error& error) {
     if (error.kind() == ErrorKind::system) fail(Error(ErrorKind::system, error.what(), rank()));
     throw;
@@ -160,56 +168,155 @@ void PeerEngine::enqueue(const Call& call, const Buffers& buffers, const cuda::S
   last_stream_ = stream.handle();
 }
 
-void PeerEngine::remember(std::uint64_t fingerprint, std::string title) {
-  std::lock_guard lock(titles_mutex_);
-  titles_.emplace_back(fingerprint, std::move(title));
-  if (titles_.size() > kTitles) titles_.pop_front();
+void PeerEngine::remember(Known call) {
+  std::lock_guard lock(known_mutex_);
+  if (call.captured) return captured_.push_back(std::move(call));
+  latest_.push_back(std::move(call));
+  if (latest_.size() > kLatest) latest_.pop_front();
+}
+
+// The remembered call of which `is` is true.
+template <class Is>
+std::optional<PeerEngine::Known> PeerEngine::find(Is is) const {
+  std::lock_guard lock(known_mutex_);
+  if (const auto call = std::find_if(latest_.begin(), latest_.end(), is); call != latest_.end()) return *call;
+  if (const auto call = std::find_if(captured_.begin(), captured_.end(), is); call != captured_.end()) return *call;
+  return std::nullopt;
+}
+
+void PeerEngine::throw_if_aborted() const {
+  if (gpu::load_acquire(&report().gave_up) != 0) tell();
+  GpuEngine::throw_if_aborted();
+}
+
+bool PeerEngine::broken() const {
+  try {
+    throw_if_aborted();
+  } catch (const Error&) {
+    return true;
+  }
+  return false;
 }
 
 void PeerEngine::look() noexcept {
   try {
-    auto* const report = reinterpret_cast<gpu::Report*>(report_.data());
-    if (gpu::load_acquire(&report->gave_up) != 0 && !std::exchange(told_, true)) tell(*report);
-    try {
-      throw_if_aborted();
-    } catch (const Error&) {
-      gpu::store_release(&report->abort, std::uint32_t{1});                       // for what runs
-      urgent_.fill(own_->pointer() + shape_.broken(), 1, sizeof(std::uint64_t));  // and what is to come
-      if (party_ != nullptr) stop_waiting();
-    }
+    if (!broken()) return watch();
+    gpu::store_release(&report().abort, std::uint32_t{1});                      // for what runs
+    urgent_.fill(own_->pointer() + shape_.broken(), 1, sizeof(std::uint64_t));  // and what is to come
+    if (party_ != nullptr) stop_waiting();
   } catch (const std::exception&) {  // the driver has failed: nothing more runs on this GPU, and nothing waits
   }
 }
 
+std::string PeerEngine::said(const std::optional<Known>& call) const {
+  return (call ? call->title : "a call") + ": rank " + std::to_string(rank());
+}
+
 // Makes what the kernel said the group's error.
-void PeerEngine::tell(const gpu::Report& report) {
-  const int peer = static_cast<int>(report.peer);
-  const std::string where = " on the GPU, in channel " + std::to_string(report.channel) + ", round " +
-                            std::to_string(report.round) + ", step " + std::to_string(report.step);
-  std::string call = "a call";
-  {
-    std::lock_guard lock(titles_mutex_);
-    for (const auto& [fingerprint, title] : titles_)
-      if (fingerprint == report.fingerprint) call = title;
-  }
-  const std::string own = call + ": rank " + std::to_string(rank());
+void PeerEngine::tell() const {
+  std::lock_guard lock(tell_mutex_);  // who comes second finds the group broken
+  if (std::exchange(told_, true)) return;
+  const gpu::Report& report = this->report();
+  const int peer = static_cast<int>(report.peer), lost = lost_;
+  const std::string where = at(report.channel, report.round, report.step);
+  const std::string own = said(find([&](const Known& call) { return call.fingerprint == report.fingerprint; }));
   switch (static_cast<gpu::GaveUp>(report.gave_up)) {
     case gpu::GaveUp::timeout:
-      return fail(Error(ErrorKind::timeout, own + " waited in vain for " + describe(peer) + where, peer));
+      return host().fail(timed_out(own, peer, where));
     case gpu::GaveUp::mismatch:
-      return fail(Error(ErrorKind::mismatch,
-                        own + " found that " + describe(peer) + " made another call" + where +
-                            ". All ranks of a group must make the same calls in the same order",
-                        peer));
+      return host().fail(Error(ErrorKind::mismatch,
+                               own + " found that " + describe(peer) + " made another call" + where +
+                                   ". All ranks of a group must make the same calls in the same order",
+                               peer));
     case gpu::GaveUp::wrong_size:
-      return fail(Error(ErrorKind::mismatch,
-                        own + " got a value of the wrong size from " + describe(peer) + where +
-                            ". Tensors must have the same sizes on all ranks",
-                        peer));
+      return host().fail(Error(ErrorKind::mismatch,
+                               own + " got a value of the wrong size from " + describe(peer) + where +
+                                   ". Tensors must have the same sizes on all ranks",
+                               peer));
     case gpu::GaveUp::aborted:
+      if (lost >= 0) host().fail(gone_for_good(own, lost, where));
+      return;  // else the group is broken already, and that is why
     case gpu::GaveUp::no:
-      return;  // the group is broken already, and that is why
+      return;
   }
+}
+
+Error PeerEngine::timed_out(const std::string& own, int peer, const std::string& where) const {
+  const int culprit = host().kept_waiting_by(peer);
+  std::string text = own + " waited in vain for " + describe(peer) + where;
+  if (culprit != peer) text += "; " + describe(culprit) + " is what the group waits for";
+  return {ErrorKind::timeout, text, culprit};
+}
+
+Error PeerEngine::gone_for_good(const std::string& own, int peer, const std::string& where) const {
+  return {ErrorKind::peer_lost, own + " waited for " + describe(peer) + ", which is gone," + where, peer};
+}
+
+std::uint64_t PeerEngine::place() const {
+  return gpu::load_acquire(reinterpret_cast<const std::uint64_t*>(place_.data()));
+}
+
+bool PeerEngine::idle() const { return place() == 0; }
+
+// Looks whom the GPU waits for, and whether that is in vain.
+void PeerEngine::watch() {
+  const Nanoseconds t = now();
+  if (t - watched_ < kWatch) return;
+  watched_ = t;
+  const std::uint64_t sign = party_ == nullptr ? gpu::load_relaxed(&report().waited) : place();
+  const bool same = sign == std::exchange(seen_, sign);
+  if (!same) since_ = t;
+  if (party_ == nullptr && !same && sign >= kWatch)
+    watch_kernel();
+  else if (party_ != nullptr && same && sign != 0)
+    watch_stream(t - since_);
+  else
+    gone_.clear();
+}
+
+// Tells the peers that this rank waits for `peer`. Whether that has no end: it was gone already when the watcher last
+// looked, so that all it has done has been seen.
+bool PeerEngine::is_lost(int peer) {
+  host().waits_for(peer);
+  const std::vector<int> before = std::exchange(gone_, gone());
+  return std::find(before.begin(), before.end(), peer) != before.end();
+}
+
+// A kernel has waited for long, and does so still. It knows best where.
+void PeerEngine::watch_kernel() {
+  const int peer = static_cast<int>(gpu::load_relaxed(&report().waiting_for));
+  if (!is_lost(peer)) return;
+  lost_ = peer;
+  gpu::store_release(&report().abort, std::uint32_t{1});
+}
+
+// A stream has been at one place for `time`. How long it may be is known of calls that are no part of a graph: a replay
+// looks like the one before it.
+void PeerEngine::watch_stream(Nanoseconds time) {
+  const Party::Place place = Party::Place::of(seen_);
+  const std::optional<Known> call = find([&](const Known& known) { return place.is_of(known.number); });
+  if (!call) return;
+  urgent_.copy(words_.pointer(), own_->pointer(), shape_.broken());
+  urgent_.synchronize();
+  if (this->place() != seen_) return;
+  const Turn& turn = call->loaded->turns[place.turn];
+  gpu::Run run{};
+  run.program = call->loaded->on_host();
+  run.shape = shape_;
+  run.rank = static_cast<std::uint32_t>(rank());
+  run.lanes = 1;
+  int peer = -1;
+  gpu::for_each_wait(run, turn.channel, static_cast<std::uint32_t>(place.round), turn.step, [&](const gpu::Wait& wait) {
+    std::uint64_t word;
+    std::memcpy(&word, words_.data() + wait.offset, sizeof(word));
+    if (word != wait.value && peer < 0) peer = static_cast<int>(wait.peer);
+  });
+  if (peer < 0) return gone_.clear();
+  const std::string own = said(call), where = at(turn.channel, place.round, turn.step);
+  if (is_lost(peer))
+    fail(gone_for_good(own, peer, where));
+  else if (!call->captured && time >= call->timeout)
+    fail(timed_out(own, peer, where));
 }
 
 // Gives the words of this rank's region the values that streams wait for. What then begins sees that it must not.

@@ -11,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -48,7 +49,10 @@ class PeerEngine final : public GpuEngine {
              Mode mode, const Options& options);
 
   void enqueue(const Call& call, const Buffers& buffers, const cuda::Stream& stream) override;
+  void throw_if_aborted() const override;
   void look() noexcept override;
+  bool finds_lost_peers() const override { return true; }
+  bool idle() const override;
   bool quiet() override;
 
  private:
@@ -66,8 +70,30 @@ class PeerEngine final : public GpuEngine {
 
   const Loaded& load(const Call& call, const Choice& choice, const Program& program);
   gpu::Run run_of(const Call& call, const Buffers& buffers, const Choice& choice, const Program& program) const;
-  void remember(std::uint64_t fingerprint, std::string title);
-  void tell(const gpu::Report& report);
+
+  // A call that is in a stream or in a graph.
+  struct Known {
+    std::uint64_t number, fingerprint;
+    std::string title;
+    Nanoseconds timeout;
+    bool captured;
+    const Loaded* loaded;
+  };
+
+  gpu::Report& report() const { return *reinterpret_cast<gpu::Report*>(report_.data()); }
+  std::uint64_t place() const;
+  void remember(Known call);
+  template <class Is>
+  std::optional<Known> find(Is is) const;
+  void tell() const;
+  Error timed_out(const std::string& own, int peer, const std::string& where) const;
+  Error gone_for_good(const std::string& own, int peer, const std::string& where) const;
+  bool broken() const;
+  void watch();
+  void watch_kernel();
+  void watch_stream(Nanoseconds time);
+  bool is_lost(int peer);
+  std::string said(const std::optional<Known>& call) const;
   void stop_waiting();
 
   const std::shared_ptr<cuda::Kernels> kernels_;
@@ -76,15 +102,24 @@ class PeerEngine final : public GpuEngine {
   const bool one_lane_;
   std::vector<cuda::PeerMapping> mappings_;
   std::vector<char*> regions_;  // per rank
-  cuda::HostMemory report_, words_;
+  cuda::HostMemory report_, place_, words_;
   const cuda::Stream urgent_;           // for what must not wait behind calls
   const std::shared_ptr<Party> party_;  // of ranks that take steps
-  std::mutex mutex_, titles_mutex_;
+  std::mutex mutex_;
   std::map<const Program*, Loaded> loaded_;
-  std::deque<std::pair<std::uint64_t, std::string>> titles_;  // of the latest calls, by fingerprint
-  const cuda::Event last_;                                    // the end of the latest call that is in no capture
+  const cuda::Event last_;  // the end of the latest call that is in no capture
   cuda::CUstream last_stream_ = nullptr;
-  bool told_ = false;
+
+  mutable std::mutex known_mutex_, tell_mutex_;
+  std::deque<Known> latest_;
+  std::vector<Known> captured_;
+  mutable bool told_ = false;
+  std::atomic<int> lost_ = -1;  // for whom a kernel waited in vain, and was told to give up
+
+  // Of the watcher: when it last looked, and what it saw then.
+  Nanoseconds watched_ = 0, since_ = 0;
+  std::uint64_t seen_ = 0;
+  std::vector<int> gone_;
 };
 
 }  // namespace ringreduce
