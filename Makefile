@@ -235,10 +235,10 @@ gpu: SINCE := $(shell date +%s)
 gpu: $(VENV)/.python
 	@$(PY) -c "$$TORCH_USABLE" || \
 	  { echo "error: $(VENV) has no such torch; name a Python that does: make gpu PYTHON=python3 VENV=.venv-gpu" >&2; exit 2; }
-	@PYTHONPATH=. $(PY) bench/gpu.py --look $(if $(STAND_IN),--stand-in)
+	@PYTHONPATH=. $(PY) bench/gpu_proof.py --look $(if $(STAND_IN),--stand-in)
 	@echo "compiling csrc, $(MAX_JOBS) files at once"
 	@$(PY) setup.py -q build_ext --inplace
-	@PYTHONPATH=. $(PY) bench/gpu.py --since $(SINCE) $(if $(STAND_IN),--stand-in) $(if $(COMMIT),--commit $(COMMIT))
+	@PYTHONPATH=. $(PY) bench/gpu_proof.py --since $(SINCE) $(if $(STAND_IN),--stand-in) $(if $(COMMIT),--commit $(COMMIT))
 
 soak:
 	@+$(MAKE) --no-print-directory -j$(JOBS) build/stress_tsan build/stress_asan

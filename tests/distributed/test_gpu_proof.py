@@ -1,4 +1,4 @@
-"""bench/gpu.py, which is `make gpu`, from end to end on stand-ins for GPUs."""
+"""bench/gpu_proof.py, which is `make gpu`, from end to end on stand-ins for GPUs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="the stan
 
 
 def prove(report: Path, *tests: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "bench/gpu.py", "--stand-in", "--commit", "c0ffee", "--json", str(report)]
+    command = [sys.executable, "bench/gpu_proof.py", "--stand-in", "--commit", "c0ffee", "--json", str(report)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [*command, "--tests", *tests], cwd=ROOT, env=environment, capture_output=True, text=True, check=False

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-import gpu
+import gpu_proof
 import gpu_collectives
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_outcomes_of_tests() -> None:
       <testcase classname="a" name="broken"><error message="no fixture"/></testcase>
       <testcase classname="a" name="left"><skipped message="one GPU"/></testcase>
     </testsuite></testsuites>"""
-    assert gpu.outcomes(xml) == {
+    assert gpu_proof.outcomes(xml) == {
         "passed": 1,
         "failed": {"a::bad": "assert 1 == 2", "a::broken": "no fixture"},
         "skipped": {"a::left": "one GPU"},
@@ -63,13 +63,13 @@ def test_outcomes_of_tests() -> None:
     ],
 )
 def test_a_sanitizer_that_does_not_work_is_no_fault(output: str, why: str, state: str, says: str) -> None:
-    found, reason = gpu.judged(output, why)
+    found, reason = gpu_proof.judged(output, why)
     assert found == state
     assert says in reason
 
 
-def proof(folder: Path, seconds: float = 60) -> gpu.Proof:
-    return gpu.Proof(("tests/gpu",), False, time.monotonic() + seconds, folder)
+def proof(folder: Path, seconds: float = 60) -> gpu_proof.Proof:
+    return gpu_proof.Proof(("tests/gpu",), False, time.monotonic() + seconds, folder)
 
 
 def test_a_part_fails_by_its_exit_code_or_its_time(tmp_path: Path) -> None:
@@ -82,15 +82,17 @@ def test_a_part_fails_by_its_exit_code_or_its_time(tmp_path: Path) -> None:
 
 
 def test_tests_that_cannot_run_are_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None if name == "pytest_timeout" else object())
-    part = gpu.run_tests(proof(tmp_path))
+    monkeypatch.setattr(
+        gpu_proof.importlib.util, "find_spec", lambda name: None if name == "pytest_timeout" else object()
+    )
+    part = gpu_proof.run_tests(proof(tmp_path))
     assert part.state == "not checked"
     assert "no pytest-timeout" in part.why
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built for CUDA")
 def test_without_a_gpu_it_says_what_to_do() -> None:
-    command = [sys.executable, "bench/gpu.py", "--look"]
+    command = [sys.executable, "bench/gpu_proof.py", "--look"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "is built without CUDA" in done.stderr
