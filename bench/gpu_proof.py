@@ -1,7 +1,7 @@
 """Proof on a GPU: `make gpu` builds ringreduce, then runs this.
 
-    python bench/gpu_proof.py                 tests/gpu, every kernel against the CPU's, the benchmarks, compute-sanitizer
-    python bench/gpu_proof.py --stand-in      the same on stand-ins for GPUs: tests this program; its figures say nothing
+    python bench/gpu_proof.py               tests/gpu, every kernel against the CPU's, the benchmarks, compute-sanitizer
+    python bench/gpu_proof.py --stand-in    the same on stand-ins for GPUs: tests this program; its figures say nothing
 
 All is written to one JSON, whatever fails: bench/results/gpu_<device>.json, or build/gpu/stand_in.json. It has the
 device, versions, commit and date; for each part how it ended (passed, failed, or not checked and why), its command and

@@ -17,7 +17,8 @@ from ringreduce import _C, plan, tuning
 from ringreduce.backend import slot_bytes_for
 from ringreduce.cli.terminal import Help, console, time_text
 from ringreduce.config import PREFIX, Options, resolve
-from ringreduce.gpu import kernels
+from ringreduce.errors import SystemFailure
+from ringreduce.gpu import kernels, nccl
 from ringreduce.plan import Machine, Range, Slicing
 from ringreduce.plan.choose import SIZES
 from ringreduce.tuning import Tuning
@@ -83,6 +84,11 @@ def _cuda_tensors(options: Options) -> str:
         return f"none; {missing}"
     if options.gpu_transport == "host":
         return "through the host's memory, by gpu_transport"
+    if options.gpu_transport == "nccl":
+        try:
+            return f"over NCCL {_C.nccl_version(nccl.places())}"
+        except SystemFailure as missing:
+            return f"none; {missing}"
     made, fix = kernels.origin()
     return f"on their GPUs, kernels {made}" if made else f"through the host's memory: no kernels; {fix}"
 

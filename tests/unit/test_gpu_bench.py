@@ -7,8 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-import gpu_proof
 import gpu_collectives
+import gpu_proof
 import pytest
 import torch
 

@@ -75,6 +75,8 @@ PeerEngine::PeerEngine(std::shared_ptr<Engine> host, std::shared_ptr<cuda::Kerne
                 device->describe() +
                     ": streams cannot wait for values (cuStreamWaitValue64), which ranks that share a "
                     "GPU need");
+  // So that a rank that has no kernels says so before others wait for it.
+  (void)kernels_->get("interpreter", "run_", gpu::kernel_for(DType::float32, ReduceOp::sum).name);
   mappings_.reserve(handles.size());
   for (int r = 0; r < size(); ++r) {
     const cuda::Handle& handle = handles[static_cast<std::size_t>(r)];
