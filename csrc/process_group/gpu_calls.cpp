@@ -39,9 +39,10 @@ c10::intrusive_ptr<c10d::Work> GpuCalls::submit(const CallLog::Call& call, bool 
   const c10::Stream stream = apart ? own_stream() : users;
   const cuda::Stream chosen = native(engine_->device(), stream);
   const std::uint64_t log_id = surroundings_->log->begin(call, inputs, outputs);
-  auto work = c10::make_intrusive<GpuWork>(engine_, call, stream, captured, surroundings_->timing.load(), inputs,
+  auto work = c10::make_intrusive<GpuWork>(engine_, call, users, stream, captured, surroundings_->timing.load(), inputs,
                                            std::move(outputs));
   work->log_id = log_id;
+  work->hooked = surroundings_->hooked;
   try {
     if (apart) {
       const cuda::Event ready(engine_->device());
@@ -58,12 +59,12 @@ c10::intrusive_ptr<c10d::Work> GpuCalls::submit(const CallLog::Call& call, bool 
     work->finish(std::current_exception());
     throw;
   }
+  if (async) work->keep(std::move(kept));
   if (captured) {
     if (!async) current.wait(work->end());
     surroundings_->log->end(log_id, call.type, true, {});
     return work;
   }
-  if (async) work->keep(std::move(kept));
   {
     std::lock_guard list(mutex_);
     under_way_.push_back(work);
@@ -116,6 +117,8 @@ void GpuCalls::finish(GpuWork& work) {
   work.release();
   work.finish(error);
   if (error) surroundings_->completions.post([shared = surroundings_] { shared->work_failed(); });
+  if (work.hooked)
+    surroundings_->completions.post([shared = surroundings_, info = work.info()] { shared->call_hook(info); });
 }
 
 void GpuCalls::follow() {

@@ -11,7 +11,6 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <thread>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
 
@@ -35,12 +34,14 @@ class GpuWork final : public c10d::Work {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // Of a call in `stream`. In a capture nothing runs, and its end may only be waited for.
-  GpuWork(std::shared_ptr<GpuEngine> engine, const CallLog::Call& call, const c10::Stream& stream, bool captured,
-          bool timed, const TensorList& inputs, TensorList outputs)
+  // Of a call in `stream`, made while `users` was current. In a capture nothing runs, and its end may only be waited
+  // for.
+  GpuWork(std::shared_ptr<GpuEngine> engine, const CallLog::Call& call, const c10::Stream& users,
+          const c10::Stream& stream, bool captured, bool timed, const TensorList& inputs, TensorList outputs)
       : Work(engine->rank(), call.type, at::hasCallbacks() ? profiling_title(call.type) : nullptr,
              at::hasCallbacks() ? std::optional(inputs.empty() ? outputs : inputs) : std::nullopt),
         call_(call),
+        users_(users),
         stream_(stream),
         captured_(captured),
         timed_(timed && !captured),
@@ -59,9 +60,10 @@ class GpuWork final : public c10d::Work {
     } else if (auto error = exception()) {
       std::rethrow_exception(error);
     }
-    native(engine_->device(), current_stream(stream_.device())).wait(end_);
+    const c10::Stream current = current_stream(stream_.device());
+    native(engine_->device(), current).wait(end_);
     if (timeout != kNoTimeout && !captured_) wait_here(timeout);
-    release();
+    if (current == users_) release();  // what is freed may be used again in that stream, which comes after the call now
     return true;
   }
   void synchronize() override { wait(kNoTimeout); }
@@ -102,28 +104,31 @@ class GpuWork final : public c10d::Work {
     freed.swap(kept_);
   }
   void finish(const std::exception_ptr& error) { c10d::Work::finish(error); }
+  // For a completion hook: from when this side saw the call begin, to now.
+  std::shared_ptr<c10d::WorkInfo> info() const {
+    const auto ended = Clock::now();
+    const auto took = std::chrono::nanoseconds(begun ? now() - *begun : 0);
+    return std::make_shared<c10d::WorkInfo>(opType_, call_.sequence, ended - took, ended, took);
+  }
 
-  // When this side first saw that the call had begun; what the follower remembers.
-  Clock::time_point made = Clock::now();
+  // What the follower remembers: when it saw that the call had begun.
   std::optional<Nanoseconds> begun;
   std::uint64_t log_id = 0;
+  bool hooked = false;  // the group's completion hook is to be told
 
  private:
+  // Until the follower has ended the work: it knows whether the call failed.
   void wait_here(std::chrono::milliseconds timeout) {
-    const auto deadline = Clock::now() + timeout;
-    while (!isCompleted()) {
-      if (Clock::now() >= deadline)
-        throw Error(ErrorKind::timeout, c10::str("Operation timed out! ", name_of(opType_), " number ", call_.sequence,
-                                                 " of the group: rank ", rank_, " waited the ", timeout.count(),
-                                                 " ms that wait() was given"));
-      std::this_thread::sleep_for(std::chrono::microseconds(100));
-    }
-    if (auto error = exception()) std::rethrow_exception(error);
-    engine_->throw_if_aborted();
+    std::unique_lock lock(mutex_);
+    if (!cv_.wait_for(lock, timeout, [&] { return completed_; }))
+      throw Error(ErrorKind::timeout, c10::str("Operation timed out! ", name_of(opType_), " number ", call_.sequence,
+                                               " of the group: rank ", rank_, " waited the ", timeout.count(),
+                                               " ms that wait() was given"));
+    if (exception_) std::rethrow_exception(exception_);
   }
 
   const CallLog::Call call_;
-  const c10::Stream stream_;
+  const c10::Stream users_, stream_;
   const bool captured_, timed_;
   const std::shared_ptr<GpuEngine> engine_;
   const cuda::Event begin_, end_;

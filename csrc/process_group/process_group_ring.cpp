@@ -146,6 +146,8 @@ void ProcessGroupRing::use(std::shared_ptr<GpuEngine> gpu) {
 
 // With the lock held.
 void ProcessGroupRing::join_gpus(int index, std::uint64_t communicator) {
+  std::optional<cuda::RelaxedCapture> relaxed;  // the call may be the first, and in a capture
+  if (cuda::unavailable().empty()) relaxed.emplace();
   settings_.join_gpus(c10::intrusive_ptr<c10d::Backend>::reclaim_copy(this), index, communicator);
   gpus_joined_ = true;
 }

@@ -49,6 +49,14 @@ struct WorkSurroundings {
     }
   }
 
+  void call_hook(const std::shared_ptr<c10d::WorkInfo>& info) const {
+    try {
+      on_completion(info);
+    } catch (const std::exception& error) {
+      TORCH_WARN("the group's completion hook failed: ", error.what());
+    }
+  }
+
   void throw_if_forked() const {
     if (fork.forked())
       throw Error(ErrorKind::system,
@@ -100,7 +108,7 @@ class CallWork : public c10d::Work {
       const auto self = c10::intrusive_ptr<CallWork>::unsafe_reclaim_from_nonowning(this);
       group->completions.post([self, future, error] { self->settle(*future, error); });
     }
-    if (hooked_) group->completions.post([group, info = info()] { call_hook(*group, info); });
+    if (hooked_) group->completions.post([group, info = info()] { group->call_hook(info); });
   }
 
   // Its place in the group's queue. To be said before anybody waits.
@@ -182,14 +190,6 @@ class CallWork : public c10d::Work {
         future.markCompleted(at::IValue(outputs_));
     } catch (const c10::Error&) {
       TORCH_WARN(name_of(opType_), ": somebody else has completed its future already");
-    }
-  }
-
-  static void call_hook(const WorkSurroundings& group, const std::shared_ptr<c10d::WorkInfo>& info) {
-    try {
-      group.on_completion(info);
-    } catch (const std::exception& error) {
-      TORCH_WARN("the group's completion hook failed: ", error.what());
     }
   }
 
