@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import test_collectives as collectives
+from distributed.cuda_ranks import options, run
 from distributed.harness import Rank
-from gpu.ranks import options, run
 
 import ringreduce
 from ringreduce.plan import BUILDERS, build
