@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 from unittest import mock
 
@@ -15,7 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import test_collectives as collectives
-from distributed.cuda_ranks import options, run
+from distributed import test_grid as grid
+from distributed.cuda_ranks import MODES, options, run
 from distributed.harness import Rank
 
 import ringreduce
@@ -87,3 +89,47 @@ def every_plan(me: Rank, mode: str, counts: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(("ranks", "mode"), [(2, "run"), (3, "run"), (4, "steps"), (8, "steps")])
 def test_every_plan(ranks: int, mode: str) -> None:
     run(every_plan, ranks, mode, (0, 1, 10_007) if ranks > 4 else (0, 1, ranks + 1, collectives.SEVERAL_SLICES))
+
+
+# dtypes, operations, layouts
+
+
+def every_combination(me: Rank, mode: str, api: str, cases: list[grid.Combination]) -> tuple[str, Any]:
+    report = grid.Report()
+    with me.join(options=options(mode)), torch.device("cuda"):
+        for call, combination in enumerate(cases):
+            case = grid.Case(me, import_module(api), dist.group.WORLD, combination, call)
+            grid.attempt(report, combination, case)
+    return report.text(), report.outcomes
+
+
+def check(ranks: int, mode: str, api: str, cases: list[grid.Combination]) -> Any:
+    """Rank 0's outcomes, if no rank has anything to report."""
+    (_, outcomes), *_ = results = run(every_combination, ranks, mode, api, cases)
+    texts = {text for text, _ in results if text}
+    assert not texts, "\n".join(texts)
+    return outcomes
+
+
+PLAIN = [("contiguous", "contiguous"), ("by rank", "by rank")]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_dtype_and_operation(mode: str) -> None:
+    outcomes = check(2, mode, "ringreduce", grid.combinations(grid.REDUCING, grid.MOVING, PLAIN))
+    assert outcomes["right"] > 600 and outcomes["refused"] > 300
+
+
+def test_every_layout() -> None:
+    cases = grid.combinations(grid.REDUCING[:2], grid.MOVING, grid.SAME, (torch.float32, torch.complex64))
+    outcomes = check(3, "steps", "ringreduce", [c for c in cases if c.op in ("sum", "avg", "premul_sum")])
+    assert outcomes["right"] > 200 and outcomes["refused"] > 20
+
+
+def test_coalesced_and_through_torch() -> None:
+    layouts = [("contiguous", "contiguous"), ("by rank", "by rank"), ("expanded", "contiguous")]
+    cases = grid.combinations(
+        grid.REDUCING_COALESCED, grid.MOVING + grid.MOVING_COALESCED, layouts, (torch.float32, torch.uint8)
+    )
+    outcomes = check(3, "steps", "torch.distributed", cases)
+    assert outcomes["right"] > 60 and outcomes["refused"] > 20
