@@ -48,7 +48,8 @@ def all_reduce(
 def all_reduce_coalesced(
     tensors: Sequence[Array], op: ReduceOp = SUM, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> dist.Work | None:
-    """`all_reduce` of each of `tensors`, of any dtypes and sizes, in the same order on every rank; small ones together.
+    """`all_reduce` of each of `tensors`, of any dtypes and sizes, in the same order on every rank; small ones together,
+    on CPUs.
 
     Raises `InvalidArgument` if two of them share memory, `CollectiveMismatch` if the lists differ between ranks.
     """
@@ -208,7 +209,9 @@ def monitored_barrier(
 
 def send(tensor: Array, dst: int, tag: int = 0, group: dist.ProcessGroup | None = None) -> None:
     """Sends `tensor` to rank `dst`; returns when `tensor` may be changed."""
-    backend_of(group).send([_tensor(tensor)], dst, tag).wait()
+    work = backend_of(group).send([_tensor(tensor)], dst, tag)
+    work.wait()
+    _end(work, False)
 
 
 def recv(tensor: Array, src: int | None = None, tag: int = 0, group: dist.ProcessGroup | None = None) -> int:
@@ -217,6 +220,7 @@ def recv(tensor: Array, src: int | None = None, tag: int = 0, group: dist.Proces
     tensors = [_tensor(tensor)]
     work = backend.recv_anysource(tensors, tag) if src is None else backend.recv(tensors, src, tag)
     work.wait()
+    _end(work, False)
     return work._source_rank() if src is None else src
 
 

@@ -8,7 +8,8 @@
 //                   other process takes a copy of it with pidfd_getfd(2).
 //
 // Lifetimes. Within a process, a mapping keeps the memory alive. Between processes nothing does: the owner must not
-// destroy OwnMemory before all mappings of it are gone, or their processes; that is for the owner's group to arrange.
+// destroy OwnMemory while a peer may still access it; that is for the owner's group to arrange (GpuCalls::stop). CUDA
+// leaves undefined what a mapping is worth from then on; peers only unmap it.
 // If the owner's process dies, the contents are lost, and what kernels then read is undefined, but mappings can still
 // be destroyed. A Handle is good for as long as its OwnMemory.
 #pragma once

@@ -57,6 +57,10 @@ c10::intrusive_ptr<c10d::Work> GpuCalls::submit(const CallLog::Call& call, bool 
     surroundings_->log->end(log_id, call.type, false, {});
     surroundings_->completions.post([shared = surroundings_] { shared->work_failed(); });
     work->finish(std::current_exception());
+    if (apart) {  // what was put already must have ended before the tensors' memory is used again
+      chosen.record(work->end());
+      current.wait(work->end());
+    }
     throw;
   }
   if (async) work->keep(std::move(kept));
@@ -65,11 +69,11 @@ c10::intrusive_ptr<c10d::Work> GpuCalls::submit(const CallLog::Call& call, bool 
     surroundings_->log->end(log_id, call.type, true, {});
     return work;
   }
-  {
-    std::lock_guard list(mutex_);
-    under_way_.push_back(work);
-  }
-  changed_.notify_all();
+  std::unique_lock list(mutex_);
+  under_way_.push_back(work);
+  const bool first = under_way_.size() == 1;
+  list.unlock();
+  if (first) changed_.notify_all();  // the follower is not in a hurry yet
   return work;
 }
 
@@ -142,7 +146,9 @@ void GpuCalls::follow() {
     std::erase_if(under_way_,
                   [&](const auto& work) { return std::find(works.begin(), works.end(), work) != works.end(); });
     if (!works.empty() || stopping_) changed_.notify_all();
-    works.clear();
+    lock.unlock();
+    works.clear();  // the last owner, maybe, of what takes other locks to be freed
+    lock.lock();
   }
 }
 

@@ -55,8 +55,8 @@ class GpuWork final : public c10d::Work {
   // Makes the current stream wait for the call. With a timeout this thread waits, too, and throws when it is over; the
   // call goes on then, until the timeout of its own.
   bool wait(std::chrono::milliseconds timeout) override {
-    if (!isCompleted()) {
-      engine_->throw_if_aborted();
+    if (!c10d::Work::isCompleted()) {
+      engine_->throw_if_aborted();  // which knows what the follower has yet to find, even if the GPU is done
     } else if (auto error = exception()) {
       std::rethrow_exception(error);
     }

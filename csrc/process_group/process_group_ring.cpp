@@ -248,6 +248,10 @@ c10::intrusive_ptr<Work> ProcessGroupRing::submit(OpType type, const CallOptions
     inputs.insert(inputs.end(), job.inputs.begin(), job.inputs.end());
     outputs.insert(outputs.end(), job.targets.begin(), job.targets.end());
   }
+  for (const Job& job : jobs)
+    if (job.device != jobs[0].device)
+      invalid(name_of(type), ": tensors are on different devices: ", jobs[0].device, " and ", job.device,
+              "; move them to one");
   if (!jobs.empty() && jobs[0].device.is_cuda())
     return submit_to_gpu({.type = type, .timeout = timeout_or_default(opts.timeout)}, opts.asyncOp, inputs,
                          std::move(outputs), std::move(jobs));
@@ -424,7 +428,8 @@ c10::intrusive_ptr<Work> ProcessGroupRing::allreduce(TensorList& tensors, const 
 c10::intrusive_ptr<Work> ProcessGroupRing::allreduce_coalesced(TensorList& tensors,
                                                                const c10d::AllreduceCoalescedOptions& opts) {
   const Collective collective{.operation = Operation::all_reduce, .timeout = opts.timeout, .op = &opts.reduceOp};
-  if (!tensors.empty() && tensors[0].is_cuda()) {
+  if (!tensors.empty() && device_of(tensors, {}, "all_reduce_coalesced").is_cuda()) {
+    check_outputs(tensors, "all_reduce_coalesced");
     std::vector<Job> each;
     for (const at::Tensor& tensor : tensors) each.push_back(job(collective, {tensor}, {tensor}));
     return submit(OpType::ALLREDUCE_COALESCED, opts, std::move(each));

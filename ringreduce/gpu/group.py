@@ -109,10 +109,10 @@ def _over_peer_memory(wanted: Wanted, group: _C.ProcessGroupRing, ordinal: int) 
     try:
         device = _C.CudaDevice(ordinal)
         region = _C.GpuRegion(device, options.gpu_bytes)
-        said = json.dumps([region.handle.hex(), device.pci_bus_id])
+        said = json.dumps([region.handle.hex(), device.pci_bus_id, device.multiprocessors])
     except RingReduceError as refusal:
         error = str(refusal)
-    shown, buses = zip(*map(json.loads, _tell_all(group, said, error)), strict=True)
+    shown, buses, multiprocessors = zip(*map(json.loads, _tell_all(group, said, error)), strict=True)
     handles = [bytes.fromhex(each) for each in shown]
     links = wanted.links or _look_at_links(options, group, buses)
     steps = [_C.takes_steps(handles, rank) for rank in range(group.size())]
@@ -124,7 +124,7 @@ def _over_peer_memory(wanted: Wanted, group: _C.ProcessGroupRing, ordinal: int) 
             device=device,
             region=region,
             handles=handles,
-            shape=shape_for(group.size(), options, wanted.channels(links), any(steps)),
+            shape=shape_for(group.size(), options, wanted.channels(links), any(steps), min(multiprocessors)),
             steps=steps[group.rank()],
             images=functools.partial(_image, device.capability),
             slices=options.slices,
@@ -134,7 +134,7 @@ def _over_peer_memory(wanted: Wanted, group: _C.ProcessGroupRing, ordinal: int) 
     except RingReduceError as refusal:
         error = str(refusal)
     _tell_all(group, "", error)
-    _try_out(group, engine, min(wanted.timeout, TRIAL_SECONDS))
+    _try_out(group, engine, min(wanted.timeout / 2, TRIAL_SECONDS))  # less than others wait for what came of it
     log.info("CUDA tensors of this group: %s, %s", device, "step by step" if any(steps) else "one kernel a call")
     return engine
 
@@ -240,10 +240,11 @@ def _from_first(group: _C.ProcessGroupRing, text: str) -> str:
     return said.numpy().tobytes()[: int(count)].decode()
 
 
-def shape_for(size: int, options: Options, channels: int, steps: bool) -> _C.RegionShape:
-    """The slots that fit the memory the options allow. Where ranks take steps a channel has one lane."""
+def shape_for(size: int, options: Options, channels: int, steps: bool, blocks: int) -> _C.RegionShape:
+    """The slots that fit the memory the options allow, for at most so many `blocks` of a GPU at once. Where ranks take
+    steps a channel has one lane."""
     assert options.gpu_bytes is not None and options.gpu_blocks is not None  # resolved
-    lanes = channels if steps else max(options.gpu_blocks, channels)
+    lanes = channels if steps else max(min(options.gpu_blocks, blocks), channels)
     depth = plan.slot_depth(size)
     words = _C.RegionShape(lanes=lanes, one_lane=steps, depth=depth, slot_bytes=0).bytes(size)
     slot_bytes = (options.gpu_bytes - words) // (lanes * depth) // 128 * 128

@@ -17,6 +17,7 @@ from distributed.harness import Rank, run
 from stand_in import torch_cuda
 from stand_in.torch_cuda import delay
 
+import ringreduce
 from ringreduce import Options
 from ringreduce.errors import InvalidArgument, SystemFailure
 from ringreduce.gpu import group as gpu_group
@@ -217,3 +218,24 @@ def over_gloo(me: Rank) -> None:
 
 def test_over_gloo() -> None:
     run(torch_cuda.activated, 2, over_gloo)
+
+
+def mixes_devices(me: Rank) -> list[str]:
+    torch.cuda.set_device(0)
+    gpu, cpu = torch.ones(4, device="cuda"), torch.ones(4)
+    with me.join():
+        dist.all_reduce(gpu)
+        messages = []
+        for tensors in ([gpu, cpu], [cpu, gpu]):
+            with pytest.raises(InvalidArgument) as raised:
+                ringreduce.all_reduce_coalesced(tensors)
+            messages.append(str(raised.value))
+        dist.all_reduce(gpu)
+        assert gpu.tolist() == [me.size**2] * 4
+    return messages
+
+
+def test_lists_of_tensors_on_different_devices() -> None:
+    for messages in run(torch_cuda.activated, 2, mixes_devices):
+        for message in messages:
+            assert "different devices" in message and "cuda:0" in message and "cpu" in message

@@ -705,13 +705,13 @@ class Rank {
     run_.timeout = 0;
     gpu::Run here = run_;
     here.program = program_.at(program_.image().data());
-    const gpu::Channel& channel = here.program.channels[0];
+    const gpu::FlatChannel& channel = here.program.channels[0];
     const auto slot = [&](std::uint32_t rank, std::uint32_t send_index) {
       return gpu::slot_of(here, channel, rank, run_.round, send_index);
     };
     for (run_.round = 0; run_.round < gpu::rounds_of(here, channel); run_.round++)
       for (run_.step = 0; run_.step < channel.steps; run_.step++) {
-        const gpu::Step& step = here.program.steps[channel.first_step + run_.step];
+        const gpu::FlatStep& step = here.program.steps[channel.first_step + run_.step];
         for (std::uint32_t i = 0; i < step.sources; i++) {
           const auto [peer, send_index] = here.program.sources[step.first_source + i];
           const std::uint64_t notice = run_.shape.notice(0, peer, slot(peer, send_index));

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <thread>
 
 #include "engine/gpu/memory.cuh"
 #include "kernels/gpu/accumulate.h"
@@ -92,18 +93,18 @@ PeerEngine::PeerEngine(std::shared_ptr<Engine> host, std::shared_ptr<cuda::Kerne
 
 const PeerEngine::Loaded& PeerEngine::load(const Call& call, const Choice& choice, const Program& program) {
   const auto known = loaded_.find(&program);
-  if (known != loaded_.end()) return known->second;
+  if (known != loaded_.end()) return *known->second;
   const cuda::RelaxedCapture relaxed;
-  Loaded& loaded = loaded_.try_emplace(&program, device(), program).first->second;
-  const std::vector<std::byte>& image = loaded.flat.image();
-  urgent_.copy(loaded.image.pointer(), reinterpret_cast<cuda::CUdeviceptr>(image.data()), image.size());
+  auto loaded = std::make_unique<Loaded>(device(), program);
+  const std::vector<std::byte>& image = loaded->flat.image();
+  urgent_.copy(loaded->image.pointer(), reinterpret_cast<cuda::CUdeviceptr>(image.data()), image.size());
   urgent_.synchronize();
   if (party_ != nullptr) {
     std::vector<Program> all;
     for (int r = 0; r < size(); ++r) all.push_back(program_of(r, call, choice.plan));
-    loaded.turns = order_of_steps(all, shape_.depth);
+    loaded->turns = order_of_steps(all, shape_.depth);
   }
-  return loaded;
+  return *loaded_.emplace(&program, std::move(loaded)).first->second;
 }
 
 gpu::Run PeerEngine::run_of(const Call& call, const Buffers& buffers, const Choice& choice,
@@ -136,6 +137,21 @@ void PeerEngine::enqueue(const Call& call, const Buffers& buffers, const cuda::S
   throw_if_aborted();
   check(call);
   std::lock_guard lock(mutex_);
+  const std::uint64_t seq = next_call();
+  const std::string what = title(call, call.number != 0 ? call.number : seq);
+  try {
+    put(call, seq, what, buffers, stream);
+  } catch (const Error& error) {
+    if (error.kind() == ErrorKind::system) fail(Error(ErrorKind::system, what + ": " + error.what(), rank()));
+    throw;
+  } catch (const std::exception& error) {  // the peers must not wait for this rank
+    fail(Error(ErrorKind::system, what + ": " + error.what(), rank()));
+    throw;
+  }
+}
+
+void PeerEngine::put(const Call& call, std::uint64_t seq, const std::string& what, const Buffers& buffers,
+                     const cuda::Stream& stream) {
   const Choice& choice = choice_for(call);
   const Program& program = program_for(call, choice.plan);
   const Loaded& loaded = load(call, choice, program);
@@ -144,37 +160,27 @@ void PeerEngine::enqueue(const Call& call, const Buffers& buffers, const cuda::S
     const cuda::RelaxedCapture relaxed;
     return kernels_->get("interpreter", "run_", row.name);
   }();
-
   gpu::Run run = run_of(call, buffers, choice, program);
   run.program = loaded.on_gpu();
   run.parts = row.parts;
-  const std::uint64_t seq = next_call();
   run.fingerprint = fingerprint(call, seq, program.digest);
-  const std::string what = title(call, call.number != 0 ? call.number : seq);
   const bool captured = stream.capturing();
   remember({seq, run.fingerprint, what, call.timeout, captured, &loaded});
 
-  if (!captured && last_stream_ != stream.handle()) stream.wait(last_);
-  try {
-    if (party_ == nullptr)
-      stream.launch(kernel, {static_cast<unsigned>(program.channels.size()) * run.lanes, kThreads}, run);
-    else
-      party_->enqueue(*this, {run, loaded.on_host(), &kernel, &loaded.turns, seq, place_.pointer()}, stream, what,
-                      call.timeout);
-  } catch (const Error& error) {
-    if (error.kind() == ErrorKind::system) fail(Error(ErrorKind::system, error.what(), rank()));
-    throw;
-  }
-  if (captured) return;
-  stream.record(last_);
-  last_stream_ = stream.handle();
+  if (!captured) stream.wait(last_);
+  if (party_ == nullptr)
+    stream.launch(kernel, {static_cast<unsigned>(program.channels.size()) * run.lanes, kThreads}, run);
+  else
+    party_->enqueue(*this, {run, loaded.on_host(), &kernel, &loaded.turns, seq, place_.pointer()}, stream, what,
+                    call.timeout);
+  if (!captured) stream.record(last_);
 }
 
 void PeerEngine::remember(Known call) {
   std::lock_guard lock(known_mutex_);
-  if (call.captured) return captured_.push_back(std::move(call));
-  latest_.push_back(std::move(call));
-  if (latest_.size() > kLatest) latest_.pop_front();
+  std::deque<Known>& known = call.captured ? captured_ : latest_;
+  known.push_back(std::move(call));
+  if (known.size() > kLatest) known.pop_front();
 }
 
 // The remembered call of which `is` is true.
@@ -299,8 +305,7 @@ void PeerEngine::watch_stream(Nanoseconds time) {
   const std::optional<Known> call = find([&](const Known& known) { return place.is_of(known.number); });
   if (!call) return;
   urgent_.copy(words_.pointer(), own_->pointer(), shape_.broken());
-  urgent_.synchronize();
-  if (this->place() != seen_) return;
+  if (!copied() || this->place() != seen_) return;
   const Turn& turn = call->loaded->turns[place.turn];
   gpu::Run run{};
   run.program = call->loaded->on_host();
@@ -328,15 +333,21 @@ void PeerEngine::stop_waiting() {
   for (std::uint64_t at = 0; at < notices; at += sizeof(gpu::Notice))
     reinterpret_cast<gpu::Notice*>(words_.data() + at)->full = 1;
   urgent_.copy(own_->pointer(), words_.pointer(), shape_.broken());
-  urgent_.synchronize();
+  (void)copied();
+}
+
+// Whether what was copied last is there, after a while: nobody knows what the driver lets copies wait behind.
+bool PeerEngine::copied() const {
+  for (const Nanoseconds deadline = now() + kSecond; !urgent_.done(); std::this_thread::yield())
+    if (now() >= deadline) return false;
+  return true;
 }
 
 bool PeerEngine::quiet() {
   const std::uint64_t taken = shape_.taken(0, 0, 0);
   urgent_.copy(words_.pointer() + taken, own_->pointer() + taken, shape_.broken() - taken);
-  urgent_.synchronize();
-  return std::all_of(words_.data() + taken, words_.data() + shape_.broken(),
-                     [](std::byte b) { return b == std::byte{0}; });
+  return copied() && std::all_of(words_.data() + taken, words_.data() + shape_.broken(),
+                                 [](std::byte b) { return b == std::byte{0}; });
 }
 
 }  // namespace ringreduce

@@ -68,6 +68,8 @@ class PeerEngine final : public GpuEngine {
     gpu::FlatArrays on_host() const { return flat.at(flat.image().data()); }
   };
 
+  void put(const Call& call, std::uint64_t seq, const std::string& what, const Buffers& buffers,
+           const cuda::Stream& stream);
   const Loaded& load(const Call& call, const Choice& choice, const Program& program);
   gpu::Run run_of(const Call& call, const Buffers& buffers, const Choice& choice, const Program& program) const;
 
@@ -95,6 +97,7 @@ class PeerEngine final : public GpuEngine {
   bool is_lost(int peer);
   std::string said(const std::optional<Known>& call) const;
   void stop_waiting();
+  bool copied() const;
 
   const std::shared_ptr<cuda::Kernels> kernels_;
   const std::shared_ptr<const cuda::OwnMemory> own_;
@@ -106,13 +109,11 @@ class PeerEngine final : public GpuEngine {
   const cuda::Stream urgent_;           // for what must not wait behind calls
   const std::shared_ptr<Party> party_;  // of ranks that take steps
   std::mutex mutex_;
-  std::map<const Program*, Loaded> loaded_;
+  std::map<const Program*, std::unique_ptr<const Loaded>> loaded_;
   const cuda::Event last_;  // the end of the latest call that is in no capture
-  cuda::CUstream last_stream_ = nullptr;
 
   mutable std::mutex known_mutex_, tell_mutex_;
-  std::deque<Known> latest_;
-  std::vector<Known> captured_;
+  std::deque<Known> latest_, captured_;
   mutable bool told_ = false;
   std::atomic<int> lost_ = -1;  // for whom a kernel waited in vain, and was told to give up
 

@@ -26,6 +26,7 @@ void try_out(GpuEngine& engine, Nanoseconds timeout) {
   auto* const values = reinterpret_cast<float*>(host.data());
   // Small whole numbers, so that sums are exact: rank r has (r + 1) * (i % 7) at place i.
   const auto at = [](std::size_t i, int factor) { return static_cast<float>(factor * static_cast<int>(i % 7)); };
+  const Nanoseconds deadline = now() + timeout;
   const int all = engine.size() * (engine.size() + 1) / 2;
   for (const std::size_t count : kCounts) {
     for (std::size_t i = 0; i < count; ++i) values[i] = at(i, engine.rank() + 1);
@@ -35,7 +36,7 @@ void try_out(GpuEngine& engine, Nanoseconds timeout) {
     call.operation = Operation::all_reduce;
     call.dtype = DType::float32;
     call.count = call.largest = count;
-    call.timeout = timeout;
+    call.timeout = deadline - now();
     auto* const data = reinterpret_cast<std::byte*>(memory.pointer());
     engine.run(call, {{{&data, 1}, {&count, 1}}, {{&data, 1}, {&count, 1}}});
     stream.copy(host.pointer(), memory.pointer(), bytes);
