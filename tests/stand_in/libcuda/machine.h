@@ -54,9 +54,9 @@ using namespace ringreduce::cuda;
 using StandInKernel = void(const void* const* parameters, unsigned block, unsigned blocks, unsigned threads);
 
 constexpr CUresult kInvalidValue = 1, kOutOfMemory = 2, kInvalidDevice = 101, kInvalidImage = 200,
-                   kInvalidContext = 201, kPeerAccessUnsupported = 217, kInvalidHandle = 400,
-                   kCaptureUnsupported = 900, kCaptureInvalidated = 901, kCaptureMerge = 902, kCaptureUnmatched = 903,
-                   kCaptureUnjoined = 904, kCaptureIsolation = 905, kCapturedEvent = 907;
+                   kInvalidContext = 201, kPeerAccessUnsupported = 217, kInvalidHandle = 400, kCaptureUnsupported = 900,
+                   kCaptureInvalidated = 901, kCaptureMerge = 902, kCaptureUnmatched = 903, kCaptureUnjoined = 904,
+                   kCaptureIsolation = 905, kCapturedEvent = 907;
 constexpr int kCaptureModeGlobal = 0;
 
 std::size_t setting(const char* name, std::size_t otherwise);
