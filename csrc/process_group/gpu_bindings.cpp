@@ -5,16 +5,15 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "core/partition.h"
 #include "engine/gpu/nccl_engine.h"
 #include "engine/gpu/peer_engine.h"
+#include "engine/gpu/stream_device.h"
 #include "engine/gpu/trial.h"
 #include "kernels/accumulate.h"
 #include "kernels/gpu/accumulate.h"
@@ -38,13 +37,10 @@ std::vector<cuda::Handle> handles_of(const std::vector<std::string>& all) {
   return handles;
 }
 
-// dst = op(src...) in `stream`, for benchmarks and for tests of the kernels by themselves. `blocks` 0: as an engine
-// that launches these kernels does, two for each multiprocessor unless there is not enough for each to do.
+// dst = op(src...) in `stream`, for benchmarks and for tests of the kernels by themselves; see put_accumulate.
 void accumulate(const cuda::DevicePtr& device, cuda::Kernels& kernels, const std::string& dtype_name,
                 const std::string& op_name, std::uintptr_t dst, const std::vector<std::uintptr_t>& srcs,
                 std::size_t count, std::uintptr_t stream, unsigned blocks) {
-  constexpr unsigned kThreads = 256;                        // see kernels/gpu/accumulate.cu
-  constexpr std::size_t kBytesOfBlock = 4 * 16 * kThreads;  // that it takes of each source at once
   const DType dtype = dtype_named(dtype_name);
   const ReduceOp op = reduce_op_named(op_name);
   if (!kernels::supports(dtype, op))
@@ -62,11 +58,8 @@ void accumulate(const cuda::DevicePtr& device, cuda::Kernels& kernels, const std
   job.copies = 1;
   job.n = static_cast<std::int32_t>(srcs.size());
   job.scaled = -1;
-  if (blocks == 0)
-    blocks = static_cast<unsigned>(std::min(ceil_div(count * size_of(dtype), kBytesOfBlock),
-                                            std::size_t{2} * static_cast<unsigned>(device->multiprocessors())));
-  cuda::Stream::borrowed(device, reinterpret_cast<cuda::CUstream>(stream))
-      .launch(kernels.get("accumulate", "accumulate_", kernel.name), {blocks, kThreads}, job);
+  put_accumulate(cuda::Stream::borrowed(device, reinterpret_cast<cuda::CUstream>(stream)),
+                 kernels.get("accumulate", "accumulate_", kernel.name), job, count * size_of(dtype), blocks);
 }
 
 Nanoseconds nanoseconds(double seconds) { return static_cast<Nanoseconds>(seconds * 1e9); }

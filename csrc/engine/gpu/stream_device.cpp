@@ -16,6 +16,14 @@ cuda::CUdeviceptr address(const void* pointer) { return reinterpret_cast<cuda::C
 
 }  // namespace
 
+void put_accumulate(const cuda::Stream& stream, const cuda::Function& kernel, const gpu::Accumulate& job,
+                    std::size_t bytes, unsigned blocks) {
+  const std::size_t worth = ceil_div(bytes, kThreads * kBytesPerThread);
+  const unsigned most = kBlocksPerMultiprocessor * static_cast<unsigned>(stream.device()->multiprocessors());
+  if (blocks == 0) blocks = static_cast<unsigned>(std::min<std::size_t>(worth, most));
+  stream.launch(kernel, {blocks, kThreads}, job);
+}
+
 StreamDevice::StreamDevice(const cuda::Stream& stream,
                            std::function<const cuda::Function&(const std::string& row)> kernel)
     : stream_(stream), kernel_(std::move(kernel)) {}
@@ -67,9 +75,7 @@ void StreamDevice::launch(const Call& call, gpu::Accumulate& job, std::span<cons
   std::copy(srcs.begin(), srcs.end(), job.srcs);
   job.n = static_cast<std::int32_t>(srcs.size());
   job.count = count * kernel.parts;
-  const std::size_t blocks = ceil_div(count * size_of(call.dtype), kThreads * kBytesPerThread);
-  const unsigned most = kBlocksPerMultiprocessor * static_cast<unsigned>(stream_.device()->multiprocessors());
-  stream_.launch(kernel_(kernel.name), {static_cast<unsigned>(std::min<std::size_t>(blocks, most)), kThreads}, job);
+  put_accumulate(stream_, kernel_(kernel.name), job, count * size_of(call.dtype));
 }
 
 void StreamDevice::copy(void* dst, const void* src, std::size_t bytes) {

@@ -12,6 +12,11 @@
 
 namespace ringreduce {
 
+// Puts an accumulate kernel (kernels/gpu/accumulate.cu) in `stream`, for a result of `bytes` bytes, at least 1. With as
+// many blocks as are worth it, or `blocks`.
+void put_accumulate(const cuda::Stream& stream, const cuda::Function& kernel, const gpu::Accumulate& job,
+                    std::size_t bytes, unsigned blocks = 0);
+
 class StreamDevice final : public Device {
  public:
   // `stream` must outlive this object, and be the only one whose work is given its cells. `kernel` gives the accumulate
