@@ -1,0 +1,149 @@
+"""Ranks that are threads of one process, with tensors on device "cuda": each makes its group by itself, as c10d knows
+one default group for a process.
+
+run_threads(work, 4, devices=2)    # work(member) on 4 ranks, of which two share each of 2 devices
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed.harness import Rank, run
+from stand_in import torch_cuda
+
+import ringreduce
+from ringreduce import Options, backend
+from ringreduce.config import resolve
+
+
+class Member:
+    """A rank of a group that is a thread."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, device: int, timeout: float, options: Options) -> None:
+        self.rank, self.size, self.store = rank, size, store
+        torch.cuda.set_device(device)
+        resolved, _ = resolve(options)
+        self.backend = backend._make(store, "group", rank, list(range(size)), timedelta(seconds=timeout), resolved)
+        self.group = dist.ProcessGroup(store, rank, size)
+        self.group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.CUSTOM, self.backend)
+
+    def meet(self, name: str) -> None:
+        """Returns when all ranks are here."""
+        self.store.set(f"{name}{self.rank}", "")
+        self.store.wait([f"{name}{rank}" for rank in range(self.size)])
+
+
+def run_threads(
+    function: Callable[..., Any],
+    size: int,
+    *arguments: Any,
+    devices: int,
+    timeout: float = 30,
+    prepare: Callable[[], None] | None = None,
+    **options: Any,
+) -> Any:
+    """What `function(member, *arguments)` returns, for each of `size` ranks; the first failure of one is the test's.
+
+    Rank r is on device r % devices. `prepare` is called first, in the process of the threads.
+    """
+    if torch.version.cuda is not None and torch.cuda.device_count() < devices:
+        pytest.skip(f"{devices} GPUs are needed, and {torch.cuda.device_count()} are here")
+    (results,) = run(_in_threads, 1, function, size, devices, arguments, timeout, prepare, options)
+    return results
+
+
+def _in_threads(
+    _: Rank,
+    function: Callable[..., Any],
+    size: int,
+    devices: int,
+    arguments: Any,
+    timeout: float,
+    prepare: Callable[[], None] | None,
+    options: Any,
+) -> list[Any]:
+    os.environ["RINGREDUCE_STAND_IN_DEVICES"] = str(max(2, devices))
+    torch_cuda.activate()
+    if prepare is not None:
+        prepare()
+    store = dist.HashStore()
+    results: list[Any] = [None] * size
+    failures: list[str] = []
+
+    def main(rank: int) -> None:
+        member = None
+        try:
+            member = Member(store, rank, size, rank % devices, timeout, Options(**options))
+            results[rank] = function(member, *arguments)
+        except BaseException:
+            failures.append(f"rank {rank}: {traceback.format_exc()}")
+            if member is not None:
+                member.backend.abort()
+        finally:
+            if member is not None:
+                member.backend.shutdown()
+
+    threads = [threading.Thread(target=main, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, "\n".join(failures)
+    return results
+
+
+def all_collectives(rank: int, size: int, group: dist.ProcessGroup | None, n: int) -> None:
+    def own(r: int) -> torch.Tensor:
+        return (torch.arange(n, device="cuda") % 5 + r).float()
+
+    def same(got: torch.Tensor, expected: torch.Tensor) -> None:
+        assert torch.equal(got, expected), (got, expected)
+
+    root = size - 1
+    total = torch.stack([own(r) for r in range(size)]).sum(0)
+    everyones = torch.cat([own(r) for r in range(size)])
+
+    x = own(rank)
+    ringreduce.all_reduce(x, group=group)
+    same(x, total)
+    x = own(rank)
+    ringreduce.all_reduce(x, dist.ReduceOp.AVG, group=group)
+    same(x, total / size)
+    x = own(rank)
+    ringreduce.broadcast(x, root, group=group)
+    same(x, own(root))
+    x = own(rank)
+    ringreduce.reduce(x, root, group=group)
+    same(x, total if rank == root else own(rank))
+    x = torch.empty(size * n, device="cuda")
+    ringreduce.all_gather_into_tensor(x, own(rank), group=group)
+    same(x, everyones)
+    x = torch.empty(n, device="cuda")
+    ringreduce.reduce_scatter_tensor(x, everyones + rank, group=group)
+    same(x, own(rank) * size + sum(range(size)))
+    x = torch.empty(size * n, device="cuda")
+    ringreduce.all_to_all_single(x, everyones + 10 * rank, group=group)
+    same(x, torch.cat([own(rank) + 10 * r for r in range(size)]))
+    parts = [torch.empty(n, device="cuda") for _ in range(size)] if rank == root else None
+    ringreduce.gather(own(rank), parts, root, group=group)
+    if parts:
+        same(torch.cat(parts), everyones)
+    x = torch.empty(n, device="cuda")
+    ringreduce.scatter(x, list(everyones.split(n)) if rank == root else None, root, group=group)
+    same(x, own(rank))
+
+    tensors = [own(rank) + i for i in range(5)]
+    works = [ringreduce.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
+    for i, work in enumerate(works):
+        assert work is not None
+        work.wait()
+        same(tensors[i], total + i * size)
+    torch.cuda.synchronize()

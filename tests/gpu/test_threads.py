@@ -1,0 +1,73 @@
+"""Ranks of a group that are threads of one process, on one GPU or on several."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from distributed.cuda_threads import Member, all_collectives, run_threads
+
+import ringreduce
+from ringreduce.errors import CollectiveMismatch, CollectiveTimeout, InvalidArgument, RingReduceError
+
+
+def collectives(me: Member) -> None:
+    for n in (1, 1000, 70_001):
+        all_collectives(me.rank, me.size, me.group, n)
+
+
+@pytest.mark.parametrize(("size", "devices"), [(2, 1), (4, 1), (8, 1), (4, 2), (3, 3)])
+def test_collectives(size: int, devices: int) -> None:
+    run_threads(collectives, size, devices=devices, gpu_transport="peer")
+
+
+def goes_on_without_rank_2(me: Member) -> str:
+    x = torch.ones(1000, device="cuda")
+    ringreduce.all_reduce(x, group=me.group)
+    torch.cuda.synchronize()
+    me.meet("joined")
+    if me.rank == 2:
+        me.meet("over")
+        return ""
+    with pytest.raises(CollectiveTimeout) as raised:
+        ringreduce.all_reduce(x, group=me.group)
+    me.meet("over")
+    return str(raised.value)
+
+
+def test_a_thread_that_does_not_call_is_named() -> None:
+    for text in run_threads(goes_on_without_rank_2, 3, devices=1, timeout=3, gpu_transport="peer")[:2]:
+        assert "for rank 2 (" in text and "shares its process and GPU" in text
+
+
+def calls_something_else(me: Member) -> str:
+    x = torch.ones(1000 + me.rank, device="cuda")
+    with pytest.raises(CollectiveMismatch) as raised:
+        ringreduce.all_reduce(x, group=me.group)
+    with pytest.raises(RingReduceError):
+        ringreduce.all_reduce(x, group=me.group)
+    return str(raised.value)
+
+
+def test_different_calls() -> None:
+    for text in run_threads(calls_something_else, 2, devices=1, gpu_transport="peer"):
+        assert "different calls" in text and "same order" in text
+
+
+def captures(me: Member) -> str:
+    x = torch.ones(1000, device="cuda")
+    ringreduce.all_reduce(x, group=me.group)
+    torch.cuda.synchronize()
+    me.meet("joined")
+    refused = ""
+    if me.rank == 0:
+        stream = torch.cuda.Stream()
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream), pytest.raises(InvalidArgument) as raised:
+            ringreduce.all_reduce(x, group=me.group)
+        refused = str(raised.value)
+    me.meet("over")
+    return refused
+
+
+def test_a_capture_is_refused() -> None:
+    refused, _ = run_threads(captures, 2, devices=1, gpu_transport="peer")
+    assert "cannot capture" in refused and "a process for each rank" in refused
