@@ -63,6 +63,7 @@ c10::intrusive_ptr<c10d::Work> GpuCalls::submit(const CallLog::Call& call, bool 
     }
     throw;
   }
+  work->end_profile();
   if (async) work->keep(std::move(kept));
   if (captured) {
     if (!async) current.wait(work->end());
@@ -154,18 +155,23 @@ void GpuCalls::follow() {
 
 void GpuCalls::drain() {
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return under_way_.empty(); });
+  changed_.wait(lock, [&] { return under_way_.empty() || abandoned_; });
 }
 
 void GpuCalls::stop() {
   const WithoutGil no_gil;
+  std::call_once(stopped_, [this] { stop_once(); });  // who comes second waits for the first
+}
+
+void GpuCalls::stop_once() {
   std::unique_lock lock(mutex_);
-  if (std::exchange(stopping_, true)) return;
+  stopping_ = true;
   const auto ended = [&] { return this->ended(); };
   if (!changed_.wait_for(lock, kFarewell, ended)) {
     engine_->fail(Error(ErrorKind::aborted, c10::str("rank ", engine_->rank(),
                                                      " destroyed the group while calls were under way on its GPU")));
     abandoned_ = !changed_.wait_for(lock, kFarewell, ended);
+    changed_.notify_all();
   }
   lock.unlock();
   follower_.join();

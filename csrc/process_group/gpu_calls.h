@@ -62,6 +62,7 @@ class GpuCalls {
 
  private:
   c10::Stream own_stream();
+  void stop_once();
   void follow();
   std::exception_ptr broken() const;
   void finish(GpuWork& work);
@@ -78,6 +79,7 @@ class GpuCalls {
   std::deque<c10::intrusive_ptr<GpuWork>> under_way_;
   bool stopping_ = false, abandoned_ = false;
   Nanoseconds gone_since_ = 0;  // for the follower: since when it has known that a peer is gone; 0: none is
+  std::once_flag stopped_;
   std::thread follower_;
 };
 

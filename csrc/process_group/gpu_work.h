@@ -103,6 +103,11 @@ class GpuWork final : public c10d::Work {
     std::lock_guard lock(kept_mutex_);
     freed.swap(kept_);
   }
+  // For the profiler, which may stop before the GPU is done, the call ends when it is in its stream.
+  void end_profile() {
+    if (recordFunctionEndCallback_) recordFunctionEndCallback_();
+    recordFunctionEndCallback_ = nullptr;
+  }
   void finish(const std::exception_ptr& error) { c10d::Work::finish(error); }
   // For a completion hook: from when this side saw the call begin, to now.
   std::shared_ptr<c10d::WorkInfo> info() const {

@@ -135,6 +135,7 @@ void Party::put(const cuda::Stream& stream) const {
         if (!std::exchange(waits, true)) stream.write_value(part.place, Place{part.number, round, i}.word());
         stream.wait_value(reinterpret_cast<cuda::CUdeviceptr>(region + wait.offset), wait.value);
       });
+      if (waits && parts_.size() > 1) stream.write_value(part.place, 0);  // what comes next may be another's turn
       run.program = part.run.program;
       run.channel = turn.channel;
       run.round = round;
