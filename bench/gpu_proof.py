@@ -247,6 +247,8 @@ def main() -> int:
         return 2
     if args.look:
         return 0
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as for SIGINT, what runs ends with this process
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     gpu_device.use(args.stand_in)
     facts = gpu_device.facts(args.stand_in)
     device = re.sub(r"\W+", "_", facts["devices"][0]["name"].lower())

@@ -218,6 +218,14 @@ bool Stream::capturing() const {
   return status != kStreamCaptureStatusNone;
 }
 
+bool capturing(int ordinal, CUstream stream) {
+  try {
+    return Stream::borrowed(std::make_shared<Device>(ordinal), stream).capturing();
+  } catch (const Error&) {
+    return false;
+  }
+}
+
 void zero(const DevicePtr& device, CUdeviceptr pointer, std::size_t bytes) {
   const Stream stream(device);
   stream.fill(pointer, 0, bytes);

@@ -237,6 +237,9 @@ class Stream {
   CUstream stream_;
 };
 
+// The same of a stream of any device; false where the driver does not tell.
+bool capturing(int ordinal, CUstream stream);
+
 // Fills [pointer, pointer + bytes) with zeros, and waits for it.
 void zero(const DevicePtr& device, CUdeviceptr pointer, std::size_t bytes);
 

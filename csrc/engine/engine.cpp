@@ -40,9 +40,22 @@ void Engine::choose(Operation operation, std::uint64_t most_bytes, int plan, std
   choices[most_bytes] = {plan, slice_bytes};
 }
 
-const Engine::Choice& Engine::choice_for(const Call& call) const {
+const Engine::Choices& Engine::choices_for(Operation operation, int root) {
+  const Choices& usual = choices_[static_cast<std::size_t>(operation)];
+  if (!plans_for_root_ || !has_root(operation)) return usual;
+  auto found = choices_for_root_.find({operation, root});
+  if (found == choices_for_root_.end()) {
+    Choices choices;
+    for (RootedPlan& plan : plans_for_root_(operation, root))
+      choices[plan.most_bytes] = {add_plan(operation, std::move(plan.lowered), plan.digest), plan.slice_bytes};
+    found = choices_for_root_.emplace(std::pair{operation, root}, std::move(choices)).first;
+  }
+  return found->second.empty() ? usual : found->second;
+}
+
+const Engine::Choice& Engine::choice_for(const Call& call) {
   const Operation operation = planned(call.operation);
-  const auto& choices = choices_[static_cast<std::size_t>(operation)];
+  const Choices& choices = choices_for(operation, call.root);
   const auto choice = choices.lower_bound(call.count * size_of(call.dtype));
   if (choice == choices.end())
     throw Error(ErrorKind::invalid_argument,

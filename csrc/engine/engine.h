@@ -10,6 +10,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <string>
 #include <utility>
@@ -74,6 +75,18 @@ class Engine {
   // Throws invalid_argument, naming both, if the call's reduction is not defined for its dtype.
   static void check_reduction(const Call& call);
 
+  // A plan that is for one root only, where ranks are not all alike; as for add_plan() and choose().
+  struct RootedPlan {
+    std::vector<std::int32_t> lowered;
+    std::uint64_t digest;
+    std::uint64_t most_bytes;
+    std::size_t slice_bytes;
+  };
+  using PlansForRoot = std::function<std::vector<RootedPlan>(Operation operation, int root)>;
+  // From now on the first call of a rooted operation with a root asks for its plans; if it gets any, they serve such
+  // calls instead of what choose() chose. To be called before any call.
+  void ask_for_roots(PlansForRoot plans_for_root) { plans_for_root_ = std::move(plans_for_root); }
+
   // Runs the call to its end in the calling thread. Throws Error.
   virtual Tally run(const Call& call, const Buffers& buffers) = 0;
 
@@ -111,7 +124,7 @@ class Engine {
 
   // Throws invalid_argument for a root that there is not, or a reduction that is not defined.
   void check(const Call& call) const;
-  const Choice& choice_for(const Call& call) const;
+  const Choice& choice_for(const Call& call);
   // This rank's part of a plan. The reference stays valid.
   const Program& program_for(const Call& call, int plan);
   // The part of any rank.
@@ -120,6 +133,9 @@ class Engine {
   std::uint64_t next_call() { return ++sequence_; }
 
  private:
+  using Choices = std::map<std::uint64_t, Choice>;  // by most_bytes
+  const Choices& choices_for(Operation operation, int root);
+
   struct Plan {
     Operation operation;
     std::vector<std::int32_t> lowered;
@@ -130,8 +146,10 @@ class Engine {
   const Options options_;
   const std::size_t most_slice_bytes_;
   std::vector<Plan> plans_;
-  std::vector<std::map<std::uint64_t, Choice>> choices_;  // per operation: by most_bytes
-  std::map<std::pair<int, int>, Program> programs_;       // (plan, root) -> this rank's part
+  std::vector<Choices> choices_;                                   // per operation
+  std::map<std::pair<Operation, int>, Choices> choices_for_root_;  // those that were asked for
+  PlansForRoot plans_for_root_;
+  std::map<std::pair<int, int>, Program> programs_;  // (plan, root) -> this rank's part
   std::uint64_t sequence_ = 0;
 };
 

@@ -189,8 +189,7 @@ void bind_gpus(py::module_& m) {
           py::arg("collective"), py::arg("lowered"), py::arg("digest"), py::arg("most_bytes"),
           py::arg("slice_bytes") = 0)
       .def(
-          "try_out",
-          [](GpuEngine& engine, double timeout) { try_out(engine, static_cast<Nanoseconds>(timeout * 1e9)); },
+          "try_out", [](GpuEngine& engine, double timeout) { try_out(engine, nanoseconds(timeout)); },
           py::call_guard<py::gil_scoped_release>(), py::arg("timeout"));
 
   m.def("takes_steps", [](const std::vector<std::string>& handles, int rank) {

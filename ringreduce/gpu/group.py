@@ -63,7 +63,7 @@ class Wanted:
     """Seconds."""
     links: GroupTopology | None
     """What a file says of the links between the ranks' GPUs; None: look."""
-    add_plans: Callable[[GroupTopology | None, Sequence[plan.Rule], _C.GpuEngine], None]
+    add_plans: Callable[[GroupTopology | None, Sequence[plan.Rule], _C.GpuEngine], object]
     """Gives an engine its plans: as the user says, else the topology, else the rules."""
 
     def channels(self, links: GroupTopology | None) -> int:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,12 +19,22 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="the stand-ins need a torch without CUDA")
 
 
-def prove(report: Path, *tests: str) -> subprocess.CompletedProcess[str]:
+def start(report: Path, *tests: str) -> subprocess.Popen[str]:
     command = [sys.executable, "bench/gpu_proof.py", "--stand-in", "--commit", "c0ffee", "--json", str(report)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [*command, "--tests", *tests], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    return subprocess.Popen(
+        [*command, "--tests", *tests],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
+
+
+def prove(report: Path, *tests: str) -> subprocess.CompletedProcess[str]:
+    with start(report, *tests) as process:
+        stdout, stderr = process.communicate()
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
 @pytest.mark.slow
@@ -62,3 +75,29 @@ def test_a_failure_is_reported_and_the_rest_goes_on(tmp_path: Path) -> None:
     assert parts["tests"]["state"] == "failed"
     assert list(parts["tests"]["found"]["failed"].values()) == ["assert 1 == 2"]
     assert parts["collectives"]["state"] == "passed"
+
+
+@pytest.mark.slow
+def test_what_it_runs_ends_with_it(tmp_path: Path) -> None:
+    test, running = tmp_path / "test_one.py", tmp_path / "running"
+    test.write_text(f"""
+import os, pathlib, time
+def test_one():
+    pathlib.Path({str(running)!r}).write_text(str(os.getpid()))
+    time.sleep(100)
+""")
+    with start(tmp_path / "found.json", str(test)) as process:
+        try:
+            until(lambda: running.exists() and running.read_text() != "", 90)
+            pid = int(running.read_text())
+        finally:
+            process.terminate()
+        assert process.wait(10) == 128 + signal.SIGTERM
+    until(lambda: not Path(f"/proc/{pid}").exists(), 10)
+
+
+def until(condition: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "not in time"
+        time.sleep(0.05)

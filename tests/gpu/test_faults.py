@@ -189,6 +189,49 @@ def test_ranks_that_make_different_calls_find_out(mode: str, what: str) -> None:
         assert f"rank {culprit} (" in message
 
 
+def gives_another_device(me: Rank, options: Options, first: bool) -> Error:
+    """The odd rank gives a CPU tensor where the others give CUDA tensors."""
+    with me.join(timeout=30, options=options):
+        if not first:
+            works([*range(me.size)], me)
+        if me.rank == VICTIM:
+            dist.group.WORLD.set_timeout(timedelta(seconds=1.5))  # type: ignore[union-attr]
+        tensor = torch.ones(COUNT, device="cpu" if me.rank == VICTIM else "cuda")
+        error = until_it_fails(lambda: dist.all_reduce(tensor))
+    afterwards(me, options, [*range(me.size)])
+    return error
+
+
+@modes
+def test_a_cpu_tensor_where_others_set_up_for_cuda_tensors(mode: str) -> None:
+    for kind, message, _ in run(on_devices, RANKS, mode, gives_another_device, True):
+        assert kind is CollectiveMismatch, message
+        assert "set-up for CUDA tensors (the group's first call on one)" in message and "all_reduce(" in message, (
+            message
+        )
+
+
+@modes
+def test_a_cpu_tensor_where_others_give_cuda_tensors(mode: str) -> None:
+    for kind, message, culprit in run(on_devices, RANKS, mode, gives_another_device, False):
+        assert kind is CollectiveTimeout and culprit != VICTIM, message
+        assert "Its GPU waits for rank" in message and "in a call on CUDA tensors" in message, message
+
+
+def on_one_rank_only(me: Rank, options: Options) -> Error:
+    with me.join(timeout=1.5, options=options):
+        error = error_of(lambda: dist.all_reduce(torch.ones(COUNT, device="cuda"))) if me.rank == 0 else None
+        me.meet("rank 0 has failed")
+    return error or (CollectiveTimeout, "set-up for CUDA tensors", VICTIM)
+
+
+@modes
+def test_a_rank_that_does_not_set_up_for_cuda_tensors(mode: str) -> None:
+    for kind, message, culprit in run(on_devices, RANKS, mode, on_one_rank_only):
+        assert kind is CollectiveTimeout and culprit != 0
+        assert message.startswith("set-up for CUDA tensors"), message
+
+
 # giving up
 
 

@@ -17,6 +17,7 @@ from stand_in.torch_cuda import delay
 from torch.profiler import ProfilerActivity, profile
 
 import ringreduce
+from ringreduce import Options
 from ringreduce.errors import CollectiveMismatch, CollectiveTimeout, InvalidArgument
 
 COUNT = 5000
@@ -330,6 +331,28 @@ def first_call_in_a_capture(me: Rank, mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_the_first_call_of_a_group_may_be_captured(mode: str) -> None:
     run(first_call_in_a_capture, 2, mode)
+
+
+def through_the_host(me: Rank, mode: str, transport: str) -> None:
+    with me.join(options=Options(gpu_mode=mode, gpu_transport=transport)):
+        x = ones(me.rank)
+        calls = [lambda: dist.send(x, 1) if me.rank == 0 else dist.recv(x, 0)]
+        if transport == "host":
+            calls += [lambda: dist.all_reduce(x), lambda: dist.broadcast(x, 0, async_op=True)]
+        for call in calls:
+            torch.cuda.synchronize()
+            with (
+                pytest.raises(InvalidArgument, match=r"captured.* host's memory.* outside of the capture"),
+                torch.cuda.graph(torch.cuda.CUDAGraph()),
+            ):
+                call()
+        dist.all_reduce(x)
+        check(x, SUM[me.size])
+
+
+@pytest.mark.parametrize("transport", ["peer", "host"])
+def test_what_goes_through_the_host_cannot_be_captured(transport: str) -> None:
+    run(through_the_host, 2, "steps", transport)
 
 
 # what can be seen from outside

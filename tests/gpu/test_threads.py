@@ -7,7 +7,7 @@ import torch
 from distributed.cuda_threads import Member, all_collectives, run_threads
 
 import ringreduce
-from ringreduce.errors import CollectiveMismatch, CollectiveTimeout, InvalidArgument, RingReduceError
+from ringreduce.errors import CollectiveMismatch, CollectiveTimeout, InvalidArgument, PeerLost, RingReduceError
 
 
 def collectives(me: Member) -> None:
@@ -37,6 +37,22 @@ def goes_on_without_rank_2(me: Member) -> str:
 def test_a_thread_that_does_not_call_is_named() -> None:
     for text in run_threads(goes_on_without_rank_2, 3, devices=1, timeout=3, gpu_transport="peer")[:2]:
         assert "for rank 2 (" in text and "shares its process and GPU" in text
+
+
+def goes_on_after_rank_2(me: Member) -> str:
+    x = torch.ones(1000, device="cuda")
+    ringreduce.all_reduce(x, group=me.group)
+    me.meet("joined")
+    if me.rank == 2:
+        return ""
+    with pytest.raises(PeerLost) as raised:
+        ringreduce.all_reduce(x, group=me.group)
+    return str(raised.value)
+
+
+def test_a_thread_that_has_left_is_named() -> None:
+    for text in run_threads(goes_on_after_rank_2, 3, devices=1, gpu_transport="peer")[:2]:
+        assert "rank 2 (" in text and "is gone" in text
 
 
 def calls_something_else(me: Member) -> str:

@@ -7,7 +7,6 @@
 namespace ringreduce {
 namespace {
 
-constexpr unsigned kThreads = 512;                  // of a block
 constexpr std::uint64_t kBytesOfBlock = 64 * 1024;  // of a value, for each block that computes it
 
 struct Parties {
@@ -98,13 +97,23 @@ void Party::wait_for_others(Engine& engine, std::unique_lock<std::mutex>& lock, 
   while (calls_ == call) {
     put_.wait_for(lock, std::chrono::milliseconds(5));
     if (calls_ != call) return;
-    if (now() >= deadline) {
-      const auto absent = std::find_if(ranks_.begin(), ranks_.end(), [&](int r) { return !parts_.contains(r); });
+    const std::vector<int> gone = engine.gone();
+    const auto find_absent = [&](auto is) {
+      return std::find_if(ranks_.begin(), ranks_.end(), [&](int r) { return !parts_.contains(r) && is(r); });
+    };
+    if (const auto lost = find_absent([&](int r) { return std::find(gone.begin(), gone.end(), r) != gone.end(); });
+        lost != ranks_.end()) {
+      engine.fail(Error(ErrorKind::peer_lost,
+                        title + ": rank " + std::to_string(engine.rank()) + " waited for " + engine.describe(*lost) +
+                            ", which shares its process and GPU and is gone, to make the call",
+                        *lost));
+    } else if (now() >= deadline) {
+      const int absent = *find_absent([](int) { return true; });
       engine.fail(Error(ErrorKind::timeout,
                         title + ": rank " + std::to_string(engine.rank()) + " waited " +
-                            std::to_string(timeout / kSecond) + " s for " + engine.describe(*absent) +
+                            std::to_string(timeout / kSecond) + " s for " + engine.describe(absent) +
                             ", which shares its process and GPU, to make the call",
-                        *absent));
+                        absent));
     }
     try {
       engine.throw_if_aborted();
@@ -144,9 +153,9 @@ void Party::put(const cuda::Stream& stream) const {
       const std::uint64_t bytes = std::min(run.largest, run.slice) * run.element;
       const auto most = static_cast<std::uint64_t>(2 * device_->multiprocessors());
       const auto blocks = static_cast<unsigned>(std::clamp<std::uint64_t>(bytes / kBytesOfBlock, 1, most));
-      stream.launch(*part.kernel, {blocks, kThreads}, run);
+      stream.launch(*part.kernel, {blocks, gpu::kBlockThreads}, run);
       run.mode = gpu::Mode::publish;
-      stream.launch(*part.kernel, {1, kThreads}, run);
+      stream.launch(*part.kernel, {1, gpu::kBlockThreads}, run);
     }
   for (const auto& [rank, part] : parts_)
     if (part.place != 0) stream.write_value(part.place, 0);

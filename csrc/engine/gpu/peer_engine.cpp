@@ -10,7 +10,6 @@
 namespace ringreduce {
 namespace {
 
-constexpr unsigned kThreads = 512;               // of a block; the kernel is compiled for at most so many
 constexpr std::size_t kBytesOfLane = 32 * 1024;  // of a chunk: for less, another block is not worth its start
 constexpr std::size_t kLatest = 1024;            // calls that are remembered
 constexpr Nanoseconds kWatch = kSecond / 10;     // between two looks for whom the GPU waits for
@@ -169,7 +168,7 @@ void PeerEngine::put(const Call& call, std::uint64_t seq, const std::string& wha
 
   if (!captured) stream.wait(last_);
   if (party_ == nullptr)
-    stream.launch(kernel, {static_cast<unsigned>(program.channels.size()) * run.lanes, kThreads}, run);
+    stream.launch(kernel, {static_cast<unsigned>(program.channels.size()) * run.lanes, gpu::kBlockThreads}, run);
   else
     party_->enqueue(*this, {run, loaded.on_host(), &kernel, &loaded.turns, seq, place_.pointer()}, stream, what,
                     call.timeout);

@@ -47,6 +47,9 @@ struct Tensors {
   std::uint64_t count[kMostRanks];  // elements
 };
 
+// The most threads of a block that the kernels are compiled for, and what they are launched with.
+inline constexpr unsigned kBlockThreads = 512;
+
 // How the kernel takes the steps.
 //
 // run: all of them, one block a lane, which waits for its peers and goes on by itself. A block that waits holds on to
