@@ -1,0 +1,500 @@
+"""What every rank sees when one on another host dies, stops, comes late, leaves or calls something else, and when the
+network between them fails; what distributed/test_faults.py asks of one host.
+
+Times are bounded from below and above, and each fault has its control: the same program without it goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from distributed.test_collectives import all_reduce
+from distributed.test_faults import (
+    MISMATCHES,
+    abort_while_waiting,
+    call_something_else,
+    destroy_early,
+    error_of,
+    leave_out_a_call,
+    recv_another_size,
+    recv_from_nobody,
+    reduce_in_a_loop,
+)
+from distributed.test_lifecycle import in_child, leave_a_child_behind, load_and_reduce
+from distributed.test_surface import dead_at_the_barrier
+from net.network import Network, unavailable
+from net.ranks import Rank, Ranks, run
+
+import ringreduce
+from ringreduce.api import backend_of
+from ringreduce.errors import (
+    Aborted,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    PeerLost,
+    RingReduceError,
+)
+
+pytestmark = [pytest.mark.netns, pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))]
+
+NOTICED = 2.0
+"""Seconds in which all ranks must know of a death or a mismatch."""
+ADDRESS = r"(10\.77\.0\.\d|\[fd77::\d\]):\d+ "
+APART = [0] * 5 + [1] * 5
+"""So many ranks on two hosts that they have no links to some until these are needed: rank 0 to 9, for one."""
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
+    with Network(hosts=4) as made:
+        yield made
+
+
+def until_told(me: Rank, call: Callable[[int], object]) -> list[float]:
+    """Makes calls until `Ranks.tell`, the same number on all ranks; returns the seconds that each took."""
+    told, ends, took = threading.Event(), torch.zeros(1), list[float]()
+    threading.Thread(target=lambda: (me.hear(), told.set()), daemon=True).start()
+    while ends[0] == 0:
+        start = time.monotonic()
+        call(len(took))
+        ends[0] = float(told.is_set())
+        dist.all_reduce(ends)
+        took.append(time.monotonic() - start)
+    return took
+
+
+# death
+
+
+@pytest.mark.parametrize(
+    "placement, dead",
+    (([0, 1], 1), ([0, 1, 2], 0), ([0, 0, 1, 1], 1), ([0, 0, 1, 1], 2), ([0, 1, 0, 1], 3), ([0, 0, 0, 1], 3)),
+    ids=str,
+)
+def test_survivors_of_a_kill_name_the_dead_rank_at_once(network: Network, placement: list[int], dead: int) -> None:
+    survivors = [rank for rank in range(len(placement)) if rank != dead]
+    with Ranks(network, placement, reduce_in_a_loop, 60.0, 20.0, survivors) as ranks:
+        ranks.reports()
+        time.sleep(0.3)
+        killed = ranks.signal(dead, signal.SIGKILL)
+        for kind, message, culprit, when in ranks.reports(but=[dead]):
+            assert (kind, culprit) == (PeerLost, dead)
+            assert f"rank {dead}" in message and socket.gethostname() in message and str(ranks.pid(dead)) in message
+            assert killed < when < killed + NOTICED
+        ranks.results(but=[dead])
+
+
+def test_without_a_kill_the_loop_goes_on(network: Network) -> None:
+    run(network, [0, 0, 1, 2], reduce_in_a_loop, 0.3 + NOTICED, 20.0, [])
+
+
+def ring_in_a_loop(me: Rank) -> Any:
+    with me.join(timeout=20, options=ringreduce.Options(algorithms="all_reduce:ring")):
+        neighbors = {link.peer for link in backend_of(None).links()}
+        me.report("in the loop")
+
+        def loop() -> None:
+            for call in range(10**6):
+                all_reduce(me, 30_000, call % 10)
+
+        return neighbors, *error_of(loop)
+
+
+def test_ranks_without_a_link_to_the_dead_one_hear_of_it() -> None:
+    with Network(hosts=8) as network, Ranks(network, 1, ring_in_a_loop) as ranks:
+        ranks.reports()
+        time.sleep(0.2)
+        killed = ranks.signal(4, signal.SIGKILL)
+        outcomes = ranks.results(but=[4])
+        assert sum(4 in neighbors for neighbors, *_ in outcomes) < 7
+        for _, kind, message, culprit, when in outcomes:
+            assert (kind, culprit) == (PeerLost, 4)
+            assert "rank 4" in message
+            assert killed < when < killed + NOTICED
+
+
+@pytest.mark.parametrize("placement", ([0, 1, 2], [0, 1, 0]), ids=str)
+def test_recv_from_a_killed_rank(network: Network, placement: list[int]) -> None:
+    with Ranks(network, placement, recv_from_nobody) as ranks:
+        ranks.reports()
+        time.sleep(0.3)
+        killed = ranks.signal(1, signal.SIGKILL)
+        for kind, message, culprit, when in ranks.reports(but=[1]):
+            assert (kind, culprit) == (PeerLost, 1)
+            assert str(ranks.pid(1)) in message
+            assert killed < when < killed + NOTICED
+        ranks.results(but=[1])
+
+
+def test_a_monitored_barrier_names_a_dead_rank(network: Network) -> None:
+    with Ranks(network, [0, 1, 2], dead_at_the_barrier) as ranks:
+        ranks.reports()
+        ranks.signal(1, signal.SIGKILL)
+        assert ranks.results(but=[1]) == [1, 1]
+
+
+FIRST_CALLS: dict[str, Callable[[], Any]] = {
+    "all_reduce": lambda: dist.all_reduce(torch.ones(10)),
+    "reduce": lambda: dist.reduce(torch.ones(10), dst=2),
+    "send": lambda: dist.send(torch.ones(10**6), 1),
+    "recv": lambda: dist.recv(torch.ones(10), 1),
+    "all_to_all": lambda: dist.all_to_all_single(torch.ones(3), torch.ones(3)),
+}
+
+
+def call_after_a_death(me: Rank, call: str) -> Any:
+    with me.join(timeout=20):
+        dist.barrier()
+        me.report("here")
+        if me.rank == 1:
+            signal.pause()
+        time.sleep(0.5)
+        start = time.monotonic()
+        return start, *error_of(FIRST_CALLS[call])
+
+
+@pytest.mark.parametrize("call", FIRST_CALLS)
+def test_a_call_after_a_rank_has_died(network: Network, call: str) -> None:
+    """While nobody waited for it."""
+    with Ranks(network, [0, 1, 2], call_after_a_death, call) as ranks:
+        ranks.reports()
+        ranks.signal(1, signal.SIGKILL)
+        for start, kind, message, culprit, when in ranks.results(but=[1]):
+            assert (kind, culprit) == (PeerLost, 1), message
+            assert "rank 1" in message
+            assert when < start + NOTICED
+
+
+def test_a_rank_is_dead_though_a_child_of_it_lives(network: Network) -> None:
+    with Ranks(network, [0, 1, 2], leave_a_child_behind) as ranks:
+        child = ranks.reports()[1]
+        ranks.signal(1, signal.SIGKILL)
+        try:
+            ranks.results(but=[1])
+            os.kill(child, 0)  # it still lived
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def fork_while_busy(me: Rank) -> None:
+    """Children that are forked in the middle of calls hold none of the sockets that this rank holds."""
+
+    def held() -> int:
+        ports = {int(path.partition(" -> ")[0].rpartition(":")[2]) for link in links for path in link.paths}
+        return sum(connection.laddr.port in ports for connection in psutil.Process().net_connections("tcp"))
+
+    with me.join():
+        for call in range(8):
+            works = [dist.all_reduce(torch.ones(100_000), async_op=True) for _ in range(10)]
+            links = backend_of(None).links()
+            child = in_child(held)
+            assert held() >= len(links) > 0
+            assert child() == "0"
+            for work in works:
+                work.wait()
+            all_reduce(me, 1000, call)
+
+
+def test_forked_children_hold_no_connection(network: Network) -> None:
+    run(network, [0, 1, 2], fork_while_busy)
+
+
+def test_data_loader_with_forked_workers(network: Network) -> None:
+    run(network, [0, 1], load_and_reduce)
+
+
+# stopped and late ranks
+
+
+@pytest.mark.parametrize("placement", ([0, 1, 2], [0, 1, 0]), ids=str)
+def test_survivors_of_a_stop_time_out_and_name_the_stopped_rank(network: Network, placement: list[int]) -> None:
+    with Ranks(network, placement, reduce_in_a_loop, 60.0, 3.0, [0, 1, 2]) as ranks:
+        ranks.reports()
+        time.sleep(0.3)
+        stopped = ranks.signal(1, signal.SIGSTOP)
+        for kind, message, culprit, when in ranks.reports(but=[1]):
+            assert (kind, culprit) == (CollectiveTimeout, 1), message
+            assert "rank 1" in message and str(ranks.pid(1)) in message
+            assert stopped + 2.8 < when < stopped + 5.0
+        ranks.signal(1, signal.SIGCONT)
+        ranks.results()
+
+
+def test_a_stop_shorter_than_the_timeout_is_no_error(network: Network) -> None:
+    with Ranks(network, [0, 1, 1], reduce_in_a_loop, 3.0, 3.0, []) as ranks:
+        ranks.reports()
+        ranks.signal(1, signal.SIGSTOP)
+        time.sleep(1)
+        ranks.signal(1, signal.SIGCONT)
+        ranks.results()
+
+
+def never_comes(me: Rank) -> Any:
+    with me.join(timeout=1.5):
+        dist.barrier()
+        start = time.monotonic()
+        outcome = None
+        if me.rank != 2:
+            outcome = (start, *error_of(lambda: dist.all_reduce(torch.ones(30_000))))
+        me.meet("given up")
+        return outcome
+
+
+@pytest.mark.parametrize("placement", ([0, 1, 2], [0, 0, 1], [0, 1, 0]), ids=str)
+def test_a_rank_that_never_comes_is_named(network: Network, placement: list[int]) -> None:
+    for start, kind, message, culprit, when in run(network, placement, never_comes)[:2]:
+        assert (kind, culprit) == (CollectiveTimeout, 2), message
+        assert "rank 2" in message
+        assert start + 1.3 < when < start + 1.5 + NOTICED
+
+
+def no_group(me: Rank) -> Any:
+    if me.rank == 2:
+        me.meet("given up")
+        return None
+    outcome = time.monotonic(), *error_of(lambda: me.join(timeout=1.5).__enter__())
+    me.meet("given up")
+    return outcome
+
+
+def test_a_rank_that_does_not_join_is_named(network: Network) -> None:
+    for start, kind, message, _, when in run(network, [0, 1, 2], no_group)[:2]:
+        assert kind is CollectiveTimeout
+        assert "rank 2" in message or "rank 0" in message  # who waits for all
+        assert start + 1.3 < when < start + 1.5 + NOTICED
+
+
+# mismatches and ends
+
+
+@pytest.mark.parametrize("placement, late", (([0, 1, 2], 0.0), ([0, 1, 0], 0.7), ([0, 1, 1], 0.0)), ids=str)
+@pytest.mark.parametrize("what", MISMATCHES)
+def test_mismatches_are_known_to_all_ranks_at_once(
+    network: Network, what: str, placement: list[int], late: float
+) -> None:
+    outcomes = run(network, placement, call_something_else, what, late)
+    starts = [outcome[-1] for outcome in outcomes]
+    for kind, message, _, when, _ in outcomes:
+        assert kind is CollectiveMismatch, message
+        assert all(part in message for part in MISMATCHES[what][2]), message
+        assert starts[1] <= when < max(starts) + NOTICED
+
+
+def test_leaving_out_a_call_is_a_mismatch(network: Network) -> None:
+    for kind, message, *_ in run(network, [0, 1, 2], leave_out_a_call):
+        assert kind is CollectiveMismatch
+        assert "count=13" in message and "count=14" in message
+
+
+def test_recv_of_another_size_or_dtype_leaves_the_group_usable(network: Network) -> None:
+    run(network, [0, 1], recv_another_size)
+
+
+@pytest.mark.parametrize("placement", ([0, 1, 2], [0, 0, 1]), ids=str)
+def test_destroying_a_group_ends_the_calls_under_way(network: Network, placement: list[int]) -> None:
+    run(network, placement, destroy_early)
+
+
+@pytest.mark.parametrize("placement", ([0, 1, 2], [0, 1, 1]), ids=str)
+def test_abort_wakes_all_waiting_ranks(network: Network, placement: list[int]) -> None:
+    for kind, message, _, when, start in run(network, placement, abort_while_waiting):
+        assert kind is Aborted and "rank 0 aborted the group" in message
+        assert start + 0.4 < when < start + 0.5 + NOTICED
+
+
+def leave_early(me: Rank) -> Any:
+    with me.join(timeout=20):
+        all_reduce(me, 1000, 0)
+        if me.rank == 1:
+            return None
+        return error_of(lambda: [all_reduce(me, 1000, call) for call in range(100)])
+
+
+@pytest.mark.parametrize("placement", ([0, 1, 2], [0, 1, 0]), ids=str)
+def test_a_rank_that_leaves_is_named(network: Network, placement: list[int]) -> None:
+    outcomes = run(network, placement, leave_early)
+    for kind, message, culprit, _ in (outcomes[0], outcomes[2]):
+        assert (kind, culprit) == (PeerLost, 1)
+        assert "left the group" in message
+
+
+def many_groups(me: Rank) -> tuple[int, int, int]:
+    """Descriptors and threads after a few groups, and after many more."""
+
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    for call in range(30):
+        with me.join("again and again"):
+            all_reduce(me, 5000, call)
+            second = dist.new_group()
+            dist.all_reduce(torch.ones(10), group=second)
+        me.meet(f"destroyed {call}")
+        if call == 9:
+            first = held()
+    return first, held()
+
+
+def test_groups_are_destroyed_and_made_again(network: Network) -> None:
+    for first, last in run(network, [0, 1, 1], many_groups):
+        assert last[0] <= first[0] + 2 and last[1] <= first[1] + 2
+
+
+# the network
+
+
+def reduce_large(me: Rank, count: int) -> list[float]:
+    with me.join(timeout=20):
+        me.report("in the loop")
+        return until_told(me, lambda call: all_reduce(me, count, call))
+
+
+@pytest.mark.parametrize("placement", ([0, 1], [0, 1, 1, 2]), ids=str)
+def test_a_call_outlives_an_outage(network: Network, placement: list[int]) -> None:
+    with Ranks(network, placement, reduce_large, 200_000) as ranks:
+        ranks.reports()
+        time.sleep(0.3)
+        network.flap(1, 2.0)
+        time.sleep(2.5)  # TCP comes again later than the link does
+        ranks.tell("enough")
+        for took in ranks.results():
+            assert max(took) > 1.5  # the outage was in the middle of it
+            assert len(took) > 10
+
+
+def cut_off(me: Rank, dead_after: int, timeout: float, count: int, idle: float) -> Any:
+    with me.join(timeout=timeout, options=ringreduce.Options(dead_after=dead_after)):
+        dist.barrier()
+        me.report("here")
+        time.sleep(idle)
+
+        def loop() -> None:
+            while True:
+                dist.all_reduce(torch.ones(count))
+
+        return error_of(loop)
+
+
+@pytest.mark.parametrize("placement", ([0, 1], [0, 0, 1, 1]), ids=str)
+@pytest.mark.parametrize(
+    "dead_after, timeout, count, idle, kinds",
+    (
+        (2, 20.0, 1_000_000, 0.0, {PeerLost}),
+        (2, 20.0, 1, 0.0, {PeerLost}),
+        (2, 20.0, 1, 4.0, {PeerLost}),
+        (30, 3.0, 1_000_000, 0.0, {CollectiveTimeout}),
+    ),
+    ids=("large", "small", "idle", "by the timeout"),
+)
+def test_a_link_that_is_cut_for_good_is_named(
+    network: Network,
+    dead_after: int,
+    timeout: float,
+    count: int,
+    idle: float,
+    kinds: set[type[RingReduceError]],
+    placement: list[int],
+) -> None:
+    with Ranks(network, placement, cut_off, dead_after, timeout, count, idle) as ranks:
+        ranks.reports()
+        time.sleep(0.2)
+        network.set_link(1, up=False)
+        cut = time.monotonic()
+        try:
+            outcomes = ranks.results()
+        finally:
+            network.set_link(1, up=True)
+        for rank, (kind, message, culprit, when) in enumerate(outcomes):
+            assert kind in kinds, message
+            assert placement[culprit] != placement[rank], message
+            assert f"rank {culprit} ({socket.gethostname()}, pid {ranks.pid(culprit)})" in message
+            assert re.search(ADDRESS, message), message
+            assert "channel" in message, message
+            assert cut < when < cut + max(idle, min(dead_after, timeout)) + 3.5
+
+
+def exchange_without_a_link(me: Rank) -> Any:
+    """Rank 0 sends, and rank 9 receives, or the reverse."""
+    with me.join(timeout=2, options=ringreduce.Options(dead_after=30)):
+        assert me.rank != 0 or 9 not in {link.peer for link in backend_of(None).links()}
+        me.report("here")
+        sender = me.hear()
+        start = time.monotonic()
+        if me.rank == sender:
+            return start, *error_of(lambda: dist.send(torch.ones(10), 9 - me.rank))
+        if me.rank == 9 - sender:
+            return start, *error_of(lambda: dist.recv(torch.ones(10), sender))
+        return None
+
+
+@pytest.mark.parametrize("sender", (0, 9))
+def test_a_link_that_cannot_be_made_is_named(network: Network, sender: int) -> None:
+    with Ranks(network, APART, exchange_without_a_link) as ranks:
+        ranks.reports()
+        network.set_link(1, up=False)
+        try:
+            ranks.tell(sender)
+            outcomes = ranks.results()
+        finally:
+            network.set_link(1, up=True)
+        for rank, peer in ((0, 9), (9, 0)):
+            start, kind, message, culprit, when = outcomes[rank]
+            assert (kind, culprit) == (CollectiveTimeout, peer), message
+            assert f"rank {peer} ({socket.gethostname()}, pid {ranks.pid(peer)})" in message
+            assert re.search(ADDRESS, message), message
+            assert start + 1.5 < when < start + 2 + NOTICED
+
+
+@pytest.mark.parametrize("dead, call", ((0, "send"), (0, "recv"), (9, "send"), (9, "recv")))
+def test_a_call_to_a_dead_rank_without_a_link(network: Network, dead: int, call: str) -> None:
+    with Ranks(network, APART, call_a_dead_rank, dead, call) as ranks:
+        ranks.reports()
+        ranks.signal(dead, signal.SIGKILL)
+        start, kind, message, culprit, when = ranks.results(but=[dead])[0 if dead else -1]
+        assert (kind, culprit) == (PeerLost, dead), message
+        assert f"rank {dead} ({socket.gethostname()}, pid {ranks.pid(dead)})" in message
+        assert re.search(ADDRESS, message), message
+        assert when < start + NOTICED
+
+
+def call_a_dead_rank(me: Rank, dead: int, call: str) -> Any:
+    with me.join(timeout=20):
+        me.report("here")
+        if me.rank == dead:
+            signal.pause()
+        time.sleep(0.5)
+        if me.rank != 9 - dead:
+            return None
+        start = time.monotonic()
+        return start, *error_of(lambda: getattr(dist, call)(torch.ones(10), dead))
+
+
+def early_messages(me: Rank) -> None:
+    """Asynchronous messages do not wait for what the peer does first, whether there is a link or not."""
+    with me.join(timeout=10):
+        for one, other in ((9, 0), (1, 8)):  # who posts early, and who is late
+            for post, answer in ((dist.irecv, dist.send), (dist.isend, dist.recv)):
+                tensor = torch.full((1000,), float(me.rank))
+                work = post(tensor, other) if me.rank == one else None
+                dist.barrier()
+                if me.rank == other:
+                    answer(tensor, one)
+                if work:
+                    work.wait()
+                if me.rank in (one, other):
+                    assert tensor.eq(other if post is dist.irecv else one).all()
+
+
+def test_asynchronous_messages_need_no_link_yet(network: Network) -> None:
+    run(network, APART, early_messages)
