@@ -110,12 +110,16 @@ $(VENV)/.torch: $(VENV)/.python
 	@$(call install_missing,$(RUN_TOOLS))
 	@touch $@
 
+# A line for each file.
+COMPILE = $(PY) setup.py -q build_ext --inplace | \
+  sed -uE 's|^(\[[0-9]+/[0-9]+\]) .* -c [^ ]*/(csrc/[^ ]+) .*|      \1 \2|'
+
 SOURCES := $(shell find csrc -path csrc/stress -prune -o \( -type d -o -name '*.cpp' -o -name '*.h' \
   -o -name '*.cu' -o -name '*.cuh' \) -print)
 
 $(VENV)/.built: $(VENV)/.torch setup.py build_cuda.py $(SOURCES)
 	@echo "[3/4] compiling csrc, $(MAX_JOBS) files at once"
-	@$(PY) setup.py -q build_ext --inplace | sed -uE 's|^(\[[0-9]+/[0-9]+\]) .* -c [^ ]*/(csrc/[^ ]+) .*|      \1 \2|'
+	@$(COMPILE)
 	@touch $@
 
 $(VENV)/.installed: pyproject.toml setup.py | $(VENV)/.built
@@ -161,6 +165,16 @@ if torch.version.cuda and not torch.cuda.is_available():
 endef
 export CUDA_WITHOUT_GPU
 
+# Why there can be no network namespaces here, if so.
+define NO_NAMESPACES
+import sys
+sys.path.insert(0, "tests")
+from net.network import unavailable
+if unavailable():
+    sys.exit("tests/net NOT run: " + unavailable())
+endef
+export NO_NAMESPACES
+
 test: build $(VENV)/.test-tools
 	@echo; echo "== unit tests: no processes =="
 	@$(PYTEST) tests/unit; unit=$$?; \
@@ -168,7 +182,9 @@ test: build $(VENV)/.test-tools
 	$(PYTEST) tests/distributed tests/frameworks; process=$$?; \
 	echo; echo "== tests on device cuda: GPUs, or stand-ins =="; \
 	if $(PY) -c "$$CUDA_WITHOUT_GPU"; then $(PYTEST) tests/gpu; gpu=$$?; else gpu=0; fi; \
-	exit $$((unit | process | gpu))
+	echo; echo "== several hosts: network namespaces =="; \
+	if $(PY) -c "$$NO_NAMESPACES"; then $(PYTEST) tests/net; net=$$?; else net=0; fi; \
+	exit $$((unit | process | gpu | net))
 
 # Frameworks above torch, in an environment of their own. Its torch is the one that `make build` takes.
 ecosystem:
@@ -237,7 +253,7 @@ gpu: $(VENV)/.python
 	  { echo "error: $(VENV) has no such torch; name a Python that does: make gpu PYTHON=python3 VENV=.venv-gpu" >&2; exit 2; }
 	@PYTHONPATH=. $(PY) bench/gpu_proof.py --look $(if $(STAND_IN),--stand-in)
 	@echo "compiling csrc, $(MAX_JOBS) files at once"
-	@$(PY) setup.py -q build_ext --inplace
+	@$(COMPILE)
 	@PYTHONPATH=. $(PY) bench/gpu_proof.py --since $(SINCE) $(if $(STAND_IN),--stand-in) $(if $(COMMIT),--commit $(COMMIT))
 
 soak:

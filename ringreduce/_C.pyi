@@ -138,7 +138,16 @@ class Settings:
         regroup: Callable[[list[int], str, timedelta], ProcessGroupRing],
         join_gpus: Callable[[ProcessGroupRing, int, int], None],
         topology: str,
+        plans_for_root: Callable[[str, int], list[tuple[list[int], int, int, int]]] | None = ...,
     ) -> None: ...
+
+class LinkCounters:
+    peer: int
+    paths: list[str]
+    bytes_out: int
+    bytes_in: int
+    frames_out: int
+    frames_in: int
 
 class ProcessGroupRing(Backend):
     def __init__(
@@ -151,8 +160,13 @@ class ProcessGroupRing(Backend):
         names: list[tuple[str, int]],
         memory: OpenMemory | None,
         memory_threads: Sequence[int],
+        elsewhere: Sequence[bool] = ...,
+        connect: Callable[[int, float], None] | None = ...,
+        disconnect: Callable[[], None] | None = ...,
         settings: Settings,
     ) -> None: ...
+    def add_link(self, peer: int, socket: int, path: str) -> None: ...
+    def links(self) -> list[LinkCounters]: ...
     @staticmethod
     def over(
         *,

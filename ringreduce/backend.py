@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -16,18 +16,20 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
-from ringreduce import _C, plan, tuning
+from ringreduce import _C, hosts, plan, tuning
 from ringreduce.config import (
     LEAST_SLICE_GLOO,
     MOST_SLICE_GLOO,
     SPINS_SHARING_CORES,
+    SPINS_WITH_LINKS,
     SPINS_WITH_OWN_CORE,
     Options,
     resolve,
 )
 from ringreduce.errors import SystemFailure, TopologyError
 from ringreduce.gpu import group as gpus
-from ringreduce.rendezvous import call_roll, meet
+from ringreduce.plan.hosts import PLAIN
+from ringreduce.rendezvous import Place, call_roll, meet
 from ringreduce.topology.group import GroupTopology, described, graph_of_cores, graph_of_file, plan_group
 
 ANY_SIZE = 2**64 - 1
@@ -47,7 +49,7 @@ def create(dist_backend_opts: Any, pg_options: Options | None) -> _C.ProcessGrou
     """
     opts = dist_backend_opts
     options, _ = resolve(pg_options)
-    if options.transport == "shared_memory" and options.arena_bytes and not torch.cuda.is_available():
+    if options.transport != "gloo" and options.arena_bytes and not torch.cuda.is_available():
         # DDP then takes its gradient buckets from the group's `allocateTensor`. The variable is for all backends of the
         # process, so where NCCL may be one of them it is left to the user.
         os.environ.setdefault("DDP_DISABLE_COMM_MEM", "0")
@@ -65,10 +67,18 @@ def _make(
     if debug > 0 and not log.isEnabledFor(logging.INFO):
         show_log()
     began = time.monotonic()
-    make = _make_over_gloo if options.transport == "gloo" else _make_in_shared_memory
-    group, decision = make(store, name, rank, global_ranks, seconds, options)
+    make = _make_over_gloo if options.transport == "gloo" else _make_with_memory
+    settings = functools.partial(_settings, store, name, rank, global_ranks, seconds, options)
+    group, decision, links = make(store, rank, global_ranks, seconds, options, settings)
     decided = plan.parse_algorithms(decision.rules)
-    _add_plans(size, options, decision.topology, decided, group)
+    added = _add_plans(size, options, decision.topology, decided, group, decision.hosts)
+    if links:
+        hosts.remember(name, links)
+        try:
+            links.connect_all(hosts.peers_in(added, rank, decision.hosts), seconds - (time.monotonic() - began))
+        except BaseException:
+            group.shutdown()  # which lets go of the door, which holds the group
+            raise
     log.info(
         "[rank %d] made a group of ranks %s in %.3f s: %s; decided: %s",
         global_ranks[rank],
@@ -86,20 +96,51 @@ def _add_plans(
     topology: GroupTopology | None,
     decided: Sequence[plan.Rule],
     target: _C.ProcessGroupRing | _C.GpuEngine,
-) -> None:
-    """Gives `target` a plan for each collective and size: as the user says, else the topology, else `decided`."""
+    on_hosts: hosts.Hosts = (),
+) -> list[plan.Plan]:
+    """Gives `target` a plan for each collective and size: as the user says, else the topology, else `decided`, else
+    by what is known of the network between hosts. Returns the plans."""
     rules = plan.parse_algorithms(options.algorithms or "")
-    own = topology.plans() if topology else {}
-    for collective, ranges in plan.table(size, rules, (*(topology.rules() if topology else ()), *decided)).items():
+    own = dict(topology.plans()) if topology else {}
+    decided = (*(topology.rules() if topology else ()), *decided)
+    if len(on_hosts) > 1:
+        for_hosts, plans = hosts.plans_for(on_hosts, hosts.Wire(), _slicing_between_hosts(size, options))
+        own, decided = {**plans, **own}, (*decided, *for_hosts)
+    added = []
+    for collective, ranges in plan.table(size, rules, decided).items():
         for end, algorithm, slice_bytes in reversed(ranges):  # as each takes all up to its end
             planned = own.get((collective, algorithm))
             lowered, digest = _lowered(planned) if planned else lowered_plan(collective, algorithm, size)
             target.add_plan(collective, lowered, digest, ANY_SIZE if end is None else end - 1, slice_bytes)
+            added.append(planned or _built(collective, algorithm, size))
+    return added
 
 
-def _make_in_shared_memory(
-    store: Store, name: str, rank: int, global_ranks: list[int], seconds: float, options: Options
-) -> tuple[_C.ProcessGroupRing, Decision]:
+def _slicing_between_hosts(size: int, options: Options) -> plan.Slicing:
+    return tuning.slicing_for(options, slot_bytes_for(size, options), fetch=False)
+
+
+def _plans_for_root(
+    options: Options, on_hosts: hosts.Hosts, collective: str, root: int
+) -> list[tuple[list[int], int, int, int]]:
+    """(lowered, digest, most bytes, slice bytes) of the plans of a rooted collective; none where others serve it."""
+    user = [rule for rule in plan.parse_algorithms(options.algorithms or "") if rule.collective == collective]
+    if user or collective in PLAIN:
+        return []
+    size = sum(map(len, on_hosts))
+    chosen = hosts.plans_for_root(on_hosts, hosts.Wire(), _slicing_between_hosts(size, options), collective, root)
+    return [(*_lowered(each), ANY_SIZE if end is None else end - 1, 0) for end, each in chosen]
+
+
+def _make_with_memory(
+    store: Store,
+    rank: int,
+    global_ranks: list[int],
+    seconds: float,
+    options: Options,
+    settings: Callable[..., _C.Settings],
+) -> tuple[_C.ProcessGroupRing, Decision, hosts.Links | None]:
+    """Ranks of one host share memory; those on several have links over TCP besides."""
     size = len(global_ranks)
     slot_bytes = slot_bytes_for(size, options)
     memory = _C.OpenMemory() if options.fetch and size > 1 else None
@@ -112,10 +153,16 @@ def _make_in_shared_memory(
         seconds,
         functools.partial(_decide, global_ranks, options),
         memory.key if memory else None,
+        place_of(options),
     )
     decision = Decision.load(meeting.decision)
     if decision.error:
         raise TopologyError(decision.error, 0)
+    links = None
+    if meeting.door:
+        name = "/".join(map(str, global_ranks))
+        assert options.connections is not None and options.dead_after is not None  # resolved
+        links = hosts.Links(meeting, name, rank, options.connections, options.dead_after)
     fetch = bool(meeting.threads)
     slicing = tuning.slicing_for(options, slot_bytes, fetch)
     group = _C.ProcessGroupRing(
@@ -126,26 +173,30 @@ def _make_in_shared_memory(
         rank=rank,
         memory=memory if meeting.threads else None,
         memory_threads=meeting.threads,
-        settings=_settings(
-            store,
-            name,
-            rank,
-            global_ranks,
-            seconds,
-            options,
+        elsewhere=links.elsewhere if links else [],
+        connect=links.connect if links else None,
+        disconnect=links.close if links else None,
+        settings=settings(
             decision,
-            spins=options.spins or default_spins(size, meeting.cores),
+            spins=options.spins or (SPINS_WITH_LINKS if links else default_spins(size, meeting.cores)),
             least_slice_bytes=slicing.least_slice_bytes,
             most_slice_bytes=slicing.most_slice_bytes,
             least_fetch_bytes=tuning.fetch_from(options, size, meeting.cores, fetch) or 0,
         ),
     )
-    return group, decision
+    if links:
+        links.open(group)
+    return group, decision, links
 
 
 def _make_over_gloo(
-    store: Store, name: str, rank: int, global_ranks: list[int], seconds: float, options: Options
-) -> tuple[_C.ProcessGroupRing, Decision]:
+    store: Store,
+    rank: int,
+    global_ranks: list[int],
+    seconds: float,
+    options: Options,
+    settings: Callable[..., _C.Settings],
+) -> tuple[_C.ProcessGroupRing, Decision, None]:
     size = len(global_ranks)
     decide = functools.partial(_decide_over_gloo, global_ranks, options)
     roster = call_roll(store, rank, size, _agreed(options), seconds, decide)
@@ -162,24 +213,26 @@ def _make_over_gloo(
         store=roster.store,
         names=roster.names,
         channels=max(options.channels, decision.channels),
-        settings=_settings(
-            store,
-            name,
-            rank,
-            global_ranks,
-            seconds,
-            options,
+        settings=settings(
             decision,
             least_slice_bytes=options.least_slice_bytes or LEAST_SLICE_GLOO,
             most_slice_bytes=MOST_SLICE_GLOO,
         ),
     )
-    return group, decision
+    return group, decision, None
+
+
+def place_of(options: Options) -> Place:
+    transport, host, interfaces, file = options.transport, options.host_id, options.socket_ifname, options.secret_file
+    assert transport is not None and host is not None and interfaces is not None and file is not None  # resolved
+    assert options.ports is not None
+    return Place(transport, host, interfaces, file, options.ports)
 
 
 def _agreed(options: Options) -> str:
     """What must be equal on all ranks. The others are each rank's own affair."""
     own = replace(options, tuning=None, topo_file=None, recorded_calls=None, dump_when_broken=None, debug=None)
+    own = replace(own, socket_ifname=None, ports=None, host_id=None, secret_file=None)
     return str(own)
 
 
@@ -208,6 +261,7 @@ def _settings(
         dump_when_broken=bool(options.dump_when_broken),
         print_calls=(options.debug or 0) > 1,
         topology=decision.topology.to_json() if decision.topology else "",
+        plans_for_root=functools.partial(_plans_for_root, options, decision.hosts) if decision.hosts else None,
         **of_transport,
     )
 
@@ -235,6 +289,8 @@ class Decision:
     rules: str = ""
     topology: GroupTopology | None = None
     error: str = ""
+    hosts: hosts.Hosts = ()
+    """The ranks of each."""
 
     @property
     def channels(self) -> int:
@@ -242,18 +298,22 @@ class Decision:
 
     def dump(self) -> str:
         topology = self.topology.to_json() if self.topology else None
-        return json.dumps({"rules": self.rules, "topology": topology, "error": self.error})
+        return json.dumps({"rules": self.rules, "topology": topology, "error": self.error, "hosts": self.hosts})
 
     @staticmethod
     @functools.lru_cache(maxsize=16)
     def load(text: str) -> Decision:
         fields = json.loads(text)
         topology = GroupTopology.from_json(fields["topology"]) if fields["topology"] else None
-        return Decision(fields["rules"], topology, fields["error"])
+        return Decision(fields["rules"], topology, fields["error"], tuple(map(tuple, fields["hosts"])))
 
 
-def _decide(global_ranks: list[int], options: Options, cores: list[frozenset[int]], fetch: bool) -> str:
+def _decide(
+    global_ranks: list[int], options: Options, cores: list[frozenset[int]], fetch: bool, hosts: list[list[int]]
+) -> str:
     """Called on rank 0 of a group. The others wait for the answer, so it has one whatever happens."""
+    if len(hosts) > 1:
+        return Decision(hosts=tuple(map(tuple, hosts))).dump()
     size, some = len(cores), frozenset[int]().union(*cores)
     rules = tuning.decide(size, some, fetch, options=options, slot_bytes=slot_bytes_for(size, options))
     try:
@@ -326,8 +386,12 @@ def default_spins(size: int, cores: Collection[int]) -> int:
 
 @functools.lru_cache(maxsize=256)
 def lowered_plan(collective: str, algorithm: str, size: int) -> tuple[list[int], int]:
-    return _lowered(plan.build(collective, algorithm, size))
+    return _lowered(_built(collective, algorithm, size))
 
 
+_built = functools.lru_cache(maxsize=256)(plan.build)
+
+
+@functools.lru_cache(maxsize=256)
 def _lowered(built: plan.Plan) -> tuple[list[int], int]:
     return plan.lower(built), plan.digest(built)

@@ -41,8 +41,21 @@ class Options:
         None, str, "which algorithm for which size, as 'all_reduce:ring;broadcast:tree:32K-' (default: as tuned)"
     )
     transport: str | None = _knob(
-        None, str, "'shared_memory': ranks of one host; 'gloo': plans over Gloo's messages, also between hosts"
+        None,
+        str,
+        "'auto': memory inside a host, TCP between hosts; 'shared_memory': one host; 'tcp': as if each rank had a host "
+        "of its own; 'gloo': plans over Gloo's messages",
     )
+    socket_ifname: str | None = _knob(
+        None, str, "interfaces for other hosts: prefixes ('eth,ib'), '=eth0', '^docker,lo' or '10.1.0.0/16'"
+    )
+    ports: str | None = _knob(None, str, "TCP ports to listen at for other hosts: '20000-20100' (default: any)")
+    host_id: str | None = _knob(None, str, "ranks with the same are on one host (default: as the kernel says)")
+    secret_file: str | None = _knob(
+        None, str, "a file that only ranks of the job can read; links between hosts need it"
+    )
+    connections: int | None = _knob(None, int, "TCP connections of a link, for each pair of interfaces")
+    dead_after: int | None = _knob(None, int, "seconds without a sign of life after which a link breaks")
     tuning: str | None = _knob(
         None,
         str,
@@ -83,7 +96,13 @@ class Options:
 # 2 MB 27.8, 1 MB 28.0 (medians of two runs); for 2 ranks they were alike. More and smaller slots gained nothing.
 DEFAULTS: Mapping[str, Any] = {
     "algorithms": "",
-    "transport": "shared_memory",
+    "transport": "auto",
+    "socket_ifname": "",
+    "ports": "",
+    "host_id": "",
+    "secret_file": "",
+    "connections": 1,
+    "dead_after": 10,
     "tuning": "auto",
     "topo_file": "",
     "channels": 3,
@@ -109,6 +128,8 @@ DEFAULTS: Mapping[str, Any] = {
 # 5, 6 and 50 looks took 4.1, 4.1 and 6.9 us, with 8 ranks 3, 6 and 50 took 13.3, 14.1 and 26.9 us.
 SPINS_WITH_OWN_CORE = 2000
 SPINS_SHARING_CORES = 5
+# With links each look is a system call: a few hundred would be a time in which the kernel can switch.
+SPINS_WITH_LINKS = 5
 
 # From which slice on ranks read one another's tensors where they are. Swept on the same Xeon for all_reduce,
 # reduce_scatter, all_gather and all_to_all: with 2 ranks reading was faster from 8 KB on, by up to 1.5x at 128 KB; with
@@ -122,7 +143,7 @@ SLICE_FETCHED = 256 * 1024
 LEAST_SLICE_COPIED = 16 * 1024
 
 WORDS = {
-    "transport": ("shared_memory", "gloo"),
+    "transport": ("auto", "shared_memory", "tcp", "gloo"),
     "gpu_transport": ("auto", "peer", "nccl", "host"),
     "gpu_mode": ("auto", "run", "steps"),
 }
@@ -133,6 +154,8 @@ LEAST_SLICE_GLOO = 256 * 1024
 MOST_SLICE_GLOO = 4 * 1024**2
 
 LIMITS = {
+    "connections": (1, 64),
+    "dead_after": (1, 24 * 3600),
     "channels": (1, 64),
     "channel_bytes": (64 * 1024, 1024**3),
     "mailbox_bytes": (64 * 1024, 1024**3),
@@ -187,6 +210,10 @@ def _check(name: str, value: Any, origin: str) -> None:
     if name in WORDS:
         if value not in WORDS[name]:
             raise InvalidArgument(f"{where} is {value!r}; it must be {' or '.join(map(repr, WORDS[name]))}")
+        return
+    if name in ("socket_ifname", "ports", "host_id", "secret_file"):
+        if not isinstance(value, str):
+            raise InvalidArgument(f"{where} is {value!r}; it must be text, '' for none")
         return
     if name == "topo_file":
         if not isinstance(value, str):

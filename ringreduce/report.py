@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ringreduce import _C
+from ringreduce.hosts import LinkStats, all_links
 
 
 @dataclass(frozen=True)
@@ -23,11 +24,30 @@ class CallStats:
     """Bytes that other ranks read in place, from tensors made by `empty`."""
 
 
-def stats() -> dict[str, dict[str, CallStats]]:
-    """By group name (`group.group_name`) and collective ("all_reduce", "send", ...), for all groups that live."""
+class GroupStats(dict[str, CallStats]):
+    """Of one group: the calls by collective ("all_reduce", "send", ...), and its links to other hosts."""
+
+    links: dict[int, LinkStats]
+    """By the rank in the group at the other end; those that there are: most are made when they are first needed."""
+    refused: dict[str, int]
+    """Connections that this rank refused, by reason: "garbage", "proof", "crowd", ...: see docs/hosts.md."""
+
+    def __init__(self, calls: dict[str, CallStats], links: dict[int, LinkStats], refused: dict[str, int]) -> None:
+        super().__init__(calls)
+        self.links, self.refused = links, refused
+
+
+def stats() -> dict[str, GroupStats]:
+    """By group name (`group.group_name`), for all groups that live: `stats()["0"]["all_reduce"].bytes`,
+    `stats()["0"].links[3].bytes_out`."""
+    on_hosts = all_links()
     return {
-        group: {call: CallStats(*counters) for call, counters in calls.items()}
-        for group, calls in _C.statistics().items()
+        name: GroupStats(
+            {call: CallStats(*counters) for call, counters in calls.items()},
+            on_hosts[name].stats if name in on_hosts else {},
+            on_hosts[name].refused if name in on_hosts else {},
+        )
+        for name, calls in _C.statistics().items()
     }
 
 

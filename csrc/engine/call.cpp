@@ -49,6 +49,7 @@ std::string describe(const CallHeader& header) {
   const auto what = static_cast<Operation>(header.operation);
   std::string text(name(what));
   if (what == Operation::barrier) return text + "()";
+  if (what == Operation::gpu_setup) return text + " (the group's first call on one)";
   text += "(count=" + std::to_string(header.count) + ", dtype=" + std::string(name(static_cast<DType>(header.dtype)));
   if (reduces(what)) text += ", op=" + std::string(name(static_cast<ReduceOp>(header.reduce_op)));
   if (has_root(what)) text += ", root=" + std::to_string(header.root);

@@ -25,9 +25,11 @@ enum class Operation : std::uint32_t {
   scatter,
   all_to_all,
   barrier,
+  gpu_setup,  // as a title only: what ranks tell one another at a group's first call on CUDA tensors
 };
-inline constexpr std::array<std::string_view, 9> kOperationNames{
-    "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter", "all_to_all", "barrier"};
+inline constexpr std::array<std::string_view, 10> kOperationNames{
+    "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce",
+    "gather",     "scatter",        "all_to_all", "barrier",   "set-up for CUDA tensors"};
 
 constexpr std::string_view name(Operation o) { return kOperationNames[static_cast<std::size_t>(o)]; }
 // Throws invalid_argument for an unknown name.

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "kernels/accumulate.h"
+#include "transport/links.h"
 
 namespace ringreduce {
 namespace {
@@ -79,12 +80,15 @@ Execution::Execution(const Segment& segment, const Program& program, const Call&
 // Where the value of a step can be read by others until the call ends, or null. `output` is written already.
 const std::byte* Execution::to_lend(const Step& step, const std::byte* local, const std::byte* output,
                                     std::size_t bytes) const {
+  // What goes to other hosts only can be sent from anywhere.
+  const bool leaves =
+      std::all_of(step.send.begin(), step.send.end(), [&](int peer) { return segment_.elsewhere(peer); });
   // A copy in a slot pays where several read it: the kernel would copy for each of them.
   const auto can_lend = [&](const std::byte* data) {
-    return segment_.in_arena(data, bytes) || (fetched_ && step.send.size() == 1);
+    return leaves || segment_.in_arena(data, bytes) || (fetched_ && step.send.size() == 1);
   };
   if (local != nullptr && step.recv.empty() && !scales(step) && can_lend(local)) {
-    if (step.returned && offers_) return local;
+    if (is_returned(step)) return local;
     if (step.read == Read::input && !in_place_ && !overlaps_output(local, bytes)) return local;
     if (output == nullptr && !step.rewritten && (step.read == Read::output || in_place_)) return local;
   }
@@ -124,13 +128,14 @@ bool Execution::advance() {
 // The rank that must act before slot `seq` may be written, or -1: a reader of what lies there, or this rank itself,
 // where an earlier round has yet to send what comes before it (that round is the obstacle then, and has been met
 // first).
-int Execution::slow_reader(std::size_t channel, std::uint64_t seq) const {
+int Execution::slow_reader(std::size_t channel, std::uint64_t seq, bool elsewhere) const {
   const std::size_t depth = segment_.geometry().depth;
   const int own = segment_.rank();
   const std::uint64_t before = seq < depth ? 0 : seq - depth + 1;  // the stamp of seq - depth
   if (segment_.slot(own, static_cast<int>(channel), seq).stamp.load(std::memory_order_relaxed) != before) return own;
   if (before == 0) return -1;
   for (int reader : channels_[channel].readers[seq & (depth - 1)]) {
+    if (!elsewhere && segment_.elsewhere(reader)) continue;
     // Acquire, by way of seq_cst (see Segment::notify): the reader's loads of the old content come before our stores.
     const std::uint64_t read =
         segment_.acknowledgement(reader, own, static_cast<int>(channel), seq).load(std::memory_order_seq_cst);
@@ -220,7 +225,7 @@ bool Execution::try_step(std::size_t channel, std::size_t round, const Step& ste
       throw Error(ErrorKind::mismatch, segment_.describe(source.peer) + " sent a slice of another size", source.peer);
 
   // 3. Compute, publish, acknowledge.
-  const bool there_already = step.returned && offers_ && !step.recv.empty();
+  const bool there_already = is_returned(step) && !step.recv.empty();
   if (local != nullptr) {
     operands_.insert(operands_.begin() + step.local_position, local);
     for (Remote& remote : remote_) remote.operand += remote.operand >= static_cast<std::size_t>(step.local_position);
@@ -243,16 +248,21 @@ bool Execution::try_step(std::size_t channel, std::size_t round, const Step& ste
     outgoing->place = lent == nullptr ? Place::slot : segment_.in_arena(lent, bytes) ? Place::arena : Place::process;
     outgoing->address = outgoing->place == Place::arena ? static_cast<std::uint64_t>(lent - segment_.arena(own))
                                                         : reinterpret_cast<std::uint64_t>(lent);
-    outgoing->returned = step.returned && offers_ ? 1 : 0;
-    lent_ += lent == nullptr ? 0 : bytes;
+    outgoing->returned = is_returned(step) ? 1 : 0;
     state.readers[outgoing_seq & (segment_.geometry().depth - 1)] = step.send;
     outgoing->stamp.store(outgoing_seq + 1, std::memory_order_seq_cst);  // releases the payload
-    for (int peer : step.send) segment_.notify(peer);
+    const std::byte* const value = lent == nullptr ? outgoing->payload() : lent;
+    bool read_here = false;
+    for (int peer : step.send) {
+      segment_.slot_filled(peer, c, outgoing_seq, value, lent != nullptr);
+      (segment_.elsewhere(peer) ? sends_away_ : read_here) = true;
+    }
+    if (lent != nullptr && read_here) lent_ += bytes;
   }
   for (const Source& source : step.recv) {
     const std::uint64_t seq = seq_of(source.peer, source.send_index);
     segment_.acknowledgement(own, source.peer, c, seq).store(seq + 1, std::memory_order_seq_cst);
-    segment_.notify(source.peer);
+    segment_.slot_read(source.peer, c, seq);
   }
   return true;
 }
@@ -311,7 +321,13 @@ void Execution::combine(const Step& step, std::size_t bytes, bool streamed) {
   if (streamed) kernels::stream(results_.back(), copies > 1 ? results_[0] : operands_[0], bytes);
 }
 
+bool Execution::is_returned(const Step& step) const {
+  if (!step.returned || !offers_) return false;
+  return !segment_.elsewhere(step.recv.empty() ? step.send[0] : step.recv[0].peer);  // who could not write here
+}
+
 void Execution::shut_out_peers() {
+  if (segment_.links() != nullptr) segment_.links()->forget_lent();
   if (fetched_) segment_.close_memory();
   if (!offers_) return;
   std::byte* const data = buffers_.output.data[0];
@@ -319,14 +335,14 @@ void Execution::shut_out_peers() {
   if (segment_.in_arena(data, bytes)) segment_.withdraw(data, bytes);
 }
 
-bool Execution::all_read() {
+bool Execution::all_read(bool elsewhere) {
   const auto own = static_cast<std::size_t>(segment_.rank());
   const std::size_t depth = segment_.geometry().depth;
   for (std::size_t c = 0; c < program_.channels.size(); ++c) {
     const std::size_t sent = channels_[c].rounds * program_.channels[c].sends[own];
     const std::uint64_t end = channels_[c].tail[own] + sent;
     for (std::uint64_t seq = end - std::min(sent, depth); seq < end; ++seq) {
-      blocked_on_ = slow_reader(c, seq + depth);  // the reader of seq, as seq + depth takes its slot
+      blocked_on_ = slow_reader(c, seq + depth, elsewhere);  // the reader of seq, as seq + depth takes its slot
       if (blocked_on_ >= 0) return false;
     }
   }

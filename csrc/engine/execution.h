@@ -72,9 +72,11 @@ class Execution {
   bool advance();
   bool done() const { return done_; }
 
-  // After done(): whether every slot that this rank sent has been read. Must become true before the call may end if
-  // anything was lent.
-  bool all_read();
+  // After done(): whether every slot that this rank sent has been read, `elsewhere`: also by ranks on other hosts. Must
+  // become true before the call may end if anything was lent.
+  bool all_read(bool elsewhere);
+  // Whether anything went to other hosts. What they are sent must have left this process before the call may end.
+  bool sends_away() const { return sends_away_; }
   std::uint64_t lent() const { return lent_; }  // bytes
 
   // After a failure: lets no peer into this rank's tensors any more.
@@ -89,9 +91,10 @@ class Execution {
 
  private:
   bool try_step(std::size_t channel, std::size_t round, const Step& step);
-  int slow_reader(std::size_t channel, std::uint64_t seq) const;
+  int slow_reader(std::size_t channel, std::uint64_t seq, bool elsewhere = true) const;
   const std::byte* to_lend(const Step& step, const std::byte* local, const std::byte* output, std::size_t bytes) const;
   bool overlaps_output(const std::byte* data, std::size_t bytes) const;
+  bool is_returned(const Step& step) const;
   bool scales(const Step& step) const { return scaled_ && step.read == Read::input; }
   void compute(const Step& step, std::size_t bytes, const std::byte* local, bool streamed);
   void combine(const Step& step, std::size_t bytes, bool streamed);
@@ -115,6 +118,7 @@ class Execution {
   bool offers_ = false;           // whether chunks are lent to be returned
   bool streams_ = false;          // whether what only goes to the output goes past the caches
   std::uint64_t lent_ = 0;
+  bool sends_away_ = false;
   bool done_ = false;
   int blocked_on_ = -1;
   std::size_t blocked_channel_ = 0, blocked_round_ = 0, blocked_step_ = 0;

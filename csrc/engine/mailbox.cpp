@@ -6,6 +6,7 @@
 
 #include "core/threads.h"
 #include "engine/wait.h"
+#include "transport/links.h"
 
 namespace ringreduce {
 namespace {
@@ -44,6 +45,14 @@ void Mailbox::finish(std::vector<std::shared_ptr<Message>> finished) {
 void Mailbox::post(const std::shared_ptr<Message>& message) {
   std::vector<std::shared_ptr<Message>> finished;
   bool pending = false;
+  if (message->peer != kAnySource && segment_->elsewhere(message->peer)) {
+    const int peer = message->peer;
+    try {
+      segment_->links()->reach({&peer, 1}, message->timeout);
+    } catch (const Error& error) {
+      throw Error(error.kind(), title(*message) + ": " + error.what(), error.culprit());
+    }
+  }
   {
     std::lock_guard lock(mutex_);
     segment_->throw_if_aborted();
@@ -169,10 +178,11 @@ void Mailbox::check() {
       error = own(*aborted);
     } else if (peer_gone || all_gone) {
       const int culprit = peer_gone ? m->peer : gone.front();
-      error = Error(ErrorKind::peer_lost, title(*m) + ": " + segment_->describe(culprit) + " died or left the group",
-                    culprit);
+      error = Error(ErrorKind::peer_lost,
+                    title(*m) + ": " + segment_->describe(culprit) + " " + segment_->how_gone(culprit), culprit);
     } else if (t - m->posted >= m->timeout) {
-      const std::string whom = m->peer == kAnySource ? "any rank" : segment_->describe(m->peer);
+      const std::string whom =
+          m->peer == kAnySource ? "any rank" : segment_->describe(m->peer) + segment_->way_to(m->peer);
       const Error timeout(ErrorKind::timeout,
                           title(*m) + ": rank " + std::to_string(segment_->rank()) + " waited the timeout of " +
                               in_seconds(t - m->posted) + " for " + whom + "; " + std::to_string(m->moved) +
@@ -233,7 +243,7 @@ bool Mailbox::send_some(int rank, Peer& peer) {
   slot.tag = m.tag;
   if (n > 0) std::memcpy(slot.payload(), m.data + m.moved, n);
   slot.stamp.store(++peer.sent, std::memory_order_seq_cst);
-  segment_->notify(rank);
+  segment_->message_filled(rank, peer.sent - 1);
   m.moved += n;
   if (m.moved == m.bytes) {
     complete(m);
@@ -306,7 +316,7 @@ bool Mailbox::receive_some(int rank, Peer& peer) {
   std::byte* to = peer.arriving ? (arrival.receive ? arrival.receive->data : nullptr) : arrival.aside.data();
   if (to != nullptr && n > 0) std::memcpy(to + arrival.moved, slot.payload(), n);
   slot.consumed.store(++peer.received, std::memory_order_seq_cst);
-  segment_->notify(rank);
+  segment_->message_read(rank, peer.received - 1);
   arrival.moved += n;
   if (arrival.receive) arrival.receive->moved = arrival.moved;
 

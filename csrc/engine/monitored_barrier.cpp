@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "engine/wait.h"
+#include "transport/links.h"
 
 namespace ringreduce {
 namespace {
@@ -22,7 +23,7 @@ void monitored_barrier(const Segment& segment, int spins, Nanoseconds timeout, b
   RankControl& control = segment.control(own);
   const std::uint64_t turn = control.barriers_entered.load(std::memory_order_relaxed) + 1;
   control.barriers_entered.store(turn, std::memory_order_seq_cst);
-  segment.notify_all();
+  segment.control_changed();
 
   const auto ranks_where = [&](auto&& holds) {
     std::vector<int> ranks;
@@ -41,6 +42,17 @@ void monitored_barrier(const Segment& segment, int spins, Nanoseconds timeout, b
                           " from rank 0: " + reason;
   };
 
+  if (segment.links() != nullptr) {
+    std::vector<int> far;
+    for (int r = 0; r < segment.size(); ++r)
+      if (segment.elsewhere(r)) far.push_back(r);
+    try {
+      segment.links()->reach(far, timeout);
+    } catch (const Error& error) {
+      throw Error(error.kind(), passed_but(error.what()), error.culprit());
+    }
+    segment.control_changed();
+  }
   Waiting waiting(segment, spins);
   const auto look = [&](Nanoseconds waited) {
     segment.throw_if_aborted();
@@ -48,9 +60,10 @@ void monitored_barrier(const Segment& segment, int spins, Nanoseconds timeout, b
     if (absent.empty()) return;
     for (int r : segment.gone())
       if (std::find(absent.begin(), absent.end(), r) != absent.end())
-        throw Error(ErrorKind::peer_lost, passed_but(segment.describe(r) + " died or left the group"), r);
+        throw Error(ErrorKind::peer_lost, passed_but(segment.describe(r) + " " + segment.how_gone(r)), r);
     if (waited < timeout) return;
     control.barriers_given_up.store(turn, std::memory_order_seq_cst);
+    segment.control_changed();
     const bool plural = name_all && absent.size() > 1;
     std::string reason = (plural ? "Ranks " + list(absent) : "Rank " + std::to_string(absent[0])) +
                          " failed to pass monitoredBarrier in " + std::to_string(timeout / kMillisecond) + " ms.";
@@ -63,6 +76,7 @@ void monitored_barrier(const Segment& segment, int spins, Nanoseconds timeout, b
       ranks_where([&](const RankControl& c) { return c.barriers_given_up.load(std::memory_order_seq_cst) >= turn; });
   if (gone_again.empty()) return;
   control.barriers_given_up.store(turn, std::memory_order_seq_cst);
+  segment.control_changed();
   throw Error(ErrorKind::timeout,
               passed_but("ranks " + list(gone_again) + " gave up waiting before all ranks had come"), gone_again[0]);
 }

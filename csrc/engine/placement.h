@@ -40,7 +40,7 @@ class Placement {
     if (t < next_) return;
     next_ = t + kLookEvery;
     int together = 0;
-    for (int r = 0; r < segment_.size(); ++r)
+    for (int r = 0; r < segment_.size(); ++r)  // those elsewhere say nothing of their cores
       together += segment_.control(r).core.load(std::memory_order_relaxed) == here + 1;
     if (together <= share_) return;
     cpu_set_t allowed;

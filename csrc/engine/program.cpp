@@ -167,6 +167,10 @@ Program bind(Operation operation, std::span<const std::int32_t> lowered, std::ui
         if (source.phase >= step.phase) malformed("a step is in no later phase than what it receives");
       ++i;
     }
+  for (const Source& source : program.sources) program.peers.push_back(source.peer);
+  program.peers.insert(program.peers.end(), program.destinations.begin(), program.destinations.end());
+  std::sort(program.peers.begin(), program.peers.end());
+  program.peers.erase(std::unique(program.peers.begin(), program.peers.end()), program.peers.end());
   return program;
 }
 

@@ -57,6 +57,7 @@ struct Program {
   std::vector<ChannelProgram> channels;
   std::vector<Source> sources;
   std::vector<int> destinations;
+  std::vector<int> peers;  // of this rank: all of them, once each
 };
 
 // Reads the array that ringreduce.plan.lower makes, takes `rank`'s part, and turns it so that rank 0 of the plan

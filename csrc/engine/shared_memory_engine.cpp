@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "engine/wait.h"
+#include "transport/links.h"
 
 namespace ringreduce {
 namespace {
@@ -45,6 +46,7 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
   own.waiting_for.store(-1, std::memory_order_relaxed);
   record(own, call, seq, id, program.digest);
 
+  Links* const links = segment_->links();
   const std::size_t slice = slice_bytes(call, program, choice.slice_bytes);
   Waiting waiting(*segment_, spins_);
   Execution execution(*segment_, program, call, buffers, workspace_, id, slice, least_fetch_bytes_);
@@ -62,6 +64,7 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
     }
   };
   try {
+    if (links != nullptr) reach(call, program, title(call, seq));
     const auto check_on_peers = [&](Nanoseconds waited) {
       own.waiting_for.store(execution.blocked_on(), std::memory_order_relaxed);
       own.heartbeat.store(now(), std::memory_order_release);
@@ -69,7 +72,8 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
     };
     try {
       while (true) {
-        const bool moved = advance();
+        const bool came = links != nullptr && links->progress();
+        const bool moved = advance() || came;
         if (execution.done()) break;
         if (moved)
           waiting.moved();
@@ -78,15 +82,19 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
       }
       // What was lent must not change before it is read. And a root could be gone before anybody finds out that it
       // called something else (see docs/architecture.md).
-      if (execution.lent() > 0 || has_root(call.operation))
-        while (!execution.all_read()) waiting.idle(check_on_peers);
+      const bool rooted = has_root(call.operation);
+      if (links != nullptr && rooted) links->settle();
+      if (execution.lent() > 0 || rooted)
+        while (!execution.all_read(rooted)) waiting.idle(check_on_peers);
+      if (execution.sends_away())
+        while (!links->sent()) waiting.idle(check_on_peers);
       waiting.moved();
       // A rank that failed in this call may have changed what it lent before it was read, here or by those whose data
       // came here. It said so before it could: what was read counts only if nobody has. The reason is the group's, by
       // way of fail().
       if (segment_->failed(seq)) throw Error(ErrorKind::aborted, title(call, seq) + ": another rank gave it up");
     } catch (const Error& error) {
-      if (error.kind() == ErrorKind::mismatch) throw_mismatch(call, seq, error.culprit());
+      if (error.kind() == ErrorKind::mismatch) throw_mismatch(call, seq, id, error.culprit());
       throw;
     }
     execution.finish();
@@ -102,21 +110,36 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
   return {waiting.waited(), execution.lent()};
 }
 
+// Makes the links that a program needs and that are not there yet.
+void SharedMemoryEngine::reach(const Call& call, const Program& program, const std::string& what) {
+  if (!linked_.insert(&program).second) return;
+  std::vector<int> peers;
+  for (const int peer : program.peers)
+    if (segment_->elsewhere(peer)) peers.push_back(peer);
+  try {
+    segment_->links()->reach(peers, call.timeout);
+  } catch (const Error& error) {
+    throw Error(error.kind(), what + ": " + error.what(), error.culprit());
+  }
+}
+
 // Called while waiting: throws if it is in vain.
 void SharedMemoryEngine::look(const Call& call, std::uint64_t seq, std::uint64_t fingerprint,
                               const Execution& execution, Nanoseconds waited) const {
   segment_->throw_if_aborted();
+  if (segment_->links() != nullptr) segment_->links()->tell();
   for (int r = 0; r < segment_->size(); ++r)
     if (r != segment_->rank() && differs(segment_->control(r), seq, fingerprint))
       throw Error(ErrorKind::mismatch, "", r);
   for (int r : segment_->gone()) {
     const RankControl& peer = segment_->control(r);
     if (peer.completed.load(std::memory_order_acquire) >= seq) continue;  // it has done its part of this call
-    const bool left = peer.state.load(std::memory_order_acquire) == RankState::left;
+    // Of a rank on another host this one does not know how far it came. Whoever waits for it tells the others.
+    if (segment_->elsewhere(r) && r != execution.blocked_on()) continue;
     throw Error(ErrorKind::peer_lost,
-                title(call, seq) + ": " + segment_->describe(r) + (left ? " left the group" : " died") + "; rank " +
+                title(call, seq) + ": " + segment_->describe(r) + " " + segment_->how_gone(r) + "; rank " +
                     std::to_string(segment_->rank()) + " waited for rank " + std::to_string(execution.blocked_on()) +
-                    " at " + execution.position(),
+                    segment_->way_to(execution.blocked_on()) + " at " + execution.position(),
                 r);
   }
   if (waited >= call.timeout) throw_timeout(call, seq, execution, waited);
@@ -129,13 +152,15 @@ void SharedMemoryEngine::waits_for(int peer) {
 }
 
 int SharedMemoryEngine::kept_waiting_by(int peer) const {
-  const Nanoseconds t = now();
-  return end_of_chain(peer, [&](int r) {
-    const RankControl& c = segment_->control(r);
-    const bool alive = t - c.gpu_heartbeat.load(std::memory_order_acquire) < kSecond / 2;
-    const int next = c.gpu_waiting_for.load(std::memory_order_relaxed);
-    return alive && next >= 0 && next < segment_->size() ? next : -1;
-  });
+  return end_of_chain(peer, [this](int r) { return gpu_waiting_for(r); });
+}
+
+// For whom a GPU of `rank` waits; -1 if it is not seen to wait.
+int SharedMemoryEngine::gpu_waiting_for(int rank) const {
+  const RankControl& c = segment_->control(rank);
+  const bool alive = now() - c.gpu_heartbeat.load(std::memory_order_acquire) < kSecond / 2;
+  const int peer = c.gpu_waiting_for.load(std::memory_order_relaxed);
+  return alive && peer >= 0 && peer < segment_->size() ? peer : -1;
 }
 
 // Who keeps this rank waiting may itself wait for another: the end of that chain, which begins with `peer`.
@@ -150,8 +175,15 @@ int SharedMemoryEngine::end_of_chain(int peer, F waiting_for) const {
   return peer;
 }
 
-void SharedMemoryEngine::throw_mismatch(const Call& call, std::uint64_t seq, int peer) const {
+void SharedMemoryEngine::throw_mismatch(const Call& call, std::uint64_t seq, std::uint64_t fingerprint,
+                                        int peer) const {
   const int own = segment_->rank();
+  // From another host the call's description may come after its data.
+  for (const Nanoseconds deadline = now() + kSecond; segment_->elsewhere(peer) && now() < deadline;) {
+    if (differs(segment_->control(peer), seq, fingerprint)) break;
+    segment_->links()->tell();
+    if (!segment_->links()->progress()) sched_yield();
+  }
   throw Error(ErrorKind::mismatch,
               title(call, seq) + ": ranks of the group made different calls: rank " + std::to_string(own) + " called " +
                   describe_call(segment_->control(own), seq) + ", " + segment_->describe(peer) + " called " +
@@ -174,18 +206,23 @@ void SharedMemoryEngine::throw_timeout(const Call& call, std::uint64_t seq, cons
   };
 
   const int culprit = end_of_chain(execution.blocked_on(), waiting_for);
-  std::string text = title(call, seq) + ": rank " + std::to_string(own) + " waited the timeout of " +
-                     in_seconds(waited) + " for rank " + std::to_string(execution.blocked_on()) + " at " +
-                     execution.position() + "; " + segment_->describe(culprit) + " is what the group waits for.";
+  std::string text =
+      title(call, seq) + ": rank " + std::to_string(own) + " waited the timeout of " + in_seconds(waited) +
+      " for rank " + std::to_string(execution.blocked_on()) + segment_->way_to(execution.blocked_on()) + " at " +
+      execution.position() + "; " + segment_->describe(culprit) +
+      (culprit == execution.blocked_on() ? "" : segment_->way_to(culprit)) + " is what the group waits for.";
   for (int r = 0; r < segment_->size(); ++r) {
     if (r == own) continue;
     const RankControl& c = segment_->control(r);
     const std::uint64_t entered = c.entered.load(std::memory_order_acquire);
+    if (segment_->elsewhere(r) && entered < seq && r != culprit) continue;  // it may be that this rank is not told
     text += " Rank " + std::to_string(r);
     if (entered < seq) {
       text += entered == 0 ? " has not made any call."
                            : " has not arrived: its latest call is seq " + std::to_string(number_of_call(c, entered)) +
                                  ", " + describe_call(c, entered) + ".";
+      if (const int peer = gpu_waiting_for(r); peer >= 0)
+        text += " Its GPU waits for rank " + std::to_string(peer) + ", in a call on CUDA tensors.";
     } else if (c.completed.load(std::memory_order_acquire) >= seq) {
       text += " has finished this call.";
     } else if (const int peer = waiting_for(r); peer >= 0) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <set>
 #include <string>
 
 #include "engine/engine.h"
@@ -24,11 +25,13 @@ class SharedMemoryEngine final : public Engine {
   int kept_waiting_by(int peer) const override;
 
  private:
+  void reach(const Call& call, const Program& program, const std::string& what);
   void look(const Call& call, std::uint64_t seq, std::uint64_t fingerprint, const Execution& execution,
             Nanoseconds waited) const;
+  int gpu_waiting_for(int rank) const;
   template <class F>
   int end_of_chain(int peer, F waiting_for) const;
-  [[noreturn]] void throw_mismatch(const Call& call, std::uint64_t seq, int peer) const;
+  [[noreturn]] void throw_mismatch(const Call& call, std::uint64_t seq, std::uint64_t fingerprint, int peer) const;
   [[noreturn]] void throw_timeout(const Call& call, std::uint64_t seq, const Execution& execution,
                                   Nanoseconds waited) const;
 
@@ -36,6 +39,7 @@ class SharedMemoryEngine final : public Engine {
   const int spins_;
   const std::size_t least_fetch_bytes_;
   Workspace workspace_;
+  std::set<const Program*> linked_;  // whose peers on other hosts have been reached
   Placement placement_;
 };
 

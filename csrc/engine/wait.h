@@ -3,6 +3,8 @@
 // How long to spin depends on whether the other ranks have cores of their own; after kYieldFor without progress the
 // rank sleeps, so that one that waits for a late peer costs nothing. Every kCheckEvery of waiting, and after every
 // sleep, the owner's `check` looks for what makes further waiting pointless, and throws.
+//
+// A rank with links to other hosts moves what goes over them each time it looks; while it sleeps, a thread does.
 #pragma once
 
 #include <sched.h>
@@ -10,6 +12,7 @@
 #include <cstdint>
 
 #include "core/clock.h"
+#include "transport/links.h"
 #include "transport/segment.h"
 
 namespace ringreduce {
@@ -24,8 +27,14 @@ inline void cpu_relax() {
 
 class Waiting {
  public:
-  Waiting(const Segment& segment, int spins) : own_(segment.control(segment.rank())), spins_(spins) {}
-  ~Waiting() { disarm(); }
+  Waiting(const Segment& segment, int spins)
+      : own_(segment.control(segment.rank())), links_(segment.links()), spins_(spins) {
+    if (links_ != nullptr) links_->take_over();
+  }
+  ~Waiting() {
+    disarm();
+    if (links_ != nullptr) links_->hand_over(false);
+  }
   Waiting(const Waiting&) = delete;
   Waiting& operator=(const Waiting&) = delete;
 
@@ -46,6 +55,7 @@ class Waiting {
   // the time since the first wait of this call.
   template <class Check>
   void idle(Check&& check) {
+    if (links_ != nullptr && links_->progress()) return moved();
     if (++idle_ <= spins_) return cpu_relax();
     const Nanoseconds t = now();
     if (started_ == 0) started_ = t;
@@ -55,12 +65,14 @@ class Waiting {
       next_check_ = t + kCheckEvery;
     }
     if (t - idle_since_ < kYieldFor) {
+      if (links_ != nullptr && t - idle_since_ > kSettle) links_->settle();
       sched_yield();
     } else if (!armed_) {
       // The first time round only announces the sleep: the caller looks once more before it happens.
       seen_ = own_.doorbell.load(std::memory_order_seq_cst);
       own_.sleepers.fetch_add(1, std::memory_order_seq_cst);
       armed_ = true;
+      if (links_ != nullptr) links_->hand_over(true);
     } else {
       sleep_on(own_.doorbell, seen_, kSleep);
       seen_ = own_.doorbell.load(std::memory_order_seq_cst);
@@ -70,6 +82,8 @@ class Waiting {
  private:
   static constexpr Nanoseconds kYieldFor = kMillisecond;
   static constexpr Nanoseconds kCheckEvery = 2 * kMillisecond;
+  // Peers on other hosts learn of a slot that has been read at most so much later.
+  static constexpr Nanoseconds kSettle = 100 * kMicrosecond;
   // Bounds how late a dead peer, a timeout or an abort is seen.
   static constexpr Nanoseconds kSleep = 20 * kMillisecond;
 
@@ -77,9 +91,11 @@ class Waiting {
     if (!armed_) return;
     own_.sleepers.fetch_sub(1, std::memory_order_seq_cst);
     armed_ = false;
+    if (links_ != nullptr) links_->take_over();
   }
 
   RankControl& own_;
+  Links* const links_;
   const int spins_;
   int idle_ = 0;
   bool armed_ = false;

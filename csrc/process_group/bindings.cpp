@@ -10,6 +10,7 @@
 #include "kernels/accumulate.h"
 #include "process_group/gpu_bindings.h"
 #include "process_group/process_group_ring.h"
+#include "transport/links.h"
 
 namespace py = pybind11;
 
@@ -32,6 +33,38 @@ void translate(std::exception_ptr thrown) {
   } catch (const FutureError& failed) {
     raise(failed.error);
   }
+}
+
+// Calls Python; what it raises is thrown on as Error, about `culprit`.
+template <class F>
+void with_python_errors(int culprit, F&& call) {
+  const py::gil_scoped_acquire gil;
+  try {
+    call();
+  } catch (py::error_already_set& raised) {
+    ErrorKind kind = ErrorKind::system;
+    for (const ErrorKind each : {ErrorKind::invalid_argument, ErrorKind::peer_lost, ErrorKind::timeout,
+                                 ErrorKind::mismatch, ErrorKind::aborted}) {
+      const auto type = py::reinterpret_steal<py::object>(error_class(each));
+      if (type && raised.matches(type)) kind = each;
+    }
+    throw Error(kind, py::str(raised.value()).cast<std::string>(), culprit);
+  }
+}
+
+// (lowered, digest, most_bytes, slice_bytes) of each.
+using RootedPlans = std::vector<std::tuple<std::vector<std::int32_t>, std::uint64_t, std::uint64_t, std::size_t>>;
+
+Engine::PlansForRoot asked_of(std::function<RootedPlans(const std::string&, int)> plans_for_root) {
+  if (!plans_for_root) return nullptr;
+  return [ask = std::move(plans_for_root)](Operation operation, int root) {
+    std::vector<Engine::RootedPlan> plans;
+    with_python_errors(-1, [&] {
+      for (auto& [lowered, digest, most_bytes, slice_bytes] : ask(std::string(name(operation)), root))
+        plans.push_back({std::move(lowered), digest, most_bytes, slice_bytes});
+    });
+    return plans;
+  };
 }
 
 }  // namespace
@@ -65,6 +98,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::register_exception_translator(translate);
   py::module_::import("torch._C._distributed_c10d");  // knows the base class
 
+  py::class_<Links::Counters>(m, "LinkCounters")
+      .def_readonly("peer", &Links::Counters::peer)
+      .def_readonly("paths", &Links::Counters::paths)
+      .def_readonly("bytes_out", &Links::Counters::bytes_out)
+      .def_readonly("bytes_in", &Links::Counters::bytes_in)
+      .def_readonly("frames_out", &Links::Counters::frames_out)
+      .def_readonly("frames_in", &Links::Counters::frames_in);
+
   py::class_<Geometry>(m, "Geometry")
       .def(py::init([](std::uint32_t ranks, std::uint32_t channels, std::uint32_t depth, std::uint32_t slot_bytes,
                        std::uint32_t mailbox_depth, std::uint32_t mailbox_slot_bytes, std::uint64_t arena_bytes) {
@@ -96,7 +137,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(py::init([](int spins, int slices, std::size_t least_slice_bytes, std::size_t most_slice_bytes,
                        std::size_t least_fetch_bytes, double timeout, std::string name,
                        std::vector<std::int64_t> global_ranks, std::size_t recorded_calls, bool dump_when_broken,
-                       bool print_calls, Group::Regroup regroup, Group::JoinGpus join_gpus, std::string topology) {
+                       bool print_calls, Group::Regroup regroup, Group::JoinGpus join_gpus, std::string topology,
+                       std::function<RootedPlans(const std::string&, int)> plans_for_root) {
              return Group::Settings{.engine = {spins, slices, least_slice_bytes, most_slice_bytes, least_fetch_bytes},
                                     .timeout = std::chrono::milliseconds(static_cast<std::int64_t>(timeout * 1000)),
                                     .name = std::move(name),
@@ -106,24 +148,38 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                     .print_calls = print_calls,
                                     .regroup = std::move(regroup),
                                     .join_gpus = std::move(join_gpus),
+                                    .plans_for_root = asked_of(std::move(plans_for_root)),
                                     .topology = std::move(topology)};
            }),
            py::kw_only(), py::arg("spins") = Engine::Options{}.spins, py::arg("slices"), py::arg("least_slice_bytes"),
            py::arg("most_slice_bytes"), py::arg("least_fetch_bytes") = Engine::Options{}.least_fetch_bytes,
            py::arg("timeout"), py::arg("name"), py::arg("global_ranks"), py::arg("recorded_calls"),
            py::arg("dump_when_broken"), py::arg("print_calls"), py::arg("regroup"), py::arg("join_gpus"),
-           py::arg("topology"));
+           py::arg("topology"), py::arg("plans_for_root") = nullptr);
 
   py::class_<Group, c10::intrusive_ptr<Group>, c10d::Backend>(m, "ProcessGroupRing")
-      .def(py::init([rank_names](int memfd, const Geometry& geometry, int rank, std::vector<int> pidfds,
-                                 const Names& names, std::shared_ptr<OpenMemory> memory,
-                                 std::vector<int> memory_threads, Group::Settings settings) {
-             auto segment = std::make_shared<Segment>(memfd, geometry, rank, std::move(pidfds), rank_names(names),
-                                                      PeerMemory{std::move(memory), std::move(memory_threads)});
-             return c10::make_intrusive<Group>(std::move(segment), std::move(settings));
-           }),
-           py::kw_only(), py::arg("memfd"), py::arg("geometry"), py::arg("rank"), py::arg("pidfds"), py::arg("names"),
-           py::arg("memory"), py::arg("memory_threads"), py::arg("settings"))
+      .def(
+          py::init([rank_names](int memfd, const Geometry& geometry, int rank, std::vector<int> pidfds,
+                                const Names& names, std::shared_ptr<OpenMemory> memory, std::vector<int> memory_threads,
+                                std::vector<bool> elsewhere, std::function<void(int, double)> connect,
+                                std::function<void()> disconnect, Group::Settings settings) {
+            auto segment =
+                std::make_shared<Segment>(memfd, geometry, rank, std::move(pidfds), rank_names(names),
+                                          PeerMemory{std::move(memory), std::move(memory_threads)},
+                                          Hosts{std::move(elsewhere),
+                                                [connect = std::move(connect)](int peer, Nanoseconds timeout) {
+                                                  with_python_errors(peer, [&] { connect(peer, seconds(timeout)); });
+                                                },
+                                                std::move(disconnect)});
+            return c10::make_intrusive<Group>(std::move(segment), std::move(settings));
+          }),
+          py::kw_only(), py::arg("memfd"), py::arg("geometry"), py::arg("rank"), py::arg("pidfds"), py::arg("names"),
+          py::arg("memory"), py::arg("memory_threads"), py::arg("elsewhere") = std::vector<bool>{},
+          py::arg("connect") = std::function<void(int, double)>{}, py::arg("disconnect") = std::function<void()>{},
+          py::arg("settings"))
+      .def("add_link", &Group::add_link, py::call_guard<py::gil_scoped_release>(), py::arg("peer"), py::arg("socket"),
+           py::arg("path"))
+      .def("links", &Group::links, py::call_guard<py::gil_scoped_release>())
       // Not a constructor, since pybind11 does not convert keyword-only arguments of overloads.
       .def_static(
           "over",

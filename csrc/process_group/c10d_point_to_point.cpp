@@ -29,10 +29,7 @@ C10dPointToPoint::C10dPointToPoint(c10::intrusive_ptr<c10d::Backend> backend, c1
                                    std::vector<RankName> names)
     : rank_(backend->getRank()), store_(std::move(store)), names_(std::move(names)), backend_(std::move(backend)) {}
 
-std::string C10dPointToPoint::describe(int rank) const {
-  const RankName& name = names_[static_cast<std::size_t>(rank)];
-  return "rank " + std::to_string(rank) + " (" + name.host + ", pid " + std::to_string(name.pid) + ")";
-}
+std::string C10dPointToPoint::describe(int rank) const { return names_[static_cast<std::size_t>(rank)].describe(rank); }
 
 void C10dPointToPoint::throw_if_aborted() const {
   std::lock_guard lock(mutex_);

@@ -4,6 +4,7 @@
 #include <ATen/EmptyTensor.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -46,10 +47,22 @@ struct LivingGroups {
   std::set<ProcessGroupRing*> groups;
 };
 
-// Waits for all that is in torch's current stream of a GPU.
-void synchronize(at::Device device) {
-  const c10::impl::VirtualGuardImpl cuda(device.type());
-  cuda.synchronizeStream(cuda.getStream(device));
+// While it lives, calls of this thread are the set-up for CUDA tensors, and errors name them so.
+struct SettingUp {
+  static thread_local bool here;
+  SettingUp() { here = true; }
+  ~SettingUp() { here = false; }
+};
+thread_local bool SettingUp::here = false;
+
+// Waits for all that is in torch's current stream of a GPU, for a call that goes through the host's memory.
+void synchronize(at::Device device, std::string_view what) {
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  const c10::Stream stream = guard.getStream(device);
+  if (cuda::capturing(device.index(), static_cast<cuda::CUstream>(guard.getStreamNativeHandle(stream))))
+    invalid(what, ": the current stream is being captured, and the call goes through the host's memory, which a graph ",
+            "cannot replay; make it outside of the capture");
+  guard.synchronizeStream(stream);
 }
 
 void check_pairs(const char* what, const TensorList& outputs, const TensorList& inputs) {
@@ -60,6 +73,7 @@ void check_pairs(const char* what, const TensorList& outputs, const TensorList& 
 
 ProcessGroupRing::ProcessGroupRing(std::shared_ptr<const Segment> segment, Settings settings)
     : ProcessGroupRing(std::make_shared<SharedMemoryEngine>(segment, settings.engine), settings) {
+  if (settings_.plans_for_root) running_->engine->ask_for_roots(settings_.plans_for_root);
   segment_ = segment;
   allocator_ = std::make_shared<ArenaAllocator>(std::make_shared<Arena>(segment));
   shared_->mailbox = std::make_shared<Mailbox>(std::move(segment), settings_.engine.spins);
@@ -148,6 +162,7 @@ void ProcessGroupRing::use(std::shared_ptr<GpuEngine> gpu) {
 void ProcessGroupRing::join_gpus(int index, std::uint64_t communicator) {
   std::optional<cuda::RelaxedCapture> relaxed;  // the call may be the first, and in a capture
   if (cuda::unavailable().empty()) relaxed.emplace();
+  const SettingUp setting_up;
   settings_.join_gpus(c10::intrusive_ptr<c10d::Backend>::reclaim_copy(this), index, communicator);
   gpus_joined_ = true;
 }
@@ -234,11 +249,13 @@ Job ProcessGroupRing::job(Collective collective, const TensorList& inputs, const
   if (collective.operation != Operation::barrier) {
     device = device_of(inputs, outputs, name(collective.operation).data());
     if (device.is_cuda() && gpu_calls(device) == nullptr) {
-      synchronize(device);  // what is under way may still read the outputs
+      synchronize(device, name(collective.operation));  // what is under way may still read the outputs
       device = at::kCPU;
     }
   }
-  return {collective, inputs, outputs, getRank(), getSize(), device};
+  Job job(collective, inputs, outputs, getRank(), getSize(), device);
+  if (SettingUp::here) job.call.part_of = Operation::gpu_setup;
+  return job;
 }
 
 template <class CallOptions>
@@ -661,6 +678,19 @@ void ProcessGroupRing::monitoredBarrier(const c10d::BarrierOptions& opts, bool w
                     std::chrono::nanoseconds(timeout_or_default(opts.timeout)).count(), wait_all_ranks);
 }
 
+void ProcessGroupRing::add_link(int peer, int socket, std::string path) {
+  if (!segment_ || peer < 0 || peer >= getSize() || !segment_->elsewhere(peer)) {
+    close(socket);
+    invalid(c10::str("add_link: peer is ", peer, ", which is no rank of this group on another host"));
+  }
+  segment_->links()->add(peer, socket, std::move(path));
+}
+
+std::vector<Links::Counters> ProcessGroupRing::links() const {
+  if (!segment_ || segment_->links() == nullptr) return {};
+  return segment_->links()->counters();
+}
+
 void ProcessGroupRing::startCoalescing() {
   shared_->throw_if_forked();
   std::lock_guard lock(coalescing_mutex_);
@@ -719,7 +749,7 @@ c10::intrusive_ptr<Work> ProcessGroupRing::post(TensorList& tensors, OpType type
   if (running_->wire) return delegate(tensors, type, peer, tag);
   const at::NoGradGuard no_grad;
   const bool staged = !is_plain(tensor, at::kCPU);
-  if (staged && tensor.is_cuda()) synchronize(tensor.device());
+  if (staged && tensor.is_cuda()) synchronize(tensor.device(), what);
   const at::Tensor buffer = !staged ? tensor
                             : sends ? plain(tensor, at::kCPU)
                                     : at::empty(tensor.sizes(), tensor.options().device(at::kCPU));

@@ -31,6 +31,7 @@
 #include "process_group/fusion.h"
 #include "process_group/job.h"
 #include "process_group/work.h"
+#include "transport/links.h"
 
 namespace ringreduce {
 
@@ -58,6 +59,7 @@ class ProcessGroupRing : public c10d::Backend {
     bool print_calls = false;                // whether each call gives a line on standard error
     Regroup regroup;
     JoinGpus join_gpus;
+    Engine::PlansForRoot plans_for_root;  // or null
     std::string topology;  // what was planned over the machine's links, as Python wrote it; kept for Python
   };
 
@@ -177,6 +179,11 @@ class ProcessGroupRing : public c10d::Backend {
       engine.choose(operation, most_bytes, engine.add_plan(operation, lowered, digest), slice_bytes);
     }
   };
+  // Links to ranks on other hosts: takes over a connected socket (see Links::add; throws for a rank of this host), and
+  // what went over them.
+  void add_link(int peer, int socket, std::string path);
+  std::vector<Links::Counters> links() const;
+
   // Adds a plan and makes it the one for calls on CPU tensors up to `most_bytes`, in slices of `slice_bytes` (see
   // Engine::choose). Collective: all ranks must do it in the same order.
   void add_plan(const PlanFor& plan);

@@ -1,6 +1,7 @@
 #include "stress/harness.h"
 
 #include <sys/mman.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <cstdio>
@@ -9,6 +10,7 @@
 #include <thread>
 
 #include "stress/plans.h"
+#include "transport/links.h"
 
 namespace ringreduce::stress {
 
@@ -33,7 +35,15 @@ Rank::Rank(std::shared_ptr<const Segment> its_segment)
                 engine.add_plan(Operation::broadcast, broadcast(size()), digest));
 }
 
-Group::Group(int size, std::uint32_t depth, std::uint32_t slot_bytes) {
+void Group::link(int one, int other) {
+  int ends[2];
+  check(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, ends) == 0, "no sockets");
+  const auto links = [&](int rank) { return ranks[static_cast<std::size_t>(rank)]->segment->links(); };
+  links(one)->add(other, ends[0], "one end");
+  links(other)->add(one, ends[1], "other end");
+}
+
+Group::Group(int size, std::uint32_t depth, std::uint32_t slot_bytes, const std::vector<int>& hosts, bool linked) {
   const Geometry geometry{.ranks = static_cast<std::uint32_t>(size),
                           .channels = 2,
                           .depth = depth,
@@ -41,12 +51,17 @@ Group::Group(int size, std::uint32_t depth, std::uint32_t slot_bytes) {
                           .mailbox_depth = 4,
                           .mailbox_slot_bytes = 256,
                           .arena_bytes = 1 << 20};
-  const int memfd = memfd_create("stress", MFD_CLOEXEC);
-  check(memfd >= 0 && ftruncate(memfd, static_cast<off_t>(geometry.segment_bytes())) == 0, "no memory for a segment");
+  const auto host_of = [&](int rank) { return hosts.empty() ? 0 : hosts[static_cast<std::size_t>(rank)]; };
+  std::vector<int> memfds;  // by host
+  for (int r = 0; r < size; ++r) {
+    while (static_cast<int>(memfds.size()) <= host_of(r)) memfds.push_back(memfd_create("stress", MFD_CLOEXEC));
+    const int memfd = memfds.back();
+    check(memfd >= 0 && ftruncate(memfd, static_cast<off_t>(geometry.segment_bytes())) == 0, "no memory for a segment");
+  }
   // In groups of an even size, ranks read one another's tensors where they are, if the kernel lets them.
   std::vector<std::shared_ptr<OpenMemory>> opened;
   std::vector<int> threads;
-  for (int r = 0; r < size && size % 2 == 0; ++r) {
+  for (int r = 0; r < size && size % 2 == 0 && hosts.empty(); ++r) {
     opened.push_back(std::make_shared<OpenMemory>());
     if (can_access(opened.back()->key())) threads.push_back(opened.back()->key().thread);
   }
@@ -54,10 +69,17 @@ Group::Group(int size, std::uint32_t depth, std::uint32_t slot_bytes) {
     std::vector<RankName> names(static_cast<std::size_t>(size), {"thread", getpid()});
     PeerMemory memory;
     if (!threads.empty()) memory = {opened[static_cast<std::size_t>(r)], threads};
+    Hosts others;
+    for (int peer = 0; peer < size; ++peer) others.elsewhere.push_back(host_of(peer) != host_of(r));
+    others.connect = [this, r](int peer, Nanoseconds) { link(r, peer); };
     ranks.push_back(std::make_unique<Rank>(std::make_shared<const Segment>(
-        dup(memfd), geometry, r, std::vector<int>(static_cast<std::size_t>(size), -1), std::move(names), memory)));
+        dup(memfds[static_cast<std::size_t>(host_of(r))]), geometry, r,
+        std::vector<int>(static_cast<std::size_t>(size), -1), std::move(names), memory, std::move(others))));
   }
-  close(memfd);
+  for (const int memfd : memfds) close(memfd);
+  for (int r = 0; r < size && linked; ++r)
+    for (int peer = 0; peer < r; ++peer)
+      if (host_of(peer) != host_of(r)) link(peer, r);
 }
 
 void in_threads(int count, const std::function<void(int)>& body) {

@@ -37,9 +37,15 @@ struct Rank {
 };
 
 struct Group {
-  Group(int size, std::uint32_t depth, std::uint32_t slot_bytes);
+  // `hosts`: the host of each rank; ranks of different hosts share nothing but sockets. Empty: one host. `linked`:
+  // links are there from the start, and not made when they are needed.
+  Group(int size, std::uint32_t depth, std::uint32_t slot_bytes, const std::vector<int>& hosts = {},
+        bool linked = true);
 
   int size() const { return static_cast<int>(ranks.size()); }
+
+  // A connection between two ranks of different hosts.
+  void link(int one, int other);
 
   std::vector<std::unique_ptr<Rank>> ranks;
 };
@@ -71,6 +77,7 @@ void stress_collectives();
 void stress_queue();
 void stress_faults();
 void stress_messages();
+void stress_hosts();
 void stress_mixed(int seconds);
 
 }  // namespace ringreduce::stress

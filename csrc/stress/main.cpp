@@ -18,12 +18,14 @@ int main(int argc, char** argv) {
       stress_mixed(seconds);
       return 0;
     }
+    if (argc > 1 && std::string(argv[1]) == "hosts") return stress_hosts(), 0;
     stress_malformed_plans();
     stress_interpreter();
     stress_collectives();
     stress_queue();
     stress_faults();
     stress_messages();
+    stress_hosts();
     stress_mixed(3);
   } catch (const std::exception& error) {
     check(false, error.what());

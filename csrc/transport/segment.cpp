@@ -13,6 +13,9 @@
 #include <climits>
 #include <cstring>
 #include <ctime>
+#include <utility>
+
+#include "transport/links.h"
 
 namespace ringreduce {
 namespace {
@@ -70,7 +73,7 @@ std::size_t Geometry::segment_bytes() const {
 }
 
 Segment::Segment(int memfd, const Geometry& geometry, int rank, std::vector<int> pidfds, std::vector<RankName> names,
-                 PeerMemory memory)
+                 PeerMemory memory, Hosts hosts)
     : geometry_(geometry),
       layout_(geometry),
       rank_(rank),
@@ -90,6 +93,37 @@ Segment::Segment(int memfd, const Geometry& geometry, int rank, std::vector<int>
   }
   base_ = static_cast<std::byte*>(mapped);
   arenas_ = base_ + kHeaderBytes + layout_.region_bytes * geometry.ranks;
+  for (std::uint32_t r = 0; r < geometry.ranks; ++r)
+    regions_.push_back(base_ + kHeaderBytes + layout_.region_bytes * r);
+  const auto others = std::count(hosts.elsewhere.begin(), hosts.elsewhere.end(), true);
+  if (others > 0) {
+    mirror_bytes_ = layout_.region_bytes * static_cast<std::size_t>(others);
+    void* const mirrors =
+        mmap(nullptr, mirror_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (mirrors == MAP_FAILED) {
+      const int reason = errno;
+      unmap();
+      errno = reason;
+      throw_system("cannot get " + std::to_string(mirror_bytes_) + " bytes of address space for ranks on other hosts");
+    }
+    mirrors_ = static_cast<std::byte*>(mirrors);
+    std::byte* next = mirrors_;
+    for (std::size_t r = 0; r < geometry.ranks; ++r)
+      if (hosts.elsewhere[r]) {
+        regions_[r] = next;
+        next += layout_.region_bytes;
+        control(static_cast<int>(r)).waiting_for.store(-1, std::memory_order_relaxed);
+        control(static_cast<int>(r)).state.store(RankState::live, std::memory_order_relaxed);
+      }
+    elsewhere_ = std::move(hosts.elsewhere);
+    disconnect_ = std::move(hosts.disconnect);
+    try {
+      links_ = std::make_unique<Links>(*this, std::move(hosts.connect));
+    } catch (...) {
+      unmap();
+      throw;
+    }
+  }
   RankControl& own = control(rank_);
   own.waiting_for.store(-1, std::memory_order_relaxed);
   own.state.store(RankState::live, std::memory_order_release);
@@ -99,17 +133,22 @@ void Segment::leave() const {
   if (opens_memory()) memory_.own->close();
   control(rank_).state.store(RankState::left, std::memory_order_release);
   notify_all();
+  if (!links_) return;
+  links_->leave();
+  if (disconnect_) std::exchange(disconnect_, nullptr)();
 }
 
 Segment::~Segment() {
   leave();
-  munmap(base_, bytes_);
-  for (int fd : pidfds_)
-    if (fd >= 0) close(fd);
+  links_.reset();
+  unmap();
 }
 
-std::byte* Segment::region(int rank) const {
-  return base_ + kHeaderBytes + layout_.region_bytes * static_cast<std::size_t>(rank);
+void Segment::unmap() {
+  munmap(base_, bytes_);
+  if (mirrors_ != nullptr) munmap(mirrors_, mirror_bytes_);
+  for (int fd : pidfds_)
+    if (fd >= 0) close(fd);
 }
 
 RankControl& Segment::control(int rank) const { return *reinterpret_cast<RankControl*>(region(rank)); }
@@ -190,7 +229,32 @@ void Segment::close_memory() const {
 
 void Segment::notify_all() const {
   for (int r = 0; r < size(); ++r)
-    if (r != rank_) notify(r);
+    if (r != rank_ && !elsewhere(r)) notify(r);
+}
+
+void Segment::slot_filled(int reader, int channel, std::uint64_t seq, const std::byte* value, bool lent) const {
+  if (elsewhere(reader)) return links_->slot_filled(reader, channel, seq, value, lent);
+  notify(reader);
+}
+
+void Segment::slot_read(int writer, int channel, std::uint64_t seq) const {
+  if (elsewhere(writer)) return links_->slot_read(writer, channel, seq);
+  notify(writer);
+}
+
+void Segment::message_filled(int reader, std::uint64_t seq) const {
+  if (elsewhere(reader)) return links_->message_filled(reader, seq);
+  notify(reader);
+}
+
+void Segment::message_read(int writer, std::uint64_t seq) const {
+  if (elsewhere(writer)) return links_->message_read(writer, seq);
+  notify(writer);
+}
+
+void Segment::control_changed() const {
+  notify_all();
+  if (links_) links_->tell(true);
 }
 
 void sleep_on(const std::atomic<std::uint32_t>& doorbell, std::uint32_t seen, Nanoseconds timeout) {
@@ -198,9 +262,11 @@ void sleep_on(const std::atomic<std::uint32_t>& doorbell, std::uint32_t seen, Na
   syscall(SYS_futex, &doorbell, FUTEX_WAIT, seen, &duration, nullptr, 0);
 }
 
-std::string Segment::describe(int rank) const {
-  const RankName& n = names_[static_cast<std::size_t>(rank)];
-  return "rank " + std::to_string(rank) + " (" + n.host + ", pid " + std::to_string(n.pid) + ")";
+std::string Segment::describe(int rank) const { return names_[static_cast<std::size_t>(rank)].describe(rank); }
+
+std::string Segment::way_to(int rank) const {
+  const std::string path = rank >= 0 && elsewhere(rank) ? links_->path(rank) : "";
+  return path.empty() ? "" : " (" + path + ")";
 }
 
 std::vector<int> Segment::gone() const {
@@ -208,6 +274,8 @@ std::vector<int> Segment::gone() const {
   for (int fd : pidfds_) polled.push_back({.fd = fd, .events = POLLIN, .revents = 0});  // poll ignores negative ones
   poll(polled.data(), polled.size(), 0);
   std::vector<int> result;
+  if (links_)
+    for (const int r : links_->lost()) polled[static_cast<std::size_t>(r)].revents = POLLIN;
   for (int r = 0; r < size(); ++r) {
     const bool ended = polled[static_cast<std::size_t>(r)].revents != 0;
     if (r != rank_ && (ended || control(r).state.load(std::memory_order_acquire) == RankState::left))
@@ -216,7 +284,12 @@ std::vector<int> Segment::gone() const {
   return result;
 }
 
-void Segment::abort(const Error& error) const {
+std::string Segment::how_gone(int rank) const {
+  if (control(rank).state.load(std::memory_order_acquire) == RankState::left) return "left the group";
+  return elsewhere(rank) ? "is out of reach: " + links_->reason(rank) : "died";
+}
+
+void Segment::abort(const Error& error, int reporter) const {
   AbortRecord& record = abort_record();
   std::uint32_t none = 0;
   if (!record.state.compare_exchange_strong(none, 1, std::memory_order_acq_rel)) {
@@ -228,12 +301,14 @@ void Segment::abort(const Error& error) const {
   }
   record.kind = static_cast<std::int32_t>(error.kind());
   record.culprit = error.culprit();
-  record.reporter = rank_;
+  record.reporter = reporter;
   const std::size_t length = std::min(std::strlen(error.what()), sizeof(record.message) - 1);
   std::memcpy(record.message, error.what(), length);
   record.message[length] = '\0';
   record.state.store(2, std::memory_order_seq_cst);
   notify_all();
+  notify(rank_);  // its other threads
+  if (links_) links_->tell_soon();
 }
 
 void Segment::fail(std::uint64_t seq) const {

@@ -16,12 +16,18 @@
 // stored with release order after the payload and loaded with acquire order before it; acknowledgements likewise after
 // and before the reader's loads. Stamps and acknowledgements only grow, so a value seen late is only ever too small.
 //
+// Ranks on other hosts have regions too: on each rank, a *mirror* of memory that is its own alone, kept up to date by
+// its links to them (transport/links.h). Nobody needs to know which kind of region he looks at; but who has filled a
+// slot, or read one, or changed his control block, says so by the functions below, which know whom to tell how.
+//
 // Nothing here is named in a file system: when the last process closes its descriptor, the memory is gone.
 #pragma once
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -31,6 +37,8 @@
 #include "transport/peer_memory.h"
 
 namespace ringreduce {
+
+class Links;
 
 // The sizes that all ranks of a group agree on.
 struct Geometry {
@@ -137,6 +145,19 @@ struct alignas(64) AbortRecord {
 struct RankName {
   std::string host;
   std::int64_t pid = 0;
+
+  // "rank 3 (node7, pid 4711)"
+  std::string describe(int rank) const {
+    return "rank " + std::to_string(rank) + " (" + host + ", pid " + std::to_string(pid) + ")";
+  }
+};
+
+// Which ranks are on other hosts, and how links to them are made (Links::Connect), and what is to be done when there
+// will be no more. None if all are here.
+struct Hosts {
+  std::vector<bool> elsewhere = {};  // by rank
+  std::function<void(int peer, Nanoseconds timeout)> connect = {};
+  std::function<void()> disconnect = {};
 };
 
 class Segment {
@@ -144,7 +165,7 @@ class Segment {
   // Maps `memfd`, of geometry.segment_bytes() zero bytes, for `rank`. `pidfds[r]` becomes readable when rank r's
   // process ends (-1: not watched). Takes ownership of all descriptors, also when it throws.
   Segment(int memfd, const Geometry& geometry, int rank, std::vector<int> pidfds, std::vector<RankName> names,
-          PeerMemory memory = {});
+          PeerMemory memory = {}, Hosts hosts = {});
   ~Segment();
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
@@ -152,6 +173,11 @@ class Segment {
   const Geometry& geometry() const { return geometry_; }
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(geometry_.ranks); }
+
+  // Whether a rank is on another host.
+  bool elsewhere(int rank) const { return links_ != nullptr && elsewhere_[static_cast<std::size_t>(rank)]; }
+  // The links to ranks on other hosts; null if there are no such ranks.
+  Links* links() const { return links_.get(); }
 
   RankControl& control(int rank) const;
   AbortRecord& abort_record() const;
@@ -188,18 +214,34 @@ class Segment {
   }
   void notify_all() const;
 
+  // What a rank does with slots, having stored it in memory (the stamp, the acknowledgement) with seq_cst order: tells
+  // the reader of a slot that it is filled, its writer that it has been read; the same for slots of mailboxes. `value`
+  // is where the payload lies; see Links::slot_filled.
+  void slot_filled(int reader, int channel, std::uint64_t seq, const std::byte* value, bool lent) const;
+  void slot_read(int writer, int channel, std::uint64_t seq) const;
+  void message_filled(int reader, std::uint64_t seq) const;
+  void message_read(int writer, std::uint64_t seq) const;
+  // Tells all who wait that this rank's control block has changed.
+  void control_changed() const;
+
   // "rank 3 (node7, pid 4711)"
   std::string describe(int rank) const;
+  // " (10.0.0.1:5 -> 10.0.0.2:6 via eth0)", how a rank on another host is reached; else nothing.
+  std::string way_to(int rank) const;
 
   // Tells the others that this rank takes no further part, and lets them into its memory no more. Idempotent; the
   // destructor does it too.
   void leave() const;
 
-  // The ranks whose process has ended or which left the group.
+  // The ranks whose process has ended, which left the group, or which are out of reach.
   std::vector<int> gone() const;
+  // Which of these it is, in words: "died", "left the group", "is out of reach: Connection reset by peer (...)".
+  std::string how_gone(int rank) const;
 
-  // Makes `error` the group's fatal error, unless there is one already, and wakes everybody.
-  void abort(const Error& error) const;
+  // Makes `error` the group's fatal error, unless there is one already, and wakes everybody. `reporter`: who found it,
+  // if it was not this rank.
+  void abort(const Error& error) const { abort(error, rank_); }
+  void abort(const Error& error, int reporter) const;
   // Tells the others that this rank fails in call `seq`, before it gives back its tensors.
   void fail(std::uint64_t seq) const;
   // Whether any rank has failed in call `seq` or an earlier one. Looks after everything that this rank read before.
@@ -214,8 +256,9 @@ class Segment {
 
  private:
   static void ring_doorbell(RankControl& control);
+  void unmap();
   void check_access(int peer, int error) const;
-  std::byte* region(int rank) const;
+  std::byte* region(int rank) const { return regions_[static_cast<std::size_t>(rank)]; }
 
   Geometry geometry_;
   Layout layout_;
@@ -226,6 +269,12 @@ class Segment {
   std::byte* base_ = nullptr;
   std::byte* arenas_ = nullptr;
   std::size_t bytes_;
+  std::vector<std::byte*> regions_;  // by rank
+  std::byte* mirrors_ = nullptr;
+  std::size_t mirror_bytes_ = 0;
+  std::vector<bool> elsewhere_;
+  mutable std::function<void()> disconnect_;
+  std::unique_ptr<Links> links_;
 };
 
 // Sleeps until the doorbell is no longer `seen` or `timeout` has passed.

@@ -87,6 +87,17 @@ def rate(text: str) -> float:
     return _number(text, "GB/s")
 
 
+def seconds(text: str) -> float:
+    """Seconds above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} seconds; it must be a number above 0")
+    return value
+
+
 def microseconds(text: str) -> float:
     """Microseconds, 0 or more."""
     return _number(text, "microseconds", zero=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from typing import Any
 
@@ -12,6 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from ringreduce import plan, tuning
+from ringreduce.cli.arguments import seconds
 from ringreduce.cli.info import binary_size, cores, group_size
 from ringreduce.cli.terminal import Help, console, time_text
 from ringreduce.config import PREFIX, Options, resolve
@@ -35,7 +35,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--ranks", type=group_size, nargs="+", default=RANKS_TUNED, help="group sizes (default: 2 4)")
     parser.add_argument("--collectives", choices=BUILDERS, nargs="+", default=tuple(BUILDERS), metavar="NAME",
                         help=f"default: {' '.join(BUILDERS)}")  # fmt: skip
-    parser.add_argument("--budget", type=_budget, default=TUNING_SECONDS, help="seconds for all of it (default: 120)")
+    parser.add_argument("--budget", type=seconds, default=TUNING_SECONDS, help="seconds for all of it (default: 120)")
     parser.set_defaults(run=run)
 
 
@@ -96,16 +96,6 @@ def _findings(size: int, cells: dict[str, tuple[Cell, ...]], seconds: float) -> 
                 f"{cell.model_seconds / cell.seconds:.2f}x" if cell.seconds < cell.model_seconds else "",
             )
     return table
-
-
-def _budget(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} seconds; it must be a number above 0")
-    return seconds
 
 
 def _name(algorithm: str, slice_bytes: int) -> str:

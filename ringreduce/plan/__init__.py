@@ -1,9 +1,10 @@
 """Plans: what every rank does in a collective, as data.  See `model` for what a plan is, `verify` for its proof.
 
-One file an algorithm (`direct`, `ring`, `tree`, `halving_doubling`), listed in `builders`, `hierarchical` of several;
-`cost` says how long each takes on CPU ranks, `choose` picks one by size, and `lower` turns it into the array the engine
-reads.  `simulate` runs plans over a `network` of links, with one rank for all where all are equal (`symmetric`), and a
-`parameter_server` beside them.  Standard library only: no torch, no NumPy, no side effects.
+One file an algorithm (`direct`, `ring`, `tree`, `halving_doubling`), listed in `builders`; `hierarchical` and `hosts`
+make one plan of several, for groups of ranks and for ranks on several hosts.  `cost` says how long each takes on CPU
+ranks, `choose` picks one by size, and `lower` turns it into the array the engine reads.  `simulate` runs plans over a
+`network` of links, with one rank for all where all are equal (`symmetric`), and a `parameter_server` beside them.
+Standard library only: no torch, no NumPy, no side effects.
 """
 
 from ringreduce.plan.builders import BUILDERS, Builder, build

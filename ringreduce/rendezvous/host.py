@@ -1,10 +1,12 @@
-"""The ranks of one host share a memfd: rank 0 makes it and hands it over a Unix socket.
+"""How the ranks of a group meet: those of one host share a memfd, those of others learn each other's addresses.
 
-1. Every rank tells the store who it is. Rank 0 publishes the roster, with a fresh secret and its socket's address.
-2. Every other rank connects. Both sides prove that they know the secret (HMAC-SHA-256 over the other's nonce), and the
-   kernel tells both that the peer is the same user. Being able to connect is what proves that they share a host.
-3. The rank sends a pidfd of itself, and whether it can access all others' memory; when all have, rank 0 sends
-   everybody the memfd, all pidfds, and whether all can.
+1. Every rank tells the store who and where it is. Rank 0 publishes the roster, with a fresh secret.
+2. On each host the lowest rank is the leader, and the others connect to its Unix socket. Both sides prove that they
+   know the secret (HMAC-SHA-256 over the other's nonce), and the kernel tells both that the peer is the same user.
+   Being able to connect is what proves that they share a host.
+3. The rank sends a pidfd of itself, and whether it can access all others' memory; when all have, the leader sends
+   everybody of its host a memfd, all pidfds, and whether all can.
+4. If there are several hosts, every rank listens for the others (`links`) and tells the store where.
 
 A pidfd becomes readable when its process ends, whoever holds it. That is how a dead peer is found out: unlike an open
 socket it is not kept alive by forked children (DataLoader workers), and it works across pid namespaces.
@@ -27,10 +29,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch._C._distributed_c10d import Store
-
-from ringreduce import _C
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, SystemFailure, TopologyError
+from ringreduce.rendezvous.interfaces import Filter, local_interfaces
+from ringreduce.rendezvous.links import Address, Door, parse_ports
+from ringreduce.rendezvous.secret import group_secret
+from ringreduce.rendezvous.store import Store, generation, get
 
 _NONCE = 32
 _DIGEST = hashlib.sha256().digest_size
@@ -38,21 +41,46 @@ _HELLO = struct.Struct(f"!i?{_NONCE}s{_DIGEST}s")  # rank, whether it can access
 _FDS_PER_MESSAGE = 200  # the kernel's limit is 253 (SCM_MAX_FD)
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a rank counts itself to be, and how it is reached from elsewhere. What the options say of it."""
+
+    transport: str = "auto"
+    """'auto': ranks that can share memory are on one host; 'shared_memory': all have to be; 'tcp': each is alone."""
+    host_id: str = ""
+    """RINGREDUCE_HOST_ID: ranks with the same are on one host, whatever else says so; '': as the kernel says."""
+    interfaces: str = ""
+    """RINGREDUCE_SOCKET_IFNAME: see `interfaces.Filter`."""
+    secret_file: str = ""
+    """RINGREDUCE_SECRET_FILE: see `secret.group_secret`."""
+    ports: str = ""
+    """RINGREDUCE_PORTS: see `links.parse_ports`."""
+
+
 @dataclass
 class Meeting:
-    """What a rank brings home. The caller owns the descriptors."""
+    """What a rank brings home. The caller owns the descriptors and the door."""
 
     memfd: int
+    """Shared by the ranks of this host, with room for the regions of all."""
     pidfds: list[int]
-    """Per rank of the group; -1 for this rank itself."""
+    """Per rank of the group; -1 for this rank itself and for those on other hosts."""
     names: list[tuple[str, int]]
     """Per rank: (host, pid)."""
     cores: frozenset[int]
-    """The numbers of the cores that some rank may use."""
+    """The numbers of the cores that some rank of this host may use."""
     decision: str
     """What rank 0's `decide` said."""
     threads: list[int]
     """Per rank: under which thread's id its memory is open; empty unless every rank can access every other's."""
+    hosts: list[list[int]]
+    """The ranks of each host, in order; hosts by their lowest rank."""
+    secret: bytes
+    """The group's, for connections between hosts."""
+    door: Door | None
+    """Where this rank listens for those on other hosts, not open yet; None if all are on one."""
+    doors: list[list[Address]]
+    """Per rank: the addresses of its door; none if all are on one host."""
 
 
 def meet(
@@ -62,86 +90,126 @@ def meet(
     segment_bytes: Callable[[str], int],
     config: str,
     timeout: float,
-    decide: Callable[[list[frozenset[int]], bool], str],
+    decide: Callable[[list[frozenset[int]], bool, list[list[int]]], str],
     memory: tuple[int, int, int] | None = None,
+    place: Place = Place(),
 ) -> Meeting:
-    """Joins this rank with the others of its group; returns when all are there.
+    """Joins this rank with the others of its group; returns when all of its host are there, and all others known.
 
     `config` must be equal on all ranks. `decide` is called on rank 0 alone, when all are known, with the cores that
-    each rank may use and whether rank 0 can access all ranks' memory; what it says is told to all, and by it
-    `segment_bytes` says how much memory to share. `memory` is the key of this rank's `OpenMemory`. Raises
-    `CollectiveTimeout` naming the ranks that did not come within `timeout` seconds, `InvalidArgument` if configurations
-    differ, `TopologyError` if the ranks are not on one host.
+    each rank may use, whether rank 0 can access all ranks' memory, and the ranks of each host; what it says is told to
+    all, and by it `segment_bytes` says how much memory to share. `memory` is the key of this rank's `OpenMemory`.
+    Raises `CollectiveTimeout` naming the ranks that did not come within `timeout` seconds, `InvalidArgument` if
+    configurations differ or `place` cannot be, `TopologyError` if all have to be on one host and are not.
     """
     deadline = time.monotonic() + timeout
-    # A group may be made again under the same store prefix: count how often this rank has been here.
-    generation = store.add(f"ringreduce/generation/{rank}", 1)
-    prefix = f"ringreduce/{generation}"
-    me = {"host": socket.gethostname(), "pid": os.getpid(), "machine": _machine(), "config": config}
-    me |= {"cores": sorted(os.sched_getaffinity(0)), "memory": memory}
+    prefix = f"ringreduce/{generation(store, rank)}"
+    group_secret(b"", place.secret_file)  # what is wrong with these should not wait for several hosts to show
+    parse_ports(place.ports)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        if rank == 0:
-            listener.bind("")  # the kernel picks a free abstract address
-            listener.listen(size)
+        listener.bind("")  # the kernel picks a free abstract address
+        listener.listen(size)
+        me = {"host": socket.gethostname(), "pid": os.getpid(), "machine": _machine(place, rank), "config": config}
+        me |= {"cores": sorted(os.sched_getaffinity(0)), "memory": memory, "address": listener.getsockname().hex()}
         store.set(f"{prefix}/rank/{rank}", json.dumps(me))
         if rank == 0:
             ranks = [json.loads(get(store, f"{prefix}/rank/{r}", f"rank {r}", deadline)) for r in range(size)]
-            address = listener.getsockname()
-            roster = {"ranks": ranks, "secret": secrets.token_hex(32), "address": address.hex()}
-            near = _can_access_all(ranks)
-            roster["decision"] = decide([frozenset(other.get("cores", ())) for other in ranks], near)
+            hosts = _hosts(ranks)
+            near = len(hosts) == 1 and _can_access_all(ranks)
+            decision = decide([frozenset(other.get("cores", ())) for other in ranks], near, hosts)
+            roster = {"ranks": ranks, "secret": secrets.token_hex(32), "decision": decision}
             store.set(f"{prefix}/roster", json.dumps(roster))
         else:
             roster = json.loads(get(store, f"{prefix}/roster", "rank 0, which waits for all ranks,", deadline))
-            near = _can_access_all(roster["ranks"])
-        _check(roster["ranks"])
-        names = [(str(r["host"]), int(r["pid"])) for r in roster["ranks"]]
-        secret = bytes.fromhex(roster["secret"])
-        if rank == 0:
-            bytes_shared = segment_bytes(str(roster["decision"]))
-            memfd, pidfds, near = _serve(listener, secret, names, bytes_shared, deadline, near)
+            ranks, hosts = roster["ranks"], _hosts(roster["ranks"])
+            near = len(hosts) == 1 and _can_access_all(ranks)
+        agree_on_config(ranks)
+        if place.transport == "shared_memory":
+            _be_on_one_host(ranks, hosts)
+        names = [(str(r["host"]), int(r["pid"])) for r in ranks]
+        secret, decision = bytes.fromhex(str(roster["secret"])), str(roster["decision"])
+        here = next(host for host in hosts if rank in host)
+        if rank == here[0]:
+            memfd, local_pidfds, near = _serve(listener, secret, here, names, segment_bytes(decision), deadline, near)
         else:
-            memfd, pidfds, near = _join(bytes.fromhex(roster["address"]), secret, rank, names, deadline, near)
+            address = bytes.fromhex(ranks[here[0]]["address"])
+            memfd, local_pidfds, near = _join(address, secret, rank, here, names, deadline, near)
+    pidfds = [-1] * size
+    for r, pidfd in zip(here, local_pidfds, strict=True):
+        pidfds[r] = pidfd
     os.close(pidfds[rank])
     pidfds[rank] = -1
-    threads = [int(other["memory"][0]) for other in roster["ranks"]] if near else []
-    return Meeting(memfd, pidfds, names, _cores(roster["ranks"]), str(roster["decision"]), threads)
+    try:
+        door, doors = _tell_addresses(store, prefix, rank, size, place, deadline) if len(hosts) > 1 else (None, [])
+    except BaseException:
+        _close((memfd, *(fd for fd in pidfds if fd >= 0)))
+        raise
+    return Meeting(
+        memfd=memfd,
+        pidfds=pidfds,
+        names=names,
+        cores=frozenset(int(core) for r in here for core in ranks[r]["cores"]),
+        decision=decision,
+        threads=[int(other["memory"][0]) for other in ranks] if near else [],
+        hosts=hosts,
+        secret=group_secret(secret, place.secret_file),
+        door=door,
+        doors=doors,
+    )
 
 
-def _machine() -> str:
-    """Equal for processes that can reach each other's abstract Unix sockets: same kernel, same network namespace."""
+def _machine(place: Place, rank: int) -> str:
+    """Equal for ranks that are on one host."""
+    if place.transport == "tcp":
+        return f"rank {rank}"
+    if place.host_id:
+        return f"RINGREDUCE_HOST_ID={place.host_id}"
+    # Those can reach each other's abstract Unix sockets that have the same kernel and the same network namespace.
     with open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
-def _cores(ranks: list[dict[str, Any]]) -> frozenset[int]:
-    return frozenset(int(core) for other in ranks for core in other["cores"])
+def _hosts(ranks: list[dict[str, Any]]) -> list[list[int]]:
+    hosts: dict[str, list[int]] = {}
+    for r, other in enumerate(ranks):
+        hosts.setdefault(str(other.get("machine")), []).append(r)  # those that want another transport have none
+    return list(hosts.values())
+
+
+def _tell_addresses(
+    store: Store, prefix: str, rank: int, size: int, place: Place, deadline: float
+) -> tuple[Door, list[list[Address]]]:
+    """Opens a door for other hosts; returns it and where the doors of all ranks are."""
+    wanted = Filter.parse(place.interfaces)
+    door = Door(wanted.choose(local_interfaces()), named=wanted.names_some, ports=parse_ports(place.ports))
+    try:
+        store.set(f"{prefix}/door/{rank}", json.dumps(door.addresses))
+        if rank == 0:  # so that each rank asks the store once, not once per rank
+            doors = [json.loads(get(store, f"{prefix}/door/{r}", f"rank {r}", deadline)) for r in range(size)]
+            store.set(f"{prefix}/doors", json.dumps(doors))
+        else:
+            doors = json.loads(get(store, f"{prefix}/doors", "rank 0, which waits for all addresses,", deadline))
+    except BaseException:
+        door.close()
+        raise
+    return door, [[Address(*address) for address in addresses] for addresses in doors]
 
 
 def _can_access_all(ranks: list[dict[str, Any]]) -> bool:
+    from ringreduce import _C  # here, as it needs torch
+
     return all(other.get("memory") is not None and _C.can_access(*other["memory"]) for other in ranks)
 
 
-def get(store: Store, key: str, whom: str, deadline: float) -> str:
-    """What the store has under `key`; waits for it, for `whom`, until `deadline`, then raises `CollectiveTimeout`."""
-    # A store that is asked to wait keeps its lock, so ask it briefly and often: ranks may be threads that share one.
-    while not store.check([key]):
-        if time.monotonic() > deadline:
-            raise CollectiveTimeout(f"making the group: {whom} did not come in time")
-        time.sleep(0.002)
-    return str(store.get(key).decode())
-
-
-def _check(ranks: list[dict[str, Any]]) -> None:
-    agree_on_config(ranks)
-    for r, other in enumerate(ranks):
-        if other["machine"] != ranks[0]["machine"]:
-            raise TopologyError(
-                f"rank 0 is on {ranks[0]['host']} and rank {r} on {other['host']}: ranks on several hosts (or in "
-                "separate network namespaces) cannot share memory; make the group with "
-                "ringreduce.Options(transport='gloo'), or RINGREDUCE_TRANSPORT=gloo",
-                r,
-            )
+def _be_on_one_host(ranks: list[dict[str, Any]], hosts: list[list[int]]) -> None:
+    if len(hosts) > 1:
+        r = hosts[1][0]
+        raise TopologyError(
+            f"rank 0 is on {ranks[0]['host']} and rank {r} on {ranks[r]['host']}: ranks on several hosts (or in "
+            "separate network namespaces) cannot share memory; make the group with "
+            "ringreduce.Options(transport='auto'), or RINGREDUCE_TRANSPORT=auto",
+            r,
+        )
 
 
 def agree_on_config(ranks: list[dict[str, Any]]) -> None:
@@ -165,11 +233,13 @@ def _own_pidfd() -> int:
 def _serve(
     listener: socket.socket,
     secret: bytes,
+    here: list[int],
     names: list[tuple[str, int]],
     segment_bytes: int,
     deadline: float,
     near: bool,
 ) -> tuple[int, list[int], bool]:
+    """The leader's part: the memfd, the pidfds of the ranks `here`, and whether all can access all memory."""
     memfd = os.memfd_create("ringreduce", os.MFD_CLOEXEC)
     try:
         os.ftruncate(memfd, segment_bytes)
@@ -179,11 +249,10 @@ def _serve(
             f"cannot make {segment_bytes} bytes of shared memory, most of them unused address space "
             f"(RINGREDUCE_ARENA_BYTES lowers it): {error.strerror}"
         ) from None
-    pidfds = {0: _own_pidfd()}
+    pidfds = {here[0]: _own_pidfd()}
     members: dict[int, socket.socket] = {}
     try:
-        while len(members) < len(names) - 1:
-            missing = [r for r in range(1, len(names)) if r not in members]
+        while missing := [r for r in here[1:] if r not in members]:
             listener.settimeout(_left(deadline, f"rank {missing[0]}"))
             try:
                 connection, _ = listener.accept()
@@ -200,10 +269,10 @@ def _serve(
                 continue
             members[rank], pidfds[rank] = connection, pidfd
             near = near and its_near
-        ordered = [pidfds[r] for r in range(len(names))]
+        ordered = [pidfds[r] for r in here]
         for rank, connection in members.items():
             try:
-                for start in range(0, len(names) + 1, _FDS_PER_MESSAGE):
+                for start in range(0, len(here) + 1, _FDS_PER_MESSAGE):
                     socket.send_fds(connection, [bytes([near])], [memfd, *ordered][start : start + _FDS_PER_MESSAGE])
             except OSError:
                 host, pid = names[rank]
@@ -238,12 +307,20 @@ def _admit(connection: socket.socket, secret: bytes, deadline: float) -> tuple[i
 
 
 def _join(
-    address: bytes, secret: bytes, rank: int, names: list[tuple[str, int]], deadline: float, near: bool
+    address: bytes,
+    secret: bytes,
+    rank: int,
+    here: list[int],
+    names: list[tuple[str, int]],
+    deadline: float,
+    near: bool,
 ) -> tuple[int, list[int], bool]:
+    """The other ranks' part."""
+    leader = here[0]
     fds = array.array("i")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         try:
-            connection.settimeout(_left(deadline, "rank 0"))
+            connection.settimeout(_left(deadline, f"rank {leader}"))
             connection.connect(address)
             _check_user(connection)
             nonce = secrets.token_bytes(_NONCE)
@@ -254,18 +331,23 @@ def _join(
             finally:
                 os.close(pidfd)
             if not hmac.compare_digest(connection.recv(_DIGEST), _proof(secret, b"leader", nonce, rank)):
-                raise ConnectionError("what answered at rank 0's address is not rank 0")
-            while len(fds) < len(names) + 1:
+                raise ConnectionError(f"what answered at rank {leader}'s address is not rank {leader}")
+            while len(fds) < len(here) + 1:
                 message, some, _, _ = socket.recv_fds(connection, 16, _FDS_PER_MESSAGE)
                 if not some:
-                    raise ConnectionError("rank 0 closed the connection")
+                    raise ConnectionError(f"rank {leader} closed the connection")
                 fds.extend(some)
         except TimeoutError:
             _close(fds)
-            raise CollectiveTimeout("making the group: rank 0 did not answer in time", 0) from None
+            raise CollectiveTimeout(f"making the group: rank {leader} did not answer in time", leader) from None
         except OSError as error:
             _close(fds)
-            raise SystemFailure(f"joining the group at rank 0 ({names[0][0]}, pid {names[0][1]}): {error}", 0) from None
+            host, pid = names[leader]
+            raise SystemFailure(
+                f"joining the group at rank {leader} ({host}, pid {pid}), which should be on this host, "
+                f"{names[rank][0]} (as RINGREDUCE_HOST_ID says, if it is set): {error}",
+                leader,
+            ) from None
     for fd in fds:
         os.set_inheritable(fd, False)
     return fds[0], list(fds[1:]), message == b"\1"

@@ -8,10 +8,13 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch._C._distributed_c10d import PrefixStore, Store
+from ringreduce.rendezvous.host import agree_on_config
+from ringreduce.rendezvous.store import generation, get
 
-from ringreduce.rendezvous.host import agree_on_config, get
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 
 @dataclass
@@ -32,10 +35,10 @@ def call_roll(store: Store, rank: int, size: int, config: str, timeout: float, d
     `config` must be equal on all ranks. `decide` is called on rank 0 alone. Raises `CollectiveTimeout` naming the rank
     that did not come within `timeout` seconds, `InvalidArgument` if configurations differ.
     """
+    from torch._C._distributed_c10d import PrefixStore  # here, so that the package can be used without torch
+
     deadline = time.monotonic() + timeout
-    # A group may be made again under the same store prefix: count how often this rank has been here.
-    generation = store.add(f"ringreduce/generation/{rank}", 1)
-    own = PrefixStore(f"ringreduce/{generation}", store)
+    own = PrefixStore(f"ringreduce/{generation(store, rank)}", store)
     own.set(f"rank/{rank}", json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "config": config}))
     if rank == 0:
         ranks = [json.loads(get(own, f"rank/{r}", f"rank {r}", deadline)) for r in range(size)]

@@ -23,16 +23,26 @@ if TYPE_CHECKING:
 def topology(group: dist.ProcessGroup | None = None) -> GroupTopology:
     """What was found out about the machine when the group was made, and what was planned over its links.
 
-    Where ranks share one memory nothing is planned; then `served` is empty, and `machine` says what is here.  `group`
-    is a process group of backend ringreduce (default: the world).  Raises `InvalidArgument` if it is not one.
+    Where ranks share one memory nothing is planned; then `served` is empty, and `machine` says what is here.  On
+    several hosts `hosts` says which ranks are where, and `links` how this rank reaches those elsewhere.  `group` is a
+    process group of backend ringreduce (default: the world).  Raises `InvalidArgument` if it is not one.
     """
     from ringreduce.api import backend_of
-    from ringreduce.topology.group import GroupTopology
+    from ringreduce.hosts import links_of
+    from ringreduce.topology.group import GroupTopology, OnHost
     from ringreduce.topology.live import probe
 
-    planned = backend_of(group).topology
-    if planned:
-        return GroupTopology.from_json(planned)
+    backend = backend_of(group)
+    if links := links_of(backend):
+        return GroupTopology(
+            "memory inside a host, TCP between hosts",
+            f"{len(links.hosts)} hosts",
+            (),
+            hosts=tuple(OnHost(*host) for host in links.hosts),
+            links=tuple((peer, stats.paths) for peer, stats in sorted(links.stats.items())),
+        )
+    if backend.topology:
+        return GroupTopology.from_json(backend.topology)
     machine = probe()
     return GroupTopology("this machine; its ranks share one memory", machine.name, (), (), machine.assumed)
 

@@ -31,6 +31,13 @@ COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduc
 NODES = Path("/sys/devices/system/node")
 
 
+class OnHost(NamedTuple):
+    """A host, and which ranks of the group are on it."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
 class Served(NamedTuple):
     """From `begin` bytes of a block up to `end`, exclusive, `plan` serves its collective; GB/s as in `planner`."""
 
@@ -54,6 +61,11 @@ class GroupTopology:
     served: tuple[Served, ...] = ()
     """What the topology has planned; the tuned rules serve the rest."""
     assumed: tuple[str, ...] = ()
+    hosts: tuple[OnHost, ...] = ()
+    """Where the ranks of a group over several hosts are; empty if all are on one."""
+    links: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    """Of this rank to those on other hosts, as far as they are made: the rank, and the path of each connection, such as
+    "10.0.0.1:5 -> 10.0.0.2:6 via eth0"."""
 
     def rules(self) -> tuple[Rule, ...]:
         """For `plan.table`."""
@@ -77,15 +89,27 @@ class GroupTopology:
         """Load what `to_json` wrote."""
         fields: dict[str, Any] = json.loads(text)
         served = (Served(**{**each, "plan": Plan.from_json(json.dumps(each["plan"]))}) for each in fields["served"])
+        hosts = (OnHost(name, tuple(ranks)) for name, ranks in fields["hosts"])
+        links = ((peer, tuple(paths)) for peer, paths in fields["links"])
         return GroupTopology(
-            fields["source"], fields["machine"], tuple(fields["ranks"]), tuple(served), tuple(fields["assumed"])
+            fields["source"],
+            fields["machine"],
+            tuple(fields["ranks"]),
+            tuple(served),
+            tuple(fields["assumed"]),
+            tuple(hosts),
+            tuple(links),
         )
 
     def __str__(self) -> str:
         lines = [f"{self.machine} ({self.source})"]
         if self.ranks:
             lines.append("ranks on " + " ".join(self.ranks))
-        if not self.served:
+        for host in self.hosts:
+            lines.append(f"{host.name}: rank{'s' * (len(host.ranks) > 1)} {', '.join(map(str, host.ranks))}")
+        for peer, paths in self.links:
+            lines.append(f"link to rank {peer}: {'; '.join(paths)}")
+        if not self.served and not self.hosts:
             lines.append("nothing planned over links: the tuned rules decide (`ringreduce info`)")
         for each in self.served:
             end = "" if each.end is None else str(each.end)

@@ -165,9 +165,9 @@ def all_to_all_single_uneven(me: Rank, count: int, call: int) -> None:
 
 
 def barrier(me: Rank, count: int, call: int) -> None:
-    me._store.add("arrived", 1)
+    me.store.add("arrived", 1)
     dist.barrier()
-    assert me._store.add("arrived", 0) >= me.size * (sizes(me.size).index(count) + 1)
+    assert me.store.add("arrived", 0) >= me.size * (sizes(me.size).index(count) + 1)
 
 
 def send_and_recv(me: Rank, count: int, call: int) -> None:

@@ -391,15 +391,20 @@ def leave_a_child_behind(me: Rank) -> None:
         assert raised.value.culprit == 1
 
 
+def outlived_by_a_child(ranks: Ranks) -> None:
+    """Kills rank 1 of those that run `leave_a_child_behind`, and waits for the others."""
+    child = ranks.reports()[1]
+    ranks.signal(1, signal.SIGKILL)
+    try:
+        ranks.results(but=(1,))
+        os.kill(child, 0)  # it still lived
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
 def test_a_rank_is_dead_though_a_child_of_it_lives() -> None:
     with Ranks(leave_a_child_behind, 3) as ranks:
-        child = ranks.reports()[1]
-        ranks.signal(1, signal.SIGKILL)
-        try:
-            ranks.results(but=(1,))
-            os.kill(child, 0)  # it still lived
-        finally:
-            os.kill(child, signal.SIGKILL)
+        outlived_by_a_child(ranks)
 
 
 SCRIPT = """

@@ -1,0 +1,199 @@
+"""Groups over several hosts on a machine without network namespaces: ranks of one host that are told to be on several,
+by RINGREDUCE_HOST_ID or transport='tcp', do all that they do with shared memory. tests/net has real networks.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import test_collectives as collectives
+from distributed import test_faults as faults
+from distributed import test_lifecycle as lifecycle
+from distributed import test_surface as surface
+from distributed.harness import Rank, Ranks, run
+
+import ringreduce
+from ringreduce.api import backend_of
+from ringreduce.errors import CollectiveMismatch, CollectiveTimeout, InvalidArgument, PeerLost, TopologyError
+
+NOTICED = 2.0
+"""Seconds in which all ranks must know of a death or a mismatch."""
+
+Hosts = Sequence[int] | None
+"""The host of each rank; None: each is alone, by transport='tcp'."""
+PLACEMENTS: dict[str, Hosts] = {"tcp": None, "2 x 2": [0, 0, 1, 1], "interleaved": [0, 1, 0, 1], "uneven": [0, 1, 1, 1]}
+
+
+def placed(me: Rank, hosts: Hosts, function: Callable[..., Any], *args: Any) -> Any:
+    """Calls `function(me, *args)` where all groups are over these hosts."""
+    if hosts is None:
+        os.environ["RINGREDUCE_TRANSPORT"] = "tcp"
+    else:
+        os.environ["RINGREDUCE_HOST_ID"] = f"host {hosts[me.rank]}"
+    return function(me, *args)
+
+
+def each_placement(test: Callable[..., None]) -> Callable[..., None]:
+    return pytest.mark.parametrize("hosts", PLACEMENTS.values(), ids=PLACEMENTS)(test)
+
+
+# results
+
+
+def every_collective(me: Rank, options: ringreduce.Options, counts: Sequence[int]) -> None:
+    with me.join(options=options):
+        for name in collectives.COLLECTIVES.keys() - {"barrier"}:
+            for call, count in enumerate(counts):
+                try:
+                    collectives.COLLECTIVES[name](me, count, call)
+                except Exception as error:
+                    raise AssertionError(f"{name} with {count} elements, call {call}") from error
+        dist.barrier()
+
+
+@each_placement
+def test_all_collectives(hosts: Hosts) -> None:
+    run(placed, 4, hosts, every_collective, collectives.SMALL_SLOTS, collectives.sizes(4))
+
+
+def test_all_collectives_of_large_sizes() -> None:
+    run(placed, 4, [0, 0, 1, 1], every_collective, None, (100_003,))
+
+
+BODIES: dict[str, tuple[Callable[..., Any], int]] = {
+    "asynchronous calls": (collectives.futures_and_callbacks, 3),
+    "layouts": (collectives.every_layout, 3),
+    "groups of some": (collectives.overlapping_groups, 4),
+    "a group again": (collectives.many_lives, 3),
+    "direct calls": (collectives.direct_calls, 3),
+    "own plans": (collectives.own_plan, 3),
+    "callbacks": (collectives.call_in_callback, 3),
+    "in place": (collectives.all_to_all_in_place, 4),
+    "messages": (surface.batches_of_messages, 3),
+    "monitored barrier": (surface.missing_ranks, 4),
+    "shrink": (surface.shrinking, 4),
+    "split": (surface.splitting, 4),
+    "meshes": (surface.subgroups_and_meshes, 4),
+    "children": (lifecycle.drop_in_child, 2),
+    "data loader": (lifecycle.load_and_reduce, 2),
+    "destroyed early": (faults.destroy_early, 3),
+    "arguments": (faults.wrong_arguments, 3),
+    "messages of another size": (faults.recv_another_size, 2),
+}
+
+
+@pytest.mark.parametrize("hosts", (None, [0, 1, 1, 0]), ids=("tcp", "2 hosts"))
+@pytest.mark.parametrize("body", BODIES)
+def test_what_works_on_one_host_works_on_several(body: str, hosts: Hosts) -> None:
+    function, size = BODIES[body]
+    run(placed, size, hosts, function)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.int64, torch.bfloat16), ids=collectives.name_of)
+def test_operations(dtype: torch.dtype) -> None:
+    run(placed, 4, [0, 1, 1, 0], collectives.every_operation, dtype)
+
+
+# where ranks are
+
+
+def peers_linked(me: Rank, options: ringreduce.Options | None) -> set[int]:
+    with me.join(options=options):
+        collectives.all_reduce(me, 10_000, 0)
+        collectives.COLLECTIVES["all_to_all_single"](me, 100, 0)
+        return {link.peer for link in backend_of(None).links()}
+
+
+def test_links_are_with_ranks_on_other_hosts_alone() -> None:
+    assert run(placed, 4, [0, 1, 0, 1], peers_linked, None) == [{1, 3}, {0, 2}, {1, 3}, {0, 2}]
+    assert run(peers_linked, 3, ringreduce.Options(transport="tcp")) == [{1, 2}, {0, 2}, {0, 1}]
+    assert run(peers_linked, 3, None) == [set()] * 3
+
+
+def only_shared_memory(me: Rank) -> None:
+    with pytest.raises(TopologyError, match="cannot share memory"):
+        me.join(timeout=10, options=ringreduce.Options(transport="shared_memory")).__enter__()
+
+
+def test_shared_memory_is_for_one_host() -> None:
+    run(placed, 3, [0, 0, 1], only_shared_memory)
+
+
+def no_interface(me: Rank) -> None:
+    options = ringreduce.Options(transport="tcp", socket_ifname="=nowhere0")
+    with pytest.raises(InvalidArgument, match="RINGREDUCE_SOCKET_IFNAME='=nowhere0' leaves no interface"):
+        me.join(timeout=10, options=options).__enter__()
+
+
+def test_an_interface_that_is_not_there() -> None:
+    run(no_interface, 2)
+
+
+# faults
+
+
+@pytest.mark.parametrize("hosts", (None, [0, 0, 1], [0, 1, 0]), ids=str)
+def test_survivors_of_a_kill_name_the_dead_rank_at_once(hosts: Hosts) -> None:
+    with Ranks(placed, 3, hosts, faults.reduce_in_a_loop, 60.0, 20.0, [0, 1]) as ranks:
+        ranks.reports()
+        killed = ranks.signal(2, signal.SIGKILL)
+        for kind, message, culprit, when in ranks.reports(but=(2,)):
+            assert (kind, culprit) == (PeerLost, 2)
+            assert f"rank 2 ({socket.gethostname()}, pid {ranks.pid(2)})" in message
+            assert killed < when < killed + NOTICED
+        ranks.results(but=(2,))
+
+
+def test_a_stopped_rank_is_what_the_group_waits_for() -> None:
+    with Ranks(placed, 3, None, faults.reduce_in_a_loop, 60.0, 2.0, [0, 1, 2]) as ranks:
+        ranks.reports()
+        stopped = ranks.signal(1, signal.SIGSTOP)
+        for kind, message, culprit, when in ranks.reports(but=(1,)):
+            assert (kind, culprit) == (CollectiveTimeout, 1), message
+            assert stopped + 1.8 < when < stopped + 2.0 + NOTICED
+        ranks.signal(1, signal.SIGCONT)
+        ranks.results()
+
+
+@pytest.mark.parametrize("shared", (True, False))
+@pytest.mark.parametrize("hosts", (None, [0, 1, 0]), ids=("tcp", "2 hosts"))
+def test_a_rank_that_goes_on_after_the_timeout_changes_no_tensor_of_others(hosts: Hosts, shared: bool) -> None:
+    with Ranks(placed, 3, hosts, faults.stop_in_the_middle, 1, shared) as ranks:
+        ranks.reports(but=(1,))
+        ranks.signal(1, signal.SIGCONT)
+        ranks.results()
+
+
+@pytest.mark.parametrize("shared", (True, False))
+def test_a_rank_that_goes_on_after_the_timeout_takes_nothing_that_was_changed(shared: bool) -> None:
+    for _ in range(2):  # the rank is not always stopped inside of a call
+        with Ranks(placed, 2, None, faults.gather_late, shared) as ranks:
+            ranks.reports(but=(1,))
+            ranks.signal(1, signal.SIGCONT)
+            ranks.results()
+
+
+@pytest.mark.parametrize("what", faults.MISMATCHES)
+def test_mismatches_are_known_to_all_ranks_at_once(what: str) -> None:
+    outcomes = run(placed, 3, [0, 1, 0], faults.call_something_else, what, 0.0)
+    starts = [outcome[-1] for outcome in outcomes]
+    for kind, message, _, when, _ in outcomes:
+        assert kind is CollectiveMismatch, message
+        assert all(part in message for part in faults.MISMATCHES[what][2]), message
+        assert starts[1] <= when < max(starts) + NOTICED
+
+
+def test_a_rank_is_dead_though_a_child_of_it_lives() -> None:
+    with Ranks(placed, 3, None, lifecycle.leave_a_child_behind) as ranks:
+        lifecycle.outlived_by_a_child(ranks)
+
+
+def test_waiting_for_a_late_rank_costs_almost_no_cpu_time() -> None:
+    assert max(run(placed, 3, None, faults.wait_for_a_late_rank)) < 0.1

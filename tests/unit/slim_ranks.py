@@ -1,0 +1,107 @@
+"""64 ranks as processes without torch: `python slim_ranks.py FOLDER RANKS`.
+
+Each meets the others as a host of its own and connects with its neighbours in a ring and in a binary tree, within 5 s;
+then every connection carries its rank, both ways. Ends with the number of ranks that failed, after their tracebacks.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import sys
+import time
+import traceback
+import types
+from pathlib import Path
+
+# ringreduce's errors are torch's; that is all that is needed of torch here.
+sys.modules["torch"] = types.ModuleType("torch")
+sys.modules["torch.distributed"] = types.ModuleType("torch.distributed")
+sys.modules["torch.distributed"].DistBackendError = RuntimeError
+
+from ringreduce.rendezvous import Peer, Place, meet  # noqa: E402
+
+
+class FolderStore:
+    """A store in a folder."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+
+    def _path(self, key: str) -> Path:
+        return self._folder / key.replace("/", ".")
+
+    def set(self, key: str, value: str) -> None:
+        partial = self._path(f"{key}.{os.getpid()}")
+        partial.write_text(value)
+        partial.rename(self._path(key))
+
+    def get(self, key: str) -> bytes:
+        return self._path(key).read_bytes()
+
+    def check(self, keys: list[str]) -> bool:
+        return all(self._path(key).exists() for key in keys)
+
+    def add(self, key: str, value: int) -> int:
+        with open(self._path(key), "a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            value += int(file.read() or 0)
+            file.truncate(0)
+            file.write(str(value))
+        return value
+
+
+def neighbours(rank: int, size: int) -> set[int]:
+    tree = {(rank - 1) // 2, 2 * rank + 1, 2 * rank + 2}
+    return {r for r in tree if 0 <= r < size} | {(rank - 1) % size, (rank + 1) % size}
+
+
+def run(rank: int, size: int, folder: str) -> None:
+    meeting = meet(FolderStore(folder), rank, size, lambda _: 4096, "", 60.0, lambda *_: "", place=Place("tcp"))
+    assert meeting.door is not None
+    links: dict[int, list[socket.socket]] = {}
+    peers = {r: Peer(*meeting.names[r], meeting.doors[r]) for r in range(size) if r != rank}
+    meeting.door.open(
+        rank,
+        "slim",
+        meeting.secret,
+        peers,
+        lambda peer, fd, _: links.setdefault(peer, []).append(socket.socket(fileno=fd)),
+        connections=2,
+    )
+    meeting.door.connect(neighbours(rank, size), time.monotonic() + 5.0)
+    assert links.keys() == neighbours(rank, size)
+    for peer, connections in links.items():
+        assert len(connections) == 2, (peer, connections)
+        for connection in connections:
+            connection.setblocking(True)
+            connection.settimeout(60)
+            connection.sendall(bytes([rank]))
+    for peer, connections in links.items():
+        assert [connection.recv(1) for connection in connections] == 2 * [bytes([peer])]
+    meeting.door.close()
+
+
+def main(folder: str, size: int) -> int:
+    assert "torch._C" not in sys.modules
+    children = []
+    for rank in range(size):
+        child = os.fork()
+        if not child:
+            failed = True
+            try:
+                run(rank, size, folder)
+                failed = False
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(failed)
+        children.append(child)
+    return sum(os.waitpid(child, 0)[1] != 0 for child in children)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2])))

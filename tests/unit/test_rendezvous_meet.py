@@ -1,0 +1,222 @@
+"""How ranks meet on one host, on several, and where the kernel or the user says that they are not on one.
+
+Ranks are threads, and hosts are what RINGREDUCE_HOST_ID says.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from ringreduce.errors import CollectiveTimeout, InvalidArgument, RingReduceError, SystemFailure, TopologyError
+from ringreduce.rendezvous import Meeting, Peer, Place, meet
+
+PAGE = 4096
+
+
+def meet_all(places: list[Place], store: Any = None, timeout: float = 30.0, **other: Any) -> list[Any]:
+    """What each rank brings home, or its error."""
+    store = HashStore() if store is None else store
+    size = len(places)
+
+    def decide(cores: list[frozenset[int]], near: bool, hosts: list[list[int]]) -> str:
+        assert len(cores) == size and not near
+        return f"{hosts}"
+
+    def one(rank: int) -> Meeting | RingReduceError:
+        try:
+            given = {"config": "", "segment_bytes": lambda decision: PAGE * len(decision)} | other
+            given = {key: value(rank) if key == "config" and callable(value) else value for key, value in given.items()}
+            return meet(store, rank, size, timeout=timeout, decide=decide, place=places[rank], **given)
+        except RingReduceError as error:
+            return error
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(one, range(size)))
+
+
+def close(meetings: list[Meeting]) -> None:
+    for meeting in meetings:
+        for fd in (meeting.memfd, *meeting.pidfds):
+            if fd >= 0:
+                os.close(fd)
+        if meeting.door:
+            meeting.door.close()
+
+
+def on_hosts(ids: str, **other: str) -> list[Place]:
+    return [Place(host_id=host, **other) for host in ids]
+
+
+def inode(fd: int) -> int:
+    return os.fstat(fd).st_ino
+
+
+def link_all(meetings: list[Meeting], seconds: float = 20.0) -> dict[tuple[int, int], list[int]]:
+    """Connects every rank with those on other hosts; returns the descriptors of each (rank, peer)."""
+    links: dict[tuple[int, int], list[int]] = {}
+    for rank, meeting in enumerate(meetings):
+        own = next(host for host in meeting.hosts if rank in host)
+        peers = {r: Peer(*meeting.names[r], meeting.doors[r]) for r in range(len(meetings)) if r not in own}
+
+        def deliver(peer: int, fd: int, _: str, rank: int = rank) -> None:
+            links.setdefault((rank, peer), []).append(fd)
+
+        meeting.door.open(rank, "group", meeting.secret, peers, deliver, connections=2)
+    deadline = time.monotonic() + seconds
+    with ThreadPoolExecutor(len(meetings)) as pool:
+        list(pool.map(lambda m: m.door.connect(m.door._peers, deadline), meetings))
+    return links
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("place", [Place(), Place("shared_memory"), Place(host_id="same")], ids=str)
+def test_one_host_opens_no_door(size: int, place: Place) -> None:
+    meetings = meet_all([place] * size)
+    for rank, meeting in enumerate(meetings):
+        assert meeting.hosts == [list(range(size))] and meeting.decision == str(meeting.hosts)
+        assert meeting.door is None and meeting.doors == []
+        assert meeting.names == [(socket.gethostname(), os.getpid())] * size
+        assert [fd < 0 for fd in meeting.pidfds] == [r == rank for r in range(size)]
+        assert meeting.cores == os.sched_getaffinity(0) and meeting.threads == []
+        assert inode(meeting.memfd) == inode(meetings[0].memfd)
+        assert os.fstat(meeting.memfd).st_size == PAGE * len(meeting.decision)
+    assert len({meeting.secret for meeting in meetings}) == 1
+    close(meetings)
+
+
+@pytest.mark.parametrize(
+    ("ids", "hosts"),
+    [
+        ("AABB", [[0, 1], [2, 3]]),
+        ("ABAB", [[0, 2], [1, 3]]),
+        ("BAAA", [[0], [1, 2, 3]]),
+        ("ABCCA", [[0, 4], [1], [2, 3]]),
+    ],
+)
+def test_several_hosts(ids: str, hosts: list[list[int]]) -> None:
+    meetings = meet_all(on_hosts(ids))
+    size = len(ids)
+    for rank, meeting in enumerate(meetings):
+        assert meeting.hosts == hosts and meeting.decision == str(hosts)
+        here = next(host for host in hosts if rank in host)
+        assert [fd >= 0 for fd in meeting.pidfds] == [r in here and r != rank for r in range(size)]
+        assert [inode(other.memfd) == inode(meeting.memfd) for other in meetings] == [r in here for r in range(size)]
+        assert os.fstat(meeting.memfd).st_size == PAGE * len(meeting.decision)  # room for all, on each
+        assert meeting.door.addresses == meeting.doors[rank] and meeting.doors == meetings[0].doors
+        assert meeting.secret == meetings[0].secret and len(meeting.secret) == 32
+    links = link_all(meetings)
+    expected = {(a, b) for a in range(size) for b in range(size) if ids[a] != ids[b]}
+    assert links.keys() == expected and {len(fds) % 2 for fds in links.values()} == {0}
+    for fds in links.values():
+        for fd in fds:
+            os.close(fd)
+    close(meetings)
+
+
+def test_tcp_takes_each_rank_for_a_host() -> None:
+    meetings = meet_all([Place("tcp", host_id="same")] * 3)
+    assert [meeting.hosts for meeting in meetings] == [[[0], [1], [2]]] * 3
+    assert len({inode(meeting.memfd) for meeting in meetings}) == 3
+    close(meetings)
+
+
+def test_hosts_are_told_apart_by_kernel_and_network_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "always-the-same")
+    meetings = meet_all([Place(), Place(), Place(host_id="elsewhere")])
+    assert meetings[0].hosts == [[0, 1], [2]]
+    close(meetings)
+
+
+def test_shared_memory_needs_one_host() -> None:
+    for error in meet_all(on_hosts("AAB", transport="shared_memory"), timeout=5):
+        assert isinstance(error, TopologyError) and error.culprit == 2
+        assert "rank 2" in str(error) and "cannot share memory" in str(error) and "transport='auto'" in str(error)
+
+
+def test_again_under_the_same_store() -> None:
+    store = HashStore()
+    first, second = meet_all(on_hosts("AB"), store), meet_all(on_hosts("AABB")[:2], store)
+    assert first[0].hosts == [[0], [1]] and second[0].hosts == [[0, 1]]
+    assert first[0].secret != second[0].secret
+    close(first + second)
+
+
+def test_the_interfaces_that_are_named() -> None:
+    meetings = meet_all(on_hosts("AB", interfaces="127.0.0.0/8"))
+    assert [[(a.interface, a.address) for a in door] for door in meetings[0].doors] == [[("lo", "127.0.0.1/8")]] * 2
+    for fds in link_all(meetings).values():
+        for fd in fds:
+            os.close(fd)
+    close(meetings)
+
+
+def test_no_interface_fits() -> None:
+    errors = meet_all([Place(host_id="A"), Place(host_id="B", interfaces="wlan7")], timeout=1)
+    assert isinstance(errors[1], InvalidArgument)
+    assert "RINGREDUCE_SOCKET_IFNAME='wlan7' leaves no interface; there are" in str(errors[1])
+    assert isinstance(errors[0], CollectiveTimeout) and "rank 1" in str(errors[0])
+
+
+def test_secret_files(tmp_path: Path) -> None:
+    for name, text in (("one", "1" * 32), ("other", "2" * 32)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o600)
+    without = meet_all(on_hosts("AB"))
+    same = meet_all(on_hosts("AB", secret_file=str(tmp_path / "one")))
+    different = meet_all([Place(host_id=name, secret_file=str(tmp_path / name)) for name in ("one", "other")])
+    assert same[0].secret == same[1].secret != without[0].secret
+    assert different[0].secret != different[1].secret
+    with pytest.raises(SystemFailure, match="different secrets"):
+        link_all(different, seconds=1.0)
+    close(without + same + different)
+
+
+def test_a_secret_file_that_others_can_read(tmp_path: Path) -> None:
+    (tmp_path / "open").write_text("1" * 32)
+    (tmp_path / "open").chmod(0o644)
+    for error in meet_all([Place(secret_file=str(tmp_path / "open"))] * 2, timeout=1):  # also on one host
+        assert isinstance(error, InvalidArgument) and "chmod 600" in str(error)
+
+
+def test_the_same_host_id_on_hosts_that_are_not_one() -> None:
+    """Rank 1 cannot reach rank 0's socket, as if that were on another machine."""
+
+    class Elsewhere:
+        def __init__(self) -> None:
+            self._store = HashStore()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._store, name)
+
+        def get(self, key: str) -> bytes:
+            text = self._store.get(key)
+            return text.replace(b'"address": "00', b'"address": "00ff00ff') if key.endswith("roster") else text
+
+    errors = meet_all(on_hosts("AA"), Elsewhere(), timeout=1)
+    assert isinstance(errors[1], SystemFailure) and errors[1].culprit == 0
+    for part in ("joining the group at rank 0", "should be on this host", "RINGREDUCE_HOST_ID", "refused"):
+        assert part in str(errors[1])
+    assert isinstance(errors[0], CollectiveTimeout) and "[1] did not connect" in str(errors[0])
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    def alone(rank: int) -> None:
+        meet(HashStore(), rank, 3, lambda _: PAGE, "", 0.2, lambda *_: "", place=Place(host_id=str(rank)))
+
+    with pytest.raises(CollectiveTimeout, match="rank 1 did not come"):
+        alone(0)
+    with pytest.raises(CollectiveTimeout, match="rank 0, which waits for all ranks, did not come"):
+        alone(2)
+
+
+def test_different_options() -> None:
+    for error in meet_all(on_hosts("AAB"), config=lambda rank: "x" if rank == 2 else "y", timeout=5):
+        assert isinstance(error, InvalidArgument) and "rank 0 has y, rank 2 has x" in str(error)
