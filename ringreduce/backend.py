@@ -182,6 +182,7 @@ def _make_with_memory(
             least_slice_bytes=slicing.least_slice_bytes,
             most_slice_bytes=slicing.most_slice_bytes,
             least_fetch_bytes=tuning.fetch_from(options, size, meeting.cores, fetch) or 0,
+            wire_dtype=options.wire_dtype,
         ),
     )
     if links:
@@ -244,7 +245,7 @@ def _settings(
     seconds: float,
     options: Options,
     decision: Decision,
-    **of_transport: int,
+    **of_transport: Any,
 ) -> _C.Settings:
     links = decision.topology if options.topo_file else None  # else it is about cores
     return _C.Settings(

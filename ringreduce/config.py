@@ -56,6 +56,12 @@ class Options:
     )
     connections: int | None = _knob(None, int, "TCP connections of a link, for each pair of interfaces")
     dead_after: int | None = _knob(None, int, "seconds without a sign of life after which a link breaks")
+    wire_dtype: str | None = _knob(
+        None,
+        str,
+        "how all_reduce sends float32 to other hosts: 'float32', 'bfloat16' or 'int8' (half, a quarter of the bytes; "
+        "rounds, see docs/hosts.md)",
+    )
     tuning: str | None = _knob(
         None,
         str,
@@ -103,6 +109,7 @@ DEFAULTS: Mapping[str, Any] = {
     "secret_file": "",
     "connections": 1,
     "dead_after": 10,
+    "wire_dtype": "float32",
     "tuning": "auto",
     "topo_file": "",
     "channels": 3,
@@ -146,6 +153,7 @@ WORDS = {
     "transport": ("auto", "shared_memory", "tcp", "gloo"),
     "gpu_transport": ("auto", "peer", "nccl", "host"),
     "gpu_mode": ("auto", "run", "steps"),
+    "wire_dtype": ("float32", "bfloat16", "int8"),
 }
 
 # Over Gloo every slice that a step sends is a message, for which several threads of both ranks have to get their turn:

@@ -51,12 +51,14 @@ class Engine {
  public:
   // `spins`: how often a waiting rank looks before it yields its core. `slices`: into how many slices a chunk is cut,
   // as long as they have at least `least_slice_bytes`, at most `most_slice_bytes`, and fit a slot. `least_fetch_bytes`:
-  // from this size on slices are read by peers where they are, if they may.
+  // from this size on slices are read by peers where they are, if they may. `packing`: of what all_reduce of float32
+  // sends to other hosts, where the plan allows it.
   struct Options {
     int spins = 50;
     int slices = 4;
     std::size_t least_slice_bytes = 16384, most_slice_bytes = std::size_t{1} << 30;
     std::size_t least_fetch_bytes = 4096;
+    Packing packing = Packing::none;
   };
 
   virtual ~Engine() = default;

@@ -64,9 +64,11 @@ struct Workspace {
 class Execution {
  public:
   // `slice_bytes`: the most that a slice may hold; a multiple of 64, at most a slot. `least_fetch_bytes`: smaller
-  // slices are not lent from outside of the arena. The arguments must outlive this object.
+  // slices are not lent from outside of the arena. `packing`: of what goes to other hosts, where the call and the plan
+  // allow it. The arguments must outlive this object.
   Execution(const Segment& segment, const Program& program, const Call& call, const Buffers& buffers,
-            Workspace& workspace, std::uint64_t fingerprint, std::size_t slice_bytes, std::size_t least_fetch_bytes);
+            Workspace& workspace, std::uint64_t fingerprint, std::size_t slice_bytes, std::size_t least_fetch_bytes,
+            Packing packing);
 
   // Moves whatever can move; returns whether anything did. Throws mismatch if a peer's data belongs to another call.
   bool advance();
@@ -96,6 +98,7 @@ class Execution {
   bool overlaps_output(const std::byte* data, std::size_t bytes) const;
   bool is_returned(const Step& step) const;
   bool scales(const Step& step) const { return scaled_ && step.read == Read::input; }
+  void pack_for_others(SlotValue& value, std::size_t bytes) const;
   void compute(const Step& step, std::size_t bytes, const std::byte* local, bool streamed);
   void combine(const Step& step, std::size_t bytes, bool streamed);
   Range slice_of(std::size_t channel, const Step& step, std::size_t count, std::size_t round) const;
@@ -112,6 +115,7 @@ class Execution {
   const std::uint64_t fingerprint_;
   const std::size_t element_;     // bytes
   const std::size_t slice_size_;  // elements
+  const Packing packing_;         // of what goes to other hosts
   bool in_place_ = false;         // the one input is the one output
   bool fetched_ = false;          // whether what lies outside of the arena is lent too
   bool scaled_ = false;           // whether inputs are multiplied by the call's factor before they are combined

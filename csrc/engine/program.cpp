@@ -72,6 +72,7 @@ Program bind(Operation operation, std::span<const std::int32_t> lowered, std::ui
   Program program;
   program.operation = operation;
   program.digest = digest;
+  program.completed_once = true;
   program.channels.resize(static_cast<std::size_t>(in.take("channel count", 1, channels)));
 
   // Spans are set last, when the storage no longer moves: until then steps keep (offset, length).
@@ -88,6 +89,7 @@ Program bind(Operation operation, std::span<const std::int32_t> lowered, std::ui
     channel.chunks = static_cast<std::uint32_t>(in.take("chunks", 1, 1 << 20));
     const int chunk_ids = block_count(operation, size) * static_cast<int>(channel.chunks);
     channel.sends.resize(static_cast<std::size_t>(size));
+    std::vector<int> completed(static_cast<std::size_t>(chunk_ids));  // by how many steps of all ranks
 
     for (int r = 0; r < size; ++r) {
       const int steps = in.take("step count", 0, kMost);
@@ -107,6 +109,7 @@ Program bind(Operation operation, std::span<const std::int32_t> lowered, std::ui
         if (step.read == Read::output) step.read_position = output_position(operation, size, block);
         if (in.take("write", 0, 1) == 1) step.write_position = output_position(operation, size, block);
         step.completes = in.take("completes", 0, 1) == 1;
+        completed[static_cast<std::size_t>(id)] += step.completes;
         step.returned = in.take("returned", 0, 1) == 1;
         phase = in.take("phase", phase, 1 << 20);
         step.phase = static_cast<std::uint32_t>(phase);
@@ -141,6 +144,7 @@ Program bind(Operation operation, std::span<const std::int32_t> lowered, std::ui
       if (sent.size() != channel.sends[static_cast<std::size_t>(turned(r))])
         malformed("sends per round does not count the sends");
     }
+    program.completed_once &= std::all_of(completed.begin(), completed.end(), [](int times) { return times == 1; });
     for (std::size_t i = first_of_channel; i < program.sources.size(); ++i) {
       Source& source = program.sources[i];
       const auto& sent = sent_in[static_cast<std::size_t>(source.peer)];

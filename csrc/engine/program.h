@@ -54,6 +54,7 @@ struct Program {
 
   Operation operation = Operation::all_reduce;
   std::uint64_t digest = 0;
+  bool completed_once = false;  // each chunk's reduction is completed by one rank, not by several of them
   std::vector<ChannelProgram> channels;
   std::vector<Source> sources;
   std::vector<int> destinations;

@@ -19,6 +19,7 @@ SharedMemoryEngine::SharedMemoryEngine(std::shared_ptr<const Segment> segment, c
       segment_(std::move(segment)),
       spins_(options.spins),
       least_fetch_bytes_(options.least_fetch_bytes),
+      packing_(options.packing),
       placement_(*segment_) {
   const Geometry& geometry = segment_->geometry();
   workspace_.channels.resize(geometry.channels);
@@ -49,7 +50,7 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
   Links* const links = segment_->links();
   const std::size_t slice = slice_bytes(call, program, choice.slice_bytes);
   Waiting waiting(*segment_, spins_);
-  Execution execution(*segment_, program, call, buffers, workspace_, id, slice, least_fetch_bytes_);
+  Execution execution(*segment_, program, call, buffers, workspace_, id, slice, least_fetch_bytes_, packing_);
   const auto fail = [&](const Error& error) {
     segment_->abort(error);  // first, so that a peer that fails because of what follows finds the reason
     segment_->fail(seq);

@@ -38,6 +38,7 @@ class SharedMemoryEngine final : public Engine {
   const std::shared_ptr<const Segment> segment_;
   const int spins_;
   const std::size_t least_fetch_bytes_;
+  const Packing packing_;
   Workspace workspace_;
   std::set<const Program*> linked_;  // whose peers on other hosts have been reached
   Placement placement_;

@@ -135,11 +135,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   };
   py::class_<Group::Settings>(m, "Settings")
       .def(py::init([](int spins, int slices, std::size_t least_slice_bytes, std::size_t most_slice_bytes,
-                       std::size_t least_fetch_bytes, double timeout, std::string name,
+                       std::size_t least_fetch_bytes, const std::string& wire_dtype, double timeout, std::string name,
                        std::vector<std::int64_t> global_ranks, std::size_t recorded_calls, bool dump_when_broken,
                        bool print_calls, Group::Regroup regroup, Group::JoinGpus join_gpus, std::string topology,
                        std::function<RootedPlans(const std::string&, int)> plans_for_root) {
-             return Group::Settings{.engine = {spins, slices, least_slice_bytes, most_slice_bytes, least_fetch_bytes},
+             return Group::Settings{.engine = {spins, slices, least_slice_bytes, most_slice_bytes, least_fetch_bytes,
+                                               packing_named(wire_dtype)},
                                     .timeout = std::chrono::milliseconds(static_cast<std::int64_t>(timeout * 1000)),
                                     .name = std::move(name),
                                     .global_ranks = std::move(global_ranks),
@@ -153,9 +154,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            }),
            py::kw_only(), py::arg("spins") = Engine::Options{}.spins, py::arg("slices"), py::arg("least_slice_bytes"),
            py::arg("most_slice_bytes"), py::arg("least_fetch_bytes") = Engine::Options{}.least_fetch_bytes,
-           py::arg("timeout"), py::arg("name"), py::arg("global_ranks"), py::arg("recorded_calls"),
-           py::arg("dump_when_broken"), py::arg("print_calls"), py::arg("regroup"), py::arg("join_gpus"),
-           py::arg("topology"), py::arg("plans_for_root") = nullptr);
+           py::arg("wire_dtype") = "float32", py::arg("timeout"), py::arg("name"), py::arg("global_ranks"),
+           py::arg("recorded_calls"), py::arg("dump_when_broken"), py::arg("print_calls"), py::arg("regroup"),
+           py::arg("join_gpus"), py::arg("topology"), py::arg("plans_for_root") = nullptr);
 
   py::class_<Group, c10::intrusive_ptr<Group>, c10d::Backend>(m, "ProcessGroupRing")
       .def(
@@ -270,6 +271,20 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                     double factor) { kernels::scale(dtype_named(dtype), address(dst), address(src), count, factor); });
   m.def("stream", [](std::uintptr_t dst, std::uintptr_t src, std::size_t bytes) {
     kernels::stream(address(dst), address(src), bytes);
+  });
+  m.def("pack", [](const std::string& wire_dtype, std::uintptr_t src, std::size_t count) {
+    const Packing packing = packing_named(wire_dtype);
+    std::string packed(packed_bytes(packing, count), '\0');
+    pack(packing, reinterpret_cast<std::byte*>(packed.data()), static_cast<const std::byte*>(address(src)), count);
+    return py::bytes(packed);
+  });
+  m.def("unpack", [](const std::string& wire_dtype, std::uintptr_t dst, const std::string& packed, std::size_t count) {
+    const Packing packing = packing_named(wire_dtype);
+    if (packed.size() != packed_bytes(packing, count))
+      throw Error(ErrorKind::invalid_argument, "unpack: packed has " + std::to_string(packed.size()) + " bytes; " +
+                                                   std::to_string(count) + " values have " +
+                                                   std::to_string(packed_bytes(packing, count)));
+    unpack(packing, static_cast<std::byte*>(address(dst)), reinterpret_cast<const std::byte*>(packed.data()), count);
   });
   m.def("instruction_set", [] { return std::string(kernels::instruction_set()); });
   m.def("select_instruction_set", [](const std::string& wanted) { return kernels::select_instruction_set(wanted); });

@@ -12,6 +12,19 @@ std::string beyond(const char* field, std::uint64_t value, std::uint64_t most) {
                        : std::string(field) + " is " + std::to_string(value) + ", the most is " + std::to_string(most);
 }
 
+std::string objection_to_slot(const FrameHeader& header, const Geometry& geometry) {
+  const auto packing = static_cast<std::uint32_t>(header.packing);
+  if (packing >= kPackings) return beyond("packing", packing, kPackings - 1);
+  if (header.total > geometry.slot_bytes) return beyond("bytes of a slot's value", header.total, geometry.slot_bytes);
+  if (header.packing != Packing::none && header.total % sizeof(float) != 0)
+    return "bytes of a packed value are " + std::to_string(header.total) + ", no multiple of 4";
+  const std::size_t bytes =
+      header.packing == Packing::none ? header.total : packed_bytes(header.packing, header.total / sizeof(float));
+  return header.bytes == bytes
+             ? ""
+             : "bytes of a slot are " + std::to_string(header.bytes) + " where its value has " + std::to_string(bytes);
+}
+
 }  // namespace
 
 std::size_t largest_payload(const Geometry& geometry) {
@@ -27,7 +40,7 @@ std::string objection(const FrameHeader& header, const Geometry& geometry) {
   if (header.seq >= std::uint64_t{1} << 62) return beyond("seq", header.seq, (std::uint64_t{1} << 62) - 1);
   switch (header.kind) {
     case FrameKind::slot:
-      return beyond("bytes of a slot", header.bytes, geometry.slot_bytes);
+      return objection_to_slot(header, geometry);
     case FrameKind::message:
       return beyond("bytes of a message's part", header.bytes, geometry.mailbox_slot_bytes);
     case FrameKind::slot_read:

@@ -14,6 +14,7 @@
 #include <string>
 #include <type_traits>
 
+#include "kernels/packing.h"
 #include "transport/segment.h"
 
 namespace ringreduce {
@@ -21,7 +22,8 @@ namespace ringreduce {
 static_assert(std::endian::native == std::endian::little);
 
 enum class FrameKind : std::uint32_t {
-  slot = 1,      // of the sender's outbox: `channel`, `seq`, `tag` (the fingerprint); the value follows
+  slot = 1,      // of the sender's outbox: `channel`, `seq`, `tag` (the fingerprint), `total` and `packing` (of the
+                 // value); the value follows
   slot_read,     // the sender has read slot `seq` of the receiver's outbox `channel`
   message,       // a slot of the sender's mailbox: `seq`, `tag`, `dtype`, `total`; its part of the message follows
   message_read,  // the sender is done with slot `seq` of the receiver's mailbox
@@ -37,9 +39,9 @@ struct FrameHeader {
   std::uint32_t channel = 0;
   std::uint64_t seq = 0;
   std::uint64_t tag = 0;
-  std::uint64_t total = 0;  // bytes of the whole message
+  std::uint64_t total = 0;  // bytes of the whole message, or of the value when it is unpacked
   std::uint32_t dtype = 0;
-  std::uint32_t reserved = 0;
+  Packing packing = Packing::none;
 
   static constexpr std::uint32_t kMagic = 0x31465252;  // "RRF1"
 };

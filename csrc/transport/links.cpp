@@ -167,18 +167,22 @@ void Links::enqueue(int peer, Outgoing frame, bool first) {
     l.queue.push_back(std::move(frame));
 }
 
-void Links::slot_filled(int peer, int channel, std::uint64_t seq, const std::byte* value, bool lent) {
+void Links::slot_filled(int peer, int channel, std::uint64_t seq, const SlotValue& value) {
   const SlotHeader& slot = segment_.slot(segment_.rank(), channel, seq);
+  const bool packed = value.packed != nullptr;
   std::lock_guard lock(mutex_);
   Link& l = link(peer);
   for (const FrameHeader& held : std::exchange(l.held, {})) enqueue(peer, {.header = held});
   enqueue(peer, {.header = {.kind = FrameKind::slot,
-                            .bytes = static_cast<std::uint32_t>(slot.bytes),
+                            .bytes = static_cast<std::uint32_t>(packed ? value.packed_bytes : slot.bytes),
                             .channel = static_cast<std::uint32_t>(channel),
                             .seq = seq,
-                            .tag = slot.fingerprint},
-                 .data = value,
-                 .lent = lent});
+                            .tag = slot.fingerprint,
+                            .total = slot.bytes,
+                            .packing = packed ? value.packing : Packing::none},
+                 .data = packed ? value.packed.get() : value.data,
+                 .own = value.packed,
+                 .lent = value.lent && !packed});
   flush(peer);
 }
 
@@ -230,7 +234,7 @@ void Links::forget_lent() {
     for (const auto& connection : l.connections)
       for (Outgoing& frame : connection->sending)
         if (frame.lent) {
-          frame.own = std::make_unique_for_overwrite<std::byte[]>(frame.header.bytes);
+          frame.own = std::make_shared_for_overwrite<std::byte[]>(frame.header.bytes);
           std::memcpy(frame.own.get(), frame.data, frame.header.bytes);
           frame.data = frame.own.get();
           frame.lent = false;
@@ -252,7 +256,7 @@ void Links::tell_now() {
   const bool aborted = record.state.load(std::memory_order_acquire) == 2;
   const auto with_payload = [](FrameKind kind, std::size_t bytes) {
     Outgoing frame{.header = {.kind = kind, .bytes = static_cast<std::uint32_t>(bytes)},
-                   .own = std::make_unique_for_overwrite<std::byte[]>(bytes)};
+                   .own = std::make_shared_for_overwrite<std::byte[]>(bytes)};
     frame.data = frame.own.get();
     return frame;
   };
@@ -440,6 +444,11 @@ void Links::digest(int peer, Connection& connection) {
   }
 }
 
+std::byte* Links::aside_for(Connection& connection, const FrameHeader& header) {
+  connection.aside.resize(header.bytes);
+  return connection.aside.data();
+}
+
 // Where a frame's payload goes. Throws mismatch if the peer had no right to send it: a slot may be filled when what it
 // held has been given back, and given back when it has been filled.
 std::byte* Links::place_for(int peer, Connection& connection, const FrameHeader& header) {
@@ -454,7 +463,7 @@ std::byte* Links::place_for(int peer, Connection& connection, const FrameHeader&
       demand(header.seq + 1 > held &&
                  (held == 0 || segment_.acknowledgement(own, peer, channel, header.seq).load() >= held),
              "a slot that had not been given back");
-      return slot.payload();
+      return header.packing == Packing::none ? slot.payload() : aside_for(connection, header);
     }
     case FrameKind::message: {
       MessageHeader& slot = segment_.message(peer, own, header.seq);
@@ -471,8 +480,7 @@ std::byte* Links::place_for(int peer, Connection& connection, const FrameHeader&
       return nullptr;
     case FrameKind::control:
     case FrameKind::error:
-      connection.small.resize(header.bytes);
-      return connection.small.data();
+      return aside_for(connection, header);
     case FrameKind::leave:
       return nullptr;
   }
@@ -486,8 +494,10 @@ void Links::deliver(int peer, Connection& connection) {
   switch (header.kind) {
     case FrameKind::slot: {
       SlotHeader& slot = segment_.slot(peer, channel, header.seq);
+      if (header.packing != Packing::none)
+        unpack(header.packing, slot.payload(), connection.aside.data(), header.total / sizeof(float));
       slot.fingerprint = header.tag;
-      slot.bytes = header.bytes;
+      slot.bytes = header.total;
       slot.place = Place::slot;
       slot.returned = 0;
       slot.stamp.store(header.seq + 1, std::memory_order_seq_cst);  // releases the payload
@@ -510,12 +520,12 @@ void Links::deliver(int peer, Connection& connection) {
       break;
     case FrameKind::control: {
       ControlImage image;
-      std::memcpy(&image, connection.small.data(), sizeof image);
+      std::memcpy(&image, connection.aside.data(), sizeof image);
       store(image, segment_.control(peer));
       break;
     }
     case FrameKind::error:
-      deliver_error(connection.small);
+      deliver_error(connection.aside);
       break;
     case FrameKind::leave:
       link(peer).left = true;

@@ -60,9 +60,8 @@ class Links {
   void reach(std::span<const int> peers, Nanoseconds timeout);
   bool reaches(int peer) const;
 
-  // This rank has filled a slot of its outbox, or of its mailbox for `peer`; `value` is where the payload lies, which
-  // stays until the slot is given back, or, if it is `lent` by the call, until sent().
-  void slot_filled(int peer, int channel, std::uint64_t seq, const std::byte* value, bool lent);
+  // This rank has filled a slot of its outbox, or of its mailbox for `peer`.
+  void slot_filled(int peer, int channel, std::uint64_t seq, const SlotValue& value);
   void message_filled(int peer, std::uint64_t seq);
   // This rank gives a slot of the peer's back. It may be told a little later, by settle() at the latest.
   void slot_read(int peer, int channel, std::uint64_t seq);
@@ -101,7 +100,7 @@ class Links {
   struct Outgoing {
     FrameHeader header;
     const std::byte* data = nullptr;
-    std::unique_ptr<std::byte[]> own = nullptr;  // the payload, if nobody else keeps it
+    std::shared_ptr<std::byte[]> own = nullptr;  // the payload, if nobody else keeps it
     bool lent = false;
   };
   struct Connection {
@@ -116,7 +115,7 @@ class Links {
     std::size_t missing = 0;
     std::vector<std::byte> staged;
     std::size_t staged_begin = 0, staged_end = 0;
-    std::vector<std::byte> small;  // a payload that is looked at before it is stored
+    std::vector<std::byte> aside;  // a payload that is not stored as it comes
     bool receiving = false;
   };
   struct Link {
@@ -136,6 +135,7 @@ class Links {
   bool send_some(int peer, Connection& connection);
   bool receive_some(int peer, Connection& connection);
   void digest(int peer, Connection& connection);
+  static std::byte* aside_for(Connection& connection, const FrameHeader& header);
   std::byte* place_for(int peer, Connection& connection, const FrameHeader& header);
   void deliver(int peer, Connection& connection);
   void deliver_error(std::span<const std::byte> payload);

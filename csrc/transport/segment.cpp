@@ -232,8 +232,8 @@ void Segment::notify_all() const {
     if (r != rank_ && !elsewhere(r)) notify(r);
 }
 
-void Segment::slot_filled(int reader, int channel, std::uint64_t seq, const std::byte* value, bool lent) const {
-  if (elsewhere(reader)) return links_->slot_filled(reader, channel, seq, value, lent);
+void Segment::slot_filled(int reader, int channel, std::uint64_t seq, const SlotValue& value) const {
+  if (elsewhere(reader)) return links_->slot_filled(reader, channel, seq, value);
   notify(reader);
 }
 

@@ -34,6 +34,7 @@
 
 #include "core/clock.h"
 #include "core/error.h"
+#include "kernels/packing.h"
 #include "transport/peer_memory.h"
 
 namespace ringreduce {
@@ -75,6 +76,15 @@ struct alignas(64) SlotHeader {
   std::uint64_t address;             // where it is lent: in the writer's arena or process
 
   std::byte* payload() { return reinterpret_cast<std::byte*>(this + 1); }
+};
+
+// Where what was put in a slot lies, for those who have to send it.
+struct SlotValue {
+  const std::byte* data;            // stays until the slot is given back, or, if it is `lent` by the call,
+  bool lent = false;                // until Links::sent()
+  Packing packing = Packing::none;  // If `packed` is not null it goes to other hosts
+  std::shared_ptr<std::byte[]> packed = nullptr;  // instead.
+  std::size_t packed_bytes = 0;
 };
 
 // A slot of a mailbox; the payload follows.
@@ -215,9 +225,8 @@ class Segment {
   void notify_all() const;
 
   // What a rank does with slots, having stored it in memory (the stamp, the acknowledgement) with seq_cst order: tells
-  // the reader of a slot that it is filled, its writer that it has been read; the same for slots of mailboxes. `value`
-  // is where the payload lies; see Links::slot_filled.
-  void slot_filled(int reader, int channel, std::uint64_t seq, const std::byte* value, bool lent) const;
+  // the reader of a slot that it is filled, its writer that it has been read; the same for slots of mailboxes.
+  void slot_filled(int reader, int channel, std::uint64_t seq, const SlotValue& value) const;
   void slot_read(int writer, int channel, std::uint64_t seq) const;
   void message_filled(int reader, std::uint64_t seq) const;
   void message_read(int writer, std::uint64_t seq) const;

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -197,3 +198,86 @@ def test_a_rank_is_dead_though_a_child_of_it_lives() -> None:
 
 def test_waiting_for_a_late_rank_costs_almost_no_cpu_time() -> None:
     assert max(run(placed, 3, None, faults.wait_for_a_late_rank)) < 0.1
+
+
+# fewer bytes on the wire
+
+COUNTS = (1, 31, 1000, 100_003)
+OPERATIONS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
+ALGORITHMS = ("", "all_reduce:ring", "all_reduce:two_shot", "all_reduce:tree", "all_reduce:one_shot")
+
+
+def normal(rank: int, count: int) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(rank))
+
+
+def wire_results(me: Rank, wire_dtype: str) -> dict[tuple[str, str, int], Any]:
+    """Of all_reduce, by algorithm, operation and count: NumPy arrays."""
+    results = {}
+    for algorithm in ALGORITHMS:
+        options = ringreduce.Options(wire_dtype=wire_dtype, algorithms=algorithm, channel_bytes=64 * 1024)
+        with me.join(algorithm, options=options):
+            for name, op in OPERATIONS.items():
+                for count in COUNTS:
+                    values = normal(me.rank, count)
+                    dist.all_reduce(values, op)
+                    results[algorithm, name, count] = values.numpy()
+            for dtype in (torch.float64, torch.int32):  # these are not rounded, nor is another collective
+                whole = torch.full((1000,), 2**20 + 1 + me.rank, dtype=dtype)
+                dist.all_reduce(whole)
+                assert (whole == me.size * (2**20 + 1) + sum(range(me.size))).all()
+            gathered = torch.empty(me.size * 100)
+            dist.all_gather_single(gathered, torch.full((100,), 1 + 2.0**-20 * me.rank))
+            assert (gathered.view(-1, 100)[:, 0] == 1 + 2.0**-20 * torch.arange(me.size)).all()
+    return results
+
+
+@pytest.mark.parametrize("wire_dtype", ("bfloat16", "int8"))
+@pytest.mark.parametrize("hosts", (None, [0, 0, 1, 1], [0, 1, 1, 1]), ids=("tcp", "2 x 2", "uneven"))
+def test_rounded_on_the_wire(hosts: Hosts, wire_dtype: str) -> None:
+    """All ranks get the same, within the error that is stated, and what should be rounded is."""
+    found = run(placed, 4, hosts, wire_results, wire_dtype)
+    for key, array in found[0].items():
+        (algorithm, op, count), values = key, torch.from_numpy(array)
+        assert all(np.array_equal(array, other[key]) for other in found[1:]), f"{key}: ranks differ"
+        inputs = torch.stack([normal(rank, count) for rank in range(4)]).double()
+        right = inputs.amax(0) if op == "max" else inputs.sum(0) / (4 if op == "avg" else 1)
+        most = inputs.abs().sum(0)  # no partial sum is larger
+        if wire_dtype == "int8":  # what counts is the largest of those packed together, wherever their block begins
+            most = torch.nn.functional.max_pool1d(most[None], 63, 1, 31)[0]
+        roundings = 4  # of 3 partial sums at most, and of the result
+        bound = roundings * (2.0**-8 if wire_dtype == "bfloat16" else 1 / 127) * most
+        error = (values.double() - right).abs()
+        if algorithm == "all_reduce:one_shot":  # where all ranks complete the sum, rounding would make them differ
+            bound = torch.full_like(bound, 1e-5)
+        elif algorithm or count == max(COUNTS):  # smaller ones go by one_shot, if nobody says otherwise
+            assert error.max() > 1e-5, f"{key}: not rounded"
+            if wire_dtype == "bfloat16":
+                assert torch.equal(values, values.bfloat16().float()), f"{key}: not all are rounded"
+        assert (error <= bound + 1e-6).all(), key
+
+
+def not_finite(me: Rank, wire_dtype: str) -> Any:
+    with me.join(options=ringreduce.Options(wire_dtype=wire_dtype, algorithms="all_reduce:ring")):
+        values = torch.ones(1000)
+        if me.rank == 1:
+            values[500] = torch.inf
+        dist.all_reduce(values)
+        return values.numpy()
+
+
+@pytest.mark.parametrize("wire_dtype", ("bfloat16", "int8"))
+def test_what_is_not_finite_is_so_after_the_wire(wire_dtype: str) -> None:
+    for values in run(placed, 3, None, not_finite, wire_dtype):
+        assert not np.isfinite(values[500])
+        assert (values[:400] == 3).all() and (values[600:] == 3).all()
+
+
+def another_wire_dtype(me: Rank) -> None:
+    options = ringreduce.Options(wire_dtype=("bfloat16", "int8")[me.rank])
+    with pytest.raises(InvalidArgument, match="wire_dtype"), me.join(options=options):
+        pass
+
+
+def test_ranks_must_agree_on_the_wire_dtype() -> None:
+    run(placed, 2, None, another_wire_dtype)
