@@ -149,6 +149,8 @@ class LinkCounters:
     bytes_in: int
     frames_out: int
     frames_in: int
+    round_trip: float
+    resent: int
 
 class ProcessGroupRing(Backend):
     def __init__(

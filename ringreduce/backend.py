@@ -28,6 +28,7 @@ from ringreduce.config import (
 )
 from ringreduce.errors import SystemFailure, TopologyError
 from ringreduce.gpu import group as gpus
+from ringreduce.hosts import Wire
 from ringreduce.plan.hosts import PLAIN
 from ringreduce.rendezvous import Place, call_roll, meet
 from ringreduce.topology.group import GroupTopology, described, graph_of_cores, graph_of_file, plan_group
@@ -71,21 +72,25 @@ def _make(
     settings = functools.partial(_settings, store, name, rank, global_ranks, seconds, options)
     group, decision, links = make(store, rank, global_ranks, seconds, options, settings)
     decided = plan.parse_algorithms(decision.rules)
-    added = _add_plans(size, options, decision.topology, decided, group, decision.hosts)
-    if links:
+    if links is None:
+        _add_plans(size, options, decision.topology, decided, group)
+    else:
         hosts.remember(name, links)
         try:
-            links.connect_all(hosts.peers_in(added, rank, decision.hosts), seconds - (time.monotonic() - began))
+            links.learn(seconds - (time.monotonic() - began))  # which plans are chosen by
+            added = _add_plans(size, options, decision.topology, decided, group, links)
+            links.connect_all(hosts.peers_in(added, rank, links.order), seconds - (time.monotonic() - began))
         except BaseException:
             group.shutdown()  # which lets go of the door, which holds the group
             raise
     log.info(
-        "[rank %d] made a group of ranks %s in %.3f s: %s; decided: %s",
+        "[rank %d] made a group of ranks %s in %.3f s: %s; decided: %s; between hosts: %s",
         global_ranks[rank],
         global_ranks,
         time.monotonic() - began,
         options,
         decision.rules or "nothing",
+        links.wire if links else "nothing",
     )
     return group
 
@@ -96,15 +101,15 @@ def _add_plans(
     topology: GroupTopology | None,
     decided: Sequence[plan.Rule],
     target: _C.ProcessGroupRing | _C.GpuEngine,
-    on_hosts: hosts.Hosts = (),
+    links: hosts.Links | None = None,
 ) -> list[plan.Plan]:
     """Gives `target` a plan for each collective and size: as the user says, else the topology, else `decided`, else
     by what is known of the network between hosts. Returns the plans."""
     rules = plan.parse_algorithms(options.algorithms or "")
     own = dict(topology.plans()) if topology else {}
     decided = (*(topology.rules() if topology else ()), *decided)
-    if len(on_hosts) > 1:
-        for_hosts, plans = hosts.plans_for(on_hosts, hosts.Wire(), _slicing_between_hosts(size, options))
+    if links:
+        for_hosts, plans = hosts.plans_for(links.order, links.wire, _slicing_between_hosts(size, options))
         own, decided = {**plans, **own}, (*decided, *for_hosts)
     added = []
     for collective, ranges in plan.table(size, rules, decided).items():
@@ -121,14 +126,14 @@ def _slicing_between_hosts(size: int, options: Options) -> plan.Slicing:
 
 
 def _plans_for_root(
-    options: Options, on_hosts: hosts.Hosts, collective: str, root: int
+    options: Options, links: hosts.Links, collective: str, root: int
 ) -> list[tuple[list[int], int, int, int]]:
     """(lowered, digest, most bytes, slice bytes) of the plans of a rooted collective; none where others serve it."""
     user = [rule for rule in plan.parse_algorithms(options.algorithms or "") if rule.collective == collective]
     if user or collective in PLAIN:
         return []
-    size = sum(map(len, on_hosts))
-    chosen = hosts.plans_for_root(on_hosts, hosts.Wire(), _slicing_between_hosts(size, options), collective, root)
+    slicing = _slicing_between_hosts(len(links.elsewhere), options)
+    chosen = hosts.plans_for_root(links.order, links.wire, slicing, collective, root)
     return [(*_lowered(each), ANY_SIZE if end is None else end - 1, 0) for end, each in chosen]
 
 
@@ -157,12 +162,14 @@ def _make_with_memory(
     )
     decision = Decision.load(meeting.decision)
     if decision.error:
+        if meeting.door:
+            meeting.door.close()
         raise TopologyError(decision.error, 0)
     links = None
     if meeting.door:
         name = "/".join(map(str, global_ranks))
         assert options.connections is not None and options.dead_after is not None  # resolved
-        links = hosts.Links(meeting, name, rank, options.connections, options.dead_after)
+        links = hosts.Links(meeting, name, rank, decision.hosts, decision.wire, options.connections, options.dead_after)
     fetch = bool(meeting.threads)
     slicing = tuning.slicing_for(options, slot_bytes, fetch)
     group = _C.ProcessGroupRing(
@@ -183,6 +190,7 @@ def _make_with_memory(
             most_slice_bytes=slicing.most_slice_bytes,
             least_fetch_bytes=tuning.fetch_from(options, size, meeting.cores, fetch) or 0,
             wire_dtype=options.wire_dtype,
+            plans_for_root=functools.partial(_plans_for_root, options, links) if links else None,
         ),
     )
     if links:
@@ -233,7 +241,7 @@ def place_of(options: Options) -> Place:
 def _agreed(options: Options) -> str:
     """What must be equal on all ranks. The others are each rank's own affair."""
     own = replace(options, tuning=None, topo_file=None, recorded_calls=None, dump_when_broken=None, debug=None)
-    own = replace(own, socket_ifname=None, ports=None, host_id=None, secret_file=None)
+    own = replace(own, socket_ifname=None, ports=None, host_id=None, secret_file=None, hosts_file=None)
     return str(own)
 
 
@@ -262,7 +270,6 @@ def _settings(
         dump_when_broken=bool(options.dump_when_broken),
         print_calls=(options.debug or 0) > 1,
         topology=decision.topology.to_json() if decision.topology else "",
-        plans_for_root=functools.partial(_plans_for_root, options, decision.hosts) if decision.hosts else None,
         **of_transport,
     )
 
@@ -291,7 +298,9 @@ class Decision:
     topology: GroupTopology | None = None
     error: str = ""
     hosts: hosts.Hosts = ()
-    """The ranks of each."""
+    """The ranks of each, in the order of rings."""
+    wire: Wire | None = None
+    """What a file says of the network between hosts."""
 
     @property
     def channels(self) -> int:
@@ -299,22 +308,28 @@ class Decision:
 
     def dump(self) -> str:
         topology = self.topology.to_json() if self.topology else None
-        return json.dumps({"rules": self.rules, "topology": topology, "error": self.error, "hosts": self.hosts})
+        return json.dumps({**vars(self), "topology": topology})
 
     @staticmethod
     @functools.lru_cache(maxsize=16)
     def load(text: str) -> Decision:
         fields = json.loads(text)
         topology = GroupTopology.from_json(fields["topology"]) if fields["topology"] else None
-        return Decision(fields["rules"], topology, fields["error"], tuple(map(tuple, fields["hosts"])))
+        wire = Wire(*fields["wire"]) if fields["wire"] else None
+        return Decision(fields["rules"], topology, fields["error"], tuple(map(tuple, fields["hosts"])), wire)
 
 
 def _decide(
-    global_ranks: list[int], options: Options, cores: list[frozenset[int]], fetch: bool, hosts: list[list[int]]
+    global_ranks: list[int],
+    options: Options,
+    cores: list[frozenset[int]],
+    fetch: bool,
+    on_hosts: list[list[int]],
+    labels: list[str],
 ) -> str:
     """Called on rank 0 of a group. The others wait for the answer, so it has one whatever happens."""
-    if len(hosts) > 1:
-        return Decision(hosts=tuple(map(tuple, hosts))).dump()
+    if len(on_hosts) > 1:
+        return _decide_for_hosts(options.hosts_file or "", tuple(map(tuple, on_hosts)), labels).dump()
     size, some = len(cores), frozenset[int]().union(*cores)
     rules = tuning.decide(size, some, fetch, options=options, slot_bytes=slot_bytes_for(size, options))
     try:
@@ -324,6 +339,20 @@ def _decide(
     except Exception as error:
         log.warning("cannot plan over the machine's links: %s; the tuned rules decide", error)
         return Decision(rules).dump()
+
+
+def _decide_for_hosts(file: str, on_hosts: hosts.Hosts, labels: Sequence[str]) -> Decision:
+    if not file:
+        return Decision(hosts=on_hosts)
+    try:
+        order, wire = hosts.by_file(file, on_hosts, labels)
+        return Decision(hosts=order, wire=wire)
+    except Exception as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        return Decision(
+            error=f"RINGREDUCE_HOSTS_FILE={file!r}: {reason}; have `ringreduce doctor --peers --write` write it, or "
+            "leave the option out"
+        )
 
 
 def _decide_over_gloo(global_ranks: list[int], options: Options) -> str:

@@ -32,7 +32,7 @@ def _knob(default: Any, parse: Any, help: str) -> Any:
 @dataclass(frozen=True)
 class Options:
     """Options of a group, for `pg_options` of `init_process_group` and `new_group`. Must be the same on all ranks
-    (but `tuning` and `topo_file`, of which rank 0's count).
+    (but `tuning`, `topo_file` and `hosts_file`, of which rank 0's count).
 
     A field left at None takes its RINGREDUCE_* variable, or else its default. Raises `InvalidArgument` for bad values.
     """
@@ -53,6 +53,9 @@ class Options:
     host_id: str | None = _knob(None, str, "ranks with the same are on one host (default: as the kernel says)")
     secret_file: str | None = _knob(
         None, str, "a file that only ranks of the job can read; links between hosts need it"
+    )
+    hosts_file: str | None = _knob(
+        None, str, "what `ringreduce doctor --peers --write` measured between hosts (default: assumed). Rank 0's counts"
     )
     connections: int | None = _knob(None, int, "TCP connections of a link, for each pair of interfaces")
     dead_after: int | None = _knob(None, int, "seconds without a sign of life after which a link breaks")
@@ -107,6 +110,7 @@ DEFAULTS: Mapping[str, Any] = {
     "ports": "",
     "host_id": "",
     "secret_file": "",
+    "hosts_file": "",
     "connections": 1,
     "dead_after": 10,
     "wire_dtype": "float32",
@@ -223,7 +227,7 @@ def _check(name: str, value: Any, origin: str) -> None:
         if not isinstance(value, str):
             raise InvalidArgument(f"{where} is {value!r}; it must be text, '' for none")
         return
-    if name == "topo_file":
+    if name in ("topo_file", "hosts_file"):
         if not isinstance(value, str):
             raise InvalidArgument(f"{where} is {value!r}; it must be the path of a file, or '' for none")
         return

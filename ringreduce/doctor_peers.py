@@ -21,10 +21,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
 from ringreduce.errors import CollectiveTimeout, RingReduceError
 from ringreduce.hosts import PATIENCE
+from ringreduce.hosts_file import HostsFile
 from ringreduce.rendezvous import Meeting, Peer, Place, meet
 from ringreduce.rendezvous.store import Store, get
 
@@ -56,6 +58,8 @@ class Host:
 
     name: str
     ranks: list[int]
+    label: str = ""
+    """What a file calls it."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,18 @@ class Survey:
         """Whether all hosts reach each other."""
         return not any(pair.error for pair in self.pairs)
 
+    def for_file(self) -> HostsFile:
+        """What groups read. Between hosts that could not be measured nothing can go."""
+        size = len(self.hosts)
+        latency, bandwidth = ([[0.0] * size for _ in range(size)] for _ in range(2))
+        for pair in self.pairs:
+            if not pair.error:
+                latency[pair.lower][pair.higher] = latency[pair.higher][pair.lower] = pair.latency
+                bandwidth[pair.lower][pair.higher], bandwidth[pair.higher][pair.lower] = pair.there, pair.back
+        date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+        labels = tuple(host.label for host in self.hosts)
+        return HostsFile(date, labels, tuple(map(tuple, latency)), tuple(map(tuple, bandwidth)))
+
 
 def survey(
     store: Store, rank: int, size: int, place: Place, seconds: float, connections: int = 1, dead_after: float = 10.0
@@ -100,7 +116,10 @@ def survey(
     meeting = meet(store, rank, size, lambda _: 4096, "doctor", MEET_SECONDS, lambda *_: "", place=place)
     for fd in (meeting.memfd, *(pidfd for pidfd in meeting.pidfds if pidfd >= 0)):
         os.close(fd)
-    hosts = tuple(Host(meeting.names[ranks[0]][0], ranks) for ranks in meeting.hosts)
+    hosts = tuple(
+        Host(meeting.names[ranks[0]][0], ranks, label)
+        for ranks, label in zip(meeting.hosts, meeting.labels, strict=True)
+    )
     pairs: tuple[Pair, ...] = ()
     if meeting.door is not None:
         speakers = [host.ranks[0] for host in hosts]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ringreduce import _C
-from ringreduce.hosts import LinkStats, all_links
+from ringreduce.hosts import LinkStats, Wire, all_links
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,14 @@ class GroupStats(dict[str, CallStats]):
     refused: dict[str, int]
     """Connections that this rank refused, by reason: "garbage", "proof", "crowd", ...: see docs/hosts.md."""
 
-    def __init__(self, calls: dict[str, CallStats], links: dict[int, LinkStats], refused: dict[str, int]) -> None:
+    wire: Wire | None
+    """What its plans between hosts are chosen by, and where that is known from; None if all ranks are on one host."""
+
+    def __init__(
+        self, calls: dict[str, CallStats], links: dict[int, LinkStats], refused: dict[str, int], wire: Wire | None
+    ) -> None:
         super().__init__(calls)
-        self.links, self.refused = links, refused
+        self.links, self.refused, self.wire = links, refused, wire
 
 
 def stats() -> dict[str, GroupStats]:
@@ -46,6 +51,7 @@ def stats() -> dict[str, GroupStats]:
             {call: CallStats(*counters) for call, counters in calls.items()},
             on_hosts[name].stats if name in on_hosts else {},
             on_hosts[name].refused if name in on_hosts else {},
+            on_hosts[name].wire if name in on_hosts else None,
         )
         for name, calls in _C.statistics().items()
     }

@@ -104,7 +104,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("bytes_out", &Links::Counters::bytes_out)
       .def_readonly("bytes_in", &Links::Counters::bytes_in)
       .def_readonly("frames_out", &Links::Counters::frames_out)
-      .def_readonly("frames_in", &Links::Counters::frames_in);
+      .def_readonly("frames_in", &Links::Counters::frames_in)
+      .def_property_readonly("round_trip",
+                             [](const Links::Counters& self) { return 1e-9 * static_cast<double>(self.round_trip); })
+      .def_readonly("resent", &Links::Counters::resent);
 
   py::class_<Geometry>(m, "Geometry")
       .def(py::init([](std::uint32_t ranks, std::uint32_t channels, std::uint32_t depth, std::uint32_t slot_bytes,

@@ -69,6 +69,15 @@ class Descriptors {
   std::set<int> held_;
 };
 
+// Adds what TCP knows of a connection; nothing if it is closed.
+void ask_tcp(int socket, Links::Counters& counters) {
+  tcp_info info{};
+  socklen_t size = sizeof info;
+  if (getsockopt(socket, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return;
+  counters.round_trip = std::max(counters.round_trip, info.tcpi_rtt * kMicrosecond);
+  counters.resent += info.tcpi_total_retrans;
+}
+
 }  // namespace
 
 Links::Links(const Segment& segment, Connect connect)
@@ -598,7 +607,10 @@ std::vector<Links::Counters> Links::counters() const {
     const Link& l = link(peer);
     if (l.connections.empty()) continue;
     Counters counters{peer, {}, l.bytes_out, l.bytes_in, l.frames_out, l.frames_in};
-    for (const auto& connection : l.connections) counters.paths.push_back(connection->path);
+    for (const auto& connection : l.connections) {
+      counters.paths.push_back(connection->path);
+      ask_tcp(connection->socket, counters);
+    }
     result.push_back(std::move(counters));
   }
   return result;

@@ -45,6 +45,8 @@ class Links {
     int peer;
     std::vector<std::string> paths;  // of the connections
     std::uint64_t bytes_out, bytes_in, frames_out, frames_in;
+    Nanoseconds round_trip = 0;  // as TCP finds it, of the slowest connection
+    std::uint64_t resent = 0;    // segments of TCP, of all connections
   };
 
   // `segment`, which must outlive this object, holds the mirrors.

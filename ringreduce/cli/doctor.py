@@ -7,9 +7,11 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+from ringreduce import hosts_file
 from ringreduce.cli.arguments import seconds
 from ringreduce.cli.terminal import Help, console, say
 from ringreduce.errors import InvalidArgument
+from ringreduce.hosts_file import HostsFile
 
 UNREACHABLE = 2
 
@@ -22,18 +24,23 @@ def add(commands: Any) -> None:
         "their links, NCCL, the network, limits. Says why each matters and what to do where something is missing. "
         "With --peers, run by a launcher on every rank of a job: which hosts reach each other, how long a small "
         "message takes, and how fast bytes go. Rank 0 prints it, and exits with 2 if two hosts cannot connect.",
-        epilog="examples:\n  ringreduce doctor\n  torchrun --nnodes 2 ... -m ringreduce doctor --peers",
+        epilog="examples:\n  ringreduce doctor\n  torchrun --nnodes 2 ... -m ringreduce doctor --peers\n"
+        "  torchrun --nnodes 4 ... -m ringreduce doctor --peers --write hosts.json",
         formatter_class=Help,
     )
     parser.add_argument("--peers", action="store_true", help="probe the network between the hosts of this job")
     parser.add_argument("--timeout", type=seconds, default=10.0, metavar="SECONDS",
                         help="for two hosts to connect (default: 10)")  # fmt: skip
+    parser.add_argument("--write", metavar="FILE",
+                        help="with --peers: where rank 0 writes what groups read by RINGREDUCE_HOSTS_FILE")  # fmt: skip
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.peers:
-        return _peers(arguments.timeout)
+        return _peers(arguments.timeout, arguments.write)
+    if arguments.write:
+        raise InvalidArgument(f"--write {arguments.write} is for --peers, which measures what is written")
     from ringreduce import doctor
 
     shown = doctor.render(doctor.examine())
@@ -43,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _peers(seconds: float) -> int:
+def _peers(seconds: float, file: str | None) -> int:
     from torch._C._distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
@@ -82,4 +89,14 @@ def _peers(seconds: float) -> int:
         out.print(shown)
     if len(found.hosts) == 1:
         say(out, "all ranks are on one host (RINGREDUCE_HOST_ID or RINGREDUCE_TRANSPORT=tcp can say otherwise)")
+    if file:
+        _write(found.for_file(), file)
+        say(out, f"written to {file}: RINGREDUCE_HOSTS_FILE={file} has groups of these hosts read it")
     return 0 if found.ok else UNREACHABLE
+
+
+def _write(measured: HostsFile, file: str) -> None:
+    try:
+        hosts_file.save(measured, file)
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(f"--write {file}: {error}") from None

@@ -5,7 +5,7 @@ group's `secret`. `roster`: ranks that another backend joins. `store`: what is n
 """
 
 from ringreduce.rendezvous.host import Meeting, Place, meet
-from ringreduce.rendezvous.links import Address, Door, Peer
+from ringreduce.rendezvous.links import Address, Contact, Door, Peer
 from ringreduce.rendezvous.roster import Roster, call_roll
 
-__all__ = ["Address", "Door", "Meeting", "Peer", "Place", "Roster", "call_roll", "meet"]
+__all__ = ["Address", "Contact", "Door", "Meeting", "Peer", "Place", "Roster", "call_roll", "meet"]

@@ -75,12 +75,17 @@ class Meeting:
     """Per rank: under which thread's id its memory is open; empty unless every rank can access every other's."""
     hosts: list[list[int]]
     """The ranks of each host, in order; hosts by their lowest rank."""
+    labels: list[str]
+    """What files call each host: RINGREDUCE_HOST_ID, or else its hostname, which several may have."""
     secret: bytes
     """The group's, for connections between hosts."""
     door: Door | None
     """Where this rank listens for those on other hosts, not open yet; None if all are on one."""
     doors: list[list[Address]]
     """Per rank: the addresses of its door; none if all are on one host."""
+    store: Store
+    prefix: str
+    """Of keys in the store that are this meeting's alone."""
 
 
 def meet(
@@ -90,15 +95,16 @@ def meet(
     segment_bytes: Callable[[str], int],
     config: str,
     timeout: float,
-    decide: Callable[[list[frozenset[int]], bool, list[list[int]]], str],
+    decide: Callable[[list[frozenset[int]], bool, list[list[int]], list[str]], str],
     memory: tuple[int, int, int] | None = None,
     place: Place = Place(),
 ) -> Meeting:
     """Joins this rank with the others of its group; returns when all of its host are there, and all others known.
 
     `config` must be equal on all ranks. `decide` is called on rank 0 alone, when all are known, with the cores that
-    each rank may use, whether rank 0 can access all ranks' memory, and the ranks of each host; what it says is told to
-    all, and by it `segment_bytes` says how much memory to share. `memory` is the key of this rank's `OpenMemory`.
+    each rank may use, whether rank 0 can access all ranks' memory, and the ranks and the label of each host; what it
+    says is told to all, and by it `segment_bytes` says how much memory to share. `memory` is the key of this rank's
+    `OpenMemory`.
     Raises `CollectiveTimeout` naming the ranks that did not come within `timeout` seconds, `InvalidArgument` if
     configurations differ or `place` cannot be, `TopologyError` if all have to be on one host and are not.
     """
@@ -110,13 +116,15 @@ def meet(
         listener.bind("")  # the kernel picks a free abstract address
         listener.listen(size)
         me = {"host": socket.gethostname(), "pid": os.getpid(), "machine": _machine(place, rank), "config": config}
+        me |= {"label": place.host_id or socket.gethostname()}
         me |= {"cores": sorted(os.sched_getaffinity(0)), "memory": memory, "address": listener.getsockname().hex()}
         store.set(f"{prefix}/rank/{rank}", json.dumps(me))
         if rank == 0:
             ranks = [json.loads(get(store, f"{prefix}/rank/{r}", f"rank {r}", deadline)) for r in range(size)]
             hosts = _hosts(ranks)
             near = len(hosts) == 1 and _can_access_all(ranks)
-            decision = decide([frozenset(other.get("cores", ())) for other in ranks], near, hosts)
+            labels = _labels(ranks, hosts)
+            decision = decide([frozenset(other.get("cores", ())) for other in ranks], near, hosts, labels)
             roster = {"ranks": ranks, "secret": secrets.token_hex(32), "decision": decision}
             store.set(f"{prefix}/roster", json.dumps(roster))
         else:
@@ -152,9 +160,12 @@ def meet(
         decision=decision,
         threads=[int(other["memory"][0]) for other in ranks] if near else [],
         hosts=hosts,
+        labels=_labels(ranks, hosts),
         secret=group_secret(secret, place.secret_file),
         door=door,
         doors=doors,
+        store=store,
+        prefix=prefix,
     )
 
 
@@ -174,6 +185,10 @@ def _hosts(ranks: list[dict[str, Any]]) -> list[list[int]]:
     for r, other in enumerate(ranks):
         hosts.setdefault(str(other.get("machine")), []).append(r)  # those that want another transport have none
     return list(hosts.values())
+
+
+def _labels(ranks: list[dict[str, Any]], hosts: list[list[int]]) -> list[str]:
+    return [str(ranks[host[0]].get("label")) for host in hosts]
 
 
 def _tell_addresses(

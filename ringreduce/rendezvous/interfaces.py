@@ -23,6 +23,7 @@ from ipaddress import (
     ip_interface,
     ip_network,
 )
+from pathlib import Path
 
 from ringreduce.errors import InvalidArgument
 
@@ -30,6 +31,9 @@ VARIABLE = "RINGREDUCE_SOCKET_IFNAME"
 
 IPInterface = IPv4Interface | IPv6Interface
 IPNetwork = IPv4Network | IPv6Network
+
+LEAST_MEGABITS, MOST_MEGABITS = 10, 4_000_000
+"""What a driver says is a speed; -1 and what it becomes in other types is not."""
 
 # Bridges to the containers and virtual machines of one host, which other hosts do not reach.
 BRIDGES = ("docker", "br-", "virbr", "lxcbr", "lxdbr", "cni", "podman")
@@ -148,6 +152,28 @@ def _network(text: str) -> IPNetwork | None:
 def _reachable(addresses: tuple[IPInterface, ...]) -> tuple[IPInterface, ...]:
     """Without those that only mean something on their own cable, if there are others."""
     return tuple(a for a in addresses if not a.ip.is_link_local) or addresses
+
+
+NET = Path("/sys/class/net")
+
+
+def speed_of(name: str) -> float | None:
+    """Bytes per second that an interface of this machine can send, by its driver; None if nobody knows.
+
+    What has no hardware (veth, tap) has a driver that makes a speed up, so only hardware and what stands on it counts:
+    bonds, VLANs, bridges with one port.
+    """
+    folder = NET / name
+    try:
+        if int((folder / "ifindex").read_text()) != socket.if_nametoindex(name):
+            return None  # /sys is of another network namespace
+        if not (folder / "device").exists() and not (folder / "bonding").exists():
+            below = [path.name.removeprefix("lower_") for path in folder.glob("lower_*")]
+            return speed_of(below[0]) if len(below) == 1 else None
+        megabits = int((folder / "speed").read_text())
+    except (OSError, ValueError):
+        return None
+    return 125_000.0 * megabits if LEAST_MEGABITS <= megabits <= MOST_MEGABITS else None
 
 
 # netlink: linux/netlink.h, rtnetlink.h, if_link.h and if_addr.h

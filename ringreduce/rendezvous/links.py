@@ -80,6 +80,7 @@ _HELLO = struct.Struct(f"!8sHIII{_SESSION}s{_NONCE}s")  # magic, version, from, 
 _JOIN = struct.Struct("!II")  # which connection of the session this is, and of how many
 _DIGEST = hashlib.sha256().digest_size
 _WELCOME, _READY = b"W", b"R"
+_MIN_RTT = 148  # where struct tcp_info of linux/tcp.h has tcpi_min_rtt
 
 # Why a door refuses: the word it counts under, what it answers, and what the other side makes of the answer.
 _ANSWERS = {
@@ -114,6 +115,15 @@ class Peer(NamedTuple):
     host: str
     pid: int
     addresses: Sequence[Address]
+
+
+class Contact(NamedTuple):
+    """What was noticed while the connections with a peer were made."""
+
+    round_trip: float
+    """Seconds: the shortest that TCP saw, from kernel to kernel, so it does not matter how busy the ranks are."""
+    interfaces: tuple[str, ...]
+    """This host's, that the connections use."""
 
 
 class Refused(Exception):
@@ -190,6 +200,7 @@ class Door:
         self._closed = False
         self._refused: Counter[str] = Counter()
         self._missed: dict[int, dict[str, str]] = {}
+        self._contacts: dict[int, Contact] = {}
         _doors.add(self)
 
     def open(
@@ -250,6 +261,10 @@ class Door:
     def missed(self, peer: int) -> dict[str, str]:
         """The ways to a peer that is linked which this rank has tried in vain, and why they failed."""
         return dict(self._missed.get(peer, {}))
+
+    def contact(self, peer: int) -> Contact | None:
+        """With a peer; None if it is not linked."""
+        return self._contacts.get(peer)
 
     def close(self) -> None:
         """Lets nobody in any more; delivered connections stay. Idempotent."""
@@ -383,6 +398,10 @@ class Door:
         try:
             if self._deliver is None:
                 raise Aborted("the door is closed")
+            self._contacts[peer] = Contact(
+                min(_round_trip(connection) for connection, _ in connected),
+                tuple(dict.fromkeys(interface for _, interface in connected)),
+            )
             for connection, interface in connected:
                 _set_options(connection, self._dead_after)
                 here, there = connection.getsockname(), connection.getpeername()
@@ -688,6 +707,12 @@ def _set_options(connection: socket.socket, dead_after: float) -> None:
         (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * dead_after)),
     ):
         connection.setsockopt(level, option, value)
+
+
+def _round_trip(connection: socket.socket) -> float:
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT + 4)
+    (microseconds,) = struct.unpack_from("=I", info, _MIN_RTT)
+    return float(microseconds) * 1e-6
 
 
 async def _read(connection: socket.socket, size: int) -> bytes:

@@ -40,6 +40,7 @@ def topology(group: dist.ProcessGroup | None = None) -> GroupTopology:
             (),
             hosts=tuple(OnHost(*host) for host in links.hosts),
             links=tuple((peer, stats.paths) for peer, stats in sorted(links.stats.items())),
+            wire=str(links.wire),
         )
     if backend.topology:
         return GroupTopology.from_json(backend.topology)

@@ -62,10 +62,12 @@ class GroupTopology:
     """What the topology has planned; the tuned rules serve the rest."""
     assumed: tuple[str, ...] = ()
     hosts: tuple[OnHost, ...] = ()
-    """Where the ranks of a group over several hosts are; empty if all are on one."""
+    """Where the ranks of a group over several hosts are, in the order of rings; empty if all are on one."""
     links: tuple[tuple[int, tuple[str, ...]], ...] = ()
     """Of this rank to those on other hosts, as far as they are made: the rank, and the path of each connection, such as
     "10.0.0.1:5 -> 10.0.0.2:6 via eth0"."""
+    wire: str = ""
+    """Latency and bandwidth between hosts that plans are chosen by, and where they are known from."""
 
     def rules(self) -> tuple[Rule, ...]:
         """For `plan.table`."""
@@ -99,6 +101,7 @@ class GroupTopology:
             tuple(fields["assumed"]),
             tuple(hosts),
             tuple(links),
+            fields["wire"],
         )
 
     def __str__(self) -> str:
@@ -107,6 +110,8 @@ class GroupTopology:
             lines.append("ranks on " + " ".join(self.ranks))
         for host in self.hosts:
             lines.append(f"{host.name}: rank{'s' * (len(host.ranks) > 1)} {', '.join(map(str, host.ranks))}")
+        if self.wire:
+            lines.append(f"between hosts: {self.wire}; rings go through hosts in this order")
         for peer, paths in self.links:
             lines.append(f"link to rank {peer}: {'; '.join(paths)}")
         if not self.served and not self.hosts:

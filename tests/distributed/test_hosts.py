@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,10 @@ from distributed import test_surface as surface
 from distributed.harness import Rank, Ranks, run
 
 import ringreduce
+from ringreduce import hosts_file
 from ringreduce.api import backend_of
 from ringreduce.errors import CollectiveMismatch, CollectiveTimeout, InvalidArgument, PeerLost, TopologyError
+from ringreduce.hosts_file import HostsFile
 
 NOTICED = 2.0
 """Seconds in which all ranks must know of a death or a mismatch."""
@@ -125,6 +128,44 @@ def only_shared_memory(me: Rank) -> None:
 
 def test_shared_memory_is_for_one_host() -> None:
     run(placed, 3, [0, 0, 1], only_shared_memory)
+
+
+def with_files_of_their_own(me: Rank, files: Sequence[str]) -> tuple[Any, ...]:
+    os.environ["RINGREDUCE_HOSTS_FILE"] = files[me.rank]
+    with me.join():
+        for name in collectives.COLLECTIVES.keys() - {"barrier"}:
+            collectives.COLLECTIVES[name](me, 1009, 0)
+        some = dist.new_group([0, 1, 3])
+        if me.rank != 2:
+            dist.all_reduce(torch.ones(10), group=some)
+        stats, said = ringreduce.stats(), ringreduce.topology()
+        return said.hosts, said.wire, [stats[name].wire for name in sorted(stats) if stats[name].wire]
+
+
+def test_the_file_of_rank_0_counts_for_all(tmp_path: Path) -> None:
+    rates = ((0, 1, 9, 9), (1, 0, 9, 9), (9, 9, 0, 1), (9, 9, 1, 0))
+    file = HostsFile("then", tuple(f"host {n}" for n in (0, 1, 3, 4)), ((1e-4,) * 4,) * 4, rates)
+    hosts_file.save(file, str(tmp_path / "one"))
+    hosts_file.save(HostsFile("now", file.hosts, file.latency, ((1, 1, 1, 1),) * 4), str(tmp_path / "other"))
+    files = [str(tmp_path / "one"), str(tmp_path / "other"), "", "/nowhere"]
+    values = run(placed, 4, [0, 1, 3, 4], with_files_of_their_own, files)
+    assert values[0] == values[1] == values[3]
+    on_hosts, wire, wires = values[0]
+    assert values[2] == (on_hosts, wire, wires[:1])
+    assert [host.ranks for host in on_hosts] in ([(0,), (2,), (1,), (3,)], [(0,), (3,), (1,), (2,)])
+    assert wire == str(wires[0]) and wires[0][:2] == (1e-4, 9) and "one, then" in wire
+    assert wires[1][:2] == (1e-4, 1)  # of the group of three, whose ring has to cross the slow line
+
+
+def a_bad_file(me: Rank, path: str) -> None:
+    os.environ["RINGREDUCE_HOSTS_FILE"] = path if me.rank == 0 else ""
+    with pytest.raises(TopologyError, match=f"RINGREDUCE_HOSTS_FILE='{path}': .*doctor --peers --write"):
+        me.join(timeout=10).__enter__()
+
+
+def test_all_ranks_say_what_is_wrong_with_the_file_of_rank_0(tmp_path: Path) -> None:
+    (tmp_path / "hosts.json").write_text("[]")
+    run(placed, 3, [0, 1, 1], a_bad_file, str(tmp_path / "hosts.json"))
 
 
 def no_interface(me: Rank) -> None:

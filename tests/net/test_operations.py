@@ -69,6 +69,7 @@ def test_stats_and_topology() -> None:
         for peer, link in links.items():
             other = values[peer]["links"][rank]
             assert link.frames_out > 0 and link.bytes_out > 0
+            assert 0 < link.round_trip < 1 and link.resent >= 0
             assert len(link.paths) == len(other.paths) == 1
             assert link.paths[0].endswith(" via eth0")
         assert sum(link.bytes_out for link in links.values()) > 100_000
@@ -78,15 +79,20 @@ def test_stats_and_topology() -> None:
         assert dict(topology.links) == {peer: link.paths for peer, link in links.items()}
         assert f"link to rank {min(links)}: {links[min(links)].paths[0]}" in str(topology)
         assert "ranks 2, 3" in str(topology)
+        wire = value["stats"].wire
+        assert wire == values[0]["stats"].wire
+        assert wire.latency < 0.01 and wire.latency_from == "measured: the longest of 1 hops"
+        assert wire.bandwidth_from == "assumed"  # veth says 10 Gbit/s whatever it is
+        assert f"between hosts: {wire}; rings go" in str(topology)
 
 
 def doctor(network: Network, *arguments: str, interfaces: str = "") -> tuple[int, str]:
-    """What rank 0 of one on each host prints; the store is at host 0."""
+    """What rank 0 of one on each host prints; the store is at host 0. Hosts have ids, since all have one hostname."""
     started = []
     for host in range(network.hosts):
         environ = os.environ | {"MASTER_ADDR": network.address(0), "MASTER_PORT": "29500", "PYTHONPATH": str(ROOT)}
         environ |= {"RANK": str(host), "WORLD_SIZE": str(network.hosts)}
-        environ |= {"RINGREDUCE_SOCKET_IFNAME": interfaces}
+        environ |= {"RINGREDUCE_SOCKET_IFNAME": interfaces, "RINGREDUCE_HOST_ID": f"host {host}"}
         command = [sys.executable, "-m", "ringreduce", "doctor", "--peers", *arguments]
         started.append(
             network.popen(
@@ -138,3 +144,73 @@ def test_the_doctor_says_which_hosts_do_not_connect() -> None:
     assert code == 2
     assert "rank 0 cannot connect with rank 1" in out and "in time" in out
     assert f"{network.address(1, 1)}:" in out and "no answer" in out, out
+
+
+def slow_down(network: Network, host: int, peer: int) -> None:
+    """What one host sends to one other goes at 20 Mbit/s, the rest at 200."""
+    for line in (
+        "qdisc replace dev eth0 root handle 1: htb default 1 r2q 100",
+        "class add dev eth0 parent 1: classid 1:1 htb rate 200mbit",
+        "class add dev eth0 parent 1: classid 1:2 htb rate 20mbit",
+        f"filter add dev eth0 parent 1: protocol ip u32 match ip dst {network.address(peer)} flowid 1:2",
+    ):
+        assert network.popen(host, ["tc", *line.split()]).wait() == 0, line
+
+
+def sent_in_a_ring(me: Rank, file: str) -> tuple[Any, Any, dict[int, int]]:
+    """What is said of the network, and the bytes sent to each rank in an all_reduce of 8 MB. Rank 0 has the file."""
+    os.environ["RINGREDUCE_HOST_ID"] = f"host {me.host}"
+    own = file if me.rank == 0 else "/nowhere"
+    with me.join(options=ringreduce.Options(hosts_file=own, socket_ifname="10.0.0.0/8")):
+        dist.all_reduce(torch.ones(2_000_000))
+        stats = ringreduce.stats()["0"]
+        dist.barrier()
+        return ringreduce.topology(), stats.wire, {peer: link.bytes_out for peer, link in stats.links.items()}
+
+
+def test_rings_follow_what_the_doctor_wrote(tmp_path: Path) -> None:
+    """0 - 1 and 2 - 3 are slow: a ring in the order of the ranks has two slow hops, 0, 2, 1, 3 and its reverse none."""
+    file = tmp_path / "hosts.json"
+    with Network(hosts=4) as network:
+        for host in range(4):
+            slow_down(network, host, host ^ 1)
+        code, out = doctor(network, "--write", str(file), interfaces="10.0.0.0/8")
+        assert code == 0 and f"written to {file}" in out, out
+        values = run(network, 1, sent_in_a_ring, str(file))
+    order = [host.ranks[0] for host in values[0][0].hosts]
+    assert order in ([0, 2, 1, 3], [0, 3, 1, 2])
+    for rank, (topology, wire, sent) in enumerate(values):
+        assert (topology.hosts, wire) == (values[0][0].hosts, values[0][1])
+        assert 5e6 < wire.bandwidth < 4e7  # of 2.5e6 and 2.5e7
+        assert str(file) in wire.bandwidth_from and str(file) in str(topology)
+        following = order[(order.index(rank) + 1) % 4]
+        assert sent[following] > 10e6
+        assert sum(sent.values()) - sent[following] < 1e6, (rank, order, sent)
+
+
+def one_middle_call(me: Rank) -> tuple[Any, dict[int, int], float]:
+    """What is said of the network, the bytes sent to each rank in an all_reduce of 64 KB, and TCP's round trip."""
+    with me.join():
+        dist.all_reduce(torch.ones(16384))  # links that are not there yet are made
+        dist.barrier()
+        before = ringreduce.stats()["0"].links
+        dist.all_reduce(torch.ones(16384))
+        dist.barrier()
+        stats = ringreduce.stats()["0"]
+        sent = {peer: link.bytes_out - before[peer].bytes_out for peer, link in stats.links.items()}
+        return stats.wire, sent, min(link.round_trip for link in stats.links.values())
+
+
+def test_a_delay_is_measured_and_makes_plans_of_one_delay() -> None:
+    with Network(hosts=4) as network:
+        near = run(network, 1, one_middle_call)
+    with Network(hosts=4, delay=0.005) as network:
+        far = run(network, 1, one_middle_call)
+    for wire, sent, round_trip in far:
+        assert wire == far[0][0] and round_trip > 0.009
+        assert wire.latency_from == "measured: the longest of 4 hops"
+        assert 0.004 < wire.latency < 0.02
+        assert len(sent) == 3 and min(sent.values()) >= 65536  # one_shot: everything to all
+    for wire, sent, _ in near:
+        assert wire.latency < 0.001
+        assert sum(sent.values()) < 2 * 65536  # in parts: in this network bytes cost more than delays

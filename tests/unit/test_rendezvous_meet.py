@@ -26,7 +26,7 @@ def meet_all(places: list[Place], store: Any = None, timeout: float = 30.0, **ot
     store = HashStore() if store is None else store
     size = len(places)
 
-    def decide(cores: list[frozenset[int]], near: bool, hosts: list[list[int]]) -> str:
+    def decide(cores: list[frozenset[int]], near: bool, hosts: list[list[int]], labels: list[str]) -> str:
         assert len(cores) == size and not near
         return f"{hosts}"
 
