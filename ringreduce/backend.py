@@ -348,7 +348,7 @@ def _decide_for_hosts(file: str, on_hosts: hosts.Hosts, labels: Sequence[str]) -
         order, wire = hosts.by_file(file, on_hosts, labels)
         return Decision(hosts=order, wire=wire)
     except Exception as error:
-        reason = error.strerror if isinstance(error, OSError) else error
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
         return Decision(
             error=f"RINGREDUCE_HOSTS_FILE={file!r}: {reason}; have `ringreduce doctor --peers --write` write it, or "
             "leave the option out"

@@ -37,6 +37,11 @@ more than a door waits for further interfaces (`links.GRACE_SECONDS`)."""
 LEARN_SECONDS = 5.0
 """For neighbours to connect so that the way between them can be measured; who is later is not waited for."""
 
+PROCESSES = 15e-6
+"""Seconds a message takes beside what TCP sees of its way: system calls, and a rank that has to notice. Between two
+namespaces on a 2-core Xeon, November 2026, an all_reduce of 8 bytes took 18 us, and half of TCP's round trip was 5 us.
+Without this, 16 KB between four took 1.5 times as long, by a plan for a faster network."""
+
 UNDER_WAY = 1 << 20
 """Bytes that are assumed to be on their way to a host at most. TCP's windows go to 4 MB and more, but lines between
 sites have losses and other users; a plan that sends more than it must should not rely on them being fast."""
@@ -110,7 +115,7 @@ def wire_of(noticed: Mapping[int, Noticed]) -> Wire:
     if not hops:
         return wire
     wire = wire._replace(
-        latency=_round(max(hops.values()) / 2), latency_from=f"measured: the longest of {len(hops)} hops"
+        latency=_round(max(hops.values()) / 2 + PROCESSES), latency_from=f"measured: the longest of {len(hops)} hops"
     )
     likely = UNDER_WAY / (2 * wire.latency)
     if likely < wire.bandwidth:
@@ -127,7 +132,6 @@ def _if_all_known(speeds: Iterable[float | None]) -> list[float]:
 
 def _round(seconds: float) -> float:
     """To the nearest of 1, 2 and 5 times a power of ten."""
-    seconds = max(seconds, 1e-6)
     power = math.floor(math.log10(seconds))
     near = [float(f"{digit}e{power}") for digit in (1, 2, 5, 10)]
     return min(near, key=lambda each: abs(math.log(each / seconds)))
