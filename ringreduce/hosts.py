@@ -37,10 +37,10 @@ more than a door waits for further interfaces (`links.GRACE_SECONDS`)."""
 LEARN_SECONDS = 5.0
 """For neighbours to connect so that the way between them can be measured; who is later is not waited for."""
 
-PROCESSES = 15e-6
-"""Seconds a message takes beside what TCP sees of its way: system calls, and a rank that has to notice. Between two
-namespaces on a 2-core Xeon, November 2026, an all_reduce of 8 bytes took 18 us, and half of TCP's round trip was 5 us.
-Without this, 16 KB between four took 1.5 times as long, by a plan for a faster network."""
+PROCESSES = 40e-6
+"""Seconds a message takes beside what TCP sees of its way: system calls, and a rank that has to notice. Between four
+namespaces on a 2-core Xeon, November 2026, where half of TCP's round trip was 5 us, an all_reduce took with 0 us here up
+to 1.5 times as long as with 40 (16 KB), with 15 us up to 1.7 times (1 MB), by plans for a faster network."""
 
 UNDER_WAY = 1 << 20
 """Bytes that are assumed to be on their way to a host at most. TCP's windows go to 4 MB and more, but lines between
