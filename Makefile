@@ -201,7 +201,7 @@ conformance: build $(VENV)/.test-tools
 	@echo; echo "== that its runner notices failures =="
 	@$(PYTEST) tests/conformance
 
-CPP := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+CPP := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh') $(wildcard bench/*.cpp)
 CLANG_FORMAT := $(PY) -c 'from clang_format import clang_format; clang_format()'
 
 lint: $(VENV)/.test-tools
