@@ -45,11 +45,13 @@ WAYS = {
     "uring_shared": "io_uring that any thread may use",
     "uring_zero_copy": "io_uring as the first, with SEND_ZC",
 }
-STREAMS = ("epoll", "epoll_short", "epoll_zero_copy", "uring", "uring_shared", "uring_zero_copy")
+STREAMS = ("epoll", "epoll_short", "epoll_zero_copy", "uring", "uring_shared")
 PATTERNS = {
     "pingpong": ("epoll", "epoll_short", "plain", "uring", "uring_multishot", "uring_shared"),
+    # Not uring_zero_copy: there it came to a standstill in 2 of some 30 runs, on a crowded machine (Linux 6.18). Both
+    # sides' sends and receives waited in the kernel, though there were bytes to read. The cause has not been found.
     "busy": STREAMS,
-    "asleep": STREAMS,
+    "asleep": (*STREAMS, "uring_zero_copy"),
 }
 METHOD = (
     "pingpong: a frame there, one back; both sides poll. busy, asleep: frames both ways at once over one connection;",
