@@ -8,6 +8,8 @@
    everybody of its host a memfd, all pidfds, and whether all can.
 4. If there are several hosts, every rank listens for the others (`links`) and tells the store where.
 
+A rank that cannot go on says so in the store, so that the others need not wait for it.
+
 A pidfd becomes readable when its process ends, whoever holds it. That is how a dead peer is found out: unlike an open
 socket it is not kept alive by forked children (DataLoader workers), and it works across pid namespaces.
 
@@ -17,6 +19,7 @@ The socket's address is abstract, and the memfd has no name: nothing is left in 
 from __future__ import annotations
 
 import array
+import contextlib
 import hashlib
 import hmac
 import json
@@ -29,7 +32,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, SystemFailure, TopologyError
+from ringreduce.errors import (
+    CollectiveTimeout,
+    InvalidArgument,
+    PeerLost,
+    RingReduceError,
+    SystemFailure,
+    TopologyError,
+)
 from ringreduce.rendezvous.interfaces import Filter, local_interfaces
 from ringreduce.rendezvous.links import Address, Door, parse_ports
 from ringreduce.rendezvous.secret import group_secret
@@ -39,6 +49,10 @@ _NONCE = 32
 _DIGEST = hashlib.sha256().digest_size
 _HELLO = struct.Struct(f"!i?{_NONCE}s{_DIGEST}s")  # rank, whether it can access all ranks' memory, nonce, proof
 _FDS_PER_MESSAGE = 200  # the kernel's limit is 253 (SCM_MAX_FD)
+_LOOK_SECONDS = 0.1
+"""How often a leader looks whether another rank has given up."""
+_LEST_SECONDS = 1.0
+"""How much longer the others wait than rank 0, which can tell them whom it has missed."""
 
 
 @dataclass(frozen=True)
@@ -106,10 +120,33 @@ def meet(
     says is told to all, and by it `segment_bytes` says how much memory to share. `memory` is the key of this rank's
     `OpenMemory`.
     Raises `CollectiveTimeout` naming the ranks that did not come within `timeout` seconds, `InvalidArgument` if
-    configurations differ or `place` cannot be, `TopologyError` if all have to be on one host and are not.
+    configurations differ or `place` cannot be, `TopologyError` if all have to be on one host and are not, `PeerLost` if
+    another rank has raised one of these for itself.
     """
     deadline = time.monotonic() + timeout
     prefix = f"ringreduce/{generation(store, rank)}"
+    try:
+        return _meet(store, prefix, rank, size, segment_bytes, config, deadline, decide, memory, place)
+    except RingReduceError as error:
+        _give_up(store, prefix, rank, error)
+        raise
+
+
+def _meet(
+    store: Store,
+    prefix: str,
+    rank: int,
+    size: int,
+    segment_bytes: Callable[[str], int],
+    config: str,
+    deadline: float,
+    decide: Callable[[list[frozenset[int]], bool, list[list[int]]], str],
+    memory: tuple[int, int, int] | None,
+    place: Place,
+) -> Meeting:
+    def look() -> None:
+        _raise_if_given_up(store, prefix)
+
     group_secret(b"", place.secret_file)  # what is wrong with these should not wait for several hosts to show
     parse_ports(place.ports)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -120,7 +157,7 @@ def meet(
         me |= {"cores": sorted(os.sched_getaffinity(0)), "memory": memory, "address": listener.getsockname().hex()}
         store.set(f"{prefix}/rank/{rank}", json.dumps(me))
         if rank == 0:
-            ranks = [json.loads(get(store, f"{prefix}/rank/{r}", f"rank {r}", deadline)) for r in range(size)]
+            ranks = [json.loads(get(store, f"{prefix}/rank/{r}", f"rank {r}", deadline, look)) for r in range(size)]
             hosts = _hosts(ranks)
             near = len(hosts) == 1 and _can_access_all(ranks)
             labels = _labels(ranks, hosts)
@@ -128,7 +165,9 @@ def meet(
             roster = {"ranks": ranks, "secret": secrets.token_hex(32), "decision": decision}
             store.set(f"{prefix}/roster", json.dumps(roster))
         else:
-            roster = json.loads(get(store, f"{prefix}/roster", "rank 0, which waits for all ranks,", deadline))
+            roster = json.loads(
+                get(store, f"{prefix}/roster", "rank 0, which waits for all ranks,", deadline + _LEST_SECONDS, look)
+            )
             ranks, hosts = roster["ranks"], _hosts(roster["ranks"])
             near = len(hosts) == 1 and _can_access_all(ranks)
         agree_on_config(ranks)
@@ -138,7 +177,9 @@ def meet(
         secret, decision = bytes.fromhex(str(roster["secret"])), str(roster["decision"])
         here = next(host for host in hosts if rank in host)
         if rank == here[0]:
-            memfd, local_pidfds, near = _serve(listener, secret, here, names, segment_bytes(decision), deadline, near)
+            memfd, local_pidfds, near = _serve(
+                listener, secret, here, names, segment_bytes(decision), deadline, near, look
+            )
         else:
             address = bytes.fromhex(ranks[here[0]]["address"])
             memfd, local_pidfds, near = _join(address, secret, rank, here, names, deadline, near)
@@ -148,7 +189,9 @@ def meet(
     os.close(pidfds[rank])
     pidfds[rank] = -1
     try:
-        door, doors = _tell_addresses(store, prefix, rank, size, place, deadline) if len(hosts) > 1 else (None, [])
+        door, doors = (
+            _tell_addresses(store, prefix, rank, size, place, deadline, look) if len(hosts) > 1 else (None, [])
+        )
     except BaseException:
         _close((memfd, *(fd for fd in pidfds if fd >= 0)))
         raise
@@ -167,6 +210,22 @@ def meet(
         store=store,
         prefix=prefix,
     )
+
+
+def _give_up(store: Store, prefix: str, rank: int, error: RingReduceError) -> None:
+    """Tells the others that this rank does not come, and why. The first to say so is heard."""
+    late = isinstance(error, CollectiveTimeout)
+    why = str(error) if late else f"making the group: rank {rank} ({socket.gethostname()}, pid {os.getpid()}): {error}"
+    with contextlib.suppress(Exception):  # the store may be gone, and what counts is the error
+        if not store.check([f"{prefix}/given up"]):
+            store.set(f"{prefix}/given up", json.dumps([late, why, error.culprit if error.culprit >= 0 else rank]))
+
+
+def _raise_if_given_up(store: Store, prefix: str) -> None:
+    """Raises what keeps another rank from coming: `CollectiveTimeout` if it waited in vain, else `PeerLost`."""
+    if store.check([f"{prefix}/given up"]):
+        late, why, culprit = json.loads(store.get(f"{prefix}/given up"))
+        raise (CollectiveTimeout if late else PeerLost)(str(why), int(culprit))
 
 
 def _machine(place: Place, rank: int) -> str:
@@ -192,7 +251,7 @@ def _labels(ranks: list[dict[str, Any]], hosts: list[list[int]]) -> list[str]:
 
 
 def _tell_addresses(
-    store: Store, prefix: str, rank: int, size: int, place: Place, deadline: float
+    store: Store, prefix: str, rank: int, size: int, place: Place, deadline: float, look: Callable[[], None]
 ) -> tuple[Door, list[list[Address]]]:
     """Opens a door for other hosts; returns it and where the doors of all ranks are."""
     wanted = Filter.parse(place.interfaces)
@@ -200,10 +259,11 @@ def _tell_addresses(
     try:
         store.set(f"{prefix}/door/{rank}", json.dumps(door.addresses))
         if rank == 0:  # so that each rank asks the store once, not once per rank
-            doors = [json.loads(get(store, f"{prefix}/door/{r}", f"rank {r}", deadline)) for r in range(size)]
+            doors = [json.loads(get(store, f"{prefix}/door/{r}", f"rank {r}", deadline, look)) for r in range(size)]
             store.set(f"{prefix}/doors", json.dumps(doors))
         else:
-            doors = json.loads(get(store, f"{prefix}/doors", "rank 0, which waits for all addresses,", deadline))
+            whom = "rank 0, which waits for all addresses,"
+            doors = json.loads(get(store, f"{prefix}/doors", whom, deadline + _LEST_SECONDS, look))
     except BaseException:
         door.close()
         raise
@@ -253,8 +313,12 @@ def _serve(
     segment_bytes: int,
     deadline: float,
     near: bool,
+    look: Callable[[], None],
 ) -> tuple[int, list[int], bool]:
-    """The leader's part: the memfd, the pidfds of the ranks `here`, and whether all can access all memory."""
+    """The leader's part: the memfd, the pidfds of the ranks `here`, and whether all can access all memory.
+
+    While it waits it calls `look`, which raises if that is in vain.
+    """
     memfd = os.memfd_create("ringreduce", os.MFD_CLOEXEC)
     try:
         os.ftruncate(memfd, segment_bytes)
@@ -268,13 +332,15 @@ def _serve(
     members: dict[int, socket.socket] = {}
     try:
         while missing := [r for r in here[1:] if r not in members]:
-            listener.settimeout(_left(deadline, f"rank {missing[0]}"))
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise CollectiveTimeout(f"making the group: ranks {missing} did not connect in time", missing[0])
+            look()
+            listener.settimeout(min(left, _LOOK_SECONDS))
             try:
                 connection, _ = listener.accept()
             except TimeoutError:
-                raise CollectiveTimeout(
-                    f"making the group: ranks {missing} did not connect in time", missing[0]
-                ) from None
+                continue
             try:
                 rank, pidfd, its_near = _admit(connection, secret, deadline)
                 if rank not in missing:

@@ -35,6 +35,7 @@ from distributed.test_lifecycle import in_child, leave_a_child_behind, load_and_
 from distributed.test_surface import dead_at_the_barrier
 from net.network import Network, unavailable
 from net.ranks import Rank, Ranks, run
+from processes import GROUP_TIMEOUT
 
 import ringreduce
 from ringreduce.api import backend_of
@@ -498,3 +499,40 @@ def early_messages(me: Rank) -> None:
 
 def test_asynchronous_messages_need_no_link_yet(network: Network) -> None:
     run(network, APART, early_messages)
+
+
+# groups that cannot be made
+
+
+def join_as(me: Rank, environ: dict[str, str]) -> Any:
+    """Rank 1 has these variables. All can make a group afterwards."""
+    if me.rank == 1:
+        os.environ.update(environ)
+    error = error_of(lambda: me.join(timeout=GROUP_TIMEOUT).__enter__())
+    for name in environ:
+        os.environ.pop(name, None)
+    with me.join("afterwards"):
+        all_reduce(me, 1000, 0)
+    return error
+
+
+HINDRANCES = {
+    "no interface": ({"RINGREDUCE_SOCKET_IFNAME": "ib"}, "leaves no interface"),
+    "no ports": ({"RINGREDUCE_PORTS": "none"}, "is no range of ports"),
+    "no secret": ({"RINGREDUCE_SECRET_FILE": "/nowhere"}, "No such file"),
+    "another host": ({"RINGREDUCE_HOST_ID": "host of 0"}, "which should be on this host"),
+}
+
+
+@pytest.mark.parametrize("hindrance", HINDRANCES)
+def test_all_hear_why_a_rank_does_not_come(network: Network, hindrance: str) -> None:
+    """At once, instead of waiting for it for the group's timeout."""
+    environ, why = HINDRANCES[hindrance]
+    start = time.monotonic()
+    others = {"RINGREDUCE_HOST_ID": "host of 0"} if hindrance == "another host" else {}
+    with Ranks(network, [0, 1], join_as, environ, env=others) as ranks:
+        (kind, message, culprit, when), own = ranks.results()
+    assert (kind, culprit) == (PeerLost, 1 if hindrance != "another host" else 0), message
+    assert "rank 1" in message and why in message
+    assert why in own[1]
+    assert when < start + GROUP_TIMEOUT
