@@ -109,7 +109,8 @@ def _add_plans(
     own = dict(topology.plans()) if topology else {}
     decided = (*(topology.rules() if topology else ()), *decided)
     if links:
-        for_hosts, plans = hosts.plans_for(links.order, links.wire, _slicing_between_hosts(size, options))
+        slicing, wire_dtype = _slicing_between_hosts(size, options), options.wire_dtype or "float32"
+        for_hosts, plans = hosts.plans_for(links.order, links.wire, slicing, wire_dtype)
         own, decided = {**plans, **own}, (*decided, *for_hosts)
     added = []
     for collective, ranges in plan.table(size, rules, decided).items():

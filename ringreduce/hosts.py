@@ -39,8 +39,8 @@ LEARN_SECONDS = 5.0
 
 PROCESSES = 40e-6
 """Seconds a message takes beside what TCP sees of its way: system calls, and a rank that has to notice. Between four
-namespaces on a 2-core Xeon, November 2026, where half of TCP's round trip was 5 us, an all_reduce took with 0 us here up
-to 1.5 times as long as with 40 (16 KB), with 15 us up to 1.7 times (1 MB), by plans for a faster network."""
+namespaces on a 2-core Xeon, November 2026, where half of TCP's round trip was 5 us, with 0 us here plans were chosen
+that took up to 1.5 times as long (16 KB), with 15 us up to 1.7 times (1 MB)."""
 
 UNDER_WAY = 1 << 20
 """Bytes that are assumed to be on their way to a host at most. TCP's windows go to 4 MB and more, but lines between
@@ -137,8 +137,14 @@ def _round(seconds: float) -> float:
     return min(near, key=lambda each: abs(math.log(each / seconds)))
 
 
+PACKED = {"float32": 1.0, "bfloat16": 1 / 2, "int8": 33 / 128}
+"""By `Options.wire_dtype`: what is left of float32's bytes (csrc/kernels/packing.h)."""
+
+
 @functools.lru_cache(maxsize=64)
-def plans_for(hosts: Hosts, wire: Wire, slicing: Slicing) -> tuple[tuple[Rule, ...], Mapping[tuple[str, str], Plan]]:
+def plans_for(
+    hosts: Hosts, wire: Wire, slicing: Slicing, wire_dtype: str = "float32"
+) -> tuple[tuple[Rule, ...], Mapping[tuple[str, str], Plan]]:
     """What runs for which size between these hosts, and the plans by collective and name; the same on all ranks.
 
     Plans of rooted collectives are for a root of their own: see `plans_for_root`.
@@ -147,7 +153,9 @@ def plans_for(hosts: Hosts, wire: Wire, slicing: Slicing) -> tuple[tuple[Rule, .
     plans = {}
     for collective in plan.BUILDERS:
         if collective not in ROOTED:
-            for begin, end, chosen in between.choose(collective, hosts, wire.latency, wire.bandwidth, slicing=slicing):
+            for begin, end, chosen in between.choose(
+                collective, hosts, wire.latency, wire.bandwidth, slicing=slicing, packed=PACKED[wire_dtype]
+            ):
                 rules.append(Rule(collective, chosen.name, begin, end))
                 plans[collective, chosen.name] = chosen
     return tuple(rules), plans

@@ -135,6 +135,7 @@ def choose(
     root: int = 0,
     *,
     slicing: Slicing | None = None,
+    packed: float = 1.0,
     message: float = 5e-6,
     hop: float = 1e-6,
     memory: float = 5e9,
@@ -142,9 +143,11 @@ def choose(
     """Which plan runs for blocks of `begin` bytes or more and less than `end`: (begin, end, plan), ascending, no gaps.
 
     `latency`: seconds from host to host, one way.  `bandwidth`: bytes per second that a host sends, and receives at
-    the same time.  `slicing`: the engine's options (default: its defaults).  `message`: seconds of a host to send or
-    receive one more message, apart from its bytes.  `hop`: seconds from rank to rank inside a host.  `memory`: bytes
-    per second that a rank combines or copies.  These three have round figures that nobody measured; give a probe's.
+    the same time.  `slicing`: the engine's options (default: its defaults).  `packed`: bytes that go to other hosts for
+    each of all_reduce, by plans that allow it: not one_shot, where all ranks complete the sum from what they were sent.
+    `message`: seconds of a host to send or receive one more message, apart from its bytes.  `hop`: seconds from rank to
+    rank inside a host.  `memory`: bytes per second that a rank combines or copies.  These three have round figures that
+    nobody measured; give a probe's.
 
     The model is that of `cost`, ``first + (rounds - 1) * max(work, first / window)``, with the figures of `shapes`: it
     walks no programs.  It has one latency and bandwidth for all hosts and knows no contention.  So, as in `choose`,
@@ -158,24 +161,27 @@ def choose(
     for name, value in {"bandwidth": bandwidth, "memory": memory}.items():
         if not 0 < value < inf:
             raise PlanError(f"{name} is {value}; it must be bytes per second, above 0")
+    if not 0 < packed <= 1:
+        raise PlanError(f"packed is {packed}; it must be a share of the bytes, above 0 and at most 1")
     candidates = shapes(collective, hosts)
     size = sum(map(len, hosts))
     depth = slot_depth(size)
     cut = slicing or Slicing(4, 16384, max(4 * 1024**2 // depth // 4096 * 4096, 4096))
 
-    def seconds(shape: Shape, block_bytes: int) -> float:
+    def seconds(name: str, shape: Shape, block_bytes: int) -> float:
+        rate = bandwidth if collective != "all_reduce" or name.endswith("one_shot") else bandwidth / packed
         chunk = block_bytes * shape.chunk
         rounds = max(1.0, chunk / cut.slice_bytes(chunk))
         in_round = block_bytes / rounds
         first = shape.delays * latency + shape.hops * hop + shape.messages * message
-        first += in_round * (shape.path / bandwidth + shape.local / memory)
-        work = max(shape.messages * message + in_round * shape.wire / bandwidth, in_round * shape.local / memory)
+        first += in_round * (shape.path / rate + shape.local / memory)
+        work = max(shape.messages * message + in_round * shape.wire / rate, in_round * shape.local / memory)
         window = min(WINDOW, max(1, 2 * depth // max(shape.sends, 1)))  # a slot is in use for about half of a round
         return first + (rounds - 1) * max(work, first / window)
 
     chosen = []
     for block_bytes in sizes.SIZES:
-        times = {name: seconds(shape, block_bytes) for name, shape in candidates.items()}
+        times = {name: seconds(name, shape, block_bytes) for name, shape in candidates.items()}
         usual, *_ = times
         best = min((name for name in times if name.startswith("hosts_")), key=times.__getitem__)
         name = best if times[best] < sizes.MARGIN * times[usual] else usual

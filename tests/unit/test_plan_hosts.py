@@ -249,6 +249,14 @@ def test_small_all_reduces_take_one_delay_and_large_ones_the_least_bytes(shape: 
         assert bytes_out(ranges[-1][2], shape) == (Fraction(2 * (number - 1), number),) * number
 
 
+@pytest.mark.parametrize("shape", [even(2, 1), even(2, 2), even(4, 2)], ids=str)
+def test_large_all_reduces_go_by_plans_that_can_be_packed_if_they_are(shape: Hosts) -> None:
+    for packed in (1 / 2, 33 / 128):
+        ranges = choose("all_reduce", shape, 50e-6, 125e6, packed=packed)
+        assert not any(plan.name.endswith("one_shot") for begin, _, plan in ranges if begin >= 2**18)
+        assert {hops(plan, shape) for begin, _, plan in ranges if begin <= 1024} == {1}
+
+
 @pytest.mark.parametrize("collective", sorted(set(ACROSS) - {"all_reduce"}))
 def test_small_blocks_of_all_others_take_one_delay(collective: str) -> None:
     for shape in (even(2, 2), even(4, 1), even(4, 2), [[0, 1, 2], [3], [4]]):
@@ -325,6 +333,9 @@ def test_other_arguments_that_cannot_be_are_named() -> None:
     for wrong in (-1e-6, float("nan"), float("inf")):
         with pytest.raises(PlanError, match=r"latency is .*; it must be a number of seconds, at least 0"):
             choose("all_reduce", pair, wrong, 1e9)
+    for wrong in (0.0, -0.5, 1.5, float("nan")):
+        with pytest.raises(PlanError, match=r"packed is .*; it must be a share of the bytes, above 0 and at most 1"):
+            choose("all_reduce", pair, 1e-5, 1e9, packed=wrong)
     for wrong in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(PlanError, match=r"bandwidth is .*; it must be bytes per second, above 0"):
             choose("all_reduce", pair, 1e-5, wrong)
