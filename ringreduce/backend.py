@@ -330,6 +330,12 @@ def _decide(
 ) -> str:
     """Called on rank 0 of a group. The others wait for the answer, so it has one whatever happens."""
     if len(on_hosts) > 1:
+        if options.topo_file:
+            log.warning(
+                "RINGREDUCE_TOPO_FILE=%r is not read: it describes one machine, and ranks are on %d hosts",
+                options.topo_file,
+                len(on_hosts),
+            )
         return _decide_for_hosts(options.hosts_file or "", tuple(map(tuple, on_hosts)), labels).dump()
     size, some = len(cores), frozenset[int]().union(*cores)
     rules = tuning.decide(size, some, fetch, options=options, slot_bytes=slot_bytes_for(size, options))

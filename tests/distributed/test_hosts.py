@@ -4,6 +4,7 @@ by RINGREDUCE_HOST_ID or transport='tcp', do all that they do with shared memory
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -336,3 +337,22 @@ def another_wire_dtype(me: Rank) -> None:
 
 def test_ranks_must_agree_on_the_wire_dtype() -> None:
     run(placed, 2, None, another_wire_dtype)
+
+
+def with_a_file_of_one_machine(me: Rank) -> list[str]:
+    """What is logged."""
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ringreduce").addHandler(handler)
+    with me.join(options=ringreduce.Options(topo_file="/nowhere.json")):
+        collectives.all_reduce(me, 1000, 0)
+    return logged
+
+
+def test_a_topology_file_is_not_passed_over_in_silence() -> None:
+    mine, theirs = run(placed, 2, [0, 1], with_a_file_of_one_machine)
+    assert mine == [
+        "RINGREDUCE_TOPO_FILE='/nowhere.json' is not read: it describes one machine, and ranks are on 2 hosts"
+    ]
+    assert theirs == []
