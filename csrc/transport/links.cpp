@@ -29,7 +29,7 @@ constexpr int kUnsent = 524288;             // bytes that the kernel holds witho
 constexpr int kReads = 8;                   // of one socket in a row
 constexpr Nanoseconds kTellEvery = 100 * kMillisecond;
 constexpr Nanoseconds kParked = 10 * kMillisecond;  // how long after the last look of others the thread takes over
-constexpr Nanoseconds kFarewell = kSecond;          // for what was sent to arrive, when the group ends
+constexpr Nanoseconds kFarewell = kSecond;          // without a byte of what was sent arriving, when the group ends
 constexpr auto kCourtesy = std::chrono::milliseconds(50);
 constexpr int kIdlePoll = 200;  // ms; the thread looks for the group's error so often
 
@@ -348,7 +348,10 @@ bool Links::send_some(int peer, Connection& connection) {
   message.msg_iovlen = count;
   const ssize_t done = sendmsg(connection.socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
   if (done < 0) {
-    if (errno == EAGAIN || errno == EINTR) return false;
+    // A peer that has left answers with a reset. What it sent before still lies here, and is read before the socket
+    // says that it is at its end: that is for receive_some to find.
+    const bool peer_is_gone = errno == ECONNRESET || errno == EPIPE;
+    if (errno == EAGAIN || errno == EINTR || peer_is_gone) return false;
     break_link(peer, last_error() + " (" + connection.path + ")");
     return false;
   }
@@ -683,19 +686,28 @@ void Links::leave() {
   stopping_ = true;
   tell_soon();  // wakes the thread, which ends
   if (driver_.joinable()) driver_.join();
-  // A socket that is closed while bytes of the peer's lie unread throws away what it has not sent: wait until the
-  // peer's machine has it all.
-  const Nanoseconds deadline = now() + kFarewell;
-  const auto all_arrived = [&] {
+  // A socket that is closed while bytes of the peer's lie unread, or that gets more, throws away what it has not sent:
+  // wait until the peer's machine has it all, for as long as it goes on, however slow the line is.
+  const auto on_the_way = [&] {
     std::lock_guard lock(mutex_);
+    std::uint64_t bytes = unsent_;  // frames count as well
     for (const Link& l : links_)
       for (const auto& connection : l.connections) {
         int left = 0;
-        if (connection->socket >= 0 && ioctl(connection->socket, SIOCOUTQ, &left) == 0 && left > 0) return false;
+        if (connection->socket >= 0 && ioctl(connection->socket, SIOCOUTQ, &left) == 0)
+          bytes += static_cast<std::uint64_t>(left);
       }
-    return sent();
+    return bytes;
   };
-  while (!all_arrived() && now() < deadline) {
+  std::uint64_t least = UINT64_MAX;
+  for (Nanoseconds deadline = 0;;) {
+    const std::uint64_t bytes = on_the_way();
+    if (bytes == 0) break;
+    if (bytes < least) {
+      least = bytes;
+      deadline = now() + kFarewell;
+    }
+    if (now() >= deadline) break;
     progress();
     std::this_thread::sleep_for(std::chrono::microseconds(200));
   }

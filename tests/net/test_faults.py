@@ -536,3 +536,21 @@ def test_all_hear_why_a_rank_does_not_come(network: Network, hindrance: str) -> 
     assert "rank 1" in message and why in message
     assert why in own[1]
     assert when < start + GROUP_TIMEOUT
+
+
+# leaving
+
+
+def leave_first(me: Rank) -> None:
+    """Rank 0 is through with the call, and gone, while most of its data is still on its way."""
+    counts = (700_000, 10)
+    with me.join():
+        outputs = [torch.full((count,), -1.0) for count in counts]
+        dist.all_gather(outputs, torch.full((counts[me.rank],), float(me.rank)))
+        for rank, output in enumerate(outputs):
+            assert (output == rank).all()
+
+
+def test_a_rank_that_leaves_first_is_heard_to_the_end() -> None:
+    with Network(hosts=2, rate="4mbit") as network:
+        run(network, [0, 1], leave_first)
