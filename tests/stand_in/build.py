@@ -2,7 +2,8 @@
 
 FOLDER then has libcuda.so.1, for RINGREDUCE_LIBCUDA, and kernels.so, for modules whose image is the text
 "so:FOLDER/kernels.so". Needs a C++20 compiler ($CXX, or c++) and nothing of Python's but its standard library. CXXFLAGS
-are added to all calls of the compiler. What is up to date stays as it is: processes that have it open go on.
+are added to all calls of the compiler. What is up to date stays as it is: processes that have it open go on. Sources in
+csrc that the extension has compiled already are not compiled again, unless CXXFLAGS ask for something else.
 """
 
 from __future__ import annotations
@@ -79,6 +80,8 @@ def build(folder: Path, targets: dict[str, list[str]] = LIBRARIES) -> Path:
 
 
 def _compile(source: Path, objects: Path) -> Path:
+    if (compiled := _of_extension(source)) and not os.environ.get("CXXFLAGS"):
+        return compiled
     name = "-".join(source.relative_to(ROOT).with_suffix("").parts)
     depends = objects / f"{name}.d"
 
@@ -88,6 +91,18 @@ def _compile(source: Path, objects: Path) -> Path:
     command = [*compiler(), *INCLUDES, "-MMD", "-MF", str(depends), "-c", str(source)]
     _make(objects / f"{name}.o", command, objects, inputs)
     return objects / f"{name}.o"
+
+
+def _of_extension(source: Path) -> Path | None:
+    """The object that setup.py has of it, if it is newer than the source and than every header."""
+    newest = max(source.stat().st_mtime, _newest_header())
+    places = ROOT.glob(f"build/*-torch-*/{source.relative_to(ROOT).with_suffix('.o')}")
+    return next((place for place in places if place.stat().st_mtime > newest), None)
+
+
+@functools.cache
+def _newest_header() -> float:
+    return max(path.stat().st_mtime for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cuh"))
 
 
 def _make(target: Path, command: list[str], objects: Path, inputs: Callable[[], list[Path]]) -> None:
