@@ -247,7 +247,7 @@ def test_different_calls_are_found_out(how: str, ranks: int) -> None:
 def waits_in_vain(me: Rank, algorithm: str) -> Any:
     options = ringreduce.Options(transport="gloo", algorithms=f"all_reduce:{algorithm}")
     dist.init_process_group(
-        "ringreduce", store=dist.PrefixStore("x", me._store), rank=me.rank, world_size=me.size, pg_options=options
+        "ringreduce", store=dist.PrefixStore("x", me.store), rank=me.rank, world_size=me.size, pg_options=options
     )
     dist.all_reduce(torch.ones(5))
     me.report(None)
