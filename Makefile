@@ -43,7 +43,7 @@ help:
 
 # What pip calls it, then the module to look for; pyproject.toml has the same as extras.
 RUN_TOOLS := 'setuptools>=77:setuptools' ninja numpy rich scipy networkx matplotlib scikit-learn:sklearn
-TEST_TOOLS := pytest pytest-timeout:pytest_timeout hypothesis psutil expecttest \
+TEST_TOOLS := pytest pytest-timeout:pytest_timeout pytest-xdist:xdist hypothesis psutil expecttest \
   mypy 'ruff==0.17:ruff' 'clang-format==23:clang_format'
 CUDA_TOOLS := nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
 
@@ -156,6 +156,9 @@ demo: build
 
 PYTEST := $(PY) -m pytest --durations=10
 
+# Several files at once. Not for tests that start ranks, which need the cores themselves.
+PARALLEL := --numprocesses $(JOBS) --maxprocesses 8 --dist loadfile
+
 # Has this Python no GPU, and a torch that cannot have a stand-in for one?
 define CUDA_WITHOUT_GPU
 import sys, torch
@@ -177,7 +180,7 @@ export NO_NAMESPACES
 
 test: build $(VENV)/.test-tools
 	@echo; echo "== unit tests: no processes =="
-	@$(PYTEST) tests/unit; unit=$$?; \
+	@$(PYTEST) $(PARALLEL) tests/unit; unit=$$?; \
 	echo; echo "== process tests: real ranks, real faults =="; \
 	$(PYTEST) tests/distributed tests/frameworks; process=$$?; \
 	echo; echo "== tests on device cuda: GPUs, or stand-ins =="; \
