@@ -3,6 +3,8 @@
 torchrun --nproc-per-node=2 examples/fsdp.py
 """
 
+import argparse
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -30,6 +32,10 @@ def train(model: nn.Module, rank: int, size: int) -> None:
         optimizer.step()
 
 
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--save", metavar="FILE", help="write the trained parameters there, whole, by torch.save")
+args = parser.parse_args()
+
 dist.init_process_group("ringreduce")
 rank, size = dist.get_rank(), dist.get_world_size()
 assert BATCH % size == 0, f"{size} ranks cannot share {BATCH} samples equally"
@@ -49,5 +55,7 @@ train(alone, 0, 1)
 error = max((a - b).abs().max().item() for a, b in zip(whole, alone.parameters(), strict=True))
 if rank == 0:
     print(f"parameters differ from a single process's by {error:.1e}\n", end="")
+    if args.save:
+        torch.save({name: p.detach() for (name, _), p in zip(alone.named_parameters(), whole, strict=True)}, args.save)
 dist.destroy_process_group()
 assert error < 1e-10, error  # rounding

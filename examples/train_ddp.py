@@ -99,7 +99,7 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def run(name: str, digits: Digits, args: argparse.Namespace) -> bool:
-    """Train with the optimizer `name` on all ranks, then check on rank 0; False there if a check failed."""
+    """Train with the optimizer `name` on all ranks, then check, and save, on rank 0; False there if a check failed."""
     rank, size = dist.get_rank(), dist.get_world_size()
 
     def say(text: str) -> None:
@@ -123,6 +123,8 @@ def run(name: str, digits: Digits, args: argparse.Namespace) -> bool:
     if rank != 0:
         return True
 
+    if args.save:
+        torch.save(model.state_dict(), args.save)
     reference, alone = make_model(), make_model()
     train(reference, OPTIMIZERS[name](reference.parameters()), digits, args, 0, 1)
     train(alone, OPTIMIZERS[name](alone.parameters()), digits, args, 0, size)
@@ -145,12 +147,15 @@ def main() -> int:
     parser.add_argument("--optimizer", choices=(*OPTIMIZERS, "all"), default="all")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch", type=int, default=96, help="samples per step over all ranks (default 96)")
+    parser.add_argument("--save", metavar="FILE", help="write the trained parameters there, by torch.save")
     args = parser.parse_args()
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size < 2:
         parser.error("start 2 ranks or more: torchrun --nproc-per-node=2 examples/train_ddp.py")
     if not 0 < args.batch <= TRAIN_SAMPLES or args.batch % size or args.epochs < 1:
         parser.error(f"need --epochs of 1 or more, and a --batch up to {TRAIN_SAMPLES} that {size} ranks share equally")
+    if args.save and args.optimizer == "all":
+        parser.error(f"--save {args.save} holds one model: say which --optimizer, one of {', '.join(OPTIMIZERS)}")
     if args.backend == "ringreduce" and importlib.util.find_spec("ringreduce") is None:
         parser.error("ringreduce is not installed: pip install -e . (or --backend gloo)")
     if importlib.util.find_spec("sklearn") is None:
