@@ -203,7 +203,6 @@ void Mailbox::withdraw(const std::shared_ptr<Message>& m, const Error& error) {
     std::erase(peer.sends, m);
     if (peer.arriving && peer.arriving->receive == m) {  // the rest of it goes aside
       peer.arriving->receive = nullptr;
-      peer.arriving->aside.resize(peer.arriving->bytes);
       peer.arrived.push_back(std::move(*peer.arriving));
       peer.arriving.reset();
     }
@@ -304,7 +303,6 @@ bool Mailbox::receive_some(int rank, Peer& peer) {
       peer.arriving = std::move(arrival);
     } else {
       if (!wanted_from(rank)) return false;  // it can stay where it is
-      arrival.aside.resize(arrival.bytes);
       peer.arrived.push_back(std::move(arrival));
     }
   }
@@ -313,6 +311,8 @@ bool Mailbox::receive_some(int rank, Peer& peer) {
   const std::size_t n = slot.bytes;
   if (n > g.mailbox_slot_bytes || n > arrival.bytes - arrival.moved)
     throw Error(ErrorKind::mismatch, "a message longer than announced arrived", rank);
+  // Grows with what comes: how much was announced is the peer's word.
+  if (!peer.arriving) arrival.aside.resize(arrival.moved + n);
   std::byte* to = peer.arriving ? (arrival.receive ? arrival.receive->data : nullptr) : arrival.aside.data();
   if (to != nullptr && n > 0) std::memcpy(to + arrival.moved, slot.payload(), n);
   slot.consumed.store(++peer.received, std::memory_order_seq_cst);

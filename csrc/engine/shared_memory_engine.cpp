@@ -219,7 +219,7 @@ void SharedMemoryEngine::throw_timeout(const Call& call, std::uint64_t seq, cons
     if (segment_->elsewhere(r) && entered < seq && r != culprit) continue;  // it may be that this rank is not told
     text += " Rank " + std::to_string(r);
     if (entered < seq) {
-      text += entered == 0 ? " has not made any call."
+      text += entered == 0 ? segment_->elsewhere(r) ? " has not told of any call." : " has not made any call."
                            : " has not arrived: its latest call is seq " + std::to_string(number_of_call(c, entered)) +
                                  ", " + describe_call(c, entered) + ".";
       if (const int peer = gpu_waiting_for(r); peer >= 0)

@@ -4,7 +4,8 @@
 // rank sleeps, so that one that waits for a late peer costs nothing. Every kCheckEvery of waiting, and after every
 // sleep, the owner's `check` looks for what makes further waiting pointless, and throws.
 //
-// A rank with links to other hosts moves what goes over them each time it looks; while it sleeps, a thread does.
+// A rank with links to other hosts moves what goes over them each time it looks; while it sleeps, a thread does. If no
+// other rank is on its host, it sleeps on its links before that: what it waits for can only come from there.
 #pragma once
 
 #include <sched.h>
@@ -28,7 +29,7 @@ inline void cpu_relax() {
 class Waiting {
  public:
   Waiting(const Segment& segment, int spins)
-      : own_(segment.control(segment.rank())), links_(segment.links()), spins_(spins) {
+      : own_(segment.control(segment.rank())), links_(segment.links()), alone_(segment.alone()), spins_(spins) {
     if (links_ != nullptr) links_->take_over();
   }
   ~Waiting() {
@@ -65,8 +66,12 @@ class Waiting {
       next_check_ = t + kCheckEvery;
     }
     if (t - idle_since_ < kYieldFor) {
-      if (links_ != nullptr && t - idle_since_ > kSettle) links_->settle();
-      sched_yield();
+      const bool settled = links_ != nullptr && t - idle_since_ > kSettle;
+      if (settled) links_->settle();
+      if (settled && alone_)
+        links_->doze();
+      else
+        sched_yield();
     } else if (!armed_) {
       // The first time round only announces the sleep: the caller looks once more before it happens.
       seen_ = own_.doorbell.load(std::memory_order_seq_cst);
@@ -96,6 +101,7 @@ class Waiting {
 
   RankControl& own_;
   Links* const links_;
+  const bool alone_;  // on this host
   const int spins_;
   int idle_ = 0;
   bool armed_ = false;

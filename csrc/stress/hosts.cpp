@@ -89,6 +89,14 @@ void leaves(const Layout& hosts) {
   std::printf("%s: a rank leaves\n", text(hosts).c_str());
 }
 
+// What a slot's header says of its value: packed or not, up to `most` bytes.
+void fill_in_value(Random& random, FrameHeader& header, int most) {
+  header.packing = static_cast<Packing>(random_int(random, 0, static_cast<int>(kPackings) - 1));
+  const std::size_t count = static_cast<std::size_t>(random_int(random, 0, most)) / sizeof(float);
+  header.total = count * sizeof(float);
+  header.bytes = static_cast<std::uint32_t>(packed_bytes(header.packing, count));
+}
+
 // A million headers, right ones with a few bytes changed: what is let through stays within a group's memory.
 void mutated_headers() {
   constexpr int kHeaders = 1'000'000;
@@ -101,6 +109,7 @@ void mutated_headers() {
                        .bytes = static_cast<std::uint32_t>(random_int(random, 0, 600)),
                        .channel = static_cast<std::uint32_t>(random_int(random, 0, 2)),
                        .seq = static_cast<std::uint64_t>(random_int(random, 0, 20))};
+    if (header.kind == FrameKind::slot) fill_in_value(random, header, 300);
     std::array<std::byte, sizeof header> bytes;
     std::memcpy(bytes.data(), &header, sizeof header);
     for (int change = random_int(random, 0, 3); change > 0; --change)
@@ -112,7 +121,8 @@ void mutated_headers() {
     const std::size_t room = header.kind == FrameKind::slot      ? geometry.slot_bytes
                              : header.kind == FrameKind::message ? geometry.mailbox_slot_bytes
                                                                  : largest_payload(geometry);
-    check(kind >= 1 && kind <= 7 && header.channel < geometry.channels && header.bytes <= room &&
+    const bool slot_fits = header.kind != FrameKind::slot || header.total <= room;
+    check(kind >= 1 && kind <= 7 && header.channel < geometry.channels && header.bytes <= room && slot_fits &&
               header.seq + 1 + geometry.depth > header.seq,
           "hosts: a header that cannot be was accepted");
   }
@@ -148,9 +158,12 @@ void lies(int rounds) {
           header.bytes = static_cast<std::uint32_t>(sizeof(ErrorImage)) + static_cast<std::uint32_t>(random() % 2000);
           break;
         case FrameKind::slot:
-        case FrameKind::message:
           header.channel = static_cast<std::uint32_t>(random() % 2);
-          header.seq = next[header.kind == FrameKind::slot ? header.channel : 2]++;
+          header.seq = next[header.channel]++;
+          fill_in_value(random, header, 256);
+          break;
+        case FrameKind::message:
+          header.seq = next[2]++;
           header.bytes = static_cast<std::uint32_t>(random_int(random, 0, 256));
           break;
         default:  // gives back what this rank has not sent

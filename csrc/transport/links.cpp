@@ -4,6 +4,7 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <pthread.h>
+#include <sched.h>
 #include <sys/eventfd.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
@@ -391,6 +392,15 @@ bool Links::progress() {
   }
   if (moved) segment_.notify(segment_.rank());  // the other threads of this rank
   return moved;
+}
+
+void Links::doze() const {
+  if (pollers_.load(std::memory_order_relaxed) > 1) {
+    sched_yield();
+    return;
+  }
+  epoll_event event;
+  epoll_wait(poll_, &event, 1, 1);
 }
 
 // Reads once; false if there was nothing.

@@ -84,6 +84,10 @@ class Links {
   // Moves what can be moved; returns whether anything did. Never blocks.
   bool progress();
 
+  // Returns when there may be something to move, or after a millisecond. For the one thread of a rank that waits, as
+  // what another one moves does not wake it.
+  void doze() const;
+
   // A thread calls these when it begins to call progress() frequently, and when it stops.
   void take_over() { pollers_.fetch_add(1, std::memory_order_seq_cst); }
   void hand_over(bool sleeps);

@@ -116,6 +116,7 @@ Segment::Segment(int memfd, const Geometry& geometry, int rank, std::vector<int>
         control(static_cast<int>(r)).state.store(RankState::live, std::memory_order_relaxed);
       }
     elsewhere_ = std::move(hosts.elsewhere);
+    alone_ = std::count(elsewhere_.begin(), elsewhere_.end(), true) == size() - 1;
     disconnect_ = std::move(hosts.disconnect);
     try {
       links_ = std::make_unique<Links>(*this, std::move(hosts.connect));

@@ -186,6 +186,8 @@ class Segment {
 
   // Whether a rank is on another host.
   bool elsewhere(int rank) const { return links_ != nullptr && elsewhere_[static_cast<std::size_t>(rank)]; }
+  // Whether all others are.
+  bool alone() const { return alone_; }
   // The links to ranks on other hosts; null if there are no such ranks.
   Links* links() const { return links_.get(); }
 
@@ -282,6 +284,7 @@ class Segment {
   std::byte* mirrors_ = nullptr;
   std::size_t mirror_bytes_ = 0;
   std::vector<bool> elsewhere_;
+  bool alone_ = false;
   mutable std::function<void()> disconnect_;
   std::unique_ptr<Links> links_;
 };
