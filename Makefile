@@ -220,7 +220,7 @@ format: $(VENV)/.test-tools
 
 # The stress program: csrc/stress and all of csrc that does not know torch, once under each sanitizer.
 STRESS_SOURCES := $(shell find csrc/core csrc/cuda csrc/nccl csrc/kernels csrc/transport csrc/engine csrc/stress -name '*.cpp' 2>/dev/null)
-STRESS_FLAGS := -std=c++20 -O1 -g -Wall -Wextra -Werror -ffp-contract=off -fno-omit-frame-pointer -pthread -Icsrc
+STRESS_FLAGS := -std=c++20 -O1 -g1 -Wall -Wextra -Werror -ffp-contract=off -fno-omit-frame-pointer -pthread -Icsrc
 ifeq ($(origin CXX),default)
   CCACHE := $(shell command -v ccache)
 endif

@@ -140,7 +140,7 @@ def _meet(
     segment_bytes: Callable[[str], int],
     config: str,
     deadline: float,
-    decide: Callable[[list[frozenset[int]], bool, list[list[int]]], str],
+    decide: Callable[[list[frozenset[int]], bool, list[list[int]], list[str]], str],
     memory: tuple[int, int, int] | None,
     place: Place,
 ) -> Meeting:

@@ -76,7 +76,7 @@ def test_two_hosts_train_as_one_does(network: Network, way: str, order: str) -> 
 
 
 EXAMPLES = {
-    "DDP": ("examples/train_ddp.py", "--optimizer=momentum"),
+    "DDP": ("examples/train_ddp.py", "--optimizer=momentum", "--epochs=2"),
     "FSDP2": ("examples/fsdp.py",),
 }
 
