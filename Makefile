@@ -21,7 +21,8 @@ export MAX_JOBS ?= $(JOBS)
 help:
 	@echo 'make demo      build, train a model on 2 ranks, compare ring, tree, direct and Gloo, plan rings over links'
 	@echo 'make test      build, then the unit tests and the process tests'
-	@echo 'make conformance  build, then the suite PyTorch has for its backends, with Gloo beside it'
+	@echo 'make conformance  build, then the suite PyTorch has for its backends, with Gloo beside it, on 2, 3, 4 and 8 ranks;'
+	@echo '               RUNS="ringreduce:3 gloo:3": only these'
 	@echo 'make ecosystem Lightning Fabric, Accelerate and Ray Train on this backend; downloads them to .venv-ecosystem'
 	@echo 'make lint      ruff, mypy --strict, clang-format'
 	@echo 'make stress    the engine without torch, under ThreadSanitizer and AddressSanitizer/UBSan'
@@ -200,7 +201,7 @@ ecosystem:
 # PyTorch's own suite for backends.
 conformance: build $(VENV)/.test-tools
 	@echo; echo "== PyTorch's DistributedTest, with ringreduce and with Gloo =="
-	@$(PY) tests/conformance/run.py
+	@$(PY) tests/conformance/run.py $(if $(RUNS),--run $(RUNS))
 	@echo; echo "== that its runner notices failures =="
 	@$(PYTEST) tests/conformance
 
