@@ -84,13 +84,13 @@ def _make(
             group.shutdown()  # which lets go of the door, which holds the group
             raise
     log.info(
-        "[rank %d] made a group of ranks %s in %.3f s: %s; decided: %s; between hosts: %s",
+        "[rank %d] made a group of ranks %s in %.3f s: %s; decided: %s%s",
         global_ranks[rank],
         global_ranks,
         time.monotonic() - began,
         options,
         decision.rules or "nothing",
-        links.wire if links else "nothing",
+        f"; between hosts: {links.wire}" if links else "",
     )
     return group
 
