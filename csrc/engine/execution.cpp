@@ -92,11 +92,11 @@ Execution::Execution(const Segment& segment, const Program& program, const Call&
 const std::byte* Execution::to_lend(const Step& step, const std::byte* local, const std::byte* output,
                                     std::size_t bytes) const {
   // What goes to other hosts only can be sent from anywhere.
-  const bool leaves =
+  const bool only_leaves =
       std::all_of(step.send.begin(), step.send.end(), [&](int peer) { return segment_.elsewhere(peer); });
   // A copy in a slot pays where several read it: the kernel would copy for each of them.
   const auto can_lend = [&](const std::byte* data) {
-    return leaves || segment_.in_arena(data, bytes) || (fetched_ && step.send.size() == 1);
+    return only_leaves || segment_.in_arena(data, bytes) || (fetched_ && step.send.size() == 1);
   };
   if (local != nullptr && step.recv.empty() && !scales(step) && can_lend(local)) {
     if (is_returned(step)) return local;

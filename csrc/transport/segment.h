@@ -78,12 +78,13 @@ struct alignas(64) SlotHeader {
   std::byte* payload() { return reinterpret_cast<std::byte*>(this + 1); }
 };
 
-// Where what was put in a slot lies, for those who have to send it.
+// Where what was put in a slot lies, for those who have to send it. `data` stays until the slot is given back, or, if
+// it is `lent` by the call, until Links::sent(). To other hosts `packed` goes instead, unless it is null.
 struct SlotValue {
-  const std::byte* data;            // stays until the slot is given back, or, if it is `lent` by the call,
-  bool lent = false;                // until Links::sent()
-  Packing packing = Packing::none;  // If `packed` is not null it goes to other hosts
-  std::shared_ptr<std::byte[]> packed = nullptr;  // instead.
+  const std::byte* data;
+  bool lent = false;
+  Packing packing = Packing::none;  // of `packed`
+  std::shared_ptr<std::byte[]> packed = nullptr;
   std::size_t packed_bytes = 0;
 };
 
