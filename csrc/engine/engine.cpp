@@ -38,6 +38,7 @@ void Engine::choose(Operation operation, std::uint64_t most_bytes, int plan, std
   auto& choices = choices_[static_cast<std::size_t>(operation)];
   choices.erase(choices.begin(), choices.upper_bound(most_bytes));
   choices[most_bytes] = {plan, slice_bytes};
+  ++choices_made_;
 }
 
 const Engine::Choices& Engine::choices_for(Operation operation, int root) {

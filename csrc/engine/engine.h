@@ -133,6 +133,9 @@ class Engine {
   Program program_of(int rank, const Call& call, int plan) const;
   std::size_t slice_bytes(const Call& call, const Program& program, std::size_t chosen) const;
   std::uint64_t next_call() { return ++sequence_; }
+  const Options& options() const { return options_; }
+  // How often choose() was called: what was chosen before may have changed since.
+  int choices_made() const { return choices_made_; }
 
  private:
   using Choices = std::map<std::uint64_t, Choice>;  // by most_bytes
@@ -153,6 +156,7 @@ class Engine {
   PlansForRoot plans_for_root_;
   std::map<std::pair<int, int>, Program> programs_;  // (plan, root) -> this rank's part
   std::uint64_t sequence_ = 0;
+  int choices_made_ = 0;
 };
 
 }  // namespace ringreduce

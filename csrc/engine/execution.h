@@ -1,4 +1,4 @@
-// Runs one rank's program of one call: the loop at the heart of every collective.
+// Runs one rank's part of one call: the loop at the heart of every collective.
 //
 // A channel's chunks are cut in slices that fit a slot. *Round* k moves slice k of every chunk through the whole
 // program. Rounds are independent of one another (they touch disjoint slices), so several are in flight at once, the
@@ -7,10 +7,8 @@
 // allocated, and `seq` may be written only when `seq - depth` has been read. Hence the oldest round can always do what
 // it could do alone, and a plan whose single round ends (ringreduce.plan.verify) ends however many rounds it has.
 //
-// What a step sends is copied to a slot, unless it lies, to stay, where peers can read it: in this rank's arena, or
-// anywhere if ranks can access one another's memory. Then it is *lent*, and read where it is. It stays if no later step
-// of the call writes it, and if the call does not end before it has been read. In a call in place, a chunk that a peer
-// combines and sends back is lent to be *returned*: the peer writes the result into it.
+// What a step reads and writes, and how its value travels, is decided before: see bound_call.h. A step runs in three
+// parts: is all of it there; combine; publish and acknowledge.
 #pragma once
 
 #include <array>
@@ -20,8 +18,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/engine.h"
-#include "engine/program.h"
+#include "engine/bound_call.h"
 #include "transport/segment.h"
 
 namespace ringreduce {
@@ -35,7 +32,6 @@ struct ChannelState {
   std::vector<std::span<const int>> readers;  // per slot of our outbox: who must have read it before it is written
 
   // The call under way.
-  std::size_t rounds = 0;
   std::size_t oldest = 0;                     // the first round that is not done
   std::array<std::uint32_t, kWindow> step{};  // where each round in flight stands, by round modulo kWindow
 };
@@ -57,18 +53,15 @@ struct Workspace {
   std::vector<ChannelState> channels;
   std::vector<const void*> operands;  // of the step at hand; null where remote
   std::vector<Remote> remote;
-  std::vector<void*> results;      // all places of this rank where its value goes
+  std::vector<void*> results;      // all places of this rank where its value goes, the output last
   std::vector<CacheLine> scratch;  // operands on their way in, outputs on their way out
 };
 
 class Execution {
  public:
-  // `slice_bytes`: the most that a slice may hold; a multiple of 64, at most a slot. `least_fetch_bytes`: smaller
-  // slices are not lent from outside of the arena. `packing`: of what goes to other hosts, where the call and the plan
-  // allow it. The arguments must outlive this object.
-  Execution(const Segment& segment, const Program& program, const Call& call, const Buffers& buffers,
-            Workspace& workspace, std::uint64_t fingerprint, std::size_t slice_bytes, std::size_t least_fetch_bytes,
-            Packing packing);
+  // `fingerprint` is that of this call, `factor` premul_sum's. The other arguments must outlive this object.
+  Execution(const Segment& segment, const BoundCall& bound, Workspace& workspace, const Call& call,
+            std::uint64_t fingerprint);
 
   // Moves whatever can move; returns whether anything did. Throws mismatch if a peer's data belongs to another call.
   bool advance();
@@ -92,40 +85,43 @@ class Execution {
   std::string position() const;
 
  private:
-  bool try_step(std::size_t channel, std::size_t round, const Step& step);
-  int slow_reader(std::size_t channel, std::uint64_t seq, bool elsewhere = true) const;
-  const std::byte* to_lend(const Step& step, const std::byte* local, const std::byte* output, std::size_t bytes) const;
-  bool overlaps_output(const std::byte* data, std::size_t bytes) const;
-  bool is_returned(const Step& step) const;
-  bool scales(const Step& step) const { return scaled_ && step.read == Read::input; }
+  // Where a step stands.
+  struct At {
+    std::size_t channel = 0, round = 0, step = 0;
+  };
+  // The value of a step in a round.
+  struct Value {
+    std::size_t bytes;
+    std::byte *local, *output;  // null where the step reads or writes none
+    std::size_t returned = 0;   // to how many peers it is written back
+  };
+
+  bool try_step(const At& at);
+  bool blocked(const At& at, int peer);
+  bool find_operands(const At& at, const BoundStep& step, Value& value);
+  void take(const BoundStep& step, const Source& source, const SlotHeader& slot, Value& value);
+  const std::byte* choose_results(const BoundStep& step, const Value& value, SlotHeader* outgoing);
+  void publish(const At& at, const BoundStep& step, const Value& value, const std::byte* lent);
+  void acknowledge(const At& at, const BoundStep& step);
+
+  void compute(const BoundStep& step, const Value& value, bool streamed);
+  void combine(const BoundStep& step, std::size_t bytes, bool streamed);
   void pack_for_others(SlotValue& value, std::size_t bytes) const;
-  void compute(const Step& step, std::size_t bytes, const std::byte* local, bool streamed);
-  void combine(const Step& step, std::size_t bytes, bool streamed);
-  Range slice_of(std::size_t channel, const Step& step, std::size_t count, std::size_t round) const;
+
+  std::uint64_t seq_of(const At& at, int rank, std::uint32_t send_index) const;
+  int slow_reader(std::size_t channel, std::uint64_t seq, bool elsewhere = true) const;
 
   const Segment& segment_;
-  const Program& program_;
+  const BoundCall& bound_;
   const Call& call_;
-  const Buffers& buffers_;
-  std::vector<ChannelState>& channels_;
-  std::vector<const void*>& operands_;
-  std::vector<Remote>& remote_;
-  std::vector<void*>& results_;
-  std::vector<CacheLine>& scratch_;
+  Workspace& work_;
   const std::uint64_t fingerprint_;
-  const std::size_t element_;     // bytes
-  const std::size_t slice_size_;  // elements
-  const Packing packing_;         // of what goes to other hosts
-  bool in_place_ = false;         // the one input is the one output
-  bool fetched_ = false;          // whether what lies outside of the arena is lent too
-  bool scaled_ = false;           // whether inputs are multiplied by the call's factor before they are combined
-  bool offers_ = false;           // whether chunks are lent to be returned
-  bool streams_ = false;          // whether what only goes to the output goes past the caches
+  const std::size_t element_;  // bytes
   std::uint64_t lent_ = 0;
   bool sends_away_ = false;
   bool done_ = false;
   int blocked_on_ = -1;
-  std::size_t blocked_channel_ = 0, blocked_round_ = 0, blocked_step_ = 0;
+  At blocked_at_;
 };
 
 }  // namespace ringreduce

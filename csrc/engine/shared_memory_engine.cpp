@@ -1,6 +1,7 @@
 #include "engine/shared_memory_engine.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "engine/wait.h"
 #include "transport/links.h"
@@ -17,9 +18,6 @@ SharedMemoryEngine::SharedMemoryEngine(std::shared_ptr<const Segment> segment, c
     : Engine(segment->rank(), segment->size(), static_cast<int>(segment->geometry().channels), options,
              segment->geometry().slot_bytes),
       segment_(std::move(segment)),
-      spins_(options.spins),
-      least_fetch_bytes_(options.least_fetch_bytes),
-      packing_(options.packing),
       placement_(*segment_) {
   const Geometry& geometry = segment_->geometry();
   workspace_.channels.resize(geometry.channels);
@@ -34,11 +32,26 @@ int SharedMemoryEngine::reporter() const {
   return record.state.load(std::memory_order_acquire) == 2 ? record.reporter : -1;
 }
 
-Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
-  segment_->throw_if_aborted();
+// The call bound to its tensors: one of the latest calls, if it was the same.
+const BoundCall& SharedMemoryEngine::bind(const Call& call, const Buffers& buffers) {
+  if (std::exchange(choices_bound_, choices_made()) != choices_made()) bound_.clear();
+  for (const BoundCall& known : bound_)
+    if (known.serves(call, buffers)) return known;
   check(call);
   const Choice& choice = choice_for(call);
   const Program& program = program_for(call, choice.plan);
+  if (bound_.size() == kBound) bound_.pop_back();
+  bound_.emplace_front(*segment_, program, call, buffers,
+                       BoundCall::Settings{.slice_bytes = slice_bytes(call, program, choice.slice_bytes),
+                                           .least_fetch_bytes = options().least_fetch_bytes,
+                                           .packing = options().packing});
+  return bound_.front();
+}
+
+Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
+  segment_->throw_if_aborted();
+  const BoundCall& bound = bind(call, buffers);
+  const Program& program = bound.program();
   placement_.settle();
 
   RankControl& own = segment_->control(segment_->rank());
@@ -48,9 +61,8 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
   record(own, call, seq, id, program.digest);
 
   Links* const links = segment_->links();
-  const std::size_t slice = slice_bytes(call, program, choice.slice_bytes);
-  Waiting waiting(*segment_, spins_);
-  Execution execution(*segment_, program, call, buffers, workspace_, id, slice, least_fetch_bytes_, packing_);
+  Waiting waiting(*segment_, options().spins);
+  Execution execution(*segment_, bound, workspace_, call, id);
   const auto fail = [&](const Error& error) {
     segment_->abort(error);  // first, so that a peer that fails because of what follows finds the reason
     segment_->fail(seq);

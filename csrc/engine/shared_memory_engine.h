@@ -1,6 +1,7 @@
 // The engine of ranks that share memory. See execution.h for how data moves, and segment.h for where.
 #pragma once
 
+#include <deque>
 #include <memory>
 #include <set>
 #include <string>
@@ -25,6 +26,9 @@ class SharedMemoryEngine final : public Engine {
   int kept_waiting_by(int peer) const override;
 
  private:
+  static constexpr std::size_t kBound = 8;
+
+  const BoundCall& bind(const Call& call, const Buffers& buffers);
   void reach(const Call& call, const Program& program, const std::string& what);
   void look(const Call& call, std::uint64_t seq, std::uint64_t fingerprint, const Execution& execution,
             Nanoseconds waited) const;
@@ -36,10 +40,9 @@ class SharedMemoryEngine final : public Engine {
                                   Nanoseconds waited) const;
 
   const std::shared_ptr<const Segment> segment_;
-  const int spins_;
-  const std::size_t least_fetch_bytes_;
-  const Packing packing_;
   Workspace workspace_;
+  std::deque<BoundCall> bound_;      // the latest kBound calls that differ, the newest first
+  int choices_bound_ = 0;            // what choices_made() was when they were bound
   std::set<const Program*> linked_;  // whose peers on other hosts have been reached
   Placement placement_;
 };

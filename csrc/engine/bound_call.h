@@ -1,0 +1,112 @@
+// A call bound to its tensors: for each step of a rank's program, the bytes that it reads and writes, and how what it
+// sends travels to its peers. All of that is decided here, before the call runs. Execution then moves rounds through
+// the steps and decides nothing.
+//
+// The same call on the same tensors is bound to the same bytes, so the engine keeps the latest ones (`serves`).
+//
+// What a step sends is copied to a slot, unless it lies where its receivers can read it and stays there until the call
+// ends. Then it is *lent*: the slot says where it is. Values in this rank's arena are always lent. Values anywhere else
+// in this process are lent if ranks can read one another's memory and that is faster than a copy. A value stays if no
+// later step of this rank writes over it, and a call that has lent something ends only after it has been read.
+//
+// In a call in place, a chunk that one peer combines and sends back is lent to be *returned*: the peer writes the
+// result over it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "engine/engine.h"
+#include "engine/program.h"
+#include "transport/segment.h"
+
+namespace ringreduce {
+
+// Consecutive bytes of a tensor.
+struct Bytes {
+  std::byte* data = nullptr;
+  std::size_t size = 0;
+
+  // The part that round `round` moves, in slices of `slice_bytes`; empty past the end.
+  Bytes slice(std::size_t round, std::size_t slice_bytes) const {
+    const std::size_t begin = lesser(round * slice_bytes, size);
+    return {data + begin, lesser(slice_bytes, size - begin)};
+  }
+};
+
+struct BoundStep {
+  enum class Lends : std::uint8_t { nothing, local, output };
+
+  const Step* step = nullptr;
+  Bytes local;                   // the chunk that it reads, if it reads one
+  Bytes output;                  // the chunk that it writes, if it writes one
+  Lends lends = Lends::nothing;  // which of the two is sent from where it lies
+  Place place = Place::slot;     // where the receivers find what is sent
+  bool returned = false;         // what is lent, or what is received, is written back to where it was lent
+  bool stays = false;            // it has receivers on this host,
+  bool leaves = false;           // on other hosts
+  bool scaled = false;           // the local operand is multiplied by the call's factor first
+  bool streamed = false;         // the output goes past the caches
+  double divisor = 1;            // of the combined value
+};
+
+struct BoundChannel {
+  std::size_t rounds = 1;  // at least one, so that ranks meet, and compare their calls, even over nothing
+  std::vector<BoundStep> steps;
+};
+
+class BoundCall {
+ public:
+  struct Settings {
+    std::size_t slice_bytes = kCacheLine;  // the most that a slice may hold: a multiple of 64, at most a slot
+    std::size_t least_fetch_bytes = 0;     // smaller slices are not lent from outside of the arena
+    Packing packing = Packing::none;       // of what goes to other hosts, where the call and the plan allow it
+  };
+
+  // `program` must outlive this object.
+  BoundCall(const Segment& segment, const Program& program, const Call& call, const Buffers& buffers,
+            const Settings& settings);
+
+  // Whether this is what the constructor would make of that call on those tensors.
+  bool serves(const Call& call, const Buffers& buffers) const;
+
+  const Program& program() const { return *program_; }
+  const std::vector<BoundChannel>& channels() const { return channels_; }
+  std::size_t slice_bytes() const { return slice_bytes_; }
+  Packing packing() const { return packing_; }
+  // Whether anything may be lent from outside of the arena.
+  bool opens_memory() const { return fetched_; }
+  // Whether all ranks' outputs together are too large for the caches.
+  bool outgrows_caches() const { return outgrows_caches_; }
+  // The tensor whose chunks are lent to be returned; empty if there is none.
+  Bytes returned() const;
+
+ private:
+  struct Block {
+    std::byte* data;
+    std::size_t count;  // elements
+  };
+  static std::vector<Block> blocks_of(const Tensors& tensors);
+  static bool same(const std::vector<Block>& known, const Tensors& tensors);
+
+  BoundStep bind(const Segment& segment, const ChannelProgram& channel, const Step& step) const;
+  void lend(const Segment& segment, BoundStep& bound) const;
+  Bytes chunk(const Block& block, const ChannelProgram& channel, const Step& step) const;
+  bool overlaps_output(const Bytes& bytes) const;
+
+  const Program* program_;
+  Call call_;
+  std::vector<Block> inputs_, outputs_;
+  std::size_t element_;  // bytes
+  std::size_t slice_bytes_;
+  Packing packing_;
+  bool in_place_;        // the one input is the one output
+  bool scaled_;          // inputs are multiplied by the call's factor
+  bool fetched_ = true;  // values outside of the arena are lent too
+  bool offers_ = false;  // chunks are lent to be returned
+  bool outgrows_caches_;
+  std::vector<BoundChannel> channels_;
+};
+
+}  // namespace ringreduce
