@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, _ProcessGroupWrapper
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ringreduce import _C
 from ringreduce import plan as plans
 from ringreduce._C import ProcessGroupRing, nccl_device_of, nccl_version
 from ringreduce.errors import InvalidArgument
@@ -38,11 +39,10 @@ def all_reduce(
     tensor: Array, op: ReduceOp = SUM, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> dist.Work | None:
     """Replaces `tensor` on every rank by the reduction over all ranks."""
-    backend, tensor = backend_of(group), _tensor(tensor)
-    if not async_op and type(op) is dist.ReduceOp.RedOpType and backend.all_reduce_now(tensor, op):
+    if not async_op and _C.all_reduce_now(group, tensor, op):
         return None
     options = _options(dist.AllreduceOptions, async_op, reduceOp=op)
-    return _end(backend.allreduce([tensor], options), async_op)
+    return _end(backend_of(group).allreduce([_tensor(tensor)], options), async_op)
 
 
 def all_reduce_coalesced(
@@ -61,11 +61,10 @@ def broadcast(
     tensor: Array, src: int = 0, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> dist.Work | None:
     """Replaces `tensor` on every rank by that of rank `src`."""
-    backend, tensor = backend_of(group), _tensor(tensor)
-    if not async_op and type(src) is int and backend.broadcast_now(tensor, src):
+    if not async_op and _C.broadcast_now(group, tensor, src):
         return None
     options = _options(dist.BroadcastOptions, async_op, rootRank=src)
-    return _end(backend.broadcast([tensor], options), async_op)
+    return _end(backend_of(group).broadcast([_tensor(tensor)], options), async_op)
 
 
 def reduce(
@@ -92,11 +91,10 @@ def all_gather_into_tensor(
     output: Array, tensor: Array, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> dist.Work | None:
     """Puts the ranks' `tensor`s one after the other into `output`, which has size times as many elements."""
-    backend, output, tensor = backend_of(group), _tensor(output), _tensor(tensor)
-    if not async_op and backend.all_gather_now(output, tensor):
+    if not async_op and _C.all_gather_now(group, output, tensor):
         return None
     options = _options(AllgatherOptions, async_op)
-    return _end(backend._allgather_base(output, tensor, options), async_op)
+    return _end(backend_of(group)._allgather_base(_tensor(output), _tensor(tensor), options), async_op)
 
 
 def reduce_scatter(
@@ -119,11 +117,10 @@ def reduce_scatter_tensor(
     async_op: bool = False,
 ) -> dist.Work | None:
     """Reduces `tensor` over all ranks and puts the r-th of its equal parts into `output` of rank r."""
-    backend, output, tensor = backend_of(group), _tensor(output), _tensor(tensor)
-    if not async_op and type(op) is dist.ReduceOp.RedOpType and backend.reduce_scatter_now(output, tensor, op):
+    if not async_op and _C.reduce_scatter_now(group, output, tensor, op):
         return None
     options = _options(dist.ReduceScatterOptions, async_op, reduceOp=op)
-    return _end(backend._reduce_scatter_base(output, tensor, options), async_op)
+    return _end(backend_of(group)._reduce_scatter_base(_tensor(output), _tensor(tensor), options), async_op)
 
 
 def gather(
@@ -172,12 +169,11 @@ def all_to_all_single(
 
     Either all ranks give split sizes or none does.
     """
-    backend, output, tensor = backend_of(group), _tensor(output), _tensor(tensor)
     splits = list(output_split_sizes), list(input_split_sizes)
-    if not async_op and splits == ([], []) and backend.all_to_all_now(output, tensor):
+    if not async_op and splits == ([], []) and _C.all_to_all_now(group, output, tensor):
         return None
     options = _options(dist.AllToAllOptions, async_op)
-    return _end(backend.alltoall_base(output, tensor, *splits, options), async_op)
+    return _end(backend_of(group).alltoall_base(_tensor(output), _tensor(tensor), *splits, options), async_op)
 
 
 def barrier(group: dist.ProcessGroup | None = None, async_op: bool = False) -> dist.Work | None:

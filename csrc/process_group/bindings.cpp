@@ -8,6 +8,7 @@
 
 #include "engine/probe.h"
 #include "kernels/accumulate.h"
+#include "process_group/direct_calls.h"
 #include "process_group/gpu_bindings.h"
 #include "process_group/process_group_ring.h"
 #include "transport/links.h"
@@ -17,12 +18,6 @@ namespace py = pybind11;
 namespace {
 
 using namespace ringreduce;
-
-void raise(const Error& error) {
-  const auto type = py::reinterpret_steal<py::object>(error_class(error.kind()));
-  if (!type) throw py::error_already_set();
-  PyErr_SetObject(type.ptr(), type(error.what(), error.culprit()).ptr());
-}
 
 // Lets Python see Error as its class in ringreduce.errors, wherever pybind11 is the way out.
 void translate(std::exception_ptr thrown) {
@@ -128,6 +123,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         [](int thread, std::uint64_t address, std::uint64_t word) { return can_access({thread, address, word}); });
 
   bind_gpus(m);
+  bind_direct_calls(m);
 
   using Group = ProcessGroupRing;
   using Names = std::vector<std::pair<std::string, std::int64_t>>;
@@ -198,16 +194,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       // These two are virtual functions of c10d that torch does not bind for every backend.
       .def_property_readonly("options", &Group::getBackendOptions)
       .def("get_error", &Group::getError)
-      .def("all_reduce_now", &Group::all_reduce_now, py::call_guard<py::gil_scoped_release>(), py::arg("tensor"),
-           py::arg("op"))
-      .def("broadcast_now", &Group::broadcast_now, py::call_guard<py::gil_scoped_release>(), py::arg("tensor"),
-           py::arg("root"))
-      .def("reduce_scatter_now", &Group::reduce_scatter_now, py::call_guard<py::gil_scoped_release>(),
-           py::arg("output"), py::arg("input"), py::arg("op"))
-      .def("all_gather_now", &Group::all_gather_now, py::call_guard<py::gil_scoped_release>(), py::arg("output"),
-           py::arg("input"))
-      .def("all_to_all_now", &Group::all_to_all_now, py::call_guard<py::gil_scoped_release>(), py::arg("output"),
-           py::arg("input"))
       .def("add_plan", with_plan(&Group::add_plan), py::call_guard<py::gil_scoped_release>(), py::arg("collective"),
            py::arg("lowered"), py::arg("digest"), py::arg("most_bytes"), py::arg("slice_bytes") = 0)
       .def("register_plan", with_plan(&Group::register_plan), py::call_guard<py::gil_scoped_release>(),

@@ -353,39 +353,15 @@ c10::intrusive_ptr<Work> ProcessGroupRing::submit(CallLog::Call call, bool async
   }
 }
 
-bool ProcessGroupRing::all_reduce_now(const at::Tensor& tensor, c10d::ReduceOp::RedOpType op) {
-  return call_now(OpType::ALLREDUCE, {.operation = Operation::all_reduce}, op, tensor, tensor);
-}
-
-bool ProcessGroupRing::broadcast_now(const at::Tensor& tensor, int root) {
-  if (root < 0 || root >= getSize()) return false;
-  return call_now(OpType::BROADCAST, {.operation = Operation::broadcast, .root = root}, c10d::ReduceOp::SUM, tensor,
-                  tensor);
-}
-
-bool ProcessGroupRing::reduce_scatter_now(const at::Tensor& output, const at::Tensor& input,
-                                          c10d::ReduceOp::RedOpType op) {
-  return call_now(OpType::_REDUCE_SCATTER_BASE, {.operation = Operation::reduce_scatter, .flat_input = true}, op,
-                  output, input);
-}
-
-bool ProcessGroupRing::all_gather_now(const at::Tensor& output, const at::Tensor& input) {
-  return call_now(OpType::_ALLGATHER_BASE, {.operation = Operation::all_gather, .flat_output = true},
-                  c10d::ReduceOp::SUM, output, input);
-}
-
-bool ProcessGroupRing::all_to_all_now(const at::Tensor& output, const at::Tensor& input) {
-  return call_now(OpType::ALLTOALL_BASE, {.operation = Operation::all_to_all, .flat_input = true, .flat_output = true},
-                  c10d::ReduceOp::SUM, output, input);
-}
-
-bool ProcessGroupRing::call_now(OpType type, const Collective& collective, c10d::ReduceOp::RedOpType op,
-                                const at::Tensor& output, const at::Tensor& input) {
+bool ProcessGroupRing::call_now(OpType type, const Collective& collective, const at::Tensor& output,
+                                const at::Tensor& input) {
   constexpr std::size_t kMostBlocks = 64;
   const auto suits = [](const at::Tensor& t) { return t.is_cpu() && has_memory(t) && is_plain(t); };
   const bool in_place = !collective.flat_input && !collective.flat_output;  // one tensor is both
-  if (!suits(output) || (!in_place && !suits(input)) || op == c10d::ReduceOp::PREMUL_SUM) return false;
+  if (!suits(output) || (!in_place && !suits(input))) return false;
+  if (collective.op != nullptr && *collective.op == c10d::ReduceOp::PREMUL_SUM) return false;
   if (at::hasCallbacks() || shared_->hooked || shared_->timing) return false;
+  if (collective.root < 0 || collective.root >= getSize()) return false;
   const auto size = static_cast<std::size_t>(getSize());
   const std::size_t ins = collective.flat_input ? size : 1, outs = collective.flat_output ? size : 1;
   const std::size_t count = static_cast<std::size_t>(input.numel()) / ins, element = input.element_size();
@@ -401,9 +377,9 @@ bool ProcessGroupRing::call_now(OpType type, const Collective& collective, c10d:
   call.operation = collective.operation;
   call.root = collective.root;
   call.dtype = dtype_of(input.scalar_type(), name(call.operation).data());
-  call.reduce_op = reduce_op_of(op);
+  if (collective.op != nullptr) call.reduce_op = reduce_op_of(*collective.op);
   call.count = call.largest = count;
-  const auto timeout = timeout_or_default(c10d::kUnsetTimeout);
+  const auto timeout = timeout_or_default(collective.timeout);
   call.timeout = std::chrono::nanoseconds(timeout).count();
   Engine::check_reduction(call);
   std::array<std::byte*, kMostBlocks> input_blocks, output_blocks;
@@ -439,6 +415,7 @@ c10::intrusive_ptr<Work> ProcessGroupRing::allreduce(TensorList& tensors, const 
   const at::Tensor& tensor = only(tensors, "all_reduce");
   if (tensor.layout() == at::kSparse) return allreduce_sparse(tensors, opts);
   const Collective collective{.operation = Operation::all_reduce, .timeout = opts.timeout, .op = &opts.reduceOp};
+  if (!opts.asyncOp && call_now(OpType::ALLREDUCE, collective, tensor, tensor)) return nullptr;
   return submit(OpType::ALLREDUCE, opts, list_of(job(collective, {tensor}, {tensor})));
 }
 
@@ -534,6 +511,7 @@ c10::intrusive_ptr<Work> ProcessGroupRing::broadcast(TensorList& tensors, const 
   const at::Tensor& tensor = only(tensors, "broadcast");
   const Collective collective{
       .operation = Operation::broadcast, .timeout = opts.timeout, .root = static_cast<int>(opts.rootRank)};
+  if (!opts.asyncOp && call_now(OpType::BROADCAST, collective, tensor, tensor)) return nullptr;
   return submit(OpType::BROADCAST, opts, list_of(job(collective, {tensor}, {tensor})));
 }
 
@@ -570,6 +548,8 @@ c10::intrusive_ptr<Work> ProcessGroupRing::allgather_coalesced(std::vector<Tenso
 
 c10::intrusive_ptr<Work> ProcessGroupRing::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                            const c10d::AllgatherOptions& opts) {
+  const Collective collective{.operation = Operation::all_gather, .timeout = opts.timeout, .flat_output = true};
+  if (!opts.asyncOp && call_now(OpType::_ALLGATHER_BASE, collective, output, input)) return nullptr;
   TensorList outputs{output}, inputs{input};
   return allgather_into_tensor_coalesced(outputs, inputs, opts);
 }
@@ -594,6 +574,9 @@ c10::intrusive_ptr<Work> ProcessGroupRing::reduce_scatter(TensorList& outputs, s
 
 c10::intrusive_ptr<Work> ProcessGroupRing::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                                 const c10d::ReduceScatterOptions& opts) {
+  const Collective collective{
+      .operation = Operation::reduce_scatter, .timeout = opts.timeout, .op = &opts.reduceOp, .flat_input = true};
+  if (!opts.asyncOp && call_now(OpType::_REDUCE_SCATTER_BASE, collective, output, input)) return nullptr;
   TensorList outputs{output}, inputs{input};
   return reduce_scatter_tensor_coalesced(outputs, inputs, opts);
 }
@@ -646,6 +629,7 @@ c10::intrusive_ptr<Work> ProcessGroupRing::alltoall_base(at::Tensor& output, at:
   const bool equal = output_splits.empty() && input_splits.empty();
   const Collective collective{
       .operation = Operation::all_to_all, .timeout = opts.timeout, .flat_input = equal, .flat_output = equal};
+  if (equal && !opts.asyncOp && call_now(OpType::ALLTOALL_BASE, collective, output, input)) return nullptr;
   if (equal) return submit(OpType::ALLTOALL_BASE, opts, list_of(job(collective, {input}, {output})));
   Job j = job(collective, {input}, {output});
   j.input = cut(j.inputs[0], split_blocks(input, input_splits, getSize(), "all_to_all: input"));

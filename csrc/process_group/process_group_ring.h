@@ -4,7 +4,8 @@
 // are not contiguous), queue it, and give back a Work. What c10d may call from several threads is thread-safe; calls
 // of one group from several threads are brought into some order, which must then be the same on all ranks.
 //
-// Synchronous calls (opts.asyncOp false) have ended when they return, and throw. Asynchronous ones run in the group's
+// Synchronous calls (opts.asyncOp false) have ended when they return, and throw. The common ones return no Work, since
+// there is nothing left to wait for. Asynchronous ones run in the group's
 // progress thread; their Work throws from wait(). The tensors of a call under way must not be touched.
 //
 // In a process that was forked after the group was made, calls throw, and the group's destruction leaves the parent's
@@ -160,13 +161,9 @@ class ProcessGroupRing : public c10d::Backend {
   // Returns when all collectives made so far, and what hangs on them, have ended.
   void waitForPendingWorks() override;
 
-  // Synchronous calls on plain tensors without c10d's lists, options and Work, for direct calls. False, with nothing
-  // done, if it takes more than that, or the arguments are wrong.
-  bool all_reduce_now(const at::Tensor& tensor, c10d::ReduceOp::RedOpType op);
-  bool broadcast_now(const at::Tensor& tensor, int root);
-  bool reduce_scatter_now(const at::Tensor& output, const at::Tensor& input, c10d::ReduceOp::RedOpType op);
-  bool all_gather_now(const at::Tensor& output, const at::Tensor& input);
-  bool all_to_all_now(const at::Tensor& output, const at::Tensor& input);
+  // Makes a synchronous call on plain tensors, without c10d's lists and Work. False, with nothing done, if the call
+  // takes more than that, or the arguments are wrong.
+  bool call_now(c10d::OpType type, const Collective& collective, const at::Tensor& output, const at::Tensor& input);
 
   struct PlanFor {
     Operation operation;
@@ -201,8 +198,6 @@ class ProcessGroupRing : public c10d::Backend {
   struct Running;
 
   ProcessGroupRing(std::shared_ptr<Engine> engine, const Settings& settings);
-  bool call_now(c10d::OpType type, const Collective& collective, c10d::ReduceOp::RedOpType op, const at::Tensor& output,
-                const at::Tensor& input);
   Job job(Collective collective, const TensorList& inputs, const TensorList& outputs);
   void join_gpus(int index, std::uint64_t communicator);
   GpuCalls* gpu_calls(at::Device device);

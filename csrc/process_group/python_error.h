@@ -1,6 +1,7 @@
 // Our errors as Python sees them.
 #pragma once
 
+#include <pybind11/pybind11.h>
 #include <torch/csrc/Exceptions.h>
 
 #include <exception>
@@ -17,6 +18,13 @@ inline PyObject* error_class(ErrorKind kind) {
   PyObject* found = module == nullptr ? nullptr : PyObject_GetAttrString(module, kClasses[static_cast<int>(kind)]);
   Py_XDECREF(module);
   return found;
+}
+
+// Makes it the exception that is raised in this thread. Needs the GIL.
+inline void raise(const Error& error) {
+  const auto type = pybind11::reinterpret_steal<pybind11::object>(error_class(error.kind()));
+  if (!type) throw pybind11::error_already_set();
+  PyErr_SetObject(type.ptr(), type(error.what(), error.culprit()).ptr());
 }
 
 // An Error for futures. Whoever waits for one inside torch, as DDP does in backward(), lets exceptions out through code

@@ -1,0 +1,149 @@
+// These are vectorcall functions rather than pybind11's, and they remember the group that was used last: otherwise the
+// dispatch, and asking a torch group for its backend, would take longer than a small call between two ranks.
+#include "process_group/direct_calls.h"
+
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <limits>
+#include <optional>
+
+#include "process_group/gil.h"
+#include "process_group/process_group_ring.h"
+#include "process_group/python_error.h"
+
+namespace py = pybind11;
+
+namespace ringreduce {
+namespace {
+
+using c10d::OpType;
+
+// Whether `weak`, a weak reference, still refers to `object`.
+bool refers_to(const py::object& weak, py::handle object) {
+  if (!weak) return false;
+#if PY_VERSION_HEX >= 0x030D0000
+  PyObject* found = nullptr;
+  PyWeakref_GetRef(weak.ptr(), &found);
+  const auto owned = py::reinterpret_steal<py::object>(found);
+  return found == object.ptr();
+#else
+  return PyWeakref_GetObject(weak.ptr()) == object.ptr();
+#endif
+}
+
+// The group that was used last, and its backend, which lives as long as the group does. Guarded by the GIL.
+struct Latest {
+  py::object group;  // a weak reference
+  ProcessGroupRing* backend = nullptr;
+};
+
+// The default group; None if there is none. Tests replace torch's `_world`, so it is looked up each time.
+py::object world() {
+  static const py::handle c10d = py::module_::import("torch.distributed.distributed_c10d").release();
+  return c10d.attr("_world").attr("default_pg");
+}
+
+// Raises what ringreduce.api.backend_of raises for a group that has no backend of ours.
+c10::intrusive_ptr<ProcessGroupRing> backend_of(py::handle given) {
+  static Latest& latest = *new Latest;  // not destroyed: Python may be gone by then
+  const py::object group = given.is_none() ? world() : py::reinterpret_borrow<py::object>(given);
+  if (!refers_to(latest.group, group)) {
+    const py::object found = py::module_::import("ringreduce.api").attr("backend_of")(group);
+    latest.backend = found.cast<ProcessGroupRing*>();
+    latest.group = py::weakref(group);
+  }
+  return c10::intrusive_ptr<ProcessGroupRing>::reclaim_copy(latest.backend);
+}
+
+using Arguments = PyObject* const*;
+
+bool are_tensors(Arguments from, int count) {
+  return std::all_of(from, from + count, [](PyObject* each) { return THPVariable_Check(each); });
+}
+
+// Makes the call in the group args[0].
+PyObject* call(Arguments args, OpType type, const Collective& collective, const at::Tensor& output,
+               const at::Tensor& input) {
+  try {
+    const auto backend = backend_of(args[0]);
+    bool made = false;
+    {
+      const WithoutGil no_gil;
+      made = backend->call_now(type, collective, output, input);
+    }
+    return PyBool_FromLong(made);
+  } catch (const Error& error) {
+    raise(error);
+  } catch (py::error_already_set& raised) {
+    raised.restore();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+// The reduction that `given` stands for, if it is one without a factor.
+std::optional<c10d::ReduceOp> operation(PyObject* given) {
+  if (!py::isinstance<c10d::ReduceOp::RedOpType>(given)) return std::nullopt;
+  return c10d::ReduceOp(py::handle(given).cast<c10d::ReduceOp::RedOpType>());
+}
+
+PyObject* all_reduce(PyObject* /*module*/, Arguments args, Py_ssize_t count) {
+  const auto op = count == 3 && are_tensors(args + 1, 1) ? operation(args[2]) : std::nullopt;
+  if (!op) Py_RETURN_FALSE;
+  const at::Tensor& tensor = THPVariable_Unpack(args[1]);
+  return call(args, OpType::ALLREDUCE, {.operation = Operation::all_reduce, .op = &*op}, tensor, tensor);
+}
+
+PyObject* broadcast(PyObject* /*module*/, Arguments args, Py_ssize_t count) {
+  if (count != 3 || !are_tensors(args + 1, 1) || !PyLong_CheckExact(args[2])) Py_RETURN_FALSE;
+  int overflow = 0;
+  const long root = PyLong_AsLongAndOverflow(args[2], &overflow);
+  if (overflow != 0 || root < 0 || root > std::numeric_limits<int>::max()) Py_RETURN_FALSE;
+  const at::Tensor& tensor = THPVariable_Unpack(args[1]);
+  return call(args, OpType::BROADCAST, {.operation = Operation::broadcast, .root = static_cast<int>(root)}, tensor,
+              tensor);
+}
+
+PyObject* reduce_scatter(PyObject* /*module*/, Arguments args, Py_ssize_t count) {
+  const auto op = count == 4 && are_tensors(args + 1, 2) ? operation(args[3]) : std::nullopt;
+  if (!op) Py_RETURN_FALSE;
+  return call(args, OpType::_REDUCE_SCATTER_BASE,
+              {.operation = Operation::reduce_scatter, .op = &*op, .flat_input = true}, THPVariable_Unpack(args[1]),
+              THPVariable_Unpack(args[2]));
+}
+
+PyObject* all_gather(PyObject* /*module*/, Arguments args, Py_ssize_t count) {
+  if (count != 3 || !are_tensors(args + 1, 2)) Py_RETURN_FALSE;
+  return call(args, OpType::_ALLGATHER_BASE, {.operation = Operation::all_gather, .flat_output = true},
+              THPVariable_Unpack(args[1]), THPVariable_Unpack(args[2]));
+}
+
+PyObject* all_to_all(PyObject* /*module*/, Arguments args, Py_ssize_t count) {
+  if (count != 3 || !are_tensors(args + 1, 2)) Py_RETURN_FALSE;
+  return call(args, OpType::ALLTOALL_BASE,
+              {.operation = Operation::all_to_all, .flat_input = true, .flat_output = true},
+              THPVariable_Unpack(args[1]), THPVariable_Unpack(args[2]));
+}
+
+PyCFunction vectorcall(PyObject* (*function)(PyObject*, Arguments, Py_ssize_t)) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+}  // namespace
+
+void bind_direct_calls(py::module_& m) {
+  static PyMethodDef functions[] = {
+      {"all_reduce_now", vectorcall(all_reduce), METH_FASTCALL, "all_reduce_now(group, tensor, op)"},
+      {"broadcast_now", vectorcall(broadcast), METH_FASTCALL, "broadcast_now(group, tensor, root)"},
+      {"reduce_scatter_now", vectorcall(reduce_scatter), METH_FASTCALL, "reduce_scatter_now(group, output, input, op)"},
+      {"all_gather_now", vectorcall(all_gather), METH_FASTCALL, "all_gather_now(group, output, input)"},
+      {"all_to_all_now", vectorcall(all_to_all), METH_FASTCALL, "all_to_all_now(group, output, input)"},
+      {nullptr, nullptr, 0, nullptr},
+  };
+  if (PyModule_AddFunctions(m.ptr(), functions) != 0) throw py::error_already_set();
+}
+
+}  // namespace ringreduce
