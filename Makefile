@@ -16,7 +16,7 @@ PY := $(VENV)/bin/python
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 export MAX_JOBS ?= $(JOBS)
 
-.PHONY: help build demo test conformance ecosystem lint format stress cuda gpu soak clean distclean
+.PHONY: help build demo test conformance ecosystem lint compilers format stress cuda gpu soak clean distclean
 
 help:
 	@echo 'make demo      build, train a model on 2 ranks, compare ring, tree, direct and Gloo, plan rings over links'
@@ -25,6 +25,7 @@ help:
 	@echo '               RUNS="ringreduce:3 gloo:3": only these'
 	@echo 'make ecosystem Lightning Fabric, Accelerate and Ray Train on this backend; downloads them to .venv-ecosystem'
 	@echo 'make lint      ruff, mypy --strict, clang-format'
+	@echo 'make compilers csrc without torch through every g++-N and clang++-N on PATH, for their warnings'
 	@echo 'make stress    the engine without torch, under ThreadSanitizer and AddressSanitizer/UBSan'
 	@echo 'make cuda      compile the GPU kernels, check their registers and loads; WRITE=1: write the table anew'
 	@echo 'make gpu       on a machine with a GPU: builds without downloads, tests, measures, writes bench/results/gpu_*.json'
@@ -38,6 +39,7 @@ help:
 	@echo 'TORCH=torch==2.13.0    else this is installed in $(VENV); without a GPU, PIP_EXTRA_INDEX_URL set to'
 	@echo '                       the index of CPU wheels that PyTorch publishes saves gigabytes'
 	@echo 'RINGREDUCE_NVCC=PATH   the nvcc to use (default: that of CUDA_HOME, or on PATH); 0: none'
+	@echo 'RINGREDUCE_WERROR=1    warnings of compilers, and a failing nvcc, end the build; .ci/run sets it'
 	@echo 'JOBS=N                 compilations at once (default: the number of cores, $(JOBS))'
 
 # ---- set-up: each step leaves a stamp in $(VENV), so that a second call has nothing to do ----------------------------
@@ -221,7 +223,8 @@ format: $(VENV)/.test-tools
 
 # The stress program: csrc/stress and all of csrc that does not know torch, once under each sanitizer.
 STRESS_SOURCES := $(shell find csrc/core csrc/cuda csrc/nccl csrc/kernels csrc/transport csrc/engine csrc/stress -name '*.cpp' 2>/dev/null)
-STRESS_FLAGS := -std=c++20 -O1 -g1 -Wall -Wextra -Werror -ffp-contract=off -fno-omit-frame-pointer -pthread -Icsrc
+WARNINGS := -Wall -Wextra $(if $(filter 1,$(RINGREDUCE_WERROR)),-Werror)
+STRESS_FLAGS := -std=c++20 -O1 -g1 $(WARNINGS) -ffp-contract=off -fno-omit-frame-pointer -pthread -Icsrc
 ifeq ($(origin CXX),default)
   CCACHE := $(shell command -v ccache)
 endif
@@ -244,6 +247,16 @@ stress:
 	$(NO_ASLR) build/stress_tsan
 	@echo "== engine under AddressSanitizer and UBSan =="
 	build/stress_asan
+
+# Syntax only: what compilers accept and warn about differs, what they make of it does not.
+COMPILERS = $(sort $(notdir $(wildcard $(foreach folder,$(subst :, ,$(PATH)),$(folder)/g++-[0-9]* $(folder)/clang++-[0-9]*))))
+compilers:
+	@[ -n "$(COMPILERS)" ] || echo "no g++-N or clang++-N on PATH: NOT checked with any"
+	@for compiler in $(COMPILERS); do \
+	  echo "$$compiler: $$($$compiler --version | head -n 1)"; \
+	  printf '%s\n' $(STRESS_SOURCES) | xargs -P $(JOBS) -n 4 \
+	    $$compiler -std=c++20 -fsyntax-only -Wall -Wextra -Werror -pthread -Icsrc || failed=1; \
+	done; [ -z "$$failed" ] || { echo "error: see the warnings above" >&2; exit 1; }
 
 # Compiles for GPUs, runs nothing on one. Without nvcc it checks nothing, says so and succeeds.
 cuda: $(VENV)/.python

@@ -15,7 +15,10 @@ MACHINES = ("x86_64", "aarch64")
 
 # torch's headers need C++17 today and its own default is C++20, which every compiler that can build them has.
 # Contraction is off because a fused multiply-add rounds differently: all instruction sets must give the same bits.
-COMPILE_FLAGS = ["-std=c++20", "-O3", "-g0", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", "-ffp-contract=off"]
+# A warning fails the build in CI only (RINGREDUCE_WERROR=1): other compilers warn about other things.
+COMPILE_FLAGS = ["-std=c++20", "-O3", "-g0", "-Wall", "-Wextra", "-fvisibility=hidden", "-ffp-contract=off"]
+if os.environ.get("RINGREDUCE_WERROR") == "1":
+    COMPILE_FLAGS.append("-Werror")
 
 
 def require_toolchain() -> None:
@@ -49,7 +52,7 @@ def extension(cpp_extension):
     """The extension: all of csrc except csrc/stress, a program of its own."""
     sources = [p for p in Path("csrc").rglob("*.cpp") if "stress" not in p.parts]
     ext = cpp_extension.CppExtension("ringreduce._C", sorted(map(str, sources)))
-    # torch's headers as system headers, so that -Werror is about our code only.
+    # torch's headers as system headers, so that warnings are about our code only.
     ext.extra_compile_args = [*COMPILE_FLAGS, *(f"-isystem{d}" for d in ext.include_dirs)]
     ext.include_dirs = [str(ROOT / "csrc")]  # absolute, since ninja runs elsewhere
     return ext

@@ -165,12 +165,13 @@ def traffic(collective: str, algorithm: str, ranks: int, block_bytes: int) -> fl
 
 
 def algorithm_for(collective: str, ranks: int, block_bytes: int) -> str:
-    """What a group of default options runs on GPUs, if RINGREDUCE_ALGORITHMS says nothing else."""
+    """What ranks that share a GPU run by default, if RINGREDUCE_ALGORITHMS says nothing else."""
     from ringreduce import plan
     from ringreduce.config import resolve
+    from ringreduce.gpu.rules import rules
 
-    rules = plan.parse_algorithms(resolve(None)[0].algorithms or "")
-    return plan.lookup(plan.table(ranks, rules)[collective], block_bytes).algorithm
+    user = plan.parse_algorithms(resolve(None)[0].algorithms or "")
+    return plan.lookup(plan.table(ranks, user, rules(ranks, steps=True))[collective], block_bytes).algorithm
 
 
 def measure(settings: Settings) -> tuple[list[Row], list[str]]:

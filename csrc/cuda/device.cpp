@@ -1,6 +1,11 @@
 #include "cuda/device.h"
 
 #include <cstring>
+#include <map>
+#include <mutex>
+#include <vector>
+
+#include "core/fork.h"
 
 namespace ringreduce::cuda {
 namespace {
@@ -31,6 +36,13 @@ bool passed(const Device& device, const Call<CUresult(Handle)>& query, Handle ha
   if (result != kSuccess && result != kNotReady) query.refuse(result, on(device));
   return result == kSuccess;
 }
+
+// The events that are free, by device and whether they are timed.
+struct FreeEvents {
+  static constexpr std::size_t kMost = 1024;  // of a kind; what a burst of calls took beyond that is destroyed
+  std::mutex mutex;
+  std::map<std::pair<int, bool>, std::vector<std::unique_ptr<const Event>>> by_kind;
+};
 
 }  // namespace
 
@@ -118,6 +130,27 @@ float Event::milliseconds_since(const Event& start) const {
   float milliseconds = 0;
   call(*event_.device(), driver().cuEventElapsedTime, &milliseconds, start.event_.get(), event_.get());
   return milliseconds;
+}
+
+PooledEvent::PooledEvent(const DevicePtr& device, bool timed) : timed_(timed) {
+  FreeEvents& free = process_wide<FreeEvents>();
+  std::unique_lock lock(free.mutex);
+  auto& events = free.by_kind[{device->ordinal(), timed}];
+  if (events.empty()) {
+    lock.unlock();
+    event_ = std::make_unique<const Event>(device, timed);
+    return;
+  }
+  event_ = std::move(events.back());
+  events.pop_back();
+}
+
+PooledEvent::~PooledEvent() {
+  if (driver_in_use() == nullptr) return;  // in a forked child, whose events are its parent's
+  FreeEvents& free = process_wide<FreeEvents>();
+  std::lock_guard lock(free.mutex);
+  auto& events = free.by_kind[{event_->device()->ordinal(), timed_}];
+  if (events.size() < FreeEvents::kMost) events.push_back(std::move(event_));
 }
 
 DeviceMemory::DeviceMemory(const DevicePtr& device, std::size_t bytes) : memory_(device), bytes_(bytes) {

@@ -125,6 +125,7 @@ class Event {
  public:
   explicit Event(const DevicePtr& device, bool timed = false);
 
+  const DevicePtr& device() const { return event_.device(); }
   CUevent handle() const { return event_.get(); }
   // Whether the GPU has passed where the event was last recorded; true if it never was.
   bool done() const;
@@ -134,6 +135,23 @@ class Event {
 
  private:
   Resource<CUevent, &Driver::cuEventDestroy> event_;
+};
+
+// An event for a short while: one that an earlier owner in this process gave back, if there is any. What it says before
+// it is recorded is of no use.
+class PooledEvent {
+ public:
+  explicit PooledEvent(const DevicePtr& device, bool timed = false);
+  ~PooledEvent();
+  PooledEvent(const PooledEvent&) = delete;
+  PooledEvent& operator=(const PooledEvent&) = delete;
+
+  const Event& operator*() const { return *event_; }
+  const Event* operator->() const { return event_.get(); }
+
+ private:
+  std::unique_ptr<const Event> event_;
+  const bool timed_;
 };
 
 // Memory of the device, zeroed.

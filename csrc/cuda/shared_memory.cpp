@@ -1,27 +1,23 @@
 #include "cuda/shared_memory.h"
 
 #include <fcntl.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
-#include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <map>
 #include <mutex>
 #include <optional>
 #include <random>
-#include <sstream>
 #include <utility>
 
-#if !defined(SYS_pidfd_getfd)  // which headers of older systems lack
-#define SYS_pidfd_getfd 438
-#endif
+#include "cuda/lent_descriptor.h"
 
 namespace ringreduce::cuda {
 namespace {
 
-constexpr std::uint32_t kFormat = 0x52520001;  // of this version of Handle
+constexpr std::uint32_t kFormat = 0x52520002;  // of this version of Handle
 constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 44;
 
 // Allocations that share one of the driver's 2 MB blocks would be opened together.
@@ -29,32 +25,13 @@ constexpr std::size_t kBlock = std::size_t{2} << 20;
 
 constexpr std::size_t round_up(std::size_t n, std::size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-class FileDescriptor {
- public:
-  explicit FileDescriptor(int fd = -1) : fd_(fd) {}
-  FileDescriptor(FileDescriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  ~FileDescriptor() {
-    if (fd_ >= 0) close(fd_);
-  }
-  int get() const { return fd_; }
-
- private:
-  int fd_;
-};
-
-// When process `pid` started, in ticks since boot; 0 if there is none.
-std::uint64_t start_of(int pid) {
-  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
-  std::string line;
-  std::getline(file, line);
-  const std::size_t name_end = line.rfind(')');  // the name may hold blanks and brackets
-  if (name_end == std::string::npos) return 0;
-  std::istringstream fields(line.substr(name_end + 1));
-  std::string skipped;
-  for (int field = 3; field < 22; field++) fields >> skipped;
-  std::uint64_t start = 0;
-  fields >> start;
-  return start;
+// This host since it was started: its boot id.
+std::uint64_t this_host() {
+  std::ifstream file("/proc/sys/kernel/random/boot_id");
+  std::string text;
+  std::getline(file, text);
+  std::erase(text, '-');
+  return std::strtoull(text.substr(0, 16).c_str(), nullptr, 16);
 }
 
 // This process. Forked children cannot use CUDA, so none needs one of its own.
@@ -63,7 +40,7 @@ struct Process {
     std::random_device random;
     return std::uint64_t{random()} << 32 | random();
   }();
-  std::uint64_t started = start_of(getpid());
+  std::uint64_t host = this_host();
 };
 
 const Process& this_process() {
@@ -147,7 +124,7 @@ class VirtualMapping {
 
 struct Virtual : Owned {
   std::optional<VirtualMapping> mapping;
-  std::optional<FileDescriptor> exported;
+  std::optional<LentDescriptor> lent;
   CUdeviceptr pointer() const override { return mapping->pointer(); }
   void enable_access(const Device& other) const override { mapping->allow(other); }
 };
@@ -155,6 +132,11 @@ struct Virtual : Owned {
 bool can_export(const Device& device) {
   return device.attribute(kVirtualMemoryManagementSupported) != 0 &&
          device.attribute(kHandleTypePosixFileDescriptorSupported) != 0;
+}
+
+// What a descriptor is lent by.
+std::string name_of(std::uint64_t process, CUdeviceptr pointer) {
+  return "ringreduce-gpu-" + std::to_string(process) + "-" + std::to_string(pointer);
 }
 
 std::shared_ptr<Virtual> allocate_virtual(const DevicePtr& device, std::size_t bytes) {
@@ -176,9 +158,10 @@ std::shared_ptr<Virtual> allocate_virtual(const DevicePtr& device, std::size_t b
   owned->mapping.emplace(device, memory, owned->bytes);
   int fd = -1;
   cuda.cuMemExportToShareableHandle(&fd, memory, kMemHandleTypePosixFileDescriptor, 0);
-  owned->exported.emplace(fd);
+  FileDescriptor exported(fd);
   fcntl(fd, F_SETFD, FD_CLOEXEC);
   zero(device, owned->pointer(), owned->bytes);
+  owned->lent.emplace(name_of(this_process().id, owned->pointer()), std::move(exported));
   return owned;
 }
 
@@ -215,8 +198,6 @@ void check_fields(const Handle& handle, const Refusal& refusal) {
   check(handle.kind >= Handle::Kind::local && handle.kind <= Handle::Kind::file_descriptor, "kind",
         static_cast<std::uint32_t>(handle.kind));
   check(handle.pid > 0, "pid", static_cast<std::uint32_t>(handle.pid));
-  check(handle.kind != Handle::Kind::file_descriptor || handle.number >= 0, "number",
-        static_cast<std::uint32_t>(handle.number));
   check(handle.bytes > 0 && handle.bytes <= kMostBytes, "bytes", handle.bytes);
   check(handle.pointer != 0, "pointer", handle.pointer);
 }
@@ -225,33 +206,22 @@ bool is_on(const DeviceInfo& device, const Handle& handle) {
   return std::memcmp(device.uuid().data(), handle.device, sizeof(handle.device)) == 0;
 }
 
-// The owner's device, as this process counts.
-DeviceInfo device_of(const Handle& handle, const Refusal& refusal) {
+// The owner's device, as this process counts; nothing if it does not see it (CUDA_VISIBLE_DEVICES, containers), which
+// does not keep it from mapping the memory.
+std::optional<DeviceInfo> device_of(const Handle& handle) {
   for (int ordinal = 0, devices = DeviceInfo::count(); ordinal < devices; ordinal++)
     if (const DeviceInfo device(ordinal); is_on(device, handle)) return device;
-  refusal.because(
-      "its GPU is not visible to this process; let CUDA_VISIBLE_DEVICES, or the container, have the GPUs of all ranks "
-      "in every rank, and choose with torch.cuda.set_device");
+  return std::nullopt;
 }
 
-// A copy of the owner's file descriptor.
-FileDescriptor fetch_descriptor(const Handle& handle, const Refusal& refusal) {
-  const FileDescriptor process(static_cast<int>(syscall(SYS_pidfd_open, handle.pid, 0)));
-  // Looked at after the process was opened: if it is the owner now, it was then.
-  if (process.get() < 0 || start_of(handle.pid) != handle.started)
-    refusal.because(
-        "there is no such process here; run all ranks in one PID namespace (Docker: --pid=host), and keep "
-        "the owner alive");
-  FileDescriptor copy(static_cast<int>(syscall(SYS_pidfd_getfd, process.get(), handle.number, 0)));
-  if (copy.get() >= 0) return copy;
-  const int error = errno;
-  const std::string why = std::string("pidfd_getfd: ") + std::strerror(error);
-  if (error == EPERM)
-    refusal.because(why +
-                    "; run all ranks as one user, and set sysctl kernel.yama.ptrace_scope=0 (Docker: "
-                    "--cap-add=SYS_PTRACE)");
-  if (error == ENOSYS) refusal.because(why + "; it needs Linux 5.6 or later");
-  refusal.because(why);
+void check_access(const Device& device, const Handle& handle, const Refusal& refusal) {
+  if (handle.host != this_process().host)
+    refusal.because("it is on another host; GPUs of several hosts share no memory (gpu_transport='nccl' joins them)");
+  const std::optional<DeviceInfo> theirs = device_of(handle);
+  if (theirs && !device.can_access(*theirs))
+    refusal.because("it is on " + theirs->describe() +
+                    ", which this one cannot access: no NVLink between them, and no peer-to-peer over PCIe (see "
+                    "nvidia-smi topo -p2p rw; virtual machines, ACS and IOMMU turn it off)");
 }
 
 // Opened with cuIpcOpenMemHandle.
@@ -265,10 +235,11 @@ class IpcMapping {
     const CUresult result = cuda.cuIpcOpenMemHandle.attempt(memory_.fill(), ipc, kIpcMemLazyEnablePeerAccess);
     if (result != kSuccess)
       refusal.because("cuIpcOpenMemHandle", result,
-                      "run all ranks in one IPC namespace (Docker: --ipc=host), and keep the owner alive");
+                      "run all ranks in one IPC namespace (Docker: --ipc=host), keep the owner alive, and see whether "
+                      "these GPUs have peer access (nvidia-smi topo -p2p rw)");
     std::size_t mapped = 0;
-    cuda.cuPointerGetAttribute(&mapped, kPointerAttributeRangeSize, memory_.get());
-    if (handle.bytes > mapped)
+    const CUresult told = cuda.cuPointerGetAttribute.attempt(&mapped, kPointerAttributeRangeSize, memory_.get());
+    if (told == kSuccess && handle.bytes > mapped)
       refusal.because("its handle is damaged: bytes is " + std::to_string(handle.bytes) + ", of memory that has " +
                       std::to_string(mapped));
   }
@@ -281,7 +252,13 @@ class IpcMapping {
 
 std::shared_ptr<const VirtualMapping> import_descriptor(const DevicePtr& device, const Handle& handle,
                                                         const Refusal& refusal) {
-  const FileDescriptor fd = fetch_descriptor(handle, refusal);
+  const FileDescriptor fd = [&] {
+    try {
+      return borrow_descriptor(name_of(handle.process, handle.pointer));
+    } catch (const Error& error) {
+      refusal.because(error.what());
+    }
+  }();
   CUmemGenericAllocationHandle memory = 0;
   const CUresult result = driver().cuMemImportFromShareableHandle.attempt(
       &memory, reinterpret_cast<void*>(static_cast<std::intptr_t>(fd.get())), kMemHandleTypePosixFileDescriptor);
@@ -306,36 +283,31 @@ std::shared_ptr<const Owned> find_owned(const Handle& handle, const Refusal& ref
 
 }  // namespace
 
-OwnMemory::OwnMemory(const DevicePtr& device, std::size_t bytes) {
+OwnMemory::OwnMemory(const DevicePtr& device, std::size_t bytes, Handle::Kind first) {
   if (bytes == 0 || bytes > kMostBytes)
     throw Error(ErrorKind::invalid_argument, "bytes is " + std::to_string(bytes) + "; it must be from 1 to 2^44");
   const Process& process = this_process();
   handle_ = {};
   handle_.format = kFormat;
   handle_.pid = getpid();
-  handle_.started = process.started;
+  handle_.host = process.host;
   handle_.process = process.id;
   std::memcpy(handle_.device, device->uuid().data(), sizeof(handle_.device));
 
-  std::shared_ptr<const Owned> owned = allocate(device, bytes);
-  CUipcMemHandle ipc;
-  CUresult refused;
-  {
+  const bool can = can_export(*device);
+  std::shared_ptr<const Owned> owned;
+  if (first == Handle::Kind::ipc || !can) {
+    owned = allocate(device, bytes);
+    CUipcMemHandle ipc;
     const Device::Use use(*device);
-    refused = driver().cuIpcGetMemHandle.attempt(&ipc, owned->pointer());
+    handle_.number = driver().cuIpcGetMemHandle.attempt(&ipc, owned->pointer());
+    handle_.kind = handle_.number == kSuccess ? Handle::Kind::ipc : Handle::Kind::local;
+    if (handle_.number == kSuccess) std::memcpy(handle_.ipc, ipc.reserved, sizeof(handle_.ipc));
   }
-  if (refused == kSuccess) {
-    handle_.kind = Handle::Kind::ipc;
-    std::memcpy(handle_.ipc, ipc.reserved, sizeof(handle_.ipc));
-  } else if (can_export(*device)) {
+  if (handle_.kind != Handle::Kind::ipc && can) {
     owned = nullptr;
-    const std::shared_ptr<const Virtual> exported = allocate_virtual(device, bytes);
+    owned = allocate_virtual(device, bytes);
     handle_.kind = Handle::Kind::file_descriptor;
-    handle_.number = exported->exported->get();
-    owned = exported;
-  } else {
-    handle_.kind = Handle::Kind::local;
-    handle_.number = refused;
   }
   handle_.pointer = owned->pointer();
   handle_.bytes = owned->bytes;
@@ -350,15 +322,11 @@ OwnMemory::OwnMemory(const DevicePtr& device, std::size_t bytes) {
 PeerMapping::PeerMapping(const DevicePtr& device, const Handle& handle, const std::string& owner) {
   const Refusal refusal(*device, handle, owner);
   check_fields(handle, refusal);
-  const DeviceInfo theirs = device_of(handle, refusal);
-  if (!device->can_access(theirs))
-    refusal.because("it is on " + theirs.describe() +
-                    ", which this one cannot access: no NVLink between them, and no peer-to-peer over PCIe (see "
-                    "nvidia-smi topo -p2p rw; virtual machines, ACS and IOMMU turn it off)");
+  check_access(*device, handle, refusal);
   bytes_ = handle.bytes;
   if (handle.process == this_process().id) {
     const std::shared_ptr<const Owned> owned = find_owned(handle, refusal);
-    if (device->ordinal() != theirs.ordinal()) owned->enable_access(*device);
+    if (!is_on(*device, handle)) owned->enable_access(*device);
     pointer_ = owned->pointer();
     mapping_ = owned;
     return;

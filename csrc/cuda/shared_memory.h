@@ -3,9 +3,10 @@
 //
 // The owner allocates it and tells the others its Handle, in plain bytes. How they come to the memory:
 //   same process    its pointer, after access between the two devices has been enabled;
-//   other process   a legacy IPC handle (cuIpcGetMemHandle). Where the driver refuses those (some containers, WSL,
-//                   Jetson), memory of the virtual memory management API, which is a file descriptor of the owner; the
-//                   other process takes a copy of it with pidfd_getfd(2).
+//   other process   a legacy IPC handle (cuIpcGetMemHandle), or memory of the virtual memory management API, which is a
+//                   file descriptor that the owner lends (lent_descriptor.h). Which is tried first is
+//                   OwnMemory::kFirst; some drivers refuse one of them (in containers, WSL, on Jetson).
+// Neither needs the owner's GPU to be visible to the other process. Whether access then works, only a use of it shows.
 //
 // Lifetimes. Within a process, a mapping keeps the memory alive. Between processes nothing does: the owner must not
 // destroy OwnMemory while a peer may still access it; that is for the owner's group to arrange (GpuCalls::stop). CUDA
@@ -28,14 +29,14 @@ struct Handle {
   enum class Kind : std::uint32_t {
     local = 1,        // other processes cannot come to it: `number` is the driver's result that says why
     ipc,              // by `ipc`
-    file_descriptor,  // by the owner's file descriptor `number`
+    file_descriptor,  // by a descriptor that the owner lends
   };
 
   std::uint32_t format;
   Kind kind;
   std::int32_t pid;  // of the owner
   std::int32_t number;
-  std::uint64_t started;  // when that process did, in the kernel's ticks since boot: pids are used again
+  std::uint64_t host;     // equal only on the owner's host
   std::uint64_t process;  // drawn at random: equal only if it is this very process
   std::uint64_t pointer;  // in the owner's process
   std::uint64_t bytes;
@@ -46,8 +47,12 @@ static_assert(sizeof(Handle) == 128 && std::is_trivially_copyable_v<Handle>);
 
 class OwnMemory {
  public:
+  // What is tried first, where a driver has both. What kernels see of memory whose owner was killed has not been
+  // measured for either; if they fault with one, this line chooses the other.
+  static constexpr Handle::Kind kFirst = Handle::Kind::ipc;
+
   // `bytes` zero bytes. Throws Error(system).
-  OwnMemory(const DevicePtr& device, std::size_t bytes);
+  OwnMemory(const DevicePtr& device, std::size_t bytes, Handle::Kind first = kFirst);
 
   CUdeviceptr pointer() const { return handle_.pointer; }
   std::size_t bytes() const { return handle_.bytes; }

@@ -1,5 +1,9 @@
 #include "kernels/accumulate.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include <atomic>
 #include <cstring>
 
@@ -17,13 +21,21 @@ constexpr const Target* kTargets[] = {
     &baseline::target,
 };
 
+#if defined(__x86_64__)
+// Not by __builtin_cpu_supports: clang 14 does not know the name.
+bool has_f16c() {
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+}
+#endif
+
 // Whether this CPU and its operating system run `target`.
 bool can_run(const Target* target) {
 #if defined(__x86_64__)
   if (target == &avx512::target)
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (target == &avx2::target) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  if (target == &avx2::target) return __builtin_cpu_supports("avx2") && has_f16c();
 #endif
   return target == &baseline::target;
 }

@@ -36,6 +36,7 @@ class Library {
 // that this process has loaded already, as communicators of others are of that one; then the first of `places` that can
 // be loaded, then the loader's libnccl.so.2. What the first successful call found stays. Throws Error(system) that says
 // why and what to do if there is none, or if it is too old.
-const Library& library(const std::vector<std::string>& places = {});
+const Library& library(const std::vector<std::string>& places);
+inline const Library& library() { return library({}); }
 
 }  // namespace ringreduce::nccl

@@ -7,6 +7,7 @@
 
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -87,14 +88,15 @@ void bind_nccl(py::module_& m) {
       "nccl_engine",
       [](const std::shared_ptr<Engine>& host, const std::shared_ptr<cuda::Device>& device,
          const std::vector<std::string>& ids, std::uint64_t communicator, int communicators, double timeout,
-         int channels, cuda::Images images, int slices, std::size_t least_slice_bytes) -> std::shared_ptr<GpuEngine> {
+         int channels, const cuda::Images& images, int slices,
+         std::size_t least_slice_bytes) -> std::shared_ptr<GpuEngine> {
         const int rank = host->rank(), size = host->size();
         auto made = communicator != 0
                         ? nccl::adopt(communicator, communicators, device, rank, size, nanoseconds(timeout))
                         : nccl::make(ids, communicators, device, rank, size, nanoseconds(timeout));
-        return std::make_shared<NcclEngine>(
-            std::make_shared<TrialHost>(host), std::make_shared<cuda::Kernels>(device, std::move(images)), device,
-            std::move(made), channels, Engine::Options{.slices = slices, .least_slice_bytes = least_slice_bytes});
+        return std::make_shared<NcclEngine>(std::make_shared<TrialHost>(host), cuda::Kernels::of(device, images),
+                                            device, std::move(made), channels,
+                                            Engine::Options{.slices = slices, .least_slice_bytes = least_slice_bytes});
       },
       py::call_guard<py::gil_scoped_release>(), py::kw_only(), py::arg("host"), py::arg("device"), py::arg("ids"),
       py::arg("communicator"), py::arg("communicators"), py::arg("timeout"), py::arg("channels"), py::arg("images"),
@@ -109,12 +111,12 @@ void bind_gpus(py::module_& m) {
       "make_stream_wait",
       [](int ordinal, std::uintptr_t waiting, std::uintptr_t for_what) {
         const auto device = std::make_shared<const cuda::Device>(ordinal);
-        const cuda::Event now(device);
+        const cuda::PooledEvent now(device);
         const auto stream = [&](std::uintptr_t handle) {
           return cuda::Stream::borrowed(device, reinterpret_cast<cuda::CUstream>(handle));  // NOLINT
         };
-        stream(for_what).record(now);
-        stream(waiting).wait(now);
+        stream(for_what).record(*now);
+        stream(waiting).wait(*now);
       },
       py::call_guard<py::gil_scoped_release>(), py::arg("ordinal"), py::arg("waiting"), py::arg("for_what"));
 
@@ -149,10 +151,15 @@ void bind_gpus(py::module_& m) {
         py::arg("blocks") = 0);
 
   py::class_<cuda::OwnMemory, std::shared_ptr<cuda::OwnMemory>>(m, "GpuRegion")
-      .def(py::init([](const std::shared_ptr<cuda::Device>& device, std::size_t bytes) {
-             return std::make_shared<cuda::OwnMemory>(device, bytes);
+      .def(py::init([](const std::shared_ptr<cuda::Device>& device, std::size_t bytes,
+                       std::optional<bool> descriptors_first) {
+             using Kind = cuda::Handle::Kind;
+             const Kind otherwise = cuda::OwnMemory::kFirst;
+             const Kind first =
+                 descriptors_first ? (*descriptors_first ? Kind::file_descriptor : Kind::ipc) : otherwise;
+             return std::make_shared<cuda::OwnMemory>(device, bytes, first);
            }),
-           py::arg("device"), py::arg("bytes"))
+           py::arg("device"), py::arg("bytes"), py::kw_only(), py::arg("descriptors_first") = py::none())
       .def_property_readonly("handle", [](const cuda::OwnMemory& memory) { return bytes_of(memory.handle()); })
       // How other processes come to it; "" if they cannot.
       .def_property_readonly("shared_by", [](const cuda::OwnMemory& memory) {
@@ -199,11 +206,12 @@ void bind_gpus(py::module_& m) {
       "peer_engine",
       [](const std::shared_ptr<Engine>& host, const std::shared_ptr<cuda::Device>& device,
          const std::shared_ptr<cuda::OwnMemory>& region, const std::vector<std::string>& handles, const Shape& shape,
-         bool steps, cuda::Images images, int slices, std::size_t least_slice_bytes) -> std::shared_ptr<GpuEngine> {
-        return std::make_shared<PeerEngine>(
-            std::make_shared<TrialHost>(host), std::make_shared<cuda::Kernels>(device, std::move(images)), device,
-            region, handles_of(handles), shape, steps ? PeerEngine::Mode::steps : PeerEngine::Mode::run,
-            Engine::Options{.slices = slices, .least_slice_bytes = least_slice_bytes});
+         bool steps, const cuda::Images& images, int slices,
+         std::size_t least_slice_bytes) -> std::shared_ptr<GpuEngine> {
+        return std::make_shared<PeerEngine>(std::make_shared<TrialHost>(host), cuda::Kernels::of(device, images),
+                                            device, region, handles_of(handles), shape,
+                                            steps ? PeerEngine::Mode::steps : PeerEngine::Mode::run,
+                                            Engine::Options{.slices = slices, .least_slice_bytes = least_slice_bytes});
       },
       py::call_guard<py::gil_scoped_release>(), py::kw_only(), py::arg("host"), py::arg("device"), py::arg("region"),
       py::arg("handles"), py::arg("shape"), py::arg("steps"), py::arg("images"), py::arg("slices"),

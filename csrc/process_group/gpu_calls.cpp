@@ -45,9 +45,9 @@ c10::intrusive_ptr<c10d::Work> GpuCalls::submit(const CallLog::Call& call, bool 
   work->hooked = surroundings_->hooked;
   try {
     if (apart) {
-      const cuda::Event ready(engine_->device());
-      current.record(ready);
-      chosen.wait(ready);
+      const cuda::PooledEvent ready(engine_->device());
+      current.record(*ready);
+      chosen.wait(*ready);
     }
     const c10::StreamGuard guard(stream);
     if (!captured) chosen.record(work->begin());

@@ -50,7 +50,7 @@ class GpuWork final : public c10d::Work {
         end_(engine_->device(), timed_),
         outputs_(std::move(outputs)) {}
 
-  bool isCompleted() override { return c10d::Work::isCompleted() || (!captured_ && end_.done()); }
+  bool isCompleted() override { return c10d::Work::isCompleted() || (!captured_ && end_->done()); }
 
   // Makes the current stream wait for the call. With a timeout this thread waits, too, and throws when it is over; the
   // call goes on then, until the timeout of its own.
@@ -61,7 +61,7 @@ class GpuWork final : public c10d::Work {
       std::rethrow_exception(error);
     }
     const c10::Stream current = current_stream(stream_.device());
-    native(engine_->device(), current).wait(end_);
+    native(engine_->device(), current).wait(*end_);
     if (timeout != kNoTimeout && !captured_) wait_here(timeout);
     if (current == users_) release();  // what is freed may be used again in that stream, which comes after the call now
     return true;
@@ -73,9 +73,9 @@ class GpuWork final : public c10d::Work {
   uint64_t getSequencenumber() const override { return call_.sequence; }
 
   float getDuration() const override {
-    TORCH_CHECK(timed_ && end_.done(),
+    TORCH_CHECK(timed_ && end_->done(),
                 "getDuration: the work has not ended, or was made before enableCollectivesTiming()");
-    return end_.milliseconds_since(begin_);
+    return end_->milliseconds_since(*begin_);
   }
 
   // Completed at once, as futures of GPU values are: what waits for it is put in streams behind the call.
@@ -94,8 +94,8 @@ class GpuWork final : public c10d::Work {
   }
 
   // For GpuCalls.
-  const cuda::Event& begin() const { return begin_; }
-  const cuda::Event& end() const { return end_; }
+  const cuda::Event& begin() const { return *begin_; }
+  const cuda::Event& end() const { return *end_; }
   const CallLog::Call& call() const { return call_; }
   void keep(TensorList tensors) { kept_ = std::move(tensors); }
   void release() {
@@ -136,7 +136,7 @@ class GpuWork final : public c10d::Work {
   const c10::Stream users_, stream_;
   const bool captured_, timed_;
   const std::shared_ptr<GpuEngine> engine_;
-  const cuda::Event begin_, end_;
+  const cuda::PooledEvent begin_, end_;
   const TensorList outputs_;
   std::mutex kept_mutex_, future_mutex_;
   TensorList kept_;

@@ -19,6 +19,7 @@ from ringreduce.cli.terminal import Help, console, time_text
 from ringreduce.config import PREFIX, Options, resolve
 from ringreduce.errors import SystemFailure
 from ringreduce.gpu import kernels, nccl
+from ringreduce.gpu.rules import rules as gpu_rules
 from ringreduce.plan import Machine, Range, Slicing
 from ringreduce.plan.choose import SIZES
 from ringreduce.tuning import Tuning
@@ -66,6 +67,8 @@ def _info(console: Console, options: Options, origins: dict[str, str], ranks: li
         how = f"copied, by {origins['fetch']}"
     console.print(f"ordinary tensors: {how}", highlight=False, soft_wrap=True)
     console.print(f"CUDA tensors: {_cuda_tensors(options)}", highlight=False, soft_wrap=True)
+    if not _C.cuda_unavailable() and options.gpu_transport in ("auto", "peer"):
+        console.print(_choices_of_gpus(ranks, options))
     known: Tuning | None = None
     if options.tuning == "off":
         console.print("tuning: off, the built-in rules decide")
@@ -140,6 +143,31 @@ def _choices(size: int, options: Options, fetch: bool, known: Tuning | None) -> 
                 time_text(cell.seconds) if cell is not None and same else "",
             )
             begin = entry.end or 0
+    return table
+
+
+def _choices_of_gpus(ranks: list[int], options: Options) -> Table:
+    """What groups of so many ranks would run on GPUs that no topology is known of, where it differs by size or rule."""
+    table = Table("ranks", "their GPUs", "collective", "bytes of a block", "algorithm", "by",
+                  title="CUDA tensors, unless NVML tells of links", title_justify="left")  # fmt: skip
+    user = plan.parse_algorithms(options.algorithms or "")
+    modes = {"run": [False], "steps": [True]}.get(options.gpu_mode or "auto", [False, True])
+    for size, steps in ((size, steps) for size in ranks for steps in modes):
+        built_in = gpu_rules(size, steps=steps)
+        of_rules = {rule.collective for rule in (*user, *built_in)}
+        for collective, ranges in plan.table(size, user, built_in).items():
+            begin = 0
+            for entry in ranges if collective in of_rules else ():
+                mine = any(r.collective == collective and r.begin <= begin < (r.end or begin + 1) for r in user)
+                table.add_row(
+                    str(size),
+                    "shared" if steps else "one each",
+                    collective,
+                    f"{binary_size(begin)} - {'' if entry.end is None else binary_size(entry.end)}",
+                    entry.algorithm,
+                    "algorithms" if mine else "built in, not measured",
+                )
+                begin = entry.end or 0
     return table
 
 

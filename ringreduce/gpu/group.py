@@ -20,6 +20,7 @@ from ringreduce import _C, plan
 from ringreduce.config import Options
 from ringreduce.errors import InvalidArgument, RingReduceError, SystemFailure
 from ringreduce.gpu import kernels, nccl
+from ringreduce.gpu.rules import rules
 from ringreduce.topology.group import GroupTopology
 
 ROW_BYTES = 4096
@@ -130,12 +131,20 @@ def _over_peer_memory(wanted: Wanted, group: _C.ProcessGroupRing, ordinal: int) 
             slices=options.slices,
             least_slice_bytes=LEAST_SLICE,
         )
-        wanted.add_plans(links, (), engine)
+        built_in = rules(group.size(), steps=any(steps))
+        wanted.add_plans(links, built_in, engine)
     except RingReduceError as refusal:
         error = str(refusal)
     _tell_all(group, "", error)
     _try_out(group, engine, min(wanted.timeout / 2, TRIAL_SECONDS))  # less than others wait for what came of it
-    log.info("CUDA tensors of this group: %s, %s", device, "step by step" if any(steps) else "one kernel a call")
+    log.info(
+        "CUDA tensors of this group: %s, %s; algorithms: %s%sbuilt in: %s",
+        device,
+        "step by step" if any(steps) else "one kernel a call",
+        f"by the user: {options.algorithms}, else " if options.algorithms else "",
+        f"by {links.source}: {';'.join(map(str, links.rules()))}, else " if links else "",
+        ";".join(map(str, built_in)),
+    )
     return engine
 
 
@@ -204,8 +213,8 @@ def _over_nccl(wanted: Wanted, group: _C.ProcessGroupRing, ordinal: int, communi
                 slices=options.slices,
                 least_slice_bytes=options.least_slice_bytes or NCCL_LEAST_SLICE,
             )
-            rules = NCCL_RULES + (NCCL_RULES_OF_HOSTS if len(set(hosts)) > 1 else "")
-            wanted.add_plans(links, plan.parse_algorithms(rules), engine)
+            built_in = NCCL_RULES + (NCCL_RULES_OF_HOSTS if len(set(hosts)) > 1 else "")
+            wanted.add_plans(links, plan.parse_algorithms(built_in), engine)
         except RingReduceError as refusal:
             error = str(refusal)
         _tell_all(group, "", error)

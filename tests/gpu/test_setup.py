@@ -4,6 +4,7 @@ warning says why, and every collective is right; or SystemFailure on all, if the
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
@@ -18,7 +19,7 @@ from stand_in import torch_cuda
 from stand_in.torch_cuda import delay
 
 import ringreduce
-from ringreduce import Options
+from ringreduce import _C, Options
 from ringreduce.errors import InvalidArgument, SystemFailure
 from ringreduce.gpu import group as gpu_group
 from ringreduce.gpu import kernels
@@ -206,6 +207,42 @@ def uses_parts(me: Rank) -> None:
 
 def test_new_groups() -> None:
     run(torch_cuda.activated, 3, uses_parts)
+
+
+def sees_one_gpu(me: Rank, descriptors_first: bool) -> None:
+    """As under Slurm: every rank sees its own GPU only, as device 0."""
+    os.environ["RINGREDUCE_STAND_IN_DEVICES"] = str(me.size)
+    os.environ["RINGREDUCE_STAND_IN_VISIBLE"] = str(me.rank)
+    torch_cuda.activate()
+    assert torch.cuda.device_count() == 1
+    shared_by(me, descriptors_first)
+
+
+def shared_by(me: Rank, descriptors_first: bool) -> None:
+    region = functools.partial(_C.GpuRegion, descriptors_first=descriptors_first)
+    ways = []
+
+    def make(*arguments: Any) -> _C.GpuRegion:
+        made = region(*arguments)
+        ways.append(made.shared_by)
+        return made
+
+    _C.GpuRegion = make  # type: ignore[assignment, misc]
+    torch.cuda.set_device(0)
+    with me.join(options=Options(gpu_transport="peer")):
+        all_collectives(me)
+    assert ways == ["file descriptors" if descriptors_first else "IPC handles"]
+
+
+@pytest.mark.parametrize("descriptors_first", [False, True], ids=["ipc", "descriptors"])
+def test_both_ways_to_share_memory(descriptors_first: bool) -> None:
+    run(torch_cuda.activated, RANKS, shared_by, descriptors_first)
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="a process of this machine's sees all its GPUs")
+@pytest.mark.parametrize("descriptors_first", [False, True], ids=["ipc", "descriptors"])
+def test_ranks_that_see_only_their_own_gpu(descriptors_first: bool) -> None:
+    run(sees_one_gpu, 3, descriptors_first)
 
 
 def over_gloo(me: Rank) -> None:

@@ -5,7 +5,14 @@
 
 #include <dlfcn.h>
 #include <fcntl.h>
+#include <linux/capability.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -27,6 +34,8 @@
 
 #include "cuda/device.h"
 #include "cuda/driver.h"
+#include "cuda/kernels.h"
+#include "cuda/lent_descriptor.h"
 #include "cuda/shared_memory.h"
 #include "engine/gpu/flat_program.h"
 #include "engine/program.h"
@@ -58,6 +67,14 @@ void expect_error(const std::function<void()>& action, const std::vector<std::st
   expect(false, "no error", where);
 }
 
+// Memory that is shared in the way that DRIVER_TEST_FIRST says, if it does.
+std::unique_ptr<OwnMemory> own_memory(const DevicePtr& device, std::size_t bytes) {
+  const char* const first = std::getenv("DRIVER_TEST_FIRST");
+  if (first == nullptr) return std::make_unique<OwnMemory>(device, bytes);
+  const bool ipc = std::strcmp(first, "ipc") == 0;
+  return std::make_unique<OwnMemory>(device, bytes, ipc ? Handle::Kind::ipc : Handle::Kind::file_descriptor);
+}
+
 DevicePtr open_device(int ordinal) { return std::make_shared<const Device>(ordinal); }
 
 std::vector<std::uint64_t> read(const Stream& stream, CUdeviceptr from, std::size_t words) {
@@ -81,6 +98,10 @@ struct Others {
   template <class... A>
   CUresult call(const char* name, A... arguments) const {
     return reinterpret_cast<CUresult (*)(A...)>(dlsym(library, name))(arguments...);
+  }
+  // How often the function was called.
+  std::size_t calls(const char* name) const {
+    return reinterpret_cast<std::size_t (*)(const char*)>(dlsym(library, "stand_in_calls"))(name);
   }
 };
 
@@ -121,7 +142,10 @@ void out_of_memory() {  // with 32 MB
   const DevicePtr device = open_device(0);
   const std::string text = " of 64 MB on device 0: CUDA_ERROR_OUT_OF_MEMORY (out of memory)";
   expect_error([&] { DeviceMemory(device, 64 << 20); }, {"cuMemAlloc" + text});
-  expect_error([&] { OwnMemory(device, 64 << 20); }, {"cuMemAlloc" + text});
+  expect_error([&] { OwnMemory(device, 64 << 20, Handle::Kind::ipc); }, {"cuMemAlloc" + text});
+  expect_error([&] { OwnMemory(device, 64 << 20, Handle::Kind::file_descriptor); }, {"cuMemCreate" + text});
+  for (int i = 0; i < 3; i++)
+    for (const auto kind : {Handle::Kind::ipc, Handle::Kind::file_descriptor}) OwnMemory(device, 32 << 20, kind);
   for (int i = 0; i < 3; i++) DeviceMemory(device, 32 << 20);  // each is given back
 }
 
@@ -341,7 +365,7 @@ void relaxed_capture() {
 
 void one_process() {  // with and without IPC
   const DevicePtr zero = open_device(0), one = open_device(1);
-  auto memory = std::make_unique<OwnMemory>(zero, 1000);
+  auto memory = own_memory(zero, 1000);
   expect(memory->bytes() >= 1000);
   const Handle handle = memory->handle();
   auto here = std::make_unique<PeerMapping>(zero, handle, "rank 1");
@@ -359,7 +383,7 @@ void one_process() {  // with and without IPC
 
 void freed() {
   const DevicePtr device = open_device(0);
-  auto memory = std::make_unique<OwnMemory>(device, 1000);
+  auto memory = own_memory(device, 1000);
   const Handle handle = memory->handle();
   memory = nullptr;
   expect_error([&] { PeerMapping(device, handle, "rank 1"); },
@@ -369,9 +393,9 @@ void freed() {
 
 void no_peer_access() {
   const DevicePtr zero = open_device(0), one = open_device(1);
-  const OwnMemory memory(zero, 1000);
-  PeerMapping(zero, memory.handle(), "rank 1");
-  expect_error([&] { PeerMapping(one, memory.handle(), "rank 1"); },
+  const auto memory = own_memory(zero, 1000);
+  PeerMapping(zero, memory->handle(), "rank 1");
+  expect_error([&] { PeerMapping(one, memory->handle(), "rank 1"); },
                {"device 1 (Stand-in GPU, 0000:02:00.0) cannot use GPU memory of rank 1",
                 "it is on device 0 (Stand-in GPU, 0000:01:00.0), which this one cannot access", "topo -p2p"});
   expect_error([&] { one->enable_access(*zero); },
@@ -380,9 +404,9 @@ void no_peer_access() {
 
 void damaged_handles() {
   const DevicePtr device = open_device(0);
-  const OwnMemory memory(device, 1000);
+  const auto memory = own_memory(device, 1000);
   const auto expect_refused = [&](const std::function<void(Handle&)>& damage, const std::string& text) {
-    Handle handle = memory.handle();
+    Handle handle = memory->handle();
     damage(handle);
     expect_error([&] { PeerMapping(device, handle, "rank 1"); }, {"cannot use GPU memory of rank 1", text});
   };
@@ -395,8 +419,9 @@ void damaged_handles() {
   expect_refused([](Handle& h) { h.pointer = 0; }, "damaged: pointer is 0");
   expect_refused([](Handle& h) { h.pointer += 8; }, "it has been freed");
   expect_refused([](Handle& h) { h.bytes -= 8; }, "it has been freed");
-  expect_refused([](Handle& h) { h.device[15] = 77; }, "its GPU is not visible to this process");
-  expect_refused([](Handle& h) { h.device[15] = 1; }, "it has been freed");  // device 1 never had it
+  expect_refused([](Handle& h) { h.host++; }, "it is on another host");
+  expect_refused([](Handle& h) { h.device[15] = 77; }, "it has been freed");  // a device that is not visible, here
+  expect_refused([](Handle& h) { h.device[15] = 1; }, "it has been freed");   // device 1 never had it
   // As if from another process:
   const auto foreign = [](Handle::Kind kind, const std::function<void(Handle&)>& damage) {
     return [=](Handle& h) {
@@ -407,16 +432,12 @@ void damaged_handles() {
   };
   const auto fd = Handle::Kind::file_descriptor;
   expect_refused(foreign(Handle::Kind::ipc, [](Handle& h) { h.ipc[0]++; }), "cuIpcOpenMemHandle: CUDA_ERROR_INVALID_V");
-  expect_refused(foreign(fd, [](Handle& h) { h.number = -1; }), "damaged: number is");
-  expect_refused(foreign(fd, [](Handle& h) { h.number = 1000; }), "pidfd_getfd: Bad file descriptor");
-  expect_refused(foreign(fd, [](Handle& h) { h.started++; }), "there is no such process here");
-  expect_refused(foreign(fd, [](Handle& h) { h.number = open("/dev/null", O_RDONLY); }),
-                 "cuMemImportFromShareableHandle: CUDA_ERROR_INVALID_VALUE");
+  expect_refused(foreign(fd, [](Handle&) {}), "connect: Connection refused; keep the owner alive");
 }
 
 void forked() {
   const DevicePtr device = open_device(0);
-  auto memory = std::make_unique<OwnMemory>(device, 1000);
+  auto memory = own_memory(device, 1000);
   auto stream = std::make_unique<Stream>(device);
   const pid_t child = fork();
   if (child == 0) {
@@ -434,6 +455,58 @@ void forked() {
   expect(status == 0, "status " + std::to_string(status));
   stream->fill(memory->pointer(), 1, memory->bytes());
   expect(read(*stream, memory->pointer(), 1)[0] == 0x0101010101010101);
+}
+
+void pooled_events() {
+  const DevicePtr zero = open_device(0), one = open_device(1);
+  const auto handle_of = [](const DevicePtr& device, bool timed) { return PooledEvent(device, timed)->handle(); };
+  const CUevent timed = handle_of(zero, true), untimed = handle_of(zero, false), other = handle_of(one, false);
+  expect((std::set{timed, untimed, other}.size() == 3));
+  for (int i = 0; i < 3; i++) {
+    expect(handle_of(open_device(0), false) == untimed && handle_of(zero, true) == timed);
+    expect(handle_of(one, false) == other);
+  }
+  auto taken = std::make_unique<PooledEvent>(zero);
+  expect((*taken)->handle() == untimed && handle_of(zero, false) != untimed);
+  const pid_t child = fork();
+  if (child == 0) {
+    taken = nullptr;
+    expect_error([&] { PooledEvent(zero, true); }, {"forked after CUDA was used"});
+    std::_Exit(0);
+  }
+  int status = -1;
+  waitpid(child, &status, 0);
+  expect(status == 0);
+  const Stream stream(zero);
+  stream.record(**taken);
+  (*taken)->synchronize();
+  // A burst of calls leaves no more than so many.
+  std::vector<std::unique_ptr<PooledEvent>> burst;
+  for (int i = 0; i < 2000; i++) burst.push_back(std::make_unique<PooledEvent>(one));
+  burst.clear();
+  expect(Others().calls("cuEventDestroy_v2") == 2000 - 1024);
+}
+
+void shared_kernels() {
+  const DevicePtr zero = open_device(0), one = open_device(1);
+  int asked = 0;
+  const Images images = [&](const std::string&, const std::string&, bool) {
+    asked++;
+    return "so:" + std::string(std::getenv("STAND_IN_FOLDER")) + "/kernels.so";
+  };
+  auto first = Kernels::of(zero, images);
+  const auto second = Kernels::of(open_device(0), images), other = Kernels::of(one, images);
+  expect(first == second && first != other);
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 8; i++)
+    threads.emplace_back([&] { expect(!first->get("interpreter", "run_", "float32_sum").name.empty()); });
+  for (std::thread& thread : threads) thread.join();
+  expect(Others().calls("cuModuleLoadData") == 1 && asked >= 1);
+  const Function& found = second->get("interpreter", "run_", "float32_sum");
+  first = nullptr;
+  expect(second->get("interpreter", "run_", "float32_sum").handle == found.handle);
+  expect_error([&] { second->get("interpreter", "run_", "none"); },
+               {"cuModuleGetFunction of run_none", "compiled anew"});
 }
 
 // Another process in which somebody else than we had used CUDA.
@@ -514,7 +587,8 @@ void share(int ordinal, std::uint64_t own_value, std::uint64_t peer_value) {
   const DevicePtr device = open_device(ordinal);
   const Module module = kernels(device);
   const Stream stream(device);
-  const OwnMemory own(device, (kWords + 1) * 8);
+  const auto owned = own_memory(device, (kWords + 1) * 8);
+  const OwnMemory& own = *owned;
   send(own.handle());
   const Handle handle = receive<Handle>();
   expect(handle.kind == own.handle().kind && handle.pid != getpid());
@@ -536,9 +610,9 @@ void two_processes(int peer_device) {
   peer.expect_success();
 }
 
-void sends_handle() {
-  const OwnMemory own(open_device(1), 1000);
-  send(own.handle());
+void sends_handle(int ordinal) {
+  const auto own = own_memory(open_device(ordinal), 1000);
+  send(own->handle());
   receive<char>();
 }
 
@@ -555,14 +629,109 @@ void owner_killed() {
                {"cannot use GPU memory of rank 1, process " + std::to_string(handle.pid), "keep the owner alive"});
 }
 
-// Each takes the other's GPU for its own.
+// Each process sees one GPU, which is not the other's, and takes it for device 0.
 void gpu_hidden() {
-  Peer peer("sends_handle", [] { setenv("RINGREDUCE_STAND_IN_DEVICES", "2", 1); });
+  Peer peer("hidden_peer", [] { setenv("RINGREDUCE_STAND_IN_VISIBLE", "1", 1); });
+  share(0, 5, 7);
+  peer.expect_success();
+}
+
+void hidden_without_peer_access() {
+  Peer peer("sends_handle_of_0", [] { setenv("RINGREDUCE_STAND_IN_VISIBLE", "1", 1); });
   const Handle handle = receive<Handle>();
-  expect_error([&] { PeerMapping(open_device(0), handle, "rank 1"); },
-               {"its GPU is not visible to this process", "CUDA_VISIBLE_DEVICES"});
+  expect_error(
+      [&] { PeerMapping(open_device(0), handle, "rank 1"); },
+      {"cuIpcOpenMemHandle: CUDA_ERROR_PEER_ACCESS_UNSUPPORTED", "have peer access (nvidia-smi topo -p2p rw)"});
   send('.');
   peer.expect_success();
+}
+
+// Takes this process every right to look into others, as in a container without SYS_PTRACE.
+void drop_capabilities() {
+  __user_cap_header_struct header{_LINUX_CAPABILITY_VERSION_3, 0};
+  __user_cap_data_struct none[2]{};
+  expect(syscall(SYS_capset, &header, none) == 0);
+}
+
+void needs_no_ptrace() {  // with file descriptors
+  Peer peer("closed_to_tracing");
+  const Handle handle = receive<Handle>();
+  drop_capabilities();
+  const int process = static_cast<int>(syscall(SYS_pidfd_open, handle.pid, 0));
+  expect(process >= 0 && syscall(SYS_pidfd_getfd, process, 0, 0) < 0 && errno == EPERM, "the process can be traced");
+  const PeerMapping works(open_device(0), handle, "rank 1");
+  send('.');
+  peer.expect_success();
+}
+
+// A process that has as many as it may asks for another one.
+void no_descriptors_left() {
+  const std::string name = "driver_test " + std::to_string(getpid());
+  const LentDescriptor lent(name, FileDescriptor(dup(0)));
+  const pid_t child = fork();
+  if (child == 0) {
+    const auto refused_with = [&](int more, const char* text) {
+      const rlimit now{static_cast<rlim_t>(FileDescriptor(dup(0)).get() + more), 1024};
+      expect(setrlimit(RLIMIT_NOFILE, &now) == 0);
+      expect_error([&] { borrow_descriptor(name); }, {text, "Too many open files; raise the limit of open files"});
+      const rlimit before{1024, 1024};
+      expect(setrlimit(RLIMIT_NOFILE, &before) == 0);
+    };
+    refused_with(0, "socket: ");
+    refused_with(1, "recvmsg: ");
+    std::_Exit(0);
+  }
+  int status = -1;
+  waitpid(child, &status, 0);
+  expect(status == 0);
+}
+
+// What can go wrong between two who have a name.
+void lent_descriptors() {
+  const std::string name = "driver_test " + std::to_string(getpid());
+  expect_error([&] { borrow_descriptor(name); },
+               {"connect: Connection refused; keep the owner alive", "--network=host"});
+  const auto inode = [](const FileDescriptor& file) {
+    struct stat facts{};
+    expect(fstat(file.get(), &facts) == 0);
+    return facts.st_ino;
+  };
+  const FileDescriptor file(memfd_create("lent", MFD_CLOEXEC));
+  {
+    const LentDescriptor lent(name, FileDescriptor(dup(file.get())));
+    for (int i = 0; i < 3; i++) {
+      const FileDescriptor copy = borrow_descriptor(name);
+      expect(copy.get() != file.get() && inode(copy) == inode(file));
+      expect(fcntl(copy.get(), F_GETFD) == FD_CLOEXEC);
+    }
+    expect_error([&] { LentDescriptor(name, FileDescriptor(dup(0))); }, {"bind: Address already in use"});
+    const pid_t child = fork();
+    if (child == 0) std::_Exit((lent.~LentDescriptor(), 0));
+    int status = -1;
+    waitpid(child, &status, 0);
+    expect(status == 0);
+    const FileDescriptor still = borrow_descriptor(name);
+    expect(inode(still) == inode(file));
+    if (geteuid() == 0) {
+      const pid_t other = fork();
+      if (other == 0) {
+        expect(seteuid(65534) == 0);
+        expect_error([&] { borrow_descriptor(name); }, {"run all ranks as one user"});
+        std::_Exit(0);
+      }
+      waitpid(other, &status, 0);
+      expect(status == 0);
+    }
+  }
+  expect_error([&] { borrow_descriptor(name); }, {"connect: Connection refused"});
+  // One who listens and does not answer.
+  const FileDescriptor silent(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  std::memcpy(address.sun_path + 1, name.data(), name.size());
+  const auto bytes = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+  expect(bind(silent.get(), reinterpret_cast<const sockaddr*>(&address), bytes) == 0 && listen(silent.get(), 1) == 0);
+  expect_error([&] { borrow_descriptor(name, kMillisecond); }, {"recvmsg: ", "the owner does not answer"});
 }
 
 void peer_stays_closed() {  // without peer access
@@ -786,12 +955,18 @@ const std::map<std::string, std::function<void()>> kTests{
     {"no_peer_access", no_peer_access},
     {"damaged_handles", damaged_handles},
     {"forked", forked},
+    {"pooled_events", pooled_events},
+    {"shared_kernels", shared_kernels},
     {"forked_by_others", forked_by_others},
     {"print_unavailable", print_unavailable},
     {"two_processes_one_gpu", [] { two_processes(0); }},
     {"two_processes_two_gpus", [] { two_processes(1); }},
     {"owner_killed", owner_killed},
     {"gpu_hidden", gpu_hidden},
+    {"hidden_without_peer_access", hidden_without_peer_access},
+    {"needs_no_ptrace", needs_no_ptrace},
+    {"lent_descriptors", lent_descriptors},
+    {"no_descriptors_left", no_descriptors_left},
     {"nothing_shared", nothing_shared},
     {"peer_stays_closed", peer_stays_closed},
     {"forged_size", forged_size},
@@ -799,7 +974,14 @@ const std::map<std::string, std::function<void()>> kTests{
     // Peers of those above:
     {"peer_on_0", [] { share(0, 7, 5); }},
     {"peer_on_1", [] { share(1, 7, 5); }},
-    {"sends_handle", sends_handle},
+    {"sends_handle", [] { sends_handle(1); }},
+    {"sends_handle_of_0", [] { sends_handle(0); }},
+    {"hidden_peer", [] { share(0, 7, 5); }},
+    {"closed_to_tracing",
+     [] {
+       expect(prctl(PR_SET_DUMPABLE, 0) == 0);
+       sends_handle(1);
+     }},
 };
 
 }  // namespace

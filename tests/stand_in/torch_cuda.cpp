@@ -222,7 +222,8 @@ class Memory {
     Returning block{pointer, std::move(found->second), {}};
     blocks_.erase(found);
     for (const auto& [device, id] : block.block.users) {
-      const cuda::Stream& user = native(c10::Stream(c10::Stream::UNSAFE, cuda_device(device), id));
+      const c10::Stream its_stream(c10::Stream::UNSAFE, cuda_device(device), id);
+      const cuda::Stream& user = native(its_stream);
       if (user.capturing()) return;  // a graph uses it
       block.events.push_back(std::make_unique<cuda::Event>(user.device()));
       user.record(*block.events.back());
@@ -798,7 +799,8 @@ class Graph {
 
   void replay() {
     TORCH_CHECK(executable_ != nullptr, "replay of a graph that was not captured");
-    const cuda::Stream& stream = native(current_stream(stream_->device_index()));
+    const c10::Stream current = current_stream(stream_->device_index());
+    const cuda::Stream& stream = native(current);
     const cuda::Device::Use use(*stream.device());
     call_driver("cuGraphLaunch", executable_, stream.handle());
   }

@@ -89,7 +89,7 @@ def _compile(target: Path, sources: list[Path], flags: Sequence[str] = (), libra
     if target.exists():
         return
     ccache = ["ccache"] if "CXX" not in os.environ and shutil.which("ccache") else []
-    compiler = [*ccache, *shlex.split(os.environ.get("CXX", "c++")), "-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror"]
+    compiler = [*ccache, *shlex.split(os.environ.get("CXX", "c++")), "-std=c++20", "-O1", *stand_in.WARNINGS]
     compiler += [
         "-pthread",
         "-fPIC",

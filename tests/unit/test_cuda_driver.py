@@ -47,7 +47,11 @@ def library(folder, source, *others):
 
 
 @pytest.mark.parametrize(
-    "test", ["devices", "launches", "streams", "priorities", "capture", "relaxed_capture", "forked_by_others"]
+    "test",
+    [
+        *("devices", "launches", "streams", "priorities", "capture", "relaxed_capture", "forked_by_others"),
+        *("pooled_events", "shared_kernels"),
+    ],
 )
 def test_device(built, test):
     run(built, test)
@@ -65,10 +69,25 @@ def test_out_of_memory_names_call_size_and_device(built):
 SHARED = ["memory", "one_process", "freed", "damaged_handles", "forked", "owner_killed", "forged_size"]
 
 
-@pytest.mark.parametrize("machine", [{}, {"NO_IPC": 1}], ids=["ipc", "vmm"])
+FIRST = ("ipc", "file_descriptor")  # the way that the code tries, where a driver has both
+
+
+@pytest.mark.parametrize("first", FIRST)
+@pytest.mark.parametrize("machine", [{}, {"NO_IPC": 1}, {"NO_VMM": 1}], ids=["both", "vmm", "ipc"])
 @pytest.mark.parametrize("test", [*SHARED, "two_processes_one_gpu", "two_processes_two_gpus"])
-def test_shared_memory(built, test, machine):
+def test_shared_memory(built, test, machine, first, monkeypatch):
+    monkeypatch.setenv("DRIVER_TEST_FIRST", first)
     run(built, test, **machine)
+
+
+def test_a_driver_that_does_not_tell_sizes_is_believed(built):
+    run(built, "two_processes_one_gpu", NO_VMM=1, NO_RANGE_SIZE=1)
+
+
+def test_descriptors_go_from_process_to_process(built):
+    run(built, "lent_descriptors")
+    run(built, "no_descriptors_left")
+    run(built, "needs_no_ptrace", NO_IPC=1)
 
 
 def test_without_any_sharing_ranks_of_one_process_still_share(built):
@@ -86,8 +105,14 @@ def test_mapping_without_context_keeps_nothing(built):
     run(built, "context_gone", NO_IPC=1)
 
 
-def test_gpu_of_another_rank_is_hidden(built):
-    run(built, "gpu_hidden", DEVICES=1)
+@pytest.mark.parametrize("first", FIRST)
+def test_gpus_of_other_ranks_may_be_hidden(built, first, monkeypatch):
+    monkeypatch.setenv("DRIVER_TEST_FIRST", first)
+    run(built, "gpu_hidden", VISIBLE=0)
+
+
+def test_of_hidden_gpus_the_driver_says_whether_there_is_access(built):
+    run(built, "hidden_without_peer_access", VISIBLE=0, NO_PEER=1)
 
 
 def unavailable(built, libcuda=None, **machine):

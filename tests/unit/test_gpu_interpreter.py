@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from stand_in.build import WARNINGS
 
 import ringreduce.plan.ring as ring
 from ringreduce.plan import BUILDERS, Channel, Plan, Read, Step, build, layout, lower, slot_depth, verify
@@ -73,7 +74,7 @@ class GroupCall(ctypes.Structure):
 @pytest.fixture(scope="module")
 def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Any:
     library = tmp_path_factory.mktemp("interpreter") / "interpreter.so"
-    flags = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-pthread", "-Icsrc"]
+    flags = ["-std=c++20", "-O1", *WARNINGS, "-ffp-contract=off", "-pthread", "-Icsrc"]
     subprocess.run(["c++", *flags, "-shared", "-fPIC", *SOURCES, "-o", library], cwd=ROOT, check=True)
     loaded = ctypes.CDLL(str(library))
     loaded.make_group.argtypes = [ctypes.c_uint32] * 4

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from stand_in.build import WARNINGS
 from unit.elements import (
     CASES,
     COMPLEX,
@@ -37,7 +38,7 @@ from ringreduce import _C
 
 ROOT = Path(__file__).parents[2]
 FLAGS = (
-    "-std=c++17 -O1 -fPIC -shared -Wall -Wextra -Werror -ffp-contract=off -fno-strict-aliasing "
+    f"-std=c++17 -O1 -fPIC -shared {' '.join(WARNINGS)} -ffp-contract=off -fno-strict-aliasing "
     "-fsanitize=undefined -fno-sanitize-recover=all"
 )
 MOST_SOURCES = 64

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stand_in.build import WARNINGS
 
 from ringreduce.plan import BUILDERS, Plan, PlanError, build, lower, ring, slot_depth, verify
 
@@ -34,7 +35,7 @@ class NoOrder(Exception):
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = tmp_path_factory.mktemp("turns") / "turns.so"
-    flags = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-Icsrc", "-shared", "-fPIC"]
+    flags = ["-std=c++20", "-O1", *WARNINGS, "-Icsrc", "-shared", "-fPIC"]
     subprocess.run(["c++", *flags, *SOURCES, "-o", path], cwd=ROOT, check=True)
     return ctypes.CDLL(str(path))
 

@@ -155,9 +155,9 @@ void PeerEngine::put(const Call& call, std::uint64_t seq, const std::string& wha
   const Program& program = program_for(call, choice.plan);
   const Loaded& loaded = load(call, choice, program);
   const gpu::Kernel row = reduces(call.operation) ? gpu::kernel_for(call.dtype, call.reduce_op) : gpu::copy_kernel();
-  const cuda::Function& kernel = [&]() -> const cuda::Function& {
+  const cuda::Function* const kernel = [&] {
     const cuda::RelaxedCapture relaxed;
-    return kernels_->get("interpreter", "run_", row.name);
+    return &kernels_->get("interpreter", "run_", row.name);
   }();
   gpu::Run run = run_of(call, buffers, choice, program);
   run.program = loaded.on_gpu();
@@ -168,9 +168,9 @@ void PeerEngine::put(const Call& call, std::uint64_t seq, const std::string& wha
 
   if (!captured) stream.wait(last_);
   if (party_ == nullptr)
-    stream.launch(kernel, {static_cast<unsigned>(program.channels.size()) * run.lanes, gpu::kBlockThreads}, run);
+    stream.launch(*kernel, {static_cast<unsigned>(program.channels.size()) * run.lanes, gpu::kBlockThreads}, run);
   else
-    party_->enqueue(*this, {run, loaded.on_host(), &kernel, &loaded.turns, seq, place_.pointer()}, stream, what,
+    party_->enqueue(*this, {run, loaded.on_host(), kernel, &loaded.turns, seq, place_.pointer()}, stream, what,
                     call.timeout);
   if (!captured) stream.record(last_);
 }

@@ -3,7 +3,11 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <numeric>
+#include <sstream>
+#include <vector>
 
 #include "machine.h"
 
@@ -43,7 +47,23 @@ constexpr struct {
      "operation not permitted on an event last recorded in a capturing stream"},
 };
 
+// The numbers of the devices that this process sees, of so many.
+std::vector<int> visible(std::size_t devices) {
+  std::vector<int> all(devices), seen;
+  std::iota(all.begin(), all.end(), 0);
+  const char* const text = std::getenv("RINGREDUCE_STAND_IN_VISIBLE");
+  if (text == nullptr) return all;
+  std::istringstream numbers(text);
+  for (int number; numbers >> number; numbers.ignore(1)) seen.push_back(number);
+  return seen;
+}
+
 }  // namespace
+
+extern "C" __attribute__((visibility("default"))) std::size_t stand_in_calls(const char* function) {
+  std::lock_guard lock(machine().mutex);
+  return machine().calls[function];
+}
 
 API cuInit(unsigned) {
   static const int registered = pthread_atfork(nullptr, nullptr, [] { forked = machine().initialized; });
@@ -53,7 +73,8 @@ API cuInit(unsigned) {
   std::lock_guard lock(all.mutex);
   const std::size_t devices = setting("DEVICES", 2);
   if (devices == 0) return kNoDevice;
-  for (std::size_t i = all.devices.size(); i < devices; i++) all.devices.emplace_back(static_cast<int>(i));
+  if (all.devices.empty())
+    for (const int number : visible(devices)) all.devices.emplace_back(static_cast<int>(all.devices.size()), number);
   all.initialized = true;
   return kSuccess;
 }
@@ -99,14 +120,14 @@ API cuDeviceGetUuid_v2(CUuuid* uuid, CUdevice device) {
   ENTER(false);
   if (find_device(device) == nullptr) return kInvalidDevice;
   std::memset(uuid->bytes, 0x5A, sizeof(uuid->bytes));
-  uuid->bytes[15] = static_cast<unsigned char>(device);
+  uuid->bytes[15] = static_cast<unsigned char>(find_device(device)->number);
   return kSuccess;
 }
 
 API cuDeviceGetPCIBusId(char* id, int bytes, CUdevice device) {
   ENTER(false);
   if (find_device(device) == nullptr) return kInvalidDevice;
-  std::snprintf(id, static_cast<std::size_t>(bytes), "0000:%02x:00.0", device + 1);
+  std::snprintf(id, static_cast<std::size_t>(bytes), "0000:%02x:00.0", find_device(device)->number + 1);
   return kSuccess;
 }
 
@@ -179,7 +200,7 @@ API cuCtxPopCurrent_v2(CUcontext* context) {
 API cuDeviceCanAccessPeer(int* can, CUdevice device, CUdevice peer) {
   ENTER(false);
   if (find_device(device) == nullptr || find_device(peer) == nullptr) return kInvalidDevice;
-  *can = device != peer && can_access(device, peer);
+  *can = device != peer && can_access(find_device(device)->number, find_device(peer)->number);
   return kSuccess;
 }
 
@@ -188,6 +209,6 @@ API cuCtxEnablePeerAccess(CUcontext peer, unsigned flags) {
   if (flags != 0) return kInvalidValue;
   const Device& other = *static_cast<Device*>(peer);
   if (&other == contexts.back()) return kInvalidDevice;
-  if (!can_access(contexts.back()->ordinal, other.ordinal)) return kPeerAccessUnsupported;
+  if (!can_access(contexts.back()->number, other.number)) return kPeerAccessUnsupported;
   return contexts.back()->peers.insert(other.ordinal).second ? kSuccess : kPeerAccessAlreadyEnabled;
 }

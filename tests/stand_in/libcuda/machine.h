@@ -16,8 +16,9 @@
 // forbids. It is stricter in one thing: cuMemFree does not wait for work that still uses the memory.
 //
 // It is built, with kernels for it, by ../build.py, and opened by processes that have RINGREDUCE_LIBCUDA=/path/to/it.
-// RINGREDUCE_STAND_IN_DEVICES (2), _MEMORY (bytes of each device, 8 GB), _NO_PEER, _NO_IPC and _NO_VMM (=1: the driver
-// says that it cannot) choose what machine it plays.
+// RINGREDUCE_STAND_IN_DEVICES (2), _MEMORY (bytes of each device, 8 GB), _NO_PEER, _NO_IPC, _NO_VMM and _NO_RANGE_SIZE
+// (=1: the driver says that it cannot) choose what machine it plays; _VISIBLE (such as 1 or 1,0: all) which of its
+// devices this process sees, in which order. stand_in_calls says how often a function was called.
 //
 // This file is what all parts of it know; work.h has the threads.
 #pragma once
@@ -31,6 +32,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -108,8 +110,9 @@ struct Range {
 };
 
 struct Device {
-  explicit Device(int number) : ordinal(number), slots(setting("BLOCKS", 64)) {}
+  Device(int as_seen, int of_machine) : ordinal(as_seen), number(of_machine), slots(setting("BLOCKS", 64)) {}
   int ordinal;
+  int number;  // the same in all processes
   int retained = 0;
   std::size_t used = 0;
   std::set<int> peers;  // whose memory it may access
@@ -131,6 +134,7 @@ struct Module {
 struct Machine {
   std::mutex mutex;  // of all below
   bool initialized = false;
+  std::map<std::string_view, std::size_t> calls;  // of each function
   std::deque<Device> devices;
   std::map<CUdeviceptr, Range> ranges;
   std::map<CUmemGenericAllocationHandle, std::shared_ptr<Piece>> virtual_memory;
@@ -150,7 +154,8 @@ Machine& machine();
 
 // The lock that every call takes; the reason why it may not go on.
 struct Guard {
-  explicit Guard(bool needs_context = true) : lock(machine().mutex) {
+  explicit Guard(const char* function, bool needs_context = true) : lock(machine().mutex) {
+    machine().calls[function]++;
     if (forked || !machine().initialized)
       refusal = kNotInitialized;
     else if (needs_context && contexts.empty())
@@ -160,8 +165,8 @@ struct Guard {
   CUresult refusal = kSuccess;
 };
 
-#define ENTER(...)          \
-  Guard guard{__VA_ARGS__}; \
+#define ENTER(...)                                  \
+  Guard guard{__func__ __VA_OPT__(, ) __VA_ARGS__}; \
   if (guard.refusal != kSuccess) return guard.refusal
 
 // Calls that could wait for work that a capture holds back make the capture invalid, unless this thread is relaxed.
@@ -180,7 +185,7 @@ Range* find_range(CUdeviceptr pointer, std::size_t bytes, CUdeviceptr* start = n
 // All of a range of reserved addresses, that has memory or not.
 Range* find_reserved(CUdeviceptr pointer, std::size_t bytes, bool mapped);
 
-bool can_access(int device, int other);
+bool can_access(int device, int other);  // numbers of the machine
 
 // Queues `operation`, or records it.
 CUresult submit(CUstream handle, Operation operation);

@@ -74,6 +74,7 @@ API cuPointerGetAttribute(void* value, int attribute, CUdeviceptr pointer) {
       *static_cast<CUdeviceptr*>(value) = start;
       return kSuccess;
     case kPointerAttributeRangeSize:
+      if (range->place == Place::ipc && setting("NO_RANGE_SIZE", 0) != 0) return kNotSupported;
       *static_cast<std::size_t*>(value) = range->bytes;
       return kSuccess;
     default:

@@ -38,8 +38,8 @@ API cuIpcGetMemHandle(CUipcMemHandle* handle, CUdeviceptr pointer) {
   if (setting("NO_IPC", 0) != 0) return kNotSupported;
   const Range* const range = find_range(pointer, 1);
   if (range == nullptr || range->place != Place::device) return kInvalidValue;
-  const IpcHandle content{kIpcFormat, getpid(),     range->piece->fd,          range->device,
-                          0,          range->bytes, inode_of(range->piece->fd)};
+  const int number = find_device(range->device)->number;
+  const IpcHandle content{kIpcFormat, getpid(), range->piece->fd, number, 0, range->bytes, inode_of(range->piece->fd)};
   *handle = {};
   std::memcpy(handle->reserved, &content, sizeof(content));
   return kSuccess;
@@ -51,8 +51,7 @@ API cuIpcOpenMemHandle_v2(CUdeviceptr* pointer, CUipcMemHandle handle, unsigned 
   std::memcpy(&content, handle.reserved, sizeof(content));
   if (content.format != kIpcFormat || flags != kIpcMemLazyEnablePeerAccess) return kInvalidValue;
   if (content.pid == getpid()) return kInvalidContext;
-  if (find_device(content.device) == nullptr) return kInvalidDevice;
-  if (!can_access(contexts.back()->ordinal, content.device)) return kPeerAccessUnsupported;
+  if (!can_access(contexts.back()->number, content.device)) return kPeerAccessUnsupported;
   const std::string path = "/proc/" + std::to_string(content.pid) + "/fd/" + std::to_string(content.fd);
   const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (fd < 0) return kInvalidHandle;
@@ -67,7 +66,10 @@ API cuIpcOpenMemHandle_v2(CUdeviceptr* pointer, CUipcMemHandle handle, unsigned 
   void* const mapped = map_piece(*piece);
   if (mapped == nullptr) return kOutOfMemory;
   *pointer = reinterpret_cast<CUdeviceptr>(mapped);
-  machine().ranges[*pointer] = {Place::ipc, content.bytes, content.device, std::move(piece)};
+  int ordinal = contexts.back()->ordinal;  // unless this process sees the owner's
+  for (const Device& device : machine().devices)
+    if (device.number == content.device) ordinal = device.ordinal;
+  machine().ranges[*pointer] = {Place::ipc, content.bytes, ordinal, std::move(piece)};
   return kSuccess;
 }
 
