@@ -196,7 +196,7 @@ void streams() {
   other.synchronize();
   expect(event.done());
   expect(read(third, memory.pointer(), 8) == same(8, 0x0101010101010101));
-  expect_error([&] { waiting.wait_value(flag.pointer() + 4, 1); }, {"cuStreamWaitValue64 on device 0"});
+  expect_error([&] { waiting.wait_value(flag.pointer() + 4, 1); }, {"cuStreamBatchMemOp on device 0"});
 
   const Event start(zero, true), end(zero, true);
   third.record(start);
