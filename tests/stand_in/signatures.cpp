@@ -37,8 +37,8 @@ SAME_STRUCT(CUmemAccessDesc);
 SAME_FIELD(CUmemAccessDesc, location);
 SAME_FIELD(CUmemAccessDesc, flags);
 SAME_STRUCT(CUstreamBatchMemOpParams);
-#define SAME_OPERATION(field, of_union, of_part)                    \
-  static_assert(offsetof(ours::CUstreamBatchMemOpParams, field) ==  \
+#define SAME_OPERATION(field, of_union, of_part)                   \
+  static_assert(offsetof(ours::CUstreamBatchMemOpParams, field) == \
                 offsetof(::CUstreamBatchMemOpParams, of_union.of_part))
 SAME_OPERATION(operation, waitValue, operation);
 SAME_OPERATION(address, waitValue, address);

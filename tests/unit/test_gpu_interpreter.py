@@ -282,11 +282,47 @@ def test_lanes_and_slices(interpreter: Any, lanes: int, slice_elements: int) -> 
             check(run(interpreter, plan, inputs, outputs, lanes=lanes, slice_elements=slice_elements), outputs, wanted)
 
 
-@pytest.mark.parametrize("size", [5, 8])
-def test_more_ranks(interpreter: Any, size: int) -> None:
-    for algorithm in BUILDERS["all_reduce"]:
-        inputs, outputs, wanted = blocks("all_reduce", size, [700])
-        check(run(interpreter, build("all_reduce", algorithm, size), inputs, outputs, lanes=2), outputs, wanted)
+@pytest.mark.parametrize("stepwise", [False, True])
+@pytest.mark.parametrize("size", [5, 6, 7, 8, 9])
+def test_more_ranks(interpreter: Any, size: int, stepwise: bool) -> None:
+    for collective, algorithm in ALGORITHMS:
+        inputs, outputs, wanted = blocks(collective, size, [size * 24])
+        plan = build(collective, algorithm, size)
+        check(run(interpreter, plan, inputs, outputs, stepwise=stepwise, slice_elements=16), outputs, wanted)
+
+
+# Of each step of two_shot on 4 ranks, for each rank: contributions, combination, collection.
+TWO_SHOT = [0, 0, 0, 1, 2, 2, 2]
+
+
+@pytest.mark.parametrize("stepwise", [False, True])
+@pytest.mark.parametrize(
+    ("batches", "why"),
+    [
+        (TWO_SHOT, "no"),
+        ([0, 1, 2, 3, 4, 5, 6], "no"),
+        ([0, 0, 0, 1, 1, 1, 1], "timeout"),  # the result is held back until the others' have come
+        ([0, 0, 0, 0, 1, 1, 1], "timeout"),
+    ],
+)
+def test_batches_that_are_given(interpreter: Any, batches: list[int], why: str, stepwise: bool) -> None:
+    inputs, outputs, wanted = blocks("all_reduce", 4, [700])
+    call = Group(interpreter, 4).call(
+        build("all_reduce", "two_shot", 4), inputs, outputs, batches=batches * 4, stepwise=stepwise, timeout=SECOND
+    )
+    assert set(call.make()) <= {why, "no"} and why in call.gave_up()
+    if why == "no":
+        check(list(call.reports), outputs, wanted)
+
+
+def test_a_batch_waits_for_those_who_read_its_slots(interpreter: Any) -> None:
+    inputs, outputs, _ = blocks("all_reduce", 4, [700])
+    call = Group(interpreter, 4).call(build("all_reduce", "two_shot", 4), inputs, outputs, stepwise=True)
+    # 4 sends a round, and 8 slots. For whom a slot was used in the call before, nobody knows.
+    for first_round in (0, 1):
+        assert [call.waits(2, first_round, batch) for batch in range(3)] == [3 * 3, 3 + 3, 3]
+    for later in (2, 3, 17):
+        assert [call.waits(2, later, batch) for batch in range(3)] == [3, 3 + 3, 3]
 
 
 @pytest.mark.parametrize("stepwise", [False, True])

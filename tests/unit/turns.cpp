@@ -33,8 +33,8 @@ extern "C" void batches_of_steps(int operation, const std::int32_t* lowered, std
   }
 }
 
-// Fills `turns` (rank, batch; room for `most` of them) with the order in which those `batches` can be taken, and returns
-// how many there are; -1, and why in `message`, of 256 bytes, if there is none.
+// Fills `turns` (rank, batch; room for `most` of them) with the order in which those `batches` can be taken, and
+// returns how many there are; -1, and why in `message`, of 256 bytes, if there is none.
 extern "C" int order_of_batches(int operation, const std::int32_t* lowered, std::size_t words, int size, int root,
                                 int channels, std::uint32_t depth, const std::uint32_t* batches,
                                 std::uint32_t (*turns)[2], std::size_t most, char* message) {

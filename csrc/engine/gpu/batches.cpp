@@ -8,8 +8,8 @@
 namespace ringreduce {
 namespace {
 
-// Whether one of two steps may write what the other one reads or writes. In place a chunk of the input is the same chunk
-// of the output, and a caller may give any block of the output as the input; but not in an all_to_all.
+// Whether one of two steps may write what the other one reads or writes. In place a chunk of the input is the same
+// chunk of the output, and a caller may give any block of the output as the input; but not in an all_to_all.
 bool share_data(const Step& a, const Step& b, Operation operation) {
   const bool a_writes = a.write_position >= 0, b_writes = b.write_position >= 0;
   if (a.chunk != b.chunk || (!a_writes && !b_writes)) return false;

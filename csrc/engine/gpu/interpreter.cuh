@@ -186,10 +186,11 @@ RINGREDUCE_APART bool wait(const Run& run, const LaneBatch& at, Block& block) {
   });
 }
 
-// How many of `threads` threads a step's value is worth: each takes a few packs of 16 bytes at once, and warps are whole.
-RINGREDUCE_BOTH std::uint64_t threads_for(std::uint64_t bytes, std::uint64_t threads) {
-  constexpr std::uint64_t kBytesOfThread = 64, kWarp = 32;
-  return lesser(ceil_div(bytes, kBytesOfThread * kWarp) * kWarp, threads);
+// How many of `threads` threads a step's value is worth: each takes a few packs of 16 bytes at once, and warps are
+// whole.
+RINGREDUCE_BOTH std::uint32_t threads_for(std::uint64_t bytes, std::uint32_t threads) {
+  constexpr std::uint32_t kBytesOfThread = 64, kWarp = 32;
+  return static_cast<std::uint32_t>(lesser(ceil_div(bytes, kBytesOfThread * kWarp) * kWarp, threads));
 }
 
 // 3. `share` of `shares` blocks does its part. Each step begins with the thread after those that the one before it has,
@@ -197,20 +198,19 @@ RINGREDUCE_BOTH std::uint64_t threads_for(std::uint64_t bytes, std::uint64_t thr
 template <class Format, class Op, class Block>
 RINGREDUCE_BOTH void compute(Block& block, std::uint32_t steps, std::uint32_t share, std::uint32_t shares) {
   block.work([&](std::uint32_t thread, std::uint32_t threads) {
-    const std::uint64_t all = std::uint64_t{shares} * threads;
-    std::uint64_t number = std::uint64_t{share} * threads + thread;  // counted from the first thread of the step
+    const std::uint32_t all = shares * threads;
+    std::uint32_t number = share * threads + thread;  // counted from the first thread of the step
     RINGREDUCE_LOOP for (std::uint32_t i = 0; i < steps; ++i) {
       const StepJob& job = block.job().steps[i];
-      const std::uint64_t needed = threads_for(job.bytes, all);
-      if (number >= needed) {
-        number -= needed;
-        continue;
+      const std::uint32_t needed = threads_for(job.bytes, all);
+      if (number < needed) {
+        if (moves(job.accumulate))
+          move(job.accumulate, number, needed);
+        else
+          accumulate<Format, Op>(job.accumulate, number, needed);
+        number += all;
       }
-      if (moves(job.accumulate))
-        move(job.accumulate, number, needed);
-      else
-        accumulate<Format, Op>(job.accumulate, number, needed);
-      number += all - needed;
+      number -= needed;
     }
   });
 }
@@ -252,13 +252,36 @@ RINGREDUCE_APART bool may_begin(const Run& run, const LaneBatch& at, Block& bloc
   });
 }
 
-// Whether this block publishes a batch that `shares` blocks take: that which ends last.
+// How many blocks take a batch together; the number of this one among them.
 template <class Block>
-RINGREDUCE_BOTH bool ends_last(const Run& run, Block& block, std::uint32_t shares) {
+RINGREDUCE_BOTH std::uint32_t shares_of(const Run& run, const Block& block) {
+  return run.mode == Mode::run ? 1 : block.blocks();
+}
+template <class Block>
+RINGREDUCE_BOTH std::uint32_t share_of(const Run& run, const Block& block) {
+  return run.mode == Mode::run ? 0 : block.index();
+}
+
+// Whether this block publishes the batch: of those that take it, the one that ends last.
+template <class Block>
+RINGREDUCE_BOTH bool ends_last(const Run& run, Block& block) {
   block.meet();
+  const std::uint32_t shares = shares_of(run, block);
   if (shares == 1) return true;
   block.alone([&] { block.job().publishes = arrives_last(run.arrived, shares); });
   return block.job().publishes;
+}
+
+// Takes a batch. False if the call has been given up, or another block publishes.
+template <class Format, class Op, class Block>
+RINGREDUCE_BOTH bool take(const Run& run, const LaneBatch& at, Block& block) {
+  block.each(at.batch.steps, [&](std::uint32_t i) { lay_out(run, at, step_of(run, at, i), block.job().steps[i]); });
+  block.meet();
+  if (!wait(run, at, block)) return false;
+  compute<Format, Op>(block, at.batch.steps, share_of(run, block), shares_of(run, block));
+  if (!ends_last(run, block)) return false;
+  publish(run, at, block);
+  return true;
 }
 
 template <class Format, class Op, class Block>
@@ -267,21 +290,11 @@ RINGREDUCE_BOTH void interpret(const Run& run, Block& block) {
   const std::uint32_t number = all ? block.index() / run.lanes : 0, lane = all ? block.index() % run.lanes : 0;
   const FlatChannel& channel = run.program.channels[number];
   if (channel.batches == 0) return;
-  const std::uint32_t first_round = all ? 0 : run.round, first_batch = all ? 0 : run.batch;
-  const std::uint32_t rounds = all ? rounds_of(run, channel) : first_round + 1;
-  const std::uint32_t batches = all ? channel.batches : first_batch + 1;
-  const std::uint32_t share = all ? 0 : block.index(), shares = all ? 1 : block.blocks();
-  if (!may_begin(run, lane_batch(run, number, lane, first_round, first_batch), block)) return;
-  for (std::uint32_t round = first_round; round < rounds; ++round)
-    for (std::uint32_t b = first_batch; b < batches; ++b) {
-      const LaneBatch at = lane_batch(run, number, lane, round, b);
-      block.each(at.batch.steps, [&](std::uint32_t i) { lay_out(run, at, step_of(run, at, i), block.job().steps[i]); });
-      block.meet();
-      if (!wait(run, at, block)) return;
-      compute<Format, Op>(block, at.batch.steps, share, shares);
-      if (!ends_last(run, block, shares)) return;
-      publish(run, at, block);
-    }
+  if (!may_begin(run, lane_batch(run, number, lane, run.round, run.batch), block)) return;
+  const std::uint32_t rounds = all ? rounds_of(run, channel) : run.round + 1;
+  for (std::uint32_t round = run.round; round < rounds; ++round)
+    for (std::uint32_t b = run.batch; b < (all ? channel.batches : run.batch + 1); ++b)
+      if (!take<Format, Op>(run, lane_batch(run, number, lane, round, b), block)) return;
 }
 
 #if defined(__CUDACC__)

@@ -14,7 +14,7 @@ namespace {
 constexpr std::size_t kBytesOfLane = 32 * 1024;  // of a chunk: for less, another block is not worth its start
 constexpr std::size_t kLatest = 1024;            // calls that are remembered
 constexpr int kAnyChannels = std::numeric_limits<int>::max();  // where one lane takes them in turn
-constexpr Nanoseconds kWatch = kSecond / 10;     // between two looks for whom the GPU waits for
+constexpr Nanoseconds kWatch = kSecond / 10;                   // between two looks for whom the GPU waits for
 
 gpu::RegionShape region_shape(int ranks, const PeerEngine::Shape& shape) {
   return {static_cast<std::uint32_t>(ranks), shape.lanes, shape.depth, shape.slot_bytes};
@@ -99,8 +99,8 @@ const PeerEngine::Loaded& PeerEngine::load(const Call& call, const Choice& choic
   if (known != loaded_.end()) return *known->second;
   const cuda::RelaxedCapture relaxed;
   const gpu::FlatProgram::Options options{rank(), shape_.depth, one_lane_};
-  auto loaded = std::make_unique<Loaded>(
-      device(), gpu::FlatProgram(program, batches_of(program, shape_.depth), options));
+  auto loaded =
+      std::make_unique<Loaded>(device(), gpu::FlatProgram(program, batches_of(program, shape_.depth), options));
   const std::vector<std::byte>& image = loaded->flat.image();
   urgent_.copy(loaded->image.pointer(), reinterpret_cast<cuda::CUdeviceptr>(image.data()), image.size());
   urgent_.synchronize();

@@ -87,8 +87,8 @@ inline constexpr std::uint32_t kMostSteps = 16;
 // the same order, each after the one before it has ended: as NCCL demands of several communicators.
 //
 // step: one, for ranks that share a GPU. The stream does the waiting, which occupies nothing: for the words that
-// for_each_wait names. Any number of blocks take the batch together, and the one that ends last publishes. A launch of a
-// batch never waits. Run::lanes must be 1.
+// for_each_wait names. Any number of blocks take the batch together, and the one that ends last publishes. A launch of
+// a batch never waits. Run::lanes must be 1.
 enum class Mode : std::uint32_t { run, step };
 
 enum class GaveUp : std::uint32_t { no, timeout, mismatch, wrong_size, aborted };
@@ -123,7 +123,7 @@ struct Run {
   std::uint32_t rank;
   std::uint32_t lanes;  // of a channel
   Mode mode;
-  std::uint32_t round, batch;  // which one Mode::step takes
+  std::uint32_t round, batch;  // which one Mode::step takes; 0, 0 for Mode::run
   bool scaled;                 // what is read of the input is multiplied by `factor` first (premul_sum)
 };
 static_assert(sizeof(Run) <= 4096, "arguments of a kernel");

@@ -27,10 +27,10 @@ class Round {
     }
     for (std::size_t rank = 0; rank < programs_.size(); ++rank)
       if (next_[rank] < batches(rank).size())
-        throw Error(ErrorKind::invalid_argument,
-                    "malformed plan: with " + std::to_string(depth_) + " slots, step " +
-                        std::to_string(batches(rank)[next_[rank]].front()) + " of rank " + std::to_string(rank) +
-                        " in channel " + std::to_string(channel_) + " can never be taken");
+        throw Error(ErrorKind::invalid_argument, "malformed plan: with " + std::to_string(depth_) + " slots, step " +
+                                                     std::to_string(batches(rank)[next_[rank]].front()) + " of rank " +
+                                                     std::to_string(rank) + " in channel " + std::to_string(channel_) +
+                                                     " can never be taken");
   }
 
  private:
@@ -73,8 +73,8 @@ class Round {
 
 }  // namespace
 
-std::vector<Turn> order_of_turns(const std::vector<Program>& programs,
-                                 const std::vector<std::vector<Batches>>& batches, std::uint32_t depth) {
+std::vector<Turn> order_of_turns(const std::vector<Program>& programs, const std::vector<std::vector<Batches>>& batches,
+                                 std::uint32_t depth) {
   std::vector<Turn> turns;
   std::vector<std::uint32_t> before(programs.size());
   for (std::size_t channel = 0; channel < programs[0].channels.size(); ++channel) {

@@ -22,10 +22,10 @@ struct Turn {
 };
 
 // All batches of one round of a plan, whose parts `programs` has for every rank, and `batches` for every rank and
-// channel, with `depth` slots an outbox. Every batch comes after those that send what it takes and after those that take
-// what its slots held. Rounds may follow each other: none leaves anything in a slot. Throws invalid_argument if there is
-// no such order.
-std::vector<Turn> order_of_turns(const std::vector<Program>& programs,
-                                 const std::vector<std::vector<Batches>>& batches, std::uint32_t depth);
+// channel, with `depth` slots an outbox. Every batch comes after those that send what it takes and after those that
+// take what its slots held. Rounds may follow each other: none leaves anything in a slot. Throws invalid_argument if
+// there is no such order.
+std::vector<Turn> order_of_turns(const std::vector<Program>& programs, const std::vector<std::vector<Batches>>& batches,
+                                 std::uint32_t depth);
 
 }  // namespace ringreduce
