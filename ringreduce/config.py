@@ -93,7 +93,9 @@ class Options:
     gpu_bytes: int | None = _knob(None, parse_bytes, "memory of each GPU for a group's slots")
     gpu_blocks: int | None = _knob(None, int, "thread blocks of a call, each of which takes a multiprocessor")
     gpu_mode: str | None = _knob(
-        None, str, "'run': a kernel takes a whole call; 'steps': one step; 'auto': 'steps' where ranks share a GPU"
+        None,
+        str,
+        "'run': a kernel takes a whole call; 'steps': a batch of its steps; 'auto': 'steps' where ranks share a GPU",
     )
     recorded_calls: int | None = _knob(None, int, "latest calls that the flight recorder keeps, per group; 0: none")
     dump_when_broken: int | None = _knob(None, int, "1: write the flight record when the group breaks; 0: do not")

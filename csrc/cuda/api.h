@@ -43,6 +43,16 @@ struct CUmemAccessDesc {
   int flags;
 };
 
+// The part of the union that waits and writes of 64 bits have.
+struct CUstreamBatchMemOpParams {
+  int operation;
+  CUdeviceptr address;
+  std::uint64_t value64;
+  unsigned flags;
+  CUdeviceptr alias;
+  std::uint64_t unused;
+};
+
 // Results that the code tells apart.
 inline constexpr CUresult kSuccess = 0;
 inline constexpr CUresult kNotInitialized = 3;
@@ -60,6 +70,9 @@ inline constexpr int kHandleTypePosixFileDescriptorSupported = 103;
 inline constexpr int kCanUse64BitStreamMemOps = 122;
 
 inline constexpr unsigned kStreamNonBlocking = 1;
+inline constexpr int kStreamMemOpWaitValue64 = 4;
+inline constexpr int kStreamMemOpWriteValue64 = 5;
+inline constexpr unsigned kMostStreamMemOps = 255;  // in one call
 inline constexpr unsigned kStreamWaitValueEq = 1;
 inline constexpr unsigned kEventDisableTiming = 2;
 inline constexpr unsigned kMemHostAllocPortable = 1;
@@ -134,8 +147,8 @@ inline constexpr unsigned kMemoryTypeDevice = 2;
   FUNCTION(cuStreamWaitEvent, , (CUstream stream, CUevent event, unsigned flags))                                    \
   FUNCTION(cuStreamIsCapturing, , (CUstream stream, int* status))                                                    \
   FUNCTION(cuThreadExchangeStreamCaptureMode, , (int* mode))                                                         \
-  FUNCTION(cuStreamWaitValue64, _v2, (CUstream stream, CUdeviceptr address, std::uint64_t value, unsigned flags))    \
-  FUNCTION(cuStreamWriteValue64, _v2, (CUstream stream, CUdeviceptr address, std::uint64_t value, unsigned flags))   \
+  FUNCTION(cuStreamBatchMemOp, _v2,                                                                                  \
+           (CUstream stream, unsigned count, CUstreamBatchMemOpParams* operations, unsigned flags))                  \
   FUNCTION(cuEventCreate, , (CUevent * event, unsigned flags))                                                       \
   FUNCTION(cuEventDestroy, _v2, (CUevent event))                                                                     \
   FUNCTION(cuEventRecord, , (CUevent event, CUstream stream))                                                        \

@@ -1,5 +1,6 @@
 #include "cuda/device.h"
 
+#include <algorithm>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -223,12 +224,21 @@ void Stream::copy(CUdeviceptr to, CUdeviceptr from, std::size_t bytes) const {
   call(*device(), driver().cuMemcpyAsync, to, from, bytes, stream_);
 }
 
-void Stream::wait_value(CUdeviceptr address, std::uint64_t value) const {
-  call(*device(), driver().cuStreamWaitValue64, stream_, address, value, kStreamWaitValueEq);
-}
-
-void Stream::write_value(CUdeviceptr address, std::uint64_t value) const {
-  call(*device(), driver().cuStreamWriteValue64, stream_, address, value, 0u);
+void Stream::take_values(std::span<const StreamValue> values) const {
+  std::vector<CUstreamBatchMemOpParams> operations;
+  for (const StreamValue& each : values) {
+    const bool waits = each.kind == StreamValue::Kind::wait;
+    operations.push_back({.operation = waits ? kStreamMemOpWaitValue64 : kStreamMemOpWriteValue64,
+                          .address = each.address,
+                          .value64 = each.value,
+                          .flags = waits ? kStreamWaitValueEq : 0,
+                          .alias = 0,
+                          .unused = 0});
+  }
+  for (std::size_t done = 0; done < operations.size(); done += kMostStreamMemOps) {
+    const std::size_t now = std::min<std::size_t>(operations.size() - done, kMostStreamMemOps);
+    call(*device(), driver().cuStreamBatchMemOp, stream_, static_cast<unsigned>(now), operations.data() + done, 0u);
+  }
 }
 
 void Stream::launch_with(const Function& function, Grid grid, void** pointers) const {

@@ -11,6 +11,7 @@
 #include <limits>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 
@@ -32,7 +33,7 @@ class DeviceInfo {
   const std::string& pci_bus_id() const { return pci_bus_id_; }  // "0000:3b:00.0"
   int multiprocessors() const { return multiprocessors_; }
   int capability() const { return capability_; }  // 90 for 9.0
-  // Whether Stream::wait_value and write_value work.
+  // Whether Stream::take_values works.
   bool has_stream_values() const { return has_stream_values_; }
   // A CU_DEVICE_ATTRIBUTE; 0 if the driver does not know it.
   int attribute(int number) const;
@@ -211,6 +212,14 @@ struct Grid {
   unsigned shared_bytes = 0;  // dynamic shared memory of each block
 };
 
+// Of a 64-bit word: what follows in a stream waits until it is `value`, or it becomes that, after all before, whose
+// writes are then visible to the system. A value that does not stay may be missed.
+struct StreamValue {
+  enum class Kind { wait, write } kind;
+  CUdeviceptr address;
+  std::uint64_t value;
+};
+
 class Stream {
  public:
   // Blocks of streams with lower numbers are served first. The driver takes the nearest priority that the device has.
@@ -230,10 +239,16 @@ class Stream {
   void fill(CUdeviceptr to, unsigned char value, std::size_t bytes) const;
   // Between any two places, of devices or of the host.
   void copy(CUdeviceptr to, CUdeviceptr from, std::size_t bytes) const;
-  // What follows waits until the 64-bit word at `address` is `value`. One that does not stay may be missed.
-  void wait_value(CUdeviceptr address, std::uint64_t value) const;
-  // After all before, and after its writes are visible to the system.
-  void write_value(CUdeviceptr address, std::uint64_t value) const;
+  // In this order, with as few calls of the driver as can be.
+  void take_values(std::span<const StreamValue> values) const;
+  void wait_value(CUdeviceptr address, std::uint64_t value) const {
+    const StreamValue one{StreamValue::Kind::wait, address, value};
+    take_values({&one, 1});
+  }
+  void write_value(CUdeviceptr address, std::uint64_t value) const {
+    const StreamValue one{StreamValue::Kind::write, address, value};
+    take_values({&one, 1});
+  }
   // Runs `function` with `arguments` of exactly the types that it declares.
   template <class... Arguments>
   void launch(const Function& function, Grid grid, const Arguments&... arguments) const {

@@ -177,10 +177,10 @@ void bind_gpus(py::module_& m) {
 
   using Shape = PeerEngine::Shape;
   py::class_<Shape>(m, "RegionShape")
-      .def(py::init([](std::uint32_t lanes, bool one_lane, std::uint32_t depth, std::uint32_t slot_bytes) {
-             return Shape{lanes, one_lane, depth, slot_bytes};
+      .def(py::init([](std::uint32_t lanes, std::uint32_t depth, std::uint32_t slot_bytes) {
+             return Shape{lanes, depth, slot_bytes};
            }),
-           py::kw_only(), py::arg("lanes"), py::arg("one_lane"), py::arg("depth"), py::arg("slot_bytes"))
+           py::kw_only(), py::arg("lanes"), py::arg("depth"), py::arg("slot_bytes"))
       .def(
           "bytes", [](const Shape& shape, int ranks) { return PeerEngine::region_bytes(ranks, shape); },
           py::arg("ranks"));

@@ -62,6 +62,7 @@ Outcome all_reduce(gpu::Group& group, const Lowered& plan, int size, int channel
                             .factors = factors.data(),
                             .fingerprints = fingerprints.data(),
                             .absent = absents.get(),
+                            .batches = nullptr,
                             .inputs = from.data(),
                             .outputs = to.data(),
                             .reports = outcome.reports.data(),

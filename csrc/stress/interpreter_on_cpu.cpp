@@ -15,6 +15,7 @@ namespace ringreduce::gpu {
 struct Group {
   RegionShape shape;
   std::vector<std::vector<std::uint64_t>> regions;
+  std::vector<std::uint32_t> arrived;  // per rank
 };
 
 namespace {
@@ -22,7 +23,7 @@ namespace {
 // Of a block. Not powers of two, so that parts are uneven.
 constexpr std::uint32_t kPlayedThreads = 40;
 constexpr std::uint32_t kRealThreads = 3;
-constexpr std::uint32_t kShares = 3;  // blocks that share a step, where ranks share a GPU
+constexpr std::uint32_t kShares = 3;  // blocks that share a batch, where ranks share a GPU
 
 template <class Block>
 void play(const char* kernel, const Run& run, Block block) {
@@ -49,29 +50,26 @@ void launch(const GroupCall& call, const Run& run, std::uint32_t blocks) {
   });
 }
 
-// What the stream of a rank that shares its GPU waits for before a step. Where the host has given up, it lets go.
+// What the stream of a rank that shares its GPU waits for before a batch. Where the host has given up, it lets go.
 void stream_waits(const Run& run) {
   if (load_acquire(&run.report->abort) != 0) return;
-  const LaneStep at = lane_step(run, run.channel, 0, run.round, run.step);
-  for_each_wait(run, run.channel, run.round, run.step, [&](const Wait& wait) { wait_for(run, at, wait); });
+  const LaneBatch at = lane_batch(run, 0, 0, run.round, run.batch);
+  for_each_wait(run, at, [&](const Wait& wait) { wait_for(run, at, wait); });
 }
 
-void take_step(const GroupCall& call, Run run, Mode mode) {
-  run.mode = mode;
-  launch(call, run, mode == Mode::compute ? kShares : 1);
+void take_batch(const GroupCall& call, Run run) {
+  run.mode = Mode::step;
+  launch(call, run, kShares);
 }
 
-void run_stepwise(const GroupCall& call, Run run, std::uint32_t channels) {
-  for (run.channel = 0; run.channel < channels; ++run.channel) {
-    const FlatChannel& channel = run.program.channels[run.channel];
-    const std::uint32_t rounds = rounds_of(run, channel);
-    for (run.round = 0; run.round < rounds; ++run.round)
-      for (run.step = 0; run.step < channel.steps; ++run.step) {
-        stream_waits(run);
-        take_step(call, run, Mode::compute);
-        take_step(call, run, Mode::publish);
-      }
-  }
+void run_stepwise(const GroupCall& call, Run run) {
+  const FlatChannel& channel = run.program.channels[0];
+  const std::uint32_t rounds = rounds_of(run, channel);
+  for (run.round = 0; run.round < rounds; ++run.round)
+    for (run.batch = 0; run.batch < channel.batches; ++run.batch) {
+      stream_waits(run);
+      take_batch(call, run);
+    }
 }
 
 Run make_run(Group& group, const GroupCall& call, const FlatProgram& program, std::uint32_t rank) {
@@ -81,6 +79,7 @@ Run make_run(Group& group, const GroupCall& call, const FlatProgram& program, st
   for (std::uint32_t r = 0; r < group.shape.ranks; ++r)
     run.regions[r] = reinterpret_cast<char*>(group.regions[r].data());
   run.report = &call.reports[rank];
+  run.arrived = &group.arrived[rank];
   run.input = call.inputs[rank];
   run.output = call.outputs[rank];
   run.largest = call.largest;
@@ -97,10 +96,31 @@ Run make_run(Group& group, const GroupCall& call, const FlatProgram& program, st
   return run;
 }
 
-// Throws Error if the plan is malformed.
-FlatProgram make_program(const Group& group, const GroupCall& call, std::uint32_t rank) {
-  return FlatProgram(bind(static_cast<Operation>(call.operation), {call.lowered, call.words}, 0,
-                          static_cast<int>(group.shape.ranks), static_cast<int>(rank), call.root, call.channels));
+// Those of a GroupCall's `batches`, if it has any. `at`: where this rank's begin, then where the next one's do.
+std::vector<Batches> batches_for(const Program& program, std::uint32_t depth, const std::uint32_t*& at) {
+  if (at == nullptr) return batches_of(program, depth);
+  std::vector<Batches> all;
+  for (const ChannelProgram& channel : program.channels) {
+    Batches& batches = all.emplace_back();
+    for (std::uint32_t step = 0; step < channel.steps.size(); ++step) {
+      if (batches.size() <= *at) batches.resize(*at + 1);
+      batches[*at++].push_back(step);
+    }
+  }
+  return all;
+}
+
+// Of all ranks. Throws Error if the plan is malformed.
+std::vector<FlatProgram> make_programs(const Group& group, const GroupCall& call) {
+  std::vector<FlatProgram> programs;
+  const std::uint32_t* given = call.batches;
+  for (int rank = 0; rank < static_cast<int>(group.shape.ranks); ++rank) {
+    const Program program = bind(static_cast<Operation>(call.operation), {call.lowered, call.words}, 0,
+                                 static_cast<int>(group.shape.ranks), rank, call.root, call.channels);
+    const FlatProgram::Options options{rank, group.shape.depth, call.stepwise};
+    programs.emplace_back(program, batches_for(program, group.shape.depth, given), options);
+  }
+  return programs;
 }
 
 template <class Word>
@@ -114,7 +134,8 @@ extern "C" {
 
 Group* make_group(std::uint32_t ranks, std::uint32_t lanes, std::uint32_t depth, std::uint32_t slot_bytes) {
   const RegionShape shape{ranks, lanes, depth, slot_bytes};
-  return new Group{shape, std::vector(ranks, std::vector<std::uint64_t>(shape.bytes() / 8))};
+  return new Group{shape, std::vector(ranks, std::vector<std::uint64_t>(shape.bytes() / 8)),
+                   std::vector<std::uint32_t>(ranks)};
 }
 
 void drop_group(Group* group) { delete group; }
@@ -132,6 +153,7 @@ std::uint64_t words_in_use(Group* group) {
   std::uint64_t used = 0;
   for (std::uint32_t owner = 0; owner < shape.ranks; ++owner) {
     used += *broken_word(group, owner) != 0;
+    used += group->arrived[owner] != 0;
     for (std::uint32_t lane = 0; lane < shape.lanes; ++lane)
       for (std::uint32_t peer = 0; peer < shape.ranks; ++peer)
         for (std::uint32_t slot = 0; slot < shape.depth; ++slot) {
@@ -145,7 +167,7 @@ std::uint64_t words_in_use(Group* group) {
 bool make_call(Group* group, const GroupCall* call) {
   std::vector<FlatProgram> programs;
   try {
-    for (std::uint32_t r = 0; r < group->shape.ranks; ++r) programs.push_back(make_program(*group, *call, r));
+    programs = make_programs(*group, *call);
   } catch (const Error&) {
     return false;
   }
@@ -154,7 +176,7 @@ bool make_call(Group* group, const GroupCall* call) {
     const Run run = make_run(*group, *call, programs[r], r);
     for (std::uint32_t k = 0; k < call->launches; ++k) {
       if (call->stepwise)
-        run_stepwise(*call, run, programs[r].channels());
+        run_stepwise(*call, run);
       else
         launch(*call, run, programs[r].channels() * call->lanes);
     }
@@ -162,20 +184,27 @@ bool make_call(Group* group, const GroupCall* call) {
   return true;
 }
 
-bool launch_step(Group* group, const GroupCall* call, std::uint32_t rank, Mode mode, std::uint32_t channel,
-                 std::uint32_t round, std::uint32_t step) {
+bool launch_batch(Group* group, const GroupCall* call, std::uint32_t rank, std::uint32_t round, std::uint32_t batch) {
   try {
-    const FlatProgram program = make_program(*group, *call, rank);
-    Run run = make_run(*group, *call, program, rank);
+    const std::vector<FlatProgram> programs = make_programs(*group, *call);
+    Run run = make_run(*group, *call, programs[rank], rank);
     run.lanes = 1;
-    run.channel = channel;
     run.round = round;
-    run.step = step;
-    take_step(*call, run, mode);
+    run.batch = batch;
+    take_batch(*call, run);
     return true;
   } catch (const Error&) {
     return false;
   }
+}
+
+std::uint32_t waits_of_batch(Group* group, const GroupCall* call, std::uint32_t rank, std::uint32_t round,
+                             std::uint32_t batch) {
+  const std::vector<FlatProgram> programs = make_programs(*group, *call);
+  const Run run = make_run(*group, *call, programs[rank], rank);
+  std::uint32_t waits = 0;
+  for_each_wait(run, lane_batch(run, 0, 0, round, batch), [&](const Wait&) { ++waits; });
+  return waits;
 }
 
 }  // extern "C"

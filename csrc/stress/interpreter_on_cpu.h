@@ -31,7 +31,8 @@ struct GroupCall {
   double divisor;
   const double* factors;
   const std::uint64_t* fingerprints;
-  const bool* absent;  // this rank never makes the call
+  const bool* absent;            // this rank never makes the call
+  const std::uint32_t* batches;  // of each rank, channel and step, the number of its batch; null: those there are
   const Tensors *inputs, *outputs;
   Report* reports;
   bool scaled;
@@ -41,9 +42,11 @@ struct GroupCall {
 
 // Both return false if the plan is malformed.
 bool make_call(Group* group, const GroupCall* call);
-// One step of one rank, as it is: nobody waits. `mode`: compute or publish.
-bool launch_step(Group* group, const GroupCall* call, std::uint32_t rank, Mode mode, std::uint32_t channel,
-                 std::uint32_t round, std::uint32_t step);
+// One batch of one rank that shares its GPU, as it is: nobody waits.
+bool launch_batch(Group* group, const GroupCall* call, std::uint32_t rank, std::uint32_t round, std::uint32_t batch);
+// How many words it waits for.
+std::uint32_t waits_of_batch(Group* group, const GroupCall* call, std::uint32_t rank, std::uint32_t round,
+                             std::uint32_t batch);
 
 }  // extern "C"
 

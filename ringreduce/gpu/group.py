@@ -251,16 +251,16 @@ def _from_first(group: _C.ProcessGroupRing, text: str) -> str:
 
 def shape_for(size: int, options: Options, channels: int, steps: bool, blocks: int) -> _C.RegionShape:
     """The slots that fit the memory the options allow, for at most so many `blocks` of a GPU at once. Where ranks take
-    steps a channel has one lane."""
+    steps there is one lane, which has all of it."""
     assert options.gpu_bytes is not None and options.gpu_blocks is not None  # resolved
-    lanes = channels if steps else max(min(options.gpu_blocks, blocks), channels)
+    lanes = 1 if steps else max(min(options.gpu_blocks, blocks), channels)
     depth = plan.slot_depth(size)
-    words = _C.RegionShape(lanes=lanes, one_lane=steps, depth=depth, slot_bytes=0).bytes(size)
+    words = _C.RegionShape(lanes=lanes, depth=depth, slot_bytes=0).bytes(size)
     slot_bytes = (options.gpu_bytes - words) // (lanes * depth) // 128 * 128
     if slot_bytes < LEAST_SLOT:
         need = words + LEAST_SLOT * lanes * depth
         raise InvalidArgument(f"gpu_bytes is {options.gpu_bytes}; {size} ranks with {lanes} lanes need {need} or more")
-    return _C.RegionShape(lanes=lanes, one_lane=steps, depth=depth, slot_bytes=slot_bytes)
+    return _C.RegionShape(lanes=lanes, depth=depth, slot_bytes=slot_bytes)
 
 
 def _image(capability: tuple[int, int], stem: str, row: str, prebuilt: bool) -> bytes:

@@ -24,7 +24,7 @@ import ringreduce
 from ringreduce.plan import BUILDERS, build
 
 SMALL_SLOTS = {"gpu_bytes": 1024**2, "gpu_blocks": 8, "channels": 8, "least_slice_bytes": 64}
-"""Of 16 KB at most."""
+"""Of 16 KB at most; where ranks take steps, of 128 KB."""
 
 ASYNCHRONOUS = (
     *("all_reduce", "all_reduce_coalesced", "broadcast", "reduce", "all_gather", "all_gather_into_tensor"),

@@ -36,7 +36,7 @@ DRIVER_TEST = {
     "driver_test_kernels.so": ["tests/stand_in/driver_test_kernels.cpp"],
     "driver_test": [
         *("tests/stand_in/driver_test.cpp", "csrc/cuda/*.cpp", "csrc/stress/plans.cpp"),
-        *("csrc/engine/program.cpp", "csrc/engine/gpu/flat_program.cpp"),
+        *("csrc/engine/program.cpp", "csrc/engine/gpu/batches.cpp", "csrc/engine/gpu/flat_program.cpp"),
     ],
 }
 NCCL = {

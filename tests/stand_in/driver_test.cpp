@@ -37,6 +37,7 @@
 #include "cuda/kernels.h"
 #include "cuda/lent_descriptor.h"
 #include "cuda/shared_memory.h"
+#include "engine/gpu/batches.h"
 #include "engine/gpu/flat_program.h"
 #include "engine/program.h"
 #include "kernels/gpu/table.cuh"
@@ -220,7 +221,17 @@ void streams() {
   other.synchronize();
   expect(event.done());
   expect(read(third, memory.pointer(), 8) == same(8, 0x0101010101010101));
-  expect_error([&] { waiting.wait_value(flag.pointer() + 4, 1); }, {"cuStreamWaitValue64 on device 0"});
+  expect_error([&] { waiting.wait_value(flag.pointer() + 4, 1); }, {"cuStreamBatchMemOp on device 0"});
+
+  // More than one call of the driver takes, in their order.
+  std::vector<StreamValue> values;
+  for (std::uint64_t i = 6; i < 706; i++) {
+    values.push_back({StreamValue::Kind::write, flag.pointer(), i});
+    values.push_back({StreamValue::Kind::wait, flag.pointer(), i});
+  }
+  third.take_values(values);
+  expect(read(third, flag.pointer(), 1) == same(1, 705));
+  third.take_values({});
 
   const Event start(zero, true), end(zero, true);
   third.record(start);
@@ -831,11 +842,12 @@ class Rank {
       : stream_(device),
         module_(module_of(device, "kernels.so")),
         kernel_(module_.function("run_float32_sum")),
-        program_(bind(Operation::all_reduce, plan, 0, 2, static_cast<int>(rank), 0, 1)),
+        program_(flat(plan, {.rank = static_cast<int>(rank), .depth = shape.depth, .one_lane = false})),
         image_(device, program_.image().size()),
         region_(device, shape.bytes()),
         input_(device, count * sizeof(float)),
         output_(device, count * sizeof(float)),
+        arrived_(device, sizeof(std::uint32_t)),
         report_(device, sizeof(gpu::Report)) {
     stream_.copy(image_.pointer(), reinterpret_cast<CUdeviceptr>(program_.image().data()), image_.bytes());
     std::vector<float> values(count);
@@ -845,6 +857,7 @@ class Rank {
     run_.program = program_.at(at(image_.pointer()));
     run_.shape = shape;
     run_.report = reinterpret_cast<gpu::Report*>(report_.pointer());
+    run_.arrived = reinterpret_cast<std::uint32_t*>(arrived_.pointer());
     run_.input.data[0] = at(input_.pointer());
     run_.output.data[0] = at(output_.pointer());
     run_.input.count[0] = run_.output.count[0] = run_.largest = count;
@@ -868,30 +881,22 @@ class Rank {
     stream_.launch(kernel_, {run_.lanes, 64}, run_);
   }
 
-  // As ranks that share one: what a step needs is there when it begins, so its blocks may give up at once.
+  // As ranks that share one: what a batch needs is there when it begins, so its blocks may give up at once.
   void take_steps() {
+    run_.mode = gpu::Mode::step;
     run_.lanes = 1;
     run_.timeout = 0;
     gpu::Run here = run_;
     here.program = program_.at(program_.image().data());
     const gpu::FlatChannel& channel = here.program.channels[0];
-    const auto slot = [&](std::uint32_t rank, std::uint32_t send_index) {
-      return gpu::slot_of(here, channel, rank, run_.round, send_index);
-    };
     for (run_.round = 0; run_.round < gpu::rounds_of(here, channel); run_.round++)
-      for (run_.step = 0; run_.step < channel.steps; run_.step++) {
-        const gpu::FlatStep& step = here.program.steps[channel.first_step + run_.step];
-        for (std::uint32_t i = 0; i < step.sources; i++) {
-          const auto [peer, send_index] = here.program.sources[step.first_source + i];
-          const std::uint64_t notice = run_.shape.notice(0, peer, slot(peer, send_index));
-          stream_.wait_value(region() + notice + offsetof(gpu::Notice, full), 1);
-        }
-        for (std::uint32_t reader = 0; step.destinations > 0 && reader < 2; reader++)
-          stream_.wait_value(region() + run_.shape.taken(0, reader, slot(run_.rank, step.send_index)), 0);
-        run_.mode = gpu::Mode::compute;
+      for (run_.batch = 0; run_.batch < channel.batches; run_.batch++) {
+        std::vector<StreamValue> values;
+        gpu::for_each_wait(here, gpu::lane_batch(here, 0, 0, run_.round, run_.batch), [&](const gpu::Wait& wait) {
+          values.push_back({StreamValue::Kind::wait, region() + wait.offset, wait.value});
+        });
+        stream_.take_values(values);
         stream_.launch(kernel_, {3, 64}, run_);
-        run_.mode = gpu::Mode::publish;
-        stream_.launch(kernel_, {1, 64}, run_);
       }
   }
 
@@ -909,12 +914,16 @@ class Rank {
 
  private:
   static char* at(CUdeviceptr pointer) { return reinterpret_cast<char*>(pointer); }
+  static gpu::FlatProgram flat(const stress::Lowered& plan, const gpu::FlatProgram::Options& options) {
+    const Program program = bind(Operation::all_reduce, plan, 0, 2, options.rank, 0, 1);
+    return {program, batches_of(program, options.depth), options};
+  }
 
   Stream stream_;
   Module module_;
   Function kernel_;
   gpu::FlatProgram program_;
-  DeviceMemory image_, region_, input_, output_;
+  DeviceMemory image_, region_, input_, output_, arrived_;
   HostMemory report_;
   gpu::Run run_{};
 };

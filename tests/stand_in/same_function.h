@@ -23,7 +23,7 @@ constexpr bool same_value() {
       return std::is_class_v<F>;
     else
       return same_value<E, F>();
-  } else if constexpr (std::is_class_v<C> && std::is_class_v<D>) {
+  } else if constexpr (std::is_class_v<C> && (std::is_class_v<D> || std::is_union_v<D>)) {
     return sizeof(C) == sizeof(D) && std::is_trivially_copyable_v<C>;
   } else {
     return is_number(std::type_identity<C>{}) && is_number(std::type_identity<D>{}) && sizeof(C) == sizeof(D);

@@ -36,6 +36,20 @@ SAME_FIELD(CUmemAllocationProp, allocFlags);
 SAME_STRUCT(CUmemAccessDesc);
 SAME_FIELD(CUmemAccessDesc, location);
 SAME_FIELD(CUmemAccessDesc, flags);
+SAME_STRUCT(CUstreamBatchMemOpParams);
+#define SAME_OPERATION(field, of_union, of_part)                   \
+  static_assert(offsetof(ours::CUstreamBatchMemOpParams, field) == \
+                offsetof(::CUstreamBatchMemOpParams, of_union.of_part))
+SAME_OPERATION(operation, waitValue, operation);
+SAME_OPERATION(address, waitValue, address);
+SAME_OPERATION(value64, waitValue, value64);
+SAME_OPERATION(flags, waitValue, flags);
+SAME_OPERATION(alias, waitValue, alias);
+SAME_OPERATION(operation, writeValue, operation);
+SAME_OPERATION(address, writeValue, address);
+SAME_OPERATION(value64, writeValue, value64);
+SAME_OPERATION(flags, writeValue, flags);
+SAME_OPERATION(alias, writeValue, alias);
 
 static_assert(ours::kSuccess == CUDA_SUCCESS);
 static_assert(ours::kNotInitialized == CUDA_ERROR_NOT_INITIALIZED);
@@ -53,6 +67,8 @@ static_assert(ours::kHandleTypePosixFileDescriptorSupported ==
 static_assert(ours::kCanUse64BitStreamMemOps == CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS);
 #endif
 static_assert(ours::kStreamNonBlocking == CU_STREAM_NON_BLOCKING);
+static_assert(ours::kStreamMemOpWaitValue64 == CU_STREAM_MEM_OP_WAIT_VALUE_64);
+static_assert(ours::kStreamMemOpWriteValue64 == CU_STREAM_MEM_OP_WRITE_VALUE_64);
 static_assert(ours::kStreamWaitValueEq == CU_STREAM_WAIT_VALUE_EQ);
 static_assert(ours::kStreamCaptureStatusNone == CU_STREAM_CAPTURE_STATUS_NONE);
 static_assert(ours::kStreamCaptureModeRelaxed == CU_STREAM_CAPTURE_MODE_RELAXED);

@@ -146,7 +146,7 @@ def test_old_driver(built, tmp_path):
     """
     text = unavailable(built, library(tmp_path, source))
     assert "is too old: it is for CUDA 11.6 and has no " in text
-    assert "cuStreamWaitValue64_v2" in text
+    assert "cuStreamBatchMemOp_v2" in text
     assert "cuInit" not in text
     assert "install an NVIDIA driver for CUDA 11.7 or later" in text
 

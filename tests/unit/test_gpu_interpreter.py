@@ -21,7 +21,8 @@ import ringreduce.plan.ring as ring
 from ringreduce.plan import BUILDERS, Channel, Plan, Read, Step, build, layout, lower, slot_depth, verify
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ["csrc/stress/interpreter_on_cpu.cpp", "csrc/engine/gpu/flat_program.cpp", "csrc/engine/program.cpp"]
+SOURCES = ["csrc/stress/interpreter_on_cpu.cpp", "csrc/engine/program.cpp"]
+SOURCES += [f"csrc/engine/gpu/{name}.cpp" for name in ("batches", "flat_program")]
 OPERATIONS = [
     *("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter", "all_to_all"),
 ]
@@ -31,7 +32,6 @@ ALGORITHMS = [(collective, algorithm) for collective in BUILDERS for algorithm i
 UNTOUCHED = -77
 FINGERPRINT = 7
 GAVE_UP = ["no", "timeout", "mismatch", "wrong_size", "aborted"]
-COMPUTE, PUBLISH = 1, 2  # of Mode
 
 
 class Tensors(ctypes.Structure):
@@ -64,6 +64,7 @@ class GroupCall(ctypes.Structure):
         ("factors", ctypes.POINTER(ctypes.c_double)),
         ("fingerprints", ctypes.POINTER(ctypes.c_uint64)),
         ("absent", ctypes.POINTER(ctypes.c_bool)),
+        ("batches", ctypes.POINTER(ctypes.c_uint32)),
         ("inputs", ctypes.POINTER(Tensors)),
         ("outputs", ctypes.POINTER(Tensors)),
         ("reports", ctypes.POINTER(Report)),
@@ -88,8 +89,10 @@ def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Any:
     loaded.broken_word.restype = ctypes.POINTER(ctypes.c_uint64)
     loaded.make_call.argtypes = [ctypes.c_void_p, ctypes.POINTER(GroupCall)]
     loaded.make_call.restype = ctypes.c_bool
-    loaded.launch_step.argtypes = [ctypes.c_void_p, ctypes.POINTER(GroupCall)] + [ctypes.c_uint32] * 5
-    loaded.launch_step.restype = ctypes.c_bool
+    loaded.launch_batch.argtypes = [ctypes.c_void_p, ctypes.POINTER(GroupCall)] + [ctypes.c_uint32] * 3
+    loaded.launch_batch.restype = ctypes.c_bool
+    loaded.waits_of_batch.argtypes = loaded.launch_batch.argtypes
+    loaded.waits_of_batch.restype = ctypes.c_uint32
     return loaded
 
 
@@ -152,6 +155,7 @@ class Call:
         factors: list[float] | None = None,
         fingerprints: list[int] | None = None,
         absent: tuple[int, ...] = (),
+        batches: list[int] | None = None,
         aborted: bool = False,
         timeout: int = 60 * SECOND,
     ) -> None:
@@ -189,6 +193,7 @@ class Call:
             factors=(ctypes.c_double * size)(*(factors or [1.0] * size)),
             fingerprints=(ctypes.c_uint64 * size)(*(fingerprints or [FINGERPRINT] * size)),
             absent=(ctypes.c_bool * size)(*(rank in absent for rank in range(size))),
+            batches=(ctypes.c_uint32 * len(batches))(*batches) if batches else None,
             inputs=tensors(inputs),
             outputs=tensors(outputs),
             reports=self.reports,
@@ -202,10 +207,14 @@ class Call:
         assert self.group.library.make_call(self.group.regions, ctypes.byref(self.described))
         return self.gave_up()
 
-    def launch_step(self, rank: int, mode: int, step: int) -> str:
-        """Launches a step of channel 0 in round 0."""
-        assert self.group.library.launch_step(self.group.regions, ctypes.byref(self.described), rank, mode, 0, 0, step)
+    def launch_batch(self, rank: int, batch: int) -> str:
+        """Launches a batch in round 0."""
+        assert self.group.library.launch_batch(self.group.regions, ctypes.byref(self.described), rank, 0, batch)
         return self.gave_up()[rank]
+
+    def waits(self, rank: int, round_: int, batch: int) -> int:
+        """How many words a rank that takes steps waits for."""
+        return self.group.library.waits_of_batch(self.group.regions, ctypes.byref(self.described), rank, round_, batch)
 
     def gave_up(self) -> list[str]:
         return [GAVE_UP[report.gave_up] for report in self.reports]
@@ -274,11 +283,47 @@ def test_lanes_and_slices(interpreter: Any, lanes: int, slice_elements: int) -> 
             check(run(interpreter, plan, inputs, outputs, lanes=lanes, slice_elements=slice_elements), outputs, wanted)
 
 
-@pytest.mark.parametrize("size", [5, 8])
-def test_more_ranks(interpreter: Any, size: int) -> None:
-    for algorithm in BUILDERS["all_reduce"]:
-        inputs, outputs, wanted = blocks("all_reduce", size, [700])
-        check(run(interpreter, build("all_reduce", algorithm, size), inputs, outputs, lanes=2), outputs, wanted)
+@pytest.mark.parametrize("stepwise", [False, True])
+@pytest.mark.parametrize("size", [5, 6, 7, 8, 9])
+def test_more_ranks(interpreter: Any, size: int, stepwise: bool) -> None:
+    for collective, algorithm in ALGORITHMS:
+        inputs, outputs, wanted = blocks(collective, size, [size * 24])
+        plan = build(collective, algorithm, size)
+        check(run(interpreter, plan, inputs, outputs, stepwise=stepwise, slice_elements=16), outputs, wanted)
+
+
+# Of each step of two_shot on 4 ranks, for each rank: contributions, combination, collection.
+TWO_SHOT = [0, 0, 0, 1, 2, 2, 2]
+
+
+@pytest.mark.parametrize("stepwise", [False, True])
+@pytest.mark.parametrize(
+    ("batches", "why"),
+    [
+        (TWO_SHOT, "no"),
+        ([0, 1, 2, 3, 4, 5, 6], "no"),
+        ([0, 0, 0, 1, 1, 1, 1], "timeout"),  # the result is held back until the others' have come
+        ([0, 0, 0, 0, 1, 1, 1], "timeout"),
+    ],
+)
+def test_batches_that_are_given(interpreter: Any, batches: list[int], why: str, stepwise: bool) -> None:
+    inputs, outputs, wanted = blocks("all_reduce", 4, [700])
+    call = Group(interpreter, 4).call(
+        build("all_reduce", "two_shot", 4), inputs, outputs, batches=batches * 4, stepwise=stepwise, timeout=SECOND
+    )
+    assert set(call.make()) <= {why, "no"} and why in call.gave_up()
+    if why == "no":
+        check(list(call.reports), outputs, wanted)
+
+
+def test_a_batch_waits_for_those_who_read_its_slots(interpreter: Any) -> None:
+    inputs, outputs, _ = blocks("all_reduce", 4, [700])
+    call = Group(interpreter, 4).call(build("all_reduce", "two_shot", 4), inputs, outputs, stepwise=True)
+    # 4 sends a round, and 8 slots. For whom a slot was used in the call before, nobody knows.
+    for first_round in (0, 1):
+        assert [call.waits(2, first_round, batch) for batch in range(3)] == [3 * 3, 3 + 3, 3]
+    for later in (2, 3, 17):
+        assert [call.waits(2, later, batch) for batch in range(3)] == [3, 3 + 3, 3]
 
 
 @pytest.mark.parametrize("stepwise", [False, True])
@@ -455,34 +500,29 @@ def one_step_before(interpreter: Any) -> tuple[Group, Call, list[list[np.ndarray
     """Rank 1 of a broadcast, whose one step can be taken: rank 0 has sent."""
     group = Group(interpreter, 2)
     inputs, outputs, _ = blocks("broadcast", 2, [10])
-    call = group.call(build("broadcast", "direct", 2), inputs, outputs)
-    assert [call.launch_step(0, mode, 0) for mode in (COMPUTE, PUBLISH)] == ["no", "no"]
+    call = group.call(build("broadcast", "direct", 2), inputs, outputs, stepwise=True)
+    assert call.launch_batch(0, 0) == "no"
     return group, call, outputs
 
 
 def test_steps_one_by_one(interpreter: Any) -> None:
     group, call, outputs = one_step_before(interpreter)
-    assert call.launch_step(1, COMPUTE, 0) == "no"
-    assert not (outputs[1][0] == UNTOUCHED).any()
     assert group.notice(1, 0).full == 1
-    assert call.launch_step(1, PUBLISH, 0) == "no"
+    assert (outputs[1][0] == UNTOUCHED).all()
+    assert call.launch_batch(1, 0) == "no"
+    assert not (outputs[1][0] == UNTOUCHED).any()
     assert group.words_in_use() == 0
 
 
 @pytest.mark.parametrize("broken", [False, True])
-@pytest.mark.parametrize("computed", [False, True])
-def test_an_aborted_step_touches_nothing(interpreter: Any, computed: bool, broken: bool) -> None:
+def test_an_aborted_step_touches_nothing(interpreter: Any, broken: bool) -> None:
     """Though the words that its stream waits for are as they should be."""
     group, call, outputs = one_step_before(interpreter)
-    if computed:
-        assert call.launch_step(1, COMPUTE, 0) == "no"
-        outputs[1][0][:] = UNTOUCHED
     if broken:
         group.break_rank(1)
     else:
         call.reports[1].abort = 1
-    for mode in (COMPUTE, PUBLISH):
-        assert call.launch_step(1, mode, 0) == ("no" if broken else "aborted")
+    assert call.launch_batch(1, 0) == ("no" if broken else "aborted")
     assert (outputs[1][0] == UNTOUCHED).all()
     assert group.notice(1, 0).full == 1
     assert group.words_in_use() == 3  # the notice, the slot taken, and that rank 1 is broken
@@ -491,8 +531,8 @@ def test_an_aborted_step_touches_nothing(interpreter: Any, computed: bool, broke
 def test_a_step_does_not_wait(interpreter: Any) -> None:
     """A stream that was let go though nobody aborted launches it in vain."""
     inputs, outputs, _ = blocks("broadcast", 2, [10])
-    call = Group(interpreter, 2).call(build("broadcast", "direct", 2), inputs, outputs, timeout=0)
-    assert call.launch_step(1, COMPUTE, 0) == "aborted"
+    call = Group(interpreter, 2).call(build("broadcast", "direct", 2), inputs, outputs, timeout=0, stepwise=True)
+    assert call.launch_batch(1, 0) == "aborted"
     assert (outputs[1][0] == UNTOUCHED).all()
 
 

@@ -16,7 +16,7 @@ class CpuBlock {
 
   std::uint32_t index() const { return index_; }
   std::uint32_t blocks() const { return blocks_; }
-  StepJob& job() { return job_; }
+  BatchJob& job() { return job_; }
   void meet() const {}
 
   template <class F>
@@ -40,7 +40,7 @@ class CpuBlock {
 
  private:
   std::uint32_t index_, blocks_, threads_;
-  StepJob job_;
+  BatchJob job_;
 };
 
 // A CPU thread for each thread, meeting where a GPU's would: each has a ThreadedBlock of its own over one Shared.
@@ -52,7 +52,7 @@ class ThreadedBlock {
     const std::uint32_t threads;
     std::barrier<> barrier;
     std::atomic<bool> all[2] = {true, true};  // taken in turns: one is set back while the next one is in use
-    StepJob job;
+    BatchJob job;
   };
 
   ThreadedBlock(std::uint32_t index, std::uint32_t blocks, std::uint32_t thread, Shared& shared)
@@ -60,7 +60,7 @@ class ThreadedBlock {
 
   std::uint32_t index() const { return index_; }
   std::uint32_t blocks() const { return blocks_; }
-  StepJob& job() { return shared_.job; }
+  BatchJob& job() { return shared_.job; }
   void meet() const { shared_.barrier.arrive_and_wait(); }
 
   template <class F>

@@ -65,6 +65,19 @@ RINGREDUCE_BOTH bool claim(std::uint64_t* word, std::uint64_t value) {
 #endif
 }
 
+// Counts those that arrive, and says whether this is the last of `all`; then the word is 0 again. What all of them did
+// before is before what the last one does after. Within one GPU.
+RINGREDUCE_BOTH bool arrives_last(std::uint32_t* word, std::uint32_t all) {
+  std::uint32_t before;
+#if defined(__CUDA_ARCH__)
+  asm volatile("atom.acq_rel.gpu.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(all - 1) : "memory");
+#else
+  before = __atomic_fetch_add(word, 1u, __ATOMIC_ACQ_REL);
+  if (before == all - 1) store_relaxed(word, std::uint32_t{0});
+#endif
+  return before == all - 1;
+}
+
 RINGREDUCE_BOTH std::uint64_t nanoseconds() {
 #if defined(__CUDA_ARCH__)
   std::uint64_t now;

@@ -7,7 +7,7 @@
 namespace ringreduce {
 namespace {
 
-constexpr std::uint64_t kBytesOfBlock = 64 * 1024;  // of a value, for each block that computes it
+constexpr std::uint64_t kBytesOfBlock = 64 * 1024;  // of a batch's values, for each block that computes them
 
 struct Parties {
   std::mutex mutex;
@@ -19,11 +19,10 @@ Parties& parties() {
   return all;
 }
 
-std::uint32_t rounds_of(const Party::Part& part) {
-  std::uint32_t most = 0;
-  for (const Turn& turn : *part.turns)
-    most = std::max(most, gpu::rounds_of(part.run, part.program.channels[turn.channel]));
-  return most;
+gpu::Run on_host(const Party::Part& part) {
+  gpu::Run run = part.run;
+  run.program = part.program;
+  return run;
 }
 
 }  // namespace
@@ -124,41 +123,44 @@ void Party::wait_for_others(Engine& engine, std::unique_lock<std::mutex>& lock, 
   }
 }
 
-// The steps of the ranks whose parts there are, in the order of turns.h.
+// The batches of the ranks whose parts there are, in the order of turns.h.
 void Party::put(const cuda::Stream& stream) const {
   const Part& any = parts_.begin()->second;
-  const std::uint32_t rounds = rounds_of(any);
+  const std::uint32_t rounds = gpu::rounds_of(on_host(any), any.program.channels[0]);
   for (std::uint32_t round = 0; round < rounds; ++round)
     for (std::size_t i = 0; i < any.turns->size(); ++i) {
       const Turn& turn = (*any.turns)[i];
       const auto found = parts_.find(turn.rank);
-      if (found == parts_.end()) continue;
-      const Part& part = found->second;
-      gpu::Run run = part.run;
-      run.program = part.program;
-      if (round >= gpu::rounds_of(run, part.program.channels[turn.channel])) continue;
-      bool waits = false;  // for ranks of other processes
-      char* const region = run.regions[run.rank];
-      gpu::for_each_wait(run, turn.channel, round, turn.step, [&](const gpu::Wait& wait) {
-        if (parts_.contains(static_cast<int>(wait.peer))) return;
-        if (!std::exchange(waits, true)) stream.write_value(part.place, Place{part.number, round, i}.word());
-        stream.wait_value(reinterpret_cast<cuda::CUdeviceptr>(region + wait.offset), wait.value);
-      });
-      if (waits && parts_.size() > 1) stream.write_value(part.place, 0);  // what comes next may be another's turn
-      run.program = part.run.program;
-      run.channel = turn.channel;
-      run.round = round;
-      run.step = turn.step;
-      run.mode = gpu::Mode::compute;
-      const std::uint64_t bytes = std::min(run.largest, run.slice) * run.element;
-      const auto most = static_cast<std::uint64_t>(2 * device_->multiprocessors());
-      const auto blocks = static_cast<unsigned>(std::clamp<std::uint64_t>(bytes / kBytesOfBlock, 1, most));
-      stream.launch(*part.kernel, {blocks, gpu::kBlockThreads}, run);
-      run.mode = gpu::Mode::publish;
-      stream.launch(*part.kernel, {1, gpu::kBlockThreads}, run);
+      if (found != parts_.end()) put(stream, found->second, turn.batch, {found->second.number, round, i});
     }
   for (const auto& [rank, part] : parts_)
     if (part.place != 0) stream.write_value(part.place, 0);
+}
+
+// What a batch waits for of ranks of other processes, then its launch.
+void Party::put(const cuda::Stream& stream, const Part& part, std::uint32_t batch, const Place& place) const {
+  using Kind = cuda::StreamValue::Kind;
+  const auto round = static_cast<std::uint32_t>(place.round);
+  const gpu::Run host = on_host(part);
+  const gpu::LaneBatch at = gpu::lane_batch(host, 0, 0, round, batch);
+  std::vector<cuda::StreamValue> values;
+  gpu::for_each_wait(host, at, [&](const gpu::Wait& wait) {
+    if (parts_.contains(static_cast<int>(wait.peer))) return;
+    if (values.empty()) values.push_back({Kind::write, part.place, place.word()});
+    const char* const word = host.regions[host.rank] + wait.offset;
+    values.push_back({Kind::wait, reinterpret_cast<cuda::CUdeviceptr>(word), wait.value});
+  });
+  // What comes next may be another's turn.
+  if (!values.empty() && parts_.size() > 1) values.push_back({Kind::write, part.place, 0});
+  stream.take_values(values);
+  gpu::Run run = part.run;
+  run.round = round;
+  run.batch = batch;
+  run.mode = gpu::Mode::step;
+  const std::uint64_t bytes = at.batch.steps * std::min(run.largest, run.slice) * run.element;
+  const auto most = static_cast<std::uint64_t>(2 * device_->multiprocessors());
+  const auto blocks = static_cast<unsigned>(std::clamp<std::uint64_t>(bytes / kBytesOfBlock, 1, most));
+  stream.launch(*part.kernel, {blocks, gpu::kBlockThreads}, run);
 }
 
 }  // namespace ringreduce

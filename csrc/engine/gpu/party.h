@@ -1,7 +1,7 @@
-// The ranks of a group that live in one process and share a GPU: one of them puts the steps of all in one stream.
+// The ranks of a group that live in one process and share a GPU: one of them puts the batches of all in one stream.
 //
 // See turns.h for why. They meet in enqueue(): whoever comes last has everybody's part and puts it there, so none
-// returns before. (Most parties have a single rank, whose stream takes the steps itself.)
+// returns before. (Most parties have a single rank, whose stream takes the batches itself.)
 #pragma once
 
 #include <condition_variable>
@@ -60,6 +60,7 @@ class Party {
   void wait_for_others(Engine& engine, std::unique_lock<std::mutex>& lock, const std::string& title,
                        Nanoseconds timeout);
   void put(const cuda::Stream& stream) const;
+  void put(const cuda::Stream& stream, const Part& part, std::uint32_t batch, const Place& place) const;
 
   const std::vector<int> ranks_;
   const cuda::DevicePtr device_;

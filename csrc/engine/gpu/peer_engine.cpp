@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <thread>
 
 #include "engine/gpu/memory.cuh"
@@ -12,7 +13,8 @@ namespace {
 
 constexpr std::size_t kBytesOfLane = 32 * 1024;  // of a chunk: for less, another block is not worth its start
 constexpr std::size_t kLatest = 1024;            // calls that are remembered
-constexpr Nanoseconds kWatch = kSecond / 10;     // between two looks for whom the GPU waits for
+constexpr int kAnyChannels = std::numeric_limits<int>::max();  // where one lane takes them in turn
+constexpr Nanoseconds kWatch = kSecond / 10;                   // between two looks for whom the GPU waits for
 
 gpu::RegionShape region_shape(int ranks, const PeerEngine::Shape& shape) {
   return {static_cast<std::uint32_t>(ranks), shape.lanes, shape.depth, shape.slot_bytes};
@@ -49,11 +51,13 @@ PeerEngine::Mode PeerEngine::mode_for(const std::vector<cuda::Handle>& handles, 
 PeerEngine::PeerEngine(std::shared_ptr<Engine> host, std::shared_ptr<cuda::Kernels> kernels, cuda::DevicePtr device,
                        std::shared_ptr<const cuda::OwnMemory> own, const std::vector<cuda::Handle>& handles,
                        const Shape& shape, Mode mode, const Options& options)
-    : GpuEngine(std::move(host), device, static_cast<int>(shape.lanes), options, shape.slot_bytes),
+    : GpuEngine(std::move(host), device, shape.lanes == 1 ? kAnyChannels : static_cast<int>(shape.lanes), options,
+                shape.slot_bytes),
       kernels_(std::move(kernels)),
       own_(std::move(own)),
       shape_(region_shape(size(), shape)),
-      one_lane_(shape.one_lane),
+      one_lane_(shape.lanes == 1),
+      arrived_(device, sizeof(std::uint32_t)),
       report_(device, sizeof(gpu::Report)),
       place_(device, sizeof(std::uint64_t)),
       words_(device, shape_.payload(0, 0)),
@@ -66,14 +70,14 @@ PeerEngine::PeerEngine(std::shared_ptr<Engine> host, std::shared_ptr<cuda::Kerne
            std::to_string(gpu::kMostRanks));
   if (static_cast<int>(handles.size()) != size() || own_->bytes() < shape_.bytes())
     refuse("handles or bytes of the regions do not fit the group");
-  if (mode == Mode::steps && !one_lane_) refuse("ranks that take steps have channels of one lane");
+  if (mode == Mode::steps && !one_lane_) refuse("ranks that take steps have one lane");
   if (mode == Mode::run && static_cast<int>(shape_.lanes) > device->multiprocessors())
     refuse(std::to_string(shape_.lanes) + " blocks must run at once; " + device->describe() + " has room for " +
            std::to_string(device->multiprocessors()));
   if (mode == Mode::steps && !device->has_stream_values())
     throw Error(ErrorKind::system,
                 device->describe() +
-                    ": streams cannot wait for values (cuStreamWaitValue64), which ranks that share a "
+                    ": streams cannot wait for values (cuStreamBatchMemOp), which ranks that share a "
                     "GPU need");
   // So that a rank that has no kernels says so before others wait for it.
   (void)kernels_->get("interpreter", "run_", gpu::kernel_for(DType::float32, ReduceOp::sum).name);
@@ -94,14 +98,20 @@ const PeerEngine::Loaded& PeerEngine::load(const Call& call, const Choice& choic
   const auto known = loaded_.find(&program);
   if (known != loaded_.end()) return *known->second;
   const cuda::RelaxedCapture relaxed;
-  auto loaded = std::make_unique<Loaded>(device(), program);
+  const gpu::FlatProgram::Options options{rank(), shape_.depth, one_lane_};
+  auto loaded =
+      std::make_unique<Loaded>(device(), gpu::FlatProgram(program, batches_of(program, shape_.depth), options));
   const std::vector<std::byte>& image = loaded->flat.image();
   urgent_.copy(loaded->image.pointer(), reinterpret_cast<cuda::CUdeviceptr>(image.data()), image.size());
   urgent_.synchronize();
   if (party_ != nullptr) {
     std::vector<Program> all;
-    for (int r = 0; r < size(); ++r) all.push_back(program_of(r, call, choice.plan));
-    loaded->turns = order_of_steps(all, shape_.depth);
+    std::vector<std::vector<Batches>> batches;
+    for (int r = 0; r < size(); ++r) {
+      all.push_back(program_of(r, call, choice.plan));
+      batches.push_back(batches_of(all.back(), shape_.depth));
+    }
+    loaded->turns = order_of_turns(all, batches, shape_.depth);
   }
   return *loaded_.emplace(&program, std::move(loaded)).first->second;
 }
@@ -115,6 +125,7 @@ gpu::Run PeerEngine::run_of(const Call& call, const Buffers& buffers, const Choi
   run.shape = shape_;
   std::copy(regions_.begin(), regions_.end(), run.regions);
   run.report = reinterpret_cast<gpu::Report*>(report_.pointer());
+  run.arrived = reinterpret_cast<std::uint32_t*>(arrived_.pointer());
   run.input = tensors_of(buffers.input);
   run.output = tensors_of(buffers.output);
   run.largest = call.largest;
@@ -127,7 +138,9 @@ gpu::Run PeerEngine::run_of(const Call& call, const Buffers& buffers, const Choi
   run.lanes = static_cast<std::uint32_t>(std::clamp<std::size_t>(chunk / kBytesOfLane, 1, most));
   Call of_lane = call;
   of_lane.largest = ceil_div(call.largest, run.lanes);
-  run.slice = slice_bytes(of_lane, program, choice.slice_bytes) / element;
+  // A stream of steps does nothing else while it waits: fewer slices are better.
+  const std::size_t chosen = one_lane_ && choice.slice_bytes == 0 ? shape_.slot_bytes : choice.slice_bytes;
+  run.slice = slice_bytes(of_lane, program, chosen) / element;
   run.mode = gpu::Mode::run;
   return run;
 }
@@ -168,7 +181,7 @@ void PeerEngine::put(const Call& call, std::uint64_t seq, const std::string& wha
 
   if (!captured) stream.wait(last_);
   if (party_ == nullptr)
-    stream.launch(*kernel, {static_cast<unsigned>(program.channels.size()) * run.lanes, gpu::kBlockThreads}, run);
+    stream.launch(*kernel, {loaded.flat.channels() * run.lanes, gpu::kBlockThreads}, run);
   else
     party_->enqueue(*this, {run, loaded.on_host(), kernel, &loaded.turns, seq, place_.pointer()}, stream, what,
                     call.timeout);
@@ -311,14 +324,17 @@ void PeerEngine::watch_stream(Nanoseconds time) {
   run.shape = shape_;
   run.rank = static_cast<std::uint32_t>(rank());
   run.lanes = 1;
-  int peer = -1;
-  gpu::for_each_wait(run, turn.channel, static_cast<std::uint32_t>(place.round), turn.step, [&](const gpu::Wait& wait) {
+  const gpu::LaneBatch batch = gpu::lane_batch(run, 0, 0, static_cast<std::uint32_t>(place.round), turn.batch);
+  std::optional<gpu::Wait> lacks;
+  gpu::for_each_wait(run, batch, [&](const gpu::Wait& wait) {
     std::uint64_t word;
     std::memcpy(&word, words_.data() + wait.offset, sizeof(word));
-    if (word != wait.value && peer < 0) peer = static_cast<int>(wait.peer);
+    if (word != wait.value && !lacks) lacks = wait;
   });
-  if (peer < 0) return gone_.clear();
-  const std::string own = said(call), where = at(turn.channel, place.round, turn.step);
+  if (!lacks) return gone_.clear();
+  const gpu::FlatStep& step = gpu::step_of(run, batch, lacks->step);
+  const int peer = static_cast<int>(lacks->peer);
+  const std::string own = said(call), where = at(gpu::stripe_of(run, batch, step).channel, place.round, step.number);
   if (is_lost(peer))
     fail(gone_for_good(own, peer, where));
   else if (!call->captured && time >= call->timeout)

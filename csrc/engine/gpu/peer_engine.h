@@ -29,8 +29,8 @@ class PeerEngine final : public GpuEngine {
  public:
   // The same on all ranks.
   struct Shape {
-    std::uint32_t lanes = 1;  // for all channels of a plan together
-    bool one_lane = false;    // a channel has only one: where any rank takes steps
+    // For all channels of a plan together. Where any rank takes steps, one, which takes the channels in turn.
+    std::uint32_t lanes = 1;
     std::uint32_t depth = 8;  // slots of a lane, a power of two
     std::uint32_t slot_bytes = 128 * 1024;
   };
@@ -58,11 +58,12 @@ class PeerEngine final : public GpuEngine {
  private:
   // A rank's part of a plan, on the GPU and for the host.
   struct Loaded {
-    Loaded(const cuda::DevicePtr& device, const Program& program) : flat(program), image(device, flat.image().size()) {}
+    Loaded(const cuda::DevicePtr& device, gpu::FlatProgram program)
+        : flat(std::move(program)), image(device, flat.image().size()) {}
 
     const gpu::FlatProgram flat;
     const cuda::DeviceMemory image;
-    std::vector<Turn> turns;  // of ranks that take steps
+    std::vector<Turn> turns;  // if ranks take steps
 
     gpu::FlatArrays on_gpu() const { return flat.at(reinterpret_cast<const void*>(image.pointer())); }
     gpu::FlatArrays on_host() const { return flat.at(flat.image().data()); }
@@ -103,6 +104,7 @@ class PeerEngine final : public GpuEngine {
   const std::shared_ptr<const cuda::OwnMemory> own_;
   gpu::RegionShape shape_;
   const bool one_lane_;
+  const cuda::DeviceMemory arrived_;
   std::vector<cuda::PeerMapping> mappings_;
   std::vector<char*> regions_;  // per rank
   cuda::HostMemory report_, place_, words_;

@@ -1,5 +1,5 @@
 // What the interpreter kernel is told: one rank's program, its tensors, and where its peers' regions are. Then what
-// follows from that for kernel and host alike: rounds, slots, and the words that a step waits for.
+// follows from that for kernel and host alike: rounds, slots, and the words that a batch waits for.
 #pragma once
 
 #include "core/partition.h"
@@ -10,36 +10,62 @@ namespace ringreduce::gpu {
 
 // engine/program.h's Program as flat arrays (FlatProgram). Names mean the same there.
 struct FlatSource {
-  std::uint32_t peer, send_index;
+  std::uint32_t peer;
+  std::uint32_t send_index;  // among the peer's sends of a round of the FlatChannel
+  std::uint32_t step;        // of the batch, which takes it
 };
 
+// A set of ranks, a bit for each.
+using Ranks = std::uint64_t;
+static_assert(kMostRanks <= 64);
+
+RINGREDUCE_BOTH bool is_in(Ranks ranks, std::uint32_t rank) { return (ranks >> rank & 1) != 0; }
+
 struct FlatStep {
+  std::uint32_t stripe;  // of the FlatChannel
+  std::uint32_t number;  // in the program of the stripe's channel
   std::uint32_t chunk;
   std::int32_t input_position, output_position;  // of the local chunk's block, in the input or the output; -1: not read
   std::int32_t write_position;                   // -1: not written
   std::uint32_t local_position;                  // of the local chunk among the operands
-  std::uint32_t send_index;
+  std::uint32_t send_index;                      // among the rank's sends of a round of the FlatChannel
   std::uint32_t first_source, sources;
-  std::uint32_t first_destination, destinations;
+  Ranks destinations;
+  Ranks readers;  // of what the slot that the step sends from held before
   bool completes;
 
   RINGREDUCE_BOTH bool reads() const { return input_position >= 0 || output_position >= 0; }
   RINGREDUCE_BOTH bool writes() const { return write_position >= 0; }
+  RINGREDUCE_BOTH bool sends() const { return destinations != 0; }
 };
 
-struct FlatChannel {
+// Steps that are taken at once (batches.h). Their sources lie one after the other.
+struct FlatBatch {
+  std::uint32_t first_step, steps;
+  std::uint32_t first_source, sources;
+};
+
+// The part of every block that a channel of the plan has.
+struct FlatStripe {
   Share share;
   std::uint32_t chunks;  // per block
-  std::uint32_t first_step, steps;
+  std::uint32_t channel;
+};
+
+// What a lane does in a round: a channel's program, or those of all channels, one after the other.
+struct FlatChannel {
+  std::uint32_t first_stripe, stripes;
+  std::uint32_t first_batch, batches;
   std::uint32_t first_sends;
 };
 
 struct FlatArrays {
   const FlatChannel* channels;
+  const FlatStripe* stripes;
+  const FlatBatch* batches;
   const FlatStep* steps;
   const FlatSource* sources;
-  const std::uint32_t* destinations;
-  const std::uint32_t* sends;  // per channel, of every rank: slots it sends per round
+  const std::uint32_t* sends;  // per FlatChannel, of every rank: slots it sends per round
 };
 
 struct Tensors {
@@ -49,8 +75,10 @@ struct Tensors {
 
 // The most threads of a block that the kernels are compiled for, and what they are launched with.
 inline constexpr unsigned kBlockThreads = 512;
+// The most steps of a batch: a block lays them out in its shared memory, a bit more than half a KB each.
+inline constexpr std::uint32_t kMostSteps = 16;
 
-// How the kernel takes the steps.
+// How the kernel takes the batches.
 //
 // run: all of them, one block a lane, which waits for its peers and goes on by itself. A block that waits holds on to
 // its multiprocessor, so blocks that wait for one another must all be on their GPUs at once: one rank on each GPU, and
@@ -58,17 +86,17 @@ inline constexpr unsigned kBlockThreads = 512;
 // waits for other ranks as well, calls of other groups or of NCCL, does so if all ranks make the calls of all groups in
 // the same order, each after the one before it has ended: as NCCL demands of several communicators.
 //
-// compute, publish: one step, for ranks that share a GPU. The stream does the waiting, which occupies nothing: for the
-// words that for_each_wait names. Then any number of blocks `compute`, and one block `publish`es. A launch of a step
-// never waits. Run::lanes must be 1.
-enum class Mode : std::uint32_t { run, compute, publish };
+// step: one, for ranks that share a GPU. The stream does the waiting, which occupies nothing: for the words that
+// for_each_wait names. Any number of blocks take the batch together, and the one that ends last publishes. A launch of
+// a batch never waits. Run::lanes must be 1.
+enum class Mode : std::uint32_t { run, step };
 
 enum class GaveUp : std::uint32_t { no, timeout, mismatch, wrong_size, aborted };
 
 // In memory of the host that the GPU can access.
 //
 // Who aborts stores `abort`, and where streams wait for words of the region, what they wait for after it: each launch
-// of a step looks at `abort` first. Mode::run does so while it waits.
+// of a batch looks at `abort` first. Mode::run does so while it waits.
 struct Report {
   std::uint32_t abort;                       // stored by the host: give up
   std::uint32_t waiting_for;                 // the rank that a block has waited for lately,
@@ -83,6 +111,7 @@ struct Run {
   RegionShape shape;
   char* regions[kMostRanks];  // of all ranks, as this one maps them
   Report* report;
+  std::uint32_t* arrived;  // Mode::step: how many blocks of a launch are done; 0 between launches
   Tensors input, output;
   std::uint64_t largest;  // elements of the largest block of any rank
   std::uint64_t slice;    // the most elements of a slice: they fit a slot
@@ -94,82 +123,115 @@ struct Run {
   std::uint32_t rank;
   std::uint32_t lanes;  // of a channel
   Mode mode;
-  std::uint32_t channel, round, step;  // the step that `compute` and `publish` take
-  bool scaled;                         // what is read of the input is multiplied by `factor` first (premul_sum)
+  std::uint32_t round, batch;  // which one Mode::step takes; 0, 0 for Mode::run
+  bool scaled;                 // what is read of the input is multiplied by `factor` first (premul_sum)
 };
 static_assert(sizeof(Run) <= 4096, "arguments of a kernel");
 
 // How many rounds a lane of the channel has.
 RINGREDUCE_BOTH std::uint32_t rounds_of(const Run& run, const FlatChannel& channel) {
   const std::size_t unit = unit_of(run.element);
-  const std::size_t chunk = largest_chunk(stripe(run.largest, channel.share, unit), channel.chunks, unit);
-  const std::size_t rounds = ceil_div(largest_chunk({0, chunk}, run.lanes, unit), run.slice);
-  return rounds == 0 ? 1 : static_cast<std::uint32_t>(rounds);  // ranks meet even over nothing
+  std::size_t rounds = 1;  // ranks meet even over nothing
+  for (std::uint32_t i = 0; i < channel.stripes; ++i) {
+    const FlatStripe& of = run.program.stripes[channel.first_stripe + i];
+    const std::size_t chunk = largest_chunk(stripe(run.largest, of.share, unit), of.chunks, unit);
+    const std::size_t needed = ceil_div(largest_chunk({0, chunk}, run.lanes, unit), run.slice);
+    if (needed > rounds) rounds = needed;
+  }
+  return static_cast<std::uint32_t>(rounds);
 }
 
-// Which slot of its outbox `rank` sends from.
-RINGREDUCE_BOTH std::uint32_t slot_of(const Run& run, const FlatChannel& channel, std::uint32_t rank,
-                                      std::uint32_t round, std::uint32_t send_index) {
-  return (round * run.program.sends[channel.first_sends + rank] + send_index) & (run.shape.depth - 1);
-}
-
-// A step as a lane takes it in a round. Numbers are those of the channel, of the lane in it, and of the step in it.
-struct LaneStep {
+// A batch as a lane takes it in a round. Numbers are those of the channel, and of the lane in it.
+struct LaneBatch {
   const FlatChannel& channel;
-  const FlatStep& step;
-  std::uint32_t channel_number, lane, round, step_number;
+  const FlatBatch& batch;
+  std::uint32_t channel_number, lane, round;
 };
 
-RINGREDUCE_BOTH LaneStep lane_step(const Run& run, std::uint32_t channel_number, std::uint32_t lane,
-                                   std::uint32_t round, std::uint32_t step_number) {
+RINGREDUCE_BOTH LaneBatch lane_batch(const Run& run, std::uint32_t channel_number, std::uint32_t lane,
+                                     std::uint32_t round, std::uint32_t batch) {
   const FlatChannel& channel = run.program.channels[channel_number];
-  return {channel, run.program.steps[channel.first_step + step_number], channel_number, lane, round, step_number};
+  return {channel, run.program.batches[channel.first_batch + batch], channel_number, lane, round};
+}
+
+RINGREDUCE_BOTH const FlatStep& step_of(const Run& run, const LaneBatch& at, std::uint32_t i) {
+  return run.program.steps[at.batch.first_step + i];
+}
+
+RINGREDUCE_BOTH const FlatStripe& stripe_of(const Run& run, const LaneBatch& at, const FlatStep& step) {
+  return run.program.stripes[at.channel.first_stripe + step.stripe];
 }
 
 // The lane's number in the regions.
-RINGREDUCE_BOTH std::uint32_t lane_of(const Run& run, const LaneStep& at) {
+RINGREDUCE_BOTH std::uint32_t lane_of(const Run& run, const LaneBatch& at) {
   return at.channel_number * run.lanes + at.lane;
 }
 
-RINGREDUCE_BOTH const FlatSource& source(const Run& run, const LaneStep& at, std::uint32_t i) {
-  return run.program.sources[at.step.first_source + i];
+// How many slots a rank has sent since the call began, when it sends that one. They take the outbox's in turn.
+RINGREDUCE_BOTH std::uint64_t sent_before(const Run& run, const LaneBatch& at, std::uint32_t rank,
+                                          std::uint32_t send_index) {
+  return std::uint64_t{at.round} * run.program.sends[at.channel.first_sends + rank] + send_index;
 }
 
-RINGREDUCE_BOTH std::uint32_t source_slot(const Run& run, const LaneStep& at, const FlatSource& from) {
-  return slot_of(run, at.channel, from.peer, at.round, from.send_index);
+RINGREDUCE_BOTH std::uint32_t slot_of(const Run& run, const LaneBatch& at, std::uint32_t rank,
+                                      std::uint32_t send_index) {
+  return static_cast<std::uint32_t>(sent_before(run, at, rank, send_index)) & (run.shape.depth - 1);
 }
 
-RINGREDUCE_BOTH std::uint32_t own_slot(const Run& run, const LaneStep& at) {
-  return slot_of(run, at.channel, run.rank, at.round, at.step.send_index);
+RINGREDUCE_BOTH std::uint32_t source_slot(const Run& run, const LaneBatch& at, const FlatSource& from) {
+  return slot_of(run, at, from.peer, from.send_index);
 }
 
-// What a step waits for: that a word of this rank's region has a value, which `peer` gives it.
+RINGREDUCE_BOTH std::uint32_t own_slot(const Run& run, const LaneBatch& at, const FlatStep& step) {
+  return slot_of(run, at, run.rank, step.send_index);
+}
+
+// Who may still read the slot that a step sends from. A call ends for a rank before its peers have read its last slots,
+// so when a call first uses a slot that may be any rank, as no call knows the one before it.
+RINGREDUCE_BOTH Ranks may_read(const Run& run, const LaneBatch& at, const FlatStep& step) {
+  if (!step.sends()) return 0;
+  if (sent_before(run, at, run.rank, step.send_index) >= run.shape.depth) return step.readers;
+  return (~Ranks{0} >> (64 - run.shape.ranks)) & ~(Ranks{1} << run.rank);
+}
+
+// What a batch waits for: that a word of this rank's region has a value, which `peer` gives it.
 struct Wait {
   std::uint64_t offset;  // of the word in the region, bytes
   std::uint64_t value;
   std::uint32_t peer;
+  std::uint32_t step;  // of the batch, which needs it
 };
 
-// The notices of the step's sources come first; then, if it sends, whoever may still read the slot that it sends from.
-RINGREDUCE_BOTH std::uint32_t waits_of(const Run& run, const LaneStep& at) {
-  return at.step.sources + (at.step.destinations == 0 ? 0 : run.shape.ranks - 1);
+// The notices of the batch's sources come first; then, for each step, a place for every rank.
+RINGREDUCE_BOTH std::uint32_t waits_of(const Run& run, const LaneBatch& at) {
+  return at.batch.sources + at.batch.steps * run.shape.ranks;
 }
 
-RINGREDUCE_BOTH Wait wait_of(const Run& run, const LaneStep& at, std::uint32_t i) {
-  if (i < at.step.sources) {
-    const FlatSource& from = source(run, at, i);
-    return {run.shape.notice(lane_of(run, at), from.peer, source_slot(run, at, from)), 1, from.peer};
+RINGREDUCE_BOTH Wait wait_for_source(const Run& run, const LaneBatch& at, std::uint32_t i) {
+  const FlatSource& from = run.program.sources[at.batch.first_source + i];
+  return {run.shape.notice(lane_of(run, at), from.peer, source_slot(run, at, from)), 1, from.peer, from.step};
+}
+
+// The i-th wait; false if there is none at its place.
+RINGREDUCE_BOTH bool wait_of(const Run& run, const LaneBatch& at, std::uint32_t i, Wait& wait) {
+  if (i < at.batch.sources) {
+    wait = wait_for_source(run, at, i);
+    return true;
   }
-  const std::uint32_t other = i - at.step.sources, reader = other < run.rank ? other : other + 1;
-  return {run.shape.taken(lane_of(run, at), reader, own_slot(run, at)), 0, reader};
+  const std::uint32_t number = (i - at.batch.sources) / run.shape.ranks;
+  const std::uint32_t reader = (i - at.batch.sources) % run.shape.ranks;
+  const FlatStep& step = step_of(run, at, number);
+  if (!is_in(may_read(run, at, step), reader)) return false;
+  wait = {run.shape.taken(lane_of(run, at), reader, own_slot(run, at, step)), 0, reader, number};
+  return true;
 }
 
-// f(Wait) for all that must be before a step may be launched by itself: `run.program` must be readable here.
+// f(Wait) for all that must be before a batch may be launched by itself: `run.program` must be readable here.
 template <class F>
-RINGREDUCE_BOTH void for_each_wait(const Run& run, std::uint32_t channel, std::uint32_t round, std::uint32_t step,
-                                   F f) {
-  const LaneStep at = lane_step(run, channel, 0, round, step);
-  for (std::uint32_t i = 0; i < waits_of(run, at); ++i) f(wait_of(run, at, i));
+RINGREDUCE_BOTH void for_each_wait(const Run& run, const LaneBatch& at, F f) {
+  Wait wait;
+  for (std::uint32_t i = 0; i < waits_of(run, at); ++i)
+    if (wait_of(run, at, i, wait)) f(wait);
 }
 
 }  // namespace ringreduce::gpu

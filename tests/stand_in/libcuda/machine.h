@@ -152,6 +152,12 @@ extern thread_local int capture_mode;               // what captures forbid this
 
 Machine& machine();
 
+// What this process has put in streams, for tests that count it.
+struct Calls {
+  std::atomic<std::uint64_t> launches = 0, values = 0;  // cuLaunchKernel, cuStreamBatchMemOp
+};
+extern Calls calls;
+
 // The lock that every call takes; the reason why it may not go on.
 struct Guard {
   explicit Guard(const char* function, bool needs_context = true) : lock(machine().mutex) {

@@ -75,24 +75,31 @@ API cuStreamWaitEvent(CUstream handle, CUevent event_handle, unsigned) {
   return kSuccess;
 }
 
-API cuStreamWaitValue64_v2(CUstream stream, CUdeviceptr address, std::uint64_t value, unsigned flags) {
+API cuStreamBatchMemOp_v2(CUstream stream, unsigned count, CUstreamBatchMemOpParams* operations, unsigned flags) {
   ENTER();
-  if (address % 8 != 0 || find_range(address, 8) == nullptr || flags > 1) return kInvalidValue;
-  return submit(stream, [=] {
-    std::atomic_ref<std::uint64_t> word(*reinterpret_cast<std::uint64_t*>(address));
-    const auto there = [&] {
-      const std::uint64_t now = word.load(std::memory_order_acquire);
-      return flags == kStreamWaitValueEq ? now == value : static_cast<std::int64_t>(now - value) >= 0;
-    };
-    while (!there()) std::this_thread::sleep_for(std::chrono::microseconds(50));
-  });
-}
-
-API cuStreamWriteValue64_v2(CUstream stream, CUdeviceptr address, std::uint64_t value, unsigned flags) {
-  ENTER();
-  if (address % 8 != 0 || find_range(address, 8) == nullptr || flags != 0) return kInvalidValue;
-  return submit(stream, [=] {
-    std::atomic_ref(*reinterpret_cast<std::uint64_t*>(address)).store(value, std::memory_order_release);
+  if (count == 0 || count > kMostStreamMemOps || flags != 0) return kInvalidValue;
+  const std::vector<CUstreamBatchMemOpParams> all(operations, operations + count);
+  for (const CUstreamBatchMemOpParams& each : all) {
+    const bool waits = each.operation == kStreamMemOpWaitValue64;
+    if (!waits && each.operation != kStreamMemOpWriteValue64) return kInvalidValue;
+    if (each.address % 8 != 0 || find_range(each.address, 8) == nullptr) return kInvalidValue;
+    if (each.flags > (waits ? 1u : 0u)) return kInvalidValue;
+  }
+  calls.values++;
+  return submit(stream, [all] {
+    for (const CUstreamBatchMemOpParams& each : all) {
+      std::atomic_ref<std::uint64_t> word(*reinterpret_cast<std::uint64_t*>(each.address));
+      if (each.operation == kStreamMemOpWriteValue64) {
+        word.store(each.value64, std::memory_order_release);
+        continue;
+      }
+      const auto there = [&] {
+        const std::uint64_t now = word.load(std::memory_order_acquire);
+        return each.flags == kStreamWaitValueEq ? now == each.value64
+                                                : static_cast<std::int64_t>(now - each.value64) >= 0;
+      };
+      while (!there()) std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
   });
 }
 
