@@ -30,6 +30,8 @@ class Member:
     def __init__(self, store: dist.Store, rank: int, size: int, device: int, timeout: float, options: Options) -> None:
         self.rank, self.size, self.store = rank, size, store
         torch.cuda.set_device(device)
+        if options.gpu_mode == "run":  # kernels that wait for each other must not come one after the other
+            torch.cuda.set_stream(torch.cuda.Stream())
         resolved, _ = resolve(options)
         self.backend = backend._make(store, "group", rank, list(range(size)), timedelta(seconds=timeout), resolved)
         self.group = dist.ProcessGroup(store, rank, size)
