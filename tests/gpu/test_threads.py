@@ -49,7 +49,8 @@ def test_kernels_of_all_ranks_have_room_at_once(size: int) -> None:
 def replays(me: Member) -> list[float]:
     source, x = torch.zeros(1000, device="cuda"), torch.empty(1000, device="cuda")
     ringreduce.all_reduce(x, group=me.group)
-    torch.cuda.synchronize()
+    torch.cuda.current_stream().synchronize()
+    me.meet("idle")  # a capture begins by waiting for the whole GPU
     graph = torch.cuda.CUDAGraph()
     with one_at_a_time, torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
         source.add_(me.rank + 1)
