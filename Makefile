@@ -27,7 +27,8 @@ help:
 	@echo 'make lint      ruff, mypy --strict, clang-format'
 	@echo 'make stress    the engine without torch, under ThreadSanitizer and AddressSanitizer/UBSan'
 	@echo 'make cuda      compile the GPU kernels, check their registers and loads; WRITE=1: write the table anew'
-	@echo 'make gpu       on a machine with a GPU: builds without downloads, tests, measures, writes bench/results/gpu_*.json'
+	@echo 'make gpu       on a machine with a GPU: builds without downloads, tests, measures; docs/gpu.md lists its parts'
+	@echo '               PART=probe: only this part, or several; RESULTS=DIR: where its findings go (build/gpu);'
 	@echo '               STAND_IN=1: on a stand-in for a GPU, which tests no more than the script'
 	@echo 'make soak      its mixed load for SOAK_SECONDS ($(SOAK_SECONDS)) under each sanitizer'
 	@echo 'make build     set up $(VENV), compile csrc, install in place'
@@ -205,7 +206,7 @@ conformance: build $(VENV)/.test-tools
 	@echo; echo "== that its runner notices failures =="
 	@$(PYTEST) tests/conformance
 
-CPP := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh') $(wildcard bench/*.cpp)
+CPP := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh') $(wildcard bench/*.cpp bench/*.cu)
 CLANG_FORMAT := $(PY) -c 'from clang_format import clang_format; clang_format()'
 
 lint: $(VENV)/.test-tools
@@ -251,14 +252,14 @@ cuda: $(VENV)/.python
 	@$(PY) .ci/check_cuda.py $(if $(WRITE),--write)
 
 # What runs without a download: torch, setuptools and, for the tests, pytest, pytest-timeout and hypothesis must be there.
-gpu: SINCE := $(shell date +%s)
 gpu: $(VENV)/.python
 	@$(PY) -c "$$TORCH_USABLE" || \
 	  { echo "error: $(VENV) has no such torch; name a Python that does: make gpu PYTHON=python3 VENV=.venv-gpu" >&2; exit 2; }
 	@PYTHONPATH=. $(PY) bench/gpu_proof.py --look $(if $(STAND_IN),--stand-in)
 	@echo "compiling csrc, $(MAX_JOBS) files at once"
 	@$(COMPILE)
-	@PYTHONPATH=. $(PY) bench/gpu_proof.py --since $(SINCE) $(if $(STAND_IN),--stand-in) $(if $(COMMIT),--commit $(COMMIT))
+	@PYTHONPATH=. $(PY) bench/gpu_proof.py $(if $(PART),--part $(PART)) $(if $(RESULTS),--results $(RESULTS)) \
+	  $(if $(STAND_IN),--stand-in)
 
 soak:
 	@+$(MAKE) --no-print-directory -j$(JOBS) build/stress_tsan build/stress_asan

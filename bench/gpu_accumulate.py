@@ -152,7 +152,11 @@ def main() -> int:
     print(f"#{'dtype':>13} sources {'bytes':>9} {columns}  share #wrong")
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     sweep = [] if args.blocks else [each * multiprocessors for each in (1, 2, 3, 4, 6, 8)]
-    cells = [(*cell, blocks) for blocks in args.blocks or [0] for cell in itertools.product(args.sizes, args.dtypes, args.sources)]
+    cells = [
+        (*cell, blocks)
+        for blocks in args.blocks or [0]
+        for cell in itertools.product(args.sizes, args.dtypes, args.sources)
+    ]
     cells += [(args.sizes[0], *cell) for cell in itertools.product(JUDGED, args.sources, sweep)]
     for size, dtype, sources, blocks in cells:
         row = measure(dtype, sources, size, blocks, args.repetitions, args.batch_bytes)

@@ -16,7 +16,6 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import gpu_device
 import gpu_report

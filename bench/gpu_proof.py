@@ -2,7 +2,7 @@
 
     python bench/gpu_proof.py                                     all parts, in order
     python bench/gpu_proof.py --part probe kernels --results DIR  these
-    python bench/gpu_proof.py --stand-in                          on stand-ins for GPUs: tests the programs, proves nothing
+    python bench/gpu_proof.py --stand-in                          on stand-ins for GPUs, which proves nothing of one
 
 A part is a program of its own, with a time limit. DIR/<part>.json has what it found (gpu_report.py), written anew after
 every row, and DIR/<part>.log what it printed; so whatever ends a part, and this program, only what was not reached is
@@ -61,9 +61,27 @@ PARTS = {
         "gpu_collectives.py",
         "collectives step by step, processes on one GPU; a GPU each where there are several",
         arguments=("--limit", "420"),
-        briefly=("--ranks", "2", "3", "--sizes", "4K", "64K", "--rounds", "1", "--min-time", "0.01", "--copy-bytes", "64K"),
+        briefly=(
+            "--ranks",
+            "2",
+            "3",
+            "--sizes",
+            "4K",
+            "64K",
+            "--rounds",
+            "1",
+            "--min-time",
+            "0.01",
+            "--copy-bytes",
+            "64K",
+        ),
     ),
-    "faults": Part("gpu_faults.py", "a rank is killed while the others are busy with the driver", limit=300),
+    "faults": Part(
+        "gpu_faults.py",
+        "a rank is killed while the others are busy with the driver",
+        briefly=("--modes", "steps"),
+        limit=400,
+    ),
     "sanitizer": Part("gpu_sanitizer.py", "compute-sanitizer over the kernels"),
 }
 """In the order in which they say most about what may be wrong."""
@@ -76,8 +94,8 @@ def run(name: str, folder: Path, stand_in: bool, others: Sequence[str]) -> int:
     brief = ["--stand-in", *part.briefly] if stand_in else []
     command = [sys.executable, str(Path("bench", part.script)), *part.arguments, "--json", str(path), *brief, *others]
     print(f"\n== {name}: {part.what}, at most {part.limit:.0f} s ==", flush=True)
-    began = time.monotonic()
-    with (folder / f"{name}.log").open("w") as log, ending(subprocess.Popen(
+    began, stopped = time.monotonic(), threading.Event()
+    process = subprocess.Popen(
         command,
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
@@ -86,32 +104,26 @@ def run(name: str, folder: Path, stand_in: bool, others: Sequence[str]) -> int:
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-    )) as process:  # fmt: skip
-        stopped = threading.Event()
-        alarm = threading.Timer(part.limit, lambda: (stopped.set(), kill(process)))
-        alarm.start()
+    )
+    alarm = threading.Timer(part.limit, lambda: (stopped.set(), kill(process)))
+    alarm.start()
+    try:
         assert process.stdout is not None
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            print(line, end="", file=log, flush=True)
+        with (folder / f"{name}.log").open("w") as log:
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                print(line, end="", file=log, flush=True)
         code = process.wait()
+    finally:
         alarm.cancel()
+        kill(process)
     why = f"not done after {part.limit:.0f} s" if stopped.is_set() else f"exit code {code}" if code else ""
     settle(path, why, time.monotonic() - began)
     return code and 1
 
 
-@contextlib.contextmanager
-def ending(process: "subprocess.Popen[str]"):  # type: ignore[no-untyped-def]
-    """Whatever happens, the processes of its session end with it."""
-    try:
-        yield process
-    finally:
-        kill(process)
-        process.wait()
-
-
 def kill(process: "subprocess.Popen[str]") -> None:
+    """And all processes of its session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 

@@ -54,7 +54,10 @@ class Report:
         self.found["bars"].append({"what": what, **limits, "figure": figure, "holds": holds})
         self._save()
         (side, limit), *_ = limits.items()
-        print(f"# bar: {what}: {figure:.4g}, {side.replace('_', ' ')} {limit}: {'met' if holds else 'NOT met'}", flush=True)
+        print(
+            f"# bar: {what}: {figure:.4g}, {side.replace('_', ' ')} {limit}: {'met' if holds else 'NOT met'}",
+            flush=True,
+        )
 
     def end(self, why: str = "") -> int:
         """The exit code: 1 if a result was wrong or there is a reason `why` the part failed."""

@@ -2,10 +2,10 @@
 
     python bench/gpu_run_mode.py --json run-mode.json
 
-First ranks that are threads of one process: their kernels have room side by side and run at full speed. For each number
-of ranks: every dtype and operation once; many small calls, whose results are all checked; latency and bytes/s. Then two
-processes, whose kernels take turns by the GPU's time slices: right or wrong, and how long. Exit code: 0, 1 if an element
-was wrong or a rank failed, 2 if there is no GPU. `--json`: see gpu_report.py.
+First ranks are threads of one process: their kernels have room side by side and run at full speed. For each number of
+ranks: every dtype and operation once; latency and bytes/s; many small calls, whose results are all checked. Then they
+are two processes, whose kernels take turns by the GPU's time slices. Exit code: 0, 1 if an element was wrong or a rank
+failed, 2 if there is no GPU. `--json`: see gpu_report.py.
 """
 
 import argparse
@@ -37,8 +37,8 @@ METHOD = (
     "Ranks share one GPU, each with a stream of its own. Their blocks together are at most its multiprocessors.",
     f"many: all_reduce of {SMALL} int64 in graphs of {GRAPH} calls; each call's input differs, each result is checked "
     "on the GPU by kernels of the graph.",
-    "us: events around batches of back-to-back calls, on the slowest rank, median of batches. eager: from Python, where "
-    "threads share the interpreter's lock. graph: the calls of a replay.",
+    "us: events around batches of back-to-back calls, on the slowest rank, median of batches. eager: from Python, "
+    "where threads share the interpreter's lock. graph: the calls of a replay.",
     "share: bytes that the plan's steps read and write on all ranks, over what the GPU copies in a second, over us.",
 )
 
@@ -165,7 +165,9 @@ def two_processes(stand_in: bool) -> list[dict[str, Any]]:
             torch.cuda.synchronize()
             times.append((time.perf_counter() - began) * 1e6)
             wrong += int((x.cpu() != (torch.arange(count) * 2 + 7 + 2 * call).float()).sum())
-        rows.append({"ranks": 2, "where": "processes", "bytes": count * 4, "us": statistics.median(times), "wrong": wrong})
+        rows.append(
+            {"ranks": 2, "where": "processes", "bytes": count * 4, "us": statistics.median(times), "wrong": wrong}
+        )
     return rows
 
 
@@ -176,7 +178,9 @@ def measure(report: gpu_report.Report, ranks: int, args: argparse.Namespace, gbp
     options: dict[str, Any] = {"timeout": 60, "gpu_mode": "run", "gpu_transport": "peer", "gpu_blocks": blocks}
     found = gpu_threads.run(every_row, ranks, **options)
     compared, wrong = found[0][0], sum(each for _, each in found)
-    report.row(f"{ranks} threads: {compared} dtypes and operations, {wrong} wrong", **mine, compared=compared, wrong=wrong)
+    report.row(
+        f"{ranks} threads: {compared} dtypes and operations, {wrong} wrong", **mine, compared=compared, wrong=wrong
+    )
     for size in args.sizes:
         for each in sorted({min(16, blocks), blocks}) if size > 1 << 20 else [blocks]:
             times = gpu_threads.run(speed, ranks, [size], **{**options, "gpu_blocks": each})
@@ -185,8 +189,8 @@ def measure(report: gpu_report.Report, ranks: int, args: argparse.Namespace, gbp
             bound = gpu_collectives.traffic("all_reduce", algorithm, ranks, size) / gbps / 1e3
             row = {"bytes": size, "blocks": each, "algorithm": algorithm, "eager_us": eager, "graph_us": graph}
             report.row(
-                f"{ranks} threads: {harness.format_bytes(size):>8}, {each:>3} blocks, {algorithm}: eager {eager:.1f} us, "
-                f"graph {graph:.1f} us, {bound / graph:.0%} of what its bytes allow, {wrong} wrong",
+                f"{ranks} threads: {harness.format_bytes(size):>8}, {each:>3} blocks, {algorithm}: "
+                f"eager {eager:.1f} us, graph {graph:.1f} us, {bound / graph:.0%} of its bytes' bound, {wrong} wrong",
                 **mine, **row, bound_us=bound, share=bound / graph, wrong=wrong,
             )  # fmt: skip
             if size == 8:

@@ -7,8 +7,8 @@ reason's first line. Exit code: 0, 1 if a test failed or none passed, 2 if there
 """
 
 import importlib.util
+import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import gpu_device
@@ -65,12 +65,19 @@ def main() -> int:
     parser.add_argument("--half", type=int, choices=(1, 2), help="(default both)")
     parser.add_argument("tests", nargs="*", metavar="PATH", help="for pytest, in place of tests/gpu")
     args = parser.parse_args()
-    if absent := [name for name in ("pytest", "pytest_timeout", "hypothesis") if importlib.util.find_spec(name) is None]:
+    if absent := [
+        name for name in ("pytest", "pytest_timeout", "hypothesis") if importlib.util.find_spec(name) is None
+    ]:
         print(f"missing: {' '.join(absent).replace('_', '-')} in {sys.executable}", file=sys.stderr)
         return 2
     report = gpu_report.begin(args, "tests/gpu")
+    sys.path.insert(0, str(gpu_device.ROOT / "tests"))
+    import processes
     import pytest
 
+    probe = args.json.with_name("probe.json") if args.json else None
+    if probe and (us := processes.slowest_hand_over(probe)):
+        os.environ["RINGREDUCE_TEST_HAND_OVER_US"] = str(us)
     rows = Rows(report)
     paths = args.tests or [path for number in ([args.half] if args.half else [1, 2]) for path in half(number)]
     code = pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:terminalreporter", *paths], plugins=[rows])
