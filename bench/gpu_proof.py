@@ -53,7 +53,7 @@ PARTS = {
     "run-mode": Part(
         "gpu_run_mode.py",
         "one kernel a call, ranks on one GPU: threads, then processes",
-        briefly=("--ranks", "2", "3", "--calls", "200", "--sizes", "8", "64K", "--seconds", "5"),
+        briefly=("--ranks", "2", "--calls", "200", "--sizes", "8", "64K", "--seconds", "5"),
     ),
     "tests-1": Part("gpu_tests.py", "tests/gpu, the first half", arguments=("--half", "1")),
     "tests-2": Part("gpu_tests.py", "tests/gpu, the second half", arguments=("--half", "2")),
