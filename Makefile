@@ -16,7 +16,8 @@ PY := $(VENV)/bin/python
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 export MAX_JOBS ?= $(JOBS)
 
-.PHONY: help build demo test conformance ecosystem lint compilers format stress cuda gpu soak clean distclean
+.PHONY: help build demo test conformance ecosystem lint compilers format stress cuda gpu gpu-bundle soak clean \
+  distclean
 
 help:
 	@echo 'make demo      build, train a model on 2 ranks, compare ring, tree, direct and Gloo, plan rings over links'
@@ -28,8 +29,10 @@ help:
 	@echo 'make compilers csrc without torch through every g++-N and clang++-N on PATH, for their warnings'
 	@echo 'make stress    the engine without torch, under ThreadSanitizer and AddressSanitizer/UBSan'
 	@echo 'make cuda      compile the GPU kernels, check their registers and loads; WRITE=1: write the table anew'
-	@echo 'make gpu       on a machine with a GPU: builds without downloads, tests, measures, writes bench/results/gpu_*.json'
+	@echo 'make gpu       on a machine with a GPU: builds without downloads, tests, measures; docs/gpu.md lists its parts'
+	@echo '               PART=probe: only this part, or several; RESULTS=DIR: where its findings go (build/gpu);'
 	@echo '               STAND_IN=1: on a stand-in for a GPU, which tests no more than the script'
+	@echo 'make gpu-bundle  the compiled kernels, to be carried to a machine with a GPU'
 	@echo 'make soak      its mixed load for SOAK_SECONDS ($(SOAK_SECONDS)) under each sanitizer'
 	@echo 'make build     set up $(VENV), compile csrc, install in place'
 	@echo 'make format    format Python and C++'
@@ -207,7 +210,7 @@ conformance: build $(VENV)/.test-tools
 	@echo; echo "== that its runner notices failures =="
 	@$(PYTEST) tests/conformance
 
-CPP := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh') $(wildcard bench/*.cpp)
+CPP := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh') $(wildcard bench/*.cpp bench/*.cu)
 CLANG_FORMAT := $(PY) -c 'from clang_format import clang_format; clang_format()'
 
 lint: $(VENV)/.test-tools
@@ -264,14 +267,29 @@ cuda: $(VENV)/.python
 	@$(PY) .ci/check_cuda.py $(if $(WRITE),--write)
 
 # What runs without a download: torch, setuptools and, for the tests, pytest, pytest-timeout and hypothesis must be there.
-gpu: SINCE := $(shell date +%s)
 gpu: $(VENV)/.python
 	@$(PY) -c "$$TORCH_USABLE" || \
 	  { echo "error: $(VENV) has no such torch; name a Python that does: make gpu PYTHON=python3 VENV=.venv-gpu" >&2; exit 2; }
 	@PYTHONPATH=. $(PY) bench/gpu_proof.py --look $(if $(STAND_IN),--stand-in)
 	@echo "compiling csrc, $(MAX_JOBS) files at once"
 	@$(COMPILE)
-	@PYTHONPATH=. $(PY) bench/gpu_proof.py --since $(SINCE) $(if $(STAND_IN),--stand-in) $(if $(COMMIT),--commit $(COMMIT))
+	@PYTHONPATH=. $(PY) bench/gpu_proof.py $(if $(PART),--part $(PART)) $(if $(RESULTS),--results $(RESULTS)) \
+	  $(if $(STAND_IN),--stand-in)
+
+# The kernels as nvcc made them here: build_cuda.py takes them there if nvcc's version and the sources are the same. The
+# rest of csrc is compiled for the torch that is there.
+BUNDLE := build/gpu_bundle.tar
+
+gpu-bundle: build
+	@ls build/cuda/*.fatbin >/dev/null 2>&1 || { echo "error: no nvcc has compiled kernels here" >&2; exit 1; }
+	@tar -cf $(BUNDLE) build/cuda/*.fatbin build/cuda/*.log
+	@[ $$(stat -c %s $(BUNDLE)) -le 62914560 ] || { echo "error: $(BUNDLE) is larger than 60 MB" >&2; exit 1; }
+	@tar -tvf $(BUNDLE)
+	@du -h $(BUNDLE)
+	@echo "There: tar -xf $(BUNDLE) in a copy of this tree, then make gpu. It saves the time of nvcc, if nvcc there is the"
+	@echo "same version; else they are compiled anew, or with RINGREDUCE_NVCC=0 by NVRTC at first use. Needed there besides:"
+	@echo "a torch for CUDA, a C++20 compiler, ninja, setuptools, numpy, rich, scipy, networkx, pytest, pytest-timeout,"
+	@echo "hypothesis and, for the CuPy test, CuPy."
 
 soak:
 	@+$(MAKE) --no-print-directory -j$(JOBS) build/stress_tsan build/stress_asan

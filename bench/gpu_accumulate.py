@@ -2,22 +2,20 @@
 
     python bench/gpu_accumulate.py --json accumulate.json
 
-Prints a header and a table. Exit code: 0, 1 if an element was wrong, 2 if there is no GPU. Whether a sum reaches BAR
-is in the JSON ("met", and "bar" for all), not in the exit code: on a device that is busy or slowed it may not.
+Exit code: 0, 1 if an element was wrong, 2 if there is no GPU. Whether a sum reaches BAR is not in the exit code: on a
+device that is busy or slowed it may not.
 
-`--json` writes {"header": ..., "rows": [...], "bar": ...}; a row has dtype, sources, bytes (of a source), and for
+`--json`: see gpu_report.py. A row has dtype, sources, bytes (of a source), blocks (0: as the engine), and for
 "ringreduce", "copy" and "torch" the median microseconds and GB/s; share is ringreduce's GB/s over copy's.
 """
 
-import argparse
 import functools
-import json
+import itertools
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
 
 import gpu_device
+import gpu_report
 import harness
 import torch
 
@@ -51,7 +49,9 @@ class Row:
     gbps: dict[str, float]
     share: float
     wrong: int
-    met: bool | None
+
+    def judged(self) -> bool:
+        return self.dtype in JUDGED and self.bytes == JUDGED_BYTES and self.blocks == 0
 
 
 @dataclass
@@ -122,16 +122,7 @@ def measure(dtype_name: str, sources: int, size: int, blocks: int, repetitions: 
     moved = {name: (2 if name == "copy" else sources + 1) * size for name in calls}
     gbps = {name: moved[name] / median[name] / 1e3 for name in calls}
     share = gbps["ringreduce"] / gbps["copy"]
-    met = share >= BAR if dtype_name in JUDGED and size == JUDGED_BYTES else None
-    return Row(dtype_name, sources, size, blocks, median, gbps, share, wrong, met)
-
-
-def header(stand_in: bool) -> dict[str, Any]:
-    return {
-        **harness.origin("accumulate kernels of ringreduce, next to copies and to torch"),
-        "gpu": gpu_device.facts(stand_in),
-        "method": list(METHOD),
-    }
+    return Row(dtype_name, sources, size, blocks, median, gbps, share, wrong)
 
 
 def line(row: Row) -> str:
@@ -144,46 +135,36 @@ def line(row: Row) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = gpu_report.parser(__doc__)
     option = parser.add_argument
-    option("--sizes", type=harness.parse_bytes, nargs="+", default=[16 << 20, 64 << 20, JUDGED_BYTES], metavar="SIZE")
+    option("--sizes", type=harness.parse_bytes, nargs="+", default=[JUDGED_BYTES, 64 << 20, 16 << 20], metavar="SIZE")
     option("--dtypes", nargs="+", choices=DTYPES, default=DTYPES, metavar="NAME")
     option("--sources", type=int, nargs="+", default=SOURCES, help="(default 2 4)")
-    option("--blocks", type=int, nargs="+", default=[0], help="thread blocks; 0: as the engine (default)")
+    option("--blocks", type=int, nargs="+", metavar="N", help="thread blocks; 0: as the engine (default: 0; then "
+           "float32 and bfloat16 with 1 to 8 for each multiprocessor)")  # fmt: skip
     option("--repetitions", type=int, default=15, help="batches of each call (default 15)")
     option("--batch-bytes", type=harness.parse_bytes, default="1G", help="of sources in a batch (default 1G)")
-    option("--stand-in", action="store_true", help="on the stand-in for a GPU: for tests of this program")
-    option("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
-    if reasons := gpu_device.missing(args.stand_in):
-        print(*(f"missing: {reason}" for reason in reasons), sep="\n", file=sys.stderr)
-        return 2
-    gpu_device.use(args.stand_in)
-
-    report: dict[str, Any] = {"header": header(args.stand_in), "rows": [], "bar": None}
-    print("\n".join(harness.format_origin(report["header"])))
-    print(f"# gpu       {report['header']['gpu']}")
-    print(*(f"# {text}" for text in METHOD), sep="\n")
+    report = gpu_report.begin(
+        args, "accumulate kernels of ringreduce, next to copies and to torch", method=list(METHOD)
+    )
     columns = " ".join(f"{name:>10} {'GB/s':>7}" for name in ("us", "copy us", "torch us"))
     print(f"#{'dtype':>13} sources {'bytes':>9} {columns}  share #wrong")
-    rows = []
-    for size in args.sizes:
-        for dtype in args.dtypes:
-            for sources in args.sources:
-                for blocks in args.blocks:
-                    row = measure(dtype, sources, size, blocks, args.repetitions, args.batch_bytes)
-                    rows.append(row)
-                    print(line(row), f" {blocks} blocks" if blocks else "", flush=True)
-                    torch.cuda.empty_cache()
-    judged = [row.met for row in rows if row.met is not None]
-    report["rows"] = [asdict(row) for row in rows]
-    report["bar"] = {"share": BAR, "met": all(judged) if judged else None}
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
-    wrong = sum(row.wrong for row in rows)
-    print(f"# {wrong} wrong elements; {BAR:.0%} of the copy: {report['bar']['met']}")
-    return 1 if wrong else 0
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    sweep = [] if args.blocks else [each * multiprocessors for each in (1, 2, 3, 4, 6, 8)]
+    cells = [
+        (*cell, blocks)
+        for blocks in args.blocks or [0]
+        for cell in itertools.product(args.sizes, args.dtypes, args.sources)
+    ]
+    cells += [(args.sizes[0], *cell) for cell in itertools.product(JUDGED, args.sources, sweep)]
+    for size, dtype, sources, blocks in cells:
+        row = measure(dtype, sources, size, blocks, args.repetitions, args.batch_bytes)
+        report.row(line(row) + (f"  {blocks} blocks" if blocks else ""), **asdict(row))
+        if row.judged():
+            report.bar(f"{dtype}, {sources} sources of 256 MB, of a copy's GB/s", row.share, at_least=BAR)
+        torch.cuda.empty_cache()
+    return report.end()
 
 
 if __name__ == "__main__":

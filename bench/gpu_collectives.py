@@ -2,27 +2,23 @@
 
     python bench/gpu_collectives.py --ranks 2 4 8 --json collectives.json
 
-Where there are fewer GPUs than ranks, all ranks share the first; else each has its own, and NCCL takes part. Prints a
-header and a table per rank count. Exit code: 0, 1 if an element was wrong or a rank failed, 2 if there is no GPU.
+Where there are fewer GPUs than ranks, all ranks share the first; else each has its own, and NCCL takes part. Exit code:
+0, 1 if an element was wrong or a rank failed, 2 if there is no GPU.
 
-`--json` writes {"header": ..., "rows": [...], "notes": [...]}. A row is one collective and size: ranks, shared (whether
-the ranks share a GPU), bytes (of the larger buffer of a rank), algorithm (ringreduce's), bound_us, median_us and wrong
-by variant, and share, bound_us over ringreduce's median (null where there is no bound). The notes say what was left
-out, and why.
+`--json`: see gpu_report.py. A row is one collective and size: ranks, shared (whether the ranks share a GPU), bytes (of
+the larger buffer of a rank), algorithm (ringreduce's), bound_us, median_us and wrong_in by variant, and share, bound_us
+over ringreduce's median (null where there is no bound).
 """
 
-import argparse
 import itertools
-import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import gpu_device
+import gpu_report
 import harness
 import torch
 import torch.distributed as dist
@@ -58,6 +54,7 @@ class Settings:
     deadline: float
     """By time.time(); sizes that are not begun by then are left out."""
     stand_in: bool
+    json: Path
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,8 @@ class Row:
     bound_us: float | None
     median_us: dict[str, float]
     share: float | None
-    wrong: dict[str, int]
+    wrong_in: dict[str, int]
+    wrong: int
 
 
 @dataclass
@@ -174,32 +172,33 @@ def algorithm_for(collective: str, ranks: int, block_bytes: int) -> str:
     return plan.lookup(plan.table(ranks, user, rules(ranks, steps=True))[collective], block_bytes).algorithm
 
 
-def measure(settings: Settings) -> tuple[list[Row], list[str]]:
-    """One rank; every rank returns all rows and notes."""
+def measure(settings: Settings) -> None:
+    """One rank; the first one reports."""
     gpu_device.use(settings.stand_in)
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    report = gpu_report.Report.again(settings.json) if rank == 0 else gpu_report.Report(None, {"rows": [], "notes": []})
     shared = torch.cuda.device_count() < ranks
     torch.cuda.set_device(0 if shared else rank)
     torch.ones(1, device="cuda")
     groups, notes = open_groups(settings, ranks, shared)
     slow: set[tuple[str, str]] = set()  # (collective, variant)
-    rows = []
-    cells = [(collective, size) for collective in settings.collectives for size in settings.sizes]
-    with harness.Progress(f"{ranks} ranks", len(cells), shown=rank == 0) as progress:
-        for collective, size in cells:
-            if _late(settings.deadline):
-                notes.append(f"{ranks} ranks, {collective} of {harness.format_bytes(size)}: no time left")
-                continue
-            variants = [name for name in groups if (collective, name) not in slow]
-            row = measure_cell(settings, {name: groups[name] for name in variants}, collective, size, shared, notes)
-            rows.append(row)
-            for name, median in row.median_us.items():
-                if median > SLOWEST * 1e6 and name != "ringreduce":
-                    slow.add((collective, name))
-                    notes.append(f"{ranks} ranks, {collective} by {name} above {harness.format_bytes(size)}: too slow")
-            progress.advance(f"{collective} {harness.format_bytes(size)}")
-            torch.cuda.empty_cache()
-    return rows, list(dict.fromkeys(notes))
+    if rank == 0:
+        print(*headings(ranks, shared, settings.variants), sep="\n")
+    for collective, size in itertools.product(settings.collectives, settings.sizes):
+        if _late(settings.deadline):
+            notes.append(f"{ranks} ranks, {collective} of {harness.format_bytes(size)}: no time left")
+            continue
+        variants = [name for name in groups if (collective, name) not in slow]
+        row = measure_cell(settings, {name: groups[name] for name in variants}, collective, size, shared, notes)
+        if rank == 0:
+            report.row(line(row, settings.variants), **asdict(row))
+        for name, median in row.median_us.items():
+            if median > SLOWEST * 1e6 and name != "ringreduce":
+                slow.add((collective, name))
+                notes.append(f"{ranks} ranks, {collective} by {name} above {harness.format_bytes(size)}: too slow")
+        torch.cuda.empty_cache()
+    for note in dict.fromkeys(notes if rank == 0 else ()):
+        report.note(note)
 
 
 def _late(deadline: float) -> bool:
@@ -275,36 +274,27 @@ def measure_cell(
     algorithm = algorithm_for(collective, ranks, part * 4)
     bound = traffic(collective, algorithm, ranks, part * 4) / settings.copy_gbps / 1e3 if shared else None
     share = bound / median["ringreduce"] if bound is not None and "ringreduce" in median else None
-    return Row(collective, ranks, shared, count * 4, algorithm, bound, median, share, wrong)
+    return Row(collective, ranks, shared, count * 4, algorithm, bound, median, share, wrong, sum(wrong.values()))
 
 
-def lines(rows: list[Row], variants: tuple[str, ...]) -> Iterator[str]:
-    """The rows of one rank count, to be printed."""
-    where = "on one GPU" if rows[0].shared else "on a GPU each"
-    yield f"# {rows[0].ranks} ranks {where}, median us"
-    yield f"#{'collective':>14} {'bytes':>9} {'algorithm':>18}" + "".join(
-        f"{name:>12}" for name in (*variants, "bound", "share", "#wrong")
-    )
-    for row in rows:
-        cells = [*(row.median_us.get(name) for name in variants), row.bound_us]
-        numbers = "".join(f"{'-' if cell is None else format(cell, '.1f'):>12}" for cell in cells)
-        share = "-" if row.share is None else f"{row.share:.1%}"
-        wrong = sum(row.wrong.values())
-        size = harness.format_bytes(row.bytes)
-        yield f" {row.collective:>14} {size:>9} {row.algorithm:>18}{numbers}{share:>12}{wrong:>12}"
+def headings(ranks: int, shared: bool, variants: tuple[str, ...]) -> list[str]:
+    columns = "".join(f"{name:>12}" for name in (*variants, "bound", "share", "#wrong"))
+    return [
+        f"# {ranks} ranks {'on one GPU' if shared else 'on a GPU each'}, median us",
+        f"#{'collective':>14} {'bytes':>9} {'algorithm':>18}{columns}",
+    ]
 
 
-def header(stand_in: bool, copy_gbps: float) -> dict[str, Any]:
-    return {
-        **harness.origin("collectives of ringreduce between ranks on GPUs, and peers"),
-        "gpu": gpu_device.facts(stand_in),
-        "copy_gbps": copy_gbps,
-        "method": list(METHOD),
-    }
+def line(row: Row, variants: tuple[str, ...]) -> str:
+    cells = [*(row.median_us.get(name) for name in variants), row.bound_us]
+    numbers = "".join(f"{'-' if cell is None else format(cell, '.1f'):>12}" for cell in cells)
+    share = "-" if row.share is None else f"{row.share:.1%}"
+    size = harness.format_bytes(row.bytes)
+    return f" {row.collective:>14} {size:>9} {row.algorithm:>18}{numbers}{share:>12}{row.wrong:>12}"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = gpu_report.parser(__doc__)
     option = parser.add_argument
     option("--ranks", type=int, nargs="+", default=[2, 4, 8], help="(default 2 4 8)")
     option("--collectives", nargs="+", choices=COLLECTIVES, default=COLLECTIVES, metavar="NAME")
@@ -322,24 +312,15 @@ def main() -> int:
         "--copy-bytes", type=harness.parse_bytes, default="256M", help="of the copy that bounds are of (default 256M)"
     )
     option("--limit", type=float, default=240, help="seconds; what is not begun by then is left out (default 240)")
-    option("--stand-in", action="store_true", help="on the stand-in for a GPU: for tests of this program")
-    option("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     if min(args.ranks) < 2 or min(args.sizes) < 4:
         parser.error("--ranks must be at least 2, --sizes at least 4")
-    if reasons := gpu_device.missing(args.stand_in):
-        print(*(f"missing: {reason}" for reason in reasons), sep="\n", file=sys.stderr)
-        return 2
     deadline = time.time() + args.limit
-    gpu_device.use(args.stand_in)
+    args.json = args.json or gpu_device.ROOT / "build/gpu_collectives.json"  # the ranks report there
+    report = gpu_report.begin(args, "collectives of ringreduce between ranks on GPUs, and peers", method=list(METHOD))
     ceiling = statistics.median(gpu_device.copy_gbps(args.copy_bytes, 10, 4) for _ in range(3))
     torch.cuda.empty_cache()
-    report: dict[str, Any] = {"header": header(args.stand_in, ceiling), "rows": [], "notes": []}
-    print("\n".join(harness.format_origin(report["header"])))
-    print(f"# gpu       {report['header']['gpu']}")
-    print(*(f"# {text}" for text in METHOD), sep="\n")
-    print(f"# the device copies {ceiling:.0f} GB/s, read and written")
-    rows: list[Row] = []
+    report.row(f"# the device copies {ceiling:.0f} GB/s, read and written", copy_gbps=ceiling)
     for number, ranks in enumerate(args.ranks):
         now = time.time()
         settings = Settings(
@@ -350,20 +331,10 @@ def main() -> int:
             copy_gbps=ceiling,
             deadline=now + max(0, deadline - now) / (len(args.ranks) - number),
             stand_in=args.stand_in,
+            json=args.json,
         )
-        measured, notes = harness.start_ranks(ranks, measure, settings)
-        rows += measured
-        if measured:
-            print("\n".join(lines(measured, settings.variants)))
-        print(*(f"# left out: {note}" for note in notes), sep="\n", flush=True)
-        report["rows"] += [asdict(row) for row in measured]
-        report["notes"] += notes
-        if args.json:  # written anew after each rank count, so that a later failure loses nothing
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps(report, indent=1) + "\n")
-    wrong = sum(sum(row.wrong.values()) for row in rows)
-    print(f"# {wrong} wrong elements")
-    return 1 if wrong else 0
+        harness.start_ranks(ranks, measure, settings)
+    return gpu_report.Report.again(args.json).end()
 
 
 if __name__ == "__main__":

@@ -3,16 +3,16 @@
     python bench/gpu_kernels.py
     compute-sanitizer --target-processes all --tool racecheck python bench/gpu_kernels.py --few
 
-Prints how many results it compared. Exit code: 0, 1 if any differs, 2 if there is no GPU. `--few`: one size and one
-alignment of each kernel, for a sanitizer, under which a kernel takes a hundred times as long.
+Exit code: 0, 1 if any result differs, 2 if there is no GPU. `--few`: one size and one alignment of each kernel, for a
+sanitizer, under which a kernel takes a hundred times as long. `--json`: see gpu_report.py.
 """
 
-import argparse
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import gpu_device
+import gpu_report
 import harness
 import torch
 import torch.distributed as dist
@@ -78,22 +78,23 @@ def wrong_bytes(dtype_name: str, op: str, count: int, sources: int, shift: int) 
     return int((found.cpu() != expected).sum())
 
 
-def check_kernels(few: bool) -> tuple[int, list[str]]:
-    """How many results were compared, and which differ."""
+def check_kernels(report: gpu_report.Report, few: bool) -> None:
+    """A row for each kernel: how many results were compared, and which differ."""
     from ringreduce import _C
 
     torch.manual_seed(0)
-    compared, faults = 0, []
     for dtype in DTYPES:
         for op in OPS:
             if not _C.kernel_supports(dtype, op):
                 continue
+            compared, faults = 0, []
             for count, sources, shift in cases(few):
                 compared += 1
                 if wrong := wrong_bytes(dtype, op, count, sources, shift):
                     case = f"{count} elements of {sources} sources, {shift} off"
                     faults.append(f"{op} of {dtype}, {case}: {wrong} bytes differ")
-    return compared, faults
+            line = f"{op} of {dtype}: {compared} results compared, {len(faults)} wrong"
+            report.row("\n".join([line, *faults]), dtype=dtype, op=op, faults=faults, wrong=len(faults))
 
 
 def check_collectives(stand_in: bool) -> list[str]:
@@ -128,19 +129,14 @@ def check_collectives(stand_in: bool) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = gpu_report.parser(__doc__)
     parser.add_argument("--few", action="store_true", help="one case of each kernel")
-    parser.add_argument("--stand-in", action="store_true", help="on the stand-in for a GPU: for tests of this program")
     args = parser.parse_args()
-    if reasons := gpu_device.missing(args.stand_in):
-        print(*(f"missing: {reason}" for reason in reasons), sep="\n", file=sys.stderr)
-        return 2
-    gpu_device.use(args.stand_in)
-    compared, faults = check_kernels(args.few)
-    faults += harness.start_ranks(2, check_collectives, args.stand_in)
-    print(*faults, sep="\n")
-    print(f"{compared} results of kernels compared, 4 collectives between 2 ranks; {len(faults)} wrong")
-    return 1 if faults else 0
+    report = gpu_report.begin(args, "kernels of ringreduce, bit for bit against the CPU's")
+    check_kernels(report, args.few)
+    faults = harness.start_ranks(2, check_collectives, args.stand_in)
+    report.row("\n".join([f"4 collectives between 2 ranks, {len(faults)} wrong", *faults]), wrong=len(faults))
+    return report.end()
 
 
 if __name__ == "__main__":

@@ -8,22 +8,68 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from multiprocessing import connection
+from multiprocessing import connection, forkserver
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import torch
 import torch.distributed as dist
 
+ROOT = Path(__file__).resolve().parents[1]
+
 DEADLINE = 60.0
-"""Seconds for all ranks, however they hang."""
+"""Seconds for all ranks, however they hang, where a hand-over between them takes no longer than HAND_OVER_US."""
+
+MOST = 170.0
+"""Seconds that `deadline` gives at most: pytest ends a test after 180."""
+
+HAND_OVER_US = 200.0
+"""What one process waits for another on the stand-in for a GPU, on two busy cores (bench/gpu_probe.py)."""
 
 GROUP_TIMEOUT = 30.0
 """Seconds for a call of a group, unless a test says otherwise."""
+
+
+# torch.cuda.is_available() then asks NVML, not CUDA, which a process that forks others must not initialise.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+
+@functools.cache
+def deadline() -> float:
+    """DEADLINE; longer where processes share a GPU that takes long to go from one to another."""
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return DEADLINE
+    measured = os.environ.get("RINGREDUCE_TEST_HAND_OVER_US") or _hand_over_us()
+    return min(MOST, DEADLINE * max(1.0, float(measured) / HAND_OVER_US))
+
+
+def _hand_over_us() -> float:
+    """As bench/gpu_probe.py measures it now."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder, "probe.json")
+        command = [sys.executable, str(ROOT / "bench/gpu_probe.py"), "--only", "by streams", "--json", str(found)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        subprocess.run(command, cwd=ROOT, env=environment, check=False, timeout=MOST, stdout=subprocess.DEVNULL)
+        return slowest_hand_over(found)
+
+
+def slowest_hand_over(report: Path) -> float:
+    """Microseconds, of those by streams that a report of bench/gpu_probe.py has."""
+    rows = json.loads(report.read_text())["rows"] if report.exists() else []
+    return max(
+        (row["handover_us"] for row in rows if "by streams" in row["question"] and "handover_us" in row), default=0.0
+    )
 
 
 class Member:
@@ -93,7 +139,7 @@ class Processes:
     def __exit__(self, *_: object) -> None:
         for process in self._processes:
             process.kill()
-            process.join(DEADLINE)
+            process.join(deadline())
         for pipe in self._pipes:
             pipe.close()
 
@@ -113,5 +159,8 @@ def _context() -> Any:
     # What ranks import sooner or later; torch.testing imports distributed.tensor, which takes 1.3 s. What is not
     # installed is passed over.
     slow = ["torch", "torch.distributed.tensor", "torch._dynamo", "ringreduce.backend", "hypothesis", "pytest"]
-    context.set_forkserver_preload(slow)
+    context.set_forkserver_preload([*slow, "fork_server"])
+    tests = str(ROOT / "tests")  # which the server's Python must find, and before 3.13 is not told
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])):
+        forkserver.ensure_running()
     return context

@@ -199,9 +199,12 @@ void bind_gpus(py::module_& m) {
           "try_out", [](GpuEngine& engine, double timeout) { try_out(engine, nanoseconds(timeout)); },
           py::call_guard<py::gil_scoped_release>(), py::arg("timeout"));
 
-  m.def("takes_steps", [](const std::vector<std::string>& handles, int rank) {
-    return PeerEngine::mode_for(handles_of(handles), rank) == PeerEngine::Mode::steps;
-  });
+  m.def(
+      "ranks_on_gpu",
+      [](const std::vector<std::string>& handles, int rank) {
+        return PeerEngine::ranks_on_gpu(handles_of(handles), rank);
+      },
+      py::arg("handles"), py::arg("rank"));
   m.def(
       "peer_engine",
       [](const std::shared_ptr<Engine>& host, const std::shared_ptr<cuda::Device>& device,

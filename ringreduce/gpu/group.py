@@ -116,16 +116,16 @@ def _over_peer_memory(wanted: Wanted, group: _C.ProcessGroupRing, ordinal: int) 
     shown, buses, multiprocessors = zip(*map(json.loads, _tell_all(group, said, error)), strict=True)
     handles = [bytes.fromhex(each) for each in shown]
     links = wanted.links or _look_at_links(options, group, buses)
-    steps = [_C.takes_steps(handles, rank) for rank in range(group.size())]
-    if options.gpu_mode != "auto":
-        steps = [options.gpu_mode == "steps"] * group.size()
+    sharing = [_C.ranks_on_gpu(handles, rank) for rank in range(group.size())]
+    steps = [ranks > 1 if options.gpu_mode == "auto" else options.gpu_mode == "steps" for ranks in sharing]
+    blocks = min(count // ranks for count, ranks in zip(multiprocessors, sharing, strict=True))
     try:
         engine = _C.peer_engine(
             host=group.engine,
             device=device,
             region=region,
             handles=handles,
-            shape=shape_for(group.size(), options, wanted.channels(links), any(steps), min(multiprocessors)),
+            shape=shape_for(group.size(), options, wanted.channels(links), any(steps), blocks),
             steps=steps[group.rank()],
             images=functools.partial(_image, device.capability),
             slices=options.slices,
@@ -250,8 +250,8 @@ def _from_first(group: _C.ProcessGroupRing, text: str) -> str:
 
 
 def shape_for(size: int, options: Options, channels: int, steps: bool, blocks: int) -> _C.RegionShape:
-    """The slots that fit the memory the options allow, for at most so many `blocks` of a GPU at once. Where ranks take
-    steps there is one lane, which has all of it."""
+    """The slots that fit the memory the options allow, for at most so many `blocks` of a rank at once, which a GPU has
+    room for with those of all ranks on it. Where ranks take steps there is one lane, which has all of the memory."""
     assert options.gpu_bytes is not None and options.gpu_blocks is not None  # resolved
     lanes = 1 if steps else max(min(options.gpu_blocks, blocks), channels)
     depth = plan.slot_depth(size)

@@ -1,5 +1,4 @@
-"""Ranks that are threads of one process, with tensors on device "cuda": each makes its group by itself, as c10d knows
-one default group for a process.
+"""Ranks that are threads of one process, a fresh one, with tensors on device "cuda" (bench/gpu_threads.py).
 
 run_threads(work, 4, devices=2)    # work(member) on 4 ranks, of which two share each of 2 devices
 """
@@ -7,38 +6,20 @@ run_threads(work, 4, devices=2)    # work(member) on 4 ranks, of which two share
 from __future__ import annotations
 
 import os
-import threading
-import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
+import gpu_threads
 import pytest
 import torch
 import torch.distributed as dist
 from distributed.harness import Rank, run
+from gpu_threads import ThreadRank as Member
 from stand_in import torch_cuda
 
 import ringreduce
-from ringreduce import Options, backend
-from ringreduce.config import resolve
 
-
-class Member:
-    """A rank of a group that is a thread."""
-
-    def __init__(self, store: dist.Store, rank: int, size: int, device: int, timeout: float, options: Options) -> None:
-        self.rank, self.size, self.store = rank, size, store
-        torch.cuda.set_device(device)
-        resolved, _ = resolve(options)
-        self.backend = backend._make(store, "group", rank, list(range(size)), timedelta(seconds=timeout), resolved)
-        self.group = dist.ProcessGroup(store, rank, size)
-        self.group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.CUSTOM, self.backend)
-
-    def meet(self, name: str) -> None:
-        """Returns when all ranks are here."""
-        self.store.set(f"{name}{self.rank}", "")
-        self.store.wait([f"{name}{rank}" for rank in range(self.size)])
+__all__ = ["Member", "all_collectives", "run_threads"]
 
 
 def run_threads(
@@ -46,17 +27,17 @@ def run_threads(
     size: int,
     *arguments: Any,
     devices: int,
-    timeout: float = 30,
     prepare: Callable[[], None] | None = None,
     **options: Any,
 ) -> Any:
     """What `function(member, *arguments)` returns, for each of `size` ranks; the first failure of one is the test's.
 
-    Rank r is on device r % devices. `prepare` is called first, in the process of the threads.
+    Rank r is on device r % devices. `prepare` is called first, in the process of the threads. `options` are the
+    group's, and its `timeout`.
     """
     if torch.version.cuda is not None and torch.cuda.device_count() < devices:
         pytest.skip(f"{devices} GPUs are needed, and {torch.cuda.device_count()} are here")
-    (results,) = run(_in_threads, 1, function, size, devices, arguments, timeout, prepare, options)
+    (results,) = run(_in_threads, 1, function, size, devices, arguments, prepare, options)
     return results
 
 
@@ -66,38 +47,16 @@ def _in_threads(
     size: int,
     devices: int,
     arguments: Any,
-    timeout: float,
     prepare: Callable[[], None] | None,
-    options: Any,
+    options: dict[str, Any],
 ) -> list[Any]:
     os.environ["RINGREDUCE_STAND_IN_DEVICES"] = str(max(2, devices))
+    if options.get("gpu_mode") == "run":
+        os.environ.update(gpu_threads.RESIDENT)
     torch_cuda.activate()
     if prepare is not None:
         prepare()
-    store = dist.HashStore()
-    results: list[Any] = [None] * size
-    failures: list[str] = []
-
-    def main(rank: int) -> None:
-        member = None
-        try:
-            member = Member(store, rank, size, rank % devices, timeout, Options(**options))
-            results[rank] = function(member, *arguments)
-        except BaseException:
-            failures.append(f"rank {rank}: {traceback.format_exc()}")
-            if member is not None:
-                member.backend.abort()
-        finally:
-            if member is not None:
-                member.backend.shutdown()
-
-    threads = [threading.Thread(target=main, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, "\n".join(failures)
-    return results
+    return gpu_threads.run(function, size, arguments, devices=devices, **options)
 
 
 def all_collectives(rank: int, size: int, group: dist.ProcessGroup | None, n: int) -> None:

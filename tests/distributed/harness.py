@@ -20,10 +20,11 @@ from collections.abc import Callable
 from multiprocessing import connection
 from typing import Any
 
+import fork_server
 import pytest
 import torch
 import torch.distributed as dist
-from processes import DEADLINE, Member, Processes
+from processes import Member, Processes, deadline
 
 _fresh = itertools.count()
 
@@ -54,7 +55,7 @@ class Ranks(Processes):
         ranks = self._without(but)
         results = self._collect("result", ranks)
         for rank in ranks:
-            self._processes[rank].join(DEADLINE)
+            self._processes[rank].join(deadline())
             assert self._processes[rank].exitcode == 0, f"rank {rank} ended with {self._processes[rank].exitcode}"
         return results
 
@@ -63,7 +64,7 @@ class Ranks(Processes):
 
     def _collect(self, wanted: str, ranks: list[int]) -> list[Any]:
         """Fails at the first traceback, since what other ranks say after it may only be its consequence."""
-        end = time.monotonic() + DEADLINE
+        end = time.monotonic() + deadline()
         waiting = {self._pipes[rank]: rank for rank in ranks}
         values = {}
         while waiting:
@@ -109,6 +110,7 @@ def _main(
 ) -> None:
     torch.set_num_threads(1)
     try:
+        fork_server.check()
         pipe.send(("result", function(Rank(rank, size, port, prefix, pipe), *args)))
     except BaseException:
         pipe.send(("error", traceback.format_exc()))

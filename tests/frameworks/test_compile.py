@@ -99,7 +99,7 @@ def inductor(me: Rank, cache: Path) -> None:
 
 @pytest.mark.slow
 def test_functional_collectives_with_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness, "DEADLINE", COMPILATION)
+    monkeypatch.setattr(harness, "deadline", lambda: COMPILATION)
     run(inductor, 2, tmp_path)
 
 

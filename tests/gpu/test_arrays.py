@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from distributed import harness
+from frameworks.launch import torchrun
 from stand_in import torch_cuda
 from torch.utils.dlpack import to_dlpack
 
@@ -50,6 +51,58 @@ def sum_guests(me: harness.Rank, async_op: bool) -> list[float]:
 @pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
 def test_the_stream_of_a_guest_is_respected(async_op: bool) -> None:
     assert harness.run(torch_cuda.activated, 2, sum_guests, async_op) == [[3.0, 3.0]] * 2
+
+
+class Arrays:
+    """CuPy's arrays where there is a GPU, else guests; on a stream that is not torch's."""
+
+    def __init__(self) -> None:
+        if torch.version.cuda is not None:
+            import cupy
+
+            self.cupy = cupy
+            self.cupy.cuda.Device(torch.cuda.current_device()).use()
+            self.cupy.cuda.Stream(non_blocking=True).use()
+        self.stream = torch.cuda.Stream()
+
+    def full(self, count: int, value: float) -> Any:
+        if torch.version.cuda is not None:
+            return self.cupy.full(count, value, dtype="float32")
+        with torch.cuda.stream(self.stream):
+            return Guest(torch.full((count,), value, device="cuda"), self.stream)
+
+    def values(self, array: Any) -> list[float]:
+        if torch.version.cuda is not None:
+            return array.get().tolist()
+        with torch.cuda.stream(self.stream):
+            return array.tensor.tolist()
+
+
+def exchange_arrays(me: harness.Rank) -> list[list[float]]:
+    arrays = Arrays()
+    with me.join(options=ringreduce.Options(gpu_mode="steps", gpu_transport="peer")):
+        summed = arrays.full(1000, me.rank + 1)
+        ringreduce.all_reduce(summed)
+        told = arrays.full(2, me.rank)
+        ringreduce.broadcast(told, 1)
+        gathered = arrays.full(2 * me.size, -1)
+        ringreduce.all_gather_into_tensor(gathered, arrays.full(2, me.rank))
+        scattered = arrays.full(1, -1)
+        ringreduce.reduce_scatter_tensor(scattered, arrays.full(me.size, me.rank + 5))
+        return [sorted(set(arrays.values(summed))), *map(arrays.values, (told, gathered, scattered))]
+
+
+def test_arrays_in_and_out() -> None:
+    if torch.version.cuda is not None:
+        pytest.importorskip("cupy")
+    found = harness.run(torch_cuda.activated, 2, exchange_arrays)
+    assert found == [[[3.0], [1.0, 1.0], [0.0, 0.0, 1.0, 1.0], [11.0]]] * 2
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="CuPy needs a GPU, not a stand-in")
+def test_the_example_with_cupy() -> None:
+    pytest.importorskip("cupy")
+    assert "2 ranks summed 1,000,000 elements of a cupy" in torchrun("examples/cupy_arrays.py")
 
 
 def refuse_read_only(me: harness.Rank) -> str:

@@ -15,10 +15,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from distributed import harness
 from distributed import test_collectives as collectives
 from distributed import test_grid as grid
 from distributed.cuda_ranks import MODES, options, run
 from distributed.harness import Rank
+from stand_in import torch_cuda
 
 import ringreduce
 from ringreduce.plan import BUILDERS, build
@@ -89,6 +91,22 @@ def every_plan(me: Rank, mode: str, counts: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(("ranks", "mode"), [(2, "run"), (3, "run"), (4, "steps"), (8, "steps")])
 def test_every_plan(ranks: int, mode: str) -> None:
     run(every_plan, ranks, mode, (0, 1, 10_007) if ranks > 4 else (0, 1, ranks + 1, collectives.SEVERAL_SLICES))
+
+
+def few_bytes(me: Rank) -> None:
+    torch_cuda.activate()
+    torch.cuda.set_device(0)
+    with me.join(options=options("run")):
+        for call in range(20):
+            for count in (1, 64, 1000):
+                x = torch.arange(count, device="cuda").mul_(me.rank + 1).add_(call)
+                dist.all_reduce(x)
+                assert torch.equal(x, torch.arange(count, device="cuda").mul_(3).add_(2 * call)), (call, count)
+
+
+def test_two_processes_run_on_one_gpu() -> None:
+    """Their kernels wait for each other while the GPU goes from one process to the other, so they are given little."""
+    harness.run(few_bytes, 2)
 
 
 # dtypes, operations, layouts

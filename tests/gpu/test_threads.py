@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from distributed.cuda_threads import Member, all_collectives, run_threads
 
 import ringreduce
 from ringreduce.errors import CollectiveMismatch, CollectiveTimeout, InvalidArgument, PeerLost, RingReduceError
+
+one_at_a_time = threading.Lock()
+"""A thread's capture does not see what another's does."""
 
 
 def collectives(me: Member) -> None:
@@ -18,6 +23,49 @@ def collectives(me: Member) -> None:
 @pytest.mark.parametrize(("size", "devices"), [(2, 1), (4, 1), (8, 1), (4, 2), (3, 3)])
 def test_collectives(size: int, devices: int) -> None:
     run_threads(collectives, size, devices=devices, gpu_transport="peer")
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_collectives_in_one_kernel_a_call(size: int) -> None:
+    """gpu_mode="run" on one GPU: every rank's kernel waits for those of the others, so all must have room at once."""
+    run_threads(collectives, size, devices=1, gpu_transport="peer", gpu_mode="run")
+
+
+def fills_the_gpu(me: Member) -> int:
+    own = torch.arange(2**20, device="cuda").add_(me.rank).float()
+    for _ in range(3):
+        x = own.clone()
+        ringreduce.all_reduce(x, group=me.group)
+    expected = torch.arange(2**20, device="cuda").mul_(me.size).add_(sum(range(me.size))).float()
+    return int((x != expected).sum())
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_kernels_of_all_ranks_have_room_at_once(size: int) -> None:
+    found = run_threads(fills_the_gpu, size, devices=1, gpu_transport="peer", gpu_mode="run", gpu_blocks=1024)
+    assert found == [0] * size
+
+
+def replays(me: Member) -> list[float]:
+    source, x = torch.zeros(1000, device="cuda"), torch.empty(1000, device="cuda")
+    ringreduce.all_reduce(x, group=me.group)
+    torch.cuda.current_stream().synchronize()
+    me.meet("idle")  # a capture begins by waiting for the whole GPU
+    graph = torch.cuda.CUDAGraph()
+    with one_at_a_time, torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
+        source.add_(me.rank + 1)
+        x.copy_(source)
+        ringreduce.all_reduce(x, group=me.group)
+    me.meet("captured")
+    for _ in range(20):
+        graph.replay()
+    torch.cuda.current_stream().synchronize()
+    return x.unique().tolist()
+
+
+def test_calls_in_one_kernel_can_be_captured() -> None:
+    found = run_threads(replays, 2, devices=1, gpu_transport="peer", gpu_mode="run")
+    assert found == [[20.0 * 3]] * 2
 
 
 def goes_on_without_rank_2(me: Member) -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import gpu_collectives
 import gpu_proof
+import gpu_report
+import gpu_sanitizer
+import gpu_tests
 import pytest
 import torch
 
@@ -38,56 +41,82 @@ def test_the_algorithm_is_that_of_the_group(monkeypatch: pytest.MonkeyPatch) -> 
     assert gpu_collectives.algorithm_for("all_reduce", 4, 1024) != "ring"
 
 
-def test_outcomes_of_tests() -> None:
-    xml = """<testsuites><testsuite>
-      <testcase classname="a" name="good"/>
-      <testcase classname="a" name="bad"><failure message="assert 1 == 2&#10;more">text</failure></testcase>
-      <testcase classname="a" name="broken"><error message="no fixture"/></testcase>
-      <testcase classname="a" name="left"><skipped message="one GPU"/></testcase>
-    </testsuite></testsuites>"""
-    assert gpu_proof.outcomes(xml) == {
-        "passed": 1,
-        "failed": {"a::bad": "assert 1 == 2", "a::broken": "no fixture"},
-        "skipped": {"a::left": "one GPU"},
-    }
+def report(path: Path | None = None) -> gpu_report.Report:
+    return gpu_report.Report(path, {"header": {}, "state": "running", "why": "", "bars": [], "rows": [], "notes": []})
+
+
+def test_a_report_is_complete_after_every_row(tmp_path: Path) -> None:
+    path = tmp_path / "part.json"
+    found = report(path)
+    for number in range(3):
+        found.row("a line", number=number, wrong=0)
+        assert [row["number"] for row in json.loads(path.read_text())["rows"]] == list(range(number + 1))
+    assert json.loads(path.read_text())["state"] == "running"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["part.json"]
+    assert found.end() == 0
+    assert gpu_report.Report.again(path).found["state"] == "passed"
+
+
+def test_wrong_results_fail_a_part_and_bars_do_not() -> None:
+    slow = report()
+    slow.bar("share", 0.8, at_least=0.9)
+    slow.bar("us", 3, at_most=15)
+    assert [bar["holds"] for bar in slow.found["bars"]] == [False, True]
+    assert slow.end() == 0
+    wrong = report()
+    wrong.row("a line", wrong=2)
+    assert wrong.end() == 1
+    assert (wrong.found["state"], wrong.found["why"]) == ("failed", "2 wrong")
+
+
+def test_the_halves_are_all_of_the_tests() -> None:
+    files = [*gpu_tests.half(1), *gpu_tests.half(2)]
+    assert sorted(files) == sorted(map(str, (ROOT / "tests/gpu").glob("test_*.py")))
+    assert len({*files}) == len(files)
+
+
+@pytest.mark.parametrize("name", gpu_proof.PARTS)
+def test_a_part_has_less_than_nine_minutes(name: str) -> None:
+    part = gpu_proof.PARTS[name]
+    assert part.limit < 540
+    assert (ROOT / "bench" / part.script).exists()
 
 
 @pytest.mark.parametrize(
-    ("output", "why", "state", "says"),
+    ("output", "code", "state", "says"),
     [
-        ("========= Error: Device not supported. x", "exit code 1", "not checked", "Device not supported"),
-        ("========= Invalid __global__ read of size 4", "exit code 86", "failed", "exit code 86"),
-        ("========= Unable to x\n========= Invalid __shared__ write", "exit code 86", "failed", "exit code 86"),
-        ("Unable to x\n320 results of kernels compared; 3 wrong", "exit code 1", "failed", "exit code 1"),
-        ("", "not done after 120 s", "not checked", "not done after 120 s"),
+        ("", 0, "passed", ""),
+        ("========= Error: Device not supported. x", 1, "not checked", "Device not supported"),
+        ("========= Invalid __global__ read of size 4", 86, "failed", "exit code 86"),
+        ("========= Unable to x\n========= Invalid __shared__ write", 86, "failed", "exit code 86"),
+        ("Unable to x\n4 collectives between 2 ranks, 3 wrong", 1, "failed", "exit code 1"),
     ],
 )
-def test_a_sanitizer_that_does_not_work_is_no_fault(output: str, why: str, state: str, says: str) -> None:
-    found, reason = gpu_proof.judged(output, why)
+def test_a_sanitizer_that_does_not_work_is_no_fault(output: str, code: int, state: str, says: str) -> None:
+    found, reason = gpu_sanitizer.judged(output, code)
     assert found == state
     assert says in reason
 
 
-def proof(folder: Path, seconds: float = 60) -> gpu_proof.Proof:
-    return gpu_proof.Proof(("tests/gpu",), False, time.monotonic() + seconds, folder)
+SLOW = """
+import gpu_report, os, sys, time
+args = gpu_report.parser("").parse_args()
+report = gpu_report.begin(args, "slow")
+report.row("a row", pid=os.getpid())
+time.sleep(100)
+"""
 
 
-def test_a_part_fails_by_its_exit_code_or_its_time(tmp_path: Path) -> None:
-    part, output = proof(tmp_path).run("part", [sys.executable, "-c", "print(5); exit(3)"], 30, log=True)
-    assert (part.state, part.why, output) == ("failed", "exit code 3", "5\n")
-    part, _ = proof(tmp_path).run("part", [sys.executable, "-c", "import time; time.sleep(60)"], 5.5)
-    assert (part.state, part.why) == ("failed", "not done after 6 s")
-    part, _ = proof(tmp_path, seconds=1).run("part", [sys.executable, "-c", ""], 30)
-    assert (part.state, part.why) == ("not checked", "no time left")
-
-
-def test_tests_that_cannot_run_are_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        gpu_proof.importlib.util, "find_spec", lambda name: None if name == "pytest_timeout" else object()
-    )
-    part = gpu_proof.run_tests(proof(tmp_path))
-    assert part.state == "not checked"
-    assert "no pytest-timeout" in part.why
+@pytest.mark.skipif(torch.version.cuda is not None, reason="the stand-ins need a torch without CUDA")
+def test_a_part_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "bench"))
+    monkeypatch.setitem(gpu_proof.PARTS, "slow", gpu_proof.Part(str(tmp_path / "slow.py"), "slow", limit=15))
+    assert gpu_proof.run("slow", tmp_path, True, []) == 1
+    found = json.loads((tmp_path / "slow.json").read_text())
+    assert (found["state"], found["why"]) == ("failed", "not done after 15 s")
+    [row] = found["rows"]
+    assert not Path(f"/proc/{row['pid']}").exists()
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built for CUDA")

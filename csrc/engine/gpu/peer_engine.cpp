@@ -42,10 +42,10 @@ bool same_gpu(const cuda::Handle& a, const cuda::Handle& b) {
 
 std::uint64_t PeerEngine::region_bytes(int ranks, const Shape& shape) { return region_shape(ranks, shape).bytes(); }
 
-PeerEngine::Mode PeerEngine::mode_for(const std::vector<cuda::Handle>& handles, int rank) {
+int PeerEngine::ranks_on_gpu(const std::vector<cuda::Handle>& handles, int rank) {
   const cuda::Handle& own = handles[static_cast<std::size_t>(rank)];
-  const auto on_it = std::count_if(handles.begin(), handles.end(), [&](const auto& h) { return same_gpu(h, own); });
-  return on_it > 1 ? Mode::steps : Mode::run;
+  return static_cast<int>(
+      std::count_if(handles.begin(), handles.end(), [&](const auto& h) { return same_gpu(h, own); }));
 }
 
 PeerEngine::PeerEngine(std::shared_ptr<Engine> host, std::shared_ptr<cuda::Kernels> kernels, cuda::DevicePtr device,
@@ -71,9 +71,10 @@ PeerEngine::PeerEngine(std::shared_ptr<Engine> host, std::shared_ptr<cuda::Kerne
   if (static_cast<int>(handles.size()) != size() || own_->bytes() < shape_.bytes())
     refuse("handles or bytes of the regions do not fit the group");
   if (mode == Mode::steps && !one_lane_) refuse("ranks that take steps have one lane");
-  if (mode == Mode::run && static_cast<int>(shape_.lanes) > device->multiprocessors())
-    refuse(std::to_string(shape_.lanes) + " blocks must run at once; " + device->describe() + " has room for " +
-           std::to_string(device->multiprocessors()));
+  if (const int ranks = ranks_on_gpu(handles, rank());
+      mode == Mode::run && static_cast<int>(shape_.lanes) * ranks > device->multiprocessors())
+    refuse(std::to_string(shape_.lanes) + " blocks of each of " + std::to_string(ranks) + " ranks must run at once; " +
+           device->describe() + " has room for " + std::to_string(device->multiprocessors()));
   if (mode == Mode::steps && !device->has_stream_values())
     throw Error(ErrorKind::system,
                 device->describe() +

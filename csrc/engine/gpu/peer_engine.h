@@ -36,11 +36,11 @@ class PeerEngine final : public GpuEngine {
   };
   static std::uint64_t region_bytes(int ranks, const Shape& shape);
 
-  // How this rank's GPU takes a call. Ranks that share a GPU must take steps; that they run is for tests, on a GPU that
-  // has room for all of them at once.
+  // How this rank's GPU takes a call. Ranks that share a GPU may only run if their streams differ and the lanes of all
+  // of them have a multiprocessor each; ranks in different processes then still take turns by the GPU's time slices.
   enum class Mode { run, steps };
-  // The mode for `rank`, whose regions these are.
-  static Mode mode_for(const std::vector<cuda::Handle>& handles, int rank);
+  // How many ranks, whose regions these are, have the GPU of `rank`.
+  static int ranks_on_gpu(const std::vector<cuda::Handle>& handles, int rank);
 
   // `own` is this rank's region, of zeros, handles[r] that of rank r. Throws Error(system) that says why a region
   // cannot be accessed, or Error(invalid_argument).

@@ -1,0 +1,59 @@
+"""Processes that use the GPU and may be killed, each with a pipe to this one.
+
+def main(pipe, number): pipe.send(number + 1)
+with Processes(stand_in, [(main, 1), (main, 2)]) as processes:
+    processes.hear(0)
+"""
+
+import multiprocessing
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import gpu_device
+
+
+class Processes:
+    """They end with this object."""
+
+    def __init__(self, stand_in: bool, mains: Sequence[tuple[Any, ...]]) -> None:
+        """Each runs `main(its end of the pipe, *arguments)`, where mains has (main, *arguments)."""
+        context = multiprocessing.get_context("spawn")
+        self._pipes, self._processes = [], []
+        for main, *arguments in mains:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_run, args=(stand_in, main, theirs, arguments))
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def __enter__(self) -> "Processes":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for index in range(len(self._processes)):
+            self.kill(index)
+
+    def hear(self, index: int, seconds: float = 60) -> Any:
+        """What a process says next; raises RuntimeError with what it raised, or TimeoutError."""
+        if not self._pipes[index].poll(seconds):
+            raise TimeoutError(f"process {index} said nothing for {seconds:.0f} s")
+        said = self._pipes[index].recv()
+        if isinstance(said, RuntimeError):
+            raise said
+        return said
+
+    def tell(self, index: int, what: Any) -> None:
+        self._pipes[index].send(what)
+
+    def kill(self, index: int) -> None:
+        self._processes[index].kill()
+        self._processes[index].join()
+
+
+def _run(stand_in: bool, main: Callable[..., None], pipe: Any, arguments: Sequence[Any]) -> None:
+    try:
+        gpu_device.use(stand_in)
+        main(pipe, *arguments)
+    except Exception as error:
+        pipe.send(RuntimeError(f"{type(error).__name__}: {error}"))

@@ -1,0 +1,68 @@
+"""The kernels under compute-sanitizer: memcheck, racecheck and synccheck over `gpu_kernels.py --few`.
+
+    python bench/gpu_sanitizer.py --json sanitizer.json
+
+A row for each tool: passed, failed, or not checked where the sanitizer does not work on this machine or takes too long.
+Exit code: 0, 1 if a tool found a fault, 2 if there is no GPU.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+import gpu_device
+import gpu_report
+
+# What torch asks of CUDA and handles itself is no error of a kernel.
+TOOLS = {"memcheck": ["--report-api-errors", "no"], "racecheck": [], "synccheck": []}
+FOUND = 86  # the sanitizer's exit code if it found any error
+SECONDS = 160.0  # for a tool
+
+REFUSALS = ("Device not supported", "Unable to", "not supported", "Internal Sanitizer Error", "Insufficient")
+FAULTS = re.compile(r"Invalid __|hazard|Barrier error|, [1-9]\d* wrong")
+
+
+def check(sanitizer: str, tool: str) -> dict[str, Any]:
+    command = [sanitizer, "--tool", tool, *TOOLS[tool], "--target-processes", "all"]
+    command += ["--error-exitcode", str(FOUND), sys.executable, "bench/gpu_kernels.py", "--few"]
+    try:
+        done = subprocess.run(
+            command, cwd=gpu_device.ROOT, capture_output=True, text=True, errors="replace", check=False, timeout=SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return {"tool": tool, "state": "not checked", "why": f"not done after {SECONDS:.0f} s"}
+    output = done.stdout + done.stderr
+    state, why = judged(output, done.returncode)
+    last = output.splitlines()[-40:] if state != "passed" else re.findall(r"=+ (.*SUMMARY: .*)", output)
+    return {"tool": tool, "state": state, "why": why, "output": last, "wrong": int(state == "failed")}
+
+
+def judged(output: str, code: int) -> tuple[str, str]:
+    """Whether the sanitizer found faults, or does not work on this machine; and why."""
+    if code == 0:
+        return "passed", ""
+    for line in output.splitlines():
+        if any(refusal in line for refusal in REFUSALS) and not FAULTS.search(output):
+            return "not checked", f"compute-sanitizer does not work here: {line.strip('= ')}"
+    return "failed", f"exit code {code}"
+
+
+def main() -> int:
+    args = gpu_report.parser(__doc__).parse_args()
+    report = gpu_report.begin(args, "the kernels under compute-sanitizer")
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    sanitizer = shutil.which("compute-sanitizer") or shutil.which(f"{home}/bin/compute-sanitizer")
+    if args.stand_in or sanitizer is None:
+        report.note("the stand-in is no GPU" if args.stand_in else "no compute-sanitizer on PATH or in CUDA_HOME/bin")
+        return report.end()
+    for tool in TOOLS:
+        row = check(sanitizer, tool)
+        report.row(f"{tool:<10} {row['state']:<12} {row['why']}", **row)
+    return report.end()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
