@@ -7,6 +7,7 @@ first use; nvcc compiles the same text, to one fatbin. Both land in ringreduce/g
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import re
 import shutil
@@ -104,13 +105,19 @@ class Nvcc:
 
 
 def find_nvcc() -> Nvcc | None:
-    """RINGREDUCE_NVCC ("0": none), or the one of CUDA_HOME, on PATH, or in /usr/local/cuda. Raises BuildError if what
-    RINGREDUCE_NVCC names is missing, NvccError if it does not run or cannot compile for the oldest of ARCHITECTURES."""
+    """RINGREDUCE_NVCC ("0": none), or the one of CUDA_HOME, on PATH, in /usr/local/cuda, or of NVIDIA's wheels.
+
+    Raises BuildError if what RINGREDUCE_NVCC names is missing, NvccError if it does not run or cannot compile for the
+    oldest of ARCHITECTURES.
+    """
     named = os.environ.get("RINGREDUCE_NVCC", "")
     if named == "0":
         return None
     homes = [os.environ.get("CUDA_HOME"), None, "/usr/local/cuda"]
-    places = [named] if named else [f"{home}/bin/nvcc" if home else "nvcc" for home in homes]
+    spec = importlib.util.find_spec("nvidia")
+    of_wheels = (spec and spec.submodule_search_locations) or ()
+    wheels = sorted(str(path) for home in of_wheels for path in Path(home).glob("*/bin/nvcc"))
+    places = [named] if named else [*(f"{home}/bin/nvcc" if home else "nvcc" for home in homes), *wheels]
     path = next(filter(None, map(shutil.which, places)), None)
     if path is None:
         if named:

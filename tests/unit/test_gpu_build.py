@@ -209,6 +209,21 @@ def test_an_nvcc_that_is_of_no_use_is_left_alone(
     assert said.startswith("warning: ") and why in said and "compiled at first use by NVRTC" in said
 
 
+def test_an_nvcc_of_a_wheel_is_found(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel = project / "site" / "nvidia" / "cu99" / "bin" / "nvcc"
+    wheel.parent.mkdir(parents=True)
+    shutil.copy(project / "nvcc", wheel)
+    monkeypatch.syspath_prepend(project / "site")
+    for name in [name for name in sys.modules if name.split(".")[0] == "nvidia"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delenv("RINGREDUCE_NVCC")
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    which = shutil.which
+    monkeypatch.setattr(shutil, "which", lambda path: which(path) if str(path).startswith(str(project)) else None)
+    found = build_cuda.find_nvcc()
+    assert found and found.path == str(wheel) and found.version == "99.1.2"
+
+
 def test_in_ci_what_nvcc_refuses_fails_the_build(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build_cuda, "STRICT", True)
     build(project)
