@@ -34,6 +34,8 @@ struct GroupCall {
   const bool* absent;  // this rank never makes the call
   const Tensors *inputs, *outputs;
   Report* reports;
+  std::uint64_t*
+      unlike;  // how often a block computed elements one by one, since its operands do not lie alike; or null
   bool scaled;
   bool stepwise;  // as ranks do that share a GPU
   bool threaded;  // every thread of a block is one of the CPU

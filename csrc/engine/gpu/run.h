@@ -47,8 +47,9 @@ struct Tensors {
   std::uint64_t count[kMostRanks];  // elements
 };
 
-// The most threads of a block that the kernels are compiled for, and what they are launched with.
-inline constexpr unsigned kBlockThreads = 512;
+// The most threads of a block that the kernels are compiled for, and what they are launched with. With more of them no
+// two sources of a narrow dtype would fit their registers at once.
+inline constexpr unsigned kBlockThreads = 384;
 
 // How the kernel takes the steps.
 //
