@@ -53,8 +53,8 @@ def operands(dtype: torch.dtype, count: int, sources: int) -> list[torch.Tensor]
 
 
 def special(dtype: torch.dtype) -> list[torch.Tensor]:
-    """Two operands with all pairs of edges of a float type: zeros, subnormals, the largest number, infinities, NaNs, and
-    what lies half-way between codes. For narrow floats, then also every code, next to one of the others."""
+    """Two operands with all pairs of a float type's edges: zeros, subnormals, the largest number, infinities, NaNs, and
+    what lies half-way between codes. Of narrow floats then every code, next to another one."""
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     info = torch.finfo(dtype)
     normal, eps = info.smallest_normal, info.eps
@@ -75,13 +75,11 @@ def differing(dtype: torch.dtype, found: torch.Tensor, expected: torch.Tensor) -
     """Bytes that differ where not both have a NaN."""
     differs = found != expected
     if dtype.is_floating_point or dtype.is_complex:
-        a, b = (
-            codes.view(dtype).to(torch.complex128 if dtype.is_complex else torch.float64) for codes in (found, expected)
-        )
+        numbers = [codes.view(dtype) for codes in (found, expected)]
         if dtype.is_complex:
-            a, b = torch.view_as_real(a).flatten(), torch.view_as_real(b).flatten()
-        both = a.isnan() & b.isnan()
-        differs &= ~both.repeat_interleave(found.numel() // max(both.numel(), 1))
+            numbers = [torch.view_as_real(of).flatten() for of in numbers]
+        nan = [of.double().isnan().repeat_interleave(of.itemsize) for of in numbers]
+        differs &= ~(nan[0] & nan[1])
     return int(differs.sum())
 
 
@@ -122,21 +120,21 @@ def check_kernels(few: bool) -> tuple[int, list[str]]:
 
     torch.manual_seed(0)
     compared, faults = 0, []
-    for dtype in DTYPES:
+    for name, dtype in DTYPES.items():
         for op in OPS:
-            if not _C.kernel_supports(dtype, op):
+            if not _C.kernel_supports(name, op):
                 continue
             tried = {
-                f"{count} elements of {sources} sources, {shift} off": (operands(DTYPES[dtype], count, sources), shift)
+                f"{count} elements of {sources} sources, {shift} off": (operands(dtype, count, sources), shift)
                 for count, sources, shift in cases(few)
             }
-            if DTYPES[dtype].is_floating_point:
-                pair = special(DTYPES[dtype])
+            if dtype.is_floating_point:
+                pair = special(dtype)
                 tried |= {"pairs of edges": (pair, 0), "edges, converted only": (pair[:1], 0)}
             for case, (values, shift) in tried.items():
                 compared += 1
-                if wrong := wrong_bytes(dtype, op, values, shift):
-                    faults.append(f"{op} of {dtype}, {case}: {wrong} bytes differ")
+                if wrong := wrong_bytes(name, op, values, shift):
+                    faults.append(f"{op} of {name}, {case}: {wrong} bytes differ")
     return compared, faults
 
 
