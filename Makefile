@@ -51,7 +51,7 @@ help:
 RUN_TOOLS := 'setuptools>=77:setuptools' ninja numpy rich scipy networkx matplotlib scikit-learn:sklearn
 TEST_TOOLS := pytest pytest-timeout:pytest_timeout pytest-xdist:xdist hypothesis psutil expecttest \
   mypy 'ruff==0.17:ruff' 'clang-format==23:clang_format'
-CUDA_TOOLS := nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
+CUDA_TOOLS := nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm nvidia-cuda-nvrtc-cu12 nvidia-cuda-nvrtc
 
 # Is this Python's torch usable? Prints its version, or on stderr why not.
 define TORCH_USABLE

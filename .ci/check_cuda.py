@@ -1,8 +1,10 @@
 """Compiles all CUDA code, and compares what each kernel takes with .ci/kernels.txt: `make cuda`.
 
-A kernel that spills registers fails; so does one that takes other registers or stack than the table says, and a sum of
-float32 or bfloat16 that does not load and store 16 bytes at once. Nothing runs, so no GPU is needed. Where there is no
-nvcc nothing is checked, and the last line says so.
+nvcc compiles every row of the kernels' table for ARCHITECTURES of build_cuda.py, and NVRTC for SUPPORTED, which has
+older GPUs too. A kernel that spills registers fails; so does one that takes other registers or stack than the table
+says, a sum of float32 or bfloat16 that does not load and store 16 bytes at once, and a kernel of the interpreter that
+reads what peers write in a way that may miss it (SHARED). Nothing runs, so no GPU is needed. The last lines name what
+could not be checked.
 
     python .ci/check_cuda.py [--write]    # --write: make the table say what is
 """
@@ -16,6 +18,7 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -24,10 +27,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import build_cuda  # noqa: E402
+from ringreduce.errors import SystemFailure  # noqa: E402
+from ringreduce.gpu import kernels  # noqa: E402
 
 TABLE = ROOT / ".ci" / "kernels.txt"
 REWRITE = "make cuda WRITE=1"
 WIDE = ("accumulate_float32_sum", "accumulate_bfloat16_sum")
+SUPPORTED = (70, 75, 80, 90, 100)
+"""Where every row of the kernels' table must compile: the oldest GPU, and those whose instructions differ."""
 
 
 @dataclass(frozen=True)
@@ -89,15 +96,21 @@ def differences(committed: str, now: str) -> list[str]:
     return list(difflib.unified_diff(committed.splitlines(), now.splitlines(), "committed", "now", lineterm="", n=0))
 
 
-def narrow(sass: str, architectures: tuple[int, ...]) -> list[str]:
-    """Which of WIDE lack a load or a store of 128 bits on which architecture, by what cuobjdump prints."""
-    instructions: dict[tuple[str, int], str] = {}
+def kernels_in(sass: str) -> dict[tuple[str, int], str]:
+    """The instructions of each kernel on each architecture, by what cuobjdump prints."""
+    found: dict[tuple[str, int], str] = {}
     architecture = 0
     for part in re.split(r"^(?=arch = )|(?=Function : )", sass, flags=re.MULTILINE):
         if match := re.match(r"arch = sm_(\d+)", part):
             architecture = int(match[1])
         elif match := re.match(r"Function : (\w+)", part):
-            instructions[match[1], architecture] = part
+            found[match[1], architecture] = part
+    return found
+
+
+def narrow(sass: str, architectures: tuple[int, ...]) -> list[str]:
+    """Which of WIDE lack a load or a store of 128 bits on which architecture, by what cuobjdump prints."""
+    instructions = kernels_in(sass)
     wanted = {"load": r"\bLDG\.E[.\w]*\.128\b", "store": r"\bSTG\.E[.\w]*\.128\b"}
     return [
         f"{kernel} on sm_{number} has no {what} of 128 bits"
@@ -106,6 +119,74 @@ def narrow(sass: str, architectures: tuple[int, ...]) -> list[str]:
         for what, pattern in wanted.items()
         if not re.search(pattern, instructions.get((kernel, number), ""))
     ]
+
+
+SHARED = {
+    r"\bLDG\.[.\w]*CONSTANT\b": "by the cache for constants, which does not see what peers write",
+    r"\b(?:LD|ST)\.[.\w]*(?:128|U16)\b": "in no particular memory; payloads lie in global memory (in_global_memory)",
+    r"\b(?:LD|ST)\.[.\w]*STRONG\b": "in no particular memory; flags lie in global memory (memory.cuh)",
+}
+"""What a kernel of the interpreter must not do, and why. Its functions that are compiled apart access their job and
+stack as generic memory too, by other widths: packs, halves and ordered words are those of peers."""
+
+
+def unsafe(sass: str) -> list[str]:
+    """What kernels of the interpreter do with peers' memory that they must not, by what cuobjdump prints."""
+    return [
+        f"{kernel} on sm_{number} has {match[0]}: it accesses memory {why}"
+        for (kernel, number), instructions in sorted(kernels_in(sass).items())
+        for pattern, why in SHARED.items()
+        if (match := re.search(pattern, instructions))
+    ]
+
+
+def compile_by_nvrtc(path: str, stem: str, text: str, number: int) -> str:
+    """Compiles all rows for sm_<number>; why it could not, or "". ptxas leaves out what takes time: it refuses the same
+    instructions."""
+    options = (*kernels.OPTIONS, f"--gpu-architecture=sm_{number}", "--ptxas-options=-O0")
+    try:
+        kernels.Nvrtc(path).compile(f"{stem}.cu", text.encode(), options)
+    except SystemFailure as error:
+        return str(error)
+    return ""
+
+
+@dataclass(frozen=True)
+class ByNvrtc:
+    """What the NVRTCs compile while nvcc does: jobs, by version and architecture, and SUPPORTED that none knows."""
+
+    jobs: dict[tuple[str, int], list[Future[str]]]
+    unknown: tuple[int, ...]
+
+    def faults(self) -> list[str]:
+        return [fault for jobs in self.jobs.values() for job in jobs if (fault := job.result())]
+
+    def describe(self) -> str:
+        versions = sorted({version for version, _ in self.jobs})
+        each = [(v, ", ".join(f"sm_{n}" for version, n in sorted(self.jobs) if version == v)) for v in versions]
+        return "; ".join(f"{names} by NVRTC {version}" for version, names in each)
+
+
+def start_nvrtc(places: list[str], texts: dict[str, str], processes: ProcessPoolExecutor) -> ByNvrtc:
+    """Compiles every text for SUPPORTED with the first NVRTC of each major version in `places`: the oldest of them for
+    all that it knows, others for what the older ones do not know and for their own oldest."""
+    found: dict[int, kernels.Nvrtc] = {}
+    for path in places:
+        try:
+            nvrtc = kernels.Nvrtc(path)
+        except (OSError, AttributeError, SystemFailure):
+            continue
+        found.setdefault(int(nvrtc.version.partition(".")[0]), nvrtc)
+    jobs: dict[tuple[str, int], list[Future[str]]] = {}
+    done: set[int] = set()
+    for _, nvrtc in sorted(found.items()):
+        known = [number for number in SUPPORTED if number in nvrtc.architectures]
+        for number in {*known[:1], *known} - (done - set(known[:1])):
+            jobs[nvrtc.version, number] = [
+                processes.submit(compile_by_nvrtc, nvrtc.path, stem, text, number) for stem, text in texts.items()
+            ]
+        done.update(known)
+    return ByNvrtc(jobs, tuple(number for number in SUPPORTED if number not in done))
 
 
 def program(name: str) -> str:
@@ -118,39 +199,24 @@ def program(name: str) -> str:
     sys.exit(f"error: no {name}; pip install nvidia-cuda-{name}")
 
 
-def disassemble(fatbin: Path) -> str:
-    """The SASS of WIDE."""
+def disassemble(fatbin: Path, only: tuple[str, ...] = ()) -> str:
+    """The SASS of a fatbin's kernels."""
     cuobjdump, nvdisasm = program("cuobjdump"), program("nvdisasm")
     path = os.pathsep.join([str(Path(nvdisasm).parent), os.environ.get("PATH", os.defpath)])
-    command = [cuobjdump, "--dump-sass", "--function", ",".join(WIDE), str(fatbin)]
+    command = [cuobjdump, "--dump-sass", *(("--function", ",".join(only)) if only else ()), str(fatbin)]
     return subprocess.run(
         command, check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, "PATH": path}
     ).stdout
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
-    parser.add_argument("--write", action="store_true", help="write the table anew")
-    write = parser.parse_args().write
-    try:
-        nvcc = build_cuda.find_nvcc()
-        if nvcc is None:
-            print("no nvcc on this machine: CUDA code was NOT compiled and NOT checked")
-            return 0
-        sources = build_cuda.sources(ROOT / "csrc")
-        made = {
-            stem: build_cuda.compile_text(nvcc, stem, build_cuda.flatten(path, ROOT / "csrc"), ROOT / "build/cuda")
-            for stem, path in sources.items()
-        }
-    except build_cuda.BuildError as error:
-        sys.exit(f"error: {error}")
+def check_nvcc(nvcc: build_cuda.Nvcc, texts: dict[str, str], write: bool) -> tuple[list[str], list[str]]:
+    """Compiles the texts; what is wrong, and what could not be checked."""
+    made = {stem: build_cuda.compile_text(nvcc, stem, text, ROOT / "build/cuda") for stem, text in texts.items()}
     found = [usage for compiled in made.values() for usage in usages(compiled.log.read_text(encoding="utf-8"))]
     missing = [f"nvcc {nvcc.version} knows no sm_{n}" for n in build_cuda.ARCHITECTURES if n not in nvcc.architectures]
     faults = spilling(found)
-    if "accumulate" in made:
-        faults += narrow(disassemble(made["accumulate"].fatbin), nvcc.architectures)
-    else:
-        faults.append("there is no csrc/**/accumulate.cu")
+    faults += narrow(disassemble(made["accumulate"].fatbin, WIDE), nvcc.architectures)
+    faults += unsafe(disassemble(made["interpreter"].fatbin))
 
     now = table(found, nvcc.version)
     if write:
@@ -159,12 +225,33 @@ def main() -> int:
     if changed := differences(committed, now):
         faults.append(f"{TABLE.relative_to(ROOT)} says otherwise; if that is meant: {REWRITE}")
         print("\n".join(changed))
-    for fault in faults:
-        print(f"error: {fault}")
-    kernels = len({usage.kernel for usage in found})
-    print(f"{kernels} kernels for {', '.join(f'sm_{n}' for n in nvcc.architectures)} by nvcc {nvcc.version}")
     if committed.partition("\n")[0] != now.partition("\n")[0]:
         missing.append(f"the table is not of nvcc {nvcc.version}")
+    names = len({usage.kernel for usage in found})
+    print(f"{names} kernels for {', '.join(f'sm_{n}' for n in nvcc.architectures)} by nvcc {nvcc.version}")
+    return faults, missing
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
+    parser.add_argument("--write", action="store_true", help="write the table anew")
+    write = parser.parse_args().write
+    try:
+        nvcc = build_cuda.find_nvcc()
+        texts = {
+            stem: build_cuda.flatten(path, ROOT / "csrc") for stem, path in build_cuda.sources(ROOT / "csrc").items()
+        }
+        with ProcessPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as processes:
+            nvrtc = start_nvrtc(kernels._places(), texts, processes)
+            faults, missing = check_nvcc(nvcc, texts, write) if nvcc else ([], ["registers and SASS: no nvcc is here"])
+            faults += nvrtc.faults()
+    except build_cuda.BuildError as error:
+        sys.exit(f"error: {error}")
+    missing += [f"the rows for sm_{number}: no NVRTC here knows it" for number in nvrtc.unknown]
+    for fault in faults:
+        print(f"error: {fault}")
+    if nvrtc.jobs:
+        print(f"every row compiles for {nvrtc.describe()}" if not nvrtc.faults() else "not every row compiles")
     for reason in missing:
         print(f"NOT checked: {reason}")
     return 1 if faults else 0

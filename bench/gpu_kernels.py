@@ -3,6 +3,8 @@
     python bench/gpu_kernels.py
     compute-sanitizer --target-processes all --tool racecheck python bench/gpu_kernels.py --few
 
+Random values, every code of the narrow floats, and all pairs of values at the edges of float types: so also conversions
+by the GPU's instructions. Bits are compared, but any NaN counts as any other: which one comes out is not promised.
 Exit code: 0, 1 if any result differs, 2 if there is no GPU. `--few`: one size and one alignment of each kernel, for a
 sanitizer, under which a kernel takes a hundred times as long. `--json`: see gpu_report.py.
 """
@@ -50,12 +52,42 @@ def operands(dtype: torch.dtype, count: int, sources: int) -> list[torch.Tensor]
     return [torch.randint(low, high, (count,)).to(dtype) for _ in range(sources)]
 
 
-def wrong_bytes(dtype_name: str, op: str, count: int, sources: int, shift: int) -> int:
+def special(dtype: torch.dtype) -> list[torch.Tensor]:
+    """Two operands with all pairs of a float type's edges: zeros, subnormals, the largest number, infinities, NaNs, and
+    what lies half-way between codes. Of narrow floats then every code, next to another one."""
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    info = torch.finfo(dtype)
+    normal, eps = info.smallest_normal, info.eps
+    numbers = [0.0, normal * eps, normal * eps * 3, normal * (1 - eps), normal, info.max, 1.0, 1 + eps, 1 - eps / 2]
+    numbers += [eps / 2, eps / 4, eps * 3 / 2, info.max * eps / 4, float("inf"), float("nan")]
+    edges = torch.tensor([*numbers, *(-number for number in numbers)], dtype=torch.float64).to(dtype)
+    codes = edges.view(integer)
+    codes = torch.cat([codes, codes[edges.isinf()] + 1])  # NaNs, signalling ones where there are such
+    pair = [codes.repeat_interleave(codes.numel()), codes.repeat(codes.numel())]
+    if dtype.itemsize <= 2:
+        count = 2 ** (8 * dtype.itemsize)
+        every = torch.arange(count).to(torch.uint8 if dtype.itemsize == 1 else torch.int16)
+        pair = [torch.cat([pair[0], every]), torch.cat([pair[1], every[torch.arange(count) * 40503 % count]])]
+    return [half.view(dtype) for half in pair]
+
+
+def differing(dtype: torch.dtype, found: torch.Tensor, expected: torch.Tensor) -> int:
+    """Bytes that differ where not both have a NaN."""
+    differs = found != expected
+    if dtype.is_floating_point or dtype.is_complex:
+        numbers = [codes.view(dtype) for codes in (found, expected)]
+        if dtype.is_complex:
+            numbers = [torch.view_as_real(of).flatten() for of in numbers]
+        nan = [of.double().isnan().repeat_interleave(of.itemsize) for of in numbers]
+        differs &= ~(nan[0] & nan[1])
+    return int(differs.sum())
+
+
+def wrong_bytes(dtype_name: str, op: str, values: list[torch.Tensor], shift: int) -> int:
     """Bytes of the device's result, or next to it, that differ from the CPU's."""
     from ringreduce import _C
 
-    dtype = DTYPES[dtype_name]
-    values = operands(dtype, count, sources)
+    dtype, count = DTYPES[dtype_name], values[0].numel()
     size, ahead = count * dtype.itemsize, MARGIN + shift * dtype.itemsize % MARGIN
     expected = torch.full((ahead + size + MARGIN,), 0x5A, dtype=torch.uint8)
     found = expected.cuda()
@@ -75,7 +107,11 @@ def wrong_bytes(dtype_name: str, op: str, count: int, sources: int, shift: int) 
         count,
         torch.cuda.current_stream().cuda_stream,
     )
-    return int((found.cpu() != expected).sum())
+    here = found.cpu()
+    payload = slice(ahead, ahead + size)
+    wrong = differing(dtype, here[payload].clone(), expected[payload].clone())
+    here[payload] = expected[payload]
+    return wrong + int((here != expected).sum())
 
 
 def check_kernels(report: gpu_report.Report, few: bool) -> None:
@@ -83,18 +119,23 @@ def check_kernels(report: gpu_report.Report, few: bool) -> None:
     from ringreduce import _C
 
     torch.manual_seed(0)
-    for dtype in DTYPES:
+    for name, dtype in DTYPES.items():
         for op in OPS:
-            if not _C.kernel_supports(dtype, op):
+            if not _C.kernel_supports(name, op):
                 continue
-            compared, faults = 0, []
-            for count, sources, shift in cases(few):
-                compared += 1
-                if wrong := wrong_bytes(dtype, op, count, sources, shift):
-                    case = f"{count} elements of {sources} sources, {shift} off"
-                    faults.append(f"{op} of {dtype}, {case}: {wrong} bytes differ")
-            line = f"{op} of {dtype}: {compared} results compared, {len(faults)} wrong"
-            report.row("\n".join([line, *faults]), dtype=dtype, op=op, faults=faults, wrong=len(faults))
+            tried = {
+                f"{count} elements of {sources} sources, {shift} off": (operands(dtype, count, sources), shift)
+                for count, sources, shift in cases(few)
+            }
+            if dtype.is_floating_point:
+                pair = special(dtype)
+                tried |= {"pairs of edges": (pair, 0), "edges, converted only": (pair[:1], 0)}
+            faults = []
+            for case, (values, shift) in tried.items():
+                if wrong := wrong_bytes(name, op, values, shift):
+                    faults.append(f"{op} of {name}, {case}: {wrong} bytes differ")
+            line = f"{op} of {name}: {len(tried)} results compared, {len(faults)} wrong"
+            report.row("\n".join([line, *faults]), dtype=name, op=op, faults=faults, wrong=len(faults))
 
 
 def check_collectives(stand_in: bool) -> list[str]:

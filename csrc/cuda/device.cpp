@@ -197,12 +197,11 @@ Function Module::function(const char* name) const {
   driver().cuModuleGetFunction.refuse(kNotFound, " of " + std::string(name) + on(*module_.device()));
 }
 
-int Module::resident_blocks(const Function& function, unsigned threads, std::size_t shared_bytes) const {
-  const Device& device = *module_.device();
+unsigned resident_blocks(const Device& device, const Function& function, unsigned threads) {
   int blocks = 0;
   call(device, driver().cuOccupancyMaxActiveBlocksPerMultiprocessor, &blocks, function.handle,
-       static_cast<int>(threads), shared_bytes);
-  return blocks * device.multiprocessors();
+       static_cast<int>(threads), std::size_t{0});
+  return static_cast<unsigned>(blocks * device.multiprocessors());
 }
 
 Stream::Stream(const DevicePtr& device, int priority) : own_(device) {

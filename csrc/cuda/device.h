@@ -190,6 +190,9 @@ struct Function {
   std::string name;
 };
 
+// How many blocks of `threads` threads, without dynamic shared memory, the device can run at once.
+unsigned resident_blocks(const Device& device, const Function& function, unsigned threads);
+
 class Module {
  public:
   // `image` is a cubin, a fat binary, or PTX that ends with a zero; not needed afterwards.
@@ -198,9 +201,6 @@ class Module {
   // Nothing if the module has no such kernel.
   std::optional<Function> find(const char* name) const;
   Function function(const char* name) const;
-  // How many blocks of `threads` threads, with `shared_bytes` of dynamic shared memory each, the device can run at
-  // once.
-  int resident_blocks(const Function& function, unsigned threads, std::size_t shared_bytes = 0) const;
 
  private:
   Resource<CUmodule, &Driver::cuModuleUnload> module_;

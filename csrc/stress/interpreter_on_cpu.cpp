@@ -1,5 +1,6 @@
 #include "stress/interpreter_on_cpu.h"
 
+#include <atomic>
 #include <cstring>
 #include <exception>
 #include <thread>
@@ -34,6 +35,23 @@ void play(const char* kernel, const Run& run, Block block) {
   std::terminate();
 }
 
+// Counts the steps that it takes without reading whole packs.
+class CountingBlock : public CpuBlock {
+ public:
+  CountingBlock(std::uint32_t index, std::uint32_t blocks, std::uint64_t* unlike)
+      : CpuBlock(index, blocks, kPlayedThreads), unlike_(unlike) {}
+
+  template <class F>
+  void work(F f) {
+    if (unlike_ != nullptr && job().accumulate.count > 0 && !aligned_alike<Pack>(job().accumulate))
+      std::atomic_ref(*unlike_).fetch_add(1);
+    CpuBlock::work(f);
+  }
+
+ private:
+  std::uint64_t* const unlike_;
+};
+
 // f(i) for all i < n, each in a thread of its own.
 template <class F>
 void in_threads(std::uint32_t n, F f) {
@@ -44,7 +62,7 @@ void in_threads(std::uint32_t n, F f) {
 
 void launch(const GroupCall& call, const Run& run, std::uint32_t blocks) {
   in_threads(blocks, [&](std::uint32_t b) {
-    if (!call.threaded) return play(call.kernel, run, CpuBlock(b, blocks, kPlayedThreads));
+    if (!call.threaded) return play(call.kernel, run, CountingBlock(b, blocks, call.unlike));
     ThreadedBlock::Shared shared(kRealThreads);
     in_threads(kRealThreads, [&](std::uint32_t t) { play(call.kernel, run, ThreadedBlock(b, blocks, t, shared)); });
   });

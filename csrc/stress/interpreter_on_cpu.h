@@ -35,6 +35,8 @@ struct GroupCall {
   const std::uint32_t* batches;  // of each rank, channel and step, the number of its batch; null: those there are
   const Tensors *inputs, *outputs;
   Report* reports;
+  std::uint64_t*
+      unlike;  // how often a block computed elements one by one, since its operands do not lie alike; or null
   bool scaled;
   bool stepwise;  // as ranks do that share a GPU
   bool threaded;  // every thread of a block is one of the CPU

@@ -9,7 +9,7 @@ using ringreduce::gpu::Accumulate;
 using ringreduce::gpu::Run;
 
 #define RUN(name, ...)                                                              \
-  STAND_IN_KERNEL(run_##name, Run, 512) {                                           \
+  STAND_IN_KERNEL(run_##name, Run, ringreduce::gpu::kBlockThreads) {                \
     using Row = ringreduce::gpu::rows::name;                                        \
     ringreduce::gpu::CpuBlock threads_of_block(block, blocks, threads);             \
     ringreduce::gpu::interpret<Row::Format, Row::Op>(parameters, threads_of_block); \

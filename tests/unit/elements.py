@@ -80,6 +80,35 @@ def operand(dtype, count, rank):
     return from_bytes(dtype, np.where(rng.random(count).repeat(size) < 0.5, as_bytes(numbers), as_bytes(codes)))
 
 
+def edges(dtype):
+    """Numbers at the edges of a float type and between its codes, each with both signs: zero, the least and the largest
+    subnormal, the least normal and the largest number, infinity, a quiet and a signalling NaN, one, its neighbours, and
+    halves of their distance. What a type lacks is left out."""
+    size, info = TORCH[dtype].itemsize, torch.finfo(TORCH[dtype])
+    unsigned = np.dtype(f"u{size}")
+    sign = 1 << (8 * size - 1)
+
+    def code(number):
+        return int(as_bytes(torch.tensor([number], dtype=torch.float64).to(TORCH[dtype])).view(unsigned)[0])
+
+    normal, largest, one = code(info.smallest_normal), code(info.max), code(1.0)
+    codes = {0, 1, 2, 3, normal - 1, normal, normal + 1, largest - 1, largest, one - 1, one, one + 1, one + 2}
+    codes |= {code(info.eps / 2), code(info.eps / 4), code(info.eps * 3 / 2), code(info.max / 2)}
+    codes |= {sign - 1}  # a NaN with all bits set
+    if dtype != "float8_e4m3fn":  # which has neither infinities nor other NaNs
+        infinity = largest + 1
+        codes |= {infinity, infinity + 1, infinity | normal >> 1}  # the least NaN is signalling, the last one quiet
+    codes |= {code | sign for code in codes}
+    return from_bytes(dtype, np.array(sorted(codes), unsigned).view(np.uint8))
+
+
+def edge_pairs(dtype):
+    """Two operands that have all pairs of `edges`."""
+    codes = as_bytes(edges(dtype)).view(f"u{TORCH[dtype].itemsize}")
+    pairs = (codes.repeat(codes.size), np.tile(codes, codes.size))
+    return [from_bytes(dtype, half.view(np.uint8)) for half in pairs]
+
+
 # ---- References ------------------------------------------------------------------------------------------------------
 
 COMBINE = {

@@ -4,10 +4,28 @@
 #include <numeric>
 #include <random>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "kernels/gpu/accumulate.h"
 #include "kernels/gpu/table.cuh"
+
+namespace ringreduce::gpu {
+
+// A Pack whose loads and stores are counted.
+struct alignas(16) CountedPack {
+  Word word[4];
+};
+static std::uint64_t packs_accessed = 0;
+
+template <class Format>
+struct ByWhole<Format, CountedPack> : ByWhole<Format, Pack> {
+  using Base = ByWhole<Format, Pack>;
+  static typename Base::Raw load(const char* p) { return ++packs_accessed, Base::load(p); }
+  static void store(char* p, const typename Base::Raw& raw) { ++packs_accessed, Base::store(p, raw); }
+};
+
+}  // namespace ringreduce::gpu
 
 namespace {
 
@@ -20,7 +38,7 @@ struct Row {
 };
 
 constexpr Row kRows[] = {
-#define ROW(name, Format, Op) {#name, accumulate<Format, Op>},
+#define ROW(name, Format, Op) {#name, accumulate<Format, Op, CountedPack>},
     RINGREDUCE_GPU_KERNELS(ROW)
 #undef ROW
 };
@@ -44,6 +62,19 @@ bool run(const char* name, const Accumulate* job, std::uint64_t threads, unsigne
   std::shuffle(order.begin(), order.end(), std::mt19937(seed));
   for (std::uint64_t thread : order) row->accumulate(*job, thread, threads);
   return true;
+}
+
+// How many packs have been loaded and stored since the last call, but for those of move_bytes.
+std::uint64_t packs() { return std::exchange(packs_accessed, 0); }
+
+// The codes that a GPU with instructions for float8_e5m2 makes of numbers. The instruction is modelled by the PTX ISA's
+// rule for cvt.rn.satfinite: a magnitude beyond the largest number becomes that number.
+void narrow_to_float8_e5m2(const float* values, std::uint8_t* codes, std::uint64_t count) {
+  constexpr float kLargest = 57344;
+  for (std::uint64_t i = 0; i < count; ++i) {
+    const float bounded = values[i] > kLargest ? kLargest : values[i] < -kLargest ? -kLargest : values[i];
+    codes[i] = static_cast<std::uint8_t>(Float8E5M2Code::narrow(bounded) + infinite_float8_e5m2(values[i], 0));
+  }
 }
 
 // The name of kernel `index`, nullptr past the last.

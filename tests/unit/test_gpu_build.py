@@ -3,11 +3,13 @@
 import importlib.util
 import logging
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
 
@@ -545,3 +547,56 @@ def test_narrow_loads_are_found() -> None:
     )
     assert check_cuda.narrow(sass, (80, 90)) == ["accumulate_float32_sum on sm_90 has no load of 128 bits"]
     assert len(check_cuda.narrow(sass, (80, 90, 100))) == 5
+
+
+def test_unsafe_accesses_of_peers_memory_are_found() -> None:
+    good = (
+        "LDG.E.64.STRONG.SYS R2, [R2.64] ;\n LDG.E.128 R4, [R2.64] ;\n LD.E.64 R6, [R2.64] ;\n STG.E.U16 [R2.64], R4;"
+    )
+    sass = f"arch = sm_90\n\t\tFunction : run_float32_sum\n{good}"
+    assert check_cuda.unsafe(sass) == []
+    for bad, why in (
+        ("LDG.E.128.CONSTANT R4, [R2.64] ;", "LDG.E.128.CONSTANT: .* cache for constants"),
+        ("@P0 LDG.E.U8.CONSTANT R4, [R2.64] ;", "LDG.E.U8.CONSTANT: .* cache for constants"),
+        ("LD.E.128 R4, [R2.64] ;", "LD.E.128: .* payloads"),
+        ("ST.E.U16 [R2.64], R4 ;", "ST.E.U16: .* payloads"),
+        ("LD.E.64.STRONG.SYS R4, [R2.64] ;", "LD.E.64.STRONG: .* flags"),
+        ("ST.E.STRONG.SYS [R2.64], R4 ;", "ST.E.STRONG: .* flags"),
+    ):
+        (fault,) = check_cuda.unsafe(sass + bad)
+        assert re.match(f"run_float32_sum on sm_90 has {why}", fault), fault
+
+
+class NoProcesses:
+    """Runs jobs at once, in this process."""
+
+    def submit(self, function: Callable[..., str], *arguments: object) -> Future[str]:
+        job: Future[str] = Future()
+        job.set_result(function(*arguments))
+        return job
+
+
+def test_rows_are_compiled_for_all_gpus_that_an_nvrtc_knows(runtime: Runtime) -> None:
+    newer = str(make_nvrtc(Path(runtime.library).with_suffix(".99"), runtime.calls, major=99))
+    made = check_cuda.start_nvrtc([newer, runtime.library, "libnvrtc-none.so"], {"one": "one;"}, NoProcesses())
+    assert made.faults() == []
+    assert sorted(made.jobs) == [("98.4", 75), ("98.4", 80), ("98.4", 90), ("99.4", 75)]
+    assert made.unknown == (70, 100)
+    assert runtime.compilations() == 4
+    wrong = check_cuda.start_nvrtc([runtime.library], {"one": "wrong;"}, NoProcesses())
+    assert len(wrong.faults()) == 3
+    assert all("error: wrong" in fault for fault in wrong.faults())
+
+
+@pytest.mark.parametrize("stem", SOURCES)
+def test_no_nvrtc_compiles_an_instruction_that_an_old_gpu_lacks(stem: str) -> None:
+    """That the check can fail: with the first row, whatever it is, since each has all conversions."""
+    if isinstance(nvrtc := kernels._nvrtc_or_reason(), str):
+        pytest.skip(f"no NVRTC that can be loaded {nvrtc or '(pip install nvidia-cuda-nvrtc)'}")
+    text = build_cuda.flatten(build_cuda.sources(ROOT / "csrc")[stem], ROOT / "csrc")
+    row = (*kernels.OPTIONS, "--gpu-architecture=sm_75", "-DRINGREDUCE_GPU_ONLY=uint8_sum")
+    assert nvrtc.compile(f"{stem}.cu", text.encode(), row).startswith(b"\x7fELF")
+    guard = "#define RINGREDUCE_HAS_PAIRS (__CUDA_ARCH__ >= 800)"
+    assert guard in text
+    with pytest.raises(SystemFailure, match=r"'cvt.f16x2.f32' requires .target sm_80"):
+        nvrtc.compile(f"{stem}.cu", text.replace(guard, "#define RINGREDUCE_HAS_PAIRS 1").encode(), row)

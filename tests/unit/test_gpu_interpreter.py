@@ -49,7 +49,7 @@ class Report(ctypes.Structure):
 
 
 class Notice(ctypes.Structure):
-    _fields_ = (("full", ctypes.c_uint64), ("fingerprint", ctypes.c_uint64), ("bytes", ctypes.c_uint64))
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("full", "fingerprint", "bytes", "offset"))
 
 
 class GroupCall(ctypes.Structure):
@@ -68,6 +68,7 @@ class GroupCall(ctypes.Structure):
         ("inputs", ctypes.POINTER(Tensors)),
         ("outputs", ctypes.POINTER(Tensors)),
         ("reports", ctypes.POINTER(Report)),
+        ("unlike", ctypes.POINTER(ctypes.c_uint64)),
         *((name, ctypes.c_bool) for name in ("scaled", "stepwise", "threaded")),
     )
 
@@ -172,6 +173,7 @@ class Call:
             return made
 
         self.group = group
+        self.unlike = ctypes.c_uint64()
         self.reports = (Report * size)()
         for report in self.reports:
             report.abort = aborted
@@ -197,6 +199,7 @@ class Call:
             inputs=tensors(inputs),
             outputs=tensors(outputs),
             reports=self.reports,
+            unlike=ctypes.pointer(self.unlike),
             scaled=factors is not None,
             stepwise=stepwise,
             threaded=threaded,
@@ -431,6 +434,73 @@ def test_calls_of_many_kinds_in_one_group(interpreter: Any, threaded: bool) -> N
         call.make()
         check(list(call.reports), outputs, wanted)
         assert group.words_in_use() == 0
+
+
+# ---- Where tensors lie ----------------------------------------------------------------------------------------------
+
+PACK = 16
+"""Bytes that a kernel reads at once where all its operands lie alike modulo so many."""
+
+
+def at_offset(array: np.ndarray, offset: int) -> np.ndarray:
+    """A copy that begins `offset` bytes after a multiple of PACK."""
+    memory = np.empty(array.nbytes + 2 * PACK, np.uint8)
+    begin = -memory.ctypes.data % PACK + offset
+    placed = memory[begin : begin + array.nbytes].view(array.dtype)
+    placed[:] = array
+    return placed
+
+
+def run_at_offsets(
+    interpreter: Any, plan: Plan, offsets: list[tuple[int, int]], stepwise: bool, element: type = np.uint8
+) -> int:
+    """Makes a call of `plan` with each rank's input and output at its pair of offsets, checks the results, and returns
+    how many steps read their operands one element at a time."""
+    inputs, outputs, wanted = blocks(plan.collective, plan.size, [301])
+    inputs = [[at_offset(x.astype(element), a) for x in xs] for xs, (a, _) in zip(inputs, offsets, strict=True)]
+    outputs = [[at_offset(x.astype(element), b) for x in xs] for xs, (_, b) in zip(outputs, offsets, strict=True)]
+    group = Group(interpreter, plan.size, lanes=len(plan.channels), slot_bytes=128)
+    kernel = f"uint{8 * np.dtype(element).itemsize}_sum"
+    options = {"slice_elements": 128 // np.dtype(element).itemsize, "stepwise": stepwise}
+    call = group.call(plan, inputs, outputs, kernel, **options)
+    call.make()
+    check(list(call.reports), outputs, [[x.astype(element) for x in tensors] for tensors in wanted])
+    return call.unlike.value
+
+
+PLACED = [build("all_reduce", algorithm, 3) for algorithm in ("ring", "one_shot", "two_shot", "tree")] + [
+    RELAYED,
+    build("all_gather", "ring", 3),
+    build("all_to_all", "direct", 3),
+]
+
+
+@pytest.mark.parametrize("stepwise", [False, True])
+@pytest.mark.parametrize("plan", PLACED, ids=lambda plan: f"{plan.collective}-{plan.name}")
+def test_tensors_that_lie_alike_are_read_by_packs(interpreter: Any, plan: Plan, stepwise: bool) -> None:
+    """Slots too then lie as the tensors do, wherever that is, and also those that a rank only forwards."""
+    for offset in range(PACK):
+        assert run_at_offsets(interpreter, plan, [(offset, offset)] * plan.size, stepwise) == 0, offset
+    assert run_at_offsets(interpreter, plan, [(8, 8)] * plan.size, stepwise, np.uint64) == 0
+
+
+@pytest.mark.parametrize("plan", [build("all_reduce", "two_shot", 2), RELAYED], ids=lambda plan: plan.name)
+def test_every_pair_of_offsets(interpreter: Any, plan: Plan) -> None:
+    """Of input and output, and of one rank's tensors and all others'."""
+    for a, b in itertools.product(range(PACK), repeat=2):
+        if a != b:
+            assert run_at_offsets(interpreter, plan, [(a, b)] * plan.size, False) > 0
+            assert run_at_offsets(interpreter, plan, [(a, a)] + [(b, b)] * (plan.size - 1), False) > 0
+
+
+def test_an_offset_that_is_no_offset_stays_in_the_slot(interpreter: Any) -> None:
+    group = Group(interpreter, 2)
+    inputs, outputs, _ = blocks("broadcast", 2, [10])
+    call = group.call(build("broadcast", "direct", 2), inputs, outputs, absent=(0,))
+    group.notice(1, 0).offset = 2**40 + PACK
+    group.forge(1, 0, 80)
+    assert call.make()[1] == "no"
+    assert (outputs[1][0] == 0).all()
 
 
 # ---- Calls that end otherwise ----------------------------------------------------------------------------------------

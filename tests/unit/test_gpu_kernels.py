@@ -28,6 +28,8 @@ from unit.elements import (
     all_codes,
     as_bytes,
     assert_same,
+    edge_pairs,
+    edges,
     expected,
     expected_scale,
     from_bytes,
@@ -74,6 +76,8 @@ def gpu(tmp_path_factory):
     found.kernel.restype = ctypes.c_char_p
     found.kernel_for_names.restype = ctypes.c_uint32
     found.job_bytes.restype = ctypes.c_size_t
+    found.packs.restype = ctypes.c_uint64
+    found.narrow_to_float8_e5m2.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64)
     return found
 
 
@@ -169,6 +173,24 @@ def test_any_alignment_of_each_pointer(gpu, dtype, op):
     for k in range(16):
         for pointers in ([k, k, k, k], [k, 0, 0, 0], [0, k, 0, 0], [0, 0, k, 0], [0, 0, 0, k], [k, 16 - k, 3 * k, k]):
             check(gpu, dtype, op, operands, wanted=wanted, misalignments=pointers, copies=2, threads=7)
+
+
+@pytest.mark.parametrize(("dtype", "op"), CASES)
+def test_pointers_that_are_alike_are_accessed_by_packs(gpu, dtype, op):
+    """All but the bytes before the first pack and after the last: the right results do not tell."""
+    count, sources, copies = 203, 3, 2
+    operands = [operand(dtype, count, rank) for rank in range(sources)]
+    wanted = on_cpu(dtype, op, operands, 1.0)
+    _, parts = kernel_for(gpu, dtype, op)
+    element, size = TORCH[dtype].itemsize // parts, count * TORCH[dtype].itemsize
+    for k in range(16):
+        ahead = -k % 16
+        packs = (size - ahead) // 16 if ahead % element == 0 else 0  # else elements lie across packs
+        gpu.packs()
+        check(gpu, dtype, op, operands, wanted=wanted, misalignments=[k] * (copies + sources), copies=copies)
+        assert gpu.packs() == packs * (copies + sources), k
+        check(gpu, dtype, op, operands, wanted=wanted, misalignments=[k, k, k, k, k + 4], copies=copies)
+        assert gpu.packs() == 0, k
 
 
 @pytest.mark.parametrize(("dtype", "op"), CASES)
@@ -290,6 +312,71 @@ def test_rounding_of_float32(gpu, dtype):
     codes = all_codes(dtype)
     for divisor in (2.0, 4.0, 512.0, 2.0**14, 2.0**-1, 2.0**-14, 3.0, 0.7, 1.0 / 449, 7e-5, 7e5):
         check(gpu, dtype, "avg", [codes], wanted=expected(dtype, "avg", [codes], divisor), divisor=divisor)
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_every_code_there_and_back(gpu, dtype):
+    """To float32 and back: the same code, or any NaN for a NaN."""
+    codes = all_codes(dtype)
+    for op in ("sum", "product", "min", "max"):
+        check(gpu, dtype, op, [codes], wanted=codes)
+
+
+@pytest.mark.parametrize("divisor", [1.0, 2.0, 3.0, 0.1, 2.0**-20])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_every_pair_of_edges(gpu, dtype, divisor):
+    """The CPU's bits, also the sign of zeros. Any NaN counts as any other: its sign and payload are not promised."""
+    pair = edge_pairs(dtype)
+    for op in ("sum", "product", "min", "max") if divisor == 1 else ("avg",):
+        check(gpu, dtype, op, pair, divisor=divisor)
+
+
+@pytest.mark.parametrize("factor", [0.5, 1 / 3, -3.0, 2.0**20, 0.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_every_pair_of_edges_scaled(gpu, dtype, factor):
+    pair = edge_pairs(dtype)
+    for scaled in range(2):
+        operands = [expected_scale(dtype, t, factor) if k == scaled else t for k, t in enumerate(pair)]
+        wanted = on_cpu(dtype, "sum", operands, 1.0)
+        check(gpu, dtype, "premul_sum", pair, wanted=wanted, scaled=scaled, factor=factor)
+
+
+def test_edges_are_what_they_should_be():
+    """Of each type: signed zeros, subnormals, infinities, and NaNs of both kinds."""
+    for dtype in FLOATS:
+        values = edges(dtype).to(torch.float64)
+        least = torch.finfo(TORCH[dtype]).smallest_normal
+        assert {0.0, 1.0, least, torch.finfo(TORCH[dtype]).max} <= set(values.tolist())
+        assert ((values.abs() < least) & (values != 0)).sum() >= 6
+        assert values.isinf().sum() == (0 if dtype == "float8_e4m3fn" else 2)
+        assert values.isnan().sum() == (2 if dtype == "float8_e4m3fn" else 6)
+
+
+# ---- What the PTX ISA says of the instructions that GPUs convert with ------------------------------------------------
+
+
+def test_the_instruction_for_float8_e5m2_and_what_is_added_to_it(gpu):
+    """cvt.rn.satfinite.e5m2x2.f32 "clamps to MAX_NORM" what is too large; the kernels then make it infinity."""
+    halves = all_codes("float16").to(torch.float32)
+    bounds = torch.tensor([57344.0, 61439.996, 61440.0, 61440.004, 65504.0, 65536.0, 1e30])
+    values = torch.cat([halves, bounds, -bounds]).contiguous()
+    codes = np.empty(values.numel(), np.uint8)
+    gpu.narrow_to_float8_e5m2(values.data_ptr(), codes.ctypes.data, values.numel())
+    assert_same("float8_e5m2", from_bytes("float8_e5m2", codes), values.to(torch.float8_e5m2), "by instruction")
+
+
+def test_codes_of_float8_e5m2_are_upper_halves_of_float16():
+    """The kernels widen them so: cvt.f32.f16 is exact, and float16 has the same exponents."""
+    codes = np.arange(256, dtype=np.uint16)
+    widened = torch.from_numpy((codes << 8).view(np.float16).astype(np.float32))
+    wanted = all_codes("float8_e5m2").to(torch.float32)
+    assert torch.equal(widened.nan_to_num(1.5), wanted.nan_to_num(1.5))
+
+
+def test_float16_has_all_float8_e4m3fn():
+    """cvt.rn.f16x2.e4m3x2 therefore is exact, subnormals included."""
+    wanted = all_codes("float8_e4m3fn").to(torch.float32)
+    assert torch.equal(wanted.to(torch.float16).to(torch.float32).nan_to_num(1e3), wanted.nan_to_num(1e3))
 
 
 @pytest.mark.parametrize("dtype", NARROW)

@@ -27,7 +27,9 @@ namespace ringreduce::gpu {
 // A step laid out.
 struct StepJob {
   Accumulate accumulate;
-  std::uint64_t bytes;  // of the value. What a step only forwards may be of any size: known after the wait
+  // Of the value, and where it lies in the slot that it is sent from. What a step only forwards may be of any size, and
+  // lies as in the first source's slot: known after the wait.
+  std::uint64_t bytes, offset;
 };
 
 struct BatchJob {
@@ -108,6 +110,7 @@ RINGREDUCE_BOTH TensorSlice local_slice(const Run& run, const LaneBatch& at, con
                                   : tensor_slice(run, at, step, run.output, step.output_position);
 }
 
+// Of a slot, without the payload's offset.
 RINGREDUCE_BOTH char* payload(const Run& run, const LaneBatch& at, std::uint32_t owner, std::uint32_t slot) {
   return run.regions[owner] + run.shape.payload(lane_of(run, at), slot);
 }
@@ -124,7 +127,18 @@ RINGREDUCE_BOTH void set_bytes(const Run& run, StepJob& job, std::uint64_t bytes
   job.accumulate.count = moves(job.accumulate) ? bytes : bytes / run.element * run.parts;
 }
 
+// Where the value goes in the slot that it is sent from, if it is: that is the first destination.
+RINGREDUCE_BOTH void set_offset(const FlatStep& step, StepJob& job, std::uint64_t offset) {
+  job.offset = offset;
+  if (step.sends()) job.accumulate.dsts[0] = static_cast<char*>(job.accumulate.dsts[0]) + offset;
+}
+
 RINGREDUCE_BOTH bool only_forwards(const FlatStep& step) { return !step.reads() && !step.writes(); }
+
+// The place of the step's source i among the operands: the local chunk is one of them if it is read.
+RINGREDUCE_BOTH std::uint32_t operand_of(const FlatStep& step, std::uint32_t i) {
+  return step.reads() && i >= step.local_position ? i + 1 : i;
+}
 
 // 1. What is there to do in a step, as far as this rank knows.
 RINGREDUCE_APART void lay_out(const Run& run, const LaneBatch& at, const FlatStep& step, StepJob& job) {
@@ -152,7 +166,9 @@ RINGREDUCE_APART void lay_out(const Run& run, const LaneBatch& at, const FlatSte
     const bool there_already = moves(to_do) && output.data == to_do.srcs[0];
     if (!there_already) to_do.dsts[to_do.copies++] = output.data;
   }
-  set_bytes(run, job, step.reads() ? local.bytes : output.bytes);
+  const TensorSlice& own = step.reads() ? local : output;  // none if it only forwards
+  set_bytes(run, job, own.bytes);
+  set_offset(step, job, reinterpret_cast<std::uintptr_t>(own.data) % kPack);
 }
 
 // 2. Whether the batch can be taken, after it was waited for if it must be. No size is taken on trust from a peer.
@@ -173,14 +189,19 @@ RINGREDUCE_APART bool wait(const Run& run, const LaneBatch& at, Block& block) {
 
     const FlatStep& step = step_of(run, at, its.step);
     StepJob& job = block.job().steps[its.step];
-    const std::uint64_t bytes = notice(its).bytes;
+    const std::uint32_t first_of_step = step.first_source - at.batch.first_source;
+    const std::uint64_t bytes = notice(its).bytes, offset = notice(its).offset;
+    const void*& operand = job.accumulate.srcs[operand_of(step, i - first_of_step)];
+    operand = static_cast<const char*>(operand) + offset % kPack;
     bool right = bytes == job.bytes;
     if (only_forwards(step)) {
-      const std::uint32_t first_of_step = step.first_source - at.batch.first_source;
       const Wait first = wait_for_source(run, at, first_of_step);
       if (!came(first)) return false;
       right = bytes == notice(first).bytes && bytes <= run.shape.slot_bytes && bytes % run.element == 0;
-      if (right && i == first_of_step) set_bytes(run, job, bytes);
+      if (right && i == first_of_step) {
+        set_bytes(run, job, bytes);
+        set_offset(step, job, offset % kPack);
+      }
     }
     return right || give_up(run, at, its.step, GaveUp::wrong_size, its.peer);
   });
@@ -236,6 +257,7 @@ RINGREDUCE_APART void publish(const Run& run, const LaneBatch& at, Block& block)
     Notice* const notice = word_at<Notice>(run, reader, run.shape.notice(lane, run.rank, slot));
     notice->fingerprint = run.fingerprint;
     notice->bytes = block.job().steps[number].bytes;
+    notice->offset = block.job().steps[number].offset;
     store_release(&notice->full, std::uint64_t{1});
   });
   block.meet();

@@ -13,23 +13,25 @@
 namespace ringreduce::gpu {
 
 #if defined(__CUDA_ARCH__)
-#define RINGREDUCE_LOAD(order, ORDER)                                                       \
-  template <class T>                                                                        \
-  RINGREDUCE_BOTH T load_##order(const T* word) {                                           \
-    T value;                                                                                \
-    if constexpr (sizeof(T) == 8)                                                           \
-      asm volatile("ld." #order ".sys.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory"); \
-    else                                                                                    \
-      asm volatile("ld." #order ".sys.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory"); \
-    return value;                                                                           \
+#define RINGREDUCE_LOAD(order, ORDER)                                                            \
+  template <class T>                                                                             \
+  RINGREDUCE_BOTH T load_##order(const T* word) {                                                \
+    const auto at = __cvta_generic_to_global(word);                                              \
+    T value;                                                                                     \
+    if constexpr (sizeof(T) == 8)                                                                \
+      asm volatile("ld." #order ".sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory"); \
+    else                                                                                         \
+      asm volatile("ld." #order ".sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory"); \
+    return value;                                                                                \
   }
-#define RINGREDUCE_STORE(order, ORDER)                                                    \
-  template <class T>                                                                      \
-  RINGREDUCE_BOTH void store_##order(T* word, T value) {                                  \
-    if constexpr (sizeof(T) == 8)                                                         \
-      asm volatile("st." #order ".sys.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory"); \
-    else                                                                                  \
-      asm volatile("st." #order ".sys.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory"); \
+#define RINGREDUCE_STORE(order, ORDER)                                                         \
+  template <class T>                                                                           \
+  RINGREDUCE_BOTH void store_##order(T* word, T value) {                                       \
+    const auto at = __cvta_generic_to_global(word);                                            \
+    if constexpr (sizeof(T) == 8)                                                              \
+      asm volatile("st." #order ".sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory"); \
+    else                                                                                       \
+      asm volatile("st." #order ".sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory"); \
   }
 #else
 #define RINGREDUCE_LOAD(order, ORDER)             \

@@ -158,7 +158,7 @@ void Party::put(const cuda::Stream& stream, const Part& part, std::uint32_t batc
   run.batch = batch;
   run.mode = gpu::Mode::step;
   const std::uint64_t bytes = at.batch.steps * std::min(run.largest, run.slice) * run.element;
-  const auto most = static_cast<std::uint64_t>(2 * device_->multiprocessors());
+  const std::uint64_t most = resident_blocks(*device_, *part.kernel, gpu::kBlockThreads);
   const auto blocks = static_cast<unsigned>(std::clamp<std::uint64_t>(bytes / kBytesOfBlock, 1, most));
   stream.launch(*part.kernel, {blocks, gpu::kBlockThreads}, run);
 }

@@ -13,6 +13,9 @@
 // the payload, clears `full`, and clears `taken` with release order, which the writer acquires before it writes the
 // slot again. All other stores to the two lie between these in that order, so none is lost.
 //
+// A payload lies in its slot as far from a multiple of kPack as its tensor does in the writer's memory, and the notice
+// says how far. So where all ranks' tensors lie alike, all operands of a step do.
+//
 // All bytes are zero in the beginning.
 #pragma once
 
@@ -20,11 +23,15 @@
 
 namespace ringreduce::gpu {
 
+// What kernels read and write at once where they can, in bytes.
+inline constexpr std::uint32_t kPack = 16;
+
 // In the reader's region, stored by the writer.
 struct Notice {
   std::uint64_t full;  // at the address of the notice. 1: the slot holds what is described here; 0: it has been read
   std::uint64_t fingerprint;
   std::uint64_t bytes;
+  std::uint64_t offset;  // of the payload in the slot, below kPack
 };
 
 // The sizes that all ranks of a group agree on, and where in a region things are.
@@ -44,17 +51,24 @@ struct RegionShape {
   // Where the owner says that the group is broken: not 0 once any lane of it has given up. It stays so. The
   // host may store it too: then launches that are still queued do nothing.
   RINGREDUCE_BOTH std::uint64_t broken() const { return words() * (sizeof(Notice) + sizeof(std::uint64_t)); }
+  // From here `Notice::offset` counts.
   RINGREDUCE_BOTH std::uint64_t payload(std::uint32_t lane, std::uint32_t slot) const {
-    return outboxes() + (std::uint64_t{lane} * depth + slot) * slot_bytes;
+    return outboxes() + (std::uint64_t{lane} * depth + slot) * stride();
   }
-  RINGREDUCE_BOTH std::uint64_t bytes() const { return outboxes() + std::uint64_t{lanes} * depth * slot_bytes; }
+  RINGREDUCE_BOTH std::uint64_t bytes() const { return outboxes() + std::uint64_t{lanes} * depth * stride(); }
 
  private:
+  static constexpr std::uint32_t kLine = 128;  // bytes, where every slot begins
+
   RINGREDUCE_BOTH std::uint64_t index(std::uint32_t lane, std::uint32_t rank, std::uint32_t slot) const {
     return (std::uint64_t{lane} * ranks + rank) * depth + slot;
   }
   RINGREDUCE_BOTH std::uint64_t words() const { return std::uint64_t{lanes} * ranks * depth; }
-  RINGREDUCE_BOTH std::uint64_t outboxes() const { return (broken() + sizeof(std::uint64_t) + 127) / 128 * 128; }
+  // Of slots: room for the offset too.
+  RINGREDUCE_BOTH std::uint64_t stride() const { return std::uint64_t{slot_bytes} + kLine; }
+  RINGREDUCE_BOTH std::uint64_t outboxes() const {
+    return (broken() + sizeof(std::uint64_t) + kLine - 1) / kLine * kLine;
+  }
 };
 
 }  // namespace ringreduce::gpu

@@ -73,8 +73,9 @@ struct Tensors {
   std::uint64_t count[kMostRanks];  // elements
 };
 
-// The most threads of a block that the kernels are compiled for, and what they are launched with.
-inline constexpr unsigned kBlockThreads = 512;
+// The most threads of a block that the kernels are compiled for, and what they are launched with. With more of them no
+// two sources of a narrow dtype would fit their registers at once.
+inline constexpr unsigned kBlockThreads = 384;
 // The most steps of a batch: a block lays them out in its shared memory, a bit more than half a KB each.
 inline constexpr std::uint32_t kMostSteps = 16;
 

@@ -10,7 +10,6 @@ namespace {
 
 constexpr unsigned kThreads = 256;               // of a block, see kernels/gpu/accumulate.cu
 constexpr std::size_t kBytesPerThread = 4 * 16;  // that a thread takes of each operand at once: a batch of packs
-constexpr unsigned kBlocksPerMultiprocessor = 2;
 
 cuda::CUdeviceptr address(const void* pointer) { return reinterpret_cast<cuda::CUdeviceptr>(pointer); }
 
@@ -19,8 +18,8 @@ cuda::CUdeviceptr address(const void* pointer) { return reinterpret_cast<cuda::C
 void put_accumulate(const cuda::Stream& stream, const cuda::Function& kernel, const gpu::Accumulate& job,
                     std::size_t bytes, unsigned blocks) {
   const std::size_t worth = ceil_div(bytes, kThreads * kBytesPerThread);
-  const unsigned most = kBlocksPerMultiprocessor * static_cast<unsigned>(stream.device()->multiprocessors());
-  if (blocks == 0) blocks = static_cast<unsigned>(std::min<std::size_t>(worth, most));
+  if (blocks == 0)
+    blocks = static_cast<unsigned>(std::min<std::size_t>(worth, resident_blocks(*stream.device(), kernel, kThreads)));
   stream.launch(kernel, {blocks, kThreads}, job);
 }
 

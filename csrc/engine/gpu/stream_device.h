@@ -13,7 +13,7 @@
 namespace ringreduce {
 
 // Puts an accumulate kernel (kernels/gpu/accumulate.cu) in `stream`, for a result of `bytes` bytes, at least 1. With as
-// many blocks as are worth it, or `blocks`.
+// many blocks as are worth it and as the GPU runs at once, or `blocks`.
 void put_accumulate(const cuda::Stream& stream, const cuda::Function& kernel, const gpu::Accumulate& job,
                     std::size_t bytes, unsigned blocks = 0);
 

@@ -49,8 +49,8 @@ struct ByWhole {
   static constexpr int kUnits = sizeof(T) / sizeof(Words<Format::kWords>);
   using Raw = Units<Format, kUnits>;
 
-  static RINGREDUCE_BOTH Raw load(const char* p) { return __builtin_bit_cast(Raw, *reinterpret_cast<const T*>(p)); }
-  static RINGREDUCE_BOTH void store(char* p, const Raw& raw) { *reinterpret_cast<T*>(p) = __builtin_bit_cast(T, raw); }
+  static RINGREDUCE_BOTH Raw load(const char* p) { return bits_as<Raw>(*reinterpret_cast<const T*>(p)); }
+  static RINGREDUCE_BOTH void store(char* p, const Raw& raw) { *reinterpret_cast<T*>(p) = bits_as<T>(raw); }
 };
 
 // The integer in which an element of kBytes bytes is read, or each part of a larger one.
@@ -117,81 +117,99 @@ inline constexpr bool kIsSum = false;
 template <>
 inline constexpr bool kIsSum<Sum> = true;
 
-// What a thread takes at once: places first, first + threads, ..., as far as there are any.
+// What a thread takes at once: places first, first + threads, ..., as far as there are any. Source 0 begins the values;
+// of the others kInFlight are loaded before the first of them is combined. More would not fit the registers.
 template <class Format, class Op, class Access>
-struct Batch {
-  using Raw = typename Access::Raw;
-  static constexpr int kUnits = Access::kUnits;
-  static constexpr int kSize = kUnits * Format::kLanes > 8 ? 2 : 4;  // together at most 32 lanes, each in a register
-  static constexpr bool kScales = kIsSum<Op> && Format::kFloating;
+class Batch {
+ public:
+  static constexpr int kSize = Format::kFloating && Format::kElement == 1 ? 2 : 4;  // float8 takes most registers
 
-  bool present[kSize];
-  std::uint64_t at[kSize];  // bytes
-  Raw raw[kSize];
-  typename Format::Value values[kSize][kUnits];
+  RINGREDUCE_BOTH Batch(const Accumulate& job, const Places& places, std::uint64_t first, std::uint64_t threads)
+      : job_(job), places_(places), first_(first), threads_(threads) {}
 
-  RINGREDUCE_BOTH Batch(const Places& places, std::uint64_t first, std::uint64_t threads) {
-    RINGREDUCE_UNROLL for (int j = 0; j < kSize; ++j) {
-      const std::uint64_t place = first + j * threads;
-      present[j] = place < places.count;
-      at[j] = place * Access::kBytes + (place < places.before ? 0 : places.gap);
+  RINGREDUCE_BOTH void run() {
+    load(0, raw_[0]);
+    widen(0, raw_[0]);
+    RINGREDUCE_LOOP for (std::int32_t k = 1; k < job_.n; k += kInFlight) {
+      RINGREDUCE_UNROLL for (int i = 0; i < kInFlight; ++i) if (k + i < job_.n) load(k + i, raw_[i]);
+      RINGREDUCE_UNROLL for (int i = 0; i < kInFlight; ++i) if (k + i < job_.n) combine(k + i, raw_[i]);
     }
+    divide();
+    store();
   }
 
-  RINGREDUCE_BOTH void load(const Accumulate& job, std::int32_t k) {
-    const char* const src = in_global_memory(static_cast<const char*>(job.srcs[k]));
-    RINGREDUCE_UNROLL for (int j = 0; j < kSize; ++j) raw[j] = present[j] ? Access::load(src + at[j]) : Raw{};
+ private:
+  using Raw = typename Access::Raw;
+  static constexpr int kUnits = Access::kUnits;
+  static constexpr int kInFlight = kUnits == 1 ? 1 : 2;
+  static constexpr bool kScales = kIsSum<Op> && Format::kFloating;
+
+  RINGREDUCE_BOTH std::uint64_t place(int j) const { return first_ + j * threads_; }
+  RINGREDUCE_BOTH bool present(int j) const { return place(j) < places_.count; }
+  RINGREDUCE_BOTH std::uint64_t byte(int j) const {
+    return place(j) * Access::kBytes + (place(j) < places_.before ? 0 : places_.gap);
+  }
+
+  RINGREDUCE_BOTH void load(std::int32_t k, Raw (&into)[kSize]) const {
+    const char* const src = in_global_memory(static_cast<const char*>(job_.srcs[k]));
+    RINGREDUCE_UNROLL for (int j = 0; j < kSize; ++j) into[j] = present(j) ? Access::load(src + byte(j)) : Raw{};
+  }
+
+  RINGREDUCE_BOTH void scale(std::int32_t k, Raw (&source)[kSize]) const {
     if constexpr (kScales) {
-      if (k != job.scaled) return;
-      RINGREDUCE_UNROLL for (auto& units : raw) RINGREDUCE_UNROLL for (auto& unit : units.unit) {
+      if (k != job_.scaled) return;
+      RINGREDUCE_UNROLL for (auto& units : source) RINGREDUCE_UNROLL for (auto& unit : units.unit) {
         auto value = Format::widen(unit);
-        Format::multiply(value, job.factor);
+        Format::multiply(value, job_.factor);
         unit = Format::narrow(value);
       }
     }
   }
 
-  RINGREDUCE_BOTH void widen() {
-    RINGREDUCE_UNROLL for (int j = 0; j < kSize; ++j) RINGREDUCE_UNROLL for (int u = 0; u < kUnits; ++u) values[j][u] =
-        Format::widen(raw[j].unit[u]);
+  RINGREDUCE_BOTH void widen(std::int32_t k, Raw (&source)[kSize]) {
+    scale(k, source);
+    RINGREDUCE_UNROLL for (int j = 0; j < kSize; ++j) RINGREDUCE_UNROLL for (int u = 0; u < kUnits; ++u) values_[j][u] =
+        Format::widen(source[j].unit[u]);
   }
 
-  RINGREDUCE_BOTH void combine() {
+  RINGREDUCE_BOTH void combine(std::int32_t k, Raw (&source)[kSize]) {
+    scale(k, source);
     RINGREDUCE_UNROLL for (int j = 0; j < kSize; ++j) RINGREDUCE_UNROLL for (int u = 0; u < kUnits; ++u)
-        Format::template combine<Op>(values[j][u], Format::widen(raw[j].unit[u]));
+        Format::template combine<Op>(values_[j][u], Format::widen(source[j].unit[u]));
   }
 
-  RINGREDUCE_BOTH void round(const Accumulate& job) {
+  RINGREDUCE_BOTH void divide() {
     if constexpr (kScales) {
-      if (job.divisor != 1)
-        RINGREDUCE_UNROLL for (auto& units : values) RINGREDUCE_UNROLL for (auto& value : units)
-            Format::divide(value, job.divisor);
+      if (job_.divisor != 1)
+        RINGREDUCE_UNROLL for (auto& units : values_) RINGREDUCE_UNROLL for (auto& value : units)
+            Format::divide(value, job_.divisor);
     }
-    RINGREDUCE_UNROLL for (int j = 0; j < kSize; ++j) RINGREDUCE_UNROLL for (int u = 0; u < kUnits; ++u) raw[j]
-        .unit[u] = Format::narrow(values[j][u]);
   }
 
-  RINGREDUCE_BOTH void store(const Accumulate& job, std::int32_t copy) const {
-    char* const dst = in_global_memory(static_cast<char*>(job.dsts[copy]));
-    RINGREDUCE_UNROLL for (int j = 0; j < kSize; ++j) if (present[j]) Access::store(dst + at[j], raw[j]);
+  RINGREDUCE_BOTH void store() {
+    Raw(&result)[kSize] = raw_[0];
+    RINGREDUCE_UNROLL for (int j = 0; j < kSize; ++j) RINGREDUCE_UNROLL for (int u = 0; u < kUnits; ++u) result[j]
+        .unit[u] = Format::narrow(values_[j][u]);
+    RINGREDUCE_LOOP for (std::int32_t copy = 0; copy < job_.copies; ++copy) {
+      char* const dst = in_global_memory(static_cast<char*>(job_.dsts[copy]));
+      RINGREDUCE_UNROLL for (int j = 0; j < kSize; ++j) if (present(j)) Access::store(dst + byte(j), result[j]);
+    }
   }
+
+  const Accumulate& job_;
+  const Places places_;
+  const std::uint64_t first_, threads_;
+  Raw raw_[kInFlight][kSize];
+  typename Format::Value values_[kSize][kUnits];
 };
 
 template <class Format, class Op, class Access>
 RINGREDUCE_BOTH void accumulate_places(const Accumulate& job, const Places& places, std::uint64_t thread,
                                        std::uint64_t threads) {
   using B = Batch<Format, Op, Access>;
-  RINGREDUCE_LOOP for (std::uint64_t first = thread; first < places.count; first += B::kSize * threads) {
-    B batch(places, first, threads);
-    batch.load(job, 0);
-    batch.widen();
-    RINGREDUCE_LOOP for (std::int32_t k = 1; k < job.n; ++k) {
-      batch.load(job, k);
-      batch.combine();
-    }
-    batch.round(job);
-    RINGREDUCE_LOOP for (std::int32_t copy = 0; copy < job.copies; ++copy) batch.store(job, copy);
-  }
+  RINGREDUCE_LOOP for (std::uint64_t first = thread; first < places.count; first += B::kSize * threads)
+      B(job, places, first, threads)
+          .run();
 }
 
 // Whether all pointers are the same modulo the size of a T.

@@ -137,8 +137,20 @@ struct Lanes {
   T lane[N];
 };
 
-RINGREDUCE_BOTH float as_float(Word bits) { return __builtin_bit_cast(float, bits); }
-RINGREDUCE_BOTH Word as_word(float value) { return __builtin_bit_cast(Word, value); }
+// The bytes of `from` as another type of the same size.
+template <class To, class From>
+RINGREDUCE_BOTH To bits_as(const From& from) {
+#if defined(__CUDACC__) && (__CUDACC_VER_MAJOR__ < 12 || (__CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ < 4))
+  To to;
+  memcpy(&to, &from, sizeof(To));
+  return to;
+#else
+  return __builtin_bit_cast(To, from);
+#endif
+}
+
+RINGREDUCE_BOTH float as_float(Word bits) { return bits_as<float>(bits); }
+RINGREDUCE_BOTH Word as_word(float value) { return bits_as<Word>(value); }
 
 // What is done with each lane alone.
 template <class T, int N>
@@ -166,8 +178,8 @@ struct Native : LaneByLane<T, N> {
   static constexpr int kWords = N * sizeof(T) / sizeof(Word);
   using Value = Lanes<T, N>;
 
-  static RINGREDUCE_BOTH Value widen(const Words<kWords>& unit) { return __builtin_bit_cast(Value, unit); }
-  static RINGREDUCE_BOTH Words<kWords> narrow(const Value& value) { return __builtin_bit_cast(Words<kWords>, value); }
+  static RINGREDUCE_BOTH Value widen(const Words<kWords>& unit) { return bits_as<Value>(unit); }
+  static RINGREDUCE_BOTH Words<kWords> narrow(const Value& value) { return bits_as<Words<kWords>>(value); }
 };
 
 // Bytes, for operations on bits.
@@ -279,9 +291,24 @@ struct SmallFloat {
 using Float8E4M3FNCode = SmallFloat<4, 3, 0x7e, 0x7f>;
 using Float8E5M2Code = SmallFloat<5, 2, 0x7c, 0x7c>;
 
-// The rest is what GPUs convert themselves: from sm_89 on float8 too, two codes at a time. Instructions take the upper
-// operand first.
+// The instruction knows no overflow to infinity: it gives the largest float8_e5m2, whose code is the one before
+// infinity's. Makes it infinity, in the lane at `shift` of a word.
+RINGREDUCE_BOTH Word infinite_float8_e5m2(float value, int shift) {
+  constexpr Word kOverflows = 0x47700000;  // 61440, half-way from the largest number to the next power of two
+  const Word magnitude = as_word(value) & ~kSign;
+  return magnitude >= kOverflows && magnitude <= kInfinity ? 1u << shift : 0;
+}
+
+// The rest is what GPUs convert themselves. All have instructions for float16, those from sm_80 on narrow two numbers
+// at a time, to bfloat16 too, and those from sm_89 on know float8. What a GPU lacks is computed as on the host.
+// Compilers before CUDA 12.1 know float8 only for sm_90.
 #if defined(__CUDA_ARCH__)
+#define RINGREDUCE_HAS_PAIRS (__CUDA_ARCH__ >= 800)
+#define RINGREDUCE_HAS_FLOAT8 \
+  (__CUDA_ARCH__ >= 900 ||    \
+   (__CUDA_ARCH__ >= 890 && (__CUDACC_VER_MAJOR__ > 12 || (__CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ >= 1))))
+
+// Instructions take the upper operand first.
 #define RINGREDUCE_NARROW_PAIR(result, letter, instruction, lower, upper) \
   asm(instruction " %0, %1, %2;" : "=" letter(result) : "f"(upper), "f"(lower))
 
@@ -304,7 +331,7 @@ RINGREDUCE_BOTH Lanes<float, 2> widen_halves(Word word) {
 
 struct BFloat16 : Packed<BFloat16Code> {
   static RINGREDUCE_BOTH Words<1> narrow(const Value& value) {
-#if defined(__CUDA_ARCH__)
+#if defined(__CUDA_ARCH__) && RINGREDUCE_HAS_PAIRS
     Word word;
     RINGREDUCE_NARROW_PAIR(word, "r", "cvt.rn.bf16x2.f32", value.lane[0], value.lane[1]);
     return {{ word }};
@@ -325,7 +352,13 @@ struct Float16 : Packed<SmallFloat<5, 10, 0x7c00, 0x7c00>> {
   static RINGREDUCE_BOTH Words<1> narrow(const Value& value) {
 #if defined(__CUDA_ARCH__)
     Word word;
+#if RINGREDUCE_HAS_PAIRS
     RINGREDUCE_NARROW_PAIR(word, "r", "cvt.rn.f16x2.f32", value.lane[0], value.lane[1]);
+#else
+    asm("{ .reg .b16 lower, upper; cvt.rn.f16.f32 lower, %1; cvt.rn.f16.f32 upper, %2; mov.b32 %0, {lower, upper}; }"
+        : "=r"(word)
+        : "f"(value.lane[0]), "f"(value.lane[1]));
+#endif
     return {{ word }};
 #else
     return Packed::narrow(value);
@@ -335,7 +368,7 @@ struct Float16 : Packed<SmallFloat<5, 10, 0x7c00, 0x7c00>> {
 
 struct Float8E4M3FN : Packed<Float8E4M3FNCode> {
   static RINGREDUCE_BOTH Value widen(const Words<1>& unit) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+#if defined(__CUDA_ARCH__) && RINGREDUCE_HAS_FLOAT8
     Word lower, upper;  // as float16, which has all values of float8
     asm("{ .reg .b16 lower, upper; mov.b32 {lower, upper}, %2; cvt.rn.f16x2.e4m3x2 %0, lower; "
         "cvt.rn.f16x2.e4m3x2 %1, upper; }"
@@ -348,7 +381,7 @@ struct Float8E4M3FN : Packed<Float8E4M3FNCode> {
 #endif
   }
   static RINGREDUCE_BOTH Words<1> narrow(const Value& value) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+#if defined(__CUDA_ARCH__) && RINGREDUCE_HAS_FLOAT8
     Word word;
     RINGREDUCE_NARROW_FOUR(word, "cvt.rn.satfinite.e4m3x2.f32", value);
     return {{ word }};
@@ -370,15 +403,10 @@ struct Float8E5M2 : Packed<Float8E5M2Code> {
 #endif
   }
   static RINGREDUCE_BOTH Words<1> narrow(const Value& value) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+#if defined(__CUDA_ARCH__) && RINGREDUCE_HAS_FLOAT8
     Word word;
     RINGREDUCE_NARROW_FOUR(word, "cvt.rn.satfinite.e5m2x2.f32", value);
-    // The instruction knows no overflow and gives the largest number, whose code is the one before infinity's.
-    constexpr Word kOverflows = 0x47700000;  // 61440, half-way from the largest number to the next power of two
-    RINGREDUCE_UNROLL for (int i = 0; i < kLanes; ++i) {
-      const Word magnitude = as_word(value.lane[i]) & ~kSign;
-      if (magnitude >= kOverflows && magnitude <= kInfinity) word += 1u << (i * kBits);
-    }
+    RINGREDUCE_UNROLL for (int i = 0; i < kLanes; ++i) word += infinite_float8_e5m2(value.lane[i], i * kBits);
     return {{ word }};
 #else
     return Packed::narrow(value);
@@ -386,6 +414,8 @@ struct Float8E5M2 : Packed<Float8E5M2Code> {
   }
 };
 
+#undef RINGREDUCE_HAS_PAIRS
+#undef RINGREDUCE_HAS_FLOAT8
 #undef RINGREDUCE_NARROW_PAIR
 #undef RINGREDUCE_NARROW_FOUR
 

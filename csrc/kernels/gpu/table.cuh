@@ -62,3 +62,23 @@ RINGREDUCE_GPU_KERNELS(RINGREDUCE_ROW)
 #else
 #define RINGREDUCE_GPU_DEFINE(KERNEL) RINGREDUCE_GPU_KERNELS(KERNEL)
 #endif
+
+// NVRTC compiles a row when it is first needed, but with every row the conversions of all: so a GPU or a compiler that
+// lacks an instruction fails while a group is set up, not at the first sum of a dtype.
+#if defined(__CUDACC_RTC__)
+namespace ringreduce::gpu {
+
+template <class Format>
+__device__ void there_and_back(Word& word) {
+  word = Format::narrow(Format::widen({{word}})).word[0];
+}
+
+}  // namespace ringreduce::gpu
+
+extern "C" __global__ void all_conversions(ringreduce::gpu::Word* words) {
+  ringreduce::gpu::there_and_back<ringreduce::gpu::BFloat16>(words[0]);
+  ringreduce::gpu::there_and_back<ringreduce::gpu::Float16>(words[1]);
+  ringreduce::gpu::there_and_back<ringreduce::gpu::Float8E4M3FN>(words[2]);
+  ringreduce::gpu::there_and_back<ringreduce::gpu::Float8E5M2>(words[3]);
+}
+#endif
