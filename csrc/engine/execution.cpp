@@ -136,9 +136,9 @@ bool Execution::advance() {
   return moved;
 }
 
-// The rank that must act before slot `seq` may be written, or -1: a reader of what lies there, or this rank itself,
-// where an earlier round has yet to send what comes before it (that round is the obstacle then, and has been met
-// first).
+// The rank that must act before slot `seq` may be written, or -1 if none must. It is a reader that has not read the
+// slot's old content. Or it is this rank: an earlier round has not yet sent what belongs there before `seq`. In that
+// case advance() has met the earlier round first and reports its obstacle.
 int Execution::slow_reader(std::size_t channel, std::uint64_t seq, bool elsewhere) const {
   const std::size_t depth = segment_.geometry().depth;
   const int own = segment_.rank();
@@ -242,8 +242,8 @@ bool Execution::try_step(std::size_t channel, std::size_t round, const Step& ste
     for (Remote& remote : remote_) remote.operand += remote.operand >= static_cast<std::size_t>(step.local_position);
   }
   const std::byte* lent = nullptr;
-  // To whom it was lent it is sent: if all get it returned, none will look for it. But what is written to another
-  // process must lie in this one first.
+  // If every receiver gets the result written back into its own buffer, nobody reads the slot, so nothing is put there.
+  // But what goes to another process is written from here, so the result needs a place in this process too.
   const bool all_returned = returned == step.send.size() && (output != nullptr || !results_.empty());
   if (outgoing != nullptr && bytes > 0 && !all_returned) {
     lent = to_lend(step, local, output, bytes);

@@ -62,7 +62,7 @@ Tally PointToPointEngine::run(const Call& asked, const Buffers& given) {
   check(asked);
   Call call = asked;
   Buffers buffers = given;
-  // Of nothing nothing is sent. A barrier sums a byte.
+  // An empty tensor would produce no message, so a barrier reduces one byte.
   std::byte token{};
   std::byte* const token_data = &token;
   const std::size_t token_count = 1;

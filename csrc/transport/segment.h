@@ -16,9 +16,10 @@
 // stored with release order after the payload and loaded with acquire order before it; acknowledgements likewise after
 // and before the reader's loads. Stamps and acknowledgements only grow, so a value seen late is only ever too small.
 //
-// Ranks on other hosts have regions too: on each rank, a *mirror* of memory that is its own alone, kept up to date by
-// its links to them (transport/links.h). Nobody needs to know which kind of region he looks at; but who has filled a
-// slot, or read one, or changed his control block, says so by the functions below, which know whom to tell how.
+// Each rank keeps a *mirror* of the region of every rank on another host: private memory of the same layout, which its
+// links to that rank keep up to date (transport/links.h). Readers treat both kinds of region alike. A writer calls
+// slot_filled(), slot_read() or control_changed() after it changed one; these notify local peers by futex, others by a
+// frame.
 //
 // Nothing here is named in a file system: when the last process closes its descriptor, the memory is gone.
 #pragma once
@@ -163,8 +164,8 @@ struct RankName {
   }
 };
 
-// Which ranks are on other hosts, and how links to them are made (Links::Connect), and what is to be done when there
-// will be no more. None if all are here.
+// Which ranks are on other hosts (none: all are on this one). `connect` makes a link to one of them (Links::Connect).
+// `disconnect` is called once, when the group needs no more links, and must not throw.
 struct Hosts {
   std::vector<bool> elsewhere = {};  // by rank
   std::function<void(int peer, Nanoseconds timeout)> connect = {};
