@@ -59,7 +59,7 @@ PointToPointEngine::PointToPointEngine(std::shared_ptr<PointToPoint> wire, int c
 
 Tally PointToPointEngine::run(const Call& asked, const Buffers& given) {
   wire_->throw_if_aborted();
-  check(asked);
+  check(asked, size());
   Call call = asked;
   Buffers buffers = given;
   // An empty tensor would produce no message, so a barrier reduces one byte.

@@ -36,7 +36,7 @@ int SharedMemoryEngine::reporter() const {
 
 Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
   segment_->throw_if_aborted();
-  check(call);
+  check(call, size());
   const Choice& choice = choice_for(call);
   const Program& program = program_for(call, choice.plan);
   placement_.settle();

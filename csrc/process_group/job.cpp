@@ -131,8 +131,8 @@ Job::Job(const Collective& collective, const TensorList& from, const TensorList&
   if (collective.op != nullptr) {
     call.reduce_op = reduce_op_of(*collective.op);
     call.factor = factor_of(*collective.op);
-    Engine::check_reduction(call);  // here already, so that no call of several begins before all are right
   }
+  Engine::check(call, size);  // here already: nobody may wait for the call, and of several none begins if one is wrong
 
   const at::NoGradGuard no_grad;
   targets = to;

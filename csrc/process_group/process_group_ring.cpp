@@ -405,7 +405,7 @@ bool ProcessGroupRing::call_now(OpType type, const Collective& collective, c10d:
   call.count = call.largest = count;
   const auto timeout = timeout_or_default(c10d::kUnsetTimeout);
   call.timeout = std::chrono::nanoseconds(timeout).count();
-  Engine::check_reduction(call);
+  Engine::check(call, getSize());
   std::array<std::byte*, kMostBlocks> input_blocks, output_blocks;
   std::array<std::size_t, kMostBlocks> counts;
   for (std::size_t b = 0; b < std::max(ins, outs); ++b) {
