@@ -195,6 +195,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           py::kw_only(), py::arg("backend"), py::arg("store"), py::arg("names"), py::arg("channels"),
           py::arg("settings"))
       .def_property_readonly("topology", &Group::topology)
+      // c10d's method of this name calls allocateTensor(), which is for DistributedDataParallel.
+      .def(
+          "allocate_tensor",
+          [](Group& group, long size, at::ScalarType dtype, at::Device device) {
+            return group.allocate(size, at::TensorOptions().dtype(dtype).device(device));
+          },
+          py::call_guard<py::gil_scoped_release>(), py::arg("size"), py::kw_only(), py::arg("dtype"), py::arg("device"))
       // These two are virtual functions of c10d that torch does not bind for every backend.
       .def_property_readonly("options", &Group::getBackendOptions)
       .def("get_error", &Group::getError)
