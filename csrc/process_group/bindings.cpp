@@ -52,6 +52,20 @@ void with_python_errors(int culprit, F&& call) {
   }
 }
 
+// Calls Python where nothing may be thrown. Ctrl-C comes once more, in the program's own code; other errors go to
+// sys.unraisablehook.
+void without_errors(const std::function<void()>& call, const char* what) {
+  const py::gil_scoped_acquire gil;
+  try {
+    call();
+  } catch (py::error_already_set& raised) {
+    if (raised.matches(PyExc_KeyboardInterrupt))
+      PyErr_SetInterrupt();
+    else
+      raised.discard_as_unraisable(what);
+  }
+}
+
 // (lowered, digest, most_bytes, slice_bytes) of each.
 using RootedPlans = std::vector<std::tuple<std::vector<std::int32_t>, std::uint64_t, std::uint64_t, std::size_t>>;
 
@@ -174,7 +188,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                                 [connect = std::move(connect)](int peer, Nanoseconds timeout) {
                                                   with_python_errors(peer, [&] { connect(peer, seconds(timeout)); });
                                                 },
-                                                std::move(disconnect)});
+                                                [disconnect = std::move(disconnect)] {
+                                                  if (disconnect) without_errors(disconnect, "disconnect of a group");
+                                                }});
             return c10::make_intrusive<Group>(std::move(segment), std::move(settings));
           }),
           py::kw_only(), py::arg("memfd"), py::arg("geometry"), py::arg("rank"), py::arg("pidfds"), py::arg("names"),
