@@ -296,6 +296,51 @@ def test_a_forked_child_that_uses_its_parents_group_is_told(name: str, busy: boo
     run(use_in_child, 2, name, busy)
 
 
+def fork_while_a_call_ends(me: Rank) -> None:
+    """Standard error takes no more, so the thread that ends the call stays where it prints the call's line."""
+    with me.join(options=ringreduce.Options(debug=2)):
+        dist.all_reduce(torch.ones(10), async_op=True).wait()
+        sys.stderr.flush()
+        usual, (reader, writer) = os.dup(2), os.pipe()
+        os.set_blocking(writer, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(writer, bytes(4096))
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(writer, bytes(1))
+        os.set_blocking(writer, True)
+        os.dup2(writer, 2)
+        try:
+            work = dist.all_reduce(torch.ones(10), async_op=True)
+            while not any("pipe_write" in waits_in_kernel(task) for task in Path("/proc/self/task").iterdir()):
+                time.sleep(0.01)
+            end = in_child(work.wait)  # type: ignore[union-attr]
+            text = end()
+        finally:
+            os.dup2(usual, 2)  # and the thread finds a reader gone, or room
+            os.set_blocking(reader, False)
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    os.read(reader, 65536)
+            work.wait()  # type: ignore[union-attr]
+            for fd in (usual, reader, writer):
+                os.close(fd)
+        assert "fork" in text and "RingReduceError" in _bases(text), text
+
+
+def waits_in_kernel(task: Path) -> str:
+    """Where in the kernel a thread waits."""
+    try:
+        return (task / "wchan").read_text()
+    except OSError:
+        return ""
+
+
+def test_a_fork_while_a_call_ends() -> None:
+    run(fork_while_a_call_ends, 1)
+
+
 def new_group_in_child(me: Rank, folder: str) -> None:
     def child() -> float:
         dist.destroy_process_group()
