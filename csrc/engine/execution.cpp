@@ -189,19 +189,25 @@ bool Execution::try_step(std::size_t channel, std::size_t round, const Step& ste
     if (slot.stamp.load(std::memory_order_seq_cst) != seq + 1) return blocked(source.peer);
     if (slot.fingerprint != fingerprint_)
       throw Error(ErrorKind::mismatch, segment_.describe(source.peer) + " sent data of another call", source.peer);
-    bytes = std::min<std::size_t>(slot.bytes, segment_.geometry().slot_bytes);  // never trust a peer's numbers
-    const bool is_returned = slot.place != Place::slot && slot.returned == 1;
+    // Never trust a peer's numbers. They are read once: the peer could change them between a check and their use.
+    const volatile SlotHeader& theirs = slot;
+    const std::uint64_t address = theirs.address, sent = theirs.bytes;
+    const Place place = theirs.place;
+    if (sent > segment_.geometry().slot_bytes || (&source != &step.recv.front() && sent != bytes))
+      throw Error(ErrorKind::mismatch, segment_.describe(source.peer) + " sent a slice of another size", source.peer);
+    bytes = sent;
+    const bool is_returned = place != Place::slot && theirs.returned == 1;
     returned += is_returned;
-    if (slot.place == Place::process) {
-      remote_.push_back({source.peer, slot.address, is_returned, operands_.size()});
+    if (place == Place::process) {
+      remote_.push_back({source.peer, address, is_returned, operands_.size()});
       operands_.push_back(nullptr);
     } else {
       std::byte* value = slot.payload();
-      if (slot.place == Place::arena) {
+      if (place == Place::arena) {
         const std::uint64_t arena_bytes = segment_.geometry().arena_bytes;
-        if (slot.address > arena_bytes || arena_bytes - slot.address < bytes)
+        if (address > arena_bytes || arena_bytes - address < bytes)
           throw Error(ErrorKind::mismatch, segment_.describe(source.peer) + " lent what is not its", source.peer);
-        value = segment_.arena(source.peer) + slot.address;
+        value = segment_.arena(source.peer) + address;
       }
       operands_.push_back(value);
       if (is_returned) results_.push_back(value);
@@ -218,6 +224,7 @@ bool Execution::try_step(std::size_t channel, std::size_t round, const Step& ste
   // 2. Which elements? A step that only forwards takes what came.
   const std::byte* local = nullptr;
   std::byte* output = nullptr;
+  const std::size_t received = bytes;
   if (step.read != Read::none) {
     const Tensors& tensors = step.read == Read::input ? buffers_.input : buffers_.output;
     const auto position = static_cast<std::size_t>(step.read_position);
@@ -231,9 +238,9 @@ bool Execution::try_step(std::size_t channel, std::size_t round, const Step& ste
     output = buffers_.output.data[position] + range.begin * element_;
     bytes = range.size() * element_;
   }
-  for (const Source& source : step.recv)
-    if (segment_.slot(source.peer, c, seq_of(source.peer, source.send_index)).bytes != bytes)
-      throw Error(ErrorKind::mismatch, segment_.describe(source.peer) + " sent a slice of another size", source.peer);
+  if (!step.recv.empty() && bytes != received)
+    throw Error(ErrorKind::mismatch, segment_.describe(step.recv[0].peer) + " sent a slice of another size",
+                step.recv[0].peer);
 
   // 3. Compute, publish, acknowledge.
   const bool there_already = is_returned(step) && !step.recv.empty();
