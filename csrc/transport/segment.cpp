@@ -1,5 +1,6 @@
 #include "transport/segment.h"
 
+#include <fcntl.h>
 #include <linux/futex.h>
 #include <poll.h>
 #include <sched.h>
@@ -72,25 +73,25 @@ std::size_t Geometry::segment_bytes() const {
   return kHeaderBytes + (Layout(*this).region_bytes + arena_bytes) * ranks;
 }
 
+OwnedDescriptors::~OwnedDescriptors() {
+  for (const int fd : fds)
+    if (fd >= 0) close(fd);
+}
+
 Segment::Segment(int memfd, const Geometry& geometry, int rank, std::vector<int> pidfds, std::vector<RankName> names,
                  PeerMemory memory, Hosts hosts)
-    : geometry_(geometry),
+    : memfd_({memfd}),
+      pidfds_(std::move(pidfds)),
+      geometry_(geometry),
       layout_(geometry),
       rank_(rank),
-      pidfds_(std::move(pidfds)),
       names_(std::move(names)),
       memory_(std::move(memory)),
       bytes_(geometry.segment_bytes()) {
   void* mapped = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, memfd, 0);
-  const int error = errno;
-  close(memfd);
-  if (mapped == MAP_FAILED) {
-    errno = error;
-    for (int fd : pidfds_)
-      if (fd >= 0) close(fd);
+  if (mapped == MAP_FAILED)
     throw_system("cannot map " + std::to_string(bytes_) +
                  " bytes of shared memory, most of them unused address space " + "(RINGREDUCE_ARENA_BYTES lowers it)");
-  }
   base_ = static_cast<std::byte*>(mapped);
   arenas_ = base_ + kHeaderBytes + layout_.region_bytes * geometry.ranks;
   for (std::uint32_t r = 0; r < geometry.ranks; ++r)
@@ -148,8 +149,6 @@ Segment::~Segment() {
 void Segment::unmap() {
   munmap(base_, bytes_);
   if (mirrors_ != nullptr) munmap(mirrors_, mirror_bytes_);
-  for (int fd : pidfds_)
-    if (fd >= 0) close(fd);
 }
 
 RankControl& Segment::control(int rank) const { return *reinterpret_cast<RankControl*>(region(rank)); }
@@ -178,16 +177,33 @@ void Segment::ring_doorbell(RankControl& control) {
   syscall(SYS_futex, &control.doorbell, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
+// Of a page that lies in the tensor as a whole nothing need be kept, so it gets new memory, and the old is freed.
 void Segment::withdraw([[maybe_unused]] std::byte* data, [[maybe_unused]] std::size_t bytes) const {
 #if !defined(__SANITIZE_THREAD__)  // under which all ranks see one mapping: stress/one_mapping.cpp
-  const std::size_t before = reinterpret_cast<std::uintptr_t>(data) % kPage;
-  std::byte* const first = data - before;
-  const std::size_t length = (before + bytes + kPage - 1) / kPage * kPage;
-  void* const copy = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (copy == MAP_FAILED) return;  // no memory left for it: peers that are late may still write
-  std::memcpy(copy, first, length);
-  if (mremap(copy, length, length, MREMAP_MAYMOVE | MREMAP_FIXED, first) == MAP_FAILED) munmap(copy, length);
+  const auto begin = static_cast<std::size_t>(data - base_), end = begin + bytes;
+  const std::size_t whole = round_up(begin, kPage), rest = end / kPage * kPage;
+  if (whole < rest) {
+    void* const replaced = mmap(base_ + whole, rest - whole, PROT_READ | PROT_WRITE,
+                                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    if (replaced != MAP_FAILED)
+      fallocate(memfd_.fds[0], FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(whole),
+                static_cast<off_t>(rest - whole));
+  }
+  if (begin < whole) withdraw_page(base_ + whole - kPage);
+  if (rest < end && rest >= whole) withdraw_page(base_ + rest);
 #endif
+}
+
+// A page that is not the tensor's alone. It is mapped again, so that the first write to it makes a copy, and then
+// written to without a change. The kernel copies it as one step for all threads of this process: what they wrote before
+// is in the copy, what they write later goes there.
+void Segment::withdraw_page(std::byte* page) const {
+  void* const mapped = mmap(page, kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, memfd_.fds[0], page - base_);
+  if (mapped == MAP_FAILED) return;  // no memory left: peers that are late may still write
+  const std::atomic_ref<std::uint64_t> word(*reinterpret_cast<std::uint64_t*>(page));
+  std::uint64_t value = word.load(std::memory_order_relaxed);
+  while (!word.compare_exchange_weak(value, value, std::memory_order_relaxed)) {
+  }
 }
 
 void Segment::read(int peer, std::byte* to, std::uint64_t from, std::size_t bytes) const {
@@ -272,7 +288,8 @@ std::string Segment::way_to(int rank) const {
 
 std::vector<int> Segment::gone() const {
   std::vector<pollfd> polled;
-  for (int fd : pidfds_) polled.push_back({.fd = fd, .events = POLLIN, .revents = 0});  // poll ignores negative ones
+  for (int fd : pidfds_.fds)
+    polled.push_back({.fd = fd, .events = POLLIN, .revents = 0});  // poll ignores negative ones
   poll(polled.data(), polled.size(), 0);
   std::vector<int> result;
   if (links_)

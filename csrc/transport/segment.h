@@ -31,6 +31,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/clock.h"
@@ -172,6 +173,16 @@ struct Hosts {
   std::function<void()> disconnect = {};
 };
 
+// Closed with this object.
+struct OwnedDescriptors {
+  std::vector<int> fds;  // -1: none
+
+  explicit OwnedDescriptors(std::vector<int> owned) : fds(std::move(owned)) {}
+  ~OwnedDescriptors();
+  OwnedDescriptors(const OwnedDescriptors&) = delete;
+  OwnedDescriptors& operator=(const OwnedDescriptors&) = delete;
+};
+
 class Segment {
  public:
   // Maps `memfd`, of geometry.segment_bytes() zero bytes, for `rank`. `pidfds[r]` becomes readable when rank r's
@@ -206,8 +217,9 @@ class Segment {
     return data >= own && bytes <= geometry_.arena_bytes && data <= own + geometry_.arena_bytes - bytes;
   }
 
-  // Puts memory of its own in the place of [data, data + bytes) of this rank's arena, with the same content. What peers
-  // write there from now on is lost.
+  // Puts memory of its own in the place of [data, data + bytes) of this rank's arena, where a call failed: what peers
+  // still write there is lost. Its content is undefined afterwards. All memory around it keeps its content, whatever
+  // other threads write there meanwhile.
   void withdraw(std::byte* data, std::size_t bytes) const;
 
   // Whether all ranks can access one another's memory outside of the segment.
@@ -270,13 +282,15 @@ class Segment {
  private:
   static void ring_doorbell(RankControl& control);
   void unmap();
+  void withdraw_page(std::byte* page) const;
+  bool left(int rank) const { return control(rank).state.load(std::memory_order_acquire) == RankState::left; }
   void check_access(int peer, int error) const;
   std::byte* region(int rank) const { return regions_[static_cast<std::size_t>(rank)]; }
 
+  const OwnedDescriptors memfd_, pidfds_;  // before all that may throw
   Geometry geometry_;
   Layout layout_;
   int rank_;
-  std::vector<int> pidfds_;
   std::vector<RankName> names_;
   PeerMemory memory_;
   std::byte* base_ = nullptr;
