@@ -95,6 +95,7 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
       // way of fail().
       if (segment_->failed(seq)) throw Error(ErrorKind::aborted, title(call, seq) + ": another rank gave it up");
     } catch (const Error& error) {
+      segment_->throw_if_aborted();  // which may be what was thrown, and explains itself
       if (error.kind() == ErrorKind::mismatch) throw_mismatch(call, seq, id, error.culprit());
       throw;
     }
@@ -182,6 +183,7 @@ void SharedMemoryEngine::throw_mismatch(const Call& call, std::uint64_t seq, std
   // From another host the call's description may come after its data.
   for (const Nanoseconds deadline = now() + kSecond; segment_->elsewhere(peer) && now() < deadline;) {
     if (differs(segment_->control(peer), seq, fingerprint)) break;
+    segment_->throw_if_aborted();
     segment_->links()->tell();
     if (!segment_->links()->progress()) sched_yield();
   }

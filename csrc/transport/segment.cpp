@@ -339,12 +339,31 @@ void Segment::fail(std::uint64_t seq) const {
 void Segment::throw_if_aborted() const {
   const AbortRecord& record = abort_record();
   if (record.state.load(std::memory_order_seq_cst) != 2) return;
-  // The record lies in memory that peers can write: trust neither the end of its text nor its kind.
+  // The record lies in memory that peers can write: trust neither the end of its text nor its numbers.
   std::string message(record.message, strnlen(record.message, sizeof(record.message)));
   if (record.reporter != rank_) message += " [reported by rank " + std::to_string(record.reporter) + "]";
-  const bool known = record.kind >= static_cast<int>(ErrorKind::invalid_argument) &&
-                     record.kind <= static_cast<int>(ErrorKind::system);
-  throw Error(known ? static_cast<ErrorKind>(record.kind) : ErrorKind::system, message, record.culprit);
+  const std::int32_t kind = record.kind, culprit = record.culprit;
+  const bool known =
+      kind >= static_cast<int>(ErrorKind::invalid_argument) && kind <= static_cast<int>(ErrorKind::system);
+  throw Error(known ? static_cast<ErrorKind>(kind) : ErrorKind::system, message,
+              culprit >= 0 && culprit < size() ? culprit : -1);
+}
+
+void Segment::throw_if_over(std::optional<std::uint64_t> call) const {
+  throw_if_aborted();
+  for (const int r : gone()) {
+    if (left(r)) continue;  // that is the affair of those who still want something from it
+    if (call && (elsewhere(r) || control(r).completed.load(std::memory_order_acquire) >= *call)) {
+      const Nanoseconds t = now();
+      Nanoseconds since = 0;
+      if (found_dead_[static_cast<std::size_t>(r)].compare_exchange_strong(since, t)) since = t;
+      if (t - since < kGrace) continue;
+    }
+    const Error error(ErrorKind::peer_lost, describe(r) + " " + how_gone(r), r);
+    abort(error);
+    throw_if_aborted();
+    throw error;
+  }
 }
 
 }  // namespace ringreduce
