@@ -273,9 +273,11 @@ void Links::tell_now() {
   for (int peer = 0; peer < segment_.size(); ++peer) {
     Link& l = link(peer);
     if (l.connections.empty()) continue;
-    const bool waits_already = std::any_of(l.queue.begin(), l.queue.end(),
-                                           [](const Outgoing& f) { return f.header.kind == FrameKind::control; });
-    if (!waits_already) {
+    const auto waiting = std::find_if(l.queue.begin(), l.queue.end(),
+                                      [](const Outgoing& f) { return f.header.kind == FrameKind::control; });
+    if (waiting != l.queue.end()) {  // no byte of it has been sent
+      std::memcpy(waiting->own.get(), &image, sizeof image);
+    } else {
       Outgoing frame = with_payload(FrameKind::control, sizeof image);
       std::memcpy(frame.own.get(), &image, sizeof image);
       enqueue(peer, std::move(frame), true);
