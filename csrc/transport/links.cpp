@@ -660,11 +660,11 @@ void Links::drive() {
            now() - last_polled_.load(std::memory_order_relaxed) < kParked;
   };
   while (!stopping_) {
-    if (urgent_.exchange(false)) {
-      std::uint64_t count = 0;
-      [[maybe_unused]] const ssize_t got = read(waker_, &count, sizeof count);
-      tell(true);
-    }
+    // Whatever woke it, and before it looks at `urgent_`: tell_soon() sets that first and writes then, so what is not
+    // seen now wakes the thread again.
+    std::uint64_t count = 0;
+    [[maybe_unused]] const ssize_t got = read(waker_, &count, sizeof count);
+    if (urgent_.exchange(false)) tell(true);
     if (others_look()) {
       std::unique_lock lock(parking_);
       parked_.store(true, std::memory_order_seq_cst);
@@ -674,7 +674,7 @@ void Links::drive() {
     }
     settle();
     epoll_event event;
-    const int count = epoll_wait(poll_, &event, 1, kIdlePoll);
+    const int ready = epoll_wait(poll_, &event, 1, kIdlePoll);
     if (stopping_) return;
     if (others_look()) continue;
     if (count > 0) progress();
