@@ -169,7 +169,7 @@ void Links::reach(std::span<const int> peers, Nanoseconds timeout) {
 
 void Links::enqueue(int peer, Outgoing frame, bool first) {
   Link& l = link(peer);
-  if (closed_ || !l.broken.empty() || l.left) return;
+  if (closed_ || !l.broken.empty() || l.left || l.leaving) return;
   ++unsent_;
   if (first)
     l.queue.push_front(std::move(frame));
@@ -310,9 +310,12 @@ void Links::flush(int peer) {
   for (std::size_t i = 0; i < l.connections.size() && l.broken.empty(); ++i) {
     Connection& connection = *l.connections[i];
     if (connection.socket < 0) continue;
-    while (l.broken.empty() && (!l.queue.empty() || !connection.sending.empty()) && send_some(peer, connection)) {
+    const auto has_more = [&] {
+      return !l.queue.empty() || !connection.sending.empty() || (l.leaving && !connection.said_leave);
+    };
+    while (l.broken.empty() && has_more() && send_some(peer, connection)) {
     }
-    if (l.broken.empty()) watch(peer, i, !l.queue.empty() || !connection.sending.empty());
+    if (l.broken.empty()) watch(peer, i, has_more());
   }
 }
 
@@ -326,6 +329,11 @@ bool Links::send_some(int peer, Connection& connection) {
       bytes += l.queue.front().header.bytes;
       sending.push_back(std::move(l.queue.front()));
       l.queue.pop_front();
+    }
+    if (sending.empty()) {
+      sending.push_back({.header = {.kind = FrameKind::leave}});
+      connection.said_leave = true;
+      ++unsent_;
     }
     connection.sent = 0;
   }
@@ -552,10 +560,20 @@ void Links::deliver(int peer, Connection& connection) {
       deliver_error(connection.aside);
       break;
     case FrameKind::leave:
-      link(peer).left = true;
-      segment_.control(peer).state.store(RankState::left, std::memory_order_seq_cst);
+      connection.heard_leave = true;
+      believe_leave(peer);
       break;
   }
+}
+
+// A peer has left when every connection has said so, for what it sent before may still be under way on one that has
+// not.
+void Links::believe_leave(int peer) {
+  Link& l = link(peer);
+  const auto may_carry_more = [](const auto& each) { return each->socket >= 0 && !each->heard_leave; };
+  if (std::any_of(l.connections.begin(), l.connections.end(), may_carry_more)) return;
+  l.left = true;
+  segment_.control(peer).state.store(RankState::left, std::memory_order_seq_cst);
 }
 
 void Links::deliver_error(std::span<const std::byte> payload) {
@@ -576,6 +594,8 @@ void Links::close_one(int peer, Connection& connection) {
   Link& l = link(peer);
   Descriptors::all().close(std::exchange(connection.socket, -1));
   const auto is_open = [](const auto& other) { return other->socket >= 0; };
+  const auto said_leave = [](const auto& each) { return each->heard_leave; };
+  if (std::any_of(l.connections.begin(), l.connections.end(), said_leave)) believe_leave(peer);
   if (!connection.sending.empty() || !std::any_of(l.connections.begin(), l.connections.end(), is_open))
     break_link(peer, "it closed the connection (" + connection.path + ")");
 }
@@ -691,7 +711,7 @@ void Links::leave() {
       Link& l = link(peer);
       if (l.connections.empty()) continue;
       for (const FrameHeader& held : std::exchange(l.held, {})) enqueue(peer, {.header = held});
-      enqueue(peer, {.header = {.kind = FrameKind::leave}});
+      l.leaving = true;
       flush(peer);
     }
   }
