@@ -113,7 +113,9 @@ void Links::add(int peer, int socket, std::string path) {
   {
     std::lock_guard lock(mutex_);
     Link& l = link(peer);
-    if (closed_ || !l.broken.empty()) {
+    if (stopping_ || !l.broken.empty()) {
+      const FrameHeader farewell{.kind = FrameKind::leave};  // for a peer that would take this rank for dead
+      if (stopping_) send(socket, &farewell, sizeof farewell, MSG_NOSIGNAL | MSG_DONTWAIT);
       close(socket);
       return;
     }
@@ -703,9 +705,12 @@ void Links::drive() {
 }
 
 void Links::leave() {
+  std::call_once(left_, [this] { say_goodbye(); });
+}
+
+void Links::say_goodbye() {
   {
     std::lock_guard lock(mutex_);
-    if (closed_ || stopping_) return;
     tell_now();  // which calls this rank has completed
     for (int peer = 0; peer < segment_.size(); ++peer) {
       Link& l = link(peer);
@@ -714,8 +719,8 @@ void Links::leave() {
       l.leaving = true;
       flush(peer);
     }
+    stopping_ = true;  // so that add() starts no thread
   }
-  stopping_ = true;
   tell_soon();  // wakes the thread, which ends
   if (driver_.joinable()) driver_.join();
   // A socket that is closed while bytes of the peer's lie unread, or that gets more, throws away what it has not sent:

@@ -99,7 +99,7 @@ class Links {
   std::string path(int peer) const;
   std::vector<Counters> counters() const;
 
-  // Says goodbye to all peers and ends. Idempotent.
+  // Says goodbye to all peers and ends. Idempotent; from any thread, each of which returns when it is done.
   void leave();
 
  private:
@@ -155,6 +155,7 @@ class Links {
   void tell_now();
   void unpark();
   void drive();
+  void say_goodbye();
 
   const Segment& segment_;
   const Connect connect_;
@@ -173,6 +174,7 @@ class Links {
   std::condition_variable unpark_;
   std::atomic<bool> parked_ = false, urgent_ = false, stopping_ = false;
   std::thread driver_;
+  std::once_flag left_;
 };
 
 }  // namespace ringreduce

@@ -132,12 +132,16 @@ Segment::Segment(int memfd, const Geometry& geometry, int rank, std::vector<int>
 }
 
 void Segment::leave() const {
+  bool first = false;
+  std::call_once(said_goodbye_, [&] { first = true; });
+  if (!first) return;
   if (opens_memory()) memory_.own->close();
-  control(rank_).state.store(RankState::left, std::memory_order_release);
+  control(rank_).state.store(RankState::left, std::memory_order_seq_cst);
   notify_all();
   if (!links_) return;
   links_->leave();
-  if (disconnect_) std::exchange(disconnect_, nullptr)();
+  // Called as a copy, since it may let go of the group, and of this object with it.
+  if (const auto disconnect = disconnect_) disconnect();
 }
 
 Segment::~Segment() {

@@ -29,6 +29,8 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -301,7 +303,9 @@ class Segment {
   std::size_t mirror_bytes_ = 0;
   std::vector<bool> elsewhere_;
   bool alone_ = false;
-  mutable std::function<void()> disconnect_;
+  mutable std::vector<std::atomic<Nanoseconds>> found_dead_;  // by rank: when; 0: not yet
+  std::function<void()> disconnect_;
+  mutable std::once_flag said_goodbye_;
   std::unique_ptr<Links> links_;
 };
 
