@@ -1,5 +1,6 @@
 #include "transport/links.h"
 
+#include <fcntl.h>
 #include <linux/sockios.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -96,7 +97,6 @@ Links::Links(const Segment& segment, Connect connect)
   }
   Descriptors::all().add(poll_);
   Descriptors::all().add(waker_);
-  driver_ = start_thread([this] { drive(); });
 }
 
 Links::~Links() {
@@ -110,6 +110,7 @@ void Links::add(int peer, int socket, std::string path) {
   // These are wishes: a socket that knows neither (of a test, say) serves as well.
   setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
   setsockopt(socket, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &unsent, sizeof unsent);
+  fcntl(socket, F_SETFL, fcntl(socket, F_GETFL) | O_NONBLOCK);  // as readv() cannot be told so for one call
   {
     std::lock_guard lock(mutex_);
     Link& l = link(peer);
@@ -118,6 +119,12 @@ void Links::add(int peer, int socket, std::string path) {
       if (stopping_) send(socket, &farewell, sizeof farewell, MSG_NOSIGNAL | MSG_DONTWAIT);
       close(socket);
       return;
+    }
+    try {  // not before, as the thread asks the segment, which has these links only when they are made
+      if (!driver_.joinable()) driver_ = start_thread([this] { drive(); });
+    } catch (...) {
+      close(socket);
+      throw;
     }
     auto connection = std::make_unique<Connection>();
     connection->socket = socket;
