@@ -144,6 +144,7 @@ void SharedMemoryEngine::look(const Call& call, std::uint64_t seq, std::uint64_t
                     segment_->way_to(execution.blocked_on()) + " at " + execution.position(),
                 r);
   }
+  segment_->throw_if_over(seq);
   if (waited >= call.timeout) throw_timeout(call, seq, execution, waited);
 }
 

@@ -706,8 +706,13 @@ void Links::drive() {
     const int ready = epoll_wait(poll_, &event, 1, kIdlePoll);
     if (stopping_) return;
     if (others_look()) continue;
-    if (count > 0) progress();
-    if (segment_.abort_record().state.load(std::memory_order_acquire) == 2) tell();  // by another rank of this host
+    if (ready > 0) progress();
+    try {
+      // It may be that no rank waits that could notice the death of this one's peer.
+      segment_.throw_if_over(0);
+    } catch (const Error&) {
+      tell();  // it may be the error of another rank of this host, whose peers need not be this one's
+    }
   }
 }
 

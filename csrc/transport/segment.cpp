@@ -87,7 +87,8 @@ Segment::Segment(int memfd, const Geometry& geometry, int rank, std::vector<int>
       rank_(rank),
       names_(std::move(names)),
       memory_(std::move(memory)),
-      bytes_(geometry.segment_bytes()) {
+      bytes_(geometry.segment_bytes()),
+      found_dead_(geometry.ranks) {
   void* mapped = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, memfd, 0);
   if (mapped == MAP_FAILED)
     throw_system("cannot map " + std::to_string(bytes_) +
@@ -300,14 +301,13 @@ std::vector<int> Segment::gone() const {
     for (const int r : links_->lost()) polled[static_cast<std::size_t>(r)].revents = POLLIN;
   for (int r = 0; r < size(); ++r) {
     const bool ended = polled[static_cast<std::size_t>(r)].revents != 0;
-    if (r != rank_ && (ended || control(r).state.load(std::memory_order_acquire) == RankState::left))
-      result.push_back(r);
+    if (r != rank_ && (ended || left(r))) result.push_back(r);
   }
   return result;
 }
 
 std::string Segment::how_gone(int rank) const {
-  if (control(rank).state.load(std::memory_order_acquire) == RankState::left) return "left the group";
+  if (left(rank)) return "left the group";
   return elsewhere(rank) ? "is out of reach: " + links_->reason(rank) : "died";
 }
 

@@ -280,8 +280,17 @@ class Segment {
   }
   // Throws the group's fatal error, if there is one.
   void throw_if_aborted() const;
+  // The same for a rank that waits. First it makes the death of any rank the group's error, so that no wait in a group
+  // that has lost a rank lasts, whomever the waiting rank waits for. `call` is the collective under way; 0 stands for
+  // none, where nothing is waited for. A collective may end without a dead rank that has done its part in it, so it
+  // gets kGrace to do so. A message, which passes nothing, gets none.
+  void throw_if_over(std::optional<std::uint64_t> call = std::nullopt) const;
 
  private:
+  // A rank on another host cannot be seen to have done its part: its death and the rest of the others' data may take
+  // different ways here, so this must be longer than data needs from one host to another.
+  static constexpr Nanoseconds kGrace = kSecond / 5;
+
   static void ring_doorbell(RankControl& control);
   void unmap();
   void withdraw_page(std::byte* page) const;
