@@ -6,6 +6,7 @@ import atexit
 import functools
 import json
 import logging
+import multiprocessing.util
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -43,6 +44,13 @@ log = logging.getLogger(__name__)
 atexit.register(_C.shutdown_all)
 
 
+@functools.lru_cache(maxsize=1)
+def _leave_at_the_end_of(pid: int) -> None:
+    """A process that multiprocessing forked ends without `atexit`. To its groups it must not look as if it had died."""
+    if multiprocessing.parent_process() is not None:
+        multiprocessing.util.Finalize(None, _C.shutdown_all, exitpriority=0)
+
+
 def create(dist_backend_opts: Any, pg_options: Options | None) -> _C.ProcessGroupRing:
     """Called by torch for every new group on every rank in it. Returns when all ranks are there.
 
@@ -62,6 +70,7 @@ def _make(
     store: Store, name: str, rank: int, global_ranks: list[int], timeout: timedelta, options: Options
 ) -> _C.ProcessGroupRing:
     """The group of the ranks whose global ranks these are; this one is `global_ranks[rank]`."""
+    _leave_at_the_end_of(os.getpid())
     size = len(global_ranks)
     seconds = min(timeout.total_seconds(), LONGEST_TIMEOUT)
     debug = options.debug or 0

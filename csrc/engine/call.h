@@ -52,8 +52,8 @@ struct Call {
   std::uint64_t shape = 0;    // a hash of the counts where blocks are uneven, else 0
   double factor = 1.0;        // premul_sum only; may differ between ranks
   Nanoseconds timeout = 0;    // for the whole call, from the moment it first waits
-  // For messages only: the user's call that this one is a part of, and its number among the user's calls (0: that of
-  // this one among the engine's).
+  // Only the texts of errors use these two. A user's call may be several of the engine's: `part_of` is that call, if it
+  // has another name, and `number` its number among the user's calls (0: the engine's own number is shown).
   std::optional<Operation> part_of = std::nullopt;
   std::uint64_t number = 0;
 

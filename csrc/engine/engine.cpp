@@ -89,19 +89,15 @@ std::size_t Engine::slice_bytes(const Call& call, const Program& program, std::s
   return std::min(std::max(bytes / kCacheLine * kCacheLine, kCacheLine), most);
 }
 
-void Engine::check_reduction(const Call& call) {
+void Engine::check(const Call& call, int size) {
   if (reduces(call.operation) && !kernels::supports(call.dtype, call.reduce_op))
     throw Error(ErrorKind::invalid_argument, std::string(name(call.operation)) + ": the reduction '" +
                                                  std::string(name(call.reduce_op)) + "' is not defined for dtype " +
                                                  std::string(name(call.dtype)));
-}
-
-void Engine::check(const Call& call) const {
-  check_reduction(call);
-  if (call.root < 0 || call.root >= size_)
+  if (call.root < 0 || call.root >= size)
     throw Error(ErrorKind::invalid_argument, std::string(name(call.operation)) + ": root is " +
                                                  std::to_string(call.root) + "; the group has ranks 0 to " +
-                                                 std::to_string(size_ - 1));
+                                                 std::to_string(size - 1));
 }
 
 }  // namespace ringreduce

@@ -74,8 +74,9 @@ class Engine {
   // the options' rule.
   void choose(Operation operation, std::uint64_t most_bytes, int plan, std::size_t slice_bytes = 0);
 
-  // Throws invalid_argument, naming both, if the call's reduction is not defined for its dtype.
-  static void check_reduction(const Call& call);
+  // Throws invalid_argument for a root that a group of this size does not have, or for a reduction that is not defined
+  // for the call's dtype.
+  static void check(const Call& call, int size);
 
   // A plan that is for one root only, where ranks are not all alike; as for add_plan() and choose().
   struct RootedPlan {
@@ -124,8 +125,6 @@ class Engine {
   // `channels`: the most that a plan may have. `most_slice_bytes`: what the transport allows.
   Engine(int rank, int size, int channels, const Options& options, std::size_t most_slice_bytes);
 
-  // Throws invalid_argument for a root that there is not, or a reduction that is not defined.
-  void check(const Call& call) const;
   const Choice& choice_for(const Call& call);
   // This rank's part of a plan. The reference stays valid.
   const Program& program_for(const Call& call, int plan);

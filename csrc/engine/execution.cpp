@@ -122,18 +122,19 @@ bool Execution::find_operands(const At& at, const BoundStep& step, Value& value)
   return true;
 }
 
-// Adds what a slot holds, or says, to the operands. Its numbers come from another process: each is read once, and
-// checked before it is used.
+// Adds what a slot holds, or says, to the operands. Its numbers come from another process, which could change them
+// between a check and their use: each is read once, and checked before it is used.
 void Execution::take(const BoundStep& step, const Source& source, const SlotHeader& slot, Value& value) {
-  const std::size_t bytes = slot.bytes;
-  const Place place = slot.place;
-  const std::uint64_t address = slot.address;
+  const volatile SlotHeader& theirs = slot;
+  const std::size_t bytes = theirs.bytes;
+  const Place place = theirs.place;
+  const std::uint64_t address = theirs.address;
   const bool first = work_.operands.empty(),
              has_chunk = step.step->read != Read::none || step.step->write_position >= 0;
   if (first && !has_chunk) value.bytes = bytes;  // a step that only passes on takes what comes
   if (bytes != value.bytes || bytes > segment_.geometry().slot_bytes)
     throw Error(ErrorKind::mismatch, segment_.describe(source.peer) + " sent a slice of another size", source.peer);
-  const bool returned = place != Place::slot && slot.returned == 1;
+  const bool returned = place != Place::slot && theirs.returned == 1;
   value.returned += returned;
   if (place == Place::process) {
     work_.remote.push_back({source.peer, address, returned, work_.operands.size()});
@@ -275,9 +276,9 @@ void Execution::shut_out_peers() {
     segment_.withdraw(returned.data, returned.size);
 }
 
-// The rank that must act before slot `seq` may be written, or -1: a reader of what lies there, or this rank itself,
-// where an earlier round has yet to send what comes before it (that round is the obstacle then, and has been met
-// first).
+// The rank that must act before slot `seq` may be written, or -1 if none must. It is a reader that has not read the
+// slot's old content. Or it is this rank: an earlier round has not yet sent what belongs there before `seq`. In that
+// case advance() has met the earlier round first and reports its obstacle.
 int Execution::slow_reader(std::size_t channel, std::uint64_t seq, bool elsewhere) const {
   const std::size_t depth = segment_.geometry().depth;
   const int own = segment_.rank();

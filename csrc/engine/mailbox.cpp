@@ -160,7 +160,7 @@ void Mailbox::stop(const Error& error) {
 void Mailbox::check() {
   std::optional<Error> aborted;
   try {
-    segment_->throw_if_aborted();
+    segment_->throw_if_over();
   } catch (const Error& error) {
     aborted = error;
   }
@@ -180,6 +180,7 @@ void Mailbox::check() {
       const int culprit = peer_gone ? m->peer : gone.front();
       error = Error(ErrorKind::peer_lost,
                     title(*m) + ": " + segment_->describe(culprit) + " " + segment_->how_gone(culprit), culprit);
+      segment_->abort(*error);  // others may wait for this rank, which is told to give up
     } else if (t - m->posted >= m->timeout) {
       const std::string whom =
           m->peer == kAnySource ? "any rank" : segment_->describe(m->peer) + segment_->way_to(m->peer);

@@ -55,12 +55,12 @@ void monitored_barrier(const Segment& segment, int spins, Nanoseconds timeout, b
   }
   Waiting waiting(segment, spins);
   const auto look = [&](Nanoseconds waited) {
-    segment.throw_if_aborted();
     const std::vector<int> absent = missing();
     if (absent.empty()) return;
     for (int r : segment.gone())
       if (std::find(absent.begin(), absent.end(), r) != absent.end())
         throw Error(ErrorKind::peer_lost, passed_but(segment.describe(r) + " " + segment.how_gone(r)), r);
+    segment.throw_if_over(0);
     if (waited < timeout) return;
     control.barriers_given_up.store(turn, std::memory_order_seq_cst);
     segment.control_changed();

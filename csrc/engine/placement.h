@@ -23,11 +23,20 @@ class Placement {
     std::vector<int> cores;
     for (int core = 0; core < CPU_SETSIZE; ++core)
       if (CPU_ISSET(core, &allowed)) cores.push_back(core);
-    const int count = static_cast<int>(cores.size()), size = segment.size();
+    int size = 0, own = 0;  // of the ranks of this host, and this one's number among them
+    for (int r = 0; r < segment.size(); ++r) {
+      if (segment.elsewhere(r)) continue;
+      if (r == segment.rank()) own = size;
+      ++size;
+    }
+    const int count = static_cast<int>(cores.size());
     if (count == 0 || size <= count) return;
     share_ = (size + count - 1) / count;
-    home_ = cores[static_cast<std::size_t>(segment.rank() * count / size)];
+    home_ = cores[static_cast<std::size_t>(own * count / size)];
   }
+
+  // The core that this rank moves to where its own is crowded.
+  int home() const { return home_; }
 
   // For every call to begin with, in the thread that runs it.
   void settle() {
@@ -40,7 +49,7 @@ class Placement {
     if (t < next_) return;
     next_ = t + kLookEvery;
     int together = 0;
-    for (int r = 0; r < segment_.size(); ++r)  // those elsewhere say nothing of their cores
+    for (int r = 0; r < segment_.size(); ++r)  // ranks on other hosts tell nobody their cores
       together += segment_.control(r).core.load(std::memory_order_relaxed) == here + 1;
     if (together <= share_) return;
     cpu_set_t allowed;

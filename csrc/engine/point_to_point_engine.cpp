@@ -59,10 +59,10 @@ PointToPointEngine::PointToPointEngine(std::shared_ptr<PointToPoint> wire, int c
 
 Tally PointToPointEngine::run(const Call& asked, const Buffers& given) {
   wire_->throw_if_aborted();
-  check(asked);
+  check(asked, size());
   Call call = asked;
   Buffers buffers = given;
-  // Of nothing nothing is sent. A barrier sums a byte.
+  // An empty tensor would produce no message, so a barrier reduces one byte.
   std::byte token{};
   std::byte* const token_data = &token;
   const std::size_t token_count = 1;

@@ -86,8 +86,9 @@ Program bind(Operation operation, std::span<const std::int32_t> lowered, std::ui
     if (total == 0) malformed("share total is 0");
     channel.share = {static_cast<std::uint32_t>(begin), static_cast<std::uint32_t>(end),
                      static_cast<std::uint32_t>(total)};
-    channel.chunks = static_cast<std::uint32_t>(in.take("chunks", 1, 1 << 20));
-    const int chunk_ids = block_count(operation, size) * static_cast<int>(channel.chunks);
+    const int blocks = block_count(operation, size);
+    channel.chunks = static_cast<std::uint32_t>(in.take("chunks", 1, std::min(1 << 20, kMost / blocks)));
+    const int chunk_ids = blocks * static_cast<int>(channel.chunks);
     channel.sends.resize(static_cast<std::size_t>(size));
     std::vector<int> completed(static_cast<std::size_t>(chunk_ids));  // by how many steps of all ranks
 
@@ -118,6 +119,8 @@ Program bind(Operation operation, std::span<const std::int32_t> lowered, std::ui
         const int recvs = in.take("recv count", 0, size - 1);
         if ((step.read == Read::none) != (step.local_position == -1) || step.local_position > recvs)
           malformed("local position does not fit the operands");
+        if (step.read == Read::none && recvs == 0)
+          malformed("a step has neither a local chunk nor anything to receive");
         const std::size_t first_source = program.sources.size();
         for (int i = 0; i < recvs; ++i) {
           const int peer = turned(in.take("peer", 0, size - 1));

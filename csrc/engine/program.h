@@ -26,7 +26,7 @@ struct Step {
   int block = 0;
   std::uint32_t phase = 0;  // without slots: what is sent in a phase is exchanged at its end, see plan/symbolic.py
   Read read = Read::none;
-  bool completes = false;        // the value is the finished reduction, and no operand was
+  bool completes = false;        // this step finishes the reduction: its value is complete, its operands were not
   int local_position = -1;       // of the local chunk among the operands
   int read_position = -1;        // of the block among the input tensors (or output tensors, as `read` says)
   int write_position = -1;       // of the block among the output tensors; -1: not written

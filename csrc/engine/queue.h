@@ -44,7 +44,7 @@ class CallQueue {
       posted_.push_back({turn, std::move(call), std::move(done)});
       ++not_done_;
     }
-    turn_came_.notify_all();
+    posted_came_.notify_one();
     return turn;
   }
 
@@ -74,7 +74,7 @@ class CallQueue {
       stopping_ = true;
       ending.swap(thread_);
     }
-    turn_came_.notify_all();
+    posted_came_.notify_one();
     if (ending.joinable()) ending.join();
     drain();  // of what other threads run
   }
@@ -87,11 +87,14 @@ class CallQueue {
   struct EndTurn {
     CallQueue& queue;
     ~EndTurn() {
+      bool for_thread = false;
       {
         std::lock_guard lock(queue.mutex_);
         ++queue.next_turn_;
+        for_thread = queue.next_is_posted() || queue.stopping_;
       }
       queue.turn_came_.notify_all();
+      if (for_thread) queue.posted_came_.notify_one();
     }
   };
 
@@ -102,7 +105,7 @@ class CallQueue {
   void drive() {
     std::unique_lock lock(mutex_);
     while (true) {
-      turn_came_.wait(lock, [&] { return posted_.empty() ? stopping_ : next_is_posted(); });
+      posted_came_.wait(lock, [&] { return posted_.empty() ? stopping_ : next_is_posted(); });
       if (posted_.empty()) return;
       run_next(lock);
     }
@@ -126,7 +129,8 @@ class CallQueue {
   }
 
   std::mutex mutex_;
-  std::condition_variable turn_came_;
+  std::condition_variable turn_came_;    // for those who run their call themselves, and for drain()
+  std::condition_variable posted_came_;  // for the thread, which synchronous calls must not wake
   std::deque<Posted> posted_;
   std::size_t last_turn_ = 0, next_turn_ = 0, not_done_ = 0;
   bool stopping_ = false;

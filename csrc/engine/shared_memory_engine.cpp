@@ -37,7 +37,7 @@ const BoundCall& SharedMemoryEngine::bind(const Call& call, const Buffers& buffe
   if (std::exchange(choices_bound_, choices_made()) != choices_made()) bound_.clear();
   for (const BoundCall& known : bound_)
     if (known.serves(call, buffers)) return known;
-  check(call);
+  check(call, size());
   const Choice& choice = choice_for(call);
   const Program& program = program_for(call, choice.plan);
   if (bound_.size() == kBound) bound_.pop_back();
@@ -107,6 +107,7 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
       // way of fail().
       if (segment_->failed(seq)) throw Error(ErrorKind::aborted, title(call, seq) + ": another rank gave it up");
     } catch (const Error& error) {
+      segment_->throw_if_aborted();  // which may be what was thrown, and explains itself
       if (error.kind() == ErrorKind::mismatch) throw_mismatch(call, seq, id, error.culprit());
       throw;
     }
@@ -155,6 +156,7 @@ void SharedMemoryEngine::look(const Call& call, std::uint64_t seq, std::uint64_t
                     segment_->way_to(execution.blocked_on()) + " at " + execution.position(),
                 r);
   }
+  segment_->throw_if_over(seq);
   if (waited >= call.timeout) throw_timeout(call, seq, execution, waited);
 }
 
@@ -194,6 +196,7 @@ void SharedMemoryEngine::throw_mismatch(const Call& call, std::uint64_t seq, std
   // From another host the call's description may come after its data.
   for (const Nanoseconds deadline = now() + kSecond; segment_->elsewhere(peer) && now() < deadline;) {
     if (differs(segment_->control(peer), seq, fingerprint)) break;
+    segment_->throw_if_aborted();
     segment_->links()->tell();
     if (!segment_->links()->progress()) sched_yield();
   }

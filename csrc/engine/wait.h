@@ -59,7 +59,10 @@ class Waiting {
     if (links_ != nullptr && links_->progress()) return moved();
     if (++idle_ <= spins_) return cpu_relax();
     const Nanoseconds t = now();
-    if (started_ == 0) started_ = t;
+    if (started_ == 0) {
+      started_ = t;
+      next_check_ = t + kCheckEvery;  // most waits are over by then
+    }
     if (idle_since_ == 0) idle_since_ = t;
     if (t >= next_check_) {
       check(t - started_);

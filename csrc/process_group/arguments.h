@@ -52,8 +52,8 @@ std::vector<std::size_t> split_blocks(const at::Tensor& tensor, const std::vecto
 // Fills in the size of a call whose blocks this rank knows all of.
 void size_from(Call& call, const std::vector<std::size_t>& counts);
 
-// Whether a tensor's memory is its elements one after the other; and a copy of which that is true, on `device`, if it
-// is not, or lies elsewhere.
+// is_plain(): whether a tensor's memory is its elements one after the other, and on `device`, if one is given. plain():
+// the tensor itself if it is plain on `device`, otherwise a copy that is.
 inline bool is_plain(const at::Tensor& t) { return t.is_contiguous() && !t.is_conj() && !t.is_neg(); }
 inline bool is_plain(const at::Tensor& t, at::Device device) { return t.device() == device && is_plain(t); }
 inline at::Tensor plain(const at::Tensor& t, at::Device device) {

@@ -47,6 +47,20 @@ void with_python_errors(int culprit, F&& call) {
   }
 }
 
+// Calls Python where nothing may be thrown. Ctrl-C comes once more, in the program's own code; other errors go to
+// sys.unraisablehook.
+void without_errors(const std::function<void()>& call, const char* what) {
+  const py::gil_scoped_acquire gil;
+  try {
+    call();
+  } catch (py::error_already_set& raised) {
+    if (raised.matches(PyExc_KeyboardInterrupt))
+      PyErr_SetInterrupt();
+    else
+      raised.discard_as_unraisable(what);
+  }
+}
+
 // (lowered, digest, most_bytes, slice_bytes) of each.
 using RootedPlans = std::vector<std::tuple<std::vector<std::int32_t>, std::uint64_t, std::uint64_t, std::size_t>>;
 
@@ -170,7 +184,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                                 [connect = std::move(connect)](int peer, Nanoseconds timeout) {
                                                   with_python_errors(peer, [&] { connect(peer, seconds(timeout)); });
                                                 },
-                                                std::move(disconnect)});
+                                                [disconnect = std::move(disconnect)] {
+                                                  if (disconnect) without_errors(disconnect, "disconnect of a group");
+                                                }});
             return c10::make_intrusive<Group>(std::move(segment), std::move(settings));
           }),
           py::kw_only(), py::arg("memfd"), py::arg("geometry"), py::arg("rank"), py::arg("pidfds"), py::arg("names"),
@@ -191,6 +207,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           py::kw_only(), py::arg("backend"), py::arg("store"), py::arg("names"), py::arg("channels"),
           py::arg("settings"))
       .def_property_readonly("topology", &Group::topology)
+      // c10d's method of this name calls allocateTensor(), which is for DistributedDataParallel.
+      .def(
+          "allocate_tensor",
+          [](Group& group, long size, at::ScalarType dtype, at::Device device) {
+            return group.allocate(size, at::TensorOptions().dtype(dtype).device(device));
+          },
+          py::call_guard<py::gil_scoped_release>(), py::arg("size"), py::kw_only(), py::arg("dtype"), py::arg("device"))
       // These two are virtual functions of c10d that torch does not bind for every backend.
       .def_property_readonly("options", &Group::getBackendOptions)
       .def("get_error", &Group::getError)

@@ -131,8 +131,8 @@ Job::Job(const Collective& collective, const TensorList& from, const TensorList&
   if (collective.op != nullptr) {
     call.reduce_op = reduce_op_of(*collective.op);
     call.factor = factor_of(*collective.op);
-    Engine::check_reduction(call);  // here already, so that no call of several begins before all are right
   }
+  Engine::check(call, size);  // here already: nobody may wait for the call, and of several none begins if one is wrong
 
   const at::NoGradGuard no_grad;
   targets = to;
@@ -150,7 +150,7 @@ Job::Job(const Collective& collective, const TensorList& from, const TensorList&
   set_size(*this, rank, collective.flat_input);
 }
 
-// So that a disagreement is an error on every rank, naming it, and that all ranks count the same rounds.
+// Every rank sees all split sizes: so all raise the same error if two disagree, and all count the same rounds if not.
 Tally Job::agree(Engine& host) {
   if (std::exchange(agreed, true)) return {};
   const std::size_t n = input.count.size();

@@ -190,6 +190,11 @@ GpuCalls* ProcessGroupRing::gpu_calls(at::Device device) {
 }
 
 at::Tensor ProcessGroupRing::allocateTensor(long size, at::TensorOptions options) {
+  const at::Tensor tensor = allocate(size, options);
+  return tensor.is_complex() ? at::view_as_real(tensor).flatten() : tensor;
+}
+
+at::Tensor ProcessGroupRing::allocate(long size, const at::TensorOptions& options) {
   shared_->throw_if_forked();
   if (size < 0) invalid("allocateTensor: size is ", size, "; it must be 0 or more");
   if (!options.device().is_cpu()) invalid("allocateTensor: device is ", options.device(), "; it must be the CPU");
@@ -381,7 +386,7 @@ bool ProcessGroupRing::call_now(OpType type, const Collective& collective, const
   call.count = call.largest = count;
   const auto timeout = timeout_or_default(collective.timeout);
   call.timeout = std::chrono::nanoseconds(timeout).count();
-  Engine::check_reduction(call);
+  Engine::check(call, getSize());
   std::array<std::byte*, kMostBlocks> input_blocks, output_blocks;
   std::array<std::size_t, kMostBlocks> counts;
   for (std::size_t b = 0; b < std::max(ins, outs); ++b) {

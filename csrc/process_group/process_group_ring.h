@@ -152,6 +152,9 @@ class ProcessGroupRing : public c10d::Backend {
   // Memory that collectives read in place instead of copying it first, from this rank's arena. A tensor of it may
   // outlive the group.
   bool supportsTensorAlloc(c10::DeviceIndex) override { return segment_ && segment_->geometry().arena_bytes > 0; }
+  at::Tensor allocate(long size, const at::TensorOptions& options);
+  // The same for DistributedDataParallel, which puts its buckets there. It reduces complex gradients as pairs of real
+  // numbers, and makes that view of its own memory, but not of memory that it got here. So it gets the view.
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
   std::shared_ptr<c10::Allocator> getMemAllocator() override { return allocator_; }
 

@@ -58,10 +58,12 @@ struct WorkSurroundings {
   }
 
   void throw_if_forked() const {
-    if (fork.forked())
-      throw Error(ErrorKind::system,
-                  "this process was forked after the group was made, from " + engine->describe(engine->rank()) +
-                      ", and cannot use it; make a group of its own, or start it with the method 'spawn'");
+    if (fork.forked()) throw forked(" from " + engine->describe(engine->rank()) + ",");
+  }
+  static Error forked(const std::string& from_whom) {
+    return Error(ErrorKind::system, "this process was forked after the group was made," + from_whom +
+                                        " and cannot use it; make a group of its own, or start it with the method "
+                                        "'spawn'");
   }
 };
 
@@ -170,7 +172,8 @@ class CallWork : public c10d::Work {
   // In a forked child: locks may be held for ever, but nothing changes any more either.
   bool in_child() const { return fork_.forked(); }
   bool wait_in_child() {
-    if (!completed_) surroundings_->throw_if_forked();
+    // The fork may have come while the work ended, which takes the surroundings first.
+    if (!completed_) throw WorkSurroundings::forked("");
     if (exception_) std::rethrow_exception(exception_);
     return true;
   }

@@ -1,4 +1,6 @@
 // Many calls of mixed kinds over small slots, so that every slot is reused many times.
+#include <sys/resource.h>
+
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -124,7 +126,34 @@ void stress_collectives() {
 }
 
 // Threads of a rank race for turns; whoever has turn k makes call k of the script, so the ranks agree.
+namespace {
+
+// The thread of a queue sleeps while other threads run their calls themselves.
+void queue_lets_its_thread_sleep() {
+  constexpr int kCalls = 500;
+  CallQueue queue;
+  const auto sleeps = [&] {  // how often the thread has slept so far
+    long times = 0;
+    queue.post(
+        [&] {
+          rusage used;
+          getrusage(RUSAGE_THREAD, &used);
+          times = used.ru_nvcsw;
+        },
+        [] {});
+    queue.drain();
+    return times;
+  };
+  const long before = sleeps();
+  for (int i = 0; i < kCalls; ++i) queue.run([] { std::this_thread::sleep_for(std::chrono::microseconds(100)); });
+  check(sleeps() - before < kCalls / 5, "queue: its thread is woken by calls that are not for it");
+  std::printf("queue: its thread sleeps through %d calls of others\n", kCalls);
+}
+
+}  // namespace
+
 void stress_queue() {
+  queue_lets_its_thread_sleep();
   constexpr int kThreads = 3, kCallsPerThread = 60;
   Group group(3, 8, 256);
   on_all_ranks(group, [&](Rank& rank) {

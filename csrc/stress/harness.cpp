@@ -43,13 +43,14 @@ void Group::link(int one, int other) {
   links(other)->add(one, ends[1], "other end");
 }
 
-Group::Group(int size, std::uint32_t depth, std::uint32_t slot_bytes, const std::vector<int>& hosts, bool linked) {
+Group::Group(int size, std::uint32_t depth, std::uint32_t slot_bytes, const std::vector<int>& hosts, bool linked,
+             std::uint32_t mailbox_slot_bytes) {
   const Geometry geometry{.ranks = static_cast<std::uint32_t>(size),
                           .channels = 2,
                           .depth = depth,
                           .slot_bytes = slot_bytes,
                           .mailbox_depth = 4,
-                          .mailbox_slot_bytes = 256,
+                          .mailbox_slot_bytes = mailbox_slot_bytes,
                           .arena_bytes = 1 << 20};
   const auto host_of = [&](int rank) { return hosts.empty() ? 0 : hosts[static_cast<std::size_t>(rank)]; };
   std::vector<int> memfds;  // by host

@@ -39,8 +39,8 @@ struct Rank {
 struct Group {
   // `hosts`: the host of each rank; ranks of different hosts share nothing but sockets. Empty: one host. `linked`:
   // links are there from the start, and not made when they are needed.
-  Group(int size, std::uint32_t depth, std::uint32_t slot_bytes, const std::vector<int>& hosts = {},
-        bool linked = true);
+  Group(int size, std::uint32_t depth, std::uint32_t slot_bytes, const std::vector<int>& hosts = {}, bool linked = true,
+        std::uint32_t mailbox_slot_bytes = 256);
 
   int size() const { return static_cast<int>(ranks.size()); }
 
@@ -78,6 +78,9 @@ void stress_queue();
 void stress_faults();
 void stress_messages();
 void stress_hosts();
+// `only`: the one case of this name; empty: all.
+void stress_links(const std::string& only = "");
+void stress_segment(const std::string& only = "");
 void stress_mixed(int seconds);
 
 }  // namespace ringreduce::stress

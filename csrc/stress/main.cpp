@@ -1,5 +1,6 @@
 // The engine under load and under faults, without torch and without processes: for sanitizers. See `make stress`.
-// With an argument, only the mixed load, for that many seconds. See `make soak`.
+// With a number, only the mixed load, for that many seconds. See `make soak`. With `hosts`, `links` or `segment`, only
+// that scenario; of the latter two, only the case that a further argument names.
 #include <unistd.h>
 
 #include <cstdio>
@@ -18,7 +19,10 @@ int main(int argc, char** argv) {
       stress_mixed(seconds);
       return 0;
     }
-    if (argc > 1 && std::string(argv[1]) == "hosts") return stress_hosts(), 0;
+    const std::string scenario = argc > 1 ? argv[1] : "", only = argc > 2 ? argv[2] : "";
+    if (scenario == "hosts") return stress_hosts(), 0;
+    if (scenario == "links") return stress_links(only), 0;
+    if (scenario == "segment") return stress_segment(only), 0;
     stress_malformed_plans();
     stress_interpreter();
     stress_collectives();
@@ -26,6 +30,8 @@ int main(int argc, char** argv) {
     stress_faults();
     stress_messages();
     stress_hosts();
+    stress_links();
+    stress_segment();
     stress_mixed(3);
   } catch (const std::exception& error) {
     check(false, error.what());

@@ -39,7 +39,8 @@ void Arena::release(std::byte* piece) noexcept {
   std::lock_guard lock(mutex_);
   auto offset = static_cast<std::size_t>(piece - segment_->arena(segment_->rank()));
   std::size_t bytes = used_.extract(offset).mapped();
-  madvise(piece, bytes, MADV_REMOVE);
+  // Memory that was withdrawn (Segment::withdraw) is no longer the segment's.
+  if (madvise(piece, bytes, MADV_REMOVE) != 0) madvise(piece, bytes, MADV_DONTNEED);
   // Join it with the gaps on both sides.
   const auto after = gaps_.find(offset + bytes);
   if (after != gaps_.end()) {

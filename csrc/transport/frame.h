@@ -29,7 +29,7 @@ enum class FrameKind : std::uint32_t {
   message_read,  // the sender is done with slot `seq` of the receiver's mailbox
   control,       // the sender's control block (ControlImage) follows
   error,         // the group's error (ErrorImage) follows
-  leave,         // the sender takes no further part; nothing comes after it
+  leave,         // the sender takes no further part; nothing comes after it over this connection
 };
 
 struct FrameHeader {

@@ -1,5 +1,6 @@
 #include "transport/links.h"
 
+#include <fcntl.h>
 #include <linux/sockios.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -96,7 +97,6 @@ Links::Links(const Segment& segment, Connect connect)
   }
   Descriptors::all().add(poll_);
   Descriptors::all().add(waker_);
-  driver_ = start_thread([this] { drive(); });
 }
 
 Links::~Links() {
@@ -110,12 +110,21 @@ void Links::add(int peer, int socket, std::string path) {
   // These are wishes: a socket that knows neither (of a test, say) serves as well.
   setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
   setsockopt(socket, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &unsent, sizeof unsent);
+  fcntl(socket, F_SETFL, fcntl(socket, F_GETFL) | O_NONBLOCK);  // as readv() cannot be told so for one call
   {
     std::lock_guard lock(mutex_);
     Link& l = link(peer);
-    if (closed_ || !l.broken.empty()) {
+    if (stopping_ || !l.broken.empty()) {
+      const FrameHeader farewell{.kind = FrameKind::leave};  // for a peer that would take this rank for dead
+      if (stopping_) send(socket, &farewell, sizeof farewell, MSG_NOSIGNAL | MSG_DONTWAIT);
       close(socket);
       return;
+    }
+    try {  // not before, as the thread asks the segment, which has these links only when they are made
+      if (!driver_.joinable()) driver_ = start_thread([this] { drive(); });
+    } catch (...) {
+      close(socket);
+      throw;
     }
     auto connection = std::make_unique<Connection>();
     connection->socket = socket;
@@ -169,7 +178,7 @@ void Links::reach(std::span<const int> peers, Nanoseconds timeout) {
 
 void Links::enqueue(int peer, Outgoing frame, bool first) {
   Link& l = link(peer);
-  if (closed_ || !l.broken.empty() || l.left) return;
+  if (closed_ || !l.broken.empty() || l.left || l.leaving) return;
   ++unsent_;
   if (first)
     l.queue.push_front(std::move(frame));
@@ -273,9 +282,11 @@ void Links::tell_now() {
   for (int peer = 0; peer < segment_.size(); ++peer) {
     Link& l = link(peer);
     if (l.connections.empty()) continue;
-    const bool waits_already = std::any_of(l.queue.begin(), l.queue.end(),
-                                           [](const Outgoing& f) { return f.header.kind == FrameKind::control; });
-    if (!waits_already) {
+    const auto waiting = std::find_if(l.queue.begin(), l.queue.end(),
+                                      [](const Outgoing& f) { return f.header.kind == FrameKind::control; });
+    if (waiting != l.queue.end()) {  // no byte of it has been sent
+      std::memcpy(waiting->own.get(), &image, sizeof image);
+    } else {
       Outgoing frame = with_payload(FrameKind::control, sizeof image);
       std::memcpy(frame.own.get(), &image, sizeof image);
       enqueue(peer, std::move(frame), true);
@@ -308,9 +319,12 @@ void Links::flush(int peer) {
   for (std::size_t i = 0; i < l.connections.size() && l.broken.empty(); ++i) {
     Connection& connection = *l.connections[i];
     if (connection.socket < 0) continue;
-    while (l.broken.empty() && (!l.queue.empty() || !connection.sending.empty()) && send_some(peer, connection)) {
+    const auto has_more = [&] {
+      return !l.queue.empty() || !connection.sending.empty() || (l.leaving && !connection.said_leave);
+    };
+    while (l.broken.empty() && has_more() && send_some(peer, connection)) {
     }
-    if (l.broken.empty()) watch(peer, i, !l.queue.empty() || !connection.sending.empty());
+    if (l.broken.empty()) watch(peer, i, has_more());
   }
 }
 
@@ -324,6 +338,11 @@ bool Links::send_some(int peer, Connection& connection) {
       bytes += l.queue.front().header.bytes;
       sending.push_back(std::move(l.queue.front()));
       l.queue.pop_front();
+    }
+    if (sending.empty()) {
+      sending.push_back({.header = {.kind = FrameKind::leave}});
+      connection.said_leave = true;
+      ++unsent_;
     }
     connection.sent = 0;
   }
@@ -550,10 +569,20 @@ void Links::deliver(int peer, Connection& connection) {
       deliver_error(connection.aside);
       break;
     case FrameKind::leave:
-      link(peer).left = true;
-      segment_.control(peer).state.store(RankState::left, std::memory_order_seq_cst);
+      connection.heard_leave = true;
+      believe_leave(peer);
       break;
   }
+}
+
+// A peer has left when every connection has said so, for what it sent before may still be under way on one that has
+// not.
+void Links::believe_leave(int peer) {
+  Link& l = link(peer);
+  const auto may_carry_more = [](const auto& each) { return each->socket >= 0 && !each->heard_leave; };
+  if (std::any_of(l.connections.begin(), l.connections.end(), may_carry_more)) return;
+  l.left = true;
+  segment_.control(peer).state.store(RankState::left, std::memory_order_seq_cst);
 }
 
 void Links::deliver_error(std::span<const std::byte> payload) {
@@ -574,6 +603,8 @@ void Links::close_one(int peer, Connection& connection) {
   Link& l = link(peer);
   Descriptors::all().close(std::exchange(connection.socket, -1));
   const auto is_open = [](const auto& other) { return other->socket >= 0; };
+  const auto said_leave = [](const auto& each) { return each->heard_leave; };
+  if (std::any_of(l.connections.begin(), l.connections.end(), said_leave)) believe_leave(peer);
   if (!connection.sending.empty() || !std::any_of(l.connections.begin(), l.connections.end(), is_open))
     break_link(peer, "it closed the connection (" + connection.path + ")");
 }
@@ -658,11 +689,11 @@ void Links::drive() {
            now() - last_polled_.load(std::memory_order_relaxed) < kParked;
   };
   while (!stopping_) {
-    if (urgent_.exchange(false)) {
-      std::uint64_t count = 0;
-      [[maybe_unused]] const ssize_t got = read(waker_, &count, sizeof count);
-      tell(true);
-    }
+    // Whatever woke it, and before it looks at `urgent_`: tell_soon() sets that first and writes then, so what is not
+    // seen now wakes the thread again.
+    std::uint64_t count = 0;
+    [[maybe_unused]] const ssize_t got = read(waker_, &count, sizeof count);
+    if (urgent_.exchange(false)) tell(true);
     if (others_look()) {
       std::unique_lock lock(parking_);
       parked_.store(true, std::memory_order_seq_cst);
@@ -672,28 +703,36 @@ void Links::drive() {
     }
     settle();
     epoll_event event;
-    const int count = epoll_wait(poll_, &event, 1, kIdlePoll);
+    const int ready = epoll_wait(poll_, &event, 1, kIdlePoll);
     if (stopping_) return;
     if (others_look()) continue;
-    if (count > 0) progress();
-    if (segment_.abort_record().state.load(std::memory_order_acquire) == 2) tell();  // by another rank of this host
+    if (ready > 0) progress();
+    try {
+      // It may be that no rank waits that could notice the death of this one's peer.
+      segment_.throw_if_over(0);
+    } catch (const Error&) {
+      tell();  // it may be the error of another rank of this host, whose peers need not be this one's
+    }
   }
 }
 
 void Links::leave() {
+  std::call_once(left_, [this] { say_goodbye(); });
+}
+
+void Links::say_goodbye() {
   {
     std::lock_guard lock(mutex_);
-    if (closed_ || stopping_) return;
     tell_now();  // which calls this rank has completed
     for (int peer = 0; peer < segment_.size(); ++peer) {
       Link& l = link(peer);
       if (l.connections.empty()) continue;
       for (const FrameHeader& held : std::exchange(l.held, {})) enqueue(peer, {.header = held});
-      enqueue(peer, {.header = {.kind = FrameKind::leave}});
+      l.leaving = true;
       flush(peer);
     }
+    stopping_ = true;  // so that add() starts no thread
   }
-  stopping_ = true;
   tell_soon();  // wakes the thread, which ends
   if (driver_.joinable()) driver_.join();
   // A socket that is closed while bytes of the peer's lie unread, or that gets more, throws away what it has not sent:

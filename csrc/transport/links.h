@@ -99,7 +99,7 @@ class Links {
   std::string path(int peer) const;
   std::vector<Counters> counters() const;
 
-  // Says goodbye to all peers and ends. Idempotent.
+  // Says goodbye to all peers and ends. Idempotent; from any thread, each of which returns when it is done.
   void leave();
 
  private:
@@ -112,7 +112,9 @@ class Links {
   struct Connection {
     int socket = -1;
     std::string path;
-    bool wants_out = false;         // whether epoll tells when it accepts more
+    bool wants_out = false;   // whether epoll tells when it accepts more
+    bool said_leave = false;  // which is the last frame that it takes
+    bool heard_leave = false;
     std::vector<Outgoing> sending;  // frames it has taken
     std::size_t sent = 0;           // bytes of them
     // What arrives: a frame whose payload is under way, and bytes that have not been looked at.
@@ -129,7 +131,8 @@ class Links {
     std::deque<Outgoing> queue;
     std::vector<FrameHeader> held;  // slots to be given back
     std::string broken;             // why; empty: it is not
-    bool left = false;
+    bool leaving = false;           // every connection is to say so, after all that it has to send
+    bool left = false;              // the peer said so over every connection
     bool told_error = false;
     std::uint64_t bytes_out = 0, bytes_in = 0, frames_out = 0, frames_in = 0;
   };
@@ -144,6 +147,7 @@ class Links {
   static std::byte* aside_for(Connection& connection, const FrameHeader& header);
   std::byte* place_for(int peer, Connection& connection, const FrameHeader& header);
   void deliver(int peer, Connection& connection);
+  void believe_leave(int peer);
   void deliver_error(std::span<const std::byte> payload);
   void close_one(int peer, Connection& connection);
   void break_link(int peer, const std::string& why);
@@ -151,6 +155,7 @@ class Links {
   void tell_now();
   void unpark();
   void drive();
+  void say_goodbye();
 
   const Segment& segment_;
   const Connect connect_;
@@ -169,6 +174,7 @@ class Links {
   std::condition_variable unpark_;
   std::atomic<bool> parked_ = false, urgent_ = false, stopping_ = false;
   std::thread driver_;
+  std::once_flag left_;
 };
 
 }  // namespace ringreduce

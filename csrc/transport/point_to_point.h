@@ -37,12 +37,12 @@ class PointToPoint {
   // "rank 3 (node7, pid 4711)"
   virtual std::string describe(int rank) const = 0;
 
-  // Sends and receives all of these at once, in no order but this: messages from one rank to another match in the order
-  // of the exchanges, and within an exchange in that of the lists. When it returns, what was to come is there, and what
-  // was to go may be changed; on a GPU's stream, for what is put there afterwards. One call at a time. The memory
-  // remains the caller's; when it throws, nothing touches it any more. Throws peer_lost or timeout with the peer as the
-  // culprit, or what the group was aborted with. Whatever it throws, the wire is of no use afterwards: the caller must
-  // abort().
+  // Sends and receives all of these messages at once. Only messages between the same two ranks have an order: that of
+  // the exchanges, and within an exchange that of the lists. When it returns, the incoming data has arrived and the
+  // outgoing memory may be changed; on a GPU, this holds for work that is put in the stream later. One call at a time.
+  // The memory remains the caller's, and is not touched after an error. Throws peer_lost or timeout with the peer as
+  // the culprit, or the error that the group was aborted with. After any error the wire is unusable, and the caller
+  // must call abort().
   virtual void exchange(std::span<const Outgoing> outgoing, std::span<const Incoming> incoming,
                         Nanoseconds timeout) = 0;
 

@@ -1,5 +1,6 @@
 #include "transport/segment.h"
 
+#include <fcntl.h>
 #include <linux/futex.h>
 #include <poll.h>
 #include <sched.h>
@@ -72,25 +73,26 @@ std::size_t Geometry::segment_bytes() const {
   return kHeaderBytes + (Layout(*this).region_bytes + arena_bytes) * ranks;
 }
 
+OwnedDescriptors::~OwnedDescriptors() {
+  for (const int fd : fds)
+    if (fd >= 0) close(fd);
+}
+
 Segment::Segment(int memfd, const Geometry& geometry, int rank, std::vector<int> pidfds, std::vector<RankName> names,
                  PeerMemory memory, Hosts hosts)
-    : geometry_(geometry),
+    : memfd_({memfd}),
+      pidfds_(std::move(pidfds)),
+      geometry_(geometry),
       layout_(geometry),
       rank_(rank),
-      pidfds_(std::move(pidfds)),
       names_(std::move(names)),
       memory_(std::move(memory)),
-      bytes_(geometry.segment_bytes()) {
+      bytes_(geometry.segment_bytes()),
+      found_dead_(geometry.ranks) {
   void* mapped = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, memfd, 0);
-  const int error = errno;
-  close(memfd);
-  if (mapped == MAP_FAILED) {
-    errno = error;
-    for (int fd : pidfds_)
-      if (fd >= 0) close(fd);
+  if (mapped == MAP_FAILED)
     throw_system("cannot map " + std::to_string(bytes_) +
                  " bytes of shared memory, most of them unused address space " + "(RINGREDUCE_ARENA_BYTES lowers it)");
-  }
   base_ = static_cast<std::byte*>(mapped);
   arenas_ = base_ + kHeaderBytes + layout_.region_bytes * geometry.ranks;
   for (std::uint32_t r = 0; r < geometry.ranks; ++r)
@@ -131,12 +133,16 @@ Segment::Segment(int memfd, const Geometry& geometry, int rank, std::vector<int>
 }
 
 void Segment::leave() const {
+  bool first = false;
+  std::call_once(said_goodbye_, [&] { first = true; });
+  if (!first) return;
   if (opens_memory()) memory_.own->close();
-  control(rank_).state.store(RankState::left, std::memory_order_release);
+  control(rank_).state.store(RankState::left, std::memory_order_seq_cst);
   notify_all();
   if (!links_) return;
   links_->leave();
-  if (disconnect_) std::exchange(disconnect_, nullptr)();
+  // Called as a copy, since it may let go of the group, and of this object with it.
+  if (const auto disconnect = disconnect_) disconnect();
 }
 
 Segment::~Segment() {
@@ -148,8 +154,6 @@ Segment::~Segment() {
 void Segment::unmap() {
   munmap(base_, bytes_);
   if (mirrors_ != nullptr) munmap(mirrors_, mirror_bytes_);
-  for (int fd : pidfds_)
-    if (fd >= 0) close(fd);
 }
 
 RankControl& Segment::control(int rank) const { return *reinterpret_cast<RankControl*>(region(rank)); }
@@ -178,16 +182,33 @@ void Segment::ring_doorbell(RankControl& control) {
   syscall(SYS_futex, &control.doorbell, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
+// Of a page that lies in the tensor as a whole nothing need be kept, so it gets new memory, and the old is freed.
 void Segment::withdraw([[maybe_unused]] std::byte* data, [[maybe_unused]] std::size_t bytes) const {
 #if !defined(__SANITIZE_THREAD__)  // under which all ranks see one mapping: stress/one_mapping.cpp
-  const std::size_t before = reinterpret_cast<std::uintptr_t>(data) % kPage;
-  std::byte* const first = data - before;
-  const std::size_t length = (before + bytes + kPage - 1) / kPage * kPage;
-  void* const copy = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (copy == MAP_FAILED) return;  // no memory left for it: peers that are late may still write
-  std::memcpy(copy, first, length);
-  if (mremap(copy, length, length, MREMAP_MAYMOVE | MREMAP_FIXED, first) == MAP_FAILED) munmap(copy, length);
+  const auto begin = static_cast<std::size_t>(data - base_), end = begin + bytes;
+  const std::size_t whole = round_up(begin, kPage), rest = end / kPage * kPage;
+  if (whole < rest) {
+    void* const replaced = mmap(base_ + whole, rest - whole, PROT_READ | PROT_WRITE,
+                                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    if (replaced != MAP_FAILED)
+      fallocate(memfd_.fds[0], FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(whole),
+                static_cast<off_t>(rest - whole));
+  }
+  if (begin < whole) withdraw_page(base_ + whole - kPage);
+  if (rest < end && rest >= whole) withdraw_page(base_ + rest);
 #endif
+}
+
+// A page that is not the tensor's alone. It is mapped again, so that the first write to it makes a copy, and then
+// written to without a change. The kernel copies it as one step for all threads of this process: what they wrote before
+// is in the copy, what they write later goes there.
+void Segment::withdraw_page(std::byte* page) const {
+  void* const mapped = mmap(page, kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, memfd_.fds[0], page - base_);
+  if (mapped == MAP_FAILED) return;  // no memory left: peers that are late may still write
+  const std::atomic_ref<std::uint64_t> word(*reinterpret_cast<std::uint64_t*>(page));
+  std::uint64_t value = word.load(std::memory_order_relaxed);
+  while (!word.compare_exchange_weak(value, value, std::memory_order_relaxed)) {
+  }
 }
 
 void Segment::read(int peer, std::byte* to, std::uint64_t from, std::size_t bytes) const {
@@ -272,21 +293,21 @@ std::string Segment::way_to(int rank) const {
 
 std::vector<int> Segment::gone() const {
   std::vector<pollfd> polled;
-  for (int fd : pidfds_) polled.push_back({.fd = fd, .events = POLLIN, .revents = 0});  // poll ignores negative ones
+  for (int fd : pidfds_.fds)
+    polled.push_back({.fd = fd, .events = POLLIN, .revents = 0});  // poll ignores negative ones
   poll(polled.data(), polled.size(), 0);
   std::vector<int> result;
   if (links_)
     for (const int r : links_->lost()) polled[static_cast<std::size_t>(r)].revents = POLLIN;
   for (int r = 0; r < size(); ++r) {
     const bool ended = polled[static_cast<std::size_t>(r)].revents != 0;
-    if (r != rank_ && (ended || control(r).state.load(std::memory_order_acquire) == RankState::left))
-      result.push_back(r);
+    if (r != rank_ && (ended || left(r))) result.push_back(r);
   }
   return result;
 }
 
 std::string Segment::how_gone(int rank) const {
-  if (control(rank).state.load(std::memory_order_acquire) == RankState::left) return "left the group";
+  if (left(rank)) return "left the group";
   return elsewhere(rank) ? "is out of reach: " + links_->reason(rank) : "died";
 }
 
@@ -322,12 +343,31 @@ void Segment::fail(std::uint64_t seq) const {
 void Segment::throw_if_aborted() const {
   const AbortRecord& record = abort_record();
   if (record.state.load(std::memory_order_seq_cst) != 2) return;
-  // The record lies in memory that peers can write: trust neither the end of its text nor its kind.
+  // The record lies in memory that peers can write: trust neither the end of its text nor its numbers.
   std::string message(record.message, strnlen(record.message, sizeof(record.message)));
   if (record.reporter != rank_) message += " [reported by rank " + std::to_string(record.reporter) + "]";
-  const bool known = record.kind >= static_cast<int>(ErrorKind::invalid_argument) &&
-                     record.kind <= static_cast<int>(ErrorKind::system);
-  throw Error(known ? static_cast<ErrorKind>(record.kind) : ErrorKind::system, message, record.culprit);
+  const std::int32_t kind = record.kind, culprit = record.culprit;
+  const bool known =
+      kind >= static_cast<int>(ErrorKind::invalid_argument) && kind <= static_cast<int>(ErrorKind::system);
+  throw Error(known ? static_cast<ErrorKind>(kind) : ErrorKind::system, message,
+              culprit >= 0 && culprit < size() ? culprit : -1);
+}
+
+void Segment::throw_if_over(std::optional<std::uint64_t> call) const {
+  throw_if_aborted();
+  for (const int r : gone()) {
+    if (left(r)) continue;  // that is the affair of those who still want something from it
+    if (call && (elsewhere(r) || control(r).completed.load(std::memory_order_acquire) >= *call)) {
+      const Nanoseconds t = now();
+      Nanoseconds since = 0;
+      if (found_dead_[static_cast<std::size_t>(r)].compare_exchange_strong(since, t)) since = t;
+      if (t - since < kGrace) continue;
+    }
+    const Error error(ErrorKind::peer_lost, describe(r) + " " + how_gone(r), r);
+    abort(error);
+    throw_if_aborted();
+    throw error;
+  }
 }
 
 }  // namespace ringreduce

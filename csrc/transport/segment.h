@@ -16,9 +16,10 @@
 // stored with release order after the payload and loaded with acquire order before it; acknowledgements likewise after
 // and before the reader's loads. Stamps and acknowledgements only grow, so a value seen late is only ever too small.
 //
-// Ranks on other hosts have regions too: on each rank, a *mirror* of memory that is its own alone, kept up to date by
-// its links to them (transport/links.h). Nobody needs to know which kind of region he looks at; but who has filled a
-// slot, or read one, or changed his control block, says so by the functions below, which know whom to tell how.
+// Each rank keeps a *mirror* of the region of every rank on another host: private memory of the same layout, which its
+// links to that rank keep up to date (transport/links.h). Readers treat both kinds of region alike. A writer calls
+// slot_filled(), slot_read() or control_changed() after it changed one; these notify local peers by futex, others by a
+// frame.
 //
 // Nothing here is named in a file system: when the last process closes its descriptor, the memory is gone.
 #pragma once
@@ -28,8 +29,11 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/clock.h"
@@ -163,12 +167,22 @@ struct RankName {
   }
 };
 
-// Which ranks are on other hosts, and how links to them are made (Links::Connect), and what is to be done when there
-// will be no more. None if all are here.
+// Which ranks are on other hosts (none: all are on this one). `connect` makes a link to one of them (Links::Connect).
+// `disconnect` is called once, when the group needs no more links, and must not throw.
 struct Hosts {
   std::vector<bool> elsewhere = {};  // by rank
   std::function<void(int peer, Nanoseconds timeout)> connect = {};
   std::function<void()> disconnect = {};
+};
+
+// Closed with this object.
+struct OwnedDescriptors {
+  std::vector<int> fds;  // -1: none
+
+  explicit OwnedDescriptors(std::vector<int> owned) : fds(std::move(owned)) {}
+  ~OwnedDescriptors();
+  OwnedDescriptors(const OwnedDescriptors&) = delete;
+  OwnedDescriptors& operator=(const OwnedDescriptors&) = delete;
 };
 
 class Segment {
@@ -205,8 +219,9 @@ class Segment {
     return data >= own && bytes <= geometry_.arena_bytes && data <= own + geometry_.arena_bytes - bytes;
   }
 
-  // Puts memory of its own in the place of [data, data + bytes) of this rank's arena, with the same content. What peers
-  // write there from now on is lost.
+  // Puts memory of its own in the place of [data, data + bytes) of this rank's arena, where a call failed: what peers
+  // still write there is lost. Its content is undefined afterwards. All memory around it keeps its content, whatever
+  // other threads write there meanwhile.
   void withdraw(std::byte* data, std::size_t bytes) const;
 
   // Whether all ranks can access one another's memory outside of the segment.
@@ -265,17 +280,28 @@ class Segment {
   }
   // Throws the group's fatal error, if there is one.
   void throw_if_aborted() const;
+  // The same for a rank that waits. First it makes the death of any rank the group's error, so that no wait in a group
+  // that has lost a rank lasts, whomever the waiting rank waits for. `call` is the collective under way; 0 stands for
+  // none, where nothing is waited for. A collective may end without a dead rank that has done its part in it, so it
+  // gets kGrace to do so. A message, which passes nothing, gets none.
+  void throw_if_over(std::optional<std::uint64_t> call = std::nullopt) const;
 
  private:
+  // A rank on another host cannot be seen to have done its part: its death and the rest of the others' data may take
+  // different ways here, so this must be longer than data needs from one host to another.
+  static constexpr Nanoseconds kGrace = kSecond / 5;
+
   static void ring_doorbell(RankControl& control);
   void unmap();
+  void withdraw_page(std::byte* page) const;
+  bool left(int rank) const { return control(rank).state.load(std::memory_order_acquire) == RankState::left; }
   void check_access(int peer, int error) const;
   std::byte* region(int rank) const { return regions_[static_cast<std::size_t>(rank)]; }
 
+  const OwnedDescriptors memfd_, pidfds_;  // before all that may throw
   Geometry geometry_;
   Layout layout_;
   int rank_;
-  std::vector<int> pidfds_;
   std::vector<RankName> names_;
   PeerMemory memory_;
   std::byte* base_ = nullptr;
@@ -286,7 +312,9 @@ class Segment {
   std::size_t mirror_bytes_ = 0;
   std::vector<bool> elsewhere_;
   bool alone_ = false;
-  mutable std::function<void()> disconnect_;
+  mutable std::vector<std::atomic<Nanoseconds>> found_dead_;  // by rank: when; 0: not yet
+  std::function<void()> disconnect_;
+  mutable std::once_flag said_goodbye_;
   std::unique_ptr<Links> links_;
 };
 

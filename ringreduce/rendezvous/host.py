@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import fcntl
 import hashlib
 import hmac
 import json
@@ -319,9 +320,11 @@ def _serve(
 
     While it waits it calls `look`, which raises if that is in vain.
     """
-    memfd = os.memfd_create("ringreduce", os.MFD_CLOEXEC)
+    memfd = os.memfd_create("ringreduce", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(memfd, segment_bytes)
+        # A rank that made it smaller would end all others, by SIGBUS.
+        fcntl.fcntl(memfd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except OSError as error:
         os.close(memfd)
         raise SystemFailure(
@@ -373,9 +376,7 @@ def _admit(connection: socket.socket, secret: bytes, deadline: float) -> tuple[i
     connection.settimeout(min(5.0, _left(deadline, "a connecting rank")))
     nonce = secrets.token_bytes(_NONCE)
     connection.send(nonce)
-    message, fds, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
-    for fd in fds:
-        os.set_inheritable(fd, False)
+    message, fds = _receive(connection, _HELLO.size, 1)
     try:
         rank, near, theirs, proof = _HELLO.unpack(message)
         if len(fds) != 1 or not hmac.compare_digest(proof, _proof(secret, b"member", nonce, rank)):
@@ -414,7 +415,7 @@ def _join(
             if not hmac.compare_digest(connection.recv(_DIGEST), _proof(secret, b"leader", nonce, rank)):
                 raise ConnectionError(f"what answered at rank {leader}'s address is not rank {leader}")
             while len(fds) < len(here) + 1:
-                message, some, _, _ = socket.recv_fds(connection, 16, _FDS_PER_MESSAGE)
+                message, some = _receive(connection, 16, _FDS_PER_MESSAGE)
                 if not some:
                     raise ConnectionError(f"rank {leader} closed the connection")
                 fds.extend(some)
@@ -429,9 +430,18 @@ def _join(
                 f"{names[rank][0]} (as RINGREDUCE_HOST_ID says, if it is set): {error}",
                 leader,
             ) from None
-    for fd in fds:
-        os.set_inheritable(fd, False)
     return fds[0], list(fds[1:]), message == b"\1"
+
+
+def _receive(connection: socket.socket, size: int, most: int) -> tuple[bytes, list[int]]:
+    """A message and its descriptors, which no program that another thread starts meanwhile inherits."""
+    fds = array.array("i")
+    room = socket.CMSG_LEN(most * fds.itemsize)
+    message, ancillary, _, _ = connection.recvmsg(size, room, socket.MSG_CMSG_CLOEXEC)  # recv_fds() ignores flags
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return message, list(fds)
 
 
 def _proof(secret: bytes, role: bytes, nonce: bytes, rank: int) -> bytes:

@@ -5,6 +5,7 @@ Times are bounded from below and above, and each fault has its control: the same
 
 from __future__ import annotations
 
+import inspect
 import os
 import resource
 import signal
@@ -407,32 +408,71 @@ def test_abort_wakes_all_waiting_ranks() -> None:
 # arguments: the call, and what its message must hold, in a group of 3
 
 THREE = torch.ones(3)
-ARGUMENTS: list[tuple[Callable[[], Any], str]] = [
-    (lambda: ringreduce.all_reduce(torch.ones(3, device="meta")), "tensor is on meta; .*CPU"),
-    (lambda: ringreduce.broadcast(THREE.to_sparse()), "layout Sparse"),
-    (lambda: ringreduce.all_reduce(torch.ones(3, dtype=torch.complex32)), "dtype ComplexHalf.* not supported"),
-    (lambda: ringreduce.broadcast(THREE, src=3), "root is 3; the group has ranks 0 to 2"),
-    (lambda: ringreduce.reduce(THREE, dst=-1), "root is -1; the group has ranks 0 to 2"),
-    (lambda: ringreduce.gather(THREE, dst=3), "root is 3; the group has ranks 0 to 2"),
-    (lambda: ringreduce.scatter(THREE, src=7), "root is 7; the group has ranks 0 to 2"),
-    (lambda: ringreduce.gather(THREE, [THREE], dst=dist.get_rank()), "gather_list holds 1 .*one per rank: 3"),
-    (lambda: ringreduce.gather(THREE, [THREE] * 3, dst=(dist.get_rank() + 1) % 3), "destination rank only"),
-    (lambda: ringreduce.scatter(THREE, [THREE], src=dist.get_rank()), "scatter_list holds 1 .*one per rank: 3"),
-    (lambda: ringreduce.scatter(THREE, [torch.ones(4)] * 3, src=dist.get_rank()), "has 4 elements, must have 3"),
-    (lambda: ringreduce.all_gather([THREE] * 2, THREE), "tensor_list holds 2 .*one per rank: 3"),
-    (lambda: ringreduce.all_gather([torch.ones(4) for _ in range(3)], THREE), "has 4 elements, must have 3"),
-    (lambda: ringreduce.all_gather([THREE.double()] * 3, THREE), "different dtypes"),
-    (lambda: ringreduce.all_gather([torch.ones(3)] * 3, THREE), "share memory"),
-    (lambda: ringreduce.all_gather_into_tensor(torch.ones(10), THREE), "10 elements, which do not divide evenly"),
-    (lambda: ringreduce.all_gather_into_tensor(torch.ones(12), THREE), "has 4 elements, must have 3"),
-    (lambda: ringreduce.reduce_scatter(THREE, [THREE] * 4), "input_list holds 4 .*one per rank: 3"),
-    (lambda: ringreduce.reduce_scatter(torch.ones(2), [THREE] * 3), "output has 2 elements, must have 3"),
-    (lambda: ringreduce.reduce_scatter_tensor(THREE, torch.ones(10)), "10 elements, which do not divide evenly"),
-    (lambda: ringreduce.reduce_scatter_tensor(THREE, torch.ones(12)), "output has 3 elements, must have 4"),
-    (lambda: ringreduce.all_to_all([THREE] * 2, [THREE] * 3), "output_tensor_list holds 2 .*one per rank: 3"),
-    (lambda: ringreduce.all_to_all_single(torch.ones(4), torch.ones(4)), "4 elements, which do not divide evenly"),
-    (lambda: ringreduce.all_to_all_single(THREE, THREE, [1, 1, 2], [1, 1, 1]), "add up to the tensor's 3 rows"),
-    (lambda: ringreduce.all_to_all_single(THREE, THREE, [1, 1], [1, 1, 1]), "has 2 split sizes.* one per rank: 3"),
+ARGUMENTS: list[tuple[Callable[..., Any], str]] = [
+    (lambda **how: ringreduce.all_reduce(torch.ones(3, device="meta"), **how), "tensor is on meta; .*CPU"),
+    (lambda **how: ringreduce.broadcast(THREE.to_sparse(), **how), "layout Sparse"),
+    (
+        lambda **how: ringreduce.all_reduce(torch.ones(3, dtype=torch.complex32), **how),
+        "dtype ComplexHalf.* not supported",
+    ),
+    (lambda **how: ringreduce.broadcast(THREE, src=3, **how), "root is 3; the group has ranks 0 to 2"),
+    (lambda **how: ringreduce.reduce(THREE, dst=-1, **how), "root is -1; the group has ranks 0 to 2"),
+    (lambda **how: ringreduce.gather(THREE, dst=3, **how), "root is 3; the group has ranks 0 to 2"),
+    (lambda **how: ringreduce.scatter(THREE, src=7, **how), "root is 7; the group has ranks 0 to 2"),
+    (
+        lambda **how: ringreduce.gather(THREE, [THREE], dst=dist.get_rank(), **how),
+        "gather_list holds 1 .*one per rank: 3",
+    ),
+    (
+        lambda **how: ringreduce.gather(THREE, [THREE] * 3, dst=(dist.get_rank() + 1) % 3, **how),
+        "destination rank only",
+    ),
+    (
+        lambda **how: ringreduce.scatter(THREE, [THREE], src=dist.get_rank(), **how),
+        "scatter_list holds 1 .*one per rank: 3",
+    ),
+    (
+        lambda **how: ringreduce.scatter(THREE, [torch.ones(4)] * 3, src=dist.get_rank(), **how),
+        "has 4 elements, must have 3",
+    ),
+    (lambda **how: ringreduce.all_gather([THREE] * 2, THREE, **how), "tensor_list holds 2 .*one per rank: 3"),
+    (
+        lambda **how: ringreduce.all_gather([torch.ones(4) for _ in range(3)], THREE, **how),
+        "has 4 elements, must have 3",
+    ),
+    (lambda **how: ringreduce.all_gather([THREE.double()] * 3, THREE, **how), "different dtypes"),
+    (lambda **how: ringreduce.all_gather([torch.ones(3)] * 3, THREE, **how), "share memory"),
+    (
+        lambda **how: ringreduce.all_gather_into_tensor(torch.ones(10), THREE, **how),
+        "10 elements, which do not divide evenly",
+    ),
+    (lambda **how: ringreduce.all_gather_into_tensor(torch.ones(12), THREE, **how), "has 4 elements, must have 3"),
+    (lambda **how: ringreduce.reduce_scatter(THREE, [THREE] * 4, **how), "input_list holds 4 .*one per rank: 3"),
+    (lambda **how: ringreduce.reduce_scatter(torch.ones(2), [THREE] * 3, **how), "output has 2 elements, must have 3"),
+    (
+        lambda **how: ringreduce.reduce_scatter_tensor(THREE, torch.ones(10), **how),
+        "10 elements, which do not divide evenly",
+    ),
+    (
+        lambda **how: ringreduce.reduce_scatter_tensor(THREE, torch.ones(12), **how),
+        "output has 3 elements, must have 4",
+    ),
+    (
+        lambda **how: ringreduce.all_to_all([THREE] * 2, [THREE] * 3, **how),
+        "output_tensor_list holds 2 .*one per rank: 3",
+    ),
+    (
+        lambda **how: ringreduce.all_to_all_single(torch.ones(4), torch.ones(4), **how),
+        "4 elements, which do not divide evenly",
+    ),
+    (
+        lambda **how: ringreduce.all_to_all_single(THREE, THREE, [1, 1, 2], [1, 1, 1], **how),
+        "add up to the tensor's 3 rows",
+    ),
+    (
+        lambda **how: ringreduce.all_to_all_single(THREE, THREE, [1, 1], [1, 1, 1], **how),
+        "has 2 split sizes.* one per rank: 3",
+    ),
     (lambda: ringreduce.send(THREE, dist.get_rank()), "must be another rank of the group, 0 to 2"),
     (lambda: ringreduce.recv(THREE, 3), "the peer is rank 3"),
     (lambda: ringreduce.send(THREE, (dist.get_rank() + 1) % 3, tag=-1), "the tag is -1; it must be 0 or more"),
@@ -444,6 +484,9 @@ def wrong_arguments(me: Rank) -> None:
         for call, pattern in ARGUMENTS:
             with pytest.raises(InvalidArgument, match=pattern):
                 call()
+            if call.__code__.co_flags & inspect.CO_VARKEYWORDS:  # at the call: nobody need wait for its end
+                with pytest.raises(InvalidArgument, match=pattern):
+                    call(async_op=True)
         tensor = torch.ones(10)
         dist.all_reduce(tensor)
         assert torch.equal(tensor, torch.full((10,), 3.0))

@@ -5,6 +5,7 @@ Every wait of a child is bounded by an alarm, so that one that hangs is a failur
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
@@ -15,6 +16,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from distributed.harness import Rank, Ranks, run
 from distributed.test_collectives import COLLECTIVES, SMALL_SLOTS, all_reduce, same, total, values
 
 import ringreduce
+from ringreduce import _C
 from ringreduce.errors import Aborted, PeerLost, RingReduceError
 
 # threads
@@ -293,6 +296,51 @@ def test_a_forked_child_that_uses_its_parents_group_is_told(name: str, busy: boo
     run(use_in_child, 2, name, busy)
 
 
+def fork_while_a_call_ends(me: Rank) -> None:
+    """Standard error takes no more, so the thread that ends the call stays where it prints the call's line."""
+    with me.join(options=ringreduce.Options(debug=2)):
+        dist.all_reduce(torch.ones(10), async_op=True).wait()
+        sys.stderr.flush()
+        usual, (reader, writer) = os.dup(2), os.pipe()
+        os.set_blocking(writer, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(writer, bytes(4096))
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(writer, bytes(1))
+        os.set_blocking(writer, True)
+        os.dup2(writer, 2)
+        try:
+            work = dist.all_reduce(torch.ones(10), async_op=True)
+            while not any("pipe_write" in waits_in_kernel(task) for task in Path("/proc/self/task").iterdir()):
+                time.sleep(0.01)
+            end = in_child(work.wait)  # type: ignore[union-attr]
+            text = end()
+        finally:
+            os.dup2(usual, 2)  # and the thread finds a reader gone, or room
+            os.set_blocking(reader, False)
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    os.read(reader, 65536)
+            work.wait()  # type: ignore[union-attr]
+            for fd in (usual, reader, writer):
+                os.close(fd)
+        assert "fork" in text and "RingReduceError" in _bases(text), text
+
+
+def waits_in_kernel(task: Path) -> str:
+    """Where in the kernel a thread waits."""
+    try:
+        return (task / "wchan").read_text()
+    except OSError:
+        return ""
+
+
+def test_a_fork_while_a_call_ends() -> None:
+    run(fork_while_a_call_ends, 1)
+
+
 def new_group_in_child(me: Rank, folder: str) -> None:
     def child() -> float:
         dist.destroy_process_group()
@@ -405,6 +453,80 @@ def outlived_by_a_child(ranks: Ranks) -> None:
 def test_a_rank_is_dead_though_a_child_of_it_lives() -> None:
     with Ranks(leave_a_child_behind, 3) as ranks:
         outlived_by_a_child(ranks)
+
+
+def end_without_goodbye(me: Rank) -> None:
+    """The process ends as a multiprocessing child does, with the group still there: it has left, and is not dead."""
+    dist.init_process_group(
+        "ringreduce",
+        store=dist.PrefixStore("x", me.store),
+        rank=me.rank,
+        world_size=me.size,
+        timeout=timedelta(seconds=20),
+    )
+    dist.barrier()
+    if me.rank == 1:
+        return
+    other = 2 - me.rank
+    for tag in range(20):  # messages between the others go on
+        time.sleep(0.05)
+        tensor = torch.full((10,), float(me.rank))
+        calls = [dist.send, dist.recv] if me.rank == 0 else [dist.recv, dist.send]
+        received = torch.zeros(10)
+        for call in calls:
+            call(tensor if call is dist.send else received, other, tag=tag)
+        assert received.eq(other).all()
+    with pytest.raises(PeerLost, match="left the group") as raised:
+        dist.all_reduce(torch.ones(10))
+    assert raised.value.culprit == 1
+
+
+def test_a_multiprocessing_child_that_ends_has_left() -> None:
+    run(end_without_goodbye, 3)
+
+
+def interrupt_the_end(me: Rank) -> None:
+    """What Python raises while a group's last reference goes cannot be raised there."""
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    size = _C.Geometry(ranks=2, channels=1, depth=8, slot_bytes=4096, mailbox_depth=4, mailbox_slot_bytes=4096)
+    memfd = os.memfd_create("test")
+    os.ftruncate(memfd, size.segment_bytes())
+    group = _C.ProcessGroupRing(
+        memfd=memfd,
+        geometry=size,
+        rank=0,
+        pidfds=[-1, -1],
+        names=[("here", 1), ("there", 2)],
+        memory=None,
+        memory_threads=[],
+        elsewhere=[False, True],
+        connect=lambda peer, timeout: None,
+        disconnect=interrupted,
+        settings=_C.Settings(
+            slices=1,
+            least_slice_bytes=64,
+            most_slice_bytes=4096,
+            timeout=10.0,
+            name="interrupted",
+            global_ranks=[0, 1],
+            recorded_calls=0,
+            dump_when_broken=False,
+            print_calls=False,
+            regroup=lambda *_: None,
+            join_gpus=lambda *_: None,
+            topology="",
+        ),
+    )
+    with pytest.raises(KeyboardInterrupt):
+        del group
+        time.sleep(20)
+
+
+def test_ctrl_c_while_a_group_is_destroyed() -> None:
+    run(interrupt_the_end, 1)
 
 
 SCRIPT = """

@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import ringreduce
+from ringreduce.api import backend_of
 from ringreduce.errors import PeerLost
 
 STEPS = 4
@@ -73,6 +74,42 @@ def shared_buckets(me: Rank) -> None:
 @pytest.mark.parametrize("ranks", (2, 3))
 def test_buckets_lie_in_shared_memory(ranks: int) -> None:
     run(shared_buckets, ranks)
+
+
+class Complex(nn.Module):
+    """Complex and real parameters, so that there are buckets of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.complex = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+        self.real = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(torch.complex64) @ self.complex + x @ self.real).abs().square().sum()
+
+
+def complex_parameters(me: Rank) -> None:
+    with me.join():
+        model, alone = DistributedDataParallel(Complex()), Complex()
+        inputs = [torch.arange(8.0).reshape(2, 4) + 10 * rank for rank in range(me.size)]
+        for _ in range(3):  # buckets are made anew after the first
+            model.zero_grad()
+            alone.zero_grad()
+            model(inputs[me.rank]).backward()
+            (sum(alone(x) for x in inputs) / me.size).backward()
+            for (name, parameter), (_, expected) in zip(
+                model.module.named_parameters(), alone.named_parameters(), strict=True
+            ):
+                assert parameter.grad is not None and expected.grad is not None
+                assert parameter.grad.dtype == parameter.dtype, name
+                torch.testing.assert_close(parameter.grad, expected.grad)
+        assert backend_of(None).allocate_tensor(5, dtype=torch.complex64, device=torch.device("cpu")).is_complex()
+        assert ringreduce.empty(2, 3, dtype=torch.complex128).shape == (2, 3)
+
+
+def test_complex_parameters() -> None:
+    run(complex_parameters, 2)
 
 
 def accumulation(me: Rank) -> None:

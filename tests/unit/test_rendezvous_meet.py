@@ -5,6 +5,7 @@ Ranks are threads, and hosts are what RINGREDUCE_HOST_ID says.
 
 from __future__ import annotations
 
+import array
 import os
 import socket
 import time
@@ -227,3 +228,28 @@ def test_ranks_that_do_not_come_are_named() -> None:
 def test_different_options() -> None:
     for error in meet_all(on_hosts("AAB"), config=lambda rank: "x" if rank == 2 else "y", timeout=5):
         assert isinstance(error, InvalidArgument) and "rank 0 has y, rank 2 has x" in str(error)
+
+
+def test_descriptors_are_closed_in_programs_that_a_rank_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the moment they arrive: another thread may start one at any time."""
+    received: list[bool] = []
+
+    def receive(*arguments: Any) -> Any:
+        answer = recvmsg(*arguments)
+        received.extend(os.get_inheritable(fd) for _, _, data in answer[1] for fd in array.array("i", data))
+        return answer
+
+    recvmsg = socket.socket.recvmsg
+    monkeypatch.setattr(socket.socket, "recvmsg", receive)
+    close(meet_all(on_hosts("aaa")))
+    assert len(received) == 2 + 2 * (1 + 3) and not any(received)
+
+
+def test_no_rank_can_cut_the_memory_of_others() -> None:
+    meetings = meet_all(on_hosts("aa"))
+    try:
+        for size in (0, PAGE, 2**40):
+            with pytest.raises(PermissionError):
+                os.ftruncate(meetings[1].memfd, size)
+    finally:
+        close(meetings)

@@ -112,7 +112,7 @@ std::string NcclEngine::hint() const {
 
 void NcclEngine::enqueue(const Call& asked, const Buffers& given, const cuda::Stream& stream) {
   throw_if_aborted();
-  Engine::check(asked);
+  Engine::check(asked, size());
   Call call = asked;
   Buffers buffers = given;
   // Of nothing nothing is sent. A barrier sums a byte.

@@ -148,7 +148,7 @@ gpu::Run PeerEngine::run_of(const Call& call, const Buffers& buffers, const Choi
 
 void PeerEngine::enqueue(const Call& call, const Buffers& buffers, const cuda::Stream& stream) {
   throw_if_aborted();
-  check(call);
+  check(call, size());
   std::lock_guard lock(mutex_);
   const std::uint64_t seq = next_call();
   const std::string what = title(call, call.number != 0 ? call.number : seq);
