@@ -55,6 +55,7 @@ API cuInit(unsigned) {
   if (devices == 0) return kNoDevice;
   for (std::size_t i = all.devices.size(); i < devices; i++) all.devices.emplace_back(static_cast<int>(i));
   all.initialized = true;
+  all.locks_contexts = setting("CONTEXT_LOCK", 0) != 0;
   return kSuccess;
 }
 
