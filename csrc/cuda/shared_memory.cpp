@@ -1,6 +1,8 @@
 #include "cuda/shared_memory.h"
 
 #include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -21,7 +23,7 @@
 namespace ringreduce::cuda {
 namespace {
 
-constexpr std::uint32_t kFormat = 0x52520001;  // of this version of Handle
+constexpr std::uint32_t kFormat = 0x52520002;  // of this version of Handle
 constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 44;
 
 // Allocations that share one of the driver's 2 MB blocks would be opened together.
@@ -193,12 +195,12 @@ std::shared_ptr<Allocated> allocate(const DevicePtr& device, std::size_t bytes) 
 // What all errors of a mapping begin with.
 class Refusal {
  public:
-  Refusal(const Device& device, const Handle& handle, const std::string& owner)
-      : intro_(device.describe() + " cannot use GPU memory of " + owner + ", process " + std::to_string(handle.pid) +
+  Refusal(const Device& device, const Handle& handle, const std::string& owner, const std::string& what = "GPU memory")
+      : intro_(device.describe() + " cannot use " + what + " of " + owner + ", process " + std::to_string(handle.pid) +
                ": ") {}
   [[noreturn]] void because(const std::string& why) const { throw Error(ErrorKind::system, intro_ + why); }
-  [[noreturn]] void because(const char* call, CUresult result, const std::string& fix) const {
-    because(std::string(call) + ": " + driver().text(result) + "; " + fix);
+  [[noreturn]] void because(const std::string& call, CUresult result, const std::string& fix) const {
+    because(call + ": " + driver().text(result) + "; " + fix);
   }
 
  private:
@@ -219,6 +221,7 @@ void check_fields(const Handle& handle, const Refusal& refusal) {
         static_cast<std::uint32_t>(handle.number));
   check(handle.bytes > 0 && handle.bytes <= kMostBytes, "bytes", handle.bytes);
   check(handle.pointer != 0, "pointer", handle.pointer);
+  check(handle.words >= 0, "words", static_cast<std::uint32_t>(handle.words));
 }
 
 bool is_on(const DeviceInfo& device, const Handle& handle) {
@@ -234,14 +237,17 @@ DeviceInfo device_of(const Handle& handle, const Refusal& refusal) {
       "in every rank, and choose with torch.cuda.set_device");
 }
 
+[[noreturn]] void refuse_process(const Refusal& refusal) {
+  refusal.because(
+      "there is no such process here; run all ranks in one PID namespace (Docker: --pid=host), and keep "
+      "the owner alive");
+}
+
 // A copy of the owner's file descriptor.
 FileDescriptor fetch_descriptor(const Handle& handle, const Refusal& refusal) {
   const FileDescriptor process(static_cast<int>(syscall(SYS_pidfd_open, handle.pid, 0)));
   // Looked at after the process was opened: if it is the owner now, it was then.
-  if (process.get() < 0 || start_of(handle.pid) != handle.started)
-    refusal.because(
-        "there is no such process here; run all ranks in one PID namespace (Docker: --pid=host), and keep "
-        "the owner alive");
+  if (process.get() < 0 || start_of(handle.pid) != handle.started) refuse_process(refusal);
   FileDescriptor copy(static_cast<int>(syscall(SYS_pidfd_getfd, process.get(), handle.number, 0)));
   if (copy.get() >= 0) return copy;
   const int error = errno;
@@ -252,6 +258,22 @@ FileDescriptor fetch_descriptor(const Handle& handle, const Refusal& refusal) {
                     "--cap-add=SYS_PTRACE)");
   if (error == ENOSYS) refusal.because(why + "; it needs Linux 5.6 or later");
   refusal.because(why);
+}
+
+// The owner's memory of the host, opened anew. Unlike fetch_descriptor() that needs no right to trace the owner.
+FileDescriptor open_words(const Handle& handle, std::size_t bytes, const Refusal& refusal) {
+  const std::string path = "/proc/" + std::to_string(handle.pid) + "/fd/" + std::to_string(handle.words);
+  FileDescriptor words(open(path.c_str(), O_RDWR | O_CLOEXEC));
+  const int error = errno;
+  // Looked at after the file was opened: if that process is the owner now, it was then.
+  if (start_of(handle.pid) != handle.started) refuse_process(refusal);
+  if (words.get() < 0)
+    refusal.because("open " + path + ": " + std::strerror(error) + "; run all ranks as one user, with /proc mounted");
+  struct stat facts{};
+  if (fstat(words.get(), &facts) != 0 || !S_ISREG(facts.st_mode) || static_cast<std::size_t>(facts.st_size) < bytes)
+    refusal.because("its handle is damaged: words is " + std::to_string(handle.words) + ", which has not " +
+                    in_bytes(bytes));
+  return words;
 }
 
 // Opened with cuIpcOpenMemHandle.
@@ -317,6 +339,13 @@ OwnMemory::OwnMemory(const DevicePtr& device, std::size_t bytes) {
   handle_.process = process.id;
   std::memcpy(handle_.device, device->uuid().data(), sizeof(handle_.device));
 
+  const auto words = std::make_shared<const FileDescriptor>(memfd_create("ringreduce words", MFD_CLOEXEC));
+  if (words->get() < 0 || ftruncate(words->get(), static_cast<off_t>(bytes)) != 0)
+    throw Error(ErrorKind::system, "memfd_create of " + in_bytes(bytes) + ": " + std::strerror(errno) +
+                                       "; see the limits on open files and file sizes (ulimit -n, -f)");
+  handle_.words = words->get();
+  words_ = words;
+
   std::shared_ptr<const Owned> owned = allocate(device, bytes);
   CUipcMemHandle ipc;
   CUresult refused;
@@ -381,6 +410,36 @@ PeerMapping::PeerMapping(const DevicePtr& device, const Handle& handle, const st
                       "the driver shares no memory between processes here, so all ranks of this GPU's host must be "
                       "threads of one process");
   }
+}
+
+SharedWords::SharedWords(const DevicePtr& device, const Handle& handle, std::size_t bytes, const std::string& owner)
+    : bytes_(round_up(bytes, static_cast<std::size_t>(sysconf(_SC_PAGESIZE)))) {
+  const Refusal refusal(*device, handle, owner, "memory of the host that is");
+  check_fields(handle, refusal);
+  const FileDescriptor words = open_words(handle, bytes, refusal);
+  void* const mapped = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, words.get(), 0);
+  if (mapped == MAP_FAILED) refusal.because("mmap of " + in_bytes(bytes_) + ": " + std::strerror(errno));
+  try {
+    const Device::Use use(*device);
+    const CUresult result =
+        driver().cuMemHostRegister.attempt(mapped, bytes_, kMemHostRegisterPortable | kMemHostRegisterDeviceMap);
+    if (result != kSuccess)
+      refusal.because("cuMemHostRegister of " + in_bytes(bytes_), result,
+                      "ranks that share a GPU need it; give each rank a GPU of its own");
+    registered_ = std::make_unique<Resource<void*, &Driver::cuMemHostUnregister>>(device);
+    *registered_->fill() = mapped;
+    driver().cuMemHostGetDevicePointer(&pointer_, mapped, 0u);
+  } catch (...) {
+    registered_ = nullptr;
+    munmap(mapped, bytes_);
+    throw;
+  }
+  data_ = static_cast<std::byte*>(mapped);
+}
+
+SharedWords::~SharedWords() {
+  registered_ = nullptr;
+  munmap(data_, bytes_);
 }
 
 }  // namespace ringreduce::cuda

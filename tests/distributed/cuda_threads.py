@@ -52,7 +52,7 @@ def run_threads(
 ) -> Any:
     """What `function(member, *arguments)` returns, for each of `size` ranks; the first failure of one is the test's.
 
-    Rank r is on device r % devices. `prepare` is called first, in the process of the threads.
+    Rank r is on device r % devices. `prepare` is called first, in the process of the threads: before it has devices.
     """
     if torch.version.cuda is not None and torch.cuda.device_count() < devices:
         pytest.skip(f"{devices} GPUs are needed, and {torch.cuda.device_count()} are here")
@@ -71,9 +71,9 @@ def _in_threads(
     options: Any,
 ) -> list[Any]:
     os.environ["RINGREDUCE_STAND_IN_DEVICES"] = str(max(2, devices))
-    torch_cuda.activate()
     if prepare is not None:
         prepare()
+    torch_cuda.activate()
     store = dist.HashStore()
     results: list[Any] = [None] * size
     failures: list[str] = []

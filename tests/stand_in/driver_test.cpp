@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <csignal>
 #include <cstddef>
@@ -204,6 +205,46 @@ void streams() {
   end.synchronize();
   expect(end.milliseconds_since(start) >= 0);
   expect_error([&] { event.milliseconds_since(start); }, {"cuEventElapsedTime on device 0: CUDA_ERROR_INVALID_HANDLE"});
+}
+
+// While a launch of `function` in `launching` waits for something, no call of its context comes back; a store ends
+// that.
+void expect_held(const Stream& launching, const Function& function, unsigned launches, unsigned at_once) {
+  const DevicePtr& device = launching.device();
+  const DeviceMemory memory(device, 64);
+  const HostMemory flag(device, 8);
+  const Stream waiting(device), other(device);
+  const Stream& first = launches > 1 ? launching : waiting;
+  first.wait_value(flag.pointer(), 1);
+  std::atomic<unsigned> launched = 0;
+  std::atomic<bool> asked = false;
+  std::thread launcher([&] {
+    for (unsigned i = 0; i < launches; i++) {
+      launching.launch(function, {1, 1}, Add{memory.pointer(), 8, 1});
+      launched++;
+    }
+  });
+  while (launched < at_once) std::this_thread::yield();
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  std::thread asker([&] {
+    (void)other.done();
+    asked = true;
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  expect(launched == at_once && !asked, std::to_string(launched));
+  std::atomic_ref(*reinterpret_cast<std::uint64_t*>(flag.data())).store(1);
+  launcher.join();
+  asker.join();
+  expect(read(launching, memory.pointer(), 8) == same(8, launches));
+}
+
+void context_lock() {  // with CONTEXT_LOCK
+  const DevicePtr device = open_device(0);
+  const Module module = kernels(device);
+  const Function add = module.function("add");
+  const Stream stream(device);
+  expect_held(stream, add, 1, 0);        // which loads it
+  expect_held(stream, add, 2000, 1023);  // of a queue of 1024 operations, one of which waits
 }
 
 constexpr int kCaptureGlobal = 0, kCaptureThreadLocal = 1;
@@ -414,6 +455,31 @@ void damaged_handles() {
                  "cuMemImportFromShareableHandle: CUDA_ERROR_INVALID_VALUE");
 }
 
+// Of the words, which need no context where they are refused.
+void damaged_words() {
+  const DevicePtr device = open_device(0);
+  const OwnMemory memory(device, 10'000);
+  const auto expect_refused = [&](const std::function<void(Handle&)>& damage, std::size_t bytes, const char* text) {
+    Handle handle = memory.handle();
+    damage(handle);
+    expect_error([&] { SharedWords(device, handle, bytes, "rank 1"); },
+                 {"cannot use memory of the host that is of rank 1, process", text});
+  };
+  expect_refused([](Handle& h) { h.words = -1; }, 8, "damaged: words is");
+  expect_refused([](Handle& h) { h.words = 1000; }, 8,
+                 "/fd/1000: No such file or directory; run all ranks as one user");
+  expect_refused([](Handle& h) { h.words = open("/dev/null", O_RDWR); }, 8, "damaged: words is");
+  expect_refused([](Handle&) {}, 10'001, "damaged: words is");
+  expect_refused([](Handle& h) { h.started++; }, 8, "there is no such process here");
+}
+
+void words_not_registered() {  // with NO_HOST_REGISTER
+  const DevicePtr device = open_device(0);
+  const OwnMemory memory(device, 10'000);
+  expect_error([&] { SharedWords(device, memory.handle(), 10'000, "rank 0"); },
+               {"cuMemHostRegister of 12 KB: CUDA_ERROR_NOT_SUPPORTED", "ranks that share a GPU need it"});
+}
+
 void forked() {
   const DevicePtr device = open_device(0);
   auto memory = std::make_unique<OwnMemory>(device, 1000);
@@ -522,6 +588,9 @@ void share(int ordinal, std::uint64_t own_value, std::uint64_t peer_value) {
     const PeerMapping peer(device, handle, "the peer");
     const PeerMapping again(device, handle, "the peer");
     expect(peer.bytes() == own.bytes());
+    const SharedWords own_words(device, own.handle(), 16, "this rank"), peer_words(device, handle, 16, "the peer");
+    stream.wait_value(own_words.pointer() + 8, peer_value);
+    std::atomic_ref(*reinterpret_cast<std::uint64_t*>(peer_words.data() + 8)).store(own_value);  // without the driver
     stream.launch(module.function("add"), {4, 64}, Add{peer.pointer(), kWords, own_value});
     stream.write_value(again.pointer() + kWords * 8, 1);  // tells the peer
     stream.wait_value(own.pointer() + kWords * 8, 1);
@@ -550,7 +619,10 @@ void owner_killed() {
     const PeerMapping works(device, handle, "rank 1");
   }
   const PeerMapping kept(device, handle, "rank 1");
+  const SharedWords words(device, handle, 1000, "rank 1");
   peer.kill_it();
+  words.data()[999] = std::byte{1};
+  expect_error([&] { SharedWords(device, handle, 1000, "rank 1"); }, {"there is no such process here"});
   expect_error([&] { PeerMapping(open_device(1), handle, "rank 1"); },
                {"cannot use GPU memory of rank 1, process " + std::to_string(handle.pid), "keep the owner alive"});
 }
@@ -667,6 +739,7 @@ class Rank {
         region_(device, shape.bytes()),
         input_(device, count * sizeof(float)),
         output_(device, count * sizeof(float)),
+        words_(device, shape.word_bytes()),
         report_(device, sizeof(gpu::Report)) {
     stream_.copy(image_.pointer(), reinterpret_cast<CUdeviceptr>(program_.image().data()), image_.bytes());
     std::vector<float> values(count);
@@ -687,9 +760,11 @@ class Rank {
     run_.rank = rank;
   }
 
-  CUdeviceptr region() const { return region_.pointer(); }
-  void meet(const std::array<CUdeviceptr, 2>& regions) {
-    for (std::size_t r = 0; r < regions.size(); r++) run_.regions[r] = at(regions[r]);
+  void meet(const std::array<const Rank*, 2>& ranks) {
+    for (std::size_t r = 0; r < ranks.size(); r++) {
+      run_.words[r] = at(ranks[r]->words_.pointer());
+      run_.regions[r] = at(ranks[r]->region_.pointer());
+    }
   }
 
   // As a rank that has its GPU to itself.
@@ -715,10 +790,10 @@ class Rank {
         for (std::uint32_t i = 0; i < step.sources; i++) {
           const auto [peer, send_index] = here.program.sources[step.first_source + i];
           const std::uint64_t notice = run_.shape.notice(0, peer, slot(peer, send_index));
-          stream_.wait_value(region() + notice + offsetof(gpu::Notice, full), 1);
+          stream_.wait_value(words_.pointer() + notice + offsetof(gpu::Notice, full), 1);
         }
         for (std::uint32_t reader = 0; step.destinations > 0 && reader < 2; reader++)
-          stream_.wait_value(region() + run_.shape.taken(0, reader, slot(run_.rank, step.send_index)), 0);
+          stream_.wait_value(words_.pointer() + run_.shape.taken(0, reader, slot(run_.rank, step.send_index)), 0);
         run_.mode = gpu::Mode::compute;
         stream_.launch(kernel_, {3, 64}, run_);
         run_.mode = gpu::Mode::publish;
@@ -746,7 +821,7 @@ class Rank {
   Function kernel_;
   gpu::FlatProgram program_;
   DeviceMemory image_, region_, input_, output_;
-  HostMemory report_;
+  HostMemory words_, report_;
   gpu::Run run_{};
 };
 
@@ -758,7 +833,7 @@ void all_reduce(std::array<int, 2> devices, std::uint32_t lanes, void (Rank::*ca
   const gpu::RegionShape shape{.ranks = 2, .lanes = lanes, .depth = 4, .slot_bytes = kSlice * sizeof(float)};
   for (const stress::Lowered& plan : {stress::one_shot(2), stress::two_shot(2), stress::ring(2)}) {
     Rank zero(open[0], 0, plan, shape, 1001), one(open[1], 1, plan, shape, 1001);
-    for (Rank* rank : {&zero, &one}) rank->meet({zero.region(), one.region()});
+    for (Rank* rank : {&zero, &one}) rank->meet({&zero, &one});
     for (int i = 0; i < 3; i++) {
       (zero.*call)();
       if (i == 0) std::this_thread::sleep_for(std::chrono::milliseconds(20));  // the other one is late
@@ -775,6 +850,7 @@ const std::map<std::string, std::function<void()>> kTests{
     {"out_of_memory", out_of_memory},
     {"launches", launches},
     {"streams", streams},
+    {"context_lock", context_lock},
     {"priorities", priorities},
     {"capture", capture},
     {"relaxed_capture", relaxed_capture},
@@ -785,6 +861,8 @@ const std::map<std::string, std::function<void()>> kTests{
     {"freed", freed},
     {"no_peer_access", no_peer_access},
     {"damaged_handles", damaged_handles},
+    {"damaged_words", damaged_words},
+    {"words_not_registered", words_not_registered},
     {"forked", forked},
     {"forked_by_others", forked_by_others},
     {"print_unavailable", print_unavailable},

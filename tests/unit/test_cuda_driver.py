@@ -53,6 +53,10 @@ def test_device(built, test):
     run(built, test)
 
 
+def test_calls_that_hold_their_context(built):
+    run(built, "context_lock", CONTEXT_LOCK=1)
+
+
 @pytest.mark.parametrize("test", ["all_kernels", "all_reduce_in_kernels", "all_reduce_in_steps"])
 def test_kernels_of_csrc(built, test):
     run(built, test)
@@ -62,13 +66,17 @@ def test_out_of_memory_names_call_size_and_device(built):
     run(built, "out_of_memory", MEMORY=32 << 20)
 
 
-SHARED = ["memory", "one_process", "freed", "damaged_handles", "forked", "owner_killed", "forged_size"]
+SHARED = ["memory", "one_process", "freed", "damaged_handles", "damaged_words", "forked", "owner_killed", "forged_size"]
 
 
 @pytest.mark.parametrize("machine", [{}, {"NO_IPC": 1}], ids=["ipc", "vmm"])
 @pytest.mark.parametrize("test", [*SHARED, "two_processes_one_gpu", "two_processes_two_gpus"])
 def test_shared_memory(built, test, machine):
     run(built, test, **machine)
+
+
+def test_words_that_the_driver_does_not_register(built):
+    run(built, "words_not_registered", NO_HOST_REGISTER=1)
 
 
 def test_without_any_sharing_ranks_of_one_process_still_share(built):

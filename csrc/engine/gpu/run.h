@@ -67,8 +67,8 @@ enum class GaveUp : std::uint32_t { no, timeout, mismatch, wrong_size, aborted }
 
 // In memory of the host that the GPU can access.
 //
-// Who aborts stores `abort`, and where streams wait for words of the region, what they wait for after it: each launch
-// of a step looks at `abort` first. Mode::run does so while it waits.
+// Who aborts stores `abort`, and where streams wait for words, what they wait for after it: each launch looks at
+// `abort` first. Mode::run does so while it waits, too.
 struct Report {
   std::uint32_t abort;                       // stored by the host: give up
   std::uint32_t waiting_for;                 // the rank that a block has waited for lately,
@@ -81,7 +81,8 @@ struct Report {
 struct Run {
   FlatArrays program;
   RegionShape shape;
-  char* regions[kMostRanks];  // of all ranks, as this one maps them
+  char* words[kMostRanks];    // of all ranks, as this one maps them
+  char* regions[kMostRanks];  // the same
   Report* report;
   Tensors input, output;
   std::uint64_t largest;  // elements of the largest block of any rank
@@ -143,9 +144,9 @@ RINGREDUCE_BOTH std::uint32_t own_slot(const Run& run, const LaneStep& at) {
   return slot_of(run, at.channel, run.rank, at.round, at.step.send_index);
 }
 
-// What a step waits for: that a word of this rank's region has a value, which `peer` gives it.
+// What a step waits for: that a word of this rank has a value, which `peer` gives it.
 struct Wait {
-  std::uint64_t offset;  // of the word in the region, bytes
+  std::uint64_t offset;  // of the word among this rank's, bytes
   std::uint64_t value;
   std::uint32_t peer;
 };
