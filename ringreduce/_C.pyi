@@ -95,7 +95,7 @@ def peer_engine(
     region: GpuRegion,
     handles: Sequence[bytes],
     shape: RegionShape,
-    steps: bool,
+    steps: Sequence[bool],
     images: Callable[[str, str, bool], bytes],
     slices: int | None,
     least_slice_bytes: int,

@@ -77,6 +77,8 @@ inline constexpr unsigned kStreamWaitValueEq = 1;
 inline constexpr unsigned kEventDisableTiming = 2;
 inline constexpr unsigned kMemHostAllocPortable = 1;
 inline constexpr unsigned kMemHostAllocDeviceMap = 2;
+inline constexpr unsigned kMemHostRegisterPortable = 1;
+inline constexpr unsigned kMemHostRegisterDeviceMap = 2;
 inline constexpr unsigned kIpcMemLazyEnablePeerAccess = 1;
 inline constexpr int kMemAllocationTypePinned = 1;
 inline constexpr int kMemLocationTypeDevice = 1;
@@ -114,6 +116,8 @@ inline constexpr unsigned kMemoryTypeDevice = 2;
   FUNCTION(cuMemFree, _v2, (CUdeviceptr pointer))                                                                    \
   FUNCTION(cuMemHostAlloc, , (void** pointer, std::size_t bytes, unsigned flags))                                    \
   FUNCTION(cuMemFreeHost, , (void* pointer))                                                                         \
+  FUNCTION(cuMemHostRegister, _v2, (void* pointer, std::size_t bytes, unsigned flags))                               \
+  FUNCTION(cuMemHostUnregister, , (void* pointer))                                                                   \
   FUNCTION(cuMemHostGetDevicePointer, _v2, (CUdeviceptr * pointer, void* host, unsigned flags))                      \
   FUNCTION(cuMemsetD8Async, , (CUdeviceptr to, unsigned char value, std::size_t count, CUstream stream))             \
   FUNCTION(cuMemcpyAsync, , (CUdeviceptr to, CUdeviceptr from, std::size_t bytes, CUstream stream))                  \

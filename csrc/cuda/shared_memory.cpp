@@ -1,8 +1,11 @@
 #include "cuda/shared_memory.h"
 
 #include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
@@ -22,6 +25,8 @@ constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 44;
 
 // Allocations that share one of the driver's 2 MB blocks would be opened together.
 constexpr std::size_t kBlock = std::size_t{2} << 20;
+
+constexpr const char *kGpu = "gpu", *kWords = "words";  // descriptors that are lent
 
 constexpr std::size_t round_up(std::size_t n, std::size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
@@ -134,9 +139,9 @@ bool can_export(const Device& device) {
          device.attribute(kHandleTypePosixFileDescriptorSupported) != 0;
 }
 
-// What a descriptor is lent by.
-std::string name_of(std::uint64_t process, CUdeviceptr pointer) {
-  return "ringreduce-gpu-" + std::to_string(process) + "-" + std::to_string(pointer);
+// What a descriptor is lent by: that of the GPU's memory at `pointer`, or of the host's memory that goes with it.
+std::string name_of(const char* kind, std::uint64_t process, CUdeviceptr pointer) {
+  return "ringreduce-" + std::string(kind) + "-" + std::to_string(process) + "-" + std::to_string(pointer);
 }
 
 std::shared_ptr<Virtual> allocate_virtual(const DevicePtr& device, std::size_t bytes) {
@@ -161,7 +166,7 @@ std::shared_ptr<Virtual> allocate_virtual(const DevicePtr& device, std::size_t b
   FileDescriptor exported(fd);
   fcntl(fd, F_SETFD, FD_CLOEXEC);
   zero(device, owned->pointer(), owned->bytes);
-  owned->lent.emplace(name_of(this_process().id, owned->pointer()), std::move(exported));
+  owned->lent.emplace(name_of(kGpu, this_process().id, owned->pointer()), std::move(exported));
   return owned;
 }
 
@@ -173,15 +178,24 @@ std::shared_ptr<Allocated> allocate(const DevicePtr& device, std::size_t bytes) 
   return owned;
 }
 
+// `bytes` bytes of the host, which take no memory before they are written, for whoever has the handle of `pointer`.
+std::shared_ptr<const LentDescriptor> lend_words(std::size_t bytes, CUdeviceptr pointer) {
+  FileDescriptor words(memfd_create("ringreduce words", MFD_CLOEXEC));
+  if (words.get() < 0 || ftruncate(words.get(), static_cast<off_t>(bytes)) != 0)
+    throw Error(ErrorKind::system, "memfd_create of " + in_bytes(bytes) + ": " + std::strerror(errno) +
+                                       "; see the limits on open files and file sizes (ulimit -n, -f)");
+  return std::make_shared<const LentDescriptor>(name_of(kWords, this_process().id, pointer), std::move(words));
+}
+
 // What all errors of a mapping begin with.
 class Refusal {
  public:
-  Refusal(const Device& device, const Handle& handle, const std::string& owner)
-      : intro_(device.describe() + " cannot use GPU memory of " + owner + ", process " + std::to_string(handle.pid) +
+  Refusal(const Device& device, const Handle& handle, const std::string& owner, const std::string& what = "GPU memory")
+      : intro_(device.describe() + " cannot use " + what + " of " + owner + ", process " + std::to_string(handle.pid) +
                ": ") {}
   [[noreturn]] void because(const std::string& why) const { throw Error(ErrorKind::system, intro_ + why); }
-  [[noreturn]] void because(const char* call, CUresult result, const std::string& fix) const {
-    because(std::string(call) + ": " + driver().text(result) + "; " + fix);
+  [[noreturn]] void because(const std::string& call, CUresult result, const std::string& fix) const {
+    because(call + ": " + driver().text(result) + "; " + fix);
   }
 
  private:
@@ -200,6 +214,8 @@ void check_fields(const Handle& handle, const Refusal& refusal) {
   check(handle.pid > 0, "pid", static_cast<std::uint32_t>(handle.pid));
   check(handle.bytes > 0 && handle.bytes <= kMostBytes, "bytes", handle.bytes);
   check(handle.pointer != 0, "pointer", handle.pointer);
+  if (handle.host != this_process().host)
+    refusal.because("it is on another host; GPUs of several hosts share no memory (gpu_transport='nccl' joins them)");
 }
 
 bool is_on(const DeviceInfo& device, const Handle& handle) {
@@ -215,13 +231,19 @@ std::optional<DeviceInfo> device_of(const Handle& handle) {
 }
 
 void check_access(const Device& device, const Handle& handle, const Refusal& refusal) {
-  if (handle.host != this_process().host)
-    refusal.because("it is on another host; GPUs of several hosts share no memory (gpu_transport='nccl' joins them)");
   const std::optional<DeviceInfo> theirs = device_of(handle);
   if (theirs && !device.can_access(*theirs))
     refusal.because("it is on " + theirs->describe() +
                     ", which this one cannot access: no NVLink between them, and no peer-to-peer over PCIe (see "
                     "nvidia-smi topo -p2p rw; virtual machines, ACS and IOMMU turn it off)");
+}
+
+FileDescriptor borrow(const char* kind, const Handle& handle, const Refusal& refusal) {
+  try {
+    return borrow_descriptor(name_of(kind, handle.process, handle.pointer));
+  } catch (const Error& error) {
+    refusal.because(error.what());
+  }
 }
 
 // Opened with cuIpcOpenMemHandle.
@@ -252,13 +274,7 @@ class IpcMapping {
 
 std::shared_ptr<const VirtualMapping> import_descriptor(const DevicePtr& device, const Handle& handle,
                                                         const Refusal& refusal) {
-  const FileDescriptor fd = [&] {
-    try {
-      return borrow_descriptor(name_of(handle.process, handle.pointer));
-    } catch (const Error& error) {
-      refusal.because(error.what());
-    }
-  }();
+  const FileDescriptor fd = borrow(kGpu, handle, refusal);
   CUmemGenericAllocationHandle memory = 0;
   const CUresult result = driver().cuMemImportFromShareableHandle.attempt(
       &memory, reinterpret_cast<void*>(static_cast<std::intptr_t>(fd.get())), kMemHandleTypePosixFileDescriptor);
@@ -311,6 +327,7 @@ OwnMemory::OwnMemory(const DevicePtr& device, std::size_t bytes, Handle::Kind fi
   }
   handle_.pointer = owned->pointer();
   handle_.bytes = owned->bytes;
+  words_ = lend_words(bytes, owned->pointer());
 
   OwnedMemory& all = owned_memory();
   std::lock_guard lock(all.mutex);
@@ -349,6 +366,39 @@ PeerMapping::PeerMapping(const DevicePtr& device, const Handle& handle, const st
                       "the driver shares no memory between processes here, so all ranks of this GPU's host must be "
                       "threads of one process");
   }
+}
+
+SharedWords::SharedWords(const DevicePtr& device, const Handle& handle, std::size_t bytes, const std::string& owner)
+    : bytes_(round_up(bytes, static_cast<std::size_t>(sysconf(_SC_PAGESIZE)))) {
+  const Refusal refusal(*device, handle, owner, "memory of the host that is");
+  check_fields(handle, refusal);
+  const FileDescriptor words = borrow(kWords, handle, refusal);
+  struct stat facts{};
+  if (fstat(words.get(), &facts) != 0 || static_cast<std::size_t>(facts.st_size) < bytes)
+    refusal.because("it has not " + in_bytes(bytes));
+  void* const mapped = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, words.get(), 0);
+  if (mapped == MAP_FAILED) refusal.because("mmap of " + in_bytes(bytes_) + ": " + std::strerror(errno));
+  try {
+    const Device::Use use(*device);
+    const CUresult result =
+        driver().cuMemHostRegister.attempt(mapped, bytes_, kMemHostRegisterPortable | kMemHostRegisterDeviceMap);
+    if (result != kSuccess)
+      refusal.because("cuMemHostRegister of " + in_bytes(bytes_), result,
+                      "ranks that share a GPU need it; give each rank a GPU of its own");
+    registered_ = std::make_unique<Resource<void*, &Driver::cuMemHostUnregister>>(device);
+    *registered_->fill() = mapped;
+    driver().cuMemHostGetDevicePointer(&pointer_, mapped, 0u);
+  } catch (...) {
+    registered_ = nullptr;
+    munmap(mapped, bytes_);
+    throw;
+  }
+  data_ = static_cast<std::byte*>(mapped);
+}
+
+SharedWords::~SharedWords() {
+  registered_ = nullptr;
+  munmap(data_, bytes_);
 }
 
 }  // namespace ringreduce::cuda

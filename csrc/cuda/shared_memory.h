@@ -1,12 +1,15 @@
-// Memory of one rank's GPU that the kernels of other ranks read and write: on the same GPU or another one of this host,
-// in the same process or another one.
+// Memory that the kernels of other ranks read and write: on one rank's GPU, and on the host. The ranks may have the
+// same GPU or others of this host, and be in the same process or in others.
 //
-// The owner allocates it and tells the others its Handle, in plain bytes. How they come to the memory:
+// The owner allocates it and tells the others its Handle, in plain bytes. How they come to the GPU's memory:
 //   same process    its pointer, after access between the two devices has been enabled;
 //   other process   a legacy IPC handle (cuIpcGetMemHandle), or memory of the virtual memory management API, which is a
 //                   file descriptor that the owner lends (lent_descriptor.h). Which is tried first is
 //                   OwnMemory::kFirst; some drivers refuse one of them (in containers, WSL, on Jetson).
 // Neither needs the owner's GPU to be visible to the other process. Whether access then works, only a use of it shows.
+//
+// The host's memory is a memfd, which the owner lends in the same way. It stays as long as anybody has it mapped,
+// whoever dies, and then it is gone.
 //
 // Lifetimes. Within a process, a mapping keeps the memory alive. Between processes nothing does: the owner must not
 // destroy OwnMemory while a peer may still access it; that is for the owner's group to arrange (GpuCalls::stop). CUDA
@@ -51,7 +54,8 @@ class OwnMemory {
   // measured for either; if they fault with one, this line chooses the other.
   static constexpr Handle::Kind kFirst = Handle::Kind::ipc;
 
-  // `bytes` zero bytes. Throws Error(system).
+  // `bytes` zero bytes of the GPU, and as many of the host, which take no memory before SharedWords maps them. Throws
+  // Error(system).
   OwnMemory(const DevicePtr& device, std::size_t bytes, Handle::Kind first = kFirst);
 
   CUdeviceptr pointer() const { return handle_.pointer; }
@@ -60,7 +64,7 @@ class OwnMemory {
 
  private:
   Handle handle_;
-  std::shared_ptr<const void> memory_;
+  std::shared_ptr<const void> memory_, words_;
 };
 
 class PeerMapping {
@@ -76,6 +80,26 @@ class PeerMapping {
   CUdeviceptr pointer_ = 0;
   std::size_t bytes_ = 0;
   std::shared_ptr<const void> mapping_;
+};
+
+// Memory of the host that the CPU and the kernels and streams of all ranks access.
+class SharedWords {
+ public:
+  // The first `bytes` bytes of the host's memory of `handle`, for `device`. Otherwise as PeerMapping; the owner may be
+  // this rank.
+  SharedWords(const DevicePtr& device, const Handle& handle, std::size_t bytes, const std::string& owner);
+  ~SharedWords();
+  SharedWords(const SharedWords&) = delete;
+  SharedWords& operator=(const SharedWords&) = delete;
+
+  std::byte* data() const { return data_; }
+  CUdeviceptr pointer() const { return pointer_; }  // for kernels and streams of `device`
+
+ private:
+  const std::size_t bytes_;
+  std::byte* data_ = nullptr;
+  std::unique_ptr<Resource<void*, &Driver::cuMemHostUnregister>> registered_;
+  CUdeviceptr pointer_ = 0;
 };
 
 }  // namespace ringreduce::cuda

@@ -209,11 +209,12 @@ void bind_gpus(py::module_& m) {
       "peer_engine",
       [](const std::shared_ptr<Engine>& host, const std::shared_ptr<cuda::Device>& device,
          const std::shared_ptr<cuda::OwnMemory>& region, const std::vector<std::string>& handles, const Shape& shape,
-         bool steps, const cuda::Images& images, int slices,
+         const std::vector<bool>& steps, const cuda::Images& images, int slices,
          std::size_t least_slice_bytes) -> std::shared_ptr<GpuEngine> {
+        std::vector<PeerEngine::Mode> modes;
+        for (const bool its : steps) modes.push_back(its ? PeerEngine::Mode::steps : PeerEngine::Mode::run);
         return std::make_shared<PeerEngine>(std::make_shared<TrialHost>(host), cuda::Kernels::of(device, images),
-                                            device, region, handles_of(handles), shape,
-                                            steps ? PeerEngine::Mode::steps : PeerEngine::Mode::run,
+                                            device, region, handles_of(handles), shape, modes,
                                             Engine::Options{.slices = slices, .least_slice_bytes = least_slice_bytes});
       },
       py::call_guard<py::gil_scoped_release>(), py::kw_only(), py::arg("host"), py::arg("device"), py::arg("region"),

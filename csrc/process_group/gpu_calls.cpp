@@ -22,6 +22,7 @@ GpuCalls::GpuCalls(std::shared_ptr<GpuEngine> engine, at::Device device, std::sh
     : engine_(std::move(engine)),
       device_(device),
       surroundings_(std::move(surroundings)),
+      lookout_(*engine_, false),
       follower_(start_thread([this] { follow(); })) {}
 
 c10::Stream GpuCalls::own_stream() {
@@ -74,12 +75,15 @@ c10::intrusive_ptr<c10d::Work> GpuCalls::submit(const CallLog::Call& call, bool 
   under_way_.push_back(work);
   const bool first = under_way_.size() == 1;
   list.unlock();
-  if (first) changed_.notify_all();  // the follower is not in a hurry yet
+  if (first) {  // neither thread is in a hurry yet
+    changed_.notify_all();
+    lookout_.set_busy(true);
+  }
   return work;
 }
 
 // Whether the call has ended. If it should have long ago, that is the group's error, unless the engine knew a better
-// one.
+// one: an engine that finds lost peers knows of late calls, too, without the driver.
 bool GpuCalls::advance(GpuWork& work) {
   if (work.end().done()) return true;
   if (!work.begun && work.begin().done()) work.begun = now();
@@ -130,10 +134,11 @@ void GpuCalls::follow() {
   const cuda::RelaxedCapture relaxed;  // what this thread asks is no part of what others capture
   std::unique_lock lock(mutex_);
   while (!stopping_ || (!ended() && !abandoned_)) {
-    changed_.wait_for(lock, ended() ? kIdle : kBusy);
+    const bool busy = !ended();
+    lookout_.set_busy(busy);
+    changed_.wait_for(lock, busy ? kBusy : kIdle);
     std::deque<c10::intrusive_ptr<GpuWork>> works = under_way_;
     lock.unlock();
-    engine_->look();
     std::erase_if(works, [&](const auto& work) {
       try {
         return !advance(*work);
@@ -142,6 +147,7 @@ void GpuCalls::follow() {
         return false;
       }
     });
+    if (!works.empty()) lookout_.look();  // they may have ended with an error
     for (const auto& ended : works) finish(*ended);
     lock.lock();
     std::erase_if(under_way_,
@@ -183,6 +189,7 @@ void GpuCalls::stop_once() {
     }
   } catch (const Error&) {
   }
+  lookout_.stop();
   engine_->leave();
 }
 

@@ -6,8 +6,10 @@
 // order within the graph.
 //
 // The tensors of an asynchronous call are kept until it has ended, or until its Work was waited for: torch gives their
-// memory away only after that. A thread follows the calls that are under way: it ends their works, and the group if the
-// GPU says so, or if a call can never end.
+// memory away only after that. Two threads look after the calls that are under way. The follower asks the driver how
+// far they are, ends their works, and frees what they kept. That may take as long as another call of CUDA holds the
+// context's lock, so what ends a wait in vain is left to a Lookout: it breaks the group if the GPU says so, or if a
+// call waits for a peer that is gone or late, and lets the GPU go.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -26,6 +28,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "engine/gpu/gpu_engine.h"
+#include "engine/gpu/lookout.h"
 #include "process_group/call_log.h"
 #include "process_group/gpu_work.h"
 #include "process_group/work.h"
@@ -80,6 +83,7 @@ class GpuCalls {
   bool stopping_ = false, abandoned_ = false;
   Nanoseconds gone_since_ = 0;  // for the follower: since when it has known that a peer is gone; 0: none is
   std::once_flag stopped_;
+  Lookout lookout_;
   std::thread follower_;
 };
 

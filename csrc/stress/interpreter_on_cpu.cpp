@@ -15,8 +15,8 @@ namespace ringreduce::gpu {
 
 struct Group {
   RegionShape shape;
-  std::vector<std::vector<std::uint64_t>> regions;
-  std::vector<std::uint32_t> arrived;  // per rank
+  std::vector<std::vector<std::uint64_t>> words, regions;  // apart, as those of ranks that share a GPU
+  std::vector<std::uint32_t> arrived;                      // per rank
 };
 
 namespace {
@@ -94,8 +94,10 @@ Run make_run(Group& group, const GroupCall& call, const FlatProgram& program, st
   Run run{};
   run.program = program.at(program.image().data());
   run.shape = group.shape;
-  for (std::uint32_t r = 0; r < group.shape.ranks; ++r)
+  for (std::uint32_t r = 0; r < group.shape.ranks; ++r) {
+    run.words[r] = reinterpret_cast<char*>(group.words[r].data());
     run.regions[r] = reinterpret_cast<char*>(group.regions[r].data());
+  }
   run.report = &call.reports[rank];
   run.arrived = &group.arrived[rank];
   run.input = call.inputs[rank];
@@ -143,7 +145,7 @@ std::vector<FlatProgram> make_programs(const Group& group, const GroupCall& call
 
 template <class Word>
 Word* word_in(Group& group, std::uint32_t owner, std::uint64_t offset) {
-  return reinterpret_cast<Word*>(reinterpret_cast<char*>(group.regions[owner].data()) + offset);
+  return reinterpret_cast<Word*>(reinterpret_cast<char*>(group.words[owner].data()) + offset);
 }
 
 }  // namespace
@@ -152,7 +154,8 @@ extern "C" {
 
 Group* make_group(std::uint32_t ranks, std::uint32_t lanes, std::uint32_t depth, std::uint32_t slot_bytes) {
   const RegionShape shape{ranks, lanes, depth, slot_bytes};
-  return new Group{shape, std::vector(ranks, std::vector<std::uint64_t>(shape.bytes() / 8)),
+  return new Group{shape, std::vector(ranks, std::vector<std::uint64_t>(shape.word_bytes() / 8)),
+                   std::vector(ranks, std::vector<std::uint64_t>(shape.bytes() / 8)),
                    std::vector<std::uint32_t>(ranks)};
 }
 
@@ -163,7 +166,7 @@ Notice* notice(Group* group, std::uint32_t owner, std::uint32_t lane, std::uint3
 }
 
 std::uint64_t* broken_word(Group* group, std::uint32_t rank) {
-  return word_in<std::uint64_t>(*group, rank, group->shape.broken());
+  return &group->regions[rank][group->shape.broken() / 8];
 }
 
 std::uint64_t words_in_use(Group* group) {

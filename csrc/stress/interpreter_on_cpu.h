@@ -15,7 +15,7 @@ void drop_group(Group* group);
 
 // Words in use: notices that say full, slots taken, ranks that are broken. 0 if all calls have ended well.
 std::uint64_t words_in_use(Group* group);
-// In the region of `owner`.
+// Among the words of `owner`.
 Notice* notice(Group* group, std::uint32_t owner, std::uint32_t lane, std::uint32_t writer, std::uint32_t slot);
 std::uint64_t* broken_word(Group* group, std::uint32_t rank);
 

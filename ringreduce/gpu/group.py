@@ -107,6 +107,9 @@ def _over_peer_memory(wanted: Wanted, group: _C.ProcessGroupRing, ordinal: int) 
     options = wanted.options
     assert options.gpu_bytes is not None  # resolved
     said, error = "", ""
+    # Memory is allocated now, which may wait for what runs on the GPUs. If that waits for a rank of this process, the
+    # rank has launched it once all are here.
+    _tell_all(group, "", "")
     try:
         device = _C.CudaDevice(ordinal)
         region = _C.GpuRegion(device, options.gpu_bytes)
@@ -126,7 +129,7 @@ def _over_peer_memory(wanted: Wanted, group: _C.ProcessGroupRing, ordinal: int) 
             region=region,
             handles=handles,
             shape=shape_for(group.size(), options, wanted.channels(links), any(steps), blocks),
-            steps=steps[group.rank()],
+            steps=steps,
             images=functools.partial(_image, device.capability),
             slices=options.slices,
             least_slice_bytes=LEAST_SLICE,

@@ -32,8 +32,8 @@ def run_threads(
 ) -> Any:
     """What `function(member, *arguments)` returns, for each of `size` ranks; the first failure of one is the test's.
 
-    Rank r is on device r % devices. `prepare` is called first, in the process of the threads. `options` are the
-    group's, and its `timeout`.
+    Rank r is on device r % devices. `prepare` is called first, in the process of the threads: before it has devices.
+    `options` are the group's, and its `timeout`.
     """
     if torch.version.cuda is not None and torch.cuda.device_count() < devices:
         pytest.skip(f"{devices} GPUs are needed, and {torch.cuda.device_count()} are here")
@@ -53,9 +53,9 @@ def _in_threads(
     os.environ["RINGREDUCE_STAND_IN_DEVICES"] = str(max(2, devices))
     if options.get("gpu_mode") == "run":
         os.environ.update(gpu_threads.RESIDENT)
-    torch_cuda.activate()
     if prepare is not None:
         prepare()
+    torch_cuda.activate()
     return gpu_threads.run(function, size, arguments, devices=devices, **options)
 
 

@@ -54,6 +54,11 @@ def lose_shared_memory(_: Rank) -> None:
     os.environ["RINGREDUCE_STAND_IN_NO_IPC"] = os.environ["RINGREDUCE_STAND_IN_NO_VMM"] = "1"
 
 
+def lose_registration(me: Rank) -> None:
+    if me.rank == 1:
+        os.environ["RINGREDUCE_STAND_IN_NO_HOST_REGISTER"] = "1"
+
+
 def spoil_the_trial(me: Rank) -> None:
     tell_all = gpu_group._tell_all
 
@@ -70,10 +75,11 @@ OBSTACLES: dict[str, tuple[Callable[[Rank], None], str]] = {
 if torch.version.cuda is None:
     OBSTACLES["memory"] = (ask_for_too_much, "rank 0: .*16 GB.*out of memory.*rank 1: ")
     OBSTACLES["sharing"] = (lose_shared_memory, "rank 0: .*; rank 1: ")
+    OBSTACLES["registration"] = (lose_registration, "rank 1: .*cuMemHostRegister of .*ranks that share a GPU need it")
 
 
 def behind(me: Rank, obstacle: str, body: Callable[..., Any], *arguments: Any) -> Any:
-    if obstacle in ("memory", "sharing"):
+    if obstacle in ("memory", "sharing", "registration"):
         OBSTACLES[obstacle][0](me)
         torch_cuda.activate()
     else:

@@ -17,6 +17,7 @@
 #include <unistd.h>
 
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <csignal>
 #include <cstddef>
@@ -241,6 +242,46 @@ void streams() {
   expect_error([&] { event.milliseconds_since(start); }, {"cuEventElapsedTime on device 0: CUDA_ERROR_INVALID_HANDLE"});
 }
 
+// While a launch of `function` in `launching` waits for something, no call of its context comes back; a store ends
+// that.
+void expect_held(const Stream& launching, const Function& function, unsigned launches, unsigned at_once) {
+  const DevicePtr& device = launching.device();
+  const DeviceMemory memory(device, 64);
+  const HostMemory flag(device, 8);
+  const Stream waiting(device), other(device);
+  const Stream& first = launches > 1 ? launching : waiting;
+  first.wait_value(flag.pointer(), 1);
+  std::atomic<unsigned> launched = 0;
+  std::atomic<bool> asked = false;
+  std::thread launcher([&] {
+    for (unsigned i = 0; i < launches; i++) {
+      launching.launch(function, {1, 1}, Add{memory.pointer(), 8, 1});
+      launched++;
+    }
+  });
+  while (launched < at_once) std::this_thread::yield();
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  std::thread asker([&] {
+    (void)other.done();
+    asked = true;
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  expect(launched == at_once && !asked, std::to_string(launched));
+  std::atomic_ref(*reinterpret_cast<std::uint64_t*>(flag.data())).store(1);
+  launcher.join();
+  asker.join();
+  expect(read(launching, memory.pointer(), 8) == same(8, launches));
+}
+
+void context_lock() {  // with CONTEXT_LOCK
+  const DevicePtr device = open_device(0);
+  const Module module = kernels(device);
+  const Function add = module.function("add");
+  const Stream stream(device);
+  expect_held(stream, add, 1, 0);        // which loads it
+  expect_held(stream, add, 2000, 1023);  // of a queue of 1024 operations, one of which waits
+}
+
 constexpr int kCaptureGlobal = 0, kCaptureThreadLocal = 1;
 
 // What torch calls for a CUDA graph.
@@ -446,6 +487,29 @@ void damaged_handles() {
   expect_refused(foreign(fd, [](Handle&) {}), "connect: Connection refused; keep the owner alive");
 }
 
+// Of the words, which need no context where they are refused.
+void damaged_words() {
+  const DevicePtr device = open_device(0);
+  const OwnMemory memory(device, 10'000);
+  const auto expect_refused = [&](const std::function<void(Handle&)>& damage, std::size_t bytes, const char* text) {
+    Handle handle = memory.handle();
+    damage(handle);
+    expect_error([&] { SharedWords(device, handle, bytes, "rank 1"); },
+                 {"cannot use memory of the host that is of rank 1, process", text});
+  };
+  expect_refused([](Handle& h) { h.pointer++; }, 8, "connect: Connection refused; keep the owner alive");
+  expect_refused([](Handle& h) { h.process++; }, 8, "connect: Connection refused; keep the owner alive");
+  expect_refused([](Handle& h) { h.host++; }, 8, "it is on another host");
+  expect_refused([](Handle&) {}, 10'001, "it has not 10001 bytes");
+}
+
+void words_not_registered() {  // with NO_HOST_REGISTER
+  const DevicePtr device = open_device(0);
+  const OwnMemory memory(device, 10'000);
+  expect_error([&] { SharedWords(device, memory.handle(), 10'000, "rank 0"); },
+               {"cuMemHostRegister of 12 KB: CUDA_ERROR_NOT_SUPPORTED", "ranks that share a GPU need it"});
+}
+
 void forked() {
   const DevicePtr device = open_device(0);
   auto memory = own_memory(device, 1000);
@@ -607,6 +671,9 @@ void share(int ordinal, std::uint64_t own_value, std::uint64_t peer_value) {
     const PeerMapping peer(device, handle, "the peer");
     const PeerMapping again(device, handle, "the peer");
     expect(peer.bytes() == own.bytes());
+    const SharedWords own_words(device, own.handle(), 16, "this rank"), peer_words(device, handle, 16, "the peer");
+    stream.wait_value(own_words.pointer() + 8, peer_value);
+    std::atomic_ref(*reinterpret_cast<std::uint64_t*>(peer_words.data() + 8)).store(own_value);  // without the driver
     stream.launch(module.function("add"), {4, 64}, Add{peer.pointer(), kWords, own_value});
     stream.write_value(again.pointer() + kWords * 8, 1);  // tells the peer
     stream.wait_value(own.pointer() + kWords * 8, 1);
@@ -635,7 +702,10 @@ void owner_killed() {
     const PeerMapping works(device, handle, "rank 1");
   }
   const PeerMapping kept(device, handle, "rank 1");
+  const SharedWords words(device, handle, 1000, "rank 1");
   peer.kill_it();
+  words.data()[999] = std::byte{1};
+  expect_error([&] { SharedWords(device, handle, 1000, "rank 1"); }, {"there is no such process here"});
   expect_error([&] { PeerMapping(open_device(1), handle, "rank 1"); },
                {"cannot use GPU memory of rank 1, process " + std::to_string(handle.pid), "keep the owner alive"});
 }
@@ -848,6 +918,7 @@ class Rank {
         input_(device, count * sizeof(float)),
         output_(device, count * sizeof(float)),
         arrived_(device, sizeof(std::uint32_t)),
+        words_(device, shape.word_bytes()),
         report_(device, sizeof(gpu::Report)) {
     stream_.copy(image_.pointer(), reinterpret_cast<CUdeviceptr>(program_.image().data()), image_.bytes());
     std::vector<float> values(count);
@@ -869,9 +940,11 @@ class Rank {
     run_.rank = rank;
   }
 
-  CUdeviceptr region() const { return region_.pointer(); }
-  void meet(const std::array<CUdeviceptr, 2>& regions) {
-    for (std::size_t r = 0; r < regions.size(); r++) run_.regions[r] = at(regions[r]);
+  void meet(const std::array<const Rank*, 2>& ranks) {
+    for (std::size_t r = 0; r < ranks.size(); r++) {
+      run_.words[r] = at(ranks[r]->words_.pointer());
+      run_.regions[r] = at(ranks[r]->region_.pointer());
+    }
   }
 
   // As a rank that has its GPU to itself.
@@ -893,7 +966,7 @@ class Rank {
       for (run_.batch = 0; run_.batch < channel.batches; run_.batch++) {
         std::vector<StreamValue> values;
         gpu::for_each_wait(here, gpu::lane_batch(here, 0, 0, run_.round, run_.batch), [&](const gpu::Wait& wait) {
-          values.push_back({StreamValue::Kind::wait, region() + wait.offset, wait.value});
+          values.push_back({StreamValue::Kind::wait, words_.pointer() + wait.offset, wait.value});
         });
         stream_.take_values(values);
         stream_.launch(kernel_, {3, 64}, run_);
@@ -924,7 +997,7 @@ class Rank {
   Function kernel_;
   gpu::FlatProgram program_;
   DeviceMemory image_, region_, input_, output_, arrived_;
-  HostMemory report_;
+  HostMemory words_, report_;
   gpu::Run run_{};
 };
 
@@ -936,7 +1009,7 @@ void all_reduce(std::array<int, 2> devices, std::uint32_t lanes, void (Rank::*ca
   const gpu::RegionShape shape{.ranks = 2, .lanes = lanes, .depth = 4, .slot_bytes = kSlice * sizeof(float)};
   for (const stress::Lowered& plan : {stress::one_shot(2), stress::two_shot(2), stress::ring(2)}) {
     Rank zero(open[0], 0, plan, shape, 1001), one(open[1], 1, plan, shape, 1001);
-    for (Rank* rank : {&zero, &one}) rank->meet({zero.region(), one.region()});
+    for (Rank* rank : {&zero, &one}) rank->meet({&zero, &one});
     for (int i = 0; i < 3; i++) {
       (zero.*call)();
       if (i == 0) std::this_thread::sleep_for(std::chrono::milliseconds(20));  // the other one is late
@@ -953,6 +1026,7 @@ const std::map<std::string, std::function<void()>> kTests{
     {"out_of_memory", out_of_memory},
     {"launches", launches},
     {"streams", streams},
+    {"context_lock", context_lock},
     {"priorities", priorities},
     {"capture", capture},
     {"relaxed_capture", relaxed_capture},
@@ -963,6 +1037,8 @@ const std::map<std::string, std::function<void()>> kTests{
     {"freed", freed},
     {"no_peer_access", no_peer_access},
     {"damaged_handles", damaged_handles},
+    {"damaged_words", damaged_words},
+    {"words_not_registered", words_not_registered},
     {"forked", forked},
     {"pooled_events", pooled_events},
     {"shared_kernels", shared_kernels},

@@ -75,6 +75,8 @@ static_assert(ours::kStreamCaptureModeRelaxed == CU_STREAM_CAPTURE_MODE_RELAXED)
 static_assert(ours::kEventDisableTiming == CU_EVENT_DISABLE_TIMING);
 static_assert(ours::kMemHostAllocPortable == CU_MEMHOSTALLOC_PORTABLE);
 static_assert(ours::kMemHostAllocDeviceMap == CU_MEMHOSTALLOC_DEVICEMAP);
+static_assert(ours::kMemHostRegisterPortable == CU_MEMHOSTREGISTER_PORTABLE);
+static_assert(ours::kMemHostRegisterDeviceMap == CU_MEMHOSTREGISTER_DEVICEMAP);
 static_assert(ours::kIpcMemLazyEnablePeerAccess == CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS);
 static_assert(ours::kMemAllocationTypePinned == CU_MEM_ALLOCATION_TYPE_PINNED);
 static_assert(ours::kMemLocationTypeDevice == CU_MEM_LOCATION_TYPE_DEVICE);

@@ -57,6 +57,10 @@ def test_device(built, test):
     run(built, test)
 
 
+def test_calls_that_hold_their_context(built):
+    run(built, "context_lock", CONTEXT_LOCK=1)
+
+
 @pytest.mark.parametrize("test", ["all_kernels", "all_reduce_in_kernels", "all_reduce_in_steps"])
 def test_kernels_of_csrc(built, test):
     run(built, test)
@@ -66,7 +70,7 @@ def test_out_of_memory_names_call_size_and_device(built):
     run(built, "out_of_memory", MEMORY=32 << 20)
 
 
-SHARED = ["memory", "one_process", "freed", "damaged_handles", "forked", "owner_killed", "forged_size"]
+SHARED = ["memory", "one_process", "freed", "damaged_handles", "damaged_words", "forked", "owner_killed", "forged_size"]
 
 
 FIRST = ("ipc", "file_descriptor")  # the way that the code tries, where a driver has both
@@ -88,6 +92,10 @@ def test_descriptors_go_from_process_to_process(built):
     run(built, "lent_descriptors")
     run(built, "no_descriptors_left")
     run(built, "needs_no_ptrace", NO_IPC=1)
+
+
+def test_words_that_the_driver_does_not_register(built):
+    run(built, "words_not_registered", NO_HOST_REGISTER=1)
 
 
 def test_without_any_sharing_ranks_of_one_process_still_share(built):

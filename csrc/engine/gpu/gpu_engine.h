@@ -28,7 +28,8 @@ class GpuEngine : public Engine {
   virtual void enqueue(const Call& call, const Buffers& buffers, const cuda::Stream& stream) = 0;
 
   // Finds out what has gone wrong on the GPU and tells the host's engine; if the group is broken, ends what the GPU
-  // waits for. To be called every few milliseconds as long as calls, or graphs with calls, may run. Does not throw.
+  // waits for. To be called every few milliseconds as long as calls, or graphs with calls, may run: by a Lookout.
+  // Does not throw.
   virtual void look() noexcept = 0;
 
   // Whether no replay of a graph with calls is known to run.

@@ -39,11 +39,11 @@ struct BatchJob {
 
 template <class Word>
 RINGREDUCE_BOTH Word* word_at(const Run& run, std::uint32_t owner, std::uint64_t offset) {
-  return reinterpret_cast<Word*>(run.regions[owner] + offset);
+  return reinterpret_cast<Word*>(run.words[owner] + offset);
 }
 
 RINGREDUCE_BOTH std::uint64_t* broken(const Run& run) {
-  return word_at<std::uint64_t>(run, run.rank, run.shape.broken());
+  return reinterpret_cast<std::uint64_t*>(run.regions[run.rank] + run.shape.broken());
 }
 
 // Ends this launch and all later ones, unless another block has done so already. `step`: of the batch.
@@ -264,12 +264,14 @@ RINGREDUCE_APART void publish(const Run& run, const LaneBatch& at, Block& block)
 }
 
 // One thread looks for all, so that none goes on alone. After the group broke nothing of a peer may be touched: it may
-// be gone. A launch of a batch looks at the host's word too, since its stream may have been let go.
+// be gone. The host says so by `abort` alone, which it can store whatever the driver does: a launch may begin long
+// after the group broke, or because its stream was let go.
 template <class Block>
 RINGREDUCE_APART bool may_begin(const Run& run, const LaneBatch& at, Block& block) {
   return block.every(1, [&](std::uint32_t) {
-    if (load_relaxed(broken(run)) != 0) return false;
-    const bool aborted = run.mode != Mode::run && load_acquire(&run.report->abort) != 0;
+    const std::uint64_t gave_up = load_relaxed(broken(run));  // on its way while the other load goes to the host
+    const bool aborted = load_acquire(&run.report->abort) != 0;
+    if (gave_up != 0) return false;
     return !aborted || give_up(run, at, 0, GaveUp::aborted, run.rank);
   });
 }

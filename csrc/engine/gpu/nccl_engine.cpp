@@ -179,6 +179,7 @@ void NcclEngine::abort_communicators() {
     // NCCL lets a communicator be aborted while another thread calls it, which may be stuck there; but first it is
     // given time to come back by itself.
     const std::unique_lock lock(calling_, kCallPatience);
+    const cuda::RelaxedCapture relaxed;
     nccl::abort(communicators_);
   });
 }

@@ -4,17 +4,14 @@
 // returns before. (Most parties have a single rank, whose stream takes the batches itself.)
 #pragma once
 
-#include <condition_variable>
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
-#include <optional>
-#include <string>
 #include <vector>
 
 #include "cuda/shared_memory.h"
 #include "engine/engine.h"
+#include "engine/gpu/meeting.h"
 #include "engine/gpu/run.h"
 #include "engine/gpu/turns.h"
 
@@ -52,25 +49,19 @@ class Party {
   Party(cuda::DevicePtr device, std::vector<int> ranks);
 
   // Puts a call in a stream: `stream` goes on when it has ended. All members make the same calls; a member waits here
-  // for the others. Throws what `engine`, that of the calling rank, has broken with; `title` is the call's.
-  void enqueue(Engine& engine, const Part& part, const cuda::Stream& stream, const std::string& title,
-               Nanoseconds timeout);
+  // for the others. Throws what `engine`, that of the calling rank, has broken with.
+  void enqueue(Engine& engine, const Part& part, const cuda::Stream& stream, const Meeting::Call& call);
 
  private:
-  void wait_for_others(Engine& engine, std::unique_lock<std::mutex>& lock, const std::string& title,
-                       Nanoseconds timeout);
   void put(const cuda::Stream& stream) const;
   void put(const cuda::Stream& stream, const Part& part, std::uint32_t batch, const Place& place) const;
 
-  const std::vector<int> ranks_;
+  Meeting meeting_;
   const cuda::DevicePtr device_;
   const cuda::Stream stream_;
   std::map<int, cuda::Event> begins_;  // per rank: where its stream came to the call
   const cuda::Event end_;
-  std::mutex mutex_;
-  std::condition_variable put_;
   std::map<int, Part> parts_;  // of the call that is being put together
-  std::uint64_t calls_ = 0;
 };
 
 }  // namespace ringreduce

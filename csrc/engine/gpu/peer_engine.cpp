@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
 #include <limits>
 #include <thread>
+#include <utility>
 
 #include "engine/gpu/memory.cuh"
 #include "kernels/gpu/accumulate.h"
@@ -50,7 +52,7 @@ int PeerEngine::ranks_on_gpu(const std::vector<cuda::Handle>& handles, int rank)
 
 PeerEngine::PeerEngine(std::shared_ptr<Engine> host, std::shared_ptr<cuda::Kernels> kernels, cuda::DevicePtr device,
                        std::shared_ptr<const cuda::OwnMemory> own, const std::vector<cuda::Handle>& handles,
-                       const Shape& shape, Mode mode, const Options& options)
+                       const Shape& shape, const std::vector<Mode>& modes, const Options& options)
     : GpuEngine(std::move(host), device, shape.lanes == 1 ? kAnyChannels : static_cast<int>(shape.lanes), options,
                 shape.slot_bytes),
       kernels_(std::move(kernels)),
@@ -60,45 +62,55 @@ PeerEngine::PeerEngine(std::shared_ptr<Engine> host, std::shared_ptr<cuda::Kerne
       arrived_(device, sizeof(std::uint32_t)),
       report_(device, sizeof(gpu::Report)),
       place_(device, sizeof(std::uint64_t)),
-      words_(device, shape_.payload(0, 0)),
       urgent_(device, cuda::Stream::highest_priority),
-      party_(mode == Mode::steps ? Party::of(device, handles, rank()) : nullptr),
+      household_(in_common<Meeting>(handles, ranks_here(handles, rank(), [](const cuda::Handle&) { return true; }))),
+      party_(modes.at(static_cast<std::size_t>(rank())) == Mode::steps ? Party::of(device, handles, rank()) : nullptr),
       last_(device) {
   const auto refuse = [](const std::string& what) { throw Error(ErrorKind::invalid_argument, what); };
   if (size() > gpu::kMostRanks)
     refuse("the group has " + std::to_string(size()) + " ranks; GPUs can be shared by at most " +
            std::to_string(gpu::kMostRanks));
-  if (static_cast<int>(handles.size()) != size() || own_->bytes() < shape_.bytes())
-    refuse("handles or bytes of the regions do not fit the group");
-  if (mode == Mode::steps && !one_lane_) refuse("ranks that take steps have one lane");
+  if (static_cast<int>(handles.size()) != size() || handles.size() != modes.size() || own_->bytes() < shape_.bytes())
+    refuse("handles, modes or bytes of the regions do not fit the group");
+  if (std::count(modes.begin(), modes.end(), Mode::steps) > 0 && !one_lane_)
+    refuse("where ranks take steps, there is one lane");
   if (const int ranks = ranks_on_gpu(handles, rank());
-      mode == Mode::run && static_cast<int>(shape_.lanes) * ranks > device->multiprocessors())
+      party_ == nullptr && static_cast<int>(shape_.lanes) * ranks > device->multiprocessors())
     refuse(std::to_string(shape_.lanes) + " blocks of each of " + std::to_string(ranks) + " ranks must run at once; " +
            device->describe() + " has room for " + std::to_string(device->multiprocessors()));
-  if (mode == Mode::steps && !device->has_stream_values())
+  if (party_ != nullptr && !device->has_stream_values())
     throw Error(ErrorKind::system,
                 device->describe() +
                     ": streams cannot wait for values (cuStreamBatchMemOp), which ranks that share a "
                     "GPU need");
   // So that a rank that has no kernels says so before others wait for it.
   (void)kernels_->get("interpreter", "run_", gpu::kernel_for(DType::float32, ReduceOp::sum).name);
+  if (party_ == nullptr) copied_words_.emplace(device, shape_.word_bytes());
+  map(handles, modes);
+}
+
+// Where the words and regions of all ranks are.
+void PeerEngine::map(const std::vector<cuda::Handle>& handles, const std::vector<Mode>& modes) {
   mappings_.reserve(handles.size());
   for (int r = 0; r < size(); ++r) {
     const cuda::Handle& handle = handles[static_cast<std::size_t>(r)];
-    if (r == rank()) {
-      regions_.push_back(reinterpret_cast<char*>(own_->pointer()));
-      continue;
+    cuda::CUdeviceptr region = own_->pointer();
+    if (r != rank()) {
+      mappings_.emplace_back(device(), handle, describe(r));
+      if (mappings_.back().bytes() < shape_.bytes())
+        throw Error(ErrorKind::invalid_argument, "the region of " + describe(r) + " is too small");
+      region = mappings_.back().pointer();
     }
-    mappings_.emplace_back(device, handle, describe(r));
-    if (mappings_.back().bytes() < shape_.bytes()) refuse("the region of " + describe(r) + " is too small");
-    regions_.push_back(reinterpret_cast<char*>(mappings_.back().pointer()));
+    cuda::CUdeviceptr words = region;
+    if (modes[static_cast<std::size_t>(r)] == Mode::steps)
+      words = shared_words_.try_emplace(r, device(), handle, shape_.word_bytes(), describe(r)).first->second.pointer();
+    regions_.push_back(reinterpret_cast<char*>(region));
+    words_.push_back(reinterpret_cast<char*>(words));
   }
 }
 
-const PeerEngine::Loaded& PeerEngine::load(const Call& call, const Choice& choice, const Program& program) {
-  const auto known = loaded_.find(&program);
-  if (known != loaded_.end()) return *known->second;
-  const cuda::RelaxedCapture relaxed;
+std::unique_ptr<const PeerEngine::Loaded> PeerEngine::load(const Call& call, const Choice& choice,
+                                                           const Program& program) const {
   const gpu::FlatProgram::Options options{rank(), shape_.depth, one_lane_};
   auto loaded =
       std::make_unique<Loaded>(device(), gpu::FlatProgram(program, batches_of(program, shape_.depth), options));
@@ -114,7 +126,42 @@ const PeerEngine::Loaded& PeerEngine::load(const Call& call, const Choice& choic
     }
     loaded->turns = order_of_turns(all, batches, shape_.depth);
   }
-  return *loaded_.emplace(&program, std::move(loaded)).first->second;
+  return loaded;
+}
+
+// Launches the kernel, which does nothing: the driver leaves some of what a kernel needs to its first launch.
+const cuda::Function& PeerEngine::load_kernel(const std::string& row, const Loaded& loaded) const {
+  const cuda::Function& kernel = kernels_->get("interpreter", "run_", row);
+  gpu::Run run{};
+  run.lanes = 1;
+  const cuda::HostMemory region(device(), run.shape.bytes());
+  std::memset(region.data() + run.shape.broken(), 1, sizeof(std::uint64_t));
+  run.regions[0] = reinterpret_cast<char*>(region.pointer());
+  run.report = reinterpret_cast<gpu::Report*>(report_.pointer());
+  run.program = loaded.on_gpu();
+  urgent_.launch(kernel, {1, gpu::kBlockThreads}, run);
+  urgent_.synchronize();
+  return kernel;
+}
+
+// Has the call's plan and kernel on the GPU. To get them there may take calls of CUDA that wait for what runs on the
+// GPUs, and so for ever if that waits for a rank of this process that has yet to launch its part. So where a plan or a
+// kernel is new, the ranks of this process meet: all that they launched before can end then, and none launches what
+// comes before all are ready.
+void PeerEngine::prepare(const Call& call, const Choice& choice, const std::string& row, const Meeting::Call& meeting) {
+  const Program& program = program_for(call, choice.plan);
+  if (loaded_.contains(&program) && kernels_loaded_.contains(row)) return;
+  std::exception_ptr refusal;
+  household_->meet(*this, meeting, [&] {
+    try {
+      const cuda::RelaxedCapture relaxed;
+      if (!loaded_.contains(&program)) loaded_.emplace(&program, load(call, choice, program));
+      if (!kernels_loaded_.contains(row)) kernels_loaded_.emplace(row, &load_kernel(row, *loaded_.at(&program)));
+    } catch (...) {
+      refusal = std::current_exception();
+    }
+  });
+  if (refusal != nullptr) std::rethrow_exception(refusal);
 }
 
 gpu::Run PeerEngine::run_of(const Call& call, const Buffers& buffers, const Choice& choice,
@@ -124,6 +171,7 @@ gpu::Run PeerEngine::run_of(const Call& call, const Buffers& buffers, const Choi
   const std::size_t most = one_lane_ ? 1 : shape_.lanes / program.channels.size();
   gpu::Run run{};
   run.shape = shape_;
+  std::copy(words_.begin(), words_.end(), run.words);
   std::copy(regions_.begin(), regions_.end(), run.regions);
   run.report = reinterpret_cast<gpu::Report*>(report_.pointer());
   run.arrived = reinterpret_cast<std::uint32_t*>(arrived_.pointer());
@@ -167,25 +215,24 @@ void PeerEngine::put(const Call& call, std::uint64_t seq, const std::string& wha
                      const cuda::Stream& stream) {
   const Choice& choice = choice_for(call);
   const Program& program = program_for(call, choice.plan);
-  const Loaded& loaded = load(call, choice, program);
   const gpu::Kernel row = reduces(call.operation) ? gpu::kernel_for(call.dtype, call.reduce_op) : gpu::copy_kernel();
-  const cuda::Function* const kernel = [&] {
-    const cuda::RelaxedCapture relaxed;
-    return &kernels_->get("interpreter", "run_", row.name);
-  }();
+  const Meeting::Call meeting{what, seq, fingerprint(call, seq, program.digest), call.timeout};
+  household_->compare(*this, meeting);
+  prepare(call, choice, row.name, meeting);
+  const Loaded& loaded = *loaded_.at(&program);
+  const cuda::Function& kernel = *kernels_loaded_.at(row.name);
   gpu::Run run = run_of(call, buffers, choice, program);
   run.program = loaded.on_gpu();
   run.parts = row.parts;
-  run.fingerprint = fingerprint(call, seq, program.digest);
+  run.fingerprint = meeting.fingerprint;
   const bool captured = stream.capturing();
   remember({seq, run.fingerprint, what, call.timeout, captured, &loaded});
 
   if (!captured) stream.wait(last_);
   if (party_ == nullptr)
-    stream.launch(*kernel, {loaded.flat.channels() * run.lanes, gpu::kBlockThreads}, run);
+    stream.launch(kernel, {loaded.flat.channels() * run.lanes, gpu::kBlockThreads}, run);
   else
-    party_->enqueue(*this, {run, loaded.on_host(), kernel, &loaded.turns, seq, place_.pointer()}, stream, what,
-                    call.timeout);
+    party_->enqueue(*this, {run, loaded.on_host(), &kernel, &loaded.turns, seq, place_.pointer()}, stream, meeting);
   if (!captured) stream.record(last_);
 }
 
@@ -222,10 +269,9 @@ bool PeerEngine::broken() const {
 void PeerEngine::look() noexcept {
   try {
     if (!broken()) return watch();
-    gpu::store_release(&report().abort, std::uint32_t{1});                      // for what runs
-    urgent_.fill(own_->pointer() + shape_.broken(), 1, sizeof(std::uint64_t));  // and what is to come
+    gpu::store_release(&report().abort, std::uint32_t{1});
     if (party_ != nullptr) stop_waiting();
-  } catch (const std::exception&) {  // the driver has failed: nothing more runs on this GPU, and nothing waits
+  } catch (const std::exception&) {  // out of memory: the next look may find some
   }
 }
 
@@ -317,8 +363,6 @@ void PeerEngine::watch_stream(Nanoseconds time) {
   const Party::Place place = Party::Place::of(seen_);
   const std::optional<Known> call = find([&](const Known& known) { return place.is_of(known.number); });
   if (!call) return;
-  urgent_.copy(words_.pointer(), own_->pointer(), shape_.broken());
-  if (!copied() || this->place() != seen_) return;
   const Turn& turn = call->loaded->turns[place.turn];
   gpu::Run run{};
   run.program = call->loaded->on_host();
@@ -328,10 +372,9 @@ void PeerEngine::watch_stream(Nanoseconds time) {
   const gpu::LaneBatch batch = gpu::lane_batch(run, 0, 0, static_cast<std::uint32_t>(place.round), turn.batch);
   std::optional<gpu::Wait> lacks;
   gpu::for_each_wait(run, batch, [&](const gpu::Wait& wait) {
-    std::uint64_t word;
-    std::memcpy(&word, words_.data() + wait.offset, sizeof(word));
-    if (word != wait.value && !lacks) lacks = wait;
+    if (gpu::load_acquire(own_word(wait.offset)) != wait.value && !lacks) lacks = wait;
   });
+  if (this->place() != seen_) return;
   if (!lacks) return gone_.clear();
   const gpu::FlatStep& step = gpu::step_of(run, batch, lacks->step);
   const int peer = static_cast<int>(lacks->peer);
@@ -342,28 +385,33 @@ void PeerEngine::watch_stream(Nanoseconds time) {
     fail(timed_out(own, peer, where));
 }
 
-// Gives the words of this rank's region the values that streams wait for. What then begins sees that it must not.
-void PeerEngine::stop_waiting() {
-  std::memset(words_.data(), 0, words_.bytes());
-  const std::uint64_t notices = shape_.taken(0, 0, 0);
-  for (std::uint64_t at = 0; at < notices; at += sizeof(gpu::Notice))
-    reinterpret_cast<gpu::Notice*>(words_.data() + at)->full = 1;
-  urgent_.copy(own_->pointer(), words_.pointer(), shape_.broken());
-  (void)copied();
+// Of a rank that takes steps.
+std::uint64_t* PeerEngine::own_word(std::uint64_t offset) const {
+  return reinterpret_cast<std::uint64_t*>(shared_words_.at(rank()).data() + offset);
 }
 
-// Whether what was copied last is there, after a while: nobody knows what the driver lets copies wait behind.
-bool PeerEngine::copied() const {
-  for (const Nanoseconds deadline = now() + kSecond; !urgent_.done(); std::this_thread::yield())
-    if (now() >= deadline) return false;
-  return true;
+// Gives this rank's words the values that streams wait for. What then begins sees that it must not.
+void PeerEngine::stop_waiting() {
+  const std::uint64_t notices = shape_.taken(0, 0, 0);
+  for (std::uint64_t at = 0; at < notices; at += sizeof(gpu::Notice))
+    gpu::store_release(own_word(at), std::uint64_t{1});
+  for (std::uint64_t at = notices; at < shape_.word_bytes(); at += sizeof(std::uint64_t))
+    gpu::store_release(own_word(at), std::uint64_t{0});
 }
 
 bool PeerEngine::quiet() {
-  const std::uint64_t taken = shape_.taken(0, 0, 0);
-  urgent_.copy(words_.pointer() + taken, own_->pointer() + taken, shape_.broken() - taken);
-  return copied() && std::all_of(words_.data() + taken, words_.data() + shape_.broken(),
-                                 [](std::byte b) { return b == std::byte{0}; });
+  const std::uint64_t taken = shape_.taken(0, 0, 0), bytes = shape_.word_bytes() - taken;
+  const std::byte* words = nullptr;
+  if (party_ == nullptr) {
+    urgent_.copy(copied_words_->pointer(), own_->pointer() + taken, bytes);
+    // For a while only: nobody knows what the driver lets copies wait behind.
+    for (const Nanoseconds deadline = now() + kSecond; !urgent_.done(); std::this_thread::yield())
+      if (now() >= deadline) return false;
+    words = copied_words_->data();
+  } else {
+    words = reinterpret_cast<const std::byte*>(own_word(taken));
+  }
+  return std::all_of(words, words + bytes, [](std::byte b) { return b == std::byte{0}; });
 }
 
 }  // namespace ringreduce

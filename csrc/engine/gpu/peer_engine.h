@@ -1,6 +1,9 @@
 // The engine of ranks whose GPUs can access one another's memory: a kernel interprets the plan (interpreter.cuh), and
 // what it sends lies in a region of its GPU's memory that all ranks of the group map (region.h). For ranks of one host.
 //
+// Who looks after the engine calls no function of CUDA (lookout.h): what a call waits for, and how far it is, is in
+// memory of the host: `report_`, `place_`, and the words of a rank that takes steps.
+//
 // A rank that has its GPU to itself puts one kernel in the stream. Ranks that share a GPU put steps there (party.h).
 #pragma once
 
@@ -20,6 +23,7 @@
 #include "cuda/shared_memory.h"
 #include "engine/gpu/flat_program.h"
 #include "engine/gpu/gpu_engine.h"
+#include "engine/gpu/meeting.h"
 #include "engine/gpu/party.h"
 #include "engine/gpu/run.h"
 
@@ -42,11 +46,11 @@ class PeerEngine final : public GpuEngine {
   // How many ranks, whose regions these are, have the GPU of `rank`.
   static int ranks_on_gpu(const std::vector<cuda::Handle>& handles, int rank);
 
-  // `own` is this rank's region, of zeros, handles[r] that of rank r. Throws Error(system) that says why a region
-  // cannot be accessed, or Error(invalid_argument).
+  // `own` is this rank's region, of zeros, handles[r] that of rank r, and modes[r] how it takes calls. Throws
+  // Error(system) that says why a region cannot be accessed, or Error(invalid_argument).
   PeerEngine(std::shared_ptr<Engine> host, std::shared_ptr<cuda::Kernels> kernels, cuda::DevicePtr device,
              std::shared_ptr<const cuda::OwnMemory> own, const std::vector<cuda::Handle>& handles, const Shape& shape,
-             Mode mode, const Options& options);
+             const std::vector<Mode>& modes, const Options& options);
 
   void enqueue(const Call& call, const Buffers& buffers, const cuda::Stream& stream) override;
   void throw_if_aborted() const override;
@@ -71,7 +75,10 @@ class PeerEngine final : public GpuEngine {
 
   void put(const Call& call, std::uint64_t seq, const std::string& what, const Buffers& buffers,
            const cuda::Stream& stream);
-  const Loaded& load(const Call& call, const Choice& choice, const Program& program);
+  void map(const std::vector<cuda::Handle>& handles, const std::vector<Mode>& modes);
+  std::unique_ptr<const Loaded> load(const Call& call, const Choice& choice, const Program& program) const;
+  const cuda::Function& load_kernel(const std::string& row, const Loaded& loaded) const;
+  void prepare(const Call& call, const Choice& choice, const std::string& row, const Meeting::Call& meeting);
   gpu::Run run_of(const Call& call, const Buffers& buffers, const Choice& choice, const Program& program) const;
 
   // A call that is in a stream or in a graph.
@@ -97,8 +104,8 @@ class PeerEngine final : public GpuEngine {
   void watch_stream(Nanoseconds time);
   bool is_lost(int peer);
   std::string said(const std::optional<Known>& call) const;
+  std::uint64_t* own_word(std::uint64_t offset) const;
   void stop_waiting();
-  bool copied() const;
 
   const std::shared_ptr<cuda::Kernels> kernels_;
   const std::shared_ptr<const cuda::OwnMemory> own_;
@@ -106,13 +113,17 @@ class PeerEngine final : public GpuEngine {
   const bool one_lane_;
   const cuda::DeviceMemory arrived_;
   std::vector<cuda::PeerMapping> mappings_;
-  std::vector<char*> regions_;  // per rank
-  cuda::HostMemory report_, place_, words_;
-  const cuda::Stream urgent_;           // for what must not wait behind calls
-  const std::shared_ptr<Party> party_;  // of ranks that take steps
+  std::map<int, cuda::SharedWords> shared_words_;  // of ranks that take steps
+  std::vector<char*> words_, regions_;             // per rank
+  cuda::HostMemory report_, place_;
+  std::optional<cuda::HostMemory> copied_words_;  // of a rank that runs
+  const cuda::Stream urgent_;                     // for what must not wait behind calls
+  const std::shared_ptr<Meeting> household_;      // the ranks of this process
+  const std::shared_ptr<Party> party_;            // of ranks that take steps
   std::mutex mutex_;
   std::map<const Program*, std::unique_ptr<const Loaded>> loaded_;
-  const cuda::Event last_;  // the end of the latest call that is in no capture
+  std::map<std::string, const cuda::Function*> kernels_loaded_;  // by row
+  const cuda::Event last_;                                       // the end of the latest call that is in no capture
 
   mutable std::mutex known_mutex_, tell_mutex_;
   std::deque<Known> latest_, captured_;

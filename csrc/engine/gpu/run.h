@@ -96,8 +96,8 @@ enum class GaveUp : std::uint32_t { no, timeout, mismatch, wrong_size, aborted }
 
 // In memory of the host that the GPU can access.
 //
-// Who aborts stores `abort`, and where streams wait for words of the region, what they wait for after it: each launch
-// of a batch looks at `abort` first. Mode::run does so while it waits.
+// Who aborts stores `abort`, and where streams wait for words, what they wait for after it: each launch looks at
+// `abort` first. Mode::run does so while it waits, too.
 struct Report {
   std::uint32_t abort;                       // stored by the host: give up
   std::uint32_t waiting_for;                 // the rank that a block has waited for lately,
@@ -110,7 +110,8 @@ struct Report {
 struct Run {
   FlatArrays program;
   RegionShape shape;
-  char* regions[kMostRanks];  // of all ranks, as this one maps them
+  char* words[kMostRanks];    // of all ranks, as this one maps them
+  char* regions[kMostRanks];  // the same
   Report* report;
   std::uint32_t* arrived;  // Mode::step: how many blocks of a launch are done; 0 between launches
   Tensors input, output;
@@ -195,9 +196,9 @@ RINGREDUCE_BOTH Ranks may_read(const Run& run, const LaneBatch& at, const FlatSt
   return (~Ranks{0} >> (64 - run.shape.ranks)) & ~(Ranks{1} << run.rank);
 }
 
-// What a batch waits for: that a word of this rank's region has a value, which `peer` gives it.
+// What a batch waits for: that a word of this rank has a value, which `peer` gives it.
 struct Wait {
-  std::uint64_t offset;  // of the word in the region, bytes
+  std::uint64_t offset;  // of the word among this rank's, bytes
   std::uint64_t value;
   std::uint32_t peer;
   std::uint32_t step;  // of the batch, which needs it

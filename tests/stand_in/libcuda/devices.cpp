@@ -76,6 +76,7 @@ API cuInit(unsigned) {
   if (all.devices.empty())
     for (const int number : visible(devices)) all.devices.emplace_back(static_cast<int>(all.devices.size()), number);
   all.initialized = true;
+  all.locks_contexts = setting("CONTEXT_LOCK", 0) != 0;
   return kSuccess;
 }
 

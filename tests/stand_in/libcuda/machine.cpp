@@ -84,6 +84,21 @@ Range* find_reserved(CUdeviceptr pointer, std::size_t bytes, bool mapped) {
 
 bool can_access(int device, int other) { return device == other || setting("NO_PEER", 0) == 0; }
 
+static bool is_idle(const Device& device) {
+  if (device.null_stream != nullptr && !device.null_stream->worker.idle()) return false;
+  return std::all_of(machine().streams.begin(), machine().streams.end(), [&](const auto& entry) {
+    return entry.second->device != device.ordinal || entry.second->worker.idle();
+  });
+}
+
+bool context_is_idle() { return is_idle(*contexts.back()); }
+
+bool peers_are_idle() {
+  return std::all_of(machine().devices.begin(), machine().devices.end(), [](const Device& device) {
+    return (&device != contexts.back() && !device.peers.contains(contexts.back()->ordinal)) || is_idle(device);
+  });
+}
+
 CUresult submit(CUstream handle, Operation operation) {
   Stream* const stream = find_stream(handle);
   if (stream == nullptr || stream->device != contexts.back()->ordinal) return kInvalidHandle;

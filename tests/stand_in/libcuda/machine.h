@@ -16,9 +16,14 @@
 // forbids. It is stricter in one thing: cuMemFree does not wait for work that still uses the memory.
 //
 // It is built, with kernels for it, by ../build.py, and opened by processes that have RINGREDUCE_LIBCUDA=/path/to/it.
-// RINGREDUCE_STAND_IN_DEVICES (2), _MEMORY (bytes of each device, 8 GB), _NO_PEER, _NO_IPC, _NO_VMM and _NO_RANGE_SIZE
-// (=1: the driver says that it cannot) choose what machine it plays; _VISIBLE (such as 1 or 1,0: all) which of its
-// devices this process sees, in which order. stand_in_calls says how often a function was called.
+// RINGREDUCE_STAND_IN_DEVICES (2), _MEMORY (bytes of each device, 8 GB), _NO_PEER, _NO_IPC, _NO_VMM, _NO_RANGE_SIZE and
+// _NO_HOST_REGISTER (=1: the driver says that it cannot) choose what machine it plays; _VISIBLE (such as 1 or 1,0: all)
+// which of its devices this process sees, in which order. stand_in_calls says how often a function was called.
+//
+// RINGREDUCE_STAND_IN_CONTEXT_LOCK=1: calls hold their context, as the real driver's may. Every call that needs a
+// context takes a lock of it. Some keep the lock while they wait: the first launch of a kernel, which loads it, until
+// the context's streams are idle; an allocation, until those of all devices that may access it are; any launch, until
+// its stream has room in its queue.
 //
 // This file is what all parts of it know; work.h has the threads.
 #pragma once
@@ -99,7 +104,7 @@ struct Piece {
   ~Piece();
 };
 
-enum class Place { device, ipc, reserved, host };
+enum class Place { device, ipc, reserved, host, registered };
 
 struct Range {
   Place place;
@@ -118,12 +123,14 @@ struct Device {
   std::set<int> peers;  // whose memory it may access
   Slots slots;
   std::unique_ptr<Stream> null_stream;
+  std::mutex context;  // with CONTEXT_LOCK: held by a call under way
 };
 
 struct Function {
   StandInKernel* call;
   std::size_t parameter_bytes;
   unsigned most_threads;  // of a block
+  bool loaded = false;
 };
 
 struct Module {
@@ -135,6 +142,7 @@ struct Machine {
   std::mutex mutex;  // of all below
   bool initialized = false;
   std::map<std::string_view, std::size_t> calls;  // of each function
+  bool locks_contexts = false;
   std::deque<Device> devices;
   std::map<CUdeviceptr, Range> ranges;
   std::map<CUmemGenericAllocationHandle, std::shared_ptr<Piece>> virtual_memory;
@@ -158,17 +166,42 @@ struct Calls {
 };
 extern Calls calls;
 
-// The lock that every call takes; the reason why it may not go on.
-struct Guard {
-  explicit Guard(const char* function, bool needs_context = true) : lock(machine().mutex) {
+constexpr std::size_t kQueueLength = 1024;  // operations of a stream that a launch does not wait for
+
+// The locks that every call takes; the reason why it may not go on.
+class Guard {
+ public:
+  explicit Guard(const char* function, bool needs_context = true) : machine_lock_(machine().mutex) {
     machine().calls[function]++;
-    if (forked || !machine().initialized)
+    if (forked || !machine().initialized) {
       refusal = kNotInitialized;
-    else if (needs_context && contexts.empty())
+    } else if (needs_context && contexts.empty()) {
       refusal = kInvalidContext;
+    } else if (needs_context && machine().locks_contexts) {
+      machine_lock_.unlock();
+      context_lock_ = std::unique_lock(contexts.back()->context);
+      machine_lock_.lock();
+    }
   }
-  std::unique_lock<std::mutex> lock;
   CUresult refusal = kSuccess;
+
+  // For a call that waits without holding its context.
+  void unlock() {
+    machine_lock_.unlock();
+    if (context_lock_) context_lock_.unlock();
+  }
+  // Where calls hold their contexts, waits until `ready`, which is called with the machine's lock.
+  template <class Ready>
+  void wait_in_context(Ready ready) {
+    while (context_lock_ && !ready()) {
+      machine_lock_.unlock();
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      machine_lock_.lock();
+    }
+  }
+
+ private:
+  std::unique_lock<std::mutex> context_lock_, machine_lock_;
 };
 
 #define ENTER(...)                                  \
@@ -192,6 +225,11 @@ Range* find_range(CUdeviceptr pointer, std::size_t bytes, CUdeviceptr* start = n
 Range* find_reserved(CUdeviceptr pointer, std::size_t bytes, bool mapped);
 
 bool can_access(int device, int other);  // numbers of the machine
+inline bool is_of_host(const Range& range) { return range.place == Place::host || range.place == Place::registered; }
+
+// Whether no stream of the current context has anything to do; nor any of a device that may access its memory.
+bool context_is_idle();
+bool peers_are_idle();
 
 // Queues `operation`, or records it.
 CUresult submit(CUstream handle, Operation operation);

@@ -11,6 +11,7 @@ using namespace stand_in;
 API cuMemAlloc_v2(CUdeviceptr* pointer, std::size_t bytes) {
   ENTER_UNLESS_CAPTURING();
   if (bytes == 0) return kInvalidValue;
+  guard.wait_in_context(peers_are_idle);
   auto piece = make_piece(*contexts.back(), bytes);
   void* const mapped = piece == nullptr ? nullptr : map_piece(*piece);
   if (mapped == nullptr) return kOutOfMemory;
@@ -39,10 +40,27 @@ API cuMemFreeHost(void* pointer) {
   return unmap(reinterpret_cast<CUdeviceptr>(pointer), Place::host);
 }
 
+API cuMemHostRegister_v2(void* pointer, std::size_t bytes, unsigned) {
+  ENTER_UNLESS_CAPTURING();
+  if (setting("NO_HOST_REGISTER", 0) != 0) return kNotSupported;
+  const auto start = reinterpret_cast<CUdeviceptr>(pointer);
+  if (bytes == 0 || find_range(start, 1) != nullptr) return kInvalidValue;
+  machine().ranges[start] = {Place::registered, bytes, contexts.back()->ordinal};
+  return kSuccess;
+}
+
+API cuMemHostUnregister(void* pointer) {
+  ENTER_UNLESS_CAPTURING();
+  const auto found = machine().ranges.find(reinterpret_cast<CUdeviceptr>(pointer));
+  if (found == machine().ranges.end() || found->second.place != Place::registered) return kInvalidValue;
+  machine().ranges.erase(found);
+  return kSuccess;
+}
+
 API cuMemHostGetDevicePointer_v2(CUdeviceptr* pointer, void* host, unsigned) {
   ENTER();
   const Range* const range = find_range(reinterpret_cast<CUdeviceptr>(host), 1);
-  if (range == nullptr || range->place != Place::host) return kInvalidValue;
+  if (range == nullptr || !is_of_host(*range)) return kInvalidValue;
   *pointer = reinterpret_cast<CUdeviceptr>(host);
   return kSuccess;
 }
@@ -65,7 +83,7 @@ API cuPointerGetAttribute(void* value, int attribute, CUdeviceptr pointer) {
   if (range == nullptr) return kInvalidValue;
   switch (attribute) {
     case kPointerAttributeMemoryType:
-      *static_cast<unsigned*>(value) = range->place == Place::host ? kMemoryTypeHost : kMemoryTypeDevice;
+      *static_cast<unsigned*>(value) = is_of_host(*range) ? kMemoryTypeHost : kMemoryTypeDevice;
       return kSuccess;
     case kPointerAttributeDeviceOrdinal:
       *static_cast<int*>(value) = range->device;

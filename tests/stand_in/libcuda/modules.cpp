@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <utility>
 
 #include "machine.h"
 
@@ -65,6 +66,10 @@ API cuLaunchKernel(CUfunction handle, unsigned blocks, unsigned blocks_y, unsign
   if (blocks == 0 || threads == 0 || threads > function.most_threads || blocks_y != 1 || blocks_z != 1 ||
       threads_y != 1 || threads_z != 1 || extra != nullptr)
     return kInvalidValue;
+  Stream* const queue = find_stream(stream);
+  if (queue == nullptr) return kInvalidHandle;
+  if (!std::exchange(static_cast<Function*>(handle)->loaded, true)) guard.wait_in_context(context_is_idle);
+  guard.wait_in_context([&] { return queue->worker.pending() < kQueueLength; });
   // Copies, aligned as any struct may ask for.
   const auto copy =
       std::make_shared<std::vector<std::max_align_t>>(function.parameter_bytes / sizeof(std::max_align_t) + 1);

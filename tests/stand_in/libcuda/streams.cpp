@@ -43,7 +43,7 @@ API cuStreamSynchronize(CUstream handle) {
   if (stream->capture != nullptr) return stream->capture->invalid = true, kCaptureUnsupported;
   const auto reached = std::make_shared<Moment>();
   stream->worker.push([reached] { reached->happen(); });
-  guard.lock.unlock();
+  guard.unlock();
   reached->wait();
   return kSuccess;
 }
@@ -148,7 +148,7 @@ API cuEventSynchronize(CUevent handle) {
   if (event == nullptr) return kInvalidHandle;
   if (event->capture != nullptr) return kCapturedEvent;
   const std::shared_ptr<Moment> moment = event->moment;
-  guard.lock.unlock();
+  guard.unlock();
   if (moment != nullptr) moment->wait();
   return kSuccess;
 }

@@ -73,9 +73,11 @@ class Worker {
     queue_->operations.push_back(std::move(operation));
     queue_->changed.notify_all();
   }
-  bool idle() {
+  bool idle() { return pending() == 0; }
+  // Operations that are not done.
+  std::size_t pending() {
     std::lock_guard lock(queue_->mutex);
-    return queue_->operations.empty();
+    return queue_->operations.size();
   }
 
  private:

@@ -1,0 +1,40 @@
+// The thread that looks after an engine on a GPU: it finds what has gone wrong there and ends what the GPU waits for.
+//
+// It must come round whatever the driver does. While the GPU waits for a peer that is gone, a call of any other thread
+// may wait for the GPU and hold the context's lock, which most calls of CUDA take. So this thread makes none, unless
+// the engine's look() has to (NcclEngine, to abort communicators).
+#pragma once
+
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+
+#include "engine/gpu/gpu_engine.h"
+
+namespace ringreduce {
+
+class Lookout {
+ public:
+  // Looks every few milliseconds until it is destroyed, and more often while it is `busy`.
+  explicit Lookout(GpuEngine& engine, bool busy);
+  ~Lookout() { stop(); }
+  Lookout(const Lookout&) = delete;
+  Lookout& operator=(const Lookout&) = delete;
+
+  void set_busy(bool busy);
+  // Looks now, in the calling thread.
+  void look();
+  // Idempotent.
+  void stop();
+
+ private:
+  void run();
+
+  GpuEngine& engine_;
+  std::mutex looking_, mutex_;
+  std::condition_variable changed_;
+  bool busy_, stopping_ = false;
+  std::thread thread_;
+};
+
+}  // namespace ringreduce
