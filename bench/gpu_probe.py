@@ -249,15 +249,19 @@ def hand_over(asker: Asker, way: str, rounds: int) -> Answer:
     return {"handover_us": max(seconds) / rounds / 2 * 1e6, "wrong": int(any(gave_up))}
 
 
-def reads_on(pipe: Any, _: bytes) -> None:
-    """Reads memory of a process that is killed meanwhile."""
+def reads_on(pipe: Any, image: bytes) -> None:
+    """Reads memory of a process that is killed meanwhile, by copies and in kernels."""
     gpu = Gpu(0)
     address, stream = gpu.open(pipe.recv()), gpu.stream()
     pipe.send(gpu.read(address, stream))
+    launch, own = gpu.kernels(image) if image else None, gpu.memory(BYTES)
     end, reads, values = time.monotonic() + 3, 0, set()
     while time.monotonic() < end:
         try:
             values.add(gpu.read(address, stream))
+            if launch:  # which finds a word that is large enough
+                launch(stream, "probe_hand_over", Probe(address, own, 1, own + 64, 1, 1))
+                gpu.call("cuStreamSynchronize", stream)
         except gpu_driver.DriverError as error:
             pipe.send({"after_it": str(error), "reads": reads, "values": sorted(values)})
             return
