@@ -51,6 +51,7 @@ class Asker:
             self.image = gpu_driver.image(stand_in, (properties.major, properties.minor), Path(folder))
 
     def ask(self, question: str, answer: Callable[["Asker"], Answer]) -> None:
+        began = time.monotonic()
         try:
             found = answer(self)
         except Exception as error:
@@ -58,7 +59,8 @@ class Asker:
         words = ", ".join(
             f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in found.items()
         )
-        self.report.row(f"{question}: {words}", question=question, **found)
+        seconds = round(time.monotonic() - began, 1)
+        self.report.row(f"{question}: {words}", question=question, **found, seconds=seconds)
 
     def processes(self, *mains: Callable[..., None]) -> Processes:
         """Which run main(pipe, image)."""
@@ -146,7 +148,7 @@ def blocked_calls(asker: Asker, busy: str) -> Answer:
         return {"left_out": "no nvcc"}
 
     def fill() -> None:
-        for _ in range(QUEUED):
+        for _ in range(50 if asker.stand_in else QUEUED):
             launch(stream, "probe_nothing", Probe())
 
     blocked = []
