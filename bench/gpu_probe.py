@@ -51,6 +51,7 @@ class Asker:
             self.image = gpu_driver.image(stand_in, (properties.major, properties.minor), Path(folder))
 
     def ask(self, question: str, answer: Callable[["Asker"], Answer]) -> None:
+        began = time.monotonic()
         try:
             found = answer(self)
         except Exception as error:
@@ -58,7 +59,8 @@ class Asker:
         words = ", ".join(
             f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in found.items()
         )
-        self.report.row(f"{question}: {words}", question=question, **found)
+        seconds = round(time.monotonic() - began, 1)
+        self.report.row(f"{question}: {words}", question=question, **found, seconds=seconds)
 
     def processes(self, *mains: Callable[..., None]) -> Processes:
         """Which run main(pipe, image)."""
@@ -146,7 +148,7 @@ def blocked_calls(asker: Asker, busy: str) -> Answer:
         return {"left_out": "no nvcc"}
 
     def fill() -> None:
-        for _ in range(QUEUED):
+        for _ in range(50 if asker.stand_in else QUEUED):
             launch(stream, "probe_nothing", Probe())
 
     blocked = []
@@ -249,15 +251,19 @@ def hand_over(asker: Asker, way: str, rounds: int) -> Answer:
     return {"handover_us": max(seconds) / rounds / 2 * 1e6, "wrong": int(any(gave_up))}
 
 
-def reads_on(pipe: Any, _: bytes) -> None:
-    """Reads memory of a process that is killed meanwhile."""
+def reads_on(pipe: Any, image: bytes) -> None:
+    """Reads memory of a process that is killed meanwhile, by copies and in kernels."""
     gpu = Gpu(0)
     address, stream = gpu.open(pipe.recv()), gpu.stream()
     pipe.send(gpu.read(address, stream))
+    launch, own = gpu.kernels(image) if image else None, gpu.memory(BYTES)
     end, reads, values = time.monotonic() + 3, 0, set()
     while time.monotonic() < end:
         try:
             values.add(gpu.read(address, stream))
+            if launch:  # which finds a word that is large enough
+                launch(stream, "probe_hand_over", Probe(address, own, 1, own + 64, 1, 1))
+                gpu.call("cuStreamSynchronize", stream)
         except gpu_driver.DriverError as error:
             pipe.send({"after_it": str(error), "reads": reads, "values": sorted(values)})
             return

@@ -124,6 +124,29 @@ def test_survivors_name_the_dead_rank(mode: str, when: str, way: Callable[[torch
             assert "all_reduce" in message and f"rank {VICTIM} (" in message and str(ranks.pid(VICTIM)) in message
 
 
+def queues_many_calls(me: Rank, options: Options) -> Error | None:
+    with me.join(timeout=30, options=options):
+        works([*range(me.size)], me)
+        tensor = torch.ones(1, device="cuda")
+        if me.rank == VICTIM:
+            me.report(None)
+            signal.pause()
+        for _ in range(1200):
+            dist.all_reduce(tensor)
+        me.report(None)
+        return until_it_fails(lambda: dist.all_reduce(tensor))
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="a GPU's stream takes less before it holds up the host")
+@pytest.mark.parametrize("mode", ["steps", "run"])
+def test_survivors_with_many_calls_behind_the_dead_rank_s_name_it(mode: str) -> None:
+    with Ranks(on_devices, RANKS, mode, queues_many_calls) as ranks:
+        ranks.reports()
+        ranks.signal(VICTIM, signal.SIGKILL)
+        for kind, message, culprit in ranks.results(but=(VICTIM,)):
+            assert (kind, culprit) == (PeerLost, VICTIM), message
+
+
 # stopped and late ranks
 
 

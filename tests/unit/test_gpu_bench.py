@@ -8,12 +8,15 @@ import sys
 from pathlib import Path
 
 import gpu_collectives
+import gpu_driver
 import gpu_proof
 import gpu_report
 import gpu_sanitizer
 import gpu_tests
 import pytest
 import torch
+
+import build_cuda
 
 ROOT = Path(__file__).parents[2]
 MB = 1024**2
@@ -39,6 +42,11 @@ def test_the_algorithm_is_that_of_the_group(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("RINGREDUCE_ALGORITHMS", "all_reduce:ring:1M-")
     assert gpu_collectives.algorithm_for("all_reduce", 4, MB) == "ring"
     assert gpu_collectives.algorithm_for("all_reduce", 4, 1024) != "ring"
+
+
+@pytest.mark.skipif(build_cuda.find_nvcc() is None, reason="there is no nvcc")
+def test_the_kernels_of_the_probe_compile(tmp_path: Path) -> None:
+    assert b"probe_hand_over" in gpu_driver.image(False, (9, 0), tmp_path)
 
 
 def report(path: Path | None = None) -> gpu_report.Report:

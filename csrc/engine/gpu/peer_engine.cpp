@@ -236,11 +236,13 @@ void PeerEngine::put(const Call& call, std::uint64_t seq, const std::string& wha
   if (!captured) stream.record(last_);
 }
 
+// Calls end in order, so all before the one that the stream waits in may be forgotten; without that one nobody could
+// say whom it waits for.
 void PeerEngine::remember(Known call) {
   std::lock_guard lock(known_mutex_);
   std::deque<Known>& known = call.captured ? captured_ : latest_;
   known.push_back(std::move(call));
-  if (known.size() > kLatest) known.pop_front();
+  while (known.size() > kLatest && !Party::Place::of(place()).is_of(known.front().number)) known.pop_front();
 }
 
 // The remembered call of which `is` is true.
