@@ -41,15 +41,24 @@ class CountingBlock : public CpuBlock {
   CountingBlock(std::uint32_t index, std::uint32_t blocks, std::uint64_t* unlike)
       : CpuBlock(index, blocks, kPlayedThreads), unlike_(unlike) {}
 
+  // The interpreter lays out a batch's steps, by this, right before their work.
+  template <class F>
+  void each(std::uint32_t n, F f) {
+    steps_ = n;
+    CpuBlock::each(n, f);
+  }
+
   template <class F>
   void work(F f) {
-    if (unlike_ != nullptr && job().accumulate.count > 0 && !aligned_alike<Pack>(job().accumulate))
-      std::atomic_ref(*unlike_).fetch_add(1);
+    for (std::uint32_t i = 0; unlike_ != nullptr && i < steps_; ++i)
+      if (const Accumulate& step = job().steps[i].accumulate; step.count > 0 && !aligned_alike<Pack>(step))
+        std::atomic_ref(*unlike_).fetch_add(1);
     CpuBlock::work(f);
   }
 
  private:
   std::uint64_t* const unlike_;
+  std::uint32_t steps_ = 0;
 };
 
 // f(i) for all i < n, each in a thread of its own.
