@@ -1,8 +1,9 @@
-"""What calls ask the driver for once and keep: events, modules. The stand-in for the driver counts."""
+"""How often calls ask the driver for events, modules and operations of streams, as the stand-in for it counts."""
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 
 import pytest
@@ -10,6 +11,10 @@ import torch
 import torch.distributed as dist
 from distributed.cuda_ranks import MODES, options, run
 from distributed.harness import Rank
+
+import ringreduce
+from ringreduce.gpu.group import shape_for
+from ringreduce.plan import build
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="NVIDIA's driver does not count its calls")
 
@@ -66,3 +71,39 @@ def makes_groups(me: Rank, mode: str) -> int:
 @pytest.mark.parametrize("mode", MODES)
 def test_groups_share_their_kernels(mode: str) -> None:
     assert run(makes_groups, 2, mode) == [0, 0]
+
+
+GPU_BYTES = 2**20
+
+
+def counted() -> list[int]:
+    """Launches of kernels and calls that wait for values or write them, of this process."""
+    return [calls(function) for function in ("cuLaunchKernel", "cuStreamBatchMemOp_v2")]
+
+
+def sums(me: Rank, mode: str, algorithm: str, counts: tuple[int, ...]) -> list[list[int]]:
+    """What a sum of so many floats adds to `counted`, once the group is set up."""
+    added = []
+    with me.join(options=options(mode, gpu_bytes=GPU_BYTES)):
+        ringreduce.register_plan(build("all_reduce", algorithm, me.size))
+        for count in counts:
+            x = torch.full((count,), me.rank + 1.0, device="cuda")
+            for _ in range(2):  # the first call sets up the group, and loads the kernel and the plan
+                torch.cuda.synchronize()
+                before = counted()
+                dist.all_reduce(x)
+                torch.cuda.synchronize()
+                after = counted()
+            added.append([b - a for a, b in zip(before, after, strict=True)])
+    return added
+
+
+@pytest.mark.parametrize(("algorithm", "batches", "chunks"), [("one_shot", 2, 1), ("two_shot", 3, 4)])
+def test_a_batch_is_a_launch_and_one_call_for_its_values(algorithm: str, batches: int, chunks: int) -> None:
+    size, counts = 4, (2, 2**20)
+    slot = shape_for(size, options("steps", gpu_bytes=GPU_BYTES, gpu_blocks=1), 1, True, 1).slot_bytes
+    for added in run(sums, size, "steps", algorithm, counts):
+        for count, (launches, values) in zip(counts, added, strict=True):
+            rounds = math.ceil(count * 4 / chunks / slot)
+            assert launches == rounds * batches
+            assert values == rounds * batches + 1  # at the end: the stream waits no more

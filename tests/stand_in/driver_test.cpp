@@ -166,10 +166,10 @@ void launches() {
 
   // As many blocks as are said to be resident can wait for one another.
   const Function meet = module.function("meet");
-  const int blocks = module.resident_blocks(meet, 128);
+  const unsigned blocks = resident_blocks(*device, meet, 128);
   expect(blocks == 64);
   const DeviceMemory counter(device, 8);
-  legacy.launch(meet, {static_cast<unsigned>(blocks), 128}, Meet{counter.pointer()});
+  legacy.launch(meet, {blocks, 128}, Meet{counter.pointer()});
   expect(read(legacy, counter.pointer(), 1)[0] == 64);
 
   expect_error([&] { legacy.launch(add, {1, 2048}, Add{}); },
@@ -880,9 +880,9 @@ void nothing_shared() {  // without IPC and VMM
 void all_kernels() {
   const DevicePtr device = open_device(0);
   const Module module = module_of(device, "kernels.so");
-#define FIND(name, ...)                                                   \
-  expect(module.resident_blocks(module.function("run_" #name), 512) > 0); \
-  expect(module.resident_blocks(module.function("accumulate_" #name), 256) > 0);
+#define FIND(name, ...)                                                                    \
+  expect(resident_blocks(*device, module.function("run_" #name), gpu::kBlockThreads) > 0); \
+  expect(resident_blocks(*device, module.function("accumulate_" #name), 256) > 0);
   RINGREDUCE_GPU_KERNELS(FIND)
 #undef FIND
   const Function sum = module.function("accumulate_uint64_sum");

@@ -15,6 +15,7 @@ import gpu_sanitizer
 import gpu_tests
 import pytest
 import torch
+from stand_in import torch_cuda
 
 import build_cuda
 
@@ -117,6 +118,7 @@ time.sleep(100)
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="the stand-ins need a torch without CUDA")
 def test_a_part_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_cuda.build()  # which may take longer than the part may
     (tmp_path / "slow.py").write_text(SLOW)
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "bench"))
     monkeypatch.setitem(gpu_proof.PARTS, "slow", gpu_proof.Part(str(tmp_path / "slow.py"), "slow", limit=15))

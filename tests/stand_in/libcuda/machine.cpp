@@ -18,8 +18,6 @@ std::atomic<bool> forked{false};
 thread_local std::vector<Device*> contexts;
 thread_local int capture_mode = kCaptureModeGlobal;
 
-Calls calls;
-
 // Never destroyed: streams' threads may still run when the process ends.
 Machine& machine() {
   static Machine& one = *new Machine;

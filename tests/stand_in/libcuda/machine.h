@@ -160,12 +160,6 @@ extern thread_local int capture_mode;               // what captures forbid this
 
 Machine& machine();
 
-// What this process has put in streams, for tests that count it.
-struct Calls {
-  std::atomic<std::uint64_t> launches = 0, values = 0;  // cuLaunchKernel, cuStreamBatchMemOp
-};
-extern Calls calls;
-
 constexpr std::size_t kQueueLength = 1024;  // operations of a stream that a launch does not wait for
 
 // The locks that every call takes; the reason why it may not go on.

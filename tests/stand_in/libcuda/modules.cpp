@@ -75,7 +75,6 @@ API cuLaunchKernel(CUfunction handle, unsigned blocks, unsigned blocks_y, unsign
       std::make_shared<std::vector<std::max_align_t>>(function.parameter_bytes / sizeof(std::max_align_t) + 1);
   std::memcpy(copy->data(), parameters[0], function.parameter_bytes);
   Slots& slots = contexts.back()->slots;
-  calls.launches++;
   return submit(stream, [=, &slots] {
     const void* const pointers[] = {copy->data()};
     std::vector<std::thread> running;
@@ -88,10 +87,4 @@ API cuLaunchKernel(CUfunction handle, unsigned blocks, unsigned blocks_y, unsign
     }
     for (std::thread& thread : running) thread.join();
   });
-}
-
-// [launches, operations on values] of this process so far.
-extern "C" __attribute__((visibility("default"))) void stand_in_calls(std::uint64_t* counted) {
-  counted[0] = calls.launches;
-  counted[1] = calls.values;
 }

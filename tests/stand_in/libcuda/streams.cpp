@@ -85,7 +85,6 @@ API cuStreamBatchMemOp_v2(CUstream stream, unsigned count, CUstreamBatchMemOpPar
     if (each.address % 8 != 0 || find_range(each.address, 8) == nullptr) return kInvalidValue;
     if (each.flags > (waits ? 1u : 0u)) return kInvalidValue;
   }
-  calls.values++;
   return submit(stream, [all] {
     for (const CUstreamBatchMemOpParams& each : all) {
       std::atomic_ref<std::uint64_t> word(*reinterpret_cast<std::uint64_t*>(each.address));
