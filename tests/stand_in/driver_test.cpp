@@ -705,7 +705,7 @@ void owner_killed() {
   const SharedWords words(device, handle, 1000, "rank 1");
   peer.kill_it();
   words.data()[999] = std::byte{1};
-  expect_error([&] { SharedWords(device, handle, 1000, "rank 1"); }, {"there is no such process here"});
+  expect_error([&] { SharedWords(device, handle, 1000, "rank 1"); }, {"keep the owner alive"});
   expect_error([&] { PeerMapping(open_device(1), handle, "rank 1"); },
                {"cannot use GPU memory of rank 1, process " + std::to_string(handle.pid), "keep the owner alive"});
 }
