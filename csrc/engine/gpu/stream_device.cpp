@@ -9,7 +9,7 @@ namespace ringreduce {
 namespace {
 
 constexpr unsigned kThreads = 256;               // of a block, see kernels/gpu/accumulate.cu
-constexpr std::size_t kBytesPerThread = 4 * 16;  // that a thread takes of each operand at once: a batch of packs
+constexpr std::size_t kBytesPerThread = 4 * 16;  // of each operand, the most that a thread takes at once: 4 packs
 
 cuda::CUdeviceptr address(const void* pointer) { return reinterpret_cast<cuda::CUdeviceptr>(pointer); }
 

@@ -118,11 +118,12 @@ template <>
 inline constexpr bool kIsSum<Sum> = true;
 
 // What a thread takes at once: places first, first + threads, ..., as far as there are any. Source 0 begins the values;
-// of the others kInFlight are loaded before the first of them is combined. More would not fit the registers.
+// of the others kInFlight are loaded before the first of them is combined. More would not fit the registers: a lane
+// takes one of its own while it is combined, or two, so where a unit has four of them a batch is half as long.
 template <class Format, class Op, class Access>
 class Batch {
  public:
-  static constexpr int kSize = Format::kFloating && Format::kElement == 1 ? 2 : 4;  // float8 takes most registers
+  static constexpr int kSize = Format::kLanes == 4 ? 2 : 4;
 
   RINGREDUCE_BOTH Batch(const Accumulate& job, const Places& places, std::uint64_t first, std::uint64_t threads)
       : job_(job), places_(places), first_(first), threads_(threads) {}
