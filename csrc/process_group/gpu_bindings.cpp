@@ -181,6 +181,7 @@ void bind_gpus(py::module_& m) {
              return Shape{lanes, depth, slot_bytes};
            }),
            py::kw_only(), py::arg("lanes"), py::arg("depth"), py::arg("slot_bytes"))
+      .def_readonly("slot_bytes", &Shape::slot_bytes)
       .def(
           "bytes", [](const Shape& shape, int ranks) { return PeerEngine::region_bytes(ranks, shape); },
           py::arg("ranks"));
