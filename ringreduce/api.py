@@ -305,7 +305,7 @@ def use_nccl(communicator: object, group: dist.ProcessGroup | None = None) -> No
 
 
 def backend_of(group: dist.ProcessGroup | None) -> ProcessGroupRing:
-    group = group or dist.group.WORLD
+    group = dist.group.WORLD if group is None else group
     if group is None:
         raise InvalidArgument(
             "there is no default group; call torch.distributed.init_process_group('ringreduce') first"

@@ -59,7 +59,7 @@ struct Workspace {
 
 class Execution {
  public:
-  // `fingerprint` is that of this call, `factor` premul_sum's. The other arguments must outlive this object.
+  // `fingerprint` is that of this call. The other arguments must outlive this object.
   Execution(const Segment& segment, const BoundCall& bound, Workspace& workspace, const Call& call,
             std::uint64_t fingerprint);
 

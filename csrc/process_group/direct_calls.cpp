@@ -2,12 +2,14 @@
 // dispatch, and asking a torch group for its backend, would take longer than a small call between two ranks.
 #include "process_group/direct_calls.h"
 
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <limits>
 #include <optional>
+#include <utility>
 
 #include "process_group/gil.h"
 #include "process_group/process_group_ring.h"
@@ -20,41 +22,57 @@ namespace {
 
 using c10d::OpType;
 
-// Whether `weak`, a weak reference, still refers to `object`.
-bool refers_to(const py::object& weak, py::handle object) {
-  if (!weak) return false;
-#if PY_VERSION_HEX >= 0x030D0000
-  PyObject* found = nullptr;
-  PyWeakref_GetRef(weak.ptr(), &found);
-  const auto owned = py::reinterpret_steal<py::object>(found);
-  return found == object.ptr();
-#else
-  return PyWeakref_GetObject(weak.ptr()) == object.ptr();
-#endif
-}
-
-// The group that was used last, and its backend, which lives as long as the group does. Guarded by the GIL.
-struct Latest {
-  py::object group;  // a weak reference
-  ProcessGroupRing* backend = nullptr;
-};
-
 // The default group; None if there is none. Tests replace torch's `_world`, so it is looked up each time.
 py::object world() {
   static const py::handle c10d = py::module_::import("torch.distributed.distributed_c10d").release();
   return c10d.attr("_world").attr("default_pg");
 }
 
-// Raises what ringreduce.api.backend_of raises for a group that has no backend of ours.
+// Whether `weak`, a weak reference, refers to `group`.
+bool refers_to(const py::object& weak, const py::object& group) {
+  if (!weak || group.is_none()) return false;
+#if PY_VERSION_HEX >= 0x030D0000
+  PyObject* found = nullptr;
+  PyWeakref_GetRef(weak.ptr(), &found);
+  return py::reinterpret_steal<py::object>(found).is(group);
+#else
+  return PyWeakref_GetObject(weak.ptr()) == group.ptr();
+#endif
+}
+
+// The group that was used last, and its backend. Neither is kept alive. Guarded by the GIL.
+struct Latest {
+  py::object group;  // a weak reference
+  c10::weak_intrusive_ptr<ProcessGroupRing> backend{c10::intrusive_ptr<ProcessGroupRing>()};
+};
+
+// The backend of `given`, or of the default group if that is None. Raises what ringreduce.api.backend_of raises for a
+// group that has no backend of ours.
 c10::intrusive_ptr<ProcessGroupRing> backend_of(py::handle given) {
   static Latest& latest = *new Latest;  // not destroyed: Python may be gone by then
   const py::object group = given.is_none() ? world() : py::reinterpret_borrow<py::object>(given);
-  if (!refers_to(latest.group, group)) {
-    const py::object found = py::module_::import("ringreduce.api").attr("backend_of")(group);
-    latest.backend = found.cast<ProcessGroupRing*>();
-    latest.group = py::weakref(group);
+  if (refers_to(latest.group, group))
+    if (auto backend = latest.backend.lock()) return backend;
+  auto backend =
+      py::module_::import("ringreduce.api").attr("backend_of")(group).cast<c10::intrusive_ptr<ProcessGroupRing>>();
+  py::object weak = py::weakref(group);
+  // The old reference is dropped last: that may run Python code, and other threads.
+  std::swap(latest.group, weak);
+  latest.backend = c10::weak_intrusive_ptr<ProcessGroupRing>(backend);
+  return backend;
+}
+
+// f(), which returns a new reference; whatever it throws is raised in Python.
+template <class F>
+PyObject* guarded(F f) {
+  HANDLE_TH_ERRORS
+  try {
+    return f();
+  } catch (const Error& error) {
+    raise(error);
+    return nullptr;
   }
-  return c10::intrusive_ptr<ProcessGroupRing>::reclaim_copy(latest.backend);
+  END_HANDLE_TH_ERRORS
 }
 
 using Arguments = PyObject* const*;
@@ -66,66 +84,68 @@ bool are_tensors(Arguments from, int count) {
 // Makes the call in the group args[0].
 PyObject* call(Arguments args, OpType type, const Collective& collective, const at::Tensor& output,
                const at::Tensor& input) {
-  try {
-    const auto backend = backend_of(args[0]);
-    bool made = false;
-    {
-      const WithoutGil no_gil;
-      made = backend->call_now(type, collective, output, input);
-    }
-    return PyBool_FromLong(made);
-  } catch (const Error& error) {
-    raise(error);
-  } catch (py::error_already_set& raised) {
-    raised.restore();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
+  const auto backend = backend_of(args[0]);
+  bool made = false;
+  {
+    const WithoutGil no_gil;
+    made = backend->call_now(type, collective, output, input);
   }
-  return nullptr;
+  return PyBool_FromLong(made);
 }
 
 // The reduction that `given` stands for, if it is one without a factor.
 std::optional<c10d::ReduceOp> operation(PyObject* given) {
   if (!py::isinstance<c10d::ReduceOp::RedOpType>(given)) return std::nullopt;
-  return c10d::ReduceOp(py::handle(given).cast<c10d::ReduceOp::RedOpType>());
+  const auto type = py::handle(given).cast<c10d::ReduceOp::RedOpType>();
+  return type == c10d::ReduceOp::PREMUL_SUM ? std::nullopt : std::optional<c10d::ReduceOp>(type);
 }
 
 PyObject* all_reduce(PyObject* /*module*/, Arguments args, Py_ssize_t count) {
-  const auto op = count == 3 && are_tensors(args + 1, 1) ? operation(args[2]) : std::nullopt;
-  if (!op) Py_RETURN_FALSE;
-  const at::Tensor& tensor = THPVariable_Unpack(args[1]);
-  return call(args, OpType::ALLREDUCE, {.operation = Operation::all_reduce, .op = &*op}, tensor, tensor);
+  return guarded([&]() -> PyObject* {
+    const auto op = count == 3 && are_tensors(args + 1, 1) ? operation(args[2]) : std::nullopt;
+    if (!op) Py_RETURN_FALSE;
+    const at::Tensor& tensor = THPVariable_Unpack(args[1]);
+    return call(args, OpType::ALLREDUCE, {.operation = Operation::all_reduce, .op = &*op}, tensor, tensor);
+  });
 }
 
 PyObject* broadcast(PyObject* /*module*/, Arguments args, Py_ssize_t count) {
-  if (count != 3 || !are_tensors(args + 1, 1) || !PyLong_CheckExact(args[2])) Py_RETURN_FALSE;
-  int overflow = 0;
-  const long root = PyLong_AsLongAndOverflow(args[2], &overflow);
-  if (overflow != 0 || root < 0 || root > std::numeric_limits<int>::max()) Py_RETURN_FALSE;
-  const at::Tensor& tensor = THPVariable_Unpack(args[1]);
-  return call(args, OpType::BROADCAST, {.operation = Operation::broadcast, .root = static_cast<int>(root)}, tensor,
-              tensor);
+  return guarded([&]() -> PyObject* {
+    if (count != 3 || !are_tensors(args + 1, 1) || !PyLong_CheckExact(args[2])) Py_RETURN_FALSE;
+    int overflow = 0;
+    const long root = PyLong_AsLongAndOverflow(args[2], &overflow);
+    if (overflow != 0 || root < 0 || root > std::numeric_limits<int>::max()) Py_RETURN_FALSE;
+    const at::Tensor& tensor = THPVariable_Unpack(args[1]);
+    return call(args, OpType::BROADCAST, {.operation = Operation::broadcast, .root = static_cast<int>(root)}, tensor,
+                tensor);
+  });
 }
 
 PyObject* reduce_scatter(PyObject* /*module*/, Arguments args, Py_ssize_t count) {
-  const auto op = count == 4 && are_tensors(args + 1, 2) ? operation(args[3]) : std::nullopt;
-  if (!op) Py_RETURN_FALSE;
-  return call(args, OpType::_REDUCE_SCATTER_BASE,
-              {.operation = Operation::reduce_scatter, .op = &*op, .flat_input = true}, THPVariable_Unpack(args[1]),
-              THPVariable_Unpack(args[2]));
+  return guarded([&]() -> PyObject* {
+    const auto op = count == 4 && are_tensors(args + 1, 2) ? operation(args[3]) : std::nullopt;
+    if (!op) Py_RETURN_FALSE;
+    return call(args, OpType::_REDUCE_SCATTER_BASE,
+                {.operation = Operation::reduce_scatter, .op = &*op, .flat_input = true}, THPVariable_Unpack(args[1]),
+                THPVariable_Unpack(args[2]));
+  });
 }
 
 PyObject* all_gather(PyObject* /*module*/, Arguments args, Py_ssize_t count) {
-  if (count != 3 || !are_tensors(args + 1, 2)) Py_RETURN_FALSE;
-  return call(args, OpType::_ALLGATHER_BASE, {.operation = Operation::all_gather, .flat_output = true},
-              THPVariable_Unpack(args[1]), THPVariable_Unpack(args[2]));
+  return guarded([&]() -> PyObject* {
+    if (count != 3 || !are_tensors(args + 1, 2)) Py_RETURN_FALSE;
+    return call(args, OpType::_ALLGATHER_BASE, {.operation = Operation::all_gather, .flat_output = true},
+                THPVariable_Unpack(args[1]), THPVariable_Unpack(args[2]));
+  });
 }
 
 PyObject* all_to_all(PyObject* /*module*/, Arguments args, Py_ssize_t count) {
-  if (count != 3 || !are_tensors(args + 1, 2)) Py_RETURN_FALSE;
-  return call(args, OpType::ALLTOALL_BASE,
-              {.operation = Operation::all_to_all, .flat_input = true, .flat_output = true},
-              THPVariable_Unpack(args[1]), THPVariable_Unpack(args[2]));
+  return guarded([&]() -> PyObject* {
+    if (count != 3 || !are_tensors(args + 1, 2)) Py_RETURN_FALSE;
+    return call(args, OpType::ALLTOALL_BASE,
+                {.operation = Operation::all_to_all, .flat_input = true, .flat_output = true},
+                THPVariable_Unpack(args[1]), THPVariable_Unpack(args[2]));
+  });
 }
 
 PyCFunction vectorcall(PyObject* (*function)(PyObject*, Arguments, Py_ssize_t)) {

@@ -65,6 +65,13 @@ void synchronize(at::Device device, std::string_view what) {
   guard.synchronizeStream(stream);
 }
 
+// The root of a call, unless it does not even fit; whether the group has it is checked with the rest.
+template <class CallOptions>
+int root_of(const CallOptions& opts) {
+  if (std::in_range<int>(opts.rootRank)) return static_cast<int>(opts.rootRank);
+  invalid("root is ", opts.rootRank, "; it must be a rank of the group");
+}
+
 void check_pairs(const char* what, const TensorList& outputs, const TensorList& inputs) {
   if (outputs.size() != inputs.size()) invalid(what, ": ", outputs.size(), " outputs for ", inputs.size(), " inputs");
 }
@@ -514,18 +521,15 @@ Tally ProcessGroupRing::sum_sparse(const at::Tensor& tensor, std::chrono::millis
 
 c10::intrusive_ptr<Work> ProcessGroupRing::broadcast(TensorList& tensors, const c10d::BroadcastOptions& opts) {
   const at::Tensor& tensor = only(tensors, "broadcast");
-  const Collective collective{
-      .operation = Operation::broadcast, .timeout = opts.timeout, .root = static_cast<int>(opts.rootRank)};
+  const Collective collective{.operation = Operation::broadcast, .timeout = opts.timeout, .root = root_of(opts)};
   if (!opts.asyncOp && call_now(OpType::BROADCAST, collective, tensor, tensor)) return nullptr;
   return submit(OpType::BROADCAST, opts, list_of(job(collective, {tensor}, {tensor})));
 }
 
 c10::intrusive_ptr<Work> ProcessGroupRing::reduce(TensorList& tensors, const c10d::ReduceOptions& opts) {
   const at::Tensor& tensor = only(tensors, "reduce");
-  const Collective collective{.operation = Operation::reduce,
-                              .timeout = opts.timeout,
-                              .root = static_cast<int>(opts.rootRank),
-                              .op = &opts.reduceOp};
+  const Collective collective{
+      .operation = Operation::reduce, .timeout = opts.timeout, .root = root_of(opts), .op = &opts.reduceOp};
   return submit(OpType::REDUCE, opts, list_of(job(collective, {tensor}, {tensor})));
 }
 
@@ -606,8 +610,7 @@ c10::intrusive_ptr<Work> ProcessGroupRing::gather(std::vector<TensorList>& outpu
   } else if (!outputs.empty() && !outputs[0].empty()) {
     invalid("gather: gather_list must be given on the destination rank only");
   }
-  const Collective collective{
-      .operation = Operation::gather, .timeout = opts.timeout, .root = static_cast<int>(opts.rootRank)};
+  const Collective collective{.operation = Operation::gather, .timeout = opts.timeout, .root = root_of(opts)};
   return submit(OpType::GATHER, opts, list_of(job(collective, {input}, is_root ? outputs[0] : TensorList{})));
 }
 
@@ -621,8 +624,7 @@ c10::intrusive_ptr<Work> ProcessGroupRing::scatter(TensorList& outputs, std::vec
   } else if (!inputs.empty() && !inputs[0].empty()) {
     invalid("scatter: scatter_list must be given on the source rank only");
   }
-  const Collective collective{
-      .operation = Operation::scatter, .timeout = opts.timeout, .root = static_cast<int>(opts.rootRank)};
+  const Collective collective{.operation = Operation::scatter, .timeout = opts.timeout, .root = root_of(opts)};
   return submit(OpType::SCATTER, opts, list_of(job(collective, is_root ? inputs[0] : TensorList{}, {output})));
 }
 

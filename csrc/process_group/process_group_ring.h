@@ -5,8 +5,8 @@
 // of one group from several threads are brought into some order, which must then be the same on all ranks.
 //
 // Synchronous calls (opts.asyncOp false) have ended when they return, and throw. The common ones return no Work, since
-// there is nothing left to wait for. Asynchronous ones run in the group's
-// progress thread; their Work throws from wait(). The tensors of a call under way must not be touched.
+// there is nothing left to wait for. Asynchronous ones run in the group's progress thread; their Work throws from
+// wait(). The tensors of a call under way must not be touched.
 //
 // In a process that was forked after the group was made, calls throw, and the group's destruction leaves the parent's
 // alone.
