@@ -1,4 +1,4 @@
-"""The short way of direct calls, which remembers the group that was used last, and what it leaves to the general way."""
+"""The short way of direct calls: it remembers the latest group, and leaves much to the general way."""
 
 from __future__ import annotations
 
