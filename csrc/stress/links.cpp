@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <array>
 #include <barrier>
+#include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
@@ -60,8 +61,10 @@ void pass_on_slowly(std::array<int, 2> ends) {
       if (ends[from] < 0 || polled[from].revents == 0) continue;
       const ssize_t read = ::read(ends[from], bytes.data(), bytes.size());
       if (read > 0) {
-        for (ssize_t done = 0, some = 0; done < read && ends[1 - from] >= 0; done += std::max<ssize_t>(some, 0))
+        for (ssize_t done = 0, some = 0; done < read && ends[1 - from] >= 0; done += std::max<ssize_t>(some, 0)) {
           some = send(ends[1 - from], bytes.data() + done, static_cast<std::size_t>(read - done), MSG_NOSIGNAL);
+          if (some < 0 && errno != EAGAIN && errno != EINTR) break;  // the other side has left: the rest is for nobody
+        }
       } else if (read == 0) {
         shutdown(ends[1 - from], SHUT_WR);
         ends[from] = -1 - ends[from];  // closed at the end: the other direction may go on
