@@ -1,6 +1,6 @@
-// A file descriptor of which other processes of the same user get copies, over an abstract Unix socket: ranks of one
-// host can reach each other's (ringreduce/rendezvous/host.py). pidfd_getfd(2) would need the right to trace the owner,
-// which containers do not have.
+// Lends a file descriptor: processes of the same user get copies of it over an abstract Unix socket. Ranks of one host
+// can reach each other's sockets (ringreduce/rendezvous/host.py). pidfd_getfd(2) would need the right to trace the
+// owner, which containers do not have.
 #pragma once
 
 #include <string>

@@ -11,9 +11,6 @@
 namespace ringreduce {
 namespace {
 
-using std::chrono::milliseconds;
-
-constexpr milliseconds kBusy{1}, kIdle{20};  // between two looks
 constexpr std::chrono::seconds kFarewell{10};
 
 }  // namespace
@@ -136,7 +133,7 @@ void GpuCalls::follow() {
   while (!stopping_ || (!ended() && !abandoned_)) {
     const bool busy = !ended();
     lookout_.set_busy(busy);
-    changed_.wait_for(lock, busy ? kBusy : kIdle);
+    changed_.wait_for(lock, busy ? Lookout::kBusy : Lookout::kIdle);
     std::deque<c10::intrusive_ptr<GpuWork>> works = under_way_;
     lock.unlock();
     std::erase_if(works, [&](const auto& work) {
@@ -185,7 +182,7 @@ void GpuCalls::stop_once() {
     const auto deadline = std::chrono::steady_clock::now() + kFarewell;
     while (engine_->gone().empty() && !engine_->quiet() && std::chrono::steady_clock::now() < deadline) {
       engine_->throw_if_aborted();
-      std::this_thread::sleep_for(kBusy);
+      std::this_thread::sleep_for(Lookout::kBusy);
     }
   } catch (const Error&) {
   }

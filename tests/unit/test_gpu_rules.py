@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from stand_in import build
+from test_turns import UNLIMITED, Batches, batches_of, library  # noqa: F401 (a fixture)
 
 from ringreduce import backend, plan
 from ringreduce.config import Options
 from ringreduce.gpu import rules as of_gpus
+from ringreduce.plan import Plan, Read, slot_depth
 from ringreduce.plan.choose import BUILDERS, Rule
+from ringreduce.plan.symbolic import run_round
 from ringreduce.topology.group import GroupTopology, Served
 
 KB = 1024
@@ -32,7 +37,9 @@ def test_a_gpu_for_each_rank(size: int, end: int | None) -> None:
     assert end_of_one_shot(size, steps=False) == end
 
 
-@pytest.mark.parametrize(("size", "end"), [(2, None), (3, None), (4, 32768 * KB), (8, 16384 * KB), (64, 16384 * KB)])
+@pytest.mark.parametrize(
+    ("size", "end"), [(2, 8192 * KB), (3, 4096 * KB), (4, 2048 * KB), (8, 1024 * KB), (64, 1024 * KB)]
+)
 def test_a_shared_gpu(size: int, end: int | None) -> None:
     assert end_of_one_shot(size, steps=True) == end
 
@@ -47,29 +54,93 @@ def test_tables_are_complete_and_in_order(size: int, steps: bool) -> None:
     for collective, ranges in table.items():
         assert ranges[-1].end is None
         assert {entry.algorithm for entry in ranges} <= {*BUILDERS[collective], "direct"}
-    large = plan.lookup(table["broadcast"], 64 * KB * KB).algorithm
-    assert large == ("direct" if steps or size == 2 else "ring")  # of the root's link, or of the fewest steps
+    for collective in ("broadcast", "reduce"):
+        large = plan.lookup(table[collective], 64 * KB * KB).algorithm
+        assert large == ("direct" if steps or size == 2 else "ring")  # which spares the root's link
 
 
+def phases(made: Plan, batches: Batches) -> int:
+    """The longest chain of messages, where a batch sends nothing before all that it waits for has come."""
+    outcomes = run_round(made, 0, UNLIMITED).outcomes
+    sends = [[step for step, of in enumerate(program) if of.send] for program in made.channels[0].programs]
+
+    @functools.cache
+    def until(rank: int, batch: int) -> int:
+        before = until(rank, batch - 1) if batch else 0
+        sources = [
+            (peer, sends[peer][send]) for step in batches[rank, 0][batch] for peer, send in outcomes[rank][step].taken
+        ]
+        return max([before, *(1 + until(peer, of_step(peer, step)) for peer, step in sources)])
+
+    def of_step(rank: int, step: int) -> int:
+        return next(number for number, batch in enumerate(batches[rank, 0]) if step in batch)
+
+    return max(until(rank, len(of_rank) - 1) for (rank, _), of_rank in batches.items())
+
+
+def link_reads(made: Plan) -> float:
+    """Through the busiest link in one direction, in units of the tensor."""
+    received = [[peer for step in program for peer in step.recv] for program in made.channels[0].programs]
+    sent = [sum(peers.count(rank) for peers in received) for rank in range(made.size)]
+    return max(*map(len, received), *sent) / made.channels[0].chunks
+
+
+def touched(made: Plan) -> float:
+    """What the busiest rank reads and writes, in units of the tensor."""
+    (channel,) = made.channels
+    return (
+        max(
+            sum(len(step.recv) + (step.read is not Read.NONE) + bool(step.send) + step.write for step in program)
+            for program in channel.programs
+        )
+        / channel.chunks
+    )
+
+
+def in_one_kernel(library: Any, made: Plan, bytes: int) -> float:  # noqa: F811
+    """Seconds, by the costs in the module's first lines, of the plans and batches there are."""
+    batches = batches_of(library, made, slot_depth(made.size))
+    return phases(made, batches) * of_gpus.PHASE + link_reads(made) * bytes / of_gpus.LINK
+
+
+def in_steps(library: Any, made: Plan, bytes: int) -> float:  # noqa: F811
+    """The same for a rank's turns on a shared GPU."""
+    batches = batches_of(library, made, slot_depth(made.size))
+    return max(map(len, batches.values())) * of_gpus.BATCH + touched(made) * bytes / of_gpus.MEMORY
+
+
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+def test_the_model_counts_the_batches_of_the_engine(library: Any, algorithm: str) -> None:  # noqa: F811
+    for size in range(2, 65):
+        made = plan.build("all_reduce", algorithm, size)
+        of_engine = batches_of(library, made, slot_depth(size))
+        assert {len(of_rank) for of_rank in of_engine.values()} == {of_gpus.batches(algorithm, size)}
+
+
+@pytest.mark.parametrize("steps", [False, True])
 @pytest.mark.parametrize("size", [4, 8, 16])
-def test_the_switch_is_where_the_model_has_both_equal(size: int) -> None:
-    """By the costs in the module's first lines, written down once more."""
+def test_the_switch_is_where_the_model_has_both_equal(library: Any, size: int, steps: bool) -> None:  # noqa: F811
+    seconds = in_steps if steps else in_one_kernel
+    end = end_of_one_shot(size, steps=steps)
+    assert end is not None
+    for bytes, one_shot_wins in ((end, True), (2 * end + 2, False)):
+        one, two = (seconds(library, plan.build("all_reduce", name, size), bytes) for name in ("one_shot", "two_shot"))
+        assert (one < two) is one_shot_wins
 
-    def in_one_kernel(phases: int, reads: float) -> float:
-        return phases * of_gpus.PHASE + reads / of_gpus.LINK
 
-    def in_steps(steps: int, touched: float) -> float:
-        return size * (steps * of_gpus.STEP + touched / of_gpus.MEMORY)
-
-    for steps in (False, True):
-        end = end_of_one_shot(size, steps=steps)
-        assert end is not None
-        for bytes, one_shot_wins in ((end, True), (2 * end + 2, False)):
-            if steps:
-                one, two = in_steps(2, (size + 3) * bytes), in_steps(2 * size - 1, 6 * bytes)
-            else:
-                one, two = in_one_kernel(1, (size - 1) * bytes), in_one_kernel(2, 2 * (size - 1) / size * bytes)
-            assert (one < two) is one_shot_wins
+@pytest.mark.parametrize("collective", ["broadcast", "reduce"])
+@pytest.mark.parametrize("size", [4, 8, 16])
+def test_a_ring_begins_where_the_model_has_it_equal_to_the_direct_way(
+    library: Any,  # noqa: F811
+    size: int,
+    collective: str,
+) -> None:
+    (begin,) = (rule.begin for rule in of_gpus.rules(size, steps=False) if rule.collective == collective)
+    for bytes, direct_wins in ((begin, True), (2 * begin + 2, False)):
+        direct, ring = (
+            in_one_kernel(library, plan.build(collective, name, size), bytes) for name in ("direct", "ring")
+        )
+        assert (direct < ring) is direct_wins
 
 
 class Engine:

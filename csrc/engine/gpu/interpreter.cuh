@@ -207,7 +207,7 @@ RINGREDUCE_APART bool wait(const Run& run, const LaneBatch& at, Block& block) {
   });
 }
 
-// How many of `threads` threads a step's value is worth: each takes a few packs of 16 bytes at once, and warps are
+// The number of threads that a step gets, at most `threads`. Each takes a few packs of 16 bytes at once, and warps are
 // whole.
 RINGREDUCE_BOTH std::uint32_t threads_for(std::uint64_t bytes, std::uint32_t threads) {
   constexpr std::uint32_t kBytesOfThread = 64, kWarp = 32;

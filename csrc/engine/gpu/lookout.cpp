@@ -1,15 +1,8 @@
 #include "engine/gpu/lookout.h"
 
-#include <chrono>
-
 #include "core/threads.h"
 
 namespace ringreduce {
-namespace {
-
-constexpr std::chrono::milliseconds kBusy{1}, kIdle{20};  // between two looks
-
-}  // namespace
 
 Lookout::Lookout(GpuEngine& engine, bool busy)
     : engine_(engine), busy_(busy), thread_(start_thread([this] { run(); })) {}

@@ -1,10 +1,11 @@
 // The thread that looks after an engine on a GPU: it finds what has gone wrong there and ends what the GPU waits for.
 //
-// It must come round whatever the driver does. While the GPU waits for a peer that is gone, a call of any other thread
+// This thread must never block in the driver. While the GPU waits for a peer that is gone, a call of any other thread
 // may wait for the GPU and hold the context's lock, which most calls of CUDA take. So this thread makes none, unless
 // the engine's look() has to (NcclEngine, to abort communicators).
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <thread>
@@ -15,7 +16,10 @@ namespace ringreduce {
 
 class Lookout {
  public:
-  // Looks every few milliseconds until it is destroyed, and more often while it is `busy`.
+  // The time between two looks.
+  static constexpr std::chrono::milliseconds kBusy{1}, kIdle{20};
+
+  // Looks every kIdle until it is destroyed, and every kBusy while it is `busy`.
   explicit Lookout(GpuEngine& engine, bool busy);
   ~Lookout() { stop(); }
   Lookout(const Lookout&) = delete;

@@ -1,5 +1,5 @@
-// Where the ranks of a group that live in one process meet on the host: who comes last does for all what must not be
-// done while one of them waits on a GPU for another.
+// Where the ranks of a group that live in one process meet on the host. The last rank to arrive does the work for all
+// of them. That work must not run while one of these ranks waits on a GPU for another.
 #pragma once
 
 #include <condition_variable>

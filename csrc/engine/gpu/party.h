@@ -29,8 +29,8 @@ class Party {
     cuda::CUdeviceptr place;  // of a word for a Place; 0 if it need not be known
   };
 
-  // Where the stream waits for ranks of other processes, or last did: number of the call, round, and index of the turn,
-  // as far as they fit a word. 0 between calls.
+  // Where the stream waits for ranks of other processes, or last waited: the number of the call, the round, and the
+  // index of the turn. Each number is cut to its bits in the word. The word is 0 between calls.
   struct Place {
     std::uint64_t call, round, turn;
 

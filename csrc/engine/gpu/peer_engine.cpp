@@ -284,30 +284,34 @@ std::string PeerEngine::said(const std::optional<Known>& call) const {
 // Makes what the kernel said the group's error.
 void PeerEngine::tell() const {
   std::lock_guard lock(tell_mutex_);  // who comes second finds the group broken
-  if (std::exchange(told_, true)) return;
+  if (told_) return;
   const gpu::Report& report = this->report();
   const int peer = static_cast<int>(report.peer), lost = lost_;
   const std::string where = at(report.channel, report.round, report.step);
   const std::string own = said(find([&](const Known& call) { return call.fingerprint == report.fingerprint; }));
   switch (static_cast<gpu::GaveUp>(report.gave_up)) {
     case gpu::GaveUp::timeout:
-      return host().fail(timed_out(own, peer, where));
+      host().fail(timed_out(own, peer, where));
+      break;
     case gpu::GaveUp::mismatch:
-      return host().fail(Error(ErrorKind::mismatch,
-                               own + " found that " + describe(peer) + " made another call" + where +
-                                   ". All ranks of a group must make the same calls in the same order",
-                               peer));
+      host().fail(Error(ErrorKind::mismatch,
+                        own + " found that " + describe(peer) + " made another call" + where +
+                            ". All ranks of a group must make the same calls in the same order",
+                        peer));
+      break;
     case gpu::GaveUp::wrong_size:
-      return host().fail(Error(ErrorKind::mismatch,
-                               own + " got a value of the wrong size from " + describe(peer) + where +
-                                   ". Tensors must have the same sizes on all ranks",
-                               peer));
+      host().fail(Error(ErrorKind::mismatch,
+                        own + " got a value of the wrong size from " + describe(peer) + where +
+                            ". Tensors must have the same sizes on all ranks",
+                        peer));
+      break;
     case gpu::GaveUp::aborted:
       if (lost >= 0) host().fail(gone_for_good(own, lost, where));
-      return;  // else the group is broken already, and that is why
+      break;  // else the group is broken already, and that is why
     case gpu::GaveUp::no:
-      return;
+      break;
   }
+  told_ = true;  // last: where memory was short before, the next look tries again
 }
 
 Error PeerEngine::timed_out(const std::string& own, int peer, const std::string& where) const {

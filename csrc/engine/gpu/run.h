@@ -189,7 +189,7 @@ RINGREDUCE_BOTH std::uint32_t own_slot(const Run& run, const LaneBatch& at, cons
 }
 
 // Who may still read the slot that a step sends from. A call ends for a rank before its peers have read its last slots,
-// so when a call first uses a slot that may be any rank, as no call knows the one before it.
+// and a call does not know the call before it. So the first use of a slot waits until no rank reads it.
 RINGREDUCE_BOTH Ranks may_read(const Run& run, const LaneBatch& at, const FlatStep& step) {
   if (!step.sends()) return 0;
   if (sent_before(run, at, run.rank, step.send_index) >= run.shape.depth) return step.readers;
