@@ -266,15 +266,17 @@ cuda: $(VENV)/.python
 	@if $(PY) build_cuda.py >/dev/null 2>&1; then $(call install_missing,$(CUDA_TOOLS)); fi
 	@$(PY) .ci/check_cuda.py $(if $(WRITE),--write)
 
+PROVE = PYTHONPATH=. $(PY) bench/gpu_proof.py $(if $(PART),--part $(PART)) $(if $(RESULTS),--results $(RESULTS)) \
+  $(if $(STAND_IN),--stand-in)
+
 # What runs without a download: torch, setuptools and, for the tests, pytest, pytest-timeout and hypothesis must be there.
 gpu: $(VENV)/.python
 	@$(PY) -c "$$TORCH_USABLE" || \
 	  { echo "error: $(VENV) has no such torch; name a Python that does: make gpu PYTHON=python3 VENV=.venv-gpu" >&2; exit 2; }
-	@PYTHONPATH=. $(PY) bench/gpu_proof.py --look $(if $(STAND_IN),--stand-in)
+	@$(PROVE) --look
 	@echo "compiling csrc, $(MAX_JOBS) files at once"
 	@$(COMPILE)
-	@PYTHONPATH=. $(PY) bench/gpu_proof.py $(if $(PART),--part $(PART)) $(if $(RESULTS),--results $(RESULTS)) \
-	  $(if $(STAND_IN),--stand-in)
+	@$(PROVE)
 
 # The kernels as nvcc made them here: build_cuda.py takes them there if nvcc's version and the sources are the same. The
 # rest of csrc is compiled for the torch that is there.

@@ -22,6 +22,7 @@ from typing import Any
 import gpu_device
 
 Word = ctypes.c_uint64
+NOT_READY = 600
 
 
 class DriverError(Exception):
@@ -52,15 +53,18 @@ class Gpu:
         self.ordinal = ordinal
         self._context = self.made("cuDevicePrimaryCtxRetain", ordinal)
 
-    def call(self, name: str, *arguments: Any) -> None:
-        """Raises DriverError. Numbers are passed as 64 bits; the driver takes the lower half where it wants less."""
+    def call(self, name: str, *arguments: Any, allowed: int = 0) -> int:
+        """The driver's status, 0 or `allowed`. Raises DriverError at any other. Numbers are passed as 64 bits; the
+        driver takes the lower half where it wants less."""
         if self._context is not None and not getattr(self._thread, "current", False):
             self._thread.current = True
             self.call("cuCtxPushCurrent_v2", self._context)
-        if status := self._library[name](*(Word(a) if isinstance(a, int) else a for a in arguments)):
+        status: int = self._library[name](*(Word(a) if isinstance(a, int) else a for a in arguments))
+        if status not in (0, allowed):
             text = ctypes.c_char_p()
             self._library["cuGetErrorName"](status, ctypes.byref(text))
             raise DriverError(f"{name}: {text.value.decode() if text.value else status}")
+        return status
 
     def made(self, name: str, *arguments: Any) -> int:
         """What a call gives by its first parameter."""
@@ -100,10 +104,7 @@ class Gpu:
         return value.value
 
     def done(self, stream: int) -> bool:
-        status: int = self._library["cuStreamQuery"](Word(stream))
-        if status not in (0, 600):  # not ready
-            self.call("cuStreamQuery", stream)
-        return status == 0
+        return self.call("cuStreamQuery", stream, allowed=NOT_READY) == 0
 
     def handle(self, address: int) -> bytes:
         """For other processes."""

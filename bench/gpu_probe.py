@@ -39,6 +39,20 @@ STAGES = ("relaxed words", "release and acquire", "and the block meets twice", "
 Answer = dict[str, Any]
 
 
+class Call(threading.Thread):
+    """A call of the driver in a thread of its own. `failed` says what it raised."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        super().__init__(daemon=True)  # a call that never returns must not keep this program from its end
+        self._call, self.failed = call, ""
+
+    def run(self) -> None:
+        try:
+            self._call()
+        except Exception as error:
+            self.failed = f"{type(error).__name__}: {error}"
+
+
 class Asker:
     """What the questions share."""
 
@@ -125,7 +139,7 @@ def blocked_calls(asker: Asker, busy: str) -> Answer:
     calls: dict[str, Callable[[], object]] = {
         "cuStreamQuery": lambda: gpu.done(other),
         "cuEventRecord": lambda: gpu.call("cuEventRecord", event, other),
-        "cuEventQuery": lambda: gpu._library["cuEventQuery"](gpu_driver.Word(event)),
+        "cuEventQuery": lambda: gpu.call("cuEventQuery", event, allowed=gpu_driver.NOT_READY),
         "cuEventCreate": lambda: gpu.made("cuEventCreate", 2),
         "cuMemsetD8Async": lambda: gpu.call("cuMemsetD8Async", spare, 1, 8, other),
         "cuMemcpyAsync, pageable": lambda: gpu.call("cuMemcpyAsync", spare, ctypes.addressof(rubbish), 4096, other),
@@ -151,16 +165,16 @@ def blocked_calls(asker: Asker, busy: str) -> Answer:
         for _ in range(50 if asker.stand_in else QUEUED):
             launch(stream, "probe_nothing", Probe())
 
-    blocked = []
+    blocked, failed = [], []
     for number, (name, call) in enumerate(calls.items(), 1):
-        threads = [threading.Thread(target=call)]
+        threads = [Call(call)]
         if busy == "a kernel spins":
             words[0] = 0
             launch(stream, "probe_hand_over", Probe(address, address + 8, 1, gpu.memory(16), 1, 1), 1, 32)
         else:
             gpu.wait(stream, address, number)
         if busy == "a queue is full":
-            threads.append(threading.Thread(target=fill))
+            threads.append(Call(fill))
             threads[1].start()
             threads[1].join(0.3)
         threads[0].start()
@@ -172,8 +186,10 @@ def blocked_calls(asker: Asker, busy: str) -> Answer:
             thread.join(15)
             if thread.is_alive():
                 raise TimeoutError(f"{name} did not return even after the wait was over")
+        failed += [f"{name}: {thread.failed}" for thread in threads if thread.failed]
         gpu.call("cuStreamSynchronize", stream)
-    return {"blocked": blocked or "none", "tried": len(calls)}
+    found = {"blocked": blocked or "none", "tried": len(calls), "wrong": len(failed)}
+    return {**found, "failed": "; ".join(failed)} if failed else found
 
 
 def shares(pipe: Any, _: bytes) -> None:
@@ -305,13 +321,13 @@ def host_parts(asker: Asker) -> Answer:
     """Microseconds of the host for calls that an engine's call is made of."""
     gpu, stream = asker.gpu, asker.gpu.stream()
     address, event = gpu.memory(8), gpu.made("cuEventCreate", 2)
-    calls: dict[str, Callable[[], None]] = {
+    calls: dict[str, Callable[[], object]] = {
         "cuEventRecord": lambda: gpu.call("cuEventRecord", event, stream),
         "cuStreamWaitEvent": lambda: gpu.call("cuStreamWaitEvent", stream, event, 0),
         "cuStreamWriteValue64": lambda: gpu.write(stream, address, 1),
         "cuStreamWaitValue64": lambda: gpu.wait(stream, address, 1),
         "cuEventCreate": lambda: gpu.call("cuEventDestroy_v2", gpu.made("cuEventCreate", 2)),
-        "cuStreamQuery": lambda: gpu.done(stream) and None,
+        "cuStreamQuery": lambda: gpu.done(stream),
     }
     if asker.image:
         launch = gpu.kernels(asker.image)

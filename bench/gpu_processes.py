@@ -11,6 +11,8 @@ from typing import Any
 
 import gpu_device
 
+KILL_SECONDS = 10.0  # for which a killed process is waited for: one that is stuck in the GPU's driver may never end
+
 
 class Processes:
     """They end with this object."""
@@ -31,6 +33,8 @@ class Processes:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()
         for index in range(len(self._processes)):
             self.kill(index)
 
@@ -47,8 +51,12 @@ class Processes:
         self._pipes[index].send(what)
 
     def kill(self, index: int) -> None:
-        self._processes[index].kill()
-        self._processes[index].join()
+        """Raises TimeoutError if the process does not end."""
+        process = self._processes[index]
+        process.kill()
+        process.join(KILL_SECONDS)
+        if process.is_alive():
+            raise TimeoutError(f"process {index}, pid {process.pid}, still runs {KILL_SECONDS:.0f} s after SIGKILL")
 
 
 def _run(stand_in: bool, main: Callable[..., None], pipe: Any, arguments: Sequence[Any]) -> None:

@@ -7,7 +7,8 @@
 A part is a program of its own, with a time limit. DIR/<part>.json has what it found (gpu_report.py), written anew after
 every row, and DIR/<part>.log what it printed; so whatever ends a part, and this program, only what was not reached is
 lost. A later part may read what an earlier one found. Exit code: 0; 1 if a result was wrong, a test failed or a part
-did not end; 2 if this machine cannot do it, and what it lacks. A figure below its bar is reported and is no failure.
+ended without a result; else 2 if this machine cannot do it, and what it lacks, or if the arguments are wrong. A figure
+below its bar is reported and is no failure.
 """
 
 import argparse
@@ -17,16 +18,19 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import gpu_device
 import gpu_report
 
 ROOT = gpu_device.ROOT
+KILL_SECONDS = 5.0  # for which a killed part, and the last of its output, are waited for
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ def run(name: str, folder: Path, stand_in: bool, others: Sequence[str]) -> int:
     brief = ["--stand-in", *part.briefly] if stand_in else []
     command = [sys.executable, str(Path("bench", part.script)), *part.arguments, "--json", str(path), *brief, *others]
     print(f"\n== {name}: {part.what}, at most {part.limit:.0f} s ==", flush=True)
-    began, stopped = time.monotonic(), threading.Event()
+    began = time.monotonic()
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -95,35 +99,47 @@ def run(name: str, folder: Path, stand_in: bool, others: Sequence[str]) -> int:
         text=True,
         errors="replace",
     )
-    alarm = threading.Timer(part.limit, lambda: (stopped.set(), kill(process)))
-    alarm.start()
+    reader = threading.Thread(target=copy, args=(process.stdout, folder / f"{name}.log"), daemon=True)
+    reader.start()
+    code = None
     try:
-        assert process.stdout is not None
-        with (folder / f"{name}.log").open("w") as log:
-            for line in process.stdout:
-                print(line, end="", flush=True)
-                print(line, end="", file=log, flush=True)
-        code = process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = process.wait(part.limit)
     finally:
-        alarm.cancel()
         kill(process)
-    why = f"not done after {part.limit:.0f} s" if stopped.is_set() else f"exit code {code}" if code else ""
-    settle(path, why, time.monotonic() - began)
-    return code and 1
+    reader.join(KILL_SECONDS)  # a process that has left the session, or cannot be killed, may hold the pipe for ever
+    why = f"not done after {part.limit:.0f} s" if code is None else f"exit code {code}" if code else ""
+    state = settle(path, why, time.monotonic() - began)
+    return 2 if code == 2 else int(state == "failed")
+
+
+def copy(lines: IO[str], path: Path) -> None:
+    """To the terminal and to a log. If one cannot be written to, the part's next line fails instead of waiting."""
+    with lines, path.open("w") as log:
+        for line in lines:
+            print(line, end="", flush=True)
+            print(line, end="", file=log, flush=True)
 
 
 def kill(process: "subprocess.Popen[str]") -> None:
-    """And all processes of its session."""
+    """And all processes of its session, also those that have a group of their own."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if entry.name.isdigit() and os.getsid(int(entry.name)) == process.pid:
+                os.kill(int(entry.name), signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(KILL_SECONDS)
 
 
-def settle(path: Path, why: str, seconds: float) -> None:
-    """Says in the report how long the part took, and how it ended if it could not say so itself."""
+def settle(path: Path, why: str, seconds: float) -> str:
+    """Says in the report how long the part took, and how it ended if it could not say so itself. Returns its state."""
     found = json.loads(path.read_text()) if path.exists() else {"state": "running", "rows": [], "bars": [], "notes": []}
     report = gpu_report.Report(path, {**found, "seconds": round(seconds, 1)})
-    if found["state"] == "running":
+    if found["state"] == "running" or (why and found["state"] == "passed"):
         report.end(why or "it ended without a result")
+    return str(report.found["state"])
 
 
 def summary(folder: Path) -> str:
@@ -147,24 +163,29 @@ def main() -> int:
     option("--part", nargs="+", choices=PARTS, default=[*PARTS], metavar="NAME", help=f"of {', '.join(PARTS)}")
     option("--results", type=Path, metavar="DIR", help="(default build/gpu, for stand-ins build/gpu_stand_in)")
     option("--stand-in", action="store_true", help="on stand-ins for GPUs")
-    option("--look", action="store_true", help="only say what is missing here, if anything is")
+    option("--look", action="store_true", help="only look whether it can run here with these arguments")
     option("others", nargs="*", metavar="ARGUMENT", help="after --: for the part's program")
     args = parser.parse_args()
     if reasons := gpu_device.missing(args.stand_in):
         print("make gpu cannot run here:", *(f"  {reason}" for reason in reasons), sep="\n", file=sys.stderr)
         print("Without a GPU: make gpu STAND_IN=1, which proves the script and not the GPU.", file=sys.stderr)
         return 2
+    folder = (args.results or ROOT / ("build/gpu_stand_in" if args.stand_in else "build/gpu")).resolve()
+    if args.stand_in and folder.is_relative_to(ROOT / "bench/results"):
+        parser.error("--results: figures of the stand-in are not for bench/results")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        print(f"error: --results {folder}: {error.strerror}; name a folder that can be written to", file=sys.stderr)
+        return 2
     if args.look:
         return 0
     for number in (signal.SIGTERM, signal.SIGHUP):  # as for SIGINT, what runs ends with this process
         signal.signal(number, lambda number, _: sys.exit(128 + number))
-    folder = (args.results or ROOT / ("build/gpu_stand_in" if args.stand_in else "build/gpu")).resolve()
-    if args.stand_in and folder.is_relative_to(ROOT / "bench/results"):
-        parser.error("--results: figures of the stand-in are not for bench/results")
-    folder.mkdir(parents=True, exist_ok=True)
     codes = [run(name, folder, args.stand_in, args.others) for name in args.part]
     print(summary(folder))
-    return max(codes)
+    return 1 if 1 in codes else max(codes)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,15 @@ A row for each tool: passed, failed, or not checked where the sanitizer does not
 Exit code: 0, 1 if a tool found a fault, 2 if there is no GPU.
 """
 
+import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from typing import Any
 
 import gpu_device
@@ -20,6 +24,7 @@ import gpu_report
 TOOLS = {"memcheck": ["--report-api-errors", "no"], "racecheck": [], "synccheck": []}
 FOUND = 86  # the sanitizer's exit code if it found any error
 SECONDS = 160.0  # for a tool
+KILL_SECONDS = 5.0  # for which a killed tool is waited for
 
 REFUSALS = ("Device not supported", "Unable to", "not supported", "Internal Sanitizer Error", "Insufficient")
 FAULTS = re.compile(r"Invalid __|hazard|Barrier error|, [1-9]\d* wrong")
@@ -28,16 +33,36 @@ FAULTS = re.compile(r"Invalid __|hazard|Barrier error|, [1-9]\d* wrong")
 def check(sanitizer: str, tool: str) -> dict[str, Any]:
     command = [sanitizer, "--tool", tool, *TOOLS[tool], "--target-processes", "all"]
     command += ["--error-exitcode", str(FOUND), sys.executable, "bench/gpu_kernels.py", "--few"]
-    try:
-        done = subprocess.run(
-            command, cwd=gpu_device.ROOT, capture_output=True, text=True, errors="replace", check=False, timeout=SECONDS
-        )
-    except subprocess.TimeoutExpired:
+    code, output = ended(command, SECONDS)
+    if code is None:
         return {"tool": tool, "state": "not checked", "why": f"not done after {SECONDS:.0f} s"}
-    output = done.stdout + done.stderr
-    state, why = judged(output, done.returncode)
+    state, why = judged(output, code)
     last = output.splitlines()[-40:] if state != "passed" else re.findall(r"=+ (.*SUMMARY: .*)", output)
     return {"tool": tool, "state": state, "why": why, "output": last, "wrong": int(state == "failed")}
+
+
+def ended(command: Sequence[str], seconds: float) -> tuple[int | None, str]:
+    """The exit code, None if the command was not done in time, and what it printed. What it started ends with it."""
+    with tempfile.TemporaryFile("w+", errors="replace") as output:  # a pipe would be read until all its holders end
+        process = subprocess.Popen(
+            command,
+            cwd=gpu_device.ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            # A group of its own can be killed here, and is still in the session that gpu_proof.py kills.
+            preexec_fn=os.setpgrp,  # noqa: PLW1509 - a system call and no more; process_group= came with Python 3.11
+        )
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(KILL_SECONDS)
+        output.seek(0)
+        return code, output.read()
 
 
 def judged(output: str, code: int) -> tuple[str, str]:

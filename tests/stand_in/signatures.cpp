@@ -1,4 +1,4 @@
-// Compares csrc/cuda/api.h with NVIDIA's cuda.h, where there is one: it compiles only if both agree.
+// Compares csrc/cuda/api.h and probe_api.h with NVIDIA's cuda.h, where there is one: it compiles only if they agree.
 
 #define __CUDA_API_VERSION_INTERNAL  // shows every version of a function, not only the newest
 #include <cuda.h>
@@ -6,6 +6,7 @@
 #include <cstddef>
 
 #include "cuda/api.h"
+#include "probe_api.h"
 #include "same_function.h"
 
 namespace ours = ringreduce::cuda;
@@ -13,11 +14,13 @@ namespace ours = ringreduce::cuda;
 #define FUNCTION(name, suffix, parameters) using type_of_##name = ours::CUresult parameters;
 namespace ringreduce::cuda {
 RINGREDUCE_CUDA_FUNCTIONS(FUNCTION)
-}
+PROBE_CUDA_FUNCTIONS(FUNCTION)
+}  // namespace ringreduce::cuda
 #undef FUNCTION
 #define FUNCTION(name, suffix, parameters) \
   static_assert(same_function<ours::type_of_##name, decltype(::name##suffix)>::value, #name);
 RINGREDUCE_CUDA_FUNCTIONS(FUNCTION)
+PROBE_CUDA_FUNCTIONS(FUNCTION)
 #undef FUNCTION
 
 #define SAME_STRUCT(name) static_assert(sizeof(ours::name) == sizeof(::name) && alignof(ours::name) <= alignof(::name))

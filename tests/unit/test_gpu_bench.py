@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import gpu_collectives
 import gpu_driver
+import gpu_probe
+import gpu_processes
 import gpu_proof
 import gpu_report
 import gpu_sanitizer
@@ -107,11 +115,99 @@ def test_a_sanitizer_that_does_not_work_is_no_fault(output: str, code: int, stat
     assert says in reason
 
 
+def running(pid: int) -> bool:
+    """And no zombie, whose parent has not asked for it yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def ends(pid: int) -> bool:
+    end = time.monotonic() + 10
+    while running(pid) and time.monotonic() < end:
+        time.sleep(0.02)
+    return not running(pid)
+
+
+def test_what_a_tool_started_ends_with_it() -> None:
+    code, output = gpu_sanitizer.ended(["sh", "-c", "echo first; exit 86"], 60)
+    assert (code, output) == (86, "first\n")
+    code, output = gpu_sanitizer.ended(["sh", "-c", "sleep 100 & echo $!; wait"], 1)
+    assert code is None
+    assert ends(int(output))
+
+
+class Refusing:
+    """A Gpu whose driver refuses two calls."""
+
+    def call(self, name: str, *_: object, allowed: int = 0) -> int:
+        if name in ("cuMemAlloc_v2", "cuMemFree_v2"):
+            raise gpu_driver.DriverError(f"{name}: CUDA_ERROR_UNKNOWN")
+        return 0
+
+    made = call
+
+    def host_words(self, count: int) -> tuple[list[int], int]:
+        return [0] * count, 0
+
+    def __getattr__(self, _: str) -> Any:  # stream, memory, wait, write, done
+        return lambda *_: 0
+
+
+def test_a_call_that_fails_is_not_one_that_does_not_block() -> None:
+    asker: Any = SimpleNamespace(gpu=Refusing(), image=b"", stand_in=True)
+    found = gpu_probe.blocked_calls(asker, "a stream waits")
+    assert (found["blocked"], found["wrong"]) == ("none", 2)
+    assert found["failed"] == (
+        "cuMemAlloc: DriverError: cuMemAlloc_v2: CUDA_ERROR_UNKNOWN; "
+        "cuMemFree: DriverError: cuMemFree_v2: CUDA_ERROR_UNKNOWN"
+    )
+
+
+def test_a_process_that_cannot_be_killed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_processes, "KILL_SECONDS", 0)
+    waited: list[float] = []
+    stuck: Any = SimpleNamespace(pid=7, kill=lambda: None, join=waited.append, is_alive=lambda: True)
+    processes = gpu_processes.Processes(True, [])
+    processes._processes = [stuck]
+    with pytest.raises(TimeoutError, match="process 0, pid 7, still runs 0 s after SIGKILL"), processes:
+        pass
+    assert waited == [0]
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "why"),
+    [
+        ("sys.exit(2)", 2, "exit code 2"),
+        ("pass", 1, "it ended without a result"),
+        ("report().end(); os.abort()", 1, "exit code -6"),
+        ("report().end()", 0, ""),
+        ("sys.exit(report().end('no such thing'))", 1, "no such thing"),
+    ],
+)
+def test_how_a_part_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, code: int, why: str) -> None:
+    (tmp_path / "part.py").write_text(f"""
+import os, sys, gpu_report
+def report():
+    args = gpu_report.parser("").parse_args()
+    return gpu_report.Report(args.json, dict(state="running", why="", bars=[], rows=[], notes=[]))
+{body}
+""")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "bench"))
+    monkeypatch.setitem(gpu_proof.PARTS, "part", gpu_proof.Part(str(tmp_path / "part.py"), "part", limit=60))
+    assert gpu_proof.run("part", tmp_path, False, []) == code
+    found = json.loads((tmp_path / "part.json").read_text())
+    assert (found["state"], found["why"]) == ("failed" if code else "passed", why)
+
+
 SLOW = """
-import gpu_report, os, sys, time
+import gpu_report, os, subprocess, sys, time
 args = gpu_report.parser("").parse_args()
 report = gpu_report.begin(args, "slow")
-report.row("a row", pid=os.getpid())
+own_group = subprocess.Popen(["sleep", "200"], preexec_fn=os.setpgrp)
+own_session = subprocess.Popen(["sleep", "200"], start_new_session=True)
+report.row("a row", pid=os.getpid(), own_group=own_group.pid, own_session=own_session.pid)
 time.sleep(100)
 """
 
@@ -126,7 +222,11 @@ def test_a_part_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest
     found = json.loads((tmp_path / "slow.json").read_text())
     assert (found["state"], found["why"]) == ("failed", "not done after 15 s")
     [row] = found["rows"]
-    assert not Path(f"/proc/{row['pid']}").exists()
+    still_holds_the_output = running(row["own_session"])
+    os.kill(row["own_session"], signal.SIGKILL)
+    assert still_holds_the_output, "the part's output was read until all its holders had ended"
+    assert ends(row["pid"])
+    assert ends(row["own_group"])
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built for CUDA")
@@ -137,3 +237,33 @@ def test_without_a_gpu_it_says_what_to_do() -> None:
     assert "is built without CUDA" in done.stderr
     assert "make gpu STAND_IN=1" in done.stderr
     assert subprocess.run([*command, "--stand-in"], cwd=ROOT, check=False).returncode == 0
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built for CUDA")
+def test_it_looks_at_its_arguments_before_anything_is_built(tmp_path: Path) -> None:
+    def look(*arguments: str) -> tuple[int, str]:
+        command = [sys.executable, "bench/gpu_proof.py", "--look", "--stand-in", *arguments]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        return done.returncode, done.stderr
+
+    code, text = look("--part", "nonsense")
+    assert code == 2
+    assert "invalid choice: 'nonsense'" in text
+    folder = tmp_path / "deep/results"
+    assert look("--part", "probe", "kernels", "--results", str(folder)) == (0, "")
+    assert [*folder.iterdir()] == []
+    (tmp_path / "file").touch()
+    code, text = look("--results", str(tmp_path / "file/results"))
+    assert code == 2
+    assert text == (
+        f"error: --results {tmp_path}/file/results: Not a directory; name a folder that can be written to\n"
+    )
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+def test_make_gpu_looks_at_part_and_results() -> None:
+    command = ["make", "-n", "gpu", "PART=probe kernels", "RESULTS=there", "STAND_IN=1"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.replace("\\\n", "")
+    look, prove = [line.split("gpu_proof.py")[1].split() for line in shown.splitlines() if "gpu_proof.py" in line]
+    assert prove == ["--part", "probe", "kernels", "--results", "there", "--stand-in"]
+    assert look == [*prove, "--look"]

@@ -42,14 +42,16 @@
 #include <vector>
 
 #include "cuda/api.h"
+#include "probe_api.h"
 #include "work.h"
 
 #define API extern "C" __attribute__((visibility("default"))) CUresult
 
-// What csrc/cuda calls: the definitions must be these.
+// What csrc/cuda and bench/gpu_driver.py call: the definitions must be these.
 namespace ringreduce::cuda {
 #define DECLARE(name, suffix, parameters) API name##suffix parameters;
 RINGREDUCE_CUDA_FUNCTIONS(DECLARE)
+PROBE_CUDA_FUNCTIONS(DECLARE)
 #undef DECLARE
 }  // namespace ringreduce::cuda
 

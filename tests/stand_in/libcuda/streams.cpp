@@ -8,6 +8,35 @@
 
 using namespace stand_in;
 
+namespace {
+
+// Checks waits and writes of words as the driver does, and queues them as one piece of work.
+CUresult submit_words(CUstream stream, const std::vector<CUstreamBatchMemOpParams>& all) {
+  for (const CUstreamBatchMemOpParams& each : all) {
+    const bool waits = each.operation == kStreamMemOpWaitValue64;
+    if (!waits && each.operation != kStreamMemOpWriteValue64) return kInvalidValue;
+    if (each.address % 8 != 0 || find_range(each.address, 8) == nullptr) return kInvalidValue;
+    if (each.flags > (waits ? 1u : 0u)) return kInvalidValue;
+  }
+  return submit(stream, [all] {
+    for (const CUstreamBatchMemOpParams& each : all) {
+      std::atomic_ref<std::uint64_t> word(*reinterpret_cast<std::uint64_t*>(each.address));
+      if (each.operation == kStreamMemOpWriteValue64) {
+        word.store(each.value64, std::memory_order_release);
+        continue;
+      }
+      const auto there = [&] {
+        const std::uint64_t now = word.load(std::memory_order_acquire);
+        return each.flags == kStreamWaitValueEq ? now == each.value64
+                                                : static_cast<std::int64_t>(now - each.value64) >= 0;
+      };
+      while (!there()) std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+  });
+}
+
+}  // namespace
+
 API cuStreamCreateWithPriority(CUstream* handle, unsigned, int priority) {
   ENTER();
   auto stream = std::unique_ptr<Stream>(new Stream{contexts.back()->ordinal, std::clamp(priority, -5, 0)});
@@ -78,28 +107,17 @@ API cuStreamWaitEvent(CUstream handle, CUevent event_handle, unsigned) {
 API cuStreamBatchMemOp_v2(CUstream stream, unsigned count, CUstreamBatchMemOpParams* operations, unsigned flags) {
   ENTER();
   if (count == 0 || count > kMostStreamMemOps || flags != 0) return kInvalidValue;
-  const std::vector<CUstreamBatchMemOpParams> all(operations, operations + count);
-  for (const CUstreamBatchMemOpParams& each : all) {
-    const bool waits = each.operation == kStreamMemOpWaitValue64;
-    if (!waits && each.operation != kStreamMemOpWriteValue64) return kInvalidValue;
-    if (each.address % 8 != 0 || find_range(each.address, 8) == nullptr) return kInvalidValue;
-    if (each.flags > (waits ? 1u : 0u)) return kInvalidValue;
-  }
-  return submit(stream, [all] {
-    for (const CUstreamBatchMemOpParams& each : all) {
-      std::atomic_ref<std::uint64_t> word(*reinterpret_cast<std::uint64_t*>(each.address));
-      if (each.operation == kStreamMemOpWriteValue64) {
-        word.store(each.value64, std::memory_order_release);
-        continue;
-      }
-      const auto there = [&] {
-        const std::uint64_t now = word.load(std::memory_order_acquire);
-        return each.flags == kStreamWaitValueEq ? now == each.value64
-                                                : static_cast<std::int64_t>(now - each.value64) >= 0;
-      };
-      while (!there()) std::this_thread::sleep_for(std::chrono::microseconds(50));
-    }
-  });
+  return submit_words(stream, {operations, operations + count});
+}
+
+API cuStreamWaitValue64_v2(CUstream stream, CUdeviceptr address, std::uint64_t value, unsigned flags) {
+  ENTER();
+  return submit_words(stream, {{kStreamMemOpWaitValue64, address, value, flags, 0, 0}});
+}
+
+API cuStreamWriteValue64_v2(CUstream stream, CUdeviceptr address, std::uint64_t value, unsigned flags) {
+  ENTER();
+  return submit_words(stream, {{kStreamMemOpWriteValue64, address, value, flags, 0, 0}});
 }
 
 API cuEventCreate(CUevent* handle, unsigned flags) {
