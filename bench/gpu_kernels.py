@@ -62,7 +62,7 @@ def special(dtype: torch.dtype) -> list[torch.Tensor]:
     numbers += [eps / 2, eps / 4, eps * 3 / 2, info.max * eps / 4, float("inf"), float("nan")]
     edges = torch.tensor([*numbers, *(-number for number in numbers)], dtype=torch.float64).to(dtype)
     codes = edges.view(integer)
-    codes = torch.cat([codes, codes[edges.isinf()] + 1])  # NaNs, signalling ones where there are such
+    codes = torch.cat([codes, codes[edges.double().isinf()] + 1])  # NaNs, signalling ones where there are such
     pair = [codes.repeat_interleave(codes.numel()), codes.repeat(codes.numel())]
     if dtype.itemsize <= 2:
         count = 2 ** (8 * dtype.itemsize)
