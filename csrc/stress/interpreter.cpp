@@ -68,7 +68,8 @@ Outcome all_reduce(gpu::Group& group, const Lowered& plan, int size, int channel
                             .reports = outcome.reports.data(),
                             .scaled = false,
                             .stepwise = random_int(random, 0, 2) == 0,
-                            .threaded = random_int(random, 0, 1) == 0};
+                            .threaded = random_int(random, 0, 1) == 0,
+                            .unlike = nullptr};
   check(gpu::make_call(&group, &call), "the interpreter's plan is malformed");
   return outcome;
 }
