@@ -66,10 +66,10 @@ Outcome all_reduce(gpu::Group& group, const Lowered& plan, int size, int channel
                             .inputs = from.data(),
                             .outputs = to.data(),
                             .reports = outcome.reports.data(),
+                            .unlike = nullptr,
                             .scaled = false,
                             .stepwise = random_int(random, 0, 2) == 0,
-                            .threaded = random_int(random, 0, 1) == 0,
-                            .unlike = nullptr};
+                            .threaded = random_int(random, 0, 1) == 0};
   check(gpu::make_call(&group, &call), "the interpreter's plan is malformed");
   return outcome;
 }
