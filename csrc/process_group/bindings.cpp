@@ -147,12 +147,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return all;
   };
   py::class_<Group::Settings>(m, "Settings")
-      .def(py::init([](int spins, int slices, std::size_t least_slice_bytes, std::size_t most_slice_bytes,
-                       std::size_t least_fetch_bytes, const std::string& wire_dtype, double timeout, std::string name,
-                       std::vector<std::int64_t> global_ranks, std::size_t recorded_calls, bool dump_when_broken,
-                       bool print_calls, Group::Regroup regroup, Group::JoinGpus join_gpus, std::string topology,
+      .def(py::init([](std::pair<int, int> patience, int slices, std::size_t least_slice_bytes,
+                       std::size_t most_slice_bytes, std::size_t least_fetch_bytes, const std::string& wire_dtype,
+                       double timeout, std::string name, std::vector<std::int64_t> global_ranks,
+                       std::size_t recorded_calls, bool dump_when_broken, bool print_calls, Group::Regroup regroup,
+                       Group::JoinGpus join_gpus, std::string topology,
                        std::function<RootedPlans(const std::string&, int)> plans_for_root) {
-             return Group::Settings{.engine = {spins, slices, least_slice_bytes, most_slice_bytes, least_fetch_bytes,
+             return Group::Settings{.engine = {{patience.first, patience.second},
+                                               slices,
+                                               least_slice_bytes,
+                                               most_slice_bytes,
+                                               least_fetch_bytes,
                                                packing_named(wire_dtype)},
                                     .timeout = std::chrono::milliseconds(static_cast<std::int64_t>(timeout * 1000)),
                                     .name = std::move(name),
@@ -165,11 +170,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                     .plans_for_root = asked_of(std::move(plans_for_root)),
                                     .topology = std::move(topology)};
            }),
-           py::kw_only(), py::arg("spins") = Engine::Options{}.spins, py::arg("slices"), py::arg("least_slice_bytes"),
-           py::arg("most_slice_bytes"), py::arg("least_fetch_bytes") = Engine::Options{}.least_fetch_bytes,
-           py::arg("wire_dtype") = "float32", py::arg("timeout"), py::arg("name"), py::arg("global_ranks"),
-           py::arg("recorded_calls"), py::arg("dump_when_broken"), py::arg("print_calls"), py::arg("regroup"),
-           py::arg("join_gpus"), py::arg("topology"), py::arg("plans_for_root") = nullptr);
+           py::kw_only(), py::arg("patience") = std::pair(Patience{}.looks, Patience{}.yields), py::arg("slices"),
+           py::arg("least_slice_bytes"), py::arg("most_slice_bytes"),
+           py::arg("least_fetch_bytes") = Engine::Options{}.least_fetch_bytes, py::arg("wire_dtype") = "float32",
+           py::arg("timeout"), py::arg("name"), py::arg("global_ranks"), py::arg("recorded_calls"),
+           py::arg("dump_when_broken"), py::arg("print_calls"), py::arg("regroup"), py::arg("join_gpus"),
+           py::arg("topology"), py::arg("plans_for_root") = nullptr);
 
   py::class_<Group, c10::intrusive_ptr<Group>, c10d::Backend>(m, "ProcessGroupRing")
       .def(
@@ -237,7 +243,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           p = probe(cores);
         }
         using namespace py::literals;
-        return py::dict("hop"_a = p.hop, "turn"_a = p.turn, "copy_cached"_a = p.copy_cached,
+        return py::dict("hop"_a = p.hop, "turn"_a = p.turn, "wake"_a = p.wake, "copy_cached"_a = p.copy_cached,
                         "add_cached"_a = p.add_cached, "copy_memory"_a = p.copy_memory,
                         "copy_memory_all"_a = p.copy_memory_all, "add_memory_all"_a = p.add_memory_all,
                         "staging"_a = Probe::kStaging, "put"_a = p.put, "take"_a = p.take);

@@ -83,7 +83,7 @@ ProcessGroupRing::ProcessGroupRing(std::shared_ptr<const Segment> segment, Setti
   if (settings_.plans_for_root) running_->engine->ask_for_roots(settings_.plans_for_root);
   segment_ = segment;
   allocator_ = std::make_shared<ArenaAllocator>(std::make_shared<Arena>(segment));
-  shared_->mailbox = std::make_shared<Mailbox>(std::move(segment), settings_.engine.spins);
+  shared_->mailbox = std::make_shared<Mailbox>(std::move(segment), settings_.engine.patience);
 }
 
 ProcessGroupRing::ProcessGroupRing(std::shared_ptr<C10dPointToPoint> wire, int channels, Settings settings)
@@ -407,13 +407,15 @@ bool ProcessGroupRing::call_now(OpType type, const Collective& collective, const
   begin_call();
   call.number = ++collectives_;
   CallLog& log = *shared_->log;
-  const std::uint64_t id = log.begin({type, call.number, -1, timeout}, input, output);
+  CallQueue::Turn turn(shared_->queue);
+  const std::uint64_t id = log.begin({type, call.number, -1, timeout}, input, output, turn.came());
   Tally tally;
   try {
-    shared_->queue.run([&] {
+    if (!turn.came()) {
+      turn.await();
       log.start(id);
-      tally = running_->engine->run(call, buffers);
-    });
+    }
+    tally = running_->engine->run(call, buffers);
   } catch (...) {
     log.end(id, type, false, tally);
     shared_->completions.post([shared = shared_] { shared->work_failed(); });
@@ -665,7 +667,7 @@ void ProcessGroupRing::monitoredBarrier(const c10d::BarrierOptions& opts, bool w
         "rank that was waited for");
   RECORD_FUNCTION("ringreduce:monitored_barrier", std::vector<c10::IValue>{});
   std::lock_guard lock(barrier_mutex_);
-  monitored_barrier(*segment_, settings_.engine.spins,
+  monitored_barrier(*segment_, settings_.engine.patience,
                     std::chrono::nanoseconds(timeout_or_default(opts.timeout)).count(), wait_all_ranks);
 }
 

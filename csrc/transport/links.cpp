@@ -409,7 +409,7 @@ bool Links::progress() {
       }
     }
   }
-  if (moved) segment_.notify(segment_.rank());  // the other threads of this rank
+  if (moved) segment_.wake(segment_.rank());  // the other threads of this rank
   return moved;
 }
 
@@ -621,7 +621,7 @@ void Links::break_link(int peer, const std::string& why) {
     if (connection->socket >= 0) Descriptors::all().close(std::exchange(connection->socket, -1));
   }
   unsent_ -= dropped;
-  segment_.notify(segment_.rank());
+  segment_.wake(segment_.rank());
 }
 
 std::vector<int> Links::lost() const {
