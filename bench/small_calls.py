@@ -4,12 +4,12 @@
     python bench/small_calls.py --ranks 16 --runs 10              is one run of ten slower than the others?
     python bench/small_calls.py --ranks 16 --yields switch-nothing
 
-`direct` is ringreduce.all_reduce, `dist` torch's dist.all_reduce with backend ringreduce, and `torch` dist.all_reduce with
-torch's own backend "fake", which returns at once: no backend's dist.all_reduce can take less. Each run is a new group of
-processes, in which the three take turns; the table has the median of the runs and the slowest one.
+`direct` is ringreduce.all_reduce, `dist` torch's dist.all_reduce with backend ringreduce, and `torch` dist.all_reduce
+with torch's own backend "fake", which returns at once: no backend's dist.all_reduce can take less. Each run is a new
+group of processes, in which the three take turns; the table has the median of the runs and the slowest one.
 
-`--yields switch-nothing` replaces sched_yield() by a system call that leaves the core with the rank that makes it, which
-some kernels and schedulers do. Needs a C compiler. Exit code: 0, or 1 if a result is wrong.
+`--yields switch-nothing` replaces sched_yield() by a system call that leaves the core with the rank that makes it, as
+some schedulers do. Needs a C compiler. Exit code: 0, or 1 if a result is wrong.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """What is known of a machine, and the file that keeps it.
 
-One JSON file per machine, by default `$XDG_CACHE_HOME/ringreduce/<digest of the identity>.<format>.json`.  It is replaced
-as a whole or not at all, and a file of another user is not read, since what runs would be theirs to say.
+One JSON file per machine, by default `$XDG_CACHE_HOME/ringreduce/<digest of the identity>.<format>.json`.  It is
+replaced as a whole or not at all, and a file of another user is not read, since what runs would be theirs to say.
 """
 
 from __future__ import annotations
