@@ -103,8 +103,9 @@ void share_allocations(std::size_t least_bytes) {
     c10::SetCPUAllocator(ours);
     if (c10::GetCPUAllocator() != ours) {  // it was set with a higher priority
       delete ours;
-      throw Error(ErrorKind::system,
-                  "another library has set torch's CPU allocator and does not let it be replaced; use ringreduce.empty");
+      throw Error(
+          ErrorKind::system,
+          "another library has set torch's CPU allocator and does not let it be replaced; use ringreduce.empty");
     }
     allocator = ours;  // and remains, with nothing to do, when sharing ends: memory of its tensors is given back by it
   }

@@ -15,8 +15,8 @@ c10::Allocator* arena_allocator();
 // A tensor in the arena. Throws Error(system) if it has no room, or if there is no arena.
 at::Tensor empty_in_arena(at::IntArrayRef sizes, at::ScalarType type);
 
-// Memory of this library's own for values on their way: in the arena, if they are worth it and there is room, else where
-// torch has it.
+// Memory of this library's own for values on their way: in the arena, if they are worth it and there is room, else
+// where torch has it.
 c10::DataPtr staging_memory(std::size_t bytes);
 at::Tensor empty_for_staging(at::IntArrayRef sizes, at::ScalarType type);
 

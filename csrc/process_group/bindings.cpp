@@ -194,29 +194,29 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("join_gpus"), py::arg("topology"), py::arg("plans_for_root") = nullptr);
 
   py::class_<Group, c10::intrusive_ptr<Group>, c10d::Backend>(m, "ProcessGroupRing")
-      .def(
-          py::init([rank_names](int memfd, const Geometry& geometry, int rank, std::vector<int> pidfds,
-                                const Names& names, std::shared_ptr<OpenMemory> memory, std::vector<int> memory_threads,
-                                bool lends_arena, std::vector<int> arenas, std::vector<bool> elsewhere, std::function<void(int, double)> connect,
-                                std::function<void()> disconnect, Group::Settings settings) {
-            auto segment =
-                std::make_shared<Segment>(memfd, geometry, rank, std::move(pidfds), rank_names(names),
-                                          PeerMemory{std::move(memory), std::move(memory_threads),
-                                                     lends_arena ? Arena::of_process() : nullptr, std::move(arenas)},
-                                          Hosts{std::move(elsewhere),
-                                                [connect = std::move(connect)](int peer, Nanoseconds timeout) {
-                                                  with_python_errors(peer, [&] { connect(peer, seconds(timeout)); });
-                                                },
-                                                [disconnect = std::move(disconnect)] {
-                                                  if (disconnect) without_errors(disconnect, "disconnect of a group");
-                                                }});
-            return c10::make_intrusive<Group>(std::move(segment), std::move(settings));
-          }),
-          py::kw_only(), py::arg("memfd"), py::arg("geometry"), py::arg("rank"), py::arg("pidfds"), py::arg("names"),
-          py::arg("memory"), py::arg("memory_threads"), py::arg("lends_arena") = false,
-          py::arg("arenas") = std::vector<int>{}, py::arg("elsewhere") = std::vector<bool>{},
-          py::arg("connect") = std::function<void(int, double)>{}, py::arg("disconnect") = std::function<void()>{},
-          py::arg("settings"))
+      .def(py::init([rank_names](int memfd, const Geometry& geometry, int rank, std::vector<int> pidfds,
+                                 const Names& names, std::shared_ptr<OpenMemory> memory,
+                                 std::vector<int> memory_threads, bool lends_arena, std::vector<int> arenas,
+                                 std::vector<bool> elsewhere, std::function<void(int, double)> connect,
+                                 std::function<void()> disconnect, Group::Settings settings) {
+             auto segment =
+                 std::make_shared<Segment>(memfd, geometry, rank, std::move(pidfds), rank_names(names),
+                                           PeerMemory{std::move(memory), std::move(memory_threads),
+                                                      lends_arena ? Arena::of_process() : nullptr, std::move(arenas)},
+                                           Hosts{std::move(elsewhere),
+                                                 [connect = std::move(connect)](int peer, Nanoseconds timeout) {
+                                                   with_python_errors(peer, [&] { connect(peer, seconds(timeout)); });
+                                                 },
+                                                 [disconnect = std::move(disconnect)] {
+                                                   if (disconnect) without_errors(disconnect, "disconnect of a group");
+                                                 }});
+             return c10::make_intrusive<Group>(std::move(segment), std::move(settings));
+           }),
+           py::kw_only(), py::arg("memfd"), py::arg("geometry"), py::arg("rank"), py::arg("pidfds"), py::arg("names"),
+           py::arg("memory"), py::arg("memory_threads"), py::arg("lends_arena") = false,
+           py::arg("arenas") = std::vector<int>{}, py::arg("elsewhere") = std::vector<bool>{},
+           py::arg("connect") = std::function<void(int, double)>{}, py::arg("disconnect") = std::function<void()>{},
+           py::arg("settings"))
       .def("add_link", &Group::add_link, py::call_guard<py::gil_scoped_release>(), py::arg("peer"), py::arg("socket"),
            py::arg("path"))
       .def("links", &Group::links, py::call_guard<py::gil_scoped_release>())

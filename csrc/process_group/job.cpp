@@ -60,9 +60,7 @@ void stage(Job& job, const TensorList& inputs, at::Device device) {
   const TensorList& targets = job.targets;
   for (const at::Tensor& t : targets) {
     const bool in_place = std::any_of(inputs.begin(), inputs.end(), [&](const at::Tensor& i) { return i.is_same(t); });
-    job.outputs.push_back(is_plain(t, device) ? t
-                          : in_place          ? staged(t, device)
-                                              : staging_for(t, device));
+    job.outputs.push_back(is_plain(t, device) ? t : in_place ? staged(t, device) : staging_for(t, device));
   }
   for (const at::Tensor& t : inputs) {
     const auto same = std::find_if(targets.begin(), targets.end(), [&](const at::Tensor& o) { return o.is_same(t); });
