@@ -4,10 +4,12 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <optional>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "engine/probe.h"
 #include "kernels/accumulate.h"
+#include "process_group/arena_allocator.h"
 #include "process_group/direct_calls.h"
 #include "process_group/gpu_bindings.h"
 #include "process_group/process_group_ring.h"
@@ -99,6 +101,25 @@ auto with_plan(Method method) {
     (group.*method)({operation_named(collective), std::move(lowered), digest, most_bytes, slice_bytes});
   };
 }
+// The memory that peers read in place, which is the process's and not a group's.
+void bind_arena(py::module_& m) {
+  m.def(
+      "open_arena",
+      [](std::size_t bytes, std::size_t keep_bytes) { return Arena::open({bytes, keep_bytes})->descriptor(); },
+      py::arg("bytes"), py::arg("keep_bytes"));
+  m.def(
+      "empty_in_arena", [](long size, at::ScalarType dtype) { return empty_in_arena({size}, dtype); },
+      py::call_guard<py::gil_scoped_release>(), py::arg("size"), py::arg("dtype"));
+  m.def(
+      "share_allocations",
+      [](std::optional<std::size_t> least_bytes) { share_allocations(least_bytes.value_or(kNever)); },
+      py::arg("least_bytes"));
+  m.def("arena_statistics", [] {
+    const std::shared_ptr<Arena> arena = Arena::of_process();
+    const Arena::Statistics s = arena ? arena->statistics() : Arena::Statistics{};
+    return py::make_tuple(arena ? arena->bytes() : 0, s.in_use, s.kept, s.held, s.lost, s.refusals);
+  });
+}
 void* address(std::uintptr_t a) { return reinterpret_cast<void*>(a); }  // NOLINT(performance-no-int-to-ptr)
 
 }  // namespace
@@ -120,11 +141,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   py::class_<Geometry>(m, "Geometry")
       .def(py::init([](std::uint32_t ranks, std::uint32_t channels, std::uint32_t depth, std::uint32_t slot_bytes,
-                       std::uint32_t mailbox_depth, std::uint32_t mailbox_slot_bytes, std::uint64_t arena_bytes) {
-             return Geometry{ranks, channels, depth, slot_bytes, mailbox_depth, mailbox_slot_bytes, arena_bytes};
+                       std::uint32_t mailbox_depth, std::uint32_t mailbox_slot_bytes) {
+             return Geometry{ranks, channels, depth, slot_bytes, mailbox_depth, mailbox_slot_bytes};
            }),
            py::kw_only(), py::arg("ranks"), py::arg("channels"), py::arg("depth"), py::arg("slot_bytes"),
-           py::arg("mailbox_depth"), py::arg("mailbox_slot_bytes"), py::arg("arena_bytes") = 0)
+           py::arg("mailbox_depth"), py::arg("mailbox_slot_bytes"))
       .def("segment_bytes", &Geometry::segment_bytes);
 
   py::class_<OpenMemory, std::shared_ptr<OpenMemory>>(m, "OpenMemory")
@@ -138,6 +159,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   bind_gpus(m);
   bind_direct_calls(m);
+  bind_arena(m);
 
   using Group = ProcessGroupRing;
   using Names = std::vector<std::pair<std::string, std::int64_t>>;
@@ -178,27 +200,29 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("topology"), py::arg("plans_for_root") = nullptr);
 
   py::class_<Group, c10::intrusive_ptr<Group>, c10d::Backend>(m, "ProcessGroupRing")
-      .def(
-          py::init([rank_names](int memfd, const Geometry& geometry, int rank, std::vector<int> pidfds,
-                                const Names& names, std::shared_ptr<OpenMemory> memory, std::vector<int> memory_threads,
-                                std::vector<bool> elsewhere, std::function<void(int, double)> connect,
-                                std::function<void()> disconnect, Group::Settings settings) {
-            auto segment =
-                std::make_shared<Segment>(memfd, geometry, rank, std::move(pidfds), rank_names(names),
-                                          PeerMemory{std::move(memory), std::move(memory_threads)},
-                                          Hosts{std::move(elsewhere),
-                                                [connect = std::move(connect)](int peer, Nanoseconds timeout) {
-                                                  with_python_errors(peer, [&] { connect(peer, seconds(timeout)); });
-                                                },
-                                                [disconnect = std::move(disconnect)] {
-                                                  if (disconnect) without_errors(disconnect, "disconnect of a group");
-                                                }});
-            return c10::make_intrusive<Group>(std::move(segment), std::move(settings));
-          }),
-          py::kw_only(), py::arg("memfd"), py::arg("geometry"), py::arg("rank"), py::arg("pidfds"), py::arg("names"),
-          py::arg("memory"), py::arg("memory_threads"), py::arg("elsewhere") = std::vector<bool>{},
-          py::arg("connect") = std::function<void(int, double)>{}, py::arg("disconnect") = std::function<void()>{},
-          py::arg("settings"))
+      .def(py::init([rank_names](int memfd, const Geometry& geometry, int rank, std::vector<int> pidfds,
+                                 const Names& names, std::shared_ptr<OpenMemory> memory,
+                                 std::vector<int> memory_threads, bool lends_arena, std::vector<int> arenas,
+                                 std::vector<bool> elsewhere, std::function<void(int, double)> connect,
+                                 std::function<void()> disconnect, Group::Settings settings) {
+             auto segment =
+                 std::make_shared<Segment>(memfd, geometry, rank, std::move(pidfds), rank_names(names),
+                                           PeerMemory{std::move(memory), std::move(memory_threads),
+                                                      lends_arena ? Arena::of_process() : nullptr, std::move(arenas)},
+                                           Hosts{std::move(elsewhere),
+                                                 [connect = std::move(connect)](int peer, Nanoseconds timeout) {
+                                                   with_python_errors(peer, [&] { connect(peer, seconds(timeout)); });
+                                                 },
+                                                 [disconnect = std::move(disconnect)] {
+                                                   if (disconnect) without_errors(disconnect, "disconnect of a group");
+                                                 }});
+             return c10::make_intrusive<Group>(std::move(segment), std::move(settings));
+           }),
+           py::kw_only(), py::arg("memfd"), py::arg("geometry"), py::arg("rank"), py::arg("pidfds"), py::arg("names"),
+           py::arg("memory"), py::arg("memory_threads"), py::arg("lends_arena") = false,
+           py::arg("arenas") = std::vector<int>{}, py::arg("elsewhere") = std::vector<bool>{},
+           py::arg("connect") = std::function<void(int, double)>{}, py::arg("disconnect") = std::function<void()>{},
+           py::arg("settings"))
       .def("add_link", &Group::add_link, py::call_guard<py::gil_scoped_release>(), py::arg("peer"), py::arg("socket"),
            py::arg("path"))
       .def("links", &Group::links, py::call_guard<py::gil_scoped_release>())

@@ -1,7 +1,6 @@
 #include "process_group/process_group_ring.h"
 
 #include <ATen/ATen.h>
-#include <ATen/EmptyTensor.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <unistd.h>
@@ -82,7 +81,6 @@ ProcessGroupRing::ProcessGroupRing(std::shared_ptr<const Segment> segment, Setti
     : ProcessGroupRing(std::make_shared<SharedMemoryEngine>(segment, settings.engine), settings) {
   if (settings_.plans_for_root) running_->engine->ask_for_roots(settings_.plans_for_root);
   segment_ = segment;
-  allocator_ = std::make_shared<ArenaAllocator>(std::make_shared<Arena>(segment));
   shared_->mailbox = std::make_shared<Mailbox>(std::move(segment), settings_.engine.patience);
 }
 
@@ -109,9 +107,16 @@ ProcessGroupRing::ProcessGroupRing(std::shared_ptr<Engine> engine, const Setting
   living.groups.insert(this);
 }
 
-ProcessGroupRing::~ProcessGroupRing() {
+ProcessGroupRing::~ProcessGroupRing() { release_resources(); }
+
+void ProcessGroupRing::release_resources() {
+  if (!running_) return;
   shutdown();
-  if (shared_->fork.forked()) running_.release();  // NOLINT(bugprone-unused-return-value): left alone, on purpose
+  if (shared_->fork.forked()) return (void)running_.release();  // left alone, on purpose
+  running_.reset();
+  fusion_buffer_.clear();
+  segment_.reset();
+  shared_.reset();
 }
 
 void ProcessGroupRing::abort() {
@@ -210,8 +215,12 @@ at::Tensor ProcessGroupRing::allocate(long size, const at::TensorOptions& option
         "allocateTensor: the group has no arena: its option arena_bytes is 0, "
         "or its ranks share no memory");
   const auto type = c10::optTypeMetaToScalarType(options.dtype_opt()).value_or(at::kFloat);
-  return at::detail::empty_generic({size}, allocator_.get(), c10::DispatchKeySet(c10::DispatchKey::CPU), type,
-                                   std::nullopt);
+  return empty_in_arena({size}, type);
+}
+
+std::shared_ptr<c10::Allocator> ProcessGroupRing::getMemAllocator() {
+  if (!supportsTensorAlloc(0)) return nullptr;
+  return {std::shared_ptr<void>(), arena_allocator()};  // nobody owns it
 }
 
 c10::intrusive_ptr<c10d::Backend::Options> ProcessGroupRing::getBackendOptions() {
@@ -460,7 +469,10 @@ c10::intrusive_ptr<Work> ProcessGroupRing::allreduce_coalesced(TensorList& tenso
 
 // Bundles of several tensors go through memory of the group's; calls take turns, so that there is only one of it.
 Tally ProcessGroupRing::sum_fused(const Fusion& fusion, std::vector<Job>& jobs, std::uint64_t number) {
-  if (fusion_buffer_.size() < fusion.buffer_bytes()) fusion_buffer_.resize(fusion.buffer_bytes());
+  if (fusion_buffer_bytes_ < fusion.buffer_bytes()) {
+    fusion_buffer_ = staging_memory(fusion.buffer_bytes());
+    fusion_buffer_bytes_ = fusion.buffer_bytes();
+  }
   Tally tally;
   for (std::size_t i = 0; i < jobs.size(); ++i) {
     const Fusion::Bundle& bundle = fusion.bundles()[i];
@@ -469,7 +481,7 @@ Tally ProcessGroupRing::sum_fused(const Fusion& fusion, std::vector<Job>& jobs, 
       tally += jobs[i].run(*running_->engine);
       continue;
     }
-    std::byte* data = fusion_buffer_.data();
+    auto* data = static_cast<std::byte*>(fusion_buffer_.get());
     fusion.pack(bundle, data);
     tally += running_->engine->run(jobs[i].call, {{{&data, 1}, {&bundle.count, 1}}, {{&data, 1}, {&bundle.count, 1}}});
     fusion.unpack(bundle, data);
