@@ -38,6 +38,9 @@ ANY_SIZE = 2**64 - 1
 LONGEST_TIMEOUT = 7 * 24 * 3600.0
 """Seconds; longer ones are cut to this, since not all that waits can count further."""
 
+GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-gpu", "/dev/nvgpu", "/dev/kfd")
+"""One of these is there if there is a GPU: of NVIDIA, in WSL, of Tegra (two names), of AMD."""
+
 log = logging.getLogger(__name__)
 
 # Callbacks of calls under way must not meet an interpreter that is half gone.
@@ -58,12 +61,17 @@ def create(dist_backend_opts: Any, pg_options: Options | None) -> _C.ProcessGrou
     """
     opts = dist_backend_opts
     options, _ = resolve(pg_options)
-    if options.transport != "gloo" and options.arena_bytes and not torch.cuda.is_available():
+    if options.transport != "gloo" and options.arena_bytes and not _may_have_gpus():
         # DDP then takes its gradient buckets from the group's `allocateTensor`. The variable is for all backends of the
         # process, so where NCCL may be one of them it is left to the user.
         os.environ.setdefault("DDP_DISABLE_COMM_MEM", "0")
     global_ranks = list(opts.global_ranks_in_group) or list(range(opts.group_size))
     return _make(opts.store, opts.group_id, opts.group_rank, global_ranks, opts.timeout, options)
+
+
+def _may_have_gpus() -> bool:
+    """Asks neither torch nor the driver, after which a forked child could not use CUDA."""
+    return bool(torch.version.cuda or torch.version.hip) and any(map(os.path.exists, GPU_DEVICES))
 
 
 def _make(
@@ -172,8 +180,7 @@ def _make_with_memory(
     )
     decision = Decision.load(meeting.decision)
     if decision.error:
-        if meeting.door:
-            meeting.door.close()
+        meeting.close()
         raise TopologyError(decision.error, 0)
     links = None
     if meeting.door:

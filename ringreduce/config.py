@@ -207,7 +207,8 @@ def resolve(options: Options | None, environ: Mapping[str, str] = os.environ) ->
         if value is None:
             origin, value = "default", DEFAULTS[knob.name]
         _check(knob.name, value, origin)
-        values[knob.name], origins[knob.name] = value, origin
+        values[knob.name] = int(value) if isinstance(value, bool) else value
+        origins[knob.name] = origin
     return replace(given, **values), origins
 
 
@@ -238,7 +239,7 @@ def _check(name: str, value: Any, origin: str) -> None:
             raise InvalidArgument(f"{where} is {value!r}; it must be 'auto', 'off' or the path of a file")
         return
     low, high = LIMITS[name]
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+    if not isinstance(value, int) or (isinstance(value, bool) and high > 1) or not low <= value <= high:
         raise InvalidArgument(f"{where} is {value!r}; it must be a whole number from {low} to {high}")
 
 

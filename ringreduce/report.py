@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import overload
+
+import torch.distributed as dist
 
 from ringreduce import _C
+from ringreduce.api import backend_of
 from ringreduce.hosts import LinkStats, Wire, all_links
 
 
@@ -42,9 +46,16 @@ class GroupStats(dict[str, CallStats]):
         self.links, self.refused, self.wire = links, refused, wire
 
 
-def stats() -> dict[str, GroupStats]:
-    """By group name (`group.group_name`), for all groups that live: `stats()["0"]["all_reduce"].bytes`,
-    `stats()["0"].links[3].bytes_out`."""
+@overload
+def stats(group: None = None) -> dict[str, GroupStats]: ...
+@overload
+def stats(group: dist.ProcessGroup) -> GroupStats: ...
+def stats(group: dist.ProcessGroup | None = None) -> GroupStats | dict[str, GroupStats]:
+    """What `group` has done: `stats(group)["all_reduce"].bytes`, `stats(group).links[3].bytes_out`. Without a group: that
+    of all groups that live, by `group.group_name`. Raises `InvalidArgument` for a group of another backend."""
+    if group is not None:
+        backend_of(group)
+        return stats()[group.group_name]
     on_hosts = all_links()
     return {
         name: GroupStats(

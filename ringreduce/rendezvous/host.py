@@ -102,6 +102,14 @@ class Meeting:
     prefix: str
     """Of keys in the store that are this meeting's alone."""
 
+    def close(self) -> None:
+        """Lets go of the descriptors and the door, if no group has taken them over."""
+        for descriptor in (self.memfd, *self.pidfds):
+            if descriptor >= 0:
+                os.close(descriptor)
+        if self.door:
+            self.door.close()
+
 
 def meet(
     store: Store,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,26 @@ def test_all_ranks_hear_what_is_wrong_with_the_file(tmp_path: Path) -> None:
     small = tmp_path / "small.json"
     small.write_text(cube_mesh().select([0, 1]).to_json())
     assert all("rank 2 of the world is on none of its 2 GPUs" in said for said in run(refused, 3, str(small)))
+
+
+def descriptors_of_refused(me: Rank, path: str) -> list[int]:
+    counts = []
+    for attempt in range(4):
+        with (
+            pytest.raises(TopologyError) as raised,
+            me.join(f"attempt {attempt}", options=ringreduce.Options(topo_file=path)),
+        ):
+            pass
+        raised.value.__traceback__ = None
+        del raised
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    return counts
+
+
+def test_a_refused_group_keeps_no_descriptors(tmp_path: Path) -> None:
+    for counts in run(descriptors_of_refused, 3, str(tmp_path / "missing.json")):
+        assert counts[1:] == [counts[1]] * 3, "descriptors pile up"
 
 
 def run_on_nodes(me: Rank, tuning: str) -> Any:
