@@ -305,7 +305,7 @@ NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 clean:
 	rm -rf build dist ringreduce.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	rm -f ringreduce/_C*.so ringreduce/gpu/*.cu ringreduce/gpu/*.fatbin $(VENV)/.built $(VENV)/.installed
+	rm -f ringreduce/_C*.so ringreduce/_C.torch ringreduce/gpu/*.cu ringreduce/gpu/*.fatbin $(VENV)/.built $(VENV)/.installed
 
 distclean: clean
 	rm -rf $(VENV) .venv-ecosystem bench/.peers

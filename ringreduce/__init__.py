@@ -11,22 +11,28 @@ planning needs no torch. They are listed in `__init__.pyi`.
 from __future__ import annotations
 
 import ast
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from ringreduce._autoload import register_if_needed
+from ringreduce.common import compiled
 
 __version__ = "0.1.0"
 
 _names = ast.parse(Path(__file__).with_suffix(".pyi").read_text()).body
 _MODULE_OF = {each.name: node.module for node in _names if isinstance(node, ast.ImportFrom) for each in node.names}
-__all__ = sorted(_MODULE_OF)
+__all__ = [*_MODULE_OF]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
-    if name == "errors" or _MODULE_OF.get(name) == "ringreduce.topology":
-        return import_module(f"ringreduce.{name}")  # the package topology can be called
+    if name == "_C":
+        return compiled.load()
+    if name == "errors":  # where planning has raised one already, its class must be among these
+        return import_module("ringreduce.errors" if "torch" in sys.modules else "ringreduce.common.failures")
+    if _MODULE_OF.get(name) == "ringreduce.topology":
+        return import_module("ringreduce.topology")  # a package that can be called
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'ringreduce' has no attribute {name!r}")
     value = getattr(import_module(str(_MODULE_OF[name])), name)

@@ -466,7 +466,7 @@ def _rank_in(
         return group_rank
     if rank is None:
         if required:
-            raise InvalidArgument(f"{name} is None; give {name}, a rank of the world, or group_{name}, one of the group")
+            raise InvalidArgument(f"{name} is None; give a rank of the world, or group_{name}")
         rank = 0
     if _is_world(group):
         return rank

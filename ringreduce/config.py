@@ -8,21 +8,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any
 
-from ringreduce.errors import InvalidArgument
-from ringreduce.plan import PlanError, parse_algorithms
+from ringreduce.common.failures import InvalidArgument, PlanError
+from ringreduce.common.units import parse_bytes
+from ringreduce.plan import parse_algorithms, slot_depth
 
 PREFIX = "RINGREDUCE_"
-
-UNITS = {"K": 1024, "M": 1024**2, "G": 1024**3}
-
-
-def parse_bytes(text: str) -> int:
-    """ "2M" -> 2097152. K, M and G are powers of 1024."""
-    number, unit = (text[:-1], UNITS[text[-1].upper()]) if text[-1:].upper() in UNITS else (text, 1)
-    return int(number) * unit
 
 
 def _knob(default: Any, parse: Any, help: str) -> Any:
@@ -243,10 +235,7 @@ def _check(name: str, value: Any, origin: str) -> None:
         raise InvalidArgument(f"{where} is {value!r}; it must be a whole number from {low} to {high}")
 
 
-def cache_folder() -> Path:
-    """Where this user's files of ringreduce are, if any. Raises OSError if there is no place for them."""
-    root = os.environ.get("XDG_CACHE_HOME", "")  # to be ignored if it is not absolute, says its specification
-    base = Path(root if os.path.isabs(root) else os.path.expanduser("~/.cache"))
-    if not base.is_absolute():
-        raise FileNotFoundError("this user has no home directory; set XDG_CACHE_HOME")
-    return base / "ringreduce"
+def slot_bytes_for(size: int, options: Options) -> int:
+    """Of one slot in a group of `size` ranks."""
+    assert options.channel_bytes is not None  # resolved
+    return max(options.channel_bytes // slot_depth(size) // 4096 * 4096, 4096)

@@ -4,43 +4,51 @@ After `InvalidArgument` nothing has moved and the group works on; so it does aft
 when the timeout given to a `work.wait()` passes. After any other the group is unusable on all its ranks: further calls
 raise the first error again. The process and other groups are unharmed; make a new group to go on.
 The tensors of a failed call hold undefined values, but inputs that are not outputs too are untouched.
+
+`ringreduce.common.failures` has the same classes without torch, and says when which. Without torch these derive from
+`RuntimeError` alone.
 """
 
-from torch.distributed import DistBackendError
+from typing import Any
+
+from ringreduce.common import failures
+
+try:
+    from torch.distributed import DistBackendError
+except ImportError:
+    DistBackendError = RuntimeError  # type: ignore[assignment, misc]
 
 
-class RingReduceError(DistBackendError):
-    """Base class. `culprit` is the rank in the group that the error is about, or -1."""
+class RingReduceError(failures.RingReduceError, DistBackendError):
+    __doc__ = failures.RingReduceError.__doc__
 
-    def __init__(self, message: str, culprit: int = -1) -> None:
-        super().__init__(message)
-        self.culprit = culprit
-
-
-class InvalidArgument(RingReduceError, ValueError):
-    """This rank's call is wrong: the message names the argument, its value and what it must be."""
-
-
-class PeerLost(RingReduceError):
-    """A process of the group died or left; `culprit` is its rank."""
+    def __init_subclass__(cls, **named: Any) -> None:
+        """Takes the place of the class of the same name, from now on."""
+        super().__init_subclass__(**named)
+        if cls.__module__ == __name__:
+            cls.__doc__ = cls.__bases__[0].__doc__
+            cls.__bases__[0]._with_torch = cls  # type: ignore[attr-defined]
 
 
-class CollectiveTimeout(RingReduceError):
-    """The timeout passed; `culprit` is the rank that the others wait for."""
+failures.RingReduceError._with_torch = RingReduceError
 
 
-class CollectiveMismatch(RingReduceError):
-    """The ranks made different calls; the message describes both. A `recv` raises it for a message of another size or
-    dtype, and `all_to_all` for split sizes that do not fit each other; these leave the group usable."""
+class InvalidArgument(failures.InvalidArgument, RingReduceError): ...
 
 
-class Aborted(RingReduceError):
-    """A rank called `abort()`, or destroyed the group while calls were under way."""
+class PeerLost(failures.PeerLost, RingReduceError): ...
 
 
-class SystemFailure(RingReduceError):
-    """The operating system refused something; the message has its reason."""
+class CollectiveTimeout(failures.CollectiveTimeout, RingReduceError): ...
 
 
-class TopologyError(RingReduceError):
-    """The ranks cannot be joined as they are placed."""
+class CollectiveMismatch(failures.CollectiveMismatch, RingReduceError): ...
+
+
+class Aborted(failures.Aborted, RingReduceError): ...
+
+
+class SystemFailure(failures.SystemFailure, RingReduceError): ...
+
+
+class TopologyError(failures.TopologyError, RingReduceError): ...

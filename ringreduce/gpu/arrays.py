@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.utils.dlpack import from_dlpack
 
 from ringreduce import _C
-from ringreduce.errors import InvalidArgument
+from ringreduce.common.failures import InvalidArgument
 
 
 class Guests:

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 
+from ringreduce.common.failures import PlanError
 from ringreduce.plan import direct, halving_doubling, ring, tree
-from ringreduce.plan.model import Plan, PlanError
+from ringreduce.plan.model import Plan
 
 Builder = Callable[[int], Plan]
 

@@ -23,9 +23,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
-
-class PlanError(ValueError):
-    """A plan, or the description of one, is wrong; the message says where and what would be right."""
+from ringreduce.common.failures import PlanError
 
 
 class Read(Enum):

@@ -29,8 +29,9 @@ from heapq import heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
 
+from ringreduce.common.failures import PlanError
 from ringreduce.plan.cost import WINDOW
-from ringreduce.plan.model import Plan, PlanError, layout, slot_depth
+from ringreduce.plan.model import Plan, layout, slot_depth
 from ringreduce.plan.network import Network, Route
 from ringreduce.plan.symbolic import describe
 from ringreduce.plan.symmetric import SYMMETRIC

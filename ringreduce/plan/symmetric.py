@@ -9,8 +9,9 @@ rank 0.
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from ringreduce.common.failures import PlanError
 from ringreduce.plan import direct, halving_doubling, ring
-from ringreduce.plan.model import Channel, PlanError
+from ringreduce.plan.model import Channel
 
 
 class Symmetric(NamedTuple):

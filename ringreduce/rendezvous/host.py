@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ringreduce.errors import (
+from ringreduce.common.failures import (
     CollectiveTimeout,
     InvalidArgument,
     PeerLost,

@@ -49,7 +49,7 @@ from dataclasses import dataclass, field
 from ipaddress import ip_interface
 from typing import NamedTuple, TypeVar
 
-from ringreduce.errors import Aborted, CollectiveTimeout, InvalidArgument, PeerLost, SystemFailure
+from ringreduce.common.failures import Aborted, CollectiveTimeout, InvalidArgument, PeerLost, SystemFailure
 from ringreduce.rendezvous.interfaces import Interface, IPInterface, local_interfaces
 
 log = logging.getLogger(__name__)

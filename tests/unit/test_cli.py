@@ -273,7 +273,7 @@ def test_topo_follows_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_topo_shows_this_machine(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     assert prints(capsys, "topo")
-    monkeypatch.setattr(live, "probe", lambda assume: preset("dgx-a100"))
+    monkeypatch.setattr(live, "probe", lambda assume, memory: preset("dgx-a100"))
     assert "dgx-a100: 8 GPUs" in prints(capsys, "topo")
 
 

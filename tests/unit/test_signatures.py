@@ -31,6 +31,7 @@ NOT_IN_TORCH = {
     "share": "memory that other ranks read",
     "stats": "counters",
     "topology": "the machine's links",
+    "topology_of": "the machine's links",
     "use_nccl": "communicators of others",
     "verify": "algorithms are data",
     "zeros": "memory that other ranks read",

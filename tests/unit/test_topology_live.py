@@ -9,7 +9,7 @@ import pytest
 
 from ringreduce.topology import live
 from ringreduce.topology.graph import LinkKind, NodeKind
-from ringreduce.topology.group import graph_of_gpus, plan_group
+from ringreduce.topology.group_plans import graph_of_gpus, plan_group
 from ringreduce.topology.live import System, decide, look, probe, probe_cores
 from ringreduce.topology.presets import CUBE_MESH_V100, preset
 from ringreduce.topology.rates import Assumed

@@ -14,9 +14,9 @@ import pytest
 from ringreduce import _C, cli, plan, tuning
 from ringreduce.config import Options, resolve
 from ringreduce.errors import InvalidArgument
-from ringreduce.tuning import Cell, Measured, Tuning, decision
+from ringreduce.measure import Candidate, tasks, winner
+from ringreduce.tuning import Cell, Measured, Tuning, decision, machine
 from ringreduce.tuning.machine import identify, numbers, probe
-from ringreduce.tuning.measure import Candidate, tasks, winner
 from ringreduce.tuning.record import default_path, load, save
 
 CORES = frozenset(os.sched_getaffinity(0))
@@ -57,13 +57,13 @@ def test_the_probe_finds_positive_figures() -> None:
 
 def test_a_file_comes_back_as_it_was_written(known: Tuning, tmp_path: Path) -> None:
     path = tmp_path / "new" / "folder" / "tuning.json"
-    save(known, path, replace=False)
+    save(known, path, anew=False)
     assert load(path) == known
     assert path.stat().st_mode & 0o777 == 0o600
     other = dataclasses.replace(known, probed="later")
-    save(other, path, replace=False)
+    save(other, path, anew=False)
     assert load(path) == known
-    save(other, path, replace=True)
+    save(other, path, anew=True)
     assert load(path) == other
     assert os.listdir(path.parent) == ["tuning.json"]
 
@@ -72,22 +72,46 @@ def test_a_writer_that_is_interrupted_leaves_the_old_file(
     known: Tuning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "tuning.json"
-    save(known, path, replace=True)
+    save(known, path, anew=True)
 
-    def interrupted(document: object, file: object, **_: object) -> None:
-        file.write('{"format": 1, ')  # type: ignore[attr-defined]
+    def interrupted(descriptor: int) -> None:
+        assert os.fstat(descriptor).st_size > 0
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(json, "dump", interrupted)
+    monkeypatch.setattr(os, "fsync", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        save(dataclasses.replace(known, probed="later"), path, replace=True)
+        save(dataclasses.replace(known, probed="later"), path, anew=True)
     assert load(path) == known
     assert os.listdir(tmp_path) == ["tuning.json"]
 
 
+def test_a_file_that_others_may_write_is_not_read(known: Tuning, tmp_path: Path) -> None:
+    path = tmp_path / "tuning.json"
+    save(known, path, anew=True)
+    path.chmod(0o660)
+    with pytest.raises(PermissionError, match="others may write to it; chmod go-w"):
+        load(path)
+
+
+def test_a_tuned_machine_is_known_under_another_set_of_cores(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, known: Tuning
+) -> None:
+    """The numbers of the cores say nothing, only how many there are; with another count the log says what is kept."""
+    monkeypatch.setattr(machine, "_caches", lambda core: [("1", "Data", "32K", {core})])
+    here, there, fewer = (identify(cores) for cores in ({0, 1}, {4, 5}, {4}))
+    assert here == there and here.digest() == there.digest()
+    assert default_path(fewer) != default_path(here)
+    save(dataclasses.replace(known, identity=here), default_path(here), anew=True)
+    monkeypatch.setattr(decision, "probe", lambda cores: known.machine)
+    assert decision.current("auto", frozenset({4, 5}))[0].measured == known.measured
+    assert not caplog.records
+    assert not decision.current("auto", frozenset({4}))[0].measured
+    assert "has measured this machine for jobs on 2 cores; this one may use 1" in caplog.text
+
+
 def test_a_file_of_another_user_is_not_read(known: Tuning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "tuning.json"
-    save(known, path, replace=True)
+    save(known, path, anew=True)
     monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
     with pytest.raises(PermissionError, match="belongs to user"):
         load(path)
@@ -96,7 +120,7 @@ def test_a_file_of_another_user_is_not_read(known: Tuning, tmp_path: Path, monke
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d.update(format=2), "format is 2"),
+        (lambda d: d.update(format=1), "format is 1"),
         (lambda d: d.pop("machine"), "not a tuning file: KeyError"),
         (lambda d: d["machine"].update(hop="fast"), "hop is 'fast'"),
         (lambda d: d["machine"].update(turn=1e308), r"turn is 1e\+308; expected a number from 1e-08 to 1"),
@@ -121,7 +145,7 @@ def test_a_file_of_another_user_is_not_read(known: Tuning, tmp_path: Path, monke
 )
 def test_a_broken_file_is_refused_with_the_reason(known: Tuning, tmp_path: Path, change: object, message: str) -> None:
     path = tmp_path / "tuning.json"
-    save(known, path, replace=True)
+    save(known, path, anew=True)
     document = json.loads(path.read_text())
     change(document)  # type: ignore[operator]
     path.write_text(json.dumps(document))
@@ -198,7 +222,7 @@ def test_a_tilde_in_a_path_is_the_home_directory(monkeypatch: pytest.MonkeyPatch
 
 def test_what_another_process_measured_meanwhile_stays(known: Tuning, tmp_path: Path) -> None:
     path = tmp_path / "tuning.json"
-    save(known, path, replace=True)
+    save(known, path, anew=True)
     (_, one), (_, other) = (tuning.renew(str(path), CORES) for _ in range(2))
     tuning.keep(one, 2, {"all_reduce": CELLS}, path)
     tuning.keep(other, 4, {"reduce": CELLS}, path)
@@ -230,7 +254,7 @@ def test_a_probe_without_memory_is_an_error() -> None:
 
 def test_measured_decides_where_there_is_something_measured(known: Tuning, tmp_path: Path) -> None:
     path = tmp_path / "tuning.json"
-    save(known, path, replace=True)
+    save(known, path, anew=True)
     rules = decided(3, str(path))
     assert rules.endswith("all_reduce:tree:0-256;all_reduce:ring:256-:128")
     assert "broadcast:" in rules
@@ -240,14 +264,14 @@ def test_measured_decides_where_there_is_something_measured(known: Tuning, tmp_p
 
 def test_tuning_again_keeps_what_was_measured(known: Tuning, tmp_path: Path) -> None:
     path = tmp_path / "tuning.json"
-    save(known, path, replace=True)
+    save(known, path, anew=True)
     where, renewed = tuning.renew(str(path), CORES)
     assert where == path
     assert renewed.measured == known.measured
     kept = tuning.keep(renewed, 3, {"reduce": CELLS[:1]}, path)
     assert load(path) == kept
     assert kept.measured[3].cells == {"all_reduce": CELLS, "reduce": CELLS[:1]}
-    save(dataclasses.replace(known, identity=dataclasses.replace(known.identity, cpu="another")), path, replace=True)
+    save(dataclasses.replace(known, identity=dataclasses.replace(known.identity, cpu="another")), path, anew=True)
     assert tuning.renew(str(path), CORES)[1].measured == {}
 
 

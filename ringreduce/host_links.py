@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ringreduce import hosts_file, plan
-from ringreduce.errors import CollectiveTimeout, RingReduceError, TopologyError
+from ringreduce.common.failures import CollectiveTimeout, RingReduceError, TopologyError
 from ringreduce.plan import Plan, Rule, Slicing
-from ringreduce.plan import hosts as between
+from ringreduce.plan import across_hosts as between
 from ringreduce.plan.choose import ROOTED
 from ringreduce.rendezvous import Door, Meeting, Peer
 from ringreduce.rendezvous.interfaces import speed_of
 from ringreduce.rendezvous.store import get
-from ringreduce.topology.hosts import ring_order
+from ringreduce.topology.host_order import ring_order
 
 FEW = 4
 """Plans in which no rank has more peers on other hosts, rings and trees that is, have their links made at once. The
