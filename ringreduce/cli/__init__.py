@@ -29,6 +29,9 @@ COMMANDS = {
 }
 """And what each does, in a line."""
 
+LIBRARIES = ("numpy", "rich", "scipy")
+"""What groups do without, but not all commands."""
+
 INTERRUPTED = 130
 NOBODY_READS = 141
 
@@ -82,6 +85,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _failed(named)
     except (RingReduceError, PlanError) as error:
         return _failed(str(error))
+    except ModuleNotFoundError as error:
+        if error.name not in LIBRARIES:
+            raise
+        return _failed(f"this command needs {error.name}; pip install 'ringreduce[plan]'")
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return INTERRUPTED

@@ -10,7 +10,9 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ringreduce.common.failures import TopologyError
@@ -144,21 +146,27 @@ def plan_group(graph: LinkGraph, source: str) -> GroupTopology:
     return GroupTopology(source, graph.name, ranks, tuple(served), graph.assumed)
 
 
-def _plans_of_gpus(graph: LinkGraph, collective: str) -> Iterator[tuple[int, "Planned"]]:
-    from ringreduce.topology.planner import plan_for
+def _planner() -> ModuleType:
+    """Needs what a group else does without."""
+    try:
+        return import_module("ringreduce.topology.planner")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"it needs {error.name}; pip install 'ringreduce[plan]'", name=error.name) from None
 
+
+def _plans_of_gpus(graph: LinkGraph, collective: str) -> Iterator[tuple[int, "Planned"]]:
+    planner = _planner()
     for size in TENSOR_SIZES:
-        yield size, plan_for(graph, collective, size)
+        yield size, planner.plan_for(graph, collective, size)
 
 
 def _plans_of_cores(graph: LinkGraph) -> Iterator[tuple[int, "Planned | None"]]:
     """None where the tuned rules stay."""
-    from ringreduce.topology.planner import algorithms, plan_for
-
-    names = [name for name in algorithms(graph, "all_reduce") if name.startswith("hierarchical")]
-    direct = plan_for(graph, "all_reduce", algorithm="two_shot")
+    planner = _planner()
+    names = [name for name in planner.algorithms(graph, "all_reduce") if name.startswith("hierarchical")]
+    direct = planner.plan_for(graph, "all_reduce", algorithm="two_shot")
     for size in TENSOR_SIZES:
-        planned = [plan_for(graph, "all_reduce", size, name) for name in names]
+        planned = [planner.plan_for(graph, "all_reduce", size, name) for name in names]
         best = min(planned, key=lambda each: each.simulated(size), default=direct)
         yield size, best if best.simulated(size) < MARGIN * direct.simulated(size) else None
 

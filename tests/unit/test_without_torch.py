@@ -97,6 +97,13 @@ def test_commands_that_run_ranks_say_what_is_missing(copy: Path, words: tuple[st
     assert ran.stderr == f"error: no ranks can be run here: {missing}\n"
 
 
+@pytest.mark.parametrize("library", ["scipy", "rich"])
+def test_a_library_that_only_planning_needs_is_named(library: str) -> None:
+    ran = python(PACKAGE.parent, "from ringreduce.cli import main\nsys.exit(main(['plan', 'dgx1-v100']))", library)
+    assert ran.returncode == 2
+    assert ran.stderr == f"error: this command needs {library}; pip install 'ringreduce[plan]'\n"
+
+
 def test_help_and_plan_load_no_more_than_they_need(copy: Path) -> None:
     """Also where torch is: these decide how long the commands take to start (bench/start.py measures it)."""
     heavy = "print([name for name in ('numpy', 'rich', 'scipy', 'torch', 'networkx') if name in sys.modules])"
