@@ -153,7 +153,7 @@ demo: build
 	$(PY) bench/ring_vs_tree.py --ranks 2 4 \
 	  --json $(DEMO)/ring_vs_tree.json --table $(DEMO)/ring_vs_tree.txt --plot $(DEMO)/ring_vs_tree.png
 	@echo; echo "== the links of eight V100 as two rings =="
-	$(PY) -m ringreduce.cli topo dgx1-v100 --nvlink-gbps 18 --plot $(DEMO)/dgx1_rings.png
+	$(PY) -m ringreduce topo dgx1-v100 --nvlink-gbps 18 --plot $(DEMO)/dgx1_rings.png
 	@echo; echo "table    $(DEMO)/ring_vs_tree.txt"
 	@echo "pictures $(DEMO)/ring_vs_tree.png, $(DEMO)/dgx1_rings.png"
 	@echo "figures  $(DEMO)/ring_vs_tree.json"

@@ -6,7 +6,8 @@ ringreduce (default: the world). `src` and `dst` are ranks of the world, `group_
 give one of the two. NumPy arrays are used in place through `torch.from_numpy`, so they must be writable. Errors are
 those of `ringreduce.errors`.
 
-What differs from torch, call by call, is listed with its reason in tests/unit/test_signatures.py.
+Collectives of objects are torch's own functions. What differs from torch, call by call, is listed with its reason in
+tests/unit/test_signatures.py.
 """
 
 from __future__ import annotations
@@ -19,18 +20,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, _ProcessGroupWrapper
-from torch.distributed import (
-    all_gather_object,
-    broadcast_object_list,
-    gather_object,
-    recv_object_list,
-    scatter_object_list,
-    send_object_list,
-)
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ringreduce import _C
-from ringreduce import plan as plans
+from ringreduce import _C, plan as plans
 from ringreduce._C import ProcessGroupRing, nccl_device_of, nccl_version
 from ringreduce.errors import InvalidArgument
 from ringreduce.gpu import arrays, nccl
@@ -40,29 +32,18 @@ if TYPE_CHECKING:
 
     Array: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
 
-__all__ = [  # these are torch's own, which work on groups of any backend
-    "all_gather_object",
-    "broadcast_object_list",
-    "gather_object",
-    "recv_object_list",
-    "scatter_object_list",
-    "send_object_list",
-]
-
 ReduceOp: TypeAlias = dist.ReduceOp | dist.ReduceOp.RedOpType
+Group: TypeAlias = dist.ProcessGroup | None
+Work: TypeAlias = dist.Work | None
+Rank: TypeAlias = int | None
 SUM = dist.ReduceOp.SUM
 CPU = torch.device("cpu")
 DEVICES = (CPU, torch.device("cuda"))
 
 
 def all_reduce(
-    tensor: Array,
-    op: ReduceOp = SUM,
-    group: dist.ProcessGroup | None = None,
-    async_op: bool = False,
-    *,
-    out: Array | None = None,
-) -> dist.Work | None:
+    tensor: Array, op: ReduceOp = SUM, group: Group = None, async_op: bool = False, *, out: Array | None = None
+) -> Work:
     """Replaces `tensor` on every rank by the reduction over all ranks; with `out`, writes that instead."""
     if not async_op and out is None and _C.all_reduce_now(group, tensor, op):
         return None
@@ -71,8 +52,8 @@ def all_reduce(
 
 
 def all_reduce_coalesced(
-    tensors: Sequence[Array], op: ReduceOp = SUM, group: dist.ProcessGroup | None = None, async_op: bool = False
-) -> dist.Work | None:
+    tensors: Sequence[Array], op: ReduceOp = SUM, group: Group = None, async_op: bool = False
+) -> Work:
     """`all_reduce` of each of `tensors`, of any dtypes and sizes, in the same order on every rank. On CPUs small ones
     travel together.
 
@@ -84,12 +65,8 @@ def all_reduce_coalesced(
 
 
 def broadcast(
-    tensor: Array,
-    src: int | None = None,
-    group: dist.ProcessGroup | None = None,
-    async_op: bool = False,
-    group_src: int | None = None,
-) -> dist.Work | None:
+    tensor: Array, src: Rank = None, group: Group = None, async_op: bool = False, group_src: Rank = None
+) -> Work:
     """Replaces `tensor` on every rank by that of the source (default: rank 0 of the world)."""
     root = _rank_in(group, "src", src, group_src)
     if not async_op and _C.broadcast_now(group, tensor, root):
@@ -100,14 +77,14 @@ def broadcast(
 
 def reduce(
     tensor: Array,
-    dst: int | None = None,
+    dst: Rank = None,
     op: ReduceOp = SUM,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     async_op: bool = False,
-    group_dst: int | None = None,
+    group_dst: Rank = None,
     *,
     out: Array | None = None,
-) -> dist.Work | None:
+) -> Work:
     """Replaces `tensor` on the destination (default: rank 0 of the world) by the reduction over all ranks; with `out`,
     writes that instead. On other ranks `tensor` stays as it is, and `out` becomes a copy of it."""
     root = _rank_in(group, "dst", dst, group_dst)
@@ -115,17 +92,13 @@ def reduce(
     return _call(group, "reduce", [tensor if out is None else _copied(tensor, out)], options=options)
 
 
-def all_gather(
-    tensor_list: Sequence[Array], tensor: Array, group: dist.ProcessGroup | None = None, async_op: bool = False
-) -> dist.Work | None:
+def all_gather(tensor_list: Sequence[Array], tensor: Array, group: Group = None, async_op: bool = False) -> Work:
     """Puts rank r's `tensor` into `tensor_list[r]` on every rank; sizes may differ between ranks."""
     options = _options(AllgatherOptions, async_op)
     return _call(group, "allgather", [list(tensor_list)], [tensor], options=options)
 
 
-def all_gather_single(
-    output_tensor: Array, input_tensor: Array, group: dist.ProcessGroup | None = None, async_op: bool = False
-) -> dist.Work | None:
+def all_gather_single(output_tensor: Array, input_tensor: Array, group: Group = None, async_op: bool = False) -> Work:
     """Puts the ranks' `input_tensor`s one after the other into `output_tensor`, which has size times as many elements.
 
     torch up to 2.12 has it as `all_gather_into_tensor`, which works here too.
@@ -140,24 +113,16 @@ all_gather_into_tensor = all_gather_single
 
 
 def reduce_scatter(
-    output: Array,
-    input_list: Sequence[Array],
-    op: ReduceOp = SUM,
-    group: dist.ProcessGroup | None = None,
-    async_op: bool = False,
-) -> dist.Work | None:
+    output: Array, input_list: Sequence[Array], op: ReduceOp = SUM, group: Group = None, async_op: bool = False
+) -> Work:
     """Puts the reduction of all ranks' `input_list[r]` into `output` of rank r; sizes may differ between blocks."""
     options = _options(dist.ReduceScatterOptions, async_op, reduceOp=op)
     return _call(group, "reduce_scatter", [output], [list(input_list)], options=options)
 
 
 def reduce_scatter_single(
-    output: Array,
-    input: Array,
-    op: ReduceOp = SUM,
-    group: dist.ProcessGroup | None = None,
-    async_op: bool = False,
-) -> dist.Work | None:
+    output: Array, input: Array, op: ReduceOp = SUM, group: Group = None, async_op: bool = False
+) -> Work:
     """Reduces `input` over all ranks and puts the r-th of its equal parts into `output` of rank r.
 
     torch up to 2.12 has it as `reduce_scatter_tensor`, which works here too.
@@ -174,11 +139,11 @@ reduce_scatter_tensor = reduce_scatter_single
 def gather(
     tensor: Array,
     gather_list: Sequence[Array] | None = None,
-    dst: int | None = None,
-    group: dist.ProcessGroup | None = None,
+    dst: Rank = None,
+    group: Group = None,
     async_op: bool = False,
-    group_dst: int | None = None,
-) -> dist.Work | None:
+    group_dst: Rank = None,
+) -> Work:
     """Puts rank r's `tensor` into `gather_list[r]` on the destination (default: rank 0 of the world); other ranks give
     no list."""
     options = _options(dist.GatherOptions, async_op, rootRank=_rank_in(group, "dst", dst, group_dst))
@@ -188,11 +153,11 @@ def gather(
 def scatter(
     tensor: Array,
     scatter_list: Sequence[Array] | None = None,
-    src: int | None = None,
-    group: dist.ProcessGroup | None = None,
+    src: Rank = None,
+    group: Group = None,
     async_op: bool = False,
-    group_src: int | None = None,
-) -> dist.Work | None:
+    group_src: Rank = None,
+) -> Work:
     """Puts `scatter_list[r]` of the source (default: rank 0 of the world) into `tensor` of rank r; other ranks give no
     list."""
     options = _options(dist.ScatterOptions, async_op, rootRank=_rank_in(group, "src", src, group_src))
@@ -200,11 +165,8 @@ def scatter(
 
 
 def all_to_all(
-    output_tensor_list: Sequence[Array],
-    input_tensor_list: Sequence[Array],
-    group: dist.ProcessGroup | None = None,
-    async_op: bool = False,
-) -> dist.Work | None:
+    output_tensor_list: Sequence[Array], input_tensor_list: Sequence[Array], group: Group = None, async_op: bool = False
+) -> Work:
     """Puts `input_tensor_list[r]` of rank s into `output_tensor_list[s]` of rank r; sizes may all differ."""
     options = _options(dist.AllToAllOptions, async_op)
     return _call(group, "alltoall", list(output_tensor_list), list(input_tensor_list), options=options)
@@ -215,9 +177,9 @@ def all_to_all_single(
     input: Array,
     output_split_sizes: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     async_op: bool = False,
-) -> dist.Work | None:
+) -> Work:
     """`all_to_all` of the parts of one tensor: equal ones, or as many rows as the split sizes say.
 
     Either all ranks give split sizes or none does.
@@ -230,11 +192,11 @@ def all_to_all_single(
 
 
 def barrier(
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     async_op: bool = False,
     device_ids: Sequence[int] | None = None,
     timeout: timedelta | None = None,
-) -> dist.Work | None:
+) -> Work:
     """Ends when all ranks have called it. `timeout` is the group's by default. `device_ids`, which tells NCCL its GPU,
     is not used."""
     options = _options(dist.BarrierOptions, async_op)
@@ -244,7 +206,7 @@ def barrier(
 
 
 def monitored_barrier(
-    group: dist.ProcessGroup | None = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+    group: Group = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
 ) -> None:
     """A barrier that raises `CollectiveTimeout` on every rank that came, naming the ranks that did not.
 
@@ -258,24 +220,12 @@ def monitored_barrier(
     backend.monitored_barrier(backend.options._timeout if timeout is None else _duration(timeout), wait_all_ranks)
 
 
-def isend(
-    tensor: Array,
-    dst: int | None = None,
-    group: dist.ProcessGroup | None = None,
-    tag: int = 0,
-    group_dst: int | None = None,
-) -> dist.Work:
+def isend(tensor: Array, dst: Rank = None, group: Group = None, tag: int = 0, group_dst: Rank = None) -> dist.Work:
     """Begins to send `tensor` to the destination; `wait()` for the `Work` before `tensor` is changed."""
     return _message(group, "send", tensor, _rank_in(group, "dst", dst, group_dst, required=True), tag)
 
 
-def irecv(
-    tensor: Array,
-    src: int | None = None,
-    group: dist.ProcessGroup | None = None,
-    tag: int = 0,
-    group_src: int | None = None,
-) -> dist.Work:
+def irecv(tensor: Array, src: Rank = None, group: Group = None, tag: int = 0, group_src: Rank = None) -> dist.Work:
     """Begins to receive into `tensor` from the source, or from any rank if none is given; `wait()` for the `Work`
     before `tensor` is used."""
     if src is None and group_src is None:
@@ -283,24 +233,12 @@ def irecv(
     return _message(group, "recv", tensor, _rank_in(group, "src", src, group_src), tag)
 
 
-def send(
-    tensor: Array,
-    dst: int | None = None,
-    group: dist.ProcessGroup | None = None,
-    tag: int = 0,
-    group_dst: int | None = None,
-) -> None:
+def send(tensor: Array, dst: Rank = None, group: Group = None, tag: int = 0, group_dst: Rank = None) -> None:
     """Sends `tensor` to the destination; returns when `tensor` may be changed."""
     isend(tensor, dst, group, tag, group_dst).wait()
 
 
-def recv(
-    tensor: Array,
-    src: int | None = None,
-    group: dist.ProcessGroup | None = None,
-    tag: int = 0,
-    group_src: int | None = None,
-) -> int:
+def recv(tensor: Array, src: Rank = None, group: Group = None, tag: int = 0, group_src: Rank = None) -> int:
     """Receives into `tensor` from the source, or from any rank if none is given; returns the sender's rank in the
     world."""
     work = irecv(tensor, src, group, tag, group_src)
@@ -452,13 +390,11 @@ def backend_of(group: dist.ProcessGroup | None) -> ProcessGroupRing:
     raise InvalidArgument(f"group's backend is {group.name()!r}; it must be 'ringreduce' for CPU or CUDA tensors")
 
 
-def _is_world(group: dist.ProcessGroup | None) -> bool:
+def _is_world(group: Group) -> bool:
     return group is None or group is dist.group.WORLD
 
 
-def _rank_in(
-    group: dist.ProcessGroup | None, name: str, rank: int | None, group_rank: int | None, required: bool = False
-) -> int:
+def _rank_in(group: Group, name: str, rank: int | None, group_rank: int | None, required: bool = False) -> int:
     """The rank in `group` that a call means by its arguments `name` (a rank of the world) and `group_` + `name`."""
     if group_rank is not None:
         if rank is not None:
@@ -504,9 +440,7 @@ def _options(kind: Callable[[], Any], async_op: bool, **values: Any) -> Any:
     return options
 
 
-def _call(
-    group: dist.ProcessGroup | None, method: str, *given: Any, options: Any, splits: tuple[list[int], ...] = ()
-) -> dist.Work | None:
+def _call(group: Group, method: str, *given: Any, options: Any, splits: tuple[list[int], ...] = ()) -> Work:
     """Makes the call of the group's backend on arrays and lists of arrays."""
     guests = arrays.Guests()
     function = getattr(backend_of(group), method)
@@ -517,7 +451,7 @@ def _call(
     return None
 
 
-def _message(group: dist.ProcessGroup | None, method: str, tensor: Array, *peer_and_tag: int) -> dist.Work:
+def _message(group: Group, method: str, tensor: Array, *peer_and_tag: int) -> dist.Work:
     guests = arrays.Guests()
     function = getattr(backend_of(group), method)
     return guests.work(function([_tensor(tensor, guests)], *peer_and_tag))

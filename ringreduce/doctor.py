@@ -53,7 +53,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Nic:
+class NetworkDevice:
     """A network interface; `gbit` is 0 where it does not tell."""
 
     name: str
@@ -114,7 +114,7 @@ class Facts:
     """How kernels come to be here ("": they do not), and what to do then."""
     nccl: str | None
     nvcc: str | None
-    interfaces: tuple[Nic, ...]
+    interfaces: tuple[NetworkDevice, ...]
     memlock: int | None
     """Bytes."""
     open_files: int | None
@@ -555,7 +555,7 @@ def _look_at_gpus() -> tuple[str | None, str, tuple[Gpu, ...]]:
     return driver, problem, tuple(gpus)
 
 
-def _interfaces(sysfs: Path) -> tuple[Nic, ...]:
+def _interfaces(sysfs: Path) -> tuple[NetworkDevice, ...]:
     try:
         folders = sorted((sysfs / "class/net").iterdir())
     except OSError:
@@ -566,7 +566,7 @@ def _interfaces(sysfs: Path) -> tuple[Nic, ...]:
         flags = int(text, 16) if re.fullmatch(r"0x[0-9a-f]+", text) else 0
         speed = text_of(folder / "speed")
         gbit = int(speed) / 1000 if speed.isdecimal() else 0.0
-        found.append(Nic(folder.name, bool(flags & 1), gbit, loopback=bool(flags & 8)))
+        found.append(NetworkDevice(folder.name, bool(flags & 1), gbit, loopback=bool(flags & 8)))
     return tuple(found)
 
 

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 from ringreduce import hosts_file, plan
 from ringreduce.common.failures import CollectiveTimeout, RingReduceError, TopologyError
-from ringreduce.plan import Plan, Rule, Slicing
-from ringreduce.plan import across_hosts as between
+from ringreduce.plan import Plan, Rule, Slicing, across_hosts as between
 from ringreduce.plan.choose import ROOTED
 from ringreduce.rendezvous import Door, Meeting, Peer
 from ringreduce.rendezvous.interfaces import speed_of
@@ -236,13 +235,7 @@ class Links:
         }
         self._group = group
         self._door.open(
-            self._rank,
-            self._name,
-            self._meeting.secret,
-            peers,
-            group.add_link,
-            self._connections,
-            self._dead_after,
+            self._rank, self._name, self._meeting.secret, peers, group.add_link, self._connections, self._dead_after
         )
 
     def connect(self, peer: int, seconds: float) -> None:

@@ -83,13 +83,7 @@ def _peers(seconds: float, file: str | None) -> int:
         ) from None
     assert options.connections is not None and options.dead_after is not None  # resolved
     found = doctor_peers.survey(
-        PrefixStore("ringreduce doctor", store),
-        rank,
-        size,
-        place,
-        seconds,
-        options.connections,
-        options.dead_after,
+        PrefixStore("ringreduce doctor", store), rank, size, place, seconds, options.connections, options.dead_after
     )
     if found is None:
         return 0

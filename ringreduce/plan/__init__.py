@@ -25,36 +25,3 @@ from ringreduce.plan.cost import Cost, Machine, Slicing, chunk_bytes
 from ringreduce.plan.lower import digest, lower
 from ringreduce.plan.model import COLLECTIVES, Channel, Layout, Plan, Program, Read, Step, layout, slot_depth
 from ringreduce.plan.verify import verify
-
-__all__ = [
-    "BUILDERS",
-    "COLLECTIVES",
-    "Builder",
-    "Channel",
-    "Cost",
-    "Layout",
-    "Machine",
-    "Plan",
-    "PlanError",
-    "Program",
-    "Range",
-    "Read",
-    "Rule",
-    "Slicing",
-    "Step",
-    "Table",
-    "build",
-    "by_cost",
-    "chunk_bytes",
-    "digest",
-    "layout",
-    "lookup",
-    "lower",
-    "one_shot_end",
-    "parse_algorithms",
-    "ranges_between",
-    "slices",
-    "slot_depth",
-    "table",
-    "verify",
-]

@@ -38,11 +38,7 @@ BUILDERS: Mapping[str, Mapping[str, Builder]] = {
         "ring": _over(ring.one_ring, ring.broadcast, "ring"),
         "tree": tree.broadcast,
     },
-    "reduce": {
-        "direct": direct.reduce,
-        "ring": _over(ring.one_ring, ring.reduce, "ring"),
-        "tree": tree.reduce,
-    },
+    "reduce": {"direct": direct.reduce, "ring": _over(ring.one_ring, ring.reduce, "ring"), "tree": tree.reduce},
     "gather": {"direct": direct.gather},
     "scatter": {"direct": direct.scatter},
     "all_to_all": {"direct": direct.all_to_all},

@@ -101,16 +101,7 @@ class Layout:
         return sum(1 << rank for rank in range(self.size) if self.has_input(rank, block))
 
 
-COLLECTIVES = (
-    "all_reduce",
-    "reduce_scatter",
-    "all_gather",
-    "broadcast",
-    "reduce",
-    "gather",
-    "scatter",
-    "all_to_all",
-)
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter", "all_to_all")
 
 
 def layout(collective: str, size: int) -> Layout:

@@ -158,11 +158,6 @@ def probe_all() -> LinkGraph | None:
     return None if system.nvml is None else decide(look(replace(system, environ={})))
 
 
-def probe_cores(assume: Assumed = NOTHING) -> LinkGraph:
-    """This machine as ranks on its cores see it, whether it has GPUs or not.  Never raises."""
-    return decide(replace(look(this_system()), gpus=()), assume)
-
-
 def this_system(memory: float | None = None) -> System:
     """Where this process runs; `memory` as for `probe`."""
     try:

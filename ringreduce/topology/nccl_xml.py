@@ -418,13 +418,7 @@ class _Reader:
         for (one, cpu), (other, _) in combinations(self.cpus, 2):
             if one.host == other.host:
                 family, number = cpu.get("familyid"), cpu.get("modelid")
-                rate = smp(
-                    self.assume,
-                    cpu.get("vendor"),
-                    _whole(family) or 0,
-                    _whole(number) or 0,
-                    cpu.get("arch"),
-                )
+                rate = smp(self.assume, cpu.get("vendor"), _whole(family) or 0, _whole(number) or 0, cpu.get("arch"))
                 if rate.assumed:
                     self.note(rate.assumed)
                 self.join(one.node, other.node, LinkKind.SMP, rate)

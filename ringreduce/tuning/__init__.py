@@ -18,21 +18,3 @@ from ringreduce.tuning.decision import (
 )
 from ringreduce.tuning.machine import Identity, identify
 from ringreduce.tuning.record import Cell, Measured, Tuning
-
-__all__ = [
-    "Cell",
-    "Identity",
-    "Measured",
-    "Tuning",
-    "current",
-    "decide",
-    "identify",
-    "keep",
-    "measured_memory",
-    "memory_gbps",
-    "renew",
-    "fetch_from",
-    "fetches",
-    "rules_for",
-    "slicing_for",
-]

@@ -11,14 +11,14 @@ import pytest
 from rich.console import Console
 from stand_in import build
 
-from ringreduce.doctor import Facts, Gpu, Nic, examine, look, render
+from ringreduce.doctor import Facts, Gpu, NetworkDevice, examine, look, render
 from ringreduce.gpu import kernels
 from ringreduce.topology.graph import LinkGraph, Node, NodeKind
 from ringreduce.topology.presets import preset
 
 GB = 1024**3
-LOOPBACK = Nic("lo", up=True, gbit=0, loopback=True)
-ETHERNET = Nic("eth0", up=True, gbit=25)
+LOOPBACK = NetworkDevice("lo", up=True, gbit=0, loopback=True)
+ETHERNET = NetworkDevice("eth0", up=True, gbit=25)
 CORES = LinkGraph("cores", (Node("CPU0", NodeKind.CPU), Node("CORE0", NodeKind.CORE)), ())
 
 # In a machine of two.
@@ -207,7 +207,7 @@ def test_interfaces_and_kernel_settings_are_read(tmp_path):
     )
     facts = look(tmp_path / "sys", tmp_path / "proc")
     assert (facts.yama, facts.huge_pages) == ("1", "within_size")
-    assert facts.interfaces == (Nic("eth0", True, 100), Nic("eth1", False, 0), LOOPBACK)
+    assert facts.interfaces == (NetworkDevice("eth0", True, 100), NetworkDevice("eth1", False, 0), LOOPBACK)
 
 
 def test_a_system_that_tells_nothing(tmp_path, monkeypatch):

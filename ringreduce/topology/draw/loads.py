@@ -8,16 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ringreduce.common.units import bytes_text, time_text
-from ringreduce.topology.draw.style import (
-    A4,
-    DPI,
-    GREY,
-    INK,
-    PALETTE,
-    machine_name,
-    rank_label,
-    sheet,
-)
+from ringreduce.topology.draw.style import A4, DPI, GREY, INK, PALETTE, machine_name, rank_label, sheet
 from ringreduce.topology.graph import FABRIC, LinkGraph
 
 if TYPE_CHECKING:
