@@ -123,7 +123,7 @@ def wire_of(noticed: Mapping[int, Noticed]) -> Wire:
 
 
 def _if_all_known(speeds: Iterable[float | None]) -> list[float]:
-    """None of them if one is not known."""
+    """The values, or an empty list if one of them is None."""
     given = list(speeds)
     known = [speed for speed in given if speed is not None]
     return known if len(known) == len(given) else []
