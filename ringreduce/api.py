@@ -42,10 +42,10 @@ DEVICES = (CPU, torch.device("cuda"))
 
 
 def all_reduce(
-    tensor: Array, op: ReduceOp = SUM, group: Group = None, async_op: bool = False, *, out: Array | None = None
+    tensor: Array, op: ReduceOp = SUM, group: Group = None, async_op: bool = False, out: Array | None = None
 ) -> Work:
     """Replaces `tensor` on every rank by the reduction over all ranks; with `out`, writes that instead."""
-    if not async_op and out is None and _C.all_reduce_now(group, tensor, op):
+    if not async_op and _C.all_reduce_now(group, tensor, op, out):
         return None
     options = _options(dist.AllreduceOptions, async_op, reduceOp=op)
     return _call(group, "allreduce", [tensor if out is None else _copied(tensor, out)], options=options)
@@ -68,10 +68,9 @@ def broadcast(
     tensor: Array, src: Rank = None, group: Group = None, async_op: bool = False, group_src: Rank = None
 ) -> Work:
     """Replaces `tensor` on every rank by that of the source (default: rank 0 of the world)."""
-    root = _rank_in(group, "src", src, group_src)
-    if not async_op and _C.broadcast_now(group, tensor, root):
+    if not async_op and _C.broadcast_now(group, tensor, src, group_src):
         return None
-    options = _options(dist.BroadcastOptions, async_op, rootRank=root)
+    options = _options(dist.BroadcastOptions, async_op, rootRank=_rank_in(group, "src", src, group_src))
     return _call(group, "broadcast", [tensor], options=options)
 
 
@@ -82,7 +81,6 @@ def reduce(
     group: Group = None,
     async_op: bool = False,
     group_dst: Rank = None,
-    *,
     out: Array | None = None,
 ) -> Work:
     """Replaces `tensor` on the destination (default: rank 0 of the world) by the reduction over all ranks; with `out`,
@@ -246,7 +244,7 @@ def recv(tensor: Array, src: Rank = None, group: Group = None, tag: int = 0, gro
     if src is not None:
         return src
     sender = work._source_rank() if group_src is None else group_src
-    return sender if _is_world(group) else dist.get_global_rank(cast(dist.ProcessGroup, group), sender)
+    return int(backend_of(group).options.global_ranks_in_group[sender])
 
 
 class P2POp(dist.P2POp):
@@ -390,10 +388,6 @@ def backend_of(group: dist.ProcessGroup | None) -> ProcessGroupRing:
     raise InvalidArgument(f"group's backend is {group.name()!r}; it must be 'ringreduce' for CPU or CUDA tensors")
 
 
-def _is_world(group: Group) -> bool:
-    return group is None or group is dist.group.WORLD
-
-
 def _rank_in(group: Group, name: str, rank: int | None, group_rank: int | None, required: bool = False) -> int:
     """The rank in `group` that a call means by its arguments `name` (a rank of the world) and `group_` + `name`."""
     if group_rank is not None:
@@ -404,17 +398,11 @@ def _rank_in(group: Group, name: str, rank: int | None, group_rank: int | None, 
         if required:
             raise InvalidArgument(f"{name} is None; give a rank of the world, or group_{name}")
         rank = 0
-    if _is_world(group):
-        return rank
-    backend_of(group)  # or it raises
-    assert group is not None
-    try:
-        return dist.get_group_rank(group, rank)
-    except (ValueError, TypeError):
-        try:
-            ranks = dist.get_process_group_ranks(group)
-        except KeyError:  # torch does not list it: the group is a world of its own
-            return rank
+    ranks = backend_of(group).options.global_ranks_in_group
+    if rank in ranks:
+        return int(ranks.index(rank))
+    if group is None or group is dist.group.WORLD:
+        return rank  # the call says what is wrong
     raise InvalidArgument(f"{name} is {rank!r}; it must be the world's rank of a member: {ranks}; or use group_{name}")
 
 
