@@ -10,7 +10,7 @@ from ringreduce.common.files import text_of
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
-ANEW = "build it anew: `make build` in a checkout, else `pip install --no-build-isolation --force-reinstall ringreduce`"
+ANEW = "build it anew: `make build` in a checkout, or `pip install --no-build-isolation --no-deps .` there"
 
 
 def built_for() -> str:

@@ -92,18 +92,10 @@ class GroupTopology:
         """Load what `to_json` wrote."""
         fields: dict[str, Any] = json.loads(text)
         served = (Served(**{**each, "plan": Plan.from_json(json.dumps(each["plan"]))}) for each in fields["served"])
-        hosts = (OnHost(name, tuple(ranks)) for name, ranks in fields["hosts"])
-        links = ((peer, tuple(paths)) for peer, paths in fields["links"])
-        return GroupTopology(
-            fields["source"],
-            fields["machine"],
-            tuple(fields["ranks"]),
-            tuple(served),
-            tuple(fields["assumed"]),
-            tuple(hosts),
-            tuple(links),
-            fields["wire"],
-        )
+        lists = {name: tuple(fields[name]) for name in ("ranks", "assumed")}
+        lists["hosts"] = tuple(OnHost(name, tuple(ranks)) for name, ranks in fields["hosts"])
+        lists["links"] = tuple((peer, tuple(paths)) for peer, paths in fields["links"])
+        return GroupTopology(**{**fields, **lists, "served": tuple(served)})
 
     def __str__(self) -> str:
         lines = [f"{self.machine} ({self.source})"]

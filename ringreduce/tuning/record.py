@@ -18,7 +18,7 @@ from ringreduce.common.files import cache_folder, read_own, replace_file
 from ringreduce.plan import BUILDERS, Machine
 from ringreduce.tuning.machine import Identity
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)
