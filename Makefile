@@ -133,7 +133,7 @@ $(VENV)/.installed: pyproject.toml setup.py | $(VENV)/.built
 	@$(PY) -m pip install -q --no-build-isolation --no-deps -e .
 	@touch $@
 
-$(VENV)/.test-tools: $(VENV)/.torch
+$(VENV)/.test-tools: Makefile $(VENV)/.torch
 	@echo "[+] tools for tests and lint"
 	@$(call install_missing,$(TEST_TOOLS))
 	@touch $@

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, _ProcessGroupWrapper
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ringreduce import _C, plan as plans
+from ringreduce import _C
+from ringreduce import plan as plans
 from ringreduce._C import ProcessGroupRing, nccl_device_of, nccl_version
 from ringreduce.errors import InvalidArgument
 from ringreduce.gpu import arrays, nccl

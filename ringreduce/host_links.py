@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from ringreduce import hosts_file, plan
 from ringreduce.common.failures import CollectiveTimeout, RingReduceError, TopologyError
-from ringreduce.plan import Plan, Rule, Slicing, across_hosts as between
+from ringreduce.plan import Plan, Rule, Slicing
+from ringreduce.plan import across_hosts as between
 from ringreduce.plan.choose import ROOTED
 from ringreduce.rendezvous import Door, Meeting, Peer
 from ringreduce.rendezvous.interfaces import speed_of

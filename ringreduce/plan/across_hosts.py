@@ -35,7 +35,8 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from ringreduce.common.failures import PlanError
-from ringreduce.plan import builders, choose as sizes, tree
+from ringreduce.plan import builders, tree
+from ringreduce.plan import choose as sizes
 from ringreduce.plan.builders import BUILDERS, Builder
 from ringreduce.plan.cost import WINDOW, Slicing
 from ringreduce.plan.model import Channel, Layout, Plan, Program, Read, Step, layout, slot_depth

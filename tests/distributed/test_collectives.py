@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed.harness import Rank, run
-from hypothesis import HealthCheck, Phase, given, settings, strategies as st
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 
 import ringreduce
 from ringreduce.errors import InvalidArgument

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from distributed import cuda_threads
 from distributed.cuda_threads import Member, all_collectives
 from distributed.harness import Rank, run
-from stand_in import build as stand_in, torch_cuda
+from stand_in import build as stand_in
+from stand_in import torch_cuda
 
 import ringreduce
 from ringreduce import Options

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from frameworks.common import ROUNDING, batch, loss_of, network as model, sgd, values
+from frameworks.common import ROUNDING, batch, loss_of, sgd, values
+from frameworks.common import network as model
 from frameworks.launch import DEADLINE, ROOT, environment
 from frameworks.test_fsdp import sharded
 from net.network import Network, unavailable

@@ -2,7 +2,8 @@
 
 from itertools import pairwise
 
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ringreduce import _C
 

@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import ringreduce.plan.ring as ring
 from ringreduce.plan import BUILDERS, Plan, PlanError, Read, Step, build, layout, slot_depth, verify

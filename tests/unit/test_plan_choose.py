@@ -1,7 +1,8 @@
 """Which algorithm runs for which size: the grammar, the defaults, and how rules override them."""
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ringreduce.plan import (
     BUILDERS,

@@ -4,10 +4,12 @@ from fractions import Fraction
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_plan_results import check_results
 
-from ringreduce.plan import PlanError, Read, Step, across_hosts, build as build_flat, slot_depth, table, verify
+from ringreduce.plan import PlanError, Read, Step, across_hosts, slot_depth, table, verify
+from ringreduce.plan import build as build_flat
 from ringreduce.plan.across_hosts import ACROSS, BY_BLOCKS, Hosts, build, bytes_out, choose, hops, shapes
 from ringreduce.plan.choose import ROOTED
 

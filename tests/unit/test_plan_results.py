@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import ringreduce.plan.ring as ring
 from ringreduce.plan import BUILDERS, Plan, build, digest, layout, lower, slot_depth

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings, strategies as st
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from ringreduce.plan import BUILDERS, Channel, Plan, PlanError, Program, Read, Step, build, verify
 

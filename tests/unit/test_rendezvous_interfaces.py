@@ -5,7 +5,8 @@ from ipaddress import IPv4Interface, IPv6Interface, ip_interface
 
 import psutil
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ringreduce.errors import InvalidArgument
 from ringreduce.rendezvous.interfaces import Filter, Interface, local_interfaces

@@ -4,7 +4,8 @@ import dataclasses
 import math
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from examples import book_figures
 from ringreduce.plan import BUILDERS, Channel, Plan, PlanError, Read, Step, build, direct, ring, slot_depth, tree

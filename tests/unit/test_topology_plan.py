@@ -7,7 +7,8 @@ from itertools import combinations, permutations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ringreduce.errors import TopologyError
 from ringreduce.plan import Plan, build, verify

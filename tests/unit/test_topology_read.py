@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ringreduce.errors import TopologyError
 from ringreduce.topology.graph import FABRIC, LinkGraph, LinkKind, NodeKind

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from stand_in.build import WARNINGS
 
 from ringreduce.plan import BUILDERS, Channel, Plan, PlanError, Read, Step, build, lower, ring, slot_depth, verify
