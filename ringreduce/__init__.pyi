@@ -2,6 +2,7 @@
 
 from torch.distributed import (
     all_gather_object as all_gather_object,
+    batch_isend_irecv as batch_isend_irecv,
     broadcast_object_list as broadcast_object_list,
     gather_object as gather_object,
     recv_object_list as recv_object_list,
@@ -19,7 +20,6 @@ from ringreduce.api import (
     all_to_all as all_to_all,
     all_to_all_single as all_to_all_single,
     barrier as barrier,
-    batch_isend_irecv as batch_isend_irecv,
     broadcast as broadcast,
     empty as empty,
     empty_like as empty_like,

@@ -6,8 +6,8 @@ ringreduce (default: the world). `src` and `dst` are ranks of the world, `group_
 give one of the two. NumPy arrays are used in place through `torch.from_numpy`, so they must be writable. Errors are
 those of `ringreduce.errors`.
 
-Collectives of objects are torch's own functions. What differs from torch, call by call, is listed with its reason in
-tests/unit/test_signatures.py.
+Collectives of objects, and `batch_isend_irecv`, are torch's own functions. What differs from torch, call by call, is
+listed with its reason in tests/unit/test_signatures.py.
 """
 
 from __future__ import annotations
@@ -249,10 +249,8 @@ def recv(tensor: Array, src: Rank = None, group: Group = None, tag: int = 0, gro
 
 
 class P2POp(dist.P2POp):
-    """A message of `batch_isend_irecv`, as torch's; `op` may be `ringreduce.isend` or `irecv`, `tensor` a NumPy array.
-
-    `tensor` must be none of another GPU library's.
-    """
+    """A message of `batch_isend_irecv`, as torch's; `op` may be `ringreduce.isend` or `irecv`, `tensor` a NumPy array
+    too, but no array of another GPU library."""
 
     def __new__(cls, op: Callable[..., Any], tensor: Array, *others: Any, **named: Any) -> P2POp:
         return cast(P2POp, super().__new__(cls, _OF_TORCH.get(op, op), _tensor(tensor, None), *others, **named))
@@ -262,11 +260,6 @@ class P2POp(dist.P2POp):
 
 
 _OF_TORCH: dict[Callable[..., Any], Callable[..., Any]] = {isend: dist.isend, irecv: dist.irecv}
-
-
-def batch_isend_irecv(p2p_op_list: Sequence[dist.P2POp]) -> list[dist.Work]:
-    """Begins all messages of a list; `wait()` for each `Work`. The messages are `P2POp`s, torch's or ours."""
-    return dist.batch_isend_irecv(list(p2p_op_list))
 
 
 def empty(

@@ -458,20 +458,16 @@ def look(sysfs: Path = Path("/sys"), proc: Path = Path("/proc")) -> Facts:
 
 def _look_at_torch() -> dict[str, Any]:
     """What `Facts` has of torch, and of the NCCL that it may bring."""
-    try:
+    facts = {"torch": "", "distributed": False, "cuda": None, "cuda_devices": 0, "nccl": _find_nccl()}
+    with contextlib.suppress(ImportError):
         import torch
-    except ImportError:
-        return {"torch": "", "distributed": False, "cuda": None, "cuda_devices": 0, "nccl": _find_nccl()}
-    nccl = None
-    with contextlib.suppress(Exception):  # builds without CUDA have no such functions
-        nccl = f"{'.'.join(map(str, torch.cuda.nccl.version()))}, in torch"  # type: ignore[no-untyped-call]
-    return {
-        "torch": torch.__version__,
-        "distributed": torch.distributed.is_available(),
-        "cuda": torch.version.cuda,
-        "cuda_devices": torch.cuda.device_count(),
-        "nccl": nccl or _find_nccl(),
-    }
+
+        facts |= {"torch": torch.__version__, "distributed": torch.distributed.is_available()}
+        facts |= {"cuda": torch.version.cuda, "cuda_devices": torch.cuda.device_count()}
+        with contextlib.suppress(Exception):  # builds without CUDA have no such functions
+            version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+            facts["nccl"] = f"{'.'.join(map(str, version))}, in torch"
+    return facts
 
 
 def _find_nccl() -> str | None:

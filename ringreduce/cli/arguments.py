@@ -81,13 +81,7 @@ def rate(text: str) -> float:
 
 def seconds(text: str) -> float:
     """Seconds above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} seconds; it must be a number above 0")
-    return value
+    return _number(text, "seconds")
 
 
 def microseconds(text: str) -> float:
