@@ -178,5 +178,5 @@ def _number(text: str, unit: str, zero: bool = False) -> float:
     except ValueError:
         value = math.nan
     if not (0 < value < math.inf or (zero and value == 0)):
-        raise argparse.ArgumentTypeError(f"{text!r} {unit}; give a number {'of at least' if zero else 'above'} 0")
+        raise argparse.ArgumentTypeError(f"{text!r} {unit}; it must be a number {'of at least' if zero else 'above'} 0")
     return value

@@ -122,7 +122,7 @@ def current(where: str, cores: frozenset[int]) -> tuple[Tuning, str]:
     tuning = Tuning(identity, probe(cores), now())
     if writable:
         try:
-            save(tuning, path, anew=False)
+            save(tuning, path, replace=False)
         except OSError as error:
             log.info("cannot keep the tuning in %s: %s", path, error)
     return tuning, "probe"
@@ -154,7 +154,7 @@ def renew(where: str, cores: Collection[int]) -> tuple[Path, Tuning]:
     except (OSError, ValueError):
         measured = {}
     tuning = Tuning(identity, probe(cores), now(), measured)
-    save(tuning, path, anew=True)
+    save(tuning, path, replace=True)
     return path, tuning
 
 
@@ -165,7 +165,7 @@ def keep(tuning: Tuning, size: int, cells: Mapping[str, tuple[Cell, ...]], path:
     before = tuning.measured[size].cells if size in tuning.measured else {}
     measured = Measured(now(), {**before, **cells})
     tuning = replace(tuning, measured={**tuning.measured, size: measured})
-    save(tuning, path, anew=True)
+    save(tuning, path, replace=True)
     return tuning
 
 

@@ -7,10 +7,11 @@ whole or not at all, and a file of another user is not read, since what runs wou
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def tuned_otherwise(identity: Identity) -> list[Tuning]:
     for path in sorted(cache_folder().glob("*.json")):
         with contextlib.suppress(OSError, ValueError):
             known = load(path)
-            same = replace(known.identity, cores=identity.cores, sockets=identity.sockets) == identity
+            same = dataclasses.replace(known.identity, cores=identity.cores, sockets=identity.sockets) == identity
             found += [known] if same and known.measured and known.identity != identity else []
     return found
 
@@ -88,11 +89,11 @@ def load(path: Path) -> Tuning:
         raise ValueError(f"it is not a tuning file: {error!r}") from None
 
 
-def save(tuning: Tuning, path: Path, anew: bool) -> None:
-    """Writes the file as a whole; without `anew`, one that is there already stays.  Raises OSError."""
+def save(tuning: Tuning, path: Path, replace: bool) -> None:
+    """Writes the file as a whole; without `replace`, one that is there already stays.  Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     content = json.dumps({"format": FORMAT, **asdict(tuning)}, indent=1)
-    replace_file(path, content.encode(), anew)
+    replace_file(path, content.encode(), replace)
 
 
 def _measured(entry: Any) -> Measured:

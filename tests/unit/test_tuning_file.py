@@ -57,13 +57,13 @@ def test_the_probe_finds_positive_figures() -> None:
 
 def test_a_file_comes_back_as_it_was_written(known: Tuning, tmp_path: Path) -> None:
     path = tmp_path / "new" / "folder" / "tuning.json"
-    save(known, path, anew=False)
+    save(known, path, replace=False)
     assert load(path) == known
     assert path.stat().st_mode & 0o777 == 0o600
     other = dataclasses.replace(known, probed="later")
-    save(other, path, anew=False)
+    save(other, path, replace=False)
     assert load(path) == known
-    save(other, path, anew=True)
+    save(other, path, replace=True)
     assert load(path) == other
     assert os.listdir(path.parent) == ["tuning.json"]
 
@@ -72,7 +72,7 @@ def test_a_writer_that_is_interrupted_leaves_the_old_file(
     known: Tuning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "tuning.json"
-    save(known, path, anew=True)
+    save(known, path, replace=True)
 
     def interrupted(descriptor: int) -> None:
         assert os.fstat(descriptor).st_size > 0
@@ -80,14 +80,14 @@ def test_a_writer_that_is_interrupted_leaves_the_old_file(
 
     monkeypatch.setattr(os, "fsync", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        save(dataclasses.replace(known, probed="later"), path, anew=True)
+        save(dataclasses.replace(known, probed="later"), path, replace=True)
     assert load(path) == known
     assert os.listdir(tmp_path) == ["tuning.json"]
 
 
 def test_a_file_that_others_may_write_is_not_read(known: Tuning, tmp_path: Path) -> None:
     path = tmp_path / "tuning.json"
-    save(known, path, anew=True)
+    save(known, path, replace=True)
     path.chmod(0o660)
     with pytest.raises(PermissionError, match="others may write to it; chmod go-w"):
         load(path)
@@ -101,7 +101,7 @@ def test_a_tuned_machine_is_known_under_another_set_of_cores(
     here, there, fewer = (identify(cores) for cores in ({0, 1}, {4, 5}, {4}))
     assert here == there and here.digest() == there.digest()
     assert default_path(fewer) != default_path(here)
-    save(dataclasses.replace(known, identity=here), default_path(here), anew=True)
+    save(dataclasses.replace(known, identity=here), default_path(here), replace=True)
     monkeypatch.setattr(decision, "probe", lambda cores: known.machine)
     assert decision.current("auto", frozenset({4, 5}))[0].measured == known.measured
     assert not caplog.records
@@ -111,7 +111,7 @@ def test_a_tuned_machine_is_known_under_another_set_of_cores(
 
 def test_a_file_of_another_user_is_not_read(known: Tuning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "tuning.json"
-    save(known, path, anew=True)
+    save(known, path, replace=True)
     monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
     with pytest.raises(PermissionError, match="belongs to user"):
         load(path)
@@ -145,7 +145,7 @@ def test_a_file_of_another_user_is_not_read(known: Tuning, tmp_path: Path, monke
 )
 def test_a_broken_file_is_refused_with_the_reason(known: Tuning, tmp_path: Path, change: object, message: str) -> None:
     path = tmp_path / "tuning.json"
-    save(known, path, anew=True)
+    save(known, path, replace=True)
     document = json.loads(path.read_text())
     change(document)  # type: ignore[operator]
     path.write_text(json.dumps(document))
@@ -222,7 +222,7 @@ def test_a_tilde_in_a_path_is_the_home_directory(monkeypatch: pytest.MonkeyPatch
 
 def test_what_another_process_measured_meanwhile_stays(known: Tuning, tmp_path: Path) -> None:
     path = tmp_path / "tuning.json"
-    save(known, path, anew=True)
+    save(known, path, replace=True)
     (_, one), (_, other) = (tuning.renew(str(path), CORES) for _ in range(2))
     tuning.keep(one, 2, {"all_reduce": CELLS}, path)
     tuning.keep(other, 4, {"reduce": CELLS}, path)
@@ -254,7 +254,7 @@ def test_a_probe_without_memory_is_an_error() -> None:
 
 def test_measured_decides_where_there_is_something_measured(known: Tuning, tmp_path: Path) -> None:
     path = tmp_path / "tuning.json"
-    save(known, path, anew=True)
+    save(known, path, replace=True)
     rules = decided(3, str(path))
     assert rules.endswith("all_reduce:tree:0-256;all_reduce:ring:256-:128")
     assert "broadcast:" in rules
@@ -264,14 +264,14 @@ def test_measured_decides_where_there_is_something_measured(known: Tuning, tmp_p
 
 def test_tuning_again_keeps_what_was_measured(known: Tuning, tmp_path: Path) -> None:
     path = tmp_path / "tuning.json"
-    save(known, path, anew=True)
+    save(known, path, replace=True)
     where, renewed = tuning.renew(str(path), CORES)
     assert where == path
     assert renewed.measured == known.measured
     kept = tuning.keep(renewed, 3, {"reduce": CELLS[:1]}, path)
     assert load(path) == kept
     assert kept.measured[3].cells == {"all_reduce": CELLS, "reduce": CELLS[:1]}
-    save(dataclasses.replace(known, identity=dataclasses.replace(known.identity, cpu="another")), path, anew=True)
+    save(dataclasses.replace(known, identity=dataclasses.replace(known.identity, cpu="another")), path, replace=True)
     assert tuning.renew(str(path), CORES)[1].measured == {}
 
 
