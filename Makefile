@@ -25,7 +25,7 @@ help:
 	@echo 'make conformance  build, then the suite PyTorch has for its backends, with Gloo beside it, on 2, 3, 4 and 8 ranks;'
 	@echo '               RUNS="ringreduce:3 gloo:3": only these'
 	@echo 'make ecosystem Lightning Fabric, Accelerate and Ray Train on this backend; downloads them to .venv-ecosystem'
-	@echo 'make lint      ruff, mypy --strict, clang-format'
+	@echo 'make lint      ruff, mypy --strict, which module may import which, clang-format'
 	@echo 'make compilers csrc without torch through every g++-N and clang++-N on PATH, for their warnings'
 	@echo 'make stress    the engine without torch, under ThreadSanitizer and AddressSanitizer/UBSan'
 	@echo 'make cuda      compile the GPU kernels, check their registers and loads; WRITE=1: write the table anew'
@@ -48,9 +48,9 @@ help:
 # ---- set-up: each step leaves a stamp in $(VENV), so that a second call has nothing to do ----------------------------
 
 # What pip calls it, then the module to look for; pyproject.toml has the same as extras.
-RUN_TOOLS := 'setuptools>=77:setuptools' ninja numpy rich scipy networkx matplotlib scikit-learn:sklearn
+RUN_TOOLS := 'setuptools>=77:setuptools' ninja numpy rich scipy matplotlib scikit-learn:sklearn
 TEST_TOOLS := pytest pytest-timeout:pytest_timeout pytest-xdist:xdist hypothesis psutil expecttest \
-  mypy 'ruff==0.17:ruff' 'clang-format==23:clang_format'
+  mypy networkx import-linter:importlinter 'ruff==0.17:ruff' 'clang-format==23:clang_format'
 CUDA_TOOLS := nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm nvidia-cuda-nvrtc-cu12 nvidia-cuda-nvrtc
 
 # Is this Python's torch usable? Prints its version, or on stderr why not.
@@ -133,7 +133,7 @@ $(VENV)/.installed: pyproject.toml setup.py | $(VENV)/.built
 	@$(PY) -m pip install -q --no-build-isolation --no-deps -e .
 	@touch $@
 
-$(VENV)/.test-tools: $(VENV)/.torch
+$(VENV)/.test-tools: Makefile $(VENV)/.torch
 	@echo "[+] tools for tests and lint"
 	@$(call install_missing,$(TEST_TOOLS))
 	@touch $@
@@ -153,7 +153,7 @@ demo: build
 	$(PY) bench/ring_vs_tree.py --ranks 2 4 \
 	  --json $(DEMO)/ring_vs_tree.json --table $(DEMO)/ring_vs_tree.txt --plot $(DEMO)/ring_vs_tree.png
 	@echo; echo "== the links of eight V100 as two rings =="
-	$(PY) -m ringreduce.cli topo dgx1-v100 --nvlink-gbps 18 --plot $(DEMO)/dgx1_rings.png
+	$(PY) -m ringreduce topo dgx1-v100 --nvlink-gbps 18 --plot $(DEMO)/dgx1_rings.png
 	@echo; echo "table    $(DEMO)/ring_vs_tree.txt"
 	@echo "pictures $(DEMO)/ring_vs_tree.png, $(DEMO)/dgx1_rings.png"
 	@echo "figures  $(DEMO)/ring_vs_tree.json"
@@ -213,10 +213,13 @@ conformance: build $(VENV)/.test-tools
 CPP := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh') $(wildcard bench/*.cpp bench/*.cu)
 CLANG_FORMAT := $(PY) -c 'from clang_format import clang_format; clang_format()'
 
+LINT_IMPORTS := $(PY) -c 'from importlinter.cli import lint_imports; raise SystemExit(lint_imports(no_cache=True))'
+
 lint: $(VENV)/.test-tools
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	@echo lint-imports; $(LINT_IMPORTS)
 	@echo clang-format --dry-run; $(CLANG_FORMAT) --dry-run -Werror $(CPP)
 
 format: $(VENV)/.test-tools
@@ -290,7 +293,7 @@ gpu-bundle: build
 	@du -h $(BUNDLE)
 	@echo "There: tar -xf $(BUNDLE) in a copy of this tree, then make gpu. It saves the time of nvcc, if nvcc there is the"
 	@echo "same version; else they are compiled anew, or with RINGREDUCE_NVCC=0 by NVRTC at first use. Needed there besides:"
-	@echo "a torch for CUDA, a C++20 compiler, ninja, setuptools, numpy, rich, scipy, networkx, pytest, pytest-timeout,"
+	@echo "a torch for CUDA, a C++20 compiler, ninja, setuptools, numpy, rich, scipy, pytest, pytest-timeout,"
 	@echo "hypothesis and, for the CuPy test, CuPy."
 
 soak:
@@ -305,7 +308,7 @@ NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 clean:
 	rm -rf build dist ringreduce.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	rm -f ringreduce/_C*.so ringreduce/gpu/*.cu ringreduce/gpu/*.fatbin $(VENV)/.built $(VENV)/.installed
+	rm -f ringreduce/_C*.so ringreduce/_C.torch ringreduce/gpu/*.cu ringreduce/gpu/*.fatbin $(VENV)/.built $(VENV)/.installed
 
 distclean: clean
 	rm -rf $(VENV) .venv-ecosystem bench/.peers

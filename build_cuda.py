@@ -10,13 +10,18 @@ import hashlib
 import importlib.util
 import os
 import re
-import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
+
+# By its path: the package itself would import torch.
+_spec = importlib.util.spec_from_file_location("nvcc_places", ROOT / "ringreduce/gpu/nvcc.py")
+assert _spec is not None and _spec.loader is not None
+nvcc_places = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(nvcc_places)
 
 # Cubins run on GPUs of the same major version. All others newer than the first run its PTX, which the driver compiles.
 # It is the PTX of the first because the kernels need no newer instructions, and every nvcc that we know of makes it.
@@ -111,16 +116,9 @@ def find_nvcc() -> Nvcc | None:
     oldest of ARCHITECTURES.
     """
     named = os.environ.get("RINGREDUCE_NVCC", "")
-    if named == "0":
-        return None
-    homes = [os.environ.get("CUDA_HOME"), None, "/usr/local/cuda"]
-    spec = importlib.util.find_spec("nvidia")
-    of_wheels = (spec and spec.submodule_search_locations) or ()
-    wheels = sorted(str(path) for home in of_wheels for path in Path(home).glob("*/bin/nvcc"))
-    places = [named] if named else [*(f"{home}/bin/nvcc" if home else "nvcc" for home in homes), *wheels]
-    path = next(filter(None, map(shutil.which, places)), None)
+    path = nvcc_places.find_nvcc()
     if path is None:
-        if named:
+        if named not in ("", "0"):
             raise BuildError(f"RINGREDUCE_NVCC={named} is not a program; give nvcc's path, or 0 to build without")
         return None
     try:

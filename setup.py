@@ -80,8 +80,10 @@ class build_ext(cpp_extension.BuildExtension):
 
     def run(self) -> None:
         super().run()
+        package = Path("." if self.inplace else self.build_lib, "ringreduce")
+        (package / "_C.torch").write_text(torch_version)  # ringreduce/common/compiled.py reads it
         try:
-            build_cuda.build(Path("." if self.inplace else self.build_lib, "ringreduce"), Path("build/cuda"))
+            build_cuda.build(package, Path("build/cuda"))
         except build_cuda.BuildError as error:
             sys.exit(f"ringreduce: {error}")
 

@@ -4,118 +4,40 @@
     dist.init_process_group("ringreduce")
     dist.all_reduce(tensor)              # or ringreduce.all_reduce(tensor), also for NumPy arrays
 
-Names are loaded at first use, since torch imports this package inside `import torch` to register the backend.
+Names are loaded at first use, since torch imports this package inside `import torch` to register the backend, and since
+planning needs no torch. They are listed in `__init__.pyi`.
 """
 
 from __future__ import annotations
 
+import ast
+import sys
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from ringreduce._autoload import register
-
-if TYPE_CHECKING:
-    from ringreduce.api import (
-        all_gather,
-        all_gather_into_tensor,
-        all_reduce,
-        all_reduce_coalesced,
-        all_to_all,
-        all_to_all_single,
-        barrier,
-        broadcast,
-        empty,
-        gather,
-        monitored_barrier,
-        recv,
-        reduce,
-        reduce_scatter,
-        reduce_scatter_tensor,
-        register_plan,
-        scatter,
-        send,
-        share,
-        use_nccl,
-    )
-    from ringreduce.config import Options
-    from ringreduce.memory import arena_stats, share_allocations
-    from ringreduce.plan import Plan, Step, verify
-    from ringreduce.report import dump_flight_record, stats
-    from ringreduce.topology import topology
+from ringreduce._autoload import register_if_needed
+from ringreduce.common import compiled
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "ringreduce.api": (
-        "all_gather",
-        "all_gather_into_tensor",
-        "all_reduce",
-        "all_reduce_coalesced",
-        "all_to_all",
-        "all_to_all_single",
-        "barrier",
-        "broadcast",
-        "empty",
-        "gather",
-        "monitored_barrier",
-        "recv",
-        "reduce",
-        "reduce_scatter",
-        "reduce_scatter_tensor",
-        "register_plan",
-        "scatter",
-        "send",
-        "share",
-        "use_nccl",
-    ),
-    "ringreduce.config": ("Options",),
-    "ringreduce.memory": ("arena_stats", "share_allocations"),
-    "ringreduce.report": ("dump_flight_record", "stats"),
-    "ringreduce.plan": ("Plan", "Step", "verify"),
-}
-_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
-
-__all__ = [
-    "Options",
-    "Plan",
-    "Step",
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_reduce",
-    "all_reduce_coalesced",
-    "all_to_all",
-    "all_to_all_single",
-    "arena_stats",
-    "barrier",
-    "broadcast",
-    "dump_flight_record",
-    "empty",
-    "gather",
-    "monitored_barrier",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "register_plan",
-    "scatter",
-    "send",
-    "share",
-    "share_allocations",
-    "stats",
-    "topology",
-    "use_nccl",
-    "verify",
-]
+_names = ast.parse(Path(__file__).with_suffix(".pyi").read_text()).body
+_MODULE_OF = {each.name: node.module for node in _names if isinstance(node, ast.ImportFrom) for each in node.names}
+__all__ = [*_MODULE_OF]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
-    if name == "topology":
+    if name == "_C":
+        return compiled.load()
+    if name == "errors":  # where planning has raised one already, its class must be among these
+        return import_module("ringreduce.errors" if "torch" in sys.modules else "ringreduce.common.failures")
+    if _MODULE_OF.get(name) == "ringreduce.topology":
         return import_module("ringreduce.topology")  # a package that can be called
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'ringreduce' has no attribute {name!r}")
-    value = getattr(import_module(_MODULE_OF[name]), name)
+    value = getattr(import_module(str(_MODULE_OF[name])), name)
     globals()[name] = value
     return value
 
 
-register()
+register_if_needed()

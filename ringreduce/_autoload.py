@@ -6,7 +6,10 @@ nothing heavy, and what goes wrong is logged at debug level.
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
+import os
+import sys
 from typing import Any
 
 NAME = "ringreduce"
@@ -22,14 +25,32 @@ def _create(dist_backend_opts: Any, pg_options: Any) -> Any:
 def register() -> None:
     """Registers backend `ringreduce`. Idempotent; never raises; does nothing where torch has no distributed package."""
     try:
+        import torch
         import torch.distributed as dist
 
         # Inside the first import of torch, the line above may have come here through the entry point already.
         if dist.is_available() and NAME not in dist.Backend.backend_list:
-            # devices must be a list: torch walks a string letter by letter to find the device's default backend.
-            dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+            # A list, since torch walks a string letter by letter. No "cuda" where torch has none: torch puts what it
+            # gathers on the first device that is not the CPU.
+            devices = ["cpu", "cuda"] if torch.version.cuda or torch.version.hip else ["cpu"]
+            dist.Backend.register_backend(NAME, _create, extended_api=True, devices=devices)
             # Groups keep a flight record of their own. From 2.15 on torch would keep another, for 2 us a call or more.
             recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
             recording.add(NAME)
     except Exception:
         logging.getLogger(__name__).debug("backend %s was not registered", NAME, exc_info=True)
+
+
+def register_if_needed() -> None:
+    """Registers the backend, unless torch will ask for it when it is imported. So planning does not import torch."""
+    if "torch" in sys.modules or os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0" or not _is_installed():
+        register()
+
+
+def _is_installed() -> bool:
+    """Whether torch finds the entry point: not where the package is a folder on PYTHONPATH."""
+    try:
+        points = importlib.metadata.distribution(NAME).entry_points
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return any(each.group == "torch.backends" for each in points)

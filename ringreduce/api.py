@@ -1,9 +1,13 @@
 """Direct calls: the collectives on torch tensors and NumPy arrays, without `torch.distributed`'s dispatch.
 
-Each takes what its namesake in `torch.distributed` takes, works in place the same way, and returns None or, with
-`async_op`, a `Work` to `wait()` for. `group` is a process group of backend ringreduce (default: the world), and ranks
-(`src`, `dst`) are ranks in that group. NumPy arrays are used in place through `torch.from_numpy`, so they must be
-writable. Errors are those of `ringreduce.errors`.
+Each takes what its namesake in `torch.distributed` takes, by the same names and in the same order, works in place the
+same way, and returns None or, with `async_op`, a `Work` to `wait()` for. `group` is a process group of backend
+ringreduce (default: the world). `src` and `dst` are ranks of the world, `group_src` and `group_dst` ranks of `group`;
+give one of the two. NumPy arrays are used in place through `torch.from_numpy`, so they must be writable. Errors are
+those of `ringreduce.errors`.
+
+Collectives of objects, and `batch_isend_irecv`, are torch's own functions. What differs from torch, call by call, is
+listed with its reason in tests/unit/test_signatures.py.
 """
 
 from __future__ import annotations
@@ -32,159 +36,178 @@ if TYPE_CHECKING:
     Array: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
 
 ReduceOp: TypeAlias = dist.ReduceOp | dist.ReduceOp.RedOpType
+Group: TypeAlias = dist.ProcessGroup | None
+Work: TypeAlias = dist.Work | None
+Rank: TypeAlias = int | None
 SUM = dist.ReduceOp.SUM
 CPU = torch.device("cpu")
 DEVICES = (CPU, torch.device("cuda"))
 
 
 def all_reduce(
-    tensor: Array, op: ReduceOp = SUM, group: dist.ProcessGroup | None = None, async_op: bool = False
-) -> dist.Work | None:
-    """Replaces `tensor` on every rank by the reduction over all ranks."""
-    if not async_op and _C.all_reduce_now(group, tensor, op):
+    tensor: Array, op: ReduceOp = SUM, group: Group = None, async_op: bool = False, out: Array | None = None
+) -> Work:
+    """Replaces `tensor` on every rank by the reduction over all ranks; with `out`, writes that instead."""
+    if not async_op and _C.all_reduce_now(group, tensor, op, out):
         return None
     options = _options(dist.AllreduceOptions, async_op, reduceOp=op)
-    return _end(backend_of(group).allreduce([_tensor(tensor)], options), async_op)
+    return _call(group, "allreduce", [tensor if out is None else _copied(tensor, out)], options=options)
 
 
 def all_reduce_coalesced(
-    tensors: Sequence[Array], op: ReduceOp = SUM, group: dist.ProcessGroup | None = None, async_op: bool = False
-) -> dist.Work | None:
-    """`all_reduce` of each of `tensors`, of any dtypes and sizes, in the same order on every rank; small ones together,
-    on CPUs.
+    tensors: Sequence[Array], op: ReduceOp = SUM, group: Group = None, async_op: bool = False
+) -> Work:
+    """`all_reduce` of each of `tensors`, of any dtypes and sizes, in the same order on every rank. On CPUs small ones
+    travel together.
 
-    Raises `InvalidArgument` if two of them share memory, `CollectiveMismatch` if the lists differ between ranks.
+    A tensor that is in the list twice is reduced once. Raises `InvalidArgument` if two of them share a part of their
+    memory, `CollectiveMismatch` if the lists differ between ranks.
     """
     options = _options(dist.AllreduceCoalescedOptions, async_op, reduceOp=op)
-    return _end(backend_of(group).allreduce_coalesced(_tensors(tensors), options), async_op)
+    return _call(group, "allreduce_coalesced", list(tensors), options=options)
 
 
 def broadcast(
-    tensor: Array, src: int = 0, group: dist.ProcessGroup | None = None, async_op: bool = False
-) -> dist.Work | None:
-    """Replaces `tensor` on every rank by that of rank `src`."""
-    if not async_op and _C.broadcast_now(group, tensor, src):
+    tensor: Array, src: Rank = None, group: Group = None, async_op: bool = False, group_src: Rank = None
+) -> Work:
+    """Replaces `tensor` on every rank by that of the source (default: rank 0 of the world)."""
+    if not async_op and _C.broadcast_now(group, tensor, src, group_src):
         return None
-    options = _options(dist.BroadcastOptions, async_op, rootRank=src)
-    return _end(backend_of(group).broadcast([_tensor(tensor)], options), async_op)
+    options = _options(dist.BroadcastOptions, async_op, rootRank=_rank_in(group, "src", src, group_src))
+    return _call(group, "broadcast", [tensor], options=options)
 
 
 def reduce(
     tensor: Array,
-    dst: int = 0,
+    dst: Rank = None,
     op: ReduceOp = SUM,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     async_op: bool = False,
-) -> dist.Work | None:
-    """Replaces `tensor` on rank `dst` by the reduction over all ranks; others keep theirs."""
-    options = _options(dist.ReduceOptions, async_op, reduceOp=op, rootRank=dst)
-    return _end(backend_of(group).reduce([_tensor(tensor)], options), async_op)
+    group_dst: Rank = None,
+    out: Array | None = None,
+) -> Work:
+    """Replaces `tensor` on the destination (default: rank 0 of the world) by the reduction over all ranks; with `out`,
+    writes that instead. On other ranks `tensor` stays as it is, and `out` becomes a copy of it."""
+    root = _rank_in(group, "dst", dst, group_dst)
+    options = _options(dist.ReduceOptions, async_op, reduceOp=op, rootRank=root)
+    return _call(group, "reduce", [tensor if out is None else _copied(tensor, out)], options=options)
 
 
-def all_gather(
-    tensors: Sequence[Array], tensor: Array, group: dist.ProcessGroup | None = None, async_op: bool = False
-) -> dist.Work | None:
-    """Puts rank r's `tensor` into `tensors[r]` on every rank; sizes may differ between ranks."""
+def all_gather(tensor_list: Sequence[Array], tensor: Array, group: Group = None, async_op: bool = False) -> Work:
+    """Puts rank r's `tensor` into `tensor_list[r]` on every rank; sizes may differ between ranks."""
     options = _options(AllgatherOptions, async_op)
-    return _end(backend_of(group).allgather([_tensors(tensors)], [_tensor(tensor)], options), async_op)
+    return _call(group, "allgather", [list(tensor_list)], [tensor], options=options)
 
 
-def all_gather_into_tensor(
-    output: Array, tensor: Array, group: dist.ProcessGroup | None = None, async_op: bool = False
-) -> dist.Work | None:
-    """Puts the ranks' `tensor`s one after the other into `output`, which has size times as many elements."""
-    if not async_op and _C.all_gather_now(group, output, tensor):
+def all_gather_single(output_tensor: Array, input_tensor: Array, group: Group = None, async_op: bool = False) -> Work:
+    """Puts the ranks' `input_tensor`s one after the other into `output_tensor`, which has size times as many elements.
+
+    torch up to 2.12 has it as `all_gather_into_tensor`, which works here too.
+    """
+    if not async_op and _C.all_gather_now(group, output_tensor, input_tensor):
         return None
     options = _options(AllgatherOptions, async_op)
-    return _end(backend_of(group)._allgather_base(_tensor(output), _tensor(tensor), options), async_op)
+    return _call(group, "_allgather_base", output_tensor, input_tensor, options=options)
+
+
+all_gather_into_tensor = all_gather_single
 
 
 def reduce_scatter(
-    output: Array,
-    tensors: Sequence[Array],
-    op: ReduceOp = SUM,
-    group: dist.ProcessGroup | None = None,
-    async_op: bool = False,
-) -> dist.Work | None:
-    """Puts the reduction of all ranks' `tensors[r]` into `output` of rank r; sizes may differ between blocks."""
+    output: Array, input_list: Sequence[Array], op: ReduceOp = SUM, group: Group = None, async_op: bool = False
+) -> Work:
+    """Puts the reduction of all ranks' `input_list[r]` into `output` of rank r; sizes may differ between blocks."""
     options = _options(dist.ReduceScatterOptions, async_op, reduceOp=op)
-    return _end(backend_of(group).reduce_scatter([_tensor(output)], [_tensors(tensors)], options), async_op)
+    return _call(group, "reduce_scatter", [output], [list(input_list)], options=options)
 
 
-def reduce_scatter_tensor(
-    output: Array,
-    tensor: Array,
-    op: ReduceOp = SUM,
-    group: dist.ProcessGroup | None = None,
-    async_op: bool = False,
-) -> dist.Work | None:
-    """Reduces `tensor` over all ranks and puts the r-th of its equal parts into `output` of rank r."""
-    if not async_op and _C.reduce_scatter_now(group, output, tensor, op):
+def reduce_scatter_single(
+    output: Array, input: Array, op: ReduceOp = SUM, group: Group = None, async_op: bool = False
+) -> Work:
+    """Reduces `input` over all ranks and puts the r-th of its equal parts into `output` of rank r.
+
+    torch up to 2.12 has it as `reduce_scatter_tensor`, which works here too.
+    """
+    if not async_op and _C.reduce_scatter_now(group, output, input, op):
         return None
     options = _options(dist.ReduceScatterOptions, async_op, reduceOp=op)
-    return _end(backend_of(group)._reduce_scatter_base(_tensor(output), _tensor(tensor), options), async_op)
+    return _call(group, "_reduce_scatter_base", output, input, options=options)
+
+
+reduce_scatter_tensor = reduce_scatter_single
 
 
 def gather(
     tensor: Array,
-    tensors: Sequence[Array] | None = None,
-    dst: int = 0,
-    group: dist.ProcessGroup | None = None,
+    gather_list: Sequence[Array] | None = None,
+    dst: Rank = None,
+    group: Group = None,
     async_op: bool = False,
-) -> dist.Work | None:
-    """Puts rank r's `tensor` into `tensors[r]` on rank `dst`; other ranks give no `tensors`."""
-    options = _options(dist.GatherOptions, async_op, rootRank=dst)
-    outputs = [] if tensors is None else [_tensors(tensors)]
-    return _end(backend_of(group).gather(outputs, [_tensor(tensor)], options), async_op)
+    group_dst: Rank = None,
+) -> Work:
+    """Puts rank r's `tensor` into `gather_list[r]` on the destination (default: rank 0 of the world); other ranks give
+    no list."""
+    options = _options(dist.GatherOptions, async_op, rootRank=_rank_in(group, "dst", dst, group_dst))
+    return _call(group, "gather", [] if gather_list is None else [list(gather_list)], [tensor], options=options)
 
 
 def scatter(
     tensor: Array,
-    tensors: Sequence[Array] | None = None,
-    src: int = 0,
-    group: dist.ProcessGroup | None = None,
+    scatter_list: Sequence[Array] | None = None,
+    src: Rank = None,
+    group: Group = None,
     async_op: bool = False,
-) -> dist.Work | None:
-    """Puts `tensors[r]` of rank `src` into `tensor` of rank r; other ranks give no `tensors`."""
-    options = _options(dist.ScatterOptions, async_op, rootRank=src)
-    inputs = [] if tensors is None else [_tensors(tensors)]
-    return _end(backend_of(group).scatter([_tensor(tensor)], inputs, options), async_op)
+    group_src: Rank = None,
+) -> Work:
+    """Puts `scatter_list[r]` of the source (default: rank 0 of the world) into `tensor` of rank r; other ranks give no
+    list."""
+    options = _options(dist.ScatterOptions, async_op, rootRank=_rank_in(group, "src", src, group_src))
+    return _call(group, "scatter", [tensor], [] if scatter_list is None else [list(scatter_list)], options=options)
 
 
 def all_to_all(
-    outputs: Sequence[Array], inputs: Sequence[Array], group: dist.ProcessGroup | None = None, async_op: bool = False
-) -> dist.Work | None:
-    """Puts `inputs[r]` of rank s into `outputs[s]` of rank r; sizes may all differ."""
+    output_tensor_list: Sequence[Array], input_tensor_list: Sequence[Array], group: Group = None, async_op: bool = False
+) -> Work:
+    """Puts `input_tensor_list[r]` of rank s into `output_tensor_list[s]` of rank r; sizes may all differ."""
     options = _options(dist.AllToAllOptions, async_op)
-    return _end(backend_of(group).alltoall(_tensors(outputs), _tensors(inputs), options), async_op)
+    return _call(group, "alltoall", list(output_tensor_list), list(input_tensor_list), options=options)
 
 
 def all_to_all_single(
     output: Array,
-    tensor: Array,
-    output_split_sizes: Sequence[int] = (),
-    input_split_sizes: Sequence[int] = (),
-    group: dist.ProcessGroup | None = None,
+    input: Array,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: Group = None,
     async_op: bool = False,
-) -> dist.Work | None:
+) -> Work:
     """`all_to_all` of the parts of one tensor: equal ones, or as many rows as the split sizes say.
 
     Either all ranks give split sizes or none does.
     """
-    splits = list(output_split_sizes), list(input_split_sizes)
-    if not async_op and splits == ([], []) and _C.all_to_all_now(group, output, tensor):
+    if not (async_op or output_split_sizes or input_split_sizes) and _C.all_to_all_now(group, output, input):
         return None
+    splits = list(output_split_sizes or ()), list(input_split_sizes or ())
     options = _options(dist.AllToAllOptions, async_op)
-    return _end(backend_of(group).alltoall_base(_tensor(output), _tensor(tensor), *splits, options), async_op)
+    return _call(group, "alltoall_base", output, input, options=options, splits=splits)
 
 
-def barrier(group: dist.ProcessGroup | None = None, async_op: bool = False) -> dist.Work | None:
-    """Ends when all ranks have called it."""
-    return _end(backend_of(group).barrier(_options(dist.BarrierOptions, async_op)), async_op)
+def barrier(
+    group: Group = None,
+    async_op: bool = False,
+    device_ids: Sequence[int] | None = None,
+    timeout: timedelta | None = None,
+) -> Work:
+    """Ends when all ranks have called it. `timeout` is the group's by default. `device_ids`, which tells NCCL its GPU,
+    is not used."""
+    options = _options(dist.BarrierOptions, async_op)
+    if timeout is not None:
+        options.timeout = _duration(timeout)
+    return _call(group, "barrier", options=options)
 
 
 def monitored_barrier(
-    group: dist.ProcessGroup | None = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+    group: Group = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
 ) -> None:
     """A barrier that raises `CollectiveTimeout` on every rank that came, naming the ranks that did not.
 
@@ -195,31 +218,50 @@ def monitored_barrier(
     if cast(Any, group) is dist.GroupMember.NON_GROUP_MEMBER:
         return
     backend = backend_of(group)
-    limit = backend.options._timeout if timeout is None else timeout
-    try:
-        limit = limit if isinstance(limit, timedelta) else timedelta(seconds=limit)
-        if limit < timedelta():
-            raise ValueError
-    except (TypeError, ValueError, OverflowError):
-        raise InvalidArgument(f"timeout is {timeout!r}; it must be a timedelta or seconds, not negative") from None
-    backend.monitored_barrier(limit, wait_all_ranks)
+    backend.monitored_barrier(backend.options._timeout if timeout is None else _duration(timeout), wait_all_ranks)
 
 
-def send(tensor: Array, dst: int, tag: int = 0, group: dist.ProcessGroup | None = None) -> None:
-    """Sends `tensor` to rank `dst`; returns when `tensor` may be changed."""
-    work = backend_of(group).send([_tensor(tensor)], dst, tag)
+def isend(tensor: Array, dst: Rank = None, group: Group = None, tag: int = 0, group_dst: Rank = None) -> dist.Work:
+    """Begins to send `tensor` to the destination; `wait()` for the `Work` before `tensor` is changed."""
+    return _message(group, "send", tensor, _rank_in(group, "dst", dst, group_dst, required=True), tag)
+
+
+def irecv(tensor: Array, src: Rank = None, group: Group = None, tag: int = 0, group_src: Rank = None) -> dist.Work:
+    """Begins to receive into `tensor` from the source, or from any rank if none is given; `wait()` for the `Work`
+    before `tensor` is used."""
+    if src is None and group_src is None:
+        return _message(group, "recv_anysource", tensor, tag)
+    return _message(group, "recv", tensor, _rank_in(group, "src", src, group_src), tag)
+
+
+def send(tensor: Array, dst: Rank = None, group: Group = None, tag: int = 0, group_dst: Rank = None) -> None:
+    """Sends `tensor` to the destination; returns when `tensor` may be changed."""
+    isend(tensor, dst, group, tag, group_dst).wait()
+
+
+def recv(tensor: Array, src: Rank = None, group: Group = None, tag: int = 0, group_src: Rank = None) -> int:
+    """Receives into `tensor` from the source, or from any rank if none is given; returns the sender's rank in the
+    world."""
+    work = irecv(tensor, src, group, tag, group_src)
     work.wait()
-    _end(work, False)
+    if src is not None:
+        return src
+    sender = work._source_rank() if group_src is None else group_src
+    return int(backend_of(group).options.global_ranks_in_group[sender])
 
 
-def recv(tensor: Array, src: int | None = None, tag: int = 0, group: dist.ProcessGroup | None = None) -> int:
-    """Receives into `tensor` from rank `src`, or from any; returns the sender's rank."""
-    backend = backend_of(group)
-    tensors = [_tensor(tensor)]
-    work = backend.recv_anysource(tensors, tag) if src is None else backend.recv(tensors, src, tag)
-    work.wait()
-    _end(work, False)
-    return work._source_rank() if src is None else src
+class P2POp(dist.P2POp):
+    """A message of `batch_isend_irecv`, as torch's; `op` may be `ringreduce.isend` or `irecv`, `tensor` a NumPy array
+    too, but no array of another GPU library."""
+
+    def __new__(cls, op: Callable[..., Any], tensor: Array, *others: Any, **named: Any) -> P2POp:
+        return cast(P2POp, super().__new__(cls, _OF_TORCH.get(op, op), _tensor(tensor, None), *others, **named))
+
+    def __init__(self, op: Callable[..., Any], tensor: Array, *others: Any, **named: Any) -> None:
+        super().__init__(_OF_TORCH.get(op, op), _tensor(tensor, None), *others, **named)
+
+
+_OF_TORCH: dict[Callable[..., Any], Callable[..., Any]] = {isend: dist.isend, irecv: dist.irecv}
 
 
 def empty(
@@ -276,6 +318,22 @@ def share(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch
     moved.copy_(tensor.detach())
     tensor.data = moved
     return tensor
+
+
+def zeros(
+    *size: int | Sequence[int], dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """`empty`, filled with zeros."""
+    return empty(*size, dtype=dtype, group=group).zero_()
+
+
+def empty_like(
+    tensor: torch.Tensor, dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """`empty` of the shape of `tensor`, and of its dtype unless another is given; contiguous."""
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidArgument(f"tensor is a {type(tensor).__name__}; it must be a torch.Tensor")
+    return empty(*tensor.shape, dtype=dtype or tensor.dtype, group=group)
 
 
 def register_plan(plan: plans.Plan, group: dist.ProcessGroup | None = None, most_bytes: int | None = None) -> None:
@@ -344,6 +402,34 @@ def _found_in(group: dist.ProcessGroup) -> ProcessGroupRing | None:
     return None
 
 
+def _rank_in(group: Group, name: str, rank: int | None, group_rank: int | None, required: bool = False) -> int:
+    """The rank in `group` that a call means by its arguments `name` (a rank of the world) and `group_` + `name`."""
+    if group_rank is not None:
+        if rank is not None:
+            raise InvalidArgument(f"{name} is {rank!r} and group_{name} is {group_rank!r}; give one of the two")
+        return group_rank
+    if rank is None:
+        if required:
+            raise InvalidArgument(f"{name} is None; give a rank of the world, or group_{name}")
+        rank = 0
+    ranks = backend_of(group).options.global_ranks_in_group
+    if rank in ranks:
+        return int(ranks.index(rank))
+    if group is None or group is dist.group.WORLD:
+        return rank  # the call says what is wrong
+    raise InvalidArgument(f"{name} is {rank!r}; it must be the world's rank of a member: {ranks}; or use group_{name}")
+
+
+def _duration(timeout: timedelta | float) -> timedelta:
+    try:
+        limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+        if limit < timedelta():
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidArgument(f"timeout is {timeout!r}; it must be a timedelta or seconds, not negative") from None
+    return limit
+
+
 def _options(kind: Callable[[], Any], async_op: bool, **values: Any) -> Any:
     options = kind()
     options.asyncOp = async_op
@@ -356,17 +442,47 @@ def _options(kind: Callable[[], Any], async_op: bool, **values: Any) -> Any:
     return options
 
 
-def _end(work: dist.Work, async_op: bool) -> dist.Work | None:
-    if arrays.lent():
-        return arrays.give_back(work, async_op)
-    return work if async_op else None  # a synchronous call has ended, or is in its stream, or has raised
+def _call(group: Group, method: str, *given: Any, options: Any, splits: tuple[list[int], ...] = ()) -> Work:
+    """Makes the call of the group's backend on arrays and lists of arrays."""
+    guests = arrays.Guests()
+    function = getattr(backend_of(group), method)
+    work = function(*(_tensors(each, guests) for each in given), *splits, options)
+    if options.asyncOp:
+        return guests.work(work)
+    guests.order()  # a synchronous call has ended, or is in its stream, or has raised
+    return None
 
 
-def _tensor(array: Array) -> torch.Tensor:
+def _message(group: Group, method: str, tensor: Array, *peer_and_tag: int) -> dist.Work:
+    guests = arrays.Guests()
+    function = getattr(backend_of(group), method)
+    return guests.work(function([_tensor(tensor, guests)], *peer_and_tag))
+
+
+def _copied(tensor: Array, out: Array) -> Array:
+    """`out`, with the values of `tensor`."""
+    guests = arrays.Guests()
+    source, target = _tensor(tensor, guests), _tensor(out, guests)
+    if target.shape != source.shape or target.dtype != source.dtype or target.device != source.device:
+        raise InvalidArgument(
+            f"out is {tuple(target.shape)} of {target.dtype} on {target.device}; it must be as tensor, "
+            f"{tuple(source.shape)} of {source.dtype} on {source.device}"
+        )
+    target.detach().copy_(source)
+    guests.order()
+    return out
+
+
+def _tensors(given: Any, guests: arrays.Guests) -> Any:
+    """`given`, an array or nested lists of arrays, with tensors in their place."""
+    return [_tensors(each, guests) for each in given] if isinstance(given, list) else _tensor(given, guests)
+
+
+def _tensor(array: Array, guests: arrays.Guests | None) -> torch.Tensor:
     if isinstance(array, torch.Tensor):
         return array
-    if hasattr(array, "__cuda_array_interface__"):
-        return arrays.borrow(array)
+    if guests is not None and hasattr(array, "__cuda_array_interface__"):
+        return guests.borrow(array)
     if not hasattr(array, "__array_interface__"):
         raise InvalidArgument(
             f"tensor is a {type(array).__name__}; it must be a torch.Tensor, a NumPy array, or a GPU array with "
@@ -375,7 +491,3 @@ def _tensor(array: Array) -> torch.Tensor:
     if not array.flags.writeable:
         raise InvalidArgument("the NumPy array is read-only; pass a writable copy: array.copy()")
     return torch.from_numpy(array)
-
-
-def _tensors(arrays: Sequence[Array]) -> list[torch.Tensor]:
-    return [_tensor(array) for array in arrays]

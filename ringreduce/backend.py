@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
-from ringreduce import _C, hosts, plan, tuning
+from ringreduce import _C, host_links, plan, tuning
 from ringreduce.config import (
     LEAST_SLICE_GLOO,
     MOST_SLICE_GLOO,
@@ -29,18 +29,23 @@ from ringreduce.config import (
     Options,
     resolve,
     shares_allocations,
+    slot_bytes_for,
 )
 from ringreduce.errors import SystemFailure, TopologyError
-from ringreduce.gpu import group as gpus
-from ringreduce.hosts import Wire
+from ringreduce.gpu import joining as gpus
+from ringreduce.host_links import Wire
 from ringreduce.memory import open_arena, share_allocations
-from ringreduce.plan.hosts import PLAIN
+from ringreduce.plan.across_hosts import PLAIN
 from ringreduce.rendezvous import Place, call_roll, meet
-from ringreduce.topology.group import GroupTopology, described, graph_of_cores, graph_of_file, plan_group
+from ringreduce.topology.group_plans import GroupTopology, graph_of_cores, graph_of_file, plan_group
+from ringreduce.topology.read import described
 
 ANY_SIZE = 2**64 - 1
 LONGEST_TIMEOUT = 7 * 24 * 3600.0
 """Seconds; longer ones are cut to this, since not all that waits can count further."""
+
+GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-gpu", "/dev/nvgpu", "/dev/kfd")
+"""One of these is there if there is a GPU: of NVIDIA, in WSL, of Tegra (two names), of AMD."""
 
 log = logging.getLogger(__name__)
 
@@ -67,12 +72,17 @@ def create(dist_backend_opts: Any, pg_options: Options | None) -> _C.ProcessGrou
     options, _ = resolve(pg_options)
     if options.share_allocations:
         share_allocations()
-    if options.transport != "gloo" and options.arena_bytes and not torch.cuda.is_available():
+    if options.transport != "gloo" and options.arena_bytes and not _may_have_gpus():
         # DDP then takes its gradient buckets from the group's `allocateTensor`. The variable is for all backends of the
         # process, so where NCCL may be one of them it is left to the user.
         os.environ.setdefault("DDP_DISABLE_COMM_MEM", "0")
     global_ranks = list(opts.global_ranks_in_group) or list(range(opts.group_size))
     return _make(opts.store, opts.group_id, opts.group_rank, global_ranks, opts.timeout, options)
+
+
+def _may_have_gpus() -> bool:
+    """Asks neither torch nor the driver, after which a forked child could not use CUDA."""
+    return bool(torch.version.cuda or torch.version.hip) and any(map(os.path.exists, GPU_DEVICES))
 
 
 def _make(
@@ -93,11 +103,11 @@ def _make(
     if links is None:
         _add_plans(size, options, decision.topology, decided, group)
     else:
-        hosts.remember(name, links)
+        host_links.remember(name, links)
         try:
             links.learn(seconds - (time.monotonic() - began))  # which plans are chosen by
             added = _add_plans(size, options, decision.topology, decided, group, links)
-            links.connect_all(hosts.peers_in(added, rank, links.order), seconds - (time.monotonic() - began))
+            links.connect_all(host_links.peers_in(added, rank, links.order), seconds - (time.monotonic() - began))
         except BaseException:
             group.shutdown()  # which lets go of the door, which holds the group
             raise
@@ -119,7 +129,7 @@ def _add_plans(
     topology: GroupTopology | None,
     decided: Sequence[plan.Rule],
     target: _C.ProcessGroupRing | _C.GpuEngine,
-    links: hosts.Links | None = None,
+    links: host_links.Links | None = None,
 ) -> list[plan.Plan]:
     """Gives `target` a plan for each collective and size: as the user says, else the topology, else `decided`, else
     by what is known of the network between hosts. Returns the plans."""
@@ -128,7 +138,7 @@ def _add_plans(
     decided = (*(topology.rules() if topology else ()), *decided)
     if links:
         slicing, wire_dtype = _slicing_between_hosts(size, options), options.wire_dtype or "float32"
-        for_hosts, plans = hosts.plans_for(links.order, links.wire, slicing, wire_dtype)
+        for_hosts, plans = host_links.plans_for(links.order, links.wire, slicing, wire_dtype)
         own, decided = {**plans, **own}, (*decided, *for_hosts)
     added = []
     for collective, ranges in plan.table(size, rules, decided).items():
@@ -145,14 +155,14 @@ def _slicing_between_hosts(size: int, options: Options) -> plan.Slicing:
 
 
 def _plans_for_root(
-    options: Options, links: hosts.Links, collective: str, root: int
+    options: Options, links: host_links.Links, collective: str, root: int
 ) -> list[tuple[list[int], int, int, int]]:
     """(lowered, digest, most bytes, slice bytes) of the plans of a rooted collective; none where others serve it."""
     user = [rule for rule in plan.parse_algorithms(options.algorithms or "") if rule.collective == collective]
     if user or collective in PLAIN:
         return []
     slicing = _slicing_between_hosts(len(links.elsewhere), options)
-    chosen = hosts.plans_for_root(links.order, links.wire, slicing, collective, root)
+    chosen = host_links.plans_for_root(links.order, links.wire, slicing, collective, root)
     return [(*_lowered(each), ANY_SIZE if end is None else end - 1, 0) for end, each in chosen]
 
 
@@ -163,7 +173,7 @@ def _make_with_memory(
     seconds: float,
     options: Options,
     settings: Callable[..., _C.Settings],
-) -> tuple[_C.ProcessGroupRing, Decision, hosts.Links | None]:
+) -> tuple[_C.ProcessGroupRing, Decision, host_links.Links | None]:
     """Ranks of one host share memory; those on several have links over TCP besides."""
     size = len(global_ranks)
     slot_bytes = slot_bytes_for(size, options)
@@ -183,14 +193,15 @@ def _make_with_memory(
     )
     decision = Decision.load(meeting.decision)
     if decision.error:
-        if meeting.door:
-            meeting.door.close()
+        meeting.close()
         raise TopologyError(decision.error, 0)
     links = None
     if meeting.door:
         name = "/".join(map(str, global_ranks))
         assert options.connections is not None and options.dead_after is not None  # resolved
-        links = hosts.Links(meeting, name, rank, decision.hosts, decision.wire, options.connections, options.dead_after)
+        links = host_links.Links(
+            meeting, name, rank, decision.hosts, decision.wire, options.connections, options.dead_after
+        )
     fetch = bool(meeting.threads)
     ranks_here = size - sum(links.elsewhere) if links else size
     slicing = tuning.slicing_for(options, slot_bytes, fetch)
@@ -322,7 +333,7 @@ class Decision:
     rules: str = ""
     topology: GroupTopology | None = None
     error: str = ""
-    hosts: hosts.Hosts = ()
+    hosts: host_links.Hosts = ()
     """The ranks of each, in the order of rings."""
     wire: Wire | None = None
     """What a file says of the network between hosts."""
@@ -376,11 +387,11 @@ def _decide(
         return Decision(rules, yields=yields).dump()
 
 
-def _decide_for_hosts(file: str, on_hosts: hosts.Hosts, labels: Sequence[str]) -> Decision:
+def _decide_for_hosts(file: str, on_hosts: host_links.Hosts, labels: Sequence[str]) -> Decision:
     if not file:
         return Decision(hosts=on_hosts)
     try:
-        order, wire = hosts.by_file(file, on_hosts, labels)
+        order, wire = host_links.by_file(file, on_hosts, labels)
         return Decision(hosts=order, wire=wire)
     except Exception as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
@@ -437,11 +448,6 @@ def geometry_for(size: int, options: Options, plan_channels: int) -> _C.Geometry
         mailbox_depth=mailbox_depth,
         mailbox_slot_bytes=min(max(mailbox_bytes // (size * mailbox_depth) // 4096 * 4096, 4096), 256 * 1024),
     )
-
-
-def slot_bytes_for(size: int, options: Options) -> int:
-    assert options.channel_bytes is not None  # resolved
-    return max(options.channel_bytes // plan.slot_depth(size) // 4096 * 4096, 4096)
 
 
 def patience_for(options: Options, decision: Decision, crowded: bool, links: bool) -> tuple[int, int]:

@@ -7,26 +7,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
+from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
 
-from ringreduce.errors import InvalidArgument
-from ringreduce.plan import PlanError, parse_algorithms
+from ringreduce.common.failures import InvalidArgument, PlanError
+from ringreduce.common.units import parse_bytes
+from ringreduce.plan import parse_algorithms, slot_depth
 
 PREFIX = "RINGREDUCE_"
 
-UNITS = {"K": 1024, "M": 1024**2, "G": 1024**3}
 
-
-def parse_bytes(text: str) -> int:
-    """ "2M" -> 2097152. K, M and G are powers of 1024."""
-    number, unit = (text[:-1], UNITS[text[-1].upper()]) if text[-1:].upper() in UNITS else (text, 1)
-    return int(number) * unit
-
-
-def _knob(default: Any, parse: Any, help: str) -> Any:
-    return field(default=default, metadata={"parse": parse, "help": help})
+def _knob(default: Any, allowed: tuple[str, ...] | tuple[int, int] | None, help: str) -> Any:
+    """`allowed`: the words, or the least and the largest number; None for any text."""
+    return field(default=None, metadata={"default": default, "allowed": allowed, "help": help})
 
 
 @dataclass(frozen=True)
@@ -39,117 +32,94 @@ class Options:
     """
 
     algorithms: str | None = _knob(
-        None, str, "which algorithm for which size, as 'all_reduce:ring;broadcast:tree:32K-' (default: as tuned)"
+        "", None, "which algorithm for which size, as 'all_reduce:ring;broadcast:tree:32K-' (default: as tuned)"
     )
     transport: str | None = _knob(
-        None,
-        str,
-        "'auto': memory inside a host, TCP between hosts; 'shared_memory': one host; 'tcp': as if each rank had a host "
-        "of its own; 'gloo': plans over Gloo's messages",
+        "auto",
+        ("auto", "shared_memory", "tcp", "gloo"),
+        "'auto': memory inside a host, TCP between hosts; 'shared_memory': one host; 'tcp': as if each rank had a "
+        "host of its own; 'gloo': plans over Gloo's messages",
     )
     socket_ifname: str | None = _knob(
-        None, str, "interfaces for other hosts: prefixes ('eth,ib'), '=eth0', '^docker,lo' or '10.1.0.0/16'"
+        "", None, "interfaces for other hosts: prefixes ('eth,ib'), '=eth0', '^docker,lo' or '10.1.0.0/16'"
     )
-    ports: str | None = _knob(None, str, "TCP ports to listen at for other hosts: '20000-20100' (default: any)")
-    host_id: str | None = _knob(None, str, "ranks with the same are on one host (default: as the kernel says)")
-    secret_file: str | None = _knob(
-        None, str, "a file that only ranks of the job can read; links between hosts need it"
-    )
+    ports: str | None = _knob("", None, "TCP ports to listen at for other hosts: '20000-20100' (default: any)")
+    host_id: str | None = _knob("", None, "ranks with the same are on one host (default: as the kernel says)")
+    secret_file: str | None = _knob("", None, "a file that only ranks of the job can read; links between hosts need it")
     hosts_file: str | None = _knob(
-        None, str, "what `ringreduce doctor --peers --write` measured between hosts (default: assumed). Rank 0's counts"
+        "", None, "what `ringreduce doctor --peers --write` measured between hosts (default: assumed). Rank 0's counts"
     )
-    connections: int | None = _knob(None, int, "TCP connections of a link, for each pair of interfaces")
-    dead_after: int | None = _knob(None, int, "seconds without a sign of life after which a link breaks")
+    connections: int | None = _knob(1, (1, 64), "TCP connections of a link, for each pair of interfaces")
+    dead_after: int | None = _knob(10, (1, 24 * 3600), "seconds without a sign of life after which a link breaks")
     wire_dtype: str | None = _knob(
-        None,
-        str,
-        "how all_reduce sends float32 to other hosts: 'float32', 'bfloat16' or 'int8' (half, a quarter of the bytes; "
-        "rounds, see docs/hosts.md)",
+        "float32",
+        ("float32", "bfloat16", "int8"),
+        "how all_reduce sends float32 to other hosts: 'float32', 'bfloat16' or 'int8' (half, a quarter of the "
+        "bytes; rounds, see docs/hosts.md)",
     )
     tuning: str | None = _knob(
+        "auto",
         None,
-        str,
         "'auto': by a file made for this machine; 'off': built-in rules; else the file's path. Rank 0's counts",
     )
     topo_file: str | None = _knob(
+        "",
         None,
-        str,
         "a file with the machine's links, see `ringreduce topo --json`: rank r is on its r-th GPU. Rank 0's counts",
     )
-    channels: int | None = _knob(None, int, "channels, the rings or trees that one plan may have")
-    channel_bytes: int | None = _knob(None, parse_bytes, "shared memory for one channel's slots, per rank")
-    mailbox_bytes: int | None = _knob(None, parse_bytes, "shared memory for point-to-point messages, per rank")
+    channels: int | None = _knob(3, (1, 64), "channels, the rings or trees that one plan may have")
+    channel_bytes: int | None = _knob(
+        4 * 1024**2, (64 * 1024, 1024**3), "shared memory for one channel's slots, per rank"
+    )
+    mailbox_bytes: int | None = _knob(
+        2 * 1024**2, (64 * 1024, 1024**3), "shared memory for point-to-point messages, per rank"
+    )
     arena_bytes: int | None = _knob(
-        None,
-        parse_bytes,
+        16 * 1024**3,
+        (0, 1024**4),
         "address space per process for shared tensors, as the process's first group has it; 0: the group uses none",
     )
     arena_keep_bytes: int | None = _knob(
-        None, parse_bytes, "memory of freed shared tensors that a process keeps for new ones"
+        256 * 1024**2, (0, 1024**4), "memory of freed shared tensors that a process keeps for new ones"
     )
     share_allocations: int | None = _knob(
-        None, int, "1: torch's CPU tensors of 1 MB and more are shared tensors (ringreduce.share_allocations); 0: not"
+        0, (0, 1), "1: torch's CPU tensors of 1 MB and more are shared tensors (ringreduce.share_allocations); 0: not"
     )
-    spins: int | None = _knob(None, int, "looks before a waiting rank yields its core (default: by ranks per core)")
-    yields: int | None = _knob(None, int, "yields before a waiting rank sleeps (default: by ranks per core)")
-    slices: int | None = _knob(None, int, "slices that a chunk is cut in, if they are not too small or too large")
-    least_slice_bytes: int | None = _knob(None, parse_bytes, "slices are not made smaller (default: by `fetch`)")
-    fetch: int | None = _knob(None, int, "1: ranks read one another's tensors where they are; 0: through copies")
-    least_fetch_bytes: int | None = _knob(None, parse_bytes, "smaller slices are copied (default: by ranks per core)")
+    spins: int | None = _knob(
+        0, (0, 1_000_000), "looks before a waiting rank yields its core (default: by ranks per core)"
+    )
+    yields: int | None = _knob(
+        0, (0, 1_000_000_000), "yields before a waiting rank sleeps (default: by the probe where ranks share cores)"
+    )
+    slices: int | None = _knob(4, (1, 1024), "slices that a chunk is cut in, if they are not too small or too large")
+    least_slice_bytes: int | None = _knob(0, (0, 1024**3), "slices are not made smaller (default: by `fetch`)")
+    fetch: int | None = _knob(1, (0, 1), "1: ranks read one another's tensors where they are; 0: through copies")
+    least_fetch_bytes: int | None = _knob(0, (0, 1024**3), "smaller slices are copied (default: by ranks per core)")
     gpu_transport: str | None = _knob(
-        None,
-        str,
+        "auto",
+        ("auto", "peer", "nccl", "host"),
         "for CUDA tensors: 'peer': GPUs' shared memory; 'nccl': NCCL's messages; 'host': the host's memory; 'auto': "
         "'peer' where it works, else 'host'",
     )
-    gpu_bytes: int | None = _knob(None, parse_bytes, "memory of each GPU for a group's slots")
-    gpu_blocks: int | None = _knob(None, int, "thread blocks of a call, each of which takes a multiprocessor")
+    gpu_bytes: int | None = _knob(64 * 1024**2, (1024**2, 16 * 1024**3), "memory of each GPU for a group's slots")
+    gpu_blocks: int | None = _knob(32, (1, 1024), "thread blocks of a call, each of which takes a multiprocessor")
     gpu_mode: str | None = _knob(
-        None,
-        str,
+        "auto",
+        ("auto", "run", "steps"),
         "'run': a kernel takes a whole call; 'steps': a batch of its steps; 'auto': 'steps' where ranks share a GPU",
     )
-    recorded_calls: int | None = _knob(None, int, "latest calls that the flight recorder keeps, per group; 0: none")
-    dump_when_broken: int | None = _knob(None, int, "1: write the flight record when the group breaks; 0: do not")
-    debug: int | None = _knob(None, int, "1: log the life of groups; 2: also print a line for every call")
+    recorded_calls: int | None = _knob(
+        2000, (0, 10_000_000), "latest calls that the flight recorder keeps, per group; 0: none"
+    )
+    dump_when_broken: int | None = _knob(1, (0, 1), "1: write the flight record when the group breaks; 0: do not")
+    debug: int | None = _knob(0, (0, 2), "1: log the life of groups; 2: also print a line for every call")
 
+
+DEFAULTS: Mapping[str, Any] = {knob.name: knob.metadata["default"] for knob in fields(Options)}
 
 # 3 channels of 4 MB and 2 MB of mailboxes are 14 MB per rank, of which a channel that is not used takes none. Swept for
 # all_reduce of 64 MB with 4 ranks on 2 cores (Xeon with 2 MB of L2 a core, November 2026): 4 MB a channel took 26.0 ms,
 # 2 MB 27.8, 1 MB 28.0 (medians of two runs); for 2 ranks they were alike. More and smaller slots gained nothing.
-DEFAULTS: Mapping[str, Any] = {
-    "algorithms": "",
-    "transport": "auto",
-    "socket_ifname": "",
-    "ports": "",
-    "host_id": "",
-    "secret_file": "",
-    "hosts_file": "",
-    "connections": 1,
-    "dead_after": 10,
-    "wire_dtype": "float32",
-    "tuning": "auto",
-    "topo_file": "",
-    "channels": 3,
-    "channel_bytes": 4 * 1024**2,
-    "mailbox_bytes": 2 * 1024**2,
-    "arena_bytes": 16 * 1024**3,
-    "arena_keep_bytes": 256 * 1024**2,
-    "share_allocations": 0,
-    "spins": 0,
-    "yields": 0,
-    "slices": 4,
-    "least_slice_bytes": 0,
-    "fetch": 1,
-    "least_fetch_bytes": 0,
-    "gpu_transport": "auto",
-    "gpu_bytes": 64 * 1024**2,
-    "gpu_blocks": 32,
-    "gpu_mode": "auto",
-    "recorded_calls": 2000,
-    "dump_when_broken": 1,
-    "debug": 0,
-}
 
 # Looks before a yield: with a core for every rank a peer answers sooner than the kernel could switch; with fewer, the
 # peer may need our core to answer at all. Swept with one_shot of 64 bytes on a 2-core Xeon, November 2026: with 4 ranks
@@ -175,39 +145,10 @@ LEAST_FETCH_SHARING_CORES = 64 * 1024
 SLICE_FETCHED = 256 * 1024
 LEAST_SLICE_COPIED = 16 * 1024
 
-WORDS = {
-    "transport": ("auto", "shared_memory", "tcp", "gloo"),
-    "gpu_transport": ("auto", "peer", "nccl", "host"),
-    "gpu_mode": ("auto", "run", "steps"),
-    "wire_dtype": ("float32", "bfloat16", "int8"),
-}
-
 # Over Gloo every slice that a step sends is a message, for which several threads of both ranks have to get their turn:
 # so few of them, but none larger than what a group may keep of each that is under way. Not swept yet.
 LEAST_SLICE_GLOO = 256 * 1024
 MOST_SLICE_GLOO = 4 * 1024**2
-
-LIMITS = {
-    "connections": (1, 64),
-    "dead_after": (1, 24 * 3600),
-    "channels": (1, 64),
-    "channel_bytes": (64 * 1024, 1024**3),
-    "mailbox_bytes": (64 * 1024, 1024**3),
-    "arena_bytes": (0, 1024**4),
-    "arena_keep_bytes": (0, 1024**4),
-    "share_allocations": (0, 1),
-    "spins": (0, 1_000_000),
-    "yields": (0, 1_000_000_000),
-    "slices": (1, 1024),
-    "least_slice_bytes": (0, 1024**3),
-    "fetch": (0, 1),
-    "least_fetch_bytes": (0, 1024**3),
-    "gpu_bytes": (1024**2, 16 * 1024**3),
-    "gpu_blocks": (1, 1024),
-    "recorded_calls": (0, 10_000_000),
-    "dump_when_broken": (0, 1),
-    "debug": (0, 2),
-}
 
 
 def resolve(options: Options | None, environ: Mapping[str, str] = os.environ) -> tuple[Options, dict[str, str]]:
@@ -224,13 +165,14 @@ def resolve(options: Options | None, environ: Mapping[str, str] = os.environ) ->
         if value is None and variable in environ:
             origin = variable
             try:
-                value = knob.metadata["parse"](environ[variable])
+                value = _parsed(knob, environ[variable])
             except ValueError:
                 raise InvalidArgument(f"{variable}={environ[variable]!r} is not a number") from None
         if value is None:
             origin, value = "default", DEFAULTS[knob.name]
-        _check(knob.name, value, origin)
-        values[knob.name], origins[knob.name] = value, origin
+        _check(knob.name, knob.metadata["allowed"], value, origin)
+        values[knob.name] = int(value) if isinstance(value, bool) else value
+        origins[knob.name] = origin
     return replace(given, **values), origins
 
 
@@ -239,7 +181,13 @@ def shares_allocations(environ: Mapping[str, str] = os.environ) -> bool:
     return environ.get(f"{PREFIX}SHARE_ALLOCATIONS") == "1"
 
 
-def _check(name: str, value: Any, origin: str) -> None:
+def _parsed(knob: Field[Any], text: str) -> Any:
+    if isinstance(knob.metadata["default"], str):
+        return text
+    return parse_bytes(text) if knob.name.endswith("_bytes") else int(text)
+
+
+def _check(name: str, allowed: Any, value: Any, origin: str) -> None:
     where = name if origin in ("option", "default") else origin
     if name == "algorithms":
         if not isinstance(value, str):
@@ -249,31 +197,22 @@ def _check(name: str, value: Any, origin: str) -> None:
         except PlanError as error:
             raise InvalidArgument(f"{where}={value!r}: {error}") from None
         return
-    if name in WORDS:
-        if value not in WORDS[name]:
-            raise InvalidArgument(f"{where} is {value!r}; it must be {' or '.join(map(repr, WORDS[name]))}")
-        return
-    if name in ("socket_ifname", "ports", "host_id", "secret_file"):
-        if not isinstance(value, str):
-            raise InvalidArgument(f"{where} is {value!r}; it must be text, '' for none")
-        return
-    if name in ("topo_file", "hosts_file"):
-        if not isinstance(value, str):
-            raise InvalidArgument(f"{where} is {value!r}; it must be the path of a file, or '' for none")
-        return
-    if name == "tuning":
+    if allowed is not None and isinstance(allowed[0], str):
+        if value not in allowed:
+            raise InvalidArgument(f"{where} is {value!r}; it must be {' or '.join(map(repr, allowed))}")
+    elif allowed is not None:
+        low, high = allowed
+        if not isinstance(value, int) or (isinstance(value, bool) and high > 1) or not low <= value <= high:
+            raise InvalidArgument(f"{where} is {value!r}; it must be a whole number from {low} to {high}")
+    elif name == "tuning":
         if not isinstance(value, str) or not value:
             raise InvalidArgument(f"{where} is {value!r}; it must be 'auto', 'off' or the path of a file")
-        return
-    low, high = LIMITS[name]
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise InvalidArgument(f"{where} is {value!r}; it must be a whole number from {low} to {high}")
+    elif not isinstance(value, str):
+        what = "the path of a file, or '' for none" if name in ("topo_file", "hosts_file") else "text, '' for none"
+        raise InvalidArgument(f"{where} is {value!r}; it must be {what}")
 
 
-def cache_folder() -> Path:
-    """Where this user's files of ringreduce are, if any. Raises OSError if there is no place for them."""
-    root = os.environ.get("XDG_CACHE_HOME", "")  # to be ignored if it is not absolute, says its specification
-    base = Path(root if os.path.isabs(root) else os.path.expanduser("~/.cache"))
-    if not base.is_absolute():
-        raise FileNotFoundError("this user has no home directory; set XDG_CACHE_HOME")
-    return base / "ringreduce"
+def slot_bytes_for(size: int, options: Options) -> int:
+    """Of one slot in a group of `size` ranks."""
+    assert options.channel_bytes is not None  # resolved
+    return max(options.channel_bytes // slot_depth(size) // 4096 * 4096, 4096)

@@ -18,9 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ringreduce.errors import RingReduceError
+from ringreduce import tuning
+from ringreduce.common import compiled
+from ringreduce.common.failures import RingReduceError, TopologyError
+from ringreduce.common.files import text_of
+from ringreduce.common.units import bytes_text
+from ringreduce.config import DEFAULTS, resolve
 from ringreduce.gpu import kernels
+from ringreduce.gpu.nvcc import find_nvcc
 from ringreduce.topology.graph import FABRIC, LinkGraph, LinkKind, NodeKind
+from ringreduce.topology.live import probe
+from ringreduce.topology.read import described
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -45,7 +53,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Interface:
+class NetworkDevice:
     """A network interface; `gbit` is 0 where it does not tell."""
 
     name: str
@@ -75,6 +83,9 @@ class Facts:
 
     graph: LinkGraph
     torch: str
+    """Its version; "" if there is none."""
+    compiled: str
+    """Why the compiled module cannot be used; "" if it can."""
     distributed: bool
     cuda: str | None
     """The CUDA that torch is built for."""
@@ -103,7 +114,7 @@ class Facts:
     """How kernels come to be here ("": they do not), and what to do then."""
     nccl: str | None
     nvcc: str | None
-    interfaces: tuple[Interface, ...]
+    interfaces: tuple[NetworkDevice, ...]
     memlock: int | None
     """Bytes."""
     open_files: int | None
@@ -139,6 +150,8 @@ def render(findings: list[Finding]) -> Table:
 
 def _torch(facts: Facts) -> Finding:
     why = "ringreduce is a backend of torch.distributed"
+    if not facts.torch:
+        return Finding("torch", "missing", "none", why, "pip install torch; topo, plan and simulate need none")
     cuda = f"CUDA {facts.cuda}" if facts.cuda else "no CUDA"
     what = f"torch {facts.torch}, {cuda}"
     version = re.match(r"(\d+)\.(\d+)", facts.torch)
@@ -155,6 +168,14 @@ def _torch(facts: Facts) -> Finding:
     return Finding("torch", "ok", what, why)
 
 
+def _compiled(facts: Facts) -> Finding:
+    why = "makes groups and runs their calls; topo, plan and simulate do without"
+    if not facts.compiled:
+        return Finding("compiled module", "ok", "loads", why)
+    what, _, fix = facts.compiled.rpartition("; ")
+    return Finding("compiled module", "missing", what, why, fix)
+
+
 def _compiler(facts: Facts) -> Finding:
     why = "builds ringreduce from its source, and anew for another torch"
     if facts.compiler:
@@ -169,10 +190,10 @@ def _shared_memory(facts: Facts) -> Finding:
             "shared memory", "missing", facts.memory, why, "use Linux 5.3 or newer, and allow the system calls"
         )
     need = facts.bytes_per_rank * facts.cores
-    each = f"{_bytes(facts.bytes_per_rank)} for a rank and group"
+    each = f"{bytes_text(facts.bytes_per_rank, 1024)} for a rank and group"
     if facts.memory_left is None:
         return Finding("shared memory", "ok", f"memfd works; {each}", why)
-    what = f"memfd works; {_bytes(facts.memory_left)} left, {each}"
+    what = f"memfd works; {bytes_text(facts.memory_left, 1024)} left, {each}"
     if facts.memory_left < need:
         fix = "raise the memory limit of the cgroup (Docker: --memory), or lower RINGREDUCE_CHANNEL_BYTES"
         return Finding("shared memory", "limited", what, why, fix)
@@ -184,6 +205,8 @@ def _peer_memory(facts: Facts) -> Finding:
     why = "ranks read one another's tensors where they lie; without, everything is copied through shared memory"
     if facts.fetch:
         return Finding(subject, "ok", "can be read", why)
+    if facts.compiled:
+        return Finding(subject, "limited", "not tried: the compiled module does not load", why, "see there")
     if not facts.fetch_wanted:
         return Finding(subject, "limited", "not read, by RINGREDUCE_FETCH", why, "unset RINGREDUCE_FETCH")
     if facts.yama not in ("", "0"):
@@ -339,7 +362,7 @@ def _network(facts: Facts) -> Finding:
 def _memlock(facts: Facts) -> Finding:
     why = "RDMA and GPUs reach only memory that is locked; ranks on CPUs lock none"
     needed = bool(facts.graph.gpus) or any(nic.name.startswith("mlx") for nic in facts.graph.of_kind(NodeKind.NIC))
-    what = "no limit" if facts.memlock is None else f"at most {_bytes(facts.memlock)}"
+    what = "no limit" if facts.memlock is None else f"at most {bytes_text(facts.memlock, 1024)}"
     if facts.memlock is not None and needed:
         fix = "ulimit -l unlimited (Docker: --ulimit memlock=-1)"
         return Finding("locked memory", "limited", what, why, fix)
@@ -366,6 +389,7 @@ def _huge_pages(facts: Facts) -> Finding | None:
 
 JUDGES: tuple[Callable[[Facts], Finding | None], ...] = (
     _torch,
+    _compiled,
     _compiler,
     _shared_memory,
     _peer_memory,
@@ -390,14 +414,6 @@ JUDGES: tuple[Callable[[Facts], Finding | None], ...] = (
 
 def look(sysfs: Path = Path("/sys"), proc: Path = Path("/proc")) -> Facts:
     """This machine, as far as it can be read."""
-    import torch
-
-    from ringreduce import tuning
-    from ringreduce.config import DEFAULTS, resolve
-    from ringreduce.errors import TopologyError
-    from ringreduce.topology.group import described
-    from ringreduce.topology.live import probe
-
     try:
         options = resolve(None)[0]
     except ValueError:  # `ringreduce info` says which variable is wrong
@@ -409,21 +425,20 @@ def look(sysfs: Path = Path("/sys"), proc: Path = Path("/proc")) -> Facts:
             described(topo_file)
     except TopologyError as error:
         topo_error = str(error)
-    driver, cuda_problem, gpus = _look_at_gpus()
+    missing = compiled.why_not()
+    driver, cuda_problem, gpus = (None, missing, ()) if missing else _look_at_gpus()
     cores = len(os.sched_getaffinity(0))
     return Facts(
-        graph=probe(),
-        torch=torch.__version__,
-        distributed=torch.distributed.is_available(),
-        cuda=torch.version.cuda,
-        cuda_devices=torch.cuda.device_count(),
+        graph=probe(memory=tuning.measured_memory()),
+        **_look_at_torch(),
+        compiled=missing,
         compiler=shutil.which(shlex.split(os.environ.get("CXX") or "c++")[0]),
         memory=_why_no_memory(),
         memory_left=_memory_left(sysfs, proc),
         bytes_per_rank=values["channels"] * values["channel_bytes"] + values["mailbox_bytes"],
-        fetch=tuning.fetches(options),
+        fetch=not missing and tuning.fetches(options),
         fetch_wanted=bool(options.fetch),
-        yama=_text(proc / "sys/kernel/yama/ptrace_scope"),
+        yama=text_of(proc / "sys/kernel/yama/ptrace_scope"),
         cores=cores,
         cores_online=os.cpu_count() or cores,
         quota=_quota(sysfs, proc),
@@ -431,15 +446,36 @@ def look(sysfs: Path = Path("/sys"), proc: Path = Path("/proc")) -> Facts:
         cuda_problem=cuda_problem,
         gpus=gpus,
         gpu_kernels=kernels.origin(),
-        nccl=_find_nccl(torch),
-        nvcc=_find_nvcc(),
+        nvcc=find_nvcc(),
         interfaces=_interfaces(sysfs),
         memlock=_limit(resource.RLIMIT_MEMLOCK),
         open_files=_limit(resource.RLIMIT_NOFILE),
-        huge_pages=_chosen(_text(sysfs / "kernel/mm/transparent_hugepage/shmem_enabled")),
+        huge_pages=_chosen(text_of(sysfs / "kernel/mm/transparent_hugepage/shmem_enabled")),
         topo_file=topo_file,
         topo_error=topo_error,
     )
+
+
+def _look_at_torch() -> dict[str, Any]:
+    """What `Facts` has of torch, and of the NCCL that it may bring."""
+    facts = {"torch": "", "distributed": False, "cuda": None, "cuda_devices": 0, "nccl": _find_nccl()}
+    with contextlib.suppress(ImportError):
+        import torch
+
+        facts |= {"torch": torch.__version__, "distributed": torch.distributed.is_available()}
+        facts |= {"cuda": torch.version.cuda, "cuda_devices": torch.cuda.device_count()}
+        with contextlib.suppress(Exception):  # builds without CUDA have no such functions
+            version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+            facts["nccl"] = f"{'.'.join(map(str, version))}, in torch"
+    return facts
+
+
+def _find_nccl() -> str | None:
+    for name in ("libnccl.so.2", "librccl.so.1"):
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(name)
+            return name
+    return None
 
 
 def _why_no_memory() -> str:
@@ -461,11 +497,11 @@ def _why_no_memory() -> str:
 def _memory_left(sysfs: Path, proc: Path) -> int | None:
     """The least of what the machine has available and of what is left in each cgroup above this process."""
     left = []
-    if available := re.search(r"MemAvailable:\s+(\d+) kB", _text(proc / "meminfo")):
+    if available := re.search(r"MemAvailable:\s+(\d+) kB", text_of(proc / "meminfo")):
         left.append(int(available[1]) * 1024)
     for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
         for folder in _cgroups(sysfs, proc, "memory"):
-            most, taken = _text(folder / limit), _text(folder / used)
+            most, taken = text_of(folder / limit), text_of(folder / used)
             if most.isdecimal() and taken.isdecimal():
                 left.append(int(most) - int(taken))
     return max(0, min(left)) if left else None
@@ -475,9 +511,9 @@ def _quota(sysfs: Path, proc: Path) -> float | None:
     """The least number of cores' worth of time that a cgroup above this process gets."""
     quotas = []
     for folder in _cgroups(sysfs, proc, "cpu"):
-        quota, _, period = _text(folder / "cpu.max").partition(" ")
+        quota, _, period = text_of(folder / "cpu.max").partition(" ")
         if not quota:
-            quota, period = _text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")
+            quota, period = text_of(folder / "cpu.cfs_quota_us"), text_of(folder / "cpu.cfs_period_us")
         if quota.isdecimal() and period.isdecimal() and int(period):
             quotas.append(int(quota) / int(period))
     return min(quotas, default=None)
@@ -485,7 +521,7 @@ def _quota(sysfs: Path, proc: Path) -> float | None:
 
 def _cgroups(sysfs: Path, proc: Path, controller: str) -> Iterator[Path]:
     """The folders of the cgroups that this process is in, of version 1 or 2, up to the root."""
-    for line in _text(proc / "self/cgroup").splitlines():
+    for line in text_of(proc / "self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if controllers and controller not in controllers.split(","):
@@ -515,33 +551,18 @@ def _look_at_gpus() -> tuple[str | None, str, tuple[Gpu, ...]]:
     return driver, problem, tuple(gpus)
 
 
-def _find_nccl(torch: Any) -> str | None:
-    with contextlib.suppress(Exception):  # builds without CUDA have no such functions
-        return f"{'.'.join(map(str, torch.cuda.nccl.version()))}, in torch"
-    for name in ("libnccl.so.2", "librccl.so.1"):
-        with contextlib.suppress(OSError):
-            ctypes.CDLL(name)
-            return name
-    return None
-
-
-def _find_nvcc() -> str | None:
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-    return shutil.which("nvcc") or shutil.which(f"{home}/bin/nvcc")
-
-
-def _interfaces(sysfs: Path) -> tuple[Interface, ...]:
+def _interfaces(sysfs: Path) -> tuple[NetworkDevice, ...]:
     try:
         folders = sorted((sysfs / "class/net").iterdir())
     except OSError:
         return ()
     found = []
     for folder in folders:
-        text = _text(folder / "flags")
+        text = text_of(folder / "flags")
         flags = int(text, 16) if re.fullmatch(r"0x[0-9a-f]+", text) else 0
-        speed = _text(folder / "speed")
+        speed = text_of(folder / "speed")
         gbit = int(speed) / 1000 if speed.isdecimal() else 0.0
-        found.append(Interface(folder.name, bool(flags & 1), gbit, loopback=bool(flags & 8)))
+        found.append(NetworkDevice(folder.name, bool(flags & 1), gbit, loopback=bool(flags & 8)))
     return tuple(found)
 
 
@@ -554,20 +575,6 @@ def _chosen(text: str) -> str:
     """ "always [madvise] never" -> "madvise"."""
     found = re.search(r"\[(\w+)\]", text)
     return found[1] if found else ""
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except (OSError, ValueError):
-        return ""
-
-
-def _bytes(count: int) -> str:
-    for unit, name in ((1024**3, "GB"), (1024**2, "MB"), (1024, "KB")):
-        if count >= unit:
-            return f"{count / unit:.3g} {name}"
-    return f"{count} B"
 
 
 def _dotted(version: tuple[int, int]) -> str:

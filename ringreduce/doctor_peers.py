@@ -22,16 +22,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING
 
-from ringreduce.errors import CollectiveTimeout, RingReduceError
-from ringreduce.hosts import PATIENCE
+from ringreduce.common.failures import CollectiveTimeout, RingReduceError
+from ringreduce.host_links import PATIENCE
 from ringreduce.hosts_file import HostsFile
 from ringreduce.rendezvous import Meeting, Peer, Place, meet
 from ringreduce.rendezvous.store import Store, get
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 MEET_SECONDS = 60.0
 """For all ranks to come."""
@@ -46,7 +42,6 @@ LEAST_BYTES, MOST_BYTES = 1 << 20, 1 << 26
 """Sent to measure the bandwidth: doubled until it takes `BANDWIDTH_SECONDS`."""
 BANDWIDTH_SECONDS = 0.25
 BLOCK = 1 << 18
-MOST_COLUMNS = 16
 
 _COMMAND = struct.Struct("!cQ")
 _PING, _TAKE, _GIVE, _END = b"p", b"t", b"g", b"e"
@@ -354,45 +349,3 @@ def _read(connection: socket.socket, size: int) -> bytes:
             raise ConnectionResetError("the other host closed the connection")
         data += some
     return data
-
-
-# Drawing.
-
-
-def render(found: Survey) -> list[tuple[str, Table]]:
-    """Titles, and tables for a rich console: the hosts, latency and bandwidth from row to column, and what failed."""
-    from ringreduce.cli.terminal import table
-
-    hosts = table("host", "name", "ranks", right=("host",))
-    for number, host in enumerate(found.hosts):
-        hosts.add_row(str(number), host.name, ", ".join(map(str, host.ranks)))
-    tables = [("hosts", hosts)]
-    latency = {(p.lower, p.higher): p.latency * 1e6 for p in found.pairs if not p.error}
-    latency |= {(higher, lower): value for (lower, higher), value in latency.items()}
-    rate = {(p.lower, p.higher): p.there * 8e-9 for p in found.pairs if not p.error}
-    rate |= {(p.higher, p.lower): p.back * 8e-9 for p in found.pairs if not p.error}
-    if len(found.hosts) <= MOST_COLUMNS and found.pairs:
-        for title, values in (("latency, us: half a round trip", latency), ("Gbit/s, from row to column", rate)):
-            numbers = [str(number) for number in range(len(found.hosts))]
-            matrix = table("", *numbers, right=tuple(numbers))
-            for row, name in enumerate(numbers):
-                cells = [_cell(values.get((row, column)), row == column) for column in range(len(numbers))]
-                matrix.add_row(name, *cells)
-            tables.append((title, matrix))
-    elif found.pairs:
-        listed = table("from", "to", "latency, us", "Gbit/s", right=("from", "to", "latency, us", "Gbit/s"))
-        for pair in found.pairs:
-            for ends in ((pair.lower, pair.higher), (pair.higher, pair.lower)):
-                listed.add_row(*map(str, ends), _cell(latency.get(ends)), _cell(rate.get(ends)))
-        tables.append(("between hosts", listed))
-    if any(pair.error or pair.missed for pair in found.pairs):
-        failed = table("hosts", "what")
-        for pair in found.pairs:
-            for what in (*filter(None, [pair.error]), *pair.missed):
-                failed.add_row(f"{pair.lower} - {pair.higher}", what)
-        tables.append(("what does not work", failed))
-    return tables
-
-
-def _cell(value: float | None, same: bool = False) -> str:
-    return "" if same else "failed" if value is None else f"{value:.3g}" if value < 1000 else f"{value:.0f}"

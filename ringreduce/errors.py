@@ -4,43 +4,20 @@ After `InvalidArgument` nothing has moved and the group works on; so it does aft
 when the timeout given to a `work.wait()` passes. After any other the group is unusable on all its ranks: further calls
 raise the first error again. The process and other groups are unharmed; make a new group to go on.
 The tensors of a failed call hold undefined values, but inputs that are not outputs too are untouched.
+
+`ringreduce.common.failures` has the same classes without torch, and says when which; `errors.pyi` lists them. Without
+torch these derive from `RuntimeError` alone.
 """
 
-from torch.distributed import DistBackendError
+from ringreduce.common import failures
 
+try:
+    from torch.distributed import DistBackendError
+except ImportError:
+    DistBackendError = RuntimeError
 
-class RingReduceError(DistBackendError):
-    """Base class. `culprit` is the rank in the group that the error is about, or -1."""
-
-    def __init__(self, message: str, culprit: int = -1) -> None:
-        super().__init__(message)
-        self.culprit = culprit
-
-
-class InvalidArgument(RingReduceError, ValueError):
-    """This rank's call is wrong: the message names the argument, its value and what it must be."""
-
-
-class PeerLost(RingReduceError):
-    """A process of the group died or left; `culprit` is its rank."""
-
-
-class CollectiveTimeout(RingReduceError):
-    """The timeout passed; `culprit` is the rank that the others wait for."""
-
-
-class CollectiveMismatch(RingReduceError):
-    """The ranks made different calls; the message describes both. A `recv` raises it for a message of another size or
-    dtype, and `all_to_all` for split sizes that do not fit each other; these leave the group usable."""
-
-
-class Aborted(RingReduceError):
-    """A rank called `abort()`, or destroyed the group while calls were under way."""
-
-
-class SystemFailure(RingReduceError):
-    """The operating system refused something; the message has its reason."""
-
-
-class TopologyError(RingReduceError):
-    """The ranks cannot be joined as they are placed."""
+_of_torch: dict[type, type] = {}
+for _plain in (failures.RingReduceError, *failures.RingReduceError.__subclasses__()):
+    _base = _of_torch.get(failures.RingReduceError, DistBackendError)
+    _of_torch[_plain] = type(_plain.__name__, (_plain, _base), {"__doc__": _plain.__doc__, "__module__": __name__})
+    globals()[_plain.__name__] = _plain._with_torch = _of_torch[_plain]

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
+
+from ringreduce.common.files import replace_file
 
 FORMAT = 1
 
@@ -71,15 +73,7 @@ def save(measured: HostsFile, path: str) -> None:
     for label in measured.hosts:
         if measured.hosts.count(label) > 1:
             raise ValueError(_SAME.format(label))
-    partial = f"{path}.{os.getpid()}"
-    try:
-        with open(partial, "x", encoding="utf-8") as file:
-            json.dump({"format": FORMAT, **asdict(measured)}, file, indent=1)
-        os.replace(partial, path)
-    except BaseException:
-        if os.path.exists(partial):
-            os.unlink(partial)
-        raise
+    replace_file(Path(path), json.dumps({"format": FORMAT, **asdict(measured)}, indent=1).encode())
 
 
 def _matrix(name: str, rows: Any, size: int) -> Matrix:

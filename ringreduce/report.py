@@ -1,13 +1,20 @@
-"""What the groups of this process have done: counters, and the flight record that `torchfrtrace` reads."""
+"""What the groups of this process are and have done: counters, topology, the flight record for `torchfrtrace`."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import overload
+
+import torch.distributed as dist
 
 from ringreduce import _C
-from ringreduce.hosts import LinkStats, Wire, all_links
+from ringreduce.api import backend_of
+from ringreduce.host_links import LinkStats, Wire, all_links, links_of
+from ringreduce.topology.group_plans import GroupTopology, OnHost
+from ringreduce.topology.live import probe
+from ringreduce.tuning import measured_memory
 
 
 @dataclass(frozen=True)
@@ -42,9 +49,19 @@ class GroupStats(dict[str, CallStats]):
         self.links, self.refused, self.wire = links, refused, wire
 
 
-def stats() -> dict[str, GroupStats]:
-    """By group name (`group.group_name`), for all groups that live: `stats()["0"]["all_reduce"].bytes`,
-    `stats()["0"].links[3].bytes_out`."""
+@overload
+def stats(group: None = None) -> dict[str, GroupStats]: ...
+@overload
+def stats(group: dist.ProcessGroup) -> GroupStats: ...
+def stats(group: dist.ProcessGroup | None = None) -> GroupStats | dict[str, GroupStats]:
+    """What `group` has done: `stats(group)["all_reduce"].bytes`, `stats(group).links[3].bytes_out`.
+
+    Without a group: that of all groups that live, by `group.group_name`. Raises `InvalidArgument` for a group that has
+    another backend.
+    """
+    if group is not None:
+        backend_of(group)
+        return stats()[group.group_name]
     on_hosts = all_links()
     return {
         name: GroupStats(
@@ -55,6 +72,29 @@ def stats() -> dict[str, GroupStats]:
         )
         for name, calls in _C.statistics().items()
     }
+
+
+def topology_of(group: dist.ProcessGroup | None = None) -> GroupTopology:
+    """What was found out about the machine when the group was made, and what was planned over its links.
+
+    Where ranks share one memory nothing is planned; then `served` is empty, and `machine` says what is here.  On
+    several hosts `hosts` says which ranks are where, and `links` how this rank reaches those elsewhere.  `group` is a
+    process group of backend ringreduce (default: the world).  Raises `InvalidArgument` if it is not one.
+    """
+    backend = backend_of(group)
+    if links := links_of(backend):
+        return GroupTopology(
+            "memory inside a host, TCP between hosts",
+            f"{len(links.hosts)} hosts",
+            (),
+            hosts=tuple(OnHost(*host) for host in links.hosts),
+            links=tuple((peer, stats.paths) for peer, stats in sorted(links.stats.items())),
+            wire=str(links.wire),
+        )
+    if backend.topology:
+        return GroupTopology.from_json(backend.topology)
+    machine = probe(memory=measured_memory())
+    return GroupTopology("this machine; its ranks share one memory", machine.name, (), (), machine.assumed)
 
 
 def dump_flight_record(path: str | os.PathLike[str]) -> None:

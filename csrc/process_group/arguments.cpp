@@ -161,6 +161,21 @@ void check_outputs(const TensorList& tensors, const char* what) {
     invalid(what, ": two of the tensors to be written share memory; pass separate ones");
 }
 
+void copy_repeated(TensorList& tensors) {
+  std::vector<const void*> places;
+  for (const at::Tensor& t : tensors)
+    if (t.numel() > 0 && has_memory(t)) places.push_back(t.const_data_ptr());
+  std::sort(places.begin(), places.end());
+  if (std::adjacent_find(places.begin(), places.end()) == places.end()) return;
+  for (auto t = tensors.begin(); t != tensors.end(); ++t)
+    if (t->numel() > 0 && has_memory(*t) && std::any_of(tensors.begin(), t, [&](const at::Tensor& earlier) {
+          return has_memory(earlier) && earlier.const_data_ptr() == t->const_data_ptr() &&
+                 earlier.scalar_type() == t->scalar_type() && earlier.sizes() == t->sizes() &&
+                 earlier.strides() == t->strides();
+        }))
+      *t = t->detach().clone();
+}
+
 void check_count(const char* what, std::size_t is, std::size_t must) {
   if (is != must) invalid(what, " has ", is, " elements, must have ", must);
 }

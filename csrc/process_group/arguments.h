@@ -40,6 +40,8 @@ inline bool has_memory(const at::Tensor& t) {
 void check_tensor(const at::Tensor& tensor, const char* what);
 // Throws for tensors that cannot be written without harm to each other or to themselves.
 void check_outputs(const TensorList& tensors, const char* what);
+// A tensor that is in the list twice is written once: the second time a copy of it takes its place.
+void copy_repeated(TensorList& tensors);
 void check_count(const char* what, std::size_t is, std::size_t must);
 void check_list(const char* what, std::size_t is, int must);
 

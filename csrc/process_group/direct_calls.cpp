@@ -97,16 +97,29 @@ bool are_tensors(Arguments from, int count) {
   return std::all_of(from, from + count, [](PyObject* each) { return THPVariable_Check(each); });
 }
 
+PyObject* call(ProcessGroupRing& backend, OpType type, const Collective& collective, const at::Tensor& output,
+               const at::Tensor& input) {
+  bool made = false;
+  {
+    const WithoutGil no_gil;
+    made = backend.call_now(type, collective, output, input);
+  }
+  return PyBool_FromLong(made);
+}
+
 // Makes the call in the group args[0].
 PyObject* call(Arguments args, OpType type, const Collective& collective, const at::Tensor& output,
                const at::Tensor& input) {
   const auto backend = backend_of(args[0]);
-  bool made = false;
-  {
-    const WithoutGil no_gil;
-    made = backend->call_now(type, collective, output, input);
-  }
-  return PyBool_FromLong(made);
+  return call(*backend, type, collective, output, input);
+}
+
+// A rank; -1 for what is none.
+int rank_of(PyObject* given) {
+  if (!PyLong_CheckExact(given)) return -1;
+  int overflow = 0;
+  const long rank = PyLong_AsLongAndOverflow(given, &overflow);
+  return overflow != 0 || rank < 0 || rank > std::numeric_limits<int>::max() ? -1 : static_cast<int>(rank);
 }
 
 // The reduction that `given` stands for, if it is one without a factor.
@@ -121,7 +134,8 @@ std::optional<c10d::ReduceOp> operation(PyObject* given) {
 
 PyObject* all_reduce(PyObject* /*module*/, Arguments args, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
-    const auto op = count == 3 && are_tensors(args + 1, 1) ? operation(args[2]) : std::nullopt;
+    const bool in_place = count == 4 && args[3] == Py_None;
+    const auto op = in_place && are_tensors(args + 1, 1) ? operation(args[2]) : std::nullopt;
     if (!op) Py_RETURN_FALSE;
     const at::Tensor& tensor = THPVariable_Unpack(args[1]);
     return call(args, OpType::ALLREDUCE, {.operation = Operation::all_reduce, .op = &*op}, tensor, tensor);
@@ -130,13 +144,14 @@ PyObject* all_reduce(PyObject* /*module*/, Arguments args, Py_ssize_t count) {
 
 PyObject* broadcast(PyObject* /*module*/, Arguments args, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
-    if (count != 3 || !are_tensors(args + 1, 1) || !PyLong_CheckExact(args[2])) Py_RETURN_FALSE;
-    int overflow = 0;
-    const long root = PyLong_AsLongAndOverflow(args[2], &overflow);
-    if (overflow != 0 || root < 0 || root > std::numeric_limits<int>::max()) Py_RETURN_FALSE;
+    if (count != 4 || !are_tensors(args + 1, 1) || (args[2] != Py_None && args[3] != Py_None)) Py_RETURN_FALSE;
+    const auto backend = backend_of(args[0]);
+    const bool of_group = args[3] != Py_None, given = of_group || args[2] != Py_None;
+    const int rank = given ? rank_of(args[of_group ? 3 : 2]) : 0;
+    const int root = of_group ? rank : backend->group_rank(rank);
+    if (root < 0) Py_RETURN_FALSE;
     const at::Tensor& tensor = THPVariable_Unpack(args[1]);
-    return call(args, OpType::BROADCAST, {.operation = Operation::broadcast, .root = static_cast<int>(root)}, tensor,
-                tensor);
+    return call(*backend, OpType::BROADCAST, {.operation = Operation::broadcast, .root = root}, tensor, tensor);
   });
 }
 
@@ -175,8 +190,8 @@ PyCFunction vectorcall(PyObject* (*function)(PyObject*, Arguments, Py_ssize_t)) 
 
 void bind_direct_calls(py::module_& m) {
   static PyMethodDef functions[] = {
-      {"all_reduce_now", vectorcall(all_reduce), METH_FASTCALL, "all_reduce_now(group, tensor, op)"},
-      {"broadcast_now", vectorcall(broadcast), METH_FASTCALL, "broadcast_now(group, tensor, root)"},
+      {"all_reduce_now", vectorcall(all_reduce), METH_FASTCALL, "all_reduce_now(group, tensor, op, out)"},
+      {"broadcast_now", vectorcall(broadcast), METH_FASTCALL, "broadcast_now(group, tensor, src, group_src)"},
       {"reduce_scatter_now", vectorcall(reduce_scatter), METH_FASTCALL, "reduce_scatter_now(group, output, input, op)"},
       {"all_gather_now", vectorcall(all_gather), METH_FASTCALL, "all_gather_now(group, output, input)"},
       {"all_to_all_now", vectorcall(all_to_all), METH_FASTCALL, "all_to_all_now(group, output, input)"},

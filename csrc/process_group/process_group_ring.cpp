@@ -442,8 +442,10 @@ c10::intrusive_ptr<Work> ProcessGroupRing::allreduce(TensorList& tensors, const 
   return submit(OpType::ALLREDUCE, opts, list_of(job(collective, {tensor}, {tensor})));
 }
 
-c10::intrusive_ptr<Work> ProcessGroupRing::allreduce_coalesced(TensorList& tensors,
+c10::intrusive_ptr<Work> ProcessGroupRing::allreduce_coalesced(TensorList& given,
                                                                const c10d::AllreduceCoalescedOptions& opts) {
+  TensorList tensors = given;
+  copy_repeated(tensors);
   const Collective collective{.operation = Operation::all_reduce, .timeout = opts.timeout, .op = &opts.reduceOp};
   if (!tensors.empty() && device_of(tensors, {}, "all_reduce_coalesced").is_cuda()) {
     check_outputs(tensors, "all_reduce_coalesced");

@@ -14,6 +14,7 @@
 // What is made of several calls of the engine (a coalesced list, a sparse sum, an all_to_all) has its timeout for each.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -169,6 +170,12 @@ class ProcessGroupRing : public c10d::Backend {
   // Makes a synchronous call on plain tensors, without c10d's lists and Work. False, with nothing done, if the call
   // takes more than that, or the arguments are wrong.
   bool call_now(c10d::OpType type, const Collective& collective, const at::Tensor& output, const at::Tensor& input);
+  // The rank in the group of a rank of the world; -1 if that is not in it.
+  int group_rank(int global_rank) const {
+    const auto& ranks = settings_.global_ranks;
+    const auto found = std::find(ranks.begin(), ranks.end(), global_rank);
+    return found == ranks.end() ? -1 : static_cast<int>(found - ranks.begin());
+  }
 
   struct PlanFor {
     Operation operation;

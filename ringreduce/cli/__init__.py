@@ -1,5 +1,7 @@
 """The command `ringreduce`: one module a command, each with `add` (its arguments and help) and `run`.
 
+Only the module of the command that is given is imported, so that others' libraries cost no time and need not be there.
+
 Results go to standard output, messages to standard error.  Exit codes: 0, 2 for what the user can put right (a message
 names it, never a traceback), 130 after an interrupt, 141 when nobody reads the output any more.
 """
@@ -10,15 +12,25 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from io import TextIOWrapper
 from typing import NoReturn
 
-from ringreduce.cli import doctor, info, plan, simulate, topo, tune
 from ringreduce.cli.terminal import Help, printable
-from ringreduce.errors import RingReduceError
-from ringreduce.plan import PlanError
+from ringreduce.common.failures import PlanError, RingReduceError
 
-COMMANDS = (topo, plan, simulate, doctor, info, tune)
+COMMANDS = {
+    "topo": "what joins the GPUs of this machine, or of a file",
+    "plan": "the rings and trees of a collective on given GPUs",
+    "simulate": "how long each algorithm takes, over size or ranks",
+    "doctor": "what this machine, or the network between hosts, can and cannot do",
+    "info": "versions, every knob with its origin, and what runs for which size",
+    "tune": "measure what runs best for which size, and keep it for this machine",
+}
+"""And what each does, in a line."""
+
+LIBRARIES = ("numpy", "rich", "scipy")
+"""What groups do without, but not all commands."""
 
 INTERRUPTED = 130
 NOBODY_READS = 141
@@ -48,9 +60,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=Help,
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for command in COMMANDS:
-        command.add(commands)
-    given = parser.parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    for name, summary in COMMANDS.items():
+        if name in words:
+            import_module(f"ringreduce.cli.{name}").add(commands, summary)
+        else:
+            commands.add_parser(name, help=summary)
+    given = parser.parse_args(words)
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for names of files, and for terminals without Unicode
     if given.command is None:
@@ -69,6 +85,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _failed(named)
     except (RingReduceError, PlanError) as error:
         return _failed(str(error))
+    except ModuleNotFoundError as error:
+        if error.name not in LIBRARIES:
+            raise
+        return _failed(f"this command needs {error.name}; pip install 'ringreduce[plan]'")
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return INTERRUPTED

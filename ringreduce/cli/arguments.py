@@ -10,19 +10,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ringreduce.common.failures import TopologyError
+from ringreduce.common.units import SIZE_HELP, parse_bytes
 from ringreduce.config import PREFIX, resolve
-from ringreduce.errors import TopologyError
 from ringreduce.plan import COLLECTIVES
 from ringreduce.topology.graph import LinkGraph
 from ringreduce.topology.rates import Assumed
-
-UNITS = {
-    "": 1,
-    "B": 1,
-    **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)},
-    **{f"{prefix}{end}": 1024**power for power, prefix in enumerate("KMGT", 1) for end in ("", "IB")},
-}
-SIZE_HELP = "160MB (1e6 bytes each), 64MiB or 64M (2^20), or bytes"
 
 DEFAULT_SIZE = 160_000_000
 MOST_BYTES = 2**63 - 1
@@ -43,12 +36,11 @@ PICTURES = (".png", ".pdf", ".svg")
 
 
 def size_bytes(text: str) -> int:
-    """ "160MB" -> 160000000, "64MiB" and "64M" -> 67108864: K, M, G and T alone are powers of 1024 as in all knobs."""
-    match = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([a-z]*)", text.strip(), re.IGNORECASE | re.ASCII)
-    unit = UNITS.get(match[2].upper()) if match else None
-    if match is None or unit is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; give {SIZE_HELP}")
-    count = round(float(match[1]) * unit) if len(match[1]) < 300 else MOST_BYTES + 1
+    """A number of bytes from 1, as `parse_bytes` reads it."""
+    try:
+        count = parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     if not 1 <= count <= MOST_BYTES:
         raise argparse.ArgumentTypeError(f"{text!r} is {count} bytes; give from 1 to 2^63 - 1, such as 160MB")
     return count
@@ -89,13 +81,7 @@ def rate(text: str) -> float:
 
 def seconds(text: str) -> float:
     """Seconds above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} seconds; it must be a number above 0")
-    return value
+    return _number(text, "seconds")
 
 
 def microseconds(text: str) -> float:
@@ -166,28 +152,22 @@ def machine(arguments: argparse.Namespace) -> LinkGraph:
 
 
 def _whole_machine(arguments: argparse.Namespace) -> LinkGraph:
-    from ringreduce.topology import live, presets, read
+    from ringreduce.topology import live, read
+    from ringreduce.tuning import measured_memory
 
     assume = Assumed(arguments.gpu, arguments.nvlink_gbps, arguments.pcie_gbps, arguments.smp_gbps)
     where: str | None = arguments.file
     if where is None:
         described = resolve(None)[0].topo_file
-        return _described(described, assume) if described else live.probe(assume)
-    if where in presets.PRESETS and not Path(where).exists():
-        return presets.preset(where, assume)
-    if where == "-":
-        return read.load("/dev/stdin", assume)
-    if not Path(where).exists():
-        known = ", ".join(presets.PRESETS)
-        raise TopologyError(f"argument FILE: {where!r} is neither a file nor a preset; presets are {known}")
-    return read.load(where, assume)
+        return _described(described, assume) if described else live.probe(assume, measured_memory())
+    return read.load("/dev/stdin", assume) if where == "-" else read.described(where, assume)
 
 
-def _described(path: str, assume: Assumed) -> LinkGraph:
+def _described(where: str, assume: Assumed) -> LinkGraph:
     from ringreduce.topology import read
 
     try:
-        return read.load(path, assume)
+        return read.described(where, assume)
     except TopologyError as error:
         raise TopologyError(f"{PREFIX}TOPO_FILE: {error}") from None
 
@@ -198,5 +178,5 @@ def _number(text: str, unit: str, zero: bool = False) -> float:
     except ValueError:
         value = math.nan
     if not (0 < value < math.inf or (zero and value == 0)):
-        raise argparse.ArgumentTypeError(f"{text!r} {unit}; give a number {'of at least' if zero else 'above'} 0")
+        raise argparse.ArgumentTypeError(f"{text!r} {unit}; it must be a number {'of at least' if zero else 'above'} 0")
     return value

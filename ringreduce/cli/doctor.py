@@ -5,21 +5,29 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ringreduce import hosts_file
 from ringreduce.cli.arguments import seconds
-from ringreduce.cli.terminal import Help, console, say
-from ringreduce.errors import InvalidArgument
+from ringreduce.cli.terminal import Help, console, say, table
+from ringreduce.common import compiled
+from ringreduce.common.failures import InvalidArgument, SystemFailure
 from ringreduce.hosts_file import HostsFile
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ringreduce.doctor_peers import Survey
 
 UNREACHABLE = 2
 
+MOST_COLUMNS = 16
 
-def add(commands: Any) -> None:
+
+def add(commands: Any, summary: str) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="what this machine, or the network between hosts, can and cannot do",
+        help=summary,
         description="Looks at what ringreduce needs and could use here: torch, a compiler, shared memory, GPUs and "
         "their links, NCCL, the network, limits. Says why each matters and what to do where something is missing. "
         "With --peers, run by a launcher on every rank of a job: which hosts reach each other, how long a small "
@@ -51,6 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _peers(seconds: float, file: str | None) -> int:
+    if missing := compiled.why_not():
+        raise SystemFailure(f"no ranks can be run here: {missing}")
     from torch._C._distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
@@ -73,18 +83,12 @@ def _peers(seconds: float, file: str | None) -> int:
         ) from None
     assert options.connections is not None and options.dead_after is not None  # resolved
     found = doctor_peers.survey(
-        PrefixStore("ringreduce doctor", store),
-        rank,
-        size,
-        place,
-        seconds,
-        options.connections,
-        options.dead_after,
+        PrefixStore("ringreduce doctor", store), rank, size, place, seconds, options.connections, options.dead_after
     )
     if found is None:
         return 0
     out = console()
-    for title, shown in doctor_peers.render(found):
+    for title, shown in render(found):
         say(out, title, style="bold")
         out.print(shown)
     if len(found.hosts) == 1:
@@ -100,3 +104,40 @@ def _write(measured: HostsFile, file: str) -> None:
         hosts_file.save(measured, file)
     except (OSError, ValueError) as error:
         raise InvalidArgument(f"--write {file}: {error}") from None
+
+
+def render(found: Survey) -> list[tuple[str, Table]]:
+    """Titles, and tables for a rich console: the hosts, latency and bandwidth from row to column, and what failed."""
+    hosts = table("host", "name", "ranks", right=("host",))
+    for number, host in enumerate(found.hosts):
+        hosts.add_row(str(number), host.name, ", ".join(map(str, host.ranks)))
+    tables = [("hosts", hosts)]
+    latency = {(p.lower, p.higher): p.latency * 1e6 for p in found.pairs if not p.error}
+    latency |= {(higher, lower): value for (lower, higher), value in latency.items()}
+    rate = {(p.lower, p.higher): p.there * 8e-9 for p in found.pairs if not p.error}
+    rate |= {(p.higher, p.lower): p.back * 8e-9 for p in found.pairs if not p.error}
+    if len(found.hosts) <= MOST_COLUMNS and found.pairs:
+        for title, values in (("latency, us: half a round trip", latency), ("Gbit/s, from row to column", rate)):
+            numbers = [str(number) for number in range(len(found.hosts))]
+            matrix = table("", *numbers, right=tuple(numbers))
+            for row, name in enumerate(numbers):
+                cells = [_cell(values.get((row, column)), row == column) for column in range(len(numbers))]
+                matrix.add_row(name, *cells)
+            tables.append((title, matrix))
+    elif found.pairs:
+        listed = table("from", "to", "latency, us", "Gbit/s", right=("from", "to", "latency, us", "Gbit/s"))
+        for pair in found.pairs:
+            for ends in ((pair.lower, pair.higher), (pair.higher, pair.lower)):
+                listed.add_row(*map(str, ends), _cell(latency.get(ends)), _cell(rate.get(ends)))
+        tables.append(("between hosts", listed))
+    if any(pair.error or pair.missed for pair in found.pairs):
+        failed = table("hosts", "what")
+        for pair in found.pairs:
+            for what in (*filter(None, [pair.error]), *pair.missed):
+                failed.add_row(f"{pair.lower} - {pair.higher}", what)
+        tables.append(("what does not work", failed))
+    return tables
+
+
+def _cell(value: float | None, same: bool = False) -> str:
+    return "" if same else "failed" if value is None else f"{value:.3g}" if value < 1000 else f"{value:.0f}"

@@ -6,31 +6,37 @@ import argparse
 import os
 import platform
 from dataclasses import fields
-from typing import Any
-
-import torch
-from rich.console import Console
-from rich.table import Table
+from functools import partial
+from importlib import metadata
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 import ringreduce
-from ringreduce import _C, plan, tuning
-from ringreduce.backend import slot_bytes_for
-from ringreduce.cli.terminal import Help, console, time_text
-from ringreduce.config import PREFIX, Options, resolve
-from ringreduce.errors import SystemFailure
+from ringreduce import plan, tuning
+from ringreduce.cli.terminal import Help, console, say
+from ringreduce.common import compiled
+from ringreduce.common.failures import SystemFailure
+from ringreduce.common.units import bytes_text, time_text
+from ringreduce.config import PREFIX, Options, resolve, slot_bytes_for
 from ringreduce.gpu import kernels, nccl
 from ringreduce.gpu.rules import rules as gpu_rules
 from ringreduce.plan import Machine, Range, Slicing
-from ringreduce.plan.choose import SIZES
+from ringreduce.plan.choose import BLOCKS
 from ringreduce.tuning import Tuning
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 RANKS_SHOWN = (2, 4, 8, 16)
 
+_size = partial(bytes_text, base=1024)
 
-def add(commands: Any) -> None:
+
+def add(commands: Any, summary: str) -> None:
     parser = commands.add_parser(
         "info",
-        help="versions, every knob with its origin, and what runs for which size",
+        help=summary,
         description="Versions, every knob with its origin, and what groups of CPU ranks run for which size, as probed "
         "and tuned on this machine. K, M and G in its tables are powers of 1024.",
         epilog="example:\n  ringreduce info --ranks 2 8",
@@ -49,15 +55,30 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _info(console: Console, options: Options, origins: dict[str, str], ranks: list[int]) -> None:
+    from rich.table import Table
+
+    missing = compiled.why_not()
+    kernels = "no kernels" if missing else f"{compiled.load().instruction_set()} kernels"
+    torch = f"torch {metadata.version('torch')}" if find_spec("torch") else "no torch"
     console.print(
-        f"ringreduce {ringreduce.__version__}, torch {torch.__version__}, Python {platform.python_version()}, "
-        f"{platform.machine()} with {_C.instruction_set()} kernels"
+        f"ringreduce {ringreduce.__version__}, {torch}, Python {platform.python_version()}, {platform.machine()} with "
+        f"{kernels}"
     )
     table = Table("option", "variable", "value", "from", "what it is")
     for knob in fields(Options):
         value = getattr(options, knob.name)
         table.add_row(knob.name, PREFIX + knob.name.upper(), repr(value), origins[knob.name], knob.metadata["help"])
     console.print(table)
+    if missing:
+        say(console, f"groups cannot be made here, nor this machine be probed: {missing}")
+    else:
+        _machine(console, options, origins, ranks)
+
+
+def _machine(console: Console, options: Options, origins: dict[str, str], ranks: list[int]) -> None:
+    """What groups do on this machine."""
+    from ringreduce import _C
+
     fetch = tuning.fetches(options)
     if fetch:
         how = "read where they are"
@@ -83,6 +104,8 @@ def _info(console: Console, options: Options, origins: dict[str, str], ranks: li
 
 def _cuda_tensors(options: Options) -> str:
     """What becomes of them on this machine, as far as one process can tell."""
+    from ringreduce import _C
+
     if missing := _C.cuda_unavailable():
         return f"none; {missing}"
     if options.gpu_transport == "host":
@@ -97,9 +120,11 @@ def _cuda_tensors(options: Options) -> str:
 
 
 def _figures(machine: Machine) -> Table:
+    from rich.table import Table
+
     table = Table("what was probed", "figure")
     table.add_row("cores", str(machine.cores))
-    table.add_row("cache of a core", binary_size(machine.cache_bytes))
+    table.add_row("cache of a core", _size(machine.cache_bytes))
     table.add_row("a flag to another core", time_text(machine.hop))
     table.add_row("a core from rank to rank", time_text(machine.turn))
     table.add_row("a core from rank to rank, by a wake-up", time_text(machine.wake))
@@ -113,14 +138,14 @@ def _figures(machine: Machine) -> Table:
     ):
         table.add_row(name, f"{1e-9 / seconds:.1f} GB/s")
     for size, put, take in zip(machine.staging, machine.put, machine.take, strict=True):
-        table.add_row(
-            f"core to core through {binary_size(size)}", f"{1e-9 / put:.1f} GB/s in, {1e-9 / take:.1f} GB/s out"
-        )
+        table.add_row(f"core to core through {_size(size)}", f"{1e-9 / put:.1f} GB/s in, {1e-9 / take:.1f} GB/s out")
     return table
 
 
 def _choices(size: int, options: Options, fetch: bool, known: Tuning | None) -> Table:
     """What a group of so many ranks would run; times for the smallest compared block of each range."""
+    from rich.table import Table
+
     slicing = tuning.slicing_for(options, slot_bytes_for(size, options), fetch)
     least_fetch = tuning.fetch_from(options, size, cores(), fetch)
     decided = () if known is None else tuning.rules_for(known, size, slicing, least_fetch)
@@ -131,15 +156,15 @@ def _choices(size: int, options: Options, fetch: bool, known: Tuning | None) -> 
     for collective, ranges in plan.table(size, plan.parse_algorithms(options.algorithms or ""), decided).items():
         begin = 0
         for entry in ranges:
-            at = next((block for block in SIZES if block >= begin), begin)
+            at = next((block for block in BLOCKS if block >= begin), begin)
             cell = next((cell for cell in measured.get(collective, ()) if cell.bytes == at), None)
             same = cell is not None and (cell.algorithm, cell.slice_bytes) == entry[1:]
             table.add_row(
                 collective if begin == 0 else "",
-                f"{binary_size(begin)} - {'' if entry.end is None else binary_size(entry.end)}",
+                f"{_size(begin)} - {'' if entry.end is None else _size(entry.end)}",
                 entry.algorithm,
-                binary_size(entry.slice_bytes) if entry.slice_bytes else "",
-                binary_size(at),
+                _size(entry.slice_bytes) if entry.slice_bytes else "",
+                _size(at),
                 "" if known is None else time_text(_predicted(collective, entry, size, at, known.machine, slicing)),
                 time_text(cell.seconds) if cell is not None and same else "",
             )
@@ -149,6 +174,8 @@ def _choices(size: int, options: Options, fetch: bool, known: Tuning | None) -> 
 
 def _choices_of_gpus(ranks: list[int], options: Options) -> Table:
     """What groups of so many ranks would run on GPUs that no topology is known of, where it differs by size or rule."""
+    from rich.table import Table
+
     table = Table("ranks", "their GPUs", "collective", "bytes of a block", "algorithm", "by",
                   title="CUDA tensors, unless NVML tells of links", title_justify="left")  # fmt: skip
     user = plan.parse_algorithms(options.algorithms or "")
@@ -164,7 +191,7 @@ def _choices_of_gpus(ranks: list[int], options: Options) -> Table:
                     str(size),
                     "shared" if steps else "one each",
                     collective,
-                    f"{binary_size(begin)} - {'' if entry.end is None else binary_size(entry.end)}",
+                    f"{_size(begin)} - {'' if entry.end is None else _size(entry.end)}",
                     entry.algorithm,
                     "algorithms" if mine else "built in, not measured",
                 )
@@ -185,11 +212,3 @@ def group_size(text: str) -> int:
 
 def cores() -> frozenset[int]:
     return frozenset(os.sched_getaffinity(0))
-
-
-def binary_size(count: int) -> str:
-    """Bytes in powers of 1024, as the knobs and the tuning have them."""
-    for unit, name in ((1024**3, "GB"), (1024**2, "MB"), (1024, "KB")):
-        if count >= unit:
-            return f"{count / unit:.4g} {name}"
-    return f"{count} B"

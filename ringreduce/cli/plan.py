@@ -7,37 +7,27 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-
 from ringreduce.cli import arguments as read
-from ringreduce.cli.terminal import (
-    Help,
-    bar,
-    console,
-    gigabytes,
-    progress_console,
-    rank_label,
-    say,
-    size_text,
-    table,
-    time_text,
-)
+from ringreduce.cli.terminal import Help, bar, console, gigabytes, progress_console, say, table
 from ringreduce.cli.topo import ring_lines, show_assumed
+from ringreduce.common.units import bytes_text, time_text
 from ringreduce.plan import verify
+from ringreduce.topology.draw.style import rank_label
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ringreduce.topology.planner import Planned
 
 MOST_LINKS = 48
 """Links that the table shows; of more, as many of the busiest."""
 
 
-def add(commands: Any) -> None:
+def add(commands: Any, summary: str) -> None:
     parser = commands.add_parser(
         "plan",
         usage="%(prog)s FILE [options]",
-        help="the rings and trees of a collective on given GPUs",
+        help=summary,
         description="Plans a collective over a machine's links: which rings or trees, how fast of what is possible at "
         "most and why, and what each link carries. GPUs are ranks in the order given.",
         epilog="examples:\n"
@@ -72,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         say(out, f"{graph.name}: {planned.collective} on one GPU: nothing moves")
         return 0
     ranks = ", ".join(rank_label(graph, name) for name in planned.ranks)
-    say(out, f"{graph.name}: {planned.collective} of {size_text(size)} on GPUs {ranks}", style="bold")
+    say(out, f"{graph.name}: {planned.collective} of {bytes_text(size)} on GPUs {ranks}", style="bold")
     say(
         out,
         f"{time_text(planned.seconds(size))} by the busiest link, {time_text(planned.simulated(size))} simulated with "
@@ -107,13 +97,13 @@ def _show_links(out: Console, planned: Planned, size: int) -> None:
     loads = planned.loads(size)
     longest = max((load.seconds for load in loads), default=0.0)
     shown = loads[:MOST_LINKS]
-    links: Table = table("from", "to", "GB/s", "carries", "takes", "", right=("GB/s", "carries", "takes"))
+    links = table("from", "to", "GB/s", "carries", "takes", "", right=("GB/s", "carries", "takes"))
     for load in shown:
         links.add_row(
             _end(load.src),
             _end(load.dst),
             gigabytes(load.capacity),
-            size_text(load.bytes),
+            bytes_text(load.bytes),
             time_text(load.seconds),
             bar(out, load.seconds / longest if longest else 0.0),
         )

@@ -7,14 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
-
 from ringreduce.cli import arguments as read
-from ringreduce.cli.terminal import Help, console, progress_console, say, size_text, table, time_text
+from ringreduce.cli.terminal import Help, console, progress, progress_console, say, table
 from ringreduce.cli.topo import show_assumed
-from ringreduce.errors import TopologyError
-from ringreduce.plan import BUILDERS, PlanError, build
+from ringreduce.common.failures import PlanError, TopologyError
+from ringreduce.common.units import bytes_text, time_text
+from ringreduce.plan import BUILDERS, build
 from ringreduce.plan.network import switch
 from ringreduce.plan.parameter_server import parameter_server
 from ringreduce.plan.simulate import simulate, simulate_symmetric
@@ -22,9 +20,11 @@ from ringreduce.plan.symmetric import SYMMETRIC
 from ringreduce.topology.graph import LinkGraph
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from ringreduce.topology.planner import Planned
 
-SIZES = 10
+SIZES_COMPARED = 10
 """Sizes compared: that of `--size`, and each a quarter of the one before."""
 
 MOST_WALKED = 1024
@@ -36,11 +36,11 @@ ALL_WALKED = 128
 MOST_RANKS = 16384
 
 
-def add(commands: Any) -> None:
+def add(commands: Any, summary: str) -> None:
     parser = commands.add_parser(
         "simulate",
         usage="%(prog)s (FILE | --ranks N --link-gbps X) [options]",
-        help="how long each algorithm takes, over size or ranks",
+        help=summary,
         description="Simulates a collective step by step, with latencies, slices and links that are shared: how long "
         "each algorithm takes on a machine, or on equal links to one switch.",
         epilog="examples:\n"
@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
         title = f"{where}: {arguments.collective} of {most} ranks"
     else:
         points = [_Point(ranks, arguments.size) for ranks in _counts(most)]
-        title = f"{where}: {arguments.collective} of {size_text(arguments.size)}"
+        title = f"{where}: {arguments.collective} of {bytes_text(arguments.size)}"
     curves = _on_machine(graph, points, arguments) if graph else _on_switch(arguments)
     times, missing = _simulate(list(curves), points)
 
@@ -130,7 +130,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _sizes(most: int) -> list[int]:
     sizes = [most]
-    while len(sizes) < SIZES and sizes[-1] >= 4:
+    while len(sizes) < SIZES_COMPARED and sizes[-1] >= 4:
         sizes.append(sizes[-1] // 4)
     return sizes[::-1]
 
@@ -205,12 +205,10 @@ def _simulate(curves: list[_Curve], points: list[_Point]) -> tuple[Times, list[s
     """The times, and what is missing, with the reason."""
     times: Times = {}
     missing: dict[str, str] = {}
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    to = progress_console()
-    with Progress(*columns, console=to, transient=True, disable=not to.is_terminal) as progress:
-        bar = progress.add_task("simulating", total=len(curves) * len(points))
+    with progress(progress_console()) as bars:
+        bar = bars.add_task("simulating", total=len(curves) * len(points))
         for curve in curves:
-            progress.update(bar, description=curve.name)
+            bars.update(bar, description=curve.name)
             for point in points:
                 try:
                     seconds = curve.seconds(point)
@@ -218,7 +216,7 @@ def _simulate(curves: list[_Curve], points: list[_Point]) -> tuple[Times, list[s
                         times[curve.name, point] = seconds
                 except (PlanError, TopologyError) as error:
                     missing.setdefault(curve.name, f"{curve.name} of {point.ranks} ranks is left out: {error}")
-                progress.advance(bar)
+                bars.advance(bar)
     return times, list(missing.values())
 
 
@@ -234,7 +232,7 @@ def _table(times: Times, points: list[_Point], over_size: bool) -> Table:
         row = {name: times[name, point] for name in names if (name, point) in times}
         fastest = time_text(min(row.values(), default=0.0))
         shown.add_row(
-            size_text(point.size) if over_size else str(point.ranks),
+            bytes_text(point.size) if over_size else str(point.ranks),
             *("* " * (time == fastest) + time for time in (time_text(row[n]) if n in row else "" for n in names)),
         )
     return shown

@@ -5,16 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 import textwrap
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-
-from ringreduce.topology.draw.style import rank_label, size_text, time_text
-
-__all__ = ["Help", "bar", "console", "gigabytes", "printable", "progress_console", "say", "table"]
-__all__ += ["rank_label", "size_text", "time_text"]
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
 
 UNCUT = 10_000
 """Columns of a console that is no terminal: a pipe or a file has no right edge that a table would have to keep to."""
@@ -34,25 +30,39 @@ class Help(argparse.RawDescriptionHelpFormatter):
         return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent)
 
 
-class _Console(Console):
-    def on_broken_pipe(self) -> NoReturn:
-        """As everything else that writes to standard output; rich would exit here, with a code of its own."""
-        raise BrokenPipeError
-
-
 def console() -> Console:
     """Standard output: as wide as the terminal, or as wide as it takes where there is none."""
-    known = _Console(markup=False)
-    return known if known.is_terminal else _Console(width=UNCUT, markup=False)
+    from rich.console import Console
+
+    class Out(Console):
+        def on_broken_pipe(self) -> NoReturn:
+            """As everything else that writes to standard output; rich would exit here, with a code of its own."""
+            raise BrokenPipeError
+
+    known = Out(markup=False)
+    return known if known.is_terminal else Out(width=UNCUT, markup=False)
 
 
 def progress_console() -> Console:
     """Standard error, for what is only of interest while it is seen; JSON and tables stay alone on standard output."""
+    from rich.console import Console
+
     return Console(stderr=True)
+
+
+def progress(to: Console) -> Progress:
+    """A bar that shows what is done at the moment, and since when; it is gone afterwards."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    return Progress(*columns, console=to, transient=True, disable=not to.is_terminal)
 
 
 def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
     """A light table; the columns named in `right` hold numbers.  Too narrow a terminal folds cells, never cuts them."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
     made = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in columns:
         made.add_column(name, justify="right" if name in right else "left", overflow="fold")

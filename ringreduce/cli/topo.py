@@ -8,16 +8,16 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rich.console import Console
-from rich.table import Table
-
 from ringreduce.cli import arguments as read
-from ringreduce.cli.terminal import Help, console, gigabytes, progress_console, rank_label, say, table
-from ringreduce.errors import RingReduceError
-from ringreduce.plan import PlanError
+from ringreduce.cli.terminal import Help, console, gigabytes, progress_console, say, table
+from ringreduce.common.failures import PlanError, RingReduceError
+from ringreduce.topology.draw.style import rank_label
 from ringreduce.topology.graph import FABRIC, LinkGraph, LinkKind, Node, NodeKind
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
     from ringreduce.topology.planner import Planned
 
 MOST_COLUMNS = 16
@@ -48,11 +48,11 @@ class Joined(NamedTuple):
         return f"{self.kind}{self.lanes}" if self.lanes else self.kind
 
 
-def add(commands: Any) -> None:
+def add(commands: Any, summary: str) -> None:
     parser = commands.add_parser(
         "topo",
         usage="%(prog)s [FILE] [options]",
-        help="what joins the GPUs of this machine, or of a file",
+        help=summary,
         description="Shows what joins the GPUs of a machine, how fast that is, and the rings that are planned on it. "
         "Without FILE that is this machine, or what RINGREDUCE_TOPO_FILE describes.",
         epilog="examples:\n"

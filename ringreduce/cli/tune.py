@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import argparse
 import time
-from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from ringreduce import plan, tuning
 from ringreduce.cli.arguments import seconds
-from ringreduce.cli.info import binary_size, cores, group_size
-from ringreduce.cli.terminal import Help, console, time_text
+from ringreduce.cli.info import cores, group_size
+from ringreduce.cli.terminal import Help, console, progress
+from ringreduce.common import compiled
+from ringreduce.common.failures import RingReduceError
+from ringreduce.common.units import bytes_text, time_text
 from ringreduce.config import PREFIX, Options, resolve
-from ringreduce.errors import RingReduceError
 from ringreduce.plan import BUILDERS
 from ringreduce.tuning import Cell
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ringreduce import measure
 
 RANKS_TUNED = (2, 4)
 TUNING_SECONDS = 120.0
 
 
-def add(commands: Any) -> None:
+def add(commands: Any, summary: str) -> None:
     parser = commands.add_parser(
         "tune",
-        help="measure what runs best for which size, and keep it for this machine",
+        help=summary,
         description="Runs real groups of CPU ranks on this machine, measures which algorithm is best for which size, "
         "and keeps it for later groups.",
         epilog="example:\n  ringreduce tune --ranks 4 --collectives all_reduce --budget 30",
@@ -50,7 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _tune(console: Console, options: Options, ranks: list[int], collectives: list[str], budget: float) -> int:
-    from ringreduce.tuning import measure
+    if missing := compiled.why_not():
+        raise RingReduceError(f"no ranks can be run here: {missing}")
+    from ringreduce import measure
 
     if options.tuning == "off":
         raise RingReduceError(f"{PREFIX}TUNING is 'off': no group would use what is measured; unset it")
@@ -62,17 +68,13 @@ def _tune(console: Console, options: Options, ranks: list[int], collectives: lis
         least_fetch = tuning.fetch_from(options, size, cores(), tuning.fetches(options))
         model = plan.table(size, decided=plan.by_cost(size, known.machine, slicing, fetch_from=least_fetch))
         work = list(measure.tasks(size, collectives, model, slicing))
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=console, transient=True) as progress:
-            bar = progress.add_task(f"{size} ranks", total=len(work))
+        with progress(console) as bars:
+            bar = bars.add_task(f"{size} ranks", total=len(work))
 
-            def show(
-                number: int, task: measure.Task, cell: Cell, progress: Progress = progress, bar: object = bar
-            ) -> None:
-                text = (
-                    f"{task.collective} of {binary_size(task.block_bytes)}: {_name(cell.algorithm, cell.slice_bytes)}"
-                )
-                progress.update(bar, completed=number + 1, description=text)  # type: ignore[arg-type]
+            def show(number: int, task: measure.Task, cell: Cell, bars: Any = bars, bar: Any = bar) -> None:
+                name = _name(cell.algorithm, cell.slice_bytes)
+                text = f"{task.collective} of {bytes_text(task.block_bytes, 1024)}: {name}"
+                bars.update(bar, completed=number + 1, description=text)
 
             began = time.monotonic()
             cells = measure.measure(size, work, seconds, show)
@@ -82,13 +84,15 @@ def _tune(console: Console, options: Options, ranks: list[int], collectives: lis
 
 
 def _findings(size: int, cells: dict[str, tuple[Cell, ...]], seconds: float) -> Table:
+    from rich.table import Table
+
     table = Table("collective", "block", "best", "time", "the model's", "time", "gain",
                   title=f"{size} ranks, measured in {seconds:.0f} s", title_justify="left")  # fmt: skip
     for collective in (name for name in BUILDERS if name in cells):
         for cell in cells[collective]:
             table.add_row(
                 collective,
-                binary_size(cell.bytes),
+                bytes_text(cell.bytes, 1024),
                 _name(cell.algorithm, cell.slice_bytes),
                 time_text(cell.seconds),
                 _name(cell.model_algorithm, cell.model_slice_bytes),
@@ -99,4 +103,4 @@ def _findings(size: int, cells: dict[str, tuple[Cell, ...]], seconds: float) -> 
 
 
 def _name(algorithm: str, slice_bytes: int) -> str:
-    return f"{algorithm} in {binary_size(slice_bytes)}" if slice_bytes else algorithm
+    return f"{algorithm} in {bytes_text(slice_bytes, 1024)}" if slice_bytes else algorithm

@@ -7,7 +7,6 @@ the call, as if the call had been made on that stream.
 
 from __future__ import annotations
 
-import threading
 from datetime import timedelta
 from typing import Any
 
@@ -16,67 +15,53 @@ import torch.distributed as dist
 from torch.utils.dlpack import from_dlpack
 
 from ringreduce import _C
-from ringreduce.errors import InvalidArgument
+from ringreduce.common.failures import InvalidArgument
 
 
-class _Lent(threading.local):
-    """The streams whose arrays the call of this thread uses, by (device, handle)."""
+class Guests:
+    """The arrays of other libraries in one call."""
 
     def __init__(self) -> None:
         self.streams: set[tuple[int, int]] = set()
+        """The libraries' streams, by (device, handle)."""
 
+    def borrow(self, array: Any) -> torch.Tensor:
+        """A tensor over the array's memory, which torch's current stream may use once this has returned.
 
-_lent = _Lent()
+        Raises InvalidArgument if the array may not be written.
+        """
+        interface = array.__cuda_array_interface__
+        if interface["data"][1]:
+            raise InvalidArgument(f"the {type(array).__name__} is read-only; pass a writable copy")
+        tensor = from_dlpack(array) if hasattr(array, "__dlpack__") else torch.as_tensor(array, device="cuda")
+        stream = interface.get("stream")
+        if stream is not None:
+            stream = 0 if stream == 1 else stream  # the default stream, which has both names
+            device = tensor.device.index
+            _C.make_stream_wait(device, _current(device), stream)
+            self.streams.add((device, stream))
+        return tensor
 
+    def work(self, work: dist.Work) -> dist.Work:
+        """What an asynchronous call returns for `work`."""
+        return GuestWork(work, self) if self.streams else work  # type: ignore[return-value]
 
-def borrow(array: Any) -> torch.Tensor:
-    """A tensor over the array's memory. `give_back` must follow, after the call.
-
-    Raises InvalidArgument if the array may not be written.
-    """
-    interface = array.__cuda_array_interface__
-    if interface["data"][1]:
-        raise InvalidArgument(f"the {type(array).__name__} is read-only; pass a writable copy")
-    tensor = from_dlpack(array) if hasattr(array, "__dlpack__") else torch.as_tensor(array, device="cuda")
-    stream = interface.get("stream")
-    if stream is not None:
-        stream = 0 if stream == 1 else stream  # the default stream, which has both names
-        device = tensor.device.index
-        _C.make_stream_wait(device, _current(device), stream)
-        _lent.streams.add((device, stream))
-    return tensor
-
-
-def give_back(work: dist.Work, async_op: bool) -> dist.Work | None:
-    """What a direct call returns for `work`."""
-    streams, _lent.streams = _lent.streams, set()
-    guest = GuestWork(work, streams)
-    if async_op:
-        return guest  # type: ignore[return-value]
-    guest.order()
-    return None
-
-
-def lent() -> bool:
-    """Whether there is anything to give back."""
-    return bool(_lent.streams)
+    def order(self) -> None:
+        """What follows in the libraries' streams follows what torch's current streams have by now."""
+        for device, stream in self.streams:
+            _C.make_stream_wait(device, stream, _current(device))
 
 
 class GuestWork:
     """A `Work` whose `wait` holds up the streams of other libraries, too."""
 
-    def __init__(self, work: dist.Work, streams: set[tuple[int, int]]) -> None:
-        self._work, self._streams = work, streams
+    def __init__(self, work: dist.Work, guests: Guests) -> None:
+        self._work, self._guests = work, guests
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         done: bool = self._work.wait() if timeout is None else self._work.wait(timeout)
-        self.order()
+        self._guests.order()
         return done
-
-    def order(self) -> None:
-        """What follows in those streams follows what torch's current streams have by now."""
-        for device, stream in self._streams:
-            _C.make_stream_wait(device, stream, _current(device))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)

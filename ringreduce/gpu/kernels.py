@@ -17,12 +17,10 @@ import importlib.util
 import logging
 import os
 import re
-import stat
-import tempfile
 from pathlib import Path
 
-from ringreduce.config import cache_folder
-from ringreduce.errors import InvalidArgument, SystemFailure
+from ringreduce.common.failures import InvalidArgument, SystemFailure
+from ringreduce.common.files import cache_folder, read_own, replace_file, require_own
 
 log = logging.getLogger(__name__)
 
@@ -214,30 +212,17 @@ def _cache_folder() -> Path | None:
     try:
         folder = cache_folder() / "kernels"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _require_own(folder.stat())
+        require_own(folder.stat())
     except OSError as error:
         _warn(f"compiled GPU kernels are not kept, so every process compiles them: {error}")
         return None
     return folder
 
 
-def _require_own(status: os.stat_result) -> None:
-    """Raises PermissionError if someone else could have written it."""
-    if status.st_uid != os.geteuid():
-        raise PermissionError(f"it belongs to user {status.st_uid}; this process runs as user {os.geteuid()}")
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PermissionError("others may write to it; chmod go-w")
-
-
 def _load(path: Path, key: bytes) -> bytes | None:
     """What `_save` wrote under this key; None if it is not there or not what it was."""
     try:
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise OSError("it is not a regular file")
-            _require_own(status)
-            content = file.read()
+        content = read_own(path)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -249,14 +234,7 @@ def _load(path: Path, key: bytes) -> bytes | None:
 
 def _save(path: Path, key: bytes, made: bytes) -> None:
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(key + hashlib.sha256(made).digest() + made)
-            os.replace(temporary, path)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
+        replace_file(path, key + hashlib.sha256(made).digest() + made)
     except OSError as error:
         _warn(f"cannot keep a compiled GPU kernel in {path}: {error}")
 

@@ -7,7 +7,7 @@ import glob
 import importlib.util
 import operator
 
-from ringreduce.errors import InvalidArgument
+from ringreduce.common.failures import InvalidArgument
 
 MOST = 2**64 - 1
 """The largest address."""

@@ -1,42 +1,7 @@
 """Which algorithm GPUs run for which size, where neither the user's rules nor a topology say.
 
-The numbers are estimates: nothing of this has been measured on a GPU. The switch points of `ringreduce.plan.choose`
-were swept on CPUs and say nothing about GPUs.
-
-**Each rank has a GPU** (`run`). A call has as many *phases* as the longest chain of messages, each of which is sent
-after the one before it has come. The model gives a phase a fixed cost, `PHASE`; then the rank reads its peers' memory
-over its link, `LINK` bytes a second. All contributions come in one phase, and so do all parts of the result.
-
-    all_reduce          phases   reads over the link
-    one_shot            1        (n - 1) S
-    two_shot            2        2 (n - 1) / n S     a part of S from all peers, then the parts of all peers
-
-They take equally long where ``PHASE = (n - 1) (n - 2) / n * S / LINK``; with two ranks one_shot is never slower. With 8
-ranks this is at 286 KB; torch's own kernels over peer memory (symm_mem/intra_node_comm) change at 256 KB.
-
-A ring takes the tensor once through every link, in n - 1 phases, if the tensor is long enough to flow through all ranks
-at once.
-
-    direct              phases   through the busiest link   equal to a ring where
-    broadcast           1        (n - 1) S                  S = PHASE LINK
-    reduce              2        2 (n - 1) / n S            S = PHASE LINK n (n - 3) / (n - 2)
-
-A shorter tensor does not flow: each rank takes all of it before the next one begins. So PHASE LINK is the least for
-both collectives, also where 3 ranks reduce. Sizes are rounded down to powers of two.
-
-**Ranks share a GPU** (`steps`). A *batch* of steps is one launch and one cuStreamBatchMemOp, which the model gives the
-cost `BATCH`. All bytes go through the same memory, `MEMORY` bytes a second. Ranks take turns, so the batches and the
-bytes of all ranks add up. A batch has at most 16 steps; up to 17 ranks two_shot needs one batch for all contributions,
-one for the combination, and one for all parts of the result.
-
-    all_reduce          batches of a rank          bytes that it reads and writes
-    one_shot            2                          (n + 3) S
-    two_shot            1 + 2 ceil((n - 1) / 16)   (5 - 2 / n) S
-
-Up to 17 ranks they take equally long where ``BATCH = (n - 2 + 2 / n) S / MEMORY``: with 8 ranks at 1.6 MB.
-
-The other collectives run directly. Only reduce has fewer batches in a ring: one a rank instead of two. But there each
-rank waits for the one before it, and this model does not count such waits.
+The numbers are estimates: nothing of this has been measured on a GPU. docs/gpu.md has the model ("Which algorithm for
+which size") that the formulas below come from.
 """
 
 from __future__ import annotations

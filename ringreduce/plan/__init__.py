@@ -7,6 +7,7 @@ ranks, `choose` picks one by size, and `lower` turns it into the array the engin
 Standard library only: no torch, no NumPy, no side effects.
 """
 
+from ringreduce.common.failures import PlanError
 from ringreduce.plan.builders import BUILDERS, Builder, build
 from ringreduce.plan.choose import (
     Range,
@@ -22,49 +23,5 @@ from ringreduce.plan.choose import (
 )
 from ringreduce.plan.cost import Cost, Machine, Slicing, chunk_bytes
 from ringreduce.plan.lower import digest, lower
-from ringreduce.plan.model import (
-    COLLECTIVES,
-    Channel,
-    Layout,
-    Plan,
-    PlanError,
-    Program,
-    Read,
-    Step,
-    layout,
-    slot_depth,
-)
+from ringreduce.plan.model import COLLECTIVES, Channel, Layout, Plan, Program, Read, Step, layout, slot_depth
 from ringreduce.plan.verify import verify
-
-__all__ = [
-    "BUILDERS",
-    "COLLECTIVES",
-    "Builder",
-    "Channel",
-    "Cost",
-    "Layout",
-    "Machine",
-    "Plan",
-    "PlanError",
-    "Program",
-    "Range",
-    "Read",
-    "Rule",
-    "Slicing",
-    "Step",
-    "Table",
-    "build",
-    "by_cost",
-    "chunk_bytes",
-    "digest",
-    "layout",
-    "lookup",
-    "lower",
-    "one_shot_end",
-    "parse_algorithms",
-    "ranges_between",
-    "slices",
-    "slot_depth",
-    "table",
-    "verify",
-]

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 
+from ringreduce.common.failures import PlanError
 from ringreduce.plan import direct, halving_doubling, ring, tree
-from ringreduce.plan.model import Plan, PlanError
+from ringreduce.plan.model import Plan
 
 Builder = Callable[[int], Plan]
 
@@ -37,11 +38,7 @@ BUILDERS: Mapping[str, Mapping[str, Builder]] = {
         "ring": _over(ring.one_ring, ring.broadcast, "ring"),
         "tree": tree.broadcast,
     },
-    "reduce": {
-        "direct": direct.reduce,
-        "ring": _over(ring.one_ring, ring.reduce, "ring"),
-        "tree": tree.reduce,
-    },
+    "reduce": {"direct": direct.reduce, "ring": _over(ring.one_ring, ring.reduce, "ring"), "tree": tree.reduce},
     "gather": {"direct": direct.gather},
     "scatter": {"direct": direct.scatter},
     "all_to_all": {"direct": direct.all_to_all},

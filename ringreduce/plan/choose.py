@@ -18,9 +18,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ringreduce.common.failures import PlanError
+from ringreduce.common.units import UNITS
 from ringreduce.plan.builders import BUILDERS, build
 from ringreduce.plan.cost import Cost, Machine, Slicing, chunk_bytes
-from ringreduce.plan.model import PlanError
 
 ONE_SHOT_BYTES = 64 * 1024
 """Below this size a group of two runs one_shot; larger groups get proportionally less, see `one_shot_end`.
@@ -29,7 +30,7 @@ Swept for 4 KB to 128 KB, float32 sum, on 2 cores (Xeon with 2 MB of L2 a core, 
 from 64 KB on with 2 ranks, from 16 KB with 4, 24 KB with 8 and 16 KB with 16.
 """
 
-SIZES = tuple(64 * 4**power for power in range(12))
+BLOCKS = tuple(64 * 4**power for power in range(12))
 """Bytes of a block, 64 B to 256 MB: where algorithms are compared.  What is found serves up to the next size."""
 
 SLICES = tuple(2**power * 1024 for power in range(4, 10))
@@ -51,7 +52,7 @@ DIRECT: Mapping[str, tuple[str, ...]] = {"all_reduce": ("one_shot", "two_shot")}
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 SPELLINGS = {spelling: name for name in BUILDERS for spelling in (name, name.replace("_", ""))}  # c10d: allreduce
-UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
+
 
 MOST_BYTES = 2**62
 """The end of all ranges that have one."""
@@ -138,7 +139,7 @@ def by_cost(
         names = BUILDERS[collective] if size <= MODELLED else direct
         costs = {name: Cost(build(collective, name, size), machine, slicing) for name in names}
         chosen = []
-        for block in SIZES:
+        for block in BLOCKS:
             chunk = chunk_bytes(costs[direct[-1]].plan, block)
             fetched = fetch_from is not None and chunk >= fetch_from
             if fetched and (collective not in ROOTED or chunk <= slicing.slice_bytes(chunk)):

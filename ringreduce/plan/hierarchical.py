@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from ringreduce.plan.model import Channel, Plan, PlanError, Program, Read, Step
+from ringreduce.common.failures import PlanError
+from ringreduce.plan.model import Channel, Plan, Program, Read, Step
 
 Groups = Sequence[Sequence[int]]
 """The ranks of each group, by their places in it."""

@@ -23,9 +23,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
-
-class PlanError(ValueError):
-    """A plan, or the description of one, is wrong; the message says where and what would be right."""
+from ringreduce.common.failures import PlanError
 
 
 class Read(Enum):
@@ -103,16 +101,7 @@ class Layout:
         return sum(1 << rank for rank in range(self.size) if self.has_input(rank, block))
 
 
-COLLECTIVES = (
-    "all_reduce",
-    "reduce_scatter",
-    "all_gather",
-    "broadcast",
-    "reduce",
-    "gather",
-    "scatter",
-    "all_to_all",
-)
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter", "all_to_all")
 
 
 def layout(collective: str, size: int) -> Layout:

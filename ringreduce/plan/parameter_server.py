@@ -9,7 +9,8 @@ narrowest (one tensor out, one in).  In a ring a rank sends less than two tensor
 This is a plan for `simulate` only: servers have no input, which no collective of c10d knows, and `verify` says so.
 """
 
-from ringreduce.plan.model import Channel, Plan, PlanError, Program, Read, Step
+from ringreduce.common.failures import PlanError
+from ringreduce.plan.model import Channel, Plan, Program, Read, Step
 from ringreduce.plan.network import switch
 from ringreduce.plan.simulate import Simulated, simulate
 

@@ -17,8 +17,9 @@ before), so two slots suffice; more let neighbours run apart.  Chains run with o
 
 from collections.abc import Callable, Sequence
 
+from ringreduce.common.failures import PlanError
 from ringreduce.plan.compose import compose
-from ringreduce.plan.model import Channel, Plan, PlanError, Program, Read, Step
+from ringreduce.plan.model import Channel, Plan, Program, Read, Step
 
 Order = Sequence[int]
 Rings = Sequence[tuple[Order, int]]

@@ -29,8 +29,9 @@ from heapq import heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
 
+from ringreduce.common.failures import PlanError
 from ringreduce.plan.cost import WINDOW
-from ringreduce.plan.model import Plan, PlanError, layout, slot_depth
+from ringreduce.plan.model import Plan, layout, slot_depth
 from ringreduce.plan.network import Network, Route
 from ringreduce.plan.symbolic import describe
 from ringreduce.plan.symmetric import SYMMETRIC
@@ -190,7 +191,8 @@ def _compile(
     capacity: Sequence[float],
     taken_as: Callable[[int, int], tuple[int, int]] = lambda source, target: (source, target),
 ) -> _Graph:
-    """`taken_as`: as whose message to whom a receiver takes that from source to target."""
+    """`taken_as(source, target)` is the message, as (source, target), that stands for the one which `target` receives
+    from `source`; for symmetric plans it is one of rank 0's."""
     graph = _Graph([], [], bytearray(), [], [0], [], [], [], [], [])
     ways: dict[tuple[int, int], _Way] = {}
     for number, channel in enumerate(plan.channels):

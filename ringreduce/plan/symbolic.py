@@ -9,7 +9,8 @@ ranks, steps that run all at once or not at all) and stops with a PlanError at t
 from collections import defaultdict, deque
 from dataclasses import dataclass
 
-from ringreduce.plan.model import Plan, PlanError, Read, Step, layout
+from ringreduce.common.failures import PlanError
+from ringreduce.plan.model import Plan, Read, Step, layout
 
 
 @dataclass(frozen=True)

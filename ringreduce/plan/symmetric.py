@@ -1,16 +1,17 @@
-"""Algorithms for all_reduce in which every rank does the same: one rank's programs say all, however large the group.
+"""Algorithms for all_reduce in which every rank does the same, so that rank 0's programs describe a group of any size.
 
-Rank `r`'s programs are rank 0's with every peer renumbered: rotated by `r`, or combined with `r` by exclusive or.  (So
-are the chunks, but that does not matter for time.)  The *opposite* of a peer of rank 0 is the rank to which that peer
-is what rank 0 is to the peer: what rank 0 gets from a peer is to the peer what rank 0's message to the opposite is to
-rank 0.
+The programs of rank `r` are those of rank 0 with every peer renumbered: rotated by `r`, or combined with `r` by
+exclusive or.  (The chunks are renumbered too, but that does not change the time.)  What rank 0
+receives from a peer is, renumbered, what it sends to that peer's *opposite*: in a ring, rank n - 1 sends to rank 0 as
+rank 0 sends to rank 1, so rank 1 is the opposite of rank n - 1.
 """
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from ringreduce.common.failures import PlanError
 from ringreduce.plan import direct, halving_doubling, ring
-from ringreduce.plan.model import Channel, PlanError
+from ringreduce.plan.model import Channel
 
 
 class Symmetric(NamedTuple):

@@ -20,8 +20,9 @@ Slots: any depth, as a parent's message is the answer to the child's; `size` for
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from ringreduce.common.failures import PlanError
 from ringreduce.plan.compose import compose
-from ringreduce.plan.model import Channel, Plan, PlanError, Program, Read, Step
+from ringreduce.plan.model import Channel, Plan, Program, Read, Step
 
 Tree = tuple[int | None, ...]
 """The parent of every rank, None for the root."""

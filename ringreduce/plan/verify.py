@@ -16,7 +16,8 @@ steps, and which stays live when constraints between steps are removed (Commoner
 directed graphs", 1971).  Overlap only removes one: that a rank's round begins after its previous round has ended.
 """
 
-from ringreduce.plan.model import Channel, Layout, Plan, PlanError, Read, Step, layout, slot_depth
+from ringreduce.common.failures import PlanError
+from ringreduce.plan.model import Channel, Layout, Plan, Read, Step, layout, slot_depth
 from ringreduce.plan.symbolic import Round, describe, name_ranks, run_round
 
 

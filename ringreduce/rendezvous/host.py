@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ringreduce.errors import (
+from ringreduce.common.failures import (
     CollectiveTimeout,
     InvalidArgument,
     PeerLost,
@@ -119,6 +119,14 @@ class Meeting:
     store: Store
     prefix: str
     """Of keys in the store that are this meeting's alone."""
+
+    def close(self) -> None:
+        """Lets go of the descriptors and the door, if no group has taken them over."""
+        for descriptor in (self.memfd, *self.pidfds):
+            if descriptor >= 0:
+                os.close(descriptor)
+        if self.door:
+            self.door.close()
 
 
 def meet(

@@ -25,7 +25,7 @@ from ipaddress import (
 )
 from pathlib import Path
 
-from ringreduce.errors import InvalidArgument
+from ringreduce.common.failures import InvalidArgument
 
 VARIABLE = "RINGREDUCE_SOCKET_IFNAME"
 

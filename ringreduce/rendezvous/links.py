@@ -19,9 +19,9 @@ on another connection; and the door proves nothing to a stranger. After READY th
 protocol and belongs to whom it is delivered. Nothing is encrypted: who can change packets on their way can take over
 a connection.
 
-Two ranks that go to each other at once get one link. What makes it one is the comer's JOIN: the door of the lower rank
-does not say READY while a JOIN of its own is without an answer, and a rank that is linked says neither any more. The
-higher rank never waits so, hence they do not wait for each other.
+Two ranks that connect to each other at the same time get one link. The door of the lower rank does not say READY while
+a JOIN of its own is unanswered, and a rank that is linked says neither READY nor JOIN any more. The higher rank never
+waits in this way, so the two cannot wait for each other.
 
 One thread with an asyncio loop does all of it. Standard library only.
 """
@@ -49,7 +49,7 @@ from dataclasses import dataclass, field
 from ipaddress import ip_interface
 from typing import NamedTuple, TypeVar
 
-from ringreduce.errors import Aborted, CollectiveTimeout, InvalidArgument, PeerLost, SystemFailure
+from ringreduce.common.failures import Aborted, CollectiveTimeout, InvalidArgument, PeerLost, SystemFailure
 from ringreduce.rendezvous.interfaces import Interface, IPInterface, local_interfaces
 
 log = logging.getLogger(__name__)

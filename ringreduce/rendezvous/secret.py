@@ -6,7 +6,7 @@ import hmac
 import os
 import stat
 
-from ringreduce.errors import InvalidArgument
+from ringreduce.common.failures import InvalidArgument
 
 VARIABLE = "RINGREDUCE_SECRET_FILE"
 LEAST_BYTES = 16

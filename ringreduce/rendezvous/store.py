@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from ringreduce.errors import CollectiveTimeout
+from ringreduce.common.failures import CollectiveTimeout
 
 LOOK_EVERY = 50
 """Questions that `get` asks between two calls of `look`: some 0.1 s."""

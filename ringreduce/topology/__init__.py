@@ -2,50 +2,38 @@
 
     read, live, presets  ->  graph  ->  routes  ->  bound, rings, trees  ->  decompose  ->  planner  ->  plan, verify
 
-`graph` is what all readers make, `planner` what all users ask, `group` what a process group makes of it, `hosts` the
-order of hosts by measured bandwidth, `draw` pictures of all that.  No GPU, and no CUDA, is needed anywhere.
+`graph` is what all readers make, `planner` what all users ask, `group_plans` what a process group makes of it,
+`host_order` the order of hosts by measured bandwidth, `draw` pictures of all that.  No GPU, no CUDA and no torch
+is needed.
 
-The module can be called: ``ringreduce.topology(group)`` says what was found and planned for a group.
+The package can be called: ``ringreduce.topology(group)`` is ``ringreduce.topology_of(group)``.
 """
 
 from __future__ import annotations
 
 import sys
+from importlib import import_module
+from pkgutil import iter_modules
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from ringreduce.topology.group import GroupTopology
+    from ringreduce.topology.group_plans import GroupTopology
 
 
 def topology(group: dist.ProcessGroup | None = None) -> GroupTopology:
-    """What was found out about the machine when the group was made, and what was planned over its links.
+    """See `ringreduce.topology_of`."""
+    import ringreduce
 
-    Where ranks share one memory nothing is planned; then `served` is empty, and `machine` says what is here.  On
-    several hosts `hosts` says which ranks are where, and `links` how this rank reaches those elsewhere.  `group` is a
-    process group of backend ringreduce (default: the world).  Raises `InvalidArgument` if it is not one.
-    """
-    from ringreduce.api import backend_of
-    from ringreduce.hosts import links_of
-    from ringreduce.topology.group import GroupTopology, OnHost
-    from ringreduce.topology.live import probe
+    return ringreduce.topology_of(group)
 
-    backend = backend_of(group)
-    if links := links_of(backend):
-        return GroupTopology(
-            "memory inside a host, TCP between hosts",
-            f"{len(links.hosts)} hosts",
-            (),
-            hosts=tuple(OnHost(*host) for host in links.hosts),
-            links=tuple((peer, stats.paths) for peer, stats in sorted(links.stats.items())),
-            wire=str(links.wire),
-        )
-    if backend.topology:
-        return GroupTopology.from_json(backend.topology)
-    machine = probe()
-    return GroupTopology("this machine; its ranks share one memory", machine.name, (), (), machine.assumed)
+
+def __getattr__(name: str) -> Any:
+    if name not in {each.name for each in iter_modules(__path__)}:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return import_module(f"{__name__}.{name}")
 
 
 class _Callable(ModuleType):

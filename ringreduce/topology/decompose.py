@@ -13,7 +13,7 @@ Pure: with one version of SciPy, the same graph gives the same answer everywhere
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ringreduce.errors import TopologyError
+from ringreduce.common.failures import TopologyError
 from ringreduce.topology.bound import Bound, Cuts, Partition, bound
 from ringreduce.topology.graph import FABRIC, Link, LinkGraph
 from ringreduce.topology.rings import Ring, pack_rings, transfers

@@ -16,7 +16,7 @@ from enum import Enum
 from functools import cached_property
 from typing import Any
 
-from ringreduce.errors import TopologyError
+from ringreduce.common.failures import TopologyError
 
 
 class NodeKind(Enum):

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from ringreduce.errors import TopologyError
+from ringreduce.common.failures import TopologyError
 from ringreduce.topology.classes import LinkClass
 
 HOW_TO = "run `nvidia-smi topo -m` and save all that it prints"

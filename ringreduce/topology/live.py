@@ -26,6 +26,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from ringreduce.common.files import text_of
+from ringreduce.common.units import numbers
 from ringreduce.topology.graph import Link, LinkGraph, LinkKind, Node, NodeKind, both_directions, merged
 from ringreduce.topology.rates import (
     NOTHING,
@@ -138,14 +140,15 @@ class Found:
     notes: tuple[str, ...]
 
 
-def probe(assume: Assumed = NOTHING) -> LinkGraph:
+def probe(assume: Assumed = NOTHING, memory: float | None = None) -> LinkGraph:
     """This machine: its GPUs, as far and in the order that CUDA_VISIBLE_DEVICES shows them, or without any its cores.
 
-    A GPU keeps the number that `nvidia-smi` shows in its name, and has its bus id in `detail`.
+    A GPU keeps the number that `nvidia-smi` shows in its name, and has its bus id in `detail`.  `memory`: the GB/s that
+    a core copies in memory, if that has been measured.
 
     Never raises: what cannot be read is left out or assumed, and `LinkGraph.assumed` says so.
     """
-    return decide(look(this_system()), assume)
+    return decide(look(this_system(memory)), assume)
 
 
 def probe_all() -> LinkGraph | None:
@@ -155,35 +158,17 @@ def probe_all() -> LinkGraph | None:
     return None if system.nvml is None else decide(look(replace(system, environ={})))
 
 
-def probe_cores(assume: Assumed = NOTHING) -> LinkGraph:
-    """This machine as ranks on its cores see it, whether it has GPUs or not.  Never raises."""
-    return decide(replace(look(this_system()), gpus=()), assume)
-
-
-def this_system() -> System:
-    """Where this process runs."""
+def this_system(memory: float | None = None) -> System:
+    """Where this process runs; `memory` as for `probe`."""
     try:
         import pynvml
     except ImportError:
         pynvml = None
     cores = frozenset(os.sched_getaffinity(0))
-    return System(nvml=pynvml, environ=os.environ, cores=cores, memory=_measured(cores))
+    return System(nvml=pynvml, environ=os.environ, cores=cores, memory=memory)
 
 
-def _measured(cores: frozenset[int]) -> float | None:
-    """What the tuning's probe says of memory; None where it is off or fails."""
-    from ringreduce import tuning
-    from ringreduce.config import resolve
-
-    try:
-        where = resolve(None)[0].tuning or "auto"
-        return None if where == "off" else tuning.memory_gbps(where, cores)
-    except Exception as error:  # whatever it is: there is an assumption instead
-        log.info("cannot tell how fast the memory is: %s", error)
-        return None
-
-
-# Looking.  Nothing here raises: NVML is asked through _ask, files are read through _text.
+# Looking.  Nothing here raises: NVML is asked through _ask, files are read through text_of.
 
 
 def look(system: System) -> Found:
@@ -202,13 +187,6 @@ def _ask(nvml: Any, function: str, *arguments: Any) -> Any:
         return getattr(nvml, function)(*arguments)
     except Exception:
         return None
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except (OSError, ValueError):
-        return ""
 
 
 def _folders(path: Path) -> list[Path]:
@@ -287,8 +265,8 @@ def _gpus_of_sysfs(system: System, notes: list[str]) -> tuple[Gpu, ...]:
     vendors = [vendor for vendor, (_, device, _) in DRIVERS.items() if (system.dev / device).exists()]
     found = []
     for folder in _folders(system.sysfs / "bus/pci/devices"):
-        vendor = _text(folder / "vendor")
-        if vendor in vendors and _text(folder / "class").startswith(DRIVERS[vendor][0]):
+        vendor = text_of(folder / "vendor")
+        if vendor in vendors and text_of(folder / "class").startswith(DRIVERS[vendor][0]):
             found.append((folder.name, vendor))
     notes += [DRIVERS[vendor][2] for vendor in sorted({vendor for _, vendor in found})]
     return tuple(Gpu(index, bus) for index, (bus, _) in enumerate(found))
@@ -319,12 +297,12 @@ def _pci_device(sysfs: Path, bus: str) -> PciDevice:
     folder = sysfs / "bus/pci/devices" / bus
     above = [part for part in Path(os.path.realpath(folder)).parts if ADDRESS.fullmatch(part)][:-1]
     bridges = tuple(above)
-    numa = _text(folder / "numa_node")
-    speeds = [_first_number(_text(folder / "max_link_speed"))]
+    numa = text_of(folder / "numa_node")
+    speeds = [_first_number(text_of(folder / "max_link_speed"))]
     if bridges:
-        speeds.append(_first_number(_text(folder.parent / bridges[-1] / "max_link_speed")))
+        speeds.append(_first_number(text_of(folder.parent / bridges[-1] / "max_link_speed")))
     speed = min((speed for speed in speeds if speed), default=0.0)
-    width = int(_first_number(_text(folder / "current_link_width")))
+    width = int(_first_number(text_of(folder / "current_link_width")))
     return PciDevice(bridges, int(numa) if numa.isdecimal() else None, speed, width if 0 < width <= 32 else 0)
 
 
@@ -338,10 +316,10 @@ def _nics(sysfs: Path) -> tuple[Nic, ...]:
     """Network devices on PCIe, those of InfiniBand and RoCE under the name that these give them."""
     found: dict[str, Nic] = {}
     for folder in _folders(sysfs / "class/infiniband"):
-        rates = [_first_number(_text(port / "rate")) for port in _folders(folder / "ports")]
+        rates = [_first_number(text_of(port / "rate")) for port in _folders(folder / "ports")]
         _add_nic(found, folder, max(rates, default=0.0))
     for folder in _folders(sysfs / "class/net"):
-        _add_nic(found, folder, _first_number(_text(folder / "speed")) / 1000)
+        _add_nic(found, folder, _first_number(text_of(folder / "speed")) / 1000)
     return tuple(found[bus] for bus in sorted(found))
 
 
@@ -352,12 +330,10 @@ def _add_nic(found: dict[str, Nic], folder: Path, port: float) -> None:
 
 
 def _numa(system: System) -> dict[int, frozenset[int]]:
-    from ringreduce.tuning.machine import numbers
-
     nodes = {}
     for folder in _folders(system.sysfs / "devices/system/node"):
         with contextlib.suppress(ValueError):  # other folders, and nonsense
-            nodes[int(folder.name.removeprefix("node"))] = frozenset(numbers(_text(folder / "cpulist")))
+            nodes[int(folder.name.removeprefix("node"))] = frozenset(numbers(text_of(folder / "cpulist")))
     nodes = {node: cores for node, cores in nodes.items() if cores}
     return dict(sorted(nodes.items())) or {0: system.cores}
 
@@ -365,7 +341,7 @@ def _numa(system: System) -> dict[int, frozenset[int]]:
 def _cpu(proc: Path) -> tuple[str, int, int]:
     """Vendor, family and model."""
     values: dict[str, str] = {}
-    for line in _text(proc / "cpuinfo").splitlines():
+    for line in text_of(proc / "cpuinfo").splitlines():
         key, _, value = line.partition(":")
         values.setdefault(key.strip(), value.strip())
     family, number = (int(_first_number(values.get(key, ""))) for key in ("cpu family", "model"))

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 
-from ringreduce.errors import TopologyError
+from ringreduce.common.failures import TopologyError
 from ringreduce.topology.classes import Device, LinkClass, Pair, pcie_tree
 from ringreduce.topology.graph import Link, LinkGraph, LinkKind, Node, NodeKind, both_directions
 from ringreduce.topology.listing import CLASSES, HOW_TO, Listing, Row, find_listing

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from xml.parsers import expat
 
-from ringreduce.errors import TopologyError
+from ringreduce.common.failures import TopologyError
 from ringreduce.topology.classes import some
 from ringreduce.topology.graph import FABRIC, Link, LinkGraph, LinkKind, Node, NodeKind, both_directions, merged
 from ringreduce.topology.rates import NVLINK, Assumed, Model, Rate, model, model_of_architecture, pcie, slot, smp
@@ -418,13 +418,7 @@ class _Reader:
         for (one, cpu), (other, _) in combinations(self.cpus, 2):
             if one.host == other.host:
                 family, number = cpu.get("familyid"), cpu.get("modelid")
-                rate = smp(
-                    self.assume,
-                    cpu.get("vendor"),
-                    _whole(family) or 0,
-                    _whole(number) or 0,
-                    cpu.get("arch"),
-                )
+                rate = smp(self.assume, cpu.get("vendor"), _whole(family) or 0, _whole(number) or 0, cpu.get("arch"))
                 if rate.assumed:
                     self.note(rate.assumed)
                 self.join(one.node, other.node, LinkKind.SMP, rate)

@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 from itertools import permutations
 from typing import Any, NamedTuple
 
-from ringreduce.errors import TopologyError
+from ringreduce.common.failures import TopologyError
 from ringreduce.plan import BUILDERS, COLLECTIVES, Plan, build, hierarchical, layout, ring, tree
 from ringreduce.plan.network import Network
 from ringreduce.plan.simulate import simulate
@@ -28,7 +28,7 @@ from ringreduce.topology.trees import WeightedTree
 SIZE_BYTES = 160_000_000
 """A plan is for this size unless one is given: the gradients of the texts this grew out of."""
 
-MARGIN = 0.9
+LEAST_GAIN = 0.9
 """Another algorithm than that with the most bandwidth must promise less than this share of its time: closer, the
 latencies decide, and they are guesses."""
 
@@ -185,11 +185,11 @@ def plan_for(
         name: each.simulated(size_bytes)
         for name, each in candidates.items()
         if each is not first
-        and each.seconds(size_bytes) < MARGIN * usual  # what its busiest link needs, no plan can undercut
+        and each.seconds(size_bytes) < LEAST_GAIN * usual  # what its busiest link needs, no plan can undercut
         and (each.bandwidth > ALIKE * first.bandwidth or not bandwidth_counts)
     }
     name = min(time, key=time.__getitem__, default="")
-    if not name or time[name] >= MARGIN * usual:
+    if not name or time[name] >= LEAST_GAIN * usual:
         return first
     why = f"simulated with latencies it takes {time[name]:.3g} s, and {first.plan.name} {usual:.3g} s"
     return replace(candidates[name], reason=f"{candidates[name].reason}; {why}")

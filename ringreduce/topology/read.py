@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from ringreduce.errors import TopologyError
+from ringreduce.common.failures import TopologyError
 from ringreduce.topology.graph import LinkGraph
 from ringreduce.topology.matrix import read_matrix
 from ringreduce.topology.nccl_xml import read_nccl_xml
@@ -96,3 +96,20 @@ def _decoded(content: bytes, path: str | Path) -> str:
 def _blanked(text: str, end: int) -> str:
     """Blanks and line ends in place of what is before `end`, so that lines and columns stay."""
     return re.sub(r"[^\r\n]", " ", text[:end])
+
+
+def described(where: str, assume: Assumed = NOTHING) -> LinkGraph:
+    """The machine that a file describes, or if there is no such file, the preset of that name.
+
+    Raises TopologyError if it is neither, OSError if the file cannot be read.
+    """
+    from ringreduce.topology.presets import PRESETS, preset
+
+    if Path(where).exists():
+        return load(where, assume)
+    if where in PRESETS:
+        return preset(where, assume)
+    known = ", ".join(PRESETS)
+    raise TopologyError(
+        f"{where!r} does not exist: it is neither a file nor a preset; give a file with {KINDS}, or one of {known}"
+    )

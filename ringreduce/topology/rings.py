@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 from scipy.optimize import linprog
 
-from ringreduce.errors import TopologyError
+from ringreduce.common.failures import TopologyError
 from ringreduce.topology.bound import Cuts
-from ringreduce.topology.hosts import ring_order
+from ringreduce.topology.host_order import ring_order
 from ringreduce.topology.routes import Routes
 
 MOST_ENUMERATED = 8

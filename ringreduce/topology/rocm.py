@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from ringreduce.errors import TopologyError
+from ringreduce.common.failures import TopologyError
 from ringreduce.topology.classes import Device, pcie_tree
 from ringreduce.topology.graph import LinkGraph, LinkKind, Node, NodeKind, both_directions
 from ringreduce.topology.rates import Assumed, Rate, model, slot, smp

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ringreduce.errors import TopologyError
+from ringreduce.common.failures import TopologyError
 from ringreduce.plan.network import Network, Route
 from ringreduce.topology.graph import FABRIC, Link, LinkGraph, LinkKind, NodeKind
 

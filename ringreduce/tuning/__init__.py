@@ -10,6 +10,7 @@ from ringreduce.tuning.decision import (
     fetch_from,
     fetches,
     keep,
+    measured_memory,
     memory_gbps,
     renew,
     rules_for,
@@ -18,21 +19,3 @@ from ringreduce.tuning.decision import (
 )
 from ringreduce.tuning.machine import Identity, identify
 from ringreduce.tuning.record import Cell, Measured, Tuning
-
-__all__ = [
-    "Cell",
-    "Identity",
-    "Measured",
-    "Tuning",
-    "current",
-    "decide",
-    "identify",
-    "keep",
-    "memory_gbps",
-    "renew",
-    "fetch_from",
-    "fetches",
-    "rules_for",
-    "slicing_for",
-    "yields",
-]

@@ -15,17 +15,18 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
-from ringreduce import _C, plan
+from ringreduce import plan
 from ringreduce.config import (
     LEAST_FETCH_SHARING_CORES,
     LEAST_FETCH_WITH_OWN_CORE,
     LEAST_SLICE_COPIED,
     SLICE_FETCHED,
     Options,
+    resolve,
 )
 from ringreduce.plan import Rule, Slicing
 from ringreduce.tuning.machine import Identity, identify, probe
-from ringreduce.tuning.record import Cell, Measured, Tuning, default_path, load, save
+from ringreduce.tuning.record import Cell, Measured, Tuning, default_path, load, save, tuned_otherwise
 
 YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 """Unless it says 0, only root, parents and debuggers may read a process's memory."""
@@ -68,6 +69,8 @@ def fetches(options: Options) -> bool:
         allowed = os.geteuid() == 0 or YAMA.read_text().strip() == "0"
     except OSError:
         allowed = True  # the kernel has no such limit
+    from ringreduce import _C
+
     memory = _C.OpenMemory()
     return allowed and bool(options.fetch) and _C.can_access(*memory.key)
 
@@ -123,6 +126,13 @@ def current(where: str, cores: frozenset[int]) -> tuple[Tuning, str]:
         return load(path), str(path)
     except FileNotFoundError:
         writable = True
+        for other in tuned_otherwise(identity) if where == "auto" else ():
+            log.warning(
+                "`ringreduce tune` has measured this machine for jobs on %d cores; this one may use %d, for which the "
+                "cost model decides until `ringreduce tune` runs on as many",
+                other.identity.cores,
+                identity.cores,
+            )
     except (OSError, ValueError) as error:
         log.warning(
             "cannot use the tuning in %s: %s; the machine is probed instead; `ringreduce tune` writes it anew",
@@ -136,6 +146,16 @@ def current(where: str, cores: frozenset[int]) -> tuple[Tuning, str]:
         except OSError as error:
             log.info("cannot keep the tuning in %s: %s", path, error)
     return tuning, "probe"
+
+
+def measured_memory() -> float | None:
+    """`memory_gbps` of the cores that this process may use; None where tuning is off, or nothing can be measured."""
+    try:
+        where = resolve(None)[0].tuning
+        return None if where == "off" else memory_gbps(where, frozenset(os.sched_getaffinity(0)))
+    except Exception as error:  # whatever it is: there is an assumption instead
+        log.info("cannot tell how fast the memory is: %s", error)
+        return None
 
 
 def memory_gbps(where: str | None, cores: frozenset[int]) -> float:

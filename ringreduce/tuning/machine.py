@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import ringreduce
-from ringreduce import _C
+from ringreduce.common.files import text_of
+from ringreduce.common.units import numbers, parse_bytes
 from ringreduce.config import SPINS_SHARING_CORES
 from ringreduce.plan import Machine
 
@@ -28,10 +29,12 @@ class Identity:
     """What makes two machines the same as far as speed goes."""
 
     cpu: str
-    cores: tuple[int, ...]
-    """The numbers of the cores that the ranks may use."""
+    cores: int
+    """How many the ranks may use."""
+    sockets: int
+    """How many these are on."""
     caches: tuple[str, ...]
-    """Of the first of them, as "L2 Unified 2048K"."""
+    """Of the first core, as "L2 Unified 2048K"."""
     instruction_set: str
     ringreduce: str
 
@@ -41,9 +44,12 @@ class Identity:
 
 def identify(cores: Collection[int]) -> Identity:
     """The machine that this process runs on, as far as these cores go."""
+    from ringreduce import _C
+
     return Identity(
         cpu=_cpu_model(),
-        cores=tuple(sorted(cores)),
+        cores=len(cores),
+        sockets=len({text_of(SYSTEM / f"cpu{core}/topology/physical_package_id") for core in cores}),
         caches=tuple(f"L{level} {kind} {size}" for level, kind, size, _ in _caches(min(cores))),
         instruction_set=_C.instruction_set(),
         ringreduce=ringreduce.__version__,
@@ -52,6 +58,8 @@ def identify(cores: Collection[int]) -> Identity:
 
 def probe(cores: Collection[int]) -> Machine:
     """Takes some 40 ms, all of the cores."""
+    from ringreduce import _C
+
     figures = _C.probe(sorted(cores))
     return Machine.load(
         {
@@ -69,7 +77,7 @@ def _own_cache(cores: Collection[int]) -> int:
     """Bytes of the largest cache that the first core shares with no other of them; 1 MB if the kernel does not say."""
     first = min(cores)
     sizes = [
-        _bytes(size)
+        parse_bytes(size)
         for _, kind, size, shared in _caches(first)
         if kind != "Instruction" and shared & {*cores} == {first}
     ]
@@ -88,19 +96,6 @@ def _caches(core: int) -> list[tuple[str, str, str, set[int]]]:
             continue
         found.append((level, kind, size, numbers(shared)))
     return found
-
-
-def numbers(text: str) -> set[int]:
-    """ "0-2,8" -> {0, 1, 2, 8}."""
-    numbers: set[int] = set()
-    for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
-        numbers |= set(range(int(first), int(last or first) + 1))
-    return numbers
-
-
-def _bytes(text: str) -> int:
-    return int(text.rstrip("KMG")) * {"K": 1024, "M": 1024**2, "G": 1024**3}.get(text[-1:], 1)
 
 
 def _cpu_model() -> str:

@@ -7,21 +7,19 @@ replaced as a whole or not at all, and a file of another user is not read, since
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
-import os
-import stat
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ringreduce.config import cache_folder
+from ringreduce.common.files import cache_folder, read_own, replace_file
 from ringreduce.plan import BUILDERS, Machine
 from ringreduce.tuning.machine import Identity
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -62,23 +60,27 @@ def default_path(identity: Identity) -> Path:
     return cache_folder() / f"{identity.digest()}.{FORMAT}.json"
 
 
+def tuned_otherwise(identity: Identity) -> list[Tuning]:
+    """What has been measured on this machine by jobs that could use another number of cores, as far as it is kept."""
+    found = []
+    for path in sorted(cache_folder().glob("*.json")):
+        with contextlib.suppress(OSError, ValueError):
+            known = load(path)
+            same = dataclasses.replace(known.identity, cores=identity.cores, sockets=identity.sockets) == identity
+            found += [known] if same and known.measured and known.identity != identity else []
+    return found
+
+
 def load(path: Path) -> Tuning:
     """Raises FileNotFoundError, another OSError if it may not be read, ValueError if it is not what `save` writes."""
-    with open(path, encoding="utf-8", opener=_open_at_once) as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError("it is not a regular file")
-        owner = status.st_uid
-        if owner != os.geteuid():
-            raise PermissionError(f"it belongs to user {owner}; this process runs as user {os.geteuid()}")
-        text = file.read()
+    text = read_own(path).decode()
     try:
         document = json.loads(text)
         if document["format"] != FORMAT:
             raise ValueError(f"its format is {document['format']!r}; this version reads {FORMAT}")
         identity = document["identity"]
         return Tuning(
-            identity=Identity(**{**identity, "cores": tuple(identity["cores"]), "caches": tuple(identity["caches"])}),
+            identity=Identity(**{**identity, "caches": tuple(identity["caches"])}),
             machine=Machine.load(document["machine"]),
             probed=str(document["probed"]),
             measured={int(ranks): _measured(entry) for ranks, entry in document["measured"].items()},
@@ -90,25 +92,8 @@ def load(path: Path) -> Tuning:
 def save(tuning: Tuning, path: Path, replace: bool) -> None:
     """Writes the file as a whole; without `replace`, one that is there already stays.  Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump({"format": FORMAT, **asdict(tuning)}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        if replace:
-            os.replace(temporary, path)
-        else:
-            with contextlib.suppress(FileExistsError):
-                os.link(temporary, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    """Does not wait for the other end of a pipe."""
-    return os.open(path, flags | os.O_NONBLOCK)
+    content = json.dumps({"format": FORMAT, **asdict(tuning)}, indent=1)
+    replace_file(path, content.encode(), replace)
 
 
 def _measured(entry: Any) -> Measured:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import threading
+from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -107,3 +109,108 @@ def same_addresses(me: Rank) -> None:
                 x.fill_(me.rank)
                 ringreduce.broadcast(x, 1)
                 assert x.tolist() == [1] * count
+
+
+def global_ranks(me: Rank) -> None:
+    with me.join():
+        group = dist.new_group([1, 2], backend="ringreduce")
+        if me.rank == 0:
+            return
+        other = 3 - me.rank
+        for named in ({"src": 2}, {"group_src": 1}):
+            x = torch.full((3,), float(me.rank))
+            ringreduce.broadcast(x, group=group, **named)
+            assert x.tolist() == [2.0] * 3
+            work = ringreduce.broadcast(x, group=group, async_op=True, **named)
+            assert work is not None and work.wait()
+            part = torch.zeros(1)
+            dealt = [torch.tensor([5.0]), torch.tensor([6.0])] if me.rank == 2 else None
+            ringreduce.scatter(part, dealt, group=group, **named)
+            assert part.item() == 4 + me.rank
+        for named in ({"dst": 1}, {"group_dst": 0}):
+            x = torch.full((3,), float(me.rank))
+            ringreduce.reduce(x, group=group, **named)
+            assert x.tolist() == [3.0 if me.rank == 1 else 2.0] * 3
+            parts = [torch.zeros(1), torch.zeros(1)]
+            ringreduce.gather(torch.tensor([float(me.rank)]), parts if me.rank == 1 else None, group=group, **named)
+            assert [part.item() for part in parts] == ([1.0, 2.0] if me.rank == 1 else [0.0, 0.0])
+        if me.rank == 1:
+            ringreduce.send(torch.ones(2), 2, group, 7)
+            ringreduce.send(torch.ones(2), group=group, group_dst=1)
+            ringreduce.isend(torch.ones(2), 2, group).wait()
+        else:
+            x = torch.zeros(2)
+            assert ringreduce.recv(x, None, group, 7) == 1 and x.tolist() == [1.0, 1.0]
+            assert ringreduce.recv(x, group=group, group_src=0) == 1
+            ringreduce.irecv(x, group=group).wait()
+        with pytest.raises(InvalidArgument, match=r"src is 0; it must be the world's rank of a member: \[1, 2\]"):
+            ringreduce.broadcast(torch.zeros(1), 0, group)
+        with pytest.raises(InvalidArgument, match="dst is 1 and group_dst is 0"):
+            ringreduce.reduce(torch.zeros(1), 1, group=group, group_dst=0)
+        with pytest.raises(InvalidArgument, match="dst is None"):
+            ringreduce.send(torch.zeros(1), group=group)
+        objects: list[object] = [None, None]
+        ringreduce.all_gather_object(objects, {"rank": me.rank}, group)
+        assert objects == [{"rank": 1}, {"rank": 2}]
+        array = np.zeros(2, np.float32)
+        messages = [
+            ringreduce.P2POp(ringreduce.isend, np.full(2, me.rank, np.float32), other, group),
+            ringreduce.P2POp(ringreduce.irecv, array, other, group),
+        ]
+        for each in ringreduce.batch_isend_irecv(messages):
+            each.wait()
+        assert array.tolist() == [other, other]
+
+
+def test_ranks_are_those_of_the_world_or_by_name_of_the_group() -> None:
+    run(global_ranks, 3)
+
+
+def as_torch_takes_it(me: Rank) -> None:
+    with me.join():
+        x, y = torch.arange(2.0) + me.rank, torch.zeros(2)
+        ringreduce.all_to_all_single(y, x, None, None)
+        assert y.tolist() == [me.rank, me.rank + 1.0]
+        ringreduce.all_gather_single(output_tensor=(both := torch.zeros(4)), input_tensor=x)
+        assert both.tolist() == [0.0, 1.0, 1.0, 2.0]
+        ringreduce.reduce_scatter_single(output=(one := torch.zeros(1)), input=x)
+        assert one.item() == 1 + 2 * me.rank
+        ringreduce.barrier(None, False, None, timedelta(seconds=20))
+        for out in (torch.zeros(2), np.zeros(2, np.float32)):
+            ringreduce.all_reduce(x, out=out)
+            assert out.tolist() == [1.0, 3.0] and x.tolist() == [me.rank, me.rank + 1.0]
+        ringreduce.reduce(x, 1, out=y)
+        assert y.tolist() == ([1.0, 3.0] if me.rank == 1 else x.tolist())
+        with pytest.raises(InvalidArgument, match=r"out is \(3,\) of torch.float32"):
+            ringreduce.all_reduce(x, out=torch.zeros(3))
+        zeros = ringreduce.zeros(3, 2, dtype=torch.int32)
+        like = ringreduce.empty_like(zeros)
+        assert zeros.tolist() == [[0, 0]] * 3 and (like.shape, like.dtype) == (zeros.shape, zeros.dtype)
+        counted = ringreduce.stats(dist.group.WORLD)
+        assert counted == ringreduce.stats()[dist.group.WORLD.group_name] and counted["all_reduce"].calls == 2
+        for size in (4, 100_000):  # fused with others, and alone
+            t, u = torch.full((size,), me.rank + 1.0), torch.ones(size)
+            ringreduce.all_reduce_coalesced([t, u, t])
+            assert t.unique().tolist() == [3.0] and u.unique().tolist() == [2.0]
+            with pytest.raises(InvalidArgument, match="share memory"):
+                ringreduce.all_reduce_coalesced([t, t[1:]])
+
+
+def test_what_torch_takes() -> None:
+    run(as_torch_takes_it, 2)
+
+
+def gathered_shards(me: Rank) -> list[float] | None:
+    from torch.distributed._shard import sharded_tensor
+    from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+
+    with me.join():
+        spec = ChunkShardingSpec(dim=0, placements=[f"rank:{rank}/cpu" for rank in range(me.size)])
+        sharded = sharded_tensor.ones(spec, 4)
+        out = torch.zeros(4) if me.rank == 0 else None
+        sharded.gather(0, out)
+        return out.tolist() if out is not None else None
+
+
+def test_torch_gathers_shards_on_a_device_that_it_has() -> None:
+    assert run(gathered_shards, 2) == [[1.0] * 4, None]

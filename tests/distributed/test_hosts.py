@@ -16,10 +16,18 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import test_collectives as collectives
-from distributed import test_faults as faults
-from distributed import test_lifecycle as lifecycle
-from distributed import test_surface as surface
+from distributed import (
+    test_collectives as collectives,
+)
+from distributed import (
+    test_faults as faults,
+)
+from distributed import (
+    test_lifecycle as lifecycle,
+)
+from distributed import (
+    test_surface as surface,
+)
 from distributed.harness import Rank, Ranks, run
 
 import ringreduce

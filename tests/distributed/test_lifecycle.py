@@ -27,6 +27,7 @@ from distributed.harness import Rank, Ranks, run
 from distributed.test_collectives import COLLECTIVES, SMALL_SLOTS, all_reduce, same, total, values
 
 import ringreduce
+import ringreduce.backend
 from ringreduce import _C
 from ringreduce.errors import Aborted, PeerLost, RingReduceError
 
@@ -629,3 +630,21 @@ def test_a_thousand_groups_leave_nothing_behind(groups: Callable[[Rank, int], It
         assert grown.pop("resident KB") < KB, grown
         assert grown.pop("mappings") < 10, grown  # torch keeps a closure per default group: now and then a heap
         assert not any(grown.values()), grown
+
+
+def join_on_a_build_for_cuda(me: Rank) -> str | None:
+    """As in a torch that is built for CUDA, on a machine without a GPU."""
+
+    def poisoned() -> bool:
+        raise AssertionError("after this a forked child cannot use CUDA")
+
+    os.environ.pop("DDP_DISABLE_COMM_MEM", None)
+    torch.version.cuda = "13.0"
+    torch.cuda.is_available = poisoned
+    with me.join():
+        return os.environ.get("DDP_DISABLE_COMM_MEM")
+
+
+def test_making_a_group_does_not_ask_for_gpus() -> None:
+    expected = None if any(map(os.path.exists, ringreduce.backend.GPU_DEVICES)) else "0"
+    assert run(join_on_a_build_for_cuda, 2) == [expected] * 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from unit.test_topology_plan import cube_mesh
 
 import ringreduce
 import ringreduce.backend
-import ringreduce.topology.group
+import ringreduce.topology.group_plans
 from ringreduce import plan
 from ringreduce.errors import TopologyError
 
@@ -68,7 +70,7 @@ def test_a_group_runs_what_is_planned_over_the_file(ranks: int, cube_mesh_file: 
         assert found == results[0][0]
         assert found.ranks == tuple(f"GPU{rank}" for rank in range(ranks))
         large = [served for served in found.served if served.end is None]
-        assert {served.plan.collective for served in large} == {*ringreduce.topology.group.COLLECTIVES}
+        assert {served.plan.collective for served in large} == {*ringreduce.topology.group_plans.COLLECTIVES}
         assert {f"{served.plan.collective}: {served.plan.name}" for served in large} <= lowered
         (served,) = (served for served in large if served.plan.collective == "all_reduce")
         assert served.plan.name in ("rings", "trees") and served.bandwidth >= 0.98 * served.bound
@@ -104,9 +106,29 @@ def test_all_ranks_hear_what_is_wrong_with_the_file(tmp_path: Path) -> None:
     assert all("rank 2 of the world is on none of its 2 GPUs" in said for said in run(refused, 3, str(small)))
 
 
+def descriptors_of_refused(me: Rank, path: str) -> list[int]:
+    counts = []
+    for attempt in range(4):
+        with (
+            pytest.raises(TopologyError) as raised,
+            me.join(f"attempt {attempt}", options=ringreduce.Options(topo_file=path)),
+        ):
+            pass
+        raised.value.__traceback__ = None
+        del raised
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    return counts
+
+
+def test_a_refused_group_keeps_no_descriptors(tmp_path: Path) -> None:
+    for counts in run(descriptors_of_refused, 3, str(tmp_path / "missing.json")):
+        assert counts[1:] == [counts[1]] * 3, "descriptors pile up"
+
+
 def run_on_nodes(me: Rank, tuning: str) -> Any:
     """As if there were two NUMA nodes of four cores, and each rank bound to a core."""
-    ringreduce.topology.group._numa_nodes = lambda: iter([(0, frozenset(range(4))), (1, frozenset(range(4, 8)))])
+    ringreduce.topology.group_plans._numa_nodes = lambda: iter([(0, frozenset(range(4))), (1, frozenset(range(4, 8)))])
     original = ringreduce.backend.group_topology
     ringreduce.backend.group_topology = lambda world, options, cores: original(
         world, options, [frozenset({rank}) for rank in world]

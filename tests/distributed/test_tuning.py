@@ -12,10 +12,10 @@ import torch.distributed as dist
 from distributed.harness import Rank, run
 
 import ringreduce.errors
+from ringreduce.measure import Candidate, Task, measure
 from ringreduce.plan import BUILDERS
 from ringreduce.tuning import Cell, Measured, Tuning, identify
 from ringreduce.tuning.machine import probe
-from ringreduce.tuning.measure import Candidate, Task, measure
 from ringreduce.tuning.record import load, save
 
 OTHER = {"all_reduce": "ring", "reduce_scatter": "bidirectional_ring", "all_gather": "ring", "broadcast": "tree"}

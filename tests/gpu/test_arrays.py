@@ -116,3 +116,18 @@ def refuse_read_only(me: harness.Rank) -> str:
 def test_read_only_arrays_are_refused() -> None:
     [message] = harness.run(torch_cuda.activated, 1, refuse_read_only)
     assert "read-only" in message and "copy" in message
+
+
+def fail_then_call(me: harness.Rank) -> str:
+    stream = torch.cuda.Stream()
+    with me.join(options=ringreduce.Options(gpu_mode="steps")):
+        with pytest.raises(InvalidArgument):
+            ringreduce.all_gather([Guest(torch.zeros(3, device="cuda"), stream)], "no array")  # type: ignore[arg-type]
+        work = ringreduce.all_reduce(torch.zeros(3), async_op=True)
+        assert work is not None
+        work.wait()
+        return type(work).__name__
+
+
+def test_a_failed_call_leaves_nothing_to_the_next() -> None:
+    assert harness.run(torch_cuda.activated, 1, fail_then_call) == ["Work"]

@@ -26,7 +26,7 @@ from stand_in import torch_cuda
 import ringreduce
 from ringreduce import _C, Options
 from ringreduce.errors import PeerLost, RingReduceError
-from ringreduce.gpu import group as gpu_group
+from ringreduce.gpu import joining as gpu_group
 
 RANKS = 3
 VICTIM = 1

@@ -13,7 +13,7 @@ from distributed.cuda_ranks import MODES, options, run
 from distributed.harness import Rank
 
 import ringreduce
-from ringreduce.gpu.group import shape_for
+from ringreduce.gpu.joining import shape_for
 from ringreduce.plan import build
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="NVIDIA's driver does not count its calls")

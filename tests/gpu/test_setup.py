@@ -21,7 +21,7 @@ from stand_in.torch_cuda import delay
 import ringreduce
 from ringreduce import _C, Options
 from ringreduce.errors import InvalidArgument, SystemFailure
-from ringreduce.gpu import group as gpu_group
+from ringreduce.gpu import joining as gpu_group
 from ringreduce.gpu import kernels
 
 RANKS = 2

@@ -142,6 +142,7 @@ def _patch(stand_in: Any) -> None:
             return stand_in.milliseconds(self.event_id, end.event_id)
 
     torch._C._has_cuda = True
+    torch.distributed.Backend.backend_capability["ringreduce"] = ["cpu", "cuda"]
     torch._C._CudaStreamBase = StreamBase
     torch._C._CudaEventBase = EventBase
     for name, value in vars(stand_in).items():

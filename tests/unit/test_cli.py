@@ -245,7 +245,7 @@ def test_messages_hold_nothing_that_a_terminal_obeys(capsys: Captured) -> None:
 
 
 def test_a_topology_comes_from_standard_input_too() -> None:
-    command = [sys.executable, "-m", "ringreduce.cli", "topo", "-"]
+    command = [sys.executable, "-m", "ringreduce", "topo", "-"]
     ended = subprocess.run(command, input=preset("dgx1-v100").to_json(), capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     assert "8 GPUs" in ended.stdout
@@ -273,7 +273,7 @@ def test_topo_follows_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_topo_shows_this_machine(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     assert prints(capsys, "topo")
-    monkeypatch.setattr(live, "probe", lambda assume: preset("dgx-a100"))
+    monkeypatch.setattr(live, "probe", lambda assume, memory: preset("dgx-a100"))
     assert "dgx-a100: 8 GPUs" in prints(capsys, "topo")
 
 
@@ -342,7 +342,7 @@ def test_a_plan_needs_two_gpus_or_says_that_nothing_moves(gpu: str, capsys: Capt
 
 def test_json_is_pure_on_a_narrow_terminal() -> None:
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "ringreduce.cli", "topo", "gb200-nvl72", "--json"]
+    command = [sys.executable, "-m", "ringreduce", "topo", "gb200-nvl72", "--json"]
     environ = {**os.environ, "COLUMNS": "20", "TERM": "xterm-256color", "FORCE_COLOR": "1"}
     with subprocess.Popen(command, stdout=theirs, stderr=subprocess.DEVNULL, env=environ) as process:
         os.close(theirs)
@@ -369,7 +369,7 @@ def test_tables_are_not_cut_where_there_is_no_terminal(monkeypatch: pytest.Monke
 
 
 def test_terminals_without_unicode_are_served() -> None:
-    command = [sys.executable, "-m", "ringreduce.cli", "plan", *DGX1, "--gpus", "0,1"]
+    command = [sys.executable, "-m", "ringreduce", "plan", *DGX1, "--gpus", "0,1"]
     environ = {**os.environ, "PYTHONIOENCODING": "ascii"}
     ended = subprocess.run(command, capture_output=True, env=environ, check=False)
     assert ended.returncode == 0, ended.stderr
@@ -379,7 +379,7 @@ def test_terminals_without_unicode_are_served() -> None:
 
 @pytest.mark.parametrize("words", [("--json",), ()])
 def test_a_reader_that_goes_away_is_no_error(words: tuple[str, ...]) -> None:
-    command = [sys.executable, "-m", "ringreduce.cli", "topo", *DGX1, *words]
+    command = [sys.executable, "-m", "ringreduce", "topo", *DGX1, *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()

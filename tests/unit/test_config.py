@@ -43,6 +43,12 @@ def test_a_bad_option_is_named(options: Options, named: str) -> None:
         resolve(options, {})
 
 
+def test_switches_may_be_true_or_false() -> None:
+    options, _ = resolve(Options(fetch=False, dump_when_broken=True), {})
+    assert (options.fetch, options.dump_when_broken) == (0, 1)
+    assert type(options.fetch) is int  # ranks compare their options as text
+
+
 def test_foreign_options_are_refused() -> None:
     with pytest.raises(InvalidArgument, match="dict"):
         resolve({"channels": 2}, {})  # type: ignore[arg-type]

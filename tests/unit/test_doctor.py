@@ -11,14 +11,14 @@ import pytest
 from rich.console import Console
 from stand_in import build
 
-from ringreduce.doctor import Facts, Gpu, Interface, examine, look, render
+from ringreduce.doctor import Facts, Gpu, NetworkDevice, examine, look, render
 from ringreduce.gpu import kernels
 from ringreduce.topology.graph import LinkGraph, Node, NodeKind
 from ringreduce.topology.presets import preset
 
 GB = 1024**3
-LOOPBACK = Interface("lo", up=True, gbit=0, loopback=True)
-ETHERNET = Interface("eth0", up=True, gbit=25)
+LOOPBACK = NetworkDevice("lo", up=True, gbit=0, loopback=True)
+ETHERNET = NetworkDevice("eth0", up=True, gbit=25)
 CORES = LinkGraph("cores", (Node("CPU0", NodeKind.CPU), Node("CORE0", NodeKind.CORE)), ())
 
 # In a machine of two.
@@ -29,6 +29,7 @@ GPUS = (GPU, replace(GPU, name="device 1 (H100)"))
 FACTS = Facts(
     graph=preset("dgx1-v100"),
     torch="2.13.0+cu128",
+    compiled="",
     distributed=True,
     cuda="12.8",
     cuda_devices=8,
@@ -206,7 +207,7 @@ def test_interfaces_and_kernel_settings_are_read(tmp_path):
     )
     facts = look(tmp_path / "sys", tmp_path / "proc")
     assert (facts.yama, facts.huge_pages) == ("1", "within_size")
-    assert facts.interfaces == (Interface("eth0", True, 100), Interface("eth1", False, 0), LOOPBACK)
+    assert facts.interfaces == (NetworkDevice("eth0", True, 100), NetworkDevice("eth1", False, 0), LOOPBACK)
 
 
 def test_a_system_that_tells_nothing(tmp_path, monkeypatch):

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ringreduce.doctor_peers import Host, Pair, Survey, _receive, _send, render, rounds
+from ringreduce.cli.doctor import render
+from ringreduce.doctor_peers import Host, Pair, Survey, _receive, _send, rounds
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -18,7 +18,7 @@ from ringreduce.gpu import rules as of_gpus
 from ringreduce.plan import Plan, Read, slot_depth
 from ringreduce.plan.choose import BUILDERS, Rule
 from ringreduce.plan.symbolic import run_round
-from ringreduce.topology.group import GroupTopology, Served
+from ringreduce.topology.group_plans import GroupTopology, Served
 
 KB = 1024
 

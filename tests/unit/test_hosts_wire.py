@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from ringreduce import backend, hosts, hosts_file
+from ringreduce import backend, host_links, hosts_file
 from ringreduce.config import Options, resolve
 from ringreduce.doctor_peers import Host, Pair, Survey
 from ringreduce.errors import InvalidArgument
-from ringreduce.hosts import Links, Noticed, Wire, wire_of
+from ringreduce.host_links import Links, Noticed, Wire, wire_of
 from ringreduce.hosts_file import HostsFile
 from ringreduce.rendezvous import Place, interfaces, meet
 
-FOUR: hosts.Hosts = ((0,), (1,), (2,), (3,))
+FOUR: host_links.Hosts = ((0,), (1,), (2,), (3,))
 
 SLOW = HostsFile(
     "2026-11-21 03:17 UTC",

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_plan_results import check_results
 
-from ringreduce.plan import PlanError, Read, Step, hosts, slot_depth, table, verify
+from ringreduce.plan import PlanError, Read, Step, across_hosts, slot_depth, table, verify
 from ringreduce.plan import build as build_flat
+from ringreduce.plan.across_hosts import ACROSS, BY_BLOCKS, Hosts, build, bytes_out, choose, hops, shapes
 from ringreduce.plan.choose import ROOTED
-from ringreduce.plan.hosts import ACROSS, BY_BLOCKS, Hosts, build, bytes_out, choose, hops, shapes
 
 PAIRS = [(collective, across) for collective in ACROSS for across in ACROSS[collective]]
 
@@ -285,7 +285,7 @@ def test_the_model_counts_as_the_plans_do(collective: str, shape: Hosts) -> None
         assert Fraction(figures.chunk).limit_denominator(1000) == Fraction(1, chunks)
         assert sends <= figures.sends <= sends + 2
         assert figures.delays == hops(plan, shape)
-        if collective != "reduce" and across != "tree" and collective not in hosts.PLAIN:
+        if collective != "reduce" and across != "tree" and collective not in across_hosts.PLAIN:
             assert Fraction(figures.wire).limit_denominator(1000) == max(bytes_out(plan, shape))
         assert figures.wire >= max(bytes_out(plan, shape)) - 1e-9
 

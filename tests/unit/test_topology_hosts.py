@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringreduce.errors import TopologyError
-from ringreduce.topology import hosts
-from ringreduce.topology.hosts import HostRing, ring_order
+from ringreduce.topology import host_order
+from ringreduce.topology.host_order import HostRing, ring_order
 
 SIZE = 64
 
@@ -163,7 +163,7 @@ def test_the_reason_says_which_bound_it_is(matrix, reason):
 def test_what_is_left_undecided_is_not_taken_for_a_proof(monkeypatch):
     matrix = random("continents", SIZE, 0)
     optimum = ring_order(matrix).bandwidth
-    monkeypatch.setattr(hosts, "ROUNDS", 1)
+    monkeypatch.setattr(host_order, "ROUNDS", 1)
     ring = ring_order(matrix)
     assert is_ring(ring, SIZE)
     assert ring.bandwidth < optimum <= ring.bound
@@ -179,7 +179,7 @@ def test_other_numbers_for_the_hosts_change_nothing(kind, size):
         names = np.random.default_rng(seed).permutation(size)
         again = ring_order(matrix[names][:, names])
         assert (again.bandwidth, again.bound) == (ring.bandwidth, ring.bound)
-        if size <= hosts.EXACT:
+        if size <= host_order.EXACT:
             assert worth(matrix, names[list(again.order)].tolist()) == worth(matrix, ring.order)
 
 

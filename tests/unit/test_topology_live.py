@@ -2,6 +2,7 @@
 
 import itertools
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,8 +10,8 @@ import pytest
 
 from ringreduce.topology import live
 from ringreduce.topology.graph import LinkKind, NodeKind
-from ringreduce.topology.group import graph_of_gpus, plan_group
-from ringreduce.topology.live import System, decide, look, probe, probe_cores
+from ringreduce.topology.group_plans import graph_of_gpus, plan_group
+from ringreduce.topology.live import System, decide, look, probe, this_system
 from ringreduce.topology.presets import CUBE_MESH_V100, preset
 from ringreduce.topology.rates import Assumed
 
@@ -409,7 +410,7 @@ def test_nonsense_in_files_ends_nothing(sysfs, text):
 
 
 def test_this_machine():
-    graph = probe_cores()
+    graph = decide(replace(look(this_system()), gpus=()))
     assert {node.index for node in graph.of_kind(NodeKind.CORE)} == os.sched_getaffinity(0)
     assert graph.gpus == ()
     known = {NodeKind.GPU, NodeKind.CORE}

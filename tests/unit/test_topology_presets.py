@@ -4,10 +4,11 @@ from collections import Counter
 
 import networkx
 import pytest
+from unit.several_hosts import hosts_of
 
 from ringreduce.errors import TopologyError
 from ringreduce.topology.graph import FABRIC, Link, LinkGraph, LinkKind, Node, NodeKind
-from ringreduce.topology.presets import PRESETS, hosts_of, preset
+from ringreduce.topology.presets import PRESETS, preset
 from ringreduce.topology.rates import Assumed
 
 # NVLinks between GPUs as `nvidia-smi topo -m` lists them on a DGX-1 with P100s, one with V100s, and a p3.8xlarge.

@@ -14,9 +14,9 @@ import pytest
 from ringreduce import _C, cli, plan, tuning
 from ringreduce.config import Options, resolve
 from ringreduce.errors import InvalidArgument
-from ringreduce.tuning import Cell, Measured, Tuning, decision
+from ringreduce.measure import Candidate, tasks, winner
+from ringreduce.tuning import Cell, Measured, Tuning, decision, machine
 from ringreduce.tuning.machine import identify, numbers, probe
-from ringreduce.tuning.measure import Candidate, tasks, winner
 from ringreduce.tuning.record import default_path, load, save
 
 CORES = frozenset(os.sched_getaffinity(0))
@@ -85,15 +85,39 @@ def test_a_writer_that_is_interrupted_leaves_the_old_file(
     path = tmp_path / "tuning.json"
     save(known, path, replace=True)
 
-    def interrupted(document: object, file: object, **_: object) -> None:
-        file.write('{"format": 2, ')  # type: ignore[attr-defined]
+    def interrupted(descriptor: int) -> None:
+        assert os.fstat(descriptor).st_size > 0
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(json, "dump", interrupted)
+    monkeypatch.setattr(os, "fsync", interrupted)
     with pytest.raises(KeyboardInterrupt):
         save(dataclasses.replace(known, probed="later"), path, replace=True)
     assert load(path) == known
     assert os.listdir(tmp_path) == ["tuning.json"]
+
+
+def test_a_file_that_others_may_write_is_not_read(known: Tuning, tmp_path: Path) -> None:
+    path = tmp_path / "tuning.json"
+    save(known, path, replace=True)
+    path.chmod(0o660)
+    with pytest.raises(PermissionError, match="others may write to it; chmod go-w"):
+        load(path)
+
+
+def test_a_tuned_machine_is_known_under_another_set_of_cores(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, known: Tuning
+) -> None:
+    """The numbers of the cores say nothing, only how many there are; with another count the log says what is kept."""
+    monkeypatch.setattr(machine, "_caches", lambda core: [("1", "Data", "32K", {core})])
+    here, there, fewer = (identify(cores) for cores in ({0, 1}, {4, 5}, {4}))
+    assert here == there and here.digest() == there.digest()
+    assert default_path(fewer) != default_path(here)
+    save(dataclasses.replace(known, identity=here), default_path(here), replace=True)
+    monkeypatch.setattr(decision, "probe", lambda cores: known.machine)
+    assert decision.current("auto", frozenset({4, 5}))[0].measured == known.measured
+    assert not caplog.records
+    assert not decision.current("auto", frozenset({4}))[0].measured
+    assert "has measured this machine for jobs on 2 cores; this one may use 1" in caplog.text
 
 
 def test_a_file_of_another_user_is_not_read(known: Tuning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ringreduce.topology.draw.style import A4, DPI, INK, colour, dash, sheet, size_text, time_text
+from ringreduce.common.units import bytes_text, time_text
+from ringreduce.topology.draw.style import A4, DPI, INK, colour, dash, sheet
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,7 +35,7 @@ def time_over_size(
     _draw(axes, curves)
     axes.tick_params(labelbottom=False)
     _fastest(figure, axes, curves)
-    _ticks(axes.xaxis, axes.get_xlim(), 10, size_text)
+    _ticks(axes.xaxis, axes.get_xlim(), 10, bytes_text)
     figure.savefig(path, dpi=DPI)
 
 

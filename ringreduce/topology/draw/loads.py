@@ -7,18 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ringreduce.topology.draw.style import (
-    A4,
-    DPI,
-    GREY,
-    INK,
-    PALETTE,
-    machine_name,
-    rank_label,
-    sheet,
-    size_text,
-    time_text,
-)
+from ringreduce.common.units import bytes_text, time_text
+from ringreduce.topology.draw.style import A4, DPI, GREY, INK, PALETTE, machine_name, rank_label, sheet
 from ringreduce.topology.graph import FABRIC, LinkGraph
 
 if TYPE_CHECKING:
@@ -43,7 +33,7 @@ def loads(planned: Planned, size_bytes: int, path: str | Path, inches: tuple[flo
     figure = sheet(
         inches,
         f"{machine_name(planned.graph)}: what the links carry",
-        f"{planned.collective} of {size_text(size_bytes)} in {time_text(planned.seconds(size_bytes))}, "
+        f"{planned.collective} of {bytes_text(size_bytes)} in {time_text(planned.seconds(size_bytes))}, "
         f"planned {planned.bandwidth:.4g} GB/s of at most {planned.bound:.4g}",
     )
     ranks = set(planned.ranks)
@@ -92,7 +82,7 @@ def _matrix(figure: Figure, planned: Planned, used: Sequence[_Load]) -> None:
     for load in used:
         row, column = place[load.src], place[load.dst]
         busy[row, column] = load.busy
-        text = f"{load.busy:.0%}" if small else f"{size_text(load.bytes)}\n{load.busy:.0%}"
+        text = f"{load.busy:.0%}" if small else f"{bytes_text(load.bytes)}\n{load.busy:.0%}"
         axes.text(column, row, text, ha="center", va="center", fontsize=6.5 if small else 8.5,
                   color="white" if load.busy > 0.7 else INK)  # fmt: skip
     axes.imshow(busy, cmap="Blues", vmin=-0.05, vmax=1.25, aspect="auto")
@@ -143,7 +133,7 @@ def _bars(figure: Figure, graph: LinkGraph, used: Sequence[_Load]) -> None:
     for at, load in enumerate(shown):
         axes.barh(at, load.capacity, height=0.62, facecolor="none", edgecolor=GREY, linewidth=1)
         axes.barh(at, load.busy * load.capacity, height=0.62, color=PALETTE[0])
-        axes.text(load.capacity + 0.012 * most, at, f"{load.busy:.0%}   {size_text(load.bytes)}",
+        axes.text(load.capacity + 0.012 * most, at, f"{load.busy:.0%}   {bytes_text(load.bytes)}",
                   va="center", fontsize=9 if len(shown) <= 30 else 7.5, color=INK)  # fmt: skip
     others = [f"  and {len(alike) - 1} alike" if len(alike) > 1 else "" for alike in rows]
     names = [

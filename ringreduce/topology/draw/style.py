@@ -50,22 +50,6 @@ def dash(at: int) -> Any:
     return DASHES[at // len(PALETTE) % len(DASHES)]
 
 
-def size_text(count: float) -> str:
-    """Bytes, in powers of 1000."""
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
-        if count >= unit:
-            return f"{count / unit:.4g} {name}"
-    return f"{count:.4g} B"
-
-
-def time_text(seconds: float) -> str:
-    """Seconds, in the unit that suits them."""
-    for unit, name in ((1, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if seconds >= unit * 0.9995:
-            return f"{seconds / unit:.3g} {name}"
-    return f"{seconds / 1e-9:.3g} ns"
-
-
 def literal(text: str) -> str:
     """`text` in which matplotlib sees no formula."""
     return text.replace("$", r"\$")

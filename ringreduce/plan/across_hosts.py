@@ -34,11 +34,12 @@ from math import ceil, inf
 from operator import itemgetter
 from typing import NamedTuple
 
+from ringreduce.common.failures import PlanError
 from ringreduce.plan import builders, tree
 from ringreduce.plan import choose as sizes
 from ringreduce.plan.builders import BUILDERS, Builder
 from ringreduce.plan.cost import WINDOW, Slicing
-from ringreduce.plan.model import Channel, Layout, Plan, PlanError, Program, Read, Step, layout, slot_depth
+from ringreduce.plan.model import Channel, Layout, Plan, Program, Read, Step, layout, slot_depth
 from ringreduce.plan.verify import prove
 
 Hosts = Sequence[Sequence[int]]
@@ -180,7 +181,7 @@ def choose(
         return first + (rounds - 1) * max(work, first / window)
 
     chosen = []
-    for block_bytes in sizes.SIZES:
+    for block_bytes in sizes.BLOCKS:
         times = {name: seconds(name, shape, block_bytes) for name, shape in candidates.items()}
         usual, *_ = times
         best = min((name for name in times if name.startswith("hosts_")), key=times.__getitem__)

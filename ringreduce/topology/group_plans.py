@@ -10,21 +10,22 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ringreduce.errors import TopologyError
+from ringreduce.common.failures import TopologyError
+from ringreduce.common.units import numbers
 from ringreduce.plan import Plan, Rule, ranges_between
+from ringreduce.plan.choose import MARGIN
 from ringreduce.topology.graph import Link, LinkGraph, LinkKind, Node, NodeKind, both_directions
 
 if TYPE_CHECKING:
     from ringreduce.topology.planner import Planned
 
-SIZES = tuple(4**power * 1024 for power in range(1, 10, 2))
+TENSOR_SIZES = tuple(4**power * 1024 for power in range(1, 10, 2))
 """Bytes of the whole tensor, 4 KB to 256 MB, at which plans are compared."""
-
-MARGIN = 0.8
-"""Of the time of two_shot: a hierarchy over NUMA nodes must promise less to replace what was measured."""
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce")
 
@@ -91,18 +92,10 @@ class GroupTopology:
         """Load what `to_json` wrote."""
         fields: dict[str, Any] = json.loads(text)
         served = (Served(**{**each, "plan": Plan.from_json(json.dumps(each["plan"]))}) for each in fields["served"])
-        hosts = (OnHost(name, tuple(ranks)) for name, ranks in fields["hosts"])
-        links = ((peer, tuple(paths)) for peer, paths in fields["links"])
-        return GroupTopology(
-            fields["source"],
-            fields["machine"],
-            tuple(fields["ranks"]),
-            tuple(served),
-            tuple(fields["assumed"]),
-            tuple(hosts),
-            tuple(links),
-            fields["wire"],
-        )
+        lists = {name: tuple(fields[name]) for name in ("ranks", "assumed")}
+        lists["hosts"] = tuple(OnHost(name, tuple(ranks)) for name, ranks in fields["hosts"])
+        lists["links"] = tuple((peer, tuple(paths)) for peer, paths in fields["links"])
+        return GroupTopology(**{**fields, **lists, "served": tuple(served)})
 
     def __str__(self) -> str:
         lines = [f"{self.machine} ({self.source})"]
@@ -129,8 +122,8 @@ class GroupTopology:
 def plan_group(graph: LinkGraph, source: str) -> GroupTopology:
     """Plans for the GPUs, or cores, of a graph, one a rank.
 
-    Between cores every value is a copy in memory, so measured rules stay but where a hierarchy promises much more: it
-    sends less from NUMA node to NUMA node.
+    Between cores every value is a copy in memory, so the measured rules stay, except where a hierarchy is predicted to
+    take less than MARGIN of the time of two_shot: it sends less from NUMA node to NUMA node.
     """
     ranks = tuple(node.name for node in graph.ranks)
     served: list[Served] = []
@@ -145,31 +138,29 @@ def plan_group(graph: LinkGraph, source: str) -> GroupTopology:
     return GroupTopology(source, graph.name, ranks, tuple(served), graph.assumed)
 
 
-def _plans_of_gpus(graph: LinkGraph, collective: str) -> Iterator[tuple[int, "Planned"]]:
-    from ringreduce.topology.planner import plan_for
+def _planner() -> ModuleType:
+    """Needs what a group else does without."""
+    try:
+        return import_module("ringreduce.topology.planner")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"it needs {error.name}; pip install 'ringreduce[plan]'", name=error.name) from None
 
-    for size in SIZES:
-        yield size, plan_for(graph, collective, size)
+
+def _plans_of_gpus(graph: LinkGraph, collective: str) -> Iterator[tuple[int, "Planned"]]:
+    planner = _planner()
+    for size in TENSOR_SIZES:
+        yield size, planner.plan_for(graph, collective, size)
 
 
 def _plans_of_cores(graph: LinkGraph) -> Iterator[tuple[int, "Planned | None"]]:
     """None where the tuned rules stay."""
-    from ringreduce.topology.planner import algorithms, plan_for
-
-    names = [name for name in algorithms(graph, "all_reduce") if name.startswith("hierarchical")]
-    direct = plan_for(graph, "all_reduce", algorithm="two_shot")
-    for size in SIZES:
-        planned = [plan_for(graph, "all_reduce", size, name) for name in names]
+    planner = _planner()
+    names = [name for name in planner.algorithms(graph, "all_reduce") if name.startswith("hierarchical")]
+    direct = planner.plan_for(graph, "all_reduce", algorithm="two_shot")
+    for size in TENSOR_SIZES:
+        planned = [planner.plan_for(graph, "all_reduce", size, name) for name in names]
         best = min(planned, key=lambda each: each.simulated(size), default=direct)
         yield size, best if best.simulated(size) < MARGIN * direct.simulated(size) else None
-
-
-def described(where: str) -> LinkGraph:
-    """What RINGREDUCE_TOPO_FILE means: a file, or a preset by its name.  Raises TopologyError if it is neither."""
-    from ringreduce.topology.presets import PRESETS, preset
-    from ringreduce.topology.read import load
-
-    return preset(where) if where in PRESETS else load(where)
 
 
 def graph_of_file(graph: LinkGraph, source: str, global_ranks: Sequence[int]) -> LinkGraph:
@@ -221,8 +212,6 @@ def graph_of_cores(cores: Sequence[frozenset[int]], memory_gbps: Callable[[], fl
 
 def _numa_nodes() -> Iterator[tuple[int, frozenset[int]]]:
     """Numbers and cores."""
-    from ringreduce.tuning.machine import numbers  # which needs what is compiled
-
     for folder in sorted(NODES.glob("node[0-9]*"), key=lambda folder: int(folder.name[4:])):
         try:
             yield int(folder.name[4:]), frozenset(numbers((folder / "cpulist").read_text().strip()))

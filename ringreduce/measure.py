@@ -24,14 +24,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from ringreduce import api, plan
-from ringreduce.backend import ANY_SIZE, lowered_plan, slot_bytes_for
-from ringreduce.config import Options, resolve
-from ringreduce.errors import RingReduceError
+from ringreduce.backend import ANY_SIZE, lowered_plan
+from ringreduce.common.failures import RingReduceError
+from ringreduce.config import Options, resolve, slot_bytes_for
 from ringreduce.plan import Slicing, Table
+from ringreduce.plan.choose import BLOCKS
 from ringreduce.tuning.decision import fetches, slicing_for
 from ringreduce.tuning.record import Cell
 
-SIZES = tuple(64 * 4**power for power in range(11))
+SIZES = BLOCKS[:-1]
 """Bytes of a block, 64 B to 64 MB."""
 
 MOST_BYTES = 512 * 1024**2
@@ -39,7 +40,7 @@ MOST_BYTES = 512 * 1024**2
 
 FINALISTS = 2
 FINAL_LAPS = 7
-MARGIN = 0.95
+NOISE = 0.95
 """What replaces the model's choice must take less than this share of its time: less is noise."""
 
 HOPELESS = 3.0
@@ -208,7 +209,7 @@ def winner(times: Mapping[Candidate, Sequence[float]], model: Candidate) -> Cand
     """The fastest by medians, if it beats the model's choice by more than noise, and in all laps but one."""
     best = min(times, key=lambda candidate: statistics.median(times[candidate]))
     wins = sum(a < b for a, b in zip(times[best], times[model], strict=True))
-    clearly = statistics.median(times[best]) < MARGIN * statistics.median(times[model])
+    clearly = statistics.median(times[best]) < NOISE * statistics.median(times[model])
     return best if clearly and wins >= len(times[model]) - 1 else model
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from ringreduce.errors import TopologyError
-from ringreduce.topology.group import GroupTopology, graph_of_gpus, plan_group
+from ringreduce.common.failures import TopologyError
+from ringreduce.topology.group_plans import GroupTopology, graph_of_gpus, plan_group
 from ringreduce.topology.live import probe_all
 
 log = logging.getLogger(__name__)

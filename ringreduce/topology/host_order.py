@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ringreduce.errors import TopologyError
+from ringreduce.common.failures import TopologyError
 
 Matrix = NDArray[np.float64]
 Mask = NDArray[np.bool_]

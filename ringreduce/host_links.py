@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ringreduce import hosts_file, plan
-from ringreduce.errors import CollectiveTimeout, RingReduceError, TopologyError
+from ringreduce.common.failures import CollectiveTimeout, RingReduceError, TopologyError
 from ringreduce.plan import Plan, Rule, Slicing
-from ringreduce.plan import hosts as between
+from ringreduce.plan import across_hosts as between
 from ringreduce.plan.choose import ROOTED
 from ringreduce.rendezvous import Door, Meeting, Peer
 from ringreduce.rendezvous.interfaces import speed_of
 from ringreduce.rendezvous.store import get
-from ringreduce.topology.hosts import ring_order
+from ringreduce.topology.host_order import ring_order
 
 FEW = 4
 """Plans in which no rank has more peers on other hosts, rings and trees that is, have their links made at once. The
@@ -124,7 +124,7 @@ def wire_of(noticed: Mapping[int, Noticed]) -> Wire:
 
 
 def _if_all_known(speeds: Iterable[float | None]) -> list[float]:
-    """None of them if one is not known."""
+    """The values, or an empty list if one of them is None."""
     given = list(speeds)
     known = [speed for speed in given if speed is not None]
     return known if len(known) == len(given) else []
@@ -236,13 +236,7 @@ class Links:
         }
         self._group = group
         self._door.open(
-            self._rank,
-            self._name,
-            self._meeting.secret,
-            peers,
-            group.add_link,
-            self._connections,
-            self._dead_after,
+            self._rank, self._name, self._meeting.secret, peers, group.add_link, self._connections, self._dead_after
         )
 
     def connect(self, peer: int, seconds: float) -> None:

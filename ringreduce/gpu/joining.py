@@ -17,11 +17,11 @@ import torch
 from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions
 
 from ringreduce import _C, plan
+from ringreduce.common.failures import InvalidArgument, RingReduceError, SystemFailure
 from ringreduce.config import Options
-from ringreduce.errors import InvalidArgument, RingReduceError, SystemFailure
 from ringreduce.gpu import kernels, nccl
 from ringreduce.gpu.rules import rules
-from ringreduce.topology.group import GroupTopology
+from ringreduce.topology.group_plans import GroupTopology
 
 ROW_BYTES = 4096
 """What a rank tells the others at once, at most."""
@@ -157,7 +157,7 @@ def _look_at_links(options: Options, group: _C.ProcessGroupRing, buses: Sequence
         return None
     text = ""
     if group.rank() == 0:
-        from ringreduce.gpu.links import plans_for  # which needs SciPy
+        from ringreduce.gpu.nvlink import plans_for  # which needs SciPy
 
         try:
             links = plans_for(buses)

@@ -1,0 +1,58 @@
+"""What can go wrong, without torch: the classes that `ringreduce.errors` joins with torch's own.
+
+All code raises these. Once `ringreduce.errors` has been imported, raising one of them makes an error of the class of
+the same name there, which is one of torch's too. So `except ringreduce.errors.TopologyError` catches what planning
+raises, and planning needs no torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class PlanError(ValueError):
+    """A plan, or the description of one, is wrong; the message says where and what would be right."""
+
+
+class RingReduceError(RuntimeError):
+    """Base class. `culprit` is the rank in the group that the error is about, or -1."""
+
+    _with_torch: ClassVar[type[RingReduceError] | None] = None
+    """The class of this name in `ringreduce.errors`."""
+
+    def __new__(cls, *arguments: Any, **named: Any) -> RingReduceError:
+        kind: type[RingReduceError] = cls.__dict__.get("_with_torch") or cls
+        return super().__new__(kind, *arguments)
+
+    def __init__(self, message: str, culprit: int = -1) -> None:
+        super().__init__(message)
+        self.culprit = culprit
+
+
+class InvalidArgument(RingReduceError, ValueError):
+    """This rank's call is wrong: the message names the argument, its value and what it must be."""
+
+
+class PeerLost(RingReduceError):
+    """A process of the group died or left; `culprit` is its rank."""
+
+
+class CollectiveTimeout(RingReduceError):
+    """The timeout passed; `culprit` is the rank that the others wait for."""
+
+
+class CollectiveMismatch(RingReduceError):
+    """The ranks made different calls; the message describes both. A `recv` raises it for a message of another size or
+    dtype, and `all_to_all` for split sizes that do not fit each other; these leave the group usable."""
+
+
+class Aborted(RingReduceError):
+    """A rank called `abort()`, or destroyed the group while calls were under way."""
+
+
+class SystemFailure(RingReduceError):
+    """The operating system refused something; the message has its reason."""
+
+
+class TopologyError(RingReduceError):
+    """The ranks cannot be joined as they are placed."""

@@ -1,0 +1,188 @@
+"""Planning and most commands need neither torch nor the compiled module; `doctor` says what is wrong with either."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ringreduce
+
+PACKAGE = Path(ringreduce.__file__).parent
+
+HIDDEN = """
+import sys
+from importlib.machinery import PathFinder
+find = PathFinder.find_spec
+def find_others(name, path=None, target=None):
+    return None if name.partition(".")[0] in {names!r} else find(name, path, target)
+PathFinder.find_spec = find_others
+"""
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the package as it is in a checkout where nothing has been compiled."""
+    folder = tmp_path_factory.mktemp("planning")
+    ignored = shutil.ignore_patterns("*.so", "_C.torch", "__pycache__", "*.fatbin", "*.cu")
+    shutil.copytree(PACKAGE, folder / "ringreduce", ignore=ignored)
+    return folder
+
+
+def python(folder: Path, code: str, *hidden: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    """Runs code in a Python that has the package in `folder`, and not the modules `hidden`."""
+    return subprocess.run(
+        [sys.executable, "-c", HIDDEN.format(names=hidden) + code],
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(folder), "XDG_CACHE_HOME": str(folder / "cache"), **settings},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def command(folder: Path, *words: str, hidden: tuple[str, ...] = ("torch", "networkx")) -> str:
+    """What a command prints. It must succeed and say nothing on standard error."""
+    ran = python(folder, f"from ringreduce.cli import main\nsys.exit(main({words!r}))", *hidden)
+    assert (ran.returncode, ran.stderr) == (0, ""), ran.stderr
+    return ran.stdout
+
+
+def test_planning_works(copy: Path) -> None:
+    code = """
+import ringreduce, ringreduce.plan, ringreduce.topology
+from ringreduce.topology import planner, presets
+planned = planner.plan_for(presets.preset("dgx1-v100"), "all_reduce", 160_000_000)
+ringreduce.verify(planned.plan)
+ringreduce.plan.lower(planned.plan)
+try:
+    ringreduce.topology.host_order.ring_order([])
+except ringreduce.errors.TopologyError as error:
+    print(isinstance(error, RuntimeError), error)
+print(planned.plan.size)
+"""
+    ran = python(copy, code, "torch")
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == "True the bandwidth matrix is empty; give a row and a column for each host\n8\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("plan dgx1-v100", "planned"),
+        ("plan dgx1-v100 --json", '"time_s"'),
+        ("topo", "core"),
+        ("topo dgx1-v100", "ring"),
+        ("simulate dgx1-v100 --algorithm rings", "the fastest"),
+        ("simulate --ranks 8 --link-gbps 10", "the fastest"),
+        ("info", "there is no torch"),
+        ("doctor", "pip install torch"),
+    ],
+)
+def test_commands_work(copy: Path, words: str, said: str) -> None:
+    assert said in " ".join(command(copy, *words.split()).split())
+
+
+@pytest.mark.parametrize("words", [("tune",), ("doctor", "--peers")], ids=" ".join)
+def test_commands_that_run_ranks_say_what_is_missing(copy: Path, words: tuple[str, ...]) -> None:
+    ran = python(copy, f"from ringreduce.cli import main\nsys.exit(main({words!r}))", "torch")
+    assert ran.returncode == 2
+    missing = "there is no torch (No module named 'torch'); pip install torch"
+    assert ran.stderr == f"error: no ranks can be run here: {missing}\n"
+
+
+@pytest.mark.parametrize("library", ["scipy", "rich"])
+def test_a_library_that_only_planning_needs_is_named(library: str) -> None:
+    ran = python(PACKAGE.parent, "from ringreduce.cli import main\nsys.exit(main(['plan', 'dgx1-v100']))", library)
+    assert ran.returncode == 2
+    assert ran.stderr == f"error: this command needs {library}; pip install 'ringreduce[plan]'\n"
+
+
+def test_help_and_plan_load_no_more_than_they_need(copy: Path) -> None:
+    """Also where torch is: these decide how long the commands take to start (bench/start.py measures it)."""
+    heavy = "print([name for name in ('numpy', 'rich', 'scipy', 'torch', 'networkx') if name in sys.modules])"
+    code = "from ringreduce import cli\ntry:\n    cli.main({!r})\nexcept SystemExit: pass\n" + heavy
+    for folder in (copy, PACKAGE.parent):
+        for words in (["--help"], ["plan", "--help"], ["doctor", "--help"]):
+            assert python(folder, code.format(words)).stdout.splitlines()[-1] == "[]", words
+        loaded = python(folder, code.format(["plan", "dgx1-v100"])).stdout.splitlines()[-1]
+        assert loaded == "['numpy', 'rich', 'scipy']"
+
+
+def test_a_transport_needs_no_planning_libraries() -> None:
+    """Making a group and calling it, with torch and nothing else."""
+    code = """
+import torch, torch.distributed as dist
+dist.init_process_group("ringreduce", store=dist.HashStore(), rank=0, world_size=1)
+import ringreduce
+x = torch.ones(3)
+ringreduce.all_reduce(x)
+print(x.tolist(), ringreduce.stats()["0"]["all_reduce"].calls)
+"""
+    ran = python(PACKAGE.parent, code, "scipy", "networkx", "rich")
+    assert ran.stdout == "[1.0, 1.0, 1.0] 1\n", ran.stderr
+
+
+def test_doctor_runs_with_a_module_for_another_torch(copy: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "other"
+    shutil.copytree(copy, folder)
+    source = tmp_path / "module.c"
+    source.write_text("void only_in_another_torch(void); void *PyInit__C(void) { only_in_another_torch(); return 0; }")
+    suffix = next(iter(PACKAGE.glob("_C*.so"))).name
+    compiler = shutil.which(os.environ.get("CC", "cc")) or "c++"
+    subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(folder / "ringreduce" / suffix)], check=True)
+    (folder / "ringreduce/_C.torch").write_text("2.99.1")
+    said = " ".join(command(folder, "doctor", hidden=()).split())
+    assert "the compiled module was built for torch 2.99.1, and this is torch" in said
+    ran = python(folder, "import ringreduce._C")  # without the way that says more
+    assert "undefined symbol" in ran.stderr or "libtorch" in ran.stderr or "libc10" in ran.stderr
+    assert json.loads(command(folder, "plan", "dgx1-v100", "--json", hidden=()))["time_s"] > 0
+    (folder / "ringreduce/_C.torch").unlink()
+    assert "undefined symbol: only_in_another_torch" in command(folder, "doctor", hidden=())
+
+
+def test_the_build_notes_its_torch() -> None:
+    import torch
+
+    assert (PACKAGE / "_C.torch").read_text().strip() == torch.__version__
+
+
+def test_the_backend_is_registered_whichever_comes_first() -> None:
+    """torch asks an installed package when it is imported, unless it is told not to."""
+    shown = "print('ringreduce' in torch.distributed.Backend.backend_list)"
+    for settings in ({}, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}):
+        for first, second in (("torch", "ringreduce"), ("ringreduce", "torch")):
+            ran = python(PACKAGE.parent, f"import {first}\nimport {second}\nimport torch\n{shown}", **settings)
+            assert ran.stdout == "True\n", (settings, first, ran.stderr)
+
+
+def test_a_name_of_the_machine_means_the_same_everywhere(copy: Path, tmp_path: Path) -> None:
+    """To RINGREDUCE_TOPO_FILE and to FILE: a file of that name, else the preset."""
+
+    def named(*file: str, **settings: str) -> str:
+        code = f"from ringreduce.cli import main\nsys.exit(main({['topo', '--json', *file]!r}))"
+        ran = python(tmp_path, code, **{"PYTHONPATH": str(copy), **settings})
+        assert ran.returncode == 0, ran.stderr
+        return ran.stdout
+
+    preset = named(RINGREDUCE_TOPO_FILE="dgx1-v100")
+    assert preset == named("dgx1-v100")
+    (tmp_path / "dgx1-v100").write_text(preset.replace("GPU7", "GPU9"))
+    mine = named(RINGREDUCE_TOPO_FILE="dgx1-v100")
+    assert mine == named("dgx1-v100") != preset
+
+
+def test_a_file_of_hosts_that_cannot_be_written_harms_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ringreduce.hosts_file import HostsFile, save
+
+    path = tmp_path / "hosts.json"
+    others = tmp_path / f"hosts.json.{os.getpid()}"
+    others.write_text("somebody else's")
+    save(HostsFile("today", ("a",), ((0.0,),), ((0.0,),)), str(path))
+    assert others.read_text() == "somebody else's" and json.loads(path.read_text())["hosts"] == ["a"]
