@@ -51,7 +51,7 @@ def all_reduce(
     if not async_op and _C.all_reduce_now(group, tensor, op, out):
         return None
     options = _options(dist.AllreduceOptions, async_op, reduceOp=op)
-    return _call(group, "allreduce", [tensor if out is None else _copied(tensor, out)], options=options)
+    return _call(group, "allreduce", _Many((tensor if out is None else _copied(tensor, out),)), options=options)
 
 
 def all_reduce_coalesced(
@@ -64,7 +64,7 @@ def all_reduce_coalesced(
     memory, `CollectiveMismatch` if the lists differ between ranks.
     """
     options = _options(dist.AllreduceCoalescedOptions, async_op, reduceOp=op)
-    return _call(group, "allreduce_coalesced", list(tensors), options=options)
+    return _call(group, "allreduce_coalesced", _Many(tensors), options=options)
 
 
 def broadcast(
@@ -74,7 +74,7 @@ def broadcast(
     if not async_op and _C.broadcast_now(group, tensor, src, group_src):
         return None
     options = _options(dist.BroadcastOptions, async_op, rootRank=_rank_in(group, "src", src, group_src))
-    return _call(group, "broadcast", [tensor], options=options)
+    return _call(group, "broadcast", _Many((tensor,)), options=options)
 
 
 def reduce(
@@ -90,13 +90,13 @@ def reduce(
     writes that instead. On other ranks `tensor` stays as it is, and `out` becomes a copy of it."""
     root = _rank_in(group, "dst", dst, group_dst)
     options = _options(dist.ReduceOptions, async_op, reduceOp=op, rootRank=root)
-    return _call(group, "reduce", [tensor if out is None else _copied(tensor, out)], options=options)
+    return _call(group, "reduce", _Many((tensor if out is None else _copied(tensor, out),)), options=options)
 
 
 def all_gather(tensor_list: Sequence[Array], tensor: Array, group: Group = None, async_op: bool = False) -> Work:
     """Puts rank r's `tensor` into `tensor_list[r]` on every rank; sizes may differ between ranks."""
     options = _options(AllgatherOptions, async_op)
-    return _call(group, "allgather", [list(tensor_list)], [tensor], options=options)
+    return _call(group, "allgather", _Many((_Many(tensor_list),)), _Many((tensor,)), options=options)
 
 
 def all_gather_single(output_tensor: Array, input_tensor: Array, group: Group = None, async_op: bool = False) -> Work:
@@ -118,7 +118,7 @@ def reduce_scatter(
 ) -> Work:
     """Puts the reduction of all ranks' `input_list[r]` into `output` of rank r; sizes may differ between blocks."""
     options = _options(dist.ReduceScatterOptions, async_op, reduceOp=op)
-    return _call(group, "reduce_scatter", [output], [list(input_list)], options=options)
+    return _call(group, "reduce_scatter", _Many((output,)), _Many((_Many(input_list),)), options=options)
 
 
 def reduce_scatter_single(
@@ -148,7 +148,13 @@ def gather(
     """Puts rank r's `tensor` into `gather_list[r]` on the destination (default: rank 0 of the world); other ranks give
     no list."""
     options = _options(dist.GatherOptions, async_op, rootRank=_rank_in(group, "dst", dst, group_dst))
-    return _call(group, "gather", [] if gather_list is None else [list(gather_list)], [tensor], options=options)
+    return _call(
+        group,
+        "gather",
+        _Many() if gather_list is None else _Many((_Many(gather_list),)),
+        _Many((tensor,)),
+        options=options,
+    )
 
 
 def scatter(
@@ -162,7 +168,13 @@ def scatter(
     """Puts `scatter_list[r]` of the source (default: rank 0 of the world) into `tensor` of rank r; other ranks give no
     list."""
     options = _options(dist.ScatterOptions, async_op, rootRank=_rank_in(group, "src", src, group_src))
-    return _call(group, "scatter", [tensor], [] if scatter_list is None else [list(scatter_list)], options=options)
+    return _call(
+        group,
+        "scatter",
+        _Many((tensor,)),
+        _Many() if scatter_list is None else _Many((_Many(scatter_list),)),
+        options=options,
+    )
 
 
 def all_to_all(
@@ -170,7 +182,7 @@ def all_to_all(
 ) -> Work:
     """Puts `input_tensor_list[r]` of rank s into `output_tensor_list[s]` of rank r; sizes may all differ."""
     options = _options(dist.AllToAllOptions, async_op)
-    return _call(group, "alltoall", list(output_tensor_list), list(input_tensor_list), options=options)
+    return _call(group, "alltoall", _Many(output_tensor_list), _Many(input_tensor_list), options=options)
 
 
 def all_to_all_single(
@@ -442,8 +454,12 @@ def _options(kind: Callable[[], Any], async_op: bool, **values: Any) -> Any:
     return options
 
 
+class _Many(tuple[Any, ...]):
+    """What a backend takes a list for, unlike a list that a user has given in place of an array."""
+
+
 def _call(group: Group, method: str, *given: Any, options: Any, splits: tuple[list[int], ...] = ()) -> Work:
-    """Makes the call of the group's backend on arrays and lists of arrays."""
+    """Makes the call of the group's backend on arrays and `_Many` of them."""
     guests = arrays.Guests()
     function = getattr(backend_of(group), method)
     work = function(*(_tensors(each, guests) for each in given), *splits, options)
@@ -474,8 +490,8 @@ def _copied(tensor: Array, out: Array) -> Array:
 
 
 def _tensors(given: Any, guests: arrays.Guests) -> Any:
-    """`given`, an array or nested lists of arrays, with tensors in their place."""
-    return [_tensors(each, guests) for each in given] if isinstance(given, list) else _tensor(given, guests)
+    """`given`, an array or `_Many`, with tensors in place of arrays and lists in place of `_Many`."""
+    return [_tensors(each, guests) for each in given] if isinstance(given, _Many) else _tensor(given, guests)
 
 
 def _tensor(array: Array, guests: arrays.Guests | None) -> torch.Tensor:

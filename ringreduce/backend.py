@@ -82,7 +82,9 @@ def create(dist_backend_opts: Any, pg_options: Options | None) -> _C.ProcessGrou
 
 def _may_have_gpus() -> bool:
     """Asks neither torch nor the driver, after which a forked child could not use CUDA."""
-    return bool(torch.version.cuda or torch.version.hip) and any(map(os.path.exists, GPU_DEVICES))
+    built = bool(torch.version.cuda or torch.version.hip)
+    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return in_use or (built and any(map(os.path.exists, GPU_DEVICES)))
 
 
 def _make(
