@@ -105,7 +105,7 @@ void mutated_headers() {
       .ranks = 2, .channels = 2, .depth = 8, .slot_bytes = 256, .mailbox_depth = 4, .mailbox_slot_bytes = 512};
   int accepted = 0;
   for (int i = 0; i < kHeaders; ++i) {
-    FrameHeader header{.kind = static_cast<FrameKind>(random_int(random, 1, 7)),
+    FrameHeader header{.kind = static_cast<std::uint32_t>(random_int(random, 1, 7)),
                        .bytes = static_cast<std::uint32_t>(random_int(random, 0, 600)),
                        .channel = static_cast<std::uint32_t>(random_int(random, 0, 2)),
                        .seq = static_cast<std::uint64_t>(random_int(random, 0, 20))};
@@ -117,13 +117,12 @@ void mutated_headers() {
     std::memcpy(&header, bytes.data(), sizeof header);
     if (!objection(header, geometry).empty()) continue;
     ++accepted;
-    const auto kind = static_cast<std::uint32_t>(header.kind);
     const std::size_t room = header.kind == FrameKind::slot      ? geometry.slot_bytes
                              : header.kind == FrameKind::message ? geometry.mailbox_slot_bytes
                                                                  : largest_payload(geometry);
     const bool slot_fits = header.kind != FrameKind::slot || header.total <= room;
-    check(kind >= 1 && kind <= 7 && header.channel < geometry.channels && header.bytes <= room && slot_fits &&
-              header.seq + 1 + geometry.depth > header.seq,
+    check(header.kind >= 1 && header.kind <= 7 && header.channel < geometry.channels && header.bytes <= room &&
+              slot_fits && header.seq + 1 + geometry.depth > header.seq,
           "hosts: a header that cannot be was accepted");
   }
   check(accepted > kHeaders / 100 && accepted < kHeaders, "hosts: all or no headers were accepted");
@@ -149,7 +148,7 @@ void lies(int rounds) {
                          .tag = random(),
                          .total = static_cast<std::uint64_t>(random_int(random, 0, 600)),
                          .dtype = static_cast<std::uint32_t>(random_int(random, 0, 20))};
-      if (random_int(random, 0, 3) == 0) header.kind = static_cast<FrameKind>(random_int(random, 1, 6));
+      if (random_int(random, 0, 3) == 0) header.kind = static_cast<std::uint32_t>(random_int(random, 1, 6));
       switch (header.kind) {
         case FrameKind::control:
           header.bytes = sizeof(ControlImage);

@@ -34,7 +34,6 @@ std::size_t largest_payload(const Geometry& geometry) {
 
 std::string objection(const FrameHeader& header, const Geometry& geometry) {
   if (header.magic != FrameHeader::kMagic) return "it does not begin like a frame";
-  const auto kind = static_cast<std::uint32_t>(header.kind);
   if (header.channel >= geometry.channels) return beyond("channel", header.channel, geometry.channels - 1);
   // Sequence numbers become stamps by adding 1, and are compared with stamps of `depth` before and after them.
   if (header.seq >= std::uint64_t{1} << 62) return beyond("seq", header.seq, (std::uint64_t{1} << 62) - 1);
@@ -54,7 +53,7 @@ std::string objection(const FrameHeader& header, const Geometry& geometry) {
       if (header.bytes < sizeof(ErrorImage)) return "an error has " + std::to_string(header.bytes) + " bytes";
       return beyond("bytes of an error", header.bytes, sizeof(ErrorImage) + sizeof(AbortRecord::message) - 1);
   }
-  return "its kind, " + std::to_string(kind) + ", is unknown";
+  return "its kind, " + std::to_string(header.kind) + ", is unknown";
 }
 
 ControlImage image_of(const RankControl& control) {

@@ -8,44 +8,27 @@
 // What arrives is somebody else's word: `objection` is asked about every header before any of it is used.
 #pragma once
 
-#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <string>
-#include <type_traits>
 
-#include "kernels/packing.h"
+#include "transport/connection.h"
 #include "transport/segment.h"
 
 namespace ringreduce {
 
-static_assert(std::endian::native == std::endian::little);
-
-enum class FrameKind : std::uint32_t {
-  slot = 1,      // of the sender's outbox: `channel`, `seq`, `tag` (the fingerprint), `total` and `packing` (of the
-                 // value); the value follows
-  slot_read,     // the sender has read slot `seq` of the receiver's outbox `channel`
-  message,       // a slot of the sender's mailbox: `seq`, `tag`, `dtype`, `total`; its part of the message follows
-  message_read,  // the sender is done with slot `seq` of the receiver's mailbox
-  control,       // the sender's control block (ControlImage) follows
-  error,         // the group's error (ErrorImage) follows
-  leave,         // the sender takes no further part; nothing comes after it over this connection
+struct FrameKind {
+  enum : std::uint32_t {
+    slot = 1,      // of the sender's outbox: `channel`, `seq`, `tag` (the fingerprint), `total` and `packing` (of the
+                   // value); the value follows
+    slot_read,     // the sender has read slot `seq` of the receiver's outbox `channel`
+    message,       // a slot of the sender's mailbox: `seq`, `tag`, `dtype`, `total`; its part of the message follows
+    message_read,  // the sender is done with slot `seq` of the receiver's mailbox
+    control,       // the sender's control block (ControlImage) follows
+    error,         // the group's error (ErrorImage) follows
+    leave = FrameHeader::kLeave,
+  };
 };
-
-struct FrameHeader {
-  std::uint32_t magic = kMagic;
-  FrameKind kind = FrameKind::leave;
-  std::uint32_t bytes = 0;  // of payload
-  std::uint32_t channel = 0;
-  std::uint64_t seq = 0;
-  std::uint64_t tag = 0;
-  std::uint64_t total = 0;  // bytes of the whole message, or of the value when it is unpacked
-  std::uint32_t dtype = 0;
-  Packing packing = Packing::none;
-
-  static constexpr std::uint32_t kMagic = 0x31465252;  // "RRF1"
-};
-static_assert(sizeof(FrameHeader) == 48 && std::is_trivially_copyable_v<FrameHeader>);
 
 // A control block, as it travels.
 struct ControlImage {
