@@ -253,10 +253,8 @@ void Execution::compute(const BoundStep& step, const Value& value, bool streamed
 void Execution::combine(const BoundStep& step, std::size_t bytes, bool streamed) {
   const std::vector<const void*>& operands = work_.operands;
   const std::vector<void*>& results = work_.results;
-  const int n = static_cast<int>(operands.size()), copies = static_cast<int>(results.size());
-  if (n > 1) {
-    kernels::accumulate(call_.dtype, call_.reduce_op, results.data(), copies, operands.data(), n, bytes / element_,
-                        step.divisor);
+  if (operands.size() > 1) {
+    kernels::accumulate(call_.dtype, call_.reduce_op, results, operands, bytes / element_, step.divisor);
     // This rank keeps what other hosts will get, which is rounded.
     if (step.step->completes && bound_.packing() != Packing::none)
       for (void* result : results) round(bound_.packing(), static_cast<std::byte*>(result), bytes / element_);
@@ -264,8 +262,9 @@ void Execution::combine(const BoundStep& step, std::size_t bytes, bool streamed)
   }
   // The output comes last. It may be where the value is already.
   const bool last_apart = streamed || results.back() == operands[0];
-  if (copies > last_apart) kernels::copy(results.data(), copies - last_apart, operands[0], bytes);
-  if (streamed) kernels::stream(results.back(), copies > 1 ? results[0] : operands[0], bytes);
+  const std::span copies(results.data(), results.size() - last_apart);
+  if (!copies.empty()) kernels::copy(copies, operands[0], bytes);
+  if (streamed) kernels::stream(results.back(), copies.empty() ? operands[0] : copies[0], bytes);
 }
 
 void Execution::shut_out_peers() {

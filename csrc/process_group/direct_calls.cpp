@@ -82,13 +82,12 @@ bool are_tensors(Arguments from, int count) {
 }
 
 // Makes the call in the group args[0].
-PyObject* call(Arguments args, OpType type, const Collective& collective, const at::Tensor& output,
-               const at::Tensor& input) {
+PyObject* call(Arguments args, const Collective& collective, const at::Tensor& output, const at::Tensor& input) {
   const auto backend = backend_of(args[0]);
   bool made = false;
   {
     const WithoutGil no_gil;
-    made = backend->call_now(type, collective, output, input);
+    made = backend->call_now(collective, output, input);
   }
   return PyBool_FromLong(made);
 }
@@ -105,7 +104,7 @@ PyObject* all_reduce(PyObject* /*module*/, Arguments args, Py_ssize_t count) {
     const auto op = count == 3 && are_tensors(args + 1, 1) ? operation(args[2]) : std::nullopt;
     if (!op) Py_RETURN_FALSE;
     const at::Tensor& tensor = THPVariable_Unpack(args[1]);
-    return call(args, OpType::ALLREDUCE, {.operation = Operation::all_reduce, .op = &*op}, tensor, tensor);
+    return call(args, {.type = OpType::ALLREDUCE, .operation = Operation::all_reduce, .op = &*op}, tensor, tensor);
   });
 }
 
@@ -116,8 +115,8 @@ PyObject* broadcast(PyObject* /*module*/, Arguments args, Py_ssize_t count) {
     const long root = PyLong_AsLongAndOverflow(args[2], &overflow);
     if (overflow != 0 || root < 0 || root > std::numeric_limits<int>::max()) Py_RETURN_FALSE;
     const at::Tensor& tensor = THPVariable_Unpack(args[1]);
-    return call(args, OpType::BROADCAST, {.operation = Operation::broadcast, .root = static_cast<int>(root)}, tensor,
-                tensor);
+    return call(args, {.type = OpType::BROADCAST, .operation = Operation::broadcast, .root = static_cast<int>(root)},
+                tensor, tensor);
   });
 }
 
@@ -125,16 +124,17 @@ PyObject* reduce_scatter(PyObject* /*module*/, Arguments args, Py_ssize_t count)
   return guarded([&]() -> PyObject* {
     const auto op = count == 4 && are_tensors(args + 1, 2) ? operation(args[3]) : std::nullopt;
     if (!op) Py_RETURN_FALSE;
-    return call(args, OpType::_REDUCE_SCATTER_BASE,
-                {.operation = Operation::reduce_scatter, .op = &*op, .flat_input = true}, THPVariable_Unpack(args[1]),
-                THPVariable_Unpack(args[2]));
+    return call(
+        args,
+        {.type = OpType::_REDUCE_SCATTER_BASE, .operation = Operation::reduce_scatter, .op = &*op, .flat_input = true},
+        THPVariable_Unpack(args[1]), THPVariable_Unpack(args[2]));
   });
 }
 
 PyObject* all_gather(PyObject* /*module*/, Arguments args, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
     if (count != 3 || !are_tensors(args + 1, 2)) Py_RETURN_FALSE;
-    return call(args, OpType::_ALLGATHER_BASE, {.operation = Operation::all_gather, .flat_output = true},
+    return call(args, {.type = OpType::_ALLGATHER_BASE, .operation = Operation::all_gather, .flat_output = true},
                 THPVariable_Unpack(args[1]), THPVariable_Unpack(args[2]));
   });
 }
@@ -142,9 +142,10 @@ PyObject* all_gather(PyObject* /*module*/, Arguments args, Py_ssize_t count) {
 PyObject* all_to_all(PyObject* /*module*/, Arguments args, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
     if (count != 3 || !are_tensors(args + 1, 2)) Py_RETURN_FALSE;
-    return call(args, OpType::ALLTOALL_BASE,
-                {.operation = Operation::all_to_all, .flat_input = true, .flat_output = true},
-                THPVariable_Unpack(args[1]), THPVariable_Unpack(args[2]));
+    return call(
+        args,
+        {.type = OpType::ALLTOALL_BASE, .operation = Operation::all_to_all, .flat_input = true, .flat_output = true},
+        THPVariable_Unpack(args[1]), THPVariable_Unpack(args[2]));
   });
 }
 

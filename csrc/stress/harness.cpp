@@ -27,12 +27,12 @@ Rank::Rank(std::shared_ptr<const Segment> its_segment)
       arena(segment) {
   std::uint64_t digest = 1;
   for (const auto& plan : {one_shot, two_shot, ring, two_rings}) {
-    engine.add_plan(Operation::all_reduce, plan(size()), digest++);
+    engine.add_plan({Operation::all_reduce, plan(size()), digest++});
     ++all_reduce_plans;
   }
   engine.choose(Operation::all_reduce, std::numeric_limits<std::uint64_t>::max(), 0);
   engine.choose(Operation::broadcast, std::numeric_limits<std::uint64_t>::max(),
-                engine.add_plan(Operation::broadcast, broadcast(size()), digest));
+                engine.add_plan({Operation::broadcast, broadcast(size()), digest}));
 }
 
 void Group::link(int one, int other) {
