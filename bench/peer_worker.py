@@ -118,7 +118,8 @@ class Torch:
         import torch.distributed as dist
 
         torch.set_num_threads(1)
-        self.rank, self.ranks, self.shared = rank, ranks, name == "ringreduce-shared"
+        self.rank, self.ranks = rank, ranks
+        self.shared, self.allocated = name == "ringreduce-shared", name == "ringreduce-allocated"
         dist.init_process_group(
             "gloo" if name == "gloo" else "ringreduce", init_method=f"file://{meeting}", rank=rank, world_size=ranks
         )
@@ -131,14 +132,19 @@ class Torch:
             self.version = f"{ringreduce.__version__} ({_C.instruction_set()}), {self.version}"
             if name != "ringreduce-dist":
                 self.library = ringreduce
+            if name == "ringreduce-allocated":
+                ringreduce.share_allocations()
 
     def barrier(self) -> None:
         self.library.barrier()
 
     def empty(self, count: int, dtype: str) -> Bits:
-        if not self.shared:
+        if not (self.shared or self.allocated):
             return private(count, dtype)
-        bits: Bits = self.library.empty(count * BITS[dtype].itemsize, dtype=self.tensor_type("uint8")).numpy()
+        import torch
+
+        empty = torch.empty if self.allocated else self.library.empty
+        bits: Bits = empty(count * BITS[dtype].itemsize, dtype=torch.uint8).numpy()
         return bits.view(BITS[dtype])
 
     def call(self, collective: str, dtype: str, source: Bits, output: Bits) -> Call:

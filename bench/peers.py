@@ -51,6 +51,7 @@ OURS = {
     "ringreduce": "ringreduce.all_reduce(tensor) etc., the direct call",
     "ringreduce-dist": "dist.all_reduce(tensor) etc. with backend ringreduce",
     "ringreduce-shared": "the direct call on tensors of ringreduce.empty",
+    "ringreduce-allocated": "the direct call on tensors of torch.empty, after ringreduce.share_allocations()",
 }
 PEERS = ("gloo", *MPIS)
 LEAST_LIMIT = 32 << 10  # bytes; a smaller copy takes less time than calling it, so it limits nothing
@@ -385,7 +386,7 @@ def read_command_line() -> tuple[Settings, argparse.Namespace]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     option = parser.add_argument
     names = [*OURS, *PEERS]
-    default = [name for name in names if name != "ringreduce-shared"]
+    default = [name for name in names if name not in ("ringreduce-shared", "ringreduce-allocated")]
     option("--setup-only", action="store_true", help="install the MPI libraries in bench/.peers, and end")
     option("--ranks", type=int, nargs="+", default=[2, 4, 8, 16], help="(default 2 4 8 16)")
     option("--collectives", nargs="+", choices=COLLECTIVES, default=COLLECTIVES, help="(default all)", metavar="NAME")
@@ -417,7 +418,7 @@ def read_command_line() -> tuple[Settings, argparse.Namespace]:
     if args.plot and find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install ringreduce[plot]")
     if args.dtype != "float32" and set(args.backends) & set(MPIS) and args.backends is not default:
-        parser.error(f"--backends: MPI has no {args.dtype}; name only {' '.join(names[:4])}")
+        parser.error(f"--backends: MPI has no {args.dtype}; name only {' '.join([*OURS, 'gloo'])}")
     backends = dict.fromkeys([*args.backends, *(["ringreduce-shared"] if args.zero_copy else [])])
     settings = Settings(
         ranks=tuple(args.ranks),

@@ -16,7 +16,6 @@ class Geometry:
         slot_bytes: int,
         mailbox_depth: int,
         mailbox_slot_bytes: int,
-        arena_bytes: int = 0,
     ) -> None: ...
     def segment_bytes(self) -> int: ...
 
@@ -25,6 +24,11 @@ class OpenMemory:
     def key(self) -> tuple[int, int, int]: ...
 
 def can_access(thread: int, address: int, word: int) -> bool: ...
+
+def open_arena(bytes: int, keep_bytes: int) -> int: ...
+def empty_in_arena(size: int, dtype: torch.dtype) -> Tensor: ...
+def share_allocations(least_bytes: int | None) -> None: ...
+def arena_statistics() -> tuple[int, int, int, int, int, int]: ...
 
 class Engine:
     """A group's engine on the host."""
@@ -164,6 +168,8 @@ class ProcessGroupRing(Backend):
         names: list[tuple[str, int]],
         memory: OpenMemory | None,
         memory_threads: Sequence[int],
+        lends_arena: bool = ...,
+        arenas: Sequence[int] = ...,
         elsewhere: Sequence[bool] = ...,
         connect: Callable[[int, float], None] | None = ...,
         disconnect: Callable[[], None] | None = ...,

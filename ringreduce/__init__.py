@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         use_nccl,
     )
     from ringreduce.config import Options
+    from ringreduce.memory import arena_stats, share_allocations
     from ringreduce.plan import Plan, Step, verify
     from ringreduce.report import dump_flight_record, stats
     from ringreduce.topology import topology
@@ -68,6 +69,7 @@ _HOME = {
         "use_nccl",
     ),
     "ringreduce.config": ("Options",),
+    "ringreduce.memory": ("arena_stats", "share_allocations"),
     "ringreduce.report": ("dump_flight_record", "stats"),
     "ringreduce.plan": ("Plan", "Step", "verify"),
 }
@@ -83,6 +85,7 @@ __all__ = [
     "all_reduce_coalesced",
     "all_to_all",
     "all_to_all_single",
+    "arena_stats",
     "barrier",
     "broadcast",
     "dump_flight_record",
@@ -97,6 +100,7 @@ __all__ = [
     "scatter",
     "send",
     "share",
+    "share_allocations",
     "stats",
     "topology",
     "use_nccl",

@@ -21,8 +21,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ringreduce import _C
 from ringreduce import plan as plans
 from ringreduce._C import ProcessGroupRing, nccl_device_of, nccl_version
+from ringreduce.config import resolve
 from ringreduce.errors import InvalidArgument
 from ringreduce.gpu import arrays, nccl
+from ringreduce.memory import open_arena
 
 if TYPE_CHECKING:
     import numpy as np
@@ -223,13 +225,16 @@ def recv(tensor: Array, src: int | None = None, tag: int = 0, group: dist.Proces
 def empty(
     *size: int | Sequence[int], dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """A tensor in memory that the group's other ranks can read, for collectives without copies between ranks.
+    """A tensor in memory that all ranks of the host can read, for collectives without copies between ranks.
 
     `size` is given as to `torch.empty`: as numbers, or as one sequence of them. What a rank sends from such a tensor,
     and does not write over in the same call, is read where it is; everything else works as with any tensor. Each rank
-    decides for itself. The memory is taken as it is first written, up to `Options.arena_bytes`, and given back with
-    the tensor, which may outlive the group. Raises `SystemFailure` if no room is left, `InvalidArgument` for a size
-    other than of whole numbers from 0 and for what is no dtype.
+    decides for itself. The memory is the process's: it serves every group, before or after the tensor was made, and is
+    given back with the tensor. It is taken as it is first written, up to `Options.arena_bytes`.
+
+    `group` decides nothing but errors: with it, or with a default group of backend ringreduce, a group that cannot use
+    such memory raises `InvalidArgument`. Raises `SystemFailure` if no room is left, `InvalidArgument` for a size other
+    than of whole numbers from 0 and for what is no dtype.
     """
     dtype = torch.get_default_dtype() if dtype is None else dtype
     if not isinstance(dtype, torch.dtype):
@@ -243,6 +248,10 @@ def empty(
         raise InvalidArgument(f"size is {tuple(shape)}; it must not be negative")
     if math.prod(shape) * dtype.itemsize >= 2**63:
         raise InvalidArgument(f"size is {tuple(shape)}; a tensor must have less than 2^63 bytes")
+    if group is None and not _is_ours(dist.group.WORLD):
+        if open_arena(resolve(None)[0]) < 0:
+            raise InvalidArgument("RINGREDUCE_ARENA_BYTES is 0, so this process has no arena for shared tensors")
+        return _C.empty_in_arena(shape.numel(), dtype).view(shape)
     return backend_of(group).allocate_tensor(shape.numel(), dtype=dtype, device=CPU).view(shape)
 
 
@@ -251,7 +260,7 @@ def share(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch
 
     For parameters and other tensors that somebody else made. It is contiguous afterwards. Views made of it before keep
     the old memory. Raises `InvalidArgument` if it is a view itself or not a dense CPU tensor, `SystemFailure` if there
-    is no room left.
+    is no room left. `group` means what it means to `empty`.
     """
     if not isinstance(tensor, torch.Tensor):
         raise InvalidArgument(f"tensor is a {type(tensor).__name__}; it must be a torch.Tensor")
@@ -312,6 +321,17 @@ def backend_of(group: dist.ProcessGroup | None) -> ProcessGroupRing:
         )
     if not isinstance(group, dist.ProcessGroup):
         raise InvalidArgument(f"group is {group!r}; it must be a process group that this rank is in")
+    backend = _found_in(group)
+    if backend is None:
+        raise InvalidArgument(f"group's backend is {group.name()!r}; it must be 'ringreduce' for CPU or CUDA tensors")
+    return backend
+
+
+def _is_ours(group: dist.ProcessGroup | None) -> bool:
+    return group is not None and _found_in(group) is not None
+
+
+def _found_in(group: dist.ProcessGroup) -> ProcessGroupRing | None:
     for device in DEVICES:
         try:
             backend = group._get_backend(device)
@@ -321,7 +341,7 @@ def backend_of(group: dist.ProcessGroup | None) -> ProcessGroupRing:
             backend = backend.wrapped_pg
         if isinstance(backend, ProcessGroupRing):
             return backend
-    raise InvalidArgument(f"group's backend is {group.name()!r}; it must be 'ringreduce' for CPU or CUDA tensors")
+    return None
 
 
 def _options(kind: Callable[[], Any], async_op: bool, **values: Any) -> Any:

@@ -26,10 +26,12 @@ from ringreduce.config import (
     SPINS_WITH_OWN_CORE,
     Options,
     resolve,
+    shares_allocations,
 )
 from ringreduce.errors import SystemFailure, TopologyError
 from ringreduce.gpu import group as gpus
 from ringreduce.hosts import Wire
+from ringreduce.memory import open_arena, share_allocations
 from ringreduce.plan.hosts import PLAIN
 from ringreduce.rendezvous import Place, call_roll, meet
 from ringreduce.topology.group import GroupTopology, described, graph_of_cores, graph_of_file, plan_group
@@ -39,6 +41,9 @@ LONGEST_TIMEOUT = 7 * 24 * 3600.0
 """Seconds; longer ones are cut to this, since not all that waits can count further."""
 
 log = logging.getLogger(__name__)
+
+if shares_allocations():
+    share_allocations()
 
 # Callbacks of calls under way must not meet an interpreter that is half gone.
 atexit.register(_C.shutdown_all)
@@ -58,6 +63,8 @@ def create(dist_backend_opts: Any, pg_options: Options | None) -> _C.ProcessGrou
     """
     opts = dist_backend_opts
     options, _ = resolve(pg_options)
+    if options.share_allocations:
+        share_allocations()
     if options.transport != "gloo" and options.arena_bytes and not torch.cuda.is_available():
         # DDP then takes its gradient buckets from the group's `allocateTensor`. The variable is for all backends of the
         # process, so where NCCL may be one of them it is left to the user.
@@ -159,6 +166,7 @@ def _make_with_memory(
     size = len(global_ranks)
     slot_bytes = slot_bytes_for(size, options)
     memory = _C.OpenMemory() if options.fetch and size > 1 else None
+    arena = open_arena(options)
     meeting = meet(
         store,
         rank,
@@ -169,6 +177,7 @@ def _make_with_memory(
         functools.partial(_decide, global_ranks, options),
         memory.key if memory else None,
         place_of(options),
+        arena,
     )
     decision = Decision.load(meeting.decision)
     if decision.error:
@@ -190,6 +199,8 @@ def _make_with_memory(
         rank=rank,
         memory=memory if meeting.threads else None,
         memory_threads=meeting.threads,
+        lends_arena=arena >= 0,
+        arenas=meeting.arenas,
         elsewhere=links.elsewhere if links else [],
         connect=links.connect if links else None,
         disconnect=links.close if links else None,
@@ -252,6 +263,7 @@ def _agreed(options: Options) -> str:
     """What must be equal on all ranks. The others are each rank's own affair."""
     own = replace(options, tuning=None, topo_file=None, recorded_calls=None, dump_when_broken=None, debug=None)
     own = replace(own, socket_ifname=None, ports=None, host_id=None, secret_file=None, hosts_file=None)
+    own = replace(own, arena_keep_bytes=None, share_allocations=None)
     return str(own)
 
 
@@ -408,8 +420,8 @@ def geometry_for(size: int, options: Options, plan_channels: int) -> _C.Geometry
     `plan_channels` is what the topology's plans need; channels that no plan uses take address space only.
     """
     mailbox_depth = 4
-    channels, mailbox_bytes, arena_bytes = options.channels, options.mailbox_bytes, options.arena_bytes
-    assert channels is not None and mailbox_bytes is not None and arena_bytes is not None  # resolved
+    channels, mailbox_bytes = options.channels, options.mailbox_bytes
+    assert channels is not None and mailbox_bytes is not None  # resolved
     return _C.Geometry(
         ranks=size,
         channels=max(channels, plan_channels),
@@ -417,7 +429,6 @@ def geometry_for(size: int, options: Options, plan_channels: int) -> _C.Geometry
         slot_bytes=slot_bytes_for(size, options),
         mailbox_depth=mailbox_depth,
         mailbox_slot_bytes=min(max(mailbox_bytes // (size * mailbox_depth) // 4096 * 4096, 4096), 256 * 1024),
-        arena_bytes=arena_bytes // 4096 * 4096,
     )
 
 

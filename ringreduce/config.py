@@ -78,7 +78,17 @@ class Options:
     channels: int | None = _knob(None, int, "channels, the rings or trees that one plan may have")
     channel_bytes: int | None = _knob(None, parse_bytes, "shared memory for one channel's slots, per rank")
     mailbox_bytes: int | None = _knob(None, parse_bytes, "shared memory for point-to-point messages, per rank")
-    arena_bytes: int | None = _knob(None, parse_bytes, "address space per rank for `ringreduce.empty`; 0: none")
+    arena_bytes: int | None = _knob(
+        None,
+        parse_bytes,
+        "address space per process for shared tensors, as the process's first group has it; 0: the group uses none",
+    )
+    arena_keep_bytes: int | None = _knob(
+        None, parse_bytes, "memory of freed shared tensors that a process keeps for new ones"
+    )
+    share_allocations: int | None = _knob(
+        None, int, "1: torch's CPU tensors of 1 MB and more are shared tensors (ringreduce.share_allocations); 0: not"
+    )
     spins: int | None = _knob(None, int, "looks before a waiting rank yields its core (default: by ranks per core)")
     slices: int | None = _knob(None, int, "slices that a chunk is cut in, if they are not too small or too large")
     least_slice_bytes: int | None = _knob(None, parse_bytes, "slices are not made smaller (default: by `fetch`)")
@@ -122,6 +132,8 @@ DEFAULTS: Mapping[str, Any] = {
     "channel_bytes": 4 * 1024**2,
     "mailbox_bytes": 2 * 1024**2,
     "arena_bytes": 16 * 1024**3,
+    "arena_keep_bytes": 256 * 1024**2,
+    "share_allocations": 0,
     "spins": 0,
     "slices": 4,
     "least_slice_bytes": 0,
@@ -174,6 +186,8 @@ LIMITS = {
     "channel_bytes": (64 * 1024, 1024**3),
     "mailbox_bytes": (64 * 1024, 1024**3),
     "arena_bytes": (0, 1024**4),
+    "arena_keep_bytes": (0, 1024**4),
+    "share_allocations": (0, 1),
     "spins": (0, 1_000_000),
     "slices": (1, 1024),
     "least_slice_bytes": (0, 1024**3),
@@ -209,6 +223,11 @@ def resolve(options: Options | None, environ: Mapping[str, str] = os.environ) ->
         _check(knob.name, value, origin)
         values[knob.name], origins[knob.name] = value, origin
     return replace(given, **values), origins
+
+
+def shares_allocations(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether RINGREDUCE_SHARE_ALLOCATIONS says so, for when there is no group yet. A wrong value waits for `resolve`."""
+    return environ.get(f"{PREFIX}SHARE_ALLOCATIONS") == "1"
 
 
 def _check(name: str, value: Any, origin: str) -> None:

@@ -40,7 +40,8 @@ bool BoundCall::same(const std::vector<Block>& known, const Tensors& tensors) {
 
 BoundCall::BoundCall(const Segment& segment, const Program& program, const Call& call, const Buffers& buffers,
                      const Settings& settings)
-    : program_(&program),
+    : segment_(&segment),
+      program_(&program),
       call_(call),
       inputs_(blocks_of(buffers.input)),
       outputs_(blocks_of(buffers.output)),
@@ -48,7 +49,9 @@ BoundCall::BoundCall(const Segment& segment, const Program& program, const Call&
       slice_bytes_(settings.slice_bytes),
       packing_(packs(call, program) ? settings.packing : Packing::none),
       in_place_(inputs_.size() == 1 && outputs_.size() == 1 && inputs_[0].data == outputs_[0].data),
-      scaled_(reduces(call.operation) && call.reduce_op == ReduceOp::premul_sum) {
+      scaled_(reduces(call.operation) && call.reduce_op == ReduceOp::premul_sum),
+      withdrawals_(segment.withdrawals()),  // before anybody asks what is in the arena
+      in_arena_(in_arena()) {
   std::size_t written = 0;
   for (const Block& block : outputs_) written += block.count * element_;
   written *= static_cast<std::size_t>(segment.size());
@@ -78,8 +81,17 @@ BoundCall::BoundCall(const Segment& segment, const Program& program, const Call&
 bool BoundCall::serves(const Call& call, const Buffers& buffers) const {
   return call_.operation == call.operation && call_.dtype == call.dtype && call_.reduce_op == call.reduce_op &&
          call_.root == call.root && call_.count == call.count && call_.largest == call.largest &&
-         same(inputs_, buffers.input) && same(outputs_, buffers.output);
+         withdrawals_ == segment_->withdrawals() && same(inputs_, buffers.input) && same(outputs_, buffers.output);
 }
+
+std::vector<bool> BoundCall::in_arena() const {
+  std::vector<bool> result;
+  for (const std::vector<Block>* side : {&inputs_, &outputs_})
+    for (const Block& block : *side) result.push_back(segment_->in_arena(block.data, block.count * element_));
+  return result;
+}
+
+bool BoundCall::still_shared() const { return in_arena() == in_arena_; }
 
 Bytes BoundCall::returned() const { return offers_ ? Bytes{outputs_[0].data, outputs_[0].count * element_} : Bytes{}; }
 

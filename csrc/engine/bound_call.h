@@ -64,7 +64,7 @@ class BoundCall {
     Packing packing = Packing::none;       // of what goes to other hosts, where the call and the plan allow it
   };
 
-  // `program` must outlive this object.
+  // `segment` and `program` must outlive this object.
   BoundCall(const Segment& segment, const Program& program, const Call& call, const Buffers& buffers,
             const Settings& settings);
 
@@ -77,10 +77,15 @@ class BoundCall {
   Packing packing() const { return packing_; }
   // Whether anything may be lent from outside of the arena.
   bool opens_memory() const { return fetched_; }
+  // Segment::withdrawals() when it was bound, and whether all that was in the arena then still is.
+  std::uint64_t withdrawals() const { return withdrawals_; }
+  bool still_shared() const;
   // Whether all ranks' outputs together are too large for the caches.
   bool outgrows_caches() const { return outgrows_caches_; }
   // The tensor whose chunks are lent to be returned; empty if there is none.
   Bytes returned() const;
+  // Whether it is in the arena, where peers write to it.
+  bool returned_in_arena() const { return returned().size > 0 && in_arena_.back(); }
 
  private:
   struct Block {
@@ -95,6 +100,9 @@ class BoundCall {
   Bytes chunk(const Block& block, const ChannelProgram& channel, const Step& step) const;
   bool overlaps_output(const Bytes& bytes) const;
 
+  std::vector<bool> in_arena() const;
+
+  const Segment* segment_;
   const Program* program_;
   Call call_;
   std::vector<Block> inputs_, outputs_;
@@ -106,6 +114,8 @@ class BoundCall {
   bool fetched_ = true;  // values outside of the arena are lent too
   bool offers_ = false;  // chunks are lent to be returned
   bool outgrows_caches_;
+  std::uint64_t withdrawals_;
+  std::vector<bool> in_arena_;  // each block, inputs first
   std::vector<BoundChannel> channels_;
 };
 

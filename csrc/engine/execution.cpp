@@ -143,10 +143,9 @@ void Execution::take(const BoundStep& step, const Source& source, const SlotHead
   }
   std::byte* data = const_cast<SlotHeader&>(slot).payload();
   if (place == Place::arena) {
-    const std::uint64_t arena_bytes = segment_.geometry().arena_bytes;
-    if (address > arena_bytes || arena_bytes - address < bytes)
+    data = segment_.in_arena_of(source.peer, address, bytes);
+    if (data == nullptr)
       throw Error(ErrorKind::mismatch, segment_.describe(source.peer) + " lent what is not its", source.peer);
-    data = segment_.arena(source.peer) + address;
   }
   work_.operands.push_back(data);
   if (returned) work_.results.push_back(data);
@@ -176,8 +175,9 @@ void Execution::publish(const At& at, const BoundStep& step, const Value& value,
   slot.fingerprint = fingerprint_;
   slot.bytes = value.bytes;
   slot.place = lent == nullptr ? Place::slot : step.place;
-  slot.address = slot.place == Place::arena ? static_cast<std::uint64_t>(lent - segment_.arena(own))
+  slot.address = slot.place == Place::arena ? static_cast<std::uint64_t>(lent - segment_.arena()->base())
                                             : reinterpret_cast<std::uint64_t>(lent);
+  if (slot.place == Place::arena) check_memory();  // after all that was written to it
   slot.returned = step.returned ? 1 : 0;
   work_.channels[at.channel].readers[seq & (segment_.geometry().depth - 1)] = step.step->send;
   slot.stamp.store(seq + 1, std::memory_order_seq_cst);  // releases the payload
@@ -270,9 +270,15 @@ void Execution::combine(const BoundStep& step, std::size_t bytes, bool streamed)
 void Execution::shut_out_peers() {
   if (segment_.links() != nullptr) segment_.links()->forget_lent();
   if (bound_.opens_memory()) segment_.close_memory();
-  const Bytes returned = bound_.returned();
-  if (returned.size > 0 && segment_.in_arena(returned.data, returned.size))
-    segment_.withdraw(returned.data, returned.size);
+  if (bound_.returned_in_arena()) segment_.arena()->withdraw(bound_.returned().data, bound_.returned().size);
+}
+
+void Execution::check_memory() const {
+  if (bound_.withdrawals() == segment_.withdrawals() || bound_.still_shared()) return;
+  throw Error(ErrorKind::system,
+              "a call in another group failed on a part of the same storage, which ranks share no more; use a storage "
+              "for each group",
+              segment_.rank());
 }
 
 // The rank that must act before slot `seq` may be written, or -1 if none must. It is a reader that has not read the

@@ -76,6 +76,9 @@ class Execution {
 
   // After a failure: lets no peer into this rank's tensors any more.
   void shut_out_peers();
+  // Throws if a call in another group failed and withdrew from the arena what this one lends, or has lent. Peers and
+  // this rank then see different memory there.
+  void check_memory() const;
 
   // After done(): moves the outboxes' tails past this call. To be called once, when no more is asked of this object.
   void finish();

@@ -102,6 +102,7 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
       if (execution.sends_away())
         while (!links->sent()) waiting.idle(check_on_peers);
       waiting.moved();
+      execution.check_memory();
       // A rank that failed in this call may have changed what it lent before it was read, here or by those whose data
       // came here. It said so before it could: what was read counts only if nobody has. The reason is the group's, by
       // way of fail().

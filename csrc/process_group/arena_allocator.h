@@ -1,40 +1,29 @@
-// Memory of a rank's arena for torch's tensors, which may outlive the group.
+// torch's tensors in this process's arena (transport/arena.h), where the peers of any group read them in place.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/Allocator.h>
 
 #include <cstddef>
-#include <cstring>
-#include <memory>
-#include <utility>
-
-#include "transport/arena.h"
+#include <limits>
 
 namespace ringreduce {
 
-// Hands out pieces of an arena as torch's allocators do.
-class ArenaAllocator : public c10::Allocator {
- public:
-  explicit ArenaAllocator(std::shared_ptr<Arena> arena) : arena_(std::move(arena)) {}
+// An allocator for the arena. One that has no room throws Error(system). Lives as long as the process.
+c10::Allocator* arena_allocator();
 
-  c10::DataPtr allocate(std::size_t bytes) override {
-    auto piece = std::make_unique<Piece>(Piece{arena_, arena_->allocate(bytes)});
-    std::byte* data = piece->data;
-    return {data, piece.release(), &release, at::kCPU};
-  }
-  void copy_data(void* to, const void* from, std::size_t bytes) const override { std::memcpy(to, from, bytes); }
+// A tensor in the arena. Throws Error(system) if it has no room, or if there is no arena.
+at::Tensor empty_in_arena(at::IntArrayRef sizes, at::ScalarType type);
 
- private:
-  struct Piece {
-    std::shared_ptr<Arena> arena;
-    std::byte* data;
-  };
-  static void release(void* context) {
-    const std::unique_ptr<Piece> piece(static_cast<Piece*>(context));
-    piece->arena->release(piece->data);
-  }
+// Memory of this library's own for values on their way: in the arena, if they are worth it and there is room, else
+// where torch has it.
+c10::DataPtr staging_memory(std::size_t bytes);
+at::Tensor empty_for_staging(at::IntArrayRef sizes, at::ScalarType type);
 
-  const std::shared_ptr<Arena> arena_;
-};
+// From now on torch's allocator for CPU tensors puts those of `least_bytes` and more in the arena, as long as there is
+// one and it has room; kNever stops that. A forked child begins without an arena, and so with ordinary memory. Throws
+// Error(system) if another library does not let go of torch's allocator.
+inline constexpr std::size_t kNever = std::numeric_limits<std::size_t>::max();
+void share_allocations(std::size_t least_bytes);
 
 }  // namespace ringreduce

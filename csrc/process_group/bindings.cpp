@@ -4,10 +4,12 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <optional>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "engine/probe.h"
 #include "kernels/accumulate.h"
+#include "process_group/arena_allocator.h"
 #include "process_group/direct_calls.h"
 #include "process_group/gpu_bindings.h"
 #include "process_group/keywords.h"
@@ -110,6 +112,25 @@ auto engine_option(Value Engine::Options::* option) {
   return [option](Group::Settings& settings, Value value) { settings.engine.*option = value; };
 }
 
+// The memory that peers read in place, which is the process's and not a group's.
+void bind_arena(py::module_& m) {
+  m.def(
+      "open_arena",
+      [](std::size_t bytes, std::size_t keep_bytes) { return Arena::open({bytes, keep_bytes})->descriptor(); },
+      py::arg("bytes"), py::arg("keep_bytes"));
+  m.def(
+      "empty_in_arena", [](long size, at::ScalarType dtype) { return empty_in_arena({size}, dtype); },
+      py::call_guard<py::gil_scoped_release>(), py::arg("size"), py::arg("dtype"));
+  m.def(
+      "share_allocations",
+      [](std::optional<std::size_t> least_bytes) { share_allocations(least_bytes.value_or(kNever)); },
+      py::arg("least_bytes"));
+  m.def("arena_statistics", [] {
+    const std::shared_ptr<Arena> arena = Arena::of_process();
+    const Arena::Statistics s = arena ? arena->statistics() : Arena::Statistics{};
+    return py::make_tuple(arena ? arena->bytes() : 0, s.in_use, s.kept, s.held, s.lost, s.refusals);
+  });
+}
 void* address(std::uintptr_t a) { return reinterpret_cast<void*>(a); }  // NOLINT(performance-no-int-to-ptr)
 
 void bind_transport(py::module_& m) {
@@ -132,7 +153,6 @@ void bind_transport(py::module_& m) {
       .def_readwrite("slot_bytes", &Geometry::slot_bytes)
       .def_readwrite("mailbox_depth", &Geometry::mailbox_depth)
       .def_readwrite("mailbox_slot_bytes", &Geometry::mailbox_slot_bytes)
-      .def_readwrite("arena_bytes", &Geometry::arena_bytes)
       .def("segment_bytes", &Geometry::segment_bytes);
 
   py::class_<OpenMemory, std::shared_ptr<OpenMemory>>(m, "OpenMemory")
@@ -181,6 +201,8 @@ struct Place {
   std::vector<std::pair<std::string, std::int64_t>> names;
   std::shared_ptr<OpenMemory> memory;
   std::vector<int> memory_threads;
+  bool lends_arena = false;
+  std::vector<int> arenas;
   std::vector<bool> elsewhere;
   std::function<void(int, double)> connect;
   std::function<void()> disconnect;
@@ -204,7 +226,9 @@ c10::intrusive_ptr<Group> make_group(const py::kwargs& members) {
               }};
   auto segment = std::make_shared<Segment>(
       place.memfd, place.geometry, place.rank, std::move(place.pidfds), rank_names(place.names),
-      PeerMemory{std::move(place.memory), std::move(place.memory_threads)}, std::move(hosts));
+      PeerMemory{std::move(place.memory), std::move(place.memory_threads),
+                 place.lends_arena ? Arena::of_process() : nullptr, std::move(place.arenas)},
+      std::move(hosts));
   return c10::make_intrusive<Group>(std::move(segment), std::move(place.settings));
 }
 
@@ -217,6 +241,8 @@ void bind_group(py::module_& m) {
       .def_readwrite("names", &Place::names)
       .def_readwrite("memory", &Place::memory)
       .def_readwrite("memory_threads", &Place::memory_threads)
+      .def_readwrite("lends_arena", &Place::lends_arena)
+      .def_readwrite("arenas", &Place::arenas)
       .def_readwrite("elsewhere", &Place::elsewhere)
       .def_readwrite("connect", &Place::connect)
       .def_readwrite("disconnect", &Place::disconnect)
@@ -352,6 +378,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_transport(m);
   bind_gpus(m);
   bind_direct_calls(m);
+  bind_arena(m);
   bind_settings(m);
   bind_group(m);
   bind_reports(m);

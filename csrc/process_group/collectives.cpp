@@ -6,6 +6,7 @@
 #include <array>
 #include <utility>
 
+#include "process_group/arena_allocator.h"
 #include "process_group/running.h"
 
 namespace ringreduce {
@@ -256,7 +257,10 @@ c10::intrusive_ptr<Work> ProcessGroupRing::allreduce_coalesced(TensorList& tenso
 
 // Bundles of several tensors go through memory of the group's; calls take turns, so that there is only one of it.
 Tally ProcessGroupRing::sum_fused(const Fusion& fusion, std::vector<Job>& jobs, std::uint64_t number) {
-  if (fusion_buffer_.size() < fusion.buffer_bytes()) fusion_buffer_.resize(fusion.buffer_bytes());
+  if (fusion_buffer_bytes_ < fusion.buffer_bytes()) {
+    fusion_buffer_ = staging_memory(fusion.buffer_bytes());
+    fusion_buffer_bytes_ = fusion.buffer_bytes();
+  }
   Tally tally;
   for (std::size_t i = 0; i < jobs.size(); ++i) {
     const Fusion::Bundle& bundle = fusion.bundles()[i];
@@ -265,7 +269,7 @@ Tally ProcessGroupRing::sum_fused(const Fusion& fusion, std::vector<Job>& jobs, 
       tally += jobs[i].run(*running_->engine);
       continue;
     }
-    std::byte* data = fusion_buffer_.data();
+    auto* data = static_cast<std::byte*>(fusion_buffer_.get());
     fusion.pack(bundle, data);
     tally += running_->engine->run(jobs[i].call, {{{&data, 1}, {&bundle.count, 1}}, {{&data, 1}, {&bundle.count, 1}}});
     fusion.unpack(bundle, data);

@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <utility>
 
+#include "process_group/arena_allocator.h"
+
 namespace ringreduce {
 
 Blocks cut(const at::Tensor& flat, std::vector<std::size_t> counts) {
@@ -44,19 +46,28 @@ at::ScalarType check_tensors(const TensorList& inputs, const TensorList& outputs
   return type;
 }
 
+// Memory for the values of a tensor on the engine's device; on the host such that peers read it in place.
+at::Tensor staging_for(const at::Tensor& t, at::Device device) {
+  if (device.is_cpu()) return empty_for_staging(t.sizes(), t.scalar_type());
+  return at::empty(t.sizes(), t.options().device(device));
+}
+
+at::Tensor staged(const at::Tensor& t, at::Device device) {
+  return device.is_cpu() ? staging_for(t, device).copy_(t) : plain(t, device);
+}
+
 // Fills in inputs and outputs. A tensor that is both is staged once, with its values; an output alone, without.
 void stage(Job& job, const TensorList& inputs, at::Device device) {
   const TensorList& targets = job.targets;
   for (const at::Tensor& t : targets) {
     const bool in_place = std::any_of(inputs.begin(), inputs.end(), [&](const at::Tensor& i) { return i.is_same(t); });
-    job.outputs.push_back(is_plain(t, device) ? t
-                          : in_place          ? plain(t, device)
-                                              : at::empty(t.sizes(), t.options().device(device)));
+    job.outputs.push_back(is_plain(t, device) ? t : in_place ? staged(t, device) : staging_for(t, device));
   }
   for (const at::Tensor& t : inputs) {
     const auto same = std::find_if(targets.begin(), targets.end(), [&](const at::Tensor& o) { return o.is_same(t); });
     const auto index = static_cast<std::size_t>(same - targets.begin());
-    job.inputs.push_back(same == targets.end() ? plain(t, device) : job.outputs[index]);
+    const bool both = same != targets.end();
+    job.inputs.push_back(both ? job.outputs[index] : is_plain(t, device) ? t : staged(t, device));
   }
 }
 
@@ -154,7 +165,7 @@ Job::Job(const Collective& collective, const TensorList& from, const TensorList&
   input = lay_out(inputs, collective.flat_input, "input");
   output = lay_out(outputs, collective.flat_output, "output");
   if (writes_over_inputs(*this)) {
-    for (at::Tensor& t : inputs) t = t.clone();
+    for (at::Tensor& t : inputs) t = device.is_cpu() ? staged(t, device) : t.clone();
     input = lay_out(inputs, collective.flat_input, "input");
   }
   set_size(*this, rank, collective.flat_input);

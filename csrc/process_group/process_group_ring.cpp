@@ -1,7 +1,6 @@
 #include "process_group/process_group_ring.h"
 
 #include <ATen/ATen.h>
-#include <ATen/EmptyTensor.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -32,7 +31,6 @@ ProcessGroupRing::ProcessGroupRing(std::shared_ptr<const Segment> segment, Setti
     : ProcessGroupRing(std::make_shared<SharedMemoryEngine>(segment, settings.engine), settings) {
   if (settings_.plans_for_root) running_->engine->ask_for_roots(settings_.plans_for_root);
   segment_ = segment;
-  allocator_ = std::make_shared<ArenaAllocator>(std::make_shared<Arena>(segment));
   shared_->mailbox = std::make_shared<Mailbox>(std::move(segment), settings_.engine.spins);
 }
 
@@ -59,9 +57,16 @@ ProcessGroupRing::ProcessGroupRing(std::shared_ptr<Engine> engine, const Setting
   living.groups.insert(this);
 }
 
-ProcessGroupRing::~ProcessGroupRing() {
+ProcessGroupRing::~ProcessGroupRing() { release_resources(); }
+
+void ProcessGroupRing::release_resources() {
+  if (!running_) return;
   shutdown();
-  if (shared_->fork.forked()) running_.release();  // NOLINT(bugprone-unused-return-value): left alone, on purpose
+  if (shared_->fork.forked()) return (void)running_.release();  // left alone, on purpose
+  running_.reset();
+  fusion_buffer_.clear();
+  segment_.reset();
+  shared_.reset();
 }
 
 void ProcessGroupRing::abort() {
@@ -160,8 +165,12 @@ at::Tensor ProcessGroupRing::allocate(long size, const at::TensorOptions& option
         "allocateTensor: the group has no arena: its option arena_bytes is 0, "
         "or its ranks share no memory");
   const auto type = c10::optTypeMetaToScalarType(options.dtype_opt()).value_or(at::kFloat);
-  return at::detail::empty_generic({size}, allocator_.get(), c10::DispatchKeySet(c10::DispatchKey::CPU), type,
-                                   std::nullopt);
+  return empty_in_arena({size}, type);
+}
+
+std::shared_ptr<c10::Allocator> ProcessGroupRing::getMemAllocator() {
+  if (!supportsTensorAlloc(0)) return nullptr;
+  return {std::shared_ptr<void>(), arena_allocator()};  // nobody owns it
 }
 
 c10::intrusive_ptr<c10d::Backend::Options> ProcessGroupRing::getBackendOptions() {

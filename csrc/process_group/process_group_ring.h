@@ -148,15 +148,17 @@ class ProcessGroupRing : public c10d::Backend {
   void shutdown() override;
   // Shuts down all groups of this process. For its end, while Python is still there to be called back.
   static void shutdown_all();
+  // Called when the last reference is gone but weak ones, such as that of direct_calls.cpp, which keep the object: the
+  // memory that it shares with others is let go of at once.
+  void release_resources() override;
 
-  // Memory that collectives read in place instead of copying it first, from this rank's arena. A tensor of it may
-  // outlive the group.
-  bool supportsTensorAlloc(c10::DeviceIndex) override { return segment_ && segment_->geometry().arena_bytes > 0; }
+  // Memory that collectives read in place instead of copying it first, from the process's arena.
+  bool supportsTensorAlloc(c10::DeviceIndex) override { return segment_ && segment_->arena() != nullptr; }
   at::Tensor allocate(long size, const at::TensorOptions& options);
   // The same for DistributedDataParallel, which puts its buckets there. It reduces complex gradients as pairs of real
   // numbers, and makes that view of its own memory, but not of memory that it got here. So it gets the view.
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
-  std::shared_ptr<c10::Allocator> getMemAllocator() override { return allocator_; }
+  std::shared_ptr<c10::Allocator> getMemAllocator() override;
 
   // From the next call on: what Work::getDuration needs; and `hook` called, in a thread of ours, after each.
   void enableCollectivesTiming() override { shared_->timing = true; }
@@ -216,14 +218,14 @@ class ProcessGroupRing : public c10d::Backend {
   CallLog::Call begin_call(const Collective& collective);
 
   const Settings settings_;
-  const std::shared_ptr<WorkSurroundings> shared_;
-  std::shared_ptr<const Segment> segment_;  // null, and so the next, where ranks share no memory
-  std::shared_ptr<c10::Allocator> allocator_;
+  std::shared_ptr<WorkSurroundings> shared_;
+  std::shared_ptr<const Segment> segment_;  // null where ranks share no memory
   std::unique_ptr<Running> running_;
   std::atomic<std::chrono::milliseconds> timeout_;
   std::atomic<std::uint64_t> collectives_{0}, messages_{0};
   std::atomic<bool> described_{false};
-  std::vector<std::byte> fusion_buffer_;
+  c10::DataPtr fusion_buffer_;
+  std::size_t fusion_buffer_bytes_ = 0;
   std::mutex barrier_mutex_, coalescing_mutex_, gpu_mutex_;
   bool gpus_joined_ = false;
   std::vector<Engine::PlanFor> registered_;  // what users have added, for an engine to come

@@ -56,7 +56,7 @@ void run_checked(Rank& rank, const Call& call, std::uint64_t number, bool in_pla
   const std::size_t count = call.count;
   const auto placed = [&](std::vector<std::byte>& bytes) {
     if (!shared) return bytes.data();
-    std::byte* place = rank.arena.allocate(bytes.size());
+    std::byte* place = rank.arena->allocate(bytes.size());
     std::copy(bytes.begin(), bytes.end(), place);
     return place;
   };
@@ -66,11 +66,11 @@ void run_checked(Rank& rank, const Call& call, std::uint64_t number, bool in_pla
   if (shared) {  // what comes next at these places must find nobody reading
     std::copy_n(from, input.size(), input.begin());
     std::memset(from, 0xee, input.size());
-    rank.arena.release(from);
+    rank.arena->release(from);
     if (!in_place) {
       std::copy_n(to, output.size(), output.begin());
       std::memset(to, 0xee, output.size());
-      rank.arena.release(to);
+      rank.arena->release(to);
     }
   }
 

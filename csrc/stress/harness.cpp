@@ -20,11 +20,11 @@ void check(bool ok, const std::string& what) {
   std::_Exit(1);
 }
 
-Rank::Rank(std::shared_ptr<const Segment> its_segment)
+Rank::Rank(std::shared_ptr<const Segment> its_segment, std::shared_ptr<Arena> its_arena)
     : segment(std::move(its_segment)),
       engine(segment, {.spins = 20, .slices = 3, .least_slice_bytes = 128, .least_fetch_bytes = 256}),
       mailbox(segment, 20),
-      arena(segment) {
+      arena(std::move(its_arena)) {
   std::uint64_t digest = 1;
   for (const auto& plan : {one_shot, two_shot, ring, two_rings}) {
     engine.add_plan({Operation::all_reduce, plan(size()), digest++});
@@ -50,8 +50,7 @@ Group::Group(int size, std::uint32_t depth, std::uint32_t slot_bytes, const std:
                           .depth = depth,
                           .slot_bytes = slot_bytes,
                           .mailbox_depth = 4,
-                          .mailbox_slot_bytes = mailbox_slot_bytes,
-                          .arena_bytes = 1 << 20};
+                          .mailbox_slot_bytes = mailbox_slot_bytes};
   const auto host_of = [&](int rank) { return hosts.empty() ? 0 : hosts[static_cast<std::size_t>(rank)]; };
   std::vector<int> memfds;  // by host
   for (int r = 0; r < size; ++r) {
@@ -66,16 +65,23 @@ Group::Group(int size, std::uint32_t depth, std::uint32_t slot_bytes, const std:
     opened.push_back(std::make_shared<OpenMemory>());
     if (can_access(opened.back()->key())) threads.push_back(opened.back()->key().thread);
   }
+  std::vector<std::shared_ptr<Arena>> arenas;
+  for (int r = 0; r < size; ++r) arenas.push_back(std::make_shared<Arena>(Arena::Options{1 << 20, 1 << 19}));
   for (int r = 0; r < size; ++r) {
     std::vector<RankName> names(static_cast<std::size_t>(size), {"thread", getpid()});
     PeerMemory memory;
-    if (!threads.empty()) memory = {opened[static_cast<std::size_t>(r)], threads};
+    if (!threads.empty()) memory = {.own = opened[static_cast<std::size_t>(r)], .threads = threads};
+    memory.arena = arenas[static_cast<std::size_t>(r)];
+    for (int peer = 0; peer < size; ++peer)
+      memory.arenas.push_back(
+          host_of(peer) == host_of(r) ? dup(arenas[static_cast<std::size_t>(peer)]->descriptor()) : -1);
     Hosts others;
     for (int peer = 0; peer < size; ++peer) others.elsewhere.push_back(host_of(peer) != host_of(r));
     others.connect = [this, r](int peer, Nanoseconds) { link(r, peer); };
-    ranks.push_back(std::make_unique<Rank>(std::make_shared<const Segment>(
-        dup(memfds[static_cast<std::size_t>(host_of(r))]), geometry, r,
-        std::vector<int>(static_cast<std::size_t>(size), -1), std::move(names), memory, std::move(others))));
+    auto segment = std::make_shared<const Segment>(dup(memfds[static_cast<std::size_t>(host_of(r))]), geometry, r,
+                                                   std::vector<int>(static_cast<std::size_t>(size), -1),
+                                                   std::move(names), memory, std::move(others));
+    ranks.push_back(std::make_unique<Rank>(std::move(segment), memory.arena));
   }
   for (const int memfd : memfds) close(memfd);
   for (int r = 0; r < size && linked; ++r)

@@ -24,12 +24,12 @@ inline int random_int(Random& random, int least, int most) {
 }
 
 struct Rank {
-  explicit Rank(std::shared_ptr<const Segment> its_segment);
+  Rank(std::shared_ptr<const Segment> its_segment, std::shared_ptr<Arena> its_arena);
 
   std::shared_ptr<const Segment> segment;
   SharedMemoryEngine engine;
   Mailbox mailbox;
-  Arena arena;
+  std::shared_ptr<Arena> arena;
   int all_reduce_plans = 0;  // numbers 0, 1, ... of the engine; a broadcast needs no choice
 
   int number() const { return segment->rank(); }
@@ -81,6 +81,7 @@ void stress_hosts();
 // `only`: the one case of this name; empty: all.
 void stress_links(const std::string& only = "");
 void stress_segment(const std::string& only = "");
+void stress_arena(const std::string& only = "");
 void stress_mixed(int seconds);
 
 }  // namespace ringreduce::stress

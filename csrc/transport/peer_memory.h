@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "core/fork.h"
+#include "transport/arena.h"
 
 namespace ringreduce {
 
@@ -61,11 +62,12 @@ bool can_access(const OpenMemory::Key& key);
 int read_memory(int thread, std::byte* to, std::uint64_t from, std::size_t bytes);
 int write_memory(int thread, std::uint64_t to, const std::byte* from, std::size_t bytes);
 
-// A rank's part in it: what it opened, and the ids under which its peers did (by rank). None if some rank cannot
-// access another.
+// What ranks read of one another where it lies: any memory, if every rank can access every other's, and arenas.
 struct PeerMemory {
-  std::shared_ptr<OpenMemory> own;
-  std::vector<int> threads;
+  std::shared_ptr<OpenMemory> own = nullptr;
+  std::vector<int> threads = {};           // by rank: the ids under which they opened their memory; none: they did not
+  std::shared_ptr<Arena> arena = nullptr;  // this rank's; null: it lends nothing from it
+  std::vector<int> arenas = {};            // by rank: descriptors of arenas; -1, or none: there is none
 };
 
 }  // namespace ringreduce

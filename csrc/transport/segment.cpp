@@ -57,9 +57,6 @@ Layout::Layout(const Geometry& g) {
   payload("slot_bytes", g.slot_bytes);
   depth("mailbox_depth", g.mailbox_depth);
   payload("mailbox_slot_bytes", g.mailbox_slot_bytes);
-  if (g.arena_bytes % kPage != 0 || g.arena_bytes > std::uint64_t{1} << 40)
-    throw Error(ErrorKind::invalid_argument,
-                "arena_bytes is " + std::to_string(g.arena_bytes) + "; it must be a multiple of 4096 up to 2^40");
 
   outbox_slot = sizeof(SlotHeader) + g.slot_bytes;
   mailbox_slot = sizeof(MessageHeader) + g.mailbox_slot_bytes;
@@ -69,9 +66,7 @@ Layout::Layout(const Geometry& g) {
   region_bytes = round_up(mailboxes + mailbox_slot * g.ranks * g.mailbox_depth, kPage);
 }
 
-std::size_t Geometry::segment_bytes() const {
-  return kHeaderBytes + (Layout(*this).region_bytes + arena_bytes) * ranks;
-}
+std::size_t Geometry::segment_bytes() const { return kHeaderBytes + Layout(*this).region_bytes * ranks; }
 
 OwnedDescriptors::~OwnedDescriptors() {
   for (const int fd : fds)
@@ -82,6 +77,7 @@ Segment::Segment(int memfd, const Geometry& geometry, int rank, std::vector<int>
                  PeerMemory memory, Hosts hosts)
     : memfd_({memfd}),
       pidfds_(std::move(pidfds)),
+      arenas_(map_arenas(std::move(memory.arenas))),
       geometry_(geometry),
       layout_(geometry),
       rank_(rank),
@@ -91,10 +87,8 @@ Segment::Segment(int memfd, const Geometry& geometry, int rank, std::vector<int>
       found_dead_(geometry.ranks) {
   void* mapped = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, memfd, 0);
   if (mapped == MAP_FAILED)
-    throw_system("cannot map " + std::to_string(bytes_) +
-                 " bytes of shared memory, most of them unused address space " + "(RINGREDUCE_ARENA_BYTES lowers it)");
+    throw_system("cannot map " + std::to_string(bytes_) + " bytes of shared memory (RINGREDUCE_CHANNEL_BYTES lowers it)");
   base_ = static_cast<std::byte*>(mapped);
-  arenas_ = base_ + kHeaderBytes + layout_.region_bytes * geometry.ranks;
   for (std::uint32_t r = 0; r < geometry.ranks; ++r)
     regions_.push_back(base_ + kHeaderBytes + layout_.region_bytes * r);
   const auto others = std::count(hosts.elsewhere.begin(), hosts.elsewhere.end(), true);
@@ -182,33 +176,11 @@ void Segment::ring_doorbell(RankControl& control) {
   syscall(SYS_futex, &control.doorbell, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-// Of a page that lies in the tensor as a whole nothing need be kept, so it gets new memory, and the old is freed.
-void Segment::withdraw([[maybe_unused]] std::byte* data, [[maybe_unused]] std::size_t bytes) const {
-#if !defined(__SANITIZE_THREAD__)  // under which all ranks see one mapping: stress/one_mapping.cpp
-  const auto begin = static_cast<std::size_t>(data - base_), end = begin + bytes;
-  const std::size_t whole = round_up(begin, kPage), rest = end / kPage * kPage;
-  if (whole < rest) {
-    void* const replaced = mmap(base_ + whole, rest - whole, PROT_READ | PROT_WRITE,
-                                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
-    if (replaced != MAP_FAILED)
-      fallocate(memfd_.fds[0], FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(whole),
-                static_cast<off_t>(rest - whole));
-  }
-  if (begin < whole) withdraw_page(base_ + whole - kPage);
-  if (rest < end && rest >= whole) withdraw_page(base_ + rest);
-#endif
-}
-
-// A page that is not the tensor's alone. It is mapped again, so that the first write to it makes a copy, and then
-// written to without a change. The kernel copies it as one step for all threads of this process: what they wrote before
-// is in the copy, what they write later goes there.
-void Segment::withdraw_page(std::byte* page) const {
-  void* const mapped = mmap(page, kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, memfd_.fds[0], page - base_);
-  if (mapped == MAP_FAILED) return;  // no memory left: peers that are late may still write
-  const std::atomic_ref<std::uint64_t> word(*reinterpret_cast<std::uint64_t*>(page));
-  std::uint64_t value = word.load(std::memory_order_relaxed);
-  while (!word.compare_exchange_weak(value, value, std::memory_order_relaxed)) {
-  }
+std::byte* Segment::in_arena_of(int peer, std::uint64_t address, std::size_t bytes) const {
+  const auto r = static_cast<std::size_t>(peer);
+  const PeerArena* const arena = r < arenas_.size() ? arenas_[r].get() : nullptr;
+  if (arena == nullptr || address > arena->bytes() || arena->bytes() - address < bytes) return nullptr;
+  return arena->base() + address;
 }
 
 void Segment::read(int peer, std::byte* to, std::uint64_t from, std::size_t bytes) const {

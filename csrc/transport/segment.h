@@ -7,8 +7,8 @@
 //   - per channel an outbox: `depth` slots, written once and read by every receiver (multicast);
 //   - per channel and writer the acknowledgements: which of the writer's slots this rank has consumed;
 //   - per destination a mailbox of slots for point-to-point messages.
-// After the regions each rank has an arena, for tensors that peers may read in place (transport/arena.h). A slot then
-// holds, instead of a payload, where in the arena it is; the acknowledgement says that it has been read there. Other
+// A rank's arena, which is not in the segment, holds tensors that peers may read in place (transport/arena.h). A slot
+// then holds, instead of a payload, where in the arena it is; the acknowledgement says that it has been read there. Other
 // tensors may be read in place as well, where the kernel lets ranks do that (transport/peer_memory.h).
 //
 // Why slots can be reused without a lock: slot `seq % depth` is written for `seq` only after every reader of `seq -
@@ -53,7 +53,6 @@ struct Geometry {
   std::uint32_t slot_bytes = 64;    // payload of an outbox slot; a multiple of 64
   std::uint32_t mailbox_depth = 1;  // slots per mailbox; a power of two
   std::uint32_t mailbox_slot_bytes = 64;
-  std::uint64_t arena_bytes = 0;  // address space per rank, a multiple of a page; takes memory as it is written
 
   // Bytes of the whole segment. Throws invalid_argument for sizes out of range.
   std::size_t segment_bytes() const;
@@ -188,7 +187,7 @@ struct OwnedDescriptors {
 class Segment {
  public:
   // Maps `memfd`, of geometry.segment_bytes() zero bytes, for `rank`. `pidfds[r]` becomes readable when rank r's
-  // process ends (-1: not watched). Takes ownership of all descriptors, also when it throws.
+  // process ends (-1: not watched). Takes ownership of all descriptors, those in `memory` too, also when it throws.
   Segment(int memfd, const Geometry& geometry, int rank, std::vector<int> pidfds, std::vector<RankName> names,
           PeerMemory memory = {}, Hosts hosts = {});
   ~Segment();
@@ -212,17 +211,14 @@ class Segment {
   std::atomic<std::uint64_t>& acknowledgement(int reader, int writer, int channel, std::uint64_t seq) const;
   MessageHeader& message(int source, int destination, std::uint64_t seq) const;
 
-  std::byte* arena(int rank) const { return arenas_ + geometry_.arena_bytes * static_cast<std::size_t>(rank); }
-  // Whether all of [data, data + bytes) is in this rank's arena.
-  bool in_arena(const std::byte* data, std::size_t bytes) const {
-    const std::byte* own = arena(rank_);
-    return data >= own && bytes <= geometry_.arena_bytes && data <= own + geometry_.arena_bytes - bytes;
-  }
-
-  // Puts memory of its own in the place of [data, data + bytes) of this rank's arena, where a call failed: what peers
-  // still write there is lost. Its content is undefined afterwards. All memory around it keeps its content, whatever
-  // other threads write there meanwhile.
-  void withdraw(std::byte* data, std::size_t bytes) const;
+  // This rank's arena; null if it has none here.
+  Arena* arena() const { return memory_.arena.get(); }
+  // Whether all of [data, data + bytes) is in this rank's arena, where its peers see it.
+  bool in_arena(const std::byte* data, std::size_t bytes) const { return arena() && arena()->shares(data, bytes); }
+  // Counts what was withdrawn from the arena. What in_arena() said holds as long as this does not change.
+  std::uint64_t withdrawals() const { return arena() ? arena()->withdrawals() : 0; }
+  // What a peer has lent from its arena; null if that is not all of it in the arena.
+  std::byte* in_arena_of(int peer, std::uint64_t address, std::size_t bytes) const;
 
   // Whether all ranks can access one another's memory outside of the segment.
   bool opens_memory() const { return !memory_.threads.empty(); }
@@ -293,19 +289,18 @@ class Segment {
 
   static void ring_doorbell(RankControl& control);
   void unmap();
-  void withdraw_page(std::byte* page) const;
   bool left(int rank) const { return control(rank).state.load(std::memory_order_acquire) == RankState::left; }
   void check_access(int peer, int error) const;
   std::byte* region(int rank) const { return regions_[static_cast<std::size_t>(rank)]; }
 
-  const OwnedDescriptors memfd_, pidfds_;  // before all that may throw
+  const OwnedDescriptors memfd_, pidfds_;  // these and the next before all that may throw
+  const std::vector<std::shared_ptr<const PeerArena>> arenas_;  // by rank; null: none
   Geometry geometry_;
   Layout layout_;
   int rank_;
   std::vector<RankName> names_;
   PeerMemory memory_;
   std::byte* base_ = nullptr;
-  std::byte* arenas_ = nullptr;
   std::size_t bytes_;
   std::vector<std::byte*> regions_;  // by rank
   std::byte* mirrors_ = nullptr;

@@ -4,8 +4,8 @@
 2. On each host the lowest rank is the leader, and the others connect to its Unix socket. Both sides prove that they
    know the secret (HMAC-SHA-256 over the other's nonce), and the kernel tells both that the peer is the same user.
    Being able to connect is what proves that they share a host.
-3. The rank sends a pidfd of itself, and whether it can access all others' memory; when all have, the leader sends
-   everybody of its host a memfd, all pidfds, and whether all can.
+3. The rank sends a pidfd of itself, its process's arena if it has one, and whether it can access all others' memory;
+   when all have, the leader sends everybody of its host a memfd, all pidfds and arenas, and whether all can.
 4. If there are several hosts, every rank listens for the others (`links`) and tells the store where.
 
 A rank that cannot go on says so in the store, so that the others need not wait for it.
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import fcntl
 import hashlib
 import hmac
@@ -30,7 +31,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ringreduce.errors import (
@@ -72,6 +73,21 @@ class Place:
     """RINGREDUCE_PORTS: see `links.parse_ports`."""
 
 
+@dataclass(frozen=True)
+class _Member:
+    """What the ranks of its host learn of a rank. The descriptors are owned by whoever receives them."""
+
+    rank: int
+    near: bool
+    """Whether it can access all ranks' memory."""
+    arena: int
+    """-1: it has none."""
+    pidfd: int = -1
+
+    def descriptors(self) -> list[int]:
+        return [fd for fd in (self.pidfd, self.arena) if fd >= 0]
+
+
 @dataclass
 class Meeting:
     """What a rank brings home. The caller owns the descriptors and the door."""
@@ -80,6 +96,8 @@ class Meeting:
     """Shared by the ranks of this host, with room for the regions of all."""
     pidfds: list[int]
     """Per rank of the group; -1 for this rank itself and for those on other hosts."""
+    arenas: list[int]
+    """The same of their processes' arenas; -1 also where there is none."""
     names: list[tuple[str, int]]
     """Per rank: (host, pid)."""
     cores: frozenset[int]
@@ -113,13 +131,14 @@ def meet(
     decide: Callable[[list[frozenset[int]], bool, list[list[int]], list[str]], str],
     memory: tuple[int, int, int] | None = None,
     place: Place = Place(),
+    arena: int = -1,
 ) -> Meeting:
     """Joins this rank with the others of its group; returns when all of its host are there, and all others known.
 
     `config` must be equal on all ranks. `decide` is called on rank 0 alone, when all are known, with the cores that
     each rank may use, whether rank 0 can access all ranks' memory, and the ranks and the label of each host; what it
     says is told to all, and by it `segment_bytes` says how much memory to share. `memory` is the key of this rank's
-    `OpenMemory`.
+    `OpenMemory`. `arena` is the descriptor of its process's arena, which stays the caller's; -1: none.
     Raises `CollectiveTimeout` naming the ranks that did not come within `timeout` seconds, `InvalidArgument` if
     configurations differ or `place` cannot be, `TopologyError` if all have to be on one host and are not, `PeerLost` if
     another rank has raised one of these for itself.
@@ -127,7 +146,7 @@ def meet(
     deadline = time.monotonic() + timeout
     prefix = f"ringreduce/{generation(store, rank)}"
     try:
-        return _meet(store, prefix, rank, size, segment_bytes, config, deadline, decide, memory, place)
+        return _meet(store, prefix, rank, size, segment_bytes, config, deadline, decide, memory, place, arena)
     except RingReduceError as error:
         _give_up(store, prefix, rank, error)
         raise
@@ -144,6 +163,7 @@ def _meet(
     decide: Callable[[list[frozenset[int]], bool, list[list[int]], list[str]], str],
     memory: tuple[int, int, int] | None,
     place: Place,
+    arena: int,
 ) -> Meeting:
     def look() -> None:
         _raise_if_given_up(store, prefix)
@@ -178,27 +198,28 @@ def _meet(
         secret, decision = bytes.fromhex(str(roster["secret"])), str(roster["decision"])
         here = next(host for host in hosts if rank in host)
         if rank == here[0]:
-            memfd, local_pidfds, near = _serve(
-                listener, secret, here, names, segment_bytes(decision), deadline, near, look
-            )
+            own = _Member(rank, near, arena)
+            memfd, members = _serve(listener, secret, here, names, segment_bytes(decision), deadline, own, look)
         else:
             address = bytes.fromhex(ranks[here[0]]["address"])
-            memfd, local_pidfds, near = _join(address, secret, rank, here, names, deadline, near)
-    pidfds = [-1] * size
-    for r, pidfd in zip(here, local_pidfds, strict=True):
-        pidfds[r] = pidfd
-    os.close(pidfds[rank])
-    pidfds[rank] = -1
+            memfd, members = _join(address, secret, here, names, deadline, _Member(rank, near, arena))
+    near = all(member.near for member in members)
+    pidfds, arenas = [-1] * size, [-1] * size
+    for member in members:
+        pidfds[member.rank], arenas[member.rank] = member.pidfd, member.arena
+    _close(fd for fd in (pidfds[rank], arenas[rank]) if fd >= 0)
+    pidfds[rank] = arenas[rank] = -1
     try:
         door, doors = (
             _tell_addresses(store, prefix, rank, size, place, deadline, look) if len(hosts) > 1 else (None, [])
         )
     except BaseException:
-        _close((memfd, *(fd for fd in pidfds if fd >= 0)))
+        _close((memfd, *(fd for fd in pidfds + arenas if fd >= 0)))
         raise
     return Meeting(
         memfd=memfd,
         pidfds=pidfds,
+        arenas=arenas,
         names=names,
         cores=frozenset(int(core) for r in here for core in ranks[r]["cores"]),
         decision=decision,
@@ -313,10 +334,10 @@ def _serve(
     names: list[tuple[str, int]],
     segment_bytes: int,
     deadline: float,
-    near: bool,
+    own: _Member,
     look: Callable[[], None],
-) -> tuple[int, list[int], bool]:
-    """The leader's part: the memfd, the pidfds of the ranks `here`, and whether all can access all memory.
+) -> tuple[int, list[_Member]]:
+    """The leader's part: makes the memfd, and hands it to the ranks `here` with what they have sent of themselves.
 
     While it waits it calls `look`, which raises if that is in vain.
     """
@@ -327,14 +348,11 @@ def _serve(
         fcntl.fcntl(memfd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except OSError as error:
         os.close(memfd)
-        raise SystemFailure(
-            f"cannot make {segment_bytes} bytes of shared memory, most of them unused address space "
-            f"(RINGREDUCE_ARENA_BYTES lowers it): {error.strerror}"
-        ) from None
-    pidfds = {here[0]: _own_pidfd()}
-    members: dict[int, socket.socket] = {}
+        raise SystemFailure(f"cannot make {segment_bytes} bytes of shared memory: {error.strerror}") from None
+    members = {own.rank: replace(own, pidfd=_own_pidfd(), arena=os.dup(own.arena) if own.arena >= 0 else -1)}
+    connections: dict[int, socket.socket] = {}
     try:
-        while missing := [r for r in here[1:] if r not in members]:
+        while missing := [r for r in here if r not in members]:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise CollectiveTimeout(f"making the group: ranks {missing} did not connect in time", missing[0])
@@ -345,60 +363,61 @@ def _serve(
             except TimeoutError:
                 continue
             try:
-                rank, pidfd, its_near = _admit(connection, secret, deadline)
-                if rank not in missing:
-                    raise ConnectionError(f"a process claims to be rank {rank}")
+                member = _admit(connection, secret, deadline)
+                if member.rank not in missing:
+                    _close(member.descriptors())
+                    raise ConnectionError(f"a process claims to be rank {member.rank}")
             except OSError:  # a stranger: it gets nothing, and the ranks come on other connections
                 connection.close()
                 continue
-            members[rank], pidfds[rank] = connection, pidfd
-            near = near and its_near
-        ordered = [pidfds[r] for r in here]
-        for rank, connection in members.items():
+            connections[member.rank], members[member.rank] = connection, member
+        ordered = [members[r] for r in here]
+        message = bytes(member.near + 2 * (member.arena >= 0) for member in ordered)
+        fds = [memfd, *(member.pidfd for member in ordered), *(m.arena for m in ordered if m.arena >= 0)]
+        for rank, connection in connections.items():
             try:
-                for start in range(0, len(here) + 1, _FDS_PER_MESSAGE):
-                    socket.send_fds(connection, [bytes([near])], [memfd, *ordered][start : start + _FDS_PER_MESSAGE])
+                for start in range(0, len(fds), _FDS_PER_MESSAGE):
+                    _send(connection, message, fds[start : start + _FDS_PER_MESSAGE], deadline)
             except OSError:
                 host, pid = names[rank]
                 raise PeerLost(f"making the group: rank {rank} ({host}, pid {pid}) died or left", rank) from None
-        return memfd, ordered, near
+        return memfd, ordered
     except BaseException:
-        _close((memfd, *pidfds.values()))
+        _close((memfd, *(fd for member in members.values() for fd in member.descriptors())))
         raise
     finally:
-        for connection in members.values():
+        for connection in connections.values():
             connection.close()
 
 
-def _admit(connection: socket.socket, secret: bytes, deadline: float) -> tuple[int, int, bool]:
-    """Checks who connected; returns its rank, its pidfd, and whether it can access all ranks' memory."""
+def _admit(connection: socket.socket, secret: bytes, deadline: float) -> _Member:
+    """Checks who connected."""
     _check_user(connection)
     connection.settimeout(min(5.0, _left(deadline, "a connecting rank")))
     nonce = secrets.token_bytes(_NONCE)
     connection.send(nonce)
-    message, fds = _receive(connection, _HELLO.size, 1)
+    message, fds = _receive(connection, _HELLO.size, 2)
     try:
         rank, near, theirs, proof = _HELLO.unpack(message)
-        if len(fds) != 1 or not hmac.compare_digest(proof, _proof(secret, b"member", nonce, rank)):
+        if len(fds) not in (1, 2) or not hmac.compare_digest(proof, _proof(secret, b"member", nonce, rank)):
             raise ConnectionError("not a rank of this group")
         connection.send(_proof(secret, b"leader", theirs, rank))
     except (OSError, struct.error) as error:
         _close(fds)
         raise ConnectionError(str(error)) from None
-    return rank, fds[0], near
+    return _Member(rank, near, pidfd=fds[0], arena=fds[1] if len(fds) == 2 else -1)
 
 
 def _join(
     address: bytes,
     secret: bytes,
-    rank: int,
     here: list[int],
     names: list[tuple[str, int]],
     deadline: float,
-    near: bool,
-) -> tuple[int, list[int], bool]:
+    own: _Member,
+) -> tuple[int, list[_Member]]:
     """The other ranks' part."""
-    leader = here[0]
+    leader, rank = here[0], own.rank
     fds = array.array("i")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         try:
@@ -406,17 +425,18 @@ def _join(
             connection.connect(address)
             _check_user(connection)
             nonce = secrets.token_bytes(_NONCE)
-            message = _HELLO.pack(rank, near, nonce, _proof(secret, b"member", connection.recv(_NONCE), rank))
+            message = _HELLO.pack(rank, own.near, nonce, _proof(secret, b"member", connection.recv(_NONCE), rank))
             pidfd = _own_pidfd()
             try:
-                socket.send_fds(connection, [message], [pidfd])
+                _send(connection, message, [pidfd] if own.arena < 0 else [pidfd, own.arena], deadline)
             finally:
                 os.close(pidfd)
             if not hmac.compare_digest(connection.recv(_DIGEST), _proof(secret, b"leader", nonce, rank)):
                 raise ConnectionError(f"what answered at rank {leader}'s address is not rank {leader}")
-            while len(fds) < len(here) + 1:
-                message, some = _receive(connection, 16, _FDS_PER_MESSAGE)
-                if not some:
+            message = b""  # a byte for each rank: 1 if it can access all memory, and 2 if it has an arena
+            while len(fds) < 1 + len(here) + sum(byte > 1 for byte in message):
+                message, some = _receive(connection, len(here), _FDS_PER_MESSAGE)
+                if len(message) != len(here) or not some:
                     raise ConnectionError(f"rank {leader} closed the connection")
                 fds.extend(some)
         except TimeoutError:
@@ -430,7 +450,27 @@ def _join(
                 f"{names[rank][0]} (as RINGREDUCE_HOST_ID says, if it is set): {error}",
                 leader,
             ) from None
-    return fds[0], list(fds[1:]), message == b"\1"
+    memfd, *rest = fds
+    pidfds, arenas = rest[: len(here)], iter(rest[len(here) :])
+    return memfd, [
+        _Member(r, bool(byte & 1), pidfd=pidfd, arena=next(arenas) if byte > 1 else -1)
+        for r, byte, pidfd in zip(here, message, pidfds, strict=True)
+    ]
+
+
+def _send(connection: socket.socket, message: bytes, fds: list[int], deadline: float) -> None:
+    """Sends descriptors, however many are on their way already.
+
+    The kernel lets a user have as many under way as a process may have open, and large groups send more.
+    """
+    while True:
+        try:
+            socket.send_fds(connection, [message], fds)
+            return
+        except OSError as error:
+            if error.errno != errno.ETOOMANYREFS or time.monotonic() > deadline:
+                raise
+        time.sleep(0.001)  # until others have received theirs
 
 
 def _receive(connection: socket.socket, size: int, most: int) -> tuple[bytes, list[int]]:

@@ -6,6 +6,7 @@ Ranks are threads, and hosts are what RINGREDUCE_HOST_ID says.
 from __future__ import annotations
 
 import array
+import errno
 import os
 import socket
 import time
@@ -41,7 +42,8 @@ def meet_all(places: list[Place], store: Any = None, timeout: float = 30.0, **ot
     def one(rank: int) -> Meeting | RingReduceError:
         try:
             given = {"config": "", "segment_bytes": lambda decision: PAGE * len(decision)} | other
-            given = {key: value(rank) if key == "config" and callable(value) else value for key, value in given.items()}
+            of_rank = ("config", "arena")
+            given = {key: value(rank) if key in of_rank and callable(value) else value for key, value in given.items()}
             return meet(store, rank, size, timeout=timeout, decide=decide, place=places[rank], **given)
         except RingReduceError as error:
             return error
@@ -52,7 +54,7 @@ def meet_all(places: list[Place], store: Any = None, timeout: float = 30.0, **ot
 
 def close(meetings: list[Meeting]) -> None:
     for meeting in meetings:
-        for fd in (meeting.memfd, *meeting.pidfds):
+        for fd in (meeting.memfd, *meeting.pidfds, *meeting.arenas):
             if fd >= 0:
                 os.close(fd)
         if meeting.door:
@@ -253,3 +255,34 @@ def test_no_rank_can_cut_the_memory_of_others() -> None:
                 os.ftruncate(meetings[1].memfd, size)
     finally:
         close(meetings)
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("refusals", [0, 5])
+def test_arenas_are_handed_to_the_ranks_of_the_host(refusals: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where so many descriptors are on their way that the kernel refuses more for a while."""
+    send, refused = socket.send_fds, []
+
+    def send_fds(*given: Any) -> int:
+        if len(refused) < refusals:
+            refused.append(1)
+            raise OSError(errno.ETOOMANYREFS, "Too many references")
+        return send(*given)
+
+    monkeypatch.setattr(socket, "send_fds", send_fds)
+    arenas = [os.memfd_create("arena"), -1, *(os.memfd_create("arena") for _ in range(3))]
+    before = open_files()
+    meetings = meet_all(on_hosts("aaabb"), arena=lambda rank: arenas[rank])
+    for rank, meeting in enumerate(meetings):
+        for peer, found in enumerate(meeting.arenas):
+            wanted = peer != rank and peer != 1 and (peer < 3) == (rank < 3)
+            assert (found >= 0) == wanted and (not wanted or inode(found) == inode(arenas[peer]))
+            assert not wanted or found not in arenas
+    close(meetings)
+    assert len(refused) == refusals and open_files() == before
+    for fd in arenas:
+        if fd >= 0:
+            os.close(fd)
