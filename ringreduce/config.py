@@ -226,7 +226,7 @@ def resolve(options: Options | None, environ: Mapping[str, str] = os.environ) ->
 
 
 def shares_allocations(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether RINGREDUCE_SHARE_ALLOCATIONS says so, for when there is no group yet. A wrong value waits for `resolve`."""
+    """Whether RINGREDUCE_SHARE_ALLOCATIONS says so, where there is no group yet. `resolve` raises for wrong values."""
     return environ.get(f"{PREFIX}SHARE_ALLOCATIONS") == "1"
 
 

@@ -24,7 +24,7 @@ constexpr std::size_t kPage = 4096, kMegabyte = std::size_t{1} << 20, kHugePage 
 
 // Memory that an arena takes.
 std::size_t taken(const Arena& arena) {
-  struct stat file {};
+  struct stat file{};
   check(fstat(arena.descriptor(), &file) == 0, "arena: no fstat");
   return static_cast<std::size_t>(file.st_blocks) * 512;
 }
@@ -84,7 +84,8 @@ void allocates_from_threads() {
         arena.release(piece);
         continue;
       }
-      const auto bytes = static_cast<std::size_t>(random_int(random, 1, random_int(random, 0, 3) == 0 ? 3 << 20 : 99999));
+      const auto bytes =
+          static_cast<std::size_t>(random_int(random, 1, random_int(random, 0, 3) == 0 ? 3 << 20 : 99999));
       std::byte* const piece = arena.try_allocate(bytes);
       if (piece == nullptr) continue;
       const auto address = reinterpret_cast<std::uintptr_t>(piece);
@@ -298,7 +299,8 @@ void children_keep_what_they_see() {
     close(go[1]);
     char word = 0;
     arena->release(old);
-    bool right = Arena::of_process() == nullptr && arena->try_allocate(1) == nullptr && Arena::around(old) == arena.get();
+    bool right =
+        Arena::of_process() == nullptr && arena->try_allocate(1) == nullptr && Arena::around(old) == arena.get();
     const auto own = Arena::open({kMegabyte, 0});
     right = right && own != arena && Arena::around(own->allocate(1)) == own.get();
     if (fork() != 0) _exit(right ? 0 : 1);  // the grandchild goes on
@@ -337,17 +339,18 @@ struct Case {
   const char* name;
   void (*run)();
 };
-constexpr Case kCases[]{{"keeps", keeps_freed_pieces},
-                        {"threads", allocates_from_threads},
-                        {"peers", maps_peers_once},
-                        {"again", calls_on_withdrawn_tensors},
-                        {"during", withdraws_during_a_call},
+constexpr Case kCases[]{
+    {"keeps", keeps_freed_pieces},
+    {"threads", allocates_from_threads},
+    {"peers", maps_peers_once},
+    {"again", calls_on_withdrawn_tensors},
+    {"during", withdraws_during_a_call},
 #if !defined(__SANITIZE_THREAD__)
-                        {"tensor", withdraws_a_tensor},
-                        {"writes", withdraws_while_others_write},
-                        {"large", withdraws_a_large_tensor},
-                        {"late", keeps_addresses_from_late_writers},
-                        {"children", children_keep_what_they_see},
+    {"tensor", withdraws_a_tensor},
+    {"writes", withdraws_while_others_write},
+    {"large", withdraws_a_large_tensor},
+    {"late", keeps_addresses_from_late_writers},
+    {"children", children_keep_what_they_see},
 #endif
 };
 

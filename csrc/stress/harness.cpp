@@ -73,8 +73,8 @@ Group::Group(int size, std::uint32_t depth, std::uint32_t slot_bytes, const std:
     if (!threads.empty()) memory = {.own = opened[static_cast<std::size_t>(r)], .threads = threads};
     memory.arena = arenas[static_cast<std::size_t>(r)];
     for (int peer = 0; peer < size; ++peer)
-      memory.arenas.push_back(
-          host_of(peer) == host_of(r) ? dup(arenas[static_cast<std::size_t>(peer)]->descriptor()) : -1);
+      memory.arenas.push_back(host_of(peer) == host_of(r) ? dup(arenas[static_cast<std::size_t>(peer)]->descriptor())
+                                                          : -1);
     Hosts others;
     for (int peer = 0; peer < size; ++peer) others.elsewhere.push_back(host_of(peer) != host_of(r));
     others.connect = [this, r](int peer, Nanoseconds) { link(r, peer); };

@@ -55,9 +55,7 @@ struct Case {
   const char* name;
   void (*run)();
 };
-constexpr Case kCases[]{
-    {"sizes", refuses_sizes},
-    {"places", places_ranks_of_a_host}};
+constexpr Case kCases[]{{"sizes", refuses_sizes}, {"places", places_ranks_of_a_host}};
 
 }  // namespace
 

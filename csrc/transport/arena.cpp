@@ -91,8 +91,8 @@ struct OfProcess {
 
 }  // namespace
 
-// The living children that were forked since there is an arena. Each holds the write end of a pipe, which closes when it
-// and all that it forked have ended, or started another program; this process holds the read end. A piece that is
+// The living children that were forked since there is an arena. Each holds the write end of a pipe, which closes when
+// it and all that it forked have ended, or started another program; this process holds the read end. A piece that is
 // released and a fork must not pass each other, so the arena is locked while the process forks.
 struct Arena::Children {
   std::uint64_t forks = 0;
@@ -102,8 +102,8 @@ struct Arena::Children {
   static Children& of_process() { return process_wide<Children>(); }
 
   void watch() {
-    [[maybe_unused]] static const int registered = pthread_atfork(
-        [] { OfForking::begin(); }, [] { OfForking::in_parent(); }, [] { OfForking::in_child(); });
+    [[maybe_unused]] static const int registered =
+        pthread_atfork([] { OfForking::begin(); }, [] { OfForking::in_parent(); }, [] { OfForking::in_child(); });
   }
 
   void forget_dead() {
@@ -439,7 +439,7 @@ std::vector<std::shared_ptr<const PeerArena>> map_arenas(std::vector<int> descri
       result.push_back(nullptr);
       continue;
     }
-    struct stat file {};
+    struct stat file{};
     const int seals = fcntl(fd, F_GET_SEALS);
     if (fstat(fd, &file) != 0 || seals < 0 || (seals & F_SEAL_SHRINK) == 0)
       throw Error(ErrorKind::system, "a rank sent an arena that is not a memfd sealed against shrinking");

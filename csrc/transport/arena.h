@@ -2,19 +2,19 @@
 // they are. There is one arena per process. All groups use it, and it outlives them.
 //
 // The arena is a memfd that can neither grow nor shrink, mapped once. It is address space: a page takes memory when it
-// is first written. A freed piece keeps its pages for the next allocation, up to a bound, since a page that is new costs
-// a fault in this process and one in each reader (about 10 ms for 64 MB). Beyond the bound the oldest freed pages are
-// given back. Pieces of 2 MB and more begin at a multiple of 2 MB, so that the kernel can use huge pages, where
+// is first written. A freed piece keeps its pages for the next allocation, up to a bound, since a page that is new
+// costs a fault in this process and one in each reader (about 10 ms for 64 MB). Beyond the bound the oldest freed pages
+// are given back. Pieces of 2 MB and more begin at a multiple of 2 MB, so that the kernel can use huge pages, where
 // /sys/kernel/mm/transparent_hugepage/shmem_enabled lets it ("advise" or more).
 //
 // **Withdrawing.** When a call fails, a peer that was stopped may still write to a tensor of the call, and a mapping
-// cannot be revoked from a stopped process. So this process puts private memory under the tensor. From then on the piece
-// that the tensor is part of is not shared any more. When it is released, its address range is not handed out again:
-// whatever the late peer writes goes where nobody looks.
+// cannot be revoked from a stopped process. So this process puts private memory under the tensor. From then on the
+// piece that the tensor is part of is not shared any more. When it is released, its address range is not handed out
+// again: whatever the late peer writes goes where nobody looks.
 //
 // **Forks.** A child inherits the mapping, so it sees what its parent writes, and the other way round, as with
-// torch.Tensor.share_memory_(). It neither allocates from its parent's arena nor frees into it. What the parent frees is
-// not used again while a child lives that was forked when the piece was in use.
+// torch.Tensor.share_memory_(). It neither allocates from its parent's arena nor frees into it. What the parent frees
+// is not used again while a child lives that was forked when the piece was in use.
 #pragma once
 
 #include <atomic>
@@ -71,8 +71,8 @@ class Arena {
   // Takes back what was allocated. In a forked child it does nothing: the memory is the parent's.
   void release(std::byte* piece) noexcept;
 
-  // Whether peers see what this process writes to [data, data + bytes): it is in the arena, and no part of its piece was
-  // withdrawn.
+  // Whether peers see what this process writes to [data, data + bytes): it is in the arena, and no part of its piece
+  // was withdrawn.
   bool shares(const std::byte* data, std::size_t bytes) const;
   // Puts memory of its own in the place of [data, data + bytes), which is a part of one piece: what peers still write
   // there is lost. Its content is undefined afterwards. All memory around it keeps its content, whatever other threads

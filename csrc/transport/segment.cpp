@@ -87,7 +87,8 @@ Segment::Segment(int memfd, const Geometry& geometry, int rank, std::vector<int>
       found_dead_(geometry.ranks) {
   void* mapped = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, memfd, 0);
   if (mapped == MAP_FAILED)
-    throw_system("cannot map " + std::to_string(bytes_) + " bytes of shared memory (RINGREDUCE_CHANNEL_BYTES lowers it)");
+    throw_system("cannot map " + std::to_string(bytes_) +
+                 " bytes of shared memory (RINGREDUCE_CHANNEL_BYTES lowers it)");
   base_ = static_cast<std::byte*>(mapped);
   for (std::uint32_t r = 0; r < geometry.ranks; ++r)
     regions_.push_back(base_ + kHeaderBytes + layout_.region_bytes * r);

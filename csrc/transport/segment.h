@@ -8,8 +8,8 @@
 //   - per channel and writer the acknowledgements: which of the writer's slots this rank has consumed;
 //   - per destination a mailbox of slots for point-to-point messages.
 // A rank's arena, which is not in the segment, holds tensors that peers may read in place (transport/arena.h). A slot
-// then holds, instead of a payload, where in the arena it is; the acknowledgement says that it has been read there. Other
-// tensors may be read in place as well, where the kernel lets ranks do that (transport/peer_memory.h).
+// then holds, instead of a payload, where in the arena it is; the acknowledgement says that it has been read there.
+// Other tensors may be read in place as well, where the kernel lets ranks do that (transport/peer_memory.h).
 //
 // Why slots can be reused without a lock: slot `seq % depth` is written for `seq` only after every reader of `seq -
 // depth` has acknowledged it (Acknowledgement >= stamp), and read for `seq` only after its stamp says so. The stamp is
@@ -293,7 +293,7 @@ class Segment {
   void check_access(int peer, int error) const;
   std::byte* region(int rank) const { return regions_[static_cast<std::size_t>(rank)]; }
 
-  const OwnedDescriptors memfd_, pidfds_;  // these and the next before all that may throw
+  const OwnedDescriptors memfd_, pidfds_;                       // these and the next before all that may throw
   const std::vector<std::shared_ptr<const PeerArena>> arenas_;  // by rank; null: none
   Geometry geometry_;
   Layout layout_;
