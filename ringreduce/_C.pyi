@@ -128,7 +128,7 @@ class Settings:
     def __init__(
         self,
         *,
-        spins: int = ...,
+        patience: tuple[int, int] = ...,
         slices: int | None,
         least_slice_bytes: int,
         most_slice_bytes: int,

@@ -9,7 +9,7 @@ import logging
 import multiprocessing.util
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -24,6 +24,8 @@ from ringreduce.config import (
     SPINS_SHARING_CORES,
     SPINS_WITH_LINKS,
     SPINS_WITH_OWN_CORE,
+    YIELDS_SHARING_CORES,
+    YIELDS_WITH_OWN_CORE,
     Options,
     resolve,
     shares_allocations,
@@ -190,6 +192,7 @@ def _make_with_memory(
         assert options.connections is not None and options.dead_after is not None  # resolved
         links = hosts.Links(meeting, name, rank, decision.hosts, decision.wire, options.connections, options.dead_after)
     fetch = bool(meeting.threads)
+    ranks_here = size - sum(links.elsewhere) if links else size
     slicing = tuning.slicing_for(options, slot_bytes, fetch)
     group = _C.ProcessGroupRing(
         memfd=meeting.memfd,
@@ -206,7 +209,7 @@ def _make_with_memory(
         disconnect=links.close if links else None,
         settings=settings(
             decision,
-            spins=options.spins or (SPINS_WITH_LINKS if links else default_spins(size, meeting.cores)),
+            patience=patience_for(options, decision, ranks_here > len(meeting.cores), bool(links)),
             least_slice_bytes=slicing.least_slice_bytes,
             most_slice_bytes=slicing.most_slice_bytes,
             least_fetch_bytes=tuning.fetch_from(options, size, meeting.cores, fetch) or 0,
@@ -323,6 +326,8 @@ class Decision:
     """The ranks of each, in the order of rings."""
     wire: Wire | None = None
     """What a file says of the network between hosts."""
+    yields: int = 0
+    """See `tuning.yields`."""
 
     @property
     def channels(self) -> int:
@@ -338,7 +343,8 @@ class Decision:
         fields = json.loads(text)
         topology = GroupTopology.from_json(fields["topology"]) if fields["topology"] else None
         wire = Wire(*fields["wire"]) if fields["wire"] else None
-        return Decision(fields["rules"], topology, fields["error"], tuple(map(tuple, fields["hosts"])), wire)
+        on_hosts = tuple(map(tuple, fields["hosts"]))
+        return Decision(fields["rules"], topology, fields["error"], on_hosts, wire, fields["yields"])
 
 
 def _decide(
@@ -360,13 +366,14 @@ def _decide(
         return _decide_for_hosts(options.hosts_file or "", tuple(map(tuple, on_hosts)), labels).dump()
     size, some = len(cores), frozenset[int]().union(*cores)
     rules = tuning.decide(size, some, fetch, options=options, slot_bytes=slot_bytes_for(size, options))
+    yields = tuning.yields(some, options) if size > len(some) else 0
     try:
-        return Decision(rules, group_topology(global_ranks, options, cores)).dump()
+        return Decision(rules, group_topology(global_ranks, options, cores), yields=yields).dump()
     except TopologyError as error:
         return Decision(error=str(error)).dump()
     except Exception as error:
         log.warning("cannot plan over the machine's links: %s; the tuned rules decide", error)
-        return Decision(rules).dump()
+        return Decision(rules, yields=yields).dump()
 
 
 def _decide_for_hosts(file: str, on_hosts: hosts.Hosts, labels: Sequence[str]) -> Decision:
@@ -437,8 +444,11 @@ def slot_bytes_for(size: int, options: Options) -> int:
     return max(options.channel_bytes // plan.slot_depth(size) // 4096 * 4096, 4096)
 
 
-def default_spins(size: int, cores: Collection[int]) -> int:
-    return SPINS_WITH_OWN_CORE if size <= len(cores) else SPINS_SHARING_CORES
+def patience_for(options: Options, decision: Decision, crowded: bool, links: bool) -> tuple[int, int]:
+    """(looks before a waiting rank yields its core, yields before it sleeps)."""
+    looks = SPINS_WITH_LINKS if links else SPINS_SHARING_CORES if crowded else SPINS_WITH_OWN_CORE
+    yields = (decision.yields or YIELDS_SHARING_CORES) if crowded else YIELDS_WITH_OWN_CORE
+    return options.spins or looks, options.yields or yields
 
 
 @functools.lru_cache(maxsize=256)

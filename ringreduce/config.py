@@ -90,6 +90,7 @@ class Options:
         None, int, "1: torch's CPU tensors of 1 MB and more are shared tensors (ringreduce.share_allocations); 0: not"
     )
     spins: int | None = _knob(None, int, "looks before a waiting rank yields its core (default: by ranks per core)")
+    yields: int | None = _knob(None, int, "yields before a waiting rank sleeps (default: by ranks per core)")
     slices: int | None = _knob(None, int, "slices that a chunk is cut in, if they are not too small or too large")
     least_slice_bytes: int | None = _knob(None, parse_bytes, "slices are not made smaller (default: by `fetch`)")
     fetch: int | None = _knob(None, int, "1: ranks read one another's tensors where they are; 0: through copies")
@@ -135,6 +136,7 @@ DEFAULTS: Mapping[str, Any] = {
     "arena_keep_bytes": 256 * 1024**2,
     "share_allocations": 0,
     "spins": 0,
+    "yields": 0,
     "slices": 4,
     "least_slice_bytes": 0,
     "fetch": 1,
@@ -155,6 +157,11 @@ SPINS_WITH_OWN_CORE = 2000
 SPINS_SHARING_CORES = 5
 # With links each look is a system call: a few hundred would be a time in which the kernel can switch.
 SPINS_WITH_LINKS = 5
+
+# Yields before a rank sleeps: by the probe where ranks share cores (tuning.yields). A rank with a core of its own
+# yields for the millisecond that csrc/engine/wait.h allows.
+YIELDS_WITH_OWN_CORE = 1_000_000_000
+YIELDS_SHARING_CORES = 40
 
 # From which slice on ranks read one another's tensors where they are. Swept on the same Xeon for all_reduce,
 # reduce_scatter, all_gather and all_to_all: with 2 ranks reading was faster from 8 KB on, by up to 1.5x at 128 KB; with
@@ -189,6 +196,7 @@ LIMITS = {
     "arena_keep_bytes": (0, 1024**4),
     "share_allocations": (0, 1),
     "spins": (0, 1_000_000),
+    "yields": (0, 1_000_000_000),
     "slices": (1, 1024),
     "least_slice_bytes": (0, 1024**3),
     "fetch": (0, 1),

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "engine/call.h"
+#include "engine/patience.h"
 #include "engine/program.h"
 
 namespace ringreduce {
@@ -49,12 +50,12 @@ struct Tally {
 
 class Engine {
  public:
-  // `spins`: how often a waiting rank looks before it yields its core. `slices`: into how many slices a chunk is cut,
+  // `patience`: how long a waiting rank keeps its core. `slices`: into how many slices a chunk is cut,
   // as long as they have at least `least_slice_bytes`, at most `most_slice_bytes`, and fit a slot. `least_fetch_bytes`:
   // from this size on slices are read by peers where they are, if they may. `packing`: of what all_reduce of float32
   // sends to other hosts, where the plan allows it.
   struct Options {
-    int spins = 50;
+    Patience patience = {};
     int slices = 4;
     std::size_t least_slice_bytes = 16384, most_slice_bytes = std::size_t{1} << 30;
     std::size_t least_fetch_bytes = 4096;

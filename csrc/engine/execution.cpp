@@ -46,6 +46,7 @@ bool Execution::advance() {
   bool moved = false;
   done_ = true;
   blocked_on_ = -1;
+  awaits_ = 0;
   for (std::size_t c = 0; c < bound_.channels().size(); ++c) {
     const BoundChannel& channel = bound_.channels()[c];
     ChannelState& state = work_.channels[c];
@@ -86,8 +87,9 @@ bool Execution::try_step(const At& at) {
   return true;
 }
 
-// Remembers the first obstacle that advance() meets.
+// Remembers the obstacles that advance() meets, the first with its place.
 bool Execution::blocked(const At& at, int peer) {
+  awaits_ |= awaits_rank(peer);
   if (blocked_on_ < 0) {
     blocked_on_ = peer;
     blocked_at_ = at;
@@ -308,7 +310,9 @@ bool Execution::all_read(bool elsewhere) {
     const std::uint64_t end = work_.channels[c].tail[own] + sent;
     for (std::uint64_t seq = end - std::min(sent, depth); seq < end; ++seq) {
       blocked_on_ = slow_reader(c, seq + depth, elsewhere);  // the reader of seq, as seq + depth takes its slot
-      if (blocked_on_ >= 0) return false;
+      if (blocked_on_ < 0) continue;
+      awaits_ = awaits_rank(blocked_on_);
+      return false;
     }
   }
   return true;

@@ -85,6 +85,8 @@ class Execution {
 
   // The peer that advance() or all_read() met as the first obstacle, and where.
   int blocked_on() const { return blocked_on_; }
+  // All peers that they met as obstacles, as awaits_rank() has them.
+  std::uint64_t awaits() const { return awaits_; }
   std::string position() const;
 
  private:
@@ -124,6 +126,7 @@ class Execution {
   bool sends_away_ = false;
   bool done_ = false;
   int blocked_on_ = -1;
+  std::uint64_t awaits_ = 0;
   At blocked_at_;
 };
 

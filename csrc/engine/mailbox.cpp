@@ -22,8 +22,8 @@ Error own(const Error& error) { return Error(error.kind(), std::string(error.wha
 
 }  // namespace
 
-Mailbox::Mailbox(std::shared_ptr<const Segment> segment, int spins)
-    : segment_(std::move(segment)), spins_(spins), peers_(static_cast<std::size_t>(segment_->size())) {}
+Mailbox::Mailbox(std::shared_ptr<const Segment> segment, const Patience& patience)
+    : segment_(std::move(segment)), patience_(patience), peers_(static_cast<std::size_t>(segment_->size())) {}
 
 Mailbox::~Mailbox() { stop(Error(ErrorKind::aborted, "the group was destroyed before the message was done")); }
 
@@ -84,7 +84,7 @@ void Mailbox::post(const std::shared_ptr<Message>& message) {
 }
 
 void Mailbox::wait(const std::shared_ptr<Message>& message, Nanoseconds patience) {
-  Waiting waiting(*segment_, spins_);
+  Waiting waiting(*segment_, segment_->control(segment_->rank()).for_messages, patience_);
   while (true) {
     bool moved = false, done = false;
     std::vector<std::shared_ptr<Message>> finished;
@@ -99,7 +99,7 @@ void Mailbox::wait(const std::shared_ptr<Message>& message, Nanoseconds patience
     if (moved)
       waiting.moved();
     else
-      waiting.idle([&](Nanoseconds waited) {
+      waiting.idle(kAwaitsAll, [&](Nanoseconds waited) {
         std::lock_guard lock(mutex_);
         check();
         if (waited >= patience && !message->done)
@@ -117,7 +117,7 @@ void Mailbox::drive() {
     const auto pending = [&] { return !all_.empty() || !finished_.empty(); };
     work_.wait(lock, [&] { return stopping_ || pending(); });
     if (stopping_) return;
-    Waiting waiting(*segment_, spins_);
+    Waiting waiting(*segment_, segment_->control(segment_->rank()).for_messages, patience_);
     while (pending() && !stopping_) {
       const bool moved = progress();
       std::vector<std::shared_ptr<Message>> finished;
@@ -127,7 +127,7 @@ void Mailbox::drive() {
       if (moved)
         waiting.moved();
       else
-        waiting.idle([&](Nanoseconds) {
+        waiting.idle(kAwaitsAll, [&](Nanoseconds) {
           std::lock_guard relock(mutex_);
           check();
         });

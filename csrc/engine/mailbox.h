@@ -28,6 +28,7 @@
 
 #include "core/error.h"
 #include "core/types.h"
+#include "engine/patience.h"
 #include "transport/segment.h"
 
 namespace ringreduce {
@@ -54,7 +55,7 @@ struct Message {
 
 class Mailbox {
  public:
-  Mailbox(std::shared_ptr<const Segment> segment, int spins);
+  Mailbox(std::shared_ptr<const Segment> segment, const Patience& patience);
   ~Mailbox();
 
   // Starts a message; it moves as far as it can at once.
@@ -94,7 +95,7 @@ class Mailbox {
   void drive();
 
   const std::shared_ptr<const Segment> segment_;
-  const int spins_;
+  const Patience patience_;
   std::mutex mutex_;
   std::condition_variable work_;
   std::vector<Peer> peers_;

@@ -18,7 +18,7 @@ std::string list(const std::vector<int>& ranks) {
 
 }  // namespace
 
-void monitored_barrier(const Segment& segment, int spins, Nanoseconds timeout, bool name_all) {
+void monitored_barrier(const Segment& segment, const Patience& patience, Nanoseconds timeout, bool name_all) {
   const int own = segment.rank();
   RankControl& control = segment.control(own);
   const std::uint64_t turn = control.barriers_entered.load(std::memory_order_relaxed) + 1;
@@ -53,7 +53,7 @@ void monitored_barrier(const Segment& segment, int spins, Nanoseconds timeout, b
     }
     segment.control_changed();
   }
-  Waiting waiting(segment, spins);
+  Waiting waiting(segment, control.for_messages, patience);
   const auto look = [&](Nanoseconds waited) {
     const std::vector<int> absent = missing();
     if (absent.empty()) return;
@@ -70,7 +70,7 @@ void monitored_barrier(const Segment& segment, int spins, Nanoseconds timeout, b
     for (int r : absent) reason += " " + segment.describe(r) + " did not come.";
     throw Error(ErrorKind::timeout, passed_but(reason), absent[0]);
   };
-  while (!missing().empty()) waiting.idle(look);
+  while (!missing().empty()) waiting.idle(kAwaitsAll, look);
 
   const std::vector<int> gone_again =
       ranks_where([&](const RankControl& c) { return c.barriers_given_up.load(std::memory_order_seq_cst) >= turn; });

@@ -1,5 +1,7 @@
-// Where the ranks of a crowded host run: with more ranks than cores, the kernel may leave one core with three of four
-// ranks for seconds, since ranks that wait for one another look alike to it, and each call then takes twice as long.
+// Where the ranks of a host run. With more ranks than cores, the kernel may leave one core with three of four ranks for
+// seconds, since ranks that wait for one another look alike to it, and each call then takes twice as long. With a core
+// for each, it may put two of them on one where the machine has other work, and a call then takes a hundred times as
+// long, because the one that waits keeps the core from the other.
 //
 // So every rank says on which core it is. One that finds its core with more than its share of the ranks goes to its own
 // core of an even distribution, and is free to be moved again.
@@ -30,7 +32,7 @@ class Placement {
       ++size;
     }
     const int count = static_cast<int>(cores.size());
-    if (count == 0 || size <= count) return;
+    if (count < 2 || size < 2) return;
     share_ = (size + count - 1) / count;
     home_ = cores[static_cast<std::size_t>(own * count / size)];
   }
@@ -64,7 +66,7 @@ class Placement {
   static constexpr Nanoseconds kLookEvery = kMillisecond, kMoveEvery = 5 * kMillisecond;
 
   const Segment& segment_;
-  int share_ = 0;  // of the ranks that a core has at most, if they are spread evenly; 0: every rank has its own
+  int share_ = 0;  // of the ranks that a core has at most, if they are spread evenly; 0: there is no choice
   int home_ = 0;
   Nanoseconds next_ = 0;  // when to look again
 };

@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 #include <sched.h>
+#include <semaphore.h>
 
 #include <algorithm>
 #include <array>
@@ -146,6 +147,32 @@ double handover(std::span<const int> two_cores, bool yield) {
   return best;
 }
 
+// Two threads of a core wake each other, and sleep.
+double wake_up(int core) {
+  constexpr int kTimes = 50;
+  std::array<sem_t, 2> turns;
+  for (sem_t& turn : turns) sem_init(&turn, 0, 0);
+  const auto await = [&](std::size_t i) {
+    while (sem_wait(&turns[i]) != 0) {  // a signal came
+    }
+  };
+  double best = std::numeric_limits<double>::infinity();
+  const std::array<int, 2> together{core, core};
+  on_cores(together, [&](std::size_t i) {
+    for (int batch = 0; batch < kBatches; ++batch) {
+      const Nanoseconds begin = now();
+      for (int time = 0; time < kTimes; ++time) {
+        if (i == 1) await(1);
+        sem_post(&turns[1 - i]);
+        if (i == 0) await(0);
+      }
+      if (i == 0) best = std::min(best, seconds(now() - begin) / (2 * kTimes));
+    }
+  });
+  for (sem_t& turn : turns) sem_destroy(&turn);
+  return best;
+}
+
 void staging(std::span<const int> two_cores, std::size_t bytes, double& put, double& take) {
   const Buffer stage = filled(bytes), source = filled(kCached), target = filled(kCached);
   const auto timed = [](std::vector<double>& each, const auto& work) {
@@ -177,6 +204,7 @@ Probe measured(std::span<const int> cores) {
   const std::array<int, 2> apart{cores.front(), cores[cores.size() > 1 ? 1 : 0]}, together{cores[0], cores[0]};
   Probe result;
   result.turn = handover(together, true);
+  result.wake = wake_up(cores[0]);
   result.hop = cores.size() > 1 ? handover(apart, false) : result.turn;
 
   std::vector<Probe> each(cores.size());

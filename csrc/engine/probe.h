@@ -14,11 +14,12 @@ namespace ringreduce {
 struct Probe {
   static constexpr std::array<std::size_t, 4> kStaging{64 << 10, 256 << 10, 1 << 20, 4 << 20};
 
-  double hop = 0;              // from a store on one core to the moment another core, which looks all the time, sees it
-  double turn = 0;             // sched_yield, from one thread of a core to the other
-  double copy_cached = 0;      // copying within 32 KB
-  double add_cached = 0;       // float32 a = a + b within 32 KB, per byte of a
-  double copy_memory = 0;      // copying between buffers of 8 MB, by one core while the others idle
+  double hop = 0;          // from a store on one core to the moment another core, which looks all the time, sees it
+  double turn = 0;         // sched_yield, from one thread of a core to the other
+  double wake = 0;         // from one thread of a core to another that sleeps, which the first wakes before it sleeps
+  double copy_cached = 0;  // copying within 32 KB
+  double add_cached = 0;   // float32 a = a + b within 32 KB, per byte of a
+  double copy_memory = 0;  // copying between buffers of 8 MB, by one core while the others idle
   double copy_memory_all = 0;  // the same by each core while all do it
   double add_memory_all = 0;   // a = a + b on such buffers, per byte of a
   // Per entry of kStaging: a buffer of so many bytes that one core fills (`put`) and then another one reads (`take`),

@@ -20,15 +20,41 @@ class CallQueue {
  public:
   ~CallQueue() { stop(); }
 
+  // A call's turn in its caller's thread: after all calls before it, until this object goes.
+  class Turn {
+   public:
+    explicit Turn(CallQueue& queue) : queue_(queue) {
+      std::lock_guard lock(queue.mutex_);
+      queue.throw_if_stopping();
+      number_ = queue.last_turn_++;
+      came_ = number_ == queue.next_turn_;
+    }
+    ~Turn() {
+      await();
+      queue_.end_turn();
+    }
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
+
+    bool came() const { return came_; }
+    void await() {
+      if (came_) return;
+      std::unique_lock lock(queue_.mutex_);
+      queue_.turn_came_.wait(lock, [&] { return number_ == queue_.next_turn_; });
+      came_ = true;
+    }
+
+   private:
+    CallQueue& queue_;
+    std::size_t number_ = 0;
+    bool came_ = false;
+  };
+
   // Runs `call` after all calls before it; returns, or throws what it throws, when it has ended.
   template <class F>
   void run(F&& call) {
-    std::unique_lock lock(mutex_);
-    throw_if_stopping();
-    const std::size_t turn = last_turn_++;
-    turn_came_.wait(lock, [&] { return turn == next_turn_; });
-    lock.unlock();
-    const EndTurn end{*this};
+    Turn turn(*this);
+    turn.await();
     call();
   }
 
@@ -84,19 +110,16 @@ class CallQueue {
     std::size_t turn;
     std::function<void()> call, done;
   };
-  struct EndTurn {
-    CallQueue& queue;
-    ~EndTurn() {
-      bool for_thread = false;
-      {
-        std::lock_guard lock(queue.mutex_);
-        ++queue.next_turn_;
-        for_thread = queue.next_is_posted() || queue.stopping_;
-      }
-      queue.turn_came_.notify_all();
-      if (for_thread) queue.posted_came_.notify_one();
+  void end_turn() {
+    bool for_thread = false;
+    {
+      std::lock_guard lock(mutex_);
+      ++next_turn_;
+      for_thread = next_is_posted() || stopping_;
     }
-  };
+    turn_came_.notify_all();
+    if (for_thread) posted_came_.notify_one();
+  }
 
   void throw_if_stopping() const {
     if (stopping_) throw Error(ErrorKind::aborted, "the group has been shut down");
@@ -117,10 +140,8 @@ class CallQueue {
     Posted next = std::move(posted_.front());
     posted_.pop_front();
     lock.unlock();
-    {
-      const EndTurn end{*this};
-      next.call();
-    }
+    next.call();
+    end_turn();
     next.done();
     next = {};  // lets go of the tensors without the lock
     lock.lock();

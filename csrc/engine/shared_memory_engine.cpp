@@ -61,7 +61,7 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
   record(own, call, seq, id, program.digest);
 
   Links* const links = segment_->links();
-  Waiting waiting(*segment_, options().spins);
+  Waiting waiting(*segment_, own.for_calls, options().patience);
   Execution execution(*segment_, bound, workspace_, call, id);
   const auto fail = [&](const Error& error) {
     segment_->abort(error);  // first, so that a peer that fails because of what follows finds the reason
@@ -91,16 +91,16 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
         if (moved)
           waiting.moved();
         else
-          waiting.idle(check_on_peers);
+          waiting.idle(execution.awaits(), check_on_peers);
       }
       // What was lent must not change before it is read. And a root could be gone before anybody finds out that it
       // called something else (see docs/architecture.md).
       const bool rooted = has_root(call.operation);
       if (links != nullptr && rooted) links->settle();
       if (execution.lent() > 0 || rooted)
-        while (!execution.all_read(rooted)) waiting.idle(check_on_peers);
+        while (!execution.all_read(rooted)) waiting.idle(execution.awaits(), check_on_peers);
       if (execution.sends_away())
-        while (!links->sent()) waiting.idle(check_on_peers);
+        while (!links->sent()) waiting.idle(kAwaitsAll, check_on_peers);
       waiting.moved();
       execution.check_memory();
       // A rank that failed in this call may have changed what it lent before it was read, here or by those whose data

@@ -1,8 +1,10 @@
-// One rank's waiting, for the length of one call: spin, then yield, then sleep on the doorbell.
+// One rank's waiting, for the length of one call: look again and again, then yield the core, then sleep on a doorbell.
 //
-// How long to spin depends on whether the other ranks have cores of their own; after kYieldFor without progress the
-// rank sleeps, so that one that waits for a late peer costs nothing. Every kCheckEvery of waiting, and after every
-// sleep, the owner's `check` looks for what makes further waiting pointless, and throws.
+// How often it looks depends on whether the other ranks have cores of their own. How often it yields depends on how
+// many ranks share a core: the kernel may give a yielded core back to the same rank, or to another that waits as well,
+// and then the rank that all wait for runs a scheduler tick later. A rank that sleeps is out of the way. Every
+// kCheckEvery of waiting, and after every sleep, the owner's `check` looks for what makes further waiting pointless,
+// and throws.
 //
 // A rank with links to other hosts moves what goes over them each time it looks; while it sleeps, a thread does. If no
 // other rank is on its host, it sleeps on its links before that: what it waits for can only come from there.
@@ -13,6 +15,7 @@
 #include <cstdint>
 
 #include "core/clock.h"
+#include "engine/patience.h"
 #include "transport/links.h"
 #include "transport/segment.h"
 
@@ -28,8 +31,8 @@ inline void cpu_relax() {
 
 class Waiting {
  public:
-  Waiting(const Segment& segment, int spins)
-      : own_(segment.control(segment.rank())), links_(segment.links()), alone_(segment.alone()), spins_(spins) {
+  Waiting(const Segment& segment, Doorbell& doorbell, const Patience& patience)
+      : doorbell_(doorbell), links_(segment.links()), alone_(segment.alone()), patience_(patience) {
     if (links_ != nullptr) links_->take_over();
   }
   ~Waiting() {
@@ -39,7 +42,7 @@ class Waiting {
   Waiting(const Waiting&) = delete;
   Waiting& operator=(const Waiting&) = delete;
 
-  // Something moved: the next wait begins anew with spinning.
+  // Something moved: the next wait begins anew with looking.
   void moved() {
     if (idle_ == 0) return;
     idle_ = 0;
@@ -48,16 +51,16 @@ class Waiting {
     disarm();
   }
 
-  // How long this rank had nothing to do, up to the latest moved(). Waits that ended while spinning are not counted:
+  // How long this rank had nothing to do, up to the latest moved(). Waits that ended before it yielded are not counted:
   // to look at the clock would take as long as they do.
   Nanoseconds waited() const { return waited_; }
 
-  // Nothing moved. Waits a little, after which the caller must look again. `check(waited)` is called now and then with
-  // the time since the first wait of this call.
+  // Nothing moved. Waits a little, after which the caller must look again. `awaits`: the ranks that could end the wait,
+  // as awaits_rank() has them. `check(waited)` is called now and then with the time since the first wait of this call.
   template <class Check>
-  void idle(Check&& check) {
+  void idle(std::uint64_t awaits, Check&& check) {
     if (links_ != nullptr && links_->progress()) return moved();
-    if (++idle_ <= spins_) return cpu_relax();
+    if (++idle_ <= patience_.looks) return cpu_relax();
     const Nanoseconds t = now();
     if (started_ == 0) {
       started_ = t;
@@ -68,22 +71,19 @@ class Waiting {
       check(t - started_);
       next_check_ = t + kCheckEvery;
     }
-    if (t - idle_since_ < kYieldFor) {
+    if (idle_ - patience_.looks <= patience_.yields && t - idle_since_ < kYieldFor) {
       const bool settled = links_ != nullptr && t - idle_since_ > kSettle;
       if (settled) links_->settle();
       if (settled && alone_)
         links_->doze();
       else
         sched_yield();
-    } else if (!armed_) {
-      // The first time round only announces the sleep: the caller looks once more before it happens.
-      seen_ = own_.doorbell.load(std::memory_order_seq_cst);
-      own_.sleepers.fetch_add(1, std::memory_order_seq_cst);
-      armed_ = true;
-      if (links_ != nullptr) links_->hand_over(true);
+    } else if (!armed_ || awaits != awaits_) {
+      // Only announces the sleep: the caller looks once more before it happens.
+      arm(awaits);
     } else {
-      sleep_on(own_.doorbell, seen_, kSleep);
-      seen_ = own_.doorbell.load(std::memory_order_seq_cst);
+      sleep_on(doorbell_, seen_, kSleep);
+      seen_ = doorbell_.rings.load(std::memory_order_seq_cst);
     }
   }
 
@@ -95,19 +95,29 @@ class Waiting {
   // Bounds how late a dead peer, a timeout or an abort is seen.
   static constexpr Nanoseconds kSleep = 20 * kMillisecond;
 
+  void arm(std::uint64_t awaits) {
+    seen_ = doorbell_.rings.load(std::memory_order_seq_cst);
+    doorbell_.awaits.store(awaits_ = awaits, std::memory_order_seq_cst);
+    if (armed_) return;
+    doorbell_.sleepers.fetch_add(1, std::memory_order_seq_cst);
+    armed_ = true;
+    if (links_ != nullptr) links_->hand_over(true);
+  }
+
   void disarm() {
     if (!armed_) return;
-    own_.sleepers.fetch_sub(1, std::memory_order_seq_cst);
+    doorbell_.sleepers.fetch_sub(1, std::memory_order_seq_cst);
     armed_ = false;
     if (links_ != nullptr) links_->take_over();
   }
 
-  RankControl& own_;
+  Doorbell& doorbell_;
   Links* const links_;
   const bool alone_;  // on this host
-  const int spins_;
+  const Patience patience_;
   int idle_ = 0;
   bool armed_ = false;
+  std::uint64_t awaits_ = 0;
   std::uint32_t seen_ = 0;
   Nanoseconds started_ = 0, idle_since_ = 0, next_check_ = 0, waited_ = 0;
 };

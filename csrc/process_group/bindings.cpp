@@ -169,7 +169,8 @@ void bind_settings(py::module_& m) {
   using Settings = Group::Settings;
   py::class_<Settings>(m, "Settings")
       .def(init_by_keywords<Settings>())
-      .def_property("spins", nullptr, engine_option(&Engine::Options::spins))
+      .def_property("patience", nullptr,
+                    [](Settings& s, std::pair<int, int> patience) { s.engine.patience = {patience.first, patience.second}; })
       .def_property("slices", nullptr, engine_option(&Engine::Options::slices))
       .def_property("least_slice_bytes", nullptr, engine_option(&Engine::Options::least_slice_bytes))
       .def_property("most_slice_bytes", nullptr, engine_option(&Engine::Options::most_slice_bytes))
@@ -294,7 +295,7 @@ void bind_reports(py::module_& m) {
           p = probe(cores);
         }
         using namespace py::literals;
-        return py::dict("hop"_a = p.hop, "turn"_a = p.turn, "copy_cached"_a = p.copy_cached,
+        return py::dict("hop"_a = p.hop, "turn"_a = p.turn, "wake"_a = p.wake, "copy_cached"_a = p.copy_cached,
                         "add_cached"_a = p.add_cached, "copy_memory"_a = p.copy_memory,
                         "copy_memory_all"_a = p.copy_memory_all, "add_memory_all"_a = p.add_memory_all,
                         "staging"_a = Probe::kStaging, "put"_a = p.put, "take"_a = p.take);

@@ -94,7 +94,7 @@ void CallLog::append(Entry& entry, at::TensorList tensors) {
   }
 }
 
-std::uint64_t CallLog::begin(const Call& call, at::TensorList inputs, at::TensorList outputs) {
+std::uint64_t CallLog::begin(const Call& call, at::TensorList inputs, at::TensorList outputs, bool starts) {
   const auto bytes_of = [](at::TensorList tensors) {
     std::uint64_t bytes = 0;
     for (const at::Tensor& t : tensors) bytes += static_cast<std::uint64_t>(t.numel()) * t.element_size();
@@ -119,7 +119,8 @@ std::uint64_t CallLog::begin(const Call& call, at::TensorList inputs, at::Tensor
   append(entry, outputs);
   entry.inputs = inputs.size();
   entry.begun = c10::getTime();
-  entry.started = entry.ended = 0;
+  entry.started = starts ? entry.begun : 0;
+  entry.ended = 0;
   entry.succeeded = false;
   entry.thread = thread_id();
   return id;

@@ -52,8 +52,9 @@ class CallLog {
     std::chrono::milliseconds timeout{0};
   };
 
-  // Each call is begun when it is made, started when its turn comes, and ended. Thread-safe. `begin` returns its id.
-  std::uint64_t begin(const Call& call, at::TensorList inputs, at::TensorList outputs);
+  // Each call is begun when it is made, started when its turn comes (`starts`: at once), and ended. Thread-safe.
+  // `begin` returns its id.
+  std::uint64_t begin(const Call& call, at::TensorList inputs, at::TensorList outputs, bool starts = false);
   void start(std::uint64_t id);
   void end(std::uint64_t id, c10d::OpType type, bool succeeded, const Tally& tally);
 

@@ -211,13 +211,15 @@ bool ProcessGroupRing::call_now(const Collective& collective, const at::Tensor& 
   const CallLog::Call listed = begin_call(collective);
   call.number = listed.sequence;
   CallLog& log = *shared_->log;
-  const std::uint64_t id = log.begin(listed, input, output);
+  CallQueue::Turn turn(shared_->queue);
+  const std::uint64_t id = log.begin(listed, input, output, turn.came());
   Tally tally;
   try {
-    shared_->queue.run([&] {
+    if (!turn.came()) {
+      turn.await();
       log.start(id);
-      tally = running_->engine->run(call, buffers);
-    });
+    }
+    tally = running_->engine->run(call, buffers);
   } catch (...) {
     log.end(id, collective.type, false, tally);
     shared_->completions.post([shared = shared_] { shared->work_failed(); });

@@ -22,10 +22,26 @@ namespace {
 
 using c10d::OpType;
 
-// The default group; None if there is none. Tests replace torch's `_world`, so it is looked up each time.
-py::object world() {
-  static const py::handle c10d = py::module_::import("torch.distributed.distributed_c10d").release();
-  return c10d.attr("_world").attr("default_pg");
+// The value of an attribute, whose name is made once.
+py::object get(py::handle object, PyObject* name) {
+  return py::reinterpret_steal<py::object>(PyObject_GetAttr(object.ptr(), name));
+}
+
+// The default group; None if there is none. Tests replace torch's `_world`, so it is looked up each time. Its attribute
+// `_default_pg` saves the call of the property `default_pg`, which is asked where torch has no such attribute.
+py::object default_group() {
+  static PyObject* const c10d = py::module_::import("torch.distributed.distributed_c10d").release().ptr();
+  static PyObject* const names[] = {PyUnicode_InternFromString("_world"), PyUnicode_InternFromString("_default_pg"),
+                                    PyUnicode_InternFromString("default_pg")};
+  const py::object world = get(c10d, names[0]);
+  if (!world) throw py::error_already_set();
+  py::object group = get(world, names[1]);
+  if (!group) {
+    PyErr_Clear();
+    group = get(world, names[2]);
+    if (!group) throw py::error_already_set();
+  }
+  return group;
 }
 
 // Whether `weak`, a weak reference, refers to `group`.
@@ -50,7 +66,7 @@ struct Latest {
 // group that has no backend of ours.
 c10::intrusive_ptr<ProcessGroupRing> backend_of(py::handle given) {
   static Latest& latest = *new Latest;  // not destroyed: Python may be gone by then
-  const py::object group = given.is_none() ? world() : py::reinterpret_borrow<py::object>(given);
+  const py::object group = given.is_none() ? default_group() : py::reinterpret_borrow<py::object>(given);
   if (refers_to(latest.group, group))
     if (auto backend = latest.backend.lock()) return backend;
   auto backend =
@@ -94,6 +110,9 @@ PyObject* call(Arguments args, const Collective& collective, const at::Tensor& o
 
 // The reduction that `given` stands for, if it is one without a factor.
 std::optional<c10d::ReduceOp> operation(PyObject* given) {
+  // What pybind11 makes of the default value stays the same object as long as torch is loaded.
+  static const py::object& sum = *new py::object(py::module_::import("torch.distributed").attr("ReduceOp").attr("SUM"));
+  if (given == sum.ptr()) return c10d::ReduceOp::SUM;
   if (!py::isinstance<c10d::ReduceOp::RedOpType>(given)) return std::nullopt;
   const auto type = py::handle(given).cast<c10d::ReduceOp::RedOpType>();
   return type == c10d::ReduceOp::PREMUL_SUM ? std::nullopt : std::optional<c10d::ReduceOp>(type);

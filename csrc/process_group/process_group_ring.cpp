@@ -31,7 +31,7 @@ ProcessGroupRing::ProcessGroupRing(std::shared_ptr<const Segment> segment, Setti
     : ProcessGroupRing(std::make_shared<SharedMemoryEngine>(segment, settings.engine), settings) {
   if (settings_.plans_for_root) running_->engine->ask_for_roots(settings_.plans_for_root);
   segment_ = segment;
-  shared_->mailbox = std::make_shared<Mailbox>(std::move(segment), settings_.engine.spins);
+  shared_->mailbox = std::make_shared<Mailbox>(std::move(segment), settings_.engine.patience);
 }
 
 ProcessGroupRing::ProcessGroupRing(std::shared_ptr<C10dPointToPoint> wire, int channels, Settings settings)
@@ -216,7 +216,7 @@ void ProcessGroupRing::monitoredBarrier(const c10d::BarrierOptions& opts, bool w
         "rank that was waited for");
   RECORD_FUNCTION("ringreduce:monitored_barrier", std::vector<c10::IValue>{});
   std::lock_guard lock(barrier_mutex_);
-  monitored_barrier(*segment_, settings_.engine.spins,
+  monitored_barrier(*segment_, settings_.engine.patience,
                     std::chrono::nanoseconds(timeout_or_default(opts.timeout)).count(), wait_all_ranks);
 }
 

@@ -22,8 +22,8 @@ void check(bool ok, const std::string& what) {
 
 Rank::Rank(std::shared_ptr<const Segment> its_segment, std::shared_ptr<Arena> its_arena)
     : segment(std::move(its_segment)),
-      engine(segment, {.spins = 20, .slices = 3, .least_slice_bytes = 128, .least_fetch_bytes = 256}),
-      mailbox(segment, 20),
+      engine(segment, {.patience = kPatience, .slices = 3, .least_slice_bytes = 128, .least_fetch_bytes = 256}),
+      mailbox(segment, kPatience),
       arena(std::move(its_arena)) {
   std::uint64_t digest = 1;
   for (const auto& plan : {one_shot, two_shot, ring, two_rings}) {

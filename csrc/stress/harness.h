@@ -23,6 +23,9 @@ inline int random_int(Random& random, int least, int most) {
   return std::uniform_int_distribution<int>(least, most)(random);
 }
 
+// Short, so that ranks often sleep.
+inline constexpr Patience kPatience{.looks = 20, .yields = 3};
+
 struct Rank {
   Rank(std::shared_ptr<const Segment> its_segment, std::shared_ptr<Arena> its_arena);
 

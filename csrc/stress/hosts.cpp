@@ -35,7 +35,7 @@ void collectives(const Layout& hosts, bool linked) {
       run_scripted(rank, hosts.size(), number);
       if (random_int(pause, 0, 49) == 0) std::this_thread::sleep_for(std::chrono::milliseconds(3));
     }
-    monitored_barrier(*rank.segment, 20, 20 * kSecond, true);
+    monitored_barrier(*rank.segment, kPatience, 20 * kSecond, true);
   });
   std::printf("%s: 300 calls\n", text(hosts).c_str());
 }

@@ -206,7 +206,7 @@ void Links::lost(int peer) {
   moved();
 }
 
-void Links::moved() { segment_.notify(segment_.rank()); }  // the other threads of this rank
+void Links::moved() { segment_.wake(segment_.rank()); }  // the other threads of this rank
 
 void Links::attend(bool woken) {
   if (woken) return tell(true);

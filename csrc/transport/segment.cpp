@@ -133,7 +133,7 @@ void Segment::leave() const {
   if (!first) return;
   if (opens_memory()) memory_.own->close();
   control(rank_).state.store(RankState::left, std::memory_order_seq_cst);
-  notify_all();
+  wake_all();
   if (!links_) return;
   links_->leave();
   // Called as a copy, since it may let go of the group, and of this object with it.
@@ -172,9 +172,9 @@ MessageHeader& Segment::message(int source, int destination, std::uint64_t seq) 
   return *reinterpret_cast<MessageHeader*>(region(source) + layout_.mailboxes + index * layout_.mailbox_slot);
 }
 
-void Segment::ring_doorbell(RankControl& control) {
-  control.doorbell.fetch_add(1, std::memory_order_seq_cst);
-  syscall(SYS_futex, &control.doorbell, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+void Segment::ring(Doorbell& doorbell) {
+  doorbell.rings.fetch_add(1, std::memory_order_seq_cst);
+  syscall(SYS_futex, &doorbell.rings, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
 std::byte* Segment::in_arena_of(int peer, std::uint64_t address, std::size_t bytes) const {
@@ -222,39 +222,44 @@ void Segment::close_memory() const {
     }
 }
 
-void Segment::notify_all() const {
+void Segment::wake(int rank) const {
+  for (Doorbell* doorbell : {&control(rank).for_calls, &control(rank).for_messages})
+    if (doorbell->sleepers.load(std::memory_order_seq_cst) != 0) ring(*doorbell);
+}
+
+void Segment::wake_all() const {
   for (int r = 0; r < size(); ++r)
-    if (r != rank_ && !elsewhere(r)) notify(r);
+    if (r != rank_ && !elsewhere(r)) wake(r);
 }
 
 void Segment::slot_filled(int reader, int channel, std::uint64_t seq, const SlotValue& value) const {
   if (elsewhere(reader)) return links_->slot_filled(reader, channel, seq, value);
-  notify(reader);
+  notify(control(reader).for_calls);
 }
 
 void Segment::slot_read(int writer, int channel, std::uint64_t seq) const {
   if (elsewhere(writer)) return links_->slot_read(writer, channel, seq);
-  notify(writer);
+  notify(control(writer).for_calls);
 }
 
 void Segment::message_filled(int reader, std::uint64_t seq) const {
   if (elsewhere(reader)) return links_->message_filled(reader, seq);
-  notify(reader);
+  notify(control(reader).for_messages);
 }
 
 void Segment::message_read(int writer, std::uint64_t seq) const {
   if (elsewhere(writer)) return links_->message_read(writer, seq);
-  notify(writer);
+  notify(control(writer).for_messages);
 }
 
 void Segment::control_changed() const {
-  notify_all();
+  wake_all();
   if (links_) links_->tell(true);
 }
 
-void sleep_on(const std::atomic<std::uint32_t>& doorbell, std::uint32_t seen, Nanoseconds timeout) {
+void sleep_on(const Doorbell& doorbell, std::uint32_t seen, Nanoseconds timeout) {
   timespec duration{.tv_sec = static_cast<time_t>(timeout / kSecond), .tv_nsec = static_cast<long>(timeout % kSecond)};
-  syscall(SYS_futex, &doorbell, FUTEX_WAIT, seen, &duration, nullptr, 0);
+  syscall(SYS_futex, &doorbell.rings, FUTEX_WAIT, seen, &duration, nullptr, 0);
 }
 
 std::string Segment::describe(int rank) const { return names_[static_cast<std::size_t>(rank)].describe(rank); }
@@ -301,8 +306,8 @@ void Segment::abort(const Error& error, int reporter) const {
   std::memcpy(record.message, error.what(), length);
   record.message[length] = '\0';
   record.state.store(2, std::memory_order_seq_cst);
-  notify_all();
-  notify(rank_);  // its other threads
+  wake_all();
+  wake(rank_);  // its other threads
   if (links_) links_->tell_soon();
 }
 

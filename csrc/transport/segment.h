@@ -120,10 +120,19 @@ enum class RankState : std::uint32_t { absent, live, left };
 
 inline constexpr std::size_t kCallHistory = 16;
 
-struct alignas(64) RankControl {
-  // Rung by peers (futex) when `sleepers` is not 0 and something was published or consumed.
-  std::atomic<std::uint32_t> doorbell;
+// What a rank sleeps on (futex) while it waits for others. Peers ring it when they have changed something that a
+// sleeper may wait for. To ring costs a system call, so whoever sleeps says for whom.
+struct alignas(64) Doorbell {
+  std::atomic<std::uint32_t> rings;
   std::atomic<std::uint32_t> sleepers;
+  std::atomic<std::uint64_t> awaits;  // bits of the ranks that the sleepers wait for (awaits_rank)
+};
+inline constexpr std::uint64_t kAwaitsAll = ~std::uint64_t{0};
+constexpr std::uint64_t awaits_rank(int rank) { return std::uint64_t{1} << (rank & 63); }
+
+struct alignas(64) RankControl {
+  Doorbell for_calls;     // where the thread that runs a call sleeps
+  Doorbell for_messages;  // where threads sleep that wait for messages
 
   alignas(64) std::atomic<RankState> state;
   std::atomic<std::uint64_t> entered;    // sequence number of the latest call that began; the first is 1
@@ -229,14 +238,17 @@ class Segment {
   // Lets no peer into this process any more. Returns when no write is under way.
   void close_memory() const;
 
-  // Tells `peer` that something changed, if it sleeps. The change must have been stored with seq_cst order: with the
-  // seq_cst order of `sleepers` and of the peer's last look, either this call sees the sleeper or the sleeper the
-  // change.
-  void notify(int peer) const {
-    RankControl& c = control(peer);
-    if (c.sleepers.load(std::memory_order_seq_cst) != 0) ring_doorbell(c);
+  // Wakes who sleeps on a peer's doorbell and waits for this rank. What it waits for must have been stored with seq_cst
+  // order: with the seq_cst order of `sleepers`, `awaits` and the sleeper's last look, either this call sees the
+  // sleeper or the sleeper the change.
+  void notify(Doorbell& doorbell) const {
+    if (doorbell.sleepers.load(std::memory_order_seq_cst) != 0 &&
+        (doorbell.awaits.load(std::memory_order_seq_cst) & awaits_rank(rank_)) != 0)
+      ring(doorbell);
   }
-  void notify_all() const;
+  // Wakes all that sleep in rank `rank`.
+  void wake(int rank) const;
+  void wake_all() const;
 
   // What a rank does with slots, having stored it in memory (the stamp, the acknowledgement) with seq_cst order: tells
   // the reader of a slot that it is filled, its writer that it has been read; the same for slots of mailboxes.
@@ -287,7 +299,7 @@ class Segment {
   // different ways here, so this must be longer than data needs from one host to another.
   static constexpr Nanoseconds kGrace = kSecond / 5;
 
-  static void ring_doorbell(RankControl& control);
+  static void ring(Doorbell& doorbell);
   void unmap();
   bool left(int rank) const { return control(rank).state.load(std::memory_order_acquire) == RankState::left; }
   void check_access(int peer, int error) const;
@@ -313,7 +325,7 @@ class Segment {
   std::unique_ptr<Links> links_;
 };
 
-// Sleeps until the doorbell is no longer `seen` or `timeout` has passed.
-void sleep_on(const std::atomic<std::uint32_t>& doorbell, std::uint32_t seen, Nanoseconds timeout);
+// Sleeps until the doorbell has been rung since `rings` was `seen`, or `timeout` has passed.
+void sleep_on(const Doorbell& doorbell, std::uint32_t seen, Nanoseconds timeout);
 
 }  // namespace ringreduce

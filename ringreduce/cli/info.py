@@ -102,6 +102,7 @@ def _figures(machine: Machine) -> Table:
     table.add_row("cache of a core", binary_size(machine.cache_bytes))
     table.add_row("a flag to another core", time_text(machine.hop))
     table.add_row("a core from rank to rank", time_text(machine.turn))
+    table.add_row("a core from rank to rank, by a wake-up", time_text(machine.wake))
     table.add_row("a rank looks before it yields", time_text(machine.patience))
     for name, seconds in (
         ("copy in cache", machine.copy_cached),

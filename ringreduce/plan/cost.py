@@ -50,6 +50,7 @@ LIMITS: Mapping[str, tuple[float, float]] = {
     "cache_bytes": (1, 2**40),
     "hop": (1e-9, 1e-2),
     "turn": (1e-8, 1.0),
+    "wake": (1e-8, 1.0),
     "patience": (1e-9, 1.0),
     "copy_cached": _SPEED,
     "add_cached": _SPEED,
@@ -76,6 +77,8 @@ class Machine:
     """From a store on one core to another core's seeing it."""
     turn: float
     """Of a core, from a rank that yields it to another one there."""
+    wake: float
+    """Of a core, from a rank that wakes a sleeping one there to that one."""
     patience: float
     """How long a rank that has to wait looks before it yields."""
     copy_cached: float

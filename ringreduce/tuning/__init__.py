@@ -14,6 +14,7 @@ from ringreduce.tuning.decision import (
     renew,
     rules_for,
     slicing_for,
+    yields,
 )
 from ringreduce.tuning.machine import Identity, identify
 from ringreduce.tuning.record import Cell, Measured, Tuning
@@ -33,4 +34,5 @@ __all__ = [
     "fetches",
     "rules_for",
     "slicing_for",
+    "yields",
 ]

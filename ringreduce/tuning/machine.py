@@ -57,6 +57,7 @@ def probe(cores: Collection[int]) -> Machine:
         {
             **figures,
             "turn": figures["turn"] * PROCESSES,
+            "wake": figures["wake"] * PROCESSES,
             "patience": SPINS_SHARING_CORES * LOOK,
             "cores": len(cores),
             "cache_bytes": _own_cache(cores),

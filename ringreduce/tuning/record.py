@@ -21,7 +21,7 @@ from ringreduce.config import cache_folder
 from ringreduce.plan import BUILDERS, Machine
 from ringreduce.tuning.machine import Identity
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ MACHINE = Machine(
     cache_bytes=HUGE,
     hop=100e-9,
     turn=2e-6,
+    wake=3e-6,
     patience=6e-6,
     copy_cached=0.02e-9,
     add_cached=0.03e-9,

@@ -55,6 +55,17 @@ def test_the_probe_finds_positive_figures() -> None:
         _C.probe([])
 
 
+@pytest.mark.parametrize(("turn", "wake", "yields"), [(2e-6, 3e-6, 45), (4e-3, 3e-6, 1), (1e-6, 1e-6, 30)])
+def test_ranks_that_share_a_core_yield_as_long_as_it_pays(
+    known: Tuning, tmp_path: Path, turn: float, wake: float, yields: int
+) -> None:
+    path = tmp_path / "tuning.json"
+    machine = dataclasses.replace(known.machine, turn=turn, wake=wake)
+    save(dataclasses.replace(known, machine=machine), path, replace=True)
+    assert tuning.yields(CORES, resolve(Options(tuning=str(path)), {})[0]) == yields
+    assert tuning.yields(CORES, resolve(Options(tuning="off"), {})[0]) == 0
+
+
 def test_a_file_comes_back_as_it_was_written(known: Tuning, tmp_path: Path) -> None:
     path = tmp_path / "new" / "folder" / "tuning.json"
     save(known, path, replace=False)
@@ -75,7 +86,7 @@ def test_a_writer_that_is_interrupted_leaves_the_old_file(
     save(known, path, replace=True)
 
     def interrupted(document: object, file: object, **_: object) -> None:
-        file.write('{"format": 1, ')  # type: ignore[attr-defined]
+        file.write('{"format": 2, ')  # type: ignore[attr-defined]
         raise KeyboardInterrupt
 
     monkeypatch.setattr(json, "dump", interrupted)
@@ -96,7 +107,7 @@ def test_a_file_of_another_user_is_not_read(known: Tuning, tmp_path: Path, monke
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d.update(format=2), "format is 2"),
+        (lambda d: d.update(format=1), "format is 1"),
         (lambda d: d.pop("machine"), "not a tuning file: KeyError"),
         (lambda d: d["machine"].update(hop="fast"), "hop is 'fast'"),
         (lambda d: d["machine"].update(turn=1e308), r"turn is 1e\+308; expected a number from 1e-08 to 1"),

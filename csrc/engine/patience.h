@@ -1,0 +1,13 @@
+// How long a waiting rank keeps its core. engine/wait.h has what comes of it.
+#pragma once
+
+#include <climits>
+
+namespace ringreduce {
+
+struct Patience {
+  int looks = 50;        // before it yields its core to other threads
+  int yields = INT_MAX;  // before it sleeps; after a millisecond it sleeps in any case
+};
+
+}  // namespace ringreduce
