@@ -169,8 +169,9 @@ void bind_settings(py::module_& m) {
   using Settings = Group::Settings;
   py::class_<Settings>(m, "Settings")
       .def(init_by_keywords<Settings>())
-      .def_property("patience", nullptr,
-                    [](Settings& s, std::pair<int, int> patience) { s.engine.patience = {patience.first, patience.second}; })
+      .def_property(
+          "patience", nullptr,
+          [](Settings& s, std::pair<int, int> patience) { s.engine.patience = {patience.first, patience.second}; })
       .def_property("slices", nullptr, engine_option(&Engine::Options::slices))
       .def_property("least_slice_bytes", nullptr, engine_option(&Engine::Options::least_slice_bytes))
       .def_property("most_slice_bytes", nullptr, engine_option(&Engine::Options::most_slice_bytes))
@@ -193,62 +194,54 @@ void bind_settings(py::module_& m) {
                     [](Settings& s, AskForRoot ask) { s.plans_for_root = asked_of(std::move(ask)); });
 }
 
-// What a rank has of its group's memory and hosts.
-struct Place {
-  int memfd = -1;
-  Geometry geometry;
-  int rank = 0;
-  std::vector<int> pidfds;
-  std::vector<std::pair<std::string, std::int64_t>> names;
-  std::shared_ptr<OpenMemory> memory;
-  std::vector<int> memory_threads;
-  bool lends_arena = false;
-  std::vector<int> arenas;
-  std::vector<bool> elsewhere;
-  std::function<void(int, double)> connect;
-  std::function<void()> disconnect;
+// The arguments of ProcessGroupRing().
+struct Members : Roster {
   Group::Settings settings;
 };
 
-std::vector<RankName> rank_names(const std::vector<std::pair<std::string, std::int64_t>>& names) {
+using Names = std::vector<std::pair<std::string, std::int64_t>>;
+
+std::vector<RankName> rank_names(const Names& names) {
   std::vector<RankName> all;
   for (const auto& [host, pid] : names) all.push_back({host, pid});
   return all;
 }
 
-c10::intrusive_ptr<Group> make_group(const py::kwargs& members) {
-  Place place = from_keywords<Place>(members);
-  Hosts hosts{std::move(place.elsewhere),
-              [connect = std::move(place.connect)](int peer, Nanoseconds timeout) {
-                with_python_errors(peer, [&] { connect(peer, seconds(timeout)); });
-              },
-              [disconnect = std::move(place.disconnect)] {
-                if (disconnect) without_errors(disconnect, "disconnect of a group");
-              }};
-  auto segment = std::make_shared<Segment>(
-      place.memfd, place.geometry, place.rank, std::move(place.pidfds), rank_names(place.names),
-      PeerMemory{std::move(place.memory), std::move(place.memory_threads),
-                 place.lends_arena ? Arena::of_process() : nullptr, std::move(place.arenas)},
-      std::move(hosts));
-  return c10::make_intrusive<Group>(std::move(segment), std::move(place.settings));
+c10::intrusive_ptr<Group> make_group(const py::kwargs& given) {
+  auto members = from_keywords<Members>(given);
+  return c10::make_intrusive<Group>(team_of(members), std::move(members.settings));
+}
+
+void bind_roster(py::module_& m) {
+  py::class_<Members>(m, "Members")
+      .def_readwrite("memfd", &Members::memfd)
+      .def_readwrite("geometry", &Members::geometry)
+      .def_readwrite("rank", &Members::rank)
+      .def_readwrite("pidfds", &Members::pidfds)
+      .def_property("names", nullptr, [](Members& members, const Names& names) { members.names = rank_names(names); })
+      .def_readwrite("memory", &Members::memory)
+      .def_readwrite("memory_threads", &Members::threads)
+      .def_property("lends_arena", nullptr,
+                    [](Members& members, bool lends) { members.arena = lends ? Arena::of_process() : nullptr; })
+      .def_readwrite("arenas", &Members::arenas)
+      .def_readwrite("elsewhere", &Members::elsewhere)
+      .def_property("connect", nullptr,
+                    [](Members& members, std::function<void(int, double)> connect) {
+                      members.connect = [connect = std::move(connect)](int peer, Nanoseconds timeout) {
+                        with_python_errors(peer, [&] { connect(peer, seconds(timeout)); });
+                      };
+                    })
+      .def_property("disconnect", nullptr,
+                    [](Members& members, std::function<void()> disconnect) {
+                      if (!disconnect) return;
+                      members.disconnect = [disconnect = std::move(disconnect)] {
+                        without_errors(disconnect, "disconnect of a group");
+                      };
+                    })
+      .def_readwrite("settings", &Members::settings);
 }
 
 void bind_group(py::module_& m) {
-  py::class_<Place>(m, "Place", "The arguments of ProcessGroupRing().")
-      .def_readwrite("memfd", &Place::memfd)
-      .def_readwrite("geometry", &Place::geometry)
-      .def_readwrite("rank", &Place::rank)
-      .def_readwrite("pidfds", &Place::pidfds)
-      .def_readwrite("names", &Place::names)
-      .def_readwrite("memory", &Place::memory)
-      .def_readwrite("memory_threads", &Place::memory_threads)
-      .def_readwrite("lends_arena", &Place::lends_arena)
-      .def_readwrite("arenas", &Place::arenas)
-      .def_readwrite("elsewhere", &Place::elsewhere)
-      .def_readwrite("connect", &Place::connect)
-      .def_readwrite("disconnect", &Place::disconnect)
-      .def_readwrite("settings", &Place::settings);
-
   const py::call_guard<py::gil_scoped_release> no_gil;
   py::class_<Group, c10::intrusive_ptr<Group>, c10d::Backend>(m, "ProcessGroupRing")
       .def(py::init(&make_group))
@@ -257,8 +250,8 @@ void bind_group(py::module_& m) {
       // Not a constructor, since pybind11 does not convert keyword-only arguments of overloads.
       .def_static(
           "over",
-          [](c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr<c10d::Store> store,
-             const std::vector<std::pair<std::string, std::int64_t>>& names, int channels, Group::Settings settings) {
+          [](c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr<c10d::Store> store, const Names& names,
+             int channels, Group::Settings settings) {
             auto wire = std::make_shared<C10dPointToPoint>(std::move(backend), std::move(store), rank_names(names));
             return c10::make_intrusive<Group>(std::move(wire), channels, std::move(settings));
           },
@@ -381,6 +374,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_direct_calls(m);
   bind_arena(m);
   bind_settings(m);
+  bind_roster(m);
   bind_group(m);
   bind_reports(m);
   bind_kernels(m);

@@ -9,8 +9,8 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
+#include "transport/fate.h"
 #include "transport/point_to_point.h"
-#include "transport/segment.h"
 
 namespace ringreduce {
 

@@ -27,11 +27,11 @@ struct LivingGroups {
 
 }  // namespace
 
-ProcessGroupRing::ProcessGroupRing(std::shared_ptr<const Segment> segment, Settings settings)
-    : ProcessGroupRing(std::make_shared<SharedMemoryEngine>(segment, settings.engine), settings) {
+ProcessGroupRing::ProcessGroupRing(std::shared_ptr<Team> team, Settings settings)
+    : ProcessGroupRing(std::make_shared<SharedMemoryEngine>(team, settings.engine), settings) {
   if (settings_.plans_for_root) running_->engine->ask_for_roots(settings_.plans_for_root);
-  segment_ = segment;
-  shared_->mailbox = std::make_shared<Mailbox>(std::move(segment), settings_.engine.patience);
+  team_ = team;
+  shared_->mailbox = std::make_shared<Mailbox>(std::move(team), settings_.engine.patience);
 }
 
 ProcessGroupRing::ProcessGroupRing(std::shared_ptr<C10dPointToPoint> wire, int channels, Settings settings)
@@ -65,7 +65,7 @@ void ProcessGroupRing::release_resources() {
   if (shared_->fork.forked()) return (void)running_.release();  // left alone, on purpose
   running_.reset();
   fusion_buffer_.clear();
-  segment_.reset();
+  team_.reset();
   shared_.reset();
 }
 
@@ -85,7 +85,7 @@ void ProcessGroupRing::shutdown() {
   if (shared_->mailbox)
     shared_->mailbox->stop(Error(ErrorKind::aborted, "the group was destroyed before the message was done"));
   shared_->completions.stop();
-  if (segment_) segment_->leave();
+  if (team_) team_->leave();
   auto& living = process_wide<LivingGroups>();
   std::lock_guard lock(living.mutex);
   living.groups.erase(this);
@@ -210,13 +210,13 @@ void ProcessGroupRing::waitForPendingWorks() {
 
 void ProcessGroupRing::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
   shared_->throw_if_forked();
-  if (!segment_)
+  if (!team_)
     invalid(
         "monitored_barrier: the group's ranks share no memory, which it needs; use barrier(), whose timeout names the "
         "rank that was waited for");
   RECORD_FUNCTION("ringreduce:monitored_barrier", std::vector<c10::IValue>{});
   std::lock_guard lock(barrier_mutex_);
-  monitored_barrier(*segment_, settings_.engine.patience,
+  monitored_barrier(*team_, settings_.engine.patience,
                     std::chrono::nanoseconds(timeout_or_default(opts.timeout)).count(), wait_all_ranks);
 }
 
@@ -236,16 +236,16 @@ CallLog::Call ProcessGroupRing::begin_call(const Collective& collective) {
 }
 
 void ProcessGroupRing::add_link(int peer, int socket, std::string path) {
-  if (!segment_ || peer < 0 || peer >= getSize() || !segment_->elsewhere(peer)) {
+  if (!team_ || peer < 0 || peer >= getSize() || !team_->elsewhere(peer)) {
     close(socket);
     invalid(c10::str("add_link: peer is ", peer, ", which is no rank of this group on another host"));
   }
-  segment_->links()->add(peer, socket, std::move(path));
+  team_->links()->add(peer, socket, std::move(path));
 }
 
 std::vector<Links::Counters> ProcessGroupRing::links() const {
-  if (!segment_ || segment_->links() == nullptr) return {};
-  return segment_->links()->counters();
+  if (!team_ || team_->links() == nullptr) return {};
+  return team_->links()->counters();
 }
 
 c10::intrusive_ptr<c10d::Backend> ProcessGroupRing::split(const c10::intrusive_ptr<c10d::Store>& /*store*/,

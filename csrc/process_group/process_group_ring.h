@@ -65,7 +65,7 @@ class ProcessGroupRing : public c10d::Backend {
   };
 
   // Of ranks that share memory.
-  ProcessGroupRing(std::shared_ptr<const Segment> segment, Settings settings);
+  ProcessGroupRing(std::shared_ptr<Team> team, Settings settings);
   // Of ranks that another backend joins, whose plans may have up to `channels` channels. Messages are that backend's
   // own; there is no memory to share, and no monitored barrier.
   ProcessGroupRing(std::shared_ptr<C10dPointToPoint> wire, int channels, Settings settings);
@@ -153,7 +153,7 @@ class ProcessGroupRing : public c10d::Backend {
   void release_resources() override;
 
   // Memory that collectives read in place instead of copying it first, from the process's arena.
-  bool supportsTensorAlloc(c10::DeviceIndex) override { return segment_ && segment_->arena() != nullptr; }
+  bool supportsTensorAlloc(c10::DeviceIndex) override { return team_ && team_->arena() != nullptr; }
   at::Tensor allocate(long size, const at::TensorOptions& options);
   // The same for DistributedDataParallel, which puts its buckets there. It reduces complex gradients as pairs of real
   // numbers, and makes that view of its own memory, but not of memory that it got here. So it gets the view.
@@ -219,7 +219,7 @@ class ProcessGroupRing : public c10d::Backend {
 
   const Settings settings_;
   std::shared_ptr<WorkSurroundings> shared_;
-  std::shared_ptr<const Segment> segment_;  // null where ranks share no memory
+  std::shared_ptr<Team> team_;  // null where ranks share no memory
   std::unique_ptr<Running> running_;
   std::atomic<std::chrono::milliseconds> timeout_;
   std::atomic<std::uint64_t> collectives_{0}, messages_{0};

@@ -35,7 +35,7 @@ void collectives(const Layout& hosts, bool linked) {
       run_scripted(rank, hosts.size(), number);
       if (random_int(pause, 0, 49) == 0) std::this_thread::sleep_for(std::chrono::milliseconds(3));
     }
-    monitored_barrier(*rank.segment, kPatience, 20 * kSecond, true);
+    monitored_barrier(*rank.team, kPatience, 20 * kSecond, true);
   });
   std::printf("%s: 300 calls\n", text(hosts).c_str());
 }
@@ -138,8 +138,8 @@ void lies(int rounds) {
     Rank& victim = *group.ranks[0];
     int ends[2];
     check(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, ends) == 0, "no sockets");
-    victim.segment->links()->take_over();
-    victim.segment->links()->add(1, ends[0], "a liar");
+    victim.team->links()->take_over();
+    victim.team->links()->add(1, ends[0], "a liar");
     bool broken = false;
     std::vector<std::byte> sent;
     std::array<std::uint64_t, 3> next{};  // of two channels and the mailbox
@@ -176,12 +176,12 @@ void lies(int rounds) {
             static_cast<std::byte>(random());
       if (random_int(random, 0, 200) == 0) sent.resize(sent.size() / 2);
       broken = write(ends[1], sent.data(), sent.size()) < 0;
-      while (victim.segment->links()->progress()) {
+      while (victim.team->links()->progress()) {
       }
-      broken |= !victim.segment->links()->lost().empty();
+      broken |= !victim.team->fate().gone().empty();
     }
     close(ends[1]);
-    victim.segment->links()->hand_over(false);
+    victim.team->links()->hand_over(false);
     try {  // whatever came, the rank's own calls end
       run_all_reduce(victim, 100, 20 * kMillisecond);
       check(false, "lies: a call with a liar ended well");

@@ -76,7 +76,7 @@ void Connections::add(int peer, int socket, std::string path) {
       const FrameHeader farewell{.kind = FrameHeader::kLeave};
       ::send(socket, &farewell, sizeof farewell, MSG_NOSIGNAL | MSG_DONTWAIT);
     }
-    if (stopping_ || !link.broken.empty()) return;
+    if (stopping_ || link.broken) return;
     // Not before: the thread calls the user, who may have been told of this object only by now.
     if (!driver_.joinable()) driver_ = start_thread([this] { drive(); });
     epoll_event event{.events = EPOLLIN, .data = {.u64 = number_of(peer, link.connections.size())}};
@@ -106,12 +106,12 @@ bool Connections::wait_for(int peer, Nanoseconds timeout) {
   std::unique_lock lock(mutex_);
   return added_.wait_for(lock, std::chrono::nanoseconds(timeout), [&] {
     const Link* link = find(peer);
-    return link != nullptr && (!link->connections.empty() || !link->broken.empty());
+    return link != nullptr && (!link->connections.empty() || link->broken);
   });
 }
 
 void Connections::enqueue(Link& link, Frame frame, bool first) {
-  if (closed_ || !link.broken.empty() || link.left || link.leaving) return;
+  if (closed_ || link.broken || link.left || link.leaving) return;
   ++unsent_;
   if (first)
     link.queue.push_front(std::move(frame));
@@ -172,7 +172,7 @@ void Connections::watch(int peer, const Link& link, std::size_t number, bool out
 // Hands the kernel what it takes; returns whether it took anything.
 bool Connections::flush(int peer, Link& link) {
   bool moved = false;
-  for (std::size_t i = 0; i < link.connections.size() && link.broken.empty(); ++i) {
+  for (std::size_t i = 0; i < link.connections.size() && !link.broken; ++i) {
     Connection& connection = *link.connections[i];
     if (!connection.is_open()) continue;
     const std::uint64_t before = connection.bytes_out();
@@ -265,10 +265,9 @@ void Connections::discard(Link& link) {
 }
 
 void Connections::break_link(int peer, Link& link, const std::string& why) {
-  if (!link.broken.empty()) return;
-  link.broken = why;
+  if (std::exchange(link.broken, true)) return;
   discard(link);
-  user_.lost(peer);
+  user_.lost(peer, why);
 }
 
 void Connections::doze() const {
@@ -278,12 +277,6 @@ void Connections::doze() const {
   }
   epoll_event event;
   epoll_wait(poll_, &event, 1, 1);
-}
-
-std::string Connections::reason(int peer) const {
-  std::lock_guard lock(mutex_);
-  const Link* link = find(peer);
-  return link == nullptr ? "" : link->broken;
 }
 
 std::string Connections::path(int peer) const {

@@ -35,8 +35,8 @@ class Connections {
    public:
     // The peer has said over every connection that it takes no further part.
     virtual void left(int peer) = 0;
-    // The peer is out of reach. reason() says why.
-    virtual void lost(int peer) = 0;
+    // The peer is out of reach: "connection reset by peer (10.0.0.1:5 -> 10.0.0.2:6)".
+    virtual void lost(int peer, const std::string& why) = 0;
     // Something has arrived, or more can be sent, for threads other than the one that found it.
     virtual void moved() = 0;
     // Called by the thread, which may call back: soon after wake() with `woken`, otherwise now and then while nobody
@@ -95,8 +95,6 @@ class Connections {
   // Has the thread call attend() at once. For callers that may be anywhere.
   void wake();
 
-  // Why the link to a peer broke: "connection reset by peer (10.0.0.1:5 -> 10.0.0.2:6)"; empty if it did not.
-  std::string reason(int peer) const;
   // How a peer is reached: "10.0.0.1:5 -> 10.0.0.2:6 via eth0"; empty if it is not.
   std::string path(int peer) const;
   std::vector<Counters> counters() const;
@@ -110,7 +108,7 @@ class Connections {
     std::vector<std::unique_ptr<Connection>> connections;
     std::deque<Frame> queue;
     std::vector<FrameHeader> held;
-    std::string broken;    // why; empty: it is not
+    bool broken = false;
     bool leaving = false;  // every connection is to say so, after all that it has to send
     bool left = false;     // the peer said so over every connection
   };

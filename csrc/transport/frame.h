@@ -13,7 +13,7 @@
 #include <string>
 
 #include "transport/connection.h"
-#include "transport/segment.h"
+#include "transport/region.h"
 
 namespace ringreduce {
 
@@ -34,12 +34,8 @@ struct FrameKind {
 struct ControlImage {
   std::uint64_t entered = 0, completed = 0, barriers_entered = 0, barriers_given_up = 0;
   std::int32_t waiting_for = -1, gpu_waiting_for = -1;
-  std::uint32_t waits = 0, gpu_waits = 0;  // 1: has said so lately
-  struct Record {
-    std::uint64_t seq, fingerprint, number, count, plan;
-    std::uint32_t operation, dtype, reduce_op;
-    std::int32_t root;
-  } calls[kCallHistory] = {};
+  std::uint32_t waits = 0, gpu_waits = 0;     // 1: has said so lately
+  CallHeader calls[CallHistory::kKept] = {};  // those with seq 0 stand for none
 };
 
 // The group's error, as it travels; the text follows, without a final zero.
@@ -47,6 +43,8 @@ struct ErrorImage {
   std::int32_t kind = 0, culprit = -1, reporter = -1;
   std::uint32_t reserved = 0;
 };
+
+inline constexpr std::size_t kErrorText = 2047;  // at most
 
 // The largest payload of any frame.
 std::size_t largest_payload(const Geometry& geometry);

@@ -22,33 +22,45 @@ Frame frame_of(std::uint32_t kind, std::span<const std::byte> image, std::span<c
 
 }  // namespace
 
-Links::Links(const Segment& segment, Connect connect)
-    : segment_(segment),
+Links::Links(int rank, const Layout& layout, Region own, Fate& fate, Connect connect)
+    : rank_(rank),
+      layout_(layout),
+      own_(own),
+      fate_(fate),
       connect_(std::move(connect)),
-      lost_(static_cast<std::size_t>(segment.size())),
-      told_error_(static_cast<std::size_t>(segment.size())),
+      mirrors_(layout.ranks),
+      told_error_(layout.ranks),
       connections_(*this) {}
+
+void Links::admit(int peer, Region mirror) { mirrors_[static_cast<std::size_t>(peer)] = mirror; }
+
+void Links::drop(int peer) {
+  std::lock_guard lock(telling_);  // or a frame could be sent to a peer that has just been dropped
+  connections_.drop(peer);
+  mirrors_[static_cast<std::size_t>(peer)] = Region();
+  told_error_[static_cast<std::size_t>(peer)] = false;
+}
 
 void Links::reach(std::span<const int> peers, Nanoseconds timeout) {
   const Nanoseconds deadline = now() + timeout;
   for (const int peer : peers) {
     // Both ends may need it now: the higher rank leaves it to the lower for a moment.
-    if (peer < segment_.rank()) connections_.wait_for(peer, kCourtesy);
+    if (peer < rank_) connections_.wait_for(peer, kCourtesy);
     if (!connections_.reaches(peer)) connect_(peer, deadline - now());
   }
   for (const int peer : peers)
     while (!connections_.wait_for(peer, kLook)) {
-      segment_.throw_if_aborted();
+      fate_.throw_if_aborted();
       if (now() >= deadline)
         throw Error(ErrorKind::timeout,
-                    segment_.describe(peer) + " did not connect to rank " + std::to_string(segment_.rank()) +
-                        " within " + in_seconds(timeout),
+                    fate_.describe(peer) + " did not connect to rank " + std::to_string(rank_) + " within " +
+                        in_seconds(timeout),
                     peer);
     }
 }
 
 void Links::slot_filled(int peer, int channel, std::uint64_t seq, const SlotValue& value) {
-  const SlotHeader& slot = segment_.slot(segment_.rank(), channel, seq);
+  const SlotHeader& slot = own_.slot(channel, seq);
   const bool packed = value.packed != nullptr;
   connections_.send(peer, {.header = {.kind = FrameKind::slot,
                                       .bytes = static_cast<std::uint32_t>(packed ? value.packed_bytes : slot.bytes),
@@ -63,7 +75,7 @@ void Links::slot_filled(int peer, int channel, std::uint64_t seq, const SlotValu
 }
 
 void Links::message_filled(int peer, std::uint64_t seq) {
-  MessageHeader& slot = segment_.message(segment_.rank(), peer, seq);
+  MessageHeader& slot = own_.message(peer, seq);
   connections_.send(peer, {.header = {.kind = FrameKind::message,
                                       .bytes = slot.bytes,
                                       .seq = seq,
@@ -75,7 +87,7 @@ void Links::message_filled(int peer, std::uint64_t seq) {
 
 void Links::slot_read(int peer, int channel, std::uint64_t seq) {
   connections_.hold(peer, {.kind = FrameKind::slot_read, .channel = static_cast<std::uint32_t>(channel), .seq = seq},
-                    std::max<std::size_t>(1, segment_.geometry().depth / 4));
+                    std::max<std::size_t>(1, layout_.depth / 4));
 }
 
 void Links::message_read(int peer, std::uint64_t seq) {
@@ -87,17 +99,16 @@ void Links::tell(bool at_once) {
   const Nanoseconds t = now();
   if (!at_once && t < next_tell_) return;
   next_tell_ = t + kTellEvery;
-  const ControlImage image = image_of(segment_.control(segment_.rank()));
-  const AbortRecord& record = segment_.abort_record();
-  const bool aborted = record.state.load(std::memory_order_acquire) == 2;
-  for (int peer = 0; peer < segment_.size(); ++peer) {
+  const ControlImage image = image_of(own_.control());
+  const AbortRecord* const record = fate_.error();
+  for (int peer = 0; peer < static_cast<int>(layout_.ranks); ++peer) {
     if (!connections_.reaches(peer)) continue;
     connections_.send(peer, frame_of(FrameKind::control, std::as_bytes(std::span(&image, 1))),
                       Connections::When::latest);
-    if (!aborted || told_error_[static_cast<std::size_t>(peer)]) continue;
+    if (record == nullptr || told_error_[static_cast<std::size_t>(peer)]) continue;
     told_error_[static_cast<std::size_t>(peer)] = true;
-    const ErrorImage error{.kind = record.kind, .culprit = record.culprit, .reporter = record.reporter};
-    const std::span text(record.message, strnlen(record.message, sizeof record.message - 1));
+    const ErrorImage error{.kind = record->kind, .culprit = record->culprit, .reporter = record->reporter};
+    const std::span text(record->message, strnlen(record->message, kErrorText));
     connections_.send(peer, frame_of(FrameKind::error, std::as_bytes(std::span(&error, 1)), std::as_bytes(text)),
                       Connections::When::first);
   }
@@ -105,7 +116,8 @@ void Links::tell(bool at_once) {
 
 // A slot may be filled when what it held has been given back, and given back when it has been filled.
 std::byte* Links::place_for(int peer, const FrameHeader& header, std::vector<std::byte>& aside) {
-  const int own = segment_.rank(), channel = static_cast<int>(header.channel);
+  const int channel = static_cast<int>(header.channel);
+  const Region& theirs = mirror(peer);
   const auto demand = [&](bool holds, const std::string& what) {
     if (!holds) throw Error(ErrorKind::mismatch, "it sent " + what, peer);
   };
@@ -113,29 +125,28 @@ std::byte* Links::place_for(int peer, const FrameHeader& header, std::vector<std
     aside.resize(header.bytes);
     return aside.data();
   };
-  const std::string wrong = objection(header, segment_.geometry());
+  demand(bool(theirs), "a frame before it was known here");
+  const std::string wrong = objection(header, layout_);
   demand(wrong.empty(), "a frame that is none: " + wrong);
   switch (header.kind) {
     case FrameKind::slot: {
-      SlotHeader& slot = segment_.slot(peer, channel, header.seq);
+      SlotHeader& slot = theirs.slot(channel, header.seq);
       const std::uint64_t held = slot.stamp.load(std::memory_order_relaxed);
-      demand(header.seq + 1 > held &&
-                 (held == 0 || segment_.acknowledgement(own, peer, channel, header.seq).load() >= held),
+      demand(header.seq + 1 > held && (held == 0 || own_.acknowledgement(peer, channel, header.seq).load() >= held),
              "a slot that had not been given back");
       return header.packing == Packing::none ? slot.payload() : put_aside();
     }
     case FrameKind::message: {
-      MessageHeader& slot = segment_.message(peer, own, header.seq);
+      MessageHeader& slot = theirs.message(rank_, header.seq);
       const std::uint64_t held = slot.stamp.load(std::memory_order_relaxed);
       demand(header.seq + 1 > held && slot.consumed.load() >= held, "a part of a message before there was room");
       return slot.payload();
     }
     case FrameKind::slot_read:
-      demand(segment_.slot(own, channel, header.seq).stamp.load() == header.seq + 1,
-             "back a slot that it did not have");
+      demand(own_.slot(channel, header.seq).stamp.load() == header.seq + 1, "back a slot that it did not have");
       return nullptr;
     case FrameKind::message_read:
-      demand(segment_.message(own, peer, header.seq).stamp.load() == header.seq + 1, "back what it did not have");
+      demand(own_.message(peer, header.seq).stamp.load() == header.seq + 1, "back what it did not have");
       return nullptr;
     case FrameKind::control:
     case FrameKind::error:
@@ -146,10 +157,11 @@ std::byte* Links::place_for(int peer, const FrameHeader& header, std::vector<std
 }
 
 void Links::deliver(int peer, const FrameHeader& header, const std::vector<std::byte>& aside) {
-  const int own = segment_.rank(), channel = static_cast<int>(header.channel);
+  const int channel = static_cast<int>(header.channel);
+  const Region& theirs = mirror(peer);
   switch (header.kind) {
     case FrameKind::slot: {
-      SlotHeader& slot = segment_.slot(peer, channel, header.seq);
+      SlotHeader& slot = theirs.slot(channel, header.seq);
       if (header.packing != Packing::none)
         unpack(header.packing, slot.payload(), aside.data(), header.total / sizeof(float));
       slot.fingerprint = header.tag;
@@ -160,7 +172,7 @@ void Links::deliver(int peer, const FrameHeader& header, const std::vector<std::
       break;
     }
     case FrameKind::message: {
-      MessageHeader& slot = segment_.message(peer, own, header.seq);
+      MessageHeader& slot = theirs.message(rank_, header.seq);
       slot.message_bytes = header.total;
       slot.bytes = header.bytes;
       slot.dtype = header.dtype;
@@ -169,15 +181,15 @@ void Links::deliver(int peer, const FrameHeader& header, const std::vector<std::
       break;
     }
     case FrameKind::slot_read:
-      segment_.acknowledgement(peer, own, channel, header.seq).store(header.seq + 1, std::memory_order_seq_cst);
+      theirs.acknowledgement(rank_, channel, header.seq).store(header.seq + 1, std::memory_order_seq_cst);
       break;
     case FrameKind::message_read:
-      segment_.message(own, peer, header.seq).consumed.store(header.seq + 1, std::memory_order_seq_cst);
+      own_.message(peer, header.seq).consumed.store(header.seq + 1, std::memory_order_seq_cst);
       break;
     case FrameKind::control: {
       ControlImage image;
       std::memcpy(&image, aside.data(), sizeof image);
-      store(image, segment_.control(peer));
+      store(image, theirs.control());
       break;
     }
     case FrameKind::error:
@@ -192,37 +204,31 @@ void Links::deliver_error(std::span<const std::byte> payload) {
   const auto text = payload.subspan(sizeof image);
   const bool known =
       image.kind >= static_cast<int>(ErrorKind::invalid_argument) && image.kind <= static_cast<int>(ErrorKind::system);
-  const auto rank_or_none = [&](std::int32_t rank) { return rank >= 0 && rank < segment_.size() ? rank : -1; };
-  segment_.abort(
-      Error(known ? static_cast<ErrorKind>(image.kind) : ErrorKind::system,
-            std::string(reinterpret_cast<const char*>(text.data()), text.size()), rank_or_none(image.culprit)),
-      rank_or_none(image.reporter));
+  const auto rank_or_none = [&](std::int32_t rank) {
+    return rank >= 0 && rank < static_cast<int>(layout_.ranks) ? rank : -1;
+  };
+  fate_.abort(Error(known ? static_cast<ErrorKind>(image.kind) : ErrorKind::system,
+                    std::string(reinterpret_cast<const char*>(text.data()), text.size()), rank_or_none(image.culprit)),
+              rank_or_none(image.reporter));
 }
 
-void Links::left(int peer) { segment_.control(peer).state.store(RankState::left, std::memory_order_seq_cst); }
+void Links::left(int peer) { mirror(peer).control().state.store(RankState::left, std::memory_order_seq_cst); }
 
-void Links::lost(int peer) {
-  lost_[static_cast<std::size_t>(peer)] = true;
+void Links::lost(int peer, const std::string& why) {
+  fate_.lost(peer, why);
   moved();
 }
 
-void Links::moved() { segment_.wake(segment_.rank()); }  // the other threads of this rank
+void Links::moved() { own_.control().wake(); }  // the other threads of this rank
 
 void Links::attend(bool woken) {
   if (woken) return tell(true);
   try {
     // It may be that no rank waits that could notice the death of this one's peer.
-    segment_.throw_if_over(0);
+    fate_.throw_if_over(0);
   } catch (const Error&) {
     tell();  // it may be the error of another rank of this host, whose peers need not be this one's
   }
-}
-
-std::vector<int> Links::lost() const {
-  std::vector<int> result;
-  for (int peer = 0; peer < segment_.size(); ++peer)
-    if (lost_[static_cast<std::size_t>(peer)]) result.push_back(peer);
-  return result;
 }
 
 void Links::leave() {

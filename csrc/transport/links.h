@@ -1,6 +1,6 @@
 // A rank's TCP links to ranks on other hosts.
 //
-// A rank cannot read the region of a peer on another host (segment.h), so it has a mirror of it: memory of its own, of
+// A rank cannot read the region of a peer on another host (region.h), so it has a mirror of it: memory of its own, of
 // the same layout. What the peer puts in its region for this rank comes over a link and is stored in the mirror,
 // payload before stamp, by the rules that hold for a region that is shared. Everything above (execution.h, mailbox.h)
 // reads mirrors and regions alike. A slot is given back by a frame instead of a store; until then its writer does not
@@ -9,7 +9,6 @@
 // How frames travel, and who moves them, is in connections.h.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <mutex>
@@ -19,6 +18,7 @@
 
 #include "core/clock.h"
 #include "transport/connections.h"
+#include "transport/fate.h"
 #include "transport/frame.h"
 
 namespace ringreduce {
@@ -30,9 +30,15 @@ class Links final : private Connections::User {
   using Connect = std::function<void(int peer, Nanoseconds timeout)>;
   using Counters = Connections::Counters;
 
-  // `segment`, which must outlive this object, holds the mirrors.
-  Links(const Segment& segment, Connect connect);
+  // Of the rank whose region `own` is. `fate`, which must outlive this object, hears of the group's error and of peers
+  // that are lost.
+  Links(int rank, const Layout& layout, Region own, Fate& fate, Connect connect);
   ~Links() { leave(); }
+
+  // From now on a peer may be connected; what it shows is kept in `mirror`.
+  void admit(int peer, Region mirror);
+  // Closes its connections, and touches its mirror no more.
+  void drop(int peer);
 
   // See Connections, which has these.
   void add(int peer, int socket, std::string path) { connections_.add(peer, socket, std::move(path)); }
@@ -43,7 +49,6 @@ class Links final : private Connections::User {
   void doze() const { connections_.doze(); }
   void take_over() { connections_.take_over(); }
   void hand_over(bool sleeps) { connections_.hand_over(sleeps); }
-  std::string reason(int peer) const { return connections_.reason(peer); }
   std::string path(int peer) const { return connections_.path(peer); }
   std::vector<Counters> counters() const { return connections_.counters(); }
 
@@ -63,9 +68,6 @@ class Links final : private Connections::User {
   // Has the thread do so. For callers that may be anywhere.
   void tell_soon() { connections_.wake(); }
 
-  // The peers whose link broke.
-  std::vector<int> lost() const;
-
   // Says goodbye to all peers and ends. Idempotent; from any thread, each of which returns when it is done.
   void leave();
 
@@ -73,17 +75,22 @@ class Links final : private Connections::User {
   std::byte* place_for(int peer, const FrameHeader& header, std::vector<std::byte>& aside) override;
   void deliver(int peer, const FrameHeader& header, const std::vector<std::byte>& aside) override;
   void left(int peer) override;
-  void lost(int peer) override;
+  void lost(int peer, const std::string& why) override;
   void moved() override;
   void attend(bool woken) override;
 
   void deliver_error(std::span<const std::byte> payload);
 
-  const Segment& segment_;
+  const Region& mirror(int peer) const { return mirrors_[static_cast<std::size_t>(peer)]; }
+
+  const int rank_;
+  const Layout& layout_;
+  const Region own_;
+  Fate& fate_;
   const Connect connect_;
-  std::vector<std::atomic<bool>> lost_;  // by rank
-  std::mutex telling_;                   // so that the latest control block is told last
-  std::vector<bool> told_error_;         // by rank
+  std::vector<Region> mirrors_;   // by rank
+  std::mutex telling_;            // so that the latest control block is told last
+  std::vector<char> told_error_;  // by rank
   Nanoseconds next_tell_ = 0;
   Connections connections_;  // last: its thread uses the rest
 };
