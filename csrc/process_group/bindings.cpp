@@ -134,26 +134,20 @@ void bind_arena(py::module_& m) {
 void* address(std::uintptr_t a) { return reinterpret_cast<void*>(a); }  // NOLINT(performance-no-int-to-ptr)
 
 void bind_transport(py::module_& m) {
-  py::class_<Links::Counters>(m, "LinkCounters")
-      .def_readonly("peer", &Links::Counters::peer)
-      .def_readonly("paths", &Links::Counters::paths)
-      .def_readonly("bytes_out", &Links::Counters::bytes_out)
-      .def_readonly("bytes_in", &Links::Counters::bytes_in)
-      .def_readonly("frames_out", &Links::Counters::frames_out)
-      .def_readonly("frames_in", &Links::Counters::frames_in)
+  using Counters = Links::Counters;
+  py::class_<Counters> counters(m, "LinkCounters");
+  bind_members(counters, "peer", &Counters::peer, "paths", &Counters::paths, "bytes_out", &Counters::bytes_out,
+               "bytes_in", &Counters::bytes_in, "frames_out", &Counters::frames_out, "frames_in", &Counters::frames_in,
+               "resent", &Counters::resent)
       .def_property_readonly("round_trip",
-                             [](const Links::Counters& self) { return 1e-9 * static_cast<double>(self.round_trip); })
-      .def_readonly("resent", &Links::Counters::resent);
+                             [](const Counters& self) { return 1e-9 * static_cast<double>(self.round_trip); });
 
-  py::class_<Geometry>(m, "Geometry")
-      .def(init_by_keywords<Geometry>())
-      .def_readwrite("ranks", &Geometry::ranks)
-      .def_readwrite("channels", &Geometry::channels)
-      .def_readwrite("depth", &Geometry::depth)
-      .def_readwrite("slot_bytes", &Geometry::slot_bytes)
-      .def_readwrite("mailbox_depth", &Geometry::mailbox_depth)
-      .def_readwrite("mailbox_slot_bytes", &Geometry::mailbox_slot_bytes)
-      .def("segment_bytes", &Geometry::segment_bytes);
+  using G = Geometry;
+  py::class_<G> geometry(m, "Geometry");
+  bind_members(geometry, "ranks", &G::ranks, "channels", &G::channels, "depth", &G::depth, "slot_bytes", &G::slot_bytes,
+               "mailbox_depth", &G::mailbox_depth, "mailbox_slot_bytes", &G::mailbox_slot_bytes)
+      .def(init_by_keywords<G>())
+      .def("segment_bytes", &G::segment_bytes);
 
   py::class_<OpenMemory, std::shared_ptr<OpenMemory>>(m, "OpenMemory")
       .def(py::init())
@@ -166,32 +160,26 @@ void bind_transport(py::module_& m) {
 }
 
 void bind_settings(py::module_& m) {
-  using Settings = Group::Settings;
-  py::class_<Settings>(m, "Settings")
-      .def(init_by_keywords<Settings>())
-      .def_property(
-          "patience", nullptr,
-          [](Settings& s, std::pair<int, int> patience) { s.engine.patience = {patience.first, patience.second}; })
+  using S = Group::Settings;
+  py::class_<S> settings(m, "Settings");
+  bind_members(settings, "name", &S::name, "global_ranks", &S::global_ranks, "recorded_calls", &S::recorded_calls,
+               "dump_when_broken", &S::dump_when_broken, "print_calls", &S::print_calls, "regroup", &S::regroup,
+               "join_gpus", &S::join_gpus, "topology", &S::topology)
+      .def(init_by_keywords<S>())
+      .def_property("patience", nullptr,
+                    [](S& s, std::pair<int, int> patience) { s.engine.patience = {patience.first, patience.second}; })
       .def_property("slices", nullptr, engine_option(&Engine::Options::slices))
       .def_property("least_slice_bytes", nullptr, engine_option(&Engine::Options::least_slice_bytes))
       .def_property("most_slice_bytes", nullptr, engine_option(&Engine::Options::most_slice_bytes))
       .def_property("least_fetch_bytes", nullptr, engine_option(&Engine::Options::least_fetch_bytes))
       .def_property("wire_dtype", nullptr,
-                    [](Settings& s, const std::string& dtype) { s.engine.packing = packing_named(dtype); })
+                    [](S& s, const std::string& dtype) { s.engine.packing = packing_named(dtype); })
       .def_property("timeout", nullptr,
-                    [](Settings& s, double seconds) {
+                    [](S& s, double seconds) {
                       s.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000));
                     })
-      .def_readwrite("name", &Settings::name)
-      .def_readwrite("global_ranks", &Settings::global_ranks)
-      .def_readwrite("recorded_calls", &Settings::recorded_calls)
-      .def_readwrite("dump_when_broken", &Settings::dump_when_broken)
-      .def_readwrite("print_calls", &Settings::print_calls)
-      .def_readwrite("regroup", &Settings::regroup)
-      .def_readwrite("join_gpus", &Settings::join_gpus)
-      .def_readwrite("topology", &Settings::topology)
       .def_property("plans_for_root", nullptr,
-                    [](Settings& s, AskForRoot ask) { s.plans_for_root = asked_of(std::move(ask)); });
+                    [](S& s, AskForRoot ask) { s.plans_for_root = asked_of(std::move(ask)); });
 }
 
 // The arguments of ProcessGroupRing().
@@ -213,32 +201,26 @@ c10::intrusive_ptr<Group> make_group(const py::kwargs& given) {
 }
 
 void bind_roster(py::module_& m) {
-  py::class_<Members>(m, "Members")
-      .def_readwrite("memfd", &Members::memfd)
-      .def_readwrite("geometry", &Members::geometry)
-      .def_readwrite("rank", &Members::rank)
-      .def_readwrite("pidfds", &Members::pidfds)
-      .def_property("names", nullptr, [](Members& members, const Names& names) { members.names = rank_names(names); })
-      .def_readwrite("memory", &Members::memory)
-      .def_readwrite("memory_threads", &Members::threads)
+  using M = Members;
+  py::class_<M> members(m, "Members");
+  bind_members(members, "memfd", &M::memfd, "geometry", &M::geometry, "rank", &M::rank, "pidfds", &M::pidfds, "memory",
+               &M::memory, "memory_threads", &M::threads, "arenas", &M::arenas, "elsewhere", &M::elsewhere, "settings",
+               &M::settings)
+      .def_property("names", nullptr, [](M& members, const Names& names) { members.names = rank_names(names); })
       .def_property("lends_arena", nullptr,
-                    [](Members& members, bool lends) { members.arena = lends ? Arena::of_process() : nullptr; })
-      .def_readwrite("arenas", &Members::arenas)
-      .def_readwrite("elsewhere", &Members::elsewhere)
+                    [](M& members, bool lends) { members.arena = lends ? Arena::of_process() : nullptr; })
       .def_property("connect", nullptr,
-                    [](Members& members, std::function<void(int, double)> connect) {
+                    [](M& members, std::function<void(int, double)> connect) {
                       members.connect = [connect = std::move(connect)](int peer, Nanoseconds timeout) {
                         with_python_errors(peer, [&] { connect(peer, seconds(timeout)); });
                       };
                     })
-      .def_property("disconnect", nullptr,
-                    [](Members& members, std::function<void()> disconnect) {
-                      if (!disconnect) return;
-                      members.disconnect = [disconnect = std::move(disconnect)] {
-                        without_errors(disconnect, "disconnect of a group");
-                      };
-                    })
-      .def_readwrite("settings", &Members::settings);
+      .def_property("disconnect", nullptr, [](M& members, std::function<void()> disconnect) {
+        if (!disconnect) return;
+        members.disconnect = [disconnect = std::move(disconnect)] {
+          without_errors(disconnect, "disconnect of a group");
+        };
+      });
 }
 
 void bind_group(py::module_& m) {

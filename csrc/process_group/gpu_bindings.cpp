@@ -113,22 +113,14 @@ std::shared_ptr<GpuEngine> nccl_engine(const py::kwargs& members) {
 }
 
 void bind_engines(py::module_& m) {
-  py::class_<Joined>(m, "JoinedGpus", "The arguments of peer_engine() and nccl_engine().")
-      .def_readwrite("host", &Joined::host)
-      .def_readwrite("device", &Joined::device)
-      .def_readwrite("images", &Joined::images)
-      .def_property("slices", nullptr, [](Joined& joined, int slices) { joined.options.slices = slices; })
+  using J = Joined;
+  py::class_<J> joined(m, "JoinedGpus");
+  bind_members(joined, "host", &J::host, "device", &J::device, "images", &J::images, "region", &J::region, "handles",
+               &J::handles, "shape", &J::shape, "steps", &J::steps, "ids", &J::ids, "communicator", &J::communicator,
+               "communicators", &J::communicators, "channels", &J::channels, "timeout", &J::timeout)
+      .def_property("slices", nullptr, [](J& joined, int slices) { joined.options.slices = slices; })
       .def_property("least_slice_bytes", nullptr,
-                    [](Joined& joined, std::size_t bytes) { joined.options.least_slice_bytes = bytes; })
-      .def_readwrite("region", &Joined::region)
-      .def_readwrite("handles", &Joined::handles)
-      .def_readwrite("shape", &Joined::shape)
-      .def_readwrite("steps", &Joined::steps)
-      .def_readwrite("ids", &Joined::ids)
-      .def_readwrite("communicator", &Joined::communicator)
-      .def_readwrite("communicators", &Joined::communicators)
-      .def_readwrite("channels", &Joined::channels)
-      .def_readwrite("timeout", &Joined::timeout);
+                    [](J& joined, std::size_t bytes) { joined.options.least_slice_bytes = bytes; });
   m.def("peer_engine", &peer_engine);
   m.def("nccl_engine", &nccl_engine);
 }

@@ -5,6 +5,16 @@
 
 namespace ringreduce {
 
+// Binds members by their names: bind_members(bound, "rank", &Roster::rank, "memfd", &Roster::memfd).
+template <class Bound>
+Bound& bind_members(Bound& bound) {
+  return bound;
+}
+template <class Bound, class Member, class... Rest>
+Bound& bind_members(Bound& bound, const char* name, Member member, Rest... rest) {
+  return bind_members(bound.def_readwrite(name, member), rest...);
+}
+
 // The struct with these members, which def_readwrite or def_property has bound. Another name is an AttributeError.
 template <class Struct>
 Struct from_keywords(const pybind11::kwargs& members) {

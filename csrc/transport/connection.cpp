@@ -98,7 +98,7 @@ bool Connection::take(std::deque<Frame>& queue, bool farewell) {
 void Connection::send(std::deque<Frame>& queue, bool farewell, std::atomic<std::uint64_t>& unsent) {
   while ((is_full() || take(queue, farewell)) && write_some()) {
     unsent.fetch_sub(this->unsent(), std::memory_order_release);
-    frames_out_ += sending_.size();
+    traffic_.frames_out += sending_.size();
     sending_.clear();
   }
 }
@@ -135,7 +135,7 @@ bool Connection::write_some() {
     throw failure();
   }
   sent_ += static_cast<std::size_t>(done);
-  bytes_out_ += static_cast<std::size_t>(done);
+  traffic_.bytes_out += static_cast<std::size_t>(done);
   return sent_ == whole;
 }
 
@@ -168,7 +168,7 @@ Connection::Received Connection::receive(int peer, FrameUser& user) {
     return Received::nothing;
   }
   const auto bytes = static_cast<std::size_t>(read);
-  bytes_in_ += bytes;
+  traffic_.bytes_in += bytes;
   const std::size_t direct = std::min(bytes, missing_);
   into_ += direct;
   missing_ -= direct;
@@ -200,7 +200,7 @@ void Connection::digest(int peer, FrameUser& user) {
     missing_ -= some;
     if (missing_ > 0) break;
     receiving_ = false;
-    ++frames_in_;
+    ++traffic_.frames_in;
     heard_leave_ |= header_.kind == FrameHeader::kLeave;
     user.deliver(peer, header_, aside_);
   }

@@ -62,6 +62,10 @@ class FrameUser {
   ~FrameUser() = default;
 };
 
+struct Traffic {
+  std::uint64_t bytes_out = 0, bytes_in = 0, frames_out = 0, frames_in = 0;
+};
+
 class Connection {
  public:
   enum class Received { nothing, something, end };
@@ -95,10 +99,7 @@ class Connection {
   Received receive(int peer, FrameUser& user);
   bool heard_leave() const { return heard_leave_; }
 
-  std::uint64_t bytes_out() const { return bytes_out_; }
-  std::uint64_t bytes_in() const { return bytes_in_; }
-  std::uint64_t frames_out() const { return frames_out_; }
-  std::uint64_t frames_in() const { return frames_in_; }
+  const Traffic& traffic() const { return traffic_; }
 
  private:
   bool take(std::deque<Frame>& queue, bool farewell);
@@ -108,7 +109,7 @@ class Connection {
 
   int socket_;
   const std::string path_;
-  std::uint64_t bytes_out_ = 0, bytes_in_ = 0, frames_out_ = 0, frames_in_ = 0;
+  Traffic traffic_;
   std::vector<Frame> sending_;  // frames it has taken
   std::size_t sent_ = 0;        // bytes of them
   bool said_leave_ = false, heard_leave_ = false;

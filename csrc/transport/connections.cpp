@@ -175,7 +175,7 @@ bool Connections::flush(int peer, Link& link) {
   for (std::size_t i = 0; i < link.connections.size() && !link.broken; ++i) {
     Connection& connection = *link.connections[i];
     if (!connection.is_open()) continue;
-    const std::uint64_t before = connection.bytes_out();
+    const std::uint64_t before = connection.traffic().bytes_out;
     const bool was_full = connection.is_full();
     try {
       connection.send(link.queue, link.leaving, unsent_);
@@ -184,7 +184,7 @@ bool Connections::flush(int peer, Link& link) {
       return true;
     }
     if (connection.is_full() != was_full) watch(peer, link, i, !was_full);
-    moved |= connection.bytes_out() != before;
+    moved |= connection.traffic().bytes_out != before;
   }
   return moved;
 }
@@ -292,13 +292,14 @@ std::vector<Connections::Counters> Connections::counters() const {
   std::vector<Counters> result;
   for (const auto& [peer, link] : links_) {
     if (link.connections.empty()) continue;
-    Counters& counters = result.emplace_back(Counters{.peer = peer, .paths = {}});
+    Counters& counters = result.emplace_back();
+    counters.peer = peer;
     for (const auto& connection : link.connections) {
       counters.paths.push_back(connection->path());
-      counters.bytes_out += connection->bytes_out();
-      counters.bytes_in += connection->bytes_in();
-      counters.frames_out += connection->frames_out();
-      counters.frames_in += connection->frames_in();
+      counters.bytes_out += connection->traffic().bytes_out;
+      counters.bytes_in += connection->traffic().bytes_in;
+      counters.frames_out += connection->traffic().frames_out;
+      counters.frames_in += connection->traffic().frames_in;
       ask_tcp(connection->socket(), counters);
     }
   }

@@ -47,12 +47,11 @@ class Connections {
     ~User() = default;
   };
 
-  struct Counters {
+  struct Counters : Traffic {
     int peer;
     std::vector<std::string> paths;  // of the connections
-    std::uint64_t bytes_out = 0, bytes_in = 0, frames_out = 0, frames_in = 0;
-    Nanoseconds round_trip = 0;  // as TCP finds it, of the slowest connection
-    std::uint64_t resent = 0;    // segments of TCP, of all connections
+    Nanoseconds round_trip = 0;      // as TCP finds it, of the slowest connection
+    std::uint64_t resent = 0;        // segments of TCP, of all connections
   };
 
   // `user` must outlive leave().
