@@ -32,7 +32,8 @@ def _knob(default: Any, parse: Any, help: str) -> Any:
 @dataclass(frozen=True)
 class Options:
     """Options of a group, for `pg_options` of `init_process_group` and `new_group`. Must be the same on all ranks
-    (but `tuning`, `topo_file` and `hosts_file`, of which rank 0's count).
+    (but `tuning`, `topo_file` and `hosts_file`, of which rank 0's count). `arena_bytes`, `arena_keep_bytes` and
+    `share_allocations` are about the process, which has one arena for all groups.
 
     A field left at None takes its RINGREDUCE_* variable, or else its default. Raises `InvalidArgument` for bad values.
     """

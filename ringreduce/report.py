@@ -21,7 +21,7 @@ class CallStats:
     waited: float
     """Seconds without anything to do, for want of other ranks. Waits of a few microseconds are not counted."""
     lent: int
-    """Bytes that other ranks read in place, from tensors made by `empty`."""
+    """Bytes that other ranks read in place, from shared tensors, and from others where the kernel lets them."""
 
 
 class GroupStats(dict[str, CallStats]):

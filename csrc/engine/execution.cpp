@@ -278,8 +278,8 @@ void Execution::shut_out_peers() {
 void Execution::check_memory() const {
   if (bound_.withdrawals() == team_.withdrawals() || bound_.still_shared()) return;
   throw Error(ErrorKind::system,
-              "a call in another group failed on a part of the same storage, which ranks share no more; use a storage "
-              "for each group",
+              "a call of another group failed on a tensor of the same storage, so ranks no longer share that storage; "
+              "give the tensors of each group a storage of their own",
               team_.rank());
 }
 

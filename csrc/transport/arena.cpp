@@ -214,11 +214,11 @@ std::byte* Arena::allocate(std::size_t bytes) {
 }
 
 std::byte* Arena::try_allocate(std::size_t bytes) {
-  if (fork_.forked() || bytes > options_.bytes) return nullptr;
-  const std::size_t wanted = round_up(std::max<std::size_t>(bytes, 1), kPage);
+  if (fork_.forked()) return nullptr;
+  const std::size_t wanted = round_up(std::clamp<std::size_t>(bytes, 1, options_.bytes), kPage);
   std::lock_guard lock(mutex_);
   if (!held_.empty()) recycle_what_no_child_reads();
-  const std::size_t offset = find(wanted);
+  const std::size_t offset = bytes <= options_.bytes ? find(wanted) : kNone;
   if (offset == kNone) {
     ++statistics_.refusals;
     return nullptr;

@@ -1,7 +1,7 @@
 """What is known of a machine, and the file that keeps it.
 
-One JSON file per machine, by default `$XDG_CACHE_HOME/ringreduce/<digest of the identity>.json`.  It is replaced as a
-whole or not at all, and a file of another user is not read, since what runs would be theirs to say.
+One JSON file per machine, by default `$XDG_CACHE_HOME/ringreduce/<digest of the identity>.<format>.json`.  It is
+replaced as a whole or not at all, and a file of another user is not read, since what runs would be theirs to say.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Tuning:
 
 def default_path(identity: Identity) -> Path:
     """Where the file of a machine is, if nobody said otherwise.  Raises OSError if there is no place for it."""
-    return cache_folder() / f"{identity.digest()}.json"
+    return cache_folder() / f"{identity.digest()}.{FORMAT}.json"
 
 
 def load(path: Path) -> Tuning:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -242,6 +243,41 @@ def ordinary_tensors(me: Rank) -> None:
         assert summed(large) >= 2 * MB and summed(torch.ones(MB)) >= 2 * MB
     assert large.eq(2).all()  # it outlives its groups
     del before  # which is older than the allocator
+
+
+def test_each_rank_decides_for_itself() -> None:
+    run(one_rank_shares, 3)
+
+
+def one_rank_shares(me: Rank) -> None:
+    with me.join(options=COPIED):
+        if me.rank == 1:
+            ringreduce.share_allocations()
+        tensor = torch.ones(MB)
+        assert shared(tensor) == (me.rank == 1)
+        assert (summed(tensor) > 0) == (me.rank == 1)
+        gathered = torch.zeros(me.size * MB)
+        ringreduce.all_gather_into_tensor(gathered, tensor)
+        assert gathered.eq(me.size).all()
+
+
+@pytest.mark.parametrize("limit", ["RLIMIT_AS", "RLIMIT_FSIZE"])
+def test_limits_of_the_process(limit: str) -> None:
+    run(limited, 1, limit)
+
+
+def limited(me: Rank, limit: str) -> None:
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    in_use = int(status["VmSize"].split()[0]) * 1024
+    kind = getattr(resource, limit)
+    resource.setrlimit(kind, (in_use + 1024 * MB if limit == "RLIMIT_AS" else 1024 * MB, resource.getrlimit(kind)[1]))
+    with pytest.raises(SystemFailure, match=r"RINGREDUCE_ARENA_BYTES lowers it"):
+        ringreduce.share_allocations()
+    with pytest.raises(SystemFailure, match=r"RINGREDUCE_ARENA_BYTES lowers it"), me.join():
+        pass
+    os.environ["RINGREDUCE_ARENA_BYTES"] = "64M"
+    ringreduce.share_allocations()
+    assert shared(torch.ones(MB))
 
 
 def test_what_torch_does_with_storages() -> None:
