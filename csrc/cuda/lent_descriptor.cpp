@@ -86,10 +86,6 @@ FileDescriptor listen_at(const std::string& name) {
 
 }  // namespace
 
-FileDescriptor::~FileDescriptor() {
-  if (fd_ >= 0) close(fd_);
-}
-
 LentDescriptor::LentDescriptor(const std::string& name, FileDescriptor lent)
     : lent_(std::move(lent)), listener_(listen_at(name)), thread_(new std::thread(start_thread([this] { serve(); }))) {}
 

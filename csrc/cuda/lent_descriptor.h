@@ -8,20 +8,10 @@
 #include <utility>
 
 #include "core/clock.h"
+#include "core/file_descriptor.h"
 #include "core/fork.h"
 
 namespace ringreduce::cuda {
-
-class FileDescriptor {
- public:
-  explicit FileDescriptor(int fd = -1) : fd_(fd) {}
-  FileDescriptor(FileDescriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  ~FileDescriptor();
-  int get() const { return fd_; }
-
- private:
-  int fd_;
-};
 
 // The owner's side: a thread gives copies to whoever asks, until this object is destroyed. A forked child leaves it
 // to its parent.

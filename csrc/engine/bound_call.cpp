@@ -38,9 +38,9 @@ bool BoundCall::same(const std::vector<Block>& known, const Tensors& tensors) {
   return true;
 }
 
-BoundCall::BoundCall(const Segment& segment, const Program& program, const Call& call, const Buffers& buffers,
+BoundCall::BoundCall(const Team& team, const Program& program, const Call& call, const Buffers& buffers,
                      const Settings& settings)
-    : segment_(&segment),
+    : team_(&team),
       program_(&program),
       call_(call),
       inputs_(blocks_of(buffers.input)),
@@ -50,14 +50,14 @@ BoundCall::BoundCall(const Segment& segment, const Program& program, const Call&
       packing_(packs(call, program) ? settings.packing : Packing::none),
       in_place_(inputs_.size() == 1 && outputs_.size() == 1 && inputs_[0].data == outputs_[0].data),
       scaled_(reduces(call.operation) && call.reduce_op == ReduceOp::premul_sum),
-      withdrawals_(segment.withdrawals()),  // before anybody asks what is in the arena
+      withdrawals_(team.withdrawals()),  // before anybody asks what is in the arena
       in_arena_(in_arena()) {
   std::size_t written = 0;
   for (const Block& block : outputs_) written += block.count * element_;
-  written *= static_cast<std::size_t>(segment.size());
+  written *= static_cast<std::size_t>(team.size());
   outgrows_caches_ = written >= kStreamed;
 
-  bool worth_fetching = segment.opens_memory();
+  bool worth_fetching = team.opens_memory();
   for (const ChannelProgram& channel : program.channels) {
     const std::size_t unit = unit_of(element_);
     const std::size_t largest =
@@ -69,25 +69,25 @@ BoundCall::BoundCall(const Segment& segment, const Program& program, const Call&
   }
   const bool combined = reduces(call.operation) && in_place_ && !scaled_;
   // Beyond the caches, ordinary loads and stores are faster than the kernel's.
-  const bool kernel_is_faster = combined ? segment.size() == 2 || written < kCopied : !outgrows_caches_;
+  const bool kernel_is_faster = combined ? team.size() == 2 || written < kCopied : !outgrows_caches_;
   fetched_ = worth_fetching && kernel_is_faster;
-  offers_ = combined && (fetched_ || segment.in_arena(outputs_[0].data, outputs_[0].count * element_));
+  offers_ = combined && (fetched_ || team.in_arena(outputs_[0].data, outputs_[0].count * element_));
 
   for (std::size_t c = 0; c < channels_.size(); ++c)
     for (const Step& step : program.channels[c].steps)
-      channels_[c].steps.push_back(bind(segment, program.channels[c], step));
+      channels_[c].steps.push_back(bind(team, program.channels[c], step));
 }
 
 bool BoundCall::serves(const Call& call, const Buffers& buffers) const {
   return call_.operation == call.operation && call_.dtype == call.dtype && call_.reduce_op == call.reduce_op &&
          call_.root == call.root && call_.count == call.count && call_.largest == call.largest &&
-         withdrawals_ == segment_->withdrawals() && same(inputs_, buffers.input) && same(outputs_, buffers.output);
+         withdrawals_ == team_->withdrawals() && same(inputs_, buffers.input) && same(outputs_, buffers.output);
 }
 
 std::vector<bool> BoundCall::in_arena() const {
   std::vector<bool> result;
   for (const std::vector<Block>* side : {&inputs_, &outputs_})
-    for (const Block& block : *side) result.push_back(segment_->in_arena(block.data, block.count * element_));
+    for (const Block& block : *side) result.push_back(team_->in_arena(block.data, block.count * element_));
   return result;
 }
 
@@ -102,7 +102,7 @@ Bytes BoundCall::chunk(const Block& block, const ChannelProgram& channel, const 
   return {block.data + range.begin * element_, range.size() * element_};
 }
 
-BoundStep BoundCall::bind(const Segment& segment, const ChannelProgram& channel, const Step& step) const {
+BoundStep BoundCall::bind(const Team& team, const ChannelProgram& channel, const Step& step) const {
   BoundStep bound;
   bound.step = &step;
   if (step.read != Read::none) {
@@ -111,24 +111,24 @@ BoundStep BoundCall::bind(const Segment& segment, const ChannelProgram& channel,
   }
   if (step.write_position >= 0)
     bound.output = chunk(outputs_[static_cast<std::size_t>(step.write_position)], channel, step);
-  for (const int peer : step.send) (segment.elsewhere(peer) ? bound.leaves : bound.stays) = true;
+  for (const int peer : step.send) (team.elsewhere(peer) ? bound.leaves : bound.stays) = true;
   bound.scaled = scaled_ && step.read == Read::input;
-  if (step.completes && call_.reduce_op == ReduceOp::avg) bound.divisor = segment.size();
+  if (step.completes && call_.reduce_op == ReduceOp::avg) bound.divisor = team.size();
   if (step.returned && offers_)  // a peer on another host cannot write here
-    bound.returned = !segment.elsewhere(step.recv.empty() ? step.send[0] : step.recv[0].peer);
-  if (!step.send.empty()) lend(segment, bound);
+    bound.returned = !team.elsewhere(step.recv.empty() ? step.send[0] : step.recv[0].peer);
+  if (!step.send.empty()) lend(team, bound);
   const bool moves = step.write_position >= 0 && bound.output.data != bound.local.data;
   bound.streamed = outgrows_caches_ && moves && bound.lends != BoundStep::Lends::output;
   return bound;
 }
 
 // Decides whether what the step sends is lent, and where its receivers find it.
-void BoundCall::lend(const Segment& segment, BoundStep& bound) const {
+void BoundCall::lend(const Team& team, BoundStep& bound) const {
   const Step& step = *bound.step;
   const auto can_lend = [&](const Bytes& bytes) {
     // What only leaves this host is sent from where it lies. The kernel would copy for each of several readers, so
     // they read one copy in a slot instead.
-    return !bound.stays || segment.in_arena(bytes.data, bytes.size) || (fetched_ && step.send.size() == 1);
+    return !bound.stays || team.in_arena(bytes.data, bytes.size) || (fetched_ && step.send.size() == 1);
   };
   const bool writes = step.write_position >= 0;
   const bool unchanged = step.recv.empty() && !bound.scaled;  // what is sent is what was read
@@ -141,7 +141,7 @@ void BoundCall::lend(const Segment& segment, BoundStep& bound) const {
     bound.lends = BoundStep::Lends::output;
   if (bound.lends == BoundStep::Lends::nothing) return;
   const Bytes& lent = bound.lends == BoundStep::Lends::local ? bound.local : bound.output;
-  bound.place = segment.in_arena(lent.data, lent.size) ? Place::arena : Place::process;
+  bound.place = team.in_arena(lent.data, lent.size) ? Place::arena : Place::process;
 }
 
 bool BoundCall::overlaps_output(const Bytes& bytes) const {

@@ -19,7 +19,7 @@
 
 #include "engine/engine.h"
 #include "engine/program.h"
-#include "transport/segment.h"
+#include "transport/team.h"
 
 namespace ringreduce {
 
@@ -64,8 +64,8 @@ class BoundCall {
     Packing packing = Packing::none;       // of what goes to other hosts, where the call and the plan allow it
   };
 
-  // `segment` and `program` must outlive this object.
-  BoundCall(const Segment& segment, const Program& program, const Call& call, const Buffers& buffers,
+  // `team` and `program` must outlive this object.
+  BoundCall(const Team& team, const Program& program, const Call& call, const Buffers& buffers,
             const Settings& settings);
 
   // Whether this is what the constructor would make of that call on those tensors.
@@ -77,7 +77,7 @@ class BoundCall {
   Packing packing() const { return packing_; }
   // Whether anything may be lent from outside of the arena.
   bool opens_memory() const { return fetched_; }
-  // Segment::withdrawals() when it was bound, and whether all that was in the arena then still is.
+  // Team::withdrawals() when it was bound, and whether all that was in the arena then still is.
   std::uint64_t withdrawals() const { return withdrawals_; }
   bool still_shared() const;
   // Whether all ranks' outputs together are too large for the caches.
@@ -95,14 +95,14 @@ class BoundCall {
   static std::vector<Block> blocks_of(const Tensors& tensors);
   static bool same(const std::vector<Block>& known, const Tensors& tensors);
 
-  BoundStep bind(const Segment& segment, const ChannelProgram& channel, const Step& step) const;
-  void lend(const Segment& segment, BoundStep& bound) const;
+  BoundStep bind(const Team& team, const ChannelProgram& channel, const Step& step) const;
+  void lend(const Team& team, BoundStep& bound) const;
   Bytes chunk(const Block& block, const ChannelProgram& channel, const Step& step) const;
   bool overlaps_output(const Bytes& bytes) const;
 
   std::vector<bool> in_arena() const;
 
-  const Segment* segment_;
+  const Team* team_;
   const Program* program_;
   Call call_;
   std::vector<Block> inputs_, outputs_;

@@ -31,8 +31,8 @@ std::string title(const Call& call, std::uint64_t seq) {
 }
 
 CallHeader header_of(const Call& call, std::uint64_t seq, std::uint64_t plan_digest) {
-  return {.fingerprint = fingerprint(call, seq, plan_digest),
-          .seq = seq,
+  return {.seq = seq,
+          .fingerprint = fingerprint(call, seq, plan_digest),
           .number = call.number == 0 ? seq : call.number,
           .count = call.count,
           .plan = plan_digest,
@@ -58,52 +58,27 @@ std::string describe(const CallHeader& header) {
   return text + ", plan=" + digest + ")";
 }
 
-void record(RankControl& own, const Call& call, std::uint64_t seq, std::uint64_t fingerprint,
-            std::uint64_t plan_digest) {
-  constexpr auto relaxed = std::memory_order_relaxed;
-  CallRecord& r = own.calls[seq % kCallHistory];
-  r.seq.store(0, relaxed);
-  // Release: a reader that sees any of the new fields sees the 0 when it looks at `seq` again.
-  r.fingerprint.store(fingerprint, std::memory_order_release);
-  r.number.store(call.number == 0 ? seq : call.number, std::memory_order_release);
-  r.count.store(call.count, std::memory_order_release);
-  r.plan.store(plan_digest, std::memory_order_release);
-  r.operation.store(static_cast<std::uint32_t>(call.title()), std::memory_order_release);
-  r.dtype.store(static_cast<std::uint32_t>(call.dtype), std::memory_order_release);
-  r.reduce_op.store(static_cast<std::uint32_t>(call.reduce_op), std::memory_order_release);
-  r.root.store(call.root, std::memory_order_release);
-  r.seq.store(seq, std::memory_order_release);
-  own.entered.store(seq, std::memory_order_release);
+void record(RankControl& own, const CallHeader& call) {
+  own.calls.add(call);
+  own.entered.store(call.seq, std::memory_order_release);
 }
 
 bool differs(const RankControl& peer, std::uint64_t seq, std::uint64_t fingerprint) {
-  const CallRecord& r = peer.calls[seq % kCallHistory];
-  if (r.seq.load(std::memory_order_acquire) != seq) return false;
-  const std::uint64_t theirs = r.fingerprint.load(std::memory_order_acquire);
-  return theirs != fingerprint && r.seq.load(std::memory_order_relaxed) == seq;
+  const auto theirs = peer.calls.find(seq);
+  return theirs && theirs->fingerprint != fingerprint;
 }
 
 std::uint64_t number_of_call(const RankControl& rank, std::uint64_t seq) {
-  const CallRecord& r = rank.calls[seq % kCallHistory];
-  const bool known = r.seq.load(std::memory_order_acquire) == seq;
-  const std::uint64_t number = r.number.load(std::memory_order_acquire);
-  return known && r.seq.load(std::memory_order_relaxed) == seq ? number : seq;
+  const auto call = rank.calls.find(seq);
+  return call ? call->number : seq;
 }
 
 std::string describe_call(const RankControl& rank, std::uint64_t seq) {
-  constexpr auto acquire = std::memory_order_acquire;
-  const CallRecord& r = rank.calls[seq % kCallHistory];
-  const bool known = r.seq.load(acquire) == seq;
-  CallHeader header{};
-  header.count = r.count.load(acquire);
-  header.plan = r.plan.load(acquire);
-  header.operation = r.operation.load(acquire);
-  header.dtype = r.dtype.load(acquire);
-  header.reduce_op = r.reduce_op.load(acquire);
-  header.root = r.root.load(acquire);
-  const std::string text = known && r.seq.load(std::memory_order_relaxed) == seq ? describe(header) : "";
+  const auto call = rank.calls.find(seq);
+  const std::string text = call ? describe(*call) : "";
   if (!text.empty()) return text;
-  return "a call that is no longer recorded (it is at call " + std::to_string(rank.entered.load(acquire)) + ")";
+  return "a call that is no longer recorded (it is at call " +
+         std::to_string(rank.entered.load(std::memory_order_acquire)) + ")";
 }
 
 }  // namespace ringreduce

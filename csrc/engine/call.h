@@ -8,9 +8,10 @@
 #include <string>
 #include <string_view>
 
+#include "core/call_header.h"
 #include "core/clock.h"
 #include "core/types.h"
-#include "transport/segment.h"
+#include "transport/region.h"
 
 namespace ringreduce {
 
@@ -70,19 +71,13 @@ std::uint64_t mix(std::uint64_t hash, std::uint64_t value);
 // "all_reduce seq 7"
 std::string title(const Call& call, std::uint64_t seq);
 
-// What peers tell one another of a call.
-struct CallHeader {
-  std::uint64_t fingerprint, seq, number, count, plan;
-  std::uint32_t operation, dtype, reduce_op;
-  std::int32_t root;
-};
+// What peers tell one another of it.
 CallHeader header_of(const Call& call, std::uint64_t seq, std::uint64_t plan_digest);
 // "all_reduce(count=1024, dtype=float32, op=sum, plan=1f0c22d1)"; empty if this is no header.
 std::string describe(const CallHeader& header);
 
 // Writes the call to this rank's history, where peers look when they suspect a mismatch.
-void record(RankControl& own, const Call& call, std::uint64_t seq, std::uint64_t fingerprint,
-            std::uint64_t plan_digest);
+void record(RankControl& own, const CallHeader& call);
 
 // Whether `peer` is known to have made, as its call number `seq`, another call than the one with `fingerprint`.
 bool differs(const RankControl& peer, std::uint64_t seq, std::uint64_t fingerprint);

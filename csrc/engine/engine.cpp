@@ -20,13 +20,13 @@ Engine::Engine(int rank, int size, int channels, const Options& options, std::si
       most_slice_bytes_(most_slice_bytes),
       choices_(kOperationNames.size()) {}
 
-int Engine::add_plan(Operation operation, std::vector<std::int32_t> lowered, std::uint64_t digest) {
-  const auto same = std::find_if(plans_.begin(), plans_.end(), [&](const Plan& plan) {
-    return plan.operation == operation && plan.digest == digest && plan.lowered == lowered;
+int Engine::add_plan(LoweredPlan plan) {
+  const auto same = std::find_if(plans_.begin(), plans_.end(), [&](const LoweredPlan& known) {
+    return known.operation == plan.operation && known.digest == plan.digest && known.words == plan.words;
   });
   if (same != plans_.end()) return static_cast<int>(same - plans_.begin());
-  bind(operation, lowered, digest, size_, rank_, 0, channels_);  // throws if it is malformed
-  plans_.push_back({operation, std::move(lowered), digest});
+  ringreduce::program_of(plan, {.rank = rank_, .size = size_, .channels = channels_});  // throws if it is malformed
+  plans_.push_back(std::move(plan));
   return static_cast<int>(plans_.size()) - 1;
 }
 
@@ -47,8 +47,8 @@ const Engine::Choices& Engine::choices_for(Operation operation, int root) {
   auto found = choices_for_root_.find({operation, root});
   if (found == choices_for_root_.end()) {
     Choices choices;
-    for (RootedPlan& plan : plans_for_root_(operation, root))
-      choices[plan.most_bytes] = {add_plan(operation, std::move(plan.lowered), plan.digest), plan.slice_bytes};
+    for (PlanFor& each : plans_for_root_(operation, root))
+      choices[each.most_bytes] = {add_plan(std::move(each.plan)), each.slice_bytes};
     found = choices_for_root_.emplace(std::pair{operation, root}, std::move(choices)).first;
   }
   return found->second.empty() ? usual : found->second;
@@ -72,8 +72,8 @@ const Program& Engine::program_for(const Call& call, int plan) {
 }
 
 Program Engine::program_of(int rank, const Call& call, int plan) const {
-  const Plan& p = plans_[static_cast<std::size_t>(plan)];
-  return bind(p.operation, p.lowered, p.digest, size_, rank, call.root, channels_);
+  return ringreduce::program_of(plans_[static_cast<std::size_t>(plan)],
+                                {.rank = rank, .size = size_, .root = call.root, .channels = channels_});
 }
 
 // A multiple of a cache line, at most a slot.

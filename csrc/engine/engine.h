@@ -66,9 +66,8 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // Adds a plan for `operation`, as ringreduce.plan.lower gives it, and returns its number: the old one, if the engine
-  // has it already. It must be the same on all ranks.
-  int add_plan(Operation operation, std::vector<std::int32_t> lowered, std::uint64_t digest);
+  // Adds a plan and returns its number: the old one, if the engine has it already. It must be the same on all ranks.
+  int add_plan(LoweredPlan plan);
 
   // From now on calls of `operation` over up to `most_bytes` (of a block) use plan number `plan`; what was chosen for
   // larger ones stays. `slice_bytes`: how large their slices are, down to a multiple of 64 and at most a slot; 0: by
@@ -79,14 +78,16 @@ class Engine {
   // for the call's dtype.
   static void check(const Call& call, int size);
 
-  // A plan that is for one root only, where ranks are not all alike; as for add_plan() and choose().
-  struct RootedPlan {
-    std::vector<std::int32_t> lowered;
-    std::uint64_t digest;
+  // A plan for calls up to a size, as for choose().
+  struct PlanFor {
+    LoweredPlan plan;
     std::uint64_t most_bytes;
-    std::size_t slice_bytes;
+    std::size_t slice_bytes = 0;
   };
-  using PlansForRoot = std::function<std::vector<RootedPlan>(Operation operation, int root)>;
+  void add(const PlanFor& each) { choose(each.plan.operation, each.most_bytes, add_plan(each.plan), each.slice_bytes); }
+
+  // Plans that are for one root only, where ranks are not all alike.
+  using PlansForRoot = std::function<std::vector<PlanFor>(Operation operation, int root)>;
   // From now on the first call of a rooted operation with a root asks for its plans; if it gets any, they serve such
   // calls instead of what choose() chose. To be called before any call.
   void ask_for_roots(PlansForRoot plans_for_root) { plans_for_root_ = std::move(plans_for_root); }
@@ -141,16 +142,10 @@ class Engine {
   using Choices = std::map<std::uint64_t, Choice>;  // by most_bytes
   const Choices& choices_for(Operation operation, int root);
 
-  struct Plan {
-    Operation operation;
-    std::vector<std::int32_t> lowered;
-    std::uint64_t digest;
-  };
-
   const int rank_, size_, channels_;
   const Options options_;
   const std::size_t most_slice_bytes_;
-  std::vector<Plan> plans_;
+  std::vector<LoweredPlan> plans_;
   std::vector<Choices> choices_;                                   // per operation
   std::map<std::pair<Operation, int>, Choices> choices_for_root_;  // those that were asked for
   PlansForRoot plans_for_root_;

@@ -53,27 +53,26 @@ Timetable::Timetable(const Program& program) {
   }
 }
 
-Exchange::Exchange(PointToPoint& wire, Device& device, const Program& program, const Timetable& timetable,
-                   const Call& call, const Buffers& buffers, std::size_t slice_bytes, Channels channels)
+Exchange::Exchange(PointToPoint& wire, Device& device, const BoundProgram& part, Channels channels)
     : wire_(wire),
       device_(device),
-      program_(program),
-      timetable_(timetable),
-      call_(call),
-      buffers_(buffers),
-      element_(size_of(call.dtype)),
-      slice_size_(slice_bytes / element_),
-      scaled_(reduces(call.operation) && call.reduce_op == ReduceOp::premul_sum) {
-  rounds_.resize(program.channels.size());
+      program_(part.program),
+      timetable_(part.timetable),
+      call_(part.call),
+      buffers_(part.buffers),
+      element_(size_of(call_.dtype)),
+      slice_size_(part.slice_bytes / element_),
+      scaled_(reduces(call_.operation) && call_.reduce_op == ReduceOp::premul_sum) {
+  rounds_.resize(program_.channels.size());
   for (std::size_t c = channels.first; c < rounds_.size(); c += channels.every) {
-    const ChannelProgram& channel = program.channels[c];
+    const ChannelProgram& channel = program_.channels[c];
     const std::size_t unit = unit_of(element_);
-    const std::size_t chunk = largest_chunk(stripe(call.largest, channel.share, unit), channel.chunks, unit);
+    const std::size_t chunk = largest_chunk(stripe(call_.largest, channel.share, unit), channel.chunks, unit);
     rounds_[c] = ceil_div(chunk, slice_size_);
     if (rounds_[c] > 0) last_ = std::max(last_, rounds_[c] + channel.phases - 1);
   }
-  arrived_.resize(timetable.phases * program.sources.size());
-  device_.resize(slice_bytes);
+  arrived_.resize(timetable_.phases * program_.sources.size());
+  device_.resize(part.slice_bytes);
 }
 
 Exchange::~Exchange() {

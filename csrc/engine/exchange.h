@@ -66,6 +66,15 @@ struct Timetable {
   std::size_t phases = 0;  // of the channel that has the most
 };
 
+// A rank's part of a call.
+struct BoundProgram {
+  const Program& program;
+  const Timetable& timetable;  // the program's
+  const Call& call;
+  const Buffers& buffers;
+  std::size_t slice_bytes;  // a multiple of 64
+};
+
 // Some of a program's channels: first, first + every, ... Those of several exchanges, each with a wire and a device of
 // its own, may run at the same time. All ranks must divide them alike.
 struct Channels {
@@ -74,9 +83,8 @@ struct Channels {
 
 class Exchange {
  public:
-  // The arguments must outlive this object. `slice_bytes` is a multiple of 64.
-  Exchange(PointToPoint& wire, Device& device, const Program& program, const Timetable& timetable, const Call& call,
-           const Buffers& buffers, std::size_t slice_bytes, Channels channels = {});
+  // What the arguments refer to must outlive this object.
+  Exchange(PointToPoint& wire, Device& device, const BoundProgram& part, Channels channels = {});
   ~Exchange();
 
   // Returns when this rank's part of the call is done. Throws what PointToPoint::exchange throws.

@@ -28,9 +28,9 @@ constexpr std::size_t kStreamedTile = std::size_t{128} << 10;
 
 }  // namespace
 
-Execution::Execution(const Segment& segment, const BoundCall& bound, Workspace& workspace, const Call& call,
+Execution::Execution(Team& team, const BoundCall& bound, Workspace& workspace, const Call& call,
                      std::uint64_t fingerprint)
-    : segment_(segment),
+    : team_(team),
       bound_(bound),
       call_(call),
       work_(workspace),
@@ -76,9 +76,9 @@ bool Execution::try_step(const At& at) {
 
   SlotHeader* outgoing = nullptr;
   if (!step.step->send.empty()) {
-    const std::uint64_t seq = seq_of(at, segment_.rank(), step.step->send_index);
+    const std::uint64_t seq = seq_of(at, team_.rank(), step.step->send_index);
     if (const int reader = slow_reader(at.channel, seq); reader >= 0) return blocked(at, reader);
-    outgoing = &segment_.slot(segment_.rank(), static_cast<int>(at.channel), seq);
+    outgoing = &team_.own().slot(static_cast<int>(at.channel), seq);
   }
   const std::byte* const lent = choose_results(step, value, outgoing);
   if (value.bytes > 0 && !work_.results.empty()) compute(step, value, step.streamed);
@@ -109,11 +109,11 @@ bool Execution::find_operands(const At& at, const BoundStep& step, Value& value)
   work_.results.clear();
   for (const Source& source : step.step->recv) {
     const std::uint64_t seq = seq_of(at, source.peer, source.send_index);
-    const SlotHeader& slot = segment_.slot(source.peer, static_cast<int>(at.channel), seq);
+    const SlotHeader& slot = team_.region(source.peer).slot(static_cast<int>(at.channel), seq);
     // Acquire, by way of seq_cst: what the sender stored before the stamp is visible.
     if (slot.stamp.load(std::memory_order_seq_cst) != seq + 1) return blocked(at, source.peer);
     if (slot.fingerprint != fingerprint_)
-      throw Error(ErrorKind::mismatch, segment_.describe(source.peer) + " sent data of another call", source.peer);
+      throw Error(ErrorKind::mismatch, team_.fate().describe(source.peer) + " sent data of another call", source.peer);
     take(step, source, slot, value);
   }
   if (value.local != nullptr) {
@@ -134,8 +134,8 @@ void Execution::take(const BoundStep& step, const Source& source, const SlotHead
   const bool first = work_.operands.empty(),
              has_chunk = step.step->read != Read::none || step.step->write_position >= 0;
   if (first && !has_chunk) value.bytes = bytes;  // a step that only passes on takes what comes
-  if (bytes != value.bytes || bytes > segment_.geometry().slot_bytes)
-    throw Error(ErrorKind::mismatch, segment_.describe(source.peer) + " sent a slice of another size", source.peer);
+  if (bytes != value.bytes || bytes > team_.geometry().slot_bytes)
+    throw Error(ErrorKind::mismatch, team_.fate().describe(source.peer) + " sent a slice of another size", source.peer);
   const bool returned = place != Place::slot && theirs.returned == 1;
   value.returned += returned;
   if (place == Place::process) {
@@ -145,9 +145,9 @@ void Execution::take(const BoundStep& step, const Source& source, const SlotHead
   }
   std::byte* data = const_cast<SlotHeader&>(slot).payload();
   if (place == Place::arena) {
-    data = segment_.in_arena_of(source.peer, address, bytes);
+    data = team_.peer(source.peer).lent(address, bytes);
     if (data == nullptr)
-      throw Error(ErrorKind::mismatch, segment_.describe(source.peer) + " lent what is not its", source.peer);
+      throw Error(ErrorKind::mismatch, team_.fate().describe(source.peer) + " lent what is not its", source.peer);
   }
   work_.operands.push_back(data);
   if (returned) work_.results.push_back(data);
@@ -171,31 +171,31 @@ const std::byte* Execution::choose_results(const BoundStep& step, const Value& v
 }
 
 void Execution::publish(const At& at, const BoundStep& step, const Value& value, const std::byte* lent) {
-  const int own = segment_.rank(), channel = static_cast<int>(at.channel);
+  const int own = team_.rank(), channel = static_cast<int>(at.channel);
   const std::uint64_t seq = seq_of(at, own, step.step->send_index);
-  SlotHeader& slot = segment_.slot(own, channel, seq);
+  SlotHeader& slot = team_.own().slot(channel, seq);
   slot.fingerprint = fingerprint_;
   slot.bytes = value.bytes;
   slot.place = lent == nullptr ? Place::slot : step.place;
-  slot.address = slot.place == Place::arena ? static_cast<std::uint64_t>(lent - segment_.arena()->base())
+  slot.address = slot.place == Place::arena ? static_cast<std::uint64_t>(lent - team_.arena()->base())
                                             : reinterpret_cast<std::uint64_t>(lent);
   if (slot.place == Place::arena) check_memory();  // after all that was written to it
   slot.returned = step.returned ? 1 : 0;
-  work_.channels[at.channel].readers[seq & (segment_.geometry().depth - 1)] = step.step->send;
+  work_.channels[at.channel].readers[seq & (team_.geometry().depth - 1)] = step.step->send;
   slot.stamp.store(seq + 1, std::memory_order_seq_cst);  // releases the payload
   SlotValue sent{.data = lent == nullptr ? slot.payload() : lent, .lent = lent != nullptr};
   if (step.leaves && bound_.packing() != Packing::none) pack_for_others(sent, value.bytes);
-  for (const int peer : step.step->send) segment_.slot_filled(peer, channel, seq, sent);
+  for (const int peer : step.step->send) team_.peer(peer).slot_filled(channel, seq, sent);
   sends_away_ |= step.leaves;
   if (lent != nullptr && step.stays) lent_ += value.bytes;
 }
 
 void Execution::acknowledge(const At& at, const BoundStep& step) {
-  const int own = segment_.rank(), channel = static_cast<int>(at.channel);
+  const int channel = static_cast<int>(at.channel);
   for (const Source& source : step.step->recv) {
     const std::uint64_t seq = seq_of(at, source.peer, source.send_index);
-    segment_.acknowledgement(own, source.peer, channel, seq).store(seq + 1, std::memory_order_seq_cst);
-    segment_.slot_read(source.peer, channel, seq);
+    team_.own().acknowledgement(source.peer, channel, seq).store(seq + 1, std::memory_order_seq_cst);
+    team_.peer(source.peer).slot_read(channel, seq);
   }
 }
 
@@ -215,7 +215,7 @@ void Execution::compute(const BoundStep& step, const Value& value, bool streamed
   const bool combined = operands.size() > 1;
   if (!combined && !work_.remote.empty()) {
     const Remote& remote = work_.remote[0];
-    segment_.read(remote.peer, static_cast<std::byte*>(results.back()), remote.address, value.bytes);
+    team_.read(remote.peer, static_cast<std::byte*>(results.back()), remote.address, value.bytes);
     operands[0] = results.back();
     streamed = false;  // the kernel has done it its way
   }
@@ -231,7 +231,7 @@ void Execution::compute(const BoundStep& step, const Value& value, bool streamed
     const std::size_t some = std::min(tile, value.bytes - done);
     std::byte* scratch = work_.scratch.data()->bytes;
     for (const Remote& remote : work_.remote) {
-      segment_.read(remote.peer, scratch, remote.address + done, some);
+      team_.read(remote.peer, scratch, remote.address + done, some);
       operands[remote.operand] = scratch;
       scratch += tile;
     }
@@ -246,7 +246,7 @@ void Execution::compute(const BoundStep& step, const Value& value, bool streamed
     if (streamed) kernels::stream(output + done, scratch, some);
     for (const Remote& remote : work_.remote)
       if (remote.returned)
-        segment_.write(remote.peer, remote.address + done, static_cast<const std::byte*>(results[0]), some);
+        team_.write(remote.peer, remote.address + done, static_cast<const std::byte*>(results[0]), some);
     for (const void*& operand : operands) operand = static_cast<const std::byte*>(operand) + some;
     for (void*& result : results) result = static_cast<std::byte*>(result) + some;
   }
@@ -255,10 +255,8 @@ void Execution::compute(const BoundStep& step, const Value& value, bool streamed
 void Execution::combine(const BoundStep& step, std::size_t bytes, bool streamed) {
   const std::vector<const void*>& operands = work_.operands;
   const std::vector<void*>& results = work_.results;
-  const int n = static_cast<int>(operands.size()), copies = static_cast<int>(results.size());
-  if (n > 1) {
-    kernels::accumulate(call_.dtype, call_.reduce_op, results.data(), copies, operands.data(), n, bytes / element_,
-                        step.divisor);
+  if (operands.size() > 1) {
+    kernels::accumulate(call_.dtype, call_.reduce_op, results, operands, bytes / element_, step.divisor);
     // This rank keeps what other hosts will get, which is rounded.
     if (step.step->completes && bound_.packing() != Packing::none)
       for (void* result : results) round(bound_.packing(), static_cast<std::byte*>(result), bytes / element_);
@@ -266,46 +264,47 @@ void Execution::combine(const BoundStep& step, std::size_t bytes, bool streamed)
   }
   // The output comes last. It may be where the value is already.
   const bool last_apart = streamed || results.back() == operands[0];
-  if (copies > last_apart) kernels::copy(results.data(), copies - last_apart, operands[0], bytes);
-  if (streamed) kernels::stream(results.back(), copies > 1 ? results[0] : operands[0], bytes);
+  const std::span copies(results.data(), results.size() - last_apart);
+  if (!copies.empty()) kernels::copy(copies, operands[0], bytes);
+  if (streamed) kernels::stream(results.back(), copies.empty() ? operands[0] : copies[0], bytes);
 }
 
 void Execution::shut_out_peers() {
-  if (segment_.links() != nullptr) segment_.links()->forget_lent();
-  if (bound_.opens_memory()) segment_.close_memory();
-  if (bound_.returned_in_arena()) segment_.arena()->withdraw(bound_.returned().data, bound_.returned().size);
+  if (team_.links() != nullptr) team_.links()->forget_lent();
+  if (bound_.opens_memory()) team_.close_memory();
+  if (bound_.returned_in_arena()) team_.arena()->withdraw(bound_.returned().data, bound_.returned().size);
 }
 
 void Execution::check_memory() const {
-  if (bound_.withdrawals() == segment_.withdrawals() || bound_.still_shared()) return;
+  if (bound_.withdrawals() == team_.withdrawals() || bound_.still_shared()) return;
   throw Error(ErrorKind::system,
               "a call of another group failed on a tensor of the same storage, so ranks no longer share that storage; "
               "give the tensors of each group a storage of their own",
-              segment_.rank());
+              team_.rank());
 }
 
 // The rank that must act before slot `seq` may be written, or -1 if none must. It is a reader that has not read the
 // slot's old content. Or it is this rank: an earlier round has not yet sent what belongs there before `seq`. In that
 // case advance() has met the earlier round first and reports its obstacle.
 int Execution::slow_reader(std::size_t channel, std::uint64_t seq, bool elsewhere) const {
-  const std::size_t depth = segment_.geometry().depth;
-  const int own = segment_.rank();
+  const std::size_t depth = team_.geometry().depth;
+  const int own = team_.rank();
   const std::uint64_t before = seq < depth ? 0 : seq - depth + 1;  // the stamp of seq - depth
-  if (segment_.slot(own, static_cast<int>(channel), seq).stamp.load(std::memory_order_relaxed) != before) return own;
+  if (team_.own().slot(static_cast<int>(channel), seq).stamp.load(std::memory_order_relaxed) != before) return own;
   if (before == 0) return -1;
   for (const int reader : work_.channels[channel].readers[seq & (depth - 1)]) {
-    if (!elsewhere && segment_.elsewhere(reader)) continue;
-    // Acquire, by way of seq_cst (see Segment::notify): the reader's loads of the old content come before our stores.
+    if (!elsewhere && team_.elsewhere(reader)) continue;
+    // Acquire, by way of seq_cst (see Team::notify): the reader's loads of the old content come before our stores.
     const std::uint64_t read =
-        segment_.acknowledgement(reader, own, static_cast<int>(channel), seq).load(std::memory_order_seq_cst);
+        team_.region(reader).acknowledgement(own, static_cast<int>(channel), seq).load(std::memory_order_seq_cst);
     if (read < before) return reader;
   }
   return -1;
 }
 
 bool Execution::all_read(bool elsewhere) {
-  const auto own = static_cast<std::size_t>(segment_.rank());
-  const std::size_t depth = segment_.geometry().depth;
+  const auto own = static_cast<std::size_t>(team_.rank());
+  const std::size_t depth = team_.geometry().depth;
   for (std::size_t c = 0; c < bound_.channels().size(); ++c) {
     const std::size_t sent = bound_.channels()[c].rounds * bound_.program().channels[c].sends[own];
     const std::uint64_t end = work_.channels[c].tail[own] + sent;

@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "engine/bound_call.h"
-#include "transport/segment.h"
+#include "transport/team.h"
 
 namespace ringreduce {
 
@@ -60,8 +60,7 @@ struct Workspace {
 class Execution {
  public:
   // `fingerprint` is that of this call. The other arguments must outlive this object.
-  Execution(const Segment& segment, const BoundCall& bound, Workspace& workspace, const Call& call,
-            std::uint64_t fingerprint);
+  Execution(Team& team, const BoundCall& bound, Workspace& workspace, const Call& call, std::uint64_t fingerprint);
 
   // Moves whatever can move; returns whether anything did. Throws mismatch if a peer's data belongs to another call.
   bool advance();
@@ -116,7 +115,7 @@ class Execution {
   std::uint64_t seq_of(const At& at, int rank, std::uint32_t send_index) const;
   int slow_reader(std::size_t channel, std::uint64_t seq, bool elsewhere = true) const;
 
-  const Segment& segment_;
+  Team& team_;
   const BoundCall& bound_;
   const Call& call_;
   Workspace& work_;

@@ -22,8 +22,10 @@ Error own(const Error& error) { return Error(error.kind(), std::string(error.wha
 
 }  // namespace
 
-Mailbox::Mailbox(std::shared_ptr<const Segment> segment, const Patience& patience)
-    : segment_(std::move(segment)), patience_(patience), peers_(static_cast<std::size_t>(segment_->size())) {}
+Mailbox::Mailbox(std::shared_ptr<Team> team, const Patience& patience)
+    : team_(std::move(team)), patience_(patience), peers_(static_cast<std::size_t>(team_->size())) {
+  for (int r = 0; r < team_->size(); ++r) peers_[static_cast<std::size_t>(r)].here = bool(team_->region(r));
+}
 
 Mailbox::~Mailbox() { stop(Error(ErrorKind::aborted, "the group was destroyed before the message was done")); }
 
@@ -45,18 +47,21 @@ void Mailbox::finish(std::vector<std::shared_ptr<Message>> finished) {
 void Mailbox::post(const std::shared_ptr<Message>& message) {
   std::vector<std::shared_ptr<Message>> finished;
   bool pending = false;
-  if (message->peer != kAnySource && segment_->elsewhere(message->peer)) {
+  if (message->peer != kAnySource && team_->elsewhere(message->peer)) {
     const int peer = message->peer;
     try {
-      segment_->links()->reach({&peer, 1}, message->timeout);
+      team_->links()->reach({&peer, 1}, message->timeout);
     } catch (const Error& error) {
       throw Error(error.kind(), title(*message) + ": " + error.what(), error.culprit());
     }
   }
   {
     std::lock_guard lock(mutex_);
-    segment_->throw_if_aborted();
+    team_->fate().throw_if_aborted();
     if (stopping_) throw Error(ErrorKind::aborted, "the group has been shut down");
+    if (message->peer != kAnySource && !peers_[static_cast<std::size_t>(message->peer)].here)
+      throw Error(ErrorKind::peer_lost, title(*message) + ": rank " + std::to_string(message->peer) + " is not there",
+                  message->peer);
     message->posted = now();
     all_.push_back(message);
     if (message->sends)
@@ -84,7 +89,7 @@ void Mailbox::post(const std::shared_ptr<Message>& message) {
 }
 
 void Mailbox::wait(const std::shared_ptr<Message>& message, Nanoseconds patience) {
-  Waiting waiting(*segment_, segment_->control(segment_->rank()).for_messages, patience_);
+  Waiting waiting(*team_, team_->control(team_->rank()).for_messages, patience_);
   while (true) {
     bool moved = false, done = false;
     std::vector<std::shared_ptr<Message>> finished;
@@ -117,7 +122,7 @@ void Mailbox::drive() {
     const auto pending = [&] { return !all_.empty() || !finished_.empty(); };
     work_.wait(lock, [&] { return stopping_ || pending(); });
     if (stopping_) return;
-    Waiting waiting(*segment_, segment_->control(segment_->rank()).for_messages, patience_);
+    Waiting waiting(*team_, team_->control(team_->rank()).for_messages, patience_);
     while (pending() && !stopping_) {
       const bool moved = progress();
       std::vector<std::shared_ptr<Message>> finished;
@@ -134,6 +139,24 @@ void Mailbox::drive() {
       lock.lock();
     }
   }
+}
+
+void Mailbox::admit(int rank) {
+  std::lock_guard lock(mutex_);
+  peers_[static_cast<std::size_t>(rank)].here = true;
+}
+
+void Mailbox::dismiss(int rank, const Error& error) {
+  std::vector<std::shared_ptr<Message>> finished;
+  {
+    std::lock_guard lock(mutex_);
+    const auto snapshot = all_;
+    for (const auto& m : snapshot)
+      if (m->peer == rank) withdraw(m, own(error));
+    peers_[static_cast<std::size_t>(rank)] = Peer();
+    finished.swap(finished_);
+  }
+  finish(std::move(finished));
 }
 
 void Mailbox::stop(const Error& error) {
@@ -160,36 +183,38 @@ void Mailbox::stop(const Error& error) {
 void Mailbox::check() {
   std::optional<Error> aborted;
   try {
-    segment_->throw_if_over();
+    team_->fate().throw_if_over();
   } catch (const Error& error) {
     aborted = error;
   }
-  const std::vector<int> gone = segment_->gone();
+  const std::vector<int> gone = team_->fate().gone();
   while (progress()) {  // what they sent before they went still counts
   }
   const Nanoseconds t = now();
+  const auto here = std::count_if(peers_.begin(), peers_.end(), [](const Peer& peer) { return peer.here; });
   const auto snapshot = all_;
   for (const auto& m : snapshot) {
     const bool peer_gone = m->peer != kAnySource && std::find(gone.begin(), gone.end(), m->peer) != gone.end();
-    const bool all_gone =
-        m->peer == kAnySource && !gone.empty() && gone.size() + 1 == static_cast<std::size_t>(segment_->size());
+    const bool all_gone = m->peer == kAnySource && !gone.empty() && std::ssize(gone) + 1 == here;
     std::optional<Error> error;
     if (aborted) {
       error = own(*aborted);
     } else if (peer_gone || all_gone) {
       const int culprit = peer_gone ? m->peer : gone.front();
-      error = Error(ErrorKind::peer_lost,
-                    title(*m) + ": " + segment_->describe(culprit) + " " + segment_->how_gone(culprit), culprit);
-      segment_->abort(*error);  // others may wait for this rank, which is told to give up
+      error =
+          Error(ErrorKind::peer_lost,
+                title(*m) + ": " + team_->fate().describe(culprit) + " " + team_->fate().how_gone(culprit), culprit);
+      // Others may wait for this rank, which is told to give up.
+      if (team_->fate().is_fatal(culprit)) team_->fate().abort(*error);
     } else if (t - m->posted >= m->timeout) {
       const std::string whom =
-          m->peer == kAnySource ? "any rank" : segment_->describe(m->peer) + segment_->way_to(m->peer);
+          m->peer == kAnySource ? "any rank" : team_->fate().describe(m->peer) + team_->way_to(m->peer);
       const Error timeout(ErrorKind::timeout,
-                          title(*m) + ": rank " + std::to_string(segment_->rank()) + " waited the timeout of " +
+                          title(*m) + ": rank " + std::to_string(team_->rank()) + " waited the timeout of " +
                               in_seconds(t - m->posted) + " for " + whom + "; " + std::to_string(m->moved) +
                               " bytes had moved",
                           m->peer);
-      segment_->abort(timeout);  // part of it may be under way, and what came next would be taken for the rest
+      team_->fate().abort(timeout);  // part of it may be under way, and what came next would be taken for the rest
       error = timeout;
     } else {
       continue;
@@ -214,16 +239,16 @@ void Mailbox::withdraw(const std::shared_ptr<Message>& m, const Error& error) {
 bool Mailbox::progress() {
   bool moved = false;
   try {
-    for (int r = 0; r < segment_->size(); ++r) {
-      if (r == segment_->rank()) continue;
+    for (int r = 0; r < team_->size(); ++r) {
       Peer& peer = peers_[static_cast<std::size_t>(r)];
+      if (r == team_->rank() || !peer.here) continue;
       while (send_some(r, peer)) moved = true;
       while (receive_some(r, peer)) moved = true;
     }
   } catch (const Error& error) {
-    segment_->abort(error);  // check() ends all messages
+    team_->fate().abort(error);  // check() ends all messages
   } catch (const std::exception& error) {
-    segment_->abort(Error(ErrorKind::system, std::string("receiving a message: ") + error.what(), segment_->rank()));
+    team_->fate().abort(Error(ErrorKind::system, std::string("receiving a message: ") + error.what(), team_->rank()));
   }
   return moved;
 }
@@ -231,8 +256,8 @@ bool Mailbox::progress() {
 bool Mailbox::send_some(int rank, Peer& peer) {
   if (peer.sends.empty()) return false;
   Message& m = *peer.sends.front();
-  const Geometry& g = segment_->geometry();
-  MessageHeader& slot = segment_->message(segment_->rank(), rank, peer.sent);
+  const Geometry& g = team_->geometry();
+  MessageHeader& slot = team_->region(team_->rank()).message(rank, peer.sent);
   // The slot's previous content, of stamp sent + 1 - depth, must have been consumed.
   if (peer.sent >= g.mailbox_depth && slot.consumed.load(std::memory_order_seq_cst) < peer.sent + 1 - g.mailbox_depth)
     return false;
@@ -243,7 +268,7 @@ bool Mailbox::send_some(int rank, Peer& peer) {
   slot.tag = m.tag;
   if (n > 0) std::memcpy(slot.payload(), m.data + m.moved, n);
   slot.stamp.store(++peer.sent, std::memory_order_seq_cst);
-  segment_->message_filled(rank, peer.sent - 1);
+  team_->peer(rank).message_filled(peer.sent - 1);
   m.moved += n;
   if (m.moved == m.bytes) {
     complete(m);
@@ -275,16 +300,16 @@ void Mailbox::begin(Arrival& arrival, int source) {
   if (m.bytes != arrival.bytes || m.dtype != arrival.dtype) {
     complete(m,
              Error(ErrorKind::mismatch,
-                   title(m) + " of dtype " + std::string(name(m.dtype)) + ": " + segment_->describe(source) + " sent " +
-                       std::to_string(arrival.bytes) + " bytes of dtype " + std::string(name(arrival.dtype)),
+                   title(m) + " of dtype " + std::string(name(m.dtype)) + ": " + team_->fate().describe(source) +
+                       " sent " + std::to_string(arrival.bytes) + " bytes of dtype " + std::string(name(arrival.dtype)),
                    source));
     arrival.receive = nullptr;
   }
 }
 
 bool Mailbox::receive_some(int rank, Peer& peer) {
-  const Geometry& g = segment_->geometry();
-  MessageHeader& slot = segment_->message(rank, segment_->rank(), peer.received);
+  const Geometry& g = team_->geometry();
+  MessageHeader& slot = team_->region(rank).message(team_->rank(), peer.received);
   if (slot.stamp.load(std::memory_order_seq_cst) != peer.received + 1) return false;
 
   const bool continues =
@@ -317,7 +342,7 @@ bool Mailbox::receive_some(int rank, Peer& peer) {
   std::byte* to = peer.arriving ? (arrival.receive ? arrival.receive->data : nullptr) : arrival.aside.data();
   if (to != nullptr && n > 0) std::memcpy(to + arrival.moved, slot.payload(), n);
   slot.consumed.store(++peer.received, std::memory_order_seq_cst);
-  segment_->message_read(rank, peer.received - 1);
+  team_->peer(rank).message_read(peer.received - 1);
   arrival.moved += n;
   if (arrival.receive) arrival.receive->moved = arrival.moved;
 
@@ -334,7 +359,7 @@ bool Mailbox::receive_some(int rank, Peer& peer) {
 
 // Gives a receive what was set aside for it, the oldest first; returns whether there was anything.
 bool Mailbox::deliver_set_aside(const std::shared_ptr<Message>& receive) {
-  for (int r = 0; r < segment_->size(); ++r) {
+  for (int r = 0; r < team_->size(); ++r) {
     if (receive->peer != kAnySource && receive->peer != r) continue;
     auto& arrived = peers_[static_cast<std::size_t>(r)].arrived;
     for (auto it = arrived.begin(); it != arrived.end(); ++it) {

@@ -29,7 +29,7 @@
 #include "core/error.h"
 #include "core/types.h"
 #include "engine/patience.h"
-#include "transport/segment.h"
+#include "transport/team.h"
 
 namespace ringreduce {
 
@@ -55,13 +55,17 @@ struct Message {
 
 class Mailbox {
  public:
-  Mailbox(std::shared_ptr<const Segment> segment, const Patience& patience);
+  Mailbox(std::shared_ptr<Team> team, const Patience& patience);
   ~Mailbox();
 
   // Starts a message; it moves as far as it can at once.
   void post(const std::shared_ptr<Message>& message);
   // Ends when the message is done; throws its error. Throws timeout when `patience` is over; the message lives on then.
   void wait(const std::shared_ptr<Message>& message, Nanoseconds patience = kForever);
+  // There is a new peer in the team; at first, all are known that are there.
+  void admit(int rank);
+  // A peer is to be dropped from the team: ends its messages with `error`, and looks at it no more.
+  void dismiss(int rank, const Error& error);
   // Ends all pending messages with `error`, and the thread. Idempotent.
   void stop(const Error& error);
 
@@ -75,6 +79,7 @@ class Mailbox {
     std::shared_ptr<Message> receive;  // or the receive it goes to
   };
   struct Peer {
+    bool here = false;
     std::uint64_t sent = 0, received = 0;  // slots
     std::deque<std::shared_ptr<Message>> sends;
     std::deque<Arrival> arrived;      // set aside, in order; the last may still be arriving
@@ -94,7 +99,7 @@ class Mailbox {
   void withdraw(const std::shared_ptr<Message>& message, const Error& error);
   void drive();
 
-  const std::shared_ptr<const Segment> segment_;
+  const std::shared_ptr<Team> team_;
   const Patience patience_;
   std::mutex mutex_;
   std::condition_variable work_;

@@ -18,17 +18,17 @@ std::string list(const std::vector<int>& ranks) {
 
 }  // namespace
 
-void monitored_barrier(const Segment& segment, const Patience& patience, Nanoseconds timeout, bool name_all) {
-  const int own = segment.rank();
-  RankControl& control = segment.control(own);
+void monitored_barrier(Team& team, const Patience& patience, Nanoseconds timeout, bool name_all) {
+  const int own = team.rank();
+  RankControl& control = team.control(own);
   const std::uint64_t turn = control.barriers_entered.load(std::memory_order_relaxed) + 1;
   control.barriers_entered.store(turn, std::memory_order_seq_cst);
-  segment.control_changed();
+  team.control_changed();
 
   const auto ranks_where = [&](auto&& holds) {
     std::vector<int> ranks;
-    for (int r = 0; r < segment.size(); ++r)
-      if (r != own && holds(segment.control(r))) ranks.push_back(r);
+    for (int r = 0; r < team.size(); ++r)
+      if (r != own && holds(team.control(r))) ranks.push_back(r);
     return ranks;
   };
   const auto missing = [&] {
@@ -42,32 +42,32 @@ void monitored_barrier(const Segment& segment, const Patience& patience, Nanosec
                           " from rank 0: " + reason;
   };
 
-  if (segment.links() != nullptr) {
+  if (team.links() != nullptr) {
     std::vector<int> far;
-    for (int r = 0; r < segment.size(); ++r)
-      if (segment.elsewhere(r)) far.push_back(r);
+    for (int r = 0; r < team.size(); ++r)
+      if (team.elsewhere(r)) far.push_back(r);
     try {
-      segment.links()->reach(far, timeout);
+      team.links()->reach(far, timeout);
     } catch (const Error& error) {
       throw Error(error.kind(), passed_but(error.what()), error.culprit());
     }
-    segment.control_changed();
+    team.control_changed();
   }
-  Waiting waiting(segment, control.for_messages, patience);
+  Waiting waiting(team, control.for_messages, patience);
   const auto look = [&](Nanoseconds waited) {
     const std::vector<int> absent = missing();
     if (absent.empty()) return;
-    for (int r : segment.gone())
+    for (int r : team.fate().gone())
       if (std::find(absent.begin(), absent.end(), r) != absent.end())
-        throw Error(ErrorKind::peer_lost, passed_but(segment.describe(r) + " " + segment.how_gone(r)), r);
-    segment.throw_if_over(0);
+        throw Error(ErrorKind::peer_lost, passed_but(team.fate().describe(r) + " " + team.fate().how_gone(r)), r);
+    team.fate().throw_if_over(0);
     if (waited < timeout) return;
     control.barriers_given_up.store(turn, std::memory_order_seq_cst);
-    segment.control_changed();
+    team.control_changed();
     const bool plural = name_all && absent.size() > 1;
     std::string reason = (plural ? "Ranks " + list(absent) : "Rank " + std::to_string(absent[0])) +
                          " failed to pass monitoredBarrier in " + std::to_string(timeout / kMillisecond) + " ms.";
-    for (int r : absent) reason += " " + segment.describe(r) + " did not come.";
+    for (int r : absent) reason += " " + team.fate().describe(r) + " did not come.";
     throw Error(ErrorKind::timeout, passed_but(reason), absent[0]);
   };
   while (!missing().empty()) waiting.idle(kAwaitsAll, look);
@@ -76,7 +76,7 @@ void monitored_barrier(const Segment& segment, const Patience& patience, Nanosec
       ranks_where([&](const RankControl& c) { return c.barriers_given_up.load(std::memory_order_seq_cst) >= turn; });
   if (gone_again.empty()) return;
   control.barriers_given_up.store(turn, std::memory_order_seq_cst);
-  segment.control_changed();
+  team.control_changed();
   throw Error(ErrorKind::timeout,
               passed_but("ranks " + list(gone_again) + " gave up waiting before all ranks had come"), gone_again[0]);
 }

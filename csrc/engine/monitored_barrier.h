@@ -5,7 +5,7 @@
 #pragma once
 
 #include "engine/patience.h"
-#include "transport/segment.h"
+#include "transport/team.h"
 
 namespace ringreduce {
 
@@ -13,6 +13,6 @@ namespace ringreduce {
 // ranks that did not; one that comes later throws too, naming those that gave up on it. Throws peer_lost for a rank
 // that died. `name_all`: whether the message puts all missing ranks first, or the first only (as Gloo words it).
 // One call at a time.
-void monitored_barrier(const Segment& segment, const Patience& patience, Nanoseconds timeout, bool name_all);
+void monitored_barrier(Team& team, const Patience& patience, Nanoseconds timeout, bool name_all);
 
 }  // namespace ringreduce

@@ -13,22 +13,22 @@
 
 #include "core/clock.h"
 #include "core/threads.h"
-#include "transport/segment.h"
+#include "transport/team.h"
 
 namespace ringreduce {
 
 class Placement {
  public:
-  explicit Placement(const Segment& segment) : segment_(segment) {
+  explicit Placement(const Team& team) : team_(team) {
     cpu_set_t allowed;
     if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return;  // more cores than the type holds
     std::vector<int> cores;
     for (int core = 0; core < CPU_SETSIZE; ++core)
       if (CPU_ISSET(core, &allowed)) cores.push_back(core);
     int size = 0, own = 0;  // of the ranks of this host, and this one's number among them
-    for (int r = 0; r < segment.size(); ++r) {
-      if (segment.elsewhere(r)) continue;
-      if (r == segment.rank()) own = size;
+    for (int r = 0; r < team.size(); ++r) {
+      if (team.elsewhere(r)) continue;
+      if (r == team.rank()) own = size;
       ++size;
     }
     const int count = static_cast<int>(cores.size());
@@ -43,7 +43,7 @@ class Placement {
   // For every call to begin with, in the thread that runs it.
   void settle() {
     if (share_ == 0) return;
-    std::atomic<std::int32_t>& core = segment_.control(segment_.rank()).core;
+    std::atomic<std::int32_t>& core = team_.control(team_.rank()).core;
     const int here = sched_getcpu();
     if (core.load(std::memory_order_relaxed) != here + 1) core.store(here + 1, std::memory_order_relaxed);
     if (here == home_) return;
@@ -51,8 +51,8 @@ class Placement {
     if (t < next_) return;
     next_ = t + kLookEvery;
     int together = 0;
-    for (int r = 0; r < segment_.size(); ++r)  // ranks on other hosts tell nobody their cores
-      together += segment_.control(r).core.load(std::memory_order_relaxed) == here + 1;
+    for (int r = 0; r < team_.size(); ++r)  // ranks on other hosts tell nobody their cores
+      together += team_.control(r).core.load(std::memory_order_relaxed) == here + 1;
     if (together <= share_) return;
     cpu_set_t allowed;
     // The cores that this thread may use need not be those of the thread that made the group.
@@ -65,7 +65,7 @@ class Placement {
  private:
   static constexpr Nanoseconds kLookEvery = kMillisecond, kMoveEvery = 5 * kMillisecond;
 
-  const Segment& segment_;
+  const Team& team_;
   int share_ = 0;  // of the ranks that a core has at most, if they are spread evenly; 0: there is no choice
   int home_ = 0;
   Nanoseconds next_ = 0;  // when to look again

@@ -30,13 +30,12 @@ class Cpu final : public Device {
 
   void accumulate(const Call& call, std::span<void* const> dsts, std::span<const void* const> srcs, std::size_t count,
                   double divisor) override {
-    kernels::accumulate(call.dtype, call.reduce_op, dsts.data(), static_cast<int>(dsts.size()), srcs.data(),
-                        static_cast<int>(srcs.size()), count, divisor);
+    kernels::accumulate(call.dtype, call.reduce_op, dsts, srcs, count, divisor);
   }
   void scale(const Call& call, void* dst, const void* src, std::size_t count) override {
     kernels::scale(call.dtype, dst, src, count, call.factor);
   }
-  void copy(void* dst, const void* src, std::size_t bytes) override { kernels::copy(&dst, 1, src, bytes); }
+  void copy(void* dst, const void* src, std::size_t bytes) override { kernels::copy({&dst, 1}, src, bytes); }
 
  private:
   struct alignas(kCacheLine) Line {
@@ -79,8 +78,8 @@ Tally PointToPointEngine::run(const Call& asked, const Buffers& given) {
   const Nanoseconds deadline = now() + call.timeout;
   try {
     Tally tally{.waited = compare(header_of(asked, seq, program.digest), what, deadline)};
-    Exchange exchange(*wire_, *device_, program, timetable, call, buffers,
-                      slice_bytes(call, program, choice.slice_bytes));
+    Exchange exchange(*wire_, *device_,
+                      {program, timetable, call, buffers, slice_bytes(call, program, choice.slice_bytes)});
     try {
       exchange.run(deadline);
     } catch (const Error& error) {

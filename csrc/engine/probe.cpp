@@ -222,7 +222,7 @@ Probe measured(std::span<const int> cores) {
       const void* const operands[] = {a.get(), b.get()};
       void* const result = a.get();
       const std::size_t count = bytes / sizeof(float);
-      return time([&] { kernels::accumulate(DType::float32, ReduceOp::sum, &result, 1, operands, 2, count); }) /
+      return time([&] { kernels::accumulate(DType::float32, ReduceOp::sum, {&result, 1}, operands, count); }) /
              static_cast<double>(bytes);
     };
     if (i == 0) {

@@ -59,126 +59,164 @@ int output_position(Operation o, int size, int block) {
   return o == Operation::all_gather || o == Operation::gather ? block : 0;
 }
 
-}  // namespace
+// Reads a lowered plan word by word. Spans are set last, when the storage no longer moves: until then steps have
+// offsets.
+class ProgramReader {
+ public:
+  ProgramReader(const LoweredPlan& plan, const Part& part) : plan_(plan), part_(part), in_(plan.words) {
+    program_.operation = plan.operation;
+    program_.digest = plan.digest;
+    program_.completed_once = true;
+  }
 
-Program bind(Operation operation, std::span<const std::int32_t> lowered, std::uint64_t digest, int size, int rank,
-             int root, int channels) {
-  const auto turned = [&](int r) { return (r + root) % size; };
-  const int own = (rank - root + size) % size;  // this rank's number in the plan
-  const bool per_rank_blocks = operation == Operation::gather || operation == Operation::scatter;
+  Program read() {
+    in_.take("size", part_.size, part_.size);
+    program_.channels.resize(static_cast<std::size_t>(in_.take("channel count", 1, part_.channels)));
+    for (ChannelProgram& channel : program_.channels) read_channel(channel);
+    if (!in_.at_end()) malformed("it goes on after its end");
+    find_rewritten();
+    set_spans();
+    list_peers();
+    return std::move(program_);
+  }
 
-  Reader in(lowered);
-  in.take("size", size, size);
-  Program program;
-  program.operation = operation;
-  program.digest = digest;
-  program.completed_once = true;
-  program.channels.resize(static_cast<std::size_t>(in.take("channel count", 1, channels)));
+ private:
+  struct Span {
+    std::size_t first, length;
+  };
 
-  // Spans are set last, when the storage no longer moves: until then steps keep (offset, length).
-  std::vector<std::pair<std::size_t, std::size_t>> recv_of, send_of;
+  // The rank that is number `r` of the plan.
+  int turned(int r) const { return (r + part_.root) % part_.size; }
 
-  for (ChannelProgram& channel : program.channels) {
-    const std::size_t first_of_channel = program.sources.size();
-    std::vector<std::vector<std::uint32_t>> sent_in(static_cast<std::size_t>(size));  // per rank: its sends' phases
-    const int begin = in.take("share begin", 0, kMost), end = in.take("share end", begin, kMost);
-    const int total = in.take("share total", end, kMost);
+  void read_channel(ChannelProgram& channel) {
+    const std::size_t first_source = program_.sources.size();
+    sent_in_.assign(static_cast<std::size_t>(part_.size), {});
+    const int begin = in_.take("share begin", 0, kMost), end = in_.take("share end", begin, kMost);
+    const int total = in_.take("share total", end, kMost);
     if (total == 0) malformed("share total is 0");
     channel.share = {static_cast<std::uint32_t>(begin), static_cast<std::uint32_t>(end),
                      static_cast<std::uint32_t>(total)};
-    const int blocks = block_count(operation, size);
-    channel.chunks = static_cast<std::uint32_t>(in.take("chunks", 1, std::min(1 << 20, kMost / blocks)));
-    const int chunk_ids = blocks * static_cast<int>(channel.chunks);
-    channel.sends.resize(static_cast<std::size_t>(size));
-    std::vector<int> completed(static_cast<std::size_t>(chunk_ids));  // by how many steps of all ranks
-
-    for (int r = 0; r < size; ++r) {
-      const int steps = in.take("step count", 0, kMost);
-      channel.sends[static_cast<std::size_t>(turned(r))] =
-          static_cast<std::uint32_t>(in.take("sends per round", 0, steps));
-      std::vector<std::uint32_t>& sent = sent_in[static_cast<std::size_t>(turned(r))];
-      int phase = 0;
-      for (int s = 0; s < steps; ++s) {
-        Step step;
-        const int id = in.take("chunk", 0, chunk_ids - 1);
-        step.chunk = static_cast<std::uint32_t>(id) % channel.chunks;
-        int block = id / static_cast<int>(channel.chunks);
-        if (per_rank_blocks) block = turned(block);
-        step.block = block;
-        step.read = static_cast<Read>(in.take("read", 0, 2));
-        if (step.read == Read::input) step.read_position = input_position(operation, size, block);
-        if (step.read == Read::output) step.read_position = output_position(operation, size, block);
-        if (in.take("write", 0, 1) == 1) step.write_position = output_position(operation, size, block);
-        step.completes = in.take("completes", 0, 1) == 1;
-        completed[static_cast<std::size_t>(id)] += step.completes;
-        step.returned = in.take("returned", 0, 1) == 1;
-        phase = in.take("phase", phase, 1 << 20);
-        step.phase = static_cast<std::uint32_t>(phase);
-        step.local_position = in.take("local position", -1, size - 1);
-
-        const int recvs = in.take("recv count", 0, size - 1);
-        if ((step.read == Read::none) != (step.local_position == -1) || step.local_position > recvs)
-          malformed("local position does not fit the operands");
-        if (step.read == Read::none && recvs == 0)
-          malformed("a step has neither a local chunk nor anything to receive");
-        const std::size_t first_source = program.sources.size();
-        for (int i = 0; i < recvs; ++i) {
-          const int peer = turned(in.take("peer", 0, size - 1));
-          program.sources.push_back({peer, static_cast<std::uint32_t>(in.take("send index", 0, kMost))});
-        }
-        const int sends = in.take("send count", 0, size - 1);
-        const std::size_t first_destination = program.destinations.size();
-        for (int i = 0; i < sends; ++i) program.destinations.push_back(turned(in.take("peer", 0, size - 1)));
-        if (sends > 0) {
-          step.send_index = static_cast<std::uint32_t>(sent.size());
-          sent.push_back(step.phase);
-        }
-
-        if (r == own) {
-          channel.steps.push_back(step);
-          channel.phases = step.phase + 1;
-          recv_of.emplace_back(first_source, static_cast<std::size_t>(recvs));
-          send_of.emplace_back(first_destination, static_cast<std::size_t>(sends));
-        } else {
-          program.sources.resize(first_source);
-          program.destinations.resize(first_destination);
-        }
-      }
-      if (sent.size() != channel.sends[static_cast<std::size_t>(turned(r))])
-        malformed("sends per round does not count the sends");
-    }
-    program.completed_once &= std::all_of(completed.begin(), completed.end(), [](int times) { return times == 1; });
-    for (std::size_t i = first_of_channel; i < program.sources.size(); ++i) {
-      Source& source = program.sources[i];
-      const auto& sent = sent_in[static_cast<std::size_t>(source.peer)];
+    const int blocks = block_count(plan_.operation, part_.size);
+    channel.chunks = static_cast<std::uint32_t>(in_.take("chunks", 1, std::min(1 << 20, kMost / blocks)));
+    channel.sends.resize(static_cast<std::size_t>(part_.size));
+    completed_.assign(static_cast<std::size_t>(blocks) * channel.chunks, 0);
+    for (int r = 0; r < part_.size; ++r) read_rank(channel, turned(r));
+    program_.completed_once &= std::all_of(completed_.begin(), completed_.end(), [](int times) { return times == 1; });
+    for (std::size_t i = first_source; i < program_.sources.size(); ++i) {
+      Source& source = program_.sources[i];
+      const auto& sent = sent_in_[static_cast<std::size_t>(source.peer)];
       if (source.send_index >= sent.size()) malformed("send index is none of the peer's");
       source.phase = sent[source.send_index];
     }
   }
-  if (!in.at_end()) malformed("it goes on after its end");
 
-  for (ChannelProgram& channel : program.channels)
-    for (auto step = channel.steps.begin(); step != channel.steps.end(); ++step) {
-      const int position = step->write_position >= 0 ? step->write_position : step->read_position;
-      step->rewritten = std::any_of(step + 1, channel.steps.end(), [&](const Step& later) {
-        return later.write_position == position && later.chunk == step->chunk;
-      });
+  void read_rank(ChannelProgram& channel, int rank) {
+    const auto r = static_cast<std::size_t>(rank);
+    const int steps = in_.take("step count", 0, kMost);
+    channel.sends[r] = static_cast<std::uint32_t>(in_.take("sends per round", 0, steps));
+    int phase = 0;
+    for (int s = 0; s < steps; ++s) {
+      Step step = read_step(channel, phase);
+      const Span recv = read_sources(step), send = read_destinations();
+      if (send.length > 0) {
+        step.send_index = static_cast<std::uint32_t>(sent_in_[r].size());
+        sent_in_[r].push_back(step.phase);
+      }
+      if (rank == part_.rank) {
+        channel.steps.push_back(step);
+        channel.phases = step.phase + 1;
+        recv_of_.push_back(recv);
+        send_of_.push_back(send);
+      } else {
+        program_.sources.resize(recv.first);
+        program_.destinations.resize(send.first);
+      }
     }
+    if (sent_in_[r].size() != channel.sends[r]) malformed("sends per round does not count the sends");
+  }
 
-  std::size_t i = 0;
-  for (ChannelProgram& channel : program.channels)
-    for (Step& step : channel.steps) {
-      step.recv = std::span<const Source>(program.sources).subspan(recv_of[i].first, recv_of[i].second);
-      step.send = std::span<const int>(program.destinations).subspan(send_of[i].first, send_of[i].second);
-      for (const Source& source : step.recv)
-        if (source.phase >= step.phase) malformed("a step is in no later phase than what it receives");
-      ++i;
+  // All of a step but what it receives and sends. `phase` is that of the rank's step before, and then of this one.
+  Step read_step(const ChannelProgram& channel, int& phase) {
+    const Operation operation = plan_.operation;
+    Step step;
+    const int id = in_.take("chunk", 0, static_cast<int>(completed_.size()) - 1);
+    step.chunk = static_cast<std::uint32_t>(id) % channel.chunks;
+    const int block = id / static_cast<int>(channel.chunks);
+    step.block = operation == Operation::gather || operation == Operation::scatter ? turned(block) : block;
+    step.read = static_cast<Read>(in_.take("read", 0, 2));
+    if (step.read == Read::input) step.read_position = input_position(operation, part_.size, step.block);
+    if (step.read == Read::output) step.read_position = output_position(operation, part_.size, step.block);
+    if (in_.take("write", 0, 1) == 1) step.write_position = output_position(operation, part_.size, step.block);
+    step.completes = in_.take("completes", 0, 1) == 1;
+    completed_[static_cast<std::size_t>(id)] += step.completes;
+    step.returned = in_.take("returned", 0, 1) == 1;
+    phase = in_.take("phase", phase, 1 << 20);
+    step.phase = static_cast<std::uint32_t>(phase);
+    step.local_position = in_.take("local position", -1, part_.size - 1);
+    return step;
+  }
+
+  Span read_sources(const Step& step) {
+    const int recvs = in_.take("recv count", 0, part_.size - 1);
+    if ((step.read == Read::none) != (step.local_position == -1) || step.local_position > recvs)
+      malformed("local position does not fit the operands");
+    if (step.read == Read::none && recvs == 0) malformed("a step has neither a local chunk nor anything to receive");
+    const std::size_t first = program_.sources.size();
+    for (int i = 0; i < recvs; ++i) {
+      const int peer = turned(in_.take("peer", 0, part_.size - 1));
+      program_.sources.push_back({peer, static_cast<std::uint32_t>(in_.take("send index", 0, kMost))});
     }
-  for (const Source& source : program.sources) program.peers.push_back(source.peer);
-  program.peers.insert(program.peers.end(), program.destinations.begin(), program.destinations.end());
-  std::sort(program.peers.begin(), program.peers.end());
-  program.peers.erase(std::unique(program.peers.begin(), program.peers.end()), program.peers.end());
-  return program;
-}
+    return {first, static_cast<std::size_t>(recvs)};
+  }
+
+  Span read_destinations() {
+    const int sends = in_.take("send count", 0, part_.size - 1);
+    const std::size_t first = program_.destinations.size();
+    for (int i = 0; i < sends; ++i) program_.destinations.push_back(turned(in_.take("peer", 0, part_.size - 1)));
+    return {first, static_cast<std::size_t>(sends)};
+  }
+
+  void find_rewritten() {
+    for (ChannelProgram& channel : program_.channels)
+      for (auto step = channel.steps.begin(); step != channel.steps.end(); ++step) {
+        const int position = step->write_position >= 0 ? step->write_position : step->read_position;
+        step->rewritten = std::any_of(step + 1, channel.steps.end(), [&](const Step& later) {
+          return later.write_position == position && later.chunk == step->chunk;
+        });
+      }
+  }
+
+  void set_spans() {
+    std::size_t i = 0;
+    for (ChannelProgram& channel : program_.channels)
+      for (Step& step : channel.steps) {
+        step.recv = std::span<const Source>(program_.sources).subspan(recv_of_[i].first, recv_of_[i].length);
+        step.send = std::span<const int>(program_.destinations).subspan(send_of_[i].first, send_of_[i].length);
+        for (const Source& source : step.recv)
+          if (source.phase >= step.phase) malformed("a step is in no later phase than what it receives");
+        ++i;
+      }
+  }
+
+  void list_peers() {
+    std::vector<int>& peers = program_.peers;
+    for (const Source& source : program_.sources) peers.push_back(source.peer);
+    peers.insert(peers.end(), program_.destinations.begin(), program_.destinations.end());
+    std::sort(peers.begin(), peers.end());
+    peers.erase(std::unique(peers.begin(), peers.end()), peers.end());
+  }
+
+  const LoweredPlan& plan_;
+  const Part part_;
+  Reader in_;
+  Program program_;
+  std::vector<Span> recv_of_, send_of_;              // of each step of this rank
+  std::vector<std::vector<std::uint32_t>> sent_in_;  // per rank, of the channel at hand: its sends' phases
+  std::vector<int> completed_;                       // per chunk of it: by how many steps of all ranks
+};
+
+}  // namespace
+
+Program program_of(const LoweredPlan& plan, const Part& part) { return ProgramReader(plan, part).read(); }
 
 }  // namespace ringreduce

@@ -61,10 +61,22 @@ struct Program {
   std::vector<int> peers;  // of this rank: all of them, once each
 };
 
-// Reads the array that ringreduce.plan.lower makes, takes `rank`'s part, and turns it so that rank 0 of the plan
-// becomes `root`. Throws invalid_argument where the array is not what it should be for `size` ranks and `channels`
-// channels.
-Program bind(Operation operation, std::span<const std::int32_t> lowered, std::uint64_t digest, int size, int rank,
-             int root, int channels);
+// A plan as ringreduce.plan.lower gives it: for all ranks and any root.
+struct LoweredPlan {
+  Operation operation = Operation::all_reduce;
+  std::vector<std::int32_t> words;
+  std::uint64_t digest = 0;
+};
+
+// Whose part of a plan, and in which group: `channels` is the most that a plan may have there.
+struct Part {
+  int rank = 0, size = 1;
+  int root = 0;
+  int channels = 1;
+};
+
+// Takes a rank's part of a plan, turned so that rank 0 of the plan becomes `root`. Throws invalid_argument where the
+// plan is not what it should be.
+Program program_of(const LoweredPlan& plan, const Part& part);
 
 }  // namespace ringreduce

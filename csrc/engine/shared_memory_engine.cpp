@@ -14,12 +14,12 @@ Nanoseconds sign_of_life(const Call& call) { return std::min(kSecond / 2, call.t
 
 }  // namespace
 
-SharedMemoryEngine::SharedMemoryEngine(std::shared_ptr<const Segment> segment, const Options& options)
-    : Engine(segment->rank(), segment->size(), static_cast<int>(segment->geometry().channels), options,
-             segment->geometry().slot_bytes),
-      segment_(std::move(segment)),
-      placement_(*segment_) {
-  const Geometry& geometry = segment_->geometry();
+SharedMemoryEngine::SharedMemoryEngine(std::shared_ptr<Team> team, const Options& options)
+    : Engine(team->rank(), team->size(), static_cast<int>(team->geometry().channels), options,
+             team->geometry().slot_bytes),
+      team_(std::move(team)),
+      placement_(*team_) {
+  const Geometry& geometry = team_->geometry();
   workspace_.channels.resize(geometry.channels);
   for (ChannelState& channel : workspace_.channels) {
     channel.tail.resize(geometry.ranks);
@@ -27,10 +27,7 @@ SharedMemoryEngine::SharedMemoryEngine(std::shared_ptr<const Segment> segment, c
   }
 }
 
-int SharedMemoryEngine::reporter() const {
-  const AbortRecord& record = segment_->abort_record();
-  return record.state.load(std::memory_order_acquire) == 2 ? record.reporter : -1;
-}
+int SharedMemoryEngine::reporter() const { return team_->fate().reporter(); }
 
 // The call bound to its tensors: one of the latest calls, if it was the same.
 const BoundCall& SharedMemoryEngine::bind(const Call& call, const Buffers& buffers) {
@@ -41,7 +38,7 @@ const BoundCall& SharedMemoryEngine::bind(const Call& call, const Buffers& buffe
   const Choice& choice = choice_for(call);
   const Program& program = program_for(call, choice.plan);
   if (bound_.size() == kBound) bound_.pop_back();
-  bound_.emplace_front(*segment_, program, call, buffers,
+  bound_.emplace_front(*team_, program, call, buffers,
                        BoundCall::Settings{.slice_bytes = slice_bytes(call, program, choice.slice_bytes),
                                            .least_fetch_bytes = options().least_fetch_bytes,
                                            .packing = options().packing});
@@ -49,23 +46,24 @@ const BoundCall& SharedMemoryEngine::bind(const Call& call, const Buffers& buffe
 }
 
 Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
-  segment_->throw_if_aborted();
+  team_->fate().throw_if_aborted();
   const BoundCall& bound = bind(call, buffers);
   const Program& program = bound.program();
   placement_.settle();
 
-  RankControl& own = segment_->control(segment_->rank());
+  RankControl& own = team_->control(team_->rank());
   const std::uint64_t seq = next_call();
-  const std::uint64_t id = fingerprint(call, seq, program.digest);
+  const CallHeader header = header_of(call, seq, program.digest);
+  const std::uint64_t id = header.fingerprint;
   own.waiting_for.store(-1, std::memory_order_relaxed);
-  record(own, call, seq, id, program.digest);
+  record(own, header);
 
-  Links* const links = segment_->links();
-  Waiting waiting(*segment_, own.for_calls, options().patience);
-  Execution execution(*segment_, bound, workspace_, call, id);
+  Links* const links = team_->links();
+  Waiting waiting(*team_, own.for_calls, options().patience);
+  Execution execution(*team_, bound, workspace_, call, id);
   const auto fail = [&](const Error& error) {
-    segment_->abort(error);  // first, so that a peer that fails because of what follows finds the reason
-    segment_->fail(seq);
+    team_->fate().abort(error);  // first, so that a peer that fails because of what follows finds the reason
+    team_->fate().fail(seq);
     execution.shut_out_peers();
   };
   const auto advance = [&] {
@@ -106,19 +104,19 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
       // A rank that failed in this call may have changed what it lent before it was read, here or by those whose data
       // came here. It said so before it could: what was read counts only if nobody has. The reason is the group's, by
       // way of fail().
-      if (segment_->failed(seq)) throw Error(ErrorKind::aborted, title(call, seq) + ": another rank gave it up");
+      if (team_->fate().failed(seq)) throw Error(ErrorKind::aborted, title(call, seq) + ": another rank gave it up");
     } catch (const Error& error) {
-      segment_->throw_if_aborted();  // which may be what was thrown, and explains itself
+      team_->fate().throw_if_aborted();  // which may be what was thrown, and explains itself
       if (error.kind() == ErrorKind::mismatch) throw_mismatch(call, seq, id, error.culprit());
       throw;
     }
     execution.finish();
   } catch (const Error& error) {
     fail(error);
-    segment_->throw_if_aborted();  // the group's first error, which need not be this one
+    team_->fate().throw_if_aborted();  // the group's first error, which need not be this one
     throw;
   } catch (const std::exception& error) {  // out of memory: the peers must not wait for this rank
-    fail(Error(ErrorKind::system, title(call, seq) + ": " + error.what(), segment_->rank()));
+    fail(Error(ErrorKind::system, title(call, seq) + ": " + error.what(), team_->rank()));
     throw;
   }
   own.completed.store(seq, std::memory_order_release);
@@ -130,9 +128,9 @@ void SharedMemoryEngine::reach(const Call& call, const Program& program, const s
   if (!linked_.insert(&program).second) return;
   std::vector<int> peers;
   for (const int peer : program.peers)
-    if (segment_->elsewhere(peer)) peers.push_back(peer);
+    if (team_->elsewhere(peer)) peers.push_back(peer);
   try {
-    segment_->links()->reach(peers, call.timeout);
+    team_->links()->reach(peers, call.timeout);
   } catch (const Error& error) {
     throw Error(error.kind(), what + ": " + error.what(), error.culprit());
   }
@@ -141,28 +139,27 @@ void SharedMemoryEngine::reach(const Call& call, const Program& program, const s
 // Called while waiting: throws if it is in vain.
 void SharedMemoryEngine::look(const Call& call, std::uint64_t seq, std::uint64_t fingerprint,
                               const Execution& execution, Nanoseconds waited) const {
-  segment_->throw_if_aborted();
-  if (segment_->links() != nullptr) segment_->links()->tell();
-  for (int r = 0; r < segment_->size(); ++r)
-    if (r != segment_->rank() && differs(segment_->control(r), seq, fingerprint))
-      throw Error(ErrorKind::mismatch, "", r);
-  for (int r : segment_->gone()) {
-    const RankControl& peer = segment_->control(r);
+  team_->fate().throw_if_aborted();
+  if (team_->links() != nullptr) team_->links()->tell();
+  for (int r = 0; r < team_->size(); ++r)
+    if (r != team_->rank() && differs(team_->control(r), seq, fingerprint)) throw Error(ErrorKind::mismatch, "", r);
+  for (int r : team_->fate().gone()) {
+    const RankControl& peer = team_->control(r);
     if (peer.completed.load(std::memory_order_acquire) >= seq) continue;  // it has done its part of this call
     // Of a rank on another host this one does not know how far it came. Whoever waits for it tells the others.
-    if (segment_->elsewhere(r) && r != execution.blocked_on()) continue;
+    if (team_->elsewhere(r) && r != execution.blocked_on()) continue;
     throw Error(ErrorKind::peer_lost,
-                title(call, seq) + ": " + segment_->describe(r) + " " + segment_->how_gone(r) + "; rank " +
-                    std::to_string(segment_->rank()) + " waited for rank " + std::to_string(execution.blocked_on()) +
-                    segment_->way_to(execution.blocked_on()) + " at " + execution.position(),
+                title(call, seq) + ": " + team_->fate().describe(r) + " " + team_->fate().how_gone(r) + "; rank " +
+                    std::to_string(team_->rank()) + " waited for rank " + std::to_string(execution.blocked_on()) +
+                    team_->way_to(execution.blocked_on()) + " at " + execution.position(),
                 r);
   }
-  segment_->throw_if_over(seq);
+  team_->fate().throw_if_over(seq);
   if (waited >= call.timeout) throw_timeout(call, seq, execution, waited);
 }
 
 void SharedMemoryEngine::waits_for(int peer) {
-  RankControl& own = segment_->control(segment_->rank());
+  RankControl& own = team_->control(team_->rank());
   own.gpu_waiting_for.store(peer, std::memory_order_relaxed);
   own.gpu_heartbeat.store(now(), std::memory_order_release);
 }
@@ -173,19 +170,19 @@ int SharedMemoryEngine::kept_waiting_by(int peer) const {
 
 // For whom a GPU of `rank` waits; -1 if it is not seen to wait.
 int SharedMemoryEngine::gpu_waiting_for(int rank) const {
-  const RankControl& c = segment_->control(rank);
+  const RankControl& c = team_->control(rank);
   const bool alive = now() - c.gpu_heartbeat.load(std::memory_order_acquire) < kSecond / 2;
   const int peer = c.gpu_waiting_for.load(std::memory_order_relaxed);
-  return alive && peer >= 0 && peer < segment_->size() ? peer : -1;
+  return alive && peer >= 0 && peer < team_->size() ? peer : -1;
 }
 
 // Who keeps this rank waiting may itself wait for another: the end of that chain, which begins with `peer`.
 // `waiting_for(r)` is whom r waits for, or -1.
 template <class F>
 int SharedMemoryEngine::end_of_chain(int peer, F waiting_for) const {
-  for (int hops = 0; hops < segment_->size(); ++hops) {
+  for (int hops = 0; hops < team_->size(); ++hops) {
     const int next = waiting_for(peer);
-    if (next < 0 || next == segment_->rank()) break;
+    if (next < 0 || next == team_->rank()) break;
     peer = next;
   }
   return peer;
@@ -193,18 +190,18 @@ int SharedMemoryEngine::end_of_chain(int peer, F waiting_for) const {
 
 void SharedMemoryEngine::throw_mismatch(const Call& call, std::uint64_t seq, std::uint64_t fingerprint,
                                         int peer) const {
-  const int own = segment_->rank();
+  const int own = team_->rank();
   // From another host the call's description may come after its data.
-  for (const Nanoseconds deadline = now() + kSecond; segment_->elsewhere(peer) && now() < deadline;) {
-    if (differs(segment_->control(peer), seq, fingerprint)) break;
-    segment_->throw_if_aborted();
-    segment_->links()->tell();
-    if (!segment_->links()->progress()) sched_yield();
+  for (const Nanoseconds deadline = now() + kSecond; team_->elsewhere(peer) && now() < deadline;) {
+    if (differs(team_->control(peer), seq, fingerprint)) break;
+    team_->fate().throw_if_aborted();
+    team_->links()->tell();
+    if (!team_->links()->progress()) sched_yield();
   }
   throw Error(ErrorKind::mismatch,
               title(call, seq) + ": ranks of the group made different calls: rank " + std::to_string(own) + " called " +
-                  describe_call(segment_->control(own), seq) + ", " + segment_->describe(peer) + " called " +
-                  describe_call(segment_->control(peer), seq) +
+                  describe_call(team_->control(own), seq) + ", " + team_->fate().describe(peer) + " called " +
+                  describe_call(team_->control(peer), seq) +
                   ". All ranks of a group must make the same calls in the same order",
               peer);
 }
@@ -212,30 +209,30 @@ void SharedMemoryEngine::throw_mismatch(const Call& call, std::uint64_t seq, std
 void SharedMemoryEngine::throw_timeout(const Call& call, std::uint64_t seq, const Execution& execution,
                                        Nanoseconds waited) const {
   const Nanoseconds t = now();
-  const int own = segment_->rank();
+  const int own = team_->rank();
   const auto waiting_for = [&](int r) {  // the rank that r waits for in this call; -1 if it is not seen to wait
-    const RankControl& c = segment_->control(r);
+    const RankControl& c = team_->control(r);
     const bool here =
         c.entered.load(std::memory_order_acquire) == seq && c.completed.load(std::memory_order_acquire) < seq;
     const bool alive = t - c.heartbeat.load(std::memory_order_acquire) < sign_of_life(call);
     const int peer = c.waiting_for.load(std::memory_order_acquire);
-    return here && alive && peer >= 0 && peer < segment_->size() ? peer : -1;
+    return here && alive && peer >= 0 && peer < team_->size() ? peer : -1;
   };
 
   const int culprit = end_of_chain(execution.blocked_on(), waiting_for);
   std::string text =
       title(call, seq) + ": rank " + std::to_string(own) + " waited the timeout of " + in_seconds(waited) +
-      " for rank " + std::to_string(execution.blocked_on()) + segment_->way_to(execution.blocked_on()) + " at " +
-      execution.position() + "; " + segment_->describe(culprit) +
-      (culprit == execution.blocked_on() ? "" : segment_->way_to(culprit)) + " is what the group waits for.";
-  for (int r = 0; r < segment_->size(); ++r) {
+      " for rank " + std::to_string(execution.blocked_on()) + team_->way_to(execution.blocked_on()) + " at " +
+      execution.position() + "; " + team_->fate().describe(culprit) +
+      (culprit == execution.blocked_on() ? "" : team_->way_to(culprit)) + " is what the group waits for.";
+  for (int r = 0; r < team_->size(); ++r) {
     if (r == own) continue;
-    const RankControl& c = segment_->control(r);
+    const RankControl& c = team_->control(r);
     const std::uint64_t entered = c.entered.load(std::memory_order_acquire);
-    if (segment_->elsewhere(r) && entered < seq && r != culprit) continue;  // it may be that this rank is not told
+    if (team_->elsewhere(r) && entered < seq && r != culprit) continue;  // it may be that this rank is not told
     text += " Rank " + std::to_string(r);
     if (entered < seq) {
-      text += entered == 0 ? segment_->elsewhere(r) ? " has not told of any call." : " has not made any call."
+      text += entered == 0 ? team_->elsewhere(r) ? " has not told of any call." : " has not made any call."
                            : " has not arrived: its latest call is seq " + std::to_string(number_of_call(c, entered)) +
                                  ", " + describe_call(c, entered) + ".";
       if (const int peer = gpu_waiting_for(r); peer >= 0)

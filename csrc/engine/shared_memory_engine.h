@@ -1,4 +1,4 @@
-// The engine of ranks that share memory. See execution.h for how data moves, and segment.h for where.
+// The engine of ranks that share memory. See execution.h for how data moves, and team.h for where.
 #pragma once
 
 #include <deque>
@@ -14,14 +14,14 @@ namespace ringreduce {
 
 class SharedMemoryEngine final : public Engine {
  public:
-  SharedMemoryEngine(std::shared_ptr<const Segment> segment, const Options& options);
+  SharedMemoryEngine(std::shared_ptr<Team> team, const Options& options);
 
   Tally run(const Call& call, const Buffers& buffers) override;
-  void fail(const Error& error) override { segment_->abort(error); }
-  void throw_if_aborted() const override { segment_->throw_if_aborted(); }
+  void fail(const Error& error) override { team_->fate().abort(error); }
+  void throw_if_aborted() const override { team_->fate().throw_if_aborted(); }
   int reporter() const override;
-  std::string describe(int rank) const override { return segment_->describe(rank); }
-  std::vector<int> gone() const override { return segment_->gone(); }
+  std::string describe(int rank) const override { return team_->fate().describe(rank); }
+  std::vector<int> gone() const override { return team_->fate().gone(); }
   void waits_for(int peer) override;
   int kept_waiting_by(int peer) const override;
 
@@ -39,7 +39,7 @@ class SharedMemoryEngine final : public Engine {
   [[noreturn]] void throw_timeout(const Call& call, std::uint64_t seq, const Execution& execution,
                                   Nanoseconds waited) const;
 
-  const std::shared_ptr<const Segment> segment_;
+  const std::shared_ptr<Team> team_;
   Workspace workspace_;
   std::deque<BoundCall> bound_;      // the latest kBound calls that differ, the newest first
   int choices_bound_ = 0;            // what choices_made() was when they were bound

@@ -17,7 +17,7 @@
 #include "core/clock.h"
 #include "engine/patience.h"
 #include "transport/links.h"
-#include "transport/segment.h"
+#include "transport/team.h"
 
 namespace ringreduce {
 
@@ -31,8 +31,8 @@ inline void cpu_relax() {
 
 class Waiting {
  public:
-  Waiting(const Segment& segment, Doorbell& doorbell, const Patience& patience)
-      : doorbell_(doorbell), links_(segment.links()), alone_(segment.alone()), patience_(patience) {
+  Waiting(Team& team, Doorbell& doorbell, const Patience& patience)
+      : doorbell_(doorbell), links_(team.links()), alone_(team.alone()), patience_(patience) {
     if (links_ != nullptr) links_->take_over();
   }
   ~Waiting() {
@@ -82,7 +82,7 @@ class Waiting {
       // Only announces the sleep: the caller looks once more before it happens.
       arm(awaits);
     } else {
-      sleep_on(doorbell_, seen_, kSleep);
+      doorbell_.sleep(seen_, kSleep);
       seen_ = doorbell_.rings.load(std::memory_order_seq_cst);
     }
   }

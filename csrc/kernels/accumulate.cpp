@@ -75,15 +75,23 @@ bool supports(DType dtype, ReduceOp op) {
   return false;
 }
 
-void accumulate(DType dtype, ReduceOp op, void* const* dsts, int copies, const void* const* srcs, int n,
+void accumulate(DType dtype, ReduceOp op, std::span<void* const> dsts, std::span<const void* const> srcs,
                 std::size_t count, double divisor) {
-  current_target().load(std::memory_order_relaxed)->accumulate(dtype, op, {dsts, copies, srcs, n, count, divisor});
+  current_target()
+      .load(std::memory_order_relaxed)
+      ->accumulate(
+          dtype, op,
+          {dsts.data(), static_cast<int>(dsts.size()), srcs.data(), static_cast<int>(srcs.size()), count, divisor});
 }
 
-void copy(void* const* dsts, int copies, const void* src, std::size_t bytes) {
+void copy(std::span<void* const> dsts, const void* src, std::size_t bytes) {
   constexpr std::size_t kSmall = 4096;  // what the first memcpy leaves in the L1 cache for the next
-  if (bytes >= kSmall) return current_target().load(std::memory_order_relaxed)->copy({dsts, copies, &src, 1, bytes, 1});
-  for (int k = 0; k < copies && bytes > 0; ++k) std::memcpy(dsts[k], src, bytes);
+  if (bytes >= kSmall)
+    return current_target()
+        .load(std::memory_order_relaxed)
+        ->copy({dsts.data(), static_cast<int>(dsts.size()), &src, 1, bytes, 1});
+  for (void* const dst : dsts)
+    if (bytes > 0) std::memcpy(dst, src, bytes);
 }
 
 void stream(void* dst, const void* src, std::size_t bytes) {

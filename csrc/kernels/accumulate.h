@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstddef>
+#include <span>
 #include <string_view>
 
 #include "core/types.h"
@@ -17,20 +18,19 @@ namespace ringreduce::kernels {
 //   band, bor, bxor            integers and bool
 bool supports(DType dtype, ReduceOp op);
 
-// dst[i] = srcs[0][i] op srcs[1][i] op ... op srcs[n-1][i], evaluated from left to right, for i in [0, count) and each
-// of the `copies` >= 1 `dsts`. n >= 1. A dst may be one of `srcs` (same pointer), not otherwise overlap them or another
-// dst. No alignment is required.
-// float16, bfloat16 and float8 operands are widened to float32, combined there and rounded once, to nearest even;
-// float8_e4m3fn, which has no infinities, saturates: whatever is too large becomes 448, as in torch from 2.12 on.
-// min and max return NaN where any operand is NaN. avg and premul_sum combine as sum.
-// Where `divisor` is not 1 the result is divided by it before that one rounding (avg; floating point and complex only).
-// The divisor is first rounded to the type in which elements are combined, as is the factor of scale().
-// Precondition: supports(dtype, op).
-void accumulate(DType dtype, ReduceOp op, void* const* dsts, int copies, const void* const* srcs, int n,
+// dst[i] = srcs[0][i] op srcs[1][i] op ..., evaluated from left to right, for i in [0, count) and each of the `dsts`.
+// At least one of both. A dst may be one of `srcs` (same pointer), not otherwise overlap them or another dst. No
+// alignment is required. float16, bfloat16 and float8 operands are widened to float32, combined there and rounded once,
+// to nearest even; float8_e4m3fn, which has no infinities, saturates: whatever is too large becomes 448, as in torch
+// from 2.12 on. min and max return NaN where any operand is NaN. avg and premul_sum combine as sum. Where `divisor` is
+// not 1 the result is divided by it before that one rounding (avg; floating point and complex only). The divisor is
+// first rounded to the type in which elements are combined, as is the factor of scale(). Precondition: supports(dtype,
+// op).
+void accumulate(DType dtype, ReduceOp op, std::span<void* const> dsts, std::span<const void* const> srcs,
                 std::size_t count, double divisor = 1.0);
 
-// Copies `bytes` bytes of src to each of the `copies` dsts, which must not overlap it or each other.
-void copy(void* const* dsts, int copies, const void* src, std::size_t bytes);
+// Copies `bytes` bytes of src to each of the dsts, which must not overlap it or each other.
+void copy(std::span<void* const> dsts, const void* src, std::size_t bytes);
 
 // The same to one dst and past the caches: for what nobody reads soon. Complete, for other threads too, when it
 // returns.

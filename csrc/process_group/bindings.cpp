@@ -12,6 +12,7 @@
 #include "process_group/arena_allocator.h"
 #include "process_group/direct_calls.h"
 #include "process_group/gpu_bindings.h"
+#include "process_group/keywords.h"
 #include "process_group/process_group_ring.h"
 #include "transport/links.h"
 
@@ -65,14 +66,15 @@ void without_errors(const std::function<void()>& call, const char* what) {
 
 // (lowered, digest, most_bytes, slice_bytes) of each.
 using RootedPlans = std::vector<std::tuple<std::vector<std::int32_t>, std::uint64_t, std::uint64_t, std::size_t>>;
+using AskForRoot = std::function<RootedPlans(const std::string&, int)>;
 
-Engine::PlansForRoot asked_of(std::function<RootedPlans(const std::string&, int)> plans_for_root) {
+Engine::PlansForRoot asked_of(AskForRoot plans_for_root) {
   if (!plans_for_root) return nullptr;
   return [ask = std::move(plans_for_root)](Operation operation, int root) {
-    std::vector<Engine::RootedPlan> plans;
+    std::vector<Engine::PlanFor> plans;
     with_python_errors(-1, [&] {
-      for (auto& [lowered, digest, most_bytes, slice_bytes] : ask(std::string(name(operation)), root))
-        plans.push_back({std::move(lowered), digest, most_bytes, slice_bytes});
+      for (auto& [words, digest, most_bytes, slice_bytes] : ask(std::string(name(operation)), root))
+        plans.push_back({{operation, std::move(words), digest}, most_bytes, slice_bytes});
     });
     return plans;
   };
@@ -93,14 +95,23 @@ ReduceOp ringreduce::reduce_op_named(const std::string& wanted) {
 
 namespace {
 
+using Group = ProcessGroupRing;
+
 // A method that takes a plan, as one that takes what a plan is made of.
 template <class Method>
 auto with_plan(Method method) {
-  return [method](ProcessGroupRing& group, const std::string& collective, std::vector<std::int32_t> lowered,
-                  std::uint64_t digest, std::uint64_t most_bytes, std::size_t slice_bytes) {
-    (group.*method)({operation_named(collective), std::move(lowered), digest, most_bytes, slice_bytes});
+  return [method](Group& group, const std::string& collective, std::vector<std::int32_t> lowered, std::uint64_t digest,
+                  std::uint64_t most_bytes, std::size_t slice_bytes) {
+    (group.*method)({{operation_named(collective), std::move(lowered), digest}, most_bytes, slice_bytes});
   };
 }
+
+// The setter of an option of a group's engine.
+template <class Value>
+auto engine_option(Value Engine::Options::* option) {
+  return [option](Group::Settings& settings, Value value) { settings.engine.*option = value; };
+}
+
 // The memory that peers read in place, which is the process's and not a group's.
 void bind_arena(py::module_& m) {
   m.def(
@@ -122,31 +133,21 @@ void bind_arena(py::module_& m) {
 }
 void* address(std::uintptr_t a) { return reinterpret_cast<void*>(a); }  // NOLINT(performance-no-int-to-ptr)
 
-}  // namespace
-
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  py::register_exception_translator(translate);
-  py::module_::import("torch._C._distributed_c10d");  // knows the base class
-
-  py::class_<Links::Counters>(m, "LinkCounters")
-      .def_readonly("peer", &Links::Counters::peer)
-      .def_readonly("paths", &Links::Counters::paths)
-      .def_readonly("bytes_out", &Links::Counters::bytes_out)
-      .def_readonly("bytes_in", &Links::Counters::bytes_in)
-      .def_readonly("frames_out", &Links::Counters::frames_out)
-      .def_readonly("frames_in", &Links::Counters::frames_in)
+void bind_transport(py::module_& m) {
+  using Counters = Links::Counters;
+  py::class_<Counters> counters(m, "LinkCounters");
+  bind_members(counters, "peer", &Counters::peer, "paths", &Counters::paths, "bytes_out", &Counters::bytes_out,
+               "bytes_in", &Counters::bytes_in, "frames_out", &Counters::frames_out, "frames_in", &Counters::frames_in,
+               "resent", &Counters::resent)
       .def_property_readonly("round_trip",
-                             [](const Links::Counters& self) { return 1e-9 * static_cast<double>(self.round_trip); })
-      .def_readonly("resent", &Links::Counters::resent);
+                             [](const Counters& self) { return 1e-9 * static_cast<double>(self.round_trip); });
 
-  py::class_<Geometry>(m, "Geometry")
-      .def(py::init([](std::uint32_t ranks, std::uint32_t channels, std::uint32_t depth, std::uint32_t slot_bytes,
-                       std::uint32_t mailbox_depth, std::uint32_t mailbox_slot_bytes) {
-             return Geometry{ranks, channels, depth, slot_bytes, mailbox_depth, mailbox_slot_bytes};
-           }),
-           py::kw_only(), py::arg("ranks"), py::arg("channels"), py::arg("depth"), py::arg("slot_bytes"),
-           py::arg("mailbox_depth"), py::arg("mailbox_slot_bytes"))
-      .def("segment_bytes", &Geometry::segment_bytes);
+  using G = Geometry;
+  py::class_<G> geometry(m, "Geometry");
+  bind_members(geometry, "ranks", &G::ranks, "channels", &G::channels, "depth", &G::depth, "slot_bytes", &G::slot_bytes,
+               "mailbox_depth", &G::mailbox_depth, "mailbox_slot_bytes", &G::mailbox_slot_bytes)
+      .def(init_by_keywords<G>())
+      .def("segment_bytes", &G::segment_bytes);
 
   py::class_<OpenMemory, std::shared_ptr<OpenMemory>>(m, "OpenMemory")
       .def(py::init())
@@ -156,81 +157,83 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       });
   m.def("can_access",
         [](int thread, std::uint64_t address, std::uint64_t word) { return can_access({thread, address, word}); });
+}
 
-  bind_gpus(m);
-  bind_direct_calls(m);
-  bind_arena(m);
+void bind_settings(py::module_& m) {
+  using S = Group::Settings;
+  py::class_<S> settings(m, "Settings");
+  bind_members(settings, "name", &S::name, "global_ranks", &S::global_ranks, "recorded_calls", &S::recorded_calls,
+               "dump_when_broken", &S::dump_when_broken, "print_calls", &S::print_calls, "regroup", &S::regroup,
+               "join_gpus", &S::join_gpus, "topology", &S::topology)
+      .def(init_by_keywords<S>())
+      .def_property("patience", nullptr,
+                    [](S& s, std::pair<int, int> patience) { s.engine.patience = {patience.first, patience.second}; })
+      .def_property("slices", nullptr, engine_option(&Engine::Options::slices))
+      .def_property("least_slice_bytes", nullptr, engine_option(&Engine::Options::least_slice_bytes))
+      .def_property("most_slice_bytes", nullptr, engine_option(&Engine::Options::most_slice_bytes))
+      .def_property("least_fetch_bytes", nullptr, engine_option(&Engine::Options::least_fetch_bytes))
+      .def_property("wire_dtype", nullptr,
+                    [](S& s, const std::string& dtype) { s.engine.packing = packing_named(dtype); })
+      .def_property("timeout", nullptr,
+                    [](S& s, double seconds) {
+                      s.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000));
+                    })
+      .def_property("plans_for_root", nullptr,
+                    [](S& s, AskForRoot ask) { s.plans_for_root = asked_of(std::move(ask)); });
+}
 
-  using Group = ProcessGroupRing;
-  using Names = std::vector<std::pair<std::string, std::int64_t>>;
-  const auto rank_names = [](const Names& names) {
-    std::vector<RankName> all;
-    for (const auto& [host, pid] : names) all.push_back({host, pid});
-    return all;
-  };
-  py::class_<Group::Settings>(m, "Settings")
-      .def(py::init([](std::pair<int, int> patience, int slices, std::size_t least_slice_bytes,
-                       std::size_t most_slice_bytes, std::size_t least_fetch_bytes, const std::string& wire_dtype,
-                       double timeout, std::string name, std::vector<std::int64_t> global_ranks,
-                       std::size_t recorded_calls, bool dump_when_broken, bool print_calls, Group::Regroup regroup,
-                       Group::JoinGpus join_gpus, std::string topology,
-                       std::function<RootedPlans(const std::string&, int)> plans_for_root) {
-             return Group::Settings{.engine = {{patience.first, patience.second},
-                                               slices,
-                                               least_slice_bytes,
-                                               most_slice_bytes,
-                                               least_fetch_bytes,
-                                               packing_named(wire_dtype)},
-                                    .timeout = std::chrono::milliseconds(static_cast<std::int64_t>(timeout * 1000)),
-                                    .name = std::move(name),
-                                    .global_ranks = std::move(global_ranks),
-                                    .recorded_calls = recorded_calls,
-                                    .dump_when_broken = dump_when_broken,
-                                    .print_calls = print_calls,
-                                    .regroup = std::move(regroup),
-                                    .join_gpus = std::move(join_gpus),
-                                    .plans_for_root = asked_of(std::move(plans_for_root)),
-                                    .topology = std::move(topology)};
-           }),
-           py::kw_only(), py::arg("patience") = std::pair(Patience{}.looks, Patience{}.yields), py::arg("slices"),
-           py::arg("least_slice_bytes"), py::arg("most_slice_bytes"),
-           py::arg("least_fetch_bytes") = Engine::Options{}.least_fetch_bytes, py::arg("wire_dtype") = "float32",
-           py::arg("timeout"), py::arg("name"), py::arg("global_ranks"), py::arg("recorded_calls"),
-           py::arg("dump_when_broken"), py::arg("print_calls"), py::arg("regroup"), py::arg("join_gpus"),
-           py::arg("topology"), py::arg("plans_for_root") = nullptr);
+// The arguments of ProcessGroupRing().
+struct Members : Roster {
+  Group::Settings settings;
+};
 
+using Names = std::vector<std::pair<std::string, std::int64_t>>;
+
+std::vector<RankName> rank_names(const Names& names) {
+  std::vector<RankName> all;
+  for (const auto& [host, pid] : names) all.push_back({host, pid});
+  return all;
+}
+
+c10::intrusive_ptr<Group> make_group(const py::kwargs& given) {
+  auto members = from_keywords<Members>(given);
+  return c10::make_intrusive<Group>(team_of(members), std::move(members.settings));
+}
+
+void bind_roster(py::module_& m) {
+  using M = Members;
+  py::class_<M> members(m, "Members");
+  bind_members(members, "memfd", &M::memfd, "geometry", &M::geometry, "rank", &M::rank, "pidfds", &M::pidfds, "memory",
+               &M::memory, "memory_threads", &M::threads, "arenas", &M::arenas, "elsewhere", &M::elsewhere, "settings",
+               &M::settings)
+      .def_property("names", nullptr, [](M& members, const Names& names) { members.names = rank_names(names); })
+      .def_property("lends_arena", nullptr,
+                    [](M& members, bool lends) { members.arena = lends ? Arena::of_process() : nullptr; })
+      .def_property("connect", nullptr,
+                    [](M& members, std::function<void(int, double)> connect) {
+                      members.connect = [connect = std::move(connect)](int peer, Nanoseconds timeout) {
+                        with_python_errors(peer, [&] { connect(peer, seconds(timeout)); });
+                      };
+                    })
+      .def_property("disconnect", nullptr, [](M& members, std::function<void()> disconnect) {
+        if (!disconnect) return;
+        members.disconnect = [disconnect = std::move(disconnect)] {
+          without_errors(disconnect, "disconnect of a group");
+        };
+      });
+}
+
+void bind_group(py::module_& m) {
+  const py::call_guard<py::gil_scoped_release> no_gil;
   py::class_<Group, c10::intrusive_ptr<Group>, c10d::Backend>(m, "ProcessGroupRing")
-      .def(py::init([rank_names](int memfd, const Geometry& geometry, int rank, std::vector<int> pidfds,
-                                 const Names& names, std::shared_ptr<OpenMemory> memory,
-                                 std::vector<int> memory_threads, bool lends_arena, std::vector<int> arenas,
-                                 std::vector<bool> elsewhere, std::function<void(int, double)> connect,
-                                 std::function<void()> disconnect, Group::Settings settings) {
-             auto segment =
-                 std::make_shared<Segment>(memfd, geometry, rank, std::move(pidfds), rank_names(names),
-                                           PeerMemory{std::move(memory), std::move(memory_threads),
-                                                      lends_arena ? Arena::of_process() : nullptr, std::move(arenas)},
-                                           Hosts{std::move(elsewhere),
-                                                 [connect = std::move(connect)](int peer, Nanoseconds timeout) {
-                                                   with_python_errors(peer, [&] { connect(peer, seconds(timeout)); });
-                                                 },
-                                                 [disconnect = std::move(disconnect)] {
-                                                   if (disconnect) without_errors(disconnect, "disconnect of a group");
-                                                 }});
-             return c10::make_intrusive<Group>(std::move(segment), std::move(settings));
-           }),
-           py::kw_only(), py::arg("memfd"), py::arg("geometry"), py::arg("rank"), py::arg("pidfds"), py::arg("names"),
-           py::arg("memory"), py::arg("memory_threads"), py::arg("lends_arena") = false,
-           py::arg("arenas") = std::vector<int>{}, py::arg("elsewhere") = std::vector<bool>{},
-           py::arg("connect") = std::function<void(int, double)>{}, py::arg("disconnect") = std::function<void()>{},
-           py::arg("settings"))
-      .def("add_link", &Group::add_link, py::call_guard<py::gil_scoped_release>(), py::arg("peer"), py::arg("socket"),
-           py::arg("path"))
-      .def("links", &Group::links, py::call_guard<py::gil_scoped_release>())
+      .def(py::init(&make_group))
+      .def("add_link", &Group::add_link, no_gil, py::arg("peer"), py::arg("socket"), py::arg("path"))
+      .def("links", &Group::links, no_gil)
       // Not a constructor, since pybind11 does not convert keyword-only arguments of overloads.
       .def_static(
           "over",
-          [rank_names](c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr<c10d::Store> store,
-                       const Names& names, int channels, Group::Settings settings) {
+          [](c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr<c10d::Store> store, const Names& names,
+             int channels, Group::Settings settings) {
             auto wire = std::make_shared<C10dPointToPoint>(std::move(backend), std::move(store), rank_names(names));
             return c10::make_intrusive<Group>(std::move(wire), channels, std::move(settings));
           },
@@ -243,20 +246,20 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           [](Group& group, long size, at::ScalarType dtype, at::Device device) {
             return group.allocate(size, at::TensorOptions().dtype(dtype).device(device));
           },
-          py::call_guard<py::gil_scoped_release>(), py::arg("size"), py::kw_only(), py::arg("dtype"), py::arg("device"))
+          no_gil, py::arg("size"), py::kw_only(), py::arg("dtype"), py::arg("device"))
       // These two are virtual functions of c10d that torch does not bind for every backend.
       .def_property_readonly("options", &Group::getBackendOptions)
       .def("get_error", &Group::getError)
-      .def("add_plan", with_plan(&Group::add_plan), py::call_guard<py::gil_scoped_release>(), py::arg("collective"),
-           py::arg("lowered"), py::arg("digest"), py::arg("most_bytes"), py::arg("slice_bytes") = 0)
-      .def("register_plan", with_plan(&Group::register_plan), py::call_guard<py::gil_scoped_release>(),
-           py::arg("collective"), py::arg("lowered"), py::arg("digest"), py::arg("most_bytes"),
-           py::arg("slice_bytes") = 0)
+      .def("add_plan", with_plan(&Group::add_plan), no_gil, py::arg("collective"), py::arg("lowered"),
+           py::arg("digest"), py::arg("most_bytes"), py::arg("slice_bytes") = 0)
+      .def("register_plan", with_plan(&Group::register_plan), no_gil, py::arg("collective"), py::arg("lowered"),
+           py::arg("digest"), py::arg("most_bytes"), py::arg("slice_bytes") = 0)
       .def_property_readonly("engine", &Group::engine)
-      .def("use_nccl", &Group::use_nccl, py::call_guard<py::gil_scoped_release>(), py::arg("index"),
-           py::arg("communicator"))
-      .def("use", &Group::use, py::call_guard<py::gil_scoped_release>(), py::arg("engine"));
+      .def("use_nccl", &Group::use_nccl, no_gil, py::arg("index"), py::arg("communicator"))
+      .def("use", &Group::use, no_gil, py::arg("engine"));
+}
 
+void bind_reports(py::module_& m) {
   m.def(
       "probe",
       [](const std::vector<int>& cores) {
@@ -293,7 +296,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     }
     return py::bytes(pickle);
   });
+}
 
+// For tests and benchmarks.
+void bind_kernels(py::module_& m) {
   m.def("kernel_supports", [](const std::string& dtype, const std::string& op) {
     return kernels::supports(dtype_named(dtype), reduce_op_named(op));
   });
@@ -305,8 +311,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         for (std::uintptr_t src : srcs) sources.push_back(address(src));
         std::vector<void*> results;
         for (std::uintptr_t dst : dsts) results.push_back(address(dst));
-        kernels::accumulate(dtype_named(dtype), reduce_op_named(op), results.data(), static_cast<int>(results.size()),
-                            sources.data(), static_cast<int>(sources.size()), count, divisor);
+        kernels::accumulate(dtype_named(dtype), reduce_op_named(op), results, sources, count, divisor);
       },
       py::arg("dtype"), py::arg("op"), py::arg("dsts"), py::arg("srcs"), py::arg("count"), py::arg("divisor") = 1.0);
   m.def("scale", [](const std::string& dtype, std::uintptr_t dst, std::uintptr_t src, std::size_t count,
@@ -339,4 +344,20 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     const Range r = stripe(count, {begin, end, total}, unit);
     return std::pair(r.begin, r.end);
   });
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  py::register_exception_translator(translate);
+  py::module_::import("torch._C._distributed_c10d");  // knows the base class
+  bind_transport(m);
+  bind_gpus(m);
+  bind_direct_calls(m);
+  bind_arena(m);
+  bind_settings(m);
+  bind_roster(m);
+  bind_group(m);
+  bind_reports(m);
+  bind_kernels(m);
 }

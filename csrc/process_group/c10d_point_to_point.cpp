@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "core/threads.h"
+#include "process_group/arguments.h"
 
 namespace ringreduce {
 namespace {
@@ -41,10 +42,21 @@ int C10dPointToPoint::reporter() const {
   return broken_ ? broken_->reporter : -1;
 }
 
-c10::intrusive_ptr<c10d::Backend> C10dPointToPoint::backend() const {
-  std::lock_guard lock(mutex_);
-  if (broken_) throw broken_->error;
-  return backend_;
+c10::intrusive_ptr<c10d::Work> C10dPointToPoint::pass_on(std::vector<at::Tensor>& tensors, c10d::OpType type, int peer,
+                                                         int tag) const {
+  const bool sends = type == c10d::OpType::SEND;
+  if (!tensors[0].is_cpu())
+    invalid(sends ? "send" : "recv", ": the tensor is on ", tensors[0].device(),
+            "; over transport='gloo' messages are of CPU tensors: pass its cpu()");
+  if (tag == kTag) invalid("the tag ", tag, " is that of collectives; take another");
+  c10::intrusive_ptr<c10d::Backend> backend;
+  {
+    std::lock_guard lock(mutex_);
+    if (broken_) throw broken_->error;
+    backend = backend_;
+  }
+  if (type == c10d::OpType::RECVANYSOURCE) return backend->recvAnysource(tensors, tag);
+  return sends ? backend->send(tensors, peer, tag) : backend->recv(tensors, peer, tag);
 }
 
 void C10dPointToPoint::post(std::span<const Outgoing> outgoing, std::span<const Incoming> incoming) {

@@ -9,8 +9,8 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
+#include "transport/fate.h"
 #include "transport/point_to_point.h"
-#include "transport/segment.h"
 
 namespace ringreduce {
 
@@ -34,8 +34,9 @@ class C10dPointToPoint final : public PointToPoint {
 
   // Takes no further part: connections close, as when the process ends, and calls throw.
   void leave();
-  // For the program's own messages. Throws the group's error if it is broken.
-  c10::intrusive_ptr<c10d::Backend> backend() const;
+  // A message of the program's own: the backend's Work, with its errors. `type` is SEND, RECV or RECVANYSOURCE. Throws
+  // the group's error if it is broken.
+  c10::intrusive_ptr<c10d::Work> pass_on(std::vector<at::Tensor>& tensors, c10d::OpType type, int peer, int tag) const;
 
  private:
   struct Pending {

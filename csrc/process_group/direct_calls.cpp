@@ -97,21 +97,20 @@ bool are_tensors(Arguments from, int count) {
   return std::all_of(from, from + count, [](PyObject* each) { return THPVariable_Check(each); });
 }
 
-PyObject* call(ProcessGroupRing& backend, OpType type, const Collective& collective, const at::Tensor& output,
+PyObject* call(ProcessGroupRing& backend, const Collective& collective, const at::Tensor& output,
                const at::Tensor& input) {
   bool made = false;
   {
     const WithoutGil no_gil;
-    made = backend.call_now(type, collective, output, input);
+    made = backend.call_now(collective, output, input);
   }
   return PyBool_FromLong(made);
 }
 
 // Makes the call in the group args[0].
-PyObject* call(Arguments args, OpType type, const Collective& collective, const at::Tensor& output,
-               const at::Tensor& input) {
+PyObject* call(Arguments args, const Collective& collective, const at::Tensor& output, const at::Tensor& input) {
   const auto backend = backend_of(args[0]);
-  return call(*backend, type, collective, output, input);
+  return call(*backend, collective, output, input);
 }
 
 // A rank; -1 for what is none.
@@ -138,7 +137,7 @@ PyObject* all_reduce(PyObject* /*module*/, Arguments args, Py_ssize_t count) {
     const auto op = in_place && are_tensors(args + 1, 1) ? operation(args[2]) : std::nullopt;
     if (!op) Py_RETURN_FALSE;
     const at::Tensor& tensor = THPVariable_Unpack(args[1]);
-    return call(args, OpType::ALLREDUCE, {.operation = Operation::all_reduce, .op = &*op}, tensor, tensor);
+    return call(args, {.type = OpType::ALLREDUCE, .operation = Operation::all_reduce, .op = &*op}, tensor, tensor);
   });
 }
 
@@ -151,7 +150,7 @@ PyObject* broadcast(PyObject* /*module*/, Arguments args, Py_ssize_t count) {
     const int root = of_group ? rank : backend->group_rank(rank);
     if (root < 0) Py_RETURN_FALSE;
     const at::Tensor& tensor = THPVariable_Unpack(args[1]);
-    return call(*backend, OpType::BROADCAST, {.operation = Operation::broadcast, .root = root}, tensor, tensor);
+    return call(*backend, {.type = OpType::BROADCAST, .operation = Operation::broadcast, .root = root}, tensor, tensor);
   });
 }
 
@@ -159,16 +158,17 @@ PyObject* reduce_scatter(PyObject* /*module*/, Arguments args, Py_ssize_t count)
   return guarded([&]() -> PyObject* {
     const auto op = count == 4 && are_tensors(args + 1, 2) ? operation(args[3]) : std::nullopt;
     if (!op) Py_RETURN_FALSE;
-    return call(args, OpType::_REDUCE_SCATTER_BASE,
-                {.operation = Operation::reduce_scatter, .op = &*op, .flat_input = true}, THPVariable_Unpack(args[1]),
-                THPVariable_Unpack(args[2]));
+    return call(
+        args,
+        {.type = OpType::_REDUCE_SCATTER_BASE, .operation = Operation::reduce_scatter, .op = &*op, .flat_input = true},
+        THPVariable_Unpack(args[1]), THPVariable_Unpack(args[2]));
   });
 }
 
 PyObject* all_gather(PyObject* /*module*/, Arguments args, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
     if (count != 3 || !are_tensors(args + 1, 2)) Py_RETURN_FALSE;
-    return call(args, OpType::_ALLGATHER_BASE, {.operation = Operation::all_gather, .flat_output = true},
+    return call(args, {.type = OpType::_ALLGATHER_BASE, .operation = Operation::all_gather, .flat_output = true},
                 THPVariable_Unpack(args[1]), THPVariable_Unpack(args[2]));
   });
 }
@@ -176,9 +176,10 @@ PyObject* all_gather(PyObject* /*module*/, Arguments args, Py_ssize_t count) {
 PyObject* all_to_all(PyObject* /*module*/, Arguments args, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
     if (count != 3 || !are_tensors(args + 1, 2)) Py_RETURN_FALSE;
-    return call(args, OpType::ALLTOALL_BASE,
-                {.operation = Operation::all_to_all, .flat_input = true, .flat_output = true},
-                THPVariable_Unpack(args[1]), THPVariable_Unpack(args[2]));
+    return call(
+        args,
+        {.type = OpType::ALLTOALL_BASE, .operation = Operation::all_to_all, .flat_input = true, .flat_output = true},
+        THPVariable_Unpack(args[1]), THPVariable_Unpack(args[2]));
   });
 }
 

@@ -19,6 +19,7 @@
 #include "kernels/accumulate.h"
 #include "kernels/gpu/accumulate.h"
 #include "nccl/communicator.h"
+#include "process_group/keywords.h"
 
 namespace py = pybind11;
 
@@ -65,6 +66,65 @@ void accumulate(const cuda::DevicePtr& device, cuda::Kernels& kernels, const std
 
 Nanoseconds nanoseconds(double seconds) { return static_cast<Nanoseconds>(seconds * 1e9); }
 
+// The arguments of peer_engine() and nccl_engine().
+struct Joined {
+  std::shared_ptr<Engine> host;
+  std::shared_ptr<cuda::Device> device;
+  cuda::Images images;
+  Engine::Options options;
+  // Over the GPUs' memory.
+  std::shared_ptr<cuda::OwnMemory> region;
+  std::vector<std::string> handles;
+  PeerEngine::Shape shape;
+  std::vector<bool> steps;
+  // Over NCCL.
+  std::vector<std::string> ids;
+  std::uint64_t communicator = 0;
+  int communicators = 1, channels = 1;
+  double timeout = 0;
+};
+
+std::shared_ptr<GpuEngine> peer_engine(const py::kwargs& members) {
+  const auto joined = from_keywords<Joined>(members);
+  const py::gil_scoped_release no_gil;
+  std::vector<PeerEngine::Mode> modes;
+  for (const bool its : joined.steps) modes.push_back(its ? PeerEngine::Mode::steps : PeerEngine::Mode::run);
+  return std::make_shared<PeerEngine>(PeerEngine::Setup{.host = std::make_shared<TrialHost>(joined.host),
+                                                        .kernels = cuda::Kernels::of(joined.device, joined.images),
+                                                        .device = joined.device,
+                                                        .own = joined.region,
+                                                        .handles = handles_of(joined.handles),
+                                                        .shape = joined.shape,
+                                                        .modes = std::move(modes),
+                                                        .options = joined.options});
+}
+
+std::shared_ptr<GpuEngine> nccl_engine(const py::kwargs& members) {
+  const auto joined = from_keywords<Joined>(members);
+  const py::gil_scoped_release no_gil;
+  const int rank = joined.host->rank(), size = joined.host->size();
+  const Nanoseconds timeout = nanoseconds(joined.timeout);
+  auto made = joined.communicator != 0
+                  ? nccl::adopt(joined.communicator, joined.communicators, joined.device, rank, size, timeout)
+                  : nccl::make(joined.ids, joined.communicators, joined.device, rank, size, timeout);
+  return std::make_shared<NcclEngine>(std::make_shared<TrialHost>(joined.host),
+                                      cuda::Kernels::of(joined.device, joined.images), joined.device, std::move(made),
+                                      joined.channels, joined.options);
+}
+
+void bind_engines(py::module_& m) {
+  using J = Joined;
+  py::class_<J> joined(m, "JoinedGpus");
+  bind_members(joined, "host", &J::host, "device", &J::device, "images", &J::images, "region", &J::region, "handles",
+               &J::handles, "shape", &J::shape, "steps", &J::steps, "ids", &J::ids, "communicator", &J::communicator,
+               "communicators", &J::communicators, "channels", &J::channels, "timeout", &J::timeout)
+      .def_property("slices", nullptr, [](J& joined, int slices) { joined.options.slices = slices; })
+      .def_property("least_slice_bytes", nullptr,
+                    [](J& joined, std::size_t bytes) { joined.options.least_slice_bytes = bytes; });
+  m.def("peer_engine", &peer_engine);
+  m.def("nccl_engine", &nccl_engine);
+}
+
 void bind_nccl(py::module_& m) {
   m.def(
       "nccl_version", [](const std::vector<std::string>& places) { return nccl::library(places).version(); },
@@ -84,28 +144,9 @@ void bind_nccl(py::module_& m) {
         return ids;
       },
       py::arg("communicators"));
-  m.def(
-      "nccl_engine",
-      [](const std::shared_ptr<Engine>& host, const std::shared_ptr<cuda::Device>& device,
-         const std::vector<std::string>& ids, std::uint64_t communicator, int communicators, double timeout,
-         int channels, const cuda::Images& images, int slices,
-         std::size_t least_slice_bytes) -> std::shared_ptr<GpuEngine> {
-        const int rank = host->rank(), size = host->size();
-        auto made = communicator != 0
-                        ? nccl::adopt(communicator, communicators, device, rank, size, nanoseconds(timeout))
-                        : nccl::make(ids, communicators, device, rank, size, nanoseconds(timeout));
-        return std::make_shared<NcclEngine>(std::make_shared<TrialHost>(host), cuda::Kernels::of(device, images),
-                                            device, std::move(made), channels,
-                                            Engine::Options{.slices = slices, .least_slice_bytes = least_slice_bytes});
-      },
-      py::call_guard<py::gil_scoped_release>(), py::kw_only(), py::arg("host"), py::arg("device"), py::arg("ids"),
-      py::arg("communicator"), py::arg("communicators"), py::arg("timeout"), py::arg("channels"), py::arg("images"),
-      py::arg("slices"), py::arg("least_slice_bytes"));
 }
 
-}  // namespace
-
-void bind_gpus(py::module_& m) {
+void bind_devices(py::module_& m) {
   m.def("cuda_unavailable", &cuda::unavailable);
   m.def(
       "make_stream_wait",
@@ -174,7 +215,9 @@ void bind_gpus(py::module_& m) {
       });
 
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine");
+}
 
+void bind_peers(py::module_& m) {
   using Shape = PeerEngine::Shape;
   py::class_<Shape>(m, "RegionShape")
       .def(py::init([](std::uint32_t lanes, std::uint32_t depth, std::uint32_t slot_bytes) {
@@ -191,8 +234,7 @@ void bind_gpus(py::module_& m) {
           "add_plan",
           [](GpuEngine& engine, const std::string& collective, std::vector<std::int32_t> lowered, std::uint64_t digest,
              std::uint64_t most_bytes, std::size_t slice_bytes) {
-            const Operation operation = operation_named(collective);
-            engine.choose(operation, most_bytes, engine.add_plan(operation, std::move(lowered), digest), slice_bytes);
+            engine.add({{operation_named(collective), std::move(lowered), digest}, most_bytes, slice_bytes});
           },
           py::arg("collective"), py::arg("lowered"), py::arg("digest"), py::arg("most_bytes"),
           py::arg("slice_bytes") = 0)
@@ -206,22 +248,14 @@ void bind_gpus(py::module_& m) {
         return PeerEngine::ranks_on_gpu(handles_of(handles), rank);
       },
       py::arg("handles"), py::arg("rank"));
-  m.def(
-      "peer_engine",
-      [](const std::shared_ptr<Engine>& host, const std::shared_ptr<cuda::Device>& device,
-         const std::shared_ptr<cuda::OwnMemory>& region, const std::vector<std::string>& handles, const Shape& shape,
-         const std::vector<bool>& steps, const cuda::Images& images, int slices,
-         std::size_t least_slice_bytes) -> std::shared_ptr<GpuEngine> {
-        std::vector<PeerEngine::Mode> modes;
-        for (const bool its : steps) modes.push_back(its ? PeerEngine::Mode::steps : PeerEngine::Mode::run);
-        return std::make_shared<PeerEngine>(std::make_shared<TrialHost>(host), cuda::Kernels::of(device, images),
-                                            device, region, handles_of(handles), shape, modes,
-                                            Engine::Options{.slices = slices, .least_slice_bytes = least_slice_bytes});
-      },
-      py::call_guard<py::gil_scoped_release>(), py::kw_only(), py::arg("host"), py::arg("device"), py::arg("region"),
-      py::arg("handles"), py::arg("shape"), py::arg("steps"), py::arg("images"), py::arg("slices"),
-      py::arg("least_slice_bytes"));
+}
 
+}  // namespace
+
+void bind_gpus(py::module_& m) {
+  bind_devices(m);
+  bind_peers(m);
+  bind_engines(m);
   bind_nccl(m);
 }
 

@@ -37,8 +37,8 @@ c10::intrusive_ptr<c10d::Work> GpuCalls::submit(const CallLog::Call& call, bool 
   const c10::Stream stream = apart ? own_stream() : users;
   const cuda::Stream chosen = native(engine_->device(), stream);
   const std::uint64_t log_id = surroundings_->log->begin(call, inputs, outputs);
-  auto work = c10::make_intrusive<GpuWork>(engine_, call, users, stream, captured, surroundings_->timing.load(), inputs,
-                                           std::move(outputs));
+  auto work = c10::make_intrusive<GpuWork>(engine_, call, GpuWork::Streams{users, stream, captured},
+                                           surroundings_->timing.load(), inputs, std::move(outputs));
   work->log_id = log_id;
   work->hooked = surroundings_->hooked;
   try {

@@ -44,11 +44,10 @@ class GpuCalls {
   GpuCalls& operator=(const GpuCalls&) = delete;
 
   GpuEngine& engine() const { return *engine_; }
-  // Runs `plan.add_to` when no call is being put in a stream.
-  template <class Plan>
-  void add(const Plan& plan) {
+  // Waits until no call is being put in a stream.
+  void add(const Engine::PlanFor& plan) {
     std::lock_guard lock(submit_mutex_);
-    plan.add_to(*engine_);
+    engine_->add(plan);
   }
   at::Device device() const { return device_; }
 

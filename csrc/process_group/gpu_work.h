@@ -34,17 +34,20 @@ class GpuWork final : public c10d::Work {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // Of a call in `stream`, made while `users` was current. In a capture nothing runs, and its end may only be waited
-  // for.
-  GpuWork(std::shared_ptr<GpuEngine> engine, const CallLog::Call& call, const c10::Stream& users,
-          const c10::Stream& stream, bool captured, bool timed, const TensorList& inputs, TensorList outputs)
+  struct Streams {
+    c10::Stream users;  // which was current when the call was made
+    c10::Stream calls;
+    bool captured;  // in a capture nothing runs, and the call's end may only be waited for
+  };
+  GpuWork(std::shared_ptr<GpuEngine> engine, const CallLog::Call& call, const Streams& streams, bool timed,
+          const TensorList& inputs, TensorList outputs)
       : Work(engine->rank(), call.type, at::hasCallbacks() ? profiling_title(call.type) : nullptr,
              at::hasCallbacks() ? std::optional(inputs.empty() ? outputs : inputs) : std::nullopt),
         call_(call),
-        users_(users),
-        stream_(stream),
-        captured_(captured),
-        timed_(timed && !captured),
+        users_(streams.users),
+        stream_(streams.calls),
+        captured_(streams.captured),
+        timed_(timed && !captured_),
         engine_(std::move(engine)),
         begin_(engine_->device(), timed_),
         end_(engine_->device(), timed_),

@@ -1,6 +1,7 @@
 #include "process_group/job.h"
 
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -125,6 +126,15 @@ at::Device device_of(const TensorList& inputs, const TensorList& outputs, const 
       if (t.device() != device)
         invalid(what, ": tensors are on different devices: ", device, " and ", t.device(), "; move them to one");
   return device;
+}
+
+void synchronize(at::Device device, std::string_view what) {
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  const c10::Stream stream = guard.getStream(device);
+  if (cuda::capturing(device.index(), static_cast<cuda::CUstream>(guard.getStreamNativeHandle(stream))))
+    invalid(what, ": the current stream is being captured, and the call goes through the host's memory, which a graph ",
+            "cannot replay; make it outside of the capture");
+  guard.synchronizeStream(stream);
 }
 
 Job::Job(const Collective& collective, const TensorList& from, const TensorList& to, int rank, int size,

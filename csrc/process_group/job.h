@@ -10,7 +10,9 @@
 
 #include <chrono>
 #include <cstddef>
+#include <string_view>
 #include <torch/csrc/distributed/c10d/Types.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
 #include "engine/engine.h"
@@ -21,8 +23,10 @@ namespace ringreduce {
 
 // What a collective is, apart from its tensors.
 struct Collective {
+  c10d::OpType type = c10d::OpType::UNKNOWN;  // what c10d calls it
   Operation operation;
   std::chrono::milliseconds timeout = c10d::kUnsetTimeout;
+  bool async = false;
   int root = 0;
   const c10d::ReduceOp* op = nullptr;            // of those that reduce
   bool flat_input = false, flat_output = false;  // that side is one tensor, to be cut in a block for each rank
@@ -39,6 +43,9 @@ Blocks cut(const at::Tensor& flat, std::vector<std::size_t> counts);
 
 // The device of all tensors of a call. Throws invalid_argument if there are several.
 at::Device device_of(const TensorList& inputs, const TensorList& outputs, const char* what);
+
+// Waits for all that is in torch's current stream of a GPU, for a call that goes through the host's memory.
+void synchronize(at::Device device, std::string_view what);
 
 struct Job {
   // On rank `rank` of `size`, for an engine that works on `device`. Throws invalid_argument for tensors that do not

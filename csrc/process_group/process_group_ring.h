@@ -66,7 +66,7 @@ class ProcessGroupRing : public c10d::Backend {
   };
 
   // Of ranks that share memory.
-  ProcessGroupRing(std::shared_ptr<const Segment> segment, Settings settings);
+  ProcessGroupRing(std::shared_ptr<Team> team, Settings settings);
   // Of ranks that another backend joins, whose plans may have up to `channels` channels. Messages are that backend's
   // own; there is no memory to share, and no monitored barrier.
   ProcessGroupRing(std::shared_ptr<C10dPointToPoint> wire, int channels, Settings settings);
@@ -154,7 +154,7 @@ class ProcessGroupRing : public c10d::Backend {
   void release_resources() override;
 
   // Memory that collectives read in place instead of copying it first, from the process's arena.
-  bool supportsTensorAlloc(c10::DeviceIndex) override { return segment_ && segment_->arena() != nullptr; }
+  bool supportsTensorAlloc(c10::DeviceIndex) override { return team_ && team_->arena() != nullptr; }
   at::Tensor allocate(long size, const at::TensorOptions& options);
   // The same for DistributedDataParallel, which puts its buckets there. It reduces complex gradients as pairs of real
   // numbers, and makes that view of its own memory, but not of memory that it got here. So it gets the view.
@@ -169,7 +169,7 @@ class ProcessGroupRing : public c10d::Backend {
 
   // Makes a synchronous call on plain tensors, without c10d's lists and Work. False, with nothing done, if the call
   // takes more than that, or the arguments are wrong.
-  bool call_now(c10d::OpType type, const Collective& collective, const at::Tensor& output, const at::Tensor& input);
+  bool call_now(const Collective& collective, const at::Tensor& output, const at::Tensor& input);
   // The rank in the group of a rank of the world; -1 if that is not in it.
   int group_rank(int global_rank) const {
     const auto& ranks = settings_.global_ranks;
@@ -177,17 +177,6 @@ class ProcessGroupRing : public c10d::Backend {
     return found == ranks.end() ? -1 : static_cast<int>(found - ranks.begin());
   }
 
-  struct PlanFor {
-    Operation operation;
-    std::vector<std::int32_t> lowered;
-    std::uint64_t digest;
-    std::uint64_t most_bytes;
-    std::size_t slice_bytes = 0;
-
-    void add_to(Engine& engine) const {
-      engine.choose(operation, most_bytes, engine.add_plan(operation, lowered, digest), slice_bytes);
-    }
-  };
   // Links to ranks on other hosts: takes over a connected socket (see Links::add; throws for a rank of this host), and
   // what went over them.
   void add_link(int peer, int socket, std::string path);
@@ -195,9 +184,9 @@ class ProcessGroupRing : public c10d::Backend {
 
   // Adds a plan and makes it the one for calls on CPU tensors up to `most_bytes`, in slices of `slice_bytes` (see
   // Engine::choose). Collective: all ranks must do it in the same order.
-  void add_plan(const PlanFor& plan);
+  void add_plan(const Engine::PlanFor& plan);
   // The same for CUDA tensors too, also if the group has no engine for them yet: a user's plan.
-  void register_plan(PlanFor plan);
+  void register_plan(Engine::PlanFor plan);
 
   // Calls join_gpus with a communicator (an ncclComm_t as a number) that is on device `index`. Throws if it was called.
   void use_nccl(int index, std::uint64_t communicator);
@@ -213,24 +202,31 @@ class ProcessGroupRing : public c10d::Backend {
   Job job(Collective collective, const TensorList& inputs, const TensorList& outputs);
   void join_gpus(int index, std::uint64_t communicator);
   GpuCalls* gpu_calls(at::Device device);
-  template <class CallOptions>
-  c10::intrusive_ptr<c10d::Work> submit(c10d::OpType type, const CallOptions& opts, std::vector<Job> jobs);
-  c10::intrusive_ptr<c10d::Work> submit_to_gpu(CallLog::Call call, bool async, const TensorList& inputs,
+  // Makes the call in its turn, as one job or several; the second, of one job; submit_each, of a job for each pair.
+  c10::intrusive_ptr<c10d::Work> submit(const Collective& collective, std::vector<Job> jobs);
+  c10::intrusive_ptr<c10d::Work> submit(const Collective& collective, const TensorList& inputs,
+                                        const TensorList& outputs);
+  c10::intrusive_ptr<c10d::Work> submit_each(const Collective& collective, const TensorList& inputs,
+                                             const TensorList& outputs);
+  // The same for a tensor on each side: by call_now(), if it can.
+  c10::intrusive_ptr<c10d::Work> call(const Collective& collective, const at::Tensor& output, const at::Tensor& input);
+  c10::intrusive_ptr<c10d::Work> submit_to_gpu(const Collective& collective, const TensorList& inputs,
                                                TensorList outputs, std::vector<Job> jobs);
   template <class Run>
-  c10::intrusive_ptr<c10d::Work> submit(CallLog::Call call, bool async, const TensorList& inputs, TensorList outputs,
-                                        Run run);
+  c10::intrusive_ptr<c10d::Work> take_turn(const Collective& collective, const TensorList& inputs, TensorList outputs,
+                                           Run run);
   c10::intrusive_ptr<c10d::Work> post(std::vector<at::Tensor>& tensors, c10d::OpType type, int peer, int tag);
-  c10::intrusive_ptr<c10d::Work> delegate(std::vector<at::Tensor>& tensors, c10d::OpType type, int peer, int tag);
   void coalesce(c10::intrusive_ptr<c10d::Work> work);
   Tally sum_fused(const Fusion& fusion, std::vector<Job>& jobs, std::uint64_t number);
-  Tally sum_sparse(const at::Tensor& tensor, std::chrono::milliseconds timeout, std::uint64_t number);
+  Tally sum_sparse(const at::Tensor& tensor, const Collective& collective, std::uint64_t number);
   std::chrono::milliseconds timeout_or_default(std::chrono::milliseconds timeout) const;
+  // What every call begins with. The second counts it, and says how the log is to list it.
   void begin_call();
+  CallLog::Call begin_call(const Collective& collective);
 
   const Settings settings_;
   std::shared_ptr<WorkSurroundings> shared_;
-  std::shared_ptr<const Segment> segment_;  // null where ranks share no memory
+  std::shared_ptr<Team> team_;  // null where ranks share no memory
   std::unique_ptr<Running> running_;
   std::atomic<std::chrono::milliseconds> timeout_;
   std::atomic<std::uint64_t> collectives_{0}, messages_{0};
@@ -239,7 +235,7 @@ class ProcessGroupRing : public c10d::Backend {
   std::size_t fusion_buffer_bytes_ = 0;
   std::mutex barrier_mutex_, coalescing_mutex_, gpu_mutex_;
   bool gpus_joined_ = false;
-  std::vector<PlanFor> registered_;  // what users have added, for an engine to come
+  std::vector<Engine::PlanFor> registered_;  // what users have added, for an engine to come
   std::map<std::thread::id, std::vector<c10::intrusive_ptr<c10d::Work>>> coalescing_;  // since startCoalescing
 };
 

@@ -110,12 +110,12 @@ void maps_peers_once() {
   const Arena arena({4 * kMegabyte, 0});
   const auto before = open();
   {
-    const auto one = map_arenas({-1, dup(arena.descriptor())}), other = map_arenas({dup(arena.descriptor()), -1});
-    check(one[0] == nullptr && one[1] == other[0] && one[1]->bytes() == 4 * kMegabyte, "arena: there are two mappings");
+    const auto one = map_arena(FileDescriptor(dup(arena.descriptor())));
+    const auto other = map_arena(FileDescriptor(dup(arena.descriptor())));
+    check(one == other && one->bytes() == 4 * kMegabyte, "arena: there are two mappings");
     arena.base()[5] = std::byte{7};
-    check(one[1]->base()[5] == std::byte{7}, "arena: a peer does not see it");
-    check(error_of([&] { map_arenas({dup(arena.descriptor()), memfd_create("stress", MFD_CLOEXEC)}); }).kind() ==
-              ErrorKind::system,
+    check(one->base()[5] == std::byte{7}, "arena: a peer does not see it");
+    check(error_of([&] { map_arena(FileDescriptor(memfd_create("stress", MFD_CLOEXEC))); }).kind() == ErrorKind::system,
           "arena: one that can shrink is not refused");
   }
   check(open() == before, "arena: descriptors are left");
@@ -138,7 +138,7 @@ void calls_on_withdrawn_tensors() {
     rank.engine.choose(Operation::all_reduce, ~std::uint64_t{0}, 1);  // two_shot, whose peers write to the tensor
     for (int number = 0; number < 4; ++number) {
       if (number == 2 && rank.number() == 0) rank.arena->withdraw(data, kCount * 8);
-      check(rank.segment->in_arena(data, kCount * 8) == (number < 2 || rank.number() == 1), "arena: what is shared");
+      check(rank.team->in_arena(data, kCount * 8) == (number < 2 || rank.number() == 1), "arena: what is shared");
       std::fill_n(values, kCount, 10 * number + rank.number());
       const std::size_t count = kCount;
       const Call call = all_reduce_of(count);
@@ -165,7 +165,7 @@ void withdraws_during_a_call() {
       const Call call = all_reduce_of(count);
       std::thread other;
       if (rank.number() == 0) {
-        other = std::thread([&, entered = &rank.segment->control(0).entered] {
+        other = std::thread([&, entered = &rank.team->control(0).entered] {
           while (entered->load() < 1) sched_yield();
           rank.arena->withdraw(piece + kBytes, kBytes - 100);
           withdrawn = true;
@@ -195,7 +195,7 @@ std::size_t resident_bytes() {
   return pages * kPage;
 }
 
-std::shared_ptr<const PeerArena> seen(const Arena& arena) { return map_arenas({dup(arena.descriptor())})[0]; }
+std::shared_ptr<const PeerArena> seen(const Arena& arena) { return map_arena(FileDescriptor(dup(arena.descriptor()))); }
 
 // What a late peer writes into a tensor that was withdrawn goes nowhere; what lies around it stays as it was.
 void withdraws_a_tensor() {

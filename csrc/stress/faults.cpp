@@ -97,7 +97,7 @@ void aborts_itself() {
 // A rank that is late writes nothing once another has failed, whatever the id of that one's thread means by then.
 void writes_late() {
   Group group(2, 8, 256);
-  const Segment &failed = *group.ranks[0]->segment, &late = *group.ranks[1]->segment;
+  Team &failed = *group.ranks[0]->team, &late = *group.ranks[1]->team;
   if (!late.opens_memory()) return;
   std::uint64_t word = 1;
   const auto write = [&](std::uint64_t value) {
@@ -105,7 +105,7 @@ void writes_late() {
   };
   write(2);
   check(word == 2, "late: cannot write before the failure");
-  failed.fail(1);
+  failed.fate().fail(1);
   expect(error_of([&] { write(3); }), ErrorKind::peer_lost, 0, "late");
   check(word == 2, "late: written after the failure");
   std::printf("faults: a late writer\n");
@@ -114,8 +114,8 @@ void writes_late() {
 // A rank has failed in the call, and another died while it wrote down why: nobody's call ends well.
 void dies_while_it_says_why() {
   Group group(2, 8, 256);
-  group.ranks[0]->segment->abort_record().state = 1;
-  group.ranks[0]->segment->fail(1);
+  group.ranks[0]->team->fate().record().state = 1;
+  group.ranks[0]->team->fate().fail(1);
   on_all_ranks(group, [](Rank& rank) {
     expect(error_of([&] { run_all_reduce(rank, 2000, kLong); }), ErrorKind::aborted, -1, "no reason");
   });

@@ -20,25 +20,25 @@ void check(bool ok, const std::string& what) {
   std::_Exit(1);
 }
 
-Rank::Rank(std::shared_ptr<const Segment> its_segment, std::shared_ptr<Arena> its_arena)
-    : segment(std::move(its_segment)),
-      engine(segment, {.patience = kPatience, .slices = 3, .least_slice_bytes = 128, .least_fetch_bytes = 256}),
-      mailbox(segment, kPatience),
+Rank::Rank(std::shared_ptr<Team> its_team, std::shared_ptr<Arena> its_arena)
+    : team(std::move(its_team)),
+      engine(team, {.patience = kPatience, .slices = 3, .least_slice_bytes = 128, .least_fetch_bytes = 256}),
+      mailbox(team, kPatience),
       arena(std::move(its_arena)) {
   std::uint64_t digest = 1;
   for (const auto& plan : {one_shot, two_shot, ring, two_rings}) {
-    engine.add_plan(Operation::all_reduce, plan(size()), digest++);
+    engine.add_plan({Operation::all_reduce, plan(size()), digest++});
     ++all_reduce_plans;
   }
   engine.choose(Operation::all_reduce, std::numeric_limits<std::uint64_t>::max(), 0);
   engine.choose(Operation::broadcast, std::numeric_limits<std::uint64_t>::max(),
-                engine.add_plan(Operation::broadcast, broadcast(size()), digest));
+                engine.add_plan({Operation::broadcast, broadcast(size()), digest}));
 }
 
 void Group::link(int one, int other) {
   int ends[2];
   check(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, ends) == 0, "no sockets");
-  const auto links = [&](int rank) { return ranks[static_cast<std::size_t>(rank)]->segment->links(); };
+  const auto links = [&](int rank) { return ranks[static_cast<std::size_t>(rank)]->team->links(); };
   links(one)->add(other, ends[0], "one end");
   links(other)->add(one, ends[1], "other end");
 }
@@ -68,20 +68,21 @@ Group::Group(int size, std::uint32_t depth, std::uint32_t slot_bytes, const std:
   std::vector<std::shared_ptr<Arena>> arenas;
   for (int r = 0; r < size; ++r) arenas.push_back(std::make_shared<Arena>(Arena::Options{1 << 20, 1 << 19}));
   for (int r = 0; r < size; ++r) {
-    std::vector<RankName> names(static_cast<std::size_t>(size), {"thread", getpid()});
-    PeerMemory memory;
-    if (!threads.empty()) memory = {.own = opened[static_cast<std::size_t>(r)], .threads = threads};
-    memory.arena = arenas[static_cast<std::size_t>(r)];
-    for (int peer = 0; peer < size; ++peer)
-      memory.arenas.push_back(host_of(peer) == host_of(r) ? dup(arenas[static_cast<std::size_t>(peer)]->descriptor())
+    Roster roster{.memfd = dup(memfds[static_cast<std::size_t>(host_of(r))]),
+                  .geometry = geometry,
+                  .rank = r,
+                  .names = std::vector<RankName>(static_cast<std::size_t>(size), {"thread", getpid()}),
+                  .pidfds = {},
+                  .threads = threads,
+                  .arena = arenas[static_cast<std::size_t>(r)],
+                  .connect = [this, r](int peer, Nanoseconds) { link(r, peer); }};
+    if (!threads.empty()) roster.memory = opened[static_cast<std::size_t>(r)];
+    for (int peer = 0; peer < size; ++peer) {
+      roster.elsewhere.push_back(host_of(peer) != host_of(r));
+      roster.arenas.push_back(host_of(peer) == host_of(r) ? dup(arenas[static_cast<std::size_t>(peer)]->descriptor())
                                                           : -1);
-    Hosts others;
-    for (int peer = 0; peer < size; ++peer) others.elsewhere.push_back(host_of(peer) != host_of(r));
-    others.connect = [this, r](int peer, Nanoseconds) { link(r, peer); };
-    auto segment = std::make_shared<const Segment>(dup(memfds[static_cast<std::size_t>(host_of(r))]), geometry, r,
-                                                   std::vector<int>(static_cast<std::size_t>(size), -1),
-                                                   std::move(names), memory, std::move(others));
-    ranks.push_back(std::make_unique<Rank>(std::move(segment), memory.arena));
+    }
+    ranks.push_back(std::make_unique<Rank>(team_of(std::move(roster)), arenas[static_cast<std::size_t>(r)]));
   }
   for (const int memfd : memfds) close(memfd);
   for (int r = 0; r < size && linked; ++r)

@@ -27,16 +27,16 @@ inline int random_int(Random& random, int least, int most) {
 inline constexpr Patience kPatience{.looks = 20, .yields = 3};
 
 struct Rank {
-  Rank(std::shared_ptr<const Segment> its_segment, std::shared_ptr<Arena> its_arena);
+  Rank(std::shared_ptr<Team> its_team, std::shared_ptr<Arena> its_arena);
 
-  std::shared_ptr<const Segment> segment;
+  std::shared_ptr<Team> team;
   SharedMemoryEngine engine;
   Mailbox mailbox;
   std::shared_ptr<Arena> arena;
   int all_reduce_plans = 0;  // numbers 0, 1, ... of the engine; a broadcast needs no choice
 
-  int number() const { return segment->rank(); }
-  int size() const { return segment->size(); }
+  int number() const { return team->rank(); }
+  int size() const { return team->size(); }
 };
 
 struct Group {
@@ -85,6 +85,7 @@ void stress_hosts();
 void stress_links(const std::string& only = "");
 void stress_segment(const std::string& only = "");
 void stress_arena(const std::string& only = "");
+void stress_peers();
 void stress_mixed(int seconds);
 
 }  // namespace ringreduce::stress

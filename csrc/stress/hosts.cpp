@@ -35,7 +35,7 @@ void collectives(const Layout& hosts, bool linked) {
       run_scripted(rank, hosts.size(), number);
       if (random_int(pause, 0, 49) == 0) std::this_thread::sleep_for(std::chrono::milliseconds(3));
     }
-    monitored_barrier(*rank.segment, kPatience, 20 * kSecond, true);
+    monitored_barrier(*rank.team, kPatience, 20 * kSecond, true);
   });
   std::printf("%s: 300 calls\n", text(hosts).c_str());
 }
@@ -105,7 +105,7 @@ void mutated_headers() {
       .ranks = 2, .channels = 2, .depth = 8, .slot_bytes = 256, .mailbox_depth = 4, .mailbox_slot_bytes = 512};
   int accepted = 0;
   for (int i = 0; i < kHeaders; ++i) {
-    FrameHeader header{.kind = static_cast<FrameKind>(random_int(random, 1, 7)),
+    FrameHeader header{.kind = static_cast<std::uint32_t>(random_int(random, 1, 7)),
                        .bytes = static_cast<std::uint32_t>(random_int(random, 0, 600)),
                        .channel = static_cast<std::uint32_t>(random_int(random, 0, 2)),
                        .seq = static_cast<std::uint64_t>(random_int(random, 0, 20))};
@@ -117,13 +117,12 @@ void mutated_headers() {
     std::memcpy(&header, bytes.data(), sizeof header);
     if (!objection(header, geometry).empty()) continue;
     ++accepted;
-    const auto kind = static_cast<std::uint32_t>(header.kind);
     const std::size_t room = header.kind == FrameKind::slot      ? geometry.slot_bytes
                              : header.kind == FrameKind::message ? geometry.mailbox_slot_bytes
                                                                  : largest_payload(geometry);
     const bool slot_fits = header.kind != FrameKind::slot || header.total <= room;
-    check(kind >= 1 && kind <= 7 && header.channel < geometry.channels && header.bytes <= room && slot_fits &&
-              header.seq + 1 + geometry.depth > header.seq,
+    check(header.kind >= 1 && header.kind <= 7 && header.channel < geometry.channels && header.bytes <= room &&
+              slot_fits && header.seq + 1 + geometry.depth > header.seq,
           "hosts: a header that cannot be was accepted");
   }
   check(accepted > kHeaders / 100 && accepted < kHeaders, "hosts: all or no headers were accepted");
@@ -139,8 +138,8 @@ void lies(int rounds) {
     Rank& victim = *group.ranks[0];
     int ends[2];
     check(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, ends) == 0, "no sockets");
-    victim.segment->links()->take_over();
-    victim.segment->links()->add(1, ends[0], "a liar");
+    victim.team->links()->take_over();
+    victim.team->links()->add(1, ends[0], "a liar");
     bool broken = false;
     std::vector<std::byte> sent;
     std::array<std::uint64_t, 3> next{};  // of two channels and the mailbox
@@ -149,7 +148,7 @@ void lies(int rounds) {
                          .tag = random(),
                          .total = static_cast<std::uint64_t>(random_int(random, 0, 600)),
                          .dtype = static_cast<std::uint32_t>(random_int(random, 0, 20))};
-      if (random_int(random, 0, 3) == 0) header.kind = static_cast<FrameKind>(random_int(random, 1, 6));
+      if (random_int(random, 0, 3) == 0) header.kind = static_cast<std::uint32_t>(random_int(random, 1, 6));
       switch (header.kind) {
         case FrameKind::control:
           header.bytes = sizeof(ControlImage);
@@ -177,12 +176,12 @@ void lies(int rounds) {
             static_cast<std::byte>(random());
       if (random_int(random, 0, 200) == 0) sent.resize(sent.size() / 2);
       broken = write(ends[1], sent.data(), sent.size()) < 0;
-      while (victim.segment->links()->progress()) {
+      while (victim.team->links()->progress()) {
       }
-      broken |= !victim.segment->links()->lost().empty();
+      broken |= !victim.team->fate().gone().empty();
     }
     close(ends[1]);
-    victim.segment->links()->hand_over(false);
+    victim.team->links()->hand_over(false);
     try {  // whatever came, the rank's own calls end
       run_all_reduce(victim, 100, 20 * kMillisecond);
       check(false, "lies: a call with a liar ended well");

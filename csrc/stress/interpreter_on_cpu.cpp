@@ -144,8 +144,9 @@ std::vector<FlatProgram> make_programs(const Group& group, const GroupCall& call
   std::vector<FlatProgram> programs;
   const std::uint32_t* given = call.batches;
   for (int rank = 0; rank < static_cast<int>(group.shape.ranks); ++rank) {
-    const Program program = bind(static_cast<Operation>(call.operation), {call.lowered, call.words}, 0,
-                                 static_cast<int>(group.shape.ranks), rank, call.root, call.channels);
+    const Program program =
+        program_of({static_cast<Operation>(call.operation), {call.lowered, call.lowered + call.words}},
+                   {rank, static_cast<int>(group.shape.ranks), call.root, call.channels});
     const FlatProgram::Options options{rank, group.shape.depth, call.stepwise};
     programs.emplace_back(program, batches_for(program, group.shape.depth, given), options);
   }

@@ -48,7 +48,7 @@ std::shared_ptr<Message> message(bool sends, int peer, std::vector<std::byte>& b
 }
 
 void add(Group& group, int rank, int peer, int socket) {
-  group.ranks[static_cast<std::size_t>(rank)]->segment->links()->add(peer, socket, "a test's");
+  group.ranks[static_cast<std::size_t>(rank)]->team->links()->add(peer, socket, "a test's");
 }
 
 // Passes on what comes from either side, 1 KiB a millisecond, until both have ended.
@@ -108,7 +108,7 @@ void leaves_twice_at_once() {
     std::barrier together(3);
     in_threads(3, [&](int thread) {
       together.arrive_and_wait();
-      group.ranks[thread == 0 ? 1 : 0]->segment->leave();
+      group.ranks[thread == 0 ? 1 : 0]->team->leave();
     });
   }
   std::printf("links: two threads leave at once\n");
@@ -161,7 +161,7 @@ void wakes_and_sleeps_again() {
   in_threads(2, [&](int thread) {
     for (int round = 0; round < kRounds; ++round) {
       together.arrive_and_wait();
-      for (int i = 0; i < 3; ++i) group.ranks[0]->segment->links()->tell_soon();
+      for (int i = 0; i < 3; ++i) group.ranks[0]->team->links()->tell_soon();
       together.arrive_and_wait();
       if (thread != 0) continue;
       const Nanoseconds deadline = now() + 10 * kSecond;
@@ -179,11 +179,11 @@ void tells_the_latest() {
   constexpr std::uint64_t kStates = 600;
   Group group(2, 8, 256, {0, 1}, false);
   const std::array<int, 2> ends = sockets();
-  for (const auto& rank : group.ranks) rank->segment->links()->take_over();  // nothing moves but what is moved here
+  for (const auto& rank : group.ranks) rank->team->links()->take_over();  // nothing moves but what is moved here
   keep_little(ends[0]);
   add(group, 0, 1, ends[0]);
   add(group, 1, 0, ends[1]);
-  const Segment &teller = *group.ranks[0]->segment, &told = *group.ranks[1]->segment;
+  Team &teller = *group.ranks[0]->team, &told = *group.ranks[1]->team;
   for (std::uint64_t state = 1; state <= kStates; ++state) {
     teller.control(0).barriers_entered = state;
     teller.links()->tell(true);
@@ -191,7 +191,7 @@ void tells_the_latest() {
   for (int quiet = 0; quiet < 100; ++quiet)
     while (told.links()->progress() || teller.links()->progress()) quiet = 0;
   check(told.control(0).barriers_entered == kStates, "links: the latest control block was not sent");
-  for (const auto& rank : group.ranks) rank->segment->links()->hand_over(false);
+  for (const auto& rank : group.ranks) rank->team->links()->hand_over(false);
   std::printf("links: the latest control block arrives\n");
 }
 

@@ -1,6 +1,6 @@
 // The engine under load and under faults, without torch and without processes: for sanitizers. See `make stress`.
-// With a number, only the mixed load, for that many seconds. See `make soak`. With `hosts`, `links`, `segment` or
-// `arena`, only that scenario; of the latter three, only the case that a further argument names.
+// With a number, only the mixed load, for that many seconds. See `make soak`. With `hosts`, `peers`, `links`, `segment`
+// or `arena`, only that scenario; of the latter three, only the case that a further argument names.
 #include <unistd.h>
 
 #include <cstdio>
@@ -23,6 +23,7 @@ int main(int argc, char** argv) {
     if (scenario == "hosts") return stress_hosts(), 0;
     if (scenario == "links") return stress_links(only), 0;
     if (scenario == "segment") return stress_segment(only), 0;
+    if (scenario == "peers") return stress_peers(), 0;
     if (scenario == "arena") return stress_arena(only), 0;
     stress_malformed_plans();
     stress_interpreter();
@@ -33,6 +34,7 @@ int main(int argc, char** argv) {
     stress_hosts();
     stress_links();
     stress_segment();
+    stress_peers();
     stress_arena();
     stress_mixed(3);
   } catch (const std::exception& error) {

@@ -1,4 +1,4 @@
-// Arrays that are nearly plans: bind takes them or refuses them, but reads nothing beyond them.
+// Arrays that are nearly plans: program_of takes them or refuses them, but reads nothing beyond them.
 #include <cstdio>
 #include <limits>
 
@@ -11,7 +11,8 @@ namespace {
 // Whether `words` is accepted, for every rank.
 bool binds(Operation operation, const Lowered& words, int size) {
   try {
-    for (int rank = 0; rank < size; ++rank) bind(operation, words, 1, size, rank, rank % 2, 2);
+    for (int rank = 0; rank < size; ++rank)
+      program_of({operation, words, 1}, {.rank = rank, .size = size, .root = rank % 2, .channels = 2});
   } catch (const Error& error) {
     check(error.kind() == ErrorKind::invalid_argument, std::string("malformed plan: ") + error.what());
     return false;

@@ -107,10 +107,10 @@ void keep_order(Rank& rank) {
 void two_set_aside() {
   Group group(3, 8, 256);
   constexpr std::uint64_t kTag = 1, kThirdTag = 2;
-  const std::uint32_t slot_bytes = group.ranks[0]->segment->geometry().mailbox_slot_bytes;
+  const std::uint32_t slot_bytes = group.ranks[0]->team->geometry().mailbox_slot_bytes;
   // Ranks 0 and 1 are played by hand, so that their messages stay incomplete for as long as the case needs.
   const auto fill_slot = [&](int source, std::uint64_t seq) {
-    MessageHeader& slot = group.ranks[static_cast<std::size_t>(source)]->segment->message(source, 2, seq);
+    MessageHeader& slot = group.ranks[static_cast<std::size_t>(source)]->team->region(source).message(2, seq);
     slot.message_bytes = 2 * slot_bytes;
     slot.bytes = slot_bytes;
     slot.dtype = static_cast<std::uint32_t>(DType::uint8);
@@ -129,7 +129,7 @@ void two_set_aside() {
   const Parcel third = receive(kThirdTag);
   const Parcel first = receive(kTag), second = receive(kTag);
   fill_slot(1, 1);
-  const MessageHeader& filled = group.ranks[1]->segment->message(1, 2, 1);
+  const MessageHeader& filled = group.ranks[1]->team->region(1).message(2, 1);
   while (filled.consumed.load(std::memory_order_acquire) != 2) std::this_thread::yield();
   fill_slot(0, 1);
   for (const Parcel* p : {&first, &second}) {

@@ -23,7 +23,10 @@ void refuses_sizes() {
   const auto before = open();
   for (const Geometry& wrong : {Geometry{.ranks = 0}, Geometry{.ranks = 2, .depth = 3}, Geometry{.slot_bytes = 7}})
     check(error_of([&] {
-            const Segment segment(memfd_create("stress", MFD_CLOEXEC), wrong, 0, {eventfd(0, 0), eventfd(0, 0)}, {});
+            team_of({.memfd = memfd_create("stress", MFD_CLOEXEC),
+                     .geometry = wrong,
+                     .names = {},
+                     .pidfds = {eventfd(0, 0), eventfd(0, 0)}});
           }).kind() == ErrorKind::invalid_argument,
           "segment: sizes are not refused as arguments");
   check(open() == before, "segment: descriptors are left where sizes are refused");
@@ -43,7 +46,7 @@ void places_ranks_of_a_host() {
   for (const int first : {0, 4}) {
     std::multiset<int> homes;
     for (int r = first; r < first + 4; ++r)
-      homes.insert(Placement(*group.ranks[static_cast<std::size_t>(r)]->segment).home());
+      homes.insert(Placement(*group.ranks[static_cast<std::size_t>(r)]->team).home());
     check(homes.count(*homes.begin()) == 2 && homes.count(*homes.rbegin()) == 2,
           "segment: the ranks of a host do not share its cores evenly");
   }

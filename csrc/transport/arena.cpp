@@ -418,37 +418,22 @@ PeerArena::PeerArena(int memfd, std::size_t bytes) : base_(map_shared(memfd, byt
 
 PeerArena::~PeerArena() { munmap(base_, bytes_); }
 
-std::vector<std::shared_ptr<const PeerArena>> map_arenas(std::vector<int> descriptors) {
+std::shared_ptr<const PeerArena> map_arena(const FileDescriptor& descriptor) {
   struct Mapped {
     std::mutex mutex;
     std::map<std::pair<dev_t, ino_t>, std::weak_ptr<const PeerArena>> arenas;
   };
-  const struct Closing {
-    std::vector<int> fds;
-    ~Closing() {
-      for (const int fd : fds)
-        if (fd >= 0) close(fd);
-    }
-  } owned{std::move(descriptors)};
   auto& mapped = process_wide<Mapped>();
   std::lock_guard lock(mapped.mutex);
   std::erase_if(mapped.arenas, [](const auto& entry) { return entry.second.expired(); });
-  std::vector<std::shared_ptr<const PeerArena>> result;
-  for (const int fd : owned.fds) {
-    if (fd < 0) {
-      result.push_back(nullptr);
-      continue;
-    }
-    struct stat file{};
-    const int seals = fcntl(fd, F_GET_SEALS);
-    if (fstat(fd, &file) != 0 || seals < 0 || (seals & F_SEAL_SHRINK) == 0)
-      throw Error(ErrorKind::system, "a rank sent an arena that is not a memfd sealed against shrinking");
-    std::weak_ptr<const PeerArena>& known = mapped.arenas[{file.st_dev, file.st_ino}];
-    std::shared_ptr<const PeerArena> arena = known.lock();
-    if (!arena) known = arena = std::make_shared<const PeerArena>(fd, static_cast<std::size_t>(file.st_size));
-    result.push_back(std::move(arena));
-  }
-  return result;
+  struct stat file{};
+  const int fd = descriptor.get(), seals = fcntl(fd, F_GET_SEALS);
+  if (fstat(fd, &file) != 0 || seals < 0 || (seals & F_SEAL_SHRINK) == 0)
+    throw Error(ErrorKind::system, "a rank sent an arena that is not a memfd sealed against shrinking");
+  std::weak_ptr<const PeerArena>& known = mapped.arenas[{file.st_dev, file.st_ino}];
+  std::shared_ptr<const PeerArena> arena = known.lock();
+  if (!arena) known = arena = std::make_shared<const PeerArena>(fd, static_cast<std::size_t>(file.st_size));
+  return arena;
 }
 
 }  // namespace ringreduce

@@ -26,6 +26,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/file_descriptor.h"
 #include "core/fork.h"
 
 namespace ringreduce {
@@ -146,8 +147,8 @@ class PeerArena {
   std::size_t bytes_;
 };
 
-// Maps the arenas behind these descriptors (-1: none). All groups of a process share one mapping of an arena. Takes
-// ownership of the descriptors, also when it throws. Throws Error(system) for one whose owner could shrink it.
-std::vector<std::shared_ptr<const PeerArena>> map_arenas(std::vector<int> descriptors);
+// Maps the arena behind this descriptor. All groups of a process share one mapping of an arena. Throws Error(system)
+// for one whose owner could shrink it.
+std::shared_ptr<const PeerArena> map_arena(const FileDescriptor& descriptor);
 
 }  // namespace ringreduce

@@ -28,13 +28,12 @@ std::string objection_to_slot(const FrameHeader& header, const Geometry& geometr
 }  // namespace
 
 std::size_t largest_payload(const Geometry& geometry) {
-  return std::max<std::size_t>({geometry.slot_bytes, geometry.mailbox_slot_bytes, sizeof(ControlImage),
-                                sizeof(ErrorImage) + sizeof(AbortRecord::message)});
+  return std::max<std::size_t>(
+      {geometry.slot_bytes, geometry.mailbox_slot_bytes, sizeof(ControlImage), sizeof(ErrorImage) + kErrorText});
 }
 
 std::string objection(const FrameHeader& header, const Geometry& geometry) {
   if (header.magic != FrameHeader::kMagic) return "it does not begin like a frame";
-  const auto kind = static_cast<std::uint32_t>(header.kind);
   if (header.channel >= geometry.channels) return beyond("channel", header.channel, geometry.channels - 1);
   // Sequence numbers become stamps by adding 1, and are compared with stamps of `depth` before and after them.
   if (header.seq >= std::uint64_t{1} << 62) return beyond("seq", header.seq, (std::uint64_t{1} << 62) - 1);
@@ -52,9 +51,9 @@ std::string objection(const FrameHeader& header, const Geometry& geometry) {
                                                   : "a control block has " + std::to_string(header.bytes) + " bytes";
     case FrameKind::error:
       if (header.bytes < sizeof(ErrorImage)) return "an error has " + std::to_string(header.bytes) + " bytes";
-      return beyond("bytes of an error", header.bytes, sizeof(ErrorImage) + sizeof(AbortRecord::message) - 1);
+      return beyond("bytes of an error", header.bytes, sizeof(ErrorImage) + kErrorText);
   }
-  return "its kind, " + std::to_string(kind) + ", is unknown";
+  return "its kind, " + std::to_string(header.kind) + ", is unknown";
 }
 
 ControlImage image_of(const RankControl& control) {
@@ -69,14 +68,8 @@ ControlImage image_of(const RankControl& control) {
   image.waiting_for = control.waiting_for.load(acquire);
   image.gpu_waits = t - control.gpu_heartbeat.load(acquire) < kLately;
   image.gpu_waiting_for = control.gpu_waiting_for.load(acquire);
-  for (std::size_t i = 0; i < kCallHistory; ++i) {
-    const CallRecord& call = control.calls[i];
-    ControlImage::Record& record = image.calls[i];
-    record = {call.seq.load(acquire),   call.fingerprint.load(acquire), call.number.load(acquire),
-              call.count.load(acquire), call.plan.load(acquire),        call.operation.load(acquire),
-              call.dtype.load(acquire), call.reduce_op.load(acquire),   call.root.load(acquire)};
-    if (call.seq.load(acquire) != record.seq) record.seq = 0;  // it was being written
-  }
+  for (std::size_t i = 0; i < CallHistory::kKept && i < image.entered; ++i)
+    image.calls[i] = control.calls.find(image.entered - i).value_or(CallHeader{});
   return image;
 }
 
@@ -86,21 +79,7 @@ void store(const ControlImage& image, RankControl& mirror) {
   const auto grow = [](std::atomic<std::uint64_t>& word, std::uint64_t value) {
     if (word.load(std::memory_order_relaxed) < value) word.store(value, std::memory_order_seq_cst);
   };
-  for (const ControlImage::Record& call : image.calls) {
-    if (call.seq == 0) continue;
-    CallRecord& record = mirror.calls[call.seq % kCallHistory];
-    if (record.seq.load(std::memory_order_relaxed) >= call.seq) continue;
-    record.seq.store(0, std::memory_order_relaxed);
-    record.fingerprint.store(call.fingerprint, release);
-    record.number.store(call.number, release);
-    record.count.store(call.count, release);
-    record.plan.store(call.plan, release);
-    record.operation.store(call.operation, release);
-    record.dtype.store(call.dtype, release);
-    record.reduce_op.store(call.reduce_op, release);
-    record.root.store(call.root, release);
-    record.seq.store(call.seq, release);
-  }
+  for (const CallHeader& call : image.calls) mirror.calls.add(call);
   const Nanoseconds t = now();
   mirror.waiting_for.store(image.waiting_for, release);
   mirror.gpu_waiting_for.store(image.gpu_waiting_for, release);

@@ -8,55 +8,34 @@
 // What arrives is somebody else's word: `objection` is asked about every header before any of it is used.
 #pragma once
 
-#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <string>
-#include <type_traits>
 
-#include "kernels/packing.h"
-#include "transport/segment.h"
+#include "transport/connection.h"
+#include "transport/region.h"
 
 namespace ringreduce {
 
-static_assert(std::endian::native == std::endian::little);
-
-enum class FrameKind : std::uint32_t {
-  slot = 1,      // of the sender's outbox: `channel`, `seq`, `tag` (the fingerprint), `total` and `packing` (of the
-                 // value); the value follows
-  slot_read,     // the sender has read slot `seq` of the receiver's outbox `channel`
-  message,       // a slot of the sender's mailbox: `seq`, `tag`, `dtype`, `total`; its part of the message follows
-  message_read,  // the sender is done with slot `seq` of the receiver's mailbox
-  control,       // the sender's control block (ControlImage) follows
-  error,         // the group's error (ErrorImage) follows
-  leave,         // the sender takes no further part; nothing comes after it over this connection
+struct FrameKind {
+  enum : std::uint32_t {
+    slot = 1,      // of the sender's outbox: `channel`, `seq`, `tag` (the fingerprint), `total` and `packing` (of the
+                   // value); the value follows
+    slot_read,     // the sender has read slot `seq` of the receiver's outbox `channel`
+    message,       // a slot of the sender's mailbox: `seq`, `tag`, `dtype`, `total`; its part of the message follows
+    message_read,  // the sender is done with slot `seq` of the receiver's mailbox
+    control,       // the sender's control block (ControlImage) follows
+    error,         // the group's error (ErrorImage) follows
+    leave = FrameHeader::kLeave,
+  };
 };
-
-struct FrameHeader {
-  std::uint32_t magic = kMagic;
-  FrameKind kind = FrameKind::leave;
-  std::uint32_t bytes = 0;  // of payload
-  std::uint32_t channel = 0;
-  std::uint64_t seq = 0;
-  std::uint64_t tag = 0;
-  std::uint64_t total = 0;  // bytes of the whole message, or of the value when it is unpacked
-  std::uint32_t dtype = 0;
-  Packing packing = Packing::none;
-
-  static constexpr std::uint32_t kMagic = 0x31465252;  // "RRF1"
-};
-static_assert(sizeof(FrameHeader) == 48 && std::is_trivially_copyable_v<FrameHeader>);
 
 // A control block, as it travels.
 struct ControlImage {
   std::uint64_t entered = 0, completed = 0, barriers_entered = 0, barriers_given_up = 0;
   std::int32_t waiting_for = -1, gpu_waiting_for = -1;
-  std::uint32_t waits = 0, gpu_waits = 0;  // 1: has said so lately
-  struct Record {
-    std::uint64_t seq, fingerprint, number, count, plan;
-    std::uint32_t operation, dtype, reduce_op;
-    std::int32_t root;
-  } calls[kCallHistory] = {};
+  std::uint32_t waits = 0, gpu_waits = 0;     // 1: has said so lately
+  CallHeader calls[CallHistory::kKept] = {};  // those with seq 0 stand for none
 };
 
 // The group's error, as it travels; the text follows, without a final zero.
@@ -64,6 +43,8 @@ struct ErrorImage {
   std::int32_t kind = 0, culprit = -1, reporter = -1;
   std::uint32_t reserved = 0;
 };
+
+inline constexpr std::size_t kErrorText = 2047;  // at most
 
 // The largest payload of any frame.
 std::size_t largest_payload(const Geometry& geometry);

@@ -3,7 +3,7 @@
 // A rank opens its memory under the id of a thread that only sleeps. The kernel looks that id up when an access begins:
 // once the thread has ended no access begins any more, not even that of a peer which was stopped just before. So a call
 // that failed can hand its tensors back to the program. Ids are used again, after some tens of thousands of threads or
-// more; therefore a peer also looks, right before it writes, whether a call has failed (Segment::write).
+// more; therefore a peer also looks, right before it writes, whether a call has failed (Team::write).
 //
 // Who may access whom is the kernel's to say (same user, same pid namespace, kernel.yama.ptrace_scope, seccomp). Ranks
 // find out by trying when their group is made.
@@ -20,7 +20,6 @@
 #include <vector>
 
 #include "core/fork.h"
-#include "transport/arena.h"
 
 namespace ringreduce {
 
@@ -61,13 +60,5 @@ bool can_access(const OpenMemory::Key& key);
 // open any more.
 int read_memory(int thread, std::byte* to, std::uint64_t from, std::size_t bytes);
 int write_memory(int thread, std::uint64_t to, const std::byte* from, std::size_t bytes);
-
-// What ranks read of one another where it lies: any memory, if every rank can access every other's, and arenas.
-struct PeerMemory {
-  std::shared_ptr<OpenMemory> own = nullptr;
-  std::vector<int> threads = {};           // by rank: the ids under which they opened their memory; none: they did not
-  std::shared_ptr<Arena> arena = nullptr;  // this rank's; null: it lends nothing from it
-  std::vector<int> arenas = {};            // by rank: descriptors of arenas; -1, or none: there is none
-};
 
 }  // namespace ringreduce

@@ -988,7 +988,7 @@ class Rank {
  private:
   static char* at(CUdeviceptr pointer) { return reinterpret_cast<char*>(pointer); }
   static gpu::FlatProgram flat(const stress::Lowered& plan, const gpu::FlatProgram::Options& options) {
-    const Program program = bind(Operation::all_reduce, plan, 0, 2, options.rank, 0, 1);
+    const Program program = program_of({Operation::all_reduce, plan}, {.rank = options.rank, .size = 2});
     return {program, batches_of(program, options.depth), options};
   }
 

@@ -261,7 +261,7 @@ struct Side {
 void run_case(const Case& c, const std::string& name, int rank, GpuRank& gpu, Engine& cpu) {
   const auto r = static_cast<std::size_t>(rank);
   for (Engine* engine : {static_cast<Engine*>(&gpu.engine), &cpu})
-    engine->choose(c.operation, kAnySize, engine->add_plan(c.operation, c.plan, 99), c.slice_bytes);
+    engine->choose(c.operation, kAnySize, engine->add_plan({c.operation, c.plan, 99}), c.slice_bytes);
   Call call;
   call.operation = c.operation;
   call.dtype = c.dtype;
@@ -340,7 +340,7 @@ struct AllReduce {
   AllReduce(GpuRank& its_rank, std::size_t count, Nanoseconds timeout = kTimeout)
       : gpu(its_rank), memory(gpu.stream.device(), count * 4), tensor({count}) {
     gpu.engine.choose(Operation::all_reduce, kAnySize,
-                      gpu.engine.add_plan(Operation::all_reduce, stress::two_rings(gpu.engine.size()), 5));
+                      gpu.engine.add_plan({Operation::all_reduce, stress::two_rings(gpu.engine.size()), 5}));
     call.operation = Operation::all_reduce;
     call.dtype = DType::float32;
     call.count = call.largest = count;

@@ -13,7 +13,8 @@ std::vector<Program> bind_all(int operation, const std::int32_t* lowered, std::s
                               int channels) {
   std::vector<Program> programs;
   for (int r = 0; r < size; ++r)
-    programs.push_back(bind(static_cast<Operation>(operation), {lowered, words}, 1, size, r, root, channels));
+    programs.push_back(
+        program_of({static_cast<Operation>(operation), {lowered, lowered + words}, 1}, {r, size, root, channels}));
   return programs;
 }
 

@@ -148,8 +148,8 @@ void NcclEngine::put(const Call& call, const Buffers& buffers, const Program& pr
   for (std::size_t l = 0; l < lanes; ++l) lanes_[l]->stream.wait(forked_);
   std::deque<Exchange> exchanges;
   for (std::size_t l = 0; l < lanes; ++l)
-    exchanges.emplace_back(lanes_[l]->wire, lanes_[l]->device, program, timetable, call, buffers, slice_bytes,
-                           Channels{l, lanes});
+    exchanges.emplace_back(lanes_[l]->wire, lanes_[l]->device,
+                           BoundProgram{program, timetable, call, buffers, slice_bytes}, Channels{l, lanes});
   try {
     for (bool more = true; more;) {
       more = false;

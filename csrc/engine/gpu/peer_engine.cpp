@@ -50,22 +50,26 @@ int PeerEngine::ranks_on_gpu(const std::vector<cuda::Handle>& handles, int rank)
       std::count_if(handles.begin(), handles.end(), [&](const auto& h) { return same_gpu(h, own); }));
 }
 
-PeerEngine::PeerEngine(std::shared_ptr<Engine> host, std::shared_ptr<cuda::Kernels> kernels, cuda::DevicePtr device,
-                       std::shared_ptr<const cuda::OwnMemory> own, const std::vector<cuda::Handle>& handles,
-                       const Shape& shape, const std::vector<Mode>& modes, const Options& options)
-    : GpuEngine(std::move(host), device, shape.lanes == 1 ? kAnyChannels : static_cast<int>(shape.lanes), options,
-                shape.slot_bytes),
-      kernels_(std::move(kernels)),
-      own_(std::move(own)),
-      shape_(region_shape(size(), shape)),
-      one_lane_(shape.lanes == 1),
-      arrived_(device, sizeof(std::uint32_t)),
-      report_(device, sizeof(gpu::Report)),
-      place_(device, sizeof(std::uint64_t)),
-      urgent_(device, cuda::Stream::highest_priority),
-      household_(in_common<Meeting>(handles, ranks_here(handles, rank(), [](const cuda::Handle&) { return true; }))),
-      party_(modes.at(static_cast<std::size_t>(rank())) == Mode::steps ? Party::of(device, handles, rank()) : nullptr),
-      last_(device) {
+PeerEngine::PeerEngine(const Setup& setup)
+    : GpuEngine(setup.host, setup.device, setup.shape.lanes == 1 ? kAnyChannels : static_cast<int>(setup.shape.lanes),
+                setup.options, setup.shape.slot_bytes),
+      kernels_(setup.kernels),
+      own_(setup.own),
+      shape_(region_shape(size(), setup.shape)),
+      one_lane_(setup.shape.lanes == 1),
+      arrived_(setup.device, sizeof(std::uint32_t)),
+      report_(setup.device, sizeof(gpu::Report)),
+      place_(setup.device, sizeof(std::uint64_t)),
+      urgent_(setup.device, cuda::Stream::highest_priority),
+      household_(in_common<Meeting>(setup.handles,
+                                    ranks_here(setup.handles, rank(), [](const cuda::Handle&) { return true; }))),
+      party_(setup.modes.at(static_cast<std::size_t>(rank())) == Mode::steps
+                 ? Party::of(setup.device, setup.handles, rank())
+                 : nullptr),
+      last_(setup.device) {
+  const cuda::DevicePtr& device = setup.device;
+  const std::vector<cuda::Handle>& handles = setup.handles;
+  const std::vector<Mode>& modes = setup.modes;
   const auto refuse = [](const std::string& what) { throw Error(ErrorKind::invalid_argument, what); };
   if (size() > gpu::kMostRanks)
     refuse("the group has " + std::to_string(size()) + " ranks; GPUs can be shared by at most " +

@@ -46,11 +46,18 @@ class PeerEngine final : public GpuEngine {
   // How many ranks, whose regions these are, have the GPU of `rank`.
   static int ranks_on_gpu(const std::vector<cuda::Handle>& handles, int rank);
 
-  // `own` is this rank's region, of zeros, handles[r] that of rank r, and modes[r] how it takes calls. Throws
-  // Error(system) that says why a region cannot be accessed, or Error(invalid_argument).
-  PeerEngine(std::shared_ptr<Engine> host, std::shared_ptr<cuda::Kernels> kernels, cuda::DevicePtr device,
-             std::shared_ptr<const cuda::OwnMemory> own, const std::vector<cuda::Handle>& handles, const Shape& shape,
-             const std::vector<Mode>& modes, const Options& options);
+  struct Setup {
+    std::shared_ptr<Engine> host;
+    std::shared_ptr<cuda::Kernels> kernels;
+    cuda::DevicePtr device;
+    std::shared_ptr<const cuda::OwnMemory> own;  // this rank's region, of zeros
+    std::vector<cuda::Handle> handles;           // of the regions, by rank
+    Shape shape;
+    std::vector<Mode> modes;  // how ranks take calls
+    Options options;
+  };
+  // Throws Error(system) that says why a region cannot be accessed, or Error(invalid_argument).
+  explicit PeerEngine(const Setup& setup);
 
   void enqueue(const Call& call, const Buffers& buffers, const cuda::Stream& stream) override;
   void throw_if_aborted() const override;

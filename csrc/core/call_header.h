@@ -1,0 +1,17 @@
+// A call in plain numbers, as ranks tell one another of it. What the numbers mean is in engine/call.h.
+#pragma once
+
+#include <cstdint>
+
+namespace ringreduce {
+
+struct CallHeader {
+  std::uint64_t seq;          // among the group's calls; the first is 1
+  std::uint64_t fingerprint;  // equal for equal calls
+  std::uint64_t number;       // for the user, who may count otherwise
+  std::uint64_t count, plan;
+  std::uint32_t operation, dtype, reduce_op;
+  std::int32_t root;
+};
+
+}  // namespace ringreduce

@@ -1,0 +1,441 @@
+// The collectives of c10d, each as one or more calls of the engine.
+#include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "process_group/arena_allocator.h"
+#include "process_group/running.h"
+
+namespace ringreduce {
+
+using c10d::OpType;
+using c10d::Work;
+
+namespace {
+
+// What c10d's options say of a call. The root is checked as far as it must fit; whether the group has it, with the
+// rest.
+template <class CallOptions>
+Collective asked(OpType type, Operation operation, const CallOptions& opts) {
+  Collective collective{.type = type, .operation = operation, .timeout = opts.timeout, .async = opts.asyncOp};
+  if constexpr (requires { opts.reduceOp; }) collective.op = &opts.reduceOp;
+  if constexpr (requires { opts.rootRank; }) {
+    if (!std::in_range<int>(opts.rootRank)) invalid("root is ", opts.rootRank, "; it must be a rank of the group");
+    collective.root = static_cast<int>(opts.rootRank);
+  }
+  return collective;
+}
+
+// An all_gather into one tensor, and a reduce_scatter of one.
+Collective gathered(const c10d::AllgatherOptions& opts) {
+  Collective collective = asked(OpType::_ALLGATHER_BASE, Operation::all_gather, opts);
+  collective.flat_output = true;
+  return collective;
+}
+
+Collective scattered(const c10d::ReduceScatterOptions& opts) {
+  Collective collective = asked(OpType::_REDUCE_SCATTER_BASE, Operation::reduce_scatter, opts);
+  collective.flat_input = true;
+  return collective;
+}
+
+void check_pairs(const Collective& collective, const TensorList& outputs, const TensorList& inputs) {
+  if (outputs.size() != inputs.size())
+    invalid(name(collective.operation), ": ", outputs.size(), " outputs for ", inputs.size(), " inputs");
+}
+
+}  // namespace
+
+// Where this rank's GPU serves the group, the job is one for it; otherwise one for the CPU.
+Job ProcessGroupRing::job(Collective collective, const TensorList& inputs, const TensorList& outputs) {
+  collective.timeout = timeout_or_default(collective.timeout);
+  at::Device device = at::kCPU;
+  if (collective.operation != Operation::barrier) {
+    device = device_of(inputs, outputs, name(collective.operation).data());
+    if (device.is_cuda() && gpu_calls(device) == nullptr) {
+      synchronize(device, name(collective.operation));  // what is under way may still read the outputs
+      device = at::kCPU;
+    }
+  }
+  Job job(collective, inputs, outputs, getRank(), getSize(), device);
+  if (SettingUp::here) job.call.part_of = Operation::gpu_setup;
+  return job;
+}
+
+c10::intrusive_ptr<Work> ProcessGroupRing::submit_to_gpu(const Collective& collective, const TensorList& inputs,
+                                                         TensorList outputs, std::vector<Job> jobs) {
+  const CallLog::Call call = begin_call(collective);
+  TensorList kept = inputs;
+  for (Job& job : jobs) {
+    job.call.number = call.sequence;
+    if (!job.agreed) shared_->queue.run([&] { job.agree(*running_->engine); });
+    for (const TensorList* tensors : {&job.inputs, &job.outputs, &job.targets})
+      kept.insert(kept.end(), tensors->begin(), tensors->end());
+  }
+  GpuCalls& gpu = *running_->gpu;
+  auto work =
+      gpu.submit(call, collective.async, inputs, std::move(outputs), std::move(kept), [&](const cuda::Stream& stream) {
+        const at::NoGradGuard no_grad;
+        for (Job& job : jobs) job.enqueue(gpu.engine(), stream);
+      });
+  if (collective.async) coalesce(work);
+  return work;
+}
+
+// Calls `run`, which takes the call's number and returns a Tally, in its turn.
+template <class Run>
+c10::intrusive_ptr<Work> ProcessGroupRing::take_turn(const Collective& collective, const TensorList& inputs,
+                                                     TensorList outputs, Run run) {
+  const CallLog::Call call = begin_call(collective);
+  struct Task {
+    c10::intrusive_ptr<CallWork> work;
+    Run run;
+    Tally tally;
+    std::exception_ptr error;
+
+    void attempt() {
+      const at::NoGradGuard no_grad;
+      try {
+        work->start();
+        tally = run(work->getSequencenumber());
+      } catch (...) {
+        error = std::current_exception();
+      }
+    }
+  };
+  Task task{
+      c10::make_intrusive<CallWork>(shared_, getRank(), call, inputs, std::move(outputs)), std::move(run), {}, {}};
+  const auto work = task.work;
+  try {
+    if (collective.async) {
+      const auto posted = std::make_shared<Task>(std::move(task));
+      work->set_turn(shared_->queue.post([posted] { posted->attempt(); },
+                                         [posted] { posted->work->end(posted->error, posted->tally); }));
+      coalesce(work);
+      return work;
+    }
+    shared_->queue.run([&] { task.attempt(); });
+    if (task.error) std::rethrow_exception(task.error);
+    work->end(nullptr, task.tally);
+    return work;
+  } catch (...) {
+    work->end(std::current_exception());
+    throw;
+  }
+}
+
+c10::intrusive_ptr<Work> ProcessGroupRing::submit(const Collective& collective, std::vector<Job> jobs) {
+  TensorList inputs, outputs;
+  for (const Job& job : jobs) {
+    inputs.insert(inputs.end(), job.inputs.begin(), job.inputs.end());
+    outputs.insert(outputs.end(), job.targets.begin(), job.targets.end());
+    if (job.device != jobs[0].device)
+      invalid(name_of(collective.type), ": tensors are on different devices: ", jobs[0].device, " and ", job.device,
+              "; move them to one");
+  }
+  if (!jobs.empty() && jobs[0].device.is_cuda())
+    return submit_to_gpu(collective, inputs, std::move(outputs), std::move(jobs));
+  return take_turn(collective, inputs, std::move(outputs),
+                   [this, jobs = std::move(jobs)](std::uint64_t number) mutable {
+                     Tally tally;
+                     for (Job& job : jobs) {
+                       job.call.number = number;
+                       tally += job.agree(*running_->engine);
+                       tally += job.run(*running_->engine);
+                     }
+                     return tally;
+                   });
+}
+
+c10::intrusive_ptr<Work> ProcessGroupRing::submit(const Collective& collective, const TensorList& inputs,
+                                                  const TensorList& outputs) {
+  std::vector<Job> only;
+  only.push_back(job(collective, inputs, outputs));
+  return submit(collective, std::move(only));
+}
+
+c10::intrusive_ptr<Work> ProcessGroupRing::submit_each(const Collective& collective, const TensorList& inputs,
+                                                       const TensorList& outputs) {
+  check_pairs(collective, outputs, inputs);
+  std::vector<Job> jobs;
+  for (std::size_t i = 0; i < inputs.size(); ++i) jobs.push_back(job(collective, {inputs[i]}, {outputs[i]}));
+  return submit(collective, std::move(jobs));
+}
+
+c10::intrusive_ptr<Work> ProcessGroupRing::call(const Collective& collective, const at::Tensor& output,
+                                                const at::Tensor& input) {
+  if (!collective.async && call_now(collective, output, input)) return nullptr;
+  return submit(collective, {input}, {output});
+}
+
+bool ProcessGroupRing::call_now(const Collective& collective, const at::Tensor& output, const at::Tensor& input) {
+  constexpr std::size_t kMostBlocks = 64;
+  const auto suits = [](const at::Tensor& t) { return t.is_cpu() && has_memory(t) && is_plain(t); };
+  const bool in_place = !collective.flat_input && !collective.flat_output;  // one tensor is both
+  if (!suits(output) || (!in_place && !suits(input))) return false;
+  if (collective.op != nullptr && *collective.op == c10d::ReduceOp::PREMUL_SUM) return false;
+  if (at::hasCallbacks() || shared_->hooked || shared_->timing) return false;
+  if (collective.root < 0 || collective.root >= getSize()) return false;
+  const auto size = static_cast<std::size_t>(getSize());
+  const std::size_t ins = collective.flat_input ? size : 1, outs = collective.flat_output ? size : 1;
+  const std::size_t count = static_cast<std::size_t>(input.numel()) / ins, element = input.element_size();
+  auto* const from = static_cast<std::byte*>(input.mutable_data_ptr());
+  auto* const to = static_cast<std::byte*>(output.mutable_data_ptr());
+  if (!in_place && (size > kMostBlocks || output.scalar_type() != input.scalar_type() ||
+                    static_cast<std::size_t>(input.numel()) != count * ins ||
+                    static_cast<std::size_t>(output.numel()) != count * outs ||
+                    overlap(from, count * ins * element, to, count * outs * element)))
+    return false;
+
+  Call call;
+  call.operation = collective.operation;
+  call.root = collective.root;
+  call.dtype = dtype_of(input.scalar_type(), name(call.operation).data());
+  if (collective.op != nullptr) call.reduce_op = reduce_op_of(*collective.op);
+  call.count = call.largest = count;
+  call.timeout = std::chrono::nanoseconds(timeout_or_default(collective.timeout)).count();
+  Engine::check(call, getSize());
+  std::array<std::byte*, kMostBlocks> input_blocks, output_blocks;
+  std::array<std::size_t, kMostBlocks> counts;
+  for (std::size_t b = 0; b < std::max(ins, outs); ++b) {
+    input_blocks[b] = from + b * count * element;
+    output_blocks[b] = to + b * count * element;
+    counts[b] = count;
+  }
+  const Buffers buffers{{{input_blocks.data(), ins}, {counts.data(), ins}},
+                        {{output_blocks.data(), outs}, {counts.data(), outs}}};
+
+  const CallLog::Call listed = begin_call(collective);
+  call.number = listed.sequence;
+  CallLog& log = *shared_->log;
+  CallQueue::Turn turn(shared_->queue);
+  const std::uint64_t id = log.begin(listed, input, output, turn.came());
+  Tally tally;
+  try {
+    if (!turn.came()) {
+      turn.await();
+      log.start(id);
+    }
+    tally = running_->engine->run(call, buffers);
+  } catch (...) {
+    log.end(id, collective.type, false, tally);
+    shared_->completions.post([shared = shared_] { shared->work_failed(); });
+    throw;
+  }
+  log.end(id, collective.type, true, tally);
+  return true;
+}
+
+c10::intrusive_ptr<Work> ProcessGroupRing::allreduce(TensorList& tensors, const c10d::AllreduceOptions& opts) {
+  const at::Tensor& tensor = only(tensors, "all_reduce");
+  if (tensor.layout() == at::kSparse) return allreduce_sparse(tensors, opts);
+  return call(asked(OpType::ALLREDUCE, Operation::all_reduce, opts), tensor, tensor);
+}
+
+c10::intrusive_ptr<Work> ProcessGroupRing::allreduce_coalesced(TensorList& given,
+                                                               const c10d::AllreduceCoalescedOptions& opts) {
+  TensorList tensors = given;
+  copy_repeated(tensors);
+  const Collective collective = asked(OpType::ALLREDUCE_COALESCED, Operation::all_reduce, opts);
+  if (!tensors.empty() && device_of(tensors, {}, "all_reduce_coalesced").is_cuda()) {
+    check_outputs(tensors, "all_reduce_coalesced");
+    return submit_each(collective, tensors, tensors);
+  }
+  Fusion fusion(tensors);
+  std::vector<Job> jobs;  // one a bundle
+  for (const Fusion::Bundle& bundle : fusion.bundles()) {
+    const at::Tensor& first = fusion.tensors()[bundle.first];
+    jobs.push_back(job(collective, {first}, {first}));
+    Call& call = jobs.back().call;
+    call.count = call.largest = bundle.count;
+    if (tensors.size() > 1) call.shape = fusion.shape();
+  }
+  return take_turn(collective, tensors, tensors,
+                   [this, fusion = std::move(fusion), jobs = std::move(jobs)](std::uint64_t number) mutable {
+                     return sum_fused(fusion, jobs, number);
+                   });
+}
+
+// Bundles of several tensors go through memory of the group's; calls take turns, so that there is only one of it.
+Tally ProcessGroupRing::sum_fused(const Fusion& fusion, std::vector<Job>& jobs, std::uint64_t number) {
+  if (fusion_buffer_bytes_ < fusion.buffer_bytes()) {
+    fusion_buffer_ = staging_memory(fusion.buffer_bytes());
+    fusion_buffer_bytes_ = fusion.buffer_bytes();
+  }
+  Tally tally;
+  for (std::size_t i = 0; i < jobs.size(); ++i) {
+    const Fusion::Bundle& bundle = fusion.bundles()[i];
+    jobs[i].call.number = number;
+    if (bundle.size() == 1) {
+      tally += jobs[i].run(*running_->engine);
+      continue;
+    }
+    auto* data = static_cast<std::byte*>(fusion_buffer_.get());
+    fusion.pack(bundle, data);
+    tally += running_->engine->run(jobs[i].call, {{{&data, 1}, {&bundle.count, 1}}, {{&data, 1}, {&bundle.count, 1}}});
+    fusion.unpack(bundle, data);
+  }
+  return tally;
+}
+
+c10::intrusive_ptr<Work> ProcessGroupRing::allreduce_sparse(TensorList& tensors, const c10d::AllreduceOptions& opts) {
+  const at::Tensor& tensor = only(tensors, "all_reduce");
+  if (tensor.layout() != at::kSparse || !tensor.device().is_cpu())
+    invalid("all_reduce of a sparse tensor: it has layout ", tensor.layout(), " on ", tensor.device(),
+            "; it must be sparse COO on the CPU");
+  if (opts.reduceOp.op_ != c10d::ReduceOp::SUM)
+    invalid("all_reduce of a sparse tensor: reduce op ", static_cast<int>(opts.reduceOp.op_), "; only SUM is defined");
+  dtype_of(tensor.scalar_type(), "all_reduce of a sparse tensor");  // throws for those that are not supported
+  Collective collective = asked(OpType::_ALLREDUCE_SPARSE, Operation::all_reduce, opts);
+  collective.op = nullptr;  // which an asynchronous call outlives
+  return take_turn(collective, {tensor}, {tensor},
+                   [this, tensor, collective](std::uint64_t number) { return sum_sparse(tensor, collective, number); });
+}
+
+// All ranks tell each other how many elements they have, then which, and each sums them all.
+Tally ProcessGroupRing::sum_sparse(const at::Tensor& tensor, const Collective& collective, std::uint64_t number) {
+  const auto n = static_cast<std::size_t>(getSize());
+  const at::Tensor own = tensor.coalesce();
+  const auto gather = [&](const at::Tensor& input, TensorList outputs, Tally& tally) {
+    Job j = job({.operation = Operation::all_gather, .timeout = collective.timeout}, {input}, outputs);
+    // The tensors' dimensions are part of the call, so that ranks that differ in them find out.
+    for (int64_t d : own.sizes()) j.call.shape = mix(j.call.shape, static_cast<std::uint64_t>(d));
+    j.call.shape = mix(j.call.shape, static_cast<std::uint64_t>(own.sparse_dim()) << 8 |
+                                         static_cast<std::uint64_t>(own.scalar_type()));
+    j.call.part_of = Operation::all_reduce;
+    j.call.number = number;
+    tally += j.run(*running_->engine);
+    return outputs;
+  };
+  Tally tally;
+  TensorList counts, indices, values;
+  for (std::size_t r = 0; r < n; ++r) counts.push_back(at::empty({1}, at::kLong));
+  gather(at::full({1}, own._nnz(), at::kLong), counts, tally);
+  for (const at::Tensor& count : counts) {
+    auto value_sizes = own.values().sizes().vec();
+    value_sizes[0] = count.item<int64_t>();
+    indices.push_back(at::empty({own.sparse_dim(), value_sizes[0]}, at::kLong));
+    values.push_back(at::empty(value_sizes, own.values().options()));
+  }
+  gather(own.indices(), indices, tally);
+  gather(own.values(), values, tally);
+  write_back(tensor, at::sparse_coo_tensor(at::cat(indices, 1), at::cat(values, 0), own.sizes()).coalesce());
+  return tally;
+}
+
+c10::intrusive_ptr<Work> ProcessGroupRing::broadcast(TensorList& tensors, const c10d::BroadcastOptions& opts) {
+  const at::Tensor& tensor = only(tensors, "broadcast");
+  return call(asked(OpType::BROADCAST, Operation::broadcast, opts), tensor, tensor);
+}
+
+c10::intrusive_ptr<Work> ProcessGroupRing::reduce(TensorList& tensors, const c10d::ReduceOptions& opts) {
+  const at::Tensor& tensor = only(tensors, "reduce");
+  return call(asked(OpType::REDUCE, Operation::reduce, opts), tensor, tensor);
+}
+
+c10::intrusive_ptr<Work> ProcessGroupRing::allgather(std::vector<TensorList>& outputs, TensorList& inputs,
+                                                     const c10d::AllgatherOptions& opts) {
+  const at::Tensor& input = only(inputs, "all_gather");
+  check_list("all_gather: output_tensors", outputs.size(), 1);
+  check_list("all_gather: tensor_list", outputs[0].size(), getSize());
+  return submit(asked(OpType::ALLGATHER, Operation::all_gather, opts), {input}, outputs[0]);
+}
+
+c10::intrusive_ptr<Work> ProcessGroupRing::allgather_coalesced(std::vector<TensorList>& outputs, TensorList& inputs,
+                                                               const c10d::AllgatherOptions& opts) {
+  const Collective collective = asked(OpType::ALLGATHER_COALESCED, Operation::all_gather, opts);
+  check_list("all_gather_coalesced: output_tensor_lists", outputs.size(), getSize());
+  for (const TensorList& of_rank : outputs) check_pairs(collective, of_rank, inputs);
+  std::vector<Job> jobs;
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    TensorList blocks;
+    for (const TensorList& of_rank : outputs) blocks.push_back(of_rank[i]);
+    jobs.push_back(job(collective, {inputs[i]}, blocks));
+  }
+  return submit(collective, std::move(jobs));
+}
+
+c10::intrusive_ptr<Work> ProcessGroupRing::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                                           const c10d::AllgatherOptions& opts) {
+  return call(gathered(opts), output, input);
+}
+
+c10::intrusive_ptr<Work> ProcessGroupRing::allgather_into_tensor_coalesced(TensorList& outputs, TensorList& inputs,
+                                                                           const c10d::AllgatherOptions& opts) {
+  return submit_each(gathered(opts), inputs, outputs);
+}
+
+c10::intrusive_ptr<Work> ProcessGroupRing::reduce_scatter(TensorList& outputs, std::vector<TensorList>& inputs,
+                                                          const c10d::ReduceScatterOptions& opts) {
+  const at::Tensor& output = only(outputs, "reduce_scatter");
+  check_list("reduce_scatter: input_tensors", inputs.size(), 1);
+  check_list("reduce_scatter: input_list", inputs[0].size(), getSize());
+  return submit(asked(OpType::REDUCE_SCATTER, Operation::reduce_scatter, opts), inputs[0], {output});
+}
+
+c10::intrusive_ptr<Work> ProcessGroupRing::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                                const c10d::ReduceScatterOptions& opts) {
+  return call(scattered(opts), output, input);
+}
+
+c10::intrusive_ptr<Work> ProcessGroupRing::reduce_scatter_tensor_coalesced(TensorList& outputs, TensorList& inputs,
+                                                                           const c10d::ReduceScatterOptions& opts) {
+  return submit_each(scattered(opts), inputs, outputs);
+}
+
+c10::intrusive_ptr<Work> ProcessGroupRing::gather(std::vector<TensorList>& outputs, TensorList& inputs,
+                                                  const c10d::GatherOptions& opts) {
+  const at::Tensor& input = only(inputs, "gather");
+  const bool is_root = getRank() == opts.rootRank;
+  if (is_root) {
+    check_list("gather: output_tensors", outputs.size(), 1);
+    check_list("gather: gather_list", outputs[0].size(), getSize());
+  } else if (!outputs.empty() && !outputs[0].empty()) {
+    invalid("gather: gather_list must be given on the destination rank only");
+  }
+  return submit(asked(OpType::GATHER, Operation::gather, opts), {input}, is_root ? outputs[0] : TensorList{});
+}
+
+c10::intrusive_ptr<Work> ProcessGroupRing::scatter(TensorList& outputs, std::vector<TensorList>& inputs,
+                                                   const c10d::ScatterOptions& opts) {
+  const at::Tensor& output = only(outputs, "scatter");
+  const bool is_root = getRank() == opts.rootRank;
+  if (is_root) {
+    check_list("scatter: input_tensors", inputs.size(), 1);
+    check_list("scatter: scatter_list", inputs[0].size(), getSize());
+  } else if (!inputs.empty() && !inputs[0].empty()) {
+    invalid("scatter: scatter_list must be given on the source rank only");
+  }
+  return submit(asked(OpType::SCATTER, Operation::scatter, opts), is_root ? inputs[0] : TensorList{}, {output});
+}
+
+c10::intrusive_ptr<Work> ProcessGroupRing::alltoall_base(at::Tensor& output, at::Tensor& input,
+                                                         std::vector<int64_t>& output_splits,
+                                                         std::vector<int64_t>& input_splits,
+                                                         const c10d::AllToAllOptions& opts) {
+  Collective collective = asked(OpType::ALLTOALL_BASE, Operation::all_to_all, opts);
+  // Either all ranks give split sizes or none does, so without any, all know that their blocks are equal.
+  collective.flat_input = collective.flat_output = output_splits.empty() && input_splits.empty();
+  if (collective.flat_input) return call(collective, output, input);
+  std::vector<Job> only;
+  Job& j = only.emplace_back(job(collective, {input}, {output}));
+  j.input = cut(j.inputs[0], split_blocks(input, input_splits, getSize(), "all_to_all: input"));
+  j.output = cut(j.outputs[0], split_blocks(output, output_splits, getSize(), "all_to_all: output"));
+  return submit(collective, std::move(only));
+}
+
+c10::intrusive_ptr<Work> ProcessGroupRing::alltoall(TensorList& outputs, TensorList& inputs,
+                                                    const c10d::AllToAllOptions& opts) {
+  check_list("all_to_all: input_tensor_list", inputs.size(), getSize());
+  check_list("all_to_all: output_tensor_list", outputs.size(), getSize());
+  return submit(asked(OpType::ALLTOALL, Operation::all_to_all, opts), inputs, outputs);
+}
+
+c10::intrusive_ptr<Work> ProcessGroupRing::barrier(const c10d::BarrierOptions& opts) {
+  return submit(asked(OpType::BARRIER, Operation::barrier, opts), TensorList{}, TensorList{});
+}
+
+}  // namespace ringreduce

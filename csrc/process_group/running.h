@@ -1,0 +1,29 @@
+// What the files that implement ProcessGroupRing share.
+#pragma once
+
+#include <memory>
+
+#include "engine/engine.h"
+#include "process_group/c10d_point_to_point.h"
+#include "process_group/gpu_calls.h"
+#include "process_group/process_group_ring.h"
+
+namespace ringreduce {
+
+// What works with threads and locks, and must be left alone in a forked child.
+struct ProcessGroupRing::Running {
+  std::shared_ptr<Engine> engine;
+  std::shared_ptr<C10dPointToPoint> wire;          // null where ranks share memory
+  std::shared_ptr<WorkSurroundings> surroundings;  // the queue's, the mailbox's and the completions' threads
+  std::unique_ptr<GpuCalls> gpu;                   // null until the group has an engine for CUDA tensors
+};
+
+// While it lives, calls of this thread are the set-up for CUDA tensors, and errors name them so.
+struct SettingUp {
+  static thread_local bool here;
+  SettingUp() { here = true; }
+  ~SettingUp() { here = false; }
+};
+inline thread_local bool SettingUp::here = false;
+
+}  // namespace ringreduce

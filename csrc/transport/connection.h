@@ -1,0 +1,132 @@
+// One stream socket to a peer, and the frames that go over it in both directions. A frame is a header and a payload.
+//
+// Connections (connections.h) has several and decides which of them takes a frame. What frames mean is the business of
+// those who use them: FrameUser is told of each. The links of a group's ranks (links.h) are one such user.
+#pragma once
+
+#include <atomic>
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <span>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "core/clock.h"
+#include "core/error.h"
+#include "kernels/packing.h"
+
+namespace ringreduce {
+
+static_assert(std::endian::native == std::endian::little);  // as on all machines that this library is built for
+
+// What goes before a payload. Connections look at `kind` and `bytes` only; the other numbers are the user's.
+struct FrameHeader {
+  static constexpr std::uint32_t kMagic = 0x31465252;  // "RRF1"
+  static constexpr std::uint32_t kLeave =
+      7;  // the sender takes no further part; nothing comes after it on a connection
+
+  std::uint32_t magic = kMagic;
+  std::uint32_t kind = kLeave;
+  std::uint32_t bytes = 0;  // of payload
+  std::uint32_t channel = 0;
+  std::uint64_t seq = 0;
+  std::uint64_t tag = 0;
+  std::uint64_t total = 0;  // bytes of the whole message, or of the value when it is unpacked
+  std::uint32_t dtype = 0;
+  Packing packing = Packing::none;
+};
+static_assert(sizeof(FrameHeader) == 48 && std::is_trivially_copyable_v<FrameHeader>);
+
+// A frame to be sent.
+struct Frame {
+  FrameHeader header;
+  const std::byte* data = nullptr;             // header.bytes of payload, which stay until the frame is sent
+  std::shared_ptr<std::byte[]> own = nullptr;  // the payload, if nobody else keeps it
+  bool lent = false;                           // the payload is a call's: Connections::forget_lent()
+};
+
+// Is told what comes over connections, by one thread at a time. It must not call them back.
+class FrameUser {
+ public:
+  // Where the payload of a frame goes: to memory of the user's, or to `aside`, once that is as large as the payload.
+  // Throws Error for a frame that the peer had no right to send; then the link to it is broken.
+  virtual std::byte* place_for(int peer, const FrameHeader& header, std::vector<std::byte>& aside) = 0;
+  // The frame is complete.
+  virtual void deliver(int peer, const FrameHeader& header, const std::vector<std::byte>& aside) = 0;
+
+ protected:
+  ~FrameUser() = default;
+};
+
+struct Traffic {
+  std::uint64_t bytes_out = 0, bytes_in = 0, frames_out = 0, frames_in = 0;
+};
+
+class Connection {
+ public:
+  enum class Received { nothing, something, end };
+
+  // Takes over the socket, and makes it one that does not block. `path` is how errors name it. Forked children close
+  // their copies: a connection is only over for the peer when nobody holds it any more.
+  Connection(int socket, std::string path);
+  ~Connection() { close(); }
+  Connection(const Connection&) = delete;
+  Connection& operator=(const Connection&) = delete;
+
+  int socket() const { return socket_; }  // -1: closed
+  bool is_open() const { return socket_ >= 0; }
+  const std::string& path() const { return path_; }
+  void close();
+
+  // Hands frames to the kernel, those of `queue` after those that it has taken before, until the kernel takes no more.
+  // With `farewell`, a leave frame comes after the last. Takes those of the queue that have gone as a whole off
+  // `unsent`.
+  void send(std::deque<Frame>& queue, bool farewell, std::atomic<std::uint64_t>& unsent);
+  // Whether it has taken more than the kernel.
+  bool is_full() const { return !sending_.empty(); }
+  // How many frames of the queue it has taken that have not gone.
+  std::size_t unsent() const;
+  // Bytes that it has taken and that the peer's machine has not got, as far as known.
+  std::uint64_t on_the_way() const;
+  // Frames that are lent: the rest of one that has begun must follow, as the peer counts bytes. It goes from a copy.
+  void keep_lent();
+
+  // Reads once, and gives `user` the frames that are complete.
+  Received receive(int peer, FrameUser& user);
+  bool heard_leave() const { return heard_leave_; }
+
+  const Traffic& traffic() const { return traffic_; }
+
+ private:
+  bool take(std::deque<Frame>& queue, bool farewell);
+  bool write_some();
+  void digest(int peer, FrameUser& user);
+  Error failure() const;
+
+  int socket_;
+  const std::string path_;
+  Traffic traffic_;
+  std::vector<Frame> sending_;  // frames it has taken
+  std::size_t sent_ = 0;        // bytes of them
+  bool said_leave_ = false, heard_leave_ = false;
+
+  // What arrives: a frame whose payload is under way, and bytes that have not been looked at.
+  bool receiving_ = false;
+  FrameHeader header_;
+  std::byte* into_ = nullptr;
+  std::size_t missing_ = 0;
+  std::vector<std::byte> staged_;
+  std::size_t staged_end_ = 0;
+  std::vector<std::byte> aside_;  // a payload that is not stored as it comes
+};
+
+// Descriptors that are of no use to a forked child, which closes its copies at once.
+void close_in_children(int fd);
+// Closes such a descriptor.
+void close_everywhere(int fd);
+
+}  // namespace ringreduce

@@ -1,0 +1,131 @@
+#include "transport/fate.h"
+
+#include <poll.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+namespace ringreduce {
+
+Fate::Fate(AbortRecord& record, int rank, std::size_t ranks, std::function<void()> spread)
+    : record_(record), rank_(rank), spread_(std::move(spread)), entries_(ranks) {}
+
+void Fate::watch(int rank, Watched watched) {
+  std::lock_guard lock(mutex_);
+  entries_[static_cast<std::size_t>(rank)] = Entry{std::move(watched), false, "", 0};
+}
+
+void Fate::forget(int rank) { watch(rank, {}); }
+
+void Fate::lost(int rank, const std::string& why) {
+  std::lock_guard lock(mutex_);
+  Entry& entry = entries_[static_cast<std::size_t>(rank)];
+  entry.lost = true;
+  entry.why = why;
+}
+
+std::string Fate::describe(int rank) const {
+  // This rank's own name never changes, and a forked child, whose lock may be held for ever, asks for it.
+  if (rank == rank_) return at(rank).name.describe(rank);
+  std::lock_guard lock(mutex_);
+  return at(rank).name.describe(rank);
+}
+
+std::vector<int> Fate::gone() const {
+  std::lock_guard lock(mutex_);
+  std::vector<pollfd> polled;
+  for (const Entry& entry : entries_)
+    polled.push_back({.fd = entry.pidfd.get(), .events = POLLIN, .revents = 0});  // poll ignores negative ones
+  poll(polled.data(), polled.size(), 0);
+  std::vector<int> result;
+  for (std::size_t r = 0; r < entries_.size(); ++r) {
+    const Entry& entry = entries_[r];
+    if (!entry.region || static_cast<int>(r) == rank_) continue;
+    if (polled[r].revents != 0 || entry.lost || entry.region.control().has_left())
+      result.push_back(static_cast<int>(r));
+  }
+  return result;
+}
+
+// With the lock held.
+std::string Fate::words(int rank) const {
+  const Entry& entry = at(rank);
+  if (!entry.region || entry.region.control().has_left()) return "left the group";
+  return entry.elsewhere ? "is out of reach: " + entry.why : "died";
+}
+
+std::string Fate::how_gone(int rank) const {
+  std::lock_guard lock(mutex_);
+  return words(rank);
+}
+
+bool Fate::is_fatal(int rank) const {
+  std::lock_guard lock(mutex_);
+  return at(rank).fatal;
+}
+
+void Fate::abort(const Error& error, int reporter) {
+  std::uint32_t none = 0;
+  if (!record_.state.compare_exchange_strong(none, 1, std::memory_order_acq_rel)) {
+    // Another rank was first. Wait for it to finish writing, so that this rank throws the same error; but not for long,
+    // since it may have died in the middle.
+    const Nanoseconds deadline = now() + 100 * kMillisecond;
+    while (this->error() == nullptr && now() < deadline) sched_yield();
+    return;
+  }
+  record_.kind = static_cast<std::int32_t>(error.kind());
+  record_.culprit = error.culprit();
+  record_.reporter = reporter;
+  const std::size_t length = std::min(std::strlen(error.what()), sizeof(record_.message) - 1);
+  std::memcpy(record_.message, error.what(), length);
+  record_.message[length] = '\0';
+  record_.state.store(2, std::memory_order_seq_cst);
+  spread_();
+}
+
+void Fate::fail(std::uint64_t seq) {
+  std::atomic<std::uint64_t>& failed = record_.failed;
+  std::uint64_t before = failed.load(std::memory_order_relaxed);
+  while (before < ~seq && !failed.compare_exchange_weak(before, ~seq, std::memory_order_seq_cst)) {
+  }
+}
+
+void Fate::throw_if_aborted() const {
+  if (error() == nullptr) return;
+  // The record lies in memory that peers can write: trust neither the end of its text nor its numbers.
+  std::string message(record_.message, strnlen(record_.message, sizeof(record_.message)));
+  if (record_.reporter != rank_) message += " [reported by rank " + std::to_string(record_.reporter) + "]";
+  const std::int32_t kind = record_.kind, culprit = record_.culprit;
+  const bool known =
+      kind >= static_cast<int>(ErrorKind::invalid_argument) && kind <= static_cast<int>(ErrorKind::system);
+  throw Error(known ? static_cast<ErrorKind>(kind) : ErrorKind::system, message,
+              culprit >= 0 && culprit < static_cast<int>(entries_.size()) ? culprit : -1);
+}
+
+// The team's error, if this rank, which has gone, is the reason for one.
+std::optional<Error> Fate::death_of(int rank, std::optional<std::uint64_t> call) {
+  std::lock_guard lock(mutex_);
+  Entry& entry = entries_[static_cast<std::size_t>(rank)];
+  if (!entry.region || !entry.fatal) return std::nullopt;
+  const RankControl& control = entry.region.control();
+  if (control.has_left()) return std::nullopt;  // that is the affair of those who still want something from it
+  if (call && (entry.elsewhere || control.completed.load(std::memory_order_acquire) >= *call)) {
+    if (entry.found_dead == 0) entry.found_dead = now();
+    if (now() - entry.found_dead < kGrace) return std::nullopt;
+  }
+  return Error(ErrorKind::peer_lost, entry.name.describe(rank) + " " + words(rank), rank);
+}
+
+void Fate::throw_if_over(std::optional<std::uint64_t> call) {
+  throw_if_aborted();
+  for (const int rank : gone())
+    if (const auto death = death_of(rank, call)) {
+      abort(*death);
+      throw_if_aborted();
+      throw *death;
+    }
+}
+
+}  // namespace ringreduce
