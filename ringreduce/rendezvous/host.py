@@ -122,7 +122,7 @@ class Meeting:
 
     def close(self) -> None:
         """Lets go of the descriptors and the door, if no group has taken them over."""
-        for descriptor in (self.memfd, *self.pidfds):
+        for descriptor in (self.memfd, *self.pidfds, *self.arenas):
             if descriptor >= 0:
                 os.close(descriptor)
         if self.door:
