@@ -109,8 +109,9 @@ def survey(
     `seconds` is how long two hosts may take to connect. Raises what `rendezvous.meet` raises: a rank did not come, say.
     """
     meeting = meet(store, rank, size, lambda _: 4096, "doctor", MEET_SECONDS, lambda *_: "", place=place)
-    for fd in (meeting.memfd, *(pidfd for pidfd in meeting.pidfds if pidfd >= 0)):
-        os.close(fd)
+    for fd in (meeting.memfd, *meeting.pidfds, *meeting.arenas):
+        if fd >= 0:
+            os.close(fd)
     hosts = tuple(
         Host(meeting.names[ranks[0]][0], ranks, label)
         for ranks, label in zip(meeting.hosts, meeting.labels, strict=True)
