@@ -36,7 +36,9 @@ void Shard::on(const Request& request) {
     return;  // without a reply it is under way, or the worker has it
   }
   if (!member.live) return reply(request.worker, request.number, Outcome::refused);
+  // Neither more replies nor more requests are kept than a worker may wait for, whatever it says.
   if (request.number - std::min(request.seen, request.number) > kMostOutstanding) return;
+  if (request.number - member.next >= kMostOutstanding) return;
   if (request.number > member.next) {
     member.early.emplace(request.number, request);
     return;

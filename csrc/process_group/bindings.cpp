@@ -8,6 +8,7 @@
 
 #include "engine/probe.h"
 #include "kernels/accumulate.h"
+#include "parameter_server/bindings.h"
 #include "process_group/direct_calls.h"
 #include "process_group/gpu_bindings.h"
 #include "process_group/process_group_ring.h"
@@ -99,6 +100,16 @@ auto with_plan(Method method) {
     (group.*method)({operation_named(collective), std::move(lowered), digest, most_bytes, slice_bytes});
   };
 }
+
+// Square roots with torch's bits, for update rules of the parameter server.
+void roots(DType dtype, void* out, const void* in, std::size_t count) {
+  const at::NoGradGuard no_grad;
+  const auto options = at::TensorOptions().dtype(dtype == DType::float64 ? at::kDouble : at::kFloat);
+  const auto size = static_cast<std::int64_t>(count);
+  at::Tensor result = at::from_blob(out, {size}, options);
+  at::sqrt_out(result, at::from_blob(const_cast<void*>(in), {size}, options));
+}
+
 void* address(std::uintptr_t a) { return reinterpret_cast<void*>(a); }  // NOLINT(performance-no-int-to-ptr)
 
 }  // namespace
@@ -106,6 +117,7 @@ void* address(std::uintptr_t a) { return reinterpret_cast<void*>(a); }  // NOLIN
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::register_exception_translator(translate);
   py::module_::import("torch._C._distributed_c10d");  // knows the base class
+  parameter_server::bind(m, roots);
 
   py::class_<Links::Counters>(m, "LinkCounters")
       .def_readonly("peer", &Links::Counters::peer)

@@ -84,6 +84,7 @@ void stress_hosts();
 // `only`: the one case of this name; empty: all.
 void stress_links(const std::string& only = "");
 void stress_segment(const std::string& only = "");
+void stress_parameter_server();
 void stress_mixed(int seconds);
 
 }  // namespace ringreduce::stress

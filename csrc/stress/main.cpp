@@ -23,6 +23,7 @@ int main(int argc, char** argv) {
     if (scenario == "hosts") return stress_hosts(), 0;
     if (scenario == "links") return stress_links(only), 0;
     if (scenario == "segment") return stress_segment(only), 0;
+    if (scenario == "parameter_server") return stress_parameter_server(), 0;
     stress_malformed_plans();
     stress_interpreter();
     stress_collectives();
@@ -32,6 +33,7 @@ int main(int argc, char** argv) {
     stress_hosts();
     stress_links();
     stress_segment();
+    stress_parameter_server();
     stress_mixed(3);
   } catch (const std::exception& error) {
     check(false, error.what());
