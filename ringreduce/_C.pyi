@@ -248,6 +248,7 @@ class ParameterServer:
     def join(
         self, *, id: int, group: str, window: int, window_bytes: int, servers: int, lane: int, pidfd: int
     ) -> None: ...
+    def lose(self, worker: int) -> None: ...
     def create(
         self,
         *,

@@ -185,6 +185,7 @@ void bind_server(py::module_& m, Roots roots) {
           },
           py::kw_only(), py::arg("dtype"), py::arg("count"), py::arg("mode"), py::arg("quorum"), py::arg("grace"),
           py::arg("staleness"), py::arg("group"), py::arg("rule"))
+      .def("lose", &Server::lose, no_gil, py::arg("worker"))
       .def("awaited", &Server::awaited, no_gil, py::arg("block"))
       .def("absent", &Server::absent, no_gil, py::arg("group"))
       .def("failure", &Server::failure, no_gil, py::arg("block"))

@@ -32,6 +32,10 @@ struct Client::Peer {
         session(worker) {}
 
   Bell& bell() const { return *reinterpret_cast<Bell*>(bell_memory.at()); }
+  bool ended() const {
+    return reinterpret_cast<const ValuesHeader*>(values.at())->ended.load(std::memory_order_seq_cst) != 0 ||
+           has_ended(pidfd.get());
+  }
 
   Descriptor values_fd, bell_fd, pidfd;
   Mapping values, bell_memory;
@@ -139,7 +143,7 @@ void Client::look_for_ended() {
   if (t - looked_ < kLookEvery) return;
   looked_ = t;
   for (std::uint32_t server = 0; server < peers_.size(); ++server)
-    if (peers_[server] != nullptr && peers_[server]->alive && has_ended(peers_[server]->pidfd.get())) lose(server);
+    if (peers_[server] != nullptr && peers_[server]->alive && peers_[server]->ended()) lose(server);
 }
 
 // What it had answered counts; the rest never will be.

@@ -61,6 +61,8 @@ Server::Server(std::size_t capacity, Hooks hooks)
       values_(std::make_unique<Mapping>(values_fd_.get(), capacity, true)),
       bell_memory_(std::make_unique<Mapping>(bell_fd_.get(), sizeof(Bell), true)),
       bell_(reinterpret_cast<Bell*>(bell_memory_->at())) {
+  if (capacity < sizeof(ValuesHeader))
+    throw Error(ErrorKind::invalid_argument, "memory of " + std::to_string(capacity) + " bytes is no room for values");
   seal_for_readers(values_fd_);
   thread_ = start_thread([this] { run(); });
 }
@@ -134,6 +136,16 @@ void Server::join(WorkerSpec spec) {
       throw Error(ErrorKind::invalid_argument, "there is a worker " + std::to_string(known.id) + " already");
     decide(Join{known.id, known.group});
     connections_.emplace(known.id, std::move(connection));
+  });
+}
+
+void Server::lose(WorkerId worker) {
+  order([&] {
+    const auto found = connections_.find(worker);
+    if (found == connections_.end()) return;
+    if (found->second.alive) end(found->second);
+    carry_out();  // which may answer it
+    connections_.erase(found);
   });
 }
 
@@ -235,6 +247,8 @@ void Server::run() {
     else
       bell_->sleep(seen, std::clamp<Nanoseconds>(shard_.deadline() - ringreduce::now(), 0, kLookEvery));
   }
+  reinterpret_cast<ValuesHeader*>(values_->at())->ended.store(1, std::memory_order_seq_cst);
+  for (auto& [worker, connection] : connections_) connection.window->bell().ring();
   const std::lock_guard lock(mutex_);
   stopped_ = true;
   served_.notify_all();
@@ -281,14 +295,15 @@ void Server::look_for_ended() {
   const Nanoseconds t = ringreduce::now();
   if (t - looked_ < kLookEvery) return;
   looked_ = t;
-  for (auto& [worker, connection] : connections_) {
-    if (!connection.alive || !has_ended(connection.pidfd.get())) continue;
-    for (std::uint64_t most = kMostOutstanding; most > 0 && take_request(connection); --most) {
-    }  // what it had said before
-    connection.alive = false;
-    decide(Lose{worker});
-    connection.window.reset();
-  }
+  for (auto& [worker, connection] : connections_)
+    if (connection.alive && has_ended(connection.pidfd.get())) end(connection);
+}
+
+void Server::end(Connection& connection) {
+  for (std::uint64_t most = kMostOutstanding; most > 0 && take_request(connection); --most) {
+  }  // what it had said before
+  connection.alive = false;
+  decide(Lose{connection.spec.id});
 }
 
 void Server::decide(const Message& message) {

@@ -76,6 +76,9 @@ class Server {
 
   // Throws Error(invalid_argument) if the window is not what the specification says.
   void join(WorkerSpec worker);
+  // The worker takes no further part, and what it has not been told about it never will be. No effect on one that is
+  // not there.
+  void lose(WorkerId worker);
   // Returns (id, offset of the block among the values). Throws Error(invalid_argument) if there is no room.
   std::pair<BlockId, std::size_t> create(const BlockSpec& spec);
   // Whom the block's present round, its readers or a barrier wait for.
@@ -85,7 +88,7 @@ class Server {
   std::string failure(BlockId block);
   Statistics statistics();
 
-  // Ends the thread. Idempotent.
+  // Ends the thread, and tells the workers. Idempotent.
   void stop();
 
  private:
@@ -124,6 +127,7 @@ class Server {
   bool serve_orders();
   bool take_requests();
   bool take_request(Connection& connection);
+  void end(Connection& connection);
   void look_for_ended();
   void decide(const Message& message);
   void carry_out();
@@ -145,7 +149,7 @@ class Server {
   Shard shard_;
   std::map<WorkerId, Connection> connections_;
   std::vector<Block> blocks_;
-  std::size_t used_ = 0, state_bytes_ = 0;
+  std::size_t used_ = sizeof(ValuesHeader), state_bytes_ = 0;
   Output decided_;
   std::set<std::uint64_t> failed_;  // operations of this turn whose function threw
   std::vector<std::byte> scratch_;

@@ -55,6 +55,11 @@ inline void fence([[maybe_unused]] std::memory_order order) {
 #endif
 }
 
+// What a server's values begin with.
+struct alignas(kAlignment) ValuesHeader {
+  std::atomic<std::uint32_t> ended;  // 1: the server has been stopped, though its process may live
+};
+
 // A block among a server's values; its two buffers follow, each a multiple of kAlignment long.
 struct alignas(kAlignment) BlockWords {
   std::atomic<std::uint64_t> published;  // 1 + the latest version; 0: it has no value yet

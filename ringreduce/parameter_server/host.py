@@ -109,6 +109,8 @@ class Host:
                     os.close(descriptor)
         except (OSError, RingReduceError):
             selector.unregister(visitor.connection)
+            if visitor.worker >= 0:
+                self.server.lose(visitor.worker)  # no loss if it has left
             with self._left:
                 del self._visitors[visitor.connection.fileno()]
                 self._left.notify_all()

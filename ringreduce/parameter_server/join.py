@@ -9,7 +9,6 @@ import os
 import secrets
 import socket
 import time
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +27,8 @@ from ringreduce.rendezvous.store import get
 
 WINDOW = 64 << 20
 _PREFIX = "ringreduce/parameter server"
-_open: weakref.WeakSet[KeyValue] = weakref.WeakSet()
+_open: set[KeyValue] = set()
+"""What is ended with the process, even if the program has dropped it."""
 
 
 def join(
@@ -54,7 +54,8 @@ def join(
     `group` is what this worker counts in (see `sync` and `ssp`); `functions` are those that `ps.function` may name.
     `memory` bounds the bytes of this server's values and native optimizer states (default: an equal share of half of
     the machine's), `window` those of this worker's pushes under way. Tensors are cut in blocks of at most
-    `block_bytes`, which must be equal on all founders. `timeout` is in seconds, for this and, as a default, for all calls.
+    `block_bytes`, which must be equal on all founders. `timeout` is in seconds, for this and, as a default, for all
+    calls.
 
     Raises `TopologyError` if a server is on another host, `CollectiveTimeout` if a founder does not come.
     """
@@ -186,6 +187,7 @@ def _enter(entry: _Entry) -> KeyValue:
         Membership(entry.store, entry.worker, entry.group, client, connections, names, entry.host, entry.block_bytes),
         entry.timeout,
     )
+    _open.difference_update([each for each in _open if each.has_left])
     _open.add(kv)
     return kv
 

@@ -88,6 +88,10 @@ class KeyValue:
     def servers(self) -> int:
         return len(self._with.connections)
 
+    @property
+    def has_left(self) -> bool:
+        return self._left
+
     # ---- keys --------------------------------------------------------------------------------------------------------
 
     def init(

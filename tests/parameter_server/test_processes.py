@@ -351,3 +351,62 @@ def averages(me: Rank) -> float:
 
 def test_sync_averages_by_weight() -> None:
     assert run(averages, 2) == [0.75, 0.75]
+
+
+# ---- ends without death ----------------------------------------------------------------------------------------------
+
+
+def closes(me: Rank) -> str:
+    """Rank 1 leaves its `with` block by an error, and its process goes on."""
+    said = ""
+    try:
+        with join(me) as kv:
+            w = torch.zeros(5000)
+            kv.init("w", w, update=ps.reduce("sum"))
+            kv.push("w", w).wait()
+            me.meet("one round")
+            if me.rank == 1:
+                raise KeyError("some error of the program's")
+            with pytest.raises(ServerLost) as raised:
+                while True:  # rounds end without rank 1, until its server has ended too
+                    kv.push("w", w).wait()
+            said = str(raised.value)
+            me.meet("said")
+    except KeyError:
+        me.meet("said")
+    return said
+
+
+def test_a_worker_that_ends_by_an_error_ends_its_server_for_the_others_too() -> None:
+    said, _ = run(closes, 2)
+    assert said.startswith("server 1 (") and "has ended" in said
+
+
+def worker_closes(me: Rank) -> float:
+    """A worker without a server does; the round of the others ends without it."""
+    if me.rank == 2:
+        me.meet("founded")
+        kv = ps.join(me.store, role="worker", timeout=30.0)
+        me.meet("three workers")
+        for _ in range(2):  # the first may be late for the round during which it came
+            kv.push("w", torch.ones(10)).wait()
+        kv._close()
+        me.meet("done")
+        return 0.0
+    with ps.join(me.store, rank=me.rank, size=2, **SMALL) as kv:
+        w = torch.zeros(10)
+        kv.init("w", w, update=ps.reduce("sum"))
+        kv.push("w", torch.ones(10)).wait()
+        kv.barrier()
+        me.meet("founded")
+        me.meet("three workers")
+        for _ in range(5):
+            kv.push("w", torch.ones(10)).wait()
+        kv.pull("w", w)
+        me.meet("done")
+        return float(w[0])
+
+
+def test_a_worker_that_closes_in_a_living_process_is_not_waited_for() -> None:
+    values = run(worker_closes, 3)
+    assert values[0] == values[1] in (2 + 10 + 1, 2 + 10 + 2)
