@@ -41,6 +41,8 @@ Part = tuple[int, int, int, int, int]  # server, block, first byte, bytes, offse
 @dataclass
 class _Key:
     spec: dict[str, Any]
+    dtype: torch.dtype
+    shape: torch.Size
     parts: list[Part]
 
 
@@ -156,7 +158,8 @@ class KeyValue:
         """Has the servers make the blocks, unless they have, and learns where they are."""
         if key in self._keys:
             return
-        size = getattr(torch, placed["dtype"]).itemsize
+        dtype: torch.dtype = getattr(torch, placed["dtype"])
+        size = dtype.itemsize
         blocks = cut(math.prod(placed["shape"]), placed["per_block"])
         parts: list[Part | None] = [None] * len(blocks)
         for server in range(self.servers):
@@ -170,7 +173,8 @@ class KeyValue:
                     begin, count = blocks[i]
                     parts[i] = (server, block, begin * size, count * size, offset)
                     self._with.loads[server] += count * size
-        self._keys[key] = _Key(placed, [part for part in parts if part is not None])
+        shape = torch.Size(placed["shape"])
+        self._keys[key] = _Key(placed, dtype, shape, [part for part in parts if part is not None])
 
     # ---- data --------------------------------------------------------------------------------------------------------
 
@@ -195,7 +199,7 @@ class KeyValue:
         calls = {}
         for name, tensor in self._pairs(key, value):
             known, source = self._lookup(name), _readable(name, tensor)
-            _check_like(name, known.spec, source)
+            _check_like(name, known, source)
             if weight != 1 and not (source.is_floating_point() or source.is_complex()):
                 raise InvalidArgument(f"weight is {weight}; a push of {source.dtype} ({name!r}) takes none but 1")
             with _server_errors():
@@ -220,7 +224,7 @@ class KeyValue:
         versions = {}
         for name, tensor in self._pairs(key, out):
             known, target = self._lookup(name), _writable(name, tensor)
-            _check_like(name, known.spec, target)
+            _check_like(name, known, target)
             if known.spec["mode"]["mode"] == "ssp":
                 with _server_errors():
                     call = self._client.ask("pull", known.parts, timeout=deadline - time.monotonic())
@@ -439,7 +443,7 @@ def _tensor(key: str, array: Any) -> torch.Tensor:
         if not hasattr(array, "__array_interface__"):
             raise InvalidArgument(f"{key!r} is a {type(array).__name__}; it must be a torch.Tensor or a NumPy array")
         array = torch.from_numpy(array)
-    tensor: torch.Tensor = array.detach()
+    tensor: torch.Tensor = array.detach() if array.requires_grad else array
     if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.numel() == 0:
         raise InvalidArgument(
             f"{key!r} is of layout {tensor.layout} on {tensor.device} with {tensor.numel()} elements; it must be a "
@@ -460,11 +464,10 @@ def _writable(key: str, array: Any) -> torch.Tensor:
     return _tensor(key, array)
 
 
-def _check_like(key: str, spec: dict[str, Any], tensor: torch.Tensor) -> None:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype != spec["dtype"] or list(tensor.shape) != spec["shape"]:
+def _check_like(key: str, known: _Key, tensor: torch.Tensor) -> None:
+    if tensor.dtype is not known.dtype or tensor.shape != known.shape:
         raise InvalidArgument(
-            f"{key!r} is {spec['dtype']} of shape {tuple(spec['shape'])}; the tensor is {dtype} of shape "
+            f"{key!r} is {known.dtype} of shape {tuple(known.shape)}; the tensor is {tensor.dtype} of shape "
             f"{tuple(tensor.shape)}"
         )
 

@@ -136,7 +136,9 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(InvalidArgument, match=r"there is no key 'none'"):
             kv.push("none", torch.zeros(3))
         kv.init("w", torch.zeros(3))
-        with pytest.raises(InvalidArgument, match=r"'w' is float32 of shape \(3,\); the tensor is float64"):
+        with pytest.raises(
+            InvalidArgument, match=r"'w' is torch\.float32 of shape \(3,\); the tensor is torch\.float64"
+        ):
             kv.push("w", torch.zeros(3, dtype=torch.float64))
         with pytest.raises(InvalidArgument, match=r"weight is -1; it must be a positive number"):
             kv.push("w", torch.zeros(3), weight=-1)
