@@ -188,7 +188,7 @@ test: build $(VENV)/.test-tools
 	@echo; echo "== unit tests: no processes =="
 	@$(PYTEST) $(PARALLEL) tests/unit; unit=$$?; \
 	echo; echo "== process tests: real ranks, real faults =="; \
-	$(PYTEST) tests/distributed tests/frameworks; process=$$?; \
+	$(PYTEST) tests/distributed tests/frameworks tests/parameter_server; process=$$?; \
 	echo; echo "== tests on device cuda: GPUs, or stand-ins =="; \
 	if $(PY) -c "$$CUDA_WITHOUT_GPU"; then $(PYTEST) tests/gpu; gpu=$$?; else gpu=0; fi; \
 	echo; echo "== several hosts: network namespaces =="; \
@@ -228,7 +228,8 @@ format: $(VENV)/.test-tools
 	@echo clang-format -i; $(CLANG_FORMAT) -i $(CPP)
 
 # The stress program: csrc/stress and all of csrc that does not know torch, once under each sanitizer.
-STRESS_SOURCES := $(shell find csrc/core csrc/cuda csrc/nccl csrc/kernels csrc/transport csrc/engine csrc/stress -name '*.cpp' 2>/dev/null)
+STRESS_SOURCES := $(shell find csrc/core csrc/cuda csrc/nccl csrc/kernels csrc/transport csrc/engine csrc/parameter_server \
+  csrc/stress -name '*.cpp' ! -path csrc/parameter_server/bindings.cpp 2>/dev/null)
 WARNINGS := -Wall -Wextra $(if $(filter 1,$(RINGREDUCE_WERROR)),-Werror)
 STRESS_FLAGS := -std=c++20 -O1 -g1 $(WARNINGS) -ffp-contract=off -fno-omit-frame-pointer -pthread -Icsrc
 ifeq ($(origin CXX),default)

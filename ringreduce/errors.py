@@ -16,8 +16,10 @@ try:
 except ImportError:
     DistBackendError = RuntimeError
 
-_of_torch: dict[type, type] = {}
-for _plain in (failures.RingReduceError, *failures.RingReduceError.__subclasses__()):
-    _base = _of_torch.get(failures.RingReduceError, DistBackendError)
-    _of_torch[_plain] = type(_plain.__name__, (_plain, _base), {"__doc__": _plain.__doc__, "__module__": __name__})
+_of_torch: dict[type, type] = {RuntimeError: DistBackendError}
+for _plain in [each for each in vars(failures).values() if isinstance(each, type)]:
+    if not issubclass(_plain, failures.RingReduceError):
+        continue
+    _bases = (_plain, _of_torch[_plain.__bases__[0]])
+    _of_torch[_plain] = type(_plain.__name__, _bases, {"__doc__": _plain.__doc__, "__module__": __name__})
     globals()[_plain.__name__] = _plain._with_torch = _of_torch[_plain]

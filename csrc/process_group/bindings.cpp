@@ -9,6 +9,7 @@
 
 #include "engine/probe.h"
 #include "kernels/accumulate.h"
+#include "parameter_server/bindings.h"
 #include "process_group/arena_allocator.h"
 #include "process_group/direct_calls.h"
 #include "process_group/gpu_bindings.h"
@@ -104,6 +105,15 @@ auto with_plan(Method method) {
                   std::uint64_t most_bytes, std::size_t slice_bytes) {
     (group.*method)({{operation_named(collective), std::move(lowered), digest}, most_bytes, slice_bytes});
   };
+}
+
+// Square roots with torch's bits, for update rules of the parameter server.
+void roots(DType dtype, void* out, const void* in, std::size_t count) {
+  const at::NoGradGuard no_grad;
+  const auto options = at::TensorOptions().dtype(dtype == DType::float64 ? at::kDouble : at::kFloat);
+  const auto size = static_cast<std::int64_t>(count);
+  at::Tensor result = at::from_blob(out, {size}, options);
+  at::sqrt_out(result, at::from_blob(const_cast<void*>(in), {size}, options));
 }
 
 // The setter of an option of a group's engine.
@@ -355,6 +365,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_gpus(m);
   bind_direct_calls(m);
   bind_arena(m);
+  parameter_server::bind(m, roots);
   bind_settings(m);
   bind_roster(m);
   bind_group(m);

@@ -25,6 +25,7 @@ int main(int argc, char** argv) {
     if (scenario == "segment") return stress_segment(only), 0;
     if (scenario == "peers") return stress_peers(), 0;
     if (scenario == "arena") return stress_arena(only), 0;
+    if (scenario == "parameter_server") return stress_parameter_server(), 0;
     stress_malformed_plans();
     stress_interpreter();
     stress_collectives();
@@ -36,6 +37,7 @@ int main(int argc, char** argv) {
     stress_segment();
     stress_peers();
     stress_arena();
+    stress_parameter_server();
     stress_mixed(3);
   } catch (const std::exception& error) {
     check(false, error.what());

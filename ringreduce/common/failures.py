@@ -37,6 +37,15 @@ class PeerLost(RingReduceError):
     """A process of the group died or left; `culprit` is its rank."""
 
 
+class ServerLost(PeerLost):
+    """A server of the parameter server died or ended, and with it the blocks that it served; `culprit` is its number.
+    The process lives, and other servers' blocks can be read."""
+
+
+class UpdateFailed(RingReduceError):
+    """An update function of the parameter server raised an error; the value is what it was before."""
+
+
 class CollectiveTimeout(RingReduceError):
     """The timeout passed; `culprit` is the rank that the others wait for."""
 

@@ -1,0 +1,301 @@
+#include "parameter_server/bindings.h"
+
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+
+#include <map>
+#include <optional>
+#include <string_view>
+
+#include "core/error.h"
+#include "kernels/accumulate.h"
+#include "parameter_server/client.h"
+#include "parameter_server/server.h"
+
+namespace py = pybind11;
+
+namespace ringreduce::parameter_server {
+namespace {
+
+using PartTuple = std::tuple<std::uint32_t, BlockId, std::size_t, std::size_t, std::size_t>;
+
+std::byte* address(std::uintptr_t a) { return reinterpret_cast<std::byte*>(a); }  // NOLINT(performance-no-int-to-ptr)
+std::uintptr_t number(const void* p) { return reinterpret_cast<std::uintptr_t>(p); }
+
+// Seconds as Python has them; None is for ever.
+Nanoseconds duration(const std::optional<double>& seconds) {
+  if (!seconds || *seconds > 1e9) return kForever;
+  return static_cast<Nanoseconds>(*seconds * kSecond);
+}
+
+template <std::size_t n, class Names>
+std::size_t index_of(const Names& names, const std::string& wanted, const char* what) {
+  for (std::size_t i = 0; i < n; ++i)
+    if (names(i) == wanted) return i;
+  throw Error(ErrorKind::invalid_argument, std::string("unknown ") + what + " '" + wanted + "'");
+}
+
+DType dtype_of(const std::string& wanted) {
+  return static_cast<DType>(
+      index_of<kDTypeCount>([](std::size_t i) { return name(static_cast<DType>(i)); }, wanted, "dtype"));
+}
+
+ReduceOp op_of(const std::string& wanted) {
+  return static_cast<ReduceOp>(
+      index_of<kReduceOpCount>([](std::size_t i) { return name(static_cast<ReduceOp>(i)); }, wanted, "operation"));
+}
+
+Rule::Kind kind_of(const std::string& wanted) {
+  static constexpr std::string_view kKinds[] = {"assign", "reduce", "sgd", "adam", "adagrad", "rmsprop", "python"};
+  return static_cast<Rule::Kind>(index_of<7>([](std::size_t i) { return kKinds[i]; }, wanted, "update"));
+}
+
+Consistency consistency_of(const std::string& wanted) {
+  static constexpr std::string_view kNames[] = {"sync", "asynchronous", "ssp"};
+  return static_cast<Consistency>(index_of<3>([](std::size_t i) { return kNames[i]; }, wanted, "mode"));
+}
+
+std::string outcome_name(Outcome outcome) {
+  static constexpr const char* kNames[] = {"",      "applied", "late",   "initialised", "kept",
+                                           "ready", "done",    "failed", "refused"};
+  const auto index = static_cast<std::size_t>(outcome);
+  return index < std::size(kNames) ? kNames[index] : "refused";
+}
+
+Rule rule_of(const py::dict& fields) {
+  static const std::map<std::string, double Rule::*> kNumbers{
+      {"lr", &Rule::lr},
+      {"momentum", &Rule::momentum},
+      {"dampening", &Rule::dampening},
+      {"beta1", &Rule::beta1},
+      {"beta2", &Rule::beta2},
+      {"weight_decay", &Rule::weight_decay},
+      {"eps", &Rule::eps},
+      {"lr_decay", &Rule::lr_decay},
+      {"alpha", &Rule::alpha},
+      {"initial_accumulator_value", &Rule::initial_accumulator_value}};
+  static const std::map<std::string, bool Rule::*> kFlags{
+      {"average", &Rule::average},   {"nesterov", &Rule::nesterov},   {"maximize", &Rule::maximize},
+      {"centered", &Rule::centered}, {"decoupled", &Rule::decoupled}, {"fused", &Rule::fused}};
+  Rule rule;
+  for (const auto& [key, value] : fields) {
+    const auto field = key.cast<std::string>();
+    if (field == "kind")
+      rule.kind = kind_of(value.cast<std::string>());
+    else if (field == "op")
+      rule.op = op_of(value.cast<std::string>());
+    else if (kNumbers.count(field) > 0)
+      rule.*kNumbers.at(field) = value.cast<double>();
+    else if (kFlags.count(field) > 0)
+      rule.*kFlags.at(field) = value.cast<bool>();
+    else
+      throw Error(ErrorKind::invalid_argument, "an update has no field '" + field + "'");
+  }
+  return rule;
+}
+
+std::vector<Part> parts_of(const std::vector<PartTuple>& tuples) {
+  std::vector<Part> parts;
+  parts.reserve(tuples.size());
+  for (const auto& [server, block, begin, bytes, offset] : tuples)
+    parts.push_back({server, block, begin, bytes, offset});
+  return parts;
+}
+
+std::shared_ptr<Server> make_server(std::size_t capacity, py::function update, Roots roots) {
+  const std::shared_ptr<py::function> call(new py::function(std::move(update)), [](py::function* held) {
+    const py::gil_scoped_acquire gil;
+    delete held;
+  });
+  Server::Hooks hooks;
+  hooks.enter = [](const std::function<void()>& body) {
+    const py::gil_scoped_acquire gil;
+    body();
+  };
+  hooks.update = [call](const PythonUpdate& update) {
+    py::list pushes;
+    for (const Contribution& each : update.contributions)
+      pushes.append(py::make_tuple(each.worker, each.clock, each.pulled, each.weight));
+    (*call)(update.block, update.version, number(update.value), number(update.out), number(update.gradient), pushes);
+  };
+  hooks.roots = roots;
+  // Its thread may be waiting for the GIL.
+  return {new Server(capacity, std::move(hooks)), [](Server* server) {
+            const py::gil_scoped_release no_gil;
+            delete server;
+          }};
+}
+
+// Memory in a client's window, with the buffer protocol. Keeps the client.
+class Piece {
+ public:
+  Piece(std::shared_ptr<Client> client, std::size_t bytes)
+      : client_(std::move(client)), bytes_(bytes), at_(client_->allocate(bytes)) {}
+  ~Piece() { client_->release(at_); }
+  Piece(const Piece&) = delete;
+  Piece& operator=(const Piece&) = delete;
+
+  py::buffer_info buffer() const {
+    return {at_, 1, py::format_descriptor<std::uint8_t>::format(), static_cast<py::ssize_t>(bytes_)};
+  }
+
+ private:
+  std::shared_ptr<Client> client_;
+  std::size_t bytes_;
+  std::byte* at_;
+};
+
+RequestKind request_of(const std::string& wanted) {
+  static constexpr std::string_view kNames[] = {"", "initialise", "push", "pull", "clock", "barrier", "leave"};
+  return static_cast<RequestKind>(index_of<7>([](std::size_t i) { return kNames[i]; }, wanted, "request"));
+}
+
+void bind_server(py::module_& m, Roots roots) {
+  const auto no_gil = py::call_guard<py::gil_scoped_release>();
+  py::class_<Server, std::shared_ptr<Server>>(m, "ParameterServer")
+      .def(py::init([roots](std::size_t capacity, py::function update) {
+             return make_server(capacity, std::move(update), roots);
+           }),
+           py::arg("capacity"), py::arg("update"))
+      .def_property_readonly("values", &Server::values)
+      .def_property_readonly("bell", &Server::bell)
+      .def_property_readonly("capacity", &Server::capacity)
+      .def(
+          "join",
+          [](Server& server, WorkerId id, const std::string& group, int window, std::size_t window_bytes,
+             std::size_t servers, std::size_t lane, int pidfd) {
+            const py::gil_scoped_release released;
+            server.join({id, group, window, window_bytes, servers, lane, pidfd});
+          },
+          py::kw_only(), py::arg("id"), py::arg("group"), py::arg("window"), py::arg("window_bytes"),
+          py::arg("servers"), py::arg("lane"), py::arg("pidfd"))
+      .def(
+          "create",
+          [](Server& server, const std::string& dtype, std::size_t count, const std::string& mode, std::uint32_t quorum,
+             double grace, std::uint64_t staleness, const std::string& group, const py::dict& rule) {
+            BlockSpec spec{dtype_of(dtype),
+                           count,
+                           {consistency_of(mode), quorum, duration(grace), staleness, group},
+                           rule_of(rule)};
+            if (spec.rule.kind == Rule::Kind::reduce && !kernels::supports(spec.dtype, spec.rule.op))
+              throw Error(ErrorKind::invalid_argument,
+                          "there is no reduction '" + std::string(name(spec.rule.op)) + "' of " + dtype);
+            const py::gil_scoped_release released;
+            return server.create(spec);
+          },
+          py::kw_only(), py::arg("dtype"), py::arg("count"), py::arg("mode"), py::arg("quorum"), py::arg("grace"),
+          py::arg("staleness"), py::arg("group"), py::arg("rule"))
+      .def("lose", &Server::lose, no_gil, py::arg("worker"))
+      .def("awaited", &Server::awaited, no_gil, py::arg("block"))
+      .def("absent", &Server::absent, no_gil, py::arg("group"))
+      .def("failure", &Server::failure, no_gil, py::arg("block"))
+      .def("statistics",
+           [](Server& server) {
+             Server::Statistics s;
+             {
+               const py::gil_scoped_release released;
+               s = server.statistics();
+             }
+             using namespace py::literals;
+             return py::dict("requests"_a = s.requests, "updates"_a = s.updates, "bytes"_a = s.bytes,
+                             "workers"_a = s.workers, "blocks"_a = s.blocks, "memory"_a = s.memory,
+                             "capacity"_a = s.capacity);
+           })
+      .def("stop", &Server::stop, no_gil);
+}
+
+void bind_client(py::module_& m) {
+  const auto no_gil = py::call_guard<py::gil_scoped_release>();
+  py::class_<Call, std::shared_ptr<Call>>(m, "ParameterCall")
+      .def_property_readonly("asked", [](const Call& call) { return call.asked; })
+      .def_property_readonly("answers", [](const Call& call) {
+        py::list answers;
+        for (const Call::Answer& each : call.answers)
+          answers.append(py::make_tuple(each.server, each.block, outcome_name(each.outcome), each.version));
+        return answers;
+      });
+  py::class_<Piece>(m, "ParameterPiece", py::buffer_protocol()).def_buffer(&Piece::buffer);
+  py::class_<Client, std::shared_ptr<Client>>(m, "ParameterClient")
+      .def(py::init<WorkerId, std::size_t, std::size_t>(), py::arg("worker"), py::arg("servers"), py::arg("data"))
+      .def_property_readonly("window", &Client::window)
+      .def_property_readonly("window_bytes", &Client::window_bytes)
+      .def(
+          "attach",
+          [](Client& client, std::uint32_t server, int values, int bell, int pidfd, std::size_t capacity,
+             const std::string& name) { client.attach(server, {values, bell, pidfd, capacity, name}); },
+          py::kw_only(), py::arg("server"), py::arg("values"), py::arg("bell"), py::arg("pidfd"), py::arg("capacity"),
+          py::arg("name"))
+      .def("allocate", [](std::shared_ptr<Client> client,
+                          std::size_t bytes) { return std::make_unique<Piece>(std::move(client), bytes); })
+      .def(
+          "send",
+          [](Client& client, const std::string& kind, const std::vector<PartTuple>& parts, std::uintptr_t tensor,
+             std::int32_t priority, double weight, std::optional<double> timeout) {
+            const py::gil_scoped_release released;
+            return client.send(request_of(kind), parts_of(parts), address(tensor),
+                               {priority, weight, duration(timeout)});
+          },
+          py::arg("kind"), py::arg("parts"), py::arg("tensor"), py::kw_only(), py::arg("priority") = 0,
+          py::arg("weight") = 1.0, py::arg("timeout") = py::none())
+      .def(
+          "ask",
+          [](Client& client, const std::string& kind, const std::vector<PartTuple>& parts,
+             std::optional<double> timeout) {
+            const py::gil_scoped_release released;
+            return client.ask(request_of(kind), parts_of(parts), {0, 1, duration(timeout)});
+          },
+          py::arg("kind"), py::arg("parts"), py::kw_only(), py::arg("timeout") = py::none())
+      .def(
+          "tell",
+          [](Client& client, const std::string& kind, const std::vector<std::uint32_t>& servers,
+             std::optional<double> timeout) {
+            const py::gil_scoped_release released;
+            return client.ask(request_of(kind), servers, {0, 1, duration(timeout)});
+          },
+          py::arg("kind"), py::arg("servers"), py::kw_only(), py::arg("timeout") = py::none())
+      .def(
+          "wait",
+          [](Client& client, Call& call, std::optional<double> timeout) {
+            return client.wait(call, duration(timeout));
+          },
+          no_gil, py::arg("call"), py::arg("timeout"))
+      .def(
+          "read",
+          [](Client& client, const std::vector<PartTuple>& parts, std::uintptr_t tensor,
+             std::optional<double> timeout) {
+            const py::gil_scoped_release released;
+            return client.read(parts_of(parts), address(tensor), duration(timeout));
+          },
+          py::arg("parts"), py::arg("tensor"), py::kw_only(), py::arg("timeout") = py::none())
+      .def("abort", &Client::abort)
+      .def_property_readonly("outstanding", &Client::outstanding);
+}
+
+}  // namespace
+
+void bind(py::module_& m, Roots roots) {
+  bind_server(m, roots);
+  bind_client(m);
+  // For tests of the rules: one update of `count` elements.
+  m.def(
+      "parameter_update",
+      [roots](const py::dict& rule, const std::string& dtype, std::uint64_t step, std::size_t count,
+              std::uintptr_t value, std::uintptr_t gradient, std::uintptr_t out,
+              const std::vector<std::uintptr_t>& state) {
+        Update of;
+        of.step = step;
+        of.count = count;
+        of.value = address(value);
+        of.gradient = address(gradient);
+        of.out = address(out);
+        for (std::size_t i = 0; i < state.size() && i < 3; ++i) of.state[i] = address(state[i]);
+        std::vector<std::byte> scratch(count * size_of(dtype_of(dtype)));
+        of.scratch = scratch.data();
+        of.roots = roots;
+        update(rule_of(rule), dtype_of(dtype), of);
+      },
+      py::arg("rule"), py::arg("dtype"), py::arg("step"), py::arg("count"), py::arg("value"), py::arg("gradient"),
+      py::arg("out"), py::arg("state"));
+}
+
+}  // namespace ringreduce::parameter_server

@@ -1,0 +1,164 @@
+// The update rules of torch.optim, included once for each instruction set by rules.cpp, which defines
+//   RINGREDUCE_TARGET  the namespace to fill
+//
+// Bit for bit what torch computes on a CPU tensor by tensor (foreach=False, fused=False): the same operations in the
+// same order and rounding. torch's kernels for AVX2 and AVX-512 contract a product and a sum into one fused
+// multiply-add, those for other CPUs do not; `fused` says which. Square roots are torch's own: where it is built with
+// MKL, some of them are not the nearest number.
+
+namespace ringreduce::parameter_server::RINGREDUCE_TARGET {
+namespace {
+
+template <bool fused, class T>
+inline T add_product(T a, T x, T y) {  // a + x * y
+  if constexpr (!fused)
+    return a + x * y;
+  else if constexpr (sizeof(T) == sizeof(float))
+    return __builtin_fmaf(x, y, a);
+  else
+    return __builtin_fma(x, y, a);
+}
+
+// torch.lerp with a scalar weight.
+template <bool fused, class T>
+inline T lerp(T a, T b, T weight, bool small) {
+  return small ? add_product<fused>(a, weight, b - a) : add_product<fused>(b, -(b - a), T{1} - weight);
+}
+
+// What torch makes of a Python number: a double, rounded once.
+template <class T>
+inline T rounded(double x) {
+  return static_cast<T>(x);
+}
+
+template <bool fused, class T>
+inline T decayed(T gradient, T value, bool maximize, bool decays, T decay) {
+  const T g = maximize ? -gradient : gradient;
+  return decays ? add_product<fused>(g, decay, value) : g;
+}
+
+template <bool fused, class T>
+void sgd(const Rule& rule, const UpdateOf<T>& update) {
+  const T rate = rounded<T>(-rule.lr), decay = rounded<T>(rule.weight_decay), momentum = rounded<T>(rule.momentum);
+  const T fresh = rounded<T>(1 - rule.dampening);
+  const bool decays = rule.weight_decay != 0, first = update.step == 1, maximize = rule.maximize;
+  const T* __restrict value = update.value;
+  const T* __restrict gradient = update.gradient;
+  T* __restrict out = update.out;
+  if (rule.momentum == 0) {
+    for (std::size_t i = 0; i < update.count; ++i)
+      out[i] = add_product<fused>(value[i], rate, decayed<fused>(gradient[i], value[i], maximize, decays, decay));
+    return;
+  }
+  T* __restrict buffer = update.state[0];
+  for (std::size_t i = 0; i < update.count; ++i) {
+    const T g = decayed<fused>(gradient[i], value[i], maximize, decays, decay);
+    const T b = first ? g : add_product<fused>(momentum * buffer[i], fresh, g);
+    buffer[i] = b;
+    out[i] = add_product<fused>(value[i], rate, rule.nesterov ? add_product<fused>(g, momentum, b) : b);
+  }
+}
+
+template <bool fused, class T>
+void adam(const Rule& rule, const UpdateOf<T>& update) {
+  const auto step = static_cast<double>(update.step);
+  const double correction1 = 1 - std::pow(rule.beta1, step), correction2 = 1 - std::pow(rule.beta2, step);
+  const T rate = rounded<T>(-(rule.lr / correction1)), divisor = rounded<T>(std::pow(correction2, 0.5));
+  const T shrink = rounded<T>(1 - rule.lr * rule.weight_decay), decay = rounded<T>(rule.weight_decay);
+  const T weight = rounded<T>(1 - rule.beta1), keep = rounded<T>(rule.beta2), fresh = rounded<T>(1 - rule.beta2);
+  const T eps = rounded<T>(rule.eps);
+  const bool decays = rule.weight_decay != 0 && !rule.decoupled, shrinks = rule.weight_decay != 0 && rule.decoupled;
+  const bool small = (weight < 0 ? -weight : weight) < T{0.5}, maximize = rule.maximize;
+  const T* __restrict value = update.value;
+  const T* __restrict gradient = update.gradient;
+  T* __restrict out = update.out;
+  T* __restrict mean = update.state[0];
+  T* __restrict square = update.state[1];
+  T* __restrict root = update.scratch;
+  for (std::size_t i = 0; i < update.count; ++i) {
+    const T g = decayed<fused>(gradient[i], value[i], maximize, decays, decay);
+    mean[i] = lerp<fused>(mean[i], g, weight, small);
+    square[i] = add_product<fused>(square[i] * keep, fresh * g, g);
+  }
+  update.roots(root, square, update.count);
+  for (std::size_t i = 0; i < update.count; ++i)
+    out[i] = (shrinks ? value[i] * shrink : value[i]) + rate * mean[i] / (root[i] / divisor + eps);
+}
+
+template <bool fused, class T>
+void adagrad(const Rule& rule, const UpdateOf<T>& update) {
+  const auto step = static_cast<double>(update.step);
+  const T rate = rounded<T>(-(rule.lr / (1 + (step - 1) * rule.lr_decay)));
+  const T decay = rounded<T>(rule.weight_decay), eps = rounded<T>(rule.eps);
+  const bool decays = rule.weight_decay != 0, maximize = rule.maximize;
+  const T* __restrict value = update.value;
+  const T* __restrict gradient = update.gradient;
+  T* __restrict out = update.out;
+  T* __restrict sum = update.state[0];
+  T* __restrict root = update.scratch;
+  for (std::size_t i = 0; i < update.count; ++i) {
+    const T g = decayed<fused>(gradient[i], value[i], maximize, decays, decay);
+    sum[i] = add_product<fused>(sum[i], g, g);
+  }
+  update.roots(root, sum, update.count);
+  for (std::size_t i = 0; i < update.count; ++i) {
+    const T g = decayed<fused>(gradient[i], value[i], maximize, decays, decay);
+    out[i] = value[i] + rate * g / (root[i] + eps);
+  }
+}
+
+template <bool fused, class T>
+void rmsprop(const Rule& rule, const UpdateOf<T>& update) {
+  const T rate = rounded<T>(-rule.lr), decay = rounded<T>(rule.weight_decay), eps = rounded<T>(rule.eps);
+  const T keep = rounded<T>(rule.alpha), fresh = rounded<T>(1 - rule.alpha), momentum = rounded<T>(rule.momentum);
+  const bool decays = rule.weight_decay != 0, maximize = rule.maximize, centered = rule.centered;
+  const bool small = (fresh < 0 ? -fresh : fresh) < T{0.5}, moves = rule.momentum > 0;
+  const T* __restrict value = update.value;
+  const T* __restrict gradient = update.gradient;
+  T* __restrict out = update.out;
+  T* __restrict square = update.state[0];
+  T* __restrict mean = update.state[1];
+  T* __restrict buffer = update.state[2];
+  T* __restrict root = update.scratch;
+  for (std::size_t i = 0; i < update.count; ++i) {
+    const T g = decayed<fused>(gradient[i], value[i], maximize, decays, decay);
+    const T s = add_product<fused>(square[i] * keep, fresh * g, g);
+    square[i] = s;
+    root[i] = s;
+    if (!centered) continue;
+    const T m = lerp<fused>(mean[i], g, fresh, small);
+    mean[i] = m;
+    root[i] = add_product<fused>(s, -m, m);
+  }
+  update.roots(root, root, update.count);
+  for (std::size_t i = 0; i < update.count; ++i) {
+    const T g = decayed<fused>(gradient[i], value[i], maximize, decays, decay);
+    const T average = root[i] + eps;
+    if (moves) {
+      const T b = momentum * buffer[i] + g / average;
+      buffer[i] = b;
+      out[i] = add_product<fused>(value[i], rate, b);
+    } else {
+      out[i] = value[i] + rate * g / average;
+    }
+  }
+}
+
+template <bool fused, class T>
+void update(const Rule& rule, const UpdateOf<T>& of) {
+  switch (rule.kind) {
+    case Rule::Kind::sgd:
+      return sgd<fused>(rule, of);
+    case Rule::Kind::adam:
+      return adam<fused>(rule, of);
+    case Rule::Kind::adagrad:
+      return adagrad<fused>(rule, of);
+    case Rule::Kind::rmsprop:
+      return rmsprop<fused>(rule, of);
+    default:
+      return;
+  }
+}
+
+}  // namespace
+}  // namespace ringreduce::parameter_server::RINGREDUCE_TARGET

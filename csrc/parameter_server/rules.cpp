@@ -1,0 +1,115 @@
+#include "parameter_server/rules.h"
+
+#include <cmath>
+
+#include "core/error.h"
+
+namespace ringreduce::parameter_server {
+namespace {
+
+template <class T>
+struct UpdateOf {
+  std::uint64_t step;
+  std::size_t count;
+  const T* value;
+  const T* gradient;
+  T* out;
+  T* state[3];
+  T* scratch;
+  DType dtype;
+  Roots compute_roots;
+
+  void roots(T* to, const T* from, std::size_t n) const { compute_roots(dtype, to, from, n); }
+};
+
+template <class T>
+UpdateOf<T> typed(const Update& u, DType dtype) {
+  return {u.step,
+          u.count,
+          static_cast<const T*>(u.value),
+          static_cast<const T*>(u.gradient),
+          static_cast<T*>(u.out),
+          {static_cast<T*>(u.state[0]), static_cast<T*>(u.state[1]), static_cast<T*>(u.state[2])},
+          static_cast<T*>(u.scratch),
+          dtype,
+          u.roots};
+}
+
+}  // namespace
+}  // namespace ringreduce::parameter_server
+
+#define RINGREDUCE_TARGET baseline
+#include "parameter_server/rules-inl.h"
+#undef RINGREDUCE_TARGET
+
+#if defined(__x86_64__)
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#endif
+#define RINGREDUCE_TARGET avx2
+#include "parameter_server/rules-inl.h"
+#undef RINGREDUCE_TARGET
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif
+
+namespace ringreduce::parameter_server {
+namespace {
+
+// Both targets give the same bits, as every operation is rounded the same way.
+bool has_avx2() {
+#if defined(__x86_64__)
+  static const bool has = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  return has;
+#else
+  return false;
+#endif
+}
+
+template <class T>
+void dispatch(const Rule& rule, const UpdateOf<T>& of) {
+#if defined(__x86_64__)
+  if (has_avx2()) return rule.fused ? avx2::update<true>(rule, of) : avx2::update<false>(rule, of);
+#endif
+  return rule.fused ? baseline::update<true>(rule, of) : baseline::update<false>(rule, of);
+}
+
+}  // namespace
+
+int Rule::states() const {
+  switch (kind) {
+    case Kind::sgd:
+      return momentum != 0 ? 1 : 0;
+    case Kind::adam:
+      return 2;
+    case Kind::adagrad:
+      return 1;
+    case Kind::rmsprop:
+      return 3;
+    default:
+      return 0;
+  }
+}
+
+bool Rule::native(DType dtype) const {
+  if (kind == Kind::python) return false;
+  if (kind == Kind::assign || kind == Kind::reduce) return true;
+  return dtype == DType::float32 || dtype == DType::float64;
+}
+
+void update(const Rule& rule, DType dtype, const Update& of) {
+  if (dtype == DType::float32)
+    dispatch(rule, typed<float>(of, dtype));
+  else if (dtype == DType::float64)
+    dispatch(rule, typed<double>(of, dtype));
+  else
+    throw Error(ErrorKind::invalid_argument, "no native update for " + std::string(name(dtype)));
+}
+
+}  // namespace ringreduce::parameter_server

@@ -1,0 +1,481 @@
+#include "parameter_server/server.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <exception>
+#include <iterator>
+#include <set>
+
+#include "core/error.h"
+#include "core/partition.h"
+#include "core/threads.h"
+#include "kernels/accumulate.h"
+
+namespace ringreduce::parameter_server {
+namespace {
+
+constexpr Nanoseconds kLookEvery = 20 * kMillisecond;  // for processes that have ended
+constexpr int kLooks = 100, kYields = 50;              // before the thread sleeps
+constexpr std::size_t kSlice = 32 * 1024;              // bytes of a gradient that are combined, then used, in the cache
+
+void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#else
+  asm volatile("yield");
+#endif
+}
+
+}  // namespace
+
+// A worker's memory; mapped as long as something in it may be read.
+struct Server::Window {
+  Window(const WorkerSpec& spec)
+      : memory_fd(spec.window), memory(spec.window, spec.window_bytes, true), data(lanes_bytes(spec.servers)) {}
+
+  Bell& bell() const { return *reinterpret_cast<Bell*>(memory.at()); }
+  Lane& lane(std::size_t index) const {
+    return *reinterpret_cast<Lane*>(memory.at(sizeof(Bell) + index * sizeof(Lane)));
+  }
+
+  Descriptor memory_fd;
+  Mapping memory;
+  std::size_t data;
+};
+
+// What a worker pushed, where it lies.
+struct Server::Lent : Payload {
+  Lent(std::shared_ptr<Window> window, std::size_t offset) : window(std::move(window)), offset(offset) {}
+  const std::byte* at() const { return window->memory.at(offset); }
+
+  std::shared_ptr<Window> window;
+  std::size_t offset;
+};
+
+Server::Server(std::size_t capacity, Hooks hooks)
+    : capacity_(capacity),
+      hooks_(std::move(hooks)),
+      values_fd_(make_memory("ringreduce values", capacity)),
+      bell_fd_(make_memory("ringreduce bell", sizeof(Bell))),
+      values_(std::make_unique<Mapping>(values_fd_.get(), capacity, true)),
+      bell_memory_(std::make_unique<Mapping>(bell_fd_.get(), sizeof(Bell), true)),
+      bell_(reinterpret_cast<Bell*>(bell_memory_->at())) {
+  if (capacity < sizeof(ValuesHeader))
+    throw Error(ErrorKind::invalid_argument, "memory of " + std::to_string(capacity) + " bytes is no room for values");
+  seal_for_readers(values_fd_);
+  thread_ = start_thread([this] { run(); });
+}
+
+Server::~Server() {
+  stop();
+  if (fork_.forked() && thread_.joinable()) new std::thread(std::move(thread_));  // the parent's
+}
+
+void Server::stop() {
+  if (fork_.forked()) return;
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+    has_orders_ = true;
+  }
+  bell_->ring();
+  if (thread_.joinable()) thread_.join();
+}
+
+// ---- Orders of other threads --------------------------------------------------------------------------------------
+
+// Has the server's thread call `body`, and waits for that.
+template <class F>
+void Server::order(F&& body) {
+  std::exception_ptr failed;
+  bool done = false;
+  std::unique_lock lock(mutex_);
+  if (stopping_) throw Error(ErrorKind::aborted, "the server has been stopped");
+  orders_.push_back([&] {
+    try {
+      body();
+    } catch (...) {
+      failed = std::current_exception();
+    }
+    const std::lock_guard relock(mutex_);
+    done = true;
+    served_.notify_all();
+  });
+  has_orders_ = true;
+  bell_->ring();
+  served_.wait(lock, [&] { return done || stopped_; });
+  if (!done) throw Error(ErrorKind::aborted, "the server has been stopped");
+  if (failed) std::rethrow_exception(failed);
+}
+
+bool Server::serve_orders() {
+  if (!has_orders_.exchange(false)) return false;
+  std::deque<std::function<void()>> orders;
+  {
+    const std::lock_guard lock(mutex_);
+    orders.swap(orders_);
+  }
+  for (const auto& each : orders) each();
+  return true;
+}
+
+void Server::join(WorkerSpec spec) {
+  Connection connection;
+  connection.pidfd = Descriptor(spec.pidfd);
+  connection.window = std::make_shared<Window>(spec);
+  if (spec.lane >= spec.servers || spec.servers > 65536 || spec.window_bytes < lanes_bytes(spec.servers))
+    throw Error(ErrorKind::invalid_argument, "a window of " + std::to_string(spec.window_bytes) +
+                                                 " bytes has no lane " + std::to_string(spec.lane) + " of " +
+                                                 std::to_string(spec.servers));
+  connection.lane = &connection.window->lane(spec.lane);
+  connection.spec = std::move(spec);
+  order([&] {
+    const WorkerSpec& known = connection.spec;
+    if (connections_.count(known.id) > 0)
+      throw Error(ErrorKind::invalid_argument, "there is a worker " + std::to_string(known.id) + " already");
+    decide(Join{known.id, known.group});
+    connections_.emplace(known.id, std::move(connection));
+  });
+}
+
+void Server::lose(WorkerId worker) {
+  order([&] {
+    const auto found = connections_.find(worker);
+    if (found == connections_.end()) return;
+    if (found->second.alive) end(found->second);
+    carry_out();  // which may answer it
+    connections_.erase(found);
+  });
+}
+
+std::pair<BlockId, std::size_t> Server::create(const BlockSpec& spec) {
+  std::pair<BlockId, std::size_t> place;
+  order([&] {
+    if (spec.count > capacity_ / size_of(spec.dtype))  // so that nothing below overflows
+      throw Error(ErrorKind::invalid_argument, "a block of " + std::to_string(spec.count) +
+                                                   " elements is larger than the " + std::to_string(capacity_) +
+                                                   " bytes of the server");
+    const std::size_t bytes = block_bytes(spec.count * size_of(spec.dtype));
+    const auto states = static_cast<std::size_t>(spec.rule.native(spec.dtype) ? spec.rule.states() : 0);
+    const std::size_t state = states * spec.count * size_of(spec.dtype), left = capacity_ - used_ - state_bytes_;
+    if (spec.count == 0 || bytes + state > left)
+      throw Error(ErrorKind::invalid_argument,
+                  "a block of " + std::to_string(spec.count) + " elements needs " + std::to_string(bytes + state) +
+                      " bytes for two buffers and the optimizer's state; " + std::to_string(left) +
+                      " of the server's " + std::to_string(capacity_) +
+                      " are left: join with a larger memory=, or with more servers");
+    Block block;
+    block.spec = spec;
+    block.words = reinterpret_cast<BlockWords*>(values_->at(used_));
+    block.state.resize(state);
+    if (spec.rule.kind == Rule::Kind::adagrad && spec.rule.initial_accumulator_value != 0) {
+      for (std::size_t i = 0; i < spec.count; ++i) {
+        if (spec.dtype == DType::float32)
+          reinterpret_cast<float*>(block.state.data())[i] = static_cast<float>(spec.rule.initial_accumulator_value);
+        else
+          reinterpret_cast<double*>(block.state.data())[i] = spec.rule.initial_accumulator_value;
+      }
+    }
+    place = {static_cast<BlockId>(blocks_.size()), used_};
+    blocks_.push_back(std::move(block));
+    used_ += bytes;
+    state_bytes_ += state;
+    decide(Create{spec.mode});
+  });
+  return place;
+}
+
+std::vector<WorkerId> Server::awaited(BlockId block) {
+  std::vector<WorkerId> found;
+  order([&] {
+    if (block >= blocks_.size()) return;
+    const Mode& mode = shard_.mode(block);
+    if (mode.consistency == Consistency::sync) found = shard_.awaited(block);
+    if (mode.consistency == Consistency::ssp) found = shard_.slowest(mode.group);
+  });
+  return found;
+}
+
+std::vector<WorkerId> Server::absent(const std::string& group) {
+  std::vector<WorkerId> found;
+  order([&] { found = shard_.absent(group); });
+  return found;
+}
+
+std::string Server::failure(BlockId block) {
+  std::string text;
+  order([&] {
+    if (block < blocks_.size()) text = blocks_[block].failure;
+  });
+  return text;
+}
+
+Server::Statistics Server::statistics() {
+  Statistics now;
+  order([&] {
+    now = statistics_;
+    now.blocks = blocks_.size();
+    now.memory = used_ + state_bytes_;
+    now.capacity = capacity_;
+    for (const auto& [worker, connection] : connections_) now.workers += connection.alive;
+  });
+  return now;
+}
+
+// ---- The thread ---------------------------------------------------------------------------------------------------
+
+void Server::run() {
+  for (int idle = 0;;) {
+    const std::uint32_t seen = bell_->rings.load(std::memory_order_seq_cst);
+    bool moved = serve_orders();
+    moved |= take_requests();
+    if (ringreduce::now() >= shard_.deadline()) decide(Tick{});
+    moved |= !decided_.operations.empty() || !decided_.replies.empty();
+    carry_out();
+    look_for_ended();
+    {
+      const std::lock_guard lock(mutex_);
+      if (stopping_ && orders_.empty()) break;
+    }
+    if (moved)
+      idle = 0;
+    else if (++idle < kLooks)
+      relax();
+    else if (idle < kLooks + kYields)
+      sched_yield();
+    else
+      bell_->sleep(seen, std::clamp<Nanoseconds>(shard_.deadline() - ringreduce::now(), 0, kLookEvery));
+  }
+  reinterpret_cast<ValuesHeader*>(values_->at())->ended.store(1, std::memory_order_seq_cst);
+  for (auto& [worker, connection] : connections_) connection.window->bell().ring();
+  const std::lock_guard lock(mutex_);
+  stopped_ = true;
+  served_.notify_all();
+}
+
+bool Server::take_requests() {
+  bool moved = false;
+  for (auto& [worker, connection] : connections_)
+    for (std::uint64_t most = kMostOutstanding; most > 0 && connection.alive && take_request(connection); --most)
+      moved = true;
+  return moved;
+}
+
+bool Server::take_request(Connection& connection) {
+  if (connection.lane->asked.load(std::memory_order_acquire) == connection.taken) return false;
+  const RequestSlot slot = connection.lane->requests[connection.taken++ % kMostOutstanding];
+  Request request;
+  request.kind = slot.kind;
+  request.worker = connection.spec.id;
+  request.number = slot.number;
+  request.seen = slot.seen;
+  request.block = slot.block;
+  request.priority = slot.priority;
+  request.round = slot.round;
+  request.pulled = slot.pulled;
+  request.weight = slot.weight;
+  if (slot.kind == RequestKind::initialise || slot.kind == RequestKind::push) {
+    const std::size_t room = connection.window->memory.bytes() - connection.window->data;
+    const bool fits = slot.block < blocks_.size() && slot.bytes <= room && slot.offset <= room - slot.bytes &&
+                      slot.offset % size_of(blocks_[slot.block].spec.dtype) == 0 &&
+                      slot.bytes == blocks_[slot.block].spec.count * size_of(blocks_[slot.block].spec.dtype);
+    if (fits)
+      request.payload = std::make_shared<Lent>(connection.window, connection.window->data + slot.offset);
+    else
+      request.block = UINT32_MAX;  // which is refused
+    statistics_.bytes += fits ? slot.bytes : 0;
+  }
+  ++statistics_.requests;
+  decide(request);
+  return true;
+}
+
+void Server::look_for_ended() {
+  const Nanoseconds t = ringreduce::now();
+  if (t - looked_ < kLookEvery) return;
+  looked_ = t;
+  for (auto& [worker, connection] : connections_)
+    if (connection.alive && has_ended(connection.pidfd.get())) end(connection);
+}
+
+void Server::end(Connection& connection) {
+  for (std::uint64_t most = kMostOutstanding; most > 0 && take_request(connection); --most) {
+  }  // what it had said before
+  connection.alive = false;
+  decide(Lose{connection.spec.id});
+}
+
+void Server::decide(const Message& message) {
+  Output output = shard_.step(message, ringreduce::now());
+  std::move(output.operations.begin(), output.operations.end(), std::back_inserter(decided_.operations));
+  std::move(output.replies.begin(), output.replies.end(), std::back_inserter(decided_.replies));
+}
+
+// Those of a block stay in order; among blocks, the one with the greatest priority goes first. What has been decided is
+// answered as soon as it is done.
+void Server::carry_out() {
+  Output output = std::exchange(decided_, {});
+  failed_.clear();
+  std::map<BlockId, std::int32_t> priorities;
+  for (const Operation& each : output.operations) {
+    const auto [found, fresh] = priorities.try_emplace(each.block, each.priority);
+    if (!fresh) found->second = std::max(found->second, each.priority);
+  }
+  std::stable_sort(output.operations.begin(), output.operations.end(),
+                   [&](const auto& a, const auto& b) { return priorities[a.block] > priorities[b.block]; });
+  std::set<std::uint64_t> due;
+  for (const Operation& each : output.operations) due.insert(each.index);
+  std::multimap<std::uint64_t, const Reply*> waiting;  // by operation
+  for (const Reply& reply : output.replies) {
+    if (reply.outcome != Outcome::done && due.count(reply.after) == 0)
+      answer(reply);
+    else
+      waiting.emplace(reply.outcome == Outcome::done ? UINT64_MAX : reply.after, &reply);
+  }
+  const auto finish = [&](const Operation& operation) {
+    const auto [begin, end] = waiting.equal_range(operation.index);
+    for (auto each = begin; each != end; ++each) answer(*each->second);
+    waiting.erase(begin, end);
+  };
+  const auto by_python = [this](const Operation& each) {
+    const BlockSpec& spec = blocks_[each.block].spec;
+    return each.version > 0 && !spec.rule.native(spec.dtype);
+  };
+  bool others = false;
+  for (const Operation& operation : output.operations) {
+    if (by_python(operation)) {
+      others = true;
+    } else {
+      carry_out(operation);
+      finish(operation);
+    }
+  }
+  if (others)
+    hooks_.enter([&] {
+      for (const Operation& operation : output.operations)
+        if (by_python(operation)) carry_out(operation), finish(operation);
+    });
+  for (const auto& [index, reply] : waiting) answer(*reply);
+  for (auto& [worker, connection] : connections_)
+    if (std::exchange(connection.answered, false)) connection.window->bell().ring();
+}
+
+void Server::carry_out(const Operation& operation) {
+  Block& block = blocks_[operation.block];
+  if (operation.version == 0) {
+    const std::size_t bytes = block.spec.count * size_of(block.spec.dtype);
+    std::byte* const out = begin_version(*block.words, bytes);
+    std::memcpy(out, static_cast<const Lent&>(*operation.contributions[0].payload).at(), bytes);
+  } else {
+    ++block.steps;
+    ++statistics_.updates;
+    if (block.spec.rule.native(block.spec.dtype))
+      update(block, operation);
+    else
+      update_by_python(block, operation);
+  }
+  publish_version(*block.words);
+}
+
+Server::Combination Server::combination(const BlockSpec& spec, const Operation& operation) {
+  Combination combination;
+  combination.dtype = spec.dtype;
+  const bool reduces = spec.rule.kind == Rule::Kind::reduce;
+  combination.op = reduces ? spec.rule.op : ReduceOp::sum;
+  double sum = 0;
+  for (const Contribution& each : operation.contributions) {
+    combination.sources.push_back(static_cast<const Lent&>(*each.payload).at());
+    combination.weights.push_back(each.weight);
+    combination.weighted |= each.weight != 1;
+    sum += each.weight;
+  }
+  const bool divisible = !reduces && kernels::supports(spec.dtype, ReduceOp::avg);
+  combination.weighted &= divisible;
+  if (divisible && spec.rule.average) combination.divisor = sum;
+  return combination;
+}
+
+// dst = elements [begin, begin + count) of what was pushed, combined. Returns where the result is: `dst`, or where it
+// lies if there is nothing to do. `scratch` has room for the elements of all contributions.
+const std::byte* Server::Combination::operator()(std::byte* dst, std::size_t begin, std::size_t count,
+                                                 std::byte* scratch) const {
+  const std::size_t size = size_of(dtype);
+  std::vector<const void*> from;
+  for (std::size_t i = 0; i < sources.size(); ++i) {
+    from.push_back(sources[i] + begin * size);
+    if (!weighted) continue;
+    std::byte* const scaled = scratch + i * count * size;
+    kernels::scale(dtype, scaled, from.back(), count, weights[i]);
+    from.back() = scaled;
+  }
+  if (from.size() == 1 && divisor == 1) return static_cast<const std::byte*>(from[0]);
+  void* const to = dst;
+  kernels::accumulate(dtype, op, {&to, 1}, from, count, divisor);
+  return dst;
+}
+
+void Server::update(Block& block, const Operation& operation) {
+  const BlockSpec& spec = block.spec;
+  const std::size_t size = size_of(spec.dtype), bytes = spec.count * size;
+  const std::uint64_t published = block.words->published.load(std::memory_order_relaxed);
+  const std::byte* const value = buffer(block.words, published, bytes);
+  std::byte* const out = begin_version(*block.words, bytes);
+  Combination combine = combination(spec, operation);
+  if (spec.rule.kind == Rule::Kind::reduce) combine.sources.insert(combine.sources.begin(), value);
+  const std::size_t slice = kSlice / size;
+  scratch_.resize((combine.sources.size() + 2) * kSlice);
+  for (std::size_t begin = 0; begin < spec.count; begin += slice) {
+    const std::size_t count = std::min(slice, spec.count - begin);
+    std::byte* const to = out + begin * size;
+    if (spec.rule.kind == Rule::Kind::reduce || spec.rule.kind == Rule::Kind::assign) {
+      const std::byte* const combined = combine(to, begin, count, scratch_.data());
+      if (combined != to) std::memcpy(to, combined, count * size);
+      continue;
+    }
+    Update part;
+    part.step = block.steps;
+    part.count = count;
+    part.value = value + begin * size;
+    part.scratch = scratch_.data() + kSlice;
+    part.roots = hooks_.roots;
+    part.gradient = combine(scratch_.data(), begin, count, scratch_.data() + 2 * kSlice);
+    part.out = to;
+    for (int i = 0; i < spec.rule.states(); ++i)
+      part.state[i] = block.state.data() + (static_cast<std::size_t>(i) * spec.count + begin) * size;
+    parameter_server::update(spec.rule, spec.dtype, part);
+  }
+}
+
+void Server::update_by_python(Block& block, const Operation& operation) {
+  const BlockSpec& spec = block.spec;
+  const std::size_t size = size_of(spec.dtype), bytes = spec.count * size;
+  const std::uint64_t published = block.words->published.load(std::memory_order_relaxed);
+  const std::byte* const value = buffer(block.words, published, bytes);
+  std::byte* const out = begin_version(*block.words, bytes);
+  std::memcpy(out, value, bytes);
+  const Combination combine = combination(spec, operation);
+  scratch_.resize((combine.sources.size() + 1) * bytes);
+  const std::byte* const gradient = combine(scratch_.data(), 0, spec.count, scratch_.data() + bytes);
+  try {
+    hooks_.update({operation.block, operation.version, value, out, gradient, operation.contributions});
+    block.failure.clear();
+  } catch (const std::exception& error) {
+    std::memcpy(out, value, bytes);  // what it had changed
+    block.failure = error.what();
+    failed_.insert(operation.index);
+  }
+}
+
+void Server::answer(const Reply& reply) {
+  const auto found = connections_.find(reply.worker);
+  if (found == connections_.end() || !found->second.alive) return;
+  Lane& lane = *found->second.lane;
+  const std::uint64_t index = lane.answered.load(std::memory_order_relaxed);
+  const bool failed = reply.outcome == Outcome::applied && failed_.count(reply.after) > 0;
+  lane.replies[index % kMostOutstanding] = {reply.number, reply.version, failed ? Outcome::failed : reply.outcome, 0};
+  lane.answered.store(index + 1, std::memory_order_release);
+  found->second.answered = true;
+}
+
+}  // namespace ringreduce::parameter_server

@@ -1,0 +1,167 @@
+// A server: a shard, the values of its blocks, and the thread that serves them to the workers of its host.
+//
+// The thread takes requests from all windows in turn, lets the shard decide, carries out what it decided, and answers.
+// It alone touches the shard and the values, so nothing of them is locked; what other threads want is queued for it.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "core/fork.h"
+#include "parameter_server/rules.h"
+#include "parameter_server/shared.h"
+
+namespace ringreduce::parameter_server {
+
+// What a server is asked to keep.
+struct BlockSpec {
+  DType dtype = DType::float32;
+  std::size_t count = 0;
+  Mode mode;
+  Rule rule;
+};
+
+// A worker, as it introduces itself. The server takes over the descriptors.
+struct WorkerSpec {
+  WorkerId id = 0;
+  std::string group;
+  int window = -1;  // memfd
+  std::size_t window_bytes = 0;
+  std::size_t servers = 0;  // lanes in the window
+  std::size_t lane = 0;     // this server's
+  int pidfd = -1;
+};
+
+// An update that a function outside computes: from `value` to `out`, which holds a copy of it already.
+struct PythonUpdate {
+  BlockId block;
+  std::uint64_t version;  // that it makes
+  const void* value;
+  void* out;
+  const void* gradient;  // the workers' pushes, combined
+  const std::vector<Contribution>& contributions;
+};
+
+class Server {
+ public:
+  struct Hooks {
+    // Calls what it gets where `update` may be called.
+    std::function<void(const std::function<void()>&)> enter = [](const auto& body) { body(); };
+    // What it throws is the reply to those who pushed.
+    std::function<void(const PythonUpdate&)> update;
+    Roots roots = nullptr;
+  };
+  struct Statistics {
+    std::uint64_t requests = 0, updates = 0, bytes = 0, workers = 0, blocks = 0, memory = 0, capacity = 0;
+  };
+
+  // Room for `capacity` bytes of values, in both their buffers. Throws Error(system).
+  Server(std::size_t capacity, Hooks hooks);
+  ~Server();
+
+  int values() const { return values_fd_.get(); }
+  int bell() const { return bell_fd_.get(); }
+  std::size_t capacity() const { return capacity_; }
+
+  // The following are for any thread and return when the server's thread has done it. They throw Error(aborted) after
+  // stop().
+
+  // Throws Error(invalid_argument) if the window is not what the specification says.
+  void join(WorkerSpec worker);
+  // The worker takes no further part, and what it has not been told about it never will be. No effect on one that is
+  // not there.
+  void lose(WorkerId worker);
+  // Returns (id, offset of the block among the values). Throws Error(invalid_argument) if there is no room.
+  std::pair<BlockId, std::size_t> create(const BlockSpec& spec);
+  // Whom the block's present round, its readers or a barrier wait for.
+  std::vector<WorkerId> awaited(BlockId block);
+  std::vector<WorkerId> absent(const std::string& group);
+  // Why the latest update of the block failed; "" if none did.
+  std::string failure(BlockId block);
+  Statistics statistics();
+
+  // Ends the thread, and tells the workers. Idempotent.
+  void stop();
+
+ private:
+  struct Window;
+  struct Lent;
+  struct Connection {
+    WorkerSpec spec;
+    std::shared_ptr<Window> window;
+    Lane* lane = nullptr;
+    Descriptor pidfd;
+    std::uint64_t taken = 0;
+    bool alive = true, answered = false;
+  };
+  struct Block {
+    BlockSpec spec;
+    BlockWords* words = nullptr;
+    std::uint64_t steps = 0;
+    std::vector<std::byte> state;
+    std::string failure;
+  };
+
+  // How what was pushed becomes one gradient.
+  struct Combination {
+    DType dtype;
+    ReduceOp op;
+    std::vector<const std::byte*> sources;
+    std::vector<double> weights;
+    double divisor = 1;
+    bool weighted = false;
+
+    const std::byte* operator()(std::byte* dst, std::size_t begin, std::size_t count, std::byte* scratch) const;
+  };
+
+  static Combination combination(const BlockSpec& spec, const Operation& operation);
+  void run();
+  bool serve_orders();
+  bool take_requests();
+  bool take_request(Connection& connection);
+  void end(Connection& connection);
+  void look_for_ended();
+  void decide(const Message& message);
+  void carry_out();
+  void carry_out(const Operation& operation);
+  void update(Block& block, const Operation& operation);
+  void update_by_python(Block& block, const Operation& operation);
+  void answer(const Reply& reply);
+  template <class F>
+  void order(F&& body);
+
+  const ForkMark fork_;
+  const std::size_t capacity_;
+  const Hooks hooks_;
+  Descriptor values_fd_, bell_fd_;
+  std::unique_ptr<Mapping> values_, bell_memory_;
+  Bell* bell_;
+
+  // Of the thread alone.
+  Shard shard_;
+  std::map<WorkerId, Connection> connections_;
+  std::vector<Block> blocks_;
+  std::size_t used_ = sizeof(ValuesHeader), state_bytes_ = 0;
+  Output decided_;
+  std::set<std::uint64_t> failed_;  // operations of this turn whose function threw
+  std::vector<std::byte> scratch_;
+  Statistics statistics_;
+  Nanoseconds looked_ = 0;
+
+  std::mutex mutex_;  // of orders_ and stopping_
+  std::condition_variable served_;
+  std::deque<std::function<void()>> orders_;
+  std::atomic<bool> has_orders_ = false;
+  bool stopping_ = false, stopped_ = false;
+  std::thread thread_;
+};
+
+}  // namespace ringreduce::parameter_server

@@ -1,0 +1,168 @@
+// What workers and servers of one host share: memory and the words in it.
+//
+//   A server's values   Written by the server alone; workers map them read-only, and the memfd is sealed against any
+//                       other mapping. A block has two buffers: an update reads one and writes the other.
+//   A worker's window   A lane of requests and replies per server, and the memory in which its pushes lie.
+//   A bell              A word to sleep on.
+//
+// What a server finds in a window is somebody else's word, which may change at any time: it is copied, then checked.
+#pragma once
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <ctime>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "core/clock.h"
+#include "parameter_server/shard.h"
+
+namespace ringreduce::parameter_server {
+
+inline constexpr std::size_t kAlignment = 64;
+constexpr std::size_t aligned(std::size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+// Who sleeps says so first and looks once more; who changes something rings. Either the sleeper sees the change, or the
+// other sees the sleeper.
+struct alignas(kAlignment) Bell {
+  std::atomic<std::uint32_t> rings;
+  std::atomic<std::uint32_t> sleepers;
+
+  void ring() {
+    rings.fetch_add(1, std::memory_order_seq_cst);
+    if (sleepers.load(std::memory_order_seq_cst) != 0)
+      syscall(SYS_futex, &rings, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
+  }
+  // Returns at a ring after `seen` was read, or when the time is over.
+  void sleep(std::uint32_t seen, Nanoseconds most) {
+    const timespec duration{most / kSecond, most % kSecond};
+    sleepers.fetch_add(1, std::memory_order_seq_cst);
+    syscall(SYS_futex, &rings, FUTEX_WAIT, seen, &duration, nullptr, 0);
+    sleepers.fetch_sub(1, std::memory_order_seq_cst);
+  }
+};
+
+inline void fence([[maybe_unused]] std::memory_order order) {
+#if !defined(__SANITIZE_THREAD__)  // which knows no fences
+  std::atomic_thread_fence(order);
+#endif
+}
+
+// What a server's values begin with.
+struct alignas(kAlignment) ValuesHeader {
+  std::atomic<std::uint32_t> ended;  // 1: the server has been stopped, though its process may live
+};
+
+// A block among a server's values; its two buffers follow, each a multiple of kAlignment long.
+struct alignas(kAlignment) BlockWords {
+  std::atomic<std::uint64_t> published;  // 1 + the latest version; 0: it has no value yet
+  std::atomic<std::uint64_t> begun;      // as `published`, of the version that is being written or was last
+};
+
+constexpr std::size_t block_bytes(std::size_t bytes) { return sizeof(BlockWords) + 2 * aligned(bytes); }
+
+// Where version `published - 1` of a block of `bytes` bytes lies.
+inline std::byte* buffer(BlockWords* words, std::uint64_t published, std::size_t bytes) {
+  return reinterpret_cast<std::byte*>(words) + sizeof(BlockWords) + (published & 1) * aligned(bytes);
+}
+
+// Copies the block's latest value, whole; returns its version. Begins again if two updates overtook it, since the
+// second writes where it reads. The block must have a value.
+inline std::uint64_t read_block(const BlockWords& words, std::byte* to, std::size_t bytes) {
+  for (;;) {
+    const std::uint64_t published = words.published.load(std::memory_order_acquire);
+    std::memcpy(to, buffer(const_cast<BlockWords*>(&words), published, bytes), bytes);
+    fence(std::memory_order_acquire);
+    if (words.begun.load(std::memory_order_relaxed) < published + 2) return published - 1;
+  }
+}
+
+// The writer's half: where to write the next version, then that it is there.
+inline std::byte* begin_version(BlockWords& words, std::size_t bytes) {
+  const std::uint64_t next = words.published.load(std::memory_order_relaxed) + 1;
+  words.begun.store(next, std::memory_order_relaxed);
+  fence(std::memory_order_release);
+  return buffer(&words, next, bytes);
+}
+inline void publish_version(BlockWords& words) {
+  words.published.store(words.begun.load(std::memory_order_relaxed), std::memory_order_release);
+}
+
+// A request and a reply as they lie in a lane. `offset` and `bytes`: the payload, in the window's data.
+struct RequestSlot {
+  RequestKind kind;
+  BlockId block;
+  std::uint64_t number, seen, round, pulled;
+  double weight;
+  std::uint64_t offset, bytes;
+  std::int32_t priority;
+  std::uint32_t reserved;
+};
+struct ReplySlot {
+  std::uint64_t number, version;
+  Outcome outcome;
+  std::uint32_t reserved;
+};
+
+// Two rings. The worker has at most kMostOutstanding requests without a reply, so neither can run over.
+struct alignas(kAlignment) Lane {
+  alignas(kAlignment) std::atomic<std::uint64_t> asked;     // requests that the worker has written
+  alignas(kAlignment) std::atomic<std::uint64_t> answered;  // replies that the server has written
+  RequestSlot requests[kMostOutstanding];
+  ReplySlot replies[kMostOutstanding];
+};
+
+// A window: the worker's bell, a lane per server, then data.
+constexpr std::size_t lanes_bytes(std::size_t servers) { return sizeof(Bell) + servers * sizeof(Lane); }
+
+// A descriptor that is closed in the end.
+class Descriptor {
+ public:
+  explicit Descriptor(int fd = -1) : fd_(fd) {}
+  ~Descriptor() {
+    if (fd_ >= 0) ::close(fd_);
+  }
+  Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Descriptor& operator=(Descriptor&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
+  int get() const { return fd_; }
+
+ private:
+  int fd_;
+};
+
+// Memory of a descriptor, unmapped in the end. Throws Error(system), or Error(invalid_argument) if the descriptor's
+// memory is smaller than `bytes` or could become so.
+class Mapping {
+ public:
+  Mapping(int fd, std::size_t bytes, bool writable);
+  ~Mapping();
+  Mapping(const Mapping&) = delete;
+  Mapping& operator=(const Mapping&) = delete;
+
+  std::byte* at(std::size_t offset = 0) const { return base_ + offset; }
+  std::size_t bytes() const { return bytes_; }
+
+ private:
+  std::byte* base_ = nullptr;
+  std::size_t bytes_;
+};
+
+// Memory without a name, of this size for ever, zero, which takes room only where it is written. Throws Error(system).
+Descriptor make_memory(const char* name, std::size_t bytes);
+// From now on only this process writes it, through mappings that it has. Throws Error(system).
+void seal_for_readers(const Descriptor& memory);
+
+// Whether the process of a pidfd has ended.
+bool has_ended(int pidfd);
+
+}  // namespace ringreduce::parameter_server

@@ -1,0 +1,34 @@
+"""A parameter server: tensors by name on several servers, which workers push to and pull from.
+
+    import ringreduce.parameter_server as ps
+    kv = ps.join()                     # under torchrun every rank is a worker and a server
+    kv.init("w", w, update=ps.optimizer(torch.optim.SGD, lr=0.1), mode=ps.sync())
+    kv.push_pull("w", w.grad, out=w).wait()
+    kv.leave()
+
+For synchronous training of dense models on equal machines, all_reduce is faster: see docs/parameter_server.md for when
+to use this. All processes must be on one host today.
+"""
+
+from ringreduce.parameter_server.join import join
+from ringreduce.parameter_server.key_value import KeyValue
+from ringreduce.parameter_server.modes import Mode, asynchronous, ssp, sync
+from ringreduce.parameter_server.pending import Pending
+from ringreduce.parameter_server.updates import Info, Push, UpdateRule, assign, function, optimizer, reduce
+
+__all__ = [
+    "Info",
+    "KeyValue",
+    "Mode",
+    "Pending",
+    "Push",
+    "UpdateRule",
+    "assign",
+    "asynchronous",
+    "function",
+    "join",
+    "optimizer",
+    "reduce",
+    "ssp",
+    "sync",
+]

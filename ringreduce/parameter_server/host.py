@@ -1,0 +1,235 @@
+"""A server's door: the thread that lets workers in and answers what they ask beside the data."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from ringreduce import _C
+from ringreduce.errors import InvalidArgument, RingReduceError
+from ringreduce.parameter_server import control
+from ringreduce.parameter_server.updates import Function, PythonUpdates, rule_for
+
+_MOST_STRANGERS = 64
+"""Connections that have not proved themselves yet."""
+
+
+@dataclass
+class _Visitor:
+    connection: socket.socket
+    nonce: bytes
+    worker: int = -1  # -1: has not proved itself
+
+
+class Host:
+    """A server in this process: its thread in C++, and its door."""
+
+    def __init__(self, capacity: int, secret: bytes, functions: dict[str, Function]) -> None:
+        self._updates = PythonUpdates(functions)
+        self.server = _C.ParameterServer(capacity, self._updates)
+        self._secret = secret
+        self._keys: dict[tuple[str, int], tuple[dict[str, Any], list[tuple[int, int]]]] = {}
+        self._names: dict[int, tuple[str, int]] = {}
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind("")  # the kernel picks a free abstract address
+        self._listener.listen(128)
+        self.address: bytes = self._listener.getsockname()
+        self._wake, self._woken = socket.socketpair()
+        self._left = threading.Condition()
+        self._visitors: dict[int, _Visitor] = {}
+        self._thread = threading.Thread(target=self._run, name="ringreduce door", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends both threads; workers that still need this server see it end."""
+        if not self._thread.is_alive():
+            return
+        self._wake.send(b"x")
+        self._thread.join()
+        self.server.stop()
+        for end in (self._wake, self._woken, self._listener):
+            end.close()
+
+    def wait_until_left(self, timeout: float) -> list[str]:
+        """Waits until all workers have gone; returns who has not."""
+        with self._left:
+            self._left.wait_for(lambda: not self._inside(), timeout)
+            return [self._describe(v.worker) for v in self._inside()]
+
+    def _inside(self) -> list[_Visitor]:
+        return [visitor for visitor in self._visitors.values() if visitor.worker >= 0]
+
+    def _describe(self, worker: int) -> str:
+        host, pid = self._names.get(worker, ("?", 0))
+        return f"worker {worker} ({host}, pid {pid})"
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            selector.register(self._woken, selectors.EVENT_READ)
+            while True:
+                for key, _ in selector.select():
+                    if key.fileobj is self._woken:
+                        for visitor in list(self._visitors.values()):
+                            visitor.connection.close()
+                        return
+                    if key.fileobj is self._listener:
+                        self._admit(selector)
+                    else:
+                        self._serve(selector, key.data)
+
+    def _admit(self, selector: selectors.BaseSelector) -> None:
+        connection, _ = self._listener.accept()
+        connection.settimeout(1.0)
+        visitor = _Visitor(connection, control.new_nonce())
+        try:
+            control.check_user(connection)
+            if len(self._visitors) - len(self._inside()) >= _MOST_STRANGERS:
+                raise ConnectionError("too many have connected and said nothing")
+            connection.send(visitor.nonce)
+        except OSError:
+            connection.close()
+            return
+        self._visitors[connection.fileno()] = visitor
+        selector.register(connection, selectors.EVENT_READ, visitor)
+
+    def _serve(self, selector: selectors.BaseSelector, visitor: _Visitor) -> None:
+        try:
+            message, descriptors = control.receive(visitor.connection)
+            answer, given = self._answer(visitor, message, descriptors)
+            try:
+                control.send(visitor.connection, answer, given)
+            finally:
+                for descriptor in given:
+                    os.close(descriptor)
+        except (OSError, RingReduceError):
+            selector.unregister(visitor.connection)
+            if visitor.worker >= 0:
+                self.server.lose(visitor.worker)  # no loss if it has left
+            with self._left:
+                del self._visitors[visitor.connection.fileno()]
+                self._left.notify_all()
+            visitor.connection.close()
+
+    def _answer(
+        self, visitor: _Visitor, message: dict[str, Any], descriptors: list[int]
+    ) -> tuple[dict[str, Any], list[int]]:
+        try:
+            if visitor.worker < 0:
+                return self._welcome(visitor, message, descriptors)
+            return self._asked(message), []
+        except RingReduceError as error:
+            return {"error": [type(error).__name__, str(error)]}, []
+        except OSError:
+            raise
+        except Exception as error:  # whatever a message does, the next one is answered
+            return {"error": ["InvalidArgument", f"a message that says nothing known: {error!r}"]}, []
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _welcome(
+        self, visitor: _Visitor, hello: dict[str, Any], descriptors: list[int]
+    ) -> tuple[dict[str, Any], list[int]]:
+        worker = int(hello["worker"])
+        if not control.same(control.proof(self._secret, "worker", visitor.nonce, worker), hello.get("proof")):
+            raise ConnectionError("it does not know the secret")
+        window, pidfd = descriptors
+        self._names[worker] = str(hello["host"]), int(hello["pid"])
+        self.server.join(
+            id=worker,
+            group=str(hello["group"]),
+            window=os.dup(window),
+            window_bytes=int(hello["window_bytes"]),
+            servers=int(hello["servers"]),
+            lane=int(hello["lane"]),
+            pidfd=os.dup(pidfd),
+        )
+        visitor.worker = worker
+        reply = {
+            "proof": control.proof(self._secret, "server", bytes.fromhex(hello["nonce"]), worker),
+            "capacity": self.server.capacity,
+        }
+        return reply, [os.dup(self.server.values), os.dup(self.server.bell), control.own_pidfd()]
+
+    def _asked(self, message: dict[str, Any]) -> dict[str, Any]:
+        match message["ask"]:
+            case "create":
+                return {"blocks": self._create(str(message["key"]), message["blocks"], message["spec"])}
+            case "awaited":
+                return {"workers": [self._describe(w) for w in self.server.awaited(int(message["block"]))]}
+            case "absent":
+                return {"workers": [self._describe(w) for w in self.server.absent(str(message["group"]))]}
+            case "failure":
+                return {"text": self.server.failure(int(message["block"]))}
+            case "statistics":
+                return {"statistics": self.server.statistics()}
+        raise InvalidArgument(f"a worker asked for {message['ask']!r}")
+
+    def _create(self, key: str, blocks: list[list[int]], spec: dict[str, Any]) -> list[tuple[int, int]]:
+        """The blocks (first element, elements) of a key; each (id, offset). A worker that comes later gets the same."""
+        known = self._keys.get((key, blocks[0][0]))
+        if known is not None:
+            return known[1]
+        mode, rule = spec["mode"], spec["update"]
+        name = rule["python"].get("function")
+        if name is not None and name not in self._updates.functions:
+            raise InvalidArgument(
+                f"no function {name!r} is known to the server of pid {os.getpid()}; "
+                f"give it to join(functions={{{name!r}: ...}}) on every rank"
+            )
+        made = []
+        for begin, count in blocks:
+            native = rule_for(rule, spec["dtype"], bool(mode["average"]))
+            block, offset = self.server.create(
+                dtype=spec["dtype"],
+                count=count,
+                mode=mode["mode"],
+                quorum=mode["quorum"],
+                grace=mode["grace"],
+                staleness=mode["staleness"],
+                group=mode["group"],
+                rule=native,
+            )
+            if native["kind"] == "python":
+                self._updates.add(block, key, begin, count, spec["dtype"], rule)
+            made.append((block, offset))
+        self._keys[key, blocks[0][0]] = spec, made
+        return made
+
+
+def connect(
+    address: bytes, secret: bytes, hello: dict[str, Any], window: int, timeout: float
+) -> tuple[socket.socket, dict[str, Any], list[int]]:
+    """Joins a worker to a server: the connection, what the server says, and its values, bell and pidfd.
+
+    Raises `ConnectionError` or another `OSError` if it does not work.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with contextlib.ExitStack() as undo:
+        undo.callback(connection.close)
+        connection.settimeout(timeout)
+        connection.connect(address)
+        control.check_user(connection)
+        theirs, ours, worker = connection.recv(control.NONCE), control.new_nonce(), int(hello["worker"])
+        pidfd = control.own_pidfd()
+        undo.callback(os.close, pidfd)
+        proof = control.proof(secret, "worker", theirs, worker)
+        control.send(connection, hello | {"nonce": ours.hex(), "proof": proof}, [window, pidfd])
+        answer, descriptors = control.receive(connection)
+        if "error" in answer:
+            raise ConnectionError(answer["error"][1])
+        if len(descriptors) != 3 or not control.same(
+            control.proof(secret, "server", ours, worker), answer.get("proof")
+        ):
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise ConnectionError("what answered does not know the secret")
+        undo.pop_all()
+    os.close(pidfd)
+    return connection, answer, descriptors

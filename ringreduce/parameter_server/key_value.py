@@ -1,0 +1,478 @@
+"""A worker's view of the parameter server."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, ServerLost, SystemFailure, UpdateFailed
+from ringreduce.parameter_server import control
+from ringreduce.parameter_server.modes import Mode, sync
+from ringreduce.parameter_server.pending import Pending
+from ringreduce.parameter_server.placement import cut, elements_per_block, place
+from ringreduce.parameter_server.updates import UpdateRule, assign
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ringreduce._C import ParameterCall, ParameterClient
+    from ringreduce.parameter_server.host import Host
+
+    Array: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
+
+MOST_KEY = 1024
+"""Bytes of a key."""
+_CREATED_AT_ONCE = 1000
+"""Blocks in one control message."""
+_SLICE = 0.25
+"""Seconds after which a wait looks for Ctrl-C."""
+
+Part = tuple[int, int, int, int, int]  # server, block, first byte, bytes, offset among the server's values
+
+
+@dataclass
+class _Key:
+    spec: dict[str, Any]
+    dtype: torch.dtype
+    shape: torch.Size
+    parts: list[Part]
+
+
+@dataclass
+class Membership:
+    """What `join` found: everything that a worker needs to know of the others."""
+
+    store: Any
+    """torch's store, or what works like one; this parameter server's alone."""
+    worker: int
+    group: str
+    client: ParameterClient
+    connections: list[socket.socket]
+    """By server: for control messages."""
+    names: list[str]
+    """By server: how messages call it."""
+    host: Host | None
+    """The server in this process, if there is one."""
+    block_bytes: int
+    loads: list[int] = field(default_factory=list)
+
+
+class KeyValue:
+    """Tensors by name, in blocks on all servers. Made by `join`; for one thread at a time.
+
+    Wherever a call takes a key and a tensor it also takes a dictionary of them. Tensors are dense CPU tensors or NumPy
+    arrays. Every call takes `timeout`, in seconds (default: that of `join`), after which it raises `CollectiveTimeout`
+    naming who is waited for. After `ServerLost` the blocks of that server are gone; those of others can still be read.
+    """
+
+    def __init__(self, membership: Membership, timeout: float) -> None:
+        self.timeout = timeout
+        self._with = membership
+        self._client = membership.client
+        self._keys: dict[str, _Key] = {}
+        self._left = False
+        membership.loads = [0] * len(membership.connections)
+
+    @property
+    def worker(self) -> int:
+        """This worker's number: its rank, for those that founded the parameter server."""
+        return self._with.worker
+
+    @property
+    def servers(self) -> int:
+        return len(self._with.connections)
+
+    @property
+    def has_left(self) -> bool:
+        return self._left
+
+    # ---- keys --------------------------------------------------------------------------------------------------------
+
+    def init(
+        self,
+        key: str | Mapping[str, Array],
+        value: Array | None = None,
+        *,
+        update: UpdateRule | None = None,
+        mode: Mode | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Makes a key with its first value, dtype and shape, `update` rule (default: `assign()`) and `mode` (default:
+        `sync()`).
+
+        Every worker may call it; the first one's value counts, and all must give the same rule, mode, dtype and shape.
+        Raises `InvalidArgument` if they do not, or if the servers have no room.
+        """
+        update, mode = update or assign(), mode or sync()
+        deadline = self._deadline(timeout)
+        calls = {}
+        for name, tensor in self._pairs(key, value):
+            if not isinstance(name, str) or not 0 < len(name.encode()) <= MOST_KEY:
+                raise InvalidArgument(f"key is {name!r:.60}; it must be a string of 1 to {MOST_KEY} bytes")
+            source = _readable(name, tensor)
+            spec = {
+                "dtype": str(source.dtype).removeprefix("torch."),
+                "shape": list(source.shape),
+                "mode": mode.as_json(),
+                "update": update.as_json(),
+            }
+            _check_average(name, source, mode, update)
+            self._place(name, spec, source)
+            parts = self._keys[name].parts
+            with _server_errors():
+                calls[name] = self._client.send(
+                    "initialise", parts, source.data_ptr(), timeout=deadline - time.monotonic()
+                )
+        for name, call in calls.items():
+            self._finish(name, call, deadline)
+
+    def _place(self, key: str, spec: dict[str, Any], source: torch.Tensor) -> None:
+        per_block = elements_per_block(source.element_size(), self._with.block_bytes)
+        sizes = [count * source.element_size() for _, count in cut(source.numel(), per_block)]
+        wanted = spec | {"per_block": per_block, "servers": place(sizes, self._with.loads)}
+        placed = json.loads(self._with.store.compare_set(f"place/{key}", "", json.dumps(wanted)))
+        for name, mine in spec.items():
+            if placed[name] != json.loads(json.dumps(mine)):
+                raise InvalidArgument(
+                    f"{name} of {key!r} is {mine} here, and {placed[name]} on the worker that made the key: give all "
+                    "workers the same"
+                )
+        self._create(key, placed)
+
+    def _lookup(self, key: str) -> _Key:
+        if key not in self._keys:
+            if not isinstance(key, str) or not self._with.store.check([f"place/{key}"]):
+                raise InvalidArgument(f"there is no key {key!r:.60}: call init() with it first")
+            self._create(key, json.loads(self._with.store.get(f"place/{key}")))
+        return self._keys[key]
+
+    def _create(self, key: str, placed: dict[str, Any]) -> None:
+        """Has the servers make the blocks, unless they have, and learns where they are."""
+        if key in self._keys:
+            return
+        dtype: torch.dtype = getattr(torch, placed["dtype"])
+        size = dtype.itemsize
+        blocks = cut(math.prod(placed["shape"]), placed["per_block"])
+        parts: list[Part | None] = [None] * len(blocks)
+        for server in range(self.servers):
+            mine = [i for i, owner in enumerate(placed["servers"]) if owner == server]
+            for first in range(0, len(mine), _CREATED_AT_ONCE):
+                some = mine[first : first + _CREATED_AT_ONCE]
+                made = self._ask(
+                    server, {"ask": "create", "key": key, "blocks": [blocks[i] for i in some], "spec": placed}
+                )
+                for i, (block, offset) in zip(some, made["blocks"], strict=True):
+                    begin, count = blocks[i]
+                    parts[i] = (server, block, begin * size, count * size, offset)
+                    self._with.loads[server] += count * size
+        shape = torch.Size(placed["shape"])
+        self._keys[key] = _Key(placed, dtype, shape, [part for part in parts if part is not None])
+
+    # ---- data --------------------------------------------------------------------------------------------------------
+
+    def push(
+        self,
+        key: str | Mapping[str, Array],
+        value: Array | None = None,
+        *,
+        weight: float = 1.0,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> Pending:
+        """Sends a contribution, which is multiplied by `weight` (floating point alone), to the key's servers.
+
+        Returns when it is on its way, or waits where the window is full. Wait for the result to know that the push is
+        in the value. The tensor may change at once; one made by `empty` only after that wait. Among the updates that a
+        server could do at once, those with the greatest `priority` go first.
+        """
+        if not (isinstance(weight, (int, float)) and math.isfinite(weight) and weight > 0):
+            raise InvalidArgument(f"weight is {weight!r}; it must be a positive number")
+        deadline = self._deadline(timeout)
+        calls = {}
+        for name, tensor in self._pairs(key, value):
+            known, source = self._lookup(name), _readable(name, tensor)
+            _check_like(name, known, source)
+            if weight != 1 and not (source.is_floating_point() or source.is_complex()):
+                raise InvalidArgument(f"weight is {weight}; a push of {source.dtype} ({name!r}) takes none but 1")
+            with _server_errors():
+                calls[name] = self._client.send(
+                    "push",
+                    known.parts,
+                    source.data_ptr(),
+                    priority=priority,
+                    weight=float(weight),
+                    timeout=deadline - time.monotonic(),
+                )
+        return Pending(self, calls)
+
+    def pull(
+        self, key: str | Mapping[str, Array], out: Array | None = None, *, timeout: float | None = None
+    ) -> dict[str, list[int]]:
+        """Copies values to `out`, or to the tensors of a dictionary; returns the version of every block, by key.
+
+        It contains all that this worker has pushed; what it contains of others' is the key's mode to say.
+        """
+        deadline = self._deadline(timeout)
+        versions = {}
+        for name, tensor in self._pairs(key, out):
+            known, target = self._lookup(name), _writable(name, tensor)
+            _check_like(name, known, target)
+            if known.spec["mode"]["mode"] == "ssp":
+                with _server_errors():
+                    call = self._client.ask("pull", known.parts, timeout=deadline - time.monotonic())
+                self._finish(name, call, deadline)
+            versions[name] = self._read(name, known, target, deadline)
+        return versions
+
+    def _read(self, name: str, known: _Key, target: torch.Tensor, deadline: float) -> list[int]:
+        whole = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                with _server_errors():
+                    versions = self._client.read(known.parts, whole.data_ptr(), timeout=max(0.0, min(left, _SLICE)))
+                break
+            except CollectiveTimeout:
+                if left <= _SLICE:
+                    raise CollectiveTimeout(self._who_is_late(name, [part[:2] for part in known.parts])) from None
+        if whole is not target:
+            target.copy_(whole)
+        return versions
+
+    def push_pull(
+        self,
+        values: str | Mapping[str, Array],
+        value: Array | None = None,
+        *,
+        out: Array | Mapping[str, Array],
+        weight: float = 1.0,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> Pending:
+        """A push, then a pull into `out` when the result is waited for."""
+        targets = out if isinstance(out, Mapping) else {self._only_key(values): out}
+        pending = self.push(values, value, weight=weight, priority=priority, timeout=timeout)
+        pending.after = lambda deadline: void(self.pull(targets, timeout=max(0.0, deadline - time.monotonic())))
+        return pending
+
+    @staticmethod
+    def _only_key(key: Any) -> str:
+        if not isinstance(key, str):
+            raise InvalidArgument("out is one tensor; for a dictionary of pushes give a dictionary of outputs")
+        return key
+
+    def wait(self, *pending: Pending, timeout: float | None = None) -> list[str]:
+        """Waits for all of them; returns the keys of which a push came late."""
+        deadline = self._deadline(timeout)
+        return [key for each in pending for key in each.wait(max(0.0, deadline - time.monotonic()))]
+
+    def empty(self, *size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A tensor in this worker's window: to push it copies nothing. Raises `SystemFailure` if there is no room."""
+        dtype = dtype or torch.get_default_dtype()
+        count = math.prod(size)
+        piece = self._client.allocate(count * dtype.itemsize)
+        return torch.frombuffer(piece, dtype=dtype, count=count).view(size)
+
+    # ---- time and membership -----------------------------------------------------------------------------------------
+
+    def clock(self, timeout: float | None = None) -> None:
+        """Ends this worker's clock on all servers: for keys in `ssp`, what it pushed before belongs to it."""
+        self._tell("clock", list(range(self.servers)), timeout)
+
+    def barrier(self, timeout: float | None = None) -> None:
+        """Ends when all members of this worker's group have called it."""
+        self._tell("barrier", [0], timeout)
+
+    def leave(self, timeout: float | None = None) -> None:
+        """Takes this worker out: nobody waits for it any more. Idempotent; also at the end of a `with` block.
+
+        A server in this process goes on until all workers have left; raises `CollectiveTimeout` if they do not, and
+        then ends it all the same.
+        """
+        if self._left:
+            return
+        deadline = self._deadline(timeout)
+        self._left = True
+        try:
+            with contextlib.suppress(ServerLost):  # nobody waits for this worker there
+                self._tell("leave", list(range(self.servers)), timeout)
+        finally:
+            for connection in self._with.connections:
+                connection.close()
+            self._end_server(max(0.0, deadline - time.monotonic()))
+
+    def _end_server(self, timeout: float) -> None:
+        if self._with.host is None:
+            return
+        staying = self._with.host.wait_until_left(timeout)
+        self._with.host.close()
+        if staying:
+            raise CollectiveTimeout(f"leave: {', '.join(staying)} still use this process's server, which ends now")
+
+    def abort(self) -> None:
+        """Ends every wait of this worker, now and later, with `Aborted`. For another thread than the one that waits."""
+        self._client.abort()
+
+    def stats(self) -> dict[str, Any]:
+        """What this worker and the servers have counted: bytes, requests, updates, memory."""
+        servers = {}
+        for index, name in enumerate(self._with.names):
+            try:
+                servers[name] = self._ask(index, {"ask": "statistics"})["statistics"]
+            except ServerLost:
+                servers[name] = None
+        return {"worker": self.worker, "outstanding": self._client.outstanding, "servers": servers}
+
+    def __enter__(self) -> KeyValue:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self.leave()
+        else:
+            self._close()
+
+    def _close(self) -> None:
+        """Without waiting for anybody: the others see this worker, and its server, end."""
+        self._left = True
+        for connection in self._with.connections:
+            connection.close()
+        if self._with.host is not None:
+            self._with.host.close()
+
+    # ---- waiting, and saying for whom --------------------------------------------------------------------------------
+
+    def _deadline(self, timeout: float | None) -> float:
+        if self._left:
+            raise InvalidArgument("this worker has left; join again")
+        return time.monotonic() + (self.timeout if timeout is None else timeout)
+
+    def _tell(self, kind: str, servers: list[int], timeout: float | None) -> None:
+        deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
+        with _server_errors():
+            call = self._client.tell(kind, servers, timeout=deadline - time.monotonic())
+        self._finish(kind, call, deadline)
+
+    def _finish(self, key: str, call: ParameterCall, deadline: float) -> bool:
+        """Waits for a call; returns whether some block's push came late. Raises what went wrong."""
+        with _server_errors():
+            while not self._client.wait(call, timeout=max(0.0, min(deadline - time.monotonic(), _SLICE))):
+                if time.monotonic() < deadline:
+                    continue
+                answered = {(server, block) for server, block, _, _ in call.answers}
+                raise CollectiveTimeout(self._who_is_late(key, [a for a in call.asked if a not in answered]))
+        late = False
+        for server, block, outcome, _ in call.answers:
+            if outcome == "failed":
+                text = self._ask(server, {"ask": "failure", "block": block})["text"]
+                raise UpdateFailed(f"the update of {key!r} on {self._with.names[server]} raised: {text}", server)
+            if outcome == "refused":
+                raise InvalidArgument(
+                    f"{self._with.names[server]} refused a request about {key!r}: the key has no value yet, or this "
+                    "worker is no member any more"
+                )
+            late |= outcome == "late"
+        return late
+
+    def _who_is_late(self, key: str, asked: Sequence[tuple[int, int]]) -> str:
+        """In words, of the first request without an answer."""
+        server, block = asked[0] if asked else (0, 0)
+        name = self._with.names[server]
+        question = (
+            {"ask": "absent", "group": self._with.group} if key == "barrier" else {"ask": "awaited", "block": block}
+        )
+        try:
+            workers = self._ask(server, question, 1.0)["workers"]
+        except (ServerLost, CollectiveTimeout, SystemFailure):
+            workers = []
+        what = "the barrier" if key == "barrier" else f"{key!r} on {name}"
+        if workers:
+            return f"{what} waits for {', '.join(workers)}"
+        return f"{what} was not ready in time; no worker is missing, so it has no value yet or {name} is busy"
+
+    def _ask(self, server: int, question: dict[str, Any], timeout: float | None = None) -> dict[str, Any]:
+        connection, name = self._with.connections[server], self._with.names[server]
+        try:
+            connection.settimeout(self.timeout if timeout is None else timeout)
+            control.send(connection, question)
+            answer, _ = control.receive(connection)
+        except TimeoutError:
+            raise CollectiveTimeout(f"{name} did not answer {question['ask']!r} in time", server) from None
+        except OSError as error:
+            raise ServerLost(f"{name} has ended: {error}", server) from None
+        if "error" in answer:
+            kind, text = answer["error"]
+            raise (InvalidArgument if kind == "InvalidArgument" else SystemFailure)(f"{name}: {text}", server)
+        return answer
+
+    @staticmethod
+    def _pairs(key: Any, value: Any) -> list[tuple[str, Any]]:
+        if isinstance(key, Mapping):
+            if value is not None:
+                raise InvalidArgument("a dictionary and a tensor were given; give one of them")
+            return list(key.items())
+        if value is None:
+            raise InvalidArgument(f"no tensor was given for key {key!r:.60}")
+        return [(key, value)]
+
+
+def void(_: object) -> None:
+    """Drops a value."""
+
+
+class _server_errors:
+    """Turns the loss of a process, which for a worker is a server, into `ServerLost`."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if isinstance(error, PeerLost) and not isinstance(error, ServerLost):
+            raise ServerLost(str(error), error.culprit) from None
+
+
+def _tensor(key: str, array: Any) -> torch.Tensor:
+    if not isinstance(array, torch.Tensor):
+        if not hasattr(array, "__array_interface__"):
+            raise InvalidArgument(f"{key!r} is a {type(array).__name__}; it must be a torch.Tensor or a NumPy array")
+        array = torch.from_numpy(array)
+    tensor: torch.Tensor = array.detach() if array.requires_grad else array
+    if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.numel() == 0:
+        raise InvalidArgument(
+            f"{key!r} is of layout {tensor.layout} on {tensor.device} with {tensor.numel()} elements; it must be a "
+            "dense tensor on the CPU with 1 or more"
+        )
+    return tensor
+
+
+def _readable(key: str, array: Any) -> torch.Tensor:
+    return _tensor(key, array).contiguous()
+
+
+def _writable(key: str, array: Any) -> torch.Tensor:
+    if not isinstance(array, torch.Tensor) and not getattr(getattr(array, "flags", None), "writeable", True):
+        raise InvalidArgument(f"the NumPy array for {key!r} is read-only; pass a writable copy: array.copy()")
+    if isinstance(array, torch.Tensor) and array.requires_grad:
+        torch.autograd.graph.increment_version(array)
+    return _tensor(key, array)
+
+
+def _check_like(key: str, known: _Key, tensor: torch.Tensor) -> None:
+    if tensor.dtype is not known.dtype or tensor.shape != known.shape:
+        raise InvalidArgument(
+            f"{key!r} is {known.dtype} of shape {tuple(known.shape)}; the tensor is {tensor.dtype} of shape "
+            f"{tuple(tensor.shape)}"
+        )
+
+
+def _check_average(key: str, tensor: torch.Tensor, mode: Mode, update: UpdateRule) -> None:
+    integral = not (tensor.is_floating_point() or tensor.is_complex())
+    if integral and mode.average and update.kind != "reduce":
+        raise InvalidArgument(f"{key!r} is {tensor.dtype}, of which sync() takes no average: give sync(average=False)")

@@ -1,0 +1,51 @@
+"""How pushes become updates, per key: `sync`, `asynchronous` and `ssp`. docs/parameter_server.md has the semantics."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ringreduce.errors import InvalidArgument
+
+
+@dataclass(frozen=True)
+class Mode:
+    """Made by `sync`, `asynchronous` or `ssp`."""
+
+    mode: str
+    quorum: int = 0
+    grace: float = 0.0
+    staleness: int = 0
+    group: str = "workers"
+    average: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def sync(quorum: int | None = None, grace: float = 0.0, *, average: bool = True, group: str = "workers") -> Mode:
+    """Rounds: all members of `group` push once, then the value is updated once with what they pushed, combined.
+
+    With a `quorum`, a round ends `grace` seconds after so many have pushed; who comes later is told so, and its push is
+    dropped. `average` divides the sum of the pushes by the sum of their weights; `reduce` updates take no average.
+    """
+    if quorum is not None and (not isinstance(quorum, int) or quorum < 1):
+        raise InvalidArgument(f"quorum is {quorum!r}; it must be a number of workers, at least 1, or None for all")
+    if not grace >= 0:
+        raise InvalidArgument(f"grace is {grace!r}; it must be seconds, 0 or more")
+    if grace > 0 and quorum is None:
+        raise InvalidArgument(f"grace is {grace!r} without a quorum, of which it is the time after; give quorum= too")
+    return Mode("sync", quorum or 0, float(grace), 0, group, average)
+
+
+def asynchronous() -> Mode:
+    """Every push updates the value at once; a pull gets the latest value."""
+    return Mode("asynchronous")
+
+
+def ssp(staleness: int, *, group: str = "workers") -> Mode:
+    """Stale synchronous parallel: as `asynchronous`, but a pull waits until no member of `group` is more than
+    `staleness` clocks behind (see `KeyValue.clock`)."""
+    if not isinstance(staleness, int) or staleness < 0:
+        raise InvalidArgument(f"staleness is {staleness!r}; it must be a number of clocks, 0 or more")
+    return Mode("ssp", staleness=staleness, group=group)

@@ -1,0 +1,35 @@
+"""Pushes under way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ringreduce._C import ParameterCall
+    from ringreduce.parameter_server.key_value import KeyValue
+
+
+@dataclass
+class Pending:
+    """What `push` and `push_pull` return."""
+
+    store: KeyValue
+    calls: dict[str, ParameterCall]
+    after: Callable[[float], None] | None = None
+    """What `push_pull` does when the pushes are in."""
+
+    def wait(self, timeout: float | None = None) -> list[str]:
+        """Returns when every push is in the servers' values, with the keys of which one came late and was dropped.
+
+        `timeout` is in seconds (default: that of `join`). Raises `CollectiveTimeout` naming who is waited for, after
+        which `wait` can be called again; `ServerLost`; `UpdateFailed`.
+        """
+        deadline = time.monotonic() + (self.store.timeout if timeout is None else timeout)
+        late = [key for key, call in self.calls.items() if self.store._finish(key, call, deadline)]
+        if self.after is not None:
+            self.after(deadline)
+            self.after = None
+        return late

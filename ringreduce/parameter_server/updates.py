@@ -1,0 +1,217 @@
+"""What a server does with what was pushed: `assign`, `reduce`, `optimizer` and `function`."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ringreduce.errors import InvalidArgument
+
+REDUCTIONS = ("sum", "product", "min", "max", "band", "bor", "bxor")
+ELEMENT_WISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+UNSUITABLE = {
+    "Adafactor": "its second moments are sums over rows and columns of whole tensors",
+    "LBFGS": "it needs all parameters at once, and calls the model again",
+    "Muon": "it orthogonalises whole matrices",
+    "SparseAdam": "it takes sparse gradients, which cannot be pushed yet",
+}
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """Made by `assign`, `reduce`, `optimizer` or `function`. Plain words and numbers, which servers are told."""
+
+    kind: str
+    fields: dict[str, Any] = field(default_factory=dict)
+    python: dict[str, Any] = field(default_factory=dict)
+    """What the server calls where it has no code of its own for it: a class of torch.optim, or a function's name."""
+
+    def as_json(self) -> dict[str, Any]:
+        return {"kind": self.kind, "fields": self.fields, "python": self.python}
+
+
+def assign() -> UpdateRule:
+    """The value becomes what was pushed: in `sync`, the average or the sum of the workers'."""
+    return UpdateRule("assign")
+
+
+def reduce(op: str = "sum") -> UpdateRule:
+    """The value becomes `value op pushed`: 'sum', 'product', 'min', 'max', 'band', 'bor' or 'bxor' (the last three for
+    integers and bool)."""
+    if op not in REDUCTIONS:
+        raise InvalidArgument(f"op is {op!r}; it must be one of {', '.join(REDUCTIONS)}")
+    return UpdateRule("reduce", {"op": op})
+
+
+def function(name: str, **arguments: Any) -> UpdateRule:
+    """A function that the servers know by this name, from `join(functions={name: f})`.
+
+    It is called as `f(value, push, state, info, **arguments)` for every block and update: `value` is a 1-dimensional
+    tensor to change in place, `push` what was pushed, `state` a dictionary of the block's own that lasts, `info` an
+    `Info`. `arguments` must be numbers, strings or None.
+    """
+    for key, value in arguments.items():
+        if not isinstance(value, (int, float, str, type(None))):
+            raise InvalidArgument(f"{key} is {value!r}; arguments of a function must be numbers, strings or None")
+    return UpdateRule("python", python={"function": name, "arguments": arguments})
+
+
+def optimizer(kind: type[torch.optim.Optimizer], **arguments: Any) -> UpdateRule:
+    """An optimizer of torch.optim that works element by element, with its arguments, such as
+    `optimizer(torch.optim.AdamW, lr=1e-3)`.
+
+    SGD, Adam, AdamW, Adagrad and RMSprop of float32 and float64 values run without Python, with the bits of torch's
+    default path on CPUs; all others, and other dtypes, by torch in the server's process. Raises `InvalidArgument` for
+    an optimizer that needs more than a block at a time, by name, and for arguments that it does not take.
+    """
+    name = getattr(kind, "__name__", repr(kind))
+    if name in UNSUITABLE and getattr(torch.optim, name, None) is kind:
+        raise InvalidArgument(f"torch.optim.{name} cannot update blocks of a tensor: {UNSUITABLE[name]}")
+    if name not in ELEMENT_WISE or getattr(torch.optim, name, None) is not kind:
+        raise InvalidArgument(
+            f"kind is {name}; it must be one of torch.optim: {', '.join(ELEMENT_WISE)}; for others use ps.function()"
+        )
+    for key, value in arguments.items():
+        numbers = value if isinstance(value, tuple) else (value,)
+        if not all(isinstance(number, (int, float, type(None))) for number in numbers):
+            raise InvalidArgument(f"{key} is {value!r}; an optimizer's arguments must be numbers")
+    try:
+        made = kind([torch.zeros(1)], **arguments)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"torch.optim.{name} does not take these arguments: {error}") from None
+    python = {"optimizer": name, "arguments": arguments}
+    fields = _native(name, made.defaults)
+    return UpdateRule("python", python=python) if fields is None else UpdateRule(*fields, python)
+
+
+def _native(name: str, d: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """The same as a rule of the servers, if they have it."""
+    if any(d.get(flag) for flag in ("amsgrad", "capturable", "differentiable", "foreach", "fused")):
+        return None
+    common = {key: d[key] for key in ("lr", "weight_decay", "maximize") if key in d}
+    if name == "SGD":
+        return "sgd", common | {key: d[key] for key in ("momentum", "dampening", "nesterov")}
+    if name in ("Adam", "AdamW"):
+        beta1, beta2 = d["betas"]
+        return "adam", common | {
+            "beta1": beta1,
+            "beta2": beta2,
+            "eps": d["eps"],
+            "decoupled": bool(d["decoupled_weight_decay"]),
+        }
+    if name == "Adagrad":
+        return "adagrad", common | {key: d[key] for key in ("lr_decay", "initial_accumulator_value", "eps")}
+    if name == "RMSprop":
+        return "rmsprop", common | {key: d[key] for key in ("momentum", "alpha", "eps", "centered")}
+    return None
+
+
+def rule_for(rule: dict[str, Any], dtype: str, average: bool) -> dict[str, Any]:
+    """A rule from `as_json` as a server's C++ takes it, for this process's torch and processor."""
+    fields: dict[str, Any] = {"kind": rule["kind"], "average": average} | rule["fields"]
+    if "optimizer" not in rule["python"] or rule["kind"] == "python":
+        return fields
+    if dtype not in ("float32", "float64") or platform.machine() != "x86_64":
+        return {"kind": "python", "average": average}
+    fused = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    return fields | {"fused": fused}
+
+
+@dataclass(frozen=True)
+class Push:
+    """One of the pushes of an update."""
+
+    worker: int
+    clock: int
+    """The worker's, when it pushed."""
+    pulled: int
+    """The version that it had pulled before; the update makes version `Info.version`."""
+    weight: float
+
+
+@dataclass(frozen=True)
+class Info:
+    """What an update function is told."""
+
+    key: str
+    begin: int
+    """The block's first element in the flattened tensor."""
+    version: int
+    """That this update makes."""
+    pushes: list[Push]
+    """In the order of workers; in asynchronous and ssp modes there is one."""
+
+    @property
+    def worker(self) -> int:
+        return self.pushes[0].worker
+
+    @property
+    def clock(self) -> int:
+        return self.pushes[0].clock
+
+    @property
+    def pulled(self) -> int:
+        return self.pushes[0].pulled
+
+
+Function = Callable[..., None]
+
+
+class PythonUpdates:
+    """The updates of a server that Python computes. Called by the server's thread alone."""
+
+    def __init__(self, functions: dict[str, Function]) -> None:
+        self.functions = functions
+        self._blocks: dict[int, Callable[[torch.Tensor, torch.Tensor, int, Sequence[Any]], None]] = {}
+        self._shapes: dict[int, tuple[torch.dtype, int]] = {}
+
+    def add(self, block: int, key: str, begin: int, count: int, dtype: str, rule: dict[str, Any]) -> None:
+        self._shapes[block] = getattr(torch, dtype), count
+        python = rule["python"]
+        if "function" in python:
+            self._blocks[block] = self._by_function(key, begin, python["function"], python["arguments"])
+        else:
+            self._blocks[block] = _by_optimizer(python["optimizer"], python["arguments"])
+
+    def __call__(self, block: int, version: int, value: int, out: int, gradient: int, pushes: Sequence[Any]) -> None:
+        dtype, count = self._shapes[block]
+        self._blocks[block](_tensor_at(out, dtype, count), _tensor_at(gradient, dtype, count), version, pushes)
+
+    def _by_function(
+        self, key: str, begin: int, name: str, arguments: dict[str, Any]
+    ) -> Callable[[torch.Tensor, torch.Tensor, int, Sequence[Any]], None]:
+        call, state = self.functions[name], dict[str, Any]()
+
+        def update(value: torch.Tensor, push: torch.Tensor, version: int, pushes: Sequence[Any]) -> None:
+            call(value, push, state, Info(key, begin, version, [Push(*each) for each in pushes]), **arguments)
+
+        return update
+
+
+def _by_optimizer(
+    name: str, arguments: dict[str, Any]
+) -> Callable[[torch.Tensor, torch.Tensor, int, Sequence[Any]], None]:
+    made: list[Any] = []
+    lasting = {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
+
+    def update(value: torch.Tensor, push: torch.Tensor, version: int, pushes: Sequence[Any]) -> None:
+        if not made:
+            parameter = torch.nn.Parameter(value)
+            made.extend((parameter, getattr(torch.optim, name)([parameter], **lasting)))
+        parameter, optimizer = made
+        parameter.data = value  # the block's other buffer
+        parameter.grad = push
+        optimizer.step()
+        parameter.grad = None
+
+    return update
+
+
+def _tensor_at(address: int, dtype: torch.dtype, count: int) -> torch.Tensor:
+    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype, count=count)
