@@ -165,6 +165,9 @@ PYTEST := $(PY) -m pytest --durations=10
 # Several files at once. Not for tests that start ranks, which need the cores themselves.
 PARALLEL := --numprocesses $(JOBS) --maxprocesses 8 --dist loadfile
 
+# Of the parameter server's tests, those that start no processes of ranks.
+WITHOUT_RANKS := $(addprefix tests/parameter_server/test_,calls.py door.py protocol.py rules.py)
+
 # Has this Python no GPU, and a torch that cannot have a stand-in for one?
 define CUDA_WITHOUT_GPU
 import sys, torch
@@ -186,9 +189,9 @@ export NO_NAMESPACES
 
 test: build $(VENV)/.test-tools
 	@echo; echo "== unit tests: no processes =="
-	@$(PYTEST) $(PARALLEL) tests/unit; unit=$$?; \
+	@$(PYTEST) $(PARALLEL) tests/unit $(WITHOUT_RANKS); unit=$$?; \
 	echo; echo "== process tests: real ranks, real faults =="; \
-	$(PYTEST) tests/distributed tests/frameworks tests/parameter_server; process=$$?; \
+	$(PYTEST) tests/distributed tests/frameworks tests/parameter_server $(WITHOUT_RANKS:%=--ignore=%); process=$$?; \
 	echo; echo "== tests on device cuda: GPUs, or stand-ins =="; \
 	if $(PY) -c "$$CUDA_WITHOUT_GPU"; then $(PYTEST) tests/gpu; gpu=$$?; else gpu=0; fi; \
 	echo; echo "== several hosts: network namespaces =="; \
