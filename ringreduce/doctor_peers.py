@@ -12,7 +12,6 @@ No collectives and no plans: what is measured is TCP on the paths that groups us
 from __future__ import annotations
 
 import json
-import os
 import selectors
 import socket
 import statistics
@@ -109,9 +108,7 @@ def survey(
     `seconds` is how long two hosts may take to connect. Raises what `rendezvous.meet` raises: a rank did not come, say.
     """
     meeting = meet(store, rank, size, lambda _: 4096, "doctor", MEET_SECONDS, lambda *_: "", place=place)
-    for fd in (meeting.memfd, *meeting.pidfds, *meeting.arenas):
-        if fd >= 0:
-            os.close(fd)
+    meeting.close_descriptors()
     hosts = tuple(
         Host(meeting.names[ranks[0]][0], ranks, label)
         for ranks, label in zip(meeting.hosts, meeting.labels, strict=True)

@@ -37,7 +37,7 @@ struct Client::Peer {
            has_ended(pidfd.get());
   }
 
-  Descriptor values_fd, bell_fd, pidfd;
+  FileDescriptor values_fd, bell_fd, pidfd;
   Mapping values, bell_memory;
   std::string name;
   Session session;

@@ -111,7 +111,7 @@ class Client {
   const ForkMark fork_;
   const WorkerId worker_;
   const std::size_t servers_;
-  Descriptor window_fd_;
+  FileDescriptor window_fd_;
   std::unique_ptr<Mapping> window_;
   Bell* bell_;
   mutable std::mutex mutex_;

@@ -39,7 +39,7 @@ struct Server::Window {
     return *reinterpret_cast<Lane*>(memory.at(sizeof(Bell) + index * sizeof(Lane)));
   }
 
-  Descriptor memory_fd;
+  FileDescriptor memory_fd;
   Mapping memory;
   std::size_t data;
 };
@@ -122,7 +122,7 @@ bool Server::serve_orders() {
 
 void Server::join(WorkerSpec spec) {
   Connection connection;
-  connection.pidfd = Descriptor(spec.pidfd);
+  connection.pidfd = FileDescriptor(spec.pidfd);
   connection.window = std::make_shared<Window>(spec);
   if (spec.lane >= spec.servers || spec.servers > 65536 || spec.window_bytes < lanes_bytes(spec.servers))
     throw Error(ErrorKind::invalid_argument, "a window of " + std::to_string(spec.window_bytes) +
@@ -365,7 +365,7 @@ void Server::carry_out(const Operation& operation) {
   Block& block = blocks_[operation.block];
   if (operation.version == 0) {
     const std::size_t bytes = block.spec.count * size_of(block.spec.dtype);
-    std::byte* const out = begin_version(*block.words, bytes);
+    std::byte* const out = begin_version(*block.words, bytes).next;
     std::memcpy(out, static_cast<const Lent&>(*operation.contributions[0].payload).at(), bytes);
   } else {
     ++block.steps;
@@ -418,9 +418,7 @@ const std::byte* Server::Combination::operator()(std::byte* dst, std::size_t beg
 void Server::update(Block& block, const Operation& operation) {
   const BlockSpec& spec = block.spec;
   const std::size_t size = size_of(spec.dtype), bytes = spec.count * size;
-  const std::uint64_t published = block.words->published.load(std::memory_order_relaxed);
-  const std::byte* const value = buffer(block.words, published, bytes);
-  std::byte* const out = begin_version(*block.words, bytes);
+  const auto [value, out] = begin_version(*block.words, bytes);
   Combination combine = combination(spec, operation);
   if (spec.rule.kind == Rule::Kind::reduce) combine.sources.insert(combine.sources.begin(), value);
   const std::size_t slice = kSlice / size;
@@ -450,9 +448,7 @@ void Server::update(Block& block, const Operation& operation) {
 void Server::update_by_python(Block& block, const Operation& operation) {
   const BlockSpec& spec = block.spec;
   const std::size_t size = size_of(spec.dtype), bytes = spec.count * size;
-  const std::uint64_t published = block.words->published.load(std::memory_order_relaxed);
-  const std::byte* const value = buffer(block.words, published, bytes);
-  std::byte* const out = begin_version(*block.words, bytes);
+  const auto [value, out] = begin_version(*block.words, bytes);
   std::memcpy(out, value, bytes);
   const Combination combine = combination(spec, operation);
   scratch_.resize((combine.sources.size() + 1) * bytes);

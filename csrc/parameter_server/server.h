@@ -98,7 +98,7 @@ class Server {
     WorkerSpec spec;
     std::shared_ptr<Window> window;
     Lane* lane = nullptr;
-    Descriptor pidfd;
+    FileDescriptor pidfd;
     std::uint64_t taken = 0;
     bool alive = true, answered = false;
   };
@@ -141,7 +141,7 @@ class Server {
   const ForkMark fork_;
   const std::size_t capacity_;
   const Hooks hooks_;
-  Descriptor values_fd_, bell_fd_;
+  FileDescriptor values_fd_, bell_fd_;
   std::unique_ptr<Mapping> values_, bell_memory_;
   Bell* bell_;
 

@@ -39,15 +39,15 @@ Mapping::Mapping(int fd, std::size_t bytes, bool writable) : bytes_(bytes) {
 
 Mapping::~Mapping() { munmap(base_, bytes_); }
 
-Descriptor make_memory(const char* name, std::size_t bytes) {
-  Descriptor memory(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
+FileDescriptor make_memory(const char* name, std::size_t bytes) {
+  FileDescriptor memory(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (memory.get() < 0) refuse("memfd_create");
   if (ftruncate(memory.get(), static_cast<off_t>(bytes)) != 0) refuse("ftruncate to " + std::to_string(bytes));
   if (fcntl(memory.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0) refuse("sealing shared memory");
   return memory;
 }
 
-void seal_for_readers(const Descriptor& memory) {
+void seal_for_readers(const FileDescriptor& memory) {
   if (fcntl(memory.get(), F_ADD_SEALS, F_SEAL_FUTURE_WRITE | F_SEAL_SEAL) != 0)
     refuse("sealing shared memory against writers (Linux 5.1 or newer is needed)");
 }

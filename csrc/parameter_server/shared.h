@@ -8,20 +8,16 @@
 // What a server finds in a window is somebody else's word, which may change at any time: it is copied, then checked.
 #pragma once
 
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <ctime>
 #include <memory>
 #include <string>
-#include <utility>
 
+#include "core/atomics.h"
 #include "core/clock.h"
+#include "core/file_descriptor.h"
 #include "parameter_server/shard.h"
 
 namespace ringreduce::parameter_server {
@@ -37,23 +33,15 @@ struct alignas(kAlignment) Bell {
 
   void ring() {
     rings.fetch_add(1, std::memory_order_seq_cst);
-    if (sleepers.load(std::memory_order_seq_cst) != 0)
-      syscall(SYS_futex, &rings, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
+    if (sleepers.load(std::memory_order_seq_cst) != 0) wake_all_on(rings);
   }
   // Returns at a ring after `seen` was read, or when the time is over.
   void sleep(std::uint32_t seen, Nanoseconds most) {
-    const timespec duration{most / kSecond, most % kSecond};
     sleepers.fetch_add(1, std::memory_order_seq_cst);
-    syscall(SYS_futex, &rings, FUTEX_WAIT, seen, &duration, nullptr, 0);
+    sleep_on(rings, seen, most);
     sleepers.fetch_sub(1, std::memory_order_seq_cst);
   }
 };
-
-inline void fence([[maybe_unused]] std::memory_order order) {
-#if !defined(__SANITIZE_THREAD__)  // which knows no fences
-  std::atomic_thread_fence(order);
-#endif
-}
 
 // What a server's values begin with.
 struct alignas(kAlignment) ValuesHeader {
@@ -84,12 +72,16 @@ inline std::uint64_t read_block(const BlockWords& words, std::byte* to, std::siz
   }
 }
 
-// The writer's half: where to write the next version, then that it is there.
-inline std::byte* begin_version(BlockWords& words, std::size_t bytes) {
-  const std::uint64_t next = words.published.load(std::memory_order_relaxed) + 1;
-  words.begun.store(next, std::memory_order_relaxed);
+// The writer's half: where the latest version is and the next one is to be written, then that it is there.
+struct Versions {
+  const std::byte* latest;  // undefined if the block has no value yet
+  std::byte* next;
+};
+inline Versions begin_version(BlockWords& words, std::size_t bytes) {
+  const std::uint64_t published = words.published.load(std::memory_order_relaxed);
+  words.begun.store(published + 1, std::memory_order_relaxed);
   fence(std::memory_order_release);
-  return buffer(&words, next, bytes);
+  return {buffer(&words, published, bytes), buffer(&words, published + 1, bytes)};
 }
 inline void publish_version(BlockWords& words) {
   words.published.store(words.begun.load(std::memory_order_relaxed), std::memory_order_release);
@@ -122,24 +114,6 @@ struct alignas(kAlignment) Lane {
 // A window: the worker's bell, a lane per server, then data.
 constexpr std::size_t lanes_bytes(std::size_t servers) { return sizeof(Bell) + servers * sizeof(Lane); }
 
-// A descriptor that is closed in the end.
-class Descriptor {
- public:
-  explicit Descriptor(int fd = -1) : fd_(fd) {}
-  ~Descriptor() {
-    if (fd_ >= 0) ::close(fd_);
-  }
-  Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  Descriptor& operator=(Descriptor&& other) noexcept {
-    std::swap(fd_, other.fd_);
-    return *this;
-  }
-  int get() const { return fd_; }
-
- private:
-  int fd_;
-};
-
 // Memory of a descriptor, unmapped in the end. Throws Error(system), or Error(invalid_argument) if the descriptor's
 // memory is smaller than `bytes` or could become so.
 class Mapping {
@@ -158,9 +132,9 @@ class Mapping {
 };
 
 // Memory without a name, of this size for ever, zero, which takes room only where it is written. Throws Error(system).
-Descriptor make_memory(const char* name, std::size_t bytes);
+FileDescriptor make_memory(const char* name, std::size_t bytes);
 // From now on only this process writes it, through mappings that it has. Throws Error(system).
-void seal_for_readers(const Descriptor& memory);
+void seal_for_readers(const FileDescriptor& memory);
 
 // Whether the process of a pidfd has ended.
 bool has_ended(int pidfd);

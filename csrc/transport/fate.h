@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "core/atomics.h"
 #include "core/clock.h"
 #include "core/error.h"
 #include "core/file_descriptor.h"
@@ -79,9 +80,7 @@ class Fate {
   void fail(std::uint64_t seq);
   // Whether any rank has failed in call `seq` or an earlier one. Looks after everything that this rank read before.
   bool failed(std::uint64_t seq) const {
-#if !defined(__SANITIZE_THREAD__)  // which knows no fences
-    std::atomic_thread_fence(std::memory_order_acquire);
-#endif
+    fence(std::memory_order_acquire);
     return record_.failed.load(std::memory_order_seq_cst) >= ~seq;
   }
   bool anybody_failed() const { return record_.failed.load(std::memory_order_seq_cst) != 0; }

@@ -1,13 +1,9 @@
 #include "transport/region.h"
 
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <bit>
-#include <climits>
-#include <ctime>
 #include <string>
+
+#include "core/atomics.h"
 
 namespace ringreduce {
 namespace {
@@ -95,13 +91,10 @@ void Region::forget(int rank, int channels) const {
 
 void Doorbell::ring() {
   rings.fetch_add(1, std::memory_order_seq_cst);
-  syscall(SYS_futex, &rings, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  wake_all_on(rings);
 }
 
-void Doorbell::sleep(std::uint32_t seen, Nanoseconds timeout) const {
-  timespec duration{.tv_sec = static_cast<time_t>(timeout / kSecond), .tv_nsec = static_cast<long>(timeout % kSecond)};
-  syscall(SYS_futex, &rings, FUTEX_WAIT, seen, &duration, nullptr, 0);
-}
+void Doorbell::sleep(std::uint32_t seen, Nanoseconds timeout) const { sleep_on(rings, seen, timeout); }
 
 void RankControl::wake() {
   for (Doorbell* doorbell : {&for_calls, &for_messages})

@@ -120,11 +120,13 @@ class Meeting:
     prefix: str
     """Of keys in the store that are this meeting's alone."""
 
+    def close_descriptors(self) -> None:
+        """Lets go of what is for a group to take over, if none will."""
+        _close(fd for fd in (self.memfd, *self.pidfds, *self.arenas) if fd >= 0)
+
     def close(self) -> None:
-        """Lets go of the descriptors and the door, if no group has taken them over."""
-        for descriptor in (self.memfd, *self.pidfds, *self.arenas):
-            if descriptor >= 0:
-                os.close(descriptor)
+        """Lets go of the door too."""
+        self.close_descriptors()
         if self.door:
             self.door.close()
 

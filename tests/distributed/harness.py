@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -114,3 +115,22 @@ def _main(
         pipe.send(("result", function(Rank(rank, size, port, prefix, pipe), *args)))
     except BaseException:
         pipe.send(("error", traceback.format_exc()))
+
+
+def in_threads(bodies: list[Callable[[], None]]) -> None:
+    """Runs all at once; raises what the first of them raised."""
+    errors: list[BaseException] = []
+
+    def guarded(body: Callable[[], None]) -> None:
+        try:
+            body()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(body,)) for body in bodies]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import gc
-import threading
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.harness import Rank, run
+from distributed.harness import Rank, in_threads, run
 
 import ringreduce
 from ringreduce.errors import InvalidArgument
@@ -69,21 +69,12 @@ def test_wrong_arguments_are_named_and_the_group_lives_on() -> None:
 def groups_in_two_threads(me: Rank) -> None:
     with me.join():
         groups = [dist.new_group(backend="ringreduce") for _ in range(2)]
-        failures: list[BaseException] = []
 
         def work(group: dist.ProcessGroup) -> None:
-            try:
-                for _ in range(300):
-                    summed(me, group)
-            except BaseException as failure:
-                failures.append(failure)
+            for _ in range(300):
+                summed(me, group)
 
-        threads = [threading.Thread(target=work, args=(group,)) for group in groups]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not failures, failures
+        in_threads([functools.partial(work, group) for group in groups])
 
 
 def test_threads_with_a_group_each() -> None:

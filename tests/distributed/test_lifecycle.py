@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.harness import Rank, Ranks, run
+from distributed.harness import Rank, Ranks, in_threads, run
 from distributed.test_collectives import COLLECTIVES, SMALL_SLOTS, all_reduce, same, total, values
 
 import ringreduce
@@ -32,25 +32,6 @@ from ringreduce import _C
 from ringreduce.errors import Aborted, PeerLost, RingReduceError
 
 # threads
-
-
-def in_threads(bodies: list[Callable[[], None]]) -> None:
-    """Runs all at once; raises what the first of them raised."""
-    errors: list[BaseException] = []
-
-    def guarded(body: Callable[[], None]) -> None:
-        try:
-            body()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(body,)) for body in bodies]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 def a_group_per_thread(me: Rank) -> None:

@@ -101,7 +101,7 @@ MUTANTS = {
     "a pull does not wait for the worker's own pushes": (
         SHARD,
         "if (own != round.end() && own->second.first < number) return false;",
-        "(void)own;",
+        "(void)own, (void)number;",
         "own pushes",
     ),
     "a pull waits for pushes that were made after it": (

@@ -1,0 +1,34 @@
+// Words that threads of several processes share: fences, and sleeping until a word changes (futex).
+#pragma once
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <climits>
+#include <cstdint>
+#include <ctime>
+
+#include "core/clock.h"
+
+namespace ringreduce {
+
+inline void fence([[maybe_unused]] std::memory_order order) {
+#if !defined(__SANITIZE_THREAD__)  // which knows no fences
+  std::atomic_thread_fence(order);
+#endif
+}
+
+inline void wake_all_on(std::atomic<std::uint32_t>& word) {
+  syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+// Returns when the word is not `seen`, or after `timeout`, or now and then for no reason.
+inline void sleep_on(const std::atomic<std::uint32_t>& word, std::uint32_t seen, Nanoseconds timeout) {
+  const timespec duration{.tv_sec = static_cast<time_t>(timeout / kSecond),
+                          .tv_nsec = static_cast<long>(timeout % kSecond)};
+  syscall(SYS_futex, &word, FUTEX_WAIT, seen, &duration, nullptr, 0);
+}
+
+}  // namespace ringreduce
