@@ -68,6 +68,12 @@ bool differs(const RankControl& peer, std::uint64_t seq, std::uint64_t fingerpri
   return theirs && theirs->fingerprint != fingerprint;
 }
 
+std::uint64_t first_difference(const RankControl& own, const RankControl& peer, std::uint64_t seq) {
+  for (std::uint64_t s = seq - std::min<std::uint64_t>(seq, CallHistory::kKept) + 1; s <= seq; ++s)
+    if (const auto ours = own.calls.find(s); ours && differs(peer, s, ours->fingerprint)) return s;
+  return 0;
+}
+
 std::uint64_t number_of_call(const RankControl& rank, std::uint64_t seq) {
   const auto call = rank.calls.find(seq);
   return call ? call->number : seq;

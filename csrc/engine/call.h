@@ -82,6 +82,9 @@ void record(RankControl& own, const CallHeader& call);
 // Whether `peer` is known to have made, as its call number `seq`, another call than the one with `fingerprint`.
 bool differs(const RankControl& peer, std::uint64_t seq, std::uint64_t fingerprint);
 
+// The first call up to number `seq` that two ranks still know of each other and that was not the same; 0: none.
+std::uint64_t first_difference(const RankControl& own, const RankControl& peer, std::uint64_t seq);
+
 // The number of that call for the user, or `seq` if it is not known.
 std::uint64_t number_of_call(const RankControl& rank, std::uint64_t seq);
 

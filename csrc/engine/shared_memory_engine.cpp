@@ -91,10 +91,10 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
         else
           waiting.idle(execution.awaits(), check_on_peers);
       }
-      // What was lent must not change before it is read. And a root could be gone before anybody finds out that it
-      // called something else (see docs/architecture.md).
-      const bool rooted = has_root(call.operation);
-      if (links != nullptr && rooted) links->settle();
+      // What was lent must not change before it is read. And what a root sent over links is lost if its process ends
+      // before it has been read; what is in slots is not.
+      const bool rooted = links != nullptr && has_root(call.operation);
+      if (rooted) links->settle();
       if (execution.lent() > 0 || rooted)
         while (!execution.all_read(rooted)) waiting.idle(execution.awaits(), check_on_peers);
       if (execution.sends_away())
@@ -143,6 +143,10 @@ void SharedMemoryEngine::look(const Call& call, std::uint64_t seq, std::uint64_t
   if (team_->links() != nullptr) team_->links()->tell();
   for (int r = 0; r < team_->size(); ++r)
     if (r != team_->rank() && differs(team_->control(r), seq, fingerprint)) throw Error(ErrorKind::mismatch, "", r);
+  // Ranks that take turns as roots may be past the call that was not the same.
+  if (const int r = execution.blocked_on(); r >= 0 && r != team_->rank())
+    if (first_difference(team_->control(team_->rank()), team_->control(r), seq) != 0)
+      throw Error(ErrorKind::mismatch, "", r);
   for (int r : team_->fate().gone()) {
     const RankControl& peer = team_->control(r);
     if (peer.completed.load(std::memory_order_acquire) >= seq) continue;  // it has done its part of this call
@@ -198,12 +202,16 @@ void SharedMemoryEngine::throw_mismatch(const Call& call, std::uint64_t seq, std
     team_->links()->tell();
     if (!team_->links()->progress()) sched_yield();
   }
-  throw Error(ErrorKind::mismatch,
-              title(call, seq) + ": ranks of the group made different calls: rank " + std::to_string(own) + " called " +
-                  describe_call(team_->control(own), seq) + ", " + team_->fate().describe(peer) + " called " +
-                  describe_call(team_->control(peer), seq) +
-                  ". All ranks of a group must make the same calls in the same order",
-              peer);
+  const std::uint64_t first = first_difference(team_->control(own), team_->control(peer), seq);
+  const std::uint64_t other = first == 0 ? seq : first;
+  throw Error(
+      ErrorKind::mismatch,
+      title(call, seq) + ": ranks of the group made different calls" +
+          (other == seq ? "" : " before, at seq " + std::to_string(number_of_call(team_->control(own), other))) +
+          ": rank " + std::to_string(own) + " called " + describe_call(team_->control(own), other) + ", " +
+          team_->fate().describe(peer) + " called " + describe_call(team_->control(peer), other) +
+          ". All ranks of a group must make the same calls in the same order",
+      peer);
 }
 
 void SharedMemoryEngine::throw_timeout(const Call& call, std::uint64_t seq, const Execution& execution,

@@ -295,6 +295,12 @@ MISMATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any], tuple[str, str
         lambda: (dist.broadcast(torch.ones(100), 0), dist.barrier()),
         ("root=1", "root=0"),
     ),
+    # A root need not wait for its receivers; it knows by its next call, too.
+    "a root that goes on": (
+        lambda: (dist.broadcast(torch.ones(100), 1), dist.barrier()),
+        lambda: dist.all_reduce(torch.ones(100)),
+        ("broadcast(count=100", "all_reduce(count=100"),
+    ),
     "all_to_all": (
         lambda: dist.all_to_all_single(torch.ones(9), torch.ones(9)),
         lambda: dist.all_to_all_single(torch.ones(6), torch.ones(6)),
