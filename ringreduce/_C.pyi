@@ -133,6 +133,8 @@ class Settings:
         least_slice_bytes: int,
         most_slice_bytes: int,
         least_fetch_bytes: int = ...,
+        most_fetch_bytes: int = ...,
+        stream_bytes: int = ...,
         wire_dtype: str | None = ...,
         timeout: float,
         name: str,

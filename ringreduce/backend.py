@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from ringreduce import _C, host_links, plan, tuning
 from ringreduce.config import (
     LEAST_SLICE_GLOO,
+    MOST_FETCH,
     MOST_SLICE_GLOO,
     SPINS_SHARING_CORES,
     SPINS_WITH_LINKS,
@@ -226,6 +227,8 @@ def _make_with_memory(
             least_slice_bytes=slicing.least_slice_bytes,
             most_slice_bytes=slicing.most_slice_bytes,
             least_fetch_bytes=tuning.fetch_from(options, size, meeting.cores, fetch) or 0,
+            most_fetch_bytes=options.most_fetch_bytes or decision.most_fetch,
+            stream_bytes=options.stream_bytes,
             wire_dtype=options.wire_dtype,
             plans_for_root=functools.partial(_plans_for_root, options, links) if links else None,
         ),
@@ -341,6 +344,8 @@ class Decision:
     """What a file says of the network between hosts."""
     yields: int = 0
     """See `tuning.yields`."""
+    most_fetch: int = MOST_FETCH
+    """See `tuning.most_fetch`."""
 
     @property
     def channels(self) -> int:
@@ -357,7 +362,7 @@ class Decision:
         topology = GroupTopology.from_json(fields["topology"]) if fields["topology"] else None
         wire = Wire(*fields["wire"]) if fields["wire"] else None
         on_hosts = tuple(map(tuple, fields["hosts"]))
-        return Decision(fields["rules"], topology, fields["error"], on_hosts, wire, fields["yields"])
+        return Decision(**{**fields, "topology": topology, "hosts": on_hosts, "wire": wire})
 
 
 def _decide(
@@ -378,15 +383,18 @@ def _decide(
             )
         return _decide_for_hosts(options.hosts_file or "", tuple(map(tuple, on_hosts)), labels).dump()
     size, some = len(cores), frozenset[int]().union(*cores)
-    rules = tuning.decide(size, some, fetch, options=options, slot_bytes=slot_bytes_for(size, options))
-    yields = tuning.yields(some, options) if size > len(some) else 0
+    tuned = Decision(
+        tuning.decide(size, some, fetch, options=options, slot_bytes=slot_bytes_for(size, options)),
+        yields=tuning.yields(some, options) if size > len(some) else 0,
+        most_fetch=tuning.most_fetch(some, options) if size > 2 else MOST_FETCH,
+    )
     try:
-        return Decision(rules, group_topology(global_ranks, options, cores), yields=yields).dump()
+        return replace(tuned, topology=group_topology(global_ranks, options, cores)).dump()
     except TopologyError as error:
         return Decision(error=str(error)).dump()
     except Exception as error:
         log.warning("cannot plan over the machine's links: %s; the tuned rules decide", error)
-        return Decision(rules, yields=yields).dump()
+        return tuned.dump()
 
 
 def _decide_for_hosts(file: str, on_hosts: host_links.Hosts, labels: Sequence[str]) -> Decision:

@@ -95,6 +95,14 @@ class Options:
     least_slice_bytes: int | None = _knob(0, (0, 1024**3), "slices are not made smaller (default: by `fetch`)")
     fetch: int | None = _knob(1, (0, 1), "1: ranks read one another's tensors where they are; 0: through copies")
     least_fetch_bytes: int | None = _knob(0, (0, 1024**3), "smaller slices are copied (default: by ranks per core)")
+    most_fetch_bytes: int | None = _knob(
+        0,
+        (0, 1024**5),
+        "more than two ranks copy an all_reduce's tensors that have more bytes in all (default: by the probe)",
+    )
+    stream_bytes: int | None = _knob(
+        48 * 1024**2, (0, 1024**5), "outputs that have so many bytes in all are stored past the caches"
+    )
     gpu_transport: str | None = _knob(
         "auto",
         ("auto", "peer", "nccl", "host"),
@@ -139,6 +147,19 @@ YIELDS_SHARING_CORES = 40
 # 4 and 8 ranks on the 2 cores slices of 32 KB took up to 2x longer, those of 64 KB and more up to 0.7x.
 LEAST_FETCH_WITH_OWN_CORE = 8 * 1024
 LEAST_FETCH_SHARING_CORES = 64 * 1024
+
+# Up to how many bytes of all ranks' tensors more than two ranks read them in place, combine, and write back. The kernel
+# copies from memory more slowly than a program does, so it depends on by how much (tuning.most_fetch). Measured for
+# all_reduce with 4 and 8 ranks on 2-core Xeons (2 MB of L2 a core), November 2026, times over those of copies: where
+# the kernel took some 1.8 times as long, 64 and 128 MB in all took 0.7 and 0.9, 256 and 512 MB 1.0 to 1.5. Where it
+# took 2.2 times as long, up to 32 MB in all took 0.95 to 1.0, 64 and 128 MB 1.25 to 1.55.
+MOST_FETCH = 192 * 1024**2
+MOST_FETCH_SLOW_KERNEL = 48 * 1024**2
+
+# `stream_bytes`. An output that belongs to so many bytes has left the caches before anybody can read it again, and a
+# store through the caches would first fetch what it overwrites. Swept for reduce_scatter, all_gather, all_to_all and
+# broadcast with 2 and 4 ranks: with 64 MB and more, stores past the caches took 0.80 to 0.99 of the time; with 32 MB up
+# to 1.5 times as long.
 
 # What is read in place needs no slices but to stay in the cache between being read and being written: of 16 KB to 1 MB,
 # 128 KB and 256 KB were fastest for 1 MB to 160 MB. What is copied twice wants them small enough to overlap the copies.

@@ -5,18 +5,6 @@
 namespace ringreduce {
 namespace {
 
-// With more than two ranks, tensors of this many bytes in all are copied through slots rather than read and written
-// back by peers. Measured for all_reduce in place on a 2-core Xeon (2 MiB of L2 a core), November 2026: with 4 and 8
-// ranks, 64 and 128 MiB in all took 0.7 and 0.9 of the time that copies took, 256 and 512 MiB 1.0 to 1.5. With 2 ranks,
-// 128 and 320 MiB took 1.0, and 0.75 on huge pages.
-constexpr std::size_t kCopied = std::size_t{192} << 20;
-
-// An output that belongs to this many bytes of all ranks' outputs has left the caches before anybody can read it again,
-// and a store through the caches would first fetch what it overwrites. Swept on the same Xeon for reduce_scatter,
-// all_gather, all_to_all and broadcast by 2 and 4 ranks: with 64 MiB and more, stores past the caches took 0.80 to 0.99
-// of the time; with 32 MiB up to 1.5 times as long.
-constexpr std::size_t kStreamed = std::size_t{48} << 20;
-
 // Values may be packed on their way to other hosts if one rank completes each chunk and all others get what it made of
 // it: that rank rounds its own result as well, so all end with equal values.
 bool packs(const Call& call, const Program& program) {
@@ -55,7 +43,7 @@ BoundCall::BoundCall(const Team& team, const Program& program, const Call& call,
   std::size_t written = 0;
   for (const Block& block : outputs_) written += block.count * element_;
   written *= static_cast<std::size_t>(team.size());
-  outgrows_caches_ = written >= kStreamed;
+  outgrows_caches_ = written >= settings.stream_bytes;
 
   bool worth_fetching = team.opens_memory();
   for (const ChannelProgram& channel : program.channels) {
@@ -69,7 +57,7 @@ BoundCall::BoundCall(const Team& team, const Program& program, const Call& call,
   }
   const bool combined = reduces(call.operation) && in_place_ && !scaled_;
   // Beyond the caches, ordinary loads and stores are faster than the kernel's.
-  const bool kernel_is_faster = combined ? team.size() == 2 || written < kCopied : !outgrows_caches_;
+  const bool kernel_is_faster = combined ? team.size() == 2 || written <= settings.most_fetch_bytes : !outgrows_caches_;
   fetched_ = worth_fetching && kernel_is_faster;
   offers_ = combined && (fetched_ || team.in_arena(outputs_[0].data, outputs_[0].count * element_));
 

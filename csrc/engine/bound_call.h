@@ -60,8 +60,9 @@ class BoundCall {
  public:
   struct Settings {
     std::size_t slice_bytes = kCacheLine;  // the most that a slice may hold: a multiple of 64, at most a slot
-    std::size_t least_fetch_bytes = 0;     // smaller slices are not lent from outside of the arena
-    Packing packing = Packing::none;       // of what goes to other hosts, where the call and the plan allow it
+    // See Engine::Options.
+    std::size_t least_fetch_bytes = 0, most_fetch_bytes = 0, stream_bytes = 0;
+    Packing packing = Packing::none;
   };
 
   // `team` and `program` must outlive this object.

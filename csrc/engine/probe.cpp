@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <sched.h>
 #include <semaphore.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -21,11 +22,12 @@
 #include "core/threads.h"
 #include "engine/wait.h"
 #include "kernels/accumulate.h"
+#include "transport/peer_memory.h"
 
 namespace ringreduce {
 namespace {
 
-constexpr std::size_t kCached = 32 << 10, kMemory = 8 << 20;
+constexpr std::size_t kCached = 32 << 10, kScratch = 256 << 10, kMemory = 8 << 20;
 constexpr std::size_t kMostCores = 8;
 constexpr int kBatches = 5;                         // each figure is that of the best: others may use the machine too
 constexpr Nanoseconds kBatch = kMillisecond / 2;    // how long one lasts at least
@@ -229,6 +231,22 @@ Probe measured(std::span<const int> cores) {
       each[i].copy_cached = copy(kCached);
       each[i].add_cached = add(kCached);
       each[i].copy_memory = copy(kMemory);
+      const Buffer scratch = filled(kScratch);
+      const auto to_scratch = [&](const auto& move) {
+        return time([&] {
+                 for (const Buffer* source : {&a, &b})
+                   for (std::size_t at = 0; at < kMemory; at += kScratch)
+                     move(reinterpret_cast<std::byte*>(scratch.get()),
+                          reinterpret_cast<std::byte*>(source->get()) + at);
+               }) /
+               static_cast<double>(2 * kMemory);
+      };
+      bool open = true;
+      each[i].copy_scratch = to_scratch([](std::byte* to, const std::byte* from) { std::memcpy(to, from, kScratch); });
+      each[i].fetch_scratch = to_scratch([&](std::byte* to, const std::byte* from) {
+        open &= read_memory(getpid(), to, reinterpret_cast<std::uint64_t>(from), kScratch) == 0;
+      });
+      if (!open) each[i].fetch_scratch = 0;
     }
     ++ready;
     while (ready < cores.size()) sched_yield();
@@ -238,6 +256,8 @@ Probe measured(std::span<const int> cores) {
   result.copy_cached = each[0].copy_cached;
   result.add_cached = each[0].add_cached;
   result.copy_memory = each[0].copy_memory;
+  result.copy_scratch = each[0].copy_scratch;
+  result.fetch_scratch = each[0].fetch_scratch;
   for (const Probe& one : each) {
     result.copy_memory_all = std::max(result.copy_memory_all, one.copy_memory_all);
     result.add_memory_all = std::max(result.add_memory_all, one.add_memory_all);

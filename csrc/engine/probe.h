@@ -22,6 +22,9 @@ struct Probe {
   double copy_memory = 0;  // copying between buffers of 8 MB, by one core while the others idle
   double copy_memory_all = 0;  // the same by each core while all do it
   double add_memory_all = 0;   // a = a + b on such buffers, per byte of a
+  // Bringing two such buffers to 256 KB of scratch space, part by part: by a copy, and as peers' memory is read, by the
+  // kernel; the latter is 0 if it may not be read.
+  double copy_scratch = 0, fetch_scratch = 0;
   // Per entry of kStaging: a buffer of so many bytes that one core fills (`put`) and then another one reads (`take`),
   // again and again. What is put comes from the core's cache, and what is taken goes there.
   std::array<double, kStaging.size()> put{}, take{};

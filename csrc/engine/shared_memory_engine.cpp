@@ -41,6 +41,8 @@ const BoundCall& SharedMemoryEngine::bind(const Call& call, const Buffers& buffe
   bound_.emplace_front(*team_, program, call, buffers,
                        BoundCall::Settings{.slice_bytes = slice_bytes(call, program, choice.slice_bytes),
                                            .least_fetch_bytes = options().least_fetch_bytes,
+                                           .most_fetch_bytes = options().most_fetch_bytes,
+                                           .stream_bytes = options().stream_bytes,
                                            .packing = options().packing});
   return bound_.front();
 }

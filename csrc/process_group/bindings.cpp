@@ -182,6 +182,8 @@ void bind_settings(py::module_& m) {
       .def_property("least_slice_bytes", nullptr, engine_option(&Engine::Options::least_slice_bytes))
       .def_property("most_slice_bytes", nullptr, engine_option(&Engine::Options::most_slice_bytes))
       .def_property("least_fetch_bytes", nullptr, engine_option(&Engine::Options::least_fetch_bytes))
+      .def_property("most_fetch_bytes", nullptr, engine_option(&Engine::Options::most_fetch_bytes))
+      .def_property("stream_bytes", nullptr, engine_option(&Engine::Options::stream_bytes))
       .def_property("wire_dtype", nullptr,
                     [](S& s, const std::string& dtype) { s.engine.packing = packing_named(dtype); })
       .def_property("timeout", nullptr,
@@ -283,6 +285,7 @@ void bind_reports(py::module_& m) {
         return py::dict("hop"_a = p.hop, "turn"_a = p.turn, "wake"_a = p.wake, "copy_cached"_a = p.copy_cached,
                         "add_cached"_a = p.add_cached, "copy_memory"_a = p.copy_memory,
                         "copy_memory_all"_a = p.copy_memory_all, "add_memory_all"_a = p.add_memory_all,
+                        "copy_scratch"_a = p.copy_scratch, "fetch_scratch"_a = p.fetch_scratch,
                         "staging"_a = Probe::kStaging, "put"_a = p.put, "take"_a = p.take);
       },
       py::arg("cores"));

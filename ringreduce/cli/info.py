@@ -135,8 +135,11 @@ def _figures(machine: Machine) -> Table:
         ("copy in memory, one core", machine.copy_memory),
         ("copy in memory, each core", machine.copy_memory_all),
         ("add in memory, each core", machine.add_memory_all),
+        ("copy from memory to cache", machine.copy_scratch),
+        ("copy from another process to cache", machine.fetch_scratch),
     ):
-        table.add_row(name, f"{1e-9 / seconds:.1f} GB/s")
+        if seconds > 0:
+            table.add_row(name, f"{1e-9 / seconds:.1f} GB/s")
     for size, put, take in zip(machine.staging, machine.put, machine.take, strict=True):
         table.add_row(f"core to core through {_size(size)}", f"{1e-9 / put:.1f} GB/s in, {1e-9 / take:.1f} GB/s out")
     return table

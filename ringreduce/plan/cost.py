@@ -57,6 +57,8 @@ LIMITS: Mapping[str, tuple[float, float]] = {
     "copy_memory": _SPEED,
     "copy_memory_all": _SPEED,
     "add_memory_all": _SPEED,
+    "copy_scratch": _SPEED,
+    "fetch_scratch": (0, _SPEED[1]),
     "staging": (1, 2**40),
     "put": _SPEED,
     "take": _SPEED,
@@ -86,6 +88,9 @@ class Machine:
     copy_memory: float
     copy_memory_all: float
     add_memory_all: float
+    copy_scratch: float
+    fetch_scratch: float
+    """As the last, but by the kernel from another process; 0 if it does not do that."""
     staging: tuple[int, ...]
     """Bytes that two cores hand each other, ascending; for each of them the next two."""
     put: tuple[float, ...]

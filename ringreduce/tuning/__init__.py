@@ -12,6 +12,7 @@ from ringreduce.tuning.decision import (
     keep,
     measured_memory,
     memory_gbps,
+    most_fetch,
     renew,
     rules_for,
     slicing_for,

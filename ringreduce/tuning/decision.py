@@ -20,11 +20,13 @@ from ringreduce.config import (
     LEAST_FETCH_SHARING_CORES,
     LEAST_FETCH_WITH_OWN_CORE,
     LEAST_SLICE_COPIED,
+    MOST_FETCH,
+    MOST_FETCH_SLOW_KERNEL,
     SLICE_FETCHED,
     Options,
     resolve,
 )
-from ringreduce.plan import Rule, Slicing
+from ringreduce.plan import Machine, Rule, Slicing
 from ringreduce.tuning.machine import Identity, identify, probe
 from ringreduce.tuning.record import Cell, Measured, Tuning, default_path, load, save, tuned_otherwise
 
@@ -35,6 +37,9 @@ YIELD_FOR = 30
 """Wake-ups. Swept for 64 bytes with 4, 8 and 16 ranks on 2 cores (Xeon, Linux 6.18, November 2026), where a wake-up
 takes 1.4 times as long as a yield: 40 and 10^6 yields took the same time, 10 up to 1.05 times, 3 up to 1.5 times. With
 a sched_yield() that switches nothing, 10^6 yields took 30 to 60 times as long as 1 to 40."""
+
+SLOW_KERNEL = 1.9
+"""Times as long as a copy takes, the kernel's takes where MOST_FETCH_SLOW_KERNEL holds. Between two machines."""
 
 log = logging.getLogger(__name__)
 
@@ -89,13 +94,27 @@ def yields(cores: Collection[int], options: Options) -> int:
     As often as YIELD_FOR wake-ups last. Waits that end while it yields cost no wake-up. Where a yield does not bring
     another rank to the core (that is up to the kernel), a rank sleeps at once instead.
     """
+    machine = _machine(cores, options)
+    return max(1, round(YIELD_FOR * machine.wake / machine.turn)) if machine else 0
+
+
+def most_fetch(cores: Collection[int], options: Options) -> int:
+    """Up to how many bytes of all their tensors ranks read them where they are, if they are more than two."""
+    machine = _machine(cores, options)
+    if machine is None:
+        return MOST_FETCH
+    slow = machine.fetch_scratch > SLOW_KERNEL * machine.copy_scratch
+    return MOST_FETCH_SLOW_KERNEL if slow else MOST_FETCH
+
+
+def _machine(cores: Collection[int], options: Options) -> Machine | None:
+    """What is known of these cores, if that is wanted and can be had."""
     if options.tuning == "off":
-        return 0
+        return None
     try:
-        machine = current(options.tuning or "auto", frozenset(cores))[0].machine
+        return current(options.tuning or "auto", frozenset(cores))[0].machine
     except Exception:  # decide() has told
-        return 0
-    return max(1, round(YIELD_FOR * machine.wake / machine.turn))
+        return None
 
 
 def rules_for(tuning: Tuning, size: int, slicing: Slicing, least_fetch: int | None = None) -> tuple[Rule, ...]:

@@ -19,7 +19,7 @@ from ringreduce.common.files import cache_folder, read_own, replace_file
 from ringreduce.plan import BUILDERS, Machine
 from ringreduce.tuning.machine import Identity
 
-FORMAT = 3
+FORMAT = 4
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,17 @@ def test_ranks_that_share_a_core_yield_as_long_as_it_pays(
     assert tuning.yields(CORES, resolve(Options(tuning="off"), {})[0]) == 0
 
 
+@pytest.mark.parametrize(("fetch", "most"), [(0.18e-9, 192 << 20), (0.2e-9, 48 << 20)])
+def test_where_the_kernel_copies_slowly_large_tensors_are_not_read_in_place(
+    known: Tuning, tmp_path: Path, fetch: float, most: int
+) -> None:
+    path = tmp_path / "tuning.json"
+    machine = dataclasses.replace(known.machine, copy_scratch=0.1e-9, fetch_scratch=fetch)
+    save(dataclasses.replace(known, machine=machine), path, replace=True)
+    assert tuning.most_fetch(CORES, resolve(Options(tuning=str(path)), {})[0]) == most
+    assert tuning.most_fetch(CORES, resolve(Options(tuning="off"), {})[0]) == 192 << 20
+
+
 def test_a_file_comes_back_as_it_was_written(known: Tuning, tmp_path: Path) -> None:
     path = tmp_path / "new" / "folder" / "tuning.json"
     save(known, path, replace=False)
