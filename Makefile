@@ -41,7 +41,8 @@ help:
 	@echo 'PYTHON=python3         the Python to use; if it has torch >= 2.11, that torch is used and none is downloaded'
 	@echo 'TORCH=torch==2.13.0    else this is installed in $(VENV); without a GPU, PIP_EXTRA_INDEX_URL set to'
 	@echo '                       the index of CPU wheels that PyTorch publishes saves gigabytes'
-	@echo 'RINGREDUCE_NVCC=PATH   the nvcc to use (default: that of CUDA_HOME, or on PATH); 0: none'
+	@echo 'RINGREDUCE_NVCC=PATH   the nvcc for the GPU kernels; 1: that of CUDA_HOME, or on PATH; 0: none; by default 1 where'
+	@echo '                       an NVIDIA driver is installed. Without nvcc the kernels are compiled at first use'
 	@echo 'RINGREDUCE_WERROR=1    warnings of compilers, and a failing nvcc, end the build; .ci/run sets it'
 	@echo 'JOBS=N                 compilations at once (default: the number of cores, $(JOBS))'
 
@@ -150,7 +151,7 @@ demo: build
 	@echo; echo "== training on 2 ranks, checked against one process =="
 	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_ddp.py
 	@echo; echo "== ring, tree, direct and Gloo side by side =="
-	$(PY) bench/ring_vs_tree.py --ranks 2 4 \
+	$(PY) bench/ring_vs_tree.py --ranks 2 4 --min-time 0.1 --warmup 1 \
 	  --json $(DEMO)/ring_vs_tree.json --table $(DEMO)/ring_vs_tree.txt --plot $(DEMO)/ring_vs_tree.png
 	@echo; echo "== the links of eight V100 as two rings =="
 	$(PY) -m ringreduce topo dgx1-v100 --nvlink-gbps 18 --plot $(DEMO)/dgx1_rings.png
@@ -290,6 +291,7 @@ gpu: $(VENV)/.python
 BUNDLE := build/gpu_bundle.tar
 
 gpu-bundle: build
+	@RINGREDUCE_NVCC=$${RINGREDUCE_NVCC:-1} $(COMPILE)
 	@ls build/cuda/*.fatbin >/dev/null 2>&1 || { echo "error: no nvcc has compiled kernels here" >&2; exit 1; }
 	@tar -cf $(BUNDLE) build/cuda/*.fatbin build/cuda/*.log
 	@[ $$(stat -c %s $(BUNDLE)) -le 62914560 ] || { echo "error: $(BUNDLE) is larger than 60 MB" >&2; exit 1; }

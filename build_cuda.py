@@ -6,6 +6,7 @@ first use; nvcc compiles the same text, to one fatbin. Both land in ringreduce/g
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import importlib.util
 import os
@@ -110,7 +111,7 @@ class Nvcc:
 
 
 def find_nvcc() -> Nvcc | None:
-    """RINGREDUCE_NVCC ("0": none), or the one of CUDA_HOME, on PATH, in /usr/local/cuda, or of NVIDIA's wheels.
+    """RINGREDUCE_NVCC ("0": none), or the one of CUDA_HOME, on PATH, in /usr/local/cuda, or of NVIDIA's wheels ("1").
 
     Raises BuildError if what RINGREDUCE_NVCC names is missing, NvccError if it does not run or cannot compile for the
     oldest of ARCHITECTURES.
@@ -118,7 +119,7 @@ def find_nvcc() -> Nvcc | None:
     named = os.environ.get("RINGREDUCE_NVCC", "")
     path = nvcc_places.find_nvcc()
     if path is None:
-        if named not in ("", "0"):
+        if named not in ("", "0", "1"):
             raise BuildError(f"RINGREDUCE_NVCC={named} is not a program; give nvcc's path, or 0 to build without")
         return None
     try:
@@ -192,10 +193,13 @@ def build(package: Path, folder: Path) -> None:
 
 
 def _fatbins(texts: dict[str, str], folder: Path) -> dict[str, bytes]:
-    """What nvcc makes of all texts; nothing, and standard error says why, where it is missing or fails."""
-    why = "no nvcc"
+    """What nvcc makes of all texts; nothing, and standard error says why, where it is not asked to, missing or fails.
+
+    It takes a minute, which nobody needs where there is no driver and nobody has asked."""
+    asked = bool(os.environ.get("RINGREDUCE_NVCC"))
+    why = "no nvcc" if asked or has_driver() else "no NVIDIA driver, and RINGREDUCE_NVCC=1 is not set"
     try:
-        if texts and (nvcc := find_nvcc()):
+        if texts and why == "no nvcc" and (nvcc := find_nvcc()):
             return {stem: compile_text(nvcc, stem, text, folder).fatbin.read_bytes() for stem, text in texts.items()}
     except NvccError as error:
         if STRICT:
@@ -204,6 +208,15 @@ def _fatbins(texts: dict[str, str], folder: Path) -> dict[str, bytes]:
     if texts:
         print(f"{why}: GPU kernels will be compiled at first use by NVRTC", file=sys.stderr, flush=True)
     return {}
+
+
+def has_driver() -> bool:
+    """Whether an NVIDIA driver is installed."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def _run(command: list[str]) -> str:

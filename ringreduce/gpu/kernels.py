@@ -35,7 +35,10 @@ OLDEST_PREBUILT = (8, 0)
 OPTIONS = ("--std=c++17", "--fmad=false")
 """LANGUAGE of build_cuda.py, where the reason stands."""
 
-FIX = "`pip install nvidia-cuda-nvrtc` (-cu12 for drivers of CUDA 12), or build ringreduce where nvcc is"
+FIX = (
+    "`pip install nvidia-cuda-nvrtc` (-cu12 for drivers of CUDA 12), or build ringreduce where nvcc is, with "
+    "RINGREDUCE_NVCC=1"
+)
 
 
 def image(stem: str, name: str, capability: tuple[int, int], *, prebuilt: bool = True) -> bytes:

@@ -12,7 +12,7 @@ def find_nvcc() -> str | None:
     """The path of RINGREDUCE_NVCC ("0": none), or the one of CUDA_HOME, on PATH, in /usr/local/cuda, or of NVIDIA's
     wheels; None if there is none."""
     named = os.environ.get("RINGREDUCE_NVCC", "")
-    if named:
+    if named not in ("", "1"):
         return None if named == "0" else shutil.which(named)
     homes = [os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"), None, "/usr/local/cuda"]
     spec = importlib.util.find_spec("nvidia")

@@ -226,6 +226,21 @@ def test_an_nvcc_of_a_wheel_is_found(project: Path, monkeypatch: pytest.MonkeyPa
     assert found and found.path == str(wheel) and found.version == "99.1.2"
 
 
+@pytest.mark.parametrize("driver", (True, False))
+def test_without_a_driver_nvcc_runs_only_if_asked(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], driver: bool
+) -> None:
+    monkeypatch.setattr(build_cuda, "has_driver", lambda: driver)
+    monkeypatch.setenv("CUDA_HOME", str(project / "cuda"))
+    (project / "cuda" / "bin").mkdir(parents=True)
+    (project / "nvcc").rename(project / "cuda" / "bin" / "nvcc")
+    monkeypatch.delenv("RINGREDUCE_NVCC")
+    assert ("one.fatbin" in build(project)[0]) == driver
+    assert ("no NVIDIA driver" in capsys.readouterr().err) != driver
+    monkeypatch.setenv("RINGREDUCE_NVCC", "1")
+    assert "one.fatbin" in build(project)[0]
+
+
 def test_in_ci_what_nvcc_refuses_fails_the_build(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build_cuda, "STRICT", True)
     build(project)
