@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple, cast
 
@@ -121,9 +121,11 @@ def _next_cell(pipe: Connection, ranks: Sequence[BaseProcess]) -> Cell:
         while not any(process.exitcode for process in ranks):
             if pipe.poll(0.5):
                 return cast(Cell, pipe.recv())
+    wait([process.sentinel for process in ranks], timeout=30)
     for process in ranks:
         process.join(1)
-    rank, code = next((r, p.exitcode) for r, p in enumerate(ranks) if p.exitcode != 0)
+    ended = [(rank, process.exitcode) for rank, process in enumerate(ranks) if process.exitcode]
+    rank, code = ended[0] if ended else (0, ranks[0].exitcode)
     raise RingReduceError(f"rank {rank} of {len(ranks)} ended with exit code {code}; its traceback is above")
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -79,6 +81,26 @@ def groups_in_two_threads(me: Rank) -> None:
 
 def test_threads_with_a_group_each() -> None:
     run(groups_in_two_threads, 2)
+
+
+def other_threads_run_while_it_waits(me: Rank) -> None:
+    with me.join():
+        summed(me)
+        if me.rank == 1:
+            me.store.wait(["the call of rank 0 is under way"])
+            return summed(me)
+        begun = threading.Event()
+
+        def tell() -> None:
+            begun.wait()
+            time.sleep(0.05)  # needs the GIL again
+            me.store.set("the call of rank 0 is under way", "")
+
+        in_threads([tell, lambda: (begun.set(), summed(me))])
+
+
+def test_other_threads_run_while_a_small_call_waits() -> None:
+    run(other_threads_run_while_it_waits, 2)
 
 
 def test_tensors_that_take_the_place_of_others() -> None:
