@@ -163,7 +163,7 @@ demo: build
 
 PYTEST := $(PY) -m pytest --durations=10
 
-# Several files at once. Not for tests that start ranks, which need the cores themselves.
+# Several files at once. Tests that start ranks wait most of the time, for deadlines and for processes to start.
 PARALLEL := --numprocesses $(JOBS) --maxprocesses 8 --dist loadfile
 
 # Of the parameter server's tests, those that start no processes of ranks.
@@ -192,9 +192,9 @@ test: build $(VENV)/.test-tools
 	@echo; echo "== unit tests: no processes =="
 	@$(PYTEST) $(PARALLEL) tests/unit $(WITHOUT_RANKS); unit=$$?; \
 	echo; echo "== process tests: real ranks, real faults =="; \
-	$(PYTEST) tests/distributed tests/frameworks tests/parameter_server $(WITHOUT_RANKS:%=--ignore=%); process=$$?; \
+	$(PYTEST) $(PARALLEL) tests/distributed tests/frameworks tests/parameter_server $(WITHOUT_RANKS:%=--ignore=%); process=$$?; \
 	echo; echo "== tests on device cuda: GPUs, or stand-ins =="; \
-	if $(PY) -c "$$CUDA_WITHOUT_GPU"; then $(PYTEST) tests/gpu; gpu=$$?; else gpu=0; fi; \
+	if $(PY) -c "$$CUDA_WITHOUT_GPU"; then $(PYTEST) $(PARALLEL) tests/gpu; gpu=$$?; else gpu=0; fi; \
 	echo; echo "== several hosts: network namespaces =="; \
 	if $(PY) -c "$$NO_NAMESPACES"; then $(PYTEST) tests/net; net=$$?; else net=0; fi; \
 	exit $$((unit | process | gpu | net))
