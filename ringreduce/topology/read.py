@@ -45,7 +45,7 @@ def read(text: str, where: str, assume: Assumed = NOTHING) -> LinkGraph:
         if assume != NOTHING:
             raise TopologyError(
                 f"{where}: a JSON graph states its own rates; edit its capacities, and leave --gpu, --nvlink-gbps, "
-                "--pcie-gbps and --smp-gbps out"
+                "--pcie-gbps, --smp-gbps and --peer-access out"
             )
         return LinkGraph.from_json(text, where)
     return _read_report(text, where, assume)
