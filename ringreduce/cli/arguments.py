@@ -137,6 +137,8 @@ def add_call(parser: argparse.ArgumentParser, algorithm: str) -> None:
     sizes = f"{SIZE_HELP} (default: 160MB)"
     parser.add_argument("--size", type=size_bytes, default=DEFAULT_SIZE, metavar="SIZE", help=sizes)
     parser.add_argument("--algorithm", default="auto", metavar="NAME", help=algorithm)
+    made = "expect times by this file of `ringreduce calibrate` (default: by published figures)"
+    parser.add_argument("--calibration", type=Path, metavar="FILE", help=made)
 
 
 def machine(arguments: argparse.Namespace) -> LinkGraph:

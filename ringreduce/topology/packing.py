@@ -55,8 +55,8 @@ Shape = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Packed:
-    """Per channel its share and the shape of every block, by number; and in GB/s what the links' prices prove: no shapes
-    of any widths carry more."""
+    """Per channel its share and the shape of every block, by number; and what the links' prices prove: no shapes of
+    any widths carry more GB/s."""
 
     channels: tuple[tuple[int, Mapping[int, Shape]], ...]
     bound: float
@@ -182,7 +182,6 @@ class _Master:
         """The last variable is the width that every block has."""
         vars(self).pop("loads", None)
         vars(self).pop("owners", None)
-        count = len(self.shapes)
         limits = np.hstack([self.loads, np.zeros((len(self.capacity), 1))])
         equal = np.hstack([self.owners, -np.ones((len(self.blocks), 1))])
         # Of packings of nearly the same width, one with short routes.
@@ -245,8 +244,8 @@ def _depth(shape: Shape) -> int:
     if len(before) < len(shape):  # inwards
         before = dict(shape)
     depth = 0
-    for node in before:
-        hops = 0
+    for start in before:
+        node, hops = start, 0
         while node in before:
             node, hops = before[node], hops + 1
         depth = max(depth, hops)

@@ -8,10 +8,11 @@ bytes are counted step by step over the plan's own programs, so no figure here i
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import permutations
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ringreduce.common.failures import TopologyError
@@ -117,7 +118,7 @@ class Planned:
     def loads(self, size_bytes: float) -> list[LinkLoad]:
         """Every directed link that is used, the busiest first."""
         number = self._numbers
-        shares = self._over_switches(size_bytes) if self.in_switches else self.routes.loads(self._sent(size_bytes))
+        shares = self.crossing(size_bytes)
         used = [
             LinkLoad(
                 number.get(link.src, link.src),
@@ -131,8 +132,11 @@ class Planned:
         ]
         return sorted(used, key=lambda load: -load.seconds)
 
-    def _sent(self, size_bytes: float) -> dict[tuple[int, int], float]:
-        return transfers(self.plan, size_bytes)
+    def crossing(self, size_bytes: float) -> list[float]:
+        """Bytes over each link of `routes`."""
+        if self.in_switches:
+            return self._over_switches(size_bytes)
+        return self.routes.loads(transfers(self.plan, size_bytes))
 
     def _over_switches(self, size_bytes: float) -> list[float]:
         """Each rank fetches its part of the sum, which all send to the switches, itself too, and has the result copied
@@ -167,8 +171,8 @@ class Planned:
     def _times(self) -> dict[float, float]:
         return {}
 
-    def to_json(self, size_bytes: int) -> str:
-        """All of this for one size, for programs."""
+    def to_json(self, size_bytes: int, more: Mapping[str, Any] = MappingProxyType({})) -> str:
+        """All of this for one size, and `more`, for programs."""
         ranks = [self._numbers.get(name, name) for name in self.ranks]
         document = {
             "machine": self.graph.name,
@@ -181,6 +185,7 @@ class Planned:
             "bound_in_switches_GBps": self.bound_in_switches,
             "time_s": 0.0 if math.isinf(self.bandwidth) else size_bytes * 1e-9 / self.bandwidth,
             "simulated_s": self.simulated(size_bytes),
+            **more,
             "reason": self.reason,
             "proof": self.proof,
             "assumed": list(self.graph.assumed),
