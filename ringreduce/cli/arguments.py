@@ -126,7 +126,7 @@ def add_machine(parser: argparse.ArgumentParser, **file: Any) -> None:
     rates.add_argument("--nvlink-gbps", type=rate, metavar="X", help="of one NVLink, such as 18 or 25")
     rates.add_argument("--pcie-gbps", type=rate, metavar="X", help="of a GPU's PCIe slot")
     rates.add_argument("--smp-gbps", type=rate, metavar="X", help="between two CPUs")
-    peers = "whether GPUs reach each other's memory over PCIe (default: all but GeForce)"
+    peers = "of GPUs over PCIe (default: all but GeForce)"
     rates.add_argument("--peer-access", choices=("yes", "no"), help=peers)
 
 
@@ -137,7 +137,7 @@ def add_call(parser: argparse.ArgumentParser, algorithm: str) -> None:
     sizes = f"{SIZE_HELP} (default: 160MB)"
     parser.add_argument("--size", type=size_bytes, default=DEFAULT_SIZE, metavar="SIZE", help=sizes)
     parser.add_argument("--algorithm", default="auto", metavar="NAME", help=algorithm)
-    made = "expect times by this file of `ringreduce calibrate` (default: by published figures)"
+    made = "what to expect, from `ringreduce calibrate`"
     parser.add_argument("--calibration", type=Path, metavar="FILE", help=made)
 
 

@@ -41,8 +41,8 @@ def add(commands: Any, summary: str) -> None:
         "simulate",
         usage="%(prog)s (FILE | --ranks N --link-gbps X) [options]",
         help=summary,
-        description="Simulates a collective step by step, with latencies, slices and links that are shared: how long "
-        "each algorithm takes on a machine, or on equal links to one switch.",
+        description="Simulates a collective step by step, with latencies, slices and shared links: how long each "
+        "algorithm takes on a machine, or on one switch.",
         epilog="examples:\n"
         "  ringreduce simulate dgx1-v100 --size 160MB --plot time.png\n"
         "  ringreduce simulate --ranks 64 --link-gbps 12.5 --latency-us 5 --over ranks\n"

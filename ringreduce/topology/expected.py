@@ -130,7 +130,7 @@ def _lanes(planned: "Planned") -> list[tuple[int, float]]:
 
 
 def _generation(lanes: list[tuple[int, float]]) -> int:
-    """Of NVLink, by the links that a GPU has: 6 of V100, 12 of A100, 18 of H100 and 8 of H800, 18 faster ones of B200."""
+    """Of NVLink, by the links that a GPU has: 6 of V100, 12 of A100, 18 of H100, 8 of H800, 18 faster ones of B200."""
     count, gbps = lanes[0]
     if gbps > 40:
         return 5
