@@ -3,10 +3,10 @@
     python bench/odd_subsets.py dgx1-v100 --plot docs/odd_subsets.png
     python bench/odd_subsets.py topology.xml --table subsets.csv
 
-NCCL's rule for one host, as its sources have it: rings over NVLink (XGMI) alone, each hop as wide as whole links, as many
-as the links allow; where there is no such ring, a ring over PCIe.  The rule is granted the best packing of rings that
-there is, where NCCL searches greedily for a limited time, and the same line rates as our plans.  Left out are NCCL's
-hops over a third GPU's NVLinks, which some versions have.
+NCCL's rule for one host, as its sources have it: rings over NVLink (XGMI) alone, each hop as wide as whole links, as
+many as the links allow; where there is no such ring, a ring over PCIe.  The rule is granted the best packing of rings
+that there is, where NCCL searches greedily for a limited time, and the same line rates as our plans.  Left out
+are NCCL's hops over a third GPU's NVLinks, which some versions have.
 """
 
 from __future__ import annotations

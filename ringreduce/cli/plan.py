@@ -100,13 +100,9 @@ def _write(planned: Planned, arguments: argparse.Namespace) -> list[Path]:
 
 def _of_bound(planned: Planned) -> str:
     """What is planned, and which bound that is to be held against."""
-    most, ranks = planned.bound, ""
-    if planned.in_switches and planned.bound_in_switches is not None:
-        most, ranks = planned.bound_in_switches, ", with the switches' sums"
-    elif planned.bound_in_switches is not None:
-        ranks = ", without the switches' sums"
-    share = f"({planned.bandwidth / most:.1%})"
-    return f"planned {gigabytes(planned.bandwidth)} GB/s of at most {gigabytes(most)} {share}{ranks}"
+    share = f"{gigabytes(planned.bandwidth)} GB/s of at most {gigabytes(planned.bound)}"
+    ranks = ", without the switches' sums" if planned.bound_in_switches and not planned.in_switches else ""
+    return f"planned {share} ({planned.bandwidth / planned.bound:.1%}){ranks}"
 
 
 def _show_expected(out: Console, planned: Planned, size: int, table: Table) -> None:
@@ -116,7 +112,7 @@ def _show_expected(out: Console, planned: Planned, size: int, table: Table) -> N
 
     if found := expected(planned, size, table):
         say(out, f"expected: {time_text(found.seconds)}, as NCCL or RCCL has on such links ({found})")
-    if planned.bound_in_switches is None or planned.in_switches:
+    if not planned.bound_in_switches or planned.in_switches:
         return
     if "nvls" not in algorithms(planned.graph, planned.collective):
         say(out, f"with the switches' sums (NVLS): at most {gigabytes(planned.bound_in_switches)} GB/s")

@@ -68,12 +68,12 @@ class Planned:
     routes: Routes
     plan: Plan
     bound: float
-    """GB/s: no plan in which only ranks combine can be faster over these links."""
+    """GB/s: no plan in which only ranks combine can be faster over these links; with `in_switches`, none at all."""
     proof: str
     """The cut that says so."""
     reason: str
     bound_in_switches: float | None = None
-    """GB/s: the same for plans that let switches combine (NVLS); None where switches cannot."""
+    """GB/s: the bound for plans that let switches combine (NVLS) too; None where switches cannot."""
     in_switches: bool = False
     """Whether the switches combine in this plan: then it is not for our engine, but shows what NCCL's NVLS can do."""
     rings: tuple[Ring, ...] = ()
@@ -314,6 +314,7 @@ def _candidates(graph: LinkGraph, collective: str) -> dict[str, Planned]:
     if made and more["bound_in_switches"] and len(reducing_domains(routes)[0]) == routes.size:
         switched = replace(build("all_reduce", "two_shot", routes.size), name="nvls")
         about = f"{parts.why_links}; the switches combine and copy (NVLS), which NCCL can use and our engine cannot"
+        limit = bound(collective, parts.cuts, parts.partitions, in_switches=True)
         made.append(Planned(graph, routes, switched, limit.bandwidth, limit.proof, about, in_switches=True, **more))
     if not made and collective in OVER_RINGS:
         raise TopologyError(f"{graph.name}: no rings or trees were found for {collective} over these links")

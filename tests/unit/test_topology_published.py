@@ -120,6 +120,7 @@ def test_bounds_of_switches_that_reduce() -> None:
     assert plan_for(preset("hgx-h100"), "all_gather").bound_in_switches is None
     nvls = plan_for(preset("hgx-h100"), algorithm="nvls")
     assert nvls.bandwidth == pytest.approx(450 * 8 / 9)
+    assert nvls.bound == h100.bound_in_switches and "450 GB/s leave GPU0" in nvls.proof
     assert h100.plan.name == "rings"  # the engine has no sums in switches
     four = hosts_of(preset("hgx-h100"), 4)
     assert "nvls" not in plan_for(four).reason
