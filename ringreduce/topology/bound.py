@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.topology.graph import NodeKind
+from ringreduce.topology.graph import LinkKind, NodeKind
 from ringreduce.topology.routes import Routes
 
 Partition = tuple[tuple[int, ...], ...]
@@ -125,13 +125,19 @@ def bound(collective: str, cuts: Cuts, tried: Iterable[Partition] = (), in_switc
 
 
 def _structural(routes: Routes) -> Iterator[Partition]:
-    """By host, by NUMA node and by the switch next to a rank, where that gives more than one part."""
+    """By the network's switches, by host, by NUMA node and by the switch next to a rank, where that gives more than one
+    part."""
     nodes = [routes.graph.by_name[name] for name in routes.ranks]
     nearest: dict[str, str] = {}
     for link in routes.links:
         if link.dst not in routes.ranks:
             nearest.setdefault(link.src, link.dst)
+    uplinks: dict[int, set[str]] = {}
+    for link in routes.links:
+        if link.kind is LinkKind.NETWORK and routes.graph.by_name[link.src].kind is NodeKind.NIC:
+            uplinks.setdefault(routes.graph.by_name[link.src].host, set()).add(link.dst)
     keys: tuple[Sequence[Any], ...] = (
+        [frozenset(uplinks.get(node.host, ())) for node in nodes],
         [node.host for node in nodes],
         [(node.host, node.numa) for node in nodes],
         [nearest.get(node.name, node.name) for node in nodes],

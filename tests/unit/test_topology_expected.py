@@ -8,12 +8,12 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from unit.several_hosts import hosts_of
 from unit.test_topology_published import ROWS, Row, in_switches, machine
 
 from ringreduce.cli import main
 from ringreduce.cli.calibrate import read_log
 from ringreduce.errors import TopologyError
+from ringreduce.topology.clusters import hosts_of
 from ringreduce.topology.expected import (
     FABRICS,
     PUBLISHED,

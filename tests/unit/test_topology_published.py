@@ -13,8 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 
 import pytest
-from unit.several_hosts import hosts_of
 
+from ringreduce.topology.clusters import hosts_of
 from ringreduce.topology.graph import LinkGraph
 from ringreduce.topology.planner import plan_for
 from ringreduce.topology.presets import preset
