@@ -115,7 +115,7 @@ def _show_expected(out: Console, planned: Planned, size: int, table: Table) -> N
     if not planned.bound_in_switches or planned.in_switches:
         return
     if "nvls" not in algorithms(planned.graph, planned.collective):
-        say(out, f"with the switches' sums (NVLS): at most {gigabytes(planned.bound_in_switches)} GB/s")
+        say(out, f"with the switches' sums (NVLS, SHARP): at most {gigabytes(planned.bound_in_switches)} GB/s")
         return
     switched = plan_for(planned.graph, planned.collective, size, "nvls")
     found = expected(switched, size, table)

@@ -149,9 +149,11 @@ def _structural(routes: Routes) -> Iterator[Partition]:
 
 
 def reducing_domains(routes: Routes) -> list[frozenset[int]]:
-    """Of every switch that combines: the ranks with links to it."""
+    """Of every switch that combines: the ranks with links to it; of such a network: all ranks."""
     of: dict[str, set[int]] = {
-        node.name: set() for node in routes.graph.nodes if node.kind is NodeKind.NVSWITCH and node.reduces
+        node.name: set(range(routes.size)) if node.kind is NodeKind.NETWORK else set()
+        for node in routes.graph.nodes
+        if node.reduces and any(link.dst == node.name for link in routes.links)
     }
     number = {name: rank for rank, name in enumerate(routes.ranks)}
     for link in routes.links:

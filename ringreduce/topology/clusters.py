@@ -15,7 +15,7 @@ from typing import Any
 from ringreduce.common.failures import TopologyError
 from ringreduce.topology.graph import Link, LinkGraph, LinkKind, Node, NodeKind, both_directions
 
-_KINDS = {"nics": int, "gbps": float, "rails": bool, "hosts_per_leaf": int, "taper": float}
+_KINDS = {"nics": int, "gbps": float, "rails": bool, "hosts_per_leaf": int, "taper": float, "in_network": bool}
 
 
 def cluster(document: Mapping[str, Any], machine: LinkGraph, where: str) -> LinkGraph:
@@ -45,6 +45,7 @@ def hosts_of(
     rails: bool = False,
     hosts_per_leaf: int | None = None,
     taper: float = 1.0,
+    in_network: bool = False,
 ) -> LinkGraph:
     """`count` copies of a machine, each with the prefix `host<h>/`, joined by their NICs.
 
@@ -52,9 +53,9 @@ def hosts_of(
     in turn.  `gbps` is what a NIC carries, GB/s in one direction (default: what the link to it does).
 
     One `network` joins them, which carries all that NICs send; or a switch for each so many hosts (`hosts_per_leaf`),
-    or one for the k-th NICs of all hosts (`rails`).  The way from such a switch to the network has the width of the
-    NICs below it over `taper`.  Raises TopologyError for a machine without either NICs or CPUs, for several hosts, and
-    for numbers that make no sense.
+    or one for the k-th NICs of all hosts (`rails`). The way from such a switch to the network has the width of the NICs
+    below it over `taper`. With `in_network` its switches combine what passes them (SHARP). Raises TopologyError for a
+    machine without either NICs or CPUs, for several hosts, and for numbers that make no sense.
     """
     if count < 2:
         raise TopologyError(f"{graph.name}: {count} hosts need no network; give 2 or more")
@@ -89,7 +90,7 @@ def hosts_of(
     for switch, wide in below.items() if rails or hosts_per_leaf else ():
         nodes.append(Node(switch, NodeKind.NETWORK, len(nodes)))
         links += both_directions(switch, "network", LinkKind.NETWORK, wide / taper, 1, f"NICs below, over {taper:g}")
-    nodes.append(Node("network", NodeKind.NETWORK))
+    nodes.append(Node("network", NodeKind.NETWORK, reduces=in_network))
     assumed = (
         (*one.assumed, "The network between hosts carries all that their NICs send.") if taper == 1 else one.assumed
     )

@@ -101,8 +101,9 @@ def fabric_of(planned: "Planned") -> str | None:
     if planned.plan.size == 1:
         return None
     if len({node.host for node in planned.graph.ranks}) > 1:
-        lanes = _lanes(planned)
-        return f"hosts of NVLink {_generation(lanes)}" if lanes else "hosts over PCIe"
+        lanes, network = _lanes(planned), planned.graph.of_kind(NodeKind.NETWORK)
+        name = f"hosts of NVLink {_generation(lanes)}" if lanes else "hosts over PCIe"
+        return f"{name}, SHARP" if any(node.reduces for node in network) else name
     used = {link.kind for link, load in zip(planned.routes.links, planned.crossing(1e9), strict=True) if load > 0}
     if LinkKind.PCIE in used:
         if not all(node.peer_access for node in planned.graph.gpus):

@@ -231,7 +231,7 @@ def plan_for(
     if first.plan.name == "routed":  # the one with the most bandwidth; but its routes can be long
         slowest = LEAST_GAIN * first.simulated(size_bytes)
         faster = [candidates[name] for name in ("rings", "trees") if name in candidates]
-        faster = [each for each in faster if each.simulated(size_bytes) < slowest]
+        faster = [each for each in faster if each.seconds(size_bytes) < slowest > each.simulated(size_bytes)]
         first = min(faster, key=lambda each: each.simulated(size_bytes), default=first)
     usual = first.simulated(size_bytes)
     bandwidth_counts = first.seconds(size_bytes) > usual / 2
@@ -311,7 +311,8 @@ def _candidates(graph: LinkGraph, collective: str) -> dict[str, Planned]:
     made += others
     made.sort(key=lambda each: (each.plan.name in BUILDERS[collective] and collective in OVER_RINGS,
                                 each.of_links < AS_GOOD * best, len(each.plan.channels)))  # fmt: skip
-    if made and more["bound_in_switches"] and len(reducing_domains(routes)[0]) == routes.size:
+    one_host = len({node.host for node in graph.ranks}) == 1
+    if made and one_host and more["bound_in_switches"] and len(reducing_domains(routes)[0]) == routes.size:
         switched = replace(build("all_reduce", "two_shot", routes.size), name="nvls")
         about = f"{parts.why_links}; the switches combine and copy (NVLS), which NCCL can use and our engine cannot"
         limit = bound(collective, parts.cuts, parts.partitions, in_switches=True)

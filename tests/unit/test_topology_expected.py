@@ -89,6 +89,8 @@ def test_what_has_no_table_is_not_expected() -> None:
     assert expected(plan_for(preset("dgx-a100").select([3])), MIB) is None
     assert expected(plan_for(preset("dgx-a100")), MIB, {}) is None
     assert fabric_of(plan_for(hosts_of(preset("pcie-4"), 2, gbps=12.5))) == "hosts over PCIe"
+    assert expected(plan_for(hosts_of(preset("dgx-a100"), 2)), MIB) is not None
+    assert expected(plan_for(hosts_of(preset("dgx-a100"), 2, in_network=True)), MIB) is None
 
 
 LOG = """# nThread 1 nGpus 8 minBytes 8 maxBytes 8589934592 step: 8(factor) warmup iters: 5 iters: 20 validation: 1

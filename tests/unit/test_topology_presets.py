@@ -239,6 +239,14 @@ def test_rails_join_the_nics_of_one_place():
     assert all("network" not in (load.src, load.dst) for load in rail_by_rail.loads(1000))
 
 
+def test_a_network_that_reduces_is_bounded_by_its_lines_alone():
+    plain = plan_for(hosts_of(preset("dgx-a100"), 4))
+    summed = plan_for(hosts_of(preset("dgx-a100"), 4, in_network=True))
+    assert plain.bound_in_switches is None
+    assert summed.bound == plain.bound < summed.bound_in_switches == pytest.approx(200)  # of eight NICs
+    assert summed.plan.name != "nvls"
+
+
 def test_clusters_are_described_in_json(tmp_path):
     path = tmp_path / "cluster.json"
     path.write_text('{"machine": "dgx1-v100", "hosts": 3, "gbps": 25, "nics": 2}')
