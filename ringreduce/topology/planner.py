@@ -287,7 +287,7 @@ def weights(widths: Sequence[float]) -> list[int]:
 def _candidates(graph: LinkGraph, collective: str) -> dict[str, Planned]:
     """By name; first, of those made for these links and as fast as any of them, the one with the fewest channels."""
     parts = decompose(graph)
-    routes, limit, more, why = parts.routes, _limit(parts, collective), _in_switches(parts, collective), parts.why_links
+    routes, limit, more, why = parts.routes, _limit(graph, collective), _in_switches(parts, collective), parts.why_links
     made = [*_made_for_links(parts, collective), *_packed(routes, limit, why, collective, parts)]
 
     def unaware(routes: Routes, limit: Bound, why: str) -> list[Planned]:
@@ -334,14 +334,10 @@ def _cut(collective: str, cuts: Cuts, tried: Sequence[Partition]) -> Bound:
 
 
 @lru_cache(maxsize=64)
-def _limit_of(graph: LinkGraph, collective: str) -> Bound:
+def _limit(graph: LinkGraph, collective: str) -> Bound:
+    """Over the links that the decomposition uses."""
     parts = decompose(graph)
     return _cut(collective, parts.cuts, parts.partitions)
-
-
-def _limit(parts: Decomposition, collective: str) -> Bound:
-    """Over the links that the decomposition uses."""
-    return _limit_of(parts.routes.graph, collective)
 
 
 def _in_switches(parts: Decomposition, collective: str) -> dict[str, Any]:
@@ -352,7 +348,7 @@ def _in_switches(parts: Decomposition, collective: str) -> dict[str, Any]:
 
 
 def _made_for_links(parts: Decomposition, collective: str) -> Iterator[Planned]:
-    limit, more = _limit(parts, collective), _in_switches(parts, collective)
+    limit, more = _limit(parts.routes.graph, collective), _in_switches(parts, collective)
 
     def planned(plan: Plan, why: str, **shapes: Any) -> Planned:
         about = f"{parts.why_links}; {why}"
