@@ -23,6 +23,7 @@ COMMANDS = {
     "topo": "what joins the GPUs of this machine, or of a file",
     "plan": "the rings and trees of a collective on given GPUs",
     "simulate": "how long each algorithm takes, over size or ranks",
+    "calibrate": "what to expect of a machine, from a log of nccl-tests or rccl-tests",
     "doctor": "what this machine, or the network between hosts, can and cannot do",
     "info": "versions, every knob with its origin, and what runs for which size",
     "tune": "measure what runs best for which size, and keep it for this machine",

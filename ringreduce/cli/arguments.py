@@ -126,6 +126,8 @@ def add_machine(parser: argparse.ArgumentParser, **file: Any) -> None:
     rates.add_argument("--nvlink-gbps", type=rate, metavar="X", help="of one NVLink, such as 18 or 25")
     rates.add_argument("--pcie-gbps", type=rate, metavar="X", help="of a GPU's PCIe slot")
     rates.add_argument("--smp-gbps", type=rate, metavar="X", help="between two CPUs")
+    peers = "of GPUs over PCIe (default: all but GeForce)"
+    rates.add_argument("--peer-access", choices=("yes", "no"), help=peers)
 
 
 def add_call(parser: argparse.ArgumentParser, algorithm: str) -> None:
@@ -135,6 +137,8 @@ def add_call(parser: argparse.ArgumentParser, algorithm: str) -> None:
     sizes = f"{SIZE_HELP} (default: 160MB)"
     parser.add_argument("--size", type=size_bytes, default=DEFAULT_SIZE, metavar="SIZE", help=sizes)
     parser.add_argument("--algorithm", default="auto", metavar="NAME", help=algorithm)
+    made = "what to expect, from `ringreduce calibrate`"
+    parser.add_argument("--calibration", type=Path, metavar="FILE", help=made)
 
 
 def machine(arguments: argparse.Namespace) -> LinkGraph:
@@ -155,7 +159,8 @@ def _whole_machine(arguments: argparse.Namespace) -> LinkGraph:
     from ringreduce.topology import live, read
     from ringreduce.tuning import measured_memory
 
-    assume = Assumed(arguments.gpu, arguments.nvlink_gbps, arguments.pcie_gbps, arguments.smp_gbps)
+    peers = None if arguments.peer_access is None else arguments.peer_access == "yes"
+    assume = Assumed(arguments.gpu, arguments.nvlink_gbps, arguments.pcie_gbps, arguments.smp_gbps, peers)
     where: str | None = arguments.file
     if where is None:
         described = resolve(None)[0].topo_file

@@ -17,6 +17,7 @@ from ringreduce.topology.draw.style import rank_label
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ringreduce.topology.expected import Table
     from ringreduce.topology.planner import Planned
 
 MOST_LINKS = 48
@@ -46,16 +47,20 @@ def add(commands: Any, summary: str) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from ringreduce.topology import expected
     from ringreduce.topology.planner import plan_for
 
     graph = read.machine(arguments)
+    table = expected.load(arguments.calibration) if arguments.calibration else expected.FABRICS
     size = arguments.size
     with progress_console().status("planning"):
         planned = plan_for(graph, arguments.collective, size, arguments.algorithm)
     verify(planned.plan)
     written = _write(planned, arguments)
     if arguments.json:
-        sys.stdout.write(planned.to_json(size) + "\n")
+        found = expected.expected(planned, size, table)
+        more = {"expected_s": found.seconds, "expected": str(found)} if found else {"expected_s": None}
+        sys.stdout.write(planned.to_json(size, more) + "\n")
         return 0
     out = console()
     if len(planned.ranks) < 2:
@@ -66,9 +71,9 @@ def run(arguments: argparse.Namespace) -> int:
     say(
         out,
         f"{time_text(planned.seconds(size))} by the busiest link, {time_text(planned.simulated(size))} simulated with "
-        f"latencies; planned {gigabytes(planned.bandwidth)} GB/s of at most {gigabytes(planned.bound)} "
-        f"({planned.bandwidth / planned.bound:.1%})",
+        f"latencies; {_of_bound(planned)}",
     )
+    _show_expected(out, planned, size, table)
     say(out, f"why: {planned.reason}")
     say(out, f"limit: {planned.proof}")
     for line in ring_lines(planned):
@@ -91,6 +96,31 @@ def _write(planned: Planned, arguments: argparse.Namespace) -> list[Path]:
     if arguments.plot_links:
         draw.loads(planned, arguments.size, arguments.plot_links)
     return [path for path in (arguments.save, arguments.plot, arguments.plot_links) if path]
+
+
+def _of_bound(planned: Planned) -> str:
+    """What is planned, and which bound that is to be held against."""
+    share = f"{gigabytes(planned.bandwidth)} GB/s of at most {gigabytes(planned.bound)}"
+    ranks = ", without the switches' sums" if planned.bound_in_switches and not planned.in_switches else ""
+    return f"planned {share} ({planned.bandwidth / planned.bound:.1%}){ranks}"
+
+
+def _show_expected(out: Console, planned: Planned, size: int, table: Table) -> None:
+    """What NCCL or RCCL needs on such links, and what switches that combine would make possible."""
+    from ringreduce.topology.expected import expected
+    from ringreduce.topology.planner import algorithms, plan_for
+
+    if found := expected(planned, size, table):
+        say(out, f"expected: {time_text(found.seconds)}, as NCCL or RCCL has on such links ({found})")
+    if not planned.bound_in_switches or planned.in_switches:
+        return
+    if "nvls" not in algorithms(planned.graph, planned.collective):
+        say(out, f"with the switches' sums (NVLS, SHARP): at most {gigabytes(planned.bound_in_switches)} GB/s")
+        return
+    switched = plan_for(planned.graph, planned.collective, size, "nvls")
+    found = expected(switched, size, table)
+    about = f"; expected: {time_text(found.seconds)} ({found})" if found else ""
+    say(out, f"with the switches' sums, which NCCL has (--algorithm nvls): {_of_bound(switched)}{about}")
 
 
 def _show_links(out: Console, planned: Planned, size: int) -> None:

@@ -41,8 +41,8 @@ def add(commands: Any, summary: str) -> None:
         "simulate",
         usage="%(prog)s (FILE | --ranks N --link-gbps X) [options]",
         help=summary,
-        description="Simulates a collective step by step, with latencies, slices and links that are shared: how long "
-        "each algorithm takes on a machine, or on equal links to one switch.",
+        description="Simulates a collective step by step, with latencies, slices and shared links: how long each "
+        "algorithm takes on a machine, or on one switch.",
         epilog="examples:\n"
         "  ringreduce simulate dgx1-v100 --size 160MB --plot time.png\n"
         "  ringreduce simulate --ranks 64 --link-gbps 12.5 --latency-us 5 --over ranks\n"
@@ -100,8 +100,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise PlanError("; ".join(missing))
     out = console()
     say(out, title, style="bold")
-    out.print(_table(times, points, over_size))
+    known = _known(graph, points, arguments) if graph else {}
+    out.print(_table(times, points, over_size, known))
     say(out, "* the fastest")
+    if known:
+        say(out, "bound: no plan of ranks alone is faster; expected: as NCCL or RCCL has on such links")
     for line in missing:
         say(out, line)
     if graph:
@@ -224,16 +227,37 @@ def _names(times: Times) -> list[str]:
     return list(dict.fromkeys(name for name, _ in times))
 
 
-def _table(times: Times, points: list[_Point], over_size: bool) -> Table:
+def _known(
+    graph: LinkGraph, points: list[_Point], arguments: argparse.Namespace
+) -> dict[str, dict[_Point, float | None]]:
+    """Columns of seconds that are not simulated: the bound's, and what is to be expected of the plan for each point."""
+    from ringreduce.topology import expected
+    from ringreduce.topology.planner import algorithms, plan_for
+
+    figures = expected.load(arguments.calibration) if arguments.calibration else expected.FABRICS
+    bounds: dict[_Point, float | None] = {}
+    times: dict[_Point, float | None] = {}
+    for point in points:
+        part = graph.select(range(point.ranks))
+        names = ["auto", *(["nvls"] if "nvls" in algorithms(part, arguments.collective) else [])]
+        plans = [plan_for(part, arguments.collective, point.size, name) for name in names]
+        found = (expected.expected(planned, point.size, figures) for planned in plans)
+        bounds[point] = point.size * 1e-9 / plans[0].bound
+        times[point] = min((each.seconds for each in found if each), default=None)
+    return {"bound": bounds} | ({"expected": times} if any(times.values()) else {})
+
+
+def _table(times: Times, points: list[_Point], over_size: bool, known: dict[str, dict[_Point, float | None]]) -> Table:
     names = _names(times)
     first = "size" if over_size else "ranks"
-    shown = table(first, *names, right=(first, *names))
+    shown = table(first, *names, *known, right=(first, *names, *known))
     for point in points:
         row = {name: times[name, point] for name in names if (name, point) in times}
         fastest = time_text(min(row.values(), default=0.0))
         shown.add_row(
             bytes_text(point.size) if over_size else str(point.ranks),
             *("* " * (time == fastest) + time for time in (time_text(row[n]) if n in row else "" for n in names)),
+            *("" if (seconds := column[point]) is None else time_text(seconds) for column in known.values()),
         )
     return shown
 

@@ -11,8 +11,8 @@ a leaf in the other, so that together they use the full bandwidth of every rank,
 and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", Parallel Computing 35, 2009).
 
 The trees of a machine's real links (`topology.trees`) are weighted like rings: each carries a stripe in proportion to
-its weight.  all_gather and reduce_scatter over a tree send every block outwards from its owner, or inwards to it; a
-rank takes the blocks by their owners' distance, so that both ends of a link have the same order.
+its weight.  all_gather and reduce_scatter over a tree send every block outwards from its owner, or inwards to it (see
+`routed`).
 
 Slots: any depth, as a parent's message is the answer to the child's; `size` for all_gather and reduce_scatter.
 """
@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from ringreduce.common.failures import PlanError
 from ringreduce.plan.compose import compose
 from ringreduce.plan.model import Channel, Plan, Program, Read, Step
+from ringreduce.plan.routed import programs
 
 Tree = tuple[int | None, ...]
 """The parent of every rank, None for the root."""
@@ -158,44 +159,26 @@ def _broadcast(tree: Tree) -> Iterator[Program]:
 
 
 def _all_gather(tree: Tree) -> Iterator[Program]:
-    """Blocks by their owner's distance: write what came from the owner's side, pass it on to all others."""
-    near = _neighbours(tree)
-    for rank, peers in enumerate(near):
-        nearest = sorted((distance, owner, side) for owner, (distance, side) in _ways(near, rank).items())
-        yield tuple(
-            Step(
-                owner,
-                Read.INPUT if side is None else Read.NONE,
-                recv=() if side is None else (side,),
-                write=True,
-                send=tuple(peer for peer in peers if peer != side),
-            )
-            for _, owner, side in nearest
-        )
+    """Every block goes out from its owner."""
+    return programs("all_gather", len(tree), {root: _hops(rerooted(tree, root), 1) for root in range(len(tree))})
 
 
 def _reduce_scatter(tree: Tree) -> Iterator[Program]:
-    """Blocks by their owner's distance, the farthest first: combine what came from all others for the owner's side."""
-    near = _neighbours(tree)
-    for rank, peers in enumerate(near):
-        farthest = sorted((-distance, owner, side) for owner, (distance, side) in _ways(near, rank).items())
-        yield tuple(
-            Step(
-                owner,
-                Read.INPUT,
-                recv=tuple(peer for peer in peers if peer != side),
-                write=side is None,
-                send=() if side is None else (side,),
-            )
-            for _, owner, side in farthest
-        )
+    """Every block is combined on its way to its owner."""
+    return programs("reduce_scatter", len(tree), {root: _hops(rerooted(tree, root), -1) for root in range(len(tree))})
 
 
-def _over(trees: Trees, name: str, collective: str, programs: Callable[[Tree], Iterable[Program]]) -> Plan:
+def _hops(tree: Tree, way: int) -> list[tuple[int, int]]:
+    """The links of a tree, outwards with 1 and inwards with -1."""
+    down = [(parent, rank) for rank, parent in enumerate(tree) if parent is not None]
+    return down if way > 0 else [(rank, parent) for parent, rank in down]
+
+
+def _over(trees: Trees, name: str, collective: str, made: Callable[[Tree], Iterable[Program]]) -> Plan:
     size = len(trees[0][0])
     for index, (tree, _) in enumerate(trees):
         in_range = all(parent is None or 0 <= parent < size for parent in tree)
         one_root = len(tree) == size and tree.count(None) == 1
         if not in_range or not one_root or len(_ways(_neighbours(tree), tree.index(None))) < size:
             raise PlanError(f"{name}: tree {index} is {tree}; it must join ranks 0..{size - 1} under one root, None")
-    return Plan(name, collective, size, tuple(Channel(weight, 1, tuple(programs(tree))) for tree, weight in trees))
+    return Plan(name, collective, size, tuple(Channel(weight, 1, tuple(made(tree))) for tree, weight in trees))

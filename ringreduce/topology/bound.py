@@ -1,30 +1,34 @@
 """Bounds: how fast a collective can be at most over given links, and the cut that proves it.
 
 All bounds count what must cross between parts of the ranks, whatever the algorithm, as long as only ranks combine and
-copy, over the links that are used.  `S` is the size of the whole tensor, of all_to_all of one rank's, ``out(U)`` what
+copy, over the links that are used; `in_switches` counts what switches that combine and copy (NVLS) can do as well.
+`S` is the size of the whole tensor, of all_to_all of one rank's, ``out(U)`` what
 can leave the ranks `U` in a second over any paths; rank 0 is the root.
 
 all_reduce: with the ranks in `k` parts, each part one big rank, at least ``2 (k - 1) S`` bytes leave parts in sum
 (Patarasuk and Yuan 2009), so the bandwidth is at most ``sum(out(part)) / (2 (k - 1))``.  On full-duplex links between
 ranks the minimum over all partitions is reached, by packing spanning trees (Tutte 1961, Nash-Williams 1961): each tree
-reduces on one direction of its links and broadcasts on the other.
+reduces on one direction of its links and broadcasts on the other.  Where switches combine, only partitions count that
+leave the ranks of such a switch together, and single cuts: all of `S` leaves any ranks, and enters them.
 all_gather: ``|U| / n`` of `S` leaves any ranks `U`, the rest of it enters them; reduce_scatter: the other way round.
 broadcast, reduce: all of `S` leaves any set with the root (enters it).
 all_to_all, gather, scatter: a cut carries what ranks on one side have for those on the other.
 
-The number of partitions is astronomic, so some are tried: every one is a proof, the best of them is the bound.  Those
-that matter follow from the structure: single ranks, hosts and switches, what is left when the widest connections are
-merged first, and what the prices of the tree packing show to be full (`trees.Packing.prices`).
+The number of partitions is astronomic, so some are tried: every one is a proof, the best of them is the bound; of
+single cuts, `tightest` finds the best of all. Those that matter follow from the structure: single ranks, hosts and
+switches, what is left when the widest connections are merged first, and what the prices of the tree packing show to be
+full (`trees.Packing.prices`).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from scipy.optimize import linprog
 
+from ringreduce.topology.graph import LinkKind, NodeKind
 from ringreduce.topology.routes import Routes
 
 Partition = tuple[tuple[int, ...], ...]
@@ -77,7 +81,7 @@ class Cuts:
                 direct += link.capacity
             elif ends[0] != ends[1] and link.src not in idle and link.dst not in idle:
                 through[ends] = through.get(ends, 0.0) + link.capacity
-        return direct + (_maximum_flow(through) if through else 0.0)
+        return direct + (_maximum_flow(through, "sources", "targets")[0] if through else 0.0)
 
     @cached_property
     def widest_first(self) -> tuple[Partition, ...]:
@@ -102,8 +106,9 @@ class Cuts:
         return tuple(found)
 
 
-def bound(collective: str, cuts: Cuts, tried: Iterable[Partition] = ()) -> Bound:
-    """The lowest of the bounds that the partitions give: the structural ones, and those in `tried`.
+def bound(collective: str, cuts: Cuts, tried: Iterable[Partition] = (), in_switches: bool = False) -> Bound:
+    """The lowest of the bounds that the partitions give: the structural ones, and those in `tried`; for ranks alone, or
+    with what switches can do.
 
     Infinite for a single rank, which moves nothing.
     """
@@ -112,7 +117,7 @@ def bound(collective: str, cuts: Cuts, tried: Iterable[Partition] = ()) -> Bound
         return Bound(float("inf"), ((0,),), "one rank moves nothing")
     best: Bound | None = None
     for partition in dict.fromkeys((*_structural(routes), *cuts.widest_first, *tried)):
-        for found in _bounds(collective, cuts, partition):
+        for found in _bounds(collective, cuts, partition, in_switches):
             if best is None or found.bandwidth < best.bandwidth * (1 - 1e-9):
                 best = found
     assert best is not None
@@ -120,13 +125,19 @@ def bound(collective: str, cuts: Cuts, tried: Iterable[Partition] = ()) -> Bound
 
 
 def _structural(routes: Routes) -> Iterator[Partition]:
-    """By host, by NUMA node and by the switch next to a rank, where that gives more than one part."""
+    """By the network's switches, by host, by NUMA node and by the switch next to a rank, where that gives more than one
+    part."""
     nodes = [routes.graph.by_name[name] for name in routes.ranks]
     nearest: dict[str, str] = {}
     for link in routes.links:
         if link.dst not in routes.ranks:
             nearest.setdefault(link.src, link.dst)
+    uplinks: dict[int, set[str]] = {}
+    for link in routes.links:
+        if link.kind is LinkKind.NETWORK and routes.graph.by_name[link.src].kind is NodeKind.NIC:
+            uplinks.setdefault(routes.graph.by_name[link.src].host, set()).add(link.dst)
     keys: tuple[Sequence[Any], ...] = (
+        [frozenset(uplinks.get(node.host, ())) for node in nodes],
         [node.host for node in nodes],
         [(node.host, node.numa) for node in nodes],
         [nearest.get(node.name, node.name) for node in nodes],
@@ -137,8 +148,25 @@ def _structural(routes: Routes) -> Iterator[Partition]:
             yield parts
 
 
-def _bounds(collective: str, cuts: Cuts, partition: Partition) -> Iterator[Bound]:
+def reducing_domains(routes: Routes) -> list[frozenset[int]]:
+    """Of every switch that combines: the ranks with links to it; of such a network: all ranks."""
+    of: dict[str, set[int]] = {
+        node.name: set(range(routes.size)) if node.kind is NodeKind.NETWORK else set()
+        for node in routes.graph.nodes
+        if node.reduces and any(link.dst == node.name for link in routes.links)
+    }
+    number = {name: rank for rank, name in enumerate(routes.ranks)}
+    for link in routes.links:
+        if link.dst in of and link.src in number:
+            of[link.dst].add(number[link.src])
+    return [frozenset(domain) for domain in of.values() if domain]
+
+
+def _bounds(collective: str, cuts: Cuts, partition: Partition, in_switches: bool) -> Iterator[Bound]:
     size = cuts.routes.size
+    domains = reducing_domains(cuts.routes) if in_switches else []
+    if collective == "all_reduce" and not all(any(each <= set(part) for part in partition) for each in domains):
+        collective = "one cut"
     if collective == "all_reduce":
         crossing, parts = sum(map(cuts.leaving, partition)), len(partition)
         proof = f"{crossing:.6g} GB/s leave {_words(cuts, partition)} in all, and {2 * (parts - 1)} S must"
@@ -170,17 +198,86 @@ def _words(cuts: Cuts, partition: Partition) -> str:
     return " | ".join(" ".join(cuts.routes.ranks[rank] for rank in part) for part in partition)
 
 
-def _maximum_flow(flows: dict[tuple[str, str], float]) -> float:
-    """From "sources" to "targets", over links with these capacities, in GB/s."""
-    inner = sorted({name for ends in flows for name in ends} - {"sources", "targets"})
-    place = {name: row for row, name in enumerate(inner)}
-    kept = np.zeros((len(inner), len(flows)))  # what comes to a node between the two leaves it
-    gain = np.zeros(len(flows))
-    for column, (src, dst) in enumerate(flows):
-        if src in place:
-            kept[place[src], column] = -1.0
-        if dst in place:
-            kept[place[dst], column] = 1.0
-        gain[column] = (src == "sources") - (dst == "sources")
-    found = linprog(-gain, A_eq=kept, b_eq=np.zeros(len(inner)), bounds=[(0.0, most) for most in flows.values()])
-    return -float(found.fun)
+def tightest(collective: str, cuts: Cuts) -> Partition:
+    """The cut with the lowest bound of all there are, for a collective whose blocks go to all, or from or to the root.
+
+    A cut is guessed, that of the rank with the narrowest links, and what its bound asks of the links is tried as a
+    flow: from the root, or from all ranks with a block each. A flow that falls short shows a cut with a lower bound,
+    which is tried next.
+    """
+    links = {(link.src, link.dst): link.capacity for link in cuts.routes.links}
+    if collective in ("reduce_scatter", "reduce", "gather"):  # on the way back
+        links = {ends[::-1]: capacity for ends, capacity in links.items()}
+    ranks, size = cuts.routes.ranks, cuts.routes.size
+    rooted, single = collective in ("scatter", "gather"), collective in ("broadcast", "reduce")
+
+    def proved(side: Collection[str]) -> float:
+        """The bound of the cut around these nodes."""
+        share = sum(rank in side for rank in ranks) / size
+        crossing = sum(capacity for (one, other), capacity in links.items() if one in side and other not in side)
+        return crossing / (1.0 if single else 1 - share if rooted else share)
+
+    def flows(bandwidth: float) -> Iterator[set[str]]:
+        """What flows of so much cut off."""
+        if single:
+            yield from (_maximum_flow(links, ranks[0], rank)[1] for rank in ranks[1:])
+        elif rooted:
+            wanted = {(rank, "all"): bandwidth / size for rank in ranks[1:]}
+            yield _maximum_flow({**links, **wanted}, ranks[0], "all")[1]
+        else:
+            blocks = {("all", rank): bandwidth / size for rank in ranks}
+            yield from (_maximum_flow({**links, **blocks}, "all", rank)[1] for rank in ranks)
+
+    first = [{rank} for rank in ranks]
+    if rooted or single:
+        first = [{node for ends in links for node in ends} - {rank} for rank in ranks[1:]]
+    found = min(first, key=proved)
+    while lower := [side for side in flows(proved(found)) if 0 < sum(rank in side for rank in ranks) < size]:
+        best = min(lower, key=proved)
+        if proved(best) >= proved(found) * (1 - 1e-9):
+            break
+        found = best
+    inside = tuple(rank for rank in range(size) if ranks[rank] in found)
+    return inside, cuts.others(inside)
+
+
+def _maximum_flow(flows: Mapping[tuple[str, str], float], source: str, target: str) -> tuple[float, set[str]]:
+    """Over links with these capacities, in GB/s, and the nodes that the full links cut off with the source (Dinic)."""
+    left: dict[str, dict[str, float]] = {source: {}, target: {}}
+    for (src, dst), capacity in flows.items():
+        left.setdefault(src, {})
+        left.setdefault(dst, {})
+        left[src][dst] = left[src].get(dst, 0.0) + capacity
+        left[dst].setdefault(src, 0.0)
+    least = 1e-12 * max(flows.values(), default=0.0)
+    total = 0.0
+    while True:
+        level = {source: 0}
+        for node in (todo := [source]):
+            for after, capacity in left[node].items():
+                if capacity > least and after not in level:
+                    level[after] = level[node] + 1
+                    todo.append(after)
+        if target not in level:
+            return total, set(level)
+        ways = {node: [after for after in left[node] if level.get(after) == level[node] + 1] for node in level}
+        path = [source]
+        while path:
+            node = path[-1]
+            if node == target:
+                hops = list(pairwise(path))
+                amount = min(left[one][other] for one, other in hops)
+                for one, other in hops:
+                    left[one][other] -= amount
+                    left[other][one] += amount
+                total += amount
+                full = next(at for at, (one, other) in enumerate(hops) if left[one][other] <= least)
+                del path[full + 1 :]
+            elif not ways[node]:
+                path.pop()
+                if path:
+                    ways[path[-1]].pop()
+            elif left[node][ways[node][-1]] > least:
+                path.append(ways[node][-1])
+            else:
+                ways[node].pop()

@@ -9,7 +9,7 @@ their NUMA nodes; what neither settles is taken to be NODE, or as much closer as
 machines contradict themselves; the closer class wins.  `PcieTree.assumed` says all of it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import combinations
@@ -49,6 +49,9 @@ class PcieTree:
 
 
 Pair = tuple[int, int]
+
+INSIDE_SOCKET = 1000.0
+"""GB/s between NUMA nodes of one socket: more than the PCIe lanes below all of them carry."""
 
 
 def pcie_tree(devices: Sequence[Device], classes: dict[Pair, LinkClass], smp: Rate) -> PcieTree:
@@ -209,10 +212,9 @@ class _Builder:
                 self._link(device.node.name, of_leaf, LinkKind.PCIE, device.slot)
 
     def join_cpus(self) -> None:
-        """Every two CPUs, directly."""
-        cpus = [node.name for node in self.nodes if node.kind is NodeKind.CPU]
-        for one, other in combinations(cpus, 2):
-            self._link(one, other, LinkKind.SMP, self.smp)
+        cpus = {node.name: node.numa for node in self.nodes if node.kind is NodeKind.CPU}
+        for one, other, rate in between_cpus(cpus, self.smp):
+            self._link(one, other, LinkKind.SMP, rate)
 
     def _slot(self, members: Sequence[int]) -> Rate:
         """A switch has one slot, as fast as the fastest of those below it."""
@@ -236,6 +238,29 @@ def _numa_nodes(devices: Sequence[Device], cpus: Sequence[Sequence[int]]) -> lis
         known = {min(devices[at].numa) for at in members if len(devices[at].numa) == 1}
         numbers.append(min(known - set(numbers), default=None))
     return numbers
+
+
+def between_cpus(cpus: Mapping[str, int | None], smp: Rate) -> Iterator[tuple[str, str, Rate]]:
+    """What joins CPUs, given their NUMA nodes, as links with their rates.
+
+    One or two are a socket each, and so are several whose nodes are not known: every two are joined.  More NUMA nodes
+    are parts of two sockets (NPS2, NPS4, sub-NUMA clustering), each with half of the numbers; the parts of a socket are
+    joined to the first of them by what no traffic of PCIe fills, and the sockets by one link.
+    """
+    numbers = [numa for numa in cpus.values() if numa is not None]
+    if len(cpus) <= 2 or len(numbers) < len(cpus):
+        for one, other in combinations(cpus, 2):
+            yield one, other, smp
+        return
+    half = (1 << max(numbers).bit_length()) // 2
+    sockets = [
+        [name for name, numa in cpus.items() if (numa is not None and numa >= half) == upper] for upper in (0, 1)
+    ]
+    for first, *parts in filter(None, sockets):
+        for part in parts:
+            yield first, part, Rate(INSIDE_SOCKET, "within a socket: not filled by PCIe")
+    if all(sockets):
+        yield sockets[0][0], sockets[1][0], smp
 
 
 def _pair(one: int, other: int) -> Pair:

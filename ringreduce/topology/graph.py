@@ -69,6 +69,10 @@ class Node:
     numa: int | None = None
     detail: str = ""
     """What else is known: a model, a bus id."""
+    peer_access: bool = True
+    """Of a GPU: whether others reach its memory over PCIe.  If not, what goes between them passes a CPU's memory."""
+    reduces: bool = False
+    """Of a switch: whether it combines and copies what passes it, as NVSwitches do with NVLink 4 and later (NVLS)."""
 
 
 @dataclass(frozen=True)
@@ -253,7 +257,8 @@ def _numbered(nodes: Iterable[Node]) -> tuple[Node, ...]:
 
 
 def _load_node(value: Any, where: str) -> Node:
-    kinds = {"name": str, "kind": str, "index": int, "host": int, "numa": int, "detail": str}
+    kinds: dict[str, type] = {"name": str, "kind": str, "index": int, "host": int, "numa": int, "detail": str}
+    kinds |= {"peer_access": bool, "reduces": bool}
     fields = _fields(value, where, kinds, ("name", "kind"))
     return Node(**{"index": UNNUMBERED, **fields, "kind": _kind(NodeKind, fields["kind"], f"{where}.kind")})
 
@@ -278,7 +283,7 @@ def _fields(value: Any, where: str, kinds: Mapping[str, type], needed: Sequence[
         if key == "numa" and item is None:
             continue
         number: bool = kind is float and isinstance(item, int)
-        if not (number or isinstance(item, kind)) or isinstance(item, bool):
+        if not (number or isinstance(item, kind)) or isinstance(item, bool) != (kind is bool):
             raise TopologyError(f"{where}.{key} is {item!r:.60}; expected a value of type {kind.__name__}")
         if number and abs(item) > LARGEST:
             raise TopologyError(f"{where}.{key} has {len(str(item))} digits; expected at most {LARGEST:g}")

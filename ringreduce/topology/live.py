@@ -22,14 +22,15 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from ringreduce.common.files import text_of
 from ringreduce.common.units import numbers
+from ringreduce.topology.classes import between_cpus
 from ringreduce.topology.graph import Link, LinkGraph, LinkKind, Node, NodeKind, both_directions, merged
 from ringreduce.topology.rates import (
+    NO_PEER_ACCESS,
     NOTHING,
     NVLINK,
     PCIE_GTS,
@@ -40,6 +41,8 @@ from ringreduce.topology.rates import (
     model_in,
     model_of_architecture,
     pcie,
+    peer_access,
+    reduces,
     slot,
     smp,
 )
@@ -392,8 +395,8 @@ class _Draft:
         for node in self.numa:
             self.nodes.append(Node(f"CPU{node}", NodeKind.CPU, node, numa=node))
         between = smp(self.assume, *self.found.cpu, architecture=platform.machine())
-        for one, other in combinations(self.numa, 2):
-            self.join(f"CPU{one}", f"CPU{other}", LinkKind.SMP, between)
+        for one, other, rate in between_cpus({f"CPU{node}": node for node in self.numa}, between):
+            self.join(one, other, LinkKind.SMP, rate)
 
     def cores(self) -> None:
         """The cores that this process may use, at the memory of their NUMA node."""
@@ -442,8 +445,12 @@ class _Draft:
             rate = self.slot(gpu.bus)
             if rate is None and width and (speed := PCIE_GTS.get(generation or 0)):
                 rate = Rate(pcie(speed, width), f"PCIe {generation}.0 x{width}, says NVML")
-            node = Node(f"GPU{gpu.index}", NodeKind.GPU, gpu.index, detail=f"{gpu.name} at {gpu.bus}".strip())
+            detail = f"{gpu.name} at {gpu.bus}".strip()
+            peers = peer_access(self.model(gpu), self.assume)
+            node = Node(f"GPU{gpu.index}", NodeKind.GPU, gpu.index, detail=detail, peer_access=peers)
             self.device(node, gpu.bus, rate or slot(self.model(gpu), self.assume))
+            if not peers:
+                self.assumed.append(NO_PEER_ACCESS)
 
     def home(self, name: str, device: PciDevice) -> int:
         """The NUMA node of a device."""
@@ -475,7 +482,9 @@ class _Draft:
                     if end == UNKNOWN:
                         self.assumed.append(f"Where NVLinks of {name} lead, NVML does not tell: to an NVSwitch.")
         if any(link.src == "NVSwitch0" for link in links):
-            self.nodes.append(Node("NVSwitch0", NodeKind.NVSWITCH, detail="all NVSwitches"))
+            lanes = Counter(link.src for link in links if link.dst == "NVSwitch0")
+            reducing = all(reduces(self.model(gpu), lanes[names[gpu.bus]]) for gpu in self.found.gpus)
+            self.nodes.append(Node("NVSwitch0", NodeKind.NVSWITCH, detail="all NVSwitches", reduces=reducing))
         self.links += links
 
     def nvlink(self, gpu: Gpu) -> Rate:

@@ -13,7 +13,20 @@ from ringreduce.common.failures import TopologyError
 from ringreduce.topology.classes import Device, LinkClass, Pair, pcie_tree
 from ringreduce.topology.graph import Link, LinkGraph, LinkKind, Node, NodeKind, both_directions
 from ringreduce.topology.listing import CLASSES, HOW_TO, Listing, Row, find_listing
-from ringreduce.topology.rates import MOST_NVLINKS, NVLINK, Assumed, Model, Rate, model, model_in, slot, smp
+from ringreduce.topology.rates import (
+    MOST_NVLINKS,
+    NO_PEER_ACCESS,
+    NVLINK,
+    Assumed,
+    Model,
+    Rate,
+    model,
+    model_in,
+    peer_access,
+    reduces,
+    slot,
+    smp,
+)
 
 _MODEL_NAME = re.compile(r"^[^\w\n]*GPU (\d{1,4}): (\w[^\n]{0,80})", re.MULTILINE)
 
@@ -38,6 +51,8 @@ def read_matrix(text: str, where: str, assume: Assumed) -> LinkGraph:
     tree = pcie_tree([*gpus, *nics], _classes([*rows, *others], listing), joint)
 
     notes += dict.fromkeys(gpu.slot.assumed for gpu in gpus if gpu.slot.assumed)
+    if not all(gpu.node.peer_access for gpu in gpus):
+        notes.append(NO_PEER_ACCESS)
     if nics:
         notes.append("The speed of NICs is not in it: as much as the GPUs' slots carry is assumed for each.")
     if any(link.kind is LinkKind.SMP for link in tree.links) and joint.assumed:
@@ -79,6 +94,7 @@ def _gpu(row: Row, known: Model | None, assume: Assumed) -> Device:
         int(row.label.text[3:]),
         numa=min(numa) if len(numa) == 1 else None,
         detail=known.name if known else "",
+        peer_access=peer_access(known, assume),
     )
     return Device(node, slot(known, assume), numa, cores)
 
@@ -133,7 +149,8 @@ def _fabric(
         if any(sum(lanes[gpu]) > (models[gpu].links if gpu in models else MOST_NVLINKS) for gpu in group):
             _check_switched(rows, group, bonds, where)
             name = f"NVSwitch{len(switches)}"
-            switches.append(Node(name, NodeKind.NVSWITCH, len(switches)))
+            reducing = all(reduces(models.get(gpu), max(lanes[gpu])) for gpu in group)
+            switches.append(Node(name, NodeKind.NVSWITCH, len(switches), reduces=reducing))
             for gpu in group:
                 links += _bond(gpu, name, max(lanes[gpu]), _nvlink((gpu,), models, assume))
         else:

@@ -10,13 +10,25 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations
 from xml.parsers import expat
 
 from ringreduce.common.failures import TopologyError
-from ringreduce.topology.classes import some
+from ringreduce.topology.classes import between_cpus, some
 from ringreduce.topology.graph import FABRIC, Link, LinkGraph, LinkKind, Node, NodeKind, both_directions, merged
-from ringreduce.topology.rates import NVLINK, Assumed, Model, Rate, model, model_of_architecture, pcie, slot, smp
+from ringreduce.topology.rates import (
+    NO_PEER_ACCESS,
+    NVLINK,
+    Assumed,
+    Model,
+    Rate,
+    model,
+    model_of_architecture,
+    pcie,
+    peer_access,
+    reduces,
+    slot,
+    smp,
+)
 
 HOW_TO = "start a program that uses NCCL with NCCL_TOPO_DUMP_FILE=topology.xml and give that file"
 
@@ -285,6 +297,9 @@ class _Reader:
             gpus = [gpu for gpu in self.gpus if gpu.above.host == host]
             for index, gpu in sorted(zip(self.numbers(gpus), gpus, strict=True), key=lambda pair: pair[0]):
                 name = self.add(NodeKind.GPU, f"GPU{index}", index, gpu.above, gpu.pci.get("busid"))
+                if not peer_access(model(self.assume.gpu) if self.assume.gpu else None, self.assume):
+                    self.nodes[-1] = replace(self.nodes[-1], peer_access=False)
+                    self.note(NO_PEER_ACCESS)
                 rate = (
                     Rate(self.assume.pcie, "--pcie-gbps") if self.assume.pcie else self.slot(gpu.pci, self.model(gpu))
                 )
@@ -364,6 +379,9 @@ class _Reader:
     def over_switches(self, switched: dict[tuple[int, str], list[tuple[_Gpu, _Bond]]]) -> None:
         """The switches by host and bus id, each with the GPUs' links to it."""
         several = len({gpu.above.host for ends in switched.values() for gpu, _ in ends}) > 1
+        lanes = Counter[_Gpu]()
+        for gpu, bond in (end for ends in switched.values() for end in ends):
+            lanes[gpu] += bond.lanes
         for (host, target), ends in sorted(switched.items(), key=lambda item: item[0]):
             index = self.count[NodeKind.NVSWITCH, host]
             if several and target.startswith("fffffff"):
@@ -374,6 +392,8 @@ class _Reader:
                 name = self.add_next(NodeKind.NVSWITCH, _Above("", "", host, None), target)
             for gpu, bond in ends:
                 self.tie(self.names[gpu], name, bond, (gpu,))
+            if all(reduces(self.model(gpu), lanes[gpu]) for gpu, _ in ends):
+                self.nodes = [replace(node, reduces=True) if node.name == name else node for node in self.nodes]
 
     def tie(self, one: str, other: str, bond: _Bond, gpus: Sequence[_Gpu]) -> None:
         """Links of a bond, each as fast as the slower of the GPUs has them."""
@@ -415,13 +435,15 @@ class _Reader:
     # Between CPUs, and between hosts.
 
     def join_cpus(self) -> None:
-        for (one, cpu), (other, _) in combinations(self.cpus, 2):
-            if one.host == other.host:
-                family, number = cpu.get("familyid"), cpu.get("modelid")
-                rate = smp(self.assume, cpu.get("vendor"), _whole(family) or 0, _whole(number) or 0, cpu.get("arch"))
-                if rate.assumed:
-                    self.note(rate.assumed)
-                self.join(one.node, other.node, LinkKind.SMP, rate)
+        for host in range(len(self.hosts)):
+            here = {above.node: above.numa for above, _ in self.cpus if above.host == host}
+            cpu = next(cpu for above, cpu in self.cpus if above.host == host)
+            family, number = _whole(cpu.get("familyid")), _whole(cpu.get("modelid"))
+            between = smp(self.assume, cpu.get("vendor"), family or 0, number or 0, cpu.get("arch"))
+            if between.assumed and len(here) > 1:
+                self.note(between.assumed)
+            for one, other, rate in between_cpus(here, between):
+                self.join(one, other, LinkKind.SMP, rate)
 
     def join_hosts(self) -> None:
         if len(self.hosts) > 1 and self.ports:

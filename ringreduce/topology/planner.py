@@ -1,26 +1,30 @@
 """From a graph to a plan: which algorithm, over which links, how fast, and how close to what is possible.
 
-The candidates are the decomposition's rings or trees, a hierarchy where ranks stand in groups, and the algorithms that
-know nothing of links (`plan.builders`); each is simulated for the size at hand, with latencies, and the fastest is
-taken.  Its bandwidth is what its busiest link allows: bytes are counted step by step over the plan's own programs, so
-no figure here is a formula's.
+The candidates are the decomposition's rings or trees, a hierarchy where ranks stand in groups, routes packed for the
+collective where those stay below its bound, and the algorithms that know nothing of links (`plan.builders`); each is
+simulated for the size at hand, with latencies, and the fastest is taken. Its bandwidth is what its busiest link allows:
+bytes are counted step by step over the plan's own programs, so no figure here is a formula's.
 """
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import permutations
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ringreduce.common.failures import TopologyError
 from ringreduce.plan import BUILDERS, COLLECTIVES, Plan, build, hierarchical, layout, ring, tree
 from ringreduce.plan.network import Network
+from ringreduce.plan.routed import routed
 from ringreduce.plan.simulate import simulate
-from ringreduce.topology.bound import Cuts, Partition, bound
+from ringreduce.topology.bound import Bound, Cuts, Partition, bound, reducing_domains, tightest
 from ringreduce.topology.decompose import AS_GOOD, Decomposition, decompose
 from ringreduce.topology.graph import LinkGraph
+from ringreduce.topology.packing import MOST_RANKS as MOST_PACKED
+from ringreduce.topology.packing import pack
 from ringreduce.topology.rings import Ring
 from ringreduce.topology.routes import Routes, all_routes, fabric_routes
 from ringreduce.topology.trees import WeightedTree
@@ -35,6 +39,9 @@ latencies decide, and they are guesses."""
 ALIKE = 0.95
 """Where the busiest link works for more than half of the time, no plan with less than this share of the bandwidth is
 taken: for large tensors links decide, not latencies."""
+
+SUSTAINED_BYTES = 2**33
+"""Of a tensor so large that latencies do not count."""
 
 MOST_RANKS = 128
 """Beyond these only plans made for the links are candidates: programs of others grow with the square."""
@@ -61,10 +68,14 @@ class Planned:
     routes: Routes
     plan: Plan
     bound: float
-    """GB/s: no plan can be faster over these links."""
+    """GB/s: no plan in which only ranks combine can be faster over these links; with `in_switches`, none at all."""
     proof: str
     """The cut that says so."""
     reason: str
+    bound_in_switches: float | None = None
+    """GB/s: the bound for plans that let switches combine (NVLS) too; None where switches cannot."""
+    in_switches: bool = False
+    """Whether the switches combine in this plan: then it is not for our engine, but shows what NCCL's NVLS can do."""
     rings: tuple[Ring, ...] = ()
     trees: tuple[WeightedTree, ...] = ()
 
@@ -88,14 +99,26 @@ class Planned:
 
     @cached_property
     def bandwidth(self) -> float:
-        """GB/s: the size over the time of the busiest link; infinite for a single rank."""
+        """GB/s: the size over the time of the busiest link; infinite for a single rank.
+
+        Between hosts the stages of a plan wait for one another's slots, so there what a simulation of a large tensor
+        shows counts, if that is less.
+        """
+        several = len({node.host for node in self.graph.ranks}) > 1
+        if several and self.plan.size <= MOST_RANKS:
+            return min(self.of_links, SUSTAINED_BYTES * 1e-9 / self.simulated(SUSTAINED_BYTES))
+        return self.of_links
+
+    @cached_property
+    def of_links(self) -> float:
+        """GB/s: what the busiest link allows."""
         seconds = self.seconds(1e9)
         return 1.0 / seconds if seconds else math.inf
 
     def loads(self, size_bytes: float) -> list[LinkLoad]:
         """Every directed link that is used, the busiest first."""
         number = self._numbers
-        shares = self.routes.loads(transfers(self.plan, size_bytes))
+        shares = self.crossing(size_bytes)
         used = [
             LinkLoad(
                 number.get(link.src, link.src),
@@ -109,6 +132,25 @@ class Planned:
         ]
         return sorted(used, key=lambda load: -load.seconds)
 
+    def crossing(self, size_bytes: float) -> list[float]:
+        """Bytes over each link of `routes`."""
+        if self.in_switches:
+            return self._over_switches(size_bytes)
+        return self.routes.loads(transfers(self.plan, size_bytes))
+
+    def _over_switches(self, size_bytes: float) -> list[float]:
+        """Each rank fetches its part of the sum, which all send to the switches, itself too, and has the result copied
+        to all, itself too: ``(n + 1) / n`` of the tensor each way."""
+        wide = self.routes.following
+        own = {link.src: sum(each.capacity for each in wide[link.src]) for link in self.routes.links}
+        each_way = size_bytes * (self.plan.size + 1) / self.plan.size
+        ranks = set(self.ranks)
+        return [
+            each_way * link.capacity / own[link.src if link.src in ranks else link.dst]
+            if {link.src, link.dst} & ranks else 0.0
+            for link in self.routes.links
+        ]  # fmt: skip
+
     def seconds(self, size_bytes: float) -> float:
         """What the busiest link needs."""
         return max((load.seconds for load in self.loads(size_bytes)), default=0.0)
@@ -116,16 +158,21 @@ class Planned:
     def simulated(self, size_bytes: int) -> float:
         """Seconds with latencies and slices, as `plan.simulate` has it."""
         if size_bytes not in self._times:
-            alone = self.plan.size == 1
-            self._times[size_bytes] = 0.0 if alone else simulate(self.plan, self.network, size_bytes).seconds
+            if self.plan.size == 1:
+                seconds = 0.0
+            elif self.in_switches:
+                seconds = self.seconds(size_bytes) + 2 * self.network.route(0, 1).latency
+            else:
+                seconds = simulate(self.plan, self.network, size_bytes).seconds
+            self._times[size_bytes] = seconds
         return self._times[size_bytes]
 
     @cached_property
     def _times(self) -> dict[float, float]:
         return {}
 
-    def to_json(self, size_bytes: int) -> str:
-        """All of this for one size, for programs."""
+    def to_json(self, size_bytes: int, more: Mapping[str, Any] = MappingProxyType({})) -> str:
+        """All of this for one size, and `more`, for programs."""
         ranks = [self._numbers.get(name, name) for name in self.ranks]
         document = {
             "machine": self.graph.name,
@@ -135,8 +182,10 @@ class Planned:
             "size_bytes": size_bytes,
             "bandwidth_GBps": _finite(self.bandwidth),
             "bound_GBps": _finite(self.bound),
-            "time_s": self.seconds(size_bytes),
+            "bound_in_switches_GBps": self.bound_in_switches,
+            "time_s": 0.0 if math.isinf(self.bandwidth) else size_bytes * 1e-9 / self.bandwidth,
             "simulated_s": self.simulated(size_bytes),
+            **more,
             "reason": self.reason,
             "proof": self.proof,
             "assumed": list(self.graph.assumed),
@@ -179,14 +228,20 @@ def plan_for(
             )
         return candidates[algorithm]
     first = next(iter(candidates.values()))
+    if first.plan.name == "routed":  # the one with the most bandwidth; but its routes can be long
+        slowest = LEAST_GAIN * first.simulated(size_bytes)
+        faster = [candidates[name] for name in ("rings", "trees") if name in candidates]
+        faster = [each for each in faster if each.seconds(size_bytes) < slowest > each.simulated(size_bytes)]
+        first = min(faster, key=lambda each: each.simulated(size_bytes), default=first)
     usual = first.simulated(size_bytes)
     bandwidth_counts = first.seconds(size_bytes) > usual / 2
     time = {
         name: each.simulated(size_bytes)
         for name, each in candidates.items()
         if each is not first
+        and not each.in_switches
         and each.seconds(size_bytes) < LEAST_GAIN * usual  # what its busiest link needs, no plan can undercut
-        and (each.bandwidth > ALIKE * first.bandwidth or not bandwidth_counts)
+        and (each.of_links > ALIKE * first.of_links or not bandwidth_counts)
     }
     name = min(time, key=time.__getitem__, default="")
     if not name or time[name] >= LEAST_GAIN * usual:
@@ -232,28 +287,36 @@ def weights(widths: Sequence[float]) -> list[int]:
 def _candidates(graph: LinkGraph, collective: str) -> dict[str, Planned]:
     """By name; first, of those made for these links and as fast as any of them, the one with the fewest channels."""
     parts = decompose(graph)
-    routes, cuts, links = parts.routes, parts.cuts, parts.why_links
-    if collective not in OVER_RINGS and len(routes.between) < routes.size * (routes.size - 1):
-        routes, links = all_routes(graph), "not all pairs have links of their own: over every link"
-        cuts = Cuts(routes)
-    limit = bound(collective, cuts, parts.partitions)
+    routes, limit, more, why = parts.routes, _limit(graph, collective), _in_switches(parts, collective), parts.why_links
+    made = [*_made_for_links(parts, collective), *_packed(routes, limit, why, collective, parts)]
 
-    def planned(plan: Plan, why: str, **more: Any) -> Planned:
-        return Planned(graph, routes, plan, limit.bandwidth, limit.proof, f"{links}; {why}", **more)
+    def unaware(routes: Routes, limit: Bound, why: str) -> list[Planned]:
+        plans = (build(collective, name, routes.size) for name in BUILDERS[collective])
+        about = ((plan, f"{why}; {plan.name}, which knows nothing of links") for plan in plans)
+        return [
+            Planned(graph, routes, plan, limit.bandwidth, limit.proof, text, **more)
+            for plan, text in (about if routes.size <= MOST_RANKS else ())
+            if _possible(plan, routes)
+        ]
 
-    made = [
-        planned(plan, parts.why_shape, **more)
-        for plan, more in (*_rings(parts, collective), *_trees(parts, collective))
-    ]
-    if collective == "all_reduce":
-        made += [planned(plan, why) for plan, why in _hierarchies(routes) if _possible(plan, routes)]
-    best = max((each.bandwidth for each in made), default=0.0)
-    made.sort(key=lambda each: (each.bandwidth < AS_GOOD * best, len(each.plan.channels)))
-    if routes.size <= MOST_RANKS:
-        for name in BUILDERS[collective]:
-            plan = build(collective, name, routes.size)
-            if _possible(plan, routes):
-                made.append(planned(plan, f"{name}, which knows nothing of links"))
+    others = unaware(routes, limit, why)
+    if collective not in OVER_RINGS and not others:
+        routes, why = all_routes(graph), "not all pairs have links of their own: over every link"
+        limit = _cut(collective, Cuts(routes), parts.partitions)
+        others = unaware(routes, limit, why)
+        own = max((each.of_links for each in made), default=0.0)
+        if any(each.of_links > own for each in others):
+            made = list(_packed(routes, limit, why, collective))
+    best = max((each.of_links for each in (*made, *(others if collective not in OVER_RINGS else ()))), default=0.0)
+    made += others
+    made.sort(key=lambda each: (each.plan.name in BUILDERS[collective] and collective in OVER_RINGS,
+                                each.of_links < AS_GOOD * best, len(each.plan.channels)))  # fmt: skip
+    one_host = len({node.host for node in graph.ranks}) == 1
+    if made and one_host and more["bound_in_switches"] and len(reducing_domains(routes)[0]) == routes.size:
+        switched = replace(build("all_reduce", "two_shot", routes.size), name="nvls")
+        about = f"{parts.why_links}; the switches combine and copy (NVLS), which NCCL can use and our engine cannot"
+        limit = bound(collective, parts.cuts, parts.partitions, in_switches=True)
+        made.append(Planned(graph, routes, switched, limit.bandwidth, limit.proof, about, in_switches=True, **more))
     if not made and collective in OVER_RINGS:
         raise TopologyError(f"{graph.name}: no rings or trees were found for {collective} over these links")
     if not made:
@@ -263,6 +326,64 @@ def _candidates(graph: LinkGraph, collective: str) -> dict[str, Planned]:
             f"{routes.ranks[one]} to {routes.ranks[other]}; add the PCIe links to the topology"
         )
     return {each.plan.name: each for each in made}
+
+
+def _cut(collective: str, cuts: Cuts, tried: Sequence[Partition]) -> Bound:
+    single = collective not in ("all_reduce", "all_to_all") and 1 < cuts.routes.size <= MOST_PACKED
+    return bound(collective, cuts, (*tried, tightest(collective, cuts)) if single else tried)
+
+
+@lru_cache(maxsize=64)
+def _limit(graph: LinkGraph, collective: str) -> Bound:
+    """Over the links that the decomposition uses."""
+    parts = decompose(graph)
+    return _cut(collective, parts.cuts, parts.partitions)
+
+
+def _in_switches(parts: Decomposition, collective: str) -> dict[str, Any]:
+    """What switches that combine would make possible."""
+    if collective != "all_reduce" or parts.routes.size == 1 or not reducing_domains(parts.routes):
+        return {"bound_in_switches": None}
+    return {"bound_in_switches": bound(collective, parts.cuts, parts.partitions, in_switches=True).bandwidth}
+
+
+def _made_for_links(parts: Decomposition, collective: str) -> Iterator[Planned]:
+    limit, more = _limit(parts.routes.graph, collective), _in_switches(parts, collective)
+
+    def planned(plan: Plan, why: str, **shapes: Any) -> Planned:
+        about = f"{parts.why_links}; {why}"
+        return Planned(parts.routes.graph, parts.routes, plan, limit.bandwidth, limit.proof, about, **more, **shapes)
+
+    for plan, shapes in (*_rings(parts, collective), *_trees(parts, collective)):
+        yield planned(plan, parts.why_shape, **shapes)
+    if collective == "all_reduce":
+        for plan, why in _hierarchies(parts.routes):
+            if _possible(plan, parts.routes):
+                yield planned(plan, why)
+
+
+def _packed(
+    routes: Routes, limit: Bound, links: str, collective: str, parts: Decomposition | None = None
+) -> Iterator[Planned]:
+    """Routes of their own for every block, where what there is already stays below the bound: the rings and trees of a
+    decomposition, or direct exchange."""
+    if collective == "all_reduce" or routes.size == 1:
+        return
+    direct = [build(collective, "direct", routes.size)] if collective not in OVER_RINGS else []
+    others = [Planned(routes.graph, routes, plan, 0.0, "", "") for plan in direct if _possible(plan, routes)]
+    others += _made_for_links(parts, collective) if parts else ()
+    reached = max((each.of_links for each in others), default=0.0)
+    if reached >= AS_GOOD * limit.bandwidth:
+        return
+    found = pack(collective, routes, limit.bandwidth)
+    if found is None:
+        return
+    if found.bound < limit.bandwidth and collective not in OVER_RINGS:
+        limit = Bound(found.bound, limit.partition, "a linear program: under its prices of links no routes cost less")
+    plan = routed(collective, routes.size, found.channels, "routed")
+    several = f"{len(plan.channels)} channels" if len(plan.channels) > 1 else "one channel"
+    why = f"{links}; routes of its own for every block in {several}, since others reach {reached:.4g} GB/s"
+    yield Planned(routes.graph, routes, plan, limit.bandwidth, limit.proof, why)
 
 
 def _possible(plan: Plan, routes: Routes) -> bool:

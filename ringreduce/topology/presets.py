@@ -13,7 +13,18 @@ from functools import partial
 
 from ringreduce.common.failures import TopologyError
 from ringreduce.topology.graph import Link, LinkGraph, LinkKind, Node, NodeKind, both_directions, merged
-from ringreduce.topology.rates import NOTHING, NVLINK, PCIE_GTS, Assumed, model, pcie, smp
+from ringreduce.topology.rates import (
+    NO_PEER_ACCESS,
+    NOTHING,
+    NVLINK,
+    PCIE_GTS,
+    Assumed,
+    model,
+    model_in,
+    pcie,
+    peer_access,
+    smp,
+)
 
 Wiring = Mapping[int, Sequence[tuple[int, int]]]
 """Pairs of GPUs by the number of links that join them."""
@@ -50,7 +61,12 @@ class _Draft:
     def gpus(self, count: int, model: str, cpus: int) -> None:
         """GPUs, shared out evenly among the CPUs."""
         for index in range(count):
-            self.nodes.append(Node(f"GPU{index}", NodeKind.GPU, index, numa=index * cpus // count, detail=model))
+            peers = peer_access(model_in(model), self.assume)
+            self.nodes.append(
+                Node(f"GPU{index}", NodeKind.GPU, index, numa=index * cpus // count, detail=model, peer_access=peers)
+            )
+        if not peers:
+            self.assumed.append(NO_PEER_ACCESS)
 
     def nvlink(self, one: str, other: str, generation: int, lanes: int) -> None:
         given = self.assume.nvlink
@@ -59,7 +75,7 @@ class _Draft:
 
     def nvswitch(self, generation: int, lanes: int, detail: str) -> None:
         """Switches that no traffic fills are one."""
-        self.nodes.append(Node("NVSwitch0", NodeKind.NVSWITCH, detail=detail))
+        self.nodes.append(Node("NVSwitch0", NodeKind.NVSWITCH, detail=detail, reduces=generation >= 4))
         for gpu in [node.name for node in self.nodes if node.kind is NodeKind.GPU]:
             self.nvlink(gpu, "NVSwitch0", generation, lanes)
 
@@ -193,7 +209,7 @@ def _pcie_box(count: int, assume: Assumed = NOTHING) -> LinkGraph:
     for index in range(count // 2):
         draft.switch(index, [f"GPU{2 * index}", f"GPU{2 * index + 1}"], f"CPU{index * 4 // count}", generation)
     if assume.smp is None:
-        draft.assumed.append("The two CPUs are Skylake, joined by 10 GB/s, NCCL's figure; --smp-gbps sets it.")
+        draft.assumed.append("The two CPUs are Skylake, joined by three UPI, 78 GB/s; --smp-gbps sets it.")
     if assume.pcie is None and assume.gpu is None:
         draft.assumed.append("Slots and switches are PCIe 3.0 x16, 15.75 GB/s; --gpu or --pcie-gbps sets it.")
     return draft.graph()

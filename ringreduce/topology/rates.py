@@ -1,11 +1,13 @@
 """What links carry: GB/s in one direction by generation, and what has to be assumed where a source does not say.
 
-All figures are peaks of data sheets, of one direction.  Their sources: NVLink, the white papers of P100 (4 links of
-20 GB/s), V100 (6 of 25), A100 (12 of 25), GA102 (4 of 14.0625), H100 (18 of 25) and Blackwell (18 of 50); A800 and
-H800 have 8 links left (400 GB/s both ways).  XGMI, AMD's pages on each Instinct GPU: 16 lanes of 23 GT/s (MI50, MI60,
-MI100), 25 GT/s (MI200), 32 GT/s (MI300) and 38.4 GT/s (MI350).  PCIe, the specifications: 8b/10b encoding to 5 GT/s,
-128b/130b to 32 GT/s, FLITs of 242 bytes in 256 at 64 GT/s.  Between CPUs vendors state clocks, not what arrives; these
-are the figures that NCCL's graph search uses (src/graph/topo.h).
+All figures are of one direction, and capacities: no transfer is faster. Their sources: NVLink, the white papers of P100
+(4 links of 20 GB/s), V100 (6 of 25), A100 (12 of 25), GA102 (4 of 14.0625), H100 (18 of 25) and Blackwell (18 of 50);
+A800 and H800 have 8 links left (400 GB/s both ways). XGMI, AMD's pages on each Instinct GPU: 16 lanes of 23 GT/s (MI50,
+MI60, MI100), 25 GT/s (MI200), 32 GT/s (MI300) and 38.4 GT/s (MI350); of MI300's 64 GB/s 48 are for data, the rest is
+protocol (published: 47.7 over one link, 45.1 over each of seven). PCIe, the specifications: 8b/10b encoding to 5 GT/s,
+128b/130b to 32 GT/s, FLITs of 242 bytes in 256 at 64 GT/s. Between CPUs: the links of the largest model of a family,
+QPI and UPI of 20 lanes, xGMI of 16, at the clock of the data sheet. Single flows are far slower there (20 to 22 GB/s on
+an EPYC 7542, 50 on Turin), so what to expect is for `expected` to say, not for a bound.
 """
 
 import re
@@ -21,14 +23,16 @@ from ringreduce.topology.graph import LinkKind
 class Assumed:
     """What a user says about a machine because its listing does not.  None: the reader's own assumption, which it says.
 
-    `gpu` is a model such as "v100"; the others are GB/s in one direction: of one NVLink (or XGMI link), of a GPU's PCIe
-    slot, and of what joins two CPUs.  Raises TopologyError for a model that is not known, and for rates not above 0.
+    `gpu` is a model such as "v100"; rates are GB/s in one direction: of one NVLink (or XGMI link), of a GPU's PCIe
+    slot, and of what joins two CPUs; `peer_access` says whether GPUs reach each other's memory over PCIe. Raises
+    TopologyError for a model that is not known, and for rates not above 0.
     """
 
     gpu: str | None = None
     nvlink: float | None = None
     pcie: float | None = None
     smp: float | None = None
+    peer_access: bool | None = None
 
     def __post_init__(self) -> None:
         for option, rate in (("--nvlink-gbps", self.nvlink), ("--pcie-gbps", self.pcie), ("--smp-gbps", self.smp)):
@@ -51,6 +55,16 @@ class Model:
     links: int
     pcie: int
 
+    @property
+    def reduces(self) -> bool:
+        """Whether the switches that its links go to combine what passes them: from NVLink 4 on."""
+        return self.kind is LinkKind.NVLINK and self.pcie >= 5
+
+    @property
+    def peer_access(self) -> bool:
+        """Whether its driver lets other GPUs reach its memory over PCIe; that of GeForce does not."""
+        return self.name not in _GEFORCE
+
 
 @dataclass(frozen=True)
 class Rate:
@@ -65,6 +79,11 @@ NVLINK: Mapping[int, float] = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 50.0}
 """Per generation: GB/s of one link."""
 
 _GA102 = 14.0625  # its links have half the lanes
+
+_GEFORCE = ("rtx2080ti", "rtx3090", "rtx4090", "rtx5090")
+
+_REDUCING_LANES = (8, 18)
+"""NVLinks to a switch that H800 and H100 have, and those after them; A800 has 8 as well."""
 
 MOST_NVLINKS = 18
 """No GPU in the table has more links: what shows more has a switch."""
@@ -91,8 +110,8 @@ _AMD = {
     (46.0, 3, 4): "mi100",
     (50.0, 3, 4): "mi210",
     (50.0, 8, 4): "mi250 mi250x",
-    (64.0, 8, 5): "mi300a",
-    (64.0, 7, 5): "mi300x mi308x mi325x",
+    (48.0, 8, 5): "mi300a",
+    (48.0, 7, 5): "mi300x mi308x mi325x",
     (76.8, 7, 5): "mi350x mi355x",
 }
 
@@ -143,6 +162,16 @@ def model_of_architecture(sm: str, gcn: str) -> Model | None:
     return next((MODELS[name] for start, name in _GFX.items() if digits.startswith(start)), None)
 
 
+def peer_access(known: Model | None, assume: Assumed) -> bool:
+    """Whether GPUs reach each other's memory over PCIe."""
+    return assume.peer_access if assume.peer_access is not None else known is None or known.peer_access
+
+
+NO_PEER_ACCESS = (
+    "The driver gives GeForce GPUs no access to each other over PCIe: what goes there passes a CPU's memory; "
+    "--peer-access yes says that it is patched."
+)
+
 PCIE_GTS: Mapping[int, float] = {1: 2.5, 2: 5.0, 3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}
 """Per generation: GT/s of a lane."""
 
@@ -167,29 +196,42 @@ def slot(known: Model | None, assume: Assumed) -> Rate:
 
 
 _SMP = {
-    # vendor, family, model from which on; AMD's families as /proc/cpuinfo has them, and as some NCCL versions pack them
-    ("GenuineIntel", 6, 0xCF): (40.0, "Emerald Rapids"),
-    ("GenuineIntel", 6, 0x8F): (22.0, "Sapphire Rapids"),
-    ("GenuineIntel", 6, 0x55): (10.0, "Skylake"),
-    ("GenuineIntel", 6, 0): (6.0, "Broadwell"),
-    **{("AuthenticAMD", family, 0): (16.0, "Zen 1 and 2") for family in (0x17, 0x8F)},
-    **{("AuthenticAMD", family, 0): (24.0, "Zen 3 and 4") for family in (0x19, 0xAF)},
-    **{("AuthenticAMD", family, 0): (32.0, "Zen 5") for family in (0x1A, 0xBF)},
+    # vendor, family, model from which on: links, GB/s of each; AMD's families as /proc/cpuinfo has them, and as some
+    # NCCL versions pack them
+    ("GenuineIntel", 6, 0xCF): (4, 50.0, "Emerald Rapids: UPI of 20 GT/s"),
+    ("GenuineIntel", 6, 0xAD): (6, 60.0, "Granite Rapids: UPI of 24 GT/s"),
+    ("GenuineIntel", 6, 0x8F): (4, 40.0, "Sapphire Rapids: UPI of 16 GT/s"),
+    ("GenuineIntel", 6, 0x6A): (3, 28.0, "Ice Lake: UPI of 11.2 GT/s"),
+    ("GenuineIntel", 6, 0x55): (3, 26.0, "Skylake: UPI of 10.4 GT/s"),
+    ("GenuineIntel", 6, 0): (2, 24.0, "Broadwell: QPI of 9.6 GT/s"),
+    **{("AuthenticAMD", family, 0x30): (4, 36.0, "Zen 2: xGMI of 18 GT/s") for family in (0x17, 0x8F)},
+    **{("AuthenticAMD", family, 0): (4, 21.4, "Zen 1: xGMI of 10.7 GT/s") for family in (0x17, 0x8F)},
+    **{("AuthenticAMD", family, 0x10): (4, 64.0, "Zen 4: xGMI of 32 GT/s") for family in (0x19, 0xAF)},
+    **{("AuthenticAMD", family, 0): (4, 36.0, "Zen 3: xGMI of 18 GT/s") for family in (0x19, 0xAF)},
+    **{("AuthenticAMD", family, 0): (4, 64.0, "Zen 5: xGMI of 32 GT/s") for family in (0x1A, 0xBF)},
 }
-_SMP_BY_ARCHITECTURE = {"arm64": 6.0, "aarch64": 6.0, "ppc64": 32.0, "ppc64le": 32.0}
+_SMP_BY_ARCHITECTURE = {"ppc64": (1, 64.0, "POWER9: X-Bus"), "ppc64le": (1, 64.0, "POWER9: X-Bus")}
+_WIDEST = 256.0
 
 
 def smp(assume: Assumed, vendor: str = "", family: int = 0, model: int = 0, architecture: str = "") -> Rate:
     """What joins two CPUs of a kind."""
     if assume.smp is not None:
         return Rate(assume.smp, "--smp-gbps")
-    for (known, in_family, since), (gbps, name) in _SMP.items():
-        if (known, in_family) == (vendor, family) and model >= since:
-            return Rate(gbps, f"NCCL's figure for {name}")
-    if architecture in _SMP_BY_ARCHITECTURE:
-        return Rate(_SMP_BY_ARCHITECTURE[architecture], f"NCCL's figure for {architecture}")
-    return Rate(
-        10.0,
-        "assumed: NCCL's figure for Skylake",
-        "What joins its CPUs is not in it: 10 GB/s assumed, NCCL's figure for Skylake; set --smp-gbps.",
+    known = next(
+        (found for (of, kind, since), found in _SMP.items() if (of, kind) == (vendor, family) and model >= since),
+        _SMP_BY_ARCHITECTURE.get(architecture),
     )
+    if known is not None:
+        links, gbps, name = known
+        return Rate(links * gbps, f"{links} x {gbps:g} GB/s, {name}")
+    return Rate(
+        _WIDEST,
+        "assumed: 4 xGMI links of 32 GT/s",
+        f"What joins its CPUs is not in it: {_WIDEST:g} GB/s assumed, as much as most have at most; set --smp-gbps.",
+    )
+
+
+def reduces(known: Model | None, lanes: int) -> bool:
+    """Whether an NVSwitch that a GPU has so many links to may combine what passes it."""
+    return known.reduces if known else lanes in _REDUCING_LANES

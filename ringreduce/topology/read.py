@@ -1,10 +1,13 @@
 """Reads the description of a machine, of whichever kind it is, into a link graph."""
 
+import json
 import re
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from ringreduce.common.failures import TopologyError
+from ringreduce.topology.clusters import cluster
 from ringreduce.topology.graph import LinkGraph
 from ringreduce.topology.matrix import read_matrix
 from ringreduce.topology.nccl_xml import read_nccl_xml
@@ -45,10 +48,19 @@ def read(text: str, where: str, assume: Assumed = NOTHING) -> LinkGraph:
         if assume != NOTHING:
             raise TopologyError(
                 f"{where}: a JSON graph states its own rates; edit its capacities, and leave --gpu, --nvlink-gbps, "
-                "--pcie-gbps and --smp-gbps out"
+                "--pcie-gbps, --smp-gbps and --peer-access out"
             )
-        return LinkGraph.from_json(text, where)
+        return _read_json(text, where)
     return _read_report(text, where, assume)
+
+
+def _read_json(text: str, where: str) -> LinkGraph:
+    """A link graph, or a cluster of machines."""
+    with suppress(ValueError, RecursionError):  # which LinkGraph.from_json explains
+        document = json.loads(text)
+        if isinstance(document, dict) and isinstance(document.get("machine"), str) and "nodes" not in document:
+            return cluster(document, described(document["machine"]), where)
+    return LinkGraph.from_json(text, where)
 
 
 def _read_report(text: str, where: str, assume: Assumed) -> LinkGraph:

@@ -1,8 +1,9 @@
 """Routes: which links a transfer between two ranks takes.
 
 Neither a PCIe tree nor an NVSwitch lets the sender choose, so every two ranks have one route: the shortest, by hops,
-through nodes that are not ranks themselves.  Over several equally short paths (several NVSwitches, two NICs beside a
-GPU) traffic is spread in proportion to what each of them carries.  Inside a host no route leaves it.
+through nodes that are not ranks themselves; over PCIe, GPUs without access to each other's memory meet in a CPU's. Over
+several equally short paths (several NVSwitches, two NICs beside a GPU) traffic is spread in proportion to what each of
+them carries. Inside a host no route leaves it.
 """
 
 from collections import deque
@@ -61,6 +62,11 @@ class Routes:
             found.append(tuple(sorted(part)))
         return tuple(found)
 
+    @cached_property
+    def following(self) -> Mapping[str, tuple[Link, ...]]:
+        """The links that leave each node, of those that may be taken."""
+        return {node: tuple(link for link in self.links if link.src == node) for node in self.graph.by_name}
+
     def loads(self, transfers: dict[tuple[int, int], float]) -> list[float]:
         """What crosses each link if so much goes from rank to rank."""
         crossing = [0.0] * len(self.links)
@@ -107,8 +113,11 @@ def _routes(graph: LinkGraph, kinds: Collection[LinkKind]) -> Routes:
     between = {}
     for source, name in enumerate(ranks):
         paths = _shortest_paths(graph, links, leaving, name)
+        blocked = LinkKind.PCIE in kinds and not all(graph.by_name[rank].peer_access for rank in ranks)
+        over_memory = _shortest_paths(graph, links, leaving, name, over_memory=True) if blocked else paths
         for target, other in enumerate(ranks):
-            if target != source and (found := paths.get(other)):
+            peers = graph.by_name[name].peer_access and graph.by_name[other].peer_access
+            if target != source and (found := (paths if peers else over_memory).get(other)):
                 between[source, target] = _spread(links, found)
     return Routes(graph, ranks, links, between)
 
@@ -117,30 +126,32 @@ Path = tuple[int, ...]
 
 
 def _shortest_paths(
-    graph: LinkGraph, links: Sequence[Link], leaving: dict[str, list[int]], source: str
+    graph: LinkGraph, links: Sequence[Link], leaving: dict[str, list[int]], source: str, over_memory: bool = False
 ) -> dict[str, list[Path]]:
-    """All shortest paths from a rank to each other node, those inside the host not leaving it."""
+    """All shortest paths from a rank to each other node, those inside the host not leaving it.  With `over_memory`,
+    only those that pass a CPU."""
     home = graph.by_name[source].host
     found: dict[str, list[Path]] = {}
     for inside in (True, False):
-        hops = {source: 0}
-        paths: dict[str, list[Path]] = {source: [()]}
-        todo = deque([source])
+        start = source, not over_memory  # a node, and whether the way there has passed what it must
+        hops = {start: 0}
+        paths: dict[tuple[str, bool], list[Path]] = {start: [()]}
+        todo = deque([start])
         while todo:
-            node = todo.popleft()
-            if node != source and graph.by_name[node].kind in (NodeKind.GPU, NodeKind.CORE):
+            here = node, passed = todo.popleft()
+            if here != start and graph.by_name[node].kind in (NodeKind.GPU, NodeKind.CORE):
                 continue  # ranks do not forward what is not theirs
             for at in leaving[node]:
-                after = links[at].dst
-                kind = graph.by_name[after].kind
-                if inside and (graph.by_name[after].host != home or kind in (NodeKind.NIC, NodeKind.NETWORK)):
+                end = graph.by_name[links[at].dst]
+                if inside and (end.host != home or end.kind in (NodeKind.NIC, NodeKind.NETWORK)):
                     continue
+                after = end.name, passed or end.kind is NodeKind.CPU
                 if after not in hops:
-                    hops[after], paths[after] = hops[node] + 1, []
+                    hops[after], paths[after] = hops[here] + 1, []
                     todo.append(after)
-                if hops[after] == hops[node] + 1:
-                    paths[after] += [(*path, at) for path in paths[node]]
-        found = {**paths, **found}
+                if hops[after] == hops[here] + 1:
+                    paths[after] += [(*path, at) for path in paths[here]]
+        found = {**{node: ways for (node, passed), ways in paths.items() if passed}, **found}
     return found
 
 

@@ -420,11 +420,12 @@ def test_doctor_works_without_arguments(capsys: Captured) -> None:
 def test_simulate_over_sizes_of_a_machine(capsys: Captured) -> None:
     out = prints(capsys, "simulate", *DGX1, "--size", "160MB", "--algorithm", "rings,halving_doubling")
     rows = [line.split() for line in out.splitlines()]
-    assert ["size", "rings", "halving_doubling"] in rows
+    assert ["size", "rings", "halving_doubling", "bound", "expected"] in rows
     last = next(row for row in rows if row[:2] == ["160", "MB"])
     assert last[2] == "*"
     assert float(last[3]) == pytest.approx(2.6, abs=0.05)
     assert last[4] == "ms"
+    assert last[-4:-2] == ["2.59", "ms"] and 2.6 < float(last[-2]) < 3.5  # bound, expected
 
 
 def test_simulate_over_ranks_and_a_parameter_server(capsys: Captured) -> None:

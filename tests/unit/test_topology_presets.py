@@ -4,12 +4,14 @@ from collections import Counter
 
 import networkx
 import pytest
-from unit.several_hosts import hosts_of
 
 from ringreduce.errors import TopologyError
+from ringreduce.topology.clusters import hosts_of
 from ringreduce.topology.graph import FABRIC, Link, LinkGraph, LinkKind, Node, NodeKind
+from ringreduce.topology.planner import plan_for
 from ringreduce.topology.presets import PRESETS, preset
 from ringreduce.topology.rates import Assumed
+from ringreduce.topology.read import load
 
 # NVLinks between GPUs as `nvidia-smi topo -m` lists them on a DGX-1 with P100s, one with V100s, and a p3.8xlarge.
 P100 = """
@@ -214,3 +216,50 @@ def test_a_nic_that_hangs_in_the_air_joins_nothing():
     graph = LinkGraph("box", (Node("GPU0", NodeKind.GPU), Node("NIC0", NodeKind.NIC)), ())
     with pytest.raises(TopologyError, match="box: NIC0 has no link"):
         hosts_of(graph, 2, gbps=50)
+
+
+def test_a_tapered_tree_narrows_what_leaves_a_switch():
+    graph = hosts_of(preset("dgx-a100"), 4, hosts_per_leaf=2, taper=4)
+    assert graph.by_ends["leaf0", "network"].capacity == 2 * 8 * 25 / 4
+    assert graph.by_ends["host3/mlx5_7", "leaf1"].capacity == 25
+    planned = plan_for(graph)
+    assert planned.bound == pytest.approx(100)  # all of the tensor leaves each half over 100 GB/s
+    assert "leave host0/GPU0" in planned.proof
+    wide = plan_for(hosts_of(preset("dgx-a100"), 4, hosts_per_leaf=2))
+    assert wide.bound == pytest.approx(plan_for(hosts_of(preset("dgx-a100"), 4)).bound)
+
+
+def test_rails_join_the_nics_of_one_place():
+    graph = hosts_of(preset("dgx-a100"), 2, rails=True)
+    assert {link.dst for link in graph.following["host1/mlx5_3"]} == {"host1/PCIe1", "rail3"}
+    assert graph.by_ends["host0/mlx5_3", "rail3"].capacity == graph.by_ends["host1/mlx5_3", "rail3"].capacity == 25
+    planned = plan_for(graph)
+    assert planned.bound == pytest.approx(plan_for(hosts_of(preset("dgx-a100"), 2)).bound)
+    rail_by_rail = plan_for(graph, algorithm="hierarchical_ring")
+    assert all("network" not in (load.src, load.dst) for load in rail_by_rail.loads(1000))
+
+
+def test_a_network_that_reduces_is_bounded_by_its_lines_alone():
+    plain = plan_for(hosts_of(preset("dgx-a100"), 4))
+    summed = plan_for(hosts_of(preset("dgx-a100"), 4, in_network=True))
+    assert plain.bound_in_switches is None
+    assert summed.bound == plain.bound < summed.bound_in_switches == pytest.approx(200)  # of eight NICs
+    assert summed.plan.name != "nvls"
+
+
+def test_clusters_are_described_in_json(tmp_path):
+    path = tmp_path / "cluster.json"
+    path.write_text('{"machine": "dgx1-v100", "hosts": 3, "gbps": 25, "nics": 2}')
+    assert load(path) == hosts_of(preset("dgx1-v100"), 3, nics=2, gbps=25)
+    for text, message in (
+        ('{"machine": "dgx1-v100"}', "hosts is None; a cluster has from 2 to 64"),
+        ('{"machine": "dgx1-v100", "hosts": 2.5}', "hosts is 2.5; expected a value of type int"),
+        ('{"machine": "dgx1-v100", "hosts": 2, "nic": 1}', "'nic' is unknown; a cluster has machine, hosts, nics"),
+        ('{"machine": "dgx1-v100", "hosts": 4, "taper": 0.5}', "taper is 0.5; it must be at least 1"),
+        ('{"machine": "dgx1-v100", "hosts": 4, "hosts_per_leaf": 4}', "4 hosts a switch, of 4"),
+        ('{"machine": "dgx1-v100", "hosts": 4, "hosts_per_leaf": 2, "rails": true}', "give one"),
+        ('{"machine": "nothing", "hosts": 2}', "neither a file nor a preset"),
+    ):
+        path.write_text(text)
+        with pytest.raises(TopologyError, match=message):
+            load(path)

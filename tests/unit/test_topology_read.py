@@ -228,7 +228,7 @@ def test_rates() -> None:
         (25.0, 12),
         (25.0, 8),
         (50.0, 18),
-        (64.0, 7),
+        (48.0, 7),
     ]
     for text, name in {
         "Tesla V100-SXM2-32GB": "v100",
@@ -240,8 +240,9 @@ def test_rates() -> None:
     }.items():
         assert model_in(text) is MODELS[name]
     assert model_in("NVIDIA A1000 Laptop") is None
-    assert smp(NOTHING, "AuthenticAMD", 0x19, 1).gbps == 24.0
-    assert smp(NOTHING, "GenuineIntel", 6, 143).gbps == 22.0
+    assert smp(NOTHING, "AuthenticAMD", 0x19, 1).gbps == 4 * 36.0
+    assert smp(NOTHING, "AuthenticAMD", 0x19, 0x11).gbps == 4 * 64.0
+    assert smp(NOTHING, "GenuineIntel", 6, 143).gbps == 4 * 40.0
     assert smp(Assumed(smp=31.0), "GenuineIntel", 6, 143).gbps == 31.0
 
 
@@ -556,7 +557,7 @@ def test_xgmi_counts_and_architectures() -> None:
     graph = fixture("rccl_8p1h.xml")
     assert (graph.by_ends["GPU0", "GPU1"].lanes, graph.by_ends["GPU0", "GPU1"].capacity) == (4, 4 * 50.0)
     assert graph.by_ends["GPU0", "GPU1"].kind is LinkKind.XGMI
-    assert fixture("rccl_4p_940.xml").by_ends["GPU0", "GPU1"].capacity == 64.0
+    assert fixture("rccl_4p_940.xml").by_ends["GPU0", "GPU1"].capacity == 48.0
 
 
 def test_links_to_itself_are_hidden_ones() -> None:
@@ -572,7 +573,7 @@ def test_speeds_that_are_empty_are_assumed_from_the_model() -> None:
     assert graph.by_ends["GPU0", "CPU0"].capacity == pytest.approx(pcie(16.0, 16))
     assert any("0001:00:00.0" in text for text in graph.assumed)
     assert graph.by_ends["eth0", "CPU0"].capacity == 12.5
-    assert graph.by_ends["CPU0", "CPU1"].capacity == 24.0
+    assert graph.by_ends["CPU0", "CPU1"].capacity == 4 * 36.0
 
 
 def test_files_without_gpu_elements_say_what_is_missing() -> None:

@@ -1,0 +1,128 @@
+"""`ringreduce calibrate`: what to expect of a machine, from a log of nccl-tests or rccl-tests on it."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ringreduce.cli import arguments as read
+from ringreduce.cli.terminal import Help, console, gigabytes, say
+from ringreduce.common.failures import TopologyError
+from ringreduce.common.units import bytes_text, time_text
+
+if TYPE_CHECKING:
+    from ringreduce.topology.graph import LinkGraph
+    from ringreduce.topology.planner import Planned
+
+HOW_TO = "save all that a program such as all_reduce_perf prints"
+
+_PROGRAM = re.compile(r"\b([a-z_]+)_perf\b")
+
+
+def add(commands: Any, summary: str) -> None:
+    parser = commands.add_parser(
+        "calibrate",
+        usage="%(prog)s LOG [FILE] [options]",
+        help=summary,
+        description="Fits what to expect of a machine's links to a log of nccl-tests or rccl-tests on it: the share of "
+        "the line rate that large tensors get, and the time that small ones take. `plan` and `simulate` use the result "
+        "with --calibration.",
+        epilog="examples:\n"
+        "  ringreduce calibrate all_reduce.log dgx-a100 --save a100.json\n"
+        "  ringreduce plan dgx-a100 --calibration a100.json",
+        formatter_class=Help,
+    )
+    parser.add_argument("log", metavar="LOG", type=Path, help="what nccl-tests or rccl-tests printed")
+    read.add_machine(parser, nargs="?")
+    known = "all_reduce, allgather, ... (default: the program that the log names)"
+    parser.add_argument("--collective", type=read.collective, metavar="NAME", help=known)
+    parser.add_argument("--save", type=Path, metavar="OUT.json", help="keep it in this file (default: print it)")
+    parser.set_defaults(run=run)
+
+
+class Log(NamedTuple):
+    """What a log says: which collective by how many ranks, and seconds by bytes."""
+
+    collective: str
+    ranks: int
+    seconds: dict[int, float]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from ringreduce.topology import expected
+
+    log = read_log(arguments.log.read_text(errors="replace"), str(arguments.log), arguments.collective)
+    graph = read.machine(arguments)
+    if len(graph.ranks) != log.ranks:
+        raise TopologyError(f"{arguments.log}: it is of {log.ranks} ranks, and {graph.name} has {len(graph.ranks)}; "
+                            "choose as many with --gpus, or give another FILE")  # fmt: skip
+    planned = _as_run(graph, log)
+    name = expected.fabric_of(planned)
+    if name is None:
+        raise TopologyError(f"{graph.name}: its ranks have no links that could be calibrated; give the GPUs' topology")
+    line = expected.line_of(planned)
+    points = [expected.Measured(size, line, seconds) for size, seconds in log.seconds.items()]
+    fabric = expected.fit(points, arguments.log.name)
+    text = expected.to_json({name: fabric})
+    if not arguments.save:
+        sys.stdout.write(text + "\n")
+        return 0
+    arguments.save.write_text(text + "\n")
+    least, most = min(log.seconds), max(log.seconds)
+    say(console(), f"{name}: {fabric.efficiency:.1%} of {gigabytes(line)} GB/s for large tensors, "
+                   f"{time_text(fabric.base)} for small ones; within {fabric.within:.0%} of nine in ten of "
+                   f"{fabric.figures} figures, {bytes_text(least, 1024)} to {bytes_text(most, 1024)}; "
+                   f"saved: {arguments.save}")  # fmt: skip
+    return 0
+
+
+def read_log(text: str, where: str, collective: str | None) -> Log:
+    """The out-of-place times of a log.  Raises TopologyError that says what is missing."""
+    ranks = len(re.findall(r"^#\s+Rank\s+\d+\s", text, re.MULTILINE))
+    if not ranks:
+        raise TopologyError(f"{where}: no line such as `#  Rank  0 ...` says how many ranks there were; {HOW_TO}")
+    columns: list[str] = []
+    seconds: dict[int, float] = {}
+    for line in text.splitlines():
+        words = line.replace("#", " # ", 1).split()
+        if words[:2] == ["#", "size"]:
+            columns = line.lstrip("# ").split()
+        elif columns and len(words) == len(columns) and words[0].isdecimal():
+            try:
+                took = float(words[columns.index("time")]) * 1e-6
+            except ValueError:
+                continue
+            if int(words[0]) > 0 and 0 < took < math.inf:
+                seconds[int(words[0])] = took
+    if not seconds:
+        raise TopologyError(f"{where}: no row of sizes and times is under a line `#  size  count ...`; {HOW_TO}")
+    return Log(collective or _named(text, where), ranks, seconds)
+
+
+def _named(text: str, where: str) -> str:
+    for name in _PROGRAM.findall(text):
+        try:
+            return read.collective(name)
+        except argparse.ArgumentTypeError:
+            continue
+    raise TopologyError(f"{where}: it does not name its program, such as all_reduce_perf; give --collective")
+
+
+def _as_run(graph: LinkGraph, log: Log) -> Planned:
+    """The plan that the log's largest size fits better: with the switches' sums, where there are any, or without."""
+    from ringreduce.topology.expected import expected
+    from ringreduce.topology.planner import algorithms, plan_for
+
+    size = max(log.seconds)
+    names = ["auto", *(["nvls"] if "nvls" in algorithms(graph, log.collective) else [])]
+    plans = [plan_for(graph, log.collective, size, name) for name in names]
+
+    def off(planned: Planned) -> float:
+        found = expected(planned, size)
+        return abs(math.log(found.seconds / log.seconds[size])) if found else math.inf
+
+    return min(plans, key=off)

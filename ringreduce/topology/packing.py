@@ -1,0 +1,317 @@
+"""Packings: trees and paths with widths that share the links of a machine, for collectives other than all_reduce.
+
+Every block of a collective travels in a shape of its own: from its root to all ranks over a tree (broadcast,
+all_gather), from all ranks to its root over one (reduce, reduce_scatter), or from one rank to another over a path
+(scatter, gather, all_to_all), other ranks passing it on. Blocks are alike, so each gets shapes of the same total width,
+and the most that fits the links is a linear program with one variable a shape. As in `trees`, columns are made one at a
+time: under the links' current prices the best shape for a block is a cheapest arborescence (Chu and Liu 1965, Edmonds
+1967) or a shortest path. On links between ranks arborescences reach the lowest cut, however links differ back and forth
+(Edmonds 1973; for a block from every rank at once, Zhao et al. 2024); paths reach what the prices prove
+(`Packed.bound`).
+
+A plan's channels take the same share of every block, so the blocks' shapes are aligned: channel `k` moves part `k` of
+each block, over that block's shape for it.  A few equal parts are taken where they cost little.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import permutations
+from math import gcd
+from typing import Any
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+
+from ringreduce.topology.routes import Routes
+
+MOST_RANKS = 16
+"""Beyond these nothing is packed: the linear program grows with the square of the ranks, or faster."""
+
+MOST_ROUNDS = 60
+"""Of pricing; what has been packed by then is taken."""
+
+NEAR = 0.997
+"""The share of the bound at which packing ends."""
+
+GIVEN_UP = 0.012
+"""The share of the optimum that whole numbers may cost."""
+
+PARTS = (1, 2, 3, 4, 6, 8)
+"""Numbers of equal channels that are tried."""
+
+GRID = 5040
+"""Parts of a block where no few equal ones will do: its shapes get whole numbers of these."""
+
+DEPTH_COUNTS = 1e-3
+"""The share of a width that a shape may give up for being shallower."""
+
+MOST_NODES = 30
+"""Of the search for whole numbers, for each number of channels: a limit that is the same on every machine."""
+
+Shape = tuple[tuple[int, int], ...]
+"""The hops of a block, as pairs of ranks in the direction in which it moves: a tree's or a path's."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Per channel its share and the shape of every block, by number; and what the links' prices prove: no shapes of
+    any widths carry more GB/s."""
+
+    channels: tuple[tuple[int, Mapping[int, Shape]], ...]
+    bound: float
+
+
+def pack(collective: str, routes: Routes, limit: float) -> Packed | None:
+    """A packing for a collective, whose bandwidth is at most `limit`; None if a block cannot get where it must."""
+    pairs = sorted(routes.between)
+    blocks = _blocks(collective, routes.size)
+    if routes.size > MOST_RANKS or not all(_reaches(routes, block) for block in blocks):
+        return None
+    master = _Master(routes, pairs, blocks)
+    most = limit / master.blocks_of_a_tensor
+    costs = master.pair_costs(1.0 / master.capacity)
+    shapes = [block.cheapest(pairs, costs) for block in blocks]
+    best = float("inf")
+    for _ in range(MOST_ROUNDS):
+        added = [master.add(at, shape) for at, (shape, _) in enumerate(shapes)]
+        if not any(added):
+            break
+        master.solve()
+        # Where links are free, shapes wander: at even prices they are short, and the mean of the two finds the end
+        # sooner.
+        for even in (0.3, 0.03, 0.0):
+            prices = (1 - even) * master.prices + even * master.worth / len(pairs) / master.capacity
+            costs = master.pair_costs(prices)
+            shapes = [block.cheapest(pairs, costs) for block in blocks]
+            if (cost := sum(cost for _, cost in shapes)) > 0:
+                best = min(best, float(prices @ master.capacity) / cost)
+            if any((at, shape) not in master.shapes for at, (shape, _) in enumerate(shapes)):
+                break
+        if master.width >= NEAR * min(best, most):
+            break
+    numbers = [block.number for block in blocks]
+    channels = tuple((share, dict(zip(numbers, shapes, strict=True))) for share, shapes in master.channels())
+    return Packed(channels, best * master.blocks_of_a_tensor)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """What has to be moved, by its number in the plan's layout: from `source` to `target`, to all ranks, or with
+    `inwards` from all ranks to `source`."""
+
+    size: int
+    number: int
+    source: int
+    target: int | None = None
+    inwards: bool = False
+
+    def cheapest(self, pairs: Sequence[tuple[int, int]], costs: Any) -> tuple[Shape, float]:
+        turned = [pair[::-1] if self.inwards else pair for pair in pairs]
+        price = dict(zip(turned, map(float, costs), strict=True))
+        if self.target is None:
+            hops = _arborescence(self.size, self.source, price)
+        else:
+            hops = _path(self.size, self.source, self.target, price)
+        cost = sum(price[hop] for hop in hops)
+        return tuple(sorted(hop[::-1] if self.inwards else hop for hop in hops)), cost
+
+
+def _blocks(collective: str, size: int) -> list[_Block]:
+    match collective:
+        case "broadcast" | "reduce":
+            return [_Block(size, 0, 0, inwards=collective == "reduce")]
+        case "all_gather" | "reduce_scatter":
+            return [_Block(size, rank, rank, inwards=collective == "reduce_scatter") for rank in range(size)]
+        case "scatter":
+            return [_Block(size, rank, 0, rank) for rank in range(1, size)]
+        case "gather":
+            return [_Block(size, rank, rank, 0) for rank in range(1, size)]
+        case _:
+            pairs = permutations(range(size), 2)
+            return [_Block(size, one * size + other, one, other) for one, other in pairs]
+
+
+def _reaches(routes: Routes, block: _Block) -> bool:
+    ways = [pair[::-1] if block.inwards else pair for pair in routes.between]
+    reached = {block.source}
+    for rank in (todo := [block.source]):
+        for one, other in ways:
+            if one == rank and other not in reached:
+                reached.add(other)
+                todo.append(other)
+    return len(reached) == block.size if block.target is None else block.target in reached
+
+
+class _Master:
+    """The linear program over the shapes made so far: equal widths of all blocks, as wide as the links allow."""
+
+    def __init__(self, routes: Routes, pairs: Sequence[tuple[int, int]], blocks: Sequence[_Block]) -> None:
+        self.capacity = np.array([link.capacity for link in routes.links])
+        self.usage = np.array([routes.loads({pair: 1.0}) for pair in pairs])
+        self.at = {pair: at for at, pair in enumerate(pairs)}
+        self.blocks, self.size = blocks, routes.size
+        self.shapes: dict[tuple[int, Shape], Any] = {}
+        self.depths: list[int] = []
+        whole_tensor = blocks[0].target is None and len(blocks) == 1
+        self.blocks_of_a_tensor = 1 if whole_tensor else routes.size
+        self.width, self.prices, self.worth = 0.0, self.capacity, 0.0
+        self.widths: Any = None
+
+    def pair_costs(self, prices: Any) -> Any:
+        return self.usage @ prices
+
+    def add(self, block: int, shape: Shape) -> bool:
+        """Whether the shape is new."""
+        if (block, shape) in self.shapes:
+            return False
+        self.depths.append(_depth(shape))
+        self.shapes[block, shape] = sum(self.usage[self.at[hop]] for hop in shape)
+        return True
+
+    @cached_property
+    def loads(self) -> Any:
+        return np.array(list(self.shapes.values())).T
+
+    @cached_property
+    def owners(self) -> Any:
+        owner = np.array([block for block, _ in self.shapes])
+        return (np.arange(len(self.blocks))[:, None] == owner[None, :]).astype(float)
+
+    def solve(self) -> None:
+        """The last variable is the width that every block has."""
+        vars(self).pop("loads", None)
+        vars(self).pop("owners", None)
+        limits = np.hstack([self.loads, np.zeros((len(self.capacity), 1))])
+        equal = np.hstack([self.owners, -np.ones((len(self.blocks), 1))])
+        # Of packings of nearly the same width, one with short routes.
+        gain = np.append([DEPTH_COUNTS * depth / self.size for depth in self.depths], -1.0)
+        found = linprog(
+            gain, A_ub=limits, b_ub=self.capacity, A_eq=equal, b_eq=np.zeros(len(self.blocks)), method="highs-ds"
+        )
+        self.width, self.widths = float(found.x[-1]), found.x[:-1]
+        self.prices = np.maximum(-found.ineqlin.marginals, 0.0)
+        self.worth = float(self.prices @ self.capacity)
+
+    def channels(self) -> tuple[tuple[int, tuple[Shape, ...]], ...]:
+        """Shares, and the shape of every block in each: a few equal ones where they cost little."""
+        used = np.flatnonzero(self.widths > 1e-7 * self.width)
+        for parts in PARTS:
+            counts = self._whole(used, parts)
+            if counts is not None:
+                return self._aligned(used, counts, parts)
+        return self._aligned(used, self.widths[used] / self.width * GRID, GRID)
+
+    def _whole(self, used: Any, parts: int) -> Any:
+        """How many of `parts` equal parts each shape gets, or None."""
+        count = len(used)
+        seconds = np.append(np.zeros(count), 1.0)
+        fits = np.hstack([self.loads[:, used], -self.capacity[:, None]])
+        each = np.hstack([self.owners[:, used], np.zeros((len(self.blocks), 1))])
+        most = parts / self.width / (1 - GIVEN_UP)
+        found = milp(
+            seconds,
+            integrality=np.append(np.ones(count), 0),
+            bounds=Bounds(0, np.append(np.full(count, parts), most)),
+            constraints=[LinearConstraint(fits, -np.inf, 0), LinearConstraint(each, parts, parts)],
+            options={"node_limit": MOST_NODES, "mip_rel_gap": GIVEN_UP},
+        )
+        return None if found.x is None else np.round(found.x[:-1])
+
+    def _aligned(self, used: Any, amounts: Any, total: int) -> tuple[tuple[int, tuple[Shape, ...]], ...]:
+        """Every block's shapes laid end to end, the widest first, and cut wherever one of any block ends."""
+        shapes = list(self.shapes)
+        ends: list[list[tuple[int, Shape]]] = []
+        for block in range(len(self.blocks)):
+            mine = [(float(amount), shapes[at][1]) for at, amount in zip(used, amounts, strict=True)
+                    if shapes[at][0] == block and amount > 0]  # fmt: skip
+            mine.sort(key=lambda each: -each[0])
+            whole = sum(amount for amount, _ in mine)
+            reached = np.round(np.cumsum([amount for amount, _ in mine]) / whole * total).astype(int)
+            ends.append([(int(end), shape) for end, (_, shape) in zip(reached, mine, strict=True)])
+        cuts = sorted({end for each in ends for end, _ in each} - {0})
+        channels = dict[tuple[Shape, ...], int]()
+        for before, end in zip([0, *cuts], cuts, strict=False):
+            key = tuple(next(shape for reached, shape in each if reached >= end) for each in ends)
+            channels[key] = channels.get(key, 0) + end - before
+        divisor = gcd(*channels.values())
+        return tuple((share // divisor, key) for key, share in channels.items())
+
+
+def _depth(shape: Shape) -> int:
+    """Hops on the longest way."""
+    before = {other: one for one, other in shape}
+    if len(before) < len(shape):  # inwards
+        before = dict(shape)
+    depth = 0
+    for start in before:
+        node, hops = start, 0
+        while node in before:
+            node, hops = before[node], hops + 1
+        depth = max(depth, hops)
+    return depth
+
+
+def _path(size: int, source: int, target: int, price: Mapping[tuple[int, int], float]) -> list[tuple[int, int]]:
+    """The cheapest, and of these one with few hops."""
+    least = 1e-9 * max(price.values())
+    cost, before = {source: 0.0}, dict[int, int]()
+    for _ in range(size - 1):
+        for (one, other), add in price.items():
+            if one in cost and cost[one] + add + least < cost.get(other, float("inf")):
+                cost[other], before[other] = cost[one] + add + least, one
+    hops = []
+    while target != source:
+        hops.append((before[target], target))
+        target = before[target]
+    return hops[::-1]
+
+
+def _arborescence(size: int, root: int, price: Mapping[tuple[int, int], float]) -> list[tuple[int, int]]:
+    """The cheapest tree from the root to all ranks.
+
+    Each rank takes its cheapest way in; a cycle of them becomes one node, whose ways in cost what they add to the
+    cycle, and so on."""
+    ways: list[tuple[int, int, float, tuple[int, int]]] = [
+        (one, other, cost, (one, other)) for (one, other), cost in price.items() if other != root
+    ]
+    return sorted(_contract(set(range(size)), root, ways, size))
+
+
+def _contract(
+    nodes: set[int], root: int, ways: Iterable[tuple[int, int, float, tuple[int, int]]], fresh: int
+) -> list[tuple[int, int]]:
+    ways = list(ways)
+    into: dict[int, tuple[int, int, float, tuple[int, int]]] = {}
+    for way in ways:
+        if way[1] not in into or way[2] < into[way[1]][2]:
+            into[way[1]] = way
+    cycle = _cycle(nodes, root, lambda node: into[node][0])
+    if not cycle:
+        return [into[node][3] for node in nodes if node != root]
+    inside = set(cycle)
+    contracted, entry = [], dict[tuple[int, int], tuple[int, tuple[int, int]]]()
+    for one, other, cost, pair in ways:
+        if one in inside and other in inside:
+            continue
+        if other in inside:
+            contracted.append((one, fresh, cost - into[other][2], pair))
+            entry[pair] = (other, pair)
+        else:
+            contracted.append((fresh if one in inside else one, other, cost, pair))
+    chosen = _contract((nodes - inside) | {fresh}, root, contracted, fresh + 1)
+    entered = next(entry[pair][0] for pair in chosen if pair in entry and entry[pair][0] in inside)
+    return chosen + [into[node][3] for node in inside if node != entered]
+
+
+def _cycle(nodes: set[int], root: int, before: Callable[[int], int]) -> list[int]:
+    seen = {root}
+    for start in sorted(nodes):
+        walk, node = [], start
+        while node not in seen:
+            seen.add(node)
+            walk.append(node)
+            node = before(node)
+        if node in walk:
+            return walk[walk.index(node) :]
+    return []

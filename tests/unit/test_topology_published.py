@@ -1,0 +1,160 @@
+"""Published measurements against the bounds that claim to hold for them; what is to be expected is in
+test_topology_expected.py.
+
+tests/fixtures/published_busbw.csv has one row a figure, with its source.  Add a row of a machine that `MACHINES` knows,
+and it is tested; of another, and the test asks for the machine.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+from ringreduce.topology.clusters import hosts_of
+from ringreduce.topology.graph import LinkGraph
+from ringreduce.topology.planner import plan_for
+from ringreduce.topology.presets import preset
+from ringreduce.topology.rates import Assumed
+from ringreduce.topology.read import read
+
+Row = Mapping[str, str]
+
+with (Path(__file__).parent.parent / "fixtures/published_busbw.csv").open(newline="") as file:
+    ROWS: list[Row] = list(csv.DictReader(file))
+
+
+def matrix(gpus: int, cell: str, numa: Callable[[int], int], assume: Assumed) -> LinkGraph:
+    """What `nvidia-smi topo -m` shows where all pairs are joined alike."""
+    names = [f"GPU{gpu}" for gpu in range(gpus)]
+    lines = ["\t" + "\t".join([*names, "CPU Affinity", "NUMA Affinity"])]
+    for gpu, name in enumerate(names):
+        cells = ("X" if gpu == other else cell for other in range(gpus))
+        lines.append("\t".join([name, *cells, f"{8 * gpu}-{8 * gpu + 7}", str(numa(gpu))]))
+    return read("\n".join(lines) + "\n", "published", assume)
+
+
+def xgmi(gpus: int) -> LinkGraph:
+    """What `rocm-smi --showtopotype` shows of a hive."""
+    names = [f"GPU{gpu}" for gpu in range(gpus)]
+    lines = ["  ".join(names)]
+    lines += ["  ".join([names[g], *("0" if g == o else "XGMI" for o in range(gpus))]) for g in range(gpus)]
+    return read("\n".join(lines) + "\n", "published", Assumed(gpu="mi300x"))
+
+
+def first(name: str) -> Callable[[Row], LinkGraph]:
+    """The first GPUs of a preset."""
+    return lambda row: preset(name).select(range(int(row["gpus"])))
+
+
+def cube_mesh(row: Row) -> LinkGraph:
+    gpus = {"2": (0, 1), "4": (0, 1, 2, 3), "8": range(8)}[row["gpus"]]
+    return preset("dgx1-v100").select(gpus)
+
+
+MACHINES: Mapping[str, Callable[[Row], LinkGraph]] = {
+    "OCI BM.GPU3.8 (8xV100-SXM2, hybrid cube mesh)": cube_mesh,
+    "HPE ProLiant Gen10 (8xV100-SXM2, hybrid cube mesh)": cube_mesh,
+    "DGX-2 (12 of 16 V100: 1,2,6-15)": lambda row: preset("dgx2").select([1, 2, *range(6, 16)]),
+    "8xA100-SXM4-40GB NVSwitch": first("dgx-a100"),
+    "Azure ND A100 v4": first("dgx-a100"),
+    "2x Azure NDmv4 (16xA100)": lambda row: hosts_of(preset("dgx-a100"), 2),
+    "8xA100-PCIe in NVLink-bridge pairs (NV12), one pair": lambda row: matrix(2, "NV12", int, Assumed(gpu="a100")),
+    "HGX H100": first("hgx-h100"),
+    "HGX H200": first("hgx-h200"),
+    "2x HGX H100 (8x400G)": lambda row: hosts_of(preset("hgx-h100"), 2),
+    "2x OCI BM.GPU.H100.8": lambda row: hosts_of(preset("hgx-h100"), 2),
+    "HGX H800 (8 links)": lambda row: matrix(8, "NV8", lambda gpu: gpu // 4, Assumed(gpu="h800")),
+    "HGX B300": first("hgx-b200"),
+    "GB200 NVL72": first("gb200-nvl72"),
+    "MI300X x8": lambda row: xgmi(int(row["gpus"])),
+    "8xRTX4090, 2x EPYC 7542": lambda row: matrix(
+        8, "SYS", int, Assumed(gpu="rtx4090", smp=144, peer_access="no P2P" not in row["algorithm"])
+    ),
+    "4xRTX4090, one socket, P2P patch": lambda row: matrix(
+        4, "PHB", lambda gpu: 0, Assumed(gpu="rtx4090", peer_access=True)
+    ),
+    "8xRTX5090, dual Xeon 8480+": lambda row: matrix(
+        int(row["gpus"]), "SYS", lambda gpu: gpu * 2 // int(row["gpus"]), Assumed(gpu="rtx5090", smp=160)
+    ),
+}
+
+
+@lru_cache
+def machine(at: int) -> LinkGraph:
+    row = ROWS[at]
+    assert row["machine"] in MACHINES, f"say in MACHINES what joins the GPUs of {row['machine']!r}"
+    return MACHINES[row["machine"]](row)
+
+
+def in_switches(row: Row) -> bool:
+    """Whether the row may have used the switches' sums: it says so, or it does not say which algorithm it is."""
+    said = row["algorithm"]
+    if "NVLS" in said and "off" not in said:
+        return True
+    return not any(word in said for word in ("Ring", "ring", "NVLS off", "no SHARP"))
+
+
+@pytest.mark.parametrize("at", range(len(ROWS)))
+def test_no_published_figure_is_above_its_bound(at: int) -> None:
+    row = ROWS[at]
+    planned = plan_for(machine(at), row["collective"])
+    bound = planned.bound
+    if in_switches(row) and planned.bound_in_switches is not None:
+        bound = planned.bound_in_switches
+    size = int(row["gpus"])
+    moved = {"all_reduce": 2 * (size - 1) / size, "broadcast": 1.0, "reduce": 1.0}.get(
+        row["collective"], (size - 1) / size
+    )
+    assert float(row["busbw_GBps"]) <= bound * moved * 1.005  # as read off plots
+    assert bound < 1000
+
+
+def test_bounds_of_switches_that_reduce() -> None:
+    h100, a100 = plan_for(preset("hgx-h100")), plan_for(preset("dgx-a100"))
+    assert (h100.bound, h100.bound_in_switches) == (pytest.approx(450 * 8 / 14), pytest.approx(450))
+    assert a100.bound_in_switches is None
+    assert plan_for(preset("hgx-h100"), "all_gather").bound_in_switches is None
+    nvls = plan_for(preset("hgx-h100"), algorithm="nvls")
+    assert nvls.bandwidth == pytest.approx(450 * 8 / 9)
+    assert nvls.bound == h100.bound_in_switches and "450 GB/s leave GPU0" in nvls.proof
+    assert h100.plan.name == "rings"  # the engine has no sums in switches
+    four = hosts_of(preset("hgx-h100"), 4)
+    assert "nvls" not in plan_for(four).reason
+    assert plan_for(four).bound < plan_for(four).bound_in_switches <= 400 * 4 / 6
+
+
+def test_four_hosts_promise_what_they_sustain() -> None:
+    planned = plan_for(hosts_of(preset("hgx-h100"), 4), algorithm="hierarchical_ring")
+    assert planned.of_links == pytest.approx(257.1, rel=1e-3)
+    assert planned.bandwidth == pytest.approx((1 << 33) * 1e-9 / planned.simulated(1 << 33))
+    assert 170 < planned.bandwidth < 220  # published: 366 GB/s of bus bandwidth, 189 of the tensor
+
+
+@pytest.mark.parametrize("gpus", [4, 8])
+def test_parts_of_a_socket_share_its_way_out(gpus: int) -> None:
+    """NPS4: four NUMA nodes a socket, every pair of GPUs at SYS.  The sockets' cut is that of two NUMA nodes."""
+    assume = Assumed(gpu="l40s", smp=10)
+    apart = matrix(gpus, "SYS", lambda gpu: gpu * 8 // gpus, assume)
+    halves = matrix(gpus, "SYS", lambda gpu: gpu * 2 // gpus, assume)
+    assert plan_for(apart).bound == pytest.approx(plan_for(halves).bound) == pytest.approx(10)
+
+
+def test_geforce_meets_in_the_memory_of_a_cpu() -> None:
+    """Two GPUs of a switch: without access to each other, all that passes between them goes up and down."""
+    names = "GPU0\tX\tPIX\t0-7\t0\nGPU1\tPIX\tX\t0-7\t0\n"
+    text = f"\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\n{names}"
+    for model, access, up in (("rtx4090", None, True), ("rtx4090", True, False), ("l40s", None, False)):
+        graph = read(text, "two", Assumed(gpu=model, peer_access=access))
+        crossed = {str(load.dst) for load in plan_for(graph).loads(1000)}
+        assert ("CPU0" in crossed) == up
+        assert any("GeForce" in text for text in graph.assumed) == up
+        assert LinkGraph.from_json(graph.to_json()) == graph
+
+
+def test_what_joins_cpus_is_as_wide_as_data_sheets_have_it() -> None:
+    graph = matrix(2, "SYS", int, Assumed(gpu="l40s"))
+    assert graph.by_ends["CPU0", "CPU1"].capacity >= 192  # three xGMI links of 32 GT/s; unknown CPUs may have them
