@@ -170,6 +170,14 @@ void bind_server(py::module_& m, Roots roots) {
           py::kw_only(), py::arg("id"), py::arg("group"), py::arg("window"), py::arg("window_bytes"),
           py::arg("servers"), py::arg("lane"), py::arg("pidfd"))
       .def(
+          "join_far",
+          [](Server& server, WorkerId id, const std::string& group, std::size_t window) {
+            const py::gil_scoped_release released;
+            server.join(id, group, window);
+          },
+          py::kw_only(), py::arg("id"), py::arg("group"), py::arg("window"))
+      .def("connect", &Server::connect, no_gil, py::arg("worker"), py::arg("socket"), py::arg("path"))
+      .def(
           "create",
           [](Server& server, const std::string& dtype, std::size_t count, const std::string& mode, std::uint32_t quorum,
              double grace, std::uint64_t staleness, const std::string& group, const py::dict& rule) {
@@ -216,7 +224,13 @@ void bind_client(py::module_& m) {
       });
   py::class_<Piece>(m, "ParameterPiece", py::buffer_protocol()).def_buffer(&Piece::buffer);
   py::class_<Client, std::shared_ptr<Client>>(m, "ParameterClient")
-      .def(py::init<WorkerId, std::size_t, std::size_t>(), py::arg("worker"), py::arg("servers"), py::arg("data"))
+      .def(py::init([](WorkerId worker, std::size_t servers, std::size_t data) {
+             return std::shared_ptr<Client>(new Client(worker, servers, data), [](Client* client) {
+               const py::gil_scoped_release no_gil;  // it says goodbye to other hosts
+               delete client;
+             });
+           }),
+           py::arg("worker"), py::arg("servers"), py::arg("data"))
       .def_property_readonly("window", &Client::window)
       .def_property_readonly("window_bytes", &Client::window_bytes)
       .def(
@@ -225,6 +239,11 @@ void bind_client(py::module_& m) {
              const std::string& name) { client.attach(server, {values, bell, pidfd, capacity, name}); },
           py::kw_only(), py::arg("server"), py::arg("values"), py::arg("bell"), py::arg("pidfd"), py::arg("capacity"),
           py::arg("name"))
+      .def(
+          "attach_far",
+          [](Client& client, std::uint32_t server, const std::string& name) { client.attach(server, name); },
+          py::arg("server"), py::arg("name"))
+      .def("connect", &Client::connect, no_gil, py::arg("server"), py::arg("socket"), py::arg("path"))
       .def("allocate", [](std::shared_ptr<Client> client,
                           std::size_t bytes) { return std::make_unique<Piece>(std::move(client), bytes); })
       .def(
@@ -238,13 +257,14 @@ void bind_client(py::module_& m) {
           py::arg("kind"), py::arg("parts"), py::arg("tensor"), py::kw_only(), py::arg("priority") = 0,
           py::arg("weight") = 1.0, py::arg("timeout") = py::none())
       .def(
-          "ask",
-          [](Client& client, const std::string& kind, const std::vector<PartTuple>& parts,
+          "pull",
+          [](Client& client, const std::vector<PartTuple>& parts, std::uintptr_t tensor,
              std::optional<double> timeout) {
             const py::gil_scoped_release released;
-            return client.ask(request_of(kind), parts_of(parts), {0, 1, duration(timeout)});
+            return client.pull(parts_of(parts), address(tensor), {0, 1, duration(timeout)});
           },
-          py::arg("kind"), py::arg("parts"), py::kw_only(), py::arg("timeout") = py::none())
+          py::arg("parts"), py::arg("tensor"), py::kw_only(), py::arg("timeout") = py::none())
+      .def("cancel", &Client::cancel, no_gil, py::arg("call"))
       .def(
           "tell",
           [](Client& client, const std::string& kind, const std::vector<std::uint32_t>& servers,

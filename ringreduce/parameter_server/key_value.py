@@ -7,7 +7,7 @@ import json
 import math
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -44,6 +44,21 @@ class _Key:
     dtype: torch.dtype
     shape: torch.Size
     parts: list[Part]
+    near: list[Part]
+    """On servers of this host."""
+    far: list[Part]
+
+
+@dataclass
+class _Pull:
+    """A pull under way: to `whole`, which is `target` if that is contiguous."""
+
+    key: str
+    known: _Key
+    target: torch.Tensor
+    whole: torch.Tensor
+    call: ParameterCall | None
+    """What was asked of servers: blocks of other hosts, and whether those of this host may be read."""
 
 
 @dataclass
@@ -59,6 +74,8 @@ class Membership:
     """By server: for control messages."""
     names: list[str]
     """By server: how messages call it."""
+    far: set[int]
+    """Servers of other hosts."""
     host: Host | None
     """The server in this process, if there is one."""
     block_bytes: int
@@ -174,7 +191,9 @@ class KeyValue:
                     parts[i] = (server, block, begin * size, count * size, offset)
                     self._with.loads[server] += count * size
         shape = torch.Size(placed["shape"])
-        self._keys[key] = _Key(placed, dtype, shape, [part for part in parts if part is not None])
+        known = [part for part in parts if part is not None]
+        near, far = ([part for part in known if (part[0] in self._with.far) is there] for there in (False, True))
+        self._keys[key] = _Key(placed, dtype, shape, known, near, far)
 
     # ---- data --------------------------------------------------------------------------------------------------------
 
@@ -221,31 +240,52 @@ class KeyValue:
         It contains all that this worker has pushed; what it contains of others' is the key's mode to say.
         """
         deadline = self._deadline(timeout)
-        versions = {}
-        for name, tensor in self._pairs(key, out):
-            known, target = self._lookup(name), _writable(name, tensor)
-            _check_like(name, known, target)
-            if known.spec["mode"]["mode"] == "ssp":
-                with _server_errors():
-                    call = self._client.ask("pull", known.parts, timeout=deadline - time.monotonic())
-                self._finish(name, call, deadline)
-            versions[name] = self._read(name, known, target, deadline)
-        return versions
+        with self._pulling(dict(self._pairs(key, out)), deadline) as pulls:
+            return {each.key: self._end_pull(each, deadline) for each in pulls}
 
-    def _read(self, name: str, known: _Key, target: torch.Tensor, deadline: float) -> list[int]:
-        whole = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
+    @contextlib.contextmanager
+    def _pulling(self, targets: Mapping[str, Array], deadline: float) -> Iterator[list[_Pull]]:
+        """Begins pulls; when it is left nothing is written to the targets any more."""
+        pulls: list[_Pull] = []
+        try:
+            for key, tensor in targets.items():
+                known, target = self._lookup(key), _writable(key, tensor)
+                _check_like(key, known, target)
+                contiguous = target.is_contiguous()
+                whole = target if contiguous else torch.empty_like(target, memory_format=torch.contiguous_format)
+                asks, call = known.parts if known.spec["mode"]["mode"] == "ssp" else known.far, None
+                if asks:
+                    with _server_errors():
+                        call = self._client.pull(asks, whole.data_ptr(), timeout=deadline - time.monotonic())
+                pulls.append(_Pull(key, known, target, whole, call))
+            yield pulls
+        finally:
+            for each in pulls:
+                if each.call is not None:
+                    self._client.cancel(each.call)
+
+    def _end_pull(self, pull: _Pull, deadline: float) -> list[int]:
+        """Returns the versions of the blocks when all are in the target."""
+        versions = {}
+        if pull.call is not None:
+            self._finish(pull.key, pull.call, deadline)
+            versions = {(server, block): version for server, block, _, version in pull.call.answers}
+        if pull.known.near:
+            read = self._read(pull.key, pull.known.near, pull.whole, deadline)
+            versions |= {part[:2]: version for part, version in zip(pull.known.near, read, strict=True)}
+        if pull.whole is not pull.target:
+            pull.target.copy_(pull.whole)
+        return [versions[part[:2]] for part in pull.known.parts]
+
+    def _read(self, key: str, parts: list[Part], whole: torch.Tensor, deadline: float) -> list[int]:
         while True:
             left = deadline - time.monotonic()
             try:
                 with _server_errors():
-                    versions = self._client.read(known.parts, whole.data_ptr(), timeout=max(0.0, min(left, _SLICE)))
-                break
+                    return self._client.read(parts, whole.data_ptr(), timeout=max(0.0, min(left, _SLICE)))
             except CollectiveTimeout:
                 if left <= _SLICE:
-                    raise CollectiveTimeout(self._who_is_late(name, [part[:2] for part in known.parts])) from None
-        if whole is not target:
-            target.copy_(whole)
-        return versions
+                    raise CollectiveTimeout(self._who_is_late(key, [part[:2] for part in parts])) from None
 
     def push_pull(
         self,
@@ -260,7 +300,7 @@ class KeyValue:
         """A push, then a pull into `out` when the result is waited for."""
         targets = out if isinstance(out, Mapping) else {self._only_key(values): out}
         pending = self.push(values, value, weight=weight, priority=priority, timeout=timeout)
-        pending.after = lambda deadline: void(self.pull(targets, timeout=max(0.0, deadline - time.monotonic())))
+        pending.targets = targets
         return pending
 
     @staticmethod
@@ -422,10 +462,6 @@ class KeyValue:
         if value is None:
             raise InvalidArgument(f"no tensor was given for key {key!r:.60}")
         return [(key, value)]
-
-
-def void(_: object) -> None:
-    """Drops a value."""
 
 
 class _server_errors:

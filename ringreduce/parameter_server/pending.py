@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ringreduce._C import ParameterCall
-    from ringreduce.parameter_server.key_value import KeyValue
+    from ringreduce.parameter_server.key_value import Array, KeyValue
 
 
 @dataclass
@@ -18,8 +18,8 @@ class Pending:
 
     store: KeyValue
     calls: dict[str, ParameterCall]
-    after: Callable[[float], None] | None = None
-    """What `push_pull` does when the pushes are in."""
+    targets: Mapping[str, Array] | None = None
+    """What `push_pull` pulls when the pushes are in."""
 
     def wait(self, timeout: float | None = None) -> list[str]:
         """Returns when every push is in the servers' values, with the keys of which one came late and was dropped.
@@ -28,8 +28,10 @@ class Pending:
         which `wait` can be called again; `ServerLost`; `UpdateFailed`.
         """
         deadline = time.monotonic() + (self.store.timeout if timeout is None else timeout)
-        late = [key for key, call in self.calls.items() if self.store._finish(key, call, deadline)]
-        if self.after is not None:
-            self.after(deadline)
-            self.after = None
+        # Pulls from other hosts are under way while the pushes are.
+        with self.store._pulling(self.targets or {}, deadline) as pulls:
+            late = [key for key, call in self.calls.items() if self.store._finish(key, call, deadline)]
+            for each in pulls:
+                self.store._end_pull(each, deadline)
+        self.targets = None
         return late
