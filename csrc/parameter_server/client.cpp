@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "core/error.h"
+#include "parameter_server/server.h"
 
 namespace ringreduce::parameter_server {
 namespace {
@@ -73,20 +74,21 @@ struct Client::Peer {
   std::map<BlockId, int> pushes = {};                         // not answered
 };
 
-// While a thread has one it moves what goes to and comes from other hosts.
-class Client::Driving {
- public:
-  explicit Driving(WorkerWire* wire) : wire_(wire) {
-    if (wire_ != nullptr) wire_->connections().take_over();
+// A thread in a call, which has the client for itself. While it waits it moves what goes to and comes from other hosts,
+// and takes the turns of its process's server.
+struct Client::Hold {
+  explicit Hold(Client& client) : wire(client.wire_.get()), turns(client.hosted_.get()), lock(client.mutex_) {
+    if (wire != nullptr) wire->connections().take_over();
   }
-  ~Driving() {
-    if (wire_ != nullptr) wire_->connections().hand_over(false);
+  ~Hold() {
+    if (wire != nullptr) wire->connections().hand_over(false);
   }
-  Driving(const Driving&) = delete;
-  Driving& operator=(const Driving&) = delete;
+  Hold(const Hold&) = delete;
+  Hold& operator=(const Hold&) = delete;
 
- private:
-  WorkerWire* const wire_;
+  WorkerWire* const wire;
+  Server::Turns turns;  // given back when the lock is
+  Lock lock;
 };
 
 Client::Client(WorkerId worker, std::size_t servers, std::size_t data)
@@ -117,6 +119,11 @@ void Client::attach(std::uint32_t server, const std::string& name) {
     const Lock relock(mutex_);
     feed();
   });
+}
+
+void Client::host(std::shared_ptr<Server> server) {
+  const Lock lock(mutex_);
+  hosted_ = std::move(server);
 }
 
 void Client::connect(std::uint32_t server, int socket, std::string path) {
@@ -244,9 +251,9 @@ void Client::throw_lost(std::uint32_t server) const {
 // ---- Waiting ------------------------------------------------------------------------------------------------------
 
 template <class F>
-bool Client::wait_until(Lock& lock, Nanoseconds timeout, F&& ready) {
+bool Client::wait_until(Hold& hold, Nanoseconds timeout, F&& ready) {
+  if (ready()) return true;
   const Nanoseconds begun = now();
-  const Driving driving(wire_.get());
   for (int idle = 0;; ++idle) {
     const std::uint32_t seen = bell_->rings.load(std::memory_order_seq_cst);
     if (wire_ != nullptr && wire_->connections().progress()) idle = 0;
@@ -258,18 +265,21 @@ bool Client::wait_until(Lock& lock, Nanoseconds timeout, F&& ready) {
     if (ready()) return true;
     const Nanoseconds waited = now() - begun;
     if (waited >= timeout) return false;
+    if (take_turns(hold)) idle = 0;
     if (idle < kLooks) {
 #if defined(__x86_64__)
       __builtin_ia32_pause();
 #endif
       continue;
     }
-    lock.unlock();
-    if (idle < kLooks + kYields)
+    hold.lock.unlock();
+    if (idle < kLooks + kYields) {
       sched_yield();
-    else
+    } else {
+      hold.turns.leave();
       sleep(seen, std::min(kLookEvery, timeout - waited));
-    lock.lock();
+    }
+    hold.lock.lock();
   }
 }
 
@@ -282,9 +292,17 @@ void Client::sleep(std::uint32_t seen, Nanoseconds most) {
   connections.take_over();
 }
 
+bool Client::take_turns(Hold& hold) {
+  if (hosted_ == nullptr) return false;
+  hold.lock.unlock();  // as a turn may be long
+  const bool moved = hold.turns.take();
+  hold.lock.lock();
+  return moved;
+}
+
 bool Client::wait(Call& call, Nanoseconds timeout) {
-  Lock lock(mutex_);
-  const bool ended = wait_until(lock, timeout, [&] { return call.unanswered == 0 || call.lost >= 0; });
+  Hold hold(*this);
+  const bool ended = wait_until(hold, timeout, [&] { return call.unanswered == 0 || call.lost >= 0; });
   if (ended && call.lost >= 0) throw_lost(static_cast<std::uint32_t>(call.lost));
   return ended;
 }
@@ -304,9 +322,9 @@ std::size_t Client::outstanding() const {
 // ---- Requests -----------------------------------------------------------------------------------------------------
 
 // Sends a request when the session has room.
-void Client::put(Lock& lock, std::uint32_t server, Item item, Nanoseconds timeout) {
+void Client::put(Hold& hold, std::uint32_t server, Item item, Nanoseconds timeout) {
   Peer& to = peer(server);
-  const bool ready = wait_until(lock, timeout, [&] { return !to.alive || to.session.has_room(to.queue.size()); });
+  const bool ready = wait_until(hold, timeout, [&] { return !to.alive || to.session.has_room(to.queue.size()); });
   if (!to.alive || !ready) {
     if (item.data() != nullptr) drop(item.data()->piece);
     if (!to.alive) throw_lost(server);
@@ -390,8 +408,8 @@ void Client::feed(std::uint32_t server) {
 std::shared_ptr<Call> Client::send(RequestKind kind, const std::vector<Part>& parts, const std::byte* tensor,
                                    const Options& options) {
   const auto call = std::make_shared<Call>();
-  Lock lock(mutex_);
-  const Driving driving(wire_.get());
+  Hold hold(*this);
+  take_turns(hold);  // or a request would wake up the server's thread
   for (const Part& part : parts) {
     if (!peer(part.server).alive) throw_lost(part.server);
     const std::byte* const from = tensor + part.begin;
@@ -403,7 +421,7 @@ std::shared_ptr<Call> Client::send(RequestKind kind, const std::vector<Part>& pa
     if (piece != SIZE_MAX) {
       ++pieces_[piece].uses;
     } else {
-      if (!wait_until(lock, options.timeout, [&] { return (piece = find_room(part.bytes)) != SIZE_MAX; }))
+      if (!wait_until(hold, options.timeout, [&] { return (piece = find_room(part.bytes)) != SIZE_MAX; }))
         throw Error(ErrorKind::timeout, "the window of " + std::to_string(data_bytes()) +
                                             " bytes has had no room for " + std::to_string(part.bytes) +
                                             " in time: pushes wait for " + std::to_string(pieces_.size()) + " others");
@@ -418,15 +436,14 @@ std::shared_ptr<Call> Client::send(RequestKind kind, const std::vector<Part>& pa
     item.request.weight = options.weight;
     item.request.payload = std::make_shared<InWindow>(piece, offset, part.bytes);
     item.call = call;
-    put(lock, part.server, std::move(item), options.timeout);
+    put(hold, part.server, std::move(item), options.timeout);
   }
   return call;
 }
 
 std::shared_ptr<Call> Client::pull(const std::vector<Part>& parts, std::byte* tensor, const Options& options) {
   const auto call = std::make_shared<Call>();
-  Lock lock(mutex_);
-  const Driving driving(wire_.get());
+  Hold hold(*this);
   try {
     for (const Part& part : parts) {
       Item item;
@@ -435,7 +452,7 @@ std::shared_ptr<Call> Client::pull(const std::vector<Part>& parts, std::byte* te
       item.call = call;
       if (peer(part.server).near == nullptr) item.into = tensor + part.begin;
       item.bytes = part.bytes;
-      put(lock, part.server, std::move(item), options.timeout);
+      put(hold, part.server, std::move(item), options.timeout);
     }
   } catch (const Error&) {
     forget(*call);
@@ -458,21 +475,20 @@ void Client::forget(Call& call) {
 
 std::shared_ptr<Call> Client::ask(RequestKind kind, const std::vector<std::uint32_t>& servers, const Options& options) {
   const auto call = std::make_shared<Call>();
-  Lock lock(mutex_);
-  const Driving driving(wire_.get());
+  Hold hold(*this);
   for (const std::uint32_t server : servers) {
     if (kind == RequestKind::leave && !peer(server).alive) continue;
     Item item;
     item.request.kind = kind;
     item.call = call;
-    put(lock, server, std::move(item), options.timeout);
+    put(hold, server, std::move(item), options.timeout);
   }
   return call;
 }
 
 std::vector<std::uint64_t> Client::read(const std::vector<Part>& parts, std::byte* tensor, Nanoseconds timeout) {
   std::vector<std::uint64_t> versions;
-  Lock lock(mutex_);
+  Hold hold(*this);
   take_replies();
   for (const Part& part : parts) {
     Peer& from = peer(part.server);
@@ -482,14 +498,14 @@ std::vector<std::uint64_t> Client::read(const std::vector<Part>& parts, std::byt
     const auto readable = [&] {
       return !from.alive || (from.pushes.count(part.block) == 0 && words.published.load(std::memory_order_acquire) > 0);
     };
-    if (!readable() && !wait_until(lock, timeout, readable))
+    if (!readable() && !wait_until(hold, timeout, readable))
       throw Error(ErrorKind::timeout, "this worker's pushes have not been applied in time",
                   static_cast<int>(part.server));
     look_for_ended();
     if (!from.alive) throw_lost(part.server);
-    lock.unlock();
+    hold.lock.unlock();
     versions.push_back(read_block(words, tensor + part.begin, part.bytes));
-    lock.lock();
+    hold.lock.lock();
     from.session.read(part.block, versions.back());
   }
   return versions;

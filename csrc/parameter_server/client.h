@@ -21,6 +21,8 @@
 
 namespace ringreduce::parameter_server {
 
+class Server;
+
 // A server of this host, as it introduces itself. The client takes over the descriptors.
 struct ServerSpec {
   int values = -1;  // memfd, `capacity` bytes
@@ -67,6 +69,8 @@ class Client {
   // A server of another host: then connections to it, of which this takes over the sockets.
   void attach(std::uint32_t server, const std::string& name);
   void connect(std::uint32_t server, int socket, std::string path);
+  // A server of this process, whose turns are taken by who waits here.
+  void host(std::shared_ptr<Server> server);
 
   // Memory in the window: a push of what lies there copies nothing. It lives until it is released and no push reads it
   // any more. Throws Error(system) if the window has no such room.
@@ -102,7 +106,7 @@ class Client {
  private:
   struct Near;
   struct Item;
-  class Driving;
+  struct Hold;
   struct Peer;
   struct Piece {
     std::size_t bytes;
@@ -120,9 +124,10 @@ class Client {
   [[noreturn]] void throw_lost(std::uint32_t server) const;
   // Calls `ready` until it returns true, or false when the time is over.
   template <class F>
-  bool wait_until(Lock& lock, Nanoseconds timeout, F&& ready);
+  bool wait_until(Hold& hold, Nanoseconds timeout, F&& ready);
+  bool take_turns(Hold& hold);
   void sleep(std::uint32_t seen, Nanoseconds most);
-  void put(Lock& lock, std::uint32_t server, Item item, Nanoseconds timeout);
+  void put(Hold& hold, std::uint32_t server, Item item, Nanoseconds timeout);
   RequestSlot number(std::uint32_t server, Item& item);
   void feed();
   void feed(std::uint32_t server);
@@ -145,6 +150,7 @@ class Client {
   Nanoseconds looked_ = 0;
   std::atomic<bool> aborted_ = false;
   bool has_near_ = false;
+  std::shared_ptr<Server> hosted_;
   std::uint64_t tags_ = 0;
   std::unique_ptr<WorkerWire> wire_;  // if a server is on another host; the first to go, as its thread calls feed()
 };

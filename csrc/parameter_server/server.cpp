@@ -156,7 +156,7 @@ void Server::join(WorkerId id, const std::string& group, std::size_t window) {
     wire_->admit(id, connection.window, connection.window->memory.at(connection.window->data), window);
     decide(Join{id, group});
     connections_.emplace(id, std::move(connection));
-    if (!std::exchange(has_far_, true)) wire_->connections().take_over();
+    if (!std::exchange(has_far_, true)) wire_->connections().take_over();  // as begin_turns() has not
   });
 }
 
@@ -252,28 +252,34 @@ Server::Statistics Server::statistics() {
 // ---- The thread ---------------------------------------------------------------------------------------------------
 
 void Server::run() {
-  for (int idle = 0;;) {
-    const std::uint32_t seen = bell_->rings.load(std::memory_order_seq_cst);
-    bool moved = serve_orders();
-    moved |= take_requests();
-    if (has_far_) moved |= take_frames();
-    if (ringreduce::now() >= shard_.deadline()) decide(Tick{});
-    moved |= !decided_.operations.empty() || !decided_.replies.empty();
-    carry_out();
-    look_for_ended();
-    {
-      const std::lock_guard lock(mutex_);
-      if (stopping_ && orders_.empty()) break;
+  while (!stopping_) {
+    std::uint32_t seen = bell_->rings.load(std::memory_order_seq_cst);
+    Nanoseconds most = kLookEvery;
+    if (const std::unique_lock turning(turning_, std::try_to_lock); turning.owns_lock()) {
+      begin_turns();
+      for (int idle = 0; idle < kLooks + kYields && !stopping_;) {
+        if (turn(true)) {
+          idle = 0;
+        } else if (waiting_.load(std::memory_order_relaxed) > 0) {
+          break;  // for the thread that waits
+        } else if (++idle < kLooks) {
+          relax();
+        } else {
+          sched_yield();
+        }
+      }
+      seen = end_turns();
+      most = left_for_thread_ ? 0 : std::clamp<Nanoseconds>(shard_.deadline() - ringreduce::now(), 0, kLookEvery);
     }
-    if (moved)
-      idle = 0;
-    else if (++idle < kLooks)
-      relax();
-    else if (idle < kLooks + kYields)
-      sched_yield();
-    else
-      sleep(seen);
+    if (!stopping_) sleep_on(bell_->rings, seen, most);
   }
+  const std::lock_guard turning(turning_);
+  begin_turns();
+  turn(true);
+  say_ended();
+}
+
+void Server::say_ended() {
   reinterpret_cast<ValuesHeader*>(values_->at())->ended.store(1, std::memory_order_seq_cst);
   for (auto& [worker, connection] : connections_) connection.window->bell().ring();
   if (has_far_) wire_->connections().hand_over(true);
@@ -282,10 +288,55 @@ void Server::run() {
   served_.notify_all();
 }
 
-void Server::sleep(std::uint32_t seen) {
-  if (has_far_) wire_->connections().hand_over(true);
-  bell_->sleep(seen, std::clamp<Nanoseconds>(shard_.deadline() - ringreduce::now(), 0, kLookEvery));
+// Nobody has to be woken for what comes.
+void Server::begin_turns() {
+  bell_->sleepers.store(0, std::memory_order_seq_cst);
   if (has_far_) wire_->connections().take_over();
+}
+
+// From now on a ring wakes the server's thread. Returns the rings before the last look.
+std::uint32_t Server::end_turns() {
+  const std::uint32_t seen = bell_->rings.load(std::memory_order_seq_cst);
+  bell_->sleepers.store(1, std::memory_order_seq_cst);
+  turn(false);
+  if (has_far_) wire_->connections().hand_over(true);
+  return seen;
+}
+
+bool Server::turn(bool may_call_python) {
+  bool moved = serve_orders();
+  moved |= take_requests();
+  if (has_far_) moved |= take_frames();
+  if (ringreduce::now() >= shard_.deadline()) decide(Tick{});
+  moved |= !decided_.operations.empty() || !decided_.replies.empty();
+  left_for_thread_ = !may_call_python && std::any_of(decided_.operations.begin(), decided_.operations.end(),
+                                                     [this](const auto& each) { return by_python(each); });
+  if (!left_for_thread_) carry_out();
+  look_for_ended();
+  return moved;
+}
+
+bool Server::Turns::take() {
+  if (server_ == nullptr) return false;
+  if (server_->stopping_ || server_->left_for_thread_) {
+    leave();
+    return false;
+  }
+  if (holds_) return server_->turn(false);
+  if (!std::exchange(waits_, true)) server_->waiting_.fetch_add(1, std::memory_order_relaxed);
+  if (!server_->turning_.try_lock()) return false;
+  holds_ = true;
+  server_->begin_turns();
+  return server_->turn(false);
+}
+
+void Server::Turns::leave() {
+  if (std::exchange(waits_, false)) server_->waiting_.fetch_sub(1, std::memory_order_relaxed);
+  if (!std::exchange(holds_, false)) return;
+  server_->end_turns();
+  const bool wanted = server_->left_for_thread_ || server_->shard_.deadline() != kForever;
+  server_->turning_.unlock();
+  if (wanted) server_->bell_->ring();  // the thread, which sleeps without knowing it
 }
 
 bool Server::take_requests() {
@@ -373,6 +424,7 @@ void Server::decide(const Message& message) {
 // Those of a block stay in order; among blocks, the one with the greatest priority goes first. What has been decided is
 // answered as soon as it is done.
 void Server::carry_out() {
+  if (decided_.operations.empty() && decided_.replies.empty()) return;
   Output output = std::exchange(decided_, {});
   failed_.clear();
   std::map<BlockId, std::int32_t> priorities;
@@ -396,10 +448,6 @@ void Server::carry_out() {
     for (auto each = begin; each != end; ++each) answer(*each->second);
     waiting.erase(begin, end);
   };
-  const auto by_python = [this](const Operation& each) {
-    const BlockSpec& spec = blocks_[each.block].spec;
-    return each.version > 0 && !spec.rule.native(spec.dtype);
-  };
   bool others = false;
   for (const Operation& operation : output.operations) {
     if (by_python(operation)) {
@@ -422,6 +470,11 @@ void Server::carry_out() {
     else
       connection.window->bell().ring();
   }
+}
+
+bool Server::by_python(const Operation& operation) const {
+  const BlockSpec& spec = blocks_[operation.block].spec;
+  return operation.version > 0 && !spec.rule.native(spec.dtype);
 }
 
 void Server::carry_out(const Operation& operation) {

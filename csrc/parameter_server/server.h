@@ -3,7 +3,9 @@
 // The thread takes requests from all windows in turn, and from connections to other hosts; it lets the shard decide,
 // carries out what was decided, and answers. A worker of another host is also sent what it pulls: from a copy, since a
 // slow connection would hold up the block's next but one update. Few copies exist at a time, whatever it asks for.
-// It alone touches the shard and the values, so nothing of them is locked; what other threads want is queued for it.
+// Whoever takes the server's turns has it for itself, so nothing within is locked; what other threads want is queued.
+// That is the server's thread, or a worker's thread of the same process while it waits: then no other thread has to
+// wake up between a request and its reply.
 #pragma once
 
 #include <condition_variable>
@@ -98,6 +100,25 @@ class Server {
   // Ends the thread, and tells the workers. Idempotent.
   void stop();
 
+  // Of a thread of this process that waits: it takes turns as long as it has this, unless another one does.
+  class Turns {
+   public:
+    explicit Turns(Server* server) : server_(server) {}  // may be none
+    ~Turns() { leave(); }
+    Turns(const Turns&) = delete;
+    Turns& operator=(const Turns&) = delete;
+
+    // Returns whether it did something. It may take as long as an update, but what Python computes is for the server's
+    // thread: a wait must end in time.
+    bool take();
+    // Before the thread sleeps.
+    void leave();
+
+   private:
+    Server* const server_;
+    bool holds_ = false, waits_ = false;
+  };
+
  private:
   struct Window;
   struct Lent;
@@ -136,12 +157,16 @@ class Server {
 
   static Combination combination(const BlockSpec& spec, const Operation& operation);
   void run();
+  void begin_turns();
+  std::uint32_t end_turns();
+  bool turn(bool may_call_python);
+  bool by_python(const Operation& operation) const;
+  void say_ended();
   bool serve_orders();
   bool take_requests();
   bool take_request(Connection& connection);
   bool take_frames();
   void take(Connection& connection, const RequestSlot& slot);
-  void sleep(std::uint32_t seen);
   void send_to(Connection& connection);
   void send_value(const Connection& connection, BlockId block, ReplySlot& reply, std::shared_ptr<std::byte[]> copy);
   void end(Connection& connection);
@@ -163,7 +188,9 @@ class Server {
   Bell* bell_;
   std::unique_ptr<ServerWire> wire_;
 
-  // Of the thread alone.
+  std::mutex turning_;            // held by who takes turns, which has what follows for itself
+  std::atomic<int> waiting_ = 0;  // threads that would like to
+  std::atomic<bool> left_for_thread_ = false;
   Shard shard_;
   std::map<WorkerId, Connection> connections_;
   std::vector<Block> blocks_;
@@ -175,11 +202,12 @@ class Server {
   Statistics statistics_;
   Nanoseconds looked_ = 0;
 
-  std::mutex mutex_;  // of orders_ and stopping_
+  std::mutex mutex_;  // of orders_
   std::condition_variable served_;
   std::deque<std::function<void()>> orders_;
   std::atomic<bool> has_orders_ = false;
-  bool stopping_ = false, stopped_ = false;
+  std::atomic<bool> stopping_ = false;
+  bool stopped_ = false;
   std::thread thread_;
 };
 

@@ -48,9 +48,10 @@ void join_over_sockets(ps::Server& server, ps::Client& client, ps::WorkerId work
 struct Party {
   Party(int servers, int workers, const ps::Mode& mode, Over over = Over::memory) {
     for (int i = 0; i < servers; ++i)
-      this->servers.push_back(std::make_unique<ps::Server>(1 << 20, ps::Server::Hooks{}));
+      this->servers.push_back(std::make_shared<ps::Server>(1 << 20, ps::Server::Hooks{}));
     for (int i = 0; i < workers; ++i) {
       clients.push_back(std::make_unique<ps::Client>(i, servers, kData));
+      if (i < servers && i % 2 == 0) clients[i]->host(this->servers[i]);
       for (int s = 0; s < servers; ++s) {
         if (over == Over::sockets) {
           join_over_sockets(*this->servers[s], *clients[i], i, s);
@@ -84,7 +85,7 @@ struct Party {
     check(client.wait(*call, 60 * kSecond), "a pull did not end");
   }
 
-  std::vector<std::unique_ptr<ps::Server>> servers;
+  std::vector<std::shared_ptr<ps::Server>> servers;
   std::vector<std::unique_ptr<ps::Client>> clients;
   std::vector<ps::Part> parts;
   bool far = false;

@@ -196,6 +196,8 @@ def _enter(entry: _Entry) -> KeyValue:
     far = [server for server, its in enumerate(servers) if its["machine"] != entry.machine]
     entry.window = min([entry.window, *(int(servers[server]["window"]) for server in far)])
     client = _C.ParameterClient(entry.worker, entry.servers, entry.window)
+    if entry.host is not None:
+        client.host(entry.host.server)
     connections: list[socket.socket] = []
     with contextlib.ExitStack() as undo:
         reached = _reach(entry, servers, far, undo) if far else {}

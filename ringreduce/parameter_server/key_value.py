@@ -7,12 +7,13 @@ import json
 import math
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from ringreduce import _C
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, ServerLost, SystemFailure, UpdateFailed
 from ringreduce.parameter_server import control
 from ringreduce.parameter_server.modes import Mode, sync
@@ -44,12 +45,16 @@ class _Key:
     dtype: torch.dtype
     shape: torch.Size
     parts: list[Part]
+    everywhere: _C.ParameterParts
     near: list[Part]
     """On servers of this host."""
-    far: list[Part]
+    here: _C.ParameterParts
+    """The same."""
+    asked: _C.ParameterParts | None
+    """What a pull asks of servers: blocks of other hosts, and in ssp whether those of this host may be read."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Pull:
     """A pull under way: to `whole`, which is `target` if that is contiguous."""
 
@@ -58,7 +63,6 @@ class _Pull:
     target: torch.Tensor
     whole: torch.Tensor
     call: ParameterCall | None
-    """What was asked of servers: blocks of other hosts, and whether those of this host may be read."""
 
 
 @dataclass
@@ -143,7 +147,7 @@ class KeyValue:
             }
             _check_average(name, source, mode, update)
             self._place(name, spec, source)
-            parts = self._keys[name].parts
+            parts = self._keys[name].everywhere
             with _server_errors():
                 calls[name] = self._client.send(
                     "initialise", parts, source.data_ptr(), timeout=deadline - time.monotonic()
@@ -193,7 +197,9 @@ class KeyValue:
         shape = torch.Size(placed["shape"])
         known = [part for part in parts if part is not None]
         near, far = ([part for part in known if (part[0] in self._with.far) is there] for there in (False, True))
-        self._keys[key] = _Key(placed, dtype, shape, known, near, far)
+        everywhere, here = _C.ParameterParts(known), _C.ParameterParts(near)
+        asked = everywhere if placed["mode"]["mode"] == "ssp" else _C.ParameterParts(far) if far else None
+        self._keys[key] = _Key(placed, dtype, shape, known, everywhere, near, here, asked)
 
     # ---- data --------------------------------------------------------------------------------------------------------
 
@@ -212,25 +218,25 @@ class KeyValue:
         in the value. The tensor may change at once; one made by `empty` only after that wait. Among the updates that a
         server could do at once, those with the greatest `priority` go first.
         """
-        if not (isinstance(weight, (int, float)) and math.isfinite(weight) and weight > 0):
+        if weight != 1 and not (isinstance(weight, (int, float)) and math.isfinite(weight) and weight > 0):
             raise InvalidArgument(f"weight is {weight!r}; it must be a positive number")
         deadline = self._deadline(timeout)
-        calls = {}
-        for name, tensor in self._pairs(key, value):
-            known, source = self._lookup(name), _readable(name, tensor)
-            _check_like(name, known, source)
-            if weight != 1 and not (source.is_floating_point() or source.is_complex()):
-                raise InvalidArgument(f"weight is {weight}; a push of {source.dtype} ({name!r}) takes none but 1")
-            with _server_errors():
-                calls[name] = self._client.send(
-                    "push",
-                    known.parts,
-                    source.data_ptr(),
-                    priority=priority,
-                    weight=float(weight),
-                    timeout=deadline - time.monotonic(),
-                )
+        calls = {name: self._push(name, tensor, weight, priority, deadline) for name, tensor in self._pairs(key, value)}
         return Pending(self, calls)
+
+    def _push(self, name: str, tensor: Any, weight: float, priority: int, deadline: float) -> ParameterCall:
+        known = self._keys.get(name) or self._lookup(name)
+        source = tensor
+        if not _fits(known, tensor):
+            source = _readable(name, tensor)
+            _check_like(name, known, source)
+        if weight != 1 and not (source.is_floating_point() or source.is_complex()):
+            raise InvalidArgument(f"weight is {weight}; a push of {source.dtype} ({name!r}) takes none but 1")
+        left = deadline - time.monotonic()
+        with _server_errors():
+            return self._client.send(
+                "push", known.everywhere, source.data_ptr(), priority=priority, weight=float(weight), timeout=left
+            )
 
     def pull(
         self, key: str | Mapping[str, Array], out: Array | None = None, *, timeout: float | None = None
@@ -240,52 +246,68 @@ class KeyValue:
         It contains all that this worker has pushed; what it contains of others' is the key's mode to say.
         """
         deadline = self._deadline(timeout)
-        with self._pulling(dict(self._pairs(key, out)), deadline) as pulls:
+        pulls = self._begin_pulls(dict(self._pairs(key, out)), deadline)
+        try:
             return {each.key: self._end_pull(each, deadline) for each in pulls}
+        finally:
+            self._cancel(pulls)
 
-    @contextlib.contextmanager
-    def _pulling(self, targets: Mapping[str, Array], deadline: float) -> Iterator[list[_Pull]]:
-        """Begins pulls; when it is left nothing is written to the targets any more."""
+    def _begin_pulls(self, targets: Mapping[str, Array], deadline: float) -> list[_Pull]:
+        """Afterwards `_cancel` sees to it that nothing is written to the targets any more."""
         pulls: list[_Pull] = []
         try:
             for key, tensor in targets.items():
-                known, target = self._lookup(key), _writable(key, tensor)
-                _check_like(key, known, target)
-                contiguous = target.is_contiguous()
-                whole = target if contiguous else torch.empty_like(target, memory_format=torch.contiguous_format)
-                asks, call = known.parts if known.spec["mode"]["mode"] == "ssp" else known.far, None
-                if asks:
+                known = self._keys.get(key) or self._lookup(key)
+                target = whole = tensor
+                if not _fits(known, tensor):
+                    target = _writable(key, tensor)
+                    _check_like(key, known, target)
+                    whole = (
+                        target
+                        if target.is_contiguous()
+                        else torch.empty(target.shape, dtype=target.dtype, device="cpu")
+                    )
+                call = None
+                if known.asked is not None:
                     with _server_errors():
-                        call = self._client.pull(asks, whole.data_ptr(), timeout=deadline - time.monotonic())
+                        call = self._client.pull(known.asked, whole.data_ptr(), timeout=deadline - time.monotonic())
                 pulls.append(_Pull(key, known, target, whole, call))
-            yield pulls
-        finally:
-            for each in pulls:
-                if each.call is not None:
-                    self._client.cancel(each.call)
+        except BaseException:
+            self._cancel(pulls)
+            raise
+        return pulls
+
+    def _cancel(self, pulls: list[_Pull]) -> None:
+        for each in pulls:
+            if each.call is not None:
+                self._client.cancel(each.call)
 
     def _end_pull(self, pull: _Pull, deadline: float) -> list[int]:
         """Returns the versions of the blocks when all are in the target."""
-        versions = {}
-        if pull.call is not None:
+        known, whole = pull.known, pull.whole
+        if pull.call is None:
+            versions = self._read(pull.key, known, whole, deadline)
+        else:
             self._finish(pull.key, pull.call, deadline)
-            versions = {(server, block): version for server, block, _, version in pull.call.answers}
-        if pull.known.near:
-            read = self._read(pull.key, pull.known.near, pull.whole, deadline)
-            versions |= {part[:2]: version for part, version in zip(pull.known.near, read, strict=True)}
-        if pull.whole is not pull.target:
-            pull.target.copy_(pull.whole)
-        return [versions[part[:2]] for part in pull.known.parts]
+            found = {(server, block): version for server, block, _, version in pull.call.answers}
+            if known.near:
+                read = self._read(pull.key, known, whole, deadline)
+                found |= {part[:2]: version for part, version in zip(known.near, read, strict=True)}
+            versions = [found[part[:2]] for part in known.parts]
+        if whole is not pull.target:
+            pull.target.copy_(whole)
+        return versions
 
-    def _read(self, key: str, parts: list[Part], whole: torch.Tensor, deadline: float) -> list[int]:
+    def _read(self, key: str, known: _Key, whole: torch.Tensor, deadline: float) -> list[int]:
+        """Blocks of this host."""
         while True:
             left = deadline - time.monotonic()
             try:
                 with _server_errors():
-                    return self._client.read(parts, whole.data_ptr(), timeout=max(0.0, min(left, _SLICE)))
+                    return self._client.read(known.here, whole.data_ptr(), timeout=max(0.0, min(left, _SLICE)))
             except CollectiveTimeout:
                 if left <= _SLICE:
-                    raise CollectiveTimeout(self._who_is_late(key, [part[:2] for part in parts])) from None
+                    raise CollectiveTimeout(self._who_is_late(key, [part[:2] for part in known.near])) from None
 
     def push_pull(
         self,
@@ -409,6 +431,8 @@ class KeyValue:
                     continue
                 answered = {(server, block) for server, block, _, _ in call.answers}
                 raise CollectiveTimeout(self._who_is_late(key, [a for a in call.asked if a not in answered]))
+        if call.went_well:
+            return False
         late = False
         for server, block, outcome, _ in call.answers:
             if outcome == "failed":
@@ -488,13 +512,31 @@ def _tensor(key: str, array: Any) -> torch.Tensor:
     return tensor
 
 
+def _fits(known: _Key, tensor: Any) -> bool:
+    """Whether it can be used as it is. Most are, so this is quick; others are looked at, and named, one by one."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.dtype is known.dtype
+        and tensor.shape == known.shape
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not tensor.requires_grad
+        and tensor.is_contiguous()
+        and not (tensor.is_neg() or tensor.is_conj())
+    )
+
+
 def _readable(key: str, array: Any) -> torch.Tensor:
-    return _tensor(key, array).contiguous()
+    return _tensor(key, array).resolve_neg().resolve_conj().contiguous()
 
 
 def _writable(key: str, array: Any) -> torch.Tensor:
     if not isinstance(array, torch.Tensor) and not getattr(getattr(array, "flags", None), "writeable", True):
         raise InvalidArgument(f"the NumPy array for {key!r} is read-only; pass a writable copy: array.copy()")
+    if isinstance(array, torch.Tensor) and (array.is_neg() or array.is_conj()):
+        raise InvalidArgument(
+            f"the tensor for {key!r} is a lazy conjugate or negative: pass one with memory of its own"
+        )
     if isinstance(array, torch.Tensor) and array.requires_grad:
         torch.autograd.graph.increment_version(array)
     return _tensor(key, array)

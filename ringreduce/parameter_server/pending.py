@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ringreduce.parameter_server.key_value import Array, KeyValue
 
 
-@dataclass
+@dataclass(slots=True)
 class Pending:
     """What `push` and `push_pull` return."""
 
@@ -28,10 +28,14 @@ class Pending:
         which `wait` can be called again; `ServerLost`; `UpdateFailed`.
         """
         deadline = time.monotonic() + (self.store.timeout if timeout is None else timeout)
+        store = self.store
         # Pulls from other hosts are under way while the pushes are.
-        with self.store._pulling(self.targets or {}, deadline) as pulls:
-            late = [key for key, call in self.calls.items() if self.store._finish(key, call, deadline)]
+        pulls = store._begin_pulls(self.targets, deadline) if self.targets else []
+        try:
+            late = [key for key, call in self.calls.items() if store._finish(key, call, deadline)]
             for each in pulls:
-                self.store._end_pull(each, deadline)
+                store._end_pull(each, deadline)
+        finally:
+            store._cancel(pulls)
         self.targets = None
         return late
