@@ -7,10 +7,10 @@
     kv.leave()
 
 For synchronous training of dense models on equal machines, all_reduce is faster: see docs/parameter_server.md for when
-to use this. All processes must be on one host today.
+to use this.
 """
 
-from ringreduce.parameter_server.join import join
+from ringreduce.parameter_server.join import Serving, join, serve
 from ringreduce.parameter_server.key_value import KeyValue
 from ringreduce.parameter_server.modes import Mode, asynchronous, ssp, sync
 from ringreduce.parameter_server.pending import Pending
@@ -22,6 +22,7 @@ __all__ = [
     "Mode",
     "Pending",
     "Push",
+    "Serving",
     "UpdateRule",
     "assign",
     "asynchronous",
@@ -29,6 +30,7 @@ __all__ = [
     "join",
     "optimizer",
     "reduce",
+    "serve",
     "ssp",
     "sync",
 ]

@@ -107,6 +107,11 @@ class Host:
             self._left.wait_for(lambda: not self._inside(), timeout)
             return [self._describe(v.worker) for v in self._inside()]
 
+    def wait_until_served(self, timeout: float | None) -> bool:
+        """Waits until workers have come and all have gone; returns whether it is so."""
+        with self._left:
+            return self._left.wait_for(lambda: bool(self._names) and not self._inside(), timeout)
+
     def _inside(self) -> list[_Visitor]:
         return [visitor for visitor in self._visitors.values() if visitor.worker >= 0]
 

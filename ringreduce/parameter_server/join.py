@@ -13,7 +13,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,8 @@ WINDOW = 64 << 20
 _PREFIX = "ringreduce/parameter server"
 _open: set[KeyValue] = set()
 """What is ended with the process, even if the program has dropped it."""
+_serving: set[Serving] = set()
+"""The same."""
 
 
 def join(
@@ -54,6 +56,7 @@ def join(
     window: int = WINDOW,
     block_bytes: int = BLOCK_BYTES,
     listen: bool = False,
+    workers: int = 0,
     timeout: float = 60.0,
 ) -> KeyValue:
     """Joins the parameter server `name`; returns when this worker is known to all servers.
@@ -62,7 +65,8 @@ def join(
     ranks found one together: each is a worker and a server with 1/size of the blocks, and all return when all are
     there. Other processes join it later, with `role="worker"` and the same `store`.
 
-    `group` is what this worker counts in (see `sync` and `ssp`); `functions` are those that `ps.function` may name.
+    `group` is what this worker counts in (see `sync` and `ssp`), and `workers` how many of it must have joined before
+    this returns; `functions` are those that `ps.function` may name.
     `memory` bounds the bytes of this server's values and native optimizer states (default: an equal share of half of
     the machine's), `window` those of this worker's pushes under way, and of what this server keeps of a worker of
     another host: such a worker's window is no larger than the servers'. Tensors are cut in blocks of at most
@@ -77,40 +81,85 @@ def join(
     and `TopologyError` if it listens to no other host.
     """
     if role not in ("both", "worker"):
-        raise InvalidArgument(f"role is {role!r}; it must be 'both' or 'worker'")
+        raise InvalidArgument(f"role is {role!r}; it must be 'both' or 'worker', and `serve` is for servers alone")
+    _check_sizes(window, block_bytes)
+    entry = _Entry(name, group, window, block_bytes, time.monotonic() + timeout, timeout, resolve(None)[0])
+    if store is None:
+        store, rank, size = _surroundings(rank, size)
+    if role == "worker":
+        making = get(store, f"{_PREFIX}/{name}/latest", "the founders of the parameter server", entry.deadline)
+        entry.store = PrefixStore(f"{_PREFIX}/{name}/{making}", store)
+        entry.servers = int(get(entry.store, "founded", "the founders of the parameter server", entry.deadline))
+        entry.worker = entry.servers - 1 + entry.store.add("later workers", 1)
+        entry.secret = group_secret(bytes.fromhex(entry.store.get("secret").decode()), entry.options.secret_file or "")
+        entry.block_bytes = int(entry.store.get("block bytes"))
+        _check_sizes(window, entry.block_bytes)
+        return _wait_for_workers(_enter(entry), entry, workers)
+    with _founding(entry, store, rank, size, functions, memory, listen):
+        kv = _enter(entry)
+        _wait_for_founders(entry, store)
+    return _wait_for_workers(kv, entry, workers)
+
+
+class Serving:
+    """A server without a worker, made by `serve`. A context manager, at whose end it is closed."""
+
+    def __init__(self, host: Host, number: int) -> None:
+        self._host = host
+        self.number = number
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Returns True when workers have come and all have left, or False after so many seconds."""
+        return self._host.wait_until_served(timeout)
+
+    def stats(self) -> dict[str, int]:
+        """Requests, updates, bytes and memory."""
+        return self._host.server.statistics()
+
+    def close(self) -> None:
+        """Ends the server; workers that still need it get `ServerLost`. Idempotent."""
+        self._host.close()
+        _serving.discard(self)
+
+    def __enter__(self) -> Serving:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def serve(
+    store: Any = None,
+    *,
+    rank: int | None = None,
+    size: int | None = None,
+    name: str = "default",
+    functions: dict[str, Function] | None = None,
+    memory: int | None = None,
+    window: int = WINDOW,
+    block_bytes: int = BLOCK_BYTES,
+    timeout: float = 60.0,
+) -> Serving:
+    """Founds the parameter server `name` as server `rank` of `size`, without a worker; returns when all are there.
+
+    Workers of any host come with `join(store, role="worker")`, before or after. What is not said here is as for `join`.
+    """
+    _check_sizes(window, block_bytes)
+    entry = _Entry(name, "", window, block_bytes, time.monotonic() + timeout, timeout, resolve(None)[0])
+    if store is None:
+        store, rank, size = _surroundings(rank, size)
+    with _founding(entry, store, rank, size, functions, memory, listen=True) as host:
+        _wait_for_founders(entry, store)
+    serving = Serving(host, entry.worker)
+    _serving.add(serving)
+    return serving
+
+
+def _check_sizes(window: int, block_bytes: int) -> None:
     if window < block_bytes or block_bytes < 16 * UNIT:
         raise InvalidArgument(
             f"window is {window} and block_bytes {block_bytes}; a window must hold a block, and that {16 * UNIT} bytes"
         )
-    deadline = time.monotonic() + timeout
-    options, _ = resolve(None)
-    if store is None:
-        store, rank, size = _surroundings(rank, size)
-    if role == "worker":
-        making = get(store, f"{_PREFIX}/{name}/latest", "the founders of the parameter server", deadline)
-        own = PrefixStore(f"{_PREFIX}/{name}/{making}", store)
-        servers = int(get(own, "founded", "the founders of the parameter server", deadline))
-        worker = servers - 1 + own.add("later workers", 1)
-        secret, agreed = bytes.fromhex(own.get("secret").decode()), int(own.get("block bytes"))
-        if window < agreed:
-            raise InvalidArgument(f"window is {window}; it must hold a block of this parameter server, {agreed} bytes")
-        secret = group_secret(secret, options.secret_file or "")
-        return _enter(_Entry(own, worker, servers, group, secret, None, window, agreed, deadline, timeout, options))
-    if rank is None or size is None or not 0 <= rank < size:
-        raise InvalidArgument(f"rank is {rank} and size {size}; a store needs 0 <= rank < size")
-    making = store.add(f"{_PREFIX}/{name}/rank {rank}", 1)
-    own = PrefixStore(f"{_PREFIX}/{name}/{making}", store)
-    secret = group_secret(bytes.fromhex(_once(own, "secret", secrets.token_hex(32))), options.secret_file or "")
-    host = Host(_half_of_memory() // size if memory is None else memory, secret, functions or {})
-    try:
-        entry = _Entry(own, rank, size, group, secret, host, window, block_bytes, deadline, timeout, options)
-        kv = _found(entry, host, listen)
-    except BaseException:
-        host.close()
-        raise
-    if rank == 0:
-        store.set(f"{_PREFIX}/{name}/latest", str(making))
-    return kv
 
 
 def _surroundings(rank: int | None, size: int | None) -> tuple[Any, int, int]:
@@ -136,20 +185,23 @@ def _half_of_memory() -> int:
 
 @dataclass
 class _Entry:
-    """What a worker needs to be let in."""
+    """What a founder or a worker needs to be let in."""
 
-    store: Any
-    """This making of the parameter server's alone."""
-    worker: int
-    servers: int
+    name: str
     group: str
-    secret: bytes
-    host: Host | None
     window: int
     block_bytes: int
     deadline: float
     timeout: float
     options: Options
+    store: Any = None
+    """This making of the parameter server's alone."""
+    making: int = 0
+    worker: int = -1
+    """A founder's is that of its server."""
+    servers: int = 0
+    secret: bytes = b""
+    host: Host | None = None
 
     @property
     def machine(self) -> str:
@@ -161,8 +213,34 @@ class _Entry:
         return place | {"name": f"server {server} ({place['host']}, pid {place['pid']})"}
 
 
-def _found(entry: _Entry, host: Host, listen: bool) -> KeyValue:
-    """Makes this rank's server known, and enters with the other founders."""
+@contextlib.contextmanager
+def _founding(
+    entry: _Entry,
+    store: Any,
+    rank: int | None,
+    size: int | None,
+    functions: dict[str, Function] | None,
+    memory: int | None,
+    listen: bool,
+) -> Iterator[Host]:
+    """Makes this process's server and tells the store where it is. It ends if the body raises."""
+    if rank is None or size is None or not 0 <= rank < size:
+        raise InvalidArgument(f"rank is {rank} and size {size}; a store needs 0 <= rank < size")
+    entry.making = store.add(f"{_PREFIX}/{entry.name}/rank {rank}", 1)
+    own = PrefixStore(f"{_PREFIX}/{entry.name}/{entry.making}", store)
+    secret = bytes.fromhex(_once(own, "secret", secrets.token_hex(32)))
+    entry.store, entry.worker, entry.servers = own, rank, size
+    entry.secret = group_secret(secret, entry.options.secret_file or "")
+    host = entry.host = Host(_half_of_memory() // size if memory is None else memory, entry.secret, functions or {})
+    try:
+        _make_known(entry, host, listen)
+        yield host
+    except BaseException:
+        host.close()
+        raise
+
+
+def _make_known(entry: _Entry, host: Host, listen: bool) -> None:
     me: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), "machine": entry.machine}
     me |= {"address": host.address.hex(), "window": entry.window}
     entry.store.set(f"server/{entry.worker}", json.dumps(me))
@@ -177,10 +255,26 @@ def _found(entry: _Entry, host: Host, listen: bool) -> KeyValue:
         raise InvalidArgument(
             f"block_bytes is {entry.block_bytes} here and {agreed} on another rank; give all the same"
         )
-    kv = _enter(entry)
+
+
+def _wait_for_founders(entry: _Entry, store: Any) -> None:
     if entry.store.add("entered", 1) == entry.servers:
         entry.store.set("founded", str(entry.servers))
     get(entry.store, "founded", "a rank", entry.deadline)
+    if entry.worker == 0:
+        store.set(f"{_PREFIX}/{entry.name}/latest", str(entry.making))
+
+
+def _wait_for_workers(kv: KeyValue, entry: _Entry, workers: int) -> KeyValue:
+    """Returns when so many have joined this one's group, with those that have left since."""
+    key = f"joined/{entry.group}"
+    there = entry.store.add(key, 1)
+    while there < workers:
+        if time.monotonic() > entry.deadline:
+            kv._close()
+            raise CollectiveTimeout(f"{there} of {workers} workers of group {entry.group!r} have joined in time")
+        time.sleep(0.005)
+        there = entry.store.add(key, 0)
     return kv
 
 
@@ -300,3 +394,5 @@ def _end_all() -> None:
     """A server's thread may not call Python once it is being finalised."""
     for kv in list(_open):
         kv._close()
+    for serving in list(_serving):
+        serving.close()

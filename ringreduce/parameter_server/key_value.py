@@ -258,7 +258,8 @@ class KeyValue:
         try:
             for key, tensor in targets.items():
                 known = self._keys.get(key) or self._lookup(key)
-                target = whole = tensor
+                target: Any = tensor
+                whole: Any = tensor
                 if not _fits(known, tensor):
                     target = _writable(key, tensor)
                     _check_like(key, known, target)
