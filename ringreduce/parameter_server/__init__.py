@@ -14,9 +14,11 @@ from ringreduce.parameter_server.join import Serving, join, serve
 from ringreduce.parameter_server.key_value import KeyValue
 from ringreduce.parameter_server.modes import Mode, asynchronous, ssp, sync
 from ringreduce.parameter_server.pending import Pending
+from ringreduce.parameter_server.training import Attached, attach
 from ringreduce.parameter_server.updates import Info, Push, UpdateRule, assign, function, optimizer, reduce
 
 __all__ = [
+    "Attached",
     "Info",
     "KeyValue",
     "Mode",
@@ -26,6 +28,7 @@ __all__ = [
     "UpdateRule",
     "assign",
     "asynchronous",
+    "attach",
     "function",
     "join",
     "optimizer",

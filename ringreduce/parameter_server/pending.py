@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ringreduce._C import ParameterCall
-    from ringreduce.parameter_server.key_value import Array, KeyValue
+    from ringreduce.parameter_server.key_value import Array, KeyValue, _Pull
 
 
 @dataclass(slots=True)
@@ -21,6 +21,15 @@ class Pending:
     targets: Mapping[str, Array] | None = None
     """What `push_pull` pulls when the pushes are in."""
 
+    pulls: list[_Pull] | None = None
+    """Those that have begun."""
+
+    def start(self, timeout: float | None = None) -> None:
+        """Begins the pull of a `push_pull` now: its output may change from here on, and not only in `wait`."""
+        deadline = time.monotonic() + (self.store.timeout if timeout is None else timeout)
+        if self.targets and self.pulls is None:
+            self.pulls = self.store._begin_pulls(self.targets, deadline)
+
     def wait(self, timeout: float | None = None) -> list[str]:
         """Returns when every push is in the servers' values, with the keys of which one came late and was dropped.
 
@@ -29,8 +38,9 @@ class Pending:
         """
         deadline = time.monotonic() + (self.store.timeout if timeout is None else timeout)
         store = self.store
-        # Pulls from other hosts are under way while the pushes are.
-        pulls = store._begin_pulls(self.targets, deadline) if self.targets else []
+        if self.targets and self.pulls is None:  # those from other hosts are under way while the pushes are
+            self.pulls = store._begin_pulls(self.targets, deadline)
+        pulls, self.pulls = self.pulls or [], None
         try:
             late = [key for key, call in self.calls.items() if store._finish(key, call, deadline)]
             for each in pulls:
