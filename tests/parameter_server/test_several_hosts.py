@@ -170,3 +170,49 @@ def joins_with(me: Rank, folder: str) -> str:
     with pytest.raises(SystemFailure) as raised:
         one_host.join(me, timeout=10.0)
     return str(raised.value)
+
+
+LARGE = 4 << 20
+"""Elements: 16 MB, of which a worker that has stopped has asked for eight."""
+
+
+def reads_slowly(me: Rank) -> float:
+    sizes: dict[str, Any] = {"window": 16 << 20, "memory": 100 << 20, "block_bytes": 1 << 20, "timeout": 60.0}
+    if me.rank == 0:
+        with ps.join(me.store, rank=0, size=1, listen=True, **sizes) as kv:
+            kv.init("w", torch.ones(LARGE), mode=ps.asynchronous())
+            kv.push("w", torch.full((LARGE,), 2.0)).wait()  # both buffers are touched
+            before = resident()
+            me.meet("founded")
+            me.report("ready")
+            grown = []
+            while me.store.add("goes on", 0) == 0:
+                grown.append(resident() - before)
+                time.sleep(0.01)
+            return max(grown)
+    me.meet("founded")
+    with ps.join(me.store, role="worker", **sizes) as kv:
+        outs = [torch.zeros(LARGE) for _ in range(8)]
+        deadline = time.monotonic() + 60
+        pulls = [kv._begin_pulls({"w": out}, deadline) for out in outs]
+        me.report("ready")
+        os.kill(os.getpid(), signal.SIGSTOP)
+        for pull in pulls:
+            kv._end_pull(pull[0], deadline)
+        me.store.add("goes on", 1)
+        return float(min(out.min() for out in outs))
+
+
+def resident() -> float:
+    """Megabytes of this process in memory."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+
+
+def test_a_worker_that_reads_nothing_costs_its_server_little_memory() -> None:
+    with Ranks(placed, 2, APART, reads_slowly) as ranks:
+        ranks.reports()
+        time.sleep(1.5)
+        ranks.signal(1, signal.SIGCONT)
+        grown, least = ranks.results()
+    assert least == 2 and grown < 32  # 8 MB are copied at a time; 128 were asked for
