@@ -195,6 +195,40 @@ void gives_up_pulls(int times) {
   check(first == std::vector<std::int64_t>(kCount, 3), "a pull after many that were given up is not the value");
 }
 
+// The same when half of a value has come: the other half is put aside, and what comes after it is understood.
+void gives_up_half_a_value() {
+  constexpr std::size_t kHalf = 40000;
+  ps::Bell bell{};
+  ps::WorkerWire wire(bell, [] {});
+  int ends[2];
+  check(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0, "no sockets");
+  wire.connections().take_over();  // nothing moves but what is moved here
+  wire.connections().add(0, ends[0], "a test's");
+  auto place = std::make_unique<std::byte[]>(2 * kHalf);
+  wire.expect(0, 1, place.get(), 2 * kHalf);
+  const std::vector<std::byte> half(kHalf, std::byte{1});
+  const auto write_all = [&](const void* data, std::size_t bytes) {
+    check(write(ends[1], data, bytes) == static_cast<ssize_t>(bytes), "a value does not fit a socket");
+    while (wire.connections().progress()) {
+    }
+  };
+  const FrameHeader value{.kind = ps::WireKind::value, .bytes = 2 * kHalf, .tag = 1};
+  write_all(&value, sizeof value);
+  write_all(half.data(), kHalf);
+  check(place[kHalf - 1] == std::byte{1}, "a value is not stored in its place");
+  wire.forget(0, 1);
+  place.reset();
+  write_all(half.data(), kHalf);
+  const ps::ReplySlot reply{2, 0, ps::Outcome::done, 0};
+  const FrameHeader replies{.kind = ps::WireKind::replies, .bytes = sizeof reply};
+  write_all(&replies, sizeof replies);
+  write_all(&reply, sizeof reply);
+  const auto taken = wire.take_replies();
+  check(taken.size() == 1 && taken[0].second.number == 2, "a reply after a value that was given up is lost");
+  wire.connections().hand_over(false);
+  close(ends[1]);
+}
+
 // ---- Frames -------------------------------------------------------------------------------------------------------
 
 struct Sent {
@@ -326,6 +360,7 @@ void stress_parameter_server() {
   asynchronous(4, 150, Over::sockets);
   nonsense(100000);
   gives_up_pulls(300);
+  gives_up_half_a_value();
   std::printf("parameter server: pushes and pulls of 1 to 4 workers, a window full of nonsense\n");
   const auto [taken, refused] = frames(1000000);
   check(taken > 100000 && refused > 100000, "frames: too few were taken or refused to show anything");
