@@ -409,8 +409,8 @@ std::shared_ptr<Call> Client::send(RequestKind kind, const std::vector<Part>& pa
                                    const Options& options) {
   const auto call = std::make_shared<Call>();
   Hold hold(*this);
-  take_turns(hold);  // or a request would wake up the server's thread
   for (const Part& part : parts) {
+    take_turns(hold);  // so that no request wakes up the server's thread, and others' are served between two copies
     if (!peer(part.server).alive) throw_lost(part.server);
     const std::byte* const from = tensor + part.begin;
     std::size_t piece = SIZE_MAX, offset = 0;
