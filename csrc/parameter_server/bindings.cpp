@@ -3,6 +3,7 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <map>
 #include <optional>
 #include <string_view>
@@ -94,13 +95,15 @@ Rule rule_of(const py::dict& fields) {
   return rule;
 }
 
-std::vector<Part> parts_of(const std::vector<PartTuple>& tuples) {
+// Converted once for a key.
+struct Parts {
+  explicit Parts(const std::vector<PartTuple>& tuples) {
+    for (const auto& [server, block, begin, bytes, offset] : tuples)
+      parts.push_back({server, block, begin, bytes, offset});
+  }
+
   std::vector<Part> parts;
-  parts.reserve(tuples.size());
-  for (const auto& [server, block, begin, bytes, offset] : tuples)
-    parts.push_back({server, block, begin, bytes, offset});
-  return parts;
-}
+};
 
 std::shared_ptr<Server> make_server(std::size_t capacity, py::function update, Roots roots) {
   const std::shared_ptr<py::function> call(new py::function(std::move(update)), [](py::function* held) {
@@ -121,7 +124,9 @@ std::shared_ptr<Server> make_server(std::size_t capacity, py::function update, R
   hooks.roots = roots;
   // Its thread may be waiting for the GIL.
   return {new Server(capacity, std::move(hooks)), [](Server* server) {
-            const py::gil_scoped_release no_gil;
+            // The last to let go may be a client, which is destroyed without the GIL.
+            std::optional<py::gil_scoped_release> no_gil;
+            if (PyGILState_Check() == 1) no_gil.emplace();
             delete server;
           }};
 }
@@ -170,6 +175,14 @@ void bind_server(py::module_& m, Roots roots) {
           py::kw_only(), py::arg("id"), py::arg("group"), py::arg("window"), py::arg("window_bytes"),
           py::arg("servers"), py::arg("lane"), py::arg("pidfd"))
       .def(
+          "join_far",
+          [](Server& server, WorkerId id, const std::string& group, std::size_t window) {
+            const py::gil_scoped_release released;
+            server.join(id, group, window);
+          },
+          py::kw_only(), py::arg("id"), py::arg("group"), py::arg("window"))
+      .def("connect", &Server::connect, no_gil, py::arg("worker"), py::arg("socket"), py::arg("path"))
+      .def(
           "create",
           [](Server& server, const std::string& dtype, std::size_t count, const std::string& mode, std::uint32_t quorum,
              double grace, std::uint64_t staleness, const std::string& group, const py::dict& rule) {
@@ -206,7 +219,15 @@ void bind_server(py::module_& m, Roots roots) {
 
 void bind_client(py::module_& m) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
+  py::class_<Parts>(m, "ParameterParts").def(py::init<const std::vector<PartTuple>&>(), py::arg("parts"));
   py::class_<Call, std::shared_ptr<Call>>(m, "ParameterCall")
+      .def_property_readonly("went_well",
+                             [](const Call& call) {
+                               return std::all_of(call.answers.begin(), call.answers.end(), [](const auto& each) {
+                                 return each.outcome != Outcome::late && each.outcome != Outcome::failed &&
+                                        each.outcome != Outcome::refused;
+                               });
+                             })
       .def_property_readonly("asked", [](const Call& call) { return call.asked; })
       .def_property_readonly("answers", [](const Call& call) {
         py::list answers;
@@ -216,7 +237,13 @@ void bind_client(py::module_& m) {
       });
   py::class_<Piece>(m, "ParameterPiece", py::buffer_protocol()).def_buffer(&Piece::buffer);
   py::class_<Client, std::shared_ptr<Client>>(m, "ParameterClient")
-      .def(py::init<WorkerId, std::size_t, std::size_t>(), py::arg("worker"), py::arg("servers"), py::arg("data"))
+      .def(py::init([](WorkerId worker, std::size_t servers, std::size_t data) {
+             return std::shared_ptr<Client>(new Client(worker, servers, data), [](Client* client) {
+               const py::gil_scoped_release no_gil;  // it says goodbye to other hosts
+               delete client;
+             });
+           }),
+           py::arg("worker"), py::arg("servers"), py::arg("data"))
       .def_property_readonly("window", &Client::window)
       .def_property_readonly("window_bytes", &Client::window_bytes)
       .def(
@@ -225,26 +252,31 @@ void bind_client(py::module_& m) {
              const std::string& name) { client.attach(server, {values, bell, pidfd, capacity, name}); },
           py::kw_only(), py::arg("server"), py::arg("values"), py::arg("bell"), py::arg("pidfd"), py::arg("capacity"),
           py::arg("name"))
+      .def(
+          "attach_far",
+          [](Client& client, std::uint32_t server, const std::string& name) { client.attach(server, name); },
+          py::arg("server"), py::arg("name"))
+      .def("host", &Client::host, py::arg("server"))
+      .def("connect", &Client::connect, no_gil, py::arg("server"), py::arg("socket"), py::arg("path"))
       .def("allocate", [](std::shared_ptr<Client> client,
                           std::size_t bytes) { return std::make_unique<Piece>(std::move(client), bytes); })
       .def(
           "send",
-          [](Client& client, const std::string& kind, const std::vector<PartTuple>& parts, std::uintptr_t tensor,
-             std::int32_t priority, double weight, std::optional<double> timeout) {
+          [](Client& client, const std::string& kind, const Parts& parts, std::uintptr_t tensor, std::int32_t priority,
+             double weight, std::optional<double> timeout) {
             const py::gil_scoped_release released;
-            return client.send(request_of(kind), parts_of(parts), address(tensor),
-                               {priority, weight, duration(timeout)});
+            return client.send(request_of(kind), parts.parts, address(tensor), {priority, weight, duration(timeout)});
           },
           py::arg("kind"), py::arg("parts"), py::arg("tensor"), py::kw_only(), py::arg("priority") = 0,
           py::arg("weight") = 1.0, py::arg("timeout") = py::none())
       .def(
-          "ask",
-          [](Client& client, const std::string& kind, const std::vector<PartTuple>& parts,
-             std::optional<double> timeout) {
+          "pull",
+          [](Client& client, const Parts& parts, std::uintptr_t tensor, std::optional<double> timeout) {
             const py::gil_scoped_release released;
-            return client.ask(request_of(kind), parts_of(parts), {0, 1, duration(timeout)});
+            return client.pull(parts.parts, address(tensor), {0, 1, duration(timeout)});
           },
-          py::arg("kind"), py::arg("parts"), py::kw_only(), py::arg("timeout") = py::none())
+          py::arg("parts"), py::arg("tensor"), py::kw_only(), py::arg("timeout") = py::none())
+      .def("cancel", &Client::cancel, no_gil, py::arg("call"))
       .def(
           "tell",
           [](Client& client, const std::string& kind, const std::vector<std::uint32_t>& servers,
@@ -261,10 +293,9 @@ void bind_client(py::module_& m) {
           no_gil, py::arg("call"), py::arg("timeout"))
       .def(
           "read",
-          [](Client& client, const std::vector<PartTuple>& parts, std::uintptr_t tensor,
-             std::optional<double> timeout) {
+          [](Client& client, const Parts& parts, std::uintptr_t tensor, std::optional<double> timeout) {
             const py::gil_scoped_release released;
-            return client.read(parts_of(parts), address(tensor), duration(timeout));
+            return client.read(parts.parts, address(tensor), duration(timeout));
           },
           py::arg("parts"), py::arg("tensor"), py::kw_only(), py::arg("timeout") = py::none())
       .def("abort", &Client::abort)

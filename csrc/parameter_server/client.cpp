@@ -4,8 +4,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <set>
+#include <utility>
 
 #include "core/error.h"
+#include "parameter_server/server.h"
 
 namespace ringreduce::parameter_server {
 namespace {
@@ -21,17 +24,20 @@ struct InWindow : Payload {
 
 }  // namespace
 
-struct Client::Peer {
-  Peer(WorkerId worker, const ServerSpec& spec)
+// What is shared with a server of this host.
+struct Client::Near {
+  Near(const ServerSpec& spec, Lane* lane)
       : values_fd(spec.values),
         bell_fd(spec.bell),
         pidfd(spec.pidfd),
         values(spec.values, spec.capacity, false),
         bell_memory(spec.bell, sizeof(Bell), true),
-        name(spec.name),
-        session(worker) {}
+        lane(lane) {}
 
   Bell& bell() const { return *reinterpret_cast<Bell*>(bell_memory.at()); }
+  const BlockWords& words(const Part& part) const {
+    return *reinterpret_cast<const BlockWords*>(values.at(part.offset));
+  }
   bool ended() const {
     return reinterpret_cast<const ValuesHeader*>(values.at())->ended.load(std::memory_order_seq_cst) != 0 ||
            has_ended(pidfd.get());
@@ -39,13 +45,50 @@ struct Client::Peer {
 
   FileDescriptor values_fd, bell_fd, pidfd;
   Mapping values, bell_memory;
+  Lane* lane;
+  std::uint64_t taken = 0;  // replies
+};
+
+// A request without a number.
+struct Client::Item {
+  const InWindow* data() const { return static_cast<const InWindow*>(request.payload.get()); }
+  // Questions are short, and what is pulled can come while something else is pushed.
+  std::int32_t urgency() const { return request.kind == RequestKind::pull ? INT32_MAX : request.priority; }
+
+  Request request;
+  std::shared_ptr<Call> call;
+  std::byte* into = nullptr;  // where the value that it asks for goes
+  std::size_t bytes = 0;      // of the part
+  std::uint64_t tag = 0;
+  std::size_t sent = 0;  // of its data
+};
+
+struct Client::Peer {
   std::string name;
   Session session;
-  Lane* lane = nullptr;
-  std::uint64_t taken = 0;  // replies
+  std::unique_ptr<Near> near = nullptr;  // none: it is on another host
+  std::deque<Item> queue = {};           // to another host, in the order of calls
   bool alive = true;
-  std::map<std::uint64_t, std::shared_ptr<Call>> calls;  // by number
-  std::map<BlockId, int> pushes;                         // not answered
+  std::string why = {};                                       // it is not
+  std::map<std::uint64_t, std::shared_ptr<Call>> calls = {};  // by number
+  std::map<BlockId, int> pushes = {};                         // not answered
+};
+
+// A thread in a call, which has the client for itself. While it waits it moves what goes to and comes from other hosts,
+// and takes the turns of its process's server.
+struct Client::Hold {
+  explicit Hold(Client& client) : wire(client.wire_.get()), turns(client.hosted_.get()), lock(client.mutex_) {
+    if (wire != nullptr) wire->connections().take_over();
+  }
+  ~Hold() {
+    if (wire != nullptr) wire->connections().hand_over(false);
+  }
+  Hold(const Hold&) = delete;
+  Hold& operator=(const Hold&) = delete;
+
+  WorkerWire* const wire;
+  Server::Turns turns;  // given back when the lock is
+  Lock lock;
 };
 
 Client::Client(WorkerId worker, std::size_t servers, std::size_t data)
@@ -56,13 +99,35 @@ Client::Client(WorkerId worker, std::size_t servers, std::size_t data)
       bell_(reinterpret_cast<Bell*>(window_->at())),
       peers_(servers) {}
 
-Client::~Client() = default;
+Client::~Client() {
+  if (fork_.forked()) static_cast<void>(wire_.release());  // the parent's, with its thread
+}
 
 void Client::attach(std::uint32_t server, const ServerSpec& spec) {
-  auto peer = std::make_unique<Peer>(worker_, spec);
+  auto* const lane = reinterpret_cast<Lane*>(window_->at(sizeof(Bell) + server * sizeof(Lane)));
+  auto near = std::make_unique<Near>(spec, lane);
   const Lock lock(mutex_);
-  peer->lane = reinterpret_cast<Lane*>(window_->at(sizeof(Bell) + server * sizeof(Lane)));
-  peers_.at(server) = std::move(peer);
+  peers_.at(server) = std::make_unique<Peer>(Peer{spec.name, Session(worker_), std::move(near)});
+  has_near_ = true;
+}
+
+void Client::attach(std::uint32_t server, const std::string& name) {
+  const Lock lock(mutex_);
+  peers_.at(server) = std::make_unique<Peer>(Peer{name, Session(worker_)});
+  if (wire_ != nullptr) return;
+  wire_ = std::make_unique<WorkerWire>(*bell_, [this] {
+    const Lock relock(mutex_);
+    feed();
+  });
+}
+
+void Client::host(std::shared_ptr<Server> server) {
+  const Lock lock(mutex_);
+  hosted_ = std::move(server);
+}
+
+void Client::connect(std::uint32_t server, int socket, std::string path) {
+  wire_->connections().add(static_cast<int>(server), socket, std::move(path));
 }
 
 Client::Peer& Client::peer(std::uint32_t server) const {
@@ -117,13 +182,18 @@ void Client::release(std::byte* piece) {
 bool Client::take_replies() {
   bool moved = false;
   for (std::uint32_t server = 0; server < peers_.size(); ++server) {
-    if (peers_[server] == nullptr) continue;
-    Peer& from = *peers_[server];
+    if (peers_[server] == nullptr || peers_[server]->near == nullptr) continue;
+    Near& from = *peers_[server]->near;
     while (from.taken < from.lane->answered.load(std::memory_order_acquire)) {
       take_reply(server, from.lane->replies[from.taken++ % kMostOutstanding]);
       moved = true;
     }
   }
+  if (wire_ != nullptr)
+    for (const auto& [server, slot] : wire_->take_replies()) {
+      if (peers_[server]->alive) take_reply(server, slot);
+      moved = true;
+    }
   return moved;
 }
 
@@ -133,45 +203,61 @@ void Client::take_reply(std::uint32_t server, const ReplySlot& slot) {
   if (!request) return;
   if (request->payload) drop(static_cast<const InWindow&>(*request->payload).piece);
   if (request->kind == RequestKind::push && --from.pushes[request->block] == 0) from.pushes.erase(request->block);
+  if (request->kind == RequestKind::pull && from.near == nullptr) from.session.read(request->block, slot.version);
   const auto call = from.calls.extract(slot.number);
   call.mapped()->answers.push_back({server, request->block, slot.outcome, slot.version});
   --call.mapped()->unanswered;
 }
 
 void Client::look_for_ended() {
+  if (wire_ != nullptr)
+    for (const auto& [server, why] : wire_->take_lost())
+      if (peers_[server]->alive) lose(server, why);
   const Nanoseconds t = now();
   if (t - looked_ < kLookEvery) return;
   looked_ = t;
-  for (std::uint32_t server = 0; server < peers_.size(); ++server)
-    if (peers_[server] != nullptr && peers_[server]->alive && peers_[server]->ended()) lose(server);
+  for (std::uint32_t server = 0; server < peers_.size(); ++server) {
+    if (peers_[server] == nullptr || peers_[server]->near == nullptr) continue;
+    if (peers_[server]->alive && peers_[server]->near->ended()) lose(server, "");
+  }
 }
 
 // What it had answered counts; the rest never will be.
-void Client::lose(std::uint32_t server) {
+void Client::lose(std::uint32_t server, const std::string& why) {
   take_replies();
   Peer& lost = peer(server);
   lost.alive = false;
+  lost.why = why;
   for (const auto& [number, call] : lost.calls) call->lost = static_cast<int>(server);
   lost.calls.clear();
   lost.pushes.clear();
   for (const Request& request : lost.session.unanswered())
     if (request.payload) drop(static_cast<const InWindow&>(*request.payload).piece);
   lost.session = Session(worker_);
+  for (const Item& item : lost.queue) {
+    item.call->lost = static_cast<int>(server);
+    if (item.data() != nullptr) drop(item.data()->piece);
+  }
+  lost.queue.clear();
 }
 
 void Client::throw_lost(std::uint32_t server) const {
   throw Error(ErrorKind::peer_lost,
-              peer(server).name + " has ended, and with it the blocks that it served: start again from what was saved",
+              peer(server).name + " has ended" + (peer(server).why.empty() ? "" : ": " + peer(server).why) +
+                  ", and with it the blocks that it served: start again from what was saved",
               static_cast<int>(server));
 }
 
 // ---- Waiting ------------------------------------------------------------------------------------------------------
 
 template <class F>
-bool Client::wait_until(Lock& lock, Nanoseconds timeout, F&& ready) {
+bool Client::wait_until(Hold& hold, Nanoseconds timeout, F&& ready) {
+  if (ready()) return true;
   const Nanoseconds begun = now();
   for (int idle = 0;; ++idle) {
     const std::uint32_t seen = bell_->rings.load(std::memory_order_seq_cst);
+    if (wire_ != nullptr && wire_->connections().progress()) idle = 0;
+    feed();
     take_replies();
     if (ready()) return true;
     if (aborted_) throw Error(ErrorKind::aborted, "abort() was called");
@@ -179,24 +265,44 @@ bool Client::wait_until(Lock& lock, Nanoseconds timeout, F&& ready) {
     if (ready()) return true;
     const Nanoseconds waited = now() - begun;
     if (waited >= timeout) return false;
+    if (take_turns(hold)) idle = 0;
     if (idle < kLooks) {
 #if defined(__x86_64__)
       __builtin_ia32_pause();
 #endif
       continue;
     }
-    lock.unlock();
-    if (idle < kLooks + kYields)
+    hold.lock.unlock();
+    if (idle < kLooks + kYields) {
       sched_yield();
-    else
-      bell_->sleep(seen, std::min(kLookEvery, timeout - waited));
-    lock.lock();
+    } else {
+      hold.turns.leave();
+      sleep(seen, std::min(kLookEvery, timeout - waited));
+    }
+    hold.lock.lock();
   }
 }
 
+void Client::sleep(std::uint32_t seen, Nanoseconds most) {
+  if (wire_ == nullptr) return bell_->sleep(seen, most);
+  Connections& connections = wire_->connections();
+  if (!has_near_) return connections.doze();  // what it waits for can only come from there
+  connections.hand_over(true);
+  bell_->sleep(seen, most);
+  connections.take_over();
+}
+
+bool Client::take_turns(Hold& hold) {
+  if (hosted_ == nullptr) return false;
+  hold.lock.unlock();  // as a turn may be long
+  const bool moved = hold.turns.take();
+  hold.lock.lock();
+  return moved;
+}
+
 bool Client::wait(Call& call, Nanoseconds timeout) {
-  Lock lock(mutex_);
-  const bool ended = wait_until(lock, timeout, [&] { return call.unanswered == 0 || call.lost >= 0; });
+  Hold hold(*this);
+  const bool ended = wait_until(hold, timeout, [&] { return call.unanswered == 0 || call.lost >= 0; });
   if (ended && call.lost >= 0) throw_lost(static_cast<std::uint32_t>(call.lost));
   return ended;
 }
@@ -215,36 +321,96 @@ std::size_t Client::outstanding() const {
 
 // ---- Requests -----------------------------------------------------------------------------------------------------
 
-// Writes a request to its lane when the session has room, and rings.
-void Client::put(Lock& lock, const std::shared_ptr<Call>& call, std::uint32_t server, Request request,
-                 std::size_t offset, std::size_t bytes, const Options& options) {
+// Sends a request when the session has room.
+void Client::put(Hold& hold, std::uint32_t server, Item item, Nanoseconds timeout) {
   Peer& to = peer(server);
-  const bool ready = wait_until(lock, options.timeout, [&] { return !to.alive || to.session.has_room(); });
+  const bool ready = wait_until(hold, timeout, [&] { return !to.alive || to.session.has_room(to.queue.size()); });
   if (!to.alive || !ready) {
-    if (request.payload) drop(static_cast<const InWindow&>(*request.payload).piece);
+    if (item.data() != nullptr) drop(item.data()->piece);
     if (!to.alive) throw_lost(server);
     throw Error(ErrorKind::timeout,
-                to.name + " has not answered " + std::to_string(to.session.outstanding()) +
+                to.name + " has not answered " + std::to_string(to.session.outstanding() + to.queue.size()) +
                     " requests, the most that may be under way, in time",
                 static_cast<int>(server));
   }
-  const Request& made = to.session.make(std::move(request));
-  to.lane->requests[(made.number - 1) % kMostOutstanding] = {
-      made.kind,   made.block, made.number, made.seen,     made.round, made.pulled,
-      made.weight, offset,     bytes,       made.priority, 0};
-  to.lane->asked.store(made.number, std::memory_order_seq_cst);
-  if (made.kind == RequestKind::push) ++to.pushes[made.block];
-  to.calls.emplace(made.number, call);
-  ++call->unanswered;
-  call->asked.emplace_back(server, made.block);
-  to.bell().ring();
+  const BlockId block = item.request.block;
+  if (item.request.kind == RequestKind::push) ++to.pushes[block];
+  ++item.call->unanswered;
+  item.call->asked.emplace_back(server, block);
+  if (to.near == nullptr) {
+    item.tag = ++tags_;
+    to.queue.push_back(std::move(item));
+    return feed(server);
+  }
+  const RequestSlot slot = number(server, item);
+  to.near->lane->requests[(slot.number - 1) % kMostOutstanding] = slot;
+  to.near->lane->asked.store(slot.number, std::memory_order_seq_cst);
+  to.near->bell().ring();
+}
+
+// Gives a request its number, and returns it as it goes to the server.
+RequestSlot Client::number(std::uint32_t server, Item& item) {
+  const std::size_t offset = item.data() == nullptr ? 0 : item.data()->offset;
+  const std::size_t bytes = item.data() == nullptr ? 0 : item.data()->bytes;
+  const Request& made = peer(server).session.make(std::move(item.request));
+  peer(server).calls.emplace(made.number, item.call);
+  return {made.kind,   made.block, made.number, made.seen,     made.round, made.pulled,
+          made.weight, offset,     bytes,       made.priority, 0};
+}
+
+void Client::feed() {
+  if (wire_ == nullptr) return;
+  for (std::uint32_t server = 0; server < peers_.size(); ++server)
+    if (peers_[server] != nullptr && !peers_[server]->queue.empty()) feed(server);
+}
+
+// Which of them goes next: the most urgent, but none before an earlier one about the same block, and none past a clock,
+// a barrier or a farewell.
+template <class Queue>
+typename Queue::iterator Client::next_of(Queue& queue) {
+  auto best = queue.begin();
+  std::set<BlockId> earlier;
+  for (auto each = queue.begin(); each != queue.end() && each->request.kind <= RequestKind::pull; ++each)
+    if (earlier.insert(each->request.block).second && each->urgency() > best->urgency()) best = each;
+  return best;
+}
+
+// Hands the connections to a server what they take.
+void Client::feed(std::uint32_t server) {
+  Peer& to = peer(server);
+  Connections& connections = wire_->connections();
+  const int id = static_cast<int>(server);
+  while (!to.queue.empty() && connections.takes_next(id)) {
+    const auto next = next_of(to.queue);
+    const InWindow* const data = next->data();
+    if (data != nullptr && next->sent < data->bytes) {
+      const std::size_t at = data->offset + next->sent, bytes = std::min(kFragment, data->bytes - next->sent);
+      next->sent += bytes;
+      connections.send(
+          id,
+          {.header = {.kind = WireKind::data, .bytes = static_cast<std::uint32_t>(bytes), .seq = at, .tag = next->tag},
+           .data = this->data() + at});
+      continue;
+    }
+    Item item = std::move(*next);
+    to.queue.erase(next);
+    const RequestSlot slot = number(server, item);
+    if (item.into != nullptr) {
+      wire_->expect(server, slot.number, item.into, item.bytes);
+      item.call->pulls.emplace_back(server, slot.number);
+    }
+    Frame frame = frame_with(WireKind::request, &slot, sizeof slot);
+    frame.header.tag = item.tag;
+    connections.send(id, std::move(frame));
+  }
 }
 
 std::shared_ptr<Call> Client::send(RequestKind kind, const std::vector<Part>& parts, const std::byte* tensor,
                                    const Options& options) {
   const auto call = std::make_shared<Call>();
-  Lock lock(mutex_);
+  Hold hold(*this);
   for (const Part& part : parts) {
+    take_turns(hold);  // so that no request wakes up the server's thread, and others' are served between two copies
     if (!peer(part.server).alive) throw_lost(part.server);
     const std::byte* const from = tensor + part.begin;
     std::size_t piece = SIZE_MAX, offset = 0;
@@ -255,7 +421,7 @@ std::shared_ptr<Call> Client::send(RequestKind kind, const std::vector<Part>& pa
     if (piece != SIZE_MAX) {
       ++pieces_[piece].uses;
     } else {
-      if (!wait_until(lock, options.timeout, [&] { return (piece = find_room(part.bytes)) != SIZE_MAX; }))
+      if (!wait_until(hold, options.timeout, [&] { return (piece = find_room(part.bytes)) != SIZE_MAX; }))
         throw Error(ErrorKind::timeout, "the window of " + std::to_string(data_bytes()) +
                                             " bytes has had no room for " + std::to_string(part.bytes) +
                                             " in time: pushes wait for " + std::to_string(pieces_.size()) + " others");
@@ -263,61 +429,83 @@ std::shared_ptr<Call> Client::send(RequestKind kind, const std::vector<Part>& pa
       pieces_[piece] = {part.bytes, 1};
       std::memcpy(data() + offset, from, part.bytes);
     }
-    Request request;
-    request.kind = kind;
-    request.block = part.block;
-    request.priority = options.priority;
-    request.weight = options.weight;
-    request.payload = std::make_shared<InWindow>(piece, offset, part.bytes);
-    put(lock, call, part.server, std::move(request), offset, part.bytes, options);
+    Item item;
+    item.request.kind = kind;
+    item.request.block = part.block;
+    item.request.priority = options.priority;
+    item.request.weight = options.weight;
+    item.request.payload = std::make_shared<InWindow>(piece, offset, part.bytes);
+    item.call = call;
+    put(hold, part.server, std::move(item), options.timeout);
   }
   return call;
 }
 
-std::shared_ptr<Call> Client::ask(RequestKind kind, const std::vector<Part>& parts, const Options& options) {
+std::shared_ptr<Call> Client::pull(const std::vector<Part>& parts, std::byte* tensor, const Options& options) {
   const auto call = std::make_shared<Call>();
-  Lock lock(mutex_);
-  for (const Part& part : parts) {
-    Request request;
-    request.kind = kind;
-    request.block = part.block;
-    put(lock, call, part.server, std::move(request), 0, 0, options);
+  Hold hold(*this);
+  try {
+    for (const Part& part : parts) {
+      Item item;
+      item.request.kind = RequestKind::pull;
+      item.request.block = part.block;
+      item.call = call;
+      if (peer(part.server).near == nullptr) item.into = tensor + part.begin;
+      item.bytes = part.bytes;
+      put(hold, part.server, std::move(item), options.timeout);
+    }
+  } catch (const Error&) {
+    forget(*call);
+    throw;
   }
   return call;
+}
+
+void Client::cancel(Call& call) {
+  if (fork_.forked()) return;
+  const Lock lock(mutex_);
+  forget(call);
+}
+
+void Client::forget(Call& call) {
+  for (const auto& each : peers_)
+    if (each != nullptr) std::erase_if(each->queue, [&](const Item& item) { return item.call.get() == &call; });
+  for (const auto& [server, number] : call.pulls) wire_->forget(server, number);
 }
 
 std::shared_ptr<Call> Client::ask(RequestKind kind, const std::vector<std::uint32_t>& servers, const Options& options) {
   const auto call = std::make_shared<Call>();
-  Lock lock(mutex_);
+  Hold hold(*this);
   for (const std::uint32_t server : servers) {
     if (kind == RequestKind::leave && !peer(server).alive) continue;
-    Request request;
-    request.kind = kind;
-    put(lock, call, server, std::move(request), 0, 0, options);
+    Item item;
+    item.request.kind = kind;
+    item.call = call;
+    put(hold, server, std::move(item), options.timeout);
   }
   return call;
 }
 
 std::vector<std::uint64_t> Client::read(const std::vector<Part>& parts, std::byte* tensor, Nanoseconds timeout) {
   std::vector<std::uint64_t> versions;
-  Lock lock(mutex_);
+  Hold hold(*this);
   take_replies();
   for (const Part& part : parts) {
     Peer& from = peer(part.server);
+    if (from.near == nullptr)
+      throw Error(ErrorKind::invalid_argument, from.name + " is on another host: pull its blocks");
+    const BlockWords& words = from.near->words(part);
     const auto readable = [&] {
-      return !from.alive ||
-             (from.pushes.count(part.block) == 0 && reinterpret_cast<const BlockWords*>(from.values.at(part.offset))
-                                                            ->published.load(std::memory_order_acquire) > 0);
+      return !from.alive || (from.pushes.count(part.block) == 0 && words.published.load(std::memory_order_acquire) > 0);
     };
-    if (!readable() && !wait_until(lock, timeout, readable))
+    if (!readable() && !wait_until(hold, timeout, readable))
       throw Error(ErrorKind::timeout, "this worker's pushes have not been applied in time",
                   static_cast<int>(part.server));
     look_for_ended();
     if (!from.alive) throw_lost(part.server);
-    const auto& words = *reinterpret_cast<const BlockWords*>(from.values.at(part.offset));
-    lock.unlock();
+    hold.lock.unlock();
     versions.push_back(read_block(words, tensor + part.begin, part.bytes));
-    lock.lock();
+    hold.lock.lock();
     from.session.read(part.block, versions.back());
   }
   return versions;

@@ -1,7 +1,13 @@
 // A worker's side: its window, its sessions with the servers, and its waiting.
+//
+// A server of this host reads requests and what is pushed in the window, and the worker reads the server's values. To
+// one of another host requests wait in a queue until the connection takes them (wire.h): those with the greatest
+// priority go first, in parts, and a request has its number, and so its place in the order, only when all its data has
+// gone.
 #pragma once
 
 #include <atomic>
+#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -11,10 +17,13 @@
 #include "core/fork.h"
 #include "parameter_server/session.h"
 #include "parameter_server/shared.h"
+#include "parameter_server/wire.h"
 
 namespace ringreduce::parameter_server {
 
-// A server, as it introduces itself. The client takes over the descriptors.
+class Server;
+
+// A server of this host, as it introduces itself. The client takes over the descriptors.
 struct ServerSpec {
   int values = -1;  // memfd, `capacity` bytes
   int bell = -1;    // memfd
@@ -42,6 +51,8 @@ struct Call {
   std::vector<Answer> answers;
   std::vector<std::pair<std::uint32_t, BlockId>> asked;  // of every request: server and block
   int lost = -1;                                         // a server that ended before it answered
+  // Pulls that were sent to servers of other hosts: server and number.
+  std::vector<std::pair<std::uint32_t, std::uint64_t>> pulls;
 };
 
 // Thread-safe. Every wait ends with an error when its time is over (timeout), when a server that it waits for has ended
@@ -55,6 +66,11 @@ class Client {
   int window() const { return window_fd_.get(); }
   std::size_t window_bytes() const { return window_->bytes(); }
   void attach(std::uint32_t server, const ServerSpec& spec);
+  // A server of another host: then connections to it, of which this takes over the sockets.
+  void attach(std::uint32_t server, const std::string& name);
+  void connect(std::uint32_t server, int socket, std::string path);
+  // A server of this process, whose turns are taken by who waits here.
+  void host(std::shared_ptr<Server> server);
 
   // Memory in the window: a push of what lies there copies nothing. It lives until it is released and no push reads it
   // any more. Throws Error(system) if the window has no such room.
@@ -70,20 +86,27 @@ class Client {
   // `tensor` may change when it returns, unless it lies in the window.
   std::shared_ptr<Call> send(RequestKind kind, const std::vector<Part>& parts, const std::byte* tensor,
                              const Options& options);
-  // Asks for pull of all parts, without data; or for clock, barrier or leave of the servers.
-  std::shared_ptr<Call> ask(RequestKind kind, const std::vector<Part>& parts, const Options& options);
+  // Asks for all parts: those of other hosts go to their places in `tensor`, which must stay until the call is over or
+  // cancelled; of those of this host only whether they may be read.
+  std::shared_ptr<Call> pull(const std::vector<Part>& parts, std::byte* tensor, const Options& options);
+  // Nothing of a pull is stored any more.
+  void cancel(Call& call);
+  // Asks for clock, barrier or leave of the servers.
   std::shared_ptr<Call> ask(RequestKind kind, const std::vector<std::uint32_t>& servers, const Options& options);
 
   // Returns whether all was answered within the time; does not throw if it was not.
   bool wait(Call& call, Nanoseconds timeout);
-  // Copies the latest value of all parts to `tensor`; returns the versions. Before, it waits for this worker's own
-  // pushes to them. Throws Error(timeout) as above.
+  // Copies the latest value of parts of this host to `tensor`; returns the versions. Before, it waits for this worker's
+  // own pushes to them. Throws Error(timeout) as above.
   std::vector<std::uint64_t> read(const std::vector<Part>& parts, std::byte* tensor, Nanoseconds timeout);
 
   void abort();
   std::size_t outstanding() const;
 
  private:
+  struct Near;
+  struct Item;
+  struct Hold;
   struct Peer;
   struct Piece {
     std::size_t bytes;
@@ -97,13 +120,20 @@ class Client {
   bool take_replies();
   void take_reply(std::uint32_t server, const ReplySlot& slot);
   void look_for_ended();
-  void lose(std::uint32_t server);
+  void lose(std::uint32_t server, const std::string& why);
   [[noreturn]] void throw_lost(std::uint32_t server) const;
   // Calls `ready` until it returns true, or false when the time is over.
   template <class F>
-  bool wait_until(Lock& lock, Nanoseconds timeout, F&& ready);
-  void put(Lock& lock, const std::shared_ptr<Call>& call, std::uint32_t server, Request request, std::size_t offset,
-           std::size_t bytes, const Options& options);
+  bool wait_until(Hold& hold, Nanoseconds timeout, F&& ready);
+  bool take_turns(Hold& hold);
+  void sleep(std::uint32_t seen, Nanoseconds most);
+  void put(Hold& hold, std::uint32_t server, Item item, Nanoseconds timeout);
+  RequestSlot number(std::uint32_t server, Item& item);
+  void feed();
+  void feed(std::uint32_t server);
+  template <class Queue>
+  static typename Queue::iterator next_of(Queue& queue);
+  void forget(Call& call);
   std::size_t find_room(std::size_t bytes);  // SIZE_MAX: none
   void drop(std::size_t offset);
   std::size_t piece_with(std::size_t offset) const;
@@ -119,6 +149,10 @@ class Client {
   std::map<std::size_t, Piece> pieces_;  // by offset in data
   Nanoseconds looked_ = 0;
   std::atomic<bool> aborted_ = false;
+  bool has_near_ = false;
+  std::shared_ptr<Server> hosted_;
+  std::uint64_t tags_ = 0;
+  std::unique_ptr<WorkerWire> wire_;  // if a server is on another host; the first to go, as its thread calls feed()
 };
 
 }  // namespace ringreduce::parameter_server

@@ -1,6 +1,6 @@
 #include "parameter_server/server.h"
 
-#include <sched.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <exception>
@@ -15,21 +15,12 @@
 namespace ringreduce::parameter_server {
 namespace {
 
-constexpr Nanoseconds kLookEvery = 20 * kMillisecond;  // for processes that have ended
-constexpr int kLooks = 100, kYields = 50;              // before the thread sleeps
-constexpr std::size_t kSlice = 32 * 1024;              // bytes of a gradient that are combined, then used, in the cache
-
-void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#else
-  asm volatile("yield");
-#endif
-}
+constexpr std::size_t kCopies = 8 * 1024 * 1024;  // bytes of values that are being sent to a worker
+constexpr std::size_t kSlice = 32 * 1024;         // bytes of a gradient that are combined, then used, in the cache
 
 }  // namespace
 
-// A worker's memory; mapped as long as something in it may be read.
+// A worker's memory, or what it has sent of it from another host; mapped as long as something in it may be read.
 struct Server::Window {
   Window(const WorkerSpec& spec)
       : memory_fd(spec.window), memory(spec.window, spec.window_bytes, true), data(lanes_bytes(spec.servers)) {}
@@ -60,7 +51,8 @@ Server::Server(std::size_t capacity, Hooks hooks)
       bell_fd_(make_memory("ringreduce bell", sizeof(Bell))),
       values_(std::make_unique<Mapping>(values_fd_.get(), capacity, true)),
       bell_memory_(std::make_unique<Mapping>(bell_fd_.get(), sizeof(Bell), true)),
-      bell_(reinterpret_cast<Bell*>(bell_memory_->at())) {
+      bell_(reinterpret_cast<Bell*>(bell_memory_->at())),
+      wire_(std::make_unique<ServerWire>(*bell_)) {
   if (capacity < sizeof(ValuesHeader))
     throw Error(ErrorKind::invalid_argument, "memory of " + std::to_string(capacity) + " bytes is no room for values");
   seal_for_readers(values_fd_);
@@ -69,7 +61,9 @@ Server::Server(std::size_t capacity, Hooks hooks)
 
 Server::~Server() {
   stop();
-  if (fork_.forked() && thread_.joinable()) new std::thread(std::move(thread_));  // the parent's
+  if (!fork_.forked()) return;
+  static_cast<void>(wire_.release());                           // the parent's, with its thread
+  if (thread_.joinable()) new std::thread(std::move(thread_));  // as well
 }
 
 void Server::stop() {
@@ -81,6 +75,7 @@ void Server::stop() {
   }
   bell_->ring();
   if (thread_.joinable()) thread_.join();
+  wire_->connections().leave();
 }
 
 // ---- Orders of other threads --------------------------------------------------------------------------------------
@@ -139,12 +134,32 @@ void Server::join(WorkerSpec spec) {
   });
 }
 
+void Server::join(WorkerId id, const std::string& group, std::size_t window) {
+  const FileDescriptor memory = make_memory("ringreduce far window", lanes_bytes(0) + window);
+  Connection connection;
+  connection.spec = {id, group, dup(memory.get()), lanes_bytes(0) + window, 0, 0, -1};
+  connection.window = std::make_shared<Window>(connection.spec);
+  order([&] {
+    if (connections_.count(id) > 0)
+      throw Error(ErrorKind::invalid_argument, "there is a worker " + std::to_string(id) + " already");
+    wire_->admit(id, connection.window, connection.window->memory.at(connection.window->data), window);
+    decide(Join{id, group});
+    connections_.emplace(id, std::move(connection));
+    if (!std::exchange(has_far_, true)) wire_->connections().take_over();  // as begin_turns() has not
+  });
+}
+
+void Server::connect(WorkerId id, int socket, std::string path) {
+  wire_->connections().add(static_cast<int>(id), socket, std::move(path));
+}
+
 void Server::lose(WorkerId worker) {
   order([&] {
     const auto found = connections_.find(worker);
     if (found == connections_.end()) return;
     if (found->second.alive) end(found->second);
     carry_out();  // which may answer it
+    if (found->second.lane == nullptr) wire_->drop(worker);
     connections_.erase(found);
   });
 }
@@ -225,30 +240,10 @@ Server::Statistics Server::statistics() {
 
 // ---- The thread ---------------------------------------------------------------------------------------------------
 
-void Server::run() {
-  for (int idle = 0;;) {
-    const std::uint32_t seen = bell_->rings.load(std::memory_order_seq_cst);
-    bool moved = serve_orders();
-    moved |= take_requests();
-    if (ringreduce::now() >= shard_.deadline()) decide(Tick{});
-    moved |= !decided_.operations.empty() || !decided_.replies.empty();
-    carry_out();
-    look_for_ended();
-    {
-      const std::lock_guard lock(mutex_);
-      if (stopping_ && orders_.empty()) break;
-    }
-    if (moved)
-      idle = 0;
-    else if (++idle < kLooks)
-      relax();
-    else if (idle < kLooks + kYields)
-      sched_yield();
-    else
-      bell_->sleep(seen, std::clamp<Nanoseconds>(shard_.deadline() - ringreduce::now(), 0, kLookEvery));
-  }
+void Server::say_ended() {
   reinterpret_cast<ValuesHeader*>(values_->at())->ended.store(1, std::memory_order_seq_cst);
   for (auto& [worker, connection] : connections_) connection.window->bell().ring();
+  if (has_far_) wire_->connections().hand_over(true);
   const std::lock_guard lock(mutex_);
   stopped_ = true;
   served_.notify_all();
@@ -263,8 +258,31 @@ bool Server::take_requests() {
 }
 
 bool Server::take_request(Connection& connection) {
+  if (connection.lane == nullptr) return false;
   if (connection.lane->asked.load(std::memory_order_acquire) == connection.taken) return false;
-  const RequestSlot slot = connection.lane->requests[connection.taken++ % kMostOutstanding];
+  take(connection, RequestSlot(connection.lane->requests[connection.taken++ % kMostOutstanding]));
+  return true;
+}
+
+// What came from other hosts, and what can be sent there.
+bool Server::take_frames() {
+  bool moved = wire_->connections().progress();
+  for (const auto& [worker, slot] : wire_->take_requests()) {
+    const auto found = connections_.find(worker);
+    if (found != connections_.end() && found->second.alive) take(found->second, slot);
+    moved = true;
+  }
+  for (const auto& [worker, why] : wire_->take_lost()) {
+    const auto found = connections_.find(worker);
+    if (found != connections_.end() && found->second.alive) end(found->second);
+    moved = true;
+  }
+  for (auto& [worker, connection] : connections_)
+    if (connection.lane == nullptr) send_to(connection);
+  return moved;
+}
+
+void Server::take(Connection& connection, const RequestSlot& slot) {
   Request request;
   request.kind = slot.kind;
   request.worker = connection.spec.id;
@@ -286,17 +304,10 @@ bool Server::take_request(Connection& connection) {
       request.block = UINT32_MAX;  // which is refused
     statistics_.bytes += fits ? slot.bytes : 0;
   }
+  if (slot.kind == RequestKind::pull && connection.lane == nullptr && connection.pulls.size() < kMostOutstanding)
+    connection.pulls.emplace(slot.number, slot.block);
   ++statistics_.requests;
   decide(request);
-  return true;
-}
-
-void Server::look_for_ended() {
-  const Nanoseconds t = ringreduce::now();
-  if (t - looked_ < kLookEvery) return;
-  looked_ = t;
-  for (auto& [worker, connection] : connections_)
-    if (connection.alive && has_ended(connection.pidfd.get())) end(connection);
 }
 
 void Server::end(Connection& connection) {
@@ -315,6 +326,7 @@ void Server::decide(const Message& message) {
 // Those of a block stay in order; among blocks, the one with the greatest priority goes first. What has been decided is
 // answered as soon as it is done.
 void Server::carry_out() {
+  if (decided_.operations.empty() && decided_.replies.empty()) return;
   Output output = std::exchange(decided_, {});
   failed_.clear();
   std::map<BlockId, std::int32_t> priorities;
@@ -338,10 +350,6 @@ void Server::carry_out() {
     for (auto each = begin; each != end; ++each) answer(*each->second);
     waiting.erase(begin, end);
   };
-  const auto by_python = [this](const Operation& each) {
-    const BlockSpec& spec = blocks_[each.block].spec;
-    return each.version > 0 && !spec.rule.native(spec.dtype);
-  };
   bool others = false;
   for (const Operation& operation : output.operations) {
     if (by_python(operation)) {
@@ -357,8 +365,18 @@ void Server::carry_out() {
         if (by_python(operation)) carry_out(operation), finish(operation);
     });
   for (const auto& [index, reply] : waiting) answer(*reply);
-  for (auto& [worker, connection] : connections_)
-    if (std::exchange(connection.answered, false)) connection.window->bell().ring();
+  for (auto& [worker, connection] : connections_) {
+    if (!std::exchange(connection.answered, false)) continue;
+    if (connection.lane == nullptr)
+      send_to(connection);
+    else
+      connection.window->bell().ring();
+  }
+}
+
+bool Server::by_python(const Operation& operation) const {
+  const BlockSpec& spec = blocks_[operation.block].spec;
+  return operation.version > 0 && !spec.rule.native(spec.dtype);
 }
 
 void Server::carry_out(const Operation& operation) {
@@ -466,12 +484,66 @@ void Server::update_by_python(Block& block, const Operation& operation) {
 void Server::answer(const Reply& reply) {
   const auto found = connections_.find(reply.worker);
   if (found == connections_.end() || !found->second.alive) return;
-  Lane& lane = *found->second.lane;
-  const std::uint64_t index = lane.answered.load(std::memory_order_relaxed);
+  Connection& to = found->second;
   const bool failed = reply.outcome == Outcome::applied && failed_.count(reply.after) > 0;
-  lane.replies[index % kMostOutstanding] = {reply.number, reply.version, failed ? Outcome::failed : reply.outcome, 0};
-  lane.answered.store(index + 1, std::memory_order_release);
-  found->second.answered = true;
+  const ReplySlot slot{reply.number, reply.version, failed ? Outcome::failed : reply.outcome, 0};
+  to.answered = true;
+  if (to.lane != nullptr) {
+    const std::uint64_t index = to.lane->answered.load(std::memory_order_relaxed);
+    to.lane->replies[index % kMostOutstanding] = slot;
+    to.lane->answered.store(index + 1, std::memory_order_release);
+    return;
+  }
+  const auto pull = to.pulls.extract(reply.number);
+  if (!pull.empty() && reply.outcome == Outcome::ready)
+    to.values.emplace_back(pull.mapped(), slot);
+  else
+    to.replies.push_back(slot);
+}
+
+// ---- To other hosts -----------------------------------------------------------------------------------------------
+
+// Sends the replies that there are, and as many values as may be on their way.
+void Server::send_to(Connection& connection) {
+  std::size_t under_way = 0;
+  std::erase_if(connection.copies, [&](const auto& copy) {
+    under_way += copy.first.expired() ? 0 : copy.second;
+    return copy.first.expired();
+  });
+  while (!connection.values.empty() && connection.alive) {
+    auto [block, reply] = connection.values.front();
+    const std::size_t bytes = blocks_[block].spec.count * size_of(blocks_[block].spec.dtype);
+    if (under_way > 0 && under_way + bytes > kCopies) break;
+    connection.values.pop_front();
+    under_way += bytes;
+    auto copy = std::make_shared_for_overwrite<std::byte[]>(bytes);
+    connection.copies.emplace_back(copy, bytes);
+    send_value(connection, block, reply, std::move(copy));
+    connection.replies.push_back(reply);
+  }
+  for (std::size_t begin = 0; begin < connection.replies.size(); begin += kMostOutstanding) {
+    const std::size_t count = std::min<std::size_t>(kMostOutstanding, connection.replies.size() - begin);
+    wire_->connections().send(
+        static_cast<int>(connection.spec.id),
+        frame_with(WireKind::replies, connection.replies.data() + begin, count * sizeof(ReplySlot)));
+  }
+  connection.replies.clear();
+}
+
+void Server::send_value(const Connection& connection, BlockId id, ReplySlot& reply, std::shared_ptr<std::byte[]> copy) {
+  const Block& block = blocks_[id];
+  const std::size_t bytes = block.spec.count * size_of(block.spec.dtype);
+  reply.version = read_block(*block.words, copy.get(), bytes);
+  for (std::size_t begin = 0; begin < bytes; begin += kFragment) {
+    const std::size_t some = std::min(kFragment, bytes - begin);
+    wire_->connections().send(static_cast<int>(connection.spec.id),
+                              {.header = {.kind = WireKind::value,
+                                          .bytes = static_cast<std::uint32_t>(some),
+                                          .seq = begin,
+                                          .tag = reply.number},
+                               .data = copy.get() + begin,
+                               .own = copy});
+  }
 }
 
 }  // namespace ringreduce::parameter_server

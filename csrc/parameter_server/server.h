@@ -1,7 +1,11 @@
-// A server: a shard, the values of its blocks, and the thread that serves them to the workers of its host.
+// A server: a shard, the values of its blocks, and the thread that serves them to workers.
 //
-// The thread takes requests from all windows in turn, lets the shard decide, carries out what it decided, and answers.
-// It alone touches the shard and the values, so nothing of them is locked; what other threads want is queued for it.
+// The thread takes requests from all windows in turn, and from connections to other hosts; it lets the shard decide,
+// carries out what was decided, and answers. A worker of another host is also sent what it pulls: from a copy, since a
+// slow connection would hold up the block's next but one update. Few copies exist at a time, whatever it asks for.
+// Whoever takes the server's turns has it for itself, so nothing within is locked; what other threads want is queued.
+// That is the server's thread, or a worker's thread of the same process while it waits: then no other thread has to
+// wake up between a request and its reply.
 #pragma once
 
 #include <condition_variable>
@@ -18,6 +22,7 @@
 #include "core/fork.h"
 #include "parameter_server/rules.h"
 #include "parameter_server/shared.h"
+#include "parameter_server/wire.h"
 
 namespace ringreduce::parameter_server {
 
@@ -29,7 +34,7 @@ struct BlockSpec {
   Rule rule;
 };
 
-// A worker, as it introduces itself. The server takes over the descriptors.
+// A worker of this host, as it introduces itself. The server takes over the descriptors.
 struct WorkerSpec {
   WorkerId id = 0;
   std::string group;
@@ -76,6 +81,10 @@ class Server {
 
   // Throws Error(invalid_argument) if the window is not what the specification says.
   void join(WorkerSpec worker);
+  // A worker of another host, of which `window` bytes of pushes may be under way. Then connections to it, of which this
+  // takes over the sockets.
+  void join(WorkerId id, const std::string& group, std::size_t window);
+  void connect(WorkerId id, int socket, std::string path);
   // The worker takes no further part, and what it has not been told about it never will be. No effect on one that is
   // not there.
   void lose(WorkerId worker);
@@ -91,16 +100,40 @@ class Server {
   // Ends the thread, and tells the workers. Idempotent.
   void stop();
 
+  // Of a thread of this process that waits: it takes turns as long as it has this, unless another one does.
+  class Turns {
+   public:
+    explicit Turns(Server* server) : server_(server) {}  // may be none
+    ~Turns() { leave(); }
+    Turns(const Turns&) = delete;
+    Turns& operator=(const Turns&) = delete;
+
+    // Returns whether it did something. It may take as long as an update, but what Python computes is for the server's
+    // thread: a wait must end in time.
+    bool take();
+    // Before the thread sleeps.
+    void leave();
+
+   private:
+    Server* const server_;
+    bool holds_ = false, waits_ = false;
+  };
+
  private:
   struct Window;
   struct Lent;
   struct Connection {
     WorkerSpec spec;
     std::shared_ptr<Window> window;
-    Lane* lane = nullptr;
+    Lane* lane = nullptr;  // none: it is on another host
     FileDescriptor pidfd;
     std::uint64_t taken = 0;
     bool alive = true, answered = false;
+    // To another host:
+    std::vector<ReplySlot> replies;                                         // to be sent
+    std::map<std::uint64_t, BlockId> pulls;                                 // without a reply, by number
+    std::deque<std::pair<BlockId, ReplySlot>> values;                       // to be copied and sent
+    std::deque<std::pair<std::weak_ptr<std::byte[]>, std::size_t>> copies;  // that are being sent, with their bytes
   };
   struct Block {
     BlockSpec spec;
@@ -124,9 +157,18 @@ class Server {
 
   static Combination combination(const BlockSpec& spec, const Operation& operation);
   void run();
+  void begin_turns();
+  std::uint32_t end_turns();
+  bool turn(bool may_call_python);
+  bool by_python(const Operation& operation) const;
+  void say_ended();
   bool serve_orders();
   bool take_requests();
   bool take_request(Connection& connection);
+  bool take_frames();
+  void take(Connection& connection, const RequestSlot& slot);
+  void send_to(Connection& connection);
+  void send_value(const Connection& connection, BlockId block, ReplySlot& reply, std::shared_ptr<std::byte[]> copy);
   void end(Connection& connection);
   void look_for_ended();
   void decide(const Message& message);
@@ -144,23 +186,28 @@ class Server {
   FileDescriptor values_fd_, bell_fd_;
   std::unique_ptr<Mapping> values_, bell_memory_;
   Bell* bell_;
+  std::unique_ptr<ServerWire> wire_;
 
-  // Of the thread alone.
+  std::mutex turning_;            // held by who takes turns, which has what follows for itself
+  std::atomic<int> waiting_ = 0;  // threads that would like to
+  std::atomic<bool> left_for_thread_ = false;
   Shard shard_;
   std::map<WorkerId, Connection> connections_;
   std::vector<Block> blocks_;
   std::size_t used_ = sizeof(ValuesHeader), state_bytes_ = 0;
   Output decided_;
+  bool has_far_ = false;            // workers of other hosts
   std::set<std::uint64_t> failed_;  // operations of this turn whose function threw
   std::vector<std::byte> scratch_;
   Statistics statistics_;
   Nanoseconds looked_ = 0;
 
-  std::mutex mutex_;  // of orders_ and stopping_
+  std::mutex mutex_;  // of orders_
   std::condition_variable served_;
   std::deque<std::function<void()>> orders_;
   std::atomic<bool> has_orders_ = false;
-  bool stopping_ = false, stopped_ = false;
+  std::atomic<bool> stopping_ = false;
+  bool stopped_ = false;
   std::thread thread_;
 };
 

@@ -16,8 +16,8 @@ class Session {
  public:
   explicit Session(WorkerId worker) : worker_(worker) {}
 
-  // Whether another request may be made before more replies have come.
-  bool has_room() const { return next_ - seen_ <= kMostOutstanding; }
+  // Whether another request may be made, after `more` that are to be, before more replies have come.
+  bool has_room(std::size_t more = 0) const { return next_ + more - seen_ <= kMostOutstanding; }
 
   // Completes a request (kind, block, priority, weight and payload are the caller's), to be sent now. It is kept, with
   // its payload, until it is answered.

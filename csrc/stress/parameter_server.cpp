@@ -1,4 +1,6 @@
-// The parameter server with workers as threads: what they read is what they pushed; and a window full of nonsense.
+// The parameter server with workers as threads, in shared memory and over sockets: what they read is what they pushed.
+// A window full of nonsense, and frames that are.
+#include <sys/socket.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -30,17 +32,36 @@ ps::ServerSpec spec_of(const ps::Server& server, std::size_t index) {
   return {dup(server.values()), dup(server.bell()), own_pidfd(), server.capacity(), "server " + std::to_string(index)};
 }
 
+enum class Over { memory, sockets };
+
+void join_over_sockets(ps::Server& server, ps::Client& client, ps::WorkerId worker, std::uint32_t index) {
+  server.join(worker, "workers", kData);
+  client.attach(index, "server " + std::to_string(index));
+  for (int connection = 0; connection < 2; ++connection) {
+    int ends[2];
+    check(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0, "no sockets");
+    server.connect(worker, ends[0], "a test's");
+    client.connect(index, ends[1], "a test's");
+  }
+}
+
 struct Party {
-  Party(int servers, int workers, const ps::Mode& mode) {
+  Party(int servers, int workers, const ps::Mode& mode, Over over = Over::memory) {
     for (int i = 0; i < servers; ++i)
-      this->servers.push_back(std::make_unique<ps::Server>(1 << 20, ps::Server::Hooks{}));
+      this->servers.push_back(std::make_shared<ps::Server>(1 << 20, ps::Server::Hooks{}));
     for (int i = 0; i < workers; ++i) {
       clients.push_back(std::make_unique<ps::Client>(i, servers, kData));
+      if (i < servers && i % 2 == 0) clients[i]->host(this->servers[i]);
       for (int s = 0; s < servers; ++s) {
+        if (over == Over::sockets) {
+          join_over_sockets(*this->servers[s], *clients[i], i, s);
+          continue;
+        }
         this->servers[s]->join(spec_of(*clients[i], i, servers, s));
         clients[i]->attach(s, spec_of(*this->servers[s], s));
       }
     }
+    far = over == Over::sockets;
     ps::BlockSpec block;
     block.dtype = DType::int64;
     block.mode = mode;
@@ -53,9 +74,21 @@ struct Party {
     }
   }
 
-  std::vector<std::unique_ptr<ps::Server>> servers;
+  // The latest value, as it is read here or sent.
+  void pull(ps::Client& client, std::vector<std::int64_t>& value) const {
+    auto* const to = reinterpret_cast<std::byte*>(value.data());
+    if (!far) {
+      client.read(parts, to, 60 * kSecond);
+      return;
+    }
+    const auto call = client.pull(parts, to, {0, 1, 60 * kSecond});
+    check(client.wait(*call, 60 * kSecond), "a pull did not end");
+  }
+
+  std::vector<std::shared_ptr<ps::Server>> servers;
   std::vector<std::unique_ptr<ps::Client>> clients;
   std::vector<ps::Part> parts;
+  bool far = false;
 };
 
 const std::byte* bytes_of(const std::vector<std::int64_t>& values) {
@@ -63,8 +96,8 @@ const std::byte* bytes_of(const std::vector<std::int64_t>& values) {
 }
 
 // In sync a worker that has pushed i times reads i times the sum of all.
-void synchronous(int servers, int workers, int rounds) {
-  Party party(servers, workers, {});
+void synchronous(int servers, int workers, int rounds, Over over) {
+  Party party(servers, workers, {}, over);
   in_threads(workers, [&](int w) {
     ps::Client& client = *party.clients[w];
     std::vector<std::int64_t> value(kCount, 0), push(kCount, w + 1);
@@ -74,7 +107,7 @@ void synchronous(int servers, int workers, int rounds) {
     finish(client.send(ps::RequestKind::initialise, party.parts, bytes_of(value), {}));
     for (int round = 1; round <= rounds; ++round) {
       finish(client.send(ps::RequestKind::push, party.parts, bytes_of(push), {round % 3, 1, 60 * kSecond}));
-      client.read(party.parts, reinterpret_cast<std::byte*>(value.data()), 60 * kSecond);
+      party.pull(client, value);
       for (const std::int64_t each : value)
         check(each == round * workers * (workers + 1) / 2, "a pull is not the sum of the pushes");
     }
@@ -82,10 +115,9 @@ void synchronous(int servers, int workers, int rounds) {
   });
 }
 
-#if !defined(__SANITIZE_THREAD__)  // a pull may copy while the server writes, and is then repeated
 // In asynchronous mode no push is lost or doubled, and what a worker reads never goes back.
-void asynchronous(int workers, int pushes) {
-  Party party(2, workers, {ps::Consistency::asynchronous, 0, 0, 0, "workers"});
+void asynchronous(int workers, int pushes, Over over) {
+  Party party(2, workers, {ps::Consistency::asynchronous, 0, 0, 0, "workers"}, over);
   in_threads(workers, [&](int w) {
     ps::Client& client = *party.clients[w];
     std::vector<std::int64_t> value(kCount, 0), before(kCount, 0), push(kCount, 1);
@@ -93,7 +125,7 @@ void asynchronous(int workers, int pushes) {
     for (int i = 1; i <= pushes; ++i) {
       const auto call = client.send(ps::RequestKind::push, party.parts, bytes_of(push), {0, 1, 60 * kSecond});
       if (i % 3 == 0) check(client.wait(*call, 60 * kSecond), "a push did not end");
-      client.read(party.parts, reinterpret_cast<std::byte*>(value.data()), 60 * kSecond);
+      party.pull(client, value);
       for (std::size_t k = 0; k < kCount; ++k)
         check(value[k] >= before[k] && value[k] >= i && value[k] <= workers * pushes, "a push was lost or doubled");
       for (const ps::Part& part : party.parts)
@@ -103,11 +135,10 @@ void asynchronous(int workers, int pushes) {
     }
     client.wait(*client.ask(ps::RequestKind::barrier, std::vector<std::uint32_t>{0}, {}), 60 * kSecond);
     client.wait(*client.ask(ps::RequestKind::barrier, std::vector<std::uint32_t>{1}, {}), 60 * kSecond);
-    client.read(party.parts, reinterpret_cast<std::byte*>(value.data()), 60 * kSecond);
+    party.pull(client, value);
     for (const std::int64_t each : value) check(each == workers * pushes, "the last value is not the sum");
   });
 }
-#endif
 
 // A worker whose requests are nonsense harms neither the server nor another worker.
 void nonsense(int requests) {
@@ -145,20 +176,196 @@ void nonsense(int requests) {
   check(party.servers[0]->statistics().updates > 0, "none of the nonsense was a push that can be done");
   check(good.wait(*good.send(ps::RequestKind::push, party.parts, bytes_of(push), {}), 60 * kSecond),
         "a push waits for a worker that sends nonsense");
-  good.read(party.parts, reinterpret_cast<std::byte*>(value.data()), 60 * kSecond);
+  party.pull(good, value);
+}
+
+// Pulls that are given up in the middle: what they were for is freed, and nothing is stored there.
+void gives_up_pulls(int times) {
+  Party party(1, 1, {ps::Consistency::asynchronous, 0, 0, 0, "workers"}, Over::sockets);
+  ps::Client& client = *party.clients[0];
+  std::vector<std::int64_t> first(kCount, 3);
+  client.wait(*client.send(ps::RequestKind::initialise, party.parts, bytes_of(first), {}), 60 * kSecond);
+  for (int i = 0; i < times; ++i) {
+    std::vector<std::int64_t> value(kCount);
+    const auto call = client.pull(party.parts, reinterpret_cast<std::byte*>(value.data()), {0, 1, 60 * kSecond});
+    client.wait(*call, (i % 10) * 5 * kMicrosecond);
+    client.cancel(*call);
+  }
+  party.pull(client, first);
+  check(first == std::vector<std::int64_t>(kCount, 3), "a pull after many that were given up is not the value");
+}
+
+// The same when half of a value has come: the other half is put aside, and what comes after it is understood.
+void gives_up_half_a_value() {
+  constexpr std::size_t kHalf = 40000;
+  ps::Bell bell{};
+  ps::WorkerWire wire(bell, [] {});
+  int ends[2];
+  check(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0, "no sockets");
+  wire.connections().take_over();  // nothing moves but what is moved here
+  wire.connections().add(0, ends[0], "a test's");
+  auto place = std::make_unique<std::byte[]>(2 * kHalf);
+  wire.expect(0, 1, place.get(), 2 * kHalf);
+  const std::vector<std::byte> half(kHalf, std::byte{1});
+  const auto write_all = [&](const void* data, std::size_t bytes) {
+    check(write(ends[1], data, bytes) == static_cast<ssize_t>(bytes), "a value does not fit a socket");
+    while (wire.connections().progress()) {
+    }
+  };
+  const FrameHeader value{.kind = ps::WireKind::value, .bytes = 2 * kHalf, .tag = 1};
+  write_all(&value, sizeof value);
+  write_all(half.data(), kHalf);
+  check(place[kHalf - 1] == std::byte{1}, "a value is not stored in its place");
+  wire.forget(0, 1);
+  place.reset();
+  write_all(half.data(), kHalf);
+  const ps::ReplySlot reply{2, 0, ps::Outcome::done, 0};
+  const FrameHeader replies{.kind = ps::WireKind::replies, .bytes = sizeof reply};
+  write_all(&replies, sizeof replies);
+  write_all(&reply, sizeof reply);
+  const auto taken = wire.take_replies();
+  check(taken.size() == 1 && taken[0].second.number == 2, "a reply after a value that was given up is lost");
+  wire.connections().hand_over(false);
+  close(ends[1]);
+}
+
+// ---- Frames -------------------------------------------------------------------------------------------------------
+
+struct Sent {
+  FrameHeader header;
+  std::vector<std::byte> payload;
+};
+
+// A frame that could be right, most of the time.
+Sent some_frame(Random& random) {
+  Sent sent;
+  FrameHeader& header = sent.header;
+  const int kind = random_int(random, 1, 4);
+  header = {.kind = static_cast<std::uint32_t>(kind)};
+  header.tag = random() % 40;
+  header.seq = random() % 64 * 64;
+  if (kind == ps::WireKind::request) {
+    const ps::RequestSlot slot{static_cast<ps::RequestKind>(random() % 7),
+                               static_cast<ps::BlockId>(random() % 8),
+                               random() % 2000,
+                               random() % 2000,
+                               random() % 4,
+                               random() % 4,
+                               1.0,
+                               random() % 4096,
+                               random() % 2 * 64,
+                               0,
+                               0};
+    sent.payload.resize(sizeof slot);
+    std::memcpy(sent.payload.data(), &slot, sizeof slot);
+  } else if (kind == ps::WireKind::replies) {
+    const ps::ReplySlot slot{random() % 40, random(), static_cast<ps::Outcome>(random() % 9), 0};
+    sent.payload.resize(sizeof slot);
+    std::memcpy(sent.payload.data(), &slot, sizeof slot);
+  } else {
+    sent.payload.resize(64);
+  }
+  header.bytes = static_cast<std::uint32_t>(sent.payload.size());
+  if (random() % 3 == 0) {
+    auto* const bytes = reinterpret_cast<std::byte*>(&header);
+    bytes[random() % sizeof header] = static_cast<std::byte>(random());
+  }
+  return sent;
+}
+
+// Gives a frame to what a connection would give it to. Returns whether it was taken.
+bool give(FrameUser& user, const Sent& sent, std::vector<std::byte>& aside) {
+  try {
+    std::byte* const to = user.place_for(0, sent.header, aside);
+    if (to != nullptr) std::memset(to, 1, sent.header.bytes);
+    if (to == aside.data()) std::copy_n(sent.payload.begin(), std::min(sent.payload.size(), aside.size()), to);
+    user.deliver(0, sent.header, aside);
+    return true;
+  } catch (const Error& error) {
+    check(error.kind() == ErrorKind::mismatch, std::string("frames: ") + error.what());
+    return false;
+  }
+}
+
+// Frames with a byte changed here and there, to both ends: what is taken lands where it may, and the rest is refused.
+std::pair<long, long> frames(int count) {
+  ps::Bell bell{};
+  Random random(11);
+  std::vector<std::byte> aside;
+  long taken = 0;
+  {
+    ps::ServerWire wire(bell);
+    const auto memory = std::make_shared<std::vector<std::byte>>(4096);
+    for (int i = 0, open = 0; i < count / 2; ++i) {
+      if (open == 0) wire.admit(0, memory, memory->data(), memory->size());
+      open = give(wire, some_frame(random), aside) ? 1 : 0;
+      taken += open;
+      if (open == 0) wire.drop(0);
+      if (i % 100 == 0) check(wire.take_requests().size() <= 2 * ps::kMostOutstanding, "frames: requests pile up");
+    }
+  }
+  ps::WorkerWire wire(bell, [] {});
+  std::vector<std::unique_ptr<std::byte[]>> places(40);
+  for (int i = 0; i < count / 2; ++i) {
+    const std::size_t number = random() % places.size();
+    if (random() % 8 == 0) {
+      wire.forget(0, number);
+      places[number] = std::make_unique<std::byte[]>(512);
+      wire.expect(0, number, places[number].get(), 512);
+    }
+    taken += give(wire, some_frame(random), aside) ? 1 : 0;
+    if (i % 100 == 0) wire.take_replies();
+  }
+  return {taken, count / 2 * 2 - taken};
+}
+
+// A worker that sends nonsense over its connection is given up, and nobody else is harmed.
+void sends_nonsense(int times) {
+  Party party(1, 1, {ps::Consistency::asynchronous, 0, 0, 0, "workers"}, Over::sockets);
+  ps::Client& good = *party.clients[0];
+  ps::Server& server = *party.servers[0];
+  std::vector<std::int64_t> value(kCount, 1);
+  good.wait(*good.send(ps::RequestKind::initialise, party.parts, bytes_of(value), {}), 60 * kSecond);
+  Random random(13);
+  for (int i = 1; i <= times; ++i) {
+    int ends[2];
+    check(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0, "no sockets");
+    const auto worker = static_cast<ps::WorkerId>(i);
+    server.join(worker, "workers", 4096);
+    server.connect(worker, ends[0], "a liar's");
+    for (int frame = 0; frame < 20; ++frame) {
+      const Sent sent = some_frame(random);
+      if (send(ends[1], &sent.header, sizeof sent.header, MSG_NOSIGNAL) < 0) break;
+      if (send(ends[1], sent.payload.data(), sent.payload.size(), MSG_NOSIGNAL) < 0) break;
+    }
+    close(ends[1]);
+    if (i % 64 != 0) server.lose(worker);
+  }
+  check(good.wait(*good.send(ps::RequestKind::push, party.parts, bytes_of(value), {}), 60 * kSecond),
+        "a push waits for workers that send nonsense");
+  party.pull(good, value);
 }
 
 }  // namespace
 
 void stress_parameter_server() {
-  synchronous(1, 1, 200);
-  synchronous(1, 3, 150);
-  synchronous(3, 4, 100);
-#if !defined(__SANITIZE_THREAD__)
-  asynchronous(4, 150);
+  for (const Over over : {Over::memory, Over::sockets}) {
+    synchronous(1, 1, 200, over);
+    synchronous(1, 3, 150, over);
+    synchronous(3, 4, 100, over);
+  }
+#if !defined(__SANITIZE_THREAD__)  // a pull may copy while the server writes, and is then repeated
+  asynchronous(4, 150, Over::memory);
 #endif
+  asynchronous(4, 150, Over::sockets);
   nonsense(100000);
+  gives_up_pulls(300);
+  gives_up_half_a_value();
   std::printf("parameter server: pushes and pulls of 1 to 4 workers, a window full of nonsense\n");
+  const auto [taken, refused] = frames(1000000);
+  check(taken > 100000 && refused > 100000, "frames: too few were taken or refused to show anything");
+  sends_nonsense(3000);
+  std::printf("parameter server: %ld frames taken, %ld refused\n", taken, refused);
 }
 
 }  // namespace ringreduce::stress

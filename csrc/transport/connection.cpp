@@ -156,6 +156,12 @@ void Connection::keep_lent() {
     }
 }
 
+void Connection::turn_away(const std::byte* begin, std::size_t bytes) {
+  if (missing_ == 0 || into_ < begin || into_ >= begin + bytes) return;
+  aside_.resize(header_.bytes);
+  into_ = aside_.data() + (header_.bytes - missing_);
+}
+
 Connection::Received Connection::receive(int peer, FrameUser& user) {
   std::array<iovec, 2> parts;
   std::size_t count = 0;

@@ -94,6 +94,8 @@ class Connection {
   std::uint64_t on_the_way() const;
   // Frames that are lent: the rest of one that has begun must follow, as the peer counts bytes. It goes from a copy.
   void keep_lent();
+  // Nothing more is stored in [begin, begin + bytes): the rest of a payload that goes there is put aside.
+  void turn_away(const std::byte* begin, std::size_t bytes);
 
   // Reads once, and gives `user` the frames that are complete.
   Received receive(int peer, FrameUser& user);

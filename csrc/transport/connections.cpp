@@ -163,6 +163,18 @@ void Connections::forget_lent() {
   }
 }
 
+bool Connections::takes_next(int peer) const {
+  std::lock_guard lock(mutex_);
+  const Link* link = find(peer);
+  return link != nullptr && link->queue.empty();
+}
+
+void Connections::turn_away(int peer, const std::byte* begin, std::size_t bytes) {
+  std::lock_guard lock(mutex_);
+  if (const Link* link = find(peer))
+    for (const auto& connection : link->connections) connection->turn_away(begin, bytes);
+}
+
 // Has epoll tell when the socket accepts more, or no longer.
 void Connections::watch(int peer, const Link& link, std::size_t number, bool out) const {
   epoll_event event{.events = EPOLLIN | (out ? EPOLLOUT : 0u), .data = {.u64 = number_of(peer, number)}};

@@ -80,8 +80,13 @@ class Connections {
 
   // Whether all that was to be sent has been handed to the kernel.
   bool sent() const { return unsent_.load(std::memory_order_acquire) == 0; }
+  // Whether what is sent to the peer now is the next that a connection takes. Who has much to send can ask, so that
+  // something more important may still go before it.
+  bool takes_next(int peer) const;
   // Nothing is sent from memory that was lent any more.
   void forget_lent();
+  // Nothing that comes from the peer is stored in [begin, begin + bytes) any more.
+  void turn_away(int peer, const std::byte* begin, std::size_t bytes);
 
   // Moves what can be moved; returns whether anything did. Never blocks.
   bool progress();

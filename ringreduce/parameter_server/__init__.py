@@ -7,28 +7,33 @@
     kv.leave()
 
 For synchronous training of dense models on equal machines, all_reduce is faster: see docs/parameter_server.md for when
-to use this. All processes must be on one host today.
+to use this.
 """
 
-from ringreduce.parameter_server.join import join
+from ringreduce.parameter_server.join import Serving, join, serve
 from ringreduce.parameter_server.key_value import KeyValue
 from ringreduce.parameter_server.modes import Mode, asynchronous, ssp, sync
 from ringreduce.parameter_server.pending import Pending
+from ringreduce.parameter_server.training import Attached, attach
 from ringreduce.parameter_server.updates import Info, Push, UpdateRule, assign, function, optimizer, reduce
 
 __all__ = [
+    "Attached",
     "Info",
     "KeyValue",
     "Mode",
     "Pending",
     "Push",
+    "Serving",
     "UpdateRule",
     "assign",
     "asynchronous",
+    "attach",
     "function",
     "join",
     "optimizer",
     "reduce",
+    "serve",
     "ssp",
     "sync",
 ]

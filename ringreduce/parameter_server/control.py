@@ -1,9 +1,10 @@
-"""What workers and servers of one host tell each other before and beside the data: JSON over a Unix socket.
+"""What workers and servers tell each other before and beside the data: JSON, one message at a time.
 
-A worker connects and both sides prove that they know the store's secret; the kernel tells both that the other is the
-same user. The worker then gives its window and a pidfd of itself, the server its values, its bell and a pidfd. After
-that the worker asks, and the server answers, one message at a time. A message is at most MOST bytes, and is JSON: no
-code ever comes out of one.
+On one host it goes over a Unix socket. A worker connects and both sides prove that they know the store's secret; the
+kernel tells both that the other is the same user. The worker then gives its window and a pidfd of itself, the server
+its values, its bell and a pidfd. Between hosts it goes over a TCP connection whose ends have proved the same
+(`rendezvous.links`), each message after its length, without descriptors. After that the worker asks, and the server
+answers. A message is at most MOST bytes, and is JSON: no code ever comes out of one.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ import socket
 import struct
 from typing import Any
 
+from ringreduce.config import Options
 from ringreduce.errors import SystemFailure
 
 MOST = 64 * 1024
 NONCE = 32
 _MOST_DESCRIPTORS = 4
+_LENGTH = struct.Struct("!I")
+_PROCESS = secrets.token_hex(8)
 
 
 def proof(secret: bytes, role: str, nonce: bytes, worker: int) -> str:
@@ -41,11 +45,19 @@ def send(connection: socket.socket, message: dict[str, Any], descriptors: list[i
     data = json.dumps(message).encode()
     if len(data) > MOST:
         raise SystemFailure(f"a control message has {len(data)} bytes; the most is {MOST}")
-    socket.send_fds(connection, [data], descriptors or [])
+    if connection.family == socket.AF_UNIX:
+        socket.send_fds(connection, [data], descriptors or [])
+    else:
+        connection.sendall(_LENGTH.pack(len(data)) + data)
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """A message and its descriptors. Raises `ConnectionError` at the end, and for what is no message."""
+    if connection.family != socket.AF_UNIX:
+        (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
+        if length > MOST:
+            raise ConnectionError(f"a message is longer than {MOST} bytes")
+        return _parsed(_exactly(connection, length)), []
     descriptors = array.array("i")
     room = socket.CMSG_LEN(_MOST_DESCRIPTORS * descriptors.itemsize)
     data, ancillary, flags, _ = connection.recvmsg(MOST, room, socket.MSG_CMSG_CLOEXEC)
@@ -57,14 +69,31 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
             raise ConnectionError("the other side closed the connection")
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             raise ConnectionError(f"a message is longer than {MOST} bytes")
-        message = json.loads(data)
-        if not isinstance(message, dict):
-            raise ConnectionError("a message is no JSON object")
-    except (ConnectionError, ValueError, RecursionError) as error:
+        return _parsed(data), list(descriptors)
+    except ConnectionError:
         for descriptor in descriptors:
             os.close(descriptor)
+        raise
+
+
+def _parsed(data: bytes) -> dict[str, Any]:
+    try:
+        message = json.loads(data)
+    except (ValueError, RecursionError) as error:
         raise ConnectionError(str(error)) from None
-    return message, list(descriptors)
+    if not isinstance(message, dict):
+        raise ConnectionError("a message is no JSON object")
+    return message
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        some = connection.recv(size - len(data))
+        if not some:
+            raise ConnectionError("the other side closed the connection")
+        data += some
+    return data
 
 
 def check_user(connection: socket.socket) -> None:
@@ -80,7 +109,10 @@ def own_pidfd() -> int:
         raise SystemFailure(f"pidfd_open: {error.strerror}; ringreduce needs Linux 5.3 or newer") from None
 
 
-def machine() -> str:
-    """Equal for processes that can share memory: of one kernel and one network namespace."""
+def machine(options: Options) -> str:
+    """Equal for processes of one host: of one kernel and one network namespace, unless the options say otherwise."""
+    if options.host_id:
+        return f"host {options.host_id}"
     with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
+        here = f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
+    return f"{here}/{os.getpid()}/{_PROCESS}" if options.transport == "tcp" else here

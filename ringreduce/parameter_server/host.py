@@ -7,14 +7,17 @@ import os
 import selectors
 import socket
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ringreduce import _C
 from ringreduce.errors import InvalidArgument, RingReduceError
 from ringreduce.parameter_server import control
 from ringreduce.parameter_server.updates import Function, PythonUpdates, rule_for
+from ringreduce.rendezvous import Door
 
+GROUP = "parameter server"
+"""What the doors between hosts call it."""
 _MOST_STRANGERS = 64
 """Connections that have not proved themselves yet."""
 
@@ -22,8 +25,19 @@ _MOST_STRANGERS = 64
 @dataclass
 class _Visitor:
     connection: socket.socket
-    nonce: bytes
-    worker: int = -1  # -1: has not proved itself
+    nonce: bytes = b""
+    worker: int = -1  # -1: has not said who it is
+    far: _Far | None = None
+
+
+@dataclass
+class _Far:
+    """A worker of another host, of which the door between hosts knows who it is."""
+
+    worker: int
+    joined: bool = False
+    sockets: list[tuple[int, str]] = field(default_factory=list)
+    """That came before it has joined: descriptor and path."""
 
 
 class Host:
@@ -42,13 +56,45 @@ class Host:
         self._wake, self._woken = socket.socketpair()
         self._left = threading.Condition()
         self._visitors: dict[int, _Visitor] = {}
+        self._door: Door | None = None
+        self._servers, self._window = 0, 0
+        self._far: dict[int, _Far] = {}
+        self._arrived: list[_Visitor] = []
+        """From other hosts, for the thread."""
+        self._closing = False
         self._thread = threading.Thread(target=self._run, name="ringreduce door", daemon=True)
         self._thread.start()
+
+    def listen(self, door: Door, number: int, servers: int, window: int, dead_after: int) -> None:
+        """From here on workers of other hosts are let in, by `door`: each with at most `window` bytes under way.
+
+        At doors, server s is number s, and worker w is number `servers` + w.
+        """
+        self._door, self._servers, self._window = door, servers, window
+        door.open(number, GROUP, self._secret, None, self._arrive, dead_after=dead_after)
+
+    def _arrive(self, number: int, descriptor: int, path: str) -> None:
+        """A connection of a worker of another host. The first of its connections is for control messages."""
+        worker = number - self._servers
+        with self._left:
+            if worker not in self._far:
+                self._far[worker] = far = _Far(worker)
+                connection = socket.socket(fileno=descriptor)
+                connection.settimeout(1.0)
+                self._arrived.append(_Visitor(connection, far=far))
+                self._wake.send(b"a")
+            elif not self._far[worker].joined:
+                self._far[worker].sockets.append((descriptor, path))
+            else:
+                self.server.connect(worker, descriptor, path)
 
     def close(self) -> None:
         """Ends both threads; workers that still need this server see it end."""
         if not self._thread.is_alive():
             return
+        if self._door is not None:
+            self._door.close()
+        self._closing = True
         self._wake.send(b"x")
         self._thread.join()
         self.server.stop()
@@ -60,6 +106,11 @@ class Host:
         with self._left:
             self._left.wait_for(lambda: not self._inside(), timeout)
             return [self._describe(v.worker) for v in self._inside()]
+
+    def wait_until_served(self, timeout: float | None) -> bool:
+        """Waits until workers have come and all have gone; returns whether it is so."""
+        with self._left:
+            return self._left.wait_for(lambda: bool(self._names) and not self._inside(), timeout)
 
     def _inside(self) -> list[_Visitor]:
         return [visitor for visitor in self._visitors.values() if visitor.worker >= 0]
@@ -75,10 +126,13 @@ class Host:
             while True:
                 for key, _ in selector.select():
                     if key.fileobj is self._woken:
-                        for visitor in list(self._visitors.values()):
-                            visitor.connection.close()
-                        return
-                    if key.fileobj is self._listener:
+                        self._woken.recv(4096)
+                        self._greet(selector)
+                        if self._closing:
+                            for visitor in list(self._visitors.values()):
+                                self._forget(visitor)
+                            return
+                    elif key.fileobj is self._listener:
                         self._admit(selector)
                     else:
                         self._serve(selector, key.data)
@@ -98,6 +152,13 @@ class Host:
         self._visitors[connection.fileno()] = visitor
         selector.register(connection, selectors.EVENT_READ, visitor)
 
+    def _greet(self, selector: selectors.BaseSelector) -> None:
+        with self._left:
+            arrived, self._arrived = self._arrived, []
+        for visitor in arrived:
+            self._visitors[visitor.connection.fileno()] = visitor
+            selector.register(visitor.connection, selectors.EVENT_READ, visitor)
+
     def _serve(self, selector: selectors.BaseSelector, visitor: _Visitor) -> None:
         try:
             message, descriptors = control.receive(visitor.connection)
@@ -111,15 +172,22 @@ class Host:
             selector.unregister(visitor.connection)
             if visitor.worker >= 0:
                 self.server.lose(visitor.worker)  # no loss if it has left
-            with self._left:
-                del self._visitors[visitor.connection.fileno()]
-                self._left.notify_all()
-            visitor.connection.close()
+            self._forget(visitor)
+
+    def _forget(self, visitor: _Visitor) -> None:
+        with self._left:
+            del self._visitors[visitor.connection.fileno()]
+            for descriptor, _ in visitor.far.sockets if visitor.far else ():
+                os.close(descriptor)
+            self._left.notify_all()
+        visitor.connection.close()
 
     def _answer(
         self, visitor: _Visitor, message: dict[str, Any], descriptors: list[int]
     ) -> tuple[dict[str, Any], list[int]]:
         try:
+            if visitor.worker < 0 and visitor.far is not None:
+                return self._welcome_far(visitor, visitor.far, message), []
             if visitor.worker < 0:
                 return self._welcome(visitor, message, descriptors)
             return self._asked(message), []
@@ -156,6 +224,22 @@ class Host:
             "capacity": self.server.capacity,
         }
         return reply, [os.dup(self.server.values), os.dup(self.server.bell), control.own_pidfd()]
+
+    def _welcome_far(self, visitor: _Visitor, far: _Far, hello: dict[str, Any]) -> dict[str, Any]:
+        window = int(hello["window"])
+        if not 0 < window <= self._window:
+            raise InvalidArgument(
+                f"the window of a worker of another host has {window} bytes; this server keeps 1 to {self._window}"
+            )
+        self._names[far.worker] = str(hello["host"]), int(hello["pid"])
+        self.server.join_far(id=far.worker, group=str(hello["group"]), window=window)
+        visitor.worker = far.worker
+        with self._left:
+            far.joined = True
+            sockets, far.sockets = far.sockets, []
+        for descriptor, path in sockets:
+            self.server.connect(far.worker, descriptor, path)
+        return {"capacity": self.server.capacity}
 
     def _asked(self, message: dict[str, Any]) -> dict[str, Any]:
         match message["ask"]:

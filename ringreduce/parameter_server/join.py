@@ -1,4 +1,8 @@
-"""Joining a parameter server: finding its servers by a store, and being let in."""
+"""Joining a parameter server: finding its servers by a store, and being let in.
+
+Every server tells the store where it is. A worker connects to the Unix socket of those of its own host; to the others
+it makes TCP connections as ranks of a group do (`rendezvous.links`), the first of each for control messages.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,18 +22,25 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from ringreduce import _C
+from ringreduce.config import Options, resolve
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, TopologyError
 from ringreduce.parameter_server import control
-from ringreduce.parameter_server.host import Host, connect
+from ringreduce.parameter_server.host import GROUP, Host, connect
 from ringreduce.parameter_server.key_value import KeyValue, Membership
 from ringreduce.parameter_server.placement import BLOCK_BYTES, UNIT
 from ringreduce.parameter_server.updates import Function
+from ringreduce.rendezvous import Door, Peer
+from ringreduce.rendezvous.interfaces import Filter, local_interfaces
+from ringreduce.rendezvous.links import Address, parse_ports
+from ringreduce.rendezvous.secret import group_secret
 from ringreduce.rendezvous.store import get
 
 WINDOW = 64 << 20
 _PREFIX = "ringreduce/parameter server"
 _open: set[KeyValue] = set()
 """What is ended with the process, even if the program has dropped it."""
+_serving: set[Serving] = set()
+"""The same."""
 
 
 def join(
@@ -43,6 +55,8 @@ def join(
     memory: int | None = None,
     window: int = WINDOW,
     block_bytes: int = BLOCK_BYTES,
+    listen: bool = False,
+    workers: int = 0,
     timeout: float = 60.0,
 ) -> KeyValue:
     """Joins the parameter server `name`; returns when this worker is known to all servers.
@@ -51,46 +65,101 @@ def join(
     ranks found one together: each is a worker and a server with 1/size of the blocks, and all return when all are
     there. Other processes join it later, with `role="worker"` and the same `store`.
 
-    `group` is what this worker counts in (see `sync` and `ssp`); `functions` are those that `ps.function` may name.
+    `group` is what this worker counts in (see `sync` and `ssp`), and `workers` how many of it must have joined before
+    this returns; `functions` are those that `ps.function` may name.
     `memory` bounds the bytes of this server's values and native optimizer states (default: an equal share of half of
-    the machine's), `window` those of this worker's pushes under way. Tensors are cut in blocks of at most
+    the machine's), `window` those of this worker's pushes under way, and of what this server keeps of a worker of
+    another host: such a worker's window is no larger than the servers'. Tensors are cut in blocks of at most
     `block_bytes`, which must be equal on all founders. `timeout` is in seconds, for this and, as a default, for all
     calls.
 
-    Raises `TopologyError` if a server is on another host, `CollectiveTimeout` if a founder does not come.
+    Processes of one host share memory; those of several use TCP, as RINGREDUCE_SOCKET_IFNAME, RINGREDUCE_PORTS,
+    RINGREDUCE_SECRET_FILE, RINGREDUCE_HOST_ID, RINGREDUCE_TRANSPORT, RINGREDUCE_CONNECTIONS and RINGREDUCE_DEAD_AFTER
+    say. If all founders are on one host, those of other hosts can join later only where it was founded with `listen`.
+
+    Raises `CollectiveTimeout` if a founder does not come, `PeerLost` or `SystemFailure` if a server cannot be reached,
+    and `TopologyError` if it listens to no other host.
     """
     if role not in ("both", "worker"):
-        raise InvalidArgument(f"role is {role!r}; it must be 'both' or 'worker'")
+        raise InvalidArgument(f"role is {role!r}; it must be 'both' or 'worker', and `serve` is for servers alone")
+    _check_sizes(window, block_bytes)
+    entry = _Entry(name, group, window, block_bytes, time.monotonic() + timeout, timeout, resolve(None)[0])
+    if store is None:
+        store, rank, size = _surroundings(rank, size)
+    if role == "worker":
+        making = get(store, f"{_PREFIX}/{name}/latest", "the founders of the parameter server", entry.deadline)
+        entry.store = PrefixStore(f"{_PREFIX}/{name}/{making}", store)
+        entry.servers = int(get(entry.store, "founded", "the founders of the parameter server", entry.deadline))
+        entry.worker = entry.servers - 1 + entry.store.add("later workers", 1)
+        entry.secret = group_secret(bytes.fromhex(entry.store.get("secret").decode()), entry.options.secret_file or "")
+        entry.block_bytes = int(entry.store.get("block bytes"))
+        _check_sizes(window, entry.block_bytes)
+        return _wait_for_workers(_enter(entry), entry, workers)
+    with _founding(entry, store, rank, size, functions, memory, listen):
+        kv = _enter(entry)
+        _wait_for_founders(entry, store)
+    return _wait_for_workers(kv, entry, workers)
+
+
+class Serving:
+    """A server without a worker, made by `serve`. A context manager, at whose end it is closed."""
+
+    def __init__(self, host: Host, number: int) -> None:
+        self._host = host
+        self.number = number
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Returns True when workers have come and all have left, or False after so many seconds."""
+        return self._host.wait_until_served(timeout)
+
+    def stats(self) -> dict[str, int]:
+        """Requests, updates, bytes and memory."""
+        return self._host.server.statistics()
+
+    def close(self) -> None:
+        """Ends the server; workers that still need it get `ServerLost`. Idempotent."""
+        self._host.close()
+        _serving.discard(self)
+
+    def __enter__(self) -> Serving:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def serve(
+    store: Any = None,
+    *,
+    rank: int | None = None,
+    size: int | None = None,
+    name: str = "default",
+    functions: dict[str, Function] | None = None,
+    memory: int | None = None,
+    window: int = WINDOW,
+    block_bytes: int = BLOCK_BYTES,
+    timeout: float = 60.0,
+) -> Serving:
+    """Founds the parameter server `name` as server `rank` of `size`, without a worker; returns when all are there.
+
+    Workers of any host come with `join(store, role="worker")`, before or after. What is not said here is as for `join`.
+    """
+    _check_sizes(window, block_bytes)
+    entry = _Entry(name, "", window, block_bytes, time.monotonic() + timeout, timeout, resolve(None)[0])
+    if store is None:
+        store, rank, size = _surroundings(rank, size)
+    with _founding(entry, store, rank, size, functions, memory, listen=True) as host:
+        _wait_for_founders(entry, store)
+    serving = Serving(host, entry.worker)
+    _serving.add(serving)
+    return serving
+
+
+def _check_sizes(window: int, block_bytes: int) -> None:
     if window < block_bytes or block_bytes < 16 * UNIT:
         raise InvalidArgument(
             f"window is {window} and block_bytes {block_bytes}; a window must hold a block, and that {16 * UNIT} bytes"
         )
-    deadline = time.monotonic() + timeout
-    if store is None:
-        store, rank, size = _surroundings(rank, size)
-    if role == "worker":
-        making = get(store, f"{_PREFIX}/{name}/latest", "the founders of the parameter server", deadline)
-        own = PrefixStore(f"{_PREFIX}/{name}/{making}", store)
-        servers = int(get(own, "founded", "the founders of the parameter server", deadline))
-        worker = servers - 1 + own.add("later workers", 1)
-        secret, agreed = bytes.fromhex(own.get("secret").decode()), int(own.get("block bytes"))
-        if window < agreed:
-            raise InvalidArgument(f"window is {window}; it must hold a block of this parameter server, {agreed} bytes")
-        return _enter(_Entry(own, worker, servers, group, secret, None, window, agreed, deadline, timeout))
-    if rank is None or size is None or not 0 <= rank < size:
-        raise InvalidArgument(f"rank is {rank} and size {size}; a store needs 0 <= rank < size")
-    making = store.add(f"{_PREFIX}/{name}/rank {rank}", 1)
-    own = PrefixStore(f"{_PREFIX}/{name}/{making}", store)
-    secret = bytes.fromhex(_once(own, "secret", secrets.token_hex(32)))
-    host = Host(_half_of_memory() // size if memory is None else memory, secret, functions or {})
-    try:
-        kv = _found(_Entry(own, rank, size, group, secret, host, window, block_bytes, deadline, timeout), host)
-    except BaseException:
-        host.close()
-        raise
-    if rank == 0:
-        store.set(f"{_PREFIX}/{name}/latest", str(making))
-    return kv
 
 
 def _surroundings(rank: int | None, size: int | None) -> tuple[Any, int, int]:
@@ -116,80 +185,208 @@ def _half_of_memory() -> int:
 
 @dataclass
 class _Entry:
-    """What a worker needs to be let in."""
+    """What a founder or a worker needs to be let in."""
 
-    store: Any
-    """This making of the parameter server's alone."""
-    worker: int
-    servers: int
+    name: str
     group: str
-    secret: bytes
-    host: Host | None
     window: int
     block_bytes: int
     deadline: float
     timeout: float
+    options: Options
+    store: Any = None
+    """This making of the parameter server's alone."""
+    making: int = 0
+    worker: int = -1
+    """A founder's is that of its server."""
+    servers: int = 0
+    secret: bytes = b""
+    host: Host | None = None
+
+    @property
+    def machine(self) -> str:
+        return control.machine(self.options)
+
+    def server(self, server: int) -> dict[str, Any]:
+        """What a server says of itself."""
+        place: dict[str, Any] = json.loads(get(self.store, f"server/{server}", f"server {server}", self.deadline))
+        return place | {"name": f"server {server} ({place['host']}, pid {place['pid']})"}
 
 
-def _found(entry: _Entry, host: Host) -> KeyValue:
-    """Makes this rank's server known, and enters with the other founders."""
-    me = {"host": socket.gethostname(), "pid": os.getpid(), "machine": control.machine(), "address": host.address.hex()}
+@contextlib.contextmanager
+def _founding(
+    entry: _Entry,
+    store: Any,
+    rank: int | None,
+    size: int | None,
+    functions: dict[str, Function] | None,
+    memory: int | None,
+    listen: bool,
+) -> Iterator[Host]:
+    """Makes this process's server and tells the store where it is. It ends if the body raises."""
+    if rank is None or size is None or not 0 <= rank < size:
+        raise InvalidArgument(f"rank is {rank} and size {size}; a store needs 0 <= rank < size")
+    entry.making = store.add(f"{_PREFIX}/{entry.name}/rank {rank}", 1)
+    own = PrefixStore(f"{_PREFIX}/{entry.name}/{entry.making}", store)
+    secret = bytes.fromhex(_once(own, "secret", secrets.token_hex(32)))
+    entry.store, entry.worker, entry.servers = own, rank, size
+    entry.secret = group_secret(secret, entry.options.secret_file or "")
+    host = entry.host = Host(_half_of_memory() // size if memory is None else memory, entry.secret, functions or {})
+    try:
+        _make_known(entry, host, listen)
+        yield host
+    except BaseException:
+        host.close()
+        raise
+
+
+def _make_known(entry: _Entry, host: Host, listen: bool) -> None:
+    me: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), "machine": entry.machine}
+    me |= {"address": host.address.hex(), "window": entry.window}
     entry.store.set(f"server/{entry.worker}", json.dumps(me))
+    addresses: list[Address] = []
+    if listen or any(entry.server(server)["machine"] != entry.machine for server in range(entry.servers)):
+        door = _door(entry.options, parse_ports(entry.options.ports or ""))
+        host.listen(door, entry.worker, entry.servers, entry.window, entry.options.dead_after or 0)
+        addresses = door.addresses
+    entry.store.set(f"door/{entry.worker}", json.dumps(addresses))
     agreed = int(_once(entry.store, "block bytes", str(entry.block_bytes)))
     if agreed != entry.block_bytes:
         raise InvalidArgument(
             f"block_bytes is {entry.block_bytes} here and {agreed} on another rank; give all the same"
         )
-    kv = _enter(entry)
+
+
+def _wait_for_founders(entry: _Entry, store: Any) -> None:
     if entry.store.add("entered", 1) == entry.servers:
         entry.store.set("founded", str(entry.servers))
     get(entry.store, "founded", "a rank", entry.deadline)
+    if entry.worker == 0:
+        store.set(f"{_PREFIX}/{entry.name}/latest", str(entry.making))
+
+
+def _wait_for_workers(kv: KeyValue, entry: _Entry, workers: int) -> KeyValue:
+    """Returns when so many have joined this one's group, with those that have left since."""
+    key = f"joined/{entry.group}"
+    there = entry.store.add(key, 1)
+    while there < workers:
+        if time.monotonic() > entry.deadline:
+            kv._close()
+            raise CollectiveTimeout(f"{there} of {workers} workers of group {entry.group!r} have joined in time")
+        time.sleep(0.005)
+        there = entry.store.add(key, 0)
     return kv
+
+
+def _door(options: Options, ports: Sequence[int]) -> Door:
+    wanted = Filter.parse(options.socket_ifname or "")
+    return Door(wanted.choose(local_interfaces()), named=wanted.names_some, ports=ports)
 
 
 def _enter(entry: _Entry) -> KeyValue:
     """Connects a worker to every server."""
+    servers = [entry.server(server) for server in range(entry.servers)]
+    names = [str(its["name"]) for its in servers]
+    far = [server for server, its in enumerate(servers) if its["machine"] != entry.machine]
+    entry.window = min([entry.window, *(int(servers[server]["window"]) for server in far)])
     client = _C.ParameterClient(entry.worker, entry.servers, entry.window)
-    hello = {
-        "worker": entry.worker,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "group": entry.group,
-        "servers": entry.servers,
-        "window_bytes": client.window_bytes,
-    }
+    if entry.host is not None:
+        client.host(entry.host.server)
+    connections: list[socket.socket] = []
     with contextlib.ExitStack() as undo:
-        connections, names = [], []
-        for server in range(entry.servers):
-            its = json.loads(get(entry.store, f"server/{server}", f"server {server}", entry.deadline))
-            name = f"server {server} ({its['host']}, pid {its['pid']})"
-            if its["machine"] != control.machine():
-                raise TopologyError(f"{name} is on another host than this worker; all must be on one today", server)
+        reached = _reach(entry, servers, far, undo) if far else {}
+        for server, its in enumerate(servers):
             try:
-                connection, answer, (values, bell, pidfd) = connect(
-                    bytes.fromhex(its["address"]),
-                    entry.secret,
-                    hello | {"lane": server},
-                    client.window,
-                    max(0.1, entry.deadline - time.monotonic()),
-                )
+                if server in reached:
+                    connection = _enter_far(entry, client, server, names[server], reached[server])
+                else:
+                    connection = _enter_near(entry, client, server, names[server], bytes.fromhex(its["address"]))
+                    undo.callback(connection.close)
             except TimeoutError:
-                raise CollectiveTimeout(f"{name} did not let this worker in within the timeout", server) from None
+                raise CollectiveTimeout(f"{names[server]} did not let this worker in in time", server) from None
             except OSError as error:
-                raise PeerLost(f"joining {name}: {error}", server) from None
-            undo.callback(connection.close)
-            capacity = int(answer["capacity"])
-            client.attach(server=server, values=values, bell=bell, pidfd=pidfd, capacity=capacity, name=name)
+                raise PeerLost(f"joining {names[server]}: {error}", server) from None
             connections.append(connection)
-            names.append(name)
         undo.pop_all()
-    kv = KeyValue(
-        Membership(entry.store, entry.worker, entry.group, client, connections, names, entry.host, entry.block_bytes),
-        entry.timeout,
+    membership = Membership(
+        entry.store, entry.worker, entry.group, client, connections, names, set(far), entry.host, entry.block_bytes
     )
+    kv = KeyValue(membership, entry.timeout)
     _open.difference_update([each for each in _open if each.has_left])
     _open.add(kv)
     return kv
+
+
+def _hello(entry: _Entry) -> dict[str, Any]:
+    return {"worker": entry.worker, "host": socket.gethostname(), "pid": os.getpid(), "group": entry.group}
+
+
+def _enter_near(entry: _Entry, client: Any, server: int, name: str, address: bytes) -> socket.socket:
+    hello = _hello(entry) | {"servers": entry.servers, "lane": server, "window_bytes": client.window_bytes}
+    left = max(0.1, entry.deadline - time.monotonic())
+    connection, answer, (values, bell, pidfd) = connect(address, entry.secret, hello, client.window, left)
+    capacity = int(answer["capacity"])
+    client.attach(server=server, values=values, bell=bell, pidfd=pidfd, capacity=capacity, name=name)
+    return connection
+
+
+@dataclass
+class _Reached:
+    """A server of another host: a connection for control messages, and others: descriptors and paths."""
+
+    control: socket.socket
+    others: list[tuple[int, str]]
+
+    def close(self) -> None:
+        self.control.close()
+        while self.others:
+            os.close(self.others.pop()[0])
+
+
+def _reach(
+    entry: _Entry, servers: list[dict[str, Any]], far: list[int], undo: contextlib.ExitStack
+) -> dict[int, _Reached]:
+    """Connects to the doors of servers of other hosts. What is not used in the end is closed by `undo`."""
+    peers = {}
+    for server in far:
+        its = servers[server]
+        addresses = json.loads(get(entry.store, f"door/{server}", its["name"], entry.deadline))
+        if not addresses or entry.options.transport == "shared_memory":
+            raise TopologyError(
+                f"{its['name']} is on another host than this worker"
+                + ("" if addresses else " and listens to none: found it with join(listen=True)"),
+                server,
+            )
+        peers[server] = Peer(its["host"], its["pid"], [Address(*address) for address in addresses])
+    reached: dict[int, _Reached] = {}
+
+    def deliver(server: int, descriptor: int, path: str) -> None:
+        if server in reached:
+            reached[server].others.append((descriptor, path))
+        else:
+            reached[server] = _Reached(socket.socket(fileno=descriptor), [])
+            undo.callback(reached[server].close)
+
+    door = _door(entry.options, ())
+    number, connections = entry.servers + entry.worker, 1 + (entry.options.connections or 1)
+    try:
+        door.open(number, GROUP, entry.secret, peers, deliver, connections, entry.options.dead_after or 0)
+        door.connect(far, entry.deadline)
+    finally:
+        door.close()
+    return reached
+
+
+def _enter_far(entry: _Entry, client: Any, server: int, name: str, reached: _Reached) -> socket.socket:
+    reached.control.settimeout(max(0.1, entry.deadline - time.monotonic()))
+    control.send(reached.control, _hello(entry) | {"window": entry.window})
+    answer, _ = control.receive(reached.control)
+    if "error" in answer:
+        raise ConnectionError(answer["error"][1])
+    client.attach_far(server, name)
+    while reached.others:
+        client.connect(server, *reached.others.pop())
+    return reached.control
 
 
 @atexit.register
@@ -197,3 +394,5 @@ def _end_all() -> None:
     """A server's thread may not call Python once it is being finalised."""
     for kv in list(_open):
         kv._close()
+    for serving in list(_serving):
+        serving.close()

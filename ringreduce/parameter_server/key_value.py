@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from ringreduce import _C
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, ServerLost, SystemFailure, UpdateFailed
 from ringreduce.parameter_server import control
 from ringreduce.parameter_server.modes import Mode, sync
@@ -44,6 +45,24 @@ class _Key:
     dtype: torch.dtype
     shape: torch.Size
     parts: list[Part]
+    everywhere: _C.ParameterParts
+    near: list[Part]
+    """On servers of this host."""
+    here: _C.ParameterParts
+    """The same."""
+    asked: _C.ParameterParts | None
+    """What a pull asks of servers: blocks of other hosts, and in ssp whether those of this host may be read."""
+
+
+@dataclass(slots=True)
+class _Pull:
+    """A pull under way: to `whole`, which is `target` if that is contiguous."""
+
+    key: str
+    known: _Key
+    target: torch.Tensor
+    whole: torch.Tensor
+    call: ParameterCall | None
 
 
 @dataclass
@@ -59,6 +78,8 @@ class Membership:
     """By server: for control messages."""
     names: list[str]
     """By server: how messages call it."""
+    far: set[int]
+    """Servers of other hosts."""
     host: Host | None
     """The server in this process, if there is one."""
     block_bytes: int
@@ -126,7 +147,7 @@ class KeyValue:
             }
             _check_average(name, source, mode, update)
             self._place(name, spec, source)
-            parts = self._keys[name].parts
+            parts = self._keys[name].everywhere
             with _server_errors():
                 calls[name] = self._client.send(
                     "initialise", parts, source.data_ptr(), timeout=deadline - time.monotonic()
@@ -174,7 +195,11 @@ class KeyValue:
                     parts[i] = (server, block, begin * size, count * size, offset)
                     self._with.loads[server] += count * size
         shape = torch.Size(placed["shape"])
-        self._keys[key] = _Key(placed, dtype, shape, [part for part in parts if part is not None])
+        known = [part for part in parts if part is not None]
+        near, far = ([part for part in known if (part[0] in self._with.far) is there] for there in (False, True))
+        everywhere, here = _C.ParameterParts(known), _C.ParameterParts(near)
+        asked = everywhere if placed["mode"]["mode"] == "ssp" else _C.ParameterParts(far) if far else None
+        self._keys[key] = _Key(placed, dtype, shape, known, everywhere, near, here, asked)
 
     # ---- data --------------------------------------------------------------------------------------------------------
 
@@ -193,25 +218,25 @@ class KeyValue:
         in the value. The tensor may change at once; one made by `empty` only after that wait. Among the updates that a
         server could do at once, those with the greatest `priority` go first.
         """
-        if not (isinstance(weight, (int, float)) and math.isfinite(weight) and weight > 0):
+        if weight != 1 and not (isinstance(weight, (int, float)) and math.isfinite(weight) and weight > 0):
             raise InvalidArgument(f"weight is {weight!r}; it must be a positive number")
         deadline = self._deadline(timeout)
-        calls = {}
-        for name, tensor in self._pairs(key, value):
-            known, source = self._lookup(name), _readable(name, tensor)
-            _check_like(name, known, source)
-            if weight != 1 and not (source.is_floating_point() or source.is_complex()):
-                raise InvalidArgument(f"weight is {weight}; a push of {source.dtype} ({name!r}) takes none but 1")
-            with _server_errors():
-                calls[name] = self._client.send(
-                    "push",
-                    known.parts,
-                    source.data_ptr(),
-                    priority=priority,
-                    weight=float(weight),
-                    timeout=deadline - time.monotonic(),
-                )
+        calls = {name: self._push(name, tensor, weight, priority, deadline) for name, tensor in self._pairs(key, value)}
         return Pending(self, calls)
+
+    def _push(self, name: str, tensor: Any, weight: float, priority: int, deadline: float) -> ParameterCall:
+        known = self._keys.get(name) or self._lookup(name)
+        source = tensor
+        if not _fits(known, tensor):
+            source = _readable(name, tensor)
+            _check_like(name, known, source)
+        if weight != 1 and not (source.is_floating_point() or source.is_complex()):
+            raise InvalidArgument(f"weight is {weight}; a push of {source.dtype} ({name!r}) takes none but 1")
+        left = deadline - time.monotonic()
+        with _server_errors():
+            return self._client.send(
+                "push", known.everywhere, source.data_ptr(), priority=priority, weight=float(weight), timeout=left
+            )
 
     def pull(
         self, key: str | Mapping[str, Array], out: Array | None = None, *, timeout: float | None = None
@@ -221,31 +246,69 @@ class KeyValue:
         It contains all that this worker has pushed; what it contains of others' is the key's mode to say.
         """
         deadline = self._deadline(timeout)
-        versions = {}
-        for name, tensor in self._pairs(key, out):
-            known, target = self._lookup(name), _writable(name, tensor)
-            _check_like(name, known, target)
-            if known.spec["mode"]["mode"] == "ssp":
-                with _server_errors():
-                    call = self._client.ask("pull", known.parts, timeout=deadline - time.monotonic())
-                self._finish(name, call, deadline)
-            versions[name] = self._read(name, known, target, deadline)
+        pulls = self._begin_pulls(dict(self._pairs(key, out)), deadline)
+        try:
+            return {each.key: self._end_pull(each, deadline) for each in pulls}
+        finally:
+            self._cancel(pulls)
+
+    def _begin_pulls(self, targets: Mapping[str, Array], deadline: float) -> list[_Pull]:
+        """Afterwards `_cancel` sees to it that nothing is written to the targets any more."""
+        pulls: list[_Pull] = []
+        try:
+            for key, tensor in targets.items():
+                known = self._keys.get(key) or self._lookup(key)
+                target: Any = tensor
+                whole: Any = tensor
+                if not _fits(known, tensor):
+                    target = _writable(key, tensor)
+                    _check_like(key, known, target)
+                    whole = (
+                        target
+                        if target.is_contiguous()
+                        else torch.empty(target.shape, dtype=target.dtype, device="cpu")
+                    )
+                call = None
+                if known.asked is not None:
+                    with _server_errors():
+                        call = self._client.pull(known.asked, whole.data_ptr(), timeout=deadline - time.monotonic())
+                pulls.append(_Pull(key, known, target, whole, call))
+        except BaseException:
+            self._cancel(pulls)
+            raise
+        return pulls
+
+    def _cancel(self, pulls: list[_Pull]) -> None:
+        for each in pulls:
+            if each.call is not None:
+                self._client.cancel(each.call)
+
+    def _end_pull(self, pull: _Pull, deadline: float) -> list[int]:
+        """Returns the versions of the blocks when all are in the target."""
+        known, whole = pull.known, pull.whole
+        if pull.call is None:
+            versions = self._read(pull.key, known, whole, deadline)
+        else:
+            self._finish(pull.key, pull.call, deadline)
+            found = {(server, block): version for server, block, _, version in pull.call.answers}
+            if known.near:
+                read = self._read(pull.key, known, whole, deadline)
+                found |= {part[:2]: version for part, version in zip(known.near, read, strict=True)}
+            versions = [found[part[:2]] for part in known.parts]
+        if whole is not pull.target:
+            pull.target.copy_(whole)
         return versions
 
-    def _read(self, name: str, known: _Key, target: torch.Tensor, deadline: float) -> list[int]:
-        whole = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
+    def _read(self, key: str, known: _Key, whole: torch.Tensor, deadline: float) -> list[int]:
+        """Blocks of this host."""
         while True:
             left = deadline - time.monotonic()
             try:
                 with _server_errors():
-                    versions = self._client.read(known.parts, whole.data_ptr(), timeout=max(0.0, min(left, _SLICE)))
-                break
+                    return self._client.read(known.here, whole.data_ptr(), timeout=max(0.0, min(left, _SLICE)))
             except CollectiveTimeout:
                 if left <= _SLICE:
-                    raise CollectiveTimeout(self._who_is_late(name, [part[:2] for part in known.parts])) from None
-        if whole is not target:
-            target.copy_(whole)
-        return versions
+                    raise CollectiveTimeout(self._who_is_late(key, [part[:2] for part in known.near])) from None
 
     def push_pull(
         self,
@@ -260,7 +323,7 @@ class KeyValue:
         """A push, then a pull into `out` when the result is waited for."""
         targets = out if isinstance(out, Mapping) else {self._only_key(values): out}
         pending = self.push(values, value, weight=weight, priority=priority, timeout=timeout)
-        pending.after = lambda deadline: void(self.pull(targets, timeout=max(0.0, deadline - time.monotonic())))
+        pending.targets = targets
         return pending
 
     @staticmethod
@@ -369,6 +432,8 @@ class KeyValue:
                     continue
                 answered = {(server, block) for server, block, _, _ in call.answers}
                 raise CollectiveTimeout(self._who_is_late(key, [a for a in call.asked if a not in answered]))
+        if call.went_well:
+            return False
         late = False
         for server, block, outcome, _ in call.answers:
             if outcome == "failed":
@@ -424,10 +489,6 @@ class KeyValue:
         return [(key, value)]
 
 
-def void(_: object) -> None:
-    """Drops a value."""
-
-
 class _server_errors:
     """Turns the loss of a process, which for a worker is a server, into `ServerLost`."""
 
@@ -452,13 +513,31 @@ def _tensor(key: str, array: Any) -> torch.Tensor:
     return tensor
 
 
+def _fits(known: _Key, tensor: Any) -> bool:
+    """Whether it can be used as it is. Most are, so this is quick; others are looked at, and named, one by one."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.dtype is known.dtype
+        and tensor.shape == known.shape
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not tensor.requires_grad
+        and tensor.is_contiguous()
+        and not (tensor.is_neg() or tensor.is_conj())
+    )
+
+
 def _readable(key: str, array: Any) -> torch.Tensor:
-    return _tensor(key, array).contiguous()
+    return _tensor(key, array).resolve_neg().resolve_conj().contiguous()
 
 
 def _writable(key: str, array: Any) -> torch.Tensor:
     if not isinstance(array, torch.Tensor) and not getattr(getattr(array, "flags", None), "writeable", True):
         raise InvalidArgument(f"the NumPy array for {key!r} is read-only; pass a writable copy: array.copy()")
+    if isinstance(array, torch.Tensor) and (array.is_neg() or array.is_conj()):
+        raise InvalidArgument(
+            f"the tensor for {key!r} is a lazy conjugate or negative: pass one with memory of its own"
+        )
     if isinstance(array, torch.Tensor) and array.requires_grad:
         torch.autograd.graph.increment_version(array)
     return _tensor(key, array)

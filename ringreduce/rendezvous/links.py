@@ -173,7 +173,7 @@ class Door:
     Raises `SystemFailure` if none can be bound. Connections use all pairs of interfaces, here and there, that have a
     subnet in common; if none, the first that is reached. `named` says that the user named these interfaces: then
     connections are bound to their addresses, and if they are several each is used, with that of the peer that has its
-    name or place in the order.
+    name or place in the order. Without `ports` it does not listen, and serves to go to others.
     """
 
     def __init__(self, interfaces: Sequence[Interface], named: bool = False, ports: Sequence[int] = (0,)) -> None:
@@ -181,7 +181,7 @@ class Door:
         self._listeners: list[tuple[socket.socket, Interface]] = []
         self.addresses: list[Address] = []
         failures = []
-        for interface in interfaces:
+        for interface in interfaces if ports else ():
             for address in interface.addresses:
                 try:
                     listener = _listen(address, interface, ports)
@@ -190,7 +190,7 @@ class Door:
                     continue
                 self._listeners.append((listener, interface))
                 self.addresses.append(Address(interface.name, str(address), listener.getsockname()[1]))
-        if not self._listeners:
+        if ports and not self._listeners:
             raise SystemFailure(f"cannot listen for other hosts: {'; '.join(failures) or 'no interface is given'}")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -208,19 +208,19 @@ class Door:
         rank: int,
         group: str,
         secret: bytes,
-        peers: Mapping[int, Peer],
+        peers: Mapping[int, Peer] | None,
         deliver: Callable[[int, int, str], object],
         connections: int = 1,
         dead_after: float = 10.0,
     ) -> None:
-        """From here on `peers` are let in.
+        """From here on `peers` are let in; if it is None, whoever knows the secret.
 
         `deliver(peer, fd, description)` is called once for each connection, all of a peer's together, in the door's
         thread; fd is connected and non-blocking, and belongs to the callee. `connections` is how many this rank makes
         for each pair of interfaces. After `dead_after` seconds without a sign of life a connection breaks.
         """
         self._rank, self._group, self._secret = rank, hashlib.sha256(group.encode()).digest(), secret
-        self._peers = dict(peers)
+        self._peers, self._any = dict(peers or {}), peers is None
         self._deliver: Callable[[int, int, str], object] | None = deliver
         self._connections, self._dead_after = connections, dead_after
         started = threading.Event()
@@ -354,7 +354,7 @@ class Door:
                 raise Refused("version")
             if not hmac.compare_digest(proof, self._proof(b"comes", hello, nonce)):
                 raise Refused("proof")
-            if to != self._rank or peer not in self._peers:
+            if to != self._rank or not (self._any or peer in self._peers):
                 raise Refused("rank")
         except Refused as refused:
             await loop.sock_sendall(connection, _ANSWERS[refused.reason][0])

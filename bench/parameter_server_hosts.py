@@ -1,0 +1,91 @@
+"""The parameter server on several hosts: m workers, n servers, against what the lines allow. Needs root.
+
+    python bench/parameter_server_hosts.py                        1 to 4 workers, 1 to 4 servers, 100 Mbit/s lines
+    python bench/parameter_server_hosts.py --rate 1gbit --size 64M --workers 1 --servers 1
+
+Every worker and every server is alone on a host (a network namespace) with a line of that rate in each direction.
+Milliseconds of a push_pull of the whole tensor in `sync`, on the slowest worker; the median of some. `bound` is the
+time that the busiest line needs, pushes and pulls being under way at once: the greater of B (a worker's) and m B / n (a
+server's), B with the headers of TCP and below; `of bound` is its share of the time. Blocks are 1/64 of the tensor:
+what a worker gets back at the end waits for the last of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from net.network import UNITS, Network, unavailable  # noqa: E402
+from net.ranks import Rank, run  # noqa: E402
+
+import ringreduce.parameter_server as ps  # noqa: E402
+from ringreduce.common.units import parse_bytes  # noqa: E402
+
+HEADERS = 1538 / 1448
+"""Bytes on an Ethernet for those of a TCP stream, in full packets with timestamps."""
+
+
+def work(me: Rank, servers: int, workers: int, size: int, steps: int) -> float:
+    sizes: dict[str, Any] = {"window": 2 * size + (8 << 20), "timeout": 120.0, "block_bytes": max(1 << 16, size // 64)}
+    if me.rank < servers:
+        with ps.serve(me.store, rank=me.rank, size=servers, memory=8 * size + (8 << 20), **sizes) as serving:
+            serving.wait()
+        return 0.0
+    with ps.join(me.store, role="worker", workers=workers, **sizes) as kv:
+        w, gradient = torch.zeros(size // 4), torch.ones(size // 4)
+        kv.init("w", w, update=ps.optimizer(torch.optim.SGD, lr=0.1))
+        times = []
+        for _ in range(steps + 1):
+            kv.barrier()
+            begin = time.perf_counter()
+            kv.push_pull("w", gradient, out=w).wait()
+            times.append(time.perf_counter() - begin)
+        return statistics.median(times[1:])
+
+
+def rate_of(text: str) -> float:
+    """Bytes a second."""
+    unit = next(unit for unit in UNITS if text.endswith(unit))
+    return float(text.removesuffix(unit)) * UNITS[unit] / 8
+
+
+def main() -> int:
+    summary, details = (__doc__ or "").split("\n\n", 1)
+    parser = argparse.ArgumentParser(description=summary, epilog=details, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--servers", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--rate", default="100mbit")
+    parser.add_argument("--size", type=parse_bytes, default=8 << 20)
+    parser.add_argument("--steps", type=int, default=5)
+    args = parser.parse_args()
+    if why := unavailable():
+        parser.error(why)
+    table = Table(title=f"push_pull of {args.size} bytes, lines of {args.rate}: ms")
+    for column in ("workers", "servers", "time", "bound", "of bound"):
+        table.add_column(column, justify="right")
+    for workers in args.workers:
+        for servers in args.servers:
+            hosts = servers + workers
+            with Network(hosts, rate=args.rate) as network:
+                found = max(run(network, 1, work, servers, workers, args.size, args.steps, timeout=170))
+            bound = max(1, workers / servers) * args.size * HEADERS / rate_of(args.rate)
+            table.add_row(
+                str(workers), str(servers), f"{1e3 * found:.0f}", f"{1e3 * bound:.0f}", f"{bound / found:.0%}"
+            )
+    Console(width=100).print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

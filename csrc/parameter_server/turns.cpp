@@ -1,0 +1,112 @@
+// Who takes a server's turns, and when it sleeps.
+#include <sched.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "parameter_server/server.h"
+
+namespace ringreduce::parameter_server {
+namespace {
+
+constexpr Nanoseconds kLookEvery = 20 * kMillisecond;  // for processes that have ended
+constexpr int kLooks = 100, kYields = 50;              // before the thread sleeps
+
+void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#else
+  asm volatile("yield");
+#endif
+}
+
+}  // namespace
+
+void Server::run() {
+  while (!stopping_) {
+    std::uint32_t seen = bell_->rings.load(std::memory_order_seq_cst);
+    Nanoseconds most = kLookEvery;
+    if (const std::unique_lock turning(turning_, std::try_to_lock); turning.owns_lock()) {
+      begin_turns();
+      for (int idle = 0; idle < kLooks + kYields && !stopping_;) {
+        if (turn(true)) {
+          idle = 0;
+        } else if (waiting_.load(std::memory_order_relaxed) > 0) {
+          break;  // for the thread that waits
+        } else if (++idle < kLooks) {
+          relax();
+        } else {
+          sched_yield();
+        }
+      }
+      seen = end_turns();
+      most = left_for_thread_ ? 0 : std::clamp<Nanoseconds>(shard_.deadline() - ringreduce::now(), 0, kLookEvery);
+    }
+    if (!stopping_) sleep_on(bell_->rings, seen, most);
+  }
+  const std::lock_guard turning(turning_);
+  begin_turns();
+  turn(true);
+  say_ended();
+}
+
+// Nobody has to be woken for what comes.
+void Server::begin_turns() {
+  bell_->sleepers.store(0, std::memory_order_seq_cst);
+  if (has_far_) wire_->connections().take_over();
+}
+
+// From now on a ring wakes the server's thread. Returns the rings before the last look.
+std::uint32_t Server::end_turns() {
+  const std::uint32_t seen = bell_->rings.load(std::memory_order_seq_cst);
+  bell_->sleepers.store(1, std::memory_order_seq_cst);
+  turn(false);
+  if (has_far_) wire_->connections().hand_over(true);
+  return seen;
+}
+
+bool Server::turn(bool may_call_python) {
+  bool moved = serve_orders();
+  moved |= take_requests();
+  if (has_far_) moved |= take_frames();
+  if (ringreduce::now() >= shard_.deadline()) decide(Tick{});
+  moved |= !decided_.operations.empty() || !decided_.replies.empty();
+  left_for_thread_ = !may_call_python && std::any_of(decided_.operations.begin(), decided_.operations.end(),
+                                                     [this](const auto& each) { return by_python(each); });
+  if (!left_for_thread_) carry_out();
+  look_for_ended();
+  return moved;
+}
+
+bool Server::Turns::take() {
+  if (server_ == nullptr) return false;
+  if (server_->stopping_ || server_->left_for_thread_) {
+    leave();
+    return false;
+  }
+  if (holds_) return server_->turn(false);
+  if (!std::exchange(waits_, true)) server_->waiting_.fetch_add(1, std::memory_order_relaxed);
+  if (!server_->turning_.try_lock()) return false;
+  holds_ = true;
+  server_->begin_turns();
+  return server_->turn(false);
+}
+
+void Server::Turns::leave() {
+  if (std::exchange(waits_, false)) server_->waiting_.fetch_sub(1, std::memory_order_relaxed);
+  if (!std::exchange(holds_, false)) return;
+  server_->end_turns();
+  const bool wanted = server_->left_for_thread_ || server_->shard_.deadline() != kForever;
+  server_->turning_.unlock();
+  if (wanted) server_->bell_->ring();  // the thread, which sleeps without knowing it
+}
+
+void Server::look_for_ended() {
+  const Nanoseconds t = ringreduce::now();
+  if (t - looked_ < kLookEvery) return;
+  looked_ = t;
+  for (auto& [worker, connection] : connections_)
+    if (connection.alive && connection.lane != nullptr && has_ended(connection.pidfd.get())) end(connection);
+}
+
+}  // namespace ringreduce::parameter_server

@@ -1,0 +1,192 @@
+#include "parameter_server/wire.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/error.h"
+
+namespace ringreduce::parameter_server {
+
+Frame frame_with(std::uint32_t kind, const void* payload, std::size_t bytes) {
+  Frame frame{.header = {.kind = kind, .bytes = static_cast<std::uint32_t>(bytes)},
+              .own = std::make_shared_for_overwrite<std::byte[]>(bytes)};
+  std::memcpy(frame.own.get(), payload, bytes);
+  frame.data = frame.own.get();
+  return frame;
+}
+
+std::vector<std::pair<std::uint32_t, std::string>> Wire::take_lost() {
+  const std::lock_guard lock(mutex_);
+  return std::exchange(lost_, {});
+}
+
+void Wire::lost(int peer, const std::string& why) {
+  {
+    const std::lock_guard lock(mutex_);
+    lost_.emplace_back(static_cast<std::uint32_t>(peer), why);
+  }
+  bell_.ring();
+}
+
+void Wire::demand(bool holds, int peer, const char* what) {
+  if (!holds) throw Error(ErrorKind::mismatch, std::string("it sent ") + what, peer);
+}
+
+// ---- The server's end ---------------------------------------------------------------------------------------------
+
+void ServerWire::admit(WorkerId worker, std::shared_ptr<const void> keeper, std::byte* data, std::size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  senders_[worker] = {std::move(keeper), data, bytes, {}, 0};
+}
+
+void ServerWire::drop(WorkerId worker) {
+  connections_.drop(static_cast<int>(worker));  // so that nothing is stored any more
+  const std::lock_guard lock(mutex_);
+  senders_.erase(worker);
+  std::erase_if(requests_, [&](const auto& each) { return each.first == worker; });
+  std::erase_if(lost_, [&](const auto& each) { return each.first == worker; });
+}
+
+std::vector<std::pair<WorkerId, RequestSlot>> ServerWire::take_requests() {
+  const std::lock_guard lock(mutex_);
+  for (auto& [worker, sender] : senders_) sender.untaken = 0;
+  return std::exchange(requests_, {});
+}
+
+std::byte* ServerWire::place_for(int peer, const FrameHeader& header, std::vector<std::byte>& aside) {
+  demand(header.magic == FrameHeader::kMagic, peer, "what does not begin like a frame");
+  if (header.kind == FrameHeader::kLeave) {
+    demand(header.bytes == 0, peer, "a farewell with a payload");
+    return nullptr;
+  }
+  const std::lock_guard lock(mutex_);
+  const auto found = senders_.find(static_cast<WorkerId>(peer));
+  demand(found != senders_.end(), peer, "a frame before it was known");
+  Sender& sender = found->second;
+  if (header.kind == WireKind::request) {
+    demand(header.bytes == sizeof(RequestSlot), peer, "a request of another size");
+    aside.resize(sizeof(RequestSlot));
+    return aside.data();
+  }
+  demand(header.kind == WireKind::data, peer, "a frame of an unknown kind");
+  demand(header.bytes > 0 && header.bytes <= kFragment, peer, "data of a size that no frame has");
+  demand(header.seq <= sender.bytes && header.bytes <= sender.bytes - header.seq, peer, "data beyond its window");
+  demand(sender.incoming.size() < kMostOutstanding || sender.incoming.count(header.tag) > 0, peer,
+         "data of more requests than may be under way");
+  return sender.data + header.seq;
+}
+
+void ServerWire::deliver(int peer, const FrameHeader& header, const std::vector<std::byte>& aside) {
+  if (header.kind == FrameHeader::kLeave) return;
+  const std::lock_guard lock(mutex_);
+  const auto worker = static_cast<WorkerId>(peer);
+  Sender& sender = senders_.at(worker);
+  if (header.kind == WireKind::request) {
+    RequestSlot slot;
+    std::memcpy(&slot, aside.data(), sizeof slot);
+    const bool carries = slot.kind == RequestKind::initialise || slot.kind == RequestKind::push;
+    if (!carries) return complete(worker, sender, slot);
+    demand(sender.incoming.size() < kMostOutstanding || sender.incoming.count(header.tag) > 0, peer,
+           "more requests than may be under way");
+    Incoming& incoming = sender.incoming[header.tag];
+    demand(!incoming.asked, peer, "two requests for the same data");
+    incoming.asked = true;
+    incoming.slot = slot;
+  } else {
+    sender.incoming[header.tag].bytes += header.bytes;
+  }
+  const Incoming& incoming = sender.incoming.at(header.tag);
+  if (!incoming.asked || incoming.bytes < incoming.slot.bytes) return;
+  const RequestSlot slot = incoming.slot;
+  sender.incoming.erase(header.tag);
+  complete(worker, sender, slot);
+}
+
+void ServerWire::complete(WorkerId worker, Sender& sender, const RequestSlot& slot) {
+  demand(++sender.untaken <= 2 * kMostOutstanding, static_cast<int>(worker), "more requests than may be under way");
+  requests_.emplace_back(worker, slot);
+}
+
+// ---- The worker's end ---------------------------------------------------------------------------------------------
+
+void WorkerWire::expect(std::uint32_t server, std::uint64_t number, std::byte* at, std::size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  places_[{server, number}] = {at, bytes, bytes, bytes, {}};
+}
+
+void WorkerWire::forget(std::uint32_t server, std::uint64_t number) {
+  std::byte* at = nullptr;
+  std::size_t bytes = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = places_.find({server, number});
+    if (found == places_.end()) return;
+    at = found->second.at;
+    bytes = found->second.bytes;
+    if (found->second.reply.number != 0) replies_.emplace_back(server, found->second.reply);
+    places_.erase(found);
+  }
+  connections_.turn_away(static_cast<int>(server), at, bytes);
+}
+
+std::vector<std::pair<std::uint32_t, ReplySlot>> WorkerWire::take_replies() {
+  const std::lock_guard lock(mutex_);
+  return std::exchange(replies_, {});
+}
+
+std::byte* WorkerWire::place_for(int peer, const FrameHeader& header, std::vector<std::byte>& aside) {
+  demand(header.magic == FrameHeader::kMagic, peer, "what does not begin like a frame");
+  if (header.kind == FrameHeader::kLeave) {
+    demand(header.bytes == 0, peer, "a farewell with a payload");
+    return nullptr;
+  }
+  demand(header.bytes > 0 && header.bytes <= kFragment, peer, "a payload of a size that no frame has");
+  if (header.kind == WireKind::value) {
+    const std::lock_guard lock(mutex_);
+    const auto found = places_.find({static_cast<std::uint32_t>(peer), header.tag});
+    if (found != places_.end()) {
+      Place& place = found->second;
+      demand(header.seq <= place.bytes && header.bytes <= place.bytes - header.seq && header.bytes <= place.unclaimed,
+             peer, "more of a value than was asked for");
+      place.unclaimed -= header.bytes;
+      return place.at + header.seq;
+    }
+  } else {
+    demand(header.kind == WireKind::replies, peer, "a frame of an unknown kind");
+    demand(header.bytes % sizeof(ReplySlot) == 0 && header.bytes <= kMostOutstanding * sizeof(ReplySlot), peer,
+           "replies of another size");
+  }
+  aside.resize(header.bytes);  // replies, or a value that is not wanted any more
+  return aside.data();
+}
+
+void WorkerWire::deliver(int peer, const FrameHeader& header, const std::vector<std::byte>& aside) {
+  const auto server = static_cast<std::uint32_t>(peer);
+  const std::lock_guard lock(mutex_);
+  if (header.kind == WireKind::value) {
+    const auto found = places_.find({server, header.tag});
+    if (found == places_.end()) return;
+    Place& place = found->second;
+    place.missing -= header.bytes;
+    if (place.missing > 0 || place.reply.number == 0) return;
+    replies_.emplace_back(server, place.reply);
+    places_.erase(found);
+  } else if (header.kind == WireKind::replies) {
+    for (std::size_t i = 0; i < header.bytes / sizeof(ReplySlot); ++i) {
+      ReplySlot slot;
+      std::memcpy(&slot, aside.data() + i * sizeof slot, sizeof slot);
+      const auto found = places_.find({server, slot.number});
+      if (found != places_.end() && slot.outcome == Outcome::ready && found->second.missing > 0) {
+        found->second.reply = slot;
+        continue;
+      }
+      if (found != places_.end()) {
+        demand(found->second.missing == found->second.unclaimed, peer, "a refusal while a value was under way");
+        places_.erase(found);
+      }
+      replies_.emplace_back(server, slot);
+    }
+  }
+}
+
+}  // namespace ringreduce::parameter_server

@@ -1,0 +1,137 @@
+"""Training a torch.nn model by a parameter server, in the loop that there is: `attach`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ringreduce.errors import InvalidArgument
+from ringreduce.parameter_server.key_value import KeyValue
+from ringreduce.parameter_server.modes import Mode, sync
+from ringreduce.parameter_server.pending import Pending
+from ringreduce.parameter_server.updates import UpdateRule
+from ringreduce.parameter_server.updates import optimizer as optimizer_rule
+
+_HOW = ("foreach", "fused", "capturable", "differentiable")
+"""Arguments of optimizers that say how, not what."""
+
+
+class Attached:
+    """What `attach` returns, to be used in the optimizer's place.
+
+    Gradients are pushed while `backward` runs, and `None` afterwards; a backward pass belongs to each step. `step` ends
+    the step. The new values are pulled before the forward pass of the layer that has them, and before `state_dict`.
+    """
+
+    def __init__(
+        self, kv: KeyValue, model: nn.Module, optimizer: torch.optim.Optimizer, mode: Mode, prefix: str
+    ) -> None:
+        self.late = 0
+        """Pushes that came late and were dropped, where the mode has a quorum."""
+        self._kv, self._optimizer, self._ssp = kv, optimizer, mode.mode == "ssp"
+        self._under_way: dict[str, Pending] = {}
+        self._keys: dict[nn.Module, list[str]] = {}
+        self._called: set[nn.Module] = set()
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        self._groups = list(_arguments(optimizer))
+        values: dict[nn.Parameter, str] = {}
+        for group, arguments in zip(optimizer.param_groups, self._groups, strict=True):
+            for parameter in group["params"]:
+                if parameter not in names:
+                    raise InvalidArgument(f"the optimizer has a parameter {tuple(parameter.shape)} that is no model's")
+                values[parameter] = prefix + names[parameter]
+            rule = optimizer_rule(type(optimizer), **arguments)
+            self._make(rule, mode, {values[parameter]: parameter for parameter in group["params"]})
+        kv.pull({key: parameter.data for parameter, key in values.items()})
+        self._hooks = list(self._hook(model, values))
+
+    def _make(self, rule: UpdateRule, mode: Mode, parameters: dict[str, nn.Parameter]) -> None:
+        self._kv.init({key: parameter.detach() for key, parameter in parameters.items()}, update=rule, mode=mode)
+
+    def _hook(self, model: Any, values: dict[nn.Parameter, str]) -> Iterator[Any]:
+        for place, parameter in enumerate(model.parameters()):
+            if parameter in values:  # the first layers' are needed first
+                yield parameter.register_post_accumulate_grad_hook(partial(self._push, values[parameter], -place))
+        yield model.register_forward_pre_hook(self._pull_uncalled)
+        for module in model.modules():
+            self._keys[module] = [values[p] for p in module.parameters(recurse=False) if p in values]
+            if self._keys[module]:
+                yield module.register_forward_pre_hook(self._pull_of)
+        yield model.register_state_dict_pre_hook(lambda *_: self.pull())
+
+    def _push(self, key: str, priority: int, parameter: torch.Tensor) -> None:
+        if key in self._under_way:
+            raise InvalidArgument(
+                f"{key!r} has a second gradient and no forward pass between: call backward once a step, on the sum"
+            )
+        assert parameter.grad is not None
+        self._under_way[key] = self._kv.push_pull(key, parameter.grad, out=parameter.data, priority=priority)
+        parameter.grad = None
+
+    def _pull_of(self, module: nn.Module, _: Any) -> None:
+        self._called.add(module)
+        self._finish(self._keys[module])
+
+    def _pull_uncalled(self, model: nn.Module, _: Any) -> None:
+        """Of modules that have parameters but are not called themselves, so that nobody knows when they are needed."""
+        for module, keys in self._keys.items():
+            if module not in self._called:
+                self._finish(keys)
+
+    def _finish(self, keys: list[str]) -> None:
+        for key in keys:
+            if key in self._under_way:
+                self.late += len(self._under_way[key].wait())
+                del self._under_way[key]
+
+    def step(self, closure: None = None) -> None:
+        """Ends a step. Raises `InvalidArgument` if the optimizer's settings have changed: servers have the first."""
+        if closure is not None:
+            raise InvalidArgument("step() of an attached optimizer takes no closure")
+        if list(_arguments(self._optimizer)) != self._groups:
+            raise InvalidArgument(
+                "the optimizer's arguments have changed, by a scheduler perhaps: the servers update with those that it "
+                "had in attach(); use ps.function() for a rule that changes"
+            )
+        if self._ssp:
+            self._kv.clock()
+        for pending in self._under_way.values():
+            pending.start()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._optimizer.zero_grad(set_to_none)
+
+    def pull(self) -> None:
+        """Waits for what is under way: afterwards the model has the values that its next forward pass would use."""
+        self._finish(list(self._under_way))
+
+    def detach(self) -> None:
+        """Waits for what is under way, and takes the hooks off the model."""
+        self.pull()
+        for hook in self._hooks:
+            hook.remove()
+
+
+def attach(
+    kv: KeyValue, model: nn.Module, optimizer: torch.optim.Optimizer, *, mode: Mode | None = None, prefix: str = ""
+) -> Attached:
+    """Has the servers update the model's parameters, as `optimizer` would, in `mode` (default: `sync()`).
+
+        optimizer = ps.attach(kv, model, optimizer)
+
+    and the loop stays: `zero_grad`, `backward`, `step`. Every worker calls it; all begin with the values of the first.
+    A parameter's key is `prefix` and its name. Raises `InvalidArgument` for an optimizer that needs whole tensors.
+    """
+    return Attached(kv, model, optimizer, mode or sync(), prefix)
+
+
+def _arguments(optimizer: torch.optim.Optimizer) -> Iterator[dict[str, Any]]:
+    """What each group of parameters is updated with."""
+    known = inspect.signature(type(optimizer).__init__).parameters
+    for group in optimizer.param_groups:
+        yield {key: value for key, value in group.items() if key in known and key not in ("params", *_HOW)}

@@ -1,0 +1,142 @@
+"""`ringreduce serve`: servers in processes of their own, started before or after their workers."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_workers_and_servers as one_host
+import torch
+import torch.distributed as dist
+from distributed.harness import Rank, Ranks
+from frameworks.launch import environment
+from processes import deadline
+
+import ringreduce.parameter_server as ps
+from ringreduce import cli
+from ringreduce.errors import CollectiveTimeout, ServerLost
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def halve(value: torch.Tensor, push: torch.Tensor, state: dict[str, Any], info: ps.Info) -> None:
+    """For the servers: --functions test_serve:halve."""
+    value.mul_(0.5).add_(push)
+
+
+def start(*words: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", *(launcher or ("ringreduce",)), "serve", *words]
+    here = environment()
+    here["PYTHONPATH"] += f":{Path(__file__).parent}"
+    return subprocess.Popen(command, env=here | {"RINGREDUCE_SOCKET_IFNAME": "=lo"})
+
+
+def trains(me: Rank, port: int) -> list[Any]:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    with ps.join(store, role="worker", workers=me.size, timeout=60.0) as kv:
+        w = torch.linspace(-1, 1, one_host.COUNT)
+        kv.init("w", w, update=ps.optimizer(torch.optim.AdamW, lr=0.01), mode=ps.sync(average=False))
+        assert kv.servers == 2
+        for step in range(one_host.STEPS):
+            # Workers of one group are added up by number, which is the order of joining here: these have no other.
+            kv.push_pull("w", one_host.gradient(0, step, one_host.COUNT), out=w).wait()
+        half = torch.ones(10)
+        kv.init("half", half, update=ps.function("halve"), mode=ps.asynchronous())
+        kv.barrier()
+        if me.rank == 0:
+            kv.push_pull("half", torch.ones(10), out=half).wait()
+            assert half.tolist() == [1.5] * 10
+        return [w.numpy().copy()]
+
+
+@pytest.mark.parametrize("first", ["servers", "workers"])
+@pytest.mark.parametrize("launcher", ["plain", "torchrun"])
+def test_servers_of_their_own(first: str, launcher: str) -> None:
+    port = free_port()
+    words = ["--store", f"127.0.0.1:{port}", "--memory", "16M", "--functions", "test_serve:halve"]
+
+    def servers() -> list[subprocess.Popen[bytes]]:
+        if launcher == "plain":
+            return [start(*words, "--rank", str(rank), "--size", "2") for rank in (1, 0)]
+        torchrun = ("torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", "-m", "ringreduce")
+        return [start(*words, launcher=torchrun)]
+
+    started = servers() if first == "servers" else []
+    try:
+        with Ranks(trains, 2, port) as ranks:
+            if first == "workers":
+                time.sleep(0.5)
+                started = servers()
+            values = ranks.results()
+        for server in started:
+            assert server.wait(deadline()) == 0
+    finally:
+        for server in started:
+            server.kill()
+    parameter = torch.nn.Parameter(torch.linspace(-1, 1, one_host.COUNT))
+    optimizer = torch.optim.AdamW([parameter], lr=0.01, foreach=False)
+    for step in range(one_host.STEPS):
+        parameter.grad = 2 * one_host.gradient(0, step, one_host.COUNT)
+        optimizer.step()
+    assert [each[0].tobytes() for each in values] == [parameter.detach().numpy().tobytes()] * 2
+
+
+def survives(me: Rank, port: int) -> str:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    kv = ps.join(store, role="worker", timeout=60.0)
+    w = torch.zeros(10)
+    kv.init("w", w)
+    me.report("ready")
+    with pytest.raises(ServerLost) as raised:
+        while True:
+            kv.push_pull("w", w, out=w).wait()
+    kv._close()
+    return str(raised.value)
+
+
+def test_a_killed_server_is_named() -> None:
+    port = free_port()
+    server = start("--store", f"127.0.0.1:{port}", "--memory", "16M", "--forever")
+    try:
+        with Ranks(survives, 1, port) as ranks:
+            ranks.reports()
+            server.send_signal(signal.SIGKILL)
+            (said,) = ranks.results()
+    finally:
+        server.kill()
+        server.wait()
+    assert said.startswith("server 0 (") and f"pid {server.pid}" in said
+
+
+def test_a_server_in_this_process() -> None:
+    store = dist.HashStore()
+    with ps.serve(store, rank=0, size=1, memory=1 << 20) as serving:
+        assert not serving.wait(0.05)  # nobody has come
+        with pytest.raises(CollectiveTimeout, match="1 of 2 workers of group 'workers' have joined in time"):
+            ps.join(store, role="worker", workers=2, timeout=0.2)
+        with ps.join(store, role="worker") as kv:
+            kv.init("w", torch.ones(3))
+            assert not serving.wait(0.05)
+        assert serving.wait(10) and serving.stats()["blocks"] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--store", "here"], "--store is 'here'; it must be HOST:PORT"),
+        (["--store", "127.0.0.1:1", "--functions", "math"], "--functions has 'math'; it must be MODULE:NAME"),
+    ],
+)
+def test_what_is_wrong_is_named(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", *words]) == 2
+    assert said in capsys.readouterr().err
