@@ -16,6 +16,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from ringreduce.common.failures import PlanError
@@ -85,6 +86,7 @@ Table = dict[str, list[Range]]
 """Per collective, ascending; the last range is open."""
 
 
+@lru_cache(maxsize=64)
 def parse_algorithms(text: str) -> tuple[Rule, ...]:
     """The rules in `text`, by the grammar above, or PlanError naming the entry at fault and what is known."""
     rules: list[Rule] = []

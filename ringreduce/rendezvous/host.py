@@ -46,7 +46,7 @@ from ringreduce.common.failures import (
     TopologyError,
 )
 from ringreduce.rendezvous.secret import group_secret
-from ringreduce.rendezvous.store import LEST, RANK_0, WHO, Exchange, Store, identity, passed
+from ringreduce.rendezvous.store import LEST, RANK_0, WHO, Exchange, Store, identity, kernel, passed
 
 if TYPE_CHECKING:
     from ringreduce.rendezvous.links import Address, Door
@@ -55,6 +55,8 @@ _NONCE = 32
 _DIGEST = hashlib.sha256().digest_size
 _HELLO = struct.Struct(f"!i?{_DIGEST}s")  # rank, whether it can access all ranks' memory, proof
 _FDS_PER_MESSAGE = 200  # the kernel's limit is 253 (SCM_MAX_FD)
+_BEFORE_STORE = 0.01
+"""Seconds that a rank waits for its leader to come before it asks the store, where only those of other hosts find it."""
 _STRANGER_SECONDS = 5.0
 """For who connects to say who it is."""
 
@@ -307,7 +309,7 @@ def _find(me: _Announced, place: Place, decide: Decide) -> tuple[Roster, _Leader
             exchange.watched = [0, leader]
         return bool(came) or me.rank in (host[0] for host in read.get("hosts", ()))
 
-    exchange.wait(leader_came, RANK_0)
+    exchange.wait(leader_came, RANK_0, first=_BEFORE_STORE)
     return (came[0].roster, came[0]) if came else (read, None)
 
 
@@ -487,8 +489,7 @@ def _machine(place: Place, rank: int) -> str:
     if place.host_id:
         return f"RINGREDUCE_HOST_ID={place.host_id}"
     # Those can reach each other's abstract Unix sockets that have the same kernel and the same network namespace.
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
+    return f"{kernel()}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
 def _tell_addresses(exchange: Exchange, place: Place) -> tuple[Door, list[list[Address]]]:

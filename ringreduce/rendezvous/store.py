@@ -14,6 +14,7 @@ keeps its lock meanwhile, and ranks may be threads that share one; and it writes
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import select
@@ -135,16 +136,22 @@ class Exchange:
         return [json.loads(text) for text in texts]
 
     def wait(
-        self, ready: Callable[[float], bool], whom: str | Callable[[], list[int]], deadline: float | None = None
+        self,
+        ready: Callable[[float], bool],
+        whom: str | Callable[[], list[int]],
+        deadline: float | None = None,
+        first: float = 0.0,
     ) -> None:
-        """Returns when `ready(seconds)` says so, which may take that long to look. `whom`: what is waited for, or the
-        ranks that have not come yet."""
+        """Returns when `ready(seconds)` says so, which may take that long to look, and the first time `first`.
+
+        `whom`: what is waited for, or the ranks that have not come yet.
+        """
         began = checked = time.monotonic()
         deadline = deadline or self.deadline + (LEST if whom == RANK_0 else 0.0)
-        pause = 0.0
+        pause = first
         while not ready(pause):
             now = time.monotonic()
-            pause = min(max((now - began) / 4, SHORTEST), LONGEST)
+            pause = min(max((now - began) / 4, SHORTEST, first), LONGEST)
             if now - began > LONGEST or now > deadline:
                 self.raise_if_given_up()
             if now - checked > CHECK_PROCESSES or now > deadline:
@@ -214,9 +221,15 @@ def identity() -> Who:
     return Who(socket.gethostname(), os.getpid(), _pid_namespace())
 
 
-def _pid_namespace() -> str:
+@functools.cache
+def kernel() -> str:
+    """Equal for processes of one machine, until it is started anew."""
     with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()[:13]}/{os.stat('/proc/self/ns/pid').st_ino}"
+        return file.read().strip()
+
+
+def _pid_namespace() -> str:
+    return f"{kernel()[:13]}/{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def _ended(pid: int) -> bool:
