@@ -56,7 +56,7 @@ _DIGEST = hashlib.sha256().digest_size
 _HELLO = struct.Struct(f"!i?{_DIGEST}s")  # rank, whether it can access all ranks' memory, proof
 _FDS_PER_MESSAGE = 200  # the kernel's limit is 253 (SCM_MAX_FD)
 _BEFORE_STORE = 0.01
-"""Seconds that a rank waits for its leader to come before it asks the store, where only those of other hosts find it."""
+"""Seconds that a rank waits for its leader before it asks the store, where only those of other hosts find theirs."""
 _STRANGER_SECONDS = 5.0
 """For who connects to say who it is."""
 

@@ -26,10 +26,10 @@ from typing import Any, NamedTuple, Protocol
 from ringreduce.common import failures
 from ringreduce.common.failures import CollectiveTimeout, PeerLost, RingReduceError
 
-SHORTEST, LONGEST = 0.0002, 0.05
-"""Seconds between two looks."""
-CHECK_PROCESSES = 0.25
-"""Seconds between two looks whether processes have ended."""
+SHORTEST, LONGEST, LONGEST_BY_RANK = 0.0002, 0.05, 0.0005
+"""Seconds between two looks; the third for each rank, so that one store, and the cores of one host, serve them all."""
+CHECK_PROCESSES, CHECK_BY_RANK = 0.25, 0.001
+"""Seconds between two looks whether processes have ended, and the same for each rank."""
 LEST = 1.0
 """Seconds that the others wait longer than rank 0, which can tell them whom it has missed."""
 
@@ -151,10 +151,10 @@ class Exchange:
         pause = first
         while not ready(pause):
             now = time.monotonic()
-            pause = min(max((now - began) / 4, SHORTEST, first), LONGEST)
+            pause = min(max((now - began) / 4, SHORTEST, first), max(LONGEST, LONGEST_BY_RANK * self.size))
             if now - began > LONGEST or now > deadline:
                 self.raise_if_given_up()
-            if now - checked > CHECK_PROCESSES or now > deadline:
+            if now - checked > max(CHECK_PROCESSES, CHECK_BY_RANK * self.size) or now > deadline:
                 checked = now
                 missing = whom() if callable(whom) else []
                 self.raise_if_dead()
