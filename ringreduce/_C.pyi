@@ -145,7 +145,7 @@ class Settings:
         regroup: Callable[[list[int], str, timedelta], ProcessGroupRing],
         join_gpus: Callable[[ProcessGroupRing, int, int], None],
         topology: str,
-        plans_for_root: Callable[[str, int], list[tuple[list[int], int, int, int]]] | None = ...,
+        ask: Callable[[str, int, int], tuple[list[int], int, int, int, int]],
     ) -> None: ...
 
 class LinkCounters:

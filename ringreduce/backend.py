@@ -1,4 +1,7 @@
-"""Makes a group: options, rendezvous, plans, and the C++ process group that does the rest."""
+"""Makes a group: options, rendezvous, plans, and the C++ process group that does the rest.
+
+What only some groups need (several hosts, GPUs, a topology) is imported when one does: many ranks start at once.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,15 @@ import logging
 import multiprocessing.util
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
-from ringreduce import _C, host_links, plan, tuning
+from ringreduce import _C, plan
 from ringreduce.config import (
     LEAST_SLICE_GLOO,
     MOST_FETCH,
@@ -32,14 +35,15 @@ from ringreduce.config import (
     shares_allocations,
     slot_bytes_for,
 )
-from ringreduce.errors import SystemFailure, TopologyError
-from ringreduce.gpu import joining as gpus
-from ringreduce.host_links import Wire
+from ringreduce.errors import RingReduceError, SystemFailure, TopologyError
 from ringreduce.memory import open_arena, share_allocations
-from ringreduce.plan.across_hosts import PLAIN
-from ringreduce.rendezvous import Place, call_roll, meet
-from ringreduce.topology.group_plans import GroupTopology, graph_of_cores, graph_of_file, plan_group
-from ringreduce.topology.read import described
+from ringreduce.rendezvous.host import Place, meet
+from ringreduce.rendezvous.store import passed
+
+if TYPE_CHECKING:
+    from ringreduce import host_links
+    from ringreduce.host_links import Wire
+    from ringreduce.topology.group_plans import GroupTopology
 
 ANY_SIZE = 2**64 - 1
 LONGEST_TIMEOUT = 7 * 24 * 3600.0
@@ -102,16 +106,17 @@ def _make(
     make = _make_over_gloo if options.transport == "gloo" else _make_with_memory
     settings = functools.partial(_settings, store, name, rank, global_ranks, seconds, options)
     group, decision, links = make(store, rank, global_ranks, seconds, options, settings)
-    decided = plan.parse_algorithms(decision.rules)
-    if links is None:
-        _add_plans(size, options, decision.topology, decided, group)
-    else:
+    if links:
+        from ringreduce import host_links
+
         host_links.remember(name, links)
         try:
             links.learn(seconds - (time.monotonic() - began))  # which plans are chosen by
-            added = _add_plans(size, options, decision.topology, decided, group, links)
-            links.connect_all(host_links.peers_in(added, rank, links.order), seconds - (time.monotonic() - began))
-        except BaseException:
+            first = host_links.peers_in(_Choices(rank, size, options, decision, links).plans(), rank, links.order)
+            links.connect_all(first, seconds - (time.monotonic() - began))
+        except BaseException as error:
+            if isinstance(error, RingReduceError):
+                links.give_up(error)
             group.shutdown()  # which lets go of the door, which holds the group
             raise
     log.info(
@@ -126,47 +131,75 @@ def _make(
     return group
 
 
+class _Choices:
+    """Which plan a rank of a group runs for which call: as the user says, else the topology, else what rank 0 has
+    decided, else by what is known of the network between hosts. The engine asks when a call first needs one."""
+
+    def __init__(
+        self, rank: int, size: int, options: Options, decision: Decision, links: host_links.Links | None = None
+    ) -> None:
+        self.rank, self.size, self.options, self.decision, self.links = rank, size, options, decision, links
+
+    def ranges(
+        self, collective: str, root: int | None = None
+    ) -> tuple[list[plan.Range], Mapping[tuple[str, str], plan.Plan]]:
+        """Ascending, and the plans among them that are not by an algorithm's name alone. None: what serves any root."""
+        users = plan.parse_algorithms(self.options.algorithms or "")
+        topology = self.decision.topology
+        own = dict(topology.plans()) if topology else {}
+        decided = (*(topology.rules() if topology else ()), *plan.parse_algorithms(self.decision.rules))
+        if self.links:
+            from ringreduce import host_links
+
+            between = self.links.order, self.links.wire, _slicing_between_hosts(self.size, self.options)
+            by_root = root is not None and collective in host_links.BY_ROOT
+            if by_root and not any(rule.collective == collective for rule in users):
+                for_root = host_links.plans_for_root(*between, collective, root or 0)
+                return [plan.Range(end, each.name) for end, each in for_root], {
+                    (collective, each.name): each for _, each in for_root
+                }
+            for_hosts, plans = host_links.plans_for(*between, self.options.wire_dtype or "float32")
+            own, decided = {**plans, **own}, (*decided, *for_hosts)
+        return plan.ranges(collective, self.size, users, decided), own
+
+    def ask(self, collective: str, root: int, block_bytes: int) -> tuple[list[int], int, int, int, int]:
+        """(lowered for this rank, digest, least bytes, most bytes, slice bytes) of what serves such calls."""
+        ranges, own = self.ranges(collective, root)
+        chosen = plan.lookup(ranges, block_bytes)
+        begin = max((each.end for each in ranges if each.end is not None and each.end <= block_bytes), default=0)
+        planned = own.get((collective, chosen.algorithm))
+        lowered = _lowered(planned) if planned else lowered_plan(collective, chosen.algorithm, self.size, self.rank)
+        return (*lowered, begin, ANY_SIZE if chosen.end is None else chosen.end - 1, chosen.slice_bytes)
+
+    def plans(self) -> Iterator[plan.Plan]:
+        """Of all collectives and sizes."""
+        for collective in plan.BUILDERS:
+            ranges, own = self.ranges(collective)
+            for each in ranges:
+                yield own.get((collective, each.algorithm)) or plan.build(collective, each.algorithm, self.size)
+
+
+def _slicing_between_hosts(size: int, options: Options) -> plan.Slicing:
+    from ringreduce import tuning
+
+    return tuning.slicing_for(options, slot_bytes_for(size, options), fetch=False)
+
+
 def _add_plans(
     size: int,
     options: Options,
     topology: GroupTopology | None,
     decided: Sequence[plan.Rule],
-    target: _C.ProcessGroupRing | _C.GpuEngine,
-    links: host_links.Links | None = None,
-) -> list[plan.Plan]:
-    """Gives `target` a plan for each collective and size: as the user says, else the topology, else `decided`, else
-    by what is known of the network between hosts. Returns the plans."""
-    rules = plan.parse_algorithms(options.algorithms or "")
-    own = dict(topology.plans()) if topology else {}
+    target: _C.GpuEngine,
+) -> None:
+    """Gives an engine on GPUs a plan for each collective and size: as the user says, else the topology, else as
+    `decided`."""
+    own = topology.plans() if topology else {}
     decided = (*(topology.rules() if topology else ()), *decided)
-    if links:
-        slicing, wire_dtype = _slicing_between_hosts(size, options), options.wire_dtype or "float32"
-        for_hosts, plans = host_links.plans_for(links.order, links.wire, slicing, wire_dtype)
-        own, decided = {**plans, **own}, (*decided, *for_hosts)
-    added = []
-    for collective, ranges in plan.table(size, rules, decided).items():
+    for collective, ranges in plan.table(size, plan.parse_algorithms(options.algorithms or ""), decided).items():
         for end, algorithm, slice_bytes in reversed(ranges):  # as each takes all up to its end
-            planned = own.get((collective, algorithm))
-            lowered, digest = _lowered(planned) if planned else lowered_plan(collective, algorithm, size)
+            lowered, digest = _lowered(own.get((collective, algorithm)) or plan.build(collective, algorithm, size))
             target.add_plan(collective, lowered, digest, ANY_SIZE if end is None else end - 1, slice_bytes)
-            added.append(planned or _built(collective, algorithm, size))
-    return added
-
-
-def _slicing_between_hosts(size: int, options: Options) -> plan.Slicing:
-    return tuning.slicing_for(options, slot_bytes_for(size, options), fetch=False)
-
-
-def _plans_for_root(
-    options: Options, links: host_links.Links, collective: str, root: int
-) -> list[tuple[list[int], int, int, int]]:
-    """(lowered, digest, most bytes, slice bytes) of the plans of a rooted collective; none where others serve it."""
-    user = [rule for rule in plan.parse_algorithms(options.algorithms or "") if rule.collective == collective]
-    if user or collective in PLAIN:
-        return []
-    slicing = _slicing_between_hosts(len(links.elsewhere), options)
-    chosen = host_links.plans_for_root(links.order, links.wire, slicing, collective, root)
-    return [(*_lowered(each), ANY_SIZE if end is None else end - 1, 0) for end, each in chosen]
 
 
 def _make_with_memory(
@@ -194,12 +227,17 @@ def _make_with_memory(
         place_of(options),
         arena,
     )
+    from ringreduce import tuning
+
+    passed("group: met")
     decision = Decision.load(meeting.decision)
     if decision.error:
         meeting.close()
         raise TopologyError(decision.error, 0)
     links = None
     if meeting.door:
+        from ringreduce import host_links
+
         name = "/".join(map(str, global_ranks))
         assert options.connections is not None and options.dead_after is not None  # resolved
         links = host_links.Links(
@@ -230,11 +268,12 @@ def _make_with_memory(
             most_fetch_bytes=options.most_fetch_bytes or decision.most_fetch,
             stream_bytes=options.stream_bytes,
             wire_dtype=options.wire_dtype,
-            plans_for_root=functools.partial(_plans_for_root, options, links) if links else None,
+            links=links,
         ),
     )
     if links:
         links.open(group)
+    passed("group: made")
     return group, decision, links
 
 
@@ -246,6 +285,8 @@ def _make_over_gloo(
     options: Options,
     settings: Callable[..., _C.Settings],
 ) -> tuple[_C.ProcessGroupRing, Decision, None]:
+    from ringreduce.rendezvous.roster import call_roll
+
     size = len(global_ranks)
     decide = functools.partial(_decide_over_gloo, global_ranks, options)
     roster = call_roll(store, rank, size, _agreed(options), seconds, decide)
@@ -294,18 +335,17 @@ def _settings(
     seconds: float,
     options: Options,
     decision: Decision,
+    links: host_links.Links | None = None,
     **of_transport: Any,
 ) -> _C.Settings:
-    links = decision.topology if options.topo_file else None  # else it is about cores
+    between_gpus = decision.topology if options.topo_file else None  # else it is about cores
     return _C.Settings(
         name=name,
         global_ranks=global_ranks,
         timeout=seconds,
         regroup=functools.partial(_regroup, store, name, rank, global_ranks, options),
-        join_gpus=functools.partial(
-            gpus.join,
-            gpus.Wanted(options, seconds, links, functools.partial(_add_plans, len(global_ranks), options)),
-        ),
+        join_gpus=functools.partial(_join_gpus, len(global_ranks), options, seconds, between_gpus),
+        ask=_Choices(rank, len(global_ranks), options, decision, links).ask,
         slices=options.slices,
         recorded_calls=options.recorded_calls,
         dump_when_broken=bool(options.dump_when_broken),
@@ -313,6 +353,22 @@ def _settings(
         topology=decision.topology.to_json() if decision.topology else "",
         **of_transport,
     )
+
+
+def _join_gpus(
+    size: int,
+    options: Options,
+    seconds: float,
+    between: GroupTopology | None,
+    group: _C.ProcessGroupRing,
+    ordinal: int,
+    communicator: int,
+) -> None:
+    """`between`: what a file says of the links between the GPUs, if there is one."""
+    from ringreduce.gpu import joining
+
+    add_plans = functools.partial(_add_plans, size, options)
+    joining.join(joining.Wanted(options, seconds, between, add_plans), group, ordinal, communicator)
 
 
 def _regroup(
@@ -359,8 +415,15 @@ class Decision:
     @functools.lru_cache(maxsize=16)
     def load(text: str) -> Decision:
         fields = json.loads(text)
-        topology = GroupTopology.from_json(fields["topology"]) if fields["topology"] else None
-        wire = Wire(*fields["wire"]) if fields["wire"] else None
+        topology = wire = None
+        if fields["topology"]:
+            from ringreduce.topology.group_plans import GroupTopology
+
+            topology = GroupTopology.from_json(fields["topology"])
+        if fields["wire"]:
+            from ringreduce.host_links import Wire
+
+            wire = Wire(*fields["wire"])
         on_hosts = tuple(map(tuple, fields["hosts"]))
         return Decision(**{**fields, "topology": topology, "hosts": on_hosts, "wire": wire})
 
@@ -382,6 +445,8 @@ def _decide(
                 len(on_hosts),
             )
         return _decide_for_hosts(options.hosts_file or "", tuple(map(tuple, on_hosts)), labels).dump()
+    from ringreduce import tuning
+
     size, some = len(cores), frozenset[int]().union(*cores)
     tuned = Decision(
         tuning.decide(size, some, fetch, options=options, slot_bytes=slot_bytes_for(size, options)),
@@ -400,6 +465,8 @@ def _decide(
 def _decide_for_hosts(file: str, on_hosts: host_links.Hosts, labels: Sequence[str]) -> Decision:
     if not file:
         return Decision(hosts=on_hosts)
+    from ringreduce import host_links
+
     try:
         order, wire = host_links.by_file(file, on_hosts, labels)
         return Decision(hosts=order, wire=wire)
@@ -421,7 +488,12 @@ def _decide_over_gloo(global_ranks: list[int], options: Options) -> str:
 
 def group_topology(global_ranks: list[int], options: Options, cores: list[frozenset[int]]) -> GroupTopology | None:
     """What the topology plans for ranks on these cores; None where there is nothing to plan: one NUMA node, no file."""
+    from ringreduce import tuning
+    from ringreduce.topology.group_plans import graph_of_cores, graph_of_file, plan_group
+
     if options.topo_file:
+        from ringreduce.topology.read import described
+
         graph = described(options.topo_file)
         return plan_group(
             graph_of_file(graph, options.topo_file, global_ranks), f"RINGREDUCE_TOPO_FILE={options.topo_file}"
@@ -467,14 +539,14 @@ def patience_for(options: Options, decision: Decision, crowded: bool, links: boo
     return options.spins or looks, options.yields or yields
 
 
-@functools.lru_cache(maxsize=256)
-def lowered_plan(collective: str, algorithm: str, size: int) -> tuple[list[int], int]:
-    return _lowered(_built(collective, algorithm, size))
-
-
-_built = functools.lru_cache(maxsize=256)(plan.build)
+def lowered_plan(collective: str, algorithm: str, size: int, rank: int) -> tuple[list[int], int]:
+    """What a rank runs of a plan, and its digest."""
+    if plan.symmetric(collective, algorithm, size):
+        return plan.lower_for(collective, algorithm, size, rank)
+    return _lowered(plan.build(collective, algorithm, size))
 
 
 @functools.lru_cache(maxsize=256)
 def _lowered(built: plan.Plan) -> tuple[list[int], int]:
-    return plan.lower(built), plan.digest(built)
+    words = plan.lower(built)
+    return words, plan.digest_of(built.collective, words)

@@ -25,7 +25,8 @@ from datetime import datetime, timezone
 from ringreduce.common.failures import CollectiveTimeout, RingReduceError
 from ringreduce.host_links import PATIENCE
 from ringreduce.hosts_file import HostsFile
-from ringreduce.rendezvous import Meeting, Peer, Place, meet
+from ringreduce.rendezvous.host import Meeting, Place, meet
+from ringreduce.rendezvous.links import Peer
 from ringreduce.rendezvous.store import Store, get
 
 MEET_SECONDS = 60.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import math
 import time
@@ -17,10 +16,13 @@ from ringreduce.common.failures import CollectiveTimeout, RingReduceError, Topol
 from ringreduce.plan import Plan, Rule, Slicing
 from ringreduce.plan import across_hosts as between
 from ringreduce.plan.choose import ROOTED
-from ringreduce.rendezvous import Door, Meeting, Peer
+from ringreduce.rendezvous.host import Meeting
 from ringreduce.rendezvous.interfaces import speed_of
-from ringreduce.rendezvous.store import get
+from ringreduce.rendezvous.links import Door, Peer
 from ringreduce.topology.host_order import ring_order
+
+BY_ROOT = tuple(collective for collective in ROOTED if collective not in between.PLAIN)
+"""Collectives whose plans between hosts are for a root of their own: see `plans_for_root`."""
 
 FEW = 4
 """Plans in which no rank has more peers on other hosts, rings and trees that is, have their links made at once. The
@@ -245,7 +247,8 @@ class Links:
 
     def connect_all(self, peers: Iterable[int], seconds: float) -> None:
         """Has the links to these peers made, all at once; they have theirs to this rank made at the same time."""
-        self._door.connect(peers, time.monotonic() + min(seconds, CONNECT_SECONDS), PATIENCE)
+        until = time.monotonic() + min(seconds, CONNECT_SECONDS)
+        self._door.connect(peers, until, PATIENCE, self._meeting.exchange.raise_if_lost)
 
     def learn(self, seconds: float) -> None:
         """Settles `wire`, before plans are chosen. Called on all ranks, which all hear it from rank 0.
@@ -257,20 +260,23 @@ class Links:
             return
         patience = min(LEARN_SECONDS, seconds / 4)
         until = time.monotonic() + 2 * patience
-        store, key = self._meeting.store, f"{self._meeting.prefix}/wire"
+        exchange = self._meeting.exchange
         firsts = [host[0] for host in self.order]
         if self._rank in firsts:
-            store.set(f"{key}/{self._rank}", json.dumps(self._notice(firsts, patience)))
+            exchange.tell("wire", self._notice(firsts, patience))
         if self._rank == 0:
             noticed = {}
             for first in firsts:
                 try:
-                    noticed[first] = Noticed(*json.loads(get(store, f"{key}/{first}", f"rank {first}", until)))
+                    noticed[first] = Noticed(*exchange.told("wire", first, until))
                 except CollectiveTimeout as error:
                     log.info("plans are chosen without what it knows: %s", error)
-            store.set(key, json.dumps(wire_of(noticed)))
-        until = time.monotonic() + min(seconds, CONNECT_SECONDS)
-        self.wire = Wire(*json.loads(get(store, key, "rank 0, which tells how far hosts are from each other,", until)))
+            exchange.publish("wire", wire_of(noticed))
+        self.wire = Wire(*exchange.answer("wire", time.monotonic() + min(seconds, CONNECT_SECONDS)))
+
+    def give_up(self, error: RingReduceError) -> None:
+        """Tells the others, as long as the group is being made."""
+        self._meeting.exchange.give_up(error)
 
     def _notice(self, firsts: Sequence[int], patience: float) -> Noticed:
         at = firsts.index(self._rank)

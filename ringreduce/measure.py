@@ -198,7 +198,7 @@ class _Bench:
 
     def batch(self, task: Task, candidate: Candidate, call: Callable[[], object], calls: int) -> float:
         """Seconds for one call, the mean of so many on the slowest rank."""
-        lowered, digest = lowered_plan(task.collective, candidate.algorithm, self.size)
+        lowered, digest = lowered_plan(task.collective, candidate.algorithm, self.size, dist.get_rank())
         self.backend.add_plan(task.collective, lowered, digest, ANY_SIZE, candidate.slice_bytes)
         dist.barrier()
         begin = time.perf_counter()

@@ -41,27 +41,24 @@ void Engine::choose(Operation operation, std::uint64_t most_bytes, int plan, std
   ++choices_made_;
 }
 
-const Engine::Choices& Engine::choices_for(Operation operation, int root) {
-  const Choices& usual = choices_[static_cast<std::size_t>(operation)];
-  if (!plans_for_root_ || !has_root(operation)) return usual;
-  auto found = choices_for_root_.find({operation, root});
-  if (found == choices_for_root_.end()) {
-    Choices choices;
-    for (PlanFor& each : plans_for_root_(operation, root))
-      choices[each.most_bytes] = {add_plan(std::move(each.plan)), each.slice_bytes};
-    found = choices_for_root_.emplace(std::pair{operation, root}, std::move(choices)).first;
-  }
-  return found->second.empty() ? usual : found->second;
+const Engine::Choice* Engine::find(const Choices& choices, std::uint64_t bytes) {
+  const auto choice = choices.lower_bound(bytes);
+  return choice == choices.end() || choice->second.least_bytes > bytes ? nullptr : &choice->second;
 }
 
 const Engine::Choice& Engine::choice_for(const Call& call) {
   const Operation operation = planned(call.operation);
-  const Choices& choices = choices_for(operation, call.root);
-  const auto choice = choices.lower_bound(call.count * size_of(call.dtype));
-  if (choice == choices.end())
+  const std::uint64_t bytes = call.count * size_of(call.dtype);
+  if (const Choice* chosen = find(choices_[static_cast<std::size_t>(operation)], bytes)) return *chosen;
+  const int root = has_root(operation) ? call.root : 0;
+  Choices& asked = asked_[{operation, root}];
+  if (const Choice* chosen = find(asked, bytes)) return *chosen;
+  if (!ask_)
     throw Error(ErrorKind::invalid_argument,
                 "no plan is registered for " + std::string(name(operation)) + " of this size");
-  return choice->second;
+  PlanFor answer = ask_(operation, root, bytes);
+  const Choice choice{add_plan(std::move(answer.plan)), answer.slice_bytes, answer.least_bytes};
+  return asked.insert_or_assign(answer.most_bytes, choice).first->second;
 }
 
 const Program& Engine::program_for(const Call& call, int plan) {

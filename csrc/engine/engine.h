@@ -86,14 +86,14 @@ class Engine {
     LoweredPlan plan;
     std::uint64_t most_bytes;
     std::size_t slice_bytes = 0;
+    std::uint64_t least_bytes = 0;  // of an answer to Ask: it serves no smaller calls
   };
   void add(const PlanFor& each) { choose(each.plan.operation, each.most_bytes, add_plan(each.plan), each.slice_bytes); }
 
-  // Plans that are for one root only, where ranks are not all alike.
-  using PlansForRoot = std::function<std::vector<PlanFor>(Operation operation, int root)>;
-  // From now on the first call of a rooted operation with a root asks for its plans; if it gets any, they serve such
-  // calls instead of what choose() chose. To be called before any call.
-  void ask_for_roots(PlansForRoot plans_for_root) { plans_for_root_ = std::move(plans_for_root); }
+  // The plan for calls of `operation` with `root` (0 where there is none) over `bytes` of a block.
+  using Ask = std::function<PlanFor(Operation operation, int root, std::uint64_t bytes)>;
+  // From now on the first call that choose() has chosen nothing for asks for a plan. To be called before any call.
+  void ask_for_plans(Ask ask) { ask_ = std::move(ask); }
 
   // Runs the call to its end in the calling thread. Throws Error.
   virtual Tally run(const Call& call, const Buffers& buffers) = 0;
@@ -124,7 +124,8 @@ class Engine {
  protected:
   struct Choice {
     int plan;
-    std::size_t slice_bytes;  // 0: by the options' rule
+    std::size_t slice_bytes;        // 0: by the options' rule
+    std::uint64_t least_bytes = 0;  // it serves no smaller calls
   };
 
   // `channels`: the most that a plan may have. `most_slice_bytes`: what the transport allows.
@@ -143,15 +144,15 @@ class Engine {
 
  private:
   using Choices = std::map<std::uint64_t, Choice>;  // by most_bytes
-  const Choices& choices_for(Operation operation, int root);
+  static const Choice* find(const Choices& choices, std::uint64_t bytes);
 
   const int rank_, size_, channels_;
   const Options options_;
   const std::size_t most_slice_bytes_;
   std::vector<LoweredPlan> plans_;
-  std::vector<Choices> choices_;                                   // per operation
-  std::map<std::pair<Operation, int>, Choices> choices_for_root_;  // those that were asked for
-  PlansForRoot plans_for_root_;
+  std::vector<Choices> choices_;                        // per operation
+  std::map<std::pair<Operation, int>, Choices> asked_;  // by operation and root: what was asked for
+  Ask ask_;
   std::map<std::pair<int, int>, Program> programs_;  // (plan, root) -> this rank's part
   std::uint64_t sequence_ = 0;
   int choices_made_ = 0;

@@ -1,6 +1,7 @@
 #include "engine/program.h"
 
 #include <algorithm>
+#include <numeric>
 #include <string>
 #include <utility>
 
@@ -91,6 +92,7 @@ class ProgramReader {
   void read_channel(ChannelProgram& channel) {
     const std::size_t first_source = program_.sources.size();
     sent_in_.assign(static_cast<std::size_t>(part_.size), {});
+    alike_.assign(static_cast<std::size_t>(part_.size), false);
     const int begin = in_.take("share begin", 0, kMost), end = in_.take("share end", begin, kMost);
     const int total = in_.take("share total", end, kMost);
     if (total == 0) malformed("share total is 0");
@@ -101,10 +103,18 @@ class ProgramReader {
     channel.sends.resize(static_cast<std::size_t>(part_.size));
     completed_.assign(static_cast<std::size_t>(blocks) * channel.chunks, 0);
     for (int r = 0; r < part_.size; ++r) read_rank(channel, turned(r));
-    program_.completed_once &= std::all_of(completed_.begin(), completed_.end(), [](int times) { return times == 1; });
+    const auto own = static_cast<std::size_t>(part_.rank);
+    if (alike_[own]) malformed("it leaves out this rank");
+    // Those who do as this rank does complete as many chunks, all of them different if there are as many.
+    const auto alike = 1 + static_cast<std::size_t>(std::count(alike_.begin(), alike_.end(), true));
+    const auto completions = static_cast<std::size_t>(std::accumulate(completed_.begin(), completed_.end(), 0)) * alike;
+    program_.completed_once &= completions == completed_.size();
+    for (std::size_t r = 0; r < alike_.size(); ++r)
+      if (alike_[r]) channel.sends[r] = channel.sends[own];
     for (std::size_t i = first_source; i < program_.sources.size(); ++i) {
       Source& source = program_.sources[i];
-      const auto& sent = sent_in_[static_cast<std::size_t>(source.peer)];
+      const auto& sent =
+          sent_in_[alike_[static_cast<std::size_t>(source.peer)] ? own : static_cast<std::size_t>(source.peer)];
       if (source.send_index >= sent.size()) malformed("send index is none of the peer's");
       source.phase = sent[source.send_index];
     }
@@ -112,7 +122,9 @@ class ProgramReader {
 
   void read_rank(ChannelProgram& channel, int rank) {
     const auto r = static_cast<std::size_t>(rank);
-    const int steps = in_.take("step count", 0, kMost);
+    const int steps = in_.take("step count", -1, kMost);
+    alike_[r] = steps < 0;
+    if (alike_[r]) return;
     channel.sends[r] = static_cast<std::uint32_t>(in_.take("sends per round", 0, steps));
     int phase = 0;
     for (int s = 0; s < steps; ++s) {
@@ -212,7 +224,8 @@ class ProgramReader {
   Program program_;
   std::vector<Span> recv_of_, send_of_;              // of each step of this rank
   std::vector<std::vector<std::uint32_t>> sent_in_;  // per rank, of the channel at hand: its sends' phases
-  std::vector<int> completed_;                       // per chunk of it: by how many steps of all ranks
+  std::vector<bool> alike_;                          // per rank: whether it is left out, as it does what this one does
+  std::vector<int> completed_;                       // per chunk of it: by how many steps of the ranks that are not
 };
 
 }  // namespace

@@ -65,19 +65,19 @@ void without_errors(const std::function<void()>& call, const char* what) {
   }
 }
 
-// (lowered, digest, most_bytes, slice_bytes) of each.
-using RootedPlans = std::vector<std::tuple<std::vector<std::int32_t>, std::uint64_t, std::uint64_t, std::size_t>>;
-using AskForRoot = std::function<RootedPlans(const std::string&, int)>;
+// (collective, root, bytes) -> (lowered, digest, least_bytes, most_bytes, slice_bytes)
+using AskPython =
+    std::function<std::tuple<std::vector<std::int32_t>, std::uint64_t, std::uint64_t, std::uint64_t, std::size_t>(
+        const std::string&, int, std::uint64_t)>;
 
-Engine::PlansForRoot asked_of(AskForRoot plans_for_root) {
-  if (!plans_for_root) return nullptr;
-  return [ask = std::move(plans_for_root)](Operation operation, int root) {
-    std::vector<Engine::PlanFor> plans;
+Engine::Ask asked_of(AskPython ask) {
+  return [ask = std::move(ask)](Operation operation, int root, std::uint64_t bytes) {
+    Engine::PlanFor answer{};
     with_python_errors(-1, [&] {
-      for (auto& [words, digest, most_bytes, slice_bytes] : ask(std::string(name(operation)), root))
-        plans.push_back({{operation, std::move(words), digest}, most_bytes, slice_bytes});
+      auto [words, digest, least_bytes, most_bytes, slice_bytes] = ask(std::string(name(operation)), root, bytes);
+      answer = {{operation, std::move(words), digest}, most_bytes, slice_bytes, least_bytes};
     });
-    return plans;
+    return answer;
   };
 }
 
@@ -190,8 +190,7 @@ void bind_settings(py::module_& m) {
                     [](S& s, double seconds) {
                       s.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000));
                     })
-      .def_property("plans_for_root", nullptr,
-                    [](S& s, AskForRoot ask) { s.plans_for_root = asked_of(std::move(ask)); });
+      .def_property("ask", nullptr, [](S& s, AskPython ask) { s.ask = asked_of(std::move(ask)); });
 }
 
 // The arguments of ProcessGroupRing().

@@ -29,7 +29,6 @@ struct LivingGroups {
 
 ProcessGroupRing::ProcessGroupRing(std::shared_ptr<Team> team, Settings settings)
     : ProcessGroupRing(std::make_shared<SharedMemoryEngine>(team, settings.engine), settings) {
-  if (settings_.plans_for_root) running_->engine->ask_for_roots(settings_.plans_for_root);
   team_ = team;
   shared_->mailbox = std::make_shared<Mailbox>(std::move(team), settings_.engine.patience);
 }
@@ -45,6 +44,7 @@ ProcessGroupRing::ProcessGroupRing(std::shared_ptr<Engine> engine, const Setting
       shared_(std::make_shared<WorkSurroundings>()),
       timeout_(settings_.timeout) {
   shared_->engine = engine;
+  engine->ask_for_plans(settings_.ask);
   shared_->log = std::make_unique<CallLog>(settings_.recorded_calls, settings_.print_calls,
                                            CallLog::Group{settings_.name, "", settings_.global_ranks, getRank()});
   shared_->global_rank = static_cast<int>(settings_.global_ranks[static_cast<std::size_t>(getRank())]);

@@ -61,7 +61,7 @@ class ProcessGroupRing : public c10d::Backend {
     bool print_calls = false;                // whether each call gives a line on standard error
     Regroup regroup;
     JoinGpus join_gpus;
-    Engine::PlansForRoot plans_for_root;  // or null
+    Engine::Ask ask;       // for plans when a call first needs one
     std::string topology;  // what was planned over the machine's links, as Python wrote it; kept for Python
   };
 

@@ -173,7 +173,7 @@ def _on_switch(arguments: argparse.Namespace) -> Iterator[_Curve]:
 
         def seconds(point: _Point, name: str = name) -> float:
             ranks, size = point
-            alike = collective == "all_reduce" and name in SYMMETRIC
+            alike = collective == "all_reduce" and name in SYMMETRIC[collective]
             if alike and ranks > ALL_WALKED:
                 return simulate_symmetric(name, ranks, size, bandwidth, latency).seconds
             if ranks <= MOST_WALKED:

@@ -2,14 +2,17 @@
 
 One file an algorithm (`direct`, `ring`, `tree`, `halving_doubling`), listed in `builders`; `hierarchical` and `hosts`
 make one plan of several, for groups of ranks and for ranks on several hosts.  `cost` says how long each takes on CPU
-ranks, `choose` picks one by size, and `lower` turns it into the array the engine reads.  `simulate` runs plans over a
+ranks, `choose` picks one by size, and `lower` turns it into the array the engine reads,
+`alike` that of one rank where all do the same (`symmetric`).  `simulate` runs plans over a
 `network` of links, with one rank for all where all are equal (`symmetric`), and a `parameter_server` beside them.
 Standard library only: no torch, no NumPy, no side effects.
 """
 
 from ringreduce.common.failures import PlanError
+from ringreduce.plan.alike import lower_for
 from ringreduce.plan.builders import BUILDERS, Builder, build
 from ringreduce.plan.choose import (
+    DIRECT_MODELLED,
     Range,
     Rule,
     Table,
@@ -17,11 +20,13 @@ from ringreduce.plan.choose import (
     lookup,
     one_shot_end,
     parse_algorithms,
+    ranges,
     ranges_between,
     slices,
     table,
 )
 from ringreduce.plan.cost import Cost, Machine, Slicing, chunk_bytes
-from ringreduce.plan.lower import digest, lower
+from ringreduce.plan.lower import digest, digest_of, lower
 from ringreduce.plan.model import COLLECTIVES, Channel, Layout, Plan, Program, Read, Step, layout, slot_depth
+from ringreduce.plan.symmetric import symmetric
 from ringreduce.plan.verify import verify

@@ -16,6 +16,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from ringreduce.common.failures import PlanError
@@ -85,6 +86,7 @@ Table = dict[str, list[Range]]
 """Per collective, ascending; the last range is open."""
 
 
+@lru_cache(maxsize=64)
 def parse_algorithms(text: str) -> tuple[Rule, ...]:
     """The rules in `text`, by the grammar above, or PlanError naming the entry at fault and what is known."""
     rules: list[Rule] = []
@@ -99,7 +101,7 @@ def parse_algorithms(text: str) -> tuple[Rule, ...]:
 
 def table(size: int, rules: Sequence[Rule] = (), decided: Sequence[Rule] = ()) -> Table:
     """What runs for which block size in a group of `size` ranks: by `rules`, else as `decided`, else "direct"."""
-    return {collective: _ranges(collective, size, rules, decided) for collective in BUILDERS}
+    return {collective: ranges(collective, size, rules, decided) for collective in BUILDERS}
 
 
 def lookup(ranges: Sequence[Range], block_bytes: int) -> Range:
@@ -234,19 +236,22 @@ def _overlap(rule: Rule, other: Rule) -> bool:
     )
 
 
-def _ranges(collective: str, size: int, rules: Sequence[Rule], decided: Sequence[Rule]) -> list[Range]:
-    """Walk up the sizes: at each point where a rule or a default begins or ends, ask who decides from there on."""
+def ranges(collective: str, size: int, rules: Sequence[Rule], decided: Sequence[Rule]) -> list[Range]:
+    """The entry of `table` for one collective.
+
+    Walk up the sizes: at each point where a rule or a default begins or ends, ask who decides from there on.
+    """
     own = [rule for rule in (*rules, *decided) if rule.collective == collective]  # in order of precedence
     points = {0, *(rule.begin for rule in own), *(rule.end for rule in own if rule.end is not None)}
     if collective == "all_reduce":
         points.add(one_shot_end(size))
-    ranges: list[Range] = []
+    found: list[Range] = []
     for begin, end in zip(sorted(points), (*sorted(points)[1:], None), strict=True):
         algorithm, slice_bytes = _decide(collective, size, begin, own)
-        if ranges and ranges[-1][1:] == (algorithm, slice_bytes):
-            ranges.pop()
-        ranges.append(Range(end, algorithm, slice_bytes))
-    return ranges
+        if found and found[-1][1:] == (algorithm, slice_bytes):
+            found.pop()
+        found.append(Range(end, algorithm, slice_bytes))
+    return found
 
 
 def _decide(collective: str, size: int, block_bytes: int, rules: Sequence[Rule]) -> tuple[str, int]:

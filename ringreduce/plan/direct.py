@@ -24,13 +24,15 @@ def one_shot(size: int) -> Plan:
 
     Each rank reads ``size - 1`` times the tensor, so this is for tensors whose time is all latency.
     """
+    programs = tuple(one_shot_program(rank, size) for rank in range(size))
+    return Plan("one_shot", "all_reduce", size, (Channel(1, 1, programs),))
 
-    def program(rank: int) -> Program:
-        peers = others(rank, size)
-        combine = Step(0, Read.INPUT, recv=peers, write=True)
-        return (Step(0, Read.INPUT, send=peers), combine) if peers else (combine,)
 
-    return Plan("one_shot", "all_reduce", size, (Channel(1, 1, tuple(map(program, range(size)))),))
+def one_shot_program(rank: int, size: int) -> Program:
+    """What one rank does in `one_shot`."""
+    peers = others(rank, size)
+    combine = Step(0, Read.INPUT, recv=peers, write=True)
+    return (Step(0, Read.INPUT, send=peers), combine) if peers else (combine,)
 
 
 def two_shot(size: int) -> Plan:
@@ -46,18 +48,18 @@ def two_shot(size: int) -> Plan:
 
 def two_shot_program(rank: int, size: int) -> Program:
     """What one rank does in `two_shot`."""
-    return compose(_reduce_scatter(rank, size), _all_gather(rank, size))
+    return compose(reduce_scatter_program(rank, size), all_gather_program(rank, size))
 
 
 def reduce_scatter(size: int) -> Plan:
     """Everyone sends each block to its owner, who combines them in one step."""
-    programs = tuple(_reduce_scatter(rank, size) for rank in range(size))
+    programs = tuple(reduce_scatter_program(rank, size) for rank in range(size))
     return Plan("direct", "reduce_scatter", size, (Channel(1, 1, programs),))
 
 
 def all_gather(size: int) -> Plan:
     """Everyone publishes its block once and reads the others'."""
-    programs = tuple(_all_gather(rank, size) for rank in range(size))
+    programs = tuple(all_gather_program(rank, size) for rank in range(size))
     return Plan("direct", "all_gather", size, (Channel(1, 1, programs),))
 
 
@@ -76,7 +78,7 @@ def reduce(size: int) -> Plan:
     """Two hops, so that the combining is shared: chunk `r` is reduced by rank `r`, then sent to the root."""
 
     def program(rank: int) -> Program:
-        *contributions, combine = _reduce_scatter(rank, size)
+        *contributions, combine = reduce_scatter_program(rank, size)
         if rank == 0:
             collect = (Step(owner, recv=(owner,), write=True) for owner in others(0, size))
             return (*contributions, combine, *collect)
@@ -115,26 +117,28 @@ def all_to_all(size: int) -> Plan:
     Every hop is a permutation: no rank is sent to by two at once.  Sends and receives alternate, so that any depth will
     do and few slots are in use (and in cache); the price is that a rank's next send waits for its last receive.
     """
-
-    def program(rank: int) -> Program:
-        steps = [Step(rank * size + rank, Read.INPUT, write=True)]
-        for hop in range(1, size):
-            target, source = (rank + hop) % size, (rank - hop) % size
-            steps.append(Step(rank * size + target, Read.INPUT, send=(target,)))
-            steps.append(Step(source * size + rank, recv=(source,), write=True))
-        return tuple(steps)
-
-    return Plan("direct", "all_to_all", size, (Channel(1, 1, tuple(map(program, range(size)))),))
+    programs = tuple(all_to_all_program(rank, size) for rank in range(size))
+    return Plan("direct", "all_to_all", size, (Channel(1, 1, programs),))
 
 
-def _reduce_scatter(rank: int, size: int) -> Program:
+def all_to_all_program(rank: int, size: int) -> Program:
+    """What one rank does in `all_to_all`."""
+    steps = [Step(rank * size + rank, Read.INPUT, write=True)]
+    for hop in range(1, size):
+        target, source = (rank + hop) % size, (rank - hop) % size
+        steps.append(Step(rank * size + target, Read.INPUT, send=(target,)))
+        steps.append(Step(source * size + rank, recv=(source,), write=True))
+    return tuple(steps)
+
+
+def reduce_scatter_program(rank: int, size: int) -> Program:
     """Hand out the others' chunks, then combine all contributions to the own one; chunk `r` belongs to rank `r`."""
     peers = others(rank, size)
     contributions = (Step(owner, Read.INPUT, send=(owner,)) for owner in peers)
     return (*contributions, Step(rank, Read.INPUT, recv=peers, write=True))
 
 
-def _all_gather(rank: int, size: int) -> Program:
+def all_gather_program(rank: int, size: int) -> Program:
     """Publish the own chunk, then read the others'."""
     peers = others(rank, size)
     collect = (Step(owner, recv=(owner,), write=True) for owner in peers)

@@ -43,17 +43,17 @@ def all_reduce(rings: Rings, name: str = "ring") -> Plan:
 
 def all_reduce_program(order: Order, position: int) -> Program:
     """What the rank at one position does in the `all_reduce` of one ring."""
-    return compose(_reduce_scatter(order, position), _all_gather(order, position))
+    return compose(reduce_scatter_program(order, position), all_gather_program(order, position))
 
 
 def reduce_scatter(rings: Rings, name: str = "ring") -> Plan:
     """reduce_scatter over the given rings."""
-    return _plan(name, "reduce_scatter", rings, _reduce_scatter)
+    return _plan(name, "reduce_scatter", rings, reduce_scatter_program)
 
 
 def all_gather(rings: Rings, name: str = "ring") -> Plan:
     """all_gather over the given rings."""
-    return _plan(name, "all_gather", rings, _all_gather)
+    return _plan(name, "all_gather", rings, all_gather_program)
 
 
 def broadcast(rings: Rings, name: str = "ring") -> Plan:
@@ -90,7 +90,7 @@ def all_gather_owner(position: int, hop: int, size: int) -> int:
     return (position - hop) % size
 
 
-def _reduce_scatter(order: Order, position: int) -> Program:
+def reduce_scatter_program(order: Order, position: int) -> Program:
     """Hop 0 sends, hops between receive, combine and send on, the last one completes the own chunk."""
     size = len(order)
     return tuple(
@@ -105,7 +105,7 @@ def _reduce_scatter(order: Order, position: int) -> Program:
     )
 
 
-def _all_gather(order: Order, position: int) -> Program:
+def all_gather_program(order: Order, position: int) -> Program:
     """Hop 0 sends the own chunk, hops between write and send on, the last one only writes."""
     size = len(order)
     return tuple(

@@ -116,11 +116,13 @@ def simulate_symmetric(
     `link_bytes` and `link_busy_seconds` are of the two links of a rank, out and in; messages and steps are counted over
     all ranks.  Raises PlanError as `simulate` does, and for an algorithm or a size without that symmetry.
     """
-    if algorithm not in SYMMETRIC:
-        raise PlanError(f"algorithm {algorithm!r} is not known to be symmetric; those are {', '.join(SYMMETRIC)}")
+    if algorithm not in SYMMETRIC["all_reduce"]:
+        raise PlanError(
+            f"algorithm {algorithm!r} is not known to be symmetric; those are {', '.join(SYMMETRIC['all_reduce'])}"
+        )
     if size < 1:
         raise PlanError(f"a group of {size} ranks has no plan; the size must be at least 1")
-    symmetry = SYMMETRIC[algorithm]
+    symmetry = SYMMETRIC["all_reduce"][algorithm]
     plan = Plan(algorithm, "all_reduce", size, symmetry.channels(size))  # with one program a channel
     route = Route(((0, 1.0), (1, 1.0)), latency)
     capacity = (bandwidth, bandwidth)

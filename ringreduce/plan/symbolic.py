@@ -7,7 +7,9 @@ ranks, steps that run all at once or not at all) and stops with a PlanError at t
 """
 
 from collections import defaultdict, deque
+from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import cache
 
 from ringreduce.common.failures import PlanError
 from ringreduce.plan.model import Plan, Read, Step, layout
@@ -15,11 +17,11 @@ from ringreduce.plan.model import Plan, Read, Step, layout
 
 @dataclass(frozen=True)
 class Value:
-    """The inputs of `ranks` (a bit mask) for `chunk`, combined by an expression: equal numbers mean equal bits."""
+    """The inputs of `ranks` (a bit mask) for `chunk`, combined by an expression: equal ones mean equal bits."""
 
     chunk: int
     ranks: int
-    expression: int
+    expression: Hashable
 
 
 @dataclass(frozen=True)
@@ -52,12 +54,12 @@ def run_round(plan: Plan, index: int, depth: int) -> Round:
     The structure of the plan (ranges, peers) must be right already.  The order in which ranks get their turn does not
     matter: a step that can run stays able to run until it does, whatever the others do.
     """
-    machine = _Machine(plan, index, depth)
+    machine = Machine(plan, index, depth)
     machine.run()
     return Round(tuple(map(tuple, machine.outcomes)), tuple(machine.outputs))
 
 
-class _Machine:
+class Machine:
     """The state of one channel: program counters, outboxes, messages under way, outputs."""
 
     def __init__(self, plan: Plan, index: int, depth: int) -> None:
@@ -65,7 +67,7 @@ class _Machine:
         self.index = index
         self.depth = depth
         self.layout = layout(plan.collective, plan.size)
-        self.contributors = [self.layout.contributors(block) for block in range(self.layout.blocks)]
+        self.contributors = cache(self.layout.contributors)
         self.chunks = plan.channels[index].chunks
         self.programs = plan.channels[index].programs
         self.outcomes: list[list[Outcome]] = [[] for _ in self.programs]  # as long as the steps a rank has executed
@@ -73,7 +75,7 @@ class _Machine:
         self.unread: list[list[int]] = [[] for _ in self.programs]  # readers still to come, for each message sent
         self.sent_in: list[list[int]] = [[] for _ in self.programs]  # the phase of each message sent
         self.messages: defaultdict[tuple[int, int], deque[tuple[int, Value]]] = defaultdict(deque)  # (source, target)
-        self.expressions: dict[tuple[int, ...], int] = {}
+        self.expressions: dict[tuple[Hashable, ...], int] = {}
 
     def run(self) -> None:
         """Let every rank go as far as it can, again whenever a peer sent to it or consumed what it had sent."""
@@ -123,11 +125,14 @@ class _Machine:
             self.outputs[rank][step.chunk] = value
         if step.send:
             for peer in step.send:
-                self.messages[rank, peer].append((len(self.unread[rank]), value))
+                self.deliver(rank, peer, value)
             self.unread[rank].append(len(step.send))
             self.sent_in[rank].append(phase)
-        completes = len(operands) > 1 and value.ranks == self.contributors[step.chunk // self.chunks]
+        completes = len(operands) > 1 and value.ranks == self.contributors(step.chunk // self.chunks)
         self.outcomes[rank].append(Outcome(tuple(taken), completes, phase))
+
+    def deliver(self, rank: int, peer: int, value: Value) -> None:
+        self.messages[rank, peer].append((len(self.unread[rank]), value))
 
     def local_operand(self, rank: int, step: Step) -> Value | None:
         written = self.outputs[rank].get(step.chunk)
@@ -160,7 +165,7 @@ class _Machine:
             return operands[0][1]
         return Value(step.chunk, ranks, self.expression(*(value.expression for _, value in operands)))
 
-    def expression(self, *operands: int) -> int:
+    def expression(self, *operands: Hashable) -> Hashable:
         """The number of an expression: the same for the same operands in the same order.  ``-1 - rank`` is an input."""
         return self.expressions.setdefault(operands, len(self.expressions))
 

@@ -16,9 +16,11 @@ steps, and which stays live when constraints between steps are removed (Commoner
 directed graphs", 1971).  Overlap only removes one: that a rank's round begins after its previous round has ended.
 """
 
+from collections.abc import Hashable, Mapping
+
 from ringreduce.common.failures import PlanError
-from ringreduce.plan.model import Channel, Layout, Plan, Read, Step, layout, slot_depth
-from ringreduce.plan.symbolic import Round, describe, name_ranks, run_round
+from ringreduce.plan.model import Channel, Layout, Plan, Program, Read, Step, layout, slot_depth
+from ringreduce.plan.symbolic import Round, Value, describe, name_ranks, run_round
 
 
 def verify(plan: Plan, depth: int | None = None) -> None:
@@ -42,7 +44,7 @@ def prove(plan: Plan, depth: int) -> tuple[Round, ...]:
         _check_structure(plan, index, channel, shape)
     rounds = tuple(run_round(plan, index, depth) for index in range(len(plan.channels)))
     for index, executed in enumerate(rounds):
-        _check_outputs(plan, index, executed, shape)
+        check_outputs(plan, index, dict(enumerate(executed.outputs)), shape)
     return rounds
 
 
@@ -55,9 +57,14 @@ def _check_structure(plan: Plan, index: int, channel: Channel, shape: Layout) ->
     if len(channel.programs) != plan.size:
         raise PlanError(f"{where}: there are {len(channel.programs)} programs; there must be one per rank, {plan.size}")
     for rank, program in enumerate(channel.programs):
-        for number, step in enumerate(program):
-            if fault := _step_fault(step, rank, plan.size, shape.blocks * channel.chunks):
-                raise PlanError(f"{where}, rank {rank}, step {number} (chunk {step.chunk}): {fault}")
+        check_steps(where, rank, program, plan.size, shape.blocks * channel.chunks)
+
+
+def check_steps(where: str, rank: int, program: Program, size: int, chunks: int) -> None:
+    """Raises PlanError for the first step of a rank that is wrong whatever the others do."""
+    for number, step in enumerate(program):
+        if fault := _step_fault(step, rank, size, chunks):
+            raise PlanError(f"{where}, rank {rank}, step {number} (chunk {step.chunk}): {fault}")
 
 
 def _step_fault(step: Step, rank: int, size: int, chunks: int) -> str | None:
@@ -79,16 +86,19 @@ def _step_fault(step: Step, rank: int, size: int, chunks: int) -> str | None:
     return None
 
 
-def _check_outputs(plan: Plan, index: int, executed: Round, shape: Layout) -> None:
+def check_outputs(plan: Plan, index: int, outputs: Mapping[int, Mapping[int, Value]], shape: Layout) -> None:
+    """Raises PlanError unless what these ranks hold at the end of a channel's round is what they need."""
     chunks = plan.channels[index].chunks
     for block in range(shape.blocks):
-        holders = [rank for rank in range(plan.size) if _must_write(shape, rank, block)]
+        holders = [rank for rank in outputs if _must_write(shape, rank, block)]
+        if not holders:
+            continue
         contributors = shape.contributors(block)
         for chunk in range(block * chunks, (block + 1) * chunks):
-            expressions = {}
+            expressions: dict[Hashable, int] = {}
             for rank in holders:
                 where = f"{describe(plan)}, channel {index}, rank {rank} (chunk {chunk})"
-                value = executed.outputs[rank].get(chunk)
+                value = outputs[rank].get(chunk)
                 if value is None:
                     raise PlanError(f"{where}: no step writes this output chunk")
                 if missing := contributors & ~value.ranks:

@@ -1,14 +1,16 @@
 """How the ranks of a group meet: those of one host share a memfd, those of others learn each other's addresses.
 
-1. Every rank tells the store who and where it is. Rank 0 publishes the roster, with a fresh secret.
-2. On each host the lowest rank is the leader, and the others connect to its Unix socket. Both sides prove that they
-   know the secret (HMAC-SHA-256 over the other's nonce), and the kernel tells both that the peer is the same user.
-   Being able to connect is what proves that they share a host.
-3. The rank sends a pidfd of itself, its process's arena if it has one, and whether it can access all others' memory;
-   when all have, the leader sends everybody of its host a memfd, all pidfds and arenas, and whether all can.
+1. Every rank listens at a Unix socket and tells the store who and where it is, rank 0 with a fresh secret. Rank 0 makes
+   the roster of that, which it publishes if there are several hosts.
+2. On each host the lowest rank is the leader. It connects to the others and hands them the roster. Both sides prove
+   that they know the secret (HMAC-SHA-256 over the other's nonce), and the kernel tells both that the peer is the same
+   user. Being able to connect is what proves that they share a host.
+3. A rank answers with a pidfd of itself, its process's arena if it has one, and whether it can access all others'
+   memory; when all have, the leader sends everybody of its host a memfd, all pidfds and arenas, and whether all can.
 4. If there are several hosts, every rank listens for the others (`links`) and tells the store where.
 
-A rank that cannot go on says so in the store, so that the others need not wait for it.
+A rank that cannot go on says so in the store, so that the others need not wait for it. The end of a process is seen by
+those that are connected with it, and by the others of its machine that wait for it (`store.Exchange`).
 
 A pidfd becomes readable when its process ends, whoever holds it. That is how a dead peer is found out: unlike an open
 socket it is not kept alive by forked children (DataLoader workers), and it works across pid namespaces.
@@ -27,12 +29,13 @@ import hmac
 import json
 import os
 import secrets
+import selectors
 import socket
 import struct
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ringreduce.common.failures import (
     CollectiveTimeout,
@@ -42,19 +45,20 @@ from ringreduce.common.failures import (
     SystemFailure,
     TopologyError,
 )
-from ringreduce.rendezvous.interfaces import Filter, local_interfaces
-from ringreduce.rendezvous.links import Address, Door, parse_ports
 from ringreduce.rendezvous.secret import group_secret
-from ringreduce.rendezvous.store import Store, generation, get
+from ringreduce.rendezvous.store import LEST, RANK_0, WHO, Exchange, Store, identity, kernel, passed
+
+if TYPE_CHECKING:
+    from ringreduce.rendezvous.links import Address, Door
 
 _NONCE = 32
 _DIGEST = hashlib.sha256().digest_size
-_HELLO = struct.Struct(f"!i?{_NONCE}s{_DIGEST}s")  # rank, whether it can access all ranks' memory, nonce, proof
+_HELLO = struct.Struct(f"!i?{_DIGEST}s")  # rank, whether it can access all ranks' memory, proof
 _FDS_PER_MESSAGE = 200  # the kernel's limit is 253 (SCM_MAX_FD)
-_LOOK_SECONDS = 0.1
-"""How often a leader looks whether another rank has given up."""
-_LEST_SECONDS = 1.0
-"""How much longer the others wait than rank 0, which can tell them whom it has missed."""
+_BEFORE_STORE = 0.01
+"""Seconds that a rank waits for its leader before it asks the store, where only those of other hosts find theirs."""
+_STRANGER_SECONDS = 5.0
+"""For who connects to say who it is."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +120,8 @@ class Meeting:
     """Where this rank listens for those on other hosts, not open yet; None if all are on one."""
     doors: list[list[Address]]
     """Per rank: the addresses of its door; none if all are on one host."""
-    store: Store
-    prefix: str
-    """Of keys in the store that are this meeting's alone."""
+    exchange: Exchange
+    """How this group's ranks tell each other more."""
 
     def close_descriptors(self) -> None:
         """Lets go of what is for a group to take over, if none will."""
@@ -131,6 +134,11 @@ class Meeting:
             self.door.close()
 
 
+Decide = Callable[[list[frozenset[int]], bool, list[list[int]], list[str]], str]
+Roster = dict[str, Any]
+"""What rank 0 tells all: see `_roster`."""
+
+
 def meet(
     store: Store,
     rank: int,
@@ -138,7 +146,7 @@ def meet(
     segment_bytes: Callable[[str], int],
     config: str,
     timeout: float,
-    decide: Callable[[list[frozenset[int]], bool, list[list[int]], list[str]], str],
+    decide: Decide,
     memory: tuple[int, int, int] | None = None,
     place: Place = Place(),
     arena: int = -1,
@@ -151,113 +159,327 @@ def meet(
     `OpenMemory`. `arena` is the descriptor of its process's arena, which stays the caller's; -1: none.
     Raises `CollectiveTimeout` naming the ranks that did not come within `timeout` seconds, `InvalidArgument` if
     configurations differ or `place` cannot be, `TopologyError` if all have to be on one host and are not, `PeerLost` if
-    another rank has raised one of these for itself.
+    another rank has raised one of these for itself, or has died.
     """
-    deadline = time.monotonic() + timeout
-    prefix = f"ringreduce/{generation(store, rank)}"
+    exchange = Exchange(store, rank, size, timeout)
     try:
-        return _meet(store, prefix, rank, size, segment_bytes, config, deadline, decide, memory, place, arena)
+        with contextlib.closing(_Announced(exchange, place, config, memory)) as me:
+            roster, leader = _find(me, place, decide)
+            passed("roster: known")
+            here = next(host for host in roster["hosts"] if rank in host)
+            for r, who in enumerate(roster["who"]):
+                exchange.know(r, who)
+            if rank != 0:
+                exchange.watched = [0, *(here if rank == here[0] else here[:1])]
+            own = _Member(rank, bool(roster["memory"]) and _can_access_all(roster["memory"]), arena)
+            if leader:
+                memfd, members = _join(me, leader, here, own)
+            else:
+                memfd, members = _lead(me, roster, here, segment_bytes(str(roster["decision"])), own)
+        try:
+            door, doors = _tell_addresses(exchange, place) if len(roster["hosts"]) > 1 else (None, [])
+        except BaseException:
+            _close([memfd, *(fd for member in members for fd in member.descriptors())])
+            raise
     except RingReduceError as error:
-        _give_up(store, prefix, rank, error)
+        exchange.give_up(error)
         raise
-
-
-def _meet(
-    store: Store,
-    prefix: str,
-    rank: int,
-    size: int,
-    segment_bytes: Callable[[str], int],
-    config: str,
-    deadline: float,
-    decide: Callable[[list[frozenset[int]], bool, list[list[int]], list[str]], str],
-    memory: tuple[int, int, int] | None,
-    place: Place,
-    arena: int,
-) -> Meeting:
-    def look() -> None:
-        _raise_if_given_up(store, prefix)
-
-    group_secret(b"", place.secret_file)  # what is wrong with these should not wait for several hosts to show
-    parse_ports(place.ports)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind("")  # the kernel picks a free abstract address
-        listener.listen(size)
-        me = {"host": socket.gethostname(), "pid": os.getpid(), "machine": _machine(place, rank), "config": config}
-        me |= {"label": place.host_id or socket.gethostname()}
-        me |= {"cores": sorted(os.sched_getaffinity(0)), "memory": memory, "address": listener.getsockname().hex()}
-        store.set(f"{prefix}/rank/{rank}", json.dumps(me))
-        if rank == 0:
-            ranks = [json.loads(get(store, f"{prefix}/rank/{r}", f"rank {r}", deadline, look)) for r in range(size)]
-            hosts = _hosts(ranks)
-            near = len(hosts) == 1 and _can_access_all(ranks)
-            labels = _labels(ranks, hosts)
-            decision = decide([frozenset(other.get("cores", ())) for other in ranks], near, hosts, labels)
-            roster = {"ranks": ranks, "secret": secrets.token_hex(32), "decision": decision}
-            store.set(f"{prefix}/roster", json.dumps(roster))
-        else:
-            roster = json.loads(
-                get(store, f"{prefix}/roster", "rank 0, which waits for all ranks,", deadline + _LEST_SECONDS, look)
-            )
-            ranks, hosts = roster["ranks"], _hosts(roster["ranks"])
-            near = len(hosts) == 1 and _can_access_all(ranks)
-        agree_on_config(ranks)
-        if place.transport == "shared_memory":
-            _be_on_one_host(ranks, hosts)
-        names = [(str(r["host"]), int(r["pid"])) for r in ranks]
-        secret, decision = bytes.fromhex(str(roster["secret"])), str(roster["decision"])
-        here = next(host for host in hosts if rank in host)
-        if rank == here[0]:
-            own = _Member(rank, near, arena)
-            memfd, members = _serve(listener, secret, here, names, segment_bytes(decision), deadline, own, look)
-        else:
-            address = bytes.fromhex(ranks[here[0]]["address"])
-            memfd, members = _join(address, secret, here, names, deadline, _Member(rank, near, arena))
-    near = all(member.near for member in members)
     pidfds, arenas = [-1] * size, [-1] * size
     for member in members:
-        pidfds[member.rank], arenas[member.rank] = member.pidfd, member.arena
-    _close(fd for fd in (pidfds[rank], arenas[rank]) if fd >= 0)
-    pidfds[rank] = arenas[rank] = -1
-    try:
-        door, doors = (
-            _tell_addresses(store, prefix, rank, size, place, deadline, look) if len(hosts) > 1 else (None, [])
-        )
-    except BaseException:
-        _close((memfd, *(fd for fd in pidfds + arenas if fd >= 0)))
-        raise
+        if member.rank == rank:
+            _close(member.descriptors())
+        else:
+            pidfds[member.rank], arenas[member.rank] = member.pidfd, member.arena
     return Meeting(
         memfd=memfd,
         pidfds=pidfds,
         arenas=arenas,
-        names=names,
-        cores=frozenset(int(core) for r in here for core in ranks[r]["cores"]),
-        decision=decision,
-        threads=[int(other["memory"][0]) for other in ranks] if near else [],
-        hosts=hosts,
-        labels=_labels(ranks, hosts),
-        secret=group_secret(secret, place.secret_file),
+        names=[(str(host), int(pid)) for host, pid, _ in roster["who"]],
+        cores=frozenset(roster["cores"][roster["hosts"].index(here)]),
+        decision=str(roster["decision"]),
+        threads=[int(key[0]) for key in roster["memory"]] if all(member.near for member in members) else [],
+        hosts=roster["hosts"],
+        labels=roster["labels"],
+        secret=group_secret(bytes.fromhex(roster["secret"]), place.secret_file),
         door=door,
         doors=doors,
-        store=store,
-        prefix=prefix,
+        exchange=exchange,
     )
 
 
-def _give_up(store: Store, prefix: str, rank: int, error: RingReduceError) -> None:
-    """Tells the others that this rank does not come, and why. The first to say so is heard."""
-    late = isinstance(error, CollectiveTimeout)
-    why = str(error) if late else f"making the group: rank {rank} ({socket.gethostname()}, pid {os.getpid()}): {error}"
-    with contextlib.suppress(Exception):  # the store may be gone, and what counts is the error
-        if not store.check([f"{prefix}/given up"]):
-            store.set(f"{prefix}/given up", json.dumps([late, why, error.culprit if error.culprit >= 0 else rank]))
+class _Announced:
+    """This rank, once it has told the store where its leader finds it."""
+
+    def __init__(self, exchange: Exchange, place: Place, config: str, memory: tuple[int, int, int] | None) -> None:
+        group_secret(b"", place.secret_file)  # what is wrong with these should not wait for several hosts to show
+        if place.ports:
+            from ringreduce.rendezvous.links import parse_ports
+
+            parse_ports(place.ports)
+        self.exchange, self.rank = exchange, exchange.rank
+        self.nonce = secrets.token_bytes(_NONCE)
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.listener.bind("")  # the kernel picks a free abstract address
+        self.listener.listen(8)
+        told = {
+            "who": identity(),
+            "machine": _machine(place, self.rank),
+            "config": config,
+            "label": place.host_id or socket.gethostname(),
+            "cores": sorted(os.sched_getaffinity(0)),
+            "memory": memory,
+            "socket": [self.listener.getsockname().hex(), self.nonce.hex()],
+        }
+        if self.rank == 0:
+            told["secret"] = secrets.token_hex(32)
+        exchange.tell(WHO, told)
+
+    def secret(self) -> bytes:
+        """The group's, which rank 0 has told when others hear of it."""
+        return bytes.fromhex(self.exchange.told(WHO, 0)["secret"])
+
+    def close(self) -> None:
+        self.listener.close()
 
 
-def _raise_if_given_up(store: Store, prefix: str) -> None:
-    """Raises what keeps another rank from coming: `CollectiveTimeout` if it waited in vain, else `PeerLost`."""
-    if store.check([f"{prefix}/given up"]):
-        late, why, culprit = json.loads(store.get(f"{prefix}/given up"))
-        raise (CollectiveTimeout if late else PeerLost)(str(why), int(culprit))
+def _roster(ranks: list[dict[str, Any]], place: Place, decide: Decide) -> Roster:
+    """What all are told, by what each has told."""
+    agree_on_config(ranks)
+    machines: dict[str, list[int]] = {}
+    for r, other in enumerate(ranks):
+        machines.setdefault(str(other.get("machine")), []).append(r)  # those that want another transport have none
+    hosts = list(machines.values())
+    if place.transport == "shared_memory" and len(hosts) > 1:
+        first, other = ranks[0]["who"][0], ranks[hosts[1][0]]["who"][0]
+        raise TopologyError(
+            f"rank 0 is on {first} and rank {hosts[1][0]} on {other}: ranks on several hosts (or in separate network "
+            "namespaces) cannot share memory; make the group with ringreduce.Options(transport='auto'), or "
+            "RINGREDUCE_TRANSPORT=auto",
+            hosts[1][0],
+        )
+    labels = [str(ranks[host[0]].get("label")) for host in hosts]
+    keys = [other.get("memory") for other in ranks] if len(hosts) == 1 else []
+    memory = [key for key in keys if key] if all(keys) else []
+    cores = [frozenset(other.get("cores", ())) for other in ranks]
+    return {
+        "who": [other["who"] for other in ranks],
+        "hosts": hosts,
+        "labels": labels,
+        "cores": [sorted(frozenset().union(*(cores[r] for r in host))) for host in hosts],
+        "memory": memory,
+        "sockets": [other.get("socket") for other in ranks],
+        "secret": ranks[0]["secret"],
+        "decision": decide(cores, bool(memory) and _can_access_all(memory), hosts, labels),
+    }
+
+
+class _Leader(NamedTuple):
+    """Of this rank's host, connected with it."""
+
+    connection: socket.socket
+    secret: bytes
+    nonce: bytes
+    roster: Roster
+
+
+def _find(me: _Announced, place: Place, decide: Decide) -> tuple[Roster, _Leader | None]:
+    """The roster, and the leader of this rank's host; None if it is this rank."""
+    exchange = me.exchange
+    if me.rank == 0:
+        roster = exchange.decide(lambda ranks: _roster(ranks, place, decide), exchange.collect(WHO))
+        if len(roster["hosts"]) > 1:
+            exchange.publish("roster", roster)
+        return roster, None
+    came: list[_Leader] = []
+    read: Roster = {}
+
+    def leader_came(pause: float) -> bool:
+        me.listener.settimeout(pause)
+        try:
+            connection, _ = me.listener.accept()
+        except (TimeoutError, BlockingIOError):
+            pass
+        else:
+            came.extend(_greet(connection, me))
+        if not (came or read) and exchange.answered("roster"):
+            read.update(exchange.answer("roster"))
+            exchange.know(0, read["who"][0])
+            leader = next(host for host in read["hosts"] if me.rank in host)[0]
+            exchange.know(leader, read["who"][leader])
+            exchange.watched = [0, leader]
+        return bool(came) or me.rank in (host[0] for host in read.get("hosts", ()))
+
+    exchange.wait(leader_came, RANK_0, first=_BEFORE_STORE)
+    return (came[0].roster, came[0]) if came else (read, None)
+
+
+def _greet(connection: socket.socket, me: _Announced) -> list[_Leader]:
+    """Who connected, if it is a rank of this group; a stranger gets nothing."""
+    fds: list[int] = []
+    try:
+        _check_user(connection)
+        connection.settimeout(_STRANGER_SECONDS)
+        message, fds = _receive(connection, _NONCE + _DIGEST, 1)
+        nonce, proof = message[:_NONCE], message[_NONCE:]
+        secret = me.secret()
+        if len(fds) != 1 or not hmac.compare_digest(proof, _proof(secret, b"leader", me.nonce, me.rank)):
+            raise ConnectionError("not a rank of this group")
+        text = os.pread(fds[0], os.fstat(fds[0]).st_size, 0)
+        return [_Leader(connection, secret, nonce, json.loads(text))]
+    except OSError:
+        connection.close()
+        return []
+    finally:
+        _close(fds)
+
+
+def _join(me: _Announced, leader: _Leader, here: list[int], own: _Member) -> tuple[int, list[_Member]]:
+    """What a rank that is not its host's leader does there."""
+    exchange, fds = me.exchange, array.array("i")
+    with leader.connection as connection:
+        try:
+            hello = _HELLO.pack(own.rank, own.near, _proof(leader.secret, b"member", leader.nonce, own.rank))
+            pidfd = _own_pidfd()
+            try:
+                _send(connection, hello, [pidfd] if own.arena < 0 else [pidfd, own.arena], exchange.deadline)
+            finally:
+                os.close(pidfd)
+            passed("host: introduced")
+            connection.settimeout(max(exchange.deadline + LEST - time.monotonic(), LEST))
+            message = b""  # a byte for each rank: 1 if it can access all memory, and 2 if it has an arena
+            while len(fds) < 1 + len(here) + sum(byte > 1 for byte in message):
+                message, some = _receive(connection, len(here), _FDS_PER_MESSAGE)
+                if len(message) != len(here) or not some:
+                    raise ConnectionError("it closed the connection")
+                fds.extend(some)
+        except TimeoutError:
+            _close(fds)
+            raise CollectiveTimeout(f"making the group: rank {here[0]} did not answer in time", here[0]) from None
+        except OSError as error:
+            _close(fds)
+            raise _lost(exchange, here[0], error) from None
+    passed("host: joined")
+    memfd, *rest = fds
+    pidfds, arenas = rest[: len(here)], iter(rest[len(here) :])
+    return memfd, [
+        _Member(r, bool(byte & 1), pidfd=pidfd, arena=next(arenas) if byte > 1 else -1)
+        for r, byte, pidfd in zip(here, message, pidfds, strict=True)
+    ]
+
+
+def _lead(
+    me: _Announced, roster: Roster, here: list[int], segment_bytes: int, own: _Member
+) -> tuple[int, list[_Member]]:
+    """The leader's part: makes the memfd, and hands it to the ranks `here` with what they have sent of themselves."""
+    exchange = me.exchange
+    passed("host: leads")
+    memfd = _shared_memory(segment_bytes)
+    members = {own.rank: replace(own, pidfd=_own_pidfd(), arena=os.dup(own.arena) if own.arena >= 0 else -1)}
+    with contextlib.ExitStack() as connections:
+        try:
+            secret, text = bytes.fromhex(roster["secret"]), _written(json.dumps(roster))
+            connections.callback(os.close, text)
+            guests = {r: connections.enter_context(_invite(me, roster, r, text)) for r in here[1:]}
+            passed("host: invited")
+            events = connections.enter_context(selectors.DefaultSelector())
+            for r, guest in guests.items():
+                events.register(guest, selectors.EVENT_READ, r)
+
+            def all_came(pause: float) -> bool:
+                for key, _ in events.select(pause) if events.get_map() else ():
+                    members[key.data] = _admit(me, key.data, guests[key.data], secret)
+                    events.unregister(guests[key.data])
+                    passed("host: admitted")
+                return len(members) == len(here)
+
+            exchange.wait(all_came, lambda: [r for r in here if r not in members])
+            ordered = [members[r] for r in here]
+            message = bytes(member.near + 2 * (member.arena >= 0) for member in ordered)
+            fds = [memfd, *(member.pidfd for member in ordered), *(m.arena for m in ordered if m.arena >= 0)]
+            for r, guest in guests.items():
+                try:
+                    for start in range(0, len(fds), _FDS_PER_MESSAGE):
+                        _send(guest, message, fds[start : start + _FDS_PER_MESSAGE], exchange.deadline)
+                except OSError as error:
+                    raise _lost(exchange, r, error) from None
+                passed("host: handed out")
+            return memfd, ordered
+        except BaseException as error:
+            if isinstance(error, RingReduceError):
+                exchange.give_up(error)  # before the connections close, so that their other ends find the reason
+            _close((memfd, *(fd for member in members.values() for fd in member.descriptors())))
+            raise
+
+
+def _shared_memory(segment_bytes: int) -> int:
+    memfd = os.memfd_create("ringreduce", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(memfd, segment_bytes)
+        # A rank that made it smaller would end all others, by SIGBUS.
+        fcntl.fcntl(memfd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except OSError as error:
+        os.close(memfd)
+        raise SystemFailure(f"cannot make {segment_bytes} bytes of shared memory: {error.strerror}") from None
+    return memfd
+
+
+def _written(text: str) -> int:
+    """A descriptor from which others can read it."""
+    fd = os.memfd_create("ringreduce roster", os.MFD_CLOEXEC)
+    with open(fd, "wb", closefd=False) as file:
+        file.write(text.encode())
+    return fd
+
+
+def _invite(me: _Announced, roster: Roster, rank: int, text: int) -> socket.socket:
+    """Connects with a rank of this host, and hands it the roster, which is in `text`."""
+    address, nonce = (bytes.fromhex(text) for text in roster["sockets"][rank])
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.connect(address)
+        _check_user(connection)
+        proof = _proof(bytes.fromhex(roster["secret"]), b"leader", nonce, rank)
+        _send(connection, me.nonce + proof, [text], me.exchange.deadline)
+    except OSError as error:
+        connection.close()
+        _look_for_reason(me.exchange)
+        home = roster["who"][me.rank][0]
+        raise SystemFailure(
+            f"joining {me.exchange.describe(rank)}, which should be on this host, {home} (as RINGREDUCE_HOST_ID says, "
+            f"if it is set): {error}",
+            rank,
+        ) from None
+    return connection
+
+
+def _admit(me: _Announced, rank: int, guest: socket.socket, secret: bytes) -> _Member:
+    """What a rank has answered."""
+    fds: list[int] = []
+    try:
+        message, fds = _receive(guest, _HELLO.size, 2)
+        if not message:
+            raise ConnectionError("it closed the connection")
+        claimed, near, proof = _HELLO.unpack(message)
+        right = hmac.compare_digest(proof, _proof(secret, b"member", me.nonce, rank))
+        if len(fds) not in (1, 2) or claimed != rank or not right:
+            raise ConnectionError("it is not a rank of this group")
+        return _Member(rank, near, pidfd=fds[0], arena=fds[1] if len(fds) == 2 else -1)
+    except (OSError, struct.error) as error:
+        _close(fds)
+        raise _lost(me.exchange, rank, error) from None
+
+
+def _look_for_reason(exchange: Exchange) -> None:
+    """Raises why a rank of this host is not to be reached, if it says so or has ended."""
+    for _ in range(20):  # its sockets close before either shows
+        exchange.raise_if_lost()
+        time.sleep(0.01)
+
+
+def _lost(exchange: Exchange, rank: int, error: Exception) -> RingReduceError:
+    """For a rank of this host, the connection with which has failed."""
+    _look_for_reason(exchange)
+    return PeerLost(f"making the group: {exchange.describe(rank)} died or left: {error}", rank)
 
 
 def _machine(place: Place, rank: int) -> str:
@@ -267,56 +489,28 @@ def _machine(place: Place, rank: int) -> str:
     if place.host_id:
         return f"RINGREDUCE_HOST_ID={place.host_id}"
     # Those can reach each other's abstract Unix sockets that have the same kernel and the same network namespace.
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
+    return f"{kernel()}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
-def _hosts(ranks: list[dict[str, Any]]) -> list[list[int]]:
-    hosts: dict[str, list[int]] = {}
-    for r, other in enumerate(ranks):
-        hosts.setdefault(str(other.get("machine")), []).append(r)  # those that want another transport have none
-    return list(hosts.values())
-
-
-def _labels(ranks: list[dict[str, Any]], hosts: list[list[int]]) -> list[str]:
-    return [str(ranks[host[0]].get("label")) for host in hosts]
-
-
-def _tell_addresses(
-    store: Store, prefix: str, rank: int, size: int, place: Place, deadline: float, look: Callable[[], None]
-) -> tuple[Door, list[list[Address]]]:
+def _tell_addresses(exchange: Exchange, place: Place) -> tuple[Door, list[list[Address]]]:
     """Opens a door for other hosts; returns it and where the doors of all ranks are."""
+    from ringreduce.rendezvous.interfaces import Filter, local_interfaces
+    from ringreduce.rendezvous.links import Address, Door, parse_ports
+
     wanted = Filter.parse(place.interfaces)
     door = Door(wanted.choose(local_interfaces()), named=wanted.names_some, ports=parse_ports(place.ports))
     try:
-        store.set(f"{prefix}/door/{rank}", json.dumps(door.addresses))
-        if rank == 0:  # so that each rank asks the store once, not once per rank
-            doors = [json.loads(get(store, f"{prefix}/door/{r}", f"rank {r}", deadline, look)) for r in range(size)]
-            store.set(f"{prefix}/doors", json.dumps(doors))
-        else:
-            whom = "rank 0, which waits for all addresses,"
-            doors = json.loads(get(store, f"{prefix}/doors", whom, deadline + _LEST_SECONDS, look))
+        doors = exchange("doors", door.addresses)
     except BaseException:
         door.close()
         raise
     return door, [[Address(*address) for address in addresses] for addresses in doors]
 
 
-def _can_access_all(ranks: list[dict[str, Any]]) -> bool:
+def _can_access_all(keys: list[list[int]]) -> bool:
     from ringreduce import _C  # here, as it needs torch
 
-    return all(other.get("memory") is not None and _C.can_access(*other["memory"]) for other in ranks)
-
-
-def _be_on_one_host(ranks: list[dict[str, Any]], hosts: list[list[int]]) -> None:
-    if len(hosts) > 1:
-        r = hosts[1][0]
-        raise TopologyError(
-            f"rank 0 is on {ranks[0]['host']} and rank {r} on {ranks[r]['host']}: ranks on several hosts (or in "
-            "separate network namespaces) cannot share memory; make the group with "
-            "ringreduce.Options(transport='auto'), or RINGREDUCE_TRANSPORT=auto",
-            r,
-        )
+    return all(_C.can_access(*key) for key in keys)
 
 
 def agree_on_config(ranks: list[dict[str, Any]]) -> None:
@@ -335,137 +529,6 @@ def _own_pidfd() -> int:
         return os.pidfd_open(os.getpid())
     except OSError as error:
         raise SystemFailure(f"pidfd_open: {error.strerror}; ringreduce needs Linux 5.3 or newer") from None
-
-
-def _serve(
-    listener: socket.socket,
-    secret: bytes,
-    here: list[int],
-    names: list[tuple[str, int]],
-    segment_bytes: int,
-    deadline: float,
-    own: _Member,
-    look: Callable[[], None],
-) -> tuple[int, list[_Member]]:
-    """The leader's part: makes the memfd, and hands it to the ranks `here` with what they have sent of themselves.
-
-    While it waits it calls `look`, which raises if that is in vain.
-    """
-    memfd = os.memfd_create("ringreduce", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(memfd, segment_bytes)
-        # A rank that made it smaller would end all others, by SIGBUS.
-        fcntl.fcntl(memfd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    except OSError as error:
-        os.close(memfd)
-        raise SystemFailure(f"cannot make {segment_bytes} bytes of shared memory: {error.strerror}") from None
-    members = {own.rank: replace(own, pidfd=_own_pidfd(), arena=os.dup(own.arena) if own.arena >= 0 else -1)}
-    connections: dict[int, socket.socket] = {}
-    try:
-        while missing := [r for r in here if r not in members]:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise CollectiveTimeout(f"making the group: ranks {missing} did not connect in time", missing[0])
-            look()
-            listener.settimeout(min(left, _LOOK_SECONDS))
-            try:
-                connection, _ = listener.accept()
-            except TimeoutError:
-                continue
-            try:
-                member = _admit(connection, secret, deadline)
-                if member.rank not in missing:
-                    _close(member.descriptors())
-                    raise ConnectionError(f"a process claims to be rank {member.rank}")
-            except OSError:  # a stranger: it gets nothing, and the ranks come on other connections
-                connection.close()
-                continue
-            connections[member.rank], members[member.rank] = connection, member
-        ordered = [members[r] for r in here]
-        message = bytes(member.near + 2 * (member.arena >= 0) for member in ordered)
-        fds = [memfd, *(member.pidfd for member in ordered), *(m.arena for m in ordered if m.arena >= 0)]
-        for rank, connection in connections.items():
-            try:
-                for start in range(0, len(fds), _FDS_PER_MESSAGE):
-                    _send(connection, message, fds[start : start + _FDS_PER_MESSAGE], deadline)
-            except OSError:
-                host, pid = names[rank]
-                raise PeerLost(f"making the group: rank {rank} ({host}, pid {pid}) died or left", rank) from None
-        return memfd, ordered
-    except BaseException:
-        _close((memfd, *(fd for member in members.values() for fd in member.descriptors())))
-        raise
-    finally:
-        for connection in connections.values():
-            connection.close()
-
-
-def _admit(connection: socket.socket, secret: bytes, deadline: float) -> _Member:
-    """Checks who connected."""
-    _check_user(connection)
-    connection.settimeout(min(5.0, _left(deadline, "a connecting rank")))
-    nonce = secrets.token_bytes(_NONCE)
-    connection.send(nonce)
-    message, fds = _receive(connection, _HELLO.size, 2)
-    try:
-        rank, near, theirs, proof = _HELLO.unpack(message)
-        if len(fds) not in (1, 2) or not hmac.compare_digest(proof, _proof(secret, b"member", nonce, rank)):
-            raise ConnectionError("not a rank of this group")
-        connection.send(_proof(secret, b"leader", theirs, rank))
-    except (OSError, struct.error) as error:
-        _close(fds)
-        raise ConnectionError(str(error)) from None
-    return _Member(rank, near, pidfd=fds[0], arena=fds[1] if len(fds) == 2 else -1)
-
-
-def _join(
-    address: bytes,
-    secret: bytes,
-    here: list[int],
-    names: list[tuple[str, int]],
-    deadline: float,
-    own: _Member,
-) -> tuple[int, list[_Member]]:
-    """The other ranks' part."""
-    leader, rank = here[0], own.rank
-    fds = array.array("i")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        try:
-            connection.settimeout(_left(deadline, f"rank {leader}"))
-            connection.connect(address)
-            _check_user(connection)
-            nonce = secrets.token_bytes(_NONCE)
-            message = _HELLO.pack(rank, own.near, nonce, _proof(secret, b"member", connection.recv(_NONCE), rank))
-            pidfd = _own_pidfd()
-            try:
-                _send(connection, message, [pidfd] if own.arena < 0 else [pidfd, own.arena], deadline)
-            finally:
-                os.close(pidfd)
-            if not hmac.compare_digest(connection.recv(_DIGEST), _proof(secret, b"leader", nonce, rank)):
-                raise ConnectionError(f"what answered at rank {leader}'s address is not rank {leader}")
-            message = b""  # a byte for each rank: 1 if it can access all memory, and 2 if it has an arena
-            while len(fds) < 1 + len(here) + sum(byte > 1 for byte in message):
-                message, some = _receive(connection, len(here), _FDS_PER_MESSAGE)
-                if len(message) != len(here) or not some:
-                    raise ConnectionError(f"rank {leader} closed the connection")
-                fds.extend(some)
-        except TimeoutError:
-            _close(fds)
-            raise CollectiveTimeout(f"making the group: rank {leader} did not answer in time", leader) from None
-        except OSError as error:
-            _close(fds)
-            host, pid = names[leader]
-            raise SystemFailure(
-                f"joining the group at rank {leader} ({host}, pid {pid}), which should be on this host, "
-                f"{names[rank][0]} (as RINGREDUCE_HOST_ID says, if it is set): {error}",
-                leader,
-            ) from None
-    memfd, *rest = fds
-    pidfds, arenas = rest[: len(here)], iter(rest[len(here) :])
-    return memfd, [
-        _Member(r, bool(byte & 1), pidfd=pidfd, arena=next(arenas) if byte > 1 else -1)
-        for r, byte, pidfd in zip(here, message, pidfds, strict=True)
-    ]
 
 
 def _send(connection: socket.socket, message: bytes, fds: list[int], deadline: float) -> None:
@@ -507,10 +570,3 @@ def _check_user(connection: socket.socket) -> None:
 def _close(fds: Iterable[int]) -> None:
     for fd in fds:
         os.close(fd)
-
-
-def _left(deadline: float, whom: str) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise CollectiveTimeout(f"making the group: {whom} did not come in time")
-    return left

@@ -66,6 +66,7 @@ PARTY_SECONDS = 60.0
 """For the other connections of a peer, once it has proved who it is."""
 CONNECT_SECONDS = 10.0
 """For one attempt of TCP to connect."""
+LOOK_SECONDS = 0.25
 GRACE_SECONDS = 1.0
 """For further interfaces, once a peer has been reached over one."""
 MOST_CONNECTIONS = 1024
@@ -230,11 +231,18 @@ class Door:
         self._thread.start()
         started.wait()
 
-    def connect(self, peers: Iterable[int], deadline: float, patience: float = 0.0) -> None:
+    def connect(
+        self,
+        peers: Iterable[int],
+        deadline: float,
+        patience: float = 0.0,
+        look: Callable[[], None] | None = None,
+    ) -> None:
         """Returns when the connections with all these peers are delivered, whichever side made them.
 
         The peers need not call it. Where they do as well, `patience` saves half of the work: seconds in which a lower
-        rank may come before this one goes to it. `deadline` is a time of `time.monotonic`. Raises `CollectiveTimeout`,
+        rank may come before this one goes to it. `deadline` is a time of `time.monotonic`. `look` is called every
+        `LOOK_SECONDS`, and may raise. Raises `CollectiveTimeout`,
         `PeerLost` if all of the peer's addresses refuse, or `SystemFailure` if trying on is in vain otherwise; all list
         the peer's addresses and what is wrong with each.
         """
@@ -242,6 +250,8 @@ class Door:
             raise Aborted("the door is not open")
         future = asyncio.run_coroutine_threadsafe(self._connect(sorted(set(peers)), deadline, patience), self._loop)
         try:
+            while look and not concurrent.futures.wait([future], LOOK_SECONDS).done:
+                look()
             future.result()
         except concurrent.futures.CancelledError:
             raise Aborted("the door was closed while it connected") from None

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ringreduce.common.failures import RingReduceError
 from ringreduce.rendezvous.host import agree_on_config
-from ringreduce.rendezvous.store import generation, get
+from ringreduce.rendezvous.store import WHO, Exchange, identity
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -37,12 +34,16 @@ def call_roll(store: Store, rank: int, size: int, config: str, timeout: float, d
     """
     from torch._C._distributed_c10d import PrefixStore  # here, so that the package can be used without torch
 
-    deadline = time.monotonic() + timeout
-    own = PrefixStore(f"ringreduce/{generation(store, rank)}", store)
-    own.set(f"rank/{rank}", json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "config": config}))
-    if rank == 0:
-        ranks = [json.loads(get(own, f"rank/{r}", f"rank {r}", deadline)) for r in range(size)]
-        own.set("roster", json.dumps({"ranks": ranks, "decision": decide()}))
-    roster = json.loads(get(own, "roster", "rank 0, which waits for all ranks,", deadline))
-    agree_on_config(roster["ranks"])
-    return Roster(own, [(str(r["host"]), int(r["pid"])) for r in roster["ranks"]], str(roster["decision"]))
+    exchange = Exchange(store, rank, size, timeout)
+
+    def answer(ranks: list[Any]) -> dict[str, Any]:
+        agree_on_config(ranks)
+        return {"names": [each["who"][:2] for each in ranks], "decision": decide()}
+
+    try:
+        roster = exchange(WHO, {"who": identity(), "config": config}, answer)
+    except RingReduceError as error:
+        exchange.give_up(error)
+        raise
+    names = [(str(host), int(pid)) for host, pid in roster["names"]]
+    return Roster(PrefixStore(exchange.prefix, store), names, str(roster["decision"]))

@@ -203,7 +203,7 @@ def keep(tuning: Tuning, size: int, cells: Mapping[str, tuple[Cell, ...]], path:
         tuning = replace(tuning, measured=load(path).measured)
     before = tuning.measured[size].cells if size in tuning.measured else {}
     measured = Measured(now(), {**before, **cells})
-    tuning = replace(tuning, measured={**tuning.measured, size: measured})
+    tuning = replace(tuning, measured={**tuning.measured, size: measured}, decided={})
     save(tuning, path, replace=True)
     return tuning
 
@@ -219,4 +219,14 @@ def now() -> str:
 @functools.lru_cache(maxsize=64)
 def _decision(size: int, where: str, cores: frozenset[int], slicing: Slicing, least_fetch: int | None) -> str:
     tuning, _ = current(where, cores)
-    return ";".join(map(str, rules_for(tuning, size, slicing, least_fetch)))
+    group = f"{size} ranks, {slicing}, {least_fetch}"
+    if group in tuning.decided:
+        return tuning.decided[group]
+    rules = ";".join(map(str, rules_for(tuning, size, slicing, least_fetch)))
+    if where == "auto" and size <= plan.DIRECT_MODELLED:
+        with contextlib.suppress(OSError, ValueError):  # it is only worked out again
+            path = path_of(where, tuning.identity)
+            known = load(path)
+            if replace(known, decided={}) == replace(tuning, decided={}):
+                save(replace(known, decided={**known.decided, group: rules}), path, replace=True)
+    return rules

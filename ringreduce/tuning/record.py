@@ -53,6 +53,8 @@ class Tuning:
     """When, as "2026-11-21 03:17 UTC"."""
     measured: Mapping[int, Measured] = field(default_factory=dict)
     """By rank count."""
+    decided: Mapping[str, str] = field(default_factory=dict)
+    """What has followed from the above for groups (`decision.decide`), so that the next one need not work it out."""
 
 
 def default_path(identity: Identity) -> Path:
@@ -84,6 +86,7 @@ def load(path: Path) -> Tuning:
             machine=Machine.load(document["machine"]),
             probed=str(document["probed"]),
             measured={int(ranks): _measured(entry) for ranks, entry in document["measured"].items()},
+            decided={str(group): str(rules) for group, rules in document.get("decided", {}).items()},
         )
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"it is not a tuning file: {error!r}") from None

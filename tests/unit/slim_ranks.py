@@ -14,7 +14,8 @@ import time
 import traceback
 from pathlib import Path
 
-from ringreduce.rendezvous import Peer, Place, meet
+from ringreduce.rendezvous.host import Place, meet
+from ringreduce.rendezvous.links import Peer
 
 
 class FolderStore:

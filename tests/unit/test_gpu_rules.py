@@ -154,7 +154,7 @@ class Engine:
 
 
 def digest_of(collective: str, algorithm: str, size: int) -> int:
-    return backend.lowered_plan(collective, algorithm, size)[1]
+    return plan.digest(plan.build(collective, algorithm, size))
 
 
 def test_the_user_comes_first_then_a_topology_then_these() -> None:

@@ -20,7 +20,8 @@ from ringreduce.doctor_peers import Host, Pair, Survey
 from ringreduce.errors import InvalidArgument
 from ringreduce.host_links import Links, Noticed, Wire, wire_of
 from ringreduce.hosts_file import HostsFile
-from ringreduce.rendezvous import Place, interfaces, meet
+from ringreduce.rendezvous import interfaces
+from ringreduce.rendezvous.host import Place, meet
 
 FOUR: host_links.Hosts = ((0,), (1,), (2,), (3,))
 
