@@ -14,7 +14,7 @@ from ringreduce import _C
 from ringreduce.errors import InvalidArgument, RingReduceError
 from ringreduce.parameter_server import control
 from ringreduce.parameter_server.updates import Function, PythonUpdates, rule_for
-from ringreduce.rendezvous import Door
+from ringreduce.rendezvous.links import Door
 
 GROUP = "parameter server"
 """What the doors between hosts call it."""

@@ -29,9 +29,8 @@ from ringreduce.parameter_server.host import GROUP, Host, connect
 from ringreduce.parameter_server.key_value import KeyValue, Membership
 from ringreduce.parameter_server.placement import BLOCK_BYTES, UNIT
 from ringreduce.parameter_server.updates import Function
-from ringreduce.rendezvous import Door, Peer
 from ringreduce.rendezvous.interfaces import Filter, local_interfaces
-from ringreduce.rendezvous.links import Address, parse_ports
+from ringreduce.rendezvous.links import Address, Door, Peer, parse_ports
 from ringreduce.rendezvous.secret import group_secret
 from ringreduce.rendezvous.store import get
 
