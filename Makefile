@@ -163,8 +163,9 @@ demo: build
 
 PYTEST := $(PY) -m pytest --durations=10
 
-# Several files at once. Tests that start ranks wait most of the time, for deadlines and for processes to start.
-PARALLEL := --numprocesses $(JOBS) --maxprocesses 8 --dist loadfile
+# Several files at once, in their order: by the number of tests, some of the longest would come last. Tests that start
+# ranks wait most of the time, for deadlines and for processes to start.
+PARALLEL := --numprocesses $(JOBS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 # Of the parameter server's tests, those that start no processes of ranks.
 WITHOUT_RANKS := $(addprefix tests/parameter_server/test_,calls.py door.py protocol.py rules.py)
