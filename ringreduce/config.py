@@ -98,7 +98,7 @@ class Options:
     most_fetch_bytes: int | None = _knob(
         0,
         (0, 1024**5),
-        "more than two ranks copy an all_reduce's tensors that have more bytes in all (default: by the probe)",
+        "calls in place of more than two ranks that reduce more bytes in all copy them (default: by the probe)",
     )
     stream_bytes: int | None = _knob(
         48 * 1024**2, (0, 1024**5), "outputs that have so many bytes in all are stored past the caches"

@@ -125,7 +125,9 @@ def _next_cell(pipe: Connection, ranks: Sequence[BaseProcess]) -> Cell:
     for process in ranks:
         process.join(1)
     ended = [(rank, process.exitcode) for rank, process in enumerate(ranks) if process.exitcode]
-    rank, code = ended[0] if ended else (0, ranks[0].exitcode)
+    if not ended:
+        raise RingReduceError(f"rank 0 of {len(ranks)} said no more, and no rank has ended")
+    rank, code = ended[0]
     raise RingReduceError(f"rank {rank} of {len(ranks)} ended with exit code {code}; its traceback is above")
 
 

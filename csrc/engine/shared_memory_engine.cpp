@@ -47,9 +47,19 @@ const BoundCall& SharedMemoryEngine::bind(const Call& call, const Buffers& buffe
   return bound_.front();
 }
 
+// What fails here, but for wrong arguments, fails on this rank alone: the others must not wait for it.
+const BoundCall& SharedMemoryEngine::bind_or_abort(const Call& call, const Buffers& buffers) {
+  try {
+    return bind(call, buffers);
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::invalid_argument) team_->fate().abort(error);
+    throw;
+  }
+}
+
 Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
   team_->fate().throw_if_aborted();
-  const BoundCall& bound = bind(call, buffers);
+  const BoundCall& bound = bind_or_abort(call, buffers);
   const Program& program = bound.program();
   placement_.settle();
 

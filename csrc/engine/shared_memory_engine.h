@@ -29,6 +29,7 @@ class SharedMemoryEngine final : public Engine {
   static constexpr std::size_t kBound = 8;
 
   const BoundCall& bind(const Call& call, const Buffers& buffers);
+  const BoundCall& bind_or_abort(const Call& call, const Buffers& buffers);
   void reach(const Call& call, const Program& program, const std::string& what);
   void look(const Call& call, std::uint64_t seq, std::uint64_t fingerprint, const Execution& execution,
             Nanoseconds waited) const;

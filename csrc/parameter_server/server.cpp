@@ -304,7 +304,8 @@ void Server::take(Connection& connection, const RequestSlot& slot) {
       request.block = UINT32_MAX;  // which is refused
     statistics_.bytes += fits ? slot.bytes : 0;
   }
-  if (slot.kind == RequestKind::pull && connection.lane == nullptr && connection.pulls.size() < kMostOutstanding)
+  if (slot.kind == RequestKind::pull && connection.lane == nullptr && slot.block < blocks_.size() &&
+      connection.pulls.size() < kMostOutstanding)
     connection.pulls.emplace(slot.number, slot.block);
   ++statistics_.requests;
   decide(request);

@@ -40,9 +40,13 @@ void ServerWire::admit(WorkerId worker, std::shared_ptr<const void> keeper, std:
 }
 
 void ServerWire::drop(WorkerId worker) {
-  connections_.drop(static_cast<int>(worker));  // so that nothing is stored any more
+  decltype(senders_)::node_type dropped;  // keeps its memory until nothing is stored there any more
+  {
+    const std::lock_guard lock(mutex_);
+    dropped = senders_.extract(worker);
+  }
+  connections_.drop(static_cast<int>(worker));
   const std::lock_guard lock(mutex_);
-  senders_.erase(worker);
   std::erase_if(requests_, [&](const auto& each) { return each.first == worker; });
   std::erase_if(lost_, [&](const auto& each) { return each.first == worker; });
 }
@@ -80,7 +84,9 @@ void ServerWire::deliver(int peer, const FrameHeader& header, const std::vector<
   if (header.kind == FrameHeader::kLeave) return;
   const std::lock_guard lock(mutex_);
   const auto worker = static_cast<WorkerId>(peer);
-  Sender& sender = senders_.at(worker);
+  const auto found = senders_.find(worker);
+  if (found == senders_.end()) return;  // it is being dropped
+  Sender& sender = found->second;
   if (header.kind == WireKind::request) {
     RequestSlot slot;
     std::memcpy(&slot, aside.data(), sizeof slot);
@@ -108,6 +114,16 @@ void ServerWire::complete(WorkerId worker, Sender& sender, const RequestSlot& sl
 }
 
 // ---- The worker's end ---------------------------------------------------------------------------------------------
+
+WorkerWire::~WorkerWire() {
+  std::vector<Number> expected;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto& [number, place] : places_) expected.push_back(number);
+  }
+  for (const auto& [server, number] : expected) forget(server, number);  // whose tensors may be gone
+  connections_.leave();
+}
 
 void WorkerWire::expect(std::uint32_t server, std::uint64_t number, std::byte* at, std::size_t bytes) {
   const std::lock_guard lock(mutex_);

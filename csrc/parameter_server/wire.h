@@ -101,7 +101,7 @@ class ServerWire final : public Wire {
 class WorkerWire final : public Wire {
  public:
   WorkerWire(Bell& bell, std::function<void()> attend) : Wire(bell), attend_(std::move(attend)) {}
-  ~WorkerWire() { connections_.leave(); }
+  ~WorkerWire();
 
   // The value that the pull of this number asks for goes to `at`.
   void expect(std::uint32_t server, std::uint64_t number, std::byte* at, std::size_t bytes);

@@ -65,6 +65,17 @@ void without_errors(const std::function<void()>& call, const char* what) {
   }
 }
 
+// Raises `raised` once more in the main thread, when that runs Python code of the program again.
+void put_off(py::error_already_set& raised) {
+  const auto again = [](void* value) {
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(value)), static_cast<PyObject*>(value));
+    Py_DECREF(static_cast<PyObject*>(value));
+    return -1;
+  };
+  PyObject* const value = raised.value().inc_ref().ptr();
+  if (Py_AddPendingCall(again, value) != 0) Py_DECREF(value);  // there are too many others
+}
+
 // (collective, root, bytes) -> (lowered, digest, least_bytes, most_bytes, slice_bytes)
 using AskPython =
     std::function<std::tuple<std::vector<std::int32_t>, std::uint64_t, std::uint64_t, std::uint64_t, std::size_t>(
@@ -73,9 +84,19 @@ using AskPython =
 Engine::Ask asked_of(AskPython ask) {
   return [ask = std::move(ask)](Operation operation, int root, std::uint64_t bytes) {
     Engine::PlanFor answer{};
-    with_python_errors(-1, [&] {
+    const auto once = [&] {
       auto [words, digest, least_bytes, most_bytes, slice_bytes] = ask(std::string(name(operation)), root, bytes);
       answer = {{operation, std::move(words), digest}, most_bytes, slice_bytes, least_bytes};
+    };
+    with_python_errors(-1, [&] {
+      try {
+        once();
+      } catch (py::error_already_set& raised) {
+        // A signal's handler may run in there. What it raises (Ctrl-C, sys.exit()) is for the program, after the call.
+        if (raised.matches(PyExc_Exception)) throw;
+        put_off(raised);
+        once();
+      }
     });
     return answer;
   };

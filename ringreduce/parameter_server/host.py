@@ -54,6 +54,7 @@ class Host:
         self._listener.listen(128)
         self.address: bytes = self._listener.getsockname()
         self._wake, self._woken = socket.socketpair()
+        self._wake.setblocking(False)  # a byte that is there already wakes the thread as well
         self._left = threading.Condition()
         self._visitors: dict[int, _Visitor] = {}
         self._door: Door | None = None
@@ -76,7 +77,7 @@ class Host:
     def _arrive(self, number: int, descriptor: int, path: str) -> None:
         """A connection of a worker of another host. The first of its connections is for control messages."""
         worker = number - self._servers
-        with self._left:
+        with contextlib.suppress(BlockingIOError), self._left:
             if worker not in self._far:
                 self._far[worker] = far = _Far(worker)
                 connection = socket.socket(fileno=descriptor)
@@ -95,7 +96,8 @@ class Host:
         if self._door is not None:
             self._door.close()
         self._closing = True
-        self._wake.send(b"x")
+        with contextlib.suppress(BlockingIOError):
+            self._wake.send(b"x")
         self._thread.join()
         self.server.stop()
         for end in (self._wake, self._woken, self._listener):
@@ -113,7 +115,7 @@ class Host:
             return self._left.wait_for(lambda: bool(self._names) and not self._inside(), timeout)
 
     def _inside(self) -> list[_Visitor]:
-        return [visitor for visitor in self._visitors.values() if visitor.worker >= 0]
+        return [visitor for visitor in list(self._visitors.values()) if visitor.worker >= 0]
 
     def _describe(self, worker: int) -> str:
         host, pid = self._names.get(worker, ("?", 0))
@@ -163,6 +165,8 @@ class Host:
         try:
             message, descriptors = control.receive(visitor.connection)
             answer, given = self._answer(visitor, message, descriptors)
+            if "number" in message:  # so that the answer to a question that was given up is known for one
+                answer["number"] = message["number"]
             try:
                 control.send(visitor.connection, answer, given)
             finally:
@@ -208,7 +212,6 @@ class Host:
         if not control.same(control.proof(self._secret, "worker", visitor.nonce, worker), hello.get("proof")):
             raise ConnectionError("it does not know the secret")
         window, pidfd = descriptors
-        self._names[worker] = str(hello["host"]), int(hello["pid"])
         self.server.join(
             id=worker,
             group=str(hello["group"]),
@@ -219,6 +222,7 @@ class Host:
             pidfd=os.dup(pidfd),
         )
         visitor.worker = worker
+        self._names[worker] = str(hello["host"]), int(hello["pid"])  # it has come: see wait_until_served
         reply = {
             "proof": control.proof(self._secret, "server", bytes.fromhex(hello["nonce"]), worker),
             "capacity": self.server.capacity,
@@ -231,9 +235,9 @@ class Host:
             raise InvalidArgument(
                 f"the window of a worker of another host has {window} bytes; this server keeps 1 to {self._window}"
             )
-        self._names[far.worker] = str(hello["host"]), int(hello["pid"])
         self.server.join_far(id=far.worker, group=str(hello["group"]), window=window)
         visitor.worker = far.worker
+        self._names[far.worker] = str(hello["host"]), int(hello["pid"])
         with self._left:
             far.joined = True
             sockets, far.sockets = far.sockets, []

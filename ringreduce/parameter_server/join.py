@@ -287,7 +287,8 @@ def _enter(entry: _Entry) -> KeyValue:
     servers = [entry.server(server) for server in range(entry.servers)]
     names = [str(its["name"]) for its in servers]
     far = [server for server, its in enumerate(servers) if its["machine"] != entry.machine]
-    entry.window = min([entry.window, *(int(servers[server]["window"]) for server in far)])
+    window = min([entry.window, *(int(servers[server]["window"]) for server in far)])
+    entry.window = window // 64 * 64  # as the client has it
     client = _C.ParameterClient(entry.worker, entry.servers, entry.window)
     if entry.host is not None:
         client.host(entry.host.server)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import socket
@@ -100,6 +101,7 @@ class KeyValue:
         self._client = membership.client
         self._keys: dict[str, _Key] = {}
         self._left = False
+        self._questions = itertools.count()
         membership.loads = [0] * len(membership.connections)
 
     @property
@@ -467,8 +469,11 @@ class KeyValue:
         connection, name = self._with.connections[server], self._with.names[server]
         try:
             connection.settimeout(self.timeout if timeout is None else timeout)
-            control.send(connection, question)
+            number = next(self._questions)
+            control.send(connection, {**question, "number": number})
             answer, _ = control.receive(connection)
+            while answer.get("number") != number:  # of a question that was given up
+                answer, _ = control.receive(connection)
         except TimeoutError:
             raise CollectiveTimeout(f"{name} did not answer {question['ask']!r} in time", server) from None
         except OSError as error:

@@ -24,6 +24,10 @@ class Pending:
     pulls: list[_Pull] | None = None
     """Those that have begun."""
 
+    def __del__(self) -> None:
+        if self.pulls:  # nobody waits for them: nothing may be written to the tensors, which go too
+            self.store._cancel(self.pulls)
+
     def start(self, timeout: float | None = None) -> None:
         """Begins the pull of a `push_pull` now: its output may change from here on, and not only in `wait`."""
         deadline = time.monotonic() + (self.store.timeout if timeout is None else timeout)

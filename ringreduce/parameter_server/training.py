@@ -41,12 +41,13 @@ class Attached:
         self._groups = list(_arguments(optimizer))
         values: dict[nn.Parameter, str] = {}
         for group, arguments in zip(optimizer.param_groups, self._groups, strict=True):
-            for parameter in group["params"]:
+            trained = [parameter for parameter in group["params"] if parameter.requires_grad]
+            for parameter in trained:
                 if parameter not in names:
                     raise InvalidArgument(f"the optimizer has a parameter {tuple(parameter.shape)} that is no model's")
                 values[parameter] = prefix + names[parameter]
             rule = optimizer_rule(type(optimizer), **arguments)
-            self._make(rule, mode, {values[parameter]: parameter for parameter in group["params"]})
+            self._make(rule, mode, {values[parameter]: parameter for parameter in trained})
         kv.pull({key: parameter.data for parameter, key in values.items()})
         self._hooks = list(self._hook(model, values))
 

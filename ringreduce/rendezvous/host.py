@@ -184,6 +184,10 @@ def meet(
     except RingReduceError as error:
         exchange.give_up(error)
         raise
+    except OSError as error:  # no descriptors are left, say
+        failed = SystemFailure(f"making the group: {error}", rank)
+        exchange.give_up(failed)
+        raise failed from None
     pidfds, arenas = [-1] * size, [-1] * size
     for member in members:
         if member.rank == rank:
@@ -320,9 +324,11 @@ def _greet(connection: socket.socket, me: _Announced) -> list[_Leader]:
         _check_user(connection)
         connection.settimeout(_STRANGER_SECONDS)
         message, fds = _receive(connection, _NONCE + _DIGEST, 1)
+        if len(message) != _NONCE + _DIGEST or len(fds) != 1 or not me.exchange.has_told(WHO, 0):
+            raise ConnectionError("not a rank of this group")
         nonce, proof = message[:_NONCE], message[_NONCE:]
         secret = me.secret()
-        if len(fds) != 1 or not hmac.compare_digest(proof, _proof(secret, b"leader", me.nonce, me.rank)):
+        if not hmac.compare_digest(proof, _proof(secret, b"leader", me.nonce, me.rank)):
             raise ConnectionError("not a rank of this group")
         text = os.pread(fds[0], os.fstat(fds[0]).st_size, 0)
         return [_Leader(connection, secret, nonce, json.loads(text))]
@@ -550,10 +556,13 @@ def _receive(connection: socket.socket, size: int, most: int) -> tuple[bytes, li
     """A message and its descriptors, which no program that another thread starts meanwhile inherits."""
     fds = array.array("i")
     room = socket.CMSG_LEN(most * fds.itemsize)
-    message, ancillary, _, _ = connection.recvmsg(size, room, socket.MSG_CMSG_CLOEXEC)  # recv_fds() ignores flags
+    message, ancillary, flags, _ = connection.recvmsg(size, room, socket.MSG_CMSG_CLOEXEC)  # recv_fds() ignores flags
     for level, kind, data in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    if flags & socket.MSG_CTRUNC:
+        _close(fds)
+        raise SystemFailure("making the group: this process has no descriptors left; see `ulimit -n`")
     return message, list(fds)
 
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from ringreduce.common import failures
-from ringreduce.common.failures import CollectiveTimeout, PeerLost, RingReduceError
+from ringreduce.common.failures import CollectiveTimeout, PeerLost, RingReduceError, SystemFailure
 
 SHORTEST, LONGEST, LONGEST_BY_RANK = 0.0002, 0.05, 0.0005
 """Seconds between two looks; the third for each rank, so that one store, and the cores of one host, serve them all."""
@@ -101,6 +101,9 @@ class Exchange:
             self.wait(_asleep(lambda: self.store.check([key])), lambda: [rank], deadline)
         return json.loads(self.store.get(f"{self.prefix}/{phase}/{rank}"))
 
+    def has_told(self, phase: str, rank: int) -> bool:
+        return self.store.check([f"{self.prefix}/{phase}/{rank}"])
+
     def publish(self, phase: str, answer: Any) -> Any:
         self.store.set(f"{self.prefix}/{phase}", json.dumps(answer))
         passed(f"{phase}: published")
@@ -146,6 +149,22 @@ class Exchange:
 
         `whom`: what is waited for, or the ranks that have not come yet.
         """
+        try:
+            self._wait(ready, whom, deadline, first)
+        except RingReduceError:
+            raise
+        except RuntimeError as error:  # torch's: the store, which a process of a rank may hold, is gone
+            if (rank := self._dead()) >= 0:
+                raise PeerLost(f"making the group: {self.describe(rank)} died", rank) from None
+            raise SystemFailure(f"making the group: its store cannot be asked any more: {error}") from None
+
+    def _wait(
+        self,
+        ready: Callable[[float], bool],
+        whom: str | Callable[[], list[int]],
+        deadline: float | None,
+        first: float,
+    ) -> None:
         began = checked = time.monotonic()
         deadline = deadline or self.deadline + (LEST if whom == RANK_0 else 0.0)
         pause = first
@@ -158,7 +177,7 @@ class Exchange:
                 checked = now
                 missing = whom() if callable(whom) else []
                 self.raise_if_dead()
-                if now > deadline:
+                if now > deadline and (missing or not callable(whom)):
                     text = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}" if missing else whom
                     culprit = missing[0] if missing else 0
                     raise CollectiveTimeout(f"making the group: {text} did not come in time", culprit)
@@ -175,11 +194,17 @@ class Exchange:
         """Raises `PeerLost` if one of the ranks that are watched has ended, as far as this process can see."""
         if self.rank != 0 and 0 not in self._known and self.store.check([f"{self.prefix}/{WHO}/0"]):
             self.know(0, self.told(WHO, 0)["who"])
+        if (rank := self._dead()) >= 0:
+            self.raise_if_given_up()  # which may be the reason for its end
+            raise PeerLost(f"making the group: {self.describe(rank)} died", rank)
+
+    def _dead(self) -> int:
+        """The first of the watched ranks that has ended, as far as this process can see; -1: none."""
         for rank in self.watched:
             who = self._known.get(rank)
             if who and rank != self.rank and who.pids == _pid_namespace() and _ended(who.pid):
-                self.raise_if_given_up()  # which may be the reason for its end
-                raise PeerLost(f"making the group: {self.describe(rank)} died", rank)
+                return rank
+        return -1
 
     def describe(self, rank: int) -> str:
         who = self._known[rank]

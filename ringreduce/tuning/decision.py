@@ -220,7 +220,8 @@ def now() -> str:
 def _decision(size: int, where: str, cores: frozenset[int], slicing: Slicing, least_fetch: int | None) -> str:
     tuning, _ = current(where, cores)
     group = f"{size} ranks, {slicing}, {least_fetch}"
-    if group in tuning.decided:
+    with contextlib.suppress(KeyError, plan.PlanError):  # of algorithms that there are no more
+        plan.parse_algorithms(tuning.decided[group])
         return tuning.decided[group]
     rules = ";".join(map(str, rules_for(tuning, size, slicing, least_fetch)))
     if where == "auto" and size <= plan.DIRECT_MODELLED:
