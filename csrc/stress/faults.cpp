@@ -1,4 +1,5 @@
 // Every way in which a group fails, and what each rank hears of it.
+#include <barrier>
 #include <cstdio>
 #include <thread>
 
@@ -22,8 +23,10 @@ void call_for_ever(Rank& rank) {
 
 void other_calls(int size) {
   Group group(size, 8, 256);
+  std::barrier together(size);  // ranks end a call at different times, and this is about the next one
   on_all_ranks(group, [&](Rank& rank) {
     for (std::uint64_t number = 0; number < 20; ++number) run_scripted(rank, 1, number);
+    together.arrive_and_wait();
     rank.engine.choose(Operation::all_reduce, ~std::uint64_t{0}, 0);
     const bool odd_one = rank.number() == size - 1;
     const Error error = error_of([&] { run_all_reduce(rank, odd_one ? 3000 : 2000, kLong); });

@@ -346,6 +346,29 @@ void sends_nonsense(int times) {
   party.pull(good, value);
 }
 
+// A pull that was answered comes again, for a block that there is not.
+void pulls_an_unknown_block() {
+  Party party(1, 1, {ps::Consistency::asynchronous, 0, 0, 0, "workers"}, Over::sockets);
+  ps::Client& good = *party.clients[0];
+  std::vector<std::int64_t> value(kCount, 1);
+  good.wait(*good.send(ps::RequestKind::initialise, party.parts, bytes_of(value), {}), 60 * kSecond);
+  int ends[2];
+  check(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0, "no sockets");
+  party.servers[0]->join(1, "workers", 4096);
+  party.servers[0]->connect(1, ends[0], "a liar's");
+  for (const ps::BlockId block : {ps::BlockId{0}, ps::BlockId{9999}}) {
+    const ps::RequestSlot slot{ps::RequestKind::pull, block, 1, 0, 0, 0, 1.0, 0, 0, 0, 0};
+    const FrameHeader header{.kind = ps::WireKind::request, .bytes = sizeof slot};
+    check(send(ends[1], &header, sizeof header, MSG_NOSIGNAL) == sizeof header &&
+              send(ends[1], &slot, sizeof slot, MSG_NOSIGNAL) == sizeof slot,
+          "the server hung up");
+    std::byte answer{};
+    check(recv(ends[1], &answer, 1, 0) == 1, "a pull is not answered");
+  }
+  close(ends[1]);
+  party.pull(good, value);
+}
+
 }  // namespace
 
 void stress_parameter_server() {
@@ -365,6 +388,7 @@ void stress_parameter_server() {
   const auto [taken, refused] = frames(1000000);
   check(taken > 100000 && refused > 100000, "frames: too few were taken or refused to show anything");
   sends_nonsense(3000);
+  pulls_an_unknown_block();
   std::printf("parameter server: %ld frames taken, %ld refused\n", taken, refused);
 }
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ringreduce.cli import arguments as read
 from ringreduce.cli.terminal import Help, bar, console, gigabytes, progress_console, say, table
 from ringreduce.cli.topo import ring_lines, show_assumed
+from ringreduce.common.failures import InvalidArgument
 from ringreduce.common.units import bytes_text, time_text
 from ringreduce.plan import verify
 from ringreduce.topology.draw.style import rank_label
@@ -88,6 +89,10 @@ def run(arguments: argparse.Namespace) -> int:
 def _write(planned: Planned, arguments: argparse.Namespace) -> list[Path]:
     from ringreduce.topology import draw
 
+    if arguments.save and planned.in_switches:
+        raise InvalidArgument(
+            "--save: switches reduce in this plan, which no engine of ringreduce runs; leave out --save"
+        )
     if arguments.save:
         arguments.save.write_text(planned.plan.to_json() + "\n")
     if arguments.plot:

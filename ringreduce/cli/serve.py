@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import sys
 from datetime import timedelta
 from importlib import import_module
 from typing import Any
@@ -55,6 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     host, colon, port = arguments.store.rpartition(":")
     if not colon or not port.isdigit():
         raise InvalidArgument(f"--store is {arguments.store!r}; it must be HOST:PORT, such as node0:29400")
+    sys.path.insert(0, "")  # the program's own modules, as with `python -m`
     functions = {function.rpartition(":")[2]: _function(function) for function in arguments.functions}
     makes = rank == 0 and not arguments.existing_store
     wait = timedelta(seconds=arguments.timeout)
@@ -73,6 +75,10 @@ def _place(rank: int | None, size: int | None) -> tuple[int, int]:
     for number, of in LAUNCHERS:
         if rank is None and size is None and number in os.environ and of in os.environ:
             return int(os.environ[number]), int(os.environ[of])
+    if rank is None and size is not None and size > 1:
+        raise InvalidArgument(
+            f"--size is {size} and there is no --rank; give each server its own, from 0 to {size - 1}"
+        )
     return rank or 0, 1 if size is None else size
 
 

@@ -73,6 +73,10 @@ def hosts_of(
         raise TopologyError(f"{graph.name}: {hosts_per_leaf} hosts a switch, of {count}; give from 1 to {count - 1}")
     if not 1 <= taper < float("inf"):
         raise TopologyError(f"{graph.name}: taper is {taper}; it must be at least 1, NICs over the way up")
+    if taper != 1 and not rails and hosts_per_leaf is None:
+        raise TopologyError(
+            f"{graph.name}: taper is {taper}, but all NICs are on one network; give `hosts_per_leaf` or `rails`"
+        )
     one = _with_nics(graph, nics, gbps)
     used = [node.name for node in one.of_kind(NodeKind.NIC)][:nics]
     nodes: list[Node] = []

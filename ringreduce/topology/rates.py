@@ -211,7 +211,7 @@ _SMP = {
     **{("AuthenticAMD", family, 0): (4, 64.0, "Zen 5: xGMI of 32 GT/s") for family in (0x1A, 0xBF)},
 }
 _SMP_BY_ARCHITECTURE = {"ppc64": (1, 64.0, "POWER9: X-Bus"), "ppc64le": (1, 64.0, "POWER9: X-Bus")}
-_WIDEST = 256.0
+_WIDEST = max(links * gbps for links, gbps, _ in [*_SMP.values(), *_SMP_BY_ARCHITECTURE.values()])
 
 
 def smp(assume: Assumed, vendor: str = "", family: int = 0, model: int = 0, architecture: str = "") -> Rate:
@@ -227,8 +227,8 @@ def smp(assume: Assumed, vendor: str = "", family: int = 0, model: int = 0, arch
         return Rate(links * gbps, f"{links} x {gbps:g} GB/s, {name}")
     return Rate(
         _WIDEST,
-        "assumed: 4 xGMI links of 32 GT/s",
-        f"What joins its CPUs is not in it: {_WIDEST:g} GB/s assumed, as much as most have at most; set --smp-gbps.",
+        "assumed: as wide as any CPU's that is known here",
+        f"What joins its CPUs is not in it: {_WIDEST:g} GB/s assumed, as much as any known CPU has; set --smp-gbps.",
     )
 
 

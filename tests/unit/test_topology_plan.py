@@ -143,7 +143,6 @@ def check(planned: Planned, size_bytes: int = 160_000_000) -> dict[str, Any]:
         for link, share in planned.routes.between[source, target]:
             crossing[f"{planned.routes.links[link].src} {planned.routes.links[link].dst}"] += share * amount
     needed = max(amount / (capacity[name] * 1e9) for name, amount in crossing.items())
-    needed = max(amount / (capacity[name] * 1e9) for name, amount in crossing.items())
     if len({node.host for node in planned.graph.ranks}) == 1:
         assert document["time_s"] == pytest.approx(needed)
     assert document["time_s"] >= needed * (1 - 1e-9)

@@ -256,6 +256,7 @@ def test_clusters_are_described_in_json(tmp_path):
         ('{"machine": "dgx1-v100", "hosts": 2.5}', "hosts is 2.5; expected a value of type int"),
         ('{"machine": "dgx1-v100", "hosts": 2, "nic": 1}', "'nic' is unknown; a cluster has machine, hosts, nics"),
         ('{"machine": "dgx1-v100", "hosts": 4, "taper": 0.5}', "taper is 0.5; it must be at least 1"),
+        ('{"machine": "dgx-a100", "hosts": 4, "taper": 8}', "taper is 8, but all NICs are on one network"),
         ('{"machine": "dgx1-v100", "hosts": 4, "hosts_per_leaf": 4}', "4 hosts a switch, of 4"),
         ('{"machine": "dgx1-v100", "hosts": 4, "hosts_per_leaf": 2, "rails": true}', "give one"),
         ('{"machine": "nothing", "hosts": 2}', "neither a file nor a preset"),
