@@ -195,7 +195,7 @@ test: build $(VENV)/.test-tools
 	echo; echo "== process tests: real ranks, real faults =="; \
 	$(PYTEST) $(PARALLEL) tests/distributed tests/frameworks tests/parameter_server $(WITHOUT_RANKS:%=--ignore=%); process=$$?; \
 	echo; echo "== tests on device cuda: GPUs, or stand-ins =="; \
-	if $(PY) -c "$$CUDA_WITHOUT_GPU"; then $(PYTEST) $(PARALLEL) tests/gpu; gpu=$$?; else gpu=0; fi; \
+	if $(PY) -c "$$CUDA_WITHOUT_GPU"; then $(PYTEST) tests/gpu; gpu=$$?; else gpu=0; fi; \
 	echo; echo "== several hosts: network namespaces =="; \
 	if $(PY) -c "$$NO_NAMESPACES"; then $(PYTEST) tests/net; net=$$?; else net=0; fi; \
 	exit $$((unit | process | gpu | net))

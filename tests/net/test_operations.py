@@ -76,12 +76,11 @@ def test_stats_and_topology() -> None:
         for peer, link in links.items():
             other = values[peer]["links"][rank]
             assert link.frames_in > 0 and link.bytes_in > 4000
-            assert 0 <= link.round_trip < 1 and link.resent >= 0
+            assert 0 <= link.round_trip < 1 and link.resent >= 0  # 0: the kernel has not measured it yet
             assert len(link.paths) == len(other.paths) == 1
             assert link.paths[0].endswith(" via eth0")
-        assert any(link.round_trip > 0 for link in links.values())  # the kernel may not have measured all yet
         assert sum(link.bytes_out for link in links.values()) > 100_000
-        assert value["refused"] == {}
+        assert value["refused"].keys() <= {"left"}  # as may be, of two ways tried at once, the one that lost
         topology = value["topology"]
         assert [host.ranks for host in topology.hosts] == [(0, 1), (2, 3)]
         assert dict(topology.links) == {peer: link.paths for peer, link in links.items()}
