@@ -1,4 +1,4 @@
-// Words that threads of several processes share: fences, and sleeping until a word changes (futex).
+// Words that threads of several processes share: fences, and looking or sleeping (futex) until a word changes.
 #pragma once
 
 #include <linux/futex.h>
@@ -17,6 +17,15 @@ namespace ringreduce {
 inline void fence([[maybe_unused]] std::memory_order order) {
 #if !defined(__SANITIZE_THREAD__)  // which knows no fences
   std::atomic_thread_fence(order);
+#endif
+}
+
+// For a loop that looks at a word again and again.
+inline void cpu_relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#else
+  asm volatile("yield");
 #endif
 }
 

@@ -14,20 +14,13 @@
 
 #include <cstdint>
 
+#include "core/atomics.h"
 #include "core/clock.h"
 #include "engine/patience.h"
 #include "transport/links.h"
 #include "transport/team.h"
 
 namespace ringreduce {
-
-inline void cpu_relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#else
-  asm volatile("yield");
-#endif
-}
 
 class Waiting {
  public:

@@ -7,6 +7,7 @@
 #include <set>
 #include <utility>
 
+#include "core/atomics.h"
 #include "core/error.h"
 #include "parameter_server/server.h"
 
@@ -267,9 +268,7 @@ bool Client::wait_until(Hold& hold, Nanoseconds timeout, F&& ready) {
     if (waited >= timeout) return false;
     if (take_turns(hold)) idle = 0;
     if (idle < kLooks) {
-#if defined(__x86_64__)
-      __builtin_ia32_pause();
-#endif
+      cpu_relax();
       continue;
     }
     hold.lock.unlock();

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/atomics.h"
 #include "parameter_server/server.h"
 
 namespace ringreduce::parameter_server {
@@ -11,14 +12,6 @@ namespace {
 
 constexpr Nanoseconds kLookEvery = 20 * kMillisecond;  // for processes that have ended
 constexpr int kLooks = 100, kYields = 50;              // before the thread sleeps
-
-void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#else
-  asm volatile("yield");
-#endif
-}
 
 }  // namespace
 
@@ -34,7 +27,7 @@ void Server::run() {
         } else if (waiting_.load(std::memory_order_relaxed) > 0) {
           break;  // for the thread that waits
         } else if (++idle < kLooks) {
-          relax();
+          cpu_relax();
         } else {
           sched_yield();
         }

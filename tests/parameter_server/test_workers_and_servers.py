@@ -265,14 +265,19 @@ def outlives_server(me: Rank) -> tuple[str, float]:
     return str(raised.value), ended
 
 
-def test_a_killed_server_is_named_within_a_second_and_the_process_lives() -> None:
-    with Ranks(outlives_server, 2) as ranks:
-        ranks.reports()
-        time.sleep(0.2)
-        killed = ranks.signal(1, signal.SIGKILL)
-        ((said, ended),) = ranks.results(but=(1,))
+def kill_a_server(ranks: Ranks) -> None:
+    """Of two ranks that run `outlives_server`."""
+    ranks.reports()
+    time.sleep(0.2)
+    killed = ranks.signal(1, signal.SIGKILL)
+    ((said, ended),) = ranks.results(but=(1,))
     assert said.startswith("server 1 (") and "has ended" in said
     assert ended - killed < 1.0
+
+
+def test_a_killed_server_is_named_within_a_second_and_the_process_lives() -> None:
+    with Ranks(outlives_server, 2) as ranks:
+        kill_a_server(ranks)
 
 
 # ---- windows ---------------------------------------------------------------------------------------------------------
