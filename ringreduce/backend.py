@@ -473,7 +473,7 @@ def _decide_for_hosts(file: str, on_hosts: host_links.Hosts, labels: Sequence[st
     except Exception as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         return Decision(
-            error=f"RINGREDUCE_HOSTS_FILE={file!r}: {reason}; have `ringreduce doctor --peers --write` write it, or "
+            error=f"RINGREDUCE_HOSTS_FILE={file!r}: {reason}; write it with `ringreduce doctor --peers --write`, or "
             "leave the option out"
         )
 

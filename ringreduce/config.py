@@ -1,6 +1,6 @@
-"""The knobs: per-group options over RINGREDUCE_* environment variables over defaults.
+"""The knobs. An option wins over its RINGREDUCE_* environment variable, and the variable over the default.
 
-This module is the only reader of the environment. `ringreduce info` prints every knob with its value and its origin.
+Only this module reads these variables. `ringreduce info` prints every knob with its value and its origin.
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ def _knob(default: Any, allowed: tuple[str, ...] | tuple[int, int] | None, help:
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a group, for `pg_options` of `init_process_group` and `new_group`. Must be the same on all ranks
-    (but `tuning`, `topo_file` and `hosts_file`, of which rank 0's count). `arena_bytes`, `arena_keep_bytes` and
-    `share_allocations` are about the process, which has one arena for all groups.
+    """Options of a group, for `pg_options` of `init_process_group` and `new_group`.
+
+    Most must be the same on all ranks. Of `tuning`, `topo_file` and `hosts_file` only rank 0's count. `socket_ifname`,
+    `ports`, `host_id`, `secret_file`, `recorded_calls`, `dump_when_broken`, `debug`, `arena_keep_bytes` and
+    `share_allocations` may differ between ranks. `arena_bytes`, `arena_keep_bytes` and `share_allocations` concern the
+    process, which has one arena for all groups.
 
     A field left at None takes its RINGREDUCE_* variable, or else its default. Raises `InvalidArgument` for bad values.
     """
@@ -44,10 +47,13 @@ class Options:
         "", None, "interfaces for other hosts: prefixes ('eth,ib'), '=eth0', '^docker,lo' or '10.1.0.0/16'"
     )
     ports: str | None = _knob("", None, "TCP ports to listen at for other hosts: '20000-20100' (default: any)")
-    host_id: str | None = _knob("", None, "ranks with the same are on one host (default: as the kernel says)")
+    host_id: str | None = _knob("", None, "ranks with the same text are on one host (default: as the kernel says)")
     secret_file: str | None = _knob("", None, "a file that only ranks of the job can read; links between hosts need it")
     hosts_file: str | None = _knob(
-        "", None, "what `ringreduce doctor --peers --write` measured between hosts (default: assumed). Rank 0's counts"
+        "",
+        None,
+        "what `ringreduce doctor --peers --write` measured between hosts (default: see docs/hosts.md). Only "
+        "rank 0's is read",
     )
     connections: int | None = _knob(1, (1, 64), "TCP connections of a link, for each pair of interfaces")
     dead_after: int | None = _knob(10, (1, 24 * 3600), "seconds without a sign of life after which a link breaks")
@@ -60,7 +66,7 @@ class Options:
     tuning: str | None = _knob(
         "auto",
         None,
-        "'auto': by a file made for this machine; 'off': built-in rules; else the file's path. Rank 0's counts",
+        "'auto': this machine's own file; 'off': built-in rules; else the path of a file. Only rank 0's is read",
     )
     topo_file: str | None = _knob(
         "",
@@ -79,7 +85,7 @@ class Options:
     arena_bytes: int | None = _knob(
         16 * 1024**3,
         (0, 1024**4),
-        "address space per process for shared tensors, as the process's first group has it; 0: the group uses none",
+        "address space per process for shared tensors; the process's first group decides; 0: the group shares none",
     )
     arena_keep_bytes: int | None = _knob(
         256 * 1024**2, (0, 1024**4), "memory of freed shared tensors that a process keeps for new ones"
@@ -94,13 +100,13 @@ class Options:
         0, (0, 1_000_000_000), "yields before a waiting rank sleeps (default: by the probe where ranks share cores)"
     )
     slices: int | None = _knob(4, (1, 1024), "slices that a chunk is cut in, if they are not too small or too large")
-    least_slice_bytes: int | None = _knob(0, (0, 1024**3), "slices are not made smaller (default: by `fetch`)")
+    least_slice_bytes: int | None = _knob(0, (0, 1024**3), "the smallest size of a slice (default: depends on `fetch`)")
     fetch: int | None = _knob(1, (0, 1), "1: ranks read one another's tensors where they are; 0: through copies")
     least_fetch_bytes: int | None = _knob(0, (0, 1024**3), "smaller slices are copied (default: by ranks per core)")
     most_fetch_bytes: int | None = _knob(
         0,
         (0, 1024**5),
-        "calls in place of more than two ranks that reduce more bytes in all copy them (default: by the probe)",
+        "above two ranks, calls in place that reduce more bytes than this in all make copies (default: probed)",
     )
     stream_bytes: int | None = _knob(
         48 * 1024**2, (0, 1024**5), "outputs that have so many bytes in all are stored past the caches"
@@ -132,7 +138,7 @@ DEFAULTS: Mapping[str, Any] = {knob.name: knob.metadata["default"] for knob in f
 # 2 MB 27.8, 1 MB 28.0 (medians of two runs); for 2 ranks they were alike. More and smaller slots gained nothing.
 
 # Above so many ranks all slots of a channel together stay as large as theirs, so that they still fit the caches. Swept
-# for all_reduce with 16, 24 and 32 ranks on the same 2 cores, in three rounds: with 1 or 2 MB a channel 1 MB took 0.7 to
+# for all_reduce with 16, 24 and 32 ranks on the same 2 cores, three rounds: with 1 or 2 MB a channel 1 MB took 0.7 to
 # 0.95 of its time with 4 MB, and 16 MB 0.9 to 1.05. With 8 ranks 4 MB was the fastest for 16 MB.
 RANKS_WITH_WHOLE_SLOTS = 8
 LEAST_SHARED_SLOT = 16 * 1024
