@@ -379,10 +379,13 @@ def _lead(
     """The leader's part: makes the memfd, and hands it to the ranks `here` with what they have sent of themselves."""
     exchange = me.exchange
     passed("host: leads")
-    memfd = _shared_memory(segment_bytes)
-    members = {own.rank: replace(own, pidfd=_own_pidfd(), arena=os.dup(own.arena) if own.arena >= 0 else -1)}
+    memfd, members = -1, dict[int, _Member]()
     with contextlib.ExitStack() as connections:
         try:
+            memfd = _shared_memory(segment_bytes)
+            members[own.rank] = replace(own, pidfd=_own_pidfd(), arena=-1)
+            if own.arena >= 0:
+                members[own.rank] = replace(members[own.rank], arena=os.dup(own.arena))
             secret, text = bytes.fromhex(roster["secret"]), _written(json.dumps(roster))
             connections.callback(os.close, text)
             guests = {r: connections.enter_context(_invite(me, roster, r, text)) for r in here[1:]}
@@ -413,7 +416,9 @@ def _lead(
         except BaseException as error:
             if isinstance(error, RingReduceError):
                 exchange.give_up(error)  # before the connections close, so that their other ends find the reason
-            _close((memfd, *(fd for member in members.values() for fd in member.descriptors())))
+            _close(fd for member in members.values() for fd in member.descriptors())
+            if memfd >= 0:
+                os.close(memfd)
             raise
 
 
