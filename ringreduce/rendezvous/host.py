@@ -49,7 +49,8 @@ from ringreduce.rendezvous.secret import group_secret
 from ringreduce.rendezvous.store import LEST, RANK_0, WHO, Exchange, Store, identity, kernel, passed
 
 if TYPE_CHECKING:
-    from ringreduce.rendezvous.links import Address, Door
+    from ringreduce.rendezvous.links import Door
+    from ringreduce.rendezvous.sockets import Address
 
 _NONCE = 32
 _DIGEST = hashlib.sha256().digest_size
@@ -74,7 +75,7 @@ class Place:
     secret_file: str = ""
     """RINGREDUCE_SECRET_FILE: see `secret.group_secret`."""
     ports: str = ""
-    """RINGREDUCE_PORTS: see `links.parse_ports`."""
+    """RINGREDUCE_PORTS: see `sockets.parse_ports`."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +218,7 @@ class _Announced:
     def __init__(self, exchange: Exchange, place: Place, config: str, memory: tuple[int, int, int] | None) -> None:
         group_secret(b"", place.secret_file)  # what is wrong with these should not wait for several hosts to show
         if place.ports:
-            from ringreduce.rendezvous.links import parse_ports
+            from ringreduce.rendezvous.sockets import parse_ports
 
             parse_ports(place.ports)
         self.exchange, self.rank = exchange, exchange.rank
@@ -506,7 +507,8 @@ def _machine(place: Place, rank: int) -> str:
 def _tell_addresses(exchange: Exchange, place: Place) -> tuple[Door, list[list[Address]]]:
     """Opens a door for other hosts; returns it and where the doors of all ranks are."""
     from ringreduce.rendezvous.interfaces import Filter, local_interfaces
-    from ringreduce.rendezvous.links import Address, Door, parse_ports
+    from ringreduce.rendezvous.links import Door
+    from ringreduce.rendezvous.sockets import Address, parse_ports
 
     wanted = Filter.parse(place.interfaces)
     door = Door(wanted.choose(local_interfaces()), named=wanted.names_some, ports=parse_ports(place.ports))
