@@ -68,12 +68,11 @@ def _leave_at_the_end_of(pid: int) -> None:
         multiprocessing.util.Finalize(None, _C.shutdown_all, exitpriority=0)
 
 
-def create(dist_backend_opts: Any, pg_options: Options | None) -> _C.ProcessGroupRing:
+def create(opts: Any, pg_options: Options | None) -> _C.ProcessGroupRing:
     """Called by torch for every new group on every rank in it. Returns when all ranks are there.
 
     Raises the errors of `ringreduce.errors`; see `rendezvous.meet`.
     """
-    opts = dist_backend_opts
     options, _ = resolve(pg_options)
     if options.share_allocations:
         share_allocations()
@@ -149,9 +148,10 @@ class _Choices:
         own = dict(topology.plans()) if topology else {}
         decided = (*(topology.rules() if topology else ()), *plan.parse_algorithms(self.decision.rules))
         if self.links:
-            from ringreduce import host_links
+            from ringreduce import host_links, tuning
 
-            between = self.links.order, self.links.wire, _slicing_between_hosts(self.size, self.options)
+            slicing = tuning.slicing_for(self.options, slot_bytes_for(self.size, self.options), fetch=False)
+            between = self.links.order, self.links.wire, slicing
             by_root = root is not None and collective in host_links.BY_ROOT
             if by_root and not any(rule.collective == collective for rule in users):
                 for_root = host_links.plans_for_root(*between, collective, root or 0)
@@ -177,12 +177,6 @@ class _Choices:
             ranges, own = self.ranges(collective)
             for each in ranges:
                 yield own.get((collective, each.algorithm)) or plan.build(collective, each.algorithm, self.size)
-
-
-def _slicing_between_hosts(size: int, options: Options) -> plan.Slicing:
-    from ringreduce import tuning
-
-    return tuning.slicing_for(options, slot_bytes_for(size, options), fetch=False)
 
 
 def _add_plans(

@@ -20,7 +20,7 @@ from ringreduce.common.units import bytes_text, time_text
 from ringreduce.config import PREFIX, Options, resolve, slot_bytes_for
 from ringreduce.gpu import kernels, nccl
 from ringreduce.gpu.rules import rules as gpu_rules
-from ringreduce.plan import Machine, Range, Slicing
+from ringreduce.plan import Machine
 from ringreduce.plan.choose import BLOCKS
 from ringreduce.tuning import Tuning
 
@@ -58,11 +58,11 @@ def _info(console: Console, options: Options, origins: dict[str, str], ranks: li
     from rich.table import Table
 
     missing = compiled.why_not()
-    kernels = "no kernels" if missing else f"{compiled.load().instruction_set()} kernels"
+    built_for = "no" if missing else compiled.load().instruction_set()
     torch = f"torch {metadata.version('torch')}" if find_spec("torch") else "no torch"
     console.print(
         f"ringreduce {ringreduce.__version__}, {torch}, Python {platform.python_version()}, {platform.machine()} with "
-        f"{kernels}"
+        f"{built_for} kernels"
     )
     table = Table("option", "variable", "value", "from", "what it is")
     for knob in fields(Options):
@@ -161,6 +161,7 @@ def _choices(size: int, options: Options, fetch: bool, known: Tuning | None) -> 
         for entry in ranges:
             at = next((block for block in BLOCKS if block >= begin), begin)
             cell = next((cell for cell in measured.get(collective, ()) if cell.bytes == at), None)
+            cost = known and plan.Cost(plan.build(collective, entry.algorithm, size), known.machine, slicing)
             same = cell is not None and (cell.algorithm, cell.slice_bytes) == entry[1:]
             table.add_row(
                 collective if begin == 0 else "",
@@ -168,7 +169,7 @@ def _choices(size: int, options: Options, fetch: bool, known: Tuning | None) -> 
                 entry.algorithm,
                 _size(entry.slice_bytes) if entry.slice_bytes else "",
                 _size(at),
-                "" if known is None else time_text(_predicted(collective, entry, size, at, known.machine, slicing)),
+                time_text(cost.seconds(at, entry.slice_bytes)) if cost else "",
                 time_text(cell.seconds) if cell is not None and same else "",
             )
             begin = entry.end or 0
@@ -200,11 +201,6 @@ def _choices_of_gpus(ranks: list[int], options: Options) -> Table:
                 )
                 begin = entry.end or 0
     return table
-
-
-def _predicted(collective: str, entry: Range, size: int, block: int, machine: Machine, slicing: Slicing) -> float:
-    cost = plan.Cost(plan.build(collective, entry.algorithm, size), machine, slicing)
-    return cost.seconds(block, entry.slice_bytes)
 
 
 def group_size(text: str) -> int:
