@@ -23,7 +23,7 @@ from ringreduce.common import compiled
 from ringreduce.common.failures import RingReduceError, TopologyError
 from ringreduce.common.files import text_of
 from ringreduce.common.units import bytes_text
-from ringreduce.config import DEFAULTS, resolve
+from ringreduce.config import resolve
 from ringreduce.gpu import kernels
 from ringreduce.gpu.nvcc import find_nvcc
 from ringreduce.topology.graph import FABRIC, LinkGraph, NodeKind
@@ -402,8 +402,7 @@ def look(sysfs: Path = Path("/sys"), proc: Path = Path("/proc")) -> Facts:
         options = resolve(None)[0]
     except ValueError:  # `ringreduce info` says which variable is wrong
         options = resolve(None, {})[0]
-    values = {name: getattr(options, name) or default for name, default in DEFAULTS.items()}
-    topo_file, topo_error = options.topo_file or "", ""
+    topo_file, topo_error = options.topo_file, ""
     try:
         if topo_file:
             described(topo_file)
@@ -419,7 +418,7 @@ def look(sysfs: Path = Path("/sys"), proc: Path = Path("/proc")) -> Facts:
         compiler=shutil.which(shlex.split(os.environ.get("CXX") or "c++")[0]),
         memory=_why_no_memory(),
         memory_left=_memory_left(sysfs, proc),
-        bytes_per_rank=values["channels"] * values["channel_bytes"] + values["mailbox_bytes"],
+        bytes_per_rank=options.channels * options.channel_bytes + options.mailbox_bytes,
         fetch=not missing and tuning.fetches(options),
         fetch_wanted=bool(options.fetch),
         yama=text_of(proc / "sys/kernel/yama/ptrace_scope"),

@@ -94,7 +94,7 @@ def _machine(console: Console, options: Options, origins: dict[str, str], ranks:
     if options.tuning == "off":
         console.print("tuning: off, the built-in rules decide")
     else:
-        known, origin = tuning.current(options.tuning or "auto", cores())
+        known, origin = tuning.current(options.tuning, cores())
         here = "" if known.identity == tuning.identify(cores()) else f", made on another machine ({known.identity.cpu})"
         console.print(f"tuning: {origin}, probed {known.probed}{here}", highlight=False, soft_wrap=True)
         console.print(_figures(known.machine))
@@ -156,7 +156,7 @@ def _choices(size: int, options: Options, fetch: bool, known: Tuning | None) -> 
     date = f", measured {known.measured[size].date}" if known is not None and measured else ""
     table = Table("collective", "bytes of a block", "algorithm", "slice", "at", "model", "measured",
                   title=f"{size} ranks{date}", title_justify="left")  # fmt: skip
-    for collective, ranges in plan.table(size, plan.parse_algorithms(options.algorithms or ""), decided).items():
+    for collective, ranges in plan.table(size, plan.parse_algorithms(options.algorithms), decided).items():
         begin = 0
         for entry in ranges:
             at = next((block for block in BLOCKS if block >= begin), begin)
@@ -182,8 +182,8 @@ def _choices_of_gpus(ranks: list[int], options: Options) -> Table:
 
     table = Table("ranks", "their GPUs", "collective", "bytes of a block", "algorithm", "by",
                   title="CUDA tensors, unless NVML tells of links", title_justify="left")  # fmt: skip
-    user = plan.parse_algorithms(options.algorithms or "")
-    modes = {"run": [False], "steps": [True]}.get(options.gpu_mode or "auto", [False, True])
+    user = plan.parse_algorithms(options.algorithms)
+    modes = {"run": [False], "steps": [True]}.get(options.gpu_mode, [False, True])
     for size, steps in ((size, steps) for size in ranks for steps in modes):
         built_in = gpu_rules(size, steps=steps)
         of_rules = {rule.collective for rule in (*user, *built_in)}

@@ -118,7 +118,8 @@ def children(tree: Tree) -> list[tuple[int, ...]]:
 def rerooted(tree: Tree, root: int) -> Tree:
     """The same links with another rank on top."""
     parents = list(tree)
-    below, rank = None, root
+    below: int | None = None
+    rank: int | None = root
     while rank is not None:  # up to the old root, turning the links
         parents[rank], below, rank = below, rank, parents[rank]
     return tuple(parents)
