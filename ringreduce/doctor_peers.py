@@ -175,7 +175,8 @@ class _Speaker:
             others = [speaker for speaker in self._speakers if speaker != self._rank]
             with ThreadPoolExecutor(len(others)) as pool:
                 errors = dict(zip(others, pool.map(self._connect, others), strict=True))
-            missed = {peer: [f"{way}: {why}" for way, why in self._door.missed(peer).items()] for peer in others}
+            ways = self._door.missed
+            missed = {peer: [f"{way}: {why}" for way, why in ways.get(peer, {}).items()] for peer in others}
             self._store.set(f"doctor/connected/{self._rank}", json.dumps([errors, missed]))
             failed = _failed(self._store, self._speakers, self._seconds)
             measured = [

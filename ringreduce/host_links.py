@@ -227,7 +227,8 @@ class Links:
         self._meeting, self._name, self._rank = meeting, name, rank
         self._connections, self._dead_after = connections, dead_after
         self.order, self.wire, self._known = order, wire or Wire(), wire is not None
-        self._group: Any = None
+        self.group: Any = None
+        """What the connections go to; None before `open` and after `close`."""
         here = next(host for host in meeting.hosts if rank in host)
         self.elsewhere = [r not in here for r in range(len(meeting.names))]
 
@@ -236,7 +237,7 @@ class Links:
         peers = {
             r: Peer(*self._meeting.names[r], self._meeting.doors[r]) for r, far in enumerate(self.elsewhere) if far
         }
-        self._group = group
+        self.group = group
         self._door.open(
             self._rank, self._name, self._meeting.secret, peers, group.add_link, self._connections, self._dead_after
         )
@@ -285,7 +286,7 @@ class Links:
             self.connect_all(near, patience)
         except RingReduceError as error:
             log.info("plans are chosen without what a link would tell: %s", error)
-        contacts = {peer: contact for peer in sorted(near) if (contact := self._door.contact(peer))}
+        contacts = {peer: contact for peer in sorted(near) if (contact := self._door.contacts.get(peer))}
         speeds = _if_all_known(map(speed_of, {name for contact in contacts.values() for name in contact.interfaces}))
         round_trips = [(peer, contact.round_trip) for peer, contact in contacts.items()]
         return Noticed(round_trips, sum(speeds) if speeds else None)
@@ -293,7 +294,7 @@ class Links:
     def close(self) -> None:
         """Lets nobody in any more; called when the group is shut down."""
         self._door.close()
-        self._group = None  # which keeps this alive
+        self.group = None  # which keeps this alive
 
     @property
     def hosts(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -301,14 +302,9 @@ class Links:
         return tuple((self._meeting.names[host[0]][0], host) for host in self.order)
 
     @property
-    def group(self) -> Any:
-        """What the connections go to; None before `open` and after `close`."""
-        return self._group
-
-    @property
     def stats(self) -> dict[int, LinkStats]:
         """Of the links that there are, by the rank at the other end."""
-        group = self._group
+        group = self.group
         return {
             c.peer: LinkStats(
                 tuple(c.paths), c.bytes_out, c.bytes_in, c.frames_out, c.frames_in, c.round_trip, c.resent

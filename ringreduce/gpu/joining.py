@@ -6,7 +6,6 @@ options, or `use_nccl`, ask for NCCL, it makes communicators for all ranks, or a
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import socket
@@ -129,7 +128,7 @@ def _over_peer_memory(wanted: Wanted, group: _C.ProcessGroupRing, ordinal: int) 
             handles=handles,
             shape=shape_for(group.size(), options, wanted.channels(links), any(steps), blocks),
             steps=steps,
-            images=functools.partial(_image, device.capability),
+            images=lambda stem, row, prebuilt: kernels.image(stem, row, device.capability, prebuilt=prebuilt),
             slices=options.slices,
             least_slice_bytes=LEAST_SLICE,
         )
@@ -211,7 +210,7 @@ def _over_nccl(wanted: Wanted, group: _C.ProcessGroupRing, ordinal: int, communi
                 communicators=communicators,
                 timeout=seconds,
                 channels=channels,
-                images=functools.partial(_image, device.capability),
+                images=lambda stem, row, prebuilt: kernels.image(stem, row, device.capability, prebuilt=prebuilt),
                 slices=options.slices,
                 least_slice_bytes=options.least_slice_bytes or NCCL_LEAST_SLICE,
             )
@@ -262,7 +261,3 @@ def shape_for(size: int, options: Options, channels: int, steps: bool, blocks: i
         need = words + LEAST_SLOT * lanes * depth
         raise InvalidArgument(f"gpu_bytes is {options.gpu_bytes}; {size} ranks with {lanes} lanes need {need} or more")
     return _C.RegionShape(lanes=lanes, depth=depth, slot_bytes=slot_bytes)
-
-
-def _image(capability: tuple[int, int], stem: str, row: str, prebuilt: bool) -> bytes:
-    return kernels.image(stem, row, capability, prebuilt=prebuilt)

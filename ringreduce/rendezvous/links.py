@@ -180,11 +180,18 @@ class Door:
         self._thread: threading.Thread | None = None
         self._strangers: dict[asyncio.Task[None], float] = {}
         self._parties: defaultdict[tuple[int, bytes], _Party] = defaultdict(_Party)
-        self._accepted = 0
         self._closed = False
-        self._refused: Counter[str] = Counter()
-        self._missed: dict[int, dict[str, str]] = {}
-        self._contacts: dict[int, Contact] = {}
+        self.counts = Counter(accepted=0)
+        """Connections "accepted", those that proved who they are, and those refused by reason.
+
+        "garbage": not this protocol; "version"; "proof": another secret, or a proof that was overheard; "rank": a rank
+        that is not waited for; "twice": a peer that got in by another way; "slow"; "crowd": the oldest of too many;
+        "left": gone in the middle, as may be, too, a peer that got in by another way.
+        """
+        self.missed: dict[int, dict[str, str]] = {}
+        """The ways to a peer that is linked which this rank has tried in vain, and why they failed."""
+        self.contacts: dict[int, Contact] = {}
+        """With the peers that are linked."""
         _doors.add(self)
 
     def open(
@@ -241,24 +248,6 @@ class Door:
         finally:
             future.cancel()
 
-    @property
-    def counts(self) -> dict[str, int]:
-        """Connections "accepted", those that proved who they are, and those refused by reason.
-
-        "garbage": not this protocol; "version"; "proof": another secret, or a proof that was overheard; "rank": a rank
-        that is not waited for; "twice": a peer that got in by another way; "slow"; "crowd": the oldest of too many;
-        "left": gone in the middle, as may be, too, a peer that got in by another way.
-        """
-        return {"accepted": self._accepted, **self._refused}
-
-    def missed(self, peer: int) -> dict[str, str]:
-        """The ways to a peer that is linked which this rank has tried in vain, and why they failed."""
-        return dict(self._missed.get(peer, {}))
-
-    def contact(self, peer: int) -> Contact | None:
-        """With a peer; None if it is not linked."""
-        return self._contacts.get(peer)
-
     def close(self) -> None:
         """Lets nobody in any more; delivered connections stay. Idempotent."""
         self._closed = True
@@ -310,7 +299,7 @@ class Door:
                 await asyncio.wait(list(self._strangers), timeout=patience, return_when=asyncio.FIRST_COMPLETED)
             else:
                 self._strangers.pop(oldest, None)
-                self._refused["crowd"] += 1
+                self.counts["crowd"] += 1
                 oldest.cancel()
 
     async def _receive(self, connection: socket.socket, interface: Interface) -> None:
@@ -320,16 +309,16 @@ class Door:
                 connection.setblocking(False)
                 peer, session, admitted = await asyncio.wait_for(self._admit(connection, interface), HANDSHAKE_SECONDS)
                 self._strangers.pop(_this_task(), None)
-                self._accepted += 1
+                self.counts["accepted"] += 1
                 with contextlib.suppress(OSError):  # it may have found another way, or be gone: it was no stranger
                     await asyncio.wait_for(self._join(peer, session, admitted), PARTY_SECONDS)
             except Refused as refused:
-                self._refused[refused.reason] += 1
+                self.counts[refused.reason] += 1
                 log.info("refused a connection on %s: %s", interface.name, refused.reason)
             except asyncio.TimeoutError:
-                self._refused["slow"] += 1
+                self.counts["slow"] += 1
             except OSError:
-                self._refused["left"] += 1
+                self.counts["left"] += 1
 
     async def _admit(self, connection: socket.socket, interface: Interface) -> tuple[int, bytes, _Connection]:
         """Has a stranger prove who it is."""
@@ -391,7 +380,7 @@ class Door:
         try:
             if self._deliver is None:
                 raise Aborted("the door is closed")
-            self._contacts[peer] = Contact(
+            self.contacts[peer] = Contact(
                 min(round_trip(connection) for connection, _ in connected),
                 tuple(dict.fromkeys(interface for _, interface in connected)),
             )
@@ -432,9 +421,7 @@ class Door:
         paths = self._paths(self._peers[peer].addresses)
         tried = {path: _NO_ANSWER for path in paths}
         hopeless: set[_Path] = set()
-        going = (
-            True  # a task that waits for another (`asyncio.wait_for`, up to 3.11) may not notice that it is cancelled
-        )
+        going = True  # a task that waits for another (`wait_for`, up to 3.11) may not notice that it is cancelled
 
         async def attempts() -> None:
             pause = 0.05
@@ -457,7 +444,7 @@ class Door:
             await asyncio.gather(trying, return_exceptions=True)
         if not linked.done():
             ways = "; ".join(f"{path}: {why}" for path, why in tried.items()) or "no address of a kind this host has"
-            refused = ", ".join(f"{number} ({reason})" for reason, number in self._refused.items())
+            refused = ", ".join(f"{number} ({why})" for why, number in self.counts.items() if why != "accepted")
             # It listened when it published its addresses.
             lost = bool(tried) and set(tried.values()) == {os.strerror(errno.ECONNREFUSED)}
             how = " in time" if late else ", which died or left" if lost else ""
@@ -497,7 +484,7 @@ class Door:
             more = [start(one.path) for one in found for _ in range(self._connections - 1)]
             if not await self._join_all(peer, found + [await task for task in more], tried):
                 return False
-            self._missed[peer] = {
+            self.missed[peer] = {
                 str(path): why
                 for path, why in tried.items()
                 if path.rail not in work and (path.rail in wanted or why != _NO_ANSWER)

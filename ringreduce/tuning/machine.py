@@ -88,24 +88,17 @@ def _caches(core: int) -> list[tuple[str, str, str, set[int]]]:
     """(level, kind, size, the cores that share it) of each cache of a core."""
     found = []
     for folder in sorted(SYSTEM.glob(f"cpu{core}/cache/index*")):
-        try:
-            level, kind, size, shared = (
-                (folder / name).read_text().strip() for name in ("level", "type", "size", "shared_cpu_list")
-            )
-        except OSError:
-            continue
-        found.append((level, kind, size, numbers(shared)))
+        level, kind, size, shared = (text_of(folder / name) for name in ("level", "type", "size", "shared_cpu_list"))
+        if size and shared:
+            found.append((level, kind, size, numbers(shared)))
     return found
 
 
 def _cpu_model() -> str:
     """The kernel's name for the processor: the model, or on Arm its implementer and part."""
     names: dict[str, str] = {}
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            key, _, value = line.partition(":")
-            names.setdefault(key.strip(), value.strip())
-    except OSError:
-        pass
+    for line in text_of(Path("/proc/cpuinfo")).splitlines():
+        key, _, value = line.partition(":")
+        names.setdefault(key.strip(), value.strip())
     parts = [names[key] for key in ("model name", "CPU implementer", "CPU part", "CPU variant") if key in names]
     return " ".join(parts) or platform.machine()

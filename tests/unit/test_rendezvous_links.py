@@ -324,11 +324,11 @@ def test_ways_that_failed_beside_the_link(make: Make, monkeypatch: pytest.Monkey
         other.door.addresses.append(Address("c", "127.0.3.2/24", closed.getsockname()[1]))
         open_all(one, other)
         one.connect(1)
-    assert one.door.missed(1) == {
+    assert one.door.missed[1] == {
         f"127.0.1.2:{silent_port(other, 'a')} (a) from 127.0.1.1 (a)": "no answer",
         f"127.0.3.2:{silent_port(other, 'c')} (c) from 127.0.3.1 (c)": "Connection refused",
     }
-    assert other.door.missed(0) == {}
+    assert other.door.missed == {}
 
 
 def silent_port(member: Member, name: str) -> int:
