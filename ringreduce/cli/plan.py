@@ -116,7 +116,10 @@ def _show_expected(out: Console, planned: Planned, size: int, table: Table) -> N
     from ringreduce.topology.planner import algorithms, plan_for
 
     if found := expected(planned, size, table):
-        say(out, f"expected: {time_text(found.seconds)}, as NCCL or RCCL has on such links ({found})")
+        say(
+            out,
+            f"expected: {time_text(found.seconds)}, at the efficiency that NCCL or RCCL has on such links ({found})",
+        )
     if not planned.bound_in_switches or planned.in_switches:
         return
     if "nvls" not in algorithms(planned.graph, planned.collective):

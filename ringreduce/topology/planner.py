@@ -36,6 +36,9 @@ LEAST_GAIN = 0.9
 """Another algorithm than that with the most bandwidth must promise less than this share of its time: closer, the
 latencies decide, and they are guesses."""
 
+CLOSE = 0.985
+"""Of plans made for the links, those with this share of the most bandwidth are as good: the simulated time decides."""
+
 ALIKE = 0.95
 """Where the busiest link works for more than half of the time, no plan with less than this share of the bandwidth is
 taken: for large tensors links decide, not latencies."""
@@ -228,10 +231,14 @@ def plan_for(
             )
         return candidates[algorithm]
     first = next(iter(candidates.values()))
-    if first.plan.name == "routed":  # the one with the most bandwidth; but its routes can be long
+    if "routed" in candidates:  # its routes can be long, and so can trees be
         slowest = LEAST_GAIN * first.simulated(size_bytes)
-        faster = [candidates[name] for name in ("rings", "trees") if name in candidates]
-        faster = [each for each in faster if each.seconds(size_bytes) < slowest > each.simulated(size_bytes)]
+        over_links = [candidates[name] for name in ("rings", "trees", "routed") if name in candidates]
+        faster = [
+            each
+            for each in over_links
+            if each.of_links > CLOSE * first.of_links or each.seconds(size_bytes) < slowest > each.simulated(size_bytes)
+        ]
         first = min(faster, key=lambda each: each.simulated(size_bytes), default=first)
     usual = first.simulated(size_bytes)
     bandwidth_counts = first.seconds(size_bytes) > usual / 2
@@ -253,6 +260,11 @@ def plan_for(
 def algorithms(graph: LinkGraph, collective: str) -> tuple[str, ...]:
     """What `plan_for` could choose from, that with the most bandwidth first."""
     return tuple(_candidates(graph, collective))
+
+
+def widest(graph: LinkGraph, collective: str) -> Planned:
+    """The plan with the most bandwidth over the busiest link, whatever latencies are."""
+    return next(iter(_candidates(graph, collective).values()))
 
 
 def transfers(plan: Plan, size_bytes: float) -> dict[tuple[int, int], float]:
@@ -289,6 +301,9 @@ def _candidates(graph: LinkGraph, collective: str) -> dict[str, Planned]:
     parts = decompose(graph)
     routes, limit, more, why = parts.routes, _limit(graph, collective), _in_switches(parts, collective), parts.why_links
     made = [*_made_for_links(parts, collective), *_packed(routes, limit, why, collective, parts)]
+    if made and (tight := min(made, key=lambda each: each.bound)).bound < limit.bandwidth:
+        limit = replace(limit, bandwidth=tight.bound, proof=tight.proof)
+        made = [replace(each, bound=tight.bound, proof=tight.proof) for each in made]
 
     def unaware(routes: Routes, limit: Bound, why: str) -> list[Planned]:
         plans = (build(collective, name, routes.size) for name in BUILDERS[collective])
@@ -367,18 +382,19 @@ def _packed(
 ) -> Iterator[Planned]:
     """Routes of their own for every block, where what there is already stays below the bound: the rings and trees of a
     decomposition, or direct exchange."""
-    if collective == "all_reduce" or routes.size == 1:
+    if routes.size == 1:
         return
     direct = [build(collective, "direct", routes.size)] if collective not in OVER_RINGS else []
     others = [Planned(routes.graph, routes, plan, 0.0, "", "") for plan in direct if _possible(plan, routes)]
     others += _made_for_links(parts, collective) if parts else ()
     reached = max((each.of_links for each in others), default=0.0)
-    if reached >= AS_GOOD * limit.bandwidth:
+    deep = collective == "all_reduce" and any(each.trees for each in others)
+    if reached >= AS_GOOD * limit.bandwidth and not deep:
         return
     found = pack(collective, routes, limit.bandwidth)
     if found is None:
         return
-    if found.bound < limit.bandwidth and collective not in OVER_RINGS:
+    if found.bound < limit.bandwidth and (collective == "all_reduce" or collective not in OVER_RINGS):
         limit = Bound(found.bound, limit.partition, "a linear program: under its prices of links no routes cost less")
     plan = routed(collective, routes.size, found.channels, "routed")
     several = f"{len(plan.channels)} channels" if len(plan.channels) > 1 else "one channel"

@@ -19,7 +19,6 @@ from itertools import pairwise, permutations
 from typing import Any
 
 import numpy as np
-from scipy.optimize import linprog
 
 from ringreduce.common.failures import TopologyError
 from ringreduce.topology.bound import Cuts
@@ -185,6 +184,8 @@ def _disjoint(routes: Routes) -> tuple[Ring, ...]:
 
 def _best(usage: Any, capacity: Any) -> Chosen:
     """The widths with the largest sum."""
+    from scipy.optimize import linprog  # as long to import as all else together, and most machines need none
+
     solution = linprog(-np.ones(len(usage)), A_ub=usage.T, b_ub=capacity, method="highs-ds")
     return [(at, float(width)) for at, width in enumerate(solution.x) if width > SLACK * capacity.max()]
 
