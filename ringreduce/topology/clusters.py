@@ -95,7 +95,7 @@ def hosts_of(
     for _, switch, feed in ports:
         below[switch] = below.get(switch, 0.0) + feed.capacity
     for switch, wide in below.items() if rails or hosts_per_leaf else ():
-        nodes.append(Node(switch, NodeKind.NETWORK, len(nodes)))
+        nodes.append(Node(switch, NodeKind.NETWORK, len(nodes), reduces=in_network))
         links += both_directions(switch, "network", LinkKind.NETWORK, wide / taper, 1, f"NICs below, over {taper:g}")
     nodes.append(Node("network", NodeKind.NETWORK, reduces=in_network))
     assumed = (

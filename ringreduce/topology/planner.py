@@ -8,6 +8,7 @@ bytes are counted step by step over the plan's own programs, so no figure here i
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -17,12 +18,12 @@ from typing import Any, NamedTuple
 
 from ringreduce.common.failures import TopologyError
 from ringreduce.plan import BUILDERS, COLLECTIVES, Plan, build, hierarchical, layout, ring, tree
-from ringreduce.plan.network import Network
+from ringreduce.plan.network import LikeGroups, Network
 from ringreduce.plan.routed import routed
-from ringreduce.plan.simulate import simulate
+from ringreduce.plan.simulate import exchanged, simulate
 from ringreduce.topology.bound import Bound, Cuts, Partition, bound, reducing_domains, tightest
 from ringreduce.topology.decompose import AS_GOOD, Decomposition, decompose
-from ringreduce.topology.graph import LinkGraph
+from ringreduce.topology.graph import LinkGraph, NodeKind
 from ringreduce.topology.packing import MOST_RANKS as MOST_PACKED
 from ringreduce.topology.packing import pack
 from ringreduce.topology.rings import Ring
@@ -92,6 +93,16 @@ class Planned:
         return self.plan.collective
 
     @cached_property
+    def several_hosts(self) -> bool:
+        return len({node.host for node in self.graph.ranks}) > 1
+
+    @cached_property
+    def _like_hosts(self) -> LikeGroups | None:
+        """The hosts, if one of them shows what all do."""
+        found = self.routes.like_hosts if self.several_hosts else None
+        return found if found and exchanged(self.plan, found.places) else None
+
+    @cached_property
     def _numbers(self) -> dict[str, int]:
         one_host = len({node.host for node in self.graph.gpus}) == 1
         return {node.name: node.index for node in self.graph.gpus if one_host}
@@ -107,8 +118,7 @@ class Planned:
         Between hosts the stages of a plan wait for one another's slots, so there what a simulation of a large tensor
         shows counts, if that is less.
         """
-        several = len({node.host for node in self.graph.ranks}) > 1
-        if several and self.plan.size <= MOST_RANKS:
+        if self.several_hosts and (self.plan.size <= MOST_RANKS or self._like_hosts or self.in_switches):
             return min(self.of_links, SUSTAINED_BYTES * 1e-9 / self.simulated(SUSTAINED_BYTES))
         return self.of_links
 
@@ -138,7 +148,7 @@ class Planned:
     def crossing(self, size_bytes: float) -> list[float]:
         """Bytes over each link of `routes`."""
         if self.in_switches:
-            return self._over_switches(size_bytes)
+            return self._over_network(size_bytes) if self.several_hosts else self._over_switches(size_bytes)
         return self.routes.loads(transfers(self.plan, size_bytes))
 
     def _over_switches(self, size_bytes: float) -> list[float]:
@@ -154,6 +164,31 @@ class Planned:
             for link in self.routes.links
         ]  # fmt: skip
 
+    def _over_network(self, size_bytes: float) -> list[float]:
+        """Inside a host as its stages have it. Each rank then sends its part of the host's sum to the network's
+        switches, which combine the hosts', and fetches the whole sum of it.  A switch below others sends up
+        what it combined."""
+        node, routes = self.graph.by_name, self.routes
+        of: dict[int, list[int]] = {}  # ranks by host
+        for rank, name in enumerate(self.ranks):
+            of.setdefault(node[name].host, []).append(rank)
+        host = {rank: number for number, ranks in of.items() for rank in ranks}
+        network = {each.name for each in self.graph.of_kind(NodeKind.NETWORK)}
+        sent = transfers(self.plan, size_bytes)
+        crossing = routes.loads({pair: amount for pair, amount in sent.items() if host[pair[0]] == host[pair[1]]})
+        groups = list(of.values())
+        for rank, peer in (pair for at, ranks in enumerate(groups) for pair in zip(ranks, groups[at - 1], strict=True)):
+            ways = [(link, share, routes.links[link].src) for link, share in routes.between[rank, peer]]
+            ways += [(link, share, routes.links[link].dst) for link, share in routes.between[peer, rank]]
+            for link, share, end in ways:
+                if end not in network and node[end].host == host[rank]:
+                    crossing[link] += share * size_bytes / len(groups[0])
+        for at, link in enumerate(routes.links):
+            ends = {link.src, link.dst}
+            if ends <= network and any(0 < len(self.graph.below(switch)) < len(of) for switch in ends):
+                crossing[at] = size_bytes
+        return crossing
+
     def seconds(self, size_bytes: float) -> float:
         """What the busiest link needs."""
         return max((load.seconds for load in self.loads(size_bytes)), default=0.0)
@@ -164,9 +199,9 @@ class Planned:
             if self.plan.size == 1:
                 seconds = 0.0
             elif self.in_switches:
-                seconds = self.seconds(size_bytes) + 2 * self.network.route(0, 1).latency
+                seconds = self.seconds(size_bytes) + 2 * self.network.route(0, self.plan.size - 1).latency
             else:
-                seconds = simulate(self.plan, self.network, size_bytes).seconds
+                seconds = simulate(self.plan, self.network, size_bytes, groups=self._like_hosts).seconds
             self._times[size_bytes] = seconds
         return self._times[size_bytes]
 
@@ -299,7 +334,7 @@ def weights(widths: Sequence[float]) -> list[int]:
 def _candidates(graph: LinkGraph, collective: str) -> dict[str, Planned]:
     """By name; first, of those made for these links and as fast as any of them, the one with the fewest channels."""
     parts = decompose(graph)
-    routes, limit, more, why = parts.routes, _limit(graph, collective), _in_switches(parts, collective), parts.why_links
+    routes, limit, more, why = parts.routes, _limit(graph, collective), _in_switches(graph, collective), parts.why_links
     made = [*_made_for_links(parts, collective), *_packed(routes, limit, why, collective, parts)]
     if made and (tight := min(made, key=lambda each: each.bound)).bound < limit.bandwidth:
         limit = replace(limit, bandwidth=tight.bound, proof=tight.proof)
@@ -326,10 +361,9 @@ def _candidates(graph: LinkGraph, collective: str) -> dict[str, Planned]:
     made += others
     made.sort(key=lambda each: (each.plan.name in BUILDERS[collective] and collective in OVER_RINGS,
                                 each.of_links < AS_GOOD * best, len(each.plan.channels)))  # fmt: skip
-    one_host = len({node.host for node in graph.ranks}) == 1
-    if made and one_host and more["bound_in_switches"] and len(reducing_domains(routes)[0]) == routes.size:
-        switched = replace(build("all_reduce", "two_shot", routes.size), name="nvls")
-        about = f"{parts.why_links}; the switches combine and copy (NVLS), which NCCL can use and our engine cannot"
+    if more["bound_in_switches"] and (switched := _switched(made, routes)):
+        what = "switches combine and copy (NVLS)" if switched.name == "nvls" else "network combines and copies (SHARP)"
+        about = f"{parts.why_links}; the {what}, which NCCL can use and our engine cannot"
         limit = bound(collective, parts.cuts, parts.partitions, in_switches=True)
         made.append(Planned(graph, routes, switched, limit.bandwidth, limit.proof, about, in_switches=True, **more))
     if not made and collective in OVER_RINGS:
@@ -341,6 +375,17 @@ def _candidates(graph: LinkGraph, collective: str) -> dict[str, Planned]:
             f"{routes.ranks[one]} to {routes.ranks[other]}; add the PCIe links to the topology"
         )
     return {each.plan.name: each for each in made}
+
+
+def _switched(made: Sequence[Planned], routes: Routes) -> Plan | None:
+    """The plan that says between which ranks switches combine: of one host all of them, else its places."""
+    if len({node.host for node in routes.graph.ranks}) == 1:
+        everyone = any(len(domain) == routes.size for domain in reducing_domains(routes))
+        return replace(build("all_reduce", "two_shot", routes.size), name="nvls") if made and everyone else None
+    reducing = any(node.reduces for node in routes.graph.of_kind(NodeKind.NETWORK))
+    alike = len(set(Counter(node.host for node in routes.graph.ranks).values())) == 1
+    stages = (each.plan for each in made if each.plan.name == "hierarchical_ring")
+    return next((replace(plan, name="sharp") for plan in stages if reducing and alike), None)
 
 
 def _cut(collective: str, cuts: Cuts, tried: Sequence[Partition]) -> Bound:
@@ -355,15 +400,17 @@ def _limit(graph: LinkGraph, collective: str) -> Bound:
     return _cut(collective, parts.cuts, parts.partitions)
 
 
-def _in_switches(parts: Decomposition, collective: str) -> dict[str, Any]:
+@lru_cache(maxsize=64)
+def _in_switches(graph: LinkGraph, collective: str) -> dict[str, Any]:
     """What switches that combine would make possible."""
+    parts = decompose(graph)
     if collective != "all_reduce" or parts.routes.size == 1 or not reducing_domains(parts.routes):
         return {"bound_in_switches": None}
     return {"bound_in_switches": bound(collective, parts.cuts, parts.partitions, in_switches=True).bandwidth}
 
 
 def _made_for_links(parts: Decomposition, collective: str) -> Iterator[Planned]:
-    limit, more = _limit(parts.routes.graph, collective), _in_switches(parts, collective)
+    limit, more = _limit(parts.routes.graph, collective), _in_switches(parts.routes.graph, collective)
 
     def planned(plan: Plan, why: str, **shapes: Any) -> Planned:
         about = f"{parts.why_links}; {why}"
@@ -382,7 +429,7 @@ def _packed(
 ) -> Iterator[Planned]:
     """Routes of their own for every block, where what there is already stays below the bound: the rings and trees of a
     decomposition, or direct exchange."""
-    if routes.size == 1:
+    if not 1 < routes.size <= MOST_PACKED:
         return
     direct = [build(collective, "direct", routes.size)] if collective not in OVER_RINGS else []
     others = [Planned(routes.graph, routes, plan, 0.0, "", "") for plan in direct if _possible(plan, routes)]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ringreduce.common.failures import TopologyError
-from ringreduce.plan.network import Network, Route
+from ringreduce.plan.network import LikeGroups, Network, Route
 from ringreduce.topology.graph import FABRIC, Link, LinkGraph, LinkKind, NodeKind
 
 LATENCY: Mapping[LinkKind, float] = {
@@ -74,6 +74,26 @@ class Routes:
             for link, share in self.between[pair]:
                 crossing[link] += share * amount
         return crossing
+
+    @cached_property
+    def like_hosts(self) -> LikeGroups | None:
+        """The hosts, if every one has the same ranks and links, and all are on the same switches of the network."""
+        node, number = self.graph.by_name, {(link.src, link.dst): at for at, link in enumerate(self.links)}
+        hosts = [node[name].host for name in self.ranks]
+        places = hosts.count(0)
+
+        def first(name: str) -> str:
+            at = node[name]
+            return name if at.kind is NodeKind.NETWORK else f"host0/{name.removeprefix(f'host{at.host}/')}"
+
+        if not places or [first(name) for name in self.ranks] != [self.ranks[at % places] for at in range(self.size)]:
+            return None
+        images = [number.get((first(link.src), first(link.dst)), -1) for link in self.links]
+        for link, image in zip(self.links, images, strict=True):
+            between_switches = {node[link.src].kind, node[link.dst].kind} == {NodeKind.NETWORK}
+            if between_switches or image < 0 or self.links[image].capacity != link.capacity:
+                return None
+        return LikeGroups(places, tuple(images))
 
     def network(self) -> Network:
         """The same for simulation: bytes per second, and the latencies of the links' kinds."""

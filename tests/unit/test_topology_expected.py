@@ -4,6 +4,7 @@ with all of them.  And `ringreduce calibrate`, on logs as nccl-tests print them.
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -16,7 +17,9 @@ from ringreduce.errors import TopologyError
 from ringreduce.topology.clusters import hosts_of
 from ringreduce.topology.expected import (
     FABRICS,
+    KNOWN,
     PUBLISHED,
+    Expected,
     Fabric,
     Measured,
     checked,
@@ -27,7 +30,9 @@ from ringreduce.topology.expected import (
 )
 from ringreduce.topology.expected import load as load_table
 from ringreduce.topology.planner import algorithms, plan_for
-from ringreduce.topology.presets import preset
+from ringreduce.topology.presets import PRESETS, preset
+from ringreduce.topology.rates import Assumed
+from ringreduce.topology.read import read
 
 MIB = 2**20
 
@@ -98,6 +103,7 @@ def test_what_has_no_table_is_not_expected() -> None:
     assert fabric_of(plan_for(hosts_of(preset("pcie-4"), 2, gbps=12.5))) == "hosts over PCIe"
     assert expected(plan_for(hosts_of(preset("dgx-a100"), 2)), MIB) is not None
     assert expected(plan_for(hosts_of(preset("dgx-a100"), 2, in_network=True)), MIB) is None
+    assert {fabric_of(plan_for(preset(name))) for name in PRESETS} <= KNOWN
 
 
 LOG = """# nThread 1 nGpus 8 minBytes 8 maxBytes 8589934592 step: 8(factor) warmup iters: 5 iters: 20 validation: 1
@@ -123,6 +129,34 @@ def written(path: Path, truth: Fabric, line: float, sizes: list[int]) -> Path:
                     for rank in range(1, 8))  # fmt: skip
     path.write_text(LOG.format(ranks=ranks, rows=rows))
     return path
+
+
+def test_it_is_said_how_much_is_known() -> None:
+    assert re.search(
+        r"NVLink 3: nine in ten of 11 figures .* not fitted to are within \d+%", str(found_for("dgx-a100"))
+    )
+    assert str(found_for("hgx-b200")) == "NVLink 5: fitted to 1, too few figures to say how near"
+    hosts = expected(plan_for(hosts_of(preset("dgx-a100"), 2)), MIB)
+    assert str(hosts) == "hosts of NVLink 3, as NVLink 3 in one host: no figures"
+
+
+def found_for(name: str) -> Expected | None:
+    return expected(plan_for(preset(name)), MIB)
+
+
+def test_generations_are_read_and_not_guessed() -> None:
+    """A P100 has four NVLinks as an A30 has, a GPU of some DGX-1's subset as many as any; without a model none is known."""
+    assert fabric_of(plan_for(preset("dgx1-p100"))) == "NVLink 1, direct"
+    assert fabric_of(plan_for(preset("dgx1-v100", Assumed(nvlink=18)).select([0, 3]))) == "NVLink 2, direct"
+    unknown = "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\nGPU0\tX\tNV12\t0-7\t0\nGPU1\tNV12\tX\t0-7\t0\n"
+    assert fabric_of(plan_for(read(unknown, "two"))) is None
+    assert fabric_of(plan_for(read(unknown, "two", Assumed(gpu="a100")))) == "NVLink 3"
+
+
+@pytest.mark.parametrize("name", ["dgx-a100", "hgx-h100"])
+def test_the_line_is_that_of_large_tensors(name: str) -> None:
+    large = plan_for(preset(name), size_bytes=2**33)
+    assert line_of(plan_for(preset(name), size_bytes=8)) == line_of(large) == large.of_links
 
 
 def test_calibration_finds_what_a_log_was_made_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,6 +199,7 @@ def test_logs_that_do_not_fit_are_refused(tmp_path: Path, capsys: pytest.Capture
     [
         ("{", "is no calibration"),
         ("[]", "expected an object"),
+        ('{"NVLink 9": {}}', "'NVLink 9' is no fabric that a plan can have; those are .*NVLink 3, NVLS"),
         ('{"NVLink 3": {"base": 1}}', "expected efficiency, base, fill and half"),
         ('{"NVLink 3": {"efficiency": 0, "base": 1, "fill": 0, "half": 1}}', "efficiency is 0; it must be above 0"),
         ('{"NVLink 3": {"efficiency": 1, "base": -1, "fill": 0, "half": 1}}', "base is -1; it must be a number"),
