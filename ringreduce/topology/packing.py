@@ -190,7 +190,7 @@ class _Master:
             return False
         inwards = len(shape) // 2 if len(shape) >= self.size else 0  # of two trees
         self.depths.append(_depth(shape[:inwards]) + _depth(shape[inwards:]))
-        self.shapes[number, shape] = sum(self.usage[self.at[hop]] for hop in shape)
+        self.shapes[number, shape] = self.usage[[self.at[hop] for hop in shape]].sum(axis=0)
         return True
 
     @cached_property

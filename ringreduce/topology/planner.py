@@ -37,12 +37,18 @@ LEAST_GAIN = 0.9
 """Another algorithm than that with the most bandwidth must promise less than this share of its time: closer, the
 latencies decide, and they are guesses."""
 
+ENOUGH = 0.99
+"""The share of the bound from which all_reduce gets no routes of its own, which take more channels."""
+
 CLOSE = 0.985
 """Of plans made for the links, those with this share of the most bandwidth are as good: the simulated time decides."""
 
 ALIKE = 0.95
 """Where the busiest link works for more than half of the time, no plan with less than this share of the bandwidth is
 taken: for large tensors links decide, not latencies."""
+
+MOST_SHALLOW = 8
+"""Ranks up to which all_reduce gets routes of its own even where trees reach the bound: these may be shallower."""
 
 SUSTAINED_BYTES = 2**33
 """Of a tensor so large that latencies do not count."""
@@ -183,8 +189,8 @@ class Planned:
             for link, share, end in ways:
                 if end not in network and node[end].host == host[rank]:
                     crossing[link] += share * size_bytes / len(groups[0])
-        for at, link in enumerate(routes.links):
-            ends = {link.src, link.dst}
+        for at, (src, dst) in enumerate((link.src, link.dst) for link in routes.links):
+            ends = {src, dst}
             if ends <= network and any(0 < len(self.graph.below(switch)) < len(of) for switch in ends):
                 crossing[at] = size_bytes
         return crossing
@@ -435,8 +441,8 @@ def _packed(
     others = [Planned(routes.graph, routes, plan, 0.0, "", "") for plan in direct if _possible(plan, routes)]
     others += _made_for_links(parts, collective) if parts else ()
     reached = max((each.of_links for each in others), default=0.0)
-    deep = collective == "all_reduce" and any(each.trees for each in others)
-    if reached >= AS_GOOD * limit.bandwidth and not deep:
+    deep = collective == "all_reduce" and routes.size <= MOST_SHALLOW and any(each.trees for each in others)
+    if reached >= (ENOUGH if collective == "all_reduce" else AS_GOOD) * limit.bandwidth and not deep:
         return
     found = pack(collective, routes, limit.bandwidth)
     if found is None:
@@ -516,7 +522,7 @@ def _hierarchies(routes: Routes) -> Iterator[tuple[Plan, str]]:
     except TopologyError:  # a group is not connected by itself
         return
     why = f"in groups: {' | '.join(' '.join(routes.ranks[rank] for rank in group) for group in groups)}"
-    for name in ("ring", "halving_doubling"):
+    for name in ("ring", "halving_doubling") if len(groups) > 2 else ("ring",):  # of two groups they are the same
         across = build("all_reduce", name, len(groups))
         stages = [hierarchical.Stages(scatter, across, gather, weight) for scatter, gather, weight in inside]
         yield hierarchical.all_reduce(groups, stages, f"hierarchical_{name}"), why

@@ -145,7 +145,7 @@ def found_for(name: str) -> Expected | None:
 
 
 def test_generations_are_read_and_not_guessed() -> None:
-    """A P100 has four NVLinks as an A30 has, a GPU of some DGX-1's subset as many as any; without a model none is known."""
+    """A P100 has four NVLinks, as an A30 has, and a GPU in a subset of a DGX-1 any number."""
     assert fabric_of(plan_for(preset("dgx1-p100"))) == "NVLink 1, direct"
     assert fabric_of(plan_for(preset("dgx1-v100", Assumed(nvlink=18)).select([0, 3]))) == "NVLink 2, direct"
     unknown = "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\nGPU0\tX\tNV12\t0-7\t0\nGPU1\tNV12\tX\t0-7\t0\n"
