@@ -23,6 +23,8 @@ KINDS = (
 LARGEST = 16 << 20
 """Bytes of the largest file that is looked at."""
 
+LONGEST_NAME = 4096
+
 _XML = re.compile(r"\s*(?:<\?xml|<!--|<!DOCTYPE|<(?:system|graphs|topology|nvidia_smi_log)\b)")
 _EMBEDDED = re.compile(r"<system\b[^>]{0,200}>\s*<cpu\b")
 _ESCAPED = re.compile(r"\\[nt][ \t]*GPU\d|Affinity\\n[\"']")
@@ -63,6 +65,8 @@ def _read_json(text: str, where: str, folder: Path) -> LinkGraph:
         document = json.loads(text)
     if not (isinstance(document, dict) and isinstance(document.get("machine"), str) and "nodes" not in document):
         return LinkGraph.from_json(text, where)
+    if len(document["machine"]) > LONGEST_NAME:
+        raise TopologyError(f"{where}: machine has {len(document['machine'])} characters; give a preset or a file")
     file = folder / document["machine"]
     if not file.is_file():
         return cluster(document, described(document["machine"]), where)

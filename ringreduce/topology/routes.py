@@ -49,18 +49,26 @@ class Routes:
 
     @cached_property
     def components(self) -> tuple[tuple[int, ...], ...]:
-        """The sets of ranks that reach each other both ways, from rank to rank; each ascending."""
-        left, found = set(range(self.size)), []
+        """The sets of ranks that reach each other both ways, other ranks passing on; each ascending."""
+        after: dict[int, list[int]] = {rank: [] for rank in range(self.size)}
+        before: dict[int, list[int]] = {rank: [] for rank in range(self.size)}
+        for one, other in self.between:
+            after[one].append(other)
+            before[other].append(one)
+
+        def reached(start: int, near: dict[int, list[int]]) -> set[int]:
+            found = {start}
+            for rank in (todo := [start]):
+                todo += (fresh := set(near[rank]) - found)
+                found |= fresh
+            return found
+
+        left, parts = set(range(self.size)), []
         while left:
-            part, todo = set(), [min(left)]
-            while todo:
-                one = todo.pop()
-                if one not in part:
-                    part.add(one)
-                    todo += [r for r in left if (one, r) in self.between and (r, one) in self.between]
+            part = reached(min(left), after) & reached(min(left), before)
             left -= part
-            found.append(tuple(sorted(part)))
-        return tuple(found)
+            parts.append(tuple(sorted(part)))
+        return tuple(parts)
 
     @cached_property
     def following(self) -> Mapping[str, tuple[Link, ...]]:

@@ -52,7 +52,8 @@ class Packing:
 
 
 def pack_trees(routes: Routes) -> Packing:
-    """The packing with the largest sum of widths, but for `GIVEN_UP`.  The ranks must be connected."""
+    """The packing with the largest sum of widths, but for `GIVEN_UP`; empty if links with two directions do not join
+    all ranks."""
     from scipy.optimize import linprog
 
     pairs = [pair for pair in sorted(routes.between) if pair[0] < pair[1] and pair[::-1] in routes.between]
@@ -62,7 +63,9 @@ def pack_trees(routes: Routes) -> Packing:
     columns: dict[Edges, Any] = {}
     prices = 1.0 / capacity
     while True:
-        edges, cost = _cheapest(routes.size, pairs, usage @ prices)
+        edges, cost = _cheapest(routes.size, pairs, usage @ prices) if pairs else ((), 0.0)
+        if len(edges) < routes.size - 1:
+            return Packing((), ())
         if columns and (edges in columns or cost >= 1 - SLACK or len(columns) == MOST_COLUMNS):
             break
         columns[edges] = sum(usage[pairs.index(edge)] for edge in edges)

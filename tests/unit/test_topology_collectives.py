@@ -162,6 +162,23 @@ def test_the_tightest_cut_is_found(links: tuple[int, Widths], collective: str) -
     assert leaving / shares.get(collective, 1.0) == pytest.approx(over_cuts(collective, size, widths))
 
 
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize(
+    "widths",
+    [
+        {(0, 1): 5.0, (1, 2): 3.0, (2, 0): 2.0},  # a ring
+        {(0, 1): 4.0, (1, 0): 1.0, (1, 2): 3.0, (2, 3): 2.0, (3, 1): 6.0},  # a pair and a ring
+        {(0, 1): 1.0, (1, 2): 1.0, (2, 0): 1.0, (2, 3): 1.0, (3, 4): 1.0, (4, 2): 1.0},  # two rings: no cycle of all
+    ],
+)
+def test_links_may_have_one_direction(collective: str, widths: Widths) -> None:
+    size = 1 + max(map(max, widths))
+    planned = plan_for(machine(size, widths), collective, 10**9, algorithms(machine(size, widths), collective)[0])
+    verify(planned.plan)
+    assert planned.bandwidth == pytest.approx(limit(collective, size, widths), rel=0.02)
+    assert planned.bandwidth <= planned.bound * (1 + 1e-9)
+
+
 def test_blocks_may_go_round_a_star() -> None:
     """The hub passes on the blocks of all: more messages than its outbox has slots, in rounds that fit."""
     size = 9
