@@ -435,7 +435,8 @@ def _packed(
 ) -> Iterator[Planned]:
     """Routes of their own for every block, where what there is already stays below the bound: the rings and trees of a
     decomposition, or direct exchange."""
-    if not 1 < routes.size <= MOST_PACKED:
+    hosts = {node.host for node in routes.graph.ranks}
+    if not 1 < routes.size <= MOST_PACKED or (collective == "all_reduce" and len(hosts) > 1):  # these go in stages
         return
     direct = [build(collective, "direct", routes.size)] if collective not in OVER_RINGS else []
     others = [Planned(routes.graph, routes, plan, 0.0, "", "") for plan in direct if _possible(plan, routes)]
