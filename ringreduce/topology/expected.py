@@ -155,7 +155,7 @@ def _generation(planned: "Planned") -> int | None:
     """Of NVLink, by what the links' source says or else by the GPUs' model; None if neither is known."""
     for link in planned.graph.links:
         if link.kind is LinkKind.NVLINK and link.src in planned.ranks:
-            if found := re.search(r"NVLink (\d)", link.source):
+            if "assumed" not in link.source and (found := re.search(r"NVLink (\d)", link.source)):
                 return int(found[1])
             detail = planned.graph.by_name[link.src].detail
             known = model_in(link.source) or (model_in(detail) if ":" not in detail else None)  # not a bus id
