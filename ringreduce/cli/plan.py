@@ -116,16 +116,21 @@ def _show_expected(out: Console, planned: Planned, size: int, table: Table) -> N
     from ringreduce.topology.planner import algorithms, plan_for
 
     if found := expected(planned, size, table):
-        say(out, f"expected: {time_text(found.seconds)}, as NCCL or RCCL has on such links ({found})")
+        say(
+            out,
+            f"expected: {time_text(found.seconds)}, at the efficiency that NCCL or RCCL has on such links ({found})",
+        )
     if not planned.bound_in_switches or planned.in_switches:
         return
-    if "nvls" not in algorithms(planned.graph, planned.collective):
+    names = algorithms(planned.graph, planned.collective)
+    name = next((name for name in ("nvls", "sharp") if name in names), None)
+    if name is None:
         say(out, f"with the switches' sums (NVLS, SHARP): at most {gigabytes(planned.bound_in_switches)} GB/s")
         return
-    switched = plan_for(planned.graph, planned.collective, size, "nvls")
+    switched = plan_for(planned.graph, planned.collective, size, name)
     found = expected(switched, size, table)
     about = f"; expected: {time_text(found.seconds)} ({found})" if found else ""
-    say(out, f"with the switches' sums, which NCCL has (--algorithm nvls): {_of_bound(switched)}{about}")
+    say(out, f"with the switches' sums, which NCCL has (--algorithm {name}): {_of_bound(switched)}{about}")
 
 
 def _show_links(out: Console, planned: Planned, size: int) -> None:

@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
     out.print(_table(times, points, over_size, known))
     say(out, "* the fastest")
     if known:
-        say(out, "bound: no plan of ranks alone is faster; expected: as NCCL or RCCL has on such links")
+        say(out, "bound: no plan of ranks alone is faster; expected: with the efficiency of NCCL or RCCL on such links")
     for line in missing:
         say(out, line)
     if graph:
@@ -235,16 +235,17 @@ def _known(
     from ringreduce.topology.planner import algorithms, plan_for
 
     figures = expected.load(arguments.calibration) if arguments.calibration else expected.FABRICS
-    bounds: dict[_Point, float | None] = {}
-    times: dict[_Point, float | None] = {}
+    columns: dict[str, dict[_Point, float | None]] = {"bound": {}, "expected": {}, "expected, NVLS": {}}
     for point in points:
         part = graph.select(range(point.ranks))
-        names = ["auto", *(["nvls"] if "nvls" in algorithms(part, arguments.collective) else [])]
-        plans = [plan_for(part, arguments.collective, point.size, name) for name in names]
-        found = (expected.expected(planned, point.size, figures) for planned in plans)
-        bounds[point] = point.size * 1e-9 / plans[0].bound
-        times[point] = min((each.seconds for each in found if each), default=None)
-    return {"bound": bounds} | ({"expected": times} if any(times.values()) else {})
+        names = algorithms(part, arguments.collective)
+        columns["bound"][point] = point.size * 1e-9 / plan_for(part, arguments.collective, algorithm=names[0]).bound
+        for column, name in (("expected", names[0]), ("expected, NVLS", "nvls")):
+            if name in names:
+                planned = plan_for(part, arguments.collective, point.size, name)
+                found = expected.expected(planned, point.size, figures)
+                columns[column][point] = found.seconds if found else None
+    return {name: column for name, column in columns.items() if any(column.values())}
 
 
 def _table(times: Times, points: list[_Point], over_size: bool, known: dict[str, dict[_Point, float | None]]) -> Table:
@@ -257,7 +258,7 @@ def _table(times: Times, points: list[_Point], over_size: bool, known: dict[str,
         shown.add_row(
             bytes_text(point.size) if over_size else str(point.ranks),
             *("* " * (time == fastest) + time for time in (time_text(row[n]) if n in row else "" for n in names)),
-            *("" if (seconds := column[point]) is None else time_text(seconds) for column in known.values()),
+            *("" if (seconds := column.get(point)) is None else time_text(seconds) for column in known.values()),
         )
     return shown
 

@@ -22,6 +22,15 @@ class Network:
     route: Callable[[int, int], Route]
 
 
+@dataclass(frozen=True)
+class LikeGroups:
+    """Groups of `places` ranks each, as of hosts, over a network that is the same for each: to exchange them changes
+    nothing.  `links` has, for every link, the one of the first group that it is like."""
+
+    places: int
+    links: tuple[int, ...]
+
+
 def switch(size: int, bandwidth: float, latency: float = 0.0) -> Network:
     """Ranks on one switch: each sends `bandwidth` bytes per second and receives as much, at once.  Link `2 r` leaves
     rank `r`, link `2 r + 1` ends there; the switch itself is never full."""

@@ -2,7 +2,8 @@
 
 A *shape* is the hops of one block, as pairs of ranks in the direction in which it moves: a tree out of the rank that
 has the block (broadcast, all_gather), a tree into the rank that wants its sum (reduce, reduce_scatter), or the path
-from the one to the other (scatter, gather, all_to_all).
+from the one to the other (scatter, gather, all_to_all).  That of all_reduce is a tree into some rank, and then one out
+of it.
 
 Every rank takes its blocks by their depth there, those of equal depth by number: whoever sends is one less deep (in a
 tree inwards, one deeper), so both ends of a link have the same order, and nobody waits in a circle.  The blocks of
@@ -28,6 +29,9 @@ def routed(collective: str, size: int, channels: Sequence[tuple[int, Mapping[int
 
 def programs(collective: str, size: int, shapes: Mapping[int, Shape]) -> Iterator[Program]:
     """Of every rank in one channel."""
+    if collective == "all_reduce":
+        yield from _in_and_out(size, shapes[0])
+        return
     shape = layout(collective, size)
     steps: list[list[tuple[tuple[int, int, int], Step]]] = [[] for _ in range(size)]
     for block in range(shape.blocks):
@@ -49,6 +53,21 @@ def programs(collective: str, size: int, shapes: Mapping[int, Shape]) -> Iterato
             steps[rank].append(((turn, deep, block), step))
     for mine in steps:
         yield tuple(step for _, step in sorted(mine, key=lambda each: each[0]))
+
+
+def _in_and_out(size: int, hops: Shape) -> Iterator[Program]:
+    inwards, outwards = hops[: size - 1], hops[size - 1 :]
+    above, below = _neighbours(iter(outwards)), _neighbours(hop[::-1] for hop in inwards)
+    to, source = dict(inwards), {rank: one for one, rank in outwards}
+    for rank in range(size):
+        own, after = tuple(below.get(rank, ())), tuple(above.get(rank, ()))
+        if rank in to:
+            yield (
+                Step(0, Read.INPUT, recv=own, send=(to[rank],)),
+                Step(0, recv=(source[rank],), write=True, send=after),
+            )
+        else:
+            yield (Step(0, Read.INPUT, recv=own, write=True, send=after),)
 
 
 def _neighbours(hops: Iterator[tuple[int, int]]) -> dict[int, list[int]]:

@@ -31,8 +31,8 @@ from typing import NamedTuple
 
 from ringreduce.common.failures import PlanError
 from ringreduce.plan.cost import WINDOW
-from ringreduce.plan.model import Plan, layout, slot_depth
-from ringreduce.plan.network import Network, Route
+from ringreduce.plan.model import Plan, Program, layout, slot_depth
+from ringreduce.plan.network import LikeGroups, Network, Route
 from ringreduce.plan.symbolic import describe
 from ringreduce.plan.symmetric import SYMMETRIC
 
@@ -47,6 +47,10 @@ SEARCHED_STEPS = 2**21
 
 MOST_STEPS = 2**26
 """Of all rounds: more are refused, since they would take minutes."""
+
+
+Exchange = Callable[[int, int], int]
+"""The number of a group, where groups are exchanged so that the first becomes the one that is given."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ def simulate(
     step_seconds: float = 0.0,
     slice_bytes: float | None = None,
     window: int = WINDOW,
+    groups: LikeGroups | None = None,
 ) -> Simulated:
     """Run every step of `plan` over `network`.
 
@@ -85,11 +90,59 @@ def simulate(
     the busiest link busy all the time, as rings and direct exchanges do.  Trees and chains do not: for them the number
     of slices is doubled as long as that makes the plan faster.
 
+    With `groups`, and a plan in which they do the same (`exchanged`), only the first group's ranks are walked: they get
+    their own messages back, as in `simulate_symmetric`, and only their links are counted.
+
     The plan is not verified, so that any programs whose sends and receives match can be simulated.  Raises PlanError if
     they do not, or wait for one another, or if an argument is out of range.
     """
-    graph = _compile(plan, network.route, network.capacity)
-    return _Simulation(plan, graph, network.capacity, step_seconds, window).run(size_bytes, slice_bytes)
+    exchange = exchanged(plan, groups.places) if groups else None
+    if groups is None or exchange is None:
+        graph = _compile(plan, network.route, network.capacity)
+        return _Simulation(plan, graph, network.capacity, step_seconds, window).run(size_bytes, slice_bytes)
+    places, images, size = groups.places, groups.links, plan.size
+    numbers = range(size // places)
+    back = [next(by for by in numbers if exchange(group, by) == 0) for group in numbers]
+
+    def route(source: int, target: int) -> Route:
+        links, latency = network.route(source, target)
+        return Route(tuple((images[link], share) for link, share in links), latency)
+
+    def taken_as(source: int, target: int) -> tuple[int, int]:
+        return back[target // places] * places + source, target % places
+
+    first = (replace(channel, programs=channel.programs[:places]) for channel in plan.channels)
+    plan = replace(plan, channels=tuple(first))
+    graph = _compile(plan, route, network.capacity, taken_as)
+    one = _Simulation(plan, graph, network.capacity, step_seconds, window).run(size_bytes, slice_bytes)
+    return replace(one, messages=one.messages * size // places, steps=one.steps * size // places)
+
+
+def exchanged(plan: Plan, places: int) -> Exchange | None:
+    """How the groups of `places` ranks follow from the first one, if all do the same: group `g` does what it does, with
+    its peers' groups turned on by `g`, or each combined with `g` by exclusive or."""
+    groups = plan.size // places
+
+    def turned(group: int, by: int) -> int:
+        return (group + by) % groups
+
+    def alike(exchange: Exchange, one: Program, other: Program, by: int) -> bool:
+        def moved(peers: Sequence[int]) -> tuple[int, ...]:
+            return tuple(exchange(peer // places, by) * places + peer % places for peer in peers)
+
+        return len(one) == len(other) and all(
+            step.recv == moved(first.recv) and step.send == moved(first.send)
+            for first, step in zip(one, other, strict=True)
+        )
+
+    for exchange in (turned, operator.xor):
+        if all(
+            alike(exchange, channel.programs[rank % places], program, rank // places)
+            for channel in plan.channels
+            for rank, program in enumerate(channel.programs)
+        ):
+            return exchange
+    return None
 
 
 def simulate_symmetric(

@@ -61,7 +61,8 @@ class Cuts:
 
     def others(self, part: tuple[int, ...]) -> tuple[int, ...]:
         """The ranks that are not in the part."""
-        return tuple(rank for rank in range(self.routes.size) if rank not in part)
+        inside = set(part)
+        return tuple(rank for rank in range(self.routes.size) if rank not in inside)
 
     def between(self, sources: tuple[int, ...], targets: tuple[int, ...]) -> float:
         """The maximum flow from one set of ranks to a disjoint one; ranks in neither do not forward."""

@@ -54,6 +54,12 @@ INSIDE_SOCKET = 1000.0
 """GB/s between NUMA nodes of one socket: more than the PCIe lanes below all of them carry."""
 
 
+TWO_SOCKETS = (
+    "There are more than two NUMA nodes: parts of two sockets are assumed, the lower half of the numbers on the first; "
+    "the JSON of the graph can say otherwise."
+)
+
+
 def pcie_tree(devices: Sequence[Device], classes: dict[Pair, LinkClass], smp: Rate) -> PcieTree:
     """The tree above `devices`; `classes` has the pairs (i, j), i < j, whose class is known."""
     groups = _Groups(devices, classes)
@@ -66,7 +72,7 @@ def pcie_tree(devices: Sequence[Device], classes: dict[Pair, LinkClass], smp: Ra
         tree.cpu(groups, cpu, next(free) if numa is None else numa, numa)
     tree.join_cpus()
     nodes = sorted(tree.nodes, key=lambda node: (node.kind is NodeKind.CPU, node.index))
-    return PcieTree(tuple(nodes), tuple(tree.links), tuple(groups.assumed))
+    return PcieTree(tuple(nodes), tuple(tree.links), (*groups.assumed, *tree.assumed))
 
 
 class _Groups:
@@ -184,6 +190,7 @@ class _Builder:
         self.nodes: list[Node] = []
         self.links: list[Link] = []
         self.switches = 0
+        self.assumed: dict[str, None] = {}
 
     def cpu(self, groups: _Groups, members: Sequence[int], number: int, numa: int | None) -> None:
         name = f"CPU{number}"
@@ -215,6 +222,8 @@ class _Builder:
         cpus = {node.name: node.numa for node in self.nodes if node.kind is NodeKind.CPU}
         for one, other, rate in between_cpus(cpus, self.smp):
             self._link(one, other, LinkKind.SMP, rate)
+            if rate is not self.smp:  # what that assumes, the reader says
+                self.assumed[rate.assumed] = None
 
     def _slot(self, members: Sequence[int]) -> Rate:
         """A switch has one slot, as fast as the fastest of those below it."""
@@ -258,7 +267,7 @@ def between_cpus(cpus: Mapping[str, int | None], smp: Rate) -> Iterator[tuple[st
     ]
     for first, *parts in filter(None, sockets):
         for part in parts:
-            yield first, part, Rate(INSIDE_SOCKET, "within a socket: not filled by PCIe")
+            yield first, part, Rate(INSIDE_SOCKET, "within a socket: not filled by PCIe", TWO_SOCKETS)
     if all(sockets):
         yield sockets[0][0], sockets[1][0], smp
 

@@ -1,7 +1,7 @@
 """Clusters: several copies of a machine, joined by a network.
 
-A JSON document describes one: `machine` (a preset, or a file beside what else is read), `hosts`, and what `hosts_of`
-takes besides.
+A JSON document describes one: `machine` (a file, from the document's folder on, or a preset), `hosts`, and what
+`hosts_of` takes besides.
 
     {"machine": "hgx-h100", "hosts": 8, "gbps": 50, "hosts_per_leaf": 4, "taper": 2}
 """
@@ -36,6 +36,9 @@ def cluster(document: Mapping[str, Any], machine: LinkGraph, where: str) -> Link
 MOST_HOSTS = 64
 """More are not planned link by link."""
 
+MOST_NICS = 64
+"""Of a host."""
+
 
 def hosts_of(
     graph: LinkGraph,
@@ -61,8 +64,8 @@ def hosts_of(
         raise TopologyError(f"{graph.name}: {count} hosts need no network; give 2 or more")
     if len({node.host for node in graph.nodes}) > 1:
         raise TopologyError(f"{graph.name} is several hosts already; give the graph of one")
-    if nics is not None and nics < 1:
-        raise TopologyError(f"{graph.name}: {nics} NICs join nothing; give 1 or more")
+    if nics is not None and not 1 <= nics <= MOST_NICS:
+        raise TopologyError(f"{graph.name}: nics is {nics}; give from 1 to {MOST_NICS}")
     if gbps is not None and not 0 < gbps < float("inf"):
         raise TopologyError(f"{graph.name}: a NIC of {gbps} GB/s; give a finite number above 0")
     if rails and hosts_per_leaf is not None:
@@ -92,7 +95,7 @@ def hosts_of(
     for _, switch, feed in ports:
         below[switch] = below.get(switch, 0.0) + feed.capacity
     for switch, wide in below.items() if rails or hosts_per_leaf else ():
-        nodes.append(Node(switch, NodeKind.NETWORK, len(nodes)))
+        nodes.append(Node(switch, NodeKind.NETWORK, len(nodes), reduces=in_network))
         links += both_directions(switch, "network", LinkKind.NETWORK, wide / taper, 1, f"NICs below, over {taper:g}")
     nodes.append(Node("network", NodeKind.NETWORK, reduces=in_network))
     assumed = (

@@ -65,11 +65,11 @@ def decompose(graph: LinkGraph) -> Decomposition:
         return Decomposition(cuts, rings, (), limit, (), why, _about_rings(routes, rings))
     packing = pack_trees(routes)
     limit = bound("all_reduce", cuts, packing.tight)
-    if by_rings >= AS_GOOD * packing.bandwidth:
+    if rings and by_rings >= AS_GOOD * packing.bandwidth:
         return Decomposition(cuts, rings, (), limit, packing.tight, why, _about_rings(routes, rings))
     instead = f"the best rings found reach {by_rings:.4g} GB/s" if rings else "no ring was found"
     several = f"{len(packing.trees)} spanning trees" if len(packing.trees) > 1 else "one spanning tree"
-    about = f"{several}, since {instead}"
+    about = f"{several}, since {instead}" if packing.trees else f"{instead}, and no tree has links with two directions"
     return Decomposition(cuts, rings, packing.trees, limit, packing.tight, why, about)
 
 

@@ -5,14 +5,17 @@ A large tensor gets a share of the line rate, the *efficiency* of its fabric; a 
 
     seconds = base + bytes / (efficiency * line) + fill * bytes / (bytes + half)
 
-The line is the plan's bandwidth by its busiest link; between hosts it is the bound, since NCCL plans in another way
-there.  The figures of `FABRICS` are fitted (`fit`) to the rows of tests/fixtures/published_busbw.csv that its column
-`used` marks, at most half of those of each fabric, and tested on all rows.  A few rows say nothing about some figures:
-these stay near `GUESS`.  `ringreduce calibrate` makes a table for one's own machine.
+The line is the bandwidth of the widest plan that we have for these GPUs, whatever the size (`line_of`); between hosts
+it is the bound, since NCCL plans in another way there.  On an odd subset NCCL's own rings can be slower than our plan:
+what is expected is our plan at NCCL's efficiency.  The figures of `FABRICS` are fitted (`fit`) to the rows of
+tests/fixtures/published_busbw.csv that its column `used` marks, at most half of those of each fabric, and compared
+with the others.  A few rows say nothing about some figures: these stay near `GUESS`.  `ringreduce calibrate` makes a
+table for one's own machine.
 """
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -20,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ringreduce.common.failures import TopologyError
 from ringreduce.topology.graph import LinkKind, NodeKind
+from ringreduce.topology.rates import model_in
 
 if TYPE_CHECKING:
     from ringreduce.topology.planner import Planned
@@ -27,14 +31,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Fabric:
-    """The figures of one fabric, in seconds and bytes; `figures` measurements that they were compared with, and the
-    share by which nine in ten of those of 1 MiB and more differ at most."""
+    """The figures of one fabric, in seconds and bytes, fitted to `figures` measurements.  Of `checked` others of 1 MiB
+    and more, nine in ten are `within` this share of what is expected."""
 
     efficiency: float
     base: float
     fill: float
     half: float
     figures: int = 0
+    checked: int = 0
     within: float = 0.0
     source: str = ""
 
@@ -52,10 +57,13 @@ class Expected(NamedTuple):
     fabric: Fabric
 
     def __str__(self) -> str:
-        if not self.fabric.figures:
-            return f"on {self.name}, {self.fabric.source}"
-        figures = f"{self.fabric.figures} figure{'s' * (self.fabric.figures > 1)}"
-        return f"within {self.fabric.within:.0%} from 1 MiB on; {self.name}, {figures}"
+        known = self.fabric
+        if known.checked >= ENOUGH:
+            others = f"{known.checked} figures of 1 MiB and more that it was not fitted to"
+            return f"{self.name}: nine in ten of {others} are within {known.within:.0%}"
+        if known.figures:
+            return f"{self.name}: fitted to {known.figures}, too few figures to say how near"
+        return f"{self.name}: no figures"
 
 
 class Measured(NamedTuple):
@@ -74,85 +82,106 @@ GUESS = Fabric(0.8, 25e-6, 60e-6, 16e6)
 LARGE = 2**20
 """Bytes from which `Fabric.within` counts: below, all is the call, which differs by a factor between programs."""
 
+ENOUGH = 5
+"""Figures that a fabric must have been checked with before it is said how near they are."""
+
 TRUSTED = 0.1
 """How much a figure of `GUESS` counts next to a measurement."""
 
 PUBLISHED = "published figures of NCCL and RCCL"
 
 FABRICS: Table = {
-    "NVLink 2, direct": Fabric(0.835, 2.53e-05, 6.15e-05, 1.6e07, 4, 0.088, PUBLISHED),
-    "NVLink 2, NVSwitch": Fabric(0.82, 2.5e-05, 6e-05, 1.6e07, 4, 0.0855, PUBLISHED),
-    "NVLink 3": Fabric(0.756, 3.95e-05, 0.000205, 2.21e07, 35, 0.0722, PUBLISHED),
-    "NVLink 4": Fabric(0.809, 2.5e-05, 6.01e-05, 1.6e07, 14, 0.0274, PUBLISHED),
-    "NVLink 4, NVLS": Fabric(0.674, 1.6e-05, 3.92e-05, 127000, 41, 0.157, PUBLISHED),
-    "hosts of NVLink 4": Fabric(0.628, 6.29e-05, 6.38e-05, 1.51e07, 4, 0.0108, PUBLISHED),
-    "XGMI": Fabric(0.945, 1.71e-05, 5.86e-05, 1.22e07, 33, 0.0426, PUBLISHED),
-    "NVLink 5": Fabric(0.774, 2.5e-05, 6e-05, 1.6e07, 2, 0.0221, PUBLISHED),
-    "NVLink 5, NVLS": Fabric(0.507, 2.97e-05, 0.000117, 1.58e07, 6, 0.272, PUBLISHED),
-    "PCIe, over the CPUs' memory": Fabric(0.463, 2.5e-05, 6.01e-05, 1.6e07, 3, 0.2, PUBLISHED),
-    "PCIe, across CPUs": Fabric(0.661, 2.5e-05, 6.01e-05, 1.6e07, 2, 0.00204, PUBLISHED),
-    "PCIe": Fabric(0.804, 2.5e-05, 6e-05, 1.6e07, 3, 0.237, PUBLISHED),
+    "NVLink 2, direct": Fabric(0.835, 2.53e-05, 6.15e-05, 1.6e07, 2, 2, 0.0876, PUBLISHED),
+    "NVLink 2, NVSwitch": Fabric(0.82, 2.5e-05, 6e-05, 1.6e07, 2, 1, 0.0855, PUBLISHED),
+    "NVLink 3": Fabric(0.756, 3.95e-05, 0.000205, 2.21e07, 17, 11, 0.0472, PUBLISHED),
+    "NVLink 4": Fabric(0.809, 2.5e-05, 6.01e-05, 1.6e07, 7, 7, 0.0274, PUBLISHED),
+    "NVLink 4, NVLS": Fabric(0.674, 1.6e-05, 3.92e-05, 1.27e05, 19, 18, 1.29, PUBLISHED),
+    "hosts of NVLink 4": Fabric(0.628, 6.29e-05, 6.38e-05, 1.51e07, 2, 1, 0.00228, PUBLISHED),
+    "XGMI": Fabric(0.945, 1.71e-05, 5.86e-05, 1.22e07, 16, 9, 0.0518, PUBLISHED),
+    "NVLink 5": Fabric(0.774, 2.5e-05, 6e-05, 1.6e07, 1, 1, 0.0221, PUBLISHED),
+    "NVLink 5, NVLS": Fabric(0.507, 2.97e-05, 0.000117, 1.58e07, 3, 3, 0.272, PUBLISHED),
+    "PCIe, over the CPUs' memory": Fabric(0.463, 2.5e-05, 6.01e-05, 1.6e07, 1, 2, 0.2, PUBLISHED),
+    "PCIe, across CPUs": Fabric(0.661, 2.5e-05, 6.01e-05, 1.6e07, 1, 0, 0, PUBLISHED),
+    "PCIe": Fabric(0.804, 2.5e-05, 6e-05, 1.6e07, 1, 1, 0.237, PUBLISHED),
 }
 """By the name of a fabric.  "NVLS" is with the switches' sums; the rest is without."""
 
 
+NETWORKS = [
+    f"hosts {inside}" for inside in ("over PCIe", "of XGMI", *(f"of NVLink {number}" for number in range(1, 6)))
+]
+KNOWN = {
+    *(f"NVLink {number}, {joined}" for number in (1, 2) for joined in ("direct", "NVSwitch")),
+    *(f"NVLink {number}{sums}" for number in (3, 4, 5) for sums in ("", ", NVLS")),
+    *(f"{network}{sums}" for network in NETWORKS for sums in ("", ", SHARP")),
+    *("XGMI", "PCIe", "PCIe, across CPUs", "PCIe, over the CPUs' memory"),
+}
+"""All names that `fabric_of` gives."""
+
+
 def fabric_of(planned: "Planned") -> str | None:
-    """The name, in a table, of what a plan's transfers cross; None for what no table has, such as memory."""
+    """The name, in a table, of what a plan's transfers cross; None where that has no name, such as memory, and for
+    NVLink of a generation that nothing says."""
     if planned.plan.size == 1:
         return None
-    if len({node.host for node in planned.graph.ranks}) > 1:
-        lanes, network = _lanes(planned), planned.graph.of_kind(NodeKind.NETWORK)
-        name = f"hosts of NVLink {_generation(lanes)}" if lanes else "hosts over PCIe"
-        return f"{name}, SHARP" if any(node.reduces for node in network) else name
+    graph = planned.graph
+    kinds = {link.kind for link in graph.links}
+    if len({node.host for node in graph.ranks}) > 1:
+        inside = "of XGMI" if LinkKind.XGMI in kinds else "over PCIe"
+        if LinkKind.NVLINK in kinds:
+            inside = f"of NVLink {_generation(planned)}"
+        name = (
+            f"hosts {inside}, SHARP"
+            if any(node.reduces for node in graph.of_kind(NodeKind.NETWORK))
+            else f"hosts {inside}"
+        )
+        return name if name in KNOWN else None
     used = {link.kind for link, load in zip(planned.routes.links, planned.crossing(1e9), strict=True) if load > 0}
     if LinkKind.PCIE in used:
-        if not all(node.peer_access for node in planned.graph.gpus):
+        if not all(node.peer_access for node in graph.gpus):
             return "PCIe, over the CPUs' memory"
         return "PCIe, across CPUs" if LinkKind.SMP in used else "PCIe"
     if LinkKind.XGMI in used:
         return "XGMI"
-    if LinkKind.NVLINK not in used:
+    generation = _generation(planned) if LinkKind.NVLINK in used else None
+    if generation is None:
         return None
-    generation = _generation(_lanes(planned))
-    switched = any(node.kind is NodeKind.NVSWITCH for node in planned.graph.nodes)
+    switched = any(node.kind is NodeKind.NVSWITCH for node in graph.nodes)
     name = f"NVLink {generation}" if generation > 2 else f"NVLink {generation}, {'NVSwitch' if switched else 'direct'}"
-    if planned.in_switches:
-        name += ", NVLS"
-    return name
+    return f"{name}, NVLS" if planned.in_switches else name
 
 
-def _lanes(planned: "Planned") -> list[tuple[int, float]]:
-    """NVLinks of the GPU that has the most, and GB/s of one."""
-    of: dict[str, tuple[int, float]] = {}
+def _generation(planned: "Planned") -> int | None:
+    """Of NVLink, by what the links' source says or else by the GPUs' model; None if neither is known."""
     for link in planned.graph.links:
         if link.kind is LinkKind.NVLINK and link.src in planned.ranks:
-            of[link.src] = of.get(link.src, (0, 0.0))[0] + link.lanes, link.capacity / link.lanes
-    return sorted(of.values())[-1:]
-
-
-def _generation(lanes: list[tuple[int, float]]) -> int:
-    """Of NVLink, by the links that a GPU has: 6 of V100, 12 of A100, 18 of H100, 8 of H800, 18 faster ones of B200."""
-    count, gbps = lanes[0]
-    if gbps > 40:
-        return 5
-    return 2 if count <= 6 else 3 if count in (12, 4) else 4
+            if "assumed" not in link.source and (found := re.search(r"NVLink (\d)", link.source)):
+                return int(found[1])
+            detail = planned.graph.by_name[link.src].detail
+            known = model_in(link.source) or (model_in(detail) if ":" not in detail else None)  # not a bus id
+            return known.nvlink if known else None
+    return None
 
 
 def line_of(planned: "Planned") -> float:
     """GB/s that the efficiency of a fabric is a share of."""
+    from ringreduce.topology.planner import widest
+
     if len({node.host for node in planned.graph.ranks}) > 1:
         return planned.bound_in_switches or planned.bound
-    return planned.of_links
+    return planned.of_links if planned.in_switches else widest(planned.graph, planned.collective).of_links
 
 
 def expected(planned: "Planned", size_bytes: float, table: Table = FABRICS) -> Expected | None:
     """What a plan is expected to take; None where the table has no such fabric."""
     name = fabric_of(planned)
-    if name is not None and name not in table:
-        name = name.removeprefix("hosts of ")  # of these nothing is known: as in one host, over the bound of all
-    if name is None or name not in table:
+    if name is None:
         return None
-    return Expected(table[name].seconds(size_bytes, line_of(planned)), name, table[name])
+    inside = name.removeprefix("hosts of ")
+    if name not in table and inside in table:  # as in one host, over the bound of all
+        fabric = replace(table[inside], figures=0, checked=0)
+        return Expected(fabric.seconds(size_bytes, line_of(planned)), f"{name}, as {inside} in one host", fabric)
+    return Expected(table[name].seconds(size_bytes, line_of(planned)), name, table[name]) if name in table else None
 
 
 def fit(points: Sequence[Measured], source: str) -> Fabric:
@@ -172,15 +201,21 @@ def fit(points: Sequence[Measured], source: str) -> Fabric:
         return [*ratios, *(TRUSTED * log for log in logs)]
 
     found = least_squares(off, [0.0] * 4, bounds=(-5, [math.log(1 / GUESS.efficiency), 5, 5, 5]))
-    return compared(made(found.x), points, source)
+    return replace(made(found.x), figures=len(points), source=source)
 
 
-def compared(fabric: Fabric, points: Sequence[Measured], source: str) -> Fabric:
-    """With how well it fits these measurements."""
-    large = [at for at in points if at.size_bytes >= LARGE]
+def checked(fabric: Fabric, others: Sequence[Measured]) -> Fabric:
+    """With how well it agrees with measurements that it was not fitted to."""
+    large = [at for at in others if at.size_bytes >= LARGE]
     apart = sorted(abs(fabric.seconds(at.size_bytes, at.line) / at.seconds - 1) for at in large)
     within = apart[math.ceil(0.9 * len(apart)) - 1] if apart else 0.0
-    return replace(fabric, figures=len(points), within=_digits(within), source=source)
+    return replace(fabric, checked=len(large), within=_digits(within))
+
+
+def calibrated(points: Sequence[Measured], source: str) -> Fabric:
+    """Fitted to all measurements; how near that is shows a fit to every second one, checked with the others."""
+    tried = checked(fit(points[::2], source), points[1::2])
+    return replace(fit(points, source), checked=tried.checked, within=tried.within)
 
 
 def _digits(value: float) -> float:
@@ -204,6 +239,8 @@ def load(path: str | Path) -> Table:
     table = dict(FABRICS)
     for name, figures in document.items():
         where = f"{path}: {name!r}"
+        if name not in KNOWN:
+            raise TopologyError(f"{where} is no fabric that a plan can have; those are {', '.join(sorted(KNOWN))}")
         if (
             not isinstance(figures, dict)
             or not {"efficiency", "base", "fill", "half"} <= figures.keys() <= known.keys()

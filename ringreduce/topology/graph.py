@@ -150,6 +150,11 @@ class LinkGraph:
         """The nodes of a kind, in the order of `nodes`."""
         return tuple(node for node in self.nodes if node.kind is kind)
 
+    def below(self, switch: str) -> set[int]:
+        """The hosts whose NICs are on a switch of the network."""
+        return {self.by_name[link.dst].host for link in self.following[switch]
+                if self.by_name[link.dst].kind is NodeKind.NIC}  # fmt: skip
+
     def places(self, indices: Sequence[int]) -> list[int]:
         """Where the GPUs (or cores) of these indices are in `ranks`; of several hosts, whose indices repeat, GPUs are
         counted through.  Raises TopologyError for one that is not there."""

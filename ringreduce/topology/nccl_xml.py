@@ -440,10 +440,10 @@ class _Reader:
             cpu = next(cpu for above, cpu in self.cpus if above.host == host)
             family, number = _whole(cpu.get("familyid")), _whole(cpu.get("modelid"))
             between = smp(self.assume, cpu.get("vendor"), family or 0, number or 0, cpu.get("arch"))
-            if between.assumed and len(here) > 1:
-                self.note(between.assumed)
             for one, other, rate in between_cpus(here, between):
                 self.join(one, other, LinkKind.SMP, rate)
+                if rate.assumed:
+                    self.note(rate.assumed)
 
     def join_hosts(self) -> None:
         if len(self.hosts) > 1 and self.ports:

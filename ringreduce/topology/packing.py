@@ -1,13 +1,20 @@
-"""Packings: trees and paths with widths that share the links of a machine, for collectives other than all_reduce.
+"""Packings: trees and paths with widths that share the links of a machine, for what rings and trees leave idle.
 
 Every block of a collective travels in a shape of its own: from its root to all ranks over a tree (broadcast,
-all_gather), from all ranks to its root over one (reduce, reduce_scatter), or from one rank to another over a path
-(scatter, gather, all_to_all), other ranks passing it on. Blocks are alike, so each gets shapes of the same total width,
+all_gather), from all ranks to its root over one (reduce, reduce_scatter), over a tree inwards and another one outwards
+(all_reduce, with any rank as root), or from one rank to another over a path (scatter, gather, all_to_all), other ranks
+passing it on. Blocks are alike, so each gets shapes of the same total width,
 and the most that fits the links is a linear program with one variable a shape. As in `trees`, columns are made one at a
 time: under the links' current prices the best shape for a block is a cheapest arborescence (Chu and Liu 1965, Edmonds
 1967) or a shortest path. On links between ranks arborescences reach the lowest cut, however links differ back and forth
-(Edmonds 1973; for a block from every rank at once, Zhao et al. 2024); paths reach what the prices prove
-(`Packed.bound`).
+(Edmonds 1973; for a block from every rank at once, Zhao et al. 2024); paths, and trees inwards and outwards, reach what
+the prices prove (`Packed.bound`).
+
+For all_reduce the prices prove this. By the time the first rank has what all contribute, messages have gone over a tree
+inwards to it; every other rank must receive once more after that. Turned round in time: once the last rank sends its
+contribution away, a tree outwards follows, and every other rank has sent before. So an element costs at least the
+cheapest such tree and every other rank's cheapest link, and the links' prices pay for so many elements and no more.
+Ranks between which links are free count as one.
 
 A plan's channels take the same share of every block, so the blocks' shapes are aligned: channel `k` moves part `k` of
 each block, over that block's shape for it.  A few equal parts are taken where they cost little.
@@ -21,7 +28,6 @@ from math import gcd
 from typing import Any
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
 from ringreduce.topology.routes import Routes
 
@@ -44,19 +50,21 @@ GRID = 5040
 """Parts of a block where no few equal ones will do: its shapes get whole numbers of these."""
 
 DEPTH_COUNTS = 1e-3
-"""The share of a width that a shape may give up for being shallower."""
+"""The share of a width that a shape may give up for being shallower; of all_reduce, whose shapes are two trees, more
+(simulated on RCCL's topology files: the times of 160 MB)."""
 
 MOST_NODES = 30
 """Of the search for whole numbers, for each number of channels: a limit that is the same on every machine."""
 
 Shape = tuple[tuple[int, int], ...]
-"""The hops of a block, as pairs of ranks in the direction in which it moves: a tree's or a path's."""
+"""The hops of a block, as pairs of ranks in the direction in which it moves: a tree's or a path's.  Of all_reduce, the
+tree inwards and then, from the same root, the tree outwards."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Per channel its share and the shape of every block, by number; and what the links' prices prove: no shapes of
-    any widths carry more GB/s."""
+    """Per channel its share and the shape of every block, by number; and what the links' prices prove: over these
+    routes no algorithm carries more GB/s."""
 
     channels: tuple[tuple[int, Mapping[int, Shape]], ...]
     bound: float
@@ -72,9 +80,9 @@ def pack(collective: str, routes: Routes, limit: float) -> Packed | None:
     most = limit / master.blocks_of_a_tensor
     costs = master.pair_costs(1.0 / master.capacity)
     shapes = [block.cheapest(pairs, costs) for block in blocks]
-    best = float("inf")
+    best, best_costs = float("inf"), costs
     for _ in range(MOST_ROUNDS):
-        added = [master.add(at, shape) for at, (shape, _) in enumerate(shapes)]
+        added = [master.add(block.number, shape) for block, (shape, _) in zip(blocks, shapes, strict=True)]
         if not any(added):
             break
         master.solve()
@@ -84,45 +92,59 @@ def pack(collective: str, routes: Routes, limit: float) -> Packed | None:
             prices = (1 - even) * master.prices + even * master.worth / len(pairs) / master.capacity
             costs = master.pair_costs(prices)
             shapes = [block.cheapest(pairs, costs) for block in blocks]
-            if (cost := sum(cost for _, cost in shapes)) > 0:
-                best = min(best, float(prices @ master.capacity) / cost)
-            if any((at, shape) not in master.shapes for at, (shape, _) in enumerate(shapes)):
+            least: dict[int, float] = {}
+            for block, (_, cost) in zip(blocks, shapes, strict=True):
+                least[block.number] = min(cost, least.get(block.number, cost))
+            worth, cost = float(prices @ master.capacity), sum(least.values())
+            if cost > 0 and worth / cost < best:
+                best, best_costs = worth / cost, costs / worth
+            if any(
+                (block.number, shape) not in master.shapes for block, (shape, _) in zip(blocks, shapes, strict=True)
+            ):
                 break
         if master.width >= NEAR * min(best, most):
             break
-    numbers = [block.number for block in blocks]
-    channels = tuple((share, dict(zip(numbers, shapes, strict=True))) for share, shapes in master.channels())
+    if collective == "all_reduce":
+        best = 1 / max(_least_cost(routes.size, pairs, best_costs), 1e-12)
+    channels = tuple((share, dict(zip(master.numbers, shapes, strict=True))) for share, shapes in master.channels())
     return Packed(channels, best * master.blocks_of_a_tensor)
 
 
 @dataclass(frozen=True)
 class _Block:
-    """What has to be moved, by its number in the plan's layout: from `source` to `target`, to all ranks, or with
-    `inwards` from all ranks to `source`."""
+    """What has to be moved, by its number in the plan's layout: from `source` to `target`, to all ranks, with
+    `inwards` from all ranks to `source`, or with both one after the other.  Of blocks with one number any may serve."""
 
     size: int
     number: int
     source: int
     target: int | None = None
     inwards: bool = False
+    outwards: bool = True
 
     def cheapest(self, pairs: Sequence[tuple[int, int]], costs: Any) -> tuple[Shape, float]:
-        turned = [pair[::-1] if self.inwards else pair for pair in pairs]
-        price = dict(zip(turned, map(float, costs), strict=True))
-        if self.target is None:
-            hops = _arborescence(self.size, self.source, price)
-        else:
-            hops = _path(self.size, self.source, self.target, price)
-        cost = sum(price[hop] for hop in hops)
-        return tuple(sorted(hop[::-1] if self.inwards else hop for hop in hops)), cost
+        price = dict(zip(pairs, map(float, costs), strict=True))
+        hops: list[tuple[int, int]] = []
+        if self.inwards:
+            back = {pair[::-1]: cost for pair, cost in price.items()}
+            hops += sorted(hop[::-1] for hop in _arborescence(self.size, self.source, back))
+        if self.target is not None:
+            hops += _path(self.size, self.source, self.target, price)
+        elif self.outwards:
+            hops += _arborescence(self.size, self.source, price)
+        return tuple(hops), sum(price[hop] for hop in hops)
 
 
 def _blocks(collective: str, size: int) -> list[_Block]:
     match collective:
         case "broadcast" | "reduce":
-            return [_Block(size, 0, 0, inwards=collective == "reduce")]
+            inwards = collective == "reduce"
+            return [_Block(size, 0, 0, inwards=inwards, outwards=not inwards)]
         case "all_gather" | "reduce_scatter":
-            return [_Block(size, rank, rank, inwards=collective == "reduce_scatter") for rank in range(size)]
+            inwards = collective == "reduce_scatter"
+            return [_Block(size, rank, rank, inwards=inwards, outwards=not inwards) for rank in range(size)]
+        case "all_reduce":
+            return [_Block(size, 0, rank, inwards=True) for rank in range(size)]
         case "scatter":
             return [_Block(size, rank, 0, rank) for rank in range(1, size)]
         case "gather":
@@ -133,7 +155,7 @@ def _blocks(collective: str, size: int) -> list[_Block]:
 
 
 def _reaches(routes: Routes, block: _Block) -> bool:
-    ways = [pair[::-1] if block.inwards else pair for pair in routes.between]
+    ways = [pair[::-1] if block.inwards else pair for pair in routes.between]  # with both, another block checks it
     reached = {block.source}
     for rank in (todo := [block.source]):
         for one, other in ways:
@@ -150,10 +172,11 @@ class _Master:
         self.capacity = np.array([link.capacity for link in routes.links])
         self.usage = np.array([routes.loads({pair: 1.0}) for pair in pairs])
         self.at = {pair: at for at, pair in enumerate(pairs)}
-        self.blocks, self.size = blocks, routes.size
+        self.numbers, self.size = sorted({block.number for block in blocks}), routes.size
         self.shapes: dict[tuple[int, Shape], Any] = {}
         self.depths: list[int] = []
-        whole_tensor = blocks[0].target is None and len(blocks) == 1
+        self.depth_counts = DEPTH_COUNTS * (5 if blocks[0].inwards and blocks[0].outwards else 1)
+        whole_tensor = blocks[0].target is None and len(self.numbers) == 1
         self.blocks_of_a_tensor = 1 if whole_tensor else routes.size
         self.width, self.prices, self.worth = 0.0, self.capacity, 0.0
         self.widths: Any = None
@@ -161,12 +184,13 @@ class _Master:
     def pair_costs(self, prices: Any) -> Any:
         return self.usage @ prices
 
-    def add(self, block: int, shape: Shape) -> bool:
+    def add(self, number: int, shape: Shape) -> bool:
         """Whether the shape is new."""
-        if (block, shape) in self.shapes:
+        if (number, shape) in self.shapes:
             return False
-        self.depths.append(_depth(shape))
-        self.shapes[block, shape] = sum(self.usage[self.at[hop]] for hop in shape)
+        inwards = len(shape) // 2 if len(shape) >= self.size else 0  # of two trees
+        self.depths.append(_depth(shape[:inwards]) + _depth(shape[inwards:]))
+        self.shapes[number, shape] = self.usage[[self.at[hop] for hop in shape]].sum(axis=0)
         return True
 
     @cached_property
@@ -175,19 +199,21 @@ class _Master:
 
     @cached_property
     def owners(self) -> Any:
-        owner = np.array([block for block, _ in self.shapes])
-        return (np.arange(len(self.blocks))[:, None] == owner[None, :]).astype(float)
+        owner = np.array([number for number, _ in self.shapes])
+        return (np.array(self.numbers)[:, None] == owner[None, :]).astype(float)
 
     def solve(self) -> None:
         """The last variable is the width that every block has."""
+        from scipy.optimize import linprog
+
         vars(self).pop("loads", None)
         vars(self).pop("owners", None)
         limits = np.hstack([self.loads, np.zeros((len(self.capacity), 1))])
-        equal = np.hstack([self.owners, -np.ones((len(self.blocks), 1))])
+        equal = np.hstack([self.owners, -np.ones((len(self.numbers), 1))])
         # Of packings of nearly the same width, one with short routes.
-        gain = np.append([DEPTH_COUNTS * depth / self.size for depth in self.depths], -1.0)
+        gain = np.append([self.depth_counts * depth / self.size for depth in self.depths], -1.0)
         found = linprog(
-            gain, A_ub=limits, b_ub=self.capacity, A_eq=equal, b_eq=np.zeros(len(self.blocks)), method="highs-ds"
+            gain, A_ub=limits, b_ub=self.capacity, A_eq=equal, b_eq=np.zeros(len(self.numbers)), method="highs-ds"
         )
         self.width, self.widths = float(found.x[-1]), found.x[:-1]
         self.prices = np.maximum(-found.ineqlin.marginals, 0.0)
@@ -204,10 +230,12 @@ class _Master:
 
     def _whole(self, used: Any, parts: int) -> Any:
         """How many of `parts` equal parts each shape gets, or None."""
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
         count = len(used)
         seconds = np.append(np.zeros(count), 1.0)
         fits = np.hstack([self.loads[:, used], -self.capacity[:, None]])
-        each = np.hstack([self.owners[:, used], np.zeros((len(self.blocks), 1))])
+        each = np.hstack([self.owners[:, used], np.zeros((len(self.numbers), 1))])
         most = parts / self.width / (1 - GIVEN_UP)
         found = milp(
             seconds,
@@ -222,9 +250,9 @@ class _Master:
         """Every block's shapes laid end to end, the widest first, and cut wherever one of any block ends."""
         shapes = list(self.shapes)
         ends: list[list[tuple[int, Shape]]] = []
-        for block in range(len(self.blocks)):
+        for number in self.numbers:
             mine = [(float(amount), shapes[at][1]) for at, amount in zip(used, amounts, strict=True)
-                    if shapes[at][0] == block and amount > 0]  # fmt: skip
+                    if shapes[at][0] == number and amount > 0]  # fmt: skip
             mine.sort(key=lambda each: -each[0])
             whole = sum(amount for amount, _ in mine)
             reached = np.round(np.cumsum([amount for amount, _ in mine]) / whole * total).astype(int)
@@ -236,6 +264,30 @@ class _Master:
             channels[key] = channels.get(key, 0) + end - before
         divisor = gcd(*channels.values())
         return tuple((share // divisor, key) for key, share in channels.items())
+
+
+def _least_cost(size: int, pairs: Sequence[tuple[int, int]], costs: Any) -> float:
+    """What messages must cost at the least for an element of all_reduce, whatever the algorithm (see above)."""
+    price = dict(zip(pairs, map(float, costs), strict=True))
+    free = 1e-9 * max(price.values())
+    near = [[one == other or price.get((one, other), 1.0) <= free for other in range(size)] for one in range(size)]
+    for by in range(size):
+        near = [[near[a][b] or (near[a][by] and near[by][b]) for b in range(size)] for a in range(size)]
+    first = [min(other for other in range(size) if near[rank][other] and near[other][rank]) for rank in range(size)]
+    part = [sorted(set(first)).index(name) for name in first]
+    parts = range(len(set(part)))
+    forth: dict[tuple[int, int], float] = {}
+    for (one, other), cost in price.items():
+        ends = part[one], part[other]
+        if ends[0] != ends[1]:
+            forth[ends] = min(cost, forth.get(ends, cost))
+    back = {ends[::-1]: cost for ends, cost in forth.items()}
+    found = []
+    for into, out_of in ((forth, back), (back, forth)):
+        once = [min((cost for (_, to), cost in into.items() if to == one), default=0.0) for one in parts]
+        trees = [sum(out_of[hop] for hop in _arborescence(len(parts), root, out_of)) for root in parts]
+        found.append(min(tree + sum(once) - mine for tree, mine in zip(trees, once, strict=True)))
+    return max(found)
 
 
 def _depth(shape: Shape) -> int:

@@ -8,6 +8,7 @@ bytes are counted step by step over the plan's own programs, so no figure here i
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -17,12 +18,12 @@ from typing import Any, NamedTuple
 
 from ringreduce.common.failures import TopologyError
 from ringreduce.plan import BUILDERS, COLLECTIVES, Plan, build, hierarchical, layout, ring, tree
-from ringreduce.plan.network import Network
+from ringreduce.plan.network import LikeGroups, Network
 from ringreduce.plan.routed import routed
-from ringreduce.plan.simulate import simulate
+from ringreduce.plan.simulate import exchanged, simulate
 from ringreduce.topology.bound import Bound, Cuts, Partition, bound, reducing_domains, tightest
 from ringreduce.topology.decompose import AS_GOOD, Decomposition, decompose
-from ringreduce.topology.graph import LinkGraph
+from ringreduce.topology.graph import LinkGraph, NodeKind
 from ringreduce.topology.packing import MOST_RANKS as MOST_PACKED
 from ringreduce.topology.packing import pack
 from ringreduce.topology.rings import Ring
@@ -36,9 +37,18 @@ LEAST_GAIN = 0.9
 """Another algorithm than that with the most bandwidth must promise less than this share of its time: closer, the
 latencies decide, and they are guesses."""
 
+ENOUGH = 0.99
+"""The share of the bound from which all_reduce gets no routes of its own, which take more channels."""
+
+CLOSE = 0.985
+"""Of plans made for the links, those with this share of the most bandwidth are as good: the simulated time decides."""
+
 ALIKE = 0.95
 """Where the busiest link works for more than half of the time, no plan with less than this share of the bandwidth is
 taken: for large tensors links decide, not latencies."""
+
+MOST_SHALLOW = 8
+"""Ranks up to which all_reduce gets routes of its own even where trees reach the bound: these may be shallower."""
 
 SUSTAINED_BYTES = 2**33
 """Of a tensor so large that latencies do not count."""
@@ -89,6 +99,16 @@ class Planned:
         return self.plan.collective
 
     @cached_property
+    def several_hosts(self) -> bool:
+        return len({node.host for node in self.graph.ranks}) > 1
+
+    @cached_property
+    def _like_hosts(self) -> LikeGroups | None:
+        """The hosts, if one of them shows what all do."""
+        found = self.routes.like_hosts if self.several_hosts else None
+        return found if found and exchanged(self.plan, found.places) else None
+
+    @cached_property
     def _numbers(self) -> dict[str, int]:
         one_host = len({node.host for node in self.graph.gpus}) == 1
         return {node.name: node.index for node in self.graph.gpus if one_host}
@@ -104,8 +124,7 @@ class Planned:
         Between hosts the stages of a plan wait for one another's slots, so there what a simulation of a large tensor
         shows counts, if that is less.
         """
-        several = len({node.host for node in self.graph.ranks}) > 1
-        if several and self.plan.size <= MOST_RANKS:
+        if self.several_hosts and (self.plan.size <= MOST_RANKS or self._like_hosts or self.in_switches):
             return min(self.of_links, SUSTAINED_BYTES * 1e-9 / self.simulated(SUSTAINED_BYTES))
         return self.of_links
 
@@ -135,7 +154,7 @@ class Planned:
     def crossing(self, size_bytes: float) -> list[float]:
         """Bytes over each link of `routes`."""
         if self.in_switches:
-            return self._over_switches(size_bytes)
+            return self._over_network(size_bytes) if self.several_hosts else self._over_switches(size_bytes)
         return self.routes.loads(transfers(self.plan, size_bytes))
 
     def _over_switches(self, size_bytes: float) -> list[float]:
@@ -151,6 +170,31 @@ class Planned:
             for link in self.routes.links
         ]  # fmt: skip
 
+    def _over_network(self, size_bytes: float) -> list[float]:
+        """Inside a host as its stages have it. Each rank then sends its part of the host's sum to the network's
+        switches, which combine the hosts', and fetches the whole sum of it.  A switch below others sends up
+        what it combined."""
+        node, routes = self.graph.by_name, self.routes
+        of: dict[int, list[int]] = {}  # ranks by host
+        for rank, name in enumerate(self.ranks):
+            of.setdefault(node[name].host, []).append(rank)
+        host = {rank: number for number, ranks in of.items() for rank in ranks}
+        network = {each.name for each in self.graph.of_kind(NodeKind.NETWORK)}
+        sent = transfers(self.plan, size_bytes)
+        crossing = routes.loads({pair: amount for pair, amount in sent.items() if host[pair[0]] == host[pair[1]]})
+        groups = list(of.values())
+        for rank, peer in (pair for at, ranks in enumerate(groups) for pair in zip(ranks, groups[at - 1], strict=True)):
+            ways = [(link, share, routes.links[link].src) for link, share in routes.between[rank, peer]]
+            ways += [(link, share, routes.links[link].dst) for link, share in routes.between[peer, rank]]
+            for link, share, end in ways:
+                if end not in network and node[end].host == host[rank]:
+                    crossing[link] += share * size_bytes / len(groups[0])
+        for at, (src, dst) in enumerate((link.src, link.dst) for link in routes.links):
+            ends = {src, dst}
+            if ends <= network and any(0 < len(self.graph.below(switch)) < len(of) for switch in ends):
+                crossing[at] = size_bytes
+        return crossing
+
     def seconds(self, size_bytes: float) -> float:
         """What the busiest link needs."""
         return max((load.seconds for load in self.loads(size_bytes)), default=0.0)
@@ -161,9 +205,9 @@ class Planned:
             if self.plan.size == 1:
                 seconds = 0.0
             elif self.in_switches:
-                seconds = self.seconds(size_bytes) + 2 * self.network.route(0, 1).latency
+                seconds = self.seconds(size_bytes) + 2 * self.network.route(0, self.plan.size - 1).latency
             else:
-                seconds = simulate(self.plan, self.network, size_bytes).seconds
+                seconds = simulate(self.plan, self.network, size_bytes, groups=self._like_hosts).seconds
             self._times[size_bytes] = seconds
         return self._times[size_bytes]
 
@@ -228,10 +272,14 @@ def plan_for(
             )
         return candidates[algorithm]
     first = next(iter(candidates.values()))
-    if first.plan.name == "routed":  # the one with the most bandwidth; but its routes can be long
+    if "routed" in candidates:  # its routes can be long, and so can trees be
         slowest = LEAST_GAIN * first.simulated(size_bytes)
-        faster = [candidates[name] for name in ("rings", "trees") if name in candidates]
-        faster = [each for each in faster if each.seconds(size_bytes) < slowest > each.simulated(size_bytes)]
+        over_links = [candidates[name] for name in ("rings", "trees", "routed") if name in candidates]
+        faster = [
+            each
+            for each in over_links
+            if each.of_links > CLOSE * first.of_links or each.seconds(size_bytes) < slowest > each.simulated(size_bytes)
+        ]
         first = min(faster, key=lambda each: each.simulated(size_bytes), default=first)
     usual = first.simulated(size_bytes)
     bandwidth_counts = first.seconds(size_bytes) > usual / 2
@@ -253,6 +301,11 @@ def plan_for(
 def algorithms(graph: LinkGraph, collective: str) -> tuple[str, ...]:
     """What `plan_for` could choose from, that with the most bandwidth first."""
     return tuple(_candidates(graph, collective))
+
+
+def widest(graph: LinkGraph, collective: str) -> Planned:
+    """The plan with the most bandwidth over the busiest link, whatever latencies are."""
+    return next(iter(_candidates(graph, collective).values()))
 
 
 def transfers(plan: Plan, size_bytes: float) -> dict[tuple[int, int], float]:
@@ -287,8 +340,11 @@ def weights(widths: Sequence[float]) -> list[int]:
 def _candidates(graph: LinkGraph, collective: str) -> dict[str, Planned]:
     """By name; first, of those made for these links and as fast as any of them, the one with the fewest channels."""
     parts = decompose(graph)
-    routes, limit, more, why = parts.routes, _limit(graph, collective), _in_switches(parts, collective), parts.why_links
+    routes, limit, more, why = parts.routes, _limit(graph, collective), _in_switches(graph, collective), parts.why_links
     made = [*_made_for_links(parts, collective), *_packed(routes, limit, why, collective, parts)]
+    if made and (tight := min(made, key=lambda each: each.bound)).bound < limit.bandwidth:
+        limit = replace(limit, bandwidth=tight.bound, proof=tight.proof)
+        made = [replace(each, bound=tight.bound, proof=tight.proof) for each in made]
 
     def unaware(routes: Routes, limit: Bound, why: str) -> list[Planned]:
         plans = (build(collective, name, routes.size) for name in BUILDERS[collective])
@@ -311,10 +367,9 @@ def _candidates(graph: LinkGraph, collective: str) -> dict[str, Planned]:
     made += others
     made.sort(key=lambda each: (each.plan.name in BUILDERS[collective] and collective in OVER_RINGS,
                                 each.of_links < AS_GOOD * best, len(each.plan.channels)))  # fmt: skip
-    one_host = len({node.host for node in graph.ranks}) == 1
-    if made and one_host and more["bound_in_switches"] and len(reducing_domains(routes)[0]) == routes.size:
-        switched = replace(build("all_reduce", "two_shot", routes.size), name="nvls")
-        about = f"{parts.why_links}; the switches combine and copy (NVLS), which NCCL can use and our engine cannot"
+    if more["bound_in_switches"] and (switched := _switched(made, routes)):
+        what = "switches combine and copy (NVLS)" if switched.name == "nvls" else "network combines and copies (SHARP)"
+        about = f"{parts.why_links}; the {what}, which NCCL can use and our engine cannot"
         limit = bound(collective, parts.cuts, parts.partitions, in_switches=True)
         made.append(Planned(graph, routes, switched, limit.bandwidth, limit.proof, about, in_switches=True, **more))
     if not made and collective in OVER_RINGS:
@@ -326,6 +381,17 @@ def _candidates(graph: LinkGraph, collective: str) -> dict[str, Planned]:
             f"{routes.ranks[one]} to {routes.ranks[other]}; add the PCIe links to the topology"
         )
     return {each.plan.name: each for each in made}
+
+
+def _switched(made: Sequence[Planned], routes: Routes) -> Plan | None:
+    """The plan that says between which ranks switches combine: of one host all of them, else its places."""
+    if len({node.host for node in routes.graph.ranks}) == 1:
+        everyone = any(len(domain) == routes.size for domain in reducing_domains(routes))
+        return replace(build("all_reduce", "two_shot", routes.size), name="nvls") if made and everyone else None
+    reducing = any(node.reduces for node in routes.graph.of_kind(NodeKind.NETWORK))
+    alike = len(set(Counter(node.host for node in routes.graph.ranks).values())) == 1
+    stages = (each.plan for each in made if each.plan.name == "hierarchical_ring")
+    return next((replace(plan, name="sharp") for plan in stages if reducing and alike), None)
 
 
 def _cut(collective: str, cuts: Cuts, tried: Sequence[Partition]) -> Bound:
@@ -340,15 +406,17 @@ def _limit(graph: LinkGraph, collective: str) -> Bound:
     return _cut(collective, parts.cuts, parts.partitions)
 
 
-def _in_switches(parts: Decomposition, collective: str) -> dict[str, Any]:
+@lru_cache(maxsize=64)
+def _in_switches(graph: LinkGraph, collective: str) -> dict[str, Any]:
     """What switches that combine would make possible."""
+    parts = decompose(graph)
     if collective != "all_reduce" or parts.routes.size == 1 or not reducing_domains(parts.routes):
         return {"bound_in_switches": None}
     return {"bound_in_switches": bound(collective, parts.cuts, parts.partitions, in_switches=True).bandwidth}
 
 
 def _made_for_links(parts: Decomposition, collective: str) -> Iterator[Planned]:
-    limit, more = _limit(parts.routes.graph, collective), _in_switches(parts, collective)
+    limit, more = _limit(parts.routes.graph, collective), _in_switches(parts.routes.graph, collective)
 
     def planned(plan: Plan, why: str, **shapes: Any) -> Planned:
         about = f"{parts.why_links}; {why}"
@@ -367,18 +435,20 @@ def _packed(
 ) -> Iterator[Planned]:
     """Routes of their own for every block, where what there is already stays below the bound: the rings and trees of a
     decomposition, or direct exchange."""
-    if collective == "all_reduce" or routes.size == 1:
+    hosts = {node.host for node in routes.graph.ranks}
+    if not 1 < routes.size <= MOST_PACKED or (collective == "all_reduce" and len(hosts) > 1):  # these go in stages
         return
     direct = [build(collective, "direct", routes.size)] if collective not in OVER_RINGS else []
     others = [Planned(routes.graph, routes, plan, 0.0, "", "") for plan in direct if _possible(plan, routes)]
     others += _made_for_links(parts, collective) if parts else ()
     reached = max((each.of_links for each in others), default=0.0)
-    if reached >= AS_GOOD * limit.bandwidth:
+    deep = collective == "all_reduce" and routes.size <= MOST_SHALLOW and any(each.trees for each in others)
+    if reached >= (ENOUGH if collective == "all_reduce" else AS_GOOD) * limit.bandwidth and not deep:
         return
     found = pack(collective, routes, limit.bandwidth)
     if found is None:
         return
-    if found.bound < limit.bandwidth and collective not in OVER_RINGS:
+    if found.bound < limit.bandwidth and (collective == "all_reduce" or collective not in OVER_RINGS):
         limit = Bound(found.bound, limit.partition, "a linear program: under its prices of links no routes cost less")
     plan = routed(collective, routes.size, found.channels, "routed")
     several = f"{len(plan.channels)} channels" if len(plan.channels) > 1 else "one channel"
@@ -453,7 +523,7 @@ def _hierarchies(routes: Routes) -> Iterator[tuple[Plan, str]]:
     except TopologyError:  # a group is not connected by itself
         return
     why = f"in groups: {' | '.join(' '.join(routes.ranks[rank] for rank in group) for group in groups)}"
-    for name in ("ring", "halving_doubling"):
+    for name in ("ring", "halving_doubling") if len(groups) > 2 else ("ring",):  # of two groups they are the same
         across = build("all_reduce", name, len(groups))
         stages = [hierarchical.Stages(scatter, across, gather, weight) for scatter, gather, weight in inside]
         yield hierarchical.all_reduce(groups, stages, f"hierarchical_{name}"), why

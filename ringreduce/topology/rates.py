@@ -61,6 +61,11 @@ class Model:
         return self.kind is LinkKind.NVLINK and self.pcie >= 5
 
     @property
+    def nvlink(self) -> int:
+        """The generation of its NVLinks, of GPUs that have any; each came with the next PCIe, but for the first."""
+        return next((number for number in (1, 5) if self.rate == NVLINK[number]), self.pcie - 1)
+
+    @property
     def peer_access(self) -> bool:
         """Whether its driver lets other GPUs reach its memory over PCIe; that of GeForce does not."""
         return self.name not in _GEFORCE

@@ -5,6 +5,7 @@ import re
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ringreduce.common.failures import TopologyError
 from ringreduce.topology.clusters import cluster
@@ -22,13 +23,16 @@ KINDS = (
 LARGEST = 16 << 20
 """Bytes of the largest file that is looked at."""
 
+LONGEST_NAME = 4096
+
 _XML = re.compile(r"\s*(?:<\?xml|<!--|<!DOCTYPE|<(?:system|graphs|topology|nvidia_smi_log)\b)")
 _EMBEDDED = re.compile(r"<system\b[^>]{0,200}>\s*<cpu\b")
 _ESCAPED = re.compile(r"\\[nt][ \t]*GPU\d|Affinity\\n[\"']")
 
 
-def read(text: str, where: str, assume: Assumed = NOTHING) -> LinkGraph:
-    """The graph that a text describes; `where` names the text in errors and is the graph's name.
+def read(text: str, where: str, assume: Assumed = NOTHING, folder: Path | None = None) -> LinkGraph:
+    """The graph that a text describes; `where` names the text in errors and is the graph's name.  Files that it names
+    are looked for in `folder`, by default the current one.
 
     A text within a string, of a program or of JSON, is read with its \\n and \\t written out, and errors say so.
     Raises TopologyError, with line and column, if it describes none.
@@ -50,17 +54,25 @@ def read(text: str, where: str, assume: Assumed = NOTHING) -> LinkGraph:
                 f"{where}: a JSON graph states its own rates; edit its capacities, and leave --gpu, --nvlink-gbps, "
                 "--pcie-gbps, --smp-gbps and --peer-access out"
             )
-        return _read_json(text, where)
+        return _read_json(text, where, folder or Path())
     return _read_report(text, where, assume)
 
 
-def _read_json(text: str, where: str) -> LinkGraph:
+def _read_json(text: str, where: str, folder: Path) -> LinkGraph:
     """A link graph, or a cluster of machines."""
+    document: Any = None
     with suppress(ValueError, RecursionError):  # which LinkGraph.from_json explains
         document = json.loads(text)
-        if isinstance(document, dict) and isinstance(document.get("machine"), str) and "nodes" not in document:
-            return cluster(document, described(document["machine"]), where)
-    return LinkGraph.from_json(text, where)
+    if not (isinstance(document, dict) and isinstance(document.get("machine"), str) and "nodes" not in document):
+        return LinkGraph.from_json(text, where)
+    if len(document["machine"]) > LONGEST_NAME:
+        raise TopologyError(f"{where}: machine has {len(document['machine'])} characters; give a preset or a file")
+    file = folder / document["machine"]
+    if not file.is_file():
+        return cluster(document, described(document["machine"]), where)
+    if re.match(r"\s*\{", start := file.read_text(errors="replace")) and re.search(r'"machine"\s*:', start):
+        raise TopologyError(f"{where}: machine is {document['machine']!r}, a cluster itself; name one host's file")
+    return cluster(document, load(file), where)
 
 
 def _read_report(text: str, where: str, assume: Assumed) -> LinkGraph:
@@ -90,7 +102,8 @@ def load(path: str | Path, assume: Assumed = NOTHING) -> LinkGraph:
         raise TopologyError(f"{path} cannot be read: {reason}; give a file that can, with {KINDS}") from None
     if len(content) > LARGEST:
         raise TopologyError(f"{path} has more than {LARGEST >> 20} MiB, too much for a machine; expected {KINDS}")
-    return read(_decoded(content, path), str(path), assume)
+    piped = str(path) == "/dev/stdin"
+    return read(_decoded(content, path), str(path), assume, Path() if piped else Path(path).parent)
 
 
 def _decoded(content: bytes, path: str | Path) -> str:

@@ -19,7 +19,6 @@ from itertools import pairwise, permutations
 from typing import Any
 
 import numpy as np
-from scipy.optimize import linprog
 
 from ringreduce.common.failures import TopologyError
 from ringreduce.topology.bound import Cuts
@@ -129,10 +128,11 @@ Chosen = list[tuple[int, float]]
 def _fewest(usage: Any, capacity: Any, most: float) -> Chosen | None:
     """Few cycles whose widths sum up to `most`, by iterative deepening; None if `MOST_TRIES` did not find any."""
     tries = iter(range(MOST_TRIES))
+    unused = np.where(usage > 0, 0.0, np.inf)
+    divisor = np.where(usage > 0, usage, 1.0)
 
     def choose(left: Any, missing: float, count: int) -> Chosen | None:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            width = np.where(usage > 0, left / usage, np.inf).min(axis=1)
+        width = (left / divisor + unused).min(axis=1)
         wide = np.flatnonzero(width * count >= missing * (1 - SLACK))
         for at in wide[np.argsort(-width[wide], kind="stable")]:
             if width[at] >= missing * (1 - SLACK):
@@ -185,6 +185,8 @@ def _disjoint(routes: Routes) -> tuple[Ring, ...]:
 
 def _best(usage: Any, capacity: Any) -> Chosen:
     """The widths with the largest sum."""
+    from scipy.optimize import linprog  # as long to import as all else together, and most machines need none
+
     solution = linprog(-np.ones(len(usage)), A_ub=usage.T, b_ub=capacity, method="highs-ds")
     return [(at, float(width)) for at, width in enumerate(solution.x) if width > SLACK * capacity.max()]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ringreduce.common.failures import TopologyError
-from ringreduce.plan.network import Network, Route
+from ringreduce.plan.network import LikeGroups, Network, Route
 from ringreduce.topology.graph import FABRIC, Link, LinkGraph, LinkKind, NodeKind
 
 LATENCY: Mapping[LinkKind, float] = {
@@ -49,18 +49,26 @@ class Routes:
 
     @cached_property
     def components(self) -> tuple[tuple[int, ...], ...]:
-        """The sets of ranks that reach each other both ways, from rank to rank; each ascending."""
-        left, found = set(range(self.size)), []
+        """The sets of ranks that reach each other both ways, other ranks passing on; each ascending."""
+        after: dict[int, list[int]] = {rank: [] for rank in range(self.size)}
+        before: dict[int, list[int]] = {rank: [] for rank in range(self.size)}
+        for one, other in self.between:
+            after[one].append(other)
+            before[other].append(one)
+
+        def reached(start: int, near: dict[int, list[int]]) -> set[int]:
+            found = {start}
+            for rank in (todo := [start]):
+                todo += (fresh := set(near[rank]) - found)
+                found |= fresh
+            return found
+
+        left, parts = set(range(self.size)), []
         while left:
-            part, todo = set(), [min(left)]
-            while todo:
-                one = todo.pop()
-                if one not in part:
-                    part.add(one)
-                    todo += [r for r in left if (one, r) in self.between and (r, one) in self.between]
+            part = reached(min(left), after) & reached(min(left), before)
             left -= part
-            found.append(tuple(sorted(part)))
-        return tuple(found)
+            parts.append(tuple(sorted(part)))
+        return tuple(parts)
 
     @cached_property
     def following(self) -> Mapping[str, tuple[Link, ...]]:
@@ -74,6 +82,26 @@ class Routes:
             for link, share in self.between[pair]:
                 crossing[link] += share * amount
         return crossing
+
+    @cached_property
+    def like_hosts(self) -> LikeGroups | None:
+        """The hosts, if every one has the same ranks and links, and all are on the same switches of the network."""
+        node, number = self.graph.by_name, {(link.src, link.dst): at for at, link in enumerate(self.links)}
+        hosts = [node[name].host for name in self.ranks]
+        places = hosts.count(0)
+
+        def first(name: str) -> str:
+            at = node[name]
+            return name if at.kind is NodeKind.NETWORK else f"host0/{name.removeprefix(f'host{at.host}/')}"
+
+        if not places or [first(name) for name in self.ranks] != [self.ranks[at % places] for at in range(self.size)]:
+            return None
+        images = [number.get((first(link.src), first(link.dst)), -1) for link in self.links]
+        for link, image in zip(self.links, images, strict=True):
+            between_switches = {node[link.src].kind, node[link.dst].kind} == {NodeKind.NETWORK}
+            if between_switches or image < 0 or self.links[image].capacity != link.capacity:
+                return None
+        return LikeGroups(places, tuple(images))
 
     def network(self) -> Network:
         """The same for simulation: bytes per second, and the latencies of the links' kinds."""

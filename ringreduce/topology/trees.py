@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.optimize import linprog
 
 from ringreduce.plan.tree import Tree
 from ringreduce.topology.bound import Partition
@@ -53,7 +52,10 @@ class Packing:
 
 
 def pack_trees(routes: Routes) -> Packing:
-    """The packing with the largest sum of widths, but for `GIVEN_UP`.  The ranks must be connected."""
+    """The packing with the largest sum of widths, but for `GIVEN_UP`; empty if links with two directions do not join
+    all ranks."""
+    from scipy.optimize import linprog
+
     pairs = [pair for pair in sorted(routes.between) if pair[0] < pair[1] and pair[::-1] in routes.between]
     # usage[e, l]: what an edge of width 1 puts on link l, both ways.
     usage = np.array([routes.loads({pair: 1.0, pair[::-1]: 1.0}) for pair in pairs])
@@ -61,7 +63,9 @@ def pack_trees(routes: Routes) -> Packing:
     columns: dict[Edges, Any] = {}
     prices = 1.0 / capacity
     while True:
-        edges, cost = _cheapest(routes.size, pairs, usage @ prices)
+        edges, cost = _cheapest(routes.size, pairs, usage @ prices) if pairs else ((), 0.0)
+        if len(edges) < routes.size - 1:
+            return Packing((), ())
         if columns and (edges in columns or cost >= 1 - SLACK or len(columns) == MOST_COLUMNS):
             break
         columns[edges] = sum(usage[pairs.index(edge)] for edge in edges)
@@ -91,6 +95,8 @@ def _cheapest(size: int, pairs: list[tuple[int, int]], costs: Any) -> tuple[Edge
 
 def _fewer(matrix: Any, capacity: Any, widths: Any) -> list[tuple[int, float]]:
     """The columns of some trees and their widths: the narrowest are left out while the others can nearly make up."""
+    from scipy.optimize import linprog
+
     enough = widths.sum() * (1 - GIVEN_UP)
     kept = [int(at) for at in np.argsort(-widths, kind="stable") if widths[at] > SLACK * capacity.max()]
     best = widths[kept]

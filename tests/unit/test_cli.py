@@ -364,7 +364,7 @@ def test_tables_are_not_cut_where_there_is_no_terminal(monkeypatch: pytest.Monke
     monkeypatch.setenv("COLUMNS", "30")
     out = prints(capsys, "simulate", *DGX1, "--size", "1MB")
     assert "…" not in out
-    assert "hierarchical_halving_doubling" in out
+    assert "hierarchical_ring" in out
     assert "NVS6 NVS6 NVS6 NVS6 NVS6" in prints(capsys, "topo", "dgx2")
 
 

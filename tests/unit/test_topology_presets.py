@@ -1,14 +1,16 @@
 """The well-known machines: their links against listings of real ones, and hosts joined by their NICs."""
 
+import json
 from collections import Counter
 
 import networkx
 import pytest
 
 from ringreduce.errors import TopologyError
+from ringreduce.plan.simulate import simulate
 from ringreduce.topology.clusters import hosts_of
 from ringreduce.topology.graph import FABRIC, Link, LinkGraph, LinkKind, Node, NodeKind
-from ringreduce.topology.planner import plan_for
+from ringreduce.topology.planner import MOST_RANKS, algorithms, plan_for
 from ringreduce.topology.presets import PRESETS, preset
 from ringreduce.topology.rates import Assumed
 from ringreduce.topology.read import load
@@ -195,7 +197,8 @@ def test_nics_can_be_fewer_more_and_faster():
     "name, arguments, message",
     [
         ("dgx1-v100", {"count": 1}, "1 hosts need no network"),
-        ("dgx1-v100", {"count": 2, "nics": 0}, "0 NICs join nothing"),
+        ("dgx1-v100", {"count": 2, "nics": 0}, "nics is 0; give from 1 to 64"),
+        ("dgx1-v100", {"count": 2, "nics": 10**9, "gbps": 1.0}, "nics is 1000000000; give from 1 to 64"),
         ("dgx1-v100", {"count": 2, "gbps": 0.0}, "a NIC of 0.0 GB/s"),
         ("pcie-4", {"count": 2}, "pcie-4 has 0 NICs; give `gbps`, and it gets 1"),
         ("dgx1-v100", {"count": 2, "nics": 6}, "has 4 NICs; give `gbps`, and it gets 2"),
@@ -244,7 +247,42 @@ def test_a_network_that_reduces_is_bounded_by_its_lines_alone():
     summed = plan_for(hosts_of(preset("dgx-a100"), 4, in_network=True))
     assert plain.bound_in_switches is None
     assert summed.bound == plain.bound < summed.bound_in_switches == pytest.approx(200)  # of eight NICs
-    assert summed.plan.name != "nvls"
+    assert summed.plan.name not in ("nvls", "sharp")
+
+
+def test_sharp_is_planned_on_networks_that_reduce():
+    """Each of eight places sends an eighth up, whatever the number of hosts; 7/4 of the tensor crosses NVLink."""
+    for arguments, busiest in (
+        ({}, 300 * 8 / 14),
+        ({"rails": True}, 300 * 8 / 14),
+        ({"hosts_per_leaf": 2, "taper": 16.0}, 2 * 200 / 16),  # a leaf sends the tensor up once
+    ):
+        planned = plan_for(hosts_of(preset("dgx-a100"), 4, in_network=True, **arguments), algorithm="sharp")
+        assert planned.of_links == pytest.approx(busiest) and planned.in_switches
+        assert planned.of_links <= planned.bound == planned.bound_in_switches
+        up = [load.bytes for load in planned.loads(8_000) if load.dst in ("network", "leaf0") or load.dst == "rail0"]
+        assert up and set(up) <= {1_000.0, 8_000.0}
+    assert "sharp" not in algorithms(hosts_of(preset("dgx-a100"), 4), "all_reduce")
+
+
+def test_one_host_shows_what_all_do():
+    for count, algorithm in ((3, "hierarchical_ring"), (4, "hierarchical_ring"), (4, "hierarchical_halving_doubling")):
+        planned = plan_for(hosts_of(preset("p3.8xlarge"), count), algorithm=algorithm)
+        like = planned.routes.like_hosts
+        assert like is not None and like.places == 4
+        for size in (10_000, 100_000_000):
+            whole = simulate(planned.plan, planned.network, size)
+            one = simulate(planned.plan, planned.network, size, groups=like)
+            assert one.seconds == pytest.approx(whole.seconds, rel=0.02)  # messages of one time are taken by rank
+        whole, one = (
+            simulate(planned.plan, planned.network, 1000, slice_bytes=1000, groups=groups) for groups in (None, like)
+        )
+        assert (one.messages, one.steps, one.rounds) == (whole.messages, whole.steps, 1)
+    leaves = plan_for(hosts_of(preset("p3.8xlarge"), 4, hosts_per_leaf=2), algorithm="hierarchical_ring")
+    assert leaves.routes.like_hosts is None  # hosts on one switch are nearer to each other
+    with_more = hosts_of(preset("dgx-a100"), 24)
+    planned = plan_for(with_more, algorithm="hierarchical_ring")
+    assert planned.plan.size > MOST_RANKS and planned.bandwidth < planned.of_links
 
 
 def test_clusters_are_described_in_json(tmp_path):
@@ -263,4 +301,18 @@ def test_clusters_are_described_in_json(tmp_path):
     ):
         path.write_text(text)
         with pytest.raises(TopologyError, match=message):
+            load(path)
+
+
+def test_the_machine_of_a_cluster_is_beside_it(tmp_path, monkeypatch):
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there/box.json").write_text(preset("p3.8xlarge").to_json())
+    path = tmp_path / "there/cluster.json"
+    path.write_text('{"machine": "box.json", "hosts": 2}')
+    assert load(path).nodes == load("there/cluster.json").nodes == hosts_of(preset("p3.8xlarge"), 2).nodes
+    for machine in ("cluster.json", "other.json"):  # itself, and in a circle
+        (tmp_path / "there/other.json").write_text('{"machine": "cluster.json", "hosts": 2}')
+        path.write_text(json.dumps({"machine": machine, "hosts": 2}))
+        with pytest.raises(TopologyError, match=f"machine is '{machine}', a cluster itself; name one host's file"):
             load(path)

@@ -141,6 +141,8 @@ def test_parts_of_a_socket_share_its_way_out(gpus: int) -> None:
     apart = matrix(gpus, "SYS", lambda gpu: gpu * 8 // gpus, assume)
     halves = matrix(gpus, "SYS", lambda gpu: gpu * 2 // gpus, assume)
     assert plan_for(apart).bound == pytest.approx(plan_for(halves).bound) == pytest.approx(10)
+    assert any("parts of two sockets are assumed" in text for text in apart.assumed)
+    assert not any("two sockets" in text for text in halves.assumed)
 
 
 def test_geforce_meets_in_the_memory_of_a_cpu() -> None:
