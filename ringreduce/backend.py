@@ -32,7 +32,6 @@ from ringreduce.config import (
     YIELDS_WITH_OWN_CORE,
     Options,
     resolve,
-    shares_allocations,
     slot_bytes_for,
 )
 from ringreduce.errors import RingReduceError, SystemFailure, TopologyError
@@ -53,9 +52,6 @@ GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-gpu", "/dev/nvgpu", "/
 """One of these is there if there is a GPU: of NVIDIA, in WSL, of Tegra (two names), of AMD."""
 
 log = logging.getLogger(__name__)
-
-if shares_allocations():
-    share_allocations()
 
 # Callbacks of calls under way must not meet an interpreter that is half gone.
 atexit.register(_C.shutdown_all)

@@ -207,11 +207,6 @@ def resolve(options: Options | None, environ: Mapping[str, str] = os.environ) ->
     return replace(given, **values), origins
 
 
-def shares_allocations(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether RINGREDUCE_SHARE_ALLOCATIONS says so, where there is no group yet. `resolve` raises for wrong values."""
-    return environ.get(f"{PREFIX}SHARE_ALLOCATIONS") == "1"
-
-
 def _parsed(knob: Field[Any], text: str) -> Any:
     if isinstance(knob.metadata["default"], str):
         return text

@@ -562,7 +562,8 @@ def _send(connection: socket.socket, message: bytes, fds: list[int], deadline: f
 def receive(connection: socket.socket, size: int, most: int) -> tuple[bytes, list[int]]:
     """A message and its descriptors, which no program that another thread starts meanwhile inherits.
 
-    Raises `ConnectionError` if it has more than `size` bytes, `SystemFailure` if descriptors got lost.
+    Raises `ConnectionError` if it has more than `size` bytes or `most` descriptors, `SystemFailure` if this process has
+    no room for them.
     """
     fds = array.array("i")
     room = socket.CMSG_LEN(most * fds.itemsize)
@@ -574,6 +575,8 @@ def receive(connection: socket.socket, size: int, most: int) -> tuple[bytes, lis
         _close(fds)
         if flags & socket.MSG_TRUNC:
             raise ConnectionError(f"a message is longer than {size} bytes")
+        if len(fds) == most:
+            raise ConnectionError(f"a message has more than {most} descriptors")
         raise SystemFailure("this process has no descriptors left; see `ulimit -n`")
     return message, list(fds)
 

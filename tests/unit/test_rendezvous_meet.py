@@ -25,6 +25,7 @@ from ringreduce.errors import (
     SystemFailure,
     TopologyError,
 )
+from ringreduce.rendezvous import host
 from ringreduce.rendezvous.host import Meeting, Place, meet
 from ringreduce.rendezvous.links import Peer
 from ringreduce.rendezvous.store import Exchange, identity
@@ -265,6 +266,20 @@ def test_descriptors_are_closed_in_programs_that_a_rank_starts(monkeypatch: pyte
     monkeypatch.setattr(socket.socket, "recvmsg", receive)
     close(meet_all(on_hosts("aaa")))
     assert len(received) == 2 + 2 * (1 + 1 + 3) and not any(received)
+
+
+def test_a_message_with_more_descriptors_than_asked_for_is_a_strangers() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        before = open_files()
+        socket.send_fds(theirs, [b"hello"], [0, 1])
+        with pytest.raises(ConnectionError, match="more than 1 descriptors"):
+            host.receive(ours, 5, 1)
+        socket.send_fds(theirs, [b"hello"], [0])
+        message, fds = host.receive(ours, 5, 1)
+        assert (message, len(fds)) == (b"hello", 1)
+        os.close(fds[0])
+        assert open_files() == before
 
 
 def test_no_rank_can_cut_the_memory_of_others() -> None:
