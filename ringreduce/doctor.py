@@ -329,7 +329,8 @@ def _fabric(facts: Facts) -> Judged | None:
     low, high = min(filter(None, out.values())), max(out.values())
     what = f"{low:g} GB/s" if low == high else f"{low:g} to {high:g} GB/s"
     if without:
-        return "limited", f"{what} a GPU, none for {', '.join(without)}", "see `nvidia-smi nvlink -s`, or `rocm-smi --showtopo` for AMD GPUs"
+        look = "see `nvidia-smi nvlink -s`, or `rocm-smi --showtopo` for AMD GPUs"
+        return "limited", f"{what} a GPU, none for {', '.join(without)}", look
     return "ok", f"{what} from each GPU, each way", ""
 
 

@@ -249,70 +249,29 @@ struct Float16 {
 
 // ---- Operations ---------------------------------------------------------------------------------------------------
 
-struct Sum {
-  template <class V>
-  static V apply(V a, V b) {
-    return a + b;
-  }
-};
-
-struct Product {
-  template <class V>
-  static V apply(V a, V b) {
-    return a * b;
-  }
-};
-
-// A NaN on the left is kept by the first test, one on the right because it compares as false.
-struct Min {
-  template <class V>
-  static V apply(V a, V b) {
-    return a != a ? a : a < b ? a : b;
-  }
-};
-
-struct Max {
-  template <class V>
-  static V apply(V a, V b) {
-    return a != a ? a : a > b ? a : b;
-  }
-};
-
-struct And {
-  template <class V>
-  static V apply(V a, V b) {
-    return a & b;
-  }
-};
-
-struct Or {
-  template <class V>
-  static V apply(V a, V b) {
-    return a | b;
-  }
-};
-
-struct Xor {
-  template <class V>
-  static V apply(V a, V b) {
-    return a ^ b;
-  }
-};
-
-struct ComplexProduct {};
-
-template <class T, class Op>
-RINGREDUCE_INLINE void combine(Block<T>& a, const Block<T>& b, Op) {
-  for (int j = 0; j < 4; ++j) a.v[j] = Op::apply(a.v[j], b.v[j]);
+template <ReduceOp op, class V>
+RINGREDUCE_INLINE V apply(V a, V b) {
+  if constexpr (op == ReduceOp::product) return a * b;
+  // A NaN on the left is kept by the first test, one on the right because it compares as false.
+  if constexpr (op == ReduceOp::min) return a != a ? a : a < b ? a : b;
+  if constexpr (op == ReduceOp::max) return a != a ? a : a > b ? a : b;
+  if constexpr (op == ReduceOp::band) return a & b;
+  if constexpr (op == ReduceOp::bor) return a | b;
+  if constexpr (op == ReduceOp::bxor) return a ^ b;
+  if constexpr (op == ReduceOp::sum) return a + b;
 }
 
-template <class T>
-RINGREDUCE_INLINE void combine(Block<T>& a, const Block<T>& b, ComplexProduct) {
-  for (int j = 0; j < 4; j += 2) {
-    const Vec<T> real = a.v[j] * b.v[j] - a.v[j + 1] * b.v[j + 1];
-    const Vec<T> imaginary = a.v[j] * b.v[j + 1] + a.v[j + 1] * b.v[j];
-    a.v[j] = real;
-    a.v[j + 1] = imaginary;
+template <class Format, ReduceOp op, class T>
+RINGREDUCE_INLINE void combine(Block<T>& a, const Block<T>& b) {
+  if constexpr (std::is_same_v<Format, Complex<T>>) {  // the product
+    for (int j = 0; j < 4; j += 2) {
+      const Vec<T> real = a.v[j] * b.v[j] - a.v[j + 1] * b.v[j + 1];
+      const Vec<T> imaginary = a.v[j] * b.v[j + 1] + a.v[j + 1] * b.v[j];
+      a.v[j] = real;
+      a.v[j + 1] = imaginary;
+    }
+  } else {
+    for (int j = 0; j < 4; ++j) a.v[j] = apply<op>(a.v[j], b.v[j]);
   }
 }
 
@@ -357,11 +316,11 @@ inline void for_each_block(const Job& job, std::size_t total) {
 
 inline const char* source(const Job& job, int k) { return static_cast<const char*>(job.srcs[k]); }
 
-template <class Format, class Op>
+template <class Format, ReduceOp op>
 RINGREDUCE_INLINE void accumulate_block(const Job& job, std::size_t at, std::size_t bytes) {
   using Lane = typename Format::Lane;
   Block<Lane> block = load_part<Format>(source(job, 0) + at, bytes);
-  for (int k = 1; k < job.n; ++k) combine(block, load_part<Format>(source(job, k) + at, bytes), Op{});
+  for (int k = 1; k < job.n; ++k) combine<Format, op>(block, load_part<Format>(source(job, k) + at, bytes));
   if constexpr (std::is_floating_point_v<Lane>) {
     if (job.factor != 1)
       for (auto& v : block.v) v /= static_cast<Lane>(job.factor);
@@ -377,9 +336,9 @@ RINGREDUCE_INLINE void scale_block(const Job& job, std::size_t at, std::size_t b
   store_part<Format>(static_cast<char*>(job.dsts[0]) + at, block, bytes);
 }
 
-template <class Format, class Op>
+template <class Format, ReduceOp op>
 void accumulate_as(const Job& job) {
-  for_each_block<Format::kBlock, accumulate_block<Format, Op>>(job, job.count * Format::kElement);
+  for_each_block<Format::kBlock, accumulate_block<Format, op>>(job, job.count * Format::kElement);
 }
 
 template <class Format>
@@ -387,7 +346,7 @@ void scale_as(const Job& job) {
   for_each_block<Format::kBlock, scale_block<Format>>(job, job.count * Format::kElement);
 }
 
-void copy(const Job& job) { accumulate_as<Native<std::uint8_t>, Or>(job); }
+void copy(const Job& job) { accumulate_as<Native<std::uint8_t>, ReduceOp::bor>(job); }
 
 RINGREDUCE_INLINE void stream_block(const Job& job, std::size_t at, std::size_t bytes) {
   using Bytes = Native<std::uint8_t>;
@@ -420,20 +379,20 @@ template <class Format>
 void floating(ReduceOp op, const Job& job) {
   switch (op) {
     case ReduceOp::product:
-      return accumulate_as<Format, Product>(job);
+      return accumulate_as<Format, ReduceOp::product>(job);
     case ReduceOp::min:
-      return accumulate_as<Format, Min>(job);
+      return accumulate_as<Format, ReduceOp::min>(job);
     case ReduceOp::max:
-      return accumulate_as<Format, Max>(job);
+      return accumulate_as<Format, ReduceOp::max>(job);
     default:
-      return accumulate_as<Format, Sum>(job);
+      return accumulate_as<Format, ReduceOp::sum>(job);
   }
 }
 
 template <class T>
 void complex(ReduceOp op, const Job& job) {
-  if (op == ReduceOp::product) return accumulate_as<Complex<T>, ComplexProduct>(job);
-  accumulate_as<Native<T>, Sum>(in_parts(job, 2));
+  if (op == ReduceOp::product) return accumulate_as<Complex<T>, ReduceOp::product>(job);
+  accumulate_as<Native<T>, ReduceOp::sum>(in_parts(job, 2));
 }
 
 // Sums and products do not depend on the sign, and wrap around where they are unsigned.
@@ -442,19 +401,19 @@ void integer(ReduceOp op, const Job& job) {
   using Unsigned = std::make_unsigned_t<T>;
   switch (op) {
     case ReduceOp::product:
-      return accumulate_as<Native<Unsigned>, Product>(job);
+      return accumulate_as<Native<Unsigned>, ReduceOp::product>(job);
     case ReduceOp::min:
-      return accumulate_as<Native<T>, Min>(job);
+      return accumulate_as<Native<T>, ReduceOp::min>(job);
     case ReduceOp::max:
-      return accumulate_as<Native<T>, Max>(job);
+      return accumulate_as<Native<T>, ReduceOp::max>(job);
     case ReduceOp::band:
-      return accumulate_as<Native<std::uint8_t>, And>(in_parts(job, sizeof(T)));
+      return accumulate_as<Native<std::uint8_t>, ReduceOp::band>(in_parts(job, sizeof(T)));
     case ReduceOp::bor:
-      return accumulate_as<Native<std::uint8_t>, Or>(in_parts(job, sizeof(T)));
+      return accumulate_as<Native<std::uint8_t>, ReduceOp::bor>(in_parts(job, sizeof(T)));
     case ReduceOp::bxor:
-      return accumulate_as<Native<std::uint8_t>, Xor>(in_parts(job, sizeof(T)));
+      return accumulate_as<Native<std::uint8_t>, ReduceOp::bxor>(in_parts(job, sizeof(T)));
     default:
-      return accumulate_as<Native<Unsigned>, Sum>(job);
+      return accumulate_as<Native<Unsigned>, ReduceOp::sum>(job);
   }
 }
 
@@ -463,11 +422,11 @@ void boolean(ReduceOp op, const Job& job) {
     case ReduceOp::product:
     case ReduceOp::min:
     case ReduceOp::band:
-      return accumulate_as<Boolean, And>(job);
+      return accumulate_as<Boolean, ReduceOp::band>(job);
     case ReduceOp::bxor:
-      return accumulate_as<Boolean, Xor>(job);
+      return accumulate_as<Boolean, ReduceOp::bxor>(job);
     default:
-      return accumulate_as<Boolean, Or>(job);
+      return accumulate_as<Boolean, ReduceOp::bor>(job);
   }
 }
 
