@@ -269,6 +269,10 @@ class ParameterServer:
         staleness: int,
         group: str,
         rule: dict[str, Any],
+        width: int = 0,
+        seed: int = 0,
+        low: float = 0.0,
+        high: float = 0.0,
     ) -> tuple[int, int]: ...
     def awaited(self, block: int) -> list[int]: ...
     def absent(self, group: str) -> list[int]: ...
@@ -289,6 +293,37 @@ class ParameterPiece:
 
 class ParameterParts:
     def __init__(self, parts: Sequence[tuple[int, int, int, int, int]]) -> None: ...
+
+class ParameterRows:
+    """The distinct ids of a batch."""
+
+    @property
+    def count(self) -> int: ...
+    @property
+    def distinct(self) -> int: ...
+    def copy_ids(self, to: int) -> None: ...
+    def copy_positions(self, to: int) -> None: ...
+
+class ParameterTable:
+    def __init__(self, blocks: Sequence[int], dtype: str, width: int) -> None: ...
+    def rows(self, ids: int, count: int) -> ParameterRows: ...
+    def push(
+        self,
+        client: ParameterClient,
+        rows: ParameterRows,
+        values: int,
+        *,
+        distinct: bool,
+        priority: int = 0,
+        weight: float = 1.0,
+        timeout: float | None = None,
+    ) -> ParameterCall: ...
+    def pull(
+        self, client: ParameterClient, rows: ParameterRows, *, timeout: float | None = None
+    ) -> ParameterCall: ...
+    def take(
+        self, client: ParameterClient, rows: ParameterRows, call: ParameterCall, out: int, *, distinct: bool
+    ) -> None: ...
 
 class ParameterClient:
     def __init__(self, worker: int, servers: int, data: int) -> None: ...

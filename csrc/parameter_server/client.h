@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "core/fork.h"
+#include "parameter_server/row_ids.h"
 #include "parameter_server/session.h"
 #include "parameter_server/shared.h"
 #include "parameter_server/wire.h"
@@ -39,6 +40,15 @@ struct Part {
   std::size_t begin = 0, bytes = 0, offset = 0;
 };
 
+// A table: its block on each server, and what its rows are.
+struct TablePlace {
+  std::vector<BlockId> blocks;
+  DType dtype = DType::float32;
+  std::size_t width = 0;  // elements of a row
+
+  std::size_t row_bytes() const { return width * size_of(dtype); }
+};
+
 // Requests that are waited for together.
 struct Call {
   struct Answer {
@@ -53,6 +63,8 @@ struct Call {
   int lost = -1;                                         // a server that ended before it answered
   // Pulls that were sent to servers of other hosts: server and number.
   std::vector<std::pair<std::uint32_t, std::uint64_t>> pulls;
+  // Of a pull of rows, by server: where ids, then rows lie in the window; SIZE_MAX: nowhere.
+  std::vector<std::size_t> pieces;
 };
 
 // Thread-safe. Every wait ends with an error when its time is over (timeout), when a server that it waits for has ended
@@ -89,6 +101,15 @@ class Client {
   // Asks for all parts: those of other hosts go to their places in `tensor`, which must stay until the call is over or
   // cancelled; of those of this host only whether they may be read.
   std::shared_ptr<Call> pull(const std::vector<Part>& parts, std::byte* tensor, const Options& options);
+  // The same of rows of a table. `values` has a row for each id of the batch, of which those of the same id are added
+  // in order; or, if `distinct`, one for each of rows.ids(). Every server is asked, so that all count the same updates.
+  // Throws Error(invalid_argument), and has sent nothing, if a server's rows are more than the window holds.
+  std::shared_ptr<Call> push_rows(const TablePlace& table, const RowSet& rows, const std::byte* values, bool distinct,
+                                  const Options& options);
+  // Asks for rows, which come to the window.
+  std::shared_ptr<Call> pull_rows(const TablePlace& table, const RowSet& rows, const Options& options);
+  // Copies them from there when the call is over, as `values` of push_rows, and frees their room.
+  void take_rows(const TablePlace& table, const RowSet& rows, Call& call, std::byte* out, bool distinct);
   // Nothing of a pull is stored any more.
   void cancel(Call& call);
   // Asks for clock, barrier or leave of the servers.
@@ -105,6 +126,7 @@ class Client {
 
  private:
   struct Near;
+  struct InWindow;
   struct Item;
   struct Hold;
   struct Peer;
@@ -137,6 +159,10 @@ class Client {
   std::size_t find_room(std::size_t bytes);  // SIZE_MAX: none
   void drop(std::size_t offset);
   std::size_t piece_with(std::size_t offset) const;
+  std::size_t take_room(Hold& hold, std::size_t bytes, Nanoseconds timeout);
+  void fit_rows(const TablePlace& table, const RowSet& rows) const;
+  void fill_rows(const TablePlace& table, const RowSet& rows, std::uint32_t server, const std::byte* values,
+                 std::byte* to) const;
 
   const ForkMark fork_;
   const WorkerId worker_;

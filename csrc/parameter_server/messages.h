@@ -94,6 +94,7 @@ struct Lose {
 // A block, with the next free id.
 struct Create {
   Mode mode;
+  bool initialised = false;  // a table's, whose rows have values from the beginning
 };
 // Time has passed: see Shard::deadline().
 struct Tick {};

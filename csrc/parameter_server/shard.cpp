@@ -236,6 +236,7 @@ void Shard::on(const Join& join) {
 void Shard::on(const Create& create) {
   Block block;
   block.mode = create.mode;
+  block.initialised = create.initialised;
   block.opened = steps_;
   blocks_.push_back(std::move(block));
 }

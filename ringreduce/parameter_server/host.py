@@ -13,7 +13,7 @@ from typing import Any
 from ringreduce import _C
 from ringreduce.errors import InvalidArgument, RingReduceError
 from ringreduce.parameter_server import control
-from ringreduce.parameter_server.updates import Function, PythonUpdates, rule_for
+from ringreduce.parameter_server.updates import Function, PythonUpdates, rule_for, rule_for_rows
 from ringreduce.rendezvous.links import Door
 
 GROUP = "parameter server"
@@ -249,6 +249,8 @@ class Host:
         match message["ask"]:
             case "create":
                 return {"blocks": self._create(str(message["key"]), message["blocks"], message["spec"])}
+            case "create table":
+                return {"block": self._create_table(str(message["key"]), message["spec"])}
             case "awaited":
                 return {"workers": [self._describe(w) for w in self.server.awaited(int(message["block"]))]}
             case "absent":
@@ -258,6 +260,29 @@ class Host:
             case "statistics":
                 return {"statistics": self.server.statistics()}
         raise InvalidArgument(f"a worker asked for {message['ask']!r}")
+
+    def _create_table(self, key: str, spec: dict[str, Any]) -> int:
+        """The block of a table. A worker that comes later gets the same."""
+        known = self._keys.get((key, 0))
+        if known is not None:
+            return known[1][0][0]
+        mode, table = spec["mode"], spec["table"]
+        made = self.server.create(
+            dtype=spec["dtype"],
+            count=0,
+            mode=mode["mode"],
+            quorum=mode["quorum"],
+            grace=mode["grace"],
+            staleness=mode["staleness"],
+            group=mode["group"],
+            rule=rule_for_rows(spec["update"], bool(mode["average"])),
+            width=table["width"],
+            seed=table["seed"],
+            low=table["low"],
+            high=table["high"],
+        )
+        self._keys[key, 0] = spec, [made]
+        return made[0]
 
     def _create(self, key: str, blocks: list[list[int]], spec: dict[str, Any]) -> list[tuple[int, int]]:
         """The blocks (first element, elements) of a key; each (id, offset). A worker that comes later gets the same."""

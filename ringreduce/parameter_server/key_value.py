@@ -138,8 +138,7 @@ class KeyValue:
         deadline = self._deadline(timeout)
         calls = {}
         for name, tensor in self._pairs(key, value):
-            if not isinstance(name, str) or not 0 < len(name.encode()) <= MOST_KEY:
-                raise InvalidArgument(f"key is {name!r:.60}; it must be a string of 1 to {MOST_KEY} bytes")
+            _check_key(name)
             source = _readable(name, tensor)
             spec = {
                 "dtype": str(source.dtype).removeprefix("torch."),
@@ -147,6 +146,8 @@ class KeyValue:
                 "mode": mode.as_json(),
                 "update": update.as_json(),
             }
+            if update.kind == "rowwise_adagrad":
+                raise InvalidArgument(f"update of {name!r} is rowwise_adagrad(), which is for rows: use ps.Embedding")
             _check_average(name, source, mode, update)
             self._place(name, spec, source)
             parts = self._keys[name].everywhere
@@ -161,14 +162,28 @@ class KeyValue:
         per_block = elements_per_block(source.element_size(), self._with.block_bytes)
         sizes = [count * source.element_size() for _, count in cut(source.numel(), per_block)]
         wanted = spec | {"per_block": per_block, "servers": place(sizes, self._with.loads)}
-        placed = json.loads(self._with.store.compare_set(f"place/{key}", "", json.dumps(wanted)))
+        self._create(key, self._agree(key, spec, wanted))
+
+    def _agree(self, key: str, spec: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
+        """What the first worker to make the key said of it, which must be the same in what `spec` has."""
+        placed: dict[str, Any] = json.loads(self._with.store.compare_set(f"place/{key}", "", json.dumps(wanted)))
         for name, mine in spec.items():
-            if placed[name] != json.loads(json.dumps(mine)):
+            if placed.get(name) != json.loads(json.dumps(mine)):
                 raise InvalidArgument(
-                    f"{name} of {key!r} is {mine} here, and {placed[name]} on the worker that made the key: give all "
-                    "workers the same"
+                    f"{name} of {key!r} is {mine} here, and {placed.get(name)} on the worker that made the key: give "
+                    "all workers the same"
                 )
-        self._create(key, placed)
+        return placed
+
+    def _make_table(self, key: str, spec: dict[str, Any]) -> _C.ParameterTable:
+        """Has every server make its part of a table, unless it has."""
+        _check_key(key)
+        placed = self._agree(key, spec, spec)
+        blocks = [
+            int(self._ask(server, {"ask": "create table", "key": key, "spec": placed})["block"])
+            for server in range(self.servers)
+        ]
+        return _C.ParameterTable(blocks, placed["dtype"], placed["table"]["width"])
 
     def _lookup(self, key: str) -> _Key:
         if key not in self._keys:
@@ -181,6 +196,8 @@ class KeyValue:
         """Has the servers make the blocks, unless they have, and learns where they are."""
         if key in self._keys:
             return
+        if "table" in placed:
+            raise InvalidArgument(f"{key!r} is a table of rows: use the ps.Embedding of that name")
         dtype: torch.dtype = getattr(torch, placed["dtype"])
         size = dtype.itemsize
         blocks = cut(math.prod(placed["shape"]), placed["per_block"])
@@ -502,6 +519,11 @@ class _server_errors:
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         if isinstance(error, PeerLost) and not isinstance(error, ServerLost):
             raise ServerLost(str(error), error.culprit) from None
+
+
+def _check_key(key: Any) -> None:
+    if not isinstance(key, str) or not 0 < len(key.encode()) <= MOST_KEY:
+        raise InvalidArgument(f"key is {key!r:.60}; it must be a string of 1 to {MOST_KEY} bytes")
 
 
 def _tensor(key: str, array: Any) -> torch.Tensor:

@@ -1,0 +1,35 @@
+// A worker's window as its server sees it, and what lies there. For the files of server.h.
+#pragma once
+
+#include <memory>
+
+#include "parameter_server/server.h"
+
+namespace ringreduce::parameter_server {
+
+// A worker's memory, or what it has sent of it from another host; mapped as long as something in it may be read.
+struct Server::Window {
+  Window(const WorkerSpec& spec)
+      : memory_fd(spec.window), memory(spec.window, spec.window_bytes, true), data(lanes_bytes(spec.servers)) {}
+
+  Bell& bell() const { return *reinterpret_cast<Bell*>(memory.at()); }
+  Lane& lane(std::size_t index) const {
+    return *reinterpret_cast<Lane*>(memory.at(sizeof(Bell) + index * sizeof(Lane)));
+  }
+
+  FileDescriptor memory_fd;
+  Mapping memory;
+  std::size_t data;
+};
+
+// What a worker pushed, where it lies.
+struct Server::Lent : Payload {
+  Lent(std::shared_ptr<Window> window, std::size_t offset, std::size_t bytes)
+      : window(std::move(window)), offset(offset), bytes(bytes) {}
+  const std::byte* at() const { return window->memory.at(offset); }
+
+  std::shared_ptr<Window> window;
+  std::size_t offset, bytes;
+};
+
+}  // namespace ringreduce::parameter_server
