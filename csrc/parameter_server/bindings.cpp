@@ -161,8 +161,9 @@ class Piece {
 };
 
 RequestKind request_of(const std::string& wanted) {
-  static constexpr std::string_view kNames[] = {"", "initialise", "push", "pull", "clock", "barrier", "leave"};
-  return static_cast<RequestKind>(index_of<7>([](std::size_t i) { return kNames[i]; }, wanted, "request"));
+  static constexpr std::string_view kNames[] = {"", "initialise", "push", "pull",
+                                                 "clock", "barrier", "leave", "restore"};
+  return static_cast<RequestKind>(index_of<8>([](std::size_t i) { return kNames[i]; }, wanted, "request"));
 }
 
 void bind_server(py::module_& m, Roots roots) {
@@ -215,6 +216,30 @@ void bind_server(py::module_& m, Roots roots) {
           py::kw_only(), py::arg("dtype"), py::arg("count"), py::arg("mode"), py::arg("quorum"), py::arg("grace"),
           py::arg("staleness"), py::arg("group"), py::arg("rule"), py::arg("width") = 0, py::arg("seed") = 0,
           py::arg("low") = 0.0F, py::arg("high") = 0.0F)
+      .def("begin_snapshot",
+           [](Server& server) {
+             std::vector<Snapshot::Entry> entries;
+             {
+               const py::gil_scoped_release released;
+               entries = server.begin_snapshot();
+             }
+             py::list found;
+             for (const Snapshot::Entry& each : entries)
+               found.append(py::make_tuple(each.block, each.version, each.steps, each.rows, each.states));
+             return found;
+           })
+      .def("next_piece",
+           [](Server& server) -> py::object {
+             std::optional<Snapshot::Piece> piece;
+             {
+               const py::gil_scoped_release released;
+               piece = server.next_piece();
+             }
+             if (!piece) return py::none();
+             return py::make_tuple(piece->block, piece->first, piece->rows,
+                                   py::bytes(reinterpret_cast<const char*>(piece->bytes.data()), piece->bytes.size()));
+           })
+      .def("end_snapshot", &Server::end_snapshot, no_gil)
       .def("lose", &Server::lose, no_gil, py::arg("worker"))
       .def("awaited", &Server::awaited, no_gil, py::arg("block"))
       .def("absent", &Server::absent, no_gil, py::arg("group"))
@@ -315,6 +340,10 @@ void bind_client(py::module_& m) {
             return client.read(parts.parts, address(tensor), duration(timeout));
           },
           py::arg("parts"), py::arg("tensor"), py::kw_only(), py::arg("timeout") = py::none())
+      .def(
+          "drain",
+          [](Client& client, std::optional<double> timeout) { return client.drain(duration(timeout)); }, no_gil,
+          py::arg("timeout"))
       .def("abort", &Client::abort)
       .def_property_readonly("outstanding", &Client::outstanding);
 }
@@ -324,6 +353,12 @@ void bind_rows(py::module_& m) {
   py::class_<RowSet>(m, "ParameterRows")
       .def_property_readonly("count", &RowSet::count)
       .def_property_readonly("distinct", &RowSet::distinct)
+      .def_property_readonly("begins",
+                             [](const RowSet& rows) {
+                               std::vector<std::size_t> begins;
+                               for (std::size_t i = 0; i <= rows.servers(); ++i) begins.push_back(rows.begin(i));
+                               return begins;
+                             })
       .def(
           "copy_ids",
           [](const RowSet& rows, std::uintptr_t to) {
@@ -337,6 +372,7 @@ void bind_rows(py::module_& m) {
           },
           py::arg("to"));
   py::class_<TableHandle>(m, "ParameterTable")
+      .def_property_readonly("blocks", [](const TableHandle& table) { return table.place.blocks; })
       .def(py::init<std::vector<BlockId>, const std::string&, std::size_t>(), py::arg("blocks"), py::arg("dtype"),
            py::arg("width"))
       .def(

@@ -202,6 +202,14 @@ bool Client::wait(Call& call, Nanoseconds timeout) {
   return ended;
 }
 
+bool Client::drain(Nanoseconds timeout) {
+  Hold hold(*this);
+  return wait_until(hold, timeout, [&] {
+    return std::all_of(peers_.begin(), peers_.end(),
+                       [](const auto& each) { return each == nullptr || each->pushes.empty(); });
+  });
+}
+
 void Client::abort() {
   aborted_ = true;
   bell_->ring();

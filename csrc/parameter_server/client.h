@@ -115,6 +115,8 @@ class Client {
   // Asks for clock, barrier or leave of the servers.
   std::shared_ptr<Call> ask(RequestKind kind, const std::vector<std::uint32_t>& servers, const Options& options);
 
+  // Returns whether all that was pushed has been answered within the time.
+  bool drain(Nanoseconds timeout);
   // Returns whether all was answered within the time; does not throw if it was not.
   bool wait(Call& call, Nanoseconds timeout);
   // Copies the latest value of parts of this host to `tensor`; returns the versions. Before, it waits for this worker's

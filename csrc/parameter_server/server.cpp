@@ -3,7 +3,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <exception>
 #include <iterator>
 #include <set>
 
@@ -11,7 +10,7 @@
 #include "core/partition.h"
 #include "core/threads.h"
 #include "kernels/accumulate.h"
-#include "parameter_server/lent.h"
+#include "parameter_server/server-inl.h"
 
 namespace ringreduce::parameter_server {
 namespace {
@@ -56,30 +55,6 @@ void Server::stop() {
 }
 
 // ---- Orders of other threads --------------------------------------------------------------------------------------
-
-// Has the server's thread call `body`, and waits for that.
-template <class F>
-void Server::order(F&& body) {
-  std::exception_ptr failed;
-  bool done = false;
-  std::unique_lock lock(mutex_);
-  if (stopping_) throw Error(ErrorKind::aborted, "the server has been stopped");
-  orders_.push_back([&] {
-    try {
-      body();
-    } catch (...) {
-      failed = std::current_exception();
-    }
-    const std::lock_guard relock(mutex_);
-    done = true;
-    served_.notify_all();
-  });
-  has_orders_ = true;
-  bell_->ring();
-  served_.wait(lock, [&] { return done || stopped_; });
-  if (!done) throw Error(ErrorKind::aborted, "the server has been stopped");
-  if (failed) std::rethrow_exception(failed);
-}
 
 bool Server::serve_orders() {
   if (!has_orders_.exchange(false)) return false;
@@ -253,6 +228,7 @@ bool Server::take_request(Connection& connection) {
 // What came from other hosts, and what can be sent there.
 bool Server::take_frames() {
   bool moved = wire_->connections().progress();
+  if (holds_back()) return moved;
   for (const auto& [worker, slot] : wire_->take_requests()) {
     const auto found = connections_.find(worker);
     if (found != connections_.end() && found->second.alive) take(found->second, slot);
@@ -279,7 +255,7 @@ void Server::take(Connection& connection, const RequestSlot& slot) {
   request.round = slot.round;
   request.pulled = slot.pulled;
   request.weight = slot.weight;
-  if (slot.kind == RequestKind::initialise || slot.kind == RequestKind::push) {
+  if (slot.kind == RequestKind::initialise || slot.kind == RequestKind::push || slot.kind == RequestKind::restore) {
     if (takes_payload(connection, slot)) {
       request.payload = std::make_shared<Lent>(connection.window, connection.window->data + slot.offset, slot.bytes);
       statistics_.bytes += slot.bytes;
@@ -298,8 +274,14 @@ bool Server::takes_payload(const Connection& connection, const RequestSlot& slot
   const std::size_t room = connection.window->memory.bytes() - connection.window->data;
   if (slot.block >= blocks_.size() || slot.bytes > room || slot.offset > room - slot.bytes) return false;
   const Block& block = blocks_[slot.block];
+  if (slot.kind == RequestKind::restore) {  // see restore()
+    if (slot.offset % sizeof(std::uint64_t) != 0 || slot.bytes < sizeof(std::uint64_t)) return false;
+    const std::size_t bytes = slot.bytes - sizeof(std::uint64_t);
+    if (block.table != nullptr) return bytes % (sizeof(std::int64_t) + block.table->stored_bytes()) == 0;
+    return bytes == block.spec.count * size_of(block.spec.dtype) + block.state.size();
+  }
   if (block.table != nullptr)
-    return slot.offset % sizeof(std::int64_t) == 0 &&
+    return slot.kind == RequestKind::push && slot.offset % sizeof(std::int64_t) == 0 &&
            slot.bytes % (sizeof(std::int64_t) + block.table->row_bytes()) == 0;
   return slot.offset % size_of(block.spec.dtype) == 0 && slot.bytes == block.spec.count * size_of(block.spec.dtype);
 }
@@ -392,14 +374,15 @@ bool Server::by_python(const Operation& operation) const {
 void Server::carry_out(const Operation& operation) {
   Block& block = blocks_[operation.block];
   if (block.table != nullptr) {
-    if (operation.version > 0) update_table(block, operation);
-    return;
+    return operation.restores ? restore(block, operation) : update_table(block, operation);
   }
+  if (operation.restores) return restore(block, operation);
   if (operation.version == 0) {
     const std::size_t bytes = block.spec.count * size_of(block.spec.dtype);
     std::byte* const out = begin_version(*block.words, bytes).next;
     std::memcpy(out, static_cast<const Lent&>(*operation.contributions[0].payload).at(), bytes);
   } else {
+    keep_block(operation.block);
     ++block.steps;
     ++statistics_.updates;
     if (block.spec.rule.native(block.spec.dtype))
@@ -499,7 +482,8 @@ void Server::answer(const Reply& reply) {
   const auto found = connections_.find(reply.worker);
   if (found == connections_.end() || !found->second.alive) return;
   Connection& to = found->second;
-  const bool failed = reply.outcome == Outcome::applied && failed_.count(reply.after) > 0;
+  const bool changes = reply.outcome == Outcome::applied || reply.outcome == Outcome::initialised;
+  const bool failed = changes && failed_.count(reply.after) > 0;
   const ReplySlot slot{reply.number, reply.version, failed ? Outcome::failed : reply.outcome, 0};
   to.answered = true;
   const auto pull = to.pulls.extract(reply.number);

@@ -14,6 +14,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <string>
 #include <thread>
@@ -22,6 +23,7 @@
 #include "core/fork.h"
 #include "parameter_server/rules.h"
 #include "parameter_server/shared.h"
+#include "parameter_server/snapshot.h"
 #include "parameter_server/table.h"
 #include "parameter_server/wire.h"
 
@@ -100,6 +102,12 @@ class Server {
   // Why the latest update of the block failed; "" if none did.
   std::string failure(BlockId block);
   Statistics statistics();
+
+  // What all blocks are now, piece by piece: each of them once, then nothing. Blocks that have no value yet are not in it.
+  // Throws Error(invalid_argument) if there is a snapshot under way, or, for a piece, none.
+  std::vector<Snapshot::Entry> begin_snapshot();
+  std::optional<Snapshot::Piece> next_piece();
+  void end_snapshot();
 
   // Ends the thread, and tells the workers. Idempotent.
   void stop();
@@ -190,6 +198,12 @@ class Server {
   void create_table(Block& block);
   void update_table(Block& block, const Operation& operation);
   std::byte* gather(const Connection& connection, const Pull& pull);
+  void keep_block(BlockId id);
+  void keep(Snapshot::Piece piece);
+  Snapshot::Piece copy_block(BlockId id) const;
+  Snapshot::Piece copy_slab(BlockId id, std::size_t slab) const;
+  bool holds_back() const;
+  void restore(Block& block, const Operation& operation);
   void carry_out(const Operation& operation);
   void update(Block& block, const Operation& operation);
   void update_by_python(Block& block, const Operation& operation);
@@ -216,6 +230,7 @@ class Server {
   bool has_far_ = false;            // workers of other hosts
   std::set<std::uint64_t> failed_;  // operations of this turn whose function threw
   std::vector<std::byte> scratch_;
+  std::unique_ptr<Snapshot> snapshot_;  // under way
   Statistics statistics_;
   Nanoseconds looked_ = 0;
 

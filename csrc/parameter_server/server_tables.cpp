@@ -2,7 +2,7 @@
 #include <string>
 
 #include "core/error.h"
-#include "parameter_server/lent.h"
+#include "parameter_server/server-inl.h"
 #include "parameter_server/server.h"
 
 namespace ringreduce::parameter_server {

@@ -53,18 +53,20 @@ void Shard::on(const Request& request) {
 }
 
 void Shard::take(const Request& request) {
-  const bool about_block =
-      request.kind == RequestKind::initialise || request.kind == RequestKind::push || request.kind == RequestKind::pull;
+  const bool about_block = request.kind <= RequestKind::pull || request.kind == RequestKind::restore;
   if (about_block && request.block >= blocks_.size()) return reply(request.worker, request.number, Outcome::refused);
   Member& member = members_.at(request.worker);
   switch (request.kind) {
+    case RequestKind::restore:
     case RequestKind::initialise: {
       Block& block = blocks_[request.block];
-      if (block.initialised) return reply(request.worker, request.number, Outcome::kept, block);
+      const bool restores = request.kind == RequestKind::restore;
+      if (block.initialised && !(restores && block.grows && block.version == 0))
+        return reply(request.worker, request.number, Outcome::kept, block);
       block.initialised = true;
       block.logged = ++log_;
       output_.operations.push_back(
-          {log_, request.block, 0, request.priority, {{request.worker, 1, member.clock, 0, request.payload}}});
+          {log_, request.block, 0, restores, request.priority, {{request.worker, 1, member.clock, 0, request.payload}}});
       reply(request.worker, request.number, Outcome::initialised, block);
       return answer_pulls(request.block);
     }
@@ -112,7 +114,7 @@ void Shard::take_push(Block& block, const Request& request) {
 void Shard::apply(BlockId id, std::vector<Contribution> contributions, std::int32_t priority) {
   Block& block = blocks_[id];
   block.logged = ++log_;
-  output_.operations.push_back({log_, id, ++block.version, priority, std::move(contributions)});
+  output_.operations.push_back({log_, id, ++block.version, false, priority, std::move(contributions)});
 }
 
 // ---- Rounds -------------------------------------------------------------------------------------------------------
@@ -236,7 +238,7 @@ void Shard::on(const Join& join) {
 void Shard::on(const Create& create) {
   Block block;
   block.mode = create.mode;
-  block.initialised = create.initialised;
+  block.initialised = block.grows = create.grows;
   block.opened = steps_;
   blocks_.push_back(std::move(block));
 }

@@ -65,7 +65,7 @@ class Shard {
   using Round = std::map<WorkerId, std::pair<std::uint64_t, Contribution>>;  // with the number of the request
   struct Block {
     Mode mode;
-    bool initialised = false;
+    bool initialised = false, grows = false;
     std::uint64_t version = 0;
     std::uint64_t logged = 0;  // index of its latest operation
     std::uint64_t opened = 0;  // the step in which the present round began

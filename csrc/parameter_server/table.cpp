@@ -137,7 +137,7 @@ std::size_t Table::make(std::int64_t id) {
 void Table::take_ids(const Batch& batch) {
   const std::size_t before = ids_.size();
   ids_.resize(before + batch.count);
-  std::memcpy(ids_.data() + before, batch.ids, batch.count * sizeof(std::int64_t));
+  if (batch.count > 0) std::memcpy(ids_.data() + before, batch.ids, batch.count * sizeof(std::int64_t));
 }
 
 void Table::gather(const std::byte* ids, std::size_t count, std::byte* out) {
@@ -230,16 +230,20 @@ void Table::update_slice(std::span<const std::int64_t> ids, const std::byte* gra
     if (found_[i] == kNone) found_[i] = make(ids[i]);
     touch(found_[i]);
   }
+  if (spec_.rule.kind == Rule::Kind::reduce) {  // where it lies, as nothing else has to be known
+    for (std::size_t i = 0; i < count; ++i)
+      add_row(spec_.dtype, at(found_[i]), gradients + i * row_bytes_, spec_.width);
+    return;
+  }
   scratch_.resize(std::max(scratch_.size(), 3 * bytes + states_ * count * state_bytes_));
   std::byte *const values = scratch_.data(), *const out = values + bytes, *const states = out + 2 * bytes;
-  const bool optimizes = spec_.rule.kind != Rule::Kind::assign && spec_.rule.kind != Rule::Kind::reduce;
   for (std::size_t i = 0; i < count; ++i) {
     const std::byte* const row = at(found_[i]);
     std::memcpy(values + i * row_bytes_, row, row_bytes_);
     for (std::size_t state = 0; state < states_; ++state)
       std::memcpy(states + (state * count + i) * state_bytes_, row + row_bytes_ + state * state_bytes_, state_bytes_);
   }
-  if (optimizes) {
+  if (spec_.rule.kind != Rule::Kind::assign) {
     Update update;
     update.step = step.number;
     update.count = count * spec_.width;
@@ -251,10 +255,6 @@ void Table::update_slice(std::span<const std::int64_t> ids, const std::byte* gra
     update.roots = step.roots;
     for (std::size_t state = 0; state < states_; ++state) update.state[state] = states + state * count * state_bytes_;
     parameter_server::update(spec_.rule, spec_.dtype, update);
-  } else if (spec_.rule.kind == Rule::Kind::reduce) {
-    void* const to = out;
-    const void* const operands[] = {values, gradients};
-    kernels::accumulate(spec_.dtype, spec_.rule.op, {&to, 1}, operands, count * spec_.width);
   } else {
     std::memcpy(out, gradients, bytes);
   }
@@ -289,14 +289,17 @@ void Table::copy_slab(std::size_t slab, std::byte* ids, std::byte* stored) const
 
 void Table::watch(std::function<void(std::size_t)> before) {
   before_ = std::move(before);
-  untouched_.assign(before_ == nullptr ? 0 : slabs_.size(), true);
+  unclaimed_.assign(before_ == nullptr ? 0 : slabs_.size(), true);
+}
+
+bool Table::claim(std::size_t slab) {
+  if (slab >= unclaimed_.size() || !unclaimed_[slab]) return false;
+  unclaimed_[slab] = false;
+  return true;
 }
 
 void Table::touch(std::size_t row) {
-  const std::size_t slab = row / per_slab_;
-  if (slab >= untouched_.size() || !untouched_[slab]) return;
-  untouched_[slab] = false;
-  before_(slab);
+  if (claim(row / per_slab_)) before_(row / per_slab_);
 }
 
 }  // namespace ringreduce::parameter_server

@@ -67,12 +67,15 @@ class Table {
   std::size_t stored_bytes() const { return stored_bytes_; }
   // Rows as they are stored, instead of those there are. As update() for `room`.
   void restore(const Batch& stored, std::size_t room);
-  std::size_t slabs() const { return slabs_.size(); }
-  // Of a slab: its rows, and copies of their ids and of what is kept of them.
-  std::size_t rows_in(std::size_t slab) const;
-  void copy_slab(std::size_t slab, std::byte* ids, std::byte* stored) const;
-  // From now on `before(slab)` is called once before a slab is first changed or gets another row; null: no more.
+  // From now on, and until unwatch(), `before(slab)` is called before a slab is first changed or gets another row, unless
+  // it has been claimed. Those that there are now: each once, with as many rows as it has now.
   void watch(std::function<void(std::size_t)> before);
+  void unwatch() { watch(nullptr); }
+  std::size_t slabs() const { return slabs_.size(); }
+  bool claim(std::size_t slab);
+  std::size_t rows_in(std::size_t slab) const;
+  // Copies of its rows' ids, then of what is kept of them.
+  void copy_slab(std::size_t slab, std::byte* ids, std::byte* stored) const;
 
  private:
   struct Entry {
@@ -112,7 +115,7 @@ class Table {
   std::vector<std::size_t> found_;  // their rows
   std::vector<std::byte> merged_, scratch_;
   std::function<void(std::size_t)> before_;
-  std::vector<bool> untouched_;  // slabs of which before_ has not been told
+  std::vector<bool> unclaimed_;  // slabs
 };
 
 }  // namespace ringreduce::parameter_server

@@ -13,6 +13,7 @@ from typing import Any
 from ringreduce import _C
 from ringreduce.errors import InvalidArgument, RingReduceError
 from ringreduce.parameter_server import control
+from ringreduce.parameter_server.snapshots import Saving
 from ringreduce.parameter_server.updates import Function, PythonUpdates, rule_for, rule_for_rows
 from ringreduce.rendezvous.links import Door
 
@@ -48,6 +49,10 @@ class Host:
         self.server = _C.ParameterServer(capacity, self._updates)
         self._secret = secret
         self._keys: dict[tuple[str, int], tuple[dict[str, Any], list[tuple[int, int]]]] = {}
+        self._blocks: dict[int, dict[str, Any]] = {}
+        """By block: its key, the key's spec, the first element and the elements."""
+        self._saving: Saving | None = None
+        """The latest snapshot."""
         self._names: dict[int, tuple[str, int]] = {}
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind("")  # the kernel picks a free abstract address
@@ -99,9 +104,16 @@ class Host:
         with contextlib.suppress(BlockingIOError):
             self._wake.send(b"x")
         self._thread.join()
+        if self._saving is not None:
+            self._saving.join()  # what has begun is finished
         self.server.stop()
         for end in (self._wake, self._woken, self._listener):
             end.close()
+
+    def save(self, folder: str, part: str) -> Saving:
+        """Begins this server's part of a snapshot, such as "0-of-2". Raises `InvalidArgument` if one is under way."""
+        self._saving = Saving(self.server, self._blocks, folder, part)
+        return self._saving
 
     def wait_until_left(self, timeout: float) -> list[str]:
         """Waits until all workers have gone; returns who has not."""
@@ -257,6 +269,14 @@ class Host:
                 return {"workers": [self._describe(w) for w in self.server.absent(str(message["group"]))]}
             case "failure":
                 return {"text": self.server.failure(int(message["block"]))}
+            case "snapshot":
+                self.save(str(message["folder"]), str(message["part"]))
+                return {}
+            case "snapshot state":
+                saving = self._saving
+                if saving is None or str(saving.path) != message["folder"]:
+                    raise InvalidArgument(f"this server does not write the snapshot {message['folder']!r}")
+                return {"done": saving.done.is_set(), "fault": saving.error}
             case "statistics":
                 return {"statistics": self.server.statistics()}
         raise InvalidArgument(f"a worker asked for {message['ask']!r}")
@@ -282,6 +302,7 @@ class Host:
             high=table["high"],
         )
         self._keys[key, 0] = spec, [made]
+        self._blocks[made[0]] = {"key": key, "spec": spec, "begin": 0, "count": 0}
         return made[0]
 
     def _create(self, key: str, blocks: list[list[int]], spec: dict[str, Any]) -> list[tuple[int, int]]:
@@ -312,6 +333,7 @@ class Host:
             if native["kind"] == "python":
                 self._updates.add(block, key, begin, count, spec["dtype"], rule)
             made.append((block, offset))
+            self._blocks[block] = {"key": key, "spec": spec, "begin": begin, "count": count}
         self._keys[key, blocks[0][0]] = spec, made
         return made
 

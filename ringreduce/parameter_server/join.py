@@ -309,7 +309,16 @@ def _enter(entry: _Entry) -> KeyValue:
             connections.append(connection)
         undo.pop_all()
     membership = Membership(
-        entry.store, entry.worker, entry.group, client, connections, names, set(far), entry.host, entry.block_bytes
+        entry.store,
+        entry.worker,
+        entry.group,
+        client,
+        connections,
+        names,
+        set(far),
+        entry.host,
+        entry.block_bytes,
+        entry.window,
     )
     kv = KeyValue(membership, entry.timeout)
     _open.difference_update([each for each in _open if each.has_left])

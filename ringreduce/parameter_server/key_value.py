@@ -6,10 +6,13 @@ import contextlib
 import itertools
 import json
 import math
+import os
+import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -18,8 +21,10 @@ from ringreduce import _C
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, ServerLost, SystemFailure, UpdateFailed
 from ringreduce.parameter_server import control
 from ringreduce.parameter_server.modes import Mode, sync
-from ringreduce.parameter_server.pending import Pending
+from ringreduce.parameter_server.pending import Pending, Snapshot
 from ringreduce.parameter_server.placement import cut, elements_per_block, place
+from ringreduce.parameter_server.safetensors import Reader
+from ringreduce.parameter_server.snapshots import check_absent, payload_of_block, payloads_of_rows, read
 from ringreduce.parameter_server.updates import UpdateRule, assign
 
 if TYPE_CHECKING:
@@ -84,6 +89,7 @@ class Membership:
     host: Host | None
     """The server in this process, if there is one."""
     block_bytes: int
+    window: int
     loads: list[int] = field(default_factory=list)
 
 
@@ -429,6 +435,87 @@ class KeyValue:
             connection.close()
         if self._with.host is not None:
             self._with.host.close()
+
+    # ---- snapshots ---------------------------------------------------------------------------------------------------
+
+    def snapshot(self, path: str | os.PathLike[str], *, timeout: float | None = None) -> Snapshot:
+        """Begins to write what all servers have to the folder `path`, which must not exist, and returns while it is
+        written: the folder appears when it is complete. One worker calls it.
+
+        It contains all that this worker has pushed. For keys in `sync`, without a quorum and pushed by this worker, all
+        blocks are of the same round; in other modes each block is of a moment of its own. Servers of several hosts need a
+        file system that they share. Raises `InvalidArgument` if there is something at `path`, if a snapshot is under
+        way, or if Python updates a key (`function`, and optimizers that are not native).
+        """
+        deadline = self._deadline(timeout)
+        target = Path(path).absolute()
+        check_absent(target)
+        with _server_errors():
+            while not self._client.drain(timeout=max(0.0, min(deadline - time.monotonic(), _SLICE))):
+                if time.monotonic() >= deadline:
+                    raise CollectiveTimeout("snapshot: what this worker has pushed was not applied in time")
+        folder = f"{target}.partial-{secrets.token_hex(4)}"
+        for server in range(self.servers):
+            self._ask(server, {"ask": "snapshot", "folder": folder, "part": f"{server}-of-{self.servers}"})
+        return Snapshot(self, target, folder)
+
+    def restore(self, path: str | os.PathLike[str], *, timeout: float | None = None) -> list[str]:
+        """Makes the keys and tables of a snapshot, with the values and optimizer states that they had, on however many
+        servers there are now. One worker calls it, before any `init` or `Embedding` of these names; these then keep
+        what was restored. Returns the names.
+
+        Versions count from 0 again. Raises `InvalidArgument` if the snapshot is not whole or a key has a value already.
+        """
+        deadline = self._deadline(timeout)
+        files = read(Path(path))
+        specs = {block["key"]: block["spec"] for _, blocks in files for block in blocks}
+        tables = {key: self._restore_key(key, spec) for key, spec in specs.items()}
+        calls = []
+        for reader, blocks in files:
+            for block in blocks:
+                calls += self._restore_block(reader, block, tables[block["key"]], deadline)
+        for key, call in calls:
+            self._finish(key, call, deadline)
+            if any(outcome == "kept" for _, _, outcome, _ in call.answers):
+                raise InvalidArgument(f"{key!r} has a value already: restore() before init() or Embedding()")
+        return list(specs)
+
+    def _restore_key(self, key: str, spec: dict[str, Any]) -> _C.ParameterTable | None:
+        if "table" in spec:
+            return self._make_table(key, spec)
+        same = {name: spec[name] for name in ("dtype", "shape", "mode", "update")}
+        size = getattr(torch, spec["dtype"]).itemsize
+        sizes = [count * size for _, count in cut(math.prod(spec["shape"]), spec["per_block"])]
+        placed = self._agree(key, same, spec | {"servers": place(sizes, self._with.loads)})
+        if placed["per_block"] != spec["per_block"]:
+            raise InvalidArgument(f"{key!r} has been cut otherwise already: restore() before init()")
+        self._create(key, placed)
+        return None
+
+    def _restore_block(
+        self, reader: Reader, block: dict[str, Any], table: _C.ParameterTable | None, deadline: float
+    ) -> list[tuple[str, ParameterCall]]:
+        key, calls = block["key"], []
+        if table is None:
+            known = self._keys[key]
+            first = block["begin"] * known.dtype.itemsize
+            (part,) = (each for each in known.parts if each[2] == first)
+            payloads = iter([(part[0], part[1], payload_of_block(reader, block))])
+        else:
+            at_once = min(self._with.block_bytes, self._client.window_bytes // 4)
+            rows = payloads_of_rows(reader, block, table, at_once)
+            payloads = ((server, table.blocks[server], payload) for server, payload in rows)
+        for server, number, payload in payloads:
+            if payload.nbytes > self._with.window:
+                raise InvalidArgument(
+                    f"a block of {key!r} has {payload.nbytes} bytes with its states, and the window of this worker "
+                    f"{self._with.window}: join with a larger window="
+                )
+            part = _C.ParameterParts([(server, number, 0, payload.nbytes, 0)])
+            with _server_errors():
+                left = deadline - time.monotonic()
+                calls.append((key, self._client.send("restore", part, payload.ctypes.data, timeout=left)))
+        return calls
 
     # ---- waiting, and saying for whom --------------------------------------------------------------------------------
 

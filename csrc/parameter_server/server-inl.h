@@ -1,7 +1,11 @@
-// A worker's window as its server sees it, and what lies there. For the files of server.h.
+// What a server consists of. For the files of server.h.
 #pragma once
 
+#include <exception>
 #include <memory>
+#include <mutex>
+
+#include "core/error.h"
 
 #include "parameter_server/server.h"
 
@@ -31,5 +35,29 @@ struct Server::Lent : Payload {
   std::shared_ptr<Window> window;
   std::size_t offset, bytes;
 };
+
+// Has the server's thread call `body`, and waits for that.
+template <class F>
+void Server::order(F&& body) {
+  std::exception_ptr failed;
+  bool done = false;
+  std::unique_lock lock(mutex_);
+  if (stopping_) throw Error(ErrorKind::aborted, "the server has been stopped");
+  orders_.push_back([&] {
+    try {
+      body();
+    } catch (...) {
+      failed = std::current_exception();
+    }
+    const std::lock_guard relock(mutex_);
+    done = true;
+    served_.notify_all();
+  });
+  has_orders_ = true;
+  bell_->ring();
+  served_.wait(lock, [&] { return done || stopped_; });
+  if (!done) throw Error(ErrorKind::aborted, "the server has been stopped");
+  if (failed) std::rethrow_exception(failed);
+}
 
 }  // namespace ringreduce::parameter_server
