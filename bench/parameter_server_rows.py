@@ -5,7 +5,7 @@
 
 Millions of rows per second, all workers together, medians of laps in turn; ids of a batch repeat as Zipf's law has it.
 
-    pull, push        Embedding.pull(ids); Embedding.push(ids, gradients).wait(), which adds, and with row-wise Adagrad
+    pull, push        Embedding.pull(ids); Embedding.push(ids, gradients).wait(), which adds
     index_select, index_add_   torch on a tensor with all rows, one thread
     MGET, MSET        Redis through a Unix socket, one command a batch; reading the replies costs the client no parsing.
                       A push to Redis would be an MGET and an MSET. Needs redis-server on PATH; else it is left out
@@ -118,47 +118,52 @@ def rate(way: Way, batches: list[tuple[torch.Tensor, torch.Tensor]], everybody: 
     return workers * sum(len(ids) for ids, _ in batches) / (time.perf_counter() - begin) / 1e6
 
 
+def ways_for(
+    added: ps.Embedding, tensor: torch.Tensor, batch: int, server: Redis | None
+) -> dict[str, tuple[Way, bool]]:
+    """By name: what is done with a batch, and whether all workers do it at once."""
+    out = torch.empty(batch, tensor.shape[1])
+    ways: dict[str, tuple[Way, bool]] = {
+        "pull": (lambda ids, _: added.pull(ids, out[: len(ids)]), True),
+        "index_select": (lambda ids, _: torch.index_select(tensor, 0, ids, out=out), False),
+        "push": (lambda ids, values: added.push(ids, values).wait(), True),
+        "index_add_": (lambda ids, values: tensor.index_add_(0, ids, values), False),
+    }
+    if shutil.which("redis-server") is None:
+        return ways
+    mget, mset = (server.mget, server.mset) if server is not None else (None, None)
+    return ways | {"MGET": (mget, False), "MSET": (mset, False)}  # type: ignore[dict-item]
+
+
 def measure(rows: int, dims: list[int], batch: int, batches: int, exponent: float) -> list[dict[str, float]]:
     torch.set_num_threads(1)
+    return [measure_width(rows, dim, batch, batches, exponent) for dim in dims]
+
+
+def measure_width(rows: int, dim: int, batch: int, batches: int, exponent: float) -> dict[str, float]:
     store = dist.distributed_c10d._get_default_store()
-    found = []
-    for dim in dims:
-        memory = rows * (dim * 4 + 80) + (64 << 20)
-        with ps.join(store, rank=dist.get_rank(), size=dist.get_world_size(), memory=memory) as kv:
-            added = ps.Embedding(kv, "added", dim, update=ps.reduce("sum"), mode=ps.asynchronous(), initial=(0, 0))
-            if dist.get_rank() == 0:
-                for begin in range(0, rows, 100_000):  # all rows are there, as they are in the tensor
-                    ids = torch.arange(begin, min(rows, begin + 100_000))
-                    added.push(ids, torch.zeros(len(ids), dim)).wait()
-            kv.barrier()
-            tensor = torch.zeros(rows, dim)
-            ids = zipf(rows, batch * batches, exponent, dist.get_rank()).split(batch)
-            work = [(each, torch.ones(len(each), dim)) for each in ids]
-            out = torch.empty(batch, dim)
-            with redis(dim, rows, batch) as server:
-                ways: dict[str, tuple[Way, bool]] = {
-                    "pull": (lambda ids, _: added.pull(ids, out[: len(ids)]), True),
-                    "index_select": (lambda ids, _: torch.index_select(tensor, 0, ids, out=out), False),
-                    "push": (lambda ids, values: added.push(ids, values).wait(), True),
-                    "index_add_": (lambda ids, values: tensor.index_add_(0, ids, values), False),
-                }
-                if server is not None:
-                    ways |= {"MGET": (server.mget, False), "MSET": (server.mset, False)}
-                else:
-                    ways |= {name: (lambda *_: None, False) for name in ("MGET", "MSET")}
-                laps: dict[str, list[float]] = {name: [] for name in ways}
-                for lap in range(LAPS + 1):
-                    for name, (way, everybody) in ways.items():
-                        some = work[:2] if name.startswith("M") else work
-                        speed = rate(way, some, everybody)
-                        if lap > 0:
-                            laps[name].append(speed)
-            distinct = statistics.mean(len(torch.unique(each)) / batch for each in ids)
-            row = {"dim": float(dim), "distinct": distinct}
-            found.append(row | {name: statistics.median(each) for name, each in laps.items()})
-            check(added, tensor)
-            kv.barrier()
-    return found
+    memory = rows * (dim * 4 + 80) + (64 << 20)
+    with ps.join(store, rank=dist.get_rank(), size=dist.get_world_size(), memory=memory) as kv:
+        added = ps.Embedding(kv, "added", dim, update=ps.reduce("sum"), mode=ps.asynchronous(), initial=(0, 0))
+        if dist.get_rank() == 0:
+            for begin in range(0, rows, 100_000):  # all rows are there, as they are in the tensor
+                ids = torch.arange(begin, min(rows, begin + 100_000))
+                added.push(ids, torch.zeros(len(ids), dim)).wait()
+        kv.barrier()
+        tensor = torch.zeros(rows, dim)
+        ids = zipf(rows, batch * batches, exponent, dist.get_rank()).split(batch)
+        work = [(each, torch.ones(len(each), dim)) for each in ids]
+        laps: dict[str, list[float]] = {}
+        with redis(dim, rows, batch) as server:
+            for lap in range(LAPS + 1):
+                for name, (way, everybody) in ways_for(added, tensor, batch, server).items():
+                    speed = rate(way, work[:2] if name.startswith("M") else work, everybody)
+                    if lap > 0:
+                        laps.setdefault(name, []).append(speed)
+        distinct = statistics.mean(len(torch.unique(each)) / batch for each in ids)
+        check(added, tensor)
+        kv.barrier()
+    return {"dim": dim, "distinct": distinct} | {name: statistics.median(each) for name, each in laps.items()}
 
 
 def check(added: ps.Embedding, tensor: torch.Tensor) -> None:
@@ -184,10 +189,12 @@ def main() -> int:
     title = f"{args.workers} workers, {args.rows} rows, batches of {args.batch}: millions of rows a second"
     table = Table(title=title)
     names = list(found[0])
-    for column in (*names, "pull/select", "push/add", "pull/MGET"):
+    pairs = [("pull", "index_select"), ("push", "index_add_"), ("pull", "MGET"), ("push", "MSET")]
+    pairs = [pair for pair in pairs if pair[1] in names]
+    for column in (*names, *(f"{ours}/{theirs}" for ours, theirs in pairs)):
         table.add_column(column, justify="right")
     for row in found:
-        ratios = [row["pull"] / row["index_select"], row["push"] / row["index_add_"], row["pull"] / row["MGET"]]
+        ratios = [row[ours] / row[theirs] for ours, theirs in pairs]
         table.add_row(*(f"{row[name]:.3g}" for name in names), *(f"{ratio:.2f}" for ratio in ratios))
     Console(width=140).print(table)
     if args.json:

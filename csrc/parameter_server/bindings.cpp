@@ -47,8 +47,8 @@ ReduceOp op_of(const std::string& wanted) {
 }
 
 Rule::Kind kind_of(const std::string& wanted) {
-  static constexpr std::string_view kKinds[] = {"assign", "reduce", "sgd", "adam", "adagrad", "rmsprop",
-                                                 "rowwise_adagrad", "python"};
+  static constexpr std::string_view kKinds[] = {"assign",  "reduce",          "sgd",   "adam", "adagrad",
+                                                "rmsprop", "rowwise_adagrad", "python"};
   return static_cast<Rule::Kind>(index_of<8>([](std::size_t i) { return kKinds[i]; }, wanted, "update"));
 }
 
@@ -161,8 +161,8 @@ class Piece {
 };
 
 RequestKind request_of(const std::string& wanted) {
-  static constexpr std::string_view kNames[] = {"", "initialise", "push", "pull",
-                                                 "clock", "barrier", "leave", "restore"};
+  static constexpr std::string_view kNames[] = {"",      "initialise", "push",  "pull",
+                                                "clock", "barrier",    "leave", "restore"};
   return static_cast<RequestKind>(index_of<8>([](std::size_t i) { return kNames[i]; }, wanted, "request"));
 }
 
@@ -198,12 +198,8 @@ void bind_server(py::module_& m, Roots roots) {
           [](Server& server, const std::string& dtype, std::size_t count, const std::string& mode, std::uint32_t quorum,
              double grace, std::uint64_t staleness, const std::string& group, const py::dict& rule, std::size_t width,
              std::uint64_t seed, float low, float high) {
-            BlockSpec spec{dtype_of(dtype),
-                           count,
-                           {consistency_of(mode), quorum, duration(grace), staleness, group},
-                           rule_of(rule),
-                           width,
-                           {seed, low, high}};
+            BlockSpec spec{dtype_of(dtype), count, {consistency_of(mode), quorum, duration(grace), staleness, group},
+                           rule_of(rule),   width, {seed, low, high}};
             const bool floats = spec.dtype == DType::float32 || spec.dtype == DType::float64;
             if (width > 0 && (!floats || !spec.rule.native(spec.dtype)))
               throw Error(ErrorKind::invalid_argument, "a table of " + dtype + " has no such update");
@@ -254,7 +250,8 @@ void bind_server(py::module_& m, Roots roots) {
              using namespace py::literals;
              return py::dict("requests"_a = s.requests, "updates"_a = s.updates, "bytes"_a = s.bytes,
                              "workers"_a = s.workers, "blocks"_a = s.blocks, "memory"_a = s.memory,
-                             "capacity"_a = s.capacity, "rows"_a = s.rows);
+                             "capacity"_a = s.capacity, "rows"_a = s.rows, "waiting"_a = s.waiting.requests,
+                             "waits_for"_a = s.waiting.workers, "clocks"_a = s.clocks, "saving"_a = s.saving);
            })
       .def("stop", &Server::stop, no_gil);
 }
@@ -341,9 +338,8 @@ void bind_client(py::module_& m) {
           },
           py::arg("parts"), py::arg("tensor"), py::kw_only(), py::arg("timeout") = py::none())
       .def(
-          "drain",
-          [](Client& client, std::optional<double> timeout) { return client.drain(duration(timeout)); }, no_gil,
-          py::arg("timeout"))
+          "drain", [](Client& client, std::optional<double> timeout) { return client.drain(duration(timeout)); },
+          no_gil, py::arg("timeout"))
       .def("abort", &Client::abort)
       .def_property_readonly("outstanding", &Client::outstanding);
 }

@@ -1,5 +1,5 @@
-// A client's calls about rows of tables. What is pushed goes to a server as its ids, then a row for each; a pull sends ids,
-// and room for their rows follows them in the window.
+// A client's calls about rows of tables. What is pushed goes to a server as its ids, then a row for each; a pull sends
+// ids, and room for their rows follows them in the window.
 #include <cstring>
 #include <string>
 

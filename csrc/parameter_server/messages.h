@@ -45,7 +45,7 @@ enum class RequestKind : std::uint32_t {
   clock,           // all my pushes of this clock have been sent
   barrier,         // tell me when all members of my group are here
   leave,           // I take no further part
-  restore,         // what a snapshot has of the block, of a table's perhaps some of its rows, unless it has been updated
+  restore,  // what a snapshot has of the block, of a table's perhaps some of its rows, unless it has been updated
 };
 
 // The requests of one worker to one shard are numbered 1, 2, 3, ... and take effect in that order, each once.

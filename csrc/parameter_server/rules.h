@@ -19,7 +19,7 @@ struct Rule {
     adagrad,
     rmsprop,
     rowwise_adagrad,  // of tables: one sum for a row, of the means of its gradients' squares
-    python,  // a function of the user's, or any other optimizer: called by the server's owner
+    python,           // a function of the user's, or any other optimizer: called by the server's owner
   };
   Kind kind = Kind::assign;
   ReduceOp op = ReduceOp::sum;  // reduce

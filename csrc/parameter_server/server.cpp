@@ -193,6 +193,9 @@ Server::Statistics Server::statistics() {
     now.blocks = blocks_.size();
     now.memory = used_ + state_bytes_ + table_bytes_;
     now.capacity = capacity_;
+    now.waiting = shard_.waiting();
+    now.clocks = shard_.clocks();
+    now.saving = snapshot_ != nullptr;
     for (const Block& block : blocks_) now.rows += block.table == nullptr ? 0 : block.table->rows();
     for (const auto& [worker, connection] : connections_) now.workers += connection.alive;
   });
@@ -540,8 +543,7 @@ void Server::send_to(Connection& connection) {
 
 std::size_t Server::bytes_of(const Pull& pull) const {
   const Block& block = blocks_[pull.block];
-  return block.table != nullptr ? pull.count * block.table->row_bytes()
-                                : block.spec.count * size_of(block.spec.dtype);
+  return block.table != nullptr ? pull.count * block.table->row_bytes() : block.spec.count * size_of(block.spec.dtype);
 }
 
 // What is pulled, as it is now: a copy of a block, or rows in the worker's window, where it has room for them.

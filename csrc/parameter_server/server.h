@@ -72,6 +72,9 @@ class Server {
   };
   struct Statistics {
     std::uint64_t requests = 0, updates = 0, bytes = 0, workers = 0, blocks = 0, memory = 0, capacity = 0, rows = 0;
+    Shard::Waiting waiting;
+    std::map<WorkerId, std::uint64_t> clocks;
+    bool saving = false;  // a snapshot
   };
 
   // Room for `capacity` bytes of values, in both their buffers. Throws Error(system).
@@ -103,8 +106,8 @@ class Server {
   std::string failure(BlockId block);
   Statistics statistics();
 
-  // What all blocks are now, piece by piece: each of them once, then nothing. Blocks that have no value yet are not in it.
-  // Throws Error(invalid_argument) if there is a snapshot under way, or, for a piece, none.
+  // What all blocks are now, piece by piece: each of them once, then nothing. Blocks that have no value yet are not in
+  // it. Throws Error(invalid_argument) if there is a snapshot under way, or, for a piece, none.
   std::vector<Snapshot::Entry> begin_snapshot();
   std::optional<Snapshot::Piece> next_piece();
   void end_snapshot();
@@ -134,7 +137,8 @@ class Server {
  private:
   struct Window;
   struct Lent;
-  // Whose reply comes with values. Of a table, `count` ids lie at `offset` of the window, and room for the rows after them.
+  // Whose reply comes with values. Of a table, `count` ids lie at `offset` of the window, and room for the rows after
+  // them.
   struct Pull {
     BlockId block;
     std::size_t offset = 0, count = 0;

@@ -11,7 +11,8 @@ namespace ringreduce::parameter_server {
 std::vector<Snapshot::Entry> Server::begin_snapshot() {
   std::vector<Snapshot::Entry> entries;
   order([&] {
-    if (snapshot_ != nullptr) throw Error(ErrorKind::invalid_argument, "a snapshot of this server is under way already");
+    if (snapshot_ != nullptr)
+      throw Error(ErrorKind::invalid_argument, "a snapshot of this server is under way already");
     carry_out();  // what has been decided
     auto snapshot = std::make_unique<Snapshot>();
     snapshot->claimed.assign(blocks_.size(), true);
@@ -103,8 +104,8 @@ bool Server::holds_back() const { return snapshot_ != nullptr && snapshot_->kept
 
 // ---- Blocks that begin with what was saved ------------------------------------------------------------------------
 
-// The block's part of a snapshot: for a block, the number of its updates, its value and its states; for a table, the number
-// of its updates, then ids, then rows as they were stored.
+// The block's part of a snapshot: for a block, the number of its updates, its value and its states; for a table, the
+// number of its updates, then ids, then rows as they were stored.
 void Server::restore(Block& block, const Operation& operation) {
   const auto& lent = static_cast<const Lent&>(*operation.contributions[0].payload);
   const std::byte* const data = lent.at() + sizeof(std::uint64_t);

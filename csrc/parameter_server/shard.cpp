@@ -65,8 +65,12 @@ void Shard::take(const Request& request) {
         return reply(request.worker, request.number, Outcome::kept, block);
       block.initialised = true;
       block.logged = ++log_;
-      output_.operations.push_back(
-          {log_, request.block, 0, restores, request.priority, {{request.worker, 1, member.clock, 0, request.payload}}});
+      output_.operations.push_back({log_,
+                                    request.block,
+                                    0,
+                                    restores,
+                                    request.priority,
+                                    {{request.worker, 1, member.clock, 0, request.payload}}});
       reply(request.worker, request.number, Outcome::initialised, block);
       return answer_pulls(request.block);
     }
@@ -222,6 +226,31 @@ std::vector<WorkerId> Shard::absent(const std::string& group) const {
   std::vector<WorkerId> found;
   for (const auto& [worker, member] : members_)
     if (member.live && member.group == group && member.barriers.empty()) found.push_back(worker);
+  return found;
+}
+
+Shard::Waiting Shard::waiting() const {
+  Waiting found;
+  const auto add = [&](const std::vector<WorkerId>& workers) { found.workers.insert(workers.begin(), workers.end()); };
+  for (const BlockId id : open_) {
+    for (const auto& [version, round] : blocks_[id].rounds) found.requests += round.size();
+    add(awaited(id));
+  }
+  for (const BlockId id : pulled_) {
+    found.requests += blocks_[id].pulls.size();
+    if (blocks_[id].mode.consistency == Consistency::ssp) add(slowest(blocks_[id].mode.group));
+  }
+  for (const auto& [worker, member] : members_) {
+    found.requests += member.barriers.size();
+    if (!member.barriers.empty()) add(absent(member.group));
+  }
+  return found;
+}
+
+std::map<WorkerId, std::uint64_t> Shard::clocks() const {
+  std::map<WorkerId, std::uint64_t> found;
+  for (const auto& [worker, member] : members_)
+    if (member.live) found.emplace(worker, member.clock);
   return found;
 }
 

@@ -43,6 +43,14 @@ class Shard {
   // The members of `group` whose clock is the lowest, and those that are not at its barrier.
   std::vector<WorkerId> slowest(const std::string& group) const;
   std::vector<WorkerId> absent(const std::string& group) const;
+  // Requests that wait for somebody, and whom for: members that an open round, a pull in ssp or a barrier needs.
+  struct Waiting {
+    std::size_t requests = 0;
+    std::set<WorkerId> workers;
+  };
+  Waiting waiting() const;
+  // The clocks of the members that there are.
+  std::map<WorkerId, std::uint64_t> clocks() const;
 
   std::size_t blocks() const { return blocks_.size(); }
   std::uint64_t version(BlockId block) const { return blocks_.at(block).version; }

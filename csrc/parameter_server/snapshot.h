@@ -1,8 +1,8 @@
 // What a server's blocks are at one moment, taken while pushes go on.
 //
-// A block or a slab of a table is copied when it is asked for, or before its first update after that moment, whichever is
-// first. What has been copied and not yet been taken is bounded: beyond kMostKept the server takes no requests, so pushes
-// wait for the file.
+// A block or a slab of a table is copied when it is asked for, or before its first update after that moment, whichever
+// is first. What has been copied and not yet been taken is bounded: beyond kMostKept the server takes no requests, so
+// pushes wait for the file.
 #pragma once
 
 #include <cstddef>
@@ -24,8 +24,8 @@ struct Snapshot {
     std::size_t rows = 0;  // of a table
     int states = 0;        // -1: Python has them
   };
-  // A block: its value and its states. A slab: rows [first, first + rows) of what is saved of the table, as their ids, then
-  // each row's value and states.
+  // A block: its value and its states. A slab: rows [first, first + rows) of what is saved of the table, as their ids,
+  // then each row's value and states.
   struct Piece {
     BlockId block = 0;
     std::size_t first = 0, rows = 0;

@@ -16,11 +16,11 @@ namespace {
 
 constexpr std::size_t kSlab = 2 * 1024 * 1024;  // a huge page, since rows are read anywhere
 constexpr std::size_t kNone = SIZE_MAX;
-constexpr std::size_t kFewest = 8;            // entries of an index
-constexpr std::size_t kIndexBytes = 43;       // of a row at most: an index of 16-byte entries is 3/8 full or more
-constexpr std::size_t kSlice = 16 * 1024;     // bytes of values that are updated at once, in the cache
-constexpr std::size_t kAtOnce = 32;           // rows that are looked for at once, so that memory answers in parallel
-constexpr std::size_t kPrefetched = 4 * 64;   // bytes of a row
+constexpr std::size_t kFewest = 8;           // entries of an index
+constexpr std::size_t kIndexBytes = 43;      // of a row at most: an index of 16-byte entries is 3/8 full or more
+constexpr std::size_t kSlice = 16 * 1024;    // bytes of values that are updated at once, in the cache
+constexpr std::size_t kAtOnce = 32;          // rows that are looked for at once, so that memory answers in parallel
+constexpr std::size_t kPrefetched = 4 * 64;  // bytes of a row
 
 std::size_t rounded_up(std::size_t bytes, std::size_t unit) { return (bytes + unit - 1) / unit * unit; }
 

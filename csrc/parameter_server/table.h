@@ -1,11 +1,11 @@
 // A table's rows on one server: by 64-bit id, each with its optimizer's state.
 //
 // A row is stored when something is first pushed to it. Before that its value is computed from its id, so reading makes
-// nothing, and a row begins the same on any server. Rows lie in slabs, which never move; a slot (row_ids.h) has an index
-// of its own, so that it takes microseconds to make an index larger.
+// nothing, and a row begins the same on any server. Rows lie in slabs, which never move; a slot (row_ids.h) has an
+// index of its own, so that it takes microseconds to make an index larger.
 //
-// An update takes a slice of rows at a time out of the slabs, has the rules of dense blocks update them as one tensor, and
-// puts them back. So a row gets the bits that it would get in a dense tensor.
+// An update takes a slice of rows at a time out of the slabs, has the rules of dense blocks update them as one tensor,
+// and puts them back. So a row gets the bits that it would get in a dense tensor.
 #pragma once
 
 #include <array>
@@ -67,8 +67,8 @@ class Table {
   std::size_t stored_bytes() const { return stored_bytes_; }
   // Rows as they are stored, instead of those there are. As update() for `room`.
   void restore(const Batch& stored, std::size_t room);
-  // From now on, and until unwatch(), `before(slab)` is called before a slab is first changed or gets another row, unless
-  // it has been claimed. Those that there are now: each once, with as many rows as it has now.
+  // From now on, and until unwatch(), `before(slab)` is called before a slab is first changed or gets another row,
+  // unless it has been claimed. Those that there are now: each once, with as many rows as it has now.
   void watch(std::function<void(std::size_t)> before);
   void unwatch() { watch(nullptr); }
   std::size_t slabs() const { return slabs_.size(); }

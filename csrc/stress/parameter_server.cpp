@@ -22,7 +22,7 @@ constexpr std::size_t kCount = 3000;                                  // element
 constexpr std::size_t kPerBlock = 512;                                // of a block
 constexpr std::size_t kData = 16 * kPerBlock * sizeof(std::int64_t);  // a window's, which is often full
 
-constexpr std::size_t kWidth = 4;                                     // of the table's rows, which begin at 0
+constexpr std::size_t kWidth = 4;  // of the table's rows, which begin at 0
 
 int own_pidfd() { return static_cast<int>(syscall(SYS_pidfd_open, getpid(), 0)); }
 
@@ -121,7 +121,8 @@ void synchronous(int servers, int workers, int rounds, Over over) {
   });
 }
 
-// Rows of a table in sync: a row is the sum of all that was pushed to it, an id may come twice, and a server may get none.
+// Rows of a table in sync: a row is the sum of all that was pushed to it, an id may come twice, and a server may get
+// none.
 void rows(int servers, int workers, int rounds, Over over) {
   Party party(servers, workers, {}, over);
   const std::vector<std::uint32_t> owners = ps::owners_of_slots(servers);

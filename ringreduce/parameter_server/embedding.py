@@ -200,7 +200,8 @@ class Embedding(nn.Module):
             self._late += len(self._pushed.pop(0).wait())  # which raises what went wrong
         if torch.is_grad_enabled() and self.training:
             values.requires_grad_()
-            values.register_post_accumulate_grad_hook(partial(self._push_gradient, batch.rows))
+            hooked: Any = values
+            hooked.register_post_accumulate_grad_hook(partial(self._push_gradient, batch.rows))
         return positions, values
 
     def _push_gradient(self, rows: ParameterRows, values: torch.Tensor) -> None:
@@ -218,7 +219,7 @@ class EmbeddingBag(Embedding):
         super().__init__(kv, name, dim, **options)
         self.bag = bag
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, ids: torch.Tensor, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
     ) -> torch.Tensor:
         """`ids` and `offsets`, which say where each bag begins, or a row of `ids` for each bag."""
@@ -231,5 +232,7 @@ class EmbeddingBag(Embedding):
 def _ids(ids: Any) -> torch.Tensor:
     tensor = ids if isinstance(ids, torch.Tensor) else torch.as_tensor(ids)
     if tensor.dtype != torch.int64 or tensor.device.type != "cpu":
-        raise InvalidArgument(f"ids are {tensor.dtype} on {tensor.device}; they must be torch.int64 on the CPU (ids.long())")
+        raise InvalidArgument(
+            f"ids are {tensor.dtype} on {tensor.device}; they must be torch.int64 on the CPU (ids.long())"
+        )
     return tensor.contiguous()

@@ -7,6 +7,7 @@ import os
 import selectors
 import socket
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,8 @@ from ringreduce.rendezvous.links import Door
 
 GROUP = "parameter server"
 """What the doors between hosts call it."""
+OBSERVERS = "observers"
+"""The group of those that only look: a server does not count them as its workers."""
 _MOST_STRANGERS = 64
 """Connections that have not proved themselves yet."""
 
@@ -54,6 +57,8 @@ class Host:
         self._saving: Saving | None = None
         """The latest snapshot."""
         self._names: dict[int, tuple[str, int]] = {}
+        self._observers: set[int] = set()
+        self._begun, self._served = time.monotonic(), False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind("")  # the kernel picks a free abstract address
         self._listener.listen(128)
@@ -110,6 +115,14 @@ class Host:
         for end in (self._wake, self._woken, self._listener):
             end.close()
 
+    def statistics(self) -> dict[str, Any]:
+        """What `KeyValue.stats` says of a server."""
+        found = self.server.statistics()
+        found["waits_for"] = [self._describe(worker) for worker in sorted(found["waits_for"])]
+        clocks = sorted((worker, clock) for worker, clock in found["clocks"].items() if worker not in self._observers)
+        found["clocks"] = {self._describe(worker): clock for worker, clock in clocks}
+        return found | {"seconds": round(time.monotonic() - self._begun, 3)}
+
     def save(self, folder: str, part: str) -> Saving:
         """Begins this server's part of a snapshot, such as "0-of-2". Raises `InvalidArgument` if one is under way."""
         self._saving = Saving(self.server, self._blocks, folder, part)
@@ -124,7 +137,7 @@ class Host:
     def wait_until_served(self, timeout: float | None) -> bool:
         """Waits until workers have come and all have gone; returns whether it is so."""
         with self._left:
-            return self._left.wait_for(lambda: bool(self._names) and not self._inside(), timeout)
+            return self._left.wait_for(lambda: self._served and not self._inside(), timeout)
 
     def _inside(self) -> list[_Visitor]:
         return [visitor for visitor in list(self._visitors.values()) if visitor.worker >= 0]
@@ -234,12 +247,19 @@ class Host:
             pidfd=os.dup(pidfd),
         )
         visitor.worker = worker
-        self._names[worker] = str(hello["host"]), int(hello["pid"])  # it has come: see wait_until_served
+        self._introduce(worker, hello)
         reply = {
             "proof": control.proof(self._secret, "server", bytes.fromhex(hello["nonce"]), worker),
             "capacity": self.server.capacity,
         }
         return reply, [os.dup(self.server.values), os.dup(self.server.bell), control.own_pidfd()]
+
+    def _introduce(self, worker: int, hello: dict[str, Any]) -> None:
+        self._names[worker] = str(hello["host"]), int(hello["pid"])
+        if hello["group"] == OBSERVERS:
+            self._observers.add(worker)
+        else:
+            self._served = True
 
     def _welcome_far(self, visitor: _Visitor, far: _Far, hello: dict[str, Any]) -> dict[str, Any]:
         window = int(hello["window"])
@@ -249,7 +269,7 @@ class Host:
             )
         self.server.join_far(id=far.worker, group=str(hello["group"]), window=window)
         visitor.worker = far.worker
-        self._names[far.worker] = str(hello["host"]), int(hello["pid"])
+        self._introduce(far.worker, hello)
         with self._left:
             far.joined = True
             sockets, far.sockets = far.sockets, []
@@ -278,7 +298,7 @@ class Host:
                     raise InvalidArgument(f"this server does not write the snapshot {message['folder']!r}")
                 return {"done": saving.done.is_set(), "fault": saving.error}
             case "statistics":
-                return {"statistics": self.server.statistics()}
+                return {"statistics": self.statistics()}
         raise InvalidArgument(f"a worker asked for {message['ask']!r}")
 
     def _create_table(self, key: str, spec: dict[str, Any]) -> int:

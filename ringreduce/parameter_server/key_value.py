@@ -410,7 +410,8 @@ class KeyValue:
         self._client.abort()
 
     def stats(self) -> dict[str, Any]:
-        """What this worker and the servers have counted: bytes, requests, updates, memory."""
+        """What this worker and the servers know: by server its bytes, requests, updates, rows and memory since it began
+        `seconds` ago, requests that `wait` for somebody, whom for (`waits_for`), and the workers' `clocks`."""
         servers = {}
         for index, name in enumerate(self._with.names):
             try:
@@ -443,9 +444,9 @@ class KeyValue:
         written: the folder appears when it is complete. One worker calls it.
 
         It contains all that this worker has pushed. For keys in `sync`, without a quorum and pushed by this worker, all
-        blocks are of the same round; in other modes each block is of a moment of its own. Servers of several hosts need a
-        file system that they share. Raises `InvalidArgument` if there is something at `path`, if a snapshot is under
-        way, or if Python updates a key (`function`, and optimizers that are not native).
+        blocks are of the same round; in other modes each server's are of a moment of its own. Servers of several hosts
+        need a file system that they share. Raises `InvalidArgument` if there is something at `path`, if a snapshot is
+        under way, or if Python updates a key (`function`, and optimizers that are not native).
         """
         deadline = self._deadline(timeout)
         target = Path(path).absolute()
@@ -511,10 +512,10 @@ class KeyValue:
                     f"a block of {key!r} has {payload.nbytes} bytes with its states, and the window of this worker "
                     f"{self._with.window}: join with a larger window="
                 )
-            part = _C.ParameterParts([(server, number, 0, payload.nbytes, 0)])
+            whole = _C.ParameterParts([(server, number, 0, payload.nbytes, 0)])
             with _server_errors():
                 left = deadline - time.monotonic()
-                calls.append((key, self._client.send("restore", part, payload.ctypes.data, timeout=left)))
+                calls.append((key, self._client.send("restore", whole, payload.ctypes.data, timeout=left)))
         return calls
 
     # ---- waiting, and saying for whom --------------------------------------------------------------------------------

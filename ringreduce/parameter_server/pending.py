@@ -84,6 +84,8 @@ class Snapshot:
         deadline = time.monotonic() + (self.store.timeout if timeout is None else timeout)
         while not self.done():
             if time.monotonic() > deadline:
-                raise CollectiveTimeout(f"the snapshot {self.folder} was not written in time; the servers go on with it")
+                raise CollectiveTimeout(
+                    f"the snapshot {self.folder} was not written in time; the servers go on with it"
+                )
             time.sleep(0.01)
         return self.path

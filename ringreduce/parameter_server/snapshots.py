@@ -209,7 +209,7 @@ def _states(reader: Reader, key: str, part: str) -> Iterator[str]:
 def payloads_of_rows(
     reader: Reader, block: dict[str, Any], table: _C.ParameterTable, at_once: int
 ) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
-    """A server and what it takes of a table: the number of updates, ids, rows with their states. About `at_once` bytes."""
+    """A server and what it takes of a table, about `at_once` bytes: the number of updates, ids, rows with states."""
     rows, key = block["rows"], block["key"]
     steps = np.frombuffer(_STEPS.pack(block["steps"]), np.uint8)
     if rows == 0:

@@ -152,7 +152,8 @@ def check_for_rows(rule: UpdateRule) -> None:
 def rule_for_rows(rule: dict[str, Any], average: bool) -> dict[str, Any]:
     """As `rule_for`, for a table: its rows are always updated in C++."""
     fused = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-    return {"kind": rule["kind"], "average": average} | rule["fields"] | {"fused": fused}
+    fields: dict[str, Any] = {"kind": rule["kind"], "average": average} | rule["fields"]
+    return fields | {"fused": fused}
 
 
 @dataclass(frozen=True)

@@ -324,7 +324,7 @@ def outlives_a_server(me: Rank) -> str:
             table.prefetch(ids)
             table.pull(ids[:7])
     with pytest.raises(ServerLost):
-        table.pull(ids)
+        table.pull(ids + 1)  # which has not been prefetched
     kv._close()
     return str(raised.value)
 

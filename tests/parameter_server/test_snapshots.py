@@ -74,7 +74,7 @@ def saves(me: Rank, path: str) -> tuple[Any, Any]:
         return at, state(kv, tables)
 
 
-def restores(me: Rank, path: str, before_all: bool) -> tuple[Any, Any]:
+def restores(me: Rank, path: str, trains: bool) -> tuple[Any, Any]:
     with join(me) as kv:
         if me.rank == 0:
             assert sorted(kv.restore(path)) == sorted([*DENSE, *TABLES])
@@ -82,18 +82,15 @@ def restores(me: Rank, path: str, before_all: bool) -> tuple[Any, Any]:
         tables = make(kv)
         at = state(kv, tables)
         kv.barrier()
-        pushing = 2
-        for number in range(3, 5):
-            for worker in range(pushing):  # as many workers as before, whatever the number of servers
-                if me.rank == worker or (me.rank == 0 and me.size < pushing):
-                    step(kv, tables, worker, number) if before_all else None
+        for number in range(3, 5) if trains else ():
+            step(kv, tables, me.rank, number)
         return at, state(kv, tables)
 
 
 def same(left: dict[str, Any], right: dict[str, Any]) -> None:
     assert left.keys() == right.keys()
-    for key in left:
-        assert left[key].tobytes() == right[key].tobytes(), key
+    for key, value in left.items():
+        assert value.tobytes() == right[key].tobytes(), key
 
 
 @pytest.mark.parametrize("servers", (1, 3, 4))
@@ -151,7 +148,9 @@ def test_others_can_read_it(tmp_path: Path) -> None:
         for name, value in found.items():
             tensors[name] = np.concatenate([tensors[name], value]) if name in tensors else value
     assert tensors["small"].tobytes() == at["small"].tobytes()
-    parts = sorted((name for name in tensors if name.startswith("plain[")), key=lambda name: int(name[6:].split(":")[0]))
+    parts = sorted(
+        (name for name in tensors if name.startswith("plain[")), key=lambda name: int(name[6:].split(":")[0])
+    )
     assert np.concatenate([tensors[name] for name in parts]).tobytes() == at["plain"].tobytes()
     rows = dict(zip(tensors["t sum#ids"].tolist(), tensors["t sum"], strict=True))
     assert len(rows) == len(tensors["t sum#ids"]) > ROWS // 2
