@@ -534,11 +534,14 @@ void Server::send_to(Connection& connection) {
   }
   for (std::size_t begin = 0; begin < connection.replies.size(); begin += kMostOutstanding) {
     const std::size_t count = std::min<std::size_t>(kMostOutstanding, connection.replies.size() - begin);
-    wire_->connections().send(
-        static_cast<int>(connection.spec.id),
-        frame_with(WireKind::replies, connection.replies.data() + begin, count * sizeof(ReplySlot)));
+    Frame frame = frame_with(WireKind::replies, connection.replies.data() + begin, count * sizeof(ReplySlot));
+    connection.copies.emplace_back(frame.own, 0);
+    wire_->connections().send(static_cast<int>(connection.spec.id), std::move(frame));
   }
   connection.replies.clear();
+  // Whoever waits for replies before it asks more has no more than this.
+  if (connection.alive && std::max(connection.copies.size(), connection.values.size()) > 2 * kMostOutstanding)
+    end(connection);
 }
 
 std::size_t Server::bytes_of(const Pull& pull) const {

@@ -413,6 +413,29 @@ void pulls_an_unknown_block() {
   party.pull(good, value);
 }
 
+// A worker that asks on and on, says that it has all replies, and reads none: it is given up before they fill the
+// memory.
+void asks_and_never_reads() {
+  Party party(1, 1, {ps::Consistency::asynchronous, 0, 0, 0, "workers"}, Over::sockets);
+  ps::Client& good = *party.clients[0];
+  std::vector<std::int64_t> value(kCount, 1);
+  good.wait(*good.send(ps::RequestKind::initialise, party.parts, bytes_of(value), {}), 60 * kSecond);
+  int ends[2];
+  check(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0, "no sockets");
+  party.servers[0]->join(1, "workers", 4096);
+  party.servers[0]->connect(1, ends[0], "a glutton's");
+  for (std::uint64_t number = 1; number < 100000 && party.servers[0]->statistics().workers == 2; ++number) {
+    const ps::RequestSlot slot{ps::RequestKind::pull, 0, number, number - 1, 0, 0, 1.0, 0, 0, 0, 0};
+    const FrameHeader header{.kind = ps::WireKind::request, .bytes = sizeof slot};
+    check(send(ends[1], &header, sizeof header, MSG_NOSIGNAL) == sizeof header &&
+              send(ends[1], &slot, sizeof slot, MSG_NOSIGNAL) == sizeof slot,
+          "the server hung up");
+  }
+  check(party.servers[0]->statistics().workers == 1, "a worker that reads nothing may ask for ever");
+  close(ends[1]);
+  party.pull(good, value);
+}
+
 }  // namespace
 
 void stress_parameter_server() {
@@ -435,6 +458,7 @@ void stress_parameter_server() {
   check(taken > 100000 && refused > 100000, "frames: too few were taken or refused to show anything");
   sends_nonsense(3000);
   pulls_an_unknown_block();
+  asks_and_never_reads();
   std::printf("parameter server: %ld frames taken, %ld refused\n", taken, refused);
 }
 

@@ -96,6 +96,31 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
     return data
 
 
+class Arriving:
+    """Messages over TCP, of which bytes come now and then. Never waits."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def take(self, connection: socket.socket) -> list[dict[str, Any]]:
+        """What has come whole. Raises as `receive`."""
+        some = connection.recv(MOST, socket.MSG_DONTWAIT)
+        if not some:
+            raise ConnectionError("the other side closed the connection")
+        self._data += some
+        messages = []
+        while len(self._data) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._data)
+            if length > MOST:
+                raise ConnectionError(f"a message is longer than {MOST} bytes")
+            end = _LENGTH.size + length
+            if len(self._data) < end:
+                break
+            messages.append(_parsed(bytes(self._data[_LENGTH.size : end])))
+            del self._data[:end]
+        return messages
+
+
 def check_user(connection: socket.socket) -> None:
     _, uid, _ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if uid != os.geteuid():

@@ -20,6 +20,8 @@ from ringreduce.rendezvous.links import Door
 
 GROUP = "parameter server"
 """What the doors between hosts call it."""
+_WRITING = 60.0
+"""Seconds in which a snapshot may be finished when its server ends. After that it is absent."""
 OBSERVERS = "observers"
 """The group of those that only look: a server does not count them as its workers."""
 _MOST_STRANGERS = 64
@@ -42,6 +44,7 @@ class _Far:
     joined: bool = False
     sockets: list[tuple[int, str]] = field(default_factory=list)
     """That came before it has joined: descriptor and path."""
+    arriving: control.Arriving = field(default_factory=control.Arriving)
 
 
 class Host:
@@ -99,6 +102,13 @@ class Host:
             else:
                 self.server.connect(worker, descriptor, path)
 
+    def close_in_child(self) -> None:
+        """In a forked process, which has copies of the parent's sockets: nobody should wait for the child to close them."""
+        for end in (self._wake, self._woken, self._listener):
+            end.close()
+        for visitor in self._visitors.values():
+            visitor.connection.close()
+
     def close(self) -> None:
         """Ends both threads; workers that still need this server see it end."""
         if not self._thread.is_alive():
@@ -110,7 +120,7 @@ class Host:
             self._wake.send(b"x")
         self._thread.join()
         if self._saving is not None:
-            self._saving.join()  # what has begun is finished
+            self._saving.done.wait(_WRITING)
         self.server.stop()
         for end in (self._wake, self._woken, self._listener):
             end.close()
@@ -188,20 +198,27 @@ class Host:
 
     def _serve(self, selector: selectors.BaseSelector, visitor: _Visitor) -> None:
         try:
-            message, descriptors = control.receive(visitor.connection)
-            answer, given = self._answer(visitor, message, descriptors)
-            if "number" in message:  # so that the answer to a question that was given up is known for one
-                answer["number"] = message["number"]
-            try:
-                control.send(visitor.connection, answer, given)
-            finally:
-                for descriptor in given:
-                    os.close(descriptor)
+            if visitor.far is None:
+                self._respond(visitor, *control.receive(visitor.connection))
+                return
+            with contextlib.suppress(BlockingIOError):
+                for message in visitor.far.arriving.take(visitor.connection):
+                    self._respond(visitor, message, [])
         except (OSError, RingReduceError):
             selector.unregister(visitor.connection)
             if visitor.worker >= 0:
                 self.server.lose(visitor.worker)  # no loss if it has left
             self._forget(visitor)
+
+    def _respond(self, visitor: _Visitor, message: dict[str, Any], descriptors: list[int]) -> None:
+        answer, given = self._answer(visitor, message, descriptors)
+        if "number" in message:  # so that the answer to a question that was given up is known for one
+            answer["number"] = message["number"]
+        try:
+            control.send(visitor.connection, answer, given)
+        finally:
+            for descriptor in given:
+                os.close(descriptor)
 
     def _forget(self, visitor: _Visitor) -> None:
         with self._left:

@@ -432,6 +432,22 @@ def _enter_far(entry: _Entry, client: Any, server: int, name: str, reached: _Rea
     return reached.control
 
 
+def _close_in_child() -> None:
+    """A forked child serves nothing and has joined nothing; the others are to see the parent end when it does."""
+    for kv in _open:
+        for connection in kv._with.connections:
+            connection.close()
+        if kv._with.host is not None:
+            kv._with.host.close_in_child()
+    for serving in _serving:
+        serving._host.close_in_child()
+    _open.clear()
+    _serving.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
 @atexit.register
 def _end_all() -> None:
     """A server's thread may not call Python once it is being finalised."""

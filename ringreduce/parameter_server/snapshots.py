@@ -64,8 +64,7 @@ class Saving:
         except BaseException:
             server.end_snapshot()
             raise
-        self._thread = threading.Thread(target=self._run, name="ringreduce snapshot", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name="ringreduce snapshot", daemon=True).start()
 
     @property
     def _name(self) -> str:
@@ -85,9 +84,6 @@ class Saving:
             with contextlib.suppress(Exception):  # of a server that has been stopped
                 self._server.end_snapshot()
             self.done.set()
-
-    def join(self) -> None:
-        self._thread.join()
 
 
 class _Saved:
