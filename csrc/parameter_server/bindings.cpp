@@ -338,6 +338,20 @@ void bind_client(py::module_& m) {
           },
           py::arg("parts"), py::arg("tensor"), py::kw_only(), py::arg("timeout") = py::none())
       .def(
+          "read_round",
+          [](Client& client, const Parts& parts, const std::vector<std::uintptr_t>& places,
+             std::optional<double> timeout) {
+            if (places.size() != parts.parts.size())
+              throw Error(ErrorKind::invalid_argument, "there must be a place for each part");
+            std::vector<std::byte*> to;
+            for (const std::uintptr_t place : places) to.push_back(address(place));
+            const py::gil_scoped_release released;
+            return client.read_round(parts.parts, to, duration(timeout));
+          },
+          py::arg("parts"), py::arg("places"), py::arg("timeout"))
+      .def(
+          "round_of", [](Client& client, const Parts& parts) { return client.round_of(parts.parts); }, py::arg("parts"))
+      .def(
           "drain", [](Client& client, std::optional<double> timeout) { return client.drain(duration(timeout)); },
           no_gil, py::arg("timeout"))
       .def("abort", &Client::abort)

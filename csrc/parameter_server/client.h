@@ -123,6 +123,13 @@ class Client {
   // own pushes to them. Throws Error(timeout) as above.
   std::vector<std::uint64_t> read(const std::vector<Part>& parts, std::byte* tensor, Nanoseconds timeout);
 
+  // Copies all parts, of servers of this host, as they were after one and the same update, the latest that all of them
+  // have: part i to places[i]. Returns its version. Throws as read(), Error(timeout) also if updates always overtook
+  // it.
+  std::uint64_t read_round(const std::vector<Part>& parts, const std::vector<std::byte*>& places, Nanoseconds timeout);
+  // The latest version that all parts have; 0 if one has no value.
+  std::uint64_t round_of(const std::vector<Part>& parts);
+
   void abort();
   std::size_t outstanding() const;
 
@@ -141,6 +148,7 @@ class Client {
   std::byte* data() const { return window_->at(lanes_bytes(servers_)); }
   std::size_t data_bytes() const { return window_->bytes() - lanes_bytes(servers_); }
   Peer& peer(std::uint32_t server) const;
+  const BlockWords& words_of(const Part& part) const;
   bool take_replies();
   void take_reply(std::uint32_t server, const ReplySlot& slot);
   void look_for_ended();

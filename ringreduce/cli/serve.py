@@ -134,8 +134,7 @@ def _status(host: str, port: int, arguments: argparse.Namespace) -> int:
     import ringreduce.parameter_server as ps
 
     store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=arguments.timeout))
-    names = {"role": "worker", "group": ps.OBSERVERS, "name": arguments.name}
-    with ps.join(store, timeout=arguments.timeout, **names) as kv:
+    with ps.join(store, role="reader", name=arguments.name, timeout=arguments.timeout) as kv:
         before = kv.stats()["servers"]
         time.sleep(1.0)
         for name, now in kv.stats()["servers"].items():

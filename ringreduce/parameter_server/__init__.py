@@ -11,11 +11,11 @@ to use this.
 """
 
 from ringreduce.parameter_server.embedding import Embedding, EmbeddingBag
-from ringreduce.parameter_server.host import OBSERVERS
 from ringreduce.parameter_server.join import Serving, join, serve
 from ringreduce.parameter_server.key_value import KeyValue
 from ringreduce.parameter_server.modes import Mode, asynchronous, ssp, sync
 from ringreduce.parameter_server.pending import Pending, Snapshot
+from ringreduce.parameter_server.readers import Follower
 from ringreduce.parameter_server.training import Attached, attach
 from ringreduce.parameter_server.updates import (
     Info,
@@ -29,10 +29,10 @@ from ringreduce.parameter_server.updates import (
 )
 
 __all__ = [
-    "OBSERVERS",
     "Attached",
     "Embedding",
     "EmbeddingBag",
+    "Follower",
     "Info",
     "KeyValue",
     "Mode",

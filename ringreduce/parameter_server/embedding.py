@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn import functional
 
 from ringreduce.errors import InvalidArgument
-from ringreduce.parameter_server.key_value import KeyValue, _server_errors
+from ringreduce.parameter_server.key_value import KeyValue
 from ringreduce.parameter_server.modes import Mode, sync
-from ringreduce.parameter_server.pending import Pending
+from ringreduce.parameter_server.pending import Pending, server_errors
 from ringreduce.parameter_server.updates import UpdateRule, check_for_rows
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class Embedding(nn.Module):
         self._prefetched = [*self._prefetched[1 - MOST_PREFETCHED :], self._ask(_ids(ids).clone(), deadline)]
 
     def _push(self, rows: ParameterRows, values: torch.Tensor, deadline: float, **options: Any) -> Pending:
-        with _server_errors():
+        with server_errors():
             call = self._table.push(
                 self._client, rows, values.data_ptr(), timeout=deadline - time.monotonic(), **options
             )
@@ -155,7 +155,7 @@ class Embedding(nn.Module):
 
     def _ask(self, ids: torch.Tensor, deadline: float) -> _Batch:
         rows = self._table.rows(ids.data_ptr(), ids.numel())
-        with _server_errors():
+        with server_errors():
             call = self._table.pull(self._client, rows, timeout=deadline - time.monotonic())
         return _Batch(self._client, ids, rows, call)
 

@@ -103,7 +103,7 @@ class Host:
                 self.server.connect(worker, descriptor, path)
 
     def close_in_child(self) -> None:
-        """In a forked process, which has copies of the parent's sockets: nobody should wait for the child to close them."""
+        """In a forked process, which has copies of the parent's sockets: nobody is to wait for the child to end."""
         for end in (self._wake, self._woken, self._listener):
             end.close()
         for visitor in self._visitors.values():

@@ -26,7 +26,7 @@ from ringreduce import _C
 from ringreduce.config import Options, resolve
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, SystemFailure, TopologyError
 from ringreduce.parameter_server import control
-from ringreduce.parameter_server.host import GROUP, Host, connect
+from ringreduce.parameter_server.host import GROUP, OBSERVERS, Host, connect
 from ringreduce.parameter_server.key_value import KeyValue, Membership
 from ringreduce.parameter_server.placement import BLOCK_BYTES, UNIT
 from ringreduce.parameter_server.snapshots import Saving
@@ -64,7 +64,8 @@ def join(
 
     In a plain Python process it is a store of its own. Under torchrun, or with a torch `store`, `rank` and `size`, the
     ranks found one together: each is a worker and a server with 1/size of the blocks, and all return when all are
-    there. Other processes join it later, with `role="worker"` and the same `store`.
+    there. Other processes join it later, with `role="worker"` and the same `store`, or with `role="reader"`: nobody
+    waits for a reader (see `KeyValue.follow`).
 
     `group` is what this worker counts in (see `sync` and `ssp`), and `workers` how many of it must have joined before
     this returns; `functions` are those that `ps.function` may name.
@@ -81,8 +82,10 @@ def join(
     Raises `CollectiveTimeout` if a founder does not come, `PeerLost` or `SystemFailure` if a server cannot be reached,
     and `TopologyError` if it listens to no other host.
     """
-    if role not in ("both", "worker"):
-        raise InvalidArgument(f"role is {role!r}; it must be 'both' or 'worker', and `serve` is for servers alone")
+    if role not in ("both", "worker", "reader"):
+        raise InvalidArgument(f"role is {role!r}; it must be 'both', 'worker' or 'reader', and `serve` is for servers")
+    if role == "reader":
+        role, group = "worker", OBSERVERS
     _check_sizes(window, block_bytes)
     entry = _Entry(name, group, window, block_bytes, time.monotonic() + timeout, timeout, resolve(None)[0])
     if store is None:

@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from torch import nn
 
 from ringreduce import _C
-from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, ServerLost, SystemFailure, UpdateFailed
+from ringreduce.errors import CollectiveTimeout, InvalidArgument, ServerLost, SystemFailure, UpdateFailed
 from ringreduce.parameter_server import control
 from ringreduce.parameter_server.modes import Mode, sync
-from ringreduce.parameter_server.pending import Pending, Snapshot
+from ringreduce.parameter_server.pending import Pending, Snapshot, server_errors
 from ringreduce.parameter_server.placement import cut, elements_per_block, place
+from ringreduce.parameter_server.readers import Follower
 from ringreduce.parameter_server.safetensors import Reader
 from ringreduce.parameter_server.snapshots import check_absent, payload_of_block, payloads_of_rows, read
 from ringreduce.parameter_server.updates import UpdateRule, assign
@@ -157,7 +159,7 @@ class KeyValue:
             _check_average(name, source, mode, update)
             self._place(name, spec, source)
             parts = self._keys[name].everywhere
-            with _server_errors():
+            with server_errors():
                 calls[name] = self._client.send(
                     "initialise", parts, source.data_ptr(), timeout=deadline - time.monotonic()
                 )
@@ -258,7 +260,7 @@ class KeyValue:
         if weight != 1 and not (source.is_floating_point() or source.is_complex()):
             raise InvalidArgument(f"weight is {weight}; a push of {source.dtype} ({name!r}) takes none but 1")
         left = deadline - time.monotonic()
-        with _server_errors():
+        with server_errors():
             return self._client.send(
                 "push", known.everywhere, source.data_ptr(), priority=priority, weight=float(weight), timeout=left
             )
@@ -295,7 +297,7 @@ class KeyValue:
                     )
                 call = None
                 if known.asked is not None:
-                    with _server_errors():
+                    with server_errors():
                         call = self._client.pull(known.asked, whole.data_ptr(), timeout=deadline - time.monotonic())
                 pulls.append(_Pull(key, known, target, whole, call))
         except BaseException:
@@ -329,7 +331,7 @@ class KeyValue:
         while True:
             left = deadline - time.monotonic()
             try:
-                with _server_errors():
+                with server_errors():
                     return self._client.read(known.here, whole.data_ptr(), timeout=max(0.0, min(left, _SLICE)))
             except CollectiveTimeout:
                 if left <= _SLICE:
@@ -437,6 +439,14 @@ class KeyValue:
         if self._with.host is not None:
             self._with.host.close()
 
+    def follow(self, model: nn.Module, *, at_most_behind: int = 1, prefix: str = "") -> Follower:
+        """Keeps `model` at whole rounds of what workers train by `attach`, or in `sync` by these names: all its
+        parameters are of the same round, before each forward pass at most `at_most_behind` rounds behind the servers.
+
+        For servers of this host. Raises `InvalidArgument` if a parameter is no key, or its mode is not `sync`.
+        """
+        return Follower(self, model, at_most_behind, prefix)
+
     # ---- snapshots ---------------------------------------------------------------------------------------------------
 
     def snapshot(self, path: str | os.PathLike[str], *, timeout: float | None = None) -> Snapshot:
@@ -451,7 +461,7 @@ class KeyValue:
         deadline = self._deadline(timeout)
         target = Path(path).absolute()
         check_absent(target)
-        with _server_errors():
+        with server_errors():
             while not self._client.drain(timeout=max(0.0, min(deadline - time.monotonic(), _SLICE))):
                 if time.monotonic() >= deadline:
                     raise CollectiveTimeout("snapshot: what this worker has pushed was not applied in time")
@@ -513,7 +523,7 @@ class KeyValue:
                     f"{self._with.window}: join with a larger window="
                 )
             whole = _C.ParameterParts([(server, number, 0, payload.nbytes, 0)])
-            with _server_errors():
+            with server_errors():
                 left = deadline - time.monotonic()
                 calls.append((key, self._client.send("restore", whole, payload.ctypes.data, timeout=left)))
         return calls
@@ -527,13 +537,13 @@ class KeyValue:
 
     def _tell(self, kind: str, servers: list[int], timeout: float | None) -> None:
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
-        with _server_errors():
+        with server_errors():
             call = self._client.tell(kind, servers, timeout=deadline - time.monotonic())
         self._finish(kind, call, deadline)
 
     def _finish(self, key: str, call: ParameterCall, deadline: float) -> bool:
         """Waits for a call; returns whether some block's push came late. Raises what went wrong."""
-        with _server_errors():
+        with server_errors():
             while not self._client.wait(call, timeout=max(0.0, min(deadline - time.monotonic(), _SLICE))):
                 if time.monotonic() < deadline:
                     continue
@@ -597,16 +607,6 @@ class KeyValue:
         if value is None:
             raise InvalidArgument(f"no tensor was given for key {key!r:.60}")
         return [(key, value)]
-
-
-class _server_errors:
-    """Turns the loss of a process, which for a worker is a server, into `ServerLost`."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        if isinstance(error, PeerLost) and not isinstance(error, ServerLost):
-            raise ServerLost(str(error), error.culprit) from None
 
 
 def _check_key(key: Any) -> None:
