@@ -11,6 +11,10 @@ std::size_t Server::memory_left() const { return capacity_ - used_ - state_bytes
 
 void Server::create_table(Block& block) {
   const BlockSpec& spec = block.spec;
+  if (spec.width > capacity_ / size_of(spec.dtype))  // so that nothing below overflows
+    throw Error(ErrorKind::invalid_argument, "a row of " + std::to_string(spec.width) +
+                                                 " elements is larger than the " + std::to_string(capacity_) +
+                                                 " bytes of the server");
   auto table = std::make_unique<Table>(TableSpec{spec.dtype, spec.width, spec.rule, spec.first});
   if (table->bytes(1) > memory_left())
     throw Error(ErrorKind::invalid_argument, "a table of rows of " + std::to_string(spec.width) + " elements needs " +
