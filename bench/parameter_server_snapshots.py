@@ -3,8 +3,8 @@
     python bench/parameter_server_snapshots.py                              2 workers, 64 MB of parameters, AdamW
     python bench/parameter_server_snapshots.py --size 256M --folder /mnt/disk
 
-Laps alternate. A step is as bench/parameter_server.py has it, in sync; a lap with a snapshot begins with it and has as many
-steps as fit in the time that it takes, at least one. Exit code: 0.
+Laps alternate. A step is as bench/parameter_server.py has it, in sync; a lap with a snapshot begins with it and has as
+many steps as fit in the time that it takes, at least one. Exit code: 0.
 """
 
 import argparse

@@ -3,10 +3,11 @@
     python examples/train_local_steps.py                    3 workers on the digits of examples/train_ddp.py
     python examples/train_local_steps.py --local 50 --rounds 12
 
-A worker pulls the model, trains it by itself, and pushes the way it went: the old parameters minus the new ones, weighted
-with the samples that it has seen. To the server that is a gradient, which it gives to SGD with Nesterov's momentum (Douillard
-et al., arXiv 2311.08105). A round ends --grace seconds after all workers but one have pushed, so that nobody has to wait for
-a straggler for ever: what comes later is dropped, and its worker goes on from the present round.
+A worker pulls the model, trains it by itself, and pushes the way it went: the old parameters minus the new ones,
+weighted with the samples that it has seen. To the server that is a gradient, which it gives to SGD with Nesterov's
+momentum (Douillard et al., arXiv 2311.08105). A round ends --grace seconds after all workers but one have pushed, so
+that nobody has to wait for a straggler for ever: what comes later is dropped, and its worker goes on from the present
+round.
 
 On the way one worker is killed, and later another one joins. Beside it stands one process that steps with the gradients
 of all workers every step, as all_reduce would have it. Exit code: 0, or 1 if the test accuracy is below 90%.
