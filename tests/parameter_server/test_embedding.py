@@ -287,7 +287,7 @@ def test_wrong_arguments_are_named() -> None:
             (lambda: ps.Embedding(kv, "", 4, update=ps.assign()), "key is ''"),
             (lambda: ps.Embedding(kv, "u", 0, update=ps.assign()), "dim is 0"),
             (lambda: ps.Embedding(kv, "v", 2**62 + 1, update=ps.assign()), "larger than the 16777216 bytes"),
-            (lambda: ps.Embedding(kv, "x", 3 << 20, update=ps.assign()), "for its first row"),
+            (lambda: ps.Embedding(kv, "x", 4_000_000, update=ps.assign()), "for its first row"),
             (lambda: ps.Embedding(kv, "u", 4, update=ps.assign(), dtype=torch.float16), "dtype is torch.float16"),
             (lambda: ps.Embedding(kv, "u", 4, update=ps.assign(), initial=(1, 0)), r"initial is \(1, 0\)"),
             (lambda: ps.Embedding(kv, "u", 4, update=ps.assign(), seed=-1), "seed is -1"),
