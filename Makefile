@@ -16,12 +16,14 @@ PY := $(VENV)/bin/python
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 export MAX_JOBS ?= $(JOBS)
 
-.PHONY: help build demo test conformance ecosystem lint compilers format stress cuda gpu gpu-bundle soak clean \
+.PHONY: help build demo test test-rest test-all conformance ecosystem lint compilers format stress cuda gpu gpu-bundle soak clean \
   distclean
 
 help:
 	@echo 'make demo      build, train a model on 2 ranks, compare ring, tree, direct and Gloo, plan rings over links'
-	@echo 'make test      build, then the unit tests and the process tests'
+	@echo 'make test      build, then the unit tests and the process tests, but for those marked slow'
+	@echo 'make test-rest build, then the slow tests, those on stand-ins for GPUs and those of several hosts'
+	@echo 'make test-all  both'
 	@echo 'make conformance  build, then the suite PyTorch has for its backends, with Gloo beside it, on 2, 3, 4 and 8 ranks;'
 	@echo '               RUNS="ringreduce:3 gloo:3": only these'
 	@echo 'make ecosystem Lightning Fabric, Accelerate and Ray Train on this backend; downloads them to .venv-ecosystem'
@@ -167,9 +169,6 @@ PYTEST := $(PY) -m pytest --durations=10
 # ranks wait most of the time, for deadlines and for processes to start.
 PARALLEL := --numprocesses $(JOBS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-# Of the parameter server's tests, those that start no processes of ranks.
-WITHOUT_RANKS := $(addprefix tests/parameter_server/test_,calls.py door.py protocol.py rules.py)
-
 # Has this Python no GPU, and a torch that cannot have a stand-in for one?
 define CUDA_WITHOUT_GPU
 import sys, torch
@@ -189,16 +188,23 @@ if unavailable():
 endef
 export NO_NAMESPACES
 
+# On one host: what needs no other processes first, then real ranks and real faults.
+HERE := tests/unit tests/parameter_server tests/distributed tests/frameworks
+
 test: build $(VENV)/.test-tools
-	@echo; echo "== unit tests: no processes =="
-	@$(PYTEST) $(PARALLEL) tests/unit $(WITHOUT_RANKS); unit=$$?; \
-	echo; echo "== process tests: real ranks, real faults =="; \
-	$(PYTEST) $(PARALLEL) tests/distributed tests/frameworks tests/parameter_server $(WITHOUT_RANKS:%=--ignore=%); process=$$?; \
+	@$(PYTEST) $(PARALLEL) -m "not slow" $(HERE)
+
+# What takes long: the slow tests, then those that change torch for the whole process, then those with networks.
+test-rest: build $(VENV)/.test-tools
+	@$(PYTEST) $(PARALLEL) -m slow $(HERE); slow=$$?; \
 	echo; echo "== tests on device cuda: GPUs, or stand-ins =="; \
 	if $(PY) -c "$$CUDA_WITHOUT_GPU"; then $(PYTEST) tests/gpu; gpu=$$?; else gpu=0; fi; \
 	echo; echo "== several hosts: network namespaces =="; \
 	if $(PY) -c "$$NO_NAMESPACES"; then $(PYTEST) tests/net; net=$$?; else net=0; fi; \
-	exit $$((unit | process | gpu | net))
+	exit $$((slow | gpu | net))
+
+test-all:
+	@$(MAKE) --no-print-directory test; most=$$?; $(MAKE) --no-print-directory test-rest && exit $$most
 
 # Frameworks above torch, in an environment of their own. Its torch is the one that `make build` takes.
 ecosystem:

@@ -1,10 +1,10 @@
 """Direct calls: the collectives on torch tensors and NumPy arrays, without `torch.distributed`'s dispatch.
 
-Each takes what its namesake in `torch.distributed` takes, by the same names and in the same order, works in place the
-same way, and returns None or, with `async_op`, a `Work` to `wait()` for. `group` is a process group of backend
-ringreduce (default: the world). `src` and `dst` are ranks of the world, `group_src` and `group_dst` ranks of `group`;
-give one of the two. NumPy arrays are used in place through `torch.from_numpy`, so they must be writable. Errors are
-those of `ringreduce.errors`.
+Each function takes the same arguments as its namesake in `torch.distributed`, by the same names and in the same order.
+It works in place in the same way. It returns None or, with `async_op`, a `Work` to `wait()` for. `group` is a process
+group of backend ringreduce (default: the world). `src` and `dst` are global ranks, `group_src` and `group_dst` ranks in
+`group`; give one of the two. NumPy arrays are used in place through `torch.from_numpy`, so they must be writable.
+Errors are those of `ringreduce.errors`.
 
 Collectives of objects, and `batch_isend_irecv`, are torch's own functions. What differs from torch, call by call, is
 listed with its reason in tests/unit/test_signatures.py.
@@ -47,7 +47,7 @@ DEVICES = (CPU, torch.device("cuda"))
 def all_reduce(
     tensor: Array, op: ReduceOp = SUM, group: Group = None, async_op: bool = False, out: Array | None = None
 ) -> Work:
-    """Replaces `tensor` on every rank by the reduction over all ranks; with `out`, writes that instead."""
+    """Replaces `tensor` on every rank by the reduction over all ranks; with `out`, writes the result there instead."""
     if not async_op and _C.all_reduce_now(group, tensor, op, out):
         return None
     options = _options(dist.AllreduceOptions, async_op, reduceOp=op)
@@ -57,11 +57,11 @@ def all_reduce(
 def all_reduce_coalesced(
     tensors: Sequence[Array], op: ReduceOp = SUM, group: Group = None, async_op: bool = False
 ) -> Work:
-    """`all_reduce` of each of `tensors`, of any dtypes and sizes, in the same order on every rank. On CPUs small ones
-    travel together.
+    """Reduces each of `tensors` like `all_reduce`. They may differ in dtype and size, and must come in the same order
+    on every rank. On CPUs, small ones are sent together.
 
-    A tensor that is in the list twice is reduced once. Raises `InvalidArgument` if two of them share a part of their
-    memory, `CollectiveMismatch` if the lists differ between ranks.
+    A tensor that is in the list twice is reduced once. Raises `InvalidArgument` if two different tensors share part of
+    their memory, and `CollectiveMismatch` if the lists differ between ranks.
     """
     options = _options(dist.AllreduceCoalescedOptions, async_op, reduceOp=op)
     return _call(group, "allreduce_coalesced", _Many(tensors), options=options)
@@ -87,7 +87,7 @@ def reduce(
     out: Array | None = None,
 ) -> Work:
     """Replaces `tensor` on the destination (default: rank 0 of the world) by the reduction over all ranks; with `out`,
-    writes that instead. On other ranks `tensor` stays as it is, and `out` becomes a copy of it."""
+    writes the result there instead. On other ranks `tensor` is unchanged, and `out` becomes a copy of it."""
     root = _rank_in(group, "dst", dst, group_dst)
     options = _options(dist.ReduceOptions, async_op, reduceOp=op, rootRank=root)
     return _call(group, "reduce", _Many((tensor if out is None else _copied(tensor, out),)), options=options)
@@ -100,9 +100,10 @@ def all_gather(tensor_list: Sequence[Array], tensor: Array, group: Group = None,
 
 
 def all_gather_single(output_tensor: Array, input_tensor: Array, group: Group = None, async_op: bool = False) -> Work:
-    """Puts the ranks' `input_tensor`s one after the other into `output_tensor`, which has size times as many elements.
+    """Puts the ranks' `input_tensor`s one after the other into `output_tensor`, which has as many elements as all of
+    them together.
 
-    torch up to 2.12 has it as `all_gather_into_tensor`, which works here too.
+    torch up to 2.12 calls this function `all_gather_into_tensor`; that name works here too.
     """
     if not async_op and _C.all_gather_now(group, output_tensor, input_tensor):
         return None
@@ -223,9 +224,9 @@ def monitored_barrier(
 ) -> None:
     """A barrier that raises `CollectiveTimeout` on every rank that came, naming the ranks that did not.
 
-    The same call as `torch.distributed.monitored_barrier`, which torch up to 2.13 lets Gloo alone serve. `timeout` (a
-    number is in seconds) is the group's by default. `wait_all_ranks` decides whether the message begins with the first
-    missing rank or with all of them. The group lives on. Ranks that are not in `group` return at once.
+    The same call as `torch.distributed.monitored_barrier`, which torch up to 2.13 lets only Gloo serve. `timeout` may
+    be a number of seconds; the default is the group's timeout. With `wait_all_ranks` the message names all missing
+    ranks first, else the first of them. The group stays usable. Ranks that are not in `group` return at once.
     """
     if cast(Any, group) is dist.GroupMember.NON_GROUP_MEMBER:
         return
@@ -263,8 +264,8 @@ def recv(tensor: Array, src: Rank = None, group: Group = None, tag: int = 0, gro
 
 
 class P2POp(dist.P2POp):
-    """A message of `batch_isend_irecv`, as torch's; `op` may be `ringreduce.isend` or `irecv`, `tensor` a NumPy array
-    too, but no array of another GPU library."""
+    """A message of `batch_isend_irecv`, like torch's class. `op` may also be `ringreduce.isend` or `irecv`, and
+    `tensor` a NumPy array. Arrays of other GPU libraries are not accepted."""
 
     def __new__(cls, op: Callable[..., Any], tensor: Array, *others: Any, **named: Any) -> P2POp:
         return cast(P2POp, super().__new__(cls, _OF_TORCH.get(op, op), _tensor(tensor, None), *others, **named))
@@ -281,14 +282,14 @@ def empty(
 ) -> torch.Tensor:
     """A tensor in memory that all ranks of the host can read, for collectives without copies between ranks.
 
-    `size` is given as to `torch.empty`: as numbers, or as one sequence of them. What a rank sends from such a tensor,
-    and does not write over in the same call, is read where it is; everything else works as with any tensor. Each rank
-    decides for itself. The memory is the process's: it serves every group, before or after the tensor was made, and is
-    given back with the tensor. It is taken as it is first written, up to `Options.arena_bytes`.
+    `size` is given as to `torch.empty`: as numbers, or as one sequence of them. Other ranks read in place what a rank
+    sends from such a tensor, unless the same call writes over it. In all other ways it is an ordinary tensor. Each rank
+    decides for itself. The memory belongs to the process. It serves every group, before or after the tensor was made,
+    and is given back with the tensor. It is taken when it is first written, up to `Options.arena_bytes` in all.
 
-    `group` decides nothing but errors: with it, or with a default group of backend ringreduce, a group that cannot use
-    such memory raises `InvalidArgument`. Raises `SystemFailure` if no room is left, `InvalidArgument` for a size other
-    than of whole numbers from 0 and for what is no dtype.
+    `group` matters only for errors: a group that cannot use such memory raises `InvalidArgument`. If none is given, the
+    default group is checked, if its backend is ringreduce. Raises `SystemFailure` if no room is left, and
+    `InvalidArgument` if `size` is not of whole numbers from 0, or `dtype` is not a dtype.
     """
     dtype = torch.get_default_dtype() if dtype is None else dtype
     if not isinstance(dtype, torch.dtype):
@@ -310,11 +311,11 @@ def empty(
 
 
 def share(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Moves `tensor` to memory as `empty` gives it, and returns it: the same object with the same values.
+    """Moves `tensor` to memory like that of `empty`, and returns the same object with the same values.
 
-    For parameters and other tensors that somebody else made. It is contiguous afterwards. Views made of it before keep
-    the old memory. Raises `InvalidArgument` if it is a view itself or not a dense CPU tensor, `SystemFailure` if there
-    is no room left. `group` means what it means to `empty`.
+    Use it for parameters and other tensors that other code has made. The tensor is contiguous afterwards. Views that
+    were made of it before keep the old memory. Raises `InvalidArgument` if `tensor` is itself a view, or not a dense
+    CPU tensor, and `SystemFailure` if no room is left. `group` has the same meaning as for `empty`.
     """
     if not isinstance(tensor, torch.Tensor):
         raise InvalidArgument(f"tensor is a {type(tensor).__name__}; it must be a torch.Tensor")
@@ -349,12 +350,12 @@ def empty_like(
 
 
 def register_plan(plan: plans.Plan, group: dist.ProcessGroup | None = None, most_bytes: int | None = None) -> None:
-    """Makes `plan` serve the group's calls of its collective up to `most_bytes` of a block (None: of all sizes).
+    """Makes `plan` serve the group's calls of its collective whose blocks have at most `most_bytes` (None: all sizes).
 
-    A later plan takes its sizes from earlier ones and from the built-in algorithms.
+    For these sizes it replaces plans that were registered before, and the built-in algorithms.
 
-    Collective: all ranks must register the same plans in the same order. Raises `PlanError` if the plan is not proved
-    right by `ringreduce.verify`, `InvalidArgument` if it is for another number of ranks or has too many channels.
+    Collective: all ranks must register the same plans in the same order. Raises `PlanError` if `ringreduce.verify`
+    finds the plan wrong, and `InvalidArgument` if it is for another number of ranks or has too many channels.
     """
     backend = backend_of(group)
     if plan.size != backend.size():
@@ -366,16 +367,17 @@ def register_plan(plan: plans.Plan, group: dist.ProcessGroup | None = None, most
 
 
 def use_nccl(communicator: object, group: dist.ProcessGroup | None = None) -> None:
-    """Lets the group's calls on CUDA tensors go over communicators of NCCL that are split off `communicator`.
+    """Sends the group's calls on CUDA tensors over NCCL communicators that are split off `communicator`.
 
-    That one must have the group's ranks, in their order, on the GPUs that they use: nccl4py's `Communicator`, CuPy's
-    `NcclCommunicator`, vLLM's `PyNcclCommunicator`, torch's `ProcessGroupNCCL`, or an ncclComm_t as an int. It remains
-    its owner's, who may use it again when this has returned, and survives errors of the group. (NCCL before 2.18 cannot
-    split: there the group uses `communicator` itself, which nobody else may then, and which must outlive the group.)
+    `communicator` must have the group's ranks, in their order, on the GPUs that they use. It may be nccl4py's
+    `Communicator`, CuPy's `NcclCommunicator`, vLLM's `PyNcclCommunicator`, torch's `ProcessGroupNCCL`, or an ncclComm_t
+    as an int. The caller keeps it, may use it again when this function has returned, and can go on using it after
+    errors of the group. NCCL before 2.18 cannot split. There the group uses `communicator` itself: nobody else may use
+    it then, and it must outlive the group.
 
-    Collective, once, before the group's first call on CUDA tensors; whatever the option gpu_transport says. Raises
-    `InvalidArgument` if it is too late, or if some rank's communicator is none or does not fit the group,
-    `SystemFailure` if NCCL cannot split it or the new communicators do not work.
+    Collective. Call it once, before the group's first call on CUDA tensors. It overrides the option gpu_transport.
+    Raises `InvalidArgument` if it is too late, or if some rank passes no communicator, or one that does not fit the
+    group. Raises `SystemFailure` if NCCL cannot split it, or if the new communicators do not work.
     """
     backend = backend_of(group)
     address = nccl.handle_of(communicator)
@@ -422,14 +424,14 @@ def _rank_in(group: Group, name: str, rank: int | None, group_rank: int | None, 
         return group_rank
     if rank is None:
         if required:
-            raise InvalidArgument(f"{name} is None; give a rank of the world, or group_{name}")
+            raise InvalidArgument(f"{name} is None; give a global rank, or group_{name}")
         rank = 0
     ranks = backend_of(group).options.global_ranks_in_group
     if rank in ranks:
         return int(ranks.index(rank))
     if group is None or group is dist.group.WORLD:
         return rank  # the call says what is wrong
-    raise InvalidArgument(f"{name} is {rank!r}; it must be the world's rank of a member: {ranks}; or use group_{name}")
+    raise InvalidArgument(f"{name} is {rank!r}; it must be the global rank of a member: {ranks}; or use group_{name}")
 
 
 def _duration(timeout: timedelta | float) -> timedelta:

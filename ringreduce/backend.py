@@ -68,12 +68,11 @@ def _leave_at_the_end_of(pid: int) -> None:
         multiprocessing.util.Finalize(None, _C.shutdown_all, exitpriority=0)
 
 
-def create(dist_backend_opts: Any, pg_options: Options | None) -> _C.ProcessGroupRing:
+def create(opts: Any, pg_options: Options | None) -> _C.ProcessGroupRing:
     """Called by torch for every new group on every rank in it. Returns when all ranks are there.
 
     Raises the errors of `ringreduce.errors`; see `rendezvous.meet`.
     """
-    opts = dist_backend_opts
     options, _ = resolve(pg_options)
     if options.share_allocations:
         share_allocations()
@@ -99,8 +98,7 @@ def _make(
     _leave_at_the_end_of(os.getpid())
     size = len(global_ranks)
     seconds = min(timeout.total_seconds(), LONGEST_TIMEOUT)
-    debug = options.debug or 0
-    if debug > 0 and not log.isEnabledFor(logging.INFO):
+    if options.debug and not log.isEnabledFor(logging.INFO):
         show_log()
     began = time.monotonic()
     make = _make_over_gloo if options.transport == "gloo" else _make_with_memory
@@ -144,21 +142,22 @@ class _Choices:
         self, collective: str, root: int | None = None
     ) -> tuple[list[plan.Range], Mapping[tuple[str, str], plan.Plan]]:
         """Ascending, and the plans among them that are not by an algorithm's name alone. None: what serves any root."""
-        users = plan.parse_algorithms(self.options.algorithms or "")
+        users = plan.parse_algorithms(self.options.algorithms)
         topology = self.decision.topology
         own = dict(topology.plans()) if topology else {}
         decided = (*(topology.rules() if topology else ()), *plan.parse_algorithms(self.decision.rules))
         if self.links:
-            from ringreduce import host_links
+            from ringreduce import host_links, tuning
 
-            between = self.links.order, self.links.wire, _slicing_between_hosts(self.size, self.options)
+            slicing = tuning.slicing_for(self.options, slot_bytes_for(self.size, self.options), fetch=False)
+            between = self.links.order, self.links.wire, slicing
             by_root = root is not None and collective in host_links.BY_ROOT
             if by_root and not any(rule.collective == collective for rule in users):
                 for_root = host_links.plans_for_root(*between, collective, root or 0)
                 return [plan.Range(end, each.name) for end, each in for_root], {
                     (collective, each.name): each for _, each in for_root
                 }
-            for_hosts, plans = host_links.plans_for(*between, self.options.wire_dtype or "float32")
+            for_hosts, plans = host_links.plans_for(*between, self.options.wire_dtype)
             own, decided = {**plans, **own}, (*decided, *for_hosts)
         return plan.ranges(collective, self.size, users, decided), own
 
@@ -179,12 +178,6 @@ class _Choices:
                 yield own.get((collective, each.algorithm)) or plan.build(collective, each.algorithm, self.size)
 
 
-def _slicing_between_hosts(size: int, options: Options) -> plan.Slicing:
-    from ringreduce import tuning
-
-    return tuning.slicing_for(options, slot_bytes_for(size, options), fetch=False)
-
-
 def _add_plans(
     size: int,
     options: Options,
@@ -196,7 +189,7 @@ def _add_plans(
     `decided`."""
     own = topology.plans() if topology else {}
     decided = (*(topology.rules() if topology else ()), *decided)
-    for collective, ranges in plan.table(size, plan.parse_algorithms(options.algorithms or ""), decided).items():
+    for collective, ranges in plan.table(size, plan.parse_algorithms(options.algorithms), decided).items():
         for end, algorithm, slice_bytes in reversed(ranges):  # as each takes all up to its end
             lowered, digest = _lowered(own.get((collective, algorithm)) or plan.build(collective, algorithm, size))
             target.add_plan(collective, lowered, digest, ANY_SIZE if end is None else end - 1, slice_bytes)
@@ -239,7 +232,6 @@ def _make_with_memory(
         from ringreduce import host_links
 
         name = "/".join(map(str, global_ranks))
-        assert options.connections is not None and options.dead_after is not None  # resolved
         links = host_links.Links(
             meeting, name, rank, decision.hosts, decision.wire, options.connections, options.dead_after
         )
@@ -297,7 +289,6 @@ def _make_over_gloo(
         gloo = ProcessGroupGloo(PrefixStore("gloo", roster.store), rank, size, timedelta(seconds=seconds))
     except RuntimeError as error:
         raise SystemFailure(f"making the group: Gloo cannot connect its ranks: {error}") from None
-    assert options.channels is not None  # resolved
     group = _C.ProcessGroupRing.over(
         backend=gloo,
         store=roster.store,
@@ -313,18 +304,14 @@ def _make_over_gloo(
 
 
 def place_of(options: Options) -> Place:
-    transport, host, interfaces, file = options.transport, options.host_id, options.socket_ifname, options.secret_file
-    assert transport is not None and host is not None and interfaces is not None and file is not None  # resolved
-    assert options.ports is not None
-    return Place(transport, host, interfaces, file, options.ports)
+    return Place(options.transport, options.host_id, options.socket_ifname, options.secret_file, options.ports)
 
 
 def _agreed(options: Options) -> str:
     """What must be equal on all ranks. The others are each rank's own affair."""
-    own = replace(options, tuning=None, topo_file=None, recorded_calls=None, dump_when_broken=None, debug=None)
-    own = replace(own, socket_ifname=None, ports=None, host_id=None, secret_file=None, hosts_file=None)
-    own = replace(own, arena_keep_bytes=None, share_allocations=None)
-    return str(own)
+    own = "tuning topo_file hosts_file recorded_calls dump_when_broken debug socket_ifname ports host_id secret_file"
+    unset: dict[str, Any] = dict.fromkeys(f"{own} arena_keep_bytes share_allocations".split())
+    return str(replace(options, **unset))
 
 
 def _settings(
@@ -349,7 +336,7 @@ def _settings(
         slices=options.slices,
         recorded_calls=options.recorded_calls,
         dump_when_broken=bool(options.dump_when_broken),
-        print_calls=(options.debug or 0) > 1,
+        print_calls=options.debug > 1,
         topology=decision.topology.to_json() if decision.topology else "",
         **of_transport,
     )
@@ -444,7 +431,7 @@ def _decide(
                 options.topo_file,
                 len(on_hosts),
             )
-        return _decide_for_hosts(options.hosts_file or "", tuple(map(tuple, on_hosts)), labels).dump()
+        return _decide_for_hosts(options.hosts_file, tuple(map(tuple, on_hosts)), labels).dump()
     from ringreduce import tuning
 
     size, some = len(cores), frozenset[int]().union(*cores)
@@ -473,7 +460,7 @@ def _decide_for_hosts(file: str, on_hosts: host_links.Hosts, labels: Sequence[st
     except Exception as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         return Decision(
-            error=f"RINGREDUCE_HOSTS_FILE={file!r}: {reason}; have `ringreduce doctor --peers --write` write it, or "
+            error=f"RINGREDUCE_HOSTS_FILE={file!r}: {reason}; write it with `ringreduce doctor --peers --write`, or "
             "leave the option out"
         )
 
@@ -520,15 +507,13 @@ def geometry_for(size: int, options: Options, plan_channels: int) -> _C.Geometry
     `plan_channels` is what the topology's plans need; channels that no plan uses take address space only.
     """
     mailbox_depth = 4
-    channels, mailbox_bytes = options.channels, options.mailbox_bytes
-    assert channels is not None and mailbox_bytes is not None  # resolved
     return _C.Geometry(
         ranks=size,
-        channels=max(channels, plan_channels),
+        channels=max(options.channels, plan_channels),
         depth=plan.slot_depth(size),
         slot_bytes=slot_bytes_for(size, options),
         mailbox_depth=mailbox_depth,
-        mailbox_slot_bytes=min(max(mailbox_bytes // (size * mailbox_depth) // 4096 * 4096, 4096), 256 * 1024),
+        mailbox_slot_bytes=min(max(options.mailbox_bytes // (size * mailbox_depth) // 4096 * 4096, 4096), 256 * 1024),
     )
 
 

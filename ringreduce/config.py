@@ -1,6 +1,6 @@
-"""The knobs: per-group options over RINGREDUCE_* environment variables over defaults.
+"""The knobs. An option wins over its RINGREDUCE_* environment variable, and the variable over the default.
 
-This module is the only reader of the environment. `ringreduce info` prints every knob with its value and its origin.
+Only this module reads these variables. `ringreduce info` prints every knob with its value and its origin.
 """
 
 from __future__ import annotations
@@ -24,103 +24,107 @@ def _knob(default: Any, allowed: tuple[str, ...] | tuple[int, int] | None, help:
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a group, for `pg_options` of `init_process_group` and `new_group`. Must be the same on all ranks
-    (but `tuning`, `topo_file` and `hosts_file`, of which rank 0's count). `arena_bytes`, `arena_keep_bytes` and
-    `share_allocations` are about the process, which has one arena for all groups.
+    """Options of a group, for `pg_options` of `init_process_group` and `new_group`.
+
+    Most must be the same on all ranks. Of `tuning`, `topo_file` and `hosts_file` only rank 0's count. `socket_ifname`,
+    `ports`, `host_id`, `secret_file`, `recorded_calls`, `dump_when_broken`, `debug`, `arena_keep_bytes` and
+    `share_allocations` may differ between ranks. `arena_bytes`, `arena_keep_bytes` and `share_allocations` concern the
+    process, which has one arena for all groups.
 
     A field left at None takes its RINGREDUCE_* variable, or else its default. Raises `InvalidArgument` for bad values.
     """
 
-    algorithms: str | None = _knob(
+    algorithms: str = _knob(
         "", None, "which algorithm for which size, as 'all_reduce:ring;broadcast:tree:32K-' (default: as tuned)"
     )
-    transport: str | None = _knob(
+    transport: str = _knob(
         "auto",
         ("auto", "shared_memory", "tcp", "gloo"),
         "'auto': memory inside a host, TCP between hosts; 'shared_memory': one host; 'tcp': as if each rank had a "
         "host of its own; 'gloo': plans over Gloo's messages",
     )
-    socket_ifname: str | None = _knob(
+    socket_ifname: str = _knob(
         "", None, "interfaces for other hosts: prefixes ('eth,ib'), '=eth0', '^docker,lo' or '10.1.0.0/16'"
     )
-    ports: str | None = _knob("", None, "TCP ports to listen at for other hosts: '20000-20100' (default: any)")
-    host_id: str | None = _knob("", None, "ranks with the same are on one host (default: as the kernel says)")
-    secret_file: str | None = _knob("", None, "a file that only ranks of the job can read; links between hosts need it")
-    hosts_file: str | None = _knob(
-        "", None, "what `ringreduce doctor --peers --write` measured between hosts (default: assumed). Rank 0's counts"
+    ports: str = _knob("", None, "TCP ports to listen at for other hosts: '20000-20100' (default: any)")
+    host_id: str = _knob("", None, "ranks with the same text are on one host (default: as the kernel says)")
+    secret_file: str = _knob("", None, "a file that only ranks of the job can read; links between hosts need it")
+    hosts_file: str = _knob(
+        "",
+        None,
+        "what `ringreduce doctor --peers --write` measured between hosts (default: see docs/hosts.md). Only "
+        "rank 0's is read",
     )
-    connections: int | None = _knob(1, (1, 64), "TCP connections of a link, for each pair of interfaces")
-    dead_after: int | None = _knob(10, (1, 24 * 3600), "seconds without a sign of life after which a link breaks")
-    wire_dtype: str | None = _knob(
+    connections: int = _knob(1, (1, 64), "TCP connections of a link, for each pair of interfaces")
+    dead_after: int = _knob(10, (1, 24 * 3600), "seconds without a sign of life after which a link breaks")
+    wire_dtype: str = _knob(
         "float32",
         ("float32", "bfloat16", "int8"),
         "how all_reduce sends float32 to other hosts: 'float32', 'bfloat16' or 'int8' (half, a quarter of the "
         "bytes; rounds, see docs/hosts.md)",
     )
-    tuning: str | None = _knob(
+    tuning: str = _knob(
         "auto",
         None,
-        "'auto': by a file made for this machine; 'off': built-in rules; else the file's path. Rank 0's counts",
+        "'auto': this machine's own file; 'off': built-in rules; else the path of a file. Only rank 0's is read",
     )
-    topo_file: str | None = _knob(
+    topo_file: str = _knob(
         "",
         None,
         "a file with the machine's links, see `ringreduce topo --json`: rank r is on its r-th GPU. Rank 0's counts",
     )
-    channels: int | None = _knob(3, (1, 64), "channels, the rings or trees that one plan may have")
-    channel_bytes: int | None = _knob(
-        4 * 1024**2, (64 * 1024, 1024**3), "shared memory for one channel's slots, per rank"
+    channels: int = _knob(3, (1, 64), "channels, the rings or trees that one plan may have")
+    channel_bytes: int = _knob(
+        4 * 1024**2,
+        (64 * 1024, 1024**3),
+        "shared memory for one channel's slots, per rank; above 8 ranks each takes less",
     )
-    mailbox_bytes: int | None = _knob(
-        2 * 1024**2, (64 * 1024, 1024**3), "shared memory for point-to-point messages, per rank"
-    )
-    arena_bytes: int | None = _knob(
+    mailbox_bytes: int = _knob(2 * 1024**2, (64 * 1024, 1024**3), "shared memory for point-to-point messages, per rank")
+    arena_bytes: int = _knob(
         16 * 1024**3,
         (0, 1024**4),
-        "address space per process for shared tensors, as the process's first group has it; 0: the group uses none",
+        "address space per process for shared tensors; the process's first group decides; 0: the group shares none",
     )
-    arena_keep_bytes: int | None = _knob(
+    arena_keep_bytes: int = _knob(
         256 * 1024**2, (0, 1024**4), "memory of freed shared tensors that a process keeps for new ones"
     )
-    share_allocations: int | None = _knob(
+    share_allocations: int = _knob(
         0, (0, 1), "1: torch's CPU tensors of 1 MB and more are shared tensors (ringreduce.share_allocations); 0: not"
     )
-    spins: int | None = _knob(
-        0, (0, 1_000_000), "looks before a waiting rank yields its core (default: by ranks per core)"
-    )
-    yields: int | None = _knob(
+    spins: int = _knob(0, (0, 1_000_000), "looks before a waiting rank yields its core (default: by ranks per core)")
+    yields: int = _knob(
         0, (0, 1_000_000_000), "yields before a waiting rank sleeps (default: by the probe where ranks share cores)"
     )
-    slices: int | None = _knob(4, (1, 1024), "slices that a chunk is cut in, if they are not too small or too large")
-    least_slice_bytes: int | None = _knob(0, (0, 1024**3), "slices are not made smaller (default: by `fetch`)")
-    fetch: int | None = _knob(1, (0, 1), "1: ranks read one another's tensors where they are; 0: through copies")
-    least_fetch_bytes: int | None = _knob(0, (0, 1024**3), "smaller slices are copied (default: by ranks per core)")
-    most_fetch_bytes: int | None = _knob(
+    slices: int = _knob(4, (1, 1024), "slices that a chunk is cut in, if they are not too small or too large")
+    least_slice_bytes: int = _knob(0, (0, 1024**3), "the smallest size of a slice (default: depends on `fetch`)")
+    fetch: int = _knob(1, (0, 1), "1: ranks read one another's tensors where they are; 0: through copies")
+    least_fetch_bytes: int = _knob(0, (0, 1024**3), "smaller slices are copied (default: by ranks per core)")
+    most_fetch_bytes: int = _knob(
         0,
         (0, 1024**5),
-        "calls in place of more than two ranks that reduce more bytes in all copy them (default: by the probe)",
+        "above two ranks, calls in place that reduce more bytes than this in all make copies (default: probed)",
     )
-    stream_bytes: int | None = _knob(
+    stream_bytes: int = _knob(
         48 * 1024**2, (0, 1024**5), "outputs that have so many bytes in all are stored past the caches"
     )
-    gpu_transport: str | None = _knob(
+    gpu_transport: str = _knob(
         "auto",
         ("auto", "peer", "nccl", "host"),
         "for CUDA tensors: 'peer': GPUs' shared memory; 'nccl': NCCL's messages; 'host': the host's memory; 'auto': "
         "'peer' where it works, else 'host'",
     )
-    gpu_bytes: int | None = _knob(64 * 1024**2, (1024**2, 16 * 1024**3), "memory of each GPU for a group's slots")
-    gpu_blocks: int | None = _knob(32, (1, 1024), "thread blocks of a call, each of which takes a multiprocessor")
-    gpu_mode: str | None = _knob(
+    gpu_bytes: int = _knob(64 * 1024**2, (1024**2, 16 * 1024**3), "memory of each GPU for a group's slots")
+    gpu_blocks: int = _knob(32, (1, 1024), "thread blocks of a call, each of which takes a multiprocessor")
+    gpu_mode: str = _knob(
         "auto",
         ("auto", "run", "steps"),
         "'run': a kernel takes a whole call; 'steps': a batch of its steps; 'auto': 'steps' where ranks share a GPU",
     )
-    recorded_calls: int | None = _knob(
+    recorded_calls: int = _knob(
         2000, (0, 10_000_000), "latest calls that the flight recorder keeps, per group; 0: none"
     )
-    dump_when_broken: int | None = _knob(1, (0, 1), "1: write the flight record when the group breaks; 0: do not")
-    debug: int | None = _knob(0, (0, 2), "1: log the life of groups; 2: also print a line for every call")
+    dump_when_broken: int = _knob(1, (0, 1), "1: write the flight record when the group breaks; 0: do not")
+    debug: int = _knob(0, (0, 2), "1: log the life of groups; 2: also print a line for every call")
 
 
 DEFAULTS: Mapping[str, Any] = {knob.name: knob.metadata["default"] for knob in fields(Options)}
@@ -128,6 +132,12 @@ DEFAULTS: Mapping[str, Any] = {knob.name: knob.metadata["default"] for knob in f
 # 3 channels of 4 MB and 2 MB of mailboxes are 14 MB per rank, of which a channel that is not used takes none. Swept for
 # all_reduce of 64 MB with 4 ranks on 2 cores (Xeon with 2 MB of L2 a core, November 2026): 4 MB a channel took 26.0 ms,
 # 2 MB 27.8, 1 MB 28.0 (medians of two runs); for 2 ranks they were alike. More and smaller slots gained nothing.
+
+# Above so many ranks all slots of a channel together stay as large as theirs, so that they still fit the caches. Swept
+# for all_reduce with 16, 24 and 32 ranks on the same 2 cores, three rounds: with 1 or 2 MB a channel 1 MB took 0.7 to
+# 0.95 of its time with 4 MB, and 16 MB 0.9 to 1.05. With 8 ranks 4 MB was the fastest for 16 MB.
+RANKS_WITH_WHOLE_SLOTS = 8
+LEAST_SHARED_SLOT = 16 * 1024
 
 # Looks before a yield: with a core for every rank a peer answers sooner than the kernel could switch; with fewer, the
 # peer may need our core to answer at all. Swept with one_shot of 64 bytes on a 2-core Xeon, November 2026: with 4 ranks
@@ -235,5 +245,6 @@ def _check(name: str, allowed: Any, value: Any, origin: str) -> None:
 
 def slot_bytes_for(size: int, options: Options) -> int:
     """Of one slot in a group of `size` ranks."""
-    assert options.channel_bytes is not None  # resolved
-    return max(options.channel_bytes // slot_depth(size) // 4096 * 4096, 4096)
+    whole = options.channel_bytes // slot_depth(size)
+    shared = max(whole * RANKS_WITH_WHOLE_SLOTS // max(size, RANKS_WITH_WHOLE_SLOTS), LEAST_SHARED_SLOT)
+    return max(min(whole, shared) // 4096 * 4096, 4096)

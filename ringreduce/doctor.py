@@ -23,10 +23,10 @@ from ringreduce.common import compiled
 from ringreduce.common.failures import RingReduceError, TopologyError
 from ringreduce.common.files import text_of
 from ringreduce.common.units import bytes_text
-from ringreduce.config import DEFAULTS, resolve
+from ringreduce.config import resolve
 from ringreduce.gpu import kernels
 from ringreduce.gpu.nvcc import find_nvcc
-from ringreduce.topology.graph import FABRIC, LinkGraph, LinkKind, NodeKind
+from ringreduce.topology.graph import FABRIC, LinkGraph, NodeKind
 from ringreduce.topology.live import probe
 from ringreduce.topology.read import described
 
@@ -129,7 +129,11 @@ class Facts:
 def examine(facts: Facts | None = None) -> list[Finding]:
     """Everything that matters, about this machine if no facts are given."""
     facts = facts or look()
-    return [finding for judge in JUDGES for finding in [judge(facts)] if finding is not None]
+    return [
+        Finding(subject, state, what, why, fix)
+        for subject, why, judge in JUDGES
+        for state, what, fix in filter(None, [judge(facts)])
+    ]
 
 
 def render(findings: list[Finding]) -> Table:
@@ -148,141 +152,151 @@ def render(findings: list[Finding]) -> Table:
 # Judging.
 
 
-def _torch(facts: Facts) -> Finding:
-    why = "ringreduce is a backend of torch.distributed"
+Judged = tuple[State, str, str]
+"""What a judge says of its subject: the state, what there is, and what would better it ("" if nothing)."""
+JUDGES: list[tuple[str, str, Callable[[Facts], Judged | None]]] = []
+"""What each judges, why it matters here, and the judge."""
+
+
+def _about(subject: str, why: str) -> Callable[[Callable[[Facts], Judged | None]], None]:
+    return lambda judge: JUDGES.append((subject, why, judge))
+
+
+@_about("torch", "ringreduce is a backend of torch.distributed")
+def _torch(facts: Facts) -> Judged:
     if not facts.torch:
-        return Finding("torch", "missing", "none", why, "pip install torch; topo, plan and simulate need none")
+        return "missing", "none", "pip install torch; topo, plan and simulate need none"
     cuda = f"CUDA {facts.cuda}" if facts.cuda else "no CUDA"
     what = f"torch {facts.torch}, {cuda}"
     version = re.match(r"(\d+)\.(\d+)", facts.torch)
     if not facts.distributed:
-        return Finding(
-            "torch", "missing", f"{what}, without torch.distributed", why, "install torch from PyPI for Linux"
-        )
+        return "missing", f"{what}, without torch.distributed", "install torch from PyPI for Linux"
     if version is None or (int(version[1]), int(version[2])) < OLDEST_TORCH:
-        return Finding("torch", "limited", what, why, f"install torch {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} or newer")
+        return "limited", what, f"install torch {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} or newer"
     if len(facts.graph.gpus) > facts.cuda_devices:
         seen = f"{what}; it sees {facts.cuda_devices} of {len(facts.graph.gpus)} GPUs"
         fix = "see torch.cuda.is_available()" if facts.cuda else "install a torch that is built for CUDA"
-        return Finding("torch", "limited", seen, why, fix)
-    return Finding("torch", "ok", what, why)
+        return "limited", seen, fix
+    return "ok", what, ""
 
 
-def _compiled(facts: Facts) -> Finding:
-    why = "makes groups and runs their calls; topo, plan and simulate do without"
+@_about("compiled module", "makes groups and runs their calls; topo, plan and simulate do without")
+def _compiled(facts: Facts) -> Judged:
     if not facts.compiled:
-        return Finding("compiled module", "ok", "loads", why)
+        return "ok", "loads", ""
     what, _, fix = facts.compiled.rpartition("; ")
-    return Finding("compiled module", "missing", what, why, fix)
+    return "missing", what, fix
 
 
-def _compiler(facts: Facts) -> Finding:
-    why = "builds ringreduce from its source, and anew for another torch"
+@_about("C++ compiler", "builds ringreduce from its source, and anew for another torch")
+def _compiler(facts: Facts) -> Judged:
     if facts.compiler:
-        return Finding("C++ compiler", "ok", facts.compiler, why)
-    return Finding("C++ compiler", "limited", "none on PATH", why, "install g++ or clang++, or set CXX")
+        return "ok", facts.compiler, ""
+    return "limited", "none on PATH", "install g++ or clang++, or set CXX"
 
 
-def _shared_memory(facts: Facts) -> Finding:
-    why = "the ranks of a host move data through memory that they share (a memfd, not /dev/shm)"
+@_about("shared memory", "the ranks of a host move data through memory that they share (a memfd, not /dev/shm)")
+def _shared_memory(facts: Facts) -> Judged:
     if facts.memory:
-        return Finding(
-            "shared memory", "missing", facts.memory, why, "use Linux 5.3 or newer, and allow the system calls"
-        )
+        return "missing", facts.memory, "use Linux 5.3 or newer, and allow the system calls"
     need = facts.bytes_per_rank * facts.cores
     each = f"{bytes_text(facts.bytes_per_rank, 1024)} for a rank and group"
     if facts.memory_left is None:
-        return Finding("shared memory", "ok", f"memfd works; {each}", why)
+        return "ok", f"memfd works; {each}", ""
     what = f"memfd works; {bytes_text(facts.memory_left, 1024)} left, {each}"
     if facts.memory_left < need:
         fix = "raise the memory limit of the cgroup (Docker: --memory), or lower RINGREDUCE_CHANNEL_BYTES"
-        return Finding("shared memory", "limited", what, why, fix)
-    return Finding("shared memory", "ok", what, why)
+        return "limited", what, fix
+    return "ok", what, ""
 
 
-def _peer_memory(facts: Facts) -> Finding:
-    subject = "peers' memory"
-    why = "ranks read one another's tensors where they lie; without, everything is copied through shared memory"
+@_about(
+    "peers' memory",
+    "ranks read one another's tensors where they lie; without, everything is copied through shared memory",
+)
+def _peer_memory(facts: Facts) -> Judged:
     if facts.fetch:
-        return Finding(subject, "ok", "can be read", why)
+        return "ok", "can be read", ""
     if facts.compiled:
-        return Finding(subject, "limited", "not tried: the compiled module does not load", why, "see there")
+        return "limited", "not tried: the compiled module does not load", "see there"
     if not facts.fetch_wanted:
-        return Finding(subject, "limited", "not read, by RINGREDUCE_FETCH", why, "unset RINGREDUCE_FETCH")
+        return "limited", "not read, by RINGREDUCE_FETCH", "unset RINGREDUCE_FETCH"
     if facts.yama not in ("", "0"):
         fix = "sysctl kernel.yama.ptrace_scope=0, or run as root (Docker: --cap-add=SYS_PTRACE)"
-        return Finding(subject, "limited", f"kernel.yama.ptrace_scope is {facts.yama}", why, fix)
+        return "limited", f"kernel.yama.ptrace_scope is {facts.yama}", fix
     fix = "allow process_vm_readv (Docker: --cap-add=SYS_PTRACE, or another seccomp profile)"
-    return Finding(subject, "limited", "the kernel refuses it", why, fix)
+    return "limited", "the kernel refuses it", fix
 
 
-def _cores(facts: Facts) -> Finding:
-    why = "a rank that waits for a core delays all others; ranks on one NUMA node share its memory"
+@_about("cores", "a rank that waits for a core delays all others; ranks on one NUMA node share its memory")
+def _cores(facts: Facts) -> Judged:
     nodes = len(facts.graph.of_kind(NodeKind.CPU))
     what = f"{facts.cores} of {facts.cores_online} cores, {_count(nodes, 'NUMA node')}"
     if facts.quota is not None and facts.quota < facts.cores:
         fix = f"start at most {max(1, int(facts.quota))} ranks, or raise the limit (Docker: --cpus)"
-        return Finding("cores", "limited", f"{what}, time of {facts.quota:g} cores", why, fix)
+        return "limited", f"{what}, time of {facts.quota:g} cores", fix
     if facts.cores < 2:
-        return Finding("cores", "limited", what, why, "allow more (taskset, or Docker: --cpuset-cpus)")
-    return Finding("cores", "ok", what, why)
+        return "limited", what, "allow more (taskset, or Docker: --cpuset-cpus)"
+    return "ok", what, ""
 
 
-def _gpus(facts: Facts) -> Finding:
-    why = "GPUs reduce in their own memory; ranks on CPUs need none"
+@_about("GPUs", "GPUs reduce in their own memory; ranks on CPUs need none")
+def _gpus(facts: Facts) -> Judged:
     gpus = facts.graph.gpus
     # Notes of the probe that are about GPUs; the rest is shown with the topology.
     notes = [text for text in facts.graph.assumed if "GPU" in text or "NVLinks" in text or "XGMI" in text]
     if not gpus:
         fix = "install the driver, show the GPUs to the container (Docker: --gpus all), `pip install ringreduce[cuda]`"
-        return Finding("GPUs", "missing", " ".join(["none", *notes]), why, fix)
+        return "missing", " ".join(["none", *notes]), fix
     models = Counter(gpu.detail.split(" at ")[0] or "GPU" for gpu in gpus)
     what = ", ".join(f"{count} x {model}" for model, count in models.items())
     if notes:
-        return Finding("GPUs", "limited", what, why, " ".join(notes))
-    return Finding("GPUs", "ok", what, why)
+        return "limited", what, " ".join(notes)
+    return "ok", what, ""
 
 
-def _cuda_driver(facts: Facts) -> Finding:
-    why = "gives CUDA tensors to ringreduce; ranks on CPUs need none"
+@_about("CUDA driver", "gives CUDA tensors to ringreduce; ranks on CPUs need none")
+def _cuda_driver(facts: Facts) -> Judged:
     if facts.cuda_driver is None:
         what, _, fix = facts.cuda_problem.partition("; ")
-        return Finding("CUDA driver", "missing", what, why, fix)
+        return "missing", what, fix
     what = f"CUDA {facts.cuda_driver}, {_count(len(facts.gpus), 'GPU')}"
     if facts.cuda_problem:
-        return Finding("CUDA driver", "limited", f"{what}; {facts.cuda_problem}", why, "see `nvidia-smi`")
+        return "limited", f"{what}; {facts.cuda_problem}", "see `nvidia-smi`"
     if not facts.gpus:
-        return Finding("CUDA driver", "limited", what, why, "show the GPUs to the process (CUDA_VISIBLE_DEVICES)")
-    return Finding("CUDA driver", "ok", what, why)
+        return "limited", what, "show the GPUs to the process (CUDA_VISIBLE_DEVICES)"
+    return "ok", what, ""
 
 
-def _gpu_kernels(facts: Facts) -> Finding:
-    why = "reduce on GPUs; one that can load none of them keeps its whole group from it"
+@_about("GPU kernels", "reduce on GPUs; one that can load none of them keeps its whole group from it")
+def _gpu_kernels(facts: Facts) -> Judged:
     what, fix = facts.gpu_kernels
     if not what:
-        return Finding("GPU kernels", "missing", "neither built with the package nor an NVRTC", why, fix)
-    old = [f"{gpu.name} has {_dotted(gpu.capability)}" for gpu in facts.gpus if gpu.capability < kernels.OLDEST]
+        return "missing", "neither built with the package nor an NVRTC", fix
+    old = [f"{gpu.name} has {kernels.dotted(gpu.capability)}" for gpu in facts.gpus if gpu.capability < kernels.OLDEST]
     if old:
-        fix = f"use GPUs of compute capability {_dotted(kernels.OLDEST)} or more"
-        return Finding("GPU kernels", "limited", f"{what}; {', '.join(old)}", why, fix)
+        fix = f"use GPUs of compute capability {kernels.dotted(kernels.OLDEST)} or more"
+        return "limited", f"{what}; {', '.join(old)}", fix
     middle = [gpu.name for gpu in facts.gpus if gpu.capability < kernels.OLDEST_PREBUILT]
     if middle and "NVRTC" not in what:
-        return Finding("GPU kernels", "limited", f"{what}; too new for {', '.join(middle)}", why, kernels.FIX)
-    return Finding("GPU kernels", "ok", what, why)
+        return "limited", f"{what}; too new for {', '.join(middle)}", kernels.FIX
+    return "ok", what, ""
 
 
-def _gpu_memory(facts: Facts) -> Finding | None:
+@_about(
+    "GPUs' memory",
+    "ranks read and write one another's GPUs; where any cannot, their CUDA tensors go through the host's memory",
+)
+def _gpu_memory(facts: Facts) -> Judged | None:
     """How ranks on GPUs come together; nothing without GPUs."""
     if not facts.gpus:
         return None
-    subject = "GPUs' memory"
-    why = "ranks read and write one another's GPUs; where any cannot, their CUDA tensors go through the host's memory"
     closed = [gpu.name for gpu in facts.gpus if not gpu.shared_by]
     if closed:
         fix = (
             "see `ulimit -l`, and start the container with --ipc=host; ranks that are threads of one process need none"
         )
-        return Finding(subject, "limited", f"other processes cannot have that of {', '.join(closed)}", why, fix)
+        return "limited", f"other processes cannot have that of {', '.join(closed)}", fix
     apart = [
         f"{number} of {other}"
         for number, gpu in enumerate(facts.gpus)
@@ -292,121 +306,91 @@ def _gpu_memory(facts: Facts) -> Finding | None:
     ways = ", ".join(sorted({gpu.shared_by for gpu in facts.gpus}))
     if apart:
         fix = "see `nvidia-smi topo -p2p r`; over PCIe, switch off ACS and the IOMMU"
-        return Finding(subject, "limited", f"no access from device {', '.join(apart)}", why, fix)
+        return "limited", f"no access from device {', '.join(apart)}", fix
     if without := [gpu.name for gpu in facts.gpus if not gpu.stream_values]:
         what = f"by {ways}; streams of {', '.join(without)} cannot wait for 64-bit values"
-        return Finding(subject, "limited", what, why, "a GPU for every rank: only ranks that share one need them")
+        return "limited", what, "a GPU for every rank: only ranks that share one need them"
     each = ", from each GPU to all" if len(facts.gpus) > 1 else ""
-    return Finding(subject, "ok", f"shared by {ways}{each}; streams wait for 64-bit values", why)
+    return "ok", f"shared by {ways}{each}; streams wait for 64-bit values", ""
 
 
-def _fabric(facts: Facts) -> Finding | None:
+@_about("NVLink or XGMI", "rings and trees over these links are several times faster than over PCIe")
+def _fabric(facts: Facts) -> Judged | None:
     """The GPUs' own links; nothing about fewer than two GPUs."""
     graph = facts.graph
     if len(graph.gpus) < 2:
         return None
-    why = "rings and trees over these links are several times faster than over PCIe"
     out = {
         gpu.name: sum(link.capacity for link in graph.following[gpu.name] if link.kind in FABRIC) for gpu in graph.gpus
     }
     without = [name for name, capacity in out.items() if not capacity]
-    kind = "XGMI" if any(link.kind is LinkKind.XGMI for link in graph.links) else "NVLink"
     if len(without) == len(out):
-        return Finding("NVLink", "limited", "none: PCIe only", why, "nothing, if the GPUs have no such links")
+        return "limited", "none: PCIe only", "nothing, if the GPUs have no such links"
     low, high = min(filter(None, out.values())), max(out.values())
     what = f"{low:g} GB/s" if low == high else f"{low:g} to {high:g} GB/s"
     if without:
-        return Finding(
-            kind, "limited", f"{what} a GPU, none for {', '.join(without)}", why, "see `nvidia-smi nvlink -s`"
-        )
-    return Finding(kind, "ok", f"{what} from each GPU, each way", why)
+        return "limited", f"{what} a GPU, none for {', '.join(without)}", "see `nvidia-smi nvlink -s`"
+    return "ok", f"{what} from each GPU, each way", ""
 
 
-def _topo_file(facts: Facts) -> Finding | None:
-    why = "groups plan over the links that this file describes"
+@_about("topology file", "groups plan over the links that this file describes")
+def _topo_file(facts: Facts) -> Judged | None:
     if facts.topo_error:
-        return Finding("topology file", "missing", facts.topo_error, why, "correct RINGREDUCE_TOPO_FILE, or unset it")
-    return Finding("topology file", "ok", facts.topo_file, why) if facts.topo_file else None
+        return "missing", facts.topo_error, "correct RINGREDUCE_TOPO_FILE, or unset it"
+    return ("ok", facts.topo_file, "") if facts.topo_file else None
 
 
-def _nccl(facts: Facts) -> Finding:
-    why = "carries collectives of CUDA tensors in torch, also between hosts (`cpu:ringreduce,cuda:nccl`)"
+@_about("NCCL", "carries collectives of CUDA tensors in torch, also between hosts (`cpu:ringreduce,cuda:nccl`)")
+def _nccl(facts: Facts) -> Judged:
     if facts.nccl:
-        return Finding("NCCL", "ok", facts.nccl, why)
-    fix = "install a torch that is built for CUDA, or libnccl2" if facts.graph.gpus else ""
-    return Finding("NCCL", "missing", "none", why, fix)
+        return "ok", facts.nccl, ""
+    return "missing", "none", "install a torch that is built for CUDA, or libnccl2" if facts.graph.gpus else ""
 
 
-def _toolkit(facts: Facts) -> Finding:
-    why = "compiles kernels for GPUs; ranks on CPUs need none"
+@_about("CUDA toolkit", "compiles kernels for GPUs; ranks on CPUs need none")
+def _toolkit(facts: Facts) -> Judged:
     if facts.nvcc:
-        return Finding("CUDA toolkit", "ok", facts.nvcc, why)
-    fix = "install the CUDA toolkit, or set CUDA_HOME" if facts.graph.gpus else ""
-    return Finding("CUDA toolkit", "missing", "no nvcc", why, fix)
+        return "ok", facts.nvcc, ""
+    return "missing", "no nvcc", "install the CUDA toolkit, or set CUDA_HOME" if facts.graph.gpus else ""
 
 
-def _network(facts: Facts) -> Finding:
-    why = "ranks meet at a store over TCP, and hosts are no faster than the network between them"
+@_about("network", "ranks meet at a store over TCP, and hosts are no faster than the network between them")
+def _network(facts: Facts) -> Judged:
     up = [interface for interface in facts.interfaces if interface.up]
     speeds = [f"{one.name} ({one.gbit:g} Gbit/s)" if one.gbit else one.name for one in up]
     what = ", ".join(speeds) or "none is up"
     if not any(interface.loopback for interface in up):
-        return Finding("network", "missing", f"{what}; no loopback", why, "ip link set lo up")
+        return "missing", f"{what}; no loopback", "ip link set lo up"
     if len(up) == 1:
-        return Finding(
-            "network", "limited", f"{what}: this host alone", why, "set up an interface to reach other hosts"
-        )
-    return Finding("network", "ok", what, why)
+        return "limited", f"{what}: this host alone", "set up an interface to reach other hosts"
+    return "ok", what, ""
 
 
-def _memlock(facts: Facts) -> Finding:
-    why = "RDMA and GPUs reach only memory that is locked; ranks on CPUs lock none"
+@_about("locked memory", "RDMA and GPUs reach only memory that is locked; ranks on CPUs lock none")
+def _memlock(facts: Facts) -> Judged:
     needed = bool(facts.graph.gpus) or any(nic.name.startswith("mlx") for nic in facts.graph.of_kind(NodeKind.NIC))
     what = "no limit" if facts.memlock is None else f"at most {bytes_text(facts.memlock, 1024)}"
     if facts.memlock is not None and needed:
-        fix = "ulimit -l unlimited (Docker: --ulimit memlock=-1)"
-        return Finding("locked memory", "limited", what, why, fix)
-    return Finding("locked memory", "ok", what, why)
+        return "limited", what, "ulimit -l unlimited (Docker: --ulimit memlock=-1)"
+    return "ok", what, ""
 
 
-def _open_files(facts: Facts) -> Finding:
-    why = "every group of a rank holds one for each other rank, to see it die"
+@_about("open files", "every group of a rank holds one for each other rank, to see it die")
+def _open_files(facts: Facts) -> Judged:
     what = "no limit" if facts.open_files is None else f"at most {facts.open_files}"
     if facts.open_files is not None and facts.open_files < LEAST_FILES:
-        return Finding("open files", "limited", what, why, f"ulimit -n {LEAST_FILES} or more (Docker: --ulimit nofile)")
-    return Finding("open files", "ok", what, why)
+        return "limited", what, f"ulimit -n {LEAST_FILES} or more (Docker: --ulimit nofile)"
+    return "ok", what, ""
 
 
-def _huge_pages(facts: Facts) -> Finding | None:
+@_about("huge pages", "large tensors in shared memory may miss the TLB less")
+def _huge_pages(facts: Facts) -> Judged | None:
     if not facts.huge_pages:
         return None
-    why = "large tensors in shared memory may miss the TLB less"
     path = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
     if facts.huge_pages in ("always", "within_size", "force"):
-        return Finding("huge pages", "ok", f"{facts.huge_pages}, for shared memory", why)
-    return Finding("huge pages", "limited", f"{facts.huge_pages}, for shared memory", why, f"echo within_size > {path}")
-
-
-JUDGES: tuple[Callable[[Facts], Finding | None], ...] = (
-    _torch,
-    _compiled,
-    _compiler,
-    _shared_memory,
-    _peer_memory,
-    _cores,
-    _gpus,
-    _cuda_driver,
-    _gpu_kernels,
-    _gpu_memory,
-    _fabric,
-    _topo_file,
-    _nccl,
-    _toolkit,
-    _network,
-    _memlock,
-    _open_files,
-    _huge_pages,
-)
+        return "ok", f"{facts.huge_pages}, for shared memory", ""
+    return "limited", f"{facts.huge_pages}, for shared memory", f"echo within_size > {path}"
 
 
 # Looking.
@@ -418,8 +402,7 @@ def look(sysfs: Path = Path("/sys"), proc: Path = Path("/proc")) -> Facts:
         options = resolve(None)[0]
     except ValueError:  # `ringreduce info` says which variable is wrong
         options = resolve(None, {})[0]
-    values = {name: getattr(options, name) or default for name, default in DEFAULTS.items()}
-    topo_file, topo_error = options.topo_file or "", ""
+    topo_file, topo_error = options.topo_file, ""
     try:
         if topo_file:
             described(topo_file)
@@ -435,7 +418,7 @@ def look(sysfs: Path = Path("/sys"), proc: Path = Path("/proc")) -> Facts:
         compiler=shutil.which(shlex.split(os.environ.get("CXX") or "c++")[0]),
         memory=_why_no_memory(),
         memory_left=_memory_left(sysfs, proc),
-        bytes_per_rank=values["channels"] * values["channel_bytes"] + values["mailbox_bytes"],
+        bytes_per_rank=options.channels * options.channel_bytes + options.mailbox_bytes,
         fetch=not missing and tuning.fetches(options),
         fetch_wanted=bool(options.fetch),
         yama=text_of(proc / "sys/kernel/yama/ptrace_scope"),
@@ -540,7 +523,7 @@ def _look_at_gpus() -> tuple[str | None, str, tuple[Gpu, ...]]:
     driver = None
     gpus = []
     try:
-        driver = _dotted(_C.cuda_version())
+        driver = kernels.dotted(_C.cuda_version())
         infos = [_C.CudaDeviceInfo(ordinal) for ordinal in range(_C.CudaDeviceInfo.count())]
         for ordinal, info in enumerate(infos):
             shared_by = _C.GpuRegion(_C.CudaDevice(ordinal), 2 * 1024**2).shared_by
@@ -575,10 +558,6 @@ def _chosen(text: str) -> str:
     """ "always [madvise] never" -> "madvise"."""
     found = re.search(r"\[(\w+)\]", text)
     return found[1] if found else ""
-
-
-def _dotted(version: tuple[int, int]) -> str:
-    return f"{version[0]}.{version[1]}"
 
 
 def _count(number: int, thing: str) -> str:

@@ -19,15 +19,15 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
+from dataclasses import asdict, dataclass, replace
 
 from ringreduce.common.failures import CollectiveTimeout, RingReduceError
 from ringreduce.host_links import PATIENCE
 from ringreduce.hosts_file import HostsFile
-from ringreduce.rendezvous.host import Meeting, Place, meet
+from ringreduce.rendezvous.host import Meeting, Place, exactly, meet
 from ringreduce.rendezvous.links import Peer
 from ringreduce.rendezvous.store import Store, get
+from ringreduce.tuning.decision import now
 
 MEET_SECONDS = 60.0
 """For all ranks to come."""
@@ -96,9 +96,8 @@ class Survey:
             if not pair.error:
                 latency[pair.lower][pair.higher] = latency[pair.higher][pair.lower] = pair.latency
                 bandwidth[pair.lower][pair.higher], bandwidth[pair.higher][pair.lower] = pair.there, pair.back
-        date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
         labels = tuple(host.label for host in self.hosts)
-        return HostsFile(date, labels, tuple(map(tuple, latency)), tuple(map(tuple, bandwidth)))
+        return HostsFile(now(), labels, tuple(map(tuple, latency)), tuple(map(tuple, bandwidth)))
 
 
 def survey(
@@ -254,7 +253,7 @@ def _collect(store: Store, speakers: Sequence[int]) -> Iterator[Pair]:
             missed = (*connected[lower][1][other], *connected[higher][1][one])
             error = "; ".join(dict.fromkeys(filter(None, said))) or late.get(lower, "")
             found = measured.get((lower, higher), Pair(lower, higher, error))
-            yield Pair(**{**asdict(found), "missed": missed})
+            yield replace(found, missed=missed)
 
 
 # Measuring: the lower host commands, the higher one obeys. Commands go over the first connection, bytes over all.
@@ -262,7 +261,7 @@ def _collect(store: Store, speakers: Sequence[int]) -> Iterator[Pair]:
 
 def _obey(sockets: Sequence[socket.socket]) -> None:
     while True:
-        command = _read(sockets[0], _COMMAND.size)
+        command = exactly(sockets[0], _COMMAND.size)
         kind, size = _COMMAND.unpack(command)
         if kind == _PING:
             sockets[0].sendall(command)
@@ -281,7 +280,7 @@ def _latency(connection: socket.socket) -> float:
     while len(times) < LEAST_ROUND_TRIPS or (len(times) < ROUND_TRIPS and time.monotonic() < until):
         start = time.perf_counter()
         connection.sendall(_COMMAND.pack(_PING, 0))
-        _read(connection, _COMMAND.size)
+        exactly(connection, _COMMAND.size)
         times.append(time.perf_counter() - start)
     return statistics.median(times) / 2
 
@@ -301,7 +300,7 @@ def _bandwidth(move: Callable[[int], None], latency: float) -> float:
 def _have_taken(sockets: Sequence[socket.socket], size: int) -> None:
     sockets[0].sendall(_COMMAND.pack(_TAKE, size))
     _send(sockets, size)
-    _read(sockets[0], _COMMAND.size)
+    exactly(sockets[0], _COMMAND.size)
 
 
 def _have_given(sockets: Sequence[socket.socket], size: int) -> None:
@@ -338,13 +337,3 @@ def _ready(sockets: Sequence[socket.socket], event: int) -> Iterator[socket.sock
                 assert isinstance(key.fileobj, socket.socket)
                 yield key.fileobj
     raise TimeoutError(f"nothing moved for {STALL_SECONDS:g} s")
-
-
-def _read(connection: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        some = connection.recv(size - len(data))
-        if not some:
-            raise ConnectionResetError("the other host closed the connection")
-        data += some
-    return data

@@ -67,12 +67,10 @@ def share_allocations(enabled: bool = True, least_bytes: int = 1024 * 1024) -> N
 
 def open_arena(options: Options) -> int:
     """The descriptor of this process's arena, which is made if there is none yet; -1 if `options` want none."""
-    size, keep = options.arena_bytes, options.arena_keep_bytes
-    assert size is not None and keep is not None  # resolved
-    size = size // 4096 * 4096
+    size = options.arena_bytes // 4096 * 4096
     if size == 0:
         return -1
-    descriptor = _C.open_arena(size, keep)
+    descriptor = _C.open_arena(size, options.arena_keep_bytes)
     there = arena_stats().size
     if there != size:
         log.info("this process's arena has %d bytes already; arena_bytes=%d has no effect", there, size)

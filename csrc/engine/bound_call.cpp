@@ -27,15 +27,15 @@ bool BoundCall::same(const std::vector<Block>& known, const Tensors& tensors) {
 }
 
 BoundCall::BoundCall(const Team& team, const Program& program, const Call& call, const Buffers& buffers,
-                     const Settings& settings)
+                     std::size_t slice_bytes, const Engine::Options& options)
     : team_(&team),
       program_(&program),
       call_(call),
       inputs_(blocks_of(buffers.input)),
       outputs_(blocks_of(buffers.output)),
       element_(size_of(call.dtype)),
-      slice_bytes_(settings.slice_bytes),
-      packing_(packs(call, program) ? settings.packing : Packing::none),
+      slice_bytes_(slice_bytes),
+      packing_(packs(call, program) ? options.packing : Packing::none),
       in_place_(inputs_.size() == 1 && outputs_.size() == 1 && inputs_[0].data == outputs_[0].data),
       scaled_(reduces(call.operation) && call.reduce_op == ReduceOp::premul_sum),
       withdrawals_(team.withdrawals()),  // before anybody asks what is in the arena
@@ -43,21 +43,21 @@ BoundCall::BoundCall(const Team& team, const Program& program, const Call& call,
   std::size_t written = 0;
   for (const Block& block : outputs_) written += block.count * element_;
   written *= static_cast<std::size_t>(team.size());
-  outgrows_caches_ = written >= settings.stream_bytes;
+  outgrows_caches_ = written >= options.stream_bytes;
 
   bool worth_fetching = team.opens_memory();
   for (const ChannelProgram& channel : program.channels) {
     const std::size_t unit = unit_of(element_);
     const std::size_t largest =
         largest_chunk(stripe(call.largest, channel.share, unit), channel.chunks, unit) * element_;
-    worth_fetching &= lesser(largest, slice_bytes_) >= settings.least_fetch_bytes;
+    worth_fetching &= lesser(largest, slice_bytes_) >= options.least_fetch_bytes;
     // Only the root has something to give, or to take. In several rounds it can copy while the others read.
     worth_fetching &= !has_root(call.operation) || largest <= slice_bytes_;
     channels_.push_back({std::max<std::size_t>(1, ceil_div(largest, slice_bytes_)), {}});
   }
   const bool combined = reduces(call.operation) && in_place_ && !scaled_;
   // Beyond the caches, ordinary loads and stores are faster than the kernel's.
-  const bool kernel_is_faster = combined ? team.size() == 2 || written <= settings.most_fetch_bytes : !outgrows_caches_;
+  const bool kernel_is_faster = combined ? team.size() == 2 || written <= options.most_fetch_bytes : !outgrows_caches_;
   fetched_ = worth_fetching && kernel_is_faster;
   offers_ = combined && (fetched_ || team.in_arena(outputs_[0].data, outputs_[0].count * element_));
 

@@ -58,16 +58,10 @@ struct BoundChannel {
 
 class BoundCall {
  public:
-  struct Settings {
-    std::size_t slice_bytes = kCacheLine;  // the most that a slice may hold: a multiple of 64, at most a slot
-    // See Engine::Options.
-    std::size_t least_fetch_bytes = 0, most_fetch_bytes = 0, stream_bytes = 0;
-    Packing packing = Packing::none;
-  };
-
-  // `team` and `program` must outlive this object.
-  BoundCall(const Team& team, const Program& program, const Call& call, const Buffers& buffers,
-            const Settings& settings);
+  // `team` and `program` must outlive this object. `slice_bytes`: the most that a slice may hold, a multiple of 64 and
+  // at most a slot.
+  BoundCall(const Team& team, const Program& program, const Call& call, const Buffers& buffers, std::size_t slice_bytes,
+            const Engine::Options& options);
 
   // Whether this is what the constructor would make of that call on those tensors.
   bool serves(const Call& call, const Buffers& buffers) const;

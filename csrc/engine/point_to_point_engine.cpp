@@ -1,6 +1,5 @@
 #include "engine/point_to_point_engine.h"
 
-#include <array>
 #include <vector>
 
 #include "core/partition.h"

@@ -1,6 +1,5 @@
 #include "engine/probe.h"
 
-#include <pthread.h>
 #include <sched.h>
 #include <semaphore.h>
 #include <unistd.h>
@@ -222,15 +221,15 @@ Probe measured(std::span<const int> cores) {
     };
     const auto add = [&](std::size_t bytes) {
       const void* const operands[] = {a.get(), b.get()};
-      void* const result = a.get();
+      void* const sum = a.get();
       const std::size_t count = bytes / sizeof(float);
-      return time([&] { kernels::accumulate(DType::float32, ReduceOp::sum, {&result, 1}, operands, count); }) /
+      return time([&] { kernels::accumulate(DType::float32, ReduceOp::sum, {&sum, 1}, operands, count); }) /
              static_cast<double>(bytes);
     };
     if (i == 0) {
-      each[i].copy_cached = copy(kCached);
-      each[i].add_cached = add(kCached);
-      each[i].copy_memory = copy(kMemory);
+      result.copy_cached = copy(kCached);
+      result.add_cached = add(kCached);
+      result.copy_memory = copy(kMemory);
       const Buffer scratch = filled(kScratch);
       const auto to_scratch = [&](const auto& move) {
         return time([&] {
@@ -242,22 +241,17 @@ Probe measured(std::span<const int> cores) {
                static_cast<double>(2 * kMemory);
       };
       bool open = true;
-      each[i].copy_scratch = to_scratch([](std::byte* to, const std::byte* from) { std::memcpy(to, from, kScratch); });
-      each[i].fetch_scratch = to_scratch([&](std::byte* to, const std::byte* from) {
+      result.copy_scratch = to_scratch([](std::byte* to, const std::byte* from) { std::memcpy(to, from, kScratch); });
+      result.fetch_scratch = to_scratch([&](std::byte* to, const std::byte* from) {
         open &= read_memory(getpid(), to, reinterpret_cast<std::uint64_t>(from), kScratch) == 0;
       });
-      if (!open) each[i].fetch_scratch = 0;
+      if (!open) result.fetch_scratch = 0;
     }
     ++ready;
     while (ready < cores.size()) sched_yield();
     each[i].copy_memory_all = copy(kMemory);
     each[i].add_memory_all = add(kMemory);
   });
-  result.copy_cached = each[0].copy_cached;
-  result.add_cached = each[0].add_cached;
-  result.copy_memory = each[0].copy_memory;
-  result.copy_scratch = each[0].copy_scratch;
-  result.fetch_scratch = each[0].fetch_scratch;
   for (const Probe& one : each) {
     result.copy_memory_all = std::max(result.copy_memory_all, one.copy_memory_all);
     result.add_memory_all = std::max(result.add_memory_all, one.add_memory_all);

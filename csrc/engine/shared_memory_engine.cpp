@@ -38,12 +38,7 @@ const BoundCall& SharedMemoryEngine::bind(const Call& call, const Buffers& buffe
   const Choice& choice = choice_for(call);
   const Program& program = program_for(call, choice.plan);
   if (bound_.size() == kBound) bound_.pop_back();
-  bound_.emplace_front(*team_, program, call, buffers,
-                       BoundCall::Settings{.slice_bytes = slice_bytes(call, program, choice.slice_bytes),
-                                           .least_fetch_bytes = options().least_fetch_bytes,
-                                           .most_fetch_bytes = options().most_fetch_bytes,
-                                           .stream_bytes = options().stream_bytes,
-                                           .packing = options().packing});
+  bound_.emplace_front(*team_, program, call, buffers, slice_bytes(call, program, choice.slice_bytes), options());
   return bound_.front();
 }
 

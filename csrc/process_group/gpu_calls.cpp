@@ -28,8 +28,8 @@ c10::Stream GpuCalls::own_stream() {
   return *own_stream_;
 }
 
-c10::intrusive_ptr<c10d::Work> GpuCalls::submit(const CallLog::Call& call, bool async, const TensorList& inputs,
-                                                TensorList outputs, TensorList kept, const Put& put) {
+WorkPtr GpuCalls::submit(const CallLog::Call& call, bool async, const TensorList& inputs, TensorList outputs,
+                         TensorList kept, const Put& put) {
   std::lock_guard lock(submit_mutex_);
   const c10::Stream users = current_stream(device_);
   const cuda::Stream current = native(engine_->device(), users);

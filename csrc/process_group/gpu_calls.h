@@ -15,9 +15,7 @@
 #include <ATen/ATen.h>
 #include <c10/core/Stream.h>
 
-#include <chrono>
 #include <condition_variable>
-#include <cstdint>
 #include <deque>
 #include <exception>
 #include <functional>
@@ -54,8 +52,8 @@ class GpuCalls {
   // `put` puts the call, and what else belongs to it, in the stream that it is given, which is torch's current one
   // then. `kept` is what must not be freed before the call has ended.
   using Put = std::function<void(const cuda::Stream&)>;
-  c10::intrusive_ptr<c10d::Work> submit(const CallLog::Call& call, bool async, const TensorList& inputs,
-                                        TensorList outputs, TensorList kept, const Put& put);
+  WorkPtr submit(const CallLog::Call& call, bool async, const TensorList& inputs, TensorList outputs, TensorList kept,
+                 const Put& put);
 
   // Returns when all calls made so far have ended, or the group has broken.
   void drain();

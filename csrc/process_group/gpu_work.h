@@ -72,7 +72,7 @@ class GpuWork final : public c10d::Work {
   void synchronize() override { wait(kNoTimeout); }
   void blockCurrentStream() override { wait(kNoTimeout); }
 
-  std::vector<at::Tensor> result() override { return outputs_; }
+  TensorList result() override { return outputs_; }
   uint64_t getSequencenumber() const override { return call_.sequence; }
 
   float getDuration() const override {

@@ -75,51 +75,35 @@ class ProcessGroupRing : public c10d::Backend {
   const std::string getBackendName() const override { return "ringreduce"; }
   const std::string& topology() const { return settings_.topology; }
 
-  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
-                                           const c10d::AllreduceOptions& opts) override;
+  WorkPtr allreduce(TensorList& tensors, const c10d::AllreduceOptions& opts) override;
   // Of sparse COO tensors, sum only. Each rank gets the sum over the union of all ranks' indices, coalesced.
-  c10::intrusive_ptr<c10d::Work> allreduce_sparse(std::vector<at::Tensor>& tensors,
-                                                  const c10d::AllreduceOptions& opts) override;
+  WorkPtr allreduce_sparse(TensorList& tensors, const c10d::AllreduceOptions& opts) override;
   // As one call for many small tensors: see process_group/fusion.h.
-  c10::intrusive_ptr<c10d::Work> allreduce_coalesced(std::vector<at::Tensor>& tensors,
-                                                     const c10d::AllreduceCoalescedOptions& opts) override;
-  c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors,
-                                           const c10d::BroadcastOptions& opts) override;
-  c10::intrusive_ptr<c10d::Work> reduce(std::vector<at::Tensor>& tensors, const c10d::ReduceOptions& opts) override;
-  c10::intrusive_ptr<c10d::Work> allgather(std::vector<std::vector<at::Tensor>>& outputs,
-                                           std::vector<at::Tensor>& inputs,
-                                           const c10d::AllgatherOptions& opts) override;
-  c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
-                                                 const c10d::AllgatherOptions& opts) override;
+  WorkPtr allreduce_coalesced(TensorList& tensors, const c10d::AllreduceCoalescedOptions& opts) override;
+  WorkPtr broadcast(TensorList& tensors, const c10d::BroadcastOptions& opts) override;
+  WorkPtr reduce(TensorList& tensors, const c10d::ReduceOptions& opts) override;
+  WorkPtr allgather(std::vector<TensorList>& outputs, TensorList& inputs, const c10d::AllgatherOptions& opts) override;
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) override;
   // outputs[r][i] receives inputs[i] of rank r.
-  c10::intrusive_ptr<c10d::Work> allgather_coalesced(std::vector<std::vector<at::Tensor>>& outputs,
-                                                     std::vector<at::Tensor>& inputs,
-                                                     const c10d::AllgatherOptions& opts) override;
-  c10::intrusive_ptr<c10d::Work> allgather_into_tensor_coalesced(std::vector<at::Tensor>& outputs,
-                                                                 std::vector<at::Tensor>& inputs,
-                                                                 const c10d::AllgatherOptions& opts) override;
-  c10::intrusive_ptr<c10d::Work> reduce_scatter(std::vector<at::Tensor>& outputs,
-                                                std::vector<std::vector<at::Tensor>>& inputs,
-                                                const c10d::ReduceScatterOptions& opts) override;
-  c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
-                                                      const c10d::ReduceScatterOptions& opts) override;
-  c10::intrusive_ptr<c10d::Work> reduce_scatter_tensor_coalesced(std::vector<at::Tensor>& outputs,
-                                                                 std::vector<at::Tensor>& inputs,
-                                                                 const c10d::ReduceScatterOptions& opts) override;
-  c10::intrusive_ptr<c10d::Work> gather(std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
-                                        const c10d::GatherOptions& opts) override;
-  c10::intrusive_ptr<c10d::Work> scatter(std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& inputs,
-                                         const c10d::ScatterOptions& opts) override;
-  c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& output, at::Tensor& input,
-                                               std::vector<int64_t>& output_splits, std::vector<int64_t>& input_splits,
-                                               const c10d::AllToAllOptions& opts) override;
-  c10::intrusive_ptr<c10d::Work> alltoall(std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
-                                          const c10d::AllToAllOptions& opts) override;
-  c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& opts) override;
+  WorkPtr allgather_coalesced(std::vector<TensorList>& outputs, TensorList& inputs,
+                              const c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather_into_tensor_coalesced(TensorList& outputs, TensorList& inputs,
+                                          const c10d::AllgatherOptions& opts) override;
+  WorkPtr reduce_scatter(TensorList& outputs, std::vector<TensorList>& inputs,
+                         const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr reduce_scatter_tensor_coalesced(TensorList& outputs, TensorList& inputs,
+                                          const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr gather(std::vector<TensorList>& outputs, TensorList& inputs, const c10d::GatherOptions& opts) override;
+  WorkPtr scatter(TensorList& outputs, std::vector<TensorList>& inputs, const c10d::ScatterOptions& opts) override;
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                        std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& opts) override;
+  WorkPtr alltoall(TensorList& outputs, TensorList& inputs, const c10d::AllToAllOptions& opts) override;
+  WorkPtr barrier(const c10d::BarrierOptions& opts) override;
 
-  c10::intrusive_ptr<c10d::Work> send(std::vector<at::Tensor>& tensors, int destination, int tag) override;
-  c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>& tensors, int source, int tag) override;
-  c10::intrusive_ptr<c10d::Work> recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
+  WorkPtr send(TensorList& tensors, int destination, int tag) override;
+  WorkPtr recv(TensorList& tensors, int source, int tag) override;
+  WorkPtr recvAnysource(TensorList& tensors, int tag) override;
 
   // Names the ranks that did not come; see engine/monitored_barrier.h.
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override;
@@ -129,7 +113,7 @@ class ProcessGroupRing : public c10d::Backend {
   // batch_isend_irecv returns a Work for every message, and the order of sends and receives does not matter in any
   // case.
   void startCoalescing() override;
-  c10::intrusive_ptr<c10d::Work> endCoalescing() override;
+  WorkPtr endCoalescing() override;
 
   // Makes a smaller group. All ranks that are in it must call, and no other.
   bool supportsSplitting() const override { return true; }
@@ -203,20 +187,17 @@ class ProcessGroupRing : public c10d::Backend {
   void join_gpus(int index, std::uint64_t communicator);
   GpuCalls* gpu_calls(at::Device device);
   // Makes the call in its turn, as one job or several; the second, of one job; submit_each, of a job for each pair.
-  c10::intrusive_ptr<c10d::Work> submit(const Collective& collective, std::vector<Job> jobs);
-  c10::intrusive_ptr<c10d::Work> submit(const Collective& collective, const TensorList& inputs,
-                                        const TensorList& outputs);
-  c10::intrusive_ptr<c10d::Work> submit_each(const Collective& collective, const TensorList& inputs,
-                                             const TensorList& outputs);
+  WorkPtr submit(const Collective& collective, std::vector<Job> jobs);
+  WorkPtr submit(const Collective& collective, const TensorList& inputs, const TensorList& outputs);
+  WorkPtr submit_each(const Collective& collective, const TensorList& inputs, const TensorList& outputs);
   // The same for a tensor on each side: by call_now(), if it can.
-  c10::intrusive_ptr<c10d::Work> call(const Collective& collective, const at::Tensor& output, const at::Tensor& input);
-  c10::intrusive_ptr<c10d::Work> submit_to_gpu(const Collective& collective, const TensorList& inputs,
-                                               TensorList outputs, std::vector<Job> jobs);
+  WorkPtr call(const Collective& collective, const at::Tensor& output, const at::Tensor& input);
+  WorkPtr submit_to_gpu(const Collective& collective, const TensorList& inputs, TensorList outputs,
+                        std::vector<Job> jobs);
   template <class Run>
-  c10::intrusive_ptr<c10d::Work> take_turn(const Collective& collective, const TensorList& inputs, TensorList outputs,
-                                           Run run);
-  c10::intrusive_ptr<c10d::Work> post(std::vector<at::Tensor>& tensors, c10d::OpType type, int peer, int tag);
-  void coalesce(c10::intrusive_ptr<c10d::Work> work);
+  WorkPtr take_turn(const Collective& collective, const TensorList& inputs, TensorList outputs, Run run);
+  WorkPtr post(TensorList& tensors, c10d::OpType type, int peer, int tag);
+  void coalesce(WorkPtr work);
   Tally sum_fused(const Fusion& fusion, std::vector<Job>& jobs, std::uint64_t number);
   Tally sum_sparse(const at::Tensor& tensor, const Collective& collective, std::uint64_t number);
   std::chrono::milliseconds timeout_or_default(std::chrono::milliseconds timeout) const;
@@ -235,8 +216,8 @@ class ProcessGroupRing : public c10d::Backend {
   std::size_t fusion_buffer_bytes_ = 0;
   std::mutex barrier_mutex_, coalescing_mutex_, gpu_mutex_;
   bool gpus_joined_ = false;
-  std::vector<Engine::PlanFor> registered_;  // what users have added, for an engine to come
-  std::map<std::thread::id, std::vector<c10::intrusive_ptr<c10d::Work>>> coalescing_;  // since startCoalescing
+  std::vector<Engine::PlanFor> registered_;                     // what users have added, for an engine to come
+  std::map<std::thread::id, std::vector<WorkPtr>> coalescing_;  // since startCoalescing
 };
 
 }  // namespace ringreduce

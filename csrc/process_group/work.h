@@ -24,6 +24,8 @@
 
 namespace ringreduce {
 
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
 // What works of a group share with it: it lives until the group and the last pending work are gone.
 struct WorkSurroundings {
   std::shared_ptr<Engine> engine;
@@ -132,7 +134,7 @@ class CallWork : public c10d::Work {
     return Work::wait(kNoTimeout);
   }
 
-  std::vector<at::Tensor> result() override { return outputs_; }
+  TensorList result() override { return outputs_; }
   uint64_t getSequencenumber() const override { return sequence_; }
 
   float getDuration() const override {
@@ -236,8 +238,7 @@ class MessageWork : public CallWork {
 // Several works as one.
 class CoalescedWork : public c10d::Work {
  public:
-  CoalescedWork(int rank, std::vector<c10::intrusive_ptr<c10d::Work>> works)
-      : Work(rank, c10d::OpType::COALESCED), works_(std::move(works)) {}
+  CoalescedWork(int rank, std::vector<WorkPtr> works) : Work(rank, c10d::OpType::COALESCED), works_(std::move(works)) {}
 
   bool isCompleted() override {
     return std::all_of(works_.begin(), works_.end(), [](const auto& w) { return w->isCompleted(); });
@@ -255,7 +256,7 @@ class CoalescedWork : public c10d::Work {
     for (const auto& work : works_) work->wait(timeout);
     return true;
   }
-  std::vector<at::Tensor> result() override {
+  TensorList result() override {
     TensorList results;
     for (const auto& work : works_)
       for (at::Tensor& t : work->result()) results.push_back(std::move(t));
@@ -275,7 +276,7 @@ class CoalescedWork : public c10d::Work {
   }
 
  private:
-  const std::vector<c10::intrusive_ptr<c10d::Work>> works_;
+  const std::vector<WorkPtr> works_;
 };
 
 }  // namespace ringreduce

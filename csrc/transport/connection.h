@@ -10,12 +10,10 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
-#include <span>
 #include <string>
 #include <type_traits>
 #include <vector>
 
-#include "core/clock.h"
 #include "core/error.h"
 #include "kernels/packing.h"
 

@@ -11,7 +11,6 @@
 
 #include "transport/arena.h"
 #include "transport/links.h"
-#include "transport/peer_memory.h"
 #include "transport/region.h"
 
 namespace ringreduce {

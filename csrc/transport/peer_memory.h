@@ -14,10 +14,8 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <mutex>
 #include <thread>
-#include <vector>
 
 #include "core/fork.h"
 

@@ -6,6 +6,7 @@ import argparse
 import math
 import re
 from collections import Counter
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -74,19 +75,19 @@ def collective(text: str) -> str:
     return SPELLINGS[squeezed]
 
 
-def rate(text: str) -> float:
-    """GB/s above 0."""
-    return _number(text, "GB/s")
+def _number(text: str, unit: str, zero: bool = False) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (0 < value < math.inf or (zero and value == 0)):
+        raise argparse.ArgumentTypeError(f"{text!r} {unit}; it must be a number {'of at least' if zero else 'above'} 0")
+    return value
 
 
-def seconds(text: str) -> float:
-    """Seconds above 0."""
-    return _number(text, "seconds")
-
-
-def microseconds(text: str) -> float:
-    """Microseconds, 0 or more."""
-    return _number(text, "microseconds", zero=True)
+rate = partial(_number, unit="GB/s")
+seconds = partial(_number, unit="seconds")
+microseconds = partial(_number, unit="microseconds", zero=True)
 
 
 def count(text: str) -> int:
@@ -162,26 +163,12 @@ def _whole_machine(arguments: argparse.Namespace) -> LinkGraph:
     peers = None if arguments.peer_access is None else arguments.peer_access == "yes"
     assume = Assumed(arguments.gpu, arguments.nvlink_gbps, arguments.pcie_gbps, arguments.smp_gbps, peers)
     where: str | None = arguments.file
-    if where is None:
-        described = resolve(None)[0].topo_file
-        return _described(described, assume) if described else live.probe(assume, measured_memory())
-    return read.load("/dev/stdin", assume) if where == "-" else read.described(where, assume)
-
-
-def _described(where: str, assume: Assumed) -> LinkGraph:
-    from ringreduce.topology import read
-
+    if where is not None:
+        return read.load("/dev/stdin", assume) if where == "-" else read.described(where, assume)
+    described = resolve(None)[0].topo_file
+    if not described:
+        return live.probe(assume, measured_memory())
     try:
-        return read.described(where, assume)
+        return read.described(described, assume)
     except TopologyError as error:
         raise TopologyError(f"{PREFIX}TOPO_FILE: {error}") from None
-
-
-def _number(text: str, unit: str, zero: bool = False) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (0 < value < math.inf or (zero and value == 0)):
-        raise argparse.ArgumentTypeError(f"{text!r} {unit}; it must be a number {'of at least' if zero else 'above'} 0")
-    return value

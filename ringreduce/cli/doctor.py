@@ -81,7 +81,6 @@ def _peers(seconds: float, file: str | None) -> int:
             "1 --rdzv-backend c10d --rdzv-endpoint HOST:PORT -m ringreduce doctor --peers', which sets RANK, "
             f"WORLD_SIZE, MASTER_ADDR and MASTER_PORT: {error}"
         ) from None
-    assert options.connections is not None and options.dead_after is not None  # resolved
     found = doctor_peers.survey(
         PrefixStore("ringreduce doctor", store), rank, size, place, seconds, options.connections, options.dead_after
     )

@@ -20,7 +20,7 @@ from ringreduce.common.units import bytes_text, time_text
 from ringreduce.config import PREFIX, Options, resolve, slot_bytes_for
 from ringreduce.gpu import kernels, nccl
 from ringreduce.gpu.rules import rules as gpu_rules
-from ringreduce.plan import Machine, Range, Slicing
+from ringreduce.plan import Machine
 from ringreduce.plan.choose import BLOCKS
 from ringreduce.tuning import Tuning
 
@@ -58,11 +58,11 @@ def _info(console: Console, options: Options, origins: dict[str, str], ranks: li
     from rich.table import Table
 
     missing = compiled.why_not()
-    kernels = "no kernels" if missing else f"{compiled.load().instruction_set()} kernels"
+    built_for = "no" if missing else compiled.load().instruction_set()
     torch = f"torch {metadata.version('torch')}" if find_spec("torch") else "no torch"
     console.print(
         f"ringreduce {ringreduce.__version__}, {torch}, Python {platform.python_version()}, {platform.machine()} with "
-        f"{kernels}"
+        f"{built_for} kernels"
     )
     table = Table("option", "variable", "value", "from", "what it is")
     for knob in fields(Options):
@@ -94,7 +94,7 @@ def _machine(console: Console, options: Options, origins: dict[str, str], ranks:
     if options.tuning == "off":
         console.print("tuning: off, the built-in rules decide")
     else:
-        known, origin = tuning.current(options.tuning or "auto", cores())
+        known, origin = tuning.current(options.tuning, cores())
         here = "" if known.identity == tuning.identify(cores()) else f", made on another machine ({known.identity.cpu})"
         console.print(f"tuning: {origin}, probed {known.probed}{here}", highlight=False, soft_wrap=True)
         console.print(_figures(known.machine))
@@ -156,11 +156,12 @@ def _choices(size: int, options: Options, fetch: bool, known: Tuning | None) -> 
     date = f", measured {known.measured[size].date}" if known is not None and measured else ""
     table = Table("collective", "bytes of a block", "algorithm", "slice", "at", "model", "measured",
                   title=f"{size} ranks{date}", title_justify="left")  # fmt: skip
-    for collective, ranges in plan.table(size, plan.parse_algorithms(options.algorithms or ""), decided).items():
+    for collective, ranges in plan.table(size, plan.parse_algorithms(options.algorithms), decided).items():
         begin = 0
         for entry in ranges:
             at = next((block for block in BLOCKS if block >= begin), begin)
             cell = next((cell for cell in measured.get(collective, ()) if cell.bytes == at), None)
+            cost = known and plan.Cost(plan.build(collective, entry.algorithm, size), known.machine, slicing)
             same = cell is not None and (cell.algorithm, cell.slice_bytes) == entry[1:]
             table.add_row(
                 collective if begin == 0 else "",
@@ -168,7 +169,7 @@ def _choices(size: int, options: Options, fetch: bool, known: Tuning | None) -> 
                 entry.algorithm,
                 _size(entry.slice_bytes) if entry.slice_bytes else "",
                 _size(at),
-                "" if known is None else time_text(_predicted(collective, entry, size, at, known.machine, slicing)),
+                time_text(cost.seconds(at, entry.slice_bytes)) if cost else "",
                 time_text(cell.seconds) if cell is not None and same else "",
             )
             begin = entry.end or 0
@@ -181,8 +182,8 @@ def _choices_of_gpus(ranks: list[int], options: Options) -> Table:
 
     table = Table("ranks", "their GPUs", "collective", "bytes of a block", "algorithm", "by",
                   title="CUDA tensors, unless NVML tells of links", title_justify="left")  # fmt: skip
-    user = plan.parse_algorithms(options.algorithms or "")
-    modes = {"run": [False], "steps": [True]}.get(options.gpu_mode or "auto", [False, True])
+    user = plan.parse_algorithms(options.algorithms)
+    modes = {"run": [False], "steps": [True]}.get(options.gpu_mode, [False, True])
     for size, steps in ((size, steps) for size in ranks for steps in modes):
         built_in = gpu_rules(size, steps=steps)
         of_rules = {rule.collective for rule in (*user, *built_in)}
@@ -200,11 +201,6 @@ def _choices_of_gpus(ranks: list[int], options: Options) -> Table:
                 )
                 begin = entry.end or 0
     return table
-
-
-def _predicted(collective: str, entry: Range, size: int, block: int, machine: Machine, slicing: Slicing) -> float:
-    cost = plan.Cost(plan.build(collective, entry.algorithm, size), machine, slicing)
-    return cost.seconds(block, entry.slice_bytes)
 
 
 def group_size(text: str) -> int:

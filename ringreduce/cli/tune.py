@@ -60,7 +60,7 @@ def _tune(console: Console, options: Options, ranks: list[int], collectives: lis
 
     if options.tuning == "off":
         raise RingReduceError(f"{PREFIX}TUNING is 'off': no group would use what is measured; unset it")
-    path, known = tuning.renew(options.tuning or "auto", cores())
+    path, known = tuning.renew(options.tuning, cores())
     console.print(f"probed the machine; {path} keeps what is found", highlight=False, soft_wrap=True)
     seconds = budget / len(ranks)
     for size in ranks:

@@ -39,7 +39,7 @@ class PeerLost(RingReduceError):
 
 class ServerLost(PeerLost):
     """A server of the parameter server died or ended, and with it the blocks that it served; `culprit` is its number.
-    The process lives, and other servers' blocks can be read."""
+    This worker's process lives on, and blocks of other servers can be read."""
 
 
 class UpdateFailed(RingReduceError):

@@ -69,7 +69,7 @@ class Wanted:
 
     def channels(self, links: GroupTopology | None) -> int:
         """The most that a plan may have."""
-        return max(self.options.channels or 1, links.channels if links else 1)
+        return max(self.options.channels, links.channels if links else 1)
 
 
 def join(wanted: Wanted, group: _C.ProcessGroupRing, ordinal: int, communicator: int) -> None:
@@ -105,7 +105,6 @@ class _NotForAll(Exception):
 def _over_peer_memory(wanted: Wanted, group: _C.ProcessGroupRing, ordinal: int) -> _C.GpuEngine:
     """An engine over the memory of all ranks' GPUs, which works. Raises `_NotForAll`."""
     options = wanted.options
-    assert options.gpu_bytes is not None  # resolved
     said, error = "", ""
     # Memory is allocated now, which may wait for what runs on the GPUs. If that waits for a rank of this process, the
     # rank has launched it once all are here.
@@ -255,7 +254,6 @@ def _from_first(group: _C.ProcessGroupRing, text: str) -> str:
 def shape_for(size: int, options: Options, channels: int, steps: bool, blocks: int) -> _C.RegionShape:
     """The slots that fit the memory the options allow, for at most so many `blocks` of a rank at once, which a GPU has
     room for with those of all ranks on it. Where ranks take steps there is one lane, which has all of the memory."""
-    assert options.gpu_bytes is not None and options.gpu_blocks is not None  # resolved
     lanes = 1 if steps else max(min(options.gpu_blocks, blocks), channels)
     depth = plan.slot_depth(size)
     words = _C.RegionShape(lanes=lanes, depth=depth, slot_bytes=0).bytes(size)

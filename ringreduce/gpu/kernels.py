@@ -51,7 +51,7 @@ def image(stem: str, name: str, capability: tuple[int, int], *, prebuilt: bool =
     """
     if capability < OLDEST:
         raise SystemFailure(
-            f"the GPU has compute capability {_dotted(capability)}; ringreduce's kernels need {_dotted(OLDEST)} or more"
+            f"the GPU has compute capability {dotted(capability)}; ringreduce's kernels need {dotted(OLDEST)} or more"
         )
     if prebuilt and capability >= OLDEST_PREBUILT and (fatbin := _fatbin(stem)):
         return fatbin
@@ -65,7 +65,7 @@ def image(stem: str, name: str, capability: tuple[int, int], *, prebuilt: bool =
     if not prebuilt:
         why = "the driver cannot load what ringreduce was built with"
     elif capability < OLDEST_PREBUILT:
-        why = f"the GPU has compute capability {_dotted(capability)}, for which ringreduce was not built"
+        why = f"the GPU has compute capability {dotted(capability)}, for which ringreduce was not built"
     else:
         why = "ringreduce was built without nvcc"
     nvrtc = _nvrtc(why)
@@ -84,7 +84,7 @@ def image(stem: str, name: str, capability: tuple[int, int], *, prebuilt: bool =
 
 def origin() -> tuple[str, str]:
     """How kernels come to be here, in words, or "" if they do not; and what to do then. Raises nothing."""
-    found = [f"built with the package, for compute capability {_dotted(OLDEST_PREBUILT)} and newer"]
+    found = [f"built with the package, for compute capability {dotted(OLDEST_PREBUILT)} and newer"]
     if not all(_fatbin(path.stem) for path in FOLDER.glob("*.cu")) or not any(FOLDER.glob("*.cu")):
         found.clear()
     nvrtc = _nvrtc_or_reason()
@@ -123,8 +123,8 @@ class Nvrtc:
         if not older:
             oldest = divmod(self.architectures[0], 10)
             raise SystemFailure(
-                f"NVRTC {self.version} ({self.path}) compiles for GPUs of compute capability {_dotted(oldest)} and "
-                f"newer, this one has {_dotted(capability)}; install an older one: `pip install nvidia-cuda-nvrtc-cu12`"
+                f"NVRTC {self.version} ({self.path}) compiles for GPUs of compute capability {dotted(oldest)} and "
+                f"newer, this one has {dotted(capability)}; install an older one: `pip install nvidia-cuda-nvrtc-cu12`"
             )
         return f"compute_{older[-1]}"
 
@@ -161,7 +161,7 @@ class Nvrtc:
         return text.decode()
 
 
-def _dotted(capability: tuple[int, int]) -> str:
+def dotted(capability: tuple[int, int]) -> str:
     return f"{capability[0]}.{capability[1]}"
 
 

@@ -9,7 +9,6 @@ answers. A message is at most MOST bytes, and is JSON: no code ever comes out of
 
 from __future__ import annotations
 
-import array
 import hashlib
 import hmac
 import json
@@ -21,6 +20,8 @@ from typing import Any
 
 from ringreduce.config import Options
 from ringreduce.errors import SystemFailure
+from ringreduce.rendezvous import host
+from ringreduce.rendezvous.store import kernel
 
 MOST = 64 * 1024
 NONCE = 32
@@ -54,22 +55,15 @@ def send(connection: socket.socket, message: dict[str, Any], descriptors: list[i
 def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """A message and its descriptors. Raises `ConnectionError` at the end, and for what is no message."""
     if connection.family != socket.AF_UNIX:
-        (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
+        (length,) = _LENGTH.unpack(host.exactly(connection, _LENGTH.size))
         if length > MOST:
             raise ConnectionError(f"a message is longer than {MOST} bytes")
-        return _parsed(_exactly(connection, length)), []
-    descriptors = array.array("i")
-    room = socket.CMSG_LEN(_MOST_DESCRIPTORS * descriptors.itemsize)
-    data, ancillary, flags, _ = connection.recvmsg(MOST, room, socket.MSG_CMSG_CLOEXEC)
-    for level, kind, content in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
+        return _parsed(host.exactly(connection, length)), []
+    data, descriptors = host.receive(connection, MOST, _MOST_DESCRIPTORS)
     try:
         if not data:
             raise ConnectionError("the other side closed the connection")
-        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-            raise ConnectionError(f"a message is longer than {MOST} bytes")
-        return _parsed(data), list(descriptors)
+        return _parsed(data), descriptors
     except ConnectionError:
         for descriptor in descriptors:
             os.close(descriptor)
@@ -84,16 +78,6 @@ def _parsed(data: bytes) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise ConnectionError("a message is no JSON object")
     return message
-
-
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        some = connection.recv(size - len(data))
-        if not some:
-            raise ConnectionError("the other side closed the connection")
-        data += some
-    return data
 
 
 class Arriving:
@@ -121,23 +105,9 @@ class Arriving:
         return messages
 
 
-def check_user(connection: socket.socket) -> None:
-    _, uid, _ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    if uid != os.geteuid():
-        raise ConnectionError(f"a process of user {uid} connected; this one runs as user {os.geteuid()}")
-
-
-def own_pidfd() -> int:
-    try:
-        return os.pidfd_open(os.getpid())
-    except OSError as error:
-        raise SystemFailure(f"pidfd_open: {error.strerror}; ringreduce needs Linux 5.3 or newer") from None
-
-
 def machine(options: Options) -> str:
     """Equal for processes of one host: of one kernel and one network namespace, unless the options say otherwise."""
     if options.host_id:
         return f"host {options.host_id}"
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        here = f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
+    here = f"{kernel()}/{os.stat('/proc/self/ns/net').st_ino}"
     return f"{here}/{os.getpid()}/{_PROCESS}" if options.transport == "tcp" else here

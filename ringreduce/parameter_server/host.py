@@ -16,6 +16,7 @@ from ringreduce.errors import InvalidArgument, RingReduceError
 from ringreduce.parameter_server import control
 from ringreduce.parameter_server.snapshots import Saving
 from ringreduce.parameter_server.updates import Function, PythonUpdates, rule_for, rule_for_rows
+from ringreduce.rendezvous.host import check_user, own_pidfd
 from ringreduce.rendezvous.links import Door
 
 GROUP = "parameter server"
@@ -179,7 +180,7 @@ class Host:
         connection.settimeout(1.0)
         visitor = _Visitor(connection, control.new_nonce())
         try:
-            control.check_user(connection)
+            check_user(connection)
             if len(self._visitors) - len(self._inside()) >= _MOST_STRANGERS:
                 raise ConnectionError("too many have connected and said nothing")
             connection.send(visitor.nonce)
@@ -269,7 +270,7 @@ class Host:
             "proof": control.proof(self._secret, "server", bytes.fromhex(hello["nonce"]), worker),
             "capacity": self.server.capacity,
         }
-        return reply, [os.dup(self.server.values), os.dup(self.server.bell), control.own_pidfd()]
+        return reply, [os.dup(self.server.values), os.dup(self.server.bell), own_pidfd()]
 
     def _introduce(self, worker: int, hello: dict[str, Any]) -> None:
         self._names[worker] = str(hello["host"]), int(hello["pid"])
@@ -387,9 +388,9 @@ def connect(
         undo.callback(connection.close)
         connection.settimeout(timeout)
         connection.connect(address)
-        control.check_user(connection)
+        check_user(connection)
         theirs, ours, worker = connection.recv(control.NONCE), control.new_nonce(), int(hello["worker"])
-        pidfd = control.own_pidfd()
+        pidfd = own_pidfd()
         undo.callback(os.close, pidfd)
         proof = control.proof(secret, "worker", theirs, worker)
         control.send(connection, hello | {"nonce": ours.hex(), "proof": proof}, [window, pidfd])

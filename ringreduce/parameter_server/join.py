@@ -32,8 +32,9 @@ from ringreduce.parameter_server.placement import BLOCK_BYTES, UNIT
 from ringreduce.parameter_server.snapshots import Saving
 from ringreduce.parameter_server.updates import Function
 from ringreduce.rendezvous.interfaces import Filter, local_interfaces
-from ringreduce.rendezvous.links import Address, Door, Peer, parse_ports
+from ringreduce.rendezvous.links import Door, Peer
 from ringreduce.rendezvous.secret import group_secret
+from ringreduce.rendezvous.sockets import Address, parse_ports
 from ringreduce.rendezvous.store import get
 
 WINDOW = 64 << 20

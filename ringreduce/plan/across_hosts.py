@@ -27,7 +27,6 @@ Slots: as many as a rank sends messages in a round; rails are reduced until `slo
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from fractions import Fraction
 from functools import cache
 from itertools import count
 from math import ceil, inf
@@ -40,7 +39,6 @@ from ringreduce.plan import choose as sizes
 from ringreduce.plan.builders import BUILDERS, Builder
 from ringreduce.plan.cost import WINDOW, Slicing
 from ringreduce.plan.model import Channel, Layout, Plan, Program, Read, Step, layout, slot_depth
-from ringreduce.plan.verify import prove
 
 Hosts = Sequence[Sequence[int]]
 """The ranks of each host, in any order.  The order of hosts is that of a ring among them."""
@@ -93,39 +91,6 @@ def build(collective: str, across: str, hosts: Hosts, root: int = 0, rails: int 
         if max(sends) <= slot_depth(size):
             break
     return Plan(name, collective, size, channels)
-
-
-def bytes_out(plan: Plan, hosts: Hosts, root: int = 0) -> tuple[Fraction, ...]:
-    """What leaves each host, in blocks of the collective (of all_reduce, broadcast and reduce: in tensors)."""
-    home = _homes(plan, hosts, root)
-    total = sum(channel.share for channel in plan.channels)
-    out = [Fraction(0)] * len(hosts)
-    for channel in plan.channels:
-        for rank, program in enumerate(channel.programs):
-            messages = sum(home[peer] != home[rank] for step in program for peer in step.send)
-            out[home[rank]] += Fraction(messages * channel.share, total * channel.chunks)
-    return tuple(out)
-
-
-def hops(plan: Plan, hosts: Hosts, root: int = 0) -> int:
-    """The most messages between hosts that come one after the other in a round, as each waits for the one before."""
-    home = _homes(plan, hosts, root)
-    longest = 0
-    for channel, executed in zip(plan.channels, prove(plan, slot_depth(plan.size)), strict=True):
-        in_time = sorted(
-            (outcome.phase, rank, number)
-            for rank, outcomes in enumerate(executed.outcomes)
-            for number, outcome in enumerate(outcomes)
-        )
-        before = [0] * plan.size  # of each rank: messages in the chain to where it stands
-        sent: list[list[int]] = [[] for _ in home]  # the same, when it sent each of its messages
-        for _, rank, number in in_time:
-            for peer, index in executed.outcomes[rank][number].taken:
-                before[rank] = max(before[rank], sent[peer][index] + (home[peer] != home[rank]))
-            if channel.programs[rank][number].send:
-                sent[rank].append(before[rank])
-        longest = max(longest, *before)
-    return longest
 
 
 def choose(
@@ -458,15 +423,6 @@ def _for_root(collective: str, hosts: Hosts, root: int) -> tuple[tuple[int, ...]
         raise PlanError(f"root is {root}; the hosts have ranks 0..{size - 1}")
     turn = root if collective in sizes.ROOTED else 0
     return tuple(tuple((rank - turn) % size for rank in host) for host in hosts)
-
-
-def _homes(plan: Plan, hosts: Hosts, root: int) -> list[int]:
-    """The number of each rank's host, by the rank's number in the plan."""
-    hosts = _for_root(plan.collective, hosts, root)
-    if sum(map(len, hosts)) != plan.size:
-        raise PlanError(f"plan {plan.name!r} is for {plan.size} ranks; the hosts have {sum(map(len, hosts))}")
-    homes = {rank: number for number, host in enumerate(hosts) for rank in host}
-    return [homes[rank] for rank in range(plan.size)]
 
 
 def _check(hosts: Hosts) -> None:

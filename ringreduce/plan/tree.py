@@ -17,7 +17,6 @@ its weight.  all_gather and reduce_scatter over a tree send every block outwards
 Slots: any depth, as a parent's message is the answer to the child's; `size` for all_gather and reduce_scatter.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ringreduce.common.failures import PlanError
@@ -118,28 +117,12 @@ def children(tree: Tree) -> list[tuple[int, ...]]:
 
 def rerooted(tree: Tree, root: int) -> Tree:
     """The same links with another rank on top."""
-    near = _neighbours(tree)
-    return tuple(_ways(near, rank)[root][1] for rank in range(len(tree)))
-
-
-def _neighbours(tree: Tree) -> list[tuple[int, ...]]:
-    """Of every rank, the ranks that it has a link to in the tree, ascending."""
-    above = [() if parent is None else (parent,) for parent in tree]
-    return [tuple(sorted((*up, *down))) for up, down in zip(above, children(tree), strict=True)]
-
-
-def _ways(near: list[tuple[int, ...]], rank: int) -> dict[int, tuple[int, int | None]]:
-    """To every rank: the distance from this one, and the first neighbour on the way, None to itself."""
-    ways: dict[int, tuple[int, int | None]] = {rank: (0, None)}
-    todo = deque([rank])
-    while todo:
-        here = todo.popleft()
-        distance, first = ways[here]
-        for peer in near[here]:
-            if peer not in ways:
-                ways[peer] = distance + 1, peer if first is None else first
-                todo.append(peer)
-    return ways
+    parents = list(tree)
+    below: int | None = None
+    rank: int | None = root
+    while rank is not None:  # up to the old root, turning the links
+        parents[rank], below, rank = below, rank, parents[rank]
+    return tuple(parents)
 
 
 def _reduce(tree: Tree) -> Iterator[Program]:
@@ -179,6 +162,10 @@ def _over(trees: Trees, name: str, collective: str, made: Callable[[Tree], Itera
     for index, (tree, _) in enumerate(trees):
         in_range = all(parent is None or 0 <= parent < size for parent in tree)
         one_root = len(tree) == size and tree.count(None) == 1
-        if not in_range or not one_root or len(_ways(_neighbours(tree), tree.index(None))) < size:
+        below = children(tree) if in_range and one_root else []
+        reached = [tree.index(None)] if below else []
+        for rank in reached:
+            reached += below[rank]
+        if len(reached) < size:
             raise PlanError(f"{name}: tree {index} is {tree}; it must join ranks 0..{size - 1} under one root, None")
     return Plan(name, collective, size, tuple(Channel(weight, 1, tuple(made(tree))) for tree, weight in trees))

@@ -49,7 +49,8 @@ from ringreduce.rendezvous.secret import group_secret
 from ringreduce.rendezvous.store import LEST, RANK_0, WHO, Exchange, Store, identity, kernel, passed
 
 if TYPE_CHECKING:
-    from ringreduce.rendezvous.links import Address, Door
+    from ringreduce.rendezvous.links import Door
+    from ringreduce.rendezvous.sockets import Address
 
 _NONCE = 32
 _DIGEST = hashlib.sha256().digest_size
@@ -74,7 +75,7 @@ class Place:
     secret_file: str = ""
     """RINGREDUCE_SECRET_FILE: see `secret.group_secret`."""
     ports: str = ""
-    """RINGREDUCE_PORTS: see `links.parse_ports`."""
+    """RINGREDUCE_PORTS: see `sockets.parse_ports`."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +218,7 @@ class _Announced:
     def __init__(self, exchange: Exchange, place: Place, config: str, memory: tuple[int, int, int] | None) -> None:
         group_secret(b"", place.secret_file)  # what is wrong with these should not wait for several hosts to show
         if place.ports:
-            from ringreduce.rendezvous.links import parse_ports
+            from ringreduce.rendezvous.sockets import parse_ports
 
             parse_ports(place.ports)
         self.exchange, self.rank = exchange, exchange.rank
@@ -321,9 +322,9 @@ def _greet(connection: socket.socket, me: _Announced) -> list[_Leader]:
     """Who connected, if it is a rank of this group; a stranger gets nothing."""
     fds: list[int] = []
     try:
-        _check_user(connection)
+        check_user(connection)
         connection.settimeout(_STRANGER_SECONDS)
-        message, fds = _receive(connection, _NONCE + _DIGEST, 1)
+        message, fds = receive(connection, _NONCE + _DIGEST, 1)
         if len(message) != _NONCE + _DIGEST or len(fds) != 1 or not me.exchange.has_told(WHO, 0):
             raise ConnectionError("not a rank of this group")
         nonce, proof = message[:_NONCE], message[_NONCE:]
@@ -345,7 +346,7 @@ def _join(me: _Announced, leader: _Leader, here: list[int], own: _Member) -> tup
     with leader.connection as connection:
         try:
             hello = _HELLO.pack(own.rank, own.near, _proof(leader.secret, b"member", leader.nonce, own.rank))
-            pidfd = _own_pidfd()
+            pidfd = own_pidfd()
             try:
                 _send(connection, hello, [pidfd] if own.arena < 0 else [pidfd, own.arena], exchange.deadline)
             finally:
@@ -354,7 +355,7 @@ def _join(me: _Announced, leader: _Leader, here: list[int], own: _Member) -> tup
             connection.settimeout(max(exchange.deadline + LEST - time.monotonic(), LEST))
             message = b""  # a byte for each rank: 1 if it can access all memory, and 2 if it has an arena
             while len(fds) < 1 + len(here) + sum(byte > 1 for byte in message):
-                message, some = _receive(connection, len(here), _FDS_PER_MESSAGE)
+                message, some = receive(connection, len(here), _FDS_PER_MESSAGE)
                 if len(message) != len(here) or not some:
                     raise ConnectionError("it closed the connection")
                 fds.extend(some)
@@ -379,10 +380,13 @@ def _lead(
     """The leader's part: makes the memfd, and hands it to the ranks `here` with what they have sent of themselves."""
     exchange = me.exchange
     passed("host: leads")
-    memfd = _shared_memory(segment_bytes)
-    members = {own.rank: replace(own, pidfd=_own_pidfd(), arena=os.dup(own.arena) if own.arena >= 0 else -1)}
+    memfd, members = -1, dict[int, _Member]()
     with contextlib.ExitStack() as connections:
         try:
+            memfd = _shared_memory(segment_bytes)
+            members[own.rank] = replace(own, pidfd=own_pidfd(), arena=-1)
+            if own.arena >= 0:
+                members[own.rank] = replace(members[own.rank], arena=os.dup(own.arena))
             secret, text = bytes.fromhex(roster["secret"]), _written(json.dumps(roster))
             connections.callback(os.close, text)
             guests = {r: connections.enter_context(_invite(me, roster, r, text)) for r in here[1:]}
@@ -413,7 +417,9 @@ def _lead(
         except BaseException as error:
             if isinstance(error, RingReduceError):
                 exchange.give_up(error)  # before the connections close, so that their other ends find the reason
-            _close((memfd, *(fd for member in members.values() for fd in member.descriptors())))
+            _close(fd for member in members.values() for fd in member.descriptors())
+            if memfd >= 0:
+                os.close(memfd)
             raise
 
 
@@ -443,7 +449,7 @@ def _invite(me: _Announced, roster: Roster, rank: int, text: int) -> socket.sock
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.connect(address)
-        _check_user(connection)
+        check_user(connection)
         proof = _proof(bytes.fromhex(roster["secret"]), b"leader", nonce, rank)
         _send(connection, me.nonce + proof, [text], me.exchange.deadline)
     except OSError as error:
@@ -462,7 +468,7 @@ def _admit(me: _Announced, rank: int, guest: socket.socket, secret: bytes) -> _M
     """What a rank has answered."""
     fds: list[int] = []
     try:
-        message, fds = _receive(guest, _HELLO.size, 2)
+        message, fds = receive(guest, _HELLO.size, 2)
         if not message:
             raise ConnectionError("it closed the connection")
         claimed, near, proof = _HELLO.unpack(message)
@@ -501,7 +507,8 @@ def _machine(place: Place, rank: int) -> str:
 def _tell_addresses(exchange: Exchange, place: Place) -> tuple[Door, list[list[Address]]]:
     """Opens a door for other hosts; returns it and where the doors of all ranks are."""
     from ringreduce.rendezvous.interfaces import Filter, local_interfaces
-    from ringreduce.rendezvous.links import Address, Door, parse_ports
+    from ringreduce.rendezvous.links import Door
+    from ringreduce.rendezvous.sockets import Address, parse_ports
 
     wanted = Filter.parse(place.interfaces)
     door = Door(wanted.choose(local_interfaces()), named=wanted.names_some, ports=parse_ports(place.ports))
@@ -530,7 +537,7 @@ def agree_on_config(ranks: list[dict[str, Any]]) -> None:
             )
 
 
-def _own_pidfd() -> int:
+def own_pidfd() -> int:
     try:
         return os.pidfd_open(os.getpid())
     except OSError as error:
@@ -552,25 +559,41 @@ def _send(connection: socket.socket, message: bytes, fds: list[int], deadline: f
         time.sleep(0.001)  # until others have received theirs
 
 
-def _receive(connection: socket.socket, size: int, most: int) -> tuple[bytes, list[int]]:
-    """A message and its descriptors, which no program that another thread starts meanwhile inherits."""
+def receive(connection: socket.socket, size: int, most: int) -> tuple[bytes, list[int]]:
+    """A message and its descriptors, which no program that another thread starts meanwhile inherits.
+
+    Raises `ConnectionError` if it has more than `size` bytes, `SystemFailure` if descriptors got lost.
+    """
     fds = array.array("i")
     room = socket.CMSG_LEN(most * fds.itemsize)
     message, ancillary, flags, _ = connection.recvmsg(size, room, socket.MSG_CMSG_CLOEXEC)  # recv_fds() ignores flags
     for level, kind, data in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-    if flags & socket.MSG_CTRUNC:
+    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
         _close(fds)
-        raise SystemFailure("making the group: this process has no descriptors left; see `ulimit -n`")
+        if flags & socket.MSG_TRUNC:
+            raise ConnectionError(f"a message is longer than {size} bytes")
+        raise SystemFailure("this process has no descriptors left; see `ulimit -n`")
     return message, list(fds)
+
+
+def exactly(connection: socket.socket, size: int) -> bytes:
+    """The next so many, or `ConnectionError`."""
+    data = b""
+    while len(data) < size:
+        some = connection.recv(size - len(data))
+        if not some:
+            raise ConnectionError("the other side closed the connection")
+        data += some
+    return data
 
 
 def _proof(secret: bytes, role: bytes, nonce: bytes, rank: int) -> bytes:
     return hmac.digest(secret, role + nonce + rank.to_bytes(4, "big"), "sha256")
 
 
-def _check_user(connection: socket.socket) -> None:
+def check_user(connection: socket.socket) -> None:
     _, uid, _ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if uid != os.geteuid():
         raise ConnectionError(f"a process of user {uid} connected; this one runs as user {os.geteuid()}")

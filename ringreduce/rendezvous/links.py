@@ -46,11 +46,11 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from ipaddress import ip_interface
 from typing import NamedTuple, TypeVar
 
-from ringreduce.common.failures import Aborted, CollectiveTimeout, InvalidArgument, PeerLost, SystemFailure
-from ringreduce.rendezvous.interfaces import Interface, IPInterface, local_interfaces
+from ringreduce.common.failures import Aborted, CollectiveTimeout, PeerLost, SystemFailure
+from ringreduce.rendezvous.interfaces import Interface, local_interfaces
+from ringreduce.rendezvous.sockets import Address, endpoint, listen, reason, round_trip, set_options, sockaddr
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,6 @@ _HELLO = struct.Struct(f"!8sHIII{_SESSION}s{_NONCE}s")  # magic, version, from, 
 _JOIN = struct.Struct("!II")  # which connection of the session this is, and of how many
 _DIGEST = hashlib.sha256().digest_size
 _WELCOME, _READY = b"W", b"R"
-_MIN_RTT = 148  # where struct tcp_info of linux/tcp.h has tcpi_min_rtt
 
 # Why a door refuses: the word it counts under, what it answers, and what the other side makes of the answer.
 _ANSWERS = {
@@ -92,22 +91,6 @@ _ANSWERS = {
 _SAID = {code: text for code, text in _ANSWERS.values()}
 
 _Result = TypeVar("_Result")
-
-
-class Address(NamedTuple):
-    """Where a door listens. As JSON it is a list."""
-
-    interface: str
-    address: str
-    """With the subnet: "10.0.0.1/24"."""
-    port: int
-
-    @property
-    def ip(self) -> IPInterface:
-        return ip_interface(self.address)
-
-    def __str__(self) -> str:
-        return f"{_endpoint(str(self.ip.ip), self.port)} ({self.interface})"
 
 
 class Peer(NamedTuple):
@@ -146,7 +129,7 @@ class _Path:
 
     def __str__(self) -> str:
         source = f" from {self.source[0]} ({self.rail[0]})" if self.source else ""
-        return f"{_endpoint(*self.target[:2])} ({self.rail[1]}){source}"
+        return f"{endpoint(*self.target[:2])} ({self.rail[1]}){source}"
 
 
 @dataclass
@@ -185,9 +168,9 @@ class Door:
         for interface in interfaces if ports else ():
             for address in interface.addresses:
                 try:
-                    listener = _listen(address, interface, ports)
+                    listener = listen(address, interface, ports)
                 except OSError as error:
-                    failures.append(f"{address.ip} ({interface.name}): {_reason(error)}")
+                    failures.append(f"{address.ip} ({interface.name}): {reason(error)}")
                     continue
                 self._listeners.append((listener, interface))
                 self.addresses.append(Address(interface.name, str(address), listener.getsockname()[1]))
@@ -310,7 +293,7 @@ class Door:
             try:
                 connection, _ = await loop.sock_accept(listener)
             except OSError as error:  # no descriptors are left, say
-                log.warning("cannot accept a connection: %s", _reason(error))
+                log.warning("cannot accept a connection: %s", reason(error))
                 await asyncio.sleep(0.1)
                 continue
             await self._make_room()
@@ -409,13 +392,13 @@ class Door:
             if self._deliver is None:
                 raise Aborted("the door is closed")
             self._contacts[peer] = Contact(
-                min(_round_trip(connection) for connection, _ in connected),
+                min(round_trip(connection) for connection, _ in connected),
                 tuple(dict.fromkeys(interface for _, interface in connected)),
             )
             for connection, interface in connected:
-                _set_options(connection, self._dead_after)
+                set_options(connection, self._dead_after)
                 here, there = connection.getsockname(), connection.getpeername()
-                description = f"{_endpoint(*here[:2])} -> {_endpoint(*there[:2])} via {interface}"
+                description = f"{endpoint(*here[:2])} -> {endpoint(*there[:2])} via {interface}"
                 self._deliver(peer, connection.detach(), description)
         except Exception as error:
             linked.set_exception(error)
@@ -498,7 +481,7 @@ class Door:
                 work.add(path.rail)
                 return made
             except (Refused, OSError) as error:
-                tried[path] = _reason(error)
+                tried[path] = reason(error)
                 if isinstance(error, Refused | ConnectionRefusedError):
                     hopeless.add(path)
                 raise
@@ -615,11 +598,11 @@ class Door:
             ]
             near = [(interface, here) for interface, here in alike if here.network == there.ip.network]
             if not near and not self._named and alike:
-                paths.append(_Path(("", there.interface), None, _sockaddr(there.ip, there.port)))
+                paths.append(_Path(("", there.interface), None, sockaddr(there.ip, there.port)))
                 continue
             first = {interface.name: (interface, here) for interface, here in reversed(alike)}
             for interface, here in near or first.values():
-                source, target = _sockaddr(here, 0, interface.index), _sockaddr(there.ip, there.port, interface.index)
+                source, target = sockaddr(here, 0, interface.index), sockaddr(there.ip, there.port, interface.index)
                 paths.append(_Path((interface.name, there.interface), source, target))
         return paths
 
@@ -660,71 +643,6 @@ def _spread(rails: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     return use
 
 
-def _listen(address: IPInterface, interface: Interface, ports: Sequence[int]) -> socket.socket:
-    """Raises `OSError`: the last port's, saying of which ports if there are several."""
-    for port in ports:
-        listener = socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6)
-        try:
-            listener.setblocking(False)
-            # A port of the user's may still have connections of an earlier group; one that is listened at stays taken.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(port != 0))
-            listener.bind(_sockaddr(address, port, interface.index))
-            listener.listen(4096)  # the kernel cuts it to net.core.somaxconn
-            return listener
-        except OSError as error:
-            listener.close()
-            if error.errno == errno.EADDRINUSE and port != ports[-1]:
-                continue
-            if len(ports) > 1:
-                raise OSError(f"{_reason(error)} (the last of ports {ports[0]} to {ports[-1]})") from None
-            raise
-    raise ValueError("no ports")
-
-
-def parse_ports(text: str) -> Sequence[int]:
-    """What RINGREDUCE_PORTS says: "20000-20100", both included; "20000"; "": as the kernel picks.
-
-    Raises `InvalidArgument` for anything else.
-    """
-    if not text.strip():
-        return (0,)
-    first, dash, last = text.partition("-")
-    try:
-        ports = range(int(first), int(last if dash else first) + 1)
-        if ports and ports[0] > 0 and ports[-1] < 1 << 16:
-            return ports
-    except ValueError:
-        pass
-    raise InvalidArgument(f"RINGREDUCE_PORTS={text!r} is no range of ports; write such as '20000-20100'")
-
-
-def _sockaddr(address: IPInterface, port: int, index: int = 0) -> tuple[str, int] | tuple[str, int, int, int]:
-    """`index` is the interface's on this host, which link-local addresses are nothing without."""
-    if address.version == 4:
-        return str(address.ip), port
-    return str(address.ip), port, 0, index if address.ip.is_link_local else 0
-
-
-def _set_options(connection: socket.socket, dead_after: float) -> None:
-    """After `dead_after` seconds the connection breaks: if what was sent is not acknowledged, or probes in silence."""
-    interval = max(1, round(dead_after / 5))
-    for level, option, value in (
-        (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
-        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, round(dead_after) - 3 * interval)),
-        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval),
-        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
-        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * dead_after)),
-    ):
-        connection.setsockopt(level, option, value)
-
-
-def _round_trip(connection: socket.socket) -> float:
-    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT + 4)
-    (microseconds,) = struct.unpack_from("=I", info, _MIN_RTT)
-    return float(microseconds) * 1e-6
-
-
 async def _read(connection: socket.socket, size: int) -> bytes:
     """Exactly `size` bytes, so that nothing of what follows is taken."""
     data = b""
@@ -747,14 +665,6 @@ def _this_task() -> asyncio.Task[None]:
     task = asyncio.current_task()
     assert task is not None
     return task
-
-
-def _reason(error: BaseException) -> str:
-    return os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-
-
-def _endpoint(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 # Forked children (DataLoader workers) must not keep a dead rank's port open: who connects there should be refused.

@@ -149,38 +149,34 @@ class Exchange:
 
         `whom`: what is waited for, or the ranks that have not come yet.
         """
+        began = checked = time.monotonic()
+        deadline = deadline or self.deadline + (LEST if whom == RANK_0 else 0.0)
+        pause = first
         try:
-            self._wait(ready, whom, deadline, first)
+            while not ready(pause):
+                now = time.monotonic()
+                pause = min(max((now - began) / 4, SHORTEST, first), max(LONGEST, LONGEST_BY_RANK * self.size))
+                if now - began > LONGEST or now > deadline:
+                    self.raise_if_given_up()
+                if now - checked > max(CHECK_PROCESSES, CHECK_BY_RANK * self.size) or now > deadline:
+                    checked = now
+                    missing = whom() if callable(whom) else []
+                    try:
+                        self.raise_if_dead()
+                    except PeerLost:
+                        if ready(0.0):  # it did its part before it ended
+                            return
+                        raise
+                    if now > deadline and (missing or not callable(whom)):
+                        text = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}" if missing else whom
+                        culprit = missing[0] if missing else 0
+                        raise CollectiveTimeout(f"making the group: {text} did not come in time", culprit)
         except RingReduceError:
             raise
         except RuntimeError as error:  # torch's: the store, which a process of a rank may hold, is gone
             if (rank := self._dead()) >= 0:
                 raise PeerLost(f"making the group: {self.describe(rank)} died", rank) from None
             raise SystemFailure(f"making the group: its store cannot be asked any more: {error}") from None
-
-    def _wait(
-        self,
-        ready: Callable[[float], bool],
-        whom: str | Callable[[], list[int]],
-        deadline: float | None,
-        first: float,
-    ) -> None:
-        began = checked = time.monotonic()
-        deadline = deadline or self.deadline + (LEST if whom == RANK_0 else 0.0)
-        pause = first
-        while not ready(pause):
-            now = time.monotonic()
-            pause = min(max((now - began) / 4, SHORTEST, first), max(LONGEST, LONGEST_BY_RANK * self.size))
-            if now - began > LONGEST or now > deadline:
-                self.raise_if_given_up()
-            if now - checked > max(CHECK_PROCESSES, CHECK_BY_RANK * self.size) or now > deadline:
-                checked = now
-                missing = whom() if callable(whom) else []
-                self.raise_if_dead()
-                if now > deadline and (missing or not callable(whom)):
-                    text = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}" if missing else whom
-                    culprit = missing[0] if missing else 0
-                    raise CollectiveTimeout(f"making the group: {text} did not come in time", culprit)
 
     def raise_if_lost(self) -> None:
         self.raise_if_given_up()

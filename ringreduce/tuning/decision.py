@@ -54,7 +54,7 @@ def decide(size: int, cores: Collection[int], fetch: bool, *, options: Options, 
     try:
         slicing = slicing_for(options, slot_bytes, fetch)
         least = fetch_from(options, size, cores, fetch)
-        return _decision(size, options.tuning or "auto", frozenset(cores), slicing, least)
+        return _decision(size, options.tuning, frozenset(cores), slicing, least)
     except Exception as error:  # whatever it is: the other ranks wait for an answer
         log.warning("cannot tell what suits this machine: %s; the built-in rules decide", error)
         return ""
@@ -62,7 +62,6 @@ def decide(size: int, cores: Collection[int], fetch: bool, *, options: Options, 
 
 def slicing_for(options: Options, slot_bytes: int, fetch: bool) -> Slicing:
     """How a group with these options cuts a chunk."""
-    assert options.slices is not None  # resolved
     if fetch and not options.least_slice_bytes:
         return Slicing(options.slices, SLICE_FETCHED, min(SLICE_FETCHED, slot_bytes))
     return Slicing(options.slices, options.least_slice_bytes or LEAST_SLICE_COPIED, slot_bytes)
@@ -112,7 +111,7 @@ def _machine(cores: Collection[int], options: Options) -> Machine | None:
     if options.tuning == "off":
         return None
     try:
-        return current(options.tuning or "auto", frozenset(cores))[0].machine
+        return current(options.tuning, frozenset(cores))[0].machine
     except Exception:  # decide() has told
         return None
 

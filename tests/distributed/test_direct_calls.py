@@ -156,7 +156,7 @@ def global_ranks(me: Rank) -> None:
             assert ringreduce.recv(x, None, group, 7) == 1 and x.tolist() == [1.0, 1.0]
             assert ringreduce.recv(x, group=group, group_src=0) == 1
             ringreduce.irecv(x, group=group).wait()
-        with pytest.raises(InvalidArgument, match=r"src is 0; it must be the world's rank of a member: \[1, 2\]"):
+        with pytest.raises(InvalidArgument, match=r"src is 0; it must be the global rank of a member: \[1, 2\]"):
             ringreduce.broadcast(torch.zeros(1), 0, group)
         with pytest.raises(InvalidArgument, match="dst is 1 and group_dst is 0"):
             ringreduce.reduce(torch.zeros(1), 1, group=group, group_dst=0)

@@ -163,7 +163,7 @@ def test_survivors_of_a_stop_time_out_and_name_the_stopped_rank() -> None:
         for kind, message, culprit, when in ranks.reports(but=(1,)):
             assert (kind, culprit) == (CollectiveTimeout, 1)
             assert "rank 1" in message and str(ranks.pid(1)) in message
-            assert stopped + 2.8 < when < stopped + 5.0
+            assert stopped + 2 < when < stopped + 5  # the call may have begun before the stop
         ranks.signal(1, signal.SIGCONT)
         ranks.results()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import resource
 import signal
 import time
 from typing import Any
@@ -87,3 +89,32 @@ def test_others_name_who_is_killed(transport: str, victim: int, stop: int) -> No
             assert (kind, culprit) == (PeerLost, victim), text
             assert f"rank {victim} (" in text
             assert when < killed + NOTICED, text
+
+
+def runs_out_of_descriptors(me: Rank) -> list[int]:
+    """Rank 0 has room for one more descriptor each time. Returns for each time how many more are open afterwards."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with me.join("first"):  # what a process opens once
+        pass
+    left: list[int] = []
+    made = False
+    while not made:
+        before = set(os.listdir("/proc/self/fd"))
+        if me.rank == 0:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, before)) + 1 + len(left), hard))
+        try:
+            with me.join(f"with {len(left)}"):
+                made = True
+        except (RingReduceError, OSError, RuntimeError):
+            pass
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        me.meet(f"after {len(left)}")
+        gc.collect()
+        left.append(len(os.listdir("/proc/self/fd")) - len(before))
+    return left
+
+
+def test_nothing_stays_open_where_descriptors_run_out() -> None:
+    for left in run(runs_out_of_descriptors, 2):
+        assert len(left) > 4
+        assert left == [0] * len(left)

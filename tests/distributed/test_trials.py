@@ -186,7 +186,6 @@ def trial(seed: int, number: int) -> list[float]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.slow
 def test_survivors_of_random_programs() -> None:
     run(joins, 1)  # now the server that all ranks are forked from is there, with a directory of its own
     for number in range(1, 51):

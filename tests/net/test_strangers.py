@@ -24,7 +24,7 @@ from net.test_faults import until_told
 import ringreduce
 from ringreduce.api import backend_of
 from ringreduce.errors import CollectiveTimeout, PeerLost, SystemFailure
-from ringreduce.rendezvous import links
+from ringreduce.rendezvous import links, sockets
 from ringreduce.rendezvous.interfaces import local_interfaces
 
 pytestmark = [pytest.mark.netns, pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))]
@@ -122,7 +122,7 @@ def say_hello_and_stop(door: Door) -> None:
 
 def claim_to_be_rank_0(door: Door) -> None:
     """With the whole protocol, but another secret."""
-    there = [links.Address("eth0", f"{door[0]}/24", door[1])]
+    there = [sockets.Address("eth0", f"{door[0]}/24", door[1])]
     stranger = links.Door(local_interfaces()[-1:])
     stranger.open(0, "0/1", b"a guess", {1: links.Peer("there", 1, there)}, lambda *_: None)
     try:

@@ -59,6 +59,7 @@ def trains(me: Rank, port: int) -> list[Any]:
         return [w.numpy().copy()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["servers", "workers"])
 @pytest.mark.parametrize("launcher", ["plain", "torchrun"])
 def test_servers_of_their_own(first: str, launcher: str) -> None:

@@ -66,7 +66,7 @@ def test_a_machine_without_fault():
     assert {finding.state for finding in findings} == {"ok"}
     assert all(finding.what and finding.why and not finding.fix for finding in findings)
     assert finding("GPUs").what == "8 x V100"
-    assert finding("NVLink").what == "150 GB/s from each GPU, each way"
+    assert finding("NVLink or XGMI").what == "150 GB/s from each GPU, each way"
     assert finding("network").what == "lo, eth0 (25 Gbit/s)"
     assert finding("cores").what == "80 of 80 cores, 2 NUMA nodes"
     assert finding("locked memory").what == "no limit"
@@ -107,7 +107,8 @@ def test_a_machine_without_fault():
          {"gpus": (GPU, replace(GPUS[1], accesses=(False, True)))}),
         ("GPUs' memory", "limited", "streams of device 0 (H100) cannot", "a GPU for every rank",
          {"gpus": (replace(GPU, stream_values=False), GPUS[1])}),
-        ("NVLink", "limited", "none: PCIe only", "no such links", {"graph": preset("pcie-4"), "cuda_devices": 4}),
+        ("NVLink or XGMI", "limited", "none: PCIe only", "no such links",
+         {"graph": preset("pcie-4"), "cuda_devices": 4}),
         ("NCCL", "missing", "none", "libnccl2", {"nccl": None}),
         ("CUDA toolkit", "missing", "no nvcc", "CUDA_HOME", {"nvcc": None}),
         ("network", "missing", "eth0 (25 Gbit/s); no loopback", "lo up", {"interfaces": (ETHERNET,)}),
@@ -133,14 +134,14 @@ def test_one_fault_is_one_finding():
 def test_gpus_that_are_off_the_fabric_are_named():
     graph = FACTS.graph
     left = tuple(link for link in graph.links if "GPU5" not in (link.src, link.dst) or "PCIe" in link.src + link.dst)
-    found = finding("NVLink", graph=replace(graph, links=left))
+    found = finding("NVLink or XGMI", graph=replace(graph, links=left))
     assert found.state == "limited"
     assert found.what == "100 to 150 GB/s a GPU, none for GPU5"
 
 
 def test_a_machine_of_cores_needs_nothing_of_gpus():
     findings = {one.subject: one for one in examine(replace(FACTS, graph=CORES, nccl=None, nvcc=None, memlock=65536))}
-    assert "NVLink" not in findings
+    assert "NVLink or XGMI" not in findings
     assert findings["locked memory"].state == "ok"
     assert findings["NCCL"].fix == findings["CUDA toolkit"].fix == ""
 

@@ -212,6 +212,7 @@ time.sleep(100)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.version.cuda is not None, reason="the stand-ins need a torch without CUDA")
 def test_a_part_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch_cuda.build()  # which may take longer than the part may

@@ -22,10 +22,11 @@ from typing import Any
 import pytest
 
 from ringreduce.errors import Aborted, CollectiveTimeout, InvalidArgument, PeerLost, SystemFailure
-from ringreduce.rendezvous import links
+from ringreduce.rendezvous import links, sockets
 from ringreduce.rendezvous.interfaces import Interface, local_interfaces
-from ringreduce.rendezvous.links import Address, Door, Peer
+from ringreduce.rendezvous.links import Door, Peer
 from ringreduce.rendezvous.secret import group_secret
+from ringreduce.rendezvous.sockets import Address
 
 SECRET = b"s" * 32
 SOON = 20.0  # seconds in which what must happen happens, on any machine
@@ -823,13 +824,13 @@ def test_ports(make: Make) -> None:
     ("text", "ports"), [("", (0,)), ("20000-20002", (20000, 20001, 20002)), ("1-1", (1,)), ("65535", (65535,))]
 )
 def test_ranges_of_ports(text: str, ports: tuple[int, ...]) -> None:
-    assert tuple(links.parse_ports(text)) == ports
+    assert tuple(sockets.parse_ports(text)) == ports
 
 
 @pytest.mark.parametrize("text", ["0-1", "2-1", "1-65536", "-5", "5-", "a-b", "1-2-3", "1,2"])
 def test_what_is_no_range_of_ports(text: str) -> None:
     with pytest.raises(InvalidArgument, match=f"RINGREDUCE_PORTS='{text}' is no range of ports; write such as"):
-        links.parse_ports(text)
+        sockets.parse_ports(text)
 
 
 def test_no_address_can_be_bound() -> None:

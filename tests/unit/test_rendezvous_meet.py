@@ -27,6 +27,7 @@ from ringreduce.errors import (
 )
 from ringreduce.rendezvous.host import Meeting, Place, meet
 from ringreduce.rendezvous.links import Peer
+from ringreduce.rendezvous.store import Exchange, identity
 
 PAGE = 4096
 
@@ -228,6 +229,22 @@ def test_ranks_that_do_not_come_are_named() -> None:
         alone(0)
     with pytest.raises(CollectiveTimeout, match="rank 0, which waits for all ranks, did not come"):
         alone(2)
+
+
+def test_what_a_rank_did_before_its_end_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    first, second = (Exchange(store, rank, 2, 20.0) for rank in range(2))
+    second.know(0, identity())
+
+    def publishes_and_ends() -> int:
+        first.publish("plans", [7])
+        return 0
+
+    monkeypatch.setattr(second, "_dead", publishes_and_ends)
+    assert second.answer("plans") == [7]
+    monkeypatch.setattr(second, "_dead", lambda: 0)
+    with pytest.raises(PeerLost, match=r"rank 0 .* died"):
+        second.answer("other plans")
 
 
 def test_different_options() -> None:
