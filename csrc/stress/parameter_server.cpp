@@ -4,6 +4,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdio>
 #include <cstring>
 #include <vector>
@@ -156,6 +157,49 @@ void rows(int servers, int workers, int rounds, Over over) {
         check(out[i] == sums[static_cast<std::size_t>(ids[i / kWidth] + 32)], "a row is not the sum of its pushes");
     }
     client.wait(*client.ask(ps::RequestKind::barrier, std::vector<std::uint32_t>{0}, {}), 60 * kSecond);
+  });
+}
+
+// Snapshots amid pushes, each of which adds 1 everywhere: what is saved of a block, and of all rows, is of one moment.
+void snapshots(int pushes, Over over) {
+  Party party(1, 2, {ps::Consistency::asynchronous, 0, 0, 0, "workers"}, over);
+  ps::Server& server = *party.servers[0];
+  ps::Client& first = *party.clients[0];
+  std::vector<std::int64_t> ids(500), ones(kCount, 1), zeros(kCount, 0);
+  for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<std::int64_t>(i * i);
+  const ps::RowSet rows(ids, ps::owners_of_slots(1), 1);
+  const std::vector<float> values(ids.size() * kWidth, 1);
+  const auto push = [&] {
+    first.wait(*first.push_rows(party.table, rows, reinterpret_cast<const std::byte*>(values.data()), true, {}),
+               60 * kSecond);
+  };
+  first.wait(*first.send(ps::RequestKind::initialise, party.parts, bytes_of(zeros), {}), 60 * kSecond);
+  push();
+  std::atomic<bool> done = false;
+  in_threads(2, [&](int thread) {
+    if (thread == 0) {
+      for (int i = 0; i < pushes; ++i) {
+        push();
+        first.wait(*first.send(ps::RequestKind::push, party.parts, bytes_of(ones), {}), 60 * kSecond);
+      }
+      done = true;
+      return;
+    }
+    for (int taken = 0; !done || taken == 0; ++taken) {
+      std::size_t pieces = 0;
+      for (const auto& entry : server.begin_snapshot()) pieces += entry.rows == 0 || entry.rows == ids.size();
+      check(pieces == party.parts.size() + 1, "a snapshot has other blocks");
+      for (auto piece = server.next_piece(); piece.has_value(); piece = server.next_piece(), --pieces) {
+        const bool of_rows = piece->block == party.table.blocks[0];
+        const std::byte* at = piece->bytes.data() + piece->rows * sizeof(std::int64_t);
+        const std::size_t size = of_rows ? sizeof(float) : sizeof(std::int64_t);
+        check(piece->rows == (of_rows ? ids.size() : 0), "a piece has other rows");
+        for (const std::byte* each = at; each < piece->bytes.data() + piece->bytes.size(); each += size)
+          check(std::memcmp(each, at, size) == 0, "a snapshot is of two moments");
+      }
+      check(pieces == 0, "a block is in a snapshot twice, or not at all");
+      server.end_snapshot();
+    }
   });
 }
 
@@ -445,6 +489,7 @@ void stress_parameter_server() {
     synchronous(3, 4, 100, over);
     rows(1, 2, 80, over);
     rows(3, 4, 80, over);
+    snapshots(200, over);
   }
 #if !defined(__SANITIZE_THREAD__)  // a pull may copy while the server writes, and is then repeated
   asynchronous(4, 150, Over::memory);
