@@ -47,8 +47,9 @@ ReduceOp op_of(const std::string& wanted) {
 }
 
 Rule::Kind kind_of(const std::string& wanted) {
-  static constexpr std::string_view kKinds[] = {"assign", "reduce", "sgd", "adam", "adagrad", "rmsprop", "python"};
-  return static_cast<Rule::Kind>(index_of<7>([](std::size_t i) { return kKinds[i]; }, wanted, "update"));
+  static constexpr std::string_view kKinds[] = {"assign",  "reduce",          "sgd",   "adam", "adagrad",
+                                                "rmsprop", "rowwise_adagrad", "python"};
+  return static_cast<Rule::Kind>(index_of<8>([](std::size_t i) { return kKinds[i]; }, wanted, "update"));
 }
 
 Consistency consistency_of(const std::string& wanted) {
@@ -105,6 +106,15 @@ struct Parts {
   std::vector<Part> parts;
 };
 
+// A table as its workers know it, and the rows of a batch.
+struct TableHandle {
+  TableHandle(std::vector<BlockId> blocks, const std::string& dtype, std::size_t width)
+      : place{std::move(blocks), dtype_of(dtype), width}, owners(owners_of_slots(place.blocks.size())) {}
+
+  TablePlace place;
+  std::vector<std::uint32_t> owners;  // of slots
+};
+
 std::shared_ptr<Server> make_server(std::size_t capacity, py::function update, Roots roots) {
   const std::shared_ptr<py::function> call(new py::function(std::move(update)), [](py::function* held) {
     const py::gil_scoped_acquire gil;
@@ -151,8 +161,9 @@ class Piece {
 };
 
 RequestKind request_of(const std::string& wanted) {
-  static constexpr std::string_view kNames[] = {"", "initialise", "push", "pull", "clock", "barrier", "leave"};
-  return static_cast<RequestKind>(index_of<7>([](std::size_t i) { return kNames[i]; }, wanted, "request"));
+  static constexpr std::string_view kNames[] = {"",      "initialise", "push",  "pull",
+                                                "clock", "barrier",    "leave", "restore"};
+  return static_cast<RequestKind>(index_of<8>([](std::size_t i) { return kNames[i]; }, wanted, "request"));
 }
 
 void bind_server(py::module_& m, Roots roots) {
@@ -185,11 +196,13 @@ void bind_server(py::module_& m, Roots roots) {
       .def(
           "create",
           [](Server& server, const std::string& dtype, std::size_t count, const std::string& mode, std::uint32_t quorum,
-             double grace, std::uint64_t staleness, const std::string& group, const py::dict& rule) {
-            BlockSpec spec{dtype_of(dtype),
-                           count,
-                           {consistency_of(mode), quorum, duration(grace), staleness, group},
-                           rule_of(rule)};
+             double grace, std::uint64_t staleness, const std::string& group, const py::dict& rule, std::size_t width,
+             std::uint64_t seed, float low, float high) {
+            BlockSpec spec{dtype_of(dtype), count, {consistency_of(mode), quorum, duration(grace), staleness, group},
+                           rule_of(rule),   width, {seed, low, high}};
+            const bool floats = spec.dtype == DType::float32 || spec.dtype == DType::float64;
+            if (width > 0 && (!floats || !spec.rule.native(spec.dtype)))
+              throw Error(ErrorKind::invalid_argument, "a table of " + dtype + " has no such update");
             if (spec.rule.kind == Rule::Kind::reduce && !kernels::supports(spec.dtype, spec.rule.op))
               throw Error(ErrorKind::invalid_argument,
                           "there is no reduction '" + std::string(name(spec.rule.op)) + "' of " + dtype);
@@ -197,7 +210,32 @@ void bind_server(py::module_& m, Roots roots) {
             return server.create(spec);
           },
           py::kw_only(), py::arg("dtype"), py::arg("count"), py::arg("mode"), py::arg("quorum"), py::arg("grace"),
-          py::arg("staleness"), py::arg("group"), py::arg("rule"))
+          py::arg("staleness"), py::arg("group"), py::arg("rule"), py::arg("width") = 0, py::arg("seed") = 0,
+          py::arg("low") = 0.0F, py::arg("high") = 0.0F)
+      .def("begin_snapshot",
+           [](Server& server) {
+             std::vector<Snapshot::Entry> entries;
+             {
+               const py::gil_scoped_release released;
+               entries = server.begin_snapshot();
+             }
+             py::list found;
+             for (const Snapshot::Entry& each : entries)
+               found.append(py::make_tuple(each.block, each.version, each.steps, each.rows, each.states));
+             return found;
+           })
+      .def("next_piece",
+           [](Server& server) -> py::object {
+             std::optional<Snapshot::Piece> piece;
+             {
+               const py::gil_scoped_release released;
+               piece = server.next_piece();
+             }
+             if (!piece) return py::none();
+             return py::make_tuple(piece->block, piece->first, piece->rows,
+                                   py::bytes(reinterpret_cast<const char*>(piece->bytes.data()), piece->bytes.size()));
+           })
+      .def("end_snapshot", &Server::end_snapshot, no_gil)
       .def("lose", &Server::lose, no_gil, py::arg("worker"))
       .def("awaited", &Server::awaited, no_gil, py::arg("block"))
       .def("absent", &Server::absent, no_gil, py::arg("group"))
@@ -212,7 +250,8 @@ void bind_server(py::module_& m, Roots roots) {
              using namespace py::literals;
              return py::dict("requests"_a = s.requests, "updates"_a = s.updates, "bytes"_a = s.bytes,
                              "workers"_a = s.workers, "blocks"_a = s.blocks, "memory"_a = s.memory,
-                             "capacity"_a = s.capacity);
+                             "capacity"_a = s.capacity, "rows"_a = s.rows, "waiting"_a = s.waiting.requests,
+                             "waits_for"_a = s.waiting.workers, "clocks"_a = s.clocks, "saving"_a = s.saving);
            })
       .def("stop", &Server::stop, no_gil);
 }
@@ -298,8 +337,86 @@ void bind_client(py::module_& m) {
             return client.read(parts.parts, address(tensor), duration(timeout));
           },
           py::arg("parts"), py::arg("tensor"), py::kw_only(), py::arg("timeout") = py::none())
+      .def(
+          "read_round",
+          [](Client& client, const Parts& parts, const std::vector<std::uintptr_t>& places,
+             std::optional<double> timeout) {
+            if (places.size() != parts.parts.size())
+              throw Error(ErrorKind::invalid_argument, "there must be a place for each part");
+            std::vector<std::byte*> to;
+            for (const std::uintptr_t place : places) to.push_back(address(place));
+            const py::gil_scoped_release released;
+            return client.read_round(parts.parts, to, duration(timeout));
+          },
+          py::arg("parts"), py::arg("places"), py::arg("timeout"))
+      .def(
+          "round_of", [](Client& client, const Parts& parts) { return client.round_of(parts.parts); }, py::arg("parts"))
+      .def(
+          "drain", [](Client& client, std::optional<double> timeout) { return client.drain(duration(timeout)); },
+          no_gil, py::arg("timeout"))
       .def("abort", &Client::abort)
       .def_property_readonly("outstanding", &Client::outstanding);
+}
+
+void bind_rows(py::module_& m) {
+  const auto no_gil = py::call_guard<py::gil_scoped_release>();
+  py::class_<RowSet>(m, "ParameterRows")
+      .def_property_readonly("count", &RowSet::count)
+      .def_property_readonly("distinct", &RowSet::distinct)
+      .def_property_readonly("begins",
+                             [](const RowSet& rows) {
+                               std::vector<std::size_t> begins;
+                               for (std::size_t i = 0; i <= rows.servers(); ++i) begins.push_back(rows.begin(i));
+                               return begins;
+                             })
+      .def(
+          "copy_ids",
+          [](const RowSet& rows, std::uintptr_t to) {
+            std::copy(rows.ids().begin(), rows.ids().end(), reinterpret_cast<std::int64_t*>(address(to)));
+          },
+          py::arg("to"))
+      .def(
+          "copy_positions",
+          [](const RowSet& rows, std::uintptr_t to) {
+            std::copy(rows.positions().begin(), rows.positions().end(), reinterpret_cast<std::int64_t*>(address(to)));
+          },
+          py::arg("to"));
+  py::class_<TableHandle>(m, "ParameterTable")
+      .def_property_readonly("blocks", [](const TableHandle& table) { return table.place.blocks; })
+      .def(py::init<std::vector<BlockId>, const std::string&, std::size_t>(), py::arg("blocks"), py::arg("dtype"),
+           py::arg("width"))
+      .def(
+          "rows",
+          [](const TableHandle& table, std::uintptr_t ids, std::size_t count) {
+            return RowSet({reinterpret_cast<const std::int64_t*>(address(ids)), count}, table.owners,
+                          table.place.blocks.size());
+          },
+          no_gil, py::arg("ids"), py::arg("count"))
+      .def(
+          "push",
+          [](const TableHandle& table, Client& client, const RowSet& rows, std::uintptr_t values, bool distinct,
+             std::int32_t priority, double weight, std::optional<double> timeout) {
+            const py::gil_scoped_release released;
+            return client.push_rows(table.place, rows, address(values), distinct,
+                                    {priority, weight, duration(timeout)});
+          },
+          py::arg("client"), py::arg("rows"), py::arg("values"), py::kw_only(), py::arg("distinct"),
+          py::arg("priority") = 0, py::arg("weight") = 1.0, py::arg("timeout") = py::none())
+      .def(
+          "pull",
+          [](const TableHandle& table, Client& client, const RowSet& rows, std::optional<double> timeout) {
+            const py::gil_scoped_release released;
+            return client.pull_rows(table.place, rows, {0, 1, duration(timeout)});
+          },
+          py::arg("client"), py::arg("rows"), py::kw_only(), py::arg("timeout") = py::none())
+      .def(
+          "take",
+          [](const TableHandle& table, Client& client, const RowSet& rows, Call& call, std::uintptr_t out,
+             bool distinct) {
+            const py::gil_scoped_release released;
+            client.take_rows(table.place, rows, call, address(out), distinct);
+          },
+          py::arg("client"), py::arg("rows"), py::arg("call"), py::arg("out"), py::kw_only(), py::arg("distinct"));
 }
 
 }  // namespace
@@ -307,6 +424,7 @@ void bind_client(py::module_& m) {
 void bind(py::module_& m, Roots roots) {
   bind_server(m, roots);
   bind_client(m);
+  bind_rows(m);
   // For tests of the rules: one update of `count` elements.
   m.def(
       "parameter_update",

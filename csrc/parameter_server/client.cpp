@@ -1,96 +1,12 @@
 #include "parameter_server/client.h"
 
-#include <sched.h>
-
-#include <algorithm>
 #include <cstring>
 #include <set>
 #include <utility>
 
-#include "core/atomics.h"
-#include "core/error.h"
-#include "parameter_server/server.h"
+#include "parameter_server/client-inl.h"
 
 namespace ringreduce::parameter_server {
-namespace {
-
-constexpr Nanoseconds kLookEvery = 10 * kMillisecond;  // for servers that have ended
-constexpr int kLooks = 200, kYields = 50;              // before a thread sleeps
-
-// Where a request's data lies in the window, to be given back with the reply.
-struct InWindow : Payload {
-  InWindow(std::size_t piece, std::size_t offset, std::size_t bytes) : piece(piece), offset(offset), bytes(bytes) {}
-  std::size_t piece, offset, bytes;
-};
-
-}  // namespace
-
-// What is shared with a server of this host.
-struct Client::Near {
-  Near(const ServerSpec& spec, Lane* lane)
-      : values_fd(spec.values),
-        bell_fd(spec.bell),
-        pidfd(spec.pidfd),
-        values(spec.values, spec.capacity, false),
-        bell_memory(spec.bell, sizeof(Bell), true),
-        lane(lane) {}
-
-  Bell& bell() const { return *reinterpret_cast<Bell*>(bell_memory.at()); }
-  const BlockWords& words(const Part& part) const {
-    return *reinterpret_cast<const BlockWords*>(values.at(part.offset));
-  }
-  bool ended() const {
-    return reinterpret_cast<const ValuesHeader*>(values.at())->ended.load(std::memory_order_seq_cst) != 0 ||
-           has_ended(pidfd.get());
-  }
-
-  FileDescriptor values_fd, bell_fd, pidfd;
-  Mapping values, bell_memory;
-  Lane* lane;
-  std::uint64_t taken = 0;  // replies
-};
-
-// A request without a number.
-struct Client::Item {
-  const InWindow* data() const { return static_cast<const InWindow*>(request.payload.get()); }
-  // Questions are short, and what is pulled can come while something else is pushed.
-  std::int32_t urgency() const { return request.kind == RequestKind::pull ? INT32_MAX : request.priority; }
-
-  Request request;
-  std::shared_ptr<Call> call;
-  std::byte* into = nullptr;  // where the value that it asks for goes
-  std::size_t bytes = 0;      // of the part
-  std::uint64_t tag = 0;
-  std::size_t sent = 0;  // of its data
-};
-
-struct Client::Peer {
-  std::string name;
-  Session session;
-  std::unique_ptr<Near> near = nullptr;  // none: it is on another host
-  std::deque<Item> queue = {};           // to another host, in the order of calls
-  bool alive = true;
-  std::string why = {};                                       // it is not
-  std::map<std::uint64_t, std::shared_ptr<Call>> calls = {};  // by number
-  std::map<BlockId, int> pushes = {};                         // not answered
-};
-
-// A thread in a call, which has the client for itself. While it waits it moves what goes to and comes from other hosts,
-// and takes the turns of its process's server.
-struct Client::Hold {
-  explicit Hold(Client& client) : wire(client.wire_.get()), turns(client.hosted_.get()), lock(client.mutex_) {
-    if (wire != nullptr) wire->connections().take_over();
-  }
-  ~Hold() {
-    if (wire != nullptr) wire->connections().hand_over(false);
-  }
-  Hold(const Hold&) = delete;
-  Hold& operator=(const Hold&) = delete;
-
-  WorkerWire* const wire;
-  Server::Turns turns;  // given back when the lock is
-  Lock lock;
-};
 
 Client::Client(WorkerId worker, std::size_t servers, std::size_t data)
     : worker_(worker),
@@ -159,6 +75,17 @@ std::size_t Client::piece_with(std::size_t offset) const {
   if (after == pieces_.begin()) return SIZE_MAX;
   --after;
   return offset < after->first + aligned(after->second.bytes) ? after->first : SIZE_MAX;
+}
+
+// Room in the window, when there is some.
+std::size_t Client::take_room(Hold& hold, std::size_t bytes, Nanoseconds timeout) {
+  std::size_t piece = SIZE_MAX;
+  if (!wait_until(hold, timeout, [&] { return (piece = find_room(bytes)) != SIZE_MAX; }))
+    throw Error(ErrorKind::timeout, "the window of " + std::to_string(data_bytes()) + " bytes has had no room for " +
+                                        std::to_string(bytes) + " in time: pushes wait for " +
+                                        std::to_string(pieces_.size()) + " others");
+  pieces_[piece] = {bytes, 1};
+  return piece;
 }
 
 std::byte* Client::allocate(std::size_t bytes) {
@@ -251,37 +178,6 @@ void Client::throw_lost(std::uint32_t server) const {
 
 // ---- Waiting ------------------------------------------------------------------------------------------------------
 
-template <class F>
-bool Client::wait_until(Hold& hold, Nanoseconds timeout, F&& ready) {
-  if (ready()) return true;
-  const Nanoseconds begun = now();
-  for (int idle = 0;; ++idle) {
-    const std::uint32_t seen = bell_->rings.load(std::memory_order_seq_cst);
-    if (wire_ != nullptr && wire_->connections().progress()) idle = 0;
-    feed();
-    take_replies();
-    if (ready()) return true;
-    if (aborted_) throw Error(ErrorKind::aborted, "abort() was called");
-    look_for_ended();
-    if (ready()) return true;
-    const Nanoseconds waited = now() - begun;
-    if (waited >= timeout) return false;
-    if (take_turns(hold)) idle = 0;
-    if (idle < kLooks) {
-      cpu_relax();
-      continue;
-    }
-    hold.lock.unlock();
-    if (idle < kLooks + kYields) {
-      sched_yield();
-    } else {
-      hold.turns.leave();
-      sleep(seen, std::min(kLookEvery, timeout - waited));
-    }
-    hold.lock.lock();
-  }
-}
-
 void Client::sleep(std::uint32_t seen, Nanoseconds most) {
   if (wire_ == nullptr) return bell_->sleep(seen, most);
   Connections& connections = wire_->connections();
@@ -304,6 +200,14 @@ bool Client::wait(Call& call, Nanoseconds timeout) {
   const bool ended = wait_until(hold, timeout, [&] { return call.unanswered == 0 || call.lost >= 0; });
   if (ended && call.lost >= 0) throw_lost(static_cast<std::uint32_t>(call.lost));
   return ended;
+}
+
+bool Client::drain(Nanoseconds timeout) {
+  Hold hold(*this);
+  return wait_until(hold, timeout, [&] {
+    return std::all_of(peers_.begin(), peers_.end(),
+                       [](const auto& each) { return each == nullptr || each->pushes.empty(); });
+  });
 }
 
 void Client::abort() {
@@ -420,12 +324,7 @@ std::shared_ptr<Call> Client::send(RequestKind kind, const std::vector<Part>& pa
     if (piece != SIZE_MAX) {
       ++pieces_[piece].uses;
     } else {
-      if (!wait_until(hold, options.timeout, [&] { return (piece = find_room(part.bytes)) != SIZE_MAX; }))
-        throw Error(ErrorKind::timeout, "the window of " + std::to_string(data_bytes()) +
-                                            " bytes has had no room for " + std::to_string(part.bytes) +
-                                            " in time: pushes wait for " + std::to_string(pieces_.size()) + " others");
-      offset = piece;
-      pieces_[piece] = {part.bytes, 1};
+      offset = piece = take_room(hold, part.bytes, options.timeout);
       std::memcpy(data() + offset, from, part.bytes);
     }
     Item item;
@@ -468,8 +367,17 @@ void Client::cancel(Call& call) {
 
 void Client::forget(Call& call) {
   for (const auto& each : peers_)
-    if (each != nullptr) std::erase_if(each->queue, [&](const Item& item) { return item.call.get() == &call; });
+    if (each != nullptr)
+      std::erase_if(each->queue, [&](Item& item) {
+        if (item.call.get() != &call) return false;
+        item.into = nullptr;
+        if (item.sent > 0) return false;  // the server waits for the rest, and the window for its reply
+        if (item.data() != nullptr) drop(item.data()->piece);
+        return true;
+      });
   for (const auto& [server, number] : call.pulls) wire_->forget(server, number);
+  for (std::size_t& piece : call.pieces)
+    if (const std::size_t held = std::exchange(piece, SIZE_MAX); held != SIZE_MAX) drop(held);
 }
 
 std::shared_ptr<Call> Client::ask(RequestKind kind, const std::vector<std::uint32_t>& servers, const Options& options) {

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "core/fork.h"
+#include "parameter_server/row_ids.h"
 #include "parameter_server/session.h"
 #include "parameter_server/shared.h"
 #include "parameter_server/wire.h"
@@ -39,6 +40,15 @@ struct Part {
   std::size_t begin = 0, bytes = 0, offset = 0;
 };
 
+// A table: its block on each server, and what its rows are.
+struct TablePlace {
+  std::vector<BlockId> blocks;
+  DType dtype = DType::float32;
+  std::size_t width = 0;  // elements of a row
+
+  std::size_t row_bytes() const { return width * size_of(dtype); }
+};
+
 // Requests that are waited for together.
 struct Call {
   struct Answer {
@@ -53,6 +63,8 @@ struct Call {
   int lost = -1;                                         // a server that ended before it answered
   // Pulls that were sent to servers of other hosts: server and number.
   std::vector<std::pair<std::uint32_t, std::uint64_t>> pulls;
+  // Of a pull of rows, by server: where ids, then rows lie in the window; SIZE_MAX: nowhere.
+  std::vector<std::size_t> pieces;
 };
 
 // Thread-safe. Every wait ends with an error when its time is over (timeout), when a server that it waits for has ended
@@ -89,22 +101,41 @@ class Client {
   // Asks for all parts: those of other hosts go to their places in `tensor`, which must stay until the call is over or
   // cancelled; of those of this host only whether they may be read.
   std::shared_ptr<Call> pull(const std::vector<Part>& parts, std::byte* tensor, const Options& options);
+  // The same of rows of a table. `values` has a row for each id of the batch, of which those of the same id are added
+  // in order; or, if `distinct`, one for each of rows.ids(). Every server is asked, so that all count the same updates.
+  // Throws Error(invalid_argument), and has sent nothing, if a server's rows are more than the window holds.
+  std::shared_ptr<Call> push_rows(const TablePlace& table, const RowSet& rows, const std::byte* values, bool distinct,
+                                  const Options& options);
+  // Asks for rows, which come to the window.
+  std::shared_ptr<Call> pull_rows(const TablePlace& table, const RowSet& rows, const Options& options);
+  // Copies them from there when the call is over, as `values` of push_rows, and frees their room.
+  void take_rows(const TablePlace& table, const RowSet& rows, Call& call, std::byte* out, bool distinct);
   // Nothing of a pull is stored any more.
   void cancel(Call& call);
   // Asks for clock, barrier or leave of the servers.
   std::shared_ptr<Call> ask(RequestKind kind, const std::vector<std::uint32_t>& servers, const Options& options);
 
+  // Returns whether all that was pushed has been answered within the time.
+  bool drain(Nanoseconds timeout);
   // Returns whether all was answered within the time; does not throw if it was not.
   bool wait(Call& call, Nanoseconds timeout);
   // Copies the latest value of parts of this host to `tensor`; returns the versions. Before, it waits for this worker's
   // own pushes to them. Throws Error(timeout) as above.
   std::vector<std::uint64_t> read(const std::vector<Part>& parts, std::byte* tensor, Nanoseconds timeout);
 
+  // Copies all parts, of servers of this host, as they were after one and the same update, the latest that all of them
+  // have: part i to places[i]. Returns its version. Throws as read(), Error(timeout) also if updates always overtook
+  // it.
+  std::uint64_t read_round(const std::vector<Part>& parts, const std::vector<std::byte*>& places, Nanoseconds timeout);
+  // The latest version that all parts have; 0 if one has no value.
+  std::uint64_t round_of(const std::vector<Part>& parts);
+
   void abort();
   std::size_t outstanding() const;
 
  private:
   struct Near;
+  struct InWindow;
   struct Item;
   struct Hold;
   struct Peer;
@@ -117,6 +148,7 @@ class Client {
   std::byte* data() const { return window_->at(lanes_bytes(servers_)); }
   std::size_t data_bytes() const { return window_->bytes() - lanes_bytes(servers_); }
   Peer& peer(std::uint32_t server) const;
+  const BlockWords& words_of(const Part& part) const;
   bool take_replies();
   void take_reply(std::uint32_t server, const ReplySlot& slot);
   void look_for_ended();
@@ -137,6 +169,10 @@ class Client {
   std::size_t find_room(std::size_t bytes);  // SIZE_MAX: none
   void drop(std::size_t offset);
   std::size_t piece_with(std::size_t offset) const;
+  std::size_t take_room(Hold& hold, std::size_t bytes, Nanoseconds timeout);
+  void fit_rows(const TablePlace& table, const RowSet& rows) const;
+  void fill_rows(const TablePlace& table, const RowSet& rows, std::uint32_t server, const std::byte* values,
+                 std::byte* to) const;
 
   const ForkMark fork_;
   const WorkerId worker_;

@@ -45,6 +45,7 @@ enum class RequestKind : std::uint32_t {
   clock,           // all my pushes of this clock have been sent
   barrier,         // tell me when all members of my group are here
   leave,           // I take no further part
+  restore,  // what a snapshot has of the block, of a table's perhaps some of its rows, unless it has been updated
 };
 
 // The requests of one worker to one shard are numbered 1, 2, 3, ... and take effect in that order, each once.
@@ -58,7 +59,7 @@ struct Request {
   std::uint64_t round = 0;                 // push in sync: the round it is for, which makes version round + 1
   std::uint64_t pulled = 0;                // push: the version that it was computed from, for update functions
   double weight = 1;                       // push
-  std::shared_ptr<const Payload> payload;  // initialise, push
+  std::shared_ptr<const Payload> payload;  // initialise, push, restore
 };
 
 enum class Outcome : std::uint32_t {
@@ -94,6 +95,7 @@ struct Lose {
 // A block, with the next free id.
 struct Create {
   Mode mode;
+  bool grows = false;  // a table's: it has no first value, as its rows come later
 };
 // Time has passed: see Shard::deadline().
 struct Tick {};
@@ -115,6 +117,7 @@ struct Operation {
   std::uint64_t index = 0;  // 1, 2, 3, ...
   BlockId block = 0;
   std::uint64_t version = 0;  // that it makes; 0: the first value
+  bool restores = false;      // the first value is what a snapshot had, with its states
   std::int32_t priority = 0;
   std::vector<Contribution> contributions;  // in the order of workers
 };

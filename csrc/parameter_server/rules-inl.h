@@ -144,6 +144,31 @@ void rmsprop(const Rule& rule, const UpdateOf<T>& update) {
   }
 }
 
+// Its squares are summed in eight lanes, so that every instruction set gives the same bits.
+template <bool fused, class T>
+void rowwise_adagrad(const Rule& rule, const UpdateOf<T>& update) {
+  const T eps = rounded<T>(rule.eps), rate = rounded<T>(-rule.lr);
+  for (std::size_t row = 0; row < update.count / update.width; ++row) {
+    const T* __restrict value = update.value + row * update.width;
+    const T* __restrict gradient = update.gradient + row * update.width;
+    T* __restrict out = update.out + row * update.width;
+    constexpr std::size_t kLanes = 8;
+    T sums[kLanes] = {};
+    std::size_t i = 0;
+    for (; i + kLanes <= update.width; i += kLanes)
+      for (std::size_t lane = 0; lane < kLanes; ++lane)
+        sums[lane] = add_product<fused>(sums[lane], gradient[i + lane], gradient[i + lane]);
+    for (; i < update.width; ++i) sums[i % kLanes] = add_product<fused>(sums[i % kLanes], gradient[i], gradient[i]);
+    const T squares = ((sums[0] + sums[4]) + (sums[2] + sums[6])) + ((sums[1] + sums[5]) + (sums[3] + sums[7]));
+    update.state[0][row] += squares / static_cast<T>(update.width);
+    const T step = rate / (std::sqrt(update.state[0][row]) + eps);
+    for (i = 0; i < update.width; ++i) {
+      const T g = rule.maximize ? -gradient[i] : gradient[i];
+      out[i] = add_product<fused>(value[i], step, g);
+    }
+  }
+}
+
 template <bool fused, class T>
 void update(const Rule& rule, const UpdateOf<T>& of) {
   switch (rule.kind) {
@@ -155,6 +180,8 @@ void update(const Rule& rule, const UpdateOf<T>& of) {
       return adagrad<fused>(rule, of);
     case Rule::Kind::rmsprop:
       return rmsprop<fused>(rule, of);
+    case Rule::Kind::rowwise_adagrad:
+      return rowwise_adagrad<fused>(rule, of);
     default:
       return;
   }

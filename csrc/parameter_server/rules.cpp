@@ -10,7 +10,7 @@ namespace {
 template <class T>
 struct UpdateOf {
   std::uint64_t step;
-  std::size_t count;
+  std::size_t count, width;
   const T* value;
   const T* gradient;
   T* out;
@@ -26,6 +26,7 @@ template <class T>
 UpdateOf<T> typed(const Update& u, DType dtype) {
   return {u.step,
           u.count,
+          u.width,
           static_cast<const T*>(u.value),
           static_cast<const T*>(u.gradient),
           static_cast<T*>(u.out),
@@ -89,6 +90,7 @@ int Rule::states() const {
     case Kind::adam:
       return 2;
     case Kind::adagrad:
+    case Kind::rowwise_adagrad:
       return 1;
     case Kind::rmsprop:
       return 3;

@@ -18,7 +18,8 @@ struct Rule {
     adam,  // and AdamW
     adagrad,
     rmsprop,
-    python,  // a function of the user's, or any other optimizer: called by the server's owner
+    rowwise_adagrad,  // of tables: one sum for a row, of the means of its gradients' squares
+    python,           // a function of the user's, or any other optimizer: called by the server's owner
   };
   Kind kind = Kind::assign;
   ReduceOp op = ReduceOp::sum;  // reduce
@@ -30,8 +31,9 @@ struct Rule {
   bool decoupled = false;  // weight decay as AdamW has it
   bool fused = true;       // whether torch, on this CPU, contracts a product and a sum into one rounding
 
-  // How many numbers a value's element has as state.
+  // How many numbers a value's element has as state, or a row where per_row().
   int states() const;
+  bool per_row() const { return kind == Kind::rowwise_adagrad; }
   // Whether the update is computed here, for this dtype. Otherwise `python` does it.
   bool native(DType dtype) const;
 };
@@ -43,6 +45,7 @@ using Roots = void (*)(DType dtype, void* out, const void* in, std::size_t count
 struct Update {
   std::uint64_t step = 1;  // of this block: 1 is the first update
   std::size_t count = 0;
+  std::size_t width = 1;  // of a row, where per_row(): `count` is a multiple of it
   const void* value = nullptr;
   const void* gradient = nullptr;
   void* out = nullptr;  // not `value`

@@ -3,7 +3,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <exception>
 #include <iterator>
 #include <set>
 
@@ -11,6 +10,7 @@
 #include "core/partition.h"
 #include "core/threads.h"
 #include "kernels/accumulate.h"
+#include "parameter_server/server-inl.h"
 
 namespace ringreduce::parameter_server {
 namespace {
@@ -19,30 +19,6 @@ constexpr std::size_t kCopies = 8 * 1024 * 1024;  // bytes of values that are be
 constexpr std::size_t kSlice = 32 * 1024;         // bytes of a gradient that are combined, then used, in the cache
 
 }  // namespace
-
-// A worker's memory, or what it has sent of it from another host; mapped as long as something in it may be read.
-struct Server::Window {
-  Window(const WorkerSpec& spec)
-      : memory_fd(spec.window), memory(spec.window, spec.window_bytes, true), data(lanes_bytes(spec.servers)) {}
-
-  Bell& bell() const { return *reinterpret_cast<Bell*>(memory.at()); }
-  Lane& lane(std::size_t index) const {
-    return *reinterpret_cast<Lane*>(memory.at(sizeof(Bell) + index * sizeof(Lane)));
-  }
-
-  FileDescriptor memory_fd;
-  Mapping memory;
-  std::size_t data;
-};
-
-// What a worker pushed, where it lies.
-struct Server::Lent : Payload {
-  Lent(std::shared_ptr<Window> window, std::size_t offset) : window(std::move(window)), offset(offset) {}
-  const std::byte* at() const { return window->memory.at(offset); }
-
-  std::shared_ptr<Window> window;
-  std::size_t offset;
-};
 
 Server::Server(std::size_t capacity, Hooks hooks)
     : capacity_(capacity),
@@ -79,30 +55,6 @@ void Server::stop() {
 }
 
 // ---- Orders of other threads --------------------------------------------------------------------------------------
-
-// Has the server's thread call `body`, and waits for that.
-template <class F>
-void Server::order(F&& body) {
-  std::exception_ptr failed;
-  bool done = false;
-  std::unique_lock lock(mutex_);
-  if (stopping_) throw Error(ErrorKind::aborted, "the server has been stopped");
-  orders_.push_back([&] {
-    try {
-      body();
-    } catch (...) {
-      failed = std::current_exception();
-    }
-    const std::lock_guard relock(mutex_);
-    done = true;
-    served_.notify_all();
-  });
-  has_orders_ = true;
-  bell_->ring();
-  served_.wait(lock, [&] { return done || stopped_; });
-  if (!done) throw Error(ErrorKind::aborted, "the server has been stopped");
-  if (failed) std::rethrow_exception(failed);
-}
 
 bool Server::serve_orders() {
   if (!has_orders_.exchange(false)) return false;
@@ -167,13 +119,21 @@ void Server::lose(WorkerId worker) {
 std::pair<BlockId, std::size_t> Server::create(const BlockSpec& spec) {
   std::pair<BlockId, std::size_t> place;
   order([&] {
+    if (spec.width > 0) {
+      Block block;
+      block.spec = spec;
+      create_table(block);
+      place = {static_cast<BlockId>(blocks_.size()), 0};
+      blocks_.push_back(std::move(block));
+      return decide(Create{spec.mode, true});
+    }
     if (spec.count > capacity_ / size_of(spec.dtype))  // so that nothing below overflows
       throw Error(ErrorKind::invalid_argument, "a block of " + std::to_string(spec.count) +
                                                    " elements is larger than the " + std::to_string(capacity_) +
                                                    " bytes of the server");
     const std::size_t bytes = block_bytes(spec.count * size_of(spec.dtype));
     const auto states = static_cast<std::size_t>(spec.rule.native(spec.dtype) ? spec.rule.states() : 0);
-    const std::size_t state = states * spec.count * size_of(spec.dtype), left = capacity_ - used_ - state_bytes_;
+    const std::size_t state = states * spec.count * size_of(spec.dtype), left = memory_left();
     if (spec.count == 0 || bytes + state > left)
       throw Error(ErrorKind::invalid_argument,
                   "a block of " + std::to_string(spec.count) + " elements needs " + std::to_string(bytes + state) +
@@ -231,8 +191,12 @@ Server::Statistics Server::statistics() {
   order([&] {
     now = statistics_;
     now.blocks = blocks_.size();
-    now.memory = used_ + state_bytes_;
+    now.memory = used_ + state_bytes_ + table_bytes_;
     now.capacity = capacity_;
+    now.waiting = shard_.waiting();
+    now.clocks = shard_.clocks();
+    now.saving = snapshot_ != nullptr;
+    for (const Block& block : blocks_) now.rows += block.table == nullptr ? 0 : block.table->rows();
     for (const auto& [worker, connection] : connections_) now.workers += connection.alive;
   });
   return now;
@@ -267,6 +231,7 @@ bool Server::take_request(Connection& connection) {
 // What came from other hosts, and what can be sent there.
 bool Server::take_frames() {
   bool moved = wire_->connections().progress();
+  if (holds_back()) return moved;
   for (const auto& [worker, slot] : wire_->take_requests()) {
     const auto found = connections_.find(worker);
     if (found != connections_.end() && found->second.alive) take(found->second, slot);
@@ -293,22 +258,51 @@ void Server::take(Connection& connection, const RequestSlot& slot) {
   request.round = slot.round;
   request.pulled = slot.pulled;
   request.weight = slot.weight;
-  if (slot.kind == RequestKind::initialise || slot.kind == RequestKind::push) {
-    const std::size_t room = connection.window->memory.bytes() - connection.window->data;
-    const bool fits = slot.block < blocks_.size() && slot.bytes <= room && slot.offset <= room - slot.bytes &&
-                      slot.offset % size_of(blocks_[slot.block].spec.dtype) == 0 &&
-                      slot.bytes == blocks_[slot.block].spec.count * size_of(blocks_[slot.block].spec.dtype);
-    if (fits)
-      request.payload = std::make_shared<Lent>(connection.window, connection.window->data + slot.offset);
-    else
+  if (slot.kind == RequestKind::initialise || slot.kind == RequestKind::push || slot.kind == RequestKind::restore) {
+    if (takes_payload(connection, slot)) {
+      request.payload = std::make_shared<Lent>(connection.window, connection.window->data + slot.offset, slot.bytes);
+      statistics_.bytes += slot.bytes;
+    } else {
       request.block = UINT32_MAX;  // which is refused
-    statistics_.bytes += fits ? slot.bytes : 0;
+    }
+  } else if (slot.kind == RequestKind::pull) {
+    keep_pull(connection, slot);
   }
-  if (slot.kind == RequestKind::pull && connection.lane == nullptr && slot.block < blocks_.size() &&
-      connection.pulls.size() < kMostOutstanding)
-    connection.pulls.emplace(slot.number, slot.block);
   ++statistics_.requests;
   decide(request);
+}
+
+// Whether what a request says of its payload is right for its block.
+bool Server::takes_payload(const Connection& connection, const RequestSlot& slot) const {
+  const std::size_t room = connection.window->memory.bytes() - connection.window->data;
+  if (slot.block >= blocks_.size() || slot.bytes > room || slot.offset > room - slot.bytes) return false;
+  const Block& block = blocks_[slot.block];
+  if (slot.kind == RequestKind::restore) {  // see restore()
+    if (slot.offset % sizeof(std::uint64_t) != 0 || slot.bytes < sizeof(std::uint64_t)) return false;
+    const std::size_t bytes = slot.bytes - sizeof(std::uint64_t);
+    if (block.table != nullptr) return bytes % (sizeof(std::int64_t) + block.table->stored_bytes()) == 0;
+    return bytes == block.spec.count * size_of(block.spec.dtype) + block.state.size();
+  }
+  if (block.table != nullptr)
+    return slot.kind == RequestKind::push && slot.offset % sizeof(std::int64_t) == 0 &&
+           slot.bytes % (sizeof(std::int64_t) + block.table->row_bytes()) == 0;
+  return slot.offset % size_of(block.spec.dtype) == 0 && slot.bytes == block.spec.count * size_of(block.spec.dtype);
+}
+
+// For the answer. A pull of which what it says is wrong is answered without a value.
+void Server::keep_pull(Connection& connection, const RequestSlot& slot) {
+  if (slot.block >= blocks_.size() || connection.pulls.size() >= kMostOutstanding) return;
+  Pull pull{slot.block};
+  if (const Table* const table = blocks_[slot.block].table.get(); table != nullptr) {
+    const std::size_t room = connection.window->memory.bytes() - connection.window->data;
+    if (slot.offset > room || slot.offset % sizeof(std::int64_t) != 0 || slot.bytes % sizeof(std::int64_t) != 0) return;
+    pull.count = slot.bytes / sizeof(std::int64_t);
+    if (pull.count > (room - slot.offset) / (sizeof(std::int64_t) + table->row_bytes())) return;
+    pull.offset = connection.window->data + slot.offset;
+  } else if (connection.lane != nullptr) {
+    return;  // it reads the value itself
+  }
+  connection.pulls.emplace(slot.number, pull);
 }
 
 void Server::end(Connection& connection) {
@@ -382,11 +376,16 @@ bool Server::by_python(const Operation& operation) const {
 
 void Server::carry_out(const Operation& operation) {
   Block& block = blocks_[operation.block];
+  if (block.table != nullptr) {
+    return operation.restores ? restore(block, operation) : update_table(block, operation);
+  }
+  if (operation.restores) return restore(block, operation);
   if (operation.version == 0) {
     const std::size_t bytes = block.spec.count * size_of(block.spec.dtype);
     std::byte* const out = begin_version(*block.words, bytes).next;
     std::memcpy(out, static_cast<const Lent&>(*operation.contributions[0].payload).at(), bytes);
   } else {
+    keep_block(operation.block);
     ++block.steps;
     ++statistics_.updates;
     if (block.spec.rule.native(block.spec.dtype))
@@ -486,20 +485,22 @@ void Server::answer(const Reply& reply) {
   const auto found = connections_.find(reply.worker);
   if (found == connections_.end() || !found->second.alive) return;
   Connection& to = found->second;
-  const bool failed = reply.outcome == Outcome::applied && failed_.count(reply.after) > 0;
+  const bool changes = reply.outcome == Outcome::applied || reply.outcome == Outcome::initialised;
+  const bool failed = changes && failed_.count(reply.after) > 0;
   const ReplySlot slot{reply.number, reply.version, failed ? Outcome::failed : reply.outcome, 0};
   to.answered = true;
+  const auto pull = to.pulls.extract(reply.number);
+  const bool comes = !pull.empty() && reply.outcome == Outcome::ready;
   if (to.lane != nullptr) {
+    if (comes) gather(to, pull.mapped());
     const std::uint64_t index = to.lane->answered.load(std::memory_order_relaxed);
     to.lane->replies[index % kMostOutstanding] = slot;
     to.lane->answered.store(index + 1, std::memory_order_release);
-    return;
-  }
-  const auto pull = to.pulls.extract(reply.number);
-  if (!pull.empty() && reply.outcome == Outcome::ready)
+  } else if (comes) {
     to.values.emplace_back(pull.mapped(), slot);
-  else
+  } else {
     to.replies.push_back(slot);
+  }
 }
 
 // ---- To other hosts -----------------------------------------------------------------------------------------------
@@ -512,39 +513,50 @@ void Server::send_to(Connection& connection) {
     return copy.first.expired();
   });
   while (!connection.values.empty() && connection.alive) {
-    auto [block, reply] = connection.values.front();
-    const std::size_t bytes = blocks_[block].spec.count * size_of(blocks_[block].spec.dtype);
+    auto [pull, reply] = connection.values.front();
+    const std::size_t bytes = bytes_of(pull);
     if (under_way > 0 && under_way + bytes > kCopies) break;
     connection.values.pop_front();
     under_way += bytes;
-    auto copy = std::make_shared_for_overwrite<std::byte[]>(bytes);
-    connection.copies.emplace_back(copy, bytes);
-    send_value(connection, block, reply, std::move(copy));
+    const auto value = value_for(connection, pull, reply);
+    connection.copies.emplace_back(value, bytes);
+    for (std::size_t begin = 0; begin < bytes; begin += kFragment) {
+      const std::size_t some = std::min(kFragment, bytes - begin);
+      wire_->connections().send(static_cast<int>(connection.spec.id),
+                                {.header = {.kind = WireKind::value,
+                                            .bytes = static_cast<std::uint32_t>(some),
+                                            .seq = begin,
+                                            .tag = reply.number},
+                                 .data = value.get() + begin,
+                                 .own = value});
+    }
     connection.replies.push_back(reply);
   }
   for (std::size_t begin = 0; begin < connection.replies.size(); begin += kMostOutstanding) {
     const std::size_t count = std::min<std::size_t>(kMostOutstanding, connection.replies.size() - begin);
-    wire_->connections().send(
-        static_cast<int>(connection.spec.id),
-        frame_with(WireKind::replies, connection.replies.data() + begin, count * sizeof(ReplySlot)));
+    Frame frame = frame_with(WireKind::replies, connection.replies.data() + begin, count * sizeof(ReplySlot));
+    connection.copies.emplace_back(frame.own, 0);
+    wire_->connections().send(static_cast<int>(connection.spec.id), std::move(frame));
   }
   connection.replies.clear();
+  // Whoever waits for replies before it asks more has no more than this.
+  if (connection.alive && std::max(connection.copies.size(), connection.values.size()) > 2 * kMostOutstanding)
+    end(connection);
 }
 
-void Server::send_value(const Connection& connection, BlockId id, ReplySlot& reply, std::shared_ptr<std::byte[]> copy) {
-  const Block& block = blocks_[id];
-  const std::size_t bytes = block.spec.count * size_of(block.spec.dtype);
-  reply.version = read_block(*block.words, copy.get(), bytes);
-  for (std::size_t begin = 0; begin < bytes; begin += kFragment) {
-    const std::size_t some = std::min(kFragment, bytes - begin);
-    wire_->connections().send(static_cast<int>(connection.spec.id),
-                              {.header = {.kind = WireKind::value,
-                                          .bytes = static_cast<std::uint32_t>(some),
-                                          .seq = begin,
-                                          .tag = reply.number},
-                               .data = copy.get() + begin,
-                               .own = copy});
-  }
+std::size_t Server::bytes_of(const Pull& pull) const {
+  const Block& block = blocks_[pull.block];
+  return block.table != nullptr ? pull.count * block.table->row_bytes() : block.spec.count * size_of(block.spec.dtype);
+}
+
+// What is pulled, as it is now: a copy of a block, or rows in the worker's window, where it has room for them.
+std::shared_ptr<std::byte[]> Server::value_for(const Connection& connection, const Pull& pull, ReplySlot& reply) {
+  if (blocks_[pull.block].table != nullptr)
+    return {gather(connection, pull), [window = connection.window](const std::byte*) {}};
+  const std::size_t bytes = bytes_of(pull);
+  auto copy = std::make_shared_for_overwrite<std::byte[]>(bytes);
+  reply.version = read_block(*blocks_[pull.block].words, copy.get(), bytes);
+  return copy;
 }
 
 }  // namespace ringreduce::parameter_server

@@ -14,6 +14,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <string>
 #include <thread>
@@ -22,6 +23,8 @@
 #include "core/fork.h"
 #include "parameter_server/rules.h"
 #include "parameter_server/shared.h"
+#include "parameter_server/snapshot.h"
+#include "parameter_server/table.h"
 #include "parameter_server/wire.h"
 
 namespace ringreduce::parameter_server {
@@ -32,6 +35,9 @@ struct BlockSpec {
   std::size_t count = 0;
   Mode mode;
   Rule rule;
+  // This server's part of a table, if `width` is not 0: rows of so many elements, and `count` does not matter.
+  std::size_t width = 0;
+  FirstValues first;
 };
 
 // A worker of this host, as it introduces itself. The server takes over the descriptors.
@@ -65,7 +71,10 @@ class Server {
     Roots roots = nullptr;
   };
   struct Statistics {
-    std::uint64_t requests = 0, updates = 0, bytes = 0, workers = 0, blocks = 0, memory = 0, capacity = 0;
+    std::uint64_t requests = 0, updates = 0, bytes = 0, workers = 0, blocks = 0, memory = 0, capacity = 0, rows = 0;
+    Shard::Waiting waiting;
+    std::map<WorkerId, std::uint64_t> clocks;
+    bool saving = false;  // a snapshot
   };
 
   // Room for `capacity` bytes of values, in both their buffers. Throws Error(system).
@@ -97,6 +106,12 @@ class Server {
   std::string failure(BlockId block);
   Statistics statistics();
 
+  // What all blocks are now, piece by piece: each of them once, then nothing. Blocks that have no value yet are not in
+  // it. Throws Error(invalid_argument) if there is a snapshot under way, or, for a piece, none.
+  std::vector<Snapshot::Entry> begin_snapshot();
+  std::optional<Snapshot::Piece> next_piece();
+  void end_snapshot();
+
   // Ends the thread, and tells the workers. Idempotent.
   void stop();
 
@@ -122,6 +137,12 @@ class Server {
  private:
   struct Window;
   struct Lent;
+  // Whose reply comes with values. Of a table, `count` ids lie at `offset` of the window, and room for the rows after
+  // them.
+  struct Pull {
+    BlockId block;
+    std::size_t offset = 0, count = 0;
+  };
   struct Connection {
     WorkerSpec spec;
     std::shared_ptr<Window> window;
@@ -129,10 +150,10 @@ class Server {
     FileDescriptor pidfd;
     std::uint64_t taken = 0;
     bool alive = true, answered = false;
+    std::map<std::uint64_t, Pull> pulls;  // without a reply, by number: of tables, and to another host
     // To another host:
     std::vector<ReplySlot> replies;                                         // to be sent
-    std::map<std::uint64_t, BlockId> pulls;                                 // without a reply, by number
-    std::deque<std::pair<BlockId, ReplySlot>> values;                       // to be copied and sent
+    std::deque<std::pair<Pull, ReplySlot>> values;                          // to be copied and sent
     std::deque<std::pair<std::weak_ptr<std::byte[]>, std::size_t>> copies;  // that are being sent, with their bytes
   };
   struct Block {
@@ -141,6 +162,7 @@ class Server {
     std::uint64_t steps = 0;
     std::vector<std::byte> state;
     std::string failure;
+    std::unique_ptr<Table> table;  // instead of words and state
   };
 
   // How what was pushed becomes one gradient.
@@ -168,11 +190,24 @@ class Server {
   bool take_frames();
   void take(Connection& connection, const RequestSlot& slot);
   void send_to(Connection& connection);
-  void send_value(const Connection& connection, BlockId block, ReplySlot& reply, std::shared_ptr<std::byte[]> copy);
+  std::shared_ptr<std::byte[]> value_for(const Connection& connection, const Pull& pull, ReplySlot& reply);
+  std::size_t bytes_of(const Pull& pull) const;
   void end(Connection& connection);
   void look_for_ended();
   void decide(const Message& message);
   void carry_out();
+  bool takes_payload(const Connection& connection, const RequestSlot& slot) const;
+  void keep_pull(Connection& connection, const RequestSlot& slot);
+  std::size_t memory_left() const;
+  void create_table(Block& block);
+  void update_table(Block& block, const Operation& operation);
+  std::byte* gather(const Connection& connection, const Pull& pull);
+  void keep_block(BlockId id);
+  void keep(Snapshot::Piece piece);
+  Snapshot::Piece copy_block(BlockId id) const;
+  Snapshot::Piece copy_slab(BlockId id, std::size_t slab) const;
+  bool holds_back() const;
+  void restore(Block& block, const Operation& operation);
   void carry_out(const Operation& operation);
   void update(Block& block, const Operation& operation);
   void update_by_python(Block& block, const Operation& operation);
@@ -194,11 +229,12 @@ class Server {
   Shard shard_;
   std::map<WorkerId, Connection> connections_;
   std::vector<Block> blocks_;
-  std::size_t used_ = sizeof(ValuesHeader), state_bytes_ = 0;
+  std::size_t used_ = sizeof(ValuesHeader), state_bytes_ = 0, table_bytes_ = 0;
   Output decided_;
   bool has_far_ = false;            // workers of other hosts
   std::set<std::uint64_t> failed_;  // operations of this turn whose function threw
   std::vector<std::byte> scratch_;
+  std::unique_ptr<Snapshot> snapshot_;  // under way
   Statistics statistics_;
   Nanoseconds looked_ = 0;
 

@@ -53,18 +53,24 @@ void Shard::on(const Request& request) {
 }
 
 void Shard::take(const Request& request) {
-  const bool about_block =
-      request.kind == RequestKind::initialise || request.kind == RequestKind::push || request.kind == RequestKind::pull;
+  const bool about_block = request.kind <= RequestKind::pull || request.kind == RequestKind::restore;
   if (about_block && request.block >= blocks_.size()) return reply(request.worker, request.number, Outcome::refused);
   Member& member = members_.at(request.worker);
   switch (request.kind) {
+    case RequestKind::restore:
     case RequestKind::initialise: {
       Block& block = blocks_[request.block];
-      if (block.initialised) return reply(request.worker, request.number, Outcome::kept, block);
+      const bool restores = request.kind == RequestKind::restore;
+      if (block.initialised && !(restores && block.grows && block.version == 0))
+        return reply(request.worker, request.number, Outcome::kept, block);
       block.initialised = true;
       block.logged = ++log_;
-      output_.operations.push_back(
-          {log_, request.block, 0, request.priority, {{request.worker, 1, member.clock, 0, request.payload}}});
+      output_.operations.push_back({log_,
+                                    request.block,
+                                    0,
+                                    restores,
+                                    request.priority,
+                                    {{request.worker, 1, member.clock, 0, request.payload}}});
       reply(request.worker, request.number, Outcome::initialised, block);
       return answer_pulls(request.block);
     }
@@ -112,7 +118,7 @@ void Shard::take_push(Block& block, const Request& request) {
 void Shard::apply(BlockId id, std::vector<Contribution> contributions, std::int32_t priority) {
   Block& block = blocks_[id];
   block.logged = ++log_;
-  output_.operations.push_back({log_, id, ++block.version, priority, std::move(contributions)});
+  output_.operations.push_back({log_, id, ++block.version, false, priority, std::move(contributions)});
 }
 
 // ---- Rounds -------------------------------------------------------------------------------------------------------
@@ -223,6 +229,31 @@ std::vector<WorkerId> Shard::absent(const std::string& group) const {
   return found;
 }
 
+Shard::Waiting Shard::waiting() const {
+  Waiting found;
+  const auto add = [&](const std::vector<WorkerId>& workers) { found.workers.insert(workers.begin(), workers.end()); };
+  for (const BlockId id : open_) {
+    for (const auto& [version, round] : blocks_[id].rounds) found.requests += round.size();
+    add(awaited(id));
+  }
+  for (const BlockId id : pulled_) {
+    found.requests += blocks_[id].pulls.size();
+    if (blocks_[id].mode.consistency == Consistency::ssp) add(slowest(blocks_[id].mode.group));
+  }
+  for (const auto& [worker, member] : members_) {
+    found.requests += member.barriers.size();
+    if (!member.barriers.empty()) add(absent(member.group));
+  }
+  return found;
+}
+
+std::map<WorkerId, std::uint64_t> Shard::clocks() const {
+  std::map<WorkerId, std::uint64_t> found;
+  for (const auto& [worker, member] : members_)
+    if (member.live) found.emplace(worker, member.clock);
+  return found;
+}
+
 void Shard::on(const Join& join) {
   if (members_.count(join.worker) > 0) return;  // it has come back over another connection
   Member member;
@@ -236,6 +267,7 @@ void Shard::on(const Join& join) {
 void Shard::on(const Create& create) {
   Block block;
   block.mode = create.mode;
+  block.initialised = block.grows = create.grows;
   block.opened = steps_;
   blocks_.push_back(std::move(block));
 }

@@ -43,6 +43,14 @@ class Shard {
   // The members of `group` whose clock is the lowest, and those that are not at its barrier.
   std::vector<WorkerId> slowest(const std::string& group) const;
   std::vector<WorkerId> absent(const std::string& group) const;
+  // Requests that wait for somebody, and whom for: members that an open round, a pull in ssp or a barrier needs.
+  struct Waiting {
+    std::size_t requests = 0;
+    std::set<WorkerId> workers;
+  };
+  Waiting waiting() const;
+  // The clocks of the members that there are.
+  std::map<WorkerId, std::uint64_t> clocks() const;
 
   std::size_t blocks() const { return blocks_.size(); }
   std::uint64_t version(BlockId block) const { return blocks_.at(block).version; }
@@ -65,7 +73,7 @@ class Shard {
   using Round = std::map<WorkerId, std::pair<std::uint64_t, Contribution>>;  // with the number of the request
   struct Block {
     Mode mode;
-    bool initialised = false;
+    bool initialised = false, grows = false;
     std::uint64_t version = 0;
     std::uint64_t logged = 0;  // index of its latest operation
     std::uint64_t opened = 0;  // the step in which the present round began

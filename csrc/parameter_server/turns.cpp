@@ -60,7 +60,7 @@ std::uint32_t Server::end_turns() {
 
 bool Server::turn(bool may_call_python) {
   bool moved = serve_orders();
-  moved |= take_requests();
+  if (!holds_back()) moved |= take_requests();
   if (has_far_) moved |= take_frames();
   if (ringreduce::now() >= shard_.deadline()) decide(Tick{});
   moved |= !decided_.operations.empty() || !decided_.replies.empty();

@@ -90,8 +90,7 @@ void ServerWire::deliver(int peer, const FrameHeader& header, const std::vector<
   if (header.kind == WireKind::request) {
     RequestSlot slot;
     std::memcpy(&slot, aside.data(), sizeof slot);
-    const bool carries = slot.kind == RequestKind::initialise || slot.kind == RequestKind::push;
-    if (!carries) return complete(worker, sender, slot);
+    if (slot.bytes == 0) return complete(worker, sender, slot);
     demand(sender.incoming.size() < kMostOutstanding || sender.incoming.count(header.tag) > 0, peer,
            "more requests than may be under way");
     Incoming& incoming = sender.incoming[header.tag];

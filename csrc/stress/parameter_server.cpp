@@ -4,6 +4,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdio>
 #include <cstring>
 #include <vector>
@@ -21,6 +22,8 @@ namespace ps = parameter_server;
 constexpr std::size_t kCount = 3000;                                  // elements of the tensor
 constexpr std::size_t kPerBlock = 512;                                // of a block
 constexpr std::size_t kData = 16 * kPerBlock * sizeof(std::int64_t);  // a window's, which is often full
+
+constexpr std::size_t kWidth = 4;  // of the table's rows, which begin at 0
 
 int own_pidfd() { return static_cast<int>(syscall(SYS_pidfd_open, getpid(), 0)); }
 
@@ -48,7 +51,7 @@ void join_over_sockets(ps::Server& server, ps::Client& client, ps::WorkerId work
 struct Party {
   Party(int servers, int workers, const ps::Mode& mode, Over over = Over::memory) {
     for (int i = 0; i < servers; ++i)
-      this->servers.push_back(std::make_shared<ps::Server>(1 << 20, ps::Server::Hooks{}));
+      this->servers.push_back(std::make_shared<ps::Server>(8 << 20, ps::Server::Hooks{}));
     for (int i = 0; i < workers; ++i) {
       clients.push_back(std::make_unique<ps::Client>(i, servers, kData));
       if (i < servers && i % 2 == 0) clients[i]->host(this->servers[i]);
@@ -72,6 +75,9 @@ struct Party {
       const auto [id, offset] = this->servers[server]->create(block);
       parts.push_back({server, id, begin * sizeof(std::int64_t), block.count * sizeof(std::int64_t), offset});
     }
+    block.dtype = DType::float32;
+    block.width = table.width = kWidth;
+    for (const auto& server : this->servers) table.blocks.push_back(server->create(block).first);
   }
 
   // The latest value, as it is read here or sent.
@@ -88,6 +94,7 @@ struct Party {
   std::vector<std::shared_ptr<ps::Server>> servers;
   std::vector<std::unique_ptr<ps::Client>> clients;
   std::vector<ps::Part> parts;
+  ps::TablePlace table;
   bool far = false;
 };
 
@@ -112,6 +119,87 @@ void synchronous(int servers, int workers, int rounds, Over over) {
         check(each == round * workers * (workers + 1) / 2, "a pull is not the sum of the pushes");
     }
     finish(client.ask(ps::RequestKind::barrier, std::vector<std::uint32_t>{0}, {}));
+  });
+}
+
+// Rows of a table in sync: a row is the sum of all that was pushed to it, an id may come twice, and a server may get
+// none.
+void rows(int servers, int workers, int rounds, Over over) {
+  Party party(servers, workers, {}, over);
+  const std::vector<std::uint32_t> owners = ps::owners_of_slots(servers);
+  in_threads(workers, [&](int w) {
+    ps::Client& client = *party.clients[w];
+    std::vector<float> sums(64, 0);
+    for (int round = 0; round < rounds; ++round) {
+      std::vector<std::int64_t> ids;
+      std::vector<float> values, out;
+      for (int other = 0; other < workers; ++other)
+        for (int i = 0; i < round % 40; ++i) {
+          const std::size_t id = (other * 5 + i * 3) % 64;
+          sums[id] += static_cast<float>(other + 1);
+          if (other != w) continue;
+          ids.push_back(static_cast<std::int64_t>(id) - 32);
+          values.insert(values.end(), kWidth, static_cast<float>(w + 1));
+        }
+      const ps::RowSet pushed(ids, owners, servers);
+      const auto push = client.push_rows(party.table, pushed, reinterpret_cast<const std::byte*>(values.data()), false,
+                                         {0, 1, 60 * kSecond});
+      ids.clear();
+      for (std::int64_t id = 0; id < 64; ++id) ids.insert(ids.end(), id % 3 + 1, id - 32);
+      const ps::RowSet wanted(ids, owners, servers);
+      const auto given_up = client.pull_rows(party.table, wanted, {0, 1, 60 * kSecond});
+      client.cancel(*given_up);
+      const auto pull = client.pull_rows(party.table, wanted, {0, 1, 60 * kSecond});
+      check(client.wait(*pull, 60 * kSecond) && client.wait(*push, 60 * kSecond), "rows do not come");
+      out.resize(ids.size() * kWidth);
+      client.take_rows(party.table, wanted, *pull, reinterpret_cast<std::byte*>(out.data()), false);
+      for (std::size_t i = 0; i < out.size(); ++i)
+        check(out[i] == sums[static_cast<std::size_t>(ids[i / kWidth] + 32)], "a row is not the sum of its pushes");
+    }
+    client.wait(*client.ask(ps::RequestKind::barrier, std::vector<std::uint32_t>{0}, {}), 60 * kSecond);
+  });
+}
+
+// Snapshots amid pushes, each of which adds 1 everywhere: what is saved of a block, and of all rows, is of one moment.
+void snapshots(int pushes, Over over) {
+  Party party(1, 2, {ps::Consistency::asynchronous, 0, 0, 0, "workers"}, over);
+  ps::Server& server = *party.servers[0];
+  ps::Client& first = *party.clients[0];
+  std::vector<std::int64_t> ids(500), ones(kCount, 1), zeros(kCount, 0);
+  for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<std::int64_t>(i * i);
+  const ps::RowSet rows(ids, ps::owners_of_slots(1), 1);
+  const std::vector<float> values(ids.size() * kWidth, 1);
+  const auto push = [&] {
+    first.wait(*first.push_rows(party.table, rows, reinterpret_cast<const std::byte*>(values.data()), true, {}),
+               60 * kSecond);
+  };
+  first.wait(*first.send(ps::RequestKind::initialise, party.parts, bytes_of(zeros), {}), 60 * kSecond);
+  push();
+  std::atomic<bool> done = false;
+  in_threads(2, [&](int thread) {
+    if (thread == 0) {
+      for (int i = 0; i < pushes; ++i) {
+        push();
+        first.wait(*first.send(ps::RequestKind::push, party.parts, bytes_of(ones), {}), 60 * kSecond);
+      }
+      done = true;
+      return;
+    }
+    for (int taken = 0; !done || taken == 0; ++taken) {
+      std::size_t pieces = 0;
+      for (const auto& entry : server.begin_snapshot()) pieces += entry.rows == 0 || entry.rows == ids.size();
+      check(pieces == party.parts.size() + 1, "a snapshot has other blocks");
+      for (auto piece = server.next_piece(); piece.has_value(); piece = server.next_piece(), --pieces) {
+        const bool of_rows = piece->block == party.table.blocks[0];
+        const std::byte* at = piece->bytes.data() + piece->rows * sizeof(std::int64_t);
+        const std::size_t size = of_rows ? sizeof(float) : sizeof(std::int64_t);
+        check(piece->rows == (of_rows ? ids.size() : 0), "a piece has other rows");
+        for (const std::byte* each = at; each < piece->bytes.data() + piece->bytes.size(); each += size)
+          check(std::memcmp(each, at, size) == 0, "a snapshot is of two moments");
+      }
+      check(pieces == 0, "a block is in a snapshot twice, or not at all");
+      server.end_snapshot();
+    }
   });
 }
 
@@ -153,7 +241,7 @@ void nonsense(int requests) {
   const auto some = [&](std::uint64_t usual) { return random_int(random, 0, 2) > 0 ? random() % usual : random(); };
   for (int i = 0; i < requests; ++i) {
     ps::RequestSlot& slot = lane.requests[i % ps::kMostOutstanding];
-    slot = {static_cast<ps::RequestKind>(some(6)),
+    slot = {static_cast<ps::RequestKind>(some(8)),
             static_cast<ps::BlockId>(some(8)),
             some(requests),
             some(requests),
@@ -161,7 +249,7 @@ void nonsense(int requests) {
             some(4),
             1.0,
             some(kData),
-            kPerBlock * 8,
+            random() % 2 != 0 ? kPerBlock * 8 : some(9) * 8,
             0,
             0};
     if (slot.kind == ps::RequestKind::leave) slot.kind = ps::RequestKind::push;
@@ -245,7 +333,7 @@ Sent some_frame(Random& random) {
   header.tag = random() % 40;
   header.seq = random() % 64 * 64;
   if (kind == ps::WireKind::request) {
-    const ps::RequestSlot slot{static_cast<ps::RequestKind>(random() % 7),
+    const ps::RequestSlot slot{static_cast<ps::RequestKind>(random() % 8),
                                static_cast<ps::BlockId>(random() % 8),
                                random() % 2000,
                                random() % 2000,
@@ -253,7 +341,7 @@ Sent some_frame(Random& random) {
                                random() % 4,
                                1.0,
                                random() % 4096,
-                               random() % 2 * 64,
+                               random() % 2 != 0 ? random() % 2 * 64 : random() % 9 * 8,
                                0,
                                0};
     sent.payload.resize(sizeof slot);
@@ -369,6 +457,29 @@ void pulls_an_unknown_block() {
   party.pull(good, value);
 }
 
+// A worker that asks on and on, says that it has all replies, and reads none: it is given up before they fill the
+// memory.
+void asks_and_never_reads() {
+  Party party(1, 1, {ps::Consistency::asynchronous, 0, 0, 0, "workers"}, Over::sockets);
+  ps::Client& good = *party.clients[0];
+  std::vector<std::int64_t> value(kCount, 1);
+  good.wait(*good.send(ps::RequestKind::initialise, party.parts, bytes_of(value), {}), 60 * kSecond);
+  int ends[2];
+  check(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0, "no sockets");
+  party.servers[0]->join(1, "workers", 4096);
+  party.servers[0]->connect(1, ends[0], "a glutton's");
+  for (std::uint64_t number = 1; number < 100000 && party.servers[0]->statistics().workers == 2; ++number) {
+    const ps::RequestSlot slot{ps::RequestKind::pull, 0, number, number - 1, 0, 0, 1.0, 0, 0, 0, 0};
+    const FrameHeader header{.kind = ps::WireKind::request, .bytes = sizeof slot};
+    check(send(ends[1], &header, sizeof header, MSG_NOSIGNAL) == sizeof header &&
+              send(ends[1], &slot, sizeof slot, MSG_NOSIGNAL) == sizeof slot,
+          "the server hung up");
+  }
+  check(party.servers[0]->statistics().workers == 1, "a worker that reads nothing may ask for ever");
+  close(ends[1]);
+  party.pull(good, value);
+}
+
 }  // namespace
 
 void stress_parameter_server() {
@@ -376,6 +487,9 @@ void stress_parameter_server() {
     synchronous(1, 1, 200, over);
     synchronous(1, 3, 150, over);
     synchronous(3, 4, 100, over);
+    rows(1, 2, 80, over);
+    rows(3, 4, 80, over);
+    snapshots(200, over);
   }
 #if !defined(__SANITIZE_THREAD__)  // a pull may copy while the server writes, and is then repeated
   asynchronous(4, 150, Over::memory);
@@ -389,6 +503,7 @@ void stress_parameter_server() {
   check(taken > 100000 && refused > 100000, "frames: too few were taken or refused to show anything");
   sends_nonsense(3000);
   pulls_an_unknown_block();
+  asks_and_never_reads();
   std::printf("parameter server: %ld frames taken, %ld refused\n", taken, refused);
 }
 

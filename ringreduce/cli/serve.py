@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import sys
+import threading
+import time
 from datetime import timedelta
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ringreduce.cli.terminal import Help, console
 from ringreduce.common import compiled
-from ringreduce.common.failures import InvalidArgument, RingReduceError
+from ringreduce.common.failures import CollectiveTimeout, InvalidArgument, RingReduceError
 from ringreduce.common.units import bytes_text, parse_bytes
 
+if TYPE_CHECKING:
+    from ringreduce.parameter_server import Serving
+
+_LOOK = 0.1
+"""Seconds between looks for snapshots that were asked for."""
 LAUNCHERS = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
 """The variables with a process's number and how many there are: of torchrun, of srun."""
 
@@ -41,6 +49,10 @@ def add(commands: Any, summary: str) -> None:
     parser.add_argument("--functions", nargs="+", default=[], metavar="MODULE:NAME",
                         help="update functions that workers may name")  # fmt: skip
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for all servers to come (default: 300)")
+    parser.add_argument("--snapshots", metavar="FOLDER", help="on SIGTERM, write a snapshot there before the end")
+    parser.add_argument("--every", type=float, metavar="SECONDS", help="write one so often as well")
+    parser.add_argument("--keep", type=int, default=2, help="of the snapshots of this run, the latest (default: 2)")
+    parser.add_argument("--status", action="store_true", help="serve nothing: say what the servers do, and wait for")
     parser.add_argument("--forever", action="store_true", help="serve on when all workers have left")
     parser.set_defaults(run=run)
 
@@ -52,10 +64,16 @@ def run(arguments: argparse.Namespace) -> int:
 
     import ringreduce.parameter_server as ps
 
-    rank, size = _place(arguments.rank, arguments.size)
     host, colon, port = arguments.store.rpartition(":")
     if not colon or not port.isdigit():
         raise InvalidArgument(f"--store is {arguments.store!r}; it must be HOST:PORT, such as node0:29400")
+    if arguments.every is not None and (not arguments.every > 0 or arguments.snapshots is None):
+        raise InvalidArgument(f"--every is {arguments.every}; it must be seconds, and --snapshots say where they go")
+    if arguments.keep < 1:
+        raise InvalidArgument(f"--keep is {arguments.keep}; it must be 1 or more")
+    if arguments.status:
+        return _status(host, int(port), arguments)
+    rank, size = _place(arguments.rank, arguments.size)
     sys.path.insert(0, "")  # the program's own modules, as with `python -m`
     functions = {function.rpartition(":")[2]: _function(function) for function in arguments.functions}
     makes = rank == 0 and not arguments.existing_store
@@ -65,10 +83,78 @@ def run(arguments: argparse.Namespace) -> int:
     with ps.serve(store, rank=rank, size=size, functions=functions, **options) as serving:
         capacity = bytes_text(serving.stats()["capacity"])
         console().print(f"server {rank} of {size} (pid {os.getpid()}) serves with {capacity}", highlight=False)
+        if arguments.snapshots is not None:
+            return _serve_with_snapshots(serving, arguments)
         serving.wait()
         while arguments.forever:
             signal.pause()
     return 0
+
+
+def _serve_with_snapshots(serving: Serving, arguments: argparse.Namespace) -> int:
+    """Serves until workers have come and left, or SIGTERM: then until the last snapshot is complete."""
+    terminated = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: terminated.set())
+    next_one = time.monotonic() + (arguments.every or 0)
+    while not terminated.is_set():
+        if serving.wait(_LOOK) and not arguments.forever:
+            return 0
+        if arguments.every and serving.number == 0 and time.monotonic() >= next_one:
+            serving.ask_for_snapshot()
+            next_one = time.monotonic() + arguments.every
+        try:
+            written = serving.take_snapshots(arguments.snapshots)
+        except RingReduceError as error:  # the next one may succeed
+            print(f"ringreduce serve: {error}", file=sys.stderr)
+            continue
+        if serving.number == 0:
+            _drop_old(serving, arguments.snapshots, written, arguments.keep)
+    last = serving.ask_for_snapshot(last=True)
+    path = serving.snapshot_path(arguments.snapshots, last)
+    deadline = time.monotonic() + arguments.timeout
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise CollectiveTimeout(f"other servers have not written their parts of {path} in time")
+        serving.take_snapshots(arguments.snapshots)
+        time.sleep(_LOOK)
+    console().print(f"server {serving.number} ends; snapshot {path}", highlight=False)
+    return 0
+
+
+def _drop_old(serving: Serving, folder: str, written: int, keep: int) -> None:
+    """Those before the latest complete ones of this run."""
+    paths = [serving.snapshot_path(folder, number) for number in range(max(1, written - 8 - keep), written + 1)]
+    for path in [path for path in paths if path.exists()][:-keep]:
+        shutil.rmtree(path)
+
+
+def _status(host: str, port: int, arguments: argparse.Namespace) -> int:
+    from torch._C._distributed_c10d import TCPStore
+
+    import ringreduce.parameter_server as ps
+
+    store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=arguments.timeout))
+    with ps.join(store, role="reader", name=arguments.name, timeout=arguments.timeout) as kv:
+        before = kv.stats()["servers"]
+        time.sleep(1.0)
+        for name, now in kv.stats()["servers"].items():
+            console().print("\n".join(_described(name, before[name], now)), highlight=False)
+    return 0
+
+
+def _described(name: str, before: dict[str, Any] | None, now: dict[str, Any] | None) -> list[str]:
+    if before is None or now is None:
+        return [f"{name}: has ended"]
+    seconds = max(1e-3, now["seconds"] - before["seconds"])
+    rates = {key: (now[key] - before[key]) / seconds for key in ("bytes", "updates", "requests")}
+    pushed = bytes_text(int(rates["bytes"]))
+    memory = f"{bytes_text(now['memory'])} of {bytes_text(now['capacity'])}"
+    lines = [
+        f"{name}: {memory}, {now['blocks']} blocks, {now['rows']} rows" + (", writes a snapshot" * now["saving"]),
+        f"  {pushed}/s pushed, {rates['updates']:.0f} updates/s, {rates['requests']:.0f} requests/s",
+        f"  {now['waiting']} requests wait" + (f" for {', '.join(now['waits_for'])}" if now["waits_for"] else ""),
+    ]
+    return lines + [f"  {worker}: clock {clock}" for worker, clock in now["clocks"].items()]
 
 
 def _place(rank: int | None, size: int | None) -> tuple[int, int]:

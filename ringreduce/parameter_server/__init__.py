@@ -10,21 +10,36 @@ For synchronous training of dense models on equal machines, all_reduce is faster
 to use this.
 """
 
+from ringreduce.parameter_server.embedding import Embedding, EmbeddingBag
 from ringreduce.parameter_server.join import Serving, join, serve
 from ringreduce.parameter_server.key_value import KeyValue
 from ringreduce.parameter_server.modes import Mode, asynchronous, ssp, sync
-from ringreduce.parameter_server.pending import Pending
+from ringreduce.parameter_server.pending import Pending, Snapshot
+from ringreduce.parameter_server.readers import Follower
 from ringreduce.parameter_server.training import Attached, attach
-from ringreduce.parameter_server.updates import Info, Push, UpdateRule, assign, function, optimizer, reduce
+from ringreduce.parameter_server.updates import (
+    Info,
+    Push,
+    UpdateRule,
+    assign,
+    function,
+    optimizer,
+    reduce,
+    rowwise_adagrad,
+)
 
 __all__ = [
     "Attached",
+    "Embedding",
+    "EmbeddingBag",
+    "Follower",
     "Info",
     "KeyValue",
     "Mode",
     "Pending",
     "Push",
     "Serving",
+    "Snapshot",
     "UpdateRule",
     "assign",
     "asynchronous",
@@ -33,6 +48,7 @@ __all__ = [
     "join",
     "optimizer",
     "reduce",
+    "rowwise_adagrad",
     "serve",
     "ssp",
     "sync",

@@ -80,6 +80,31 @@ def _parsed(data: bytes) -> dict[str, Any]:
     return message
 
 
+class Arriving:
+    """Messages over TCP, of which bytes come now and then. Never waits."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def take(self, connection: socket.socket) -> list[dict[str, Any]]:
+        """What has come whole. Raises as `receive`."""
+        some = connection.recv(MOST, socket.MSG_DONTWAIT)
+        if not some:
+            raise ConnectionError("the other side closed the connection")
+        self._data += some
+        messages = []
+        while len(self._data) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._data)
+            if length > MOST:
+                raise ConnectionError(f"a message is longer than {MOST} bytes")
+            end = _LENGTH.size + length
+            if len(self._data) < end:
+                break
+            messages.append(_parsed(bytes(self._data[_LENGTH.size : end])))
+            del self._data[:end]
+        return messages
+
+
 def machine(options: Options) -> str:
     """Equal for processes of one host: of one kernel and one network namespace, unless the options say otherwise."""
     if options.host_id:

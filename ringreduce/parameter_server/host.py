@@ -7,18 +7,24 @@ import os
 import selectors
 import socket
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
 from ringreduce import _C
 from ringreduce.errors import InvalidArgument, RingReduceError
 from ringreduce.parameter_server import control
-from ringreduce.parameter_server.updates import Function, PythonUpdates, rule_for
+from ringreduce.parameter_server.snapshots import Saving
+from ringreduce.parameter_server.updates import Function, PythonUpdates, rule_for, rule_for_rows
 from ringreduce.rendezvous.host import check_user, own_pidfd
 from ringreduce.rendezvous.links import Door
 
 GROUP = "parameter server"
 """What the doors between hosts call it."""
+_WRITING = 60.0
+"""Seconds in which a snapshot may be finished when its server ends. After that it is absent."""
+OBSERVERS = "observers"
+"""The group of those that only look: a server does not count them as its workers."""
 _MOST_STRANGERS = 64
 """Connections that have not proved themselves yet."""
 
@@ -39,6 +45,7 @@ class _Far:
     joined: bool = False
     sockets: list[tuple[int, str]] = field(default_factory=list)
     """That came before it has joined: descriptor and path."""
+    arriving: control.Arriving = field(default_factory=control.Arriving)
 
 
 class Host:
@@ -49,7 +56,13 @@ class Host:
         self.server = _C.ParameterServer(capacity, self._updates)
         self._secret = secret
         self._keys: dict[tuple[str, int], tuple[dict[str, Any], list[tuple[int, int]]]] = {}
+        self._blocks: dict[int, dict[str, Any]] = {}
+        """By block: its key, the key's spec, the first element and the elements."""
+        self._saving: Saving | None = None
+        """The latest snapshot."""
         self._names: dict[int, tuple[str, int]] = {}
+        self._observers: set[int] = set()
+        self._begun, self._served = time.monotonic(), False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind("")  # the kernel picks a free abstract address
         self._listener.listen(128)
@@ -90,6 +103,13 @@ class Host:
             else:
                 self.server.connect(worker, descriptor, path)
 
+    def close_in_child(self) -> None:
+        """In a forked process, which has copies of the parent's sockets: nobody is to wait for the child to end."""
+        for end in (self._wake, self._woken, self._listener):
+            end.close()
+        for visitor in self._visitors.values():
+            visitor.connection.close()
+
     def close(self) -> None:
         """Ends both threads; workers that still need this server see it end."""
         if not self._thread.is_alive():
@@ -100,9 +120,24 @@ class Host:
         with contextlib.suppress(BlockingIOError):
             self._wake.send(b"x")
         self._thread.join()
+        if self._saving is not None:
+            self._saving.done.wait(_WRITING)
         self.server.stop()
         for end in (self._wake, self._woken, self._listener):
             end.close()
+
+    def statistics(self) -> dict[str, Any]:
+        """What `KeyValue.stats` says of a server."""
+        found = self.server.statistics()
+        found["waits_for"] = [self._describe(worker) for worker in sorted(found["waits_for"])]
+        clocks = sorted((worker, clock) for worker, clock in found["clocks"].items() if worker not in self._observers)
+        found["clocks"] = {self._describe(worker): clock for worker, clock in clocks}
+        return found | {"seconds": round(time.monotonic() - self._begun, 3)}
+
+    def save(self, folder: str, part: str) -> Saving:
+        """Begins this server's part of a snapshot, such as "0-of-2". Raises `InvalidArgument` if one is under way."""
+        self._saving = Saving(self.server, self._blocks, folder, part)
+        return self._saving
 
     def wait_until_left(self, timeout: float) -> list[str]:
         """Waits until all workers have gone; returns who has not."""
@@ -113,7 +148,7 @@ class Host:
     def wait_until_served(self, timeout: float | None) -> bool:
         """Waits until workers have come and all have gone; returns whether it is so."""
         with self._left:
-            return self._left.wait_for(lambda: bool(self._names) and not self._inside(), timeout)
+            return self._left.wait_for(lambda: self._served and not self._inside(), timeout)
 
     def _inside(self) -> list[_Visitor]:
         return [visitor for visitor in list(self._visitors.values()) if visitor.worker >= 0]
@@ -164,20 +199,27 @@ class Host:
 
     def _serve(self, selector: selectors.BaseSelector, visitor: _Visitor) -> None:
         try:
-            message, descriptors = control.receive(visitor.connection)
-            answer, given = self._answer(visitor, message, descriptors)
-            if "number" in message:  # so that the answer to a question that was given up is known for one
-                answer["number"] = message["number"]
-            try:
-                control.send(visitor.connection, answer, given)
-            finally:
-                for descriptor in given:
-                    os.close(descriptor)
+            if visitor.far is None:
+                self._respond(visitor, *control.receive(visitor.connection))
+                return
+            with contextlib.suppress(BlockingIOError):
+                for message in visitor.far.arriving.take(visitor.connection):
+                    self._respond(visitor, message, [])
         except (OSError, RingReduceError):
             selector.unregister(visitor.connection)
             if visitor.worker >= 0:
                 self.server.lose(visitor.worker)  # no loss if it has left
             self._forget(visitor)
+
+    def _respond(self, visitor: _Visitor, message: dict[str, Any], descriptors: list[int]) -> None:
+        answer, given = self._answer(visitor, message, descriptors)
+        if "number" in message:  # so that the answer to a question that was given up is known for one
+            answer["number"] = message["number"]
+        try:
+            control.send(visitor.connection, answer, given)
+        finally:
+            for descriptor in given:
+                os.close(descriptor)
 
     def _forget(self, visitor: _Visitor) -> None:
         with self._left:
@@ -223,12 +265,19 @@ class Host:
             pidfd=os.dup(pidfd),
         )
         visitor.worker = worker
-        self._names[worker] = str(hello["host"]), int(hello["pid"])  # it has come: see wait_until_served
+        self._introduce(worker, hello)
         reply = {
             "proof": control.proof(self._secret, "server", bytes.fromhex(hello["nonce"]), worker),
             "capacity": self.server.capacity,
         }
         return reply, [os.dup(self.server.values), os.dup(self.server.bell), own_pidfd()]
+
+    def _introduce(self, worker: int, hello: dict[str, Any]) -> None:
+        self._names[worker] = str(hello["host"]), int(hello["pid"])
+        if hello["group"] == OBSERVERS:
+            self._observers.add(worker)
+        else:
+            self._served = True
 
     def _welcome_far(self, visitor: _Visitor, far: _Far, hello: dict[str, Any]) -> dict[str, Any]:
         window = int(hello["window"])
@@ -238,7 +287,7 @@ class Host:
             )
         self.server.join_far(id=far.worker, group=str(hello["group"]), window=window)
         visitor.worker = far.worker
-        self._names[far.worker] = str(hello["host"]), int(hello["pid"])
+        self._introduce(far.worker, hello)
         with self._left:
             far.joined = True
             sockets, far.sockets = far.sockets, []
@@ -250,15 +299,49 @@ class Host:
         match message["ask"]:
             case "create":
                 return {"blocks": self._create(str(message["key"]), message["blocks"], message["spec"])}
+            case "create table":
+                return {"block": self._create_table(str(message["key"]), message["spec"])}
             case "awaited":
                 return {"workers": [self._describe(w) for w in self.server.awaited(int(message["block"]))]}
             case "absent":
                 return {"workers": [self._describe(w) for w in self.server.absent(str(message["group"]))]}
             case "failure":
                 return {"text": self.server.failure(int(message["block"]))}
+            case "snapshot":
+                self.save(str(message["folder"]), str(message["part"]))
+                return {}
+            case "snapshot state":
+                saving = self._saving
+                if saving is None or str(saving.path) != message["folder"]:
+                    raise InvalidArgument(f"this server does not write the snapshot {message['folder']!r}")
+                return {"done": saving.done.is_set(), "fault": saving.error}
             case "statistics":
-                return {"statistics": self.server.statistics()}
+                return {"statistics": self.statistics()}
         raise InvalidArgument(f"a worker asked for {message['ask']!r}")
+
+    def _create_table(self, key: str, spec: dict[str, Any]) -> int:
+        """The block of a table. A worker that comes later gets the same."""
+        known = self._keys.get((key, 0))
+        if known is not None:
+            return known[1][0][0]
+        mode, table = spec["mode"], spec["table"]
+        made = self.server.create(
+            dtype=spec["dtype"],
+            count=0,
+            mode=mode["mode"],
+            quorum=mode["quorum"],
+            grace=mode["grace"],
+            staleness=mode["staleness"],
+            group=mode["group"],
+            rule=rule_for_rows(spec["update"], bool(mode["average"])),
+            width=table["width"],
+            seed=table["seed"],
+            low=table["low"],
+            high=table["high"],
+        )
+        self._keys[key, 0] = spec, [made]
+        self._blocks[made[0]] = {"key": key, "spec": spec, "begin": 0, "count": 0}
+        return made[0]
 
     def _create(self, key: str, blocks: list[list[int]], spec: dict[str, Any]) -> list[tuple[int, int]]:
         """The blocks (first element, elements) of a key; each (id, offset). A worker that comes later gets the same."""
@@ -288,6 +371,7 @@ class Host:
             if native["kind"] == "python":
                 self._updates.add(block, key, begin, count, spec["dtype"], rule)
             made.append((block, offset))
+            self._blocks[block] = {"key": key, "spec": spec, "begin": begin, "count": count}
         self._keys[key, blocks[0][0]] = spec, made
         return made
 

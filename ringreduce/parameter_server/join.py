@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -23,11 +24,12 @@ from torch.distributed.rendezvous import rendezvous
 
 from ringreduce import _C
 from ringreduce.config import Options, resolve
-from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, TopologyError
+from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, SystemFailure, TopologyError
 from ringreduce.parameter_server import control
-from ringreduce.parameter_server.host import GROUP, Host, connect
+from ringreduce.parameter_server.host import GROUP, OBSERVERS, Host, connect
 from ringreduce.parameter_server.key_value import KeyValue, Membership
 from ringreduce.parameter_server.placement import BLOCK_BYTES, UNIT
+from ringreduce.parameter_server.snapshots import Saving
 from ringreduce.parameter_server.updates import Function
 from ringreduce.rendezvous.interfaces import Filter, local_interfaces
 from ringreduce.rendezvous.links import Door, Peer
@@ -63,7 +65,8 @@ def join(
 
     In a plain Python process it is a store of its own. Under torchrun, or with a torch `store`, `rank` and `size`, the
     ranks found one together: each is a worker and a server with 1/size of the blocks, and all return when all are
-    there. Other processes join it later, with `role="worker"` and the same `store`.
+    there. Other processes join it later, with `role="worker"` and the same `store`, or with `role="reader"`: nobody
+    waits for a reader (see `KeyValue.follow`).
 
     `group` is what this worker counts in (see `sync` and `ssp`), and `workers` how many of it must have joined before
     this returns; `functions` are those that `ps.function` may name.
@@ -80,8 +83,10 @@ def join(
     Raises `CollectiveTimeout` if a founder does not come, `PeerLost` or `SystemFailure` if a server cannot be reached,
     and `TopologyError` if it listens to no other host.
     """
-    if role not in ("both", "worker"):
-        raise InvalidArgument(f"role is {role!r}; it must be 'both' or 'worker', and `serve` is for servers alone")
+    if role not in ("both", "worker", "reader"):
+        raise InvalidArgument(f"role is {role!r}; it must be 'both', 'worker' or 'reader', and `serve` is for servers")
+    if role == "reader":
+        role, group = "worker", OBSERVERS
     _check_sizes(window, block_bytes)
     entry = _Entry(name, group, window, block_bytes, time.monotonic() + timeout, timeout, resolve(None)[0])
     if store is None:
@@ -104,17 +109,49 @@ def join(
 class Serving:
     """A server without a worker, made by `serve`. A context manager, at whose end it is closed."""
 
-    def __init__(self, host: Host, number: int) -> None:
-        self._host = host
+    def __init__(self, host: Host, number: int, servers: int, store: Any) -> None:
+        self._host, self._servers, self._store = host, servers, store
         self.number = number
+        self._taken = 0
+        self._saving: Saving | None = None
 
     def wait(self, timeout: float | None = None) -> bool:
         """Returns True when workers have come and all have left, or False after so many seconds."""
         return self._host.wait_until_served(timeout)
 
-    def stats(self) -> dict[str, int]:
-        """Requests, updates, bytes and memory."""
-        return self._host.server.statistics()
+    def stats(self) -> dict[str, Any]:
+        """As `KeyValue.stats` has it of a server."""
+        return self._host.statistics()
+
+    def ask_for_snapshot(self, *, last: bool = False) -> int:
+        """Has all servers write a snapshot when each next calls `take_snapshots`; returns its number: that of the first
+        server that asked, if it is to be the `last`."""
+        number = int(self._store.add("snapshots", 1))
+        return int(_once(self._store, "last snapshot", str(number))) if last else number
+
+    def take_snapshots(self, folder: str | os.PathLike[str]) -> int:
+        """Begins this server's part of the next snapshot that was asked for, unless one is under way; returns how many
+        it has written. Snapshot n is the folder `snapshot_path(folder, n)`, when all servers have written their parts.
+        Each part is of a moment of its own; for one round of all servers, a worker calls `KeyValue.snapshot`.
+
+        Raises `SystemFailure` or `InvalidArgument` if this one's could not be written; the next call goes on.
+        """
+        if self._saving is not None and not self._saving.done.is_set():
+            return self._taken - 1
+        done, self._saving = self._saving, None
+        if done is not None and done.error:
+            raise SystemFailure(f"the snapshot {done.path}: {done.error}")
+        if self._taken < self._store.add("snapshots", 0):
+            self._taken += 1
+            target = self.snapshot_path(folder, self._taken)
+            self._saving = self._host.save(f"{target}.partial-serve", f"{self.number}-of-{self._servers}")
+            return self._taken - 1
+        return self._taken
+
+    def snapshot_path(self, folder: str | os.PathLike[str], number: int) -> Path:
+        """Named by when the servers began, and its number, so that names are in the order of time."""
+        begun = _once(self._store, "snapshots begun", time.strftime("%Y%m%dT%H%M%S"))
+        return Path(folder).absolute() / f"{begun}-{number:06d}"
 
     def close(self) -> None:
         """Ends the server; workers that still need it get `ServerLost`. Idempotent."""
@@ -150,7 +187,7 @@ def serve(
         store, rank, size = _surroundings(rank, size)
     with _founding(entry, store, rank, size, functions, memory, listen=True) as host:
         _wait_for_founders(entry, store)
-    serving = Serving(host, entry.worker)
+    serving = Serving(host, entry.worker, entry.servers, entry.store)
     _serving.add(serving)
     return serving
 
@@ -310,7 +347,16 @@ def _enter(entry: _Entry) -> KeyValue:
             connections.append(connection)
         undo.pop_all()
     membership = Membership(
-        entry.store, entry.worker, entry.group, client, connections, names, set(far), entry.host, entry.block_bytes
+        entry.store,
+        entry.worker,
+        entry.group,
+        client,
+        connections,
+        names,
+        set(far),
+        entry.host,
+        entry.block_bytes,
+        entry.window,
     )
     kv = KeyValue(membership, entry.timeout)
     _open.difference_update([each for each in _open if each.has_left])
@@ -388,6 +434,22 @@ def _enter_far(entry: _Entry, client: Any, server: int, name: str, reached: _Rea
     while reached.others:
         client.connect(server, *reached.others.pop())
     return reached.control
+
+
+def _close_in_child() -> None:
+    """A forked child serves nothing and has joined nothing; the others are to see the parent end when it does."""
+    for kv in _open:
+        for connection in kv._with.connections:
+            connection.close()
+        if kv._with.host is not None:
+            kv._with.host.close_in_child()
+    for serving in _serving:
+        serving._host.close_in_child()
+    _open.clear()
+    _serving.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 @atexit.register

@@ -6,20 +6,27 @@ import contextlib
 import itertools
 import json
 import math
+import os
+import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from torch import nn
 
 from ringreduce import _C
-from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, ServerLost, SystemFailure, UpdateFailed
+from ringreduce.errors import CollectiveTimeout, InvalidArgument, ServerLost, SystemFailure, UpdateFailed
 from ringreduce.parameter_server import control
 from ringreduce.parameter_server.modes import Mode, sync
-from ringreduce.parameter_server.pending import Pending
+from ringreduce.parameter_server.pending import Pending, Snapshot, server_errors
 from ringreduce.parameter_server.placement import cut, elements_per_block, place
+from ringreduce.parameter_server.readers import Follower
+from ringreduce.parameter_server.safetensors import Reader
+from ringreduce.parameter_server.snapshots import check_absent, payload_of_block, payloads_of_rows, read
 from ringreduce.parameter_server.updates import UpdateRule, assign
 
 if TYPE_CHECKING:
@@ -84,6 +91,7 @@ class Membership:
     host: Host | None
     """The server in this process, if there is one."""
     block_bytes: int
+    window: int
     loads: list[int] = field(default_factory=list)
 
 
@@ -138,8 +146,7 @@ class KeyValue:
         deadline = self._deadline(timeout)
         calls = {}
         for name, tensor in self._pairs(key, value):
-            if not isinstance(name, str) or not 0 < len(name.encode()) <= MOST_KEY:
-                raise InvalidArgument(f"key is {name!r:.60}; it must be a string of 1 to {MOST_KEY} bytes")
+            _check_key(name)
             source = _readable(name, tensor)
             spec = {
                 "dtype": str(source.dtype).removeprefix("torch."),
@@ -147,10 +154,12 @@ class KeyValue:
                 "mode": mode.as_json(),
                 "update": update.as_json(),
             }
+            if update.kind == "rowwise_adagrad":
+                raise InvalidArgument(f"update of {name!r} is rowwise_adagrad(), which is for rows: use ps.Embedding")
             _check_average(name, source, mode, update)
             self._place(name, spec, source)
             parts = self._keys[name].everywhere
-            with _server_errors():
+            with server_errors():
                 calls[name] = self._client.send(
                     "initialise", parts, source.data_ptr(), timeout=deadline - time.monotonic()
                 )
@@ -161,14 +170,28 @@ class KeyValue:
         per_block = elements_per_block(source.element_size(), self._with.block_bytes)
         sizes = [count * source.element_size() for _, count in cut(source.numel(), per_block)]
         wanted = spec | {"per_block": per_block, "servers": place(sizes, self._with.loads)}
-        placed = json.loads(self._with.store.compare_set(f"place/{key}", "", json.dumps(wanted)))
+        self._create(key, self._agree(key, spec, wanted))
+
+    def _agree(self, key: str, spec: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
+        """What the first worker to make the key said of it, which must be the same in what `spec` has."""
+        placed: dict[str, Any] = json.loads(self._with.store.compare_set(f"place/{key}", "", json.dumps(wanted)))
         for name, mine in spec.items():
-            if placed[name] != json.loads(json.dumps(mine)):
+            if placed.get(name) != json.loads(json.dumps(mine)):
                 raise InvalidArgument(
-                    f"{name} of {key!r} is {mine} here, and {placed[name]} on the worker that made the key: give all "
-                    "workers the same"
+                    f"{name} of {key!r} is {mine} here, and {placed.get(name)} on the worker that made the key: give "
+                    "all workers the same"
                 )
-        self._create(key, placed)
+        return placed
+
+    def _make_table(self, key: str, spec: dict[str, Any]) -> _C.ParameterTable:
+        """Has every server make its part of a table, unless it has."""
+        _check_key(key)
+        placed = self._agree(key, spec, spec)
+        blocks = [
+            int(self._ask(server, {"ask": "create table", "key": key, "spec": placed})["block"])
+            for server in range(self.servers)
+        ]
+        return _C.ParameterTable(blocks, placed["dtype"], placed["table"]["width"])
 
     def _lookup(self, key: str) -> _Key:
         if key not in self._keys:
@@ -181,6 +204,8 @@ class KeyValue:
         """Has the servers make the blocks, unless they have, and learns where they are."""
         if key in self._keys:
             return
+        if "table" in placed:
+            raise InvalidArgument(f"{key!r} is a table of rows: use the ps.Embedding of that name")
         dtype: torch.dtype = getattr(torch, placed["dtype"])
         size = dtype.itemsize
         blocks = cut(math.prod(placed["shape"]), placed["per_block"])
@@ -235,7 +260,7 @@ class KeyValue:
         if weight != 1 and not (source.is_floating_point() or source.is_complex()):
             raise InvalidArgument(f"weight is {weight}; a push of {source.dtype} ({name!r}) takes none but 1")
         left = deadline - time.monotonic()
-        with _server_errors():
+        with server_errors():
             return self._client.send(
                 "push", known.everywhere, source.data_ptr(), priority=priority, weight=float(weight), timeout=left
             )
@@ -272,7 +297,7 @@ class KeyValue:
                     )
                 call = None
                 if known.asked is not None:
-                    with _server_errors():
+                    with server_errors():
                         call = self._client.pull(known.asked, whole.data_ptr(), timeout=deadline - time.monotonic())
                 pulls.append(_Pull(key, known, target, whole, call))
         except BaseException:
@@ -306,7 +331,7 @@ class KeyValue:
         while True:
             left = deadline - time.monotonic()
             try:
-                with _server_errors():
+                with server_errors():
                     return self._client.read(known.here, whole.data_ptr(), timeout=max(0.0, min(left, _SLICE)))
             except CollectiveTimeout:
                 if left <= _SLICE:
@@ -387,7 +412,8 @@ class KeyValue:
         self._client.abort()
 
     def stats(self) -> dict[str, Any]:
-        """What this worker and the servers have counted: bytes, requests, updates, memory."""
+        """What this worker and the servers know: by server its bytes, requests, updates, rows and memory since it began
+        `seconds` ago, requests that `wait` for somebody, whom for (`waits_for`), and the workers' `clocks`."""
         servers = {}
         for index, name in enumerate(self._with.names):
             try:
@@ -413,6 +439,95 @@ class KeyValue:
         if self._with.host is not None:
             self._with.host.close()
 
+    def follow(self, model: nn.Module, *, at_most_behind: int = 1, prefix: str = "") -> Follower:
+        """Keeps `model` at whole rounds of what workers train by `attach`, or in `sync` by these names: all its
+        parameters are of the same round, before each forward pass at most `at_most_behind` rounds behind the servers.
+
+        For servers of this host. Raises `InvalidArgument` if a parameter is no key, or its mode is not `sync`.
+        """
+        return Follower(self, model, at_most_behind, prefix)
+
+    # ---- snapshots ---------------------------------------------------------------------------------------------------
+
+    def snapshot(self, path: str | os.PathLike[str], *, timeout: float | None = None) -> Snapshot:
+        """Begins to write what all servers have to the folder `path`, which must not exist, and returns while it is
+        written: the folder appears when it is complete. One worker calls it.
+
+        It contains all that this worker has pushed. For keys in `sync`, without a quorum and pushed by this worker, all
+        blocks are of the same round; in other modes each server's are of a moment of its own. Servers of several hosts
+        need a file system that they share. Raises `InvalidArgument` if there is something at `path`, if a snapshot is
+        under way, or if Python updates a key (`function`, and optimizers that are not native).
+        """
+        deadline = self._deadline(timeout)
+        target = Path(path).absolute()
+        check_absent(target)
+        with server_errors():
+            while not self._client.drain(timeout=max(0.0, min(deadline - time.monotonic(), _SLICE))):
+                if time.monotonic() >= deadline:
+                    raise CollectiveTimeout("snapshot: what this worker has pushed was not applied in time")
+        folder = f"{target}.partial-{secrets.token_hex(4)}"
+        for server in range(self.servers):
+            self._ask(server, {"ask": "snapshot", "folder": folder, "part": f"{server}-of-{self.servers}"})
+        return Snapshot(self, target, folder)
+
+    def restore(self, path: str | os.PathLike[str], *, timeout: float | None = None) -> list[str]:
+        """Makes the keys and tables of a snapshot, with the values and optimizer states that they had, on however many
+        servers there are now. One worker calls it, before any `init` or `Embedding` of these names; these then keep
+        what was restored. Returns the names.
+
+        Versions count from 0 again. Raises `InvalidArgument` if the snapshot is not whole or a key has a value already.
+        """
+        deadline = self._deadline(timeout)
+        files = read(Path(path))
+        specs = {block["key"]: block["spec"] for _, blocks in files for block in blocks}
+        tables = {key: self._restore_key(key, spec) for key, spec in specs.items()}
+        calls = []
+        for reader, blocks in files:
+            for block in blocks:
+                calls += self._restore_block(reader, block, tables[block["key"]], deadline)
+        for key, call in calls:
+            self._finish(key, call, deadline)
+            if any(outcome == "kept" for _, _, outcome, _ in call.answers):
+                raise InvalidArgument(f"{key!r} has a value already: restore() before init() or Embedding()")
+        return list(specs)
+
+    def _restore_key(self, key: str, spec: dict[str, Any]) -> _C.ParameterTable | None:
+        if "table" in spec:
+            return self._make_table(key, spec)
+        same = {name: spec[name] for name in ("dtype", "shape", "mode", "update")}
+        size = getattr(torch, spec["dtype"]).itemsize
+        sizes = [count * size for _, count in cut(math.prod(spec["shape"]), spec["per_block"])]
+        placed = self._agree(key, same, spec | {"servers": place(sizes, self._with.loads)})
+        if placed["per_block"] != spec["per_block"]:
+            raise InvalidArgument(f"{key!r} has been cut otherwise already: restore() before init()")
+        self._create(key, placed)
+        return None
+
+    def _restore_block(
+        self, reader: Reader, block: dict[str, Any], table: _C.ParameterTable | None, deadline: float
+    ) -> list[tuple[str, ParameterCall]]:
+        key, calls = block["key"], []
+        if table is None:
+            known = self._keys[key]
+            first = block["begin"] * known.dtype.itemsize
+            (part,) = (each for each in known.parts if each[2] == first)
+            payloads = iter([(part[0], part[1], payload_of_block(reader, block))])
+        else:
+            at_once = min(self._with.block_bytes, self._client.window_bytes // 4)
+            rows = payloads_of_rows(reader, block, table, at_once)
+            payloads = ((server, table.blocks[server], payload) for server, payload in rows)
+        for server, number, payload in payloads:
+            if payload.nbytes > self._with.window:
+                raise InvalidArgument(
+                    f"a block of {key!r} has {payload.nbytes} bytes with its states, and the window of this worker "
+                    f"{self._with.window}: join with a larger window="
+                )
+            whole = _C.ParameterParts([(server, number, 0, payload.nbytes, 0)])
+            with server_errors():
+                left = deadline - time.monotonic()
+                calls.append((key, self._client.send("restore", whole, payload.ctypes.data, timeout=left)))
+        return calls
+
     # ---- waiting, and saying for whom --------------------------------------------------------------------------------
 
     def _deadline(self, timeout: float | None) -> float:
@@ -422,13 +537,13 @@ class KeyValue:
 
     def _tell(self, kind: str, servers: list[int], timeout: float | None) -> None:
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
-        with _server_errors():
+        with server_errors():
             call = self._client.tell(kind, servers, timeout=deadline - time.monotonic())
         self._finish(kind, call, deadline)
 
     def _finish(self, key: str, call: ParameterCall, deadline: float) -> bool:
         """Waits for a call; returns whether some block's push came late. Raises what went wrong."""
-        with _server_errors():
+        with server_errors():
             while not self._client.wait(call, timeout=max(0.0, min(deadline - time.monotonic(), _SLICE))):
                 if time.monotonic() < deadline:
                     continue
@@ -494,14 +609,9 @@ class KeyValue:
         return [(key, value)]
 
 
-class _server_errors:
-    """Turns the loss of a process, which for a worker is a server, into `ServerLost`."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        if isinstance(error, PeerLost) and not isinstance(error, ServerLost):
-            raise ServerLost(str(error), error.culprit) from None
+def _check_key(key: Any) -> None:
+    if not isinstance(key, str) or not 0 < len(key.encode()) <= MOST_KEY:
+        raise InvalidArgument(f"key is {key!r:.60}; it must be a string of 1 to {MOST_KEY} bytes")
 
 
 def _tensor(key: str, array: Any) -> torch.Tensor:

@@ -1,11 +1,14 @@
-"""Pushes under way."""
+"""Pushes and snapshots under way."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from ringreduce.errors import CollectiveTimeout, PeerLost, ServerLost, SystemFailure
 
 if TYPE_CHECKING:
     from ringreduce._C import ParameterCall
@@ -53,3 +56,46 @@ class Pending:
             store._cancel(pulls)
         self.targets = None
         return late
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What `KeyValue.snapshot` returns."""
+
+    store: KeyValue
+    path: Path
+    """Where it is when it is complete."""
+    folder: str
+    """Where it is until then."""
+
+    def done(self) -> bool:
+        """Whether it is complete. Raises `SystemFailure` if a server could not write its part, and `ServerLost`."""
+        states = [
+            self.store._ask(server, {"ask": "snapshot state", "folder": self.folder})
+            for server in range(self.store.servers)
+        ]
+        for server, state in enumerate(states):
+            if state["fault"]:
+                raise SystemFailure(f"the snapshot {self.folder} of server {server}: {state['error']}", server)
+        return all(state["done"] for state in states)
+
+    def wait(self, timeout: float | None = None) -> Path:
+        """Returns the folder when it is complete. Raises `CollectiveTimeout`, and else as `done`."""
+        deadline = time.monotonic() + (self.store.timeout if timeout is None else timeout)
+        while not self.done():
+            if time.monotonic() > deadline:
+                raise CollectiveTimeout(
+                    f"the snapshot {self.folder} was not written in time; the servers go on with it"
+                )
+            time.sleep(0.01)
+        return self.path
+
+
+class server_errors:
+    """Turns the loss of a process, which for a worker is a server, into `ServerLost`."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if isinstance(error, PeerLost) and not isinstance(error, ServerLost):
+            raise ServerLost(str(error), error.culprit) from None

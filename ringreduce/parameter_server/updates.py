@@ -18,7 +18,7 @@ UNSUITABLE = {
     "Adafactor": "its second moments are sums over rows and columns of whole tensors",
     "LBFGS": "it needs all parameters at once, and calls the model again",
     "Muon": "it orthogonalises whole matrices",
-    "SparseAdam": "it takes sparse gradients, which cannot be pushed yet",
+    "SparseAdam": "it takes sparse gradients; a table's rows (ps.Embedding) take torch.optim.Adam's update when pushed",
 }
 
 
@@ -46,6 +46,17 @@ def reduce(op: str = "sum") -> UpdateRule:
     if op not in REDUCTIONS:
         raise InvalidArgument(f"op is {op!r}; it must be one of {', '.join(REDUCTIONS)}")
     return UpdateRule("reduce", {"op": op})
+
+
+def rowwise_adagrad(lr: float = 0.01, eps: float = 1e-8) -> UpdateRule:
+    """For the rows of a table (`Embedding`): Adagrad with one sum for a whole row, of its gradients' mean squares.
+
+    The row's state is one number, instead of one an element. Raises `InvalidArgument` if a number is negative.
+    """
+    for name, value in (("lr", lr), ("eps", eps)):
+        if not isinstance(value, (int, float)) or not value >= 0:
+            raise InvalidArgument(f"{name} is {value!r}; it must be a number, 0 or more")
+    return UpdateRule("rowwise_adagrad", {"lr": float(lr), "eps": float(eps)})
 
 
 def function(name: str, **arguments: Any) -> UpdateRule:
@@ -119,6 +130,29 @@ def rule_for(rule: dict[str, Any], dtype: str, average: bool) -> dict[str, Any]:
     if dtype not in ("float32", "float64") or platform.machine() != "x86_64":
         return {"kind": "python", "average": average}
     fused = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    return fields | {"fused": fused}
+
+
+def check_for_rows(rule: UpdateRule) -> None:
+    """Raises `InvalidArgument` for a rule that a table's rows cannot have."""
+    fields, allowed = rule.fields, ("assign", "reduce", "sgd", "adam", "adagrad", "rowwise_adagrad")
+    name = rule.python.get("optimizer") or rule.python.get("function") or rule.kind
+    if rule.kind not in allowed or (rule.kind == "reduce" and fields["op"] != "sum"):
+        raise InvalidArgument(
+            f"update is {name!r}; rows of a table take ps.rowwise_adagrad(), ps.assign(), ps.reduce('sum'), or "
+            "ps.optimizer() of SGD, Adagrad, Adam or AdamW"
+        )
+    if fields.get("momentum") or fields.get("lr_decay"):
+        raise InvalidArgument(
+            f"{name} has momentum or lr_decay, which change with every step; a table's row is only updated when it is "
+            "pushed to"
+        )
+
+
+def rule_for_rows(rule: dict[str, Any], average: bool) -> dict[str, Any]:
+    """As `rule_for`, for a table: its rows are always updated in C++."""
+    fused = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    fields: dict[str, Any] = {"kind": rule["kind"], "average": average} | rule["fields"]
     return fields | {"fused": fused}
 
 

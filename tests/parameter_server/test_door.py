@@ -169,3 +169,28 @@ def test_after_leaving_calls_are_refused() -> None:
     kv.leave()
     with pytest.raises(InvalidArgument, match="this worker has left"):
         kv.init("w", torch.zeros(3))
+
+
+def test_messages_over_tcp_may_come_byte_by_byte_and_several_at_once() -> None:
+    said = [{"ask": "statistics", "number": i} for i in range(3)]
+    with contextlib.ExitStack() as undo:
+        listener = undo.enter_context(socket.create_server(("127.0.0.1", 0)))
+        sender = undo.enter_context(socket.create_connection(listener.getsockname()))
+        receiver = undo.enter_context(listener.accept()[0])
+        arriving = control.Arriving()
+        with pytest.raises(BlockingIOError):
+            arriving.take(receiver)  # it does not wait
+        for message in said:
+            control.send(sender, message)
+        data, found = receiver.recv(4096), []
+        for begin, end in ((0, 1), (1, 5), (5, len(data) - 1), (len(data) - 1, len(data))):
+            sender.sendall(data[begin:end])
+            with contextlib.suppress(BlockingIOError):
+                found += arriving.take(receiver)
+        assert found == said
+        sender.sendall((control.MOST + 1).to_bytes(4, "big"))
+        with pytest.raises(ConnectionError, match="longer than"):
+            arriving.take(receiver)
+        sender.close()
+        with pytest.raises(ConnectionError, match="closed"):
+            control.Arriving().take(receiver)

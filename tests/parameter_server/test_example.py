@@ -1,4 +1,4 @@
-"""examples/push_pull.py, started as its first lines say."""
+"""examples/push_pull.py and examples/train_local_steps.py, started as their first lines say."""
 
 from __future__ import annotations
 
@@ -24,3 +24,12 @@ def test_under_torchrun(mode: str) -> None:
     output = torchrun("examples/push_pull.py", "--mode", mode)
     assert len(losses(output)) == 2 and all(after < before / 2 for before, after in losses(output))
     assert output.count("the bits of one process") == (2 if mode == "sync" else 0)
+
+
+@pytest.mark.slow
+def test_local_steps_with_a_worker_killed_and_one_that_joins() -> None:
+    output = python("examples/train_local_steps.py")
+    found = re.findall(r"(local steps|every step) +test loss (\d\.\d+), accuracy (\d+\.\d)%, (\d+\.\d) MB", output)
+    (_, _, local, few), (_, _, every, many) = found
+    assert output.index("is killed") < output.index("another one joins")
+    assert float(local) > 90 and float(every) > 90 and float(few) < float(many) / 15

@@ -119,6 +119,86 @@ def test_a_killed_server_is_named() -> None:
     assert said.startswith("server 0 (") and f"pid {server.pid}" in said
 
 
+def pushes(me: Rank, port: int, steps: int) -> list[float]:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    kv = ps.join(store, role="worker", timeout=60.0)
+    kv.init("w", torch.zeros(100_000), update=ps.reduce("sum"), mode=ps.asynchronous())
+    table = ps.Embedding(kv, "t", 4, update=ps.reduce("sum"), mode=ps.asynchronous(), initial=(0, 0))
+    ids = torch.arange(1000)
+    for _ in range(steps):
+        kv.wait(kv.push("w", torch.ones(100_000)), table.push(ids, torch.ones(1000, 4)))
+    me.report("pushed")
+    with pytest.raises(ServerLost):
+        while True:
+            kv.pull("w", torch.empty(100_000))
+            table.pull(ids)
+            time.sleep(0.01)
+    kv._close()
+    return [float(steps)]
+
+
+def test_servers_write_snapshots_by_time_and_at_their_end(tmp_path: Path) -> None:
+    port = free_port()
+    words = ["--store", f"127.0.0.1:{port}", "--memory", "32M", "--size", "2", "--snapshots", str(tmp_path)]
+    servers = [start(*words, "--every", "0.3", "--keep", "1", "--rank", str(rank)) for rank in (0, 1)]
+    try:
+        with Ranks(pushes, 1, port, 40) as ranks:
+            ranks.reports()
+            end = time.monotonic() + deadline()
+            while not any(tmp_path.glob("*-000002")):  # by time
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            for server in servers:
+                server.send_signal(signal.SIGTERM)
+            assert [server.wait(deadline()) for server in servers] == [0, 0]
+            ranks.results()
+    finally:
+        for server in servers:
+            server.kill()
+            server.wait()
+    whole = sorted(path for path in tmp_path.iterdir() if ".partial-" not in path.name)
+    assert 1 <= len(whole) <= 2  # the last one, and one before it
+    with ps.join(memory=32 << 20, window=16 << 20) as kv:
+        assert set(kv.restore(whole[-1])) == {"w", "t"}
+        w = torch.empty(100_000)
+        kv.pull("w", w)
+        assert (w == 40).all()
+        table = ps.Embedding(kv, "t", 4, update=ps.reduce("sum"), mode=ps.asynchronous(), initial=(0, 0))
+        assert (table.pull(torch.arange(1000)) == 40).all()
+
+
+def waits(me: Rank, port: int) -> None:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    with ps.join(store, role="worker", workers=2, timeout=60.0) as kv:
+        kv.init("w", torch.zeros(10))
+        kv.barrier()
+        kv.clock()
+        pending = [kv.push("w", torch.ones(10))] if me.rank == 0 else []
+        me.report(kv.worker)
+        store.wait(["looked"])
+        kv.wait(*pending or [kv.push("w", torch.ones(10))])
+
+
+def test_status_says_whom_they_wait_for(capsys: pytest.CaptureFixture[str]) -> None:
+    port = free_port()
+    server = start("--store", f"127.0.0.1:{port}", "--memory", "16M")
+    try:
+        with Ranks(waits, 2, port) as ranks:
+            numbers = ranks.reports()
+            assert cli.main(["serve", "--status", "--store", f"127.0.0.1:{port}"]) == 0
+            said = " ".join(capsys.readouterr().out.split())
+            late = numbers[1]
+            assert "server 0 (" in said and "1 blocks, 0 rows" in said
+            assert f"1 requests wait for worker {late} (" in said
+            assert said.count(": clock 1") == 2 and "clock 0" not in said  # who looks is not shown
+            dist.TCPStore("127.0.0.1", port, is_master=False).set("looked", "yes")
+            ranks.results()
+        assert server.wait(deadline()) == 0
+    finally:
+        server.kill()
+        server.wait()
+
+
 def test_a_server_in_this_process() -> None:
     store = dist.HashStore()
     with ps.serve(store, rank=0, size=1, memory=1 << 20) as serving:

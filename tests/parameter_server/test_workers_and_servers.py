@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import signal
 import time
 from typing import Any
@@ -387,7 +388,7 @@ def test_a_worker_that_ends_by_an_error_ends_its_server_for_the_others_too() -> 
     assert said.startswith("server 1 (") and "has ended" in said
 
 
-def worker_closes(me: Rank) -> float:
+def worker_closes(me: Rank, forks: bool = False) -> float:
     """A worker without a server does; the round of the others ends without it."""
     if me.rank == 2:
         me.meet("founded")
@@ -395,8 +396,15 @@ def worker_closes(me: Rank) -> float:
         me.meet("three workers")
         for _ in range(2):  # the first may be late for the round during which it came
             kv.push("w", torch.ones(10)).wait()
+        child = os.fork() if forks else 0
+        if forks and child == 0:  # as a DataLoader's worker has copies of all that its parent has
+            time.sleep(120)
+            os._exit(0)
         kv._close()
         me.meet("done")
+        if forks:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
         return 0.0
     with ps.join(me.store, rank=me.rank, size=2, **SMALL) as kv:
         w = torch.zeros(10)
@@ -412,6 +420,7 @@ def worker_closes(me: Rank) -> float:
         return float(w[0])
 
 
-def test_a_worker_that_closes_in_a_living_process_is_not_waited_for() -> None:
-    values = run(worker_closes, 3)
+@pytest.mark.parametrize("forks", (False, True))
+def test_a_worker_that_closes_in_a_living_process_is_not_waited_for(forks: bool) -> None:
+    values = run(worker_closes, 3, forks)
     assert values[0] == values[1] in (2 + 10 + 1, 2 + 10 + 2)

@@ -1,0 +1,126 @@
+// What a client consists of. For the files of client.h.
+#pragma once
+
+#include <sched.h>
+
+#include <algorithm>
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+
+#include "core/atomics.h"
+#include "core/error.h"
+#include "parameter_server/client.h"
+#include "parameter_server/server.h"
+
+namespace ringreduce::parameter_server {
+
+inline constexpr Nanoseconds kLookEvery = 10 * kMillisecond;  // for servers that have ended
+inline constexpr int kLooks = 200, kYields = 50;              // before a thread sleeps
+
+// Where a request's data lies in the window: `bytes` go to the server. The piece is given back with the reply.
+struct Client::InWindow : Payload {
+  InWindow(std::size_t piece, std::size_t offset, std::size_t bytes) : piece(piece), offset(offset), bytes(bytes) {}
+  std::size_t piece, offset, bytes;
+};
+
+// What is shared with a server of this host.
+struct Client::Near {
+  Near(const ServerSpec& spec, Lane* lane)
+      : values_fd(spec.values),
+        bell_fd(spec.bell),
+        pidfd(spec.pidfd),
+        values(spec.values, spec.capacity, false),
+        bell_memory(spec.bell, sizeof(Bell), true),
+        lane(lane) {}
+
+  Bell& bell() const { return *reinterpret_cast<Bell*>(bell_memory.at()); }
+  const BlockWords& words(const Part& part) const {
+    return *reinterpret_cast<const BlockWords*>(values.at(part.offset));
+  }
+  bool ended() const {
+    return reinterpret_cast<const ValuesHeader*>(values.at())->ended.load(std::memory_order_seq_cst) != 0 ||
+           has_ended(pidfd.get());
+  }
+
+  FileDescriptor values_fd, bell_fd, pidfd;
+  Mapping values, bell_memory;
+  Lane* lane;
+  std::uint64_t taken = 0;  // replies
+};
+
+// A request without a number.
+struct Client::Item {
+  const InWindow* data() const { return static_cast<const InWindow*>(request.payload.get()); }
+  // Questions are short, and what is pulled can come while something else is pushed.
+  std::int32_t urgency() const { return request.kind == RequestKind::pull ? INT32_MAX : request.priority; }
+
+  Request request;
+  std::shared_ptr<Call> call;
+  std::byte* into = nullptr;  // where the value that it asks for goes
+  std::size_t bytes = 0;      // of the part
+  std::uint64_t tag = 0;
+  std::size_t sent = 0;  // of its data
+};
+
+struct Client::Peer {
+  std::string name;
+  Session session;
+  std::unique_ptr<Near> near = nullptr;  // none: it is on another host
+  std::deque<Item> queue = {};           // to another host, in the order of calls
+  bool alive = true;
+  std::string why = {};                                       // it is not
+  std::map<std::uint64_t, std::shared_ptr<Call>> calls = {};  // by number
+  std::map<BlockId, int> pushes = {};                         // not answered
+};
+
+// A thread in a call, which has the client for itself. While it waits it moves what goes to and comes from other hosts,
+// and takes the turns of its process's server.
+struct Client::Hold {
+  explicit Hold(Client& client) : wire(client.wire_.get()), turns(client.hosted_.get()), lock(client.mutex_) {
+    if (wire != nullptr) wire->connections().take_over();
+  }
+  ~Hold() {
+    if (wire != nullptr) wire->connections().hand_over(false);
+  }
+  Hold(const Hold&) = delete;
+  Hold& operator=(const Hold&) = delete;
+
+  WorkerWire* const wire;
+  Server::Turns turns;  // given back when the lock is
+  Lock lock;
+};
+
+template <class F>
+bool Client::wait_until(Hold& hold, Nanoseconds timeout, F&& ready) {
+  if (ready()) return true;
+  const Nanoseconds begun = now();
+  for (int idle = 0;; ++idle) {
+    const std::uint32_t seen = bell_->rings.load(std::memory_order_seq_cst);
+    if (wire_ != nullptr && wire_->connections().progress()) idle = 0;
+    feed();
+    take_replies();
+    if (ready()) return true;
+    if (aborted_) throw Error(ErrorKind::aborted, "abort() was called");
+    look_for_ended();
+    if (ready()) return true;
+    const Nanoseconds waited = now() - begun;
+    if (waited >= timeout) return false;
+    if (take_turns(hold)) idle = 0;
+    if (idle < kLooks) {
+      cpu_relax();
+      continue;
+    }
+    hold.lock.unlock();
+    if (idle < kLooks + kYields) {
+      sched_yield();
+    } else {
+      hold.turns.leave();
+      sleep(seen, std::min(kLookEvery, timeout - waited));
+    }
+    hold.lock.lock();
+  }
+}
+
+}  // namespace ringreduce::parameter_server

@@ -1,0 +1,53 @@
+// A reader's calls: many blocks after one and the same update, from the two versions that each block keeps.
+#include <cstring>
+
+#include "parameter_server/client-inl.h"
+
+namespace ringreduce::parameter_server {
+
+const BlockWords& Client::words_of(const Part& part) const {
+  const Peer& from = peer(part.server);
+  if (from.near == nullptr)
+    throw Error(ErrorKind::invalid_argument,
+                from.name + " is on another host, and rounds can only be read on this one");
+  return from.near->words(part);
+}
+
+std::uint64_t Client::round_of(const std::vector<Part>& parts) {
+  const Lock lock(mutex_);
+  std::uint64_t round = UINT64_MAX;
+  for (const Part& part : parts) round = std::min(round, words_of(part).published.load(std::memory_order_acquire));
+  return round == 0 || parts.empty() ? 0 : round - 1;
+}
+
+std::uint64_t Client::read_round(const std::vector<Part>& parts, const std::vector<std::byte*>& places,
+                                 Nanoseconds timeout) {
+  std::uint64_t round = 0;  // as BlockWords::published
+  const auto overtaken = [&](const Part& part) {
+    return words_of(part).begun.load(std::memory_order_relaxed) >= round + 2;  // which writes where this one lies
+  };
+  // What all have is still there in those that have had one more update, as long as the one after that has not begun.
+  const auto copied = [&] {
+    look_for_ended();
+    round = UINT64_MAX;
+    for (const Part& part : parts) {
+      if (!peer(part.server).alive) throw_lost(part.server);
+      round = std::min(round, words_of(part).published.load(std::memory_order_acquire));
+    }
+    if (round == 0 || std::any_of(parts.begin(), parts.end(), overtaken)) return false;
+    for (std::size_t i = 0; i < parts.size(); ++i) {
+      std::memcpy(places[i], buffer(const_cast<BlockWords*>(&words_of(parts[i])), round, parts[i].bytes),
+                  parts[i].bytes);
+      fence(std::memory_order_acquire);
+      if (overtaken(parts[i])) return false;
+    }
+    return true;
+  };
+  Hold hold(*this);
+  if (!wait_until(hold, timeout, copied))
+    throw Error(ErrorKind::timeout, round == 0 ? "a key has no value yet"
+                                               : "no whole round could be copied in time: updates always overtook it");
+  return round - 1;
+}
+
+}  // namespace ringreduce::parameter_server

@@ -1,0 +1,125 @@
+// A client's calls about rows of tables. What is pushed goes to a server as its ids, then a row for each; a pull sends
+// ids, and room for their rows follows them in the window.
+#include <cstring>
+#include <string>
+
+#include "parameter_server/client-inl.h"
+#include "parameter_server/table.h"
+
+namespace ringreduce::parameter_server {
+namespace {
+
+constexpr std::size_t kId = sizeof(std::int64_t);
+
+}  // namespace
+
+void Client::fit_rows(const TablePlace& table, const RowSet& rows) const {
+  if (table.blocks.size() != rows.servers())
+    throw Error(ErrorKind::invalid_argument, "the rows are those of another table");
+  for (std::uint32_t server = 0; server < rows.servers(); ++server) {
+    const std::size_t count = rows.ids(server).size();
+    if (count > data_bytes() / (kId + table.row_bytes()))
+      throw Error(ErrorKind::invalid_argument,
+                  std::to_string(count) + " rows of " + std::to_string(table.row_bytes()) + " bytes for " +
+                      peer(server).name + " are more than the window of " + std::to_string(data_bytes()) +
+                      " bytes holds: take fewer ids at once, or join with a larger window=");
+  }
+}
+
+// A row for each of the server's ids, from one for each id of the batch.
+void Client::fill_rows(const TablePlace& table, const RowSet& rows, std::uint32_t server, const std::byte* values,
+                       std::byte* to) const {
+  const std::size_t bytes = table.row_bytes();
+  std::size_t known = 0;  // ids are numbered as they appear
+  for (const RowSet::Item& item : rows.items(server)) {
+    const std::byte* const from = values + item.from * bytes;
+    if (item.to < known) {
+      add_row(table.dtype, to + item.to * bytes, from, table.width);
+    } else {
+      std::memcpy(to + item.to * bytes, from, bytes);
+      known = item.to + 1;
+    }
+  }
+}
+
+std::shared_ptr<Call> Client::push_rows(const TablePlace& table, const RowSet& rows, const std::byte* values,
+                                        bool distinct, const Options& options) {
+  const auto call = std::make_shared<Call>();
+  Hold hold(*this);
+  fit_rows(table, rows);
+  for (std::uint32_t server = 0; server < rows.servers(); ++server) {
+    take_turns(hold);
+    if (!peer(server).alive) throw_lost(server);
+    Item item;
+    item.request.kind = RequestKind::push;
+    item.request.block = table.blocks[server];
+    item.request.priority = options.priority;
+    item.request.weight = options.weight;
+    item.call = call;
+    const std::span<const std::int64_t> ids = rows.ids(server);
+    if (!ids.empty()) {
+      const std::size_t bytes = ids.size() * (kId + table.row_bytes());
+      const std::size_t piece = take_room(hold, bytes, options.timeout);
+      item.request.payload = std::make_shared<InWindow>(piece, piece, bytes);
+      std::memcpy(data() + piece, ids.data(), ids.size_bytes());
+      std::byte* const to = data() + piece + ids.size_bytes();
+      if (distinct)
+        std::memcpy(to, values + rows.begin(server) * table.row_bytes(), ids.size() * table.row_bytes());
+      else
+        fill_rows(table, rows, server, values, to);
+    }
+    put(hold, server, std::move(item), options.timeout);
+  }
+  return call;
+}
+
+std::shared_ptr<Call> Client::pull_rows(const TablePlace& table, const RowSet& rows, const Options& options) {
+  const auto call = std::make_shared<Call>();
+  call->pieces.assign(rows.servers(), SIZE_MAX);
+  Hold hold(*this);
+  fit_rows(table, rows);
+  try {
+    for (std::uint32_t server = 0; server < rows.servers(); ++server) {
+      const std::span<const std::int64_t> ids = rows.ids(server);
+      if (ids.empty()) continue;
+      take_turns(hold);
+      if (!peer(server).alive) throw_lost(server);
+      const std::size_t piece = take_room(hold, ids.size() * (kId + table.row_bytes()), options.timeout);
+      call->pieces[server] = piece;
+      ++pieces_[piece].uses;  // the request's, and this call's
+      std::memcpy(data() + piece, ids.data(), ids.size_bytes());
+      Item item;
+      item.request.kind = RequestKind::pull;
+      item.request.block = table.blocks[server];
+      item.request.payload = std::make_shared<InWindow>(piece, piece, ids.size_bytes());
+      item.call = call;
+      if (peer(server).near == nullptr) item.into = data() + piece + ids.size_bytes();
+      item.bytes = ids.size() * table.row_bytes();
+      put(hold, server, std::move(item), options.timeout);
+    }
+  } catch (const Error&) {
+    forget(*call);
+    throw;
+  }
+  return call;
+}
+
+void Client::take_rows(const TablePlace& table, const RowSet& rows, Call& call, std::byte* out, bool distinct) {
+  const Lock lock(mutex_);
+  if (call.unanswered > 0) throw Error(ErrorKind::invalid_argument, "the rows have not come yet: wait for the call");
+  const std::size_t bytes = table.row_bytes();
+  for (std::uint32_t server = 0; server < call.pieces.size(); ++server) {
+    const std::size_t piece = std::exchange(call.pieces[server], SIZE_MAX);
+    if (piece == SIZE_MAX) continue;
+    const std::span<const std::int64_t> ids = rows.ids(server);
+    const std::byte* const from = data() + piece + ids.size_bytes();
+    if (distinct)
+      std::memcpy(out + rows.begin(server) * bytes, from, ids.size() * bytes);
+    else
+      for (const RowSet::Item& item : rows.items(server))
+        std::memcpy(out + item.from * bytes, from + item.to * bytes, bytes);
+    drop(piece);
+  }
+}
+
+}  // namespace ringreduce::parameter_server

@@ -1,0 +1,133 @@
+// A server's snapshots: beginning one, its pieces, and blocks that begin with what was saved.
+#include <cstring>
+#include <utility>
+
+#include "core/error.h"
+#include "parameter_server/server-inl.h"
+#include "parameter_server/server.h"
+
+namespace ringreduce::parameter_server {
+
+std::vector<Snapshot::Entry> Server::begin_snapshot() {
+  std::vector<Snapshot::Entry> entries;
+  order([&] {
+    if (snapshot_ != nullptr)
+      throw Error(ErrorKind::invalid_argument, "a snapshot of this server is under way already");
+    carry_out();  // what has been decided
+    auto snapshot = std::make_unique<Snapshot>();
+    snapshot->claimed.assign(blocks_.size(), true);
+    for (BlockId id = 0; id < blocks_.size(); ++id) {
+      Block& block = blocks_[id];
+      if (block.table == nullptr && block.words->published.load(std::memory_order_relaxed) == 0) continue;
+      const std::size_t rows = block.table == nullptr ? 0 : block.table->rows();
+      const int states = block.spec.rule.native(block.spec.dtype) ? block.spec.rule.states() : -1;
+      snapshot->entries.push_back({id, shard_.version(id), block.steps, rows, states});
+      if (block.table == nullptr) {
+        snapshot->claimed[id] = false;
+        snapshot->left.emplace_back(id, 0);
+        continue;
+      }
+      for (std::size_t slab = 0; slab < block.table->slabs(); ++slab) snapshot->left.emplace_back(id, slab);
+      block.table->watch([this, id](std::size_t slab) { keep(copy_slab(id, slab)); });
+    }
+    entries = snapshot->entries;
+    snapshot_ = std::move(snapshot);
+  });
+  return entries;
+}
+
+// Before the block is updated.
+void Server::keep_block(BlockId id) {
+  if (snapshot_ == nullptr || id >= snapshot_->claimed.size() || snapshot_->claimed[id]) return;
+  snapshot_->claimed[id] = true;
+  keep(copy_block(id));
+}
+
+void Server::keep(Snapshot::Piece piece) {
+  snapshot_->kept_bytes += piece.bytes.size();
+  snapshot_->kept.push_back(std::move(piece));
+}
+
+Snapshot::Piece Server::copy_block(BlockId id) const {
+  const Block& block = blocks_[id];
+  const std::size_t bytes = block.spec.count * size_of(block.spec.dtype);
+  Snapshot::Piece piece{id, 0, 0, std::vector<std::byte>(bytes + block.state.size())};
+  read_block(*block.words, piece.bytes.data(), bytes);
+  std::copy(block.state.begin(), block.state.end(), piece.bytes.begin() + static_cast<std::ptrdiff_t>(bytes));
+  return piece;
+}
+
+Snapshot::Piece Server::copy_slab(BlockId id, std::size_t slab) const {
+  const Table& table = *blocks_[id].table;
+  const std::size_t rows = table.rows_in(slab), ids = rows * sizeof(std::int64_t);
+  Snapshot::Piece piece{id, slab * table.rows_in(0), rows, std::vector<std::byte>(ids + rows * table.stored_bytes())};
+  table.copy_slab(slab, piece.bytes.data(), piece.bytes.data() + ids);
+  return piece;
+}
+
+std::optional<Snapshot::Piece> Server::next_piece() {
+  std::optional<Snapshot::Piece> piece;
+  order([&] {
+    if (snapshot_ == nullptr) throw Error(ErrorKind::invalid_argument, "no snapshot is under way");
+    if (!snapshot_->kept.empty()) {
+      piece = std::move(snapshot_->kept.front());
+      snapshot_->kept.pop_front();
+      snapshot_->kept_bytes -= piece->bytes.size();
+      return;
+    }
+    while (!snapshot_->left.empty()) {
+      const auto [block, slab] = snapshot_->left.front();
+      snapshot_->left.pop_front();
+      if (blocks_[block].table != nullptr) {
+        if (!blocks_[block].table->claim(slab)) continue;
+        piece = copy_slab(block, slab);
+      } else {
+        if (snapshot_->claimed[block]) continue;
+        snapshot_->claimed[block] = true;
+        piece = copy_block(block);
+      }
+      return;
+    }
+  });
+  return piece;
+}
+
+void Server::end_snapshot() {
+  order([&] {
+    for (const Block& block : blocks_)
+      if (block.table != nullptr) block.table->unwatch();
+    snapshot_.reset();
+  });
+}
+
+bool Server::holds_back() const { return snapshot_ != nullptr && snapshot_->kept_bytes > Snapshot::kMostKept; }
+
+// ---- Blocks that begin with what was saved ------------------------------------------------------------------------
+
+// The block's part of a snapshot: for a block, the number of its updates, its value and its states; for a table, the
+// number of its updates, then ids, then rows as they were stored.
+void Server::restore(Block& block, const Operation& operation) {
+  const auto& lent = static_cast<const Lent&>(*operation.contributions[0].payload);
+  const std::byte* const data = lent.at() + sizeof(std::uint64_t);
+  std::uint64_t steps = 0;
+  std::memcpy(&steps, lent.at(), sizeof steps);
+  block.steps = std::max(block.steps, steps);
+  if (block.table == nullptr) {
+    const std::size_t bytes = block.spec.count * size_of(block.spec.dtype);
+    std::memcpy(begin_version(*block.words, bytes).next, data, bytes);
+    std::memcpy(block.state.data(), data + bytes, block.state.size());
+    return publish_version(*block.words);
+  }
+  Table& table = *block.table;
+  const std::size_t count = (lent.bytes - sizeof(std::uint64_t)) / (sizeof(std::int64_t) + table.stored_bytes());
+  const std::size_t before = table.bytes(table.rows());
+  try {
+    table.restore({data, data + count * sizeof(std::int64_t), count}, before + memory_left());
+  } catch (const Error& error) {
+    block.failure = error.what();
+    failed_.insert(operation.index);
+  }
+  table_bytes_ += table.bytes(table.rows()) - before;
+}
+
+}  // namespace ringreduce::parameter_server

@@ -1,0 +1,305 @@
+#include "parameter_server/table.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <string>
+
+#include "core/error.h"
+#include "kernels/accumulate.h"
+
+namespace ringreduce::parameter_server {
+namespace {
+
+constexpr std::size_t kSlab = 2 * 1024 * 1024;  // a huge page, since rows are read anywhere
+constexpr std::size_t kNone = SIZE_MAX;
+constexpr std::size_t kFewest = 8;           // entries of an index
+constexpr std::size_t kIndexBytes = 43;      // of a row at most: an index of 16-byte entries is 3/8 full or more
+constexpr std::size_t kSlice = 16 * 1024;    // bytes of values that are updated at once, in the cache
+constexpr std::size_t kAtOnce = 32;          // rows that are looked for at once, so that memory answers in parallel
+constexpr std::size_t kPrefetched = 4 * 64;  // bytes of a row
+
+std::size_t rounded_up(std::size_t bytes, std::size_t unit) { return (bytes + unit - 1) / unit * unit; }
+
+template <class T>
+void add(void* to, const void* from, std::size_t count) {
+  auto* __restrict sum = static_cast<T*>(to);
+  const auto* __restrict more = static_cast<const T*>(from);
+  for (std::size_t i = 0; i < count; ++i) sum[i] += more[i];
+}
+
+void prefetch(const std::byte* row, std::size_t bytes) {
+  for (std::size_t line = 0; line < std::min(bytes, kPrefetched); line += 64) __builtin_prefetch(row + line, 1);
+}
+
+}  // namespace
+
+void add_row(DType dtype, void* to, const void* from, std::size_t width) {
+  if (dtype == DType::float32)
+    add<float>(to, from, width);
+  else
+    add<double>(to, from, width);
+}
+
+void Table::Free::operator()(std::byte* memory) const { std::free(memory); }
+
+Table::Table(const TableSpec& spec)
+    : spec_(spec),
+      row_bytes_(spec.width * size_of(spec.dtype)),
+      states_(static_cast<std::size_t>(spec.rule.states())),
+      state_bytes_(spec.rule.per_row() ? size_of(spec.dtype) : row_bytes_),
+      stored_bytes_(row_bytes_ + states_ * state_bytes_),
+      stride_(rounded_up(stored_bytes_, 16)),
+      per_slab_(std::max<std::size_t>(1, kSlab / (stride_ + sizeof(std::int64_t)))) {}
+
+std::size_t Table::bytes(std::size_t rows) const {
+  const std::size_t slab = rounded_up(per_slab_ * (stride_ + sizeof(std::int64_t)), kSlab);
+  return (rows + per_slab_ - 1) / per_slab_ * slab + sizeof(Table) + kSlots * kFewest * sizeof(Entry) +
+         rows * kIndexBytes;
+}
+
+// ---- Looking for rows ---------------------------------------------------------------------------------------------
+
+std::size_t Table::find(std::int64_t id, std::uint64_t hash) const {
+  const std::vector<Entry>& entries = indices_[slot_of(hash)].entries;
+  if (entries.empty()) return kNone;
+  for (std::size_t at = hash & (entries.size() - 1);; at = (at + 1) & (entries.size() - 1)) {
+    if (entries[at].row == 0) return kNone;
+    if (entries[at].id == id) return entries[at].row - 1;
+  }
+}
+
+// All of them, and has the memory of their rows fetched.
+void Table::find(std::span<const std::int64_t> ids, std::size_t* rows) const {
+  for (std::size_t begin = 0; begin < ids.size(); begin += kAtOnce) {
+    const std::size_t count = std::min(kAtOnce, ids.size() - begin);
+    std::uint64_t hashes[kAtOnce];
+    for (std::size_t i = 0; i < count; ++i) {
+      hashes[i] = hash_of(ids[begin + i]);
+      const std::vector<Entry>& entries = indices_[slot_of(hashes[i])].entries;
+      if (!entries.empty()) __builtin_prefetch(&entries[hashes[i] & (entries.size() - 1)]);
+    }
+    for (std::size_t i = 0; i < count; ++i) {
+      rows[begin + i] = find(ids[begin + i], hashes[i]);
+      if (rows[begin + i] != kNone) prefetch(at(rows[begin + i]), stride_);
+    }
+  }
+}
+
+void Table::grow(Index& index) {
+  std::vector<Entry> larger(std::max(kFewest, 2 * index.entries.size()));
+  for (const Entry& each : index.entries) {
+    if (each.row == 0) continue;
+    std::size_t at = hash_of(each.id) & (larger.size() - 1);
+    while (larger[at].row != 0) at = (at + 1) & (larger.size() - 1);
+    larger[at] = each;
+  }
+  index.entries = std::move(larger);
+}
+
+// A row with its first value and state, or the one that there is.
+std::size_t Table::make(std::int64_t id) {
+  const std::uint64_t hash = hash_of(id);
+  if (const std::size_t known = find(id, hash); known != kNone) return known;
+  if (rows_ == slabs_.size() * per_slab_) {
+    const std::size_t bytes = rounded_up(per_slab_ * (stride_ + sizeof(std::int64_t)), kSlab);
+    auto* const memory = static_cast<std::byte*>(std::aligned_alloc(kSlab, bytes));
+    if (memory == nullptr) throw std::bad_alloc();
+    madvise(memory, bytes, MADV_HUGEPAGE);
+    slabs_.emplace_back(memory);
+  }
+  Index& index = indices_[slot_of(hash)];
+  if (4 * (index.used + 1) > 3 * index.entries.size()) grow(index);
+  touch(rows_);  // before it has one more row
+  const std::size_t row = rows_++;
+  std::size_t place = hash & (index.entries.size() - 1);
+  while (index.entries[place].row != 0) place = (place + 1) & (index.entries.size() - 1);
+  index.entries[place] = {id, static_cast<std::uint32_t>(row + 1), 0};
+  ++index.used;
+
+  std::memcpy(id_at(row), &id, sizeof id);
+  first_values(spec_.first, spec_.dtype, id, at(row), spec_.width);
+  std::memset(at(row) + row_bytes_, 0, stored_bytes_ - row_bytes_);
+  if (spec_.rule.initial_accumulator_value != 0) {
+    for (std::size_t i = 0; i < state_bytes_ / size_of(spec_.dtype); ++i) {
+      if (spec_.dtype == DType::float32)
+        reinterpret_cast<float*>(at(row) + row_bytes_)[i] = static_cast<float>(spec_.rule.initial_accumulator_value);
+      else
+        reinterpret_cast<double*>(at(row) + row_bytes_)[i] = spec_.rule.initial_accumulator_value;
+    }
+  }
+  return row;
+}
+
+void Table::take_ids(const Batch& batch) {
+  const std::size_t before = ids_.size();
+  ids_.resize(before + batch.count);
+  if (batch.count > 0) std::memcpy(ids_.data() + before, batch.ids, batch.count * sizeof(std::int64_t));
+}
+
+void Table::gather(const std::byte* ids, std::size_t count, std::byte* out) {
+  ids_.clear();
+  take_ids({.ids = ids, .count = count});
+  std::size_t rows[kAtOnce];
+  for (std::size_t begin = 0; begin < count; begin += kAtOnce) {
+    const std::span<const std::int64_t> some = std::span(ids_).subspan(begin, std::min(kAtOnce, count - begin));
+    find(some, rows);
+    for (std::size_t i = 0; i < some.size(); ++i) {
+      std::byte* const to = out + (begin + i) * row_bytes_;
+      if (rows[i] != kNone)
+        std::memcpy(to, at(rows[i]), row_bytes_);
+      else
+        first_values(spec_.first, spec_.dtype, some[i], to, spec_.width);
+    }
+  }
+}
+
+// ---- Updates ------------------------------------------------------------------------------------------------------
+
+void Table::check_room(std::span<const std::int64_t> ids, std::size_t room) {
+  if (rows_ + ids.size() < UINT32_MAX && bytes(rows_ + ids.size()) <= room) return;
+  std::size_t fresh = 0;
+  found_.resize(ids.size());
+  find(ids, found_.data());
+  for (const std::size_t row : found_) fresh += row == kNone;
+  if (rows_ + fresh < UINT32_MAX && bytes(rows_ + fresh) <= room) return;
+  if (fresh == 0) return;  // other tables and blocks have grown since
+  throw Error(ErrorKind::system, "there is no room for " + std::to_string(fresh) + " new rows beside its " +
+                                     std::to_string(rows_) + ": they would take " +
+                                     std::to_string(bytes(rows_ + fresh)) + " bytes in all, and " +
+                                     std::to_string(room) +
+                                     " are left of this server's memory for the table; nothing of the push was "
+                                     "applied here: use more servers, or a larger memory=");
+}
+
+// Several pushes as one: rows of the same id are added. Leaves the ids in ids_; returns the sums.
+const std::byte* Table::merge(std::span<const Batch> batches, double divisor) {
+  ids_.clear();
+  if (batches.size() == 1 && batches[0].weight == 1 && divisor == 1) {
+    take_ids(batches[0]);
+    return batches[0].rows;
+  }
+  for (const Batch& batch : batches) take_ids(batch);
+  Distinct distinct(ids_.size());
+  std::size_t begin = 0, used = 0;
+  scratch_.resize(std::max(scratch_.size(), row_bytes_));
+  for (const Batch& batch : batches) {
+    for (std::size_t i = 0; i < batch.count; ++i) {
+      const std::size_t number = distinct.number(ids_[begin + i]);
+      const std::byte* from = batch.rows + i * row_bytes_;
+      if (batch.weight != 1) {
+        kernels::scale(spec_.dtype, scratch_.data(), from, spec_.width, batch.weight);
+        from = scratch_.data();
+      }
+      if (number < used) {
+        add_row(spec_.dtype, merged_.data() + number * row_bytes_, from, spec_.width);
+        continue;
+      }
+      if (merged_.size() < (number + 1) * row_bytes_) merged_.resize(std::max(2 * merged_.size(), 1024 * row_bytes_));
+      std::memcpy(merged_.data() + number * row_bytes_, from, row_bytes_);
+      used = number + 1;
+    }
+    begin += batch.count;
+  }
+  ids_ = distinct.ids();
+  if (divisor != 1 && used > 0) {
+    void* const to = merged_.data();
+    const void* const from = to;
+    kernels::accumulate(spec_.dtype, ReduceOp::sum, {&to, 1}, {&from, 1}, used * spec_.width, divisor);
+  }
+  return merged_.data();
+}
+
+void Table::update(std::span<const Batch> batches, const Step& step) {
+  const std::byte* const gradients = merge(batches, step.divisor);
+  check_room(ids_, step.room);
+  const std::size_t slice = std::max<std::size_t>(1, kSlice / row_bytes_);
+  for (std::size_t begin = 0; begin < ids_.size(); begin += slice)
+    update_slice(std::span(ids_).subspan(begin, std::min(slice, ids_.size() - begin)), gradients + begin * row_bytes_,
+                 step);
+}
+
+void Table::update_slice(std::span<const std::int64_t> ids, const std::byte* gradients, const Step& step) {
+  const std::size_t count = ids.size(), bytes = count * row_bytes_;
+  found_.resize(count);
+  find(ids, found_.data());
+  for (std::size_t i = 0; i < count; ++i) {
+    if (found_[i] == kNone) found_[i] = make(ids[i]);
+    touch(found_[i]);
+  }
+  if (spec_.rule.kind == Rule::Kind::reduce) {  // where it lies, as nothing else has to be known
+    for (std::size_t i = 0; i < count; ++i)
+      add_row(spec_.dtype, at(found_[i]), gradients + i * row_bytes_, spec_.width);
+    return;
+  }
+  scratch_.resize(std::max(scratch_.size(), 3 * bytes + states_ * count * state_bytes_));
+  std::byte *const values = scratch_.data(), *const out = values + bytes, *const states = out + 2 * bytes;
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::byte* const row = at(found_[i]);
+    std::memcpy(values + i * row_bytes_, row, row_bytes_);
+    for (std::size_t state = 0; state < states_; ++state)
+      std::memcpy(states + (state * count + i) * state_bytes_, row + row_bytes_ + state * state_bytes_, state_bytes_);
+  }
+  if (spec_.rule.kind != Rule::Kind::assign) {
+    Update update;
+    update.step = step.number;
+    update.count = count * spec_.width;
+    update.width = spec_.width;
+    update.value = values;
+    update.gradient = gradients;
+    update.out = out;
+    update.scratch = out + bytes;
+    update.roots = step.roots;
+    for (std::size_t state = 0; state < states_; ++state) update.state[state] = states + state * count * state_bytes_;
+    parameter_server::update(spec_.rule, spec_.dtype, update);
+  } else {
+    std::memcpy(out, gradients, bytes);
+  }
+  for (std::size_t i = 0; i < count; ++i) {
+    std::byte* const row = at(found_[i]);
+    std::memcpy(row, out + i * row_bytes_, row_bytes_);
+    for (std::size_t state = 0; state < states_; ++state)
+      std::memcpy(row + row_bytes_ + state * state_bytes_, states + (state * count + i) * state_bytes_, state_bytes_);
+  }
+}
+
+// ---- Snapshots ----------------------------------------------------------------------------------------------------
+
+void Table::restore(const Batch& stored, std::size_t room) {
+  ids_.clear();
+  take_ids(stored);
+  check_room(ids_, room);
+  for (std::size_t i = 0; i < stored.count; ++i) {
+    const std::size_t row = make(ids_[i]);
+    touch(row);
+    std::memcpy(at(row), stored.rows + i * stored_bytes_, stored_bytes_);
+  }
+}
+
+std::size_t Table::rows_in(std::size_t slab) const { return std::min(per_slab_, rows_ - slab * per_slab_); }
+
+void Table::copy_slab(std::size_t slab, std::byte* ids, std::byte* stored) const {
+  const std::size_t begin = slab * per_slab_, count = rows_in(slab);
+  std::memcpy(ids, id_at(begin), count * sizeof(std::int64_t));
+  for (std::size_t i = 0; i < count; ++i) std::memcpy(stored + i * stored_bytes_, at(begin + i), stored_bytes_);
+}
+
+void Table::watch(std::function<void(std::size_t)> before) {
+  before_ = std::move(before);
+  unclaimed_.assign(before_ == nullptr ? 0 : slabs_.size(), true);
+}
+
+bool Table::claim(std::size_t slab) {
+  if (slab >= unclaimed_.size() || !unclaimed_[slab]) return false;
+  unclaimed_[slab] = false;
+  return true;
+}
+
+void Table::touch(std::size_t row) {
+  if (claim(row / per_slab_)) before_(row / per_slab_);
+}
+
+}  // namespace ringreduce::parameter_server

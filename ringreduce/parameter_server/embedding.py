@@ -1,0 +1,238 @@
+"""Tables of rows by id on the servers, as modules of torch.nn: `Embedding` and `EmbeddingBag`."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ringreduce.errors import InvalidArgument
+from ringreduce.parameter_server.key_value import KeyValue
+from ringreduce.parameter_server.modes import Mode, sync
+from ringreduce.parameter_server.pending import Pending, server_errors
+from ringreduce.parameter_server.updates import UpdateRule, check_for_rows
+
+if TYPE_CHECKING:
+    from ringreduce._C import ParameterCall, ParameterClient, ParameterRows
+
+MOST_PREFETCHED = 4
+"""Batches; of more, the oldest is dropped."""
+
+
+@dataclass
+class _Batch:
+    """Rows that have been asked for. What nobody takes is dropped with this."""
+
+    client: ParameterClient
+    ids: torch.Tensor
+    rows: ParameterRows
+    call: ParameterCall
+
+    def __del__(self) -> None:
+        self.client.cancel(self.call)
+
+
+class Embedding(nn.Module):
+    """A table whose rows, one for any int64 id, lie on the servers and are updated there. Made by every worker.
+
+        users = ps.Embedding(kv, "user", 64, update=ps.rowwise_adagrad(lr=0.05))
+        loss(users(ids)).backward()    # pulls the rows of `ids`; backward pushes their gradients
+
+    A row that nobody has pushed to has values uniform in `initial`, (low, high), by default within 1/sqrt(dim) of 0:
+    they depend on `seed`, the id and the column alone. A row takes memory, with the rule's state for it, from the first
+    push to it on. Servers hold 1/n of the rows each.
+
+    `update` is `rowwise_adagrad()`, `assign()`, `reduce("sum")` or `optimizer()` of SGD, Adagrad, Adam or AdamW without
+    momentum. It changes the rows of a push and no others: so weight decay and the means of Adam rest while a row does.
+    The step that Adam counts is the table's. `mode` is as for `KeyValue.init` (default: `sync()`), for the whole table:
+    in `sync` every worker of the group pushes once a round, even if it has no ids.
+
+    `dtype` is float32 or float64. Raises `InvalidArgument` if another worker has made `name` otherwise.
+    """
+
+    def __init__(
+        self,
+        kv: KeyValue,
+        name: str,
+        dim: int,
+        *,
+        update: UpdateRule,
+        mode: Mode | None = None,
+        initial: tuple[float, float] | None = None,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        check_for_rows(update)
+        if not isinstance(dim, int) or dim < 1:
+            raise InvalidArgument(f"dim is {dim!r}; it must be the elements of a row, 1 or more")
+        if dtype not in (torch.float32, torch.float64):
+            raise InvalidArgument(f"dtype is {dtype}; rows of a table are torch.float32 or torch.float64")
+        if not isinstance(seed, int) or not 0 <= seed < 1 << 63:
+            raise InvalidArgument(f"seed is {seed!r}; it must be an integer from 0 to 2**63 - 1")
+        low, high = initial or (-1 / math.sqrt(dim), 1 / math.sqrt(dim))
+        if not (math.isfinite(low) and math.isfinite(high) and low <= high and max(-low, high) < 1e38):
+            raise InvalidArgument(f"initial is {initial!r}; it must be (low, high), low no greater than high")
+        spec = {
+            "dtype": str(dtype).removeprefix("torch."),
+            "shape": ["rows", dim],
+            "mode": (mode or sync()).as_json(),
+            "update": update.as_json(),
+            "table": {"width": dim, "seed": seed, "low": low, "high": high},
+        }
+        self.name, self.dim, self.dtype = name, dim, dtype
+        self._kv, self._client = kv, kv._client
+        self._table = kv._make_table(name, spec)
+        self._prefetched: list[_Batch] = []
+        self._pushed: list[Pending] = []
+        self._late = 0
+
+    def extra_repr(self) -> str:
+        return f"{self.name!r}, {self.dim}, dtype={self.dtype}"
+
+    # ---- rows --------------------------------------------------------------------------------------------------------
+
+    def pull(self, ids: Any, out: torch.Tensor | None = None, *, timeout: float | None = None) -> torch.Tensor:
+        """The rows of `ids`: a tensor of their shape and, last, `dim`; `out`, if it is given.
+
+        `ids` is a tensor or an array of int64, of any shape and values, in which an id may occur several times. What
+        the rows contain is as for `KeyValue.pull`. Makes no rows.
+        """
+        deadline = self._kv._deadline(timeout)
+        wanted = _ids(ids)
+        values = torch.empty(*wanted.shape, self.dim, dtype=self.dtype) if out is None else out
+        if values.shape != (*wanted.shape, self.dim) or values.dtype != self.dtype or not values.is_contiguous():
+            raise InvalidArgument(
+                f"out is {values.dtype} of shape {tuple(values.shape)}; it must be {self.dtype} of shape "
+                f"{(*wanted.shape, self.dim)} and contiguous"
+            )
+        self._take(self._batch(wanted, deadline), values, deadline, distinct=False)
+        return values
+
+    def push(
+        self, ids: Any, gradients: Any, *, weight: float = 1.0, priority: int = 0, timeout: float | None = None
+    ) -> Pending:
+        """Sends a row of `gradients` for each of `ids`; those of the same id are added in order. As `KeyValue.push`.
+
+        `gradients` has the shape of `ids` and, last, `dim`. Waiting for the result raises `UpdateFailed` if a server
+        has no memory for new rows; then nothing of the push was applied there. Raises `InvalidArgument`, and sends
+        nothing, if a server's part is larger than this worker's window.
+        """
+        deadline = self._kv._deadline(timeout)
+        wanted = _ids(ids)
+        source = torch.as_tensor(gradients).detach()
+        if source.shape != (*wanted.shape, self.dim) or source.dtype != self.dtype or source.device.type != "cpu":
+            raise InvalidArgument(
+                f"gradients are {source.dtype} of shape {tuple(source.shape)} on {source.device}; for ids of shape "
+                f"{tuple(wanted.shape)} they must be {self.dtype} of shape {(*wanted.shape, self.dim)} on the CPU"
+            )
+        if not (isinstance(weight, (int, float)) and math.isfinite(weight) and weight > 0):
+            raise InvalidArgument(f"weight is {weight!r}; it must be a positive number")
+        rows = self._table.rows(wanted.data_ptr(), wanted.numel())
+        return self._push(rows, source.contiguous(), deadline, distinct=False, weight=weight, priority=priority)
+
+    def prefetch(self, ids: Any) -> None:
+        """Asks for the rows of a later `pull` or forward pass with the same `ids` now, and returns at once.
+
+        Those rows contain what was pushed before this call, not what is pushed after it: call it after `backward`. They
+        lie in this worker's window until they are used. Of more than 4 batches the oldest is dropped.
+        """
+        deadline = self._kv._deadline(None)
+        self._prefetched = [*self._prefetched[1 - MOST_PREFETCHED :], self._ask(_ids(ids).clone(), deadline)]
+
+    def _push(self, rows: ParameterRows, values: torch.Tensor, deadline: float, **options: Any) -> Pending:
+        with server_errors():
+            call = self._table.push(
+                self._client, rows, values.data_ptr(), timeout=deadline - time.monotonic(), **options
+            )
+        return Pending(self._kv, {self.name: call})
+
+    def _ask(self, ids: torch.Tensor, deadline: float) -> _Batch:
+        rows = self._table.rows(ids.data_ptr(), ids.numel())
+        with server_errors():
+            call = self._table.pull(self._client, rows, timeout=deadline - time.monotonic())
+        return _Batch(self._client, ids, rows, call)
+
+    def _batch(self, ids: torch.Tensor, deadline: float) -> _Batch:
+        """The rows of `ids`, asked for by `prefetch` or now."""
+        for index, batch in enumerate(self._prefetched):
+            if batch.ids.shape == ids.shape and torch.equal(batch.ids, ids):
+                return self._prefetched.pop(index)
+        return self._ask(ids, deadline)
+
+    def _take(self, batch: _Batch, out: torch.Tensor, deadline: float, *, distinct: bool) -> None:
+        self._kv._finish(self.name, batch.call, deadline)
+        self._table.take(self._client, batch.rows, batch.call, out.data_ptr(), distinct=distinct)
+
+    # ---- as a module -------------------------------------------------------------------------------------------------
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """As `torch.nn.Embedding`: the rows of `ids`, whose gradients `backward` pushes. Every pass that is trained is
+        an update of its own."""
+        positions, values = self._values(ids)
+        return functional.embedding(positions, values)
+
+    def flush(self, timeout: float | None = None) -> int:
+        """Waits until all that `backward` has pushed is in the servers' rows. Returns how many pushes came late and
+        were dropped, where the mode has a quorum."""
+        while self._pushed:
+            self._late += len(self._pushed[0].wait(timeout))
+            del self._pushed[0]
+        late, self._late = self._late, 0
+        return late
+
+    def _values(self, ids: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of a batch: where each id's row is, and the distinct rows, as a leaf whose gradient is pushed."""
+        deadline = self._kv._deadline(None)
+        wanted = _ids(ids)
+        batch = self._batch(wanted, deadline)
+        values = torch.empty(batch.rows.distinct, self.dim, dtype=self.dtype)
+        self._take(batch, values, deadline, distinct=True)
+        positions = torch.empty_like(wanted)
+        batch.rows.copy_positions(positions.data_ptr())
+        while self._pushed and self._client.wait(self._pushed[0].calls[self.name], timeout=0.0):
+            self._late += len(self._pushed.pop(0).wait())  # which raises what went wrong
+        if torch.is_grad_enabled() and self.training:
+            values.requires_grad_()
+            hooked: Any = values
+            hooked.register_post_accumulate_grad_hook(partial(self._push_gradient, batch.rows))
+        return positions, values
+
+    def _push_gradient(self, rows: ParameterRows, values: torch.Tensor) -> None:
+        assert values.grad is not None
+        gradient, values.grad = values.grad.contiguous(), None
+        self._pushed.append(self._push(rows, gradient, self._kv._deadline(None), distinct=True))
+
+
+class EmbeddingBag(Embedding):
+    """An `Embedding` that returns sums, means or maxima of rows, as `torch.nn.EmbeddingBag` does."""
+
+    def __init__(self, kv: KeyValue, name: str, dim: int, *, bag: str = "mean", **options: Any) -> None:
+        if bag not in ("sum", "mean", "max"):
+            raise InvalidArgument(f"bag is {bag!r}; it must be 'sum', 'mean' or 'max'")
+        super().__init__(kv, name, dim, **options)
+        self.bag = bag
+
+    def forward(
+        self, ids: torch.Tensor, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`ids` and `offsets`, which say where each bag begins, or a row of `ids` for each bag."""
+        positions, values = self._values(ids)
+        return functional.embedding_bag(
+            positions, values, offsets, mode=self.bag, per_sample_weights=per_sample_weights
+        )
+
+
+def _ids(ids: Any) -> torch.Tensor:
+    tensor = ids if isinstance(ids, torch.Tensor) else torch.as_tensor(ids)
+    if tensor.dtype != torch.int64 or tensor.device.type != "cpu":
+        raise InvalidArgument(
+            f"ids are {tensor.dtype} on {tensor.device}; they must be torch.int64 on the CPU (ids.long())"
+        )
+    return tensor.contiguous()

@@ -1,0 +1,79 @@
+"""Following what others train: `KeyValue.follow`."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ringreduce import _C
+from ringreduce.errors import CollectiveTimeout, InvalidArgument
+from ringreduce.parameter_server.pending import server_errors
+
+if TYPE_CHECKING:
+    from ringreduce.parameter_server.key_value import KeyValue
+
+_SLICE = 0.25
+"""Seconds after which a wait looks for Ctrl-C."""
+
+
+class Follower:
+    """What `KeyValue.follow` returns: keeps a model at whole rounds of what workers train."""
+
+    def __init__(self, kv: KeyValue, model: nn.Module, at_most_behind: int, prefix: str) -> None:
+        if not isinstance(at_most_behind, int) or at_most_behind < 0:
+            raise InvalidArgument(f"at_most_behind is {at_most_behind!r}; it must be a number of rounds, 0 or more")
+        self.version = -1
+        """The round that the model has; -1 before the first."""
+        self._kv, self._client, self._most = kv, kv._client, at_most_behind
+        self._parameters = {prefix + name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not self._parameters:
+            raise InvalidArgument("the model has no parameters that are trained, so there is nothing to follow")
+        self._copies = {key: torch.empty_like(p, requires_grad=False) for key, p in self._parameters.items()}
+        parts, self._places = [], []
+        for key, copy in self._copies.items():
+            known = kv._lookup(key)
+            if known.spec["mode"]["mode"] != "sync":
+                raise InvalidArgument(f"{key!r} is in mode {known.spec['mode']['mode']}, which has no rounds: pull it")
+            if known.shape != copy.shape or known.dtype != copy.dtype or not copy.is_contiguous():
+                raise InvalidArgument(f"{key!r} is {known.dtype} of shape {tuple(known.shape)}, and not the model's")
+            parts += known.parts
+            self._places += [copy.data_ptr() + part[2] for part in known.parts]
+        self._parts = _C.ParameterParts(parts)
+        self.pull()
+        self._hook: Any = model.register_forward_pre_hook(self._keep_up)
+
+    def behind(self) -> int:
+        """Rounds that all servers have ended since the one that the model has."""
+        return self._client.round_of(self._parts) - self.version
+
+    def pull(self, timeout: float | None = None) -> int:
+        """Copies the latest round that all blocks have to the model, all of it or nothing; returns its version.
+
+        No server takes part in it. Raises `ServerLost`; `CollectiveTimeout` if updates always overtook it.
+        """
+        deadline = self._kv._deadline(timeout)
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                with server_errors():
+                    version = self._client.read_round(self._parts, self._places, max(0.0, min(left, _SLICE)))
+                break
+            except CollectiveTimeout:
+                if left <= _SLICE:
+                    raise
+        with torch.no_grad():
+            for key, parameter in self._parameters.items():
+                parameter.copy_(self._copies[key])
+        self.version = version
+        return version
+
+    def _keep_up(self, *_: object) -> None:
+        if self.behind() > self._most:
+            self.pull()
+
+    def detach(self) -> None:
+        """Leaves the model as it is from now on."""
+        self._hook.remove()

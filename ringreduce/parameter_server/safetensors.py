@@ -1,0 +1,115 @@
+"""Files in the format of safetensors: the length of a header as 8 bytes, the header as JSON, then the tensors' bytes.
+
+Written piece by piece, at known places; read by mapping. https://github.com/huggingface/safetensors has the format.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ringreduce.errors import InvalidArgument
+
+NAMES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "complex64": "C64",
+}
+"""Of torch's dtypes, as the format has them."""
+_LENGTH = struct.Struct("<Q")
+_MOST_HEADER = 100 << 20
+"""As other readers have it."""
+
+
+class Writer:
+    """A file with tensors of known shapes, whose bytes come in any order. `finish` makes it last."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, tuple[str, list[int], int]], metadata: dict[str, str]) -> None:
+        """`tensors`: by name, dtype, shape and bytes."""
+        header: dict[str, Any] = {"__metadata__": metadata}
+        end = 0
+        self._begins = {}
+        for name, (dtype, shape, size) in tensors.items():
+            header[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": [end, end + size]}
+            self._begins[name] = end
+            end += size
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        self._data = _LENGTH.size + len(text)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        os.truncate(self._file, self._data + end)
+        self._write(_LENGTH.pack(len(text)) + text, 0)
+
+    def put(self, name: str, data: Any, offset: int = 0) -> None:
+        """Bytes of a tensor, from `offset` on."""
+        self._write(data, self._data + self._begins[name] + offset)
+
+    def _write(self, data: Any, at: int) -> None:
+        view = memoryview(data).cast("B")
+        while view:
+            written = os.pwrite(self._file, view, at)
+            view, at = view[written:], at + written
+
+    def finish(self) -> None:
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+class Reader:
+    """A file's tensors, as bytes that are read when they are used. Raises `InvalidArgument` for what is none."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            whole = np.memmap(path, np.uint8, "r")
+        except (OSError, ValueError) as error:
+            raise InvalidArgument(f"{path} cannot be read: {error}") from None
+        length = _LENGTH.unpack(whole[: _LENGTH.size].tobytes())[0] if len(whole) >= _LENGTH.size else _MOST_HEADER + 1
+        begin = _LENGTH.size + length
+        if length > _MOST_HEADER or begin > len(whole):
+            raise InvalidArgument(f"{path} is no file of safetensors: its header does not end within it")
+        try:
+            header = json.loads(whole[_LENGTH.size : begin].tobytes())
+            self.metadata: dict[str, str] = header.pop("__metadata__", {})
+            self._places = {name: self._place(entry, len(whole) - begin) for name, entry in header.items()}
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise InvalidArgument(f"{path} is no file of safetensors: {error!r}") from None
+        self._data, self.path = whole[begin:], path
+        self.digest = hashlib.sha256(whole[:begin].tobytes()).hexdigest()
+        """Of the header."""
+
+    @staticmethod
+    def _place(entry: Any, room: int) -> tuple[int, int]:
+        begin, end = entry["data_offsets"]
+        if not 0 <= begin <= end <= room or min(entry["shape"], default=0) < 0 or math.prod(entry["shape"]) > room:
+            raise ValueError("a tensor does not lie within it")
+        return begin, end
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._places)
+
+    def bytes_of(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        if name not in self._places:
+            raise InvalidArgument(f"{self.path} has no tensor {name!r}, of which its metadata speaks")
+        begin, end = self._places[name]
+        return self._data[begin:end]

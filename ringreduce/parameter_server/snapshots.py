@@ -1,0 +1,235 @@
+"""Snapshots: a folder with a file for each server and an index, complete or absent.
+
+    checkpoint/                          renamed from checkpoint.partial-<token> when all is in it
+        index.json                       which file has which tensor
+        server-0-of-2.safetensors        its blocks and rows, with their states
+
+Every server writes its own file, in a thread, while it serves. The one that ends last writes the index and renames the
+folder, so no worker has to wait for it, or live.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import struct
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ringreduce import _C
+from ringreduce.errors import InvalidArgument, SystemFailure
+from ringreduce.parameter_server.safetensors import NAMES, Reader, Writer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+FORMAT = "1"
+INDEX = "index.json"
+_STEPS = struct.Struct("=Q")
+
+
+class Saving:
+    """A server's part of a snapshot, which a thread of it writes."""
+
+    def __init__(self, server: _C.ParameterServer, keys: dict[int, dict[str, Any]], folder: str, part: str) -> None:
+        """`keys`: by block, its key, spec, first element and elements. `part`: such as "0-of-2"."""
+        self.error = ""
+        self.done = threading.Event()
+        self.path = Path(folder)
+        self._server, self._part = server, part
+        entries = server.begin_snapshot()
+        try:
+            self._blocks = {
+                block: _Saved(keys[block], steps, rows, states) for block, _, steps, rows, states in entries
+            }
+            tensors: dict[str, tuple[str, list[int], int]] = {}
+            for saved in self._blocks.values():
+                for name, tensor in saved.tensors.items():
+                    if name in tensors:
+                        raise InvalidArgument(f"two tensors of the snapshot would be called {name!r}: rename a key")
+                    tensors[name] = tensor
+            self.bytes = sum(size for _, _, size in tensors.values())
+            metadata = {"format": FORMAT, "blocks": json.dumps([each.described for each in self._blocks.values()])}
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._writer = Writer(self.path / f"{self._name}.part", tensors, metadata)
+        except OSError as error:
+            server.end_snapshot()
+            raise SystemFailure(f"the snapshot {folder}: {error}") from None
+        except BaseException:
+            server.end_snapshot()
+            raise
+        threading.Thread(target=self._run, name="ringreduce snapshot", daemon=True).start()
+
+    @property
+    def _name(self) -> str:
+        return f"server-{self._part}.safetensors"
+
+    def _run(self) -> None:
+        try:
+            while (piece := self._server.next_piece()) is not None:
+                self._blocks[piece[0]].write(self._writer, *piece[1:])
+            self._writer.finish()
+            (self.path / f"{self._name}.part").rename(self.path / self._name)
+            _complete(self.path, int(self._part.rpartition("-")[2]))
+        except Exception as error:  # whoever asks is told
+            self.error = f"{type(error).__name__}: {error}"
+        finally:
+            self._writer.close()
+            with contextlib.suppress(Exception):  # of a server that has been stopped
+                self._server.end_snapshot()
+            self.done.set()
+
+
+class _Saved:
+    """A block of a snapshot: its tensors, and how its pieces become their bytes."""
+
+    def __init__(self, about: dict[str, Any], steps: int, rows: int, states: int) -> None:
+        self._about = about
+        key, spec, begin, count = about["key"], about["spec"], about["begin"], about["count"]
+        dtype: str = spec["dtype"]
+        if dtype not in NAMES:
+            raise InvalidArgument(f"{key!r} is {dtype}, which files of safetensors do not have")
+        if states < 0:
+            raise InvalidArgument(
+                f"{key!r} is updated by Python ({spec['update']['python']}), whose state snapshots do not have yet"
+            )
+        self._size = getattr(torch, dtype).itemsize
+        table = spec.get("table")
+        names = [f"{key}#state{i}" for i in range(states)]
+        self.described = {"key": key, "spec": spec, "begin": begin, "count": count, "steps": steps, "rows": rows}
+        if table is not None:
+            width = table["width"]
+            state = [rows, 1 if spec["update"]["kind"] == "rowwise_adagrad" else width]
+            self._columns = [(key, width), *((name, state[1]) for name in names)]
+            self.tensors = {f"{key}#ids": ("int64", [rows], 8 * rows)}
+            self.tensors |= {name: (dtype, [rows, n], rows * n * self._size) for name, n in self._columns}
+            return
+        whole = count == math.prod(spec["shape"])
+        part = "" if whole else f"[{begin}:{begin + count}]"
+        shape = spec["shape"] if whole else [count]
+        self._names = [key + part, *(name + part for name in names)]
+        self.tensors = {name: (dtype, shape, count * self._size) for name in self._names}
+
+    def write(self, writer: Writer, first: int, rows: int, data: bytes) -> None:
+        if "table" not in self._about["spec"]:
+            size = self._about["count"] * self._size
+            for i, name in enumerate(self._names):
+                writer.put(name, memoryview(data)[i * size : (i + 1) * size])
+            return
+        writer.put(f"{self._about['key']}#ids", memoryview(data)[: 8 * rows], 8 * first)
+        stored = np.frombuffer(data, np.uint8, offset=8 * rows).reshape(rows, -1)
+        begin = 0
+        for name, width in self._columns:
+            end = begin + width * self._size
+            writer.put(name, np.ascontiguousarray(stored[:, begin:end]), first * width * self._size)
+            begin = end
+
+
+def _complete(folder: Path, servers: int) -> None:
+    """Makes the snapshot whole if this was the last of its files. Two servers may come here at once."""
+    files = [f"server-{i}-of-{servers}.safetensors" for i in range(servers)]
+    final = folder.with_name(folder.name.rpartition(".partial-")[0])
+    try:
+        if not all((folder / file).exists() for file in files):
+            return
+        readers = {file: Reader(folder / file) for file in files}
+        names = {name: file for file, reader in readers.items() for name in reader.names}
+        size = sum((folder / file).stat().st_size for file in files)
+        headers = {file: reader.digest for file, reader in readers.items()}
+        index = {"metadata": {"format": FORMAT, "total_size": size, "files": headers}, "weight_map": names}
+        part = folder / f"{INDEX}.{os.getpid()}.{threading.get_native_id()}"
+        with open(part, "x") as file:
+            json.dump(index, file)
+            file.flush()
+            os.fsync(file.fileno())
+        part.rename(folder / INDEX)
+        _sync(folder)
+        folder.rename(final)
+        _sync(final.parent)
+    except (FileNotFoundError, InvalidArgument):
+        if folder.exists():  # otherwise the other server has renamed it
+            raise
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# ---- Loading ---------------------------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> list[tuple[Reader, list[dict[str, Any]]]]:
+    """The files of a snapshot, and what each says of its blocks."""
+    try:
+        index = json.loads((path / INDEX).read_text())
+        files = {str(file): str(digest) for file, digest in index["metadata"]["files"].items()}
+        if index["metadata"]["format"] != FORMAT:
+            raise InvalidArgument(f"{path} has format {index['metadata']['format']!r}; this version reads {FORMAT!r}")
+    except OSError as error:
+        raise InvalidArgument(f"{path} is no whole snapshot: {error}") from None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise InvalidArgument(f"{path / INDEX} is no index of a snapshot: {error!r}") from None
+    readers = [Reader(path / Path(file).name) for file in files]
+    for reader, digest in zip(readers, files.values(), strict=True):
+        if reader.digest != digest:
+            raise InvalidArgument(f"{reader.path} is damaged: its header is not the one that {path / INDEX} knows")
+    return [(reader, json.loads(reader.metadata["blocks"])) for reader in readers]
+
+
+def payload_of_block(reader: Reader, block: dict[str, Any]) -> np.ndarray[Any, Any]:
+    """As servers take it: the number of updates, the value, the states."""
+    key, begin, count = block["key"], block["begin"], block["count"]
+    part = "" if count == math.prod(block["spec"]["shape"]) else f"[{begin}:{begin + count}]"
+    names = [key + part, *(f"{name}{part}" for name in _states(reader, key, part))]
+    steps = np.frombuffer(_STEPS.pack(block["steps"]), np.uint8)
+    return np.concatenate([steps, *(reader.bytes_of(name) for name in names)])
+
+
+def _states(reader: Reader, key: str, part: str) -> Iterator[str]:
+    i = 0
+    while f"{key}#state{i}{part}" in reader.names:
+        yield f"{key}#state{i}"
+        i += 1
+
+
+def payloads_of_rows(
+    reader: Reader, block: dict[str, Any], table: _C.ParameterTable, at_once: int
+) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
+    """A server and what it takes of a table, about `at_once` bytes: the number of updates, ids, rows with states."""
+    rows, key = block["rows"], block["key"]
+    steps = np.frombuffer(_STEPS.pack(block["steps"]), np.uint8)
+    if rows == 0:
+        yield from ((server, steps) for server in range(len(table.blocks)))
+        return
+    names = [key, *_states(reader, key, "")]
+    columns = [reader.bytes_of(name).reshape(rows, -1) for name in names]
+    ids = reader.bytes_of(f"{key}#ids").view(np.int64)
+    some = max(1, at_once // (8 + sum(column.shape[1] for column in columns)))
+    for first in range(0, rows, some):
+        part = torch.from_numpy(np.array(ids[first : first + some]))
+        batch = table.rows(part.data_ptr(), len(part))
+        if batch.distinct != len(part):
+            raise InvalidArgument(f"{reader.path}: an id of {key!r} is there twice")
+        positions = torch.empty_like(part)
+        batch.copy_positions(positions.data_ptr())
+        order = torch.argsort(positions).numpy()
+        stored = np.concatenate([column[first : first + some] for column in columns], axis=1)[order]
+        sorted_ids = part.numpy()[order]
+        for server, (begin, end) in enumerate(zip(batch.begins, batch.begins[1:], strict=False)):
+            mine = sorted_ids[begin:end].view(np.uint8), np.ascontiguousarray(stored[begin:end]).reshape(-1)
+            yield server, np.concatenate([steps, *mine])
+
+
+def check_absent(path: Path) -> None:
+    if path.exists():
+        raise InvalidArgument(f"there is something at {path} already: give a snapshot a name of its own")
