@@ -63,6 +63,7 @@ class ProcessGroupRing : public c10d::Backend {
     JoinGpus join_gpus;
     Engine::Ask ask;       // for plans when a call first needs one
     std::string topology;  // what was planned over the machine's links, as Python wrote it; kept for Python
+    std::uint64_t number = 0;  // which of the process's groups it is; kept for Python
   };
 
   // Of ranks that share memory.
@@ -74,6 +75,10 @@ class ProcessGroupRing : public c10d::Backend {
 
   const std::string getBackendName() const override { return "ringreduce"; }
   const std::string& topology() const { return settings_.topology; }
+  std::uint64_t number() const { return settings_.number; }
+  // The ranks that have ended, have left the group or are out of reach. None where ranks share no memory: then only an
+  // error of a call tells.
+  std::vector<int> gone() const { return team_ ? team_->fate().gone() : std::vector<int>(); }
 
   c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
                                            const c10d::AllreduceOptions& opts) override;
