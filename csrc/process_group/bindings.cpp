@@ -305,7 +305,8 @@ void bind_group(py::module_& m) {
           py::arg("settings"))
       .def_property_readonly("topology", &Group::topology)
       .def_property_readonly("number", &Group::number)
-      .def("gone", &Group::gone, no_gil)
+      .def("ended", &Group::ended, no_gil)
+      .def("notice", &Group::notice, no_gil)
       // c10d's method of this name calls allocateTensor(), which is for DistributedDataParallel.
       .def(
           "allocate_tensor",

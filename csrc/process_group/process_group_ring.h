@@ -41,10 +41,11 @@ class GpuCalls;
 
 class ProcessGroupRing : public c10d::Backend {
  public:
-  // Makes the group of some of this group's ranks, in all of them; takes their ranks here, in the order they are to
-  // have there, and why.
-  using Regroup = std::function<c10::intrusive_ptr<c10d::Backend>(const std::vector<int>&, const std::string&,
-                                                                  std::chrono::milliseconds)>;
+  // Makes the group of some of this group's ranks, in all of them; takes the group, their ranks in it, in the order they
+  // are to have there, and why.
+  using Regroup =
+      std::function<c10::intrusive_ptr<c10d::Backend>(const c10::intrusive_ptr<c10d::Backend>&, const std::vector<int>&,
+                                                      const std::string&, std::chrono::milliseconds)>;
 
   // Called once, in all ranks, when the group first sees CUDA tensors: takes the group, the index of this rank's
   // device, and an NCCL communicator that it is to use, or 0. Gives the group an engine for them by use(), or does not:
@@ -76,9 +77,10 @@ class ProcessGroupRing : public c10d::Backend {
   const std::string getBackendName() const override { return "ringreduce"; }
   const std::string& topology() const { return settings_.topology; }
   std::uint64_t number() const { return settings_.number; }
-  // The ranks that have ended, have left the group or are out of reach. None where ranks share no memory: then only an
-  // error of a call tells.
-  std::vector<int> gone() const { return team_ ? team_->fate().gone() : std::vector<int>(); }
+  // The ranks that have ended or are out of reach. None where ranks share no memory: then only an error of a call tells.
+  std::vector<int> ended() const { return team_ ? team_->fate().ended() : std::vector<int>(); }
+  // Makes the death of a rank the group's error now, and not when somebody who waits looks for it.
+  void notice();
 
   c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
                                            const c10d::AllreduceOptions& opts) override;
@@ -204,6 +206,8 @@ class ProcessGroupRing : public c10d::Backend {
   struct Running;
 
   ProcessGroupRing(std::shared_ptr<Engine> engine, const Settings& settings);
+  c10::intrusive_ptr<c10d::Backend> regroup(const std::vector<int>& ranks, const char* why,
+                                            const c10::intrusive_ptr<Options>& opts);
   Job job(Collective collective, const TensorList& inputs, const TensorList& outputs);
   void join_gpus(int index, std::uint64_t communicator);
   GpuCalls* gpu_calls(at::Device device);

@@ -78,16 +78,18 @@ class Report:
     """The latest step that it has committed."""
     waiting: tuple[Member, ...] = ()
     """Those that it knows to wait for being let in."""
+    open: bool = False
+    """Whether others may be let in now, as far as this member goes."""
     without: tuple[str, ...] = ()
     """The names of members that it wants to go on without, dead or not."""
 
     def dump(self) -> str:
-        return json.dumps([self.step, [[each.name, each.address] for each in self.waiting], self.without])
+        return json.dumps([self.step, [[each.name, each.address] for each in self.waiting], self.open, self.without])
 
     @staticmethod
     def load(text: str) -> Report:
-        step_, waiting, without = json.loads(text)
-        return Report(step_, tuple(Member(name, address) for name, address in waiting), tuple(without))
+        step_, waiting, is_open, without = json.loads(text)
+        return Report(step_, tuple(Member(name, address) for name, address in waiting), is_open, tuple(without))
 
 
 # events
@@ -268,8 +270,10 @@ def successor(state: State) -> View:
     unwanted = {name for report in reports.values() for name in report.without}
     gone = unwanted | state.lost
     stay = [member for member in state.view.members if member.name in reports and member.name not in gone]
-    names = set(state.view.names)
-    come = {each.name: each for report in reports.values() for each in report.waiting if each.name not in names | gone}
+    keep_out = gone | set(state.view.names)
+    come: dict[str, Member] = {}
+    if all(report.open for report in reports.values()):
+        come = {each.name: each for report in reports.values() for each in report.waiting if each.name not in keep_out}
     return View(
         epoch=state.view.epoch + 1,
         members=(*stay, *(come[name] for name in sorted(come))),

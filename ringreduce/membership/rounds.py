@@ -65,6 +65,8 @@ class Membership:
         process, `SystemFailure` if the directory could not be reached for `patience` seconds.
         """
         began = time.monotonic()
+        if self._state.me not in self.view.names:
+            return self._view_of(protocol.Expelled(self.view))
         self._begin()
         done = self._carry_out(Leave(report))
         while done is None:

@@ -183,7 +183,7 @@ class Search:
             without = (str(self.scenario.members - 1),) if self.scenario.unwanted and index == 0 else ()
             without = tuple(name for name in without if name in view.names and name != me)
             blamed = world._replace(blamed=world.blamed | set(without))
-            report = Report(max(process.committed, view.step), waiting, without)
+            report = Report(max(process.committed, view.step), waiting, self.scenario.joiner, without)
             world = self.event(blamed, index, process._replace(leaving=True), Leave(report))
             if self.scenario.at_once and not self.is_cut_off(world, index) and not world.losses:
                 world = self.serve(world, index, world.processes[index])
