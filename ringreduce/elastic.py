@@ -29,6 +29,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous as env_rendezvous
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
@@ -115,7 +117,8 @@ class World:
 
     def on_change(self, function: Callable[[World], None]) -> None:
         """`function(world)` is called on every member after each change, when the default group is the new one: for
-        meshes, other groups, hooks and samplers. It may make calls on the group. If those fail, the change is made again.
+        meshes, other groups, hooks and samplers. It may make calls on the group. If those fail, the change is made
+        again.
         """
         self._callbacks.append(function)
 
@@ -139,10 +142,10 @@ class World:
     def attempt(self, function: Callable[[], Result]) -> Result:
         """`function()`, for which all members have made all their calls, or none returns.
 
-        Where a member is lost meanwhile, the others go on without it and call `function` again. Those who wait are let in
-        before. An exception of this member's own goes through, and the others go on without it unless it calls `attempt`
-        again. Raises `Expelled` if the others went on without this member, `TooFewRanks` on all members if there have
-        been fewer than `least` for longer than `patience`.
+        Where a member is lost meanwhile, the others go on without it and call `function` again. Those who wait are let
+        in before. An exception of this member's own goes through, and the others go on without it unless it calls
+        `attempt` again. Raises `Expelled` if the others went on without this member, `TooFewRanks` on all members if
+        there have been fewer than `least` for longer than `patience`.
         """
         while True:
             self._let_in()
@@ -191,7 +194,7 @@ class World:
             return False
         if isinstance(error, RingReduceError):
             return True
-        return backend_of(None).get_error() != dist.distributed_c10d.ErrorType.SUCCESS  # torch may have wrapped it
+        return bool(backend_of(None).get_error() != ErrorType.SUCCESS)  # torch may have wrapped it
 
     def _break(self, error: Exception) -> None:
         log.warning("%s: %r ends an attempt of this member", self._config.me.name, error)
@@ -302,7 +305,7 @@ class World:
         tensors, shape = pytree.tree_flatten(state._dump())
         plain = [None if isinstance(each, torch.Tensor) else each for each in tensors]
         described = [(each.dtype, each.shape) if isinstance(each, torch.Tensor) else None for each in tensors]
-        told = [plain, described, shape]
+        told: list[Any] = [plain, described, shape]
         dist.broadcast_object_list(told, source)
         plain, described, shape = told
         values: list[Any] = []
@@ -324,7 +327,7 @@ class _Config:
     def __init__(
         self,
         me: Member,
-        store: dist.Store,
+        store: Store,
         options: Options | None,
         timeout: float,
         least: int,
@@ -366,12 +369,12 @@ class _Config:
     def directory(self) -> Directory:
         return self.ledger if self.ledger else OfStore(self.store, "members")
 
-    def place(self, epoch: int) -> dist.Store:
+    def place(self, epoch: int) -> Store:
         """Where the group of an epoch is made."""
         if self.ledger:
             self.kept = LedgerStore(self.ledger, f"epoch {epoch}/"), self.kept[0]
             return self.kept[0]
-        return dist.PrefixStore(f"epoch {epoch}", self.store)
+        return PrefixStore(f"epoch {epoch}", self.store)
 
 
 class _Watch:
@@ -455,15 +458,16 @@ def start(
     expel_after: float | None = None,
     timeout: timedelta = dist.distributed_c10d.default_pg_timeout,
     options: Options | None = None,
-    store: dist.Store | None = None,
+    store: Store | None = None,
     rank: int = -1,
     world_size: int = -1,
 ) -> World:
     """Makes this process a member, and the default group that of all members; instead of `init_process_group`.
 
     The first members are the `world_size` processes that the launcher has started. `store`, `rank` and `world_size` are
-    as for `init_process_group`; without them, the variables of `env://` say so. A process that starts later under the same rank, such as one that was started again, joins at the next
-    attempt of the others, and gets their state from `World.state`. Needs backend ringreduce, and tensors on CPUs.
+    as for `init_process_group`; without them, the variables of `env://` say so. A process that starts later under the
+    same rank, such as one that was started again, joins at the next attempt of the others, and gets their state from
+    `World.state`. Needs backend ringreduce, and tensors on CPUs.
 
     `least`: with fewer members nobody goes on: see `World.attempt`. `patience`: seconds to wait for more, and for a
     directory that is out of reach. `expel_after`: seconds after which others go on without a member that lives and does
@@ -474,12 +478,12 @@ def start(
         raise InvalidArgument(f"start: least is {least}; it must be 1 or more")
     seconds = timeout.total_seconds()
     if store is None:
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+        store, rank, world_size = next(env_rendezvous("env://", timeout=timeout))
     elif not 0 <= rank < world_size:
         raise InvalidArgument(
             f"start: rank is {rank} and world_size {world_size}; with a store, give both: 0 <= rank < world_size"
         )
-    store = dist.PrefixStore(f"ringreduce/elastic/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    store = PrefixStore(f"ringreduce/elastic/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     joins = store.add(f"rank/{rank}", 1) > 1
     who = rendezvous.identity()
     address = json.dumps({"host": who.host, "pid": who.pid, "pids": who.pids})
@@ -489,7 +493,7 @@ def start(
 
 
 def _begin(config: _Config, rank: int, size: int) -> World:
-    place = dist.PrefixStore("epoch 0", config.store)
+    place = PrefixStore("epoch 0", config.store)
     dist.init_process_group(
         "ringreduce",
         store=place,
@@ -577,4 +581,4 @@ def _rebind(model: DistributedDataParallel) -> None:
     group = dist.group.WORLD
     assert group is not None
     model.process_group = group
-    model.__setstate__(model.__getstate__())
+    model.__setstate__(model.__getstate__())  # type: ignore[no-untyped-call]

@@ -19,7 +19,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from torch.distributed import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from ringreduce.errors import CollectiveTimeout, PeerLost
 from ringreduce.membership.directory import Directory, OfStore
@@ -142,7 +142,7 @@ class LedgerStore(Store):
         return [self.get(key) for key in keys]
 
     def num_keys(self) -> int:
-        return sum(key.startswith(self._prefix) for key in self._ledger.keys())
+        return sum(key.startswith(self._prefix) for key in self._ledger.names())
 
     def delete_key(self, key: str) -> bool:
         """A ledger forgets nothing; nobody needs it to."""

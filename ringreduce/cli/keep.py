@@ -1,4 +1,4 @@
-"""`ringreduce keep`: the parent of one rank, which starts it again when it dies, so that the launcher sees no failure."""
+"""`ringreduce keep`: the parent of one rank, which starts it again when it dies, so the launcher sees no failure."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def add(commands: Any, summary: str) -> None:
     parser = commands.add_parser(
         "keep",
         help=summary,
-        description="Runs a command, a rank of a training with ringreduce.elastic, and runs it again when a signal ends "
-        "it. So the launcher, which would end all ranks of the host, sees nothing, and the rank joins the others again. "
+        description="Runs a command, a rank of a training with ringreduce.elastic, and runs it again when a signal "
+        "ends it. So the launcher, which would end all ranks of the host, sees nothing, and the rank joins again. "
         f"The variable {LIFE} tells the command how often it was run before. Signals are passed on to it, and it ends "
         "with its keeper.",
         epilog="examples:\n"
@@ -76,4 +76,4 @@ def _start(program: list[str], life: int) -> subprocess.Popen[bytes]:
         if os.getppid() != keeper:
             os._exit(1)
 
-    return subprocess.Popen(program, env={**os.environ, LIFE: str(life)}, preexec_fn=with_keeper)
+    return subprocess.Popen(program, env={**os.environ, LIFE: str(life)}, preexec_fn=with_keeper)  # noqa: PLW1509 (the keeper has one thread)

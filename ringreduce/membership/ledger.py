@@ -38,7 +38,7 @@ BYTES, BYTES_BY_RANK = 4 << 20, 64 << 10
 
 
 def ledger_bytes(ranks: int) -> int:
-    """How large the ledger of so many ranks is. A round of one takes about 0.1 KB, the making of a group 1 KB a rank."""
+    """How large the ledger of so many ranks is. A round takes about 0.1 KB a rank, making a group 1 KB."""
     return BYTES + BYTES_BY_RANK * ranks
 
 
@@ -79,7 +79,7 @@ class Ledger:
             self._read_on()
             return self._values.get(key)
 
-    def keys(self) -> list[str]:
+    def names(self) -> list[str]:
         """All that have a value."""
         with self._lock:
             self._read_on()
@@ -108,7 +108,7 @@ class Ledger:
                     return desired
 
     def _take(self, size: int) -> int:
-        begin = FIRST + self._free.add(size)
+        begin: int = FIRST + self._free.add(size)
         if begin + size > len(self._memory):
             raise SystemFailure(
                 f"the group's ledger of {len(self._memory)} bytes is full: too many changes of membership, durable "

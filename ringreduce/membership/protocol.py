@@ -1,7 +1,7 @@
 """How members of a view agree on the next one. A pure function: events in, effects out; no clock, process or socket.
 
-A *view* says who is in: its epoch, its members, and the latest step that all of them have committed. The current view is
-one value of a directory. It is only ever changed by compare-and-set, so an epoch has one view and one successor.
+A *view* says who is in: its epoch, its members, and the latest step that all of them have committed. The current view
+is one value of a directory. It is only ever changed by compare-and-set, so an epoch has one view and one successor.
 
     state, effects = step(state, event)
 
@@ -12,15 +12,17 @@ Members leave a view together, in a *round*:
 3. Who finds every member accounted for proposes the successor by compare-and-set: those who are here go on, all others
    are lost. Whatever the directory says afterwards is the next view; the losers of the race obey it.
 
-A member is *lost* when its process has ended, which is certain, or when the others have waited for it in vain, which may
-be wrong. Safety does not depend on that: a member that was given up wrongly finds a view without it and is expelled.
+A member is *lost* when its process has ended, which is certain, or when the others have waited for it in vain, which
+may be wrong. Safety does not depend on that: a member that was given up wrongly finds a view without it and is
+expelled.
 
-The *verdict* on the open step is in the view. A member may report step k only when every member has voted for it, and has
-what it needs to go on after it. So if any survivor has committed k, the successor says k, and all go on after k. A step
-that must survive the death of those who committed it is written into the view itself (`Commit`), by compare-and-set.
+The *verdict* on the open step is in the view. A member may report step k only when every member has voted for it, and
+has what it needs to go on after it. So if any survivor has committed k, the successor says k, and all go on after k. A
+step that must survive the death of those who committed it is written into the view itself (`Commit`), by
+compare-and-set.
 
-Requests may be lost, be carried out without an answer, or be carried out twice. All of them can be repeated: a report is
-written once, and a proposal names the text that it replaces.
+Requests may be lost, be carried out without an answer, or be carried out twice. All of them can be repeated: a report
+is written once, and a proposal names the text that it replaces.
 
 `tests/unit/test_membership_protocol.py` searches all orders of these events for small groups.
 """

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from distributed import harness
 from distributed.harness import Rank, Ranks, run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -48,7 +49,10 @@ def alone(steps: int) -> nn.Module:
 
 
 def train(me: Rank, first: int, end: dict[str, int], **other: Any) -> dict[str, Any]:
-    """Until a step, or until so many ranks have been together for 5 steps after one. Late ranks are told when to come."""
+    """Until a step, or until so many ranks have been together for 5 steps after the test has said that all is over.
+
+    Late ranks are told when to come.
+    """
     if me.rank >= first:
         while not me.store.check([f"come {me.rank}"]):
             time.sleep(0.005)
@@ -68,14 +72,16 @@ def train(me: Rank, first: int, end: dict[str, int], **other: Any) -> dict[str, 
         attempts += 1
         optimizer.zero_grad()
         loss_of(model, state.step, world.rank, world.size).backward()
-        return state.step
+        over = torch.tensor([int(not end.get("told") or me.store.check(["over"]))])
+        dist.all_reduce(over, dist.ReduceOp.MAX)  # in which the dead have no part
+        return int(over)
 
     me.report("begins")
     while state.step < STEPS or state.together < 5 * bool(end):
-        assert world.attempt(backward) == state.step
+        over = world.attempt(backward)
         optimizer.step()
         state.step += 1
-        right = world.size == end.get("size", world.size) and state.step > end.get("step", 0)
+        right = over and world.size == end.get("size", world.size) and state.step > end.get("step", 0)
         state.together = state.together + 1 if right else 0
         if not right:
             time.sleep(0.002)
@@ -126,11 +132,13 @@ def test_a_fresh_process_joins(hosts: str) -> None:
 
 def come(ranks: Ranks, *which: int) -> None:
     """Lets late ranks begin."""
-    from distributed import harness
+    tell(ranks, *(f"come {rank}" for rank in which))
 
+
+def tell(ranks: Ranks, *keys: str) -> None:
     store = dist.PrefixStore(ranks.prefix, dist.TCPStore("127.0.0.1", harness._store().port, is_master=False))
-    for rank in which:
-        store.set(f"come {rank}", "")
+    for key in keys:
+        store.set(key, "")
 
 
 def test_one_is_left_and_two_join() -> None:
@@ -259,7 +267,7 @@ def trial(number: int) -> None:
     first, joiners = draw.randint(2, 4), draw.randint(0, 2)
     doomed = draw.sample(range(first + joiners), draw.randint(1, first - 1))
     size = first + joiners - len(doomed)
-    with Ranks(train, first + joiners, first, {"size": size, "step": 1}) as ranks:
+    with Ranks(train, first + joiners, first, {"size": size, "step": 1, "told": 1}) as ranks:
         ranks.reports(but=tuple(range(first, first + joiners)))
         events = [("kill", rank) for rank in doomed] + [("come", rank) for rank in range(first, first + joiners)]
         draw.shuffle(events)
@@ -269,6 +277,7 @@ def trial(number: int) -> None:
             else:
                 ranks.signal(rank, signal.SIGKILL)
             time.sleep(draw.choice((0, 0.001, 0.01, 0.05, 0.2)))
+        tell(ranks, "over")
         results = ranks.results(but=tuple(doomed))
         assert {each["size"] for each in results} == {size}, (number, results)
         assert sorted(each["rank"] for each in results) == list(range(size)), (number, results)

@@ -1,4 +1,4 @@
-"""The ledger: values under keys in shared memory, with writers of several processes, some of which die in the middle."""
+"""The ledger: values under keys in shared memory, with writers in several processes, some of which die."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_two_mappings_see_the_same(memfd: int) -> None:
     one.set("b", b"\x00\xff")
     assert other.value("b") == b"\x00\xff" and other.check(["a", "b"]) and not other.check(["a", "c"])
     assert [one.add("n", 5), other.add("n", -2)] == [5, 3]
-    assert other.keys() == ["a", "b", "n"]
+    assert other.names() == ["a", "b", "n"]
 
 
 def test_a_writer_that_dies_before_it_publishes_is_not_seen(memfd: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +188,7 @@ def test_a_directory_that_is_gone_is_an_error() -> None:
             raise OSError("Connection reset by peer")
 
     member = Membership(Gone(), "0", View(0, (Member("0"),)), patience=0.2)
-    with pytest.raises(SystemFailure, match="out of reach for .* Connection reset"):
+    with pytest.raises(SystemFailure, match=r"out of reach for .* Connection reset"):
         member.leave(Report())
 
 

@@ -1,5 +1,5 @@
-"""Every order of events in small groups: members that leave, commit, die, are cut off or given up wrongly, a joiner, and
-requests that are lost or carried out without an answer. Seeded bugs are found by the same search.
+"""Every order of events in small groups: members that leave, commit, die, are cut off or given up wrongly, a joiner,
+and requests that are lost or carried out without an answer. Seeded bugs are found by the same search.
 
 What is searched is the function that production runs. In every state that can be reached:
 
