@@ -28,8 +28,8 @@ def add(commands: Any, summary: str) -> None:
         f"The variable {LIFE} tells the command how often it was run before. Signals are passed on to it, and it ends "
         "with its keeper.",
         epilog="examples:\n"
-        "  torchrun --nproc-per-node=8 --no-python ringreduce keep python train.py\n"
-        "  torchrun --nproc-per-node=8 --no-python ringreduce keep --again 20 --errors python train.py",
+        "  ringreduce keep --errors python train.py\n"
+        "  torchrun --nproc-per-node=8 --no-python ringreduce keep python train.py",
         formatter_class=Help,
     )
     parser.add_argument("--again", type=int, default=3, metavar="N",

@@ -225,6 +225,23 @@ def test_an_exception_of_ones_own() -> None:
     assert run(raises_once, 3) == [(1, 0), (1, 1), (1, 0)]
 
 
+def with_a_store_in_rank_2(me: Rank) -> dict[str, Any]:
+    if me.rank == 2:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        me.store.set("port", str(store.port))
+    else:
+        store = dist.TCPStore("127.0.0.1", int(me.store.get("port")), is_master=False)
+    me.store = store
+    return train(me, 3, {"size": 2, "step": 1})
+
+
+def test_the_launchers_store_dies_with_a_rank() -> None:
+    with Ranks(with_a_store_in_rank_2, 3) as ranks:
+        ranks.reports()
+        ranks.signal(2, signal.SIGKILL)
+        assert [each["size"] for each in ranks.results(but=(2,))] == [2, 2]
+
+
 def durable(me: Rank) -> int:
     world = start(me, 3)
     me.report("begins")
