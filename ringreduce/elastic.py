@@ -14,6 +14,7 @@ and `state.step` alone.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -47,7 +48,7 @@ from ringreduce.errors import (
 )
 from ringreduce.membership.directory import Directory, OfStore
 from ringreduce.membership.ledger import Ledger
-from ringreduce.membership.protocol import Member, Report, View
+from ringreduce.membership.protocol import Member, Report, View, place
 from ringreduce.membership.rounds import Membership
 from ringreduce.rendezvous import store as rendezvous
 from ringreduce.survivors import LedgerStore
@@ -58,6 +59,9 @@ LEDGER_BYTES = 256 << 20
 """Of a world on one host; what was never written takes no memory. A change takes some 10 KB with 8 ranks."""
 LOOK_FOR_JOINERS = 0.05
 """Seconds between two looks of rank 0 for those who wait to be let in."""
+
+LOOK_IN_LEDGER, LOOK_IN_STORE = 0.2, 1.0
+"""Seconds between two looks whether a member has left the view."""
 
 log = logging.getLogger(__name__)
 
@@ -366,6 +370,10 @@ class _Config:
         os.ftruncate(self.memfd, LEDGER_BYTES)
         self.ledger = Ledger(self.memfd, 0, LEDGER_BYTES)
 
+    def look_every(self) -> float:
+        """Seconds between two looks whether a member has left."""
+        return LOOK_IN_LEDGER if self.ledger else LOOK_IN_STORE
+
     def directory(self) -> Directory:
         return self.ledger if self.ledger else OfStore(self.store, "members")
 
@@ -378,7 +386,11 @@ class _Config:
 
 
 class _Watch:
-    """A thread that sees members of this machine end, and makes the group notice at once."""
+    """A thread that sees members of this machine end, and makes the group notice at once.
+
+    It also looks now and then whether a member has left the view. One that could not make the group with the others has
+    no other way to tell them, and they would wait for it until a call's timeout.
+    """
 
     def __init__(self) -> None:
         self._pidfds: dict[int, str] = {}
@@ -388,8 +400,10 @@ class _Watch:
         self._group: Any = None
         self._names: tuple[str, ...] = ()
 
-    def start(self, members: tuple[Member, ...], me: str) -> None:
+    def start(self, view: View, config: _Config) -> None:
+        """Watches the other members of a view, until `stop`."""
         self.stop()
+        members, me = view.members, config.me.name
         self._found, self._names = set(), tuple(member.name for member in members)
         for member in members:
             if member.name != me and (pid := _pid_here(member)):
@@ -400,7 +414,13 @@ class _Watch:
                 except OSError:  # only an error of a call will tell
                     pass
         self._bell = os.pipe2(os.O_CLOEXEC)
-        threading.Thread(target=self._run, args=(self._bell[0], dict(self._pidfds), self._found), daemon=True).start()
+        directory, names = config.directory(), self._names
+
+        def somebody_left() -> bool:
+            return any(directory.get(place(view.epoch, name)) for name in names)
+
+        given = (self._bell[0], dict(self._pidfds), self._found, somebody_left, config.look_every())
+        threading.Thread(target=self._run, args=given, daemon=True).start()
 
     def attach(self, group: Any) -> None:
         with self._lock:
@@ -426,14 +446,25 @@ class _Watch:
             self._bell = None
         self._pidfds = {}
 
-    def _run(self, bell: int, pidfds: dict[int, str], found: set[str]) -> None:
+    def _abort_if(self, somebody_left: Callable[[], bool]) -> None:
+        with contextlib.suppress(RuntimeError, OSError):  # the store may be gone
+            if somebody_left():
+                with self._lock:
+                    if self._group is not None:
+                        self._group.abort()
+
+    def _run(
+        self, bell: int, pidfds: dict[int, str], found: set[str], somebody_left: Callable[[], bool], every: float
+    ) -> None:
         poll = select.poll()
         for fd in (bell, *pidfds):
             poll.register(fd, select.POLLIN)
         while True:
-            ready = [fd for fd, _ in poll.poll()]
+            ready = [fd for fd, _ in poll.poll(1000 * every)]
             if bell in ready:
                 break
+            if not ready:
+                self._abort_if(somebody_left)
             for fd in ready:
                 poll.unregister(fd)
                 found.add(pidfds[fd])
@@ -493,10 +524,10 @@ def start(
 
 
 def _begin(config: _Config, rank: int, size: int) -> World:
-    place = PrefixStore("epoch 0", config.store)
+    first = PrefixStore("epoch 0", config.store)
     dist.init_process_group(
         "ringreduce",
-        store=place,
+        store=first,
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=config.timeout),
@@ -514,7 +545,7 @@ def _begin(config: _Config, rank: int, size: int) -> World:
     dist.all_gather_object(everyone, (config.me.name, config.me.address))
     view = View(0, tuple(Member(*each) for each in everyone))
     world = World(config, Membership(config.directory(), config.me.name, view, config.patience))
-    world._watch.start(view.members, config.me.name)
+    world._watch.start(view, config)
     world._watch.attach(backend_of(None))
     return world
 
@@ -546,10 +577,12 @@ def _join(config: _Config) -> World:
 
 def _init(config: _Config, view: View, watch: _Watch) -> None:
     """Makes the default group of a view's members. Sees at once when one of them ends."""
-    watch.start(view.members, config.me.name)
+    watch.start(view, config)
     names = list(view.names)
     hook = sys.excepthook  # torch puts another one around it each time
     known = rendezvous.ended.set(lambda: [names.index(name) for name in watch.ended()])
+    # torch names groups by a count, which is part of where they meet, and does not take it back when making one fails.
+    dist.distributed_c10d._world.group_count = 0
     try:
         dist.init_process_group(
             "ringreduce",

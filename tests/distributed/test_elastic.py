@@ -19,7 +19,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ringreduce import elastic
-from ringreduce.errors import CollectiveTimeout, Expelled, InvalidArgument, TooFewRanks
+from ringreduce.api import backend_of
+from ringreduce.errors import CollectiveTimeout, Expelled, InvalidArgument, SystemFailure, TooFewRanks
 
 STEPS, BATCH = 60, 12
 
@@ -240,6 +241,48 @@ def test_the_launchers_store_dies_with_a_rank() -> None:
         ranks.reports()
         ranks.signal(2, signal.SIGKILL)
         assert [each["size"] for each in ranks.results(but=(2,))] == [2, 2]
+
+
+def leaves_without_a_word(me: Rank) -> int:
+    """Rank 1 goes to the next view although its group is in order, as one does that could not make it."""
+    world = start(me, 3)
+    if me.rank == 1:
+        world._abort = lambda: None  # type: ignore[method-assign]
+        world._change(SystemFailure("no descriptors are left"))
+    for _ in range(3):  # where rank 1 is waited for first, the others come to the next epoch
+        world.attempt(lambda: dist.all_reduce(torch.ones(1)))
+    world.leave()
+    return world.size
+
+
+def fails_to_make(me: Rank) -> int:
+    """Rank 1 cannot make the second group; the others have made it by then, or fail as well."""
+    world = start(me, 3)
+    if me.rank == 1:
+        enter = world._enter
+
+        def failing() -> None:
+            world._enter = enter  # type: ignore[method-assign]
+            count = dist.distributed_c10d._world
+            enter()
+            dist.destroy_process_group()
+            count.group_count += 1  # as torch leaves it
+            raise SystemFailure("no descriptors are left")
+
+        world._enter = failing  # type: ignore[method-assign]
+        backend_of(None).abort()
+    for _ in range(3):
+        world.attempt(lambda: dist.all_reduce(torch.ones(1)))
+    world.leave()
+    return world.size
+
+
+def test_a_group_that_one_member_cannot_make_is_made_again() -> None:
+    assert run(fails_to_make, 3) == [3, 3, 3]
+
+
+def test_the_others_notice_a_member_that_could_not_come_along() -> None:
+    assert run(leaves_without_a_word, 3) == [3, 3, 3]
 
 
 def durable(me: Rank) -> int:
