@@ -148,6 +148,8 @@ def dies_at(me: Rank, victim: int, stage: str) -> Any:
         fails(3)
         if me.rank == victim:
             _die_at(stage)
+            if stage == "proposes":
+                time.sleep(0.5)  # the others look now and then, so the last to come proposes
         agreed = ringreduce.agree()
         try:
             dist.shrink_group(agreed.lost, shrink_flags=ABORT)
@@ -209,8 +211,8 @@ def test_a_second_death_at_each_stage(stage: str, victim: int) -> None:
         ranks.signal(3, signal.SIGKILL)
         left = [rank for rank in range(3) if rank != victim]
         for ranks_left in ranks.results(but=(victim, 3)):
-            # Who is last to propose may find that the others have decided already, and lives.
-            assert ranks_left == left
+            # On a busy machine another may have proposed before it; then it lives.
+            assert ranks_left == left or (stage == "proposes" and ranks_left == [0, 1, 2])
 
 
 def test_arguments() -> None:
