@@ -12,6 +12,7 @@ from torch.distributed import (
 
 from ringreduce.api import (
     P2POp as P2POp,
+    agree as agree,
     all_gather as all_gather,
     all_gather_into_tensor as all_gather_into_tensor,
     all_gather_single as all_gather_single,
@@ -43,6 +44,7 @@ from ringreduce.config import Options as Options
 from ringreduce.memory import arena_stats as arena_stats, share_allocations as share_allocations
 from ringreduce.plan import Plan as Plan, Step as Step, verify as verify
 from ringreduce.report import dump_flight_record as dump_flight_record, stats as stats, topology_of as topology_of
+from ringreduce.survivors import Agreement as Agreement
 from ringreduce.topology import topology as topology
 
 __version__: str

@@ -29,6 +29,7 @@ from ringreduce.config import resolve
 from ringreduce.errors import InvalidArgument
 from ringreduce.gpu import arrays, nccl
 from ringreduce.memory import open_arena
+from ringreduce.survivors import Agreement, survivors_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -232,6 +233,21 @@ def monitored_barrier(
         return
     backend = backend_of(group)
     backend.monitored_barrier(backend.options._timeout if timeout is None else _duration(timeout), wait_all_ranks)
+
+
+def agree(group: Group = None, timeout: timedelta | float | None = None) -> Agreement:
+    """Which ranks of `group` are lost: the same answer on all survivors, also if ranks die meanwhile.
+
+    For a group that has failed; one that has not is aborted. Returns when every rank has called or has ended, or has
+    not called for `timeout` after this one (a number is in seconds; the group's by default): then it is lost to the
+    others, and if it calls later, it gets `Expelled`. After that `dist.shrink_group(agreed.lost)` makes the survivors'
+    group. If another rank dies in it, `agree` can be called again, on the old group. docs/elastic.md says who decides,
+    and how.
+    """
+    backend = backend_of(group)
+    backend.abort()
+    seconds = (backend.options._timeout if timeout is None else _duration(timeout)).total_seconds()
+    return survivors_of(backend).agree(backend, seconds)
 
 
 def isend(tensor: Array, dst: Rank = None, group: Group = None, tag: int = 0, group_dst: Rank = None) -> dist.Work:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import json
 import logging
 import multiprocessing.util
@@ -35,14 +36,19 @@ from ringreduce.config import (
     slot_bytes_for,
 )
 from ringreduce.errors import RingReduceError, SystemFailure, TopologyError
+from ringreduce.membership.ledger import Ledger, ledger_bytes
 from ringreduce.memory import open_arena, share_allocations
 from ringreduce.rendezvous.host import Place, meet
 from ringreduce.rendezvous.store import passed
+from ringreduce.survivors import Lineage, Survivors, shrinking
 
 if TYPE_CHECKING:
     from ringreduce import host_links
     from ringreduce.host_links import Wire
     from ringreduce.topology.group_plans import GroupTopology
+
+Family = tuple[Lineage, list[str]]
+"""What a group is shrunk from, and what its ranks are called there."""
 
 ANY_SIZE = 2**64 - 1
 LONGEST_TIMEOUT = 7 * 24 * 3600.0
@@ -52,6 +58,8 @@ GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-gpu", "/dev/nvgpu", "/
 """One of these is there if there is a GPU: of NVIDIA, in WSL, of Tegra (two names), of AMD."""
 
 log = logging.getLogger(__name__)
+_numbers = itertools.count()
+"""Of the groups of this process."""
 
 # Callbacks of calls under way must not meet an interpreter that is half gone.
 atexit.register(_C.shutdown_all)
@@ -88,9 +96,18 @@ def _may_have_gpus() -> bool:
 
 
 def _make(
-    store: Store, name: str, rank: int, global_ranks: list[int], timeout: timedelta, options: Options
+    store: Store,
+    name: str,
+    rank: int,
+    global_ranks: list[int],
+    timeout: timedelta,
+    options: Options,
+    family: Family | None = None,
 ) -> _C.ProcessGroupRing:
-    """The group of the ranks whose global ranks these are; this one is `global_ranks[rank]`."""
+    """The group of the ranks whose global ranks these are; this one is `global_ranks[rank]`.
+
+    `family`: of the group that it is shrunk from.
+    """
     _leave_at_the_end_of(os.getpid())
     size = len(global_ranks)
     seconds = min(timeout.total_seconds(), LONGEST_TIMEOUT)
@@ -98,7 +115,7 @@ def _make(
         show_log()
     began = time.monotonic()
     make = _make_over_gloo if options.transport == "gloo" else _make_with_memory
-    settings = functools.partial(_settings, store, name, rank, global_ranks, seconds, options)
+    settings = functools.partial(_settings, store, name, rank, global_ranks, seconds, options, family)
     group, decision, links = make(store, rank, global_ranks, seconds, options, settings)
     if links:
         from ringreduce import host_links
@@ -208,7 +225,7 @@ def _make_with_memory(
         store,
         rank,
         size,
-        lambda decision: geometry_for(size, options, Decision.load(decision).channels).segment_bytes(),
+        lambda decision: _memory_for(size, options, Decision.load(decision).channels),
         _agreed(options),
         seconds,
         functools.partial(_decide, global_ranks, options),
@@ -231,12 +248,15 @@ def _make_with_memory(
         links = host_links.Links(
             meeting, name, rank, decision.hosts, decision.wire, options.connections, options.dead_after
         )
+    geometry = geometry_for(size, options, decision.channels)
+    ledger = None if links else Ledger(meeting.memfd, geometry.segment_bytes(), ledger_bytes(size))
+    lineage = Lineage(rank, size, ledger or store, f"{meeting.exchange.prefix}/survivors")
     fetch = bool(meeting.threads)
     ranks_here = size - sum(links.elsewhere) if links else size
     slicing = tuning.slicing_for(options, slot_bytes, fetch)
     group = _C.ProcessGroupRing(
         memfd=meeting.memfd,
-        geometry=geometry_for(size, options, decision.channels),
+        geometry=geometry,
         pidfds=meeting.pidfds,
         names=meeting.names,
         rank=rank,
@@ -249,6 +269,7 @@ def _make_with_memory(
         disconnect=links.close if links else None,
         settings=settings(
             decision,
+            lineage,
             patience=patience_for(options, decision, ranks_here > len(meeting.cores), bool(links)),
             least_slice_bytes=slicing.least_slice_bytes,
             most_slice_bytes=slicing.most_slice_bytes,
@@ -292,6 +313,7 @@ def _make_over_gloo(
         channels=max(options.channels, decision.channels),
         settings=settings(
             decision,
+            Lineage(rank, size, roster.store),
             least_slice_bytes=options.least_slice_bytes or LEAST_SLICE_GLOO,
             most_slice_bytes=MOST_SLICE_GLOO,
         ),
@@ -317,16 +339,22 @@ def _settings(
     global_ranks: list[int],
     seconds: float,
     options: Options,
+    family: Family | None,
     decision: Decision,
+    lineage: Lineage,
     links: host_links.Links | None = None,
     **of_transport: Any,
 ) -> _C.Settings:
+    lineage, names = family or (lineage, [str(r) for r in range(len(global_ranks))])
+    number = next(_numbers)
+    survivors = Survivors(number, lineage, names)
     between_gpus = decision.topology if options.topo_file else None  # else it is about cores
     return _C.Settings(
         name=name,
         global_ranks=global_ranks,
         timeout=seconds,
-        regroup=functools.partial(_regroup, store, name, rank, global_ranks, options),
+        number=number,
+        regroup=functools.partial(_regroup, store, name, rank, global_ranks, options, survivors),
         join_gpus=functools.partial(_join_gpus, len(global_ranks), options, seconds, between_gpus),
         ask=_Choices(rank, len(global_ranks), options, decision, links).ask,
         slices=options.slices,
@@ -360,14 +388,21 @@ def _regroup(
     rank: int,
     global_ranks: list[int],
     options: Options,
+    survivors: Survivors,
+    group: _C.ProcessGroupRing,
     ranks: list[int],
     why: str,
     timeout: timedelta,
 ) -> _C.ProcessGroupRing:
-    """Makes the group of some ranks of a group, given by their ranks in it. Called by `split` and `shrink` in C++."""
+    """Makes the group of some ranks of `group`, given by their ranks in it. Called by `split` and `shrink` in C++."""
     part = f"{why}/{'_'.join(map(str, ranks))}"  # the same ranks may meet there again and again
     members = [global_ranks[r] for r in ranks]
-    return _make(PrefixStore(part, store), f"{name}/{part}", ranks.index(rank), members, timeout, options)
+    make = functools.partial(_make, name=f"{name}/{part}", rank=ranks.index(rank), global_ranks=members)
+    if why == "split":
+        return make(PrefixStore(part, store), timeout=timeout, options=options)
+    family = (survivors.lineage, [survivors.names[r] for r in ranks])
+    with shrinking(group, survivors, ranks, timeout.total_seconds()) as place:
+        return make(place, timeout=timeout, options=options, family=family)
 
 
 @dataclass(frozen=True)
@@ -495,6 +530,11 @@ def show_log() -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("[ringreduce] %(message)s"))
         package.addHandler(handler)
+
+
+def _memory_for(size: int, options: Options, plan_channels: int) -> int:
+    """The bytes that the ranks of a host share: their regions, then their ledger."""
+    return geometry_for(size, options, plan_channels).segment_bytes() + ledger_bytes(size)
 
 
 def geometry_for(size: int, options: Options, plan_channels: int) -> _C.Geometry:

@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <atomic>
 #include <optional>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
@@ -162,6 +163,37 @@ void bind_arena(py::module_& m) {
     return py::make_tuple(arena ? arena->bytes() : 0, s.in_use, s.kept, s.held, s.lost, s.refusals);
   });
 }
+
+// A word of memory that processes share, for ringreduce/membership/ledger.py. Keeps the memory's object alive.
+class SharedWord {
+ public:
+  SharedWord(const py::buffer& memory, std::size_t at) : memory_(memory.request(true)) {
+    const auto bytes = static_cast<std::size_t>(memory_.size * memory_.itemsize);
+    if (at % sizeof(std::uint64_t) != 0 || at > bytes || bytes - at < sizeof(std::uint64_t))
+      throw Error(ErrorKind::invalid_argument, "SharedWord: at is " + std::to_string(at) + " in a buffer of " +
+                                                   std::to_string(bytes) + " bytes; it must be a multiple of 8 in it");
+    word_ = reinterpret_cast<std::uint64_t*>(static_cast<std::byte*>(memory_.ptr) + at);
+  }
+  std::uint64_t load() const { return std::atomic_ref(*word_).load(std::memory_order_acquire); }
+  // What was written before is seen by whoever loads the new value.
+  bool compare_set(std::uint64_t expected, std::uint64_t desired) {
+    return std::atomic_ref(*word_).compare_exchange_strong(expected, desired, std::memory_order_acq_rel);
+  }
+  std::uint64_t add(std::uint64_t value) { return std::atomic_ref(*word_).fetch_add(value); }
+
+ private:
+  py::buffer_info memory_;
+  std::uint64_t* word_;
+};
+
+void bind_shared_word(py::module_& m) {
+  py::class_<SharedWord>(m, "SharedWord")
+      .def(py::init<const py::buffer&, std::size_t>(), py::arg("memory"), py::arg("at"))
+      .def("load", &SharedWord::load)
+      .def("compare_set", &SharedWord::compare_set, py::arg("expected"), py::arg("desired"))
+      .def("add", &SharedWord::add, py::arg("value"));
+}
+
 void* address(std::uintptr_t a) { return reinterpret_cast<void*>(a); }  // NOLINT(performance-no-int-to-ptr)
 
 void bind_transport(py::module_& m) {
@@ -195,7 +227,7 @@ void bind_settings(py::module_& m) {
   py::class_<S> settings(m, "Settings");
   bind_members(settings, "name", &S::name, "global_ranks", &S::global_ranks, "recorded_calls", &S::recorded_calls,
                "dump_when_broken", &S::dump_when_broken, "print_calls", &S::print_calls, "regroup", &S::regroup,
-               "join_gpus", &S::join_gpus, "topology", &S::topology)
+               "join_gpus", &S::join_gpus, "topology", &S::topology, "number", &S::number)
       .def(init_by_keywords<S>())
       .def_property("patience", nullptr,
                     [](S& s, std::pair<int, int> patience) { s.engine.patience = {patience.first, patience.second}; })
@@ -272,6 +304,9 @@ void bind_group(py::module_& m) {
           py::kw_only(), py::arg("backend"), py::arg("store"), py::arg("names"), py::arg("channels"),
           py::arg("settings"))
       .def_property_readonly("topology", &Group::topology)
+      .def_property_readonly("number", &Group::number)
+      .def("ended", &Group::ended, no_gil)
+      .def("notice", &Group::notice, no_gil)
       // c10d's method of this name calls allocateTensor(), which is for DistributedDataParallel.
       .def(
           "allocate_tensor",
@@ -388,6 +423,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_gpus(m);
   bind_direct_calls(m);
   bind_arena(m);
+  bind_shared_word(m);
   parameter_server::bind(m, roots);
   bind_settings(m);
   bind_roster(m);

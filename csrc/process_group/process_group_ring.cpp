@@ -74,6 +74,15 @@ void ProcessGroupRing::abort() {
   running_->engine->abort(c10::str("rank ", getRank(), " aborted the group"));
 }
 
+void ProcessGroupRing::notice() {
+  shared_->throw_if_forked();
+  if (!team_) return;
+  try {
+    team_->fate().throw_if_over();
+  } catch (const Error&) {  // calls raise it
+  }
+}
+
 void ProcessGroupRing::shutdown() {
   if (shared_->fork.forked()) return;
   const WithoutGil no_gil;  // works under way may run Python callbacks
@@ -256,8 +265,7 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupRing::split(const c10::intrusive_p
     if (r < 0 || r >= getSize() || std::count(ranks.begin(), ranks.end(), r) > 1)
       invalid("split: the ranks are ", ranks, "; they must be different ones of 0 to ", getSize() - 1);
   if (std::find(ranks.begin(), ranks.end(), getRank()) == ranks.end()) return nullptr;
-  const auto timeout = opts ? opts->timeout : timeout_.load();
-  return settings_.regroup(ranks, "split", timeout);
+  return regroup(ranks, "split", opts);
 }
 
 c10::intrusive_ptr<c10d::Backend> ProcessGroupRing::shrink(const std::vector<int64_t>& ranks_to_exclude, int flags,
@@ -270,7 +278,13 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupRing::shrink(const std::vector<int
   std::vector<int> ranks;
   for (int r = 0; r < getSize(); ++r)
     if (std::find(ranks_to_exclude.begin(), ranks_to_exclude.end(), r) == ranks_to_exclude.end()) ranks.push_back(r);
-  return settings_.regroup(ranks, "shrink", opts ? opts->timeout : timeout_.load());
+  return regroup(ranks, "shrink", opts);
+}
+
+c10::intrusive_ptr<c10d::Backend> ProcessGroupRing::regroup(const std::vector<int>& ranks, const char* why,
+                                                            const c10::intrusive_ptr<Options>& opts) {
+  return settings_.regroup(c10::intrusive_ptr<c10d::Backend>::reclaim_copy(this), ranks, why,
+                           opts ? opts->timeout : timeout_.load());
 }
 
 }  // namespace ringreduce

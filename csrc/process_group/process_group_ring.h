@@ -41,10 +41,11 @@ class GpuCalls;
 
 class ProcessGroupRing : public c10d::Backend {
  public:
-  // Makes the group of some of this group's ranks, in all of them; takes their ranks here, in the order they are to
-  // have there, and why.
-  using Regroup = std::function<c10::intrusive_ptr<c10d::Backend>(const std::vector<int>&, const std::string&,
-                                                                  std::chrono::milliseconds)>;
+  // Makes the group of some of this group's ranks, in all of them; takes the group, their ranks in it, in the order
+  // they are to have there, and why.
+  using Regroup =
+      std::function<c10::intrusive_ptr<c10d::Backend>(const c10::intrusive_ptr<c10d::Backend>&, const std::vector<int>&,
+                                                      const std::string&, std::chrono::milliseconds)>;
 
   // Called once, in all ranks, when the group first sees CUDA tensors: takes the group, the index of this rank's
   // device, and an NCCL communicator that it is to use, or 0. Gives the group an engine for them by use(), or does not:
@@ -61,8 +62,9 @@ class ProcessGroupRing : public c10d::Backend {
     bool print_calls = false;                // whether each call gives a line on standard error
     Regroup regroup;
     JoinGpus join_gpus;
-    Engine::Ask ask;       // for plans when a call first needs one
-    std::string topology;  // what was planned over the machine's links, as Python wrote it; kept for Python
+    Engine::Ask ask;           // for plans when a call first needs one
+    std::string topology;      // what was planned over the machine's links, as Python wrote it; kept for Python
+    std::uint64_t number = 0;  // which of the process's groups it is; kept for Python
   };
 
   // Of ranks that share memory.
@@ -74,6 +76,12 @@ class ProcessGroupRing : public c10d::Backend {
 
   const std::string getBackendName() const override { return "ringreduce"; }
   const std::string& topology() const { return settings_.topology; }
+  std::uint64_t number() const { return settings_.number; }
+  // The ranks that have ended or are out of reach. None where ranks share no memory: then only an error of a call
+  // tells.
+  std::vector<int> ended() const { return team_ ? team_->fate().ended() : std::vector<int>(); }
+  // Makes the death of a rank the group's error now, and not when somebody who waits looks for it.
+  void notice();
 
   WorkPtr allreduce(TensorList& tensors, const c10d::AllreduceOptions& opts) override;
   // Of sparse COO tensors, sum only. Each rank gets the sum over the union of all ranks' indices, coalesced.
@@ -183,6 +191,8 @@ class ProcessGroupRing : public c10d::Backend {
   struct Running;
 
   ProcessGroupRing(std::shared_ptr<Engine> engine, const Settings& settings);
+  c10::intrusive_ptr<c10d::Backend> regroup(const std::vector<int>& ranks, const char* why,
+                                            const c10::intrusive_ptr<Options>& opts);
   Job job(Collective collective, const TensorList& inputs, const TensorList& outputs);
   void join_gpus(int index, std::uint64_t communicator);
   GpuCalls* gpu_calls(at::Device device);

@@ -26,6 +26,7 @@ COMMANDS = {
     "calibrate": "what to expect of a machine, from a log of nccl-tests or rccl-tests",
     "doctor": "what this machine, or the network between hosts, can and cannot do",
     "info": "versions, every knob with its origin, and what runs for which size",
+    "keep": "run a rank, and again when it dies, without the launcher's knowing",
     "serve": "serve tensors by name to workers, as one of the servers of a parameter server",
     "tune": "measure what runs best for which size, and keep it for this machine",
 }

@@ -65,3 +65,11 @@ class SystemFailure(RingReduceError):
 
 class TopologyError(RingReduceError):
     """The ranks cannot be joined as they are placed."""
+
+
+class Expelled(RingReduceError):
+    """The other members of a changing group went on without this process; it may join again as a new one."""
+
+
+class TooFewRanks(RingReduceError):
+    """A changing group has had fewer ranks than it may have, for longer than its patience."""

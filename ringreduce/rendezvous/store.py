@@ -14,6 +14,7 @@ keeps its lock meanwhile, and ranks may be threads that share one; and it writes
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import json
 import os
@@ -30,6 +31,8 @@ SHORTEST, LONGEST, LONGEST_BY_RANK = 0.0002, 0.05, 0.0005
 """Seconds between two looks; the third for each rank, so that one store, and the cores of one host, serve them all."""
 CHECK_PROCESSES, CHECK_BY_RANK = 0.25, 0.001
 """Seconds between two looks whether processes have ended, and the same for each rank."""
+CHECK_KNOWN_ENDS = 0.005
+"""Seconds between two looks where whoever makes the group knows of ends."""
 LEST = 1.0
 """Seconds that the others wait longer than rank 0, which can tell them whom it has missed."""
 
@@ -45,6 +48,11 @@ class Store(Protocol):
     def get(self, key: str, /) -> bytes: ...
     def add(self, key: str, value: int, /) -> int: ...
     def check(self, keys: list[str], /) -> bool: ...
+
+
+ended: contextvars.ContextVar[Callable[[], list[int]] | None] = contextvars.ContextVar("ended", default=None)
+"""Where the ranks of a group that is being made were in another one: those of its ranks whose end shows there. With it,
+the death of a rank that has not told the store anything is seen, too."""
 
 
 def passed(stage: str) -> None:
@@ -71,6 +79,7 @@ class Exchange:
         self.watched = range(size) if rank == 0 else [0]
         """The ranks without which a wait is in vain: where they are on this machine, their end ends it."""
         self._known: dict[int, Who] = {}
+        self._ended = ended.get()
 
     def __call__(self, phase: str, value: Any, answer: Callable[[list[Any]], Any] = list) -> Any:
         """What rank 0's `answer` makes of the values of all ranks, as JSON has it. To be called on all ranks.
@@ -158,7 +167,8 @@ class Exchange:
                 pause = min(max((now - began) / 4, SHORTEST, first), max(LONGEST, LONGEST_BY_RANK * self.size))
                 if now - began > LONGEST or now > deadline:
                     self.raise_if_given_up()
-                if now - checked > max(CHECK_PROCESSES, CHECK_BY_RANK * self.size) or now > deadline:
+                between = CHECK_KNOWN_ENDS if self._ended else CHECK_PROCESSES
+                if now - checked > max(between, CHECK_BY_RANK * self.size) or now > deadline:
                     checked = now
                     missing = whom() if callable(whom) else []
                     try:
@@ -196,15 +206,17 @@ class Exchange:
 
     def _dead(self) -> int:
         """The first of the watched ranks that has ended, as far as this process can see; -1: none."""
+        if self._ended and (found := self._ended()):
+            return found[0]
         for rank in self.watched:
             who = self._known.get(rank)
-            if who and rank != self.rank and who.pids == _pid_namespace() and _ended(who.pid):
+            if who and rank != self.rank and who.pids == _pid_namespace() and has_ended(who.pid):
                 return rank
         return -1
 
     def describe(self, rank: int) -> str:
-        who = self._known[rank]
-        return f"rank {rank} ({who.host}, pid {who.pid})"
+        who = self._known.get(rank)
+        return f"rank {rank} ({who.host}, pid {who.pid})" if who else f"rank {rank}"
 
     def give_up(self, error: RingReduceError) -> None:
         """Tells the others that this rank does not come, and why. The first to say so is heard."""
@@ -253,7 +265,8 @@ def _pid_namespace() -> str:
     return f"{kernel()[:13]}/{os.stat('/proc/self/ns/pid').st_ino}"
 
 
-def _ended(pid: int) -> bool:
+def has_ended(pid: int) -> bool:
+    """Whether the process has, as far as this one can see."""
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -43,9 +43,9 @@ class Ranks(Processes):
 
     def __init__(self, function: Callable[..., Any], size: int, *args: Any) -> None:
         super().__init__()
-        prefix, port = f"test{next(_fresh)}", _store().port
+        self.prefix, port = f"test{next(_fresh)}", _store().port
         for rank in range(size):
-            self._start(_main, rank, size, port, prefix, tail=(function, args))
+            self._start(_main, rank, size, port, self.prefix, tail=(function, args))
 
     def reports(self, but: tuple[int, ...] = ()) -> list[Any]:
         """The next report of every rank, except of those in `but`."""

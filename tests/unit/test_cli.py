@@ -397,7 +397,7 @@ def test_an_interrupt_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: C
     assert capsys.readouterr().err == "interrupted\n"
 
 
-@pytest.mark.parametrize("command", ["", "topo", "plan", "simulate", "doctor", "info", "serve", "tune"])
+@pytest.mark.parametrize("command", ["", "topo", "plan", "simulate", "doctor", "info", "keep", "serve", "tune"])
 def test_help_fits_a_screen_and_has_an_example(command: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     out = prints(capsys, *([command] if command else []), "--help")

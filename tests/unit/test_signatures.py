@@ -21,9 +21,11 @@ DIFFERENCES = {
 """Parameters of ours that torch does not have, by function."""
 
 NOT_IN_TORCH = {
+    "Agreement": "what agree() returns",
     "Options": "the knobs of a group",
     "Plan": "algorithms are data",
     "Step": "algorithms are data",
+    "agree": "torch's shrink_group needs to be told who is lost",
     "arena_stats": "memory that other ranks read",
     "dump_flight_record": "torch's recorder is for NCCL alone",
     "empty": "memory that other ranks read",

@@ -1,0 +1,79 @@
+"""`ringreduce keep`: the parent of one rank, which starts it again when it dies, so the launcher sees no failure."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+from ringreduce.cli.terminal import Help
+
+LIFE = "RINGREDUCE_LIFE"
+"""The variable that tells a rank how often it was started before."""
+PR_SET_PDEATHSIG = 1
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+
+
+def add(commands: Any, summary: str) -> None:
+    parser = commands.add_parser(
+        "keep",
+        help=summary,
+        description="Runs a command, a rank of a training with ringreduce.elastic, and runs it again when a signal "
+        "ends it. So the launcher, which would end all ranks of the host, sees nothing, and the rank joins again. "
+        f"The variable {LIFE} tells the command how often it was run before. Signals are passed on to it, and it ends "
+        "with its keeper.",
+        epilog="examples:\n"
+        "  ringreduce keep --errors python train.py\n"
+        "  torchrun --nproc-per-node=8 --no-python ringreduce keep python train.py",
+        formatter_class=Help,
+    )
+    parser.add_argument("--again", type=int, default=3, metavar="N",
+                        help="run it again at most N times; then end as it did (default: 3)")  # fmt: skip
+    parser.add_argument("--errors", action="store_true",
+                        help="also when it ends with an exit code other than 0")  # fmt: skip
+    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="COMMAND", help="with its arguments")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if not arguments.program:
+        sys.stderr.write("error: keep: no command is given; for example: ringreduce keep python train.py\n")
+        return 2
+    stopped: list[int] = []
+    child: list[subprocess.Popen[bytes]] = []
+
+    def pass_on(number: int, _: object) -> None:
+        if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            stopped.append(number)  # whatever it ends with now, it is not started again
+        if child:
+            child[0].send_signal(number)
+
+    for number in FORWARDED:
+        signal.signal(number, pass_on)
+    for life in range(arguments.again + 1):
+        child[:] = [_start(arguments.program, life)]
+        code = child[0].wait()
+        died = code < 0 or (arguments.errors and code > 0)
+        if not died or stopped or life == arguments.again:
+            return code if code >= 0 else 128 - code
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        sys.stderr.write(f"ringreduce keep: {arguments.program[0]} (pid {child[0].pid}) ended with {how}; again\n")
+        time.sleep(0.1 * life)
+    raise AssertionError("the last life has ended above")
+
+
+def _start(program: list[str], life: int) -> subprocess.Popen[bytes]:
+    keeper, prctl = os.getpid(), ctypes.CDLL(None).prctl
+
+    def with_keeper() -> None:
+        """It must not outlive its keeper, which the launcher may kill."""
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != keeper:
+            os._exit(1)
+
+    return subprocess.Popen(program, env={**os.environ, LIFE: str(life)}, preexec_fn=with_keeper)  # noqa: PLW1509 (the keeper has one thread)

@@ -1,0 +1,153 @@
+"""Values under keys in memory that processes of one host share. No writer's end, at whatever moment, harms the others.
+
+The memory begins with two words: where the newest record is, and where free memory begins. A record is written once and
+never changes; it names the record before it. A writer
+
+1. takes free memory, by adding to the second word,
+2. writes its record there, with what it has seen as the newest as the one before,
+3. makes it the newest by compare-and-set on the first word, or reads what others have added and begins again at 2.
+
+So step 3 puts all records in one order, and a record is complete before anyone can see it. A writer that dies before
+step 3 wastes the memory that it took. One that is stopped before it, and goes on later, finds that others were faster.
+
+Memory is not used again: a ledger belongs to one group and has room for what happens in its life (`BYTES`).
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from ringreduce.common import compiled
+from ringreduce.common.failures import SystemFailure
+
+if TYPE_CHECKING:
+    from ringreduce import _C
+
+NEWEST, FREE = 0, 8
+"""Where the two words are."""
+FIRST = 64
+"""Where the first record may be."""
+_RECORD = struct.Struct("=QII")  # the record before, bytes of its key, bytes of its value
+
+BYTES, BYTES_BY_RANK = 4 << 20, 64 << 10
+"""A ledger's, and what it has more for each rank. Pages that nothing was written to take no memory."""
+
+
+def ledger_bytes(ranks: int) -> int:
+    """How large the ledger of so many ranks is. A round takes about 0.1 KB a rank, making a group 1 KB."""
+    return BYTES + BYTES_BY_RANK * ranks
+
+
+class Ledger:
+    """Is a `Directory`, and a store as `rendezvous` wants it. Thread-safe.
+
+    Raises `SystemFailure` when its memory is full.
+    """
+
+    def __init__(self, memfd: int, begin: int, size: int) -> None:
+        """Maps `size` bytes from `begin` on, a page's begin, which were zero when all of this started.
+
+        The descriptor remains the caller's.
+        """
+        self._memory = mmap.mmap(memfd, size, offset=begin)
+        self._words: type[_C.SharedWord] = compiled.load().SharedWord
+        self._newest = self._words(self._memory, NEWEST)
+        self._free = self._words(self._memory, FREE)
+        self._seen = 0
+        self._values: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+
+    def get(self, key: str) -> str:
+        """The value under a key; '': there is none."""
+        return (self.value(key) or b"").decode()
+
+    def compare_set(self, key: str, expected: str, desired: str) -> str:
+        """Makes `desired` the value if it is `expected` ('': there is none); returns the value that is there then."""
+
+        def put(now: bytes | None) -> bytes | None:
+            return desired.encode() if (now or b"").decode() == expected else None
+
+        return (self.change(key, put) or b"").decode()
+
+    def value(self, key: str) -> bytes | None:
+        """The value under a key; None: there is none."""
+        with self._lock:
+            self._read_on()
+            return self._values.get(key)
+
+    def names(self) -> list[str]:
+        """All that have a value."""
+        with self._lock:
+            self._read_on()
+            return list(self._values)
+
+    def change(self, key: str, put: Callable[[bytes | None], bytes | None]) -> bytes | None:
+        """Makes `put(value)` the value, where None leaves it as it is; returns what is there then.
+
+        `put` may be called several times, as others change the value meanwhile.
+        """
+        with self._lock:
+            taken, room = 0, 0
+            while True:
+                self._read_on()
+                desired = put(self._values.get(key))
+                if desired is None:
+                    return self._values.get(key)
+                needed = _RECORD.size + len(key.encode()) + len(desired)
+                if needed > room:
+                    room = -(-needed // 8) * 8
+                    taken = self._take(room)
+                self._write(taken, key, desired)
+                if self._newest.compare_set(self._seen, taken):
+                    self._seen = taken
+                    self._values[key] = desired
+                    return desired
+
+    def _take(self, size: int) -> int:
+        begin: int = FIRST + self._free.add(size)
+        if begin + size > len(self._memory):
+            raise SystemFailure(
+                f"the group's ledger of {len(self._memory)} bytes is full: too many changes of membership, durable "
+                "commits or groups made of its ranks; make a new group"
+            )
+        return begin
+
+    def _write(self, at: int, key: str, value: bytes) -> None:
+        name = key.encode()
+        _RECORD.pack_into(self._memory, at, self._seen, len(name), len(value))
+        text = at + _RECORD.size
+        self._memory[text : text + len(name)] = name
+        self._memory[text + len(name) : text + len(name) + len(value)] = value
+
+    def _read_on(self) -> None:
+        """Learns what has been added since the last look."""
+        newest = at = self._newest.load()
+        added: list[tuple[str, bytes]] = []
+        while at != self._seen:
+            if not FIRST <= at <= len(self._memory) - _RECORD.size or len(added) > len(self._memory) // _RECORD.size:
+                raise SystemFailure(f"the group's ledger is damaged: it names a record at {at}")
+            before, of_key, of_value = _RECORD.unpack_from(self._memory, at)
+            text = at + _RECORD.size
+            key = bytes(self._memory[text : text + of_key])
+            added.append((key.decode(), bytes(self._memory[text + of_key : text + of_key + of_value])))
+            at = before
+        self._values.update(reversed(added))
+        self._seen = newest
+
+    # the store of `rendezvous`
+
+    def set(self, key: str, value: str | bytes) -> None:
+        text = value.encode() if isinstance(value, str) else value
+        self.change(key, lambda _: text)
+
+    def add(self, key: str, value: int) -> int:
+        return int(self.change(key, lambda now: str(int(now or b"0") + value).encode()) or b"0")
+
+    def check(self, keys: Sequence[str]) -> bool:
+        with self._lock:
+            self._read_on()
+            return all(key in self._values for key in keys)

@@ -1,0 +1,137 @@
+"""A process's part in a changing group: carries out what `protocol` says, against a directory, with a clock."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+from ringreduce.common.failures import Expelled, RingReduceError, SystemFailure
+from ringreduce.membership import protocol
+from ringreduce.membership.directory import Directory
+from ringreduce.membership.protocol import (
+    VIEW,
+    Answer,
+    Ask,
+    Commit,
+    Committed,
+    CompareSet,
+    Effect,
+    Entered,
+    Leave,
+    Look,
+    NoAnswer,
+    Report,
+    State,
+    View,
+)
+
+SHORTEST, LONGEST = 0.0002, 0.02
+"""Seconds between two looks at the directory; the pause grows with an eighth of the time that has passed."""
+PATIENCE = 60.0
+"""Seconds for which a directory may be out of reach."""
+
+log = logging.getLogger(__name__)
+
+
+def nobody() -> list[str]:
+    """For `Membership.leave`: this process knows of no lost member."""
+    return []
+
+
+class Membership:
+    """Where this process stands. Its calls are for one thread at a time."""
+
+    def __init__(self, directory: Directory, me: str, view: View, patience: float = PATIENCE) -> None:
+        """`view` is the first one, or the one that this process was let in with. All members give the same one.
+
+        `patience`: the seconds for which the directory may be out of reach before calls raise `SystemFailure`.
+        """
+        self.directory, self.patience = directory, patience
+        self._state = State(me, view)
+        self._begun = False
+
+    @property
+    def view(self) -> View:
+        return self._state.view
+
+    def leave(
+        self, report: Report, lost: Callable[[], Iterable[str]] = nobody, silent_after: float = float("inf")
+    ) -> View:
+        """Returns the next view when every member of this one has called, is lost, or has been silent for too long.
+
+        `lost` names the members whose end this process knows of; it is called again and again. Whoever has not called
+        `silent_after` seconds after this process has is given up. Raises `Expelled` if the others went on without this
+        process, `SystemFailure` if the directory could not be reached for `patience` seconds.
+        """
+        began = time.monotonic()
+        if self._state.me not in self.view.names:
+            return self._view_of(protocol.Expelled(self.view))
+        self._begin()
+        done = self._carry_out(Leave(report))
+        while done is None:
+            gone = set(lost())
+            if time.monotonic() - began > silent_after:
+                gone |= set(protocol.missing(self._state)[:1])  # the others have not been asked for yet
+            done = self._carry_out(Look(frozenset(gone)))
+            if done is None:
+                time.sleep(min(max((time.monotonic() - began) / 8, SHORTEST), LONGEST))
+        return self._view_of(done)
+
+    def commit(self, step: int) -> bool:
+        """Writes into the view that `step` is committed, so that it survives the end of all who know.
+
+        False: the others have gone on to another view without it, and `leave` tells which.
+        """
+        self._begin()
+        before = self._state
+        if isinstance(self._carry_out(Commit(step)), Committed):
+            return True
+        self._state = before  # the next view is entered by `leave`
+        return False
+
+    def _begin(self) -> None:
+        if not self._begun:
+            self._ask(CompareSet(VIEW, "", self._state.view.dump()))
+            self._begun = True
+
+    def _view_of(self, done: Effect) -> View:
+        if isinstance(done, Entered):
+            return done.view
+        view = self._state.view
+        raise Expelled(
+            f"the other members went on without {self._state.me} in epoch {view.epoch}: they were told to, or had "
+            "waited for it in vain; start it anew to join again"
+        )
+
+    def _carry_out(self, event: protocol.Event) -> Effect | None:
+        """Until there is nothing to ask; returns what came of it."""
+        self._state, effects = protocol.step(self._state, event)
+        while effects:
+            effect = effects[0]
+            if not isinstance(effect, Ask | CompareSet):
+                return effect
+            answer = Answer(effect.key, self._ask(effect))
+            self._state, effects = protocol.step(self._state, answer)
+        return None
+
+    def _ask(self, request: protocol.Request) -> str:
+        """What the directory answers. Asks again while it cannot be reached."""
+        since = time.monotonic()
+        while True:
+            try:
+                if isinstance(request, Ask):
+                    return self.directory.get(request.key)
+                return self.directory.compare_set(request.key, request.expected, request.desired)
+            except RingReduceError:
+                raise
+            except (RuntimeError, OSError) as error:  # torch's, of a store that is gone
+                waited = time.monotonic() - since
+                if waited > self.patience:
+                    raise SystemFailure(
+                        f"who is in the group cannot be decided: its directory has been out of reach for {waited:.0f} "
+                        f"s: {error}"
+                    ) from None
+                log.info("the directory of the group's members is out of reach: %s", error)
+            self._state, _ = protocol.step(self._state, NoAnswer())  # which has it asked once more
+            time.sleep(min(0.05, self.patience / 10))

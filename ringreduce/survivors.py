@@ -1,0 +1,161 @@
+"""Who is left of a group: the ranks as members of `membership`, and how survivors meet again.
+
+    agreed = ringreduce.agree(group)         # after PeerLost, say: the same on all survivors
+    smaller = dist.shrink_group(agreed.lost)
+
+Every group has a directory from its birth. Ranks of one host share a ledger, which lies in the group's memory after the
+regions; ranks of several hosts use the store that the group was made with. So survivors of one host need no store, and
+whatever happens to the launcher, they can go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from ringreduce.errors import CollectiveTimeout, PeerLost
+from ringreduce.membership.directory import Directory, OfStore
+from ringreduce.membership.ledger import Ledger
+from ringreduce.membership.protocol import Member, Report, View
+from ringreduce.membership.rounds import Membership
+from ringreduce.rendezvous import store
+
+if TYPE_CHECKING:
+    from ringreduce._C import ProcessGroupRing
+
+_living: WeakValueDictionary[int, Survivors] = WeakValueDictionary()
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all survivors of a group have agreed on; ranks are those in the group."""
+
+    round: int
+    """Counts the agreements of this group and of those that were shrunk from it or that it was shrunk from."""
+    ranks: list[int]
+    """The survivors, ascending: all that have called and live."""
+    lost: list[int]
+    """All others, ascending: those lost now or in an earlier round."""
+
+
+class Lineage:
+    """A group and the smaller ones that were made of it: one chain of views. Members are named by their first ranks."""
+
+    def __init__(self, rank: int, size: int, source: Store | Ledger, prefix: str = "") -> None:
+        """`source`: where ranks find each other when their group is no more: a ledger, or a store, under `prefix`."""
+        self._source, self._prefix = source, prefix
+        directory: Directory = source if isinstance(source, Ledger) else OfStore(source, f"{prefix}/members")
+        first = View(0, tuple(Member(str(r)) for r in range(size)))
+        self.membership = Membership(directory, str(rank), first)
+        self.lock = threading.Lock()
+
+    def place(self, epoch: int) -> Store:
+        """For making the group of the members of a view. Needs no other process on one host."""
+        if isinstance(self._source, Ledger):
+            return LedgerStore(self._source, f"epoch {epoch}/")
+        return PrefixStore(f"{self._prefix}/epoch {epoch}", self._source)
+
+
+class Survivors:
+    """This rank's part in what becomes of its group."""
+
+    def __init__(self, number: int, lineage: Lineage, names: list[str]) -> None:
+        """`number`: of the group, in this process. `names`: of its ranks, in the lineage."""
+        self.lineage, self.names = lineage, names
+        _living[number] = self
+
+    def agree(self, group: ProcessGroupRing, silent_after: float, without: Sequence[int] = ()) -> Agreement:
+        report = Report(without=tuple(self.names[rank] for rank in without))
+        with self.lineage.lock:
+            view = self.lineage.membership.leave(report, lambda: self.ended(group), silent_after)
+        ranks = [rank for rank, name in enumerate(self.names) if name in view.names]
+        return Agreement(view.epoch, ranks, [rank for rank in range(len(self.names)) if rank not in ranks])
+
+    def ended(self, group: ProcessGroupRing) -> list[str]:
+        """The names of the group's ranks whose end shows in it. One that only destroyed it may be in a later one."""
+        return [self.names[rank] for rank in group.ended()]
+
+
+def survivors_of(group: ProcessGroupRing) -> Survivors:
+    return _living[group.number]
+
+
+@contextlib.contextmanager
+def shrinking(group: ProcessGroupRing, survivors: Survivors, wanted: list[int], timeout: float) -> Iterator[Store]:
+    """Where the ranks `wanted` of a group can be made a group, once all of them have agreed to go on as these.
+
+    Raises `PeerLost` on all of them if another is lost, too.
+    """
+    without = [rank for rank in range(len(survivors.names)) if rank not in wanted]
+    agreed = survivors.agree(group, timeout, without)
+    if agreed.ranks != wanted:
+        also = sorted(set(agreed.lost) - set(without))
+        raise PeerLost(
+            f"shrink: the ranks to exclude are {without}, and rank{'s' * (len(also) > 1)} "
+            f"{', '.join(map(str, also))} lost or excluded by others; the survivors agree on {agreed.lost}: shrink "
+            "with these",
+            also[0],
+        )
+    known = store.ended.set(lambda: [wanted.index(rank) for rank in group.ended() if rank in wanted])
+    try:
+        yield survivors.lineage.place(agreed.round)
+    finally:
+        store.ended.reset(known)
+
+
+class LedgerStore(Store):
+    """A store of torch in a ledger: its keys begin with `prefix`. Thread-safe; used by processes of one host."""
+
+    def __init__(self, ledger: Ledger, prefix: str) -> None:
+        super().__init__()
+        self._ledger, self._prefix, self._seconds = ledger, prefix, 300.0
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ledger.set(self._prefix + key, value)
+
+    def get(self, key: str) -> bytes:
+        """Waits for the key. Raises `CollectiveTimeout`."""
+        self.wait([key])
+        return self._ledger.value(self._prefix + key) or b""
+
+    def add(self, key: str, value: int) -> int:
+        return self._ledger.add(self._prefix + key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._ledger.check([self._prefix + key for key in keys])
+
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        expected, desired = (
+            each.decode() if isinstance(each, bytes) else each for each in (expected_value, desired_value)
+        )
+        return self._ledger.compare_set(self._prefix + key, expected, desired).encode()
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def num_keys(self) -> int:
+        return sum(key.startswith(self._prefix) for key in self._ledger.names())
+
+    def delete_key(self, key: str) -> bool:
+        """A ledger forgets nothing; nobody needs it to."""
+        return False
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._seconds = timeout.total_seconds()
+
+    def wait(self, keys: list[str], timeout: Any = None) -> None:
+        began = time.monotonic()
+        seconds = timeout.total_seconds() if timeout else self._seconds
+        while not self.check(keys):
+            waited = time.monotonic() - began
+            if waited > seconds:
+                raise CollectiveTimeout(f"a ledger's store: none of {keys} came within {seconds:.1f} s")
+            time.sleep(min(max(waited / 4, 0.0002), 0.02))

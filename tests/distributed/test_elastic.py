@@ -1,0 +1,371 @@
+"""Trainings that go on when ranks die, are stopped or are cut off, and that let others in."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import harness
+from distributed.harness import Rank, Ranks, run
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ringreduce import elastic
+from ringreduce.api import backend_of
+from ringreduce.errors import CollectiveTimeout, Expelled, InvalidArgument, SystemFailure, TooFewRanks
+
+STEPS, BATCH = 60, 12
+
+
+def start(me: Rank, first: int, **other: Any) -> elastic.World:
+    """Of ranks from `first` on, each takes the number of one that was there before."""
+    other = {"timeout": timedelta(seconds=30), **other}
+    return elastic.start(store=me.store, rank=me.rank % first, world_size=first, **other)
+
+
+def loss_of(model: nn.Module, step: int, rank: int, size: int) -> torch.Tensor:
+    """Of a rank's share of the step's batch."""
+    x = torch.randn(BATCH, 8, generator=torch.Generator().manual_seed(step), dtype=torch.float64)[rank::size]
+    return nn.functional.mse_loss(model(x), x.sin().sum(1, keepdim=True), reduction="sum") * size / BATCH
+
+
+def alone(steps: int) -> nn.Module:
+    """What a single process gets."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, step, 0, 1).backward()
+        optimizer.step()
+    return model
+
+
+def train(me: Rank, first: int, end: dict[str, int], **other: Any) -> dict[str, Any]:
+    """Until a step, or until so many ranks have been together for 5 steps after the test has said that all is over.
+
+    Late ranks are told when to come.
+    """
+    if me.rank >= first:
+        while not me.store.check([f"come {me.rank}"]):
+            time.sleep(0.005)
+    world = start(me, first, **other)
+    torch.manual_seed(me.rank)  # the state is the first rank's
+    net = alone(0) if me.rank == 0 else nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+    model = DistributedDataParallel(net, init_sync=False)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    state = world.state(model=model, optimizer=optimizer, step=0, together=0)
+    changes: list[int] = []
+    world.on_change(lambda world: changes.append(world.size))
+    began = state.step
+    attempts = 0
+
+    def backward() -> int:
+        nonlocal attempts
+        attempts += 1
+        optimizer.zero_grad()
+        loss_of(model, state.step, world.rank, world.size).backward()
+        over = torch.tensor([int(not end.get("told") or me.store.check(["over"]))])
+        dist.all_reduce(over, dist.ReduceOp.MAX)  # in which the dead have no part
+        return int(over)
+
+    me.report("begins")
+    while state.step < STEPS or state.together < 5 * bool(end):
+        over = world.attempt(backward)
+        optimizer.step()
+        state.step += 1
+        right = over and world.size == end.get("size", world.size) and state.step > end.get("step", 0)
+        state.together = state.together + 1 if right else 0
+        if not right:
+            time.sleep(0.002)
+    expected = alone(state.step)
+    for mine, single in zip(net.parameters(), expected.parameters(), strict=True):
+        assert torch.allclose(mine, single, rtol=0, atol=1e-10)
+    dist.barrier()
+    result = {"size": world.size, "rank": world.rank, "began": began, "changes": changes, "epoch": world.epoch}
+    world.leave()
+    return result | {"steps": state.step, "redone": attempts - (state.step - began)}
+
+
+def test_a_training_without_faults() -> None:
+    results = run(train, 3, 3, {})
+    assert [each["rank"] for each in results] == [0, 1, 2]
+    assert all((each["steps"], each["redone"], each["epoch"]) == (STEPS, 0, 0) for each in results)
+
+
+@pytest.mark.parametrize("hosts", ["one host", "several hosts"])
+def test_survivors_go_on(hosts: str) -> None:
+    with Ranks(on_hosts, 4, hosts, 4, {"size": 2, "step": 0}) as ranks:
+        ranks.reports()
+        time.sleep(0.1)
+        ranks.signal(0, signal.SIGKILL)
+        time.sleep(0.3)
+        ranks.signal(2, signal.SIGKILL)
+        results = ranks.results(but=(0, 2))
+        assert [(each["size"], each["rank"]) for each in results] == [(2, 0), (2, 1)]
+        assert results[0]["changes"][-1] == 2 and results[0]["steps"] == results[1]["steps"]
+
+
+def on_hosts(me: Rank, hosts: str, *rest: Any) -> Any:
+    if hosts == "several hosts":
+        os.environ["RINGREDUCE_HOST_ID"] = f"host {me.rank // 2}"
+    return train(me, *rest)
+
+
+@pytest.mark.parametrize("hosts", ["one host", "several hosts"])
+def test_a_fresh_process_joins(hosts: str) -> None:
+    with Ranks(on_hosts, 4, hosts, 3, {"size": 3, "step": 1}) as ranks:
+        ranks.reports(but=(3,))
+        ranks.signal(1, signal.SIGKILL)
+        come(ranks, 3)
+        results = ranks.results(but=(1,))
+        assert sorted(each["rank"] for each in results) == [0, 1, 2]
+        assert results[2]["rank"] == 2 and results[2]["began"] > 0  # joiners come last
+
+
+def come(ranks: Ranks, *which: int) -> None:
+    """Lets late ranks begin."""
+    tell(ranks, *(f"come {rank}" for rank in which))
+
+
+def tell(ranks: Ranks, *keys: str) -> None:
+    store = dist.PrefixStore(ranks.prefix, dist.TCPStore("127.0.0.1", harness._store().port, is_master=False))
+    for key in keys:
+        store.set(key, "")
+
+
+def test_one_is_left_and_two_join() -> None:
+    with Ranks(train, 5, 3, {"size": 3, "step": 1}) as ranks:
+        ranks.reports(but=(3, 4))
+        ranks.signal(0, signal.SIGKILL)
+        ranks.signal(2, signal.SIGKILL)
+        come(ranks, 3, 4)
+        results = ranks.results(but=(0, 2))
+        assert {each["size"] for each in results} == {3} and results[0]["rank"] == 0
+
+
+def test_a_joiner_is_killed() -> None:
+    with Ranks(train, 4, 2, {"size": 3, "step": 1}) as ranks:
+        ranks.reports(but=(2, 3))
+        come(ranks, 2)
+        time.sleep(0.02)
+        ranks.signal(2, signal.SIGKILL)
+        come(ranks, 3)
+        results = ranks.results(but=(2,))
+        assert {each["size"] for each in results} == {3}
+
+
+def stops(me: Rank) -> str:
+    """Rank 1 is stopped, and comes back."""
+    try:
+        train(me, 3, {"size": 2, "step": 0}, timeout=timedelta(seconds=2), expel_after=1.0)
+    except Expelled:
+        return "expelled"
+    return "trained"
+
+
+def test_a_rank_that_was_stopped_is_expelled() -> None:
+    with Ranks(stops, 3) as ranks:
+        ranks.reports()
+        ranks.signal(1, signal.SIGSTOP)
+        time.sleep(6)
+        ranks.signal(1, signal.SIGCONT)
+        assert ranks.results() == ["trained", "expelled", "trained"]
+
+
+def too_few(me: Rank) -> str:
+    world = start(me, 3, least=3, patience=0.5)
+    state = world.state(step=0)
+    me.report("begins")
+    with pytest.raises(TooFewRanks, match="there are 2 ranks, and least is 3"):
+        while True:
+            world.attempt(lambda: dist.all_reduce(torch.ones(1000)))
+            state.step += 1
+    return "too few"
+
+
+def test_too_few_ranks_say_so() -> None:
+    with Ranks(too_few, 3) as ranks:
+        ranks.reports()
+        ranks.signal(2, signal.SIGKILL)
+        assert ranks.results(but=(2,)) == ["too few"] * 2
+
+
+def raises_once(me: Rank) -> tuple[int, int]:
+    """Rank 1's function raises; it comes again."""
+    world = start(me, 3)
+    raised = 0
+
+    def body() -> float:
+        nonlocal raised
+        tensor = torch.ones(10)
+        if me.rank == 1 and not raised:
+            raised += 1
+            raise MemoryError("no memory")
+        dist.all_reduce(tensor)
+        return float(tensor[0])
+
+    with contextlib.suppress(MemoryError):
+        assert world.attempt(body) == 3
+    if me.rank == 1:
+        assert world.attempt(body) == 3
+    epoch = world.epoch
+    world.leave()
+    return epoch, raised
+
+
+def test_an_exception_of_ones_own() -> None:
+    assert run(raises_once, 3) == [(1, 0), (1, 1), (1, 0)]
+
+
+def with_a_store_in_rank_2(me: Rank) -> dict[str, Any]:
+    if me.rank == 2:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        me.store.set("port", str(store.port))
+    else:
+        store = dist.TCPStore("127.0.0.1", int(me.store.get("port")), is_master=False)
+    me.store = store
+    return train(me, 3, {"size": 2, "step": 1})
+
+
+def test_the_launchers_store_dies_with_a_rank() -> None:
+    with Ranks(with_a_store_in_rank_2, 3) as ranks:
+        ranks.reports()
+        ranks.signal(2, signal.SIGKILL)
+        assert [each["size"] for each in ranks.results(but=(2,))] == [2, 2]
+
+
+def leaves_without_a_word(me: Rank) -> int:
+    """Rank 1 goes to the next view although its group is in order, as one does that could not make it."""
+    world = start(me, 3)
+    if me.rank == 1:
+        world._abort = lambda: None  # type: ignore[method-assign]
+        world._change(SystemFailure("no descriptors are left"))
+    for _ in range(3):  # where rank 1 is waited for first, the others come to the next epoch
+        world.attempt(lambda: dist.all_reduce(torch.ones(1)))
+    world.leave()
+    return world.size
+
+
+def fails_to_make(me: Rank) -> int:
+    """Rank 1 cannot make the second group; the others have made it by then, or fail as well."""
+    world = start(me, 3)
+    if me.rank == 1:
+        enter = world._enter
+
+        def failing() -> None:
+            world._enter = enter  # type: ignore[method-assign]
+            count = dist.distributed_c10d._world
+            enter()
+            dist.destroy_process_group()
+            count.group_count += 1  # as torch leaves it
+            raise SystemFailure("no descriptors are left")
+
+        world._enter = failing  # type: ignore[method-assign]
+        backend_of(None).abort()
+    for _ in range(3):
+        world.attempt(lambda: dist.all_reduce(torch.ones(1)))
+    world.leave()
+    return world.size
+
+
+def test_a_group_that_one_member_cannot_make_is_made_again() -> None:
+    assert run(fails_to_make, 3) == [3, 3, 3]
+
+
+def test_the_others_notice_a_member_that_could_not_come_along() -> None:
+    assert run(leaves_without_a_word, 3) == [3, 3, 3]
+
+
+def durable(me: Rank) -> int:
+    world = start(me, 3)
+    me.report("begins")
+    for number in range(3):
+        dist.barrier()
+        assert world.commit(durable=number == 1)
+    me.meet("committed")
+    if me.rank == 2:
+        time.sleep(60)
+    while world.commit():  # until rank 2 is dead
+        time.sleep(0.01)
+    return world.view.step
+
+
+def test_durable_commits() -> None:
+    with Ranks(durable, 3) as ranks:
+        ranks.reports()
+        time.sleep(0.5)
+        ranks.signal(2, signal.SIGKILL)
+        assert ranks.results(but=(2,)) == [3, 3]
+
+
+def nobody_lets_in(me: Rank) -> None:
+    me.store.add("ringreduce/elastic/0/rank/0", 1)
+    with pytest.raises(CollectiveTimeout, match="nobody has let this process in"):
+        start(me, 1, timeout=timedelta(seconds=0.3))
+    with pytest.raises(InvalidArgument, match="least is 0"):
+        start(me, 1, least=0)
+    with pytest.raises(InvalidArgument, match="rank is 3 and world_size 2"):
+        elastic.start(store=me.store, rank=3, world_size=2)
+
+
+def test_arguments_and_a_world_that_is_not_there() -> None:
+    run(nobody_lets_in, 1)
+
+
+def trial(number: int) -> None:
+    """Random kills, stops and joins; all that are left end with a single process's parameters."""
+    draw = random.Random(number)
+    first, joiners = draw.randint(2, 4), draw.randint(0, 2)
+    doomed = draw.sample(range(first + joiners), draw.randint(1, first - 1))
+    size = first + joiners - len(doomed)
+    with Ranks(train, first + joiners, first, {"size": size, "step": 1, "told": 1}) as ranks:
+        ranks.reports(but=tuple(range(first, first + joiners)))
+        events = [("kill", rank) for rank in doomed] + [("come", rank) for rank in range(first, first + joiners)]
+        draw.shuffle(events)
+        for what, rank in sorted(events, key=lambda event: event[0] == "kill" and event[1] >= first):
+            if what == "come":
+                come(ranks, rank)
+            else:
+                ranks.signal(rank, signal.SIGKILL)
+            time.sleep(draw.choice((0, 0.001, 0.01, 0.05, 0.2)))
+        tell(ranks, "over")
+        results = ranks.results(but=tuple(doomed))
+        assert {each["size"] for each in results} == {size}, (number, results)
+        assert sorted(each["rank"] for each in results) == list(range(size)), (number, results)
+
+
+@pytest.mark.slow
+def test_random_kills_and_joins() -> None:
+    for number in range(10):
+        trial(number)
+
+
+def main() -> None:
+    """cd tests && python -m distributed.test_elastic FIRST LAST: so many trials of kills, and of groups that shrink."""
+    import importlib
+    import sys
+
+    from distributed import test_survivors
+
+    importlib.import_module("conftest")
+    for number in range(int(sys.argv[1]), int(sys.argv[2])):
+        for one in (trial, test_survivors.trial):
+            began = time.monotonic()
+            try:
+                one(number)
+                print(number, one.__module__, f"right {time.monotonic() - began:.1f} s", flush=True)
+            except (AssertionError, pytest.fail.Exception) as error:
+                print(number, one.__module__, "WRONG", error, flush=True)
+
+
+if __name__ == "__main__":
+    main()

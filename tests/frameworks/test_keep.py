@@ -1,0 +1,94 @@
+"""The keeper of a rank, and the example that survives a death under torchrun."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from frameworks.launch import environment, torchrun
+
+KEEP = ("-m", "ringreduce", "keep")
+
+
+def keep(*command: str, **other: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        (sys.executable, *KEEP, *command),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment() | other,
+    )
+
+
+DIES = "import os, signal; print('life', os.environ['RINGREDUCE_LIFE'], flush=True); os.kill(os.getpid(), signal.SIG{})"
+
+
+def test_a_command_that_ends_well_is_run_once() -> None:
+    process = keep(sys.executable, "-c", "print('once')")
+    assert process.communicate(timeout=60)[0] == "once\n" and process.returncode == 0
+
+
+def test_a_command_that_dies_is_run_again_and_at_last_given_up() -> None:
+    process = keep("--again", "2", sys.executable, "-c", DIES.format("KILL"))
+    output = process.communicate(timeout=60)[0]
+    assert re.findall(r"life (\d)", output) == ["0", "1", "2"]
+    assert output.count("ended with signal 9; again") == 2 and process.returncode == 128 + 9
+
+
+@pytest.mark.parametrize(("option", "lives"), [((), 1), (("--errors",), 2)])
+def test_exit_codes(option: tuple[str, ...], lives: int) -> None:
+    process = keep(*option, "--again", "1", sys.executable, "-c", "print('life'); raise SystemExit(7)")
+    assert process.communicate(timeout=60)[0].count("life\n") == lives and process.returncode == 7
+
+
+def test_a_command_ends_with_its_keeper_and_hears_its_signals(tmp_path: Path) -> None:
+    heard = tmp_path / "heard"
+    code = (
+        "import os, signal, sys, time; from pathlib import Path\n"
+        f"signal.signal(signal.SIGUSR1, lambda *_: Path({str(heard)!r}).touch())\n"
+        "print(os.getpid(), flush=True); time.sleep(60)"
+    )
+    process = keep(sys.executable, "-c", code)
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    process.send_signal(signal.SIGUSR1)
+    wait_for(heard.exists)
+    process.kill()
+    wait_for(lambda: not Path(f"/proc/{child}").exists())
+    process.communicate(timeout=60)
+
+
+def test_a_command_that_is_told_to_end_is_not_run_again() -> None:
+    process = keep(sys.executable, "-c", "import time; print('here', flush=True); time.sleep(60)")
+    assert process.stdout is not None and process.stdout.readline() == "here\n"
+    process.send_signal(signal.SIGTERM)
+    assert "again" not in process.communicate(timeout=60)[0] and process.returncode == 128 + 15
+
+
+def wait_for(condition: object) -> None:
+    end = time.monotonic() + 30
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_no_command() -> None:
+    process = keep()
+    assert "no command is given" in process.communicate(timeout=60)[0] and process.returncode == 2
+
+
+@pytest.mark.slow
+def test_a_training_survives() -> None:
+    output = torchrun(
+        "--nproc-per-node=3", "--no-python", sys.executable, *KEEP, sys.executable, "examples/elastic_live.py"
+    )
+    assert "ended with signal 9; again" in output
+    lines = re.findall(r"rank (\d) of 3, life (\d), epoch \d: from step (\d+) on; parameters .* by (\S+)", output)
+    assert sorted((rank, life) for rank, life, _, _ in lines) == [("0", "0"), ("1", "0"), ("2", "1")]
+    for _, life, began, _ in lines:
+        assert (int(began) > 0) == (life == "1")

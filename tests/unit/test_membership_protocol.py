@@ -1,0 +1,403 @@
+"""Every order of events in small groups: members that leave, commit, die, are cut off or given up wrongly, a joiner,
+and requests that are lost or carried out without an answer. Seeded bugs are found by the same search.
+
+What is searched is the function that production runs. In every state that can be reached:
+
+- an epoch has one view: no two members enter different ones;
+- nobody enters a view that it is not in, and nobody is given up who was neither dead nor suspected;
+- a step that a member of the next view has committed is committed in that view;
+- a step that was committed durably is in every later view;
+- whatever has happened, all living members can still come to a view or an expulsion, once requests are answered again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import pytest
+
+from ringreduce.membership import protocol
+from ringreduce.membership.protocol import (
+    VIEW,
+    Answer,
+    Ask,
+    Commit,
+    Committed,
+    CompareSet,
+    Entered,
+    Expelled,
+    Leave,
+    Look,
+    Member,
+    NoAnswer,
+    Report,
+    State,
+    View,
+)
+
+JOINER = Member("joiner")
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What may happen, and how often."""
+
+    members: int
+    on_second_host: int = 0
+    """The last so many are on a host that may be cut off from the directory, and is linked again later."""
+    crashes: int = 0
+    losses: int = 0
+    """Requests that are lost, or carried out without an answer."""
+    suspicions: int = 0
+    """Living members that others take for lost."""
+    partitions: int = 0
+    joiner: bool = False
+    durable: bool = False
+    """Member 0 commits durably, the others as usual."""
+    unwanted: bool = False
+    """Member 0 wants to go on without the last one, which lives."""
+    at_once: bool = False
+    """A member's reads, up to its next compare-and-set, happen at one moment. Without, between any two of them
+    everything else may happen."""
+
+
+class Process(NamedTuple):
+    state: State
+    alive: bool = True
+    leaving: bool = False
+    request: Any = None
+    committed: int = 0
+    expelled: bool = False
+
+
+class World(NamedTuple):
+    processes: tuple[Process, ...]
+    directory: tuple[tuple[str, str], ...]
+    crashes: int
+    losses: int
+    suspicions: int
+    partitions: int
+    cut_off: bool
+    blamed: frozenset[str]
+    """The names of those that have been dead, suspected or unwanted at some time."""
+    durable: int
+
+
+class Broken(AssertionError):
+    """An invariant does not hold."""
+
+
+class Search:
+    """All worlds that can be reached."""
+
+    def __init__(self, scenario: Scenario, step: Callable[..., Any] = protocol.step) -> None:
+        self.scenario, self._step = scenario, step
+        self._views: dict[int, View] = {}  # of this world's history, for `check`
+        self._seen_steps: dict[Any, Any] = {}
+        members = tuple(Member(str(number)) for number in range(scenario.members))
+        first = View(0, members)
+        everyone = [Process(State(member.name, first)) for member in members]
+        self.start = World(
+            tuple(everyone),
+            ((VIEW, first.dump()),),
+            scenario.crashes,
+            scenario.losses,
+            scenario.suspicions,
+            scenario.partitions,
+            False,
+            frozenset(),
+            0,
+        )
+
+    def run(self, most: int = 10**6) -> int:
+        """Returns how many worlds there are. Raises `Broken`."""
+        number = {self.start: 0}
+        back: list[list[int]] = [[]]
+        settled: list[int] = []
+        todo = [self.start]
+        while todo:
+            world = todo.pop()
+            here = number[world]
+            if self.is_settled(world):
+                settled.append(here)
+            for after, costs in self.after(world):
+                if after not in number:
+                    assert len(number) < most, "the search is too large for a test"
+                    number[after] = len(back)
+                    back.append([])
+                    todo.append(after)
+                    self.check(after)
+                if not costs:
+                    back[number[after]].append(here)
+        reached = [False] * len(back)
+        while settled:
+            here = settled.pop()
+            if not reached[here]:
+                reached[here] = True
+                settled += back[here]
+        if not all(reached):
+            raise Broken(f"{reached.count(False)} of {len(reached)} worlds never settle")
+        return len(number)
+
+    # what may happen
+
+    def after(self, world: World) -> Iterator[tuple[World, bool]]:
+        """The worlds that may follow, and whether it takes something that need not happen."""
+        for index, process in enumerate(world.processes):
+            if process.alive and not process.expelled:
+                yield from self.moves(world, index, process)
+                if world.crashes > 0:
+                    dead = Process(State(process.state.me, View(0, ())), alive=False)
+                    name = frozenset({process.state.me})
+                    yield put(world, index, dead)._replace(crashes=world.crashes - 1, blamed=world.blamed | name), True
+        if world.cut_off:
+            yield world._replace(cut_off=False), False
+        elif world.partitions > 0:
+            yield world._replace(cut_off=True, partitions=world.partitions - 1), True
+
+    def moves(self, world: World, index: int, process: Process) -> Iterator[tuple[World, bool]]:
+        if process.request is not None:
+            if not self.is_cut_off(world, index):
+                yield self.serve(world, index, process), False
+                if world.losses > 0:
+                    fewer = world._replace(losses=world.losses - 1)
+                    yield self.serve(fewer, index, process, answered=False), True
+                    yield self.event(fewer, index, process, NoAnswer()), True  # it was lost on its way
+        elif process.leaving:
+            yield from self.looks(world, index, process)
+        else:
+            yield from self.works(world, index, process)
+
+    def works(self, world: World, index: int, process: Process) -> Iterator[tuple[World, bool]]:
+        """In a view. All members have voted for the step after the view's, so any may find that it is committed."""
+        view, me = process.state.view, process.state.me
+        if process.committed == 0 and view.epoch == 0:
+            if self.scenario.durable and index == 0:
+                yield self.event(world, index, process, Commit(1)), False
+            else:
+                yield put(world, index, process._replace(committed=1)), False
+        if self.must_leave(world, view):
+            waiting = (JOINER,) if self.scenario.joiner and index == 0 and view.epoch == 0 else ()
+            without = (str(self.scenario.members - 1),) if self.scenario.unwanted and index == 0 else ()
+            without = tuple(name for name in without if name in view.names and name != me)
+            blamed = world._replace(blamed=world.blamed | set(without))
+            report = Report(max(process.committed, view.step), waiting, self.scenario.joiner, without)
+            world = self.event(blamed, index, process._replace(leaving=True), Leave(report))
+            if self.scenario.at_once and not self.is_cut_off(world, index) and not world.losses:
+                world = self.serve(world, index, world.processes[index])
+            yield world, False
+
+    def must_leave(self, world: World, view: View) -> bool:
+        by_name = {process.state.me: process for process in world.processes}
+        return view.epoch == 0 or any(
+            not by_name[name].alive
+            or by_name[name].expelled
+            or (by_name[name].leaving and by_name[name].state.view.epoch == view.epoch)
+            or by_name[name].state.view.epoch > view.epoch
+            for name in view.names
+            if name in by_name
+        )
+
+    def looks(self, world: World, index: int, process: Process) -> Iterator[tuple[World, bool]]:
+        if self.is_cut_off(world, index):
+            return
+        dead = {each.state.me for each in world.processes if not each.alive}
+        state = process.state
+        yield self.look(world, index, process, dead), False
+        if world.suspicions > 0:
+            for name in protocol.missing(state):
+                if name not in dead:
+                    fewer = world._replace(suspicions=world.suspicions - 1, blamed=world.blamed | {name})
+                    yield self.look(fewer, index, process, dead | {name}), True
+
+    def look(self, world: World, index: int, process: Process, lost: set[str]) -> World:
+        """With the answer, since nothing depends on what happens between the two."""
+        world = self.event(world, index, process, Look(frozenset(lost)))
+        return self.serve(world, index, world.processes[index])
+
+    def serve(self, world: World, index: int, process: Process, answered: bool = True) -> World:
+        """The directory carries out the process's request."""
+        request, values = process.request, dict(world.directory)
+        if isinstance(request, CompareSet) and values.get(request.key, "") == request.expected:
+            values[request.key] = request.desired
+        world = world._replace(directory=tuple(sorted(values.items())))
+        if request.key == VIEW:
+            world = self.admit(world, View.load(values[VIEW]))
+        answer = Answer(request.key, values.get(request.key, "")) if answered else NoAnswer()
+        world = self.event(world, index, world.processes[index], answer)
+        process = world.processes[index]
+        if self.scenario.at_once and answered and isinstance(process.request, Ask):
+            return self.serve(world, index, process)
+        return world
+
+    def admit(self, world: World, view: View) -> World:
+        """The joiner begins when it has been let in."""
+        if JOINER.name in view.names and not any(process.state.me == JOINER.name for process in world.processes):
+            world = world._replace(processes=(*world.processes, Process(State(JOINER.name, view))))
+        return world
+
+    def event(self, world: World, index: int, process: Process, event: Any) -> World:
+        key = (process.state, event)
+        if key not in self._seen_steps:
+            self._seen_steps[key] = self._step(process.state, event)
+        state, effects = self._seen_steps[key]
+        process = process._replace(state=state, request=None)
+        for effect in effects:
+            if isinstance(effect, Ask | CompareSet):
+                process = process._replace(request=effect)
+            elif isinstance(effect, Committed):
+                process = process._replace(committed=effect.step)
+                world = world._replace(durable=max(world.durable, effect.step))
+            elif isinstance(effect, Entered):
+                self.check_entry(world, process, effect.view)
+                process = process._replace(leaving=False, committed=0)  # it is in the view
+            elif isinstance(effect, Expelled):
+                process = Process(State(process.state.me, View(0, ())), expelled=True)
+        return put(world, index, process)
+
+    def is_cut_off(self, world: World, index: int) -> bool:
+        first = self.scenario.members - self.scenario.on_second_host
+        return world.cut_off and first <= index < self.scenario.members
+
+    # what must hold
+
+    def check_entry(self, world: World, process: Process, view: View) -> None:
+        me, now = process.state.me, View.load(dict(world.directory)[VIEW])
+        if me not in view.names:
+            raise Broken(f"{me} enters a view that it is not in: {view}")
+        if now.epoch < view.epoch or (now.epoch == view.epoch and now.members != view.members):
+            raise Broken(f"{me} enters {view}; the directory has {now}")
+        if process.committed > view.step:
+            raise Broken(f"{me} has committed step {process.committed}, and enters {view}")
+
+    def check(self, world: World) -> None:
+        views: dict[int, View] = {}
+        for process in world.processes:
+            view = process.state.view
+            if not view.members:
+                continue  # it is no member any more
+            other = views.setdefault(view.epoch, view)
+            if view.members != other.members:
+                raise Broken(f"two views of one epoch: {view} and {other}")
+        now = View.load(dict(world.directory)[VIEW])
+        if now.epoch > 0 and now.step < world.durable:
+            raise Broken(f"step {world.durable} was committed durably; {now}")
+        if wrongly := set(now.lost) - world.blamed:
+            raise Broken(f"{wrongly} lived, and nobody suspected them: {now}")
+
+    def is_settled(self, world: World) -> bool:
+        return all(
+            process.expelled or not process.alive or (process.request is None and not process.leaving)
+            for process in world.processes
+        )
+
+
+def put(world: World, index: int, process: Process) -> World:
+    processes = (*world.processes[:index], process, *world.processes[index + 1 :])
+    return world._replace(processes=processes)
+
+
+SMALL = (
+    Scenario(2, crashes=1, losses=2),
+    Scenario(2, crashes=1, losses=1, durable=True, suspicions=1),
+    Scenario(2, crashes=1, joiner=True),
+    Scenario(3, crashes=1),
+    Scenario(3, unwanted=True, at_once=True),
+    Scenario(3, crashes=1, losses=1, durable=True, at_once=True),
+    Scenario(3, crashes=1, joiner=True, at_once=True),
+    Scenario(3, 1, partitions=1, suspicions=1, at_once=True),
+)
+LARGE = (
+    Scenario(3, 1, crashes=2, partitions=1, suspicions=1, durable=True, at_once=True),
+    Scenario(4, crashes=2, at_once=True),
+    Scenario(4, 2, partitions=1, suspicions=1, at_once=True),
+    Scenario(4, 2, crashes=1, partitions=1, joiner=True, at_once=True),
+)
+"""Minutes each: python tests/unit/test_membership_protocol.py"""
+
+
+@pytest.mark.parametrize("scenario", SMALL, ids=str)
+def test_every_order_of_events(scenario: Scenario) -> None:
+    assert Search(scenario).run() > 100
+
+
+# seeded bugs: each is found
+
+
+def asks_only_itself(state: State, event: Any) -> Any:
+    """A member proposes without waiting for the others: who is not here yet is lost."""
+    if isinstance(event, Look):
+        event = Look(frozenset(state.view.names) - {state.me})
+    return protocol.step(state, event)
+
+
+def leaves_out_the_others_reports(state: State, event: Any) -> Any:
+    """The proposer's own step is the verdict."""
+    after, effects = protocol.step(state, event)
+    return after, tuple(map(lambda effect: _proposing_own_step(after, effect), effects))
+
+
+def _proposing_own_step(state: State, effect: Any) -> Any:
+    if not isinstance(effect, CompareSet) or effect.key != VIEW or state.report is None:
+        return effect
+    view = View.load(effect.desired)
+    return replace(effect, desired=replace(view, step=max(state.view.step, state.report.step)).dump())
+
+
+def enters_what_it_has_proposed(state: State, event: Any) -> Any:
+    """A member does not look whose proposal the directory has taken."""
+    after, effects = protocol.step(state, event)
+    proposed = state.request
+    if isinstance(event, Answer) and event.key == VIEW and isinstance(proposed, CompareSet) and state.report:
+        return protocol.obey(after, View.load(proposed.desired))
+    return after, effects
+
+
+def enters_without_being_named(state: State, event: Any) -> Any:
+    """A member that was given up goes on all the same."""
+    after, effects = protocol.step(state, event)
+    return after, tuple(Entered(effect.view) if isinstance(effect, Expelled) else effect for effect in effects)
+
+
+def forgets_the_step_of_the_view(state: State, event: Any) -> Any:
+    """A durable commit that came before the proposal is not in it."""
+    after, effects = protocol.step(state, event)
+    if not (effects and isinstance(effects[0], CompareSet) and effects[0].key == VIEW and after.report):
+        return after, effects
+    view, reports = View.load(effects[0].desired), dict(after.here)
+    return after, (replace(effects[0], desired=replace(view, step=max(r.step for r in reports.values())).dump()),)
+
+
+def asks_once(state: State, event: Any) -> Any:
+    """A request without an answer counts as carried out."""
+    after, effects = protocol.step(state, event)
+    return (replace(after, request=None), ()) if isinstance(event, NoAnswer) else (after, effects)
+
+
+MUTANTS = {
+    asks_only_itself: Scenario(3, at_once=True),
+    leaves_out_the_others_reports: Scenario(3, crashes=1),
+    enters_what_it_has_proposed: Scenario(2, crashes=1, suspicions=1),
+    enters_without_being_named: Scenario(2, crashes=1, suspicions=1),
+    forgets_the_step_of_the_view: Scenario(2, crashes=1, durable=True, suspicions=1),
+    asks_once: Scenario(2, crashes=1, losses=2),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda f: f.__name__)
+def test_a_seeded_bug_is_found(mutant: Any) -> None:
+    Search(MUTANTS[mutant]).run()  # where there is none, there is nothing to find
+    with pytest.raises(Broken):
+        Search(MUTANTS[mutant], mutant).run()
+
+
+def main() -> None:
+    for scenario in LARGE:
+        print(scenario, flush=True)
+        print(Search(scenario).run(10**7), "worlds", flush=True)
+
+
+if __name__ == "__main__":
+    main()
