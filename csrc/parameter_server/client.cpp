@@ -308,9 +308,16 @@ void Client::feed(std::uint32_t server) {
   }
 }
 
+static bool streams(const std::vector<Part>& parts) {
+  std::size_t bytes = 0;
+  for (const Part& part : parts) bytes += part.bytes;
+  return bytes >= kStreamedBytes;
+}
+
 std::shared_ptr<Call> Client::send(RequestKind kind, const std::vector<Part>& parts, const std::byte* tensor,
                                    const Options& options) {
   const auto call = std::make_shared<Call>();
+  const bool streamed = streams(parts);
   Hold hold(*this);
   for (const Part& part : parts) {
     take_turns(hold);  // so that no request wakes up the server's thread, and others' are served between two copies
@@ -325,7 +332,7 @@ std::shared_ptr<Call> Client::send(RequestKind kind, const std::vector<Part>& pa
       ++pieces_[piece].uses;
     } else {
       offset = piece = take_room(hold, part.bytes, options.timeout);
-      std::memcpy(data() + offset, from, part.bytes);
+      copy(data() + offset, from, part.bytes, streamed);
     }
     Item item;
     item.request.kind = kind;
@@ -395,6 +402,7 @@ std::shared_ptr<Call> Client::ask(RequestKind kind, const std::vector<std::uint3
 
 std::vector<std::uint64_t> Client::read(const std::vector<Part>& parts, std::byte* tensor, Nanoseconds timeout) {
   std::vector<std::uint64_t> versions;
+  const bool streamed = streams(parts);
   Hold hold(*this);
   take_replies();
   for (const Part& part : parts) {
@@ -411,7 +419,7 @@ std::vector<std::uint64_t> Client::read(const std::vector<Part>& parts, std::byt
     look_for_ended();
     if (!from.alive) throw_lost(part.server);
     hold.lock.unlock();
-    versions.push_back(read_block(words, tensor + part.begin, part.bytes));
+    versions.push_back(read_block(words, tensor + part.begin, part.bytes, streamed));
     hold.lock.lock();
     from.session.read(part.block, versions.back());
   }

@@ -408,9 +408,9 @@ Server::Combination Server::combination(const BlockSpec& spec, const Operation& 
     combination.weighted |= each.weight != 1;
     sum += each.weight;
   }
-  const bool divisible = !reduces && kernels::supports(spec.dtype, ReduceOp::avg);
-  combination.weighted &= divisible;
-  if (divisible && spec.rule.average) combination.divisor = sum;
+  const bool scalable = kernels::supports(spec.dtype, ReduceOp::avg);
+  combination.weighted &= scalable;
+  if (scalable && !reduces && spec.rule.average) combination.divisor = sum;
   return combination;
 }
 
@@ -438,7 +438,10 @@ void Server::update(Block& block, const Operation& operation) {
   const std::size_t size = size_of(spec.dtype), bytes = spec.count * size;
   const auto [value, out] = begin_version(*block.words, bytes);
   Combination combine = combination(spec, operation);
-  if (spec.rule.kind == Rule::Kind::reduce) combine.sources.insert(combine.sources.begin(), value);
+  if (spec.rule.kind == Rule::Kind::reduce) {
+    combine.sources.insert(combine.sources.begin(), value);
+    combine.weights.insert(combine.weights.begin(), 1);
+  }
   const std::size_t slice = kSlice / size;
   scratch_.resize((combine.sources.size() + 2) * kSlice);
   for (std::size_t begin = 0; begin < spec.count; begin += slice) {

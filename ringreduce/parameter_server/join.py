@@ -1,7 +1,8 @@
-"""Joining a parameter server: finding its servers by a store, and being let in.
+"""Joining a parameter server: finding its servers in a store, and being let in.
 
-Every server tells the store where it is. A worker connects to the Unix socket of those of its own host; to the others
-it makes TCP connections as ranks of a group do (`rendezvous.links`), the first of each for control messages.
+Every server tells the store where it is. A worker connects to the Unix sockets of servers on its own host. To other
+servers it makes TCP connections, as ranks of a group do (`rendezvous.links`). The first connection to each is for
+control messages.
 """
 
 from __future__ import annotations
@@ -76,12 +77,13 @@ def join(
     `block_bytes`, which must be equal on all founders. `timeout` is in seconds, for this and, as a default, for all
     calls.
 
-    Processes of one host share memory; those of several use TCP, as RINGREDUCE_SOCKET_IFNAME, RINGREDUCE_PORTS,
-    RINGREDUCE_SECRET_FILE, RINGREDUCE_HOST_ID, RINGREDUCE_TRANSPORT, RINGREDUCE_CONNECTIONS and RINGREDUCE_DEAD_AFTER
-    say. If all founders are on one host, those of other hosts can join later only where it was founded with `listen`.
+    Processes of one host share memory. Processes of several hosts use TCP, with the settings of
+    RINGREDUCE_SOCKET_IFNAME, RINGREDUCE_PORTS, RINGREDUCE_SECRET_FILE, RINGREDUCE_HOST_ID, RINGREDUCE_TRANSPORT,
+    RINGREDUCE_CONNECTIONS and RINGREDUCE_DEAD_AFTER. If all founders are on one host, workers of other hosts can join
+    later only if the founders gave `listen=True`.
 
     Raises `CollectiveTimeout` if a founder does not come, `PeerLost` or `SystemFailure` if a server cannot be reached,
-    and `TopologyError` if it listens to no other host.
+    and `TopologyError` if a server on another host does not accept workers of other hosts.
     """
     if role not in ("both", "worker", "reader"):
         raise InvalidArgument(f"role is {role!r}; it must be 'both', 'worker' or 'reader', and `serve` is for servers")
@@ -177,9 +179,9 @@ def serve(
     block_bytes: int = BLOCK_BYTES,
     timeout: float = 60.0,
 ) -> Serving:
-    """Founds the parameter server `name` as server `rank` of `size`, without a worker; returns when all are there.
+    """Founds the parameter server `name` as server `rank` of `size`, without a worker. Returns when all have come.
 
-    Workers of any host come with `join(store, role="worker")`, before or after. What is not said here is as for `join`.
+    Workers of any host join with `join(store, role="worker")`, before or after. The other arguments are as for `join`.
     """
     _check_sizes(window, block_bytes)
     entry = _Entry(name, "", window, block_bytes, time.monotonic() + timeout, timeout, resolve(None)[0])
@@ -195,7 +197,8 @@ def serve(
 def _check_sizes(window: int, block_bytes: int) -> None:
     if window < block_bytes or block_bytes < 16 * UNIT:
         raise InvalidArgument(
-            f"window is {window} and block_bytes {block_bytes}; a window must hold a block, and that {16 * UNIT} bytes"
+            f"window is {window} and block_bytes {block_bytes}; a window must hold a block, "
+            f"and a block at least {16 * UNIT} bytes"
         )
 
 

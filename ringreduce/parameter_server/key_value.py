@@ -98,9 +98,10 @@ class Membership:
 class KeyValue:
     """Tensors by name, in blocks on all servers. Made by `join`; for one thread at a time.
 
-    Wherever a call takes a key and a tensor it also takes a dictionary of them. Tensors are dense CPU tensors or NumPy
-    arrays. Every call takes `timeout`, in seconds (default: that of `join`), after which it raises `CollectiveTimeout`
-    naming who is waited for. After `ServerLost` the blocks of that server are gone; those of others can still be read.
+    Where a call takes a key and a tensor, it also takes a dictionary of them. Tensors are dense CPU tensors or NumPy
+    arrays. Calls that may wait take `timeout`, in seconds (default: that of `join`). When it has passed they raise
+    `CollectiveTimeout`, naming who is waited for. After `ServerLost` the blocks of that server are gone; those of
+    others can still be read.
     """
 
     def __init__(self, membership: Membership, timeout: float) -> None:
@@ -239,11 +240,13 @@ class KeyValue:
         priority: int = 0,
         timeout: float | None = None,
     ) -> Pending:
-        """Sends a contribution, which is multiplied by `weight` (floating point alone), to the key's servers.
+        """Sends a contribution to the key's servers. `weight` multiplies it; only floating point and complex tensors
+        take one.
 
-        Returns when it is on its way, or waits where the window is full. Wait for the result to know that the push is
-        in the value. The tensor may change at once; one made by `empty` only after that wait. Among the updates that a
-        server could do at once, those with the greatest `priority` go first.
+        Returns as soon as the push is on its way; if the window is full, it waits for room first. `wait()` for the
+        result to know that the push is in the value. The tensor may be changed at once, except one made by `empty`,
+        which may be changed after that wait. Among the updates that a server could do at once, those with the greatest
+        `priority` go first.
         """
         if weight != 1 and not (isinstance(weight, (int, float)) and math.isfinite(weight) and weight > 0):
             raise InvalidArgument(f"weight is {weight!r}; it must be a positive number")
@@ -268,9 +271,10 @@ class KeyValue:
     def pull(
         self, key: str | Mapping[str, Array], out: Array | None = None, *, timeout: float | None = None
     ) -> dict[str, list[int]]:
-        """Copies values to `out`, or to the tensors of a dictionary; returns the version of every block, by key.
+        """Copies values to `out`, or to the tensors of a dictionary. Returns the versions of all blocks, by key.
 
-        It contains all that this worker has pushed; what it contains of others' is the key's mode to say.
+        The value contains all that this worker has pushed. The key's mode says what it contains of other workers'
+        pushes.
         """
         deadline = self._deadline(timeout)
         pulls = self._begin_pulls(dict(self._pairs(key, out)), deadline)
@@ -360,12 +364,12 @@ class KeyValue:
         return key
 
     def wait(self, *pending: Pending, timeout: float | None = None) -> list[str]:
-        """Waits for all of them; returns the keys of which a push came late."""
+        """Waits for all of them; returns the keys whose push came late."""
         deadline = self._deadline(timeout)
         return [key for each in pending for key in each.wait(max(0.0, deadline - time.monotonic()))]
 
     def empty(self, *size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A tensor in this worker's window: to push it copies nothing. Raises `SystemFailure` if there is no room."""
+        """A tensor in this worker's window, pushed without a copy. Raises `SystemFailure` if there is no room."""
         dtype = dtype or torch.get_default_dtype()
         count = math.prod(size)
         piece = self._client.allocate(count * dtype.itemsize)
@@ -374,11 +378,11 @@ class KeyValue:
     # ---- time and membership -----------------------------------------------------------------------------------------
 
     def clock(self, timeout: float | None = None) -> None:
-        """Ends this worker's clock on all servers: for keys in `ssp`, what it pushed before belongs to it."""
+        """Ends this worker's current clock on all servers. For keys in `ssp`, earlier pushes belong to it."""
         self._tell("clock", list(range(self.servers)), timeout)
 
     def barrier(self, timeout: float | None = None) -> None:
-        """Ends when all members of this worker's group have called it."""
+        """Returns when all members of this worker's group have called it."""
         self._tell("barrier", [0], timeout)
 
     def leave(self, timeout: float | None = None) -> None:
@@ -408,7 +412,7 @@ class KeyValue:
             raise CollectiveTimeout(f"leave: {', '.join(staying)} still use this process's server, which ends now")
 
     def abort(self) -> None:
-        """Ends every wait of this worker, now and later, with `Aborted`. For another thread than the one that waits."""
+        """Ends every wait of this worker, now and later, with `Aborted`. Call it from another thread."""
         self._client.abort()
 
     def stats(self) -> dict[str, Any]:

@@ -24,17 +24,18 @@ class Mode:
 
 
 def sync(quorum: int | None = None, grace: float = 0.0, *, average: bool = True, group: str = "workers") -> Mode:
-    """Rounds: all members of `group` push once, then the value is updated once with what they pushed, combined.
+    """Rounds: every member of `group` pushes once. Then the pushes are combined, and the value is updated once.
 
-    With a `quorum`, a round ends `grace` seconds after so many have pushed; who comes later is told so, and its push is
-    dropped. `average` divides the sum of the pushes by the sum of their weights; `reduce` updates take no average.
+    With a `quorum`, a round ends `grace` seconds after that many members have pushed. A push that comes later is
+    dropped, and its `wait()` returns the key. `average` divides the sum of the pushes by the sum of their weights.
+    `reduce` updates are never averaged.
     """
     if quorum is not None and (not isinstance(quorum, int) or quorum < 1):
         raise InvalidArgument(f"quorum is {quorum!r}; it must be a number of workers, at least 1, or None for all")
     if not grace >= 0:
         raise InvalidArgument(f"grace is {grace!r}; it must be seconds, 0 or more")
     if grace > 0 and quorum is None:
-        raise InvalidArgument(f"grace is {grace!r} without a quorum, of which it is the time after; give quorum= too")
+        raise InvalidArgument(f"grace is {grace!r} without a quorum, after which it begins; give quorum= too")
     return Mode("sync", quorum or 0, float(grace), 0, group, average)
 
 
@@ -44,8 +45,8 @@ def asynchronous() -> Mode:
 
 
 def ssp(staleness: int, *, group: str = "workers") -> Mode:
-    """Stale synchronous parallel: as `asynchronous`, but a pull waits until no member of `group` is more than
-    `staleness` clocks behind (see `KeyValue.clock`)."""
+    """Stale synchronous parallel: like `asynchronous`, but a pull waits until no member of `group` is more than
+    `staleness` clocks behind this worker (see `KeyValue.clock`)."""
     if not isinstance(staleness, int) or staleness < 0:
         raise InvalidArgument(f"staleness is {staleness!r}; it must be a number of clocks, 0 or more")
     return Mode("ssp", staleness=staleness, group=group)

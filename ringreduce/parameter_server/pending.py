@@ -38,10 +38,11 @@ class Pending:
             self.pulls = self.store._begin_pulls(self.targets, deadline)
 
     def wait(self, timeout: float | None = None) -> list[str]:
-        """Returns when every push is in the servers' values, with the keys of which one came late and was dropped.
+        """Returns when the servers have applied every push. The result lists the keys whose push came late and was
+        dropped.
 
-        `timeout` is in seconds (default: that of `join`). Raises `CollectiveTimeout` naming who is waited for, after
-        which `wait` can be called again; `ServerLost`; `UpdateFailed`.
+        `timeout` is in seconds (default: that of `join`). Raises `ServerLost`, `UpdateFailed`, or `CollectiveTimeout`,
+        which names who is waited for; after that `wait` can be called again.
         """
         deadline = time.monotonic() + (self.store.timeout if timeout is None else timeout)
         store = self.store

@@ -1,4 +1,4 @@
-"""Training a torch.nn model by a parameter server, in the loop that there is: `attach`."""
+"""Training a torch.nn model with a parameter server, in an unchanged training loop: `attach`."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _HOW = ("foreach", "fused", "capturable", "differentiable")
 
 
 class Attached:
-    """What `attach` returns, to be used in the optimizer's place.
+    """What `attach` returns. Use it in place of the optimizer.
 
-    Gradients are pushed while `backward` runs, and `None` afterwards; a backward pass belongs to each step. `step` ends
-    the step. The new values are pulled before the forward pass of the layer that has them, and before `state_dict`.
+    Gradients are pushed while `backward` runs, and are `None` afterwards. Call `backward` once per step; `step` ends
+    the step. A layer's new values are pulled before its forward pass, and all before `state_dict`.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Attached:
             trained = [parameter for parameter in group["params"] if parameter.requires_grad]
             for parameter in trained:
                 if parameter not in names:
-                    raise InvalidArgument(f"the optimizer has a parameter {tuple(parameter.shape)} that is no model's")
+                    raise InvalidArgument(f"the optimizer has a parameter {tuple(parameter.shape)} that model has not")
                 values[parameter] = prefix + names[parameter]
             rule = optimizer_rule(type(optimizer), **arguments)
             self._make(rule, mode, {values[parameter]: parameter for parameter in trained})
@@ -96,8 +96,8 @@ class Attached:
             raise InvalidArgument("step() of an attached optimizer takes no closure")
         if list(_arguments(self._optimizer)) != self._groups:
             raise InvalidArgument(
-                "the optimizer's arguments have changed, by a scheduler perhaps: the servers update with those that it "
-                "had in attach(); use ps.function() for a rule that changes"
+                "the optimizer's arguments have changed, by a scheduler perhaps, but the servers update with those of "
+                "attach(); use ps.function() for a rule that changes"
             )
         if self._ssp:
             self._kv.clock()
@@ -121,12 +121,13 @@ class Attached:
 def attach(
     kv: KeyValue, model: nn.Module, optimizer: torch.optim.Optimizer, *, mode: Mode | None = None, prefix: str = ""
 ) -> Attached:
-    """Has the servers update the model's parameters, as `optimizer` would, in `mode` (default: `sync()`).
+    """Makes the servers update the model's parameters as `optimizer` would, in `mode` (default: `sync()`).
 
         optimizer = ps.attach(kv, model, optimizer)
 
-    and the loop stays: `zero_grad`, `backward`, `step`. Every worker calls it; all begin with the values of the first.
-    A parameter's key is `prefix` and its name. Raises `InvalidArgument` for an optimizer that needs whole tensors.
+    The training loop stays as it is: `zero_grad`, `backward`, `step`. Every worker calls `attach`; all begin with the
+    values of the first one. The key of a parameter is `prefix` followed by its name. Raises `InvalidArgument` for an
+    optimizer that needs whole tensors.
     """
     return Attached(kv, model, optimizer, mode or sync(), prefix)
 

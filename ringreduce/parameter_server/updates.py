@@ -62,9 +62,9 @@ def rowwise_adagrad(lr: float = 0.01, eps: float = 1e-8) -> UpdateRule:
 def function(name: str, **arguments: Any) -> UpdateRule:
     """A function that the servers know by this name, from `join(functions={name: f})`.
 
-    It is called as `f(value, push, state, info, **arguments)` for every block and update: `value` is a 1-dimensional
-    tensor to change in place, `push` what was pushed, `state` a dictionary of the block's own that lasts, `info` an
-    `Info`. `arguments` must be numbers, strings or None.
+    For every block and update it is called as `f(value, push, state, info, **arguments)`. `value` is a 1-dimensional
+    tensor to change in place, and `push` is what was pushed. `state` is a dictionary of the block's own, which is kept
+    between updates. `info` is an `Info`. `arguments` must be numbers, strings or None.
     """
     for key, value in arguments.items():
         if not isinstance(value, (int, float, str, type(None))):
@@ -76,9 +76,10 @@ def optimizer(kind: type[torch.optim.Optimizer], **arguments: Any) -> UpdateRule
     """An optimizer of torch.optim that works element by element, with its arguments, such as
     `optimizer(torch.optim.AdamW, lr=1e-3)`.
 
-    SGD, Adam, AdamW, Adagrad and RMSprop of float32 and float64 values run without Python, with the bits of torch's
-    default path on CPUs; all others, and other dtypes, by torch in the server's process. Raises `InvalidArgument` for
-    an optimizer that needs more than a block at a time, by name, and for arguments that it does not take.
+    On x86-64, and for float32 and float64 values, SGD, Adam, AdamW, Adagrad and RMSprop run without Python and give the
+    bits of torch's default path on CPUs. All other optimizers and dtypes run in torch in the server's process. Raises
+    `InvalidArgument` for an optimizer that needs more than one block at a time, and for arguments that the optimizer
+    does not take.
     """
     name = getattr(kind, "__name__", repr(kind))
     if name in UNSUITABLE and getattr(torch.optim, name, None) is kind:
@@ -162,9 +163,9 @@ class Push:
 
     worker: int
     clock: int
-    """The worker's, when it pushed."""
+    """The worker's clock when it pushed."""
     pulled: int
-    """The version that it had pulled before; the update makes version `Info.version`."""
+    """The version that the worker had pulled before. The update makes version `Info.version`."""
     weight: float
 
 
@@ -176,7 +177,7 @@ class Info:
     begin: int
     """The block's first element in the flattened tensor."""
     version: int
-    """That this update makes."""
+    """The version that this update makes."""
     pushes: list[Push]
     """In the order of workers; in asynchronous and ssp modes there is one."""
 

@@ -1,7 +1,8 @@
 """Plans: what every rank does in a collective, as data.  See `model` for what a plan is, `verify` for its proof.
 
-One file an algorithm (`direct`, `ring`, `tree`, `halving_doubling`), listed in `builders`; `hierarchical` and `hosts`
-make one plan of several, for groups of ranks and for ranks on several hosts.  `cost` says how long each takes on CPU
+One file an algorithm (`direct`, `ring`, `tree`, `halving_doubling`), listed in `builders`. `hierarchical` and
+`across_hosts` make one plan of several, for groups of ranks and for ranks on several hosts.  `cost` says how long
+each takes on CPU
 ranks, `choose` picks one by size, and `lower` turns it into the array the engine reads,
 `alike` that of one rank where all do the same (`symmetric`).  `simulate` runs plans over a
 `network` of links, with one rank for all where all are equal (`symmetric`), and a `parameter_server` beside them.

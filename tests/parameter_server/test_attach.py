@@ -133,7 +133,7 @@ def test_unsuitable_optimizers_and_foreign_parameters_are_refused() -> None:
     with ps.join(memory=1 << 20, window=8 << 20) as kv:
         with pytest.raises(InvalidArgument, match=r"torch.optim.LBFGS cannot update blocks of a tensor"):
             ps.attach(kv, model, torch.optim.LBFGS(model.parameters()))
-        with pytest.raises(InvalidArgument, match=r"the optimizer has a parameter \(2, 2\) that is no model's"):
+        with pytest.raises(InvalidArgument, match=r"the optimizer has a parameter \(2, 2\) that model has not"):
             ps.attach(kv, model, torch.optim.SGD([nn.Parameter(torch.zeros(2, 2))], lr=0.1))
 
 

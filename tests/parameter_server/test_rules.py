@@ -117,6 +117,27 @@ def test_reductions(op: str) -> None:
             kv.init("f", torch.zeros(3), update=ps.reduce("bxor"))
 
 
+@pytest.mark.parametrize("op", ["sum", "max"])
+def test_a_weight_multiplies_what_is_reduced(op: str) -> None:
+    value, push = (torch.linspace(-1, 1, 1000) ** power for power in (1, 2))
+    with ps.join(window=8 << 20, memory=1 << 20) as kv:
+        kv.init("x", value, update=ps.reduce(op), mode=ps.asynchronous())
+        kv.push("x", push, weight=2.5).wait()
+        out = torch.empty(1000)
+        kv.pull("x", out)
+        assert torch.equal(out, value + 2.5 * push if op == "sum" else torch.maximum(value, 2.5 * push))
+
+
+def test_a_tensor_that_outgrows_the_caches_comes_back_whole() -> None:
+    count = (48 << 20) // 4 + 5  # of which both copies go past the caches
+    value, out = torch.arange(count, dtype=torch.int32), torch.empty(count, dtype=torch.int32)
+    with ps.join(memory=128 << 20) as kv:
+        kv.init("x", torch.zeros_like(value), update=ps.reduce("sum"), mode=ps.asynchronous())
+        kv.push("x", value).wait()
+        kv.pull("x", out)
+        assert torch.equal(out, value)
+
+
 def test_what_does_not_fit_is_refused() -> None:
     with ps.join(window=8 << 20, memory=1 << 20) as kv:
         with pytest.raises(InvalidArgument, match=r"bytes for two buffers .* join with a larger memory="):
