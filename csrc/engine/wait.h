@@ -86,7 +86,7 @@ class Waiting {
   // Peers on other hosts learn of a slot that has been read at most so much later.
   static constexpr Nanoseconds kSettle = 100 * kMicrosecond;
   // Bounds how late a dead peer, a timeout or an abort is seen.
-  static constexpr Nanoseconds kSleep = 20 * kMillisecond;
+  static constexpr Nanoseconds kSleep = 4 * kMillisecond;
 
   void arm(std::uint64_t awaits) {
     seen_ = doorbell_.rings.load(std::memory_order_seq_cst);
