@@ -1,7 +1,7 @@
 """A rank is killed in the middle of a training. The others go on at once, in the same processes; its keeper starts it
 again, and it joins them. All end with the parameters that a single process gets.
 
-torchrun --nproc-per-node=3 --no-python ringreduce keep python examples/elastic_live.py
+torchrun --nproc-per-node=3 --no-python ringreduce keep --errors python examples/elastic_live.py
 """
 
 import os

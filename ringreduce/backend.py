@@ -10,6 +10,7 @@ import functools
 import itertools
 import json
 import logging
+import mmap
 import multiprocessing.util
 import os
 import time
@@ -249,7 +250,7 @@ def _make_with_memory(
             meeting, name, rank, decision.hosts, decision.wire, options.connections, options.dead_after
         )
     geometry = geometry_for(size, options, decision.channels)
-    ledger = None if links else Ledger(meeting.memfd, geometry.segment_bytes(), ledger_bytes(size))
+    ledger = None if links else Ledger(meeting.memfd, _ledger_at(geometry), ledger_bytes(size))
     lineage = Lineage(rank, size, ledger or store, f"{meeting.exchange.prefix}/survivors")
     fetch = bool(meeting.threads)
     ranks_here = size - sum(links.elsewhere) if links else size
@@ -534,7 +535,12 @@ def show_log() -> None:
 
 def _memory_for(size: int, options: Options, plan_channels: int) -> int:
     """The bytes that the ranks of a host share: their regions, then their ledger."""
-    return geometry_for(size, options, plan_channels).segment_bytes() + ledger_bytes(size)
+    return _ledger_at(geometry_for(size, options, plan_channels)) + ledger_bytes(size)
+
+
+def _ledger_at(geometry: _C.Geometry) -> int:
+    """Where the ledger begins: behind the regions, on a page of its own."""
+    return -(-geometry.segment_bytes() // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def geometry_for(size: int, options: Options, plan_channels: int) -> _C.Geometry:

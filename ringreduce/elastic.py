@@ -38,6 +38,7 @@ from torch.utils import _pytree as pytree
 from ringreduce.api import backend_of
 from ringreduce.config import Options
 from ringreduce.errors import (
+    CollectiveMismatch,
     CollectiveTimeout,
     Expelled,
     InvalidArgument,
@@ -63,11 +64,19 @@ LOOK_FOR_JOINERS = 0.05
 LOOK_IN_LEDGER, LOOK_IN_STORE = 0.2, 1.0
 """Seconds between two looks whether a member has left the view."""
 
+_OVER_AFTER = 1.0
+"""Seconds between the two looks after which a process that is started again believes that all members have gone."""
+
 log = logging.getLogger(__name__)
 
 
+class Over(SystemExit):
+    """Raised by `start` in a process that was started again when all members had left or ended: there is nothing to
+    join. Ends the process with exit code 0 unless it is caught, so a launcher sees no failure."""
+
+
 class State:
-    """What a joiner receives: see `World.state`. Its attributes are those that were given, and can be set."""
+    """What a joiner receives: see `World.state`. Its attributes are those that were given. They can be set."""
 
     def __init__(self, parts: dict[str, Any]) -> None:
         vars(self).update(parts)
@@ -77,7 +86,7 @@ class State:
 
     def _load(self, found: dict[str, Any]) -> None:
         for name, value in found.items():
-            part = getattr(self, name)
+            part: Any = getattr(self, name, None)
             if hasattr(part, "load_state_dict"):
                 part.load_state_dict(value)
             else:
@@ -87,8 +96,9 @@ class State:
 class World:
     """The members of a changing group, of which this process is one. Its calls are for one thread."""
 
-    def __init__(self, config: _Config, membership: Membership) -> None:
-        """For `start`."""
+    def __init__(self, config: _Config, membership: Membership, founder: bool) -> None:
+        """For `start`. `founder`: this process was among the first members."""
+        self._founder = founder
         self._config, self._membership = config, membership
         self._state: State | None = None
         self._has_state = False
@@ -102,6 +112,8 @@ class World:
     @property
     def rank(self) -> int:
         """This process's, among the members; changes with them."""
+        if self._config.me.name not in self.view.names:
+            raise Expelled(f"the other members went on without this process in epoch {self.epoch}")
         return self.view.names.index(self._config.me.name)
 
     @property
@@ -186,15 +198,20 @@ class World:
         return True
 
     def leave(self) -> None:
-        """Ends this process's membership; the others go on without it. To be called when the training is over, too."""
+        """Ends this process's membership; the others go on without it. To be called when the training is over, too:
+        a process that is started again then ends at once (`Over`) instead of waiting to be let in.
+        """
         self._watch.stop()
+        with contextlib.suppress(RuntimeError, OSError):  # what is told to nobody shows by the end of this process
+            self._membership.resign(self._committed)
+            self._config.store.set(f"left/{self._config.me.name}", "")
         dist.destroy_process_group()
 
     # changes
 
     def _is_of_group(self, error: Exception) -> bool:
         """Whether it is the group that has failed, and not the function itself."""
-        if isinstance(error, Expelled | TooFewRanks | InvalidArgument):
+        if isinstance(error, Expelled | TooFewRanks | InvalidArgument | CollectiveMismatch):
             return False
         if isinstance(error, RingReduceError):
             return True
@@ -251,15 +268,23 @@ class World:
             self._watch.stop()
             dist.destroy_process_group()
         _init(self._config, self.view, self._watch)
+        self._tell_members()
         if self._state is not None:
             for part in vars(self._state).values():
-                if isinstance(part, DistributedDataParallel):
-                    _rebind(part)
+                for module in part.modules() if isinstance(part, torch.nn.Module) else ():
+                    if isinstance(module, DistributedDataParallel):
+                        _rebind(module)
             self._share_state()
         for callback in self._callbacks:
             callback(self)
 
     # joiners
+
+    def _tell_members(self) -> None:
+        """So that a process that is started again knows whether anybody is left who could let it in."""
+        if self.rank == 0:
+            with contextlib.suppress(RuntimeError, OSError):  # without the launcher's store nobody can join
+                self._config.store.set("members now", self.view.dump())
 
     def _somebody_waits(self) -> bool:
         now = time.monotonic()
@@ -299,11 +324,12 @@ class World:
         state = self._state
         assert state is not None
         flags = torch.zeros(self.size, dtype=torch.int64)
-        flags[self.rank] = int(self._has_state)
+        flags[self.rank] = 2 if self._has_state else int(self._founder)
         dist.all_reduce(flags)
-        if bool(flags.all()):
+        if int(flags.min()) == 2:
             return
-        if self.epoch > 0 and not bool(flags.any()):
+        # A founder that has none yet has not let anybody take a step, so its own is as good as any.
+        if not bool(flags.any()):
             raise TooFewRanks("every member that had the state is lost; start again from a checkpoint")
         source = int(flags.argmax())
         tensors, shape = pytree.tree_flatten(state._dump())
@@ -397,7 +423,8 @@ class _Watch:
         self._found: set[str] = set()
         self._lock = threading.Lock()
         self._bell: tuple[int, int] | None = None
-        self._group: Any = None
+        self._group: list[Any] = [None]
+        """A thread has one of its own, so that it cannot touch the group of the next view."""
         self._names: tuple[str, ...] = ()
 
     def start(self, view: View, config: _Config) -> None:
@@ -419,12 +446,13 @@ class _Watch:
         def somebody_left() -> bool:
             return any(directory.get(place(view.epoch, name)) for name in names)
 
-        given = (self._bell[0], dict(self._pidfds), self._found, somebody_left, config.look_every())
-        threading.Thread(target=self._run, args=given, daemon=True).start()
+        self._group = [None]
+        given = (self._bell[0], dict(self._pidfds), self._found, self._group, somebody_left, config.look_every())
+        threading.Thread(target=self._run, args=given, daemon=True, name="ringreduce elastic").start()
 
     def attach(self, group: Any) -> None:
         with self._lock:
-            self._group = group
+            self._group[0] = group
             if self._found:
                 group.notice()
 
@@ -433,28 +461,35 @@ class _Watch:
         names = set(self._found)
         for fd in _readable(self._pidfds):
             names.add(self._pidfds[fd])
-        group = self._group
+        group = self._group[0]
         if group is not None:  # those on other machines, whose connections have ended
             names |= {self._names[rank] for rank in group.ended()}
         return sorted(names)
 
     def stop(self) -> None:
         with self._lock:
-            self._group = None
+            self._group[0] = None
         if self._bell:
+            os.write(self._bell[1], b"x")  # a forked child may hold this end open, so closing it would not be heard
             os.close(self._bell[1])  # the thread ends, and closes the other end and the descriptors
             self._bell = None
         self._pidfds = {}
 
-    def _abort_if(self, somebody_left: Callable[[], bool]) -> None:
+    def _abort_if(self, group: list[Any], somebody_left: Callable[[], bool]) -> None:
         with contextlib.suppress(RuntimeError, OSError):  # the store may be gone
             if somebody_left():
                 with self._lock:
-                    if self._group is not None:
-                        self._group.abort()
+                    if group[0] is not None:
+                        group[0].abort()
 
     def _run(
-        self, bell: int, pidfds: dict[int, str], found: set[str], somebody_left: Callable[[], bool], every: float
+        self,
+        bell: int,
+        pidfds: dict[int, str],
+        found: set[str],
+        group: list[Any],
+        somebody_left: Callable[[], bool],
+        every: float,
     ) -> None:
         poll = select.poll()
         for fd in (bell, *pidfds):
@@ -464,13 +499,13 @@ class _Watch:
             if bell in ready:
                 break
             if not ready:
-                self._abort_if(somebody_left)
+                self._abort_if(group, somebody_left)
             for fd in ready:
                 poll.unregister(fd)
                 found.add(pidfds[fd])
             with self._lock:
-                if self._group is not None:
-                    self._group.notice()
+                if group[0] is not None:
+                    group[0].notice()
         for fd in (bell, *pidfds):
             os.close(fd)
 
@@ -503,11 +538,13 @@ def start(
     `least`: with fewer members nobody goes on: see `World.attempt`. `patience`: seconds to wait for more, and for a
     directory that is out of reach. `expel_after`: seconds after which others go on without a member that lives and does
     not come; by default `timeout`, that of calls. Raises `CollectiveTimeout` if nobody lets this process in for
-    `timeout`, and what `init_process_group` raises.
+    `timeout`, `Over` if all members have left or ended, `InvalidArgument`, and what `init_process_group` raises.
     """
-    if least < 1:
-        raise InvalidArgument(f"start: least is {least}; it must be 1 or more")
-    seconds = timeout.total_seconds()
+    if not isinstance(least, int) or least < 1:
+        raise InvalidArgument(f"start: least is {least!r}; it must be a whole number, 1 or more")
+    seconds, patience = _seconds("timeout", timeout), _seconds("patience", patience)
+    expel_after = seconds if expel_after is None else _seconds("expel_after", expel_after)
+    timeout = timedelta(seconds=seconds)
     if store is None:
         store, rank, world_size = next(env_rendezvous("env://", timeout=timeout))
     elif not 0 <= rank < world_size:
@@ -519,8 +556,15 @@ def start(
     who = rendezvous.identity()
     address = json.dumps({"host": who.host, "pid": who.pid, "pids": who.pids})
     me = Member(f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}", address)
-    config = _Config(me, store, options, seconds, least, patience, seconds if expel_after is None else expel_after)
+    config = _Config(me, store, options, seconds, least, patience, expel_after)
     return _join(config) if joins else _begin(config, rank, world_size)
+
+
+def _seconds(name: str, value: Any) -> float:
+    number = value.total_seconds() if isinstance(value, timedelta) else value
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not number > 0:
+        raise InvalidArgument(f"start: {name} is {value!r}; it must be a time above 0, in seconds or as a timedelta")
+    return float(number)
 
 
 def _begin(config: _Config, rank: int, size: int) -> World:
@@ -544,7 +588,8 @@ def _begin(config: _Config, rank: int, size: int) -> World:
     everyone: list[Any] = [None] * size
     dist.all_gather_object(everyone, (config.me.name, config.me.address))
     view = View(0, tuple(Member(*each) for each in everyone))
-    world = World(config, Membership(config.directory(), config.me.name, view, config.patience))
+    world = World(config, Membership(config.directory(), config.me.name, view, config.patience), founder=True)
+    world._tell_members()
     world._watch.start(view, config)
     world._watch.attach(backend_of(None))
     return world
@@ -555,11 +600,17 @@ def _join(config: _Config) -> World:
     number = store.add("waiting", 1)
     store.set(f"joiner/{number}", json.dumps([me.name, me.address]))
     deadline = time.monotonic() + config.timeout
-    invited = f"invited/{me.name}"
+    invited, look, over = f"invited/{me.name}", 0.0, False
     while not store.check([invited]):
         if time.monotonic() > deadline:
             store.delete_key(f"joiner/{number}")
             raise CollectiveTimeout(f"start: nobody has let this process in for {config.timeout:.0f} s")
+        if time.monotonic() > look:
+            look = time.monotonic() + _OVER_AFTER
+            over, before = _all_gone(store), over
+            if over and before:
+                log.warning("start: all members have left or ended; there is nothing to join")
+                raise Over(0)
         time.sleep(0.005)
     invitation = json.loads(store.get(invited))
     if invitation["ledger"] is not None and not config.open_ledger(invitation["ledger"]):
@@ -567,7 +618,7 @@ def _join(config: _Config) -> World:
             "start: the members share a ledger, which this process cannot open: it must run on their host as their user"
         )
     view = View.load(invitation["view"])
-    world = World(config, Membership(config.directory(), me.name, view, config.patience))
+    world = World(config, Membership(config.directory(), me.name, view, config.patience), founder=False)
     try:
         _init(config, view, world._watch)
     except RingReduceError as error:
@@ -596,6 +647,14 @@ def _init(config: _Config, view: View, watch: _Watch) -> None:
         rendezvous.ended.reset(known)
         sys.excepthook = hook
     watch.attach(backend_of(None))
+
+
+def _all_gone(store: Store) -> bool:
+    """Whether every member that the store knows of has left, or has ended on this machine."""
+    if not store.check(["members now"]):
+        return False
+    members = View.load(store.get("members now").decode()).members
+    return all(store.check([f"left/{member.name}"]) or _has_ended(member) for member in members)
 
 
 def _pid_here(member: Member) -> int:

@@ -29,7 +29,7 @@ def add(commands: Any, summary: str) -> None:
         "with its keeper.",
         epilog="examples:\n"
         "  ringreduce keep --errors python train.py\n"
-        "  torchrun --nproc-per-node=8 --no-python ringreduce keep python train.py",
+        "  torchrun --nproc-per-node=8 --no-python ringreduce keep --errors python train.py",
         formatter_class=Help,
     )
     parser.add_argument("--again", type=int, default=3, metavar="N",
@@ -41,6 +41,11 @@ def add(commands: Any, summary: str) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.program[:1] == ["--"]:
+        del arguments.program[0]
+    if arguments.again < 0:
+        sys.stderr.write(f"error: keep: --again is {arguments.again}; it must be 0 or more\n")
+        return 2
     if not arguments.program:
         sys.stderr.write("error: keep: no command is given; for example: ringreduce keep python train.py\n")
         return 2
@@ -57,6 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
         signal.signal(number, pass_on)
     for life in range(arguments.again + 1):
         child[:] = [_start(arguments.program, life)]
+        if stopped:  # before there was a child to pass it on to
+            child[0].send_signal(stopped[0])
         code = child[0].wait()
         died = code < 0 or (arguments.errors and code > 0)
         if not died or stopped or life == arguments.again:
@@ -64,6 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         sys.stderr.write(f"ringreduce keep: {arguments.program[0]} (pid {child[0].pid}) ended with {how}; again\n")
         time.sleep(0.1 * life)
+        if stopped:
+            return 128 + stopped[0]
     raise AssertionError("the last life has ended above")
 
 

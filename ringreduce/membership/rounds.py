@@ -72,7 +72,7 @@ class Membership:
         while done is None:
             gone = set(lost())
             if time.monotonic() - began > silent_after:
-                gone |= set(protocol.missing(self._state)[:1])  # the others have not been asked for yet
+                gone |= set(protocol.missing(self._state)[:1])  # the next has not been asked for yet
             done = self._carry_out(Look(frozenset(gone)))
             if done is None:
                 time.sleep(min(max((time.monotonic() - began) / 8, SHORTEST), LONGEST))
@@ -89,6 +89,15 @@ class Membership:
             return True
         self._state = before  # the next view is entered by `leave`
         return False
+
+    def resign(self, step: int) -> None:
+        """Tells the others to go on without this process, which does not wait for them. `step`: its latest commit.
+
+        Raises what the directory does if it cannot be reached.
+        """
+        me, view = self._state.me, self.view
+        self.directory.compare_set(VIEW, "", view.dump())
+        self.directory.compare_set(protocol.place(view.epoch, me), "", Report(step, without=(me,)).dump())
 
     def _begin(self) -> None:
         if not self._begun:

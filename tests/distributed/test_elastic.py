@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import signal
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -20,7 +21,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ringreduce import elastic
 from ringreduce.api import backend_of
-from ringreduce.errors import CollectiveTimeout, Expelled, InvalidArgument, SystemFailure, TooFewRanks
+from ringreduce.errors import (
+    CollectiveMismatch,
+    CollectiveTimeout,
+    Expelled,
+    InvalidArgument,
+    SystemFailure,
+    TooFewRanks,
+)
 
 STEPS, BATCH = 60, 12
 
@@ -307,12 +315,105 @@ def test_durable_commits() -> None:
         assert ranks.results(but=(2,)) == [3, 3]
 
 
+def with_forked_children(me: Rank) -> tuple[int, int, int]:
+    """Every member has a child, as of a DataLoader, that holds all that the member had open when it was forked."""
+    world = start(me, 3)
+    state = world.state(step=0)
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    try:
+        me.report("begins")
+        while state.step < 30:
+            world.attempt(lambda: (time.sleep(0.02), dist.all_reduce(torch.ones(1))))
+            state.step += 1
+        threads = [thread for thread in threading.enumerate() if thread.name == "ringreduce elastic"]
+        return world.epoch, world.size, len(threads)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_forked_children_do_not_keep_an_old_view_alive() -> None:
+    with Ranks(with_forked_children, 3) as ranks:
+        ranks.reports()
+        ranks.signal(2, signal.SIGKILL)
+        assert ranks.results(but=(2,)) == [(1, 2, 1)] * 2
+
+
+def dies_before_the_state(me: Rank) -> tuple[int, int]:
+    world = start(me, 3)
+    me.report("is a member")
+    if me.rank == 2:
+        signal.pause()
+    state = world.state(step=7 if me.rank == 0 else 0)
+    return world.size, state.step
+
+
+def test_a_death_before_anybody_has_the_state() -> None:
+    with Ranks(dies_before_the_state, 3) as ranks:
+        ranks.reports()
+        ranks.signal(2, signal.SIGKILL)
+        assert ranks.results(but=(2,)) == [(2, 7)] * 2
+
+
+def leaves_and_lives(me: Rank) -> int:
+    """Rank 2 leaves after its first step; the others go on without it at once, and it ends after them."""
+    world = start(me, 3, timeout=timedelta(seconds=1000))
+    for _ in range(2):
+        world.attempt(lambda: dist.all_reduce(torch.ones(1)))
+        if me.rank == 2:
+            world.leave()
+            me.meet("over")
+            return -1
+    size = world.size
+    world.leave()
+    me.meet("over")
+    return size
+
+
+def test_others_go_on_at_once_without_a_member_that_leaves() -> None:
+    assert run(leaves_and_lives, 3) == [2, 2, -1]
+
+
+def comes_when_all_is_over(me: Rank) -> str:
+    if me.rank == 2:
+        while not me.store.check(["left"]):
+            time.sleep(0.01)
+        with pytest.raises(elastic.Over) as over:
+            start(me, 2)
+        return str(over.value.code)
+    world = start(me, 2)
+    world.attempt(lambda: dist.all_reduce(torch.ones(1)))
+    world.leave()
+    if me.store.add("leavers", 1) == 2:
+        me.store.set("left", "")
+    return ""
+
+
+def test_a_process_that_starts_when_all_have_left_ends_well() -> None:
+    assert run(comes_when_all_is_over, 3) == ["", "", "0"]
+
+
+def calls_another_thing(me: Rank) -> None:
+    world = start(me, 2)
+    with pytest.raises(CollectiveMismatch):
+        world.attempt(lambda: dist.all_reduce(torch.ones(1 + me.rank)))
+
+
+def test_a_mismatch_is_raised_and_not_repeated() -> None:
+    run(calls_another_thing, 2)
+
+
 def nobody_lets_in(me: Rank) -> None:
     me.store.add("ringreduce/elastic/0/rank/0", 1)
     with pytest.raises(CollectiveTimeout, match="nobody has let this process in"):
         start(me, 1, timeout=timedelta(seconds=0.3))
     with pytest.raises(InvalidArgument, match="least is 0"):
         start(me, 1, least=0)
+    for wrong in (dict(least=1.5), dict(patience=-1), dict(expel_after=float("nan")), dict(expel_after="x")):
+        with pytest.raises(InvalidArgument, match=f"start: {next(iter(wrong))} is "):
+            start(me, 1, **wrong)
     with pytest.raises(InvalidArgument, match="rank is 3 and world_size 2"):
         elastic.start(store=me.store, rank=3, world_size=2)
 
