@@ -135,7 +135,7 @@ def plan_group(graph: LinkGraph, source: str) -> GroupTopology:
         by_name = {each.plan.name: each for each in planned.values() if each}
         for rule in ranges_between(collective, chosen):
             if each := by_name.get(rule.algorithm):
-                served.append(Served(rule.begin, rule.end, each.plan, each.bandwidth, each.bound, each.reason))
+                served.append(Served(rule.begin, rule.end, each.whole(), each.bandwidth, each.bound, each.reason))
     return GroupTopology(source, graph.name, ranks, tuple(served), graph.assumed)
 
 
