@@ -123,7 +123,8 @@ def simulate_first(
     """`simulate` a plan that has the programs of the first group alone, where all groups do the same.
 
     `opposite` is what `symmetric.Symmetric` has by that name, for groups: what the first group receives from a group
-    is what it sends to the opposite one.  Raises PlanError for a link that all groups share, too: what one of them
+    is what it sends to the opposite one.  The search for the best slices ends sooner than in `simulate`: groups are
+    many.  Raises PlanError for a link that all groups share, too: what one of them
     sends does not show how busy that is.
     """
     places, size = groups.places, plan.size

@@ -2,9 +2,9 @@
 
 Hosts are alike if each is a copy of the first, with names after its prefix ``host<h>/``, and has links to the same
 switches of the network.  all_reduce goes in stages there (`plan.hierarchical`).  Host `h` does what the first host
-does, with the hosts renumbered as the algorithm between hosts has it (`plan.symmetric`).  So the links of the first host show
-the load of all, and its messages, which it gets back itself, show the time (`simulate_first`).  Bounds come from the
-first host and a second one that is as wide as all others together.
+does, with the hosts renumbered as the algorithm between hosts has it (`plan.symmetric`).  So the links of the first
+host show the load of all, and its messages, which it gets back itself, show the time (`simulate_first`).  Bounds come
+from the first host and a second one that is as wide as all others together.
 
 Up to `FEW` hosts every rank's program is made instead; tests compare the two.
 """
