@@ -12,7 +12,6 @@ from ringreduce.cli.terminal import Help, bar, console, gigabytes, progress_cons
 from ringreduce.cli.topo import ring_lines, show_assumed
 from ringreduce.common.failures import InvalidArgument
 from ringreduce.common.units import bytes_text, time_text
-from ringreduce.plan import verify
 from ringreduce.topology.draw.style import rank_label
 
 if TYPE_CHECKING:
@@ -20,6 +19,9 @@ if TYPE_CHECKING:
 
     from ringreduce.topology.expected import Table
     from ringreduce.topology.planner import Planned
+
+MOST_NAMED = 64
+"""GPUs that are listed one by one."""
 
 MOST_LINKS = 48
 """Links that the table shows; of more, as many of the busiest."""
@@ -56,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     size = arguments.size
     with progress_console().status("planning"):
         planned = plan_for(graph, arguments.collective, size, arguments.algorithm)
-    verify(planned.plan)
+    planned.verify()
     written = _write(planned, arguments)
     if arguments.json:
         found = expected.expected(planned, size, table)
@@ -67,8 +69,10 @@ def run(arguments: argparse.Namespace) -> int:
     if len(planned.ranks) < 2:
         say(out, f"{graph.name}: {planned.collective} on one GPU: nothing moves")
         return 0
-    ranks = ", ".join(rank_label(graph, name) for name in planned.ranks)
-    say(out, f"{graph.name}: {planned.collective} of {bytes_text(size)} on GPUs {ranks}", style="bold")
+    size_text, gpus = bytes_text(size), len(planned.ranks)
+    few = gpus <= MOST_NAMED
+    ranks = "GPUs " + ", ".join(rank_label(graph, name) for name in planned.ranks) if few else f"{gpus} GPUs"
+    say(out, f"{graph.name}: {planned.collective} of {size_text} on {ranks}", style="bold")
     say(
         out,
         f"{time_text(planned.seconds(size))} by the busiest link, {time_text(planned.simulated(size))} simulated with "
@@ -77,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     _show_expected(out, planned, size, table)
     say(out, f"why: {planned.reason}")
     say(out, f"limit: {planned.proof}")
-    for line in ring_lines(planned):
+    for line in ring_lines(planned) if planned.rings or planned.trees else ():
         say(out, f"  {line}")
     _show_links(out, planned, size)
     show_assumed(out, graph.assumed)
@@ -94,7 +98,7 @@ def _write(planned: Planned, arguments: argparse.Namespace) -> list[Path]:
             "--save: switches reduce in this plan, which no engine of ringreduce runs; leave out --save"
         )
     if arguments.save:
-        arguments.save.write_text(planned.plan.to_json() + "\n")
+        arguments.save.write_text(planned.whole().to_json() + "\n")
     if arguments.plot:
         note = f"{planned.collective}: planned {planned.bandwidth:.4g} GB/s of at most {planned.bound:.4g}"
         draw.machine(planned.graph, planned.rings, planned.trees, arguments.plot, planned.ranks, note)
@@ -148,6 +152,8 @@ def _show_links(out: Console, planned: Planned, size: int) -> None:
             bar(out, load.seconds / longest if longest else 0.0),
         )
     out.print(links)
+    if planned.whole_hosts > 1:
+        say(out, f"these are of one host; the other {planned.whole_hosts - 1} are alike")
     if len(loads) > len(shown):
         say(out, f"{len(loads) - len(shown)} more links are no busier than these; --json has them all")
 

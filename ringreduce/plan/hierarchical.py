@@ -37,18 +37,21 @@ class Stages(NamedTuple):
     weight: int = 1
 
 
-def all_reduce(groups: Groups, channels: Sequence[Stages], name: str = "hierarchical") -> Plan:
-    """all_reduce in three stages, for every channel.  Raises PlanError if groups and plans do not fit each other."""
+def all_reduce(groups: Groups, channels: Sequence[Stages], name: str = "hierarchical", made: int | None = None) -> Plan:
+    """all_reduce in three stages, for every channel.  With `made`, only the first so many groups get programs, and the
+    plans across need no others; each group's ranks must follow those of the group before.  Raises PlanError if groups
+    and plans do not fit each other."""
     _check_groups(groups, name)
-    return Plan(name, "all_reduce", len(groups) * len(groups[0]), tuple(_channel(groups, c, name) for c in channels))
+    several = tuple(_channel(groups, each, name, made or len(groups)) for each in channels)
+    return Plan(name, "all_reduce", len(groups) * len(groups[0]), several)
 
 
-def _channel(groups: Groups, stages: Stages, name: str) -> Channel:
+def _channel(groups: Groups, stages: Stages, name: str, made: int) -> Channel:
     _check_stages(groups, stages, name)
     inside, across, back = (plan.channels[0] for plan in stages[:3])
     places, pieces = len(groups[0]), across.chunks
-    programs: list[Program] = [()] * (len(groups) * places)
-    for number, group in enumerate(groups):
+    programs: list[Program] = [()] * (made * places)
+    for number, group in enumerate(groups[:made]):
         for place, rank in enumerate(group):
             rail = [other[place] for other in groups]
             programs[rank] = (

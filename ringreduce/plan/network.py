@@ -25,7 +25,7 @@ class Network:
 @dataclass(frozen=True)
 class LikeGroups:
     """Groups of `places` ranks each, as of hosts, over a network that is the same for each: to exchange them changes
-    nothing.  `links` has, for every link, the one of the first group that it is like."""
+    nothing.  `links` has, for every link, the one of the first group that it is like, or -1 for one that all share."""
 
     places: int
     links: tuple[int, ...]

@@ -107,22 +107,35 @@ class Cuts:
         return tuple(found)
 
 
-def bound(collective: str, cuts: Cuts, tried: Iterable[Partition] = (), in_switches: bool = False) -> Bound:
+def bound(
+    collective: str, cuts: Cuts, tried: Iterable[Partition] = (), in_switches: bool = False, hosts: int = 1
+) -> Bound:
     """The lowest of the bounds that the partitions give: the structural ones, and those in `tried`; for ranks alone, or
     with what switches can do.
 
-    Infinite for a single rank, which moves nothing.
+    Infinite for a single rank, which moves nothing.  With `hosts`, all_reduce over so many that are alike: `cuts` are
+    of the first, and of a second that is as wide as all others together.
     """
     routes = cuts.routes
     if routes.size == 1:
         return Bound(float("inf"), ((0,),), "one rank moves nothing")
     best: Bound | None = None
-    for partition in dict.fromkeys((*_structural(routes), *cuts.widest_first, *tried)):
-        for found in _bounds(collective, cuts, partition, in_switches):
+    partitions = dict.fromkeys((*_structural(routes), *cuts.widest_first, *tried))
+    if hosts > 1:
+        partitions = dict.fromkeys(part for each in partitions if (part := _of_first_half(each, routes.size)))
+    for partition in partitions:
+        for found in _bounds(collective, cuts, partition, in_switches, hosts):
             if best is None or found.bandwidth < best.bandwidth * (1 - 1e-9):
                 best = found
     assert best is not None
     return best
+
+
+def _of_first_half(partition: Partition, size: int) -> Partition | None:
+    """The parts of the first host, and all of the second in one; None if a part has ranks of both."""
+    first = tuple(part for part in partition if part[0] < size // 2)
+    second = tuple(range(size // 2, size))
+    return (*first, second) if sum(map(len, first)) == size // 2 and max(map(max, first)) < size // 2 else None
 
 
 def _structural(routes: Routes) -> Iterator[Partition]:
@@ -163,14 +176,17 @@ def reducing_domains(routes: Routes) -> list[frozenset[int]]:
     return [frozenset(domain) for domain in of.values() if domain]
 
 
-def _bounds(collective: str, cuts: Cuts, partition: Partition, in_switches: bool) -> Iterator[Bound]:
+def _bounds(collective: str, cuts: Cuts, partition: Partition, in_switches: bool, hosts: int = 1) -> Iterator[Bound]:
     size = cuts.routes.size
     domains = reducing_domains(cuts.routes) if in_switches else []
     if collective == "all_reduce" and not all(any(each <= set(part) for part in partition) for each in domains):
         collective = "one cut"
+    if hosts > 1:
+        partition = partition[:-1]
     if collective == "all_reduce":
-        crossing, parts = sum(map(cuts.leaving, partition)), len(partition)
-        proof = f"{crossing:.6g} GB/s leave {_words(cuts, partition)} in all, and {2 * (parts - 1)} S must"
+        crossing, parts = hosts * sum(map(cuts.leaving, partition)), hosts * len(partition)
+        alike = f", and the like on all {hosts} hosts," if hosts > 1 else ""
+        proof = f"{crossing:.6g} GB/s leave {_words(cuts, partition)}{alike} in all, and {2 * (parts - 1)} S must"
         yield Bound(crossing / (2 * (parts - 1)), partition, proof)
         collective = "one cut"
     for part in partition:

@@ -33,8 +33,7 @@ def cluster(document: Mapping[str, Any], machine: LinkGraph, where: str) -> Link
     return hosts_of(machine, document["hosts"], **{key: document[key] for key in _KINDS if key in document})
 
 
-MOST_HOSTS = 64
-"""More are not planned link by link."""
+MOST_HOSTS = 1024
 
 MOST_NICS = 64
 """Of a host."""

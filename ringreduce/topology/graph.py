@@ -161,17 +161,20 @@ class LinkGraph:
         numbers = [node.index for node in self.ranks]
         if len(set(numbers)) < len(numbers):
             numbers = list(range(len(numbers)))
+        known = set(numbers)
         for index in indices:
-            if index not in numbers:
+            if index not in known:
                 what = "GPU" if self.gpus else "core"
                 raise TopologyError(f"{self.name}: there is no {what} {index}; it has {_listed(what, numbers)}")
-        return [numbers.index(index) for index in indices]
+        at = {number: place for place, number in enumerate(numbers)}
+        return [at[index] for index in indices]
 
     def select(self, places: Sequence[int]) -> "LinkGraph":
         """This graph with only those of its `ranks` that a job was given, in the job's order.
 
-        On one host the places of GPUs are the indices that the machine's own listing shows.  Switches, CPUs and NICs
-        stay: they belong to nobody.  Raises TopologyError for a place that there is not or that is named twice.
+        On one host the places of GPUs are the indices that the machine's own listing shows.  Switches, CPUs and NICs of
+        their hosts stay: they belong to nobody.  Raises TopologyError for a place that there is not or that is named
+        twice.
         """
         what = "GPU" if self.gpus else "core"
         known = _listed(what, range(len(self.ranks)))
@@ -183,13 +186,12 @@ class LinkGraph:
         if twice := _repeated(map(str, places)):
             raise TopologyError(f"{self.name}: {what} {twice} is named twice; name each once")
         kept = [self.ranks[place] for place in places]
-        left = {node.name for node in self.ranks} - {node.name for node in kept}
-        others = (node for node in self.nodes if node not in self.ranks)
-        return replace(
-            self,
-            nodes=(*kept, *others),
-            links=tuple(link for link in self.links if link.src not in left and link.dst not in left),
-        )
+        hosts, ranks = {node.host for node in kept}, {node.name for node in self.ranks}
+        near = (node for node in self.nodes if node.host in hosts or node.kind is NodeKind.NETWORK)
+        nodes = (*kept, *(node for node in near if node.name not in ranks))
+        there = {node.name for node in nodes}
+        links = tuple(link for link in self.links if link.src in there and link.dst in there)
+        return replace(self, nodes=nodes, links=links)
 
     def to_json(self) -> str:
         """The graph as a JSON document that `from_json` loads back to an equal graph."""

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ringreduce.common.failures import TopologyError
+from ringreduce.common.files import text_of
 from ringreduce.common.units import numbers
 from ringreduce.plan import Plan, Rule, ranges_between
 from ringreduce.plan.choose import MARGIN
@@ -134,7 +135,7 @@ def plan_group(graph: LinkGraph, source: str) -> GroupTopology:
         by_name = {each.plan.name: each for each in planned.values() if each}
         for rule in ranges_between(collective, chosen):
             if each := by_name.get(rule.algorithm):
-                served.append(Served(rule.begin, rule.end, each.plan, each.bandwidth, each.bound, each.reason))
+                served.append(Served(rule.begin, rule.end, each.whole(), each.bandwidth, each.bound, each.reason))
     return GroupTopology(source, graph.name, ranks, tuple(served), graph.assumed)
 
 
@@ -213,7 +214,4 @@ def graph_of_cores(cores: Sequence[frozenset[int]], memory_gbps: Callable[[], fl
 def _numa_nodes() -> Iterator[tuple[int, frozenset[int]]]:
     """Numbers and cores."""
     for folder in sorted(NODES.glob("node[0-9]*"), key=lambda folder: int(folder.name[4:])):
-        try:
-            yield int(folder.name[4:]), frozenset(numbers((folder / "cpulist").read_text().strip()))
-        except OSError:
-            continue
+        yield int(folder.name[4:]), frozenset(numbers(text_of(folder / "cpulist")))

@@ -192,8 +192,8 @@ class _Reader:
 
     def graph(self) -> LinkGraph:
         if self.without_speed:
-            some = ", ".join(self.without_speed[:3]) + (" and others" if len(self.without_speed) > 3 else "")
-            self.note(f"The PCIe speed of {some} is not in it: as the GPU's model has, else 3.0 x16, assumed.")
+            names = some(self.without_speed)
+            self.note(f"The PCIe speed of {names} is not in it: as the GPU's model has, else 3.0 x16, assumed.")
         order = list(NodeKind)
         nodes = sorted(self.nodes, key=lambda node: (order.index(node.kind), node.host, node.index))
         return LinkGraph(self.where, tuple(nodes), merged(self.links), tuple(self.notes))

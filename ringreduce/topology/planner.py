@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ringreduce.common.failures import TopologyError
-from ringreduce.plan import BUILDERS, COLLECTIVES, Plan, build, hierarchical, layout, ring, tree
+from ringreduce.plan import BUILDERS, COLLECTIVES, Plan, build, hierarchical, layout, ring, tree, verify
 from ringreduce.plan.network import LikeGroups, Network
 from ringreduce.plan.routed import routed
 from ringreduce.plan.simulate import exchanged, simulate
@@ -52,6 +52,9 @@ MOST_SHALLOW = 8
 
 SUSTAINED_BYTES = 2**33
 """Of a tensor so large that latencies do not count."""
+
+FEW_HOSTS = 8
+"""Beyond these, one host's programs stand for those of all hosts where these are alike (`many_hosts`)."""
 
 MOST_RANKS = 128
 """Beyond these only plans made for the links are candidates: programs of others grow with the square."""
@@ -106,7 +109,10 @@ class Planned:
     def _like_hosts(self) -> LikeGroups | None:
         """The hosts, if one of them shows what all do."""
         found = self.routes.like_hosts if self.several_hosts else None
-        return found if found and exchanged(self.plan, found.places) else None
+        if found is None or not exchanged(self.plan, found.places):
+            return None
+        used = zip(found.links, self.crossing(1.0), strict=True)
+        return None if any(load and image < 0 for image, load in used) else found
 
     @cached_property
     def _numbers(self) -> dict[str, int]:
@@ -207,9 +213,25 @@ class Planned:
             elif self.in_switches:
                 seconds = self.seconds(size_bytes) + 2 * self.network.route(0, self.plan.size - 1).latency
             else:
-                seconds = simulate(self.plan, self.network, size_bytes, groups=self._like_hosts).seconds
+                seconds = self._simulated(size_bytes)
             self._times[size_bytes] = seconds
         return self._times[size_bytes]
+
+    def _simulated(self, size_bytes: int) -> float:
+        return simulate(self.plan, self.network, size_bytes, groups=self._like_hosts).seconds
+
+    @property
+    def whole_hosts(self) -> int:
+        """The hosts that the programs and loads of one stand for; 1 where all are there."""
+        return 1
+
+    def whole(self) -> Plan:
+        """The plan with the programs of all ranks."""
+        return self.plan
+
+    def verify(self) -> None:
+        """Raises PlanError if the plan is wrong."""
+        verify(self.plan)
 
     @cached_property
     def _times(self) -> dict[float, float]:
@@ -339,6 +361,16 @@ def weights(widths: Sequence[float]) -> list[int]:
 @lru_cache(maxsize=64)
 def _candidates(graph: LinkGraph, collective: str) -> dict[str, Planned]:
     """By name; first, of those made for these links and as fast as any of them, the one with the fewest channels."""
+    if (hosts := len({node.host for node in graph.ranks})) > FEW_HOSTS:
+        from ringreduce.topology.many_hosts import MOST_WHOLE, candidates
+
+        if collective == "all_reduce" and (alike := candidates(graph)):
+            return alike
+        if hosts > MOST_WHOLE:
+            raise TopologyError(
+                f"{graph.name}: more than {MOST_WHOLE} hosts are planned for all_reduce only, and only if all "
+                "are alike, on one network or on rails; take another collective or fewer hosts"
+            )
     parts = decompose(graph)
     routes, limit, more, why = parts.routes, _limit(graph, collective), _in_switches(graph, collective), parts.why_links
     made = [*_made_for_links(parts, collective), *_packed(routes, limit, why, collective, parts)]
@@ -519,7 +551,7 @@ def _hierarchies(routes: Routes) -> Iterator[tuple[Plan, str]]:
     if not groups:
         return
     try:
-        inside = list(_inside(routes, groups))
+        inside = list(inside_groups(routes, groups))
     except TopologyError:  # a group is not connected by itself
         return
     why = f"in groups: {' | '.join(' '.join(routes.ranks[rank] for rank in group) for group in groups)}"
@@ -529,7 +561,7 @@ def _hierarchies(routes: Routes) -> Iterator[tuple[Plan, str]]:
         yield hierarchical.all_reduce(groups, stages, f"hierarchical_{name}"), why
 
 
-def _inside(routes: Routes, groups: Partition) -> Iterator[tuple[Plan, Plan, int]]:
+def inside_groups(routes: Routes, groups: Partition) -> Iterator[tuple[Plan, Plan, int]]:
     """The first group's rings or trees, by places, which the others are taken to have too."""
     if not routes.graph.gpus:
         one = ((tuple(range(len(groups[0]))), 1),)

@@ -85,22 +85,25 @@ class Routes:
 
     @cached_property
     def like_hosts(self) -> LikeGroups | None:
-        """The hosts, if every one has the same ranks and links, and all are on the same switches of the network."""
+        """The hosts, if every one has the same ranks and links, and all are on the same switches of the network, whose
+        links to each other they share."""
         node, number = self.graph.by_name, {(link.src, link.dst): at for at, link in enumerate(self.links)}
         hosts = [node[name].host for name in self.ranks]
-        places = hosts.count(0)
+        places = hosts.count(hosts[0])
 
         def first(name: str) -> str:
             at = node[name]
-            return name if at.kind is NodeKind.NETWORK else f"host0/{name.removeprefix(f'host{at.host}/')}"
+            return name if at.kind is NodeKind.NETWORK else f"host{hosts[0]}/{name.removeprefix(f'host{at.host}/')}"
 
-        if not places or [first(name) for name in self.ranks] != [self.ranks[at % places] for at in range(self.size)]:
+        if [first(name) for name in self.ranks] != [self.ranks[at % places] for at in range(self.size)]:
             return None
-        images = [number.get((first(link.src), first(link.dst)), -1) for link in self.links]
-        for link, image in zip(self.links, images, strict=True):
-            between_switches = {node[link.src].kind, node[link.dst].kind} == {NodeKind.NETWORK}
-            if between_switches or image < 0 or self.links[image].capacity != link.capacity:
+        images = []
+        for link in self.links:
+            shared = {node[link.src].kind, node[link.dst].kind} == {NodeKind.NETWORK}
+            image = -1 if shared else number.get((first(link.src), first(link.dst)))
+            if image is None or (not shared and self.links[image].capacity != link.capacity):
                 return None
+            images.append(image)
         return LikeGroups(places, tuple(images))
 
     def network(self) -> Network:

@@ -8,6 +8,7 @@ import pytest
 
 from ringreduce.errors import TopologyError
 from ringreduce.plan.simulate import simulate
+from ringreduce.topology import many_hosts
 from ringreduce.topology.clusters import hosts_of
 from ringreduce.topology.graph import FABRIC, Link, LinkGraph, LinkKind, Node, NodeKind
 from ringreduce.topology.planner import MOST_RANKS, algorithms, plan_for
@@ -279,10 +280,69 @@ def test_one_host_shows_what_all_do():
         )
         assert (one.messages, one.steps, one.rounds) == (whole.messages, whole.steps, 1)
     leaves = plan_for(hosts_of(preset("p3.8xlarge"), 4, hosts_per_leaf=2), algorithm="hierarchical_ring")
-    assert leaves.routes.like_hosts is None  # hosts on one switch are nearer to each other
+    assert leaves.routes.like_hosts is None and not many_hosts.candidates(
+        leaves.graph
+    )  # hosts on one switch are nearer to each other
     with_more = hosts_of(preset("dgx-a100"), 24)
     planned = plan_for(with_more, algorithm="hierarchical_ring")
     assert planned.plan.size > MOST_RANKS and planned.bandwidth < planned.of_links
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    "machine, arguments",
+    [
+        ("p3.8xlarge", {}),
+        ("hgx-h100", {"gbps": 50.0, "nics": 8}),
+        ("dgx-a100", {"rails": True, "taper": 2.0}),
+        ("dgx-a100", {"in_network": True}),
+        ("dgx1-v100", {"nics": 2, "gbps": 12.5}),
+    ],
+)
+def test_one_hosts_programs_give_what_all_ranks_programs_give(machine, count, arguments):
+    graph = hosts_of(preset(machine), count, **arguments)
+    made = many_hosts.candidates(graph)
+    assert "hierarchical_ring" in made and ("hierarchical_halving_doubling" in made) == (count in (2, 4, 8))
+    for name in set(made) & set(algorithms(graph, "all_reduce")):
+        few, whole = made[name], plan_for(graph, algorithm=name)
+        few.verify()
+        assert few.plan.channels[0].programs == whole.plan.channels[0].programs[: len(preset(machine).gpus)]
+        assert few.whole().channels == whole.plan.channels
+        assert (few.bound, few.bound_in_switches) == pytest.approx((whole.bound, whole.bound_in_switches))
+        assert few.ranks == whole.ranks and few.of_links == pytest.approx(whole.of_links)
+        own = [load for load in whole.loads(8000) if "host0/" in f"{load.src} {load.dst}"]
+        assert {load[:2]: load.bytes for load in few.loads(8000)} == pytest.approx(
+            {load[:2]: load.bytes for load in own}
+        )
+        for size in (10_000, 100_000_000) if len(whole.ranks) <= 16 and not few.in_switches else ():
+            every_rank = simulate(whole.plan, whole.network, size)
+            assert few.simulated(size) == pytest.approx(every_rank.seconds, rel=0.02)
+        assert few.bandwidth == pytest.approx(whole.bandwidth, rel=0.02)
+
+
+def test_a_thousand_hosts_are_planned_by_one():
+    graph = hosts_of(preset("p3.8xlarge"), 1000)
+    planned = plan_for(graph, algorithm="hierarchical_ring")
+    assert len(planned.ranks) == 4000 and len(planned.plan.channels[0].programs) == 4
+    assert planned.bound == pytest.approx(1.25 * 1000 / (2 * 999)) and "all 1000 hosts" in planned.proof
+    assert planned.of_links <= planned.bound
+    assert {str(load.src).split("/")[0] for load in planned.loads(1000)} == {"host0", "network"}
+    with pytest.raises(TopologyError, match="one host's programs stand for those of 1000"):
+        planned.whole()
+    with pytest.raises(TopologyError, match="more than 64 hosts are planned for all_reduce only"):
+        plan_for(graph, "all_gather")
+    with pytest.raises(TopologyError, match="more than 64 hosts are planned for all_reduce only"):
+        plan_for(hosts_of(preset("p3.8xlarge"), 128, hosts_per_leaf=16))
+
+
+def test_hosts_that_differ_are_not_taken_for_alike():
+    graph = hosts_of(preset("p3.8xlarge"), 10)
+    assert many_hosts.first_two(graph).ranks == graph.ranks[:8]
+    first, *links = graph.links
+    wider = LinkGraph("a wider link", graph.nodes, (Link(first.src, first.dst, first.kind, 99.0), *links))
+    assert many_hosts.first_two(wider) is None
+    assert many_hosts.first_two(graph.select(range(3, 23))) is None  # hosts with some of their GPUs
+    assert many_hosts.first_two(graph.select(range(20))).ranks == graph.ranks[:8]
 
 
 def test_clusters_are_described_in_json(tmp_path):
@@ -290,7 +350,7 @@ def test_clusters_are_described_in_json(tmp_path):
     path.write_text('{"machine": "dgx1-v100", "hosts": 3, "gbps": 25, "nics": 2}')
     assert load(path) == hosts_of(preset("dgx1-v100"), 3, nics=2, gbps=25)
     for text, message in (
-        ('{"machine": "dgx1-v100"}', "hosts is None; a cluster has from 2 to 64"),
+        ('{"machine": "dgx1-v100"}', "hosts is None; a cluster has from 2 to 1024"),
         ('{"machine": "dgx1-v100", "hosts": 2.5}', "hosts is 2.5; expected a value of type int"),
         ('{"machine": "dgx1-v100", "hosts": 2, "nic": 1}', "'nic' is unknown; a cluster has machine, hosts, nics"),
         ('{"machine": "dgx1-v100", "hosts": 4, "taper": 0.5}', "taper is 0.5; it must be at least 1"),

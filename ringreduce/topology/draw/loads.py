@@ -56,13 +56,10 @@ class _Load(NamedTuple):
 
 def _loads(planned: Planned, size_bytes: int) -> list[_Load]:
     """Of every link that is used, the busiest first."""
-    from ringreduce.topology.planner import transfers
-
-    carried = planned.routes.loads(transfers(planned.plan, size_bytes))
     longest = planned.seconds(size_bytes) * 1e9
     used = [
         _Load(link.src, link.dst, count, link.capacity, count / link.capacity / longest)
-        for link, count in zip(planned.routes.links, carried, strict=True)
+        for link, count in zip(planned.routes.links, planned.crossing(size_bytes), strict=True)
         if count > 0
     ]
     return sorted(used, key=lambda load: -load.busy)
