@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     say(console(), f"{name}: {fabric.efficiency:.1%} of {gigabytes(line)} GB/s for large tensors, "
                    f"{time_text(fabric.base)} for small ones; from {fabric.figures} figures, "
                    f"{bytes_text(least, 1024)} to {bytes_text(most, 1024)}; of those left out on trial "
-                   f"({fabric.checked} of 1 MiB and more) nine in ten are within {fabric.within:.0%}; "
+                   f"({fabric.checked} of 1 MiB and more) four in five are within {fabric.within:.0%}; "
                    f"saved: {arguments.save}")  # fmt: skip
     return 0
 
