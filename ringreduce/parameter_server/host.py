@@ -124,9 +124,8 @@ class Host:
         with contextlib.suppress(BlockingIOError):
             self._wake.send(b"x")
         self._thread.join()
-        end = time.monotonic() + _WRITING
-        for saving in self._savings.values():
-            saving.done.wait(max(0.0, end - time.monotonic()))
+        for saving in list(self._savings.values())[-1:]:  # earlier ones have ended
+            saving.done.wait(_WRITING)
         self.server.stop()
         for end in (self._wake, self._woken, self._listener):
             end.close()
@@ -138,6 +137,10 @@ class Host:
         clocks = sorted((worker, clock) for worker, clock in found["clocks"].items() if worker not in self._observers)
         found["clocks"] = {self._describe(worker): clock for worker, clock in clocks}
         return found | {"seconds": round(time.monotonic() - self._begun, 3)}
+
+    def is_saving(self) -> bool:
+        """Whether it writes a snapshot."""
+        return any(not saving.done.is_set() for saving in list(self._savings.values()))
 
     def save(self, folder: str, part: str) -> Saving:
         """Begins this server's part of a snapshot, such as "0-of-2". Raises `InvalidArgument` if one is under way."""

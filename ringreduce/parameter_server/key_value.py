@@ -197,9 +197,12 @@ class KeyValue:
         ]
         return _C.ParameterTable(blocks, placed["dtype"], placed["table"]["width"])
 
+    def _is_key(self, key: str) -> bool:
+        return key in self._keys or bool(self._with.store.check([f"place/{key}"]))
+
     def _lookup(self, key: str) -> _Key:
         if key not in self._keys:
-            if not isinstance(key, str) or not self._with.store.check([f"place/{key}"]):
+            if not isinstance(key, str) or not self._is_key(key):
                 raise InvalidArgument(f"there is no key {key!r:.60}: call init() with it first")
             self._create(key, json.loads(self._with.store.get(f"place/{key}")))
         return self._keys[key]
@@ -450,7 +453,8 @@ class KeyValue:
         """Keeps `model` at whole rounds of what workers train by `attach`, or in `sync` by these names: all its
         parameters are of the same round, before each forward pass at most `at_most_behind` rounds behind the servers.
 
-        For servers of this host. Raises `InvalidArgument` if a parameter is no key, or its mode is not `sync`.
+        For servers of this host. Raises `InvalidArgument` if a parameter that is trained is no key, or the mode of one
+        is not `sync`; the forward pass raises `ServerLost` when a server has ended.
         """
         return Follower(self, model, at_most_behind, prefix)
 

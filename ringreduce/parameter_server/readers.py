@@ -28,9 +28,10 @@ class Follower:
         self.version = -1
         """The round that the model has; -1 before the first."""
         self._kv, self._client, self._most = kv, kv._client, at_most_behind
-        self._parameters = {prefix + name: p for name, p in model.named_parameters()}
+        parameters = {prefix + name: p for name, p in model.named_parameters()}
+        self._parameters = {key: p for key, p in parameters.items() if p.requires_grad or kv._is_key(key)}
         if not self._parameters:
-            raise InvalidArgument("the model has no parameters, so there is nothing to follow")
+            raise InvalidArgument("the model has no parameters that are keys, so there is nothing to follow")
         self._copies = {key: torch.empty(p.shape, dtype=p.dtype) for key, p in self._parameters.items()}
         parts, self._places = [], []
         for key, copy in self._copies.items():

@@ -210,14 +210,17 @@ def _blocks_of(reader: Reader) -> Iterator[dict[str, Any]]:
         for block in json.loads(reader.metadata["blocks"]):
             key, spec = str(block["key"]), specs[block["key"]]
             numbers = {name: int(block[name]) for name in ("begin", "count", "steps", "rows", "states")}
-            known = {"dtype": str(spec["dtype"]), "mode": dict(spec["mode"]), "update": dict(spec["update"])}
+            known: dict[str, Any] = {
+                "dtype": str(spec["dtype"]),
+                "mode": dict(spec["mode"]),
+                "update": dict(spec["update"]),
+            }
             if known["dtype"] not in NAMES or min(numbers.values()) < 0:
                 raise ValueError(f"block {block} of {known['dtype']}")
             if "table" in spec:
-                known["table"] = dict(spec["table"])
+                known |= {"table": dict(spec["table"]), "shape": list(spec["shape"])}
             else:
-                known["per_block"] = max(1, int(spec["per_block"]))
-            known["shape"] = list(spec["shape"])
+                known |= {"per_block": max(1, int(spec["per_block"])), "shape": [int(n) for n in spec["shape"]]}
             yield {"key": key, "spec": known, **numbers}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise InvalidArgument(f"{reader.path} does not say which blocks it has: {error!r:.200}") from None
@@ -233,12 +236,12 @@ def _whole_keys(path: Path, blocks: list[dict[str, Any]]) -> set[str]:
         places.setdefault(block["key"], []).append((block["begin"], block["count"]))
     whole = {key for key, spec in specs.items() if "table" in spec}
     for key in specs.keys() - whole:
-        there, size, per_block = places[key], math.prod(specs[key]["shape"]), specs[key]["per_block"]
+        there, elements, per_block = places[key], math.prod(specs[key]["shape"]), specs[key]["per_block"]
         if len(set(there)) < len(there) or any(
-            begin % per_block or count != min(per_block, size - begin) for begin, count in there
+            begin % per_block or count != min(per_block, elements - begin) for begin, count in there
         ):
             raise InvalidArgument(f"{path}: blocks of {key!r} overlap, or are not those of its shape")
-        if sum(count for _, count in there) == size:
+        if sum(n for _, n in there) == elements:
             whole.add(key)
     return whole
 

@@ -117,7 +117,7 @@ def test_wrong_arguments_are_named() -> None:
             kv.follow(nn.Linear(3, 4, bias=False), prefix="w.")
         with pytest.raises(InvalidArgument, match="at_most_behind is -1"):
             kv.follow(nn.Linear(3, 3, bias=False), at_most_behind=-1, prefix="w.")
-        with pytest.raises(InvalidArgument, match="the model has no parameters"):
+        with pytest.raises(InvalidArgument, match="no parameters that are keys"):
             kv.follow(nn.ReLU())
         follower = kv.follow(policy := nn.Linear(3, 3, bias=False), prefix="w.")
         kv.push("w.weight", torch.ones(3, 3)).wait()
@@ -133,7 +133,7 @@ def test_wrong_arguments_are_named() -> None:
 def test_a_frozen_model_in_channels_last() -> None:
     with ps.join(**SMALL) as kv:
         kv.init("weight", torch.arange(4 * 3 * 2 * 2.0).view(4, 3, 2, 2))
-        policy = nn.Conv2d(3, 4, 2, bias=False).requires_grad_(False).to(memory_format=torch.channels_last)
+        policy = nn.Conv2d(3, 4, 2).requires_grad_(False).to(memory_format=torch.channels_last)
         kv.follow(policy)
         assert policy.weight.flatten().tolist() == list(range(48))
 
