@@ -285,6 +285,16 @@ def test_a_server_without_room_says_so_and_has_changed_nothing() -> None:
             kv.init("w", torch.zeros(3 << 20))
 
 
+def test_a_refused_push_is_no_step_of_adam() -> None:
+    with ps.join(memory=12 << 20, window=64 << 20) as kv:
+        adam = ps.optimizer(torch.optim.Adam, lr=0.01)
+        table = ps.Embedding(kv, "t", 64, update=adam, initial=(0, 0), mode=ps.asynchronous())
+        with pytest.raises(UpdateFailed, match="no room"):
+            table.push(torch.arange(100_000), torch.ones(100_000, 64)).wait()
+        table.push(torch.tensor([1]), torch.ones(1, 64)).wait()
+        assert torch.allclose(table.pull(torch.tensor([1])), torch.full((1, 64), -0.01))  # the first step's
+
+
 def test_more_rows_than_the_window_holds_are_refused() -> None:
     with ps.join(**SMALL) as kv:
         table = ps.Embedding(kv, "t", 1024, update=ps.reduce("sum"), initial=(0, 0), mode=ps.asynchronous())
