@@ -15,8 +15,12 @@ const BlockWords& Client::words_of(const Part& part) const {
 
 std::uint64_t Client::round_of(const std::vector<Part>& parts) {
   const Lock lock(mutex_);
+  look_for_ended();
   std::uint64_t round = UINT64_MAX;
-  for (const Part& part : parts) round = std::min(round, words_of(part).published.load(std::memory_order_acquire));
+  for (const Part& part : parts) {
+    if (!peer(part.server).alive) throw_lost(part.server);
+    round = std::min(round, words_of(part).published.load(std::memory_order_acquire));
+  }
   return round == 0 || parts.empty() ? 0 : round - 1;
 }
 

@@ -494,8 +494,8 @@ void Server::answer(const Reply& reply) {
   to.answered = true;
   const auto pull = to.pulls.extract(reply.number);
   const bool comes = !pull.empty() && reply.outcome == Outcome::ready;
+  if (comes && blocks_[pull.mapped().block].table != nullptr) gather(to, pull.mapped());  // before later updates
   if (to.lane != nullptr) {
-    if (comes) gather(to, pull.mapped());
     const std::uint64_t index = to.lane->answered.load(std::memory_order_relaxed);
     to.lane->replies[index % kMostOutstanding] = slot;
     to.lane->answered.store(index + 1, std::memory_order_release);
@@ -555,7 +555,8 @@ std::size_t Server::bytes_of(const Pull& pull) const {
 // What is pulled, as it is now: a copy of a block, or rows in the worker's window, where it has room for them.
 std::shared_ptr<std::byte[]> Server::value_for(const Connection& connection, const Pull& pull, ReplySlot& reply) {
   if (blocks_[pull.block].table != nullptr)
-    return {gather(connection, pull), [window = connection.window](const std::byte*) {}};
+    return {connection.window->memory.at(pull.offset + pull.count * sizeof(std::int64_t)),
+            [window = connection.window](const std::byte*) {}};
   const std::size_t bytes = bytes_of(pull);
   auto copy = std::make_shared_for_overwrite<std::byte[]>(bytes);
   reply.version = read_block(*blocks_[pull.block].words, copy.get(), bytes);

@@ -201,7 +201,7 @@ class Server {
   std::size_t memory_left() const;
   void create_table(Block& block);
   void update_table(Block& block, const Operation& operation);
-  std::byte* gather(const Connection& connection, const Pull& pull);
+  void gather(const Connection& connection, const Pull& pull);
   void keep_block(BlockId id);
   void keep(Snapshot::Piece piece);
   Snapshot::Piece copy_block(BlockId id) const;

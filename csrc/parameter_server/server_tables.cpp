@@ -1,4 +1,5 @@
 // A server's tables: making them, updating their rows, and gathering rows where a worker wants them.
+#include <exception>
 #include <string>
 
 #include "core/error.h"
@@ -43,18 +44,18 @@ void Server::update_table(Block& block, const Operation& operation) {
   try {
     table.update(batches, {block.steps, averages ? weights : 1, hooks_.roots, before + memory_left()});
     block.failure.clear();
-  } catch (const Error& error) {
+  } catch (const std::exception& error) {
+    --block.steps;  // which rules count: nothing was applied
     block.failure = error.what();
     failed_.insert(operation.index);
   }
   table_bytes_ += table.bytes(table.rows()) - before;
 }
 
-std::byte* Server::gather(const Connection& connection, const Pull& pull) {
+void Server::gather(const Connection& connection, const Pull& pull) {
   const std::byte* const ids = connection.window->memory.at(pull.offset);
   std::byte* const rows = connection.window->memory.at(pull.offset + pull.count * sizeof(std::int64_t));
   blocks_[pull.block].table->gather(ids, pull.count, rows);
-  return rows;
 }
 
 }  // namespace ringreduce::parameter_server

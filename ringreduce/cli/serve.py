@@ -15,14 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 from ringreduce.cli.terminal import Help, console
 from ringreduce.common import compiled
-from ringreduce.common.failures import CollectiveTimeout, InvalidArgument, RingReduceError
+from ringreduce.common.failures import CollectiveTimeout, InvalidArgument, RingReduceError, SystemFailure
 from ringreduce.common.units import bytes_text, parse_bytes
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ringreduce.parameter_server import Serving
 
 _LOOK = 0.1
 """Seconds between looks for snapshots that were asked for."""
+_LONGEST = 10_000_000
+"""Seconds."""
 LAUNCHERS = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
 """The variables with a process's number and how many there are: of torchrun, of srun."""
 
@@ -49,7 +53,7 @@ def add(commands: Any, summary: str) -> None:
     parser.add_argument("--functions", nargs="+", default=[], metavar="MODULE:NAME",
                         help="update functions that workers may name")  # fmt: skip
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for all servers to come (default: 300)")
-    parser.add_argument("--snapshots", metavar="FOLDER", help="on SIGTERM, write a snapshot there before the end")
+    parser.add_argument("--snapshots", metavar="FOLDER", help="write a snapshot there before the end, on SIGTERM too")
     parser.add_argument("--every", type=float, metavar="SECONDS", help="write one so often as well")
     parser.add_argument("--keep", type=int, default=2, help="of the snapshots of this run, the latest (default: 2)")
     parser.add_argument("--status", action="store_true", help="serve nothing: say what the servers do, and wait for")
@@ -60,15 +64,17 @@ def add(commands: Any, summary: str) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if missing := compiled.why_not():
         raise RingReduceError(f"no server can be run here: {missing}")
-    from torch._C._distributed_c10d import TCPStore
-
     import ringreduce.parameter_server as ps
 
     host, colon, port = arguments.store.rpartition(":")
-    if not colon or not port.isdigit():
+    if not colon or not port.isdecimal() or int(port) > 65535:
         raise InvalidArgument(f"--store is {arguments.store!r}; it must be HOST:PORT, such as node0:29400")
     if arguments.every is not None and (not arguments.every > 0 or arguments.snapshots is None):
         raise InvalidArgument(f"--every is {arguments.every}; it must be seconds, and --snapshots say where they go")
+    if not 0 < arguments.timeout <= _LONGEST:
+        raise InvalidArgument(
+            f"--timeout is {arguments.timeout}; it must be seconds, more than 0 and at most {_LONGEST}"
+        )
     if arguments.keep < 1:
         raise InvalidArgument(f"--keep is {arguments.keep}; it must be 1 or more")
     if arguments.status:
@@ -76,9 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     rank, size = _place(arguments.rank, arguments.size)
     sys.path.insert(0, "")  # the program's own modules, as with `python -m`
     functions = {function.rpartition(":")[2]: _function(function) for function in arguments.functions}
-    makes = rank == 0 and not arguments.existing_store
-    wait = timedelta(seconds=arguments.timeout)
-    store = TCPStore(host, int(port), is_master=makes, wait_for_workers=False, timeout=wait)
+    store = _store(host, int(port), arguments, makes=rank == 0 and not arguments.existing_store)
     options = {"name": arguments.name, "memory": arguments.memory, "timeout": arguments.timeout}
     with ps.serve(store, rank=rank, size=size, functions=functions, **options) as serving:
         capacity = bytes_text(serving.stats()["capacity"])
@@ -91,49 +95,95 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _store(host: str, port: int, arguments: argparse.Namespace, *, makes: bool) -> Any:
+    from torch._C._distributed_c10d import TCPStore
+
+    wait = timedelta(seconds=arguments.timeout)
+    try:
+        return TCPStore(host, port, is_master=makes, wait_for_workers=False, timeout=wait)
+    except RuntimeError as error:
+        why = str(error).splitlines()[0]
+        what = "cannot be made" if makes else "was not found in time"
+        raise SystemFailure(f"the store of --store {arguments.store} {what}: {why}") from None
+
+
 def _serve_with_snapshots(serving: Serving, arguments: argparse.Namespace) -> int:
     """Serves until workers have come and left, or SIGTERM: then until the last snapshot is complete."""
     terminated = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: terminated.set())
     next_one = time.monotonic() + (arguments.every or 0)
-    while not terminated.is_set():
-        if serving.wait(_LOOK) and not arguments.forever:
-            return 0
-        if arguments.every and serving.number == 0 and time.monotonic() >= next_one:
-            serving.ask_for_snapshot()
-            next_one = time.monotonic() + arguments.every
+    while not terminated.is_set() and (not serving.wait(_LOOK) or arguments.forever):
         try:
+            if arguments.every and serving.number == 0 and time.monotonic() >= next_one and serving.may_ask():
+                serving.ask_for_snapshot()
+                next_one = time.monotonic() + arguments.every
             written = serving.take_snapshots(arguments.snapshots)
+            if serving.number == 0:
+                _drop_old(serving, arguments.snapshots, written, arguments.keep)
         except RingReduceError as error:  # the next one may succeed
-            print(f"ringreduce serve: {error}", file=sys.stderr)
-            continue
-        if serving.number == 0:
-            _drop_old(serving, arguments.snapshots, written, arguments.keep)
-    last = serving.ask_for_snapshot(last=True)
-    path = serving.snapshot_path(arguments.snapshots, last)
-    deadline = time.monotonic() + arguments.timeout
-    while not path.exists():
-        if time.monotonic() > deadline:
-            raise CollectiveTimeout(f"other servers have not written their parts of {path} in time")
-        serving.take_snapshots(arguments.snapshots)
-        time.sleep(_LOOK)
+            _say(error)
+        except RuntimeError as error:  # of torch's store
+            return _serve_without_store(serving, terminated, arguments.forever, error)
+        if arguments.forever:
+            terminated.wait(_LOOK)  # serving.wait() returns at once when workers have left
+    try:
+        last = serving.ask_for_snapshot(last=True)
+        path = serving.snapshot_path(arguments.snapshots, last)
+    except RuntimeError as error:
+        return _serve_without_store(serving, terminated, False, error)
+    _write_last(serving, arguments, last, path)
     console().print(f"server {serving.number} ends; snapshot {path}", highlight=False)
+    if serving.number == 0:
+        _drop_old(serving, arguments.snapshots, last, arguments.keep)
     return 0
+
+
+def _serve_without_store(serving: Serving, terminated: threading.Event, forever: bool, error: RuntimeError) -> int:
+    """Another server had the store, and has ended: so no snapshot can be whole any more."""
+    _say(f"the store has ended, so there will be no more snapshots: {str(error).splitlines()[0]}")
+    while not terminated.wait(_LOOK):
+        if serving.wait(0) and not forever:
+            break
+    return 1
+
+
+def _write_last(serving: Serving, arguments: argparse.Namespace, last: int, path: Path) -> None:
+    """Returns when all servers have written their parts. However long this one's takes, it is waited for."""
+    begun = written = time.monotonic()
+    failure: RingReduceError | None = None
+    while not path.exists():
+        try:
+            done, failure = serving.take_snapshots(arguments.snapshots, last=last) >= last, None
+        except RingReduceError as error:  # there may be room later
+            done, failure = False, error
+        now = time.monotonic()
+        if failure is not None and now - begun > arguments.timeout:
+            raise failure
+        if not done:
+            written = now
+        elif now - written > max(arguments.timeout, 10 * (written - begun)):
+            raise CollectiveTimeout(f"other servers have not written their parts of {path} in time")
+        time.sleep(_LOOK)
 
 
 def _drop_old(serving: Serving, folder: str, written: int, keep: int) -> None:
     """Those before the latest complete ones of this run."""
     paths = [serving.snapshot_path(folder, number) for number in range(max(1, written - 8 - keep), written + 1)]
     for path in [path for path in paths if path.exists()][:-keep]:
-        shutil.rmtree(path)
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            _say(f"an old snapshot stays: {error}")
+
+
+def _say(what: object) -> None:
+    print(f"ringreduce serve: {what}", file=sys.stderr, flush=True)
 
 
 def _status(host: str, port: int, arguments: argparse.Namespace) -> int:
-    from torch._C._distributed_c10d import TCPStore
-
     import ringreduce.parameter_server as ps
 
-    store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=arguments.timeout))
+    store = _store(host, port, arguments, makes=False)
     with ps.join(store, role="reader", name=arguments.name, timeout=arguments.timeout) as kv:
         before = kv.stats()["servers"]
         time.sleep(1.0)

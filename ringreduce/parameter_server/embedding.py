@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ringreduce.errors import InvalidArgument
+from ringreduce.errors import CollectiveTimeout, InvalidArgument, RingReduceError
 from ringreduce.parameter_server.key_value import KeyValue
 from ringreduce.parameter_server.modes import Mode, sync
 from ringreduce.parameter_server.pending import Pending, server_errors
@@ -25,14 +25,18 @@ MOST_PREFETCHED = 4
 """Batches; of more, the oldest is dropped."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Batch:
     """Rows that have been asked for. What nobody takes is dropped with this."""
 
     client: ParameterClient
+    name: str
+    """The table's."""
     ids: torch.Tensor
     rows: ParameterRows
     call: ParameterCall
+    bytes: int
+    """In the window."""
 
     def __del__(self) -> None:
         self.client.cancel(self.call)
@@ -49,9 +53,9 @@ class Embedding(nn.Module):
     push to it on. Servers hold 1/n of the rows each.
 
     `update` is `rowwise_adagrad()`, `assign()`, `reduce("sum")` or `optimizer()` of SGD, Adagrad, Adam or AdamW without
-    momentum. It changes the rows of a push and no others: so weight decay and the means of Adam rest while a row does.
-    The step that Adam counts is the table's. `mode` is as for `KeyValue.init` (default: `sync()`), for the whole table:
-    in `sync` every worker of the group pushes once a round, even if it has no ids.
+    momentum. It changes the rows of a push and no others: so a row that is not pushed has neither weight decay nor a
+    change of Adam's means. The step that Adam counts is the table's. `mode` is as for `KeyValue.init` (default:
+    `sync()`), for the whole table: in `sync` every worker of the group pushes once a round, even if it has no ids.
 
     `dtype` is float32 or float64. Raises `InvalidArgument` if another worker has made `name` otherwise.
     """
@@ -76,9 +80,7 @@ class Embedding(nn.Module):
             raise InvalidArgument(f"dtype is {dtype}; rows of a table are torch.float32 or torch.float64")
         if not isinstance(seed, int) or not 0 <= seed < 1 << 63:
             raise InvalidArgument(f"seed is {seed!r}; it must be an integer from 0 to 2**63 - 1")
-        low, high = initial or (-1 / math.sqrt(dim), 1 / math.sqrt(dim))
-        if not (math.isfinite(low) and math.isfinite(high) and low <= high and max(-low, high) < 1e38):
-            raise InvalidArgument(f"initial is {initial!r}; it must be (low, high), low no greater than high")
+        low, high = _range((-1 / math.sqrt(dim), 1 / math.sqrt(dim)) if initial is None else initial)
         spec = {
             "dtype": str(dtype).removeprefix("torch."),
             "shape": ["rows", dim],
@@ -89,7 +91,6 @@ class Embedding(nn.Module):
         self.name, self.dim, self.dtype = name, dim, dtype
         self._kv, self._client = kv, kv._client
         self._table = kv._make_table(name, spec)
-        self._prefetched: list[_Batch] = []
         self._pushed: list[Pending] = []
         self._late = 0
 
@@ -107,10 +108,10 @@ class Embedding(nn.Module):
         deadline = self._kv._deadline(timeout)
         wanted = _ids(ids)
         values = torch.empty(*wanted.shape, self.dim, dtype=self.dtype) if out is None else out
-        if values.shape != (*wanted.shape, self.dim) or values.dtype != self.dtype or not values.is_contiguous():
+        if not self._is_plain(values, wanted) or not values.is_contiguous() or values.is_neg():
             raise InvalidArgument(
-                f"out is {values.dtype} of shape {tuple(values.shape)}; it must be {self.dtype} of shape "
-                f"{(*wanted.shape, self.dim)} and contiguous"
+                f"out is {_described(values)}; it must be a dense contiguous tensor of {self.dtype} of shape "
+                f"{(*wanted.shape, self.dim)} on the CPU"
             )
         self._take(self._batch(wanted, deadline), values, deadline, distinct=False)
         return values
@@ -126,27 +127,45 @@ class Embedding(nn.Module):
         """
         deadline = self._kv._deadline(timeout)
         wanted = _ids(ids)
-        source = torch.as_tensor(gradients).detach()
-        if source.shape != (*wanted.shape, self.dim) or source.dtype != self.dtype or source.device.type != "cpu":
+        source = _as_tensor("gradients", gradients).detach()
+        if not self._is_plain(source, wanted):
             raise InvalidArgument(
-                f"gradients are {source.dtype} of shape {tuple(source.shape)} on {source.device}; for ids of shape "
-                f"{tuple(wanted.shape)} they must be {self.dtype} of shape {(*wanted.shape, self.dim)} on the CPU"
+                f"gradients are {_described(source)}; for ids of shape {tuple(wanted.shape)} they must be dense, of "
+                f"{self.dtype} and shape {(*wanted.shape, self.dim)} on the CPU"
             )
         if not (isinstance(weight, (int, float)) and math.isfinite(weight) and weight > 0):
             raise InvalidArgument(f"weight is {weight!r}; it must be a positive number")
         rows = self._table.rows(wanted.data_ptr(), wanted.numel())
-        return self._push(rows, source.contiguous(), deadline, distinct=False, weight=weight, priority=priority)
+        return self._push(
+            rows, source.resolve_neg().contiguous(), deadline, distinct=False, weight=weight, priority=priority
+        )
 
     def prefetch(self, ids: Any) -> None:
-        """Asks for the rows of a later `pull` or forward pass with the same `ids` now, and returns at once.
+        """Asks for the rows of a later `pull` or forward pass with the same `ids` now, and returns at once, unless
+        pushes fill the window.
 
         Those rows contain what was pushed before this call, not what is pushed after it: call it after `backward`. They
-        lie in this worker's window until they are used. Of more than 4 batches the oldest is dropped.
+        lie in this worker's window until they are used. Of more than 4 batches of a table the oldest is dropped, and of
+        all tables those that leave a later request less than half of the window.
         """
         deadline = self._kv._deadline(None)
-        self._prefetched = [*self._prefetched[1 - MOST_PREFETCHED :], self._ask(_ids(ids).clone(), deadline)]
+        waiting = self._kv._prefetched
+        mine = [place for place, batch in enumerate(waiting) if batch.name == self.name]
+        for place in reversed(mine[: max(0, len(mine) + 1 - MOST_PREFETCHED)]):
+            del waiting[place]  # which leaves the window before more is asked for
+        batch = self._ask(_ids(ids).clone(), deadline)
+        waiting.append(batch)
+
+    def _make_room(self, rows: ParameterRows) -> int:
+        """The bytes of a request for these rows in the window, of which prefetched batches leave it half."""
+        size = rows.distinct * (8 + self.dim * self.dtype.itemsize)
+        waiting = self._kv._prefetched
+        while waiting and size + sum(batch.bytes for batch in waiting) > self._client.window_bytes // 2:
+            del waiting[0]
+        return size
 
     def _push(self, rows: ParameterRows, values: torch.Tensor, deadline: float, **options: Any) -> Pending:
+        self._make_room(rows)
         with server_errors():
             call = self._table.push(
                 self._client, rows, values.data_ptr(), timeout=deadline - time.monotonic(), **options
@@ -155,15 +174,18 @@ class Embedding(nn.Module):
 
     def _ask(self, ids: torch.Tensor, deadline: float) -> _Batch:
         rows = self._table.rows(ids.data_ptr(), ids.numel())
+        size = self._make_room(rows)
         with server_errors():
             call = self._table.pull(self._client, rows, timeout=deadline - time.monotonic())
-        return _Batch(self._client, ids, rows, call)
+        return _Batch(self._client, self.name, ids, rows, call, size)
 
     def _batch(self, ids: torch.Tensor, deadline: float) -> _Batch:
         """The rows of `ids`, asked for by `prefetch` or now."""
-        for index, batch in enumerate(self._prefetched):
-            if batch.ids.shape == ids.shape and torch.equal(batch.ids, ids):
-                return self._prefetched.pop(index)
+        waiting = self._kv._prefetched
+        mine = [place for place, batch in enumerate(waiting) if batch.name == self.name]
+        for place in mine:
+            if waiting[place].ids.shape == ids.shape and torch.equal(waiting[place].ids, ids):
+                return waiting.pop(place)
         return self._ask(ids, deadline)
 
     def _take(self, batch: _Batch, out: torch.Tensor, deadline: float, *, distinct: bool) -> None:
@@ -173,17 +195,22 @@ class Embedding(nn.Module):
     # ---- as a module -------------------------------------------------------------------------------------------------
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """As `torch.nn.Embedding`: the rows of `ids`, whose gradients `backward` pushes. Every pass that is trained is
-        an update of its own."""
+        """As `torch.nn.Embedding`: the rows of `ids`, whose gradients `backward` pushes, in `eval` mode too. Every pass
+        that is trained is an update of its own. Under `torch.no_grad()` nothing is."""
         positions, values = self._values(ids)
         return functional.embedding(positions, values)
 
     def flush(self, timeout: float | None = None) -> int:
         """Waits until all that `backward` has pushed is in the servers' rows. Returns how many pushes came late and
-        were dropped, where the mode has a quorum."""
+        were dropped, where the mode has a quorum. Raises what went wrong with a push, once for each."""
         while self._pushed:
-            self._late += len(self._pushed[0].wait(timeout))
-            del self._pushed[0]
+            pushed = self._pushed.pop(0)
+            try:
+                self._late += len(pushed.wait(timeout))
+            except BaseException as error:
+                if isinstance(error, CollectiveTimeout) or not isinstance(error, RingReduceError):
+                    self._pushed.insert(0, pushed)  # which may come yet
+                raise
         late, self._late = self._late, 0
         return late
 
@@ -196,13 +223,27 @@ class Embedding(nn.Module):
         self._take(batch, values, deadline, distinct=True)
         positions = torch.empty_like(wanted)
         batch.rows.copy_positions(positions.data_ptr())
-        while self._pushed and self._client.wait(self._pushed[0].calls[self.name], timeout=0.0):
+        while self._pushed and self._is_answered(self._pushed[0]):
             self._late += len(self._pushed.pop(0).wait())  # which raises what went wrong
-        if torch.is_grad_enabled() and self.training:
+        if torch.is_grad_enabled():
             values.requires_grad_()
             hooked: Any = values
             hooked.register_post_accumulate_grad_hook(partial(self._push_gradient, batch.rows))
         return positions, values
+
+    def _is_answered(self, pushed: Pending) -> bool:
+        with server_errors():
+            return self._client.wait(pushed.calls[self.name], timeout=0.0)
+
+    def _is_plain(self, values: Any, ids: torch.Tensor) -> bool:
+        """Whether it is a row for each of `ids`, as this module can read and write it."""
+        return (
+            isinstance(values, torch.Tensor)
+            and values.layout == torch.strided
+            and values.device.type == "cpu"
+            and values.dtype == self.dtype
+            and values.shape == (*ids.shape, self.dim)
+        )
 
     def _push_gradient(self, rows: ParameterRows, values: torch.Tensor) -> None:
         assert values.grad is not None
@@ -229,10 +270,34 @@ class EmbeddingBag(Embedding):
         )
 
 
+def _range(initial: Any) -> tuple[float, float]:
+    try:
+        low, high = (float(each) for each in initial)
+    except (TypeError, ValueError):
+        low = high = math.nan
+    if not (math.isfinite(low) and math.isfinite(high) and low <= high and max(-low, high) < 1e38):
+        raise InvalidArgument(f"initial is {initial!r}; it must be (low, high), low no greater than high")
+    return low, high
+
+
+def _described(values: Any) -> str:
+    if not isinstance(values, torch.Tensor):
+        return f"a {type(values).__name__}"
+    return f"{values.dtype} of shape {tuple(values.shape)} and layout {values.layout} on {values.device}"
+
+
+def _as_tensor(name: str, values: Any) -> torch.Tensor:
+    try:
+        return torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidArgument(f"{name} are a {type(values).__name__}, and no tensor or array: {error}") from None
+
+
 def _ids(ids: Any) -> torch.Tensor:
-    tensor = ids if isinstance(ids, torch.Tensor) else torch.as_tensor(ids)
-    if tensor.dtype != torch.int64 or tensor.device.type != "cpu":
+    tensor = _as_tensor("ids", ids)
+    if tensor.dtype != torch.int64 or tensor.device.type != "cpu" or tensor.layout != torch.strided:
         raise InvalidArgument(
-            f"ids are {tensor.dtype} on {tensor.device}; they must be torch.int64 on the CPU (ids.long())"
+            f"ids are {tensor.dtype} of layout {tensor.layout} on {tensor.device}; they must be dense torch.int64 on "
+            "the CPU (ids.long())"
         )
     return tensor.contiguous()

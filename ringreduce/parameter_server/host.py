@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import selectors
 import socket
 import threading
@@ -23,6 +24,9 @@ GROUP = "parameter server"
 """What the doors between hosts call it."""
 _WRITING = 60.0
 """Seconds in which a snapshot may be finished when its server ends. After that it is absent."""
+_KNOWN = 16
+"""Snapshots, of which it is known how they ended."""
+_PART = re.compile("[0-9]+-of-[0-9]{1,6}")
 OBSERVERS = "observers"
 """The group of those that only look: a server does not count them as its workers."""
 _MOST_STRANGERS = 64
@@ -58,8 +62,8 @@ class Host:
         self._keys: dict[tuple[str, int], tuple[dict[str, Any], list[tuple[int, int]]]] = {}
         self._blocks: dict[int, dict[str, Any]] = {}
         """By block: its key, the key's spec, the first element and the elements."""
-        self._saving: Saving | None = None
-        """The latest snapshot."""
+        self._savings: dict[str, Saving] = {}
+        """The latest snapshots, by folder."""
         self._names: dict[int, tuple[str, int]] = {}
         self._observers: set[int] = set()
         self._begun, self._served = time.monotonic(), False
@@ -120,8 +124,8 @@ class Host:
         with contextlib.suppress(BlockingIOError):
             self._wake.send(b"x")
         self._thread.join()
-        if self._saving is not None:
-            self._saving.done.wait(_WRITING)
+        for saving in list(self._savings.values())[-1:]:  # earlier ones have ended
+            saving.done.wait(_WRITING)
         self.server.stop()
         for end in (self._wake, self._woken, self._listener):
             end.close()
@@ -134,24 +138,35 @@ class Host:
         found["clocks"] = {self._describe(worker): clock for worker, clock in clocks}
         return found | {"seconds": round(time.monotonic() - self._begun, 3)}
 
+    def is_saving(self) -> bool:
+        """Whether it writes a snapshot."""
+        return any(not saving.done.is_set() for saving in list(self._savings.values()))
+
     def save(self, folder: str, part: str) -> Saving:
         """Begins this server's part of a snapshot, such as "0-of-2". Raises `InvalidArgument` if one is under way."""
-        self._saving = Saving(self.server, self._blocks, folder, part)
-        return self._saving
+        if not _PART.fullmatch(part):
+            raise InvalidArgument(f"part is {part!r:.60}; it must be a number of a server and how many there are")
+        saving = self._savings[folder] = Saving(self.server, self._blocks, folder, part)
+        for old in list(self._savings)[:-_KNOWN]:
+            del self._savings[old]
+        return saving
 
     def wait_until_left(self, timeout: float) -> list[str]:
-        """Waits until all workers have gone; returns who has not."""
+        """Waits until all workers have gone; returns who has not. Nobody waits for a reader."""
         with self._left:
-            self._left.wait_for(lambda: not self._inside(), timeout)
-            return [self._describe(v.worker) for v in self._inside()]
+            self._left.wait_for(lambda: not self._workers(), timeout)
+            return [self._describe(v.worker) for v in self._workers()]
 
     def wait_until_served(self, timeout: float | None) -> bool:
         """Waits until workers have come and all have gone; returns whether it is so."""
         with self._left:
-            return self._left.wait_for(lambda: self._served and not self._inside(), timeout)
+            return self._left.wait_for(lambda: self._served and not self._workers(), timeout)
 
     def _inside(self) -> list[_Visitor]:
         return [visitor for visitor in list(self._visitors.values()) if visitor.worker >= 0]
+
+    def _workers(self) -> list[_Visitor]:
+        return [visitor for visitor in self._inside() if visitor.worker not in self._observers]
 
     def _describe(self, worker: int) -> str:
         host, pid = self._names.get(worker, ("?", 0))
@@ -311,8 +326,8 @@ class Host:
                 self.save(str(message["folder"]), str(message["part"]))
                 return {}
             case "snapshot state":
-                saving = self._saving
-                if saving is None or str(saving.path) != message["folder"]:
+                saving = self._savings.get(str(message["folder"]))
+                if saving is None:
                     raise InvalidArgument(f"this server does not write the snapshot {message['folder']!r}")
                 return {"done": saving.done.is_set(), "fault": saving.error}
             case "statistics":

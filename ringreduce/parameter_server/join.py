@@ -131,24 +131,48 @@ class Serving:
         number = int(self._store.add("snapshots", 1))
         return int(_once(self._store, "last snapshot", str(number))) if last else number
 
-    def take_snapshots(self, folder: str | os.PathLike[str]) -> int:
+    def may_ask(self) -> bool:
+        """Whether all servers have ended their parts of what was asked for, or failed to write them."""
+        asked = int(self._store.add("snapshots", 0))
+        return asked == 0 or int(self._store.add(f"snapshot {asked} ended", 0)) >= self._servers
+
+    def take_snapshots(self, folder: str | os.PathLike[str], *, last: int = 0) -> int:
         """Begins this server's part of the next snapshot that was asked for, unless one is under way; returns how many
         it has written. Snapshot n is the folder `snapshot_path(folder, n)`, when all servers have written their parts.
-        Each part is of a moment of its own; for one round of all servers, a worker calls `KeyValue.snapshot`.
+        Each part is of a moment of its own; for one round of all servers, a worker calls `KeyValue.snapshot`. What a
+        worker has asked for is written first. `last` is the number of the only one that is still to be written.
 
-        Raises `SystemFailure` or `InvalidArgument` if this one's could not be written; the next call goes on.
+        Raises `SystemFailure` or `InvalidArgument` if this one's could not be written. The next call goes on with the
+        one after it, or tries the `last` again.
         """
-        if self._saving is not None and not self._saving.done.is_set():
-            return self._taken - 1
-        done, self._saving = self._saving, None
-        if done is not None and done.error:
-            raise SystemFailure(f"the snapshot {done.path}: {done.error}")
-        if self._taken < self._store.add("snapshots", 0):
-            self._taken += 1
-            target = self.snapshot_path(folder, self._taken)
+        if self._saving is not None:
+            if not self._saving.done.is_set():
+                return self._taken - 1
+            done, self._saving = self._saving, None
+            self._end_part(done.error, last)
+            if done.error:
+                raise SystemFailure(f"the snapshot {done.path}: {done.error}")
+        self._taken = max(self._taken, last - 1)
+        if self._host.is_saving() or self._taken >= (last or self._store.add("snapshots", 0)):
+            return self._taken
+        self._taken += 1
+        target = self.snapshot_path(folder, self._taken)
+        try:
             self._saving = self._host.save(f"{target}.partial-serve", f"{self.number}-of-{self._servers}")
-            return self._taken - 1
-        return self._taken
+        except BaseException as error:
+            if self._host.is_saving():  # what a worker has asked for in this moment
+                self._taken -= 1
+                return self._taken
+            self._end_part(str(error), last)
+            raise
+        return self._taken - 1
+
+    def _end_part(self, error: str, last: int) -> None:
+        """After the last one the store may end, and the last one is tried again."""
+        if not last:
+            self._store.add(f"snapshot {self._taken} ended", 1)
+        elif error and self._taken == last:
+            self._taken -= 1
 
     def snapshot_path(self, folder: str | os.PathLike[str], number: int) -> Path:
         """Named by when the servers began, and its number, so that names are in the order of time."""

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ringreduce._C import ParameterCall, ParameterClient
+    from ringreduce.parameter_server.embedding import _Batch
     from ringreduce.parameter_server.host import Host
 
     Array: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
@@ -110,6 +111,8 @@ class KeyValue:
         self._client = membership.client
         self._keys: dict[str, _Key] = {}
         self._left = False
+        self._prefetched: list[_Batch] = []
+        """Rows that tables have asked for beforehand, oldest first."""
         self._questions = itertools.count()
         membership.loads = [0] * len(membership.connections)
 
@@ -194,9 +197,12 @@ class KeyValue:
         ]
         return _C.ParameterTable(blocks, placed["dtype"], placed["table"]["width"])
 
+    def _is_key(self, key: str) -> bool:
+        return key in self._keys or bool(self._with.store.check([f"place/{key}"]))
+
     def _lookup(self, key: str) -> _Key:
         if key not in self._keys:
-            if not isinstance(key, str) or not self._with.store.check([f"place/{key}"]):
+            if not isinstance(key, str) or not self._is_key(key):
                 raise InvalidArgument(f"there is no key {key!r:.60}: call init() with it first")
             self._create(key, json.loads(self._with.store.get(f"place/{key}")))
         return self._keys[key]
@@ -447,7 +453,8 @@ class KeyValue:
         """Keeps `model` at whole rounds of what workers train by `attach`, or in `sync` by these names: all its
         parameters are of the same round, before each forward pass at most `at_most_behind` rounds behind the servers.
 
-        For servers of this host. Raises `InvalidArgument` if a parameter is no key, or its mode is not `sync`.
+        For servers of this host. Raises `InvalidArgument` if a parameter that is trained is no key, or the mode of one
+        is not `sync`; the forward pass raises `ServerLost` when a server has ended.
         """
         return Follower(self, model, at_most_behind, prefix)
 
@@ -477,13 +484,16 @@ class KeyValue:
     def restore(self, path: str | os.PathLike[str], *, timeout: float | None = None) -> list[str]:
         """Makes the keys and tables of a snapshot, with the values and optimizer states that they had, on however many
         servers there are now. One worker calls it, before any `init` or `Embedding` of these names; these then keep
-        what was restored. Returns the names.
+        what was restored. Returns the names. `timeout` is for all of it. If it fails, some keys may have been made:
+        begin with a new store.
 
         Versions count from 0 again. Raises `InvalidArgument` if the snapshot is not whole or a key has a value already.
         """
         deadline = self._deadline(timeout)
         files = read(Path(path))
         specs = {block["key"]: block["spec"] for _, blocks in files for block in blocks}
+        for key in specs:
+            _check_key(key)
         tables = {key: self._restore_key(key, spec) for key, spec in specs.items()}
         calls = []
         for reader, blocks in files:
@@ -616,6 +626,8 @@ class KeyValue:
 def _check_key(key: Any) -> None:
     if not isinstance(key, str) or not 0 < len(key.encode()) <= MOST_KEY:
         raise InvalidArgument(f"key is {key!r:.60}; it must be a string of 1 to {MOST_KEY} bytes")
+    if key == "__metadata__":
+        raise InvalidArgument("key is '__metadata__', which is no tensor's name in a snapshot: give it another one")
 
 
 def _tensor(key: str, array: Any) -> torch.Tensor:

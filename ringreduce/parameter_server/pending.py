@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ringreduce.errors import CollectiveTimeout, PeerLost, ServerLost, SystemFailure
+from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, ServerLost, SystemFailure
+from ringreduce.parameter_server.snapshots import INDEX
 
 if TYPE_CHECKING:
     from ringreduce._C import ParameterCall
@@ -71,13 +72,18 @@ class Snapshot:
 
     def done(self) -> bool:
         """Whether it is complete. Raises `SystemFailure` if a server could not write its part, and `ServerLost`."""
-        states = [
-            self.store._ask(server, {"ask": "snapshot state", "folder": self.folder})
-            for server in range(self.store.servers)
-        ]
+        try:
+            states = [
+                self.store._ask(server, {"ask": "snapshot state", "folder": self.folder})
+                for server in range(self.store.servers)
+            ]
+        except InvalidArgument:  # servers know the latest ones only
+            if (self.path / INDEX).exists():
+                return True
+            raise
         for server, state in enumerate(states):
             if state["fault"]:
-                raise SystemFailure(f"the snapshot {self.folder} of server {server}: {state['error']}", server)
+                raise SystemFailure(f"the snapshot {self.folder} of server {server}: {state['fault']}", server)
         return all(state["done"] for state in states)
 
     def wait(self, timeout: float | None = None) -> Path:

@@ -28,16 +28,17 @@ class Follower:
         self.version = -1
         """The round that the model has; -1 before the first."""
         self._kv, self._client, self._most = kv, kv._client, at_most_behind
-        self._parameters = {prefix + name: p for name, p in model.named_parameters() if p.requires_grad}
+        parameters = {prefix + name: p for name, p in model.named_parameters()}
+        self._parameters = {key: p for key, p in parameters.items() if p.requires_grad or kv._is_key(key)}
         if not self._parameters:
-            raise InvalidArgument("the model has no parameters that are trained, so there is nothing to follow")
-        self._copies = {key: torch.empty_like(p, requires_grad=False) for key, p in self._parameters.items()}
+            raise InvalidArgument("the model has no parameters that are keys, so there is nothing to follow")
+        self._copies = {key: torch.empty(p.shape, dtype=p.dtype) for key, p in self._parameters.items()}
         parts, self._places = [], []
         for key, copy in self._copies.items():
             known = kv._lookup(key)
             if known.spec["mode"]["mode"] != "sync":
                 raise InvalidArgument(f"{key!r} is in mode {known.spec['mode']['mode']}, which has no rounds: pull it")
-            if known.shape != copy.shape or known.dtype != copy.dtype or not copy.is_contiguous():
+            if known.shape != copy.shape or known.dtype != copy.dtype:
                 raise InvalidArgument(f"{key!r} is {known.dtype} of shape {tuple(known.shape)}, and not the model's")
             parts += known.parts
             self._places += [copy.data_ptr() + part[2] for part in known.parts]
@@ -46,8 +47,9 @@ class Follower:
         self._hook: Any = model.register_forward_pre_hook(self._keep_up)
 
     def behind(self) -> int:
-        """Rounds that all servers have ended since the one that the model has."""
-        return self._client.round_of(self._parts) - self.version
+        """Rounds that all servers have ended since the one that the model has. Raises `ServerLost`."""
+        with server_errors():
+            return self._client.round_of(self._parts) - self.version
 
     def pull(self, timeout: float | None = None) -> int:
         """Copies the latest round that all blocks have to the model, all of it or nothing; returns its version.

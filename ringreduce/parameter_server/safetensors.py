@@ -5,6 +5,7 @@ Written piece by piece, at known places; read by mapping. https://github.com/hug
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -53,10 +54,19 @@ class Writer:
             end += size
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
-        self._data = _LENGTH.size + len(text)
+        if len(text) > _MOST_HEADER:
+            raise InvalidArgument(
+                f"{path}: a header of {len(text)} bytes for {len(tensors)} tensors; readers take {_MOST_HEADER}"
+            )
+        self._data, self._path = _LENGTH.size + len(text), path
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        os.truncate(self._file, self._data + end)
-        self._write(_LENGTH.pack(len(text)) + text, 0)
+        try:
+            os.truncate(self._file, self._data + end)
+            self._write(_LENGTH.pack(len(text)) + text, 0)
+        except BaseException:
+            self.close()
+            self.remove()
+            raise
 
     def put(self, name: str, data: Any, offset: int = 0) -> None:
         """Bytes of a tensor, from `offset` on."""
@@ -73,6 +83,12 @@ class Writer:
 
     def close(self) -> None:
         os.close(self._file)
+
+    def remove(self) -> None:
+        """Deletes the file, and its folder if nothing else is in it."""
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+            self._path.parent.rmdir()
 
 
 class Reader:
@@ -91,7 +107,7 @@ class Reader:
             header = json.loads(whole[_LENGTH.size : begin].tobytes())
             self.metadata: dict[str, str] = header.pop("__metadata__", {})
             self._places = {name: self._place(entry, len(whole) - begin) for name, entry in header.items()}
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise InvalidArgument(f"{path} is no file of safetensors: {error!r}") from None
         self._data, self.path = whole[begin:], path
         self.digest = hashlib.sha256(whole[:begin].tobytes()).hexdigest()

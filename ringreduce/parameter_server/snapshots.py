@@ -55,7 +55,11 @@ class Saving:
                         raise InvalidArgument(f"two tensors of the snapshot would be called {name!r}: rename a key")
                     tensors[name] = tensor
             self.bytes = sum(size for _, _, size in tensors.values())
-            metadata = {"format": FORMAT, "blocks": json.dumps([each.described for each in self._blocks.values()])}
+            metadata = {
+                "format": FORMAT,
+                "keys": json.dumps(dict(saved.key_and_spec for saved in self._blocks.values())),
+                "blocks": json.dumps([saved.described for saved in self._blocks.values()]),
+            }
             self.path.mkdir(parents=True, exist_ok=True)
             self._writer = Writer(self.path / f"{self._name}.part", tensors, metadata)
         except OSError as error:
@@ -79,6 +83,7 @@ class Saving:
             _complete(self.path, int(self._part.rpartition("-")[2]))
         except Exception as error:  # whoever asks is told
             self.error = f"{type(error).__name__}: {error}"
+            self._writer.remove()
         finally:
             self._writer.close()
             with contextlib.suppress(Exception):  # of a server that has been stopped
@@ -102,7 +107,8 @@ class _Saved:
         self._size = getattr(torch, dtype).itemsize
         table = spec.get("table")
         names = [f"{key}#state{i}" for i in range(states)]
-        self.described = {"key": key, "spec": spec, "begin": begin, "count": count, "steps": steps, "rows": rows}
+        self.key_and_spec = key, {name: value for name, value in spec.items() if name != "servers"}
+        self.described = {"key": key, "begin": begin, "count": count, "steps": steps, "rows": rows, "states": states}
         if table is not None:
             width = table["width"]
             state = [rows, 1 if spec["update"]["kind"] == "rowwise_adagrad" else width]
@@ -133,7 +139,7 @@ class _Saved:
 
 def _complete(folder: Path, servers: int) -> None:
     """Makes the snapshot whole if this was the last of its files. Two servers may come here at once."""
-    files = [f"server-{i}-of-{servers}.safetensors" for i in range(servers)]
+    files = _files(servers)
     final = folder.with_name(folder.name.rpartition(".partial-")[0])
     try:
         if not all((folder / file).exists() for file in files):
@@ -157,6 +163,10 @@ def _complete(folder: Path, servers: int) -> None:
             raise
 
 
+def _files(servers: int) -> list[str]:
+    return [f"server-{i}-of-{servers}.safetensors" for i in range(servers)]
+
+
 def _sync(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -169,37 +179,80 @@ def _sync(folder: Path) -> None:
 
 
 def read(path: Path) -> list[tuple[Reader, list[dict[str, Any]]]]:
-    """The files of a snapshot, and what each says of its blocks."""
+    """The files of a snapshot, and what each says of its blocks. A key of which blocks had no value yet, since a worker
+    was about to make it, is left out."""
     try:
         index = json.loads((path / INDEX).read_text())
         files = {str(file): str(digest) for file, digest in index["metadata"]["files"].items()}
         if index["metadata"]["format"] != FORMAT:
             raise InvalidArgument(f"{path} has format {index['metadata']['format']!r}; this version reads {FORMAT!r}")
+        if set(files) != set(_files(len(files))) or not files:
+            raise InvalidArgument(f"{path / INDEX} does not have the files of all servers: {', '.join(files)!r:.200}")
+    except InvalidArgument:
+        raise
     except OSError as error:
         raise InvalidArgument(f"{path} is no whole snapshot: {error}") from None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise InvalidArgument(f"{path / INDEX} is no index of a snapshot: {error!r}") from None
-    readers = [Reader(path / Path(file).name) for file in files]
+    readers = [Reader(path / file) for file in files]
     for reader, digest in zip(readers, files.values(), strict=True):
         if reader.digest != digest:
             raise InvalidArgument(f"{reader.path} is damaged: its header is not the one that {path / INDEX} knows")
-    return [(reader, json.loads(reader.metadata["blocks"])) for reader in readers]
+    found = [(reader, list(_blocks_of(reader))) for reader in readers]
+    whole = _whole_keys(path, [block for _, blocks in found for block in blocks])
+    return [(reader, [block for block in blocks if block["key"] in whole]) for reader, blocks in found]
+
+
+def _blocks_of(reader: Reader) -> Iterator[dict[str, Any]]:
+    """What the metadata says of each block, with its key's spec."""
+    try:
+        specs = json.loads(reader.metadata["keys"])
+        for block in json.loads(reader.metadata["blocks"]):
+            key, spec = str(block["key"]), specs[block["key"]]
+            numbers = {name: int(block[name]) for name in ("begin", "count", "steps", "rows", "states")}
+            known: dict[str, Any] = {
+                "dtype": str(spec["dtype"]),
+                "mode": dict(spec["mode"]),
+                "update": dict(spec["update"]),
+            }
+            if known["dtype"] not in NAMES or min(numbers.values()) < 0:
+                raise ValueError(f"block {block} of {known['dtype']}")
+            if "table" in spec:
+                known |= {"table": dict(spec["table"]), "shape": list(spec["shape"])}
+            else:
+                known |= {"per_block": max(1, int(spec["per_block"])), "shape": [int(n) for n in spec["shape"]]}
+            yield {"key": key, "spec": known, **numbers}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise InvalidArgument(f"{reader.path} does not say which blocks it has: {error!r:.200}") from None
+
+
+def _whole_keys(path: Path, blocks: list[dict[str, Any]]) -> set[str]:
+    """Tables, and the tensors that have all their blocks."""
+    places: dict[str, list[tuple[int, int]]] = {}
+    specs: dict[str, dict[str, Any]] = {}
+    for block in blocks:
+        if specs.setdefault(block["key"], block["spec"]) != block["spec"]:
+            raise InvalidArgument(f"{path}: files differ in what {block['key']!r} is")
+        places.setdefault(block["key"], []).append((block["begin"], block["count"]))
+    whole = {key for key, spec in specs.items() if "table" in spec}
+    for key in specs.keys() - whole:
+        there, elements, per_block = places[key], math.prod(specs[key]["shape"]), specs[key]["per_block"]
+        if len(set(there)) < len(there) or any(
+            begin % per_block or count != min(per_block, elements - begin) for begin, count in there
+        ):
+            raise InvalidArgument(f"{path}: blocks of {key!r} overlap, or are not those of its shape")
+        if sum(n for _, n in there) == elements:
+            whole.add(key)
+    return whole
 
 
 def payload_of_block(reader: Reader, block: dict[str, Any]) -> np.ndarray[Any, Any]:
     """As servers take it: the number of updates, the value, the states."""
     key, begin, count = block["key"], block["begin"], block["count"]
     part = "" if count == math.prod(block["spec"]["shape"]) else f"[{begin}:{begin + count}]"
-    names = [key + part, *(f"{name}{part}" for name in _states(reader, key, part))]
+    names = [key + part, *(f"{key}#state{i}{part}" for i in range(block["states"]))]
     steps = np.frombuffer(_STEPS.pack(block["steps"]), np.uint8)
     return np.concatenate([steps, *(reader.bytes_of(name) for name in names)])
-
-
-def _states(reader: Reader, key: str, part: str) -> Iterator[str]:
-    i = 0
-    while f"{key}#state{i}{part}" in reader.names:
-        yield f"{key}#state{i}"
-        i += 1
 
 
 def payloads_of_rows(
@@ -211,7 +264,7 @@ def payloads_of_rows(
     if rows == 0:
         yield from ((server, steps) for server in range(len(table.blocks)))
         return
-    names = [key, *_states(reader, key, "")]
+    names = [key, *(f"{key}#state{i}" for i in range(block["states"]))]
     columns = [reader.bytes_of(name).reshape(rows, -1) for name in names]
     ids = reader.bytes_of(f"{key}#ids").view(np.int64)
     some = max(1, at_once // (8 + sum(column.shape[1] for column in columns)))

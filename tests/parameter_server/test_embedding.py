@@ -241,6 +241,30 @@ def test_prefetched_rows_are_of_the_time_of_the_call() -> None:
         table.push(torch.arange(20_000), torch.ones(20_000, 4)).wait()
 
 
+def test_prefetched_rows_leave_room_for_requests() -> None:
+    with ps.join(memory=64 << 20, window=1 << 20, block_bytes=1 << 16, timeout=5.0) as kv:
+        tables = [
+            ps.Embedding(kv, name, 8, update=ps.reduce("sum"), initial=(0, 0), mode=ps.asynchronous()) for name in "ab"
+        ]
+        for i in range(10):
+            for table in tables:
+                table.prefetch(torch.arange(i, i + 10_000))  # 400 KB
+        for table in tables:
+            table.push(torch.arange(20_000), torch.ones(20_000, 8)).wait()  # 800 KB
+            table.prefetch(torch.arange(10_000))
+        assert not tables[0].pull(torch.arange(20_000, 40_000)).any()
+
+
+def test_eval_mode_pushes_too() -> None:
+    with ps.join(**SMALL) as kv:
+        table = ps.Embedding(kv, "t", 4, update=ps.reduce("sum"), initial=(0, 0), mode=ps.asynchronous())
+        table.eval()
+        table(torch.tensor([3])).sum().backward()
+        table.flush()
+        with torch.no_grad():
+            assert (table(torch.tensor([3])) == 1).all()
+
+
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
 
 
@@ -256,8 +280,19 @@ def test_a_server_without_room_says_so_and_has_changed_nothing() -> None:
         table(torch.arange(100_000)).sum().backward()
         with pytest.raises(UpdateFailed, match="no room"):
             table.flush()
+        assert table.flush() == 0  # which raises for each push once
         with pytest.raises(InvalidArgument, match=r"left: join with a larger memory="):
             kv.init("w", torch.zeros(3 << 20))
+
+
+def test_a_refused_push_is_no_step_of_adam() -> None:
+    with ps.join(memory=12 << 20, window=64 << 20) as kv:
+        adam = ps.optimizer(torch.optim.Adam, lr=0.01)
+        table = ps.Embedding(kv, "t", 64, update=adam, initial=(0, 0), mode=ps.asynchronous())
+        with pytest.raises(UpdateFailed, match="no room"):
+            table.push(torch.arange(100_000), torch.ones(100_000, 64)).wait()
+        table.push(torch.tensor([1]), torch.ones(1, 64)).wait()
+        assert torch.allclose(table.pull(torch.tensor([1])), torch.full((1, 64), -0.01))  # the first step's
 
 
 def test_more_rows_than_the_window_holds_are_refused() -> None:
@@ -278,6 +313,13 @@ def test_wrong_arguments_are_named() -> None:
         for call, said in (
             (lambda: table.pull(ids.int()), r"ids are torch\.int32"),
             (lambda: table.pull([1.5]), r"ids are torch\.float32"),
+            (lambda: table.pull(None), "ids are a NoneType"),
+            (lambda: table.pull(ids.to_sparse()), r"ids are .* of layout torch\.sparse_coo"),
+            (lambda: table.pull(ids, out=torch.empty(2, 4, device="meta")), "out is .* on meta"),
+            (lambda: table.pull(ids, out=ones.numpy()), "out is a ndarray"),
+            (lambda: table.push(ids, ones.to_sparse()), "gradients are .* and layout torch.sparse_coo"),
+            (lambda: table.push(ids, None), "gradients are a NoneType"),
+            (lambda: ps.Embedding(kv, "u", 4, update=ps.assign(), initial=(1,)), r"initial is \(1,\)"),
             (lambda: table.pull(ids, out=torch.empty(2, 5)), r"out is torch\.float32 of shape \(2, 5\)"),
             (lambda: table.push(ids, torch.ones(2, 5)), r"gradients are torch\.float32 of shape \(2, 5\)"),
             (lambda: table.push(ids, ones.double()), r"gradients are torch\.float64"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed.harness import Rank, Ranks, run
 from test_several_hosts import APART, placed
 from test_workers_and_servers import SMALL, join
@@ -64,11 +65,15 @@ def founds(me: Rank) -> str:
     if me.rank == 1:
         me.meet("founded")
         kv = ps.join(me.store, role="reader", timeout=30.0)
-        follower = kv.follow(nn.Linear(3, 3, bias=False))
+        follower = kv.follow(policy := nn.Linear(3, 3, bias=False))
         me.report("ready")
         with pytest.raises(ServerLost) as raised:
             while True:
                 follower.pull()
+        with pytest.raises(ServerLost):
+            follower.behind()
+        with pytest.raises(ServerLost):
+            policy(torch.zeros(3))  # which would be stale
         kv._close()
         return str(raised.value)
     kv = ps.join(me.store, rank=0, size=1, **SMALL)
@@ -112,7 +117,7 @@ def test_wrong_arguments_are_named() -> None:
             kv.follow(nn.Linear(3, 4, bias=False), prefix="w.")
         with pytest.raises(InvalidArgument, match="at_most_behind is -1"):
             kv.follow(nn.Linear(3, 3, bias=False), at_most_behind=-1, prefix="w.")
-        with pytest.raises(InvalidArgument, match="no parameters that are trained"):
+        with pytest.raises(InvalidArgument, match="no parameters that are keys"):
             kv.follow(nn.ReLU())
         follower = kv.follow(policy := nn.Linear(3, 3, bias=False), prefix="w.")
         kv.push("w.weight", torch.ones(3, 3)).wait()
@@ -123,6 +128,24 @@ def test_wrong_arguments_are_named() -> None:
         policy(torch.zeros(3))
         assert follower.version == 2 and (policy.weight == 1).all()
         follower.detach()
+
+
+def test_a_frozen_model_in_channels_last() -> None:
+    with ps.join(**SMALL) as kv:
+        kv.init("weight", torch.arange(4 * 3 * 2 * 2.0).view(4, 3, 2, 2))
+        policy = nn.Conv2d(3, 4, 2).requires_grad_(False).to(memory_format=torch.channels_last)
+        kv.follow(policy)
+        assert policy.weight.flatten().tolist() == list(range(48))
+
+
+def test_nobody_waits_for_a_reader_to_leave() -> None:
+    store = dist.HashStore()
+    with ps.serve(store, rank=0, size=1, memory=1 << 20) as serving:
+        with ps.join(store, role="reader") as reader:
+            with ps.join(store, role="worker") as kv:
+                kv.init("w", torch.ones(3))
+            assert serving.wait(10)
+        assert reader.has_left
 
 
 def test_a_key_without_a_value_is_waited_for_until_the_timeout() -> None:

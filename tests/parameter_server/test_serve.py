@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from processes import deadline
 import ringreduce.parameter_server as ps
 from ringreduce import cli
 from ringreduce.errors import CollectiveTimeout, ServerLost
+from ringreduce.parameter_server import snapshots
 
 
 def free_port() -> int:
@@ -140,12 +142,12 @@ def pushes(me: Rank, port: int, steps: int) -> list[float]:
 def test_servers_write_snapshots_by_time_and_at_their_end(tmp_path: Path) -> None:
     port = free_port()
     words = ["--store", f"127.0.0.1:{port}", "--memory", "32M", "--size", "2", "--snapshots", str(tmp_path)]
-    servers = [start(*words, "--every", "0.3", "--keep", "1", "--rank", str(rank)) for rank in (0, 1)]
+    servers = [start(*words, "--every", "0.001", "--keep", "1", "--rank", str(rank)) for rank in (0, 1)]
     try:
         with Ranks(pushes, 1, port, 40) as ranks:
             ranks.reports()
             end = time.monotonic() + deadline()
-            while not any(tmp_path.glob("*-000002")):  # by time
+            while not any(tmp_path.glob("*-00000[2-9]")):  # by time
                 assert time.monotonic() < end
                 time.sleep(0.01)
             for server in servers:
@@ -157,7 +159,7 @@ def test_servers_write_snapshots_by_time_and_at_their_end(tmp_path: Path) -> Non
             server.kill()
             server.wait()
     whole = sorted(path for path in tmp_path.iterdir() if ".partial-" not in path.name)
-    assert 1 <= len(whole) <= 2  # the last one, and one before it
+    assert len(whole) == 1  # the last one
     with ps.join(memory=32 << 20, window=16 << 20) as kv:
         assert set(kv.restore(whole[-1])) == {"w", "t"}
         w = torch.empty(100_000)
@@ -165,6 +167,78 @@ def test_servers_write_snapshots_by_time_and_at_their_end(tmp_path: Path) -> Non
         assert (w == 40).all()
         table = ps.Embedding(kv, "t", 4, update=ps.reduce("sum"), mode=ps.asynchronous(), initial=(0, 0))
         assert (table.pull(torch.arange(1000)) == 40).all()
+
+
+def comes_and_goes(me: Rank, port: int) -> None:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    with ps.join(store, role="worker", timeout=60.0) as kv:
+        kv.init("w", torch.ones(10))
+
+
+def test_servers_write_a_snapshot_when_all_workers_have_left(tmp_path: Path) -> None:
+    port = free_port()
+    words = ["--store", f"127.0.0.1:{port}", "--memory", "32M", "--size", "2", "--snapshots", str(tmp_path)]
+    servers = [start(*words, "--rank", str(rank)) for rank in (0, 1)]
+    try:
+        with Ranks(comes_and_goes, 1, port) as ranks:
+            ranks.results()
+        assert [server.wait(deadline()) for server in servers] == [0, 0]
+    finally:
+        for server in servers:
+            server.kill()
+            server.wait()
+    (path,) = tmp_path.iterdir()
+    with ps.join(memory=32 << 20, window=16 << 20) as kv:
+        assert kv.restore(path) == ["w"]
+
+
+def test_a_server_outlives_the_one_with_the_store(tmp_path: Path) -> None:
+    port = free_port()
+    words = ["--store", f"127.0.0.1:{port}", "--memory", "32M", "--size", "2", "--snapshots", str(tmp_path)]
+    servers = [start(*words, "--every", "0.1", "--forever", "--rank", str(rank)) for rank in (0, 1)]
+    try:
+        end = time.monotonic() + deadline()
+        while not any(tmp_path.glob("*-00000[0-9]")):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        servers[0].kill()
+        servers[0].wait()
+        with pytest.raises(subprocess.TimeoutExpired):
+            servers[1].wait(1.0)
+        servers[1].send_signal(signal.SIGTERM)
+        assert servers[1].wait(deadline()) == 1
+    finally:
+        for server in servers:
+            server.kill()
+            server.wait()
+
+
+def test_the_last_snapshot_comes_after_a_worker_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    real = snapshots.Writer.finish
+
+    def finish(self: Any) -> None:
+        assert go_on.wait(deadline())
+        real(self)
+
+    monkeypatch.setattr(snapshots.Writer, "finish", finish)
+    store = dist.HashStore()
+    with ps.serve(store, rank=0, size=1, memory=1 << 20) as serving, ps.join(store, role="worker") as kv:
+        kv.init("w", torch.ones(3))
+        saving = kv.snapshot(tmp_path / "worker")
+        for _ in range(3):
+            serving.ask_for_snapshot()
+        assert not serving.may_ask()
+        last = serving.ask_for_snapshot(last=True)
+        path = serving.snapshot_path(tmp_path, last)
+        assert last == 4 and serving.take_snapshots(tmp_path, last=last) == 3 and not path.exists()
+        go_on.set()
+        saving.wait()
+        end = time.monotonic() + deadline()
+        while serving.take_snapshots(tmp_path, last=last) < last:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert path.exists() and len(list(tmp_path.iterdir())) == 2  # of the others none
 
 
 def waits(me: Rank, port: int) -> None:
@@ -215,6 +289,8 @@ def test_a_server_in_this_process() -> None:
     ("words", "said"),
     [
         (["--store", "here"], "--store is 'here'; it must be HOST:PORT"),
+        (["--store", "127.0.0.1:1", "--timeout", "nan"], "--timeout is nan; it must be seconds"),
+        (["--store", "127.0.0.1:1", "--status", "--timeout", "0.3"], "the store of --store 127.0.0.1:1 was not found"),
         (["--store", "127.0.0.1:1", "--functions", "math"], "--functions has 'math'; it must be MODULE:NAME"),
     ],
 )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import signal
 import struct
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from test_several_hosts import APART, placed
 from test_workers_and_servers import SMALL, gradient, join
 
 import ringreduce.parameter_server as ps
+from ringreduce import _C
 from ringreduce.errors import InvalidArgument, SystemFailure
 from ringreduce.parameter_server import snapshots
 
@@ -244,6 +248,98 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
         with pytest.raises(InvalidArgument, match="'f' is updated by Python"):
             kv.snapshot(tmp_path / "three")
         assert kv.push_pull("w", torch.full((3,), 2.0), out=torch.empty(3)).wait() == []  # and all goes on
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(writer: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with ps.join(**SMALL) as kv:
+        kv.init("w", torch.ones(3))
+        before = len(os.listdir("/proc/self/fd"))
+        with monkeypatch.context() as patched:
+            patched.setattr(snapshots.Writer, "finish", full)
+            failed = kv.snapshot(tmp_path / "one")
+            with pytest.raises(SystemFailure, match=r"of server 0: OSError: .*No space left on device"):
+                failed.wait()
+        with monkeypatch.context() as patched:
+            patched.setattr(snapshots.Writer, "_write", lambda *_: full(None))
+            with pytest.raises(SystemFailure, match="No space left on device"):
+                kv.snapshot(tmp_path / "two")
+        assert not list(tmp_path.iterdir()) and len(os.listdir("/proc/self/fd")) == before
+        handles = []
+        for i in range(20):
+            handles.append(kv.snapshot(tmp_path / str(i)))
+            handles[-1].wait()
+        assert all(handle.done() for handle in handles)  # the server knows the latest only
+
+
+def test_a_key_that_is_being_made_is_left_out(tmp_path: Path) -> None:
+    with ps.join(**SMALL) as kv:
+        kv.init("whole", torch.ones(3))
+        value = torch.ones(COUNT * 20)
+        spec = {"dtype": "float32", "shape": [COUNT * 20], "mode": ps.sync().as_json(), "update": ps.assign().as_json()}
+        kv._place("w", spec, value)
+        first = _C.ParameterParts(kv._keys["w"].parts[:1])
+        kv._finish("w", kv._client.send("initialise", first, value.data_ptr(), timeout=10.0), time.monotonic() + 10)
+        assert len(kv._keys["w"].parts) > 1
+        kv.snapshot(tmp_path / "one").wait()
+    with ps.join(**SMALL) as kv:
+        assert kv.restore(tmp_path / "one") == ["whole"]
+        kv.init("w", value)
+
+
+def test_names_like_those_of_states(tmp_path: Path) -> None:
+    with ps.join(**SMALL) as kv:
+        with pytest.raises(InvalidArgument, match="key is '__metadata__'"):
+            kv.init("__metadata__", torch.ones(3))
+        kv.init("w", torch.ones(3))
+        kv.init("w#state0", torch.full((3,), 2.0))
+        kv.snapshot(tmp_path / "one").wait()
+    with ps.join(**SMALL) as kv:
+        assert set(kv.restore(tmp_path / "one")) == {"w", "w#state0"}
+        found = {"w": torch.empty(3), "w#state0": torch.empty(3)}
+        kv.pull(found)
+        assert (found["w"] == 1).all() and (found["w#state0"] == 2).all()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 200_000,
+        "{}",
+        '{"metadata": {"format": "1", "files": {}}}',
+        '{"metadata": {"format": "1", "files": {"x": 1}}}',
+    ],
+)
+def test_a_wrong_index_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "index.json").write_text(text)
+    with ps.join(**SMALL) as kv, pytest.raises(InvalidArgument, match=r"index\.json"):
+        kv.restore(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        "{",
+        "[1]",
+        "[{}]",
+        '[{"key": "w"}]',
+        '[{"key": "w", "begin": 1, "count": 3, "steps": 0, "rows": 0, "states": 0}]',
+    ],
+)
+def test_wrong_metadata_is_refused(blocks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = snapshots.Writer.__init__
+
+    def wrong(self: Any, path: Path, tensors: Any, metadata: dict[str, str]) -> None:
+        real(self, path, tensors, metadata | {"blocks": blocks})
+
+    monkeypatch.setattr(snapshots.Writer, "__init__", wrong)
+    with ps.join(**SMALL) as kv:
+        kv.init("w", torch.ones(3))
+        kv.snapshot(tmp_path / "one").wait()
+    with ps.join(**SMALL) as kv, pytest.raises(InvalidArgument, match=r"does not say which|blocks of 'w'"):
+        kv.restore(tmp_path / "one")
 
 
 @pytest.mark.parametrize("at", range(0, 400, 23))
