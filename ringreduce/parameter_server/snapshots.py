@@ -75,19 +75,21 @@ class Saving:
         return f"server-{self._part}.safetensors"
 
     def _run(self) -> None:
+        error = ""
         try:
             while (piece := self._server.next_piece()) is not None:
                 self._blocks[piece[0]].write(self._writer, *piece[1:])
             self._writer.finish()
             (self.path / f"{self._name}.part").rename(self.path / self._name)
             _complete(self.path, int(self._part.rpartition("-")[2]))
-        except Exception as error:  # whoever asks is told
-            self.error = f"{type(error).__name__}: {error}"
+        except Exception as failed:
+            error = f"{type(failed).__name__}: {failed}"
             self._writer.remove()
         finally:
             self._writer.close()
             with contextlib.suppress(Exception):  # of a server that has been stopped
                 self._server.end_snapshot()
+            self.error = error  # told to whoever asks when another snapshot can begin
             self.done.set()
 
 
