@@ -27,6 +27,9 @@ def cube_mesh_file(tmp_path: Path) -> str:
     return str(path)
 
 
+MB = 1024**2  # 4 ranks' and 8 ranks' largest calls have 1 and 2 MB
+
+
 def collectives(size: int, rank: int) -> None:
     """Each once for sizes with few and with many hops; wrong elements are failures."""
     for count in (1, 1000, 70_001):
@@ -71,7 +74,8 @@ def test_a_group_runs_what_is_planned_over_the_file(ranks: int, cube_mesh_file: 
         assert found.ranks == tuple(f"GPU{rank}" for rank in range(ranks))
         large = [served for served in found.served if served.end is None]
         assert {served.plan.collective for served in large} == {*ringreduce.topology.group_plans.COLLECTIVES}
-        assert {f"{served.plan.collective}: {served.plan.name}" for served in large} <= lowered
+        ran = [served for served in found.served if served.begin <= MB and (served.end is None or served.end > MB)]
+        assert {f"{served.plan.collective}: {served.plan.name}" for served in ran} <= lowered
         (served,) = (served for served in large if served.plan.collective == "all_reduce")
         assert served.plan.name in ("rings", "trees") and served.bandwidth >= 0.98 * served.bound
         assert served.reason in str(found)

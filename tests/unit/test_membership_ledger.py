@@ -90,9 +90,12 @@ def test_a_damaged_ledger_says_so(memfd: int, newest: int) -> None:
         ledger.get("a")
 
 
+ROOM = 256 << 20  # more than six writers can fill in half a second
+
+
 def count(memfd: int, seconds: float, seed: int, key: str) -> None:
     """Until the end: adds 1 to "all", and after that to its own key."""
-    ledger, end = Ledger(memfd, 0, SIZE), time.monotonic() + seconds
+    ledger, end = Ledger(memfd, 0, ROOM), time.monotonic() + seconds
     while time.monotonic() < end:
         ledger.add("all", 1)
         ledger.add(key, 1)
@@ -101,6 +104,7 @@ def count(memfd: int, seconds: float, seed: int, key: str) -> None:
 
 def test_no_addition_is_lost_when_writers_are_killed(memfd: int) -> None:
     """What a killed writer has added to its own key, it has added to the common one before; at most one more."""
+    os.ftruncate(memfd, ROOM)
     draw, context = random.Random(1), multiprocessing.get_context("fork")
     writers = [context.Process(target=count, args=(memfd, 0.5, n, f"of {n}")) for n in range(6)]
     for writer in writers:
@@ -110,12 +114,12 @@ def test_no_addition_is_lost_when_writers_are_killed(memfd: int) -> None:
         os.kill(writer.pid or 0, signal.SIGKILL)
     for writer in writers:
         writer.join(30)
-    ledger = Ledger(memfd, 0, SIZE)
+    ledger = Ledger(memfd, 0, ROOM)
     own = [int(ledger.value(f"of {n}") or 0) for n in range(6)]
     assert sum(own) <= int(ledger.get("all")) <= sum(own) + 4
     assert sum(own) > 0 and all(writer.exitcode == 0 for writer in writers[4:])
     ledger.set("after", "1")  # goes on
-    assert Ledger(memfd, 0, SIZE).get("after") == "1"
+    assert Ledger(memfd, 0, ROOM).get("after") == "1"
 
 
 # rounds, with members as threads
