@@ -128,7 +128,7 @@ def _over_peer_memory(wanted: Wanted, group: _C.ProcessGroupRing, ordinal: int) 
             handles=handles,
             shape=shape_for(group.size(), options, wanted.channels(links), any(steps), blocks),
             steps=steps,
-            images=lambda stem, row, prebuilt: kernels.image(stem, row, device.capability, prebuilt=prebuilt),
+            images=functools.partial(_image, device.capability),
             slices=options.slices,
             least_slice_bytes=LEAST_SLICE,
         )
@@ -210,7 +210,7 @@ def _over_nccl(wanted: Wanted, group: _C.ProcessGroupRing, ordinal: int, communi
                 communicators=communicators,
                 timeout=seconds,
                 channels=channels,
-                images=lambda stem, row, prebuilt: kernels.image(stem, row, device.capability, prebuilt=prebuilt),
+                images=functools.partial(_image, device.capability),
                 slices=options.slices,
                 least_slice_bytes=options.least_slice_bytes or NCCL_LEAST_SLICE,
             )
@@ -261,3 +261,7 @@ def shape_for(size: int, options: Options, channels: int, steps: bool, blocks: i
         need = words + LEAST_SLOT * lanes * depth
         raise InvalidArgument(f"gpu_bytes is {options.gpu_bytes}; {size} ranks with {lanes} lanes need {need} or more")
     return _C.RegionShape(lanes=lanes, depth=depth, slot_bytes=slot_bytes)
+
+
+def _image(capability: tuple[int, int], stem: str, row: str, prebuilt: bool) -> bytes:
+    return kernels.image(stem, row, capability, prebuilt=prebuilt)
