@@ -6,6 +6,7 @@ options, or `use_nccl`, ask for NCCL, it makes communicators for all ranks, or a
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import socket
