@@ -11,6 +11,7 @@ whatever happens to the launcher, they can go on.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -22,14 +23,12 @@ from weakref import WeakValueDictionary
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from ringreduce.errors import CollectiveTimeout, PeerLost
-from ringreduce.membership.directory import Directory, OfStore
 from ringreduce.membership.ledger import Ledger
-from ringreduce.membership.protocol import Member, Report, View
-from ringreduce.membership.rounds import Membership
 from ringreduce.rendezvous import store
 
 if TYPE_CHECKING:
     from ringreduce._C import ProcessGroupRing
+    from ringreduce.membership.rounds import Membership
 
 _living: WeakValueDictionary[int, Survivors] = WeakValueDictionary()
 
@@ -51,11 +50,20 @@ class Lineage:
 
     def __init__(self, rank: int, size: int, source: Store | Ledger, prefix: str = "") -> None:
         """`source`: where ranks find each other when their group is no more: a ledger, or a store, under `prefix`."""
-        self._source, self._prefix = source, prefix
-        directory: Directory = source if isinstance(source, Ledger) else OfStore(source, f"{prefix}/members")
-        first = View(0, tuple(Member(str(r)) for r in range(size)))
-        self.membership = Membership(directory, str(rank), first)
+        self._rank, self._size, self._source, self._prefix = rank, size, source, prefix
         self.lock = threading.Lock()
+        """Held while the membership is used."""
+
+    @functools.cached_property
+    def membership(self) -> Membership:
+        """Made at the first loss, so that making a group does not wait for its modules."""
+        from ringreduce.membership.directory import Directory, OfStore
+        from ringreduce.membership.protocol import Member, View
+        from ringreduce.membership.rounds import Membership
+
+        source = self._source
+        directory: Directory = source if isinstance(source, Ledger) else OfStore(source, f"{self._prefix}/members")
+        return Membership(directory, str(self._rank), View(0, tuple(Member(str(r)) for r in range(self._size))))
 
     def place(self, epoch: int) -> Store:
         """For making the group of the members of a view. Needs no other process on one host."""
@@ -73,6 +81,8 @@ class Survivors:
         _living[number] = self
 
     def agree(self, group: ProcessGroupRing, silent_after: float, without: Sequence[int] = ()) -> Agreement:
+        from ringreduce.membership.protocol import Report
+
         report = Report(without=tuple(self.names[rank] for rank in without))
         with self.lineage.lock:
             view = self.lineage.membership.leave(report, lambda: self.ended(group), silent_after)
