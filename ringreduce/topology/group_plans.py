@@ -19,7 +19,7 @@ from ringreduce.common.failures import TopologyError
 from ringreduce.common.files import text_of
 from ringreduce.common.units import numbers
 from ringreduce.plan import Plan, Rule, ranges_between
-from ringreduce.plan.choose import MARGIN
+from ringreduce.plan.by_cost import MARGIN
 from ringreduce.topology.graph import Link, LinkGraph, LinkKind, Node, NodeKind, both_directions
 
 if TYPE_CHECKING:
