@@ -34,18 +34,11 @@ SIZE_BYTES = 160_000_000
 """A plan is for this size unless one is given: the gradients of the texts this grew out of."""
 
 LEAST_GAIN = 0.9
-"""Another algorithm than that with the most bandwidth must promise less than this share of its time: closer, the
-latencies decide, and they are guesses."""
+"""The plan with the most bandwidth is taken unless another is simulated to take less than this share of its time:
+closer, the latencies decide, and they are guesses."""
 
 ENOUGH = 0.99
 """The share of the bound from which all_reduce gets no routes of its own, which take more channels."""
-
-CLOSE = 0.985
-"""Of plans made for the links, those with this share of the most bandwidth are as good: the simulated time decides."""
-
-ALIKE = 0.95
-"""Where the busiest link works for more than half of the time, no plan with less than this share of the bandwidth is
-taken: for large tensors links decide, not latencies."""
 
 MOST_SHALLOW = 8
 """Ranks up to which all_reduce gets routes of its own even where trees reach the bound: these may be shallower."""
@@ -293,31 +286,19 @@ def plan_for(
                 f"algorithm {algorithm!r} is not possible for {collective} here; possible are {', '.join(candidates)}"
             )
         return candidates[algorithm]
-    first = next(iter(candidates.values()))
-    if "routed" in candidates:  # its routes can be long, and so can trees be
-        slowest = LEAST_GAIN * first.simulated(size_bytes)
-        over_links = [candidates[name] for name in ("rings", "trees", "routed") if name in candidates]
-        faster = [
-            each
-            for each in over_links
-            if each.of_links > CLOSE * first.of_links or each.seconds(size_bytes) < slowest > each.simulated(size_bytes)
-        ]
-        first = min(faster, key=lambda each: each.simulated(size_bytes), default=first)
-    usual = first.simulated(size_bytes)
-    bandwidth_counts = first.seconds(size_bytes) > usual / 2
-    time = {
-        name: each.simulated(size_bytes)
-        for name, each in candidates.items()
-        if each is not first
-        and not each.in_switches
-        and each.seconds(size_bytes) < LEAST_GAIN * usual  # what its busiest link needs, no plan can undercut
-        and (each.of_links > ALIKE * first.of_links or not bandwidth_counts)
-    }
-    name = min(time, key=time.__getitem__, default="")
-    if not name or time[name] >= LEAST_GAIN * usual:
+    first = best = next(iter(candidates.values()))
+    enough = LEAST_GAIN * first.simulated(size_bytes)
+    for each in candidates.values():
+        # No plan takes less than its busiest link needs, which is known without a simulation.
+        if each.in_switches or each.seconds(size_bytes) >= enough:
+            continue
+        if each.simulated(size_bytes) < enough:
+            best, enough = each, each.simulated(size_bytes)
+    if best is first:
         return first
-    why = f"simulated with latencies it takes {time[name]:.3g} s, and {first.plan.name} {usual:.3g} s"
-    return replace(candidates[name], reason=f"{candidates[name].reason}; {why}")
+    taken, usual = best.simulated(size_bytes), first.simulated(size_bytes)
+    why = f"simulated with latencies it takes {taken:.3g} s, and {first.plan.name} {usual:.3g} s"
+    return replace(best, reason=f"{best.reason}; {why}")
 
 
 def algorithms(graph: LinkGraph, collective: str) -> tuple[str, ...]:
