@@ -64,7 +64,7 @@ MOST_GPUS = 8
 class Channels(NamedTuple):
     """So many channels, the width that was tried, the worst hop, and the width that links have for each, in NVLinks."""
 
-    count: int
+    number: int
     width: float
     worst: int
     carried: float
@@ -95,15 +95,15 @@ def subset(graph: LinkGraph, gpus: tuple[int, ...], collective: str) -> Subset:
     orders = np.array([(0, *rest) for rest in permutations(range(1, size))])
     after = np.roll(orders, -1, axis=1)
     rings = search(crossing[orders, after].sum(axis=1), kinds[orders, after].max(axis=1), capacity)
-    by_rings = rings.count * rings.carried * lane * size / STEPS[collective](size)
+    by_rings = rings.number * rings.carried * lane * size / STEPS[collective](size)
     by_chains = 0.0
     if collective == "all_reduce":
         orders = np.array([order for order in permutations(range(size)) if order[0] < order[-1]])
         ends = orders[:, 1:], orders[:, :-1]
         # A chain's channel carries half of its width each way.
         halves = (crossing + crossing.transpose(1, 0, 2))[ends].sum(axis=1) / 2
-        chains = search(halves, kinds[ends].max(axis=1), capacity, rings.count)
-        by_chains = chains.count * chains.carried * lane / 2
+        chains = search(halves, kinds[ends].max(axis=1), capacity, rings.number)
+        by_chains = chains.number * chains.carried * lane / 2
     return Subset(gpus, planned.bandwidth, by_rings, by_chains, planned.bound, rings.worst)
 
 
@@ -116,15 +116,15 @@ def search(shapes: Any, kinds: Any, capacity: Any, exactly: int = 0) -> Channels
             break
         for worst in range(best.worst + 1):
             found = packed(shapes[kinds <= worst], capacity, width, exactly)
-            if found[0] * width > best.count * best.width * (1 + 1e-9):
+            if found[0] * width > best.number * best.width * (1 + 1e-9):
                 best = Channels(found[0], width, worst, found[1])
                 break
     if not exactly and best.width >= DOUBLED:
-        best = Channels(2 * best.count, best.width / 2, best.worst, best.carried / 2)
+        best = Channels(2 * best.number, best.width / 2, best.worst, best.carried / 2)
         for width in SPEEDS[::-1]:
-            found = packed(shapes[kinds <= best.worst], capacity, width, best.count)
+            found = packed(shapes[kinds <= best.worst], capacity, width, best.number)
             if width > best.width and found[0]:
-                best = Channels(best.count, width, best.worst, found[1])
+                best = Channels(best.number, width, best.worst, found[1])
     return best
 
 

@@ -26,7 +26,7 @@ from ringreduce.topology.graph import LinkKind, NodeKind
 from ringreduce.topology.rates import model_in
 
 if TYPE_CHECKING:
-    from ringreduce.topology.planner import Planned
+    from ringreduce.topology.planned import Planned
 
 
 @dataclass(frozen=True)

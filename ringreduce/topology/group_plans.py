@@ -23,7 +23,7 @@ from ringreduce.plan.by_cost import MARGIN
 from ringreduce.topology.graph import Link, LinkGraph, LinkKind, Node, NodeKind, both_directions
 
 if TYPE_CHECKING:
-    from ringreduce.topology.planner import Planned
+    from ringreduce.topology.planned import Planned
 
 TENSOR_SIZES = tuple(4**power * 1024 for power in range(1, 10, 2))
 """Bytes of the whole tensor, 4 KB to 256 MB, at which plans are compared."""

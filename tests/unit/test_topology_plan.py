@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from ringreduce.errors import TopologyError
 from ringreduce.plan import Plan, build, verify
 from ringreduce.topology.graph import LinkGraph, LinkKind, Node, NodeKind, both_directions
-from ringreduce.topology.planner import Planned, algorithms, plan_for, transfers, weights
+from ringreduce.topology.planned import Planned, transfers
+from ringreduce.topology.planner import algorithms, plan_for
+from ringreduce.topology.stages import weights
 
 DOUBLE = [(0, 3), (0, 4), (1, 2), (1, 5), (2, 3), (4, 7), (5, 6), (6, 7)]
 SINGLE = [(0, 1), (0, 2), (1, 3), (2, 6), (3, 7), (4, 5), (4, 6), (5, 7)]
