@@ -28,6 +28,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from ringreduce.cli.arguments import gpu_list
+from ringreduce.common.failures import TopologyError
 from ringreduce.topology.graph import FABRIC, LinkGraph
 from ringreduce.topology.planner import plan_for
 from ringreduce.topology.read import described
@@ -221,11 +222,14 @@ def main() -> None:
     found: dict[str, list[Subset]] = {}
     for machine in arguments.machines:
         name, _, some = machine.partition(":")
-        graph = described(name)
-        gpus = gpu_list(some) if some else range(len(graph.gpus))
-        if len(gpus) > MOST_GPUS:
+        try:
+            graph = described(name)
+            gpus = graph.places(gpu_list(some)) if some else range(len(graph.gpus))
+        except (TopologyError, argparse.ArgumentTypeError) as error:
+            parser.error(f"{machine}: {error}")
+        if not 2 <= len(gpus) <= MOST_GPUS:
             parser.error(
-                f"{machine} has {len(gpus)} GPUs, too many for all subsets; name up to {MOST_GPUS}, as in :0-7"
+                f"{machine}: {len(gpus)} GPUs; all subsets are looked at of 2 to {MOST_GPUS}: name them, as in :0-7"
             )
         every = [chosen for size in range(2, len(gpus) + 1) for chosen in combinations(gpus, size)]
         found[Path(name).stem] = [subset(graph, chosen, arguments.collective) for chosen in every]
