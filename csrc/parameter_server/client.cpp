@@ -7,6 +7,16 @@
 #include "parameter_server/client-inl.h"
 
 namespace ringreduce::parameter_server {
+namespace {
+
+// Whether all of a call is too large to be copied through the caches.
+bool streams(const std::vector<Part>& parts) {
+  std::size_t bytes = 0;
+  for (const Part& part : parts) bytes += part.bytes;
+  return bytes >= kStreamedBytes;
+}
+
+}  // namespace
 
 Client::Client(WorkerId worker, std::size_t servers, std::size_t data)
     : worker_(worker),
@@ -306,12 +316,6 @@ void Client::feed(std::uint32_t server) {
     frame.header.tag = item.tag;
     connections.send(id, std::move(frame));
   }
-}
-
-static bool streams(const std::vector<Part>& parts) {
-  std::size_t bytes = 0;
-  for (const Part& part : parts) bytes += part.bytes;
-  return bytes >= kStreamedBytes;
 }
 
 std::shared_ptr<Call> Client::send(RequestKind kind, const std::vector<Part>& parts, const std::byte* tensor,
