@@ -254,8 +254,7 @@ class KeyValue:
         which may be changed after that wait. Among the updates that a server could do at once, those with the greatest
         `priority` go first.
         """
-        if weight != 1 and not (isinstance(weight, (int, float)) and math.isfinite(weight) and weight > 0):
-            raise InvalidArgument(f"weight is {weight!r}; it must be a positive number")
+        check_weight(weight)
         deadline = self._deadline(timeout)
         calls = {name: self._push(name, tensor, weight, priority, deadline) for name, tensor in self._pairs(key, value)}
         return Pending(self, calls)
@@ -628,6 +627,11 @@ def _check_key(key: Any) -> None:
         raise InvalidArgument(f"key is {key!r:.60}; it must be a string of 1 to {MOST_KEY} bytes")
     if key == "__metadata__":
         raise InvalidArgument("key is '__metadata__', which is no tensor's name in a snapshot: give it another one")
+
+
+def check_weight(weight: Any) -> None:
+    if weight != 1 and not (isinstance(weight, (int, float)) and math.isfinite(weight) and weight > 0):
+        raise InvalidArgument(f"weight is {weight!r}; it must be a positive number")
 
 
 def _tensor(key: str, array: Any) -> torch.Tensor:
