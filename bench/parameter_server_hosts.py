@@ -7,7 +7,8 @@ Every worker and every server is alone on a host (a network namespace) with a li
 Milliseconds of a push_pull of the whole tensor in `sync`, on the slowest worker; the median of some. `bound` is the
 time that the busiest line needs, pushes and pulls being under way at once: the greater of B (a worker's) and m B / n (a
 server's), B with the headers of TCP and below; `of bound` is its share of the time. Blocks are 1/64 of the tensor:
-what a worker gets back at the end waits for the last of them.
+what a worker gets back at the end waits for the last of them. `sent` and `received` are the bytes of a step, as that
+worker's line has counted them. With --wires (bfloat16 or int8) `bound` stays that of float32.
 """
 
 from __future__ import annotations
@@ -36,22 +37,31 @@ HEADERS = 1538 / 1448
 """Bytes on an Ethernet for those of a TCP stream, in full packets with timestamps."""
 
 
-def work(me: Rank, servers: int, workers: int, size: int, steps: int) -> float:
+def work(me: Rank, servers: int, workers: int, size: int, steps: int, wires: list[str]) -> list[float]:
+    """Of a worker: seconds, bytes sent, bytes received."""
     sizes: dict[str, Any] = {"window": 2 * size + (8 << 20), "timeout": 120.0, "block_bytes": max(1 << 16, size // 64)}
     if me.rank < servers:
         with ps.serve(me.store, rank=me.rank, size=servers, memory=8 * size + (8 << 20), **sizes) as serving:
             serving.wait()
-        return 0.0
+        return [0.0, 0.0, 0.0]
     with ps.join(me.store, role="worker", workers=workers, **sizes) as kv:
         w, gradient = torch.zeros(size // 4), torch.ones(size // 4)
-        kv.init("w", w, update=ps.optimizer(torch.optim.SGD, lr=0.1))
-        times = []
+        kv.init("w", w, update=ps.optimizer(torch.optim.SGD, lr=0.1), push_wire=wires[0], pull_wire=wires[1])
+        times, moved = [], []
         for _ in range(steps + 1):
             kv.barrier()
-            begin = time.perf_counter()
+            begin, before = time.perf_counter(), line_bytes()
             kv.push_pull("w", gradient, out=w).wait()
             times.append(time.perf_counter() - begin)
-        return statistics.median(times[1:])
+            moved.append([after - some for after, some in zip(line_bytes(), before, strict=True)])
+        return [statistics.median(times[1:]), *map(statistics.median, zip(*moved[1:], strict=True))]
+
+
+def line_bytes() -> tuple[int, int]:
+    """That this host has sent and received."""
+    text = Path("/proc/net/dev").read_text()
+    (words,) = (line.split() for line in text.splitlines() if line.lstrip().startswith("eth0:"))
+    return int(words[9]), int(words[1])
 
 
 def rate_of(text: str) -> float:
@@ -68,20 +78,29 @@ def main() -> int:
     parser.add_argument("--rate", default="100mbit")
     parser.add_argument("--size", type=parse_bytes, default=8 << 20)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--wires", nargs=2, metavar=("PUSH", "PULL"), default=["float32", "float32"])
     args = parser.parse_args()
     if why := unavailable():
         parser.error(why)
     table = Table(title=f"push_pull of {args.size} bytes, lines of {args.rate}: ms")
-    for column in ("workers", "servers", "time", "bound", "of bound"):
+    for column in ("workers", "servers", "time", "bound", "of bound", "sent", "received"):
         table.add_column(column, justify="right")
     for workers in args.workers:
         for servers in args.servers:
             hosts = servers + workers
             with Network(hosts, rate=args.rate) as network:
-                found = max(run(network, 1, work, servers, workers, args.size, args.steps, timeout=170))
+                found, sent, received = max(
+                    run(network, 1, work, servers, workers, args.size, args.steps, args.wires, timeout=170)
+                )
             bound = max(1, workers / servers) * args.size * HEADERS / rate_of(args.rate)
             table.add_row(
-                str(workers), str(servers), f"{1e3 * found:.0f}", f"{1e3 * bound:.0f}", f"{bound / found:.0%}"
+                str(workers),
+                str(servers),
+                f"{1e3 * found:.0f}",
+                f"{1e3 * bound:.0f}",
+                f"{bound / found:.0%}",
+                f"{sent / 1e6:.2f} MB",
+                f"{received / 1e6:.2f} MB",
             )
     Console(width=100).print(table)
     return 0

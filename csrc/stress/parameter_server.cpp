@@ -354,6 +354,12 @@ Sent some_frame(Random& random) {
     sent.payload.resize(64);
   }
   header.bytes = static_cast<std::uint32_t>(sent.payload.size());
+  if (kind != ps::WireKind::request && kind != ps::WireKind::replies && random() % 2 == 0) {
+    header.packing = random() % 2 == 0 ? Packing::bfloat16 : Packing::int8;
+    header.total = random() % 9 * 32;
+    header.bytes = static_cast<std::uint32_t>(ps::wire_bytes(header.packing, header.total));
+    sent.payload.resize(header.bytes);
+  }
   if (random() % 3 == 0) {
     auto* const bytes = reinterpret_cast<std::byte*>(&header);
     bytes[random() % sizeof header] = static_cast<std::byte>(random());

@@ -235,7 +235,12 @@ def _blocks_of(reader: Reader) -> Iterator[dict[str, Any]]:
             if "table" in spec:
                 known |= {"table": dict(spec["table"]), "shape": list(spec["shape"])}
             else:
-                known |= {"per_block": max(1, int(spec["per_block"])), "shape": [int(n) for n in spec["shape"]]}
+                push_wire, pull_wire = spec.get("wire", ("float32", "float32"))
+                known |= {
+                    "per_block": max(1, int(spec["per_block"])),
+                    "shape": [int(n) for n in spec["shape"]],
+                    "wire": [str(push_wire), str(pull_wire)],
+                }
             yield {"key": key, "spec": known, **numbers}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise InvalidArgument(f"{reader.path} does not say which blocks it has: {error!r:.200}") from None
