@@ -213,6 +213,7 @@ def read(path: Path) -> list[tuple[Reader, list[dict[str, Any]]]]:
     for reader, digest in zip(readers, files.values(), strict=True):
         if reader.digest != digest:
             raise InvalidArgument(f"{reader.path} is damaged: its header is not the one that {path / INDEX} knows")
+        reader.check()
     found = [(reader, list(_blocks_of(reader))) for reader in readers]
     whole = _whole_keys(path, [block for _, blocks in found for block in blocks])
     return [(reader, [block for block in blocks if block["key"] in whole]) for reader, blocks in found]
