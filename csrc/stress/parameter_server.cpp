@@ -251,7 +251,7 @@ void nonsense(int requests) {
             some(kData),
             random() % 2 != 0 ? kPerBlock * 8 : some(9) * 8,
             0,
-            0};
+            static_cast<Packing>(random() % 5)};
     if (slot.kind == ps::RequestKind::leave) slot.kind = ps::RequestKind::push;
     if (i % 2 == 0) slot.number = i / 2 + 1;  // the next
     slot.seen = i % 3 == 0 ? slot.number - 1 : slot.seen;
@@ -343,7 +343,7 @@ Sent some_frame(Random& random) {
                                random() % 4096,
                                random() % 2 != 0 ? random() % 2 * 64 : random() % 9 * 8,
                                0,
-                               0};
+                               static_cast<Packing>(random() % 5)};
     sent.payload.resize(sizeof slot);
     std::memcpy(sent.payload.data(), &slot, sizeof slot);
   } else if (kind == ps::WireKind::replies) {
@@ -466,7 +466,7 @@ void pulls_an_unknown_block() {
   Besieged party;
   const FileDescriptor end = party.admit(1);
   for (const ps::BlockId block : {ps::BlockId{0}, ps::BlockId{9999}}) {
-    ask(end, {ps::RequestKind::pull, block, 1, 0, 0, 0, 1.0, 0, 0, 0, 0});
+    ask(end, {ps::RequestKind::pull, block, 1, 0, 0, 0, 1.0, 0, 0, 0, {}});
     std::byte answer{};
     check(recv(end.get(), &answer, 1, 0) == 1, "a pull is not answered");
   }
@@ -479,7 +479,7 @@ void asks_and_never_reads() {
   Besieged party;
   const FileDescriptor end = party.admit(1);
   for (std::uint64_t number = 1; number < 100000 && party.server.statistics().workers == 2; ++number)
-    ask(end, {ps::RequestKind::pull, 0, number, number - 1, 0, 0, 1.0, 0, 0, 0, 0});
+    ask(end, {ps::RequestKind::pull, 0, number, number - 1, 0, 0, 1.0, 0, 0, 0, {}});
   check(party.server.statistics().workers == 1, "a worker that reads nothing may ask for ever");
   party.pull(party.good, party.value);
 }
