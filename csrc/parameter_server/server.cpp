@@ -301,6 +301,10 @@ void Server::keep_pull(Connection& connection, const RequestSlot& slot) {
     pull.offset = connection.window->data + slot.offset;
   } else if (connection.lane != nullptr) {
     return;  // it reads the value itself
+  } else if (slot.packing != Packing::none) {
+    if (static_cast<std::uint32_t>(slot.packing) >= kPackings) return;
+    if (blocks_[slot.block].spec.dtype != DType::float32) return;
+    pull.packing = slot.packing;
   }
   connection.pulls.emplace(slot.number, pull);
 }
@@ -517,21 +521,19 @@ void Server::send_to(Connection& connection) {
   });
   while (!connection.values.empty() && connection.alive) {
     auto [pull, reply] = connection.values.front();
-    const std::size_t bytes = bytes_of(pull);
-    if (under_way > 0 && under_way + bytes > kCopies) break;
+    const std::size_t bytes = bytes_of(pull), sent = wire_bytes(pull.packing, bytes);
+    if (under_way > 0 && under_way + sent > kCopies) break;
     connection.values.pop_front();
-    under_way += bytes;
+    under_way += sent;
     const auto value = value_for(connection, pull, reply);
-    connection.copies.emplace_back(value, bytes);
+    connection.copies.emplace_back(value, sent);
     for (std::size_t begin = 0; begin < bytes; begin += kFragment) {
       const std::size_t some = std::min(kFragment, bytes - begin);
+      const FrameHeader header = packed(
+          {.kind = WireKind::value, .bytes = static_cast<std::uint32_t>(some), .seq = begin, .tag = reply.number},
+          pull.packing);
       wire_->connections().send(static_cast<int>(connection.spec.id),
-                                {.header = {.kind = WireKind::value,
-                                            .bytes = static_cast<std::uint32_t>(some),
-                                            .seq = begin,
-                                            .tag = reply.number},
-                                 .data = value.get() + begin,
-                                 .own = value});
+                                {header, value.get() + wire_bytes(pull.packing, begin), value});
     }
     connection.replies.push_back(reply);
   }
@@ -560,7 +562,7 @@ std::shared_ptr<std::byte[]> Server::value_for(const Connection& connection, con
   const std::size_t bytes = bytes_of(pull);
   auto copy = std::make_shared_for_overwrite<std::byte[]>(bytes);
   reply.version = read_block(*blocks_[pull.block].words, copy.get(), bytes);
-  return copy;
+  return pull.packing == Packing::none ? copy : pack_for_wire(pull.packing, copy.get(), bytes);
 }
 
 }  // namespace ringreduce::parameter_server
