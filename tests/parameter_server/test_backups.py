@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
+import logging
 import random
 import signal
 import time
@@ -21,16 +21,30 @@ SERVERS, WORKERS = 3, 2
 PUSHES = 40
 
 
-def serve(me: Rank, step: str = "never", times: int = 0, doomed: int = -1, of: str = "server") -> None:
-    """Ranks 0 to SERVERS - 1: a server and a backup of another, which ends when it is told. Server `doomed` kills
-    itself when it, or its backup of its neighbour, comes to `step` for the so-many-th time."""
-    options = {name: value for name, value in SMALL.items() if name != "window"}
-    with ps.serve(me.store, rank=me.rank, size=SERVERS, backups=1, window=SMALL["window"], **options) as serving:
-        if me.rank == doomed:
-            shard = serving._host._shard if of == "server" else serving._host._backups[(me.rank - 1) % SERVERS]
-            shard.server.die_at(step, times)
+def serve(me: Rank, *dooms: tuple[int, str, str, int]) -> list[str]:
+    """Ranks 0 to SERVERS - 1: a server and a backup of the one before, which ends when all workers have left; returns
+    what it logged. Of each doom (rank, which, step, times): this rank kills itself when its "server" or its "backup"
+    comes to that step for the so-many-th time."""
+    logged = Logged()
+    logging.getLogger("ringreduce").addHandler(logged)
+    with ps.serve(me.store, rank=me.rank, size=SERVERS, backups=1, **SMALL) as serving:
+        for rank, which, step, times in dooms:
+            if rank == me.rank:
+                host = serving._host
+                shard = host._shard if which == "server" else host._backups[(rank - 1) % SERVERS]
+                shard.server.die_at(step, times)
         me.meet("servers")
         serving.wait()
+    return logged.messages
+
+
+class Logged(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
 
 
 def worker(me: Rank, **options: Any) -> ps.KeyValue:
@@ -38,15 +52,19 @@ def worker(me: Rank, **options: Any) -> ps.KeyValue:
     return ps.join(me.store, role="worker", workers=me.size - SERVERS, timeout=30.0, **options)
 
 
+def was_killed(ranks: Ranks, rank: int) -> bool:
+    ranks._processes[rank].join(10)
+    return ranks._processes[rank].exitcode == -signal.SIGKILL
+
+
 # ---- bits ------------------------------------------------------------------------------------------------------------
 
 COUNT, STEPS = 5000, 8
 
 
-def train(me: Rank, kind: Any, arguments: dict[str, Any], *fate: Any) -> list[Any]:
+def train(me: Rank, kind: Any, arguments: dict[str, Any], *dooms: Any) -> list[Any]:
     if me.rank < SERVERS:
-        serve(me, *fate)
-        return []
+        return serve(me, *dooms)
     kept = []
     with worker(me) as kv:
         w = torch.linspace(-1, 1, COUNT)
@@ -54,8 +72,6 @@ def train(me: Rank, kind: Any, arguments: dict[str, Any], *fate: Any) -> list[An
         for step in range(STEPS):
             assert kv.push_pull("w", gradient(me.rank - SERVERS, step, COUNT), out=w).wait() == []
             kept.append(w.numpy().copy())
-            if step == STEPS // 2:
-                me.report("half")
     return kept
 
 
@@ -81,8 +97,109 @@ def alone(kind: Any, arguments: dict[str, Any]) -> list[Any]:
 @pytest.mark.parametrize("step", ("taken", "journalled", "carried out", "answered"))
 def test_training_has_the_same_bits_when_a_server_is_killed(kind: Any, arguments: dict[str, Any], step: str) -> None:
     wanted = alone(kind, arguments)
-    with Ranks(train, SERVERS + WORKERS, kind, arguments, step, 15, 1) as ranks:
+    with Ranks(train, SERVERS + WORKERS, kind, arguments, (1, "server", step, 15)) as ranks:
         results = ranks.results(but=(1,))
+        assert was_killed(ranks, 1)
     for kept in results[SERVERS - 1 :]:
         for i, (value, expected) in enumerate(zip(kept, wanted, strict=True)):
             assert value.tobytes() == expected.tobytes(), f"step {i}"
+
+
+# ---- the value that is its own history -------------------------------------------------------------------------------
+
+MODES = (ps.sync(), ps.asynchronous(), ps.ssp(1))
+
+
+def history(kv: ps.KeyValue, me: int, workers: int, mode: ps.Mode, alone: bool = False) -> list[list[float]]:
+    """Worker w's i-th push adds 1 to element (w, i). Every pull is checked. `alone`: others may be killed."""
+    value = torch.zeros(workers, PUSHES)
+    kv.init("h", value, update=ps.reduce("sum"), mode=mode)
+    before = value.clone()
+    for i in range(PUSHES):
+        push = torch.zeros(workers, PUSHES)
+        push[me, i] = 1
+        assert kv.push("h", push).wait() == []
+        versions = kv.pull("h", value)["h"]
+        assert value.max() <= 1, "a push was applied twice"
+        assert (value >= before).all(), "what a pull had shown was lost"
+        assert value[me].sum() == i + 1, "an acknowledged push was lost"
+        assert all((row[:-1] >= row[1:]).all() for row in value) or alone, "pushes are out of order"
+        if mode.mode == "sync":
+            assert versions == [i + 1] * len(versions)
+            assert (value.sum(1) == i + 1).all() or alone, "a round has not one push of every worker"
+        if mode.mode == "ssp":
+            assert (value.sum(1) >= i - mode.staleness).all() or alone, "the bound is broken"
+            kv.clock()
+        before = value.clone()
+    kv.barrier()
+    kv.pull("h", value)
+    return value.tolist()
+
+
+def tell_history(me: Rank, mode: ps.Mode, *dooms: Any) -> list[Any]:
+    if me.rank < SERVERS:
+        return serve(me, *dooms)
+    with worker(me) as kv:
+        return history(kv, me.rank - SERVERS, WORKERS, mode)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.mode)
+@pytest.mark.parametrize("step", ("taken", "journalled", "carried out", "answered"))
+def test_no_push_is_lost_or_applied_twice_at_any_step_of_a_servers_death(mode: ps.Mode, step: str) -> None:
+    times = random.randrange(5, 60)
+    with Ranks(tell_history, SERVERS + WORKERS, mode, (0, "server", step, times)) as ranks:
+        _, *others = ranks.results(but=(0,))
+        assert was_killed(ranks, 0)
+    for final in others[1:]:
+        assert final == [[1.0] * PUSHES] * WORKERS, f"killed at the {times}th"
+
+
+def test_a_killed_server_and_a_killed_backup_are_logged_by_those_that_go_on() -> None:
+    times = random.randrange(1, 60)
+    with Ranks(tell_history, SERVERS + WORKERS, ps.sync(), (1, "backup", "carried out", times)) as ranks:
+        of_0, of_2, *finals = ranks.results(but=(1,))
+        assert was_killed(ranks, 1)
+    assert finals == [[[1.0] * PUSHES] * WORKERS] * WORKERS, f"killed at the {times}th"
+    assert len(of_0) == 1 and of_0[0].startswith("server 1 (") and of_0[0].endswith("server 0 goes on without a backup")
+    assert len(of_2) == 1 and of_2[0].startswith("server 1 has ended: its backup, in this process (pid ")
+
+
+def test_nothing_is_logged_when_all_leave() -> None:
+    logged = run(tell_history, SERVERS + WORKERS, ps.asynchronous())[:SERVERS]
+    assert logged == [[]] * SERVERS
+
+
+def loses(me: Rank, *dooms: Any) -> Any:
+    if me.rank < SERVERS:
+        return serve(me, *dooms)
+    kv = worker(me)
+    with pytest.raises(ServerLost) as raised:
+        history(kv, 0, 1, ps.sync())
+    kv.leave()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("step", ("taking over", "serving"))
+def test_a_server_is_lost_when_its_backup_dies_too(step: str) -> None:
+    dooms = (0, "server", "answered", 5), (1, "backup", step, 1)
+    with Ranks(loses, SERVERS + 1, *dooms) as ranks:
+        _, said = ranks.results(but=(0, 1))
+    assert "server 0" in said and "has ended" in said
+
+
+def ranks_that_are_both(me: Rank, mode: ps.Mode) -> list[list[float]] | None:
+    """Every rank is worker and server; rank 1 is killed at some moment."""
+    with ps.join(me.store, rank=me.rank, size=me.size, backups=1, **(SMALL | {"block_bytes": 1024})) as kv:
+        me.report("founded")
+        return history(kv, me.rank, me.size, mode, alone=True)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.mode)
+def test_the_others_go_on_when_a_rank_is_killed_that_is_worker_and_server(mode: ps.Mode) -> None:
+    with Ranks(ranks_that_are_both, 3, mode) as ranks:
+        ranks.reports()
+        time.sleep(random.uniform(0.0, 0.02))
+        ranks.signal(1, signal.SIGKILL)
+        first, second = ranks.results(but=(1,))
+    assert first == second and first[0] == first[2] == [1.0] * PUSHES
+    assert first[1] == sorted(first[1], reverse=True) or mode.mode == "sync"
