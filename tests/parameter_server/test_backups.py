@@ -7,15 +7,19 @@ import logging
 import random
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
+import test_snapshots as saved
 import torch
 from distributed.harness import Rank, Ranks, run
+from test_several_hosts import APART, placed
 from test_workers_and_servers import SMALL, gradient
+from torch._C._distributed_c10d import HashStore
 
 import ringreduce.parameter_server as ps
-from ringreduce.errors import InvalidArgument, ServerLost
+from ringreduce.errors import InvalidArgument, RingReduceError, ServerLost, TopologyError
 
 SERVERS, WORKERS = 3, 2
 PUSHES = 40
@@ -70,7 +74,7 @@ def train(me: Rank, kind: Any, arguments: dict[str, Any], *dooms: Any) -> list[A
         w = torch.linspace(-1, 1, COUNT)
         kv.init("w", w, update=ps.optimizer(kind, **arguments))
         for step in range(STEPS):
-            assert kv.push_pull("w", gradient(me.rank - SERVERS, step, COUNT), out=w).wait() == []
+            assert kv.push_pull("w", gradient(kv.worker - SERVERS, step, COUNT), out=w).wait() == []
             kept.append(w.numpy().copy())
     return kept
 
@@ -140,7 +144,7 @@ def tell_history(me: Rank, mode: ps.Mode, *dooms: Any) -> list[Any]:
     if me.rank < SERVERS:
         return serve(me, *dooms)
     with worker(me) as kv:
-        return history(kv, me.rank - SERVERS, WORKERS, mode)
+        return history(kv, kv.worker - SERVERS, WORKERS, mode)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.mode)
@@ -203,3 +207,96 @@ def test_the_others_go_on_when_a_rank_is_killed_that_is_worker_and_server(mode: 
         first, second = ranks.results(but=(1,))
     assert first == second and first[0] == first[2] == [1.0] * PUSHES
     assert first[1] == sorted(first[1], reverse=True) or mode.mode == "sync"
+
+
+# ---- all that servers have -------------------------------------------------------------------------------------------
+
+
+def everything(me: Rank, path: str, *dooms: Any) -> Any:
+    """Dense keys and tables of many rules, with optimizer states; then a snapshot, and a worker and a key that come
+    later. All of it is asked of a backup, if a server has been killed."""
+    if me.rank < SERVERS:
+        return serve(me, *dooms)
+    with worker(me) as kv:
+        first = me.rank == SERVERS
+        tables = saved.make(kv)
+        for number in range(5):
+            saved.step(kv, tables, kv.worker - SERVERS, number)
+        at = saved.state(kv, tables)
+        kv.barrier()
+        if first:
+            assert kv.snapshot(path).wait().is_dir()
+            kv.init("later", torch.arange(3000.0), update=ps.reduce("sum"), mode=ps.asynchronous())
+            with ps.join(me.store, role="worker", timeout=30.0) as another:
+                of_another = saved.state(another, saved.make(another))
+                another.push("later", torch.ones(3000)).wait()
+            saved.same(of_another, at)
+        kv.barrier()
+        out = torch.empty(3000)
+        kv.pull("later", out)
+        assert torch.equal(out, torch.arange(3000.0) + 1)
+        assert all(its is not None for its in kv.stats()["servers"].values())
+        return at
+
+
+def test_a_backup_has_all_that_its_server_had(tmp_path: Path) -> None:
+    *_, wanted, other = run(everything, SERVERS + WORKERS, str(tmp_path / "whole"))
+    saved.same(wanted, other)
+    times = random.randrange(1, 90)
+    path = str(tmp_path / "after")
+    with Ranks(everything, SERVERS + WORKERS, path, (1, "server", "carried out", times)) as ranks:
+        *_, found, other = ranks.results(but=(1,))
+        assert was_killed(ranks, 1), f"killed at the {times}th"
+    saved.same(found, wanted)
+    saved.same(other, wanted)
+    for restored, _ in run(saved.restores, 2, path, False):
+        saved.same(restored, wanted)
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def disagrees(me: Rank) -> str:
+    with pytest.raises(RingReduceError) as raised:  # the other one may only see that this one has ended
+        ps.join(me.store, rank=me.rank, size=2, backups=me.rank, **(SMALL | {"timeout": 3.0}))
+    return str(raised.value)
+
+
+def updates_by_python(me: Rank) -> list[str]:
+    said = []
+    with ps.join(me.store, rank=me.rank, size=2, backups=1, functions={"f": len}, **SMALL) as kv:
+        for update in (ps.optimizer(torch.optim.NAdam), ps.function("f")):
+            with pytest.raises(InvalidArgument) as raised:
+                kv.init(f"w{len(said)}", torch.zeros(5), update=update)
+            said.append(str(raised.value))
+        kv.barrier()
+    return said
+
+
+def on_another_host(me: Rank) -> str:
+    with pytest.raises(TopologyError) as raised:
+        ps.join(me.store, rank=me.rank, size=2, backups=1, **SMALL)
+    return str(raised.value)
+
+
+def comes_from_another_host(me: Rank) -> str:
+    if me.rank < 2:
+        with ps.join(me.store, rank=me.rank, size=2, backups=1, **SMALL) as kv:
+            me.meet("tried")
+            kv.barrier()
+        return ""
+    with pytest.raises(TopologyError) as raised:
+        ps.join(me.store, role="worker", timeout=30.0)
+    me.meet("tried")
+    return str(raised.value)
+
+
+def test_what_cannot_have_a_backup_is_refused() -> None:
+    for options in ({"size": 1, "backups": 1}, {"size": 2, "backups": 2}, {"size": 2, "backups": 1, "listen": True}):
+        with pytest.raises(InvalidArgument, match=f"backups is {options['backups']}"):
+            ps.join(HashStore(), rank=0, **options)
+    assert any("backups is" in said and "on another rank; give all the same" in said for said in run(disagrees, 2))
+    for said in run(updates_by_python, 2):
+        assert len(said) == 2 and all("an update that Python computes has no backup" in each for each in said)
+    assert all("backups=1 is for servers of one host" in said for said in run(placed, 2, APART, on_another_host))
+    assert "workers of their own host" in run(placed, 3, (0, 0, 1), comes_from_another_host)[2]
