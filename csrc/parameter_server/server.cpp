@@ -251,8 +251,8 @@ void Server::carry_out() {
     const auto [found, fresh] = priorities.try_emplace(each.block, each.priority);
     if (!fresh) found->second = std::max(found->second, each.priority);
   }
-  // How much room a table finds depends on the order, which must be that of the backup.
-  if (backup_ == nullptr || table_bytes_ == 0)
+  // How much room a table finds depends on the order, which must be the same in a server and its backup.
+  if ((backup_ == nullptr && generation_ == 0) || table_bytes_ == 0)
     std::stable_sort(output.operations.begin(), output.operations.end(),
                      [&](const auto& a, const auto& b) { return priorities[a.block] > priorities[b.block]; });
   std::set<std::uint64_t> due;

@@ -6,6 +6,8 @@
 // Whoever takes the server's turns has it for itself, so nothing within is locked; what other threads want is queued.
 // That is the server's thread, or a worker's thread of the same process while it waits: then no other thread has to
 // wake up between a request and its reply.
+//
+// A server may have a backup, another server that carries out the same (journal.h), or be one.
 #pragma once
 
 #include <condition_variable>

@@ -15,7 +15,6 @@ from typing import Any
 from ringreduce.errors import InvalidArgument, RingReduceError
 from ringreduce.parameter_server import control
 from ringreduce.parameter_server.shard import Shard
-from ringreduce.parameter_server.snapshots import Saving
 from ringreduce.parameter_server.updates import Function
 from ringreduce.rendezvous.host import check_user, own_pidfd
 from ringreduce.rendezvous.links import Door
@@ -171,13 +170,10 @@ class Host:
         found["clocks"] = {self._describe(worker): clock for worker, clock in clocks}
         return found | {"seconds": round(time.monotonic() - self._begun, 3)}
 
-    def is_saving(self) -> bool:
-        """Whether this process's own server writes a snapshot."""
-        return self._shard.is_saving()
-
-    def save(self, folder: str, part: str) -> Saving:
-        """Begins this server's part of a snapshot, such as "0-of-2". Raises `InvalidArgument` if one is under way."""
-        return self._shard.save(folder, part)
+    def serving(self, number: int) -> dict[int, Shard]:
+        """What is served here, by the server's number: this process's own, `number`, and backups that took over."""
+        took_over = {other: shard for other, shard in list(self._backups.items()) if shard.server.serves}
+        return {number: self._shard} | took_over
 
     def wait_until_left(self, timeout: float) -> list[str]:
         """Waits until all workers have gone; returns who has not. Nobody waits for a reader."""
@@ -323,6 +319,8 @@ class Host:
         """Makes the backup of server `number`."""
         if number in self._backups:
             raise InvalidArgument(f"there is a backup of server {number} here already")
+        if len(descriptors) != 4:
+            raise InvalidArgument(f"a server gave {len(descriptors)} descriptors to its backup; 4 are needed")
         shard = Shard(capacity, self._functions)
         journal, bell, values, pidfd = map(os.dup, descriptors)
         shard.follow(journal=journal, bell=bell, values=values, pidfd=pidfd)

@@ -30,6 +30,7 @@ from ringreduce.parameter_server import control
 from ringreduce.parameter_server.host import GROUP, OBSERVERS, Host, connect
 from ringreduce.parameter_server.key_value import KeyValue, Membership
 from ringreduce.parameter_server.placement import BLOCK_BYTES, UNIT
+from ringreduce.parameter_server.shard import Shard
 from ringreduce.parameter_server.snapshots import Saving
 from ringreduce.parameter_server.updates import Function
 from ringreduce.rendezvous.interfaces import Filter, local_interfaces
@@ -124,7 +125,9 @@ class Serving:
         self._host, self._servers, self._store = host, servers, store
         self.number = number
         self._taken = 0
-        self._saving: Saving | None = None
+        self._saving: list[Saving] = []
+        self._parts = 1
+        """What is served here: this server, and those that have ended and have their backups here."""
 
     def wait(self, timeout: float | None = None) -> bool:
         """Returns True when workers have come and all have left, or False after so many seconds."""
@@ -154,33 +157,48 @@ class Serving:
         Raises `SystemFailure` or `InvalidArgument` if this one's could not be written. The next call goes on with the
         one after it, or tries the `last` again.
         """
-        if self._saving is not None:
-            if not self._saving.done.is_set():
+        if self._saving:
+            if not all(saving.done.is_set() for saving in self._saving):
                 return self._taken - 1
-            done, self._saving = self._saving, None
-            self._end_part(done.error, last)
-            if done.error:
-                raise SystemFailure(f"the snapshot {done.path}: {done.error}")
+            done, self._saving = self._saving, []
+            errors = [saving.error for saving in done if saving.error]
+            self._end_parts(len(done), bool(errors), last)
+            if errors:
+                raise SystemFailure(f"the snapshot {done[0].path}: {errors[0]}")
         self._taken = max(self._taken, last - 1)
-        if self._host.is_saving() or self._taken >= (last or self._store.add("snapshots", 0)):
+        shards = self._serving()
+        if any(shard.is_saving() for shard in shards.values()):
+            return self._taken
+        if self._taken >= (last or self._store.add("snapshots", 0)):
             return self._taken
         self._taken += 1
-        target = self.snapshot_path(folder, self._taken)
+        target = f"{self.snapshot_path(folder, self._taken)}.partial-serve"
         try:
-            self._saving = self._host.save(f"{target}.partial-serve", f"{self.number}-of-{self._servers}")
+            for number, shard in shards.items():
+                self._saving.append(shard.save(target, f"{number}-of-{self._servers}"))
         except BaseException as error:
-            if self._host.is_saving():  # what a worker has asked for in this moment
-                self._taken -= 1
+            if not self._saving and any(shard.is_saving() for shard in shards.values()):
+                self._taken -= 1  # what a worker has asked for in this moment
                 return self._taken
-            self._end_part(str(error), last)
+            self._saving = []  # those that began go on, but the snapshot will not be whole
+            self._end_parts(len(shards), True, last)
             raise
         return self._taken - 1
 
-    def _end_part(self, error: str, last: int) -> None:
+    def _serving(self) -> dict[int, Shard]:
+        """What is served here. Of servers that have ended, nobody waits for parts of earlier snapshots any more."""
+        shards = self._host.serving(self.number)
+        if len(shards) > self._parts:
+            asked = int(self._store.add("snapshots", 0))
+            self._store.add(f"snapshot {asked} ended", len(shards) - self._parts)
+            self._parts = len(shards)
+        return shards
+
+    def _end_parts(self, parts: int, failed: bool, last: int) -> None:
         """After the last one the store may end, and the last one is tried again."""
         if not last:
-            self._store.add(f"snapshot {self._taken} ended", 1)
-        elif error and self._taken == last:
+            self._store.add(f"snapshot {self._taken} ended", parts)
+        elif failed and self._taken == last:
             self._taken -= 1
 
     def snapshot_path(self, folder: str | os.PathLike[str], number: int) -> Path:

@@ -53,6 +53,7 @@ class Shard:
         """Begins this server's part of a snapshot, such as "0-of-2". Raises `InvalidArgument` if one is under way."""
         if not _PART.fullmatch(part):
             raise InvalidArgument(f"part is {part!r:.60}; it must be a number of a server and how many there are")
+        self.check_serving()
         saving = self.savings[folder] = Saving(self.server, self._blocks, folder, part)
         for old in list(self.savings)[:-_KNOWN]:
             del self.savings[old]
