@@ -12,6 +12,7 @@ namespace ringreduce::parameter_server {
 namespace {
 
 constexpr Nanoseconds kLookEvery = 20 * kMillisecond;  // for processes that have ended
+constexpr Nanoseconds kFollowEvery = 5 * kMillisecond;  // a backup, for its server's
 constexpr int kLooks = 100, kYields = 50;              // before the thread sleeps
 
 }  // namespace
@@ -34,7 +35,8 @@ void Server::run() {
         }
       }
       seen = end_turns();
-      most = left_for_thread_ ? 0 : std::clamp<Nanoseconds>(deadline() - ringreduce::now(), 0, kLookEvery);
+      if (followed_ != nullptr) most = kFollowEvery;
+      most = left_for_thread_ ? 0 : std::clamp<Nanoseconds>(deadline() - ringreduce::now(), 0, most);
     }
     if (!stopping_) sleep_on(bell_->rings, seen, most);
   }
