@@ -253,6 +253,53 @@ def test_a_backup_has_all_that_its_server_had(tmp_path: Path) -> None:
         saved.same(restored, wanted)
 
 
+def serve_with_snapshots(me: Rank, folder: str) -> None:
+    """As `ringreduce serve --snapshots` does. Rank 0 asks for one when server 1 has ended."""
+    logged = Logged()
+    logging.getLogger("ringreduce").addHandler(logged)
+    with ps.serve(me.store, rank=me.rank, size=SERVERS, backups=1, **SMALL) as serving:
+        if me.rank == 1:
+            serving._host.server.die_at("answered", 20)
+        me.meet("servers")
+        asked = False
+        while not serving.wait(0.02):
+            if me.rank == 0 and logged.messages and not asked:
+                assert serving.may_ask()
+                serving.ask_for_snapshot()
+                asked = True
+            serving.take_snapshots(folder)
+        assert asked or me.rank != 0
+        if asked:
+            assert serving.may_ask()
+
+
+def trains_until_there_is_one(me: Rank, folder: str) -> Any:
+    if me.rank < SERVERS:
+        return serve_with_snapshots(me, folder)
+    with worker(me) as kv:
+        w = torch.linspace(-1, 1, COUNT)
+        kv.init("w", w, update=ps.optimizer(torch.optim.AdamW, lr=0.01))
+        for step in range(STEPS):
+            kv.push_pull("w", gradient(0, step, COUNT), out=w).wait()
+        deadline = time.monotonic() + 60
+        while not list(Path(folder).glob("*[0-9]/index.json")):
+            assert time.monotonic() < deadline, "no snapshot became whole"
+            time.sleep(0.05)
+    return w.numpy()
+
+
+def test_servers_write_snapshots_of_what_they_took_over(tmp_path: Path) -> None:
+    with Ranks(trains_until_there_is_one, SERVERS + 1, str(tmp_path)) as ranks:
+        *_, wanted = ranks.results(but=(1,))
+        assert was_killed(ranks, 1)
+    (path,) = tmp_path.glob("*[0-9]")
+    with ps.join(**SMALL) as kv:
+        kv.restore(path)
+        w = torch.empty(COUNT)
+        kv.pull("w", w)
+    assert w.numpy().tobytes() == wanted.tobytes()
+
+
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
