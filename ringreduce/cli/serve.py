@@ -51,7 +51,7 @@ def add(commands: Any, summary: str) -> None:
     parser.add_argument("--name", default="default", help="the parameter server's, as for join (default: default)")
     parser.add_argument("--memory", type=parse_bytes, help="bytes for values and states (default: its share of a half)")
     parser.add_argument("--backups", type=int, default=0, choices=(0, 1),
-                        help="1: each server has a backup in the next one's process, of the same host (default: 0)")  # fmt: skip
+                        help="1: each server has a backup in the next one's process (default: 0)")  # fmt: skip
     parser.add_argument("--functions", nargs="+", default=[], metavar="MODULE:NAME",
                         help="update functions that workers may name")  # fmt: skip
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for all servers to come (default: 300)")

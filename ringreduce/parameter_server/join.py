@@ -176,7 +176,7 @@ class Serving:
         try:
             for number, shard in shards.items():
                 self._saving.append(shard.save(target, f"{number}-of-{self._servers}"))
-        except BaseException as error:
+        except BaseException:
             if not self._saving and any(shard.is_saving() for shard in shards.values()):
                 self._taken -= 1  # what a worker has asked for in this moment
                 return self._taken
@@ -555,8 +555,7 @@ def _reach(
         addresses = json.loads(get(entry.store, f"door/{server}", its["name"], entry.deadline))
         if not addresses or entry.options.transport == "shared_memory":
             raise TopologyError(
-                f"{its['name']} is on another host than this worker"
-                + ("" if addresses else _WHY_ALONE[entry.backups]),
+                f"{its['name']} is on another host than this worker" + ("" if addresses else _WHY_ALONE[entry.backups]),
                 server,
             )
         peers[server] = Peer(its["host"], its["pid"], [Address(*address) for address in addresses])

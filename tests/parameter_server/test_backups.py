@@ -259,7 +259,7 @@ def serve_with_snapshots(me: Rank, folder: str) -> None:
     logging.getLogger("ringreduce").addHandler(logged)
     with ps.serve(me.store, rank=me.rank, size=SERVERS, backups=1, **SMALL) as serving:
         if me.rank == 1:
-            serving._host.server.die_at("answered", 20)
+            serving._host.server.die_at("answered", 7)
         me.meet("servers")
         asked = False
         while not serving.wait(0.02):
