@@ -254,7 +254,7 @@ def test_a_backup_has_all_that_its_server_had(tmp_path: Path) -> None:
 
 
 def serve_with_snapshots(me: Rank, folder: str) -> None:
-    """As `ringreduce serve --snapshots` does. Rank 0 asks for one when server 1 has ended."""
+    """As `ringreduce serve --snapshots` does. Rank 0 asks for one when server 1 has ended and the worker has trained."""
     logged = Logged()
     logging.getLogger("ringreduce").addHandler(logged)
     with ps.serve(me.store, rank=me.rank, size=SERVERS, backups=1, **SMALL) as serving:
@@ -263,14 +263,16 @@ def serve_with_snapshots(me: Rank, folder: str) -> None:
         me.meet("servers")
         asked = False
         while not serving.wait(0.02):
-            if me.rank == 0 and logged.messages and not asked:
+            if me.rank == 0 and logged.messages and not asked and Path(folder, "trained").exists():
                 assert serving.may_ask()
                 serving.ask_for_snapshot()
                 asked = True
             serving.take_snapshots(folder)
         assert asked or me.rank != 0
-        if asked:
-            assert serving.may_ask()
+        deadline = time.monotonic() + 30
+        while not serving.may_ask():  # for the next one, when all parts of this one have ended
+            assert time.monotonic() < deadline, "an ended server's part is waited for"
+            serving.take_snapshots(folder)
 
 
 def trains_until_there_is_one(me: Rank, folder: str) -> Any:
@@ -281,6 +283,7 @@ def trains_until_there_is_one(me: Rank, folder: str) -> Any:
         kv.init("w", w, update=ps.optimizer(torch.optim.AdamW, lr=0.01))
         for step in range(STEPS):
             kv.push_pull("w", gradient(0, step, COUNT), out=w).wait()
+        Path(folder, "trained").touch()
         deadline = time.monotonic() + 60
         while not list(Path(folder).glob("*[0-9]/index.json")):
             assert time.monotonic() < deadline, "no snapshot became whole"
