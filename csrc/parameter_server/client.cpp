@@ -33,6 +33,7 @@ void Client::attach_backup(std::uint32_t server, const ServerSpec& spec) {
   const Lock lock(mutex_);
   Peer& of = peer(server);
   of.backup = std::make_shared<Near>(spec, of.near->lane);
+  of.backup->generation = 1;
 }
 
 bool Client::at_backup(std::uint32_t server, Nanoseconds timeout) {

@@ -220,6 +220,8 @@ Server::Statistics Server::statistics() {
 // ---- The thread ---------------------------------------------------------------------------------------------------
 
 void Server::say_ended() {
+  serves_ = false;  // whoever takes a turn after this: the backup may have taken over
+  held_.clear();
   header().ended.store(1, std::memory_order_seq_cst);
   if (backup_ != nullptr) backup_->bell().ring();
   for (auto& [worker, connection] : connections_) connection.window->bell().ring();
