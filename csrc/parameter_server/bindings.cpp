@@ -3,6 +3,8 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <map>
 #include <optional>
@@ -199,9 +201,9 @@ void bind_server(py::module_& m, Roots roots) {
           "create",
           [](Server& server, const std::string& dtype, std::size_t count, const std::string& mode, std::uint32_t quorum,
              double grace, std::uint64_t staleness, const std::string& group, const py::dict& rule, std::size_t width,
-             std::uint64_t seed, float low, float high) {
+             std::uint64_t seed, float low, float high, const std::string& note) {
             BlockSpec spec{dtype_of(dtype), count, {consistency_of(mode), quorum, duration(grace), staleness, group},
-                           rule_of(rule),   width, {seed, low, high}};
+                           rule_of(rule),   width, {seed, low, high}, note};
             const bool floats = spec.dtype == DType::float32 || spec.dtype == DType::float64;
             if (width > 0 && (!floats || !spec.rule.native(spec.dtype)))
               throw Error(ErrorKind::invalid_argument, "a table of " + dtype + " has no such update");
@@ -213,7 +215,33 @@ void bind_server(py::module_& m, Roots roots) {
           },
           py::kw_only(), py::arg("dtype"), py::arg("count"), py::arg("mode"), py::arg("quorum"), py::arg("grace"),
           py::arg("staleness"), py::arg("group"), py::arg("rule"), py::arg("width") = 0, py::arg("seed") = 0,
-          py::arg("low") = 0.0F, py::arg("high") = 0.0F)
+          py::arg("low") = 0.0F, py::arg("high") = 0.0F, py::arg("note") = "")
+      .def_static("journal", [] { return dup(Journal::make().get()); })
+      .def(
+          "lead",
+          [](Server& server, int journal, int bell, int values, int pidfd) {
+            const py::gil_scoped_release released;
+            server.lead({journal, bell, values, pidfd});
+          },
+          py::kw_only(), py::arg("journal"), py::arg("bell"), py::arg("values"), py::arg("pidfd"))
+      .def(
+          "follow",
+          [](Server& server, int journal, int bell, int values, int pidfd) {
+            const py::gil_scoped_release released;
+            server.follow({journal, bell, values, pidfd});
+          },
+          py::kw_only(), py::arg("journal"), py::arg("bell"), py::arg("values"), py::arg("pidfd"))
+      .def_property_readonly("serves", &Server::serves)
+      .def("notes", &Server::notes, no_gil)
+      .def(
+          "die_at",
+          [](Server& server, const std::string& step, std::uint64_t times) {
+            static constexpr std::string_view kSteps[] = {"never",    "taken",       "journalled", "carried out",
+                                                          "answered", "taking over", "serving"};
+            server.die_at(
+                static_cast<Server::Step>(index_of<7>([](std::size_t i) { return kSteps[i]; }, step, "step")), times);
+          },
+          no_gil, py::arg("step"), py::arg("times"))
       .def("begin_snapshot",
            [](Server& server) {
              std::vector<Snapshot::Entry> entries;
@@ -292,9 +320,23 @@ void bind_client(py::module_& m) {
       .def(
           "attach",
           [](Client& client, std::uint32_t server, int values, int bell, int pidfd, std::size_t capacity,
-             const std::string& name) { client.attach(server, {values, bell, pidfd, capacity, name}); },
+             const std::string& name, std::uint64_t generation) {
+            client.attach(server, {values, bell, pidfd, capacity, name, generation});
+          },
+          py::kw_only(), py::arg("server"), py::arg("values"), py::arg("bell"), py::arg("pidfd"), py::arg("capacity"),
+          py::arg("name"), py::arg("generation") = 0)
+      .def(
+          "attach_backup",
+          [](Client& client, std::uint32_t server, int values, int bell, int pidfd, std::size_t capacity,
+             const std::string& name) { client.attach_backup(server, {values, bell, pidfd, capacity, name, 1}); },
           py::kw_only(), py::arg("server"), py::arg("values"), py::arg("bell"), py::arg("pidfd"), py::arg("capacity"),
           py::arg("name"))
+      .def(
+          "at_backup",
+          [](Client& client, std::uint32_t server, std::optional<double> timeout) {
+            return client.at_backup(server, duration(timeout));
+          },
+          no_gil, py::arg("server"), py::arg("timeout"))
       .def(
           "attach_far",
           [](Client& client, std::uint32_t server, const std::string& name) { client.attach(server, name); },

@@ -33,20 +33,28 @@ struct Client::Near {
         pidfd(spec.pidfd),
         values(spec.values, spec.capacity, false),
         bell_memory(spec.bell, sizeof(Bell), true),
-        lane(lane) {}
+        lane(lane),
+        name(spec.name),
+        generation(spec.generation) {}
 
   Bell& bell() const { return *reinterpret_cast<Bell*>(bell_memory.at()); }
   const BlockWords& words(const Part& part) const {
     return *reinterpret_cast<const BlockWords*>(values.at(part.offset));
   }
-  bool ended() const {
-    return reinterpret_cast<const ValuesHeader*>(values.at())->ended.load(std::memory_order_seq_cst) != 0 ||
-           has_ended(pidfd.get());
+  const ValuesHeader& header() const { return *reinterpret_cast<const ValuesHeader*>(values.at()); }
+  bool ended() const { return header().ended.load(std::memory_order_seq_cst) != 0 || has_ended(pidfd.get()); }
+  bool serves() const { return header().serves.load(std::memory_order_seq_cst) != 0; }
+  void ask(const RequestSlot& slot) {
+    lane->requests[asked++ % kMostOutstanding] = slot;
+    lane->asked.store(asked, std::memory_order_seq_cst);
   }
 
   FileDescriptor values_fd, bell_fd, pidfd;
   Mapping values, bell_memory;
   Lane* lane;
+  std::string name;
+  std::uint64_t generation;
+  std::uint64_t asked = 0;
   std::uint64_t taken = 0;  // replies
 };
 
@@ -66,9 +74,12 @@ struct Client::Item {
 };
 
 struct Client::Peer {
+  bool has_backup_that_serves() const { return backup != nullptr && backup->serves(); }
+
   std::string name;
   Session session;
-  std::unique_ptr<Near> near = nullptr;  // none: it is on another host
+  std::shared_ptr<Near> near = nullptr;    // none: it is on another host
+  std::shared_ptr<Near> backup = nullptr;  // that may take over; near afterwards
   std::deque<Item> queue = {};           // to another host, in the order of calls
   bool alive = true;
   std::string why = {};                                       // it is not

@@ -33,10 +33,25 @@ Client::~Client() {
 
 void Client::attach(std::uint32_t server, const ServerSpec& spec) {
   auto* const lane = reinterpret_cast<Lane*>(window_->at(sizeof(Bell) + server * sizeof(Lane)));
-  auto near = std::make_unique<Near>(spec, lane);
+  auto near = std::make_shared<Near>(spec, lane);
+  lane->generation.store(spec.generation, std::memory_order_release);
   const Lock lock(mutex_);
   peers_.at(server) = std::make_unique<Peer>(Peer{spec.name, Session(worker_), std::move(near)});
   has_near_ = true;
+}
+
+void Client::attach_backup(std::uint32_t server, const ServerSpec& spec) {
+  const Lock lock(mutex_);
+  Peer& of = peer(server);
+  of.backup = std::make_shared<Near>(spec, of.near->lane);
+  of.backup->generation = 1;
+}
+
+bool Client::at_backup(std::uint32_t server, Nanoseconds timeout) {
+  Hold hold(*this);
+  Peer& of = peer(server);
+  wait_until(hold, timeout, [&] { return of.backup == nullptr || !of.alive; });
+  return of.alive && of.near != nullptr && of.near->generation > 0;
 }
 
 void Client::attach(std::uint32_t server, const std::string& name) {
@@ -122,11 +137,9 @@ bool Client::take_replies() {
   bool moved = false;
   for (std::uint32_t server = 0; server < peers_.size(); ++server) {
     if (peers_[server] == nullptr || peers_[server]->near == nullptr) continue;
-    Near& from = *peers_[server]->near;
-    while (from.taken < from.lane->answered.load(std::memory_order_acquire)) {
-      take_reply(server, from.lane->replies[from.taken++ % kMostOutstanding]);
-      moved = true;
-    }
+    const bool turns = peers_[server]->has_backup_that_serves();
+    moved |= take_replies(server);  // of the server, when it turns, all that it will ever have written
+    if (turns) turn_to_backup(server);
   }
   if (wire_ != nullptr)
     for (const auto& [server, slot] : wire_->take_replies()) {
@@ -134,6 +147,28 @@ bool Client::take_replies() {
       moved = true;
     }
   return moved;
+}
+
+bool Client::take_replies(std::uint32_t server) {
+  Near& from = *peers_[server]->near;
+  const std::uint64_t before = from.taken;
+  while (from.taken < from.lane->answered.load(std::memory_order_acquire))
+    take_reply(server, from.lane->replies[from.taken++ % kMostOutstanding]);
+  return from.taken != before;
+}
+
+// The server has ended and its backup goes on. It knows what the server had taken and answered, so whatever has no
+// answer here is asked again, with the same numbers.
+void Client::turn_to_backup(std::uint32_t server) {
+  Peer& to = peer(server);
+  to.near = std::exchange(to.backup, nullptr);
+  to.name = to.near->name;
+  Lane& lane = *to.near->lane;
+  lane.asked.store(0, std::memory_order_relaxed);
+  lane.answered.store(0, std::memory_order_relaxed);
+  for (const Request& request : to.session.unanswered()) to.near->ask(slot_of(request));
+  lane.generation.store(to.near->generation, std::memory_order_seq_cst);
+  to.near->bell().ring();
 }
 
 void Client::take_reply(std::uint32_t server, const ReplySlot& slot) {
@@ -157,7 +192,13 @@ void Client::look_for_ended() {
   looked_ = t;
   for (std::uint32_t server = 0; server < peers_.size(); ++server) {
     if (peers_[server] == nullptr || peers_[server]->near == nullptr) continue;
-    if (peers_[server]->alive && peers_[server]->near->ended()) lose(server, "");
+    Peer& of = *peers_[server];
+    if (of.backup != nullptr && of.backup->ended()) of.backup.reset();
+    if (!of.alive || !of.near->ended()) continue;
+    if (of.backup == nullptr)
+      lose(server, "");
+    else
+      of.backup->bell().ring();  // so that it looks now
   }
 }
 
@@ -256,20 +297,31 @@ void Client::put(Hold& hold, std::uint32_t server, Item item, Nanoseconds timeou
     to.queue.push_back(std::move(item));
     return feed(server);
   }
-  const RequestSlot slot = number(server, item);
-  to.near->lane->requests[(slot.number - 1) % kMostOutstanding] = slot;
-  to.near->lane->asked.store(slot.number, std::memory_order_seq_cst);
+  to.near->ask(slot_of(number(server, item)));
   to.near->bell().ring();
 }
 
-// Gives a request its number, and returns it as it goes to the server.
-RequestSlot Client::number(std::uint32_t server, Item& item) {
-  const std::size_t offset = item.data() == nullptr ? 0 : item.data()->offset;
-  const std::size_t bytes = item.data() == nullptr ? 0 : item.data()->bytes;
+// Gives a request its number.
+const Request& Client::number(std::uint32_t server, Item& item) {
   const Request& made = peer(server).session.make(std::move(item.request));
   peer(server).calls.emplace(made.number, item.call);
-  return {made.kind,   made.block, made.number, made.seen,     made.round,  made.pulled,
-          made.weight, offset,     bytes,       made.priority, item.packing};
+  return made;
+}
+
+// As it goes to the server.
+RequestSlot Client::slot_of(const Request& made) {
+  const auto* const data = static_cast<const InWindow*>(made.payload.get());
+  return {made.kind,
+          made.block,
+          made.number,
+          made.seen,
+          made.round,
+          made.pulled,
+          made.weight,
+          data == nullptr ? 0 : data->offset,
+          data == nullptr ? 0 : data->bytes,
+          made.priority,
+          Packing::none};
 }
 
 void Client::feed() {
@@ -308,7 +360,8 @@ void Client::feed(std::uint32_t server) {
     }
     Item item = std::move(*next);
     to.queue.erase(next);
-    const RequestSlot slot = number(server, item);
+    RequestSlot slot = slot_of(number(server, item));
+    slot.packing = item.packing;
     if (item.into != nullptr) {
       wire_->expect(server, slot.number, item.into, item.bytes);
       item.call->pulls.emplace_back(server, slot.number);
@@ -441,17 +494,19 @@ std::vector<std::uint64_t> Client::read(const std::vector<Part>& parts, std::byt
     Peer& from = peer(part.server);
     if (from.near == nullptr)
       throw Error(ErrorKind::invalid_argument, from.name + " is on another host: pull its blocks");
-    const BlockWords& words = from.near->words(part);
+    if (from.has_backup_that_serves()) take_replies();  // which may have acknowledged more than the server ever did
     const auto readable = [&] {
-      return !from.alive || (from.pushes.count(part.block) == 0 && words.published.load(std::memory_order_acquire) > 0);
+      return !from.alive || (from.pushes.count(part.block) == 0 &&
+                             from.near->words(part).published.load(std::memory_order_acquire) > 0);
     };
     if (!readable() && !wait_until(hold, timeout, readable))
       throw Error(ErrorKind::timeout, "this worker's pushes have not been applied in time",
                   static_cast<int>(part.server));
     look_for_ended();
     if (!from.alive) throw_lost(part.server);
+    const std::shared_ptr<const Near> near = from.near;  // mapped as long as it is read
     hold.lock.unlock();
-    versions.push_back(read_block(words, tensor + part.begin, part.bytes, streamed));
+    versions.push_back(read_block(near->words(part), tensor + part.begin, part.bytes, streamed));
     hold.lock.lock();
     from.session.read(part.block, versions.back());
   }

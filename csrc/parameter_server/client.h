@@ -31,6 +31,7 @@ struct ServerSpec {
   int pidfd = -1;
   std::size_t capacity = 0;
   std::string name;  // "server 1 (node7, pid 4711)"
+  std::uint64_t generation = 0;  // 1: it was, or is, a backup
 };
 
 // A block of a tensor: bytes [begin, begin + bytes) of it are block `block` of server `server`, at `offset` there.
@@ -78,6 +79,11 @@ class Client {
   int window() const { return window_fd_.get(); }
   std::size_t window_bytes() const { return window_->bytes(); }
   void attach(std::uint32_t server, const ServerSpec& spec);
+  // The backup of a server of this host: when it has taken over, what has not been answered is asked of it.
+  void attach_backup(std::uint32_t server, const ServerSpec& spec);
+  // Waits until the server's backup has taken over; returns whether it has, and not false before the time is over
+  // unless there is none.
+  bool at_backup(std::uint32_t server, Nanoseconds timeout);
   // A server of another host: then connections to it, of which this takes over the sockets.
   void attach(std::uint32_t server, const std::string& name);
   void connect(std::uint32_t server, int socket, std::string path);
@@ -152,6 +158,8 @@ class Client {
   Peer& peer(std::uint32_t server) const;
   const BlockWords& words_of(const Part& part) const;
   bool take_replies();
+  bool take_replies(std::uint32_t server);
+  void turn_to_backup(std::uint32_t server);
   void take_reply(std::uint32_t server, const ReplySlot& slot);
   void look_for_ended();
   void lose(std::uint32_t server, const std::string& why);
@@ -162,7 +170,8 @@ class Client {
   bool take_turns(Hold& hold);
   void sleep(std::uint32_t seen, Nanoseconds most);
   void put(Hold& hold, std::uint32_t server, Item item, Nanoseconds timeout);
-  RequestSlot number(std::uint32_t server, Item& item);
+  const Request& number(std::uint32_t server, Item& item);
+  static RequestSlot slot_of(const Request& made);
   void feed();
   void feed(std::uint32_t server);
   template <class Queue>

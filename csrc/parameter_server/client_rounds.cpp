@@ -15,6 +15,7 @@ const BlockWords& Client::words_of(const Part& part) const {
 
 std::uint64_t Client::round_of(const std::vector<Part>& parts) {
   const Lock lock(mutex_);
+  take_replies();
   look_for_ended();
   std::uint64_t round = UINT64_MAX;
   for (const Part& part : parts) {
@@ -32,6 +33,7 @@ std::uint64_t Client::read_round(const std::vector<Part>& parts, const std::vect
   };
   // What all have is still there in those that have had one more update, as long as the one after that has not begun.
   const auto copied = [&] {
+    take_replies();
     look_for_ended();
     round = UINT64_MAX;
     for (const Part& part : parts) {

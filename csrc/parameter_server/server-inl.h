@@ -36,6 +36,28 @@ struct Server::Lent : Payload {
   std::size_t offset, bytes;
 };
 
+// A server and its backup see of each other: the journal, whether the other one has ended, and how to wake it.
+struct Server::Partner {
+  explicit Partner(const PartnerSpec& spec)
+      : journal_fd(spec.journal),
+        bell_fd(spec.bell),
+        values_fd(spec.values),
+        pidfd(spec.pidfd),
+        journal(spec.journal),
+        bell_memory(spec.bell, sizeof(Bell), true),
+        values(spec.values, sizeof(ValuesHeader), false) {}
+
+  Bell& bell() const { return *reinterpret_cast<Bell*>(bell_memory.at()); }
+  bool ended() const {
+    return reinterpret_cast<const ValuesHeader*>(values.at())->ended.load(std::memory_order_seq_cst) != 0 ||
+           has_ended(pidfd.get());
+  }
+
+  FileDescriptor journal_fd, bell_fd, values_fd, pidfd;
+  Journal journal;
+  Mapping bell_memory, values;
+};
+
 // Has the server's thread call `body`, and waits for that.
 template <class F>
 void Server::order(F&& body) {

@@ -31,6 +31,7 @@ Server::Server(std::size_t capacity, Hooks hooks)
       wire_(std::make_unique<ServerWire>(*bell_)) {
   if (capacity < sizeof(ValuesHeader))
     throw Error(ErrorKind::invalid_argument, "memory of " + std::to_string(capacity) + " bytes is no room for values");
+  header().serves = 1;
   seal_for_readers(values_fd_);
   thread_ = start_thread([this] { run(); });
 }
@@ -81,7 +82,7 @@ void Server::join(WorkerSpec spec) {
     const WorkerSpec& known = connection.spec;
     if (connections_.count(known.id) > 0)
       throw Error(ErrorKind::invalid_argument, "there is a worker " + std::to_string(known.id) + " already");
-    decide(Join{known.id, known.group});
+    if (serves_) decide(Join{known.id, known.group});
     connections_.emplace(known.id, std::move(connection));
   });
 }
@@ -94,6 +95,8 @@ void Server::join(WorkerId id, const std::string& group, std::size_t window) {
   order([&] {
     if (connections_.count(id) > 0)
       throw Error(ErrorKind::invalid_argument, "there is a worker " + std::to_string(id) + " already");
+    if (backup_ != nullptr || generation_ > 0)
+      throw Error(ErrorKind::invalid_argument, "this server has a backup, or was one: its workers are on its host");
     wire_->admit(id, connection.window, connection.window->memory.at(connection.window->data), window);
     decide(Join{id, group});
     connections_.emplace(id, std::move(connection));
@@ -109,6 +112,10 @@ void Server::lose(WorkerId worker) {
   order([&] {
     const auto found = connections_.find(worker);
     if (found == connections_.end()) return;
+    if (!serves_) {  // what it has asked of the other server comes first
+      found->second.gone = true;
+      return;
+    }
     if (found->second.alive) end(found->second);
     carry_out();  // which may answer it
     if (found->second.lane == nullptr) wire_->drop(worker);
@@ -119,46 +126,54 @@ void Server::lose(WorkerId worker) {
 std::pair<BlockId, std::size_t> Server::create(const BlockSpec& spec) {
   std::pair<BlockId, std::size_t> place;
   order([&] {
-    if (spec.width > 0) {
-      Block block;
-      block.spec = spec;
-      create_table(block);
-      place = {static_cast<BlockId>(blocks_.size()), 0};
-      blocks_.push_back(std::move(block));
-      return decide(Create{spec.mode, true});
-    }
-    if (spec.count > capacity_ / size_of(spec.dtype))  // so that nothing below overflows
-      throw Error(ErrorKind::invalid_argument, "a block of " + std::to_string(spec.count) +
-                                                   " elements is larger than the " + std::to_string(capacity_) +
-                                                   " bytes of the server");
-    const std::size_t bytes = block_bytes(spec.count * size_of(spec.dtype));
-    const auto states = static_cast<std::size_t>(spec.rule.native(spec.dtype) ? spec.rule.states() : 0);
-    const std::size_t state = states * spec.count * size_of(spec.dtype), left = memory_left();
-    if (spec.count == 0 || bytes + state > left)
+    if (!serves_) throw Error(ErrorKind::invalid_argument, "this server is a backup, and has not taken over");
+    if (backup_ != nullptr && !spec.rule.native(spec.dtype))
       throw Error(ErrorKind::invalid_argument,
-                  "a block of " + std::to_string(spec.count) + " elements needs " + std::to_string(bytes + state) +
-                      " bytes for two buffers and the optimizer's state; " + std::to_string(left) +
-                      " of the server's " + std::to_string(capacity_) +
-                      " are left: join with a larger memory=, or with more servers");
-    Block block;
-    block.spec = spec;
-    block.words = reinterpret_cast<BlockWords*>(values_->at(used_));
-    block.state.resize(state);
-    if (spec.rule.kind == Rule::Kind::adagrad && spec.rule.initial_accumulator_value != 0) {
-      for (std::size_t i = 0; i < spec.count; ++i) {
-        if (spec.dtype == DType::float32)
-          reinterpret_cast<float*>(block.state.data())[i] = static_cast<float>(spec.rule.initial_accumulator_value);
-        else
-          reinterpret_cast<double*>(block.state.data())[i] = spec.rule.initial_accumulator_value;
-      }
-    }
-    place = {static_cast<BlockId>(blocks_.size()), used_};
-    blocks_.push_back(std::move(block));
-    used_ += bytes;
-    state_bytes_ += state;
-    decide(Create{spec.mode});
+                  "an update that Python computes has no backup: found the parameter server with backups=0, or use "
+                  "another update or dtype");
+    place = make_block(spec);
+    decide(Create{spec.mode, spec.width > 0});
+    if (!serves_) throw Error(ErrorKind::aborted, "the server has been stopped");
   });
   return place;
+}
+
+std::pair<BlockId, std::size_t> Server::make_block(const BlockSpec& spec) {
+  Block block;
+  block.spec = spec;
+  const auto id = static_cast<BlockId>(blocks_.size());
+  if (spec.width > 0) {
+    create_table(block);
+    blocks_.push_back(std::move(block));
+    return {id, 0};
+  }
+  if (spec.count > capacity_ / size_of(spec.dtype))  // so that nothing below overflows
+    throw Error(ErrorKind::invalid_argument, "a block of " + std::to_string(spec.count) +
+                                                 " elements is larger than the " + std::to_string(capacity_) +
+                                                 " bytes of the server");
+  const std::size_t bytes = block_bytes(spec.count * size_of(spec.dtype));
+  const auto states = static_cast<std::size_t>(spec.rule.native(spec.dtype) ? spec.rule.states() : 0);
+  const std::size_t state = states * spec.count * size_of(spec.dtype), left = memory_left();
+  if (spec.count == 0 || bytes + state > left)
+    throw Error(ErrorKind::invalid_argument,
+                "a block of " + std::to_string(spec.count) + " elements needs " + std::to_string(bytes + state) +
+                    " bytes for two buffers and the optimizer's state; " + std::to_string(left) +
+                    " of the server's " + std::to_string(capacity_) +
+                    " are left: join with a larger memory=, or with more servers");
+  block.words = reinterpret_cast<BlockWords*>(values_->at(used_));
+  block.state.resize(state);
+  if (spec.rule.kind == Rule::Kind::adagrad && spec.rule.initial_accumulator_value != 0) {
+    for (std::size_t i = 0; i < spec.count; ++i) {
+      if (spec.dtype == DType::float32)
+        reinterpret_cast<float*>(block.state.data())[i] = static_cast<float>(spec.rule.initial_accumulator_value);
+      else
+        reinterpret_cast<double*>(block.state.data())[i] = spec.rule.initial_accumulator_value;
+    }
+  }
+  blocks_.push_back(std::move(block));
+  used_ += bytes;
+  state_bytes_ += state;
+  return {id, used_ - bytes};
 }
 
 std::vector<WorkerId> Server::awaited(BlockId block) {
@@ -205,7 +220,10 @@ Server::Statistics Server::statistics() {
 // ---- The thread ---------------------------------------------------------------------------------------------------
 
 void Server::say_ended() {
-  reinterpret_cast<ValuesHeader*>(values_->at())->ended.store(1, std::memory_order_seq_cst);
+  serves_ = false;  // whoever takes a turn after this: the backup may have taken over
+  held_.clear();
+  header().ended.store(1, std::memory_order_seq_cst);
+  if (backup_ != nullptr) backup_->bell().ring();
   for (auto& [worker, connection] : connections_) connection.window->bell().ring();
   if (has_far_) wire_->connections().hand_over(true);
   const std::lock_guard lock(mutex_);
@@ -213,111 +231,13 @@ void Server::say_ended() {
   served_.notify_all();
 }
 
-bool Server::take_requests() {
-  bool moved = false;
-  for (auto& [worker, connection] : connections_)
-    for (std::uint64_t most = kMostOutstanding; most > 0 && connection.alive && take_request(connection); --most)
-      moved = true;
-  return moved;
-}
-
-bool Server::take_request(Connection& connection) {
-  if (connection.lane == nullptr) return false;
-  if (connection.lane->asked.load(std::memory_order_acquire) == connection.taken) return false;
-  take(connection, RequestSlot(connection.lane->requests[connection.taken++ % kMostOutstanding]));
-  return true;
-}
-
-// What came from other hosts, and what can be sent there.
-bool Server::take_frames() {
-  bool moved = wire_->connections().progress();
-  if (holds_back()) return moved;
-  for (const auto& [worker, slot] : wire_->take_requests()) {
-    const auto found = connections_.find(worker);
-    if (found != connections_.end() && found->second.alive) take(found->second, slot);
-    moved = true;
-  }
-  for (const auto& [worker, why] : wire_->take_lost()) {
-    const auto found = connections_.find(worker);
-    if (found != connections_.end() && found->second.alive) end(found->second);
-    moved = true;
-  }
-  for (auto& [worker, connection] : connections_)
-    if (connection.lane == nullptr) send_to(connection);
-  return moved;
-}
-
-void Server::take(Connection& connection, const RequestSlot& slot) {
-  Request request;
-  request.kind = slot.kind;
-  request.worker = connection.spec.id;
-  request.number = slot.number;
-  request.seen = slot.seen;
-  request.block = slot.block;
-  request.priority = slot.priority;
-  request.round = slot.round;
-  request.pulled = slot.pulled;
-  request.weight = slot.weight;
-  if (slot.kind == RequestKind::initialise || slot.kind == RequestKind::push || slot.kind == RequestKind::restore) {
-    if (takes_payload(connection, slot)) {
-      request.payload = std::make_shared<Lent>(connection.window, connection.window->data + slot.offset, slot.bytes);
-      statistics_.bytes += slot.bytes;
-    } else {
-      request.block = UINT32_MAX;  // which is refused
-    }
-  } else if (slot.kind == RequestKind::pull) {
-    keep_pull(connection, slot);
-  }
-  ++statistics_.requests;
-  decide(request);
-}
-
-// Whether what a request says of its payload is right for its block.
-bool Server::takes_payload(const Connection& connection, const RequestSlot& slot) const {
-  const std::size_t room = connection.window->memory.bytes() - connection.window->data;
-  if (slot.block >= blocks_.size() || slot.bytes > room || slot.offset > room - slot.bytes) return false;
-  const Block& block = blocks_[slot.block];
-  if (slot.kind == RequestKind::restore) {  // see restore()
-    if (slot.offset % sizeof(std::uint64_t) != 0 || slot.bytes < sizeof(std::uint64_t)) return false;
-    const std::size_t bytes = slot.bytes - sizeof(std::uint64_t);
-    if (block.table != nullptr) return bytes % (sizeof(std::int64_t) + block.table->stored_bytes()) == 0;
-    return bytes == block.spec.count * size_of(block.spec.dtype) + block.state.size();
-  }
-  if (block.table != nullptr)
-    return slot.kind == RequestKind::push && slot.offset % sizeof(std::int64_t) == 0 &&
-           slot.bytes % (sizeof(std::int64_t) + block.table->row_bytes()) == 0;
-  return slot.offset % size_of(block.spec.dtype) == 0 && slot.bytes == block.spec.count * size_of(block.spec.dtype);
-}
-
-// For the answer. A pull of which what it says is wrong is answered without a value.
-void Server::keep_pull(Connection& connection, const RequestSlot& slot) {
-  if (slot.block >= blocks_.size() || connection.pulls.size() >= kMostOutstanding) return;
-  Pull pull{slot.block};
-  if (const Table* const table = blocks_[slot.block].table.get(); table != nullptr) {
-    const std::size_t room = connection.window->memory.bytes() - connection.window->data;
-    if (slot.offset > room || slot.offset % sizeof(std::int64_t) != 0 || slot.bytes % sizeof(std::int64_t) != 0) return;
-    pull.count = slot.bytes / sizeof(std::int64_t);
-    if (pull.count > (room - slot.offset) / (sizeof(std::int64_t) + table->row_bytes())) return;
-    pull.offset = connection.window->data + slot.offset;
-  } else if (connection.lane != nullptr) {
-    return;  // it reads the value itself
-  } else if (slot.packing != Packing::none) {
-    if (static_cast<std::uint32_t>(slot.packing) >= kPackings) return;
-    if (blocks_[slot.block].spec.dtype != DType::float32) return;
-    pull.packing = slot.packing;
-  }
-  connection.pulls.emplace(slot.number, pull);
-}
-
-void Server::end(Connection& connection) {
-  for (std::uint64_t most = kMostOutstanding; most > 0 && take_request(connection); --most) {
-  }  // what it had said before
-  connection.alive = false;
-  decide(Lose{connection.spec.id});
-}
-
 void Server::decide(const Message& message) {
-  Output output = shard_.step(message, ringreduce::now());
+  const Nanoseconds now = ringreduce::now();
+  if (backup_ == nullptr || write_down(message, now)) decide(message, now);
+}
+
+void Server::decide(const Message& message, Nanoseconds now) {
+  Output output = shard_.step(message, now);
   std::move(output.operations.begin(), output.operations.end(), std::back_inserter(decided_.operations));
   std::move(output.replies.begin(), output.replies.end(), std::back_inserter(decided_.replies));
 }
@@ -333,8 +253,10 @@ void Server::carry_out() {
     const auto [found, fresh] = priorities.try_emplace(each.block, each.priority);
     if (!fresh) found->second = std::max(found->second, each.priority);
   }
-  std::stable_sort(output.operations.begin(), output.operations.end(),
-                   [&](const auto& a, const auto& b) { return priorities[a.block] > priorities[b.block]; });
+  // How much room a table finds depends on the order, which must be the same in a server and its backup.
+  if ((backup_ == nullptr && generation_ == 0) || table_bytes_ == 0)
+    std::stable_sort(output.operations.begin(), output.operations.end(),
+                     [&](const auto& a, const auto& b) { return priorities[a.block] > priorities[b.block]; });
   std::set<std::uint64_t> due;
   for (const Operation& each : output.operations) due.insert(each.index);
   std::multimap<std::uint64_t, const Reply*> waiting;  // by operation
@@ -355,6 +277,7 @@ void Server::carry_out() {
       others = true;
     } else {
       carry_out(operation);
+      pass(Step::carried_out);
       finish(operation);
     }
   }
@@ -364,6 +287,10 @@ void Server::carry_out() {
         if (by_python(operation)) carry_out(operation), finish(operation);
     });
   for (const auto& [index, reply] : waiting) answer(*reply);
+  ring_answered();
+}
+
+void Server::ring_answered() {
   for (auto& [worker, connection] : connections_) {
     if (!std::exchange(connection.answered, false)) continue;
     if (connection.lane == nullptr)
@@ -495,19 +422,25 @@ void Server::answer(const Reply& reply) {
   const bool changes = reply.outcome == Outcome::applied || reply.outcome == Outcome::initialised;
   const bool failed = changes && failed_.count(reply.after) > 0;
   const ReplySlot slot{reply.number, reply.version, failed ? Outcome::failed : reply.outcome, 0};
-  to.answered = true;
   const auto pull = to.pulls.extract(reply.number);
   const bool comes = !pull.empty() && reply.outcome == Outcome::ready;
+  if (to.lane != nullptr && !to.attached) return;  // it will ask again
   if (comes && blocks_[pull.mapped().block].table != nullptr) gather(to, pull.mapped());  // before later updates
-  if (to.lane != nullptr) {
-    const std::uint64_t index = to.lane->answered.load(std::memory_order_relaxed);
-    to.lane->replies[index % kMostOutstanding] = slot;
-    to.lane->answered.store(index + 1, std::memory_order_release);
-  } else if (comes) {
+  to.answered = true;
+  if (to.lane == nullptr && comes)
     to.values.emplace_back(pull.mapped(), slot);
-  } else {
-    to.replies.push_back(slot);
-  }
+  else if (backup_ != nullptr && slot.outcome != Outcome::ready && slot.outcome != Outcome::done)
+    held_.push_back({backup_->journal.written(), reply.worker, slot});  // it may be about a push that the backup reads
+  else
+    put_reply(to, slot);
+}
+
+void Server::put_reply(Connection& connection, const ReplySlot& slot) {
+  connection.answered = true;
+  if (connection.lane == nullptr) return connection.replies.push_back(slot);
+  const std::uint64_t index = connection.lane->answered.load(std::memory_order_relaxed);
+  connection.lane->replies[index % kMostOutstanding] = slot;
+  connection.lane->answered.store(index + 1, std::memory_order_release);
 }
 
 // ---- To other hosts -----------------------------------------------------------------------------------------------

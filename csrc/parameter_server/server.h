@@ -6,6 +6,8 @@
 // Whoever takes the server's turns has it for itself, so nothing within is locked; what other threads want is queued.
 // That is the server's thread, or a worker's thread of the same process while it waits: then no other thread has to
 // wake up between a request and its reply.
+//
+// A server may have a backup, another server that carries out the same (journal.h), or be one.
 #pragma once
 
 #include <condition_variable>
@@ -18,9 +20,11 @@
 #include <set>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 #include "core/fork.h"
+#include "parameter_server/journal.h"
 #include "parameter_server/rules.h"
 #include "parameter_server/shared.h"
 #include "parameter_server/snapshot.h"
@@ -38,6 +42,7 @@ struct BlockSpec {
   // This server's part of a table, if `width` is not 0: rows of so many elements, and `count` does not matter.
   std::size_t width = 0;
   FirstValues first;
+  std::string note;  // whatever the server's owner wants to know of it
 };
 
 // A worker of this host, as it introduces itself. The server takes over the descriptors.
@@ -48,6 +53,14 @@ struct WorkerSpec {
   std::size_t window_bytes = 0;
   std::size_t servers = 0;  // lanes in the window
   std::size_t lane = 0;     // this server's
+  int pidfd = -1;
+};
+
+// The other of a server and its backup. Who gets this takes over the descriptors.
+struct PartnerSpec {
+  int journal = -1;  // memfd, which the server writes and the backup reads
+  int bell = -1;     // memfd
+  int values = -1;   // memfd
   int pidfd = -1;
 };
 
@@ -112,6 +125,20 @@ class Server {
   std::optional<Snapshot::Piece> next_piece();
   void end_snapshot();
 
+  // ---- Backups (journal.h). Before any worker has joined:
+  // From now on this server has a backup, which carries out all that this one does before pushes are answered. It goes
+  // on alone when the backup has ended.
+  void lead(const PartnerSpec& backup);
+  // From now on this server is the backup of another. It takes over when that one has ended; until then workers may
+  // join, and are not served.
+  void follow(const PartnerSpec& server);
+  bool serves();  // it is no backup, or has taken over
+  // What blocks were made, in order: their notes, and their places as create() returns them.
+  std::vector<std::tuple<std::string, BlockId, std::size_t>> notes();
+  // For tests: this process kills itself when it comes to this step for the so-many-th time.
+  enum class Step : std::uint32_t { never, taken, journalled, carried_out, answered, taking_over, serving };
+  void die_at(Step step, std::uint64_t times);
+
   // Ends the thread, and tells the workers. Idempotent.
   void stop();
 
@@ -137,6 +164,12 @@ class Server {
  private:
   struct Window;
   struct Lent;
+  struct Partner;
+  struct Held {  // a reply that waits for the backup
+    std::uint64_t after;  // as Journal::written()
+    WorkerId worker;
+    ReplySlot reply;
+  };
   // Whose reply comes with values. Of a table, `count` ids lie at `offset` of the window, and room for the rows after
   // them.
   struct Pull {
@@ -151,6 +184,8 @@ class Server {
     FileDescriptor pidfd;
     std::uint64_t taken = 0;
     bool alive = true, answered = false;
+    bool attached = false;  // its lane is this server's
+    bool gone = false;      // from a backup
     std::map<std::uint64_t, Pull> pulls;  // without a reply, by number: of tables, and to another host
     // To another host:
     std::vector<ReplySlot> replies;                                         // to be sent
@@ -195,11 +230,14 @@ class Server {
   std::size_t bytes_of(const Pull& pull) const;
   void end(Connection& connection);
   void look_for_ended();
+  Request request_of(const Connection& connection, const RequestSlot& slot);
   void decide(const Message& message);
+  void decide(const Message& message, Nanoseconds now);
   void carry_out();
   bool takes_payload(const Connection& connection, const RequestSlot& slot) const;
   void keep_pull(Connection& connection, const RequestSlot& slot);
   std::size_t memory_left() const;
+  std::pair<BlockId, std::size_t> make_block(const BlockSpec& spec);
   void create_table(Block& block);
   void update_table(Block& block, const Operation& operation);
   void gather(const Connection& connection, const Pull& pull);
@@ -213,6 +251,18 @@ class Server {
   void update(Block& block, const Operation& operation);
   void update_by_python(Block& block, const Operation& operation);
   void answer(const Reply& reply);
+  static void put_reply(Connection& connection, const ReplySlot& slot);
+  void ring_answered();
+  ValuesHeader& header() const { return *reinterpret_cast<ValuesHeader*>(values_->at()); }
+  Nanoseconds deadline() const { return serves_ ? shard_.deadline() : kForever; }
+  bool may_take() const;
+  bool write_down(const Message& message, Nanoseconds now);
+  bool release_held();
+  bool follow_on();
+  void repeat(const Record& record, const std::vector<std::byte>& bytes);
+  void look_for_partner();
+  void take_over();
+  void pass(Step step);
   template <class F>
   void order(F&& body);
 
@@ -238,6 +288,12 @@ class Server {
   std::unique_ptr<Snapshot> snapshot_;  // under way
   Statistics statistics_;
   Nanoseconds looked_ = 0;
+  bool serves_ = true;
+  std::uint64_t generation_ = 0;                // as Lane::generation
+  std::unique_ptr<Partner> backup_, followed_;  // of this server; whom this server is the backup of
+  std::deque<Held> held_;
+  Step last_step_ = Step::never;
+  std::uint64_t steps_left_ = 0;
 
   std::mutex mutex_;  // of orders_
   std::condition_variable served_;

@@ -47,7 +47,8 @@ struct alignas(kAlignment) Bell {
 
 // What a server's values begin with.
 struct alignas(kAlignment) ValuesHeader {
-  std::atomic<std::uint32_t> ended;  // 1: the server has been stopped, though its process may live
+  std::atomic<std::uint32_t> ended;   // 1: the server has been stopped, though its process may live
+  std::atomic<std::uint32_t> serves;  // 0: it is a backup, and has not taken over
 };
 
 // A block among a server's values; its two buffers follow, each a multiple of kAlignment long.
@@ -121,6 +122,9 @@ struct ReplySlot {
 struct alignas(kAlignment) Lane {
   alignas(kAlignment) std::atomic<std::uint64_t> asked;     // requests that the worker has written
   alignas(kAlignment) std::atomic<std::uint64_t> answered;  // replies that the server has written
+  // Whose requests these are: 0 the first server's, 1 its backup's. A worker changes it when it turns to the backup,
+  // after it has emptied both rings and written what has not been answered.
+  alignas(kAlignment) std::atomic<std::uint64_t> generation;
   RequestSlot requests[kMostOutstanding];
   ReplySlot replies[kMostOutstanding];
 };

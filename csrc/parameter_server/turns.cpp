@@ -5,12 +5,14 @@
 #include <utility>
 
 #include "core/atomics.h"
+#include "parameter_server/server-inl.h"
 #include "parameter_server/server.h"
 
 namespace ringreduce::parameter_server {
 namespace {
 
 constexpr Nanoseconds kLookEvery = 20 * kMillisecond;  // for processes that have ended
+constexpr Nanoseconds kFollowEvery = 5 * kMillisecond;  // a backup, for its server's
 constexpr int kLooks = 100, kYields = 50;              // before the thread sleeps
 
 }  // namespace
@@ -33,7 +35,8 @@ void Server::run() {
         }
       }
       seen = end_turns();
-      most = left_for_thread_ ? 0 : std::clamp<Nanoseconds>(shard_.deadline() - ringreduce::now(), 0, kLookEvery);
+      if (followed_ != nullptr) most = kFollowEvery;
+      most = left_for_thread_ ? 0 : std::clamp<Nanoseconds>(deadline() - ringreduce::now(), 0, most);
     }
     if (!stopping_) sleep_on(bell_->rings, seen, most);
   }
@@ -60,13 +63,15 @@ std::uint32_t Server::end_turns() {
 
 bool Server::turn(bool may_call_python) {
   bool moved = serve_orders();
+  if (followed_ != nullptr) moved |= follow_on();
   if (!holds_back()) moved |= take_requests();
   if (has_far_) moved |= take_frames();
-  if (ringreduce::now() >= shard_.deadline()) decide(Tick{});
+  if (ringreduce::now() >= deadline()) decide(Tick{});
   moved |= !decided_.operations.empty() || !decided_.replies.empty();
   left_for_thread_ = !may_call_python && std::any_of(decided_.operations.begin(), decided_.operations.end(),
                                                      [this](const auto& each) { return by_python(each); });
   if (!left_for_thread_) carry_out();
+  moved |= release_held();
   look_for_ended();
   return moved;
 }
@@ -89,7 +94,7 @@ void Server::Turns::leave() {
   if (std::exchange(waits_, false)) server_->waiting_.fetch_sub(1, std::memory_order_relaxed);
   if (!std::exchange(holds_, false)) return;
   server_->end_turns();
-  const bool wanted = server_->left_for_thread_ || server_->shard_.deadline() != kForever;
+  const bool wanted = server_->left_for_thread_ || server_->deadline() != kForever;
   server_->turning_.unlock();
   if (wanted) server_->bell_->ring();  // the thread, which sleeps without knowing it
 }
@@ -98,6 +103,8 @@ void Server::look_for_ended() {
   const Nanoseconds t = ringreduce::now();
   if (t - looked_ < kLookEvery) return;
   looked_ = t;
+  if (!serves_) return;
+  if (backup_ != nullptr && backup_->ended()) backup_.reset();
   for (auto& [worker, connection] : connections_)
     if (connection.alive && connection.lane != nullptr && has_ended(connection.pidfd.get())) end(connection);
 }

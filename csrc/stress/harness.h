@@ -87,6 +87,7 @@ void stress_segment(const std::string& only = "");
 void stress_arena(const std::string& only = "");
 void stress_peers();
 void stress_parameter_server();
+void stress_parameter_server_backups();
 void stress_mixed(int seconds);
 
 }  // namespace ringreduce::stress

@@ -1,5 +1,5 @@
 // The engine under load and under faults, without torch and without processes: for sanitizers. See `make stress`.
-// With a number, only the mixed load, for that many seconds. See `make soak`. With `hosts`, `peers`, `links`, `segment`
+// With a number, only the mixed load, for that many seconds. See `make soak`. With `hosts`, `peers`, `backups`, `links`, `segment`
 // or `arena`, only that scenario; of the latter three, only the case that a further argument names.
 #include <unistd.h>
 
@@ -26,6 +26,7 @@ int main(int argc, char** argv) {
     if (scenario == "peers") return stress_peers(), 0;
     if (scenario == "arena") return stress_arena(only), 0;
     if (scenario == "parameter_server") return stress_parameter_server(), 0;
+    if (scenario == "backups") return stress_parameter_server_backups(), 0;
     stress_malformed_plans();
     stress_interpreter();
     stress_collectives();
@@ -38,6 +39,7 @@ int main(int argc, char** argv) {
     stress_peers();
     stress_arena();
     stress_parameter_server();
+    stress_parameter_server_backups();
     stress_mixed(3);
   } catch (const std::exception& error) {
     check(false, error.what());

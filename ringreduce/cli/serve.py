@@ -50,6 +50,8 @@ def add(commands: Any, summary: str) -> None:
     parser.add_argument("--size", type=int, help="the number of servers (default: of torchrun or srun, or 1)")
     parser.add_argument("--name", default="default", help="the parameter server's, as for join (default: default)")
     parser.add_argument("--memory", type=parse_bytes, help="bytes for values and states (default: its share of a half)")
+    parser.add_argument("--backups", type=int, default=0, choices=(0, 1),
+                        help="1: each server has a backup in the next one's process (default: 0)")  # fmt: skip
     parser.add_argument("--functions", nargs="+", default=[], metavar="MODULE:NAME",
                         help="update functions that workers may name")  # fmt: skip
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for all servers to come (default: 300)")
@@ -84,6 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     functions = {function.rpartition(":")[2]: _function(function) for function in arguments.functions}
     store = _store(host, int(port), arguments, makes=rank == 0 and not arguments.existing_store)
     options = {"name": arguments.name, "memory": arguments.memory, "timeout": arguments.timeout}
+    options["backups"] = arguments.backups
     with ps.serve(store, rank=rank, size=size, functions=functions, **options) as serving:
         capacity = bytes_text(serving.stats()["capacity"])
         console().print(f"server {rank} of {size} (pid {os.getpid()}) serves with {capacity}", highlight=False)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-import re
 import selectors
 import socket
 import threading
@@ -12,11 +12,10 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from ringreduce import _C
 from ringreduce.errors import InvalidArgument, RingReduceError
 from ringreduce.parameter_server import control
-from ringreduce.parameter_server.snapshots import Saving
-from ringreduce.parameter_server.updates import Function, PythonUpdates, rule_for, rule_for_rows
+from ringreduce.parameter_server.shard import Shard
+from ringreduce.parameter_server.updates import Function
 from ringreduce.rendezvous.host import check_user, own_pidfd
 from ringreduce.rendezvous.links import Door
 
@@ -24,13 +23,12 @@ GROUP = "parameter server"
 """What the doors between hosts call it."""
 _WRITING = 60.0
 """Seconds in which a snapshot may be finished when its server ends. After that it is absent."""
-_KNOWN = 16
-"""Snapshots, of which it is known how they ended."""
-_PART = re.compile("[0-9]+-of-[0-9]{1,6}")
 OBSERVERS = "observers"
 """The group of those that only look: a server does not count them as its workers."""
 _MOST_STRANGERS = 64
 """Connections that have not proved themselves yet."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -39,6 +37,10 @@ class _Visitor:
     nonce: bytes = b""
     worker: int = -1  # -1: has not said who it is
     far: _Far | None = None
+    shard: Shard | None = None
+    """Whose worker it is."""
+    partner: str = ""
+    """What its end means, if it is a server with a backup here, or the backup of the server here."""
 
 
 @dataclass
@@ -53,17 +55,14 @@ class _Far:
 
 
 class Host:
-    """A server in this process: its thread in C++, and its door."""
+    """The servers in this process, their threads in C++, and their door: a server, and backups of others."""
 
     def __init__(self, capacity: int, secret: bytes, functions: dict[str, Function]) -> None:
-        self._updates = PythonUpdates(functions)
-        self.server = _C.ParameterServer(capacity, self._updates)
+        self._functions = functions
+        self._shard = Shard(capacity, functions)
+        self._backups: dict[int, Shard] = {}
+        """By the number of the server that they are backups of."""
         self._secret = secret
-        self._keys: dict[tuple[str, int], tuple[dict[str, Any], list[tuple[int, int]]]] = {}
-        self._blocks: dict[int, dict[str, Any]] = {}
-        """By block: its key, the key's spec, the first element and the elements."""
-        self._savings: dict[str, Saving] = {}
-        """The latest snapshots, by folder."""
         self._names: dict[int, tuple[str, int]] = {}
         self._observers: set[int] = set()
         self._begun, self._served = time.monotonic(), False
@@ -83,6 +82,35 @@ class Host:
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="ringreduce door", daemon=True)
         self._thread.start()
+
+    @property
+    def server(self) -> Any:
+        """This process's own, in C++."""
+        return self._shard.server
+
+    def _shards(self) -> list[Shard]:
+        return [self._shard, *list(self._backups.values())]
+
+    def have_backup(self, number: int, address: bytes, name: str, timeout: float) -> None:
+        """Has the server whose door is at `address` keep a backup of this one, which is server `number`.
+
+        Before workers join. Raises `OSError` if it does not work.
+        """
+        journal, pidfd = self.server.journal(), own_pidfd()
+        try:
+            hello = {"worker": number, "backup": True, "capacity": self.server.capacity}
+            given = [journal, self.server.bell, self.server.values, pidfd]
+            connection, _, (bell, values, its) = _enter(address, self._secret, hello, given, timeout)
+            self.server.lead(journal=os.dup(journal), bell=bell, values=values, pidfd=its)
+        finally:
+            os.close(journal)
+            os.close(pidfd)
+        connection.settimeout(1.0)
+        meaning = f"{name} has ended: server {number} goes on without a backup"
+        with self._left:
+            self._arrived.append(_Visitor(connection, shard=self._shard, partner=meaning))
+        with contextlib.suppress(BlockingIOError):
+            self._wake.send(b"a")
 
     def listen(self, door: Door, number: int, servers: int, window: int, dead_after: int) -> None:
         """From here on workers of other hosts are let in, by `door`: each with at most `window` bytes under way.
@@ -124,32 +152,28 @@ class Host:
         with contextlib.suppress(BlockingIOError):
             self._wake.send(b"x")
         self._thread.join()
-        for saving in list(self._savings.values())[-1:]:  # earlier ones have ended
-            saving.done.wait(_WRITING)
-        self.server.stop()
+        for shard in self._shards():
+            for saving in list(shard.savings.values())[-1:]:  # earlier ones have ended
+                saving.done.wait(_WRITING)
+            shard.server.stop()
         for end in (self._wake, self._woken, self._listener):
             end.close()
 
     def statistics(self) -> dict[str, Any]:
-        """What `KeyValue.stats` says of a server."""
-        found = self.server.statistics()
+        """What `KeyValue.stats` says of this process's own server."""
+        return self._statistics(self._shard)
+
+    def _statistics(self, shard: Shard) -> dict[str, Any]:
+        found = shard.server.statistics()
         found["waits_for"] = [self._describe(worker) for worker in sorted(found["waits_for"])]
         clocks = sorted((worker, clock) for worker, clock in found["clocks"].items() if worker not in self._observers)
         found["clocks"] = {self._describe(worker): clock for worker, clock in clocks}
         return found | {"seconds": round(time.monotonic() - self._begun, 3)}
 
-    def is_saving(self) -> bool:
-        """Whether it writes a snapshot."""
-        return any(not saving.done.is_set() for saving in list(self._savings.values()))
-
-    def save(self, folder: str, part: str) -> Saving:
-        """Begins this server's part of a snapshot, such as "0-of-2". Raises `InvalidArgument` if one is under way."""
-        if not _PART.fullmatch(part):
-            raise InvalidArgument(f"part is {part!r:.60}; it must be a number of a server and how many there are")
-        saving = self._savings[folder] = Saving(self.server, self._blocks, folder, part)
-        for old in list(self._savings)[:-_KNOWN]:
-            del self._savings[old]
-        return saving
+    def serving(self, number: int) -> dict[int, Shard]:
+        """What is served here, by the server's number: this process's own, `number`, and backups that took over."""
+        took_over = {other: shard for other, shard in list(self._backups.items()) if shard.server.serves}
+        return {number: self._shard} | took_over
 
     def wait_until_left(self, timeout: float) -> list[str]:
         """Waits until all workers have gone; returns who has not. Nobody waits for a reader."""
@@ -222,8 +246,10 @@ class Host:
                     self._respond(visitor, message, [])
         except (OSError, RingReduceError):
             selector.unregister(visitor.connection)
-            if visitor.worker >= 0:
-                self.server.lose(visitor.worker)  # no loss if it has left
+            if visitor.partner and any(other.shard is visitor.shard for other in self._workers()):
+                log.warning("%s", visitor.partner)
+            if visitor.worker >= 0 and visitor.shard is not None:
+                visitor.shard.server.lose(visitor.worker)  # no loss if it has left
             self._forget(visitor)
 
     def _respond(self, visitor: _Visitor, message: dict[str, Any], descriptors: list[int]) -> None:
@@ -252,7 +278,7 @@ class Host:
                 return self._welcome_far(visitor, visitor.far, message), []
             if visitor.worker < 0:
                 return self._welcome(visitor, message, descriptors)
-            return self._asked(message), []
+            return self._asked(visitor.shard or self._shard, message), []
         except RingReduceError as error:
             return {"error": [type(error).__name__, str(error)]}, []
         except OSError:
@@ -269,8 +295,13 @@ class Host:
         worker = int(hello["worker"])
         if not control.same(control.proof(self._secret, "worker", visitor.nonce, worker), hello.get("proof")):
             raise ConnectionError("it does not know the secret")
+        proof = {"proof": control.proof(self._secret, "server", bytes.fromhex(hello["nonce"]), worker)}
+        if hello.get("backup"):
+            shard = self._follow(visitor, worker, int(hello["capacity"]), descriptors)
+            return proof, [os.dup(shard.server.bell), os.dup(shard.server.values), own_pidfd()]
+        shard = self._backups[int(hello["of"])] if "of" in hello else self._shard
         window, pidfd = descriptors
-        self.server.join(
+        shard.server.join(
             id=worker,
             group=str(hello["group"]),
             window=os.dup(window),
@@ -279,13 +310,24 @@ class Host:
             lane=int(hello["lane"]),
             pidfd=os.dup(pidfd),
         )
-        visitor.worker = worker
+        visitor.worker, visitor.shard = worker, shard
         self._introduce(worker, hello)
-        reply = {
-            "proof": control.proof(self._secret, "server", bytes.fromhex(hello["nonce"]), worker),
-            "capacity": self.server.capacity,
-        }
-        return reply, [os.dup(self.server.values), os.dup(self.server.bell), own_pidfd()]
+        reply = proof | {"capacity": shard.server.capacity}
+        return reply, [os.dup(shard.server.values), os.dup(shard.server.bell), own_pidfd()]
+
+    def _follow(self, visitor: _Visitor, number: int, capacity: int, descriptors: list[int]) -> Shard:
+        """Makes the backup of server `number`."""
+        if number in self._backups:
+            raise InvalidArgument(f"there is a backup of server {number} here already")
+        if len(descriptors) != 4:
+            raise InvalidArgument(f"a server gave {len(descriptors)} descriptors to its backup; 4 are needed")
+        shard = Shard(capacity, self._functions)
+        journal, bell, values, pidfd = map(os.dup, descriptors)
+        shard.follow(journal=journal, bell=bell, values=values, pidfd=pidfd)
+        self._backups[number] = shard
+        visitor.shard = shard
+        visitor.partner = f"server {number} has ended: its backup, in this process (pid {os.getpid()}), takes over"
+        return shard
 
     def _introduce(self, worker: int, hello: dict[str, Any]) -> None:
         self._names[worker] = str(hello["host"]), int(hello["pid"])
@@ -301,7 +343,7 @@ class Host:
                 f"the window of a worker of another host has {window} bytes; this server keeps 1 to {self._window}"
             )
         self.server.join_far(id=far.worker, group=str(hello["group"]), window=window)
-        visitor.worker = far.worker
+        visitor.worker, visitor.shard = far.worker, self._shard
         self._introduce(far.worker, hello)
         with self._left:
             far.joined = True
@@ -310,85 +352,32 @@ class Host:
             self.server.connect(far.worker, descriptor, path)
         return {"capacity": self.server.capacity}
 
-    def _asked(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _asked(self, shard: Shard, message: dict[str, Any]) -> dict[str, Any]:
+        if message["ask"] == "serves":
+            return {"serves": shard.server.serves}
+        shard.check_serving()
         match message["ask"]:
             case "create":
-                return {"blocks": self._create(str(message["key"]), message["blocks"], message["spec"])}
+                return {"blocks": shard.create(str(message["key"]), message["blocks"], message["spec"])}
             case "create table":
-                return {"block": self._create_table(str(message["key"]), message["spec"])}
+                return {"block": shard.create_table(str(message["key"]), message["spec"])}
             case "awaited":
-                return {"workers": [self._describe(w) for w in self.server.awaited(int(message["block"]))]}
+                return {"workers": [self._describe(w) for w in shard.server.awaited(int(message["block"]))]}
             case "absent":
-                return {"workers": [self._describe(w) for w in self.server.absent(str(message["group"]))]}
+                return {"workers": [self._describe(w) for w in shard.server.absent(str(message["group"]))]}
             case "failure":
-                return {"text": self.server.failure(int(message["block"]))}
+                return {"text": shard.server.failure(int(message["block"]))}
             case "snapshot":
-                self.save(str(message["folder"]), str(message["part"]))
+                shard.save(str(message["folder"]), str(message["part"]))
                 return {}
             case "snapshot state":
-                saving = self._savings.get(str(message["folder"]))
+                saving = shard.savings.get(str(message["folder"]))
                 if saving is None:
                     raise InvalidArgument(f"this server does not write the snapshot {message['folder']!r}")
                 return {"done": saving.done.is_set(), "fault": saving.error}
             case "statistics":
-                return {"statistics": self.statistics()}
+                return {"statistics": self._statistics(shard)}
         raise InvalidArgument(f"a worker asked for {message['ask']!r}")
-
-    def _create_table(self, key: str, spec: dict[str, Any]) -> int:
-        """The block of a table. A worker that comes later gets the same."""
-        known = self._keys.get((key, 0))
-        if known is not None:
-            return known[1][0][0]
-        mode, table = spec["mode"], spec["table"]
-        made = self.server.create(
-            dtype=spec["dtype"],
-            count=0,
-            mode=mode["mode"],
-            quorum=mode["quorum"],
-            grace=mode["grace"],
-            staleness=mode["staleness"],
-            group=mode["group"],
-            rule=rule_for_rows(spec["update"], bool(mode["average"])),
-            width=table["width"],
-            seed=table["seed"],
-            low=table["low"],
-            high=table["high"],
-        )
-        self._keys[key, 0] = spec, [made]
-        self._blocks[made[0]] = {"key": key, "spec": spec, "begin": 0, "count": 0}
-        return made[0]
-
-    def _create(self, key: str, blocks: list[list[int]], spec: dict[str, Any]) -> list[tuple[int, int]]:
-        """The blocks (first element, elements) of a key; each (id, offset). A worker that comes later gets the same."""
-        known = self._keys.get((key, blocks[0][0]))
-        if known is not None:
-            return known[1]
-        mode, rule = spec["mode"], spec["update"]
-        name = rule["python"].get("function")
-        if name is not None and name not in self._updates.functions:
-            raise InvalidArgument(
-                f"no function {name!r} is known to the server of pid {os.getpid()}; "
-                f"give it to join(functions={{{name!r}: ...}}) on every rank"
-            )
-        made = []
-        for begin, count in blocks:
-            native = rule_for(rule, spec["dtype"], bool(mode["average"]))
-            block, offset = self.server.create(
-                dtype=spec["dtype"],
-                count=count,
-                mode=mode["mode"],
-                quorum=mode["quorum"],
-                grace=mode["grace"],
-                staleness=mode["staleness"],
-                group=mode["group"],
-                rule=native,
-            )
-            if native["kind"] == "python":
-                self._updates.add(block, key, begin, count, spec["dtype"], rule)
-            made.append((block, offset))
-            self._blocks[block] = {"key": key, "spec": spec, "begin": begin, "count": count}
-        self._keys[key, blocks[0][0]] = spec, made
-        return made
 
 
 def connect(
@@ -396,8 +385,19 @@ def connect(
 ) -> tuple[socket.socket, dict[str, Any], list[int]]:
     """Joins a worker to a server: the connection, what the server says, and its values, bell and pidfd.
 
-    Raises `ConnectionError` or another `OSError` if it does not work.
+    `hello` may have the number of the server "of" which it is the backup. Raises `ConnectionError` or another `OSError`
+    if it does not work.
     """
+    pidfd = own_pidfd()
+    try:
+        return _enter(address, secret, hello, [window, pidfd], timeout)
+    finally:
+        os.close(pidfd)
+
+
+def _enter(
+    address: bytes, secret: bytes, hello: dict[str, Any], given: list[int], timeout: float
+) -> tuple[socket.socket, dict[str, Any], list[int]]:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with contextlib.ExitStack() as undo:
         undo.callback(connection.close)
@@ -405,10 +405,8 @@ def connect(
         connection.connect(address)
         check_user(connection)
         theirs, ours, worker = connection.recv(control.NONCE), control.new_nonce(), int(hello["worker"])
-        pidfd = own_pidfd()
-        undo.callback(os.close, pidfd)
         proof = control.proof(secret, "worker", theirs, worker)
-        control.send(connection, hello | {"nonce": ours.hex(), "proof": proof}, [window, pidfd])
+        control.send(connection, hello | {"nonce": ours.hex(), "proof": proof}, given)
         answer, descriptors = control.receive(connection)
         if "error" in answer:
             raise ConnectionError(answer["error"][1])
@@ -419,5 +417,4 @@ def connect(
                 os.close(descriptor)
             raise ConnectionError("what answered does not know the secret")
         undo.pop_all()
-    os.close(pidfd)
     return connection, answer, descriptors

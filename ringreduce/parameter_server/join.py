@@ -30,6 +30,7 @@ from ringreduce.parameter_server import control
 from ringreduce.parameter_server.host import GROUP, OBSERVERS, Host, connect
 from ringreduce.parameter_server.key_value import KeyValue, Membership
 from ringreduce.parameter_server.placement import BLOCK_BYTES, UNIT
+from ringreduce.parameter_server.shard import Shard
 from ringreduce.parameter_server.snapshots import Saving
 from ringreduce.parameter_server.updates import Function
 from ringreduce.rendezvous.interfaces import Filter, local_interfaces
@@ -40,6 +41,11 @@ from ringreduce.rendezvous.store import get
 
 WINDOW = 64 << 20
 _PREFIX = "ringreduce/parameter server"
+_WHY_ALONE = (
+    " and listens to none: found it with join(listen=True)",
+    ", and has a backup: servers with backups only have workers of their own host",
+)
+"""By the number of backups: why a server does not let in workers of other hosts."""
 _open: set[KeyValue] = set()
 """What is ended with the process, even if the program has dropped it."""
 _serving: set[Serving] = set()
@@ -58,6 +64,7 @@ def join(
     memory: int | None = None,
     window: int = WINDOW,
     block_bytes: int = BLOCK_BYTES,
+    backups: int = 0,
     listen: bool = False,
     workers: int = 0,
     timeout: float = 60.0,
@@ -74,8 +81,9 @@ def join(
     `memory` bounds the bytes of this server's values and native optimizer states (default: an equal share of half of
     the machine's), `window` those of this worker's pushes under way, and of what this server keeps of a worker of
     another host: such a worker's window is no larger than the servers'. Tensors are cut in blocks of at most
-    `block_bytes`, which must be equal on all founders. `timeout` is in seconds, for this and, as a default, for all
-    calls.
+    `block_bytes`, which must be equal on all founders. With `backups=1`, on all founders, each server has a backup in
+    the process of the next one, which takes over if its process ends; for servers and workers of one host. `timeout` is
+    in seconds, for this and, as a default, for all calls.
 
     Processes of one host share memory. Processes of several hosts use TCP, with the settings of
     RINGREDUCE_SOCKET_IFNAME, RINGREDUCE_PORTS, RINGREDUCE_SECRET_FILE, RINGREDUCE_HOST_ID, RINGREDUCE_TRANSPORT,
@@ -91,6 +99,7 @@ def join(
         role, group = "worker", OBSERVERS
     _check_sizes(window, block_bytes)
     entry = _Entry(name, group, window, block_bytes, time.monotonic() + timeout, timeout, resolve(None)[0])
+    entry.backups = backups
     if store is None:
         store, rank, size = _surroundings(rank, size)
     if role == "worker":
@@ -100,6 +109,7 @@ def join(
         entry.worker = entry.servers - 1 + entry.store.add("later workers", 1)
         entry.secret = group_secret(bytes.fromhex(entry.store.get("secret").decode()), entry.options.secret_file or "")
         entry.block_bytes = int(entry.store.get("block bytes"))
+        entry.backups = int(entry.store.get("backups"))
         _check_sizes(window, entry.block_bytes)
         return _wait_for_workers(_enter(entry), entry, workers)
     with _founding(entry, store, rank, size, functions, memory, listen):
@@ -115,7 +125,9 @@ class Serving:
         self._host, self._servers, self._store = host, servers, store
         self.number = number
         self._taken = 0
-        self._saving: Saving | None = None
+        self._saving: list[Saving] = []
+        self._parts = 1
+        """What is served here: this server, and those that have ended and have their backups here."""
 
     def wait(self, timeout: float | None = None) -> bool:
         """Returns True when workers have come and all have left, or False after so many seconds."""
@@ -145,33 +157,48 @@ class Serving:
         Raises `SystemFailure` or `InvalidArgument` if this one's could not be written. The next call goes on with the
         one after it, or tries the `last` again.
         """
-        if self._saving is not None:
-            if not self._saving.done.is_set():
+        if self._saving:
+            if not all(saving.done.is_set() for saving in self._saving):
                 return self._taken - 1
-            done, self._saving = self._saving, None
-            self._end_part(done.error, last)
-            if done.error:
-                raise SystemFailure(f"the snapshot {done.path}: {done.error}")
+            done, self._saving = self._saving, []
+            errors = [saving.error for saving in done if saving.error]
+            self._end_parts(len(done), bool(errors), last)
+            if errors:
+                raise SystemFailure(f"the snapshot {done[0].path}: {errors[0]}")
         self._taken = max(self._taken, last - 1)
-        if self._host.is_saving() or self._taken >= (last or self._store.add("snapshots", 0)):
+        shards = self._serving()
+        if any(shard.is_saving() for shard in shards.values()):
+            return self._taken
+        if self._taken >= (last or self._store.add("snapshots", 0)):
             return self._taken
         self._taken += 1
-        target = self.snapshot_path(folder, self._taken)
+        target = f"{self.snapshot_path(folder, self._taken)}.partial-serve"
         try:
-            self._saving = self._host.save(f"{target}.partial-serve", f"{self.number}-of-{self._servers}")
-        except BaseException as error:
-            if self._host.is_saving():  # what a worker has asked for in this moment
-                self._taken -= 1
+            for number, shard in shards.items():
+                self._saving.append(shard.save(target, f"{number}-of-{self._servers}"))
+        except BaseException:
+            if not self._saving and any(shard.is_saving() for shard in shards.values()):
+                self._taken -= 1  # what a worker has asked for in this moment
                 return self._taken
-            self._end_part(str(error), last)
+            self._saving = []  # those that began go on, but the snapshot will not be whole
+            self._end_parts(len(shards), True, last)
             raise
         return self._taken - 1
 
-    def _end_part(self, error: str, last: int) -> None:
+    def _serving(self) -> dict[int, Shard]:
+        """What is served here. Of servers that have ended, nobody waits for parts of earlier snapshots any more."""
+        shards = self._host.serving(self.number)
+        if len(shards) > self._parts:
+            asked = int(self._store.add("snapshots", 0))
+            self._store.add(f"snapshot {asked} ended", len(shards) - self._parts)
+            self._parts = len(shards)
+        return shards
+
+    def _end_parts(self, parts: int, failed: bool, last: int) -> None:
         """After the last one the store may end, and the last one is tried again."""
         if not last:
-            self._store.add(f"snapshot {self._taken} ended", 1)
-        elif error and self._taken == last:
+            self._store.add(f"snapshot {self._taken} ended", parts)
+        elif failed and self._taken == last:
             self._taken -= 1
 
     def snapshot_path(self, folder: str | os.PathLike[str], number: int) -> Path:
@@ -201,6 +228,7 @@ def serve(
     memory: int | None = None,
     window: int = WINDOW,
     block_bytes: int = BLOCK_BYTES,
+    backups: int = 0,
     timeout: float = 60.0,
 ) -> Serving:
     """Founds the parameter server `name` as server `rank` of `size`, without a worker. Returns when all have come.
@@ -209,9 +237,10 @@ def serve(
     """
     _check_sizes(window, block_bytes)
     entry = _Entry(name, "", window, block_bytes, time.monotonic() + timeout, timeout, resolve(None)[0])
+    entry.backups = backups
     if store is None:
         store, rank, size = _surroundings(rank, size)
-    with _founding(entry, store, rank, size, functions, memory, listen=True) as host:
+    with _founding(entry, store, rank, size, functions, memory, listen=not backups) as host:
         _wait_for_founders(entry, store)
     serving = Serving(host, entry.worker, entry.servers, entry.store)
     _serving.add(serving)
@@ -264,12 +293,17 @@ class _Entry:
     worker: int = -1
     """A founder's is that of its server."""
     servers: int = 0
+    backups: int = 0
     secret: bytes = b""
     host: Host | None = None
 
     @property
     def machine(self) -> str:
         return control.machine(self.options)
+
+    def backup_of(self, server: int) -> int:
+        """The server in whose process its backup is."""
+        return (server + 1) % self.servers
 
     def server(self, server: int) -> dict[str, Any]:
         """What a server says of itself."""
@@ -290,12 +324,17 @@ def _founding(
     """Makes this process's server and tells the store where it is. It ends if the body raises."""
     if rank is None or size is None or not 0 <= rank < size:
         raise InvalidArgument(f"rank is {rank} and size {size}; a store needs 0 <= rank < size")
+    if entry.backups not in (0, 1) or (entry.backups and size == 1):
+        raise InvalidArgument(f"backups is {entry.backups} with size {size}; it must be 0, or 1 with 2 or more servers")
+    if entry.backups and listen:
+        raise InvalidArgument("backups is 1 and listen True; servers with backups only have workers of their own host")
     entry.making = store.add(f"{_PREFIX}/{entry.name}/rank {rank}", 1)
     own = PrefixStore(f"{_PREFIX}/{entry.name}/{entry.making}", store)
     secret = bytes.fromhex(_once(own, "secret", secrets.token_hex(32)))
     entry.store, entry.worker, entry.servers = own, rank, size
     entry.secret = group_secret(secret, entry.options.secret_file or "")
-    host = entry.host = Host(_half_of_memory() // size if memory is None else memory, entry.secret, functions or {})
+    share = _half_of_memory() // (size * (1 + entry.backups))
+    host = entry.host = Host(share if memory is None else memory, entry.secret, functions or {})
     try:
         _make_known(entry, host, listen)
         yield host
@@ -308,17 +347,42 @@ def _make_known(entry: _Entry, host: Host, listen: bool) -> None:
     me: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), "machine": entry.machine}
     me |= {"address": host.address.hex(), "window": entry.window}
     entry.store.set(f"server/{entry.worker}", json.dumps(me))
+    _agree(entry.store, "block_bytes", entry.block_bytes)
+    _agree(entry.store, "backups", entry.backups)
     addresses: list[Address] = []
-    if listen or any(entry.server(server)["machine"] != entry.machine for server in range(entry.servers)):
+    if entry.backups:
+        _have_backup(entry, host)
+    elif listen or any(entry.server(server)["machine"] != entry.machine for server in range(entry.servers)):
         door = _door(entry.options, parse_ports(entry.options.ports or ""))
         host.listen(door, entry.worker, entry.servers, entry.window, entry.options.dead_after or 0)
         addresses = door.addresses
     entry.store.set(f"door/{entry.worker}", json.dumps(addresses))
-    agreed = int(_once(entry.store, "block bytes", str(entry.block_bytes)))
-    if agreed != entry.block_bytes:
-        raise InvalidArgument(
-            f"block_bytes is {entry.block_bytes} here and {agreed} on another rank; give all the same"
-        )
+
+
+def _agree(store: Any, name: str, mine: int) -> None:
+    agreed = int(_once(store, name.replace("_", " "), str(mine)))
+    if agreed != mine:
+        raise InvalidArgument(f"{name} is {mine} here and {agreed} on another rank; give all the same")
+
+
+def _have_backup(entry: _Entry, host: Host) -> None:
+    """Has the next server's process keep a backup of this one. The store knows when it is there."""
+    for server in range(entry.servers):
+        other = entry.server(server)
+        if other["machine"] != entry.machine:
+            raise TopologyError(
+                f"{other['name']} is on another host than this server; backups=1 is for servers of one host", server
+            )
+    backup = entry.backup_of(entry.worker)
+    its = entry.server(backup)
+    left = max(0.1, entry.deadline - time.monotonic())
+    try:
+        host.have_backup(entry.worker, bytes.fromhex(its["address"]), str(its["name"]), left)
+    except TimeoutError:
+        raise CollectiveTimeout(f"{its['name']} did not make a backup of this server in time", backup) from None
+    except OSError as error:
+        raise PeerLost(f"making a backup on {its['name']}: {error}", backup) from None
+    entry.store.set(f"backup/{entry.worker}", its["address"])
 
 
 def _wait_for_founders(entry: _Entry, store: Any) -> None:
@@ -358,20 +422,23 @@ def _enter(entry: _Entry) -> KeyValue:
     if entry.host is not None:
         client.host(entry.host.server)
     connections: list[socket.socket] = []
+    backups: dict[int, tuple[socket.socket, str]] = {}
     with contextlib.ExitStack() as undo:
         reached = _reach(entry, servers, far, undo) if far else {}
         for server, its in enumerate(servers):
             try:
                 if server in reached:
-                    connection = _enter_far(entry, client, server, names[server], reached[server])
-                else:
-                    connection = _enter_near(entry, client, server, names[server], bytes.fromhex(its["address"]))
-                    undo.callback(connection.close)
+                    connections.append(_enter_far(entry, client, server, names[server], reached[server]))
+                    continue
+                joined, backup = _enter_near(entry, client, server, its, undo)
             except TimeoutError:
                 raise CollectiveTimeout(f"{names[server]} did not let this worker in in time", server) from None
             except OSError as error:
                 raise PeerLost(f"joining {names[server]}: {error}", server) from None
-            connections.append(connection)
+            connections.append(joined.connection)
+            names[server] = joined.name
+            if backup is not None:
+                backups[server] = backup.connection, backup.name
         undo.pop_all()
     membership = Membership(
         entry.store,
@@ -384,6 +451,7 @@ def _enter(entry: _Entry) -> KeyValue:
         entry.host,
         entry.block_bytes,
         entry.window,
+        backups,
     )
     kv = KeyValue(membership, entry.timeout)
     _open.difference_update([each for each in _open if each.has_left])
@@ -395,13 +463,73 @@ def _hello(entry: _Entry) -> dict[str, Any]:
     return {"worker": entry.worker, "host": socket.gethostname(), "pid": os.getpid(), "group": entry.group}
 
 
-def _enter_near(entry: _Entry, client: Any, server: int, name: str, address: bytes) -> socket.socket:
-    hello = _hello(entry) | {"servers": entry.servers, "lane": server, "window_bytes": client.window_bytes}
+@dataclass
+class _LetIn:
+    """What a server of this host, or the backup of one, has given: a connection, and descriptors for the client."""
+
+    connection: socket.socket
+    memory: dict[str, int]
+    name: str
+
+    def close(self) -> None:
+        self.connection.close()
+        for descriptor in ("values", "bell", "pidfd"):
+            os.close(self.memory[descriptor])
+
+
+def _let_in(entry: _Entry, client: Any, server: int, address: str, name: str, **more: int) -> _LetIn:
+    hello = _hello(entry) | {"servers": entry.servers, "lane": server, "window_bytes": client.window_bytes} | more
     left = max(0.1, entry.deadline - time.monotonic())
-    connection, answer, (values, bell, pidfd) = connect(address, entry.secret, hello, client.window, left)
-    capacity = int(answer["capacity"])
-    client.attach(server=server, values=values, bell=bell, pidfd=pidfd, capacity=capacity, name=name)
-    return connection
+    connection, answer, (values, bell, pidfd) = connect(
+        bytes.fromhex(address), entry.secret, hello, client.window, left
+    )
+    memory = {"server": server, "values": values, "bell": bell, "pidfd": pidfd, "capacity": int(answer["capacity"])}
+    return _LetIn(connection, memory, name)
+
+
+def _enter_near(
+    entry: _Entry, client: Any, server: int, its: dict[str, Any], undo: contextlib.ExitStack
+) -> tuple[_LetIn, _LetIn | None]:
+    """Joins a server of this host, and its backup if it has one. If it has ended, its backup in its place."""
+    backup = _let_in_by_backup(entry, client, server) if entry.backups else None
+    try:
+        joined = _let_in(entry, client, server, its["address"], its["name"])
+    except OSError as error:
+        if backup is None:
+            raise
+        if isinstance(error, TimeoutError) or not _serves(backup, entry.deadline):
+            backup.close()
+            raise
+        joined, backup = backup, None
+    undo.callback(joined.connection.close)
+    client.attach(**joined.memory, name=joined.name, generation=int(joined.name != its["name"]))
+    if backup is not None:
+        undo.callback(backup.connection.close)
+        client.attach_backup(**backup.memory, name=backup.name)
+    return joined, backup
+
+
+def _let_in_by_backup(entry: _Entry, client: Any, server: int) -> _LetIn | None:
+    """Before the server itself, as its backup must know a worker of whom it hears. None: it has ended."""
+    get(entry.store, f"backup/{server}", f"the backup of server {server}", entry.deadline)
+    place = entry.server(entry.backup_of(server))
+    name = f"the backup of server {server} ({place['host']}, pid {place['pid']})"
+    try:
+        return _let_in(entry, client, server, place["address"], name, of=server)
+    except TimeoutError:
+        raise
+    except OSError:
+        return None
+
+
+def _serves(backup: _LetIn, deadline: float) -> bool:
+    """Waits until a backup, of which the server has ended, has taken over."""
+    while time.monotonic() < deadline:
+        control.send(backup.connection, {"ask": "serves"})
+        if control.receive(backup.connection)[0]["serves"]:
+            return True
+        time.sleep(0.002)
+    return False
 
 
 @dataclass
@@ -427,8 +555,7 @@ def _reach(
         addresses = json.loads(get(entry.store, f"door/{server}", its["name"], entry.deadline))
         if not addresses or entry.options.transport == "shared_memory":
             raise TopologyError(
-                f"{its['name']} is on another host than this worker"
-                + ("" if addresses else " and listens to none: found it with join(listen=True)"),
+                f"{its['name']} is on another host than this worker" + ("" if addresses else _WHY_ALONE[entry.backups]),
                 server,
             )
         peers[server] = Peer(its["host"], its["pid"], [Address(*address) for address in addresses])
@@ -466,8 +593,7 @@ def _enter_far(entry: _Entry, client: Any, server: int, name: str, reached: _Rea
 def _close_in_child() -> None:
     """A forked child serves nothing and has joined nothing; the others are to see the parent end when it does."""
     for kv in _open:
-        for connection in kv._with.connections:
-            connection.close()
+        kv._disconnect()
         if kv._with.host is not None:
             kv._with.host.close_in_child()
     for serving in _serving:

@@ -94,6 +94,8 @@ class Membership:
     """The server in this process, if there is one."""
     block_bytes: int
     window: int
+    backups: dict[int, tuple[socket.socket, str]] = field(default_factory=dict)
+    """By server, of those that have one: a connection to its backup, and how messages call that."""
     loads: list[int] = field(default_factory=list)
 
 
@@ -103,7 +105,7 @@ class KeyValue:
     Where a call takes a key and a tensor, it also takes a dictionary of them. Tensors are dense CPU tensors or NumPy
     arrays. Calls that may wait take `timeout`, in seconds (default: that of `join`). When it has passed they raise
     `CollectiveTimeout`, naming who is waited for. After `ServerLost` the blocks of that server are gone; those of
-    others can still be read.
+    others can still be read. A server with a backup is not lost: calls go on there by themselves.
     """
 
     def __init__(self, membership: Membership, timeout: float) -> None:
@@ -416,8 +418,7 @@ class KeyValue:
             with contextlib.suppress(ServerLost):  # nobody waits for this worker there
                 self._tell("leave", list(range(self.servers)), timeout)
         finally:
-            for connection in self._with.connections:
-                connection.close()
+            self._disconnect()
             self._end_server(max(0.0, deadline - time.monotonic()))
 
     def _end_server(self, timeout: float) -> None:
@@ -455,10 +456,15 @@ class KeyValue:
     def _close(self) -> None:
         """Without waiting for anybody: the others see this worker, and its server, end."""
         self._left = True
-        for connection in self._with.connections:
-            connection.close()
+        self._disconnect()
         if self._with.host is not None:
             self._with.host.close()
+
+    def _disconnect(self) -> None:
+        for connection, _ in self._with.backups.values():  # first: no backup is to miss its server
+            connection.close()
+        for connection in self._with.connections:
+            connection.close()
 
     def follow(self, model: nn.Module, *, at_most_behind: int = 1, prefix: str = "") -> Follower:
         """Keeps `model` at whole rounds of what workers train by `attach`, or in `sync` by these names: all its
@@ -617,11 +623,23 @@ class KeyValue:
         except TimeoutError:
             raise CollectiveTimeout(f"{name} did not answer {question['ask']!r} in time", server) from None
         except OSError as error:
+            if self._turn_to_backup(server):
+                return self._ask(server, question, timeout)
             raise ServerLost(f"{name} has ended: {error}", server) from None
         if "error" in answer:
             kind, text = answer["error"]
             raise (InvalidArgument if kind == "InvalidArgument" else SystemFailure)(f"{name}: {text}", server)
         return answer
+
+    def _turn_to_backup(self, server: int) -> bool:
+        """Whether a server that has ended has a backup that has taken over. From here on it is asked."""
+        connection, name = self._with.backups.pop(server, (None, ""))
+        if connection is None:
+            return False
+        self._with.connections[server].close()
+        self._with.connections[server], self._with.names[server] = connection, name
+        with server_errors():
+            return self._client.at_backup(server, timeout=self.timeout)
 
     @staticmethod
     def _pairs(key: Any, value: Any) -> list[tuple[str, Any]]:

@@ -1,5 +1,6 @@
 // Workers and a shard of the parameter server under random schedules: messages that are late, overtake each other, come
-// twice or are lost with their connection; workers that are killed, that leave and that join.
+// twice or are lost with their connection; workers that are killed, that leave and that join; servers that die, whose
+// backups have taken the same messages and go on.
 //
 //   simulator SEED OPERATIONS
 //
@@ -67,7 +68,7 @@ struct Envelope {
 
 class Simulation {
  public:
-  explicit Simulation(std::uint64_t seed) : seed_(seed), random_(seed) {
+  explicit Simulation(std::uint64_t seed) : seed_(seed), random_(seed), fate_(seed) {
     for (int i = 0, n = 2 + pick(4); i < n; ++i) join();
     for (int i = 0, n = 2 + pick(5); i < n; ++i) create();
   }
@@ -82,7 +83,7 @@ class Simulation {
     drain();
   }
 
-  std::size_t operations_ = 0, pulls_ = 0, applied_ = 0, late_ = 0, resent_ = 0, killed_ = 0;
+  std::size_t operations_ = 0, pulls_ = 0, applied_ = 0, late_ = 0, resent_ = 0, killed_ = 0, failed_over_ = 0;
 
  private:
   [[noreturn]] void broken(const char* invariant, const std::string& text) const {
@@ -226,26 +227,75 @@ class Simulation {
 
   // ---- what the shard decides ---------------------------------------------------------------------------------------
 
+  // The server writes the message down before its shard gets it, and may die at either moment.
   void give(const Message& message) {
-    const Output output = shard_.step(message, now_);
+    journal_.emplace_back(message, now_);
+    const bool dies = seed_ % 8 == 0 && fate_() % 100 == 0;
+    if (dies && fate_() % 2 == 0) return fail_over();
+    judge(shard_.step(message, now_), true);
+    ++stepped_;
+    if (fate_() % 3 == 0) repeat(journal_.size());
+    if (dies) fail_over();
+  }
+
+  // The backup gets what the server has written down, up to there, and decides the same.
+  void repeat(std::size_t end) {
+    for (; repeated_ < end; ++repeated_) {
+      const auto& [message, at] = journal_[repeated_];
+      const Output output = backup_.step(message, at);
+      if (repeated_ >= stepped_) {  // the server has died before it did that
+        judge(output, false);
+        continue;
+      }
+      for (const Operation& operation : output.operations)
+        demand(same_++ < done_.size() && told(operation) == done_[same_ - 1], "same log",
+               "a backup carries out something else than its server");
+    }
+  }
+
+  static std::string told(const Operation& operation) {
+    std::string text = std::to_string(operation.block) + " " + std::to_string(operation.version);
+    for (const Contribution& each : operation.contributions) {
+      const auto* const mark = static_cast<const Mark*>(each.payload.get());
+      text += " " + std::to_string(each.worker) + ":" + std::to_string(mark == nullptr ? 0 : mark->i);
+    }
+    return text;
+  }
+
+  // Replies under way are lost or not, as connections are. The next backup begins with all that this one has.
+  void fail_over() {
+    ++failed_over_;
+    repeat(journal_.size());
+    stepped_ = repeated_;
+    same_ = done_.size();
+    shard_ = backup_;
+    for (Worker& worker : workers_)
+      if (worker.alive || worker.leave > 0) lose_connection(worker);
+  }
+
+  void judge(const Output& output, bool answers) {
     for (const Reply& reply : output.replies) {
       Worker& worker = workers_[reply.worker];
       if (reply.number == worker.leave && reply.outcome == Outcome::done) worker.member = false;
     }
-    for (const Operation& operation : output.operations) carry_out(operation);
+    for (const Operation& operation : output.operations) {
+      done_.push_back(told(operation));
+      carry_out(operation);
+    }
     std::set<WorkerId> met;
     for (const Reply& reply : output.replies) {
       demand(reply.after <= log_, "log", "a reply came before its operation");
       check(reply, met);
       const Worker& worker = workers_[reply.worker];
-      network_.push({now_ + 1 + pick(2000), ++order_, false, worker.id, worker.connection, {}, reply});
+      if (answers)
+        network_.push({now_ + 1 + pick(2000), ++order_, false, worker.id, worker.connection, {}, reply});
     }
     if (!met.empty())
       for (const Worker& worker : workers_)
         demand(!worker.member || met.count(worker.id) > 0, "barrier", "a barrier ended without a member");
     std::uint64_t most = 0;
     for (const Worker& worker : workers_) most = std::max(most, worker.made - worker.told);
-    demand(shard_.kept() <= most, "memory", "replies are kept that every worker has");
+    demand((answers ? shard_ : backup_).kept() <= most, "memory", "replies are kept that every worker has");
   }
 
   void carry_out(const Operation& operation) {
@@ -344,8 +394,11 @@ class Simulation {
   }
 
   const std::uint64_t seed_;
-  std::mt19937_64 random_;
-  Shard shard_;
+  std::mt19937_64 random_, fate_;  // the latter of servers, which die in every eighth simulation
+  Shard shard_, backup_;
+  std::vector<std::pair<Message, Nanoseconds>> journal_;
+  std::size_t stepped_ = 0, repeated_ = 0, same_ = 0;  // messages that the server and its backup took; operations alike
+  std::vector<std::string> done_;                      // operations
   std::vector<Worker> workers_;
   std::vector<Mode> modes_;
   std::vector<std::uint64_t> opened_, versions_;                          // by block
@@ -362,7 +415,7 @@ int main(int count, char** arguments) {
   if (count != 3) return std::fprintf(stderr, "simulator SEED OPERATIONS\n"), 2;
   std::uint64_t seed = std::strtoull(arguments[1], nullptr, 10);
   const std::size_t operations = std::strtoull(arguments[2], nullptr, 10);
-  std::size_t done = 0, pulls = 0, applied = 0, late = 0, resent = 0, killed = 0;
+  std::size_t done = 0, pulls = 0, applied = 0, late = 0, resent = 0, killed = 0, failed_over = 0;
   for (; done < operations; ++seed) {
     Simulation simulation(seed);
     simulation.run(1000);
@@ -372,9 +425,10 @@ int main(int count, char** arguments) {
     late += simulation.late_;
     resent += simulation.resent_;
     killed += simulation.killed_;
+    failed_over += simulation.failed_over_;
   }
   std::printf(
       "ok: %zu operations, %zu pulls checked, %zu pushes applied, %zu late, %zu requests sent again, "
-      "%zu workers killed\n",
-      done, pulls, applied, late, resent, killed);
+      "%zu workers and %zu servers killed\n",
+      done, pulls, applied, late, resent, killed, failed_over);
 }

@@ -1,0 +1,119 @@
+// What comes in to a server: requests from lanes and from other hosts, checked before the shard gets them.
+#include <memory>
+
+#include "parameter_server/server-inl.h"
+#include "parameter_server/server.h"
+
+namespace ringreduce::parameter_server {
+
+bool Server::take_requests() {
+  bool moved = false;
+  for (auto& [worker, connection] : connections_)
+    for (std::uint64_t most = kMostOutstanding; most > 0 && connection.alive && take_request(connection); --most)
+      moved = true;
+  return moved;
+}
+
+bool Server::take_request(Connection& connection) {
+  if (connection.lane == nullptr || !may_take()) return false;
+  if (!connection.attached &&
+      !(connection.attached = connection.lane->generation.load(std::memory_order_acquire) == generation_))
+    return false;
+  if (connection.lane->asked.load(std::memory_order_acquire) == connection.taken) return false;
+  take(connection, RequestSlot(connection.lane->requests[connection.taken++ % kMostOutstanding]));
+  return true;
+}
+
+// What came from other hosts, and what can be sent there.
+bool Server::take_frames() {
+  bool moved = wire_->connections().progress();
+  if (holds_back()) return moved;
+  for (const auto& [worker, slot] : wire_->take_requests()) {
+    const auto found = connections_.find(worker);
+    if (found != connections_.end() && found->second.alive) take(found->second, slot);
+    moved = true;
+  }
+  for (const auto& [worker, why] : wire_->take_lost()) {
+    const auto found = connections_.find(worker);
+    if (found != connections_.end() && found->second.alive) end(found->second);
+    moved = true;
+  }
+  for (auto& [worker, connection] : connections_)
+    if (connection.lane == nullptr) send_to(connection);
+  return moved;
+}
+
+void Server::take(Connection& connection, const RequestSlot& slot) {
+  if (slot.kind == RequestKind::pull) keep_pull(connection, slot);
+  pass(Step::taken);
+  decide(request_of(connection, slot));
+}
+
+Request Server::request_of(const Connection& connection, const RequestSlot& slot) {
+  Request request;
+  request.kind = slot.kind;
+  request.worker = connection.spec.id;
+  request.number = slot.number;
+  request.seen = slot.seen;
+  request.block = slot.block;
+  request.priority = slot.priority;
+  request.round = slot.round;
+  request.pulled = slot.pulled;
+  request.weight = slot.weight;
+  if (slot.kind == RequestKind::initialise || slot.kind == RequestKind::push || slot.kind == RequestKind::restore) {
+    if (takes_payload(connection, slot)) {
+      request.payload = std::make_shared<Lent>(connection.window, connection.window->data + slot.offset, slot.bytes);
+      statistics_.bytes += slot.bytes;
+    } else {
+      request.block = UINT32_MAX;  // which is refused
+    }
+  }
+  ++statistics_.requests;
+  return request;
+}
+
+// Whether what a request says of its payload is right for its block.
+bool Server::takes_payload(const Connection& connection, const RequestSlot& slot) const {
+  const std::size_t room = connection.window->memory.bytes() - connection.window->data;
+  if (slot.block >= blocks_.size() || slot.bytes > room || slot.offset > room - slot.bytes) return false;
+  const Block& block = blocks_[slot.block];
+  if (slot.kind == RequestKind::restore) {  // see restore()
+    if (slot.offset % sizeof(std::uint64_t) != 0 || slot.bytes < sizeof(std::uint64_t)) return false;
+    const std::size_t bytes = slot.bytes - sizeof(std::uint64_t);
+    if (block.table != nullptr) return bytes % (sizeof(std::int64_t) + block.table->stored_bytes()) == 0;
+    return bytes == block.spec.count * size_of(block.spec.dtype) + block.state.size();
+  }
+  if (block.table != nullptr)
+    return slot.kind == RequestKind::push && slot.offset % sizeof(std::int64_t) == 0 &&
+           slot.bytes % (sizeof(std::int64_t) + block.table->row_bytes()) == 0;
+  return slot.offset % size_of(block.spec.dtype) == 0 && slot.bytes == block.spec.count * size_of(block.spec.dtype);
+}
+
+// For the answer. A pull of which what it says is wrong is answered without a value.
+void Server::keep_pull(Connection& connection, const RequestSlot& slot) {
+  if (slot.block >= blocks_.size() || connection.pulls.size() >= kMostOutstanding) return;
+  Pull pull{slot.block};
+  if (const Table* const table = blocks_[slot.block].table.get(); table != nullptr) {
+    const std::size_t room = connection.window->memory.bytes() - connection.window->data;
+    if (slot.offset > room || slot.offset % sizeof(std::int64_t) != 0 || slot.bytes % sizeof(std::int64_t) != 0) return;
+    pull.count = slot.bytes / sizeof(std::int64_t);
+    if (pull.count > (room - slot.offset) / (sizeof(std::int64_t) + table->row_bytes())) return;
+    pull.offset = connection.window->data + slot.offset;
+  } else if (connection.lane != nullptr) {
+    return;  // it reads the value itself
+  } else if (slot.packing != Packing::none) {
+    if (static_cast<std::uint32_t>(slot.packing) >= kPackings) return;
+    if (blocks_[slot.block].spec.dtype != DType::float32) return;
+    pull.packing = slot.packing;
+  }
+  connection.pulls.emplace(slot.number, pull);
+}
+
+void Server::end(Connection& connection) {
+  for (std::uint64_t most = kMostOutstanding; most > 0 && take_request(connection); --most) {
+  }  // what it had said before
+  connection.alive = false;
+  decide(Lose{connection.spec.id});
+}
+
+}  // namespace ringreduce::parameter_server

@@ -1,0 +1,109 @@
+"""A server in this process, with what is known of its blocks besides their values. A door (`host`) has one or more."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from typing import Any
+
+from ringreduce import _C
+from ringreduce.errors import InvalidArgument
+from ringreduce.parameter_server.snapshots import Saving
+from ringreduce.parameter_server.updates import Function, PythonUpdates, rule_for, rule_for_rows
+
+_KNOWN = 16
+"""Snapshots, of which it is known how they ended."""
+_PART = re.compile("[0-9]+-of-[0-9]{1,6}")
+
+
+class Shard:
+    """The blocks of one server. What it says of a block is a note in the server, so its backup has it, too."""
+
+    def __init__(self, capacity: int, functions: dict[str, Function]) -> None:
+        self._updates = PythonUpdates(functions)
+        self.server = _C.ParameterServer(capacity, self._updates)
+        self._places: dict[tuple[str, int], tuple[int, int]] = {}
+        """By key and first element: (block, offset)."""
+        self._blocks: dict[int, dict[str, Any]] = {}
+        """By block: its key, the key's spec, the first element and the elements."""
+        self.savings: dict[str, Saving] = {}
+        """The latest snapshots, by folder."""
+        self._follows = False
+
+    def follow(self, **partner: int) -> None:
+        """From now on it is a backup."""
+        self.server.follow(**partner)
+        self._follows = True
+
+    def check_serving(self) -> None:
+        """Raises `InvalidArgument` if it is a backup that has not taken over. One that has learns its blocks first."""
+        if not self.server.serves:
+            raise InvalidArgument("this is the backup of another server, which still serves")
+        if self._follows:
+            self._follows = False
+            for note, block, offset in self.server.notes():
+                self._remember(json.loads(note), block, offset)
+
+    def _remember(self, about: dict[str, Any], block: int, offset: int) -> None:
+        self._places[about["key"], about["begin"]] = block, offset
+        self._blocks[block] = about
+
+    def save(self, folder: str, part: str) -> Saving:
+        """Begins this server's part of a snapshot, such as "0-of-2". Raises `InvalidArgument` if one is under way."""
+        if not _PART.fullmatch(part):
+            raise InvalidArgument(f"part is {part!r:.60}; it must be a number of a server and how many there are")
+        self.check_serving()
+        saving = self.savings[folder] = Saving(self.server, self._blocks, folder, part)
+        for old in list(self.savings)[:-_KNOWN]:
+            del self.savings[old]
+        return saving
+
+    def is_saving(self) -> bool:
+        """Whether it writes a snapshot."""
+        return any(not saving.done.is_set() for saving in list(self.savings.values()))
+
+    def create_table(self, key: str, spec: dict[str, Any]) -> int:
+        """The block of a table. A worker that comes later gets the same."""
+        if (key, 0) not in self._places:
+            table = {name: spec["table"][name] for name in ("width", "seed", "low", "high")}
+            rule = rule_for_rows(spec["update"], bool(spec["mode"]["average"]))
+            self._make({"key": key, "spec": spec, "begin": 0, "count": 0}, rule, **table)
+        return self._places[key, 0][0]
+
+    def create(self, key: str, blocks: list[list[int]], spec: dict[str, Any]) -> list[tuple[int, int]]:
+        """The blocks (first element, elements) of a key; each (id, offset). A worker that comes later gets the same."""
+        update, spec = spec["update"], {name: value for name, value in spec.items() if name != "servers"}
+        name = update["python"].get("function")
+        if name is not None and name not in self._updates.functions:
+            raise InvalidArgument(
+                f"no function {name!r} is known to the server of pid {os.getpid()}; "
+                f"give it to join(functions={{{name!r}: ...}}) on every rank"
+            )
+        if not blocks:
+            raise InvalidArgument(f"no blocks of {key!r:.60} were asked for")
+        rule = rule_for(update, spec["dtype"], bool(spec["mode"]["average"]))
+        for begin, count in blocks:
+            if (key, begin) in self._places:
+                continue
+            block = self._make({"key": key, "spec": spec, "begin": begin, "count": count}, rule)
+            if rule["kind"] == "python":
+                self._updates.add(block, key, begin, count, spec["dtype"], update)
+        return [self._places[key, begin] for begin, _ in blocks]
+
+    def _make(self, about: dict[str, Any], rule: dict[str, Any], **table: Any) -> int:
+        spec, mode = about["spec"], about["spec"]["mode"]
+        block, offset = self.server.create(
+            dtype=spec["dtype"],
+            count=about["count"],
+            mode=mode["mode"],
+            quorum=mode["quorum"],
+            grace=mode["grace"],
+            staleness=mode["staleness"],
+            group=mode["group"],
+            rule=rule,
+            note=json.dumps(about),
+            **table,
+        )
+        self._remember(about, block, offset)
+        return block

@@ -1,0 +1,352 @@
+"""Servers with backups: what a worker sees when one of them is killed, at any step of it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_snapshots as saved
+import torch
+from distributed.harness import Rank, Ranks, run
+from test_several_hosts import APART, placed
+from test_workers_and_servers import SMALL, gradient
+from torch._C._distributed_c10d import HashStore
+
+import ringreduce.parameter_server as ps
+from ringreduce.errors import InvalidArgument, RingReduceError, ServerLost, TopologyError
+
+SERVERS, WORKERS = 3, 2
+PUSHES = 40
+
+
+def serve(me: Rank, *dooms: tuple[int, str, str, int]) -> list[str]:
+    """Ranks 0 to SERVERS - 1: a server and a backup of the one before, which ends when all workers have left; returns
+    what it logged. Of each doom (rank, which, step, times): this rank kills itself when its "server" or its "backup"
+    comes to that step for the so-many-th time."""
+    logged = Logged()
+    logging.getLogger("ringreduce").addHandler(logged)
+    with ps.serve(me.store, rank=me.rank, size=SERVERS, backups=1, **SMALL) as serving:
+        for rank, which, step, times in dooms:
+            if rank == me.rank:
+                host = serving._host
+                shard = host._shard if which == "server" else host._backups[(rank - 1) % SERVERS]
+                shard.server.die_at(step, times)
+        me.meet("servers")
+        serving.wait()
+    return logged.messages
+
+
+class Logged(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def worker(me: Rank, **options: Any) -> ps.KeyValue:
+    me.meet("servers")
+    return ps.join(me.store, role="worker", workers=me.size - SERVERS, timeout=30.0, **options)
+
+
+def was_killed(ranks: Ranks, rank: int) -> bool:
+    ranks._processes[rank].join(10)
+    return ranks._processes[rank].exitcode == -signal.SIGKILL
+
+
+# ---- bits ------------------------------------------------------------------------------------------------------------
+
+COUNT, STEPS = 5000, 8
+
+
+def train(me: Rank, kind: Any, arguments: dict[str, Any], *dooms: Any) -> list[Any]:
+    if me.rank < SERVERS:
+        return serve(me, *dooms)
+    kept = []
+    with worker(me) as kv:
+        w = torch.linspace(-1, 1, COUNT)
+        kv.init("w", w, update=ps.optimizer(kind, **arguments))
+        for step in range(STEPS):
+            assert kv.push_pull("w", gradient(kv.worker - SERVERS, step, COUNT), out=w).wait() == []
+            kept.append(w.numpy().copy())
+    return kept
+
+
+def alone(kind: Any, arguments: dict[str, Any]) -> list[Any]:
+    parameter = torch.nn.Parameter(torch.linspace(-1, 1, COUNT))
+    optimizer = kind([parameter], **arguments)
+    kept = []
+    for step in range(STEPS):
+        gradients = [gradient(worker, step, COUNT) for worker in range(WORKERS)]
+        parameter.grad = functools.reduce(torch.add, gradients) / WORKERS
+        optimizer.step()
+        kept.append(parameter.detach().numpy().copy())
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+        (torch.optim.AdamW, {"lr": 0.01}),
+    ],
+)
+@pytest.mark.parametrize("step", ("taken", "journalled", "carried out", "answered"))
+def test_training_has_the_same_bits_when_a_server_is_killed(kind: Any, arguments: dict[str, Any], step: str) -> None:
+    wanted = alone(kind, arguments)
+    with Ranks(train, SERVERS + WORKERS, kind, arguments, (1, "server", step, 15)) as ranks:
+        results = ranks.results(but=(1,))
+        assert was_killed(ranks, 1)
+    for kept in results[SERVERS - 1 :]:
+        for i, (value, expected) in enumerate(zip(kept, wanted, strict=True)):
+            assert value.tobytes() == expected.tobytes(), f"step {i}"
+
+
+# ---- the value that is its own history -------------------------------------------------------------------------------
+
+MODES = (ps.sync(), ps.asynchronous(), ps.ssp(1))
+
+
+def history(kv: ps.KeyValue, me: int, workers: int, mode: ps.Mode, alone: bool = False) -> list[list[float]]:
+    """Worker w's i-th push adds 1 to element (w, i). Every pull is checked. `alone`: others may be killed."""
+    value = torch.zeros(workers, PUSHES)
+    kv.init("h", value, update=ps.reduce("sum"), mode=mode)
+    before = value.clone()
+    for i in range(PUSHES):
+        push = torch.zeros(workers, PUSHES)
+        push[me, i] = 1
+        assert kv.push("h", push).wait() == []
+        versions = kv.pull("h", value)["h"]
+        assert value.max() <= 1, "a push was applied twice"
+        assert (value >= before).all(), "what a pull had shown was lost"
+        assert value[me].sum() == i + 1, "an acknowledged push was lost"
+        assert all((row[:-1] >= row[1:]).all() for row in value) or alone, "pushes are out of order"
+        if mode.mode == "sync":
+            assert versions == [i + 1] * len(versions)
+            assert (value.sum(1) == i + 1).all() or alone, "a round has not one push of every worker"
+        if mode.mode == "ssp":
+            assert (value.sum(1) >= i - mode.staleness).all() or alone, "the bound is broken"
+            kv.clock()
+        before = value.clone()
+    kv.barrier()
+    kv.pull("h", value)
+    return value.tolist()
+
+
+def tell_history(me: Rank, mode: ps.Mode, *dooms: Any) -> list[Any]:
+    if me.rank < SERVERS:
+        return serve(me, *dooms)
+    with worker(me) as kv:
+        return history(kv, kv.worker - SERVERS, WORKERS, mode)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.mode)
+@pytest.mark.parametrize("step", ("taken", "journalled", "carried out", "answered"))
+def test_no_push_is_lost_or_applied_twice_at_any_step_of_a_servers_death(mode: ps.Mode, step: str) -> None:
+    times = random.randrange(5, 60)
+    with Ranks(tell_history, SERVERS + WORKERS, mode, (0, "server", step, times)) as ranks:
+        _, *others = ranks.results(but=(0,))
+        assert was_killed(ranks, 0)
+    for final in others[1:]:
+        assert final == [[1.0] * PUSHES] * WORKERS, f"killed at the {times}th"
+
+
+def test_a_killed_server_and_a_killed_backup_are_logged_by_those_that_go_on() -> None:
+    times = random.randrange(1, 60)
+    with Ranks(tell_history, SERVERS + WORKERS, ps.sync(), (1, "backup", "carried out", times)) as ranks:
+        of_0, of_2, *finals = ranks.results(but=(1,))
+        assert was_killed(ranks, 1)
+    assert finals == [[[1.0] * PUSHES] * WORKERS] * WORKERS, f"killed at the {times}th"
+    assert len(of_0) == 1 and of_0[0].startswith("server 1 (") and of_0[0].endswith("server 0 goes on without a backup")
+    assert len(of_2) == 1 and of_2[0].startswith("server 1 has ended: its backup, in this process (pid ")
+
+
+def test_nothing_is_logged_when_all_leave() -> None:
+    logged = run(tell_history, SERVERS + WORKERS, ps.asynchronous())[:SERVERS]
+    assert logged == [[]] * SERVERS
+
+
+def loses(me: Rank, *dooms: Any) -> Any:
+    if me.rank < SERVERS:
+        return serve(me, *dooms)
+    kv = worker(me)
+    with pytest.raises(ServerLost) as raised:
+        history(kv, 0, 1, ps.sync())
+    kv.leave()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("step", ("taking over", "serving"))
+def test_a_server_is_lost_when_its_backup_dies_too(step: str) -> None:
+    dooms = (0, "server", "answered", 5), (1, "backup", step, 1)
+    with Ranks(loses, SERVERS + 1, *dooms) as ranks:
+        _, said = ranks.results(but=(0, 1))
+    assert "server 0" in said and "has ended" in said
+
+
+def ranks_that_are_both(me: Rank, mode: ps.Mode) -> list[list[float]] | None:
+    """Every rank is worker and server; rank 1 is killed at some moment."""
+    with ps.join(me.store, rank=me.rank, size=me.size, backups=1, **(SMALL | {"block_bytes": 1024})) as kv:
+        me.report("founded")
+        return history(kv, me.rank, me.size, mode, alone=True)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.mode)
+def test_the_others_go_on_when_a_rank_is_killed_that_is_worker_and_server(mode: ps.Mode) -> None:
+    with Ranks(ranks_that_are_both, 3, mode) as ranks:
+        ranks.reports()
+        time.sleep(random.uniform(0.0, 0.02))
+        ranks.signal(1, signal.SIGKILL)
+        first, second = ranks.results(but=(1,))
+    assert first == second and first[0] == first[2] == [1.0] * PUSHES
+    assert first[1] == sorted(first[1], reverse=True) or mode.mode == "sync"
+
+
+# ---- all that servers have -------------------------------------------------------------------------------------------
+
+
+def everything(me: Rank, path: str, *dooms: Any) -> Any:
+    """Dense keys and tables of many rules, with optimizer states; then a snapshot, and a worker and a key that come
+    later. All of it is asked of a backup, if a server has been killed."""
+    if me.rank < SERVERS:
+        return serve(me, *dooms)
+    with worker(me) as kv:
+        first = me.rank == SERVERS
+        tables = saved.make(kv)
+        for number in range(5):
+            saved.step(kv, tables, kv.worker - SERVERS, number)
+        at = saved.state(kv, tables)
+        kv.barrier()
+        if first:
+            assert kv.snapshot(path).wait().is_dir()
+            kv.init("later", torch.arange(3000.0), update=ps.reduce("sum"), mode=ps.asynchronous())
+            with ps.join(me.store, role="worker", timeout=30.0) as another:
+                of_another = saved.state(another, saved.make(another))
+                another.push("later", torch.ones(3000)).wait()
+            saved.same(of_another, at)
+        kv.barrier()
+        out = torch.empty(3000)
+        kv.pull("later", out)
+        assert torch.equal(out, torch.arange(3000.0) + 1)
+        assert all(its is not None for its in kv.stats()["servers"].values())
+        return at
+
+
+def test_a_backup_has_all_that_its_server_had(tmp_path: Path) -> None:
+    *_, wanted, other = run(everything, SERVERS + WORKERS, str(tmp_path / "whole"))
+    saved.same(wanted, other)
+    times = random.randrange(1, 90)
+    path = str(tmp_path / "after")
+    with Ranks(everything, SERVERS + WORKERS, path, (1, "server", "carried out", times)) as ranks:
+        *_, found, other = ranks.results(but=(1,))
+        assert was_killed(ranks, 1), f"killed at the {times}th"
+    saved.same(found, wanted)
+    saved.same(other, wanted)
+    for restored, _ in run(saved.restores, 2, path, False):
+        saved.same(restored, wanted)
+
+
+def serve_with_snapshots(me: Rank, folder: str) -> None:
+    """As `ringreduce serve --snapshots` does. Rank 0 asks for one when server 1 has ended and the worker has trained."""
+    logged = Logged()
+    logging.getLogger("ringreduce").addHandler(logged)
+    with ps.serve(me.store, rank=me.rank, size=SERVERS, backups=1, **SMALL) as serving:
+        if me.rank == 1:
+            serving._host.server.die_at("answered", 7)
+        me.meet("servers")
+        asked = False
+        while not serving.wait(0.02):
+            if me.rank == 0 and logged.messages and not asked and Path(folder, "trained").exists():
+                assert serving.may_ask()
+                serving.ask_for_snapshot()
+                asked = True
+            serving.take_snapshots(folder)
+        assert asked or me.rank != 0
+        deadline = time.monotonic() + 30
+        while not serving.may_ask():  # for the next one, when all parts of this one have ended
+            assert time.monotonic() < deadline, "an ended server's part is waited for"
+            serving.take_snapshots(folder)
+
+
+def trains_until_there_is_one(me: Rank, folder: str) -> Any:
+    if me.rank < SERVERS:
+        return serve_with_snapshots(me, folder)
+    with worker(me) as kv:
+        w = torch.linspace(-1, 1, COUNT)
+        kv.init("w", w, update=ps.optimizer(torch.optim.AdamW, lr=0.01))
+        for step in range(STEPS):
+            kv.push_pull("w", gradient(0, step, COUNT), out=w).wait()
+        Path(folder, "trained").touch()
+        deadline = time.monotonic() + 60
+        while not list(Path(folder).glob("*[0-9]/index.json")):
+            assert time.monotonic() < deadline, "no snapshot became whole"
+            time.sleep(0.05)
+    return w.numpy()
+
+
+def test_servers_write_snapshots_of_what_they_took_over(tmp_path: Path) -> None:
+    with Ranks(trains_until_there_is_one, SERVERS + 1, str(tmp_path)) as ranks:
+        *_, wanted = ranks.results(but=(1,))
+        assert was_killed(ranks, 1)
+    (path,) = tmp_path.glob("*[0-9]")
+    with ps.join(**SMALL) as kv:
+        kv.restore(path)
+        w = torch.empty(COUNT)
+        kv.pull("w", w)
+    assert w.numpy().tobytes() == wanted.tobytes()
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def disagrees(me: Rank) -> str:
+    with pytest.raises(RingReduceError) as raised:  # the other one may only see that this one has ended
+        ps.join(me.store, rank=me.rank, size=2, backups=me.rank, **(SMALL | {"timeout": 3.0}))
+    return str(raised.value)
+
+
+def updates_by_python(me: Rank) -> list[str]:
+    said = []
+    with ps.join(me.store, rank=me.rank, size=2, backups=1, functions={"f": len}, **SMALL) as kv:
+        for update in (ps.optimizer(torch.optim.NAdam), ps.function("f")):
+            with pytest.raises(InvalidArgument) as raised:
+                kv.init(f"w{len(said)}", torch.zeros(5), update=update)
+            said.append(str(raised.value))
+        kv.barrier()
+    return said
+
+
+def on_another_host(me: Rank) -> str:
+    with pytest.raises(TopologyError) as raised:
+        ps.join(me.store, rank=me.rank, size=2, backups=1, **SMALL)
+    return str(raised.value)
+
+
+def comes_from_another_host(me: Rank) -> str:
+    if me.rank < 2:
+        with ps.join(me.store, rank=me.rank, size=2, backups=1, **SMALL) as kv:
+            me.meet("tried")
+            kv.barrier()
+        return ""
+    with pytest.raises(TopologyError) as raised:
+        ps.join(me.store, role="worker", timeout=30.0)
+    me.meet("tried")
+    return str(raised.value)
+
+
+def test_what_cannot_have_a_backup_is_refused() -> None:
+    for options in ({"size": 1, "backups": 1}, {"size": 2, "backups": 2}, {"size": 2, "backups": 1, "listen": True}):
+        with pytest.raises(InvalidArgument, match=f"backups is {options['backups']}"):
+            ps.join(HashStore(), rank=0, **options)
+    assert any("backups is" in said and "on another rank; give all the same" in said for said in run(disagrees, 2))
+    for said in run(updates_by_python, 2):
+        assert len(said) == 2 and all("an update that Python computes has no backup" in each for each in said)
+    assert all("backups=1 is for servers of one host" in said for said in run(placed, 2, APART, on_another_host))
+    assert "workers of their own host" in run(placed, 3, (0, 0, 1), comes_from_another_host)[2]
