@@ -202,8 +202,13 @@ void bind_server(py::module_& m, Roots roots) {
           [](Server& server, const std::string& dtype, std::size_t count, const std::string& mode, std::uint32_t quorum,
              double grace, std::uint64_t staleness, const std::string& group, const py::dict& rule, std::size_t width,
              std::uint64_t seed, float low, float high, const std::string& note) {
-            BlockSpec spec{dtype_of(dtype), count, {consistency_of(mode), quorum, duration(grace), staleness, group},
-                           rule_of(rule),   width, {seed, low, high}, note};
+            BlockSpec spec{dtype_of(dtype),
+                           count,
+                           {consistency_of(mode), quorum, duration(grace), staleness, group},
+                           rule_of(rule),
+                           width,
+                           {seed, low, high},
+                           note};
             const bool floats = spec.dtype == DType::float32 || spec.dtype == DType::float64;
             if (width > 0 && (!floats || !spec.rule.native(spec.dtype)))
               throw Error(ErrorKind::invalid_argument, "a table of " + dtype + " has no such update");
@@ -238,8 +243,8 @@ void bind_server(py::module_& m, Roots roots) {
           [](Server& server, const std::string& step, std::uint64_t times) {
             static constexpr std::string_view kSteps[] = {"never",    "taken",       "journalled", "carried out",
                                                           "answered", "taking over", "serving"};
-            server.die_at(
-                static_cast<Server::Step>(index_of<7>([](std::size_t i) { return kSteps[i]; }, step, "step")), times);
+            server.die_at(static_cast<Server::Step>(index_of<7>([](std::size_t i) { return kSteps[i]; }, step, "step")),
+                          times);
           },
           no_gil, py::arg("step"), py::arg("times"))
       .def("begin_snapshot",
@@ -320,9 +325,8 @@ void bind_client(py::module_& m) {
       .def(
           "attach",
           [](Client& client, std::uint32_t server, int values, int bell, int pidfd, std::size_t capacity,
-             const std::string& name, std::uint64_t generation) {
-            client.attach(server, {values, bell, pidfd, capacity, name, generation});
-          },
+             const std::string& name,
+             std::uint64_t generation) { client.attach(server, {values, bell, pidfd, capacity, name, generation}); },
           py::kw_only(), py::arg("server"), py::arg("values"), py::arg("bell"), py::arg("pidfd"), py::arg("capacity"),
           py::arg("name"), py::arg("generation") = 0)
       .def(

@@ -80,7 +80,7 @@ struct Client::Peer {
   Session session;
   std::shared_ptr<Near> near = nullptr;    // none: it is on another host
   std::shared_ptr<Near> backup = nullptr;  // that may take over; near afterwards
-  std::deque<Item> queue = {};           // to another host, in the order of calls
+  std::deque<Item> queue = {};             // to another host, in the order of calls
   bool alive = true;
   std::string why = {};                                       // it is not
   std::map<std::uint64_t, std::shared_ptr<Call>> calls = {};  // by number

@@ -30,7 +30,7 @@ struct ServerSpec {
   int bell = -1;    // memfd
   int pidfd = -1;
   std::size_t capacity = 0;
-  std::string name;  // "server 1 (node7, pid 4711)"
+  std::string name;              // "server 1 (node7, pid 4711)"
   std::uint64_t generation = 0;  // 1: it was, or is, a backup
 };
 

@@ -24,8 +24,8 @@ struct Record {
   enum class Kind : std::uint32_t { request = 1, join, lose, create, tick };
   Kind kind = Kind::tick;
   WorkerId worker = 0;
-  Nanoseconds at = 0;  // the time that the shard is given
-  RequestSlot slot{};  // of a request
+  Nanoseconds at = 0;       // the time that the shard is given
+  RequestSlot slot{};       // of a request
   std::uint64_t bytes = 0;  // that follow: what is said of a worker that joins, or of a block
 };
 

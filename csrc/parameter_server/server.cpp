@@ -157,9 +157,8 @@ std::pair<BlockId, std::size_t> Server::make_block(const BlockSpec& spec) {
   if (spec.count == 0 || bytes + state > left)
     throw Error(ErrorKind::invalid_argument,
                 "a block of " + std::to_string(spec.count) + " elements needs " + std::to_string(bytes + state) +
-                    " bytes for two buffers and the optimizer's state; " + std::to_string(left) +
-                    " of the server's " + std::to_string(capacity_) +
-                    " are left: join with a larger memory=, or with more servers");
+                    " bytes for two buffers and the optimizer's state; " + std::to_string(left) + " of the server's " +
+                    std::to_string(capacity_) + " are left: join with a larger memory=, or with more servers");
   block.words = reinterpret_cast<BlockWords*>(values_->at(used_));
   block.state.resize(state);
   if (spec.rule.kind == Rule::Kind::adagrad && spec.rule.initial_accumulator_value != 0) {
@@ -424,7 +423,7 @@ void Server::answer(const Reply& reply) {
   const ReplySlot slot{reply.number, reply.version, failed ? Outcome::failed : reply.outcome, 0};
   const auto pull = to.pulls.extract(reply.number);
   const bool comes = !pull.empty() && reply.outcome == Outcome::ready;
-  if (to.lane != nullptr && !to.attached) return;  // it will ask again
+  if (to.lane != nullptr && !to.attached) return;                                         // it will ask again
   if (comes && blocks_[pull.mapped().block].table != nullptr) gather(to, pull.mapped());  // before later updates
   to.answered = true;
   if (to.lane == nullptr && comes)

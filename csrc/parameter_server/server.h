@@ -165,7 +165,7 @@ class Server {
   struct Window;
   struct Lent;
   struct Partner;
-  struct Held {  // a reply that waits for the backup
+  struct Held {           // a reply that waits for the backup
     std::uint64_t after;  // as Journal::written()
     WorkerId worker;
     ReplySlot reply;
@@ -184,8 +184,8 @@ class Server {
     FileDescriptor pidfd;
     std::uint64_t taken = 0;
     bool alive = true, answered = false;
-    bool attached = false;  // its lane is this server's
-    bool gone = false;      // from a backup
+    bool attached = false;                // its lane is this server's
+    bool gone = false;                    // from a backup
     std::map<std::uint64_t, Pull> pulls;  // without a reply, by number: of tables, and to another host
     // To another host:
     std::vector<ReplySlot> replies;                                         // to be sent

@@ -39,10 +39,9 @@ std::vector<std::byte> bytes_in(const std::string& text) {
 
 std::vector<std::byte> written(const BlockSpec& spec) {
   const Mode& mode = spec.mode;
-  const WrittenBlock block{spec.dtype,   mode.consistency, mode.quorum,
-                           static_cast<std::uint32_t>(mode.group.size()),
-                           spec.count,   spec.width,       mode.staleness,
-                           mode.grace,   spec.rule,        spec.first};
+  const WrittenBlock block{spec.dtype, mode.consistency, mode.quorum,    static_cast<std::uint32_t>(mode.group.size()),
+                           spec.count, spec.width,       mode.staleness, mode.grace,
+                           spec.rule,  spec.first};
   std::vector<std::byte> bytes(sizeof block);
   std::memcpy(bytes.data(), &block, sizeof block);
   for (const std::string* const text : {&mode.group, &spec.note}) {

@@ -11,9 +11,9 @@
 namespace ringreduce::parameter_server {
 namespace {
 
-constexpr Nanoseconds kLookEvery = 20 * kMillisecond;  // for processes that have ended
+constexpr Nanoseconds kLookEvery = 20 * kMillisecond;   // for processes that have ended
 constexpr Nanoseconds kFollowEvery = 5 * kMillisecond;  // a backup, for its server's
-constexpr int kLooks = 100, kYields = 50;              // before the thread sleeps
+constexpr int kLooks = 100, kYields = 50;               // before the thread sleeps
 
 }  // namespace
 

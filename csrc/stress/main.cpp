@@ -1,6 +1,6 @@
 // The engine under load and under faults, without torch and without processes: for sanitizers. See `make stress`.
-// With a number, only the mixed load, for that many seconds. See `make soak`. With `hosts`, `peers`, `backups`, `links`, `segment`
-// or `arena`, only that scenario; of the latter three, only the case that a further argument names.
+// With a number, only the mixed load, for that many seconds. See `make soak`. With `hosts`, `peers`, `backups`,
+// `links`, `segment` or `arena`, only that scenario; of the latter three, only the case that a further argument names.
 #include <unistd.h>
 
 #include <cstdio>

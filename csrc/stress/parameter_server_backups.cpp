@@ -36,8 +36,8 @@ struct Pair {
       clients.push_back(std::make_unique<ps::Client>(i, 1, kData));
       ps::Client& client = *clients.back();
       const auto spec = [&] {
-        return ps::WorkerSpec{static_cast<ps::WorkerId>(i), "workers", dup(client.window()), client.window_bytes(), 1,
-                              0,                            own_pidfd()};
+        return ps::WorkerSpec{
+            static_cast<ps::WorkerId>(i), "workers", dup(client.window()), client.window_bytes(), 1, 0, own_pidfd()};
       };
       backup->join(spec());
       server->join(spec());

@@ -287,8 +287,7 @@ class Simulation {
       demand(reply.after <= log_, "log", "a reply came before its operation");
       check(reply, met);
       const Worker& worker = workers_[reply.worker];
-      if (answers)
-        network_.push({now_ + 1 + pick(2000), ++order_, false, worker.id, worker.connection, {}, reply});
+      if (answers) network_.push({now_ + 1 + pick(2000), ++order_, false, worker.id, worker.connection, {}, reply});
     }
     if (!met.empty())
       for (const Worker& worker : workers_)
