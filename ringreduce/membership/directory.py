@@ -6,6 +6,7 @@ the request was carried out is not known then, and it can be made again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 
@@ -17,6 +18,24 @@ class Directory(Protocol):
 
     def compare_set(self, key: str, expected: str, desired: str) -> str:
         """Makes `desired` the value if it is `expected` ('': there is none); returns the value that is there then."""
+
+
+class Values(Directory, Protocol):
+    """More of the same, of which `survivors.KeyStore` makes a store of torch: what `ledger` and `etcd` have."""
+
+    def value(self, key: str) -> bytes | None:
+        """The value under a key; None: there is none."""
+
+    def set(self, key: str, value: str | bytes) -> None: ...
+
+    def add(self, key: str, value: int, /) -> int:
+        """Adds to a number; returns the sum."""
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all have values."""
+
+    def names(self) -> list[str]:
+        """All that have a value."""
 
 
 class OfStore:
