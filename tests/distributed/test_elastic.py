@@ -529,26 +529,27 @@ def joins_again_and_again(me: Rank) -> int:
             time.sleep(0.005)
     world = start(me, 2)
     state = world.state(over=0)
-    if me.rank >= 2:
-        world.attempt(lambda: dist.all_reduce(torch.ones(1)))
-        world.leave()
-        me.store.set(f"left {me.rank}", "")
-        return world.epoch
     me.store.set("left 1", "")
 
-    def body() -> None:
+    def body() -> int:
         over = torch.tensor([int(me.store.check(["left 4"]))])
         dist.all_reduce(over, dist.ReduceOp.MIN)
-        state.over = int(over)
+        return int(over)
 
     while not state.over:
-        world.attempt(body)
+        state.over = world.attempt(body)
+        if me.rank >= 2:
+            epoch = world.epoch
+            world.leave()
+            me.store.set(f"left {me.rank}", "")
+            return epoch
         time.sleep(0.002)
-    waiting = world._config.lobby._waiting
+    lobby = world._config.lobby
+    assert lobby.waiting({*world.view.names, *world._refused}) == ()
     if me.rank == 0:  # another one, as after rank 0's end
         assert Lobby(world._config.store).waiting(()) == ()
     world.leave()
-    return len(waiting)
+    return len(lobby._waiting)
 
 
 def test_those_who_were_let_in_are_not_looked_for_again() -> None:
