@@ -1,9 +1,10 @@
-"""torchft's own tests for process groups, of the version that is installed, with ringreduce's instead of its Gloo group.
+"""torchft's own tests for process groups, of the version that is installed, with ringreduce's group.
 
 python tests/frameworks/torchft_suite.py            prints each test and how it ended
 
-Of its tests run: every collective on 3 ranks, what happens when one of them leaves (`test_collective_with_resiliency`),
-its check of all calls on one rank, and its wrappers. Those for its Gloo group leave out alltoall_base, reduce_scatter and
+These of its tests run: every collective on 3 ranks; what happens when one of them leaves
+(`test_collective_with_resiliency`);
+all calls on one rank; its wrappers. Those for its Gloo group leave out alltoall_base, reduce_scatter and
 reduce_scatter_tensor_coalesced, which that group cannot do. Here nothing is left out.
 """
 
