@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -49,7 +49,7 @@ from ringreduce.errors import (
 from ringreduce.host_links import links_of
 from ringreduce.lateness import STEPS, Late, Lateness
 from ringreduce.lobby import Lobby
-from ringreduce.membership.directory import Directory, OfStore
+from ringreduce.membership.directory import Bounded, Directory, OfStore, Values
 from ringreduce.membership.etcd import Etcd
 from ringreduce.membership.ledger import Ledger
 from ringreduce.membership.protocol import Member, Report, View
@@ -275,7 +275,7 @@ class World:
 
     def _change(self, error: Exception | None, joiners: tuple[Member, ...] = ()) -> None:
         """To the next view whose members come together. `error`: what this one has ended with, if it has."""
-        lets_in = error is None
+        lets_in, began = error is None, time.monotonic()
         while True:
             if error is not None:
                 log.info("%s: epoch %d ends: %s", self._config.me.name, self.epoch, error)
@@ -291,8 +291,9 @@ class World:
                 self._enter()
                 return
             except RingReduceError as failed:
-                if isinstance(failed, Expelled | TooFewRanks):
-                    raise
+                in_vain = time.monotonic() - began > self._config.patience + self._config.timeout
+                if isinstance(failed, Expelled | TooFewRanks) or (in_vain and self.view.names == before):
+                    raise  # the same members cannot make a group
                 error, joiners, lets_in = failed, (), False
 
     def _abort(self) -> None:
@@ -526,10 +527,8 @@ def start(
     silence = timeout if expel_after is None else duration("start: expel_after", expel_after, positive=True)
     if store is None:
         store, rank, world_size = next(env_rendezvous("env://", timeout=timeout))
-    elif isinstance(store, str):
-        store = KeyStore(Etcd(store), "")
-        if rank < 0:
-            rank, world_size = (int(os.environ.get(name, "-1")) for name in ("RANK", "WORLD_SIZE"))
+    elif isinstance(store, str) and rank < 0:
+        rank, world_size = (int(os.environ.get(name, "-1")) for name in ("RANK", "WORLD_SIZE"))
     if not 0 <= rank < world_size:
         raise InvalidArgument(
             f"start: rank is {rank} and world_size {world_size}; with a store, give both: 0 <= rank < world_size"
@@ -540,7 +539,8 @@ def start(
             f"{world_size - least}"
         )
     founders, restart = world_size - spares, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    here = PrefixStore(f"ringreduce/elastic/{restart}", cast(Store, store))
+    values: Values = Etcd(store) if isinstance(store, str) else Bounded(store)
+    here = KeyStore(values, f"ringreduce/elastic/{restart}/")
     joins = here.add(f"rank/{rank}", 1) > 1 or rank >= founders
     who = rendezvous.identity()
     address = json.dumps({"host": who.host, "pid": who.pid, "pids": who.pids})
@@ -554,7 +554,7 @@ def start(
         most=founders if spares else sys.maxsize,
         patience=patience,
         expel_after=silence.total_seconds(),
-        kept=[store],
+        kept=[here],
     )
     return _join(config) if joins else _begin(config, rank, founders)
 

@@ -10,10 +10,11 @@ Needs the package torchft, which ringreduce does not install.
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import ErrorType, Store
+from torch._C._distributed_c10d import ErrorType, Store, _DistributedBackendOptions
 from torchft.process_group import ProcessGroupWrapper
 
 from ringreduce.backend import create
@@ -27,6 +28,7 @@ class ProcessGroupRingReduce(ProcessGroupWrapper):  # type: ignore[misc]
     def __init__(self, timeout: timedelta = timedelta(seconds=60), options: Options | None = None) -> None:
         """`timeout`: for making a group, and for each call. `options`: as for `init_process_group`."""
         super().__init__(timeout)
+        self._pg: Any
         self._options = options
 
     def getBackendName(self) -> str:
@@ -45,11 +47,11 @@ class ProcessGroupRingReduce(ProcessGroupWrapper):  # type: ignore[misc]
             self._pg.shutdown()
         self._pg = None
 
-    def _backend(self) -> dist.Backend | None:
+    def _backend(self) -> Any:
         return None if self._pg is None else self._pg._get_backend(torch.device("cpu"))
 
     def _create_pg(self, store: Store, rank: int, world_size: int) -> dist.ProcessGroup:
-        wanted = dist.distributed_c10d._DistributedBackendOptions()
+        wanted = _DistributedBackendOptions()
         wanted.store, wanted.group_rank, wanted.group_size = store, rank, world_size
         wanted.group_id, wanted.timeout = f"torchft_quorum_{self._quorum_id}", self._timeout
         backend = create(wanted, self._options)
