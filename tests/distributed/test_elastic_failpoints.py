@@ -36,7 +36,8 @@ from ringreduce.survivors import KeyStore
 
 SIZE, FIRST, STEPS = 4, 3, 12
 DIES_IN, NOTICED = 4, 2.0
-EXPEL_AFTER = 1.0
+EXPEL_AFTER = 4.0
+"""Seconds; longer than the timeout of a call, so that those who wait for it in turn are not given up."""
 CALLS: list[tuple[Any, str]] = [
     (Ledger, "__init__"),  # maps it
     (Ledger, "_write"),  # a record; after it comes the compare-and-swap
@@ -207,7 +208,7 @@ def main() -> None:
                     try:
                         point, took = trial(hosts, rank, stop, sign)
                     except pytest.fail.Exception as error:
-                        if "rank" in str(error) and stop >= number - 8:  # it met fewer points this time
+                        if "exit code 0" in str(error):  # it met fewer points this time
                             continue
                         point, took, wrong = f"? {error}", 0.0, wrong + 1
                     except AssertionError as error:
