@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 Answer = TypeVar("Answer")
 
-UNANSWERED = 3.0
+UNANSWERED = 10.0
 """Seconds that a request to a store of torch may take."""
 
 

@@ -135,10 +135,12 @@ class Network:
         self.set_link(host, True, interface)
 
     def cut(self, host: int, peer: int, cut: bool = True) -> None:
-        """Loses all that a host sends to another, from now on, or no longer; the host does not notice. IPv4 only."""
-        address = _mac(self.hosts + 1, 0) if cut else _mac(peer, 0)  # nobody's
-        line = f"ip neigh replace {self.address(peer)} lladdr {address} dev eth0"
-        self._run(self._namespaces[host], *line.split())
+        """Loses all that a host sends to another, from now on, or no longer; the host does not notice."""
+        for interface in range(self.interfaces):
+            to = _mac(self.hosts + 1, interface) if cut else _mac(peer, interface)  # nobody's
+            for family in (4, 6):
+                line = f"ip neigh replace {self.address(peer, interface, family)} lladdr {to} dev eth{interface}"
+                self._run(self._namespaces[host], *line.split())
 
     def set_rate(self, host: int, rate: str, interface: int = 0) -> None:
         """Of what the host sends by that interface, from now on. Packets that wait are lost if there was none."""
