@@ -26,7 +26,7 @@ help:
 	@echo 'make test-all  both'
 	@echo 'make conformance  build, then the suite PyTorch has for its backends, with Gloo beside it, on 2, 3, 4 and 8 ranks;'
 	@echo '               RUNS="ringreduce:3 gloo:3": only these'
-	@echo 'make ecosystem Lightning Fabric, Accelerate and Ray Train on this backend; downloads them to .venv-ecosystem'
+	@echo 'make ecosystem Lightning Fabric, Accelerate, Ray Train and torchft on this backend; downloads them to .venv-ecosystem'
 	@echo 'make lint      ruff, mypy --strict, which module may import which, clang-format'
 	@echo 'make compilers csrc without torch through every g++-N and clang++-N on PATH, for their warnings'
 	@echo 'make stress    the engine without torch, under ThreadSanitizer and AddressSanitizer/UBSan'
@@ -209,7 +209,7 @@ test-all:
 # Frameworks above torch, in an environment of their own. Its torch is the one that `make build` takes.
 ecosystem:
 	@$(MAKE) --no-print-directory VENV=.venv-ecosystem build .venv-ecosystem/.test-tools
-	@echo "[+] lightning-fabric, accelerate, ray"
+	@echo "[+] lightning-fabric, accelerate, ray, torchft"
 	@torch=$$(.venv-ecosystem/bin/python -c 'from importlib.metadata import version; print(version("torch"))'); \
 	.venv-ecosystem/bin/python -m pip install -q --no-build-isolation -e '.[ecosystem]' "torch==$$torch"
 	.venv-ecosystem/bin/python -m pytest tests/frameworks/test_ecosystem.py

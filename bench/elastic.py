@@ -5,8 +5,9 @@
 
 A rank is killed while all are inside all_reduces without end. `shrink`: the survivors call `ringreduce.agree` and
 `dist.shrink_group`. `elastic`: they are members of a world of `ringreduce.elastic`. `gloo`: they destroy their group
-and make one of those who are left, told which these are, by the store that the first was made with. All times are from
-the kill to the end of the first all_reduce of 4 KB on the slowest survivor.
+and make one of those who are left, told which these are, by the store that the first was made with. `torchft` and
+`torchft-gloo`, where torchft is installed: the process groups for its Manager, ours and its own, configured again in
+the same way. All times are from the kill to the end of the first all_reduce of 4 KB on the slowest survivor.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ import ringreduce
 from ringreduce import elastic
 
 WAYS = ("shrink", "elastic", "gloo")
+OPTIONAL = ("torchft", "torchft-gloo")
 TIMEOUT = timedelta(seconds=60)
 ELEMENTS = 1000
 
@@ -71,7 +73,10 @@ def _rank(rank: int, ranks: int, way: str, victim: int, pipe: Connection) -> Non
     torch.set_num_threads(1)
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{tempfile.gettempdir()}/bench_elastic_")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the log of groups that break
-    store = dist.TCPStore("127.0.0.1", pipe.recv(), is_master=False)
+    port = pipe.recv()
+    if way in OPTIONAL:
+        return _configured_again(rank, ranks, way, victim, port, pipe)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
     tensor = torch.ones(ELEMENTS)
     if way == "elastic":
         world = elastic.start(store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
@@ -115,12 +120,36 @@ def _rank(rank: int, ranks: int, way: str, victim: int, pipe: Connection) -> Non
     dist.destroy_process_group()
 
 
+def _configured_again(rank: int, ranks: int, way: str, victim: int, port: int, pipe: Connection) -> None:
+    from torchft.process_group import ProcessGroupGloo
+
+    from ringreduce.torchft import ProcessGroupRingReduce
+
+    group = (ProcessGroupRingReduce if way == "torchft" else ProcessGroupGloo)(timeout=TIMEOUT)
+    group.configure(f"127.0.0.1:{port}/first", "0", rank, ranks)
+    tensor = torch.ones(ELEMENTS)
+    group.allreduce([tensor], dist.AllreduceOptions()).wait()
+    pipe.send("ready")
+    with contextlib.suppress(RuntimeError):
+        while True:
+            group.allreduce([tensor], dist.AllreduceOptions()).wait()
+    survivors = [each for each in range(ranks) if each != victim]
+    group.configure(f"127.0.0.1:{port}/again", "0", survivors.index(rank), len(survivors))
+    result = torch.ones(ELEMENTS)
+    group.allreduce([result], dist.AllreduceOptions()).wait()
+    pipe.send(time.monotonic())
+    if result[0] != ranks - 1:
+        raise ValueError(f"the sum is {result[0]}")
+    group.barrier(dist.BarrierOptions()).wait()
+    group.shutdown()
+
+
 def main() -> int:
     summary, details = (__doc__ or "").split("\n\n", 1)
     parser = argparse.ArgumentParser(description=summary, epilog=details, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS + OPTIONAL)
     parser.add_argument("--json", type=Path, help="file for the report")
     args = parser.parse_args()
     measure(2, "shrink", 1)  # after which the machine is probed, and all is compiled

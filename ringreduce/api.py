@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ringreduce import _C
 from ringreduce import plan as plans
 from ringreduce._C import ProcessGroupRing, nccl_device_of, nccl_version
+from ringreduce.common.units import duration
 from ringreduce.config import resolve
 from ringreduce.errors import InvalidArgument
 from ringreduce.gpu import arrays, nccl
@@ -216,7 +217,7 @@ def barrier(
     is not used."""
     options = _options(dist.BarrierOptions, async_op)
     if timeout is not None:
-        options.timeout = _duration(timeout)
+        options.timeout = duration("timeout", timeout)
     return _call(group, "barrier", options=options)
 
 
@@ -232,7 +233,9 @@ def monitored_barrier(
     if cast(Any, group) is dist.GroupMember.NON_GROUP_MEMBER:
         return
     backend = backend_of(group)
-    backend.monitored_barrier(backend.options._timeout if timeout is None else _duration(timeout), wait_all_ranks)
+    backend.monitored_barrier(
+        backend.options._timeout if timeout is None else duration("timeout", timeout), wait_all_ranks
+    )
 
 
 def agree(group: Group = None, timeout: timedelta | float | None = None) -> Agreement:
@@ -246,7 +249,7 @@ def agree(group: Group = None, timeout: timedelta | float | None = None) -> Agre
     """
     backend = backend_of(group)
     backend.abort()
-    seconds = (backend.options._timeout if timeout is None else _duration(timeout)).total_seconds()
+    seconds = (backend.options._timeout if timeout is None else duration("timeout", timeout)).total_seconds()
     return survivors_of(backend).agree(backend, seconds)
 
 
@@ -448,16 +451,6 @@ def _rank_in(group: Group, name: str, rank: int | None, group_rank: int | None, 
     if group is None or group is dist.group.WORLD:
         return rank  # the call says what is wrong
     raise InvalidArgument(f"{name} is {rank!r}; it must be the global rank of a member: {ranks}; or use group_{name}")
-
-
-def _duration(timeout: timedelta | float) -> timedelta:
-    try:
-        limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-        if limit < timedelta():
-            raise ValueError
-    except (TypeError, ValueError, OverflowError):
-        raise InvalidArgument(f"timeout is {timeout!r}; it must be a timedelta or seconds, not negative") from None
-    return limit
 
 
 def _options(kind: Callable[[], Any], async_op: bool, **values: Any) -> Any:

@@ -507,6 +507,9 @@ def _decide_over_gloo(global_ranks: list[int], options: Options) -> str:
 
 def group_topology(global_ranks: list[int], options: Options, cores: list[frozenset[int]]) -> GroupTopology | None:
     """What the topology plans for ranks on these cores; None where there is nothing to plan: one NUMA node, no file."""
+    # Ranks that may use the same cores are bound to no NUMA node, and what plans for some takes long to import.
+    if not options.topo_file and (options.tuning == "off" or len(set(cores)) < 2):
+        return None
     from ringreduce import tuning
     from ringreduce.topology.group_plans import graph_of_cores, graph_of_file, plan_group
 
@@ -517,8 +520,6 @@ def group_topology(global_ranks: list[int], options: Options, cores: list[frozen
         return plan_group(
             graph_of_file(graph, options.topo_file, global_ranks), f"RINGREDUCE_TOPO_FILE={options.topo_file}"
         )
-    if options.tuning == "off" or len(cores) == 1:
-        return None
     bound = graph_of_cores(cores, lambda: tuning.memory_gbps(options.tuning, frozenset[int]().union(*cores)))
     return plan_group(bound, "the cores that the ranks are bound to") if bound else None
 

@@ -19,12 +19,11 @@ import json
 import logging
 import os
 import secrets
-import select
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -36,10 +35,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from ringreduce.api import backend_of
+from ringreduce.common.units import duration
 from ringreduce.config import Options
 from ringreduce.errors import (
     CollectiveMismatch,
-    CollectiveTimeout,
     Expelled,
     InvalidArgument,
     PeerLost,
@@ -47,12 +46,17 @@ from ringreduce.errors import (
     SystemFailure,
     TooFewRanks,
 )
-from ringreduce.membership.directory import Directory, OfStore
+from ringreduce.host_links import links_of
+from ringreduce.lateness import STEPS, Late, Lateness
+from ringreduce.lobby import Lobby
+from ringreduce.membership.directory import Bounded, Directory, OfStore, Values
+from ringreduce.membership.etcd import Etcd
 from ringreduce.membership.ledger import Ledger
-from ringreduce.membership.protocol import Member, Report, View, place
+from ringreduce.membership.protocol import Member, Report, View
 from ringreduce.membership.rounds import Membership
 from ringreduce.rendezvous import store as rendezvous
-from ringreduce.survivors import LedgerStore
+from ringreduce.survivors import KeyStore
+from ringreduce.watch import Watch
 
 Result = TypeVar("Result")
 
@@ -63,9 +67,6 @@ LOOK_FOR_JOINERS = 0.05
 
 LOOK_IN_LEDGER, LOOK_IN_STORE = 0.2, 1.0
 """Seconds between two looks whether a member has left the view."""
-
-_OVER_AFTER = 1.0
-"""Seconds between the two looks after which a process that is started again believes that all members have gone."""
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +108,10 @@ class World:
         self._joiners_wait = False
         self._looked = 0.0
         self._refused: set[str] = set()
-        self._watch = _Watch()
+        self._watch: Watch | None = None
+        self._on_straggler: Callable[[Late], bool] | None = None
+        self._unwanted: tuple[str, ...] = ()
+        self._lateness = Lateness(self.view.members, self.rank)
 
     @property
     def rank(self) -> int:
@@ -181,33 +185,65 @@ class World:
         is to be done again, by the members there are now: everyone who survives hears that.
 
         With `durable`, what returned True on one member holds even if that one dies at once; without, members that died
-        or were expelled may have heard True where the others do it again. Costs an all_reduce of 8 bytes, and with
-        `durable` a request to the directory.
+        or were expelled may have heard True where the others do it again. Costs an all_reduce of 16 bytes and 8 for
+        each rank, and with `durable` a request to the directory.
         """
         step = self._committed + 1
-        waiting = torch.tensor([int(self._somebody_waits())])
+        vote = torch.zeros(2 + self.size, dtype=torch.int64)
+        vote[0] = self._somebody_waits()
+        self._lateness.put(vote[1:])
         try:
-            dist.all_reduce(waiting)  # returns where all have come
+            dist.all_reduce(vote)  # returns where all have come
             if durable and not self._membership.commit(step):
                 raise PeerLost("commit: the others have gone on to the next epoch")
         except RingReduceError as error:
             self._change(error)
             return self._committed >= step
         self._committed = step
+        waiting, *figures = vote.tolist()
         self._joiners_wait = bool(waiting)
+        self._judge(figures)
         return True
+
+    def lateness(self) -> list[Late]:
+        """Whom the members have waited for at their calls since the latest change, the worst first: the same on all."""
+        return self._lateness.all()
+
+    def on_straggler(self, function: Callable[[Late], bool]) -> None:
+        """`function(late)` is called on every member after a commit when one of them is a straggler: the latest in 90
+        of 100 steps in a row, at the cost of a tenth of their time. A warning names it in any case.
+
+        If it returns True, which it must on all or on none, the members go on without that one: its next `attempt`
+        raises `Expelled`.
+        """
+        self._on_straggler = function
 
     def leave(self) -> None:
         """Ends this process's membership; the others go on without it. To be called when the training is over, too:
         a process that is started again then ends at once (`Over`) instead of waiting to be let in.
         """
-        self._watch.stop()
+        self._stop_watching()
         with contextlib.suppress(RuntimeError, OSError):  # what is told to nobody shows by the end of this process
             self._membership.resign(self._committed)
-            self._config.store.set(f"left/{self._config.me.name}", "")
+            self._config.lobby.leave(self._config.me.name)
         dist.destroy_process_group()
 
     # changes
+
+    def _judge(self, figures: list[int]) -> None:
+        """Of a vote."""
+        if self.size < 2:
+            return
+        self._lateness.take(figures)
+        if late := self._lateness.straggler():
+            if self.rank == 0:
+                log.warning(
+                    "rank %d (%s, pid %d) is a straggler: the others have waited %.3g s for it in %d steps, %.0f%% of "
+                    "their time",
+                    *(late.rank, late.host, late.pid, late.seconds, STEPS, 100 * late.share),
+                )
+            if self._on_straggler and self._on_straggler(late):
+                self._unwanted = (self.view.names[late.rank],)
 
     def _is_of_group(self, error: Exception) -> bool:
         """Whether it is the group that has failed, and not the function itself."""
@@ -222,7 +258,9 @@ class World:
         backend_of(None).abort()
 
     def _let_in(self) -> None:
-        """Between two attempts: takes in who waits, and waits for ranks if there are too few."""
+        """Between two attempts: drops who is not wanted, takes in who waits, waits for more if there are too few."""
+        if self._unwanted:
+            self._change(None)
         too_few = self.size < self._config.least
         while self._joiners_wait or too_few:
             before = self.view.members
@@ -237,15 +275,15 @@ class World:
 
     def _change(self, error: Exception | None, joiners: tuple[Member, ...] = ()) -> None:
         """To the next view whose members come together. `error`: what this one has ended with, if it has."""
-        lets_in = error is None
+        lets_in, began = error is None, time.monotonic()
         while True:
             if error is not None:
                 log.info("%s: epoch %d ends: %s", self._config.me.name, self.epoch, error)
                 self._abort()
-            report = Report(self._committed, joiners, open=lets_in)
+            report = Report(self._committed, joiners, open=lets_in, without=self._unwanted)
             silent_after = self._config.expel_after + (self._config.patience if lets_in else 0.0)
             before = self.view.names
-            self._membership.leave(report, self._watch.ended, silent_after)
+            self._membership.leave(report, self._ended, silent_after)
             self._committed = self.view.step
             self._refused |= set(self.view.lost)
             self._invite([member for member in self.view.members if member.name not in before])
@@ -253,8 +291,9 @@ class World:
                 self._enter()
                 return
             except RingReduceError as failed:
-                if isinstance(failed, Expelled | TooFewRanks):
-                    raise
+                in_vain = time.monotonic() - began > self._config.patience + self._config.timeout
+                if isinstance(failed, Expelled | TooFewRanks) or (in_vain and self.view.names == before):
+                    raise  # the same members cannot make a group
                 error, joiners, lets_in = failed, (), False
 
     def _abort(self) -> None:
@@ -263,11 +302,12 @@ class World:
 
     def _enter(self) -> None:
         """Makes the group of the view's members, the default one."""
-        self._joiners_wait = False
+        self._joiners_wait, self._unwanted = False, ()
+        self._lateness = Lateness(self.view.members, self.rank)
+        self._stop_watching()
         if dist.is_initialized():
-            self._watch.stop()
             dist.destroy_process_group()
-        _init(self._config, self.view, self._watch)
+        self._init()
         self._tell_members()
         if self._state is not None:
             for part in vars(self._state).values():
@@ -278,13 +318,51 @@ class World:
         for callback in self._callbacks:
             callback(self)
 
+    def _init(self) -> None:
+        """Makes the default group of the view's members. Sees at once when one of them ends."""
+        config, names = self._config, list(self.view.names)
+        watch = self._begin_watching()
+        hook = sys.excepthook  # torch puts another one around it each time
+        known = rendezvous.ended.set(lambda: [names.index(name) for name in watch.ended()])
+        # torch names groups by a count, which is part of where they meet, and does not take it back when making one
+        # fails.
+        dist.distributed_c10d._world.group_count = 0
+        try:
+            dist.init_process_group(
+                "ringreduce",
+                store=config.place(self.epoch),
+                rank=self.rank,
+                world_size=self.size,
+                timeout=timedelta(seconds=config.timeout),
+                pg_options=config.options,
+            )
+        except (RuntimeError, OSError) as error:
+            if isinstance(error, RingReduceError):
+                raise
+            raise SystemFailure(f"making the group of epoch {self.epoch}: {error}") from error  # its store has gone
+        finally:
+            rendezvous.ended.reset(known)
+            sys.excepthook = hook
+        watch.attach(backend_of(None))
+
+    def _begin_watching(self) -> Watch:
+        config = self._config
+        self._watch = Watch(self.view, config.me.name, config.directory(), config.look_every())
+        return self._watch
+
+    def _stop_watching(self) -> None:
+        if self._watch:
+            self._watch.stop()
+
+    def _ended(self) -> list[str]:
+        return self._watch.ended() if self._watch else []
+
     # joiners
 
     def _tell_members(self) -> None:
-        """So that a process that is started again knows whether anybody is left who could let it in."""
         if self.rank == 0:
             with contextlib.suppress(RuntimeError, OSError):  # without the launcher's store nobody can join
-                self._config.store.set("members now", self.view.dump())
+                self._config.lobby.members_are(self.view)
 
     def _somebody_waits(self) -> bool:
         now = time.monotonic()
@@ -294,28 +372,22 @@ class World:
         return bool(self._joiners(0.0))
 
     def _joiners(self, patience: float) -> tuple[Member, ...]:
-        """Those who wait, as the launcher's store says. Without that store, nobody can join."""
-        store, end = self._config.store, time.monotonic() + patience
+        """Those who wait, as many as there is room for. Without the launcher's store, nobody can join."""
+        config, end = self._config, time.monotonic() + patience
         while True:
-            found: list[Member] = []
+            found: tuple[Member, ...] = ()
             try:
-                for number in range(1, store.add("waiting", 0) + 1):
-                    if store.check([f"joiner/{number}"]):
-                        member = Member(*json.loads(store.get(f"joiner/{number}")))
-                        if member.name not in {*self.view.names, *self._refused} and not _has_ended(member):
-                            found.append(member)
+                found = config.lobby.waiting({*self.view.names, *self._refused})
             except (RuntimeError, OSError) as error:
                 log.info("nobody can join: the launcher's store is gone: %s", error)
             if found or time.monotonic() >= end:
-                return tuple(found)
+                return found[: max(config.most - self.size, 0)]
             time.sleep(LOOK_FOR_JOINERS)
 
     def _invite(self, members: list[Member]) -> None:
-        """Tells those who were let in where the others meet. Every other member does, as any may die before it has."""
-        invitation = json.dumps({"view": self.view.dump(), "ledger": self._config.ledger_place()})
         for member in members:
             try:
-                self._config.store.set(f"invited/{member.name}", invitation)
+                self._config.lobby.invite(member, self.view)
             except (RuntimeError, OSError) as error:
                 log.info("cannot invite %s: the launcher's store is gone: %s", member.name, error)
 
@@ -351,25 +423,27 @@ class World:
         self._has_state = True
 
 
+@dataclass
 class _Config:
     """What does not change in the life of a world."""
 
-    def __init__(
-        self,
-        me: Member,
-        store: Store,
-        options: Options | None,
-        timeout: float,
-        least: int,
-        patience: float,
-        expel_after: float,
-    ) -> None:
-        self.me, self.store, self.options, self.timeout = me, store, options, timeout
-        self.least, self.patience, self.expel_after = least, patience, expel_after
-        self.ledger: Ledger | None = None
-        self.memfd = -1
-        self.kept: tuple[Any, Any] = (None, None)
-        """torch keeps the C++ half alone of a store that Python implements."""
+    me: Member
+    store: Store
+    options: Options | None
+    timeout: float
+    least: int
+    most: int
+    patience: float
+    expel_after: float
+    kept: list[Any]
+    """Stores that Python implements: the launcher's, then those of the latest two groups. torch keeps their C++ half
+    alone."""
+    ledger: Ledger | None = None
+    memfd: int = -1
+    lobby: Lobby = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.lobby = Lobby(self.store)
 
     def ledger_place(self) -> list[Any] | None:
         """Where processes of this machine find the ledger: a path, and what the file there must be."""
@@ -396,6 +470,11 @@ class _Config:
         os.ftruncate(self.memfd, LEDGER_BYTES)
         self.ledger = Ledger(self.memfd, 0, LEDGER_BYTES)
 
+    def tell_ledger(self) -> None:
+        """For those who join later."""
+        if place := self.ledger_place():
+            self.lobby.ledger_is(self.me.name, place)
+
     def look_every(self) -> float:
         """Seconds between two looks whether a member has left."""
         return LOOK_IN_LEDGER if self.ledger else LOOK_IN_STORE
@@ -406,165 +485,78 @@ class _Config:
     def place(self, epoch: int) -> Store:
         """Where the group of an epoch is made."""
         if self.ledger:
-            self.kept = LedgerStore(self.ledger, f"epoch {epoch}/"), self.kept[0]
-            return self.kept[0]
+            made = KeyStore(self.ledger, f"epoch {epoch}/")
+            self.kept = [self.kept[0], *self.kept[1:][-1:], made]
+            return made
         return PrefixStore(f"epoch {epoch}", self.store)
-
-
-class _Watch:
-    """A thread that sees members of this machine end, and makes the group notice at once.
-
-    It also looks now and then whether a member has left the view. One that could not make the group with the others has
-    no other way to tell them, and they would wait for it until a call's timeout.
-    """
-
-    def __init__(self) -> None:
-        self._pidfds: dict[int, str] = {}
-        self._found: set[str] = set()
-        self._lock = threading.Lock()
-        self._bell: tuple[int, int] | None = None
-        self._group: list[Any] = [None]
-        """A thread has one of its own, so that it cannot touch the group of the next view."""
-        self._names: tuple[str, ...] = ()
-
-    def start(self, view: View, config: _Config) -> None:
-        """Watches the other members of a view, until `stop`."""
-        self.stop()
-        members, me = view.members, config.me.name
-        self._found, self._names = set(), tuple(member.name for member in members)
-        for member in members:
-            if member.name != me and (pid := _pid_here(member)):
-                try:
-                    self._pidfds[os.pidfd_open(pid)] = member.name
-                except ProcessLookupError:
-                    self._found.add(member.name)
-                except OSError:  # only an error of a call will tell
-                    pass
-        self._bell = os.pipe2(os.O_CLOEXEC)
-        directory, names = config.directory(), self._names
-
-        def somebody_left() -> bool:
-            return any(directory.get(place(view.epoch, name)) for name in names)
-
-        self._group = [None]
-        given = (self._bell[0], dict(self._pidfds), self._found, self._group, somebody_left, config.look_every())
-        threading.Thread(target=self._run, args=given, daemon=True, name="ringreduce elastic").start()
-
-    def attach(self, group: Any) -> None:
-        with self._lock:
-            self._group[0] = group
-            if self._found:
-                group.notice()
-
-    def ended(self) -> list[str]:
-        """The names of members that have ended, as far as this process can see."""
-        names = set(self._found)
-        for fd in _readable(self._pidfds):
-            names.add(self._pidfds[fd])
-        group = self._group[0]
-        if group is not None:  # those on other machines, whose connections have ended
-            names |= {self._names[rank] for rank in group.ended()}
-        return sorted(names)
-
-    def stop(self) -> None:
-        with self._lock:
-            self._group[0] = None
-        if self._bell:
-            os.write(self._bell[1], b"x")  # a forked child may hold this end open, so closing it would not be heard
-            os.close(self._bell[1])  # the thread ends, and closes the other end and the descriptors
-            self._bell = None
-        self._pidfds = {}
-
-    def _abort_if(self, group: list[Any], somebody_left: Callable[[], bool]) -> None:
-        with contextlib.suppress(RuntimeError, OSError):  # the store may be gone
-            if somebody_left():
-                with self._lock:
-                    if group[0] is not None:
-                        group[0].abort()
-
-    def _run(
-        self,
-        bell: int,
-        pidfds: dict[int, str],
-        found: set[str],
-        group: list[Any],
-        somebody_left: Callable[[], bool],
-        every: float,
-    ) -> None:
-        poll = select.poll()
-        for fd in (bell, *pidfds):
-            poll.register(fd, select.POLLIN)
-        while True:
-            ready = [fd for fd, _ in poll.poll(1000 * every)]
-            if bell in ready:
-                break
-            if not ready:
-                self._abort_if(group, somebody_left)
-            for fd in ready:
-                poll.unregister(fd)
-                found.add(pidfds[fd])
-            with self._lock:
-                if group[0] is not None:
-                    group[0].notice()
-        for fd in (bell, *pidfds):
-            os.close(fd)
-
-
-def _readable(fds: dict[int, str]) -> list[int]:
-    poll = select.poll()
-    for fd in fds:
-        poll.register(fd, select.POLLIN)
-    return [fd for fd, event in poll.poll(0) if event & select.POLLIN]
 
 
 def start(
     least: int = 1,
     *,
-    patience: float = 60.0,
-    expel_after: float | None = None,
-    timeout: timedelta = dist.distributed_c10d.default_pg_timeout,
+    spares: int = 0,
+    patience: timedelta | float = 60.0,
+    expel_after: timedelta | float | None = None,
+    timeout: timedelta | float = dist.distributed_c10d.default_pg_timeout,
     options: Options | None = None,
-    store: Store | None = None,
+    store: Store | str | None = None,
     rank: int = -1,
     world_size: int = -1,
 ) -> World:
     """Makes this process a member, and the default group that of all members; instead of `init_process_group`.
 
     The first members are the `world_size` processes that the launcher has started. `store`, `rank` and `world_size` are
-    as for `init_process_group`; without them, the variables of `env://` say so. A process that starts later under the
-    same rank, such as one that was started again, joins at the next attempt of the others, and gets their state from
-    `World.state`. Needs backend ringreduce, and tensors on CPUs.
+    as for `init_process_group`; without them, the variables of `env://` say so. A store may also be the address of
+    servers of etcd, "etcd://HOST:PORT,HOST:PORT/NAME" with a name that no other job has had: then no host is needed to
+    the end, and without `rank` and `world_size` the variables RANK and WORLD_SIZE say these. A process that starts
+    later under the same rank, such as one that was started again, joins at the next attempt of the others, and gets
+    their state from `World.state`. Needs backend ringreduce, and tensors on CPUs.
 
-    `least`: with fewer members nobody goes on: see `World.attempt`. `patience`: seconds to wait for more, and for a
-    directory that is out of reach. `expel_after`: seconds after which others go on without a member that lives and does
-    not come; by default `timeout`, that of calls. Raises `CollectiveTimeout` if nobody lets this process in for
-    `timeout`, `Over` if all members have left or ended, `InvalidArgument`, and what `init_process_group` raises.
+    `least`: with fewer members nobody goes on: see `World.attempt`. `spares`: so many of the `world_size` processes,
+    those of the last ranks, wait here until a member is lost; there are never more members than the others. Where
+    `least` is how many these are, each step is done by as many ranks, so a spare changes no bit of its result.
+    `patience`: seconds to wait for more members, and for a directory that is out of reach. `expel_after`: seconds after
+    which others go on without a member that lives and does not come; by default `timeout`, that of calls. Raises
+    `CollectiveTimeout` if no member has looked for `timeout` who waits, `Over` if all members have left or ended,
+    `InvalidArgument`, and what `init_process_group` raises.
     """
     if not isinstance(least, int) or least < 1:
         raise InvalidArgument(f"start: least is {least!r}; it must be a whole number, 1 or more")
-    seconds, patience = _seconds("timeout", timeout), _seconds("patience", patience)
-    expel_after = seconds if expel_after is None else _seconds("expel_after", expel_after)
-    timeout = timedelta(seconds=seconds)
+    timeout = duration("start: timeout", timeout, positive=True)
+    patience = duration("start: patience", patience, positive=True).total_seconds()
+    silence = timeout if expel_after is None else duration("start: expel_after", expel_after, positive=True)
     if store is None:
         store, rank, world_size = next(env_rendezvous("env://", timeout=timeout))
-    elif not 0 <= rank < world_size:
+    elif isinstance(store, str) and rank < 0:
+        rank, world_size = (int(os.environ.get(name, "-1")) for name in ("RANK", "WORLD_SIZE"))
+    if not 0 <= rank < world_size:
         raise InvalidArgument(
             f"start: rank is {rank} and world_size {world_size}; with a store, give both: 0 <= rank < world_size"
         )
-    store = PrefixStore(f"ringreduce/elastic/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    joins = store.add(f"rank/{rank}", 1) > 1
+    if not isinstance(spares, int) or not 0 <= spares <= world_size - least:
+        raise InvalidArgument(
+            f"start: spares is {spares!r}; of {world_size} processes, {least} must be left: 0 <= spares <= "
+            f"{world_size - least}"
+        )
+    founders, restart = world_size - spares, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    values: Values = Etcd(store) if isinstance(store, str) else Bounded(store)
+    here = KeyStore(values, f"ringreduce/elastic/{restart}/")
+    joins = here.add(f"rank/{rank}", 1) > 1 or rank >= founders
     who = rendezvous.identity()
     address = json.dumps({"host": who.host, "pid": who.pid, "pids": who.pids})
     me = Member(f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}", address)
-    config = _Config(me, store, options, seconds, least, patience, expel_after)
-    return _join(config) if joins else _begin(config, rank, world_size)
-
-
-def _seconds(name: str, value: Any) -> float:
-    number = value.total_seconds() if isinstance(value, timedelta) else value
-    if isinstance(number, bool) or not isinstance(number, (int, float)) or not number > 0:
-        raise InvalidArgument(f"start: {name} is {value!r}; it must be a time above 0, in seconds or as a timedelta")
-    return float(number)
+    config = _Config(
+        me=me,
+        store=here,
+        options=options,
+        timeout=timeout.total_seconds(),
+        least=least,
+        most=founders if spares else sys.maxsize,
+        patience=patience,
+        expel_after=silence.total_seconds(),
+        kept=[here],
+    )
+    return _join(config) if joins else _begin(config, rank, founders)
 
 
 def _begin(config: _Config, rank: int, size: int) -> World:
@@ -577,95 +569,46 @@ def _begin(config: _Config, rank: int, size: int) -> World:
         timeout=timedelta(seconds=config.timeout),
         pg_options=config.options,
     )
+    if not links_of(backend_of(None)):  # all ranks are on one host
+        _share_ledger(config, rank)
+    config.tell_ledger()
+    everyone: list[Any] = [None] * size
+    dist.all_gather_object(everyone, (config.me.name, config.me.address))
+    view = View(0, tuple(Member(*each) for each in everyone))
+    world = World(config, Membership(config.directory(), config.me.name, view, config.patience), founder=True)
+    world._tell_members()
+    world._begin_watching().attach(backend_of(None))
+    return world
+
+
+def _share_ledger(config: _Config, rank: int) -> None:
     if rank == 0:
         config.make_ledger()
     told: list[Any] = [config.ledger_place()]
     dist.broadcast_object_list(told, 0)
     shared = torch.tensor([float(rank == 0 or config.open_ledger(told[0]))])
     dist.all_reduce(shared, dist.ReduceOp.MIN)
-    if not shared:  # ranks of several hosts, or processes that may not see each other's
+    if not shared:  # they may not see each other's descriptors
         config.ledger = None
-    everyone: list[Any] = [None] * size
-    dist.all_gather_object(everyone, (config.me.name, config.me.address))
-    view = View(0, tuple(Member(*each) for each in everyone))
-    world = World(config, Membership(config.directory(), config.me.name, view, config.patience), founder=True)
-    world._tell_members()
-    world._watch.start(view, config)
-    world._watch.attach(backend_of(None))
-    return world
 
 
 def _join(config: _Config) -> World:
-    store, me = config.store, config.me
-    number = store.add("waiting", 1)
-    store.set(f"joiner/{number}", json.dumps([me.name, me.address]))
-    deadline = time.monotonic() + config.timeout
-    invited, look, over = f"invited/{me.name}", 0.0, False
-    while not store.check([invited]):
-        if time.monotonic() > deadline:
-            store.delete_key(f"joiner/{number}")
-            raise CollectiveTimeout(f"start: nobody has let this process in for {config.timeout:.0f} s")
-        if time.monotonic() > look:
-            look = time.monotonic() + _OVER_AFTER
-            over, before = _all_gone(store), over
-            if over and before:
-                log.warning("start: all members have left or ended; there is nothing to join")
-                raise Over(0)
-        time.sleep(0.005)
-    invitation = json.loads(store.get(invited))
-    if invitation["ledger"] is not None and not config.open_ledger(invitation["ledger"]):
+    view = config.lobby.wait(config.me, config.timeout)
+    if view is None:
+        log.warning("start: all members have left or ended; there is nothing to join")
+        raise Over(0)
+    ledgers = config.lobby.ledgers(view)  # any of these members may have ended meanwhile
+    if ledgers and not any(map(config.open_ledger, ledgers)):
         raise SystemFailure(
             "start: the members share a ledger, which this process cannot open: it must run on their host as their user"
         )
-    view = View.load(invitation["view"])
-    world = World(config, Membership(config.directory(), me.name, view, config.patience), founder=False)
+    config.tell_ledger()
+    world = World(config, Membership(config.directory(), config.me.name, view, config.patience), founder=False)
     try:
-        _init(config, view, world._watch)
+        world._init()
     except RingReduceError as error:
         world._change(error)
     return world
-
-
-def _init(config: _Config, view: View, watch: _Watch) -> None:
-    """Makes the default group of a view's members. Sees at once when one of them ends."""
-    watch.start(view, config)
-    names = list(view.names)
-    hook = sys.excepthook  # torch puts another one around it each time
-    known = rendezvous.ended.set(lambda: [names.index(name) for name in watch.ended()])
-    # torch names groups by a count, which is part of where they meet, and does not take it back when making one fails.
-    dist.distributed_c10d._world.group_count = 0
-    try:
-        dist.init_process_group(
-            "ringreduce",
-            store=config.place(view.epoch),
-            rank=names.index(config.me.name),
-            world_size=len(names),
-            timeout=timedelta(seconds=config.timeout),
-            pg_options=config.options,
-        )
-    finally:
-        rendezvous.ended.reset(known)
-        sys.excepthook = hook
-    watch.attach(backend_of(None))
-
-
-def _all_gone(store: Store) -> bool:
-    """Whether every member that the store knows of has left, or has ended on this machine."""
-    if not store.check(["members now"]):
-        return False
-    members = View.load(store.get("members now").decode()).members
-    return all(store.check([f"left/{member.name}"]) or _has_ended(member) for member in members)
-
-
-def _pid_here(member: Member) -> int:
-    """Its process's number, where this process can see it; else 0."""
-    who = json.loads(member.address)
-    return int(who["pid"]) if who["pids"] == rendezvous.identity().pids else 0
-
-
-def _has_ended(member: Member) -> bool:
-    pid = _pid_here(member)
-    return bool(pid) and rendezvous.has_ended(pid)
 
 
 def _rebind(model: DistributedDataParallel) -> None:

@@ -22,6 +22,7 @@ from weakref import WeakValueDictionary
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from ringreduce.errors import CollectiveTimeout, PeerLost
+from ringreduce.membership.directory import Values
 from ringreduce.membership.ledger import Ledger
 from ringreduce.rendezvous import store
 
@@ -66,7 +67,7 @@ class Lineage:
     def place(self, epoch: int) -> Store:
         """For making the group of the members of a view. Needs no other process on one host."""
         if isinstance(self._source, Ledger):
-            return LedgerStore(self._source, f"epoch {epoch}/")
+            return KeyStore(self._source, f"epoch {epoch}/")
         return PrefixStore(f"{self._prefix}/epoch {epoch}", self._source)
 
 
@@ -119,41 +120,41 @@ def shrinking(group: ProcessGroupRing, survivors: Survivors, wanted: list[int], 
         store.ended.reset(known)
 
 
-class LedgerStore(Store):
-    """A store of torch in a ledger: its keys begin with `prefix`. Thread-safe; used by processes of one host."""
+class KeyStore(Store):
+    """A store of torch in a ledger, or in etcd: its keys begin with `prefix`. Thread-safe."""
 
-    def __init__(self, ledger: Ledger, prefix: str) -> None:
+    def __init__(self, values: Values, prefix: str) -> None:
         super().__init__()
-        self._ledger, self._prefix, self._seconds = ledger, prefix, 300.0
+        self._values, self._prefix, self._seconds = values, prefix, 300.0
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._ledger.set(self._prefix + key, value)
+        self._values.set(self._prefix + key, value)
 
     def get(self, key: str) -> bytes:
         """Waits for the key. Raises `CollectiveTimeout`."""
         self.wait([key])
-        return self._ledger.value(self._prefix + key) or b""
+        return self._values.value(self._prefix + key) or b""
 
     def add(self, key: str, value: int) -> int:
-        return self._ledger.add(self._prefix + key, value)
+        return self._values.add(self._prefix + key, value)
 
     def check(self, keys: list[str]) -> bool:
-        return self._ledger.check([self._prefix + key for key in keys])
+        return self._values.check([self._prefix + key for key in keys])
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
         expected, desired = (
             each.decode() if isinstance(each, bytes) else each for each in (expected_value, desired_value)
         )
-        return self._ledger.compare_set(self._prefix + key, expected, desired).encode()
+        return self._values.compare_set(self._prefix + key, expected, desired).encode()
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         return [self.get(key) for key in keys]
 
     def num_keys(self) -> int:
-        return sum(key.startswith(self._prefix) for key in self._ledger.names())
+        return sum(key.startswith(self._prefix) for key in self._values.names())
 
     def delete_key(self, key: str) -> bool:
-        """A ledger forgets nothing; nobody needs it to."""
+        """Nothing is forgotten; nobody needs it to be."""
         return False
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -165,5 +166,5 @@ class LedgerStore(Store):
         while not self.check(keys):
             waited = time.monotonic() - began
             if waited > seconds:
-                raise CollectiveTimeout(f"a ledger's store: none of {keys} came within {seconds:.1f} s")
+                raise CollectiveTimeout(f"the store: none of {keys} came within {seconds:.1f} s")
             time.sleep(min(max(waited / 4, 0.0002), 0.02))

@@ -1,16 +1,19 @@
 #include "process_group/call_log.h"
 
 #include <c10/util/ApproximateClock.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <torch/csrc/distributed/c10d/TraceUtils.h>
 
 #include <algorithm>
+#include <condition_variable>
 #include <cstdio>
 #include <exception>
 #include <torch/csrc/distributed/c10d/FlightRecorder.hpp>
 #include "core/fork.h"
+#include "core/threads.h"
 #include "process_group/compat.h"
 
 namespace ringreduce {
@@ -49,6 +52,15 @@ struct Registry {
   std::mutex mutex;
   std::vector<const CallLog*> logs;
 };
+
+// The dumps that are being written.
+struct Dumps {
+  std::mutex writer;  // torch's is made at first use, and not for several threads
+  std::mutex mutex;
+  std::condition_variable ended;
+  int under_way = 0;
+};
+constexpr int kLowestPriority = 19;
 
 std::uint64_t thread_id() {
   static thread_local const auto id = static_cast<std::uint64_t>(syscall(SYS_gettid));
@@ -201,8 +213,8 @@ CallLog::Heading CallLog::heading(const Call& call, const Group& group) {
 }
 
 // An entry as the analyser reads it.
-c10::Dict<c10::IValue, c10::IValue> CallLog::to_dict(const Record& record, std::size_t number) {
-  const Entry& e = record.entry;
+c10::Dict<c10::IValue, c10::IValue> CallLog::to_dict(const Entry& e, const Heading& heading, std::size_t group_number,
+                                                     std::size_t number) {
   const bool message = is_message(e.call.type);
   const auto sequence = static_cast<std::int64_t>(message ? e.nth : e.call.sequence);
   const auto time = [](std::int64_t t) { return t == 0 ? c10::IValue() : c10::IValue(t); };
@@ -228,15 +240,15 @@ c10::Dict<c10::IValue, c10::IValue> CallLog::to_dict(const Record& record, std::
   };
   auto d = c10d::new_dict();
   d.insert(c10d::record_id_key, static_cast<std::int64_t>(number));
-  d.insert(c10d::pg_id_key, record.group_number);
-  d.insert(c10d::pg_name_key, std::make_tuple(record.heading.group.name, record.heading.group.description));
+  d.insert(c10d::pg_id_key, static_cast<std::int64_t>(group_number));
+  d.insert(c10d::pg_name_key, std::make_tuple(heading.group.name, heading.group.description));
   d.insert(c10d::thread_id_key, std::to_string(e.thread));
   d.insert(c10d::thread_name_key, "");
   d.insert(c10d::collective_seq_id_key, sequence);
   d.insert(c10d::p2p_seq_id_key, message ? sequence : std::int64_t{0});
   d.insert(c10d::op_id_key, static_cast<std::int64_t>(e.call.sequence));
   d.insert(c10d::is_p2p_key, message);
-  d.insert(c10d::profiling_name_key, record.heading.name);
+  d.insert(c10d::profiling_name_key, heading.name);
   d.insert(c10d::input_sizes_key, sizes(0, e.inputs, OpType::REDUCE_SCATTER));
   d.insert(c10d::output_sizes_key, sizes(e.inputs, e.dims.size(), OpType::ALLGATHER));
   d.insert(c10d::input_dtypes_key, dtypes(0, e.inputs));
@@ -254,46 +266,47 @@ c10::Dict<c10::IValue, c10::IValue> CallLog::to_dict(const Record& record, std::
   return d;
 }
 
-// Copies the entries, with what they are listed under, to `records`; returns where the group's collectives stand.
-c10::Dict<c10::IValue, c10::IValue> CallLog::collect(std::int64_t group_number, std::vector<Record>& records) const {
-  std::int64_t begun = -1, started = -1, ended = -1;  // the latest
-  std::lock_guard lock(mutex_);
-  for (const Entry& entry : entries_) {
-    records.push_back({heading(entry.call, group_), group_number, entry});
-    if (is_message(entry.call.type)) continue;
-    const auto sequence = static_cast<std::int64_t>(entry.call.sequence);
-    begun = std::max(begun, sequence);
-    if (entry.started != 0) started = std::max(started, sequence);
-    if (entry.succeeded) ended = std::max(ended, sequence);
+CallLog::Snapshot CallLog::snapshot() {
+  Snapshot result;
+  Registry& registry = process_wide<Registry>();
+  std::lock_guard lock(registry.mutex);
+  for (const CallLog* log : registry.logs) {
+    std::lock_guard log_lock(log->mutex_);
+    for (const Entry& entry : log->entries_) result.entries.emplace_back(result.groups.size(), entry);
+    result.groups.push_back(log->group_);
   }
-  auto status = c10d::new_dict();
-  status.insert("last_enqueued_collective", begun);
-  status.insert("last_started_collective", started);
-  status.insert("last_completed_collective", ended);
-  return status;
+  return result;
 }
 
-std::string CallLog::dump() {
-  std::vector<Record> records;
+std::string CallLog::pickle(Snapshot snapshot) {
+  struct Latest {
+    std::int64_t begun = -1, started = -1, ended = -1;  // collectives
+  };
+  std::vector<Latest> latest(snapshot.groups.size());
   std::map<std::string, Group> groups;
-  auto statuses = c10d::new_dict();
-  {
-    Registry& registry = process_wide<Registry>();
-    std::lock_guard lock(registry.mutex);
-    for (const CallLog* log : registry.logs) {
-      const auto number = static_cast<std::int64_t>(statuses.size());
-      statuses.insert(std::to_string(number), log->collect(number, records));
-      std::lock_guard log_lock(log->mutex_);
-      groups[log->group_.name] = log->group_;
-    }
-  }
-  std::stable_sort(records.begin(), records.end(),
-                   [](const Record& a, const Record& b) { return a.entry.begun < b.entry.begun; });
+  for (const Group& group : snapshot.groups) groups[group.name] = group;
+  std::stable_sort(snapshot.entries.begin(), snapshot.entries.end(),
+                   [](const auto& a, const auto& b) { return a.second.begun < b.second.begun; });
 
   auto entries = c10d::new_list();
-  for (const Record& record : records) {
-    entries.push_back(to_dict(record, entries.size()));
-    groups.emplace(record.heading.group.name, record.heading.group);
+  for (const auto& [number, entry] : snapshot.entries) {
+    const Heading listed = heading(entry.call, snapshot.groups[number]);
+    entries.push_back(to_dict(entry, listed, number, entries.size()));
+    groups.emplace(listed.group.name, listed.group);
+    if (is_message(entry.call.type)) continue;
+    const auto sequence = static_cast<std::int64_t>(entry.call.sequence);
+    Latest& of = latest[number];
+    of.begun = std::max(of.begun, sequence);
+    if (entry.started != 0) of.started = std::max(of.started, sequence);
+    if (entry.succeeded) of.ended = std::max(of.ended, sequence);
+  }
+  auto statuses = c10d::new_dict();
+  for (const Latest& of : latest) {
+    auto status = c10d::new_dict();
+    status.insert("last_enqueued_collective", of.begun);
+    status.insert("last_started_collective", of.started);
+    status.insert("last_completed_collective", of.ended);
+    statuses.insert(std::to_string(statuses.size()), status);
   }
   auto config = c10d::new_dict();
   for (const auto& [name, group] : groups) {
@@ -311,16 +324,42 @@ std::string CallLog::dump() {
   return c10d::pickle_str(result);
 }
 
+std::string CallLog::dump() { return pickle(snapshot()); }
+
 void CallLog::write_dump(int global_rank) {
-  struct OneAtATime : std::mutex {};  // torch's writer is made at first use, and not for several threads
-  std::lock_guard lock(process_wide<OneAtATime>());
-  try {
-    auto& writer = c10d::DebugInfoWriter::getWriter(global_rank);
-    TORCH_WARN("a group broke; the flight record of rank ", global_rank, " goes to ", writer.getWriterTarget());
-    writer.write(dump());
-  } catch (const std::exception& error) {  // torch's writer makes directories
+  const auto failed = [global_rank](const std::exception& error) {
     TORCH_WARN("a group broke; the flight record of rank ", global_rank, " cannot be written: ", error.what());
+  };
+  Dumps& dumps = process_wide<Dumps>();
+  const auto add = [&dumps](int number) {
+    std::lock_guard lock(dumps.mutex);
+    dumps.under_way += number;
+    dumps.ended.notify_all();
+  };
+  add(1);
+  try {
+    start_thread([&dumps, failed, add, global_rank, records = snapshot()]() mutable {
+      setpriority(PRIO_PROCESS, 0, kLowestPriority);  // of this thread
+      try {
+        std::lock_guard one_at_a_time(dumps.writer);
+        auto& writer = c10d::DebugInfoWriter::getWriter(global_rank);  // makes directories
+        TORCH_WARN("a group broke; the flight record of rank ", global_rank, " goes to ", writer.getWriterTarget());
+        writer.write(pickle(std::move(records)));
+      } catch (const std::exception& error) {
+        failed(error);
+      }
+      add(-1);
+    }).detach();
+  } catch (const std::exception& error) {
+    failed(error);
+    add(-1);
   }
+}
+
+void CallLog::wait_for_dumps(Nanoseconds patience) {
+  Dumps& dumps = process_wide<Dumps>();
+  std::unique_lock lock(dumps.mutex);
+  dumps.ended.wait_for(lock, std::chrono::nanoseconds(patience), [&] { return dumps.under_way == 0; });
 }
 
 }  // namespace ringreduce

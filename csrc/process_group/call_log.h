@@ -66,9 +66,12 @@ class CallLog {
   using Statistics = std::map<std::string, Counters>;  // by name_of()
   Statistics statistics() const;
 
-  // Writes the records of all groups of this process where c10d's flight recorder would, for the given global rank. A
-  // warning tells where that is, or why it failed.
+  // Writes the records of all groups of this process where c10d's flight recorder would, for the given global rank, in
+  // a thread of its own: those who survive have more urgent things to do. A warning tells where that is, or why it
+  // failed.
   static void write_dump(int global_rank);
+  // Returns when no dump is being written, after `patience` at most.
+  static void wait_for_dumps(Nanoseconds patience);
   // The same as bytes: a pickle.
   static std::string dump();
   // The statistics of all groups of this process, by group name.
@@ -94,15 +97,17 @@ class CallLog {
     std::string name;
     Group group;
   };
-  struct Record {
-    Heading heading;
-    std::int64_t group_number;
-    Entry entry;
+  // What a dump is made of.
+  struct Snapshot {
+    std::vector<Group> groups;
+    std::vector<std::pair<std::size_t, Entry>> entries;  // with the number of their group
   };
 
+  static Snapshot snapshot();
+  static std::string pickle(Snapshot snapshot);
   static Heading heading(const Call& call, const Group& group);
-  static c10::Dict<c10::IValue, c10::IValue> to_dict(const Record& record, std::size_t number);
-  c10::Dict<c10::IValue, c10::IValue> collect(std::int64_t group_number, std::vector<Record>& records) const;
+  static c10::Dict<c10::IValue, c10::IValue> to_dict(const Entry& entry, const Heading& heading,
+                                                     std::size_t group_number, std::size_t number);
   static void append(Entry& entry, at::TensorList tensors);
   Entry* find(std::uint64_t id);
 

@@ -109,6 +109,7 @@ void ProcessGroupRing::shutdown_all() {
   std::lock_guard lock(living.mutex);
   while (!living.groups.empty()) (*living.groups.begin())->shutdown();
   Completions::wait_for_detached(10 * kSecond);
+  CallLog::wait_for_dumps(10 * kSecond);
 }
 
 void ProcessGroupRing::add_plan(const Engine::PlanFor& plan) {

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from datetime import timedelta
 from typing import Literal
+
+from ringreduce.common.failures import InvalidArgument
 
 UNITS: dict[str, int] = {
     "": 1,
@@ -48,4 +51,16 @@ def numbers(text: str) -> set[int]:
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
         found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
+def duration(name: str, value: timedelta | float, positive: bool = False) -> timedelta:
+    """A time that users may give in seconds. Raises `InvalidArgument` if it is negative, or 0 where that is no time."""
+    try:
+        found = value if isinstance(value, timedelta) else timedelta(seconds=value)
+        if found < timedelta() or (positive and not found):
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        least = "above 0" if positive else "not negative"
+        raise InvalidArgument(f"{name} is {value!r}; it must be a timedelta or seconds, {least}") from None
     return found

@@ -6,7 +6,16 @@ the request was carried out is not known then, and it can be made again.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+Answer = TypeVar("Answer")
+
+UNANSWERED = 10.0
+"""Seconds that a request to a store of torch may take."""
 
 
 class Directory(Protocol):
@@ -17,6 +26,24 @@ class Directory(Protocol):
 
     def compare_set(self, key: str, expected: str, desired: str) -> str:
         """Makes `desired` the value if it is `expected` ('': there is none); returns the value that is there then."""
+
+
+class Values(Directory, Protocol):
+    """More of the same, of which `survivors.KeyStore` makes a store of torch: what `ledger` and `etcd` have."""
+
+    def value(self, key: str) -> bytes | None:
+        """The value under a key; None: there is none."""
+
+    def set(self, key: str, value: str | bytes) -> None: ...
+
+    def add(self, key: str, value: int, /) -> int:
+        """Adds to a number; returns the sum."""
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all have values."""
+
+    def names(self) -> list[str]:
+        """All that have a value."""
 
 
 class OfStore:
@@ -31,3 +58,69 @@ class OfStore:
 
     def compare_set(self, key: str, expected: str, desired: str) -> str:
         return bytes(self._store.compare_set(f"{self._prefix}/{key}", expected, desired)).decode()
+
+
+class Bounded:
+    """A store of torch whose requests all end. A `TCPStore` waits for an answer as long as its connection lives, which
+    is many minutes where packets are lost. Is a `Values`; thread-safe.
+
+    Raises `ConnectionError` if there is no answer in time. The request may be carried out later; until it has been
+    answered, others fail at once.
+    """
+
+    def __init__(self, store: Any, seconds: float = UNANSWERED) -> None:
+        self._store, self._seconds = store, seconds
+        self._requests: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._since: float | None = None
+        """When the request under way began."""
+        threading.Thread(target=self._run, daemon=True, name="ringreduce store").start()
+
+    def get(self, key: str) -> str:
+        return (self.value(key) or b"").decode()
+
+    def value(self, key: str) -> bytes | None:
+        return self._ask(lambda: bytes(self._store.get(key)) if self._store.check([key]) else None)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask(lambda: self._store.set(key, value))
+
+    def add(self, key: str, value: int, /) -> int:
+        return self._ask(lambda: int(self._store.add(key, value)))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._ask(lambda: bool(self._store.check(list(keys))))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> str:
+        return self._ask(lambda: bytes(self._store.compare_set(key, expected, desired)).decode())
+
+    def names(self) -> list[str]:
+        raise NotImplementedError("a store of torch does not list its keys")
+
+    def _ask(self, request: Callable[[], Answer]) -> Answer:
+        answers: queue.SimpleQueue[Answer | Exception] = queue.SimpleQueue()
+
+        def carry_out() -> None:
+            try:
+                answers.put(request())
+            except Exception as error:
+                answers.put(error)
+
+        since = self._since
+        if since is None or time.monotonic() < since + self._seconds:
+            self._requests.put(carry_out)
+            try:
+                answer = answers.get(timeout=self._seconds)
+            except queue.Empty:
+                pass
+            else:
+                if isinstance(answer, Exception):
+                    raise answer
+                return answer
+        raise ConnectionError(f"the store has not answered for {self._seconds:.0f} s")
+
+    def _run(self) -> None:
+        while True:
+            request = self._requests.get()
+            self._since = time.monotonic()
+            request()
+            self._since = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
@@ -22,6 +23,8 @@ PROCESSES = 4
 """How much longer a core takes from a process to another than between the probe's threads.  Fitted too."""
 
 SYSTEM = Path("/sys/devices/system/cpu")
+FILES = ("level", "type", "size", "shared_cpu_list")
+"""Of a cache."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +90,9 @@ def _own_cache(cores: Collection[int]) -> int:
 def _caches(core: int) -> list[tuple[str, str, str, set[int]]]:
     """(level, kind, size, the cores that share it) of each cache of a core."""
     found = []
-    for folder in sorted(SYSTEM.glob(f"cpu{core}/cache/index*")):
-        level, kind, size, shared = (text_of(folder / name) for name in ("level", "type", "size", "shared_cpu_list"))
+    caches = SYSTEM / f"cpu{core}/cache"
+    for index in sorted(os.listdir(caches)) if caches.is_dir() else ():
+        level, kind, size, shared = (text_of(caches / index / name) for name in FILES)
         if size and shared:
             found.append((level, kind, size, numbers(shared)))
     return found

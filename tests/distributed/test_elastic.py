@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import signal
@@ -29,6 +30,9 @@ from ringreduce.errors import (
     SystemFailure,
     TooFewRanks,
 )
+from ringreduce.lateness import STEPS as COUNTED
+from ringreduce.lobby import Lobby
+from ringreduce.membership.protocol import View
 
 STEPS, BATCH = 60, 12
 
@@ -407,10 +411,12 @@ def test_a_mismatch_is_raised_and_not_repeated() -> None:
 
 def nobody_lets_in(me: Rank) -> None:
     me.store.add("ringreduce/elastic/0/rank/0", 1)
-    with pytest.raises(CollectiveTimeout, match="nobody has let this process in"):
+    with pytest.raises(CollectiveTimeout, match="no member has looked who waits"):
         start(me, 1, timeout=timedelta(seconds=0.3))
     with pytest.raises(InvalidArgument, match="least is 0"):
         start(me, 1, least=0)
+    with pytest.raises(InvalidArgument, match="spares is 2; of 2 processes, 1 must be left: 0 <= spares <= 1"):
+        elastic.start(spares=2, store=me.store, rank=0, world_size=2)
     for wrong in (dict(least=1.5), dict(patience=-1), dict(expel_after=float("nan")), dict(expel_after="x")):
         with pytest.raises(InvalidArgument, match=f"start: {next(iter(wrong))} is "):
             start(me, 1, **wrong)
@@ -420,6 +426,195 @@ def nobody_lets_in(me: Rank) -> None:
 
 def test_arguments_and_a_world_that_is_not_there() -> None:
     run(nobody_lets_in, 1)
+
+
+def with_a_spare(me: Rank) -> tuple[int, list[int], float, list[str]]:
+    """The last rank waits until one of the others dies; every step is one of three ranks."""
+    world = elastic.start(least=3, spares=1, store=me.store, rank=me.rank, world_size=4, timeout=timedelta(seconds=30))
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))  # float32: another order of sums would show
+    model = DistributedDataParallel(net, init_sync=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    state = world.state(model=model, optimizer=optimizer, step=0)
+    if state.step == 0:
+        me.report("begins")
+    sizes: list[int] = []
+
+    def backward() -> None:
+        optimizer.zero_grad()
+        x = torch.randn(BATCH, 8, generator=torch.Generator().manual_seed(state.step))[world.rank :: world.size]
+        nn.functional.mse_loss(model(x), x.sin().sum(1, keepdim=True)).backward()
+        time.sleep(0.001)
+
+    while state.step < 300:
+        world.attempt(backward)
+        optimizer.step()
+        state.step += 1
+        sizes.append(world.size)
+    digest = [each.detach().numpy().tobytes().hex() for each in net.parameters()]
+    world.leave()
+    return world.epoch, sorted(set(sizes)), state.step, digest
+
+
+@pytest.mark.slow
+def test_a_spare_changes_no_bit() -> None:
+    def parameters(victim: int) -> list[list[str]]:
+        with Ranks(with_a_spare, 4) as ranks:
+            ranks.reports(but=(3,))
+            if victim >= 0:
+                time.sleep(0.1)
+                ranks.signal(victim, signal.SIGKILL)
+            results = ranks.results(but=(victim if victim >= 0 else 3,))
+            assert all(sizes == [3] for _, sizes, _, _ in results)
+            assert all(epoch > 0 for epoch, _, _, _ in results) == (victim >= 0)
+            return [digest for _, _, _, digest in results]
+
+    plain = parameters(-1)
+    assert plain == [plain[0]] * 3
+    for victim in range(3):
+        assert parameters(victim) == plain
+
+
+def waits_as_a_spare(me: Rank) -> str:
+    if me.rank == 2:
+        with pytest.raises(elastic.Over):
+            elastic.start(spares=1, store=me.store, rank=2, world_size=3, timeout=timedelta(seconds=2))
+        return "over"
+    world = elastic.start(spares=1, store=me.store, rank=me.rank, world_size=3, timeout=timedelta(seconds=30))
+    for _ in range(60):  # longer than the spare waits for a member to look
+        world.attempt(lambda: (dist.all_reduce(torch.ones(1)), time.sleep(0.06)))
+    size = world.size
+    world.leave()
+    return str(size)
+
+
+def test_a_spare_that_is_not_needed() -> None:
+    assert run(waits_as_a_spare, 3) == ["2", "2", "over"]
+
+
+def has_a_straggler(me: Rank) -> tuple[int, list[int], list[tuple[int, int]], str]:
+    """Rank 1 comes late to each step; the others go on without it."""
+    world = start(me, 3)
+    heard: list[tuple[int, int]] = []
+
+    def without_it(late: elastic.Late) -> bool:
+        heard.append((late.rank, late.pid))
+        return True
+
+    world.on_straggler(without_it)
+    ranks: list[int] = []
+    try:
+        for _ in range(20 * COUNTED):  # others may be late, too, where other processes run
+            world.attempt(lambda: (time.sleep(0.01 * (me.rank == 1)), dist.all_reduce(torch.ones(1))))
+            ranks = [late.rank for late in world.lateness()] or ranks
+            if heard:
+                break
+        world.attempt(lambda: dist.all_reduce(torch.ones(1)))
+    except Expelled:
+        return os.getpid(), ranks[:1], heard, "expelled"
+    world.leave()
+    return os.getpid(), ranks[:1], heard, str(world.size)
+
+
+def test_a_straggler_is_named_and_left_behind() -> None:
+    results = run(has_a_straggler, 3)
+    assert [each[3] for each in results] == ["2", "expelled", "2"]
+    assert all(each[1:3] == ([1], [(1, results[1][0])]) for each in results)
+
+
+def joins_again_and_again(me: Rank) -> int:
+    """Ranks join one after the other and leave; whoever looks for those who wait has none to ask about in the end."""
+    if me.rank >= 2:
+        while not me.store.check([f"left {me.rank - 1}"]):
+            time.sleep(0.005)
+    world = start(me, 2)
+    state = world.state(over=0)
+    me.store.set("left 1", "")
+
+    def body() -> int:
+        over = torch.tensor([int(me.store.check(["left 4"]))])
+        dist.all_reduce(over, dist.ReduceOp.MIN)
+        return int(over)
+
+    while not state.over:
+        state.over = world.attempt(body)
+        if me.rank >= 2:
+            epoch = world.epoch
+            world.leave()
+            me.store.set(f"left {me.rank}", "")
+            return epoch
+        time.sleep(0.002)
+    lobby = world._config.lobby
+    assert lobby.waiting({*world.view.names, *world._refused}) == ()
+    if me.rank == 0:  # another one, as after rank 0's end
+        assert Lobby(world._config.store).waiting(()) == ()
+    world.leave()
+    return len(lobby._waiting)
+
+
+def test_those_who_were_let_in_are_not_looked_for_again() -> None:
+    results = run(joins_again_and_again, 5)
+    assert results[:2] == [0, 0] and results[2] < results[3] < results[4]
+
+
+def without_descriptors(me: Rank) -> int:
+    """Rank 0 has no descriptor left while it begins to watch the members; it hears of an end all the same."""
+    world = start(me, 3)
+    if me.rank == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "pidfd_open", no_descriptors)
+            world._stop_watching()
+            world._begin_watching().attach(backend_of(None))
+    me.report("begins")
+    while world.size == 3:
+        world.attempt(lambda: dist.all_reduce(torch.ones(1)))
+    size = world.size
+    world.leave()
+    return size
+
+
+def no_descriptors(pid: int) -> int:
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+def test_a_watch_without_descriptors() -> None:
+    with Ranks(without_descriptors, 3) as ranks:
+        ranks.reports()
+        ranks.signal(2, signal.SIGKILL)
+        assert ranks.results(but=(2,)) == [2, 2]
+
+
+def joins_when_its_host_has_died(me: Rank) -> int:
+    """Rank 2 is let in; the member whose ledger it would find first is dead when it looks."""
+    if me.rank == 2:
+        while not me.store.check(["ready"]):
+            time.sleep(0.005)
+        ledgers = Lobby.ledgers
+
+        def when_rank_0_is_dead(self: Lobby, view: View) -> list[list[Any]]:
+            me.report("let in")
+            found = ledgers(self, view)
+            while os.path.exists(found[0][0]):
+                time.sleep(0.005)
+            return found
+
+        Lobby.ledgers = when_rank_0_is_dead  # type: ignore[method-assign]
+    world = start(me, 2)
+    state = world.state(step=0)
+    me.store.set("ready", "")
+    while state.step < 20 or world.size < 2:
+        world.attempt(lambda: (dist.all_reduce(torch.ones(1)), time.sleep(0.01)))
+        state.step += 1
+    size = world.size
+    world.leave()
+    return size
+
+
+def test_a_member_dies_that_has_let_others_in() -> None:
+    with Ranks(joins_when_its_host_has_died, 3) as ranks:
+        ranks.reports(but=(0, 1))
+        ranks.signal(0, signal.SIGKILL)
+        assert ranks.results(but=(0,)) == [2, 2]
 
 
 def trial(number: int) -> None:

@@ -18,6 +18,7 @@ from distributed.harness import Rank, run
 from torch.profiler import ProfilerActivity, profile
 
 import ringreduce
+from ringreduce import _C
 from ringreduce.errors import CollectiveMismatch, CollectiveTimeout, RingReduceError
 
 
@@ -173,6 +174,7 @@ def breaking_at_once(me: Rank) -> None:
             for work in works:
                 with pytest.raises(CollectiveMismatch):
                     work.wait()
+        _C.shutdown_all()  # as at the process's end, which waits for the records
         assert os.listdir(folder) == [f"rank{me.rank}"]
         assert len(pickle.loads(Path(folder, f"rank{me.rank}").read_bytes())["entries"]) == len(groups)
 

@@ -1,4 +1,4 @@
-"""Lightning Fabric, Hugging Face Accelerate and Ray Train, where they are installed: `make ecosystem`."""
+"""Lightning Fabric, Hugging Face Accelerate, Ray Train and torchft, where they are installed: `make ecosystem`."""
 
 from __future__ import annotations
 
@@ -28,3 +28,11 @@ def test_accelerate() -> None:
 @pytest.mark.skipif(not find_spec("ray"), reason="Ray is not installed: make ecosystem")
 def test_ray_train() -> None:
     agree(python(SCRIPT, "ray"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not find_spec("torchft"), reason="torchft is not installed: make ecosystem")
+def test_torchft() -> None:
+    """Its own tests for process groups, with ours."""
+    output = python("tests/frameworks/torchft_suite.py")
+    assert "test_collective_with_resiliency_09_reduce_scatter_tensor_coalesced" in output and "\nOK\n" in output, output

@@ -134,6 +134,14 @@ class Network:
         time.sleep(seconds)
         self.set_link(host, True, interface)
 
+    def cut(self, host: int, peer: int, cut: bool = True) -> None:
+        """Loses all that a host sends to another, from now on, or no longer; the host does not notice."""
+        for interface in range(self.interfaces):
+            to = _mac(self.hosts + 1, interface) if cut else _mac(peer, interface)  # nobody's
+            for family in (4, 6):
+                line = f"ip neigh replace {self.address(peer, interface, family)} lladdr {to} dev eth{interface}"
+                self._run(self._namespaces[host], *line.split())
+
     def set_rate(self, host: int, rate: str, interface: int = 0) -> None:
         """Of what the host sends by that interface, from now on. Packets that wait are lost if there was none."""
         line = f"tc qdisc replace dev eth{interface} root handle 1: tbf {_tbf(rate)}"

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from ringreduce.errors import Expelled, SystemFailure
-from ringreduce.membership.directory import Directory, OfStore
+from ringreduce.membership.directory import Bounded, Directory, OfStore
 from ringreduce.membership.ledger import FREE, Ledger
 from ringreduce.membership.protocol import Member, Report, View
 from ringreduce.membership.rounds import Membership
@@ -200,3 +200,45 @@ def test_the_words_are_where_the_module_says(memfd: int) -> None:
     ledger = Ledger(memfd, 0, SIZE)
     ledger.set("key", "value")
     assert int.from_bytes(os.pread(memfd, 8, FREE), "little") == 24  # 16 of the record, and its text
+
+
+def test_a_store_that_does_not_answer() -> None:
+    """Requests end in time; others fail at once until it answers; then all is well."""
+    store, silent = dist.HashStore(), threading.Event()
+    bounded = Bounded(Slow(store, silent), seconds=0.2)
+    bounded.set("a", "1")
+    assert bounded.get("a") == "1" and bounded.value("b") is None and bounded.check(["a"])
+    assert bounded.compare_set("a", "1", "2") == "2" and bounded.add("n", 3) == 3
+    silent.set()
+    began = time.monotonic()
+    with pytest.raises(ConnectionError, match="the store has not answered for 0 s"):
+        bounded.set("a", "3")
+    with pytest.raises(ConnectionError):
+        bounded.get("a")
+    assert time.monotonic() - began < 5
+    silent.clear()
+    while True:
+        try:
+            assert bounded.get("a") == "3"  # the first request was carried out late
+            break
+        except ConnectionError:
+            assert time.monotonic() - began < 60
+    with pytest.raises(RuntimeError):
+        Bounded(Broken()).check(["a"])
+
+
+class Slow:
+    """A store that answers nothing while `silent` is set."""
+
+    def __init__(self, store: dist.Store, silent: threading.Event) -> None:
+        self._store, self._silent = store, silent
+
+    def __getattr__(self, name: str) -> object:
+        while self._silent.is_set():
+            time.sleep(0.01)
+        return getattr(self._store, name)
+
+
+class Broken:
+    def check(self, keys: list[str]) -> bool:
+        raise RuntimeError("Broken pipe")

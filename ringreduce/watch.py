@@ -1,0 +1,100 @@
+"""Who of a view has ended: a thread that sees members of this machine end, and makes their group notice at once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import threading
+from typing import Any
+
+from ringreduce.membership.directory import Directory
+from ringreduce.membership.protocol import Member, View, place
+from ringreduce.rendezvous import store as rendezvous
+
+
+class Watch:
+    """Watches the other members of one view, until `stop`.
+
+    It also looks now and then whether a member has left the view. One that could not make the group with the others has
+    no other way to tell them, and they would wait for it until a call's timeout.
+    """
+
+    def __init__(self, view: View, me: str, directory: Directory, look_every: float) -> None:
+        """`me`: this process's name. `look_every`: seconds between two looks whether a member has left."""
+        self._view, self._directory, self._look_every = view, directory, look_every
+        self._found: set[str] = set()
+        self._pidfds: dict[int, str] = {}
+        for member in view.members:
+            if member.name != me and (pid := pid_here(member)):
+                try:
+                    self._pidfds[os.pidfd_open(pid)] = member.name
+                except ProcessLookupError:
+                    self._found.add(member.name)
+                except OSError:  # no descriptor is left: only an error of a call will tell
+                    pass
+        self._lock = threading.Lock()
+        self._group: Any = None
+        self._over = False
+        threading.Thread(target=self._run, daemon=True, name="ringreduce elastic").start()
+
+    def attach(self, group: Any) -> None:
+        """The members' group has been made."""
+        with self._lock:
+            self._group = group
+            if self._found:
+                group.notice()
+
+    def ended(self) -> list[str]:
+        """The names of members that have ended, as far as this process can see."""
+        names = set(self._found)
+        with self._lock:
+            if not self._over:
+                names |= {self._pidfds[fd] for fd in _readable(self._pidfds, 0)}
+            if self._group is not None:  # those on other machines, whose connections have ended
+                names |= {self._view.names[rank] for rank in self._group.ended()}
+        return sorted(names)
+
+    def stop(self) -> None:
+        """The group is about to go. The thread ends within `look_every`."""
+        with self._lock:
+            self._group, self._over = None, True
+
+    def _run(self) -> None:
+        known: dict[int, str] = dict(self._pidfds)
+        while not self._over:
+            ready = _readable(known, self._look_every)
+            self._found |= {known.pop(fd) for fd in ready}
+            left = not ready and self._somebody_left()
+            with self._lock:
+                if self._group is not None and left:
+                    self._group.abort()
+                elif self._group is not None and ready:
+                    self._group.notice()
+        for fd in self._pidfds:
+            os.close(fd)
+
+    def _somebody_left(self) -> bool:
+        with contextlib.suppress(RuntimeError, OSError):  # the directory may be out of reach
+            return any(self._directory.get(place(self._view.epoch, name)) for name in self._view.names)
+        return False
+
+
+def _readable(pidfds: dict[int, str], seconds: float) -> list[int]:
+    poll = select.poll()
+    for fd in pidfds:
+        poll.register(fd, select.POLLIN)
+    return [fd for fd, event in poll.poll(1000 * seconds) if event & select.POLLIN]
+
+
+def pid_here(member: Member) -> int:
+    """Its process's number, where this process can see it; else 0."""
+    who = json.loads(member.address)
+    return int(who["pid"]) if who["pids"] == rendezvous.identity().pids else 0
+
+
+def has_ended(member: Member) -> bool:
+    """Whether its process has, as far as this one can see."""
+    pid = pid_here(member)
+    return bool(pid) and rendezvous.has_ended(pid)

@@ -1,0 +1,54 @@
+"""Servers of etcd on this machine, where it is installed."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ringreduce.membership.etcd import Etcd
+
+installed = pytest.mark.skipif(not shutil.which("etcd"), reason="etcd is not installed: apt-get install etcd-server")
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+@contextlib.contextmanager
+def servers(count: int, folder: Path) -> Iterator[tuple[str, list[subprocess.Popen[bytes]]]]:
+    """A cluster of so many: its address, and the servers' processes."""
+    ports = _free_ports(2 * count)
+    clients, peers = ([f"http://127.0.0.1:{port}" for port in some] for some in (ports[:count], ports[count:]))
+    cluster = ",".join(f"s{i}={peer}" for i, peer in enumerate(peers))
+    processes = []
+    with contextlib.ExitStack() as stack:
+        for i in range(count):
+            command = ["etcd", "--name", f"s{i}", "--data-dir", str(folder / f"s{i}"), "--initial-cluster", cluster]
+            command += ["--initial-advertise-peer-urls", peers[i], "--listen-peer-urls", peers[i]]
+            command += ["--advertise-client-urls", clients[i], "--listen-client-urls", clients[i]]
+            command += ["--heartbeat-interval", "50", "--election-timeout", "500", "--unsafe-no-fsync"]
+            log = stack.enter_context(open(folder / f"s{i}.log", "wb"))
+            processes.append(subprocess.Popen([each for each in command if each], stdout=log, stderr=log))
+            stack.callback(processes[-1].wait)
+            stack.callback(processes[-1].kill)
+        address = "etcd://" + ",".join(client.removeprefix("http://") for client in clients) + "/job"
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                Etcd(address).get("")
+                break
+            except ConnectionError:
+                assert time.monotonic() < deadline, (folder / "s0.log").read_text()
+                time.sleep(0.1)
+        yield address, processes
