@@ -22,12 +22,12 @@ from weakref import WeakValueDictionary
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from ringreduce.errors import CollectiveTimeout, PeerLost
-from ringreduce.membership.directory import Values
 from ringreduce.membership.ledger import Ledger
 from ringreduce.rendezvous import store
 
 if TYPE_CHECKING:
     from ringreduce._C import ProcessGroupRing
+    from ringreduce.membership.directory import Values
     from ringreduce.membership.rounds import Membership
 
 _living: WeakValueDictionary[int, Survivors] = WeakValueDictionary()
