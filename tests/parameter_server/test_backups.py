@@ -288,7 +288,7 @@ def test_a_backup_has_all_that_its_server_had(tmp_path: Path) -> None:
 
 
 def serve_with_snapshots(me: Rank, folder: str) -> None:
-    """As `ringreduce serve --snapshots` does. Rank 0 asks for one when server 1 has ended and the worker has trained."""
+    """As `ringreduce serve --snapshots` does. Rank 0 asks for one when server 1 has ended and the worker is done."""
     logged = Logged()
     logging.getLogger("ringreduce").addHandler(logged)
     with ps.serve(me.store, rank=me.rank, size=SERVERS, backups=1, **SMALL) as serving:
