@@ -1,12 +1,16 @@
 """Where it pays to plan over a machine's links: all_reduce on every subset of its GPUs, next to NCCL's rule.
 
-    python bench/odd_subsets.py dgx1-v100 --plot docs/odd_subsets.png
+    python bench/odd_subsets.py dgx1-v100 dgx2:0-7 tests/fixtures/topologies/rccl-8p_90a.xml --plot docs/odd_subsets.png
     python bench/odd_subsets.py topology.xml --table subsets.csv
 
-NCCL's rule for one host, as its sources have it: rings over NVLink (XGMI) alone, each hop as wide as whole links, as
-many as the links allow; where there is no such ring, a ring over PCIe.  The rule is granted the best packing of rings
-that there is, where NCCL searches greedily for a limited time, and the same line rates as our plans.  Left out
-are NCCL's hops over a third GPU's NVLinks, which some versions have.
+The rule is that of NCCL's search inside a host, as the sources of NCCL 2.30 have it (graph/search.cc, paths.cc and
+tuning.cc).  Every two GPUs have one path: over NVLink (XGMI), else over the NVLinks of a third GPU of the job, else
+over PCIe.  Channels are rings through all GPUs, all of one width.  Widths are tried from a list, the widest first, and
+at each of them first rings over NVLink, then rings with detours, then with PCIe.  What is found first says which hops
+may be used; narrower channels are tried down to half of that width, and taken if together they carry more.  all_reduce
+may instead go over chains, which NCCL calls trees: as many as rings, each reducing one way and copying the other way.
+
+The rule is granted the best set of channels where NCCL searches for a limited time, and the line rates of our plans.
 """
 
 from __future__ import annotations
@@ -14,107 +18,193 @@ from __future__ import annotations
 import argparse
 import csv
 from collections import defaultdict
-from dataclasses import replace
+from collections.abc import Callable
 from itertools import combinations, permutations
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
+from ringreduce.cli.arguments import gpu_list
+from ringreduce.common.failures import TopologyError
 from ringreduce.topology.graph import FABRIC, LinkGraph
 from ringreduce.topology.planner import plan_for
 from ringreduce.topology.read import described
+from ringreduce.topology.routes import Routes, all_routes, fabric_routes
+
+SPEEDS = np.array((40, 30, 20, 18, 15, 12, 10, 9, 7, 6, 5, 4, 3)) / 20
+"""The widths of channels that NCCL tries (speedArrayIntra), as shares of the 20 GB/s that it takes an NVLink for."""
+
+
+LEAST_SHARE = 0.49
+"""Of the width of the best channels: narrower ones are not tried."""
+
+DOUBLED = 1.25
+"""Channels so wide are cut into two each."""
+
+PCIE_AS_LANES = 25.0
+"""GB/s that the widths are shares of where GPUs have no links of their own."""
+
+STEPS: dict[str, Callable[[int], int]] = {
+    "all_reduce": lambda size: 2 * (size - 1),
+    "all_gather": lambda size: size - 1,
+    "reduce_scatter": lambda size: size - 1,
+    "broadcast": lambda size: size,
+    "reduce": lambda size: size,
+}
+"""By collective: how many parts, of as many as there are GPUs, a ring sends over each of its hops."""
+
+HOPS = ("NVLink", "over a third GPU", "PCIe")
+
+MOST_GPUS = 8
+"""Of which all subsets are looked at, and all orders of each."""
+
+
+class Channels(NamedTuple):
+    """So many channels, the width that was tried, the worst hop, and the width that links have for each, in NVLinks."""
+
+    number: int
+    width: float
+    worst: int
+    carried: float
 
 
 class Subset(NamedTuple):
-    """Some GPUs, and GB/s of all_reduce (the tensor's size over the time): by our plan, by NCCL's rule, at most."""
+    """Some GPUs, and GB/s of a collective (the tensor's size over the time): by our plan, by NCCL's rings, its chains,
+    at most.  `worst` is of the rings' hops."""
 
     gpus: tuple[int, ...]
     ours: float
-    rule: float
+    rings: float
+    chains: float
     bound: float
-    rings: int
-    """Of the rule, over the accelerators' own links; 0 where it takes PCIe."""
+    worst: int
 
     @property
     def gain(self) -> float:
-        return self.ours / self.rule
+        return self.ours / max(self.rings, self.chains)
 
 
-def subset(graph: LinkGraph, gpus: tuple[int, ...]) -> Subset:
-    part = graph.select(gpus)
-    planned = plan_for(part)
-    rings, lane = whole_rings(part)
-    size = len(gpus)
-    if rings:
-        rule = rings * lane * size / (2 * (size - 1))
-    else:
-        without = replace(part, links=tuple(link for link in part.links if link.kind not in FABRIC))
-        rule = plan_for(without, algorithm="rings").bandwidth
-    return Subset(gpus, planned.bandwidth, rule, planned.bound, rings)
+def subset(graph: LinkGraph, gpus: tuple[int, ...], collective: str) -> Subset:
+    part, size = graph.select(gpus), len(gpus)
+    planned, routes = plan_for(part, collective), all_routes(part)
+    crossing, kinds = paths(part, routes)
+    lane = min((link.capacity / link.lanes for link in routes.links if link.kind in FABRIC), default=PCIE_AS_LANES)
+    capacity = np.array([link.capacity / lane for link in routes.links])
+    orders = np.array([(0, *rest) for rest in permutations(range(1, size))])
+    after = np.roll(orders, -1, axis=1)
+    rings = search(crossing[orders, after].sum(axis=1), kinds[orders, after].max(axis=1), capacity)
+    by_rings = rings.number * rings.carried * lane * size / STEPS[collective](size)
+    by_chains = 0.0
+    if collective == "all_reduce":
+        orders = np.array([order for order in permutations(range(size)) if order[0] < order[-1]])
+        ends = orders[:, 1:], orders[:, :-1]
+        # A chain's channel carries half of its width each way.
+        halves = (crossing + crossing.transpose(1, 0, 2))[ends].sum(axis=1) / 2
+        chains = search(halves, kinds[ends].max(axis=1), capacity, rings.number)
+        by_chains = chains.number * chains.carried * lane / 2
+    return Subset(gpus, planned.bandwidth, by_rings, by_chains, planned.bound, rings.worst)
 
 
-def whole_rings(graph: LinkGraph) -> tuple[int, float]:
-    """The most rings in one direction that use whole links, and GB/s of a link; switches count as links to all."""
-    names = [gpu.name for gpu in graph.gpus]
-    lanes: dict[tuple[int, int], int] = {}
-    own = [link for link in graph.links if link.kind in FABRIC]
-    if not own:
+def search(shapes: Any, kinds: Any, capacity: Any, exactly: int = 0) -> Channels:
+    """The channels of the rule: `shapes` has what each possible one of width 1 puts on each link, `kinds` its worst
+    hop."""
+    best = Channels(0, 0.0, len(HOPS) - 1, 0.0)
+    for width in SPEEDS:
+        if width <= LEAST_SHARE * best.width:
+            break
+        for worst in range(best.worst + 1):
+            found = packed(shapes[kinds <= worst], capacity, width, exactly)
+            if found[0] * width > best.number * best.width * (1 + 1e-9):
+                best = Channels(found[0], width, worst, found[1])
+                break
+    if not exactly and best.width >= DOUBLED:
+        best = Channels(2 * best.number, best.width / 2, best.worst, best.carried / 2)
+        for width in SPEEDS[::-1]:
+            found = packed(shapes[kinds <= best.worst], capacity, width, best.number)
+            if width > best.width and found[0]:
+                best = Channels(best.number, width, best.worst, found[1])
+    return best
+
+
+def paths(part: LinkGraph, routes: Routes) -> tuple[Any, Any]:
+    """By sender, receiver and link the share of what is sent that crosses the link, on the one path of NCCL's rule; and
+    by sender and receiver its kind, a number of `HOPS`."""
+    own, size = fabric_routes(part).between, routes.size
+    wide = {pair: min(routes.links[at].capacity / share for at, share in routes.between[pair]) for pair in own}
+    crossing, kinds = np.zeros((size, size, len(routes.links))), np.zeros((size, size), int)
+    for one, other in permutations(range(size), 2):
+        thirds = [third for third in range(size) if (one, third) in own and (third, other) in own]
+        ways = [(one, other)]
+        if (one, other) not in own and thirds:
+            third = max(thirds, key=lambda third: min(wide[one, third], wide[third, other]))
+            ways = [(one, third), (third, other)]
+        kinds[one, other] = 0 if (one, other) in own else 1 if thirds else 2
+        for way in ways:
+            for link, share in routes.between[way]:
+                crossing[one, other, link] += share
+    return crossing, kinds
+
+
+def packed(shapes: Any, capacity: Any, width: float, exactly: int = 0) -> tuple[int, float]:
+    """How many channels of a width fit the links at once, several perhaps of one shape, or 0 if not `exactly` so many;
+    and how wide the links let them be."""
+    shapes = np.unique(shapes, axis=0)
+    shapes = shapes[(shapes * width <= capacity * (1 + 1e-9)).all(axis=1)]
+    if not len(shapes):
         return 0, 0.0
-    lane = min(link.capacity / link.lanes for link in own)
-    if any(link.dst not in names for link in own):
-        return min(link.lanes for link in own), lane
-    for link in own:
-        if {link.src, link.dst} <= set(names):
-            lanes[names.index(link.src), names.index(link.dst)] = link.lanes
-    size = len(names)
-    orders = [(0, *rest) for rest in permutations(range(1, size))]
-    hops = [[(order[at - 1], order[at]) for at in range(size)] for order in orders]
-    cycles = [cycle for cycle in hops if all(hop in lanes for hop in cycle)]
-    if not cycles:
-        return 0, lane
-    pairs = list(lanes)
-    uses = np.array([[float(pair in cycle) for cycle in map(set, cycles)] for pair in pairs])
+    single = float((capacity / np.maximum(shapes, 1e-12)).min(axis=1).max())
     found = milp(
-        -np.ones(len(cycles)),
-        integrality=np.ones(len(cycles)),
-        bounds=Bounds(0, max(lanes.values())),
-        constraints=LinearConstraint(uses, -np.inf, list(lanes.values())),
+        -np.ones(len(shapes)),
+        integrality=np.ones(len(shapes)),
+        bounds=Bounds(0, np.inf),
+        constraints=[
+            LinearConstraint(shapes.T, -np.inf, capacity / width * (1 + 1e-9)),
+            LinearConstraint(np.ones((1, len(shapes))), 0, exactly or np.inf),
+        ],
     )
-    return round(-found.fun), lane
+    count = round(-found.fun)
+    if count < exactly:
+        return 0, 0.0
+    return count, single if count == 1 else float((capacity / np.maximum(np.round(found.x) @ shapes, 1e-12)).min())
 
 
 def show(found: list[Subset]) -> None:
     by_size = defaultdict(list)
     for each in found:
         by_size[len(each.gpus)].append(each)
-    print("| GPUs | subsets | over PCIe by the rule | ours / rule: median | largest | of our bound, least |")
-    print("|---|---|---|---|---|---|")
-    rows = [*by_size.items(), ("all", found)]
-    for size, subsets in rows:
+    print("| GPUs | subsets | rings with detours | over PCIe | ours / rule: median | largest | least | 5% faster |")
+    print("|---|---|---|---|---|---|---|---|")
+    for size, subsets in (*by_size.items(), ("all", found)):
         gains = [each.gain for each in subsets]
-        least = min(each.ours / each.bound for each in subsets)
-        pcie = sum(not each.rings for each in subsets)
-        print(f"| {size} | {len(subsets)} | {pcie} | {median(gains):.2f} | {max(gains):.2f} | {least:.3f} |")
-    best = max(found, key=lambda each: each.gain)
-    print(f"\nlargest: GPUs {', '.join(map(str, best.gpus))}: {best.ours:.4g} GB/s, by the rule {best.rule:.4g}")
+        ways = " | ".join(str(sum(each.worst == kind for each in subsets)) for kind in (1, 2))
+        faster = sum(gain >= 1.05 for gain in gains)
+        found_gains = " | ".join(f"{gain:.2f}" for gain in (median(gains), max(gains), min(gains)))
+        print(f"| {size} | {len(subsets)} | {ways} | {found_gains} | {faster} |")
+    for name, each in (("largest", max(found, key=gain_of)), ("least", min(found, key=gain_of))):
+        rule = f"{each.rings:.4g} by rings, {each.chains:.4g} by chains"
+        print(f"\n{name}: GPUs {', '.join(map(str, each.gpus))}: {each.ours:.4g} GB/s, the rule {rule}")
 
 
-def draw(found: list[Subset], path: Path, title: str) -> None:
+def gain_of(each: Subset) -> float:
+    return each.gain
+
+
+def draw(found: dict[str, list[Subset]], path: Path, collective: str) -> None:
     from ringreduce.topology.draw.style import GREY, PALETTE, sheet
 
-    figure = sheet((9, 5.4), title, "all_reduce on every subset: our plan's bandwidth over that of NCCL's rule")
+    what = f"{collective} on every subset: our plan's bandwidth over that of NCCL's rule, at line rate"
+    figure = sheet((9, 5.4), "Where it pays", what)
     axes = figure.add_axes((0.08, 0.12, 0.88, 0.7))
-    for rings, colour, name in ((True, PALETTE[0], "rule: rings over NVLink"), (False, PALETTE[1], "rule: over PCIe")):
-        chosen = [each for each in found if bool(each.rings) == rings]
-        shift = np.linspace(-0.3, 0.3, len(chosen) or 1)
-        at = [
-            len(each.gpus) + float(to)
-            for each, to in zip(chosen, np.random.default_rng(0).permutation(shift), strict=True)
-        ]
-        axes.plot(at, [each.gain for each in chosen], "o", ms=4, alpha=0.7, color=colour, label=name)
+    for at, (name, subsets) in enumerate(found.items()):
+        for size in sorted({len(each.gpus) for each in subsets}):
+            gains = sorted(each.gain for each in subsets if len(each.gpus) == size)
+            wide = 0.24 * np.linspace(-0.5, 0.5, len(gains)) if len(gains) > 1 else [0.0]
+            places = [size + 0.28 * (at - (len(found) - 1) / 2) + shift for shift in wide]
+            label = name if size == 2 else None
+            axes.plot(places, gains, "o", ms=3.5, alpha=0.7, color=PALETTE[at % len(PALETTE)], label=label)
     axes.axhline(1, color=GREY, lw=1)
     axes.set_xlabel("GPUs")
     axes.set_ylabel("times as fast")
@@ -124,25 +214,37 @@ def draw(found: list[Subset], path: Path, title: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("machine", help="a preset, or a file as `ringreduce topo` reads it")
+    parser.add_argument("machines", nargs="+", help="presets, or files as `ringreduce topo` reads them; :0-7: of these")
+    parser.add_argument("--collective", choices=STEPS, default="all_reduce")
     parser.add_argument("--table", type=Path, help="every subset, as CSV")
     parser.add_argument("--plot", type=Path, help="the gains, as a picture")
     arguments = parser.parse_args()
-    graph = described(arguments.machine)
-    count = len(graph.gpus)
-    every = [gpus for size in range(2, count + 1) for gpus in combinations(range(count), size)]
-    found = [subset(graph, gpus) for gpus in every]
-    print(f"{graph.name}: {len(found)} subsets\n")
-    show(found)
+    found: dict[str, list[Subset]] = {}
+    for machine in arguments.machines:
+        name, _, some = machine.partition(":")
+        try:
+            graph = described(name)
+            gpus = graph.places(gpu_list(some)) if some else range(len(graph.gpus))
+        except (TopologyError, argparse.ArgumentTypeError) as error:
+            parser.error(f"{machine}: {error}")
+        if not 2 <= len(gpus) <= MOST_GPUS:
+            parser.error(
+                f"{machine}: {len(gpus)} GPUs; all subsets are looked at of 2 to {MOST_GPUS}: name them, as in :0-7"
+            )
+        every = [chosen for size in range(2, len(gpus) + 1) for chosen in combinations(gpus, size)]
+        found[Path(name).stem] = [subset(graph, chosen, arguments.collective) for chosen in every]
+        print(f"\n{graph.name}: {arguments.collective} on {len(every)} subsets\n")
+        show(found[Path(name).stem])
     if arguments.table:
         with arguments.table.open("w", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(("gpus", "ours_GBps", "rule_GBps", "bound_GBps", "rings_of_rule", "gain"))
-            for each in found:
-                figures = (f"{figure:.4g}" for figure in (each.ours, each.rule, each.bound, each.rings, each.gain))
-                writer.writerow((" ".join(map(str, each.gpus)), *figures))
+            writer.writerow(("machine", "gpus", "ours_GBps", "rings_GBps", "chains_GBps", "bound_GBps", "gain"))
+            for name, subsets in found.items():
+                for each in subsets:
+                    figures = (each.ours, each.rings, each.chains, each.bound, each.gain)
+                    writer.writerow((name, " ".join(map(str, each.gpus)), *(f"{figure:.4g}" for figure in figures)))
     if arguments.plot:
-        draw(found, arguments.plot, graph.name)
+        draw(found, arguments.plot, arguments.collective)
 
 
 if __name__ == "__main__":

@@ -2,21 +2,26 @@
 
     python bench/parameter_server.py                       2 workers; 4 KB, 1 MB and 64 MB; SGD with momentum
     python bench/parameter_server.py --workers 4 --optimizer AdamW --sizes 64M --json results.json
+    python bench/parameter_server.py --peers all --setup-only     other libraries, installed beside this file, once
+    python bench/parameter_server.py --peers all --sizes 64M
 
-Milliseconds per step on the slowest worker, each way in the same run and in turn; medians.
+Milliseconds per step on the slowest worker, each way in the same run and in turn; medians. In brackets: the time over
+that of push_pull.
 
     push_pull    kv.push_pull(g, out=w).wait(): every worker is a server with its part of the blocks
     in place     the same with gradients in memory of kv.empty()
     gloo         dist.reduce to rank 0, the optimizer there, dist.broadcast, all by Gloo
     all_reduce   ringreduce.all_reduce, then the optimizer on every rank
 
-`pull` is a pull alone, and `memcpy` a copy of as many bytes in one process. Exit code: 0, or 1 if the ways end with
-different values.
+`pull` is a pull alone, and `memcpy` a copy of as many bytes in one process. parameter_server_peers.py has the peers.
+Each is started for its laps and ended after them, so that it takes no time of the others. Exit code: 0, or 1 if the
+ways end with different values.
 """
 
 import argparse
 import functools
 import json
+import math
 import statistics
 import sys
 import time
@@ -24,8 +29,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import harness
+import parameter_server_peers as others
 import torch
 import torch.distributed as dist
+from parameter_server_peers import ARGUMENTS, PEERS
 from rich.console import Console
 from rich.table import Table
 
@@ -33,7 +40,6 @@ import ringreduce
 import ringreduce.parameter_server as ps
 
 WAYS = ("push_pull", "in place", "gloo", "all_reduce")
-ARGUMENTS = {"SGD": {"lr": 0.01, "momentum": 0.9}, "AdamW": {"lr": 0.001}}
 LAPS = 5
 
 
@@ -89,7 +95,22 @@ def slowest(call: Callable[[], object], seconds: float) -> float:
     return statistics.median(found)
 
 
-def measure(sizes: list[int], optimizer: str, seconds: float) -> list[dict[str, float]]:
+def measure_peer(name: str, optimizer: str, count: int, seconds: float) -> float:
+    """As `slowest`. Raises `ValueError` if the first three steps from zeros do not end where Gloo's do."""
+    gradient, w = torch.full((count,), float(dist.get_rank() + 1)), torch.zeros(count)
+    with PEERS[name](count, optimizer) as step:
+        for _ in range(3):
+            step(gradient, w)
+        ended = float(w[0])
+        expected = others.Part(1, optimizer)
+        for _ in range(3):
+            expected.step([torch.full((1,), float(rank + 1)) for rank in range(dist.get_world_size())])
+        if not math.isclose(ended, float(expected.w), rel_tol=1e-3):
+            raise ValueError(f"{name}: {ended}, torch: {float(expected.w)}")
+        return slowest(functools.partial(step, gradient, w), seconds)
+
+
+def measure(sizes: list[int], optimizer: str, seconds: float, peers: list[str]) -> list[dict[str, float]]:
     torch.set_num_threads(1)
     ours = dist.new_group(backend="ringreduce")
     store = dist.distributed_c10d._get_default_store()
@@ -99,10 +120,12 @@ def measure(sizes: list[int], optimizer: str, seconds: float) -> list[dict[str, 
         for size in sizes:
             steps = {way: Step(way, kv, ours, optimizer, size // 4) for way in WAYS}
             row: dict[str, float] = {"bytes": size}
-            laps: dict[str, list[float]] = {way: [] for way in WAYS}
+            laps: dict[str, list[float]] = {way: [] for way in (*WAYS, *peers)}
             for _ in range(3):
                 for way, step in steps.items():
                     laps[way].append(slowest(step, seconds))
+                for peer in peers:
+                    laps[peer].append(measure_peer(peer, optimizer, size // 4, seconds))
             row |= {way: statistics.median(each) for way, each in laps.items()}
             key, out, other = steps["push_pull"].key, steps["push_pull"].w, torch.empty(size // 4)
             row["pull"] = slowest(functools.partial(kv.pull, key, out), seconds)
@@ -130,17 +153,23 @@ def main() -> int:
     parser.add_argument("--sizes", nargs="+", default=["4K", "1M", "64M"])
     parser.add_argument("--optimizer", choices=list(ARGUMENTS), default="SGD")
     parser.add_argument("--seconds", type=float, default=0.3, help="of a lap (default 0.3)")
+    parser.add_argument("--peers", nargs="+", choices=["all", *PEERS], default=[])
+    parser.add_argument("--setup-only", action="store_true", help="install the peers and end")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     sizes = [bytes_of(size) for size in args.sizes]
-    rows = harness.start_ranks(args.workers, measure, sizes, args.optimizer, args.seconds)
-    table = Table(title=f"{args.workers} workers, {args.optimizer}: ms per step; x: times the time of push_pull")
-    for column in ("bytes", *WAYS, "gloo x", "all_reduce x", "pull", "memcpy"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        ratios = [f"{row[way] / row['push_pull']:.2f}" for way in ("gloo", "all_reduce")]
-        cells = [f"{row[way]:.3f}" for way in WAYS]
-        table.add_row(str(int(row["bytes"])), *cells, *ratios, f"{row['pull']:.4f}", f"{row['memcpy']:.4f}")
+    peers = list(PEERS) if "all" in args.peers else args.peers
+    for peer in peers:
+        others.install(peer)
+    if args.setup_only:
+        return 0
+    rows = harness.start_ranks(args.workers, measure, sizes, args.optimizer, args.seconds, peers)
+    table = Table(title=f"{args.workers} workers, {args.optimizer}: ms per step (times the time of push_pull)")
+    table.add_column("way")
+    for size in args.sizes:
+        table.add_column(size, justify="right")
+    for way in (*WAYS, *peers, "pull", "memcpy"):
+        table.add_row(way, *(f"{row[way]:.4g} ({row[way] / row['push_pull']:.2f})" for row in rows))
     Console(width=140).print(table)
     if args.json:
         args.json.write_text(json.dumps({"workers": args.workers, "optimizer": args.optimizer, "rows": rows}, indent=1))

@@ -7,14 +7,20 @@ Every worker and every server is alone on a host (a network namespace) with a li
 Milliseconds of a push_pull of the whole tensor in `sync`, on the slowest worker; the median of some. `bound` is the
 time that the busiest line needs, pushes and pulls being under way at once: the greater of B (a worker's) and m B / n (a
 server's), B with the headers of TCP and below; `of bound` is its share of the time. Blocks are 1/64 of the tensor:
-what a worker gets back at the end waits for the last of them.
+what a worker gets back at the end waits for the last of them. `sent` and `received` are the bytes of a step, as that
+worker's line has counted them. With --wires (bfloat16 or int8) `bound` stays that of float32. `--way push` pulls
+nothing; `--way sockets` moves the same bytes over plain sockets, both ways at once, and waits for nothing in between.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import socket
 import statistics
+import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -36,22 +42,73 @@ HEADERS = 1538 / 1448
 """Bytes on an Ethernet for those of a TCP stream, in full packets with timestamps."""
 
 
-def work(me: Rank, servers: int, workers: int, size: int, steps: int) -> float:
+def work(me: Rank, servers: int, workers: int, size: int, steps: int, how: list[str]) -> list[float]:
+    """Of a worker: seconds, bytes sent, bytes received. `how`: the way and the wires."""
+    if how[0] == "sockets":
+        return exchange(me, servers, workers, size, steps)
     sizes: dict[str, Any] = {"window": 2 * size + (8 << 20), "timeout": 120.0, "block_bytes": max(1 << 16, size // 64)}
     if me.rank < servers:
         with ps.serve(me.store, rank=me.rank, size=servers, memory=8 * size + (8 << 20), **sizes) as serving:
             serving.wait()
-        return 0.0
+        return [0.0, 0.0, 0.0]
     with ps.join(me.store, role="worker", workers=workers, **sizes) as kv:
         w, gradient = torch.zeros(size // 4), torch.ones(size // 4)
-        kv.init("w", w, update=ps.optimizer(torch.optim.SGD, lr=0.1))
-        times = []
+        kv.init("w", w, update=ps.optimizer(torch.optim.SGD, lr=0.1), push_wire=how[1], pull_wire=how[2])
+        times, moved = [], []
         for _ in range(steps + 1):
             kv.barrier()
-            begin = time.perf_counter()
-            kv.push_pull("w", gradient, out=w).wait()
+            begin, before = time.perf_counter(), line_bytes()
+            (kv.push("w", gradient) if how[0] == "push" else kv.push_pull("w", gradient, out=w)).wait()
             times.append(time.perf_counter() - begin)
-        return statistics.median(times[1:])
+            moved.append([after - some for after, some in zip(line_bytes(), before, strict=True)])
+        return [statistics.median(times[1:]), *map(statistics.median, zip(*moved[1:], strict=True))]
+
+
+def exchange(me: Rank, servers: int, workers: int, size: int, steps: int) -> list[float]:
+    """The same bytes over plain sockets, both ways at once and without waiting for anything."""
+    part = size // servers
+    if me.rank < servers:
+        listener = socket.create_server((own_address(), 0))
+        me.store.set(f"server {me.rank}", "{} {}".format(*listener.getsockname()[:2]))
+        ends = [listener.accept()[0] for _ in range(workers)]
+    else:
+        places = [me.store.get(f"server {server}").decode().split() for server in range(servers)]
+        ends = [socket.create_connection((host, int(port))) for host, port in places]
+    times = []
+    for step in range(steps + 1):
+        me.store.add(f"ready {step}", 1)
+        while me.store.add(f"ready {step}", 0) < servers + workers:
+            time.sleep(0.002)
+        begin = time.perf_counter()
+        threads = [threading.Thread(target=move, args=(end, part)) for end in ends for move in (send_all, receive_all)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        times.append(time.perf_counter() - begin)
+    return [statistics.median(times[1:]), 0.0, 0.0]
+
+
+def own_address() -> str:
+    (address,) = json.loads(subprocess.check_output(["ip", "-json", "-4", "address", "show", "eth0"]))[0]["addr_info"]
+    return str(address["local"])
+
+
+def send_all(end: socket.socket, size: int) -> None:
+    end.sendall(bytes(size))
+
+
+def receive_all(end: socket.socket, size: int) -> None:
+    place = bytearray(1 << 18)
+    while size > 0:
+        size -= end.recv_into(place, min(size, len(place)))
+
+
+def line_bytes() -> tuple[int, int]:
+    """That this host has sent and received."""
+    text = Path("/proc/net/dev").read_text()
+    (words,) = (line.split() for line in text.splitlines() if line.lstrip().startswith("eth0:"))
+    return int(words[9]), int(words[1])
 
 
 def rate_of(text: str) -> float:
@@ -68,20 +125,31 @@ def main() -> int:
     parser.add_argument("--rate", default="100mbit")
     parser.add_argument("--size", type=parse_bytes, default=8 << 20)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--way", choices=("push_pull", "push", "sockets"), default="push_pull")
+    parser.add_argument("--wires", nargs=2, metavar=("PUSH", "PULL"), default=["float32", "float32"])
     args = parser.parse_args()
     if why := unavailable():
         parser.error(why)
-    table = Table(title=f"push_pull of {args.size} bytes, lines of {args.rate}: ms")
-    for column in ("workers", "servers", "time", "bound", "of bound"):
+    how = [args.way, *args.wires]
+    table = Table(title=f"{args.way} of {args.size} bytes, lines of {args.rate}: ms")
+    for column in ("workers", "servers", "time", "bound", "of bound", "sent", "received"):
         table.add_column(column, justify="right")
     for workers in args.workers:
         for servers in args.servers:
             hosts = servers + workers
             with Network(hosts, rate=args.rate) as network:
-                found = max(run(network, 1, work, servers, workers, args.size, args.steps, timeout=170))
+                found, sent, received = max(
+                    run(network, 1, work, servers, workers, args.size, args.steps, how, timeout=170)
+                )
             bound = max(1, workers / servers) * args.size * HEADERS / rate_of(args.rate)
             table.add_row(
-                str(workers), str(servers), f"{1e3 * found:.0f}", f"{1e3 * bound:.0f}", f"{bound / found:.0%}"
+                str(workers),
+                str(servers),
+                f"{1e3 * found:.0f}",
+                f"{1e3 * bound:.0f}",
+                f"{bound / found:.0%}",
+                f"{sent / 1e6:.2f} MB",
+                f"{received / 1e6:.2f} MB",
             )
     Console(width=100).print(table)
     return 0

@@ -2,6 +2,7 @@
 
     python bench/parameter_server_rows.py                            1 worker, which is the server; rows of 16 and 64
     python bench/parameter_server_rows.py --workers 2 --rows 10M --json results.json
+    python bench/parameter_server_rows.py --workers 2 --rows 100M --dims 16 --apart    each server has 6 GB
 
 Millions of rows per second, all workers together, medians of laps in turn; ids of a batch repeat as Zipf's law has it.
 
@@ -10,7 +11,10 @@ Millions of rows per second, all workers together, medians of laps in turn; ids 
     MGET, MSET        Redis through a Unix socket, one command a batch; reading the replies costs the client no parsing.
                       A push to Redis would be an MGET and an MSET. Needs redis-server on PATH; else it is left out
 
-Exit code: 0, or 1 if pushed rows are not torch's sums.
+--apart: torch's tensor and our table are not there at once. torch is measured before our laps and after them, and
+Redis, which needs more memory for each row, not at all.
+
+Exit code: 0, or 1 if pushed rows are not the sums.
 """
 
 import argparse
@@ -36,6 +40,7 @@ from rich.table import Table
 import ringreduce.parameter_server as ps
 
 LAPS = 5
+PRIME = 2_654_435_761  # whose products with 0, 1, 2, ... are all rows, once, in a scattered order
 Way = Callable[[torch.Tensor, torch.Tensor], object]
 
 
@@ -44,11 +49,12 @@ def count_of(text: str) -> int:
 
 
 def zipf(rows: int, count: int, exponent: float, seed: int) -> torch.Tensor:
-    """Ids of which the k-th most frequent has a share of 1 / k^exponent; which id that is, is random."""
-    weights = np.cumsum(1.0 / np.arange(1, rows + 1) ** exponent)
+    """Ids of which the k-th most frequent has a share of 1 / k^exponent; which id that is, looks random."""
+    weights = np.arange(1.0, rows + 1)
+    np.cumsum(np.power(weights, -exponent, out=weights), out=weights)
     generator = np.random.default_rng(seed)
-    ranks = np.searchsorted(weights, generator.random(count) * weights[-1])
-    return torch.from_numpy(np.random.default_rng(0).permutation(rows)[ranks].astype(np.int64))
+    ranks = np.searchsorted(weights, generator.random(count) * weights[-1]).astype(np.int64)
+    return torch.from_numpy(ranks * PRIME % rows)
 
 
 class Redis:
@@ -106,72 +112,104 @@ def redis(dim: int, rows: int, batch: int) -> Iterator[Redis | None]:
             server.process.wait()
 
 
-def rate(way: Way, batches: list[tuple[torch.Tensor, torch.Tensor]], everybody: bool) -> float:
+def rate(way: Way | None, batches: list[tuple[torch.Tensor, torch.Tensor]], everybody: bool) -> float:
     """Millions of rows a second, of all workers or of the first alone."""
     workers = dist.get_world_size() if everybody else 1
     dist.barrier()
     begin = time.perf_counter()
     if everybody or dist.get_rank() == 0:
+        assert way is not None
         for ids, rows in batches:
             way(ids, rows)
     dist.barrier()
     return workers * sum(len(ids) for ids, _ in batches) / (time.perf_counter() - begin) / 1e6
 
 
-def ways_for(
-    added: ps.Embedding, tensor: torch.Tensor, batch: int, server: Redis | None
-) -> dict[str, tuple[Way, bool]]:
-    """By name: what is done with a batch, and whether all workers do it at once."""
-    out = torch.empty(batch, tensor.shape[1])
-    ways: dict[str, tuple[Way, bool]] = {
-        "pull": (lambda ids, _: added.pull(ids, out[: len(ids)]), True),
+def torch_ways(rows: int, dim: int, batch: int) -> dict[str, tuple[Way | None, bool]]:
+    """By name: what is done with a batch, and whether all workers do it at once. The first worker has the tensor."""
+    if dist.get_rank() != 0:
+        return {"index_select": (None, False), "index_add_": (None, False)}
+    tensor, out = torch.empty(rows, dim).zero_(), torch.empty(batch, dim)  # zero_ has its memory touched
+    return {
         "index_select": (lambda ids, _: torch.index_select(tensor, 0, ids, out=out), False),
-        "push": (lambda ids, values: added.push(ids, values).wait(), True),
         "index_add_": (lambda ids, values: tensor.index_add_(0, ids, values), False),
     }
+
+
+def our_ways(added: ps.Embedding, batch: int) -> dict[str, tuple[Way | None, bool]]:
+    out = torch.empty(batch, added.dim)
+    return {
+        "pull": (lambda ids, _: added.pull(ids, out[: len(ids)]), True),
+        "push": (lambda ids, values: added.push(ids, values).wait(), True),
+    }
+
+
+def redis_ways(server: Redis | None) -> dict[str, tuple[Way | None, bool]]:
     if shutil.which("redis-server") is None:
-        return ways
+        return {}
     mget, mset = (server.mget, server.mset) if server is not None else (None, None)
-    return ways | {"MGET": (mget, False), "MSET": (mset, False)}  # type: ignore[dict-item]
+    return {"MGET": (mget, False), "MSET": (mset, False)}
 
 
-def measure(rows: int, dims: list[int], batch: int, batches: int, exponent: float) -> list[dict[str, float]]:
+class Laps:
+    """Batches of ids and rows, and by way the rates at which laps have done them."""
+
+    def __init__(self, ids: torch.Tensor, batch: int, dim: int) -> None:
+        self.work = [(each, torch.ones(len(each), dim)) for each in ids.split(batch)]
+        self.rates: dict[str, list[float]] = {}
+
+    def run(self, ways: dict[str, tuple[Way | None, bool]]) -> None:
+        for lap in range(LAPS + 1):
+            for name, (way, everybody) in ways.items():
+                speed = rate(way, self.work[:2] if name.startswith("M") else self.work, everybody)
+                if lap > 0:
+                    self.rates.setdefault(name, []).append(speed)
+
+
+def measure(
+    rows: int, dims: list[int], batch: int, batches: int, exponent: float, apart: bool
+) -> list[dict[str, float]]:
     torch.set_num_threads(1)
-    return [measure_width(rows, dim, batch, batches, exponent) for dim in dims]
+    ids = zipf(rows, batch * batches, exponent, dist.get_rank())
+    return [measure_width(rows, dim, batch, ids, apart) for dim in dims]
 
 
-def measure_width(rows: int, dim: int, batch: int, batches: int, exponent: float) -> dict[str, float]:
-    store = dist.distributed_c10d._get_default_store()
-    memory = rows * (dim * 4 + 80) + (64 << 20)
-    with ps.join(store, rank=dist.get_rank(), size=dist.get_world_size(), memory=memory) as kv:
+def measure_width(rows: int, dim: int, batch: int, ids: torch.Tensor, apart: bool) -> dict[str, float]:
+    store, rank, size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    laps = Laps(ids, batch, dim)
+    if apart:
+        laps.run(torch_ways(rows, dim, batch))
+    memory = rows * (dim * 4 + 60) // size + (128 << 20)
+    with ps.join(store, rank=rank, size=size, memory=memory) as kv:
         added = ps.Embedding(kv, "added", dim, update=ps.reduce("sum"), mode=ps.asynchronous(), initial=(0, 0))
-        if dist.get_rank() == 0:
-            for begin in range(0, rows, 100_000):  # all rows are there, as they are in the tensor
-                ids = torch.arange(begin, min(rows, begin + 100_000))
-                added.push(ids, torch.zeros(len(ids), dim)).wait()
+        for begin in range(100_000 * rank, rows, 100_000 * size):  # all rows are there, as they are in the tensor
+            some = torch.arange(begin, min(rows, begin + 100_000))
+            added.push(some, torch.zeros(len(some), dim)).wait()
         kv.barrier()
-        tensor = torch.zeros(rows, dim)
-        ids = zipf(rows, batch * batches, exponent, dist.get_rank()).split(batch)
-        work = [(each, torch.ones(len(each), dim)) for each in ids]
-        laps: dict[str, list[float]] = {}
-        with redis(dim, rows, batch) as server:
-            for lap in range(LAPS + 1):
-                for name, (way, everybody) in ways_for(added, tensor, batch, server).items():
-                    speed = rate(way, work[:2] if name.startswith("M") else work, everybody)
-                    if lap > 0:
-                        laps.setdefault(name, []).append(speed)
-        distinct = statistics.mean(len(torch.unique(each)) / batch for each in ids)
-        check(added, tensor)
+        if apart:
+            laps.run(our_ways(added, batch))
+        else:
+            with redis(dim, rows, batch) as server:
+                laps.run(our_ways(added, batch) | torch_ways(rows, dim, batch) | redis_ways(server))
         kv.barrier()
-    return {"dim": dim, "distinct": distinct} | {name: statistics.median(each) for name, each in laps.items()}
+        check(added, ids, rows)
+        gigabytes = [each["memory"] / 1e9 for each in kv.stats()["servers"].values()]
+        kv.barrier()
+    if apart:
+        laps.run(torch_ways(rows, dim, batch))
+    distinct = statistics.mean(len(torch.unique(each)) / batch for each in ids.split(batch))
+    found = {"dim": dim, "distinct": distinct, "GB of a server": max(gigabytes)}
+    return found | {name: statistics.median(each) for name, each in laps.rates.items()}
 
 
-def check(added: ps.Embedding, tensor: torch.Tensor) -> None:
-    dist.all_reduce(tensor)
-    if dist.get_world_size() == 1:
-        some = torch.arange(0, len(tensor), max(1, len(tensor) // 10_000))
-        if not torch.equal(added.pull(some), tensor[some]):
-            raise ValueError("pushed rows are not torch's sums")
+def check(added: ps.Embedding, ids: torch.Tensor, rows: int) -> None:
+    """The most frequent rows and some others are how often their ids came, on all workers and in all laps."""
+    some = torch.cat([torch.arange(1000) * PRIME % rows, torch.arange(0, rows, max(1, rows // 10_000))])
+    ids = ids.sort().values
+    counts = (LAPS + 1.0) * (torch.searchsorted(ids, some, right=True) - torch.searchsorted(ids, some))
+    dist.all_reduce(counts)
+    if not torch.equal(added.pull(some), counts[:, None].expand(-1, added.dim)):
+        raise ValueError("pushed rows are not the sums")
 
 
 def main() -> int:
@@ -183,9 +221,11 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=16384, help="ids of a call (default 16384)")
     parser.add_argument("--batches", type=int, default=30, help="of a lap (default 30)")
     parser.add_argument("--exponent", type=float, default=1.0, help="of Zipf's law (default 1)")
+    parser.add_argument("--apart", action="store_true", help="torch by itself, and no Redis")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    found = harness.start_ranks(args.workers, measure, args.rows, args.dims, args.batch, args.batches, args.exponent)
+    shape = (args.rows, args.dims, args.batch, args.batches, args.exponent)
+    found = harness.start_ranks(args.workers, measure, *shape, args.apart)
     title = f"{args.workers} workers, {args.rows} rows, batches of {args.batch}: millions of rows a second"
     table = Table(title=title)
     names = list(found[0])

@@ -26,11 +26,9 @@ import harness
 import torch
 import torch.distributed as dist
 
-from ringreduce import tuning
-from ringreduce.backend import slot_bytes_for
-from ringreduce.config import Options, resolve
-from ringreduce.plan import Cost, Machine, build
-from ringreduce.plan.cost import CALL, PEER, STEP
+from ringreduce.config import Options, resolve, slicing_for, slot_bytes_for
+from ringreduce.plan import build
+from ringreduce.plan.cost import CALL, PEER, STEP, Cost, Machine
 from ringreduce.plan.network import Network, Route
 from ringreduce.plan.simulate import simulate
 from ringreduce.tuning.machine import probe
@@ -72,7 +70,7 @@ def foretell(machine: Machine, ranks: int, algorithm: str, size: int) -> tuple[f
     """Seconds by the cost model, and by the simulator."""
     plan = build("all_reduce", algorithm, ranks)
     options, _ = resolve(Options(tuning="off", fetch=0))
-    cost = Cost(plan, machine, tuning.slicing_for(options, slot_bytes_for(ranks, options), fetch=False))
+    cost = Cost(plan, machine, slicing_for(options, slot_bytes_for(ranks, options), fetch=False))
     in_memory = cost.in_memory(size)
     put, take = (machine.copy_memory_all,) * 2 if in_memory else (machine.put[0], machine.take[0])
     slower = max(put, take)  # seconds per byte

@@ -30,7 +30,8 @@ from ringreduce.plan import Channel, Plan, Read, Step, direct, ring, verify
 from ringreduce.plan.network import Network, Route, switch
 from ringreduce.plan.parameter_server import parameter_server
 from ringreduce.plan.simulate import simulate, simulate_symmetric
-from ringreduce.topology.planner import Planned, plan_for
+from ringreduce.topology.planned import Planned
+from ringreduce.topology.planner import plan_for
 from ringreduce.topology.presets import preset
 from ringreduce.topology.rates import Assumed
 

@@ -318,7 +318,13 @@ class ParameterPiece:
     """Memory in a client's window, with the buffer protocol."""
 
 class ParameterParts:
-    def __init__(self, parts: Sequence[tuple[int, int, int, int, int]]) -> None: ...
+    def __init__(
+        self,
+        parts: Sequence[tuple[int, int, int, int, int]],
+        *,
+        push_wire: str = "float32",
+        pull_wire: str = "float32",
+    ) -> None: ...
 
 class ParameterRows:
     """The distinct ids of a batch."""

@@ -33,7 +33,9 @@ from ringreduce.config import (
     YIELDS_SHARING_CORES,
     YIELDS_WITH_OWN_CORE,
     Options,
+    fetch_from,
     resolve,
+    slicing_for,
     slot_bytes_for,
 )
 from ringreduce.errors import RingReduceError, SystemFailure, TopologyError
@@ -161,9 +163,9 @@ class _Choices:
         own = dict(topology.plans()) if topology else {}
         decided = (*(topology.rules() if topology else ()), *plan.parse_algorithms(self.decision.rules))
         if self.links:
-            from ringreduce import host_links, tuning
+            from ringreduce import host_links
 
-            slicing = tuning.slicing_for(self.options, slot_bytes_for(self.size, self.options), fetch=False)
+            slicing = slicing_for(self.options, slot_bytes_for(self.size, self.options), fetch=False)
             between = self.links.order, self.links.wire, slicing
             by_root = root is not None and collective in host_links.BY_ROOT
             if by_root and not any(rule.collective == collective for rule in users):
@@ -234,8 +236,6 @@ def _make_with_memory(
         place_of(options),
         arena,
     )
-    from ringreduce import tuning
-
     passed("group: met")
     decision = Decision.load(meeting.decision)
     if decision.error:
@@ -254,7 +254,7 @@ def _make_with_memory(
     lineage = Lineage(rank, size, ledger or store, f"{meeting.exchange.prefix}/survivors")
     fetch = bool(meeting.threads)
     ranks_here = size - sum(links.elsewhere) if links else size
-    slicing = tuning.slicing_for(options, slot_bytes, fetch)
+    slicing = slicing_for(options, slot_bytes, fetch)
     group = _C.ProcessGroupRing(
         memfd=meeting.memfd,
         geometry=geometry,
@@ -274,7 +274,7 @@ def _make_with_memory(
             patience=patience_for(options, decision, ranks_here > len(meeting.cores), bool(links)),
             least_slice_bytes=slicing.least_slice_bytes,
             most_slice_bytes=slicing.most_slice_bytes,
-            least_fetch_bytes=tuning.fetch_from(options, size, meeting.cores, fetch) or 0,
+            least_fetch_bytes=fetch_from(options, size, meeting.cores, fetch) or 0,
             most_fetch_bytes=options.most_fetch_bytes or decision.most_fetch,
             stream_bytes=options.stream_bytes,
             wire_dtype=options.wire_dtype,

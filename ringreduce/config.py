@@ -6,13 +6,13 @@ Only this module reads these variables. `ringreduce info` prints every knob with
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
 
 from ringreduce.common.failures import InvalidArgument, PlanError
 from ringreduce.common.units import parse_bytes
-from ringreduce.plan import parse_algorithms, slot_depth
+from ringreduce.plan import Slicing, parse_algorithms, slot_depth
 
 PREFIX = "RINGREDUCE_"
 
@@ -243,3 +243,18 @@ def slot_bytes_for(size: int, options: Options) -> int:
     whole = options.channel_bytes // slot_depth(size)
     shared = max(whole * RANKS_WITH_WHOLE_SLOTS // max(size, RANKS_WITH_WHOLE_SLOTS), LEAST_SHARED_SLOT)
     return max(min(whole, shared) // 4096 * 4096, 4096)
+
+
+def slicing_for(options: Options, slot_bytes: int, fetch: bool) -> Slicing:
+    """How a group with these options cuts a chunk."""
+    if fetch and not options.least_slice_bytes:
+        return Slicing(options.slices, SLICE_FETCHED, min(SLICE_FETCHED, slot_bytes))
+    return Slicing(options.slices, options.least_slice_bytes or LEAST_SLICE_COPIED, slot_bytes)
+
+
+def fetch_from(options: Options, size: int, cores: Collection[int], fetch: bool) -> int | None:
+    """From which slice on `size` ranks on these cores read one another's memory; None if they cannot."""
+    if not fetch:
+        return None
+    usual = LEAST_FETCH_WITH_OWN_CORE if size <= len(cores) else LEAST_FETCH_SHARING_CORES
+    return options.least_fetch_bytes or usual

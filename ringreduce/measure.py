@@ -26,10 +26,11 @@ from torch._C._distributed_c10d import TCPStore
 from ringreduce import api, plan
 from ringreduce.backend import ANY_SIZE, lowered_plan
 from ringreduce.common.failures import RingReduceError
-from ringreduce.config import Options, resolve, slot_bytes_for
+from ringreduce.config import Options, resolve, slicing_for, slot_bytes_for
 from ringreduce.plan import Slicing, Table
-from ringreduce.plan.choose import BLOCKS
-from ringreduce.tuning.decision import fetches, slicing_for
+from ringreduce.plan.by_cost import BLOCKS, slices
+from ringreduce.plan.cost import chunk_bytes
+from ringreduce.tuning.decision import fetches
 from ringreduce.tuning.record import Cell
 
 SIZES = BLOCKS[:-1]
@@ -77,7 +78,7 @@ def tasks(size: int, collectives: Iterable[str], model: Table, slicing: Slicing)
                 for algorithm in plan.BUILDERS[collective]
                 for slice_bytes in (
                     0,
-                    *plan.slices(plan.chunk_bytes(plan.build(collective, algorithm, size), block_bytes), slicing),
+                    *slices(chunk_bytes(plan.build(collective, algorithm, size), block_bytes), slicing),
                 )
             )
             candidates = tuple(dict.fromkeys((first, *others)))

@@ -9,7 +9,7 @@ What the arena is, and what forks and failed calls mean for it, is in csrc/trans
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ringreduce import _C
 from ringreduce.config import Options, resolve
@@ -18,8 +18,7 @@ from ringreduce.errors import InvalidArgument
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ArenaStats:
+class ArenaStats(NamedTuple):
     """Of this process's arena, in bytes. All zero as long as there is none."""
 
     size: int

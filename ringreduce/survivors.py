@@ -15,9 +15,8 @@ import functools
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -33,8 +32,7 @@ if TYPE_CHECKING:
 _living: WeakValueDictionary[int, Survivors] = WeakValueDictionary()
 
 
-@dataclass(frozen=True)
-class Agreement:
+class Agreement(NamedTuple):
     """What all survivors of a group have agreed on; ranks are those in the group."""
 
     round: int

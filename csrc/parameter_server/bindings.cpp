@@ -100,12 +100,14 @@ Rule rule_of(const py::dict& fields) {
 
 // Converted once for a key.
 struct Parts {
-  explicit Parts(const std::vector<PartTuple>& tuples) {
+  Parts(const std::vector<PartTuple>& tuples, const std::string& push_wire, const std::string& pull_wire)
+      : push_wire(packing_named(push_wire)), pull_wire(packing_named(pull_wire)) {
     for (const auto& [server, block, begin, bytes, offset] : tuples)
       parts.push_back({server, block, begin, bytes, offset});
   }
 
   std::vector<Part> parts;
+  Packing push_wire, pull_wire;  // to and from other hosts
 };
 
 // A table as its workers know it, and the rows of a batch.
@@ -291,7 +293,9 @@ void bind_server(py::module_& m, Roots roots) {
 
 void bind_client(py::module_& m) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
-  py::class_<Parts>(m, "ParameterParts").def(py::init<const std::vector<PartTuple>&>(), py::arg("parts"));
+  py::class_<Parts>(m, "ParameterParts")
+      .def(py::init<const std::vector<PartTuple>&, const std::string&, const std::string&>(), py::arg("parts"),
+           py::kw_only(), py::arg("push_wire") = "float32", py::arg("pull_wire") = "float32");
   py::class_<Call, std::shared_ptr<Call>>(m, "ParameterCall")
       .def_property_readonly("went_well",
                              [](const Call& call) {
@@ -350,7 +354,9 @@ void bind_client(py::module_& m) {
           [](Client& client, const std::string& kind, const Parts& parts, std::uintptr_t tensor, std::int32_t priority,
              double weight, std::optional<double> timeout) {
             const py::gil_scoped_release released;
-            return client.send(request_of(kind), parts.parts, address(tensor), {priority, weight, duration(timeout)});
+            const RequestKind request = request_of(kind);
+            const Packing packing = request == RequestKind::push ? parts.push_wire : Packing::none;
+            return client.send(request, parts.parts, address(tensor), {priority, weight, duration(timeout), packing});
           },
           py::arg("kind"), py::arg("parts"), py::arg("tensor"), py::kw_only(), py::arg("priority") = 0,
           py::arg("weight") = 1.0, py::arg("timeout") = py::none())
@@ -358,7 +364,7 @@ void bind_client(py::module_& m) {
           "pull",
           [](Client& client, const Parts& parts, std::uintptr_t tensor, std::optional<double> timeout) {
             const py::gil_scoped_release released;
-            return client.pull(parts.parts, address(tensor), {0, 1, duration(timeout)});
+            return client.pull(parts.parts, address(tensor), {0, 1, duration(timeout), parts.pull_wire});
           },
           py::arg("parts"), py::arg("tensor"), py::kw_only(), py::arg("timeout") = py::none())
       .def("cancel", &Client::cancel, no_gil, py::arg("call"))

@@ -68,6 +68,7 @@ struct Client::Item {
   std::shared_ptr<Call> call;
   std::byte* into = nullptr;  // where the value that it asks for goes
   std::size_t bytes = 0;      // of the part
+  Packing packing = Packing::none;
   std::uint64_t tag = 0;
   std::size_t sent = 0;  // of its data
 };

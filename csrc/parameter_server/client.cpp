@@ -1,5 +1,6 @@
 #include "parameter_server/client.h"
 
+#include <cmath>
 #include <cstring>
 #include <set>
 #include <utility>
@@ -7,6 +8,16 @@
 #include "parameter_server/client-inl.h"
 
 namespace ringreduce::parameter_server {
+namespace {
+
+// Whether all of a call is too large to be copied through the caches.
+bool streams(const std::vector<Part>& parts) {
+  std::size_t bytes = 0;
+  for (const Part& part : parts) bytes += part.bytes;
+  return bytes >= kStreamedBytes;
+}
+
+}  // namespace
 
 Client::Client(WorkerId worker, std::size_t servers, std::size_t data)
     : worker_(worker),
@@ -310,7 +321,7 @@ RequestSlot Client::slot_of(const Request& made) {
           data == nullptr ? 0 : data->offset,
           data == nullptr ? 0 : data->bytes,
           made.priority,
-          0};
+          Packing::none};
 }
 
 void Client::feed() {
@@ -341,15 +352,16 @@ void Client::feed(std::uint32_t server) {
     if (data != nullptr && next->sent < data->bytes) {
       const std::size_t at = data->offset + next->sent, bytes = std::min(kFragment, data->bytes - next->sent);
       next->sent += bytes;
-      connections.send(
-          id,
-          {.header = {.kind = WireKind::data, .bytes = static_cast<std::uint32_t>(bytes), .seq = at, .tag = next->tag},
-           .data = this->data() + at});
+      const FrameHeader header =
+          packed({.kind = WireKind::data, .bytes = static_cast<std::uint32_t>(bytes), .seq = at, .tag = next->tag},
+                 next->packing);
+      connections.send(id, {header, this->data() + data->offset + wire_bytes(next->packing, at - data->offset)});
       continue;
     }
     Item item = std::move(*next);
     to.queue.erase(next);
-    const RequestSlot slot = slot_of(number(server, item));
+    RequestSlot slot = slot_of(number(server, item));
+    slot.packing = item.packing;
     if (item.into != nullptr) {
       wire_->expect(server, slot.number, item.into, item.bytes);
       item.call->pulls.emplace_back(server, slot.number);
@@ -360,10 +372,25 @@ void Client::feed(std::uint32_t server) {
   }
 }
 
-static bool streams(const std::vector<Part>& parts) {
-  std::size_t bytes = 0;
-  for (const Part& part : parts) bytes += part.bytes;
-  return bytes >= kStreamedBytes;
+// Packs a block to the window. It takes as much room there as if it were not packed, since the server unpacks it to the
+// same place.
+void Client::pack_push(const Part& part, Packing packing, std::byte* to, const std::byte* from) {
+  const auto* const values = reinterpret_cast<const float*>(from);
+  std::vector<float>& residuals = residuals_[{part.server, part.block}];
+  std::vector<float> arrived(std::min(kFragment, part.bytes) / sizeof(float));
+  residuals.resize(part.bytes / sizeof(float));
+  for (std::size_t begin = 0; begin < residuals.size(); begin += arrived.size()) {
+    const std::size_t count = std::min(arrived.size(), residuals.size() - begin);
+    float* const residual = residuals.data() + begin;
+    std::byte* const packed = to + packed_bytes(packing, begin);
+    for (std::size_t i = 0; i < count; ++i) residual[i] += values[begin + i];
+    pack(packing, packed, reinterpret_cast<const std::byte*>(residual), count);
+    unpack(packing, reinterpret_cast<std::byte*>(arrived.data()), packed, count);
+    for (std::size_t i = 0; i < count; ++i) {
+      const float rest = residual[i] - arrived[i];
+      residual[i] = std::isfinite(rest) ? rest : 0;  // of an infinity or a NaN, which later pushes are not to have
+    }
+  }
 }
 
 std::shared_ptr<Call> Client::send(RequestKind kind, const std::vector<Part>& parts, const std::byte* tensor,
@@ -375,8 +402,9 @@ std::shared_ptr<Call> Client::send(RequestKind kind, const std::vector<Part>& pa
     take_turns(hold);  // so that no request wakes up the server's thread, and others' are served between two copies
     if (!peer(part.server).alive) throw_lost(part.server);
     const std::byte* const from = tensor + part.begin;
+    const bool packs = options.packing != Packing::none && peer(part.server).near == nullptr;
     std::size_t piece = SIZE_MAX, offset = 0;
-    if (from >= data() && from < data() + data_bytes()) {
+    if (!packs && from >= data() && from < data() + data_bytes()) {
       offset = static_cast<std::size_t>(from - data());
       piece = piece_with(offset);
     }
@@ -384,7 +412,10 @@ std::shared_ptr<Call> Client::send(RequestKind kind, const std::vector<Part>& pa
       ++pieces_[piece].uses;
     } else {
       offset = piece = take_room(hold, part.bytes, options.timeout);
-      copy(data() + offset, from, part.bytes, streamed);
+      if (packs)
+        pack_push(part, options.packing, data() + offset, from);
+      else
+        copy(data() + offset, from, part.bytes, streamed);
     }
     Item item;
     item.request.kind = kind;
@@ -393,6 +424,7 @@ std::shared_ptr<Call> Client::send(RequestKind kind, const std::vector<Part>& pa
     item.request.weight = options.weight;
     item.request.payload = std::make_shared<InWindow>(piece, offset, part.bytes);
     item.call = call;
+    if (packs) item.packing = options.packing;
     put(hold, part.server, std::move(item), options.timeout);
   }
   return call;
@@ -409,6 +441,7 @@ std::shared_ptr<Call> Client::pull(const std::vector<Part>& parts, std::byte* te
       item.call = call;
       if (peer(part.server).near == nullptr) item.into = tensor + part.begin;
       item.bytes = part.bytes;
+      item.packing = options.packing;
       put(hold, part.server, std::move(item), options.timeout);
     }
   } catch (const Error&) {

@@ -99,9 +99,11 @@ class Client {
     std::int32_t priority = 0;
     double weight = 1;
     Nanoseconds timeout = kForever;
+    Packing packing = Packing::none;  // of pushes to other hosts, and pulls from them
   };
   // Asks for `kind` (initialise or push) of all parts of a tensor. Waits for room in the window and in the sessions.
-  // `tensor` may change when it returns, unless it lies in the window.
+  // `tensor` may change when it returns, unless it lies in the window. A packed push has what was rounded off the
+  // earlier ones to the same block added to it (error feedback).
   std::shared_ptr<Call> send(RequestKind kind, const std::vector<Part>& parts, const std::byte* tensor,
                              const Options& options);
   // Asks for all parts: those of other hosts go to their places in `tensor`, which must stay until the call is over or
@@ -179,6 +181,7 @@ class Client {
   void drop(std::size_t offset);
   std::size_t piece_with(std::size_t offset) const;
   std::size_t take_room(Hold& hold, std::size_t bytes, Nanoseconds timeout);
+  void pack_push(const Part& part, Packing packing, std::byte* to, const std::byte* from);
   void fit_rows(const TablePlace& table, const RowSet& rows) const;
   void fill_rows(const TablePlace& table, const RowSet& rows, std::uint32_t server, const std::byte* values,
                  std::byte* to) const;
@@ -192,6 +195,8 @@ class Client {
   mutable std::mutex mutex_;
   std::vector<std::unique_ptr<Peer>> peers_;
   std::map<std::size_t, Piece> pieces_;  // by offset in data
+  // What packed pushes have not told a block on another host yet.
+  std::map<std::pair<std::uint32_t, BlockId>, std::vector<float>> residuals_;
   Nanoseconds looked_ = 0;
   std::atomic<bool> aborted_ = false;
   bool has_near_ = false;

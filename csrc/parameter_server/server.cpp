@@ -453,21 +453,19 @@ void Server::send_to(Connection& connection) {
   });
   while (!connection.values.empty() && connection.alive) {
     auto [pull, reply] = connection.values.front();
-    const std::size_t bytes = bytes_of(pull);
-    if (under_way > 0 && under_way + bytes > kCopies) break;
+    const std::size_t bytes = bytes_of(pull), sent = wire_bytes(pull.packing, bytes);
+    if (under_way > 0 && under_way + sent > kCopies) break;
     connection.values.pop_front();
-    under_way += bytes;
+    under_way += sent;
     const auto value = value_for(connection, pull, reply);
-    connection.copies.emplace_back(value, bytes);
+    connection.copies.emplace_back(value, sent);
     for (std::size_t begin = 0; begin < bytes; begin += kFragment) {
       const std::size_t some = std::min(kFragment, bytes - begin);
+      const FrameHeader header = packed(
+          {.kind = WireKind::value, .bytes = static_cast<std::uint32_t>(some), .seq = begin, .tag = reply.number},
+          pull.packing);
       wire_->connections().send(static_cast<int>(connection.spec.id),
-                                {.header = {.kind = WireKind::value,
-                                            .bytes = static_cast<std::uint32_t>(some),
-                                            .seq = begin,
-                                            .tag = reply.number},
-                                 .data = value.get() + begin,
-                                 .own = value});
+                                {header, value.get() + wire_bytes(pull.packing, begin), value});
     }
     connection.replies.push_back(reply);
   }
@@ -496,7 +494,7 @@ std::shared_ptr<std::byte[]> Server::value_for(const Connection& connection, con
   const std::size_t bytes = bytes_of(pull);
   auto copy = std::make_shared_for_overwrite<std::byte[]>(bytes);
   reply.version = read_block(*blocks_[pull.block].words, copy.get(), bytes);
-  return copy;
+  return pull.packing == Packing::none ? copy : pack_for_wire(pull.packing, copy.get(), bytes);
 }
 
 }  // namespace ringreduce::parameter_server

@@ -175,6 +175,7 @@ class Server {
   struct Pull {
     BlockId block;
     std::size_t offset = 0, count = 0;
+    Packing packing = Packing::none;  // of what is sent
   };
   struct Connection {
     WorkerSpec spec;

@@ -102,7 +102,7 @@ bool Server::write_down(const Message& message, Nanoseconds now) {
                    lent == nullptr ? 0 : lent->offset - lent->window->data,
                    lent == nullptr ? 0 : lent->bytes,
                    request->priority,
-                   0};
+                   Packing::none};
   } else if (const auto* join = std::get_if<Join>(&message)) {
     record.kind = Record::Kind::join;
     record.worker = join->worker;

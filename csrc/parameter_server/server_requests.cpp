@@ -101,6 +101,10 @@ void Server::keep_pull(Connection& connection, const RequestSlot& slot) {
     pull.offset = connection.window->data + slot.offset;
   } else if (connection.lane != nullptr) {
     return;  // it reads the value itself
+  } else if (slot.packing != Packing::none) {
+    if (static_cast<std::uint32_t>(slot.packing) >= kPackings) return;
+    if (blocks_[slot.block].spec.dtype != DType::float32) return;
+    pull.packing = slot.packing;
   }
   connection.pulls.emplace(slot.number, pull);
 }

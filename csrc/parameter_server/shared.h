@@ -19,6 +19,7 @@
 #include "core/clock.h"
 #include "core/file_descriptor.h"
 #include "kernels/accumulate.h"
+#include "kernels/packing.h"
 #include "parameter_server/shard.h"
 
 namespace ringreduce::parameter_server {
@@ -109,7 +110,7 @@ struct RequestSlot {
   double weight;
   std::uint64_t offset, bytes;
   std::int32_t priority;
-  std::uint32_t reserved;
+  Packing packing;  // pull from another host: how the value comes
 };
 struct ReplySlot {
   std::uint64_t number, version;

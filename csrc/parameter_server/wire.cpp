@@ -15,6 +15,22 @@ Frame frame_with(std::uint32_t kind, const void* payload, std::size_t bytes) {
   return frame;
 }
 
+std::shared_ptr<std::byte[]> pack_for_wire(Packing packing, const std::byte* values, std::size_t bytes) {
+  auto packed = std::make_shared_for_overwrite<std::byte[]>(wire_bytes(packing, bytes));
+  for (std::size_t begin = 0; begin < bytes; begin += kFragment)
+    pack(packing, packed.get() + wire_bytes(packing, begin), values + begin,
+         std::min(kFragment, bytes - begin) / sizeof(float));
+  return packed;
+}
+
+FrameHeader packed(FrameHeader header, Packing packing) {
+  if (packing == Packing::none) return header;
+  header.packing = packing;
+  header.total = header.bytes;
+  header.bytes = static_cast<std::uint32_t>(wire_bytes(packing, header.bytes));
+  return header;
+}
+
 std::vector<std::pair<std::uint32_t, std::string>> Wire::take_lost() {
   const std::lock_guard lock(mutex_);
   return std::exchange(lost_, {});
@@ -30,6 +46,15 @@ void Wire::lost(int peer, const std::string& why) {
 
 void Wire::demand(bool holds, int peer, const char* what) {
   if (!holds) throw Error(ErrorKind::mismatch, std::string("it sent ") + what, peer);
+}
+
+std::size_t Wire::values_in(int peer, const FrameHeader& header) {
+  demand(header.bytes > 0 && header.bytes <= kFragment, peer, "values of a size that no frame has");
+  if (header.packing == Packing::none) return header.bytes;
+  demand(static_cast<std::uint32_t>(header.packing) < kPackings && header.total <= kFragment &&
+             header.total % sizeof(float) == 0 && header.bytes == wire_bytes(header.packing, header.total),
+         peer, "packed values of another size");
+  return header.total;
 }
 
 // ---- The server's end ---------------------------------------------------------------------------------------------
@@ -73,11 +98,13 @@ std::byte* ServerWire::place_for(int peer, const FrameHeader& header, std::vecto
     return aside.data();
   }
   demand(header.kind == WireKind::data, peer, "a frame of an unknown kind");
-  demand(header.bytes > 0 && header.bytes <= kFragment, peer, "data of a size that no frame has");
-  demand(header.seq <= sender.bytes && header.bytes <= sender.bytes - header.seq, peer, "data beyond its window");
+  const std::size_t bytes = values_in(peer, header);
+  demand(header.seq <= sender.bytes && bytes <= sender.bytes - header.seq, peer, "data beyond its window");
   demand(sender.incoming.size() < kMostOutstanding || sender.incoming.count(header.tag) > 0, peer,
          "data of more requests than may be under way");
-  return sender.data + header.seq;
+  if (header.packing == Packing::none) return sender.data + header.seq;
+  aside.resize(header.bytes);
+  return aside.data();
 }
 
 void ServerWire::deliver(int peer, const FrameHeader& header, const std::vector<std::byte>& aside) {
@@ -98,7 +125,10 @@ void ServerWire::deliver(int peer, const FrameHeader& header, const std::vector<
     incoming.asked = true;
     incoming.slot = slot;
   } else {
-    sender.incoming[header.tag].bytes += header.bytes;
+    const std::size_t bytes = values_in(peer, header);
+    if (header.packing != Packing::none)
+      unpack(header.packing, sender.data + header.seq, aside.data(), bytes / sizeof(float));
+    sender.incoming[header.tag].bytes += bytes;
   }
   const Incoming& incoming = sender.incoming.at(header.tag);
   if (!incoming.asked || incoming.bytes < incoming.slot.bytes) return;
@@ -155,23 +185,23 @@ std::byte* WorkerWire::place_for(int peer, const FrameHeader& header, std::vecto
     demand(header.bytes == 0, peer, "a farewell with a payload");
     return nullptr;
   }
-  demand(header.bytes > 0 && header.bytes <= kFragment, peer, "a payload of a size that no frame has");
+  const std::size_t bytes = values_in(peer, header);
   if (header.kind == WireKind::value) {
     const std::lock_guard lock(mutex_);
     const auto found = places_.find({static_cast<std::uint32_t>(peer), header.tag});
     if (found != places_.end()) {
       Place& place = found->second;
-      demand(header.seq <= place.bytes && header.bytes <= place.bytes - header.seq && header.bytes <= place.unclaimed,
-             peer, "more of a value than was asked for");
-      place.unclaimed -= header.bytes;
-      return place.at + header.seq;
+      demand(header.seq <= place.bytes && bytes <= place.bytes - header.seq && bytes <= place.unclaimed, peer,
+             "more of a value than was asked for");
+      place.unclaimed -= bytes;
+      if (header.packing == Packing::none) return place.at + header.seq;
     }
   } else {
     demand(header.kind == WireKind::replies, peer, "a frame of an unknown kind");
     demand(header.bytes % sizeof(ReplySlot) == 0 && header.bytes <= kMostOutstanding * sizeof(ReplySlot), peer,
            "replies of another size");
   }
-  aside.resize(header.bytes);  // replies, or a value that is not wanted any more
+  aside.resize(header.bytes);  // replies, packed values, or a value that is not wanted any more
   return aside.data();
 }
 
@@ -182,7 +212,12 @@ void WorkerWire::deliver(int peer, const FrameHeader& header, const std::vector<
     const auto found = places_.find({server, header.tag});
     if (found == places_.end()) return;
     Place& place = found->second;
-    place.missing -= header.bytes;
+    const std::size_t bytes = values_in(peer, header);
+    if (header.packing != Packing::none) {
+      demand(header.seq <= place.bytes && bytes <= place.bytes - header.seq, peer, "a value before it was asked for");
+      unpack(header.packing, place.at + header.seq, aside.data(), bytes / sizeof(float));
+    }
+    place.missing -= bytes;
     if (place.missing > 0 || place.reply.number == 0) return;
     replies_.emplace_back(server, place.reply);
     places_.erase(found);

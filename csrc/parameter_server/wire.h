@@ -5,6 +5,9 @@
 //   server -> worker   value     A part of a block that is pulled, to its place in the worker's tensor.
 //                      replies   ReplySlots. A pull's counts when all of its value has come.
 //
+// float32 values may be packed (kernels/packing.h): the header says how, and `total` how many bytes they are here. They
+// are unpacked as they come, so nothing behind these classes knows of it.
+//
 // The protocol is that of one host: the window's data lies at the same offsets on both sides, so what bounds the worker
 // bounds the server's memory too. These classes keep what has come until the server's or the worker's thread takes it;
 // what they find in a frame is checked first.
@@ -33,6 +36,15 @@ struct WireKind {
   static constexpr std::uint32_t replies = 4;  // ReplySlots
 };
 
+// Bytes on the wire of so many bytes of values, which are packed in parts of kFragment.
+inline std::size_t wire_bytes(Packing packing, std::size_t bytes) {
+  return packing == Packing::none ? bytes : packed_bytes(packing, bytes / sizeof(float));
+}
+// The values, packed for the wire.
+std::shared_ptr<std::byte[]> pack_for_wire(Packing packing, const std::byte* values, std::size_t bytes);
+// The header of a frame with header.bytes bytes of values, when they are packed.
+FrameHeader packed(FrameHeader header, Packing packing);
+
 // A frame with a payload of its own.
 Frame frame_with(std::uint32_t kind, const void* payload, std::size_t bytes);
 
@@ -55,6 +67,8 @@ class Wire : public Connections::User {
 
   // Throws Error(mismatch) for the peer to be given up.
   static void demand(bool holds, int peer, const char* what);
+  // Bytes of the values in a frame; throws as demand() if it cannot have any.
+  static std::size_t values_in(int peer, const FrameHeader& header);
 
   Bell& bell_;
   mutable std::mutex mutex_;  // of what follows, and what classes of this one add; taken after that of connections

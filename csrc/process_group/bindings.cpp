@@ -26,13 +26,10 @@ using namespace ringreduce;
 
 // Lets Python see Error as its class in ringreduce.errors, wherever pybind11 is the way out.
 void translate(std::exception_ptr thrown) {
-  try {
-    if (thrown) std::rethrow_exception(thrown);
-  } catch (const Error& error) {
-    raise(error);
-  } catch (const FutureError& failed) {
-    raise(failed.error);
-  }
+  if (!thrown) return;
+  const auto error = error_in(thrown);
+  if (!error) std::rethrow_exception(thrown);  // another translator knows it
+  raise(*error);
 }
 
 // Calls Python; what it raises is thrown on as Error, about `culprit`.

@@ -157,13 +157,11 @@ class CallWork : public c10d::Work {
     return getFuture()->then(
         [](c10::ivalue::Future& future) {
           auto result = c10d::WorkResult::SUCCESS;
-          try {
-            if (future.hasError()) std::rethrow_exception(future.exception_ptr());
-          } catch (const FutureError& failed) {
-            result =
-                failed.error.kind() == ErrorKind::timeout ? c10d::WorkResult::TIMEOUT : c10d::WorkResult::COMM_ERROR;
-          } catch (...) {
-            result = c10d::WorkResult::UNKNOWN;
+          if (future.hasError()) {
+            const auto error = error_in(future.exception_ptr());
+            result = !error                                ? c10d::WorkResult::UNKNOWN
+                     : error->kind() == ErrorKind::timeout ? c10d::WorkResult::TIMEOUT
+                                                           : c10d::WorkResult::COMM_ERROR;
           }
           return at::IValue(static_cast<int64_t>(result));
         },

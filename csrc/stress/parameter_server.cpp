@@ -251,7 +251,7 @@ void nonsense(int requests) {
             some(kData),
             random() % 2 != 0 ? kPerBlock * 8 : some(9) * 8,
             0,
-            0};
+            static_cast<Packing>(random() % 5)};
     if (slot.kind == ps::RequestKind::leave) slot.kind = ps::RequestKind::push;
     if (i % 2 == 0) slot.number = i / 2 + 1;  // the next
     slot.seen = i % 3 == 0 ? slot.number - 1 : slot.seen;
@@ -343,7 +343,7 @@ Sent some_frame(Random& random) {
                                random() % 4096,
                                random() % 2 != 0 ? random() % 2 * 64 : random() % 9 * 8,
                                0,
-                               0};
+                               static_cast<Packing>(random() % 5)};
     sent.payload.resize(sizeof slot);
     std::memcpy(sent.payload.data(), &slot, sizeof slot);
   } else if (kind == ps::WireKind::replies) {
@@ -354,6 +354,12 @@ Sent some_frame(Random& random) {
     sent.payload.resize(64);
   }
   header.bytes = static_cast<std::uint32_t>(sent.payload.size());
+  if (kind != ps::WireKind::request && kind != ps::WireKind::replies && random() % 2 == 0) {
+    header.packing = random() % 2 == 0 ? Packing::bfloat16 : Packing::int8;
+    header.total = random() % 9 * 32;
+    header.bytes = static_cast<std::uint32_t>(ps::wire_bytes(header.packing, header.total));
+    sent.payload.resize(header.bytes);
+  }
   if (random() % 3 == 0) {
     auto* const bytes = reinterpret_cast<std::byte*>(&header);
     bytes[random() % sizeof header] = static_cast<std::byte>(random());
@@ -407,77 +413,75 @@ std::pair<long, long> frames(int count) {
   return {taken, count / 2 * 2 - taken};
 }
 
-// A worker that sends nonsense over its connection is given up, and nobody else is harmed.
-void sends_nonsense(int times) {
-  Party party(1, 1, {ps::Consistency::asynchronous, 0, 0, 0, "workers"}, Over::sockets);
-  ps::Client& good = *party.clients[0];
-  ps::Server& server = *party.servers[0];
-  std::vector<std::int64_t> value(kCount, 1);
-  good.wait(*good.send(ps::RequestKind::initialise, party.parts, bytes_of(value), {}), 60 * kSecond);
-  Random random(13);
-  for (int i = 1; i <= times; ++i) {
+// A server with a good worker, which nothing may harm, and whoever else connects to it.
+struct Besieged : Party {
+  Besieged() : Party(1, 1, {ps::Consistency::asynchronous, 0, 0, 0, "workers"}, Over::sockets) {
+    good.wait(*good.send(ps::RequestKind::initialise, parts, bytes_of(value), {}), 60 * kSecond);
+  }
+
+  // Returns the other end of the connection of a worker that joins.
+  FileDescriptor admit(ps::WorkerId worker) {
     int ends[2];
     check(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0, "no sockets");
-    const auto worker = static_cast<ps::WorkerId>(i);
     server.join(worker, "workers", 4096);
-    server.connect(worker, ends[0], "a liar's");
-    for (int frame = 0; frame < 20; ++frame) {
-      const Sent sent = some_frame(random);
-      if (send(ends[1], &sent.header, sizeof sent.header, MSG_NOSIGNAL) < 0) break;
-      if (send(ends[1], sent.payload.data(), sent.payload.size(), MSG_NOSIGNAL) < 0) break;
-    }
-    close(ends[1]);
-    if (i % 64 != 0) server.lose(worker);
+    server.connect(worker, ends[0], "a stranger's");
+    return FileDescriptor(ends[1]);
   }
-  check(good.wait(*good.send(ps::RequestKind::push, party.parts, bytes_of(value), {}), 60 * kSecond),
-        "a push waits for workers that send nonsense");
-  party.pull(good, value);
+
+  ps::Server& server = *servers[0];
+  ps::Client& good = *clients[0];
+  std::vector<std::int64_t> value = std::vector<std::int64_t>(kCount, 1);
+};
+
+void ask(const FileDescriptor& end, const ps::RequestSlot& slot) {
+  const FrameHeader header{.kind = ps::WireKind::request, .bytes = sizeof slot};
+  check(send(end.get(), &header, sizeof header, MSG_NOSIGNAL) == sizeof header &&
+            send(end.get(), &slot, sizeof slot, MSG_NOSIGNAL) == sizeof slot,
+        "the server hung up");
+}
+
+// A worker that sends nonsense over its connection is given up, and nobody else is harmed.
+void sends_nonsense(int times) {
+  Besieged party;
+  Random random(13);
+  for (int i = 1; i <= times; ++i) {
+    const auto worker = static_cast<ps::WorkerId>(i);
+    {
+      const FileDescriptor end = party.admit(worker);
+      for (int frame = 0; frame < 20; ++frame) {
+        const Sent sent = some_frame(random);
+        if (send(end.get(), &sent.header, sizeof sent.header, MSG_NOSIGNAL) < 0) break;
+        if (send(end.get(), sent.payload.data(), sent.payload.size(), MSG_NOSIGNAL) < 0) break;
+      }
+    }
+    if (i % 64 != 0) party.server.lose(worker);
+  }
+  const auto push = party.good.send(ps::RequestKind::push, party.parts, bytes_of(party.value), {});
+  check(party.good.wait(*push, 60 * kSecond), "a push waits for workers that send nonsense");
+  party.pull(party.good, party.value);
 }
 
 // A pull that was answered comes again, for a block that there is not.
 void pulls_an_unknown_block() {
-  Party party(1, 1, {ps::Consistency::asynchronous, 0, 0, 0, "workers"}, Over::sockets);
-  ps::Client& good = *party.clients[0];
-  std::vector<std::int64_t> value(kCount, 1);
-  good.wait(*good.send(ps::RequestKind::initialise, party.parts, bytes_of(value), {}), 60 * kSecond);
-  int ends[2];
-  check(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0, "no sockets");
-  party.servers[0]->join(1, "workers", 4096);
-  party.servers[0]->connect(1, ends[0], "a liar's");
+  Besieged party;
+  const FileDescriptor end = party.admit(1);
   for (const ps::BlockId block : {ps::BlockId{0}, ps::BlockId{9999}}) {
-    const ps::RequestSlot slot{ps::RequestKind::pull, block, 1, 0, 0, 0, 1.0, 0, 0, 0, 0};
-    const FrameHeader header{.kind = ps::WireKind::request, .bytes = sizeof slot};
-    check(send(ends[1], &header, sizeof header, MSG_NOSIGNAL) == sizeof header &&
-              send(ends[1], &slot, sizeof slot, MSG_NOSIGNAL) == sizeof slot,
-          "the server hung up");
+    ask(end, {ps::RequestKind::pull, block, 1, 0, 0, 0, 1.0, 0, 0, 0, {}});
     std::byte answer{};
-    check(recv(ends[1], &answer, 1, 0) == 1, "a pull is not answered");
+    check(recv(end.get(), &answer, 1, 0) == 1, "a pull is not answered");
   }
-  close(ends[1]);
-  party.pull(good, value);
+  party.pull(party.good, party.value);
 }
 
 // A worker that asks on and on, says that it has all replies, and reads none: it is given up before they fill the
 // memory.
 void asks_and_never_reads() {
-  Party party(1, 1, {ps::Consistency::asynchronous, 0, 0, 0, "workers"}, Over::sockets);
-  ps::Client& good = *party.clients[0];
-  std::vector<std::int64_t> value(kCount, 1);
-  good.wait(*good.send(ps::RequestKind::initialise, party.parts, bytes_of(value), {}), 60 * kSecond);
-  int ends[2];
-  check(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0, "no sockets");
-  party.servers[0]->join(1, "workers", 4096);
-  party.servers[0]->connect(1, ends[0], "a glutton's");
-  for (std::uint64_t number = 1; number < 100000 && party.servers[0]->statistics().workers == 2; ++number) {
-    const ps::RequestSlot slot{ps::RequestKind::pull, 0, number, number - 1, 0, 0, 1.0, 0, 0, 0, 0};
-    const FrameHeader header{.kind = ps::WireKind::request, .bytes = sizeof slot};
-    check(send(ends[1], &header, sizeof header, MSG_NOSIGNAL) == sizeof header &&
-              send(ends[1], &slot, sizeof slot, MSG_NOSIGNAL) == sizeof slot,
-          "the server hung up");
-  }
-  check(party.servers[0]->statistics().workers == 1, "a worker that reads nothing may ask for ever");
-  close(ends[1]);
-  party.pull(good, value);
+  Besieged party;
+  const FileDescriptor end = party.admit(1);
+  for (std::uint64_t number = 1; number < 100000 && party.server.statistics().workers == 2; ++number)
+    ask(end, {ps::RequestKind::pull, 0, number, number - 1, 0, 0, 1.0, 0, 0, 0, {}});
+  check(party.server.statistics().workers == 1, "a worker that reads nothing may ask for ever");
+  party.pull(party.good, party.value);
 }
 
 }  // namespace

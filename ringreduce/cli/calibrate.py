@@ -16,7 +16,7 @@ from ringreduce.common.units import bytes_text, time_text
 
 if TYPE_CHECKING:
     from ringreduce.topology.graph import LinkGraph
-    from ringreduce.topology.planner import Planned
+    from ringreduce.topology.planned import Planned
 
 HOW_TO = "save all that a program such as all_reduce_perf prints"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +70,7 @@ def _peers(seconds: float, file: str | None) -> int:
     options, _ = resolve(None)
     place = place_of(options)
     if place.transport != "tcp":  # which says that each rank has a host of its own
-        place = replace(place, transport="auto")
+        place = place._replace(transport="auto")
     try:
         wait = timedelta(seconds=doctor_peers.MEET_SECONDS)
         store, rank, size = next(iter(rendezvous("env://", timeout=wait)))

@@ -17,11 +17,11 @@ from ringreduce.cli.terminal import Help, console, say
 from ringreduce.common import compiled
 from ringreduce.common.failures import SystemFailure
 from ringreduce.common.units import bytes_text, time_text
-from ringreduce.config import PREFIX, Options, resolve, slot_bytes_for
+from ringreduce.config import PREFIX, Options, fetch_from, resolve, slicing_for, slot_bytes_for
 from ringreduce.gpu import kernels, nccl
 from ringreduce.gpu.rules import rules as gpu_rules
-from ringreduce.plan import Machine
-from ringreduce.plan.choose import BLOCKS
+from ringreduce.plan.by_cost import BLOCKS
+from ringreduce.plan.cost import Cost, Machine
 from ringreduce.tuning import Tuning
 
 if TYPE_CHECKING:
@@ -149,8 +149,8 @@ def _choices(size: int, options: Options, fetch: bool, known: Tuning | None) -> 
     """What a group of so many ranks would run; times for the smallest compared block of each range."""
     from rich.table import Table
 
-    slicing = tuning.slicing_for(options, slot_bytes_for(size, options), fetch)
-    least_fetch = tuning.fetch_from(options, size, cores(), fetch)
+    slicing = slicing_for(options, slot_bytes_for(size, options), fetch)
+    least_fetch = fetch_from(options, size, cores(), fetch)
     decided = () if known is None else tuning.rules_for(known, size, slicing, least_fetch)
     measured = {} if known is None or size not in known.measured else known.measured[size].cells
     date = f", measured {known.measured[size].date}" if known is not None and measured else ""
@@ -161,7 +161,7 @@ def _choices(size: int, options: Options, fetch: bool, known: Tuning | None) -> 
         for entry in ranges:
             at = next((block for block in BLOCKS if block >= begin), begin)
             cell = next((cell for cell in measured.get(collective, ()) if cell.bytes == at), None)
-            cost = known and plan.Cost(plan.build(collective, entry.algorithm, size), known.machine, slicing)
+            cost = known and Cost(plan.build(collective, entry.algorithm, size), known.machine, slicing)
             same = cell is not None and (cell.algorithm, cell.slice_bytes) == entry[1:]
             table.add_row(
                 collective if begin == 0 else "",

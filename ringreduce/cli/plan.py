@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ringreduce.topology.expected import Table
-    from ringreduce.topology.planner import Planned
+    from ringreduce.topology.planned import Planned
 
 MOST_NAMED = 64
 """GPUs that are listed one by one."""

@@ -22,7 +22,7 @@ from ringreduce.topology.graph import LinkGraph
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ringreduce.topology.planner import Planned
+    from ringreduce.topology.planned import Planned
 
 SIZES_COMPARED = 10
 """Sizes compared: that of `--size`, and each a quarter of the one before."""

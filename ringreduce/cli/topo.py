@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from ringreduce.topology.planner import Planned
+    from ringreduce.topology.planned import Planned
 
 MOST_COLUMNS = 16
 """GPUs that a table of all pairs has room for on a terminal of 80 columns."""

@@ -13,8 +13,9 @@ from ringreduce.cli.terminal import Help, console, progress
 from ringreduce.common import compiled
 from ringreduce.common.failures import RingReduceError
 from ringreduce.common.units import bytes_text, time_text
-from ringreduce.config import PREFIX, Options, resolve
+from ringreduce.config import PREFIX, Options, fetch_from, resolve
 from ringreduce.plan import BUILDERS
+from ringreduce.plan.by_cost import by_cost
 from ringreduce.tuning import Cell
 
 if TYPE_CHECKING:
@@ -65,8 +66,8 @@ def _tune(console: Console, options: Options, ranks: list[int], collectives: lis
     seconds = budget / len(ranks)
     for size in ranks:
         slicing = measure.slicing_of(size)
-        least_fetch = tuning.fetch_from(options, size, cores(), tuning.fetches(options))
-        model = plan.table(size, decided=plan.by_cost(size, known.machine, slicing, fetch_from=least_fetch))
+        least_fetch = fetch_from(options, size, cores(), tuning.fetches(options))
+        model = plan.table(size, decided=by_cost(size, known.machine, slicing, fetch_from=least_fetch))
         work = list(measure.tasks(size, collectives, model, slicing))
         with progress(console) as bars:
             bar = bars.add_task(f"{size} ranks", total=len(work))

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, RingReduceError
-from ringreduce.parameter_server.key_value import KeyValue
+from ringreduce.parameter_server.key_value import KeyValue, check_weight
 from ringreduce.parameter_server.modes import Mode, sync
 from ringreduce.parameter_server.pending import Pending, server_errors
 from ringreduce.parameter_server.updates import UpdateRule, check_for_rows
@@ -133,8 +133,7 @@ class Embedding(nn.Module):
                 f"gradients are {_described(source)}; for ids of shape {tuple(wanted.shape)} they must be dense, of "
                 f"{self.dtype} and shape {(*wanted.shape, self.dim)} on the CPU"
             )
-        if not (isinstance(weight, (int, float)) and math.isfinite(weight) and weight > 0):
-            raise InvalidArgument(f"weight is {weight!r}; it must be a positive number")
+        check_weight(weight)
         rows = self._table.rows(wanted.data_ptr(), wanted.numel())
         return self._push(
             rows, source.resolve_neg().contiguous(), deadline, distinct=False, weight=weight, priority=priority
@@ -149,12 +148,15 @@ class Embedding(nn.Module):
         all tables those that leave a later request less than half of the window.
         """
         deadline = self._kv._deadline(None)
-        waiting = self._kv._prefetched
-        mine = [place for place, batch in enumerate(waiting) if batch.name == self.name]
+        waiting, mine = self._kv._prefetched, self._places()
         for place in reversed(mine[: max(0, len(mine) + 1 - MOST_PREFETCHED)]):
             del waiting[place]  # which leaves the window before more is asked for
         batch = self._ask(_ids(ids).clone(), deadline)
         waiting.append(batch)
+
+    def _places(self) -> list[int]:
+        """Where this table's prefetched batches are among all, oldest first."""
+        return [place for place, batch in enumerate(self._kv._prefetched) if batch.name == self.name]
 
     def _make_room(self, rows: ParameterRows) -> int:
         """The bytes of a request for these rows in the window, of which prefetched batches leave it half."""
@@ -182,8 +184,7 @@ class Embedding(nn.Module):
     def _batch(self, ids: torch.Tensor, deadline: float) -> _Batch:
         """The rows of `ids`, asked for by `prefetch` or now."""
         waiting = self._kv._prefetched
-        mine = [place for place, batch in enumerate(waiting) if batch.name == self.name]
-        for place in mine:
+        for place in self._places():
             if waiting[place].ids.shape == ids.shape and torch.equal(waiting[place].ids, ids):
                 return waiting.pop(place)
         return self._ask(ids, deadline)

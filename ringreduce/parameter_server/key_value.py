@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     Array: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
 
+WIRES = ("float32", "bfloat16", "int8")
 MOST_KEY = 1024
 """Bytes of a key."""
 _CREATED_AT_ONCE = 1000
@@ -140,13 +141,19 @@ class KeyValue:
         *,
         update: UpdateRule | None = None,
         mode: Mode | None = None,
+        push_wire: str = "float32",
+        pull_wire: str = "float32",
         timeout: float | None = None,
     ) -> None:
         """Makes a key with its first value, dtype and shape, `update` rule (default: `assign()`) and `mode` (default:
         `sync()`).
 
-        Every worker may call it; the first one's value counts, and all must give the same rule, mode, dtype and shape.
-        Raises `InvalidArgument` if they do not, or if the servers have no room.
+        Every worker may call it; the first one's value counts, and all must give the same rule, mode, wires, dtype and
+        shape. Raises `InvalidArgument` if they do not, or if the servers have no room.
+
+        `push_wire` and `pull_wire` say how float32 tensors go to and from servers of other hosts: "float32",
+        "bfloat16" (half of the bytes) or "int8" (about a quarter; 32 elements share a power of two). What is rounded
+        off a push is added to this worker's next push. Raises `InvalidArgument` for tensors of other dtypes.
         """
         update, mode = update or assign(), mode or sync()
         deadline = self._deadline(timeout)
@@ -154,12 +161,14 @@ class KeyValue:
         for name, tensor in self._pairs(key, value):
             _check_key(name)
             source = _readable(name, tensor)
-            spec = {
+            spec: dict[str, Any] = {
                 "dtype": str(source.dtype).removeprefix("torch."),
                 "shape": list(source.shape),
                 "mode": mode.as_json(),
                 "update": update.as_json(),
+                "wire": [push_wire, pull_wire],
             }
+            _check_wire(name, source, spec["wire"])
             if update.kind == "rowwise_adagrad":
                 raise InvalidArgument(f"update of {name!r} is rowwise_adagrad(), which is for rows: use ps.Embedding")
             _check_average(name, source, mode, update)
@@ -233,8 +242,11 @@ class KeyValue:
         shape = torch.Size(placed["shape"])
         known = [part for part in parts if part is not None]
         near, far = ([part for part in known if (part[0] in self._with.far) is there] for there in (False, True))
-        everywhere, here = _C.ParameterParts(known), _C.ParameterParts(near)
-        asked = everywhere if placed["mode"]["mode"] == "ssp" else _C.ParameterParts(far) if far else None
+        push_wire, pull_wire = placed["wire"]
+        everywhere, here, there = (
+            _C.ParameterParts(some, push_wire=push_wire, pull_wire=pull_wire) for some in (known, near, far)
+        )
+        asked = everywhere if placed["mode"]["mode"] == "ssp" else there if far else None
         self._keys[key] = _Key(placed, dtype, shape, known, everywhere, near, here, asked)
 
     # ---- data --------------------------------------------------------------------------------------------------------
@@ -256,8 +268,7 @@ class KeyValue:
         which may be changed after that wait. Among the updates that a server could do at once, those with the greatest
         `priority` go first.
         """
-        if weight != 1 and not (isinstance(weight, (int, float)) and math.isfinite(weight) and weight > 0):
-            raise InvalidArgument(f"weight is {weight!r}; it must be a positive number")
+        check_weight(weight)
         deadline = self._deadline(timeout)
         calls = {name: self._push(name, tensor, weight, priority, deadline) for name, tensor in self._pairs(key, value)}
         return Pending(self, calls)
@@ -514,7 +525,7 @@ class KeyValue:
     def _restore_key(self, key: str, spec: dict[str, Any]) -> _C.ParameterTable | None:
         if "table" in spec:
             return self._make_table(key, spec)
-        same = {name: spec[name] for name in ("dtype", "shape", "mode", "update")}
+        same = {name: spec[name] for name in ("dtype", "shape", "mode", "update", "wire")}
         size = getattr(torch, spec["dtype"]).itemsize
         sizes = [count * size for _, count in cut(math.prod(spec["shape"]), spec["per_block"])]
         placed = self._agree(key, same, spec | {"servers": place(sizes, self._with.loads)})
@@ -648,6 +659,11 @@ def _check_key(key: Any) -> None:
         raise InvalidArgument("key is '__metadata__', which is no tensor's name in a snapshot: give it another one")
 
 
+def check_weight(weight: Any) -> None:
+    if weight != 1 and not (isinstance(weight, (int, float)) and math.isfinite(weight) and weight > 0):
+        raise InvalidArgument(f"weight is {weight!r}; it must be a positive number")
+
+
 def _tensor(key: str, array: Any) -> torch.Tensor:
     if not isinstance(array, torch.Tensor):
         if not hasattr(array, "__array_interface__"):
@@ -698,6 +714,16 @@ def _check_like(key: str, known: _Key, tensor: torch.Tensor) -> None:
             f"{key!r} is {known.dtype} of shape {tuple(known.shape)}; the tensor is {tensor.dtype} of shape "
             f"{tuple(tensor.shape)}"
         )
+
+
+def _check_wire(key: str, tensor: torch.Tensor, wires: list[str]) -> None:
+    for name, wire in zip(("push_wire", "pull_wire"), wires, strict=True):
+        if wire not in WIRES:
+            raise InvalidArgument(f"{name} of {key!r} is {wire!r}; it must be one of {', '.join(WIRES)}")
+        if wire != "float32" and tensor.dtype is not torch.float32:
+            raise InvalidArgument(
+                f"{name} of {key!r} is {wire!r}, which rounds float32; the tensor is {tensor.dtype}: leave it out"
+            )
 
 
 def _check_average(key: str, tensor: torch.Tensor, mode: Mode, update: UpdateRule) -> None:

@@ -11,7 +11,8 @@ import json
 import math
 import os
 import struct
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,28 @@ _MOST_HEADER = 100 << 20
 """As other readers have it."""
 
 
+_CHECKSUM = "crc32"
+"""In a file's metadata, of all that follows its header."""
+_PIECE = 1 << 20
+
+
+def _checksum(pieces: Iterable[Any]) -> int:
+    found = 0
+    for piece in pieces:
+        found = zlib.crc32(piece, found)
+    return found
+
+
+def _hex(checksum: int) -> str:
+    return f"{checksum:08x}"
+
+
 class Writer:
     """A file with tensors of known shapes, whose bytes come in any order. `finish` makes it last."""
 
     def __init__(self, path: Path, tensors: Mapping[str, tuple[str, list[int], int]], metadata: dict[str, str]) -> None:
-        """`tensors`: by name, dtype, shape and bytes."""
-        header: dict[str, Any] = {"__metadata__": metadata}
+        """`tensors`: by name, dtype, shape and bytes. The file's metadata have a checksum of their bytes, too."""
+        header: dict[str, Any] = {"__metadata__": metadata | {_CHECKSUM: _hex(0)}}
         end = 0
         self._begins = {}
         for name, (dtype, shape, size) in tensors.items():
@@ -58,6 +75,7 @@ class Writer:
             raise InvalidArgument(
                 f"{path}: a header of {len(text)} bytes for {len(tensors)} tensors; readers take {_MOST_HEADER}"
             )
+        self._header, self._length = header, len(text)
         self._data, self._path = _LENGTH.size + len(text), path
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
@@ -79,6 +97,12 @@ class Writer:
             view, at = view[written:], at + written
 
     def finish(self) -> None:
+        """Reads what has been written, for the checksum."""
+        with open(self._path, "rb") as file:
+            file.seek(self._data)
+            self._header["__metadata__"][_CHECKSUM] = _hex(_checksum(iter(lambda: file.read(_PIECE), b"")))
+        text = json.dumps(self._header).encode()
+        self._write(text.ljust(self._length), _LENGTH.size)
         os.fsync(self._file)
 
     def close(self) -> None:
@@ -112,6 +136,12 @@ class Reader:
         self._data, self.path = whole[begin:], path
         self.digest = hashlib.sha256(whole[:begin].tobytes()).hexdigest()
         """Of the header."""
+
+    def check(self) -> None:
+        """Reads all bytes of all tensors. Raises `InvalidArgument` if they are not what was written."""
+        pieces = (self._data[begin : begin + _PIECE] for begin in range(0, len(self._data), _PIECE))
+        if self.metadata.get(_CHECKSUM) != _hex(_checksum(pieces)):
+            raise InvalidArgument(f"{self.path} is damaged: the bytes of its tensors are not those that were written")
 
     @staticmethod
     def _place(entry: Any, room: int) -> tuple[int, int]:

@@ -72,7 +72,7 @@ class Saving:
 
     @property
     def _name(self) -> str:
-        return f"server-{self._part}.safetensors"
+        return _file_of(self._part)
 
     def _run(self) -> None:
         error = ""
@@ -108,20 +108,17 @@ class _Saved:
             )
         self._size = getattr(torch, dtype).itemsize
         table = spec.get("table")
-        names = [f"{key}#state{i}" for i in range(states)]
         self.key_and_spec = key, {name: value for name, value in spec.items() if name != "servers"}
         self.described = {"key": key, "begin": begin, "count": count, "steps": steps, "rows": rows, "states": states}
         if table is not None:
             width = table["width"]
-            state = [rows, 1 if spec["update"]["kind"] == "rowwise_adagrad" else width]
-            self._columns = [(key, width), *((name, state[1]) for name in names)]
+            of_state = 1 if spec["update"]["kind"] == "rowwise_adagrad" else width
+            self._columns = [(name, width if name == key else of_state) for name in _names(key, states)]
             self.tensors = {f"{key}#ids": ("int64", [rows], 8 * rows)}
             self.tensors |= {name: (dtype, [rows, n], rows * n * self._size) for name, n in self._columns}
             return
-        whole = count == math.prod(spec["shape"])
-        part = "" if whole else f"[{begin}:{begin + count}]"
-        shape = spec["shape"] if whole else [count]
-        self._names = [key + part, *(name + part for name in names)]
+        shape = spec["shape"] if count == math.prod(spec["shape"]) else [count]
+        self._names = _names_of_block(about, states)
         self.tensors = {name: (dtype, shape, count * self._size) for name in self._names}
 
     def write(self, writer: Writer, first: int, rows: int, data: bytes) -> None:
@@ -166,7 +163,23 @@ def _complete(folder: Path, servers: int) -> None:
 
 
 def _files(servers: int) -> list[str]:
-    return [f"server-{i}-of-{servers}.safetensors" for i in range(servers)]
+    return [_file_of(f"{i}-of-{servers}") for i in range(servers)]
+
+
+def _file_of(part: str) -> str:
+    return f"server-{part}.safetensors"
+
+
+def _names(key: str, states: int) -> list[str]:
+    """Of the tensors with the values of a key, then its states."""
+    return [key, *(f"{key}#state{i}" for i in range(states))]
+
+
+def _names_of_block(about: dict[str, Any], states: int) -> list[str]:
+    """The same of a block: with its elements, unless it is all of the key."""
+    begin, count = about["begin"], about["count"]
+    part = "" if count == math.prod(about["spec"]["shape"]) else f"[{begin}:{begin + count}]"
+    return [name + part for name in _names(about["key"], states)]
 
 
 def _sync(folder: Path) -> None:
@@ -200,6 +213,7 @@ def read(path: Path) -> list[tuple[Reader, list[dict[str, Any]]]]:
     for reader, digest in zip(readers, files.values(), strict=True):
         if reader.digest != digest:
             raise InvalidArgument(f"{reader.path} is damaged: its header is not the one that {path / INDEX} knows")
+        reader.check()
     found = [(reader, list(_blocks_of(reader))) for reader in readers]
     whole = _whole_keys(path, [block for _, blocks in found for block in blocks])
     return [(reader, [block for block in blocks if block["key"] in whole]) for reader, blocks in found]
@@ -222,7 +236,12 @@ def _blocks_of(reader: Reader) -> Iterator[dict[str, Any]]:
             if "table" in spec:
                 known |= {"table": dict(spec["table"]), "shape": list(spec["shape"])}
             else:
-                known |= {"per_block": max(1, int(spec["per_block"])), "shape": [int(n) for n in spec["shape"]]}
+                push_wire, pull_wire = spec.get("wire", ("float32", "float32"))
+                known |= {
+                    "per_block": max(1, int(spec["per_block"])),
+                    "shape": [int(n) for n in spec["shape"]],
+                    "wire": [str(push_wire), str(pull_wire)],
+                }
             yield {"key": key, "spec": known, **numbers}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise InvalidArgument(f"{reader.path} does not say which blocks it has: {error!r:.200}") from None
@@ -250,11 +269,8 @@ def _whole_keys(path: Path, blocks: list[dict[str, Any]]) -> set[str]:
 
 def payload_of_block(reader: Reader, block: dict[str, Any]) -> np.ndarray[Any, Any]:
     """As servers take it: the number of updates, the value, the states."""
-    key, begin, count = block["key"], block["begin"], block["count"]
-    part = "" if count == math.prod(block["spec"]["shape"]) else f"[{begin}:{begin + count}]"
-    names = [key + part, *(f"{key}#state{i}{part}" for i in range(block["states"]))]
     steps = np.frombuffer(_STEPS.pack(block["steps"]), np.uint8)
-    return np.concatenate([steps, *(reader.bytes_of(name) for name in names)])
+    return np.concatenate([steps, *(reader.bytes_of(name) for name in _names_of_block(block, block["states"]))])
 
 
 def payloads_of_rows(
@@ -266,8 +282,7 @@ def payloads_of_rows(
     if rows == 0:
         yield from ((server, steps) for server in range(len(table.blocks)))
         return
-    names = [key, *(f"{key}#state{i}" for i in range(block["states"]))]
-    columns = [reader.bytes_of(name).reshape(rows, -1) for name in names]
+    columns = [reader.bytes_of(name).reshape(rows, -1) for name in _names(key, block["states"])]
     ids = reader.bytes_of(f"{key}#ids").view(np.int64)
     some = max(1, at_once // (8 + sum(column.shape[1] for column in columns)))
     for first in range(0, rows, some):

@@ -14,7 +14,6 @@ from ringreduce.errors import InvalidArgument
 from ringreduce.parameter_server.key_value import KeyValue
 from ringreduce.parameter_server.modes import Mode, sync
 from ringreduce.parameter_server.pending import Pending
-from ringreduce.parameter_server.updates import UpdateRule
 from ringreduce.parameter_server.updates import optimizer as optimizer_rule
 
 _HOW = ("foreach", "fused", "capturable", "differentiable")
@@ -29,7 +28,13 @@ class Attached:
     """
 
     def __init__(
-        self, kv: KeyValue, model: nn.Module, optimizer: torch.optim.Optimizer, mode: Mode, prefix: str
+        self,
+        kv: KeyValue,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        mode: Mode,
+        prefix: str,
+        wires: dict[str, str],
     ) -> None:
         self.late = 0
         """Pushes that came late and were dropped, where the mode has a quorum."""
@@ -47,12 +52,15 @@ class Attached:
                     raise InvalidArgument(f"the optimizer has a parameter {tuple(parameter.shape)} that model has not")
                 values[parameter] = prefix + names[parameter]
             rule = optimizer_rule(type(optimizer), **arguments)
-            self._make(rule, mode, {values[parameter]: parameter for parameter in trained})
+            kv.init(
+                {values[each]: each.detach() for each in trained},
+                update=rule,
+                mode=mode,
+                push_wire=wires["push"],
+                pull_wire=wires["pull"],
+            )
         kv.pull({key: parameter.data for parameter, key in values.items()})
         self._hooks = list(self._hook(model, values))
-
-    def _make(self, rule: UpdateRule, mode: Mode, parameters: dict[str, nn.Parameter]) -> None:
-        self._kv.init({key: parameter.detach() for key, parameter in parameters.items()}, update=rule, mode=mode)
 
     def _hook(self, model: Any, values: dict[nn.Parameter, str]) -> Iterator[Any]:
         for place, parameter in enumerate(model.parameters()):
@@ -119,17 +127,25 @@ class Attached:
 
 
 def attach(
-    kv: KeyValue, model: nn.Module, optimizer: torch.optim.Optimizer, *, mode: Mode | None = None, prefix: str = ""
+    kv: KeyValue,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    mode: Mode | None = None,
+    prefix: str = "",
+    push_wire: str = "float32",
+    pull_wire: str = "float32",
 ) -> Attached:
     """Makes the servers update the model's parameters as `optimizer` would, in `mode` (default: `sync()`).
 
         optimizer = ps.attach(kv, model, optimizer)
 
     The training loop stays as it is: `zero_grad`, `backward`, `step`. Every worker calls `attach`; all begin with the
-    values of the first one. The key of a parameter is `prefix` followed by its name. Raises `InvalidArgument` for an
+    values of the first one. The key of a parameter is `prefix` followed by its name. `push_wire` and `pull_wire` are
+    those of `KeyValue.init`. Raises `InvalidArgument` for an
     optimizer that needs whole tensors.
     """
-    return Attached(kv, model, optimizer, mode or sync(), prefix)
+    return Attached(kv, model, optimizer, mode or sync(), prefix, {"push": push_wire, "pull": pull_wire})
 
 
 def _arguments(optimizer: torch.optim.Optimizer) -> Iterator[dict[str, Any]]:

@@ -37,8 +37,9 @@ from ringreduce.common.failures import PlanError
 from ringreduce.plan import builders, tree
 from ringreduce.plan import choose as sizes
 from ringreduce.plan.builders import BUILDERS, Builder
-from ringreduce.plan.cost import WINDOW, Slicing
-from ringreduce.plan.model import Channel, Layout, Plan, Program, Read, Step, layout, slot_depth
+from ringreduce.plan.by_cost import BLOCKS, MARGIN
+from ringreduce.plan.cost import WINDOW
+from ringreduce.plan.model import Channel, Layout, Plan, Program, Read, Slicing, Step, layout, slot_depth
 
 Hosts = Sequence[Sequence[int]]
 """The ranks of each host, in any order.  The order of hosts is that of a ring among them."""
@@ -146,13 +147,13 @@ def choose(
         return first + (rounds - 1) * max(work, first / window)
 
     chosen = []
-    for block_bytes in sizes.BLOCKS:
+    for block_bytes in BLOCKS:
         times = {name: seconds(name, shape, block_bytes) for name, shape in candidates.items()}
         usual, *_ = times
         best = min((name for name in times if name.startswith("hosts_")), key=times.__getitem__)
-        name = best if times[best] < sizes.MARGIN * times[usual] else usual
+        name = best if times[best] < MARGIN * times[usual] else usual
         best = min(times, key=times.__getitem__)  # also where not every local rank carries its share
-        if times[best] < (1 if block_bytes <= cut.least_slice_bytes else sizes.MARGIN) * times[name]:
+        if times[best] < (1 if block_bytes <= cut.least_slice_bytes else MARGIN) * times[name]:
             name = best
         chosen.append((block_bytes, name, 0))
     rules = list(sizes.ranges_between(collective, chosen))

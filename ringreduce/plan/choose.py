@@ -1,4 +1,4 @@
-"""Which algorithm runs for which size: what a cost model or a measurement decided, overridden by rules of the user.
+"""Which algorithm runs for which size: what the cost model or a measurement decided, overridden by rules of the user.
 
     rules = entry { ";" entry }             entry = [ collective ":" ] algorithm [ ":" range [ ":" slice ] ]
                                             range = begin "-" [ end ]
@@ -14,15 +14,13 @@ collective; for all_reduce it is one_shot or two_shot, by size (`one_shot_end`).
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from ringreduce.common.failures import PlanError
 from ringreduce.common.units import UNITS
-from ringreduce.plan.builders import BUILDERS, build
-from ringreduce.plan.cost import Cost, Machine, Slicing, chunk_bytes
+from ringreduce.plan.builders import BUILDERS
 
 ONE_SHOT_BYTES = 64 * 1024
 """Below this size a group of two runs one_shot; larger groups get proportionally less, see `one_shot_end`.
@@ -30,25 +28,6 @@ ONE_SHOT_BYTES = 64 * 1024
 Swept for 4 KB to 128 KB, float32 sum, on 2 cores (Xeon with 2 MB of L2 a core, November 2026): two_shot took less time
 from 64 KB on with 2 ranks, from 16 KB with 4, 24 KB with 8 and 16 KB with 16.
 """
-
-BLOCKS = tuple(64 * 4**power for power in range(12))
-"""Bytes of a block, 64 B to 256 MB: where algorithms are compared.  What is found serves up to the next size."""
-
-SLICES = tuple(2**power * 1024 for power in range(4, 10))
-"""Bytes, 16 KB to 512 KB: slices that are compared, with that of the options' rule."""
-
-MARGIN = 0.8
-"""The model must promise less than this share of a direct algorithm's time to be followed to one that is not."""
-
-SLICE_MARGIN = 0.9
-"""The same for slices of another size than the rule's."""
-
-MODELLED, DIRECT_MODELLED = 8, 32
-"""Up to so many ranks the model looks at all algorithms, and at the direct ones: it walks every rank's steps, which
-takes a while in larger groups.  They keep the built-in rules."""
-
-DIRECT: Mapping[str, tuple[str, ...]] = {"all_reduce": ("one_shot", "two_shot")}
-"""The direct algorithms of a collective, where there are several: that for small blocks first."""
 
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
@@ -59,8 +38,7 @@ MOST_BYTES = 2**62
 """The end of all ranges that have one."""
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """`algorithm` runs `collective` for blocks of `begin` bytes or more and, unless None, less than `end`."""
 
     collective: str
@@ -116,56 +94,6 @@ def one_shot_end(size: int) -> int:
     what a rank reads in that one hop by the same number of bytes in every group.
     """
     return ONE_SHOT_BYTES * 2 // max(size, 2)
-
-
-def by_cost(
-    size: int,
-    machine: Machine,
-    slicing: Slicing,
-    collectives: Iterable[str] = tuple(BUILDERS),
-    fetch_from: int | None = None,
-) -> tuple[Rule, ...]:
-    """What the cost model would run in a group of `size` ranks.
-
-    The model knows of copies through slots only.  Where ranks read one another's memory instead, values go the direct
-    way, since each hop more is a copy more: chunks of `fetch_from` bytes or more, to or from a root those of one slice.
-
-    Within a few per cent it is no better than a guess, so only a clear promise leads away from the direct algorithms
-    and from the slices of the rule.
-    """
-    if size > DIRECT_MODELLED:
-        return ()
-    rules: list[Rule] = []
-    for collective in collectives:
-        direct = DIRECT.get(collective, ("direct",))
-        names = BUILDERS[collective] if size <= MODELLED else direct
-        costs = {name: Cost(build(collective, name, size), machine, slicing) for name in names}
-        chosen = []
-        for block in BLOCKS:
-            chunk = chunk_bytes(costs[direct[-1]].plan, block)
-            fetched = fetch_from is not None and chunk >= fetch_from
-            if fetched and (collective not in ROOTED or chunk <= slicing.slice_bytes(chunk)):
-                chosen.append((block, direct[-1], 0))
-                continue
-            seconds = {name: cost.seconds(block) for name, cost in costs.items()}
-            plain = min(direct, key=seconds.__getitem__)
-            direct = direct[direct.index(plain) :]
-            best = min(names, key=seconds.__getitem__)
-            name = best if seconds[best] < MARGIN * seconds[plain] else plain
-            cut = {
-                each: costs[name].seconds(block, each) for each in slices(chunk_bytes(costs[name].plan, block), slicing)
-            }
-            slice_bytes = min(cut, key=cut.__getitem__, default=0)
-            worth_it = slice_bytes > 0 and cut[slice_bytes] < SLICE_MARGIN * seconds[name]
-            chosen.append((block, name, slice_bytes if worth_it else 0))
-        rules += ranges_between(collective, chosen)
-    return tuple(rules)
-
-
-def slices(chunk_bytes: int, slicing: Slicing) -> Iterator[int]:
-    """The slices worth a try for a chunk, beside that of the rule."""
-    usual = slicing.slice_bytes(chunk_bytes)
-    yield from (size for size in SLICES if size < chunk_bytes and size <= slicing.most_slice_bytes and size != usual)
 
 
 def ranges_between(collective: str, chosen: Sequence[tuple[int, str, int]]) -> Iterator[Rule]:

@@ -24,12 +24,10 @@ from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
-from ringreduce.plan.model import Plan, Read, Step, layout, slot_depth
+from ringreduce.plan.model import CACHE_LINE, Plan, Read, Slicing, Step, layout, slot_depth
 
 WINDOW = 8
 """Rounds that the engine keeps in flight, kWindow in csrc/engine/execution.h."""
-
-CACHE_LINE = 64
 
 # Constants of the engine, in seconds. Fitted to all_reduce of 64 B to 64 MB by 2, 4 and 8 ranks on 2 cores (Xeon with
 # 2 MB of L2 a core, November 2026), as are those in tuning/machine.py.
@@ -115,19 +113,6 @@ class Machine:
         if list(loaded["staging"]) != sorted(set(loaded["staging"])):
             raise ValueError(f"staging is {loaded['staging']}; expected four numbers, ascending")
         return Machine(**loaded)
-
-
-class Slicing(NamedTuple):
-    """How the engine cuts chunks: its options of these names, the last at most a slot."""
-
-    slices: int
-    least_slice_bytes: int
-    most_slice_bytes: int
-
-    def slice_bytes(self, chunk_bytes: float, chosen: int = 0) -> int:
-        """What `Engine::slice_bytes` makes of it: `chosen`, or by the rule where that is 0."""
-        size = chosen or max(int(chunk_bytes) // self.slices, self.least_slice_bytes)
-        return min(max(size // CACHE_LINE * CACHE_LINE, CACHE_LINE), self.most_slice_bytes)
 
 
 def chunk_bytes(plan: Plan, block_bytes: int) -> int:

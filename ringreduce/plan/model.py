@@ -21,9 +21,11 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from ringreduce.common.failures import PlanError
+
+CACHE_LINE = 64
 
 
 class Read(Enum):
@@ -80,8 +82,7 @@ class Plan:
         return _load_plan(document)
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """Which rank holds which block before a collective, and which it must hold after it.
 
     The result of a block is the combination of all its inputs: of every rank's if the collective reduces, else of the
@@ -141,6 +142,19 @@ def layout(collective: str, size: int) -> Layout:
         case "all_to_all":
             return Layout(size, size * size, source, target)
     raise PlanError(f"collective {collective!r} is unknown; known are {', '.join(COLLECTIVES)}")
+
+
+class Slicing(NamedTuple):
+    """How the engine cuts chunks: its options of these names, the last at most a slot."""
+
+    slices: int
+    least_slice_bytes: int
+    most_slice_bytes: int
+
+    def slice_bytes(self, chunk_bytes: float, chosen: int = 0) -> int:
+        """What `Engine::slice_bytes` makes of it: `chosen`, or by the rule where that is 0."""
+        size = chosen or max(int(chunk_bytes) // self.slices, self.least_slice_bytes)
+        return min(max(size // CACHE_LINE * CACHE_LINE, CACHE_LINE), self.most_slice_bytes)
 
 
 def slot_depth(size: int) -> int:

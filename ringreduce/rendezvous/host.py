@@ -34,7 +34,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ringreduce.common.failures import (
@@ -62,8 +62,7 @@ _STRANGER_SECONDS = 5.0
 """For who connects to say who it is."""
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where a rank counts itself to be, and how it is reached from elsewhere. What the options say of it."""
 
     transport: str = "auto"
@@ -78,8 +77,7 @@ class Place:
     """RINGREDUCE_PORTS: see `sockets.parse_ports`."""
 
 
-@dataclass(frozen=True)
-class _Member:
+class _Member(NamedTuple):
     """What the ranks of its host learn of a rank. The descriptors are owned by whoever receives them."""
 
     rank: int
@@ -384,9 +382,9 @@ def _lead(
     with contextlib.ExitStack() as connections:
         try:
             memfd = _shared_memory(segment_bytes)
-            members[own.rank] = replace(own, pidfd=own_pidfd(), arena=-1)
+            members[own.rank] = own._replace(pidfd=own_pidfd(), arena=-1)
             if own.arena >= 0:
-                members[own.rank] = replace(members[own.rank], arena=os.dup(own.arena))
+                members[own.rank] = members[own.rank]._replace(arena=os.dup(own.arena))
             secret, text = bytes.fromhex(roster["secret"]), _written(json.dumps(roster))
             connections.callback(os.close, text)
             guests = {r: connections.enter_context(_invite(me, roster, r, text)) for r in here[1:]}

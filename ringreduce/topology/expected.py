@@ -26,7 +26,7 @@ from ringreduce.topology.graph import LinkKind, NodeKind
 from ringreduce.topology.rates import model_in
 
 if TYPE_CHECKING:
-    from ringreduce.topology.planner import Planned
+    from ringreduce.topology.planned import Planned
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,9 @@ LARGE = 2**20
 
 ENOUGH = 5
 """Figures that a fabric must have been checked with before it is said how near they are."""
+
+MOST_HOSTS = 8
+"""The published figures are of two hosts: of many, the hops between these take time that no figure tells."""
 
 TRUSTED = 0.1
 """How much a figure of `GUESS` counts next to a measurement."""
@@ -173,9 +176,9 @@ def line_of(planned: "Planned") -> float:
 
 
 def expected(planned: "Planned", size_bytes: float, table: Table = FABRICS) -> Expected | None:
-    """What a plan is expected to take; None where the table has no such fabric."""
+    """What a plan is expected to take; None where the table has no such fabric, or no figures of so many hosts."""
     name = fabric_of(planned)
-    if name is None:
+    if name is None or len({node.host for node in planned.graph.ranks}) > MOST_HOSTS:
         return None
     inside = name.removeprefix("hosts of ")
     if name not in table and inside in table:  # as in one host, over the bound of all

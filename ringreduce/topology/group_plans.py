@@ -19,11 +19,11 @@ from ringreduce.common.failures import TopologyError
 from ringreduce.common.files import text_of
 from ringreduce.common.units import numbers
 from ringreduce.plan import Plan, Rule, ranges_between
-from ringreduce.plan.choose import MARGIN
+from ringreduce.plan.by_cost import MARGIN
 from ringreduce.topology.graph import Link, LinkGraph, LinkKind, Node, NodeKind, both_directions
 
 if TYPE_CHECKING:
-    from ringreduce.topology.planner import Planned
+    from ringreduce.topology.planned import Planned
 
 TENSOR_SIZES = tuple(4**power * 1024 for power in range(1, 10, 2))
 """Bytes of the whole tensor, 4 KB to 256 MB, at which plans are compared."""

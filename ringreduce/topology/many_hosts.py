@@ -21,8 +21,9 @@ from ringreduce.plan.network import LikeGroups, Network, Route
 from ringreduce.plan.simulate import simulate_first
 from ringreduce.topology.bound import Bound, Cuts, bound, reducing_domains
 from ringreduce.topology.graph import LinkGraph, NodeKind
-from ringreduce.topology.planner import Planned, inside_groups, transfers
+from ringreduce.topology.planned import Planned, transfers
 from ringreduce.topology.routes import Routes, all_routes
+from ringreduce.topology.stages import inside_groups
 
 MOST_WHOLE = 64
 """Hosts up to which the programs of all ranks are made, for those who run them."""

@@ -20,11 +20,11 @@ A plan's channels take the same share of every block, so the blocks' shapes are 
 each block, over that block's shape for it.  A few equal parts are taken where they cost little.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import permutations
-from math import gcd
+from itertools import permutations, product
+from math import gcd, prod
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,9 @@ DEPTH_COUNTS = 1e-3
 """The share of a width that a shape may give up for being shallower; of all_reduce, whose shapes are two trees, more
 (simulated on RCCL's topology files: the times of 160 MB)."""
 
+MOST_SEEDS = 4
+"""Trees of shortest paths from each root with which packing starts; of all_reduce so many inwards, and outwards."""
+
 MOST_NODES = 30
 """Of the search for whole numbers, for each number of channels: a limit that is the same on every machine."""
 
@@ -78,13 +81,12 @@ def pack(collective: str, routes: Routes, limit: float) -> Packed | None:
         return None
     master = _Master(routes, pairs, blocks)
     most = limit / master.blocks_of_a_tensor
-    costs = master.pair_costs(1.0 / master.capacity)
-    shapes = [block.cheapest(pairs, costs) for block in blocks]
-    best, best_costs = float("inf"), costs
+    alone = [pair for pair in pairs if len(routes.between[pair]) == 1]  # over links that no other pair has a share of
+    best, best_costs = float("inf"), master.pair_costs(1.0 / master.capacity)
+    for block in blocks:
+        for shape in list(block.shallow(alone)) or [block.cheapest(pairs, best_costs)[0]]:
+            master.add(block.number, shape)
     for _ in range(MOST_ROUNDS):
-        added = [master.add(block.number, shape) for block, (shape, _) in zip(blocks, shapes, strict=True)]
-        if not any(added):
-            break
         master.solve()
         # Where links are free, shapes wander: at even prices they are short, and the mean of the two finds the end
         # sooner.
@@ -104,6 +106,8 @@ def pack(collective: str, routes: Routes, limit: float) -> Packed | None:
                 break
         if master.width >= NEAR * min(best, most):
             break
+        if not any([master.add(block.number, shape) for block, (shape, _) in zip(blocks, shapes, strict=True)]):
+            break
     if collective == "all_reduce":
         best = 1 / max(_least_cost(routes.size, pairs, best_costs), 1e-12)
     channels = tuple((share, dict(zip(master.numbers, shapes, strict=True))) for share, shapes in master.channels())
@@ -121,6 +125,16 @@ class _Block:
     target: int | None = None
     inwards: bool = False
     outwards: bool = True
+
+    def shallow(self, pairs: Sequence[tuple[int, int]]) -> Iterator[Shape]:
+        """Some of the trees in which every rank is as near to the root as can be: with them the packing starts, and
+        often ends."""
+        if self.target is not None:
+            return
+        into = list(_shortest(self.size, self.source, [pair[::-1] for pair in pairs])) if self.inwards else [()]
+        out_of = list(_shortest(self.size, self.source, pairs)) if self.outwards else [()]
+        for one, other in product(into, out_of):
+            yield (*sorted(hop[::-1] for hop in one), *other)
 
     def cheapest(self, pairs: Sequence[tuple[int, int]], costs: Any) -> tuple[Shape, float]:
         price = dict(zip(pairs, map(float, costs), strict=True))
@@ -302,6 +316,24 @@ def _depth(shape: Shape) -> int:
             node, hops = before[node], hops + 1
         depth = max(depth, hops)
     return depth
+
+
+def _shortest(size: int, root: int, pairs: Sequence[tuple[int, int]]) -> Iterator[Shape]:
+    """Up to `MOST_SEEDS` trees from the root over shortest paths, spread over all there are; none if these do not reach
+    all ranks."""
+    depth = {root: 0}
+    for rank in (todo := [root]):
+        fresh = [other for one, other in pairs if one == rank and other not in depth]
+        depth |= dict.fromkeys(fresh, depth[rank] + 1)
+        todo += fresh
+    before = [[(one, rank) for one, other in pairs if other == rank and depth[one] < depth[rank]] for rank in todo[1:]]
+    count = prod(map(len, before)) if len(todo) == size else 0
+    for number in range(0, count, -(-count // MOST_SEEDS) or 1):
+        left, hops = number, []
+        for choices in before:
+            left, at = divmod(left, len(choices))
+            hops.append(choices[at])
+        yield tuple(sorted(hops))
 
 
 def _path(size: int, source: int, target: int, price: Mapping[tuple[int, int], float]) -> list[tuple[int, int]]:

@@ -7,7 +7,6 @@
 from ringreduce.tuning.decision import (
     current,
     decide,
-    fetch_from,
     fetches,
     keep,
     measured_memory,
@@ -15,7 +14,6 @@ from ringreduce.tuning.decision import (
     most_fetch,
     renew,
     rules_for,
-    slicing_for,
     yields,
 )
 from ringreduce.tuning.machine import Identity, identify

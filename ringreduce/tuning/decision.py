@@ -18,16 +18,16 @@ from pathlib import Path
 from ringreduce import plan
 from ringreduce.common.files import text_of
 from ringreduce.config import (
-    LEAST_FETCH_SHARING_CORES,
-    LEAST_FETCH_WITH_OWN_CORE,
-    LEAST_SLICE_COPIED,
     MOST_FETCH,
     MOST_FETCH_SLOW_KERNEL,
-    SLICE_FETCHED,
     Options,
+    fetch_from,
     resolve,
+    slicing_for,
 )
-from ringreduce.plan import Machine, Rule, Slicing
+from ringreduce.plan import Rule, Slicing
+from ringreduce.plan.by_cost import DIRECT_MODELLED, by_cost
+from ringreduce.plan.cost import Machine
 from ringreduce.tuning.machine import Identity, identify, probe
 from ringreduce.tuning.record import Cell, Measured, Tuning, default_path, load, save, tuned_otherwise
 
@@ -61,13 +61,6 @@ def decide(size: int, cores: Collection[int], fetch: bool, *, options: Options, 
         return ""
 
 
-def slicing_for(options: Options, slot_bytes: int, fetch: bool) -> Slicing:
-    """How a group with these options cuts a chunk."""
-    if fetch and not options.least_slice_bytes:
-        return Slicing(options.slices, SLICE_FETCHED, min(SLICE_FETCHED, slot_bytes))
-    return Slicing(options.slices, options.least_slice_bytes or LEAST_SLICE_COPIED, slot_bytes)
-
-
 def fetches(options: Options) -> bool:
     """Whether ranks that this process starts could read one another's memory, as far as a single process can tell."""
     from ringreduce import _C
@@ -75,14 +68,6 @@ def fetches(options: Options) -> bool:
     allowed = os.geteuid() == 0 or text_of(YAMA) in ("", "0")  # "": the kernel has no such limit
     memory = _C.OpenMemory()
     return allowed and bool(options.fetch) and _C.can_access(*memory.key)
-
-
-def fetch_from(options: Options, size: int, cores: Collection[int], fetch: bool) -> int | None:
-    """From which slice on `size` ranks on these cores read one another's memory; None if they cannot."""
-    if not fetch:
-        return None
-    usual = LEAST_FETCH_WITH_OWN_CORE if size <= len(cores) else LEAST_FETCH_SHARING_CORES
-    return options.least_fetch_bytes or usual
 
 
 def yields(cores: Collection[int], options: Options) -> int:
@@ -115,10 +100,10 @@ def _machine(cores: Collection[int], options: Options) -> Machine | None:
 
 
 def rules_for(tuning: Tuning, size: int, slicing: Slicing, least_fetch: int | None = None) -> tuple[Rule, ...]:
-    """As measured, for what has been; by the model, for the rest.  See `plan.by_cost`."""
+    """As measured, for what has been; by the model, for the rest.  See `by_cost`."""
     measured = tuning.measured[size].cells if size in tuning.measured else {}
     others = [name for name in plan.BUILDERS if name not in measured]
-    rules = list(plan.by_cost(size, tuning.machine, slicing, others, least_fetch))
+    rules = list(by_cost(size, tuning.machine, slicing, others, least_fetch))
     for collective, cells in measured.items():
         found = [(cell.bytes, cell.algorithm, cell.slice_bytes) for cell in cells]
         rules += plan.ranges_between(collective, found)
@@ -221,7 +206,7 @@ def _decision(size: int, where: str, cores: frozenset[int], slicing: Slicing, le
         plan.parse_algorithms(tuning.decided[group])
         return tuning.decided[group]
     rules = ";".join(map(str, rules_for(tuning, size, slicing, least_fetch)))
-    if where == "auto" and size <= plan.DIRECT_MODELLED:
+    if where == "auto" and size <= DIRECT_MODELLED:
         with contextlib.suppress(OSError, ValueError):  # it is only worked out again
             path = path_of(where, tuning.identity)
             known = load(path)

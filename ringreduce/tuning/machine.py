@@ -13,7 +13,7 @@ import ringreduce
 from ringreduce.common.files import text_of
 from ringreduce.common.units import numbers, parse_bytes
 from ringreduce.config import SPINS_SHARING_CORES
-from ringreduce.plan import Machine
+from ringreduce.plan.cost import Machine
 
 LOOK = 120e-9
 """Seconds for one look of a waiting rank: Execution::advance and a pause.  Fitted, see plan/cost.py."""

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ringreduce.common.files import cache_folder, read_own, replace_file
-from ringreduce.plan import BUILDERS, Machine
+from ringreduce.plan import BUILDERS
+from ringreduce.plan.cost import Machine
 from ringreduce.tuning.machine import Identity
 
 FORMAT = 4

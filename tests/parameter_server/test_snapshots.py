@@ -279,6 +279,7 @@ def test_a_key_that_is_being_made_is_left_out(tmp_path: Path) -> None:
         kv.init("whole", torch.ones(3))
         value = torch.ones(COUNT * 20)
         spec = {"dtype": "float32", "shape": [COUNT * 20], "mode": ps.sync().as_json(), "update": ps.assign().as_json()}
+        spec["wire"] = ["float32", "float32"]
         kv._place("w", spec, value)
         first = _C.ParameterParts(kv._keys["w"].parts[:1])
         kv._finish("w", kv._client.send("initialise", first, value.data_ptr(), timeout=10.0), time.monotonic() + 10)
@@ -342,7 +343,7 @@ def test_wrong_metadata_is_refused(blocks: str, tmp_path: Path, monkeypatch: pyt
         kv.restore(tmp_path / "one")
 
 
-@pytest.mark.parametrize("at", range(0, 400, 23))
+@pytest.mark.parametrize("at", (*range(0, 400, 23), *range(-1200, 0, 239)))  # in the header, in the tensors
 def test_a_damaged_file_is_refused(at: int, tmp_path: Path) -> None:
     with ps.join(**SMALL) as kv:
         kv.init("w", torch.arange(100.0), update=ps.optimizer(torch.optim.Adam))

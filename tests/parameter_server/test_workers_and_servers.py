@@ -394,7 +394,8 @@ def worker_closes(me: Rank, forks: bool = False) -> float:
         me.meet("founded")
         kv = ps.join(me.store, role="worker", timeout=30.0)
         me.meet("three workers")
-        for _ in range(2):  # the first may be late for the round during which it came
+        kv.pull("w", torch.empty(10))  # which says what round it is
+        for _ in range(2):  # the first may be late: others need not wait for it in the round during which it came
             kv.push("w", torch.ones(10)).wait()
         child = os.fork() if forks else 0
         if forks and child == 0:  # as a DataLoader's worker has copies of all that its parent has

@@ -7,17 +7,14 @@ import pytest
 
 from ringreduce.plan import (
     BUILDERS,
-    Cost,
-    Machine,
     Slicing,
     build,
-    by_cost,
-    chunk_bytes,
     lookup,
     slot_depth,
     table,
 )
-from ringreduce.plan.cost import CALL, WINDOW
+from ringreduce.plan.by_cost import by_cost
+from ringreduce.plan.cost import CALL, WINDOW, Cost, Machine, chunk_bytes
 
 K = 1024
 SLICE = 16 * K

@@ -6,6 +6,7 @@ from collections import defaultdict
 from itertools import combinations, permutations
 from typing import Any
 
+import odd_subsets
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +14,10 @@ from hypothesis import strategies as st
 from ringreduce.errors import TopologyError
 from ringreduce.plan import Plan, build, verify
 from ringreduce.topology.graph import LinkGraph, LinkKind, Node, NodeKind, both_directions
-from ringreduce.topology.planner import Planned, algorithms, plan_for, transfers, weights
+from ringreduce.topology.planned import Planned, transfers
+from ringreduce.topology.planner import algorithms, plan_for
+from ringreduce.topology.presets import preset
+from ringreduce.topology.stages import weights
 
 DOUBLE = [(0, 3), (0, 4), (1, 2), (1, 5), (2, 3), (4, 7), (5, 6), (6, 7)]
 SINGLE = [(0, 1), (0, 2), (1, 3), (2, 6), (3, 7), (4, 5), (4, 6), (5, 7)]
@@ -409,6 +413,23 @@ def test_transfers_count_every_receiver() -> None:
     assert transfers(build("all_reduce", "one_shot", 3), 9) == {(a, b): 9 for a, b in permutations(range(3), 2)}
     assert transfers(build("all_gather", "direct", 3), 9) == {(a, b): 3 for a, b in permutations(range(3), 2)}
     assert transfers(build("all_to_all", "direct", 3), 9) == {(a, b): 3 for a, b in permutations(range(3), 2)}
+
+
+@pytest.mark.parametrize(
+    ("machine", "gpus", "rings", "chains"),
+    [
+        ("dgx1-v100", range(8), 600 / 7, 75.0),  # 6 rings of single links; 6 chains, each with half of a link each way
+        ("dgx1-v100", (0, 1, 2, 5), 100 / 3, 25.0),  # GPU 5 has links to 1 alone: 2 rings with a detour, 50 GB/s for us
+        ("dgx1-v100", range(7), 700 / 12, 50.0),  # GPU 4 has 4 links left
+        ("dgx2", range(5), 150 * 5 / 8, 75.0),
+    ],
+)
+def test_the_rule_that_plans_are_compared_with(
+    machine: str, gpus: tuple[int, ...], rings: float, chains: float
+) -> None:
+    found = odd_subsets.subset(preset(machine), tuple(gpus), "all_reduce")
+    assert (found.rings, found.chains) == pytest.approx((rings, chains))
+    assert found.gain >= 0.999
 
 
 def test_weights_are_small_where_they_can_be() -> None:

@@ -11,7 +11,8 @@ from ringreduce.plan.simulate import simulate
 from ringreduce.topology import many_hosts
 from ringreduce.topology.clusters import hosts_of
 from ringreduce.topology.graph import FABRIC, Link, LinkGraph, LinkKind, Node, NodeKind
-from ringreduce.topology.planner import MOST_RANKS, algorithms, plan_for
+from ringreduce.topology.planned import MOST_RANKS
+from ringreduce.topology.planner import algorithms, plan_for
 from ringreduce.topology.presets import PRESETS, preset
 from ringreduce.topology.rates import Assumed
 from ringreduce.topology.read import load

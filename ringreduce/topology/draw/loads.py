@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from ringreduce.topology.planner import Planned
+    from ringreduce.topology.planned import Planned
 
 MOST_IN_MATRIX = 16
 """GPUs whose links fit as a matrix."""
