@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import random
 import signal
 import time
@@ -19,7 +20,9 @@ from test_workers_and_servers import SMALL, gradient
 from torch._C._distributed_c10d import HashStore
 
 import ringreduce.parameter_server as ps
+from ringreduce import _C
 from ringreduce.errors import InvalidArgument, RingReduceError, ServerLost, TopologyError
+from ringreduce.rendezvous.host import own_pidfd
 
 SERVERS, WORKERS = 3, 2
 PUSHES = 40
@@ -209,6 +212,37 @@ def test_the_others_go_on_when_a_rank_is_killed_that_is_worker_and_server(mode: 
     assert first[1] == sorted(first[1], reverse=True) or mode.mode == "sync"
 
 
+def test_a_backup_takes_nothing_from_a_worker_that_has_not_turned_to_it() -> None:
+    servers = [_C.ParameterServer(1 << 20, print) for _ in range(2)]
+    journal = _C.ParameterServer.journal()
+    for mine, other, become in zip(servers, reversed(servers), ("lead", "follow"), strict=True):
+        given = {"bell": os.dup(other.bell), "values": os.dup(other.values), "pidfd": own_pidfd()}
+        getattr(mine, become)(journal=os.dup(journal), **given)
+    os.close(journal)
+    client = _C.ParameterClient(0, 1, 1 << 16)
+    for server in reversed(servers):
+        window = {"window": os.dup(client.window), "window_bytes": client.window_bytes, "pidfd": own_pidfd()}
+        server.join(id=0, group="workers", servers=1, lane=0, **window)
+    for server, attach in zip(servers, ("attach", "attach_backup"), strict=True):
+        given = {"values": os.dup(server.values), "bell": os.dup(server.bell), "pidfd": own_pidfd()}
+        getattr(client, attach)(server=0, capacity=1 << 20, name=attach, **given)
+    mode = {"mode": "asynchronous", "quorum": 0, "grace": 0.0, "staleness": 0, "group": "workers"}
+    block, offset = servers[0].create(dtype="float32", count=16, rule={"kind": "reduce", "op": "sum"}, **mode)
+    parts, w = _C.ParameterParts([(0, block, 0, 64, offset)]), torch.ones(16)
+    for kind in ("initialise", "push", "push"):
+        assert client.wait(client.send(kind, parts, w.data_ptr()), 30.0)
+    servers[0].stop()
+    deadline = time.monotonic() + 30
+    while not servers[1].serves:
+        assert time.monotonic() < deadline, "the backup did not take over"
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert servers[1].statistics()["requests"] == 3, "it took the lane while the worker may still empty it"
+    assert client.wait(client.send("push", parts, w.data_ptr()), 30.0)
+    assert client.read(parts, w.data_ptr(), timeout=30.0) == [3] and torch.equal(w, torch.full((16,), 4.0))
+    servers[1].stop()
+
+
 # ---- all that servers have -------------------------------------------------------------------------------------------
 
 
@@ -254,7 +288,7 @@ def test_a_backup_has_all_that_its_server_had(tmp_path: Path) -> None:
 
 
 def serve_with_snapshots(me: Rank, folder: str) -> None:
-    """As `ringreduce serve --snapshots` does. Rank 0 asks for one when server 1 has ended and the worker has trained."""
+    """As `ringreduce serve --snapshots` does. Rank 0 asks for one when server 1 has ended and the worker is done."""
     logged = Logged()
     logging.getLogger("ringreduce").addHandler(logged)
     with ps.serve(me.store, rank=me.rank, size=SERVERS, backups=1, **SMALL) as serving:
