@@ -153,7 +153,7 @@ def tell_history(me: Rank, mode: ps.Mode, *dooms: Any) -> list[Any]:
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.mode)
 @pytest.mark.parametrize("step", ("taken", "journalled", "carried out", "answered"))
 def test_no_push_is_lost_or_applied_twice_at_any_step_of_a_servers_death(mode: ps.Mode, step: str) -> None:
-    times = random.randrange(5, 60)
+    times = random.randrange(5, PUSHES)
     with Ranks(tell_history, SERVERS + WORKERS, mode, (0, "server", step, times)) as ranks:
         _, *others = ranks.results(but=(0,))
         assert was_killed(ranks, 0)
@@ -162,7 +162,7 @@ def test_no_push_is_lost_or_applied_twice_at_any_step_of_a_servers_death(mode: p
 
 
 def test_a_killed_server_and_a_killed_backup_are_logged_by_those_that_go_on() -> None:
-    times = random.randrange(1, 60)
+    times = random.randrange(1, PUSHES)
     with Ranks(tell_history, SERVERS + WORKERS, ps.sync(), (1, "backup", "carried out", times)) as ranks:
         of_0, of_2, *finals = ranks.results(but=(1,))
         assert was_killed(ranks, 1)
@@ -276,7 +276,7 @@ def everything(me: Rank, path: str, *dooms: Any) -> Any:
 def test_a_backup_has_all_that_its_server_had(tmp_path: Path) -> None:
     *_, wanted, other = run(everything, SERVERS + WORKERS, str(tmp_path / "whole"))
     saved.same(wanted, other)
-    times = random.randrange(1, 90)
+    times = random.randrange(1, 40)
     path = str(tmp_path / "after")
     with Ranks(everything, SERVERS + WORKERS, path, (1, "server", "carried out", times)) as ranks:
         *_, found, other = ranks.results(but=(1,))
