@@ -6,6 +6,9 @@ group of backend ringreduce (default: the world). `src` and `dst` are global ran
 `group`; give one of the two. NumPy arrays are used in place through `torch.from_numpy`, so they must be writable.
 Errors are those of `ringreduce.errors`.
 
+A rank that is not in `group` gets `InvalidArgument`, where torch's functions warn and return. `torch.compile` knows
+torch's functions, not these: compiled code should call torch's.
+
 Collectives of objects, and `batch_isend_irecv`, are torch's own functions. What differs from torch, call by call, is
 listed with its reason in tests/unit/test_signatures.py.
 """
@@ -15,16 +18,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, _ProcessGroupWrapper
+from torch._C._distributed_c10d import AllgatherOptions
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ringreduce import _C
 from ringreduce import plan as plans
 from ringreduce._C import ProcessGroupRing, nccl_device_of, nccl_version
+from ringreduce.backend import found_in
 from ringreduce.common.units import duration
 from ringreduce.config import resolve
 from ringreduce.errors import InvalidArgument
@@ -43,7 +47,6 @@ Work: TypeAlias = dist.Work | None
 Rank: TypeAlias = int | None
 SUM = dist.ReduceOp.SUM
 CPU = torch.device("cpu")
-DEVICES = (CPU, torch.device("cuda"))
 
 
 def all_reduce(
@@ -150,13 +153,10 @@ def gather(
 ) -> Work:
     """Puts rank r's `tensor` into `gather_list[r]` on the destination (default: rank 0 of the world); other ranks give
     no list."""
-    options = _options(dist.GatherOptions, async_op, rootRank=_rank_in(group, "dst", dst, group_dst))
+    root = _rank_in(group, "dst", dst, group_dst)
+    lists = _lists_of_root(group, root, "gather_list", gather_list)
     return _call(
-        group,
-        "gather",
-        _Many() if gather_list is None else _Many((_Many(gather_list),)),
-        _Many((tensor,)),
-        options=options,
+        group, "gather", lists, _Many((tensor,)), options=_options(dist.GatherOptions, async_op, rootRank=root)
     )
 
 
@@ -170,13 +170,10 @@ def scatter(
 ) -> Work:
     """Puts `scatter_list[r]` of the source (default: rank 0 of the world) into `tensor` of rank r; other ranks give no
     list."""
-    options = _options(dist.ScatterOptions, async_op, rootRank=_rank_in(group, "src", src, group_src))
+    root = _rank_in(group, "src", src, group_src)
+    lists = _lists_of_root(group, root, "scatter_list", scatter_list)
     return _call(
-        group,
-        "scatter",
-        _Many((tensor,)),
-        _Many() if scatter_list is None else _Many((_Many(scatter_list),)),
-        options=options,
+        group, "scatter", _Many((tensor,)), lists, options=_options(dist.ScatterOptions, async_op, rootRank=root)
     )
 
 
@@ -411,32 +408,25 @@ def backend_of(group: dist.ProcessGroup | None) -> ProcessGroupRing:
             "there is no default group; call torch.distributed.init_process_group('ringreduce') first"
         )
     if not isinstance(group, dist.ProcessGroup):
-        raise InvalidArgument(f"group is {group!r}; it must be a process group that this rank is in")
-    backend = _found_in(group)
+        raise InvalidArgument(
+            f"group is {group!r}; it must be a process group that this rank is in (torch gives other ranks "
+            f"{dist.GroupMember.NON_GROUP_MEMBER})"
+        )
+    backend = found_in(group)
     if backend is None:
         raise InvalidArgument(f"group's backend is {group.name()!r}; it must be 'ringreduce' for CPU or CUDA tensors")
     return backend
 
 
 def _is_ours(group: dist.ProcessGroup | None) -> bool:
-    return group is not None and _found_in(group) is not None
-
-
-def _found_in(group: dist.ProcessGroup) -> ProcessGroupRing | None:
-    for device in DEVICES:
-        try:
-            backend = group._get_backend(device)
-        except RuntimeError:  # the group has none for it
-            continue
-        if isinstance(backend, _ProcessGroupWrapper):  # TORCH_DISTRIBUTED_DEBUG=DETAIL
-            backend = backend.wrapped_pg
-        if isinstance(backend, ProcessGroupRing):
-            return backend
-    return None
+    return group is not None and found_in(group) is not None
 
 
 def _rank_in(group: Group, name: str, rank: int | None, group_rank: int | None, required: bool = False) -> int:
     """The rank in `group` that a call means by its arguments `name` (a rank of the world) and `group_` + `name`."""
+    for which, value in ((name, rank), (f"group_{name}", group_rank)):
+        if value is not None and not isinstance(value, SupportsIndex):
+            raise InvalidArgument(f"{which} is {value!r:.60}; it must be a whole number, a rank")
     if group_rank is not None:
         if rank is not None:
             raise InvalidArgument(f"{name} is {rank!r} and group_{name} is {group_rank!r}; give one of the two")
@@ -448,20 +438,31 @@ def _rank_in(group: Group, name: str, rank: int | None, group_rank: int | None, 
     ranks = backend_of(group).options.global_ranks_in_group
     if rank in ranks:
         return int(ranks.index(rank))
-    if group is None or group is dist.group.WORLD:
-        return rank  # the call says what is wrong
     raise InvalidArgument(f"{name} is {rank!r}; it must be the global rank of a member: {ranks}; or use group_{name}")
+
+
+def _lists_of_root(group: Group, root: int, name: str, given: Sequence[Array] | None) -> _Many:
+    """What gather and scatter hand on of the list `name`, which the root alone gives."""
+    if given is not None:
+        return _Many((_Many(given),))
+    backend = backend_of(group)
+    if backend.rank() == root:
+        raise InvalidArgument(
+            f"{name} is None on rank {root} of the group, the root; it must have a tensor for each of the "
+            f"{backend.size()} ranks"
+        )
+    return _Many()
 
 
 def _options(kind: Callable[[], Any], async_op: bool, **values: Any) -> Any:
     options = kind()
-    options.asyncOp = async_op
-    for name, value in values.items():
+    for name, value in {"asyncOp": async_op, **values}.items():
         try:
             setattr(options, name, value)
         except TypeError:
-            wanted = "torch.distributed.ReduceOp" if name == "reduceOp" else "whole number"
-            raise InvalidArgument(f"{name} is {value!r:.60}; it must be a {wanted}") from None
+            names = {"reduceOp": ("op", "a torch.distributed.ReduceOp"), "asyncOp": ("async_op", "True or False")}
+            ours, wanted = names.get(name, (name, "a whole number"))
+            raise InvalidArgument(f"{ours} is {value!r:.60}; it must be {wanted}") from None
     return options
 
 

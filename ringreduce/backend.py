@@ -6,6 +6,7 @@ What only some groups need (several hosts, GPUs, a topology) is imported when on
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import itertools
 import json
@@ -20,7 +21,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, _ProcessGroupWrapper
 
 from ringreduce import _C, plan
 from ringreduce.config import (
@@ -43,7 +45,7 @@ from ringreduce.membership.ledger import Ledger, ledger_bytes
 from ringreduce.memory import open_arena, share_allocations
 from ringreduce.rendezvous.host import Place, meet
 from ringreduce.rendezvous.store import passed
-from ringreduce.survivors import Lineage, Survivors, shrinking
+from ringreduce.survivors import Lineage, Survivors, known_ends, shrinking
 
 if TYPE_CHECKING:
     from ringreduce import host_links
@@ -54,6 +56,7 @@ Family = tuple[Lineage, list[str]]
 """What a group is shrunk from, and what its ranks are called there."""
 
 ANY_SIZE = 2**64 - 1
+DEVICES = (torch.device("cpu"), torch.device("cuda"))
 LONGEST_TIMEOUT = 7 * 24 * 3600.0
 """Seconds; longer ones are cut to this, since not all that waits can count further."""
 
@@ -87,8 +90,25 @@ def create(opts: Any, pg_options: Options | None) -> _C.ProcessGroupRing:
         # DDP then takes its gradient buckets from the group's `allocateTensor`. The variable is for all backends of the
         # process, so where NCCL may be one of them it is left to the user.
         os.environ.setdefault("DDP_DISABLE_COMM_MEM", "0")
-    global_ranks = list(opts.global_ranks_in_group) or list(range(opts.group_size))
-    return _make(opts.store, opts.group_id, opts.group_rank, global_ranks, opts.timeout, options)
+    of_world = list(opts.global_ranks_in_group)  # none for the default group itself
+    world = found_in(dist.group.WORLD) if of_world and dist.group.WORLD else None
+    with known_ends(world, of_world) if world else contextlib.nullcontext():
+        global_ranks = of_world or list(range(opts.group_size))
+        return _make(opts.store, opts.group_id, opts.group_rank, global_ranks, opts.timeout, options)
+
+
+def found_in(group: dist.ProcessGroup) -> _C.ProcessGroupRing | None:
+    """The backend of a process group, if it is ours."""
+    for device in DEVICES:
+        try:
+            backend = group._get_backend(device)
+        except RuntimeError:  # the group has none for it
+            continue
+        if isinstance(backend, _ProcessGroupWrapper):  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+            backend = backend.wrapped_pg
+        if isinstance(backend, _C.ProcessGroupRing):
+            return backend
+    return None
 
 
 def _may_have_gpus() -> bool:
@@ -400,7 +420,8 @@ def _regroup(
     members = [global_ranks[r] for r in ranks]
     make = functools.partial(_make, name=f"{name}/{part}", rank=ranks.index(rank), global_ranks=members)
     if why == "split":
-        return make(PrefixStore(part, store), timeout=timeout, options=options)
+        with known_ends(group, ranks):
+            return make(PrefixStore(part, store), timeout=timeout, options=options)
     family = (survivors.lineage, [survivors.names[r] for r in ranks])
     with shrinking(group, survivors, ranks, timeout.total_seconds()) as place:
         return make(place, timeout=timeout, options=options, family=family)
@@ -516,10 +537,12 @@ def group_topology(global_ranks: list[int], options: Options, cores: list[frozen
     if options.topo_file:
         from ringreduce.topology.read import described
 
-        graph = described(options.topo_file)
-        return plan_group(
-            graph_of_file(graph, options.topo_file, global_ranks), f"RINGREDUCE_TOPO_FILE={options.topo_file}"
-        )
+        source = f"RINGREDUCE_TOPO_FILE={options.topo_file}"
+        try:
+            graph = described(options.topo_file)
+        except TopologyError as error:
+            raise TopologyError(f"{source}: {error}") from None
+        return plan_group(graph_of_file(graph, source, global_ranks), source)
     bound = graph_of_cores(cores, lambda: tuning.memory_gbps(options.tuning, frozenset[int]().union(*cores)))
     return plan_group(bound, "the cores that the ranks are bound to") if bound else None
 

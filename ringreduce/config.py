@@ -198,7 +198,10 @@ def resolve(options: Options | None, environ: Mapping[str, str] = os.environ) ->
             try:
                 value = _parsed(knob, environ[variable])
             except ValueError:
-                raise InvalidArgument(f"{variable}={environ[variable]!r} is not a number") from None
+                least, most = knob.metadata["allowed"]
+                raise InvalidArgument(
+                    f"{variable} is {environ[variable]!r}; it must be a whole number from {least} to {most}"
+                ) from None
         if value is None:
             origin, value = "default", DEFAULTS[knob.name]
         _check(knob.name, knob.metadata["allowed"], value, origin)

@@ -246,7 +246,7 @@ def _gpus(facts: Facts) -> Judged:
     # Notes of the probe that are about GPUs; the rest is shown with the topology.
     notes = [text for text in facts.graph.assumed if "GPU" in text or "NVLinks" in text or "XGMI" in text]
     if not gpus:
-        fix = "install the driver, show the GPUs to the container (Docker: --gpus all), `pip install ringreduce[cuda]`"
+        fix = "install the driver, show the GPUs to the container (Docker: --gpus all), `pip install nvidia-ml-py`"
         return "missing", " ".join(["none", *notes]), fix
     models = Counter(gpu.detail.split(" at ")[0] or "GPU" for gpu in gpus)
     what = ", ".join(f"{count} x {model}" for model, count in models.items())

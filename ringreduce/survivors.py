@@ -5,7 +5,7 @@
 
 Every group has a directory from its birth. Ranks of one host share a ledger, which lies in the group's memory after the
 regions; ranks of several hosts use the store that the group was made with. So survivors of one host need no store, and
-whatever happens to the launcher, they can go on.
+they can go on even if the launcher dies.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Agreement(NamedTuple):
     """What all survivors of a group have agreed on; ranks are those in the group."""
 
     round: int
-    """Counts the agreements of this group and of those that were shrunk from it or that it was shrunk from."""
+    """How many agreements there have been in the whole chain of groups that were shrunk from one another."""
     ranks: list[int]
     """The survivors, ascending: all that have called and live."""
     lost: list[int]
@@ -113,9 +113,16 @@ def shrinking(group: ProcessGroupRing, survivors: Survivors, wanted: list[int], 
             "with these",
             also[0],
         )
+    with known_ends(group, wanted):
+        yield survivors.lineage.place(agreed.round)
+
+
+@contextlib.contextmanager
+def known_ends(group: ProcessGroupRing, wanted: list[int]) -> Iterator[None]:
+    """While a group of the ranks `wanted` of `group` is made: one whose end shows in `group` is not waited for."""
     known = store.ended.set(lambda: [wanted.index(rank) for rank in group.ended() if rank in wanted])
     try:
-        yield survivors.lineage.place(agreed.round)
+        yield
     finally:
         store.ended.reset(known)
 
@@ -162,9 +169,9 @@ class KeyStore(Store):
 
     def wait(self, keys: list[str], timeout: Any = None) -> None:
         began = time.monotonic()
-        seconds = timeout.total_seconds() if timeout else self._seconds
+        seconds = timeout.total_seconds() if timeout is not None else self._seconds
         while not self.check(keys):
             waited = time.monotonic() - began
             if waited > seconds:
-                raise CollectiveTimeout(f"the store: none of {keys} came within {seconds:.1f} s")
+                raise CollectiveTimeout(f"the store: not all of {keys} came within {seconds:.1f} s")
             time.sleep(min(max(waited / 4, 0.0002), 0.02))

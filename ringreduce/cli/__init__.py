@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name not in LIBRARIES:
             raise
-        return _failed(f"this command needs {error.name}; pip install 'ringreduce[plan]'")
+        return _failed(f"this command needs {error.name}; pip install '.[plan]' in the checkout")
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return INTERRUPTED

@@ -144,7 +144,9 @@ def _planner() -> ModuleType:
     try:
         return import_module("ringreduce.topology.planner")
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"it needs {error.name}; pip install 'ringreduce[plan]'", name=error.name) from None
+        raise ModuleNotFoundError(
+            f"it needs {error.name}; pip install '.[plan]' in the checkout", name=error.name
+        ) from None
 
 
 def _plans_of_gpus(graph: LinkGraph, collective: str) -> Iterator[tuple[int, "Planned"]]:

@@ -57,7 +57,7 @@ DRIVERS = {
     "0x10de": (
         ("0x0300", "0x0302"),
         "nvidiactl",
-        "NVLinks are not known: NVML tells of them, through the package nvidia-ml-py (`pip install ringreduce[cuda]`).",
+        "NVLinks are not known: NVML tells of them, through the package nvidia-ml-py (`pip install nvidia-ml-py`).",
     ),
     "0x1002": (
         ("0x0302", "0x0380"),

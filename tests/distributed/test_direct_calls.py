@@ -59,8 +59,15 @@ def wrong_arguments(me: Rank) -> None:
             with pytest.raises(InvalidArgument, match="group is"):
                 ringreduce.all_reduce(x, group=group)  # type: ignore[arg-type]
         for root in (2**40, -1, 2):
-            with pytest.raises(InvalidArgument, match="root is"):
+            with pytest.raises(InvalidArgument, match=f"src is {root}"):
                 ringreduce.broadcast(x, root)
+        if me.rank == 0:
+            with pytest.raises(InvalidArgument, match="gather_list is None on rank 0"):
+                ringreduce.gather(x)
+        with pytest.raises(InvalidArgument, match="op is 'sum'"):
+            ringreduce.all_reduce(x, "sum", async_op=True)  # type: ignore[arg-type]
+        with pytest.raises(InvalidArgument, match="src is '0'"):
+            ringreduce.broadcast(x, "0", async_op=True)  # type: ignore[arg-type]
         summed(me)
 
 

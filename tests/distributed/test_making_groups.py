@@ -91,6 +91,28 @@ def test_others_name_who_is_killed(transport: str, victim: int, stop: int) -> No
             assert when < killed + NOTICED, text
 
 
+def makes_another_group(me: Rank, how: str) -> Any:
+    """Of all ranks, when the last has died."""
+    with me.join(timeout=300.0):
+        if me.rank == SIZE - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(PeerLost):
+            dist.barrier()
+        with pytest.raises(PeerLost, match=f"rank {SIZE - 1}") as raised:
+            if how == "new_group":
+                dist.new_group()
+            else:
+                dist.group.WORLD.split_group(list(range(SIZE)))  # type: ignore[union-attr]
+        return raised.value.culprit
+
+
+@pytest.mark.parametrize("how", ["new_group", "split_group"])
+def test_a_group_with_a_rank_that_the_world_has_lost_is_not_waited_for(how: str) -> None:
+    """The timeout is longer than a test may take."""
+    with Ranks(makes_another_group, SIZE, how) as ranks:
+        assert ranks.results(but=(SIZE - 1,)) == [SIZE - 1] * (SIZE - 1)
+
+
 def runs_out_of_descriptors(me: Rank) -> list[int]:
     """Rank 0 has room for one more descriptor each time. Returns for each time how many more are open afterwards."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

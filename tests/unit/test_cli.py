@@ -164,7 +164,7 @@ def test_pictures_that_cannot_be_written_are_named_before_the_work(name: str, ca
 
 def test_pictures_need_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "ringreduce[plot]" in fails(capsys, "topo", "dgx1-v100", "--plot", "rings.png")
+    assert "'.[plot]' in the checkout" in fails(capsys, "topo", "dgx1-v100", "--plot", "rings.png")
 
 
 def test_a_plan_that_cannot_be_saved_is_named(tmp_path: Path, capsys: Captured) -> None:

@@ -24,7 +24,7 @@ def test_default_memory_is_at_most_16_mb_per_rank() -> None:
 @pytest.mark.parametrize(
     ("environ", "named"),
     [
-        ({"RINGREDUCE_CHANNELS": "many"}, "RINGREDUCE_CHANNELS='many'"),
+        ({"RINGREDUCE_CHANNELS": "many"}, "RINGREDUCE_CHANNELS is 'many'; it must be a whole number from 1 to 64"),
         ({"RINGREDUCE_CHANNELS": "0"}, "RINGREDUCE_CHANNELS is 0"),
         ({"RINGREDUCE_CHANNEL_BYTES": "1"}, "RINGREDUCE_CHANNEL_BYTES is 1"),
         ({"RINGREDUCE_ALGORITHMS": "all_reduce:star"}, "star"),

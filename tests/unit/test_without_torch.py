@@ -102,7 +102,7 @@ def test_a_library_that_only_planning_needs_is_named(library: str) -> None:
     words = ["plan", "dgx1-v100", "--gpus", "0-4"]  # no rings reach the bound there: trees are packed
     ran = python(PACKAGE.parent, f"from ringreduce.cli import main\nsys.exit(main({words}))", library)
     assert ran.returncode == 2
-    assert ran.stderr == f"error: this command needs {library}; pip install 'ringreduce[plan]'\n"
+    assert ran.stderr == f"error: this command needs {library}; pip install '.[plan]' in the checkout\n"
 
 
 def test_help_and_plan_load_no_more_than_they_need(copy: Path) -> None:
