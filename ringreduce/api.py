@@ -28,13 +28,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ringreduce import _C
 from ringreduce import plan as plans
 from ringreduce._C import ProcessGroupRing, nccl_device_of, nccl_version
-from ringreduce.backend import found_in
 from ringreduce.common.units import duration
 from ringreduce.config import resolve
 from ringreduce.errors import InvalidArgument
 from ringreduce.gpu import arrays, nccl
 from ringreduce.memory import open_arena
-from ringreduce.survivors import Agreement, survivors_of
+from ringreduce.survivors import Agreement, found_in, survivors_of
 
 if TYPE_CHECKING:
     import numpy as np

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, _ProcessGroupWrapper
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from ringreduce import _C, plan
 from ringreduce.config import (
@@ -45,7 +45,7 @@ from ringreduce.membership.ledger import Ledger, ledger_bytes
 from ringreduce.memory import open_arena, share_allocations
 from ringreduce.rendezvous.host import Place, meet
 from ringreduce.rendezvous.store import passed
-from ringreduce.survivors import Lineage, Survivors, known_ends, shrinking
+from ringreduce.survivors import Lineage, Survivors, found_in, known_ends, shrinking
 
 if TYPE_CHECKING:
     from ringreduce import host_links
@@ -56,7 +56,6 @@ Family = tuple[Lineage, list[str]]
 """What a group is shrunk from, and what its ranks are called there."""
 
 ANY_SIZE = 2**64 - 1
-DEVICES = (torch.device("cpu"), torch.device("cuda"))
 LONGEST_TIMEOUT = 7 * 24 * 3600.0
 """Seconds; longer ones are cut to this, since not all that waits can count further."""
 
@@ -95,20 +94,6 @@ def create(opts: Any, pg_options: Options | None) -> _C.ProcessGroupRing:
     with known_ends(world, of_world) if world else contextlib.nullcontext():
         global_ranks = of_world or list(range(opts.group_size))
         return _make(opts.store, opts.group_id, opts.group_rank, global_ranks, opts.timeout, options)
-
-
-def found_in(group: dist.ProcessGroup) -> _C.ProcessGroupRing | None:
-    """The backend of a process group, if it is ours."""
-    for device in DEVICES:
-        try:
-            backend = group._get_backend(device)
-        except RuntimeError:  # the group has none for it
-            continue
-        if isinstance(backend, _ProcessGroupWrapper):  # TORCH_DISTRIBUTED_DEBUG=DETAIL
-            backend = backend.wrapped_pg
-        if isinstance(backend, _C.ProcessGroupRing):
-            return backend
-    return None
 
 
 def _may_have_gpus() -> bool:

@@ -19,7 +19,9 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
-from torch._C._distributed_c10d import PrefixStore, Store
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, _ProcessGroupWrapper
 
 from ringreduce.errors import CollectiveTimeout, PeerLost
 from ringreduce.membership.ledger import Ledger
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from ringreduce._C import ProcessGroupRing
     from ringreduce.membership.directory import Values
     from ringreduce.membership.rounds import Membership
+
+DEVICES = (torch.device("cpu"), torch.device("cuda"))
 
 _living: WeakValueDictionary[int, Survivors] = WeakValueDictionary()
 
@@ -125,6 +129,22 @@ def known_ends(group: ProcessGroupRing, wanted: list[int]) -> Iterator[None]:
         yield
     finally:
         store.ended.reset(known)
+
+
+def found_in(group: dist.ProcessGroup) -> ProcessGroupRing | None:
+    """The backend of a process group, if it is ours."""
+    from ringreduce import _C
+
+    for device in DEVICES:
+        try:
+            backend = group._get_backend(device)
+        except RuntimeError:  # the group has none for it
+            continue
+        if isinstance(backend, _ProcessGroupWrapper):  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+            backend = backend.wrapped_pg
+        if isinstance(backend, _C.ProcessGroupRing):
+            return backend
+    return None
 
 
 class KeyStore(Store):
