@@ -90,7 +90,7 @@ class Embedding(nn.Module):
         }
         self.name, self.dim, self.dtype = name, dim, dtype
         self._kv, self._client = kv, kv._client
-        self._table = kv._make_table(name, spec)
+        self._table = kv._make_table(name, spec, kv._deadline(None))
         self._pushed: list[Pending] = []
         self._late = 0
 

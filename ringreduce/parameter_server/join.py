@@ -97,7 +97,8 @@ def join(
         raise InvalidArgument(f"role is {role!r}; it must be 'both', 'worker' or 'reader', and `serve` is for servers")
     if role == "reader":
         role, group = "worker", OBSERVERS
-    _check_sizes(window, block_bytes)
+    if role == "both":
+        _check_sizes(window, block_bytes)
     entry = _Entry(name, group, window, block_bytes, time.monotonic() + timeout, timeout, resolve(None)[0])
     entry.backups = backups
     if store is None:

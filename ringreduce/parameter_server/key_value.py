@@ -172,7 +172,7 @@ class KeyValue:
             if update.kind == "rowwise_adagrad":
                 raise InvalidArgument(f"update of {name!r} is rowwise_adagrad(), which is for rows: use ps.Embedding")
             _check_average(name, source, mode, update)
-            self._place(name, spec, source)
+            self._place(name, spec, source, deadline)
             parts = self._keys[name].everywhere
             with server_errors():
                 calls[name] = self._client.send(
@@ -181,11 +181,11 @@ class KeyValue:
         for name, call in calls.items():
             self._finish(name, call, deadline)
 
-    def _place(self, key: str, spec: dict[str, Any], source: torch.Tensor) -> None:
+    def _place(self, key: str, spec: dict[str, Any], source: torch.Tensor, deadline: float) -> None:
         per_block = elements_per_block(source.element_size(), self._with.block_bytes)
         sizes = [count * source.element_size() for _, count in cut(source.numel(), per_block)]
         wanted = spec | {"per_block": per_block, "servers": place(sizes, self._with.loads)}
-        self._create(key, self._agree(key, spec, wanted))
+        self._create(key, self._agree(key, spec, wanted), deadline)
 
     def _agree(self, key: str, spec: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
         """What the first worker to make the key said of it, which must be the same in what `spec` has."""
@@ -198,12 +198,12 @@ class KeyValue:
                 )
         return placed
 
-    def _make_table(self, key: str, spec: dict[str, Any]) -> _C.ParameterTable:
+    def _make_table(self, key: str, spec: dict[str, Any], deadline: float) -> _C.ParameterTable:
         """Has every server make its part of a table, unless it has."""
         _check_key(key)
         placed = self._agree(key, spec, spec)
         blocks = [
-            int(self._ask(server, {"ask": "create table", "key": key, "spec": placed})["block"])
+            int(self._ask(server, {"ask": "create table", "key": key, "spec": placed}, deadline)["block"])
             for server in range(self.servers)
         ]
         return _C.ParameterTable(blocks, placed["dtype"], placed["table"]["width"])
@@ -211,14 +211,14 @@ class KeyValue:
     def _is_key(self, key: str) -> bool:
         return key in self._keys or bool(self._with.store.check([f"place/{key}"]))
 
-    def _lookup(self, key: str) -> _Key:
+    def _lookup(self, key: str, deadline: float) -> _Key:
         if key not in self._keys:
             if not isinstance(key, str) or not self._is_key(key):
                 raise InvalidArgument(f"there is no key {key!r:.60}: call init() with it first")
-            self._create(key, json.loads(self._with.store.get(f"place/{key}")))
+            self._create(key, json.loads(self._with.store.get(f"place/{key}")), deadline)
         return self._keys[key]
 
-    def _create(self, key: str, placed: dict[str, Any]) -> None:
+    def _create(self, key: str, placed: dict[str, Any], deadline: float) -> None:
         """Has the servers make the blocks, unless they have, and learns where they are."""
         if key in self._keys:
             return
@@ -232,9 +232,8 @@ class KeyValue:
             mine = [i for i, owner in enumerate(placed["servers"]) if owner == server]
             for first in range(0, len(mine), _CREATED_AT_ONCE):
                 some = mine[first : first + _CREATED_AT_ONCE]
-                made = self._ask(
-                    server, {"ask": "create", "key": key, "blocks": [blocks[i] for i in some], "spec": placed}
-                )
+                question = {"ask": "create", "key": key, "blocks": [blocks[i] for i in some], "spec": placed}
+                made = self._ask(server, question, deadline)
                 for i, (block, offset) in zip(some, made["blocks"], strict=True):
                     begin, count = blocks[i]
                     parts[i] = (server, block, begin * size, count * size, offset)
@@ -274,7 +273,7 @@ class KeyValue:
         return Pending(self, calls)
 
     def _push(self, name: str, tensor: Any, weight: float, priority: int, deadline: float) -> ParameterCall:
-        known = self._keys.get(name) or self._lookup(name)
+        known = self._keys.get(name) or self._lookup(name, deadline)
         source = tensor
         if not _fits(known, tensor):
             source = _readable(name, tensor)
@@ -307,7 +306,7 @@ class KeyValue:
         pulls: list[_Pull] = []
         try:
             for key, tensor in targets.items():
-                known = self._keys.get(key) or self._lookup(key)
+                known = self._keys.get(key) or self._lookup(key, deadline)
                 target: Any = tensor
                 whole: Any = tensor
                 if not _fits(known, tensor):
@@ -433,15 +432,17 @@ class KeyValue:
         """Ends every wait of this worker, now and later, with `Aborted`. Call it from another thread."""
         self._client.abort()
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self, timeout: float | None = None) -> dict[str, Any]:
         """What this worker and the servers know: by server its bytes, requests, updates, rows and memory since it began
-        `seconds` ago, requests that `wait` for somebody, whom for (`waits_for`), and the workers' `clocks`."""
+        `seconds` ago, requests that `wait` for somebody, whom for (`waits_for`), and the workers' `clocks`. None stands
+        for a server that has ended, or that has not answered for `timeout` seconds.
+        """
         servers = {}
-        for index, name in enumerate(self._with.names):
-            try:
-                servers[name] = self._ask(index, {"ask": "statistics"})["statistics"]
-            except ServerLost:
-                servers[name] = None
+        for server in range(self.servers):
+            found = None
+            with contextlib.suppress(ServerLost, CollectiveTimeout):
+                found = self._ask(server, {"ask": "statistics"}, self._deadline(timeout))["statistics"]
+            servers[self._with.names[server]] = found  # a backup's name, if that has answered
         return {"worker": self.worker, "outstanding": self._client.outstanding, "servers": servers}
 
     def __enter__(self) -> KeyValue:
@@ -495,7 +496,8 @@ class KeyValue:
                     raise CollectiveTimeout("snapshot: what this worker has pushed was not applied in time")
         folder = f"{target}.partial-{secrets.token_hex(4)}"
         for server in range(self.servers):
-            self._ask(server, {"ask": "snapshot", "folder": folder, "part": f"{server}-of-{self.servers}"})
+            question = {"ask": "snapshot", "folder": folder, "part": f"{server}-of-{self.servers}"}
+            self._ask(server, question, deadline)
         return Snapshot(self, target, folder)
 
     def restore(self, path: str | os.PathLike[str], *, timeout: float | None = None) -> list[str]:
@@ -511,7 +513,7 @@ class KeyValue:
         specs = {block["key"]: block["spec"] for _, blocks in files for block in blocks}
         for key in specs:
             _check_key(key)
-        tables = {key: self._restore_key(key, spec) for key, spec in specs.items()}
+        tables = {key: self._restore_key(key, spec, deadline) for key, spec in specs.items()}
         calls = []
         for reader, blocks in files:
             for block in blocks:
@@ -522,16 +524,16 @@ class KeyValue:
                 raise InvalidArgument(f"{key!r} has a value already: restore() before init() or Embedding()")
         return list(specs)
 
-    def _restore_key(self, key: str, spec: dict[str, Any]) -> _C.ParameterTable | None:
+    def _restore_key(self, key: str, spec: dict[str, Any], deadline: float) -> _C.ParameterTable | None:
         if "table" in spec:
-            return self._make_table(key, spec)
+            return self._make_table(key, spec, deadline)
         same = {name: spec[name] for name in ("dtype", "shape", "mode", "update", "wire")}
         size = getattr(torch, spec["dtype"]).itemsize
         sizes = [count * size for _, count in cut(math.prod(spec["shape"]), spec["per_block"])]
         placed = self._agree(key, same, spec | {"servers": place(sizes, self._with.loads)})
         if placed["per_block"] != spec["per_block"]:
             raise InvalidArgument(f"{key!r} has been cut otherwise already: restore() before init()")
-        self._create(key, placed)
+        self._create(key, placed, deadline)
         return None
 
     def _restore_block(
@@ -585,7 +587,7 @@ class KeyValue:
         late = False
         for server, block, outcome, _ in call.answers:
             if outcome == "failed":
-                text = self._ask(server, {"ask": "failure", "block": block})["text"]
+                text = self._ask(server, {"ask": "failure", "block": block}, deadline)["text"]
                 raise UpdateFailed(f"the update of {key!r} on {self._with.names[server]} raised: {text}", server)
             if outcome == "refused":
                 raise InvalidArgument(
@@ -598,23 +600,26 @@ class KeyValue:
     def _who_is_late(self, key: str, asked: Sequence[tuple[int, int]]) -> str:
         """In words, of the first request without an answer."""
         server, block = asked[0] if asked else (0, 0)
-        name = self._with.names[server]
         question = (
             {"ask": "absent", "group": self._with.group} if key == "barrier" else {"ask": "awaited", "block": block}
         )
+        why = ""
         try:
-            workers = self._ask(server, question, 1.0)["workers"]
-        except (ServerLost, CollectiveTimeout, SystemFailure):
-            workers = []
+            workers = self._ask(server, question, time.monotonic() + 1.0)["workers"]
+        except (CollectiveTimeout, ServerLost, SystemFailure) as error:
+            workers, why = [], str(error)
+        name = self._with.names[server]
         what = "the barrier" if key == "barrier" else f"{key!r} on {name}"
         if workers:
             return f"{what} waits for {', '.join(workers)}"
-        return f"{what} was not ready in time; no worker is missing, so it has no value yet or {name} is busy"
+        busy = f"{name} or its backup is" if server in self._with.backups else f"{name} is"
+        why = why or f"no worker is missing, so it has no value yet, or {busy} busy or stopped"
+        return f"{what} was not ready in time; {why}"
 
-    def _ask(self, server: int, question: dict[str, Any], timeout: float | None = None) -> dict[str, Any]:
+    def _ask(self, server: int, question: dict[str, Any], deadline: float) -> dict[str, Any]:
         connection, name = self._with.connections[server], self._with.names[server]
         try:
-            connection.settimeout(self.timeout if timeout is None else timeout)
+            connection.settimeout(max(0.01, deadline - time.monotonic()))
             number = next(self._questions)
             control.send(connection, {**question, "number": number})
             answer, _ = control.receive(connection)
@@ -623,23 +628,28 @@ class KeyValue:
         except TimeoutError:
             raise CollectiveTimeout(f"{name} did not answer {question['ask']!r} in time", server) from None
         except OSError as error:
-            if self._turn_to_backup(server):
-                return self._ask(server, question, timeout)
+            if self._turn_to_backup(server, deadline):
+                return self._ask(server, question, deadline)
             raise ServerLost(f"{name} has ended: {error}", server) from None
         if "error" in answer:
             kind, text = answer["error"]
             raise (InvalidArgument if kind == "InvalidArgument" else SystemFailure)(f"{name}: {text}", server)
         return answer
 
-    def _turn_to_backup(self, server: int) -> bool:
+    def _turn_to_backup(self, server: int, deadline: float) -> bool:
         """Whether a server that has ended has a backup that has taken over. From here on it is asked."""
-        connection, name = self._with.backups.pop(server, (None, ""))
-        if connection is None:
+        if server not in self._with.backups:
             return False
-        self._with.connections[server].close()
-        self._with.connections[server], self._with.names[server] = connection, name
+        connection, name = self._with.backups[server]
         with server_errors():
-            return self._client.at_backup(server, timeout=self.timeout)
+            there: bool = self._client.at_backup(server, timeout=max(0.0, deadline - time.monotonic()))
+        if there:
+            del self._with.backups[server]
+            self._with.connections[server].close()
+            self._with.connections[server], self._with.names[server] = connection, name
+        elif time.monotonic() >= deadline:
+            raise CollectiveTimeout(f"{self._with.names[server]} has ended, and {name} has not taken over yet", server)
+        return there
 
     @staticmethod
     def _pairs(key: Any, value: Any) -> list[tuple[str, Any]]:

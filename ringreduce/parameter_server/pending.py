@@ -72,15 +72,16 @@ class Snapshot:
 
     def done(self) -> bool:
         """Whether it is complete. Raises `SystemFailure` if a server could not write its part, and `ServerLost`."""
+        question, deadline = {"ask": "snapshot state", "folder": self.folder}, self.store._deadline(None)
         try:
-            states = [
-                self.store._ask(server, {"ask": "snapshot state", "folder": self.folder})
-                for server in range(self.store.servers)
-            ]
-        except InvalidArgument:  # servers know the latest ones only
+            states = [self.store._ask(server, question, deadline) for server in range(self.store.servers)]
+        except InvalidArgument:  # a server knows its latest ones only, and a backup those that it has begun
             if (self.path / INDEX).exists():
                 return True
-            raise
+            raise SystemFailure(
+                f"the snapshot {self.folder} stays incomplete: a server has ended while it wrote its part, or has "
+                "written many others since; begin another one"
+            ) from None
         for server, state in enumerate(states):
             if state["fault"]:
                 raise SystemFailure(f"the snapshot {self.folder} of server {server}: {state['fault']}", server)

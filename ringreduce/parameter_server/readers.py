@@ -35,7 +35,7 @@ class Follower:
         self._copies = {key: torch.empty(p.shape, dtype=p.dtype) for key, p in self._parameters.items()}
         parts, self._places = [], []
         for key, copy in self._copies.items():
-            known = kv._lookup(key)
+            known = kv._lookup(key, kv._deadline(None))
             if known.spec["mode"]["mode"] != "sync":
                 raise InvalidArgument(f"{key!r} is in mode {known.spec['mode']['mode']}, which has no rounds: pull it")
             if known.shape != copy.shape or known.dtype != copy.dtype:

@@ -132,7 +132,7 @@ class Reader:
             self.metadata: dict[str, str] = header.pop("__metadata__", {})
             self._places = {name: self._place(entry, len(whole) - begin) for name, entry in header.items()}
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise InvalidArgument(f"{path} is no file of safetensors: {error!r}") from None
+            raise InvalidArgument(f"{path} is no file of safetensors: {type(error).__name__} in its header") from None
         self._data, self.path = whole[begin:], path
         self.digest = hashlib.sha256(whole[:begin].tobytes()).hexdigest()
         """Of the header."""

@@ -280,7 +280,7 @@ def test_a_key_that_is_being_made_is_left_out(tmp_path: Path) -> None:
         value = torch.ones(COUNT * 20)
         spec = {"dtype": "float32", "shape": [COUNT * 20], "mode": ps.sync().as_json(), "update": ps.assign().as_json()}
         spec["wire"] = ["float32", "float32"]
-        kv._place("w", spec, value)
+        kv._place("w", spec, value, time.monotonic() + 10)
         first = _C.ParameterParts(kv._keys["w"].parts[:1])
         kv._finish("w", kv._client.send("initialise", first, value.data_ptr(), timeout=10.0), time.monotonic() + 10)
         assert len(kv._keys["w"].parts) > 1
