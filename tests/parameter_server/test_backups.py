@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import HashStore
 
 import ringreduce.parameter_server as ps
 from ringreduce import _C
-from ringreduce.errors import InvalidArgument, RingReduceError, ServerLost, TopologyError
+from ringreduce.errors import CollectiveTimeout, InvalidArgument, RingReduceError, ServerLost, TopologyError
 from ringreduce.rendezvous.host import own_pidfd
 
 SERVERS, WORKERS = 3, 2
@@ -169,6 +169,32 @@ def test_a_killed_server_and_a_killed_backup_are_logged_by_those_that_go_on() ->
     assert finals == [[[1.0] * PUSHES] * WORKERS] * WORKERS, f"killed at the {times}th"
     assert len(of_0) == 1 and of_0[0].startswith("server 1 (") and of_0[0].endswith("server 0 goes on without a backup")
     assert len(of_2) == 1 and of_2[0].startswith("server 1 has ended: its backup, in this process (pid ")
+
+
+def waits_for_a_stopped_backup(me: Rank) -> Any:
+    me.store.set(f"pid {me.rank}", str(os.getpid()))
+    if me.rank < SERVERS:
+        return serve(me)
+    with worker(me) as kv:
+        server, its_backup = (int(me.store.get(f"pid {rank}")) for rank in (0, 1))
+        kv.init("w", torch.zeros(3), update=ps.reduce("sum"), mode=ps.asynchronous())
+        os.kill(its_backup, signal.SIGSTOP)
+        os.kill(server, signal.SIGKILL)
+        pending = kv.push("w", torch.ones(3))
+        with pytest.raises(CollectiveTimeout, match=r"the backup of server 0 .* has not taken over yet"):
+            pending.wait(timeout=1.0)
+        with pytest.raises(CollectiveTimeout, match=r"server 1 .* did not answer 'create' in time"):  # of that process
+            kv.init("later", torch.zeros(3), timeout=1.0)
+        os.kill(its_backup, signal.SIGCONT)
+        assert pending.wait() == []
+        kv.init("later", torch.zeros(3))
+        kv.pull("w", out := torch.zeros(3))
+        return out.tolist()
+
+
+def test_a_stopped_backup_is_named_and_waited_for() -> None:
+    with Ranks(waits_for_a_stopped_backup, SERVERS + 1) as ranks:
+        assert ranks.results(but=(0,))[-1] == [1.0] * 3
 
 
 def test_nothing_is_logged_when_all_leave() -> None:
