@@ -77,8 +77,8 @@ class ProcessGroupRing : public c10d::Backend {
   const std::string getBackendName() const override { return "ringreduce"; }
   const std::string& topology() const { return settings_.topology; }
   std::uint64_t number() const { return settings_.number; }
-  // The ranks that have ended or are out of reach. None where ranks share no memory: then only an error of a call
-  // tells.
+  // The ranks that have ended or are out of reach. Empty where ranks share no memory: there deaths show only
+  // as errors of calls.
   std::vector<int> ended() const { return team_ ? team_->fate().ended() : std::vector<int>(); }
   // Makes the death of a rank the group's error now, and not when somebody who waits looks for it.
   void notice();

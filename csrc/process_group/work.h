@@ -115,7 +115,7 @@ class CallWork : public c10d::Work {
     if (hooked_) group->completions.post([group, info = info()] { group->call_hook(info); });
   }
 
-  // Its place in the group's queue. To be said before anybody waits.
+  // Its place in the group's queue. Must be called before anybody waits.
   void set_turn(std::size_t turn) { turn_ = turn; }
 
   // Without a `timeout` it does the work in this thread, if no other has begun it. Throws timeout when `timeout` is

@@ -36,8 +36,9 @@ def by_cost(
 ) -> tuple[Rule, ...]:
     """What the cost model would run in a group of `size` ranks.
 
-    The model knows of copies through slots only.  Where ranks read one another's memory instead, values go the direct
-    way, since each hop more is a copy more: chunks of `fetch_from` bytes or more, to or from a root those of one slice.
+    The model knows of copies through slots only.  Chunks of `fetch_from` bytes or more are read in the peer's memory,
+    where the direct algorithm always wins, since every further hop adds a copy.  For rooted collectives this holds only
+    for chunks that fit one slice.
 
     Within a few per cent it is no better than a guess, so only a clear promise leads away from the direct algorithms
     and from the slices of the rule.

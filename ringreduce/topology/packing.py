@@ -10,7 +10,7 @@ time: under the links' current prices the best shape for a block is a cheapest a
 (Edmonds 1973; for a block from every rank at once, Zhao et al. 2024); paths, and trees inwards and outwards, reach what
 the prices prove (`Packed.bound`).
 
-For all_reduce the prices prove this. By the time the first rank has what all contribute, messages have gone over a tree
+For all_reduce the prices prove this. When the first rank holds the contributions of all, messages have gone over a tree
 inwards to it; every other rank must receive once more after that. Turned round in time: once the last rank sends its
 contribution away, a tree outwards follows, and every other rank has sent before. So an element costs at least the
 cheapest such tree and every other rank's cheapest link, and the links' prices pay for so many elements and no more.
@@ -117,7 +117,8 @@ def pack(collective: str, routes: Routes, limit: float) -> Packed | None:
 @dataclass(frozen=True)
 class _Block:
     """What has to be moved, by its number in the plan's layout: from `source` to `target`, to all ranks, with
-    `inwards` from all ranks to `source`, or with both one after the other.  Of blocks with one number any may serve."""
+    `inwards` from all ranks to `source`, or with both one after the other.  Blocks that share a number
+    are alternatives."""
 
     size: int
     number: int
@@ -224,7 +225,7 @@ class _Master:
         vars(self).pop("owners", None)
         limits = np.hstack([self.loads, np.zeros((len(self.capacity), 1))])
         equal = np.hstack([self.owners, -np.ones((len(self.numbers), 1))])
-        # Of packings of nearly the same width, one with short routes.
+        # Among packings of nearly equal width, one with short routes.
         gain = np.append([self.depth_counts * depth / self.size for depth in self.depths], -1.0)
         found = linprog(
             gain, A_ub=limits, b_ub=self.capacity, A_eq=equal, b_eq=np.zeros(len(self.numbers)), method="highs-ds"

@@ -24,7 +24,7 @@ SUSTAINED_BYTES = 2**33
 """Of a tensor so large that latencies do not count."""
 
 MOST_RANKS = 128
-"""Beyond these only plans made for the links are candidates: programs of others grow with the square."""
+"""Beyond these only plans made for the links are candidates: the other algorithms' programs grow quadratically."""
 
 
 class LinkLoad(NamedTuple):
@@ -167,7 +167,7 @@ class Planned:
         return crossing
 
     def seconds(self, size_bytes: float) -> float:
-        """What the busiest link needs."""
+        """Seconds that the busiest link takes."""
         return max((load.seconds for load in self.loads(size_bytes)), default=0.0)
 
     def simulated(self, size_bytes: int) -> float:

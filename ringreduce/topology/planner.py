@@ -30,7 +30,7 @@ SIZE_BYTES = 160_000_000
 
 LEAST_GAIN = 0.9
 """The plan with the most bandwidth is taken unless another is simulated to take less than this share of its time:
-closer, the latencies decide, and they are guesses."""
+a smaller difference depends on latencies, which are guesses."""
 
 WIDE = 0.95
 """Where links work for more than half of that time, the other plan must have this share of the bandwidth: bandwidth is
@@ -43,7 +43,7 @@ MOST_SHALLOW = 8
 """Ranks up to which all_reduce gets routes of its own even where trees reach the bound: these may be shallower."""
 
 FEW_HOSTS = 8
-"""Beyond these, one host's programs stand for those of all hosts where these are alike (`many_hosts`)."""
+"""With more hosts than these that are all alike, only one host's programs are made (`many_hosts`)."""
 
 
 def plan_for(
