@@ -23,12 +23,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, _ProcessGroupWrapper
 
+from ringreduce._C import ProcessGroupRing
 from ringreduce.errors import CollectiveTimeout, PeerLost
 from ringreduce.membership.ledger import Ledger
 from ringreduce.rendezvous import store
 
 if TYPE_CHECKING:
-    from ringreduce._C import ProcessGroupRing
     from ringreduce.membership.directory import Values
     from ringreduce.membership.rounds import Membership
 
@@ -133,8 +133,6 @@ def known_ends(group: ProcessGroupRing, wanted: list[int]) -> Iterator[None]:
 
 def found_in(group: dist.ProcessGroup) -> ProcessGroupRing | None:
     """The backend of a process group, if it is ours."""
-    from ringreduce import _C
-
     for device in DEVICES:
         try:
             backend = group._get_backend(device)
@@ -142,7 +140,7 @@ def found_in(group: dist.ProcessGroup) -> ProcessGroupRing | None:
             continue
         if isinstance(backend, _ProcessGroupWrapper):  # TORCH_DISTRIBUTED_DEBUG=DETAIL
             backend = backend.wrapped_pg
-        if isinstance(backend, _C.ProcessGroupRing):
+        if isinstance(backend, ProcessGroupRing):
             return backend
     return None
 
