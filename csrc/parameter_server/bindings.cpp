@@ -237,6 +237,7 @@ void bind_server(py::module_& m, Roots roots) {
           },
           py::kw_only(), py::arg("journal"), py::arg("bell"), py::arg("values"), py::arg("pidfd"))
       .def_property_readonly("serves", &Server::serves)
+      .def_property_readonly("has_backup", py::cpp_function(&Server::has_backup, no_gil))
       .def("notes", &Server::notes, no_gil)
       .def(
           "die_at",

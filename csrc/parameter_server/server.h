@@ -133,6 +133,7 @@ class Server {
   // join, and are not served.
   void follow(const PartnerSpec& server);
   bool serves();  // it is no backup, or has taken over
+  bool has_backup();
   // What blocks were made, in order: their notes, and their places as create() returns them.
   std::vector<std::tuple<std::string, BlockId, std::size_t>> notes();
   // For tests: this process kills itself when it comes to this step for the so-many-th time.

@@ -78,6 +78,12 @@ void Server::lead(const PartnerSpec& backup) {
   });
 }
 
+bool Server::has_backup() {
+  bool has = false;
+  order([&] { has = backup_ != nullptr && !backup_->ended(); });
+  return has;
+}
+
 // Requests wait when the backup is too far behind.
 bool Server::may_take() const {
   return serves_ && (backup_ == nullptr || backup_->journal.room() >= Journal::kReserve);

@@ -31,7 +31,7 @@ from ringreduce.parameter_server.host import GROUP, OBSERVERS, Host, connect
 from ringreduce.parameter_server.key_value import KeyValue, Membership
 from ringreduce.parameter_server.placement import BLOCK_BYTES, UNIT
 from ringreduce.parameter_server.shard import Shard
-from ringreduce.parameter_server.snapshots import Saving
+from ringreduce.parameter_server.snapshots import Saving, file_of
 from ringreduce.parameter_server.updates import Function
 from ringreduce.rendezvous.interfaces import Filter, local_interfaces
 from ringreduce.rendezvous.links import Door, Peer
@@ -127,7 +127,7 @@ class Serving:
         self._taken = 0
         self._saving: list[Saving] = []
         self._parts = 1
-        """What is served here: this server, and those that have ended and have their backups here."""
+        """Servers that are served here: this one, and those that have ended and have their backups here."""
 
     def wait(self, timeout: float | None = None) -> bool:
         """Returns True when workers have come and all have left, or False after so many seconds."""
@@ -142,6 +142,18 @@ class Serving:
         server that asked, if it is to be the `last`."""
         number = int(self._store.add("snapshots", 1))
         return int(_once(self._store, "last snapshot", str(number))) if last else number
+
+    def serves(self, number: int) -> bool:
+        """Whether server `number` is served here: it is this one, or has ended and has its backup here."""
+        return number in self._host.serving(self.number)
+
+    def may_leave(self) -> bool:
+        """Whether this server can end now and lose nothing, since its backup goes on. Then that one's process has to
+        stay until the parameter server ends, so it will not be told the same."""
+        if not self._host.server.has_backup or len(self._host.serving(self.number)) > 1:
+            return False
+        fates = ((self.number, "leaves"), ((self.number + 1) % self._servers, "stays"))
+        return all(_once(self._store, f"fate/{number}", fate) == fate for number, fate in fates)
 
     def may_ask(self) -> bool:
         """Whether all servers have ended their parts of what was asked for, or failed to write them."""
@@ -165,8 +177,8 @@ class Serving:
             self._end_parts(len(done), bool(errors), last)
             if errors:
                 raise SystemFailure(f"the snapshot {done[0].path}: {errors[0]}")
+        shards = self._serving(folder)
         self._taken = max(self._taken, last - 1)
-        shards = self._serving()
         if any(shard.is_saving() for shard in shards.values()):
             return self._taken
         if self._taken >= (last or self._store.add("snapshots", 0)):
@@ -175,7 +187,9 @@ class Serving:
         target = f"{self.snapshot_path(folder, self._taken)}.partial-serve"
         try:
             for number, shard in shards.items():
-                self._saving.append(shard.save(target, f"{number}-of-{self._servers}"))
+                part = f"{number}-of-{self._servers}"
+                if not Path(target, file_of(part)).exists():  # of a server that wrote it and has ended
+                    self._saving.append(shard.save(target, part))
         except BaseException:
             if not self._saving and any(shard.is_saving() for shard in shards.values()):
                 self._taken -= 1  # what a worker has asked for in this moment
@@ -185,13 +199,16 @@ class Serving:
             raise
         return self._taken - 1
 
-    def _serving(self) -> dict[int, Shard]:
-        """What is served here. Of servers that have ended, nobody waits for parts of earlier snapshots any more."""
+    def _serving(self, folder: str | os.PathLike[str]) -> dict[int, Shard]:
+        """What is served here. When that is more than before, the latest snapshot is taken up again if it still lacks
+        parts, and nobody waits any more for parts that servers which have ended owe to earlier ones."""
         shards = self._host.serving(self.number)
         if len(shards) > self._parts:
             asked = int(self._store.add("snapshots", 0))
             self._store.add(f"snapshot {asked} ended", len(shards) - self._parts)
             self._parts = len(shards)
+            if self._taken and not self.snapshot_path(folder, self._taken).exists():
+                self._taken -= 1
         return shards
 
     def _end_parts(self, parts: int, failed: bool, last: int) -> None:
