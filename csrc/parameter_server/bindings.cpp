@@ -136,6 +136,13 @@ std::shared_ptr<Server> make_server(std::size_t capacity, py::function update, R
     (*call)(update.block, update.version, number(update.value), number(update.out), number(update.gradient), pushes);
   };
   hooks.roots = roots;
+  hooks.warn = [](const std::string& text) {
+    const py::gil_scoped_acquire gil;
+    try {
+      py::module_::import("logging").attr("getLogger")("ringreduce.parameter_server").attr("warning")("%s", text);
+    } catch (const py::error_already_set&) {  // a program's own handler; the server goes on
+    }
+  };
   // Its thread may be waiting for the GIL.
   return {new Server(capacity, std::move(hooks)), [](Server* server) {
             // The last to let go may be a client, which is destroyed without the GIL.

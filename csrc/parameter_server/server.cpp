@@ -114,6 +114,7 @@ void Server::lose(WorkerId worker) {
     if (found == connections_.end()) return;
     if (!serves_) {  // what it has asked of the other server comes first
       found->second.gone = true;
+      if (followed_ == nullptr) connections_.erase(found);
       return;
     }
     if (found->second.alive) end(found->second);

@@ -82,6 +82,8 @@ class Server {
     // What it throws is the reply to those who pushed.
     std::function<void(const PythonUpdate&)> update;
     Roots roots = nullptr;
+    // For the owner's log.
+    std::function<void(const std::string&)> warn = [](const std::string&) {};
   };
   struct Statistics {
     std::uint64_t requests = 0, updates = 0, bytes = 0, workers = 0, blocks = 0, memory = 0, capacity = 0, rows = 0;
@@ -260,6 +262,7 @@ class Server {
   bool write_down(const Message& message, Nanoseconds now);
   bool release_held();
   bool follow_on();
+  void give_up(const std::string& why);
   void repeat(const Record& record, const std::vector<std::byte>& bytes);
   void look_for_partner();
   void take_over();

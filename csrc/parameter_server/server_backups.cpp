@@ -1,7 +1,7 @@
 // A server and its backup (journal.h): what the server writes down, what the backup does of it, and how it takes over.
 //
-// Nobody has to be asked when a server ends: that its process or its thread has ended is certain, since nothing else
-// counts, and it has one backup. So the backup that sees it is the only one that goes on, and no old server comes back.
+// Nobody has to agree that a server has ended: only the end of its process, or of its thread, counts, and its one backup
+// sees that for itself.
 #include <sched.h>
 #include <unistd.h>
 
@@ -194,19 +194,32 @@ bool Server::follow_on() {
       followed_->journal.confirm();
       followed_->bell().ring();
     }
-  } catch (const std::exception&) {  // this is no backup any more, and says so
-    header().ended.store(1, std::memory_order_seq_cst);
-    followed_.reset();
+    if (moved) {
+      carry_out();
+      followed_->journal.confirm();
+      followed_->bell().ring();
+    } else {
+      look_for_partner();
+    }
+  } catch (const std::exception& error) {
+    give_up(error.what());
     return true;
   }
-  if (moved) {
-    carry_out();
-    followed_->journal.confirm();
-    followed_->bell().ring();
-  } else {
-    look_for_partner();
-  }
   return moved;
+}
+
+// From here on this is no backup, and serves nobody.
+void Server::give_up(const std::string& why) {
+  serves_ = false;
+  header().serves.store(0, std::memory_order_seq_cst);
+  header().ended.store(1, std::memory_order_seq_cst);
+  decided_ = {};
+  if (followed_ != nullptr) followed_->bell().ring();
+  followed_.reset();
+  for (auto& [worker, connection] : connections_) connection.window->bell().ring();
+  std::erase_if(connections_, [](const auto& each) { return each.second.gone; });
+  hooks_.warn("the backup of a server, in process " + std::to_string(getpid()) + ", has failed and is none any more: " +
+              why);
 }
 
 void Server::repeat(const Record& record, const std::vector<std::byte>& bytes) {
