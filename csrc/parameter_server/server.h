@@ -188,7 +188,9 @@ class Server {
     std::uint64_t taken = 0;
     bool alive = true, answered = false;
     bool attached = false;                // its lane is this server's
-    bool gone = false;                    // from a backup
+    // At a backup:
+    bool known = false;  // to the server as well
+    bool gone = false;   // its door has closed; the server's own Lose is still to come
     std::map<std::uint64_t, Pull> pulls;  // without a reply, by number: of tables, and to another host
     // To another host:
     std::vector<ReplySlot> replies;                                         // to be sent

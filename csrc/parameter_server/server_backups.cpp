@@ -198,7 +198,7 @@ bool Server::follow_on() {
       carry_out();
       followed_->journal.confirm();
       followed_->bell().ring();
-    } else {
+    } else if (!has_orders_) {
       look_for_partner();
     }
   } catch (const std::exception& error) {
@@ -230,6 +230,7 @@ void Server::repeat(const Record& record, const std::vector<std::byte>& bytes) {
       return decide(request_of(found->second, record.slot), record.at);
     }
     case Record::Kind::join:
+      if (const auto found = connections_.find(record.worker); found != connections_.end()) found->second.known = true;
       return decide(Join{record.worker, {reinterpret_cast<const char*>(bytes.data()), bytes.size()}}, record.at);
     case Record::Kind::lose: {
       decide(Lose{record.worker}, record.at);
@@ -247,9 +248,12 @@ void Server::repeat(const Record& record, const std::vector<std::byte>& bytes) {
   }
 }
 
+// Precondition: what the journal had is repeated.
 void Server::look_for_partner() {
-  // Of workers that the server has lost, and that have gone from here too, nothing will be repeated.
-  std::erase_if(connections_, [](const auto& each) { return each.second.gone && !each.second.alive; });
+  // Of workers that the server has lost, and that have gone from here too, nothing will be repeated. Nor of those that
+  // have gone before the server knew them: they have asked it nothing.
+  std::erase_if(connections_,
+                [](const auto& each) { return each.second.gone && (!each.second.alive || !each.second.known); });
   const Nanoseconds t = ringreduce::now();
   if (t - looked_ < kLookEvery) return;
   looked_ = t;
@@ -266,6 +270,8 @@ void Server::take_over() {
   serves_ = true;
   for (auto& [worker, connection] : connections_)  // that came to the server too late; no effect on others
     if (connection.alive) decide(Join{worker, connection.spec.group});
+  for (const auto& [worker, clock] : shard_.clocks())  // that had gone before the server knew them
+    if (connections_.count(worker) == 0) decide(Lose{worker});
   header().serves.store(1, std::memory_order_seq_cst);
   pass(Step::serving);
   for (auto& [worker, connection] : connections_) {

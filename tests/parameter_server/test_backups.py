@@ -269,6 +269,36 @@ def test_a_backup_that_fails_says_so_and_its_server_goes_on(caplog: pytest.LogCa
     backup.stop()
 
 
+def test_a_backup_forgets_a_worker_that_its_server_never_knew() -> None:
+    server, backup = server_and_backup()
+    client = _C.ParameterClient(0, 1, 1 << 16)
+    let_in(backup, client)
+    assert backup.statistics()["workers"] == 1
+    backup.lose(0)
+    wait_until(lambda: bool(backup.statistics()["workers"] == 0))
+    let_in(backup, client)  # and one that the server knows, but has not lost
+    let_in(server, client)
+    wait_until(lambda: list(backup.statistics()["clocks"]) == [0])
+    backup.lose(0)
+    time.sleep(0.1)
+    assert backup.statistics()["workers"] == 1, "what it has asked may still be in the journal"
+    server.lose(0)
+    wait_until(lambda: bool(backup.statistics()["workers"] == 0))
+    server.stop()
+    backup.stop()
+
+
+def test_a_worker_that_was_gone_before_the_server_knew_it_is_lost_at_the_backup() -> None:
+    server, backup = server_and_backup()
+    client = _C.ParameterClient(0, 1, 1 << 16)
+    let_in(server, client)
+    wait_until(lambda: list(backup.statistics()["clocks"]) == [0])
+    server.stop()
+    wait_until(lambda: bool(backup.serves))
+    assert backup.statistics()["clocks"] == {}, "others would wait for it"
+    backup.stop()
+
+
 def test_a_backup_takes_nothing_from_a_worker_that_has_not_turned_to_it() -> None:
     servers = server_and_backup()
     client = _C.ParameterClient(0, 1, 1 << 16)
