@@ -112,7 +112,8 @@ class Server {
   // The worker takes no further part, and what it has not been told about it never will be. No effect on one that is
   // not there.
   void lose(WorkerId worker);
-  // Returns (id, offset of the block among the values). Throws Error(invalid_argument) if there is no room.
+  // Returns (id, offset of the block among the values). Throws Error(invalid_argument) if there is no room, and
+  // Error(system) if the backup does not take it in time.
   std::pair<BlockId, std::size_t> create(const BlockSpec& spec);
   // Whom the block's present round, its readers or a barrier wait for.
   std::vector<WorkerId> awaited(BlockId block);
@@ -261,6 +262,7 @@ class Server {
   ValuesHeader& header() const { return *reinterpret_cast<ValuesHeader*>(values_->at()); }
   Nanoseconds deadline() const { return serves_ ? shard_.deadline() : kForever; }
   bool may_take() const;
+  bool may_write_down(const BlockSpec& spec) const;
   bool write_down(const Message& message, Nanoseconds now);
   bool release_held();
   bool follow_on();

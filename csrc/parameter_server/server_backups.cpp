@@ -89,6 +89,17 @@ bool Server::may_take() const {
   return serves_ && (backup_ == nullptr || backup_->journal.room() >= Journal::kReserve);
 }
 
+// Nor are there new blocks then, for which half of the reserve is: the rest is for ticks and for workers that come and
+// go. Of these there are only so many, since requests wait and a worker comes to the backup first.
+bool Server::may_write_down(const BlockSpec& spec) const {
+  const std::size_t bytes = sizeof(Record) + sizeof(WrittenBlock) + spec.mode.group.size() + spec.note.size();
+  if (bytes > Journal::kReserve / 2)
+    throw Error(ErrorKind::invalid_argument, "what is said of a block has " + std::to_string(bytes) +
+                                                 " bytes; its server's backup takes at most " +
+                                                 std::to_string(Journal::kReserve / 2));
+  return backup_->journal.room() >= Journal::kReserve / 2 + bytes;
+}
+
 // For the backup, before this server's shard gets the message; false: it must not get it.
 bool Server::write_down(const Message& message, Nanoseconds now) {
   Record record;

@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch._C._distributed_c10d import HashStore
 
 import ringreduce.parameter_server as ps
 from ringreduce import _C
-from ringreduce.errors import InvalidArgument, RingReduceError, ServerLost, TopologyError
+from ringreduce.errors import InvalidArgument, RingReduceError, ServerLost, SystemFailure, TopologyError
 from ringreduce.rendezvous.host import own_pidfd
 
 SERVERS, WORKERS = 3, 2
@@ -297,6 +298,36 @@ def test_a_worker_that_was_gone_before_the_server_knew_it_is_lost_at_the_backup(
     wait_until(lambda: bool(backup.serves))
     assert backup.statistics()["clocks"] == {}, "others would wait for it"
     backup.stop()
+
+
+def test_a_server_answers_while_its_backup_stands_still() -> None:
+    server, backup = _C.ParameterServer(1 << 20, print), _C.ParameterServer(1 << 20, print)
+    given = {"bell": os.dup(backup.bell), "values": os.dup(backup.values), "pidfd": own_pidfd()}
+    server.lead(journal=_C.ParameterServer.journal(), **given)  # which the other one never reads
+    with pytest.raises(InvalidArgument, match="its server's backup takes at most"):
+        make_block(server, "x" * (1 << 20))
+    made = 0
+
+    def make_many() -> None:
+        nonlocal made
+        with pytest.raises(SystemFailure, match="has its process been stopped"):
+            while True:
+                make_block(server, "x" * 10_000)
+                made += 1
+
+    thread = threading.Thread(target=make_many)
+    thread.start()
+    while thread.is_alive():
+        known = server.statistics()["blocks"]
+        thread.join(0.05)
+    assert known == made > 50
+    client = _C.ParameterClient(0, 1, 1 << 16)
+    let_in(server, client)  # there is room for that
+    server.lose(0)
+    backup.stop()
+    make_block(server)
+    assert not server.has_backup and server.statistics()["blocks"] == made + 1
+    server.stop()
 
 
 def test_a_backup_takes_nothing_from_a_worker_that_has_not_turned_to_it() -> None:
