@@ -334,9 +334,9 @@ void bind_client(py::module_& m) {
           "attach",
           [](Client& client, std::uint32_t server, int values, int bell, int pidfd, std::size_t capacity,
              const std::string& name,
-             std::uint64_t generation) { client.attach(server, {values, bell, pidfd, capacity, name, generation}); },
+             bool was_backup) { client.attach(server, {values, bell, pidfd, capacity, name, was_backup}); },
           py::kw_only(), py::arg("server"), py::arg("values"), py::arg("bell"), py::arg("pidfd"), py::arg("capacity"),
-          py::arg("name"), py::arg("generation") = 0)
+          py::arg("name"), py::arg("was_backup") = false)
       .def(
           "attach_backup",
           [](Client& client, std::uint32_t server, int values, int bell, int pidfd, std::size_t capacity,

@@ -17,9 +17,9 @@
 namespace ringreduce::parameter_server {
 namespace {
 
-constexpr std::size_t kCopies = 8 * 1024 * 1024;  // bytes of values that are being sent to a worker
+constexpr std::size_t kCopies = 8 * 1024 * 1024;    // bytes of values that are being sent to a worker
 constexpr Nanoseconds kBackupStands = 5 * kSecond;  // it carries out nothing, and no block can be made
-constexpr std::size_t kSlice = 32 * 1024;         // bytes of a gradient that are combined, then used, in the cache
+constexpr std::size_t kSlice = 32 * 1024;           // bytes of a gradient that are combined, then used, in the cache
 
 }  // namespace
 
@@ -98,7 +98,7 @@ void Server::join(WorkerId id, const std::string& group, std::size_t window) {
   order([&] {
     if (connections_.count(id) > 0)
       throw Error(ErrorKind::invalid_argument, "there is a worker " + std::to_string(id) + " already");
-    if (backup_ != nullptr || generation_ > 0)
+    if (backup_ != nullptr || was_backup_)
       throw Error(ErrorKind::invalid_argument, "this server has a backup, or was one: its workers are on its host");
     wire_->admit(id, connection.window, connection.window->memory.at(connection.window->data), window);
     decide(Join{id, group});
@@ -271,7 +271,7 @@ void Server::carry_out() {
     if (!fresh) found->second = std::max(found->second, each.priority);
   }
   // How much room a table finds depends on the order, which must be the same in a server and its backup.
-  if ((backup_ == nullptr && generation_ == 0) || table_bytes_ == 0)
+  if ((backup_ == nullptr && !was_backup_) || table_bytes_ == 0)
     std::stable_sort(output.operations.begin(), output.operations.end(),
                      [&](const auto& a, const auto& b) { return priorities[a.block] > priorities[b.block]; });
   std::set<std::uint64_t> due;

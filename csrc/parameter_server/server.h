@@ -189,10 +189,10 @@ class Server {
     std::uint64_t taken = 0;
     bool alive = true, answered = false;
     bool attached = false;                // its lane is this server's
+    std::map<std::uint64_t, Pull> pulls;  // without a reply, by number: of tables, and to another host
     // At a backup:
     bool known = false;  // to the server as well
     bool gone = false;   // its door has closed; the server's own Lose is still to come
-    std::map<std::uint64_t, Pull> pulls;  // without a reply, by number: of tables, and to another host
     // To another host:
     std::vector<ReplySlot> replies;                                         // to be sent
     std::deque<std::pair<Pull, ReplySlot>> values;                          // to be copied and sent
@@ -297,7 +297,7 @@ class Server {
   Statistics statistics_;
   Nanoseconds looked_ = 0;
   bool serves_ = true;
-  std::uint64_t generation_ = 0;                // as Lane::generation
+  bool was_backup_ = false;                     // or is
   std::unique_ptr<Partner> backup_, followed_;  // of this server; whom this server is the backup of
   std::deque<Held> held_;
   Step last_step_ = Step::never;

@@ -1,7 +1,7 @@
 // A server and its backup (journal.h): what the server writes down, what the backup does of it, and how it takes over.
 //
-// Nobody has to agree that a server has ended: only the end of its process, or of its thread, counts, and its one backup
-// sees that for itself.
+// Nobody has to agree that a server has ended: only the end of its process, or of its thread, counts, and its one
+// backup sees that for itself.
 #include <sched.h>
 #include <unistd.h>
 
@@ -172,7 +172,7 @@ void Server::follow(const PartnerSpec& server) {
       throw Error(ErrorKind::invalid_argument, "this server has workers or blocks already: it can be no backup now");
     followed_ = std::move(partner);
     serves_ = false;
-    generation_ = 1;
+    was_backup_ = true;
     header().serves = 0;
   });
 }
@@ -229,8 +229,8 @@ void Server::give_up(const std::string& why) {
   followed_.reset();
   for (auto& [worker, connection] : connections_) connection.window->bell().ring();
   std::erase_if(connections_, [](const auto& each) { return each.second.gone; });
-  hooks_.warn("the backup of a server, in process " + std::to_string(getpid()) + ", has failed and is none any more: " +
-              why);
+  hooks_.warn("the backup of a server, in process " + std::to_string(getpid()) +
+              ", has failed and is none any more: " + why);
 }
 
 void Server::repeat(const Record& record, const std::vector<std::byte>& bytes) {

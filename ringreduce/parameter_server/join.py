@@ -514,12 +514,12 @@ def _enter_near(
     except OSError as error:
         if backup is None:
             raise
-        if isinstance(error, TimeoutError) or not _serves(backup, entry.deadline):
+        if isinstance(error, TimeoutError) or not _serves(entry, backup):
             backup.close()
             raise
         joined, backup = backup, None
     undo.callback(joined.connection.close)
-    client.attach(**joined.memory, name=joined.name, generation=int(joined.name != its["name"]))
+    client.attach(**joined.memory, name=joined.name, was_backup=joined.name != its["name"])
     if backup is not None:
         undo.callback(backup.connection.close)
         client.attach_backup(**backup.memory, name=backup.name)
@@ -527,7 +527,8 @@ def _enter_near(
 
 
 def _let_in_by_backup(entry: _Entry, client: Any, server: int) -> _LetIn | None:
-    """Before the server itself, as its backup must know a worker of whom it hears. None: it has ended."""
+    """Called before the server is joined, since the backup must know every worker that the journal names. Returns None
+    if the backup has ended."""
     get(entry.store, f"backup/{server}", f"the backup of server {server}", entry.deadline)
     place = entry.server(entry.backup_of(server))
     name = f"the backup of server {server} ({place['host']}, pid {place['pid']})"
@@ -539,13 +540,16 @@ def _let_in_by_backup(entry: _Entry, client: Any, server: int) -> _LetIn | None:
         return None
 
 
-def _serves(backup: _LetIn, deadline: float) -> bool:
-    """Waits until a backup, of which the server has ended, has taken over."""
-    while time.monotonic() < deadline:
-        control.send(backup.connection, {"ask": "serves"})
-        if control.receive(backup.connection)[0]["serves"]:
-            return True
-        time.sleep(0.002)
+def _serves(entry: _Entry, backup: _LetIn) -> bool:
+    """Waits until a backup, of which the server has ended, has taken over; False if it does not."""
+    with contextlib.suppress(OSError):
+        while (left := entry.deadline - time.monotonic()) > 0:
+            backup.connection.settimeout(left)
+            control.send(backup.connection, {"ask": "serves"})
+            if control.receive(backup.connection)[0]["serves"]:
+                backup.connection.settimeout(entry.timeout)
+                return True
+            time.sleep(0.002)
     return False
 
 
