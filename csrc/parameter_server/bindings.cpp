@@ -136,6 +136,13 @@ std::shared_ptr<Server> make_server(std::size_t capacity, py::function update, R
     (*call)(update.block, update.version, number(update.value), number(update.out), number(update.gradient), pushes);
   };
   hooks.roots = roots;
+  hooks.warn = [](const std::string& text) {
+    const py::gil_scoped_acquire gil;
+    try {
+      py::module_::import("logging").attr("getLogger")("ringreduce.parameter_server").attr("warning")("%s", text);
+    } catch (const py::error_already_set&) {  // a program's own handler; the server goes on
+    }
+  };
   // Its thread may be waiting for the GIL.
   return {new Server(capacity, std::move(hooks)), [](Server* server) {
             // The last to let go may be a client, which is destroyed without the GIL.
@@ -237,6 +244,7 @@ void bind_server(py::module_& m, Roots roots) {
           },
           py::kw_only(), py::arg("journal"), py::arg("bell"), py::arg("values"), py::arg("pidfd"))
       .def_property_readonly("serves", &Server::serves)
+      .def_property_readonly("has_backup", py::cpp_function(&Server::has_backup, no_gil))
       .def("notes", &Server::notes, no_gil)
       .def(
           "die_at",
@@ -326,9 +334,9 @@ void bind_client(py::module_& m) {
           "attach",
           [](Client& client, std::uint32_t server, int values, int bell, int pidfd, std::size_t capacity,
              const std::string& name,
-             std::uint64_t generation) { client.attach(server, {values, bell, pidfd, capacity, name, generation}); },
+             bool was_backup) { client.attach(server, {values, bell, pidfd, capacity, name, was_backup}); },
           py::kw_only(), py::arg("server"), py::arg("values"), py::arg("bell"), py::arg("pidfd"), py::arg("capacity"),
-          py::arg("name"), py::arg("generation") = 0)
+          py::arg("name"), py::arg("was_backup") = false)
       .def(
           "attach_backup",
           [](Client& client, std::uint32_t server, int values, int bell, int pidfd, std::size_t capacity,

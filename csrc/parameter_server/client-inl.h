@@ -35,7 +35,7 @@ struct Client::Near {
         bell_memory(spec.bell, sizeof(Bell), true),
         lane(lane),
         name(spec.name),
-        generation(spec.generation) {}
+        was_backup(spec.was_backup) {}
 
   Bell& bell() const { return *reinterpret_cast<Bell*>(bell_memory.at()); }
   const BlockWords& words(const Part& part) const {
@@ -53,7 +53,7 @@ struct Client::Near {
   Mapping values, bell_memory;
   Lane* lane;
   std::string name;
-  std::uint64_t generation;
+  bool was_backup;
   std::uint64_t asked = 0;
   std::uint64_t taken = 0;  // replies
 };

@@ -34,7 +34,7 @@ Client::~Client() {
 void Client::attach(std::uint32_t server, const ServerSpec& spec) {
   auto* const lane = reinterpret_cast<Lane*>(window_->at(sizeof(Bell) + server * sizeof(Lane)));
   auto near = std::make_shared<Near>(spec, lane);
-  lane->generation.store(spec.generation, std::memory_order_release);
+  lane->at_backup.store(spec.was_backup, std::memory_order_release);
   const Lock lock(mutex_);
   peers_.at(server) = std::make_unique<Peer>(Peer{spec.name, Session(worker_), std::move(near)});
   has_near_ = true;
@@ -44,14 +44,14 @@ void Client::attach_backup(std::uint32_t server, const ServerSpec& spec) {
   const Lock lock(mutex_);
   Peer& of = peer(server);
   of.backup = std::make_shared<Near>(spec, of.near->lane);
-  of.backup->generation = 1;
+  of.backup->was_backup = true;
 }
 
 bool Client::at_backup(std::uint32_t server, Nanoseconds timeout) {
   Hold hold(*this);
   Peer& of = peer(server);
   wait_until(hold, timeout, [&] { return of.backup == nullptr || !of.alive; });
-  return of.alive && of.near != nullptr && of.near->generation > 0;
+  return of.alive && of.near != nullptr && of.near->was_backup;
 }
 
 void Client::attach(std::uint32_t server, const std::string& name) {
@@ -167,7 +167,7 @@ void Client::turn_to_backup(std::uint32_t server) {
   lane.asked.store(0, std::memory_order_relaxed);
   lane.answered.store(0, std::memory_order_relaxed);
   for (const Request& request : to.session.unanswered()) to.near->ask(slot_of(request));
-  lane.generation.store(to.near->generation, std::memory_order_seq_cst);
+  lane.at_backup.store(to.near->was_backup, std::memory_order_seq_cst);
   to.near->bell().ring();
 }
 

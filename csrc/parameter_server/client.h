@@ -30,8 +30,8 @@ struct ServerSpec {
   int bell = -1;    // memfd
   int pidfd = -1;
   std::size_t capacity = 0;
-  std::string name;              // "server 1 (node7, pid 4711)"
-  std::uint64_t generation = 0;  // 1: it was, or is, a backup
+  std::string name;         // "server 1 (node7, pid 4711)"
+  bool was_backup = false;  // or is
 };
 
 // A block of a tensor: bytes [begin, begin + bytes) of it are block `block` of server `server`, at `offset` there.

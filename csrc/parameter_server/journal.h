@@ -6,7 +6,7 @@
 // shard gets it. What has been written outlives the server's process, so no effect of it that anybody saw can be lost.
 //
 // What a worker pushed is not in the journal: it lies in the worker's window, which the backup maps too. The server
-// answers a push when the backup has carried it out, since the worker uses its place again then.
+// answers a push when the backup has carried it out, since the worker may then overwrite what it pushed.
 //
 // Both servers are of the same user and have proved that they know the secret, so the backup believes what it reads.
 #pragma once

@@ -3,8 +3,10 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <iterator>
 #include <set>
+#include <thread>
 
 #include "core/error.h"
 #include "core/partition.h"
@@ -15,8 +17,9 @@
 namespace ringreduce::parameter_server {
 namespace {
 
-constexpr std::size_t kCopies = 8 * 1024 * 1024;  // bytes of values that are being sent to a worker
-constexpr std::size_t kSlice = 32 * 1024;         // bytes of a gradient that are combined, then used, in the cache
+constexpr std::size_t kCopies = 8 * 1024 * 1024;    // bytes of values that are being sent to a worker
+constexpr Nanoseconds kBackupStands = 5 * kSecond;  // it carries out nothing, and no block can be made
+constexpr std::size_t kSlice = 32 * 1024;           // bytes of a gradient that are combined, then used, in the cache
 
 }  // namespace
 
@@ -95,7 +98,7 @@ void Server::join(WorkerId id, const std::string& group, std::size_t window) {
   order([&] {
     if (connections_.count(id) > 0)
       throw Error(ErrorKind::invalid_argument, "there is a worker " + std::to_string(id) + " already");
-    if (backup_ != nullptr || generation_ > 0)
+    if (backup_ != nullptr || was_backup_)
       throw Error(ErrorKind::invalid_argument, "this server has a backup, or was one: its workers are on its host");
     wire_->admit(id, connection.window, connection.window->memory.at(connection.window->data), window);
     decide(Join{id, group});
@@ -114,6 +117,7 @@ void Server::lose(WorkerId worker) {
     if (found == connections_.end()) return;
     if (!serves_) {  // what it has asked of the other server comes first
       found->second.gone = true;
+      if (followed_ == nullptr) connections_.erase(found);
       return;
     }
     if (found->second.alive) end(found->second);
@@ -124,18 +128,32 @@ void Server::lose(WorkerId worker) {
 }
 
 std::pair<BlockId, std::size_t> Server::create(const BlockSpec& spec) {
-  std::pair<BlockId, std::size_t> place;
-  order([&] {
+  std::optional<std::pair<BlockId, std::size_t>> place;
+  std::uint64_t seen = 0;
+  Nanoseconds since = ringreduce::now();
+  const auto make = [&] {
     if (!serves_) throw Error(ErrorKind::invalid_argument, "this server is a backup, and has not taken over");
     if (backup_ != nullptr && !spec.rule.native(spec.dtype))
       throw Error(ErrorKind::invalid_argument,
                   "an update that Python computes has no backup: found the parameter server with backups=0, or use "
                   "another update or dtype");
+    if (backup_ != nullptr && !backup_->ended() && !may_write_down(spec)) {
+      const std::uint64_t before = std::exchange(seen, backup_->journal.carried_out());
+      if (seen != before) since = ringreduce::now();
+      return;
+    }
     place = make_block(spec);
     decide(Create{spec.mode, spec.width > 0});
     if (!serves_) throw Error(ErrorKind::aborted, "the server has been stopped");
-  });
-  return place;
+  };
+  for (order(make); !place; order(make)) {  // others take turns while the backup catches up
+    if (ringreduce::now() - since > kBackupStands)
+      throw Error(ErrorKind::system, "the server's backup has done nothing for " +
+                                         std::to_string(kBackupStands / kSecond) +
+                                         " s, so there can be no more keys: has its process been stopped?");
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return *place;
 }
 
 std::pair<BlockId, std::size_t> Server::make_block(const BlockSpec& spec) {
@@ -253,7 +271,7 @@ void Server::carry_out() {
     if (!fresh) found->second = std::max(found->second, each.priority);
   }
   // How much room a table finds depends on the order, which must be the same in a server and its backup.
-  if ((backup_ == nullptr && generation_ == 0) || table_bytes_ == 0)
+  if ((backup_ == nullptr && !was_backup_) || table_bytes_ == 0)
     std::stable_sort(output.operations.begin(), output.operations.end(),
                      [&](const auto& a, const auto& b) { return priorities[a.block] > priorities[b.block]; });
   std::set<std::uint64_t> due;

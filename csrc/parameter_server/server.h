@@ -82,6 +82,8 @@ class Server {
     // What it throws is the reply to those who pushed.
     std::function<void(const PythonUpdate&)> update;
     Roots roots = nullptr;
+    // For the owner's log.
+    std::function<void(const std::string&)> warn = [](const std::string&) {};
   };
   struct Statistics {
     std::uint64_t requests = 0, updates = 0, bytes = 0, workers = 0, blocks = 0, memory = 0, capacity = 0, rows = 0;
@@ -110,7 +112,8 @@ class Server {
   // The worker takes no further part, and what it has not been told about it never will be. No effect on one that is
   // not there.
   void lose(WorkerId worker);
-  // Returns (id, offset of the block among the values). Throws Error(invalid_argument) if there is no room.
+  // Returns (id, offset of the block among the values). Throws Error(invalid_argument) if there is no room, and
+  // Error(system) if the backup does not take it in time.
   std::pair<BlockId, std::size_t> create(const BlockSpec& spec);
   // Whom the block's present round, its readers or a barrier wait for.
   std::vector<WorkerId> awaited(BlockId block);
@@ -133,6 +136,7 @@ class Server {
   // join, and are not served.
   void follow(const PartnerSpec& server);
   bool serves();  // it is no backup, or has taken over
+  bool has_backup();
   // What blocks were made, in order: their notes, and their places as create() returns them.
   std::vector<std::tuple<std::string, BlockId, std::size_t>> notes();
   // For tests: this process kills itself when it comes to this step for the so-many-th time.
@@ -185,8 +189,10 @@ class Server {
     std::uint64_t taken = 0;
     bool alive = true, answered = false;
     bool attached = false;                // its lane is this server's
-    bool gone = false;                    // from a backup
     std::map<std::uint64_t, Pull> pulls;  // without a reply, by number: of tables, and to another host
+    // At a backup:
+    bool known = false;  // to the server as well
+    bool gone = false;   // its door has closed; the server's own Lose is still to come
     // To another host:
     std::vector<ReplySlot> replies;                                         // to be sent
     std::deque<std::pair<Pull, ReplySlot>> values;                          // to be copied and sent
@@ -256,9 +262,11 @@ class Server {
   ValuesHeader& header() const { return *reinterpret_cast<ValuesHeader*>(values_->at()); }
   Nanoseconds deadline() const { return serves_ ? shard_.deadline() : kForever; }
   bool may_take() const;
+  bool may_write_down(const BlockSpec& spec) const;
   bool write_down(const Message& message, Nanoseconds now);
   bool release_held();
   bool follow_on();
+  void give_up(const std::string& why);
   void repeat(const Record& record, const std::vector<std::byte>& bytes);
   void look_for_partner();
   void take_over();
@@ -289,7 +297,7 @@ class Server {
   Statistics statistics_;
   Nanoseconds looked_ = 0;
   bool serves_ = true;
-  std::uint64_t generation_ = 0;                // as Lane::generation
+  bool was_backup_ = false;                     // or is
   std::unique_ptr<Partner> backup_, followed_;  // of this server; whom this server is the backup of
   std::deque<Held> held_;
   Step last_step_ = Step::never;

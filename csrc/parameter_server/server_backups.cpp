@@ -1,7 +1,7 @@
 // A server and its backup (journal.h): what the server writes down, what the backup does of it, and how it takes over.
 //
-// Nobody has to be asked when a server ends: that its process or its thread has ended is certain, since nothing else
-// counts, and it has one backup. So the backup that sees it is the only one that goes on, and no old server comes back.
+// Nobody has to agree that a server has ended: only the end of its process, or of its thread, counts, and its one
+// backup sees that for itself.
 #include <sched.h>
 #include <unistd.h>
 
@@ -78,9 +78,26 @@ void Server::lead(const PartnerSpec& backup) {
   });
 }
 
+bool Server::has_backup() {
+  bool has = false;
+  order([&] { has = backup_ != nullptr && !backup_->ended(); });
+  return has;
+}
+
 // Requests wait when the backup is too far behind.
 bool Server::may_take() const {
   return serves_ && (backup_ == nullptr || backup_->journal.room() >= Journal::kReserve);
+}
+
+// Nor are there new blocks then, for which half of the reserve is: the rest is for ticks and for workers that come and
+// go. Of these there are only so many, since requests wait and a worker comes to the backup first.
+bool Server::may_write_down(const BlockSpec& spec) const {
+  const std::size_t bytes = sizeof(Record) + sizeof(WrittenBlock) + spec.mode.group.size() + spec.note.size();
+  if (bytes > Journal::kReserve / 2)
+    throw Error(ErrorKind::invalid_argument, "what is said of a block has " + std::to_string(bytes) +
+                                                 " bytes; its server's backup takes at most " +
+                                                 std::to_string(Journal::kReserve / 2));
+  return backup_->journal.room() >= Journal::kReserve / 2 + bytes;
 }
 
 // For the backup, before this server's shard gets the message; false: it must not get it.
@@ -155,7 +172,7 @@ void Server::follow(const PartnerSpec& server) {
       throw Error(ErrorKind::invalid_argument, "this server has workers or blocks already: it can be no backup now");
     followed_ = std::move(partner);
     serves_ = false;
-    generation_ = 1;
+    was_backup_ = true;
     header().serves = 0;
   });
 }
@@ -188,19 +205,32 @@ bool Server::follow_on() {
       followed_->journal.confirm();
       followed_->bell().ring();
     }
-  } catch (const std::exception&) {  // this is no backup any more, and says so
-    header().ended.store(1, std::memory_order_seq_cst);
-    followed_.reset();
+    if (moved) {
+      carry_out();
+      followed_->journal.confirm();
+      followed_->bell().ring();
+    } else if (!has_orders_) {
+      look_for_partner();
+    }
+  } catch (const std::exception& error) {
+    give_up(error.what());
     return true;
   }
-  if (moved) {
-    carry_out();
-    followed_->journal.confirm();
-    followed_->bell().ring();
-  } else {
-    look_for_partner();
-  }
   return moved;
+}
+
+// From here on this is no backup, and serves nobody.
+void Server::give_up(const std::string& why) {
+  serves_ = false;
+  header().serves.store(0, std::memory_order_seq_cst);
+  header().ended.store(1, std::memory_order_seq_cst);
+  decided_ = {};
+  if (followed_ != nullptr) followed_->bell().ring();
+  followed_.reset();
+  for (auto& [worker, connection] : connections_) connection.window->bell().ring();
+  std::erase_if(connections_, [](const auto& each) { return each.second.gone; });
+  hooks_.warn("the backup of a server, in process " + std::to_string(getpid()) +
+              ", has failed and is none any more: " + why);
 }
 
 void Server::repeat(const Record& record, const std::vector<std::byte>& bytes) {
@@ -211,6 +241,7 @@ void Server::repeat(const Record& record, const std::vector<std::byte>& bytes) {
       return decide(request_of(found->second, record.slot), record.at);
     }
     case Record::Kind::join:
+      if (const auto found = connections_.find(record.worker); found != connections_.end()) found->second.known = true;
       return decide(Join{record.worker, {reinterpret_cast<const char*>(bytes.data()), bytes.size()}}, record.at);
     case Record::Kind::lose: {
       decide(Lose{record.worker}, record.at);
@@ -228,9 +259,12 @@ void Server::repeat(const Record& record, const std::vector<std::byte>& bytes) {
   }
 }
 
+// Precondition: what the journal had is repeated.
 void Server::look_for_partner() {
-  // Of workers that the server has lost, and that have gone from here too, nothing will be repeated.
-  std::erase_if(connections_, [](const auto& each) { return each.second.gone && !each.second.alive; });
+  // Of workers that the server has lost, and that have gone from here too, nothing will be repeated. Nor of those that
+  // have gone before the server knew them: they have asked it nothing.
+  std::erase_if(connections_,
+                [](const auto& each) { return each.second.gone && (!each.second.alive || !each.second.known); });
   const Nanoseconds t = ringreduce::now();
   if (t - looked_ < kLookEvery) return;
   looked_ = t;
@@ -247,6 +281,8 @@ void Server::take_over() {
   serves_ = true;
   for (auto& [worker, connection] : connections_)  // that came to the server too late; no effect on others
     if (connection.alive) decide(Join{worker, connection.spec.group});
+  for (const auto& [worker, clock] : shard_.clocks())  // that had gone before the server knew them
+    if (connections_.count(worker) == 0) decide(Lose{worker});
   header().serves.store(1, std::memory_order_seq_cst);
   pass(Step::serving);
   for (auto& [worker, connection] : connections_) {

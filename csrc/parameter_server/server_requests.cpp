@@ -17,7 +17,7 @@ bool Server::take_requests() {
 bool Server::take_request(Connection& connection) {
   if (connection.lane == nullptr || !may_take()) return false;
   if (!connection.attached &&
-      !(connection.attached = connection.lane->generation.load(std::memory_order_acquire) == generation_))
+      !(connection.attached = connection.lane->at_backup.load(std::memory_order_acquire) == was_backup_))
     return false;
   if (connection.lane->asked.load(std::memory_order_acquire) == connection.taken) return false;
   take(connection, RequestSlot(connection.lane->requests[connection.taken++ % kMostOutstanding]));

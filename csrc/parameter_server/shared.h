@@ -122,9 +122,9 @@ struct ReplySlot {
 struct alignas(kAlignment) Lane {
   alignas(kAlignment) std::atomic<std::uint64_t> asked;     // requests that the worker has written
   alignas(kAlignment) std::atomic<std::uint64_t> answered;  // replies that the server has written
-  // Whose requests these are: 0 the first server's, 1 its backup's. A worker changes it when it turns to the backup,
+  // Whose requests these are: the server's, or its backup's. A worker changes it when it turns to the backup,
   // after it has emptied both rings and written what has not been answered.
-  alignas(kAlignment) std::atomic<std::uint64_t> generation;
+  alignas(kAlignment) std::atomic<bool> at_backup;
   RequestSlot requests[kMostOutstanding];
   ReplySlot replies[kMostOutstanding];
 };

@@ -91,6 +91,8 @@ void stopped(int workers, int pushes, int when, const ps::Mode& mode) {
       check(each == pushes * workers * (workers + 1) / 2, "a push was lost, or was applied twice");
   });
   stopper.join();
+  const Nanoseconds until = now() + 60 * kSecond;  // the server may have stopped after the last answer
+  while (!pair.backup->serves() && now() < until) std::this_thread::yield();
   check(pair.backup->serves(), "the backup has not taken over");
 }
 

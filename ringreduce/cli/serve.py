@@ -111,17 +111,18 @@ def _store(host: str, port: int, arguments: argparse.Namespace, *, makes: bool) 
 
 
 def _serve_with_snapshots(serving: Serving, arguments: argparse.Namespace) -> int:
-    """Serves until workers have come and left, or SIGTERM: then until the last snapshot is complete."""
+    """Serves until workers have come and left, or SIGTERM: then until the last snapshot is complete. Nothing is last as
+    long as a backup goes on, so a server that leaves its blocks to one ends at SIGTERM without a snapshot."""
     terminated = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: terminated.set())
     next_one = time.monotonic() + (arguments.every or 0)
     while not terminated.is_set() and (not serving.wait(_LOOK) or arguments.forever):
         try:
-            if arguments.every and serving.number == 0 and time.monotonic() >= next_one and serving.may_ask():
+            if arguments.every and serving.serves(0) and time.monotonic() >= next_one and serving.may_ask():
                 serving.ask_for_snapshot()
                 next_one = time.monotonic() + arguments.every
             written = serving.take_snapshots(arguments.snapshots)
-            if serving.number == 0:
+            if serving.serves(0):
                 _drop_old(serving, arguments.snapshots, written, arguments.keep)
         except RingReduceError as error:  # the next one may succeed
             _say(error)
@@ -129,14 +130,18 @@ def _serve_with_snapshots(serving: Serving, arguments: argparse.Namespace) -> in
             return _serve_without_store(serving, terminated, arguments.forever, error)
         if arguments.forever:
             terminated.wait(_LOOK)  # serving.wait() returns at once when workers have left
+    has_store = serving.number == 0 and not arguments.existing_store  # no snapshot becomes whole after its end
     try:
+        if terminated.is_set() and not has_store and serving.may_leave():
+            console().print(f"server {serving.number} ends; its backup goes on", highlight=False)
+            return 0
         last = serving.ask_for_snapshot(last=True)
         path = serving.snapshot_path(arguments.snapshots, last)
     except RuntimeError as error:
         return _serve_without_store(serving, terminated, False, error)
     _write_last(serving, arguments, last, path)
     console().print(f"server {serving.number} ends; snapshot {path}", highlight=False)
-    if serving.number == 0:
+    if serving.serves(0):
         _drop_old(serving, arguments.snapshots, last, arguments.keep)
     return 0
 

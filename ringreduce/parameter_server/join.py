@@ -31,7 +31,7 @@ from ringreduce.parameter_server.host import GROUP, OBSERVERS, Host, connect
 from ringreduce.parameter_server.key_value import KeyValue, Membership
 from ringreduce.parameter_server.placement import BLOCK_BYTES, UNIT
 from ringreduce.parameter_server.shard import Shard
-from ringreduce.parameter_server.snapshots import Saving
+from ringreduce.parameter_server.snapshots import Saving, file_of
 from ringreduce.parameter_server.updates import Function
 from ringreduce.rendezvous.interfaces import Filter, local_interfaces
 from ringreduce.rendezvous.links import Door, Peer
@@ -128,7 +128,7 @@ class Serving:
         self._taken = 0
         self._saving: list[Saving] = []
         self._parts = 1
-        """What is served here: this server, and those that have ended and have their backups here."""
+        """Servers that are served here: this one, and those that have ended and have their backups here."""
 
     def wait(self, timeout: float | None = None) -> bool:
         """Returns True when workers have come and all have left, or False after so many seconds."""
@@ -143,6 +143,18 @@ class Serving:
         server that asked, if it is to be the `last`."""
         number = int(self._store.add("snapshots", 1))
         return int(_once(self._store, "last snapshot", str(number))) if last else number
+
+    def serves(self, number: int) -> bool:
+        """Whether server `number` is served here: it is this one, or has ended and has its backup here."""
+        return number in self._host.serving(self.number)
+
+    def may_leave(self) -> bool:
+        """Whether this server can end now and lose nothing, since its backup goes on. Then that one's process has to
+        stay until the parameter server ends, so it will not be told the same."""
+        if not self._host.server.has_backup or len(self._host.serving(self.number)) > 1:
+            return False
+        fates = ((self.number, "leaves"), ((self.number + 1) % self._servers, "stays"))
+        return all(_once(self._store, f"fate/{number}", fate) == fate for number, fate in fates)
 
     def may_ask(self) -> bool:
         """Whether all servers have ended their parts of what was asked for, or failed to write them."""
@@ -166,8 +178,8 @@ class Serving:
             self._end_parts(len(done), bool(errors), last)
             if errors:
                 raise SystemFailure(f"the snapshot {done[0].path}: {errors[0]}")
+        shards = self._serving(folder)
         self._taken = max(self._taken, last - 1)
-        shards = self._serving()
         if any(shard.is_saving() for shard in shards.values()):
             return self._taken
         if self._taken >= (last or self._store.add("snapshots", 0)):
@@ -176,7 +188,9 @@ class Serving:
         target = f"{self.snapshot_path(folder, self._taken)}.partial-serve"
         try:
             for number, shard in shards.items():
-                self._saving.append(shard.save(target, f"{number}-of-{self._servers}"))
+                part = f"{number}-of-{self._servers}"
+                if not Path(target, file_of(part)).exists():  # of a server that wrote it and has ended
+                    self._saving.append(shard.save(target, part))
         except BaseException:
             if not self._saving and any(shard.is_saving() for shard in shards.values()):
                 self._taken -= 1  # what a worker has asked for in this moment
@@ -186,13 +200,16 @@ class Serving:
             raise
         return self._taken - 1
 
-    def _serving(self) -> dict[int, Shard]:
-        """What is served here. Of servers that have ended, nobody waits for parts of earlier snapshots any more."""
+    def _serving(self, folder: str | os.PathLike[str]) -> dict[int, Shard]:
+        """What is served here. When that is more than before, the latest snapshot is taken up again if it still lacks
+        parts, and nobody waits any more for parts that servers which have ended owe to earlier ones."""
         shards = self._host.serving(self.number)
         if len(shards) > self._parts:
             asked = int(self._store.add("snapshots", 0))
             self._store.add(f"snapshot {asked} ended", len(shards) - self._parts)
             self._parts = len(shards)
+            if self._taken and not self.snapshot_path(folder, self._taken).exists():
+                self._taken -= 1
         return shards
 
     def _end_parts(self, parts: int, failed: bool, last: int) -> None:
@@ -498,12 +515,12 @@ def _enter_near(
     except OSError as error:
         if backup is None:
             raise
-        if isinstance(error, TimeoutError) or not _serves(backup, entry.deadline):
+        if isinstance(error, TimeoutError) or not _serves(entry, backup):
             backup.close()
             raise
         joined, backup = backup, None
     undo.callback(joined.connection.close)
-    client.attach(**joined.memory, name=joined.name, generation=int(joined.name != its["name"]))
+    client.attach(**joined.memory, name=joined.name, was_backup=joined.name != its["name"])
     if backup is not None:
         undo.callback(backup.connection.close)
         client.attach_backup(**backup.memory, name=backup.name)
@@ -511,7 +528,8 @@ def _enter_near(
 
 
 def _let_in_by_backup(entry: _Entry, client: Any, server: int) -> _LetIn | None:
-    """Before the server itself, as its backup must know a worker of whom it hears. None: it has ended."""
+    """Called before the server is joined, since the backup must know every worker that the journal names. Returns None
+    if the backup has ended."""
     get(entry.store, f"backup/{server}", f"the backup of server {server}", entry.deadline)
     place = entry.server(entry.backup_of(server))
     name = f"the backup of server {server} ({place['host']}, pid {place['pid']})"
@@ -523,13 +541,16 @@ def _let_in_by_backup(entry: _Entry, client: Any, server: int) -> _LetIn | None:
         return None
 
 
-def _serves(backup: _LetIn, deadline: float) -> bool:
-    """Waits until a backup, of which the server has ended, has taken over."""
-    while time.monotonic() < deadline:
-        control.send(backup.connection, {"ask": "serves"})
-        if control.receive(backup.connection)[0]["serves"]:
-            return True
-        time.sleep(0.002)
+def _serves(entry: _Entry, backup: _LetIn) -> bool:
+    """Waits until a backup, of which the server has ended, has taken over; False if it does not."""
+    with contextlib.suppress(OSError):
+        while (left := entry.deadline - time.monotonic()) > 0:
+            backup.connection.settimeout(left)
+            control.send(backup.connection, {"ask": "serves"})
+            if control.receive(backup.connection)[0]["serves"]:
+                backup.connection.settimeout(entry.timeout)
+                return True
+            time.sleep(0.002)
     return False
 
 

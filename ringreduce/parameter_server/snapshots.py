@@ -72,7 +72,7 @@ class Saving:
 
     @property
     def _name(self) -> str:
-        return _file_of(self._part)
+        return file_of(self._part)
 
     def _run(self) -> None:
         error = ""
@@ -163,10 +163,10 @@ def _complete(folder: Path, servers: int) -> None:
 
 
 def _files(servers: int) -> list[str]:
-    return [_file_of(f"{i}-of-{servers}") for i in range(servers)]
+    return [file_of(f"{i}-of-{servers}") for i in range(servers)]
 
 
-def _file_of(part: str) -> str:
+def file_of(part: str) -> str:
     return f"server-{part}.safetensors"
 
 

@@ -7,7 +7,9 @@ import logging
 import os
 import random
 import signal
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,14 @@ from torch._C._distributed_c10d import HashStore
 
 import ringreduce.parameter_server as ps
 from ringreduce import _C
-from ringreduce.errors import CollectiveTimeout, InvalidArgument, RingReduceError, ServerLost, TopologyError
+from ringreduce.errors import (
+    CollectiveTimeout,
+    InvalidArgument,
+    RingReduceError,
+    ServerLost,
+    SystemFailure,
+    TopologyError,
+)
 from ringreduce.rendezvous.host import own_pidfd
 
 SERVERS, WORKERS = 3, 2
@@ -238,30 +247,135 @@ def test_the_others_go_on_when_a_rank_is_killed_that_is_worker_and_server(mode: 
     assert first[1] == sorted(first[1], reverse=True) or mode.mode == "sync"
 
 
-def test_a_backup_takes_nothing_from_a_worker_that_has_not_turned_to_it() -> None:
+def server_and_backup() -> list[Any]:
     servers = [_C.ParameterServer(1 << 20, print) for _ in range(2)]
     journal = _C.ParameterServer.journal()
     for mine, other, become in zip(servers, reversed(servers), ("lead", "follow"), strict=True):
         given = {"bell": os.dup(other.bell), "values": os.dup(other.values), "pidfd": own_pidfd()}
         getattr(mine, become)(journal=os.dup(journal), **given)
     os.close(journal)
+    return servers
+
+
+def let_in(server: Any, client: Any) -> None:
+    window = {"window": os.dup(client.window), "window_bytes": client.window_bytes, "pidfd": own_pidfd()}
+    server.join(id=0, group="workers", servers=1, lane=0, **window)
+
+
+def attach(client: Any, server: Any, how: str) -> None:
+    given = {"values": os.dup(server.values), "bell": os.dup(server.bell), "pidfd": own_pidfd()}
+    getattr(client, how)(server=0, capacity=1 << 20, name=how, **given)
+
+
+def make_block(server: Any, note: str = "") -> tuple[int, int]:
+    mode = {"mode": "asynchronous", "quorum": 0, "grace": 0.0, "staleness": 0, "group": "workers"}
+    made: tuple[int, int] = server.create(
+        dtype="float32", count=16, rule={"kind": "reduce", "op": "sum"}, note=note, **mode
+    )
+    return made
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_backup_that_fails_says_so_and_its_server_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    server, backup = server_and_backup()
+    assert server.has_backup
+    client = _C.ParameterClient(0, 1, 1 << 16)
+    let_in(server, client)  # and not the backup, which cannot repeat what it asks
+    attach(client, server, "attach")
+    block, offset = make_block(server)
+    parts, w = _C.ParameterParts([(0, block, 0, 64, offset)]), torch.ones(16)
+    for kind in ("initialise", "push", "push"):
+        assert client.wait(client.send(kind, parts, w.data_ptr()), 30.0)
+    assert client.read(parts, w.data_ptr(), timeout=30.0) == [2] and torch.equal(w, torch.full((16,), 3.0))
+    wait_until(lambda: not server.has_backup)
+    wait_until(lambda: bool(caplog.messages))
+    (said,) = caplog.messages
+    assert "has failed and is none any more: a worker is unknown to the backup" in said
+    server.stop()
+    time.sleep(0.1)
+    assert not backup.serves, "it does not have what its server had"
+    backup.stop()
+
+
+def test_a_backup_forgets_a_worker_that_its_server_never_knew() -> None:
+    server, backup = server_and_backup()
+    client = _C.ParameterClient(0, 1, 1 << 16)
+    let_in(backup, client)
+    assert backup.statistics()["workers"] == 1
+    backup.lose(0)
+    wait_until(lambda: bool(backup.statistics()["workers"] == 0))
+    let_in(backup, client)  # and one that the server knows, but has not lost
+    let_in(server, client)
+    wait_until(lambda: list(backup.statistics()["clocks"]) == [0])
+    backup.lose(0)
+    time.sleep(0.1)
+    assert backup.statistics()["workers"] == 1, "what it has asked may still be in the journal"
+    server.lose(0)
+    wait_until(lambda: bool(backup.statistics()["workers"] == 0))
+    server.stop()
+    backup.stop()
+
+
+def test_a_worker_that_was_gone_before_the_server_knew_it_is_lost_at_the_backup() -> None:
+    server, backup = server_and_backup()
+    client = _C.ParameterClient(0, 1, 1 << 16)
+    let_in(server, client)
+    wait_until(lambda: list(backup.statistics()["clocks"]) == [0])
+    server.stop()
+    wait_until(lambda: bool(backup.serves))
+    assert backup.statistics()["clocks"] == {}, "others would wait for it"
+    backup.stop()
+
+
+def test_a_server_answers_while_its_backup_stands_still() -> None:
+    server, backup = _C.ParameterServer(1 << 20, print), _C.ParameterServer(1 << 20, print)
+    given = {"bell": os.dup(backup.bell), "values": os.dup(backup.values), "pidfd": own_pidfd()}
+    server.lead(journal=_C.ParameterServer.journal(), **given)  # which the other one never reads
+    with pytest.raises(InvalidArgument, match="its server's backup takes at most"):
+        make_block(server, "x" * (1 << 20))
+    made = 0
+
+    def make_many() -> None:
+        nonlocal made
+        with pytest.raises(SystemFailure, match="has its process been stopped"):
+            while True:
+                make_block(server, "x" * 10_000)
+                made += 1
+
+    thread = threading.Thread(target=make_many)
+    thread.start()
+    while thread.is_alive():
+        known = server.statistics()["blocks"]
+        thread.join(0.05)
+    assert known == made > 50
+    client = _C.ParameterClient(0, 1, 1 << 16)
+    let_in(server, client)  # there is room for that
+    server.lose(0)
+    backup.stop()
+    make_block(server)
+    assert not server.has_backup and server.statistics()["blocks"] == made + 1
+    server.stop()
+
+
+def test_a_backup_takes_nothing_from_a_worker_that_has_not_turned_to_it() -> None:
+    servers = server_and_backup()
     client = _C.ParameterClient(0, 1, 1 << 16)
     for server in reversed(servers):
-        window = {"window": os.dup(client.window), "window_bytes": client.window_bytes, "pidfd": own_pidfd()}
-        server.join(id=0, group="workers", servers=1, lane=0, **window)
-    for server, attach in zip(servers, ("attach", "attach_backup"), strict=True):
-        given = {"values": os.dup(server.values), "bell": os.dup(server.bell), "pidfd": own_pidfd()}
-        getattr(client, attach)(server=0, capacity=1 << 20, name=attach, **given)
-    mode = {"mode": "asynchronous", "quorum": 0, "grace": 0.0, "staleness": 0, "group": "workers"}
-    block, offset = servers[0].create(dtype="float32", count=16, rule={"kind": "reduce", "op": "sum"}, **mode)
+        let_in(server, client)
+    for server, how in zip(servers, ("attach", "attach_backup"), strict=True):
+        attach(client, server, how)
+    block, offset = make_block(servers[0])
     parts, w = _C.ParameterParts([(0, block, 0, 64, offset)]), torch.ones(16)
     for kind in ("initialise", "push", "push"):
         assert client.wait(client.send(kind, parts, w.data_ptr()), 30.0)
     servers[0].stop()
-    deadline = time.monotonic() + 30
-    while not servers[1].serves:
-        assert time.monotonic() < deadline, "the backup did not take over"
-        time.sleep(0.01)
+    wait_until(lambda: bool(servers[1].serves))
     time.sleep(0.1)
     assert servers[1].statistics()["requests"] == 3, "it took the lane while the worker may still empty it"
     assert client.wait(client.send("push", parts, w.data_ptr()), 30.0)

@@ -213,6 +213,73 @@ def test_a_server_outlives_the_one_with_the_store(tmp_path: Path) -> None:
             server.wait()
 
 
+KEYS, COUNT = ["a", "b", "c"], 1000  # a key for each of three servers
+
+
+def pushes_until_done(me: Rank, port: int) -> float:
+    """Returns how often it has pushed."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    kv = ps.join(store, role="worker", timeout=60.0)
+    w, ones, n = torch.zeros(COUNT), torch.ones(COUNT), 0
+    for key in KEYS:
+        kv.init(key, w, update=ps.reduce("sum"), mode=ps.asynchronous())
+    me.report("pushes")
+    try:
+        while not store.check(["done"]):
+            n += 1
+            for key in KEYS:
+                kv.push_pull(key, ones, out=w).wait()
+                assert w.min() == w.max() == n
+        kv.leave()
+    except ServerLost:
+        kv._close()
+    return float(n)
+
+
+@pytest.mark.parametrize(
+    ("ended", "how", "status"),
+    [((1,), signal.SIGTERM, 0), ((0,), signal.SIGKILL, -signal.SIGKILL), ((0, 1, 2), signal.SIGTERM, 0)],
+    ids=["server 1 is told to end", "server 0 is killed", "all are told to end"],
+)
+def test_snapshots_with_backups(tmp_path: Path, ended: tuple[int, ...], how: signal.Signals, status: int) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    words = ["--store", f"127.0.0.1:{store.port}", "--existing-store", "--memory", "32M", "--size", "3"]
+    words += ["--backups", "1", "--snapshots", str(tmp_path), "--every", "0.01"]
+    servers = [start(*words, "--rank", str(rank)) for rank in range(3)]
+
+    def latest() -> int:
+        return max((int(path.name[-6:]) for path in tmp_path.glob("*-*[0-9]")), default=0)
+
+    def wait_for_another() -> None:
+        end, before = time.monotonic() + deadline(), latest()
+        while latest() <= before + 1:  # one that was begun from now on
+            assert time.monotonic() < end, "no snapshot becomes whole any more"
+            time.sleep(0.01)
+
+    try:
+        with Ranks(pushes_until_done, 1, store.port) as ranks:
+            ranks.reports()
+            wait_for_another()
+            for rank in ended:
+                servers[rank].send_signal(how)
+            assert [servers[rank].wait(deadline()) for rank in ended] == [status] * len(ended)
+            if len(ended) < 3:
+                wait_for_another()
+            store.set("done", "")
+            (pushed,) = ranks.results()
+        assert all(servers[rank].wait(deadline()) == 0 for rank in range(3) if rank not in ended)
+    finally:
+        for server in servers:
+            server.kill()
+            server.wait()
+    with ps.join(memory=32 << 20, window=16 << 20) as kv:
+        assert kv.restore(max(tmp_path.glob("*-*[0-9]"))) == KEYS
+        w = torch.empty(len(KEYS), COUNT)
+        kv.pull(dict(zip(KEYS, w, strict=True)))
+    least = pushed if len(ended) < 3 else 1
+    assert least <= w.min() <= w.max() <= pushed
+
+
 def test_the_last_snapshot_comes_after_a_worker_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
     real = snapshots.Writer.finish
