@@ -66,6 +66,8 @@ def pushes_two(me: Rank) -> tuple[int, int]:
     """12 MB, and then 4 KB that are urgent, at 12.5 MB/s."""
     if me.rank == 1:
         with ps.join(me.store, role="worker", timeout=30.0) as kv:
+            me.store.set("joined", "")
+            me.store.get("made")
             first = kv.push("large", torch.ones(3 << 20))
             second = kv.push("small", torch.ones(1024), priority=1)
             second.wait()
@@ -74,6 +76,8 @@ def pushes_two(me: Rank) -> tuple[int, int]:
             return done, len(first.calls["large"].answers)
     with ps.join(me.store, rank=0, size=1, listen=True, **(SMALL | {"window": 64 << 20, "block_bytes": 1 << 20})) as kv:
         kv.init({"large": torch.zeros(3 << 20), "small": torch.zeros(1024)}, mode=ps.asynchronous())
+        me.store.set("made", "")
+        me.store.get("joined")  # else it may be over before the other comes
     return 0, 0
 
 
