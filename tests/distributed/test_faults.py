@@ -426,10 +426,10 @@ ARGUMENTS: list[tuple[Callable[..., Any], str]] = [
         lambda **how: ringreduce.all_reduce(torch.ones(3, dtype=torch.complex32), **how),
         "dtype ComplexHalf.* not supported",
     ),
-    (lambda **how: ringreduce.broadcast(THREE, src=3, **how), "root is 3; the group has ranks 0 to 2"),
-    (lambda **how: ringreduce.reduce(THREE, dst=-1, **how), "root is -1; the group has ranks 0 to 2"),
-    (lambda **how: ringreduce.gather(THREE, dst=3, **how), "root is 3; the group has ranks 0 to 2"),
-    (lambda **how: ringreduce.scatter(THREE, src=7, **how), "root is 7; the group has ranks 0 to 2"),
+    (lambda **how: ringreduce.broadcast(THREE, src=3, **how), "src is 3; it must be the global rank of a member"),
+    (lambda **how: ringreduce.reduce(THREE, dst=-1, **how), "dst is -1; it must be the global rank of a member"),
+    (lambda **how: ringreduce.gather(THREE, dst=3, **how), "dst is 3; it must be the global rank of a member"),
+    (lambda **how: ringreduce.scatter(THREE, src=7, **how), "src is 7; it must be the global rank of a member"),
     (
         lambda **how: ringreduce.gather(THREE, [THREE], dst=dist.get_rank(), **how),
         "gather_list holds 1 .*one per rank: 3",
@@ -485,7 +485,7 @@ ARGUMENTS: list[tuple[Callable[..., Any], str]] = [
         "has 2 split sizes.* one per rank: 3",
     ),
     (lambda: ringreduce.send(THREE, dist.get_rank()), "must be another rank of the group, 0 to 2"),
-    (lambda: ringreduce.recv(THREE, 3), "the peer is rank 3"),
+    (lambda: ringreduce.recv(THREE, 3), "src is 3; it must be the global rank of a member"),
     (lambda: ringreduce.send(THREE, (dist.get_rank() + 1) % 3, tag=-1), "the tag is -1; it must be 0 or more"),
 ]
 

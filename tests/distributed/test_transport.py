@@ -308,7 +308,7 @@ def refused(me: Rank) -> None:
             ringreduce.monitored_barrier(timeout=1)
         with pytest.raises(InvalidArgument, match="the tag 2147483647"):
             dist.send(torch.ones(1), 1 - me.rank, tag=2**31 - 1)
-        with pytest.raises(InvalidArgument, match="root is 2"):
+        with pytest.raises(InvalidArgument, match="src is 2"):
             ringreduce.broadcast(torch.ones(1), 2)
         dist.barrier()
 
