@@ -66,9 +66,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         found = harness.start_ranks(args.workers, measure, bytes_of(args.size), folder, args.laps)
     quiet, busy, written = (statistics.median(each) for each in found)
+    mean, longest = statistics.fmean(found[1]), max(found[1])
     print(f"{args.workers} workers, {args.size} of parameters, AdamW; medians of {args.laps} laps")
     print(f"a step               {1e3 * quiet:8.1f} ms")
-    print(f"beside a snapshot    {1e3 * busy:8.1f} ms, {busy / quiet:.2f} times as long")
+    print(f"beside a snapshot    {1e3 * busy:8.1f} ms, {busy / quiet:.2f} times as long", end="")
+    print(f" (mean {mean / quiet:.2f}; the longest, which copies most, {longest / quiet:.1f})")
     print(f"a snapshot is there after {1e3 * written:.0f} ms")
     return 0
 

@@ -5,6 +5,8 @@ Only this module reads these variables. `ringreduce info` prints every knob with
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
@@ -15,6 +17,8 @@ from ringreduce.common.units import parse_bytes
 from ringreduce.plan import Slicing, parse_algorithms, slot_depth
 
 PREFIX = "RINGREDUCE_"
+
+log = logging.getLogger(__name__)
 
 
 def _knob(default: Any, allowed: tuple[str, ...] | tuple[int, int] | None, help: str) -> Any:
@@ -207,7 +211,18 @@ def resolve(options: Options | None, environ: Mapping[str, str] = os.environ) ->
         _check(knob.name, knob.metadata["allowed"], value, origin)
         values[knob.name] = int(value) if isinstance(value, bool) else value
         origins[knob.name] = origin
+    for name in environ:
+        if name.startswith(PREFIX) and name.removeprefix(PREFIX).lower() not in values:
+            _warn_if_misspelt(name)
     return replace(given, **values), origins
+
+
+@functools.cache  # once for each
+def _warn_if_misspelt(name: str) -> None:
+    from difflib import get_close_matches
+
+    if like := get_close_matches(name.removeprefix(PREFIX).lower(), DEFAULTS, 1, 0.8):
+        log.warning("%s is set, but no setting has that name; did you mean %s%s?", name, PREFIX, like[0].upper())
 
 
 def _parsed(knob: Field[Any], text: str) -> Any:

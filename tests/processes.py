@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import logging
 import multiprocessing
 import os
 import signal
@@ -43,6 +44,18 @@ GROUP_TIMEOUT = 30.0
 
 # torch.cuda.is_available() then asks NVML, not CUDA, which a process that forks others must not initialise.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+
+class Logged(logging.Handler):
+    """What this process logs from here on."""
+
+    def __init__(self, logger: str = "ringreduce", level: int = logging.NOTSET) -> None:
+        super().__init__(level)
+        self.messages: list[str] = []
+        logging.getLogger(logger).addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
 
 
 @functools.cache

@@ -19,6 +19,8 @@ class FileDescriptor {
     if (fd_ >= 0) close(fd_);
   }
   int get() const { return fd_; }
+  // Whoever gets it closes it.
+  int release() { return std::exchange(fd_, -1); }
 
  private:
   int fd_;

@@ -1,11 +1,13 @@
 #include "parameter_server/bindings.h"
 
 #include <pybind11/functional.h>
+#include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
 #include <unistd.h>
 
 #include <algorithm>
+#include <functional>
 #include <map>
 #include <optional>
 #include <string_view>
@@ -119,11 +121,27 @@ struct TableHandle {
   std::vector<std::uint32_t> owners;  // of slots
 };
 
-std::shared_ptr<Server> make_server(std::size_t capacity, py::function update, Roots roots) {
-  const std::shared_ptr<py::function> call(new py::function(std::move(update)), [](py::function* held) {
+// What Python gave, for threads that do not have the GIL: the last to let go takes it.
+std::shared_ptr<py::function> held(py::function function) {
+  return {new py::function(std::move(function)), [](py::function* of) {
+            const py::gil_scoped_acquire gil;
+            delete of;
+          }};
+}
+
+std::function<void()> callback(py::function function) {
+  return [call = held(std::move(function))] {
     const py::gil_scoped_acquire gil;
-    delete held;
-  });
+    try {
+      (*call)();
+    } catch (py::error_already_set& error) {
+      error.discard_as_unraisable("a parameter server's callback");
+    }
+  };
+}
+
+std::shared_ptr<Server> make_server(std::size_t capacity, py::function update, bool backed_up, Roots roots) {
+  const std::shared_ptr<py::function> call = held(std::move(update));
   Server::Hooks hooks;
   hooks.enter = [](const std::function<void()>& body) {
     const py::gil_scoped_acquire gil;
@@ -144,7 +162,7 @@ std::shared_ptr<Server> make_server(std::size_t capacity, py::function update, R
     }
   };
   // Its thread may be waiting for the GIL.
-  return {new Server(capacity, std::move(hooks)), [](Server* server) {
+  return {new Server(capacity, std::move(hooks), backed_up), [](Server* server) {
             // The last to let go may be a client, which is destroyed without the GIL.
             std::optional<py::gil_scoped_release> no_gil;
             if (PyGILState_Check() == 1) no_gil.emplace();
@@ -180,29 +198,29 @@ RequestKind request_of(const std::string& wanted) {
 void bind_server(py::module_& m, Roots roots) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<Server, std::shared_ptr<Server>>(m, "ParameterServer")
-      .def(py::init([roots](std::size_t capacity, py::function update) {
-             return make_server(capacity, std::move(update), roots);
+      .def(py::init([roots](std::size_t capacity, py::function update, bool backed_up) {
+             return make_server(capacity, std::move(update), backed_up, roots);
            }),
-           py::arg("capacity"), py::arg("update"))
+           py::arg("capacity"), py::arg("update"), py::arg("backed_up") = false)
       .def_property_readonly("values", &Server::values)
       .def_property_readonly("bell", &Server::bell)
       .def_property_readonly("capacity", &Server::capacity)
       .def(
           "join",
           [](Server& server, WorkerId id, const std::string& group, int window, std::size_t window_bytes,
-             std::size_t servers, std::size_t lane, int pidfd) {
+             std::size_t servers, std::size_t lane, int pidfd, int news, const std::string& name) {
             const py::gil_scoped_release released;
-            server.join({id, group, window, window_bytes, servers, lane, pidfd});
+            server.join({id, group, window, window_bytes, servers, lane, pidfd, news, name});
           },
           py::kw_only(), py::arg("id"), py::arg("group"), py::arg("window"), py::arg("window_bytes"),
-          py::arg("servers"), py::arg("lane"), py::arg("pidfd"))
+          py::arg("servers"), py::arg("lane"), py::arg("pidfd"), py::arg("news") = -1, py::arg("name") = "")
       .def(
           "join_far",
-          [](Server& server, WorkerId id, const std::string& group, std::size_t window) {
+          [](Server& server, WorkerId id, const std::string& group, std::size_t window, const std::string& name) {
             const py::gil_scoped_release released;
-            server.join(id, group, window);
+            server.join(id, group, window, name);
           },
-          py::kw_only(), py::arg("id"), py::arg("group"), py::arg("window"))
+          py::kw_only(), py::arg("id"), py::arg("group"), py::arg("window"), py::arg("name") = "")
       .def("connect", &Server::connect, no_gil, py::arg("worker"), py::arg("socket"), py::arg("path"))
       .def(
           "create",
@@ -231,27 +249,51 @@ void bind_server(py::module_& m, Roots roots) {
       .def_static("journal", [] { return dup(Journal::make().get()); })
       .def(
           "lead",
-          [](Server& server, int journal, int bell, int values, int pidfd) {
+          [](Server& server, int journal, int bell, int values, int pidfd, int passage, std::size_t capacity,
+             const std::string& name, const std::string& address) {
             const py::gil_scoped_release released;
-            server.lead({journal, bell, values, pidfd});
+            server.lead({journal, bell, values, pidfd, passage, capacity, name, address});
           },
-          py::kw_only(), py::arg("journal"), py::arg("bell"), py::arg("values"), py::arg("pidfd"))
+          py::kw_only(), py::arg("journal"), py::arg("bell"), py::arg("values"), py::arg("pidfd"), py::arg("passage"),
+          py::arg("capacity"), py::arg("name"), py::arg("address"))
       .def(
           "follow",
-          [](Server& server, int journal, int bell, int values, int pidfd) {
+          [](Server& server, int journal, int bell, int values, int pidfd, int passage, const std::string& name,
+             const std::string& address) {
             const py::gil_scoped_release released;
-            server.follow({journal, bell, values, pidfd});
+            server.follow({journal, bell, values, pidfd, passage, 0, name, address});
           },
-          py::kw_only(), py::arg("journal"), py::arg("bell"), py::arg("values"), py::arg("pidfd"))
+          py::kw_only(), py::arg("journal"), py::arg("bell"), py::arg("values"), py::arg("pidfd"), py::arg("passage"),
+          py::arg("name"), py::arg("address"))
+      .def(
+          "lead_far",
+          [](Server& server, py::function on_silence, const std::string& name) {
+            auto call = callback(std::move(on_silence));
+            const py::gil_scoped_release released;
+            server.lead_far(std::move(call), name);
+          },
+          py::arg("on_silence"), py::arg("name") = "")
+      .def(
+          "follow_far",
+          [](Server& server, py::function on_silence) {
+            auto call = callback(std::move(on_silence));
+            const py::gil_scoped_release released;
+            server.follow_far(std::move(call));
+          },
+          py::arg("on_silence"))
+      .def("connect_partner", &Server::connect_partner, no_gil, py::arg("socket"), py::arg("path"))
+      .def("decided", &Server::decided, no_gil, py::arg("goes_on"))
       .def_property_readonly("serves", &Server::serves)
+      .def_property_readonly("has_ended", &Server::has_ended)
+      .def_property_readonly("turn", py::cpp_function(&Server::its_turn, no_gil))
       .def_property_readonly("has_backup", py::cpp_function(&Server::has_backup, no_gil))
       .def("notes", &Server::notes, no_gil)
       .def(
           "die_at",
           [](Server& server, const std::string& step, std::uint64_t times) {
-            static constexpr std::string_view kSteps[] = {"never",    "taken",       "journalled", "carried out",
-                                                          "answered", "taking over", "serving"};
-            server.die_at(static_cast<Server::Step>(index_of<7>([](std::size_t i) { return kSteps[i]; }, step, "step")),
+            static constexpr std::string_view kSteps[] = {"never",       "taken",    "journalled",  "updated",
+                                                          "carried out", "answered", "taking over", "serving"};
+            server.die_at(static_cast<Server::Step>(index_of<8>([](std::size_t i) { return kSteps[i]; }, step, "step")),
                           times);
           },
           no_gil, py::arg("step"), py::arg("times"))
@@ -275,14 +317,18 @@ void bind_server(py::module_& m, Roots roots) {
                piece = server.next_piece();
              }
              if (!piece) return py::none();
+             auto* const bytes = reinterpret_cast<std::uint8_t*>(piece->bytes.release());
+             const py::capsule owner(bytes, [](void* at) { delete[] static_cast<std::byte*>(at); });
              return py::make_tuple(piece->block, piece->first, piece->rows,
-                                   py::bytes(reinterpret_cast<const char*>(piece->bytes.data()), piece->bytes.size()));
+                                   py::array_t<std::uint8_t>(static_cast<py::ssize_t>(piece->size), bytes, owner));
            })
+      .def("holds_back", &Server::holds_back, no_gil)
       .def("end_snapshot", &Server::end_snapshot, no_gil)
       .def("lose", &Server::lose, no_gil, py::arg("worker"))
       .def("awaited", &Server::awaited, no_gil, py::arg("block"))
       .def("absent", &Server::absent, no_gil, py::arg("group"))
       .def("failure", &Server::failure, no_gil, py::arg("block"))
+      .def("workers", &Server::workers, no_gil)
       .def("statistics",
            [](Server& server) {
              Server::Statistics s;
@@ -294,7 +340,8 @@ void bind_server(py::module_& m, Roots roots) {
              return py::dict("requests"_a = s.requests, "updates"_a = s.updates, "bytes"_a = s.bytes,
                              "workers"_a = s.workers, "blocks"_a = s.blocks, "memory"_a = s.memory,
                              "capacity"_a = s.capacity, "rows"_a = s.rows, "waiting"_a = s.waiting.requests,
-                             "waits_for"_a = s.waiting.workers, "clocks"_a = s.clocks, "saving"_a = s.saving);
+                             "waits_for"_a = s.waiting.workers, "clocks"_a = s.clocks, "saving"_a = s.saving,
+                             "backup"_a = s.backup, "lag"_a = s.lag);
            })
       .def("stop", &Server::stop, no_gil);
 }
@@ -334,27 +381,27 @@ void bind_client(py::module_& m) {
           "attach",
           [](Client& client, std::uint32_t server, int values, int bell, int pidfd, std::size_t capacity,
              const std::string& name,
-             bool was_backup) { client.attach(server, {values, bell, pidfd, capacity, name, was_backup}); },
+             std::uint32_t turn) { client.attach(server, {values, bell, pidfd, capacity, name, turn, 0, ""}); },
           py::kw_only(), py::arg("server"), py::arg("values"), py::arg("bell"), py::arg("pidfd"), py::arg("capacity"),
-          py::arg("name"), py::arg("was_backup") = false)
+          py::arg("name"), py::arg("turn") = 0)
+      .def_property_readonly("news", &Client::news)
+      .def("close_news", &Client::close_news)
       .def(
-          "attach_backup",
-          [](Client& client, std::uint32_t server, int values, int bell, int pidfd, std::size_t capacity,
-             const std::string& name) { client.attach_backup(server, {values, bell, pidfd, capacity, name, 1}); },
-          py::kw_only(), py::arg("server"), py::arg("values"), py::arg("bell"), py::arg("pidfd"), py::arg("capacity"),
-          py::arg("name"))
-      .def(
-          "at_backup",
-          [](Client& client, std::uint32_t server, std::optional<double> timeout) {
-            return client.at_backup(server, duration(timeout));
+          "served_by",
+          [](Client& client, std::uint32_t server, std::uint32_t known, std::optional<double> timeout) {
+            return client.served_by(server, known, duration(timeout));
           },
-          no_gil, py::arg("server"), py::arg("timeout"))
+          no_gil, py::arg("server"), py::arg("known"), py::arg("timeout"))
       .def(
           "attach_far",
           [](Client& client, std::uint32_t server, const std::string& name) { client.attach(server, name); },
           py::arg("server"), py::arg("name"))
+      .def("attach_far_backup", &Client::attach_far_backup, py::arg("server"), py::arg("name"))
+      .def("turn_to_backup", &Client::give_up, no_gil, py::arg("server"))
+      .def("is_near", &Client::is_near, py::arg("server"))
       .def("host", &Client::host, py::arg("server"))
-      .def("connect", &Client::connect, no_gil, py::arg("server"), py::arg("socket"), py::arg("path"))
+      .def("connect", &Client::connect, no_gil, py::arg("server"), py::arg("socket"), py::arg("path"),
+           py::arg("backup") = false)
       .def("allocate", [](std::shared_ptr<Client> client,
                           std::size_t bytes) { return std::make_unique<Piece>(std::move(client), bytes); })
       .def(

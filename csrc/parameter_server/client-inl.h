@@ -35,7 +35,9 @@ struct Client::Near {
         bell_memory(spec.bell, sizeof(Bell), true),
         lane(lane),
         name(spec.name),
-        was_backup(spec.was_backup) {}
+        turn(spec.turn),
+        number(spec.number),
+        address(spec.address) {}
 
   Bell& bell() const { return *reinterpret_cast<Bell*>(bell_memory.at()); }
   const BlockWords& words(const Part& part) const {
@@ -44,6 +46,7 @@ struct Client::Near {
   const ValuesHeader& header() const { return *reinterpret_cast<const ValuesHeader*>(values.at()); }
   bool ended() const { return header().ended.load(std::memory_order_seq_cst) != 0 || has_ended(pidfd.get()); }
   bool serves() const { return header().serves.load(std::memory_order_seq_cst) != 0; }
+  bool over() const { return bell().over.load(std::memory_order_seq_cst) != 0; }
   void ask(const RequestSlot& slot) {
     lane->requests[asked++ % kMostOutstanding] = slot;
     lane->asked.store(asked, std::memory_order_seq_cst);
@@ -53,18 +56,19 @@ struct Client::Near {
   Mapping values, bell_memory;
   Lane* lane;
   std::string name;
-  bool was_backup;
+  std::uint32_t turn, number;
+  std::string address;
   std::uint64_t asked = 0;
   std::uint64_t taken = 0;  // replies
 };
 
-// A request without a number.
+// A request that is to be sent to another host.
 struct Client::Item {
   const InWindow* data() const { return static_cast<const InWindow*>(request.payload.get()); }
   // Questions are short, and what is pulled can come while something else is pushed.
   std::int32_t urgency() const { return request.kind == RequestKind::pull ? INT32_MAX : request.priority; }
 
-  Request request;
+  Request request;  // with a number if it has been asked of a server that has ended
   std::shared_ptr<Call> call;
   std::byte* into = nullptr;  // where the value that it asks for goes
   std::size_t bytes = 0;      // of the part
@@ -73,18 +77,27 @@ struct Client::Item {
   std::size_t sent = 0;  // of its data
 };
 
-struct Client::Peer {
-  bool has_backup_that_serves() const { return backup != nullptr && backup->serves(); }
+// What is known of a request until it is answered, should its server's backup be asked.
+struct Client::Sent {
+  std::shared_ptr<Call> call;
+  std::byte* into = nullptr;  // as in Item
+  std::size_t bytes = 0;
+  Packing packing = Packing::none;
+};
 
+struct Client::Peer {
   std::string name;
   Session session;
   std::shared_ptr<Near> near = nullptr;    // none: it is on another host
-  std::shared_ptr<Near> backup = nullptr;  // that may take over; near afterwards
+  std::shared_ptr<Near> backup = nullptr;  // the latest that was told of, which may take over; near afterwards
+  std::uint32_t address = 0;               // on the wire: the server's number, or `servers` more, its backup's
+  bool has_far_backup = false;             // that is not asked yet
+  std::string far_backup = {};             // its name
   std::deque<Item> queue = {};             // to another host, in the order of calls
   bool alive = true;
-  std::string why = {};                                       // it is not
-  std::map<std::uint64_t, std::shared_ptr<Call>> calls = {};  // by number
-  std::map<BlockId, int> pushes = {};                         // not answered
+  std::string why = {};                      // it is not
+  std::map<std::uint64_t, Sent> calls = {};  // by number
+  std::map<BlockId, int> pushes = {};        // not answered
 };
 
 // A thread in a call, which has the client for itself. While it waits it moves what goes to and comes from other hosts,

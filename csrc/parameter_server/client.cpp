@@ -1,5 +1,8 @@
 #include "parameter_server/client.h"
 
+#include <sys/socket.h>
+
+#include <cerrno>
 #include <cmath>
 #include <cstring>
 #include <set>
@@ -25,7 +28,13 @@ Client::Client(WorkerId worker, std::size_t servers, std::size_t data)
       window_fd_(make_memory("ringreduce window", lanes_bytes(servers) + aligned(data))),
       window_(std::make_unique<Mapping>(window_fd_.get(), lanes_bytes(servers) + aligned(data), true)),
       bell_(reinterpret_cast<Bell*>(window_->at())),
-      peers_(servers) {}
+      peers_(servers) {
+  int ends[2];
+  if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends) != 0)
+    throw Error(ErrorKind::system, std::string("socketpair: ") + std::strerror(errno));
+  news_ = FileDescriptor(ends[0]);
+  news_for_servers_ = FileDescriptor(ends[1]);
+}
 
 Client::~Client() {
   if (fork_.forked()) static_cast<void>(wire_.release());  // the parent's, with its thread
@@ -34,29 +43,26 @@ Client::~Client() {
 void Client::attach(std::uint32_t server, const ServerSpec& spec) {
   auto* const lane = reinterpret_cast<Lane*>(window_->at(sizeof(Bell) + server * sizeof(Lane)));
   auto near = std::make_shared<Near>(spec, lane);
-  lane->at_backup.store(spec.was_backup, std::memory_order_release);
+  lane->turn.store(spec.turn, std::memory_order_release);
   const Lock lock(mutex_);
-  peers_.at(server) = std::make_unique<Peer>(Peer{spec.name, Session(worker_), std::move(near)});
+  peers_.at(server) = std::make_unique<Peer>(
+      Peer{.name = spec.name, .session = Session(worker_), .near = std::move(near), .address = server});
   has_near_ = true;
 }
 
-void Client::attach_backup(std::uint32_t server, const ServerSpec& spec) {
+void Client::close_news() {
+  if (fork_.forked()) return news_ = FileDescriptor(), void();
   const Lock lock(mutex_);
-  Peer& of = peer(server);
-  of.backup = std::make_shared<Near>(spec, of.near->lane);
-  of.backup->was_backup = true;
-}
-
-bool Client::at_backup(std::uint32_t server, Nanoseconds timeout) {
-  Hold hold(*this);
-  Peer& of = peer(server);
-  wait_until(hold, timeout, [&] { return of.backup == nullptr || !of.alive; });
-  return of.alive && of.near != nullptr && of.near->was_backup;
+  news_ = FileDescriptor();
 }
 
 void Client::attach(std::uint32_t server, const std::string& name) {
   const Lock lock(mutex_);
-  peers_.at(server) = std::make_unique<Peer>(Peer{name, Session(worker_)});
+  peers_.at(server) = std::make_unique<Peer>(Peer{.name = name, .session = Session(worker_), .address = server});
+  open_wire();
+}
+
+void Client::open_wire() {
   if (wire_ != nullptr) return;
   wire_ = std::make_unique<WorkerWire>(*bell_, [this] {
     const Lock relock(mutex_);
@@ -69,8 +75,8 @@ void Client::host(std::shared_ptr<Server> server) {
   hosted_ = std::move(server);
 }
 
-void Client::connect(std::uint32_t server, int socket, std::string path) {
-  wire_->connections().add(static_cast<int>(server), socket, std::move(path));
+void Client::connect(std::uint32_t server, int socket, std::string path, bool backup) {
+  wire_->connections().add(static_cast<int>(backup ? servers_ + server : server), socket, std::move(path));
 }
 
 Client::Peer& Client::peer(std::uint32_t server) const {
@@ -137,13 +143,14 @@ bool Client::take_replies() {
   bool moved = false;
   for (std::uint32_t server = 0; server < peers_.size(); ++server) {
     if (peers_[server] == nullptr || peers_[server]->near == nullptr) continue;
-    const bool turns = peers_[server]->has_backup_that_serves();
-    moved |= take_replies(server);  // of the server, when it turns, all that it will ever have written
-    if (turns) turn_to_backup(server);
+    const bool over = peers_[server]->near->over();
+    moved |= take_replies(server);  // of the server, if it is over, all that it will ever have written
+    if (over) look_for_next(server);
   }
   if (wire_ != nullptr)
-    for (const auto& [server, slot] : wire_->take_replies()) {
-      if (peers_[server]->alive) take_reply(server, slot);
+    for (const auto& [address, slot] : wire_->take_replies()) {
+      const auto server = static_cast<std::uint32_t>(address % servers_);
+      if (peers_[server]->alive && peers_[server]->address == address) take_reply(server, slot);
       moved = true;
     }
   return moved;
@@ -157,20 +164,6 @@ bool Client::take_replies(std::uint32_t server) {
   return from.taken != before;
 }
 
-// The server has ended and its backup goes on. It knows what the server had taken and answered, so whatever has no
-// answer here is asked again, with the same numbers.
-void Client::turn_to_backup(std::uint32_t server) {
-  Peer& to = peer(server);
-  to.near = std::exchange(to.backup, nullptr);
-  to.name = to.near->name;
-  Lane& lane = *to.near->lane;
-  lane.asked.store(0, std::memory_order_relaxed);
-  lane.answered.store(0, std::memory_order_relaxed);
-  for (const Request& request : to.session.unanswered()) to.near->ask(slot_of(request));
-  lane.at_backup.store(to.near->was_backup, std::memory_order_seq_cst);
-  to.near->bell().ring();
-}
-
 void Client::take_reply(std::uint32_t server, const ReplySlot& slot) {
   Peer& from = peer(server);
   const auto request = from.session.take({worker_, slot.number, slot.outcome, slot.version, 0});
@@ -179,25 +172,27 @@ void Client::take_reply(std::uint32_t server, const ReplySlot& slot) {
   if (request->kind == RequestKind::push && --from.pushes[request->block] == 0) from.pushes.erase(request->block);
   if (request->kind == RequestKind::pull && from.near == nullptr) from.session.read(request->block, slot.version);
   const auto call = from.calls.extract(slot.number);
-  call.mapped()->answers.push_back({server, request->block, slot.outcome, slot.version});
-  --call.mapped()->unanswered;
+  call.mapped().call->answers.push_back({server, request->block, slot.outcome, slot.version});
+  --call.mapped().call->unanswered;
 }
 
 void Client::look_for_ended() {
-  if (wire_ != nullptr)
-    for (const auto& [server, why] : wire_->take_lost())
-      if (peers_[server]->alive) lose(server, why);
+  take_lost();
   const Nanoseconds t = now();
   if (t - looked_ < kLookEvery) return;
   looked_ = t;
   for (std::uint32_t server = 0; server < peers_.size(); ++server) {
     if (peers_[server] == nullptr || peers_[server]->near == nullptr) continue;
     Peer& of = *peers_[server];
-    if (of.backup != nullptr && of.backup->ended()) of.backup.reset();
     if (!of.alive || !of.near->ended()) continue;
-    if (of.backup == nullptr)
+    if (of.has_far_backup) {
+      turn_to_far_backup(server);
+      continue;
+    }
+    look_for_next(server);
+    if (is_lost(of))
       lose(server, "");
-    else
+    else if (of.backup != nullptr)
       of.backup->bell().ring();  // so that it looks now
   }
 }
@@ -208,7 +203,7 @@ void Client::lose(std::uint32_t server, const std::string& why) {
   Peer& lost = peer(server);
   lost.alive = false;
   lost.why = why;
-  for (const auto& [number, call] : lost.calls) call->lost = static_cast<int>(server);
+  for (const auto& [number, sent] : lost.calls) sent.call->lost = static_cast<int>(server);
   lost.calls.clear();
   lost.pushes.clear();
   for (const Request& request : lost.session.unanswered())
@@ -216,7 +211,7 @@ void Client::lose(std::uint32_t server, const std::string& why) {
   lost.session = Session(worker_);
   for (const Item& item : lost.queue) {
     item.call->lost = static_cast<int>(server);
-    if (item.data() != nullptr) drop(item.data()->piece);
+    if (item.data() != nullptr && item.request.number == 0) drop(item.data()->piece);
   }
   lost.queue.clear();
 }
@@ -301,27 +296,19 @@ void Client::put(Hold& hold, std::uint32_t server, Item item, Nanoseconds timeou
   to.near->bell().ring();
 }
 
-// Gives a request its number.
+// Gives a request its number, unless it has one.
 const Request& Client::number(std::uint32_t server, Item& item) {
+  if (item.request.number != 0) return item.request;
   const Request& made = peer(server).session.make(std::move(item.request));
-  peer(server).calls.emplace(made.number, item.call);
+  peer(server).calls.emplace(made.number, Sent{item.call, item.into, item.bytes, item.packing});
   return made;
 }
 
 // As it goes to the server.
 RequestSlot Client::slot_of(const Request& made) {
   const auto* const data = static_cast<const InWindow*>(made.payload.get());
-  return {made.kind,
-          made.block,
-          made.number,
-          made.seen,
-          made.round,
-          made.pulled,
-          made.weight,
-          data == nullptr ? 0 : data->offset,
-          data == nullptr ? 0 : data->bytes,
-          made.priority,
-          Packing::none};
+  return data == nullptr ? parameter_server::slot_of(made, 0, 0)
+                         : parameter_server::slot_of(made, data->offset, data->bytes);
 }
 
 void Client::feed() {
@@ -345,7 +332,7 @@ typename Queue::iterator Client::next_of(Queue& queue) {
 void Client::feed(std::uint32_t server) {
   Peer& to = peer(server);
   Connections& connections = wire_->connections();
-  const int id = static_cast<int>(server);
+  const int id = static_cast<int>(to.address);
   while (!to.queue.empty() && connections.takes_next(id)) {
     const auto next = next_of(to.queue);
     const InWindow* const data = next->data();
@@ -363,7 +350,7 @@ void Client::feed(std::uint32_t server) {
     RequestSlot slot = slot_of(number(server, item));
     slot.packing = item.packing;
     if (item.into != nullptr) {
-      wire_->expect(server, slot.number, item.into, item.bytes);
+      wire_->expect(to.address, slot.number, item.into, item.bytes);
       item.call->pulls.emplace_back(server, slot.number);
     }
     Frame frame = frame_with(WireKind::request, &slot, sizeof slot);
@@ -439,7 +426,7 @@ std::shared_ptr<Call> Client::pull(const std::vector<Part>& parts, std::byte* te
       item.request.kind = RequestKind::pull;
       item.request.block = part.block;
       item.call = call;
-      if (peer(part.server).near == nullptr) item.into = tensor + part.begin;
+      item.into = tensor + part.begin;
       item.bytes = part.bytes;
       item.packing = options.packing;
       put(hold, part.server, std::move(item), options.timeout);
@@ -463,11 +450,16 @@ void Client::forget(Call& call) {
       std::erase_if(each->queue, [&](Item& item) {
         if (item.call.get() != &call) return false;
         item.into = nullptr;
-        if (item.sent > 0) return false;  // the server waits for the rest, and the window for its reply
+        if (item.request.number != 0) return false;  // others may follow it
+        if (item.sent > 0) return false;             // the server waits for the rest, and the window for its reply
         if (item.data() != nullptr) drop(item.data()->piece);
         return true;
       });
-  for (const auto& [server, number] : call.pulls) wire_->forget(server, number);
+  for (const auto& each : peers_)
+    if (each != nullptr)
+      for (auto& [number, sent] : each->calls)
+        if (sent.call.get() == &call) sent.into = nullptr;
+  for (const auto& [server, number] : call.pulls) wire_->forget(peer(server).address, number);
   for (std::size_t& piece : call.pieces)
     if (const std::size_t held = std::exchange(piece, SIZE_MAX); held != SIZE_MAX) drop(held);
 }
@@ -492,18 +484,19 @@ std::vector<std::uint64_t> Client::read(const std::vector<Part>& parts, std::byt
   take_replies();
   for (const Part& part : parts) {
     Peer& from = peer(part.server);
-    if (from.near == nullptr)
-      throw Error(ErrorKind::invalid_argument, from.name + " is on another host: pull its blocks");
-    if (from.has_backup_that_serves()) take_replies();  // which may have acknowledged more than the server ever did
+    if (from.has_far_backup && from.near != nullptr && from.near->ended()) turn_to_far_backup(part.server);
+    if (from.near != nullptr && from.near->over()) take_replies();  // which may have acknowledged more than the server
     const auto readable = [&] {
-      return !from.alive || (from.pushes.count(part.block) == 0 &&
-                             from.near->words(part).published.load(std::memory_order_acquire) > 0);
+      return !from.alive || from.near == nullptr ||
+             (from.pushes.count(part.block) == 0 && from.near->serves() &&
+              from.near->words(part).published.load(std::memory_order_acquire) > 0);
     };
     if (!readable() && !wait_until(hold, timeout, readable))
       throw Error(ErrorKind::timeout, "this worker's pushes have not been applied in time",
                   static_cast<int>(part.server));
     look_for_ended();
     if (!from.alive) throw_lost(part.server);
+    if (from.near == nullptr) return {};
     const std::shared_ptr<const Near> near = from.near;  // mapped as long as it is read
     hold.lock.unlock();
     versions.push_back(read_block(near->words(part), tensor + part.begin, part.bytes, streamed));

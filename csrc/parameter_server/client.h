@@ -12,6 +12,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "core/fork.h"
@@ -30,8 +31,11 @@ struct ServerSpec {
   int bell = -1;    // memfd
   int pidfd = -1;
   std::size_t capacity = 0;
-  std::string name;         // "server 1 (node7, pid 4711)"
-  bool was_backup = false;  // or is
+  std::string name;  // "server 1 (node7, pid 4711)"
+  // Of a backup, or one that took over:
+  std::uint32_t turn = 0;    // as Lane::turn, when it serves
+  std::uint32_t number = 0;  // as ValuesHeader::backup
+  std::string address;       // of its door
 };
 
 // A block of a tensor: bytes [begin, begin + bytes) of it are block `block` of server `server`, at `offset` there.
@@ -79,14 +83,23 @@ class Client {
   int window() const { return window_fd_.get(); }
   std::size_t window_bytes() const { return window_->bytes(); }
   void attach(std::uint32_t server, const ServerSpec& spec);
-  // The backup of a server of this host: when it has taken over, what has not been answered is asked of it.
-  void attach_backup(std::uint32_t server, const ServerSpec& spec);
-  // Waits until the server's backup has taken over; returns whether it has, and not false before the time is over
-  // unless there is none.
-  bool at_backup(std::uint32_t server, Nanoseconds timeout);
+  // For servers of this host: where they tell this worker of their backups. When one has taken over, what has not been
+  // answered is asked of it. Once closed, servers take this worker for ended.
+  int news() const { return news_for_servers_.get(); }
+  void close_news();
+  // Who serves these blocks now: its turn, name and address. Waits until it is another one than that of turn `known`,
+  // unless that has neither ended nor a backup; then, when the time is over or if it is lost, it is still the same.
+  std::tuple<std::uint32_t, std::string, std::string> served_by(std::uint32_t server, std::uint32_t known,
+                                                                Nanoseconds timeout);
   // A server of another host: then connections to it, of which this takes over the sockets.
   void attach(std::uint32_t server, const std::string& name);
-  void connect(std::uint32_t server, int socket, std::string path);
+  // The backup of a server, reached over connections as well: when the server has ended, or cannot be reached any more,
+  // what has not been answered is asked of it. It answers when it has taken over.
+  void attach_far_backup(std::uint32_t server, const std::string& name);
+  void connect(std::uint32_t server, int socket, std::string path, bool backup = false);
+  // From now on the backup on another host is asked. The server must have ended.
+  void give_up(std::uint32_t server);
+  bool is_near(std::uint32_t server) const;
   // A server of this process, whose turns are taken by who waits here.
   void host(std::shared_ptr<Server> server);
 
@@ -127,8 +140,9 @@ class Client {
   bool drain(Nanoseconds timeout);
   // Returns whether all was answered within the time; does not throw if it was not.
   bool wait(Call& call, Nanoseconds timeout);
-  // Copies the latest value of parts of this host to `tensor`; returns the versions. Before, it waits for this worker's
-  // own pushes to them. Throws Error(timeout) as above.
+  // Copies the latest value of parts of this host to `tensor`; returns the versions, or nothing if the backup on
+  // another host of one of these servers is asked now: pull the parts. Before, it waits for this worker's own pushes to
+  // them. Throws Error(timeout) as above.
   std::vector<std::uint64_t> read(const std::vector<Part>& parts, std::byte* tensor, Nanoseconds timeout);
 
   // Copies all parts, of servers of this host, as they were after one and the same update, the latest that all of them
@@ -145,6 +159,7 @@ class Client {
   struct Near;
   struct InWindow;
   struct Item;
+  struct Sent;
   struct Hold;
   struct Peer;
   struct Piece {
@@ -159,7 +174,13 @@ class Client {
   const BlockWords& words_of(const Part& part) const;
   bool take_replies();
   bool take_replies(std::uint32_t server);
+  bool take_news();
+  void look_for_next(std::uint32_t server);
+  bool is_lost(const Peer& of) const;
   void turn_to_backup(std::uint32_t server);
+  void turn_to_far_backup(std::uint32_t server);
+  void take_lost();
+  void open_wire();
   void take_reply(std::uint32_t server, const ReplySlot& slot);
   void look_for_ended();
   void lose(std::uint32_t server, const std::string& why);
@@ -189,7 +210,7 @@ class Client {
   const ForkMark fork_;
   const WorkerId worker_;
   const std::size_t servers_;
-  FileDescriptor window_fd_;
+  FileDescriptor window_fd_, news_, news_for_servers_;
   std::unique_ptr<Mapping> window_;
   Bell* bell_;
   mutable std::mutex mutex_;

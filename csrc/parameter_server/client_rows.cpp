@@ -93,7 +93,7 @@ std::shared_ptr<Call> Client::pull_rows(const TablePlace& table, const RowSet& r
       item.request.block = table.blocks[server];
       item.request.payload = std::make_shared<InWindow>(piece, piece, ids.size_bytes());
       item.call = call;
-      if (peer(server).near == nullptr) item.into = data() + piece + ids.size_bytes();
+      item.into = data() + piece + ids.size_bytes();
       item.bytes = ids.size() * table.row_bytes();
       put(hold, server, std::move(item), options.timeout);
     }

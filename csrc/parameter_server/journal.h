@@ -5,8 +5,16 @@
 // The journal is these messages, in memory that both servers map. The server writes a message there before its own
 // shard gets it. What has been written outlives the server's process, so no effect of it that anybody saw can be lost.
 //
-// What a worker pushed is not in the journal: it lies in the worker's window, which the backup maps too. The server
-// answers a push when the backup has carried it out, since the worker may then overwrite what it pushed.
+// What a worker pushed is not in the journal: it lies in the worker's window, which the backup maps too, until the push
+// is answered.
+//
+//   Blocks  Their values and states lie in memory that the backup maps as well, and that outlives the server. An update
+//           writes the buffers of the next version only, then publishes it. So the backup leaves updates alone until
+//           the server has ended. Then it copies what was published and carries out the rest, whose pushes have not
+//           been answered.
+//   Tables  Their rows lie in the server's own memory, and are updated in place. The backup carries out every update,
+//           and the server answers a push when the backup has. The same is done with blocks of servers that were not
+//           made to have backups, whose states are updated in place as well (BlockSpec::two_states).
 //
 // Both servers are of the same user and have proved that they know the secret, so the backup believes what it reads.
 #pragma once
@@ -49,7 +57,7 @@ class Journal {
 
   // The backup's half: the next record, with its bytes. Returns whether there is one.
   bool read(Record& record, std::vector<std::byte>& bytes);
-  // All that has been read has been carried out.
+  // All that has been read has been carried out, or needs to be only when the server has ended.
   void confirm() { words().carried_out.store(taken_, std::memory_order_release); }
 
  private:

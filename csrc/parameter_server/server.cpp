@@ -17,14 +17,16 @@
 namespace ringreduce::parameter_server {
 namespace {
 
-constexpr std::size_t kCopies = 8 * 1024 * 1024;    // bytes of values that are being sent to a worker
-constexpr Nanoseconds kBackupStands = 5 * kSecond;  // it carries out nothing, and no block can be made
-constexpr std::size_t kSlice = 32 * 1024;           // bytes of a gradient that are combined, then used, in the cache
+constexpr std::size_t kCopies = 8 * 1024 * 1024;     // bytes of values that are being sent to a worker
+constexpr Nanoseconds kBackupStands = 5 * kSecond;   // it carries out nothing, and no block can be made
+constexpr Nanoseconds kBackupSilent = 30 * kSecond;  // it has not said that it knows a block that was made
+constexpr std::size_t kSlice = 32 * 1024;            // bytes of a gradient that are combined, then used, in the cache
 
 }  // namespace
 
-Server::Server(std::size_t capacity, Hooks hooks)
+Server::Server(std::size_t capacity, Hooks hooks, bool backed_up)
     : capacity_(capacity),
+      backed_up_(backed_up),
       hooks_(std::move(hooks)),
       values_fd_(make_memory("ringreduce values", capacity)),
       bell_fd_(make_memory("ringreduce bell", sizeof(Bell))),
@@ -43,6 +45,8 @@ Server::~Server() {
   stop();
   if (!fork_.forked()) return;
   static_cast<void>(wire_.release());                           // the parent's, with its thread
+  static_cast<void>(backup_.release());                         // the same
+  static_cast<void>(followed_.release());                       // the same
   if (thread_.joinable()) new std::thread(std::move(thread_));  // as well
 }
 
@@ -55,6 +59,11 @@ void Server::stop() {
   }
   bell_->ring();
   if (thread_.joinable()) thread_.join();
+  {
+    const std::lock_guard turning(turning_);
+    backup_.reset();  // which says goodbye to another host
+    followed_.reset();
+  }
   wire_->connections().leave();
 }
 
@@ -71,9 +80,10 @@ bool Server::serve_orders() {
   return true;
 }
 
-void Server::join(WorkerSpec spec) {
+Server::Connection Server::connection_of(WorkerSpec spec) {
   Connection connection;
   connection.pidfd = FileDescriptor(spec.pidfd);
+  connection.news = FileDescriptor(spec.news);
   connection.window = std::make_shared<Window>(spec);
   if (spec.lane >= spec.servers || spec.servers > 65536 || spec.window_bytes < lanes_bytes(spec.servers))
     throw Error(ErrorKind::invalid_argument, "a window of " + std::to_string(spec.window_bytes) +
@@ -81,28 +91,42 @@ void Server::join(WorkerSpec spec) {
                                                  std::to_string(spec.servers));
   connection.lane = &connection.window->lane(spec.lane);
   connection.spec = std::move(spec);
+  return connection;
+}
+
+void Server::join(WorkerSpec spec) {
+  Connection connection = connection_of(std::move(spec));
   order([&] {
-    const WorkerSpec& known = connection.spec;
-    if (connections_.count(known.id) > 0)
-      throw Error(ErrorKind::invalid_argument, "there is a worker " + std::to_string(known.id) + " already");
-    if (serves_) decide(Join{known.id, known.group});
-    connections_.emplace(known.id, std::move(connection));
+    const WorkerId id = connection.spec.id;
+    if (!serves_) throw Error(ErrorKind::invalid_argument, "this server is a backup, and has not taken over");
+    if (const auto found = connections_.find(id); found != connections_.end()) {
+      // It may have joined a server that had no time to say so, and whose backup this is.
+      if (found->second.lane != nullptr &&
+          same_file(found->second.window->memory_fd.get(), connection.window->memory_fd.get()))
+        return;
+      throw Error(ErrorKind::invalid_argument, "there is a worker " + std::to_string(id) + " already");
+    }
+    give_worker(connection);
+    Connection& known = connections_.emplace(id, std::move(connection)).first->second;
+    decide(Join{id, known.spec.group});
+    tell(known);
   });
 }
 
-void Server::join(WorkerId id, const std::string& group, std::size_t window) {
+void Server::join(WorkerId id, const std::string& group, std::size_t window, const std::string& name) {
   const FileDescriptor memory = make_memory("ringreduce far window", lanes_bytes(0) + window);
   Connection connection;
-  connection.spec = {id, group, dup(memory.get()), lanes_bytes(0) + window, 0, 0, -1};
+  connection.spec = {id, group, dup(memory.get()), lanes_bytes(0) + window, 0, 0, -1, -1, name};
   connection.window = std::make_shared<Window>(connection.spec);
   order([&] {
     if (connections_.count(id) > 0)
       throw Error(ErrorKind::invalid_argument, "there is a worker " + std::to_string(id) + " already");
-    if (backup_ != nullptr || was_backup_)
+    if (only_near_)
       throw Error(ErrorKind::invalid_argument, "this server has a backup, or was one: its workers are on its host");
+    if (!serves_ && followed_ == nullptr) throw Error(ErrorKind::aborted, "this server has ended");
     wire_->admit(id, connection.window, connection.window->memory.at(connection.window->data), window);
-    decide(Join{id, group});
     connections_.emplace(id, std::move(connection));
+    if (serves_) decide(Join{id, group});
     if (!std::exchange(has_far_, true)) wire_->connections().take_over();  // as begin_turns() has not
   });
 }
@@ -117,41 +141,51 @@ void Server::lose(WorkerId worker) {
     if (found == connections_.end()) return;
     if (!serves_) {  // what it has asked of the other server comes first
       found->second.gone = true;
-      if (followed_ == nullptr) connections_.erase(found);
+      if (followed_ == nullptr) forget_gone();
       return;
     }
     if (found->second.alive) end(found->second);
     carry_out();  // which may answer it
-    if (found->second.lane == nullptr) wire_->drop(worker);
-    connections_.erase(found);
+    found->second.gone = true;
+    found->second.alive = false;
+    forget_gone();
   });
 }
 
-std::pair<BlockId, std::size_t> Server::create(const BlockSpec& spec) {
+std::pair<BlockId, std::size_t> Server::create(BlockSpec spec) {
+  spec.two_states = backed_up_ && spec.width == 0;
   std::optional<std::pair<BlockId, std::size_t>> place;
-  std::uint64_t seen = 0;
+  std::uint64_t seen = 0, written = 0;
+  bool kept = false;
   Nanoseconds since = ringreduce::now();
   const auto make = [&] {
+    if (!serves_ && place) throw Error(ErrorKind::aborted, "the server has been stopped");
     if (!serves_) throw Error(ErrorKind::invalid_argument, "this server is a backup, and has not taken over");
     if (backup_ != nullptr && !spec.rule.native(spec.dtype))
       throw Error(ErrorKind::invalid_argument,
                   "an update that Python computes has no backup: found the parameter server with backups=0, or use "
                   "another update or dtype");
-    if (backup_ != nullptr && !backup_->ended() && !may_write_down(spec)) {
-      const std::uint64_t before = std::exchange(seen, backup_->journal.carried_out());
+    if (!place && backup_ != nullptr && !backup_->ended() && !may_write_down(spec)) {
+      const std::uint64_t before = std::exchange(seen, backup_->carried_out());
       if (seen != before) since = ringreduce::now();
       return;
     }
-    place = make_block(spec);
-    decide(Create{spec.mode, spec.width > 0});
-    if (!serves_) throw Error(ErrorKind::aborted, "the server has been stopped");
+    if (!place) {
+      place = make_block(spec);
+      decide(Create{spec.mode, spec.width > 0});
+      if (!serves_) throw Error(ErrorKind::aborted, "the server has been stopped");
+      written = backup_ == nullptr ? 0 : backup_->written();
+    }
+    kept = is_kept(written);
   };
-  for (order(make); !place; order(make)) {  // others take turns while the backup catches up
-    if (ringreduce::now() - since > kBackupStands)
-      throw Error(ErrorKind::system, "the server's backup has done nothing for " +
-                                         std::to_string(kBackupStands / kSecond) +
+  order(make);
+  while (!kept) {  // others take turns while the backup catches up
+    const Nanoseconds patience = place || !only_near_ ? kBackupSilent : kBackupStands;
+    if (ringreduce::now() - since > patience)
+      throw Error(ErrorKind::system, "the server's backup has done nothing for " + std::to_string(patience / kSecond) +
                                          " s, so there can be no more keys: has its process been stopped?");
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    order(make);
   }
   return *place;
 }
@@ -169,27 +203,27 @@ std::pair<BlockId, std::size_t> Server::make_block(const BlockSpec& spec) {
     throw Error(ErrorKind::invalid_argument, "a block of " + std::to_string(spec.count) +
                                                  " elements is larger than the " + std::to_string(capacity_) +
                                                  " bytes of the server");
-  const std::size_t bytes = block_bytes(spec.count * size_of(spec.dtype));
   const auto states = static_cast<std::size_t>(spec.rule.native(spec.dtype) ? spec.rule.states() : 0);
-  const std::size_t state = states * spec.count * size_of(spec.dtype), left = memory_left();
-  if (spec.count == 0 || bytes + state > left)
+  block.state_bytes = states * block.bytes();
+  const std::size_t state = (spec.two_states ? 2 : 1) * aligned(block.state_bytes);
+  const std::size_t bytes = block_bytes(block.bytes()) + state, left = memory_left();
+  if (spec.count == 0 || bytes > left)
     throw Error(ErrorKind::invalid_argument,
-                "a block of " + std::to_string(spec.count) + " elements needs " + std::to_string(bytes + state) +
+                "a block of " + std::to_string(spec.count) + " elements needs " + std::to_string(bytes) +
                     " bytes for two buffers and the optimizer's state; " + std::to_string(left) + " of the server's " +
                     std::to_string(capacity_) + " are left: join with a larger memory=, or with more servers");
   block.words = reinterpret_cast<BlockWords*>(values_->at(used_));
-  block.state.resize(state);
   if (spec.rule.kind == Rule::Kind::adagrad && spec.rule.initial_accumulator_value != 0) {
+    std::byte* const first = block.state(1);
     for (std::size_t i = 0; i < spec.count; ++i) {
       if (spec.dtype == DType::float32)
-        reinterpret_cast<float*>(block.state.data())[i] = static_cast<float>(spec.rule.initial_accumulator_value);
+        reinterpret_cast<float*>(first)[i] = static_cast<float>(spec.rule.initial_accumulator_value);
       else
-        reinterpret_cast<double*>(block.state.data())[i] = spec.rule.initial_accumulator_value;
+        reinterpret_cast<double*>(first)[i] = spec.rule.initial_accumulator_value;
     }
   }
   blocks_.push_back(std::move(block));
   used_ += bytes;
-  state_bytes_ += state;
   return {id, used_ - bytes};
 }
 
@@ -210,6 +244,16 @@ std::vector<WorkerId> Server::absent(const std::string& group) {
   return found;
 }
 
+std::map<WorkerId, std::pair<std::string, std::string>> Server::workers() {
+  std::map<WorkerId, std::pair<std::string, std::string>> found;
+  order([&] {
+    const std::map<WorkerId, std::uint64_t> members = shard_.clocks();
+    for (const auto& [worker, connection] : connections_)
+      if (members.count(worker) > 0) found[worker] = {connection.spec.group, connection.spec.name};
+  });
+  return found;
+}
+
 std::string Server::failure(BlockId block) {
   std::string text;
   order([&] {
@@ -223,11 +267,15 @@ Server::Statistics Server::statistics() {
   order([&] {
     now = statistics_;
     now.blocks = blocks_.size();
-    now.memory = used_ + state_bytes_ + table_bytes_;
+    now.memory = used_ + table_bytes_;
     now.capacity = capacity_;
     now.waiting = shard_.waiting();
     now.clocks = shard_.clocks();
     now.saving = snapshot_ != nullptr;
+    if (backup_ != nullptr && !backup_->ended() && !backup_->silent()) {
+      now.backup = backup_->name;
+      now.lag = backup_->written() - backup_->carried_out();
+    }
     for (const Block& block : blocks_) now.rows += block.table == nullptr ? 0 : block.table->rows();
     for (const auto& [worker, connection] : connections_) now.workers += connection.alive;
   });
@@ -240,7 +288,11 @@ void Server::say_ended() {
   serves_ = false;  // whoever takes a turn after this: the backup may have taken over
   held_.clear();
   header().ended.store(1, std::memory_order_seq_cst);
-  if (backup_ != nullptr) backup_->bell().ring();
+  for (const auto* const partner : {&backup_, &followed_}) {
+    if (*partner == nullptr) continue;
+    (*partner)->ring();
+    (*partner)->end_turns();
+  }
   for (auto& [worker, connection] : connections_) connection.window->bell().ring();
   if (has_far_) wire_->connections().hand_over(true);
   const std::lock_guard lock(mutex_);
@@ -262,6 +314,7 @@ void Server::decide(const Message& message, Nanoseconds now) {
 // Those of a block stay in order; among blocks, the one with the greatest priority goes first. What has been decided is
 // answered as soon as it is done.
 void Server::carry_out() {
+  keep_back();
   if (decided_.operations.empty() && decided_.replies.empty()) return;
   Output output = std::exchange(decided_, {});
   failed_.clear();
@@ -271,7 +324,7 @@ void Server::carry_out() {
     if (!fresh) found->second = std::max(found->second, each.priority);
   }
   // How much room a table finds depends on the order, which must be the same in a server and its backup.
-  if ((backup_ == nullptr && !was_backup_) || table_bytes_ == 0)
+  if ((backup_ == nullptr && turn_ == 0) || table_bytes_ == 0)
     std::stable_sort(output.operations.begin(), output.operations.end(),
                      [&](const auto& a, const auto& b) { return priorities[a.block] > priorities[b.block]; });
   std::set<std::uint64_t> due;
@@ -285,7 +338,7 @@ void Server::carry_out() {
   }
   const auto finish = [&](const Operation& operation) {
     const auto [begin, end] = waiting.equal_range(operation.index);
-    for (auto each = begin; each != end; ++each) answer(*each->second);
+    for (auto each = begin; each != end; ++each) answer(*each->second, !blocks_[operation.block].spec.two_states);
     waiting.erase(begin, end);
   };
   bool others = false;
@@ -329,7 +382,7 @@ void Server::carry_out(const Operation& operation) {
   }
   if (operation.restores) return restore(block, operation);
   if (operation.version == 0) {
-    const std::size_t bytes = block.spec.count * size_of(block.spec.dtype);
+    const std::size_t bytes = block.bytes();
     std::byte* const out = begin_version(*block.words, bytes).next;
     std::memcpy(out, static_cast<const Lent&>(*operation.contributions[0].payload).at(), bytes);
   } else {
@@ -340,7 +393,13 @@ void Server::carry_out(const Operation& operation) {
       update(block, operation);
     else
       update_by_python(block, operation);
+    pass(Step::updated);
   }
+  publish(block);
+}
+
+void Server::publish(Block& block) {
+  block.words->steps[block.words->begun & 1] = block.steps;
   publish_version(*block.words);
 }
 
@@ -383,15 +442,18 @@ const std::byte* Server::Combination::operator()(std::byte* dst, std::size_t beg
 
 void Server::update(Block& block, const Operation& operation) {
   const BlockSpec& spec = block.spec;
-  const std::size_t size = size_of(spec.dtype), bytes = spec.count * size;
-  const auto [value, out] = begin_version(*block.words, bytes);
+  const std::size_t size = size_of(spec.dtype);
+  const auto [value, out] = begin_version(*block.words, block.bytes());
+  const std::byte* const state = block.state(block.words->published);
+  std::byte* const next_state = block.state(block.words->begun);
   Combination combine = combination(spec, operation);
   if (spec.rule.kind == Rule::Kind::reduce) {
     combine.sources.insert(combine.sources.begin(), value);
     combine.weights.insert(combine.weights.begin(), 1);
   }
   const std::size_t slice = kSlice / size;
-  scratch_.resize((combine.sources.size() + 2) * kSlice);
+  scratch_.resize((combine.sources.size() + 3) * kSlice);
+  const bool streams = used_ >= kStreamedBytes && block.bytes() > kSlice;
   for (std::size_t begin = 0; begin < spec.count; begin += slice) {
     const std::size_t count = std::min(slice, spec.count - begin);
     std::byte* const to = out + begin * size;
@@ -406,11 +468,15 @@ void Server::update(Block& block, const Operation& operation) {
     part.value = value + begin * size;
     part.scratch = scratch_.data() + kSlice;
     part.roots = hooks_.roots;
-    part.gradient = combine(scratch_.data(), begin, count, scratch_.data() + 2 * kSlice);
-    part.out = to;
-    for (int i = 0; i < spec.rule.states(); ++i)
-      part.state[i] = block.state.data() + (static_cast<std::size_t>(i) * spec.count + begin) * size;
+    part.gradient = combine(scratch_.data(), begin, count, scratch_.data() + 3 * kSlice);
+    part.out = streams ? scratch_.data() + 2 * kSlice : to;
+    for (std::size_t i = 0; i < static_cast<std::size_t>(spec.rule.states()); ++i) {
+      const std::size_t at = (i * spec.count + begin) * size;
+      part.state[i] = next_state + at;
+      if (spec.two_states) std::memcpy(part.state[i], state + at, count * size);
+    }
     parameter_server::update(spec.rule, spec.dtype, part);
+    if (streams) kernels::stream(to, part.out, count * size);
   }
 }
 
@@ -432,7 +498,8 @@ void Server::update_by_python(Block& block, const Operation& operation) {
   }
 }
 
-void Server::answer(const Reply& reply) {
+// A reply waits for the backup if that one reads the push as well. The worker may overwrite it then.
+void Server::answer(const Reply& reply, bool waits_for_backup) {
   const auto found = connections_.find(reply.worker);
   if (found == connections_.end() || !found->second.alive) return;
   Connection& to = found->second;
@@ -441,15 +508,16 @@ void Server::answer(const Reply& reply) {
   const ReplySlot slot{reply.number, reply.version, failed ? Outcome::failed : reply.outcome, 0};
   const auto pull = to.pulls.extract(reply.number);
   const bool comes = !pull.empty() && reply.outcome == Outcome::ready;
-  if (to.lane != nullptr && !to.attached) return;                                         // it will ask again
+  // Whoever has not asked this one yet will: until then what it pushed may be on its way here a second time.
+  if (to.lane != nullptr ? !to.attached : turn_ > 0 && to.asked.erase(reply.number) == 0) return;
   if (comes && blocks_[pull.mapped().block].table != nullptr) gather(to, pull.mapped());  // before later updates
   to.answered = true;
   if (to.lane == nullptr && comes)
     to.values.emplace_back(pull.mapped(), slot);
-  else if (backup_ != nullptr && slot.outcome != Outcome::ready && slot.outcome != Outcome::done)
-    held_.push_back({backup_->journal.written(), reply.worker, slot});  // it may be about a push that the backup reads
+  else if (backup_ != nullptr && waits_for_backup && slot.outcome != Outcome::ready && slot.outcome != Outcome::done)
+    hold(reply.worker, slot);
   else
-    put_reply(to, slot);
+    put_reply(to, slot), pass(Step::answered);
 }
 
 void Server::put_reply(Connection& connection, const ReplySlot& slot) {
@@ -501,7 +569,7 @@ void Server::send_to(Connection& connection) {
 
 std::size_t Server::bytes_of(const Pull& pull) const {
   const Block& block = blocks_[pull.block];
-  return block.table != nullptr ? pull.count * block.table->row_bytes() : block.spec.count * size_of(block.spec.dtype);
+  return block.table != nullptr ? pull.count * block.table->row_bytes() : block.bytes();
 }
 
 // What is pulled, as it is now: a copy of a block, or rows in the worker's window, where it has room for them.

@@ -7,7 +7,7 @@
 // That is the server's thread, or a worker's thread of the same process while it waits: then no other thread has to
 // wake up between a request and its reply.
 //
-// A server may have a backup, another server that carries out the same (journal.h), or be one.
+// A server may have a backup, another server that can go on with what this one has done (journal.h), or be one.
 #pragma once
 
 #include <condition_variable>
@@ -24,6 +24,8 @@
 #include <vector>
 
 #include "core/fork.h"
+#include "parameter_server/archive.h"
+#include "parameter_server/descriptors.h"
 #include "parameter_server/journal.h"
 #include "parameter_server/rules.h"
 #include "parameter_server/shared.h"
@@ -43,6 +45,9 @@ struct BlockSpec {
   std::size_t width = 0;
   FirstValues first;
   std::string note;  // whatever the server's owner wants to know of it
+  // An update writes the states beside those of the published version, so a backup can adopt the block when the server
+  // has ended. The server says so.
+  bool two_states = false;
 };
 
 // A worker of this host, as it introduces itself. The server takes over the descriptors.
@@ -54,6 +59,8 @@ struct WorkerSpec {
   std::size_t servers = 0;  // lanes in the window
   std::size_t lane = 0;     // this server's
   int pidfd = -1;
+  int news = -1;     // a socket, for News; the worker has the other end as long as it takes part
+  std::string name;  // for messages: "node7, pid 4711"
 };
 
 // The other of a server and its backup. Who gets this takes over the descriptors.
@@ -62,6 +69,10 @@ struct PartnerSpec {
   int bell = -1;     // memfd
   int values = -1;   // memfd
   int pidfd = -1;
+  int passage = -1;  // a socket from the server to the backup, for what has descriptors
+  // Of the backup, for workers: as in News.
+  std::size_t capacity = 0;
+  std::string name, address;
 };
 
 // An update that a function outside computes: from `value` to `out`, which holds a copy of it already.
@@ -89,11 +100,14 @@ class Server {
     std::uint64_t requests = 0, updates = 0, bytes = 0, workers = 0, blocks = 0, memory = 0, capacity = 0, rows = 0;
     Shard::Waiting waiting;
     std::map<WorkerId, std::uint64_t> clocks;
-    bool saving = false;  // a snapshot
+    bool saving = false;    // a snapshot
+    std::string backup;     // its name; "": there is none
+    std::uint64_t lag = 0;  // bytes of the journal that the backup has not carried out
   };
 
-  // Room for `capacity` bytes of values, in both their buffers. Throws Error(system).
-  Server(std::size_t capacity, Hooks hooks);
+  // Room for `capacity` bytes of values, in both their buffers. `backed_up`: it is to have a backup on its host, or to
+  // be one. Throws Error(system).
+  Server(std::size_t capacity, Hooks hooks, bool backed_up = false);
   ~Server();
 
   int values() const { return values_fd_.get(); }
@@ -107,17 +121,19 @@ class Server {
   void join(WorkerSpec worker);
   // A worker of another host, of which `window` bytes of pushes may be under way. Then connections to it, of which this
   // takes over the sockets.
-  void join(WorkerId id, const std::string& group, std::size_t window);
+  void join(WorkerId id, const std::string& group, std::size_t window, const std::string& name = {});
   void connect(WorkerId id, int socket, std::string path);
   // The worker takes no further part, and what it has not been told about it never will be. No effect on one that is
   // not there.
   void lose(WorkerId worker);
   // Returns (id, offset of the block among the values). Throws Error(invalid_argument) if there is no room, and
   // Error(system) if the backup does not take it in time.
-  std::pair<BlockId, std::size_t> create(const BlockSpec& spec);
+  std::pair<BlockId, std::size_t> create(BlockSpec spec);
   // Whom the block's present round, its readers or a barrier wait for.
   std::vector<WorkerId> awaited(BlockId block);
   std::vector<WorkerId> absent(const std::string& group);
+  // The workers that take part: the group of each, and its name.
+  std::map<WorkerId, std::pair<std::string, std::string>> workers();
   // Why the latest update of the block failed; "" if none did.
   std::string failure(BlockId block);
   Statistics statistics();
@@ -127,20 +143,34 @@ class Server {
   std::vector<Snapshot::Entry> begin_snapshot();
   std::optional<Snapshot::Piece> next_piece();
   void end_snapshot();
+  // Whether requests wait for pieces to be taken.
+  bool holds_back() const { return snapshot_bytes_ > Snapshot::kMostKept; }
 
-  // ---- Backups (journal.h). Before any worker has joined:
-  // From now on this server has a backup, which carries out all that this one does before pushes are answered. It goes
-  // on alone when the backup has ended.
+  // ---- Backups (journal.h) ----
+  // From now on this server has a backup, which gets all that this one is, and what it takes (journal.h). This one goes
+  // on alone when the backup has ended; a backup that it had before is none any more. Throws Error(invalid_argument) if
+  // there is a block that Python updates, or a worker of another host.
   void lead(const PartnerSpec& backup);
-  // From now on this server is the backup of another. It takes over when that one has ended; until then workers may
-  // join, and are not served.
+  // From now on this server is the backup of another, and takes over when that one has ended. Before it has workers.
   void follow(const PartnerSpec& server);
-  bool serves();  // it is no backup, or has taken over
+  // The same for two servers that send each other the journal over connections (journal_wire.h), of which
+  // connect_partner takes over the sockets. Both are told of each other before they have workers or blocks. When a
+  // server cannot hear its partner any more, it calls `on_silence` once, from whatever thread takes its turns, and
+  // answers nothing until decided() says who goes on. `name` is the backup's, for messages.
+  void lead_far(std::function<void()> on_silence, std::string name = {});
+  void follow_far(std::function<void()> on_silence);
+  void connect_partner(int socket, std::string path);
+  // Whether this one goes on: alone, or as the server in the other one's place. If it does not, it has ended for its
+  // workers. No effect if the partner has been heard of in the meantime or there is none.
+  void decided(bool goes_on);
+  bool serves();     // it is no backup, or has taken over
+  bool has_ended();  // it has been stopped or replaced, or is no backup any more
   bool has_backup();
+  std::uint32_t its_turn();  // as Lane::turn
   // What blocks were made, in order: their notes, and their places as create() returns them.
   std::vector<std::tuple<std::string, BlockId, std::size_t>> notes();
   // For tests: this process kills itself when it comes to this step for the so-many-th time.
-  enum class Step : std::uint32_t { never, taken, journalled, carried_out, answered, taking_over, serving };
+  enum class Step : std::uint32_t { never, taken, journalled, updated, carried_out, answered, taking_over, serving };
   void die_at(Step step, std::uint64_t times);
 
   // Ends the thread, and tells the workers. Idempotent.
@@ -169,6 +199,10 @@ class Server {
   struct Window;
   struct Lent;
   struct Partner;
+  struct NearPartner;
+  struct FarPartner;
+  class StateWriter;
+  class StateReader;
   struct Held {           // a reply that waits for the backup
     std::uint64_t after;  // as Journal::written()
     WorkerId worker;
@@ -185,15 +219,16 @@ class Server {
     WorkerSpec spec;
     std::shared_ptr<Window> window;
     Lane* lane = nullptr;  // none: it is on another host
-    FileDescriptor pidfd;
+    FileDescriptor pidfd, news;
     std::uint64_t taken = 0;
     bool alive = true, answered = false;
     bool attached = false;                // its lane is this server's
+    bool untold = false;                  // the latest news have not gone to it
+    bool gone = false;                    // its connections have closed
     std::map<std::uint64_t, Pull> pulls;  // without a reply, by number: of tables, and to another host
-    // At a backup:
-    bool known = false;  // to the server as well
-    bool gone = false;   // its door has closed; the server's own Lose is still to come
+    bool known = false;                   // at a backup on another host: the server has told of it
     // To another host:
+    std::set<std::uint64_t> asked;                                          // of what was a backup, and not answered
     std::vector<ReplySlot> replies;                                         // to be sent
     std::deque<std::pair<Pull, ReplySlot>> values;                          // to be copied and sent
     std::deque<std::pair<std::weak_ptr<std::byte[]>, std::size_t>> copies;  // that are being sent, with their bytes
@@ -202,9 +237,16 @@ class Server {
     BlockSpec spec;
     BlockWords* words = nullptr;
     std::uint64_t steps = 0;
-    std::vector<std::byte> state;
+    std::size_t state_bytes = 0;
     std::string failure;
     std::unique_ptr<Table> table;  // instead of words and state
+
+    std::size_t bytes() const { return spec.count * size_of(spec.dtype); }
+    // Of version `published - 1`.
+    std::byte* state(std::uint64_t published) const {
+      return reinterpret_cast<std::byte*>(words) + block_bytes(bytes()) +
+             (spec.two_states ? (published & 1) * aligned(state_bytes) : 0);
+    }
   };
 
   // How what was pushed becomes one gradient.
@@ -219,6 +261,7 @@ class Server {
     const std::byte* operator()(std::byte* dst, std::size_t begin, std::size_t count, std::byte* scratch) const;
   };
 
+  static Connection connection_of(WorkerSpec spec);
   static Combination combination(const BlockSpec& spec, const Operation& operation);
   void run();
   void begin_turns();
@@ -235,8 +278,10 @@ class Server {
   std::shared_ptr<std::byte[]> value_for(const Connection& connection, const Pull& pull, ReplySlot& reply);
   std::size_t bytes_of(const Pull& pull) const;
   void end(Connection& connection);
+  void forget_gone();
   void look_for_ended();
-  Request request_of(const Connection& connection, const RequestSlot& slot);
+  Request request_of(WorkerId worker, const RequestSlot& slot, std::shared_ptr<const Payload> payload);
+  std::shared_ptr<const Payload> payload_of(const Connection& connection, const RequestSlot& slot) const;
   void decide(const Message& message);
   void decide(const Message& message, Nanoseconds now);
   void carry_out();
@@ -251,12 +296,12 @@ class Server {
   void keep(Snapshot::Piece piece);
   Snapshot::Piece copy_block(BlockId id) const;
   Snapshot::Piece copy_slab(BlockId id, std::size_t slab) const;
-  bool holds_back() const;
   void restore(Block& block, const Operation& operation);
   void carry_out(const Operation& operation);
+  static void publish(Block& block);
   void update(Block& block, const Operation& operation);
   void update_by_python(Block& block, const Operation& operation);
-  void answer(const Reply& reply);
+  void answer(const Reply& reply, bool waits_for_backup = true);
   static void put_reply(Connection& connection, const ReplySlot& slot);
   void ring_answered();
   ValuesHeader& header() const { return *reinterpret_cast<ValuesHeader*>(values_->at()); }
@@ -264,11 +309,37 @@ class Server {
   bool may_take() const;
   bool may_write_down(const BlockSpec& spec) const;
   bool write_down(const Message& message, Nanoseconds now);
+  bool wait_for_room(std::size_t bytes);
+  void keep_back();
+  bool is_kept(std::uint64_t position) const;
+  void hold(WorkerId worker, const ReplySlot& reply);
   bool release_held();
+  void be_replaced();
+  void send_away();
+  void follow(std::unique_ptr<Partner> partner);
+  bool partners_move();
   bool follow_on();
   void give_up(const std::string& why);
-  void repeat(const Record& record, const std::vector<std::byte>& bytes);
+  std::uint32_t give_state(const NearPartner& to);
+  bool become_server();
+  void visit(Archive& archive);
+  void visit_connections(Archive& archive);
+  void visit_blocks(Archive& archive);
+  void visit_rows(Archive& archive, Table& table);
+  void give_worker(const Connection& connection);
+  void tell(Connection& connection);
+  void drop_backup();
+  void repeat(const Record& record, const std::vector<std::byte>& bytes, std::shared_ptr<const Payload> pushed);
+  void repeat_join(WorkerSpec spec, Nanoseconds at);
+  void repeat_lose(WorkerId worker, Nanoseconds at);
+  bool repeat_all(bool all);
+  const NearPartner& near_server() const;
+  void keep_decided();
+  void drop_published();
+  const BlockWords& words_of_server(BlockId block) const;
+  void adopt_values();
   void look_for_partner();
+  void settle_workers();
   void take_over();
   void pass(Step step);
   template <class F>
@@ -276,6 +347,7 @@ class Server {
 
   const ForkMark fork_;
   const std::size_t capacity_;
+  const bool backed_up_;
   const Hooks hooks_;
   FileDescriptor values_fd_, bell_fd_;
   std::unique_ptr<Mapping> values_, bell_memory_;
@@ -288,18 +360,26 @@ class Server {
   Shard shard_;
   std::map<WorkerId, Connection> connections_;
   std::vector<Block> blocks_;
-  std::size_t used_ = sizeof(ValuesHeader), state_bytes_ = 0, table_bytes_ = 0;
+  std::size_t used_ = sizeof(ValuesHeader), table_bytes_ = 0;
   Output decided_;
   bool has_far_ = false;            // workers of other hosts
+  bool only_near_ = false;          // it has a backup on this host, or was one
   std::set<std::uint64_t> failed_;  // operations of this turn whose function threw
   std::vector<std::byte> scratch_;
-  std::unique_ptr<Snapshot> snapshot_;  // under way
+  std::unique_ptr<Snapshot> snapshot_;           // under way
+  std::atomic<std::size_t> snapshot_bytes_ = 0;  // of its copies that have not been taken
   Statistics statistics_;
   Nanoseconds looked_ = 0;
   bool serves_ = true;
-  bool was_backup_ = false;                     // or is
-  std::unique_ptr<Partner> backup_, followed_;  // of this server; whom this server is the backup of
+  std::uint32_t turn_ = 0;                       // as Lane::turn; of a backup: when it will have taken over
+  std::uint32_t backups_made_ = 0, number_ = 0;  // by this server; of this backup, when it is what its server is
+  std::vector<FileDescriptor> given_;            // with the state that is on its way
+  std::string name_, address_;                   // of a backup on the server's host
+  std::unique_ptr<Partner> backup_, followed_;   // of this server; whom this server is the backup of
+  std::deque<std::pair<std::uint64_t, Output>> kept_back_;  // what was decided, and the journal's length then
+  std::uint64_t answers_up_to_ = 0;                         // the journal's length when what is carried out was decided
   std::deque<Held> held_;
+  std::map<BlockId, std::deque<Operation>> kept_;  // at a backup: of blocks, which the server may not have carried out
   Step last_step_ = Step::never;
   std::uint64_t steps_left_ = 0;
 

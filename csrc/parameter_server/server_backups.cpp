@@ -1,13 +1,15 @@
 // A server and its backup (journal.h): what the server writes down, what the backup does of it, and how it takes over.
 //
-// Nobody has to agree that a server has ended: only the end of its process, or of its thread, counts, and its one
-// backup sees that for itself.
+// On one host nobody has to agree that a server has ended: only the end of its process, or of its thread, counts, and
+// its one backup sees that for itself. server_far_backups.cpp has what is otherwise between hosts.
 #include <sched.h>
 #include <unistd.h>
 
 #include <csignal>
 #include <cstring>
 #include <exception>
+#include <memory>
+#include <optional>
 #include <utility>
 #include <variant>
 
@@ -20,49 +22,41 @@ namespace {
 
 constexpr Nanoseconds kLookEvery = 2 * kMillisecond;  // of a backup that is awake: whether its server has ended
 
-// A block as it lies in the journal. The names of its group and its note follow.
-struct WrittenBlock {
-  DType dtype;
-  Consistency consistency;
-  std::uint32_t quorum;
-  std::uint32_t group_bytes;
-  std::uint64_t count, width, staleness;
-  Nanoseconds grace;
-  Rule rule;
-  FirstValues first;
+// What the journal says of a worker that joins, and of a block.
+struct Writing : Archive {
+  Writing() : Archive(false) {}
+  void raw(void* at, std::size_t count) override {
+    const auto* const begin = static_cast<const std::byte*>(at);
+    bytes.insert(bytes.end(), begin, begin + count);
+  }
+  void payload(std::shared_ptr<const Payload>&) override {}
+
+  std::vector<std::byte> bytes;
+};
+struct Reading : Archive {
+  explicit Reading(const std::vector<std::byte>& bytes) : Archive(true), bytes(bytes) {}
+  void raw(void* at, std::size_t count) override {
+    if (count > bytes.size() - taken) throw Error(ErrorKind::mismatch, "a record of the journal is too short");
+    if (count > 0) std::memcpy(at, bytes.data() + taken, count);
+    taken += count;
+  }
+  void payload(std::shared_ptr<const Payload>&) override {}
+
+  const std::vector<std::byte>& bytes;
+  std::size_t taken = 0;
 };
 
-std::vector<std::byte> bytes_in(const std::string& text) {
-  const auto* const begin = reinterpret_cast<const std::byte*>(text.data());
-  return {begin, begin + text.size()};
+template <class Spec>
+std::vector<std::byte> written(Spec spec) {
+  Writing writing;
+  writing(spec);
+  return std::move(writing.bytes);
 }
-
-std::vector<std::byte> written(const BlockSpec& spec) {
-  const Mode& mode = spec.mode;
-  const WrittenBlock block{spec.dtype, mode.consistency, mode.quorum,    static_cast<std::uint32_t>(mode.group.size()),
-                           spec.count, spec.width,       mode.staleness, mode.grace,
-                           spec.rule,  spec.first};
-  std::vector<std::byte> bytes(sizeof block);
-  std::memcpy(bytes.data(), &block, sizeof block);
-  for (const std::string* const text : {&mode.group, &spec.note}) {
-    const std::vector<std::byte> more = bytes_in(*text);
-    bytes.insert(bytes.end(), more.begin(), more.end());
-  }
-  return bytes;
-}
-
-BlockSpec block_of(const std::vector<std::byte>& bytes) {
-  WrittenBlock block;
-  std::memcpy(&block, bytes.data(), sizeof block);
-  const auto* const text = reinterpret_cast<const char*>(bytes.data()) + sizeof block;
-  const std::size_t texts = bytes.size() - sizeof block, group = block.group_bytes;
-  return {block.dtype,
-          block.count,
-          {block.consistency, block.quorum, block.grace, block.staleness, std::string(text, group)},
-          block.rule,
-          block.width,
-          block.first,
-          std::string(text + group, texts - group)};
+template <class Spec>
+Spec read(const std::vector<std::byte>& bytes) {
+  Spec spec;
+  Reading{bytes}(spec);
+  return spec;
 }
 
 }  // namespace
@@ -70,34 +64,92 @@ BlockSpec block_of(const std::vector<std::byte>& bytes) {
 // ---- The server ---------------------------------------------------------------------------------------------------
 
 void Server::lead(const PartnerSpec& backup) {
-  auto partner = std::make_unique<Partner>(backup);
+  auto partner = std::make_unique<NearPartner>(backup, sizeof(ValuesHeader));
   order([&] {
-    if (!connections_.empty() || !blocks_.empty())
-      throw Error(ErrorKind::invalid_argument, "this server has workers or blocks already: it can have no backup now");
-    backup_ = std::move(partner);
+    if (!serves_) throw Error(ErrorKind::invalid_argument, "this server is a backup, and has not taken over");
+    if (backup_ != nullptr && backup_->far())
+      throw Error(ErrorKind::invalid_argument, "this server has a backup on another host: it can have no other one");
+    for (const Block& block : blocks_)
+      if (!block.spec.rule.native(block.spec.dtype))
+        throw Error(ErrorKind::invalid_argument,
+                    "an update that Python computes has no backup, and this server has a block of one");
+    for (const auto& [worker, connection] : connections_)
+      if (connection.lane == nullptr || connection.news.get() < 0)
+        throw Error(ErrorKind::invalid_argument, "a server with workers of other hosts can have no backup yet");
+    carry_out();
+    const std::uint32_t number = give_state(*partner);
+    // What an earlier backup was to carry out is in the state.
+    for (Held& each : held_) each.after = 0;
+    const auto before = std::exchange(backup_, std::move(partner));
+    only_near_ = true;
+    header().backup.store(number, std::memory_order_seq_cst);  // in this moment the earlier one ceases to be one
+    if (before != nullptr) before->ring();
+    for (auto& [worker, connection] : connections_) tell(connection);
   });
+}
+
+// It has ended.
+void Server::drop_backup() {
+  backup_.reset();
+  header().backup.store(0, std::memory_order_seq_cst);
 }
 
 bool Server::has_backup() {
   bool has = false;
-  order([&] { has = backup_ != nullptr && !backup_->ended(); });
+  order([&] { has = backup_ != nullptr && !backup_->ended() && !backup_->silent(); });
   return has;
+}
+
+std::uint32_t Server::its_turn() {
+  std::uint32_t turn = 0;
+  order([&] { turn = turn_; });
+  return turn;
+}
+
+// Before the journal names a worker, the backup has its descriptors.
+void Server::give_worker(const Connection& connection) {
+  const auto* const backup = dynamic_cast<const NearPartner*>(backup_.get());
+  if (backup == nullptr || backup->ended()) return;
+  const int given[] = {connection.spec.window, connection.pidfd.get(), connection.news.get()};
+  const char some = 0;
+  if (!send_message(backup->passage.get(), &some, sizeof some, given) && !backup->ended())
+    throw Error(ErrorKind::system,
+                "the server's backup was not told of a worker that joins: has its process been stopped?");
+}
+
+// Of the backup that there is, or of this server, if it was one.
+void Server::tell(Connection& connection) {
+  connection.untold = false;
+  const auto* const backup = dynamic_cast<const NearPartner*>(backup_.get());
+  if (connection.news.get() < 0 || (backup == nullptr && (turn_ == 0 || !only_near_))) return;
+  News news{};
+  news.lane = static_cast<std::uint32_t>(connection.spec.lane);
+  news.turn = backup != nullptr ? turn_ + 1 : turn_;
+  news.number = backup != nullptr ? header().backup.load(std::memory_order_relaxed) : number_;
+  news.capacity = backup != nullptr ? backup->capacity : capacity_;
+  (backup != nullptr ? backup->name : name_).copy(news.name, News::kText - 1);
+  (backup != nullptr ? backup->address : address_).copy(news.address, News::kText - 1);
+  const FileDescriptor mine = backup != nullptr ? FileDescriptor() : own_pidfd();
+  const int given[] = {backup != nullptr ? backup->values_fd.get() : values_fd_.get(),
+                       backup != nullptr ? backup->bell_fd.get() : bell_fd_.get(),
+                       backup != nullptr ? backup->pidfd.get() : mine.get()};
+  connection.untold = !send_message(connection.news.get(), &news, sizeof news, given);
 }
 
 // Requests wait when the backup is too far behind.
 bool Server::may_take() const {
-  return serves_ && (backup_ == nullptr || backup_->journal.room() >= Journal::kReserve);
+  return serves_ && (backup_ == nullptr || (backup_->room() >= Journal::kReserve && !backup_->silent()));
 }
 
 // Nor are there new blocks then, for which half of the reserve is: the rest is for ticks and for workers that come and
 // go. Of these there are only so many, since requests wait and a worker comes to the backup first.
 bool Server::may_write_down(const BlockSpec& spec) const {
-  const std::size_t bytes = sizeof(Record) + sizeof(WrittenBlock) + spec.mode.group.size() + spec.note.size();
+  const std::size_t bytes = sizeof(Record) + written(spec).size();
   if (bytes > Journal::kReserve / 2)
     throw Error(ErrorKind::invalid_argument, "what is said of a block has " + std::to_string(bytes) +
                                                  " bytes; its server's backup takes at most " +
                                                  std::to_string(Journal::kReserve / 2));
-  return backup_->journal.room() >= Journal::kReserve / 2 + bytes;
+  return backup_->room() >= Journal::kReserve / 2 + bytes && !backup_->silent();
 }
 
 // For the backup, before this server's shard gets the message; false: it must not get it.
@@ -105,25 +157,18 @@ bool Server::write_down(const Message& message, Nanoseconds now) {
   Record record;
   record.at = now;
   std::vector<std::byte> more;
-  if (const auto* request = std::get_if<Request>(&message)) {
+  const auto* const request = std::get_if<Request>(&message);
+  const Lent* pushed = nullptr;
+  if (request != nullptr) {
     record.kind = Record::Kind::request;
     record.worker = request->worker;
-    const auto* const lent = static_cast<const Lent*>(request->payload.get());
-    record.slot = {request->kind,
-                   request->block,
-                   request->number,
-                   request->seen,
-                   request->round,
-                   request->pulled,
-                   request->weight,
-                   lent == nullptr ? 0 : lent->offset - lent->window->data,
-                   lent == nullptr ? 0 : lent->bytes,
-                   request->priority,
-                   Packing::none};
+    const auto* const lent = pushed = static_cast<const Lent*>(request->payload.get());
+    const std::size_t offset = lent == nullptr || lent->window == nullptr ? 0 : lent->offset - lent->window->data;
+    record.slot = slot_of(*request, offset, lent == nullptr ? 0 : lent->bytes);
   } else if (const auto* join = std::get_if<Join>(&message)) {
     record.kind = Record::Kind::join;
     record.worker = join->worker;
-    more = bytes_in(join->group);
+    more = written(connections_.at(join->worker).spec);
   } else if (const auto* lose = std::get_if<Lose>(&message)) {
     record.kind = Record::Kind::lose;
     record.worker = lose->worker;
@@ -132,25 +177,39 @@ bool Server::write_down(const Message& message, Nanoseconds now) {
     more = written(blocks_.back().spec);
   }
   record.bytes = more.size();
-  while (backup_->journal.room() < sizeof record + more.size()) {
+  if (!wait_for_room(sizeof record + more.size())) return false;
+  if (backup_ == nullptr) return true;
+  backup_->write(record, more, pushed);
+  const bool waits = request != nullptr && request->block < blocks_.size() && !blocks_[request->block].spec.two_states;
+  if (waits || backup_->room() < Journal::kBytes / 4 * 3) backup_->ring();
+  pass(Step::journalled);
+  return true;
+}
+
+// In the journal, unless the backup has ended; false: this server has been stopped.
+bool Server::wait_for_room(std::size_t bytes) {
+  while (!backup_->far() && backup_->room() < bytes) {
     if (backup_->ended()) {
-      backup_.reset();
+      drop_backup();
       return true;
     }
     if (stopping_) serves_ = false;  // the backup will take over without this message
     if (!serves_) return false;
     sched_yield();
   }
-  backup_->journal.write(record, more);
-  backup_->bell().ring();
-  pass(Step::journalled);
   return true;
+}
+
+void Server::hold(WorkerId worker, const ReplySlot& reply) {
+  held_.push_back({answers_up_to_, worker, reply});
+  backup_->ring();
 }
 
 // What the backup has carried out as well may be answered.
 bool Server::release_held() {
   if (held_.empty()) return false;
-  const std::uint64_t until = backup_ == nullptr ? UINT64_MAX : backup_->journal.carried_out();
+  if (backup_ != nullptr && backup_->silent()) return false;
+  const std::uint64_t until = backup_ == nullptr ? UINT64_MAX : backup_->carried_out();
   bool moved = false;
   for (; !held_.empty() && held_.front().after <= until; held_.pop_front()) {
     const auto found = connections_.find(held_.front().worker);
@@ -166,18 +225,24 @@ bool Server::release_held() {
 // ---- The backup ---------------------------------------------------------------------------------------------------
 
 void Server::follow(const PartnerSpec& server) {
-  auto partner = std::make_unique<Partner>(server);
+  follow(std::make_unique<NearPartner>(server, memory_bytes(server.values)));
+}
+
+void Server::follow(std::unique_ptr<Partner> partner) {
   order([&] {
     if (!connections_.empty() || !blocks_.empty())
       throw Error(ErrorKind::invalid_argument, "this server has workers or blocks already: it can be no backup now");
     followed_ = std::move(partner);
+    name_ = followed_->name, address_ = followed_->address;
+    only_near_ = !followed_->far();
+    if (followed_->far()) turn_ = 1;
     serves_ = false;
-    was_backup_ = true;
     header().serves = 0;
   });
 }
 
 bool Server::serves() { return header().serves.load(std::memory_order_seq_cst) != 0; }
+bool Server::has_ended() { return header().ended.load(std::memory_order_seq_cst) != 0; }
 
 std::vector<std::tuple<std::string, BlockId, std::size_t>> Server::notes() {
   std::vector<std::tuple<std::string, BlockId, std::size_t>> found;
@@ -191,27 +256,17 @@ std::vector<std::tuple<std::string, BlockId, std::size_t>> Server::notes() {
   return found;
 }
 
-// Does what the server has written down. Each update is confirmed at once, as pushes wait for that.
+// Does what the server has written down. Updates that are carried out here are confirmed at once, as pushes wait for
+// them.
 bool Server::follow_on() {
   bool moved = false;
-  Record record;
-  std::vector<std::byte> bytes;
   try {
-    while (!has_orders_ && followed_->journal.read(record, bytes)) {
-      repeat(record, bytes);
-      moved = true;
-      if (decided_.operations.empty()) continue;
-      carry_out();
-      followed_->journal.confirm();
-      followed_->bell().ring();
-    }
-    if (moved) {
-      carry_out();
-      followed_->journal.confirm();
-      followed_->bell().ring();
-    } else if (!has_orders_) {
+    if (!followed_->far() && !become_server()) {
       look_for_partner();
+      return false;
     }
+    moved = repeat_all(false);
+    if (!moved && !has_orders_) look_for_partner();
   } catch (const std::exception& error) {
     give_up(error.what());
     return true;
@@ -219,38 +274,58 @@ bool Server::follow_on() {
   return moved;
 }
 
-// From here on this is no backup, and serves nobody.
+// Unless it is to be all of it, orders come first.
+bool Server::repeat_all(bool all) {
+  bool moved = false;
+  Record record;
+  std::vector<std::byte> bytes;
+  followed_->acknowledge();
+  for (std::shared_ptr<const Lent> pushed; (all || !has_orders_) && followed_->read(record, bytes, pushed);) {
+    repeat(record, bytes, pushed);
+    keep_decided();
+    moved = true;
+    if (decided_.operations.empty()) continue;
+    carry_out();
+    followed_->confirm();
+  }
+  if (!moved) return false;
+  carry_out();
+  followed_->confirm();
+  drop_published();
+  return true;
+}
+
+// From here on this is no backup, and serves nobody. "": it was not to take over, or others say why.
 void Server::give_up(const std::string& why) {
   serves_ = false;
   header().serves.store(0, std::memory_order_seq_cst);
   header().ended.store(1, std::memory_order_seq_cst);
   decided_ = {};
-  if (followed_ != nullptr) followed_->bell().ring();
+  if (followed_ != nullptr) followed_->ring();
   followed_.reset();
-  for (auto& [worker, connection] : connections_) connection.window->bell().ring();
-  std::erase_if(connections_, [](const auto& each) { return each.second.gone; });
+  kept_.clear();
+  send_away();
+  if (why.empty()) return;
   hooks_.warn("the backup of a server, in process " + std::to_string(getpid()) +
               ", has failed and is none any more: " + why);
 }
 
-void Server::repeat(const Record& record, const std::vector<std::byte>& bytes) {
+void Server::repeat(const Record& record, const std::vector<std::byte>& bytes, std::shared_ptr<const Payload> pushed) {
   switch (record.kind) {
     case Record::Kind::request: {
       const auto found = connections_.find(record.worker);
-      if (found == connections_.end()) throw Error(ErrorKind::mismatch, "a worker is unknown to the backup");
-      return decide(request_of(found->second, record.slot), record.at);
+      if (!followed_->far()) {
+        if (found == connections_.end()) throw Error(ErrorKind::mismatch, "a worker is unknown to the backup");
+        pushed = payload_of(found->second, record.slot);
+      }
+      return decide(request_of(record.worker, record.slot, std::move(pushed)), record.at);
     }
     case Record::Kind::join:
-      if (const auto found = connections_.find(record.worker); found != connections_.end()) found->second.known = true;
-      return decide(Join{record.worker, {reinterpret_cast<const char*>(bytes.data()), bytes.size()}}, record.at);
-    case Record::Kind::lose: {
-      decide(Lose{record.worker}, record.at);
-      const auto found = connections_.find(record.worker);
-      if (found != connections_.end()) found->second.alive = false;
-      return;
-    }
+      return repeat_join(read<WorkerSpec>(bytes), record.at);
+    case Record::Kind::lose:
+      return repeat_lose(record.worker, record.at);
     case Record::Kind::create: {
-      const BlockSpec spec = block_of(bytes);
+      const auto spec = read<BlockSpec>(bytes);
       make_block(spec);
       return decide(Create{spec.mode, spec.width > 0}, record.at);
     }
@@ -259,30 +334,142 @@ void Server::repeat(const Record& record, const std::vector<std::byte>& bytes) {
   }
 }
 
+// A worker of a server on another host has joined this backup before, or has gone since.
+void Server::repeat_join(WorkerSpec spec, Nanoseconds at) {
+  const Join join{spec.id, spec.group};
+  if (followed_->far()) {
+    if (const auto found = connections_.find(join.worker); found != connections_.end()) found->second.known = true;
+    return decide(join, at);
+  }
+  std::optional<Received> given = receive_message(near_server().passage.get());
+  if (!given || given->descriptors.size() != 3)
+    throw Error(ErrorKind::mismatch, "a worker's descriptors have not come to the backup");
+  spec.window = given->descriptors[0].release();
+  spec.pidfd = given->descriptors[1].release();
+  spec.news = given->descriptors[2].release();
+  connections_.insert_or_assign(join.worker, connection_of(std::move(spec)));
+  decide(join, at);
+}
+
+void Server::repeat_lose(WorkerId worker, Nanoseconds at) {
+  decide(Lose{worker}, at);
+  const auto found = connections_.find(worker);
+  if (found == connections_.end()) return;
+  if (!followed_->far()) return static_cast<void>(connections_.erase(found));
+  found->second.alive = false;
+  found->second.gone = true;  // a worker that is only cut off from the server hears of it
+}
+
+// Updates of blocks that will be adopted are for when the server has ended without them.
+void Server::keep_decided() {
+  for (Operation& each : decided_.operations) {
+    if (!blocks_[each.block].spec.two_states) continue;
+    kept_[each.block].push_back(std::move(each));
+    pass(Step::carried_out);
+  }
+  std::erase_if(decided_.operations, [this](const auto& each) { return blocks_[each.block].spec.two_states; });
+}
+
+// What the server has published needs nothing that was pushed.
+void Server::drop_published() {
+  for (auto& [block, operations] : kept_) {
+    const std::uint64_t published = words_of_server(block).published.load(std::memory_order_acquire);
+    for (; !operations.empty() && operations.front().version < published; operations.pop_front())
+      statistics_.updates += operations.front().version > 0;
+  }
+  std::erase_if(kept_, [](const auto& each) { return each.second.empty(); });
+}
+
+const Server::NearPartner& Server::near_server() const { return dynamic_cast<const NearPartner&>(*followed_); }
+
+const BlockWords& Server::words_of_server(BlockId block) const {
+  const auto* const at = reinterpret_cast<const std::byte*>(blocks_[block].words);
+  return *reinterpret_cast<const BlockWords*>(near_server().values.at(static_cast<std::size_t>(at - values_->at())));
+}
+
+// The server has ended: its blocks as it published them, then the updates that it has not published. Of an update that
+// it was in the midst of, only the buffers of the next version have been written.
+void Server::adopt_values() {
+  drop_published();
+  for (BlockId id = 0; id < blocks_.size(); ++id) {
+    if (!blocks_[id].spec.two_states) continue;
+    Block& block = blocks_[id];
+    const BlockWords& from = words_of_server(id);
+    const std::uint64_t published = from.published.load(std::memory_order_acquire);
+    if (published == 0) continue;
+    Block theirs;
+    theirs.spec = block.spec;
+    theirs.words = const_cast<BlockWords*>(&from);
+    theirs.state_bytes = block.state_bytes;
+    for (const std::uint64_t version : {published - 1, published})  // readers may look for both
+      std::memcpy(buffer(block.words, version, block.bytes()), buffer(theirs.words, version, block.bytes()),
+                  block.bytes());
+    std::memcpy(block.state(published), theirs.state(published), block.state_bytes);
+    block.steps = from.steps[published & 1];
+    block.words->steps[published & 1] = block.steps;
+    block.words->begun.store(from.begun.load(std::memory_order_relaxed), std::memory_order_relaxed);
+    block.words->published.store(published, std::memory_order_release);
+  }
+  for (auto& [block, operations] : kept_)
+    std::move(operations.begin(), operations.end(), std::back_inserter(decided_.operations));
+  kept_.clear();
+}
+
 // Precondition: what the journal had is repeated.
 void Server::look_for_partner() {
-  // Of workers that the server has lost, and that have gone from here too, nothing will be repeated. Nor of those that
-  // have gone before the server knew them: they have asked it nothing.
-  std::erase_if(connections_,
-                [](const auto& each) { return each.second.gone && (!each.second.alive || !each.second.known); });
+  if (followed_->far()) return forget_gone();  // decided() makes an end of it
   const Nanoseconds t = ringreduce::now();
   if (t - looked_ < kLookEvery) return;
   looked_ = t;
-  if (!followed_->ended()) return;
-  Record record;  // what it had written since the last look; nothing comes after this
-  for (std::vector<std::byte> bytes; followed_->journal.read(record, bytes);) repeat(record, bytes);
+  const auto counts = [&] { return near_server().header().backup.load(std::memory_order_seq_cst); };
+  if (!followed_->ended()) {
+    drop_published();
+    if (number_ > 0 && counts() > number_) give_up("");  // there is another one
+    return;
+  }
+  if (!become_server() || counts() != number_) return give_up("");
+  repeat_all(true);  // what it had written since the last look; nothing comes after this
+  adopt_values();
   carry_out();
   take_over();
 }
 
+// Workers that will ask nothing more, here or through the journal.
+void Server::forget_gone() {
+  std::erase_if(connections_, [this](const auto& each) {
+    const Connection& of = each.second;
+    const bool forgotten = of.gone && (serves_ || followed_ == nullptr || !of.alive || !of.known);
+    if (forgotten && of.lane == nullptr) wire_->drop(each.first);
+    return forgotten;
+  });
+}
+
+// This server has ended for its workers.
+void Server::send_away() {
+  for (auto& [worker, connection] : connections_) {
+    connection.window->bell().ring();
+    if (connection.lane == nullptr) wire_->drop(worker);
+  }
+  connections_.clear();
+}
+
+// Of a server on another host: those that came to it too late join now, and those that had gone before it knew them
+// leave.
+void Server::settle_workers() {
+  for (auto& [worker, connection] : connections_)
+    if (connection.alive) decide(Join{worker, connection.spec.group});
+  for (const auto& [worker, clock] : shard_.clocks())
+    if (connections_.count(worker) == 0) decide(Lose{worker});
+}
+
 void Server::take_over() {
   pass(Step::taking_over);
-  followed_.reset();
+  const std::unique_ptr<Partner> ended = std::move(followed_);
   serves_ = true;
-  for (auto& [worker, connection] : connections_)  // that came to the server too late; no effect on others
-    if (connection.alive) decide(Join{worker, connection.spec.group});
-  for (const auto& [worker, clock] : shard_.clocks())  // that had gone before the server knew them
-    if (connections_.count(worker) == 0) decide(Lose{worker});
+  if (ended->far()) settle_workers();
+  for (auto& [worker, connection] : connections_) tell(connection);
+  if (const auto* const near = dynamic_cast<const NearPartner*>(ended.get()))
+    near->bell().over.store(1, std::memory_order_seq_cst);
   header().serves.store(1, std::memory_order_seq_cst);
   pass(Step::serving);
   for (auto& [worker, connection] : connections_) {
@@ -290,7 +477,7 @@ void Server::take_over() {
     if (connection.gone && connection.alive) end(connection);
   }
   carry_out();
-  std::erase_if(connections_, [](const auto& each) { return each.second.gone; });
+  forget_gone();
 }
 
 // ---- For tests ----------------------------------------------------------------------------------------------------

@@ -16,8 +16,7 @@ bool Server::take_requests() {
 
 bool Server::take_request(Connection& connection) {
   if (connection.lane == nullptr || !may_take()) return false;
-  if (!connection.attached &&
-      !(connection.attached = connection.lane->at_backup.load(std::memory_order_acquire) == was_backup_))
+  if (!connection.attached && !(connection.attached = connection.lane->turn.load(std::memory_order_acquire) == turn_))
     return false;
   if (connection.lane->asked.load(std::memory_order_acquire) == connection.taken) return false;
   take(connection, RequestSlot(connection.lane->requests[connection.taken++ % kMostOutstanding]));
@@ -27,7 +26,12 @@ bool Server::take_request(Connection& connection) {
 // What came from other hosts, and what can be sent there.
 bool Server::take_frames() {
   bool moved = wire_->connections().progress();
-  if (holds_back()) return moved;
+  if (!serves_) {  // requests wait until it does
+    for (const auto& [worker, why] : wire_->take_lost())
+      if (const auto found = connections_.find(worker); found != connections_.end()) found->second.gone = true;
+    return moved;
+  }
+  if (holds_back() || !may_take()) return moved;
   for (const auto& [worker, slot] : wire_->take_requests()) {
     const auto found = connections_.find(worker);
     if (found != connections_.end() && found->second.alive) take(found->second, slot);
@@ -45,14 +49,16 @@ bool Server::take_frames() {
 
 void Server::take(Connection& connection, const RequestSlot& slot) {
   if (slot.kind == RequestKind::pull) keep_pull(connection, slot);
+  if (turn_ > 0 && connection.lane == nullptr && connection.asked.size() < 2 * kMostOutstanding)
+    connection.asked.insert(slot.number);
   pass(Step::taken);
-  decide(request_of(connection, slot));
+  decide(request_of(connection.spec.id, slot, payload_of(connection, slot)));
 }
 
-Request Server::request_of(const Connection& connection, const RequestSlot& slot) {
+Request Server::request_of(WorkerId worker, const RequestSlot& slot, std::shared_ptr<const Payload> payload) {
   Request request;
   request.kind = slot.kind;
-  request.worker = connection.spec.id;
+  request.worker = worker;
   request.number = slot.number;
   request.seen = slot.seen;
   request.block = slot.block;
@@ -61,15 +67,23 @@ Request Server::request_of(const Connection& connection, const RequestSlot& slot
   request.pulled = slot.pulled;
   request.weight = slot.weight;
   if (slot.kind == RequestKind::initialise || slot.kind == RequestKind::push || slot.kind == RequestKind::restore) {
-    if (takes_payload(connection, slot)) {
-      request.payload = std::make_shared<Lent>(connection.window, connection.window->data + slot.offset, slot.bytes);
-      statistics_.bytes += slot.bytes;
-    } else {
+    request.payload = std::move(payload);
+    if (request.payload == nullptr)
       request.block = UINT32_MAX;  // which is refused
-    }
+    else
+      statistics_.bytes += slot.bytes;
   }
   ++statistics_.requests;
   return request;
+}
+
+// What a request pushes; nothing if what it says of that is wrong.
+std::shared_ptr<const Payload> Server::payload_of(const Connection& connection, const RequestSlot& slot) const {
+  const bool pushes =
+      slot.kind == RequestKind::initialise || slot.kind == RequestKind::push || slot.kind == RequestKind::restore;
+  if (!pushes || !takes_payload(connection, slot)) return nullptr;
+  const auto& window = connection.window;
+  return std::make_shared<Lent>(window, window->data + slot.offset, static_cast<std::size_t>(slot.bytes));
 }
 
 // Whether what a request says of its payload is right for its block.
@@ -81,7 +95,7 @@ bool Server::takes_payload(const Connection& connection, const RequestSlot& slot
     if (slot.offset % sizeof(std::uint64_t) != 0 || slot.bytes < sizeof(std::uint64_t)) return false;
     const std::size_t bytes = slot.bytes - sizeof(std::uint64_t);
     if (block.table != nullptr) return bytes % (sizeof(std::int64_t) + block.table->stored_bytes()) == 0;
-    return bytes == block.spec.count * size_of(block.spec.dtype) + block.state.size();
+    return bytes == block.bytes() + block.state_bytes;
   }
   if (block.table != nullptr)
     return slot.kind == RequestKind::push && slot.offset % sizeof(std::int64_t) == 0 &&

@@ -44,24 +44,26 @@ void Server::keep_block(BlockId id) {
 }
 
 void Server::keep(Snapshot::Piece piece) {
-  snapshot_->kept_bytes += piece.bytes.size();
+  snapshot_bytes_ += piece.size;
   snapshot_->kept.push_back(std::move(piece));
 }
 
 Snapshot::Piece Server::copy_block(BlockId id) const {
   const Block& block = blocks_[id];
-  const std::size_t bytes = block.spec.count * size_of(block.spec.dtype);
-  Snapshot::Piece piece{id, 0, 0, std::vector<std::byte>(bytes + block.state.size())};
-  read_block(*block.words, piece.bytes.data(), bytes);
-  std::copy(block.state.begin(), block.state.end(), piece.bytes.begin() + static_cast<std::ptrdiff_t>(bytes));
+  const std::size_t bytes = block.bytes();
+  Snapshot::Piece piece{id, 0, 0, bytes + block.state_bytes, nullptr};
+  piece.bytes = std::make_unique_for_overwrite<std::byte[]>(piece.size);
+  const std::uint64_t version = read_block(*block.words, piece.bytes.get(), bytes);
+  std::memcpy(piece.bytes.get() + bytes, block.state(version + 1), block.state_bytes);
   return piece;
 }
 
 Snapshot::Piece Server::copy_slab(BlockId id, std::size_t slab) const {
   const Table& table = *blocks_[id].table;
   const std::size_t rows = table.rows_in(slab), ids = rows * sizeof(std::int64_t);
-  Snapshot::Piece piece{id, slab * table.rows_in(0), rows, std::vector<std::byte>(ids + rows * table.stored_bytes())};
-  table.copy_slab(slab, piece.bytes.data(), piece.bytes.data() + ids);
+  Snapshot::Piece piece{id, slab * table.rows_in(0), rows, ids + rows * table.stored_bytes(), nullptr};
+  piece.bytes = std::make_unique_for_overwrite<std::byte[]>(piece.size);
+  table.copy_slab(slab, piece.bytes.get(), piece.bytes.get() + ids);
   return piece;
 }
 
@@ -72,7 +74,7 @@ std::optional<Snapshot::Piece> Server::next_piece() {
     if (!snapshot_->kept.empty()) {
       piece = std::move(snapshot_->kept.front());
       snapshot_->kept.pop_front();
-      snapshot_->kept_bytes -= piece->bytes.size();
+      snapshot_bytes_ -= piece->size;
       return;
     }
     while (!snapshot_->left.empty()) {
@@ -97,10 +99,9 @@ void Server::end_snapshot() {
     for (const Block& block : blocks_)
       if (block.table != nullptr) block.table->unwatch();
     snapshot_.reset();
+    snapshot_bytes_ = 0;
   });
 }
-
-bool Server::holds_back() const { return snapshot_ != nullptr && snapshot_->kept_bytes > Snapshot::kMostKept; }
 
 // ---- Blocks that begin with what was saved ------------------------------------------------------------------------
 
@@ -113,10 +114,10 @@ void Server::restore(Block& block, const Operation& operation) {
   std::memcpy(&steps, lent.at(), sizeof steps);
   block.steps = std::max(block.steps, steps);
   if (block.table == nullptr) {
-    const std::size_t bytes = block.spec.count * size_of(block.spec.dtype);
+    const std::size_t bytes = block.bytes();
     std::memcpy(begin_version(*block.words, bytes).next, data, bytes);
-    std::memcpy(block.state.data(), data + bytes, block.state.size());
-    return publish_version(*block.words);
+    std::memcpy(block.state(block.words->begun), data + bytes, block.state_bytes);
+    return publish(block);
   }
   Table& table = *block.table;
   const std::size_t count = (lent.bytes - sizeof(std::uint64_t)) / (sizeof(std::int64_t) + table.stored_bytes());

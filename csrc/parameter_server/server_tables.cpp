@@ -8,7 +8,7 @@
 
 namespace ringreduce::parameter_server {
 
-std::size_t Server::memory_left() const { return capacity_ - used_ - state_bytes_ - table_bytes_; }
+std::size_t Server::memory_left() const { return capacity_ - used_ - table_bytes_; }
 
 void Server::create_table(Block& block) {
   const BlockSpec& spec = block.spec;

@@ -31,9 +31,13 @@ namespace ringreduce::parameter_server {
 // Requests that a worker may have sent without the reply to the first of them: what bounds a shard's memory.
 inline constexpr std::uint64_t kMostOutstanding = 1024;
 
+class Archive;
+
 class Shard {
  public:
   Output step(const Message& message, Nanoseconds now);
+  // All that it is: writes it, or becomes what was written (archive.h).
+  void visit(Archive& archive);
 
   // When a Tick is due; kForever if nothing depends on time.
   Nanoseconds deadline() const;
@@ -82,6 +86,9 @@ class Shard {
     Nanoseconds closes = kForever;                          // when the grace of the present round is over
     std::vector<std::pair<WorkerId, std::uint64_t>> pulls;  // that wait: worker, number
   };
+
+  friend void visit(Archive& archive, Member& member);
+  friend void visit(Archive& archive, Block& block);
 
   void on(const Request& request);
   void on(const Join& join);

@@ -39,12 +39,23 @@ Mapping::Mapping(int fd, std::size_t bytes, bool writable) : bytes_(bytes) {
 
 Mapping::~Mapping() { munmap(base_, bytes_); }
 
+RequestSlot slot_of(const Request& request, std::size_t offset, std::size_t bytes) {
+  return {request.kind,   request.block, request.number, request.seen,     request.round, request.pulled,
+          request.weight, offset,        bytes,          request.priority, Packing::none};
+}
+
 FileDescriptor make_memory(const char* name, std::size_t bytes) {
   FileDescriptor memory(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (memory.get() < 0) refuse("memfd_create");
   if (ftruncate(memory.get(), static_cast<off_t>(bytes)) != 0) refuse("ftruncate to " + std::to_string(bytes));
   if (fcntl(memory.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0) refuse("sealing shared memory");
   return memory;
+}
+
+std::size_t memory_bytes(int memory) {
+  struct stat status;
+  if (fstat(memory, &status) != 0) refuse("fstat of shared memory");
+  return static_cast<std::size_t>(status.st_size);
 }
 
 void seal_for_readers(const FileDescriptor& memory) {

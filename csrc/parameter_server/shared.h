@@ -32,6 +32,7 @@ constexpr std::size_t aligned(std::size_t bytes) { return (bytes + kAlignment - 
 struct alignas(kAlignment) Bell {
   std::atomic<std::uint32_t> rings;
   std::atomic<std::uint32_t> sleepers;
+  std::atomic<std::uint32_t> over;  // of a server's: 1 when it has ended and its backup serves
 
   void ring() {
     rings.fetch_add(1, std::memory_order_seq_cst);
@@ -49,12 +50,15 @@ struct alignas(kAlignment) Bell {
 struct alignas(kAlignment) ValuesHeader {
   std::atomic<std::uint32_t> ended;   // 1: the server has been stopped, though its process may live
   std::atomic<std::uint32_t> serves;  // 0: it is a backup, and has not taken over
+  std::atomic<std::uint32_t> backup;  // the number of its backup that takes over when it ends; 0: it has none
 };
 
-// A block among a server's values; its two buffers follow, each a multiple of kAlignment long.
+// A block among a server's values. Its two buffers follow, then its optimizer's state: once, or, if the server has a
+// backup, once for each buffer. Each is a multiple of kAlignment long.
 struct alignas(kAlignment) BlockWords {
   std::atomic<std::uint64_t> published;  // 1 + the latest version; 0: it has no value yet
   std::atomic<std::uint64_t> begun;      // as `published`, of the version that is being written or was last
+  std::uint64_t steps[2];                // updates that each buffer has had
 };
 
 constexpr std::size_t block_bytes(std::size_t bytes) { return sizeof(BlockWords) + 2 * aligned(bytes); }
@@ -64,9 +68,10 @@ inline std::byte* buffer(BlockWords* words, std::uint64_t published, std::size_t
   return reinterpret_cast<std::byte*>(words) + sizeof(BlockWords) + (published & 1) * aligned(bytes);
 }
 
-// A call of so many bytes is copied past the caches, which could not keep it. Measured with 2 workers on a 2-core Xeon
-// (2 MiB of L2 a core), November 2026: steps of 64 MB took 0.76 of the time that they took without, of 32 MB 0.6 to
-// 0.9, of 4 MB 1.1.
+// A call of so many bytes is copied past the caches, which could not keep it, and so are the new values of a server
+// that has so many. Measured with 2 workers on a 2-core Xeon (2 MiB of L2 a core), November 2026: for the calls, steps
+// of 64 MB took 0.76 of the time that they took without, of 32 MB 0.6 to 0.9, of 4 MB 1.1; for the values, steps of 64
+// MB and 32 MB 0.86, of 16 MB 1.0, of 4 MB 1.2.
 inline constexpr std::size_t kStreamedBytes = std::size_t{24} << 20;
 
 inline void copy(std::byte* to, const std::byte* from, std::size_t bytes, bool streamed) {
@@ -112,6 +117,8 @@ struct RequestSlot {
   std::int32_t priority;
   Packing packing;  // pull from another host: how the value comes
 };
+// Of a request whose payload, if it has any, lies at `offset`.
+RequestSlot slot_of(const Request& request, std::size_t offset, std::size_t bytes);
 struct ReplySlot {
   std::uint64_t number, version;
   Outcome outcome;
@@ -122,15 +129,29 @@ struct ReplySlot {
 struct alignas(kAlignment) Lane {
   alignas(kAlignment) std::atomic<std::uint64_t> asked;     // requests that the worker has written
   alignas(kAlignment) std::atomic<std::uint64_t> answered;  // replies that the server has written
-  // Whose requests these are: the server's, or its backup's. A worker changes it when it turns to the backup,
-  // after it has emptied both rings and written what has not been answered.
-  alignas(kAlignment) std::atomic<bool> at_backup;
+  // Whose requests these are: servers of these blocks are numbered 0, 1, 2, ... in the order in which they serve. A
+  // worker changes it when it turns to the next one, after it has emptied both rings and written what has not been
+  // answered.
+  alignas(kAlignment) std::atomic<std::uint32_t> turn;
   RequestSlot requests[kMostOutstanding];
   ReplySlot replies[kMostOutstanding];
 };
 
 // A window: the worker's bell, a lane per server, then data.
 constexpr std::size_t lanes_bytes(std::size_t servers) { return sizeof(Bell) + servers * sizeof(Lane); }
+
+// What a worker is told of a server's backup that counts from now on, or of itself by a backup that has taken over:
+// with descriptors of its values, its bell and its process.
+struct News {
+  static constexpr std::size_t kText = 256;
+
+  std::uint32_t lane;
+  std::uint32_t turn;    // as Lane::turn, when it serves
+  std::uint32_t number;  // as ValuesHeader::backup
+  std::uint32_t reserved;
+  std::uint64_t capacity;
+  char name[kText], address[kText];  // the latter: of its door, as its owner knows it
+};
 
 // Memory of a descriptor, unmapped in the end. Throws Error(system), or Error(invalid_argument) if the descriptor's
 // memory is smaller than `bytes` or could become so.
@@ -151,6 +172,8 @@ class Mapping {
 
 // Memory without a name, of this size for ever, zero, which takes room only where it is written. Throws Error(system).
 FileDescriptor make_memory(const char* name, std::size_t bytes);
+// How many bytes a descriptor's memory has. Throws Error(system).
+std::size_t memory_bytes(int memory);
 // From now on only this process writes it, through mappings that it has. Throws Error(system).
 void seal_for_readers(const FileDescriptor& memory);
 

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <vector>
 
 #include "parameter_server/messages.h"
@@ -15,7 +16,7 @@
 namespace ringreduce::parameter_server {
 
 struct Snapshot {
-  static constexpr std::size_t kMostKept = 64 * 1024 * 1024;
+  static constexpr std::size_t kMostKept = 256 * 1024 * 1024;
 
   // What it has of a block.
   struct Entry {
@@ -29,14 +30,14 @@ struct Snapshot {
   struct Piece {
     BlockId block = 0;
     std::size_t first = 0, rows = 0;
-    std::vector<std::byte> bytes;
+    std::size_t size = 0;
+    std::unique_ptr<std::byte[]> bytes;
   };
 
   std::vector<Entry> entries;
   std::deque<std::pair<BlockId, std::size_t>> left;  // block, slab: in the order in which they will be asked for
   std::vector<bool> claimed;                         // dense blocks that have been copied, or are not in it
   std::deque<Piece> kept;
-  std::size_t kept_bytes = 0;
 };
 
 }  // namespace ringreduce::parameter_server

@@ -23,7 +23,9 @@ void Server::run() {
     Nanoseconds most = kLookEvery;
     if (const std::unique_lock turning(turning_, std::try_to_lock); turning.owns_lock()) {
       begin_turns();
-      for (int idle = 0; idle < kLooks + kYields && !stopping_;) {
+      const bool is_awaited = followed_ == nullptr || followed_->far() || table_bytes_ > 0;
+      const int most_idle = is_awaited ? kLooks + kYields : 1;
+      for (int idle = 0; idle < most_idle && !stopping_;) {
         if (turn(true)) {
           idle = 0;
         } else if (waiting_.load(std::memory_order_relaxed) > 0) {
@@ -50,6 +52,8 @@ void Server::run() {
 void Server::begin_turns() {
   bell_->sleepers.store(0, std::memory_order_seq_cst);
   if (has_far_) wire_->connections().take_over();
+  if (backup_ != nullptr) backup_->begin_turns();
+  if (followed_ != nullptr) followed_->begin_turns();
 }
 
 // From now on a ring wakes the server's thread. Returns the rings before the last look.
@@ -58,11 +62,14 @@ std::uint32_t Server::end_turns() {
   bell_->sleepers.store(1, std::memory_order_seq_cst);
   turn(false);
   if (has_far_) wire_->connections().hand_over(true);
+  if (backup_ != nullptr) backup_->end_turns();
+  if (followed_ != nullptr) followed_->end_turns();
   return seen;
 }
 
 bool Server::turn(bool may_call_python) {
   bool moved = serve_orders();
+  moved |= partners_move();
   if (followed_ != nullptr) moved |= follow_on();
   if (!holds_back()) moved |= take_requests();
   if (has_far_) moved |= take_frames();
@@ -104,9 +111,17 @@ void Server::look_for_ended() {
   if (t - looked_ < kLookEvery) return;
   looked_ = t;
   if (!serves_) return;
-  if (backup_ != nullptr && backup_->ended()) backup_.reset();
-  for (auto& [worker, connection] : connections_)
-    if (connection.alive && connection.lane != nullptr && has_ended(connection.pidfd.get())) end(connection);
+  if (backup_ != nullptr && backup_->ended()) drop_backup();
+  for (auto each = connections_.begin(); each != connections_.end();) {
+    Connection& connection = (each++)->second;
+    if (connection.lane == nullptr) continue;
+    if (connection.untold) tell(connection);
+    if (!has_gone(connection.pidfd.get(), connection.news.get())) continue;
+    const WorkerId worker = connection.spec.id;
+    if (connection.alive) end(connection);
+    carry_out();
+    connections_.erase(worker);
+  }
 }
 
 }  // namespace ringreduce::parameter_server

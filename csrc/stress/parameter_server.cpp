@@ -1,7 +1,6 @@
 // The parameter server with workers as threads, in shared memory and over sockets: what they read is what they pushed.
 // A window full of nonsense, and frames that are.
 #include <sys/socket.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -25,14 +24,20 @@ constexpr std::size_t kData = 16 * kPerBlock * sizeof(std::int64_t);  // a windo
 
 constexpr std::size_t kWidth = 4;  // of the table's rows, which begin at 0
 
-int own_pidfd() { return static_cast<int>(syscall(SYS_pidfd_open, getpid(), 0)); }
-
 ps::WorkerSpec spec_of(const ps::Client& client, ps::WorkerId id, std::size_t servers, std::size_t lane) {
-  return {id, "workers", dup(client.window()), client.window_bytes(), servers, lane, own_pidfd()};
+  const int pidfd = ps::own_pidfd().release();
+  return {id, "workers", dup(client.window()), client.window_bytes(), servers, lane, pidfd, dup(client.news()), ""};
 }
 
 ps::ServerSpec spec_of(const ps::Server& server, std::size_t index) {
-  return {dup(server.values()), dup(server.bell()), own_pidfd(), server.capacity(), "server " + std::to_string(index)};
+  return {dup(server.values()),
+          dup(server.bell()),
+          ps::own_pidfd().release(),
+          server.capacity(),
+          "server " + std::to_string(index),
+          0,
+          0,
+          ""};
 }
 
 enum class Over { memory, sockets };
@@ -191,10 +196,10 @@ void snapshots(int pushes, Over over) {
       check(pieces == party.parts.size() + 1, "a snapshot has other blocks");
       for (auto piece = server.next_piece(); piece.has_value(); piece = server.next_piece(), --pieces) {
         const bool of_rows = piece->block == party.table.blocks[0];
-        const std::byte* at = piece->bytes.data() + piece->rows * sizeof(std::int64_t);
+        const std::byte* at = piece->bytes.get() + piece->rows * sizeof(std::int64_t);
         const std::size_t size = of_rows ? sizeof(float) : sizeof(std::int64_t);
         check(piece->rows == (of_rows ? ids.size() : 0), "a piece has other rows");
-        for (const std::byte* each = at; each < piece->bytes.data() + piece->bytes.size(); each += size)
+        for (const std::byte* each = at; each < piece->bytes.get() + piece->size; each += size)
           check(std::memcmp(each, at, size) == 0, "a snapshot is of two moments");
       }
       check(pieces == 0, "a block is in a snapshot twice, or not at all");

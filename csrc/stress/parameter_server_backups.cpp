@@ -1,11 +1,14 @@
 // Servers that are stopped while workers push: their backups go on, and every push is in the value once.
-#include <sys/syscall.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
+#include <array>
+#include <atomic>
 #include <cstdio>
 #include <cstring>
 #include <memory>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "parameter_server/client.h"
@@ -20,29 +23,51 @@ namespace ps = parameter_server;
 constexpr std::size_t kCount = 2000, kPerBlock = 500;  // elements of the tensor, and of a block
 constexpr std::size_t kData = 8 * kPerBlock * sizeof(std::int64_t);
 
-int own_pidfd() { return static_cast<int>(syscall(SYS_pidfd_open, getpid(), 0)); }
-
 ps::ServerSpec spec_of(const ps::Server& server, const char* name) {
-  return {dup(server.values()), dup(server.bell()), own_pidfd(), server.capacity(), name};
+  return {dup(server.values()), dup(server.bell()), ps::own_pidfd().release(), server.capacity(), name, 0, 0, ""};
 }
 
-// A server, its backup, and workers that know both.
+// Has the server keep its blocks at the other one, too.
+void make_backup(ps::Server& server, ps::Server& backup) {
+  const FileDescriptor journal = ps::Journal::make();
+  int passage[2];
+  check(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, passage) == 0, "no sockets");
+  backup.follow(
+      {dup(journal.get()), dup(server.bell()), dup(server.values()), ps::own_pidfd().release(), passage[1], 0, "", ""});
+  server.lead({dup(journal.get()), dup(backup.bell()), dup(backup.values()), ps::own_pidfd().release(), passage[0],
+               backup.capacity(), "the backup", ""});
+}
+
+std::shared_ptr<ps::Server> new_server() { return std::make_shared<ps::Server>(8 << 20, ps::Server::Hooks{}); }
+
+std::array<int, 2> connection() {
+  std::array<int, 2> ends{};
+  check(socketpair(AF_UNIX, SOCK_STREAM, 0, ends.data()) == 0, "socketpair");
+  return ends;
+}
+
+// A server, its backup, and workers.
 struct Pair {
-  Pair(int workers, const ps::Mode& mode) {
-    const FileDescriptor journal = ps::Journal::make();
-    backup->follow({dup(journal.get()), dup(server->bell()), dup(server->values()), own_pidfd()});
-    server->lead({dup(journal.get()), dup(backup->bell()), dup(backup->values()), own_pidfd()});
+  // `far`: whether the journal and what the last worker asks go over connections.
+  Pair(int workers, const ps::Mode& mode, bool far) : far(far) {
+    far ? tie_far() : make_backup(*server, *backup);
     for (int i = 0; i < workers; ++i) {
       clients.push_back(std::make_unique<ps::Client>(i, 1, kData));
       ps::Client& client = *clients.back();
-      const auto spec = [&] {
-        return ps::WorkerSpec{
-            static_cast<ps::WorkerId>(i), "workers", dup(client.window()), client.window_bytes(), 1, 0, own_pidfd()};
-      };
-      backup->join(spec());
-      server->join(spec());
-      client.attach(0, spec_of(*server, "the server"));
-      client.attach_backup(0, spec_of(*backup, "the backup"));
+      const auto id = static_cast<ps::WorkerId>(i);
+      if (far) backup->join(id, "workers", kData);
+      if (far && i == workers - 1) {
+        server->join(id, "workers", kData);
+        client.attach(0, "the server");
+        connect(client, id, *server, false);
+      } else {
+        server->join({id, "workers", dup(client.window()), client.window_bytes(), 1, 0, ps::own_pidfd().release(),
+                      dup(client.news()), ""});
+        client.attach(0, spec_of(*server, "the server"));
+      }
+      if (!far) continue;
+      client.attach_far_backup(0, "the backup");
+      connect(client, id, *backup, true);
     }
     if (workers > 1) clients[0]->host(server);
     ps::BlockSpec block;
@@ -55,16 +80,57 @@ struct Pair {
       parts.push_back({0, id, begin * sizeof(std::int64_t), kPerBlock * sizeof(std::int64_t), offset});
     }
   }
+  ~Pair() {
+    if (decider.joinable()) decider.join();
+  }
 
-  std::shared_ptr<ps::Server> server = std::make_shared<ps::Server>(8 << 20, ps::Server::Hooks{});
-  std::shared_ptr<ps::Server> backup = std::make_shared<ps::Server>(8 << 20, ps::Server::Hooks{});
+  // The server ends, and its backup gets one of its own, unless the journal goes over connections.
+  void stop_one() {
+    server->stop();
+    const Nanoseconds until = now() + 60 * kSecond;
+    while (!backup->serves() && now() < until) std::this_thread::yield();
+    check(backup->serves(), "the backup has not taken over");
+    ended.push_back(std::exchange(server, backup));
+    if (far) return;
+    backup = new_server();
+    make_backup(*server, *backup);
+  }
+
+  void tie_far() {
+    backup->follow_far([this] { decider = std::thread([this] { backup->decided(true); }); });
+    server->lead_far([] {});
+    for (int i = 0; i < 2; ++i) {
+      const auto [one, other] = connection();
+      server->connect_partner(one, "to the backup");
+      backup->connect_partner(other, "to the server");
+    }
+  }
+
+  static void connect(ps::Client& client, ps::WorkerId id, ps::Server& to, bool is_backup) {
+    const auto [one, other] = connection();
+    client.connect(0, one, "to a server", is_backup);
+    to.connect(id, other, "to a worker");
+  }
+
+  const bool far;
+  std::thread decider;
+  std::shared_ptr<ps::Server> server = new_server(), backup = new_server();
+  std::vector<std::shared_ptr<ps::Server>> ended;
   std::vector<std::unique_ptr<ps::Client>> clients;
   std::vector<ps::Part> parts;
 };
 
-// The server is stopped when the first worker has pushed `when` times.
-void stopped(int workers, int pushes, int when, const ps::Mode& mode) {
-  Pair pair(workers, mode);
+// Copies what all parts are to `value`, wherever they are asked for.
+void pull(ps::Client& client, const std::vector<ps::Part>& parts, std::byte* value) {
+  if (client.is_near(0) && !client.read(parts, value, 60 * kSecond).empty()) return;
+  const auto call = client.pull(parts, value, {});
+  check(client.wait(*call, 60 * kSecond), "a pull did not end");
+  client.cancel(*call);
+}
+
+// Servers are stopped one after the other, from when the first worker has pushed `when` times.
+void stopped(int workers, int pushes, int when, int servers, const ps::Mode& mode, bool far = false) {
+  Pair pair(workers, mode, far);
   std::thread stopper;
   in_threads(workers, [&](int w) {
     ps::Client& client = *pair.clients[w];
@@ -78,22 +144,22 @@ void stopped(int workers, int pushes, int when, const ps::Mode& mode) {
     finish(client.send(ps::RequestKind::initialise, pair.parts, bytes(value), {}));
     for (int i = 1; i <= pushes; ++i) {
       const auto call = client.send(ps::RequestKind::push, pair.parts, bytes(push), {i % 3, 1, 60 * kSecond});
-      if (w == 0 && i == when) stopper = std::thread([&] { pair.server->stop(); });
+      if (w == 0 && i == when)
+        stopper = std::thread([&] {
+          for (int left = servers; left > 0; --left) pair.stop_one();
+        });
       finish(call);
       if (mode.consistency != ps::Consistency::sync) continue;
-      client.read(pair.parts, bytes(value), 60 * kSecond);
+      pull(client, pair.parts, bytes(value));
       for (const std::int64_t each : value)
         check(each == i * workers * (workers + 1) / 2, "a pull is not the sum of the pushes");
     }
     finish(client.ask(ps::RequestKind::barrier, std::vector<std::uint32_t>{0}, {}));
-    client.read(pair.parts, bytes(value), 60 * kSecond);
+    pull(client, pair.parts, bytes(value));
     for (const std::int64_t each : value)
       check(each == pushes * workers * (workers + 1) / 2, "a push was lost, or was applied twice");
   });
   stopper.join();
-  const Nanoseconds until = now() + 60 * kSecond;  // the server may have stopped after the last answer
-  while (!pair.backup->serves() && now() < until) std::this_thread::yield();
-  check(pair.backup->serves(), "the backup has not taken over");
 }
 
 }  // namespace
@@ -102,11 +168,13 @@ void stress_parameter_server_backups() {
   ps::Mode asynchronous;
   asynchronous.consistency = ps::Consistency::asynchronous;
   for (int when = 1; when <= 40; when += 3) {
-    stopped(3, 40, when, {});
-    stopped(3, 40, when, asynchronous);
-    stopped(1, 40, when, {});
+    stopped(3, 40, when, 1 + when % 4, {});
+    stopped(3, 40, when, 1 + when % 4, asynchronous);
+    stopped(1, 40, when, 1, {});
+    stopped(3, 40, when, 1, {}, true);
+    stopped(2, 40, when, 1, asynchronous, true);
   }
-  std::printf("parameter server: 42 servers stopped, whose backups went on\n");
+  std::printf("parameter server: 108 servers stopped, whose backups went on\n");
 }
 
 }  // namespace ringreduce::stress

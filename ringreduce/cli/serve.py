@@ -49,9 +49,13 @@ def add(commands: Any, summary: str) -> None:
     parser.add_argument("--rank", type=int, help="this server's number (default: of torchrun or srun, or 0)")
     parser.add_argument("--size", type=int, help="the number of servers (default: of torchrun or srun, or 1)")
     parser.add_argument("--name", default="default", help="the parameter server's, as for join (default: default)")
-    parser.add_argument("--memory", type=parse_bytes, help="bytes for values and states (default: its share of a half)")
+    parser.add_argument("--memory", type=parse_bytes, help="bytes for values and states (default: a share of half)")
     parser.add_argument("--backups", type=int, default=0, choices=(0, 1),
-                        help="1: each server has a backup in the next one's process (default: 0)")  # fmt: skip
+                        help="1: each server has a backup, on another host if any")  # fmt: skip
+    parser.add_argument("--listen", action="store_true", help="with --backups 1: let in workers of other hosts")
+    parser.add_argument("--servers", type=int, default=0,
+                        help="how many, more than processes if others come later (default: one a process)")  # fmt: skip
+    parser.add_argument("--join", action="store_true", help="take a share of what others on this host serve already")
     parser.add_argument("--functions", nargs="+", default=[], metavar="MODULE:NAME",
                         help="update functions that workers may name")  # fmt: skip
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for all servers to come (default: 300)")
@@ -81,20 +85,37 @@ def run(arguments: argparse.Namespace) -> int:
         raise InvalidArgument(f"--keep is {arguments.keep}; it must be 1 or more")
     if arguments.status:
         return _status(host, int(port), arguments)
-    rank, size = _place(arguments.rank, arguments.size)
+    if arguments.join:
+        rank, size = None, None
+    else:
+        rank, size = _place(arguments.rank, arguments.size)
     sys.path.insert(0, "")  # the program's own modules, as with `python -m`
     functions = {function.rpartition(":")[2]: _function(function) for function in arguments.functions}
     store = _store(host, int(port), arguments, makes=rank == 0 and not arguments.existing_store)
     options = {"name": arguments.name, "memory": arguments.memory, "timeout": arguments.timeout}
-    options["backups"] = arguments.backups
+    options |= {"backups": arguments.backups, "listen": arguments.listen or None}
+    options |= {"servers": arguments.servers, "joins": arguments.join}
+    terminated = threading.Event()
+    if arguments.backups or arguments.servers or arguments.join or arguments.snapshots is not None:
+        # Before serve() returns, since servers may come while it waits.
+        signal.signal(signal.SIGTERM, lambda *_: terminated.set())
     with ps.serve(store, rank=rank, size=size, functions=functions, **options) as serving:
         capacity = bytes_text(serving.stats()["capacity"])
-        console().print(f"server {rank} of {size} (pid {os.getpid()}) serves with {capacity}", highlight=False)
+        what = "takes its share" if arguments.join else f"{rank} of {size} serves with {capacity}"
+        console().print(f"server {what} (pid {os.getpid()})", highlight=False)
         if arguments.snapshots is not None:
-            return _serve_with_snapshots(serving, arguments)
-        serving.wait()
-        while arguments.forever:
-            signal.pause()
+            return _serve_with_snapshots(serving, arguments, terminated)
+        return _serve(serving, arguments, terminated)
+
+
+def _serve(serving: Serving, arguments: argparse.Namespace, terminated: threading.Event) -> int:
+    """Serves until workers have come and left, or SIGTERM, if others can serve what this process does."""
+    while not terminated.is_set() and (arguments.forever or not serving.wait(_LOOK)):
+        if arguments.forever:
+            terminated.wait(_LOOK)
+    if terminated.is_set() and not serving.give_away(arguments.timeout):
+        _say("there is no other process to serve what this one did")
+        return 1
     return 0
 
 
@@ -110,11 +131,9 @@ def _store(host: str, port: int, arguments: argparse.Namespace, *, makes: bool) 
         raise SystemFailure(f"the store of --store {arguments.store} {what}: {why}") from None
 
 
-def _serve_with_snapshots(serving: Serving, arguments: argparse.Namespace) -> int:
+def _serve_with_snapshots(serving: Serving, arguments: argparse.Namespace, terminated: threading.Event) -> int:
     """Serves until workers have come and left, or SIGTERM: then until the last snapshot is complete. Nothing is last as
     long as a backup goes on, so a server that leaves its blocks to one ends at SIGTERM without a snapshot."""
-    terminated = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: terminated.set())
     next_one = time.monotonic() + (arguments.every or 0)
     while not terminated.is_set() and (not serving.wait(_LOOK) or arguments.forever):
         try:
@@ -132,8 +151,9 @@ def _serve_with_snapshots(serving: Serving, arguments: argparse.Namespace) -> in
             terminated.wait(_LOOK)  # serving.wait() returns at once when workers have left
     has_store = serving.number == 0 and not arguments.existing_store  # no snapshot becomes whole after its end
     try:
-        if terminated.is_set() and not has_store and serving.may_leave():
-            console().print(f"server {serving.number} ends; its backup goes on", highlight=False)
+        elastic = arguments.backups or arguments.servers or arguments.join
+        if terminated.is_set() and elastic and not has_store and serving.give_away(arguments.timeout):
+            console().print(f"server {serving.number} ends; others serve what it did", highlight=False)
             return 0
         last = serving.ask_for_snapshot(last=True)
         path = serving.snapshot_path(arguments.snapshots, last)
@@ -196,7 +216,7 @@ def _status(host: str, port: int, arguments: argparse.Namespace) -> int:
         before = kv.stats()["servers"]
         time.sleep(1.0)
         for name, now in kv.stats()["servers"].items():
-            console().print("\n".join(_described(name, before[name], now)), highlight=False)
+            console().print("\n".join(_described(name, before.get(name), now)), highlight=False)
     return 0
 
 
@@ -212,6 +232,8 @@ def _described(name: str, before: dict[str, Any] | None, now: dict[str, Any] | N
         f"  {pushed}/s pushed, {rates['updates']:.0f} updates/s, {rates['requests']:.0f} requests/s",
         f"  {now['waiting']} requests wait" + (f" for {', '.join(now['waits_for'])}" if now["waits_for"] else ""),
     ]
+    if now["backup"]:
+        lines.append(f"  {now['backup']} lags by {bytes_text(now['lag'])} of requests")
     return lines + [f"  {worker}: clock {clock}" for worker, clock in now["clocks"].items()]
 
 

@@ -16,6 +16,10 @@ Answer = TypeVar("Answer")
 
 UNANSWERED = 10.0
 """Seconds that a request to a store of torch may take."""
+NOTHING = "ringreduce: nothing is here"
+"""What a store says to a compare-and-set that expects this, where it has no value."""
+PARTS = 10
+"""In which these are waited for. Time for which the machine or this process was suspended takes no more than one."""
 
 
 class Directory(Protocol):
@@ -46,6 +50,12 @@ class Values(Directory, Protocol):
         """All that have a value."""
 
 
+def value_of(store: Any, key: str) -> bytes | None:
+    """What a store of torch has under a key; None: nothing. One round trip, where `check` and `get` take three."""
+    found = bytes(store.compare_set(key, NOTHING, NOTHING))  # which sets nothing: nothing has this value
+    return None if found == NOTHING.encode() else found
+
+
 class OfStore:
     """The directory in a store of torch, under a prefix: it lives as long as the store's host."""
 
@@ -53,8 +63,7 @@ class OfStore:
         self._store, self._prefix = store, prefix
 
     def get(self, key: str) -> str:
-        key = f"{self._prefix}/{key}"
-        return bytes(self._store.get(key)).decode() if self._store.check([key]) else ""
+        return (value_of(self._store, f"{self._prefix}/{key}") or b"").decode()
 
     def compare_set(self, key: str, expected: str, desired: str) -> str:
         return bytes(self._store.compare_set(f"{self._prefix}/{key}", expected, desired)).decode()
@@ -70,16 +79,20 @@ class Bounded:
 
     def __init__(self, store: Any, seconds: float = UNANSWERED) -> None:
         self._store, self._seconds = store, seconds
-        self._requests: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._since: float | None = None
-        """When the request under way began."""
-        threading.Thread(target=self._run, daemon=True, name="ringreduce store").start()
+        self._requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._under_way: list[float] = []
+        """When the request under way began, if there is one."""
+        given = self._requests, self._under_way  # and not this object, with which the thread ends
+        threading.Thread(target=_carry_out, args=given, daemon=True, name="ringreduce store").start()
+
+    def __del__(self) -> None:
+        self._requests.put(None)
 
     def get(self, key: str) -> str:
         return (self.value(key) or b"").decode()
 
     def value(self, key: str) -> bytes | None:
-        return self._ask(lambda: bytes(self._store.get(key)) if self._store.check([key]) else None)
+        return self._ask(lambda: value_of(self._store, key))
 
     def set(self, key: str, value: str | bytes) -> None:
         self._ask(lambda: self._store.set(key, value))
@@ -105,22 +118,27 @@ class Bounded:
             except Exception as error:
                 answers.put(error)
 
-        since = self._since
+        since = next(iter(self._under_way), None)
         if since is None or time.monotonic() < since + self._seconds:
             self._requests.put(carry_out)
-            try:
-                answer = answers.get(timeout=self._seconds)
-            except queue.Empty:
-                pass
-            else:
+            for _ in range(PARTS):
+                try:
+                    answer = answers.get(timeout=self._seconds / PARTS)
+                except queue.Empty:
+                    continue
                 if isinstance(answer, Exception):
-                    raise answer
+                    try:
+                        raise answer
+                    finally:
+                        del answer  # whose traceback leads here: a cycle, which keeps what all callers hold
                 return answer
         raise ConnectionError(f"the store has not answered for {self._seconds:.0f} s")
 
-    def _run(self) -> None:
-        while True:
-            request = self._requests.get()
-            self._since = time.monotonic()
-            request()
-            self._since = None
+
+def _carry_out(requests: queue.SimpleQueue[Callable[[], None] | None], under_way: list[float]) -> None:
+    """One after the other, until None comes."""
+    while request := requests.get():
+        under_way.append(time.monotonic())
+        request()
+        under_way.clear()
+        del request  # which keeps alive who has asked

@@ -57,6 +57,8 @@ class View:
     """The latest step that is known to be committed."""
     lost: tuple[str, ...] = ()
     """The names of those that were in the view before and are not in this one."""
+    alone: bool = False
+    """Some member has waited for others to join as long as it may, and nobody has."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -64,12 +66,12 @@ class View:
 
     def dump(self) -> str:
         members = [[member.name, member.address] for member in self.members]
-        return json.dumps([self.epoch, self.step, members, self.lost])
+        return json.dumps([self.epoch, self.step, members, self.lost, self.alone])
 
     @staticmethod
     def load(text: str) -> View:
-        epoch, step_, members, lost = json.loads(text)
-        return View(epoch, tuple(Member(name, address) for name, address in members), step_, tuple(lost))
+        epoch, step_, members, lost, alone = json.loads(text)
+        return View(epoch, tuple(Member(name, address) for name, address in members), step_, tuple(lost), alone)
 
 
 @dataclass(frozen=True)
@@ -84,14 +86,19 @@ class Report:
     """Whether others may be let in now, as far as this member goes."""
     without: tuple[str, ...] = ()
     """The names of members that it wants to go on without, dead or not."""
+    alone: bool = False
+    """Whether it has waited for others to join as long as it may, and nobody has."""
 
     def dump(self) -> str:
-        return json.dumps([self.step, [[each.name, each.address] for each in self.waiting], self.open, self.without])
+        return json.dumps(
+            [self.step, [[each.name, each.address] for each in self.waiting], self.open, self.without, self.alone]
+        )
 
     @staticmethod
     def load(text: str) -> Report:
-        step_, waiting, is_open, without = json.loads(text)
-        return Report(step_, tuple(Member(name, address) for name, address in waiting), is_open, tuple(without))
+        step_, waiting, is_open, without, alone = json.loads(text)
+        members = tuple(Member(name, address) for name, address in waiting)
+        return Report(step_, members, is_open, tuple(without), alone)
 
 
 # events
@@ -281,4 +288,5 @@ def successor(state: State) -> View:
         members=(*stay, *(come[name] for name in sorted(come))),
         step=max(state.view.step, *(report.step for report in reports.values())),
         lost=tuple(name for name in state.view.names if name not in {member.name for member in stay}),
+        alone=not come and any(report.alone for report in reports.values()),
     )

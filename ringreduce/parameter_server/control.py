@@ -1,10 +1,11 @@
 """What workers and servers tell each other before and beside the data: JSON, one message at a time.
 
 On one host it goes over a Unix socket. A worker connects and both sides prove that they know the store's secret; the
-kernel tells both that the other is the same user. The worker then gives its window and a pidfd of itself, the server
-its values, its bell and a pidfd. Between hosts it goes over a TCP connection whose ends have proved the same
-(`rendezvous.links`), each message after its length, without descriptors. After that the worker asks, and the server
-answers. A message is at most MOST bytes, and is JSON: no code ever comes out of one.
+kernel tells both that the other is the same user. The worker then gives its window, a pidfd of itself and a socket, by
+which servers tell it of their backups; the server gives its values, its bell and a pidfd. Between hosts it goes over a
+TCP connection whose ends have proved the same (`rendezvous.links`), each message after its length, without descriptors.
+After that the worker asks, and the server answers. A message is at most MOST bytes, and is JSON: no code ever comes out
+of one.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import os
 import secrets
 import socket
 import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from ringreduce.config import Options
@@ -25,7 +28,7 @@ from ringreduce.rendezvous.store import kernel
 
 MOST = 64 * 1024
 NONCE = 32
-_MOST_DESCRIPTORS = 4
+_MOST_DESCRIPTORS = 5
 _LENGTH = struct.Struct("!I")
 _PROCESS = secrets.token_hex(8)
 
@@ -103,6 +106,24 @@ class Arriving:
             messages.append(_parsed(bytes(self._data[_LENGTH.size : end])))
             del self._data[:end]
         return messages
+
+
+@dataclass
+class Reached:
+    """Connections to the door of another host: one for control messages, and others, descriptors and paths."""
+
+    control: socket.socket
+    others: list[tuple[int, str]]
+
+    def take(self) -> Iterator[tuple[int, str]]:
+        """The others, which from here on belong to the caller."""
+        while self.others:
+            yield self.others.pop()
+
+    def close(self) -> None:
+        self.control.close()
+        for descriptor, _ in self.take():
+            os.close(descriptor)
 
 
 def machine(options: Options) -> str:

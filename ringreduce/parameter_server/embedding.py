@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn import functional
 
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, RingReduceError
-from ringreduce.parameter_server.key_value import KeyValue, check_weight
+from ringreduce.parameter_server.arguments import check_weight
+from ringreduce.parameter_server.key_value import KeyValue
 from ringreduce.parameter_server.modes import Mode, sync
 from ringreduce.parameter_server.pending import Pending, server_errors
 from ringreduce.parameter_server.updates import UpdateRule, check_for_rows

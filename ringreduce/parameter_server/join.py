@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
 import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -25,13 +25,13 @@ from torch.distributed.rendezvous import rendezvous
 
 from ringreduce import _C
 from ringreduce.config import Options, resolve
-from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, SystemFailure, TopologyError
+from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, TopologyError
 from ringreduce.parameter_server import control
-from ringreduce.parameter_server.host import GROUP, OBSERVERS, Host, connect
+from ringreduce.parameter_server.host import GROUP, OBSERVERS, Host, Refused, connect, connect_again, number_at_door
+from ringreduce.parameter_server.keeper import Directory, Keeper, place_of
 from ringreduce.parameter_server.key_value import KeyValue, Membership
-from ringreduce.parameter_server.placement import BLOCK_BYTES, UNIT
-from ringreduce.parameter_server.shard import Shard
-from ringreduce.parameter_server.snapshots import Saving, file_of
+from ringreduce.parameter_server.placement import BLOCK_BYTES, UNIT, backup_of
+from ringreduce.parameter_server.serving import Serving, once, open_servings
 from ringreduce.parameter_server.updates import Function
 from ringreduce.rendezvous.interfaces import Filter, local_interfaces
 from ringreduce.rendezvous.links import Door, Peer
@@ -41,15 +41,10 @@ from ringreduce.rendezvous.store import get
 
 WINDOW = 64 << 20
 _PREFIX = "ringreduce/parameter server"
-_WHY_ALONE = (
-    " and listens to none: found it with join(listen=True)",
-    ", and has a backup: servers with backups only have workers of their own host",
-)
-"""By the number of backups: why a server does not let in workers of other hosts."""
+_TAKING_OVER = 10.0
+"""Seconds in which a backup must have taken over when a worker joins."""
 _open: set[KeyValue] = set()
 """What is ended with the process, even if the program has dropped it."""
-_serving: set[Serving] = set()
-"""The same."""
 
 
 def join(
@@ -82,13 +77,13 @@ def join(
     the machine's), `window` those of this worker's pushes under way, and of what this server keeps of a worker of
     another host: such a worker's window is no larger than the servers'. Tensors are cut in blocks of at most
     `block_bytes`, which must be equal on all founders. With `backups=1`, on all founders, each server has a backup in
-    the process of the next one, which takes over if its process ends; for servers and workers of one host. `timeout` is
-    in seconds, for this and, as a default, for all calls.
+    the process of the next one, on another host if there is one, which takes over if its process or its host ends.
+    `timeout` is in seconds, for this and, as a default, for all calls.
 
     Processes of one host share memory. Processes of several hosts use TCP, with the settings of
     RINGREDUCE_SOCKET_IFNAME, RINGREDUCE_PORTS, RINGREDUCE_SECRET_FILE, RINGREDUCE_HOST_ID, RINGREDUCE_TRANSPORT,
     RINGREDUCE_CONNECTIONS and RINGREDUCE_DEAD_AFTER. If all founders are on one host, workers of other hosts can join
-    later only if the founders gave `listen=True`.
+    later only if the founders gave `listen=True`. With backups all must give the same.
 
     Raises `CollectiveTimeout` if a founder does not come, `PeerLost` or `SystemFailure` if a server cannot be reached,
     and `TopologyError` if a server on another host does not accept workers of other hosts.
@@ -104,136 +99,14 @@ def join(
     if store is None:
         store, rank, size = _surroundings(rank, size)
     if role == "worker":
-        making = get(store, f"{_PREFIX}/{name}/latest", "the founders of the parameter server", entry.deadline)
-        entry.store = PrefixStore(f"{_PREFIX}/{name}/{making}", store)
-        entry.servers = int(get(entry.store, "founded", "the founders of the parameter server", entry.deadline))
+        _find(entry, store)
         entry.worker = entry.servers - 1 + entry.store.add("later workers", 1)
-        entry.secret = group_secret(bytes.fromhex(entry.store.get("secret").decode()), entry.options.secret_file or "")
-        entry.block_bytes = int(entry.store.get("block bytes"))
-        entry.backups = int(entry.store.get("backups"))
         _check_sizes(window, entry.block_bytes)
         return _wait_for_workers(_enter(entry), entry, workers)
     with _founding(entry, store, rank, size, functions, memory, listen):
         kv = _enter(entry)
         _wait_for_founders(entry, store)
     return _wait_for_workers(kv, entry, workers)
-
-
-class Serving:
-    """A server without a worker, made by `serve`. A context manager, at whose end it is closed."""
-
-    def __init__(self, host: Host, number: int, servers: int, store: Any) -> None:
-        self._host, self._servers, self._store = host, servers, store
-        self.number = number
-        self._taken = 0
-        self._saving: list[Saving] = []
-        self._parts = 1
-        """Servers that are served here: this one, and those that have ended and have their backups here."""
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Returns True when workers have come and all have left, or False after so many seconds."""
-        return self._host.wait_until_served(timeout)
-
-    def stats(self) -> dict[str, Any]:
-        """As `KeyValue.stats` has it of a server."""
-        return self._host.statistics()
-
-    def ask_for_snapshot(self, *, last: bool = False) -> int:
-        """Has all servers write a snapshot when each next calls `take_snapshots`; returns its number: that of the first
-        server that asked, if it is to be the `last`."""
-        number = int(self._store.add("snapshots", 1))
-        return int(_once(self._store, "last snapshot", str(number))) if last else number
-
-    def serves(self, number: int) -> bool:
-        """Whether server `number` is served here: it is this one, or has ended and has its backup here."""
-        return number in self._host.serving(self.number)
-
-    def may_leave(self) -> bool:
-        """Whether this server can end now and lose nothing, since its backup goes on. Then that one's process has to
-        stay until the parameter server ends, so it will not be told the same."""
-        if not self._host.server.has_backup or len(self._host.serving(self.number)) > 1:
-            return False
-        fates = ((self.number, "leaves"), ((self.number + 1) % self._servers, "stays"))
-        return all(_once(self._store, f"fate/{number}", fate) == fate for number, fate in fates)
-
-    def may_ask(self) -> bool:
-        """Whether all servers have ended their parts of what was asked for, or failed to write them."""
-        asked = int(self._store.add("snapshots", 0))
-        return asked == 0 or int(self._store.add(f"snapshot {asked} ended", 0)) >= self._servers
-
-    def take_snapshots(self, folder: str | os.PathLike[str], *, last: int = 0) -> int:
-        """Begins this server's part of the next snapshot that was asked for, unless one is under way; returns how many
-        it has written. Snapshot n is the folder `snapshot_path(folder, n)`, when all servers have written their parts.
-        Each part is of a moment of its own; for one round of all servers, a worker calls `KeyValue.snapshot`. What a
-        worker has asked for is written first. `last` is the number of the only one that is still to be written.
-
-        Raises `SystemFailure` or `InvalidArgument` if this one's could not be written. The next call goes on with the
-        one after it, or tries the `last` again.
-        """
-        if self._saving:
-            if not all(saving.done.is_set() for saving in self._saving):
-                return self._taken - 1
-            done, self._saving = self._saving, []
-            errors = [saving.error for saving in done if saving.error]
-            self._end_parts(len(done), bool(errors), last)
-            if errors:
-                raise SystemFailure(f"the snapshot {done[0].path}: {errors[0]}")
-        shards = self._serving(folder)
-        self._taken = max(self._taken, last - 1)
-        if any(shard.is_saving() for shard in shards.values()):
-            return self._taken
-        if self._taken >= (last or self._store.add("snapshots", 0)):
-            return self._taken
-        self._taken += 1
-        target = f"{self.snapshot_path(folder, self._taken)}.partial-serve"
-        try:
-            for number, shard in shards.items():
-                part = f"{number}-of-{self._servers}"
-                if not Path(target, file_of(part)).exists():  # of a server that wrote it and has ended
-                    self._saving.append(shard.save(target, part))
-        except BaseException:
-            if not self._saving and any(shard.is_saving() for shard in shards.values()):
-                self._taken -= 1  # what a worker has asked for in this moment
-                return self._taken
-            self._saving = []  # those that began go on, but the snapshot will not be whole
-            self._end_parts(len(shards), True, last)
-            raise
-        return self._taken - 1
-
-    def _serving(self, folder: str | os.PathLike[str]) -> dict[int, Shard]:
-        """What is served here. When that is more than before, the latest snapshot is taken up again if it still lacks
-        parts, and nobody waits any more for parts that servers which have ended owe to earlier ones."""
-        shards = self._host.serving(self.number)
-        if len(shards) > self._parts:
-            asked = int(self._store.add("snapshots", 0))
-            self._store.add(f"snapshot {asked} ended", len(shards) - self._parts)
-            self._parts = len(shards)
-            if self._taken and not self.snapshot_path(folder, self._taken).exists():
-                self._taken -= 1
-        return shards
-
-    def _end_parts(self, parts: int, failed: bool, last: int) -> None:
-        """After the last one the store may end, and the last one is tried again."""
-        if not last:
-            self._store.add(f"snapshot {self._taken} ended", parts)
-        elif failed and self._taken == last:
-            self._taken -= 1
-
-    def snapshot_path(self, folder: str | os.PathLike[str], number: int) -> Path:
-        """Named by when the servers began, and its number, so that names are in the order of time."""
-        begun = _once(self._store, "snapshots begun", time.strftime("%Y%m%dT%H%M%S"))
-        return Path(folder).absolute() / f"{begun}-{number:06d}"
-
-    def close(self) -> None:
-        """Ends the server; workers that still need it get `ServerLost`. Idempotent."""
-        self._host.close()
-        _serving.discard(self)
-
-    def __enter__(self) -> Serving:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def serve(
@@ -247,22 +120,75 @@ def serve(
     window: int = WINDOW,
     block_bytes: int = BLOCK_BYTES,
     backups: int = 0,
+    listen: bool | None = None,
+    servers: int = 0,
+    joins: bool = False,
     timeout: float = 60.0,
 ) -> Serving:
-    """Founds the parameter server `name` as server `rank` of `size`, without a worker. Returns when all have come.
+    """Founds the parameter server `name` as process `rank` of `size`, without a worker. Returns when all have come.
 
-    Workers of any host join with `join(store, role="worker")`, before or after. The other arguments are as for `join`.
+    Workers join with `join(store, role="worker")`, before or after: of any host, unless all servers are on one host and
+    `listen` is False, which is the default with backups. The other arguments are as for `join`.
+
+    `servers` is how many servers the blocks are spread over (default: one a process). If there are more than processes,
+    each process begins with its share, and others can take some later, on the same host: with `joins=True`, `store` and
+    `name` alone, this enters a parameter server that exists. Servers whose backups are reached by TCP, because they are
+    on several hosts or listen, do not move. It returns when it has its share, which its servers give
+    one after the other, while calls go on. `Serving.give_away` is the way back.
     """
     _check_sizes(window, block_bytes)
     entry = _Entry(name, "", window, block_bytes, time.monotonic() + timeout, timeout, resolve(None)[0])
-    entry.backups = backups
+    entry.backups, entry.servers = backups, servers
+    if joins:
+        if (rank, size, memory, backups, servers) != (None, None, None, 0, 0):
+            raise InvalidArgument(
+                "joins is True: rank, size, memory, backups and servers are those of the founders; leave them out"
+            )
+        serving = _coming(entry, store, functions)
+        open_servings.add(serving)
+        return serving
     if store is None:
         store, rank, size = _surroundings(rank, size)
-    with _founding(entry, store, rank, size, functions, memory, listen=not backups) as host:
+    listen = not backups and servers in (0, size) if listen is None else listen
+    with _founding(entry, store, rank, size, functions, memory, listen) as host:
         _wait_for_founders(entry, store)
     serving = Serving(host, entry.worker, entry.servers, entry.store)
-    _serving.add(serving)
+    open_servings.add(serving)
     return serving
+
+
+def _coming(entry: _Entry, store: Any, functions: dict[str, Function] | None) -> Serving:
+    """A process that comes later: makes itself known, and asks for its share."""
+    if store is None:
+        raise InvalidArgument("joins is True without a store; give the store of the servers that there are")
+    _find(entry, store)
+    others = [entry.process(process) for process in range(entry.founders)]
+    if any(other["machine"] != entry.machine for other in others):
+        raise TopologyError("this process is on another host than the servers, which only move on one host", 0)
+    if entry.has_far_backups:
+        raise InvalidArgument("joins is True, and these servers have backups that are reached by TCP: they do not move")
+    number = entry.worker = entry.founders - 1 + entry.store.add("later processes", 1)
+    host = entry.host = Host(0, entry.secret, functions or {}, (), entry.backups > 0)
+    try:
+        entry.store.set(f"server/{number}", json.dumps(_me(entry, host)))
+        keeper = Keeper(host, Directory(entry.store, entry.founders), number, entry.backups)
+        host.keep(keeper)
+        keeper.take_share(entry.servers, entry.deadline)
+    except BaseException:
+        host.close()
+        raise
+    return Serving(host, number, entry.servers, entry.store, taken=int(entry.store.add("snapshots", 0)))
+
+
+def _find(entry: _Entry, store: Any) -> None:
+    """What the founders have told the store."""
+    making = get(store, f"{_PREFIX}/{entry.name}/latest", "the founders of the parameter server", entry.deadline)
+    entry.store = PrefixStore(f"{_PREFIX}/{entry.name}/{making}", store)
+    entry.servers = int(get(entry.store, "founded", "the founders of the parameter server", entry.deadline))
+    entry.founders, entry.backups = int(entry.store.get("founders")), int(entry.store.get("backups"))
+    entry.has_far_backups = bool(int(entry.store.get("far backups")))
+    entry.secret = group_secret(bytes.fromhex(entry.store.get("secret").decode()), entry.options.secret_file or "")
+    entry.block_bytes = int(entry.store.get("block bytes"))
 
 
 def _check_sizes(window: int, block_bytes: int) -> None:
@@ -285,11 +211,6 @@ def _surroundings(rank: int | None, size: int | None) -> tuple[Any, int, int]:
     return HashStore(), 0, 1
 
 
-def _once(store: Any, key: str, value: str) -> str:
-    """What the first process to come set."""
-    return str(store.compare_set(key, "", value).decode())
-
-
 def _half_of_memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
@@ -309,9 +230,12 @@ class _Entry:
     """This making of the parameter server's alone."""
     making: int = 0
     worker: int = -1
-    """A founder's is that of its server."""
+    """A founder's is that of its process."""
+    founders: int = 0
     servers: int = 0
     backups: int = 0
+    has_far_backups: bool = False
+    """They are reached by TCP."""
     secret: bytes = b""
     host: Host | None = None
 
@@ -319,13 +243,23 @@ class _Entry:
     def machine(self) -> str:
         return control.machine(self.options)
 
-    def backup_of(self, server: int) -> int:
-        """The server in whose process its backup is."""
-        return (server + 1) % self.servers
+    @functools.cached_property
+    def machines(self) -> list[str]:
+        """By founder. Waits until all have told the store."""
+        wait = functools.partial(get, self.store, deadline=self.deadline)
+        return [wait(f"machine/{process}", f"server {process}") for process in range(self.founders)]
 
-    def server(self, server: int) -> dict[str, Any]:
-        """What a server says of itself."""
-        place: dict[str, Any] = json.loads(get(self.store, f"server/{server}", f"server {server}", self.deadline))
+    def process(self, process: int) -> dict[str, Any]:
+        """What a process with servers says of itself."""
+        place: dict[str, Any] = json.loads(get(self.store, f"server/{process}", f"server {process}", self.deadline))
+        return place | {"number": process, "name": f"server {process} ({place['host']}, pid {place['pid']})"}
+
+    def place_of(self, server: int) -> int:
+        return place_of(self.store, server, self.founders)
+
+    def server(self, server: int, process: int) -> dict[str, Any]:
+        """The same of the process that serves this one."""
+        place = self.process(process)
         return place | {"name": f"server {server} ({place['host']}, pid {place['pid']})"}
 
 
@@ -344,67 +278,112 @@ def _founding(
         raise InvalidArgument(f"rank is {rank} and size {size}; a store needs 0 <= rank < size")
     if entry.backups not in (0, 1) or (entry.backups and size == 1):
         raise InvalidArgument(f"backups is {entry.backups} with size {size}; it must be 0, or 1 with 2 or more servers")
-    if entry.backups and listen:
-        raise InvalidArgument("backups is 1 and listen True; servers with backups only have workers of their own host")
+    if memory is not None and not (isinstance(memory, int) and memory > 0):
+        raise InvalidArgument(f"memory is {memory!r}; it must be bytes, a whole number above 0, or None for a share")
+    if not isinstance(entry.servers, int) or (entry.servers and entry.servers < size):
+        raise InvalidArgument(f"servers is {entry.servers!r} with size {size}; every process begins with one or more")
     entry.making = store.add(f"{_PREFIX}/{entry.name}/rank {rank}", 1)
     own = PrefixStore(f"{_PREFIX}/{entry.name}/{entry.making}", store)
-    secret = bytes.fromhex(_once(own, "secret", secrets.token_hex(32)))
-    entry.store, entry.worker, entry.servers = own, rank, size
+    secret = bytes.fromhex(once(own, "secret", secrets.token_hex(32)))
+    entry.store, entry.worker, entry.founders, entry.servers = own, rank, size, entry.servers or size
     entry.secret = group_secret(secret, entry.options.secret_file or "")
-    share = _half_of_memory() // (size * (1 + entry.backups))
-    host = entry.host = Host(share if memory is None else memory, entry.secret, functions or {})
+    _agree_on_all(entry, listen)
+    mine = range(rank, entry.servers, size)
+    share = _half_of_memory() // size if memory is None else memory * (1 + entry.backups)
+    capacity = share // ((1 + entry.backups) * len(mine))
+    has_near_backups = entry.backups > 0 and not entry.has_far_backups
+    host = entry.host = Host(capacity, entry.secret, functions or {}, mine, has_near_backups)
     try:
         _make_known(entry, host, listen)
         yield host
+        if len(set(entry.machines)) == 1 and not entry.has_far_backups:  # others do not move, nor get new backups
+            host.keep(Keeper(host, Directory(own, size), rank, entry.backups))
     except BaseException:
         host.close()
         raise
 
 
-def _make_known(entry: _Entry, host: Host, listen: bool) -> None:
-    me: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), "machine": entry.machine}
-    me |= {"address": host.address.hex(), "window": entry.window}
-    entry.store.set(f"server/{entry.worker}", json.dumps(me))
+def _agree_on_all(entry: _Entry, listen: bool) -> None:
+    """What all founders must give the same, and where their servers are."""
+    entry.store.set(f"machine/{entry.worker}", entry.machine)
     _agree(entry.store, "block_bytes", entry.block_bytes)
     _agree(entry.store, "backups", entry.backups)
-    addresses: list[Address] = []
+    _agree(entry.store, "servers", entry.servers)
+    _agree(entry.store, "founders", entry.founders)
     if entry.backups:
-        _have_backup(entry, host)
-    elif listen or any(entry.server(server)["machine"] != entry.machine for server in range(entry.servers)):
+        _agree(entry.store, "listen", int(listen))
+    entry.has_far_backups = entry.backups > 0 and (listen or len(set(entry.machines)) > 1)
+    _agree(entry.store, "far_backups", int(entry.has_far_backups))
+
+
+def _make_known(entry: _Entry, host: Host, listen: bool) -> None:
+    entry.store.set(f"server/{entry.worker}", json.dumps(_me(entry, host)))
+    if entry.servers > entry.founders:
+        _check_one_host(entry, listen)
+    addresses: list[Address] = []
+    if listen or len(set(entry.machines)) > 1:
         door = _door(entry.options, parse_ports(entry.options.ports or ""))
-        host.listen(door, entry.worker, entry.servers, entry.window, entry.options.dead_after or 0)
+        store = entry.store.clone() if hasattr(entry.store, "clone") else entry.store  # which others may be waiting in
+        host.listen(door, entry.worker, entry.servers, entry.window, entry.options.dead_after or 0, store)
         addresses = door.addresses
     entry.store.set(f"door/{entry.worker}", json.dumps(addresses))
+    if entry.backups:
+        _have_backups(entry, host)
+
+
+def _me(entry: _Entry, host: Host) -> dict[str, Any]:
+    me: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), "machine": entry.machine}
+    return me | {"address": host.address.hex(), "window": entry.window}
 
 
 def _agree(store: Any, name: str, mine: int) -> None:
-    agreed = int(_once(store, name.replace("_", " "), str(mine)))
+    agreed = int(once(store, name.replace("_", " "), str(mine)))
     if agreed != mine:
         raise InvalidArgument(f"{name} is {mine} here and {agreed} on another rank; give all the same")
 
 
-def _have_backup(entry: _Entry, host: Host) -> None:
-    """Has the next server's process keep a backup of this one. The store knows when it is there."""
-    for server in range(entry.servers):
-        other = entry.server(server)
-        if other["machine"] != entry.machine:
+def _check_one_host(entry: _Entry, listen: bool) -> None:
+    for process, machine in enumerate(entry.machines):
+        if machine != entry.machine:
+            name = entry.process(process)["name"]
             raise TopologyError(
-                f"{other['name']} is on another host than this server; backups=1 is for servers of one host", server
+                f"{name} is on another host than this server; more servers than processes are for one host", process
             )
-    backup = entry.backup_of(entry.worker)
-    its = entry.server(backup)
-    left = max(0.1, entry.deadline - time.monotonic())
+    if listen:
+        raise InvalidArgument(
+            f"listen is True with {entry.servers} servers in {entry.founders} processes; servers that move only have "
+            "workers of their own host"
+        )
+
+
+def _have_backups(entry: _Entry, host: Host) -> None:
+    """Has another process, the next one or if it can one on another host, keep backups of the servers that begin here.
+    Of a backup that is reached by TCP the store knows when it is there."""
+    backup = _place_of_backup(entry, entry.worker) if entry.has_far_backups else (entry.worker + 1) % entry.founders
+    its = entry.process(backup)
     try:
-        host.have_backup(entry.worker, bytes.fromhex(its["address"]), str(its["name"]), left)
+        for server in list(host.serving()):
+            left = max(0.1, entry.deadline - time.monotonic())
+            if entry.has_far_backups:
+                with contextlib.ExitStack() as undo:
+                    host.have_far_backup(server, _reach(entry, {backup: its}, server, undo)[backup], left)
+                host.far_backup_at = backup
+                entry.store.set(f"backup/{server}", str(backup))
+            else:
+                host.have_backup(server, bytes.fromhex(its["address"]), left)
     except TimeoutError:
         raise CollectiveTimeout(f"{its['name']} did not make a backup of this server in time", backup) from None
     except OSError as error:
         raise PeerLost(f"making a backup on {its['name']}: {error}", backup) from None
-    entry.store.set(f"backup/{entry.worker}", its["address"])
+
+
+def _place_of_backup(entry: _Entry, server: int) -> int:
+    """The process with its backup, if that is reached by TCP. Server n is in process n then."""
+    return backup_of(server, entry.machines)
 
 
 def _wait_for_founders(entry: _Entry, store: Any) -> None:
-    if entry.store.add("entered", 1) == entry.servers:
+    if entry.store.add("entered", 1) == entry.founders:
         entry.store.set("founded", str(entry.servers))
     get(entry.store, "founded", "a rank", entry.deadline)
     if entry.worker == 0:
@@ -431,33 +410,44 @@ def _door(options: Options, ports: Sequence[int]) -> Door:
 
 def _enter(entry: _Entry) -> KeyValue:
     """Connects a worker to every server."""
-    servers = [entry.server(server) for server in range(entry.servers)]
+    servers = [entry.server(server, entry.place_of(server)) for server in range(entry.servers)]
     names = [str(its["name"]) for its in servers]
     far = [server for server, its in enumerate(servers) if its["machine"] != entry.machine]
-    window = min([entry.window, *(int(servers[server]["window"]) for server in far)])
+    by_tcp = range(entry.servers) if entry.has_far_backups else far
+    window = min([entry.window, *(int(servers[server]["window"]) for server in by_tcp)])
     entry.window = window // 64 * 64  # as the client has it
     client = _C.ParameterClient(entry.worker, entry.servers, entry.window)
+    turns = [0] * entry.servers
     if entry.host is not None:
         client.host(entry.host.server)
     connections: list[socket.socket] = []
-    backups: dict[int, tuple[socket.socket, str]] = {}
+    far_backups: dict[int, socket.socket] = {}
     with contextlib.ExitStack() as undo:
-        reached = _reach(entry, servers, far, undo) if far else {}
-        for server, its in enumerate(servers):
+        alone = {} if entry.has_far_backups else {server: servers[server] for server in far}
+        reached = _reach(entry, alone, number_at_door(entry.servers, entry.worker), undo) if alone else {}
+        for server in range(entry.servers):
             try:
                 if server in reached:
                     connections.append(_enter_far(entry, client, server, names[server], reached[server]))
                     continue
-                joined, backup = _enter_near(entry, client, server, its, undo)
+                if entry.has_far_backups:
+                    joined = _enter_with_far_backup(entry, client, server, servers[server], undo)
+                    connection, names[server], turns[server] = joined[:3]
+                    if joined[3] is not None:
+                        far_backups[server] = joined[3]
+                else:
+                    connection, names[server], turns[server] = _enter_near(entry, client, server)
+                    undo.callback(connection.close)
             except TimeoutError:
                 raise CollectiveTimeout(f"{names[server]} did not let this worker in in time", server) from None
             except OSError as error:
                 raise PeerLost(f"joining {names[server]}: {error}", server) from None
-            connections.append(joined.connection)
-            names[server] = joined.name
-            if backup is not None:
-                backups[server] = backup.connection, backup.name
+            connections.append(connection)
         undo.pop_all()
+
+    def reach(server: int, address: str, timeout: float) -> socket.socket:
+        return connect_again(bytes.fromhex(address), entry.secret, _hello(entry) | {"of": server}, timeout)
+
     membership = Membership(
         entry.store,
         entry.worker,
@@ -465,11 +455,12 @@ def _enter(entry: _Entry) -> KeyValue:
         client,
         connections,
         names,
-        set(far),
         entry.host,
         entry.block_bytes,
         entry.window,
-        backups,
+        turns,
+        reach,
+        far_backups,
     )
     kv = KeyValue(membership, entry.timeout)
     _open.difference_update([each for each in _open if each.has_left])
@@ -481,134 +472,168 @@ def _hello(entry: _Entry) -> dict[str, Any]:
     return {"worker": entry.worker, "host": socket.gethostname(), "pid": os.getpid(), "group": entry.group}
 
 
-@dataclass
-class _LetIn:
-    """What a server of this host, or the backup of one, has given: a connection, and descriptors for the client."""
+def _enter_near(entry: _Entry, client: Any, server: int) -> tuple[socket.socket, str, int]:
+    """Joins a server of this host: the connection, how messages call it, and how many have served these blocks before.
 
-    connection: socket.socket
-    memory: dict[str, int]
-    name: str
+    If its process has ended, or does not serve it any more, the one that does is waited for.
+    """
+    until, began = time.monotonic() + _TAKING_OVER, entry.place_of(server)
+    while True:
+        its = entry.process(entry.place_of(server))
+        try:
+            return _let_in(entry, client, server, its)
+        except (TimeoutError, Refused):
+            raise
+        except OSError:
+            others = entry.backups or entry.servers > entry.founders or its["number"] != began
+            if not others or time.monotonic() > min(until, entry.deadline):
+                raise
+            time.sleep(0.005)
 
-    def close(self) -> None:
-        self.connection.close()
-        for descriptor in ("values", "bell", "pidfd"):
-            os.close(self.memory[descriptor])
 
-
-def _let_in(entry: _Entry, client: Any, server: int, address: str, name: str, **more: int) -> _LetIn:
-    hello = _hello(entry) | {"servers": entry.servers, "lane": server, "window_bytes": client.window_bytes} | more
+def _let_in(entry: _Entry, client: Any, server: int, its: dict[str, Any]) -> tuple[socket.socket, str, int]:
+    """The same, of that process alone."""
+    hello = _hello(entry) | {"servers": entry.servers, "lane": server, "window_bytes": client.window_bytes}
     left = max(0.1, entry.deadline - time.monotonic())
     connection, answer, (values, bell, pidfd) = connect(
-        bytes.fromhex(address), entry.secret, hello, client.window, left
+        bytes.fromhex(its["address"]), entry.secret, hello | {"of": server}, client, left
     )
-    memory = {"server": server, "values": values, "bell": bell, "pidfd": pidfd, "capacity": int(answer["capacity"])}
-    return _LetIn(connection, memory, name)
+    turn = int(answer["turn"])
+    called = "the backup of " * (turn > 0)
+    name = f"{called}server {server} ({its['host']}, pid {its['pid']})"
+    client.attach(
+        server=server, values=values, bell=bell, pidfd=pidfd, capacity=int(answer["capacity"]), name=name, turn=turn
+    )
+    return connection, name, turn
 
 
-def _enter_near(
+def _enter_with_far_backup(
     entry: _Entry, client: Any, server: int, its: dict[str, Any], undo: contextlib.ExitStack
-) -> tuple[_LetIn, _LetIn | None]:
-    """Joins a server of this host, and its backup if it has one. If it has ended, its backup in its place."""
-    backup = _let_in_by_backup(entry, client, server) if entry.backups else None
+) -> tuple[socket.socket, str, int, socket.socket | None]:
+    """As `_enter_near`, of a server on any host whose backup is reached by TCP, with a connection to the backup.
+
+    The worker joins the backup first, since that must know every worker that the journal names. If the server has
+    ended, or is out of reach, the backup is asked from here on.
+    """
+    get(entry.store, f"backup/{server}", f"the backup of server {server}", entry.deadline)
+    place = _place_of_backup(entry, server)
+    backup: control.Reached | None = None
+    if _view(entry, server) != "server":
+        with contextlib.suppress(OSError, PeerLost):
+            number = number_at_door(entry.servers, entry.worker, server)
+            look = functools.partial(_look, entry, server, "server")
+            (found,) = _reach(entry, {place: entry.process(place)}, number, undo, look).values()
+            _greet(entry, found.control)
+            backup = found
+    joined: tuple[socket.socket, str, int] | None = None
     try:
-        joined = _let_in(entry, client, server, its["address"], its["name"])
-    except OSError as error:
+        if _view(entry, server) == "backup":
+            raise PeerLost(f"{its['name']} has ended", server)
+        if its["machine"] == entry.machine:
+            joined = _let_in(entry, client, server, its)
+            undo.callback(joined[0].close)
+        else:
+            number, look = (
+                number_at_door(entry.servers, entry.worker),
+                functools.partial(_look, entry, server, "backup"),
+            )
+            reached = _reach(entry, {server: its}, number, undo, look)[server]
+            joined = _enter_far(entry, client, server, its["name"], reached), its["name"], 0
+    except (TimeoutError, Refused):
+        raise
+    except (OSError, PeerLost):
         if backup is None:
             raise
-        if isinstance(error, TimeoutError) or not _serves(entry, backup):
-            backup.close()
-            raise
-        joined, backup = backup, None
-    undo.callback(joined.connection.close)
-    client.attach(**joined.memory, name=joined.name, was_backup=joined.name != its["name"])
-    if backup is not None:
-        undo.callback(backup.connection.close)
-        client.attach_backup(**backup.memory, name=backup.name)
-    return joined, backup
+        client.attach_far(server, its["name"])
+    if backup is None:
+        assert joined is not None
+        return *joined, None
+    name = f"the backup of {entry.server(server, place)['name']}"
+    client.attach_far_backup(server, name)
+    for descriptor, path in backup.take():
+        client.connect(server, descriptor, path, backup=True)
+    if joined is not None:
+        return *joined, backup.control
+    client.turn_to_backup(server)
+    if not _serves(entry, backup.control):
+        raise PeerLost(f"{its['name']} has ended, and its backup has not taken over", server)
+    return backup.control, name, 1, None
 
 
-def _let_in_by_backup(entry: _Entry, client: Any, server: int) -> _LetIn | None:
-    """Called before the server is joined, since the backup must know every worker that the journal names. Returns None
-    if the backup has ended."""
-    get(entry.store, f"backup/{server}", f"the backup of server {server}", entry.deadline)
-    place = entry.server(entry.backup_of(server))
-    name = f"the backup of server {server} ({place['host']}, pid {place['pid']})"
-    try:
-        return _let_in(entry, client, server, place["address"], name, of=server)
-    except TimeoutError:
-        raise
-    except OSError:
-        return None
-
-
-def _serves(entry: _Entry, backup: _LetIn) -> bool:
+def _serves(entry: _Entry, backup: socket.socket) -> bool:
     """Waits until a backup, of which the server has ended, has taken over; False if it does not."""
     with contextlib.suppress(OSError):
         while (left := entry.deadline - time.monotonic()) > 0:
-            backup.connection.settimeout(left)
-            control.send(backup.connection, {"ask": "serves"})
-            if control.receive(backup.connection)[0]["serves"]:
-                backup.connection.settimeout(entry.timeout)
+            backup.settimeout(left)
+            control.send(backup, {"ask": "serves"})
+            if control.receive(backup)[0]["serves"]:
+                backup.settimeout(entry.timeout)
                 return True
             time.sleep(0.002)
     return False
 
 
-@dataclass
-class _Reached:
-    """A server of another host: a connection for control messages, and others: descriptors and paths."""
+def _view(entry: _Entry, server: int) -> str:
+    """Which of a server and its backup goes on without the other, if that has been decided."""
+    key = f"view/{server}"
+    return str(entry.store.get(key).decode())[2:] if entry.store.check([key]) else ""
 
-    control: socket.socket
-    others: list[tuple[int, str]]
 
-    def close(self) -> None:
-        self.control.close()
-        while self.others:
-            os.close(self.others.pop()[0])
+def _look(entry: _Entry, server: int, who: str) -> None:
+    if _view(entry, server) == who:
+        raise PeerLost(f"server {server} or its backup is out of reach, and the {who} goes on alone", server)
 
 
 def _reach(
-    entry: _Entry, servers: list[dict[str, Any]], far: list[int], undo: contextlib.ExitStack
-) -> dict[int, _Reached]:
-    """Connects to the doors of servers of other hosts. What is not used in the end is closed by `undo`."""
+    entry: _Entry,
+    servers: dict[int, dict[str, Any]],
+    number: int,
+    undo: contextlib.ExitStack,
+    look: Callable[[], None] | None = None,
+) -> dict[int, control.Reached]:
+    """Connects to the doors of servers, as `number`. What is not used in the end is closed by `undo`."""
     peers = {}
-    for server in far:
-        its = servers[server]
+    for server, its in servers.items():
         addresses = json.loads(get(entry.store, f"door/{server}", its["name"], entry.deadline))
         if not addresses or entry.options.transport == "shared_memory":
             raise TopologyError(
-                f"{its['name']} is on another host than this worker" + ("" if addresses else _WHY_ALONE[entry.backups]),
+                f"{its['name']} is on another host than this worker"
+                + ("" if addresses else " and listens to none: found it with join(listen=True)"),
                 server,
             )
         peers[server] = Peer(its["host"], its["pid"], [Address(*address) for address in addresses])
-    reached: dict[int, _Reached] = {}
+    reached: dict[int, control.Reached] = {}
 
     def deliver(server: int, descriptor: int, path: str) -> None:
         if server in reached:
             reached[server].others.append((descriptor, path))
         else:
-            reached[server] = _Reached(socket.socket(fileno=descriptor), [])
+            reached[server] = control.Reached(socket.socket(fileno=descriptor), [])
             undo.callback(reached[server].close)
 
     door = _door(entry.options, ())
-    number, connections = entry.servers + entry.worker, 1 + (entry.options.connections or 1)
+    connections = 1 + (entry.options.connections or 1)
     try:
         door.open(number, GROUP, entry.secret, peers, deliver, connections, entry.options.dead_after or 0)
-        door.connect(far, entry.deadline)
+        door.connect(servers, entry.deadline, look=look)
     finally:
         door.close()
     return reached
 
 
-def _enter_far(entry: _Entry, client: Any, server: int, name: str, reached: _Reached) -> socket.socket:
-    reached.control.settimeout(max(0.1, entry.deadline - time.monotonic()))
-    control.send(reached.control, _hello(entry) | {"window": entry.window})
-    answer, _ = control.receive(reached.control)
+def _greet(entry: _Entry, connection: socket.socket) -> None:
+    connection.settimeout(max(0.1, entry.deadline - time.monotonic()))
+    control.send(connection, _hello(entry) | {"window": entry.window})
+    answer, _ = control.receive(connection)
     if "error" in answer:
-        raise ConnectionError(answer["error"][1])
+        raise Refused(answer["error"][1])
+
+
+def _enter_far(entry: _Entry, client: Any, server: int, name: str, reached: control.Reached) -> socket.socket:
+    _greet(entry, reached.control)
     client.attach_far(server, name)
-    while reached.others:
-        client.connect(server, *reached.others.pop())
+    for descriptor, path in reached.take():
+        client.connect(server, descriptor, path)
     return reached.control
 
 
@@ -618,10 +643,10 @@ def _close_in_child() -> None:
         kv._disconnect()
         if kv._with.host is not None:
             kv._with.host.close_in_child()
-    for serving in _serving:
+    for serving in open_servings:
         serving._host.close_in_child()
     _open.clear()
-    _serving.clear()
+    open_servings.clear()
 
 
 os.register_at_fork(after_in_child=_close_in_child)
@@ -632,5 +657,5 @@ def _end_all() -> None:
     """A server's thread may not call Python once it is being finalised."""
     for kv in list(_open):
         kv._close()
-    for serving in list(_serving):
+    for serving in list(open_servings):
         serving.close()

@@ -10,7 +10,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -21,6 +21,16 @@ from torch import nn
 from ringreduce import _C
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, ServerLost, SystemFailure, UpdateFailed
 from ringreduce.parameter_server import control
+from ringreduce.parameter_server.arguments import (
+    check_average,
+    check_key,
+    check_like,
+    check_weight,
+    check_wire,
+    fits,
+    readable,
+    writable,
+)
 from ringreduce.parameter_server.modes import Mode, sync
 from ringreduce.parameter_server.pending import Pending, Snapshot, server_errors
 from ringreduce.parameter_server.placement import cut, elements_per_block, place
@@ -38,13 +48,12 @@ if TYPE_CHECKING:
 
     Array: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
 
-WIRES = ("float32", "bfloat16", "int8")
-MOST_KEY = 1024
-"""Bytes of a key."""
 _CREATED_AT_ONCE = 1000
 """Blocks in one control message."""
 _SLICE = 0.25
 """Seconds after which a wait looks for Ctrl-C."""
+_LOOK = 0.005
+"""Seconds after which a backup is asked again whether it has taken over."""
 
 Part = tuple[int, int, int, int, int]  # server, block, first byte, bytes, offset among the server's values
 
@@ -73,6 +82,8 @@ class _Pull:
     target: torch.Tensor
     whole: torch.Tensor
     call: ParameterCall | None
+    near: list[Part]
+    """As the key had it: what is to be read here when the call is over."""
 
 
 @dataclass
@@ -88,14 +99,16 @@ class Membership:
     """By server: for control messages."""
     names: list[str]
     """By server: how messages call it."""
-    far: set[int]
-    """Servers of other hosts."""
     host: Host | None
     """The server in this process, if there is one."""
     block_bytes: int
     window: int
-    backups: dict[int, tuple[socket.socket, str]] = field(default_factory=dict)
-    """By server, of those that have one: a connection to its backup, and how messages call that."""
+    turns: list[int]
+    """By server: how many have served its blocks before the one that does."""
+    reach: Callable[[int, str, float], socket.socket]
+    """Connects to the door of a server that was a backup: its number, its address, and seconds. Raises `OSError`."""
+    far_backups: dict[int, socket.socket] = field(default_factory=dict)
+    """By server, of those whose backup is reached by TCP: a connection to that, for control messages."""
     loads: list[int] = field(default_factory=list)
 
 
@@ -159,8 +172,8 @@ class KeyValue:
         deadline = self._deadline(timeout)
         calls = {}
         for name, tensor in self._pairs(key, value):
-            _check_key(name)
-            source = _readable(name, tensor)
+            check_key(name)
+            source = readable(name, tensor)
             spec: dict[str, Any] = {
                 "dtype": str(source.dtype).removeprefix("torch."),
                 "shape": list(source.shape),
@@ -168,10 +181,10 @@ class KeyValue:
                 "update": update.as_json(),
                 "wire": [push_wire, pull_wire],
             }
-            _check_wire(name, source, spec["wire"])
+            check_wire(name, source, spec["wire"])
             if update.kind == "rowwise_adagrad":
                 raise InvalidArgument(f"update of {name!r} is rowwise_adagrad(), which is for rows: use ps.Embedding")
-            _check_average(name, source, mode, update)
+            check_average(name, source, mode, update)
             self._place(name, spec, source, deadline)
             parts = self._keys[name].everywhere
             with server_errors():
@@ -200,7 +213,7 @@ class KeyValue:
 
     def _make_table(self, key: str, spec: dict[str, Any], deadline: float) -> _C.ParameterTable:
         """Has every server make its part of a table, unless it has."""
-        _check_key(key)
+        check_key(key)
         placed = self._agree(key, spec, spec)
         blocks = [
             int(self._ask(server, {"ask": "create table", "key": key, "spec": placed}, deadline)["block"])
@@ -240,13 +253,18 @@ class KeyValue:
                     self._with.loads[server] += count * size
         shape = torch.Size(placed["shape"])
         known = [part for part in parts if part is not None]
-        near, far = ([part for part in known if (part[0] in self._with.far) is there] for there in (False, True))
         push_wire, pull_wire = placed["wire"]
-        everywhere, here, there = (
-            _C.ParameterParts(some, push_wire=push_wire, pull_wire=pull_wire) for some in (known, near, far)
-        )
-        asked = everywhere if placed["mode"]["mode"] == "ssp" else there if far else None
-        self._keys[key] = _Key(placed, dtype, shape, known, everywhere, near, here, asked)
+        everywhere = _C.ParameterParts(known, push_wire=push_wire, pull_wire=pull_wire)
+        self._keys[key] = self._split(_Key(placed, dtype, shape, known, everywhere, [], everywhere, None))
+
+    def _split(self, known: _Key) -> _Key:
+        """Notes which blocks are on this host."""
+        near, far = ([part for part in known.parts if self._client.is_near(part[0]) is it] for it in (True, False))
+        push_wire, pull_wire = known.spec["wire"]
+        known.near = near
+        known.here, there = (_C.ParameterParts(some, push_wire=push_wire, pull_wire=pull_wire) for some in (near, far))
+        known.asked = known.everywhere if known.spec["mode"]["mode"] == "ssp" else there if far else None
+        return known
 
     # ---- data --------------------------------------------------------------------------------------------------------
 
@@ -275,9 +293,9 @@ class KeyValue:
     def _push(self, name: str, tensor: Any, weight: float, priority: int, deadline: float) -> ParameterCall:
         known = self._keys.get(name) or self._lookup(name, deadline)
         source = tensor
-        if not _fits(known, tensor):
-            source = _readable(name, tensor)
-            _check_like(name, known, source)
+        if not fits(known, tensor):
+            source = readable(name, tensor)
+            check_like(name, known, source)
         if weight != 1 and not (source.is_floating_point() or source.is_complex()):
             raise InvalidArgument(f"weight is {weight}; a push of {source.dtype} ({name!r}) takes none but 1")
         left = deadline - time.monotonic()
@@ -309,9 +327,9 @@ class KeyValue:
                 known = self._keys.get(key) or self._lookup(key, deadline)
                 target: Any = tensor
                 whole: Any = tensor
-                if not _fits(known, tensor):
-                    target = _writable(key, tensor)
-                    _check_like(key, known, target)
+                if not fits(known, tensor):
+                    target = writable(key, tensor)
+                    check_like(key, known, target)
                     whole = (
                         target
                         if target.is_contiguous()
@@ -321,7 +339,7 @@ class KeyValue:
                 if known.asked is not None:
                     with server_errors():
                         call = self._client.pull(known.asked, whole.data_ptr(), timeout=deadline - time.monotonic())
-                pulls.append(_Pull(key, known, target, whole, call))
+                pulls.append(_Pull(key, known, target, whole, call, known.near))
         except BaseException:
             self._cancel(pulls)
             raise
@@ -334,22 +352,36 @@ class KeyValue:
 
     def _end_pull(self, pull: _Pull, deadline: float) -> list[int]:
         """Returns the versions of the blocks when all are in the target."""
-        known, whole = pull.known, pull.whole
-        if pull.call is None:
-            versions = self._read(pull.key, known, whole, deadline)
-        else:
-            self._finish(pull.key, pull.call, deadline)
-            found = {(server, block): version for server, block, _, version in pull.call.answers}
-            if known.near:
-                read = self._read(pull.key, known, whole, deadline)
-                found |= {part[:2]: version for part, version in zip(known.near, read, strict=True)}
-            versions = [found[part[:2]] for part in known.parts]
-        if whole is not pull.target:
-            pull.target.copy_(whole)
+        versions = self._take(pull, deadline)
+        while not versions:  # a server of this host has ended, and its backup is on another one
+            self._split(pull.known)
+            again = self._begin_pulls({pull.key: pull.whole}, deadline)
+            try:
+                versions = self._take(again[0], deadline)
+            finally:
+                self._cancel(again)
+        if pull.whole is not pull.target:
+            pull.target.copy_(pull.whole)
         return versions
 
+    def _take(self, pull: _Pull, deadline: float) -> list[int]:
+        """The same, to `whole`; nothing if it must be pulled again."""
+        known, whole = pull.known, pull.whole
+        if pull.call is None:
+            return self._read(pull.key, known, whole, deadline) if pull.near is known.near else []
+        self._finish(pull.key, pull.call, deadline)
+        if pull.near is not known.near:
+            return []
+        found = {(server, block): version for server, block, _, version in pull.call.answers}
+        if known.near:
+            read = self._read(pull.key, known, whole, deadline)
+            if not read:
+                return []
+            found |= {part[:2]: version for part, version in zip(known.near, read, strict=True)}
+        return [found[part[:2]] for part in known.parts]
+
     def _read(self, key: str, known: _Key, whole: torch.Tensor, deadline: float) -> list[int]:
-        """Blocks of this host."""
+        """Blocks of this host; nothing if some are not any more."""
         while True:
             left = deadline - time.monotonic()
             try:
@@ -462,8 +494,9 @@ class KeyValue:
             self._with.host.close()
 
     def _disconnect(self) -> None:
-        for connection, _ in self._with.backups.values():  # first: no backup is to miss its server
+        for connection in self._with.far_backups.values():  # first: no backup is to miss its server
             connection.close()
+        self._client.close_news()
         for connection in self._with.connections:
             connection.close()
 
@@ -512,7 +545,7 @@ class KeyValue:
         files = read(Path(path))
         specs = {block["key"]: block["spec"] for _, blocks in files for block in blocks}
         for key in specs:
-            _check_key(key)
+            check_key(key)
         tables = {key: self._restore_key(key, spec, deadline) for key, spec in specs.items()}
         calls = []
         for reader, blocks in files:
@@ -612,8 +645,7 @@ class KeyValue:
         what = "the barrier" if key == "barrier" else f"{key!r} on {name}"
         if workers:
             return f"{what} waits for {', '.join(workers)}"
-        busy = f"{name} or its backup is" if server in self._with.backups else f"{name} is"
-        why = why or f"no worker is missing, so it has no value yet, or {busy} busy or stopped"
+        why = why or f"no worker is missing, so it has no value yet, or {name} or its backup is busy or stopped"
         return f"{what} was not ready in time; {why}"
 
     def _ask(self, server: int, question: dict[str, Any], deadline: float) -> dict[str, Any]:
@@ -628,7 +660,7 @@ class KeyValue:
         except TimeoutError:
             raise CollectiveTimeout(f"{name} did not answer {question['ask']!r} in time", server) from None
         except OSError as error:
-            if self._turn_to_backup(server, deadline):
+            if self._turn_to_next(server, deadline):
                 return self._ask(server, question, deadline)
             raise ServerLost(f"{name} has ended: {error}", server) from None
         if "error" in answer:
@@ -636,20 +668,39 @@ class KeyValue:
             raise (InvalidArgument if kind == "InvalidArgument" else SystemFailure)(f"{name}: {text}", server)
         return answer
 
-    def _turn_to_backup(self, server: int, deadline: float) -> bool:
-        """Whether a server that has ended has a backup that has taken over. From here on it is asked."""
-        if server not in self._with.backups:
-            return False
-        connection, name = self._with.backups[server]
-        with server_errors():
-            there: bool = self._client.at_backup(server, timeout=max(0.0, deadline - time.monotonic()))
-        if there:
-            del self._with.backups[server]
-            self._with.connections[server].close()
-            self._with.connections[server], self._with.names[server] = connection, name
-        elif time.monotonic() >= deadline:
-            raise CollectiveTimeout(f"{self._with.names[server]} has ended, and {name} has not taken over yet", server)
-        return there
+    def _turn_to_next(self, server: int, deadline: float) -> bool:
+        """Whether others serve the blocks of a server that has ended. From here on these are asked."""
+        while True:
+            known = self._with.turns[server]
+            with server_errors():
+                turn, name, address = self._client.served_by(
+                    server, known, timeout=max(0.0, deadline - time.monotonic())
+                )
+            if turn == known:
+                if name != self._with.names[server]:
+                    raise CollectiveTimeout(
+                        f"{self._with.names[server]} has ended, and {name} has not taken over yet", server
+                    )
+                return False
+            self._with.turns[server], self._with.names[server] = turn, name
+            if server in self._with.far_backups:
+                self._with.connections[server].close()
+                self._with.connections[server] = self._with.far_backups.pop(server)
+                return self._wait_for_far_backup(server, deadline)
+            with contextlib.suppress(OSError):  # it has ended, too
+                connection = self._with.reach(server, address, max(0.01, deadline - time.monotonic()))
+                self._with.connections[server].close()
+                self._with.connections[server] = connection
+                return True
+
+    def _wait_for_far_backup(self, server: int, deadline: float) -> bool:
+        """Workers turn to a backup on another host before it has taken over."""
+        while not self._ask(server, {"ask": "serves"}, deadline)["serves"]:
+            if time.monotonic() >= deadline:
+                name = self._with.names[server]
+                raise CollectiveTimeout(f"server {server} has ended, and {name} has not taken over yet", server)
+            time.sleep(_LOOK)
+        return True
 
     @staticmethod
     def _pairs(key: Any, value: Any) -> list[tuple[str, Any]]:
@@ -660,83 +711,3 @@ class KeyValue:
         if value is None:
             raise InvalidArgument(f"no tensor was given for key {key!r:.60}")
         return [(key, value)]
-
-
-def _check_key(key: Any) -> None:
-    if not isinstance(key, str) or not 0 < len(key.encode()) <= MOST_KEY:
-        raise InvalidArgument(f"key is {key!r:.60}; it must be a string of 1 to {MOST_KEY} bytes")
-    if key == "__metadata__":
-        raise InvalidArgument("key is '__metadata__', which is no tensor's name in a snapshot: give it another one")
-
-
-def check_weight(weight: Any) -> None:
-    if weight != 1 and not (isinstance(weight, (int, float)) and math.isfinite(weight) and weight > 0):
-        raise InvalidArgument(f"weight is {weight!r}; it must be a positive number")
-
-
-def _tensor(key: str, array: Any) -> torch.Tensor:
-    if not isinstance(array, torch.Tensor):
-        if not hasattr(array, "__array_interface__"):
-            raise InvalidArgument(f"{key!r} is a {type(array).__name__}; it must be a torch.Tensor or a NumPy array")
-        array = torch.from_numpy(array)
-    tensor: torch.Tensor = array.detach() if array.requires_grad else array
-    if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.numel() == 0:
-        raise InvalidArgument(
-            f"{key!r} is of layout {tensor.layout} on {tensor.device} with {tensor.numel()} elements; it must be a "
-            "dense tensor on the CPU with 1 or more"
-        )
-    return tensor
-
-
-def _fits(known: _Key, tensor: Any) -> bool:
-    """Whether it can be used as it is. Most are, so this is quick; others are looked at, and named, one by one."""
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.dtype is known.dtype
-        and tensor.shape == known.shape
-        and tensor.is_cpu
-        and tensor.layout is torch.strided
-        and not tensor.requires_grad
-        and tensor.is_contiguous()
-        and not (tensor.is_neg() or tensor.is_conj())
-    )
-
-
-def _readable(key: str, array: Any) -> torch.Tensor:
-    return _tensor(key, array).resolve_neg().resolve_conj().contiguous()
-
-
-def _writable(key: str, array: Any) -> torch.Tensor:
-    if not isinstance(array, torch.Tensor) and not getattr(getattr(array, "flags", None), "writeable", True):
-        raise InvalidArgument(f"the NumPy array for {key!r} is read-only; pass a writable copy: array.copy()")
-    if isinstance(array, torch.Tensor) and (array.is_neg() or array.is_conj()):
-        raise InvalidArgument(
-            f"the tensor for {key!r} is a lazy conjugate or negative: pass one with memory of its own"
-        )
-    if isinstance(array, torch.Tensor) and array.requires_grad:
-        torch.autograd.graph.increment_version(array)
-    return _tensor(key, array)
-
-
-def _check_like(key: str, known: _Key, tensor: torch.Tensor) -> None:
-    if tensor.dtype is not known.dtype or tensor.shape != known.shape:
-        raise InvalidArgument(
-            f"{key!r} is {known.dtype} of shape {tuple(known.shape)}; the tensor is {tensor.dtype} of shape "
-            f"{tuple(tensor.shape)}"
-        )
-
-
-def _check_wire(key: str, tensor: torch.Tensor, wires: list[str]) -> None:
-    for name, wire in zip(("push_wire", "pull_wire"), wires, strict=True):
-        if wire not in WIRES:
-            raise InvalidArgument(f"{name} of {key!r} is {wire!r}; it must be one of {', '.join(WIRES)}")
-        if wire != "float32" and tensor.dtype is not torch.float32:
-            raise InvalidArgument(
-                f"{name} of {key!r} is {wire!r}, which rounds float32; the tensor is {tensor.dtype}: leave it out"
-            )
-
-
-def _check_average(key: str, tensor: torch.Tensor, mode: Mode, update: UpdateRule) -> None:
-    integral = not (tensor.is_floating_point() or tensor.is_complex())
-    if integral and mode.average and update.kind != "reduce":
-        raise InvalidArgument(f"{key!r} is {tensor.dtype}, of which sync() takes no average: give sync(average=False)")

@@ -12,7 +12,7 @@ import math
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -96,11 +96,17 @@ class Writer:
             written = os.pwrite(self._file, view, at)
             view, at = view[written:], at + written
 
-    def finish(self) -> None:
-        """Reads what has been written, for the checksum."""
+    def finish(self, rest: Callable[[], None] = lambda: None) -> None:
+        """Reads what has been written, for the checksum. Calls `rest` after each piece."""
+
+        def pieces() -> Iterator[bytes]:
+            while piece := file.read(_PIECE):
+                yield piece
+                rest()
+
         with open(self._path, "rb") as file:
             file.seek(self._data)
-            self._header["__metadata__"][_CHECKSUM] = _hex(_checksum(iter(lambda: file.read(_PIECE), b"")))
+            self._header["__metadata__"][_CHECKSUM] = _hex(_checksum(pieces()))
         text = json.dumps(self._header).encode()
         self._write(text.ljust(self._length), _LENGTH.size)
         os.fsync(self._file)

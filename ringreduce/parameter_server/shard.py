@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 
 from ringreduce import _C
@@ -20,25 +21,32 @@ _PART = re.compile("[0-9]+-of-[0-9]{1,6}")
 class Shard:
     """The blocks of one server. What it says of a block is a note in the server, so its backup has it, too."""
 
-    def __init__(self, capacity: int, functions: dict[str, Function]) -> None:
+    def __init__(self, capacity: int, functions: dict[str, Function], backed_up: bool = False) -> None:
         self._updates = PythonUpdates(functions)
-        self.server = _C.ParameterServer(capacity, self._updates)
+        self.server = _C.ParameterServer(capacity, self._updates, backed_up)
         self._places: dict[tuple[str, int], tuple[int, int]] = {}
         """By key and first element: (block, offset)."""
         self._blocks: dict[int, dict[str, Any]] = {}
         """By block: its key, the key's spec, the first element and the elements."""
         self.savings: dict[str, Saving] = {}
         """The latest snapshots, by folder."""
-        self._follows = False
+        self._follows = self._is_backup = False
+        self.takes_over_quietly = False
+        """Whether its server gives its blocks away, and does not just end."""
 
-    def follow(self, **partner: int) -> None:
+    def follow(self, **partner: Any) -> None:
         """From now on it is a backup."""
         self.server.follow(**partner)
-        self._follows = True
+        self._follows = self._is_backup = True
+
+    def follow_far(self, on_silence: Callable[[], None]) -> None:
+        """The same, of a server of another host."""
+        self.server.follow_far(on_silence)
+        self._follows = self._is_backup = True
 
     def check_serving(self) -> None:
         """Raises `InvalidArgument` if it is a backup that has not taken over. One that has learns its blocks first."""
-        if not self.server.serves:
+        if self._is_backup and not self.server.serves:
             raise InvalidArgument("this is the backup of another server, which still serves")
         if self._follows:
             self._follows = False

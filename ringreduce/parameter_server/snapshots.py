@@ -16,6 +16,7 @@ import math
 import os
 import struct
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 FORMAT = "1"
 INDEX = "index.json"
+_REST = 5
+"""How long the thread that writes rests, in its own CPU time: workers' steps go on beside it, and need the cores."""
 _STEPS = struct.Struct("=Q")
 
 
@@ -43,6 +46,7 @@ class Saving:
         self.done = threading.Event()
         self.path = Path(folder)
         self._server, self._part = server, part
+        self._rested = 0.0
         entries = server.begin_snapshot()
         try:
             self._blocks = {
@@ -74,12 +78,21 @@ class Saving:
     def _name(self) -> str:
         return file_of(self._part)
 
+    def _rest(self) -> None:
+        """Called by the thread that writes."""
+        worked = time.thread_time() - self._rested
+        if worked > 0 and not self._server.holds_back():
+            time.sleep(_REST * worked)
+        self._rested += worked
+
     def _run(self) -> None:
+        self._rested = time.thread_time()
         error = ""
         try:
             while (piece := self._server.next_piece()) is not None:
                 self._blocks[piece[0]].write(self._writer, *piece[1:])
-            self._writer.finish()
+                self._rest()
+            self._writer.finish(self._rest)
             (self.path / f"{self._name}.part").rename(self.path / self._name)
             _complete(self.path, int(self._part.rpartition("-")[2]))
         except Exception as failed:
@@ -121,14 +134,14 @@ class _Saved:
         self._names = _names_of_block(about, states)
         self.tensors = {name: (dtype, shape, count * self._size) for name in self._names}
 
-    def write(self, writer: Writer, first: int, rows: int, data: bytes) -> None:
+    def write(self, writer: Writer, first: int, rows: int, data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
         if "table" not in self._about["spec"]:
             size = self._about["count"] * self._size
             for i, name in enumerate(self._names):
-                writer.put(name, memoryview(data)[i * size : (i + 1) * size])
+                writer.put(name, data[i * size : (i + 1) * size])
             return
-        writer.put(f"{self._about['key']}#ids", memoryview(data)[: 8 * rows], 8 * first)
-        stored = np.frombuffer(data, np.uint8, offset=8 * rows).reshape(rows, -1)
+        writer.put(f"{self._about['key']}#ids", data[: 8 * rows], 8 * first)
+        stored = data[8 * rows :].reshape(rows, -1)
         begin = 0
         for name, width in self._columns:
             end = begin + width * self._size

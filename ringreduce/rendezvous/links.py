@@ -310,6 +310,8 @@ class Door:
                 peer, session, admitted = await asyncio.wait_for(self._admit(connection, interface), HANDSHAKE_SECONDS)
                 self._strangers.pop(_this_task(), None)
                 self.counts["accepted"] += 1
+                if self._stop.is_set():  # else the door waits for this one's party: see `_go_to` for `wait_for`
+                    return
                 with contextlib.suppress(OSError):  # it may have found another way, or be gone: it was no stranger
                     await asyncio.wait_for(self._join(peer, session, admitted), PARTY_SECONDS)
             except Refused as refused:

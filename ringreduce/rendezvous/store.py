@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ringreduce.common import failures
 from ringreduce.common.failures import CollectiveTimeout, PeerLost, RingReduceError, SystemFailure
+from ringreduce.membership.directory import value_of
 
 SHORTEST, LONGEST, LONGEST_BY_RANK = 0.0002, 0.05, 0.0005
 """Seconds between two looks; the third for each rank, so that one store, and the cores of one host, serve them all."""
@@ -33,6 +34,8 @@ CHECK_PROCESSES, CHECK_BY_RANK = 0.25, 0.001
 """Seconds between two looks whether processes have ended, and the same for each rank."""
 CHECK_KNOWN_ENDS = 0.005
 """Seconds between two looks where whoever makes the group knows of ends."""
+LOOKS = 10
+"""Where a look at the store takes longer than a tenth of LONGEST, other questions wait for so many looks."""
 LEST = 1.0
 """Seconds that the others wait longer than rank 0, which can tell them whom it has missed."""
 
@@ -53,6 +56,12 @@ class Store(Protocol):
 ended: contextvars.ContextVar[Callable[[], list[int]] | None] = contextvars.ContextVar("ended", default=None)
 """Where the ranks of a group that is being made were in another one: those of its ranks whose end shows there. With it,
 the death of a rank that has not told the store anything is seen, too."""
+
+
+gives_up: contextvars.ContextVar[Callable[[RingReduceError], None] | None] = contextvars.ContextVar(
+    "gives_up", default=None
+)
+"""What to do when this process cannot go on with a group that is being made, before it closes its connections."""
 
 
 def passed(stage: str) -> None:
@@ -105,10 +114,10 @@ class Exchange:
 
     def told(self, phase: str, rank: int, deadline: float | None = None) -> Any:
         """What a rank has told; waits for it until then."""
+        key = f"{self.prefix}/{phase}/{rank}"
         if deadline:
-            key = f"{self.prefix}/{phase}/{rank}"
-            self.wait(_asleep(lambda: self.store.check([key])), lambda: [rank], deadline)
-        return json.loads(self.store.get(f"{self.prefix}/{phase}/{rank}"))
+            return json.loads(self._come(key, lambda: [rank], deadline))
+        return json.loads(self.store.get(key))
 
     def has_told(self, phase: str, rank: int) -> bool:
         return self.store.check([f"{self.prefix}/{phase}/{rank}"])
@@ -123,9 +132,21 @@ class Exchange:
 
     def answer(self, phase: str, deadline: float | None = None) -> Any:
         """What rank 0 has published, or will."""
-        self.wait(_asleep(lambda: self.answered(phase)), RANK_0, deadline)
+        text = self._come(f"{self.prefix}/{phase}", RANK_0, deadline)
         passed(f"{phase}: answered")
-        return json.loads(self.store.get(f"{self.prefix}/{phase}"))
+        return json.loads(text)
+
+    def _come(self, key: str, whom: str | Callable[[], list[int]], deadline: float | None) -> bytes:
+        """The value of a key, once it is there."""
+        found: list[bytes] = []
+
+        def look() -> bool:
+            if (value := _peek(self.store, key)) is not None:
+                found.append(value)
+            return bool(found)
+
+        self.wait(_asleep(look), whom, deadline)
+        return found[0]
 
     def collect(self, phase: str) -> list[Any]:
         """What all ranks have told."""
@@ -158,19 +179,22 @@ class Exchange:
 
         `whom`: what is waited for, or the ranks that have not come yet.
         """
-        began = checked = time.monotonic()
+        began = checked = asked = before = time.monotonic()
         deadline = deadline or self.deadline + (LEST if whom == RANK_0 else 0.0)
         pause = first
         try:
             while not ready(pause):
                 now = time.monotonic()
+                took = max(now - before - pause, 0.0)
+                # Where the store is far away, most looks are for what is waited for.
+                turn = LOOKS * took < LONGEST or now - asked > LOOKS * took or now > deadline
                 pause = min(max((now - began) / 4, SHORTEST, first), max(LONGEST, LONGEST_BY_RANK * self.size))
-                if now - began > LONGEST or now > deadline:
+                if turn and (now - began > LONGEST or now > deadline):
                     self.raise_if_given_up()
                 between = CHECK_KNOWN_ENDS if self._ended else CHECK_PROCESSES
                 if now - checked > max(between, CHECK_BY_RANK * self.size) or now > deadline:
                     checked = now
-                    missing = whom() if callable(whom) else []
+                    missing = whom() if turn and callable(whom) else []
                     try:
                         self.raise_if_dead()
                     except PeerLost:
@@ -181,6 +205,8 @@ class Exchange:
                         text = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}" if missing else whom
                         culprit = missing[0] if missing else 0
                         raise CollectiveTimeout(f"making the group: {text} did not come in time", culprit)
+                asked = time.monotonic() if turn else asked
+                before = time.monotonic()
         except RingReduceError:
             raise
         except RuntimeError as error:  # torch's: the store, which a process of a rank may hold, is gone
@@ -220,6 +246,8 @@ class Exchange:
 
     def give_up(self, error: RingReduceError) -> None:
         """Tells the others that this rank does not come, and why. The first to say so is heard."""
+        if tell := gives_up.get():
+            tell(error)
         culprit = error.culprit if error.culprit >= 0 else self.rank
         if isinstance(error, CollectiveTimeout | PeerLost):
             self._tell_error(type(error).__name__, str(error), culprit)
@@ -237,6 +265,13 @@ class Exchange:
         if self.store.check([f"{self.prefix}/given up"]):
             kind, why, culprit = json.loads(self.store.get(f"{self.prefix}/given up"))
             raise getattr(failures, kind)(str(why), int(culprit))
+
+
+def _peek(store: Store, key: str) -> bytes | None:
+    """The value of a key; None: there is none."""
+    if hasattr(store, "compare_set"):  # as torch's have
+        return value_of(store, key)
+    return store.get(key) if store.check([key]) else None
 
 
 def _asleep(ready: Callable[[], bool]) -> Callable[[float], bool]:

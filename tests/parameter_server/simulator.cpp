@@ -6,6 +6,7 @@
 //
 // The value is its own history: worker w's i-th push to a block adds 1 to element (w, i). So what a pull shows is
 // exactly which pushes it contains. Prints "ok" and what happened, or the first invariant that broke, and exits with 1.
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <map>
@@ -16,6 +17,7 @@
 #include <tuple>
 #include <vector>
 
+#include "parameter_server/archive.h"
 #include "parameter_server/session.h"
 
 namespace {
@@ -26,6 +28,29 @@ using namespace ringreduce::parameter_server;
 struct Mark : Payload {  // the i-th push of its worker to its block
   explicit Mark(std::size_t i) : i(i) {}
   std::size_t i;
+};
+
+// A shard as bytes. Of a payload it has the number in `payloads`, as a server's has where it lies.
+struct Copier : Archive {
+  explicit Copier(bool reads) : Archive(reads) {}
+  void raw(void* at, std::size_t count) override {
+    auto* const begin = static_cast<std::byte*>(at);
+    if (!reads()) return void(bytes.insert(bytes.end(), begin, begin + count));
+    std::copy_n(bytes.begin() + static_cast<std::ptrdiff_t>(taken), count, begin);
+    taken += count;
+  }
+  void payload(std::shared_ptr<const Payload>& payload) override {
+    std::uint64_t number = payloads.size();
+    raw(&number, sizeof number);
+    if (reads())
+      payload = payloads[number];
+    else
+      payloads.push_back(payload);
+  }
+
+  std::vector<std::byte> bytes;
+  std::vector<std::shared_ptr<const Payload>> payloads;
+  std::size_t taken = 0;
 };
 
 struct Push {
@@ -83,7 +108,8 @@ class Simulation {
     drain();
   }
 
-  std::size_t operations_ = 0, pulls_ = 0, applied_ = 0, late_ = 0, resent_ = 0, killed_ = 0, failed_over_ = 0;
+  std::size_t operations_ = 0, pulls_ = 0, applied_ = 0, late_ = 0, resent_ = 0, killed_ = 0, failed_over_ = 0,
+              started_late_ = 0;
 
  private:
   [[noreturn]] void broken(const char* invariant, const std::string& text) const {
@@ -116,7 +142,7 @@ class Simulation {
     modes_.push_back(mode);
     opened_.push_back(++moment_);
     versions_.push_back(0);
-    give(Create{mode});
+    give(Create{mode, pick(4) == 0});
     for (Worker& worker : workers_) {
       worker.pushes.emplace_back();
       ask(worker, RequestKind::initialise, static_cast<BlockId>(modes_.size() - 1));
@@ -150,6 +176,8 @@ class Simulation {
     request.block = block;
     if (kind == RequestKind::push) {
       request.payload = std::make_shared<Mark>(worker.pushes[block].size());
+      request.weight = 1 + static_cast<double>(worker.pushes[block].size() % 3);
+      request.priority = static_cast<std::int32_t>(worker.pushes[block].size() % 5);
       worker.pushes[block].push_back({worker.clock});
     }
     const Request made = worker.session.make(std::move(request));
@@ -234,8 +262,25 @@ class Simulation {
     if (dies && fate_() % 2 == 0) return fail_over();
     judge(shard_.step(message, now_), true);
     ++stepped_;
+    if (seed_ % 2 == 0 && fate_() % 200 == 0) start_late();
     if (fate_() % 3 == 0) repeat(journal_.size());
     if (dies) fail_over();
+  }
+
+  // A new backup, which begins with what the server is now and has seen nothing of how it came to that.
+  void start_late() {
+    ++started_late_;
+    Copier writer(false), reader(true), again(false);
+    shard_.visit(writer);
+    reader.bytes = writer.bytes;
+    reader.payloads = writer.payloads;
+    backup_ = Shard();
+    backup_.visit(reader);
+    backup_.visit(again);
+    demand(again.bytes == writer.bytes && again.payloads == writer.payloads && reader.taken == writer.bytes.size(),
+           "same state", "a backup that starts late is something else than its server");
+    repeated_ = stepped_;
+    same_ = done_.size();
   }
 
   // The backup gets what the server has written down, up to there, and decides the same.
@@ -247,19 +292,30 @@ class Simulation {
         judge(output, false);
         continue;
       }
-      for (const Operation& operation : output.operations)
-        demand(same_++ < done_.size() && told(operation) == done_[same_ - 1], "same log",
-               "a backup carries out something else than its server");
+      for (const std::string& each : told(output))
+        demand(same_++ < done_.size() && each == done_[same_ - 1], "same log",
+               "a backup decides something else than its server");
     }
   }
 
-  static std::string told(const Operation& operation) {
-    std::string text = std::to_string(operation.block) + " " + std::to_string(operation.version);
-    for (const Contribution& each : operation.contributions) {
-      const auto* const mark = static_cast<const Mark*>(each.payload.get());
-      text += " " + std::to_string(each.worker) + ":" + std::to_string(mark == nullptr ? 0 : mark->i);
+  // All that was decided, in words.
+  static std::vector<std::string> told(const Output& output) {
+    std::vector<std::string> texts;
+    const auto list = [&](auto... values) {
+      std::string text;
+      ((text += std::to_string(values) + " "), ...);
+      return text;
+    };
+    for (const Operation& each : output.operations) {
+      texts.push_back(list(each.index, each.block, each.version, each.restores, each.priority));
+      for (const Contribution& one : each.contributions) {
+        const auto* const mark = static_cast<const Mark*>(one.payload.get());
+        texts.back() += list(one.worker, one.weight, one.clock, one.pulled, mark == nullptr ? 0 : mark->i);
+      }
     }
-    return text;
+    for (const Reply& each : output.replies)
+      texts.push_back(list(each.worker, each.number, static_cast<int>(each.outcome), each.version, each.after));
+    return texts;
   }
 
   // Replies under way are lost or not, as connections are. The next backup begins with all that this one has.
@@ -278,10 +334,8 @@ class Simulation {
       Worker& worker = workers_[reply.worker];
       if (reply.number == worker.leave && reply.outcome == Outcome::done) worker.member = false;
     }
-    for (const Operation& operation : output.operations) {
-      done_.push_back(told(operation));
-      carry_out(operation);
-    }
+    for (const std::string& each : told(output)) done_.push_back(each);
+    for (const Operation& operation : output.operations) carry_out(operation);
     std::set<WorkerId> met;
     for (const Reply& reply : output.replies) {
       demand(reply.after <= log_, "log", "a reply came before its operation");
@@ -396,8 +450,9 @@ class Simulation {
   std::mt19937_64 random_, fate_;  // the latter of servers, which die in every eighth simulation
   Shard shard_, backup_;
   std::vector<std::pair<Message, Nanoseconds>> journal_;
-  std::size_t stepped_ = 0, repeated_ = 0, same_ = 0;  // messages that the server and its backup took; operations alike
-  std::vector<std::string> done_;                      // operations
+  std::size_t stepped_ = 0, repeated_ = 0,
+              same_ = 0;           // messages that the server and its backup took; what both decided
+  std::vector<std::string> done_;  // what was decided
   std::vector<Worker> workers_;
   std::vector<Mode> modes_;
   std::vector<std::uint64_t> opened_, versions_;                          // by block
@@ -414,7 +469,7 @@ int main(int count, char** arguments) {
   if (count != 3) return std::fprintf(stderr, "simulator SEED OPERATIONS\n"), 2;
   std::uint64_t seed = std::strtoull(arguments[1], nullptr, 10);
   const std::size_t operations = std::strtoull(arguments[2], nullptr, 10);
-  std::size_t done = 0, pulls = 0, applied = 0, late = 0, resent = 0, killed = 0, failed_over = 0;
+  std::size_t done = 0, pulls = 0, applied = 0, late = 0, resent = 0, killed = 0, failed_over = 0, started_late = 0;
   for (; done < operations; ++seed) {
     Simulation simulation(seed);
     simulation.run(1000);
@@ -425,9 +480,10 @@ int main(int count, char** arguments) {
     resent += simulation.resent_;
     killed += simulation.killed_;
     failed_over += simulation.failed_over_;
+    started_late += simulation.started_late_;
   }
   std::printf(
       "ok: %zu operations, %zu pulls checked, %zu pushes applied, %zu late, %zu requests sent again, "
-      "%zu workers and %zu servers killed\n",
-      done, pulls, applied, late, resent, killed, failed_over);
+      "%zu workers and %zu servers killed, %zu backups that started late\n",
+      done, pulls, applied, late, resent, killed, failed_over, started_late);
 }

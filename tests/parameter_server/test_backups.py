@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 import os
 import random
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -17,8 +16,9 @@ import pytest
 import test_snapshots as saved
 import torch
 from distributed.harness import Rank, Ranks, run
-from test_several_hosts import APART, placed
-from test_workers_and_servers import SMALL, gradient
+from processes import Logged
+from test_several_hosts import placed
+from test_workers_and_servers import SMALL, alone, gradient
 from torch._C._distributed_c10d import HashStore
 
 import ringreduce.parameter_server as ps
@@ -42,25 +42,17 @@ def serve(me: Rank, *dooms: tuple[int, str, str, int]) -> list[str]:
     what it logged. Of each doom (rank, which, step, times): this rank kills itself when its "server" or its "backup"
     comes to that step for the so-many-th time."""
     logged = Logged()
-    logging.getLogger("ringreduce").addHandler(logged)
     with ps.serve(me.store, rank=me.rank, size=SERVERS, backups=1, **SMALL) as serving:
         for rank, which, step, times in dooms:
             if rank == me.rank:
                 host = serving._host
-                shard = host._shard if which == "server" else host._backups[(rank - 1) % SERVERS]
+                shard = host.shards[rank if which == "server" else (rank - 1) % SERVERS]
                 shard.server.die_at(step, times)
         me.meet("servers")
-        serving.wait()
+        while not serving.wait(0.01):
+            if logged.messages:
+                me.store.set(f"server {me.rank} has logged something", "")
     return logged.messages
-
-
-class Logged(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
 
 
 def worker(me: Rank, **options: Any) -> ps.KeyValue:
@@ -91,18 +83,6 @@ def train(me: Rank, kind: Any, arguments: dict[str, Any], *dooms: Any) -> list[A
     return kept
 
 
-def alone(kind: Any, arguments: dict[str, Any]) -> list[Any]:
-    parameter = torch.nn.Parameter(torch.linspace(-1, 1, COUNT))
-    optimizer = kind([parameter], **arguments)
-    kept = []
-    for step in range(STEPS):
-        gradients = [gradient(worker, step, COUNT) for worker in range(WORKERS)]
-        parameter.grad = functools.reduce(torch.add, gradients) / WORKERS
-        optimizer.step()
-        kept.append(parameter.detach().numpy().copy())
-    return kept
-
-
 @pytest.mark.parametrize(
     ("kind", "arguments"),
     [
@@ -110,9 +90,9 @@ def alone(kind: Any, arguments: dict[str, Any]) -> list[Any]:
         (torch.optim.AdamW, {"lr": 0.01}),
     ],
 )
-@pytest.mark.parametrize("step", ("taken", "journalled", "carried out", "answered"))
+@pytest.mark.parametrize("step", ("taken", "journalled", "updated", "carried out", "answered"))
 def test_training_has_the_same_bits_when_a_server_is_killed(kind: Any, arguments: dict[str, Any], step: str) -> None:
-    wanted = alone(kind, arguments)
+    wanted = alone(kind, arguments, WORKERS, steps=STEPS)
     with Ranks(train, SERVERS + WORKERS, kind, arguments, (1, "server", step, 15)) as ranks:
         results = ranks.results(but=(1,))
         assert was_killed(ranks, 1)
@@ -160,7 +140,7 @@ def tell_history(me: Rank, mode: ps.Mode, *dooms: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.mode)
-@pytest.mark.parametrize("step", ("taken", "journalled", "carried out", "answered"))
+@pytest.mark.parametrize("step", ("taken", "journalled", "updated", "carried out", "answered"))
 def test_no_push_is_lost_or_applied_twice_at_any_step_of_a_servers_death(mode: ps.Mode, step: str) -> None:
     times = random.randrange(5, PUSHES)
     with Ranks(tell_history, SERVERS + WORKERS, mode, (0, "server", step, times)) as ranks:
@@ -170,13 +150,24 @@ def test_no_push_is_lost_or_applied_twice_at_any_step_of_a_servers_death(mode: p
         assert final == [[1.0] * PUSHES] * WORKERS, f"killed at the {times}th"
 
 
+def tell_history_when_it_is_logged(me: Rank, *dooms: Any) -> list[Any]:
+    """Workers stay until then, since nothing is said when all have left."""
+    if me.rank < SERVERS:
+        return serve(me, *dooms)
+    with worker(me) as kv:
+        result = history(kv, kv.worker - SERVERS, WORKERS, ps.sync())
+        me.store.wait([f"server {server} has logged something" for server in (0, 2)])
+        return result
+
+
 def test_a_killed_server_and_a_killed_backup_are_logged_by_those_that_go_on() -> None:
     times = random.randrange(1, PUSHES)
-    with Ranks(tell_history, SERVERS + WORKERS, ps.sync(), (1, "backup", "carried out", times)) as ranks:
+    with Ranks(tell_history_when_it_is_logged, SERVERS + WORKERS, (1, "backup", "carried out", times)) as ranks:
         of_0, of_2, *finals = ranks.results(but=(1,))
         assert was_killed(ranks, 1)
     assert finals == [[[1.0] * PUSHES] * WORKERS] * WORKERS, f"killed at the {times}th"
-    assert len(of_0) == 1 and of_0[0].startswith("server 1 (") and of_0[0].endswith("server 0 goes on without a backup")
+    (said,) = of_0
+    assert said.startswith("the backup of server 0 (") and said.endswith("server 0 goes on, and gets another one")
     assert len(of_2) == 1 and of_2[0].startswith("server 1 has ended: its backup, in this process (pid ")
 
 
@@ -236,9 +227,9 @@ def ranks_that_are_both(me: Rank, mode: ps.Mode) -> list[list[float]] | None:
         return history(kv, me.rank, me.size, mode, alone=True)
 
 
-@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.mode)
-def test_the_others_go_on_when_a_rank_is_killed_that_is_worker_and_server(mode: ps.Mode) -> None:
-    with Ranks(ranks_that_are_both, 3, mode) as ranks:
+def check_that_others_go_on(mode: ps.Mode, *program: Any) -> None:
+    """Of three ranks that run `program`, which is or calls `ranks_that_are_both`, rank 1 is killed at some moment."""
+    with Ranks(program[0], 3, *program[1:], mode) as ranks:
         ranks.reports()
         time.sleep(random.uniform(0.0, 0.02))
         ranks.signal(1, signal.SIGKILL)
@@ -247,30 +238,40 @@ def test_the_others_go_on_when_a_rank_is_killed_that_is_worker_and_server(mode: 
     assert first[1] == sorted(first[1], reverse=True) or mode.mode == "sync"
 
 
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.mode)
+def test_the_others_go_on_when_a_rank_is_killed_that_is_worker_and_server(mode: ps.Mode) -> None:
+    check_that_others_go_on(mode, ranks_that_are_both)
+
+
 def server_and_backup() -> list[Any]:
     servers = [_C.ParameterServer(1 << 20, print) for _ in range(2)]
-    journal = _C.ParameterServer.journal()
-    for mine, other, become in zip(servers, reversed(servers), ("lead", "follow"), strict=True):
-        given = {"bell": os.dup(other.bell), "values": os.dup(other.values), "pidfd": own_pidfd()}
-        getattr(mine, become)(journal=os.dup(journal), **given)
-    os.close(journal)
+    make_backup(*servers)
     return servers
 
 
-def let_in(server: Any, client: Any) -> None:
+def make_backup(server: Any, backup: Any) -> None:
+    journal, about = _C.ParameterServer.journal(), {"name": "the backup", "address": ""}
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    given = {"bell": os.dup(server.bell), "values": os.dup(server.values), "pidfd": own_pidfd()}
+    backup.follow(journal=os.dup(journal), passage=theirs.detach(), **given, **about)
+    given = {"bell": os.dup(backup.bell), "values": os.dup(backup.values), "pidfd": own_pidfd()}
+    server.lead(journal=journal, passage=ours.detach(), capacity=1 << 20, **given, **about)
+
+
+def let_in(server: Any, client: Any, number: int = 0) -> None:
     window = {"window": os.dup(client.window), "window_bytes": client.window_bytes, "pidfd": own_pidfd()}
-    server.join(id=0, group="workers", servers=1, lane=0, **window)
+    server.join(id=number, group="workers", servers=1, lane=0, news=os.dup(client.news), **window)
 
 
-def attach(client: Any, server: Any, how: str) -> None:
+def attach(client: Any, server: Any) -> None:
     given = {"values": os.dup(server.values), "bell": os.dup(server.bell), "pidfd": own_pidfd()}
-    getattr(client, how)(server=0, capacity=1 << 20, name=how, **given)
+    client.attach(server=0, capacity=1 << 20, name="the server", turn=server.turn, **given)
 
 
-def make_block(server: Any, note: str = "") -> tuple[int, int]:
+def make_block(server: Any, note: str = "", count: int = 16) -> tuple[int, int]:
     mode = {"mode": "asynchronous", "quorum": 0, "grace": 0.0, "staleness": 0, "group": "workers"}
     made: tuple[int, int] = server.create(
-        dtype="float32", count=16, rule={"kind": "reduce", "op": "sum"}, note=note, **mode
+        dtype="float32", count=count, rule={"kind": "reduce", "op": "sum"}, note=note, **mode
     )
     return made
 
@@ -283,11 +284,12 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def test_a_backup_that_fails_says_so_and_its_server_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    server, backup = server_and_backup()
-    assert server.has_backup
+    server, backup = _C.ParameterServer(1 << 20, print), _C.ParameterServer(1 << 12, print)
+    make_backup(server, backup)  # which is too small for it
     client = _C.ParameterClient(0, 1, 1 << 16)
-    let_in(server, client)  # and not the backup, which cannot repeat what it asks
-    attach(client, server, "attach")
+    let_in(server, client)
+    attach(client, server)
+    make_block(server, count=600)
     block, offset = make_block(server)
     parts, w = _C.ParameterParts([(0, block, 0, 64, offset)]), torch.ones(16)
     for kind in ("initialise", "push", "push"):
@@ -296,47 +298,49 @@ def test_a_backup_that_fails_says_so_and_its_server_goes_on(caplog: pytest.LogCa
     wait_until(lambda: not server.has_backup)
     wait_until(lambda: bool(caplog.messages))
     (said,) = caplog.messages
-    assert "has failed and is none any more: a worker is unknown to the backup" in said
+    assert "has failed and is none any more: a block of 600 elements needs" in said
     server.stop()
     time.sleep(0.1)
     assert not backup.serves, "it does not have what its server had"
     backup.stop()
 
 
-def test_a_backup_forgets_a_worker_that_its_server_never_knew() -> None:
-    server, backup = server_and_backup()
-    client = _C.ParameterClient(0, 1, 1 << 16)
-    let_in(backup, client)
-    assert backup.statistics()["workers"] == 1
-    backup.lose(0)
-    wait_until(lambda: bool(backup.statistics()["workers"] == 0))
-    let_in(backup, client)  # and one that the server knows, but has not lost
-    let_in(server, client)
-    wait_until(lambda: list(backup.statistics()["clocks"]) == [0])
-    backup.lose(0)
-    time.sleep(0.1)
-    assert backup.statistics()["workers"] == 1, "what it has asked may still be in the journal"
-    server.lose(0)
-    wait_until(lambda: bool(backup.statistics()["workers"] == 0))
-    server.stop()
-    backup.stop()
+def test_a_backup_that_was_replaced_does_not_take_over() -> None:
+    """The server ends at once, so that neither has looked."""
+    for _ in range(20):
+        server, first, second = (_C.ParameterServer(1 << 20, print) for _ in range(3))
+        make_backup(server, first)
+        make_block(server)
+        make_backup(server, second)
+        server.stop()
+        wait_until(lambda: bool(second.serves))  # noqa: B023
+        wait_until(lambda: bool(first.has_ended))  # noqa: B023
+        assert not first.serves and second.turn == 1 and second.statistics()["blocks"] == 1
+        first.stop()
+        second.stop()
 
 
-def test_a_worker_that_was_gone_before_the_server_knew_it_is_lost_at_the_backup() -> None:
+def test_a_worker_joins_a_backup_that_knows_it_and_ends_without_leaving() -> None:
     server, backup = server_and_backup()
-    client = _C.ParameterClient(0, 1, 1 << 16)
+    client, other = (_C.ParameterClient(number, 1, 1 << 16) for number in range(2))
     let_in(server, client)
-    wait_until(lambda: list(backup.statistics()["clocks"]) == [0])
     server.stop()
     wait_until(lambda: bool(backup.serves))
-    assert backup.statistics()["clocks"] == {}, "others would wait for it"
+    let_in(backup, client)  # its server had no time to say that it was let in
+    with pytest.raises(InvalidArgument, match="there is a worker 0 already"):
+        let_in(backup, other)
+    assert list(backup.workers()) == [0]
+    client.close_news()
+    wait_until(lambda: backup.statistics()["clocks"] == {})
     backup.stop()
 
 
 def test_a_server_answers_while_its_backup_stands_still() -> None:
     server, backup = _C.ParameterServer(1 << 20, print), _C.ParameterServer(1 << 20, print)
     given = {"bell": os.dup(backup.bell), "values": os.dup(backup.values), "pidfd": own_pidfd()}
-    server.lead(journal=_C.ParameterServer.journal(), **given)  # which the other one never reads
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    about = {"capacity": 1 << 20, "name": "", "address": "", "passage": ours.detach()}
+    server.lead(journal=_C.ParameterServer.journal(), **given, **about)  # which the other one never reads
     with pytest.raises(InvalidArgument, match="its server's backup takes at most"):
         make_block(server, "x" * (1 << 20))
     made = 0
@@ -353,7 +357,7 @@ def test_a_server_answers_while_its_backup_stands_still() -> None:
     while thread.is_alive():
         known = server.statistics()["blocks"]
         thread.join(0.05)
-    assert known == made > 50
+    assert known == made > 50 and server.statistics()["lag"] > 500_000
     client = _C.ParameterClient(0, 1, 1 << 16)
     let_in(server, client)  # there is room for that
     server.lose(0)
@@ -361,15 +365,14 @@ def test_a_server_answers_while_its_backup_stands_still() -> None:
     make_block(server)
     assert not server.has_backup and server.statistics()["blocks"] == made + 1
     server.stop()
+    theirs.close()
 
 
 def test_a_backup_takes_nothing_from_a_worker_that_has_not_turned_to_it() -> None:
     servers = server_and_backup()
     client = _C.ParameterClient(0, 1, 1 << 16)
-    for server in reversed(servers):
-        let_in(server, client)
-    for server, how in zip(servers, ("attach", "attach_backup"), strict=True):
-        attach(client, server, how)
+    let_in(servers[0], client)
+    attach(client, servers[0])
     block, offset = make_block(servers[0])
     parts, w = _C.ParameterParts([(0, block, 0, 64, offset)]), torch.ones(16)
     for kind in ("initialise", "push", "push"):
@@ -381,6 +384,123 @@ def test_a_backup_takes_nothing_from_a_worker_that_has_not_turned_to_it() -> Non
     assert client.wait(client.send("push", parts, w.data_ptr()), 30.0)
     assert client.read(parts, w.data_ptr(), timeout=30.0) == [3] and torch.equal(w, torch.full((16,), 4.0))
     servers[1].stop()
+
+
+def test_a_worker_that_was_asleep_finds_the_last_of_many_that_served() -> None:
+    """What it reads has what another one has pushed to the last."""
+    server = _C.ParameterServer(1 << 20, print)
+    clients = [_C.ParameterClient(number, 1, 1 << 16) for number in range(2)]
+    for number, client in enumerate(clients):
+        let_in(server, client, number)
+        attach(client, server)
+    block, offset = make_block(server)
+    parts, w = _C.ParameterParts([(0, block, 0, 64, offset)]), torch.ones(16)
+    assert clients[0].wait(clients[0].send("initialise", parts, w.data_ptr()), 30.0)
+    asked = clients[1].send("push", parts, w.data_ptr())  # of which it never hears from this server
+    wait_until(lambda: bool(server.statistics()["updates"] == 1))
+    for i in range(5):
+        backup = _C.ParameterServer(1 << 20, print)
+        make_backup(server, backup)
+        server.stop()
+        assert clients[0].wait(clients[0].send("push", parts, w.data_ptr()), 30.0)
+        server = backup
+        assert server.serves and server.turn == i + 1
+    if random.randrange(2):
+        assert clients[1].wait(asked, 30.0)
+    out = torch.zeros(16)
+    assert clients[1].read(parts, out.data_ptr(), timeout=30.0) == [6] and torch.equal(out, torch.full((16,), 7.0))
+    assert clients[1].wait(asked, 30.0)
+    server.stop()
+
+
+# ---- one after the other ---------------------------------------------------------------------------------------------
+
+KILLS = 5
+
+
+def hosts_of(me: Rank) -> None:
+    """A server's process, which tells who serves what and who has a backup, and ends when it is told to."""
+    with ps.serve(me.store, rank=me.rank, size=me.size - WORKERS, backups=1, **SMALL) as serving:
+        me.meet("servers")
+        while not me.store.check(["done"]):
+            looked = time.monotonic()
+            serves = [number for number, shard in serving._host.serving().items() if shard.server.has_backup]
+            me.store.set(f"serves {me.rank}", " ".join(map(str, [looked, *serves])))
+            time.sleep(0.002)
+
+
+def kill(me: Rank, dooms: tuple[int, ...], servers: int) -> None:
+    """Kills these processes, each when all servers have backups, as the processes say that are left."""
+    alive = list(range(servers))
+    for doomed in (*dooms, None):
+        begun, served = time.monotonic(), [-1]
+        while served != list(range(servers)):
+            assert time.monotonic() < begun + 60, f"{served} have backups; {alive} are left"
+            time.sleep(0.005)
+            said = [me.store.get(f"serves {rank}").split() for rank in alive]
+            served = sorted(int(number) for when, *numbers in said if float(when) > begun for number in numbers)
+        if doomed is not None:
+            os.kill(int(me.store.get(f"pid {doomed}")), signal.SIGKILL)
+            alive.remove(doomed)
+    me.store.set("all killed", "")
+
+
+def through_many_kills(me: Rank, kind: Any, arguments: dict[str, Any], dooms: tuple[int, ...]) -> Any:
+    """KILLS + 2 servers, of which KILLS are killed one after the other. While they are, all workers train and push a
+    history; afterwards there is a new key, and a worker that joins."""
+    servers = me.size - WORKERS
+    me.store.set(f"pid {me.rank}", str(os.getpid()))
+    if me.rank < servers:
+        return hosts_of(me)
+    me.meet("servers")
+    kept = []
+    with ps.join(me.store, role="worker", workers=WORKERS, timeout=60.0) as kv:
+        w = torch.linspace(-1, 1, COUNT)
+        kv.init("w", w, update=ps.optimizer(kind, **arguments))
+        killer = threading.Thread(target=kill, args=(me, dooms, servers))
+        if me.rank == servers:
+            killer.start()
+        for step in range(STEPS):
+            kv.push_pull("w", gradient(kv.worker - servers, step, COUNT), out=w).wait()
+            kept.append(w.numpy().copy())
+        value, i = torch.zeros(WORKERS, 1), 0
+        kv.init("h", value, update=ps.reduce("sum"), mode=ps.asynchronous())
+        push = torch.zeros(WORKERS, 1)
+        push[kv.worker - servers] = 1
+        while not me.store.check(["all killed"]) and (killer.is_alive() or me.rank > servers):
+            i += 1
+            kv.push("h", push).wait()
+            kv.pull("h", value)
+            assert value[kv.worker - servers] == i, "a push was lost, or was applied twice"
+        if me.rank == servers:
+            killer.join()
+        kv.barrier()
+        kv.init("later", torch.zeros(3000), update=ps.reduce("sum"), mode=ps.asynchronous())
+        kv.push("later", torch.ones(3000)).wait()
+        kv.barrier()
+        with ps.join(me.store, role="worker", timeout=30.0) as another:
+            out, again = torch.empty(3000), torch.empty(COUNT)
+            another.pull({"later": out, "w": again})
+            assert out.tolist() == [WORKERS] * 3000 and again.numpy().tobytes() == kept[-1].tobytes()
+            backups = [its["backup"] for its in another.stats()["servers"].values()]
+            assert len(backups) == servers and all("the backup of server" in each for each in backups)
+        kv.barrier()
+    me.store.set("done", "")
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"), [(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), (torch.optim.AdamW, {"lr": 0.01})]
+)
+def test_servers_get_new_backups_and_may_be_killed_one_after_the_other(kind: Any, arguments: dict[str, Any]) -> None:
+    wanted = alone(kind, arguments, WORKERS, steps=STEPS)
+    dooms = tuple(random.sample(range(KILLS + 2), KILLS))
+    with Ranks(through_many_kills, KILLS + 2 + WORKERS, kind, arguments, dooms) as ranks:
+        results = ranks.results(but=dooms)
+        assert all(was_killed(ranks, rank) for rank in dooms)
+    for kept in [each for each in results if each]:
+        for i, (value, expected) in enumerate(zip(kept, wanted, strict=True)):
+            assert value.tobytes() == expected.tobytes(), f"step {i}, {dooms} were killed"
 
 
 # ---- all that servers have -------------------------------------------------------------------------------------------
@@ -430,7 +550,6 @@ def test_a_backup_has_all_that_its_server_had(tmp_path: Path) -> None:
 def serve_with_snapshots(me: Rank, folder: str) -> None:
     """As `ringreduce serve --snapshots` does. Rank 0 asks for one when server 1 has ended and the worker is done."""
     logged = Logged()
-    logging.getLogger("ringreduce").addHandler(logged)
     with ps.serve(me.store, rank=me.rank, size=SERVERS, backups=1, **SMALL) as serving:
         if me.rank == 1:
             serving._host.server.die_at("answered", 7)
@@ -497,12 +616,6 @@ def updates_by_python(me: Rank) -> list[str]:
     return said
 
 
-def on_another_host(me: Rank) -> str:
-    with pytest.raises(TopologyError) as raised:
-        ps.join(me.store, rank=me.rank, size=2, backups=1, **SMALL)
-    return str(raised.value)
-
-
 def comes_from_another_host(me: Rank) -> str:
     if me.rank < 2:
         with ps.join(me.store, rank=me.rank, size=2, backups=1, **SMALL) as kv:
@@ -516,11 +629,10 @@ def comes_from_another_host(me: Rank) -> str:
 
 
 def test_what_cannot_have_a_backup_is_refused() -> None:
-    for options in ({"size": 1, "backups": 1}, {"size": 2, "backups": 2}, {"size": 2, "backups": 1, "listen": True}):
+    for options in ({"size": 1, "backups": 1}, {"size": 2, "backups": 2}):
         with pytest.raises(InvalidArgument, match=f"backups is {options['backups']}"):
             ps.join(HashStore(), rank=0, **options)
     assert any("backups is" in said and "on another rank; give all the same" in said for said in run(disagrees, 2))
     for said in run(updates_by_python, 2):
         assert len(said) == 2 and all("an update that Python computes has no backup" in each for each in said)
-    assert all("backups=1 is for servers of one host" in said for said in run(placed, 2, APART, on_another_host))
-    assert "workers of their own host" in run(placed, 3, (0, 0, 1), comes_from_another_host)[2]
+    assert "listens to none" in run(placed, 3, (0, 0, 1), comes_from_another_host)[2]

@@ -37,7 +37,7 @@ def hello(client: Any, worker: int = 0, **changed: Any) -> dict[str, Any]:
 @contextlib.contextmanager
 def entered(host: Host, worker: int = 0, secret: bytes = SECRET, **changed: Any) -> Iterator[socket.socket]:
     client = _C.ParameterClient(worker, 1, 1 << 16)
-    connection, answer, descriptors = connect(host.address, secret, hello(client, worker, **changed), client.window, 5)
+    connection, answer, descriptors = connect(host.address, secret, hello(client, worker, **changed), client, 5)
     for descriptor in descriptors:
         os.close(descriptor)
     assert answer["capacity"] == 1 << 20

@@ -197,13 +197,13 @@ def stopped(me: Rank, path: str) -> None:
     first = True
     real = snapshots.Writer.finish
 
-    def finish(self: Any) -> None:
+    def finish(self: Any, *arguments: Any) -> None:
         nonlocal first
         if me.rank == 1 and not first:
             me.report("amid the snapshot")
             threading.Event().wait()
         first = False
-        real(self)
+        real(self, *arguments)
 
     snapshots.Writer.finish = finish  # type: ignore[method-assign]
     with join(me) as kv:
@@ -251,7 +251,7 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(writer: Any) -> None:
+    def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with ps.join(**SMALL) as kv:
@@ -263,7 +263,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path, monkeypatch: py
             with pytest.raises(SystemFailure, match=r"of server 0: OSError: .*No space left on device"):
                 failed.wait()
         with monkeypatch.context() as patched:
-            patched.setattr(snapshots.Writer, "_write", lambda *_: full(None))
+            patched.setattr(snapshots.Writer, "_write", full)
             with pytest.raises(SystemFailure, match="No space left on device"):
                 kv.snapshot(tmp_path / "two")
         assert not list(tmp_path.iterdir()) and len(os.listdir("/proc/self/fd")) == before

@@ -43,11 +43,11 @@ def train(me: Rank, kind: Any, arguments: dict[str, Any], average: bool) -> list
     return kept
 
 
-def alone(kind: Any, arguments: dict[str, Any], workers: int, average: bool) -> list[Any]:
+def alone(kind: Any, arguments: dict[str, Any], workers: int, average: bool = True, steps: int = STEPS) -> list[Any]:
     parameter = torch.nn.Parameter(torch.linspace(-1, 1, COUNT))
     optimizer = kind([parameter], **arguments)
     kept = []
-    for step in range(STEPS):
+    for step in range(steps):
         total = functools.reduce(torch.add, [gradient(worker, step, COUNT) for worker in range(workers)])
         parameter.grad = total / workers if average else total
         optimizer.step()

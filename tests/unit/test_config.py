@@ -52,3 +52,10 @@ def test_switches_may_be_true_or_false() -> None:
 def test_foreign_options_are_refused() -> None:
     with pytest.raises(InvalidArgument, match="dict"):
         resolve({"channels": 2}, {})  # type: ignore[arg-type]
+
+
+def test_a_misspelt_variable_is_named_with_what_was_meant(caplog: pytest.LogCaptureFixture) -> None:
+    environ = {"RINGREDUCE_DEAD_AFER": "3", "RINGREDUCE_LIFE": "1", "RINGREDUCE_LIBNCCL": "x", "OTHER": ""}
+    assert resolve(None, environ) == resolve(None, {}) == resolve(None, environ)
+    (said,) = caplog.messages
+    assert "RINGREDUCE_DEAD_AFER is set" in said and said.endswith("did you mean RINGREDUCE_DEAD_AFTER?")

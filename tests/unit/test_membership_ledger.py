@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import random
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from ringreduce.errors import Expelled, SystemFailure
-from ringreduce.membership.directory import Bounded, Directory, OfStore
+from ringreduce.membership.directory import Bounded, Directory, OfStore, value_of
 from ringreduce.membership.ledger import FREE, Ledger
 from ringreduce.membership.protocol import Member, Report, View
 from ringreduce.membership.rounds import Membership
+from ringreduce.survivors import KeyStore
 
 SIZE = 4 << 20
 
@@ -225,6 +228,34 @@ def test_a_store_that_does_not_answer() -> None:
             assert time.monotonic() - began < 60
     with pytest.raises(RuntimeError):
         Bounded(Broken()).check(["a"])
+
+
+def test_the_thread_of_a_bounded_store_ends_with_it() -> None:
+    bounded = Bounded(dist.HashStore())
+    bounded.set("a", "1")
+    threads = [thread for thread in threading.enumerate() if thread.name == "ringreduce store"]
+    del bounded
+    for thread in threads:
+        thread.join(60)
+    assert threads and not any(thread.is_alive() for thread in threads)
+
+
+@pytest.mark.parametrize("kind", ["tcp", "hash", "file", "ledger"])
+def test_a_look_at_a_store_of_torch_changes_nothing(kind: str, tmp_path: Path, memfd: int) -> None:
+    stores = {
+        "tcp": lambda: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
+        "hash": dist.HashStore,
+        "file": lambda: dist.FileStore(str(tmp_path / "store"), 1),
+        "ledger": lambda: KeyStore(Ledger(memfd, 0, SIZE), "of a group/"),
+    }
+    inner = stores[kind]()  # torch keeps the half of it that is in C++
+    store = dist.PrefixStore("job", inner)
+    for look in (functools.partial(value_of, store), Bounded(store).value):
+        assert look("missing") is None and not store.check(["missing"])
+        store.set("empty", "")
+        store.set("there", "x")
+        assert (look("empty"), look("there")) == (b"", b"x")
+        assert (bytes(store.get("empty")), bytes(store.get("there"))) == (b"", b"x")
 
 
 class Slow:

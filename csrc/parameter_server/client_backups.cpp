@@ -1,0 +1,148 @@
+// How a worker learns of backups, and turns to one that serves.
+#include <cstring>
+#include <utility>
+
+#include "parameter_server/client-inl.h"
+#include "parameter_server/descriptors.h"
+
+namespace ringreduce::parameter_server {
+
+// Returns whether there were any. A server is told of before its own backup is, so the last but one has served.
+bool Client::take_news() {
+  bool any = false;
+  for (std::optional<Received> message; news_.get() >= 0 && (message = receive_message(news_.get())); any = true) {
+    News news;
+    if (message->bytes.size() != sizeof news || message->descriptors.size() != 3) continue;
+    std::memcpy(&news, message->bytes.data(), sizeof news);
+    if (news.lane >= peers_.size() || peers_[news.lane] == nullptr || peers_[news.lane]->near == nullptr) continue;
+    Peer& of = *peers_[news.lane];
+    if (!of.alive || news.turn <= of.near->turn) continue;
+    news.name[News::kText - 1] = news.address[News::kText - 1] = 0;
+    ServerSpec spec{-1,        -1,        -1,          static_cast<std::size_t>(news.capacity),
+                    news.name, news.turn, news.number, news.address};
+    spec.values = message->descriptors[0].release();
+    spec.bell = message->descriptors[1].release();
+    spec.pidfd = message->descriptors[2].release();
+    if (of.backup != nullptr && of.backup->turn < news.turn) {
+      take_replies(news.lane);
+      turn_to_backup(news.lane);
+    }
+    of.backup = std::make_shared<Near>(spec, of.near->lane);
+  }
+  return any;
+}
+
+// Of a server that has ended.
+void Client::look_for_next(std::uint32_t server) {
+  take_news();
+  Peer& of = peer(server);
+  while (of.near->over() && of.backup != nullptr && of.backup->serves()) {
+    take_replies(server);
+    turn_to_backup(server);
+    take_news();
+  }
+}
+
+// Whether a server that has ended has no backup that may take over. One that it had made, of which this worker has not
+// heard, will tell of itself.
+bool Client::is_lost(const Peer& of) const {
+  if (!of.near->ended() || of.near->over()) return false;
+  const std::uint32_t number = of.near->header().backup.load(std::memory_order_seq_cst);
+  return number == 0 || (of.backup != nullptr && of.backup->number == number && of.backup->ended());
+}
+
+// The server has ended and its backup goes on. It knows what the server had taken and answered, so whatever has no
+// answer here is asked again, with the same numbers.
+void Client::turn_to_backup(std::uint32_t server) {
+  Peer& to = peer(server);
+  to.near = std::exchange(to.backup, nullptr);
+  to.name = to.near->name;
+  Lane& lane = *to.near->lane;
+  lane.asked.store(0, std::memory_order_relaxed);
+  lane.answered.store(0, std::memory_order_relaxed);
+  for (const Request& request : to.session.unanswered()) to.near->ask(slot_of(request));
+  lane.turn.store(to.near->turn, std::memory_order_seq_cst);
+  to.near->bell().ring();
+}
+
+std::tuple<std::uint32_t, std::string, std::string> Client::served_by(std::uint32_t server, std::uint32_t known,
+                                                                      Nanoseconds timeout) {
+  Hold hold(*this);
+  const Peer& of = peer(server);
+  const auto turn = [&]() -> std::uint32_t {
+    return of.near != nullptr ? of.near->turn : of.address == server ? 0 : 1;
+  };
+  wait_until(hold, timeout, [&] {
+    if (!of.alive || turn() != known) return true;
+    if (of.near == nullptr || of.has_far_backup) return !of.has_far_backup;
+    return !of.near->ended() && of.near->header().backup.load(std::memory_order_seq_cst) == 0;  // it stays
+  });
+  if (of.alive && turn() == known && of.has_far_backup) return {known, of.far_backup, ""};
+  if (of.alive && turn() == known && of.backup != nullptr) return {known, of.backup->name, ""};
+  return {of.alive ? turn() : known, of.name, of.near == nullptr ? "" : of.near->address};
+}
+
+bool Client::is_near(std::uint32_t server) const {
+  const Lock lock(mutex_);
+  return peer(server).near != nullptr;
+}
+
+// ---- Backups on other hosts ---------------------------------------------------------------------------------------
+
+void Client::attach_far_backup(std::uint32_t server, const std::string& name) {
+  const Lock lock(mutex_);
+  Peer& of = peer(server);
+  of.has_far_backup = true;
+  of.far_backup = name;
+  open_wire();
+}
+
+void Client::give_up(std::uint32_t server) {
+  const Lock lock(mutex_);
+  if (peer(server).has_far_backup) turn_to_far_backup(server);
+}
+
+// The server has ended, or cannot be reached: what has no answer is asked of its backup over connections. That need not
+// have taken over yet.
+void Client::turn_to_far_backup(std::uint32_t server) {
+  Peer& to = peer(server);
+  take_replies();  // all that the server will ever have said
+  const bool was_near = to.near != nullptr;
+  const std::vector<Request> again = to.session.unanswered();
+  if (!was_near)
+    for (const Request& request : again) wire_->forget(to.address, request.number);
+  to.near = nullptr;
+  to.address = static_cast<std::uint32_t>(servers_ + server);
+  to.has_far_backup = false;
+  to.name = to.far_backup;
+  for (Item& item : to.queue) item.sent = 0;  // of data that only the server has
+  for (auto request = again.rbegin(); request != again.rend(); ++request) {
+    const Sent& sent = to.calls.at(request->number);
+    Item item;
+    item.request = *request;
+    item.call = sent.call;
+    item.into = sent.into;
+    item.bytes = sent.bytes;
+    item.packing = sent.packing;
+    item.tag = ++tags_;
+    to.queue.push_front(std::move(item));
+  }
+  feed(server);
+}
+
+// Servers, or their backups, that connections do not reach any more.
+void Client::take_lost() {
+  if (wire_ == nullptr) return;
+  for (const auto& [address, why] : wire_->take_lost()) {
+    const auto server = static_cast<std::uint32_t>(address % servers_);
+    Peer& of = *peers_[server];
+    if (address >= servers_) of.has_far_backup = false;
+    if (!of.alive || of.near != nullptr || of.address != address) continue;
+    if (of.has_far_backup)
+      turn_to_far_backup(server);
+    else
+      lose(server, why);
+  }
+}
+
+}  // namespace ringreduce::parameter_server

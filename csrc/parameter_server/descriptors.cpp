@@ -1,0 +1,86 @@
+#include "parameter_server/descriptors.h"
+
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <string>
+
+#include "core/error.h"
+
+namespace ringreduce::parameter_server {
+namespace {
+
+union Control {
+  cmsghdr head;
+  char bytes[CMSG_SPACE(kMostDescriptors * sizeof(int))];
+};
+
+}  // namespace
+
+bool send_message(int socket, const void* data, std::size_t bytes, std::span<const int> descriptors) {
+  Control control;
+  iovec part{const_cast<void*>(data), bytes};
+  msghdr message = {};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  if (!descriptors.empty()) {
+    message.msg_control = &control;
+    message.msg_controllen = CMSG_SPACE(descriptors.size_bytes());
+    cmsghdr* const head = CMSG_FIRSTHDR(&message);
+    head->cmsg_level = SOL_SOCKET;
+    head->cmsg_type = SCM_RIGHTS;
+    head->cmsg_len = CMSG_LEN(descriptors.size_bytes());
+    std::memcpy(CMSG_DATA(head), descriptors.data(), descriptors.size_bytes());
+  }
+  return sendmsg(socket, &message, MSG_DONTWAIT | MSG_NOSIGNAL) == static_cast<ssize_t>(bytes);
+}
+
+std::optional<Received> receive_message(int socket) {
+  Control control;
+  Received received;
+  received.bytes.resize(kMostMessage);
+  iovec part{received.bytes.data(), received.bytes.size()};
+  msghdr message = {};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  message.msg_control = &control;
+  message.msg_controllen = sizeof control;
+  const ssize_t got = recvmsg(socket, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+  if (got <= 0) return std::nullopt;
+  received.bytes.resize(static_cast<std::size_t>(got));
+  for (cmsghdr* head = CMSG_FIRSTHDR(&message); head != nullptr; head = CMSG_NXTHDR(&message, head)) {
+    if (head->cmsg_level != SOL_SOCKET || head->cmsg_type != SCM_RIGHTS) continue;
+    std::vector<int> descriptors((head->cmsg_len - CMSG_LEN(0)) / sizeof(int));
+    std::memcpy(descriptors.data(), CMSG_DATA(head), descriptors.size() * sizeof(int));
+    for (const int each : descriptors) received.descriptors.emplace_back(each);
+  }
+  if ((message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0)
+    throw Error(ErrorKind::system,
+                "a message came without all of its descriptors: this process may have no more (see `ulimit -n`)");
+  return received;
+}
+
+FileDescriptor own_pidfd() {
+  FileDescriptor made(static_cast<int>(syscall(SYS_pidfd_open, getpid(), 0)));
+  if (made.get() < 0) throw Error(ErrorKind::system, std::string("pidfd_open: ") + std::strerror(errno));
+  return made;
+}
+
+bool same_file(int one, int other) {
+  struct stat first, second;
+  return fstat(one, &first) == 0 && fstat(other, &second) == 0 && first.st_dev == second.st_dev &&
+         first.st_ino == second.st_ino;
+}
+
+bool has_gone(int pidfd, int socket) {
+  pollfd ends[2] = {{pidfd, POLLIN, 0}, {socket, 0, 0}};
+  if (poll(ends, 2, 0) < 1) return false;
+  return (ends[0].revents & POLLIN) != 0 || (ends[1].revents & (POLLHUP | POLLERR)) != 0;
+}
+
+}  // namespace ringreduce::parameter_server

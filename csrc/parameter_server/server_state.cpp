@@ -1,0 +1,245 @@
+// A backup that starts late: all that a server is, as the server writes it and as its backup becomes it.
+//
+// The server writes its state to memory of its own, in one order, and gives that to the backup with the descriptors of
+// its workers. It takes no turns meanwhile, which is as long as copying the state takes. The backup rebuilds itself in
+// its own time, and goes on with the journal, which begins there.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <map>
+
+#include "core/error.h"
+#include "parameter_server/server-inl.h"
+#include "parameter_server/server.h"
+
+namespace ringreduce::parameter_server {
+namespace {
+
+constexpr std::size_t kBuffer = 1 << 20;
+constexpr std::uint64_t kNoPayload = UINT64_MAX;
+
+// The last message of a state: the memory with it comes along.
+struct Ready {
+  std::uint64_t bytes;
+  std::uint32_t number;  // of the backup
+  std::uint32_t turn;    // of the server
+};
+
+}  // namespace
+
+// What was pushed stays where it lies: its window is given, too, if that is not a worker's that is still there.
+class Server::StateWriter : public Archive {
+ public:
+  StateWriter() : Archive(false), memory_(memfd_create("ringreduce state", MFD_CLOEXEC | MFD_ALLOW_SEALING)) {
+    if (memory_.get() < 0) throw Error(ErrorKind::system, std::string("memfd_create: ") + std::strerror(errno));
+  }
+
+  void know(const Window* window) { windows_.emplace(window, windows_.size()); }
+
+  void raw(void* at, std::size_t bytes) override {
+    if (buffer_.size() + bytes > kBuffer) flush();
+    const auto* const begin = static_cast<const std::byte*>(at);
+    if (bytes > kBuffer) return put(begin, bytes);
+    buffer_.insert(buffer_.end(), begin, begin + bytes);
+  }
+  void payload(std::shared_ptr<const Payload>& payload) override {
+    const auto* const lent = static_cast<const Lent*>(payload.get());
+    std::uint64_t place[3] = {kNoPayload, 0, 0};
+    if (lent != nullptr) {
+      const auto [found, fresh] = windows_.emplace(lent->window.get(), windows_.size());
+      if (fresh) more_.push_back(lent->window->memory_fd.get());
+      place[0] = found->second, place[1] = lent->offset, place[2] = lent->bytes;
+    }
+    raw(place, sizeof place);
+  }
+
+  // Of windows whose workers have gone.
+  const std::vector<int>& more() const { return more_; }
+  // Its memory, and how many bytes it has.
+  std::pair<int, std::size_t> end() {
+    flush();
+    if (fcntl(memory_.get(), F_ADD_SEALS, F_SEAL_SHRINK) != 0)
+      throw Error(ErrorKind::system, std::string("sealing a server's state: ") + std::strerror(errno));
+    return {memory_.get(), written_};
+  }
+
+ private:
+  void flush() {
+    put(buffer_.data(), buffer_.size());
+    buffer_.clear();
+  }
+  void put(const std::byte* from, std::size_t bytes) {
+    for (std::size_t done = 0; done < bytes;) {
+      const ssize_t some = write(memory_.get(), from + done, bytes - done);
+      if (some < 0 && errno != EINTR)
+        throw Error(ErrorKind::system, std::string("writing a server's state: ") + std::strerror(errno));
+      done += static_cast<std::size_t>(std::max<ssize_t>(some, 0));
+    }
+    written_ += bytes;
+  }
+
+  FileDescriptor memory_;
+  std::size_t written_ = 0;
+  std::vector<std::byte> buffer_;
+  std::map<const Window*, std::uint64_t> windows_;
+  std::vector<int> more_;
+};
+
+class Server::StateReader : public Archive {
+ public:
+  StateReader(int memory, std::size_t bytes, std::vector<FileDescriptor> given)
+      : Archive(true), memory_(memory, bytes, false), given_(std::move(given)) {}
+
+  FileDescriptor next() {
+    if (next_ == given_.size()) throw Error(ErrorKind::mismatch, "a server's state has too few descriptors");
+    return std::move(given_[next_++]);
+  }
+  void know(std::shared_ptr<Window> window) { windows_.push_back(std::move(window)); }
+  bool has_more() const { return next_ < given_.size(); }
+
+  void raw(void* at, std::size_t bytes) override {
+    if (bytes > memory_.bytes() - taken_) throw Error(ErrorKind::mismatch, "a server's state is too short");
+    if (bytes > 0) std::memcpy(at, memory_.at(taken_), bytes);
+    taken_ += bytes;
+  }
+  void payload(std::shared_ptr<const Payload>& payload) override {
+    std::uint64_t place[3];
+    raw(place, sizeof place);
+    if (place[0] != kNoPayload)
+      payload = std::make_shared<Lent>(windows_.at(place[0]), static_cast<std::size_t>(place[1]),
+                                       static_cast<std::size_t>(place[2]));
+  }
+
+ private:
+  Mapping memory_;
+  std::size_t taken_ = 0, next_ = 0;
+  std::vector<FileDescriptor> given_;
+  std::vector<std::shared_ptr<Window>> windows_;
+};
+
+void visit(Archive& archive, WorkerSpec& spec) {
+  archive(spec.id, spec.group, spec.window_bytes, spec.servers, spec.lane, spec.name);
+}
+
+void visit(Archive& archive, BlockSpec& spec) {
+  archive(spec.dtype, spec.count, spec.mode, spec.rule, spec.width, spec.first, spec.note, spec.two_states);
+}
+
+// ---- What a server is ---------------------------------------------------------------------------------------------
+
+void Server::visit_connections(Archive& archive) {
+  const std::size_t count = visit_size(archive, connections_.size());
+  auto* const writer = dynamic_cast<StateWriter*>(&archive);
+  if (writer != nullptr) {
+    for (auto& [worker, connection] : connections_) {
+      writer->know(connection.window.get());
+      archive(connection.spec, connection.alive);
+    }
+    return;
+  }
+  auto& reader = dynamic_cast<StateReader&>(archive);
+  for (std::size_t i = 0; i < count; ++i) {
+    WorkerSpec spec;
+    bool alive = true;
+    archive(spec, alive);
+    FileDescriptor window = reader.next(), pidfd = reader.next(), news = reader.next();
+    spec.window = window.release(), spec.pidfd = pidfd.release(), spec.news = news.release();
+    Connection connection = connection_of(std::move(spec));
+    connection.alive = alive;
+    reader.know(connection.window);
+    connections_.emplace(connection.spec.id, std::move(connection));
+  }
+  while (reader.has_more()) reader.know(std::make_shared<Window>(reader.next()));
+}
+
+void Server::visit_blocks(Archive& archive) {
+  const std::size_t count = visit_size(archive, blocks_.size());
+  for (BlockId id = 0; id < count; ++id) {
+    if (archive.reads()) {
+      BlockSpec spec;
+      archive(spec);
+      make_block(spec);
+    } else {
+      archive(blocks_[id].spec);
+    }
+    Block& block = blocks_[id];
+    archive(block.steps, block.failure);
+    if (block.table != nullptr)
+      visit_rows(archive, *block.table);
+    else if (!block.spec.two_states)  // its words, both versions, which readers may need, and the states
+      archive.raw(block.words, block_bytes(block.bytes()) + aligned(block.state_bytes));
+  }
+}
+
+// In the order in which they were made, as slabs have them.
+void Server::visit_rows(Archive& archive, Table& table) {
+  const std::size_t slabs = visit_size(archive, table.slabs()), before = table.bytes(table.rows());
+  for (std::size_t slab = 0; slab < slabs; ++slab) {
+    const std::size_t count = visit_size(archive, archive.reads() ? 0 : table.rows_in(slab));
+    std::vector<std::int64_t> ids(count);
+    std::vector<std::byte> rows(count * table.stored_bytes());
+    if (!archive.reads()) table.copy_slab(slab, reinterpret_cast<std::byte*>(ids.data()), rows.data());
+    archive.raw(ids.data(), count * sizeof(std::int64_t));
+    archive.raw(rows.data(), rows.size());
+    if (archive.reads()) table.restore({reinterpret_cast<const std::byte*>(ids.data()), rows.data(), count}, SIZE_MAX);
+  }
+  if (archive.reads()) table_bytes_ += table.bytes(table.rows()) - before;
+}
+
+void Server::visit(Archive& archive) {
+  visit_connections(archive);
+  shard_.visit(archive);
+  visit_blocks(archive);
+  archive(statistics_.requests, statistics_.updates, statistics_.bytes);
+}
+
+// ---- The server ---------------------------------------------------------------------------------------------------
+
+// Returns the number of the backup that has all of it now, though it does not count yet.
+std::uint32_t Server::give_state(const NearPartner& to) {
+  StateWriter state;
+  visit(state);
+  std::vector<int> given;
+  for (const auto& [worker, connection] : connections_)
+    for (const int each : {connection.spec.window, connection.pidfd.get(), connection.spec.news}) given.push_back(each);
+  given.insert(given.end(), state.more().begin(), state.more().end());
+  const auto [memory, bytes] = state.end();
+  const Ready ready{bytes, ++backups_made_, turn_};
+  bool gone = true;
+  const char some = 0;
+  for (std::size_t begin = 0; begin < given.size(); begin += kMostDescriptors)
+    gone &= send_message(to.passage.get(), &some, sizeof some,
+                         std::span(given).subspan(begin, std::min(kMostDescriptors, given.size() - begin)));
+  if (!gone || !send_message(to.passage.get(), &ready, sizeof ready, std::array{memory}))
+    throw Error(ErrorKind::system, "a new backup was given " + std::to_string(given.size() + 1) +
+                                       " descriptors and did not take them: has its process ended?");
+  return ready.number;
+}
+
+// ---- The backup ---------------------------------------------------------------------------------------------------
+
+// Returns whether it is what its server was.
+bool Server::become_server() {
+  while (number_ == 0) {
+    std::optional<Received> message = receive_message(near_server().passage.get());
+    if (!message) return false;
+    if (message->bytes.size() != sizeof(Ready)) {
+      for (FileDescriptor& each : message->descriptors) given_.push_back(std::move(each));
+      continue;
+    }
+    Ready ready;
+    std::memcpy(&ready, message->bytes.data(), sizeof ready);
+    StateReader state(message->descriptors.at(0).get(), static_cast<std::size_t>(ready.bytes), std::move(given_));
+    visit(state);
+    number_ = ready.number;
+    turn_ = ready.turn + 1;
+  }
+  return true;
+}
+
+}  // namespace ringreduce::parameter_server

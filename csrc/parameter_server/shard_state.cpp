@@ -1,0 +1,41 @@
+// All that a shard is, in order: written by a server for a backup that starts late, which becomes the same shard.
+#include "parameter_server/archive.h"
+#include "parameter_server/shard.h"
+
+namespace ringreduce::parameter_server {
+
+// The archive's templates find these by the namespace of what they visit.
+
+void visit(Archive& archive, Mode& mode) {
+  archive(mode.consistency, mode.quorum, mode.grace, mode.staleness, mode.group);
+}
+
+static void visit(Archive& archive, Reply& reply) {
+  archive(reply.worker, reply.number, reply.outcome, reply.version, reply.after);
+}
+
+static void visit(Archive& archive, Request& request) {
+  archive(request.kind, request.worker, request.number, request.seen, request.block, request.priority);
+  archive(request.round, request.pulled, request.weight);
+  archive.payload(request.payload);
+}
+
+static void visit(Archive& archive, Contribution& contribution) {
+  archive(contribution.worker, contribution.weight, contribution.clock, contribution.pulled);
+  archive.payload(contribution.payload);
+}
+
+void visit(Archive& archive, Shard::Member& member) {
+  archive(member.group, member.live, member.joined, member.clock, member.next);
+  archive(member.replies, member.early, member.barriers);
+}
+
+void visit(Archive& archive, Shard::Block& block) {
+  archive(block.mode, block.initialised, block.grows, block.version, block.logged, block.opened);
+  archive(block.rounds, block.priorities, block.closes, block.pulls);
+}
+
+// The time comes with each message.
+void Shard::visit(Archive& archive) { archive(members_, blocks_, pulled_, open_, log_, steps_); }
+
+}  // namespace ringreduce::parameter_server

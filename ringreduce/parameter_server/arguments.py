@@ -1,0 +1,99 @@
+"""What users give to a `KeyValue`: checked, and errors that name the argument, its value and what it must be."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ringreduce.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from ringreduce.parameter_server.key_value import _Key
+    from ringreduce.parameter_server.modes import Mode
+    from ringreduce.parameter_server.updates import UpdateRule
+
+WIRES = ("float32", "bfloat16", "int8")
+MOST_KEY = 1024
+"""Bytes of a key."""
+
+
+def check_key(key: Any) -> None:
+    if not isinstance(key, str) or not 0 < len(key.encode()) <= MOST_KEY:
+        raise InvalidArgument(f"key is {key!r:.60}; it must be a string of 1 to {MOST_KEY} bytes")
+    if key == "__metadata__":
+        raise InvalidArgument("key is '__metadata__', which is no tensor's name in a snapshot: give it another one")
+
+
+def check_weight(weight: Any) -> None:
+    if weight != 1 and not (isinstance(weight, (int, float)) and math.isfinite(weight) and weight > 0):
+        raise InvalidArgument(f"weight is {weight!r}; it must be a positive number")
+
+
+def _tensor(key: str, array: Any) -> torch.Tensor:
+    if not isinstance(array, torch.Tensor):
+        if not hasattr(array, "__array_interface__"):
+            raise InvalidArgument(f"{key!r} is a {type(array).__name__}; it must be a torch.Tensor or a NumPy array")
+        array = torch.from_numpy(array)
+    tensor: torch.Tensor = array.detach() if array.requires_grad else array
+    if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.numel() == 0:
+        raise InvalidArgument(
+            f"{key!r} is of layout {tensor.layout} on {tensor.device} with {tensor.numel()} elements; it must be a "
+            "dense tensor on the CPU with 1 or more"
+        )
+    return tensor
+
+
+def fits(known: _Key, tensor: Any) -> bool:
+    """Whether it can be used as it is. Most are, so this is quick; others are looked at, and named, one by one."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.dtype is known.dtype
+        and tensor.shape == known.shape
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not tensor.requires_grad
+        and tensor.is_contiguous()
+        and not (tensor.is_neg() or tensor.is_conj())
+    )
+
+
+def readable(key: str, array: Any) -> torch.Tensor:
+    return _tensor(key, array).resolve_neg().resolve_conj().contiguous()
+
+
+def writable(key: str, array: Any) -> torch.Tensor:
+    if not isinstance(array, torch.Tensor) and not getattr(getattr(array, "flags", None), "writeable", True):
+        raise InvalidArgument(f"the NumPy array for {key!r} is read-only; pass a writable copy: array.copy()")
+    if isinstance(array, torch.Tensor) and (array.is_neg() or array.is_conj()):
+        raise InvalidArgument(
+            f"the tensor for {key!r} is a lazy conjugate or negative: pass one with memory of its own"
+        )
+    if isinstance(array, torch.Tensor) and array.requires_grad:
+        torch.autograd.graph.increment_version(array)
+    return _tensor(key, array)
+
+
+def check_like(key: str, known: _Key, tensor: torch.Tensor) -> None:
+    if tensor.dtype is not known.dtype or tensor.shape != known.shape:
+        raise InvalidArgument(
+            f"{key!r} is {known.dtype} of shape {tuple(known.shape)}; the tensor is {tensor.dtype} of shape "
+            f"{tuple(tensor.shape)}"
+        )
+
+
+def check_wire(key: str, tensor: torch.Tensor, wires: list[str]) -> None:
+    for name, wire in zip(("push_wire", "pull_wire"), wires, strict=True):
+        if wire not in WIRES:
+            raise InvalidArgument(f"{name} of {key!r} is {wire!r}; it must be one of {', '.join(WIRES)}")
+        if wire != "float32" and tensor.dtype is not torch.float32:
+            raise InvalidArgument(
+                f"{name} of {key!r} is {wire!r}, which rounds float32; the tensor is {tensor.dtype}: leave it out"
+            )
+
+
+def check_average(key: str, tensor: torch.Tensor, mode: Mode, update: UpdateRule) -> None:
+    integral = not (tensor.is_floating_point() or tensor.is_complex())
+    if integral and mode.average and update.kind != "reduce":
+        raise InvalidArgument(f"{key!r} is {tensor.dtype}, of which sync() takes no average: give sync(average=False)")

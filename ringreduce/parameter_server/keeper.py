@@ -1,0 +1,247 @@
+"""What sees to it that servers have backups, and that they go where there is room: a thread in every server's process.
+
+Every server decides for itself. It is the only one that serves its blocks, so it may choose its backup without asking
+anybody, and only the end of a process counts as its loss. The launcher's store knows the processes that there are, and
+for workers that join, in which of them each server is; what servers do does not depend on it.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ringreduce.errors import Aborted, CollectiveTimeout, RingReduceError
+from ringreduce.membership.directory import Bounded
+from ringreduce.parameter_server.host import Host
+
+_LOOK = 0.5
+"""Seconds between looks when nothing is known to have happened."""
+_SOON = 0.002
+"""While a server's end is known here, and its backup has not taken over yet."""
+_PATIENCE = 5.0
+"""Seconds for another process to make a backup."""
+_NO_STORE = (RuntimeError, ConnectionError)
+"""What a store of torch raises when it has ended, and when it does not answer."""
+
+log = logging.getLogger(__name__)
+
+
+def place_of(store: Any, server: int, founders: int) -> int:
+    """The process that serves it, or did when the store was last told."""
+    key = _place(server)
+    return int(store.get(key)) if store.check([key]) else server % founders
+
+
+def _place(server: int) -> str:
+    return f"place of server/{server}"
+
+
+class Directory:
+    """What the store knows of processes and servers. Processes are numbered: first the founders.
+
+    A store that has ended, or does not answer in time, changes nothing of what servers do.
+    """
+
+    def __init__(self, store: Any, founders: int) -> None:
+        self._store, self._founders = Bounded(store), founders
+        self._known: dict[int, dict[str, Any]] = {}
+
+    def processes(self) -> dict[int, dict[str, Any]]:
+        """All that there have been. What is known already, if the store has ended."""
+        with contextlib.suppress(*_NO_STORE):
+            for number in range(self._founders + int(self._store.add("later processes", 0))):
+                if number not in self._known and self._store.check([f"server/{number}"]):
+                    self._known[number] = json.loads(self._store.get(f"server/{number}"))
+        return dict(self._known)
+
+    def place_of(self, server: int) -> int:
+        return place_of(self._store, server, self._founders)
+
+    def put(self, server: int, process: int) -> None:
+        """Returns when the store has it: what the next process puts comes after this."""
+        with contextlib.suppress(*_NO_STORE):
+            self._store.set(_place(server), str(process))
+            self._store.check([_place(server)])  # a store of torch answers this, and a set it does not
+
+    def begin_to_leave(self, process: int, is_there: Callable[[bytes], bool], deadline: float) -> bool:
+        """Whether it is this process's turn to leave, before the time is over. It is until the process has ended.
+
+        Without the store it is at once: two that leave together take nothing from each other then, and others may.
+        """
+        with contextlib.suppress(*_NO_STORE):
+            while (first := self._store.compare_set("leaves", "", str(process))) != str(process):
+                if time.monotonic() > deadline:
+                    return False
+                if not is_there(bytes.fromhex(self.processes()[int(first)]["address"])):
+                    self._store.compare_set("leaves", first, "")
+                time.sleep(0.01)
+        return True
+
+    def stay(self, process: int) -> None:
+        with contextlib.suppress(*_NO_STORE):
+            self._store.compare_set("leaves", str(process), "")
+
+
+class Keeper:
+    """Makes backups of what is served in this process, new ones when they are lost, and gives servers to others."""
+
+    def __init__(self, host: Host, directory: Directory, number: int, backups: int) -> None:
+        self._host, self._directory, self._number, self._backups = host, directory, number, backups
+        self._poked, self._closing = threading.Event(), False
+        self._served = host.serving()
+        """Of which the store has been told that they are here."""
+        self._looking = threading.Lock()
+        self._wishes: list[tuple[int, int]] = []
+        """Processes that would like to serve one more, and how many they do."""
+        self._backup_at: dict[int, int] = {}
+        """Of servers: the process with the backup, if this process had it made."""
+        host.on_wish = self._hear_wish
+        self._alone: set[int] = set()
+        """Servers without a backup, of which it has been said."""
+        host.on_change = self._poked.set
+        directory.processes()  # which are needed when the store has ended
+        self._thread = threading.Thread(target=self._run, name="ringreduce keeper", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing = True
+        self._poked.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        soon = False
+        while not self._closing:
+            self._poked.wait(_SOON if soon else _LOOK)
+            self._poked.clear()
+            try:
+                if not soon:  # no requests to the store while a backup takes over
+                    self._directory.processes()  # newcomers
+                with self._looking:
+                    soon = not self._closing and self._look()
+            except Aborted:  # a server has been stopped
+                soon = False
+            except Exception:  # whatever it is, there must be backups afterwards
+                log.exception("looking after the servers of process %d", os.getpid())
+                soon = False
+
+    def _look(self) -> bool:
+        """Returns whether it has to be called again soon."""
+        soon = False
+        self._tell_store()
+        while self._wishes:
+            self._grant(*self._wishes.pop())
+        for number, shard in list(self._host.shards.items()):
+            if shard.server.has_ended:
+                self._host.drop(number, shard)
+            elif not shard.server.serves:
+                soon |= self._host.is_followed_by_nobody(number)
+            elif self._backups and not shard.server.has_backup:
+                self._have_backup(number)
+        return soon
+
+    def _tell_store(self) -> None:
+        """Which servers are here that were not."""
+        serving = self._host.serving()
+        for number, shard in serving.items():
+            if self._served.get(number) is not shard:  # one that went away and came back is another one
+                if not shard.takes_over_quietly and self._host.has_workers(shard):
+                    what = f"server {number} has ended: its backup, in this process (pid {os.getpid()}), takes over"
+                    log.warning("%s", what)
+                self._directory.put(number, self._number)
+        self._served = serving
+
+    def _hear_wish(self, process: int, has: int) -> None:
+        self._wishes.append((process, has))
+        self._poked.set()
+
+    def _grant(self, process: int, has: int) -> None:
+        """Has the other process serve one of those here, if it has fewer even then."""
+        mine = sorted(self._host.serving())
+        if len(mine) <= has + 1:
+            return
+        # First one that has its backup there. Some may not move: those with keys that Python updates.
+        for number in sorted(mine, key=lambda each: (self._backup_at.get(each) == process, each), reverse=True):
+            if not self._host.shards[number].is_saving() and self._have_backup(number, process):
+                return self._host.hand_over(number)
+
+    def take_share(self, servers: int, deadline: float) -> None:
+        """Returns when no process serves two more than this one, or keeps what it has when the time is over. Raises
+        `CollectiveTimeout` if that is nothing."""
+        while True:
+            counts = collections.Counter(self._directory.place_of(server) for server in range(servers))
+            mine, (richest, most) = counts[self._number], counts.most_common(1)[0]
+            if most <= mine + 1:
+                return
+            if time.monotonic() > deadline:
+                why = f"process {richest} did not give one of its {most} servers to this one in time"
+                if not self._host.serving():
+                    raise CollectiveTimeout(f"{why}: it may have ended, been stopped, or serve what cannot move")
+                log.warning("%s; it goes on with those that it has: %s", why, sorted(self._host.serving()))
+                return
+            with contextlib.suppress(OSError):  # it has ended, and others will say that they serve what it did
+                address = bytes.fromhex(self._directory.processes()[richest]["address"])
+                self._host.wish_for_server(self._number, address, _PATIENCE)
+            until = time.monotonic() + _LOOK
+            while len(self._host.serving()) <= mine and time.monotonic() < until:
+                time.sleep(_SOON)
+            while self._served != self._host.serving() and time.monotonic() < deadline:
+                time.sleep(_SOON)  # until the store knows
+
+    def give_away(self, timeout: float) -> bool:
+        """Has other processes serve what this one does, and takes no backups any more.
+
+        Returns whether nothing is served here then: not if there is no other process that stays.
+
+        One process leaves at a time, since two could give to each other.
+        """
+        deadline = time.monotonic() + timeout
+        if not self._directory.begin_to_leave(self._number, self._host.is_there, deadline):
+            return False
+        self._host.is_leaving = True
+        with self._looking:
+            for number, shard in self._host.serving().items():
+                while shard.is_saving() and time.monotonic() < deadline:
+                    time.sleep(_SOON)
+                if shard.is_saving() or not (shard.server.has_backup or self._have_backup(number)):
+                    self._host.is_leaving = False
+                    self._directory.stay(self._number)
+                    return False
+                self._host.hand_over(number)
+        return True
+
+    def _have_backup(self, number: int, process: int | None = None) -> bool:
+        """On this process, or the next one that takes it."""
+        server = self._host.shards[number].server
+        if process is not None and self._backup_at.get(number) == process and server.has_backup:
+            return True
+        processes = self._directory.processes()
+        machine = processes[self._number]["machine"]
+        others = [p for p in processes if p != self._number and processes[p]["machine"] == machine]
+        others.sort(key=lambda p: (p - self._number) % (1 + max(processes)))
+        for other in others if process is None else [process]:
+            if self._closing:
+                return False
+            try:
+                self._host.have_backup(number, bytes.fromhex(processes[other]["address"]), _PATIENCE)
+                self._alone.discard(number)
+                self._backup_at[number] = other
+                return True
+            except OSError:  # it has ended, or takes none
+                continue
+            except RingReduceError as error:
+                self._say(number, str(error))
+                return False
+        self._say(number, "there is no other process for one")
+        return False
+
+    def _say(self, number: int, why: str) -> None:
+        if number not in self._alone and self._host.has_workers(self._host.shards[number]):
+            self._alone.add(number)
+            log.warning("server %d, in process %d, has no backup: %s", number, os.getpid(), why)

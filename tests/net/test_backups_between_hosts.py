@@ -1,0 +1,131 @@
+"""Servers on three hosts, each with its backup on the next one, and workers on all of them: a server is killed, or its
+host cut off. No push that was acknowledged is lost, and none is applied twice."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from net.network import Network, unavailable
+from net.ranks import Rank, Ranks
+from processes import Logged
+
+import ringreduce.parameter_server as ps
+from ringreduce.errors import CollectiveTimeout, ServerLost
+
+pytestmark = [pytest.mark.netns, pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))]
+
+SERVERS, WORKERS = 3, 3
+HOSTS = [1, 2, 0, 1, 2, 0]
+"""Of servers, then of workers. The store is on host 0, so host 1, with server 0, can be cut off."""
+MODES = (ps.sync(), ps.asynchronous(), ps.ssp(1))
+MOST = 4000
+"""Pushes of a worker, which pauses between them if it is told when to end."""
+SMALL: dict[str, Any] = {"window": 4 << 20, "memory": 64 << 20, "block_bytes": 4096, "timeout": 60.0}
+
+
+def serve(me: Rank, until: str = "") -> list[str]:
+    """Returns what it logged when all workers have left, and it has logged `until`."""
+    logged = Logged()
+    with ps.serve(me.store, rank=me.rank, size=SERVERS, backups=1, **SMALL) as serving:
+        me.report("serves")
+        serving.wait()
+        if until:
+            me.hear()
+        deadline = time.monotonic() + 60
+        while until and not any(until in said for said in logged.messages) and time.monotonic() < deadline:
+            time.sleep(0.1)
+    return logged.messages
+
+
+def tell_history(me: Rank, mode: ps.Mode, pushes: int, until: str = "") -> Any:
+    """Worker w's i-th push adds 1 to element (w, i), until it is told to end. Every pull is checked. Returns how many
+    pushes were acknowledged, and the last value; of a worker of host 1 that has lost the others, no value."""
+    if me.rank < SERVERS:
+        return serve(me, until if me.rank == 0 else "")
+    told = threading.Event()
+    if pushes == MOST:
+        threading.Thread(target=lambda: (me.hear(), told.set()), daemon=True).start()
+    kv = ps.join(me.store, role="worker", workers=WORKERS, timeout=60.0)
+    mine = HOSTS[SERVERS:].index(me.host)
+    value = torch.zeros(WORKERS, MOST)
+    kv.init("h", value, update=ps.reduce("sum"), mode=mode)
+    kv.barrier()
+    done, before = 0, value.clone()
+    try:
+        while done < pushes and not told.is_set():
+            if done == 20:
+                me.report("pushes")
+            push = torch.zeros(WORKERS, MOST)
+            push[mine, done] = 1
+            assert kv.push("h", push).wait() == []
+            done += 1
+            kv.pull("h", value)
+            assert value.max() <= 1, "a push was applied twice"
+            assert (value >= before).all(), "what a pull had shown was lost"
+            assert value[mine].sum() == done, "an acknowledged push was lost"
+            if mode.mode == "ssp":
+                kv.clock()
+            before.copy_(value)
+            if pushes == MOST:
+                time.sleep(0.02)
+    except (ServerLost, CollectiveTimeout):
+        assert until and me.host == 1
+        kv._close()
+        assert told.wait(60)
+        return done, None
+    if not until:
+        kv.barrier()
+        kv.pull("h", value)
+    kv.leave()
+    return done, value.sum(1).tolist()
+
+
+@pytest.fixture(scope="module")
+def network() -> Any:
+    with Network(hosts=3) as made:
+        yield made
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.mode)
+def test_no_push_is_lost_or_applied_twice_when_a_server_is_killed(network: Network, mode: ps.Mode) -> None:
+    with Ranks(network, HOSTS, tell_history, mode, 100) as ranks:
+        ranks.reports()
+        time.sleep(random.uniform(0.0, 0.1))
+        ranks.signal(0, signal.SIGKILL)
+        of_backup, _, *results = ranks.results(but=(0,))
+    assert results == [(100, [100.0] * WORKERS)] * WORKERS
+    assert any("server 0 has ended or cannot be reached: its backup" in said for said in of_backup) or not of_backup
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.mode)
+def test_a_host_that_is_cut_off_and_comes_back_is_replaced(network: Network, mode: ps.Mode) -> None:
+    """For longer than both sides wait. Server 0 is then refused, and the worker of its host is lost."""
+
+    def cut(it: bool) -> None:
+        for other in (0, 2):
+            network.cut(1, other, it)
+            network.cut(other, 1, it)
+
+    env = {"RINGREDUCE_DEAD_AFTER": "2"}
+    with Ranks(network, HOSTS, tell_history, mode, MOST, "serves no more", env=env, timeout=120) as ranks:
+        ranks.reports()
+        cut(True)
+        time.sleep(8)
+        cut(False)
+        time.sleep(2)
+        ranks.tell("end")
+        of_replaced, of_backup, _, (of_lost, nothing), *others = ranks.results()
+    assert nothing is None
+    assert any("has been replaced by its backup, and serves no more" in said for said in of_replaced), of_replaced
+    assert any("server 0 has ended or cannot be reached: its backup" in said for said in of_backup), of_backup
+    done = [of_lost, *(done for done, _ in others)]
+    for mine, (_, sums) in enumerate(others, 1):
+        assert sums[mine] == done[mine]
+        assert sums[0] in (of_lost, of_lost + 1), "a push of the worker that was cut off was lost, or applied twice"

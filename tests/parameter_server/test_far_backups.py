@@ -1,0 +1,324 @@
+"""Backups that are reached by TCP, of servers that RINGREDUCE_HOST_ID tells to be on several hosts; test_backups.py has
+those of one host, and tests/net real networks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import test_backups as near
+import test_snapshots as saved
+import torch
+from distributed.harness import Rank, Ranks, run
+from test_backups import MODES, PUSHES, SERVERS, WORKERS, was_killed
+from test_several_hosts import APART, placed
+from test_workers_and_servers import SMALL
+
+import ringreduce.parameter_server as ps
+from ringreduce import _C
+from ringreduce.errors import InvalidArgument, RingReduceError, TopologyError
+from ringreduce.parameter_server.placement import backup_of
+from ringreduce.rendezvous.host import own_pidfd
+
+APART5 = (0, 1, 2, 3, 4)
+PLACES = {
+    "apart": APART5,
+    "beside": (0, 0, 1, 0, 1),
+}
+"""By server, then by worker: its host. In the second, servers 0 and 1 have their backups in server 2's process, and
+each worker is on a host with servers."""
+STEPS = ("taken", "journalled", "carried out", "answered")
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.mode)
+@pytest.mark.parametrize("step", STEPS)
+def test_no_push_is_lost_or_applied_twice_at_any_step_of_a_servers_death(place: str, mode: ps.Mode, step: str) -> None:
+    times = random.randrange(5, PUSHES)
+    hosts = PLACES[place]
+    with Ranks(placed, SERVERS + WORKERS, hosts, near.tell_history, mode, (0, "server", step, times)) as ranks:
+        _, *others = ranks.results(but=(0,))
+        assert was_killed(ranks, 0)
+    for final in others[1:]:
+        assert final == [[1.0] * PUSHES] * WORKERS, f"killed at the {times}th"
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.mode)
+def test_servers_of_one_host_keep_what_workers_of_another_push(mode: ps.Mode) -> None:
+    times = random.randrange(5, PUSHES)
+    arguments = (listening, near.tell_history, mode, (0, "server", "carried out", times))
+    with Ranks(placed, SERVERS + WORKERS, (0, 0, 0, 1, 0), *arguments) as ranks:
+        _, *others = ranks.results(but=(0,))
+        assert was_killed(ranks, 0)
+    for final in others[1:]:
+        assert final == [[1.0] * PUSHES] * WORKERS, f"killed at the {times}th"
+
+
+def listening(me: Rank, function: Callable[..., Any], *args: Any) -> Any:
+    near.SMALL = SMALL | {"listen": True}
+    return function(me, *args)
+
+
+def test_a_killed_server_and_a_killed_backup_are_logged_by_those_that_go_on() -> None:
+    times = random.randrange(1, PUSHES)
+    doom = (1, "backup", "carried out", times)
+    with Ranks(placed, SERVERS + WORKERS, APART5, near.tell_history_when_it_is_logged, doom) as ranks:
+        of_0, of_2, *finals = ranks.results(but=(1,))
+        assert was_killed(ranks, 1)
+    assert finals == [[[1.0] * PUSHES] * WORKERS] * WORKERS, f"killed at the {times}th"
+    assert of_0 == ["the backup of server 0 has ended or cannot be reached: it goes on without one"]
+    assert len(of_2) == 1 and of_2[0].startswith("server 1 has ended or cannot be reached: its backup, in this process")
+
+
+def test_nothing_is_logged_when_all_leave() -> None:
+    logged = run(placed, SERVERS + WORKERS, APART5, near.tell_history, ps.asynchronous())[:SERVERS]
+    assert logged == [[]] * SERVERS
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_training_has_the_same_bits_when_a_server_is_killed(step: str) -> None:
+    kind, arguments = torch.optim.AdamW, {"lr": 0.01}
+    wanted = near.alone(kind, arguments, WORKERS, steps=near.STEPS)
+    doom = (1, "server", step, 15)
+    with Ranks(placed, SERVERS + WORKERS, PLACES["beside"], near.train, kind, arguments, doom) as ranks:
+        results = ranks.results(but=(1,))
+        assert was_killed(ranks, 1)
+    for kept in results[SERVERS - 1 :]:
+        for i, (value, expected) in enumerate(zip(kept, wanted, strict=True)):
+            assert value.tobytes() == expected.tobytes(), f"step {i}"
+
+
+def test_a_backup_has_all_that_its_server_had(tmp_path: Path) -> None:
+    """Tables and optimizer states too, and workers, keys and snapshots that come later."""
+    *_, wanted, other = run(near.everything, SERVERS + WORKERS, str(tmp_path / "whole"))
+    saved.same(wanted, other)
+    times = random.randrange(1, 40)
+    doom = (1, "server", "carried out", times)
+    path = str(tmp_path / "after")
+    with Ranks(placed, SERVERS + WORKERS, PLACES["beside"], near.everything, path, doom) as ranks:
+        *_, found, other = ranks.results(but=(1,))
+        assert was_killed(ranks, 1), f"killed at the {times}th"
+    saved.same(found, wanted)
+    saved.same(other, wanted)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.mode)
+def test_the_others_go_on_when_a_rank_is_killed_that_is_worker_and_server(mode: ps.Mode) -> None:
+    near.check_that_others_go_on(mode, placed, APART, near.ranks_that_are_both)
+
+
+class KillsBeforeIt:
+    """A client whose server is killed when it is first to read the values, after the server said that it may."""
+
+    def __init__(self, client: _C.ParameterClient, pid: int) -> None:
+        self._client, self._pid = client, pid
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def read(self, parts: _C.ParameterParts, tensor: int, **options: Any) -> list[int]:
+        if self._pid:
+            os.kill(self._pid, signal.SIGKILL)
+            self._pid, deadline = 0, time.monotonic() + 30
+            elsewhere = torch.zeros(3000)
+            while self._client.read(parts, elsewhere.data_ptr(), **options):
+                assert time.monotonic() < deadline, "the server's end is not seen"
+            return []
+        return self._client.read(parts, tensor, **options)
+
+
+def reads_too_late(me: Rank) -> Any:
+    me.store.set(f"pid {me.rank}", str(os.getpid()))
+    if me.rank < SERVERS:
+        return near.serve(me)
+    with near.worker(me) as kv:
+        out = torch.zeros(3000)
+        kv.init("w", out, update=ps.reduce("sum"), mode=ps.ssp(1))
+        kv.push("w", torch.ones(3000)).wait()
+        client: Any = kv._client
+        kv._client = cast(_C.ParameterClient, KillsBeforeIt(client, int(me.store.get("pid 0"))))
+        kv.pull("w", out)
+        kv._client = client
+    return [out.min().item(), out.max().item()]
+
+
+def test_a_pull_whose_server_ends_before_it_is_read_has_the_backups_value() -> None:
+    with Ranks(placed, SERVERS + 1, (0, 0, 1, 0), reads_too_late) as ranks:
+        assert ranks.results(but=(0,))[-1] == [1.0, 1.0]
+
+
+def stays_where_it_is(me: Rank) -> Any:
+    """Two servers of one host that listen; each has its backup in the other's process."""
+    if me.rank == 2:
+        me.meet("servers")
+        with pytest.raises(InvalidArgument) as raised:
+            ps.serve(me.store, joins=True)
+        with ps.join(me.store, role="worker", timeout=30.0) as kv:
+            kv.init("w", out := torch.zeros(3000), update=ps.reduce("sum"))
+            backups = [said["backup"] for said in kv.stats()["servers"].values()]
+            me.meet("may leave")
+            me.meet("has left")
+            kv.push("w", torch.ones(3000)).wait()
+            kv.pull("w", out)
+        return str(raised.value), backups, out.unique().tolist()
+    with pytest.raises(InvalidArgument, match="servers that move only have workers"):
+        ps.serve(me.store, rank=me.rank, size=2, servers=3, backups=1, name="more", **SMALL | {"listen": True})
+    with ps.serve(me.store, rank=me.rank, size=2, backups=1, **SMALL | {"listen": True}) as serving:
+        me.meet("servers")
+        me.meet("may leave")
+        if me.rank == 1:
+            assert serving.give_away()
+            serving.close()
+        me.meet("has left")
+        return None if me.rank == 1 else (serving.wait(30.0), serving.give_away())
+
+
+def test_servers_whose_backups_are_reached_by_tcp_do_not_move_and_one_of_a_pair_may_leave() -> None:
+    stayed, _, (refused, backups, values) = run(placed, 3, (0, 0, 0), stays_where_it_is)
+    assert stayed == (True, False)
+    assert "reached by TCP: they do not move" in refused and values == [1.0]
+    assert [said.split(" (")[0] for said in backups] == ["the backup of server 0", "the backup of server 1"]
+
+
+def has_more_servers_than_processes(me: Rank) -> str:
+    with pytest.raises(TopologyError) as raised:
+        ps.serve(me.store, rank=me.rank, size=2, servers=4, backups=1, **SMALL)
+    return str(raised.value)
+
+
+def test_more_servers_than_processes_are_for_one_host() -> None:
+    for said in run(placed, 2, APART, has_more_servers_than_processes):
+        assert "is on another host than this server; more servers than processes are for one host" in said
+
+
+# ---- who goes on, step by step ---------------------------------------------------------------------------------------
+
+
+class Tied:
+    """A server, its backup, a worker beside the server that knows both, and one that only reads. What the server sends
+    to the backup goes through here."""
+
+    def __init__(self) -> None:
+        self.server, self.backup = (_C.ParameterServer(1 << 20, print) for _ in range(2))
+        self.silent = threading.Event(), threading.Event()
+        self.server.lead_far(self.silent[0].set)
+        self.backup.follow_far(self.silent[1].set)
+        self._passes = threading.Event()
+        self._passes.set()
+        self._ends = []
+        for end in (self.server, self.backup):
+            here, there = socket.socketpair()
+            end.connect_partner(there.detach(), "through the test")
+            self._ends.append(here)
+        for source, target, waits in ((0, 1, True), (1, 0, False)):
+            threading.Thread(target=self._carry, args=(source, target, waits), daemon=True).start()
+        self.client, self.reader = _C.ParameterClient(0, 1, 1 << 16), _C.ParameterClient(1, 1, 1 << 16)
+        self.backup.join_far(id=0, group="workers", window=1 << 16)
+        for worker, client in enumerate((self.client, self.reader)):
+            window = {"window": os.dup(client.window), "window_bytes": client.window_bytes, "pidfd": own_pidfd()}
+            self.server.join(id=worker, group="workers", servers=1, lane=0, **window)
+            near.attach(client, self.server)
+        self.client.attach_far_backup(0, "the backup")
+        here, there = socket.socketpair()
+        self.client.connect(0, here.detach(), "to the backup", backup=True)
+        self.backup.connect(0, there.detach(), "to the worker")
+        block, offset = near.make_block(self.server)
+        self.parts, self.ones = _C.ParameterParts([(0, block, 0, 64, offset)]), torch.ones(16)
+        for kind in ("initialise", "push"):
+            assert self.client.wait(self.send(kind), 30.0)
+
+    def _carry(self, source: int, target: int, waits: bool) -> None:
+        with contextlib.suppress(OSError):
+            while some := self._ends[source].recv(1 << 16):
+                if waits:
+                    self._passes.wait()
+                self._ends[target].sendall(some)
+
+    def hold(self, it: bool) -> None:
+        self._passes.clear() if it else self._passes.set()
+
+    def cut(self) -> None:
+        """With what is held. Returns when both have noticed."""
+        for end in self._ends:
+            end.shutdown(socket.SHUT_RDWR)
+        assert all(silent.wait(30) for silent in self.silent)
+
+    def send(self, kind: str = "push") -> _C.ParameterCall:
+        return self.client.send(kind, self.parts, self.ones.data_ptr())
+
+    def shown(self) -> tuple[int, float]:
+        """To the reader: the version and the value."""
+        value = torch.zeros(16)
+        (version,) = self.reader.read(self.parts, value.data_ptr(), timeout=30.0)
+        return version, value[0].item()
+
+    def pulled(self) -> float:
+        """By the worker, from the backup."""
+        value = torch.zeros(16)
+        call = self.client.pull(self.parts, value.data_ptr())
+        assert self.client.wait(call, 30.0)
+        return value[0].item()
+
+    def stop(self) -> None:
+        self.hold(False)
+        self.server.stop()
+        self.backup.stop()
+
+
+def test_a_server_shows_and_answers_nothing_that_its_backup_has_not_confirmed() -> None:
+    tied = Tied()
+    assert tied.shown() == (1, 2.0)
+    tied.hold(True)
+    call = tied.send()
+    assert not tied.client.wait(call, 0.3)
+    assert tied.shown() == (1, 2.0), "a push is shown that the backup does not have"
+    tied.hold(False)
+    assert tied.client.wait(call, 30.0) and tied.shown() == (2, 3.0)
+    tied.stop()
+
+
+def test_a_server_that_is_replaced_is_refused_and_what_it_kept_back_is_applied_once_at_the_backup() -> None:
+    tied = Tied()
+    tied.hold(True)
+    call = tied.send()
+    tied.cut()
+    assert not tied.client.wait(call, 0.3) and not tied.backup.serves, "nothing has been decided"
+    tied.server.decided(False)
+    assert tied.server.has_ended and not tied.client.wait(call, 0.3), "only the backup may answer it, once it serves"
+    with pytest.raises(RingReduceError, match="has ended"):
+        tied.shown()
+    tied.backup.decided(True)
+    assert tied.client.wait(call, 30.0) and not tied.client.is_near(0) and tied.pulled() == 3.0
+    assert tied.client.wait(tied.send(), 30.0) and tied.pulled() == 4.0
+    tied.stop()
+
+
+def test_a_server_that_wins_goes_on_alone_and_its_backup_never_serves() -> None:
+    tied = Tied()
+    tied.hold(True)
+    call = tied.send()
+    tied.cut()
+    assert not tied.client.wait(call, 0.3)
+    tied.server.decided(True)
+    tied.backup.decided(False)
+    assert tied.client.wait(call, 30.0) and tied.shown() == (2, 3.0)
+    assert tied.backup.has_ended and not tied.backup.serves and not tied.server.has_backup
+    tied.server.stop()
+    with pytest.raises(RingReduceError, match="has ended"):
+        tied.client.wait(tied.send(), 30.0)
+    tied.stop()
+
+
+def test_a_servers_backup_is_on_another_host_where_there_is_one() -> None:
+    assert [backup_of(server, "AAB") for server in range(3)] == [2, 2, 0]
+    assert [backup_of(server, "AAA") for server in range(3)] == [1, 2, 0]
+    assert [backup_of(server, "ABAB") for server in range(4)] == [1, 2, 3, 0]
