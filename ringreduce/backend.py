@@ -126,9 +126,9 @@ def _make(
     settings = functools.partial(_settings, store, name, rank, global_ranks, seconds, options, family)
     group, decision, links = make(store, rank, global_ranks, seconds, options, settings)
     if links:
-        from ringreduce import host_links
+        from ringreduce import group_links, host_links
 
-        host_links.remember(name, links)
+        group_links.remember(name, links)
         try:
             links.learn(seconds - (time.monotonic() - began))  # which plans are chosen by
             first = host_links.peers_in(_Choices(rank, size, options, decision, links).plans(), rank, links.order)

@@ -23,7 +23,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -39,6 +39,7 @@ from ringreduce.common.units import duration
 from ringreduce.config import Options
 from ringreduce.errors import (
     CollectiveMismatch,
+    CollectiveTimeout,
     Expelled,
     InvalidArgument,
     PeerLost,
@@ -46,13 +47,11 @@ from ringreduce.errors import (
     SystemFailure,
     TooFewRanks,
 )
-from ringreduce.host_links import links_of
+from ringreduce.group_links import links_of
 from ringreduce.lateness import STEPS, Late, Lateness
-from ringreduce.lobby import Lobby
-from ringreduce.membership.directory import Bounded, Directory, OfStore, Values
-from ringreduce.membership.etcd import Etcd
-from ringreduce.membership.ledger import Ledger
-from ringreduce.membership.protocol import Member, Report, View
+from ringreduce.lobby import Home
+from ringreduce.membership.directory import Bounded, Values
+from ringreduce.membership.protocol import Member, Report, View, place
 from ringreduce.membership.rounds import Membership
 from ringreduce.rendezvous import store as rendezvous
 from ringreduce.survivors import KeyStore
@@ -60,13 +59,8 @@ from ringreduce.watch import Watch
 
 Result = TypeVar("Result")
 
-LEDGER_BYTES = 256 << 20
-"""Of a world on one host; what was never written takes no memory. A change takes some 10 KB with 8 ranks."""
 LOOK_FOR_JOINERS = 0.05
 """Seconds between two looks of rank 0 for those who wait to be let in."""
-
-LOOK_IN_LEDGER, LOOK_IN_STORE = 0.2, 1.0
-"""Seconds between two looks whether a member has left the view."""
 
 log = logging.getLogger(__name__)
 
@@ -111,6 +105,7 @@ class World:
         self._watch: Watch | None = None
         self._on_straggler: Callable[[Late], bool] | None = None
         self._unwanted: tuple[str, ...] = ()
+        self._gave_up = False
         self._lateness = Lateness(self.view.members, self.rank)
 
     @property
@@ -189,9 +184,7 @@ class World:
         each rank, and with `durable` a request to the directory.
         """
         step = self._committed + 1
-        vote = torch.zeros(2 + self.size, dtype=torch.int64)
-        vote[0] = self._somebody_waits()
-        self._lateness.put(vote[1:])
+        vote = torch.tensor([int(self._somebody_waits()), *self._lateness.figures()])
         try:
             dist.all_reduce(vote)  # returns where all have come
             if durable and not self._membership.commit(step):
@@ -225,7 +218,7 @@ class World:
         self._stop_watching()
         with contextlib.suppress(RuntimeError, OSError):  # what is told to nobody shows by the end of this process
             self._membership.resign(self._committed)
-            self._config.lobby.leave(self._config.me.name)
+            self._config.home.lobby.leave(self._config.me.name)
         dist.destroy_process_group()
 
     # changes
@@ -261,30 +254,36 @@ class World:
         """Between two attempts: drops who is not wanted, takes in who waits, waits for more if there are too few."""
         if self._unwanted:
             self._change(None)
-        too_few = self.size < self._config.least
-        while self._joiners_wait or too_few:
-            before = self.view.members
-            joiners = self._joiners(self._config.patience if too_few else 0.0) if self.rank == 0 else ()
+        while self._joiners_wait or self._too_few():
+            joiners = self._joiners(self._config.patience if self._too_few() else 0.0) if self.rank == 0 else ()
+            self._gave_up = self.rank == 0 and self._too_few() and not joiners
             self._change(None, joiners)
-            too_few = self.size < self._config.least
-            if too_few and self.view.members == before:
+            self._gave_up = False
+            if self.view.alone and self._too_few():
                 raise TooFewRanks(
                     f"there are {self.size} ranks, and least is {self._config.least}; nobody has come for "
                     f"{self._config.patience:.0f} s"
                 )
 
+    def _too_few(self) -> bool:
+        return self.size < self._config.least
+
     def _change(self, error: Exception | None, joiners: tuple[Member, ...] = ()) -> None:
         """To the next view whose members come together. `error`: what this one has ended with, if it has."""
         lets_in, began = error is None, time.monotonic()
         while True:
+            unreached = self._unreached(error)
             if error is not None:
                 log.info("%s: epoch %d ends: %s", self._config.me.name, self.epoch, error)
                 self._abort()
-            report = Report(self._committed, joiners, open=lets_in, without=self._unwanted)
-            silent_after = self._config.expel_after + (self._config.patience if lets_in else 0.0)
+            # As long as rank 0 may wait for somebody to come.
+            silent_after = self._config.expel_after + (self._config.patience if lets_in and self._too_few() else 0.0)
+            without = (*self._unwanted, *unreached)
+            report = Report(self._committed, joiners, lets_in, without, lets_in and self._gave_up)
             before = self.view.names
             self._membership.leave(report, self._ended, silent_after)
             self._committed = self.view.step
+            log.info("%s: epoch %d begins; lost: %s", self._config.me.name, self.epoch, self.view.lost or "nobody")
             self._refused |= set(self.view.lost)
             self._invite([member for member in self.view.members if member.name not in before])
             try:
@@ -295,6 +294,17 @@ class World:
                 if isinstance(failed, Expelled | TooFewRanks) or (in_vain and self.view.names == before):
                     raise  # the same members cannot make a group
                 error, joiners, lets_in = failed, (), False
+
+    def _unreached(self, error: Exception | None) -> tuple[str, ...]:
+        """The members to which this one could make no link. Of a pair that cannot reach each other, the one that
+        proposes the next view first goes on. `error`: what this one has ended with."""
+        ranks: set[int] = set()
+        if not dist.is_initialized():  # making the group has failed
+            if isinstance(error, CollectiveTimeout) and error.culprit >= 0:
+                ranks = {error.culprit}
+        elif links := links_of(backend_of(None)):
+            ranks = links.unreached
+        return tuple(self.view.names[rank] for rank in sorted(ranks - {self.rank}))
 
     def _abort(self) -> None:
         if dist.is_initialized():
@@ -324,13 +334,14 @@ class World:
         watch = self._begin_watching()
         hook = sys.excepthook  # torch puts another one around it each time
         known = rendezvous.ended.set(lambda: [names.index(name) for name in watch.ended()])
+        gives_up = rendezvous.gives_up.set(self._report_early)
         # torch names groups by a count, which is part of where they meet, and does not take it back when making one
         # fails.
         dist.distributed_c10d._world.group_count = 0
         try:
             dist.init_process_group(
                 "ringreduce",
-                store=config.place(self.epoch),
+                store=config.home.place(self.epoch),
                 rank=self.rank,
                 world_size=self.size,
                 timeout=timedelta(seconds=config.timeout),
@@ -342,12 +353,19 @@ class World:
             raise SystemFailure(f"making the group of epoch {self.epoch}: {error}") from error  # its store has gone
         finally:
             rendezvous.ended.reset(known)
+            rendezvous.gives_up.reset(gives_up)
             sys.excepthook = hook
         watch.attach(backend_of(None))
 
+    def _report_early(self, error: Exception) -> None:
+        """So that others do not take this process for dead when its connections end."""
+        report = Report(self._committed, without=self._unreached(error))
+        with contextlib.suppress(RuntimeError, OSError):  # it will be made again
+            self._config.home.directory().compare_set(place(self.epoch, self._config.me.name), "", report.dump())
+
     def _begin_watching(self) -> Watch:
         config = self._config
-        self._watch = Watch(self.view, config.me.name, config.directory(), config.look_every())
+        self._watch = Watch(self.view, config.me.name, config.home.directory(), config.home.look_every())
         return self._watch
 
     def _stop_watching(self) -> None:
@@ -362,7 +380,7 @@ class World:
     def _tell_members(self) -> None:
         if self.rank == 0:
             with contextlib.suppress(RuntimeError, OSError):  # without the launcher's store nobody can join
-                self._config.lobby.members_are(self.view)
+                self._config.home.lobby.members_are(self.view)
 
     def _somebody_waits(self) -> bool:
         now = time.monotonic()
@@ -377,7 +395,7 @@ class World:
         while True:
             found: tuple[Member, ...] = ()
             try:
-                found = config.lobby.waiting({*self.view.names, *self._refused})
+                found = config.home.lobby.waiting({*self.view.names, *self._refused})
             except (RuntimeError, OSError) as error:
                 log.info("nobody can join: the launcher's store is gone: %s", error)
             if found or time.monotonic() >= end:
@@ -387,7 +405,7 @@ class World:
     def _invite(self, members: list[Member]) -> None:
         for member in members:
             try:
-                self._config.lobby.invite(member, self.view)
+                self._config.home.lobby.invite(member, self.view)
             except (RuntimeError, OSError) as error:
                 log.info("cannot invite %s: the launcher's store is gone: %s", member.name, error)
 
@@ -428,67 +446,13 @@ class _Config:
     """What does not change in the life of a world."""
 
     me: Member
-    store: Store
     options: Options | None
     timeout: float
     least: int
     most: int
     patience: float
     expel_after: float
-    kept: list[Any]
-    """Stores that Python implements: the launcher's, then those of the latest two groups. torch keeps their C++ half
-    alone."""
-    ledger: Ledger | None = None
-    memfd: int = -1
-    lobby: Lobby = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.lobby = Lobby(self.store)
-
-    def ledger_place(self) -> list[Any] | None:
-        """Where processes of this machine find the ledger: a path, and what the file there must be."""
-        if self.ledger is None:
-            return None
-        return [f"/proc/{os.getpid()}/fd/{self.memfd}", rendezvous.kernel(), os.fstat(self.memfd).st_ino]
-
-    def open_ledger(self, place: list[Any] | None) -> bool:
-        """Whether it could be opened here."""
-        if place is None or place[1] != rendezvous.kernel():
-            return False
-        try:
-            memfd = os.open(place[0], os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            return False
-        if os.fstat(memfd).st_ino != place[2]:
-            os.close(memfd)
-            return False
-        self.memfd, self.ledger = memfd, Ledger(memfd, 0, LEDGER_BYTES)
-        return True
-
-    def make_ledger(self) -> None:
-        self.memfd = os.memfd_create("ringreduce world", os.MFD_CLOEXEC)
-        os.ftruncate(self.memfd, LEDGER_BYTES)
-        self.ledger = Ledger(self.memfd, 0, LEDGER_BYTES)
-
-    def tell_ledger(self) -> None:
-        """For those who join later."""
-        if place := self.ledger_place():
-            self.lobby.ledger_is(self.me.name, place)
-
-    def look_every(self) -> float:
-        """Seconds between two looks whether a member has left."""
-        return LOOK_IN_LEDGER if self.ledger else LOOK_IN_STORE
-
-    def directory(self) -> Directory:
-        return self.ledger if self.ledger else OfStore(self.store, "members")
-
-    def place(self, epoch: int) -> Store:
-        """Where the group of an epoch is made."""
-        if self.ledger:
-            made = KeyStore(self.ledger, f"epoch {epoch}/")
-            self.kept = [self.kept[0], *self.kept[1:][-1:], made]
-            return made
-        return PrefixStore(f"epoch {epoch}", self.store)
+    home: Home
 
 
 def start(
@@ -539,7 +503,7 @@ def start(
             f"{world_size - least}"
         )
     founders, restart = world_size - spares, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    values: Values = Etcd(store) if isinstance(store, str) else Bounded(store)
+    values = _etcd(store) if isinstance(store, str) else Bounded(store)
     here = KeyStore(values, f"ringreduce/elastic/{restart}/")
     joins = here.add(f"rank/{rank}", 1) > 1 or rank >= founders
     who = rendezvous.identity()
@@ -547,20 +511,25 @@ def start(
     me = Member(f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}", address)
     config = _Config(
         me=me,
-        store=here,
         options=options,
         timeout=timeout.total_seconds(),
         least=least,
         most=founders if spares else sys.maxsize,
         patience=patience,
         expel_after=silence.total_seconds(),
-        kept=[here],
+        home=Home(here),
     )
     return _join(config) if joins else _begin(config, rank, founders)
 
 
+def _etcd(address: str) -> Values:
+    from ringreduce.membership.etcd import Etcd
+
+    return Etcd(address)
+
+
 def _begin(config: _Config, rank: int, size: int) -> World:
-    first = PrefixStore("epoch 0", config.store)
+    first = PrefixStore("epoch 0", config.home.store)
     dist.init_process_group(
         "ringreduce",
         store=first,
@@ -571,11 +540,11 @@ def _begin(config: _Config, rank: int, size: int) -> World:
     )
     if not links_of(backend_of(None)):  # all ranks are on one host
         _share_ledger(config, rank)
-    config.tell_ledger()
+    config.home.tell_ledger(config.me)
     everyone: list[Any] = [None] * size
     dist.all_gather_object(everyone, (config.me.name, config.me.address))
     view = View(0, tuple(Member(*each) for each in everyone))
-    world = World(config, Membership(config.directory(), config.me.name, view, config.patience), founder=True)
+    world = World(config, Membership(config.home.directory(), config.me.name, view, config.patience), founder=True)
     world._tell_members()
     world._begin_watching().attach(backend_of(None))
     return world
@@ -583,27 +552,37 @@ def _begin(config: _Config, rank: int, size: int) -> World:
 
 def _share_ledger(config: _Config, rank: int) -> None:
     if rank == 0:
-        config.make_ledger()
-    told: list[Any] = [config.ledger_place()]
+        config.home.make_ledger()
+    told: list[Any] = [config.home.ledger_place()]
     dist.broadcast_object_list(told, 0)
-    shared = torch.tensor([float(rank == 0 or config.open_ledger(told[0]))])
+    shared = torch.tensor([float(rank == 0 or config.home.open_ledger(told[0]))])
     dist.all_reduce(shared, dist.ReduceOp.MIN)
     if not shared:  # they may not see each other's descriptors
-        config.ledger = None
+        config.home.ledger = None
+
+
+def _open_a_ledger(config: _Config, view: View) -> None:
+    """If the members share one. Those of the view may have ended while this process was slow; others joined since."""
+    lobby = config.home.lobby
+    for members in (lambda: view, lobby.latest):
+        ledgers = lobby.ledgers(members() or view)
+        if not ledgers or any(map(config.home.open_ledger, ledgers)):
+            return
+    if lobby.all_gone():
+        raise Over(0)
+    raise SystemFailure(
+        "start: the members share a ledger, which this process cannot open: it must run on their host as their user"
+    )
 
 
 def _join(config: _Config) -> World:
-    view = config.lobby.wait(config.me, config.timeout)
+    view = config.home.lobby.wait(config.me, config.timeout)
     if view is None:
         log.warning("start: all members have left or ended; there is nothing to join")
         raise Over(0)
-    ledgers = config.lobby.ledgers(view)  # any of these members may have ended meanwhile
-    if ledgers and not any(map(config.open_ledger, ledgers)):
-        raise SystemFailure(
-            "start: the members share a ledger, which this process cannot open: it must run on their host as their user"
-        )
-    config.tell_ledger()
-    world = World(config, Membership(config.directory(), config.me.name, view, config.patience), founder=False)
+    _open_a_ledger(config, view)
+    config.home.tell_ledger(config.me)
+    world = World(config, Membership(config.home.directory(), config.me.name, view, config.patience), founder=False)
     try:
         world._init()
     except RingReduceError as error:

@@ -6,7 +6,6 @@ import functools
 import logging
 import math
 import time
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -231,6 +230,8 @@ class Links:
         """What the connections go to; None before `open` and after `close`."""
         here = next(host for host in meeting.hosts if rank in host)
         self.elsewhere = [r not in here for r in range(len(meeting.names))]
+        self.unreached: set[int] = set()
+        """Peers that a call needed a link to, and that did not answer in time."""
 
     def open(self, group: Any) -> None:
         """From here on peers are let in, and their connections go to `group`."""
@@ -244,7 +245,11 @@ class Links:
 
     def connect(self, peer: int, seconds: float) -> None:
         """Has a link to `peer`, which need not be in any call, made; called by the engine when it needs one."""
-        self._door.connect([peer], time.monotonic() + min(seconds, CONNECT_SECONDS))
+        try:
+            self._door.connect([peer], time.monotonic() + min(seconds, CONNECT_SECONDS))
+        except CollectiveTimeout:
+            self.unreached.add(peer)
+            raise
 
     def connect_all(self, peers: Iterable[int], seconds: float) -> None:
         """Has the links to these peers made, all at once; they have theirs to this rank made at the same time."""
@@ -272,8 +277,9 @@ class Links:
                     noticed[first] = Noticed(*exchange.told("wire", first, until))
                 except CollectiveTimeout as error:
                     log.info("plans are chosen without what it knows: %s", error)
-            exchange.publish("wire", wire_of(noticed))
-        self.wire = Wire(*exchange.answer("wire", time.monotonic() + min(seconds, CONNECT_SECONDS)))
+            self.wire = exchange.publish("wire", wire_of(noticed))
+        else:
+            self.wire = Wire(*exchange.answer("wire", time.monotonic() + min(seconds, CONNECT_SECONDS)))
 
     def give_up(self, error: RingReduceError) -> None:
         """Tells the others, as long as the group is being made."""
@@ -316,21 +322,3 @@ class Links:
     def refused(self) -> dict[str, int]:
         """Connections that this rank refused, by reason; see `Door.counts`."""
         return {reason: number for reason, number in self._door.counts.items() if reason != "accepted"}
-
-
-_living: weakref.WeakValueDictionary[str, Links] = weakref.WeakValueDictionary()
-
-
-def remember(name: str, links: Links) -> None:
-    """For `all_links`: these are the links of the group that torch knows by this name."""
-    _living[name] = links
-
-
-def all_links() -> dict[str, Links]:
-    """Of the groups of this process that have ranks on other hosts, by name."""
-    return {name: links for name, links in list(_living.items()) if links.group is not None}
-
-
-def links_of(group: Any) -> Links | None:
-    """None if all ranks of the group are on one host."""
-    return next((links for links in all_links().values() if links.group is group), None)

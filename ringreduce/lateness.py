@@ -11,12 +11,8 @@ import json
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ringreduce.membership.protocol import Member
-
-if TYPE_CHECKING:
-    import torch
 
 STEPS, LATEST_IN, COSTS = 100, 0.9, 0.1
 """A straggler is the latest in at least this share of so many steps in a row, and costs at least this share of their
@@ -37,39 +33,43 @@ class Late:
     """The same as a share of the time."""
 
 
-@dataclass(frozen=True)
-class _Step:
-    latest: int
-    lost: float
-    took: float
-
-
 class Lateness:
-    """Of the members of one view. Its calls are for one thread."""
+    """Of the members of one view. Its calls are for one thread. All times within are in microseconds."""
 
     def __init__(self, members: tuple[Member, ...], rank: int) -> None:
         self._members, self._rank = members, rank
-        self._lost = [0.0] * len(members)
-        self._took = 0.0
-        self._recent: deque[_Step] = deque(maxlen=STEPS)
+        self._lost, self._took = [0] * len(members), 0
+        self._recent: deque[tuple[int, int, int]] = deque()
+        """Of the latest steps: who was the latest, what that cost, what the step took. Below, their sums by rank."""
+        self._latest_in, self._recent_lost, self._recent_took = [0] * len(members), [0] * len(members), 0
         self._waited, self._since = _waited(), time.monotonic()
 
-    def put(self, vote: torch.Tensor) -> None:
-        """Adds this member's figures for the step to the vote, in microseconds: rank 0's time, all ranks' waits."""
+    def figures(self) -> list[int]:
+        """This member's part of what `take` gets: rank 0's time for the step, all ranks' waits."""
         now, waited = time.monotonic(), _waited()
+        mine = [0] * (1 + len(self._members))
         if self._rank == 0:
-            vote[0] = round((now - self._since) / MICRO)
-        vote[1 + self._rank] = round(max(waited - self._waited, 0.0) / MICRO)  # groups that went took theirs along
+            mine[0] = round((now - self._since) / MICRO)
+        mine[1 + self._rank] = round(max(waited - self._waited, 0.0) / MICRO)  # groups that went took theirs along
         self._waited, self._since = waited, now
+        return mine
 
     def take(self, figures: list[int]) -> None:
-        """Learns from the vote, in which all members' figures are."""
-        took, *waits = (MICRO * figure for figure in figures)
+        """Learns from the sum of all members' figures."""
+        took, waits = figures[0], figures[1:]
         first, second = sorted(waits)[:2]
-        step = _Step(waits.index(first), second - first, took)
-        self._recent.append(step)
-        self._lost[step.latest] += step.lost
+        latest, lost = waits.index(first), second - first
+        if len(self._recent) == STEPS:
+            self._count(*self._recent.popleft(), -1)
+        self._recent.append((latest, lost, took))
+        self._count(latest, lost, took, 1)
+        self._lost[latest] += lost
         self._took += took
+
+    def _count(self, latest: int, lost: int, took: int, times: int) -> None:
+        self._latest_in[latest] += times
+        self._recent_lost[latest] += times * lost
+        self._recent_took += times * took
 
     def all(self) -> list[Late]:
         """Those that others have waited for since these members came together, the worst first."""
@@ -78,20 +78,17 @@ class Lateness:
 
     def straggler(self) -> Late | None:
         """The one of the latest `STEPS` steps, if there is one; then the next `STEPS` are counted."""
-        steps = self._recent
-        if len(steps) < STEPS:
+        rank = self._recent[-1][0]
+        lost, took = self._recent_lost[rank], self._recent_took
+        if len(self._recent) < STEPS or self._latest_in[rank] < LATEST_IN * STEPS or lost < COSTS * took:
             return None
-        latest = [step.latest for step in steps]
-        rank = max(set(latest), key=latest.count)
-        lost, took = sum(step.lost for step in steps if step.latest == rank), sum(step.took for step in steps)
-        if latest.count(rank) < LATEST_IN * STEPS or lost < COSTS * took:
-            return None
-        steps.clear()
+        while self._recent:
+            self._count(*self._recent.popleft(), -1)
         return self._late(rank, lost, took)
 
-    def _late(self, rank: int, lost: float, took: float) -> Late:
+    def _late(self, rank: int, lost: int, took: int) -> Late:
         who = json.loads(self._members[rank].address)
-        return Late(rank, who["host"], who["pid"], lost, lost / took if took else 0.0)
+        return Late(rank, who["host"], who["pid"], MICRO * lost, lost / took if took else 0.0)
 
 
 def _waited() -> float:

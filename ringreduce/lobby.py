@@ -1,4 +1,5 @@
-"""Where processes wait to be let into a changing group: in a store that all of them can reach, such as the launcher's.
+"""What a changing group has outside itself: a store that all can reach, such as the launcher's, the lobby in it, where
+processes wait to be let in, and the ledger in which the members agree, if all are on one machine.
 
     joiner/N       who came as the Nth; empty: it no longer waits
     invited/NAME   the view in which it is a member
@@ -6,27 +7,38 @@
     members now    the latest view
     left/NAME      this member has left
 
-Its calls raise what the store does, if that is gone.
+Calls raise what the store does, if that is gone.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections.abc import Container
 from typing import Any
 
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from ringreduce.common.failures import CollectiveTimeout
+from ringreduce.membership.directory import Directory, OfStore
+from ringreduce.membership.ledger import Ledger
 from ringreduce.membership.protocol import Member, View
+from ringreduce.rendezvous import store as rendezvous
+from ringreduce.survivors import KeyStore
 from ringreduce.watch import has_ended
 
 OVER_AFTER = 1.0
 """Seconds between the two looks after which a process that waits believes that all members have gone."""
 PAUSE = 0.005
 """Seconds between two looks of a process that waits."""
+
+LEDGER_BYTES = 256 << 20
+"""Of a world on one host; what was never written takes no memory. A change takes some 10 KB with 8 ranks."""
+
+LOOK_IN_LEDGER, LOOK_IN_STORE = 0.2, 1.0
+"""Seconds between two looks whether a member has left the view."""
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +112,7 @@ class Lobby:
             now = time.monotonic()
             if now > check + OVER_AFTER:
                 check = now
-                before, over = over, self._all_gone()
+                before, over = over, self.all_gone()
                 if over and before:
                     return None
                 if (latest := store.add("looks", 0)) != looks:
@@ -111,9 +123,71 @@ class Lobby:
             time.sleep(PAUSE)
         return View.load(store.get(invited).decode())
 
-    def _all_gone(self) -> bool:
+    def latest(self) -> View | None:
+        """The latest view that the store knows of."""
+        return View.load(self._store.get("members now").decode()) if self._store.check(["members now"]) else None
+
+    def all_gone(self) -> bool:
         """Whether every member that the store knows of has left, or has ended on this machine."""
-        if not self._store.check(["members now"]):
+        view = self.latest()
+        return view is not None and all(
+            self._store.check([f"left/{member.name}"]) or has_ended(member) for member in view.members
+        )
+
+
+class Home:
+    """Of one world, as this process sees it."""
+
+    def __init__(self, store: Store) -> None:
+        """`store`: the launcher's, or one in etcd."""
+        self.store, self.lobby = store, Lobby(store)
+        self.ledger: Ledger | None = None
+        """In memory that the members share, if all are on one machine. Then they agree there, and not in the store."""
+        self._memfd = -1
+        self._kept: list[Store] = []
+        """The latest two that are implemented in Python: torch keeps their C++ half alone."""
+
+    def ledger_place(self) -> list[Any] | None:
+        """Where processes of this machine find the ledger: a path, and what the file there must be."""
+        if self.ledger is None:
+            return None
+        return [f"/proc/{os.getpid()}/fd/{self._memfd}", rendezvous.kernel(), os.fstat(self._memfd).st_ino]
+
+    def open_ledger(self, place: list[Any] | None) -> bool:
+        """Whether it could be opened here."""
+        if place is None or place[1] != rendezvous.kernel():
             return False
-        members = View.load(self._store.get("members now").decode()).members
-        return all(self._store.check([f"left/{member.name}"]) or has_ended(member) for member in members)
+        try:
+            memfd = os.open(place[0], os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return False
+        if os.fstat(memfd).st_ino != place[2]:
+            os.close(memfd)
+            return False
+        self._memfd, self.ledger = memfd, Ledger(memfd, 0, LEDGER_BYTES)
+        return True
+
+    def make_ledger(self) -> None:
+        self._memfd = os.memfd_create("ringreduce world", os.MFD_CLOEXEC)
+        os.ftruncate(self._memfd, LEDGER_BYTES)
+        self.ledger = Ledger(self._memfd, 0, LEDGER_BYTES)
+
+    def tell_ledger(self, me: Member) -> None:
+        """For those who join later."""
+        if place := self.ledger_place():
+            self.lobby.ledger_is(me.name, place)
+
+    def look_every(self) -> float:
+        """Seconds between two looks whether a member has left."""
+        return LOOK_IN_LEDGER if self.ledger else LOOK_IN_STORE
+
+    def directory(self) -> Directory:
+        return self.ledger if self.ledger else OfStore(self.store, "members")
+
+    def place(self, epoch: int) -> Store:
+        """Where the group of an epoch is made."""
+        if self.ledger:
+            made = KeyStore(self.ledger, f"epoch {epoch}/")
+            self._kept = [*self._kept[-1:], made]
+            return made
+        return PrefixStore(f"epoch {epoch}", self.store)

@@ -157,8 +157,13 @@ class KeyStore(Store):
 
     def get(self, key: str) -> bytes:
         """Waits for the key. Raises `CollectiveTimeout`."""
-        self.wait([key])
-        return self._values.value(self._prefix + key) or b""
+        while (value := self.value(key)) is None:
+            self.wait([key])
+        return value
+
+    def value(self, key: str) -> bytes | None:
+        """What is there now; None: nothing."""
+        return self._values.value(self._prefix + key)
 
     def add(self, key: str, value: int) -> int:
         return self._values.add(self._prefix + key, value)
@@ -170,7 +175,11 @@ class KeyStore(Store):
         expected, desired = (
             each.decode() if isinstance(each, bytes) else each for each in (expected_value, desired_value)
         )
-        return self._values.compare_set(self._prefix + key, expected, desired).encode()
+        found = self._values.compare_set(self._prefix + key, expected, desired)
+        if found or not expected:
+            return found.encode()
+        now = self.value(key)  # it may be there by now; if it is not, torch's stores say what was expected
+        return expected.encode() if now is None else now
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         return [self.get(key) for key in keys]

@@ -49,12 +49,14 @@ class Watch:
     def ended(self) -> list[str]:
         """The names of members that have ended, as far as this process can see."""
         names = set(self._found)
+        far: set[str] = set()
         with self._lock:
             if not self._over:
                 names |= {self._pidfds[fd] for fd in _readable(self._pidfds, 0)}
-            if self._group is not None:  # those on other machines, whose connections have ended
-                names |= {self._view.names[rank] for rank in self._group.ended()}
-        return sorted(names)
+            if self._group is not None:
+                far = {self._view.names[rank] for rank in self._group.ended()}
+        # Of those on other machines only connections have ended. One that has left the view has closed its own.
+        return sorted(names | {name for name in far - names if not self._has_left(name)})
 
     def stop(self) -> None:
         """The group is about to go. The thread ends within `look_every`."""
@@ -76,8 +78,11 @@ class Watch:
             os.close(fd)
 
     def _somebody_left(self) -> bool:
+        return any(map(self._has_left, self._view.names))
+
+    def _has_left(self, name: str) -> bool:
         with contextlib.suppress(RuntimeError, OSError):  # the directory may be out of reach
-            return any(self._directory.get(place(self._view.epoch, name)) for name in self._view.names)
+            return bool(self._directory.get(place(self._view.epoch, name)))
         return False
 
 

@@ -12,6 +12,7 @@ See processes.py for the processes. Every wait is bounded.
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import itertools
 import threading
@@ -110,6 +111,7 @@ def _main(
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(deadline() - 5.0)  # where it hangs, before the test gives it up
     try:
         fork_server.check()
         pipe.send(("result", function(Rank(rank, size, port, prefix, pipe), *args)))

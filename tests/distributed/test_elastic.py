@@ -211,6 +211,34 @@ def test_too_few_ranks_say_so() -> None:
         assert ranks.results(but=(2,)) == ["too few"] * 2
 
 
+def waits_for_one_that_lives(me: Rank) -> int:
+    """Rank 1 dies. Rank 2 is let in and dies before the group is made; rank 3 comes after it."""
+    if me.rank >= 2:
+        while not me.store.check([f"come {me.rank}"]):
+            time.sleep(0.005)
+    if me.rank == 2:
+        elastic.World._init = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    world = start(me, 2, least=2)
+    state = world.state(step=0)
+    me.report("begins")
+    while state.step < 10 or world.epoch == 0:
+        world.attempt(lambda: dist.all_reduce(torch.ones(1)))
+        state.step += 1
+    size = world.size
+    world.leave()
+    return size
+
+
+def test_a_joiner_that_is_needed_dies() -> None:
+    with Ranks(waits_for_one_that_lives, 4) as ranks:
+        ranks.reports(but=(2, 3))
+        ranks.signal(1, signal.SIGKILL)
+        come(ranks, 2)
+        ranks._processes[2].join(60)
+        come(ranks, 3)
+        assert ranks.results(but=(1, 2)) == [2, 2]
+
+
 def raises_once(me: Rank) -> tuple[int, int]:
     """Rank 1's function raises; it comes again."""
     world = start(me, 3)
@@ -544,10 +572,10 @@ def joins_again_and_again(me: Rank) -> int:
             me.store.set(f"left {me.rank}", "")
             return epoch
         time.sleep(0.002)
-    lobby = world._config.lobby
+    lobby = world._config.home.lobby
     assert lobby.waiting({*world.view.names, *world._refused}) == ()
     if me.rank == 0:  # another one, as after rank 0's end
-        assert Lobby(world._config.store).waiting(()) == ()
+        assert Lobby(world._config.home.store).waiting(()) == ()
     world.leave()
     return len(lobby._waiting)
 
@@ -615,6 +643,56 @@ def test_a_member_dies_that_has_let_others_in() -> None:
         ranks.reports(but=(0, 1))
         ranks.signal(0, signal.SIGKILL)
         assert ranks.results(but=(0,)) == [2, 2]
+
+
+def is_slow_to_join(me: Rank) -> str:
+    """Rank 2 is let in and then slow. The others give it up and rank 3 joins, the only one that is alive at last."""
+    if me.rank >= 2:
+        while not me.store.check([f"come {me.rank}"]):
+            time.sleep(0.005)
+    if me.rank == 2:
+        ledgers = Lobby.ledgers
+
+        def when_told(self: Lobby, view: View) -> list[list[Any]]:
+            if not me.store.check(["go on"]):
+                me.report("let in")
+            while not me.store.check(["go on"]):
+                time.sleep(0.005)
+            return ledgers(self, view)
+
+        Lobby.ledgers = when_told  # type: ignore[method-assign]
+    try:
+        world = start(me, 2, timeout=timedelta(seconds=30 if me.rank == 3 else 2), expel_after=1.0)
+    except Expelled:
+        me.report("expelled")
+        return "expelled"
+    world.state(step=0)
+    me.report("is in")
+
+    def body() -> bool:
+        over = torch.tensor([int(me.store.check(["over"]))])
+        dist.all_reduce(over, dist.ReduceOp.MAX)
+        return bool(over)
+
+    while not world.attempt(body):
+        time.sleep(0.005)
+    world.leave()
+    return "trained"
+
+
+def test_a_joiner_that_comes_when_all_who_let_it_in_have_died() -> None:
+    with Ranks(is_slow_to_join, 4) as ranks:
+        ranks.reports(but=(2, 3))
+        come(ranks, 2)
+        assert ranks.reports(but=(0, 1, 3)) == ["let in"]
+        come(ranks, 3)
+        assert ranks.reports(but=(0, 1, 2)) == ["is in"]
+        ranks.signal(0, signal.SIGKILL)
+        ranks.signal(1, signal.SIGKILL)
+        tell(ranks, "go on")
+        assert ranks.reports(but=(0, 1, 3)) == ["expelled"]
+        tell(ranks, "over")
+        assert ranks.results(but=(0, 1)) == ["expelled", "trained"]
 
 
 def trial(number: int) -> None:

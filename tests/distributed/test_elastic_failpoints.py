@@ -1,15 +1,18 @@
 """A member of a world dies, or is stopped, at each point of a change of views: the others agree, and go on.
 
-One of four members dies in a step, so that the other three go through a change. In it, one of them dies or stops right
-before or right after a write, a compare-and-swap, a mapping, a message, a dial or a look. The points are counted as the
-member meets them; those that it meets again in a row, as in a poll, count once.
+One of four members dies in a step, or a fifth process is let in, so that the others go through a change. In it, one of
+them, or the one that joins, dies or stops right before or right after a write, a compare-and-swap, a mapping, a
+message, a dial or a look. The points are counted as the member meets them; those that it meets again in a row, as in a
+poll, count once.
 
-cd tests && python -m distributed.test_elastic_failpoints      all of them, with a table
+    cd tests && python -m distributed.test_elastic_failpoints            all of them, with a table
+    cd tests && python -m distributed.test_elastic_failpoints 4          of the stops, which take seconds, each fourth
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -36,8 +39,12 @@ from ringreduce.survivors import KeyStore
 
 SIZE, FIRST, STEPS = 4, 3, 12
 DIES_IN, NOTICED = 4, 2.0
-EXPEL_AFTER = 4.0
-"""Seconds; longer than the timeout of a call, so that those who wait for it in turn are not given up."""
+TIMEOUT = {signal.SIGKILL: 30.0, signal.SIGSTOP: 2.0}
+"""Seconds of a call, by which alone a stop is noticed. `expel_after` is EXPEL_LATER longer, so that those who wait in
+turn for one that is stopped are not given up."""
+EXPEL_LATER = 2.0
+CHANGE_BEGINS = ("before Membership.leave", "before Ledger.__init__", "before Watch.__init__")
+"""For a member, and for one that joins; what it meets before, while it waits, is not counted."""
 CALLS: list[tuple[Any, str]] = [
     (Ledger, "__init__"),  # maps it
     (Ledger, "_write"),  # a record; after it comes the compare-and-swap
@@ -85,37 +92,65 @@ def at_each_point(reach: Callable[[str], None]) -> None:
         module.passed = reach  # type: ignore[attr-defined]
 
 
-def changes(me: Rank, hosts: str, victim: int, stop: int, sign: int) -> Any:
-    """Returns the points that it came through, and what it has seen: (epoch, members, step) of each commit."""
+def changes(me: Rank, hosts: str, joins: bool, victim: int, stop: int, sign: int) -> Any:
+    """Returns the points that it came through, and what it has seen: (epoch, members, step) of each commit.
+
+    `joins`: rank SIZE comes to the others when they have done DIES_IN steps. If not, rank FIRST dies then.
+    """
     if hosts == "several hosts":
         os.environ["RINGREDUCE_HOST_ID"] = f"host {me.rank % 2}"
-    long = timedelta(seconds=30 if sign == signal.SIGKILL else 2)
-    world = elastic.start(store=me.store, rank=me.rank, world_size=SIZE, timeout=long, expel_after=EXPEL_AFTER)
-    state = world.state(step=0, sum=torch.zeros(1, dtype=torch.int64))
+    timeout = TIMEOUT[signal.Signals(sign)]
     points: list[str] = []
+    seen: list[tuple[int, tuple[str, ...], int]] = []
+    counts = True
 
     def reach(point: str) -> None:
-        if (world.epoch == 0 or len(seen) <= DIES_IN) and (not points or points[-1] != point):
+        nonlocal counts
+        counts = counts or point in CHANGE_BEGINS
+        if counts and len(seen) <= DIES_IN and point not in points[-2:]:
             points.append(point)
             if me.rank == victim and len(points) == stop + 1:
                 me.report(point)
                 os.kill(os.getpid(), sign)
 
-    def body() -> torch.Tensor:
-        if state.step == DIES_IN and me.rank == FIRST:
+    if me.rank == SIZE:
+        counts = False
+        at_each_point(reach)
+        while not me.store.check(["come"]):
+            time.sleep(0.005)
+    try:
+        world = elastic.start(
+            store=me.store,
+            rank=me.rank % SIZE,
+            world_size=SIZE,
+            timeout=timedelta(seconds=timeout),
+            expel_after=timeout + EXPEL_LATER,
+        )
+        state = world.state(step=0, sum=torch.zeros(1, dtype=torch.int64))
+    except (elastic.Over, Expelled):  # a process that was stopped while it joined
+        return points, seen, "expelled"
+
+    def body() -> tuple[torch.Tensor, int, tuple[str, ...]]:
+        if state.step == DIES_IN and me.rank == FIRST and not joins:
             os.kill(os.getpid(), signal.SIGKILL)
+        waits = joins and state.step == DIES_IN and world.epoch == 0
         share = torch.arange(world.rank, 12, world.size).sum().reshape(1)  # of 0 + 1 + ... + 11
         dist.all_reduce(share)
-        return share
+        time.sleep(0.005 * waits)
+        return 0 * share if waits else share, world.epoch, world.view.names
 
-    seen: list[tuple[int, tuple[str, ...], int]] = []
+    first = state.step
     try:
         while state.step < STEPS:
-            if state.step == DIES_IN:
+            if state.step == DIES_IN and not first and not points and counts:
+                counts = not joins
                 at_each_point(reach)
-            state.sum += world.attempt(body)
-            state.step += 1
-            seen.append((world.epoch, world.view.names, state.step))
+                me.store.set("come", "")
+            share, epoch, names = world.attempt(body)
+            if int(share):
+                state.sum += share
+                state.step += 1
+                seen.append((epoch, names, state.step))
         world.leave()
     except Expelled:
         return points, seen, "expelled"
@@ -129,34 +164,37 @@ def check(found: list[tuple[str, list[tuple[int, tuple[str, ...], int]]]]) -> No
     views: dict[int, tuple[str, ...]] = {}
     steps: dict[int, int] = {}
     for how, commits in sorted(found, key=lambda each: each[0] != "trained"):
-        assert [step for _, _, step in commits] == list(range(1, len(commits) + 1))
+        numbers = [step for _, _, step in commits]
+        assert numbers == list(range(numbers[0], numbers[0] + len(numbers)) if numbers else [])
         for epoch, names, step in commits:
             assert views.setdefault(epoch, names) == names
-            assert steps.setdefault(step, epoch) == epoch or (how != "trained" and step == len(commits))
+            assert steps.setdefault(step, epoch) == epoch or (how != "trained" and step == numbers[-1])
 
 
-def trial(hosts: str, victim: int, stop: int, sign: int) -> tuple[str, float]:
+def trial(hosts: str, joins: bool, victim: int, stop: int, sign: int) -> tuple[str, float]:
     """Returns the point, and the seconds until the others had done all steps."""
-    others = tuple(rank for rank in range(SIZE) if rank not in (FIRST, victim))
-    with Ranks(changes, SIZE, hosts, victim, stop, sign) as ranks:
-        point = ranks.reports(but=(FIRST, *others))[0]
+    dead = () if joins else (FIRST,)
+    others = tuple(rank for rank in range(SIZE + joins) if rank not in (*dead, victim))
+    with Ranks(changes, SIZE + joins, hosts, joins, victim, stop, sign) as ranks:
+        point = ranks.reports(but=(*dead, *others))[0]
         began = time.monotonic()
-        results = ranks.results(but=(FIRST, victim))
+        unsure = (SIZE,) if joins else dead  # one that would join may find that all is over
+        results = ranks.results(but=(*unsure, victim))
         took = time.monotonic() - began
-        assert [how for _, _, how in results] == ["trained"] * 2, point
+        assert all(how == "trained" for _, _, how in results), point
         if sign == signal.SIGSTOP:
             with contextlib.suppress(ProcessLookupError):  # somebody else had it go on
                 ranks.signal(victim, signal.SIGCONT)
-            results += ranks.results(but=(FIRST, *others))
+            results += ranks.results(but=(*dead, *others))
             assert results[-1][2] in ("expelled", "trained"), point
         check([(how, seen) for _, seen, how in results])
         return point, took
 
 
-def tried(hosts: str, victim: int, stop: int, sign: int) -> bool:
+def tried(hosts: str, joins: bool, victim: int, stop: int, sign: int) -> bool:
     """Whether the member came to this point: polls may take fewer looks than they did when the points were counted."""
     try:
-        trial(hosts, victim, stop, sign)
+        trial(hosts, joins, victim, stop, sign)
     except pytest.fail.Exception as error:
         if "exit code 0" in str(error):
             return False
@@ -164,28 +202,30 @@ def tried(hosts: str, victim: int, stop: int, sign: int) -> bool:
     return True
 
 
-def points_of(hosts: str, rank: int) -> list[str]:
+def points_of(hosts: str, joins: bool, rank: int) -> list[str]:
     """What the member meets when nobody else dies."""
-    with Ranks(changes, SIZE, hosts, -1, 0, signal.SIGKILL) as ranks:
-        results = ranks.results(but=(FIRST,))
+    with Ranks(changes, SIZE + joins, hosts, joins, -1, 0, signal.SIGKILL) as ranks:
+        results = ranks.results(but=() if joins else (FIRST,))
     check([(how, seen) for _, seen, how in results])
-    points: list[str] = results[rank][0]
+    points: list[str] = results[rank if joins or rank < FIRST else rank - 1][0]
     return points
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hosts", ["one host", "several hosts"])
-def test_a_member_dies_at_some_points(hosts: str) -> None:
-    """Each eighth, by turns of rank 0, which leads, and rank 1; all of them are for the command."""
-    for rank in (0, 1):
-        stops = range(4 * rank, len(points_of(hosts, rank)) - 5, 8)
-        assert sum(tried(hosts, rank, stop, signal.SIGKILL) for stop in stops) >= len(stops) / 2
+@pytest.mark.parametrize("joins", [False, True], ids=["after a death", "in a join"])
+def test_a_member_dies_at_some_points(hosts: str, joins: bool) -> None:
+    """A few, by turns of rank 0, which leads, rank 1, and the one that joins; all of them are for the command."""
+    for turn, rank in enumerate((0, 1, SIZE)[: 2 + joins]):
+        stops = range(3 * turn, len(points_of(hosts, joins, rank)) - 5, 16 if joins else 8)
+        assert sum(tried(hosts, joins, rank, stop, signal.SIGKILL) for stop in stops) >= len(stops) / 2
 
 
 @pytest.mark.slow
-def test_a_member_stops_at_some_points() -> None:
-    stops = range(0, len(points_of("one host", 0)) - 5, 16)
-    assert sum(tried("one host", 0, stop, signal.SIGSTOP) for stop in stops) >= len(stops) / 2
+@pytest.mark.parametrize(("joins", "rank"), [(False, 0), (True, 1), (True, SIZE)])
+def test_a_member_stops_at_some_points(joins: bool, rank: int) -> None:
+    stops = range(0, len(points_of("one host", joins, rank)) - 5, 24)
+    assert sum(tried("one host", joins, rank, stop, signal.SIGSTOP) for stop in stops) >= len(stops) / 2
 
 
 def test_points_are_met() -> None:
@@ -206,29 +246,30 @@ def main() -> None:
     import importlib
 
     importlib.import_module("conftest")
-    trials: Counter[tuple[str, str]] = Counter()
-    wrong = 0
-    slowest: dict[tuple[str, str], float] = {}
-    signs = [("kill", signal.SIGKILL, 1), ("stop", signal.SIGSTOP, int(sys.argv[1]) if len(sys.argv) > 1 else 1)]
-    for hosts in ("one host", "several hosts"):
-        for rank in (0, 1):
-            number = len(points_of(hosts, rank))
-            for how, sign, every in signs:
-                for stop in range(0, number, every):
+    every = int(sys.argv[1]) if len(sys.argv) > 1 else 1
+    trials: Counter[tuple[str, ...]] = Counter()
+    wrong: Counter[tuple[str, ...]] = Counter()
+    slowest: dict[tuple[str, ...], float] = {}
+    for hosts, joins in itertools.product(("one host", "several hosts"), (False, True)):
+        for rank in (0, 1, SIZE)[: 2 + joins]:
+            number = len(points_of(hosts, joins, rank))
+            for how, sign in ("kill", signal.SIGKILL), ("stop", signal.SIGSTOP):
+                key = (hosts, "join" if joins else "death", "joiner" if rank == SIZE else "member", how)
+                for stop in range(0, number, every if how == "stop" else 1):
                     try:
-                        point, took = trial(hosts, rank, stop, sign)
-                    except pytest.fail.Exception as error:
+                        point, took = trial(hosts, joins, rank, stop, sign)
+                    except (AssertionError, pytest.fail.Exception) as error:
                         if "exit code 0" in str(error):  # it met fewer points this time
                             continue
-                        point, took, wrong = f"? {error}", 0.0, wrong + 1
-                    except AssertionError as error:
-                        point, took, wrong = f"WRONG {error}", 0.0, wrong + 1
-                    trials[hosts, how] += 1
-                    slowest[hosts, how] = max(slowest.get((hosts, how), 0.0), took)
-                    print(hosts, rank, how, stop, point, f"{took:.2f} s", flush=True)
+                        point, took = f"WRONG {error}", 0.0
+                        wrong[key] += 1
+                    trials[key] += 1
+                    slowest[key] = max(slowest.get(key, 0.0), took)
+                    print(*key, rank, stop, point, f"{took:.2f} s", flush=True)
+    print("hosts, change, victim, how: trials, wrong, seconds until the others had done all steps at the latest")
     for key, count in trials.items():
-        print(*key, f"{count} trials; the others had done all steps after {slowest[key]:.2f} s at the latest")
-    print(f"wrong: {wrong}")
+        print(f"{', '.join(key)}: {count}, {wrong[key]}, {slowest[key]:.2f}")
+    print(f"{sum(trials.values())} trials, wrong: {sum(wrong.values())}")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ by RINGREDUCE_HOST_ID or transport='tcp', do all that they do with shared memory
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import socket
@@ -29,6 +28,7 @@ from distributed import (
     test_surface as surface,
 )
 from distributed.harness import Rank, Ranks, run
+from processes import Logged
 
 import ringreduce
 from ringreduce import hosts_file
@@ -349,13 +349,10 @@ def test_ranks_must_agree_on_the_wire_dtype() -> None:
 
 def with_a_file_of_one_machine(me: Rank) -> list[str]:
     """What is logged."""
-    logged: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ringreduce").addHandler(handler)
+    logged = Logged()
     with me.join(options=ringreduce.Options(topo_file="/nowhere.json")):
         collectives.all_reduce(me, 1000, 0)
-    return logged
+    return logged.messages
 
 
 def test_a_topology_file_is_not_passed_over_in_silence() -> None:

@@ -473,6 +473,7 @@ def interrupt_the_end(me: Rank) -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell ignores it
     size = _C.Geometry(ranks=2, channels=1, depth=8, slot_bytes=4096, mailbox_depth=4, mailbox_slot_bytes=4096)
     memfd = os.memfd_create("test")
     os.ftruncate(memfd, size.segment_bytes())

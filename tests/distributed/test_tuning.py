@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed.harness import Rank, run
+from processes import Logged
 
 import ringreduce.errors
 from ringreduce.measure import Candidate, Task, measure
@@ -33,10 +33,7 @@ def tuned(path: Path, ranks: int, algorithms: dict[str, str], slice_bytes: int) 
 
 def calls(me: Rank, paths: list[str]) -> str:
     """Runs collectives of several sizes; returns what the group said was decided."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ringreduce.backend").addHandler(handler)
+    logged = Logged("ringreduce.backend")
     os.environ["RINGREDUCE_TUNING"] = paths[me.rank]
     with me.join(options=ringreduce.Options(debug=1)):
         for count in (1, 100, 5000, 300_000):
@@ -55,7 +52,7 @@ def calls(me: Rank, paths: list[str]) -> str:
             sent = mine.clone()
             dist.broadcast(sent, me.size - 1)
             assert sent.equal(mine - me.rank + me.size - 1)
-    return "".join(said).partition("decided: ")[2]
+    return "".join(logged.messages).partition("decided: ")[2]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

@@ -31,6 +31,12 @@ def test_ray_train() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not find_spec("ray"), reason="Ray is not installed: make ecosystem")
+def test_a_parameter_server_of_ray_actors() -> None:
+    agree(python(SCRIPT, "actors"))
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not find_spec("torchft"), reason="torchft is not installed: make ecosystem")
 def test_torchft() -> None:
     """Its own tests for process groups, with ours."""

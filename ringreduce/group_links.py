@@ -1,0 +1,26 @@
+"""The links to other hosts of this process's groups. Apart from `host_links`, which groups on one host never import."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ringreduce.host_links import Links
+
+_living: weakref.WeakValueDictionary[str, Links] = weakref.WeakValueDictionary()
+
+
+def remember(name: str, links: Links) -> None:
+    """For `all_links`: these are the links of the group that torch knows by this name."""
+    _living[name] = links
+
+
+def all_links() -> dict[str, Links]:
+    """Of the groups of this process that have ranks on other hosts, by name."""
+    return {name: links for name, links in list(_living.items()) if links.group is not None}
+
+
+def links_of(group: Any) -> Links | None:
+    """None if all ranks of the group are on one host."""
+    return next((links for links in all_links().values() if links.group is group), None)
