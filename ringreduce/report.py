@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from ringreduce import _C
 from ringreduce.api import backend_of
-from ringreduce.host_links import LinkStats, Wire, all_links, links_of
+from ringreduce.group_links import all_links, links_of
+from ringreduce.host_links import LinkStats, Wire
 from ringreduce.topology.group_plans import GroupTopology, OnHost
 from ringreduce.topology.live import probe
 from ringreduce.tuning import measured_memory

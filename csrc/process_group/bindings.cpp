@@ -5,6 +5,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <atomic>
+#include <mutex>
 #include <optional>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
@@ -19,6 +20,12 @@
 #include "transport/links.h"
 
 namespace py = pybind11;
+
+// Of the OpenMP that torch has, if it has one.
+extern "C" {
+int omp_get_max_threads() __attribute__((weak));
+void omp_set_num_threads(int threads) __attribute__((weak));
+}
 
 namespace {
 
@@ -126,8 +133,28 @@ auto with_plan(Method method) {
   };
 }
 
-// Square roots with torch's bits, for update rules of the parameter server.
+// The calling thread's part of a parallel region, as long as this exists: OpenMP gives it no others. No effect where
+// torch is built without OpenMP.
+struct OneThread {
+  OneThread() : before(omp_get_max_threads == nullptr ? 0 : omp_get_max_threads()) { set(1); }
+  ~OneThread() { set(before); }
+  OneThread(const OneThread&) = delete;
+  OneThread& operator=(const OneThread&) = delete;
+  static void set(int threads) {
+    if (omp_set_num_threads != nullptr) omp_set_num_threads(threads);
+  }
+  const int before;
+};
+
+// Square roots with torch's bits, for update rules of the parameter server. Some builds of torch (MKL) would compute
+// them in several threads, which takes longer than such a short computation.
 void roots(DType dtype, void* out, const void* in, std::size_t count) {
+  // MKL chooses its code at the first call. Several threads that come first at once may have got one of less precision.
+  static std::once_flag chosen;
+  std::call_once(chosen, [] {
+    for (const auto type : {at::kFloat, at::kDouble}) at::ones({1}, type).sqrt_();
+  });
+  const OneThread one_thread;
   const at::NoGradGuard no_grad;
   const auto options = at::TensorOptions().dtype(dtype == DType::float64 ? at::kDouble : at::kFloat);
   const auto size = static_cast<std::int64_t>(count);

@@ -59,6 +59,7 @@ struct Dumps {
   std::mutex mutex;
   std::condition_variable ended;
   int under_way = 0;
+  std::uint64_t taken = 0, written = 0;  // numbers of records
 };
 constexpr int kLowestPriority = 19;
 
@@ -336,12 +337,20 @@ void CallLog::write_dump(int global_rank) {
     dumps.under_way += number;
     dumps.ended.notify_all();
   };
+  // Several groups may break at once, and their threads come in any order. The latest record has all calls.
+  const auto take = [&dumps] {
+    std::lock_guard lock(dumps.mutex);
+    return std::pair(++dumps.taken, snapshot());
+  };
   add(1);
   try {
-    start_thread([&dumps, failed, add, global_rank, records = snapshot()]() mutable {
+    start_thread([&dumps, failed, add, global_rank, taken = take()]() mutable {
       setpriority(PRIO_PROCESS, 0, kLowestPriority);  // of this thread
       try {
         std::lock_guard one_at_a_time(dumps.writer);
+        auto& [number, records] = taken;
+        if (number < dumps.written) return add(-1);
+        dumps.written = number;
         auto& writer = c10d::DebugInfoWriter::getWriter(global_rank);  // makes directories
         TORCH_WARN("a group broke; the flight record of rank ", global_rank, " goes to ", writer.getWriterTarget());
         writer.write(pickle(std::move(records)));

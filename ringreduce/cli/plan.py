@@ -13,6 +13,7 @@ from ringreduce.cli.topo import ring_lines, show_assumed
 from ringreduce.common.failures import InvalidArgument
 from ringreduce.common.units import bytes_text, time_text
 from ringreduce.topology.draw.style import rank_label
+from ringreduce.topology.routes import in_runs
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -71,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     size_text, gpus = bytes_text(size), len(planned.ranks)
     few = gpus <= MOST_NAMED
-    ranks = "GPUs " + ", ".join(rank_label(graph, name) for name in planned.ranks) if few else f"{gpus} GPUs"
+    ranks = "GPUs " + ", ".join(in_runs(rank_label(graph, name) for name in planned.ranks)) if few else f"{gpus} GPUs"
     say(out, f"{graph.name}: {planned.collective} of {size_text} on {ranks}", style="bold")
     say(
         out,
@@ -109,7 +110,10 @@ def _write(planned: Planned, arguments: argparse.Namespace) -> list[Path]:
 
 def _of_bound(planned: Planned) -> str:
     """What is planned, and which bound that is to be held against."""
-    share = f"{gigabytes(planned.bandwidth)} GB/s of at most {gigabytes(planned.bound)}"
+    from ringreduce.topology.planned import SUSTAINED_BYTES
+
+    large = f" with {bytes_text(SUSTAINED_BYTES)}" if planned.bandwidth < planned.of_links else ""  # as simulated
+    share = f"{gigabytes(planned.bandwidth)} GB/s{large} of at most {gigabytes(planned.bound)}"
     ranks = ", without the switches' sums" if planned.bound_in_switches and not planned.in_switches else ""
     return f"planned {share} ({planned.bandwidth / planned.bound:.1%}){ranks}"
 

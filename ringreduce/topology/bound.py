@@ -212,7 +212,7 @@ def _bounds(collective: str, cuts: Cuts, partition: Partition, in_switches: bool
 def _words(cuts: Cuts, partition: Partition) -> str:
     if len(partition) == cuts.routes.size:
         return "each single rank"
-    return " | ".join(" ".join(cuts.routes.ranks[rank] for rank in part) for part in partition)
+    return cuts.routes.words(partition)
 
 
 def tightest(collective: str, cuts: Cuts) -> Partition:

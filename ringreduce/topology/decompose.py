@@ -80,22 +80,18 @@ def _links_to_use(graph: LinkGraph) -> tuple[Routes, str]:
         return own, f"{kinds} joins all {own.size} GPUs" if kinds else "one rank"
     whole = all_routes(graph)
     if len(whole.components) > 1:
-        parts = " | ".join(_names(whole, part) for part in whole.components)
+        parts = whole.words(whole.components)
         raise TopologyError(f"{graph.name}: there is no path between {parts}; add the links that join them")
     others = ", ".join(dict.fromkeys(link.kind.value for link in _used(whole) if link.kind not in FABRIC))
     if not graph.gpus:
         return whole, f"over {others}"
-    parts = " | ".join(_names(own, part) for part in own.components)
+    parts = own.words(own.components)
     where = f"between {parts}" if kinds or own.size <= 3 else "between any of the GPUs"
     return whole, f"no {kinds or 'NVLink or XGMI'} path {where}: over {others}{' as well' if kinds else ''}"
 
 
 def _used(routes: Routes) -> list[Link]:
     return [routes.links[at] for at in sorted({at for shares in routes.between.values() for at, _ in shares})]
-
-
-def _names(routes: Routes, part: tuple[int, ...]) -> str:
-    return " ".join(routes.ranks[rank] for rank in part)
 
 
 def _about_rings(routes: Routes, rings: tuple[Ring, ...]) -> str:

@@ -237,7 +237,7 @@ def load(path: str | Path) -> Table:
         document = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
         raise TopologyError(f"{path} is no calibration: {error}; make one with `ringreduce calibrate`") from None
-    if not isinstance(document, dict):
+    if not isinstance(document, dict) or not document:
         raise TopologyError(f"{path}: it has {document!r:.40}; expected an object with a fabric's figures by its name")
     table = dict(FABRICS)
     for name, figures in document.items():

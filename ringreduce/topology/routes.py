@@ -7,9 +7,10 @@ them carries. Inside a host no route leaves it.
 """
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 
 from ringreduce.common.failures import TopologyError
 from ringreduce.plan.network import LikeGroups, Network, Route
@@ -46,6 +47,12 @@ class Routes:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    def words(self, parts: Sequence[Sequence[int]]) -> str:
+        """Sets of ranks, by name: "GPU0-3 | GPU4-7". Of more than eight, the first four."""
+        few = parts if len(parts) <= 8 else parts[:4]
+        names = [" ".join(in_runs(self.ranks[rank] for rank in part)) for part in few]
+        return " | ".join(names + [f"... ({len(parts)} in all)"] * (len(few) < len(parts)))
 
     @cached_property
     def components(self) -> tuple[tuple[int, ...], ...]:
@@ -193,3 +200,18 @@ def _spread(links: Sequence[Link], paths: Sequence[Path]) -> tuple[Share, ...]:
         for at in path:
             crossing[at] = crossing.get(at, 0.0) + wide / sum(width)
     return tuple(sorted(crossing.items()))
+
+
+def in_runs(names: Iterable[str]) -> list[str]:
+    """Three or more names in a row that count up become one: "GPU0", "GPU1", "GPU2" become "GPU0-2"."""
+    numbered = [(stem := name.rstrip("0123456789"), name.removeprefix(stem)) for name in names]
+    found: list[str] = []
+    # In a run, a name's number and its place among the names grow alike.
+    for _, run in groupby(enumerate(numbered), lambda at: (at[1][0], int(at[1][1]) - at[0] if at[1][1] else None)):
+        same = [each for _, each in run]
+        (stem, first), (_, last) = same[0], same[-1]
+        if len(same) > 2 and first:
+            found.append(f"{stem}{first}-{last}")
+        else:
+            found += [stem + number for stem, number in same]
+    return found

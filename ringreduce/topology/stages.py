@@ -61,7 +61,7 @@ def hierarchies(routes: Routes) -> Iterator[tuple[Plan, str]]:
         inside = list(inside_groups(routes, groups))
     except TopologyError:  # a group is not connected by itself
         return
-    why = f"in groups: {' | '.join(' '.join(routes.ranks[rank] for rank in group) for group in groups)}"
+    why = f"in groups: {routes.words(groups)}"
     for name in ("ring", "halving_doubling") if len(groups) > 2 else ("ring",):  # of two groups they are the same
         across = build("all_reduce", name, len(groups))
         stages = [hierarchical.Stages(scatter, across, gather, weight) for scatter, gather, weight in inside]

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed.harness import Rank, run
+from processes import Logged
 from stand_in import torch_cuda
 from stand_in.torch_cuda import delay
 
@@ -25,16 +26,6 @@ from ringreduce.gpu import joining as gpu_group
 from ringreduce.gpu import kernels
 
 RANKS = 2
-
-
-class Warnings(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-        logging.getLogger("ringreduce").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
 
 
 def refuse_to_compile(me: Rank) -> None:
@@ -146,7 +137,7 @@ def all_collectives(me: Rank) -> None:
 
 
 def goes_through_the_host(me: Rank) -> list[str]:
-    warnings = Warnings()
+    warnings = Logged(level=logging.WARNING)
     with me.join():
         all_collectives(me)
     return warnings.messages
@@ -179,7 +170,7 @@ def test_or_it_is_an_error_on_all(obstacle: str) -> None:
 
 def asked_for_the_host(me: Rank) -> list[str]:
     torch.cuda.set_device(0)
-    warnings = Warnings()
+    warnings = Logged(level=logging.WARNING)
     with me.join(options=Options(gpu_transport="host")):
         all_collectives(me)
     return warnings.messages

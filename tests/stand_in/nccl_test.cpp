@@ -463,6 +463,7 @@ void bad_call_leaves_the_group() {
     expect_error(ErrorKind::invalid_argument, {"root is 2; the group has ranks 0 to 1"},
                  [&] { gpu.engine.enqueue(call, {tensors, tensors}, gpu.stream); });
     all_reduce.fill();
+    gpu.stream.synchronize();  // run() has a stream of its own
     all_reduce.run();
     all_reduce.expect_sum();
   });

@@ -17,6 +17,7 @@ from ringreduce.topology.graph import LinkGraph, LinkKind, Node, NodeKind, both_
 from ringreduce.topology.planned import Planned, transfers
 from ringreduce.topology.planner import algorithms, plan_for
 from ringreduce.topology.presets import preset
+from ringreduce.topology.routes import in_runs
 from ringreduce.topology.stages import weights
 
 DOUBLE = [(0, 3), (0, 4), (1, 2), (1, 5), (2, 3), (4, 7), (5, 6), (6, 7)]
@@ -438,3 +439,17 @@ def test_weights_are_small_where_they_can_be() -> None:
     assert weights([1 / 3, 1 / 2]) == [2, 3]
     first, second = weights([math.pi, 1.0])
     assert first / second == pytest.approx(math.pi, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ("GPU0 GPU1 GPU2 GPU4 GPU5", "GPU0-2 GPU4 GPU5"),
+        ("GPU2 GPU1 GPU0", "GPU2 GPU1 GPU0"),
+        ("0/9 0/10 0/11 1/12", "0/9-11 1/12"),
+        ("one one one", "one one one"),
+        ("5 6 7", "5-7"),
+    ],
+)
+def test_names_in_a_row_are_told_as_one(names: str, said: str) -> None:
+    assert " ".join(in_runs(names.split())) == said
