@@ -14,6 +14,7 @@ enum class ErrorKind : int {
   mismatch,              // ranks made different calls; the group is unusable, unless it was a single message
   aborted,               // abort() was called; the group is unusable
   system,                // the operating system refused something
+  server_lost,           // a parameter server ended, and no backup has its blocks; those of others can be read
 };
 
 class Error : public std::runtime_error {

@@ -443,7 +443,7 @@ void bind_client(py::module_& m) {
             const py::gil_scoped_release released;
             return client.read(parts.parts, address(tensor), duration(timeout));
           },
-          py::arg("parts"), py::arg("tensor"), py::kw_only(), py::arg("timeout") = py::none())
+          py::arg("parts"), py::arg("tensor"), py::arg("timeout"))
       .def(
           "read_round",
           [](Client& client, const Parts& parts, const std::vector<std::uintptr_t>& places,

@@ -217,7 +217,7 @@ void Client::lose(std::uint32_t server, const std::string& why) {
 }
 
 void Client::throw_lost(std::uint32_t server) const {
-  throw Error(ErrorKind::peer_lost,
+  throw Error(ErrorKind::server_lost,
               peer(server).name + " has ended" + (peer(server).why.empty() ? "" : ": " + peer(server).why) +
                   ", and with it the blocks that it served: start again from what was saved",
               static_cast<int>(server));
@@ -477,8 +477,10 @@ std::shared_ptr<Call> Client::ask(RequestKind kind, const std::vector<std::uint3
   return call;
 }
 
-std::vector<std::uint64_t> Client::read(const std::vector<Part>& parts, std::byte* tensor, Nanoseconds timeout) {
+std::optional<std::vector<std::uint64_t>> Client::read(const std::vector<Part>& parts, std::byte* tensor,
+                                                       Nanoseconds timeout) {
   std::vector<std::uint64_t> versions;
+  versions.reserve(parts.size());
   const bool streamed = streams(parts);
   Hold hold(*this);
   take_replies();
@@ -491,12 +493,10 @@ std::vector<std::uint64_t> Client::read(const std::vector<Part>& parts, std::byt
              (from.pushes.count(part.block) == 0 && from.near->serves() &&
               from.near->words(part).published.load(std::memory_order_acquire) > 0);
     };
-    if (!readable() && !wait_until(hold, timeout, readable))
-      throw Error(ErrorKind::timeout, "this worker's pushes have not been applied in time",
-                  static_cast<int>(part.server));
+    if (!wait_until(hold, timeout, readable)) return std::nullopt;
     look_for_ended();
     if (!from.alive) throw_lost(part.server);
-    if (from.near == nullptr) return {};
+    if (from.near == nullptr) return std::vector<std::uint64_t>();
     const std::shared_ptr<const Near> near = from.near;  // mapped as long as it is read
     hold.lock.unlock();
     versions.push_back(read_block(near->words(part), tensor + part.begin, part.bytes, streamed));

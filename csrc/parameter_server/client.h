@@ -11,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -73,7 +74,7 @@ struct Call {
 };
 
 // Thread-safe. Every wait ends with an error when its time is over (timeout), when a server that it waits for has ended
-// (peer_lost, `culprit` is the server) and after abort() (aborted).
+// (server_lost, `culprit` is the server) and after abort() (aborted).
 class Client {
  public:
   // A window with `data` bytes for pushes to `servers` servers. Throws Error(system).
@@ -140,10 +141,11 @@ class Client {
   bool drain(Nanoseconds timeout);
   // Returns whether all was answered within the time; does not throw if it was not.
   bool wait(Call& call, Nanoseconds timeout);
-  // Copies the latest value of parts of this host to `tensor`; returns the versions, or nothing if the backup on
-  // another host of one of these servers is asked now: pull the parts. Before, it waits for this worker's own pushes to
-  // them. Throws Error(timeout) as above.
-  std::vector<std::uint64_t> read(const std::vector<Part>& parts, std::byte* tensor, Nanoseconds timeout);
+  // Copies the latest value of parts of this host to `tensor`; returns the versions, none if the backup on another host
+  // of one of these servers is asked now: pull the parts. Before, it waits for this worker's own pushes to them;
+  // returns nothing if they were not applied within the time.
+  std::optional<std::vector<std::uint64_t>> read(const std::vector<Part>& parts, std::byte* tensor,
+                                                 Nanoseconds timeout);
 
   // Copies all parts, of servers of this host, as they were after one and the same update, the latest that all of them
   // have: part i to places[i]. Returns its version. Throws as read(), Error(timeout) also if updates always overtook

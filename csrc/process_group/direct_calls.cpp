@@ -183,6 +183,22 @@ PyObject* all_to_all(PyObject* /*module*/, Arguments args, Py_ssize_t count) {
   });
 }
 
+// The address of a tensor's memory if it is a plain one that looks like `like`: dense, contiguous, on the CPU, with all
+// of its memory, and nothing that autograd has to know. None for others, which the caller looks at one by one.
+PyObject* memory_of(PyObject* /*module*/, Arguments args, Py_ssize_t count) {
+  return guarded([&]() -> PyObject* {
+    if (count != 2 || !THPVariable_CheckExact(args[0]) || !are_tensors(args + 1, 1)) Py_RETURN_NONE;
+    const at::Tensor &tensor = THPVariable_Unpack(args[0]), &like = THPVariable_Unpack(args[1]);
+    const bool plain = tensor.scalar_type() == like.scalar_type() && tensor.is_cpu() &&
+                       tensor.layout() == at::kStrided && tensor.sizes() == like.sizes() && tensor.is_contiguous() &&
+                       !tensor.requires_grad() && !tensor.is_neg() && !tensor.is_conj();
+    if (!plain) Py_RETURN_NONE;
+    const auto end = (static_cast<std::size_t>(tensor.storage_offset() + tensor.numel())) * tensor.itemsize();
+    if (tensor.storage().nbytes() < end) Py_RETURN_NONE;
+    return PyLong_FromVoidPtr(tensor.mutable_data_ptr());
+  });
+}
+
 PyCFunction vectorcall(PyObject* (*function)(PyObject*, Arguments, Py_ssize_t)) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
@@ -196,6 +212,7 @@ void bind_direct_calls(py::module_& m) {
       {"reduce_scatter_now", vectorcall(reduce_scatter), METH_FASTCALL, "reduce_scatter_now(group, output, input, op)"},
       {"all_gather_now", vectorcall(all_gather), METH_FASTCALL, "all_gather_now(group, output, input)"},
       {"all_to_all_now", vectorcall(all_to_all), METH_FASTCALL, "all_to_all_now(group, output, input)"},
+      {"memory_of", vectorcall(memory_of), METH_FASTCALL, "memory_of(tensor, like)"},
       {nullptr, nullptr, 0, nullptr},
   };
   if (PyModule_AddFunctions(m.ptr(), functions) != 0) throw py::error_already_set();

@@ -89,7 +89,7 @@ struct Party {
   void pull(ps::Client& client, std::vector<std::int64_t>& value) const {
     auto* const to = reinterpret_cast<std::byte*>(value.data());
     if (!far) {
-      client.read(parts, to, 60 * kSecond);
+      check(client.read(parts, to, 60 * kSecond).has_value(), "a read did not end");
       return;
     }
     const auto call = client.pull(parts, to, {0, 1, 60 * kSecond});

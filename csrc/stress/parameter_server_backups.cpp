@@ -122,7 +122,11 @@ struct Pair {
 
 // Copies what all parts are to `value`, wherever they are asked for.
 void pull(ps::Client& client, const std::vector<ps::Part>& parts, std::byte* value) {
-  if (client.is_near(0) && !client.read(parts, value, 60 * kSecond).empty()) return;
+  if (client.is_near(0)) {
+    const auto versions = client.read(parts, value, 60 * kSecond);
+    check(versions.has_value(), "a read did not end");
+    if (!versions->empty()) return;
+  }
   const auto call = client.pull(parts, value, {});
   check(client.wait(*call, 60 * kSecond), "a pull did not end");
   client.cancel(*call);

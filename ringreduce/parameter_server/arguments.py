@@ -42,21 +42,19 @@ def _tensor(key: str, array: Any) -> torch.Tensor:
             f"{key!r} is of layout {tensor.layout} on {tensor.device} with {tensor.numel()} elements; it must be a "
             "dense tensor on the CPU with 1 or more"
         )
+    needed = _bytes_from_storage(tensor)
+    if tensor.untyped_storage().nbytes() < needed:
+        raise InvalidArgument(
+            f"{key!r} has {tensor.untyped_storage().nbytes()} bytes of memory left and needs {needed}: its storage was "
+            "freed or made smaller; pass a tensor that has its memory"
+        )
     return tensor
 
 
-def fits(known: _Key, tensor: Any) -> bool:
-    """Whether it can be used as it is. Most are, so this is quick; others are looked at, and named, one by one."""
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.dtype is known.dtype
-        and tensor.shape == known.shape
-        and tensor.is_cpu
-        and tensor.layout is torch.strided
-        and not tensor.requires_grad
-        and tensor.is_contiguous()
-        and not (tensor.is_neg() or tensor.is_conj())
-    )
+def _bytes_from_storage(tensor: torch.Tensor) -> int:
+    """From the beginning of its storage to the end of its last element."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (int(tensor.storage_offset()) + last + 1) * tensor.element_size()
 
 
 def readable(key: str, array: Any) -> torch.Tensor:

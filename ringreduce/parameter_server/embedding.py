@@ -16,7 +16,7 @@ from ringreduce.errors import CollectiveTimeout, InvalidArgument, RingReduceErro
 from ringreduce.parameter_server.arguments import check_weight
 from ringreduce.parameter_server.key_value import KeyValue
 from ringreduce.parameter_server.modes import Mode, sync
-from ringreduce.parameter_server.pending import Pending, server_errors
+from ringreduce.parameter_server.pending import Pending
 from ringreduce.parameter_server.updates import UpdateRule, check_for_rows
 
 if TYPE_CHECKING:
@@ -169,17 +169,13 @@ class Embedding(nn.Module):
 
     def _push(self, rows: ParameterRows, values: torch.Tensor, deadline: float, **options: Any) -> Pending:
         self._make_room(rows)
-        with server_errors():
-            call = self._table.push(
-                self._client, rows, values.data_ptr(), timeout=deadline - time.monotonic(), **options
-            )
+        call = self._table.push(self._client, rows, values.data_ptr(), timeout=deadline - time.monotonic(), **options)
         return Pending(self._kv, {self.name: call})
 
     def _ask(self, ids: torch.Tensor, deadline: float) -> _Batch:
         rows = self._table.rows(ids.data_ptr(), ids.numel())
         size = self._make_room(rows)
-        with server_errors():
-            call = self._table.pull(self._client, rows, timeout=deadline - time.monotonic())
+        call = self._table.pull(self._client, rows, timeout=deadline - time.monotonic())
         return _Batch(self._client, self.name, ids, rows, call, size)
 
     def _batch(self, ids: torch.Tensor, deadline: float) -> _Batch:
@@ -234,8 +230,7 @@ class Embedding(nn.Module):
         return positions, values
 
     def _is_answered(self, pushed: Pending) -> bool:
-        with server_errors():
-            return self._client.wait(pushed.calls[self.name], timeout=0.0)
+        return self._client.wait(pushed.calls[self.name], timeout=0.0)
 
     def _is_plain(self, values: Any, ids: torch.Tensor) -> bool:
         """Whether it is a row for each of `ids`, as this module can read and write it."""

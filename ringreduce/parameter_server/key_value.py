@@ -27,12 +27,11 @@ from ringreduce.parameter_server.arguments import (
     check_like,
     check_weight,
     check_wire,
-    fits,
     readable,
     writable,
 )
 from ringreduce.parameter_server.modes import Mode, sync
-from ringreduce.parameter_server.pending import Pending, Snapshot, server_errors
+from ringreduce.parameter_server.pending import Pending, Snapshot
 from ringreduce.parameter_server.placement import cut, elements_per_block, place
 from ringreduce.parameter_server.readers import Follower
 from ringreduce.parameter_server.safetensors import Reader
@@ -71,6 +70,8 @@ class _Key:
     """The same."""
     asked: _C.ParameterParts | None
     """What a pull asks of servers: blocks of other hosts, and in ssp whether those of this host may be read."""
+    like: torch.Tensor
+    """Without memory: what tensors of this key look like."""
 
 
 @dataclass(slots=True)
@@ -81,6 +82,8 @@ class _Pull:
     known: _Key
     target: torch.Tensor
     whole: torch.Tensor
+    memory: int
+    """Its address."""
     call: ParameterCall | None
     near: list[Part]
     """As the key had it: what is to be read here when the call is over."""
@@ -187,10 +190,7 @@ class KeyValue:
             check_average(name, source, mode, update)
             self._place(name, spec, source, deadline)
             parts = self._keys[name].everywhere
-            with server_errors():
-                calls[name] = self._client.send(
-                    "initialise", parts, source.data_ptr(), timeout=deadline - time.monotonic()
-                )
+            calls[name] = self._client.send("initialise", parts, source.data_ptr(), timeout=deadline - time.monotonic())
         for name, call in calls.items():
             self._finish(name, call, deadline)
 
@@ -255,7 +255,8 @@ class KeyValue:
         known = [part for part in parts if part is not None]
         push_wire, pull_wire = placed["wire"]
         everywhere = _C.ParameterParts(known, push_wire=push_wire, pull_wire=pull_wire)
-        self._keys[key] = self._split(_Key(placed, dtype, shape, known, everywhere, [], everywhere, None))
+        like = torch.empty(shape, dtype=dtype, device="meta")
+        self._keys[key] = self._split(_Key(placed, dtype, shape, known, everywhere, [], everywhere, None, like))
 
     def _split(self, known: _Key) -> _Key:
         """Notes which blocks are on this host."""
@@ -292,17 +293,17 @@ class KeyValue:
 
     def _push(self, name: str, tensor: Any, weight: float, priority: int, deadline: float) -> ParameterCall:
         known = self._keys.get(name) or self._lookup(name, deadline)
-        source = tensor
-        if not fits(known, tensor):
+        memory = _C.memory_of(tensor, known.like)
+        if memory is None:
             source = readable(name, tensor)
             check_like(name, known, source)
-        if weight != 1 and not (source.is_floating_point() or source.is_complex()):
-            raise InvalidArgument(f"weight is {weight}; a push of {source.dtype} ({name!r}) takes none but 1")
+            memory = source.data_ptr()
+        if weight != 1 and not (known.dtype.is_floating_point or known.dtype.is_complex):
+            raise InvalidArgument(f"weight is {weight}; a push of {known.dtype} ({name!r}) takes none but 1")
         left = deadline - time.monotonic()
-        with server_errors():
-            return self._client.send(
-                "push", known.everywhere, source.data_ptr(), priority=priority, weight=float(weight), timeout=left
-            )
+        return self._client.send(
+            "push", known.everywhere, memory, priority=priority, weight=float(weight), timeout=left
+        )
 
     def pull(
         self, key: str | Mapping[str, Array], out: Array | None = None, *, timeout: float | None = None
@@ -312,6 +313,11 @@ class KeyValue:
         The value contains all that this worker has pushed. The key's mode says what it contains of other workers'
         pushes.
         """
+        if isinstance(key, str) and (known := self._keys.get(key)) and known.asked is None and not self._left:
+            memory = _C.memory_of(out, known.like)  # perhaps a copy is all that it takes
+            versions = None if memory is None else self._client.read(known.here, memory, 0.0)
+            if versions:
+                return {key: versions}
         deadline = self._deadline(timeout)
         pulls = self._begin_pulls(dict(self._pairs(key, out)), deadline)
         try:
@@ -327,7 +333,8 @@ class KeyValue:
                 known = self._keys.get(key) or self._lookup(key, deadline)
                 target: Any = tensor
                 whole: Any = tensor
-                if not fits(known, tensor):
+                memory = _C.memory_of(tensor, known.like)
+                if memory is None:
                     target = writable(key, tensor)
                     check_like(key, known, target)
                     whole = (
@@ -335,11 +342,11 @@ class KeyValue:
                         if target.is_contiguous()
                         else torch.empty(target.shape, dtype=target.dtype, device="cpu")
                     )
+                    memory = whole.data_ptr()
                 call = None
                 if known.asked is not None:
-                    with server_errors():
-                        call = self._client.pull(known.asked, whole.data_ptr(), timeout=deadline - time.monotonic())
-                pulls.append(_Pull(key, known, target, whole, call, known.near))
+                    call = self._client.pull(known.asked, memory, timeout=deadline - time.monotonic())
+                pulls.append(_Pull(key, known, target, whole, memory, call, known.near))
         except BaseException:
             self._cancel(pulls)
             raise
@@ -366,30 +373,29 @@ class KeyValue:
 
     def _take(self, pull: _Pull, deadline: float) -> list[int]:
         """The same, to `whole`; nothing if it must be pulled again."""
-        known, whole = pull.known, pull.whole
+        known = pull.known
         if pull.call is None:
-            return self._read(pull.key, known, whole, deadline) if pull.near is known.near else []
+            return self._read(pull.key, known, pull.memory, deadline) if pull.near is known.near else []
         self._finish(pull.key, pull.call, deadline)
         if pull.near is not known.near:
             return []
         found = {(server, block): version for server, block, _, version in pull.call.answers}
         if known.near:
-            read = self._read(pull.key, known, whole, deadline)
+            read = self._read(pull.key, known, pull.memory, deadline)
             if not read:
                 return []
             found |= {part[:2]: version for part, version in zip(known.near, read, strict=True)}
         return [found[part[:2]] for part in known.parts]
 
-    def _read(self, key: str, known: _Key, whole: torch.Tensor, deadline: float) -> list[int]:
-        """Blocks of this host; nothing if some are not any more."""
+    def _read(self, key: str, known: _Key, memory: int, deadline: float) -> list[int]:
+        """Copies the blocks of this host; nothing if some are not any more."""
         while True:
             left = deadline - time.monotonic()
-            try:
-                with server_errors():
-                    return self._client.read(known.here, whole.data_ptr(), timeout=max(0.0, min(left, _SLICE)))
-            except CollectiveTimeout:
-                if left <= _SLICE:
-                    raise CollectiveTimeout(self._who_is_late(key, [part[:2] for part in known.near])) from None
+            versions = self._client.read(known.here, memory, max(0.0, min(left, _SLICE)))
+            if versions is not None:
+                return versions
+            if left <= _SLICE:
+                raise CollectiveTimeout(self._who_is_late(key, [part[:2] for part in known.near]))
 
     def push_pull(
         self,
@@ -523,10 +529,9 @@ class KeyValue:
         deadline = self._deadline(timeout)
         target = Path(path).absolute()
         check_absent(target)
-        with server_errors():
-            while not self._client.drain(timeout=max(0.0, min(deadline - time.monotonic(), _SLICE))):
-                if time.monotonic() >= deadline:
-                    raise CollectiveTimeout("snapshot: what this worker has pushed was not applied in time")
+        while not self._client.drain(timeout=max(0.0, min(deadline - time.monotonic(), _SLICE))):
+            if time.monotonic() >= deadline:
+                raise CollectiveTimeout("snapshot: what this worker has pushed was not applied in time")
         folder = f"{target}.partial-{secrets.token_hex(4)}"
         for server in range(self.servers):
             question = {"ask": "snapshot", "folder": folder, "part": f"{server}-of-{self.servers}"}
@@ -589,9 +594,8 @@ class KeyValue:
                     f"{self._with.window}: join with a larger window="
                 )
             whole = _C.ParameterParts([(server, number, 0, payload.nbytes, 0)])
-            with server_errors():
-                left = deadline - time.monotonic()
-                calls.append((key, self._client.send("restore", whole, payload.ctypes.data, timeout=left)))
+            left = deadline - time.monotonic()
+            calls.append((key, self._client.send("restore", whole, payload.ctypes.data, timeout=left)))
         return calls
 
     # ---- waiting, and saying for whom --------------------------------------------------------------------------------
@@ -603,18 +607,16 @@ class KeyValue:
 
     def _tell(self, kind: str, servers: list[int], timeout: float | None) -> None:
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
-        with server_errors():
-            call = self._client.tell(kind, servers, timeout=deadline - time.monotonic())
+        call = self._client.tell(kind, servers, timeout=deadline - time.monotonic())
         self._finish(kind, call, deadline)
 
     def _finish(self, key: str, call: ParameterCall, deadline: float) -> bool:
         """Waits for a call; returns whether some block's push came late. Raises what went wrong."""
-        with server_errors():
-            while not self._client.wait(call, timeout=max(0.0, min(deadline - time.monotonic(), _SLICE))):
-                if time.monotonic() < deadline:
-                    continue
-                answered = {(server, block) for server, block, _, _ in call.answers}
-                raise CollectiveTimeout(self._who_is_late(key, [a for a in call.asked if a not in answered]))
+        while not self._client.wait(call, timeout=max(0.0, min(deadline - time.monotonic(), _SLICE))):
+            if time.monotonic() < deadline:
+                continue
+            answered = {(server, block) for server, block, _, _ in call.answers}
+            raise CollectiveTimeout(self._who_is_late(key, [a for a in call.asked if a not in answered]))
         if call.went_well:
             return False
         late = False
@@ -672,10 +674,7 @@ class KeyValue:
         """Whether others serve the blocks of a server that has ended. From here on these are asked."""
         while True:
             known = self._with.turns[server]
-            with server_errors():
-                turn, name, address = self._client.served_by(
-                    server, known, timeout=max(0.0, deadline - time.monotonic())
-                )
+            turn, name, address = self._client.served_by(server, known, timeout=max(0.0, deadline - time.monotonic()))
             if turn == known:
                 if name != self._with.names[server]:
                     raise CollectiveTimeout(

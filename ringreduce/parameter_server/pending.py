@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, ServerLost, SystemFailure
+from ringreduce.errors import CollectiveTimeout, InvalidArgument, SystemFailure
 from ringreduce.parameter_server.snapshots import INDEX
 
 if TYPE_CHECKING:
@@ -97,13 +97,3 @@ class Snapshot:
                 )
             time.sleep(0.01)
         return self.path
-
-
-class server_errors:
-    """Turns the loss of a process, which for a worker is a server, into `ServerLost`."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        if isinstance(error, PeerLost) and not isinstance(error, ServerLost):
-            raise ServerLost(str(error), error.culprit) from None

@@ -10,7 +10,6 @@ from torch import nn
 
 from ringreduce import _C
 from ringreduce.errors import CollectiveTimeout, InvalidArgument
-from ringreduce.parameter_server.pending import server_errors
 
 if TYPE_CHECKING:
     from ringreduce.parameter_server.key_value import KeyValue
@@ -48,8 +47,7 @@ class Follower:
 
     def behind(self) -> int:
         """Rounds that all servers have ended since the one that the model has. Raises `ServerLost`."""
-        with server_errors():
-            return self._client.round_of(self._parts) - self.version
+        return self._client.round_of(self._parts) - self.version
 
     def pull(self, timeout: float | None = None) -> int:
         """Copies the latest round that all blocks have to the model, all of it or nothing; returns its version.
@@ -60,8 +58,7 @@ class Follower:
         while True:
             left = deadline - time.monotonic()
             try:
-                with server_errors():
-                    version = self._client.read_round(self._parts, self._places, max(0.0, min(left, _SLICE)))
+                version = self._client.read_round(self._parts, self._places, max(0.0, min(left, _SLICE)))
                 break
             except CollectiveTimeout:
                 if left <= _SLICE:

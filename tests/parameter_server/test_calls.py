@@ -95,3 +95,38 @@ def test_dictionaries_and_outputs_must_match() -> None:
         out = {"a": torch.empty(2), "b": torch.empty(3)}
         kv.push_pull({"a": torch.ones(2), "b": torch.ones(3)}, out=out).wait()
         assert out["a"].tolist() == [1, 1] and out["b"].tolist() == [1, 1, 1]
+
+
+def odd_tensors() -> dict[str, torch.Tensor]:
+    """Of 6 float32 in shape (2, 3), none of them a plain tensor."""
+    return {
+        "transposed": torch.zeros(3, 2).t(),
+        "every other element": torch.zeros(2, 6)[:, ::2],
+        "leaf of a graph": torch.zeros(2, 3, requires_grad=True),
+        "parameter": torch.nn.Parameter(torch.zeros(2, 3)),
+        "part of a storage": torch.zeros(100)[50:56].view(2, 3),
+    }
+
+
+@pytest.mark.parametrize("kind", odd_tensors())
+def test_tensors_that_are_not_plain_are_pushed_and_pulled_as_plain_ones_are(kind: str) -> None:
+    value, out = torch.arange(6.0).view(2, 3), odd_tensors()[kind]
+    with ps.join(**SMALL) as kv:
+        kv.init("x", torch.zeros(2, 3), update=ps.assign(), mode=ps.asynchronous())
+        source = odd_tensors()[kind]
+        with torch.no_grad():
+            source.copy_(value)
+        kv.push("x", source).wait()
+        assert kv.pull("x", out) == {"x": [1]}
+        assert torch.equal(out, value)
+
+
+@pytest.mark.parametrize("left", [0, 20])
+def test_a_tensor_whose_memory_was_freed_is_refused(left: int) -> None:
+    freed = torch.zeros(2, 3)
+    freed.untyped_storage().resize_(left)
+    with ps.join(**SMALL) as kv:
+        kv.init("x", torch.ones(2, 3))
+        for call in (kv.init, kv.push, kv.pull):
+            with pytest.raises(InvalidArgument, match=f"'x' has {left} bytes of memory left and needs 24"):
+                call("x", freed)
