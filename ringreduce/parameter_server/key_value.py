@@ -28,11 +28,11 @@ from ringreduce.parameter_server.arguments import (
     check_weight,
     check_wire,
     readable,
-    writable,
 )
 from ringreduce.parameter_server.modes import Mode, sync
 from ringreduce.parameter_server.pending import Pending, Snapshot
 from ringreduce.parameter_server.placement import cut, elements_per_block, place
+from ringreduce.parameter_server.pulls import SLICE, Pulls
 from ringreduce.parameter_server.readers import Follower
 from ringreduce.parameter_server.safetensors import Reader
 from ringreduce.parameter_server.snapshots import check_absent, payload_of_block, payloads_of_rows, read
@@ -49,8 +49,6 @@ if TYPE_CHECKING:
 
 _CREATED_AT_ONCE = 1000
 """Blocks in one control message."""
-_SLICE = 0.25
-"""Seconds after which a wait looks for Ctrl-C."""
 _LOOK = 0.005
 """Seconds after which a backup is asked again whether it has taken over."""
 
@@ -72,21 +70,6 @@ class _Key:
     """What a pull asks of servers: blocks of other hosts, and in ssp whether those of this host may be read."""
     like: torch.Tensor
     """Without memory: what tensors of this key look like."""
-
-
-@dataclass(slots=True)
-class _Pull:
-    """A pull under way: to `whole`, which is `target` if that is contiguous."""
-
-    key: str
-    known: _Key
-    target: torch.Tensor
-    whole: torch.Tensor
-    memory: int
-    """Its address."""
-    call: ParameterCall | None
-    near: list[Part]
-    """As the key had it: what is to be read here when the call is over."""
 
 
 @dataclass
@@ -319,83 +302,7 @@ class KeyValue:
             if versions:
                 return {key: versions}
         deadline = self._deadline(timeout)
-        pulls = self._begin_pulls(dict(self._pairs(key, out)), deadline)
-        try:
-            return {each.key: self._end_pull(each, deadline) for each in pulls}
-        finally:
-            self._cancel(pulls)
-
-    def _begin_pulls(self, targets: Mapping[str, Array], deadline: float) -> list[_Pull]:
-        """Afterwards `_cancel` sees to it that nothing is written to the targets any more."""
-        pulls: list[_Pull] = []
-        try:
-            for key, tensor in targets.items():
-                known = self._keys.get(key) or self._lookup(key, deadline)
-                target: Any = tensor
-                whole: Any = tensor
-                memory = _C.memory_of(tensor, known.like)
-                if memory is None:
-                    target = writable(key, tensor)
-                    check_like(key, known, target)
-                    whole = (
-                        target
-                        if target.is_contiguous()
-                        else torch.empty(target.shape, dtype=target.dtype, device="cpu")
-                    )
-                    memory = whole.data_ptr()
-                call = None
-                if known.asked is not None:
-                    call = self._client.pull(known.asked, memory, timeout=deadline - time.monotonic())
-                pulls.append(_Pull(key, known, target, whole, memory, call, known.near))
-        except BaseException:
-            self._cancel(pulls)
-            raise
-        return pulls
-
-    def _cancel(self, pulls: list[_Pull]) -> None:
-        for each in pulls:
-            if each.call is not None:
-                self._client.cancel(each.call)
-
-    def _end_pull(self, pull: _Pull, deadline: float) -> list[int]:
-        """Returns the versions of the blocks when all are in the target."""
-        versions = self._take(pull, deadline)
-        while not versions:  # a server of this host has ended, and its backup is on another one
-            self._split(pull.known)
-            again = self._begin_pulls({pull.key: pull.whole}, deadline)
-            try:
-                versions = self._take(again[0], deadline)
-            finally:
-                self._cancel(again)
-        if pull.whole is not pull.target:
-            pull.target.copy_(pull.whole)
-        return versions
-
-    def _take(self, pull: _Pull, deadline: float) -> list[int]:
-        """The same, to `whole`; nothing if it must be pulled again."""
-        known = pull.known
-        if pull.call is None:
-            return self._read(pull.key, known, pull.memory, deadline) if pull.near is known.near else []
-        self._finish(pull.key, pull.call, deadline)
-        if pull.near is not known.near:
-            return []
-        found = {(server, block): version for server, block, _, version in pull.call.answers}
-        if known.near:
-            read = self._read(pull.key, known, pull.memory, deadline)
-            if not read:
-                return []
-            found |= {part[:2]: version for part, version in zip(known.near, read, strict=True)}
-        return [found[part[:2]] for part in known.parts]
-
-    def _read(self, key: str, known: _Key, memory: int, deadline: float) -> list[int]:
-        """Copies the blocks of this host; nothing if some are not any more."""
-        while True:
-            left = deadline - time.monotonic()
-            versions = self._client.read(known.here, memory, max(0.0, min(left, _SLICE)))
-            if versions is not None:
-                return versions
-            if left <= _SLICE:
-                raise CollectiveTimeout(self._who_is_late(key, [part[:2] for part in known.near]))
+        return Pulls(self, dict(self._pairs(key, out)), deadline).wait(deadline)
 
     def push_pull(
         self,
@@ -529,7 +436,7 @@ class KeyValue:
         deadline = self._deadline(timeout)
         target = Path(path).absolute()
         check_absent(target)
-        while not self._client.drain(timeout=max(0.0, min(deadline - time.monotonic(), _SLICE))):
+        while not self._client.drain(timeout=max(0.0, min(deadline - time.monotonic(), SLICE))):
             if time.monotonic() >= deadline:
                 raise CollectiveTimeout("snapshot: what this worker has pushed was not applied in time")
         folder = f"{target}.partial-{secrets.token_hex(4)}"
@@ -612,7 +519,7 @@ class KeyValue:
 
     def _finish(self, key: str, call: ParameterCall, deadline: float) -> bool:
         """Waits for a call; returns whether some block's push came late. Raises what went wrong."""
-        while not self._client.wait(call, timeout=max(0.0, min(deadline - time.monotonic(), _SLICE))):
+        while not self._client.wait(call, timeout=max(0.0, min(deadline - time.monotonic(), SLICE))):
             if time.monotonic() < deadline:
                 continue
             answered = {(server, block) for server, block, _, _ in call.answers}

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, SystemFailure
+from ringreduce.parameter_server.pulls import Pulls
 from ringreduce.parameter_server.snapshots import INDEX
 
 if TYPE_CHECKING:
     from ringreduce._C import ParameterCall
-    from ringreduce.parameter_server.key_value import Array, KeyValue, _Pull
+    from ringreduce.parameter_server.key_value import Array, KeyValue
 
 
 @dataclass(slots=True)
@@ -25,18 +26,17 @@ class Pending:
     targets: Mapping[str, Array] | None = None
     """What `push_pull` pulls when the pushes are in."""
 
-    pulls: list[_Pull] | None = None
+    pulls: Pulls | None = None
     """Those that have begun."""
-
-    def __del__(self) -> None:
-        if self.pulls:  # nobody waits for them: nothing may be written to the tensors, which go too
-            self.store._cancel(self.pulls)
 
     def start(self, timeout: float | None = None) -> None:
         """Begins the pull of a `push_pull` now: its output may change from here on, and not only in `wait`."""
         deadline = time.monotonic() + (self.store.timeout if timeout is None else timeout)
+        self._start(deadline)
+
+    def _start(self, deadline: float) -> None:
         if self.targets and self.pulls is None:
-            self.pulls = self.store._begin_pulls(self.targets, deadline)
+            self.pulls = Pulls(self.store, self.targets, deadline)
 
     def wait(self, timeout: float | None = None) -> list[str]:
         """Returns when the servers have applied every push. The result lists the keys whose push came late and was
@@ -46,16 +46,15 @@ class Pending:
         which names who is waited for; after that `wait` can be called again.
         """
         deadline = time.monotonic() + (self.store.timeout if timeout is None else timeout)
-        store = self.store
-        if self.targets and self.pulls is None:  # those from other hosts are under way while the pushes are
-            self.pulls = store._begin_pulls(self.targets, deadline)
-        pulls, self.pulls = self.pulls or [], None
+        self._start(deadline)  # those from other hosts are under way while the pushes are
+        pulls, self.pulls = self.pulls, None
         try:
-            late = [key for key, call in self.calls.items() if store._finish(key, call, deadline)]
-            for each in pulls:
-                store._end_pull(each, deadline)
+            late = [key for key, call in self.calls.items() if self.store._finish(key, call, deadline)]
+            if pulls is not None:
+                pulls.wait(deadline)
         finally:
-            store._cancel(pulls)
+            if pulls is not None:
+                pulls.cancel()
         self.targets = None
         return late
 

@@ -10,12 +10,10 @@ from torch import nn
 
 from ringreduce import _C
 from ringreduce.errors import CollectiveTimeout, InvalidArgument
+from ringreduce.parameter_server.pulls import SLICE
 
 if TYPE_CHECKING:
     from ringreduce.parameter_server.key_value import KeyValue
-
-_SLICE = 0.25
-"""Seconds after which a wait looks for Ctrl-C."""
 
 
 class Follower:
@@ -58,10 +56,10 @@ class Follower:
         while True:
             left = deadline - time.monotonic()
             try:
-                version = self._client.read_round(self._parts, self._places, max(0.0, min(left, _SLICE)))
+                version = self._client.read_round(self._parts, self._places, max(0.0, min(left, SLICE)))
                 break
             except CollectiveTimeout:
-                if left <= _SLICE:
+                if left <= SLICE:
                     raise
         with torch.no_grad():
             for key, parameter in self._parameters.items():

@@ -18,6 +18,7 @@ from distributed.harness import Rank, Ranks, run
 
 import ringreduce.parameter_server as ps
 from ringreduce.errors import CollectiveTimeout, SystemFailure, TopologyError
+from ringreduce.parameter_server.pulls import Pulls
 
 APART = (0, 1, 2, 3)
 """Every rank on a host of its own."""
@@ -189,11 +190,11 @@ def reads_slowly(me: Rank) -> float:
     with ps.join(me.store, role="worker", **sizes) as kv:
         outs = [torch.zeros(LARGE) for _ in range(8)]
         deadline = time.monotonic() + 60
-        pulls = [kv._begin_pulls({"w": out}, deadline) for out in outs]
+        pulls = [Pulls(kv, {"w": out}, deadline) for out in outs]
         me.report("ready")
         os.kill(os.getpid(), signal.SIGSTOP)
         for pull in pulls:
-            kv._end_pull(pull[0], deadline)
+            pull.wait(deadline)
         me.store.add("goes on", 1)
         return float(min(out.min() for out in outs))
 
