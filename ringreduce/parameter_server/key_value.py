@@ -34,8 +34,8 @@ from ringreduce.parameter_server.pending import Pending, Snapshot
 from ringreduce.parameter_server.placement import cut, elements_per_block, place
 from ringreduce.parameter_server.pulls import SLICE, Pulls
 from ringreduce.parameter_server.readers import Follower
-from ringreduce.parameter_server.safetensors import Reader
-from ringreduce.parameter_server.snapshots import check_absent, payload_of_block, payloads_of_rows, read
+from ringreduce.parameter_server.restoring import restore
+from ringreduce.parameter_server.snapshots import check_absent
 from ringreduce.parameter_server.updates import UpdateRule, assign
 
 if TYPE_CHECKING:
@@ -454,56 +454,7 @@ class KeyValue:
         Versions count from 0 again. Raises `InvalidArgument` if the snapshot is not whole or a key has a value already.
         """
         deadline = self._deadline(timeout)
-        files = read(Path(path))
-        specs = {block["key"]: block["spec"] for _, blocks in files for block in blocks}
-        for key in specs:
-            check_key(key)
-        tables = {key: self._restore_key(key, spec, deadline) for key, spec in specs.items()}
-        calls = []
-        for reader, blocks in files:
-            for block in blocks:
-                calls += self._restore_block(reader, block, tables[block["key"]], deadline)
-        for key, call in calls:
-            self._finish(key, call, deadline)
-            if any(outcome == "kept" for _, _, outcome, _ in call.answers):
-                raise InvalidArgument(f"{key!r} has a value already: restore() before init() or Embedding()")
-        return list(specs)
-
-    def _restore_key(self, key: str, spec: dict[str, Any], deadline: float) -> _C.ParameterTable | None:
-        if "table" in spec:
-            return self._make_table(key, spec, deadline)
-        same = {name: spec[name] for name in ("dtype", "shape", "mode", "update", "wire")}
-        size = getattr(torch, spec["dtype"]).itemsize
-        sizes = [count * size for _, count in cut(math.prod(spec["shape"]), spec["per_block"])]
-        placed = self._agree(key, same, spec | {"servers": place(sizes, self._with.loads)})
-        if placed["per_block"] != spec["per_block"]:
-            raise InvalidArgument(f"{key!r} has been cut otherwise already: restore() before init()")
-        self._create(key, placed, deadline)
-        return None
-
-    def _restore_block(
-        self, reader: Reader, block: dict[str, Any], table: _C.ParameterTable | None, deadline: float
-    ) -> list[tuple[str, ParameterCall]]:
-        key, calls = block["key"], []
-        if table is None:
-            known = self._keys[key]
-            first = block["begin"] * known.dtype.itemsize
-            (part,) = (each for each in known.parts if each[2] == first)
-            payloads = iter([(part[0], part[1], payload_of_block(reader, block))])
-        else:
-            at_once = min(self._with.block_bytes, self._client.window_bytes // 4)
-            rows = payloads_of_rows(reader, block, table, at_once)
-            payloads = ((server, table.blocks[server], payload) for server, payload in rows)
-        for server, number, payload in payloads:
-            if payload.nbytes > self._with.window:
-                raise InvalidArgument(
-                    f"a block of {key!r} has {payload.nbytes} bytes with its states, and the window of this worker "
-                    f"{self._with.window}: join with a larger window="
-                )
-            whole = _C.ParameterParts([(server, number, 0, payload.nbytes, 0)])
-            left = deadline - time.monotonic()
-            calls.append((key, self._client.send("restore", whole, payload.ctypes.data, timeout=left)))
-        return calls
+        return restore(self, Path(path), deadline)
 
     # ---- waiting, and saying for whom --------------------------------------------------------------------------------
 

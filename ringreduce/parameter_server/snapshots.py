@@ -28,13 +28,13 @@ from ringreduce.errors import InvalidArgument, SystemFailure
 from ringreduce.parameter_server.safetensors import NAMES, Reader, Writer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    pass
 
 FORMAT = "1"
 INDEX = "index.json"
 _REST = 5
 """How long the thread that writes rests, in its own CPU time: workers' steps go on beside it, and need the cores."""
-_STEPS = struct.Struct("=Q")
+STEPS = struct.Struct("=Q")
 
 
 class Saving:
@@ -126,12 +126,12 @@ class _Saved:
         if table is not None:
             width = table["width"]
             of_state = 1 if spec["update"]["kind"] == "rowwise_adagrad" else width
-            self._columns = [(name, width if name == key else of_state) for name in _names(key, states)]
+            self._columns = [(name, width if name == key else of_state) for name in names_of(key, states)]
             self.tensors = {f"{key}#ids": ("int64", [rows], 8 * rows)}
             self.tensors |= {name: (dtype, [rows, n], rows * n * self._size) for name, n in self._columns}
             return
         shape = spec["shape"] if count == math.prod(spec["shape"]) else [count]
-        self._names = _names_of_block(about, states)
+        self._names = names_of_block(about, states)
         self.tensors = {name: (dtype, shape, count * self._size) for name in self._names}
 
     def write(self, writer: Writer, first: int, rows: int, data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
@@ -151,7 +151,7 @@ class _Saved:
 
 def _complete(folder: Path, servers: int) -> None:
     """Makes the snapshot whole if this was the last of its files. Two servers may come here at once."""
-    files = _files(servers)
+    files = files_of(servers)
     final = folder.with_name(folder.name.rpartition(".partial-")[0])
     try:
         if not all((folder / file).exists() for file in files):
@@ -175,7 +175,7 @@ def _complete(folder: Path, servers: int) -> None:
             raise
 
 
-def _files(servers: int) -> list[str]:
+def files_of(servers: int) -> list[str]:
     return [file_of(f"{i}-of-{servers}") for i in range(servers)]
 
 
@@ -183,16 +183,16 @@ def file_of(part: str) -> str:
     return f"server-{part}.safetensors"
 
 
-def _names(key: str, states: int) -> list[str]:
+def names_of(key: str, states: int) -> list[str]:
     """Of the tensors with the values of a key, then its states."""
     return [key, *(f"{key}#state{i}" for i in range(states))]
 
 
-def _names_of_block(about: dict[str, Any], states: int) -> list[str]:
+def names_of_block(about: dict[str, Any], states: int) -> list[str]:
     """The same of a block: with its elements, unless it is all of the key."""
     begin, count = about["begin"], about["count"]
     part = "" if count == math.prod(about["spec"]["shape"]) else f"[{begin}:{begin + count}]"
-    return [name + part for name in _names(about["key"], states)]
+    return [name + part for name in names_of(about["key"], states)]
 
 
 def _sync(folder: Path) -> None:
@@ -201,116 +201,6 @@ def _sync(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-# ---- Loading ---------------------------------------------------------------------------------------------------------
-
-
-def read(path: Path) -> list[tuple[Reader, list[dict[str, Any]]]]:
-    """The files of a snapshot, and what each says of its blocks. A key of which blocks had no value yet, since a worker
-    was about to make it, is left out."""
-    try:
-        index = json.loads((path / INDEX).read_text())
-        files = {str(file): str(digest) for file, digest in index["metadata"]["files"].items()}
-        if index["metadata"]["format"] != FORMAT:
-            raise InvalidArgument(f"{path} has format {index['metadata']['format']!r}; this version reads {FORMAT!r}")
-        if set(files) != set(_files(len(files))) or not files:
-            raise InvalidArgument(f"{path / INDEX} does not have the files of all servers: {', '.join(files)!r:.200}")
-    except InvalidArgument:
-        raise
-    except OSError as error:
-        raise InvalidArgument(f"{path} is no whole snapshot: {error}") from None
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise InvalidArgument(f"{path / INDEX} is no index of a snapshot: {error!r}") from None
-    readers = [Reader(path / file) for file in files]
-    for reader, digest in zip(readers, files.values(), strict=True):
-        if reader.digest != digest:
-            raise InvalidArgument(f"{reader.path} is damaged: its header is not the one that {path / INDEX} knows")
-        reader.check()
-    found = [(reader, list(_blocks_of(reader))) for reader in readers]
-    whole = _whole_keys(path, [block for _, blocks in found for block in blocks])
-    return [(reader, [block for block in blocks if block["key"] in whole]) for reader, blocks in found]
-
-
-def _blocks_of(reader: Reader) -> Iterator[dict[str, Any]]:
-    """What the metadata says of each block, with its key's spec."""
-    try:
-        specs = json.loads(reader.metadata["keys"])
-        for block in json.loads(reader.metadata["blocks"]):
-            key, spec = str(block["key"]), specs[block["key"]]
-            numbers = {name: int(block[name]) for name in ("begin", "count", "steps", "rows", "states")}
-            known: dict[str, Any] = {
-                "dtype": str(spec["dtype"]),
-                "mode": dict(spec["mode"]),
-                "update": dict(spec["update"]),
-            }
-            if known["dtype"] not in NAMES or min(numbers.values()) < 0:
-                raise ValueError(f"block {block} of {known['dtype']}")
-            if "table" in spec:
-                known |= {"table": dict(spec["table"]), "shape": list(spec["shape"])}
-            else:
-                push_wire, pull_wire = spec.get("wire", ("float32", "float32"))
-                known |= {
-                    "per_block": max(1, int(spec["per_block"])),
-                    "shape": [int(n) for n in spec["shape"]],
-                    "wire": [str(push_wire), str(pull_wire)],
-                }
-            yield {"key": key, "spec": known, **numbers}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise InvalidArgument(f"{reader.path} does not say which blocks it has: {error!r:.200}") from None
-
-
-def _whole_keys(path: Path, blocks: list[dict[str, Any]]) -> set[str]:
-    """Tables, and the tensors that have all their blocks."""
-    places: dict[str, list[tuple[int, int]]] = {}
-    specs: dict[str, dict[str, Any]] = {}
-    for block in blocks:
-        if specs.setdefault(block["key"], block["spec"]) != block["spec"]:
-            raise InvalidArgument(f"{path}: files differ in what {block['key']!r} is")
-        places.setdefault(block["key"], []).append((block["begin"], block["count"]))
-    whole = {key for key, spec in specs.items() if "table" in spec}
-    for key in specs.keys() - whole:
-        there, elements, per_block = places[key], math.prod(specs[key]["shape"]), specs[key]["per_block"]
-        if len(set(there)) < len(there) or any(
-            begin % per_block or count != min(per_block, elements - begin) for begin, count in there
-        ):
-            raise InvalidArgument(f"{path}: blocks of {key!r} overlap, or are not those of its shape")
-        if sum(n for _, n in there) == elements:
-            whole.add(key)
-    return whole
-
-
-def payload_of_block(reader: Reader, block: dict[str, Any]) -> np.ndarray[Any, Any]:
-    """As servers take it: the number of updates, the value, the states."""
-    steps = np.frombuffer(_STEPS.pack(block["steps"]), np.uint8)
-    return np.concatenate([steps, *(reader.bytes_of(name) for name in _names_of_block(block, block["states"]))])
-
-
-def payloads_of_rows(
-    reader: Reader, block: dict[str, Any], table: _C.ParameterTable, at_once: int
-) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
-    """A server and what it takes of a table, about `at_once` bytes: the number of updates, ids, rows with states."""
-    rows, key = block["rows"], block["key"]
-    steps = np.frombuffer(_STEPS.pack(block["steps"]), np.uint8)
-    if rows == 0:
-        yield from ((server, steps) for server in range(len(table.blocks)))
-        return
-    columns = [reader.bytes_of(name).reshape(rows, -1) for name in _names(key, block["states"])]
-    ids = reader.bytes_of(f"{key}#ids").view(np.int64)
-    some = max(1, at_once // (8 + sum(column.shape[1] for column in columns)))
-    for first in range(0, rows, some):
-        part = torch.from_numpy(np.array(ids[first : first + some]))
-        batch = table.rows(part.data_ptr(), len(part))
-        if batch.distinct != len(part):
-            raise InvalidArgument(f"{reader.path}: an id of {key!r} is there twice")
-        positions = torch.empty_like(part)
-        batch.copy_positions(positions.data_ptr())
-        order = torch.argsort(positions).numpy()
-        stored = np.concatenate([column[first : first + some] for column in columns], axis=1)[order]
-        sorted_ids = part.numpy()[order]
-        for server, (begin, end) in enumerate(zip(batch.begins, batch.begins[1:], strict=False)):
-            mine = sorted_ids[begin:end].view(np.uint8), np.ascontiguousarray(stored[begin:end]).reshape(-1)
-            yield server, np.concatenate([steps, *mine])
 
 
 def check_absent(path: Path) -> None:
