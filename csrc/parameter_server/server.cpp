@@ -58,6 +58,7 @@ void Server::stop() {
     has_orders_ = true;
   }
   bell_->ring();
+  const std::lock_guard ending(ending_);
   if (thread_.joinable()) thread_.join();
   {
     const std::lock_guard turning(turning_);

@@ -173,7 +173,7 @@ class Server {
   enum class Step : std::uint32_t { never, taken, journalled, updated, carried_out, answered, taking_over, serving };
   void die_at(Step step, std::uint64_t times);
 
-  // Ends the thread, and tells the workers. Idempotent.
+  // Ends the thread, and tells the workers. Idempotent; returns when it is so, whoever called it first.
   void stop();
 
   // Of a thread of this process that waits: it takes turns as long as it has this, unless another one does.
@@ -389,6 +389,7 @@ class Server {
   std::atomic<bool> has_orders_ = false;
   std::atomic<bool> stopping_ = false;
   bool stopped_ = false;
+  std::mutex ending_;  // several may call stop()
   std::thread thread_;
 };
 

@@ -489,6 +489,16 @@ void asks_and_never_reads() {
   party.pull(party.good, party.value);
 }
 
+// Two threads end a server at the same time.
+void stopped_twice(int times) {
+  for (int i = 0; i < times; ++i) {
+    ps::Server server(1 << 20, ps::Server::Hooks{});
+    std::thread other([&] { server.stop(); });
+    server.stop();
+    other.join();
+  }
+}
+
 }  // namespace
 
 void stress_parameter_server() {
@@ -513,6 +523,7 @@ void stress_parameter_server() {
   sends_nonsense(3000);
   pulls_an_unknown_block();
   asks_and_never_reads();
+  stopped_twice(300);
   std::printf("parameter server: %ld frames taken, %ld refused\n", taken, refused);
 }
 

@@ -383,6 +383,7 @@ def test_recv_of_another_size_or_dtype_leaves_the_group_usable() -> None:
 def destroy_early(me: Rank) -> Any:
     with me.join():
         dist.barrier()
+        me.meet("after the barrier")  # which may still be under way on others
         works = [] if me.rank == 1 else [dist.all_reduce(torch.ones(1000), async_op=True) for _ in range(10)]
         if me.rank == 1:
             time.sleep(0.5)
