@@ -189,6 +189,12 @@ class Piece {
   std::byte* at_;
 };
 
+// What a signal's handler raises ends the wait. In other threads than the main one nothing happens.
+void look_for_ctrl_c() {
+  const py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
 RequestKind request_of(const std::string& wanted) {
   static constexpr std::string_view kNames[] = {"",      "initialise", "push",  "pull",
                                                 "clock", "barrier",    "leave", "restore"};
@@ -369,7 +375,7 @@ void bind_client(py::module_& m) {
   py::class_<Piece>(m, "ParameterPiece", py::buffer_protocol()).def_buffer(&Piece::buffer);
   py::class_<Client, std::shared_ptr<Client>>(m, "ParameterClient")
       .def(py::init([](WorkerId worker, std::size_t servers, std::size_t data) {
-             return std::shared_ptr<Client>(new Client(worker, servers, data), [](Client* client) {
+             return std::shared_ptr<Client>(new Client(worker, servers, data, look_for_ctrl_c), [](Client* client) {
                const py::gil_scoped_release no_gil;  // it says goodbye to other hosts
                delete client;
              });

@@ -17,7 +17,8 @@
 namespace ringreduce::parameter_server {
 
 inline constexpr Nanoseconds kLookEvery = 10 * kMillisecond;  // for servers that have ended
-inline constexpr int kLooks = 200, kYields = 50;              // before a thread sleeps
+inline constexpr Nanoseconds kLookForCtrlC = 100 * kMillisecond;
+inline constexpr int kLooks = 200, kYields = 50;  // before a thread sleeps
 
 // Where a request's data lies in the window: `bytes` go to the server. The piece is given back with the reply.
 struct Client::InWindow : Payload {
@@ -103,7 +104,8 @@ struct Client::Peer {
 // A thread in a call, which has the client for itself. While it waits it moves what goes to and comes from other hosts,
 // and takes the turns of its process's server.
 struct Client::Hold {
-  explicit Hold(Client& client) : wire(client.wire_.get()), turns(client.hosted_.get()), lock(client.mutex_) {
+  explicit Hold(Client& client)
+      : wire(client.of_this_process().wire_.get()), turns(client.hosted_.get()), lock(client.mutex_) {
     if (wire != nullptr) wire->connections().take_over();
   }
   ~Hold() {
@@ -117,10 +119,21 @@ struct Client::Hold {
   Lock lock;
 };
 
+// Lets other threads in, until its end.
+struct Client::Unlocked {
+  explicit Unlocked(Lock& lock) : lock(lock) { lock.unlock(); }
+  ~Unlocked() { lock.lock(); }
+  Unlocked(const Unlocked&) = delete;
+  Unlocked& operator=(const Unlocked&) = delete;
+
+  Lock& lock;
+};
+
 template <class F>
 bool Client::wait_until(Hold& hold, Nanoseconds timeout, F&& ready) {
   if (ready()) return true;
   const Nanoseconds begun = now();
+  Nanoseconds looked = begun;  // for Ctrl-C
   for (int idle = 0;; ++idle) {
     const std::uint32_t seen = bell_->rings.load(std::memory_order_seq_cst);
     if (wire_ != nullptr && wire_->connections().progress()) idle = 0;
@@ -137,14 +150,17 @@ bool Client::wait_until(Hold& hold, Nanoseconds timeout, F&& ready) {
       cpu_relax();
       continue;
     }
-    hold.lock.unlock();
+    const Unlocked unlocked(hold.lock);
+    if (interrupt_ && begun + waited - looked >= kLookForCtrlC) {
+      looked = begun + waited;
+      interrupt_();
+    }
     if (idle < kLooks + kYields) {
       sched_yield();
     } else {
       hold.turns.leave();
       sleep(seen, std::min(kLookEvery, timeout - waited));
     }
-    hold.lock.lock();
   }
 }
 

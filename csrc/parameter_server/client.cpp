@@ -22,8 +22,9 @@ bool streams(const std::vector<Part>& parts) {
 
 }  // namespace
 
-Client::Client(WorkerId worker, std::size_t servers, std::size_t data)
-    : worker_(worker),
+Client::Client(WorkerId worker, std::size_t servers, std::size_t data, std::function<void()> interrupt)
+    : interrupt_(std::move(interrupt)),
+      worker_(worker),
       servers_(servers),
       window_fd_(make_memory("ringreduce window", lanes_bytes(servers) + aligned(data))),
       window_(std::make_unique<Mapping>(window_fd_.get(), lanes_bytes(servers) + aligned(data), true)),
@@ -38,6 +39,14 @@ Client::Client(WorkerId worker, std::size_t servers, std::size_t data)
 
 Client::~Client() {
   if (fork_.forked()) static_cast<void>(wire_.release());  // the parent's, with its thread
+}
+
+Client& Client::of_this_process() {
+  if (fork_.forked())
+    throw Error(ErrorKind::invalid_argument,
+                "worker " + std::to_string(worker_) +
+                    " is the process that this one was forked from: call join() here for a worker of its own");
+  return *this;
 }
 
 void Client::attach(std::uint32_t server, const ServerSpec& spec) {
@@ -112,16 +121,21 @@ std::size_t Client::piece_with(std::size_t offset) const {
 // Room in the window, when there is some.
 std::size_t Client::take_room(Hold& hold, std::size_t bytes, Nanoseconds timeout) {
   std::size_t piece = SIZE_MAX;
-  if (!wait_until(hold, timeout, [&] { return (piece = find_room(bytes)) != SIZE_MAX; }))
+  if (!wait_until(hold, timeout, [&] { return (piece = find_room(bytes)) != SIZE_MAX; })) {
+    std::string busy;
+    for (const auto& each : peers_)
+      if (each != nullptr && !each->pushes.empty()) busy += (busy.empty() ? "" : ", ") + each->name;
     throw Error(ErrorKind::timeout, "the window of " + std::to_string(data_bytes()) + " bytes has had no room for " +
-                                        std::to_string(bytes) + " in time: pushes wait for " +
-                                        std::to_string(pieces_.size()) + " others");
+                                        std::to_string(bytes) + " in time: " + std::to_string(pieces_.size()) +
+                                        " tensors and pushes are in it" +
+                                        (busy.empty() ? "" : ", and pushes wait for " + busy));
+  }
   pieces_[piece] = {bytes, 1};
   return piece;
 }
 
 std::byte* Client::allocate(std::size_t bytes) {
-  const Lock lock(mutex_);
+  const Lock lock(of_this_process().mutex_);
   take_replies();
   const std::size_t wanted = std::max<std::size_t>(bytes, 1), offset = find_room(wanted);
   if (offset == SIZE_MAX)
@@ -236,10 +250,8 @@ void Client::sleep(std::uint32_t seen, Nanoseconds most) {
 
 bool Client::take_turns(Hold& hold) {
   if (hosted_ == nullptr) return false;
-  hold.lock.unlock();  // as a turn may be long
-  const bool moved = hold.turns.take();
-  hold.lock.lock();
-  return moved;
+  const Unlocked unlocked(hold.lock);  // as a turn may be long
+  return hold.turns.take();
 }
 
 bool Client::wait(Call& call, Nanoseconds timeout) {
@@ -274,7 +286,13 @@ std::size_t Client::outstanding() const {
 // Sends a request when the session has room.
 void Client::put(Hold& hold, std::uint32_t server, Item item, Nanoseconds timeout) {
   Peer& to = peer(server);
-  const bool ready = wait_until(hold, timeout, [&] { return !to.alive || to.session.has_room(to.queue.size()); });
+  bool ready = false;
+  try {
+    ready = wait_until(hold, timeout, [&] { return !to.alive || to.session.has_room(to.queue.size()); });
+  } catch (...) {
+    if (item.data() != nullptr) drop(item.data()->piece);
+    throw;
+  }
   if (!to.alive || !ready) {
     if (item.data() != nullptr) drop(item.data()->piece);
     if (!to.alive) throw_lost(server);
@@ -431,7 +449,7 @@ std::shared_ptr<Call> Client::pull(const std::vector<Part>& parts, std::byte* te
       item.packing = options.packing;
       put(hold, part.server, std::move(item), options.timeout);
     }
-  } catch (const Error&) {
+  } catch (...) {
     forget(*call);
     throw;
   }
@@ -498,9 +516,10 @@ std::optional<std::vector<std::uint64_t>> Client::read(const std::vector<Part>& 
     if (!from.alive) throw_lost(part.server);
     if (from.near == nullptr) return std::vector<std::uint64_t>();
     const std::shared_ptr<const Near> near = from.near;  // mapped as long as it is read
-    hold.lock.unlock();
-    versions.push_back(read_block(near->words(part), tensor + part.begin, part.bytes, streamed));
-    hold.lock.lock();
+    {
+      const Unlocked unlocked(hold.lock);
+      versions.push_back(read_block(near->words(part), tensor + part.begin, part.bytes, streamed));
+    }
     from.session.read(part.block, versions.back());
   }
   return versions;

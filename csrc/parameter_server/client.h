@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -74,11 +75,13 @@ struct Call {
 };
 
 // Thread-safe. Every wait ends with an error when its time is over (timeout), when a server that it waits for has ended
-// (server_lost, `culprit` is the server) and after abort() (aborted).
+// (server_lost, `culprit` is the server) and after abort() (aborted). In a forked child all that waits throws
+// Error(invalid_argument).
 class Client {
  public:
   // A window with `data` bytes for pushes to `servers` servers. Throws Error(system).
-  Client(WorkerId worker, std::size_t servers, std::size_t data);
+  // `interrupt` is called now and then by who waits, and ends the wait by what it throws.
+  Client(WorkerId worker, std::size_t servers, std::size_t data, std::function<void()> interrupt = nullptr);
   ~Client();
 
   int window() const { return window_fd_.get(); }
@@ -163,6 +166,7 @@ class Client {
   struct Item;
   struct Sent;
   struct Hold;
+  struct Unlocked;
   struct Peer;
   struct Piece {
     std::size_t bytes;
@@ -209,7 +213,10 @@ class Client {
   void fill_rows(const TablePlace& table, const RowSet& rows, std::uint32_t server, const std::byte* values,
                  std::byte* to) const;
 
+  Client& of_this_process();  // throws Error(invalid_argument) in a forked child
+
   const ForkMark fork_;
+  const std::function<void()> interrupt_;
   const WorkerId worker_;
   const std::size_t servers_;
   FileDescriptor window_fd_, news_, news_for_servers_;

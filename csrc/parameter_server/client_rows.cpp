@@ -97,7 +97,7 @@ std::shared_ptr<Call> Client::pull_rows(const TablePlace& table, const RowSet& r
       item.bytes = ids.size() * table.row_bytes();
       put(hold, server, std::move(item), options.timeout);
     }
-  } catch (const Error&) {
+  } catch (...) {
     forget(*call);
     throw;
   }

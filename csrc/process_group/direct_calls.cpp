@@ -2,6 +2,7 @@
 // dispatch, and asking a torch group for its backend, would take longer than a small call between two ranks.
 #include "process_group/direct_calls.h"
 
+#include <ATen/FunctionalTensorWrapper.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
@@ -184,17 +185,19 @@ PyObject* all_to_all(PyObject* /*module*/, Arguments args, Py_ssize_t count) {
 }
 
 // The address of a tensor's memory if it is a plain one that looks like `like`: dense, contiguous, on the CPU, with all
-// of its memory, and nothing that autograd has to know. None for others, which the caller looks at one by one.
+// of its memory, and no gradient. None for others, which the caller looks at one by one. If `writes`, autograd hears
+// that the tensor is changed.
 PyObject* memory_of(PyObject* /*module*/, Arguments args, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
-    if (count != 2 || !THPVariable_CheckExact(args[0]) || !are_tensors(args + 1, 1)) Py_RETURN_NONE;
+    if (count != 3 || !THPVariable_CheckExact(args[0]) || !are_tensors(args + 1, 1)) Py_RETURN_NONE;
     const at::Tensor &tensor = THPVariable_Unpack(args[0]), &like = THPVariable_Unpack(args[1]);
     const bool plain = tensor.scalar_type() == like.scalar_type() && tensor.is_cpu() &&
                        tensor.layout() == at::kStrided && tensor.sizes() == like.sizes() && tensor.is_contiguous() &&
                        !tensor.requires_grad() && !tensor.is_neg() && !tensor.is_conj();
-    if (!plain) Py_RETURN_NONE;
+    if (!plain || !tensor.has_storage() || at::functionalization::impl::isFunctionalTensor(tensor)) Py_RETURN_NONE;
     const auto end = (static_cast<std::size_t>(tensor.storage_offset() + tensor.numel())) * tensor.itemsize();
-    if (tensor.storage().nbytes() < end) Py_RETURN_NONE;
+    if (tensor.storage().data() == nullptr || tensor.storage().nbytes() < end) Py_RETURN_NONE;
+    if (args[2] == Py_True && !tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
     return PyLong_FromVoidPtr(tensor.mutable_data_ptr());
   });
 }
@@ -212,7 +215,7 @@ void bind_direct_calls(py::module_& m) {
       {"reduce_scatter_now", vectorcall(reduce_scatter), METH_FASTCALL, "reduce_scatter_now(group, output, input, op)"},
       {"all_gather_now", vectorcall(all_gather), METH_FASTCALL, "all_gather_now(group, output, input)"},
       {"all_to_all_now", vectorcall(all_to_all), METH_FASTCALL, "all_to_all_now(group, output, input)"},
-      {"memory_of", vectorcall(memory_of), METH_FASTCALL, "memory_of(tensor, like)"},
+      {"memory_of", vectorcall(memory_of), METH_FASTCALL, "memory_of(tensor, like, writes)"},
       {nullptr, nullptr, 0, nullptr},
   };
   if (PyModule_AddFunctions(m.ptr(), functions) != 0) throw py::error_already_set();

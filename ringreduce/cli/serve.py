@@ -95,6 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
     options = {"name": arguments.name, "memory": arguments.memory, "timeout": arguments.timeout}
     options |= {"backups": arguments.backups, "listen": arguments.listen or None}
     options |= {"servers": arguments.servers, "joins": arguments.join}
+    out = console()  # what it takes may not be installed: better before workers come
     terminated = threading.Event()
     if arguments.backups or arguments.servers or arguments.join or arguments.snapshots is not None:
         # Before serve() returns, since servers may come while it waits.
@@ -102,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
     with ps.serve(store, rank=rank, size=size, functions=functions, **options) as serving:
         capacity = bytes_text(serving.stats()["capacity"])
         what = "takes its share" if arguments.join else f"{rank} of {size} serves with {capacity}"
-        console().print(f"server {what} (pid {os.getpid()})", highlight=False)
+        out.print(f"server {what} (pid {os.getpid()})", highlight=False)
         if arguments.snapshots is not None:
             return _serve_with_snapshots(serving, arguments, terminated)
         return _serve(serving, arguments, terminated)

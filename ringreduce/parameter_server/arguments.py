@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ringreduce.errors import InvalidArgument
+from ringreduce.parameter_server.modes import Mode
+from ringreduce.parameter_server.updates import UpdateRule
 
 if TYPE_CHECKING:
     from ringreduce.parameter_server.key_value import _Key
-    from ringreduce.parameter_server.modes import Mode
-    from ringreduce.parameter_server.updates import UpdateRule
 
 WIRES = ("float32", "bfloat16", "int8")
 MOST_KEY = 1024
@@ -20,10 +20,29 @@ MOST_KEY = 1024
 
 
 def check_key(key: Any) -> None:
-    if not isinstance(key, str) or not 0 < len(key.encode()) <= MOST_KEY:
+    if not isinstance(key, str) or not 0 < len(key.encode(errors="replace")) <= MOST_KEY or not _is_text(key):
         raise InvalidArgument(f"key is {key!r:.60}; it must be a string of 1 to {MOST_KEY} bytes")
     if key == "__metadata__":
         raise InvalidArgument("key is '__metadata__', which is no tensor's name in a snapshot: give it another one")
+
+
+def _is_text(key: str) -> bool:
+    """Not so if it has halves of surrogate pairs, which no store takes."""
+    return not any("\ud800" <= each <= "\udfff" for each in key)
+
+
+def check_priority(priority: Any) -> None:
+    if not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
+        raise InvalidArgument(f"priority is {priority!r}; it must be a whole number of 32 bits")
+
+
+def check_rule(mode: Any, update: Any) -> None:
+    if not isinstance(mode, Mode):
+        raise InvalidArgument(f"mode is {mode!r}; it must be made by ps.sync(), ps.asynchronous() or ps.ssp()")
+    if not isinstance(update, UpdateRule):
+        raise InvalidArgument(
+            f"update is {update!r}; it must be made by ps.assign(), ps.reduce(), ps.optimizer() or ps.function()"
+        )
 
 
 def check_weight(weight: Any) -> None:
@@ -35,20 +54,40 @@ def _tensor(key: str, array: Any) -> torch.Tensor:
     if not isinstance(array, torch.Tensor):
         if not hasattr(array, "__array_interface__"):
             raise InvalidArgument(f"{key!r} is a {type(array).__name__}; it must be a torch.Tensor or a NumPy array")
-        array = torch.from_numpy(array)
+        array = _of_numpy(key, array)
     tensor: torch.Tensor = array.detach() if array.requires_grad else array
+    if tensor.is_nested:
+        raise InvalidArgument(f"{key!r} is a nested tensor; it must be a dense one")
     if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.numel() == 0:
         raise InvalidArgument(
             f"{key!r} is of layout {tensor.layout} on {tensor.device} with {tensor.numel()} elements; it must be a "
             "dense tensor on the CPU with 1 or more"
         )
-    needed = _bytes_from_storage(tensor)
-    if tensor.untyped_storage().nbytes() < needed:
+    there, needed = _memory(tensor), _bytes_from_storage(tensor)
+    if there < needed:
         raise InvalidArgument(
-            f"{key!r} has {tensor.untyped_storage().nbytes()} bytes of memory left and needs {needed}: its storage was "
-            "freed or made smaller; pass a tensor that has its memory"
+            f"{key!r} has {there} bytes of memory and needs {needed}: its storage was freed or made smaller, or it "
+            "stands for other tensors, as a DTensor does; pass one with memory of its own, such as its to_local()"
         )
     return tensor
+
+
+def _of_numpy(key: str, array: Any) -> torch.Tensor:
+    if hasattr(array, "mask"):
+        raise InvalidArgument(f"{key!r} is a masked array, and its mask would be lost; pass array.filled(...)")
+    try:
+        return torch.from_numpy(array)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"{key!r}, a {type(array).__name__}, cannot be a tensor as it is: {error}") from None
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Bytes that its storage has in this process."""
+    try:
+        storage = tensor.untyped_storage()
+        return storage.nbytes() if storage.data_ptr() else 0
+    except (RuntimeError, NotImplementedError):  # of tensors that only stand for others
+        return 0
 
 
 def _bytes_from_storage(tensor: torch.Tensor) -> int:
@@ -58,6 +97,8 @@ def _bytes_from_storage(tensor: torch.Tensor) -> int:
 
 
 def readable(key: str, array: Any) -> torch.Tensor:
+    if not isinstance(array, torch.Tensor) and not getattr(getattr(array, "flags", None), "writeable", True):
+        array = array.copy()  # torch has no tensors that are read-only
     return _tensor(key, array).resolve_neg().resolve_conj().contiguous()
 
 
@@ -68,9 +109,22 @@ def writable(key: str, array: Any) -> torch.Tensor:
         raise InvalidArgument(
             f"the tensor for {key!r} is a lazy conjugate or negative: pass one with memory of its own"
         )
-    if isinstance(array, torch.Tensor) and array.requires_grad:
-        torch.autograd.graph.increment_version(array)
-    return _tensor(key, array)
+    tensor = _tensor(key, array)
+    if _overlaps(tensor):
+        raise InvalidArgument(f"elements of the tensor for {key!r} share memory (strides {tensor.stride()}): clone it")
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(array if isinstance(array, torch.Tensor) else tensor)
+    return tensor
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether two elements may be at the same place."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
 
 
 def check_like(key: str, known: _Key, tensor: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, RingReduceError
-from ringreduce.parameter_server.arguments import check_weight
+from ringreduce.parameter_server.arguments import check_rule, check_weight
 from ringreduce.parameter_server.key_value import KeyValue
 from ringreduce.parameter_server.modes import Mode, sync
 from ringreduce.parameter_server.pending import Pending
@@ -74,6 +74,8 @@ class Embedding(nn.Module):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
+        mode = sync() if mode is None else mode
+        check_rule(mode, update)
         check_for_rows(update)
         if not isinstance(dim, int) or dim < 1:
             raise InvalidArgument(f"dim is {dim!r}; it must be the elements of a row, 1 or more")
@@ -85,7 +87,7 @@ class Embedding(nn.Module):
         spec = {
             "dtype": str(dtype).removeprefix("torch."),
             "shape": ["rows", dim],
-            "mode": (mode or sync()).as_json(),
+            "mode": mode.as_json(),
             "update": update.as_json(),
             "table": {"width": dim, "seed": seed, "low": low, "high": high},
         }

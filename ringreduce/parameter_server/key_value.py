@@ -10,7 +10,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -25,6 +25,8 @@ from ringreduce.parameter_server.arguments import (
     check_average,
     check_key,
     check_like,
+    check_priority,
+    check_rule,
     check_weight,
     check_wire,
     readable,
@@ -32,7 +34,7 @@ from ringreduce.parameter_server.arguments import (
 from ringreduce.parameter_server.modes import Mode, sync
 from ringreduce.parameter_server.pending import Pending, Snapshot
 from ringreduce.parameter_server.placement import cut, elements_per_block, place
-from ringreduce.parameter_server.pulls import SLICE, Pulls
+from ringreduce.parameter_server.pulls import Pulls
 from ringreduce.parameter_server.readers import Follower
 from ringreduce.parameter_server.restoring import restore
 from ringreduce.parameter_server.snapshots import check_absent
@@ -49,6 +51,8 @@ if TYPE_CHECKING:
 
 _CREATED_AT_ONCE = 1000
 """Blocks in one control message."""
+_LONGEST = 1e7
+"""Seconds: what a longer timeout is taken for."""
 _LOOK = 0.005
 """Seconds after which a backup is asked again whether it has taken over."""
 
@@ -112,7 +116,7 @@ class KeyValue:
         self._with = membership
         self._client = membership.client
         self._keys: dict[str, _Key] = {}
-        self._left = False
+        self._left, self._pid = False, os.getpid()
         self._prefetched: list[_Batch] = []
         """Rows that tables have asked for beforehand, oldest first."""
         self._questions = itertools.count()
@@ -154,9 +158,10 @@ class KeyValue:
         "bfloat16" (half of the bytes) or "int8" (about a quarter; 32 elements share a power of two). What is rounded
         off a push is added to this worker's next push. Raises `InvalidArgument` for tensors of other dtypes.
         """
-        update, mode = update or assign(), mode or sync()
+        update, mode = assign() if update is None else update, sync() if mode is None else mode
+        check_rule(mode, update)
         deadline = self._deadline(timeout)
-        calls = {}
+        sources = {}
         for name, tensor in self._pairs(key, value):
             check_key(name)
             source = readable(name, tensor)
@@ -171,6 +176,9 @@ class KeyValue:
             if update.kind == "rowwise_adagrad":
                 raise InvalidArgument(f"update of {name!r} is rowwise_adagrad(), which is for rows: use ps.Embedding")
             check_average(name, source, mode, update)
+            sources[name] = spec, source
+        calls = {}
+        for name, (spec, source) in sources.items():
             self._place(name, spec, source, deadline)
             parts = self._keys[name].everywhere
             calls[name] = self._client.send("initialise", parts, source.data_ptr(), timeout=deadline - time.monotonic())
@@ -185,6 +193,7 @@ class KeyValue:
 
     def _agree(self, key: str, spec: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
         """What the first worker to make the key said of it, which must be the same in what `spec` has."""
+        wanted = wanted | {"made": secrets.token_hex(4)}
         placed: dict[str, Any] = json.loads(self._with.store.compare_set(f"place/{key}", "", json.dumps(wanted)))
         for name, mine in spec.items():
             if placed.get(name) != json.loads(json.dumps(mine)):
@@ -194,18 +203,30 @@ class KeyValue:
                 )
         return placed
 
+    @contextlib.contextmanager
+    def _making(self, key: str, placed: dict[str, Any]) -> Iterator[None]:
+        """If a server refuses what was placed, the name is free again."""
+        try:
+            yield
+        except InvalidArgument:
+            self._with.store.compare_set(f"place/{key}", json.dumps(placed), "")
+            raise
+
     def _make_table(self, key: str, spec: dict[str, Any], deadline: float) -> _C.ParameterTable:
         """Has every server make its part of a table, unless it has."""
         check_key(key)
         placed = self._agree(key, spec, spec)
-        blocks = [
-            int(self._ask(server, {"ask": "create table", "key": key, "spec": placed}, deadline)["block"])
-            for server in range(self.servers)
-        ]
+        with self._making(key, placed):
+            blocks = [
+                int(self._ask(server, {"ask": "create table", "key": key, "spec": placed}, deadline)["block"])
+                for server in range(self.servers)
+            ]
         return _C.ParameterTable(blocks, placed["dtype"], placed["table"]["width"])
 
     def _is_key(self, key: str) -> bool:
-        return key in self._keys or bool(self._with.store.check([f"place/{key}"]))
+        return key in self._keys or bool(
+            self._with.store.check([f"place/{key}"]) and self._with.store.get(f"place/{key}")
+        )
 
     def _lookup(self, key: str, deadline: float) -> _Key:
         if key not in self._keys:
@@ -224,12 +245,14 @@ class KeyValue:
         size = dtype.itemsize
         blocks = cut(math.prod(placed["shape"]), placed["per_block"])
         parts: list[Part | None] = [None] * len(blocks)
+        spec = {name: value for name, value in placed.items() if name != "servers"}  # a number for each block
         for server in range(self.servers):
             mine = [i for i, owner in enumerate(placed["servers"]) if owner == server]
             for first in range(0, len(mine), _CREATED_AT_ONCE):
                 some = mine[first : first + _CREATED_AT_ONCE]
-                question = {"ask": "create", "key": key, "blocks": [blocks[i] for i in some], "spec": placed}
-                made = self._ask(server, question, deadline)
+                question = {"ask": "create", "key": key, "blocks": [blocks[i] for i in some], "spec": spec}
+                with self._making(key, placed):
+                    made = self._ask(server, question, deadline)
                 for i, (block, offset) in zip(some, made["blocks"], strict=True):
                     begin, count = blocks[i]
                     parts[i] = (server, block, begin * size, count * size, offset)
@@ -269,24 +292,43 @@ class KeyValue:
         which may be changed after that wait. Among the updates that a server could do at once, those with the greatest
         `priority` go first.
         """
-        check_weight(weight)
-        deadline = self._deadline(timeout)
-        calls = {name: self._push(name, tensor, weight, priority, deadline) for name, tensor in self._pairs(key, value)}
-        return Pending(self, calls)
+        return self._push(self._pairs(key, value), None, weight, priority, timeout)
 
-    def _push(self, name: str, tensor: Any, weight: float, priority: int, deadline: float) -> ParameterCall:
+    def _push(
+        self,
+        pairs: list[tuple[str, Any]],
+        out: Mapping[str, Array] | None,
+        weight: float,
+        priority: int,
+        timeout: float | None,
+    ) -> Pending:
+        """Checks all, also what is to be pulled afterwards, before anything is sent."""
+        check_weight(weight)
+        check_priority(priority)
+        deadline = self._deadline(timeout)
+        sources = [self._source(name, tensor, weight, deadline) for name, tensor in pairs]
+        pulls = None if out is None else Pulls(self, out, deadline)
+        calls = {}
+        for name, parts, memory, _ in sources:
+            left = deadline - time.monotonic()
+            calls[name] = self._client.send(
+                "push", parts, memory, priority=priority, weight=float(weight), timeout=left
+            )
+        return Pending(self, calls, pulls)
+
+    def _source(
+        self, name: str, tensor: Any, weight: float, deadline: float
+    ) -> tuple[str, _C.ParameterParts, int, Any]:
+        """The key, its blocks, where their values are, and the tensor that they are in."""
         known = self._keys.get(name) or self._lookup(name, deadline)
-        memory = _C.memory_of(tensor, known.like)
+        memory = _C.memory_of(tensor, known.like, False)
         if memory is None:
-            source = readable(name, tensor)
-            check_like(name, known, source)
-            memory = source.data_ptr()
+            tensor = readable(name, tensor)
+            check_like(name, known, tensor)
+            memory = tensor.data_ptr()
         if weight != 1 and not (known.dtype.is_floating_point or known.dtype.is_complex):
             raise InvalidArgument(f"weight is {weight}; a push of {known.dtype} ({name!r}) takes none but 1")
-        left = deadline - time.monotonic()
-        return self._client.send(
-            "push", known.everywhere, memory, priority=priority, weight=float(weight), timeout=left
-        )
+        return name, known.everywhere, memory, tensor
 
     def pull(
         self, key: str | Mapping[str, Array], out: Array | None = None, *, timeout: float | None = None
@@ -297,7 +339,7 @@ class KeyValue:
         pushes.
         """
         if isinstance(key, str) and (known := self._keys.get(key)) and known.asked is None and not self._left:
-            memory = _C.memory_of(out, known.like)  # perhaps a copy is all that it takes
+            memory = _C.memory_of(out, known.like, True)  # perhaps a copy is all that it takes
             versions = None if memory is None else self._client.read(known.here, memory, 0.0)
             if versions:
                 return {key: versions}
@@ -316,9 +358,7 @@ class KeyValue:
     ) -> Pending:
         """A push, then a pull into `out` when the result is waited for."""
         targets = out if isinstance(out, Mapping) else {self._only_key(values): out}
-        pending = self.push(values, value, weight=weight, priority=priority, timeout=timeout)
-        pending.targets = targets
-        return pending
+        return self._push(self._pairs(values, value), targets, weight, priority, timeout)
 
     @staticmethod
     def _only_key(key: Any) -> str:
@@ -331,22 +371,26 @@ class KeyValue:
         deadline = self._deadline(timeout)
         return [key for each in pending for key in each.wait(max(0.0, deadline - time.monotonic()))]
 
-    def empty(self, *size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A tensor in this worker's window, pushed without a copy. Raises `SystemFailure` if there is no room."""
+    def empty(self, *size: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A tensor in this worker's window, pushed without a copy: `size` as for `torch.empty`. Raises `SystemFailure`
+        if there is no room.
+        """
         dtype = dtype or torch.get_default_dtype()
-        count = math.prod(size)
+        shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
+        if (count := shape.numel()) < 1:
+            raise InvalidArgument(f"size is {tuple(shape)}; a tensor that can be pushed has 1 element or more")
         piece = self._client.allocate(count * dtype.itemsize)
-        return torch.frombuffer(piece, dtype=dtype, count=count).view(size)
+        return torch.frombuffer(piece, dtype=dtype, count=count).view(shape)
 
     # ---- time and membership -----------------------------------------------------------------------------------------
 
     def clock(self, timeout: float | None = None) -> None:
         """Ends this worker's current clock on all servers. For keys in `ssp`, earlier pushes belong to it."""
-        self._tell("clock", list(range(self.servers)), timeout)
+        self._tell("clock", list(range(self.servers)), self._deadline(timeout))
 
     def barrier(self, timeout: float | None = None) -> None:
         """Returns when all members of this worker's group have called it."""
-        self._tell("barrier", [0], timeout)
+        self._tell("barrier", [0], self._deadline(timeout))
 
     def leave(self, timeout: float | None = None) -> None:
         """Takes this worker out: nobody waits for it any more. Idempotent; also at the end of a `with` block.
@@ -356,11 +400,12 @@ class KeyValue:
         """
         if self._left:
             return
+        self._check_process()
         deadline = self._deadline(timeout)
         self._left = True
         try:
             with contextlib.suppress(ServerLost):  # nobody waits for this worker there
-                self._tell("leave", list(range(self.servers)), timeout)
+                self._tell("leave", list(range(self.servers)), deadline)
         finally:
             self._disconnect()
             self._end_server(max(0.0, deadline - time.monotonic()))
@@ -436,9 +481,8 @@ class KeyValue:
         deadline = self._deadline(timeout)
         target = Path(path).absolute()
         check_absent(target)
-        while not self._client.drain(timeout=max(0.0, min(deadline - time.monotonic(), SLICE))):
-            if time.monotonic() >= deadline:
-                raise CollectiveTimeout("snapshot: what this worker has pushed was not applied in time")
+        if not self._client.drain(timeout=max(0.0, deadline - time.monotonic())):
+            raise CollectiveTimeout("snapshot: what this worker has pushed was not applied in time")
         folder = f"{target}.partial-{secrets.token_hex(4)}"
         for server in range(self.servers):
             question = {"ask": "snapshot", "folder": folder, "part": f"{server}-of-{self.servers}"}
@@ -461,20 +505,30 @@ class KeyValue:
     def _deadline(self, timeout: float | None) -> float:
         if self._left:
             raise InvalidArgument("this worker has left; join again")
-        return time.monotonic() + (self.timeout if timeout is None else timeout)
+        return self._until(timeout)
 
-    def _tell(self, kind: str, servers: list[int], timeout: float | None) -> None:
-        deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
+    def _until(self, timeout: float | None) -> float:
+        return time.monotonic() + min(self.timeout if timeout is None else timeout, _LONGEST)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise InvalidArgument(
+                f"worker {self.worker} is the process that this one was forked from: call join() here for a worker of "
+                "its own"
+            )
+
+    def _tell(self, kind: str, servers: list[int], deadline: float) -> None:
         call = self._client.tell(kind, servers, timeout=deadline - time.monotonic())
-        self._finish(kind, call, deadline)
+        self._finish("", call, deadline, kind)
 
-    def _finish(self, key: str, call: ParameterCall, deadline: float) -> bool:
-        """Waits for a call; returns whether some block's push came late. Raises what went wrong."""
-        while not self._client.wait(call, timeout=max(0.0, min(deadline - time.monotonic(), SLICE))):
-            if time.monotonic() < deadline:
-                continue
+    def _finish(self, key: str, call: ParameterCall, deadline: float, kind: str = "") -> bool:
+        """Waits for a call, about a key or of a kind of its own ("clock", "barrier", "leave"); returns whether some
+        block's push came late. Raises what went wrong.
+        """
+        if not self._client.wait(call, timeout=max(0.0, deadline - time.monotonic())):
             answered = {(server, block) for server, block, _, _ in call.answers}
-            raise CollectiveTimeout(self._who_is_late(key, [a for a in call.asked if a not in answered]))
+            waiting = next((each for each in call.asked if each not in answered), (0, 0))
+            raise CollectiveTimeout(self._who_is_late(key, *waiting, kind))
         if call.went_well:
             return False
         late = False
@@ -490,25 +544,27 @@ class KeyValue:
             late |= outcome == "late"
         return late
 
-    def _who_is_late(self, key: str, asked: Sequence[tuple[int, int]]) -> str:
-        """In words, of the first request without an answer."""
-        server, block = asked[0] if asked else (0, 0)
-        question = (
-            {"ask": "absent", "group": self._with.group} if key == "barrier" else {"ask": "awaited", "block": block}
-        )
-        why = ""
-        try:
-            workers = self._ask(server, question, time.monotonic() + 1.0)["workers"]
-        except (CollectiveTimeout, ServerLost, SystemFailure) as error:
-            workers, why = [], str(error)
+    def _who_is_late(self, key: str, server: int, block: int, kind: str = "") -> str:
+        """In words, whom a request waits for that this server has not answered."""
         name = self._with.names[server]
-        what = "the barrier" if key == "barrier" else f"{key!r} on {name}"
-        if workers:
-            return f"{what} waits for {', '.join(workers)}"
-        why = why or f"no worker is missing, so it has no value yet, or {name} or its backup is busy or stopped"
+        what = {"": f"{key!r} on {name}", "barrier": "the barrier"}.get(kind, f"{kind}() on {name}")
+        question: dict[str, dict[str, Any]] = {
+            "": {"ask": "awaited", "block": block},
+            "barrier": {"ask": "absent", "group": self._with.group},
+        }
+        why = f"{name} or its backup is busy or stopped"
+        if kind in question:
+            try:
+                workers = self._ask(server, question[kind], time.monotonic() + 1.0)["workers"]
+                if workers := [each for each in workers if not each.startswith(f"worker {self.worker} ")]:
+                    return f"{what} waits for {', '.join(workers)}"
+                why = f"no other worker is missing, so it has no value yet, or {why}"
+            except (CollectiveTimeout, ServerLost, SystemFailure) as error:
+                why = str(error)
         return f"{what} was not ready in time; {why}"
 
     def _ask(self, server: int, question: dict[str, Any], deadline: float) -> dict[str, Any]:
+        self._check_process()
         connection, name = self._with.connections[server], self._with.names[server]
         try:
             connection.settimeout(max(0.01, deadline - time.monotonic()))

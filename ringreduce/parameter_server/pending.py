@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ from ringreduce.parameter_server.snapshots import INDEX
 
 if TYPE_CHECKING:
     from ringreduce._C import ParameterCall
-    from ringreduce.parameter_server.key_value import Array, KeyValue
+    from ringreduce.parameter_server.key_value import KeyValue
 
 
 @dataclass(slots=True)
@@ -23,20 +22,13 @@ class Pending:
 
     store: KeyValue
     calls: dict[str, ParameterCall]
-    targets: Mapping[str, Array] | None = None
-    """What `push_pull` pulls when the pushes are in."""
-
     pulls: Pulls | None = None
-    """Those that have begun."""
+    """What `push_pull` pulls when the pushes are in."""
 
     def start(self, timeout: float | None = None) -> None:
         """Begins the pull of a `push_pull` now: its output may change from here on, and not only in `wait`."""
-        deadline = time.monotonic() + (self.store.timeout if timeout is None else timeout)
-        self._start(deadline)
-
-    def _start(self, deadline: float) -> None:
-        if self.targets and self.pulls is None:
-            self.pulls = Pulls(self.store, self.targets, deadline)
+        if self.pulls is not None:
+            self.pulls.begin(self.store._until(timeout))
 
     def wait(self, timeout: float | None = None) -> list[str]:
         """Returns when the servers have applied every push. The result lists the keys whose push came late and was
@@ -45,18 +37,20 @@ class Pending:
         `timeout` is in seconds (default: that of `join`). Raises `ServerLost`, `UpdateFailed`, or `CollectiveTimeout`,
         which names who is waited for; after that `wait` can be called again.
         """
-        deadline = time.monotonic() + (self.store.timeout if timeout is None else timeout)
-        self._start(deadline)  # those from other hosts are under way while the pushes are
-        pulls, self.pulls = self.pulls, None
+        deadline = self.store._until(timeout)
+        if self.pulls is None:
+            return self._finish(deadline)
+        self.pulls.begin(deadline)  # those from other hosts are under way while the pushes are
         try:
-            late = [key for key, call in self.calls.items() if self.store._finish(key, call, deadline)]
-            if pulls is not None:
-                pulls.wait(deadline)
+            late = self._finish(deadline)
+            self.pulls.wait(deadline)
         finally:
-            if pulls is not None:
-                pulls.cancel()
-        self.targets = None
+            self.pulls.cancel()
+        self.pulls = None
         return late
+
+    def _finish(self, deadline: float) -> list[str]:
+        return [key for key, call in self.calls.items() if self.store._finish(key, call, deadline)]
 
 
 @dataclass(frozen=True)
@@ -88,7 +82,7 @@ class Snapshot:
 
     def wait(self, timeout: float | None = None) -> Path:
         """Returns the folder when it is complete. Raises `CollectiveTimeout`, and else as `done`."""
-        deadline = time.monotonic() + (self.store.timeout if timeout is None else timeout)
+        deadline = self.store._until(timeout)
         while not self.done():
             if time.monotonic() > deadline:
                 raise CollectiveTimeout(

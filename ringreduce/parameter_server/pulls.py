@@ -10,15 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ringreduce import _C
-from ringreduce.errors import CollectiveTimeout
+from ringreduce.errors import CollectiveTimeout, InvalidArgument
 from ringreduce.parameter_server.arguments import check_like, writable
 
 if TYPE_CHECKING:
     from ringreduce._C import ParameterCall
     from ringreduce.parameter_server.key_value import Array, KeyValue, Part, _Key
-
-SLICE = 0.25
-"""Seconds after which a wait looks for Ctrl-C."""
 
 
 @dataclass(slots=True)
@@ -29,57 +26,65 @@ class _Pull:
     known: _Key
     target: torch.Tensor
     whole: torch.Tensor
+    """Keeps its memory alive, whatever becomes of `target`."""
     memory: int
     """The address of `whole`."""
-    near: list[Part]
-    """As the key had it: what is to be read here when the call is over."""
+    place: int
+    """The address of `target` at the beginning."""
+    near: list[Part] | None = None
+    """What the key had on this host when the pull began: if that is not so any more, it begins again."""
     call: ParameterCall | None = None
 
 
 class Pulls:
-    """Of several keys. They begin when this is made, and end by `wait` or `cancel`: nothing is written to the targets
-    after that.
+    """Of several keys. The targets are checked when this is made. They begin by `begin`, and end by `wait` or `cancel`:
+    nothing is written to the targets after that.
     """
 
     def __init__(self, store: KeyValue, targets: Mapping[str, Array], deadline: float) -> None:
-        self._store = store
-        self._pulls: list[_Pull] = []
-        try:
-            for key, tensor in targets.items():
-                self._begin(key, tensor, deadline)
-        except BaseException:
-            self.cancel()
-            raise
+        self._store, self._pulls = store, []
+        self._pulls = [self._checked(key, tensor, deadline) for key, tensor in targets.items()]
 
     def __del__(self) -> None:
         self.cancel()
 
-    def cancel(self) -> None:
+    def begin(self, deadline: float) -> None:
         """Idempotent."""
+        try:
+            for each in self._pulls:
+                if each.near is None:
+                    self._ask(each, deadline)
+        except BaseException:
+            self.cancel()
+            raise
+
+    def cancel(self) -> None:
+        """Idempotent. They can begin again."""
         for each in self._pulls:
             if each.call is not None:
                 self._store._client.cancel(each.call)
-        self._pulls = []
+            each.near = each.call = None
 
     def wait(self, deadline: float) -> dict[str, list[int]]:
         """Returns the versions of all blocks, by key, when they are in the targets."""
+        self.begin(deadline)
         try:
             return {each.key: self._end(each, deadline) for each in self._pulls}
         finally:
             self.cancel()
 
-    def _begin(self, key: str, tensor: Any, deadline: float) -> None:
+    def _checked(self, key: str, tensor: Any, deadline: float) -> _Pull:
         known = self._store._keys.get(key) or self._store._lookup(key, deadline)
-        target = whole = tensor
-        memory = _C.memory_of(tensor, known.like)
-        if memory is None:
-            target = whole = writable(key, tensor)
-            check_like(key, known, target)
-            if not target.is_contiguous():
-                whole = torch.empty(target.shape, dtype=target.dtype, device="cpu")
-            memory = whole.data_ptr()
-        self._pulls.append(_Pull(key, known, target, whole, memory, known.near))
-        self._ask(self._pulls[-1], deadline)
+        memory = _C.memory_of(tensor, known.like, True)
+        if memory is not None:
+            return _Pull(key, known, tensor, tensor.detach(), memory, memory)
+        target = writable(key, tensor)
+        check_like(key, known, target)
+        if target.is_contiguous():
+            whole = target.detach()
+        else:
+            whole = torch.empty(target.shape, dtype=target.dtype, device="cpu")
+        return _Pull(key, known, target, whole, whole.data_ptr(), target.data_ptr())
 
     def _ask(self, pull: _Pull, deadline: float) -> None:
         pull.near = pull.known.near
@@ -88,39 +93,42 @@ class Pulls:
             pull.call = self._store._client.pull(pull.known.asked, pull.memory, timeout=left)
 
     def _end(self, pull: _Pull, deadline: float) -> list[int]:
-        versions = self._take(pull, deadline)
-        while not versions:  # a server of this host has ended, and its backup is on another one
+        if pull.target.data_ptr() != pull.place:
+            raise InvalidArgument(
+                f"the tensor for {pull.key!r} got other memory while it was pulled: do not resize it, or give it other "
+                "data, before wait() returns"
+            )
+        while (versions := self._take(pull, deadline)) is None:
             if pull.call is not None:
                 self._store._client.cancel(pull.call)
             self._store._split(pull.known)
             self._ask(pull, deadline)
-            versions = self._take(pull, deadline)
-        if pull.whole is not pull.target:
+        if pull.memory != pull.place:
             pull.target.copy_(pull.whole)
         return versions
 
-    def _take(self, pull: _Pull, deadline: float) -> list[int]:
-        """Returns the versions of the blocks when all are in `whole`; nothing if they must be asked for again."""
+    def _take(self, pull: _Pull, deadline: float) -> list[int] | None:
+        """Returns the versions of the blocks when all are in `whole`; None if they must be asked for again, since a
+        server of this host has ended and its backup is on another one.
+        """
         known, found = pull.known, {}
         if pull.call is not None:
             self._store._finish(pull.key, pull.call, deadline)
             found = {(server, block): version for server, block, _, version in pull.call.answers}
         if pull.near is not known.near:
-            return []
+            return None
         if known.near:
-            read = self._read(pull, deadline)
+            left = max(0.0, deadline - time.monotonic())
+            read = self._store._client.read(known.here, pull.memory, left)
+            if read is None:
+                raise CollectiveTimeout(self._who_is_late(pull))
             if not read:
-                return []
+                return None
             found |= {part[:2]: version for part, version in zip(known.near, read, strict=True)}
         return [found[part[:2]] for part in known.parts]
 
-    def _read(self, pull: _Pull, deadline: float) -> list[int]:
-        """Copies the blocks of this host; nothing if some are on another one by now."""
-        while True:
-            left = deadline - time.monotonic()
-            versions = self._store._client.read(pull.known.here, pull.memory, max(0.0, min(left, SLICE)))
-            if versions is not None:
-                return versions
-            if left <= SLICE:
-                waiting = [part[:2] for part in pull.known.near]
-                raise CollectiveTimeout(self._store._who_is_late(pull.key, waiting))
+    def _who_is_late(self, pull: _Pull) -> str:
+        for part in pull.known.near:
+            if self._store._client.read(_C.ParameterParts([part]), pull.memory, 0.0) is None:
+                return self._store._who_is_late(pull.key, *part[:2])
+        return f"{pull.key!r} was not ready in time, and is now: pull again"

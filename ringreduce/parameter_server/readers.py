@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from ringreduce import _C
-from ringreduce.errors import CollectiveTimeout, InvalidArgument
-from ringreduce.parameter_server.pulls import SLICE
+from ringreduce.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from ringreduce.parameter_server.key_value import KeyValue
@@ -52,15 +51,8 @@ class Follower:
 
         No server takes part in it. Raises `ServerLost`; `CollectiveTimeout` if updates always overtook it.
         """
-        deadline = self._kv._deadline(timeout)
-        while True:
-            left = deadline - time.monotonic()
-            try:
-                version = self._client.read_round(self._parts, self._places, max(0.0, min(left, SLICE)))
-                break
-            except CollectiveTimeout:
-                if left <= SLICE:
-                    raise
+        left = max(0.0, self._kv._deadline(timeout) - time.monotonic())
+        version = self._client.read_round(self._parts, self._places, left)
         with torch.no_grad():
             for key, parameter in self._parameters.items():
                 parameter.copy_(self._copies[key])

@@ -24,8 +24,8 @@ class Shard:
     def __init__(self, capacity: int, functions: dict[str, Function], backed_up: bool = False) -> None:
         self._updates = PythonUpdates(functions)
         self.server = _C.ParameterServer(capacity, self._updates, backed_up)
-        self._places: dict[tuple[str, int], tuple[int, int]] = {}
-        """By key and first element: (block, offset)."""
+        self._places: dict[tuple[str, str, int], tuple[int, int]] = {}
+        """By key, which of those that were made under this name, and first element: (block, offset)."""
         self._blocks: dict[int, dict[str, Any]] = {}
         """By block: its key, the key's spec, the first element and the elements."""
         self.savings: dict[str, Saving] = {}
@@ -54,7 +54,7 @@ class Shard:
                 self._remember(json.loads(note), block, offset)
 
     def _remember(self, about: dict[str, Any], block: int, offset: int) -> None:
-        self._places[about["key"], about["begin"]] = block, offset
+        self._places[about["key"], about["spec"]["made"], about["begin"]] = block, offset
         self._blocks[block] = about
 
     def save(self, folder: str, part: str) -> Saving:
@@ -73,15 +73,15 @@ class Shard:
 
     def create_table(self, key: str, spec: dict[str, Any]) -> int:
         """The block of a table. A worker that comes later gets the same."""
-        if (key, 0) not in self._places:
+        if (key, spec["made"], 0) not in self._places:
             table = {name: spec["table"][name] for name in ("width", "seed", "low", "high")}
             rule = rule_for_rows(spec["update"], bool(spec["mode"]["average"]))
             self._make({"key": key, "spec": spec, "begin": 0, "count": 0}, rule, **table)
-        return self._places[key, 0][0]
+        return self._places[key, spec["made"], 0][0]
 
     def create(self, key: str, blocks: list[list[int]], spec: dict[str, Any]) -> list[tuple[int, int]]:
         """The blocks (first element, elements) of a key; each (id, offset). A worker that comes later gets the same."""
-        update, spec = spec["update"], {name: value for name, value in spec.items() if name != "servers"}
+        update = spec["update"]
         name = update["python"].get("function")
         if name is not None and name not in self._updates.functions:
             raise InvalidArgument(
@@ -92,12 +92,12 @@ class Shard:
             raise InvalidArgument(f"no blocks of {key!r:.60} were asked for")
         rule = rule_for(update, spec["dtype"], bool(spec["mode"]["average"]))
         for begin, count in blocks:
-            if (key, begin) in self._places:
+            if (key, spec["made"], begin) in self._places:
                 continue
             block = self._make({"key": key, "spec": spec, "begin": begin, "count": count}, rule)
             if rule["kind"] == "python":
                 self._updates.add(block, key, begin, count, spec["dtype"], update)
-        return [self._places[key, begin] for begin, _ in blocks]
+        return [self._places[key, spec["made"], begin] for begin, _ in blocks]
 
     def _make(self, about: dict[str, Any], rule: dict[str, Any], **table: Any) -> int:
         spec, mode = about["spec"], about["spec"]["mode"]

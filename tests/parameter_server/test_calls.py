@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -128,5 +131,164 @@ def test_a_tensor_whose_memory_was_freed_is_refused(left: int) -> None:
     with ps.join(**SMALL) as kv:
         kv.init("x", torch.ones(2, 3))
         for call in (kv.init, kv.push, kv.pull):
-            with pytest.raises(InvalidArgument, match=f"'x' has {left} bytes of memory left and needs 24"):
+            with pytest.raises(InvalidArgument, match=f"'x' has {left} bytes of memory and needs 24"):
                 call("x", freed)
+
+
+class Stands(torch.Tensor):
+    """Has no memory of its own, as a DTensor."""
+
+    @staticmethod
+    def __new__(cls) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, (2, 3))  # type: ignore[attr-defined]
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return cls()
+
+
+@pytest.mark.parametrize(
+    "tensor", [Stands(), torch._to_functional_tensor(torch.zeros(2, 3))], ids=["wrapper", "functional"]
+)
+def test_a_tensor_that_stands_for_others_is_refused(tensor: torch.Tensor) -> None:
+    with ps.join(**SMALL) as kv:
+        kv.init("x", torch.ones(2, 3))
+        for call in (kv.init, kv.push, kv.pull):
+            with pytest.raises(InvalidArgument, match=r"'x' .*to_local"):
+                call("x", tensor)
+
+
+def test_nothing_has_moved_if_an_argument_is_wrong() -> None:
+    with ps.join(**SMALL) as kv:
+        kv.init({"a": torch.zeros(2), "b": torch.zeros(3)}, mode=ps.asynchronous())
+        a, wrong = torch.ones(2), torch.ones(4)
+        for call in (
+            lambda: kv.push({"a": a, "b": wrong}),
+            lambda: kv.push_pull("a", a, out=wrong),
+            lambda: kv.push_pull({"a": a}, out={"none": a}),
+            lambda: kv.push_pull("a", a, out=torch.zeros(1).expand(2)),
+            lambda: kv.push("a", a, priority=1 << 31),
+        ):
+            with pytest.raises(InvalidArgument):
+                call()
+        with pytest.raises(InvalidArgument):
+            kv.init({"c": torch.zeros(2), "d": torch.zeros(2, dtype=torch.int32)})
+        with pytest.raises(InvalidArgument, match="there is no key 'c'"):
+            kv.pull("c", a)
+        kv.pull("a", a)
+        assert a.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("how", ["data", "set", "resize"])
+def test_a_target_that_gets_other_memory_is_not_written_to(how: str) -> None:
+    out, other = torch.zeros(1000), torch.zeros(1000)
+    with ps.join(window=4 << 20, memory=16 << 20) as kv:
+        kv.init("x", torch.ones(1000))
+        pending = kv.push_pull("x", torch.ones(1000), out=out)
+        pending.start()
+        if how == "data":
+            out.data = other
+        elif how == "set":
+            out.set_(other)
+        else:
+            out.untyped_storage().resize_(0)
+        with pytest.raises(InvalidArgument, match="the tensor for 'x' got other memory while it was pulled"):
+            pending.wait()
+    assert other.tolist() == [0] * 1000
+
+
+def test_autograd_hears_of_a_pull() -> None:
+    w = torch.ones(3, requires_grad=True)
+    with ps.join(**SMALL) as kv:
+        kv.init("w", torch.zeros(3))
+        loss = (w * w).sum()
+        kv.pull("w", w.detach())
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_ctrl_c_ends_a_push_that_waits_for_room() -> None:
+    go_on = threading.Event()
+
+    def stuck(value: torch.Tensor, push: torch.Tensor, state: dict[str, Any], info: ps.Info) -> None:
+        assert go_on.wait(60)
+
+    kv = ps.join(functions={"stuck": stuck}, window=1 << 20, memory=16 << 20)
+    kv.init("w", torch.zeros(1 << 17), update=ps.function("stuck"), mode=ps.asynchronous())
+    kv.push("w", torch.zeros(1 << 17))
+    timer = threading.Timer(0.3, signal.raise_signal, (signal.SIGINT,))
+    with pytest.raises(KeyboardInterrupt):
+        timer.start()
+        for _ in range(9):
+            kv.push("w", torch.zeros(1 << 17))
+    go_on.set()
+    kv._close()
+
+
+def test_a_forked_child_is_told_that_the_worker_is_its_parent() -> None:
+    with ps.join(**SMALL) as kv:
+        kv.init("w", torch.zeros(3), update=ps.reduce("sum"), mode=ps.asynchronous())
+        reader, writer = os.pipe()
+        if (child := os.fork()) == 0:
+            told = []
+            for call in (lambda: kv.push("w", torch.ones(3)), lambda: kv.pull("w", torch.ones(3)), kv.leave, kv.stats):
+                try:
+                    call()
+                    told.append("nothing")
+                except InvalidArgument as error:
+                    told.append(str(error))
+            os.write(writer, "\n".join(told).encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        told = os.read(reader, 10000).decode().splitlines()
+        assert len(told) == 4 and all("the process that this one was forked from" in each for each in told), told
+        kv.push("w", torch.ones(3)).wait()
+        kv.pull("w", out := torch.zeros(3))
+        assert out.tolist() == [1, 1, 1]
+        os.close(reader)
+        os.close(writer)
+
+
+def test_calls_after_leave_say_so() -> None:
+    kv = ps.join(**SMALL)
+    kv.init("w", torch.zeros(3))
+    kv.leave()
+    for call in (kv.clock, kv.barrier, lambda: kv.push("w", torch.zeros(3)), lambda: kv.pull("w", torch.zeros(3))):
+        with pytest.raises(InvalidArgument, match="this worker has left"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"mode": "sync"}, r"mode is 'sync'; it must be made by ps\.sync\(\)"),
+        ({"update": "assign"}, r"update is 'assign'; it must be made by ps\.assign\(\)"),
+    ],
+)
+def test_modes_and_updates_are_no_words(given: dict[str, Any], message: str) -> None:
+    with ps.join(**SMALL) as kv, pytest.raises(InvalidArgument, match=message):
+        kv.init("w", torch.zeros(3), **given)
+
+
+def test_numpy_arrays_that_torch_cannot_take() -> None:
+    with ps.join(**SMALL) as kv:
+        kv.init("w", torch.zeros(3))
+        for array in (np.zeros(3, np.float32)[::-1], np.ma.masked_array(np.zeros(3, np.float32), [0, 1, 0])):
+            with pytest.raises(InvalidArgument, match="'w'"):
+                kv.push("w", array)
+        fixed = np.ones(3, np.float32)
+        fixed.flags.writeable = False
+        kv.push("w", fixed).wait()
+
+
+def test_a_name_is_free_again_when_a_server_has_refused_it() -> None:
+    with ps.join(**SMALL) as kv:
+        with pytest.raises(InvalidArgument, match="join with a larger memory="):
+            kv.init("w", torch.zeros(1 << 24))
+        with pytest.raises(InvalidArgument, match="no function 'f' is known"):
+            kv.init("w", torch.zeros(5), update=ps.function("f"))
+        with pytest.raises(InvalidArgument, match="there is no key 'w'"):
+            kv.push("w", torch.zeros(5))
+        kv.init("w", torch.full((5,), 7.0))
+        kv.pull("w", out := torch.zeros(5))
+        assert out.tolist() == [7] * 5

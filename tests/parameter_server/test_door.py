@@ -19,7 +19,7 @@ from ringreduce.parameter_server import control
 from ringreduce.parameter_server.host import Host, connect
 
 SECRET = b"s" * 32
-SPEC = {"dtype": "float32", "mode": ps.sync().as_json(), "update": ps.assign().as_json()}
+SPEC = {"dtype": "float32", "mode": ps.sync().as_json(), "update": ps.assign().as_json(), "made": ""}
 
 
 @pytest.fixture
