@@ -7,10 +7,11 @@ import json
 import os
 import select
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from ringreduce.membership.directory import Directory
-from ringreduce.membership.protocol import Member, View, place
+from ringreduce.membership.protocol import Member, View, place, read
 from ringreduce.rendezvous import store as rendezvous
 
 
@@ -21,9 +22,12 @@ class Watch:
     no other way to tell them, and they would wait for it until a call's timeout.
     """
 
-    def __init__(self, view: View, me: str, directory: Directory, look_every: float) -> None:
-        """`me`: this process's name. `look_every`: seconds between two looks whether a member has left."""
-        self._view, self._directory, self._look_every = view, directory, look_every
+    def __init__(
+        self, view: View, me: str, directory: Directory, look_every: float, first: Callable[[], None] | None = None
+    ) -> None:
+        """`me`: this process's name. `look_every`: seconds between two looks whether a member has left. `first`: what
+        the thread does before, which may raise what a store does."""
+        self._view, self._directory, self._look_every, self._first = view, directory, look_every, first
         self._found: set[str] = set()
         self._pidfds: dict[int, str] = {}
         for member in view.members:
@@ -47,16 +51,15 @@ class Watch:
                 group.notice()
 
     def ended(self) -> list[str]:
-        """The names of members that have ended, as far as this process can see."""
-        names = set(self._found)
-        far: set[str] = set()
+        """The names of members whose processes have ended."""
         with self._lock:
-            if not self._over:
-                names |= {self._pidfds[fd] for fd in _readable(self._pidfds, 0)}
-            if self._group is not None:
-                far = {self._view.names[rank] for rank in self._group.ended()}
-        # Of those on other machines only connections have ended. One that has left the view has closed its own.
-        return sorted(names | {name for name in far - names if not self._has_left(name)})
+            now = () if self._over else _readable(self._pidfds, 0)
+            return sorted(self._found | {self._pidfds[fd] for fd in now})
+
+    def cut_off(self) -> list[str]:
+        """The names of members whose connections have ended, as their processes may have on other machines."""
+        with self._lock:
+            return [self._view.names[rank] for rank in self._group.ended()] if self._group is not None else []
 
     def stop(self) -> None:
         """The group is about to go. The thread ends within `look_every`."""
@@ -64,6 +67,9 @@ class Watch:
             self._group, self._over = None, True
 
     def _run(self) -> None:
+        if self._first:
+            with contextlib.suppress(RuntimeError, OSError):
+                self._first()
         known: dict[int, str] = dict(self._pidfds)
         while not self._over:
             ready = _readable(known, self._look_every)
@@ -78,11 +84,8 @@ class Watch:
             os.close(fd)
 
     def _somebody_left(self) -> bool:
-        return any(map(self._has_left, self._view.names))
-
-    def _has_left(self, name: str) -> bool:
         with contextlib.suppress(RuntimeError, OSError):  # the directory may be out of reach
-            return bool(self._directory.get(place(self._view.epoch, name)))
+            return bool(read(self._view, self._directory.get(place(self._view.epoch))).reports)
         return False
 
 

@@ -31,7 +31,7 @@ from distributed.harness import Rank, Ranks, run
 
 from ringreduce import backend, elastic, host_links, watch
 from ringreduce.errors import Expelled
-from ringreduce.membership.directory import OfStore
+from ringreduce.membership.directory import Under
 from ringreduce.membership.ledger import Ledger
 from ringreduce.membership.rounds import Membership
 from ringreduce.rendezvous import host, store
@@ -49,8 +49,8 @@ CALLS: list[tuple[Any, str]] = [
     (Ledger, "__init__"),  # maps it
     (Ledger, "_write"),  # a record; after it comes the compare-and-swap
     (Ledger, "change"),
-    (OfStore, "get"),
-    (OfStore, "compare_set"),
+    (Under, "get"),
+    (Under, "append"),
     (Membership, "leave"),
     (KeyStore, "set"),
     (KeyStore, "check"),

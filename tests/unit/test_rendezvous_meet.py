@@ -26,7 +26,8 @@ from ringreduce.errors import (
     TopologyError,
 )
 from ringreduce.rendezvous import host
-from ringreduce.rendezvous.host import Meeting, Place, meet
+from ringreduce.rendezvous.card import Place
+from ringreduce.rendezvous.host import Meeting, meet
 from ringreduce.rendezvous.links import Peer
 from ringreduce.rendezvous.store import Exchange, identity
 
