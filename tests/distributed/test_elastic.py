@@ -21,7 +21,7 @@ from distributed.harness import Rank, Ranks, run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ringreduce import elastic
+from ringreduce import elastic, watch
 from ringreduce.api import backend_of
 from ringreduce.errors import (
     CollectiveMismatch,
@@ -238,6 +238,33 @@ def test_a_joiner_that_is_needed_dies() -> None:
         ranks._processes[2].join(60)
         come(ranks, 3)
         assert ranks.results(but=(1, 2)) == [2, 2]
+
+
+def loses_a_joiner_elsewhere(me: Rank) -> int:
+    """Rank 2 is let in and dies before the group is made, on a machine of its own, as far as the others can see."""
+    os.environ["RINGREDUCE_HOST_ID"] = f"host {me.rank}"
+    watch.pid_here = lambda member: 0
+    if me.rank == 2:
+        while not me.store.check(["come 2"]):
+            time.sleep(0.005)
+        elastic.World._init = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    world = start(me, 2, timeout=timedelta(seconds=1000))
+    state = world.state(step=0)
+    me.report("begins")
+    while world.epoch < 2:
+        world.attempt(lambda: dist.all_reduce(torch.ones(1)))
+        state.step += 1
+    size = world.size
+    world.leave()
+    return size
+
+
+def test_a_joiner_on_another_machine_dies() -> None:
+    """Its machine refuses connections, so nobody waits until a call would time out."""
+    with Ranks(loses_a_joiner_elsewhere, 3) as ranks:
+        ranks.reports(but=(2,))
+        come(ranks, 2)
+        assert ranks.results(but=(2,)) == [2, 2]
 
 
 def raises_once(me: Rank) -> tuple[int, int]:
