@@ -3,6 +3,7 @@ processes wait to be let in, and the ledger in which the members agree, if all a
 
     joiner/N       who came as the Nth; empty: it no longer waits
     invited/NAME   the view in which it is a member
+    looked         when a member has looked last who waits
     members now    the latest view
     left/NAME      this member has left
 
@@ -76,7 +77,7 @@ class Lobby:
 
     def waiting(self, but: Container[str]) -> tuple[Member, ...]:
         """Those who wait, whose process has not ended, and whose names are not among these."""
-        self._store.add("looks", 1)
+        self._store.set("looked", str(time.time_ns()))
         latest = self._store.add("waiting", 0)
         self._waiting.update(dict.fromkeys(range(self._seen + 1, latest + 1)))
         self._seen = latest
@@ -123,7 +124,7 @@ class Lobby:
         number = store.add("waiting", 1)
         store.set(f"joiner/{number}", json.dumps([me.name, me.address]))
         looked = check = time.monotonic()
-        looks, over = store.add("looks", 0), False
+        look, over = store.value("looked"), False
         while (text := store.value(invited)) is None:
             now = time.monotonic()
             if now > check + OVER_AFTER:
@@ -131,8 +132,8 @@ class Lobby:
                 before, over = over, self.all_gone()
                 if over and before:
                     return None
-                if (latest := store.add("looks", 0)) != looks:
-                    looks, looked = latest, now
+                if (latest := store.value("looked")) != look:
+                    look, looked = latest, now
             if now > looked + timeout:
                 store.set(f"joiner/{number}", "")
                 raise CollectiveTimeout(f"start: no member has looked who waits to be let in for {timeout:.0f} s")

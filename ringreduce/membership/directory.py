@@ -1,4 +1,5 @@
-"""Where views are kept. A directory is what can compare and set a value under a key, in one order for all who ask.
+"""Where views are decided. A directory is what can append to a value under a key, and compare and set it, in one order
+for all who ask.
 
 Every store of torch can, and so can the `ledger` of a host. A directory that cannot be reached raises an error; whether
 the request was carried out is not known then, and it can be made again.

@@ -1,7 +1,7 @@
 """Values under keys in memory that processes of one host share. No writer's end, at whatever moment, harms the others.
 
 The memory begins with two words: where the newest record is, and where free memory begins. A record is written once and
-never changes; it names the record before it. A writer
+never changes; it names the record before it. It says what a key's value is, or what comes after it. A writer
 
 1. takes free memory, by adding to the second word,
 2. writes its record there, with what it has seen as the newest as the one before,
