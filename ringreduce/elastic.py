@@ -15,7 +15,6 @@ and `state.step` alone.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import secrets
@@ -291,7 +290,7 @@ class World:
             before = self.view.names
             try:
                 self._membership.leave(report, self._ended, silent_after, self._cut_off)
-            except RingReduceError:
+            except Expelled:
                 self._config.home.give_up()
                 raise
             self._committed = self.view.step
@@ -390,9 +389,10 @@ class World:
             self._config.home.directory().append(place(self.epoch), report.line(self._config.me))
 
     def _begin_watching(self) -> Watch:
-        home, me = self._config.home, self._config.me
-        first = functools.partial(home.lobby.members_are, self.view) if self.rank == 0 else None
-        self._watch = Watch(self.view, me, home.directory(), home.look_every(), first)
+        home, view = self._config.home, self.view
+        if self.rank == 0:
+            home.lobby.members_are(view)
+        self._watch = Watch(view, self._config.me, home.directory(), home.look_every())
         return self._watch
 
     def _stop_watching(self) -> None:

@@ -12,6 +12,7 @@ Calls raise what the store does, if that is gone.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -102,13 +103,18 @@ class Lobby:
         self._store.set(f"invited/{member.name}", view.dump())
 
     def members_are(self, view: View) -> None:
-        """So that a process that is started again knows whether anybody is left who could let it in."""
-        while True:
-            now = (self._store.value("members now") or b"").decode()
-            if now and View.load(now).epoch >= view.epoch:  # this process was slow
-                return
-            if self._store.compare_set("members now", now, view.dump()) == view.dump().encode():
-                return
+        """So that a process that is started again knows whether anybody is left who could let it in. Nobody waits until
+        the store knows."""
+        threading.Thread(target=self._tell, args=(view,), daemon=True, name="ringreduce lobby").start()
+
+    def _tell(self, view: View) -> None:
+        with contextlib.suppress(RuntimeError, OSError):
+            now = None
+            while now != view.dump():
+                now = (self._store.value("members now") or b"").decode()
+                if now and View.load(now).epoch >= view.epoch:  # this process was slow
+                    return
+                now = self._store.compare_set("members now", now, view.dump()).decode()
 
     def leave(self, name: str) -> None:
         self._store.set(f"left/{name}", "")

@@ -7,7 +7,6 @@ import json
 import os
 import select
 import threading
-from collections.abc import Callable
 from typing import Any
 
 from ringreduce.membership.directory import Directory
@@ -22,12 +21,9 @@ class Watch:
     no other way to tell them, and they would wait for it until a call's timeout.
     """
 
-    def __init__(
-        self, view: View, me: str, directory: Directory, look_every: float, first: Callable[[], None] | None = None
-    ) -> None:
-        """`me`: this process's name. `look_every`: seconds between two looks whether a member has left. `first`: what
-        the thread does before, which may raise what a store does."""
-        self._view, self._directory, self._look_every, self._first = view, directory, look_every, first
+    def __init__(self, view: View, me: str, directory: Directory, look_every: float) -> None:
+        """`me`: this process's name. `look_every`: seconds between two looks whether a member has left."""
+        self._view, self._directory, self._look_every = view, directory, look_every
         self._found: set[str] = set()
         self._pidfds: dict[int, str] = {}
         for member in view.members:
@@ -67,9 +63,6 @@ class Watch:
             self._group, self._over = None, True
 
     def _run(self) -> None:
-        if self._first:
-            with contextlib.suppress(RuntimeError, OSError):
-                self._first()
         known: dict[int, str] = dict(self._pidfds)
         while not self._over:
             ready = _readable(known, self._look_every)

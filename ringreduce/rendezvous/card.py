@@ -17,7 +17,7 @@ import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ringreduce.common.failures import SystemFailure
+from ringreduce.common.failures import InvalidArgument, SystemFailure
 from ringreduce.rendezvous.secret import group_secret
 from ringreduce.rendezvous.store import identity, kernel
 
@@ -62,7 +62,7 @@ class Ready:
         self.nonce = secrets.token_bytes(NONCE)
         self.door: Door | None = None
         if listens:
-            with contextlib.suppress(SystemFailure):
+            with contextlib.suppress(SystemFailure, InvalidArgument):
                 self.door = door_at(place)
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.listener.bind("")  # the kernel picks a free abstract address
