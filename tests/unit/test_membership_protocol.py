@@ -60,6 +60,8 @@ class Scenario:
     """Member 0 commits durably, the others as usual."""
     unwanted: bool = False
     """Member 0 wants to go on without the last one, which lives."""
+    at_once: bool = False
+    """A member that leaves while it can reach the directory has its line in the log at the same moment."""
 
 
 class Process(NamedTuple):
@@ -183,7 +185,10 @@ class Search:
             without = tuple(name for name in without if name in view.names and name != me)
             blamed = world._replace(blamed=world.blamed | set(without))
             report = Report(max(process.committed, view.step), waiting, self.scenario.joiner, without)
-            yield self.event(blamed, index, process._replace(leaving=True), Leave(report)), False
+            world = self.event(blamed, index, process._replace(leaving=True), Leave(report))
+            if self.scenario.at_once and not self.is_cut_off(world, index):
+                world = self.serve(world, index, world.processes[index])
+            yield world, False
 
     def must_leave(self, world: World, view: View) -> bool:
         by_name = {process.state.me: process for process in world.processes}
@@ -338,10 +343,10 @@ MEDIUM = (
     Scenario(3, crashes=1, joiner=True),
 )
 LARGE = (
-    Scenario(3, 1, crashes=2, partitions=1, suspicions=1, durable=True),
-    Scenario(4, crashes=2),
-    Scenario(4, 2, partitions=1, suspicions=1),
-    Scenario(4, 2, crashes=1, partitions=1, joiner=True),
+    Scenario(3, 1, crashes=2, partitions=1, suspicions=1, durable=True, at_once=True),
+    Scenario(4, crashes=2, at_once=True),
+    Scenario(4, 2, partitions=1, suspicions=1, at_once=True),
+    Scenario(4, 2, crashes=1, partitions=1, joiner=True, at_once=True),
 )
 """Minutes each: python tests/unit/test_membership_protocol.py"""
 
