@@ -255,10 +255,10 @@ class Exchange:
         """Tells the others that this rank does not come, and why. The first to say so is heard."""
         if tell := gives_up.get():
             tell(error)
-        culprit = error.culprit if error.culprit >= 0 else self.rank
         if isinstance(error, CollectiveTimeout | PeerLost):
-            self._tell_error(type(error).__name__, str(error), culprit)
+            self._tell_error(type(error).__name__, str(error), error.culprit)
         else:
+            culprit = error.culprit if error.culprit >= 0 else self.rank
             me = f"rank {self.rank} ({socket.gethostname()}, pid {os.getpid()})"
             self._tell_error("PeerLost", f"making the group: {me}: {error}", culprit)
 
