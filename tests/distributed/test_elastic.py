@@ -381,6 +381,7 @@ def with_forked_children(me: Rank) -> tuple[int, int, int]:
     state = world.state(step=0)
     child = os.fork()
     if child == 0:
+        signal.alarm(120)  # ends it where its parent was killed
         signal.pause()
     try:
         me.report("begins")
