@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from ringreduce.plan import lower_for
-from ringreduce.rendezvous.host import Place, meet
+from ringreduce.rendezvous.card import Place
+from ringreduce.rendezvous.host import meet
 
 PER_HOST = 8
 EVERY = 64

@@ -43,7 +43,9 @@ from ringreduce.config import (
 from ringreduce.errors import RingReduceError, SystemFailure, TopologyError
 from ringreduce.membership.ledger import Ledger, ledger_bytes
 from ringreduce.memory import open_arena, share_allocations
-from ringreduce.rendezvous.host import Place, meet
+from ringreduce.ready import agreed, place_of
+from ringreduce.rendezvous.card import Card, prepared
+from ringreduce.rendezvous.host import Decide, meet
 from ringreduce.rendezvous.store import passed
 from ringreduce.survivors import Lineage, Survivors, found_in, known_ends, shrinking
 
@@ -227,19 +229,22 @@ def _make_with_memory(
     """Ranks of one host share memory; those on several have links over TCP besides."""
     size = len(global_ranks)
     slot_bytes = slot_bytes_for(size, options)
-    memory = _C.OpenMemory() if options.fetch and size > 1 else None
+    before = prepared.get()
+    memory = before.ready.memory if before else _C.OpenMemory() if options.fetch and size > 1 else None
     arena = open_arena(options)
+    decision_of_rank_0 = functools.partial(_decide, global_ranks, options)
     meeting = meet(
         store,
         rank,
         size,
         lambda decision: _memory_for(size, options, Decision.load(decision).channels),
-        _agreed(options),
+        agreed(options),
         seconds,
-        functools.partial(_decide, global_ranks, options),
-        memory.key if memory else None,
+        functools.partial(_decide_by_cards, before.cards, decision_of_rank_0) if before else decision_of_rank_0,
+        memory,
         place_of(options),
         arena,
+        before,
     )
     passed("group: met")
     decision = Decision.load(meeting.decision)
@@ -303,8 +308,8 @@ def _make_over_gloo(
     from ringreduce.rendezvous.roster import call_roll
 
     size = len(global_ranks)
-    decide = functools.partial(_decide_over_gloo, global_ranks, options)
-    roster = call_roll(store, rank, size, _agreed(options), seconds, decide)
+    decision_of_rank_0 = functools.partial(_decide_over_gloo, global_ranks, options)
+    roster = call_roll(store, rank, size, agreed(options), seconds, decision_of_rank_0)
     decision = Decision.load(roster.decision)
     if decision.error:
         raise TopologyError(decision.error, 0)
@@ -325,17 +330,6 @@ def _make_over_gloo(
         ),
     )
     return group, decision, None
-
-
-def place_of(options: Options) -> Place:
-    return Place(options.transport, options.host_id, options.socket_ifname, options.secret_file, options.ports)
-
-
-def _agreed(options: Options) -> str:
-    """What must be equal on all ranks. The others are each rank's own affair."""
-    own = "tuning topo_file hosts_file recorded_calls dump_when_broken debug socket_ifname ports host_id secret_file"
-    unset: dict[str, Any] = dict.fromkeys(f"{own} arena_keep_bytes share_allocations".split())
-    return str(replace(options, **unset))
 
 
 def _settings(
@@ -485,6 +479,23 @@ def _decide(
     except Exception as error:
         log.warning("cannot plan over the machine's links: %s; the tuned rules decide", error)
         return tuned.dump()
+
+
+def _decide_by_cards(
+    cards: Sequence[Card],
+    otherwise: Decide,
+    cores: list[frozenset[int]],
+    fetch: bool,
+    on_hosts: list[list[int]],
+    labels: list[str],
+) -> str:
+    """Called on the first rank of each host, and says the same on all: where several hosts are, by the cards alone."""
+    if len(on_hosts) == 1:
+        return otherwise(cores, fetch, on_hosts, labels)
+    from ringreduce.host_links import Wire
+
+    known = next((Wire(*card["wire"]) for card in cards if card["wire"]), None)
+    return Decision(hosts=tuple(map(tuple, on_hosts)), wire=known).dump()
 
 
 def _decide_for_hosts(file: str, on_hosts: host_links.Hosts, labels: Sequence[str]) -> Decision:

@@ -24,7 +24,8 @@ from dataclasses import asdict, dataclass, replace
 from ringreduce.common.failures import CollectiveTimeout, RingReduceError
 from ringreduce.host_links import PATIENCE
 from ringreduce.hosts_file import HostsFile
-from ringreduce.rendezvous.host import Meeting, Place, exactly, meet
+from ringreduce.rendezvous.card import Place
+from ringreduce.rendezvous.host import Meeting, exactly, meet
 from ringreduce.rendezvous.links import Peer
 from ringreduce.rendezvous.store import Store, get
 from ringreduce.tuning.decision import now

@@ -15,7 +15,6 @@ and `state.step` alone.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import secrets
@@ -23,9 +22,9 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -49,13 +48,18 @@ from ringreduce.errors import (
 )
 from ringreduce.group_links import links_of
 from ringreduce.lateness import STEPS, Late, Lateness
-from ringreduce.lobby import Home
+from ringreduce.lobby import Home, destroy_groups
 from ringreduce.membership.directory import Bounded, Values
 from ringreduce.membership.protocol import Member, Report, View, place
 from ringreduce.membership.rounds import Membership
+from ringreduce.ready import ready_for_a_group
 from ringreduce.rendezvous import store as rendezvous
+from ringreduce.rendezvous.card import prepared
 from ringreduce.survivors import KeyStore
 from ringreduce.watch import Watch
+
+if TYPE_CHECKING:
+    from ringreduce.host_links import Wire
 
 Result = TypeVar("Result")
 
@@ -106,14 +110,16 @@ class World:
         self._on_straggler: Callable[[Late], bool] | None = None
         self._unwanted: tuple[str, ...] = ()
         self._gave_up = False
+        self._wire: Wire | None = None
+        """What the latest group with links knew of the network."""
         self._lateness = Lateness(self.view.members, self.rank)
 
     @property
     def rank(self) -> int:
         """This process's, among the members; changes with them."""
-        if self._config.me.name not in self.view.names:
+        if self._config.me not in self.view.names:
             raise Expelled(f"the other members went on without this process in epoch {self.epoch}")
-        return self.view.names.index(self._config.me.name)
+        return self.view.names.index(self._config.me)
 
     @property
     def size(self) -> int:
@@ -218,7 +224,8 @@ class World:
         self._stop_watching()
         with contextlib.suppress(RuntimeError, OSError):  # what is told to nobody shows by the end of this process
             self._membership.resign(self._committed)
-            self._config.home.lobby.leave(self._config.me.name)
+            self._config.home.lobby.leave(self._config.me)
+        self._config.home.give_up()
         dist.destroy_process_group()
 
     # changes
@@ -247,7 +254,7 @@ class World:
         return bool(backend_of(None).get_error() != ErrorType.SUCCESS)  # torch may have wrapped it
 
     def _break(self, error: Exception) -> None:
-        log.warning("%s: %r ends an attempt of this member", self._config.me.name, error)
+        log.warning("%s: %r ends an attempt of this member", self._config.me, error)
         backend_of(None).abort()
 
     def _let_in(self) -> None:
@@ -272,18 +279,22 @@ class World:
         """To the next view whose members come together. `error`: what this one has ended with, if it has."""
         lets_in, began = error is None, time.monotonic()
         while True:
-            unreached = self._unreached(error)
+            told = self._report(error)
             if error is not None:
-                log.info("%s: epoch %d ends: %s", self._config.me.name, self.epoch, error)
+                log.info("%s: epoch %d ends: %s", self._config.me, self.epoch, error)
                 self._abort()
             # As long as rank 0 may wait for somebody to come.
             silent_after = self._config.expel_after + (self._config.patience if lets_in and self._too_few() else 0.0)
-            without = (*self._unwanted, *unreached)
-            report = Report(self._committed, joiners, lets_in, without, lets_in and self._gave_up)
+            without, alone = (*self._unwanted, *told.without), lets_in and self._gave_up
+            report = replace(told, waiting=joiners, open=lets_in, without=without, alone=alone)
             before = self.view.names
-            self._membership.leave(report, self._ended, silent_after)
+            try:
+                self._membership.leave(report, self._ended, silent_after, self._cut_off)
+            except Expelled:
+                self._config.home.give_up()
+                raise
             self._committed = self.view.step
-            log.info("%s: epoch %d begins; lost: %s", self._config.me.name, self.epoch, self.view.lost or "nobody")
+            log.info("%s: epoch %d begins; lost: %s", self._config.me, self.epoch, self.view.lost or "nobody")
             self._refused |= set(self.view.lost)
             self._invite([member for member in self.view.members if member.name not in before])
             try:
@@ -295,16 +306,24 @@ class World:
                     raise  # the same members cannot make a group
                 error, joiners, lets_in = failed, (), False
 
-    def _unreached(self, error: Exception | None) -> tuple[str, ...]:
-        """The members to which this one could make no link. Of a pair that cannot reach each other, the one that
-        proposes the next view first goes on. `error`: what this one has ended with."""
-        ranks: set[int] = set()
-        if not dist.is_initialized():  # making the group has failed
-            if isinstance(error, CollectiveTimeout) and error.culprit >= 0:
-                ranks = {error.culprit}
-        elif links := links_of(backend_of(None)):
-            ranks = links.unreached
-        return tuple(self.view.names[rank] for rank in sorted(ranks - {self.rank}))
+    def _report(self, error: Exception | None) -> Report:
+        """Of a change that lets nobody in. `error`: what this member has ended with.
+
+        Of a pair that cannot reach each other, the one that reports first goes on. Who could not be connected with any
+        more may have reported before.
+        """
+        home = self._config.home
+        home.ready = home.ready or ready_for_a_group(self._config.options, not home.ledger, self._wire)
+        without, silent = set[int](), set[int]()
+        if dist.is_initialized():
+            links = links_of(backend_of(None))
+            without = links.unreached if links else without
+        elif isinstance(error, CollectiveTimeout):  # making the group has failed
+            without = {error.culprit}
+        elif isinstance(error, PeerLost):
+            silent = {error.culprit}
+        named = [tuple(self.view.names[rank] for rank in each - {-1, self.rank}) for each in (without, silent)]
+        return Report(self._committed, without=named[0], silent=named[1], address=home.address())
 
     def _abort(self) -> None:
         if dist.is_initialized():
@@ -315,10 +334,8 @@ class World:
         self._joiners_wait, self._unwanted = False, ()
         self._lateness = Lateness(self.view.members, self.rank)
         self._stop_watching()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        destroy_groups()
         self._init()
-        self._tell_members()
         if self._state is not None:
             for part in vars(self._state).values():
                 for module in part.modules() if isinstance(part, torch.nn.Module) else ():
@@ -335,6 +352,7 @@ class World:
         hook = sys.excepthook  # torch puts another one around it each time
         known = rendezvous.ended.set(lambda: [names.index(name) for name in watch.ended()])
         gives_up = rendezvous.gives_up.set(self._report_early)
+        ready = prepared.set(config.home.prepared(self.view))
         # torch names groups by a count, which is part of where they meet, and does not take it back when making one
         # fails.
         dist.distributed_c10d._world.group_count = 0
@@ -354,18 +372,27 @@ class World:
         finally:
             rendezvous.ended.reset(known)
             rendezvous.gives_up.reset(gives_up)
+            prepared.reset(ready)
             sys.excepthook = hook
+        self._attach(watch)
+
+    def _attach(self, watch: Watch) -> None:
+        """The group has been made."""
         watch.attach(backend_of(None))
+        if links := links_of(backend_of(None)):
+            self._wire = links.wire
 
     def _report_early(self, error: Exception) -> None:
         """So that others do not take this process for dead when its connections end."""
-        report = Report(self._committed, without=self._unreached(error))
+        report = self._report(error)
         with contextlib.suppress(RuntimeError, OSError):  # it will be made again
-            self._config.home.directory().compare_set(place(self.epoch, self._config.me.name), "", report.dump())
+            self._config.home.directory().append(place(self.epoch), report.line(self._config.me))
 
     def _begin_watching(self) -> Watch:
-        config = self._config
-        self._watch = Watch(self.view, config.me.name, config.home.directory(), config.home.look_every())
+        home, view = self._config.home, self.view
+        if self.rank == 0:
+            home.lobby.members_are(view)
+        self._watch = Watch(view, self._config.me, home.directory(), home.look_every())
         return self._watch
 
     def _stop_watching(self) -> None:
@@ -375,12 +402,10 @@ class World:
     def _ended(self) -> list[str]:
         return self._watch.ended() if self._watch else []
 
-    # joiners
+    def _cut_off(self) -> list[str]:
+        return self._watch.cut_off() if self._watch else []
 
-    def _tell_members(self) -> None:
-        if self.rank == 0:
-            with contextlib.suppress(RuntimeError, OSError):  # without the launcher's store nobody can join
-                self._config.home.lobby.members_are(self.view)
+    # joiners
 
     def _somebody_waits(self) -> bool:
         now = time.monotonic()
@@ -445,7 +470,8 @@ class World:
 class _Config:
     """What does not change in the life of a world."""
 
-    me: Member
+    me: str
+    """This process's name."""
     options: Options | None
     timeout: float
     least: int
@@ -506,11 +532,8 @@ def start(
     values = _etcd(store) if isinstance(store, str) else Bounded(store)
     here = KeyStore(values, f"ringreduce/elastic/{restart}/")
     joins = here.add(f"rank/{rank}", 1) > 1 or rank >= founders
-    who = rendezvous.identity()
-    address = json.dumps({"host": who.host, "pid": who.pid, "pids": who.pids})
-    me = Member(f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}", address)
     config = _Config(
-        me=me,
+        me=f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}",
         options=options,
         timeout=timeout.total_seconds(),
         least=least,
@@ -539,50 +562,28 @@ def _begin(config: _Config, rank: int, size: int) -> World:
         pg_options=config.options,
     )
     if not links_of(backend_of(None)):  # all ranks are on one host
-        _share_ledger(config, rank)
-    config.home.tell_ledger(config.me)
+        config.home.share_ledger(rank)
     everyone: list[Any] = [None] * size
-    dist.all_gather_object(everyone, (config.me.name, config.me.address))
+    dist.all_gather_object(everyone, (config.me, config.home.address()))
     view = View(0, tuple(Member(*each) for each in everyone))
-    world = World(config, Membership(config.home.directory(), config.me.name, view, config.patience), founder=True)
-    world._tell_members()
-    world._begin_watching().attach(backend_of(None))
+    world = World(config, Membership(config.home.directory(), config.me, view, config.patience), founder=True)
+    world._attach(world._begin_watching())
     return world
 
 
-def _share_ledger(config: _Config, rank: int) -> None:
-    if rank == 0:
-        config.home.make_ledger()
-    told: list[Any] = [config.home.ledger_place()]
-    dist.broadcast_object_list(told, 0)
-    shared = torch.tensor([float(rank == 0 or config.home.open_ledger(told[0]))])
-    dist.all_reduce(shared, dist.ReduceOp.MIN)
-    if not shared:  # they may not see each other's descriptors
-        config.home.ledger = None
-
-
-def _open_a_ledger(config: _Config, view: View) -> None:
-    """If the members share one. Those of the view may have ended while this process was slow; others joined since."""
-    lobby = config.home.lobby
-    for members in (lambda: view, lobby.latest):
-        ledgers = lobby.ledgers(members() or view)
-        if not ledgers or any(map(config.home.open_ledger, ledgers)):
-            return
-    if lobby.all_gone():
-        raise Over(0)
-    raise SystemFailure(
-        "start: the members share a ledger, which this process cannot open: it must run on their host as their user"
-    )
-
-
 def _join(config: _Config) -> World:
-    view = config.home.lobby.wait(config.me, config.timeout)
-    if view is None:
+    home = config.home
+    home.ready = ready_for_a_group(config.options, listens=True)
+    view = home.lobby.wait(Member(config.me, home.address()), config.timeout)
+    opened = view is not None and home.open_a_ledger(view)
+    if view is None or (not opened and home.lobby.all_gone()):
         log.warning("start: all members have left or ended; there is nothing to join")
         raise Over(0)
-    _open_a_ledger(config, view)
-    config.home.tell_ledger(config.me)
-    world = World(config, Membership(config.home.directory(), config.me.name, view, config.patience), founder=False)
+    if not opened:
+        raise SystemFailure(
+            "start: the members share a ledger, which this process cannot open: it must run on their host as their user"
+        )
+    world = World(config, Membership(config.home.directory(), config.me, view, config.patience), founder=False)
     try:
         world._init()
     except RingReduceError as error:

@@ -254,7 +254,12 @@ class Links:
     def connect_all(self, peers: Iterable[int], seconds: float) -> None:
         """Has the links to these peers made, all at once; they have theirs to this rank made at the same time."""
         until = time.monotonic() + min(seconds, CONNECT_SECONDS)
-        self._door.connect(peers, until, PATIENCE, self._meeting.exchange.raise_if_lost)
+        try:
+            self._door.connect(peers, until, PATIENCE, self._meeting.exchange.raise_if_lost)
+        except CollectiveTimeout as error:
+            if error.culprit not in self._door.reached:
+                raise
+            raise CollectiveTimeout(str(error)) from None  # it may be waiting for another rank, of its host
 
     def learn(self, seconds: float) -> None:
         """Settles `wire`, before plans are chosen. Called on all ranks, which all hear it from rank 0.

@@ -3,7 +3,7 @@ processes wait to be let in, and the ledger in which the members agree, if all a
 
     joiner/N       who came as the Nth; empty: it no longer waits
     invited/NAME   the view in which it is a member
-    ledger/NAME    where a member has the ledger open, if the members share one
+    looked         when a member has looked last who waits
     members now    the latest view
     left/NAME      this member has left
 
@@ -12,21 +12,27 @@ Calls raise what the store does, if that is gone.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import threading
 import time
 from collections.abc import Container
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from ringreduce.common.failures import CollectiveTimeout
-from ringreduce.membership.directory import Directory, OfStore
+from ringreduce.group_links import links_of
+from ringreduce.membership.directory import Directory
 from ringreduce.membership.ledger import Ledger
 from ringreduce.membership.protocol import Member, View
 from ringreduce.rendezvous import store as rendezvous
-from ringreduce.survivors import KeyStore
+from ringreduce.rendezvous.card import Prepared, Ready
+from ringreduce.survivors import KeyStore, found_in
 from ringreduce.watch import has_ended
 
 OVER_AFTER = 1.0
@@ -43,8 +49,25 @@ LOOK_IN_LEDGER, LOOK_IN_STORE = 0.2, 1.0
 log = logging.getLogger(__name__)
 
 
+def destroy_groups() -> None:
+    """All groups of this process. Links wait until other hosts have their last words, beside what follows."""
+    if not dist.is_initialized():
+        return
+    if links_of(found_in(dist.distributed_c10d._get_default_group())):
+        names = dist.distributed_c10d._world.pg_names
+        groups = sorted(names, key=names.__getitem__, reverse=True)
+        names.clear()  # torch would wait for each
+
+        def say_goodbye() -> None:
+            for group in groups:
+                group.shutdown()
+
+        threading.Thread(target=say_goodbye, daemon=True, name="ringreduce goodbye").start()
+    dist.destroy_process_group()
+
+
 class Lobby:
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: KeyStore) -> None:
         self._store = store
         self._waiting: dict[int, Member | None] = {}
         """Who waits, by its number; None: it has a number, and has not said who it is."""
@@ -55,7 +78,7 @@ class Lobby:
 
     def waiting(self, but: Container[str]) -> tuple[Member, ...]:
         """Those who wait, whose process has not ended, and whose names are not among these."""
-        self._store.add("looks", 1)
+        self._store.set("looked", str(time.time_ns()))
         latest = self._store.add("waiting", 0)
         self._waiting.update(dict.fromkeys(range(self._seen + 1, latest + 1)))
         self._seen = latest
@@ -70,33 +93,33 @@ class Lobby:
 
     def _told(self, number: int) -> Member | None:
         """Who has this number; None: it has not said so yet, or no longer waits."""
-        if not self._store.check([f"joiner/{number}"]):
-            return None
-        if said := self._store.get(f"joiner/{number}"):
-            return Member(*json.loads(said))
-        del self._waiting[number]
-        return None
+        said = self._store.value(f"joiner/{number}")
+        if said == b"":
+            del self._waiting[number]
+        return Member(*json.loads(said)) if said else None
 
     def invite(self, member: Member, view: View) -> None:
         """Tells one who waits that it is let in. Every member does, since any may die before it has."""
         self._store.set(f"invited/{member.name}", view.dump())
 
     def members_are(self, view: View) -> None:
-        """So that a process that is started again knows whether anybody is left who could let it in."""
-        self._store.set("members now", view.dump())
+        """So that a process that is started again knows whether anybody is left who could let it in. Nobody waits until
+        the store knows."""
+        threading.Thread(target=self._tell, args=(view,), daemon=True, name="ringreduce lobby").start()
 
-    def ledger_is(self, name: str, place: list[Any]) -> None:
-        self._store.set(f"ledger/{name}", json.dumps(place))
+    def _tell(self, view: View) -> None:
+        with contextlib.suppress(RuntimeError, OSError):
+            now = None
+            while now != view.dump():
+                now = (self._store.value("members now") or b"").decode()
+                if now and View.load(now).epoch >= view.epoch:  # this process was slow
+                    return
+                now = self._store.compare_set("members now", now, view.dump()).decode()
 
     def leave(self, name: str) -> None:
         self._store.set(f"left/{name}", "")
 
     # for those who wait
-
-    def ledgers(self, view: View) -> list[list[Any]]:
-        """Where members have the ledger open that they share. None: they share none."""
-        keys = [f"ledger/{name}" for name in view.names]
-        return [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
 
     def wait(self, me: Member, timeout: float) -> View | None:
         """Until this process is let in; None: all members have left or ended.
@@ -107,25 +130,26 @@ class Lobby:
         number = store.add("waiting", 1)
         store.set(f"joiner/{number}", json.dumps([me.name, me.address]))
         looked = check = time.monotonic()
-        looks, over = store.add("looks", 0), False
-        while not store.check([invited]):
+        look, over = store.value("looked"), False
+        while (text := store.value(invited)) is None:
             now = time.monotonic()
             if now > check + OVER_AFTER:
                 check = now
                 before, over = over, self.all_gone()
                 if over and before:
                     return None
-                if (latest := store.add("looks", 0)) != looks:
-                    looks, looked = latest, now
+                if (latest := store.value("looked")) != look:
+                    look, looked = latest, now
             if now > looked + timeout:
                 store.set(f"joiner/{number}", "")
                 raise CollectiveTimeout(f"start: no member has looked who waits to be let in for {timeout:.0f} s")
             time.sleep(PAUSE)
-        return View.load(store.get(invited).decode())
+        return View.load(text.decode())
 
     def latest(self) -> View | None:
         """The latest view that the store knows of."""
-        return View.load(self._store.get("members now").decode()) if self._store.check(["members now"]) else None
+        said = self._store.value("members now")
+        return View.load(said.decode()) if said else None
 
     def all_gone(self) -> bool:
         """Whether every member that the store knows of has left, or has ended on this machine."""
@@ -138,14 +162,37 @@ class Lobby:
 class Home:
     """Of one world, as this process sees it."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: KeyStore) -> None:
         """`store`: the launcher's, or one in etcd."""
         self.store, self.lobby = store, Lobby(store)
         self.ledger: Ledger | None = None
         """In memory that the members share, if all are on one machine. Then they agree there, and not in the store."""
+        self.ready: Ready | None = None
+        """For the group of the next view that this process is in."""
         self._memfd = -1
         self._kept: list[Store] = []
         """The latest two that are implemented in Python: torch keeps their C++ half alone."""
+
+    def address(self) -> str:
+        """Whatever others need to reach this process, and to make a group with what it has ready."""
+        who = rendezvous.identity()._asdict()
+        return json.dumps({**who, "ledger": self.ledger_place(), "card": self.ready.card if self.ready else None})
+
+    def prepared(self, view: View) -> Prepared | None:
+        """For the group of this view; None: its members have to ask a store for what they need."""
+        ready, self.ready = self.ready, None
+        cards = [json.loads(member.address)["card"] for member in view.members]
+        if ready and None not in cards:
+            return Prepared(ready, cards)
+        if ready:
+            ready.close()
+        return None
+
+    def give_up(self) -> None:
+        """There will be no next group."""
+        if self.ready:
+            self.ready.close()
+            self.ready = None
 
     def ledger_place(self) -> list[Any] | None:
         """Where processes of this machine find the ledger: a path, and what the file there must be."""
@@ -167,22 +214,38 @@ class Home:
         self._memfd, self.ledger = memfd, Ledger(memfd, 0, LEDGER_BYTES)
         return True
 
-    def make_ledger(self) -> None:
+    def share_ledger(self, rank: int) -> None:
+        """Among the ranks of the default group, which are on one host, if they see each other's descriptors."""
+        if rank == 0:
+            self._make_ledger()
+        told: list[Any] = [self.ledger_place()]
+        dist.broadcast_object_list(told, 0)
+        shared = torch.tensor([float(rank == 0 or self.open_ledger(told[0]))])
+        dist.all_reduce(shared, dist.ReduceOp.MIN)
+        if not shared:
+            self.ledger = None
+
+    def open_a_ledger(self, view: View) -> bool:
+        """If the members share one; False: it cannot be opened here. Those of the view may have ended while this
+        process was slow; others joined since."""
+        for members in (lambda: view, self.lobby.latest):
+            told = [json.loads(member.address)["ledger"] for member in (members() or view).members]
+            ledgers = [ledger for ledger in told if ledger]  # those who have just been let in have none open
+            if not ledgers or any(map(self.open_ledger, ledgers)):
+                return True
+        return False
+
+    def _make_ledger(self) -> None:
         self._memfd = os.memfd_create("ringreduce world", os.MFD_CLOEXEC)
         os.ftruncate(self._memfd, LEDGER_BYTES)
         self.ledger = Ledger(self._memfd, 0, LEDGER_BYTES)
-
-    def tell_ledger(self, me: Member) -> None:
-        """For those who join later."""
-        if place := self.ledger_place():
-            self.lobby.ledger_is(me.name, place)
 
     def look_every(self) -> float:
         """Seconds between two looks whether a member has left."""
         return LOOK_IN_LEDGER if self.ledger else LOOK_IN_STORE
 
     def directory(self) -> Directory:
-        return self.ledger if self.ledger else OfStore(self.store, "members")
+        return self.ledger if self.ledger else self.store.directory("members")
 
     def place(self, epoch: int) -> Store:
         """Where the group of an epoch is made."""

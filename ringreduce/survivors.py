@@ -29,7 +29,7 @@ from ringreduce.membership.ledger import Ledger
 from ringreduce.rendezvous import store
 
 if TYPE_CHECKING:
-    from ringreduce.membership.directory import Values
+    from ringreduce.membership.directory import Directory, Values
     from ringreduce.membership.rounds import Membership
 
 DEVICES = (torch.device("cpu"), torch.device("cuda"))
@@ -60,7 +60,7 @@ class Lineage:
     @functools.cached_property
     def membership(self) -> Membership:
         """Made at the first loss, so that making a group does not wait for its modules."""
-        from ringreduce.membership.directory import Directory, OfStore
+        from ringreduce.membership.directory import OfStore
         from ringreduce.membership.protocol import Member, View
         from ringreduce.membership.rounds import Membership
 
@@ -151,6 +151,12 @@ class KeyStore(Store):
     def __init__(self, values: Values, prefix: str) -> None:
         super().__init__()
         self._values, self._prefix, self._seconds = values, prefix, 300.0
+
+    def directory(self, name: str) -> Directory:
+        """With keys of its own in the same place."""
+        from ringreduce.membership.directory import Under
+
+        return Under(self._values, f"{self._prefix}{name}/")
 
     def set(self, key: str, value: str | bytes) -> None:
         self._values.set(self._prefix + key, value)

@@ -10,7 +10,7 @@ import threading
 from typing import Any
 
 from ringreduce.membership.directory import Directory
-from ringreduce.membership.protocol import Member, View, place
+from ringreduce.membership.protocol import Member, View, place, read
 from ringreduce.rendezvous import store as rendezvous
 
 
@@ -47,16 +47,15 @@ class Watch:
                 group.notice()
 
     def ended(self) -> list[str]:
-        """The names of members that have ended, as far as this process can see."""
-        names = set(self._found)
-        far: set[str] = set()
+        """The names of members whose processes have ended."""
         with self._lock:
-            if not self._over:
-                names |= {self._pidfds[fd] for fd in _readable(self._pidfds, 0)}
-            if self._group is not None:
-                far = {self._view.names[rank] for rank in self._group.ended()}
-        # Of those on other machines only connections have ended. One that has left the view has closed its own.
-        return sorted(names | {name for name in far - names if not self._has_left(name)})
+            now = () if self._over else _readable(self._pidfds, 0)
+            return sorted(self._found | {self._pidfds[fd] for fd in now})
+
+    def cut_off(self) -> list[str]:
+        """The names of members whose connections have ended, as their processes may have on other machines."""
+        with self._lock:
+            return [self._view.names[rank] for rank in self._group.ended()] if self._group is not None else []
 
     def stop(self) -> None:
         """The group is about to go. The thread ends within `look_every`."""
@@ -78,11 +77,8 @@ class Watch:
             os.close(fd)
 
     def _somebody_left(self) -> bool:
-        return any(map(self._has_left, self._view.names))
-
-    def _has_left(self, name: str) -> bool:
         with contextlib.suppress(RuntimeError, OSError):  # the directory may be out of reach
-            return bool(self._directory.get(place(self._view.epoch, name)))
+            return bool(read(self._view, self._directory.get(place(self._view.epoch))).reports)
         return False
 
 

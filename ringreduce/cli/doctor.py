@@ -64,8 +64,8 @@ def _peers(seconds: float, file: str | None) -> int:
     from torch.distributed.rendezvous import rendezvous
 
     from ringreduce import doctor_peers
-    from ringreduce.backend import place_of
     from ringreduce.config import resolve
+    from ringreduce.ready import place_of
 
     options, _ = resolve(None)
     place = place_of(options)

@@ -1,4 +1,5 @@
-"""Where views are kept. A directory is what can compare and set a value under a key, in one order for all who ask.
+"""Where views are decided. A directory is what can append to a value under a key, and compare and set it, in one order
+for all who ask.
 
 Every store of torch can, and so can the `ledger` of a host. A directory that cannot be reached raises an error; whether
 the request was carried out is not known then, and it can be made again.
@@ -31,6 +32,9 @@ class Directory(Protocol):
     def compare_set(self, key: str, expected: str, desired: str) -> str:
         """Makes `desired` the value if it is `expected` ('': there is none); returns the value that is there then."""
 
+    def append(self, key: str, text: str) -> str:
+        """Puts `text` after what is there; returns all that is there then, which may have grown further."""
+
 
 class Values(Directory, Protocol):
     """More of the same, of which `survivors.KeyStore` makes a store of torch: what `ledger` and `etcd` have."""
@@ -56,6 +60,23 @@ def value_of(store: Any, key: str) -> bytes | None:
     return None if found == NOTHING.encode() else found
 
 
+def appended(store: Any, key: str, text: str) -> bytes:
+    """Puts `text` after what a store of torch has under a key; returns all that is there then. One round trip, as a
+    `TCPStore` does not wait until it is done."""
+    if store.has_extended_api():
+        store.append(key, text)
+        return value_of(store, key) or b""
+    return append_by(lambda expected, desired: bytes(store.compare_set(key, expected, desired)).decode(), text).encode()
+
+
+def append_by(compare_set: Callable[[str, str], str], text: str) -> str:
+    """The same with what can only compare and set."""
+    before = ""
+    while (found := compare_set(before, before + text)) != before + text:
+        before = found
+    return found
+
+
 class OfStore:
     """The directory in a store of torch, under a prefix: it lives as long as the store's host."""
 
@@ -67,6 +88,25 @@ class OfStore:
 
     def compare_set(self, key: str, expected: str, desired: str) -> str:
         return bytes(self._store.compare_set(f"{self._prefix}/{key}", expected, desired)).decode()
+
+    def append(self, key: str, text: str) -> str:
+        return appended(self._store, f"{self._prefix}/{key}", text).decode()
+
+
+class Under:
+    """What another directory has under a prefix."""
+
+    def __init__(self, directory: Directory, prefix: str) -> None:
+        self._directory, self._prefix = directory, prefix
+
+    def get(self, key: str) -> str:
+        return self._directory.get(self._prefix + key)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> str:
+        return self._directory.compare_set(self._prefix + key, expected, desired)
+
+    def append(self, key: str, text: str) -> str:
+        return self._directory.append(self._prefix + key, text)
 
 
 class Bounded:
@@ -105,6 +145,9 @@ class Bounded:
 
     def compare_set(self, key: str, expected: str, desired: str) -> str:
         return self._ask(lambda: bytes(self._store.compare_set(key, expected, desired)).decode())
+
+    def append(self, key: str, text: str) -> str:
+        return self._ask(lambda: appended(self._store, key, text).decode())
 
     def names(self) -> list[str]:
         raise NotImplementedError("a store of torch does not list its keys")

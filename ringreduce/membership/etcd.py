@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ringreduce.common.failures import InvalidArgument
+from ringreduce.membership.directory import append_by
 
 SECONDS = 3.0
 """For one request to one server."""
@@ -74,6 +75,11 @@ class Etcd:
         if answer.get("succeeded"):
             return desired
         return (_first(answer["responses"][0]["response_range"]) or b"").decode()
+
+    def append(self, key: str, text: str) -> str:
+        """Puts `text` after what is there; returns all that is there then. The text may be there twice where a server
+        has failed."""
+        return append_by(lambda expected, desired: self.compare_set(key, expected, desired), text)
 
     def add(self, key: str, number: int) -> int:
         """Adds to a number; returns the sum. Raises `ConnectionError` where it is not known whether it was added."""

@@ -1,7 +1,7 @@
 """Values under keys in memory that processes of one host share. No writer's end, at whatever moment, harms the others.
 
 The memory begins with two words: where the newest record is, and where free memory begins. A record is written once and
-never changes; it names the record before it. A writer
+never changes; it names the record before it. It says what a key's value is, or what comes after it. A writer
 
 1. takes free memory, by adding to the second word,
 2. writes its record there, with what it has seen as the newest as the one before,
@@ -32,6 +32,8 @@ NEWEST, FREE = 0, 8
 FIRST = 64
 """Where the first record may be."""
 _RECORD = struct.Struct("=QII")  # the record before, bytes of its key, bytes of its value
+APPENDS = 1 << 31
+"""In the third word: the value goes after what was there under the key."""
 
 BYTES, BYTES_BY_RANK = 4 << 20, 64 << 10
 """A ledger's, and what it has more for each rank. Pages that nothing was written to take no memory."""
@@ -85,10 +87,15 @@ class Ledger:
             self._read_on()
             return list(self._values)
 
-    def change(self, key: str, put: Callable[[bytes | None], bytes | None]) -> bytes | None:
+    def append(self, key: str, text: str) -> str:
+        """Puts `text` after what is there; returns all that is there then."""
+        return (self.change(key, lambda _: text.encode(), APPENDS) or b"").decode()
+
+    def change(self, key: str, put: Callable[[bytes | None], bytes | None], appends: int = 0) -> bytes | None:
         """Makes `put(value)` the value, where None leaves it as it is; returns what is there then.
 
-        `put` may be called several times, as others change the value meanwhile.
+        `put` may be called several times, as others change the value meanwhile. With APPENDS, it says what comes after
+        the value.
         """
         with self._lock:
             taken, room = 0, 0
@@ -101,11 +108,11 @@ class Ledger:
                 if needed > room:
                     room = -(-needed // 8) * 8
                     taken = self._take(room)
-                self._write(taken, key, desired)
+                self._write(taken, key, desired, appends)
                 if self._newest.compare_set(self._seen, taken):
                     self._seen = taken
-                    self._values[key] = desired
-                    return desired
+                    self._learn(key, desired, appends)
+                    return self._values[key]
 
     def _take(self, size: int) -> int:
         begin: int = FIRST + self._free.add(size)
@@ -116,9 +123,12 @@ class Ledger:
             )
         return begin
 
-    def _write(self, at: int, key: str, value: bytes) -> None:
+    def _learn(self, key: str, value: bytes, appends: int) -> None:
+        self._values[key] = self._values.get(key, b"") + value if appends else value
+
+    def _write(self, at: int, key: str, value: bytes, appends: int) -> None:
         name = key.encode()
-        _RECORD.pack_into(self._memory, at, self._seen, len(name), len(value))
+        _RECORD.pack_into(self._memory, at, self._seen, len(name), len(value) | appends)
         text = at + _RECORD.size
         self._memory[text : text + len(name)] = name
         self._memory[text + len(name) : text + len(name) + len(value)] = value
@@ -126,16 +136,17 @@ class Ledger:
     def _read_on(self) -> None:
         """Learns what has been added since the last look."""
         newest = at = self._newest.load()
-        added: list[tuple[str, bytes]] = []
+        added: list[tuple[str, bytes, int]] = []
         while at != self._seen:
             if not FIRST <= at <= len(self._memory) - _RECORD.size or len(added) > len(self._memory) // _RECORD.size:
                 raise SystemFailure(f"the group's ledger is damaged: it names a record at {at}")
-            before, of_key, of_value = _RECORD.unpack_from(self._memory, at)
-            text = at + _RECORD.size
+            before, of_key, word = _RECORD.unpack_from(self._memory, at)
+            text, of_value = at + _RECORD.size, word & ~APPENDS
             key = bytes(self._memory[text : text + of_key])
-            added.append((key.decode(), bytes(self._memory[text + of_key : text + of_key + of_value])))
+            added.append((key.decode(), bytes(self._memory[text + of_key : text + of_key + of_value]), word & APPENDS))
             at = before
-        self._values.update(reversed(added))
+        for record in reversed(added):
+            self._learn(*record)
         self._seen = newest
 
     # the store of `rendezvous`

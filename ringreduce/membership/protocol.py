@@ -1,28 +1,33 @@
 """How members of a view agree on the next one. A pure function: events in, effects out; no clock, process or socket.
 
-A *view* says who is in: its epoch, its members, and the latest step that all of them have committed. The current view
-is one value of a directory. It is only ever changed by compare-and-set, so an epoch has one view and one successor.
+A *view* says who is in: its epoch, its members, and the latest step that all of them have committed. An epoch has one
+*log*, a value of a directory, to which lines are appended. The directory puts them in one order, and the log alone says
+what follows the view, so an epoch has one successor, which everyone who reads the log finds.
 
     state, effects = step(state, event)
 
 Members leave a view together, in a *round*:
 
-1. Each member tells the directory that it is here, and what it has committed (`Report`), under a key of the epoch.
-2. It then asks for the view and for the first member that is neither here nor known to be lost, again and again.
-3. Who finds every member accounted for proposes the successor by compare-and-set: those who are here go on, all others
-   are lost. Whatever the directory says afterwards is the next view; the losers of the race obey it.
+1. Each member appends a line (`Report`): that it is here, what it has committed, and whom it knows to be lost.
+2. The answer is the log with the lines of the others. Who misses somebody looks again and again, and appends another
+   line when it learns that a member is lost.
+3. The round is over with the first line after which every member is accounted for. Those who are here go on, all others
+   are lost (`successor`). Later lines count for nothing, so a member that comes too late is expelled.
 
 A member is *lost* when its process has ended, which is certain, or when the others have waited for it in vain, which
 may be wrong. Safety does not depend on that: a member that was given up wrongly finds a view without it and is
-expelled.
+expelled. Of members that want to go on without each other, the one whose line comes first does.
 
-The *verdict* on the open step is in the view. A member may report step k only when every member has voted for it, and
-has what it needs to go on after it. So if any survivor has committed k, the successor says k, and all go on after k. A
-step that must survive the death of those who committed it is written into the view itself (`Commit`), by
-compare-and-set.
+The *verdict* on the open step is in the successor. A member may report step k only when every member has voted for it,
+and has what it needs to go on after it. So if any survivor has committed k, the successor says k, and all go on after
+k. A step that must survive the death of those who committed it is written into the log itself (`Commit`), by
+compare-and-set: a log that is over is never changed in this way.
 
-Requests may be lost, be carried out without an answer, or be carried out twice. All of them can be repeated: a report
-is written once, and a proposal names the text that it replaces.
+What others need to make a group with a member is in its line too, and so in the view: its address, which nothing here
+looks into.
+
+Requests may be lost, be carried out without an answer, or be carried out twice. All of them can be repeated: of the
+lines of a member the first one says what it reports, and to lose somebody twice is to lose it.
 
 `tests/unit/test_membership_protocol.py` searches all orders of these events for small groups.
 """
@@ -31,10 +36,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
-
-VIEW = "view"
-"""The directory's key for the current view."""
+from typing import Any, TypeAlias
 
 
 @dataclass(frozen=True)
@@ -88,17 +90,22 @@ class Report:
     """The names of members that it wants to go on without, dead or not."""
     alone: bool = False
     """Whether it has waited for others to join as long as it may, and nobody has."""
+    silent: tuple[str, ...] = ()
+    """The names of members that are lost unless they have reported before."""
+    address: str = ""
+    """Its address from now on; '': as it was."""
 
-    def dump(self) -> str:
-        return json.dumps(
-            [self.step, [[each.name, each.address] for each in self.waiting], self.open, self.without, self.alone]
-        )
+    def line(self, name: str) -> str:
+        """What this member appends to the log."""
+        waiting = [[each.name, each.address] for each in self.waiting]
+        said = [name, self.step, waiting, self.open, self.without, self.alone, self.silent, self.address]
+        return json.dumps(said) + "\n"
 
     @staticmethod
-    def load(text: str) -> Report:
-        step_, waiting, is_open, without, alone = json.loads(text)
-        members = tuple(Member(name, address) for name, address in waiting)
-        return Report(step_, members, is_open, tuple(without), alone)
+    def load(said: list[Any]) -> Report:
+        step_, waiting, is_open, without, alone, silent, address = said
+        members = tuple(Member(name, its_address) for name, its_address in waiting)
+        return Report(step_, members, is_open, tuple(without), alone, tuple(silent), address)
 
 
 # events
@@ -120,9 +127,12 @@ class Commit:
 
 @dataclass(frozen=True)
 class Look:
-    """It is time to ask the directory again. `lost`: the members that are lost, as far as this member knows."""
+    """It is time to ask the directory again, with what this member knows of the others."""
 
     lost: frozenset[str] = frozenset()
+    """Those that are lost, whatever they have said."""
+    silent: frozenset[str] = frozenset()
+    """Those that are lost unless they have reported."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +161,14 @@ class Ask:
 
 
 @dataclass(frozen=True)
+class Append:
+    """Put this after what is there under a key, and say what is there then."""
+
+    key: str
+    text: str
+
+
+@dataclass(frozen=True)
 class CompareSet:
     """Make `desired` the value under a key if it is `expected` ('': there is none), and say which it is then."""
 
@@ -159,7 +177,7 @@ class CompareSet:
     desired: str
 
 
-Request: TypeAlias = Ask | CompareSet
+Request: TypeAlias = Ask | Append | CompareSet
 
 
 @dataclass(frozen=True)
@@ -192,101 +210,124 @@ class State:
 
     me: str
     view: View
+    log: str = ""
+    """The view's, as this member has seen it last."""
     report: Report | None = None
-    here: tuple[tuple[str, Report], ...] = ()
-    """The reports that it has seen in this round."""
-    lost: frozenset[str] = frozenset()
     committing: int = 0
-    """The step that it is writing into the view; 0: none."""
+    """The step that it is writing into the log; 0: none."""
     request: Request | None = field(default=None)
     """What it waits for an answer to."""
 
 
-def place(epoch: int, name: str) -> str:
-    """The directory's key for a member's report."""
-    return f"here/{epoch}/{name}"
+def place(epoch: int) -> str:
+    """The directory's key for the log of an epoch."""
+    return f"log/{epoch}"
 
 
 def step(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
     """What a member does about an event."""
     if isinstance(event, Leave):
-        state = replace(state, report=event.report, here=(), committing=0)
-        return _request(state, CompareSet(place(state.view.epoch, state.me), "", event.report.dump()))
+        return _append(replace(state, report=event.report, committing=0), event.report)
     if isinstance(event, Commit):
-        state = replace(state, committing=event.step)
-        return _request(state, _with_step(state.view, event.step))
+        return _commit(replace(state, committing=event.step))
     if isinstance(event, Look):
-        state = replace(state, lost=state.lost | event.lost - {state.me})
-        return _request(state, Ask(VIEW))
+        return _look(state, event)
     if isinstance(event, NoAnswer):
-        # Asking is safe whatever happened. A report and a proposal name what they replace, so they can be sent again.
+        # Asking is safe whatever happened. A line counts once, and a commit names what it replaces.
         return state, () if state.request is None else (state.request,)
-    state = replace(state, request=None)
-    if event.key == VIEW:
-        return _seen_view(state, View.load(event.value))
-    if event.value:  # somebody's report
-        name = event.key.removeprefix(place(state.view.epoch, ""))
-        state = replace(state, here=(*state.here, (name, Report.load(event.value))))
-        return _missing_or_propose(state)
-    return state, ()
+    state = replace(state, log=event.value, request=None)
+    if decided := successor(state.view, state.log):
+        return obey(state, decided)
+    if not state.committing:
+        return state, ()
+    if _step_in(state.log) < state.committing:
+        return _commit(state)
+    return replace(state, committing=0), (Committed(state.committing),)
 
 
 def _request(state: State, request: Request) -> tuple[State, tuple[Effect, ...]]:
     return replace(state, request=request), (request,)
 
 
-def _with_step(view: View, committed: int) -> CompareSet:
-    return CompareSet(VIEW, view.dump(), replace(view, step=max(view.step, committed)).dump())
+def _append(state: State, report: Report) -> tuple[State, tuple[Effect, ...]]:
+    return _request(state, Append(place(state.view.epoch), report.line(state.me)))
 
 
-def _seen_view(state: State, seen: View) -> tuple[State, tuple[Effect, ...]]:
-    """The directory has this view."""
-    if seen.epoch > state.view.epoch:
-        return obey(state, seen)
-    state = replace(state, view=seen)  # of the same epoch: somebody has written a step into it
-    if state.committing:
-        if seen.step >= state.committing:
-            done = Committed(state.committing)
-            return replace(state, committing=0), (done,)
-        return _request(state, _with_step(seen, state.committing))
-    if state.report is None:
-        return state, ()
-    return _missing_or_propose(state)
+def _look(state: State, event: Look) -> tuple[State, tuple[Effect, ...]]:
+    here = read(state.view, state.log)
+    lost = event.lost - here.lost - {state.me}
+    silent = event.silent & set(here.missing(state.view))
+    if state.report and (lost or silent):
+        return _append(state, replace(state.report, without=tuple(sorted(lost)), silent=tuple(sorted(silent))))
+    return _request(state, Ask(place(state.view.epoch)))
+
+
+def _commit(state: State) -> tuple[State, tuple[Effect, ...]]:
+    """The committed step is the first line, so that the log does not grow with each."""
+    lines = state.log.splitlines(keepends=True)
+    reports = "".join(lines[_step_in(state.log) > 0 :])
+    return _request(state, CompareSet(place(state.view.epoch), state.log, f"{state.committing}\n{reports}"))
+
+
+def _step_in(log: str) -> int:
+    """The step that was written into a log; 0: none."""
+    first = log.partition("\n")[0]
+    return int(first) if first.isdecimal() else 0
 
 
 def obey(state: State, decided: View) -> tuple[State, tuple[Effect, ...]]:
-    """The directory's view is the next one, whoever has proposed it."""
+    """This view is the next one, whoever has ended the round."""
     state = State(state.me, decided)
     return state, (Entered(decided) if state.me in decided.names else Expelled(decided),)
 
 
-def missing(state: State) -> list[str]:
-    """The members that are neither here nor given up, in the view's order."""
-    here = {name for name, _ in state.here}
-    unwanted = {name for _, report in state.here for name in report.without}
-    return [name for name in state.view.names if name not in here | state.lost | unwanted]
+@dataclass(frozen=True)
+class Round:
+    """What a log says, up to the line with which the round is over."""
+
+    reports: dict[str, Report]
+    """Of the members that are here."""
+    lost: frozenset[str]
+
+    def missing(self, view: View) -> list[str]:
+        """The members that are neither here nor given up, in the view's order."""
+        return [name for name in view.names if name not in self.reports and name not in self.lost]
 
 
-def _missing_or_propose(state: State) -> tuple[State, tuple[Effect, ...]]:
-    if still := missing(state):
-        return _request(state, Ask(place(state.view.epoch, still[0])))
-    return _request(state, CompareSet(VIEW, state.view.dump(), successor(state).dump()))
+def read(view: View, log: str) -> Round:
+    reports: dict[str, Report] = {}
+    lost: set[str] = set()
+    for line in log.splitlines()[_step_in(log) > 0 :]:
+        name, *said = json.loads(line)
+        if name in lost:
+            continue
+        report = Report.load(said)
+        reports.setdefault(name, report)
+        lost.update(report.without, (each for each in report.silent if each not in reports))
+        if all(each in reports or each in lost for each in view.names):
+            break
+    return Round(reports, frozenset(lost))
 
 
-def successor(state: State) -> View:
-    """The view that follows when every member is accounted for."""
-    reports = dict(state.here)
-    unwanted = {name for report in reports.values() for name in report.without}
-    gone = unwanted | state.lost
-    stay = [member for member in state.view.members if member.name in reports and member.name not in gone]
-    keep_out = gone | set(state.view.names)
+def successor(view: View, log: str) -> View | None:
+    """The view that follows, when every member is accounted for."""
+    here = read(view, log)
+    if here.missing(view):
+        return None
+    reports = here.reports
+    stay = [
+        replace(member, address=reports[member.name].address or member.address)
+        for member in view.members
+        if member.name in reports and member.name not in here.lost
+    ]
+    keep_out = here.lost | set(view.names)
     come: dict[str, Member] = {}
     if all(report.open for report in reports.values()):
         come = {each.name: each for report in reports.values() for each in report.waiting if each.name not in keep_out}
     return View(
-        epoch=state.view.epoch + 1,
+        epoch=view.epoch + 1,
         members=(*stay, *(come[name] for name in sorted(come))),
-        step=max(state.view.step, *(report.step for report in reports.values())),
-        lost=tuple(name for name in state.view.names if name not in {member.name for member in stay}),
+        step=max(view.step, _step_in(log), *(report.step for report in reports.values())),
+        lost=tuple(name for name in view.names if name not in {member.name for member in stay}),
         alone=not come and any(report.alone for report in reports.values()),
     )

@@ -5,17 +5,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from ringreduce.common.failures import Expelled, RingReduceError, SystemFailure
 from ringreduce.membership import protocol
 from ringreduce.membership.directory import Directory
 from ringreduce.membership.protocol import (
-    VIEW,
     Answer,
+    Append,
     Ask,
     Commit,
     Committed,
-    CompareSet,
     Effect,
     Entered,
     Leave,
@@ -24,12 +24,15 @@ from ringreduce.membership.protocol import (
     Report,
     State,
     View,
+    place,
 )
 
 SHORTEST, LONGEST = 0.0002, 0.02
 """Seconds between two looks at the directory; the pause grows with an eighth of the time that has passed."""
 PATIENCE = 60.0
 """Seconds for which a directory may be out of reach."""
+LONG = 1.0
+"""Seconds of a round after which the others may have gone on by the time that this process hears how it ended."""
 
 log = logging.getLogger(__name__)
 
@@ -49,33 +52,39 @@ class Membership:
         """
         self.directory, self.patience = directory, patience
         self._state = State(me, view)
-        self._begun = False
 
     @property
     def view(self) -> View:
         return self._state.view
 
     def leave(
-        self, report: Report, lost: Callable[[], Iterable[str]] = nobody, silent_after: float = float("inf")
+        self,
+        report: Report,
+        lost: Callable[[], Iterable[str]] = nobody,
+        silent_after: float = float("inf"),
+        silent: Callable[[], Iterable[str]] = nobody,
     ) -> View:
         """Returns the next view when every member of this one has called, is lost, or has been silent for too long.
 
-        `lost` names the members whose end this process knows of; it is called again and again. Whoever has not called
-        `silent_after` seconds after this process has is given up. Raises `Expelled` if the others went on without this
-        process, `SystemFailure` if the directory could not be reached for `patience` seconds.
+        `lost` names the members whose end this process knows of, `silent` those that it has lost sight of, which may
+        have called all the same; they are called again and again. Whoever has not called `silent_after` seconds after
+        this process has is given up. Raises `Expelled` if the others went on without this process, `SystemFailure` if
+        the directory could not be reached for `patience` seconds.
         """
         began = time.monotonic()
-        if self._state.me not in self.view.names:
+        me = self._state.me
+        if me not in self.view.names:
             return self._view_of(protocol.Expelled(self.view))
-        self._begin()
-        done = self._carry_out(Leave(report))
+        without = [name for name in (*report.without, *lost()) if name != me]
+        done = self._carry_out(Leave(replace(report, without=tuple(without), silent=(*report.silent, *silent()))))
         while done is None:
-            gone = set(lost())
+            time.sleep(min(max((time.monotonic() - began) / 8, SHORTEST), LONGEST))
+            gone = frozenset(silent())
             if time.monotonic() - began > silent_after:
-                gone |= set(protocol.missing(self._state)[:1])  # the next has not been asked for yet
-            done = self._carry_out(Look(frozenset(gone)))
-            if done is None:
-                time.sleep(min(max((time.monotonic() - began) / 8, SHORTEST), LONGEST))
+                gone |= set(self.view.names)
+            done = self._carry_out(Look(frozenset(lost()), gone))
+        while isinstance(done, Entered) and time.monotonic() - began > LONG and (later := self._carry_out(Look())):
+            done = later
         return self._view_of(done)
 
     def commit(self, step: int) -> bool:
@@ -83,7 +92,6 @@ class Membership:
 
         False: the others have gone on to another view without it, and `leave` tells which.
         """
-        self._begin()
         before = self._state
         if isinstance(self._carry_out(Commit(step)), Committed):
             return True
@@ -95,14 +103,8 @@ class Membership:
 
         Raises what the directory does if it cannot be reached.
         """
-        me, view = self._state.me, self.view
-        self.directory.compare_set(VIEW, "", view.dump())
-        self.directory.compare_set(protocol.place(view.epoch, me), "", Report(step, without=(me,)).dump())
-
-    def _begin(self) -> None:
-        if not self._begun:
-            self._ask(CompareSet(VIEW, "", self._state.view.dump()))
-            self._begun = True
+        me = self._state.me
+        self.directory.append(place(self.view.epoch), Report(step, without=(me,)).line(me))
 
     def _view_of(self, done: Effect) -> View:
         if isinstance(done, Entered):
@@ -118,7 +120,7 @@ class Membership:
         self._state, effects = protocol.step(self._state, event)
         while effects:
             effect = effects[0]
-            if not isinstance(effect, Ask | CompareSet):
+            if not isinstance(effect, protocol.Request):
                 return effect
             answer = Answer(effect.key, self._ask(effect))
             self._state, effects = protocol.step(self._state, answer)
@@ -131,6 +133,8 @@ class Membership:
             try:
                 if isinstance(request, Ask):
                     return self.directory.get(request.key)
+                if isinstance(request, Append):
+                    return self.directory.append(request.key, request.text)
                 return self.directory.compare_set(request.key, request.expected, request.desired)
             except RingReduceError:
                 raise

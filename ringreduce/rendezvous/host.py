@@ -28,12 +28,11 @@ import hashlib
 import hmac
 import json
 import os
-import secrets
 import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -45,14 +44,15 @@ from ringreduce.common.failures import (
     SystemFailure,
     TopologyError,
 )
+from ringreduce.rendezvous.card import NONCE, Card, Place, Prepared, Ready, door_at
 from ringreduce.rendezvous.secret import group_secret
-from ringreduce.rendezvous.store import LEST, RANK_0, WHO, Exchange, Store, identity, kernel, passed
+from ringreduce.rendezvous.store import LEST, RANK_0, WHO, Exchange, Store, passed
 
 if TYPE_CHECKING:
+    from ringreduce._C import OpenMemory
     from ringreduce.rendezvous.links import Door
     from ringreduce.rendezvous.sockets import Address
 
-_NONCE = 32
 _DIGEST = hashlib.sha256().digest_size
 _HELLO = struct.Struct(f"!i?{_DIGEST}s")  # rank, whether it can access all ranks' memory, proof
 _FDS_PER_MESSAGE = 200  # the kernel's limit is 253 (SCM_MAX_FD)
@@ -60,21 +60,6 @@ _BEFORE_STORE = 0.01
 """Seconds that a rank waits for its leader before it asks the store, where only those of other hosts find theirs."""
 _STRANGER_SECONDS = 5.0
 """For who connects to say who it is."""
-
-
-class Place(NamedTuple):
-    """Where a rank counts itself to be, and how it is reached from elsewhere. What the options say of it."""
-
-    transport: str = "auto"
-    """'auto': ranks that can share memory are on one host; 'shared_memory': all have to be; 'tcp': each is alone."""
-    host_id: str = ""
-    """RINGREDUCE_HOST_ID: ranks with the same are on one host, whatever else says so; '': as the kernel says."""
-    interfaces: str = ""
-    """RINGREDUCE_SOCKET_IFNAME: see `interfaces.Filter`."""
-    secret_file: str = ""
-    """RINGREDUCE_SECRET_FILE: see `secret.group_secret`."""
-    ports: str = ""
-    """RINGREDUCE_PORTS: see `sockets.parse_ports`."""
 
 
 class _Member(NamedTuple):
@@ -146,23 +131,28 @@ def meet(
     config: str,
     timeout: float,
     decide: Decide,
-    memory: tuple[int, int, int] | None = None,
+    memory: OpenMemory | None = None,
     place: Place = Place(),
     arena: int = -1,
+    prepared: Prepared | None = None,
 ) -> Meeting:
     """Joins this rank with the others of its group; returns when all of its host are there, and all others known.
 
     `config` must be equal on all ranks. `decide` is called on rank 0 alone, when all are known, with the cores that
     each rank may use, whether rank 0 can access all ranks' memory, and the ranks and the label of each host; what it
-    says is told to all, and by it `segment_bytes` says how much memory to share. `memory` is the key of this rank's
-    `OpenMemory`. `arena` is the descriptor of its process's arena, which stays the caller's; -1: none.
+    says is told to all, and by it `segment_bytes` says how much memory to share. `memory` is this rank's, if others
+    may read it. `arena` is the descriptor of its process's arena, which stays the caller's; -1: none. `prepared`: what
+    is known of the ranks before they meet; then `decide` is called on the first rank of each host.
     Raises `CollectiveTimeout` naming the ranks that did not come within `timeout` seconds, `InvalidArgument` if
     configurations differ or `place` cannot be, `TopologyError` if all have to be on one host and are not, `PeerLost` if
     another rank has raised one of these for itself, or has died.
     """
-    exchange = Exchange(store, rank, size, timeout)
+    exchange = Exchange(store, rank, size, timeout, prepared.cards if prepared else ())
     try:
-        with contextlib.closing(_Announced(exchange, place, config, memory)) as me:
+        with contextlib.closing(prepared.ready if prepared else Ready(place, config, memory)) as ready:
+            me = _Announced(exchange, ready)
+            if not prepared:
+                exchange.tell(WHO, ready.card)
             roster, leader = _find(me, place, decide)
             passed("roster: known")
             here = next(host for host in roster["hosts"] if rank in host)
@@ -175,11 +165,11 @@ def meet(
                 memfd, members = _join(me, leader, here, own)
             else:
                 memfd, members = _lead(me, roster, here, segment_bytes(str(roster["decision"])), own)
-        try:
-            door, doors = _tell_addresses(exchange, place) if len(roster["hosts"]) > 1 else (None, [])
-        except BaseException:
-            _close([memfd, *(fd for member in members for fd in member.descriptors())])
-            raise
+            try:
+                door, doors = _addresses(me, place) if len(roster["hosts"]) > 1 else (None, [])
+            except BaseException:
+                _close([memfd, *(fd for member in members for fd in member.descriptors())])
+                raise
     except RingReduceError as error:
         exchange.give_up(error)
         raise
@@ -210,48 +200,32 @@ def meet(
     )
 
 
-class _Announced:
-    """This rank, once it has told the store where its leader finds it."""
+class _Announced(NamedTuple):
+    """This rank, once the others can know where its leader finds it."""
 
-    def __init__(self, exchange: Exchange, place: Place, config: str, memory: tuple[int, int, int] | None) -> None:
-        group_secret(b"", place.secret_file)  # what is wrong with these should not wait for several hosts to show
-        if place.ports:
-            from ringreduce.rendezvous.sockets import parse_ports
+    exchange: Exchange
+    ready: Ready
 
-            parse_ports(place.ports)
-        self.exchange, self.rank = exchange, exchange.rank
-        self.nonce = secrets.token_bytes(_NONCE)
-        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.listener.bind("")  # the kernel picks a free abstract address
-        self.listener.listen(8)
-        told = {
-            "who": identity(),
-            "machine": _machine(place, self.rank),
-            "config": config,
-            "label": place.host_id or socket.gethostname(),
-            "cores": sorted(os.sched_getaffinity(0)),
-            "memory": memory,
-            "socket": [self.listener.getsockname().hex(), self.nonce.hex()],
-        }
-        if self.rank == 0:
-            told["secret"] = secrets.token_hex(32)
-        exchange.tell(WHO, told)
+    @property
+    def rank(self) -> int:
+        return self.exchange.rank
 
     def secret(self) -> bytes:
         """The group's, which rank 0 has told when others hear of it."""
         return bytes.fromhex(self.exchange.told(WHO, 0)["secret"])
 
-    def close(self) -> None:
-        self.listener.close()
 
-
-def _roster(ranks: list[dict[str, Any]], place: Place, decide: Decide) -> Roster:
-    """What all are told, by what each has told."""
-    agree_on_config(ranks)
+def _hosts(ranks: Sequence[Card]) -> list[list[int]]:
     machines: dict[str, list[int]] = {}
     for r, other in enumerate(ranks):
         machines.setdefault(str(other.get("machine")), []).append(r)  # those that want another transport have none
-    hosts = list(machines.values())
+    return list(machines.values())
+
+
+def _roster(ranks: Sequence[Card], place: Place, decide: Decide) -> Roster:
+    """What all are told, by what each has told."""
+    agree_on_config(ranks)
+    hosts = _hosts(ranks)
     if place.transport == "shared_memory" and len(hosts) > 1:
         first, other = ranks[0]["who"][0], ranks[hosts[1][0]]["who"][0]
         raise TopologyError(
@@ -261,7 +235,7 @@ def _roster(ranks: list[dict[str, Any]], place: Place, decide: Decide) -> Roster
             hosts[1][0],
         )
     labels = [str(ranks[host[0]].get("label")) for host in hosts]
-    keys = [other.get("memory") for other in ranks] if len(hosts) == 1 else []
+    keys = [other.get("memory") for other in ranks] if len(hosts) == 1 < len(ranks) else []
     memory = [key for key in keys if key] if all(keys) else []
     cores = [frozenset(other.get("cores", ())) for other in ranks]
     return {
@@ -288,23 +262,24 @@ class _Leader(NamedTuple):
 def _find(me: _Announced, place: Place, decide: Decide) -> tuple[Roster, _Leader | None]:
     """The roster, and the leader of this rank's host; None if it is this rank."""
     exchange = me.exchange
-    if me.rank == 0:
+    leader_by_cards = next((host[0] for host in _hosts(exchange.cards) if me.rank in host), None)
+    if me.rank == (leader_by_cards or 0):
         roster = exchange.decide(lambda ranks: _roster(ranks, place, decide), exchange.collect(WHO))
-        if len(roster["hosts"]) > 1:
+        if len(roster["hosts"]) > 1 and not exchange.cards:
             exchange.publish("roster", roster)
         return roster, None
     came: list[_Leader] = []
     read: Roster = {}
 
     def leader_came(pause: float) -> bool:
-        me.listener.settimeout(pause)
+        me.ready.listener.settimeout(pause)
         try:
-            connection, _ = me.listener.accept()
+            connection, _ = me.ready.listener.accept()
         except (TimeoutError, BlockingIOError):
             pass
         else:
             came.extend(_greet(connection, me))
-        if not (came or read) and exchange.answered("roster"):
+        if not (came or read or exchange.cards) and exchange.answered("roster"):
             read.update(exchange.answer("roster"))
             exchange.know(0, read["who"][0])
             leader = next(host for host in read["hosts"] if me.rank in host)[0]
@@ -312,7 +287,12 @@ def _find(me: _Announced, place: Place, decide: Decide) -> tuple[Roster, _Leader
             exchange.watched = [0, leader]
         return bool(came) or me.rank in (host[0] for host in read.get("hosts", ()))
 
-    exchange.wait(leader_came, RANK_0, first=_BEFORE_STORE)
+    if leader_by_cards is None:
+        exchange.wait(leader_came, RANK_0, first=_BEFORE_STORE)
+    else:
+        leader = leader_by_cards
+        exchange.watched = [leader]
+        exchange.wait(leader_came, lambda: [leader], exchange.deadline + LEST, first=_BEFORE_STORE)
     return (came[0].roster, came[0]) if came else (read, None)
 
 
@@ -322,12 +302,12 @@ def _greet(connection: socket.socket, me: _Announced) -> list[_Leader]:
     try:
         check_user(connection)
         connection.settimeout(_STRANGER_SECONDS)
-        message, fds = receive(connection, _NONCE + _DIGEST, 1)
-        if len(message) != _NONCE + _DIGEST or len(fds) != 1 or not me.exchange.has_told(WHO, 0):
+        message, fds = receive(connection, NONCE + _DIGEST, 1)
+        if len(message) != NONCE + _DIGEST or len(fds) != 1 or not me.exchange.has_told(WHO, 0):
             raise ConnectionError("not a rank of this group")
-        nonce, proof = message[:_NONCE], message[_NONCE:]
+        nonce, proof = message[:NONCE], message[NONCE:]
         secret = me.secret()
-        if not hmac.compare_digest(proof, _proof(secret, b"leader", me.nonce, me.rank)):
+        if not hmac.compare_digest(proof, _proof(secret, b"leader", me.ready.nonce, me.rank)):
             raise ConnectionError("not a rank of this group")
         text = os.pread(fds[0], os.fstat(fds[0]).st_size, 0)
         return [_Leader(connection, secret, nonce, json.loads(text))]
@@ -449,7 +429,7 @@ def _invite(me: _Announced, roster: Roster, rank: int, text: int) -> socket.sock
         connection.connect(address)
         check_user(connection)
         proof = _proof(bytes.fromhex(roster["secret"]), b"leader", nonce, rank)
-        _send(connection, me.nonce + proof, [text], me.exchange.deadline)
+        _send(connection, me.ready.nonce + proof, [text], me.exchange.deadline)
     except OSError as error:
         connection.close()
         _look_for_reason(me.exchange)
@@ -470,7 +450,7 @@ def _admit(me: _Announced, rank: int, guest: socket.socket, secret: bytes) -> _M
         if not message:
             raise ConnectionError("it closed the connection")
         claimed, near, proof = _HELLO.unpack(message)
-        right = hmac.compare_digest(proof, _proof(secret, b"member", me.nonce, rank))
+        right = hmac.compare_digest(proof, _proof(secret, b"member", me.ready.nonce, rank))
         if len(fds) not in (1, 2) or claimed != rank or not right:
             raise ConnectionError("it is not a rank of this group")
         return _Member(rank, near, pidfd=fds[0], arena=fds[1] if len(fds) == 2 else -1)
@@ -492,29 +472,19 @@ def _lost(exchange: Exchange, rank: int, error: Exception) -> RingReduceError:
     return PeerLost(f"making the group: {exchange.describe(rank)} died or left: {error}", rank)
 
 
-def _machine(place: Place, rank: int) -> str:
-    """Equal for ranks that are on one host."""
-    if place.transport == "tcp":
-        return f"rank {rank}"
-    if place.host_id:
-        return f"RINGREDUCE_HOST_ID={place.host_id}"
-    # Those can reach each other's abstract Unix sockets that have the same kernel and the same network namespace.
-    return f"{kernel()}/{os.stat('/proc/self/ns/net').st_ino}"
+def _addresses(me: _Announced, place: Place) -> tuple[Door, list[list[Address]]]:
+    """This rank's door for other hosts, which is the caller's from now on, and where the doors of all ranks are."""
+    from ringreduce.rendezvous.sockets import Address
 
-
-def _tell_addresses(exchange: Exchange, place: Place) -> tuple[Door, list[list[Address]]]:
-    """Opens a door for other hosts; returns it and where the doors of all ranks are."""
-    from ringreduce.rendezvous.interfaces import Filter, local_interfaces
-    from ringreduce.rendezvous.links import Door
-    from ringreduce.rendezvous.sockets import Address, parse_ports
-
-    wanted = Filter.parse(place.interfaces)
-    door = Door(wanted.choose(local_interfaces()), named=wanted.names_some, ports=parse_ports(place.ports))
-    try:
-        doors = exchange("doors", door.addresses)
-    except BaseException:
-        door.close()
-        raise
+    door = me.ready.door or door_at(place)
+    me.ready.door = None
+    doors = [card["door"] for card in me.exchange.cards]
+    if not doors or None in doors:
+        try:
+            doors = me.exchange("doors", door.addresses)
+        except BaseException:
+            door.close()
+            raise
     return door, [[Address(*address) for address in addresses] for addresses in doors]
 
 
@@ -524,7 +494,7 @@ def _can_access_all(keys: list[list[int]]) -> bool:
     return all(_C.can_access(*key) for key in keys)
 
 
-def agree_on_config(ranks: list[dict[str, Any]]) -> None:
+def agree_on_config(ranks: Sequence[Card]) -> None:
     """Raises `InvalidArgument` if two ranks have different `config`s."""
     for r, other in enumerate(ranks):
         if other["config"] != ranks[0]["config"]:

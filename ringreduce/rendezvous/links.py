@@ -192,6 +192,8 @@ class Door:
         """The ways to a peer that is linked which this rank has tried in vain, and why they failed."""
         self.contacts: dict[int, Contact] = {}
         """With the peers that are linked."""
+        self.reached: set[int] = set()
+        """Peers whose machine has let a connection in, whether or not the door there is open yet."""
         _doors.add(self)
 
     def open(
@@ -548,6 +550,7 @@ class Door:
             if path.source:
                 connection.bind(path.source)
             await _within(CONNECT_SECONDS, loop.sock_connect(connection, path.target))
+            self.reached.add(peer)
             return await _within(HANDSHAKE_SECONDS, self._introduce(connection, path, peer, number, session))
         except BaseException:
             connection.close()

@@ -80,14 +80,17 @@ class Who(NamedTuple):
 class Exchange:
     """A rank's part in making one group."""
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
-        self.store, self.rank, self.size = store, rank, size
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout: float, cards: Sequence[dict[str, Any]] = ()
+    ) -> None:
+        """`cards`: what the ranks have told before, instead of the first phase: see `card`."""
+        self.store, self.rank, self.size, self.cards = store, rank, size, cards
         self.deadline = time.monotonic() + timeout
-        # A group may be made again under the same store prefix.
-        self.prefix = f"ringreduce/{store.add(f'ringreduce/generation/{rank}', 1)}"
+        # A group may be made again under the same store prefix; but not by the same cards.
+        self.prefix = f"ringreduce/{0 if cards else store.add(f'ringreduce/generation/{rank}', 1)}"
         self.watched = range(size) if rank == 0 else [0]
         """The ranks without which a wait is in vain: where they are on this machine, their end ends it."""
-        self._known: dict[int, Who] = {}
+        self._known = {rank: Who(*card["who"]) for rank, card in enumerate(cards)}
         self._ended = ended.get()
 
     def __call__(self, phase: str, value: Any, answer: Callable[[list[Any]], Any] = list) -> Any:
@@ -114,13 +117,15 @@ class Exchange:
 
     def told(self, phase: str, rank: int, deadline: float | None = None) -> Any:
         """What a rank has told; waits for it until then."""
+        if phase == WHO and self.cards:
+            return self.cards[rank]
         key = f"{self.prefix}/{phase}/{rank}"
         if deadline:
             return json.loads(self._come(key, lambda: [rank], deadline))
         return json.loads(self.store.get(key))
 
     def has_told(self, phase: str, rank: int) -> bool:
-        return self.store.check([f"{self.prefix}/{phase}/{rank}"])
+        return bool(phase == WHO and self.cards) or self.store.check([f"{self.prefix}/{phase}/{rank}"])
 
     def publish(self, phase: str, answer: Any) -> Any:
         self.store.set(f"{self.prefix}/{phase}", json.dumps(answer))
@@ -150,6 +155,8 @@ class Exchange:
 
     def collect(self, phase: str) -> list[Any]:
         """What all ranks have told."""
+        if phase == WHO and self.cards:
+            return list(self.cards)
         keys = [f"{self.prefix}/{phase}/{rank}" for rank in range(self.size)]
         came: dict[int, Any] = {}
 
@@ -248,10 +255,10 @@ class Exchange:
         """Tells the others that this rank does not come, and why. The first to say so is heard."""
         if tell := gives_up.get():
             tell(error)
-        culprit = error.culprit if error.culprit >= 0 else self.rank
         if isinstance(error, CollectiveTimeout | PeerLost):
-            self._tell_error(type(error).__name__, str(error), culprit)
+            self._tell_error(type(error).__name__, str(error), error.culprit)
         else:
+            culprit = error.culprit if error.culprit >= 0 else self.rank
             me = f"rank {self.rank} ({socket.gethostname()}, pid {os.getpid()})"
             self._tell_error("PeerLost", f"making the group: {me}: {error}", culprit)
 

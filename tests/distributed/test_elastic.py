@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import random
 import signal
@@ -20,7 +21,7 @@ from distributed.harness import Rank, Ranks, run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ringreduce import elastic
+from ringreduce import elastic, watch
 from ringreduce.api import backend_of
 from ringreduce.errors import (
     CollectiveMismatch,
@@ -31,7 +32,7 @@ from ringreduce.errors import (
     TooFewRanks,
 )
 from ringreduce.lateness import STEPS as COUNTED
-from ringreduce.lobby import Lobby
+from ringreduce.lobby import Home, Lobby
 from ringreduce.membership.protocol import View
 
 STEPS, BATCH = 60, 12
@@ -239,6 +240,33 @@ def test_a_joiner_that_is_needed_dies() -> None:
         assert ranks.results(but=(1, 2)) == [2, 2]
 
 
+def loses_a_joiner_elsewhere(me: Rank) -> int:
+    """Rank 2 is let in and dies before the group is made, on a machine of its own, as far as the others can see."""
+    os.environ["RINGREDUCE_HOST_ID"] = f"host {me.rank}"
+    watch.pid_here = lambda member: 0
+    if me.rank == 2:
+        while not me.store.check(["come 2"]):
+            time.sleep(0.005)
+        elastic.World._init = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    world = start(me, 2, timeout=timedelta(seconds=1000))
+    state = world.state(step=0)
+    me.report("begins")
+    while world.epoch < 2:
+        world.attempt(lambda: dist.all_reduce(torch.ones(1)))
+        state.step += 1
+    size = world.size
+    world.leave()
+    return size
+
+
+def test_a_joiner_on_another_machine_dies() -> None:
+    """Its machine refuses connections, so nobody waits until a call would time out."""
+    with Ranks(loses_a_joiner_elsewhere, 3) as ranks:
+        ranks.reports(but=(2,))
+        come(ranks, 2)
+        assert ranks.results(but=(2,)) == [2, 2]
+
+
 def raises_once(me: Rank) -> tuple[int, int]:
     """Rank 1's function raises; it comes again."""
     world = start(me, 3)
@@ -353,6 +381,7 @@ def with_forked_children(me: Rank) -> tuple[int, int, int]:
     state = world.state(step=0)
     child = os.fork()
     if child == 0:
+        signal.alarm(120)  # ends it where its parent was killed
         signal.pause()
     try:
         me.report("begins")
@@ -617,16 +646,15 @@ def joins_when_its_host_has_died(me: Rank) -> int:
     if me.rank == 2:
         while not me.store.check(["ready"]):
             time.sleep(0.005)
-        ledgers = Lobby.ledgers
+        opens = Home.open_a_ledger
 
-        def when_rank_0_is_dead(self: Lobby, view: View) -> list[list[Any]]:
+        def when_rank_0_is_dead(self: Home, view: View) -> bool:
             me.report("let in")
-            found = ledgers(self, view)
-            while os.path.exists(found[0][0]):
+            while os.path.exists(json.loads(view.members[0].address)["ledger"][0]):
                 time.sleep(0.005)
-            return found
+            return opens(self, view)
 
-        Lobby.ledgers = when_rank_0_is_dead  # type: ignore[method-assign]
+        Home.open_a_ledger = when_rank_0_is_dead  # type: ignore[method-assign]
     world = start(me, 2)
     state = world.state(step=0)
     me.store.set("ready", "")
@@ -651,16 +679,16 @@ def is_slow_to_join(me: Rank) -> str:
         while not me.store.check([f"come {me.rank}"]):
             time.sleep(0.005)
     if me.rank == 2:
-        ledgers = Lobby.ledgers
+        opens = Home.open_a_ledger
 
-        def when_told(self: Lobby, view: View) -> list[list[Any]]:
+        def when_told(self: Home, view: View) -> bool:
             if not me.store.check(["go on"]):
                 me.report("let in")
             while not me.store.check(["go on"]):
                 time.sleep(0.005)
-            return ledgers(self, view)
+            return opens(self, view)
 
-        Lobby.ledgers = when_told  # type: ignore[method-assign]
+        Home.open_a_ledger = when_told  # type: ignore[method-assign]
     try:
         world = start(me, 2, timeout=timedelta(seconds=30 if me.rank == 3 else 2), expel_after=1.0)
     except Expelled:

@@ -47,10 +47,11 @@ def test_values(tmp_path: Path) -> None:
         assert other.compare_set("a", "1", "two, with ä and \n") == "two, with ä and \n"
         assert one.compare_set("b", "x", "y") == ""  # there is none
         assert one.get("a") == "two, with ä and \n"
+        assert one.append("log", "a\n") == "a\n" and other.append("log", "b\n") == "a\nb\n" == one.get("log")
         one.set("b", b"\x00\xff")
         assert other.value("b") == b"\x00\xff" and other.check(["a", "b"]) and not other.check(["a", "c"])
         assert [one.add("n", 5), other.add("n", -2), one.add("n", 0)] == [5, 3, 3]
-        assert other.names() == ["a", "b", "n"] and Etcd(address + "2").names() == []
+        assert other.names() == ["a", "b", "log", "n"] and Etcd(address + "2").names() == []
         for number in range(150):
             one.set(f"many/{number}", "x")
         assert one.check([f"many/{number}" for number in range(150)])

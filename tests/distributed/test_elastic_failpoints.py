@@ -31,7 +31,7 @@ from distributed.harness import Rank, Ranks, run
 
 from ringreduce import backend, elastic, host_links, watch
 from ringreduce.errors import Expelled
-from ringreduce.membership.directory import OfStore
+from ringreduce.membership.directory import Under
 from ringreduce.membership.ledger import Ledger
 from ringreduce.membership.rounds import Membership
 from ringreduce.rendezvous import host, store
@@ -49,8 +49,8 @@ CALLS: list[tuple[Any, str]] = [
     (Ledger, "__init__"),  # maps it
     (Ledger, "_write"),  # a record; after it comes the compare-and-swap
     (Ledger, "change"),
-    (OfStore, "get"),
-    (OfStore, "compare_set"),
+    (Under, "get"),
+    (Under, "append"),
     (Membership, "leave"),
     (KeyStore, "set"),
     (KeyStore, "check"),
@@ -222,10 +222,13 @@ def test_a_member_dies_at_some_points(hosts: str, joins: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("joins", "rank"), [(False, 0), (True, 1), (True, SIZE)])
-def test_a_member_stops_at_some_points(joins: bool, rank: int) -> None:
-    stops = range(0, len(points_of("one host", joins, rank)) - 5, 24)
-    assert sum(tried("one host", joins, rank, stop, signal.SIGSTOP) for stop in stops) >= len(stops) / 2
+@pytest.mark.parametrize(
+    ("hosts", "joins", "rank"),
+    [("one host", False, 0), ("one host", True, 1), ("one host", True, SIZE), ("several hosts", False, 0)],
+)
+def test_a_member_stops_at_some_points(hosts: str, joins: bool, rank: int) -> None:
+    stops = range(6, len(points_of(hosts, joins, rank)) - 5, 12 if hosts == "several hosts" else 24)
+    assert sum(tried(hosts, joins, rank, stop, signal.SIGSTOP) for stop in stops) >= len(stops) / 2
 
 
 def test_points_are_met() -> None:

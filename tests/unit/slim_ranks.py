@@ -14,7 +14,8 @@ import time
 import traceback
 from pathlib import Path
 
-from ringreduce.rendezvous.host import Place, meet
+from ringreduce.rendezvous.card import Place
+from ringreduce.rendezvous.host import meet
 from ringreduce.rendezvous.links import Peer
 
 

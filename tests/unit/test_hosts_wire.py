@@ -14,14 +14,16 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from ringreduce import backend, host_links, hosts_file
+from ringreduce import host_links, hosts_file
+from ringreduce.backend import Decision, _decide
 from ringreduce.config import Options, resolve
 from ringreduce.doctor_peers import Host, Pair, Survey
 from ringreduce.errors import InvalidArgument
 from ringreduce.host_links import Links, Noticed, Wire, wire_of
 from ringreduce.hosts_file import HostsFile
 from ringreduce.rendezvous import interfaces
-from ringreduce.rendezvous.host import Place, meet
+from ringreduce.rendezvous.card import Place
+from ringreduce.rendezvous.host import meet
 
 FOUR: host_links.Hosts = ((0,), (1,), (2,), (3,))
 
@@ -113,12 +115,12 @@ def test_the_option() -> None:
 # what is made of it
 
 
-def decided(file: str, labels: str = "abcd") -> backend.Decision:
+def decided(file: str, labels: str = "abcd") -> Decision:
     """What rank 0 tells the others; one rank a host."""
     options, _ = resolve(Options(hosts_file=file), {})
     ranks = [[rank] for rank in range(len(labels))]
-    text = backend._decide(list(range(len(labels))), options, [frozenset({0})] * len(labels), False, ranks, [*labels])
-    return backend.Decision.load(text)
+    text = _decide(list(range(len(labels))), options, [frozenset({0})] * len(labels), False, ranks, [*labels])
+    return Decision.load(text)
 
 
 def test_rings_avoid_slow_links(slow: str) -> None:

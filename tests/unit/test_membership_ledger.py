@@ -9,8 +9,9 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -48,10 +49,13 @@ def test_two_mappings_see_the_same(memfd: int) -> None:
     assert other.compare_set("a", "", "2") == "1"  # too late
     assert other.compare_set("a", "1", "two, with ä and \n") == "two, with ä and \n"
     assert one.get("a") == "two, with ä and \n"
+    assert other.append("a", "more") == "two, with ä and \nmore" == one.get("a")
+    assert one.append("new", "") == "" and one.append("new", "x") == "x" == other.get("new")
+    assert one.compare_set("a", "two, with ä and \nmore", "") == "" and other.append("a", "y") == "y"
     one.set("b", b"\x00\xff")
     assert other.value("b") == b"\x00\xff" and other.check(["a", "b"]) and not other.check(["a", "c"])
     assert [one.add("n", 5), other.add("n", -2)] == [5, 3]
-    assert other.names() == ["a", "b", "n"]
+    assert other.names() == ["a", "new", "b", "n"]
 
 
 def test_a_writer_that_dies_before_it_publishes_is_not_seen(memfd: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,8 +72,8 @@ def test_a_writer_that_was_stopped_comes_too_late(memfd: int, monkeypatch: pytes
     stopped, other = Ledger(memfd, 0, SIZE), Ledger(memfd, 0, SIZE)
     write = stopped._write
 
-    def meanwhile(at: int, key: str, value: bytes) -> None:
-        write(at, key, value)
+    def meanwhile(*record: Any) -> None:
+        write(*record)
         other.compare_set("view", "", "theirs")
 
     monkeypatch.setattr(stopped, "_write", meanwhile)
@@ -194,6 +198,9 @@ def test_a_directory_that_is_gone_is_an_error() -> None:
         def compare_set(self, key: str, expected: str, desired: str) -> str:
             raise OSError("Connection reset by peer")
 
+        def append(self, key: str, text: str) -> str:
+            raise OSError("Connection reset by peer")
+
     member = Membership(Gone(), "0", View(0, (Member("0"),)), patience=0.2)
     with pytest.raises(SystemFailure, match=r"out of reach for .* Connection reset"):
         member.leave(Report())
@@ -240,14 +247,17 @@ def test_the_thread_of_a_bounded_store_ends_with_it() -> None:
     assert threads and not any(thread.is_alive() for thread in threads)
 
 
-@pytest.mark.parametrize("kind", ["tcp", "hash", "file", "ledger"])
-def test_a_look_at_a_store_of_torch_changes_nothing(kind: str, tmp_path: Path, memfd: int) -> None:
-    stores = {
+def stores_of_torch(folder: Path) -> dict[str, Callable[[], dist.Store]]:
+    return {
         "tcp": lambda: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
         "hash": dist.HashStore,
-        "file": lambda: dist.FileStore(str(tmp_path / "store"), 1),
-        "ledger": lambda: KeyStore(Ledger(memfd, 0, SIZE), "of a group/"),
+        "file": lambda: dist.FileStore(str(folder / "store"), 1),
     }
+
+
+@pytest.mark.parametrize("kind", ["tcp", "hash", "file", "ledger"])
+def test_a_look_at_a_store_of_torch_changes_nothing(kind: str, tmp_path: Path, memfd: int) -> None:
+    stores = {**stores_of_torch(tmp_path), "ledger": lambda: KeyStore(Ledger(memfd, 0, SIZE), "of a group/")}
     inner = stores[kind]()  # torch keeps the half of it that is in C++
     store = dist.PrefixStore("job", inner)
     for look in (functools.partial(value_of, store), Bounded(store).value):
@@ -256,6 +266,15 @@ def test_a_look_at_a_store_of_torch_changes_nothing(kind: str, tmp_path: Path, m
         store.set("there", "x")
         assert (look("empty"), look("there")) == (b"", b"x")
         assert (bytes(store.get("empty")), bytes(store.get("there"))) == (b"", b"x")
+
+
+@pytest.mark.parametrize("kind", ["tcp", "hash", "file"])
+def test_what_is_appended_to_a_store_of_torch(kind: str, tmp_path: Path) -> None:
+    store = dist.PrefixStore("job", inner := stores_of_torch(tmp_path)[kind]())
+    one, other = Bounded(store), OfStore(store, "group")
+    assert one.append("group/log", "a\n") == "a\n" and other.append("log", "b\n") == "a\nb\n"
+    assert one.append("group/log", "c\n") == "a\nb\nc\n" == other.get("log")
+    del inner
 
 
 class Slow:

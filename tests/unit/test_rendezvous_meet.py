@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import array
 import errno
+import json
 import os
 import socket
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,8 @@ from ringreduce.errors import (
     TopologyError,
 )
 from ringreduce.rendezvous import host
-from ringreduce.rendezvous.host import Meeting, Place, meet
+from ringreduce.rendezvous.card import Place, Prepared, Ready
+from ringreduce.rendezvous.host import Meeting, meet
 from ringreduce.rendezvous.links import Peer
 from ringreduce.rendezvous.store import Exchange, identity
 
@@ -45,7 +48,7 @@ def meet_all(places: list[Place], store: Any = None, timeout: float = 30.0, **ot
     def one(rank: int) -> Meeting | RingReduceError:
         try:
             given = {"config": "", "segment_bytes": lambda decision: PAGE * len(decision)} | other
-            of_rank = ("config", "arena")
+            of_rank = ("config", "arena", "prepared")
             given = {key: value(rank) if key in of_rank and callable(value) else value for key, value in given.items()}
             return meet(store, rank, size, timeout=timeout, decide=decide, place=places[rank], **given)
         except RingReduceError as error:
@@ -132,6 +135,47 @@ def test_several_hosts(ids: str, hosts: list[list[int]]) -> None:
         for fd in fds:
             os.close(fd)
     close(meetings)
+
+
+def prepare(places: list[Place], config: str = "", listens: str = "") -> Callable[[int], Prepared]:
+    """The cards of all ranks, as they come by a store; by `listens`, those with "-" do not listen for other hosts."""
+    own = [Ready(place, config, listens=listens[r : r + 1] != "-") for r, place in enumerate(places)]
+    cards = [json.loads(json.dumps(ready.card)) for ready in own]
+    return lambda rank: Prepared(own[rank], cards)
+
+
+@pytest.mark.parametrize("ids", ["AAAA", "AABB", "ABCCA"])
+def test_ranks_that_have_each_others_cards_tell_a_store_nothing(ids: str) -> None:
+    places, store = on_hosts(ids), HashStore()
+    meetings = meet_all(places, store, prepared=prepare(places))
+    assert store.num_keys() == 0
+    hosts = [[r for r, name in enumerate(ids) if name == host] for host in dict.fromkeys(ids)]
+    assert all((each.hosts, each.secret) == (hosts, meetings[0].secret) for each in meetings)
+    if len(hosts) > 1:
+        for fds in link_all(meetings).values():
+            for fd in fds:
+                os.close(fd)
+    close(meetings)
+
+
+def test_a_card_without_a_door() -> None:
+    """Where no port was free, say: then all tell the store where they listen."""
+    places, store = on_hosts("AB"), HashStore()
+    meetings = meet_all(places, store, prepared=prepare(places, listens="+-"))
+    assert store.num_keys() > 0 and meetings[0].doors == meetings[1].doors
+    for fds in link_all(meetings).values():
+        for fd in fds:
+            os.close(fd)
+    close(meetings)
+
+
+def test_one_of_those_whose_cards_are_known_is_gone() -> None:
+    places = on_hosts("AAB")
+    ready = prepare(places)
+    ready(1).ready.close()
+    errors = meet_all(places, prepared=lambda rank: None if rank == 1 else ready(rank), timeout=1)
+    assert isinstance(errors[0], SystemFailure) and errors[0].culprit == 1 and "joining rank 1" in str(errors[0])
+    close([errors[2]])
 
 
 def test_tcp_takes_each_rank_for_a_host() -> None:

@@ -1,0 +1,36 @@
+"""What the options say of how ranks meet, and what a process has ready for a group before it knows with whom."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ringreduce import _C
+from ringreduce.config import Options, resolve
+from ringreduce.rendezvous.card import Place, Ready
+
+if TYPE_CHECKING:
+    from ringreduce.host_links import Wire
+
+
+def place_of(options: Options) -> Place:
+    return Place(options.transport, options.host_id, options.socket_ifname, options.secret_file, options.ports)
+
+
+def agreed(options: Options) -> str:
+    """What must be equal on all ranks. The others are each rank's own affair."""
+    own = "tuning topo_file hosts_file recorded_calls dump_when_broken debug socket_ifname ports host_id secret_file"
+    unset: dict[str, Any] = dict.fromkeys(f"{own} arena_keep_bytes share_allocations".split())
+    return str(replace(options, **unset))
+
+
+def ready_for_a_group(options: Options | None, listens: bool, wire: Wire | None = None) -> Ready | None:
+    """What the next group of this process needs, made before it is known with whom; None: nothing can be made before.
+
+    `listens`: for other hosts, too. `wire`: what is known of the network between hosts.
+    """
+    options, _ = resolve(options)
+    if options.transport == "gloo" or options.hosts_file:  # rank 0 tells all others what the file says
+        return None
+    memory = _C.OpenMemory() if options.fetch else None
+    return Ready(place_of(options), agreed(options), memory, listens, wire)
