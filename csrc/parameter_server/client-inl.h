@@ -18,6 +18,7 @@ namespace ringreduce::parameter_server {
 
 inline constexpr Nanoseconds kLookEvery = 10 * kMillisecond;  // for servers that have ended
 inline constexpr int kLooks = 200, kYields = 50;              // before a thread sleeps
+inline constexpr std::uint32_t kNobody = INT32_MAX;           // as an address on the wire
 
 // Where a request's data lies in the window: `bytes` go to the server. The piece is given back with the reply.
 struct Client::InWindow : Payload {
@@ -90,10 +91,10 @@ struct Client::Peer {
   Session session;
   std::shared_ptr<Near> near = nullptr;    // none: it is on another host
   std::shared_ptr<Near> backup = nullptr;  // the latest that was told of, which may take over; near afterwards
-  std::uint32_t address = 0;               // on the wire: the server's number, or `servers` more, its backup's
-  bool has_far_backup = false;             // that is not asked yet
-  std::string far_backup = {};             // its name
-  std::deque<Item> queue = {};             // to another host, in the order of calls
+  std::uint32_t address = 0;               // on the wire: see address_of()
+  std::uint32_t next = kNobody;            // that of a backup on another host, which is not asked yet
+  std::string next_name = {};
+  std::deque<Item> queue = {};  // to another host, in the order of calls
   bool alive = true;
   std::string why = {};                      // it is not
   std::map<std::uint64_t, Sent> calls = {};  // by number

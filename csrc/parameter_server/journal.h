@@ -29,7 +29,8 @@
 namespace ringreduce::parameter_server {
 
 struct Record {
-  enum class Kind : std::uint32_t { request = 1, join, lose, create, tick };
+  // `state`: all that the server is, as what was pushed; slot.number: its turn. Between hosts, the first record.
+  enum class Kind : std::uint32_t { request = 1, join, lose, create, tick, state };
   Kind kind = Kind::tick;
   WorkerId worker = 0;
   Nanoseconds at = 0;       // the time that the shard is given

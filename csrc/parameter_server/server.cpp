@@ -124,6 +124,10 @@ void Server::join(WorkerId id, const std::string& group, std::size_t window, con
     if (only_near_)
       throw Error(ErrorKind::invalid_argument, "this server has a backup, or was one: its workers are on its host");
     if (!serves_ && followed_ == nullptr) throw Error(ErrorKind::aborted, "this server has ended");
+    if (shard_.gave_up(id))
+      throw Error(ErrorKind::invalid_argument,
+                  "worker " + std::to_string(id) + " was out of reach, and has been given up");
+    connection.known = shard_.knows(id);
     wire_->admit(id, connection.window, connection.window->memory.at(connection.window->data), window);
     connections_.emplace(id, std::move(connection));
     if (serves_) decide(Join{id, group});
@@ -272,7 +276,7 @@ Server::Statistics Server::statistics() {
     now.waiting = shard_.waiting();
     now.clocks = shard_.clocks();
     now.saving = snapshot_ != nullptr;
-    if (backup_ != nullptr && !backup_->ended() && !backup_->silent()) {
+    if (backup_ != nullptr && backup_->counts() && !backup_->ended() && !backup_->silent()) {
       now.backup = backup_->name;
       now.lag = backup_->written() - backup_->carried_out();
     }

@@ -21,6 +21,7 @@ namespace ringreduce::parameter_server {
 namespace {
 
 constexpr Nanoseconds kLookEvery = 2 * kMillisecond;  // of a backup that is awake: whether its server has ended
+constexpr Nanoseconds kMissing = 10 * kSecond;        // for workers to come to a backup that has taken over
 
 // What the journal says of a worker that joins, and of a block.
 struct Writing : Archive {
@@ -69,10 +70,7 @@ void Server::lead(const PartnerSpec& backup) {
     if (!serves_) throw Error(ErrorKind::invalid_argument, "this server is a backup, and has not taken over");
     if (backup_ != nullptr && backup_->far())
       throw Error(ErrorKind::invalid_argument, "this server has a backup on another host: it can have no other one");
-    for (const Block& block : blocks_)
-      if (!block.spec.rule.native(block.spec.dtype))
-        throw Error(ErrorKind::invalid_argument,
-                    "an update that Python computes has no backup, and this server has a block of one");
+    check_native();
     for (const auto& [worker, connection] : connections_)
       if (connection.lane == nullptr || connection.news.get() < 0)
         throw Error(ErrorKind::invalid_argument, "a server with workers of other hosts can have no backup yet");
@@ -88,6 +86,13 @@ void Server::lead(const PartnerSpec& backup) {
   });
 }
 
+void Server::check_native() const {
+  for (const Block& block : blocks_)
+    if (!block.spec.rule.native(block.spec.dtype))
+      throw Error(ErrorKind::invalid_argument,
+                  "an update that Python computes has no backup, and this server has a block of one");
+}
+
 // It has ended.
 void Server::drop_backup() {
   backup_.reset();
@@ -96,7 +101,7 @@ void Server::drop_backup() {
 
 bool Server::has_backup() {
   bool has = false;
-  order([&] { has = backup_ != nullptr && !backup_->ended() && !backup_->silent(); });
+  order([&] { has = backup_ != nullptr && backup_->counts() && !backup_->ended() && !backup_->silent(); });
   return has;
 }
 
@@ -138,7 +143,7 @@ void Server::tell(Connection& connection) {
 
 // Requests wait when the backup is too far behind.
 bool Server::may_take() const {
-  return serves_ && (backup_ == nullptr || (backup_->room() >= Journal::kReserve && !backup_->silent()));
+  return serves_ && !frozen_ && (backup_ == nullptr || (backup_->room() >= Journal::kReserve && !backup_->silent()));
 }
 
 // Nor are there new blocks then, for which half of the reserve is: the rest is for ticks and for workers that come and
@@ -235,7 +240,6 @@ void Server::follow(std::unique_ptr<Partner> partner) {
     followed_ = std::move(partner);
     name_ = followed_->name, address_ = followed_->address;
     only_near_ = !followed_->far();
-    if (followed_->far()) turn_ = 1;
     serves_ = false;
     header().serves = 0;
   });
@@ -331,10 +335,12 @@ void Server::repeat(const Record& record, const std::vector<std::byte>& bytes, s
     }
     case Record::Kind::tick:
       return decide(Tick{}, record.at);
+    case Record::Kind::state:
+      return become_far_server(record, dynamic_cast<const Lent&>(*pushed));
   }
 }
 
-// A worker of a server on another host has joined this backup before, or has gone since.
+// A worker of a server on another host joins this backup itself.
 void Server::repeat_join(WorkerSpec spec, Nanoseconds at) {
   const Join join{spec.id, spec.group};
   if (followed_->far()) {
@@ -453,13 +459,33 @@ void Server::send_away() {
   connections_.clear();
 }
 
-// Of a server on another host: those that came to it too late join now, and those that had gone before it knew them
-// leave.
+// Of a server on another host: those that came to it too late join now. Others have not come here yet, or had gone
+// before this one knew them.
 void Server::settle_workers() {
   for (auto& [worker, connection] : connections_)
     if (connection.alive) decide(Join{worker, connection.spec.group});
+  missing_until_ = ringreduce::now() + kMissing;
+}
+
+std::vector<WorkerId> Server::without_connection() const {
+  std::vector<WorkerId> found;
   for (const auto& [worker, clock] : shard_.clocks())
-    if (connections_.count(worker) == 0) decide(Lose{worker});
+    if (connections_.count(worker) == 0) found.push_back(worker);
+  return found;
+}
+
+std::vector<WorkerId> Server::missing() {
+  std::vector<WorkerId> found;
+  order([&] {
+    if (serves_ && missing_until_ != kForever) found = without_connection();
+  });
+  return found;
+}
+
+void Server::lose_missing() {
+  if (ringreduce::now() < missing_until_) return;
+  missing_until_ = kForever;
+  for (const WorkerId worker : without_connection()) decide(Lose{worker});
 }
 
 void Server::take_over() {

@@ -31,16 +31,53 @@ namespace ringreduce::parameter_server {
 void Server::lead_far(std::function<void()> on_silence, std::string name) {
   auto partner = std::make_unique<FarPartner>(*bell_, std::move(on_silence), std::move(name));
   order([&] {
-    if (!connections_.empty() || !blocks_.empty())
-      throw Error(ErrorKind::invalid_argument,
-                  "this server has workers or blocks already: it can have no backup on another host now");
+    if (!serves_ || backup_ != nullptr)
+      throw Error(ErrorKind::invalid_argument, "this server has a backup already, or is one");
+    check_native();
+    carry_out();  // what an earlier backup had to have first
+    for (Held& each : held_) each.after = 0;
     backup_ = std::move(partner);
+    give_far_state();
   });
+}
+
+bool Server::backup_follows() {
+  bool follows = false;
+  order([&] { follows = backup_ != nullptr && !backup_->silent() && backup_->received() > 0; });
+  return follows;
+}
+
+void Server::count_backup() {
+  order([&] {
+    if (auto* const partner = dynamic_cast<FarPartner*>(backup_.get()); partner != nullptr) partner->is_counted = true;
+  });
+}
+
+std::uint64_t Server::freeze() {
+  std::uint64_t written = 0;
+  order([&] {
+    if (backup_ == nullptr || backup_->silent())
+      throw Error(ErrorKind::invalid_argument, "this server has no backup that could go on");
+    frozen_ = true;
+    decide(Tick{});  // of which the backup cannot have heard before
+    carry_out();
+    written = backup_->written();
+  });
+  return written;
+}
+
+void Server::unfreeze() {
+  order([&] { frozen_ = false; });
+}
+
+std::uint64_t Server::confirmed() {
+  std::uint64_t received = 0;
+  order([&] { received = backup_ == nullptr || backup_->silent() ? 0 : backup_->received(); });
+  return received;
 }
 
 void Server::follow_far(std::function<void()> on_silence) {
   follow(std::make_unique<FarPartner>(*bell_, std::move(on_silence), std::string()));
-  order([&] { turn_ = 1; });
 }
 
 // Whether what was written down up to there will outlive this server, or need not.
@@ -77,7 +114,8 @@ bool Server::FarPartner::read(Record& record, std::vector<std::byte>& bytes, std
   record = entry.record;
   bytes = std::move(entry.bytes);
   pushed = nullptr;
-  if (record.kind == Record::Kind::request && record.slot.block != UINT32_MAX)
+  const bool has_some = record.kind == Record::Kind::request && record.slot.block != UINT32_MAX;
+  if (has_some || record.kind == Record::Kind::state)
     pushed = std::make_shared<Lent>(entry.pushed, static_cast<std::size_t>(record.slot.bytes));
   return true;
 }

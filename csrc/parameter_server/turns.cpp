@@ -111,6 +111,7 @@ void Server::look_for_ended() {
   if (t - looked_ < kLookEvery) return;
   looked_ = t;
   if (!serves_) return;
+  lose_missing();
   if (backup_ != nullptr && backup_->ended()) drop_backup();
   for (auto each = connections_.begin(); each != connections_.end();) {
     Connection& connection = (each++)->second;

@@ -26,6 +26,7 @@ from test_workers_and_servers import SMALL
 import ringreduce.parameter_server as ps
 from ringreduce import _C
 from ringreduce.errors import InvalidArgument, RingReduceError, TopologyError
+from ringreduce.parameter_server import attendant
 from ringreduce.parameter_server.placement import backup_of
 from ringreduce.rendezvous.host import own_pidfd
 
@@ -75,7 +76,7 @@ def test_a_killed_server_and_a_killed_backup_are_logged_by_those_that_go_on() ->
         of_0, of_2, *finals = ranks.results(but=(1,))
         assert was_killed(ranks, 1)
     assert finals == [[[1.0] * PUSHES] * WORKERS] * WORKERS, f"killed at the {times}th"
-    assert of_0 == ["the backup of server 0 has ended or cannot be reached: it goes on without one"]
+    assert of_0 == ["the backup of server 0 has ended or cannot be reached: it goes on, and gets another"]
     assert len(of_2) == 1 and of_2[0].startswith("server 1 has ended or cannot be reached: its backup, in this process")
 
 
@@ -156,37 +157,66 @@ def test_a_pull_whose_server_ends_before_it_is_read_has_the_backups_value() -> N
         assert ranks.results(but=(0,))[-1] == [1.0, 1.0]
 
 
-def stays_where_it_is(me: Rank) -> Any:
-    """Two servers of one host that listen; each has its backup in the other's process."""
-    if me.rank == 2:
+def killed_in_a_row(me: Rank, looks_every: float, *args: Any) -> Any:
+    attendant._LOOK = looks_every
+    return near.through_many_kills(me, *args)
+
+
+@pytest.mark.parametrize("looks_every", [0.1, 1.5], ids=["workers come to backups at once", "workers come late"])
+def test_servers_get_new_backups_and_may_be_killed_one_after_the_other(looks_every: float) -> None:
+    """Also before workers have heard of the backups."""
+    kind, arguments, servers = torch.optim.AdamW, {"lr": 0.01}, near.KILLS + 2
+    wanted = near.alone(kind, arguments, WORKERS, steps=near.STEPS)
+    dooms = tuple(random.sample(range(servers), near.KILLS))
+    hosts = (*(i % 3 for i in range(servers)), 0, 3)
+    body = (killed_in_a_row, looks_every, kind, arguments, dooms)
+    with Ranks(placed, servers + WORKERS, hosts, *body) as ranks:
+        results = ranks.results(but=dooms)
+        assert all(was_killed(ranks, rank) for rank in dooms)
+    for kept in [each for each in results if each]:
+        for i, (value, expected) in enumerate(zip(kept, wanted, strict=True)):
+            assert value.tobytes() == expected.tobytes(), f"step {i}, {dooms} were killed"
+
+
+def comes_and_leaves(me: Rank) -> Any:
+    """Two servers of one host that listen, each with its backup in the other's process, and one that comes later."""
+    if me.rank == 3:
         me.meet("servers")
-        with pytest.raises(InvalidArgument) as raised:
-            ps.serve(me.store, joins=True)
         with ps.join(me.store, role="worker", timeout=30.0) as kv:
             kv.init("w", out := torch.zeros(3000), update=ps.reduce("sum"))
+            kv.push("w", torch.ones(3000)).wait()
             backups = [said["backup"] for said in kv.stats()["servers"].values()]
-            me.meet("may leave")
-            me.meet("has left")
+            me.store.set("may leave 1", "")
+            me.store.wait(["has left 1"])
+            kv.push("w", torch.ones(3000)).wait()
+            near.wait_until(lambda: all(its["backup"] for its in kv.stats()["servers"].values()))
+            me.store.set("may leave 0", "")
+            me.store.wait(["has left 0"])
             kv.push("w", torch.ones(3000)).wait()
             kv.pull("w", out)
-        return str(raised.value), backups, out.unique().tolist()
+            last = [said["backup"] for said in kv.stats()["servers"].values()]
+        return backups, last, out.unique().tolist()
+    if me.rank == 2:
+        me.meet("servers")
+        with ps.serve(me.store, joins=True) as serving:
+            me.store.set("came", "")
+            me.store.wait(["has left 0"])
+            return serving.wait(30.0), serving.give_away(1.0)
     with pytest.raises(InvalidArgument, match="servers that move only have workers"):
         ps.serve(me.store, rank=me.rank, size=2, servers=3, backups=1, name="more", **SMALL | {"listen": True})
     with ps.serve(me.store, rank=me.rank, size=2, backups=1, **SMALL | {"listen": True}) as serving:
         me.meet("servers")
-        me.meet("may leave")
-        if me.rank == 1:
-            assert serving.give_away()
-            serving.close()
-        me.meet("has left")
-        return None if me.rank == 1 else (serving.wait(30.0), serving.give_away())
+        me.store.wait(["came", f"may leave {me.rank}"])
+        assert serving.give_away(30.0) and not serving._host.serving()
+    me.store.set(f"has left {me.rank}", "")
+    return None
 
 
-def test_servers_whose_backups_are_reached_by_tcp_do_not_move_and_one_of_a_pair_may_leave() -> None:
-    stayed, _, (refused, backups, values) = run(placed, 3, (0, 0, 0), stays_where_it_is)
-    assert stayed == (True, False)
-    assert "reached by TCP: they do not move" in refused and values == [1.0]
-    assert [said.split(" (")[0] for said in backups] == ["the backup of server 0", "the backup of server 1"]
+def test_processes_leave_what_they_serve_to_others_until_one_is_left() -> None:
+    _, _, stayed, (first, last, values) = run(placed, 4, (0, 0, 0, 0), comes_and_leaves)
+    assert stayed == (True, False) and values == [3.0]
+    assert [said.split(" (")[0] for said in first] == ["the backup of server 0", "the backup of server 1"]
+    assert last == ["", ""]
 
 
 def has_more_servers_than_processes(me: Rank) -> str:
@@ -229,7 +259,7 @@ class Tied:
             near.attach(client, self.server)
         self.client.attach_far_backup(0, "the backup")
         here, there = socket.socketpair()
-        self.client.connect(0, here.detach(), "to the backup", backup=True)
+        self.client.connect(0, here.detach(), "to the backup", replica=1)
         self.backup.connect(0, there.detach(), "to the worker")
         block, offset = near.make_block(self.server)
         self.parts, self.ones = _C.ParameterParts([(0, block, 0, 64, offset)]), torch.ones(16)
