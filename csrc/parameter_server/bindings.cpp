@@ -285,9 +285,14 @@ void bind_server(py::module_& m, Roots roots) {
       .def("decided", &Server::decided, no_gil, py::arg("goes_on"))
       .def_property_readonly("backup_follows", py::cpp_function(&Server::backup_follows, no_gil))
       .def("count_backup", &Server::count_backup, no_gil)
+      .def("abandon_backup", &Server::abandon_backup, no_gil)
       .def("freeze", &Server::freeze, no_gil)
       .def("unfreeze", &Server::unfreeze, no_gil)
       .def_property_readonly("confirmed", py::cpp_function(&Server::confirmed, no_gil))
+      .def("leave_to_backup", &Server::leave_to_backup, no_gil)
+      .def_property_readonly("leaves", &Server::leaves)
+      .def_property_readonly("is_heir", py::cpp_function(&Server::is_heir, no_gil))
+      .def("serve_alone", &Server::serve_alone, no_gil)
       .def_property_readonly("serves", &Server::serves)
       .def_property_readonly("has_ended", &Server::has_ended)
       .def_property_readonly("turn", py::cpp_function(&Server::its_turn, no_gil))
@@ -296,10 +301,11 @@ void bind_server(py::module_& m, Roots roots) {
       .def(
           "die_at",
           [](Server& server, const std::string& step, std::uint64_t times) {
-            static constexpr std::string_view kSteps[] = {"never",       "taken",    "journalled",  "updated",
-                                                          "carried out", "answered", "taking over", "serving"};
-            server.die_at(static_cast<Server::Step>(index_of<8>([](std::size_t i) { return kSteps[i]; }, step, "step")),
-                          times);
+            static constexpr std::string_view kSteps[] = {"never",       "taken",    "journalled", "updated",
+                                                          "carried out", "answered", "leaves",     "inherits",
+                                                          "taking over", "serving"};
+            const auto found = index_of<10>([](std::size_t i) { return kSteps[i]; }, step, "step");
+            server.die_at(static_cast<Server::Step>(found), times);
           },
           no_gil, py::arg("step"), py::arg("times"))
       .def("begin_snapshot",

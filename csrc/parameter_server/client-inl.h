@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "core/atomics.h"
 #include "core/error.h"
@@ -92,8 +93,8 @@ struct Client::Peer {
   std::shared_ptr<Near> near = nullptr;    // none: it is on another host
   std::shared_ptr<Near> backup = nullptr;  // the latest that was told of, which may take over; near afterwards
   std::uint32_t address = 0;               // on the wire: see address_of()
-  std::uint32_t next = kNobody;            // that of a backup on another host, which is not asked yet
-  std::string next_name = {};
+  // Those of backups on other hosts that are not asked yet, with their names, in the order in which they may serve.
+  std::deque<std::pair<std::uint32_t, std::string>> next = {};
   std::deque<Item> queue = {};  // to another host, in the order of calls
   bool alive = true;
   std::string why = {};                      // it is not

@@ -11,10 +11,8 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <tuple>
-#include <utility>
 #include <vector>
 
 #include "core/fork.h"
@@ -104,9 +102,9 @@ class Client {
   // attach_far_backup() says who may serve its blocks, or give_up() that nobody does.
   void seek();
   void give_up(std::uint32_t server, const std::string& why);
-  // Who is asked, and whose backup will be when that one has ended: their numbers, -1 for nobody. No numbers: the
-  // server is lost.
-  std::optional<std::pair<std::int64_t, std::int64_t>> asks(std::uint32_t server);
+  // The numbers of the one that is asked, -1 for nobody, and of those that will be, one after the other. No numbers:
+  // the server is lost.
+  std::vector<std::int64_t> asks(std::uint32_t server);
   bool is_near(std::uint32_t server) const;
   // A server of this process, whose turns are taken by who waits here.
   void host(std::shared_ptr<Server> server);
@@ -189,6 +187,7 @@ class Client {
   void turn_to_backup(std::uint32_t server);
   void turn_to_far_backup(std::uint32_t server);
   bool may_turn(const Peer& of) const;
+  static void take_next(Peer& of);
   std::uint32_t address_of(std::uint32_t server, std::uint32_t replica) const;
   void take_lost();
   void open_wire();

@@ -89,7 +89,7 @@ std::uint32_t Client::address_of(std::uint32_t server, std::uint32_t replica) co
   return static_cast<std::uint32_t>(server + replica * servers_);
 }
 
-bool Client::may_turn(const Peer& of) const { return of.next != kNobody || seeks_; }
+bool Client::may_turn(const Peer& of) const { return !of.next.empty() || seeks_; }
 
 void Client::seek() {
   const Lock lock(mutex_);
@@ -97,17 +97,21 @@ void Client::seek() {
   open_wire();
 }
 
-// If nobody is asked now, what waits goes there at once.
+// If nobody is asked now, what waits goes there at once. Otherwise this one may be the backup of one that serves, and
+// that this worker has not turned to yet.
 void Client::attach_far_backup(std::uint32_t server, const std::string& name, std::uint32_t replica) {
   const Lock lock(mutex_);
   Peer& of = peer(server);
-  of.next = address_of(server, replica);
-  of.next_name = name;
+  of.next.emplace_back(address_of(server, replica), name);
   open_wire();
-  if (of.alive && of.near == nullptr && of.address == kNobody) {
-    of.address = std::exchange(of.next, kNobody);
-    of.name = name;
-  }
+  if (of.alive && of.near == nullptr && of.address == kNobody) take_next(of);
+}
+
+void Client::take_next(Peer& of) {
+  of.address = kNobody;
+  if (of.next.empty()) return;
+  std::tie(of.address, of.name) = of.next.front();
+  of.next.pop_front();
 }
 
 void Client::give_up(std::uint32_t server, const std::string& why) {
@@ -116,17 +120,17 @@ void Client::give_up(std::uint32_t server, const std::string& why) {
   if (of.alive && of.near == nullptr && of.address == kNobody) lose(server, why);
 }
 
-std::optional<std::pair<std::int64_t, std::int64_t>> Client::asks(std::uint32_t server) {
+std::vector<std::int64_t> Client::asks(std::uint32_t server) {
   Hold hold(*this);
   if (wire_ != nullptr) wire_->connections().progress();
   take_replies();
   look_for_ended();
   const Peer& of = peer(server);
-  if (!of.alive) return std::nullopt;
-  const auto replica = [&](std::uint32_t address) -> std::int64_t {
-    return address == kNobody ? -1 : static_cast<std::int64_t>(address / servers_);
-  };
-  return std::pair(replica(of.address), replica(of.next));
+  if (!of.alive) return {};
+  const auto replica = [&](std::uint32_t address) { return static_cast<std::int64_t>(address / servers_); };
+  std::vector<std::int64_t> found{of.address == kNobody ? -1 : replica(of.address)};
+  for (const auto& [address, name] : of.next) found.push_back(replica(address));
+  return found;
 }
 
 // The server has ended, or cannot be reached: what has no answer is asked over connections of its backup, which need
@@ -139,8 +143,7 @@ void Client::turn_to_far_backup(std::uint32_t server) {
   if (!was_near)
     for (const Request& request : again) wire_->forget(to.address, request.number);
   to.near = nullptr;
-  to.address = std::exchange(to.next, kNobody);
-  if (to.address != kNobody) to.name = to.next_name;
+  take_next(to);
   for (Item& item : to.queue) item.sent = 0;  // of data that only the server has
   for (auto request = again.rbegin(); request != again.rend(); ++request) {
     const Sent& sent = to.calls.at(request->number);
@@ -162,7 +165,7 @@ void Client::take_lost() {
   for (const auto& [address, why] : wire_->take_lost()) {
     const auto server = static_cast<std::uint32_t>(address % servers_);
     Peer& of = *peers_[server];
-    if (of.next == address) of.next = kNobody;
+    std::erase_if(of.next, [&](const auto& each) { return each.first == address; });
     if (!of.alive || of.near != nullptr || of.address != address) continue;
     if (may_turn(of))
       turn_to_far_backup(server);

@@ -99,6 +99,7 @@ void Server::join(WorkerSpec spec) {
   order([&] {
     const WorkerId id = connection.spec.id;
     if (!serves_) throw Error(ErrorKind::invalid_argument, "this server is a backup, and has not taken over");
+    if (frozen_) throw Error(ErrorKind::aborted, "this server leaves");
     if (const auto found = connections_.find(id); found != connections_.end()) {
       // It may have joined a server that had no time to say so, and whose backup this is.
       if (found->second.lane != nullptr &&
@@ -163,12 +164,13 @@ std::pair<BlockId, std::size_t> Server::create(BlockSpec spec) {
   bool kept = false;
   Nanoseconds since = ringreduce::now();
   const auto make = [&] {
-    if (!serves_ && place) throw Error(ErrorKind::aborted, "the server has been stopped");
+    if (!serves_ && (place || has_ended())) throw Error(ErrorKind::aborted, "the server has been stopped");
     if (!serves_) throw Error(ErrorKind::invalid_argument, "this server is a backup, and has not taken over");
     if (backup_ != nullptr && !spec.rule.native(spec.dtype))
       throw Error(ErrorKind::invalid_argument,
                   "an update that Python computes has no backup: found the parameter server with backups=0, or use "
                   "another update or dtype");
+    if (!place && frozen_) return;
     if (!place && backup_ != nullptr && !backup_->ended() && !may_write_down(spec)) {
       const std::uint64_t before = std::exchange(seen, backup_->carried_out());
       if (seen != before) since = ringreduce::now();

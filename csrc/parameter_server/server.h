@@ -173,6 +173,15 @@ class Server {
   // Whether this one goes on: alone, or as the server in the other one's place. If it does not, it has ended for its
   // workers. No effect if the partner has been heard of in the meantime or there is none.
   void decided(bool goes_on);
+  // A backup on another host that does not count yet is none.
+  void abandon_backup();
+  // Gives the blocks to the backup, its heir: one on another host has confirmed what freeze() said, and counts as the
+  // server. There are two copies at each moment. The heir goes on when it has a backup of its own that counts, or by
+  // serve_alone(). Until then this server has all, and goes on itself if the heir ends; afterwards it has ended.
+  void leave_to_backup();
+  bool leaves();
+  bool is_heir();
+  void serve_alone();
   bool serves();             // it is no backup, or has taken over
   bool has_ended();          // it has been stopped or replaced, or is no backup any more
   bool has_backup();         // which counts
@@ -180,7 +189,18 @@ class Server {
   // What blocks were made, in order: their notes, and their places as create() returns them.
   std::vector<std::tuple<std::string, BlockId, std::size_t>> notes();
   // For tests: this process kills itself when it comes to this step for the so-many-th time.
-  enum class Step : std::uint32_t { never, taken, journalled, updated, carried_out, answered, taking_over, serving };
+  enum class Step : std::uint32_t {
+    never,
+    taken,
+    journalled,
+    updated,
+    carried_out,
+    answered,
+    leaves,
+    inherits,
+    taking_over,
+    serving
+  };
   void die_at(Step step, std::uint64_t times);
 
   // Ends the thread, and tells the workers. Idempotent.
@@ -315,7 +335,7 @@ class Server {
   static void put_reply(Connection& connection, const ReplySlot& slot);
   void ring_answered();
   ValuesHeader& header() const { return *reinterpret_cast<ValuesHeader*>(values_->at()); }
-  Nanoseconds deadline() const { return serves_ ? shard_.deadline() : kForever; }
+  Nanoseconds deadline() const { return serves_ && !frozen_ ? shard_.deadline() : kForever; }
   bool may_take() const;
   bool may_write_down(const BlockSpec& spec) const;
   bool write_down(const Message& message, Nanoseconds now);
@@ -325,6 +345,7 @@ class Server {
   void hold(WorkerId worker, const ReplySlot& reply);
   bool release_held();
   void be_replaced();
+  void go_on_alone();
   void send_away();
   void follow(std::unique_ptr<Partner> partner);
   bool partners_move();
@@ -352,6 +373,9 @@ class Server {
   const BlockWords& words_of_server(BlockId block) const;
   void adopt_values();
   void look_for_partner();
+  void look_for_heir();
+  void become_heir();
+  void come_back();
   void settle_workers();
   std::vector<WorkerId> without_connection() const;
   void lose_missing();
@@ -385,7 +409,7 @@ class Server {
   std::atomic<std::size_t> snapshot_bytes_ = 0;  // of its copies that have not been taken
   Statistics statistics_;
   Nanoseconds looked_ = 0, missing_until_ = kForever;
-  bool serves_ = true, frozen_ = false;
+  bool serves_ = true, frozen_ = false, is_heir_ = false;
   std::uint32_t turn_ = 0;                       // as Lane::turn; of a backup: when it will have taken over
   std::uint32_t backups_made_ = 0, number_ = 0;  // by this server; of this backup, when it is what its server is
   std::vector<FileDescriptor> given_;            // with the state that is on its way

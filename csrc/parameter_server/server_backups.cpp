@@ -83,6 +83,7 @@ void Server::lead(const PartnerSpec& backup) {
     header().backup.store(number, std::memory_order_seq_cst);  // in this moment the earlier one ceases to be one
     if (before != nullptr) before->ring();
     for (auto& [worker, connection] : connections_) tell(connection);
+    if (is_heir_) take_over();
   });
 }
 
@@ -245,6 +246,61 @@ void Server::follow(std::unique_ptr<Partner> partner) {
   });
 }
 
+void Server::leave_to_backup() {
+  order([&] {
+    if (backup_ == nullptr || backup_->ended() || backup_->silent())
+      throw Error(ErrorKind::invalid_argument, "this server has no backup that could go on");
+    carry_out();
+    frozen_ = true;
+    header().leaves.store(1, std::memory_order_seq_cst);
+    Record last;
+    last.kind = Record::Kind::inherit;
+    if (backup_->far()) backup_->write(last, {}, nullptr);
+    backup_->ring();
+    pass(Step::leaves);
+  });
+}
+
+// On this host: decided() has to do with others. Once the heir has a backup it goes on, even if it is the backup that
+// does.
+void Server::look_for_heir() {
+  const auto* const heir = dynamic_cast<const NearPartner*>(backup_.get());
+  if (heir == nullptr) return;
+  const bool has_ended = heir->ended(), has_backup = heir->header().backup.load(std::memory_order_seq_cst) != 0;
+  if (heir->header().serves.load(std::memory_order_seq_cst) != 0 || (has_ended && has_backup)) {
+    bell_->over.store(1, std::memory_order_seq_cst);
+    be_replaced();
+  } else if (has_ended) {
+    come_back();
+    drop_backup();
+  }
+}
+
+// Its heir has ended.
+void Server::come_back() {
+  frozen_ = false;
+  header().leaves.store(0, std::memory_order_seq_cst);
+}
+
+void Server::become_heir() {
+  is_heir_ = serves_ = frozen_ = true;
+  pass(Step::inherits);
+}
+
+void Server::serve_alone() {
+  order([&] {
+    if (is_heir_) take_over();
+  });
+}
+
+bool Server::leaves() { return header().leaves.load(std::memory_order_seq_cst) != 0; }
+
+bool Server::is_heir() {
+  bool is = false;
+  order([&] { is = is_heir_; });
+  return is;
+}
+
 bool Server::serves() { return header().serves.load(std::memory_order_seq_cst) != 0; }
 bool Server::has_ended() { return header().ended.load(std::memory_order_seq_cst) != 0; }
 
@@ -301,7 +357,8 @@ bool Server::repeat_all(bool all) {
 
 // From here on this is no backup, and serves nobody. "": it was not to take over, or others say why.
 void Server::give_up(const std::string& why) {
-  serves_ = false;
+  serves_ = is_heir_ = false;
+  backup_.reset();
   header().serves.store(0, std::memory_order_seq_cst);
   header().ended.store(1, std::memory_order_seq_cst);
   decided_ = {};
@@ -335,6 +392,8 @@ void Server::repeat(const Record& record, const std::vector<std::byte>& bytes, s
     }
     case Record::Kind::tick:
       return decide(Tick{}, record.at);
+    case Record::Kind::inherit:
+      return become_heir();
     case Record::Kind::state:
       return become_far_server(record, dynamic_cast<const Lent&>(*pushed));
   }
@@ -428,7 +487,8 @@ void Server::look_for_partner() {
   if (t - looked_ < kLookEvery) return;
   looked_ = t;
   const auto counts = [&] { return near_server().header().backup.load(std::memory_order_seq_cst); };
-  if (!followed_->ended()) {
+  const bool leaves = near_server().header().leaves.load(std::memory_order_seq_cst) != 0, ended = followed_->ended();
+  if (!ended && !leaves) {
     drop_published();
     if (number_ > 0 && counts() > number_) give_up("");  // there is another one
     return;
@@ -437,7 +497,8 @@ void Server::look_for_partner() {
   repeat_all(true);  // what it had written since the last look; nothing comes after this
   adopt_values();
   carry_out();
-  take_over();
+  if (ended) return take_over();
+  become_heir();
 }
 
 // Workers that will ask nothing more, here or through the journal.
@@ -492,6 +553,7 @@ void Server::take_over() {
   pass(Step::taking_over);
   const std::unique_ptr<Partner> ended = std::move(followed_);
   serves_ = true;
+  is_heir_ = frozen_ = false;
   if (ended->far()) settle_workers();
   for (auto& [worker, connection] : connections_) tell(connection);
   if (const auto* const near = dynamic_cast<const NearPartner*>(ended.get()))

@@ -49,8 +49,24 @@ bool Server::backup_follows() {
 
 void Server::count_backup() {
   order([&] {
-    if (auto* const partner = dynamic_cast<FarPartner*>(backup_.get()); partner != nullptr) partner->is_counted = true;
+    auto* const partner = dynamic_cast<FarPartner*>(backup_.get());
+    if (partner == nullptr) return;
+    partner->is_counted = true;
+    if (is_heir_) take_over();
   });
+}
+
+void Server::abandon_backup() {
+  order([&] {
+    if (backup_ != nullptr && !backup_->counts()) go_on_alone();
+  });
+}
+
+void Server::go_on_alone() {
+  backup_.reset();
+  if (is_heir_) return;
+  header().serves.store(1, std::memory_order_seq_cst);
+  for (auto& [worker, connection] : connections_) connection.window->bell().ring();
 }
 
 std::uint64_t Server::freeze() {
@@ -139,7 +155,7 @@ void Server::connect_partner(int socket, std::string path) {
 
 bool Server::partners_move() {
   if (backup_ != nullptr && backup_->progress()) {
-    header().serves.store(serves_ && !backup_->silent(), std::memory_order_seq_cst);
+    header().serves.store(serves_ && !is_heir_ && !backup_->silent(), std::memory_order_seq_cst);
     return true;
   }
   return followed_ != nullptr && followed_->progress();
@@ -147,18 +163,16 @@ bool Server::partners_move() {
 
 void Server::decided(bool goes_on) {
   order([&] {
-    const Partner* const partner = backup_ != nullptr ? backup_.get() : followed_.get();
+    const bool is_backup = backup_ == nullptr || is_heir_;
+    const Partner* const partner = is_backup ? followed_.get() : backup_.get();
     if (partner == nullptr || !partner->silent()) return;
-    if (!goes_on && followed_ != nullptr) return give_up("");
-    if (!goes_on) return be_replaced();
-    if (backup_ != nullptr) {
-      backup_.reset();
-      header().serves.store(1, std::memory_order_seq_cst);
-      for (auto& [worker, connection] : connections_) connection.window->bell().ring();
-      return;
+    if (!goes_on) return is_backup ? give_up("") : be_replaced();
+    if (!is_backup) {
+      come_back();
+      return go_on_alone();
     }
     try {
-      repeat_all(true);
+      if (!is_heir_) repeat_all(true);
       take_over();
     } catch (const std::exception& error) {
       give_up(error.what());
@@ -175,6 +189,7 @@ void Server::be_replaced() {
   backup_.reset();
   header().serves.store(0, std::memory_order_seq_cst);
   header().ended.store(1, std::memory_order_seq_cst);
+  header().leaves.store(0, std::memory_order_seq_cst);  // last: without it, one that has not ended has come back
   send_away();
 }
 

@@ -81,15 +81,18 @@ struct Pair {
   ~Pair() {
     if (far) backup->stop();  // first: it is not to take over
     if (decider.joinable()) decider.join();
+    if (loser.joinable()) loser.join();
   }
 
-  // The server ends, and its backup gets one of its own. Between hosts, workers come to every second one before, and to
-  // the others after it has taken over.
+  // The server ends, or every second one leaves its blocks to its backup, which gets one of its own. Between hosts,
+  // workers come to every second backup before it takes over, and to the others afterwards.
   void stop_one() {
-    server->stop();
-    const Nanoseconds until = now() + 60 * kSecond;
-    while (!backup->serves() && now() < until) std::this_thread::yield();
-    check(backup->serves(), "the backup has not taken over");
+    const bool leaves = ended.size() % 2 == 1;
+    if (leaves)
+      leave();
+    else
+      server->stop();
+    wait_for([&] { return leaves ? backup->is_heir() : backup->serves(); }, "the backup has not taken over");
     if (decider.joinable()) decider.join();
     if (far && replica % 2 == 0) attach_all();
     ended.push_back(std::exchange(server, backup));
@@ -97,15 +100,33 @@ struct Pair {
     if (!far) return make_backup(*server, *backup);
     ++replica;
     tie_far();
-    while (!server->backup_follows() && now() < until) std::this_thread::yield();
-    check(server->backup_follows(), "the new backup has not got all");
+    wait_for([&] { return server->backup_follows(); }, "the new backup has not got all");
     server->count_backup();
     if (replica % 2 == 1) attach_all();
+    if (leaves) wait_for([&] { return ended.back()->has_ended(); }, "the server that leaves does not end");
+    if (loser.joinable()) loser.join();
+  }
+
+  void leave() {
+    if (far) {
+      const std::uint64_t written = server->freeze();
+      wait_for([&] { return server->confirmed() >= written; }, "the backup does not confirm");
+    }
+    server->leave_to_backup();
+  }
+
+  template <class F>
+  static void wait_for(F&& ready, const char* otherwise) {
+    const Nanoseconds until = now() + 60 * kSecond;
+    while (!ready() && now() < until) std::this_thread::yield();
+    check(ready(), otherwise);
   }
 
   void tie_far() {
     backup->follow_far([this, its = backup.get()] { decider = std::thread([its] { its->decided(true); }); });
-    server->lead_far([] {});
+    server->lead_far([this, its = server.get()] {
+      if (its->leaves()) loser = std::thread([its] { its->decided(false); });
+    });
     for (int i = 0; i < 2; ++i) {
       const auto [one, other] = connection();
       server->connect_partner(one, "to the backup");
@@ -130,7 +151,7 @@ struct Pair {
 
   const bool far;
   std::uint32_t replica = 1;  // the backup's number
-  std::thread decider;
+  std::thread decider, loser;
   std::shared_ptr<ps::Server> server = new_server(), backup = new_server();
   std::vector<std::shared_ptr<ps::Server>> ended;
   std::vector<std::unique_ptr<ps::Client>> clients;

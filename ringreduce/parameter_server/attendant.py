@@ -62,11 +62,11 @@ class Attendant:
         changes = self._views.changes()
         for server in range(len(self._looks)):
             asks = self._client.asks(server)
-            if asks is not None and (-1 in asks or changes != self._changes):
+            if asks and (len(asks) < 2 or asks[0] < 0 or changes != self._changes):
                 self._attend(server, asks)
         self._changes = changes
 
-    def _attend(self, server: int, asks: tuple[int, int]) -> None:
+    def _attend(self, server: int, asks: list[int]) -> None:
         view = self._views.of(server)
         if view is None:
             return

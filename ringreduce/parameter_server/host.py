@@ -10,7 +10,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from ringreduce.errors import Aborted, InvalidArgument, RingReduceError
@@ -18,6 +17,7 @@ from ringreduce.parameter_server import control
 from ringreduce.parameter_server.shard import OBSERVERS, Shard
 from ringreduce.parameter_server.succession import Succession
 from ringreduce.parameter_server.updates import Function
+from ringreduce.parameter_server.visitors import Far, Visitor, name_in
 from ringreduce.rendezvous.host import check_user, own_pidfd
 from ringreduce.rendezvous.links import Door
 
@@ -31,33 +31,6 @@ _MOST_STRANGERS = 64
 """Connections that have not proved themselves yet."""
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class _Visitor:
-    connection: socket.socket
-    nonce: bytes = b""
-    worker: int = -1  # -1: has not said who it is
-    name: str = ""
-    observes: bool = False
-    far: _Far | None = None
-    shard: Shard | None = None
-    """Whose worker it is."""
-    is_partner: bool = False
-    """It is a server with a backup here, or the backup of a server here."""
-    meaning: str = ""
-    """What its end means, if it is a partner."""
-
-
-@dataclass
-class _Far:
-    """A worker or a server of another host, of which the door between hosts knows who it is."""
-
-    take: Callable[[int, str], None] | None = None
-    """Takes its connections, once it has joined: descriptor and path."""
-    sockets: list[tuple[int, str]] = field(default_factory=list)
-    """That came before."""
-    arriving: control.Arriving = field(default_factory=control.Arriving)
 
 
 class Host:
@@ -76,6 +49,8 @@ class Host:
         self._functions, self._backed_up = functions, backed_up
         self.shards = {number: Shard(capacity, functions, backed_up) for number in founds}
         """What is served here and what is the backup of another server, by the server's number."""
+        self.leaving: list[tuple[int, Shard]] = []
+        """Servers that wait for their backups to go on."""
         self.is_leaving = False
         self._keeper: Any = None
         self.on_wish: Callable[[int, int], None] = lambda process, has: None
@@ -92,11 +67,11 @@ class Host:
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)  # a byte that is there already wakes the thread as well
         self._left = threading.Condition()
-        self._visitors: dict[int, _Visitor] = {}
+        self._visitors: dict[int, Visitor] = {}
         self._door: Door | None = None
         self._window = 0
-        self._far: dict[int, _Far] = {}
-        self._arrived: list[_Visitor] = []
+        self._far: dict[int, Far] = {}
+        self._arrived: list[Visitor] = []
         """From other hosts, for the thread."""
         self.succession: Succession | None = None
         """If backups are reached by TCP."""
@@ -151,21 +126,51 @@ class Host:
         with self._left:
             for earlier in self._partners(number):
                 self._part_quietly(earlier)
-            visitor = _Visitor(connection, shard=self.shards[number], is_partner=True, meaning=meaning)
+            visitor = Visitor(connection, shard=self.shards[number], is_partner=True, meaning=meaning)
             self._arrived.append(visitor)
         with contextlib.suppress(BlockingIOError):
             self._wake.send(b"a")
 
     def hand_over(self, number: int) -> bool:
-        """Ends server `number` here, which has a backup: that serves from now on. False: the backup has been lost."""
+        """Has server `number` leave its blocks to its backup. False: that has been lost. It may also be lost while the
+        server is among those `leaving`: then the server comes back."""
         shard = self.shards[number]
-        if self.succession is not None and not self.succession.hand_over(number, shard):
-            return False
         with self._left:
             for partner in self._partners(number):
                 self._part_quietly(partner)
-        shard.server.stop()  # first: it must not take the end of its workers' connections for theirs
-        self.drop(number, shard)
+        if self.succession is not None:
+            if not self.succession.hand_over(number, shard):
+                return False
+        else:
+            try:
+                shard.server.leave_to_backup()
+            except InvalidArgument:
+                return False
+        with self._left:
+            del self.shards[number]
+            self.leaving.append((number, shard))
+        return True
+
+    def serve_alone(self, number: int) -> None:
+        """Has the heir of server `number` go on, of which there can be no backup."""
+        if self.succession is None:
+            self.shards[number].server.serve_alone()
+        else:
+            self.succession.serve_alone(number, self.shards[number])
+
+    def has_left(self, number: int, shard: Shard) -> bool:
+        """Of those that are leaving: whether that is over."""
+        if shard.server.leaves:
+            return False
+        self.leaving.remove((number, shard))
+        if shard.server.has_ended:
+            self._end(shard)
+            return True
+        with self._left:
+            other = self.shards.get(number)
+            self.shards[number] = shard
+        if other is not None:  # which would have been the backup of its heir
+            self._end(other)
         return True
 
     def wish_for_server(self, process: int, address: bytes, timeout: float) -> None:
@@ -192,12 +197,12 @@ class Host:
         if self.succession is not None:
             self.succession.forget(shard)
 
-    def _partners(self, number: int) -> list[_Visitor]:
+    def _partners(self, number: int) -> list[Visitor]:
         visitors = [*list(self._visitors.values()), *self._arrived]
         return [each for each in visitors if each.is_partner and each.shard is self.shards[number]]
 
     @staticmethod
-    def _part_quietly(partner: _Visitor) -> None:
+    def _part_quietly(partner: Visitor) -> None:
         """What its end means, it is told, is nothing that anybody has to know."""
         partner.meaning = ""
         with contextlib.suppress(OSError):
@@ -235,10 +240,10 @@ class Host:
         """A connection from another host. The first one of this number is for control messages."""
         with contextlib.suppress(BlockingIOError), self._left:
             if number not in self._far:
-                self._far[number] = far = _Far()
+                self._far[number] = far = Far()
                 connection = socket.socket(fileno=descriptor)
                 connection.settimeout(1.0)
-                self._arrived.append(_Visitor(connection, far=far))
+                self._arrived.append(Visitor(connection, far=far))
                 self._wake.send(b"a")
                 return
             far = self._far[number]
@@ -266,7 +271,7 @@ class Host:
         with contextlib.suppress(BlockingIOError):
             self._wake.send(b"x")
         self._thread.join()
-        for shard in list(self.shards.values()):
+        for shard in [*self.shards.values(), *(shard for _, shard in self.leaving)]:
             for saving in list(shard.savings.values())[-1:]:  # earlier ones have ended
                 saving.done.wait(_WRITING)
             shard.server.stop()
@@ -332,7 +337,7 @@ class Host:
         self._served |= bool(found)
         return {worker: f"worker {worker} ({name})" for worker, name in found.items()}
 
-    def _inside(self) -> list[_Visitor]:
+    def _inside(self) -> list[Visitor]:
         return [visitor for visitor in list(self._visitors.values()) if visitor.worker >= 0]
 
     def _describe(self, shard: Shard, worker: int) -> str:
@@ -359,7 +364,7 @@ class Host:
     def _admit(self, selector: selectors.BaseSelector) -> None:
         connection, _ = self._listener.accept()
         connection.settimeout(1.0)
-        visitor = _Visitor(connection, control.new_nonce())
+        visitor = Visitor(connection, control.new_nonce())
         try:
             check_user(connection)
             if len(self._visitors) - len(self._inside()) >= _MOST_STRANGERS:
@@ -378,14 +383,14 @@ class Host:
             self._visitors[visitor.connection.fileno()] = visitor
             selector.register(visitor.connection, selectors.EVENT_READ, visitor)
 
-    def _serve(self, selector: selectors.BaseSelector, visitor: _Visitor) -> None:
+    def _serve(self, selector: selectors.BaseSelector, visitor: Visitor) -> None:
         try:
             if visitor.is_partner:
                 control.receive(visitor.connection)  # it says one thing only
                 visitor.meaning = ""
                 if visitor.shard is not None:
                     visitor.shard.takes_over_quietly = True
-                return
+                return self.on_change()
             if visitor.far is None:
                 self._respond(visitor, *control.receive(visitor.connection))
                 return
@@ -404,7 +409,7 @@ class Host:
                     visitor.shard.server.lose(visitor.worker)  # no loss if it has left
             self._forget(visitor)
 
-    def _respond(self, visitor: _Visitor, message: dict[str, Any], descriptors: list[int]) -> None:
+    def _respond(self, visitor: Visitor, message: dict[str, Any], descriptors: list[int]) -> None:
         answer, given = self._answer(visitor, message, descriptors)
         if "number" in message:  # so that the answer to a question that was given up is known for one
             answer["number"] = message["number"]
@@ -414,7 +419,7 @@ class Host:
             for descriptor in given:
                 os.close(descriptor)
 
-    def _forget(self, visitor: _Visitor) -> None:
+    def _forget(self, visitor: Visitor) -> None:
         with self._left:
             del self._visitors[visitor.connection.fileno()]
             if visitor.far is not None:  # what is still to come belongs to nobody
@@ -425,7 +430,7 @@ class Host:
         visitor.connection.close()
 
     def _answer(
-        self, visitor: _Visitor, message: dict[str, Any], descriptors: list[int]
+        self, visitor: Visitor, message: dict[str, Any], descriptors: list[int]
     ) -> tuple[dict[str, Any], list[int]]:
         try:
             if visitor.worker < 0 and visitor.far is not None:
@@ -446,7 +451,7 @@ class Host:
                 os.close(descriptor)
 
     def _welcome(
-        self, visitor: _Visitor, hello: dict[str, Any], descriptors: list[int]
+        self, visitor: Visitor, hello: dict[str, Any], descriptors: list[int]
     ) -> tuple[dict[str, Any], list[int]]:
         worker = int(hello["worker"])
         if not control.same(control.proof(self._secret, "worker", visitor.nonce, worker), hello.get("proof")):
@@ -485,14 +490,14 @@ class Host:
             lane=int(hello["lane"]),
             pidfd=os.dup(pidfd),
             news=os.dup(news),
-            name=_name_in(hello),
+            name=name_in(hello),
         )
 
     @staticmethod
     def _name_of_backup(number: int) -> str:
         return f"the backup of server {number} ({socket.gethostname()}, pid {os.getpid()})"
 
-    def _follow(self, visitor: _Visitor, number: int, capacity: int, descriptors: list[int]) -> Shard:
+    def _follow(self, visitor: Visitor, number: int, capacity: int, descriptors: list[int]) -> Shard:
         """Makes a backup of server `number`."""
         known = self._check_absent(number)
         if len(descriptors) != 5:
@@ -508,11 +513,11 @@ class Host:
             known.server.stop()
         return shard
 
-    def _introduce(self, visitor: _Visitor, hello: dict[str, Any]) -> None:
-        visitor.name, visitor.observes = _name_in(hello), hello["group"] == OBSERVERS
+    def _introduce(self, visitor: Visitor, hello: dict[str, Any]) -> None:
+        visitor.name, visitor.observes = name_in(hello), hello["group"] == OBSERVERS
         self._served |= not visitor.observes
 
-    def _welcome_far(self, visitor: _Visitor, far: _Far, hello: dict[str, Any]) -> dict[str, Any]:
+    def _welcome_far(self, visitor: Visitor, far: Far, hello: dict[str, Any]) -> dict[str, Any]:
         if hello.get("backup"):
             return self._follow_far(far, int(hello["of"]), int(hello["capacity"]), str(hello["view"]))
         window, worker = int(hello["window"]), int(hello["worker"])
@@ -525,20 +530,20 @@ class Host:
         if shard is None or shard.server.has_ended or replica != int(hello["replica"]):
             return {"error": ["Moved", f"server {hello['of']} is not here, nor its backup of that number"]}
         server = shard.server
-        server.join_far(id=worker, group=str(hello["group"]), window=window, name=_name_in(hello))
+        server.join_far(id=worker, group=str(hello["group"]), window=window, name=name_in(hello))
         visitor.worker, visitor.shard = worker, shard
         self._introduce(visitor, hello)
         self._hand_over(far, lambda descriptor, path: server.connect(worker, descriptor, path))
         return {"capacity": server.capacity}
 
-    def _hand_over(self, far: _Far, take: Callable[[int, str], None]) -> None:
+    def _hand_over(self, far: Far, take: Callable[[int, str], None]) -> None:
         with self._left:
             far.take = take
             sockets, far.sockets = far.sockets, []
         for descriptor, path in sockets:
             take(descriptor, path)
 
-    def _follow_far(self, far: _Far, number: int, capacity: int, view: str) -> dict[str, Any]:
+    def _follow_far(self, far: Far, number: int, capacity: int, view: str) -> dict[str, Any]:
         """Makes the backup of a server of another host."""
         if self.succession is None:
             raise InvalidArgument("backups of these servers are not reached by TCP")
@@ -589,7 +594,3 @@ class Host:
             case "statistics":
                 return {"statistics": self._statistics(shard)}
         raise InvalidArgument(f"a worker asked for {message['ask']!r}")
-
-
-def _name_in(hello: dict[str, Any]) -> str:
-    return f"{hello['host']}, pid {int(hello['pid'])}"

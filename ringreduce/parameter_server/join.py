@@ -136,9 +136,9 @@ def serve(
 
     `servers` is how many servers the blocks are spread over (default: one a process). If there are more than processes,
     each process begins with its share, and others can take some later, on the same host: with `joins=True`, `store` and
-    `name` alone, this enters a parameter server that exists. Servers whose backups are reached by TCP, because they are
-    on several hosts or listen, do not move. It returns when it has its share, which its servers give
-    one after the other, while calls go on. `Serving.give_away` is the way back.
+    `name` alone, this enters a parameter server that exists. It returns when it has its share, which its servers give
+    one after the other, while calls go on. `Serving.give_away` is the way back. Servers whose backups are reached by
+    TCP, because they are on several hosts or listen, do not move here: this process gets backups when some are lost.
     """
     _check_sizes(window, block_bytes)
     entry = Entry(name, "", window, block_bytes, time.monotonic() + timeout, timeout, resolve(None)[0])

@@ -141,15 +141,20 @@ class Keeper:
 
     def _look(self) -> bool:
         """Returns whether it has to be called again soon."""
-        soon = False
+        soon = not self._have_left()
         self._tell_store()
-        while self._wishes:
+        while self._wishes and not soon:
             self._grant(*self._wishes.pop())
         for number, shard in list(self._host.shards.items()):
             if shard.server.has_ended:
                 self._host.drop(number, shard)
+            elif shard.server.is_heir:
+                if not (self._backups and self._have_backup(number)) and not self._closing:
+                    self._host.serve_alone(number)
+                soon = True
             elif not shard.server.serves:
                 soon |= self._host.succession is None and self._host.is_followed_by_nobody(number)
+                soon |= shard.takes_over_quietly
             elif self._backups and self._host.lacks_backup(shard):
                 self._have_backup(number)
         return soon
@@ -180,7 +185,12 @@ class Keeper:
         for number in sorted(mine, key=lambda each: (self._backup_at.get(each) == process, each), reverse=True):
             if not self._host.shards[number].is_saving() and self._have_backup(number, process):
                 self._host.hand_over(number)
+                self._poked.set()
                 return
+
+    def _have_left(self) -> bool:
+        """Whether no server waits any more for its backup to go on in its place."""
+        return all([self._host.has_left(*each) for each in list(self._host.leaving)])
 
     def take_share(self, servers: int, deadline: float) -> None:
         """Returns when no process serves two more than this one, or keeps what it has when the time is over. Raises
@@ -220,15 +230,16 @@ class Keeper:
             for number, shard in self._host.serving().items():
                 while shard.is_saving() and time.monotonic() < deadline:
                     time.sleep(_SOON)
-                handed_over = False
-                while not shard.is_saving() and not handed_over and time.monotonic() < deadline:
+                while self._host.shards.get(number) is shard and not shard.is_saving() and time.monotonic() < deadline:
                     if shard.server.has_backup:
-                        handed_over = self._host.hand_over(number)
+                        self._host.hand_over(number)
+                        while not self._have_left() and time.monotonic() < deadline:
+                            time.sleep(_SOON)
                     elif not self._host.lacks_backup(shard):  # it is being decided who goes on
                         time.sleep(_SOON)
                     elif not self._have_backup(number):
                         break
-                if not handed_over:
+                if self._host.shards.get(number) is shard or self._host.leaving:
                     self._host.is_leaving = False
                     self._directory.stay(self._number)
                     return False

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ringreduce.errors import (
     Aborted,
@@ -27,6 +28,14 @@ _LOOK = 0.002
 """Seconds between looks whether a backup has all that its server is."""
 
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Link:
+    """Between a server here and its backup."""
+
+    counts: bool = False
+    is_broken: bool = False
 
 
 class Succession:
@@ -74,8 +83,9 @@ class Succession:
         """Has a process keep a backup of server `number`, which is served here without one. Returns when it counts.
         Raises `OSError` if it does not work, and `InvalidArgument` if there can be none; `timeout` is not for what has
         to be sent."""
-        before, broken = self._known[shard], threading.Event()
-        after = before.with_backup(process)
+        with self._changing:
+            before = self._view(shard)
+        after, link = before.with_backup(process), _Link()
         try:
             its = self._reach(process, timeout, self._check_open)
         except Aborted:
@@ -89,32 +99,47 @@ class Succession:
             answer, _ = control.receive(its.control)
             if "error" in answer:
                 raise ConnectionError(answer["error"][1])
-            shard.server.lead_far(lambda: self._later(self._break_off, shard, number, broken), str(answer["name"]))
+            shard.server.lead_far(lambda: self._later(self._break_off, shard, number, link), str(answer["name"]))
             for descriptor, path in its.take():
                 shard.server.connect_partner(descriptor, path)
-        while not shard.server.backup_follows:
+        while not shard.server.backup_follows and not link.is_broken:
             self._check_open()
-            if broken.is_set():
-                raise ConnectionError(f"process {process} was lost before it had all of server {number}")
             time.sleep(_LOOK)
         with self._changing:
-            if broken.is_set():
-                raise ConnectionError(f"process {process} was lost before it was the backup of server {number}")
-            if self._change(shard, number, before, after):
-                shard.server.count_backup()
+            link.counts = not link.is_broken and bool(self._change(shard, number, before, after))
+            if link.counts:
+                return shard.server.count_backup()
+            shard.server.abandon_backup()
+        raise ConnectionError(f"process {process} was lost before it was the backup of server {number}")
+
+    def _view(self, shard: Shard) -> View:
+        """Of which what is here begins: an heir counts as the server already."""
+        view = self._known[shard]
+        if shard.server.is_heir and self._mine(view) == view.backup:
+            view = self._known[shard] = view.swapped()
+        return view
+
+    def serve_alone(self, number: int, shard: Shard) -> None:
+        """Has an heir go on that can have no backup."""
+        with self._changing:
+            view = self._view(shard)
+            if view.backup is not None and self._change(shard, number, view, view.alone(view.server)):
+                shard.server.serve_alone()
 
     def hand_over(self, number: int, shard: Shard) -> bool:
-        """Has the backup go on in the place of a server here, which is to end then. False: it has been lost."""
+        """Has a server here leave its blocks to the backup, its heir. False: that has been lost."""
         server = shard.server
-        with contextlib.suppress(InvalidArgument):  # it has none
+        with contextlib.suppress(InvalidArgument):  # it has none any more
             until = server.freeze()
             while server.has_backup and server.confirmed < until:
                 self._check_open()
                 time.sleep(_LOOK)
             with self._changing:
                 view = self._known[shard]
-                if server.has_backup and view.backup is not None:
-                    return bool(self._change(shard, number, view, view.alone(view.backup)))
+                counts = server.has_backup and view.backup is not None
+                if counts and self._change(shard, number, view, view.swapped()):
+                    server.leave_to_backup()
+                    return True
             server.unfreeze()
         return False
 
@@ -132,26 +157,28 @@ class Succession:
         if not self._closing:
             threading.Thread(target=what, args=arguments, daemon=True).start()
 
-    def _break_off(self, shard: Shard, number: int, broken: threading.Event) -> None:
+    def _break_off(self, shard: Shard, number: int, link: _Link) -> None:
         """A server does not hear its backup."""
-        with self._changing, contextlib.suppress(RingReduceError):  # it has been stopped
-            if self.is_settled(shard):
-                shard.server.decided(True)
-                return broken.set()
-        self._decide(shard, number)
+        with self._changing:
+            link.is_broken = True
+            counts = link.counts
+        if counts:
+            self._decide(shard, number)
 
     def _decide(self, shard: Shard, number: int) -> None:
         with self._changing:
             if shard not in self._known:
                 return
-            view = self._known[shard]
-            goes_on = self._change(shard, number, view, view.alone(self._mine(view)))
-        if goes_on is None:
-            return
-        was_backup = self._mine(view) == view.backup
-        with contextlib.suppress(RingReduceError):  # it has been stopped
-            shard.server.decided(goes_on)
-        if not goes_on or shard.has_workers():  # otherwise the other one has left, as all have
+            view, leaves = self._known[shard], shard.server.leaves
+            mine, was_backup = self._mine(view), self._mine(view) == view.backup
+            goes_on = self._change(shard, number, view, view.alone(mine))
+            if goes_on is False and was_backup and self._known[shard] == view.swapped():  # which it was about to hear
+                goes_on = self._change(shard, number, view.swapped(), view.swapped().alone(mine))
+            if goes_on is None:
+                return
+            with contextlib.suppress(RingReduceError):  # it has been stopped
+                shard.server.decided(goes_on)
+        if shard.has_workers() if goes_on else not leaves:  # otherwise the other one has left, as all have
             self._say(number, was_backup, goes_on)
         self.on_change()
 

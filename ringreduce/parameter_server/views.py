@@ -36,6 +36,11 @@ class View:
         """The next view, in which one of them goes on without the other."""
         return View(self.number + 1, one)
 
+    def swapped(self) -> View:
+        """The next view after the server has left its blocks to the backup, which does not serve yet."""
+        assert self.backup is not None
+        return View(self.number + 1, self.backup, self.server)
+
     def with_backup(self, process: int) -> View:
         return View(self.number + 1, self.server, Replica(process, self.number + 1))
 

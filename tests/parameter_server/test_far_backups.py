@@ -18,6 +18,8 @@ import pytest
 import test_backups as near
 import test_snapshots as saved
 import torch
+import torch.distributed as dist
+from distributed import harness
 from distributed.harness import Rank, Ranks, run
 from test_backups import MODES, PUSHES, SERVERS, WORKERS, was_killed
 from test_several_hosts import APART, placed
@@ -233,6 +235,61 @@ def test_more_servers_than_processes_are_for_one_host() -> None:
 # ---- who goes on, step by step ---------------------------------------------------------------------------------------
 
 
+def leaves_and_somebody_dies(me: Rank, doomed: int, step: str) -> Any:
+    """Servers 0, 1 and 2, of which 0 is told to leave; its backup is at 1. One process dies at a step of that."""
+    logged = near.Logged()
+    if me.rank >= SERVERS:
+        return pushes_meanwhile(me, doomed)
+    with ps.serve(me.store, rank=me.rank, size=SERVERS, backups=1, **SMALL) as serving:
+        if me.rank == doomed:
+            serving._host.shards[0].server.die_at(step, 1)
+        me.meet("servers")
+        while me.rank == 0 and not me.store.check(["may leave"]):
+            time.sleep(0.01)
+        if me.rank == 0:
+            assert serving.give_away(30.0) and not serving._host.serving()
+            me.store.set("has left", "")
+        while not me.store.check(["done"]):
+            time.sleep(0.01)
+    return logged.messages
+
+
+def pushes_meanwhile(me: Rank, doomed: int) -> bool:
+    """Until all servers are served after the death, and have backups if they can. Whether every pull had what it should
+    have."""
+    me.meet("servers")
+    with ps.join(me.store, role="worker", workers=WORKERS, timeout=60.0) as kv:
+        mine, i, is_right = kv.worker - SERVERS, 0, True
+        value, push = torch.zeros(WORKERS, near.COUNT), torch.zeros(WORKERS, near.COUNT)
+        kv.init("h", value, update=ps.reduce("sum"), mode=ps.asynchronous())
+        push[mine] = 1
+        while not me.store.check(["whole"]):
+            kv.push("h", push).wait()
+            kv.pull("h", value)
+            i += 1
+            is_right &= bool((value[mine] == i).all())
+            if i == 20:
+                me.store.set("may leave", "")
+            looks = mine == 0 and i % 10 == 0 and me.store.check(["killed"])
+            looks = looks and (doomed == 0 or me.store.check(["has left"]))
+            if looks and all(its and (its["backup"] or doomed == 1) for its in kv.stats()["servers"].values()):
+                me.store.set("whole", "")
+        kv.barrier()
+        me.store.set("done", "")
+    return is_right
+
+
+@pytest.mark.parametrize(
+    ("doomed", "step"), [(0, "leaves"), (1, "inherits"), (1, "taking over"), (1, "serving"), (-1, "never")]
+)
+def test_nothing_is_lost_when_a_process_is_killed_while_a_server_leaves(doomed: int, step: str) -> None:
+    with Ranks(placed, SERVERS + WORKERS, APART5, leaves_and_somebody_dies, doomed, step) as ranks:
+        assert doomed < 0 or was_killed(ranks, doomed)
+        dist.PrefixStore(ranks.prefix, harness._store()).set("killed", "")
+        *_, first, second = ranks.results(but=(doomed,))
+    assert first and second
+
+
 class Tied:
     """A server, its backup, a worker beside the server that knows both, and one that only reads. What the server sends
     to the backup goes through here."""
@@ -346,6 +403,65 @@ def test_a_server_that_wins_goes_on_alone_and_its_backup_never_serves() -> None:
     with pytest.raises(RingReduceError, match="has ended"):
         tied.client.wait(tied.send(), 30.0)
     tied.stop()
+
+
+def tie(server: _C.ParameterServer, backup: _C.ParameterServer) -> threading.Event:
+    """Makes a backup that counts; says when that does not hear the server any more."""
+    silent = threading.Event()
+    backup.follow_far(silent.set)
+    server.lead_far(lambda: None)
+    for end, socket_ in zip((server, backup), socket.socketpair(), strict=True):
+        end.connect_partner(socket_.detach(), "to the other")
+    near.wait_until(lambda: server.backup_follows)
+    server.count_backup()
+    return silent
+
+
+def attach(client: _C.ParameterClient, server: _C.ParameterServer, replica: int) -> None:
+    server.join_far(id=0, group="workers", window=1 << 16)
+    if replica == 0:
+        client.attach_far(0, "the server")
+    else:
+        client.attach_far_backup(0, f"backup {replica}", replica)
+    here, there = socket.socketpair()
+    client.connect(0, here.detach(), "to a server", replica)
+    server.connect(0, there.detach(), "to the worker")
+
+
+def test_a_worker_turns_to_one_after_the_other_even_if_it_hears_late_of_all() -> None:
+    """It is not to ask the backup of the one that serves. It also comes to a server that has taken over already."""
+    servers = [_C.ParameterServer(1 << 20, print) for _ in range(4)]
+    client, ones = _C.ParameterClient(0, 1, 1 << 16), torch.ones(16)
+    client.seek()
+    attach(client, servers[0], 0)
+    block, offset = near.make_block(servers[0])
+    parts = _C.ParameterParts([(0, block, 0, 64, offset)])
+    for kind in ("initialise", "push"):
+        assert client.wait(client.send(kind, parts, ones.data_ptr()), 30.0)
+    silent = tie(servers[0], servers[1])
+    attach(client, servers[1], 1)
+    for last, following, its_backup in zip(servers, servers[1:], servers[2:], strict=False):
+        last.stop()
+        assert silent.wait(30)
+        following.decided(True)
+        silent = tie(following, its_backup)
+    attach(client, servers[2], 2)
+    attach(client, servers[3], 3)
+    call = client.send("push", parts, ones.data_ptr())
+    assert client.wait(call, 30.0) and client.asks(0) == [2, 3]
+    servers[2].stop()
+    assert silent.wait(30)
+    value = torch.zeros(16)
+    call = client.pull(parts, value.data_ptr())
+    assert not client.wait(call, 0.2) and client.asks(0) == [3], "the backup has not taken over"
+    servers[3].decided(True)
+    assert client.wait(call, 30.0) and value.unique().tolist() == [3.0]
+    servers[3].stop()
+    assert not client.wait(client.send("push", parts, ones.data_ptr()), 0.2) and client.asks(0) == [-1]
+    client.give_up(0, "nobody is left")
+    assert client.asks(0) == []
+    with pytest.raises(RingReduceError, match="nobody is left"):
+        client.wait(client.send("push", parts, ones.data_ptr()), 30.0)
 
 
 def test_a_servers_backup_is_on_another_host_where_there_is_one() -> None:
