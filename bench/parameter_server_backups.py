@@ -287,8 +287,8 @@ def late(size: int) -> None:
             before = statistics.median(steps[2:])
             steps.clear()
             processes = serving._host._keeper._directory.processes()
-            address = bytes.fromhex(processes[max(processes)]["address"])
-            thread = threading.Thread(target=serving._host.have_backup, args=(0, address, 60.0))
+            place = max(processes), processes[max(processes)]
+            thread = threading.Thread(target=serving._host.have_backup, args=(0, *place, 60.0))
             thread.start()
             while thread.is_alive() or len(steps) < 5:
                 step()

@@ -289,6 +289,16 @@ void bind_server(py::module_& m, Roots roots) {
           py::arg("on_silence"))
       .def("connect_partner", &Server::connect_partner, no_gil, py::arg("socket"), py::arg("path"))
       .def("decided", &Server::decided, no_gil, py::arg("goes_on"))
+      .def_property_readonly("backup_follows", py::cpp_function(&Server::backup_follows, no_gil))
+      .def("count_backup", &Server::count_backup, no_gil)
+      .def("abandon_backup", &Server::abandon_backup, no_gil)
+      .def("freeze", &Server::freeze, no_gil)
+      .def("unfreeze", &Server::unfreeze, no_gil)
+      .def_property_readonly("confirmed", py::cpp_function(&Server::confirmed, no_gil))
+      .def("leave_to_backup", &Server::leave_to_backup, no_gil)
+      .def_property_readonly("leaves", &Server::leaves)
+      .def_property_readonly("is_heir", py::cpp_function(&Server::is_heir, no_gil))
+      .def("serve_alone", &Server::serve_alone, no_gil)
       .def_property_readonly("serves", &Server::serves)
       .def_property_readonly("has_ended", &Server::has_ended)
       .def_property_readonly("turn", py::cpp_function(&Server::its_turn, no_gil))
@@ -297,10 +307,11 @@ void bind_server(py::module_& m, Roots roots) {
       .def(
           "die_at",
           [](Server& server, const std::string& step, std::uint64_t times) {
-            static constexpr std::string_view kSteps[] = {"never",       "taken",    "journalled",  "updated",
-                                                          "carried out", "answered", "taking over", "serving"};
-            server.die_at(static_cast<Server::Step>(index_of<8>([](std::size_t i) { return kSteps[i]; }, step, "step")),
-                          times);
+            static constexpr std::string_view kSteps[] = {"never",       "taken",    "journalled", "updated",
+                                                          "carried out", "answered", "leaves",     "inherits",
+                                                          "taking over", "serving"};
+            const auto found = index_of<10>([](std::size_t i) { return kSteps[i]; }, step, "step");
+            server.die_at(static_cast<Server::Step>(found), times);
           },
           no_gil, py::arg("step"), py::arg("times"))
       .def("begin_snapshot",
@@ -334,6 +345,7 @@ void bind_server(py::module_& m, Roots roots) {
       .def("awaited", &Server::awaited, no_gil, py::arg("block"))
       .def("absent", &Server::absent, no_gil, py::arg("group"))
       .def("failure", &Server::failure, no_gil, py::arg("block"))
+      .def("missing", &Server::missing, no_gil)
       .def("workers", &Server::workers, no_gil)
       .def("statistics",
            [](Server& server) {
@@ -400,14 +412,19 @@ void bind_client(py::module_& m) {
           no_gil, py::arg("server"), py::arg("known"), py::arg("timeout"))
       .def(
           "attach_far",
-          [](Client& client, std::uint32_t server, const std::string& name) { client.attach(server, name); },
-          py::arg("server"), py::arg("name"))
-      .def("attach_far_backup", &Client::attach_far_backup, py::arg("server"), py::arg("name"))
-      .def("turn_to_backup", &Client::give_up, no_gil, py::arg("server"))
+          [](Client& client, std::uint32_t server, const std::string& name, std::uint32_t replica) {
+            client.attach(server, name, replica);
+          },
+          no_gil, py::arg("server"), py::arg("name"), py::arg("replica") = 0)
+      .def("attach_far_backup", &Client::attach_far_backup, no_gil, py::arg("server"), py::arg("name"),
+           py::arg("replica") = 1)
+      .def("seek", &Client::seek, no_gil)
+      .def("give_up", &Client::give_up, no_gil, py::arg("server"), py::arg("why"))
+      .def("asks", &Client::asks, no_gil, py::arg("server"))
       .def("is_near", &Client::is_near, py::arg("server"))
       .def("host", &Client::host, py::arg("server"))
       .def("connect", &Client::connect, no_gil, py::arg("server"), py::arg("socket"), py::arg("path"),
-           py::arg("backup") = false)
+           py::arg("replica") = 0)
       .def("allocate", [](std::shared_ptr<Client> client,
                           std::size_t bytes) { return std::make_unique<Piece>(std::move(client), bytes); })
       .def(

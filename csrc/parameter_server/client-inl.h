@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "core/atomics.h"
 #include "core/error.h"
@@ -18,7 +19,8 @@ namespace ringreduce::parameter_server {
 
 inline constexpr Nanoseconds kLookEvery = 10 * kMillisecond;  // for servers that have ended
 inline constexpr Nanoseconds kLookForCtrlC = 100 * kMillisecond;
-inline constexpr int kLooks = 200, kYields = 50;  // before a thread sleeps
+inline constexpr int kLooks = 200, kYields = 50;     // before a thread sleeps
+inline constexpr std::uint32_t kNobody = INT32_MAX;  // as an address on the wire
 
 // Where a request's data lies in the window: `bytes` go to the server. The piece is given back with the reply.
 struct Client::InWindow : Payload {
@@ -91,10 +93,10 @@ struct Client::Peer {
   Session session;
   std::shared_ptr<Near> near = nullptr;    // none: it is on another host
   std::shared_ptr<Near> backup = nullptr;  // the latest that was told of, which may take over; near afterwards
-  std::uint32_t address = 0;               // on the wire: the server's number, or `servers` more, its backup's
-  bool has_far_backup = false;             // that is not asked yet
-  std::string far_backup = {};             // its name
-  std::deque<Item> queue = {};             // to another host, in the order of calls
+  std::uint32_t address = 0;               // on the wire: see address_of()
+  // Those of backups on other hosts that are not asked yet, with their names, in the order in which they may serve.
+  std::deque<std::pair<std::uint32_t, std::string>> next = {};
+  std::deque<Item> queue = {};  // to another host, in the order of calls
   bool alive = true;
   std::string why = {};                      // it is not
   std::map<std::uint64_t, Sent> calls = {};  // by number

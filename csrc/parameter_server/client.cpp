@@ -65,9 +65,10 @@ void Client::close_news() {
   news_ = FileDescriptor();
 }
 
-void Client::attach(std::uint32_t server, const std::string& name) {
+void Client::attach(std::uint32_t server, const std::string& name, std::uint32_t replica) {
   const Lock lock(mutex_);
-  peers_.at(server) = std::make_unique<Peer>(Peer{.name = name, .session = Session(worker_), .address = server});
+  const std::uint32_t address = address_of(server, replica);
+  peers_.at(server) = std::make_unique<Peer>(Peer{.name = name, .session = Session(worker_), .address = address});
   open_wire();
 }
 
@@ -84,8 +85,8 @@ void Client::host(std::shared_ptr<Server> server) {
   hosted_ = std::move(server);
 }
 
-void Client::connect(std::uint32_t server, int socket, std::string path, bool backup) {
-  wire_->connections().add(static_cast<int>(backup ? servers_ + server : server), socket, std::move(path));
+void Client::connect(std::uint32_t server, int socket, std::string path, std::uint32_t replica) {
+  wire_->connections().add(static_cast<int>(address_of(server, replica)), socket, std::move(path));
 }
 
 Client::Peer& Client::peer(std::uint32_t server) const {
@@ -199,7 +200,7 @@ void Client::look_for_ended() {
     if (peers_[server] == nullptr || peers_[server]->near == nullptr) continue;
     Peer& of = *peers_[server];
     if (!of.alive || !of.near->ended()) continue;
-    if (of.has_far_backup) {
+    if (may_turn(of)) {
       turn_to_far_backup(server);
       continue;
     }
@@ -504,7 +505,7 @@ std::optional<std::vector<std::uint64_t>> Client::read(const std::vector<Part>& 
   take_replies();
   for (const Part& part : parts) {
     Peer& from = peer(part.server);
-    if (from.has_far_backup && from.near != nullptr && from.near->ended()) turn_to_far_backup(part.server);
+    if (may_turn(from) && from.near != nullptr && from.near->ended()) turn_to_far_backup(part.server);
     if (from.near != nullptr && from.near->over()) take_replies();  // which may have acknowledged more than the server
     const auto readable = [&] {
       return !from.alive || from.near == nullptr ||

@@ -12,7 +12,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -95,14 +94,20 @@ class Client {
   // unless that has neither ended nor a backup; then, when the time is over or if it is lost, it is still the same.
   std::tuple<std::uint32_t, std::string, std::string> served_by(std::uint32_t server, std::uint32_t known,
                                                                 Nanoseconds timeout);
-  // A server of another host: then connections to it, of which this takes over the sockets.
-  void attach(std::uint32_t server, const std::string& name);
+  // A server of another host: then connections to it, of which this takes over the sockets. Those that serve the same
+  // blocks, and their backups, have numbers: the first server is 0.
+  void attach(std::uint32_t server, const std::string& name, std::uint32_t replica = 0);
   // The backup of a server, reached over connections as well: when the server has ended, or cannot be reached any more,
   // what has not been answered is asked of it. It answers when it has taken over.
-  void attach_far_backup(std::uint32_t server, const std::string& name);
-  void connect(std::uint32_t server, int socket, std::string path, bool backup = false);
-  // From now on the backup on another host is asked. The server must have ended.
-  void give_up(std::uint32_t server);
+  void attach_far_backup(std::uint32_t server, const std::string& name, std::uint32_t replica = 1);
+  void connect(std::uint32_t server, int socket, std::string path, std::uint32_t replica = 0);
+  // From now on a server without a backup that is known here is not lost when it has ended: calls wait until
+  // attach_far_backup() says who may serve its blocks, or give_up() that nobody does.
+  void seek();
+  void give_up(std::uint32_t server, const std::string& why);
+  // The numbers of the one that is asked, -1 for nobody, and of those that will be, one after the other. No numbers:
+  // the server is lost.
+  std::vector<std::int64_t> asks(std::uint32_t server);
   bool is_near(std::uint32_t server) const;
   // A server of this process, whose turns are taken by who waits here.
   void host(std::shared_ptr<Server> server);
@@ -185,6 +190,9 @@ class Client {
   bool is_lost(const Peer& of) const;
   void turn_to_backup(std::uint32_t server);
   void turn_to_far_backup(std::uint32_t server);
+  bool may_turn(const Peer& of) const;
+  static void take_next(Peer& of);
+  std::uint32_t address_of(std::uint32_t server, std::uint32_t replica) const;
   void take_lost();
   void open_wire();
   void take_reply(std::uint32_t server, const ReplySlot& slot);
@@ -229,7 +237,7 @@ class Client {
   std::map<std::pair<std::uint32_t, BlockId>, std::vector<float>> residuals_;
   Nanoseconds looked_ = 0;
   std::atomic<bool> aborted_ = false;
-  bool has_near_ = false;
+  bool has_near_ = false, seeks_ = false;
   std::shared_ptr<Server> hosted_;
   std::uint64_t tags_ = 0;
   std::unique_ptr<WorkerWire> wire_;  // if a server is on another host; the first to go, as its thread calls feed()

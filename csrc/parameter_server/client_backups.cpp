@@ -69,17 +69,13 @@ std::tuple<std::uint32_t, std::string, std::string> Client::served_by(std::uint3
                                                                       Nanoseconds timeout) {
   Hold hold(*this);
   const Peer& of = peer(server);
-  const auto turn = [&]() -> std::uint32_t {
-    return of.near != nullptr ? of.near->turn : of.address == server ? 0 : 1;
-  };
+  const auto is_known = [&] { return of.alive && of.near != nullptr && of.near->turn == known; };
   wait_until(hold, timeout, [&] {
-    if (!of.alive || turn() != known) return true;
-    if (of.near == nullptr || of.has_far_backup) return !of.has_far_backup;
+    if (!is_known()) return true;
     return !of.near->ended() && of.near->header().backup.load(std::memory_order_seq_cst) == 0;  // it stays
   });
-  if (of.alive && turn() == known && of.has_far_backup) return {known, of.far_backup, ""};
-  if (of.alive && turn() == known && of.backup != nullptr) return {known, of.backup->name, ""};
-  return {of.alive ? turn() : known, of.name, of.near == nullptr ? "" : of.near->address};
+  if (is_known() && of.backup != nullptr) return {known, of.backup->name, ""};
+  return {of.alive && of.near != nullptr ? of.near->turn : known, of.name, of.near == nullptr ? "" : of.near->address};
 }
 
 bool Client::is_near(std::uint32_t server) const {
@@ -89,21 +85,56 @@ bool Client::is_near(std::uint32_t server) const {
 
 // ---- Backups on other hosts ---------------------------------------------------------------------------------------
 
-void Client::attach_far_backup(std::uint32_t server, const std::string& name) {
+std::uint32_t Client::address_of(std::uint32_t server, std::uint32_t replica) const {
+  return static_cast<std::uint32_t>(server + replica * servers_);
+}
+
+bool Client::may_turn(const Peer& of) const { return !of.next.empty() || seeks_; }
+
+void Client::seek() {
   const Lock lock(mutex_);
-  Peer& of = peer(server);
-  of.has_far_backup = true;
-  of.far_backup = name;
+  seeks_ = true;
   open_wire();
 }
 
-void Client::give_up(std::uint32_t server) {
+// If nobody is asked now, what waits goes there at once. Otherwise this one may be the backup of one that serves, and
+// that this worker has not turned to yet.
+void Client::attach_far_backup(std::uint32_t server, const std::string& name, std::uint32_t replica) {
   const Lock lock(mutex_);
-  if (peer(server).has_far_backup) turn_to_far_backup(server);
+  Peer& of = peer(server);
+  of.next.emplace_back(address_of(server, replica), name);
+  open_wire();
+  if (of.alive && of.near == nullptr && of.address == kNobody) take_next(of);
 }
 
-// The server has ended, or cannot be reached: what has no answer is asked of its backup over connections. That need not
-// have taken over yet.
+void Client::take_next(Peer& of) {
+  of.address = kNobody;
+  if (of.next.empty()) return;
+  std::tie(of.address, of.name) = of.next.front();
+  of.next.pop_front();
+}
+
+void Client::give_up(std::uint32_t server, const std::string& why) {
+  const Lock lock(mutex_);
+  const Peer& of = peer(server);
+  if (of.alive && of.near == nullptr && of.address == kNobody) lose(server, why);
+}
+
+std::vector<std::int64_t> Client::asks(std::uint32_t server) {
+  Hold hold(*this);
+  if (wire_ != nullptr) wire_->connections().progress();
+  take_replies();
+  look_for_ended();
+  const Peer& of = peer(server);
+  if (!of.alive) return {};
+  const auto replica = [&](std::uint32_t address) { return static_cast<std::int64_t>(address / servers_); };
+  std::vector<std::int64_t> found{of.address == kNobody ? -1 : replica(of.address)};
+  for (const auto& [address, name] : of.next) found.push_back(replica(address));
+  return found;
+}
+
+// The server has ended, or cannot be reached: what has no answer is asked over connections of its backup, which need
+// not have taken over yet, or of whoever turns out to serve.
 void Client::turn_to_far_backup(std::uint32_t server) {
   Peer& to = peer(server);
   take_replies();  // all that the server will ever have said
@@ -112,9 +143,7 @@ void Client::turn_to_far_backup(std::uint32_t server) {
   if (!was_near)
     for (const Request& request : again) wire_->forget(to.address, request.number);
   to.near = nullptr;
-  to.address = static_cast<std::uint32_t>(servers_ + server);
-  to.has_far_backup = false;
-  to.name = to.far_backup;
+  take_next(to);
   for (Item& item : to.queue) item.sent = 0;  // of data that only the server has
   for (auto request = again.rbegin(); request != again.rend(); ++request) {
     const Sent& sent = to.calls.at(request->number);
@@ -136,9 +165,9 @@ void Client::take_lost() {
   for (const auto& [address, why] : wire_->take_lost()) {
     const auto server = static_cast<std::uint32_t>(address % servers_);
     Peer& of = *peers_[server];
-    if (address >= servers_) of.has_far_backup = false;
+    std::erase_if(of.next, [&](const auto& each) { return each.first == address; });
     if (!of.alive || of.near != nullptr || of.address != address) continue;
-    if (of.has_far_backup)
+    if (may_turn(of))
       turn_to_far_backup(server);
     else
       lose(server, why);

@@ -29,7 +29,9 @@
 namespace ringreduce::parameter_server {
 
 struct Record {
-  enum class Kind : std::uint32_t { request = 1, join, lose, create, tick };
+  // Between hosts only: `state`, the first record, is all that the server is, as what was pushed; slot.number: its
+  // turn. After `inherit`, the last one, the backup is the server's heir.
+  enum class Kind : std::uint32_t { request = 1, join, lose, create, tick, state, inherit };
   Kind kind = Kind::tick;
   WorkerId worker = 0;
   Nanoseconds at = 0;       // the time that the shard is given

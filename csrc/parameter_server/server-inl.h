@@ -78,6 +78,8 @@ struct Server::Partner {
   virtual bool silent() const { return false; }
   // The journal takes any number of messages, and those of workers come without the workers.
   virtual bool far() const { return false; }
+  // The other one would go on if this one ended.
+  virtual bool counts() const { return true; }
   // Called in every turn; returns whether anything moved.
   virtual bool progress() { return false; }
   virtual void begin_turns() {}
@@ -146,6 +148,7 @@ struct Server::FarPartner final : Partner {
   bool ended() const override { return false; }  // decided() makes an end of it
   bool silent() const override { return is_silent; }
   bool far() const override { return true; }
+  bool counts() const override { return is_counted; }
   bool progress() override;
   void begin_turns() override {
     if (!std::exchange(takes_turns, true)) wire.connections().take_over();
@@ -156,7 +159,7 @@ struct Server::FarPartner final : Partner {
 
   JournalWire wire;
   const std::function<void()> on_silence;  // called once
-  bool is_silent = false, takes_turns = false;
+  bool is_silent = false, is_counted = false, takes_turns = false;
 };
 
 // Has the server's thread call `body`, and waits for that.

@@ -100,6 +100,7 @@ void Server::join(WorkerSpec spec) {
   order([&] {
     const WorkerId id = connection.spec.id;
     if (!serves_) throw Error(ErrorKind::invalid_argument, "this server is a backup, and has not taken over");
+    if (frozen_) throw Error(ErrorKind::aborted, "this server leaves");
     if (const auto found = connections_.find(id); found != connections_.end()) {
       // It may have joined a server that had no time to say so, and whose backup this is.
       if (found->second.lane != nullptr &&
@@ -125,6 +126,10 @@ void Server::join(WorkerId id, const std::string& group, std::size_t window, con
     if (only_near_)
       throw Error(ErrorKind::invalid_argument, "this server has a backup, or was one: its workers are on its host");
     if (!serves_ && followed_ == nullptr) throw Error(ErrorKind::aborted, "this server has ended");
+    if (shard_.gave_up(id))
+      throw Error(ErrorKind::invalid_argument,
+                  "worker " + std::to_string(id) + " was out of reach, and has been given up");
+    connection.known = shard_.knows(id);
     wire_->admit(id, connection.window, connection.window->memory.at(connection.window->data), window);
     connections_.emplace(id, std::move(connection));
     if (serves_) decide(Join{id, group});
@@ -160,12 +165,13 @@ std::pair<BlockId, std::size_t> Server::create(BlockSpec spec) {
   bool kept = false;
   Nanoseconds since = ringreduce::now();
   const auto make = [&] {
-    if (!serves_ && place) throw Error(ErrorKind::aborted, "the server has been stopped");
+    if (!serves_ && (place || has_ended())) throw Error(ErrorKind::aborted, "the server has been stopped");
     if (!serves_) throw Error(ErrorKind::invalid_argument, "this server is a backup, and has not taken over");
     if (backup_ != nullptr && !spec.rule.native(spec.dtype))
       throw Error(ErrorKind::invalid_argument,
                   "an update that Python computes has no backup: found the parameter server with backups=0, or use "
                   "another update or dtype");
+    if (!place && frozen_) return;
     if (!place && backup_ != nullptr && !backup_->ended() && !may_write_down(spec)) {
       const std::uint64_t before = std::exchange(seen, backup_->carried_out());
       if (seen != before) since = ringreduce::now();
@@ -273,7 +279,7 @@ Server::Statistics Server::statistics() {
     now.waiting = shard_.waiting();
     now.clocks = shard_.clocks();
     now.saving = snapshot_ != nullptr;
-    if (backup_ != nullptr && !backup_->ended() && !backup_->silent()) {
+    if (backup_ != nullptr && backup_->counts() && !backup_->ended() && !backup_->silent()) {
       now.backup = backup_->name;
       now.lag = backup_->written() - backup_->carried_out();
     }

@@ -134,6 +134,8 @@ class Server {
   std::vector<WorkerId> absent(const std::string& group);
   // The workers that take part: the group of each, and its name.
   std::map<WorkerId, std::pair<std::string, std::string>> workers();
+  // Members that have not come to this server since it took over, and are waited for.
+  std::vector<WorkerId> missing();
   // Why the latest update of the block failed; "" if none did.
   std::string failure(BlockId block);
   Statistics statistics();
@@ -154,23 +156,51 @@ class Server {
   // From now on this server is the backup of another, and takes over when that one has ended. Before it has workers.
   void follow(const PartnerSpec& server);
   // The same for two servers that send each other the journal over connections (journal_wire.h), of which
-  // connect_partner takes over the sockets. Both are told of each other before they have workers or blocks. When a
-  // server cannot hear its partner any more, it calls `on_silence` once, from whatever thread takes its turns, and
-  // answers nothing until decided() says who goes on. `name` is the backup's, for messages.
+  // connect_partner takes over the sockets. The server has no backup yet. When a server cannot hear its partner any
+  // more, it calls `on_silence` once, from whatever thread takes its turns, and answers nothing until decided() says
+  // who goes on. `name` is the backup's, for messages.
   void lead_far(std::function<void()> on_silence, std::string name = {});
   void follow_far(std::function<void()> on_silence);
   void connect_partner(int socket, std::string path);
+  // Whether the backup has all that this server is; then it may be agreed that the backup counts, and said here.
+  bool backup_follows();
+  void count_backup();
+  // Before a server gives its blocks to a backup on another host: takes no requests any more, and returns the length of
+  // the journal then. When the backup has confirmed so much, it has all, and was there after this call.
+  std::uint64_t freeze();
+  void unfreeze();
+  std::uint64_t confirmed();
   // Whether this one goes on: alone, or as the server in the other one's place. If it does not, it has ended for its
   // workers. No effect if the partner has been heard of in the meantime or there is none.
   void decided(bool goes_on);
-  bool serves();     // it is no backup, or has taken over
-  bool has_ended();  // it has been stopped or replaced, or is no backup any more
-  bool has_backup();
+  // A backup on another host that does not count yet is none.
+  void abandon_backup();
+  // Gives the blocks to the backup, its heir: one on another host has confirmed what freeze() said, and counts as the
+  // server. There are two copies at each moment. The heir goes on when it has a backup of its own that counts, or by
+  // serve_alone(). Until then this server has all, and goes on itself if the heir ends; afterwards it has ended.
+  void leave_to_backup();
+  bool leaves();
+  bool is_heir();
+  void serve_alone();
+  bool serves();             // it is no backup, or has taken over
+  bool has_ended();          // it has been stopped or replaced, or is no backup any more
+  bool has_backup();         // which counts
   std::uint32_t its_turn();  // as Lane::turn
   // What blocks were made, in order: their notes, and their places as create() returns them.
   std::vector<std::tuple<std::string, BlockId, std::size_t>> notes();
   // For tests: this process kills itself when it comes to this step for the so-many-th time.
-  enum class Step : std::uint32_t { never, taken, journalled, updated, carried_out, answered, taking_over, serving };
+  enum class Step : std::uint32_t {
+    never,
+    taken,
+    journalled,
+    updated,
+    carried_out,
+    answered,
+    leaves,
+    inherits,
+    taking_over,
+    serving
+  };
   void die_at(Step step, std::uint64_t times);
 
   // Ends the thread, and tells the workers. Idempotent; returns when it is so, whoever called it first.
@@ -305,7 +335,7 @@ class Server {
   static void put_reply(Connection& connection, const ReplySlot& slot);
   void ring_answered();
   ValuesHeader& header() const { return *reinterpret_cast<ValuesHeader*>(values_->at()); }
-  Nanoseconds deadline() const { return serves_ ? shard_.deadline() : kForever; }
+  Nanoseconds deadline() const { return serves_ && !frozen_ ? shard_.deadline() : kForever; }
   bool may_take() const;
   bool may_write_down(const BlockSpec& spec) const;
   bool write_down(const Message& message, Nanoseconds now);
@@ -315,6 +345,7 @@ class Server {
   void hold(WorkerId worker, const ReplySlot& reply);
   bool release_held();
   void be_replaced();
+  void go_on_alone();
   void send_away();
   void follow(std::unique_ptr<Partner> partner);
   bool partners_move();
@@ -322,12 +353,15 @@ class Server {
   void give_up(const std::string& why);
   std::uint32_t give_state(const NearPartner& to);
   bool become_server();
+  void give_far_state();
+  void become_far_server(const Record& record, const Lent& state);
   void visit(Archive& archive);
   void visit_connections(Archive& archive);
   void visit_blocks(Archive& archive);
   void visit_rows(Archive& archive, Table& table);
   void give_worker(const Connection& connection);
   void tell(Connection& connection);
+  void check_native() const;
   void drop_backup();
   void repeat(const Record& record, const std::vector<std::byte>& bytes, std::shared_ptr<const Payload> pushed);
   void repeat_join(WorkerSpec spec, Nanoseconds at);
@@ -339,7 +373,12 @@ class Server {
   const BlockWords& words_of_server(BlockId block) const;
   void adopt_values();
   void look_for_partner();
+  void look_for_heir();
+  void become_heir();
+  void come_back();
   void settle_workers();
+  std::vector<WorkerId> without_connection() const;
+  void lose_missing();
   void take_over();
   void pass(Step step);
   template <class F>
@@ -369,8 +408,8 @@ class Server {
   std::unique_ptr<Snapshot> snapshot_;           // under way
   std::atomic<std::size_t> snapshot_bytes_ = 0;  // of its copies that have not been taken
   Statistics statistics_;
-  Nanoseconds looked_ = 0;
-  bool serves_ = true;
+  Nanoseconds looked_ = 0, missing_until_ = kForever;
+  bool serves_ = true, frozen_ = false, is_heir_ = false;
   std::uint32_t turn_ = 0;                       // as Lane::turn; of a backup: when it will have taken over
   std::uint32_t backups_made_ = 0, number_ = 0;  // by this server; of this backup, when it is what its server is
   std::vector<FileDescriptor> given_;            // with the state that is on its way

@@ -21,6 +21,7 @@ namespace ringreduce::parameter_server {
 namespace {
 
 constexpr Nanoseconds kLookEvery = 2 * kMillisecond;  // of a backup that is awake: whether its server has ended
+constexpr Nanoseconds kMissing = 10 * kSecond;        // for workers to come to a backup that has taken over
 
 // What the journal says of a worker that joins, and of a block.
 struct Writing : Archive {
@@ -69,10 +70,7 @@ void Server::lead(const PartnerSpec& backup) {
     if (!serves_) throw Error(ErrorKind::invalid_argument, "this server is a backup, and has not taken over");
     if (backup_ != nullptr && backup_->far())
       throw Error(ErrorKind::invalid_argument, "this server has a backup on another host: it can have no other one");
-    for (const Block& block : blocks_)
-      if (!block.spec.rule.native(block.spec.dtype))
-        throw Error(ErrorKind::invalid_argument,
-                    "an update that Python computes has no backup, and this server has a block of one");
+    check_native();
     for (const auto& [worker, connection] : connections_)
       if (connection.lane == nullptr || connection.news.get() < 0)
         throw Error(ErrorKind::invalid_argument, "a server with workers of other hosts can have no backup yet");
@@ -85,7 +83,15 @@ void Server::lead(const PartnerSpec& backup) {
     header().backup.store(number, std::memory_order_seq_cst);  // in this moment the earlier one ceases to be one
     if (before != nullptr) before->ring();
     for (auto& [worker, connection] : connections_) tell(connection);
+    if (is_heir_) take_over();
   });
+}
+
+void Server::check_native() const {
+  for (const Block& block : blocks_)
+    if (!block.spec.rule.native(block.spec.dtype))
+      throw Error(ErrorKind::invalid_argument,
+                  "an update that Python computes has no backup, and this server has a block of one");
 }
 
 // It has ended.
@@ -96,7 +102,7 @@ void Server::drop_backup() {
 
 bool Server::has_backup() {
   bool has = false;
-  order([&] { has = backup_ != nullptr && !backup_->ended() && !backup_->silent(); });
+  order([&] { has = backup_ != nullptr && backup_->counts() && !backup_->ended() && !backup_->silent(); });
   return has;
 }
 
@@ -138,7 +144,7 @@ void Server::tell(Connection& connection) {
 
 // Requests wait when the backup is too far behind.
 bool Server::may_take() const {
-  return serves_ && (backup_ == nullptr || (backup_->room() >= Journal::kReserve && !backup_->silent()));
+  return serves_ && !frozen_ && (backup_ == nullptr || (backup_->room() >= Journal::kReserve && !backup_->silent()));
 }
 
 // Nor are there new blocks then, for which half of the reserve is: the rest is for ticks and for workers that come and
@@ -235,10 +241,64 @@ void Server::follow(std::unique_ptr<Partner> partner) {
     followed_ = std::move(partner);
     name_ = followed_->name, address_ = followed_->address;
     only_near_ = !followed_->far();
-    if (followed_->far()) turn_ = 1;
     serves_ = false;
     header().serves = 0;
   });
+}
+
+void Server::leave_to_backup() {
+  order([&] {
+    if (backup_ == nullptr || backup_->ended() || backup_->silent())
+      throw Error(ErrorKind::invalid_argument, "this server has no backup that could go on");
+    carry_out();
+    frozen_ = true;
+    header().leaves.store(1, std::memory_order_seq_cst);
+    Record last;
+    last.kind = Record::Kind::inherit;
+    if (backup_->far()) backup_->write(last, {}, nullptr);
+    backup_->ring();
+    pass(Step::leaves);
+  });
+}
+
+// On this host: decided() has to do with others. Once the heir has a backup it goes on, even if it is the backup that
+// does.
+void Server::look_for_heir() {
+  const auto* const heir = dynamic_cast<const NearPartner*>(backup_.get());
+  if (heir == nullptr) return;
+  const bool has_ended = heir->ended(), has_backup = heir->header().backup.load(std::memory_order_seq_cst) != 0;
+  if (heir->header().serves.load(std::memory_order_seq_cst) != 0 || (has_ended && has_backup)) {
+    bell_->over.store(1, std::memory_order_seq_cst);
+    be_replaced();
+  } else if (has_ended) {
+    come_back();
+    drop_backup();
+  }
+}
+
+// Its heir has ended.
+void Server::come_back() {
+  frozen_ = false;
+  header().leaves.store(0, std::memory_order_seq_cst);
+}
+
+void Server::become_heir() {
+  is_heir_ = serves_ = frozen_ = true;
+  pass(Step::inherits);
+}
+
+void Server::serve_alone() {
+  order([&] {
+    if (is_heir_) take_over();
+  });
+}
+
+bool Server::leaves() { return header().leaves.load(std::memory_order_seq_cst) != 0; }
+
+bool Server::is_heir() {
+  bool is = false;
+  order([&] { is = is_heir_; });
+  return is;
 }
 
 bool Server::serves() { return header().serves.load(std::memory_order_seq_cst) != 0; }
@@ -297,7 +357,8 @@ bool Server::repeat_all(bool all) {
 
 // From here on this is no backup, and serves nobody. "": it was not to take over, or others say why.
 void Server::give_up(const std::string& why) {
-  serves_ = false;
+  serves_ = is_heir_ = false;
+  backup_.reset();
   header().serves.store(0, std::memory_order_seq_cst);
   header().ended.store(1, std::memory_order_seq_cst);
   decided_ = {};
@@ -331,10 +392,14 @@ void Server::repeat(const Record& record, const std::vector<std::byte>& bytes, s
     }
     case Record::Kind::tick:
       return decide(Tick{}, record.at);
+    case Record::Kind::inherit:
+      return become_heir();
+    case Record::Kind::state:
+      return become_far_server(record, dynamic_cast<const Lent&>(*pushed));
   }
 }
 
-// A worker of a server on another host has joined this backup before, or has gone since.
+// A worker of a server on another host joins this backup itself.
 void Server::repeat_join(WorkerSpec spec, Nanoseconds at) {
   const Join join{spec.id, spec.group};
   if (followed_->far()) {
@@ -422,7 +487,8 @@ void Server::look_for_partner() {
   if (t - looked_ < kLookEvery) return;
   looked_ = t;
   const auto counts = [&] { return near_server().header().backup.load(std::memory_order_seq_cst); };
-  if (!followed_->ended()) {
+  const bool leaves = near_server().header().leaves.load(std::memory_order_seq_cst) != 0, ended = followed_->ended();
+  if (!ended && !leaves) {
     drop_published();
     if (number_ > 0 && counts() > number_) give_up("");  // there is another one
     return;
@@ -431,7 +497,8 @@ void Server::look_for_partner() {
   repeat_all(true);  // what it had written since the last look; nothing comes after this
   adopt_values();
   carry_out();
-  take_over();
+  if (ended) return take_over();
+  become_heir();
 }
 
 // Workers that will ask nothing more, here or through the journal.
@@ -453,19 +520,40 @@ void Server::send_away() {
   connections_.clear();
 }
 
-// Of a server on another host: those that came to it too late join now, and those that had gone before it knew them
-// leave.
+// Of a server on another host: those that came to it too late join now. Others have not come here yet, or had gone
+// before this one knew them.
 void Server::settle_workers() {
   for (auto& [worker, connection] : connections_)
     if (connection.alive) decide(Join{worker, connection.spec.group});
+  missing_until_ = ringreduce::now() + kMissing;
+}
+
+std::vector<WorkerId> Server::without_connection() const {
+  std::vector<WorkerId> found;
   for (const auto& [worker, clock] : shard_.clocks())
-    if (connections_.count(worker) == 0) decide(Lose{worker});
+    if (connections_.count(worker) == 0) found.push_back(worker);
+  return found;
+}
+
+std::vector<WorkerId> Server::missing() {
+  std::vector<WorkerId> found;
+  order([&] {
+    if (serves_ && missing_until_ != kForever) found = without_connection();
+  });
+  return found;
+}
+
+void Server::lose_missing() {
+  if (ringreduce::now() < missing_until_) return;
+  missing_until_ = kForever;
+  for (const WorkerId worker : without_connection()) decide(Lose{worker});
 }
 
 void Server::take_over() {
   pass(Step::taking_over);
   const std::unique_ptr<Partner> ended = std::move(followed_);
   serves_ = true;
+  is_heir_ = frozen_ = false;
   if (ended->far()) settle_workers();
   for (auto& [worker, connection] : connections_) tell(connection);
   if (const auto* const near = dynamic_cast<const NearPartner*>(ended.get()))

@@ -31,16 +31,69 @@ namespace ringreduce::parameter_server {
 void Server::lead_far(std::function<void()> on_silence, std::string name) {
   auto partner = std::make_unique<FarPartner>(*bell_, std::move(on_silence), std::move(name));
   order([&] {
-    if (!connections_.empty() || !blocks_.empty())
-      throw Error(ErrorKind::invalid_argument,
-                  "this server has workers or blocks already: it can have no backup on another host now");
+    if (!serves_ || backup_ != nullptr)
+      throw Error(ErrorKind::invalid_argument, "this server has a backup already, or is one");
+    check_native();
+    carry_out();  // what an earlier backup had to have first
+    for (Held& each : held_) each.after = 0;
     backup_ = std::move(partner);
+    give_far_state();
   });
+}
+
+bool Server::backup_follows() {
+  bool follows = false;
+  order([&] { follows = backup_ != nullptr && !backup_->silent() && backup_->received() > 0; });
+  return follows;
+}
+
+void Server::count_backup() {
+  order([&] {
+    auto* const partner = dynamic_cast<FarPartner*>(backup_.get());
+    if (partner == nullptr) return;
+    partner->is_counted = true;
+    if (is_heir_) take_over();
+  });
+}
+
+void Server::abandon_backup() {
+  order([&] {
+    if (backup_ != nullptr && !backup_->counts()) go_on_alone();
+  });
+}
+
+void Server::go_on_alone() {
+  backup_.reset();
+  if (is_heir_) return;
+  header().serves.store(1, std::memory_order_seq_cst);
+  for (auto& [worker, connection] : connections_) connection.window->bell().ring();
+}
+
+std::uint64_t Server::freeze() {
+  std::uint64_t written = 0;
+  order([&] {
+    if (backup_ == nullptr || backup_->silent())
+      throw Error(ErrorKind::invalid_argument, "this server has no backup that could go on");
+    frozen_ = true;
+    decide(Tick{});  // of which the backup cannot have heard before
+    carry_out();
+    written = backup_->written();
+  });
+  return written;
+}
+
+void Server::unfreeze() {
+  order([&] { frozen_ = false; });
+}
+
+std::uint64_t Server::confirmed() {
+  std::uint64_t received = 0;
+  order([&] { received = backup_ == nullptr || backup_->silent() ? 0 : backup_->received(); });
+  return received;
 }
 
 void Server::follow_far(std::function<void()> on_silence) {
   follow(std::make_unique<FarPartner>(*bell_, std::move(on_silence), std::string()));
-  order([&] { turn_ = 1; });
 }
 
 // Whether what was written down up to there will outlive this server, or need not.
@@ -77,7 +130,8 @@ bool Server::FarPartner::read(Record& record, std::vector<std::byte>& bytes, std
   record = entry.record;
   bytes = std::move(entry.bytes);
   pushed = nullptr;
-  if (record.kind == Record::Kind::request && record.slot.block != UINT32_MAX)
+  const bool has_some = record.kind == Record::Kind::request && record.slot.block != UINT32_MAX;
+  if (has_some || record.kind == Record::Kind::state)
     pushed = std::make_shared<Lent>(entry.pushed, static_cast<std::size_t>(record.slot.bytes));
   return true;
 }
@@ -101,7 +155,7 @@ void Server::connect_partner(int socket, std::string path) {
 
 bool Server::partners_move() {
   if (backup_ != nullptr && backup_->progress()) {
-    header().serves.store(serves_ && !backup_->silent(), std::memory_order_seq_cst);
+    header().serves.store(serves_ && !is_heir_ && !backup_->silent(), std::memory_order_seq_cst);
     return true;
   }
   return followed_ != nullptr && followed_->progress();
@@ -109,18 +163,16 @@ bool Server::partners_move() {
 
 void Server::decided(bool goes_on) {
   order([&] {
-    const Partner* const partner = backup_ != nullptr ? backup_.get() : followed_.get();
+    const bool is_backup = backup_ == nullptr || is_heir_;
+    const Partner* const partner = is_backup ? followed_.get() : backup_.get();
     if (partner == nullptr || !partner->silent()) return;
-    if (!goes_on && followed_ != nullptr) return give_up("");
-    if (!goes_on) return be_replaced();
-    if (backup_ != nullptr) {
-      backup_.reset();
-      header().serves.store(1, std::memory_order_seq_cst);
-      for (auto& [worker, connection] : connections_) connection.window->bell().ring();
-      return;
+    if (!goes_on) return is_backup ? give_up("") : be_replaced();
+    if (!is_backup) {
+      come_back();
+      return go_on_alone();
     }
     try {
-      repeat_all(true);
+      if (!is_heir_) repeat_all(true);
       take_over();
     } catch (const std::exception& error) {
       give_up(error.what());
@@ -137,6 +189,7 @@ void Server::be_replaced() {
   backup_.reset();
   header().serves.store(0, std::memory_order_seq_cst);
   header().ended.store(1, std::memory_order_seq_cst);
+  header().leaves.store(0, std::memory_order_seq_cst);  // last: without it, one that has not ended has come back
   send_away();
 }
 

@@ -1,8 +1,9 @@
 // A backup that starts late: all that a server is, as the server writes it and as its backup becomes it.
 //
-// The server writes its state to memory of its own, in one order, and gives that to the backup with the descriptors of
-// its workers. It takes no turns meanwhile, which is as long as copying the state takes. The backup rebuilds itself in
-// its own time, and goes on with the journal, which begins there.
+// The server writes its state to memory of its own, in one order. It takes no turns meanwhile, which is as long as
+// copying the state takes. It gives the memory to a backup of its host, with the descriptors of its workers; to one on
+// another host it sends it, with what was pushed and is still needed, as the first record of the journal. The backup
+// rebuilds itself in its own time, and goes on with the journal, which begins there.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -12,6 +13,7 @@
 #include <cerrno>
 #include <cstring>
 #include <map>
+#include <span>
 
 #include "core/error.h"
 #include "parameter_server/server-inl.h"
@@ -21,7 +23,7 @@ namespace ringreduce::parameter_server {
 namespace {
 
 constexpr std::size_t kBuffer = 1 << 20;
-constexpr std::uint64_t kNoPayload = UINT64_MAX;
+constexpr std::uint64_t kNoPayload = UINT64_MAX, kInline = UINT64_MAX - 1;
 
 // The last message of a state: the memory with it comes along.
 struct Ready {
@@ -32,10 +34,12 @@ struct Ready {
 
 }  // namespace
 
-// What was pushed stays where it lies: its window is given, too, if that is not a worker's that is still there.
+// What was pushed is in it, or, on one host, stays where it lies: then its window is given, too, if that is not a
+// worker's that is still there.
 class Server::StateWriter : public Archive {
  public:
-  StateWriter() : Archive(false), memory_(memfd_create("ringreduce state", MFD_CLOEXEC | MFD_ALLOW_SEALING)) {
+  explicit StateWriter(bool has_all)
+      : Archive(false), has_all(has_all), memory_(memfd_create("ringreduce state", MFD_CLOEXEC | MFD_ALLOW_SEALING)) {
     if (memory_.get() < 0) throw Error(ErrorKind::system, std::string("memfd_create: ") + std::strerror(errno));
   }
 
@@ -50,6 +54,11 @@ class Server::StateWriter : public Archive {
   void payload(std::shared_ptr<const Payload>& payload) override {
     const auto* const lent = static_cast<const Lent*>(payload.get());
     std::uint64_t place[3] = {kNoPayload, 0, 0};
+    if (lent != nullptr && has_all) {
+      place[0] = kInline, place[2] = lent->bytes;
+      raw(place, sizeof place);
+      return raw(const_cast<std::byte*>(lent->at()), lent->bytes);
+    }
     if (lent != nullptr) {
       const auto [found, fresh] = windows_.emplace(lent->window.get(), windows_.size());
       if (fresh) more_.push_back(lent->window->memory_fd.get());
@@ -67,6 +76,8 @@ class Server::StateWriter : public Archive {
       throw Error(ErrorKind::system, std::string("sealing a server's state: ") + std::strerror(errno));
     return {memory_.get(), written_};
   }
+
+  const bool has_all;
 
  private:
   void flush() {
@@ -92,8 +103,8 @@ class Server::StateWriter : public Archive {
 
 class Server::StateReader : public Archive {
  public:
-  StateReader(int memory, std::size_t bytes, std::vector<FileDescriptor> given)
-      : Archive(true), memory_(memory, bytes, false), given_(std::move(given)) {}
+  StateReader(std::span<const std::byte> memory, bool has_all, std::vector<FileDescriptor> given)
+      : Archive(true), has_all(has_all), memory_(memory), given_(std::move(given)) {}
 
   FileDescriptor next() {
     if (next_ == given_.size()) throw Error(ErrorKind::mismatch, "a server's state has too few descriptors");
@@ -103,20 +114,28 @@ class Server::StateReader : public Archive {
   bool has_more() const { return next_ < given_.size(); }
 
   void raw(void* at, std::size_t bytes) override {
-    if (bytes > memory_.bytes() - taken_) throw Error(ErrorKind::mismatch, "a server's state is too short");
-    if (bytes > 0) std::memcpy(at, memory_.at(taken_), bytes);
+    if (bytes > memory_.size() - taken_) throw Error(ErrorKind::mismatch, "a server's state is too short");
+    if (bytes > 0) std::memcpy(at, memory_.data() + taken_, bytes);
     taken_ += bytes;
   }
   void payload(std::shared_ptr<const Payload>& payload) override {
     std::uint64_t place[3];
     raw(place, sizeof place);
-    if (place[0] != kNoPayload)
-      payload = std::make_shared<Lent>(windows_.at(place[0]), static_cast<std::size_t>(place[1]),
-                                       static_cast<std::size_t>(place[2]));
+    if (place[0] == kNoPayload) return;
+    const auto bytes = static_cast<std::size_t>(place[2]);
+    if (place[0] != kInline) {
+      payload = std::make_shared<Lent>(windows_.at(place[0]), static_cast<std::size_t>(place[1]), bytes);
+      return;
+    }
+    auto pushed = std::make_shared_for_overwrite<std::byte[]>(bytes);
+    raw(pushed.get(), bytes);
+    payload = std::make_shared<Lent>(std::move(pushed), bytes);
   }
 
+  const bool has_all;
+
  private:
-  Mapping memory_;
+  const std::span<const std::byte> memory_;
   std::size_t taken_ = 0, next_ = 0;
   std::vector<FileDescriptor> given_;
   std::vector<std::shared_ptr<Window>> windows_;
@@ -132,9 +151,11 @@ void visit(Archive& archive, BlockSpec& spec) {
 
 // ---- What a server is ---------------------------------------------------------------------------------------------
 
+// To a backup on another host workers connect themselves.
 void Server::visit_connections(Archive& archive) {
-  const std::size_t count = visit_size(archive, connections_.size());
   auto* const writer = dynamic_cast<StateWriter*>(&archive);
+  if (writer != nullptr ? writer->has_all : dynamic_cast<StateReader&>(archive).has_all) return;
+  const std::size_t count = visit_size(archive, connections_.size());
   if (writer != nullptr) {
     for (auto& [worker, connection] : connections_) {
       writer->know(connection.window.get());
@@ -202,7 +223,7 @@ void Server::visit(Archive& archive) {
 
 // Returns the number of the backup that has all of it now, though it does not count yet.
 std::uint32_t Server::give_state(const NearPartner& to) {
-  StateWriter state;
+  StateWriter state(false);
   visit(state);
   std::vector<int> given;
   for (const auto& [worker, connection] : connections_)
@@ -221,7 +242,27 @@ std::uint32_t Server::give_state(const NearPartner& to) {
   return ready.number;
 }
 
+void Server::give_far_state() {
+  StateWriter state(true);
+  visit(state);
+  const auto [memory, bytes] = state.end();
+  const auto mapped = std::make_shared<Mapping>(memory, bytes, false);
+  const Lent all(std::shared_ptr<std::byte[]>(mapped, mapped->at()), bytes);
+  Record record;
+  record.kind = Record::Kind::state;
+  record.slot.number = turn_;
+  record.slot.bytes = bytes;
+  backup_->write(record, {}, &all);
+}
+
 // ---- The backup ---------------------------------------------------------------------------------------------------
+
+void Server::become_far_server(const Record& record, const Lent& state) {
+  StateReader reader({state.at(), state.bytes}, true, {});
+  visit(reader);
+  turn_ = static_cast<std::uint32_t>(record.slot.number) + 1;
+  for (auto& [worker, connection] : connections_) connection.known = shard_.knows(worker);
+}
 
 // Returns whether it is what its server was.
 bool Server::become_server() {
@@ -234,7 +275,8 @@ bool Server::become_server() {
     }
     Ready ready;
     std::memcpy(&ready, message->bytes.data(), sizeof ready);
-    StateReader state(message->descriptors.at(0).get(), static_cast<std::size_t>(ready.bytes), std::move(given_));
+    const Mapping memory(message->descriptors.at(0).get(), static_cast<std::size_t>(ready.bytes), false);
+    StateReader state({memory.at(), memory.bytes()}, false, std::move(given_));
     visit(state);
     number_ = ready.number;
     turn_ = ready.turn + 1;

@@ -53,6 +53,9 @@ class Shard {
     std::set<WorkerId> workers;
   };
   Waiting waiting() const;
+  // Whether there is such a member, or was one that has left or been lost.
+  bool knows(WorkerId worker) const { return members_.count(worker) > 0; }
+  bool gave_up(WorkerId worker) const { return knows(worker) && !members_.at(worker).live; }
   // The clocks of the members that there are.
   std::map<WorkerId, std::uint64_t> clocks() const;
 

@@ -51,6 +51,7 @@ struct alignas(kAlignment) ValuesHeader {
   std::atomic<std::uint32_t> ended;   // 1: the server has been stopped, though its process may live
   std::atomic<std::uint32_t> serves;  // 0: it is a backup, and has not taken over
   std::atomic<std::uint32_t> backup;  // the number of its backup that takes over when it ends; 0: it has none
+  std::atomic<std::uint32_t> leaves;  // 1: it waits for its backup to go on, and does nothing meanwhile
 };
 
 // A block among a server's values. Its two buffers follow, then its optimizer's state: once, or, if the server has a

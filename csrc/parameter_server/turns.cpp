@@ -70,7 +70,7 @@ std::uint32_t Server::end_turns() {
 bool Server::turn(bool may_call_python) {
   bool moved = serve_orders();
   moved |= partners_move();
-  if (followed_ != nullptr) moved |= follow_on();
+  if (followed_ != nullptr && !is_heir_) moved |= follow_on();
   if (!holds_back()) moved |= take_requests();
   if (has_far_) moved |= take_frames();
   if (ringreduce::now() >= deadline()) decide(Tick{});
@@ -110,7 +110,9 @@ void Server::look_for_ended() {
   const Nanoseconds t = ringreduce::now();
   if (t - looked_ < kLookEvery) return;
   looked_ = t;
+  if (leaves()) look_for_heir();
   if (!serves_) return;
+  lose_missing();
   if (backup_ != nullptr && backup_->ended()) drop_backup();
   for (auto each = connections_.begin(); each != connections_.end();) {
     Connection& connection = (each++)->second;

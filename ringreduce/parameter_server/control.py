@@ -10,6 +10,7 @@ of one.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -23,7 +24,9 @@ from typing import Any
 
 from ringreduce.config import Options
 from ringreduce.errors import SystemFailure
-from ringreduce.rendezvous import host
+from ringreduce.rendezvous.host import check_user, exactly, own_pidfd
+from ringreduce.rendezvous.host import receive as receive_message
+from ringreduce.rendezvous.sockets import Address
 from ringreduce.rendezvous.store import kernel
 
 MOST = 64 * 1024
@@ -58,11 +61,11 @@ def send(connection: socket.socket, message: dict[str, Any], descriptors: list[i
 def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """A message and its descriptors. Raises `ConnectionError` at the end, and for what is no message."""
     if connection.family != socket.AF_UNIX:
-        (length,) = _LENGTH.unpack(host.exactly(connection, _LENGTH.size))
+        (length,) = _LENGTH.unpack(exactly(connection, _LENGTH.size))
         if length > MOST:
             raise ConnectionError(f"a message is longer than {MOST} bytes")
-        return _parsed(host.exactly(connection, length)), []
-    data, descriptors = host.receive(connection, MOST, _MOST_DESCRIPTORS)
+        return _parsed(exactly(connection, length)), []
+    data, descriptors = receive_message(connection, MOST, _MOST_DESCRIPTORS)
     try:
         if not data:
             raise ConnectionError("the other side closed the connection")
@@ -108,6 +111,57 @@ class Arriving:
         return messages
 
 
+def connect(
+    address: bytes, secret: bytes, hello: dict[str, Any], client: Any, timeout: float
+) -> tuple[socket.socket, dict[str, Any], list[int]]:
+    """Joins a worker to a server: the connection, what the server says, and its values, bell and pidfd.
+
+    `hello` may have the number of the server, as "of". Raises `Refused` if that does not let it in, and another
+    `OSError` if it does not work.
+    """
+    pidfd = own_pidfd()
+    try:
+        return enter(address, secret, hello, [client.window, pidfd, client.news], timeout)
+    finally:
+        os.close(pidfd)
+
+
+def connect_again(address: bytes, secret: bytes, hello: dict[str, Any], timeout: float) -> socket.socket:
+    """A worker's connection to the door of a server that knows it, since its backup did. Raises as `connect`."""
+    connection, _, descriptors = enter(address, secret, hello | {"again": True}, [], timeout)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return connection
+
+
+class Refused(ConnectionError):
+    """The server has said why, and will not let it in."""
+
+
+def enter(
+    address: bytes, secret: bytes, hello: dict[str, Any], given: list[int], timeout: float
+) -> tuple[socket.socket, dict[str, Any], list[int]]:
+    """Goes to a door of this host: the connection, what it says, and three descriptors. Raises as `connect`."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with contextlib.ExitStack() as undo:
+        undo.callback(connection.close)
+        connection.settimeout(timeout)
+        connection.connect(address)
+        check_user(connection)
+        theirs, ours, worker = connection.recv(NONCE), new_nonce(), int(hello["worker"])
+        its_proof = proof(secret, "worker", theirs, worker)
+        send(connection, hello | {"nonce": ours.hex(), "proof": its_proof}, given)
+        answer, descriptors = receive(connection)
+        if "error" in answer:
+            raise (ConnectionError if answer["error"][0] == "Moved" else Refused)(answer["error"][1])
+        if len(descriptors) != 3 or not same(proof(secret, "server", ours, worker), answer.get("proof")):
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise ConnectionError("what answered does not know the secret")
+        undo.pop_all()
+    return connection, answer, descriptors
+
+
 @dataclass
 class Reached:
     """Connections to the door of another host: one for control messages, and others, descriptors and paths."""
@@ -124,6 +178,20 @@ class Reached:
         self.control.close()
         for descriptor, _ in self.take():
             os.close(descriptor)
+
+
+def answers(addresses: list[list[Any]]) -> bool:
+    """Whether somebody listens at one of the addresses of a door between hosts, or that cannot be found out."""
+    for each in addresses:
+        address = Address(*each)
+        try:
+            socket.create_connection((str(address.ip.ip), address.port), timeout=1.0).close()
+            return True
+        except (ConnectionError, TimeoutError):
+            continue
+        except OSError:
+            return True
+    return False
 
 
 def machine(options: Options) -> str:

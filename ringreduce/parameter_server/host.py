@@ -10,14 +10,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from ringreduce.errors import Aborted, InvalidArgument, RingReduceError
-from ringreduce.membership.directory import Bounded
 from ringreduce.parameter_server import control
-from ringreduce.parameter_server.shard import Shard
+from ringreduce.parameter_server.shard import OBSERVERS, Shard
+from ringreduce.parameter_server.succession import Succession
 from ringreduce.parameter_server.updates import Function
+from ringreduce.parameter_server.visitors import Far, Visitor, name_in
 from ringreduce.rendezvous.host import check_user, own_pidfd
 from ringreduce.rendezvous.links import Door
 
@@ -25,50 +25,12 @@ GROUP = "parameter server"
 """What the doors between hosts call it."""
 _WRITING = 60.0
 """Seconds in which a snapshot may be finished when its server ends. After that it is absent."""
-OBSERVERS = "observers"
-"""The group of those that only look: a server does not count them as its workers."""
 _LOOK = 0.01
 """Seconds between looks for workers that have gone."""
 _MOST_STRANGERS = 64
 """Connections that have not proved themselves yet."""
-_AGAIN = 0.2
-"""Seconds until a store that could not be reached is asked again."""
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class _Visitor:
-    connection: socket.socket
-    nonce: bytes = b""
-    worker: int = -1  # -1: has not said who it is
-    name: str = ""
-    observes: bool = False
-    far: _Far | None = None
-    shard: Shard | None = None
-    """Whose worker it is."""
-    is_partner: bool = False
-    """It is a server with a backup here, or the backup of a server here."""
-    meaning: str = ""
-    """What its end means, if it is a partner."""
-
-
-@dataclass
-class _Far:
-    """A worker or a server of another host, of which the door between hosts knows who it is."""
-
-    number: int
-    take: Callable[[int, str], None] | None = None
-    """Takes its connections, once it has joined: descriptor and path."""
-    sockets: list[tuple[int, str]] = field(default_factory=list)
-    """That came before."""
-    arriving: control.Arriving = field(default_factory=control.Arriving)
-
-
-def number_at_door(servers: int, worker: int, of: int = -1) -> int:
-    """What a worker is called at a server's door; or at that of the backup `of` a server. A server is called by its own
-    number, below `servers`."""
-    return servers + worker * (servers + 1) + of + 1
 
 
 class Host:
@@ -87,6 +49,8 @@ class Host:
         self._functions, self._backed_up = functions, backed_up
         self.shards = {number: Shard(capacity, functions, backed_up) for number in founds}
         """What is served here and what is the backup of another server, by the server's number."""
+        self.leaving: list[tuple[int, Shard]] = []
+        """Servers that wait for their backups to go on."""
         self.is_leaving = False
         self._keeper: Any = None
         self.on_wish: Callable[[int, int], None] = lambda process, has: None
@@ -103,16 +67,14 @@ class Host:
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)  # a byte that is there already wakes the thread as well
         self._left = threading.Condition()
-        self._visitors: dict[int, _Visitor] = {}
+        self._visitors: dict[int, Visitor] = {}
         self._door: Door | None = None
-        self._servers, self._window = 0, 0
-        self._far: dict[int, _Far] = {}
-        self._arrived: list[_Visitor] = []
+        self._window = 0
+        self._far: dict[int, Far] = {}
+        self._arrived: list[Visitor] = []
         """From other hosts, for the thread."""
-        self._store: Any = None
-        """Where it is decided who serves the blocks of a server that cannot be heard."""
-        self.far_backup_at = -1
-        """The process with the backup of the server here, if that is reached by TCP."""
+        self.succession: Succession | None = None
+        """If backups are reached by TCP."""
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="ringreduce door", daemon=True)
         self._thread.start()
@@ -122,24 +84,36 @@ class Host:
         """The one that began here, in C++."""
         return self._own.server
 
-    def have_backup(self, number: int, address: bytes, timeout: float) -> None:
-        """Has the process whose door is at `address` keep a backup of server `number`, which is served here.
+    def lacks_backup(self, shard: Shard) -> bool:
+        """Whether a server could have one and does not."""
+        if self.succession is not None:
+            return self.succession.is_settled(shard)
+        return not shard.server.has_backup
 
-        Raises `OSError` if it does not work, and `InvalidArgument` if there can be none.
+    def have_backup(self, number: int, process: int, its: dict[str, Any], timeout: float) -> None:
+        """Has that process, of which the store knows `its` address, keep a backup of server `number`, which is served
+        here. Raises `OSError` if it does not work, and `InvalidArgument` if there can be none.
         """
-        server = self.shards[number].server
+        if self.succession is not None:
+            return self.succession.lead(number, self.shards[number], process, timeout)
+        address, server = bytes.fromhex(its["address"]), self.shards[number].server
         journal, pidfd = server.journal(), own_pidfd()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             hello = {"worker": number, "backup": True, "capacity": server.capacity}
             given = [journal, server.bell, server.values, pidfd, theirs.fileno()]
-            connection, answer, (bell, values, its) = _enter(address, self._secret, hello, given, timeout)
+            connection, answer, (bell, values, its_pidfd) = control.enter(address, self._secret, hello, given, timeout)
             name = str(answer["name"])
             about: dict[str, Any] = {"capacity": server.capacity, "name": name, "address": address.hex()}
             with contextlib.ExitStack() as undo:
                 undo.callback(connection.close)
                 server.lead(
-                    journal=os.dup(journal), bell=bell, values=values, pidfd=its, passage=os.dup(ours.fileno()), **about
+                    journal=os.dup(journal),
+                    bell=bell,
+                    values=values,
+                    pidfd=its_pidfd,
+                    passage=os.dup(ours.fileno()),
+                    **about,
                 )
                 undo.pop_all()
         finally:
@@ -152,38 +126,58 @@ class Host:
         with self._left:
             for earlier in self._partners(number):
                 self._part_quietly(earlier)
-            visitor = _Visitor(connection, shard=self.shards[number], is_partner=True, meaning=meaning)
+            visitor = Visitor(connection, shard=self.shards[number], is_partner=True, meaning=meaning)
             self._arrived.append(visitor)
         with contextlib.suppress(BlockingIOError):
             self._wake.send(b"a")
 
-    def have_far_backup(self, number: int, its: control.Reached, timeout: float) -> None:
-        """The same over connections to the door of the backup's process, which this takes over. Raises `OSError`."""
-        shard = self.shards[number]
-        with contextlib.closing(its):
-            its.control.settimeout(timeout)
-            control.send(its.control, {"capacity": shard.server.capacity})
-            answer, _ = control.receive(its.control)
-            if "error" in answer:
-                raise ConnectionError(answer["error"][1])
-            shard.server.lead_far(lambda: self._decide_later(shard, number, "server"), str(answer["name"]))
-            for descriptor, path in its.take():
-                shard.server.connect_partner(descriptor, path)
-
-    def hand_over(self, number: int) -> None:
-        """Ends server `number` here, which has a backup: that serves from now on."""
+    def hand_over(self, number: int) -> bool:
+        """Has server `number` leave its blocks to its backup. False: that has been lost. It may also be lost while the
+        server is among those `leaving`: then the server comes back."""
         shard = self.shards[number]
         with self._left:
             for partner in self._partners(number):
                 self._part_quietly(partner)
-        shard.server.stop()  # first: it must not take the end of its workers' connections for theirs
-        self.drop(number, shard)
+        if self.succession is not None:
+            if not self.succession.hand_over(number, shard):
+                return False
+        else:
+            try:
+                shard.server.leave_to_backup()
+            except InvalidArgument:
+                return False
+        with self._left:
+            del self.shards[number]
+            self.leaving.append((number, shard))
+        return True
+
+    def serve_alone(self, number: int) -> None:
+        """Has the heir of server `number` go on, of which there can be no backup."""
+        if self.succession is None:
+            self.shards[number].server.serve_alone()
+        else:
+            self.succession.serve_alone(number, self.shards[number])
+
+    def has_left(self, number: int, shard: Shard) -> bool:
+        """Of those that are leaving: whether that is over."""
+        if shard.server.leaves:
+            return False
+        self.leaving.remove((number, shard))
+        if shard.server.has_ended:
+            self._end(shard)
+            return True
+        with self._left:
+            other = self.shards.get(number)
+            self.shards[number] = shard
+        if other is not None:  # which would have been the backup of its heir
+            self._end(other)
+        return True
 
     def wish_for_server(self, process: int, address: bytes, timeout: float) -> None:
         """Tells the process whose door is at `address` that this one, which is `process`, would serve one of its
         servers. Raises `OSError` if it has ended."""
         hello = {"worker": process, "wish": True, "has": len(self.serving())}
-        connection, _, descriptors = _enter(address, self._secret, hello, [], timeout)
+        connection, _, descriptors = control.enter(address, self._secret, hello, [], timeout)
         connection.close()
         for descriptor in descriptors:
             os.close(descriptor)
@@ -193,18 +187,22 @@ class Host:
         with self._left:
             if self.shards.get(number) is shard:  # and not a backup that has just been made
                 del self.shards[number]
+        self._end(shard)
+
+    def _end(self, shard: Shard) -> None:
         for visitor in [each for each in list(self._visitors.values()) if each.shard is shard]:
             with contextlib.suppress(OSError):  # it may have gone
                 visitor.connection.shutdown(socket.SHUT_RDWR)
-        if shard.server.has_ended:
-            shard.server.stop()
+        shard.server.stop()
+        if self.succession is not None:
+            self.succession.forget(shard)
 
-    def _partners(self, number: int) -> list[_Visitor]:
+    def _partners(self, number: int) -> list[Visitor]:
         visitors = [*list(self._visitors.values()), *self._arrived]
         return [each for each in visitors if each.is_partner and each.shard is self.shards[number]]
 
     @staticmethod
-    def _part_quietly(partner: _Visitor) -> None:
+    def _part_quietly(partner: Visitor) -> None:
         """What its end means, it is told, is nothing that anybody has to know."""
         partner.meaning = ""
         with contextlib.suppress(OSError):
@@ -220,31 +218,32 @@ class Host:
         self._keeper = keeper
 
     def give_away(self, timeout: float) -> bool:
-        """See `Keeper.give_away`. Servers with backups that are reached by TCP stay where they are."""
+        """See `Keeper.give_away`."""
         return self._keeper is not None and bool(self._keeper.give_away(timeout))
 
-    @staticmethod
-    def is_there(address: bytes) -> bool:
-        """Whether there is a process whose door is at `address`."""
+    def is_there(self, its: dict[str, Any]) -> bool:
+        """Whether there is such a process, of which the store knows the addresses."""
+        if self.succession is not None:
+            return control.answers(its["door"])
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection, contextlib.suppress(OSError):
-            connection.connect(address)
+            connection.connect(bytes.fromhex(its["address"]))
             return True
         return False
 
-    def listen(self, door: Door, number: int, servers: int, window: int, dead_after: int, store: Any) -> None:
+    def listen(self, door: Door, number: int, window: int, dead_after: int) -> None:
         """From here on workers of other hosts are let in, by `door`: each with at most `window` bytes under way. And
-        servers that have their backups here; `store` knows who goes on when one of the two cannot be heard."""
-        self._door, self._servers, self._window, self._store = door, servers, window, store
+        servers that have their backups here."""
+        self._door, self._window = door, window
         door.open(number, GROUP, self._secret, None, self._arrive, dead_after=dead_after)
 
     def _arrive(self, number: int, descriptor: int, path: str) -> None:
-        """A connection from another host. The first one from there is for control messages."""
+        """A connection from another host. The first one of this number is for control messages."""
         with contextlib.suppress(BlockingIOError), self._left:
             if number not in self._far:
-                self._far[number] = far = _Far(number)
+                self._far[number] = far = Far()
                 connection = socket.socket(fileno=descriptor)
                 connection.settimeout(1.0)
-                self._arrived.append(_Visitor(connection, far=far))
+                self._arrived.append(Visitor(connection, far=far))
                 self._wake.send(b"a")
                 return
             far = self._far[number]
@@ -252,40 +251,6 @@ class Host:
                 far.sockets.append((descriptor, path))
             else:
                 far.take(descriptor, path)
-
-    def _decide_later(self, shard: Shard, number: int, who: str) -> None:
-        """Called by a server's thread, which must not wait, when a server and its backup do not hear each other."""
-        if not self._closing:
-            threading.Thread(target=self._decide, args=(shard, number, who), daemon=True).start()
-
-    def _decide(self, shard: Shard, number: int, who: str) -> None:
-        """Who goes on with the blocks of server `number`: the one of "server" and "backup" that sets this first. So
-        never both do, and the one that cannot reach the store does not go on."""
-        view, directory, warned = f"1 {who}", Bounded(self._store), False
-        while not self._closing:
-            try:
-                found = directory.compare_set(f"view/{number}", "", view)
-                break
-            except Exception as error:  # of whatever kind of store; it may be reached later
-                if not warned:
-                    log.warning("server %d and its backup do not hear each other, nor the store: %s", number, error)
-                warned = True
-                time.sleep(_AGAIN)
-        else:
-            return
-        with contextlib.suppress(RingReduceError):  # it has been stopped
-            shard.server.decided(found == view)
-        if found == view and not self.has_workers(shard):  # the other one has left, as all have
-            return
-        here = f"in this process (pid {os.getpid()})"
-        if found == view and who == "backup":
-            log.warning("server %d has ended or cannot be reached: its backup, %s, takes over", number, here)
-        elif found == view:
-            log.warning("the backup of server %d has ended or cannot be reached: it goes on without one", number)
-        elif who == "backup":
-            log.warning("server %d goes on without its backup %s", number, here)
-        else:
-            log.warning("server %d, %s, has been replaced by its backup, and serves no more", number, here)
 
     def close_in_child(self) -> None:
         """In a forked process, which has copies of the parent's sockets: nobody is to wait for the child to end."""
@@ -299,18 +264,22 @@ class Host:
         if not self._thread.is_alive():
             return
         self._closing = True
+        if self.succession is not None:
+            self.succession.close()
         if self._keeper is not None:
             self._keeper.close()
-        if self._door is not None:
-            self._door.close()
         with contextlib.suppress(BlockingIOError):
             self._wake.send(b"x")
         self._thread.join()
-        for shard in list(self.shards.values()):
+        for shard in [*self.shards.values(), *(shard for _, shard in self.leaving)]:
             for saving in list(shard.savings.values())[-1:]:  # earlier ones have ended
                 saving.done.wait(_WRITING)
             shard.server.stop()
-        for end in (self._wake, self._woken, self._listener):
+        if self._door is not None:
+            self._door.close()
+        for visitor in self._arrived:
+            visitor.connection.close()
+        for end in (self._wake, self._woken, self._listener):  # last: who sees this gone takes nothing here for alive
             end.close()
         self._keeper, self.on_wish, self.on_change = None, lambda process, has: None, lambda: None
 
@@ -358,14 +327,17 @@ class Host:
         """Workers that take part in what is here, or have not closed their connections, as messages call them. Workers
         connect to backups that are reached by TCP, so there the connections tell all."""
         found = {each.worker: each.name for each in self._inside() if not each.observes}
-        for shard in () if self.far_backup_at >= 0 else list(self.shards.values()):
+        for shard in list(self.shards.values()):
             with contextlib.suppress(Aborted):  # it has been stopped
+                if self.succession is not None:
+                    found |= dict.fromkeys(shard.server.missing(), "which has not come yet")
+                    continue
                 workers = shard.server.workers().items()
                 found |= {worker: name for worker, (group, name) in workers if group != OBSERVERS}
         self._served |= bool(found)
         return {worker: f"worker {worker} ({name})" for worker, name in found.items()}
 
-    def _inside(self) -> list[_Visitor]:
+    def _inside(self) -> list[Visitor]:
         return [visitor for visitor in list(self._visitors.values()) if visitor.worker >= 0]
 
     def _describe(self, shard: Shard, worker: int) -> str:
@@ -392,7 +364,7 @@ class Host:
     def _admit(self, selector: selectors.BaseSelector) -> None:
         connection, _ = self._listener.accept()
         connection.settimeout(1.0)
-        visitor = _Visitor(connection, control.new_nonce())
+        visitor = Visitor(connection, control.new_nonce())
         try:
             check_user(connection)
             if len(self._visitors) - len(self._inside()) >= _MOST_STRANGERS:
@@ -411,14 +383,14 @@ class Host:
             self._visitors[visitor.connection.fileno()] = visitor
             selector.register(visitor.connection, selectors.EVENT_READ, visitor)
 
-    def _serve(self, selector: selectors.BaseSelector, visitor: _Visitor) -> None:
+    def _serve(self, selector: selectors.BaseSelector, visitor: Visitor) -> None:
         try:
             if visitor.is_partner:
                 control.receive(visitor.connection)  # it says one thing only
                 visitor.meaning = ""
                 if visitor.shard is not None:
                     visitor.shard.takes_over_quietly = True
-                return
+                return self.on_change()
             if visitor.far is None:
                 self._respond(visitor, *control.receive(visitor.connection))
                 return
@@ -428,7 +400,7 @@ class Host:
         except (OSError, RingReduceError):
             selector.unregister(visitor.connection)
             if visitor.is_partner:
-                if visitor.meaning and not self._closing and self.has_workers(visitor.shard):
+                if visitor.meaning and not self._closing and visitor.shard is not None and visitor.shard.has_workers():
                     log.warning("%s", visitor.meaning)
                 self._forget(visitor)
                 return self.on_change()
@@ -437,14 +409,7 @@ class Host:
                     visitor.shard.server.lose(visitor.worker)  # no loss if it has left
             self._forget(visitor)
 
-    @staticmethod
-    def has_workers(shard: Shard | None) -> bool:
-        """Readers do not count."""
-        with contextlib.suppress(Aborted):
-            return shard is not None and any(group != OBSERVERS for group, _ in shard.server.workers().values())
-        return False
-
-    def _respond(self, visitor: _Visitor, message: dict[str, Any], descriptors: list[int]) -> None:
+    def _respond(self, visitor: Visitor, message: dict[str, Any], descriptors: list[int]) -> None:
         answer, given = self._answer(visitor, message, descriptors)
         if "number" in message:  # so that the answer to a question that was given up is known for one
             answer["number"] = message["number"]
@@ -454,16 +419,18 @@ class Host:
             for descriptor in given:
                 os.close(descriptor)
 
-    def _forget(self, visitor: _Visitor) -> None:
+    def _forget(self, visitor: Visitor) -> None:
         with self._left:
             del self._visitors[visitor.connection.fileno()]
-            for descriptor, _ in visitor.far.sockets if visitor.far else ():
-                os.close(descriptor)
+            if visitor.far is not None:  # what is still to come belongs to nobody
+                for descriptor, _ in visitor.far.sockets:
+                    os.close(descriptor)
+                visitor.far.sockets, visitor.far.take = [], lambda descriptor, path: os.close(descriptor)
             self._left.notify_all()
         visitor.connection.close()
 
     def _answer(
-        self, visitor: _Visitor, message: dict[str, Any], descriptors: list[int]
+        self, visitor: Visitor, message: dict[str, Any], descriptors: list[int]
     ) -> tuple[dict[str, Any], list[int]]:
         try:
             if visitor.worker < 0 and visitor.far is not None:
@@ -484,7 +451,7 @@ class Host:
                 os.close(descriptor)
 
     def _welcome(
-        self, visitor: _Visitor, hello: dict[str, Any], descriptors: list[int]
+        self, visitor: Visitor, hello: dict[str, Any], descriptors: list[int]
     ) -> tuple[dict[str, Any], list[int]]:
         worker = int(hello["worker"])
         if not control.same(control.proof(self._secret, "worker", visitor.nonce, worker), hello.get("proof")):
@@ -523,20 +490,16 @@ class Host:
             lane=int(hello["lane"]),
             pidfd=os.dup(pidfd),
             news=os.dup(news),
-            name=_name_in(hello),
+            name=name_in(hello),
         )
 
     @staticmethod
     def _name_of_backup(number: int) -> str:
         return f"the backup of server {number} ({socket.gethostname()}, pid {os.getpid()})"
 
-    def _follow(self, visitor: _Visitor, number: int, capacity: int, descriptors: list[int]) -> Shard:
+    def _follow(self, visitor: Visitor, number: int, capacity: int, descriptors: list[int]) -> Shard:
         """Makes a backup of server `number`."""
-        known = self.shards.get(number)
-        if known is not None and known.server.serves and not known.server.has_ended:
-            raise InvalidArgument(f"server {number} is here, so its backup has to be elsewhere")
-        if self.is_leaving:
-            raise InvalidArgument("this process leaves, and takes no backups any more")
+        known = self._check_absent(number)
         if len(descriptors) != 5:
             raise InvalidArgument(f"a server gave {len(descriptors)} descriptors to its backup; 5 are needed")
         shard = Shard(capacity, self._functions, self._backed_up)
@@ -550,40 +513,58 @@ class Host:
             known.server.stop()
         return shard
 
-    def _introduce(self, visitor: _Visitor, hello: dict[str, Any]) -> None:
-        visitor.name, visitor.observes = _name_in(hello), hello["group"] == OBSERVERS
+    def _introduce(self, visitor: Visitor, hello: dict[str, Any]) -> None:
+        visitor.name, visitor.observes = name_in(hello), hello["group"] == OBSERVERS
         self._served |= not visitor.observes
 
-    def _welcome_far(self, visitor: _Visitor, far: _Far, hello: dict[str, Any]) -> dict[str, Any]:
-        if far.number < self._servers:
-            return self._follow_far(far, hello)
-        window = int(hello["window"])
+    def _welcome_far(self, visitor: Visitor, far: Far, hello: dict[str, Any]) -> dict[str, Any]:
+        if hello.get("backup"):
+            return self._follow_far(far, int(hello["of"]), int(hello["capacity"]), str(hello["view"]))
+        window, worker = int(hello["window"]), int(hello["worker"])
         if not 0 < window <= self._window:
             raise InvalidArgument(
                 f"the window of a worker of another host has {window} bytes; this server keeps 1 to {self._window}"
             )
-        worker, which = divmod(far.number - self._servers, self._servers + 1)
-        shard = self.shards[which - 1] if which else self._own
-        shard.server.join_far(id=worker, group=str(hello["group"]), window=window, name=_name_in(hello))
+        shard = self.shards.get(int(hello["of"]))
+        replica = 0 if shard is None or self.succession is None else self.succession.replica(shard)
+        if shard is None or shard.server.has_ended or replica != int(hello["replica"]):
+            return {"error": ["Moved", f"server {hello['of']} is not here, nor its backup of that number"]}
+        server = shard.server
+        server.join_far(id=worker, group=str(hello["group"]), window=window, name=name_in(hello))
         visitor.worker, visitor.shard = worker, shard
         self._introduce(visitor, hello)
-        self._hand_over(far, lambda descriptor, path: shard.server.connect(worker, descriptor, path))
-        return {"capacity": shard.server.capacity}
+        self._hand_over(far, lambda descriptor, path: server.connect(worker, descriptor, path))
+        return {"capacity": server.capacity}
 
-    def _hand_over(self, far: _Far, take: Callable[[int, str], None]) -> None:
+    def _hand_over(self, far: Far, take: Callable[[int, str], None]) -> None:
         with self._left:
             far.take = take
             sockets, far.sockets = far.sockets, []
         for descriptor, path in sockets:
             take(descriptor, path)
 
-    def _follow_far(self, far: _Far, hello: dict[str, Any]) -> dict[str, Any]:
+    def _follow_far(self, far: Far, number: int, capacity: int, view: str) -> dict[str, Any]:
         """Makes the backup of a server of another host."""
-        shard = Shard(int(hello["capacity"]), self._functions)
-        shard.follow_far(lambda: self._decide_later(shard, far.number, "backup"))
-        self.shards[far.number] = shard
+        if self.succession is None:
+            raise InvalidArgument("backups of these servers are not reached by TCP")
+        known = self._check_absent(number)
+        shard = Shard(capacity, self._functions)
+        self.succession.follow(number, shard, view)
+        with self._left:
+            self.shards[number] = shard
+        if known is not None:
+            self._end(known)
         self._hand_over(far, shard.server.connect_partner)
-        return {"name": self._name_of_backup(far.number)}
+        return {"name": self._name_of_backup(number)}
+
+    def _check_absent(self, number: int) -> Shard | None:
+        """What is known here of server `number`, of which this process can have a backup."""
+        known = self.shards.get(number)
+        if known is not None and known.server.serves and not known.server.has_ended:
+            raise InvalidArgument(f"server {number} is here, so its backup has to be elsewhere")
+        if self.is_leaving:
+            raise InvalidArgument("this process leaves, and takes no backups any more")
+        return known
 
     def _asked(self, shard: Shard, message: dict[str, Any]) -> dict[str, Any]:
         if shard.server.has_ended:
@@ -613,59 +594,3 @@ class Host:
             case "statistics":
                 return {"statistics": self._statistics(shard)}
         raise InvalidArgument(f"a worker asked for {message['ask']!r}")
-
-
-def _name_in(hello: dict[str, Any]) -> str:
-    return f"{hello['host']}, pid {int(hello['pid'])}"
-
-
-def connect(
-    address: bytes, secret: bytes, hello: dict[str, Any], client: Any, timeout: float
-) -> tuple[socket.socket, dict[str, Any], list[int]]:
-    """Joins a worker to a server: the connection, what the server says, and its values, bell and pidfd.
-
-    `hello` may have the number of the server, as "of". Raises `Refused` if that does not let it in, and another
-    `OSError` if it does not work.
-    """
-    pidfd = own_pidfd()
-    try:
-        return _enter(address, secret, hello, [client.window, pidfd, client.news], timeout)
-    finally:
-        os.close(pidfd)
-
-
-def connect_again(address: bytes, secret: bytes, hello: dict[str, Any], timeout: float) -> socket.socket:
-    """A worker's connection to the door of a server that knows it, since its backup did. Raises as `connect`."""
-    connection, _, descriptors = _enter(address, secret, hello | {"again": True}, [], timeout)
-    for descriptor in descriptors:
-        os.close(descriptor)
-    return connection
-
-
-class Refused(ConnectionError):
-    """The server has said why, and will not let it in."""
-
-
-def _enter(
-    address: bytes, secret: bytes, hello: dict[str, Any], given: list[int], timeout: float
-) -> tuple[socket.socket, dict[str, Any], list[int]]:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with contextlib.ExitStack() as undo:
-        undo.callback(connection.close)
-        connection.settimeout(timeout)
-        connection.connect(address)
-        check_user(connection)
-        theirs, ours, worker = connection.recv(control.NONCE), control.new_nonce(), int(hello["worker"])
-        proof = control.proof(secret, "worker", theirs, worker)
-        control.send(connection, hello | {"nonce": ours.hex(), "proof": proof}, given)
-        answer, descriptors = control.receive(connection)
-        if "error" in answer:
-            raise (ConnectionError if answer["error"][0] == "Moved" else Refused)(answer["error"][1])
-        if len(descriptors) != 3 or not control.same(
-            control.proof(secret, "server", ours, worker), answer.get("proof")
-        ):
-            for descriptor in descriptors:
-                os.close(descriptor)
-            raise ConnectionError("what answered does not know the secret")
-        undo.pop_all()
-    return connection, answer, descriptors

@@ -9,40 +9,44 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import json
 import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from ringreduce import _C
-from ringreduce.config import Options, resolve
+from ringreduce.config import resolve
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, TopologyError
 from ringreduce.parameter_server import control
-from ringreduce.parameter_server.host import GROUP, OBSERVERS, Host, Refused, connect, connect_again, number_at_door
+from ringreduce.parameter_server.attendant import Attendant
+from ringreduce.parameter_server.control import Refused, connect, connect_again
+from ringreduce.parameter_server.entry import Entry, greet, make_door, reach, visitor
+from ringreduce.parameter_server.host import Host
 from ringreduce.parameter_server.keeper import Directory, Keeper, place_of
 from ringreduce.parameter_server.key_value import KeyValue, Membership
 from ringreduce.parameter_server.placement import BLOCK_BYTES, UNIT, backup_of
 from ringreduce.parameter_server.serving import Serving, once, open_servings
+from ringreduce.parameter_server.shard import OBSERVERS
+from ringreduce.parameter_server.succession import Succession
 from ringreduce.parameter_server.updates import Function
-from ringreduce.rendezvous.interfaces import Filter, local_interfaces
-from ringreduce.rendezvous.links import Door, Peer
+from ringreduce.parameter_server.views import Replica, View, Views, beside
 from ringreduce.rendezvous.secret import group_secret
-from ringreduce.rendezvous.sockets import Address, parse_ports
+from ringreduce.rendezvous.sockets import parse_ports
 from ringreduce.rendezvous.store import get
 
 WINDOW = 64 << 20
 _PREFIX = "ringreduce/parameter server"
 _TAKING_OVER = 10.0
 """Seconds in which a backup must have taken over when a worker joins."""
+_AGAIN = 0.005
+"""Seconds after which it is asked again who serves."""
 _open: set[KeyValue] = set()
 """What is ended with the process, even if the program has dropped it."""
 
@@ -94,7 +98,7 @@ def join(
         role, group = "worker", OBSERVERS
     if role == "both":
         _check_sizes(window, block_bytes)
-    entry = _Entry(name, group, window, block_bytes, time.monotonic() + timeout, timeout, resolve(None)[0])
+    entry = Entry(name, group, window, block_bytes, time.monotonic() + timeout, timeout, resolve(None)[0])
     entry.backups = backups
     if store is None:
         store, rank, size = _surroundings(rank, size)
@@ -132,12 +136,12 @@ def serve(
 
     `servers` is how many servers the blocks are spread over (default: one a process). If there are more than processes,
     each process begins with its share, and others can take some later, on the same host: with `joins=True`, `store` and
-    `name` alone, this enters a parameter server that exists. Servers whose backups are reached by TCP, because they are
-    on several hosts or listen, do not move. It returns when it has its share, which its servers give
-    one after the other, while calls go on. `Serving.give_away` is the way back.
+    `name` alone, this enters a parameter server that exists. It returns when it has its share, which its servers give
+    one after the other, while calls go on. `Serving.give_away` is the way back. Servers whose backups are reached by
+    TCP, because they are on several hosts or listen, do not move here: this process gets backups when some are lost.
     """
     _check_sizes(window, block_bytes)
-    entry = _Entry(name, "", window, block_bytes, time.monotonic() + timeout, timeout, resolve(None)[0])
+    entry = Entry(name, "", window, block_bytes, time.monotonic() + timeout, timeout, resolve(None)[0])
     entry.backups, entry.servers = backups, servers
     if joins:
         if (rank, size, memory, backups, servers) != (None, None, None, 0, 0):
@@ -157,30 +161,29 @@ def serve(
     return serving
 
 
-def _coming(entry: _Entry, store: Any, functions: dict[str, Function] | None) -> Serving:
+def _coming(entry: Entry, store: Any, functions: dict[str, Function] | None) -> Serving:
     """A process that comes later: makes itself known, and asks for its share."""
     if store is None:
         raise InvalidArgument("joins is True without a store; give the store of the servers that there are")
     _find(entry, store)
     others = [entry.process(process) for process in range(entry.founders)]
-    if any(other["machine"] != entry.machine for other in others):
+    if not entry.has_far_backups and any(other["machine"] != entry.machine for other in others):
         raise TopologyError("this process is on another host than the servers, which only move on one host", 0)
-    if entry.has_far_backups:
-        raise InvalidArgument("joins is True, and these servers have backups that are reached by TCP: they do not move")
     number = entry.worker = entry.founders - 1 + entry.store.add("later processes", 1)
-    host = entry.host = Host(0, entry.secret, functions or {}, (), entry.backups > 0)
+    entry.window = max(int(other["window"]) for other in others)
+    host = entry.host = Host(0, entry.secret, functions or {}, (), entry.backups > 0 and not entry.has_far_backups)
     try:
-        entry.store.set(f"server/{number}", json.dumps(_me(entry, host)))
-        keeper = Keeper(host, Directory(entry.store, entry.founders), number, entry.backups)
-        host.keep(keeper)
-        keeper.take_share(entry.servers, entry.deadline)
+        _publish(entry, host, entry.has_far_backups)
+        keeper = _keep(entry, host)
+        if host.succession is None:
+            keeper.take_share(entry.servers, entry.deadline)
     except BaseException:
         host.close()
         raise
     return Serving(host, number, entry.servers, entry.store, taken=int(entry.store.add("snapshots", 0)))
 
 
-def _find(entry: _Entry, store: Any) -> None:
+def _find(entry: Entry, store: Any) -> None:
     """What the founders have told the store."""
     making = get(store, f"{_PREFIX}/{entry.name}/latest", "the founders of the parameter server", entry.deadline)
     entry.store = PrefixStore(f"{_PREFIX}/{entry.name}/{making}", store)
@@ -215,57 +218,9 @@ def _half_of_memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
-@dataclass
-class _Entry:
-    """What a founder or a worker needs to be let in."""
-
-    name: str
-    group: str
-    window: int
-    block_bytes: int
-    deadline: float
-    timeout: float
-    options: Options
-    store: Any = None
-    """This making of the parameter server's alone."""
-    making: int = 0
-    worker: int = -1
-    """A founder's is that of its process."""
-    founders: int = 0
-    servers: int = 0
-    backups: int = 0
-    has_far_backups: bool = False
-    """They are reached by TCP."""
-    secret: bytes = b""
-    host: Host | None = None
-
-    @property
-    def machine(self) -> str:
-        return control.machine(self.options)
-
-    @functools.cached_property
-    def machines(self) -> list[str]:
-        """By founder. Waits until all have told the store."""
-        wait = functools.partial(get, self.store, deadline=self.deadline)
-        return [wait(f"machine/{process}", f"server {process}") for process in range(self.founders)]
-
-    def process(self, process: int) -> dict[str, Any]:
-        """What a process with servers says of itself."""
-        place: dict[str, Any] = json.loads(get(self.store, f"server/{process}", f"server {process}", self.deadline))
-        return place | {"number": process, "name": f"server {process} ({place['host']}, pid {place['pid']})"}
-
-    def place_of(self, server: int) -> int:
-        return place_of(self.store, server, self.founders)
-
-    def server(self, server: int, process: int) -> dict[str, Any]:
-        """The same of the process that serves this one."""
-        place = self.process(process)
-        return place | {"name": f"server {server} ({place['host']}, pid {place['pid']})"}
-
-
 @contextlib.contextmanager
 def _founding(
-    entry: _Entry,
+    entry: Entry,
     store: Any,
     rank: int | None,
     size: int | None,
@@ -296,14 +251,14 @@ def _founding(
     try:
         _make_known(entry, host, listen)
         yield host
-        if len(set(entry.machines)) == 1 and not entry.has_far_backups:  # others do not move, nor get new backups
-            host.keep(Keeper(host, Directory(own, size), rank, entry.backups))
+        if len(set(entry.machines)) == 1 or entry.has_far_backups:  # others do not move, and have no backups
+            _keep(entry, host)
     except BaseException:
         host.close()
         raise
 
 
-def _agree_on_all(entry: _Entry, listen: bool) -> None:
+def _agree_on_all(entry: Entry, listen: bool) -> None:
     """What all founders must give the same, and where their servers are."""
     entry.store.set(f"machine/{entry.worker}", entry.machine)
     _agree(entry.store, "block_bytes", entry.block_bytes)
@@ -316,24 +271,46 @@ def _agree_on_all(entry: _Entry, listen: bool) -> None:
     _agree(entry.store, "far_backups", int(entry.has_far_backups))
 
 
-def _make_known(entry: _Entry, host: Host, listen: bool) -> None:
-    entry.store.set(f"server/{entry.worker}", json.dumps(_me(entry, host)))
+def _make_known(entry: Entry, host: Host, listen: bool) -> None:
+    _publish(entry, host, listen or len(set(entry.machines)) > 1)
     if entry.servers > entry.founders:
         _check_one_host(entry, listen)
-    addresses: list[Address] = []
-    if listen or len(set(entry.machines)) > 1:
-        door = _door(entry.options, parse_ports(entry.options.ports or ""))
-        store = entry.store.clone() if hasattr(entry.store, "clone") else entry.store  # which others may be waiting in
-        host.listen(door, entry.worker, entry.servers, entry.window, entry.options.dead_after or 0, store)
-        addresses = door.addresses
-    entry.store.set(f"door/{entry.worker}", json.dumps(addresses))
     if entry.backups:
         _have_backups(entry, host)
 
 
-def _me(entry: _Entry, host: Host) -> dict[str, Any]:
+def _publish(entry: Entry, host: Host, listens: bool) -> None:
+    """Tells the store where this process is; `listens`: workers and servers of other hosts may come."""
     me: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), "machine": entry.machine}
-    return me | {"address": host.address.hex(), "window": entry.window}
+    me |= {"address": host.address.hex(), "window": entry.window, "door": []}
+    if listens:
+        door = make_door(entry.options, parse_ports(entry.options.ports or ""))
+        if entry.has_far_backups:
+            host.succession = _succession(entry)
+        host.listen(door, entry.worker, entry.window, entry.options.dead_after or 0)
+        me["door"] = door.addresses
+    entry.store.set(f"server/{entry.worker}", json.dumps(me))
+
+
+def _succession(entry: Entry) -> Succession:
+    views = Views(entry.store)
+
+    def go_to(process: int, timeout: float, look: Callable[[], None]) -> control.Reached:
+        with contextlib.ExitStack() as undo:
+            its, number = views.process(process), views.visitor()
+            found = reach(entry, {process: its}, number, time.monotonic() + timeout, undo, look)
+            undo.pop_all()
+        return found[process]
+
+    return Succession(entry.worker, views, go_to)
+
+
+def _keep(entry: Entry, host: Host) -> Keeper:
+    views = None if host.succession is None else host.succession.views
+    directory = Directory(beside(entry.store), entry.founders, views)
+    keeper = Keeper(host, directory, entry.worker, entry.backups)
+    host.keep(keeper)
+    return keeper
 
 
 def _agree(store: Any, name: str, mine: int) -> None:
@@ -342,7 +319,7 @@ def _agree(store: Any, name: str, mine: int) -> None:
         raise InvalidArgument(f"{name} is {mine} here and {agreed} on another rank; give all the same")
 
 
-def _check_one_host(entry: _Entry, listen: bool) -> None:
+def _check_one_host(entry: Entry, listen: bool) -> None:
     for process, machine in enumerate(entry.machines):
         if machine != entry.machine:
             name = entry.process(process)["name"]
@@ -356,33 +333,24 @@ def _check_one_host(entry: _Entry, listen: bool) -> None:
         )
 
 
-def _have_backups(entry: _Entry, host: Host) -> None:
-    """Has another process, the next one or if it can one on another host, keep backups of the servers that begin here.
-    Of a backup that is reached by TCP the store knows when it is there."""
-    backup = _place_of_backup(entry, entry.worker) if entry.has_far_backups else (entry.worker + 1) % entry.founders
+def _have_backups(entry: Entry, host: Host) -> None:
+    """Has another process, the next one or if it can one on another host, keep backups of what begins here."""
+    # Server n is in process n if backups are reached by TCP.
+    far = host.succession is not None
+    backup = backup_of(entry.worker, entry.machines) if far else (entry.worker + 1) % entry.founders
     its = entry.process(backup)
     try:
-        for server in list(host.serving()):
-            left = max(0.1, entry.deadline - time.monotonic())
-            if entry.has_far_backups:
-                with contextlib.ExitStack() as undo:
-                    host.have_far_backup(server, _reach(entry, {backup: its}, server, undo)[backup], left)
-                host.far_backup_at = backup
-                entry.store.set(f"backup/{server}", str(backup))
-            else:
-                host.have_backup(server, bytes.fromhex(its["address"]), left)
+        for server, shard in host.serving().items():
+            if host.succession is not None:
+                host.succession.begin(server, shard)
+            host.have_backup(server, backup, its, max(0.1, entry.deadline - time.monotonic()))
     except TimeoutError:
         raise CollectiveTimeout(f"{its['name']} did not make a backup of this server in time", backup) from None
     except OSError as error:
         raise PeerLost(f"making a backup on {its['name']}: {error}", backup) from None
 
 
-def _place_of_backup(entry: _Entry, server: int) -> int:
-    """The process with its backup, if that is reached by TCP. Server n is in process n then."""
-    return backup_of(server, entry.machines)
-
-
-def _wait_for_founders(entry: _Entry, store: Any) -> None:
+def _wait_for_founders(entry: Entry, store: Any) -> None:
     if entry.store.add("entered", 1) == entry.founders:
         entry.store.set("founded", str(entry.servers))
     get(entry.store, "founded", "a rank", entry.deadline)
@@ -390,7 +358,7 @@ def _wait_for_founders(entry: _Entry, store: Any) -> None:
         store.set(f"{_PREFIX}/{entry.name}/latest", str(entry.making))
 
 
-def _wait_for_workers(kv: KeyValue, entry: _Entry, workers: int) -> KeyValue:
+def _wait_for_workers(kv: KeyValue, entry: Entry, workers: int) -> KeyValue:
     """Returns when so many have joined this one's group, with those that have left since."""
     key = f"joined/{entry.group}"
     there = entry.store.add(key, 1)
@@ -403,64 +371,50 @@ def _wait_for_workers(kv: KeyValue, entry: _Entry, workers: int) -> KeyValue:
     return kv
 
 
-def _door(options: Options, ports: Sequence[int]) -> Door:
-    wanted = Filter.parse(options.socket_ifname or "")
-    return Door(wanted.choose(local_interfaces()), named=wanted.names_some, ports=ports)
-
-
-def _enter(entry: _Entry) -> KeyValue:
+def _enter(entry: Entry) -> KeyValue:
     """Connects a worker to every server."""
-    servers = [entry.server(server, entry.place_of(server)) for server in range(entry.servers)]
-    names = [str(its["name"]) for its in servers]
-    far = [server for server, its in enumerate(servers) if its["machine"] != entry.machine]
-    by_tcp = range(entry.servers) if entry.has_far_backups else far
-    window = min([entry.window, *(int(servers[server]["window"]) for server in by_tcp)])
-    entry.window = window // 64 * 64  # as the client has it
-    client = _C.ParameterClient(entry.worker, entry.servers, entry.window)
-    turns = [0] * entry.servers
+    client = _C.ParameterClient(entry.worker, entry.servers, _window(entry))
     if entry.host is not None:
         client.host(entry.host.server)
-    connections: list[socket.socket] = []
-    far_backups: dict[int, socket.socket] = {}
+    views = Views(entry.store) if entry.has_far_backups else None
+    joined: list[_Joined] = []
     with contextlib.ExitStack() as undo:
-        alone = {} if entry.has_far_backups else {server: servers[server] for server in far}
-        reached = _reach(entry, alone, number_at_door(entry.servers, entry.worker), undo) if alone else {}
+        reached = {} if views is not None else _reach_all(entry, undo)
         for server in range(entry.servers):
+            place = place_of(entry.store, server, entry.founders)
+            name = entry.server(server, place)["name"]
             try:
-                if server in reached:
-                    connections.append(_enter_far(entry, client, server, names[server], reached[server]))
-                    continue
-                if entry.has_far_backups:
-                    joined = _enter_with_far_backup(entry, client, server, servers[server], undo)
-                    connection, names[server], turns[server] = joined[:3]
-                    if joined[3] is not None:
-                        far_backups[server] = joined[3]
+                if views is not None:
+                    joined.append(_enter_viewed(entry, views, client, server, undo))
+                elif place in reached:
+                    joined.append(_enter_far(entry, client, server, Replica(place, 0), reached[place]))
                 else:
-                    connection, names[server], turns[server] = _enter_near(entry, client, server)
-                    undo.callback(connection.close)
+                    joined.append(_enter_near(entry, client, server))
             except TimeoutError:
-                raise CollectiveTimeout(f"{names[server]} did not let this worker in in time", server) from None
+                raise CollectiveTimeout(f"{name} did not let this worker in in time", server) from None
             except OSError as error:
-                raise PeerLost(f"joining {names[server]}: {error}", server) from None
-            connections.append(connection)
+                raise PeerLost(f"joining {name}: {error}", server) from None
+            undo.callback(joined[-1].connection.close)
+        turns = [each.turn for each in joined]
+        attendant = None if views is None else Attendant(entry, views, client, turns)
         undo.pop_all()
 
-    def reach(server: int, address: str, timeout: float) -> socket.socket:
-        return connect_again(bytes.fromhex(address), entry.secret, _hello(entry) | {"of": server}, timeout)
+    def reach_near(server: int, address: str, timeout: float) -> socket.socket:
+        return connect_again(bytes.fromhex(address), entry.secret, entry.hello() | {"of": server}, timeout)
 
     membership = Membership(
         entry.store,
         entry.worker,
         entry.group,
         client,
-        connections,
-        names,
+        [each.connection for each in joined],
+        [each.name for each in joined],
         entry.host,
         entry.block_bytes,
         entry.window,
         turns,
-        reach,
-        far_backups,
+        reach_near,
+        attendant,
     )
     kv = KeyValue(membership, entry.timeout)
     _open.difference_update([each for each in _open if each.has_left])
@@ -468,18 +422,37 @@ def _enter(entry: _Entry) -> KeyValue:
     return kv
 
 
-def _hello(entry: _Entry) -> dict[str, Any]:
-    return {"worker": entry.worker, "host": socket.gethostname(), "pid": os.getpid(), "group": entry.group}
+class _Joined(NamedTuple):
+    connection: socket.socket
+    name: str
+    """How messages call it."""
+    turn: int
+    """How many have served these blocks before; its replica's number, if backups are reached by TCP."""
 
 
-def _enter_near(entry: _Entry, client: Any, server: int) -> tuple[socket.socket, str, int]:
-    """Joins a server of this host: the connection, how messages call it, and how many have served these blocks before.
+def _window(entry: Entry) -> int:
+    """What the window has, and all servers take that may have to be reached by TCP."""
+    places = [entry.process(process) for process in range(entry.founders)]
+    far = [its for its in places if entry.has_far_backups or its["machine"] != entry.machine]
+    entry.window = min([entry.window, *(int(its["window"]) for its in far)]) // 64 * 64  # as the client has it
+    return entry.window
+
+
+def _reach_all(entry: Entry, undo: contextlib.ExitStack) -> dict[int, control.Reached]:
+    """Connections to all processes on other hosts."""
+    places = [entry.process(process) for process in range(entry.founders)]
+    far = {its["number"]: its for its in places if its["machine"] != entry.machine}
+    return reach(entry, far, visitor(entry.store), entry.deadline, undo) if far else {}
+
+
+def _enter_near(entry: Entry, client: Any, server: int) -> _Joined:
+    """Joins a server of this host.
 
     If its process has ended, or does not serve it any more, the one that does is waited for.
     """
-    until, began = time.monotonic() + _TAKING_OVER, entry.place_of(server)
+    until, began = time.monotonic() + _TAKING_OVER, place_of(entry.store, server, entry.founders)
     while True:
-        its = entry.process(entry.place_of(server))
+        its = entry.process(place_of(entry.store, server, entry.founders))
         try:
             return _let_in(entry, client, server, its)
         except (TimeoutError, Refused):
@@ -488,12 +461,12 @@ def _enter_near(entry: _Entry, client: Any, server: int) -> tuple[socket.socket,
             others = entry.backups or entry.servers > entry.founders or its["number"] != began
             if not others or time.monotonic() > min(until, entry.deadline):
                 raise
-            time.sleep(0.005)
+            time.sleep(_AGAIN)
 
 
-def _let_in(entry: _Entry, client: Any, server: int, its: dict[str, Any]) -> tuple[socket.socket, str, int]:
+def _let_in(entry: Entry, client: Any, server: int, its: dict[str, Any]) -> _Joined:
     """The same, of that process alone."""
-    hello = _hello(entry) | {"servers": entry.servers, "lane": server, "window_bytes": client.window_bytes}
+    hello = entry.hello() | {"servers": entry.servers, "lane": server, "window_bytes": client.window_bytes}
     left = max(0.1, entry.deadline - time.monotonic())
     connection, answer, (values, bell, pidfd) = connect(
         bytes.fromhex(its["address"]), entry.secret, hello | {"of": server}, client, left
@@ -504,137 +477,44 @@ def _let_in(entry: _Entry, client: Any, server: int, its: dict[str, Any]) -> tup
     client.attach(
         server=server, values=values, bell=bell, pidfd=pidfd, capacity=int(answer["capacity"]), name=name, turn=turn
     )
-    return connection, name, turn
+    return _Joined(connection, name, turn)
 
 
-def _enter_with_far_backup(
-    entry: _Entry, client: Any, server: int, its: dict[str, Any], undo: contextlib.ExitStack
-) -> tuple[socket.socket, str, int, socket.socket | None]:
-    """As `_enter_near`, of a server on any host whose backup is reached by TCP, with a connection to the backup.
-
-    The worker joins the backup first, since that must know every worker that the journal names. If the server has
-    ended, or is out of reach, the backup is asked from here on.
-    """
-    get(entry.store, f"backup/{server}", f"the backup of server {server}", entry.deadline)
-    place = _place_of_backup(entry, server)
-    backup: control.Reached | None = None
-    if _view(entry, server) != "server":
-        with contextlib.suppress(OSError, PeerLost):
-            number = number_at_door(entry.servers, entry.worker, server)
-            look = functools.partial(_look, entry, server, "server")
-            (found,) = _reach(entry, {place: entry.process(place)}, number, undo, look).values()
-            _greet(entry, found.control)
-            backup = found
-    joined: tuple[socket.socket, str, int] | None = None
-    try:
-        if _view(entry, server) == "backup":
-            raise PeerLost(f"{its['name']} has ended", server)
-        if its["machine"] == entry.machine:
-            joined = _let_in(entry, client, server, its)
-            undo.callback(joined[0].close)
-        else:
-            number, look = (
-                number_at_door(entry.servers, entry.worker),
-                functools.partial(_look, entry, server, "backup"),
-            )
-            reached = _reach(entry, {server: its}, number, undo, look)[server]
-            joined = _enter_far(entry, client, server, its["name"], reached), its["name"], 0
-    except (TimeoutError, Refused):
-        raise
-    except (OSError, PeerLost):
-        if backup is None:
-            raise
-        client.attach_far(server, its["name"])
-    if backup is None:
-        assert joined is not None
-        return *joined, None
-    name = f"the backup of {entry.server(server, place)['name']}"
-    client.attach_far_backup(server, name)
-    for descriptor, path in backup.take():
-        client.connect(server, descriptor, path, backup=True)
-    if joined is not None:
-        return *joined, backup.control
-    client.turn_to_backup(server)
-    if not _serves(entry, backup.control):
-        raise PeerLost(f"{its['name']} has ended, and its backup has not taken over", server)
-    return backup.control, name, 1, None
-
-
-def _serves(entry: _Entry, backup: socket.socket) -> bool:
-    """Waits until a backup, of which the server has ended, has taken over; False if it does not."""
-    with contextlib.suppress(OSError):
-        while (left := entry.deadline - time.monotonic()) > 0:
-            backup.settimeout(left)
-            control.send(backup, {"ask": "serves"})
-            if control.receive(backup)[0]["serves"]:
-                backup.settimeout(entry.timeout)
-                return True
-            time.sleep(0.002)
-    return False
-
-
-def _view(entry: _Entry, server: int) -> str:
-    """Which of a server and its backup goes on without the other, if that has been decided."""
-    key = f"view/{server}"
-    return str(entry.store.get(key).decode())[2:] if entry.store.check([key]) else ""
-
-
-def _look(entry: _Entry, server: int, who: str) -> None:
-    if _view(entry, server) == who:
-        raise PeerLost(f"server {server} or its backup is out of reach, and the {who} goes on alone", server)
-
-
-def _reach(
-    entry: _Entry,
-    servers: dict[int, dict[str, Any]],
-    number: int,
-    undo: contextlib.ExitStack,
-    look: Callable[[], None] | None = None,
-) -> dict[int, control.Reached]:
-    """Connects to the doors of servers, as `number`. What is not used in the end is closed by `undo`."""
-    peers = {}
-    for server, its in servers.items():
-        addresses = json.loads(get(entry.store, f"door/{server}", its["name"], entry.deadline))
-        if not addresses or entry.options.transport == "shared_memory":
-            raise TopologyError(
-                f"{its['name']} is on another host than this worker"
-                + ("" if addresses else " and listens to none: found it with join(listen=True)"),
-                server,
-            )
-        peers[server] = Peer(its["host"], its["pid"], [Address(*address) for address in addresses])
-    reached: dict[int, control.Reached] = {}
-
-    def deliver(server: int, descriptor: int, path: str) -> None:
-        if server in reached:
-            reached[server].others.append((descriptor, path))
-        else:
-            reached[server] = control.Reached(socket.socket(fileno=descriptor), [])
-            undo.callback(reached[server].close)
-
-    door = _door(entry.options, ())
-    connections = 1 + (entry.options.connections or 1)
-    try:
-        door.open(number, GROUP, entry.secret, peers, deliver, connections, entry.options.dead_after or 0)
-        door.connect(servers, entry.deadline, look=look)
-    finally:
-        door.close()
-    return reached
-
-
-def _greet(entry: _Entry, connection: socket.socket) -> None:
-    connection.settimeout(max(0.1, entry.deadline - time.monotonic()))
-    control.send(connection, _hello(entry) | {"window": entry.window})
-    answer, _ = control.receive(connection)
-    if "error" in answer:
-        raise Refused(answer["error"][1])
-
-
-def _enter_far(entry: _Entry, client: Any, server: int, name: str, reached: control.Reached) -> socket.socket:
-    _greet(entry, reached.control)
-    client.attach_far(server, name)
+def _enter_far(entry: Entry, client: Any, server: int, replica: Replica, reached: control.Reached) -> _Joined:
+    greet(entry, reached.control, server, replica.number, max(0.1, entry.deadline - time.monotonic()))
+    called = "the backup of " * (replica.number > 0)
+    name = f"{called}{entry.server(server, replica.process)['name']}"
+    client.attach_far(server, name, replica.number)
     for descriptor, path in reached.take():
-        client.connect(server, descriptor, path)
-    return reached.control
+        client.connect(server, descriptor, path, replica.number)
+    return _Joined(reached.control, name, replica.number)
+
+
+def _enter_viewed(entry: Entry, views: Views, client: Any, server: int, undo: contextlib.ExitStack) -> _Joined:
+    """Joins whoever serves, on any host, where backups are reached by TCP: again if the view changes meanwhile."""
+    until = time.monotonic() + _TAKING_OVER
+    while True:
+        view = views.of(server)
+        assert view is not None  # since the founders have made it
+        one = view.server
+        its = entry.process(one.process)
+
+        def look(seen: View = view) -> None:
+            if views.of(server) != seen:
+                raise PeerLost(f"{its['name']} does not serve server {server} any more", server)  # noqa: B023
+
+        try:
+            if one.number == 0 and its["machine"] == entry.machine:
+                return _let_in(entry, client, server, its)
+            number = views.visitor()
+            reached = reach(entry, {one.process: its}, number, entry.deadline, undo, look)[one.process]
+            return _enter_far(entry, client, server, one, reached)
+        except (TimeoutError, Refused):
+            raise
+        except (OSError, PeerLost):
+            if time.monotonic() > min(until, entry.deadline):
+                raise
+            time.sleep(_AGAIN)
 
 
 def _close_in_child() -> None:

@@ -1,8 +1,9 @@
 """What sees to it that servers have backups, and that they go where there is room: a thread in every server's process.
 
 Every server decides for itself. It is the only one that serves its blocks, so it may choose its backup without asking
-anybody, and only the end of a process counts as its loss. The launcher's store knows the processes that there are, and
-for workers that join, in which of them each server is; what servers do does not depend on it.
+anybody. The launcher's store knows the processes that there are. Where backups are reached by TCP it has the views
+(`succession`); on one host only the end of a process counts as its loss, and the store merely knows, for workers that
+join, where each server is.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 from ringreduce.errors import Aborted, CollectiveTimeout, RingReduceError
 from ringreduce.membership.directory import Bounded
 from ringreduce.parameter_server.host import Host
+from ringreduce.parameter_server.views import Views
 
 _LOOK = 0.5
 """Seconds between looks when nothing is known to have happened."""
@@ -49,8 +51,9 @@ class Directory:
     A store that has ended, or does not answer in time, changes nothing of what servers do.
     """
 
-    def __init__(self, store: Any, founders: int) -> None:
-        self._store, self._founders = Bounded(store), founders
+    def __init__(self, store: Any, founders: int, views: Views | None = None) -> None:
+        """`views`: where servers are, if backups are reached by TCP."""
+        self._store, self._founders, self._views = Bounded(store), founders, views
         self._known: dict[int, dict[str, Any]] = {}
 
     def processes(self) -> dict[int, dict[str, Any]]:
@@ -62,7 +65,8 @@ class Directory:
         return dict(self._known)
 
     def place_of(self, server: int) -> int:
-        return place_of(self._store, server, self._founders)
+        view = None if self._views is None else self._views.of(server)
+        return place_of(self._store, server, self._founders) if view is None else view.server.process
 
     def put(self, server: int, process: int) -> None:
         """Returns when the store has it: what the next process puts comes after this."""
@@ -70,7 +74,7 @@ class Directory:
             self._store.set(_place(server), str(process))
             self._store.check([_place(server)])  # a store of torch answers this, and a set it does not
 
-    def begin_to_leave(self, process: int, is_there: Callable[[bytes], bool], deadline: float) -> bool:
+    def begin_to_leave(self, process: int, is_there: Callable[[dict[str, Any]], bool], deadline: float) -> bool:
         """Whether it is this process's turn to leave, before the time is over. It is until the process has ended.
 
         Without the store it is at once: two that leave together take nothing from each other then, and others may.
@@ -79,7 +83,7 @@ class Directory:
             while (first := self._store.compare_set("leaves", "", str(process))) != str(process):
                 if time.monotonic() > deadline:
                     return False
-                if not is_there(bytes.fromhex(self.processes()[int(first)]["address"])):
+                if not is_there(self.processes()[int(first)]):
                     self._store.compare_set("leaves", first, "")
                 time.sleep(0.01)
         return True
@@ -102,10 +106,14 @@ class Keeper:
         """Processes that would like to serve one more, and how many they do."""
         self._backup_at: dict[int, int] = {}
         """Of servers: the process with the backup, if this process had it made."""
+        self._in_vain: set[int] = set()
+        """Processes that took no backup when they were asked last."""
         host.on_wish = self._hear_wish
         self._alone: set[int] = set()
         """Servers without a backup, of which it has been said."""
         host.on_change = self._poked.set
+        if host.succession is not None:
+            host.succession.on_change = self._poked.set
         directory.processes()  # which are needed when the store has ended
         self._thread = threading.Thread(target=self._run, name="ringreduce keeper", daemon=True)
         self._thread.start()
@@ -133,25 +141,32 @@ class Keeper:
 
     def _look(self) -> bool:
         """Returns whether it has to be called again soon."""
-        soon = False
+        soon = not self._have_left()
         self._tell_store()
-        while self._wishes:
+        while self._wishes and not soon:
             self._grant(*self._wishes.pop())
         for number, shard in list(self._host.shards.items()):
             if shard.server.has_ended:
                 self._host.drop(number, shard)
+            elif shard.server.is_heir:
+                if not (self._backups and self._have_backup(number)) and not self._closing:
+                    self._host.serve_alone(number)
+                soon = True
             elif not shard.server.serves:
-                soon |= self._host.is_followed_by_nobody(number)
-            elif self._backups and not shard.server.has_backup:
+                soon |= self._host.succession is None and self._host.is_followed_by_nobody(number)
+                soon |= shard.takes_over_quietly
+            elif self._backups and self._host.lacks_backup(shard):
                 self._have_backup(number)
         return soon
 
     def _tell_store(self) -> None:
         """Which servers are here that were not."""
+        if self._host.succession is not None:
+            return
         serving = self._host.serving()
         for number, shard in serving.items():
             if self._served.get(number) is not shard:  # one that went away and came back is another one
-                if not shard.takes_over_quietly and self._host.has_workers(shard):
+                if not shard.takes_over_quietly and shard.has_workers():
                     what = f"server {number} has ended: its backup, in this process (pid {os.getpid()}), takes over"
                     log.warning("%s", what)
                 self._directory.put(number, self._number)
@@ -169,7 +184,13 @@ class Keeper:
         # First one that has its backup there. Some may not move: those with keys that Python updates.
         for number in sorted(mine, key=lambda each: (self._backup_at.get(each) == process, each), reverse=True):
             if not self._host.shards[number].is_saving() and self._have_backup(number, process):
-                return self._host.hand_over(number)
+                self._host.hand_over(number)
+                self._poked.set()
+                return
+
+    def _have_left(self) -> bool:
+        """Whether no server waits any more for its backup to go on in its place."""
+        return all([self._host.has_left(*each) for each in list(self._host.leaving)])
 
     def take_share(self, servers: int, deadline: float) -> None:
         """Returns when no process serves two more than this one, or keeps what it has when the time is over. Raises
@@ -209,11 +230,19 @@ class Keeper:
             for number, shard in self._host.serving().items():
                 while shard.is_saving() and time.monotonic() < deadline:
                     time.sleep(_SOON)
-                if shard.is_saving() or not (shard.server.has_backup or self._have_backup(number)):
+                while self._host.shards.get(number) is shard and not shard.is_saving() and time.monotonic() < deadline:
+                    if shard.server.has_backup:
+                        self._host.hand_over(number)
+                        while not self._have_left() and time.monotonic() < deadline:
+                            time.sleep(_SOON)
+                    elif not self._host.lacks_backup(shard):  # it is being decided who goes on
+                        time.sleep(_SOON)
+                    elif not self._have_backup(number):
+                        break
+                if self._host.shards.get(number) is shard or self._host.leaving:
                     self._host.is_leaving = False
                     self._directory.stay(self._number)
                     return False
-                self._host.hand_over(number)
         return True
 
     def _have_backup(self, number: int, process: int | None = None) -> bool:
@@ -221,27 +250,35 @@ class Keeper:
         server = self._host.shards[number].server
         if process is not None and self._backup_at.get(number) == process and server.has_backup:
             return True
-        processes = self._directory.processes()
-        machine = processes[self._number]["machine"]
-        others = [p for p in processes if p != self._number and processes[p]["machine"] == machine]
-        others.sort(key=lambda p: (p - self._number) % (1 + max(processes)))
-        for other in others if process is None else [process]:
+        for other in self._candidates() if process is None else [process]:
             if self._closing:
                 return False
             try:
-                self._host.have_backup(number, bytes.fromhex(processes[other]["address"]), _PATIENCE)
+                self._host.have_backup(number, other, self._directory.processes()[other], _PATIENCE)
                 self._alone.discard(number)
+                self._in_vain.discard(other)
                 self._backup_at[number] = other
                 return True
             except OSError:  # it has ended, or takes none
-                continue
+                self._in_vain.add(other)
+            except Aborted:
+                raise
             except RingReduceError as error:
                 self._say(number, str(error))
                 return False
         self._say(number, "there is no other process for one")
         return False
 
+    def _candidates(self) -> list[int]:
+        """The next process on another host before the others, and those last that took none before."""
+        processes = self._directory.processes()
+        machine = processes[self._number]["machine"]
+        is_near = {p: its["machine"] == machine for p, its in processes.items() if p != self._number}
+        others = [p for p in is_near if is_near[p] or self._host.succession is not None]
+        ring = 1 + max(processes)
+        return sorted(others, key=lambda p: (p in self._in_vain, is_near[p], (p - self._number) % ring))
+
     def _say(self, number: int, why: str) -> None:
-        if number not in self._alone and self._host.has_workers(self._host.shards[number]):
+        if number not in self._alone and self._host.shards[number].has_workers():
             self._alone.add(number)
             log.warning("server %d, in process %d, has no backup: %s", number, os.getpid(), why)

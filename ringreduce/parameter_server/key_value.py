@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ringreduce._C import ParameterCall, ParameterClient
+    from ringreduce.parameter_server.attendant import Attendant
     from ringreduce.parameter_server.embedding import _Batch
     from ringreduce.parameter_server.host import Host
 
@@ -94,11 +95,12 @@ class Membership:
     block_bytes: int
     window: int
     turns: list[int]
-    """By server: how many have served its blocks before the one that does."""
+    """By server: how many have served its blocks before the one that does; if backups are reached by TCP, the number of
+    its replica."""
     reach: Callable[[int, str, float], socket.socket]
     """Connects to the door of a server that was a backup: its number, its address, and seconds. Raises `OSError`."""
-    far_backups: dict[int, socket.socket] = field(default_factory=dict)
-    """By server, of those whose backup is reached by TCP: a connection to that, for control messages."""
+    attendant: Attendant | None = None
+    """If backups are reached by TCP."""
     loads: list[int] = field(default_factory=list)
 
 
@@ -452,8 +454,8 @@ class KeyValue:
             self._with.host.close()
 
     def _disconnect(self) -> None:
-        for connection in self._with.far_backups.values():  # first: no backup is to miss its server
-            connection.close()
+        if self._with.attendant is not None:  # first: no backup is to miss its server
+            self._with.attendant.close()
         self._client.close_news()
         for connection in self._with.connections:
             connection.close()
@@ -576,7 +578,7 @@ class KeyValue:
         except TimeoutError:
             raise CollectiveTimeout(f"{name} did not answer {question['ask']!r} in time", server) from None
         except OSError as error:
-            if self._turn_to_next(server, deadline):
+            if (self._turn_to_next if self._with.attendant is None else self._turn_to_replica)(server, deadline):
                 return self._ask(server, question, deadline)
             raise ServerLost(f"{name} has ended: {error}", server) from None
         if "error" in answer:
@@ -596,24 +598,39 @@ class KeyValue:
                     )
                 return False
             self._with.turns[server], self._with.names[server] = turn, name
-            if server in self._with.far_backups:
-                self._with.connections[server].close()
-                self._with.connections[server] = self._with.far_backups.pop(server)
-                return self._wait_for_far_backup(server, deadline)
             with contextlib.suppress(OSError):  # it has ended, too
                 connection = self._with.reach(server, address, max(0.01, deadline - time.monotonic()))
                 self._with.connections[server].close()
                 self._with.connections[server] = connection
                 return True
 
-    def _wait_for_far_backup(self, server: int, deadline: float) -> bool:
-        """Workers turn to a backup on another host before it has taken over."""
-        while not self._ask(server, {"ask": "serves"}, deadline)["serves"]:
+    def _turn_to_replica(self, server: int, deadline: float) -> bool:
+        """The same where backups are reached by TCP. Workers turn to one before it has taken over."""
+        assert self._with.attendant is not None
+        while asked := self._client.asks(server):
+            if found := self._with.attendant.take(server, asked[0]):
+                self._with.connections[server].close()
+                self._with.turns[server] = asked[0]
+                self._with.connections[server], self._with.names[server] = found
+            if found and self._serves(server, deadline):
+                return True
             if time.monotonic() >= deadline:
                 name = self._with.names[server]
-                raise CollectiveTimeout(f"server {server} has ended, and {name} has not taken over yet", server)
+                raise CollectiveTimeout(f"{name} has ended, and no other one has taken over yet", server)
             time.sleep(_LOOK)
-        return True
+        return False
+
+    def _serves(self, server: int, deadline: float) -> bool:
+        """Waits until it does; False if it has ended."""
+        with contextlib.suppress(OSError):
+            connection, number = self._with.connections[server], next(self._questions)
+            while time.monotonic() < deadline:
+                connection.settimeout(max(0.01, deadline - time.monotonic()))
+                control.send(connection, {"ask": "serves", "number": number})
+                if control.receive(connection)[0].get("serves"):
+                    return True
+                time.sleep(_LOOK)
+        return False
 
     @staticmethod
     def _pairs(key: Any, value: Any) -> list[tuple[str, Any]]:

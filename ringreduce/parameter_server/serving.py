@@ -51,20 +51,8 @@ class Serving:
         process can end and nothing is lost, and no call fails. False if there is no other process that stays.
 
         One process gives away at a time: `timeout` is in seconds, for those before this one and its own snapshots too.
-        A server whose backup is reached by TCP leaves its blocks to that, unless it is told the same: whether one
-        leaves or stays is never decided anew.
         """
-        if self._host.far_backup_at >= 0:
-            return self._leaves_to_far_backup()
         return self._host.give_away(timeout)
-
-    def _leaves_to_far_backup(self) -> bool:
-        """From here on the process with the backup is to stay, so both never leave. The backup takes over when this
-        server is closed."""
-        if not self._host.server.has_backup or len(self._host.serving()) > 1:
-            return False
-        fates = ((self.number, "leaves"), (self._host.far_backup_at, "stays"))
-        return all(once(self._store, f"fate/{number}", fate) == fate for number, fate in fates)
 
     def may_ask(self) -> bool:
         """Whether all servers have ended their parts of what was asked for, or failed to write them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -9,12 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 from ringreduce import _C
-from ringreduce.errors import InvalidArgument
+from ringreduce.errors import Aborted, InvalidArgument
 from ringreduce.parameter_server.snapshots import Saving
 from ringreduce.parameter_server.updates import Function, PythonUpdates, rule_for, rule_for_rows
 
 _KNOWN = 16
 """Snapshots, of which it is known how they ended."""
+OBSERVERS = "observers"
+"""The group of those that only look: a server does not count them as its workers."""
 _PART = re.compile("[0-9]+-of-[0-9]{1,6}")
 
 
@@ -43,6 +46,12 @@ class Shard:
         """The same, of a server of another host."""
         self.server.follow_far(on_silence)
         self._follows = self._is_backup = True
+
+    def has_workers(self) -> bool:
+        """Readers do not count."""
+        with contextlib.suppress(Aborted):
+            return any(group != OBSERVERS for group, _ in self.server.workers().values())
+        return False
 
     def check_serving(self) -> None:
         """Raises `InvalidArgument` if it is a backup that has not taken over. One that has learns its blocks first."""

@@ -103,6 +103,60 @@ def test_no_push_is_lost_or_applied_twice_when_a_server_is_killed(network: Netwo
     assert any("server 0 has ended or cannot be reached: its backup" in said for said in of_backup) or not of_backup
 
 
+def tell_history_through_kills(me: Rank, mode: ps.Mode) -> Any:
+    """As `tell_history`, until it is told to end. The first worker says when all servers have backups, if it is told to
+    look."""
+    if me.rank < SERVERS:
+        return serve(me)
+    told: list[str] = []
+    threading.Thread(target=lambda: [told.append(me.hear()) for _ in range(3)], daemon=True).start()  # at most so many
+    kv = ps.join(me.store, role="worker", workers=WORKERS, timeout=60.0)
+    mine, done, looked = me.rank - SERVERS, 0, 0
+    value = torch.zeros(WORKERS, MOST)
+    kv.init("h", value, update=ps.reduce("sum"), mode=mode)
+    kv.barrier()
+    before = value.clone()
+    while told[-1:] != ["end"]:
+        push = torch.zeros(WORKERS, MOST)
+        push[mine, done] = 1
+        assert kv.push("h", push).wait() == []
+        done += 1
+        kv.pull("h", value)
+        assert value.max() <= 1, "a push was applied twice"
+        assert (value >= before).all(), "what a pull had shown was lost"
+        assert value[mine].sum() == done, "an acknowledged push was lost"
+        if mode.mode == "ssp":
+            kv.clock()
+        before.copy_(value)
+        if mine == 0 and looked < len(told):
+            found = kv.stats()["servers"].values()
+            if all(its and its["backup"] for its in found):
+                looked += 1
+                me.report("all have backups")
+        time.sleep(0.005)
+    kv.leave()
+    return done, value.sum(1).tolist()
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.mode)
+def test_servers_get_new_backups_and_are_killed_one_after_the_other(network: Network, mode: ps.Mode) -> None:
+    """The last one, on the host with the store, serves all."""
+    others = [rank for rank in range(SERVERS + WORKERS) if rank != SERVERS]
+    with Ranks(network, HOSTS, tell_history_through_kills, mode) as ranks:
+        ranks.reports(but=range(SERVERS, SERVERS + WORKERS))
+        for doomed in (0, 1):
+            ranks._pipes[SERVERS].send("look")
+            ranks.reports(but=others)
+            time.sleep(random.uniform(0.0, 0.02))
+            ranks.signal(doomed, signal.SIGKILL)
+        time.sleep(1)
+        for pipe in ranks._pipes[SERVERS:]:
+            pipe.send("end")
+        _, *results = ranks.results(but=(0, 1))
+    for mine, (done, sums) in enumerate(results):
+        assert done > 20 and sums[mine] == done, results
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.mode)
 def test_a_host_that_is_cut_off_and_comes_back_is_replaced(network: Network, mode: ps.Mode) -> None:

@@ -320,6 +320,68 @@ def test_a_backup_that_was_replaced_does_not_take_over() -> None:
         second.stop()
 
 
+def leaving() -> tuple[Any, Any, Any, Any]:
+    """A server that leaves, its heir, and a worker with a push that the server has not taken."""
+    server, heir = server_and_backup()
+    client, w = _C.ParameterClient(0, 1, 1 << 16), torch.ones(16)
+    let_in(server, client)
+    attach(client, server)
+    block, offset = make_block(server)
+    parts = _C.ParameterParts([(0, block, 0, 64, offset)])
+    assert client.wait(client.send("initialise", parts, w.data_ptr()), 30.0)
+    server.leave_to_backup()
+    wait_until(lambda: bool(heir.is_heir))
+
+    def push_ends() -> None:
+        """Of which the value has no more than it should."""
+        nonlocal pushed
+        assert client.wait(call if pushed == 0 else client.send("push", parts, w.data_ptr()), 30.0)
+        pushed += 1
+        out = torch.zeros(16)
+        client.read(parts, out.data_ptr(), timeout=30.0)
+        assert out.unique().tolist() == [1.0 + pushed]
+
+    pushed, call = 0, client.send("push", parts, w.data_ptr())
+    assert not client.wait(call, 0.1) and not heir.serves and server.leaves
+    return server, heir, client, push_ends
+
+
+def test_a_server_that_leaves_comes_back_if_its_heir_ends_before_that_has_a_backup() -> None:
+    server, heir, _, push_ends = leaving()
+    heir.stop()
+    push_ends()
+    assert server.serves and not server.leaves and not server.has_ended and not server.has_backup
+    server.stop()
+
+
+def test_an_heir_that_ends_once_it_has_a_backup_is_followed_by_that() -> None:
+    for _ in range(10):
+        server, heir, _, push_ends = leaving()
+        third = _C.ParameterServer(1 << 20, print)
+        make_backup(heir, third)
+        heir.stop()
+        push_ends()
+        wait_until(lambda: bool(server.has_ended))  # noqa: B023
+        assert third.serves and third.turn == 2
+        push_ends()
+        third.stop()
+        server.stop()
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["server lives", "server ends"])
+def test_an_heir_goes_on_alone_if_it_is_told_to(ends: bool) -> None:
+    server, heir, _, push_ends = leaving()
+    if ends:
+        server.stop()
+    heir.serve_alone()
+    push_ends()
+    wait_until(lambda: bool(server.has_ended))
+    assert heir.serves and not heir.is_heir
+    push_ends()
+    heir.stop()
+    server.stop()
+
+
 def test_a_worker_joins_a_backup_that_knows_it_and_ends_without_leaving() -> None:
     server, backup = server_and_backup()
     client, other = (_C.ParameterClient(number, 1, 1 << 16) for number in range(2))

@@ -16,7 +16,8 @@ import ringreduce.parameter_server as ps
 from ringreduce import _C
 from ringreduce.errors import InvalidArgument, SystemFailure
 from ringreduce.parameter_server import control
-from ringreduce.parameter_server.host import Host, connect
+from ringreduce.parameter_server.control import connect
+from ringreduce.parameter_server.host import Host
 
 SECRET = b"s" * 32
 SPEC = {"dtype": "float32", "mode": ps.sync().as_json(), "update": ps.assign().as_json(), "made": ""}

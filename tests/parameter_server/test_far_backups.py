@@ -18,6 +18,8 @@ import pytest
 import test_backups as near
 import test_snapshots as saved
 import torch
+import torch.distributed as dist
+from distributed import harness
 from distributed.harness import Rank, Ranks, run
 from test_backups import MODES, PUSHES, SERVERS, WORKERS, was_killed
 from test_several_hosts import APART, placed
@@ -26,6 +28,7 @@ from test_workers_and_servers import SMALL
 import ringreduce.parameter_server as ps
 from ringreduce import _C
 from ringreduce.errors import InvalidArgument, RingReduceError, TopologyError
+from ringreduce.parameter_server import attendant
 from ringreduce.parameter_server.placement import backup_of
 from ringreduce.rendezvous.host import own_pidfd
 
@@ -75,7 +78,7 @@ def test_a_killed_server_and_a_killed_backup_are_logged_by_those_that_go_on() ->
         of_0, of_2, *finals = ranks.results(but=(1,))
         assert was_killed(ranks, 1)
     assert finals == [[[1.0] * PUSHES] * WORKERS] * WORKERS, f"killed at the {times}th"
-    assert of_0 == ["the backup of server 0 has ended or cannot be reached: it goes on without one"]
+    assert of_0 == ["the backup of server 0 has ended or cannot be reached: it goes on, and gets another"]
     assert len(of_2) == 1 and of_2[0].startswith("server 1 has ended or cannot be reached: its backup, in this process")
 
 
@@ -156,37 +159,66 @@ def test_a_pull_whose_server_ends_before_it_is_read_has_the_backups_value() -> N
         assert ranks.results(but=(0,))[-1] == [1.0, 1.0]
 
 
-def stays_where_it_is(me: Rank) -> Any:
-    """Two servers of one host that listen; each has its backup in the other's process."""
-    if me.rank == 2:
+def killed_in_a_row(me: Rank, looks_every: float, *args: Any) -> Any:
+    attendant._LOOK = looks_every
+    return near.through_many_kills(me, *args)
+
+
+@pytest.mark.parametrize("looks_every", [0.1, 1.5], ids=["workers come to backups at once", "workers come late"])
+def test_servers_get_new_backups_and_may_be_killed_one_after_the_other(looks_every: float) -> None:
+    """Also before workers have heard of the backups."""
+    kind, arguments, servers = torch.optim.AdamW, {"lr": 0.01}, near.KILLS + 2
+    wanted = near.alone(kind, arguments, WORKERS, steps=near.STEPS)
+    dooms = tuple(random.sample(range(servers), near.KILLS))
+    hosts = (*(i % 3 for i in range(servers)), 0, 3)
+    body = (killed_in_a_row, looks_every, kind, arguments, dooms)
+    with Ranks(placed, servers + WORKERS, hosts, *body) as ranks:
+        results = ranks.results(but=dooms)
+        assert all(was_killed(ranks, rank) for rank in dooms)
+    for kept in [each for each in results if each]:
+        for i, (value, expected) in enumerate(zip(kept, wanted, strict=True)):
+            assert value.tobytes() == expected.tobytes(), f"step {i}, {dooms} were killed"
+
+
+def comes_and_leaves(me: Rank) -> Any:
+    """Two servers of one host that listen, each with its backup in the other's process, and one that comes later."""
+    if me.rank == 3:
         me.meet("servers")
-        with pytest.raises(InvalidArgument) as raised:
-            ps.serve(me.store, joins=True)
         with ps.join(me.store, role="worker", timeout=30.0) as kv:
             kv.init("w", out := torch.zeros(3000), update=ps.reduce("sum"))
+            kv.push("w", torch.ones(3000)).wait()
             backups = [said["backup"] for said in kv.stats()["servers"].values()]
-            me.meet("may leave")
-            me.meet("has left")
+            me.store.set("may leave 1", "")
+            me.store.wait(["has left 1"])
+            kv.push("w", torch.ones(3000)).wait()
+            near.wait_until(lambda: all(its["backup"] for its in kv.stats()["servers"].values()))
+            me.store.set("may leave 0", "")
+            me.store.wait(["has left 0"])
             kv.push("w", torch.ones(3000)).wait()
             kv.pull("w", out)
-        return str(raised.value), backups, out.unique().tolist()
+            last = [said["backup"] for said in kv.stats()["servers"].values()]
+        return backups, last, out.unique().tolist()
+    if me.rank == 2:
+        me.meet("servers")
+        with ps.serve(me.store, joins=True) as serving:
+            me.store.set("came", "")
+            me.store.wait(["has left 0"])
+            return serving.wait(30.0), serving.give_away(1.0)
     with pytest.raises(InvalidArgument, match="servers that move only have workers"):
         ps.serve(me.store, rank=me.rank, size=2, servers=3, backups=1, name="more", **SMALL | {"listen": True})
     with ps.serve(me.store, rank=me.rank, size=2, backups=1, **SMALL | {"listen": True}) as serving:
         me.meet("servers")
-        me.meet("may leave")
-        if me.rank == 1:
-            assert serving.give_away()
-            serving.close()
-        me.meet("has left")
-        return None if me.rank == 1 else (serving.wait(30.0), serving.give_away())
+        me.store.wait(["came", f"may leave {me.rank}"])
+        assert serving.give_away(30.0) and not serving._host.serving()
+    me.store.set(f"has left {me.rank}", "")
+    return None
 
 
-def test_servers_whose_backups_are_reached_by_tcp_do_not_move_and_one_of_a_pair_may_leave() -> None:
-    stayed, _, (refused, backups, values) = run(placed, 3, (0, 0, 0), stays_where_it_is)
-    assert stayed == (True, False)
-    assert "reached by TCP: they do not move" in refused and values == [1.0]
-    assert [said.split(" (")[0] for said in backups] == ["the backup of server 0", "the backup of server 1"]
+def test_processes_leave_what_they_serve_to_others_until_one_is_left() -> None:
+    _, _, stayed, (first, last, values) = run(placed, 4, (0, 0, 0, 0), comes_and_leaves)
+    assert stayed == (True, False) and values == [3.0]
+    assert [said.split(" (")[0] for said in first] == ["the backup of server 0", "the backup of server 1"]
+    assert last == ["", ""]
 
 
 def has_more_servers_than_processes(me: Rank) -> str:
@@ -201,6 +233,61 @@ def test_more_servers_than_processes_are_for_one_host() -> None:
 
 
 # ---- who goes on, step by step ---------------------------------------------------------------------------------------
+
+
+def leaves_and_somebody_dies(me: Rank, doomed: int, step: str) -> Any:
+    """Servers 0, 1 and 2, of which 0 is told to leave; its backup is at 1. One process dies at a step of that."""
+    logged = near.Logged()
+    if me.rank >= SERVERS:
+        return pushes_meanwhile(me, doomed)
+    with ps.serve(me.store, rank=me.rank, size=SERVERS, backups=1, **SMALL) as serving:
+        if me.rank == doomed:
+            serving._host.shards[0].server.die_at(step, 1)
+        me.meet("servers")
+        while me.rank == 0 and not me.store.check(["may leave"]):
+            time.sleep(0.01)
+        if me.rank == 0:
+            assert serving.give_away(30.0) and not serving._host.serving()
+            me.store.set("has left", "")
+        while not me.store.check(["done"]):
+            time.sleep(0.01)
+    return logged.messages
+
+
+def pushes_meanwhile(me: Rank, doomed: int) -> bool:
+    """Until all servers are served after the death, and have backups if they can. Whether every pull had what it should
+    have."""
+    me.meet("servers")
+    with ps.join(me.store, role="worker", workers=WORKERS, timeout=60.0) as kv:
+        mine, i, is_right = kv.worker - SERVERS, 0, True
+        value, push = torch.zeros(WORKERS, near.COUNT), torch.zeros(WORKERS, near.COUNT)
+        kv.init("h", value, update=ps.reduce("sum"), mode=ps.asynchronous())
+        push[mine] = 1
+        while not me.store.check(["whole"]):
+            kv.push("h", push).wait()
+            kv.pull("h", value)
+            i += 1
+            is_right &= bool((value[mine] == i).all())
+            if i == 20:
+                me.store.set("may leave", "")
+            looks = mine == 0 and i % 10 == 0 and me.store.check(["killed"])
+            looks = looks and (doomed == 0 or me.store.check(["has left"]))
+            if looks and all(its and (its["backup"] or doomed == 1) for its in kv.stats()["servers"].values()):
+                me.store.set("whole", "")
+        kv.barrier()
+        me.store.set("done", "")
+    return is_right
+
+
+@pytest.mark.parametrize(
+    ("doomed", "step"), [(0, "leaves"), (1, "inherits"), (1, "taking over"), (1, "serving"), (-1, "never")]
+)
+def test_nothing_is_lost_when_a_process_is_killed_while_a_server_leaves(doomed: int, step: str) -> None:
+    with Ranks(placed, SERVERS + WORKERS, APART5, leaves_and_somebody_dies, doomed, step) as ranks:
+        assert doomed < 0 or was_killed(ranks, doomed)
+        dist.PrefixStore(ranks.prefix, harness._store()).set("killed", "")
+        *_, first, second = ranks.results(but=(doomed,))
+    assert first and second
 
 
 class Tied:
@@ -229,7 +316,7 @@ class Tied:
             near.attach(client, self.server)
         self.client.attach_far_backup(0, "the backup")
         here, there = socket.socketpair()
-        self.client.connect(0, here.detach(), "to the backup", backup=True)
+        self.client.connect(0, here.detach(), "to the backup", replica=1)
         self.backup.connect(0, there.detach(), "to the worker")
         block, offset = near.make_block(self.server)
         self.parts, self.ones = _C.ParameterParts([(0, block, 0, 64, offset)]), torch.ones(16)
@@ -316,6 +403,65 @@ def test_a_server_that_wins_goes_on_alone_and_its_backup_never_serves() -> None:
     with pytest.raises(RingReduceError, match="has ended"):
         tied.client.wait(tied.send(), 30.0)
     tied.stop()
+
+
+def tie(server: _C.ParameterServer, backup: _C.ParameterServer) -> threading.Event:
+    """Makes a backup that counts; says when that does not hear the server any more."""
+    silent = threading.Event()
+    backup.follow_far(silent.set)
+    server.lead_far(lambda: None)
+    for end, socket_ in zip((server, backup), socket.socketpair(), strict=True):
+        end.connect_partner(socket_.detach(), "to the other")
+    near.wait_until(lambda: server.backup_follows)
+    server.count_backup()
+    return silent
+
+
+def attach(client: _C.ParameterClient, server: _C.ParameterServer, replica: int) -> None:
+    server.join_far(id=0, group="workers", window=1 << 16)
+    if replica == 0:
+        client.attach_far(0, "the server")
+    else:
+        client.attach_far_backup(0, f"backup {replica}", replica)
+    here, there = socket.socketpair()
+    client.connect(0, here.detach(), "to a server", replica)
+    server.connect(0, there.detach(), "to the worker")
+
+
+def test_a_worker_turns_to_one_after_the_other_even_if_it_hears_late_of_all() -> None:
+    """It is not to ask the backup of the one that serves. It also comes to a server that has taken over already."""
+    servers = [_C.ParameterServer(1 << 20, print) for _ in range(4)]
+    client, ones = _C.ParameterClient(0, 1, 1 << 16), torch.ones(16)
+    client.seek()
+    attach(client, servers[0], 0)
+    block, offset = near.make_block(servers[0])
+    parts = _C.ParameterParts([(0, block, 0, 64, offset)])
+    for kind in ("initialise", "push"):
+        assert client.wait(client.send(kind, parts, ones.data_ptr()), 30.0)
+    silent = tie(servers[0], servers[1])
+    attach(client, servers[1], 1)
+    for last, following, its_backup in zip(servers, servers[1:], servers[2:], strict=False):
+        last.stop()
+        assert silent.wait(30)
+        following.decided(True)
+        silent = tie(following, its_backup)
+    attach(client, servers[2], 2)
+    attach(client, servers[3], 3)
+    call = client.send("push", parts, ones.data_ptr())
+    assert client.wait(call, 30.0) and client.asks(0) == [2, 3]
+    servers[2].stop()
+    assert silent.wait(30)
+    value = torch.zeros(16)
+    call = client.pull(parts, value.data_ptr())
+    assert not client.wait(call, 0.2) and client.asks(0) == [3], "the backup has not taken over"
+    servers[3].decided(True)
+    assert client.wait(call, 30.0) and value.unique().tolist() == [3.0]
+    servers[3].stop()
+    assert not client.wait(client.send("push", parts, ones.data_ptr()), 0.2) and client.asks(0) == [-1]
+    client.give_up(0, "nobody is left")
+    assert client.asks(0) == []
+    with pytest.raises(RingReduceError, match="nobody is left"):
+        client.wait(client.send("push", parts, ones.data_ptr()), 30.0)
 
 
 def test_a_servers_backup_is_on_another_host_where_there_is_one() -> None:

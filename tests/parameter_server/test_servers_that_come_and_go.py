@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import random
 import signal
+import threading
 import time
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.harness import Rank, run
+from distributed import harness
+from distributed.harness import Rank, Ranks, run
 from processes import deadline
 from test_serve import free_port, start
 from test_workers_and_servers import COUNT, alone, gradient
@@ -18,6 +22,7 @@ from torch._C._distributed_c10d import HashStore
 import ringreduce.parameter_server as ps
 from ringreduce.errors import InvalidArgument
 from ringreduce.parameter_server.keeper import Directory
+from ringreduce.parameter_server.shard import Shard
 
 WORKERS, SERVERS, PROCESSES = 2, 4, 4
 SIZES = {"memory": 32 << 20, "window": 1 << 20, "block_bytes": 4096}
@@ -95,6 +100,79 @@ def test_training_has_the_same_bits_while_servers_come_and_go(founders: int) -> 
             assert value.tobytes() == expected.tobytes(), f"step {i} of {len(kept)}"
         assert len(set(homes[-1])) == 1, "one process serves all in the end"
     assert len(set(results[PROCESSES][1][0])) + len(set(results[PROCESSES + 1][1][0])) >= PROCESSES + 1
+
+
+def moves_and_dies(me: Rank, doomed: int, after: float, step: str) -> Any:
+    """Two founders with backups, and a process that comes; one of them is killed so many seconds after that, or when
+    one of its servers comes to a step. Returns whether every pull of a worker had what it should have."""
+    if me.rank == doomed and step:
+        make = Shard.__init__
+
+        def make_doomed(shard: Shard, *args: Any) -> None:
+            make(shard, *args)
+            shard.server.die_at(step, 1)
+
+        Shard.__init__ = make_doomed  # type: ignore[method-assign]
+    elif me.rank == doomed:
+        dies = threading.Timer(0, lambda: (wait_for(me, "moves"), time.sleep(after), os.kill(os.getpid(), 9)))
+        dies.daemon = True
+        dies.start()
+    if me.rank == 2:
+        wait_for(me, "trains 1")
+        me.store.set("moves", "")
+        serving = ps.serve(me.store, joins=True)
+    elif me.rank < 2:
+        serving = ps.serve(me.store, rank=me.rank, size=2, servers=SERVERS, backups=1, **SIZES)
+    else:
+        return pushes_meanwhile(me)
+    with serving:
+        wait_for(me, "done")
+    return None
+
+
+def pushes_meanwhile(me: Rank) -> bool:
+    """Until all servers have backups, after the kill."""
+    with ps.join(me.store, role="worker", workers=WORKERS, timeout=60.0, window=1 << 20) as kv:
+        mine, i, is_right = kv.worker - SERVERS, 0, True
+        value, push = torch.zeros(WORKERS, COUNT), torch.zeros(WORKERS, COUNT)
+        mode = ps.asynchronous()
+        kv.init("h", value, update=ps.reduce("sum"), mode=mode)
+        rows = ps.Embedding(kv, "rows", 4, update=ps.reduce("sum"), initial=(0.0, 0.0), mode=mode)
+        push[mine], ids = 1, torch.arange(50) * 65537 + mine
+        while not me.store.check(["killed and whole"]):
+            pending = kv.push("h", push)
+            rows.push(ids, torch.ones(50, 4)).wait()
+            pending.wait()
+            kv.pull("h", value)
+            i += 1
+            is_right &= bool((value[mine] == i).all()) and rows.pull(ids).unique().tolist() == [i]
+            if i == 20:
+                me.store.set(f"trains {mine}", "")
+            looks = mine == 0 and i % 10 == 0 and me.store.check(["killed"])
+            if looks and all(its and its["backup"] for its in kv.stats()["servers"].values()):
+                me.store.set("killed and whole", "")
+        kv.barrier()
+        me.store.set("done", "")
+    return is_right
+
+
+def check_that_nothing_is_lost(doomed: int, after: float, step: str = "") -> None:
+    with Ranks(moves_and_dies, 3 + WORKERS, doomed, after, step) as ranks:
+        ranks._processes[doomed].join(60)
+        assert ranks._processes[doomed].exitcode == -9, f"the process that was to die {step} has not"
+        dist.PrefixStore(ranks.prefix, harness._store()).set("killed", "")
+        *_, first, second = ranks.results(but=(doomed,))
+    assert first and second, f"after {after} s"
+
+
+@pytest.mark.parametrize("doomed", [0, 1, 2])
+def test_nothing_is_lost_when_a_process_is_killed_while_servers_move(doomed: int) -> None:
+    check_that_nothing_is_lost(doomed, random.uniform(0, 0.1))
+
+
+@pytest.mark.parametrize(("doomed", "step"), [(0, "leaves"), (2, "inherits"), (2, "taking over"), (2, "serving")])
+def test_nothing_is_lost_when_a_process_is_killed_at_a_step_of_a_move(doomed: int, step: str) -> None:
+    check_that_nothing_is_lost(doomed, 0, step)
 
 
 def test_what_cannot_be_is_refused() -> None:

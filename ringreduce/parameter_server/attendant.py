@@ -1,0 +1,106 @@
+"""A worker's thread that sees to it that calls go on when a server ends whose backup is reached by TCP.
+
+It connects the worker to backups when views tell of them. If a server ends before that, it does so afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from typing import Any
+
+from ringreduce.errors import Aborted, RingReduceError
+from ringreduce.parameter_server.entry import Entry, greet, reach
+from ringreduce.parameter_server.views import Replica, Views
+
+_LOOK = 0.25
+"""Seconds between looks."""
+_PATIENCE = 10.0
+"""Seconds for connecting with one of them."""
+_LOOKS = 4
+"""In a row, at which nobody was found who serves: then a server is lost."""
+
+
+class Attendant:
+    def __init__(self, entry: Entry, views: Views, client: Any, replicas: list[int]) -> None:
+        """`replicas`: which one of each server `client` has been attached to."""
+        self._entry, self._views, self._client = entry, views, client
+        self._met = set(enumerate(replicas))
+        """Servers, and their replicas' numbers, that it has been connected with."""
+        self._lock = threading.Lock()
+        self._controls: dict[tuple[int, int], tuple[socket.socket, str]] = {}
+        """By server and replica, of those that have not been asked yet: for control messages, and their names."""
+        self._looks = [0] * len(replicas)
+        self._changes = -1
+        self._closing, self._pid = threading.Event(), os.getpid()
+        client.seek()
+        self._look()
+        self._thread = threading.Thread(target=self._run, name="ringreduce attendant", daemon=True)
+        self._thread.start()
+
+    def take(self, server: int, replica: int) -> tuple[socket.socket, str] | None:
+        """The connection for control messages to one that is asked now, and its name."""
+        with self._lock:
+            return self._controls.pop((server, replica), None)
+
+    def close(self) -> None:
+        if os.getpid() == self._pid:  # a forked child has no such thread
+            self._closing.set()
+            self._thread.join()
+        for connection, _ in self._controls.values():
+            connection.close()
+
+    def _run(self) -> None:
+        while not self._closing.wait(_LOOK):
+            with contextlib.suppress(Exception):  # of whatever kind of store, which may be reached later
+                self._look()
+
+    def _look(self) -> None:
+        changes = self._views.changes()
+        for server in range(len(self._looks)):
+            asks = self._client.asks(server)
+            if asks and (len(asks) < 2 or asks[0] < 0 or changes != self._changes):
+                self._attend(server, asks)
+        self._changes = changes
+
+    def _attend(self, server: int, asks: list[int]) -> None:
+        view = self._views.of(server)
+        if view is None:
+            return
+        for one in (view.server, view.backup):
+            if one is not None and (server, one.number) not in self._met and self._meet(server, one):
+                self._looks[server] = 0
+                return
+        with self._lock:  # others have ended
+            for key in [each for each in self._controls if each[0] == server and each[1] not in asks]:
+                self._controls.pop(key)[0].close()
+        self._looks[server] = self._looks[server] + 1 if asks[0] < 0 else 0
+        if self._looks[server] >= _LOOKS:
+            self._client.give_up(server, "nobody has its blocks that this worker can reach")
+
+    def _meet(self, server: int, one: Replica) -> bool:
+        """Connects with one of them, which is asked when the one before has ended."""
+        deadline = time.monotonic() + _PATIENCE
+        with contextlib.ExitStack() as undo, contextlib.suppress(OSError, RingReduceError):
+            its = self._views.process(one.process)
+            number = self._views.visitor()
+            (found,) = reach(self._entry, {one.process: its}, number, deadline, undo, self._check_open).values()
+            greet(self._entry, found.control, server, one.number, _PATIENCE)
+            name = f"{'the backup of ' * (one.number > 0)}server {server} ({its['host']}, pid {its['pid']})"
+            found.control.settimeout(self._entry.timeout)
+            with self._lock:
+                self._controls[server, one.number] = found.control, name
+            self._client.attach_far_backup(server, name, one.number)
+            for descriptor, path in found.take():
+                self._client.connect(server, descriptor, path, one.number)
+            self._met.add((server, one.number))
+            undo.pop_all()
+            return True
+        return False
+
+    def _check_open(self) -> None:
+        if self._closing.is_set():
+            raise Aborted("this worker has left")

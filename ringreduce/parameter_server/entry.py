@@ -1,0 +1,128 @@
+"""What a process knows that wants to be let in to a parameter server, and how it goes to doors on other hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ringreduce.config import Options
+from ringreduce.errors import TopologyError
+from ringreduce.parameter_server import control
+from ringreduce.parameter_server.host import GROUP, Host
+from ringreduce.parameter_server.views import VISITORS
+from ringreduce.rendezvous.interfaces import Filter, local_interfaces
+from ringreduce.rendezvous.links import Door, Peer
+from ringreduce.rendezvous.sockets import Address
+from ringreduce.rendezvous.store import get
+
+
+@dataclass
+class Entry:
+    """What a founder or a worker needs to be let in."""
+
+    name: str
+    group: str
+    window: int
+    block_bytes: int
+    deadline: float
+    timeout: float
+    options: Options
+    store: Any = None
+    """This making of the parameter server's alone."""
+    making: int = 0
+    worker: int = -1
+    """A founder's is that of its process."""
+    founders: int = 0
+    servers: int = 0
+    backups: int = 0
+    has_far_backups: bool = False
+    """They are reached by TCP."""
+    secret: bytes = b""
+    host: Host | None = None
+
+    @property
+    def machine(self) -> str:
+        return control.machine(self.options)
+
+    @functools.cached_property
+    def machines(self) -> list[str]:
+        """By founder. Waits until all have told the store."""
+        wait = functools.partial(get, self.store, deadline=self.deadline)
+        return [wait(f"machine/{process}", f"server {process}") for process in range(self.founders)]
+
+    def process(self, process: int) -> dict[str, Any]:
+        """What a process with servers says of itself."""
+        place: dict[str, Any] = json.loads(get(self.store, f"server/{process}", f"server {process}", self.deadline))
+        return place | {"number": process, "name": f"server {process} ({place['host']}, pid {place['pid']})"}
+
+    def server(self, server: int, process: int) -> dict[str, Any]:
+        """The same of the process that serves this one."""
+        place = self.process(process)
+        return place | {"name": f"server {server} ({place['host']}, pid {place['pid']})"}
+
+    def hello(self) -> dict[str, Any]:
+        """What a worker says of itself."""
+        return {"worker": self.worker, "host": socket.gethostname(), "pid": os.getpid(), "group": self.group}
+
+
+def make_door(options: Options, ports: Sequence[int]) -> Door:
+    wanted = Filter.parse(options.socket_ifname or "")
+    return Door(wanted.choose(local_interfaces()), named=wanted.names_some, ports=ports)
+
+
+def visitor(store: Any) -> int:
+    """A number that no other visitor of a door has."""
+    return VISITORS + int(store.add("visits", 1))
+
+
+def reach(
+    entry: Entry,
+    processes: dict[int, dict[str, Any]],
+    number: int,
+    deadline: float,
+    undo: contextlib.ExitStack,
+    look: Callable[[], None] | None = None,
+) -> dict[int, control.Reached]:
+    """Connects to the doors of processes, as visitor `number`. What is not used in the end is closed by `undo`."""
+    peers = {}
+    for process, its in processes.items():
+        if not its["door"] or entry.options.transport == "shared_memory":
+            raise TopologyError(
+                f"server {process} ({its['host']}, pid {its['pid']}) is on another host than this worker"
+                + ("" if its["door"] else " and listens to none: found it with join(listen=True)"),
+                process,
+            )
+        peers[process] = Peer(its["host"], its["pid"], [Address(*address) for address in its["door"]])
+    reached: dict[int, control.Reached] = {}
+
+    def deliver(process: int, descriptor: int, path: str) -> None:
+        if process in reached:
+            reached[process].others.append((descriptor, path))
+        else:
+            reached[process] = control.Reached(socket.socket(fileno=descriptor), [])
+            undo.callback(reached[process].close)
+
+    door = make_door(entry.options, ())
+    connections = 1 + (entry.options.connections or 1)
+    try:
+        door.open(number, GROUP, entry.secret, peers, deliver, connections, entry.options.dead_after or 0)
+        door.connect(processes, deadline, look=look)
+    finally:
+        door.close()
+    return reached
+
+
+def greet(entry: Entry, connection: socket.socket, server: int, replica: int, timeout: float) -> None:
+    """Has a worker let in, over connections to another host, to a server or its backup."""
+    connection.settimeout(timeout)
+    hello = {"of": server, "replica": replica, "window": entry.window}
+    control.send(connection, entry.hello() | hello)
+    answer, _ = control.receive(connection)
+    if "error" in answer:
+        raise (ConnectionError if answer["error"][0] == "Moved" else control.Refused)(answer["error"][1])

@@ -1,0 +1,210 @@
+"""Backups that are reached by TCP: making one, and who goes on when a server and its backup do not hear each other."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ringreduce.errors import (
+    Aborted,
+    CollectiveTimeout,
+    InvalidArgument,
+    PeerLost,
+    RingReduceError,
+    SystemFailure,
+)
+from ringreduce.parameter_server import control
+from ringreduce.parameter_server.shard import Shard
+from ringreduce.parameter_server.views import Replica, View, Views
+
+_AGAIN = 0.2
+"""Seconds until a store that could not be reached is asked again."""
+_LOOK = 0.002
+"""Seconds between looks whether a backup has all that its server is."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Link:
+    """Between a server here and its backup."""
+
+    counts: bool = False
+    is_broken: bool = False
+
+
+class Succession:
+    """Of what is served in this process, and of the backups in it. Thread-safe.
+
+    A server sends all that it is to its new backup, and then the journal. When the backup has that, the server puts it
+    in the view. From then on each of the two may go on without the other once it has changed the view; before, the
+    server does in any case.
+    """
+
+    def __init__(self, process: int, views: Views, reach: Callable[[int, float, Callable[[], None]], control.Reached]):
+        """`reach` connects to the door of a process, within so many seconds, calling now and then what may raise."""
+        self.process, self.views, self._reach = process, views, reach
+        self._changing = threading.Lock()
+        self._known: dict[Shard, View] = {}
+        """The latest view, as what is here knows it: nobody else may change that of a server without a backup."""
+        self._closing = False
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when somebody goes on."""
+
+    def close(self) -> None:
+        self._closing = True
+
+    def begin(self, number: int, shard: Shard) -> None:
+        """A server that begins here."""
+        self._known[shard] = self.views.change(number, None, View(0, Replica(self.process, 0)))
+
+    def forget(self, shard: Shard) -> None:
+        self._known.pop(shard, None)
+
+    def replica(self, shard: Shard) -> int:
+        """What number this one has; 0 if it began here."""
+        view = self._known.get(shard)
+        return 0 if view is None else self._mine(view).number
+
+    def _mine(self, view: View) -> Replica:
+        mine = view.server.process == self.process
+        return view.server if mine or view.backup is None else view.backup
+
+    def is_settled(self, shard: Shard) -> bool:
+        """Whether this server has no backup, and none of which it is not decided whether it goes on."""
+        return shard in self._known and self._known[shard].backup is None
+
+    def lead(self, number: int, shard: Shard, process: int, timeout: float) -> None:
+        """Has a process keep a backup of server `number`, which is served here without one. Returns when it counts.
+        Raises `OSError` if it does not work, and `InvalidArgument` if there can be none; `timeout` is not for what has
+        to be sent."""
+        with self._changing:
+            before = self._view(shard)
+        after, link = before.with_backup(process), _Link()
+        try:
+            its = self._reach(process, timeout, self._check_open)
+        except Aborted:
+            raise
+        except (PeerLost, CollectiveTimeout, SystemFailure, RuntimeError) as error:  # the last of a store
+            raise ConnectionError(str(error)) from None
+        with contextlib.closing(its):
+            its.control.settimeout(timeout)
+            hello = {"backup": True, "of": number, "capacity": shard.server.capacity, "view": after.text()}
+            control.send(its.control, hello)
+            answer, _ = control.receive(its.control)
+            if "error" in answer:
+                raise ConnectionError(answer["error"][1])
+            shard.server.lead_far(lambda: self._later(self._break_off, shard, number, link), str(answer["name"]))
+            for descriptor, path in its.take():
+                shard.server.connect_partner(descriptor, path)
+        while not shard.server.backup_follows and not link.is_broken:
+            self._check_open()
+            time.sleep(_LOOK)
+        with self._changing:
+            link.counts = not link.is_broken and bool(self._change(shard, number, before, after))
+            if link.counts:
+                return shard.server.count_backup()
+            shard.server.abandon_backup()
+        raise ConnectionError(f"process {process} was lost before it was the backup of server {number}")
+
+    def _view(self, shard: Shard) -> View:
+        """Of which what is here begins: an heir counts as the server already."""
+        view = self._known[shard]
+        if shard.server.is_heir and self._mine(view) == view.backup:
+            view = self._known[shard] = view.swapped()
+        return view
+
+    def serve_alone(self, number: int, shard: Shard) -> None:
+        """Has an heir go on that can have no backup."""
+        with self._changing:
+            view = self._view(shard)
+            if view.backup is not None and self._change(shard, number, view, view.alone(view.server)):
+                shard.server.serve_alone()
+
+    def hand_over(self, number: int, shard: Shard) -> bool:
+        """Has a server here leave its blocks to the backup, its heir. False: that has been lost."""
+        server = shard.server
+        with contextlib.suppress(InvalidArgument):  # it has none any more
+            until = server.freeze()
+            while server.has_backup and server.confirmed < until:
+                self._check_open()
+                time.sleep(_LOOK)
+            with self._changing:
+                view = self._known[shard]
+                counts = server.has_backup and view.backup is not None
+                if counts and self._change(shard, number, view, view.swapped()):
+                    server.leave_to_backup()
+                    return True
+            server.unfreeze()
+        return False
+
+    def follow(self, number: int, shard: Shard, view: str) -> None:
+        """Has what is here be the backup that is said of in the view."""
+        self._known[shard] = View.of(view)
+        shard.follow_far(lambda: self._later(self._decide, shard, number))
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise Aborted("this process's servers are being closed")
+
+    def _later(self, what: Callable[..., None], *arguments: object) -> None:
+        """Called by a server's thread, which must not wait."""
+        if not self._closing:
+            threading.Thread(target=what, args=arguments, daemon=True).start()
+
+    def _break_off(self, shard: Shard, number: int, link: _Link) -> None:
+        """A server does not hear its backup."""
+        with self._changing:
+            link.is_broken = True
+            counts = link.counts
+        if counts:
+            self._decide(shard, number)
+
+    def _decide(self, shard: Shard, number: int) -> None:
+        with self._changing:
+            if shard not in self._known:
+                return
+            view, leaves = self._known[shard], shard.server.leaves
+            mine, was_backup = self._mine(view), self._mine(view) == view.backup
+            goes_on = self._change(shard, number, view, view.alone(mine))
+            if goes_on is False and was_backup and self._known[shard] == view.swapped():  # which it was about to hear
+                goes_on = self._change(shard, number, view.swapped(), view.swapped().alone(mine))
+            if goes_on is None:
+                return
+            with contextlib.suppress(RingReduceError):  # it has been stopped
+                shard.server.decided(goes_on)
+        if shard.has_workers() if goes_on else not leaves:  # otherwise the other one has left, as all have
+            self._say(number, was_backup, goes_on)
+        self.on_change()
+
+    def _change(self, shard: Shard, number: int, before: View, after: View) -> bool | None:
+        """Whether the view is changed to that; None if this is closed before it is known. Who cannot reach the store
+        goes on trying, since it cannot know what its last request did."""
+        warned = False
+        while not self._closing:
+            try:
+                self._known[shard] = self.views.change(number, before, after)
+                return self._known[shard] == after
+            except Exception as error:  # of whatever kind of store
+                if not warned:
+                    log.warning("who serves server %d cannot be decided without the store: %s", number, error)
+                warned = True
+                time.sleep(_AGAIN)
+        return None
+
+    @staticmethod
+    def _say(number: int, was_backup: bool, goes_on: bool) -> None:
+        here = f"in this process (pid {os.getpid()})"
+        if goes_on and was_backup:
+            log.warning("server %d has ended or cannot be reached: its backup, %s, takes over", number, here)
+        elif goes_on:
+            log.warning("the backup of server %d has ended or cannot be reached: it goes on, and gets another", number)
+        elif was_backup:
+            log.warning("server %d goes on without its backup %s", number, here)
+        else:
+            log.warning("server %d, %s, has been replaced by its backup, and serves no more", number, here)
