@@ -575,7 +575,7 @@ def _join(config: _Config) -> World:
     home = config.home
     home.ready = ready_for_a_group(config.options, listens=True)
     view = home.lobby.wait(Member(config.me, home.address()), config.timeout)
-    opened = view is not None and home.open_a_ledger(view)
+    opened = view is not None and home.open_a_ledger(config.me, view, config.timeout)
     if view is None or (not opened and home.lobby.all_gone()):
         log.warning("start: all members have left or ended; there is nothing to join")
         raise Over(0)

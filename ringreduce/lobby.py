@@ -225,15 +225,24 @@ class Home:
         if not shared:
             self.ledger = None
 
-    def open_a_ledger(self, view: View) -> bool:
+    def open_a_ledger(self, me: str, view: View, seconds: float) -> bool:
         """If the members share one; False: it cannot be opened here. Those of the view may have ended while this
-        process was slow; others joined since."""
-        for members in (lambda: view, self.lobby.latest):
-            told = [json.loads(member.address)["ledger"] for member in (members() or view).members]
-            ledgers = [ledger for ledger in told if ledger]  # those who have just been let in have none open
-            if not ledgers or any(map(self.open_ledger, ledgers)):
+        process was slow; others joined since. These tell where they have it open when the next view begins, which this
+        process waits for."""
+        until = time.monotonic() + seconds
+        while True:
+            if self._opens_one_of(view) or self._opens_one_of(latest := self.lobby.latest() or view):
                 return True
-        return False
+            others = [member for member in latest.members if member.name != me]
+            told = [json.loads(member.address)["ledger"] or has_ended(member) for member in others]
+            if all(told) or time.monotonic() > until:
+                return False
+            time.sleep(0.02)
+
+    def _opens_one_of(self, view: View) -> bool:
+        """Also if there is none."""
+        ledgers = [ledger for member in view.members if (ledger := json.loads(member.address)["ledger"])]
+        return not ledgers or any(map(self.open_ledger, ledgers))
 
     def _make_ledger(self) -> None:
         self._memfd = os.memfd_create("ringreduce world", os.MFD_CLOEXEC)

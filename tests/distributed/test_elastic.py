@@ -648,11 +648,11 @@ def joins_when_its_host_has_died(me: Rank) -> int:
             time.sleep(0.005)
         opens = Home.open_a_ledger
 
-        def when_rank_0_is_dead(self: Home, view: View) -> bool:
+        def when_rank_0_is_dead(self: Home, name: str, view: View, seconds: float) -> bool:
             me.report("let in")
             while os.path.exists(json.loads(view.members[0].address)["ledger"][0]):
                 time.sleep(0.005)
-            return opens(self, view)
+            return opens(self, name, view, seconds)
 
         Home.open_a_ledger = when_rank_0_is_dead  # type: ignore[method-assign]
     world = start(me, 2)
@@ -681,12 +681,12 @@ def is_slow_to_join(me: Rank) -> str:
     if me.rank == 2:
         opens = Home.open_a_ledger
 
-        def when_told(self: Home, view: View) -> bool:
+        def when_told(self: Home, name: str, view: View, seconds: float) -> bool:
             if not me.store.check(["go on"]):
                 me.report("let in")
             while not me.store.check(["go on"]):
                 time.sleep(0.005)
-            return opens(self, view)
+            return opens(self, name, view, seconds)
 
         Home.open_a_ledger = when_told  # type: ignore[method-assign]
     try:
