@@ -133,6 +133,10 @@ struct Client::Unlocked {
 
 template <class F>
 bool Client::wait_until(Hold& hold, Nanoseconds timeout, F&& ready) {
+  const auto check_aborted = [this] {
+    if (aborted_) throw Error(ErrorKind::aborted, "abort() was called");
+  };
+  check_aborted();
   if (ready()) return true;
   const Nanoseconds begun = now();
   Nanoseconds looked = begun;  // for Ctrl-C
@@ -142,7 +146,7 @@ bool Client::wait_until(Hold& hold, Nanoseconds timeout, F&& ready) {
     feed();
     take_replies();
     if (ready()) return true;
-    if (aborted_) throw Error(ErrorKind::aborted, "abort() was called");
+    check_aborted();
     look_for_ended();
     if (ready()) return true;
     const Nanoseconds waited = now() - begun;

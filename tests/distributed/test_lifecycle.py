@@ -170,6 +170,7 @@ def free_inputs_early(me: Rank) -> None:
                 work.wait()
             for i, output in enumerate(outputs):
                 same(output, torch.cat([values(rank, count, call + i) for rank in range(me.size)]))
+        dist.barrier()  # nobody has waited for the last message
 
 
 def test_tensors_of_a_call_under_way_may_be_deleted() -> None:
