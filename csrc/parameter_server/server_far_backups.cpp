@@ -2,15 +2,14 @@
 //
 // When the one does not hear the other, because its process has ended, its host has been silent for as long as
 // RINGREDUCE_DEAD_AFTER says, or the network between them is cut, it cannot know which of these it is. So it asks the
-// directory, which is the launcher's store: a compare-and-set of the shard's view, from nothing to its own name
-// (`_decide` in host.py). The first one wins, and decided() tells each of them. Two never serve the same blocks:
+// directory, which is the launcher's store: a compare-and-set of the shard's view, from both to itself alone
+// (succession.py). The first one wins, and decided() tells each of them. Two never serve the same blocks:
 //
 //   The server    carries out, shows and answers nothing that its backup has not confirmed. So from the last
 //                 confirmation on it changes nothing that anybody sees, until it has won. Then the backup has lost, or
 //                 will lose, and never serves.
 //   The backup    serves once it has won. Then the server has lost, or will lose: what it kept back it drops, and it
-//   has
-//                 ended for its workers.
+//                 has ended for its workers.
 //   Nothing that was answered or shown is missing at the backup, since it confirmed that before. What the server kept
 //                 back nobody has seen, and workers ask the backup for it again, with the same numbers.
 //   Who cannot reach the store waits, and so do the calls of its workers.

@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from ringreduce.errors import Aborted, RingReduceError
-from ringreduce.parameter_server.entry import Entry, greet, reach
+from ringreduce.parameter_server.entry import Entry, called, greet, reach
 from ringreduce.parameter_server.views import Replica, Views
 
 _LOOK = 0.25
@@ -89,7 +89,7 @@ class Attendant:
             number = self._views.visitor()
             (found,) = reach(self._entry, {one.process: its}, number, deadline, undo, self._check_open).values()
             greet(self._entry, found.control, server, one.number, _PATIENCE)
-            name = f"{'the backup of ' * (one.number > 0)}server {server} ({its['host']}, pid {its['pid']})"
+            name = called(server, its, one.number)
             found.control.settimeout(self._entry.timeout)
             with self._lock:
                 self._controls[server, one.number] = found.control, name

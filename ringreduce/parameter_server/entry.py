@@ -15,7 +15,6 @@ from ringreduce.config import Options
 from ringreduce.errors import TopologyError
 from ringreduce.parameter_server import control
 from ringreduce.parameter_server.host import GROUP, Host
-from ringreduce.parameter_server.views import VISITORS
 from ringreduce.rendezvous.interfaces import Filter, local_interfaces
 from ringreduce.rendezvous.links import Door, Peer
 from ringreduce.rendezvous.sockets import Address
@@ -59,26 +58,21 @@ class Entry:
     def process(self, process: int) -> dict[str, Any]:
         """What a process with servers says of itself."""
         place: dict[str, Any] = json.loads(get(self.store, f"server/{process}", f"server {process}", self.deadline))
-        return place | {"number": process, "name": f"server {process} ({place['host']}, pid {place['pid']})"}
-
-    def server(self, server: int, process: int) -> dict[str, Any]:
-        """The same of the process that serves this one."""
-        place = self.process(process)
-        return place | {"name": f"server {server} ({place['host']}, pid {place['pid']})"}
+        return place | {"number": process, "name": called(process, place)}
 
     def hello(self) -> dict[str, Any]:
         """What a worker says of itself."""
         return {"worker": self.worker, "host": socket.gethostname(), "pid": os.getpid(), "group": self.group}
 
 
+def called(server: int, its: dict[str, Any], replica: int = 0) -> str:
+    """How messages call a server, or its backup, in the process that says this of itself."""
+    return f"{'the backup of ' * (replica > 0)}server {server} ({its['host']}, pid {its['pid']})"
+
+
 def make_door(options: Options, ports: Sequence[int]) -> Door:
     wanted = Filter.parse(options.socket_ifname or "")
     return Door(wanted.choose(local_interfaces()), named=wanted.names_some, ports=ports)
-
-
-def visitor(store: Any) -> int:
-    """A number that no other visitor of a door has."""
-    return VISITORS + int(store.add("visits", 1))
 
 
 def reach(
@@ -94,7 +88,7 @@ def reach(
     for process, its in processes.items():
         if not its["door"] or entry.options.transport == "shared_memory":
             raise TopologyError(
-                f"server {process} ({its['host']}, pid {its['pid']}) is on another host than this worker"
+                f"{called(process, its)} is on another host than this worker"
                 + ("" if its["door"] else " and listens to none: found it with join(listen=True)"),
                 process,
             )

@@ -27,7 +27,7 @@ from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, Topo
 from ringreduce.parameter_server import control
 from ringreduce.parameter_server.attendant import Attendant
 from ringreduce.parameter_server.control import Refused, connect, connect_again
-from ringreduce.parameter_server.entry import Entry, greet, make_door, reach, visitor
+from ringreduce.parameter_server.entry import Entry, called, greet, make_door, reach
 from ringreduce.parameter_server.host import Host
 from ringreduce.parameter_server.keeper import Directory, Keeper, place_of
 from ringreduce.parameter_server.key_value import KeyValue, Membership
@@ -36,7 +36,7 @@ from ringreduce.parameter_server.serving import Serving, once, open_servings
 from ringreduce.parameter_server.shard import OBSERVERS
 from ringreduce.parameter_server.succession import Succession
 from ringreduce.parameter_server.updates import Function
-from ringreduce.parameter_server.views import Replica, View, Views, beside
+from ringreduce.parameter_server.views import Replica, View, Views, beside, visitor
 from ringreduce.rendezvous.secret import group_secret
 from ringreduce.rendezvous.sockets import parse_ports
 from ringreduce.rendezvous.store import get
@@ -382,7 +382,7 @@ def _enter(entry: Entry) -> KeyValue:
         reached = {} if views is not None else _reach_all(entry, undo)
         for server in range(entry.servers):
             place = place_of(entry.store, server, entry.founders)
-            name = entry.server(server, place)["name"]
+            name = called(server, entry.process(place))
             try:
                 if views is not None:
                     joined.append(_enter_viewed(entry, views, client, server, undo))
@@ -472,8 +472,7 @@ def _let_in(entry: Entry, client: Any, server: int, its: dict[str, Any]) -> _Joi
         bytes.fromhex(its["address"]), entry.secret, hello | {"of": server}, client, left
     )
     turn = int(answer["turn"])
-    called = "the backup of " * (turn > 0)
-    name = f"{called}server {server} ({its['host']}, pid {its['pid']})"
+    name = called(server, its, turn)
     client.attach(
         server=server, values=values, bell=bell, pidfd=pidfd, capacity=int(answer["capacity"]), name=name, turn=turn
     )
@@ -482,8 +481,7 @@ def _let_in(entry: Entry, client: Any, server: int, its: dict[str, Any]) -> _Joi
 
 def _enter_far(entry: Entry, client: Any, server: int, replica: Replica, reached: control.Reached) -> _Joined:
     greet(entry, reached.control, server, replica.number, max(0.1, entry.deadline - time.monotonic()))
-    called = "the backup of " * (replica.number > 0)
-    name = f"{called}{entry.server(server, replica.process)['name']}"
+    name = called(server, entry.process(replica.process), replica.number)
     client.attach_far(server, name, replica.number)
     for descriptor, path in reached.take():
         client.connect(server, descriptor, path, replica.number)

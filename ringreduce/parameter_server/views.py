@@ -87,8 +87,12 @@ class Views:
         return its
 
     def visitor(self) -> int:
-        """A number for a visit at the door of another process, which no other has."""
-        return VISITORS + self._store.add("visits", 1)
+        return visitor(self._store)
+
+
+def visitor(store: Any) -> int:
+    """A number for a visit at the door of another process, which no other visitor has."""
+    return VISITORS + int(store.add("visits", 1))
 
 
 def _key(server: int) -> str:

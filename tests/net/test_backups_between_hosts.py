@@ -43,6 +43,30 @@ def serve(me: Rank, until: str = "") -> list[str]:
     return logged.messages
 
 
+class History:
+    """Of one worker: its i-th push adds 1 to element (worker, i) of a value, and every pull is checked."""
+
+    def __init__(self, kv: ps.KeyValue, mode: ps.Mode, mine: int) -> None:
+        self.kv, self.mode, self.mine = kv, mode, mine
+        self.value = torch.zeros(WORKERS, MOST)
+        self.done = 0
+        """Pushes that were acknowledged."""
+        kv.init("h", self.value, update=ps.reduce("sum"), mode=mode)
+        kv.barrier()
+
+    def push(self) -> None:
+        push, before = torch.zeros(WORKERS, MOST), self.value.clone()
+        push[self.mine, self.done] = 1
+        assert self.kv.push("h", push).wait() == []
+        self.done += 1
+        self.kv.pull("h", self.value)
+        assert self.value.max() <= 1, "a push was applied twice"
+        assert (self.value >= before).all(), "what a pull had shown was lost"
+        assert self.value[self.mine].sum() == self.done, "an acknowledged push was lost"
+        if self.mode.mode == "ssp":
+            self.kv.clock()
+
+
 def tell_history(me: Rank, mode: ps.Mode, pushes: int, until: str = "") -> Any:
     """Worker w's i-th push adds 1 to element (w, i), until it is told to end. Every pull is checked. Returns how many
     pushes were acknowledged, and the last value; of a worker of host 1 that has lost the others, no value."""
@@ -52,38 +76,24 @@ def tell_history(me: Rank, mode: ps.Mode, pushes: int, until: str = "") -> Any:
     if pushes == MOST:
         threading.Thread(target=lambda: (me.hear(), told.set()), daemon=True).start()
     kv = ps.join(me.store, role="worker", workers=WORKERS, timeout=60.0)
-    mine = HOSTS[SERVERS:].index(me.host)
-    value = torch.zeros(WORKERS, MOST)
-    kv.init("h", value, update=ps.reduce("sum"), mode=mode)
-    kv.barrier()
-    done, before = 0, value.clone()
+    history = History(kv, mode, HOSTS[SERVERS:].index(me.host))
     try:
-        while done < pushes and not told.is_set():
-            if done == 20:
+        while history.done < pushes and not told.is_set():
+            if history.done == 20:
                 me.report("pushes")
-            push = torch.zeros(WORKERS, MOST)
-            push[mine, done] = 1
-            assert kv.push("h", push).wait() == []
-            done += 1
-            kv.pull("h", value)
-            assert value.max() <= 1, "a push was applied twice"
-            assert (value >= before).all(), "what a pull had shown was lost"
-            assert value[mine].sum() == done, "an acknowledged push was lost"
-            if mode.mode == "ssp":
-                kv.clock()
-            before.copy_(value)
+            history.push()
             if pushes == MOST:
                 time.sleep(0.02)
     except (ServerLost, CollectiveTimeout):
         assert until and me.host == 1
         kv._close()
         assert told.wait(60)
-        return done, None
+        return history.done, None
     if not until:
         kv.barrier()
-        kv.pull("h", value)
+        kv.pull("h", history.value)
     kv.leave()
-    return done, value.sum(1).tolist()
+    return history.done, history.value.sum(1).tolist()
 
 
 @pytest.fixture(scope="module")
@@ -111,31 +121,17 @@ def tell_history_through_kills(me: Rank, mode: ps.Mode) -> Any:
     told: list[str] = []
     threading.Thread(target=lambda: [told.append(me.hear()) for _ in range(3)], daemon=True).start()  # at most so many
     kv = ps.join(me.store, role="worker", workers=WORKERS, timeout=60.0)
-    mine, done, looked = me.rank - SERVERS, 0, 0
-    value = torch.zeros(WORKERS, MOST)
-    kv.init("h", value, update=ps.reduce("sum"), mode=mode)
-    kv.barrier()
-    before = value.clone()
+    history, looked = History(kv, mode, me.rank - SERVERS), 0
     while told[-1:] != ["end"]:
-        push = torch.zeros(WORKERS, MOST)
-        push[mine, done] = 1
-        assert kv.push("h", push).wait() == []
-        done += 1
-        kv.pull("h", value)
-        assert value.max() <= 1, "a push was applied twice"
-        assert (value >= before).all(), "what a pull had shown was lost"
-        assert value[mine].sum() == done, "an acknowledged push was lost"
-        if mode.mode == "ssp":
-            kv.clock()
-        before.copy_(value)
-        if mine == 0 and looked < len(told):
+        history.push()
+        if history.mine == 0 and looked < len(told):
             found = kv.stats()["servers"].values()
             if all(its and its["backup"] for its in found):
                 looked += 1
                 me.report("all have backups")
         time.sleep(0.005)
     kv.leave()
-    return done, value.sum(1).tolist()
+    return history.done, history.value.sum(1).tolist()
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.mode)
