@@ -378,6 +378,7 @@ void bind_client(py::module_& m) {
                                });
                              })
       .def_property_readonly("asked", [](const Call& call) { return call.asked; })
+      .def_property_readonly("copied", [](const Call& call) { return call.copied; })
       .def_property_readonly("answers", [](const Call& call) {
         py::list answers;
         for (const Call::Answer& each : call.answers)
@@ -428,16 +429,25 @@ void bind_client(py::module_& m) {
       .def("allocate", [](std::shared_ptr<Client> client,
                           std::size_t bytes) { return std::make_unique<Piece>(std::move(client), bytes); })
       .def(
-          "send",
-          [](Client& client, const std::string& kind, const Parts& parts, std::uintptr_t tensor, std::int32_t priority,
-             double weight, std::optional<double> timeout) {
+          "push",
+          [](Client& client, const std::vector<std::tuple<const Parts*, std::uintptr_t, std::uintptr_t>>& tensors,
+             std::int32_t priority, double weight, std::optional<double> timeout) {
             const py::gil_scoped_release released;
-            const RequestKind request = request_of(kind);
-            const Packing packing = request == RequestKind::push ? parts.push_wire : Packing::none;
-            return client.send(request, parts.parts, address(tensor), {priority, weight, duration(timeout), packing});
+            std::vector<Client::Pushed> pushed;
+            for (const auto& [parts, values, out] : tensors)
+              pushed.push_back({&parts->parts, address(values), parts->push_wire, address(out)});
+            return client.push(pushed, {priority, weight, duration(timeout)});
           },
-          py::arg("kind"), py::arg("parts"), py::arg("tensor"), py::kw_only(), py::arg("priority") = 0,
-          py::arg("weight") = 1.0, py::arg("timeout") = py::none())
+          py::arg("tensors"), py::kw_only(), py::arg("priority") = 0, py::arg("weight") = 1.0,
+          py::arg("timeout") = py::none())
+      .def(
+          "send",
+          [](Client& client, const std::string& kind, const Parts& parts, std::uintptr_t tensor,
+             std::optional<double> timeout) {
+            const py::gil_scoped_release released;
+            return client.send(request_of(kind), parts.parts, address(tensor), {.timeout = duration(timeout)});
+          },
+          py::arg("kind"), py::arg("parts"), py::arg("tensor"), py::kw_only(), py::arg("timeout") = py::none())
       .def(
           "pull",
           [](Client& client, const Parts& parts, std::uintptr_t tensor, std::optional<double> timeout) {

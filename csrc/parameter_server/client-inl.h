@@ -28,6 +28,13 @@ struct Client::InWindow : Payload {
   std::size_t piece, offset, bytes;
 };
 
+// Whether all of a call is too large to be copied through the caches.
+inline bool streams(const std::vector<Part>& parts) {
+  std::size_t bytes = 0;
+  for (const Part& part : parts) bytes += part.bytes;
+  return bytes >= kStreamedBytes;
+}
+
 // What is shared with a server of this host.
 struct Client::Near {
   Near(const ServerSpec& spec, Lane* lane)

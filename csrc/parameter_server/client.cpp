@@ -3,7 +3,6 @@
 #include <sys/socket.h>
 
 #include <cerrno>
-#include <cmath>
 #include <cstring>
 #include <set>
 #include <utility>
@@ -11,17 +10,6 @@
 #include "parameter_server/client-inl.h"
 
 namespace ringreduce::parameter_server {
-namespace {
-
-// Whether all of a call is too large to be copied through the caches.
-bool streams(const std::vector<Part>& parts) {
-  std::size_t bytes = 0;
-  for (const Part& part : parts) bytes += part.bytes;
-  return bytes >= kStreamedBytes;
-}
-
-}  // namespace
-
 Client::Client(WorkerId worker, std::size_t servers, std::size_t data, std::function<void()> interrupt)
     : interrupt_(std::move(interrupt)),
       worker_(worker),
@@ -257,7 +245,10 @@ bool Client::take_turns(Hold& hold) {
 
 bool Client::wait(Call& call, Nanoseconds timeout) {
   Hold hold(*this);
-  const bool ended = wait_until(hold, timeout, [&] { return call.unanswered == 0 || call.lost >= 0; });
+  const bool ended = wait_until(hold, timeout, [&] {
+    copy_answered(call);
+    return call.unanswered == 0 || call.lost >= 0;
+  });
   if (ended && call.lost >= 0) throw_lost(static_cast<std::uint32_t>(call.lost));
   return ended;
 }
@@ -378,64 +369,6 @@ void Client::feed(std::uint32_t server) {
   }
 }
 
-// Packs a block to the window. It takes as much room there as if it were not packed, since the server unpacks it to the
-// same place.
-void Client::pack_push(const Part& part, Packing packing, std::byte* to, const std::byte* from) {
-  const auto* const values = reinterpret_cast<const float*>(from);
-  std::vector<float>& residuals = residuals_[{part.server, part.block}];
-  std::vector<float> arrived(std::min(kFragment, part.bytes) / sizeof(float));
-  residuals.resize(part.bytes / sizeof(float));
-  for (std::size_t begin = 0; begin < residuals.size(); begin += arrived.size()) {
-    const std::size_t count = std::min(arrived.size(), residuals.size() - begin);
-    float* const residual = residuals.data() + begin;
-    std::byte* const packed = to + packed_bytes(packing, begin);
-    for (std::size_t i = 0; i < count; ++i) residual[i] += values[begin + i];
-    pack(packing, packed, reinterpret_cast<const std::byte*>(residual), count);
-    unpack(packing, reinterpret_cast<std::byte*>(arrived.data()), packed, count);
-    for (std::size_t i = 0; i < count; ++i) {
-      const float rest = residual[i] - arrived[i];
-      residual[i] = std::isfinite(rest) ? rest : 0;  // of an infinity or a NaN, which later pushes are not to have
-    }
-  }
-}
-
-std::shared_ptr<Call> Client::send(RequestKind kind, const std::vector<Part>& parts, const std::byte* tensor,
-                                   const Options& options) {
-  const auto call = std::make_shared<Call>();
-  const bool streamed = streams(parts);
-  Hold hold(*this);
-  for (const Part& part : parts) {
-    take_turns(hold);  // so that no request wakes up the server's thread, and others' are served between two copies
-    if (!peer(part.server).alive) throw_lost(part.server);
-    const std::byte* const from = tensor + part.begin;
-    const bool packs = options.packing != Packing::none && peer(part.server).near == nullptr;
-    std::size_t piece = SIZE_MAX, offset = 0;
-    if (!packs && from >= data() && from < data() + data_bytes()) {
-      offset = static_cast<std::size_t>(from - data());
-      piece = piece_with(offset);
-    }
-    if (piece != SIZE_MAX) {
-      ++pieces_[piece].uses;
-    } else {
-      offset = piece = take_room(hold, part.bytes, options.timeout);
-      if (packs)
-        pack_push(part, options.packing, data() + offset, from);
-      else
-        copy(data() + offset, from, part.bytes, streamed);
-    }
-    Item item;
-    item.request.kind = kind;
-    item.request.block = part.block;
-    item.request.priority = options.priority;
-    item.request.weight = options.weight;
-    item.request.payload = std::make_shared<InWindow>(piece, offset, part.bytes);
-    item.call = call;
-    if (packs) item.packing = options.packing;
-    put(hold, part.server, std::move(item), options.timeout);
-  }
-  return call;
-}
-
 std::shared_ptr<Call> Client::pull(const std::vector<Part>& parts, std::byte* tensor, const Options& options) {
   const auto call = std::make_shared<Call>();
   Hold hold(*this);
@@ -496,6 +429,11 @@ std::shared_ptr<Call> Client::ask(RequestKind kind, const std::vector<std::uint3
   return call;
 }
 
+bool Client::is_readable(const Peer& from, const Part& part) const {
+  return from.near != nullptr && from.pushes.count(part.block) == 0 && from.near->serves() &&
+         from.near->words(part).published.load(std::memory_order_acquire) > 0;
+}
+
 std::optional<std::vector<std::uint64_t>> Client::read(const std::vector<Part>& parts, std::byte* tensor,
                                                        Nanoseconds timeout) {
   std::vector<std::uint64_t> versions;
@@ -507,12 +445,8 @@ std::optional<std::vector<std::uint64_t>> Client::read(const std::vector<Part>& 
     Peer& from = peer(part.server);
     if (may_turn(from) && from.near != nullptr && from.near->ended()) turn_to_far_backup(part.server);
     if (from.near != nullptr && from.near->over()) take_replies();  // which may have acknowledged more than the server
-    const auto readable = [&] {
-      return !from.alive || from.near == nullptr ||
-             (from.pushes.count(part.block) == 0 && from.near->serves() &&
-              from.near->words(part).published.load(std::memory_order_acquire) > 0);
-    };
-    if (!wait_until(hold, timeout, readable)) return std::nullopt;
+    const auto decided = [&] { return !from.alive || from.near == nullptr || is_readable(from, part); };
+    if (!wait_until(hold, timeout, decided)) return std::nullopt;
     look_for_ended();
     if (!from.alive) throw_lost(part.server);
     if (from.near == nullptr) return std::vector<std::uint64_t>();

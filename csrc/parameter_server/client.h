@@ -69,6 +69,11 @@ struct Call {
   int lost = -1;                                         // a server that ended before it answered
   // Pulls that were sent to servers of other hosts: server and number.
   std::vector<std::pair<std::uint32_t, std::uint64_t>> pulls;
+  // Of a push whose new values come back: its parts, all of this host, where they go, and the versions of those that
+  // are there, which are the first ones.
+  std::vector<Part> wanted;
+  std::byte* out = nullptr;
+  std::vector<std::uint64_t> copied;
   // Of a pull of rows, by server: where ids, then rows lie in the window; SIZE_MAX: nowhere.
   std::vector<std::size_t> pieces;
 };
@@ -121,11 +126,21 @@ class Client {
     std::int32_t priority = 0;
     double weight = 1;
     Nanoseconds timeout = kForever;
-    Packing packing = Packing::none;  // of pushes to other hosts, and pulls from them
+    Packing packing = Packing::none;  // of pulls from other hosts
   };
-  // Asks for `kind` (initialise or push) of all parts of a tensor. Waits for room in the window and in the sessions.
-  // `tensor` may change when it returns, unless it lies in the window. A packed push has what was rounded off the
-  // earlier ones to the same block added to it (error feedback).
+  // A push of all parts of a tensor.
+  struct Pushed {
+    const std::vector<Part>* parts;
+    const std::byte* values;
+    Packing packing = Packing::none;  // to other hosts
+    // Where the new values go, if they are wanted: in this call, and while the result is waited for. All parts must be
+    // of this host.
+    std::byte* out = nullptr;
+  };
+  // Waits for room in the window and in the sessions. `values` may change when it returns, unless they lie in the
+  // window. A packed push has what was rounded off the earlier ones to the same block added to it (error feedback).
+  std::vector<std::shared_ptr<Call>> push(const std::vector<Pushed>& tensors, const Options& options);
+  // The same of one tensor, and another kind of request, with nothing packed.
   std::shared_ptr<Call> send(RequestKind kind, const std::vector<Part>& parts, const std::byte* tensor,
                              const Options& options);
   // Asks for all parts: those of other hosts go to their places in `tensor`, which must stay until the call is over or
@@ -207,6 +222,10 @@ class Client {
   void put(Hold& hold, std::uint32_t server, Item item, Nanoseconds timeout);
   const Request& number(std::uint32_t server, Item& item);
   static RequestSlot slot_of(const Request& made);
+  void send_part(Hold& hold, Item item, const Part& part, const std::byte* tensor, const Options& options,
+                 bool streamed);
+  bool is_readable(const Peer& from, const Part& part) const;
+  std::size_t copy_answered(Call& call);  // returns how many bytes
   void feed();
   void feed(std::uint32_t server);
   template <class Queue>

@@ -459,8 +459,7 @@ void Server::update(Block& block, const Operation& operation) {
     combine.weights.insert(combine.weights.begin(), 1);
   }
   const std::size_t slice = kSlice / size;
-  scratch_.resize((combine.sources.size() + 3) * kSlice);
-  const bool streams = used_ >= kStreamedBytes && block.bytes() > kSlice;
+  scratch_.resize((combine.sources.size() + 2) * kSlice);
   for (std::size_t begin = 0; begin < spec.count; begin += slice) {
     const std::size_t count = std::min(slice, spec.count - begin);
     std::byte* const to = out + begin * size;
@@ -475,15 +474,14 @@ void Server::update(Block& block, const Operation& operation) {
     part.value = value + begin * size;
     part.scratch = scratch_.data() + kSlice;
     part.roots = hooks_.roots;
-    part.gradient = combine(scratch_.data(), begin, count, scratch_.data() + 3 * kSlice);
-    part.out = streams ? scratch_.data() + 2 * kSlice : to;
+    part.gradient = combine(scratch_.data(), begin, count, scratch_.data() + 2 * kSlice);
+    part.out = to;
     for (std::size_t i = 0; i < static_cast<std::size_t>(spec.rule.states()); ++i) {
       const std::size_t at = (i * spec.count + begin) * size;
       part.state[i] = next_state + at;
       if (spec.two_states) std::memcpy(part.state[i], state + at, count * size);
     }
     parameter_server::update(spec.rule, spec.dtype, part);
-    if (streams) kernels::stream(to, part.out, count * size);
   }
 }
 

@@ -294,12 +294,13 @@ class KeyValue:
         which may be changed after that wait. Among the updates that a server could do at once, those with the greatest
         `priority` go first.
         """
-        return self._push(self._pairs(key, value), None, weight, priority, timeout)
+        return self._push(self._pairs(key, value), None, False, weight, priority, timeout)
 
     def _push(
         self,
         pairs: list[tuple[str, Any]],
         out: Mapping[str, Array] | None,
+        start: bool,
         weight: float,
         priority: int,
         timeout: float | None,
@@ -310,12 +311,13 @@ class KeyValue:
         deadline = self._deadline(timeout)
         sources = [self._source(name, tensor, weight, deadline) for name, tensor in pairs]
         pulls = None if out is None else Pulls(self, out, deadline)
-        calls = {}
-        for name, parts, memory, _ in sources:
-            left = deadline - time.monotonic()
-            calls[name] = self._client.send(
-                "push", parts, memory, priority=priority, weight=float(weight), timeout=left
-            )
+        places = pulls.places() if pulls is not None and start else {}
+        tensors = [(parts, memory, places.get(name, 0)) for name, parts, memory, _ in sources]
+        left = deadline - time.monotonic()
+        sent = self._client.push(tensors, priority=priority, weight=float(weight), timeout=left)
+        calls = {name: call for (name, *_), call in zip(sources, sent, strict=True)}
+        if pulls is not None:
+            pulls.follow({name: calls[name] for name in places if name in calls})
         return Pending(self, calls, pulls)
 
     def _source(
@@ -356,11 +358,17 @@ class KeyValue:
         out: Array | Mapping[str, Array],
         weight: float = 1.0,
         priority: int = 0,
+        start: bool = True,
         timeout: float | None = None,
     ) -> Pending:
-        """A push, then a pull into `out` when the result is waited for."""
+        """A push, and a pull of the new values into `out`, which are there when the result has been waited for.
+
+        `out` may change from this call on, as its first blocks can be there before the last ones are pushed. With
+        `start=False` it stays as it is until `Pending.start()` or `wait()`: for hooks of a backward pass that still
+        needs the old values.
+        """
         targets = out if isinstance(out, Mapping) else {self._only_key(values): out}
-        return self._push(self._pairs(values, value), targets, weight, priority, timeout)
+        return self._push(self._pairs(values, value), targets, start, weight, priority, timeout)
 
     @staticmethod
     def _only_key(key: Any) -> str:

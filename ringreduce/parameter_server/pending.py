@@ -26,7 +26,7 @@ class Pending:
     """What `push_pull` pulls when the pushes are in."""
 
     def start(self, timeout: float | None = None) -> None:
-        """Begins the pull of a `push_pull` now: its output may change from here on, and not only in `wait`."""
+        """Begins the pull of a `push_pull(start=False)`: its output may change from here on."""
         if self.pulls is not None:
             self.pulls.begin(self.store._until(timeout))
 

@@ -34,6 +34,8 @@ class _Pull:
     near: list[Part] | None = None
     """What the key had on this host when the pull began: if that is not so any more, it begins again."""
     call: ParameterCall | None = None
+    push: ParameterCall | None = None
+    """If a push brings the values back: that push."""
 
 
 class Pulls:
@@ -48,10 +50,22 @@ class Pulls:
     def __del__(self) -> None:
         self.cancel()
 
+    def places(self) -> dict[str, int]:
+        """Where a push can bring the new values back to, by key: those that are on this host only and can always be
+        read.
+        """
+        return {each.key: each.memory for each in self._pulls if each.known.asked is None}
+
+    def follow(self, pushes: Mapping[str, ParameterCall]) -> None:
+        """These pushes bring the values back."""
+        for each in self._pulls:
+            each.push = pushes.get(each.key)
+
     def begin(self, deadline: float) -> None:
         """Idempotent."""
         try:
             for each in self._pulls:
+                self._check_place(each)
                 if each.near is None:
                     self._ask(each, deadline)
         except BaseException:
@@ -92,12 +106,15 @@ class Pulls:
             left = deadline - time.monotonic()
             pull.call = self._store._client.pull(pull.known.asked, pull.memory, timeout=left)
 
-    def _end(self, pull: _Pull, deadline: float) -> list[int]:
+    def _check_place(self, pull: _Pull) -> None:
         if pull.target.data_ptr() != pull.place:
             raise InvalidArgument(
                 f"the tensor for {pull.key!r} got other memory while it was pulled: do not resize it, or give it other "
                 "data, before wait() returns"
             )
+
+    def _end(self, pull: _Pull, deadline: float) -> list[int]:
+        self._check_place(pull)
         while (versions := self._take(pull, deadline)) is None:
             if pull.call is not None:
                 self._store._client.cancel(pull.call)
@@ -112,6 +129,8 @@ class Pulls:
         server of this host has ended and its backup is on another one.
         """
         known, found = pull.known, {}
+        if pull.push is not None and len(copied := pull.push.copied) == len(known.parts):
+            return copied
         if pull.call is not None:
             self._store._finish(pull.key, pull.call, deadline)
             found = {(server, block): version for server, block, _, version in pull.call.answers}

@@ -79,7 +79,9 @@ class Attached:
                 f"{key!r} has a second gradient and no forward pass between: call backward once a step, on the sum"
             )
         assert parameter.grad is not None
-        self._under_way[key] = self._kv.push_pull(key, parameter.grad, out=parameter.data, priority=priority)
+        # The backward pass may not have used the old values of this parameter yet.
+        pushed = self._kv.push_pull(key, parameter.grad, out=parameter.data, priority=priority, start=False)
+        self._under_way[key] = pushed
         parameter.grad = None
 
     def _pull_of(self, module: nn.Module, _: Any) -> None:

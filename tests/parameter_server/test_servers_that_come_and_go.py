@@ -61,7 +61,7 @@ def trains(me: Rank, founders: int) -> Any:
     if me.rank < PROCESSES:
         return serves(me, founders)
     kept: list[Any] = []
-    ids, homes = torch.arange(100) * 65537, []
+    ids, homes, looks = torch.arange(100) * 65537, [], 0
     with ps.join(me.store, role="worker", workers=WORKERS, timeout=60.0, window=1 << 20) as kv:
         first = kv.worker == SERVERS
         w = torch.linspace(-1, 1, COUNT)
@@ -74,8 +74,11 @@ def trains(me: Rank, founders: int) -> Any:
             kept.append(w.numpy().copy())
             me.store.set("trains", "")
             if first and not homes and me.store.check([f"came {PROCESSES - 1}"]):
-                homes.append(sorted(name.split("pid ")[1] for name in kv.stats()["servers"]))
-                me.store.set("may leave", "")
+                names = sorted(name.split("pid ")[1] for name in kv.stats()["servers"])
+                looks += 1  # a worker hears of a move when the old place closes its connection
+                if len(set(names)) == PROCESSES or looks == 1000:
+                    homes.append(names)
+                    me.store.set("may leave", "")
             if first and me.store.check([f"left {PROCESSES - 1}"]) and not me.store.check(["last"]):
                 me.store.set("last", str(len(kept) + 1))
             kv.barrier()

@@ -1,0 +1,137 @@
+// Pushes, which go through the window, and the values that a push_pull brings back.
+//
+// A push_pull has little data under way, so that it stays in the caches. When kUnderWay bytes have been pushed, it
+// copies the first new values to where they are wanted before it pushes more, which then goes to the same places in the
+// window. This works as long as the other workers push the same at the same time. If they do not, it does not wait for
+// them: it pushes the rest at once, past the caches, and copies the new values when the call is waited for.
+#include <algorithm>
+#include <cmath>
+
+#include "parameter_server/client-inl.h"
+
+namespace ringreduce::parameter_server {
+namespace {
+
+constexpr std::size_t kUnderWay = std::size_t{4} << 20;  // bytes of a push_pull, as long as others keep up
+constexpr Nanoseconds kKeepUp = kMillisecond;            // if nothing comes for so long, they do not
+
+}  // namespace
+
+// Packs a block to the window. It takes as much room there as if it were not packed, since the server unpacks it to the
+// same place.
+void Client::pack_push(const Part& part, Packing packing, std::byte* to, const std::byte* from) {
+  const auto* const values = reinterpret_cast<const float*>(from);
+  std::vector<float>& residuals = residuals_[{part.server, part.block}];
+  std::vector<float> arrived(std::min(kFragment, part.bytes) / sizeof(float));
+  residuals.resize(part.bytes / sizeof(float));
+  for (std::size_t begin = 0; begin < residuals.size(); begin += arrived.size()) {
+    const std::size_t count = std::min(arrived.size(), residuals.size() - begin);
+    float* const residual = residuals.data() + begin;
+    std::byte* const packed = to + packed_bytes(packing, begin);
+    for (std::size_t i = 0; i < count; ++i) residual[i] += values[begin + i];
+    pack(packing, packed, reinterpret_cast<const std::byte*>(residual), count);
+    unpack(packing, reinterpret_cast<std::byte*>(arrived.data()), packed, count);
+    for (std::size_t i = 0; i < count; ++i) {
+      const float rest = residual[i] - arrived[i];
+      residual[i] = std::isfinite(rest) ? rest : 0;  // of an infinity or a NaN, which later pushes are not to have
+    }
+  }
+}
+
+void Client::send_part(Hold& hold, Item item, const Part& part, const std::byte* tensor, const Options& options,
+                       bool streamed) {
+  take_turns(hold);  // so that no request wakes up the server's thread, and others' are served between two copies
+  if (!peer(part.server).alive) throw_lost(part.server);
+  const std::byte* const from = tensor + part.begin;
+  if (peer(part.server).near != nullptr) item.packing = Packing::none;
+  const bool packs = item.packing != Packing::none;
+  std::size_t piece = SIZE_MAX, offset = 0;
+  if (!packs && from >= data() && from < data() + data_bytes()) {
+    offset = static_cast<std::size_t>(from - data());
+    piece = piece_with(offset);
+  }
+  if (piece != SIZE_MAX) {
+    ++pieces_[piece].uses;
+  } else {
+    offset = piece = take_room(hold, part.bytes, options.timeout);
+    if (packs)
+      pack_push(part, item.packing, data() + offset, from);
+    else
+      copy(data() + offset, from, part.bytes, streamed);
+  }
+  item.request.block = part.block;
+  item.request.priority = options.priority;
+  item.request.weight = options.weight;
+  item.request.payload = std::make_shared<InWindow>(piece, offset, part.bytes);
+  put(hold, part.server, std::move(item), options.timeout);
+}
+
+std::shared_ptr<Call> Client::send(RequestKind kind, const std::vector<Part>& parts, const std::byte* tensor,
+                                   const Options& options) {
+  const auto call = std::make_shared<Call>();
+  Hold hold(*this);
+  Item item;
+  item.request.kind = kind;
+  item.call = call;
+  for (const Part& part : parts) send_part(hold, item, part, tensor, options, streams(parts));
+  return call;
+}
+
+std::vector<std::shared_ptr<Call>> Client::push(const std::vector<Pushed>& tensors, const Options& options) {
+  std::vector<std::shared_ptr<Call>> calls;
+  std::size_t back = 0, under_way = 0;  // calls whose values are all there; bytes of values that are not
+  // Copies what is there; returns whether more may be sent.
+  const auto has_room = [&] {
+    for (; back < calls.size(); ++back) {
+      under_way -= copy_answered(*calls[back]);
+      if (calls[back]->copied.size() < calls[back]->wanted.size()) break;
+    }
+    return under_way < kUnderWay;
+  };
+  bool others_keep_up = true;
+  const Nanoseconds begun = now();
+  Options left = options;
+  Hold hold(*this);
+  for (const Pushed& tensor : tensors) {
+    const auto& call = calls.emplace_back(std::make_shared<Call>());
+    const bool comes_back = tensor.out != nullptr;
+    if (comes_back) {
+      call->wanted = *tensor.parts;
+      call->out = tensor.out;
+    }
+    for (const Part& part : *tensor.parts) {
+      if (options.timeout != kForever) left.timeout = std::max<Nanoseconds>(0, options.timeout - (now() - begun));
+      if (comes_back) take_replies();
+      while (comes_back && !has_room() && others_keep_up) {
+        const std::size_t before = under_way;
+        others_keep_up =
+            wait_until(hold, std::min(kKeepUp, left.timeout), [&] { return has_room() || under_way < before; });
+      }
+      Item item;
+      item.request.kind = RequestKind::push;
+      item.call = call;
+      item.packing = tensor.packing;
+      const bool streamed = streams(*tensor.parts) && !(comes_back && others_keep_up);
+      send_part(hold, item, part, tensor.values, left, streamed);
+      if (comes_back) under_way += part.bytes;
+    }
+  }
+  return calls;
+}
+
+// In order.
+std::size_t Client::copy_answered(Call& call) {
+  std::size_t bytes = 0;
+  while (call.copied.size() < std::min(call.wanted.size(), call.asked.size())) {
+    const Part& part = call.wanted[call.copied.size()];
+    Peer& from = peer(part.server);
+    if (!from.alive || !is_readable(from, part)) break;
+    const bool streamed = streams(call.wanted);
+    call.copied.push_back(read_block(from.near->words(part), call.out + part.begin, part.bytes, streamed));
+    from.session.read(part.block, call.copied.back());
+    bytes += part.bytes;
+  }
+  return bytes;
+}
+
+}  // namespace ringreduce::parameter_server
