@@ -134,7 +134,7 @@ class Client {
     const std::byte* values;
     Packing packing = Packing::none;  // to other hosts
     // Where the new values go, if they are wanted: in this call, and while the result is waited for. All parts must be
-    // of this host.
+    // of this host. Nothing comes if one tensor's new values would go where another one's `values` lie.
     std::byte* out = nullptr;
   };
   // Waits for room in the window and in the sessions. `values` may change when it returns, unless they lie in the

@@ -15,6 +15,32 @@ namespace {
 constexpr std::size_t kUnderWay = std::size_t{4} << 20;  // bytes of a push_pull, as long as others keep up
 constexpr Nanoseconds kKeepUp = kMillisecond;            // if nothing comes for so long, they do not
 
+// Whether new values of one tensor go where another one lies that is pushed. A tensor's own new values may, since none
+// of a block comes before it has been pushed.
+bool overlap(const std::vector<Client::Pushed>& tensors) {
+  struct Range {
+    const std::byte *begin, *end;
+    std::size_t tensor;
+  };
+  std::vector<Range> values, outs;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    std::size_t bytes = 0;
+    for (const Part& part : *tensors[i].parts) bytes += part.bytes;
+    values.push_back({tensors[i].values, tensors[i].values + bytes, i});
+    if (tensors[i].out != nullptr) outs.push_back({tensors[i].out, tensors[i].out + bytes, i});
+  }
+  const auto ends_before = [](const Range& a, const Range& b) { return a.end <= b.begin; };
+  std::sort(outs.begin(), outs.end(), [](const Range& a, const Range& b) { return a.begin < b.begin; });
+  for (std::size_t i = 1; i < outs.size(); ++i)
+    if (!ends_before(outs[i - 1], outs[i])) return true;
+  return std::any_of(values.begin(), values.end(), [&](const Range& value) {
+    for (auto out = std::lower_bound(outs.begin(), outs.end(), value, ends_before);
+         out != outs.end() && out->begin < value.end; ++out)
+      if (out->tensor != value.tensor || out->begin != value.begin) return true;
+    return false;
+  });
+}
+
 }  // namespace
 
 // Packs a block to the window. It takes as much room there as if it were not packed, since the server unpacks it to the
@@ -89,12 +115,13 @@ std::vector<std::shared_ptr<Call>> Client::push(const std::vector<Pushed>& tenso
     return under_way < kUnderWay;
   };
   bool others_keep_up = true;
+  const bool may_come_back = !overlap(tensors);
   const Nanoseconds begun = now();
   Options left = options;
   Hold hold(*this);
   for (const Pushed& tensor : tensors) {
     const auto& call = calls.emplace_back(std::make_shared<Call>());
-    const bool comes_back = tensor.out != nullptr;
+    const bool comes_back = tensor.out != nullptr && may_come_back;
     if (comes_back) {
       call->wanted = *tensor.parts;
       call->out = tensor.out;
