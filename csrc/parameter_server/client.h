@@ -74,6 +74,7 @@ struct Call {
   std::vector<Part> wanted;
   std::byte* out = nullptr;
   std::vector<std::uint64_t> copied;
+  bool streamed = false;  // it is too large for the caches
   // Of a pull of rows, by server: where ids, then rows lie in the window; SIZE_MAX: nowhere.
   std::vector<std::size_t> pieces;
 };
@@ -222,8 +223,8 @@ class Client {
   void put(Hold& hold, std::uint32_t server, Item item, Nanoseconds timeout);
   const Request& number(std::uint32_t server, Item& item);
   static RequestSlot slot_of(const Request& made);
-  void send_part(Hold& hold, Item item, const Part& part, const std::byte* tensor, const Options& options,
-                 bool streamed);
+  void send_part(Hold& hold, RequestKind kind, const std::shared_ptr<Call>& call, const Pushed& tensor,
+                 const Part& part, const Options& options, bool streamed);
   bool is_readable(const Peer& from, const Part& part) const;
   std::size_t copy_answered(Call& call);  // returns how many bytes
   void feed();

@@ -64,13 +64,12 @@ void Client::pack_push(const Part& part, Packing packing, std::byte* to, const s
   }
 }
 
-void Client::send_part(Hold& hold, Item item, const Part& part, const std::byte* tensor, const Options& options,
-                       bool streamed) {
+void Client::send_part(Hold& hold, RequestKind kind, const std::shared_ptr<Call>& call, const Pushed& tensor,
+                       const Part& part, const Options& options, bool streamed) {
   take_turns(hold);  // so that no request wakes up the server's thread, and others' are served between two copies
   if (!peer(part.server).alive) throw_lost(part.server);
-  const std::byte* const from = tensor + part.begin;
-  if (peer(part.server).near != nullptr) item.packing = Packing::none;
-  const bool packs = item.packing != Packing::none;
+  const std::byte* const from = tensor.values + part.begin;
+  const bool packs = tensor.packing != Packing::none && peer(part.server).near == nullptr;
   std::size_t piece = SIZE_MAX, offset = 0;
   if (!packs && from >= data() && from < data() + data_bytes()) {
     offset = static_cast<std::size_t>(from - data());
@@ -81,25 +80,27 @@ void Client::send_part(Hold& hold, Item item, const Part& part, const std::byte*
   } else {
     offset = piece = take_room(hold, part.bytes, options.timeout);
     if (packs)
-      pack_push(part, item.packing, data() + offset, from);
+      pack_push(part, tensor.packing, data() + offset, from);
     else
       copy(data() + offset, from, part.bytes, streamed);
   }
+  Item item;
+  item.request.kind = kind;
   item.request.block = part.block;
   item.request.priority = options.priority;
   item.request.weight = options.weight;
   item.request.payload = std::make_shared<InWindow>(piece, offset, part.bytes);
+  item.call = call;
+  if (packs) item.packing = tensor.packing;
   put(hold, part.server, std::move(item), options.timeout);
 }
 
 std::shared_ptr<Call> Client::send(RequestKind kind, const std::vector<Part>& parts, const std::byte* tensor,
                                    const Options& options) {
   const auto call = std::make_shared<Call>();
+  const bool streamed = streams(parts);
   Hold hold(*this);
-  Item item;
-  item.request.kind = kind;
-  item.call = call;
-  for (const Part& part : parts) send_part(hold, item, part, tensor, options, streams(parts));
+  for (const Part& part : parts) send_part(hold, kind, call, {&parts, tensor}, part, options, streamed);
   return call;
 }
 
@@ -121,6 +122,7 @@ std::vector<std::shared_ptr<Call>> Client::push(const std::vector<Pushed>& tenso
   Hold hold(*this);
   for (const Pushed& tensor : tensors) {
     const auto& call = calls.emplace_back(std::make_shared<Call>());
+    call->streamed = streams(*tensor.parts);
     const bool comes_back = tensor.out != nullptr && may_come_back;
     if (comes_back) {
       call->wanted = *tensor.parts;
@@ -134,12 +136,8 @@ std::vector<std::shared_ptr<Call>> Client::push(const std::vector<Pushed>& tenso
         others_keep_up =
             wait_until(hold, std::min(kKeepUp, left.timeout), [&] { return has_room() || under_way < before; });
       }
-      Item item;
-      item.request.kind = RequestKind::push;
-      item.call = call;
-      item.packing = tensor.packing;
-      const bool streamed = streams(*tensor.parts) && !(comes_back && others_keep_up);
-      send_part(hold, item, part, tensor.values, left, streamed);
+      const bool streamed = call->streamed && !(comes_back && others_keep_up);
+      send_part(hold, RequestKind::push, call, tensor, part, left, streamed);
       if (comes_back) under_way += part.bytes;
     }
   }
@@ -153,8 +151,7 @@ std::size_t Client::copy_answered(Call& call) {
     const Part& part = call.wanted[call.copied.size()];
     Peer& from = peer(part.server);
     if (!from.alive || !is_readable(from, part)) break;
-    const bool streamed = streams(call.wanted);
-    call.copied.push_back(read_block(from.near->words(part), call.out + part.begin, part.bytes, streamed));
+    call.copied.push_back(read_block(from.near->words(part), call.out + part.begin, part.bytes, call.streamed));
     from.session.read(part.block, call.copied.back());
     bytes += part.bytes;
   }
