@@ -25,6 +25,8 @@ GROUP = "parameter server"
 """What the doors between hosts call it."""
 _WRITING = 60.0
 """Seconds in which a snapshot may be finished when its server ends. After that it is absent."""
+_SOON = 0.002
+"""Seconds between looks whether a backup has all that its server is."""
 _LOOK = 0.01
 """Seconds between looks for workers that have gone."""
 _MOST_STRANGERS = 64
@@ -115,6 +117,12 @@ class Host:
                     passage=os.dup(ours.fileno()),
                     **about,
                 )
+                while server.backup_starts:
+                    if self._closing:
+                        raise Aborted("this process's servers are being closed")
+                    time.sleep(_SOON)
+                if not server.has_backup:
+                    raise ConnectionError(f"{name} has ended before it had all of server {number}")
                 undo.pop_all()
         finally:
             ours.close()
