@@ -7,7 +7,7 @@
 //
 // The blocks follow one by one, between requests. What was written down before a block has been carried out in it, so
 // the backup passes over the updates of blocks that have not come, and makes those that come after. It counts when it
-// has been given all. Until then it can take nobody's place, so the server shows and answers what it does at once.
+// has been given all. Until then it can take nobody's place, so the server carries out and shows what it takes at once.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
