@@ -442,6 +442,7 @@ void Server::keep_decided() {
   }
   std::erase_if(decided_.operations, [this](const auto& each) {
     const Block& block = blocks_[each.block];
+    statistics_.updates += block.is_missing && each.version > 0;
     return block.spec.two_states || block.is_missing;
   });
 }

@@ -150,7 +150,7 @@ def test_servers_get_new_backups_and_are_killed_one_after_the_other(network: Net
             pipe.send("end")
         _, *results = ranks.results(but=(0, 1))
     for mine, (done, sums) in enumerate(results):
-        assert done > 20 and sums[mine] == done, results
+        assert done > 0 and sums[mine] == done, results
 
 
 def tell_history_while_servers_move(me: Rank, mode: ps.Mode) -> Any:

@@ -280,7 +280,8 @@ def pushes_meanwhile(me: Rank, doomed: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("doomed", "step"), [(0, "leaves"), (1, "inherits"), (1, "taking over"), (1, "serving"), (-1, "never")]
+    ("doomed", "step"),
+    [(0, "leaves"), (1, "inherits"), (1, "gives"), (1, "taking over"), (1, "serving"), (-1, "never")],
 )
 def test_nothing_is_lost_when_a_process_is_killed_while_a_server_leaves(doomed: int, step: str) -> None:
     with Ranks(placed, SERVERS + WORKERS, APART5, leaves_and_somebody_dies, doomed, step) as ranks:
