@@ -290,6 +290,7 @@ void bind_server(py::module_& m, Roots roots) {
       .def("connect_partner", &Server::connect_partner, no_gil, py::arg("socket"), py::arg("path"))
       .def("decided", &Server::decided, no_gil, py::arg("goes_on"))
       .def_property_readonly("backup_follows", py::cpp_function(&Server::backup_follows, no_gil))
+      .def_property_readonly("backup_starts", py::cpp_function(&Server::backup_starts, no_gil))
       .def("count_backup", &Server::count_backup, no_gil)
       .def("abandon_backup", &Server::abandon_backup, no_gil)
       .def("freeze", &Server::freeze, no_gil)
@@ -307,10 +308,10 @@ void bind_server(py::module_& m, Roots roots) {
       .def(
           "die_at",
           [](Server& server, const std::string& step, std::uint64_t times) {
-            static constexpr std::string_view kSteps[] = {"never",       "taken",    "journalled", "updated",
-                                                          "carried out", "answered", "leaves",     "inherits",
-                                                          "taking over", "serving"};
-            const auto found = index_of<10>([](std::size_t i) { return kSteps[i]; }, step, "step");
+            static constexpr std::string_view kSteps[] = {"never",       "taken",    "journalled",  "updated",
+                                                          "carried out", "answered", "gives",       "takes",
+                                                          "leaves",      "inherits", "taking over", "serving"};
+            const auto found = index_of<12>([](std::size_t i) { return kSteps[i]; }, step, "step");
             server.die_at(static_cast<Server::Step>(found), times);
           },
           no_gil, py::arg("step"), py::arg("times"))

@@ -29,9 +29,10 @@
 namespace ringreduce::parameter_server {
 
 struct Record {
-  // Between hosts only: `state`, the first record, is all that the server is, as what was pushed; slot.number: its
-  // turn. After `inherit`, the last one, the backup is the server's heir.
-  enum class Kind : std::uint32_t { request = 1, join, lose, create, tick, state, inherit };
+  // `block`: the content of slot.block, which a backup that starts late did not have. Between hosts only: `state`, the
+  // first record, is what the server is but for that, as what was pushed; slot.number: its turn. After `inherit`, the
+  // last one, the backup is the server's heir.
+  enum class Kind : std::uint32_t { request = 1, join, lose, create, tick, state, block, inherit };
   Kind kind = Kind::tick;
   WorkerId worker = 0;
   Nanoseconds at = 0;       // the time that the shard is given

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <deque>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -79,13 +80,21 @@ struct Server::Partner {
   // The journal takes any number of messages, and those of workers come without the workers.
   virtual bool far() const { return false; }
   // The other one would go on if this one ended.
-  virtual bool counts() const { return true; }
+  bool counts() const { return is_counted; }
   // Called in every turn; returns whether anything moved.
   virtual bool progress() { return false; }
   virtual void begin_turns() {}
   virtual void end_turns() {}
 
   std::string name, address;  // of a backup: for messages, and of its door on this host
+  bool is_counted = false;
+  // Of a backup that starts: blocks [next, end) are still to be given, if they are given one by one; where the journal
+  // was after those that it has not taken; when the latest was given, and from when on one may be beside requests;
+  // where the journal was when it had been given all.
+  BlockId next = 0, end = 0;
+  std::deque<std::uint64_t> under_way;
+  Nanoseconds gave = 0, rests_until = 0;
+  std::uint64_t given_at = 0;
 };
 
 // Of the same host.
@@ -128,6 +137,7 @@ struct Server::NearPartner final : Partner {
   Journal journal;
   Mapping bell_memory, values;
   std::size_t capacity;
+  std::uint32_t number = 0;  // of a backup: as ValuesHeader::backup
 };
 
 // Of another host, or of this one where workers of other hosts may come.
@@ -148,7 +158,6 @@ struct Server::FarPartner final : Partner {
   bool ended() const override { return false; }  // decided() makes an end of it
   bool silent() const override { return is_silent; }
   bool far() const override { return true; }
-  bool counts() const override { return is_counted; }
   bool progress() override;
   void begin_turns() override {
     if (!std::exchange(takes_turns, true)) wire.connections().take_over();
@@ -159,7 +168,7 @@ struct Server::FarPartner final : Partner {
 
   JournalWire wire;
   const std::function<void()> on_silence;  // called once
-  bool is_silent = false, is_counted = false, takes_turns = false;
+  bool is_silent = false, takes_turns = false;
 };
 
 // Has the server's thread call `body`, and waits for that.

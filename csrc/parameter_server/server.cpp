@@ -345,7 +345,7 @@ void Server::carry_out() {
   }
   const auto finish = [&](const Operation& operation) {
     const auto [begin, end] = waiting.equal_range(operation.index);
-    for (auto each = begin; each != end; ++each) answer(*each->second, !blocks_[operation.block].spec.two_states);
+    for (auto each = begin; each != end; ++each) answer(*each->second, reads_push(operation.block));
     waiting.erase(begin, end);
   };
   bool others = false;

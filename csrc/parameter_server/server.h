@@ -149,10 +149,12 @@ class Server {
   bool holds_back() const { return snapshot_bytes_ > Snapshot::kMostKept; }
 
   // ---- Backups (journal.h) ----
-  // From now on this server has a backup, which gets all that this one is, and what it takes (journal.h). This one goes
-  // on alone when the backup has ended; a backup that it had before is none any more. Throws Error(invalid_argument) if
-  // there is a block that Python updates, or a worker of another host.
+  // From now on this server has a backup, which gets all that this one is, and what it takes (journal.h). It counts
+  // when it has all; until then backup_starts(). This one goes on alone when the backup has ended; a backup that it had
+  // before is none any more. Throws Error(invalid_argument) if there is a block that Python updates, or a worker of
+  // another host.
   void lead(const PartnerSpec& backup);
+  bool backup_starts();
   // From now on this server is the backup of another, and takes over when that one has ended. Before it has workers.
   void follow(const PartnerSpec& server);
   // The same for two servers that send each other the journal over connections (journal_wire.h), of which
@@ -196,6 +198,8 @@ class Server {
     updated,
     carried_out,
     answered,
+    gives,
+    takes,
     leaves,
     inherits,
     taking_over,
@@ -270,8 +274,11 @@ class Server {
     std::size_t state_bytes = 0;
     std::string failure;
     std::unique_ptr<Table> table;  // instead of words and state
+    bool is_missing = false;       // at a backup: its content has not come yet
 
     std::size_t bytes() const { return spec.count * size_of(spec.dtype); }
+    // A backup that starts late gets its content apart from the rest.
+    bool comes_apart() const { return table == nullptr && !spec.two_states; }
     // Of version `published - 1`.
     std::byte* state(std::uint64_t published) const {
       return reinterpret_cast<std::byte*>(words) + block_bytes(bytes()) +
@@ -351,13 +358,20 @@ class Server {
   bool partners_move();
   bool follow_on();
   void give_up(const std::string& why);
-  std::uint32_t give_state(const NearPartner& to);
+  void give_state(NearPartner& to);
+  void begin_to_give();
+  bool give_blocks(bool moved);
+  bool give_block(BlockId id);
+  void have_given_all();
+  void take_block(const Record& record, const Lent* given);
+  bool reads_push(BlockId id) const;
   bool become_server();
   void give_far_state();
   void become_far_server(const Record& record, const Lent& state);
   void visit(Archive& archive);
   void visit_connections(Archive& archive);
   void visit_blocks(Archive& archive);
+  static void visit_content(Archive& archive, Block& block);
   void visit_rows(Archive& archive, Table& table);
   void give_worker(const Connection& connection);
   void tell(Connection& connection);

@@ -75,16 +75,20 @@ void Server::lead(const PartnerSpec& backup) {
       if (connection.lane == nullptr || connection.news.get() < 0)
         throw Error(ErrorKind::invalid_argument, "a server with workers of other hosts can have no backup yet");
     carry_out();
-    const std::uint32_t number = give_state(*partner);
+    give_state(*partner);
     // What an earlier backup was to carry out is in the state.
     for (Held& each : held_) each.after = 0;
     const auto before = std::exchange(backup_, std::move(partner));
     only_near_ = true;
-    header().backup.store(number, std::memory_order_seq_cst);  // in this moment the earlier one ceases to be one
+    begin_to_give();
     if (before != nullptr) before->ring();
-    for (auto& [worker, connection] : connections_) tell(connection);
-    if (is_heir_) take_over();
   });
+}
+
+bool Server::backup_starts() {
+  bool starts = false;
+  order([&] { starts = backup_ != nullptr && !backup_->counts() && !backup_->ended() && !backup_->silent(); });
+  return starts;
 }
 
 void Server::check_native() const {
@@ -126,7 +130,8 @@ void Server::give_worker(const Connection& connection) {
 // Of the backup that there is, or of this server, if it was one.
 void Server::tell(Connection& connection) {
   connection.untold = false;
-  const auto* const backup = dynamic_cast<const NearPartner*>(backup_.get());
+  const auto* backup = dynamic_cast<const NearPartner*>(backup_.get());
+  if (backup != nullptr && !backup->counts()) backup = nullptr;
   if (connection.news.get() < 0 || (backup == nullptr && (turn_ == 0 || !only_near_))) return;
   News news{};
   news.lane = static_cast<std::uint32_t>(connection.spec.lane);
@@ -186,7 +191,7 @@ bool Server::write_down(const Message& message, Nanoseconds now) {
   if (!wait_for_room(sizeof record + more.size())) return false;
   if (backup_ == nullptr) return true;
   backup_->write(record, more, pushed);
-  const bool waits = request != nullptr && request->block < blocks_.size() && !blocks_[request->block].spec.two_states;
+  const bool waits = request != nullptr && request->block < blocks_.size() && reads_push(request->block);
   if (waits || backup_->room() < Journal::kBytes / 4 * 3) backup_->ring();
   pass(Step::journalled);
   return true;
@@ -248,7 +253,7 @@ void Server::follow(std::unique_ptr<Partner> partner) {
 
 void Server::leave_to_backup() {
   order([&] {
-    if (backup_ == nullptr || backup_->ended() || backup_->silent())
+    if (backup_ == nullptr || !backup_->counts() || backup_->ended() || backup_->silent())
       throw Error(ErrorKind::invalid_argument, "this server has no backup that could go on");
     carry_out();
     frozen_ = true;
@@ -394,6 +399,8 @@ void Server::repeat(const Record& record, const std::vector<std::byte>& bytes, s
       return decide(Tick{}, record.at);
     case Record::Kind::inherit:
       return become_heir();
+    case Record::Kind::block:
+      return take_block(record, static_cast<const Lent*>(pushed.get()));
     case Record::Kind::state:
       return become_far_server(record, dynamic_cast<const Lent&>(*pushed));
   }
@@ -425,14 +432,19 @@ void Server::repeat_lose(WorkerId worker, Nanoseconds at) {
   found->second.gone = true;  // a worker that is only cut off from the server hears of it
 }
 
-// Updates of blocks that will be adopted are for when the server has ended without them.
+// Updates of blocks that will be adopted are for when the server has ended without them. Those of blocks that have not
+// come are in what will come.
 void Server::keep_decided() {
   for (Operation& each : decided_.operations) {
     if (!blocks_[each.block].spec.two_states) continue;
     kept_[each.block].push_back(std::move(each));
     pass(Step::carried_out);
   }
-  std::erase_if(decided_.operations, [this](const auto& each) { return blocks_[each.block].spec.two_states; });
+  std::erase_if(decided_.operations, [this](const auto& each) {
+    const Block& block = blocks_[each.block];
+    statistics_.updates += block.is_missing && each.version > 0;
+    return block.spec.two_states || block.is_missing;
+  });
 }
 
 // What the server has published needs nothing that was pushed.

@@ -5,7 +5,8 @@
 // directory, which is the launcher's store: a compare-and-set of the shard's view, from both to itself alone
 // (succession.py). The first one wins, and decided() tells each of them. Two never serve the same blocks:
 //
-//   The server    carries out, shows and answers nothing that its backup has not confirmed. So from the last
+//   The server    carries out, shows and answers nothing that its backup has not confirmed, from when it has given the
+//                 backup all (server_state.cpp), which is before the backup counts. So from the last
 //                 confirmation on it changes nothing that anybody sees, until it has won. Then the backup has lost, or
 //                 will lose, and never serves.
 //   The backup    serves once it has won. Then the server has lost, or will lose: what it kept back it drops, and it
@@ -37,12 +38,16 @@ void Server::lead_far(std::function<void()> on_silence, std::string name) {
     for (Held& each : held_) each.after = 0;
     backup_ = std::move(partner);
     give_far_state();
+    begin_to_give();
   });
 }
 
 bool Server::backup_follows() {
   bool follows = false;
-  order([&] { follows = backup_ != nullptr && !backup_->silent() && backup_->received() > 0; });
+  order([&] {
+    follows = backup_ != nullptr && !backup_->silent() && backup_->next == backup_->end &&
+              backup_->received() >= backup_->given_at;
+  });
   return follows;
 }
 
@@ -103,7 +108,7 @@ bool Server::is_kept(std::uint64_t position) const {
 // Leaves in `decided_` what may be carried out now.
 void Server::keep_back() {
   answers_up_to_ = backup_ == nullptr ? 0 : backup_->written();
-  if (backup_ == nullptr ? kept_back_.empty() : !backup_->far()) return;
+  if (backup_ == nullptr ? kept_back_.empty() : !backup_->far() || backup_->next < backup_->end) return;
   if (!decided_.operations.empty() || !decided_.replies.empty())
     kept_back_.emplace_back(answers_up_to_, std::exchange(decided_, {}));
   for (; !kept_back_.empty() && is_kept(kept_back_.front().first); kept_back_.pop_front()) {
@@ -130,7 +135,7 @@ bool Server::FarPartner::read(Record& record, std::vector<std::byte>& bytes, std
   bytes = std::move(entry.bytes);
   pushed = nullptr;
   const bool has_some = record.kind == Record::Kind::request && record.slot.block != UINT32_MAX;
-  if (has_some || record.kind == Record::Kind::state)
+  if (has_some || record.kind == Record::Kind::state || record.kind == Record::Kind::block)
     pushed = std::make_shared<Lent>(entry.pushed, static_cast<std::size_t>(record.slot.bytes));
   return true;
 }

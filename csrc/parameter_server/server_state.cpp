@@ -1,9 +1,13 @@
 // A backup that starts late: all that a server is, as the server writes it and as its backup becomes it.
 //
-// The server writes its state to memory of its own, in one order. It takes no turns meanwhile, which is as long as
-// copying the state takes. It gives the memory to a backup of its host, with the descriptors of its workers; to one on
-// another host it sends it, with what was pushed and is still needed, as the first record of the journal. The backup
-// rebuilds itself in its own time, and goes on with the journal, which begins there.
+// The server writes its state to memory of its own, in one order, but for the content of blocks that are updated in
+// place. It gives the memory to a backup of its host, with the descriptors of its workers; to one on another host it
+// sends it, with what was pushed and is still needed, as the first record of the journal. The backup rebuilds itself in
+// its own time, and goes on with the journal, which begins there.
+//
+// The blocks follow one by one, between requests. What was written down before a block has been carried out in it, so
+// the backup passes over the updates of blocks that have not come, and makes those that come after. It counts when it
+// has been given all. Until then it can take nobody's place, so the server carries out and shows what it takes at once.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -13,6 +17,7 @@
 #include <cerrno>
 #include <cstring>
 #include <map>
+#include <optional>
 #include <span>
 
 #include "core/error.h"
@@ -23,6 +28,7 @@ namespace ringreduce::parameter_server {
 namespace {
 
 constexpr std::size_t kBuffer = 1 << 20;
+constexpr std::size_t kMostUnderWay = 4;  // blocks that the backup has not taken; requests wait for no more than that
 constexpr std::uint64_t kNoPayload = UINT64_MAX, kInline = UINT64_MAX - 1;
 
 // The last message of a state: the memory with it comes along.
@@ -190,11 +196,15 @@ void Server::visit_blocks(Archive& archive) {
     }
     Block& block = blocks_[id];
     archive(block.steps, block.failure);
-    if (block.table != nullptr)
-      visit_rows(archive, *block.table);
-    else if (!block.spec.two_states)  // its words, both versions, which readers may need, and the states
-      archive.raw(block.words, block_bytes(block.bytes()) + aligned(block.state_bytes));
+    if (block.table != nullptr) visit_rows(archive, *block.table);
+    block.is_missing = archive.reads() && block.comes_apart();
   }
+}
+
+// Its words, both versions, which readers may need, and the states.
+void Server::visit_content(Archive& archive, Block& block) {
+  archive(block.steps, block.failure);
+  archive.raw(block.words, block_bytes(block.bytes()) + aligned(block.state_bytes));
 }
 
 // In the order in which they were made, as slabs have them.
@@ -221,8 +231,7 @@ void Server::visit(Archive& archive) {
 
 // ---- The server ---------------------------------------------------------------------------------------------------
 
-// Returns the number of the backup that has all of it now, though it does not count yet.
-std::uint32_t Server::give_state(const NearPartner& to) {
+void Server::give_state(NearPartner& to) {
   StateWriter state(false);
   visit(state);
   std::vector<int> given;
@@ -239,7 +248,7 @@ std::uint32_t Server::give_state(const NearPartner& to) {
   if (!gone || !send_message(to.passage.get(), &ready, sizeof ready, std::array{memory}))
     throw Error(ErrorKind::system, "a new backup was given " + std::to_string(given.size() + 1) +
                                        " descriptors and did not take them: has its process ended?");
-  return ready.number;
+  to.number = ready.number;
 }
 
 void Server::give_far_state() {
@@ -255,7 +264,94 @@ void Server::give_far_state() {
   backup_->write(record, {}, &all);
 }
 
+void Server::begin_to_give() {
+  backup_->end = static_cast<BlockId>(blocks_.size());
+  while (backup_->next < backup_->end && !blocks_[backup_->next].comes_apart()) ++backup_->next;
+  if (backup_->next == backup_->end) return have_given_all();
+  if (!backup_->far()) header().backup.store(0, std::memory_order_seq_cst);  // an earlier one hears of nothing any more
+}
+
+// Gives a new backup the next block that it lacks. Where there are requests, these have half of the time: a block is
+// given when the backup has taken the one before, and then requests had as long again.
+bool Server::give_blocks(bool moved) {
+  if (backup_ == nullptr || backup_->next == backup_->end || backup_->ended() || backup_->silent()) return false;
+  Partner& to = *backup_;
+  const Nanoseconds t = ringreduce::now();
+  while (!to.under_way.empty() && to.carried_out() >= to.under_way.front()) {
+    to.under_way.pop_front();
+    to.rests_until = t + (t - to.gave);
+  }
+  if ((moved || !held_.empty()) && (!to.under_way.empty() || t < to.rests_until)) return false;
+  if (to.under_way.size() == kMostUnderWay || to.room() < Journal::kReserve || !give_block(to.next)) return false;
+  to.gave = t;
+  to.under_way.push_back(to.written());
+  pass(Step::gives);
+  do {
+    ++to.next;
+  } while (to.next < to.end && !blocks_[to.next].comes_apart());
+  if (to.next == to.end) have_given_all();
+  return true;
+}
+
+// Returns whether it could be given.
+bool Server::give_block(BlockId id) {
+  StateWriter content(backup_->far());
+  visit_content(content, blocks_[id]);
+  const auto [memory, bytes] = content.end();
+  Record record;
+  record.kind = Record::Kind::block;
+  record.slot.block = id;
+  record.slot.bytes = bytes;
+  if (auto* const near = dynamic_cast<NearPartner*>(backup_.get())) {
+    const char some = 0;
+    if (!send_message(near->passage.get(), &some, sizeof some, std::array{memory})) return false;
+    near->write(record, {}, nullptr);
+  } else {
+    const auto mapped = std::make_shared<Mapping>(memory, bytes, false);
+    const Lent all(std::shared_ptr<std::byte[]>(mapped, mapped->at()), bytes);
+    backup_->write(record, {}, &all);
+  }
+  backup_->ring();
+  return true;
+}
+
+// One of this host counts at once, since what is written outlives this server; of others see backup_follows().
+void Server::have_given_all() {
+  backup_->given_at = backup_->written();
+  const auto* const near = dynamic_cast<const NearPartner*>(backup_.get());
+  if (near == nullptr) return;
+  backup_->is_counted = true;
+  header().backup.store(near->number, std::memory_order_seq_cst);  // from here on an earlier one is none
+  for (auto& [worker, connection] : connections_) tell(connection);
+  if (is_heir_) take_over();
+}
+
+// Whether the backup carries out an update of this block now, and so reads what was pushed. Between hosts that is sent
+// in any case.
+bool Server::reads_push(BlockId id) const {
+  const bool lacks = backup_ != nullptr && !backup_->far() && id >= backup_->next && id < backup_->end;
+  return !blocks_[id].spec.two_states && !(lacks && blocks_[id].comes_apart());
+}
+
 // ---- The backup ---------------------------------------------------------------------------------------------------
+
+void Server::take_block(const Record& record, const Lent* given) {
+  Block& block = blocks_[record.slot.block];
+  const auto take = [&](const std::byte* at) {
+    StateReader content({at, static_cast<std::size_t>(record.slot.bytes)}, true, {});
+    visit_content(content, block);
+  };
+  if (given != nullptr) {
+    take(given->at());
+  } else {
+    const std::optional<Received> message = receive_message(near_server().passage.get());
+    if (!message || message->descriptors.size() != 1)
+      throw Error(ErrorKind::mismatch, "the content of a block has not come to the backup");
+    take(Mapping(message->descriptors[0].get(), static_cast<std::size_t>(record.slot.bytes), false).at());
+  }
+  block.is_missing = false;
+  pass(Step::takes);
+}
 
 void Server::become_far_server(const Record& record, const Lent& state) {
   StateReader reader({state.at(), state.bytes}, true, {});

@@ -79,6 +79,7 @@ bool Server::turn(bool may_call_python) {
                                                      [this](const auto& each) { return by_python(each); });
   if (!left_for_thread_) carry_out();
   moved |= release_held();
+  moved |= give_blocks(moved);
   look_for_ended();
   return moved;
 }

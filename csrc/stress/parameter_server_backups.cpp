@@ -27,6 +27,13 @@ ps::ServerSpec spec_of(const ps::Server& server, const char* name) {
   return {dup(server.values()), dup(server.bell()), ps::own_pidfd().release(), server.capacity(), name, 0, 0, ""};
 }
 
+template <class F>
+void wait_for(F&& ready, const char* otherwise) {
+  const Nanoseconds until = now() + 60 * kSecond;
+  while (!ready() && now() < until) std::this_thread::yield();
+  check(ready(), otherwise);
+}
+
 // Has the server keep its blocks at the other one, too.
 void make_backup(ps::Server& server, ps::Server& backup) {
   const FileDescriptor journal = ps::Journal::make();
@@ -36,6 +43,7 @@ void make_backup(ps::Server& server, ps::Server& backup) {
       {dup(journal.get()), dup(server.bell()), dup(server.values()), ps::own_pidfd().release(), passage[1], 0, "", ""});
   server.lead({dup(journal.get()), dup(backup.bell()), dup(backup.values()), ps::own_pidfd().release(), passage[0],
                backup.capacity(), "the backup", ""});
+  wait_for([&] { return server.has_backup(); }, "the new backup has not got all");
 }
 
 std::shared_ptr<ps::Server> new_server() { return std::make_shared<ps::Server>(8 << 20, ps::Server::Hooks{}); }
@@ -100,8 +108,6 @@ struct Pair {
     if (!far) return make_backup(*server, *backup);
     ++replica;
     tie_far();
-    wait_for([&] { return server->backup_follows(); }, "the new backup has not got all");
-    server->count_backup();
     if (replica % 2 == 1) attach_all();
     if (leaves) wait_for([&] { return ended.back()->has_ended(); }, "the server that leaves does not end");
     if (loser.joinable()) loser.join();
@@ -115,13 +121,6 @@ struct Pair {
     server->leave_to_backup();
   }
 
-  template <class F>
-  static void wait_for(F&& ready, const char* otherwise) {
-    const Nanoseconds until = now() + 60 * kSecond;
-    while (!ready() && now() < until) std::this_thread::yield();
-    check(ready(), otherwise);
-  }
-
   void tie_far() {
     backup->follow_far([this, its = backup.get()] { decider = std::thread([its] { its->decided(true); }); });
     server->lead_far([this, its = server.get()] {
@@ -132,6 +131,8 @@ struct Pair {
       server->connect_partner(one, "to the backup");
       backup->connect_partner(other, "to the server");
     }
+    wait_for([&] { return server->backup_follows(); }, "the new backup has not got all");
+    server->count_backup();
   }
 
   static void connect(ps::Client& client, ps::WorkerId id, ps::Server& to, std::uint32_t replica) {

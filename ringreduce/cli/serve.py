@@ -55,7 +55,11 @@ def add(commands: Any, summary: str) -> None:
     parser.add_argument("--listen", action="store_true", help="with --backups 1: let in workers of other hosts")
     parser.add_argument("--servers", type=int, default=0,
                         help="how many, more than processes if others come later (default: one a process)")  # fmt: skip
-    parser.add_argument("--join", action="store_true", help="take a share of what others on this host serve already")
+    parser.add_argument(
+        "--join",
+        action="store_true",
+        help="take a share of what others serve already: on this host, or with backups on any",
+    )
     parser.add_argument("--functions", nargs="+", default=[], metavar="MODULE:NAME",
                         help="update functions that workers may name")  # fmt: skip
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for all servers to come (default: 300)")

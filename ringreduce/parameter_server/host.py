@@ -53,8 +53,8 @@ class Host:
         """Servers that wait for their backups to go on."""
         self.is_leaving = False
         self._keeper: Any = None
-        self.on_wish: Callable[[int, int], None] = lambda process, has: None
-        """Called by it when a process that serves so many would like to serve one more."""
+        self.on_wish: Callable[[int, int, int], None] = lambda process, has, number: None
+        """Called by it when a process that serves so many would like to serve one more: that one, if it is not -1."""
         self.on_change: Callable[[], None] = lambda: None
         """Called by the door's thread when a server or a backup has ended."""
         self._own = next(iter(self.shards.values()), None) or Shard(1 << 12, functions)
@@ -105,16 +105,11 @@ class Host:
             connection, answer, (bell, values, its_pidfd) = control.enter(address, self._secret, hello, given, timeout)
             name = str(answer["name"])
             about: dict[str, Any] = {"capacity": server.capacity, "name": name, "address": address.hex()}
+            about |= {"bell": bell, "values": values, "pidfd": its_pidfd}
             with contextlib.ExitStack() as undo:
                 undo.callback(connection.close)
-                server.lead(
-                    journal=os.dup(journal),
-                    bell=bell,
-                    values=values,
-                    pidfd=its_pidfd,
-                    passage=os.dup(ours.fileno()),
-                    **about,
-                )
+                about |= {"journal": os.dup(journal), "passage": os.dup(ours.fileno())}
+                self.shards[number].lead(lambda: self._closing, **about)
                 undo.pop_all()
         finally:
             ours.close()
@@ -281,7 +276,7 @@ class Host:
             visitor.connection.close()
         for end in (self._wake, self._woken, self._listener):  # last: who sees this gone takes nothing here for alive
             end.close()
-        self._keeper, self.on_wish, self.on_change = None, lambda process, has: None, lambda: None
+        self._keeper, self.on_wish, self.on_change = None, lambda process, has, number: None, lambda: None
 
     def statistics(self) -> dict[str, Any]:
         """What `KeyValue.stats` says of this process's own server."""
@@ -462,7 +457,7 @@ class Host:
             given = [os.dup(shard.server.bell), os.dup(shard.server.values), own_pidfd()]
             return proof | {"name": self._name_of_backup(worker)}, given
         if hello.get("wish"):
-            self.on_wish(worker, int(hello["has"]))
+            self.on_wish(worker, int(hello["has"]), -1)
             return proof, [os.dup(self._own.server.bell), os.dup(self._own.server.values), own_pidfd()]
         wanted = self.shards.get(int(hello.get("of", 0)))
         if wanted is None or not wanted.server.serves:
@@ -520,6 +515,9 @@ class Host:
     def _welcome_far(self, visitor: Visitor, far: Far, hello: dict[str, Any]) -> dict[str, Any]:
         if hello.get("backup"):
             return self._follow_far(far, int(hello["of"]), int(hello["capacity"]), str(hello["view"]))
+        if hello.get("wish"):
+            self.on_wish(int(hello["process"]), int(hello["has"]), int(hello["of"]))
+            return {}
         window, worker = int(hello["window"]), int(hello["worker"])
         if not 0 < window <= self._window:
             raise InvalidArgument(

@@ -135,10 +135,11 @@ def serve(
     `listen` is False, which is the default with backups. The other arguments are as for `join`.
 
     `servers` is how many servers the blocks are spread over (default: one a process). If there are more than processes,
-    each process begins with its share, and others can take some later, on the same host: with `joins=True`, `store` and
-    `name` alone, this enters a parameter server that exists. It returns when it has its share, which its servers give
-    one after the other, while calls go on. `Serving.give_away` is the way back. Servers whose backups are reached by
-    TCP, because they are on several hosts or listen, do not move here: this process gets backups when some are lost.
+    each process begins with its share, and others can take some later, on the same host or, with backups, on others:
+    with `joins=True`, `store` and `name` alone, this enters a parameter server that exists. It returns when it has its
+    share, which its servers give one after the other, while calls go on. `Serving.give_away` is the way back. Where
+    backups are reached by TCP, since servers are on several hosts or listen, this process may also end up with backups
+    alone: if all copies of what it could serve would be on its host meanwhile.
     """
     _check_sizes(window, block_bytes)
     entry = Entry(name, "", window, block_bytes, time.monotonic() + timeout, timeout, resolve(None)[0])
@@ -177,6 +178,8 @@ def _coming(entry: Entry, store: Any, functions: dict[str, Function] | None) -> 
         keeper = _keep(entry, host)
         if host.succession is None:
             keeper.take_share(entry.servers, entry.deadline)
+        else:
+            keeper.take_share_between_hosts(entry.servers, entry.deadline)
     except BaseException:
         host.close()
         raise
@@ -273,7 +276,7 @@ def _agree_on_all(entry: Entry, listen: bool) -> None:
 
 def _make_known(entry: Entry, host: Host, listen: bool) -> None:
     _publish(entry, host, listen or len(set(entry.machines)) > 1)
-    if entry.servers > entry.founders:
+    if entry.servers > entry.founders and not entry.has_far_backups:
         _check_one_host(entry, listen)
     if entry.backups:
         _have_backups(entry, host)
@@ -324,18 +327,18 @@ def _check_one_host(entry: Entry, listen: bool) -> None:
         if machine != entry.machine:
             name = entry.process(process)["name"]
             raise TopologyError(
-                f"{name} is on another host than this server; more servers than processes are for one host", process
+                f"{name} is on another host than this server; more servers than processes need backups=1, or one host",
+                process,
             )
     if listen:
         raise InvalidArgument(
             f"listen is True with {entry.servers} servers in {entry.founders} processes; servers that move only have "
-            "workers of their own host"
+            "workers of their own host, unless backups is 1"
         )
 
 
 def _have_backups(entry: Entry, host: Host) -> None:
     """Has another process, the next one or if it can one on another host, keep backups of what begins here."""
-    # Server n is in process n if backups are reached by TCP.
     far = host.succession is not None
     backup = backup_of(entry.worker, entry.machines) if far else (entry.worker + 1) % entry.founders
     its = entry.process(backup)

@@ -21,7 +21,7 @@ from typing import Any
 from ringreduce.errors import Aborted, CollectiveTimeout, RingReduceError
 from ringreduce.membership.directory import Bounded
 from ringreduce.parameter_server.host import Host
-from ringreduce.parameter_server.views import Views
+from ringreduce.parameter_server.views import View, Views
 
 _LOOK = 0.5
 """Seconds between looks when nothing is known to have happened."""
@@ -102,8 +102,10 @@ class Keeper:
         self._served = host.serving()
         """Of which the store has been told that they are here."""
         self._looking = threading.Lock()
-        self._wishes: list[tuple[int, int]] = []
-        """Processes that would like to serve one more, and how many they do."""
+        self._wishes: list[tuple[int, int, int]] = []
+        """Processes that would like to serve one more, how many they do, and which one, if it is not -1."""
+        self._wanted_by: dict[int, int] = {}
+        """Of servers with their backups here: the process that is to be the next backup, and would like to serve."""
         self._backup_at: dict[int, int] = {}
         """Of servers: the process with the backup, if this process had it made."""
         self._in_vain: set[int] = set()
@@ -172,13 +174,23 @@ class Keeper:
                 self._directory.put(number, self._number)
         self._served = serving
 
-    def _hear_wish(self, process: int, has: int) -> None:
-        self._wishes.append((process, has))
+    def _hear_wish(self, process: int, has: int, number: int) -> None:
+        if number >= 0 and number not in self._host.serving():
+            self._wanted_by[number] = process
+            return
+        self._wishes.append((process, has, number))
         self._poked.set()
 
-    def _grant(self, process: int, has: int) -> None:
+    def _grant(self, process: int, has: int, wanted: int) -> None:
         """Has the other process serve one of those here, if it has fewer even then."""
         mine = sorted(self._host.serving())
+        if self._host.succession is not None:
+            if wanted in mine and not self._host.shards[wanted].is_saving():
+                is_next = self._host.succession.backup_of(self._host.shards[wanted]) == process
+                if len(mine) > has + (not is_next):  # what is here on its way to that process it may have in any case
+                    self._host.hand_over(wanted)
+                    self._poked.set()
+            return
         if len(mine) <= has + 1:
             return
         # First one that has its backup there. Some may not move: those with keys that Python updates.
@@ -215,6 +227,47 @@ class Keeper:
             while self._served != self._host.serving() and time.monotonic() < deadline:
                 time.sleep(_SOON)  # until the store knows
 
+    def take_share_between_hosts(self, servers: int, deadline: float) -> None:
+        """The same where a server has its only backup in another process, which serves it on its way here: with this
+        process as its backup, and then this one takes over. It may keep what it has."""
+        succession = self._host.succession
+        assert succession is not None
+        while time.monotonic() < deadline:
+            views = {server: view for server in range(servers) if (view := succession.views.of(server))}
+            counts = collections.Counter(view.server.process for view in views.values())
+            # Not if all copies would be on this host meanwhile.
+            machines = {number: its["machine"] for number, its in self._directory.processes().items()}
+            here = [number for number in machines if machines[number] == machines[self._number]]
+            may = [
+                (counts[view.server.process], server)
+                for server, view in views.items()
+                if view.backup is not None and (view.backup.process == self._number or view.backup.process not in here)
+            ]
+            most, server = max(may, default=(0, 0))
+            if most <= counts[self._number] + 1 or not self._take(
+                server, views[server], counts[self._number], deadline
+            ):
+                return
+
+    def _take(self, number: int, view: View, has: int, deadline: float) -> bool:
+        """Returns whether server `number` is served here, before the time is over."""
+        succession, through = self._host.succession, view.backup
+        assert succession is not None and through is not None
+        way = (view.server.process, through.process, self._number)
+        while number not in self._host.serving():
+            if time.monotonic() > deadline or view.server.process not in way:
+                return False
+            with contextlib.suppress(OSError):  # it has ended, and the next view says so
+                if view.server.process == way[0] and through.process != self._number:
+                    succession.wish_for(number, through.process, has, _PATIENCE)
+                if view.server.process != self._number:
+                    succession.wish_for(number, view.server.process, has, _PATIENCE)
+            until = time.monotonic() + _LOOK
+            while time.monotonic() < until and number not in self._host.serving():
+                time.sleep(_SOON)
+            view = succession.views.of(number) or view
+        return True
+
     def give_away(self, timeout: float) -> bool:
         """Has other processes serve what this one does, and takes no backups any more.
 
@@ -250,7 +303,9 @@ class Keeper:
         server = self._host.shards[number].server
         if process is not None and self._backup_at.get(number) == process and server.has_backup:
             return True
-        for other in self._candidates() if process is None else [process]:
+        wanted_by = self._wanted_by.pop(number, None)
+        first = [] if wanted_by is None else [wanted_by]
+        for other in first + self._candidates() if process is None else [process]:
             if self._closing:
                 return False
             try:

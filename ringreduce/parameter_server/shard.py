@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ _KNOWN = 16
 """Snapshots, of which it is known how they ended."""
 OBSERVERS = "observers"
 """The group of those that only look: a server does not count them as its workers."""
+_LOOK = 0.002
+"""Seconds between looks whether a backup has all that its server is."""
 _PART = re.compile("[0-9]+-of-[0-9]{1,6}")
 
 
@@ -36,6 +39,16 @@ class Shard:
         self._follows = self._is_backup = False
         self.takes_over_quietly = False
         """Whether its server gives its blocks away, and does not just end."""
+
+    def lead(self, is_closing: Callable[[], bool], **partner: Any) -> None:
+        """Has a backup on this host, and waits until it has all. Raises `ConnectionError` if it ends before."""
+        self.server.lead(**partner)
+        while self.server.backup_starts:
+            if is_closing():
+                raise Aborted("this process's servers are being closed")
+            time.sleep(_LOOK)
+        if not self.server.has_backup:
+            raise ConnectionError(f"{partner['name']} has ended before it had all of its server")
 
     def follow(self, **partner: Any) -> None:
         """From now on it is a backup."""

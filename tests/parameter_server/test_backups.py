@@ -256,6 +256,7 @@ def make_backup(server: Any, backup: Any) -> None:
     backup.follow(journal=os.dup(journal), passage=theirs.detach(), **given, **about)
     given = {"bell": os.dup(backup.bell), "values": os.dup(backup.values), "pidfd": own_pidfd()}
     server.lead(journal=journal, passage=ours.detach(), capacity=1 << 20, **given, **about)
+    wait_until(lambda: not server.backup_starts)
 
 
 def let_in(server: Any, client: Any, number: int = 0) -> None:

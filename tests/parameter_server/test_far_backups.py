@@ -205,7 +205,7 @@ def comes_and_leaves(me: Rank) -> Any:
             me.store.wait(["has left 0"])
             return serving.wait(30.0), serving.give_away(1.0)
     with pytest.raises(InvalidArgument, match="servers that move only have workers"):
-        ps.serve(me.store, rank=me.rank, size=2, servers=3, backups=1, name="more", **SMALL | {"listen": True})
+        ps.serve(me.store, rank=me.rank, size=2, servers=3, name="more", **SMALL | {"listen": True})
     with ps.serve(me.store, rank=me.rank, size=2, backups=1, **SMALL | {"listen": True}) as serving:
         me.meet("servers")
         me.store.wait(["came", f"may leave {me.rank}"])
@@ -223,13 +223,13 @@ def test_processes_leave_what_they_serve_to_others_until_one_is_left() -> None:
 
 def has_more_servers_than_processes(me: Rank) -> str:
     with pytest.raises(TopologyError) as raised:
-        ps.serve(me.store, rank=me.rank, size=2, servers=4, backups=1, **SMALL)
+        ps.serve(me.store, rank=me.rank, size=2, servers=4, **SMALL)
     return str(raised.value)
 
 
-def test_more_servers_than_processes_are_for_one_host() -> None:
+def test_more_servers_than_processes_without_backups_are_for_one_host() -> None:
     for said in run(placed, 2, APART, has_more_servers_than_processes):
-        assert "is on another host than this server; more servers than processes are for one host" in said
+        assert "is on another host than this server; more servers than processes need backups=1, or one host" in said
 
 
 # ---- who goes on, step by step ---------------------------------------------------------------------------------------
@@ -280,7 +280,8 @@ def pushes_meanwhile(me: Rank, doomed: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("doomed", "step"), [(0, "leaves"), (1, "inherits"), (1, "taking over"), (1, "serving"), (-1, "never")]
+    ("doomed", "step"),
+    [(0, "leaves"), (1, "inherits"), (1, "gives"), (1, "taking over"), (1, "serving"), (-1, "never")],
 )
 def test_nothing_is_lost_when_a_process_is_killed_while_a_server_leaves(doomed: int, step: str) -> None:
     with Ranks(placed, SERVERS + WORKERS, APART5, leaves_and_somebody_dies, doomed, step) as ranks:
