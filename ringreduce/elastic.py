@@ -31,7 +31,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous as env_rendezvous
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree as pytree
 
 from ringreduce.api import backend_of
 from ringreduce.common.units import duration
@@ -55,6 +54,7 @@ from ringreduce.membership.rounds import Membership
 from ringreduce.ready import ready_for_a_group
 from ringreduce.rendezvous import store as rendezvous
 from ringreduce.rendezvous.card import prepared
+from ringreduce.shared_state import State
 from ringreduce.survivors import KeyStore
 from ringreduce.watch import Watch
 
@@ -72,24 +72,6 @@ log = logging.getLogger(__name__)
 class Over(SystemExit):
     """Raised by `start` in a process that was started again when all members had left or ended: there is nothing to
     join. Ends the process with exit code 0 unless it is caught, so a launcher sees no failure."""
-
-
-class State:
-    """What a joiner receives: see `World.state`. Its attributes are those that were given. They can be set."""
-
-    def __init__(self, parts: dict[str, Any]) -> None:
-        vars(self).update(parts)
-
-    def _dump(self) -> Any:
-        return {name: part.state_dict() if hasattr(part, "state_dict") else part for name, part in vars(self).items()}
-
-    def _load(self, found: dict[str, Any]) -> None:
-        for name, value in found.items():
-            part: Any = getattr(self, name, None)
-            if hasattr(part, "load_state_dict"):
-                part.load_state_dict(value)
-            else:
-                setattr(self, name, value)
 
 
 class World:
@@ -304,7 +286,8 @@ class World:
                 in_vain = time.monotonic() - began > self._config.patience + self._config.timeout
                 if isinstance(failed, Expelled | TooFewRanks) or (in_vain and self.view.names == before):
                     raise  # the same members cannot make a group
-                error, joiners, lets_in = failed, (), False
+                # Its frames hold the group, and this frame would hold them: a cycle, which Python finds hours later.
+                error, joiners, lets_in = failed.with_traceback(None), (), False
 
     def _report(self, error: Exception | None) -> Report:
         """Of a change that lets nobody in. `error`: what this member has ended with.
@@ -447,22 +430,7 @@ class World:
         if not bool(flags.any()):
             raise TooFewRanks("every member that had the state is lost; start again from a checkpoint")
         source = int(flags.argmax())
-        tensors, shape = pytree.tree_flatten(state._dump())
-        plain = [None if isinstance(each, torch.Tensor) else each for each in tensors]
-        described = [(each.dtype, each.shape) if isinstance(each, torch.Tensor) else None for each in tensors]
-        told: list[Any] = [plain, described, shape]
-        dist.broadcast_object_list(told, source)
-        plain, described, shape = told
-        values: list[Any] = []
-        for number, (value, tensor) in enumerate(zip(plain, described, strict=True)):
-            if tensor is None:
-                values.append(value)
-                continue
-            mine = tensors[number].contiguous() if self.rank == source else torch.empty(tensor[1], dtype=tensor[0])
-            dist.broadcast(mine, source)
-            values.append(mine)
-        if not self._has_state and self.rank != source:
-            state._load(pytree.tree_unflatten(values, shape))
+        state.share(source, takes=not self._has_state and self.rank != source)
         self._has_state = True
 
 

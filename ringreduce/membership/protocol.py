@@ -12,7 +12,8 @@ Members leave a view together, in a *round*:
 2. The answer is the log with the lines of the others. Who misses somebody looks again and again, and appends another
    line when it learns that a member is lost.
 3. The round is over with the first line after which every member is accounted for. Those who are here go on, all others
-   are lost (`successor`). Later lines count for nothing, so a member that comes too late is expelled.
+   are lost (`successor`). Later lines count for nothing, so a member that comes too late is expelled. So is one
+   that reads in the log that it was given up, at once.
 
 A member is *lost* when its process has ended, which is certain, or when the others have waited for it in vain, which
 may be wrong. Safety does not depend on that: a member that was given up wrongly finds a view without it and is
@@ -238,6 +239,11 @@ def step(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
     state = replace(state, log=event.value, request=None)
     if decided := successor(state.view, state.log):
         return obey(state, decided)
+    if (
+        state.me in read(state.view, state.log).lost
+    ):  # who gave it up may die before the round is over, and nobody end it
+        others = tuple(member for member in state.view.members if member.name != state.me)
+        return obey(state, replace(state.view, members=others))
     if not state.committing:
         return state, ()
     if _step_in(state.log) < state.committing:
@@ -276,7 +282,7 @@ def _step_in(log: str) -> int:
 
 
 def obey(state: State, decided: View) -> tuple[State, tuple[Effect, ...]]:
-    """This view is the next one, whoever has ended the round."""
+    """This view is the next one, whoever has ended the round; or this member will not be in the next one."""
     state = State(state.me, decided)
     return state, (Entered(decided) if state.me in decided.names else Expelled(decided),)
 
