@@ -129,9 +129,9 @@ class World:
         """What all members have alike, and joiners get: objects that have `state_dict` and `load_state_dict`, such as
         models and optimizers, and plain values. Returns it as an object with these attributes.
 
-        All members get the first one's now. To be called once, by all, before any other call on the group. A
-        `DistributedDataParallel` among the parts is bound to the new group after each change; make it with
-        `init_sync=False`, as its members' states are equalised here.
+        All members get the first one's now; with `unit`, that of the same place in the first unit. To be called once,
+        by all, before any other call on the group. A `DistributedDataParallel` among the parts is bound to the new
+        group after each change; make it with `init_sync=False`, as its members' states are equalised here.
         """
         if self._state is not None:
             raise InvalidArgument("state: it was called before; it takes all parts at once")
@@ -406,8 +406,10 @@ class World:
                 found = config.home.lobby.waiting({*self.view.names, *self._refused})
             except (RuntimeError, OSError) as error:
                 log.info("nobody can join: the launcher's store is gone: %s", error)
+            found = found[: max(config.most - self.size, 0)]
+            found = found[: len(found) // self.view.unit * self.view.unit]
             if found or time.monotonic() >= end:
-                return found[: max(config.most - self.size, 0)]
+                return found
             time.sleep(LOOK_FOR_JOINERS)
 
     def _invite(self, members: list[Member]) -> None:
@@ -427,10 +429,12 @@ class World:
         if int(flags.min()) == 2:
             return
         # A founder that has none yet has not let anybody take a step, so its own is as good as any.
-        if not bool(flags.any()):
+        unit = self.view.unit
+        if not all(bool(flags[first::unit].any()) for first in range(unit)):
             raise TooFewRanks("every member that had the state is lost; start again from a checkpoint")
-        source = int(flags.argmax())
-        state.share(source, takes=not self._has_state and self.rank != source)
+        for first in range(unit):  # each has the state of its place in the unit
+            source = first + unit * int(flags[first::unit].argmax())
+            state.share(source, takes=not self._has_state and self.rank != source and self.rank % unit == first)
         self._has_state = True
 
 
@@ -453,6 +457,7 @@ def start(
     least: int = 1,
     *,
     spares: int = 0,
+    unit: int = 1,
     patience: timedelta | float = 60.0,
     expel_after: timedelta | float | None = None,
     timeout: timedelta | float = dist.distributed_c10d.default_pg_timeout,
@@ -472,7 +477,9 @@ def start(
 
     `least`: with fewer members nobody goes on: see `World.attempt`. `spares`: so many of the `world_size` processes,
     those of the last ranks, wait here until a member is lost; there are never more members than the others. Where
-    `least` is how many these are, each step is done by as many ranks, so a spare changes no bit of its result.
+    `least` is how many these are, each step is done by as many ranks, so a spare changes no bit of its result. `unit`:
+    so many ranks in a row, from a multiple of it on, are in together or not at all, as those that hold one replica: if
+    one is lost, the others of its unit raise `Expelled`, and those who wait are let in by so many.
     `patience`: seconds to wait for more members, and for a directory that is out of reach. `expel_after`: seconds after
     which others go on without a member that lives and does not come; by default `timeout`, that of calls. Raises
     `CollectiveTimeout` if no member has looked for `timeout` who waits, `Over` if all members have left or ended,
@@ -496,6 +503,10 @@ def start(
             f"start: spares is {spares!r}; of {world_size} processes, {least} must be left: 0 <= spares <= "
             f"{world_size - least}"
         )
+    if not isinstance(unit, int) or unit < 1 or (world_size - spares) % unit or spares % unit:
+        raise InvalidArgument(
+            f"start: unit is {unit!r}; it must divide the {world_size - spares} first members and the {spares} spares"
+        )
     founders, restart = world_size - spares, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     values = _etcd(store) if isinstance(store, str) else Bounded(store)
     here = KeyStore(values, f"ringreduce/elastic/{restart}/")
@@ -510,7 +521,7 @@ def start(
         expel_after=silence.total_seconds(),
         home=Home(here),
     )
-    return _join(config) if joins else _begin(config, rank, founders)
+    return _join(config) if joins else _begin(config, rank, founders, unit)
 
 
 def _etcd(address: str) -> Values:
@@ -519,7 +530,7 @@ def _etcd(address: str) -> Values:
     return Etcd(address)
 
 
-def _begin(config: _Config, rank: int, size: int) -> World:
+def _begin(config: _Config, rank: int, size: int, unit: int) -> World:
     first = PrefixStore("epoch 0", config.home.store)
     dist.init_process_group(
         "ringreduce",
@@ -533,7 +544,7 @@ def _begin(config: _Config, rank: int, size: int) -> World:
         config.home.share_ledger(rank)
     everyone: list[Any] = [None] * size
     dist.all_gather_object(everyone, (config.me, config.home.address()))
-    view = View(0, tuple(Member(*each) for each in everyone))
+    view = View(0, tuple(Member(*each) for each in everyone), unit=unit)
     world = World(config, Membership(config.home.directory(), config.me, view, config.patience), founder=True)
     world._attach(world._begin_watching())
     return world

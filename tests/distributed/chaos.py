@@ -23,7 +23,7 @@ import traceback
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
@@ -46,8 +46,8 @@ HANGS_AFTER = 60.0
 ENDS = ("killed", "expelled", "trained", "over", "waited")
 """How a process may end; `waited`: no member had time to let it in."""
 LATE = "the first group was not made within a call's timeout"
-"""As may be where the machine has other things to do. Then a world is started again, so many times at most:"""
-STARTS = 3
+"""As may be where the machine has other things to do. Then a world is started again, with longer timeouts:"""
+SLOWER = (1, 2, 6)
 QUIET = 2.5
 """Seconds after which nothing is left of the latest change: threads that watch a view end within one."""
 
@@ -357,12 +357,12 @@ class Fleet(Processes):
 @contextlib.contextmanager
 def started(kind: Kind) -> Iterator[Fleet]:
     """A world whose founders have taken part in a step."""
-    for _ in range(STARTS):
-        with Fleet(kind) as fleet:
+    for slower in SLOWER:
+        with Fleet(replace(kind, timeout=slower * kind.timeout, expel_after=slower * kind.expel_after)) as fleet:
             if fleet.start_all():
                 yield fleet
                 return
-    raise AssertionError(f"{STARTS} times in a row, {LATE}: {kind}")
+    raise AssertionError(f"{len(SLOWER)} times in a row, {LATE}: {kind}")
 
 
 @dataclass(frozen=True)
@@ -446,7 +446,7 @@ def trial(number: int, seconds: float) -> tuple[Kind, Counter[str]]:
     left = set(os.listdir("/dev/shm")) - before
     if left:
         raise AssertionError(f"left in /dev/shm: {left}")
-    return kind, done
+    return fleet.kind, done
 
 
 def newest(fleet: Fleet) -> int:

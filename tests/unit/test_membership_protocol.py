@@ -73,6 +73,8 @@ class Scenario:
     """Member 0 wants to go on without the last one, which lives."""
     at_once: bool = False
     """A member that leaves while it can reach the directory has its line in the log at the same moment."""
+    unit: int = 1
+    """So many members in a row are in together or not at all."""
 
 
 class Process(NamedTuple):
@@ -120,7 +122,7 @@ class Search:
         self._numbers: dict[bytes, int] = {}
         self._parts: dict[Any, tuple[Any, tuple[int, ...]]] = {}
         members = tuple(map(Member, NAMES[: scenario.members]))
-        self.first = View(0, members)
+        self.first = View(0, members, unit=scenario.unit)
         self._namings = [order for order in itertools.permutations(range(scenario.members)) if self._is_alike(order)]
         if not alike:
             del self._namings[1:]  # the first is the one that there is
@@ -189,6 +191,7 @@ class Search:
         leads = scenario.joiner or scenario.durable or scenario.unwanted
         return (
             all(self.is_far(old) == self.is_far(new) for new, old in enumerate(order))
+            and all(order[i] // scenario.unit == order[i - i % scenario.unit] // scenario.unit for i in order)
             and not (leads and order[0] != 0)
             and not (scenario.unwanted and order[last] != last)
         )
@@ -363,7 +366,9 @@ class Search:
         now = self.views(world.directory)[-1]
         if now.epoch > 0 and now.step < world.durable:
             raise Broken(f"step {world.durable} was committed durably; {now}")
-        if wrongly := set(now.lost) - world.blamed:
+        if set(now.lost) != self.first.with_units(now.lost):
+            raise Broken(f"a part of a unit is lost: {now}")
+        if wrongly := set(now.lost) - self.first.with_units(world.blamed):
             raise Broken(f"{wrongly} lived, and nobody suspected them: {now}")
 
     def is_settled(self, world: World) -> bool:
@@ -412,12 +417,14 @@ SMALL = (
 MEDIUM = (
     Scenario(3, crashes=1, losses=1, durable=True),
     Scenario(3, crashes=1, joiner=True),
+    Scenario(4, crashes=1, unit=2, at_once=True),
 )
 LARGE = (
     Scenario(3, 1, crashes=2, partitions=1, suspicions=1, durable=True, at_once=True),
     Scenario(4, crashes=2, at_once=True),
     Scenario(4, 2, partitions=1, suspicions=1, at_once=True),
     Scenario(4, 2, crashes=1, partitions=1, joiner=True, at_once=True),
+    Scenario(4, 2, crashes=1, partitions=1, suspicions=1, unit=2, at_once=True),
 )
 """Minutes each: python tests/unit/test_membership_protocol.py"""
 
@@ -427,6 +434,20 @@ LARGE = (
 )
 def test_every_order_of_events(scenario: Scenario) -> None:
     assert Search(scenario).run() > 100
+
+
+def test_a_unit_is_in_or_out() -> None:
+    """Whoever of it is lost, and those who wait come by units."""
+    view = View(0, tuple(map(Member, NAMES)), unit=2)
+    waiting = tuple(Member(f"joiner {number}") for number in range(3))
+    said = {"W": Report(without=("X",), open=True), "Z": Report(waiting=waiting, open=True)}
+    log = "".join(report.line(name) for name, report in said.items())
+    assert protocol.successor(view, log) is None  # Y has said nothing yet, and will be in
+    after = protocol.successor(view, log + Report(open=True).line("Y"))
+    assert after is not None and after.names == ("Y", "Z", "joiner 0", "joiner 1") and after.lost == ("W", "X")
+    assert View.load(after.dump()) == after
+    _, effects = protocol.step(State("W", view), Answer(place(0), log))
+    assert isinstance(effects[0], Expelled)
 
 
 def test_one_of_each_class_is_searched() -> None:
