@@ -32,6 +32,7 @@ from torch._C._distributed_c10d import ErrorType, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous as env_rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
+from ringreduce import tuning  # noqa: F401  rank 0 decides by it, and who becomes rank 0 should not wait for files
 from ringreduce.api import backend_of
 from ringreduce.common.units import duration
 from ringreduce.config import Options
