@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import gc
 import json
 import os
 import random
@@ -12,7 +11,6 @@ import signal
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -773,32 +771,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-
-
-def test_a_group_that_could_not_be_entered_goes_at_once() -> None:
-    """And not when Python looks for cycles, which in a process with torch is hours later."""
-    assert run(enters_at_the_second_go, 1) == [(2, 0)]
-
-
-def enters_at_the_second_go(me: Rank) -> tuple[int, int]:
-    gc.disable()
-    world = start(me, 1)
-    before = memfds()
-    changes: list[int] = []
-
-    def fails_once(world: elastic.World) -> None:
-        group = backend_of(None)  # as a call on it has
-        changes.append(group.size())
-        if len(changes) == 1:
-            raise CollectiveTimeout("as a call in a callback")
-
-    world.on_change(fails_once)
-    world._change(None)
-    more = memfds() - before
-    world.leave()
-    return len(changes), more
-
-
-def memfds() -> int:
-    """How many regions of groups this process has open."""
-    return [os.path.realpath(each) for each in Path("/proc/self/fd").iterdir()].count("/memfd:ringreduce (deleted)")
