@@ -345,9 +345,10 @@ class Fleet(Processes):
                 self._send(life, signal.SIGUSR1)
         time.sleep(0.5)
         told = [why, str(self.kind)]
-        for number, life in [
-            (n, life) for n, life in enumerate(self.lives) if not life.ended or n > len(self.lives) - 12
-        ]:
+        for number, life in enumerate(self.lives):
+            had_the_state = bool(life.steps) and life.steps[-1][1] > self.step - 3
+            if life.ended and number <= len(self.lives) - 12 and not had_the_state:
+                continue
             log = Path(f"{self._logs.name}/{number}")
             told.append(f"place {life.place}, pid {life.pid}, {life.name!r}, ended {life.ended!r}, {life.views[-1:]}")
             told.append(f"latest step {life.steps[-1:]}\n{log.read_text()[-3000:] if log.exists() else ''}")
