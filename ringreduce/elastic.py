@@ -31,8 +31,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous as env_rendezvous
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree as pytree
 
+from ringreduce import tuning  # noqa: F401  rank 0 decides by it, and who becomes rank 0 should not wait for files
 from ringreduce.api import backend_of
 from ringreduce.common.units import duration
 from ringreduce.config import Options
@@ -55,6 +55,7 @@ from ringreduce.membership.rounds import Membership
 from ringreduce.ready import ready_for_a_group
 from ringreduce.rendezvous import store as rendezvous
 from ringreduce.rendezvous.card import prepared
+from ringreduce.shared_state import State
 from ringreduce.survivors import KeyStore
 from ringreduce.watch import Watch
 
@@ -72,24 +73,6 @@ log = logging.getLogger(__name__)
 class Over(SystemExit):
     """Raised by `start` in a process that was started again when all members had left or ended: there is nothing to
     join. Ends the process with exit code 0 unless it is caught, so a launcher sees no failure."""
-
-
-class State:
-    """What a joiner receives: see `World.state`. Its attributes are those that were given. They can be set."""
-
-    def __init__(self, parts: dict[str, Any]) -> None:
-        vars(self).update(parts)
-
-    def _dump(self) -> Any:
-        return {name: part.state_dict() if hasattr(part, "state_dict") else part for name, part in vars(self).items()}
-
-    def _load(self, found: dict[str, Any]) -> None:
-        for name, value in found.items():
-            part: Any = getattr(self, name, None)
-            if hasattr(part, "load_state_dict"):
-                part.load_state_dict(value)
-            else:
-                setattr(self, name, value)
 
 
 class World:
@@ -147,9 +130,9 @@ class World:
         """What all members have alike, and joiners get: objects that have `state_dict` and `load_state_dict`, such as
         models and optimizers, and plain values. Returns it as an object with these attributes.
 
-        All members get the first one's now. To be called once, by all, before any other call on the group. A
-        `DistributedDataParallel` among the parts is bound to the new group after each change; make it with
-        `init_sync=False`, as its members' states are equalised here.
+        All members get the first one's now; with `unit`, that of the same place in the first unit. To be called once,
+        by all, before any other call on the group. A `DistributedDataParallel` among the parts is bound to the new
+        group after each change; make it with `init_sync=False`, as its members' states are equalised here.
         """
         if self._state is not None:
             raise InvalidArgument("state: it was called before; it takes all parts at once")
@@ -304,7 +287,8 @@ class World:
                 in_vain = time.monotonic() - began > self._config.patience + self._config.timeout
                 if isinstance(failed, Expelled | TooFewRanks) or (in_vain and self.view.names == before):
                     raise  # the same members cannot make a group
-                error, joiners, lets_in = failed, (), False
+                # Its frames hold the group, and this frame would hold them: a cycle, which Python finds hours later.
+                error, joiners, lets_in = failed.with_traceback(None), (), False
 
     def _report(self, error: Exception | None) -> Report:
         """Of a change that lets nobody in. `error`: what this member has ended with.
@@ -423,8 +407,10 @@ class World:
                 found = config.home.lobby.waiting({*self.view.names, *self._refused})
             except (RuntimeError, OSError) as error:
                 log.info("nobody can join: the launcher's store is gone: %s", error)
+            found = found[: max(config.most - self.size, 0)]
+            found = found[: len(found) // self.view.unit * self.view.unit]
             if found or time.monotonic() >= end:
-                return found[: max(config.most - self.size, 0)]
+                return found
             time.sleep(LOOK_FOR_JOINERS)
 
     def _invite(self, members: list[Member]) -> None:
@@ -444,25 +430,12 @@ class World:
         if int(flags.min()) == 2:
             return
         # A founder that has none yet has not let anybody take a step, so its own is as good as any.
-        if not bool(flags.any()):
+        unit = self.view.unit
+        if not all(bool(flags[first::unit].any()) for first in range(unit)):
             raise TooFewRanks("every member that had the state is lost; start again from a checkpoint")
-        source = int(flags.argmax())
-        tensors, shape = pytree.tree_flatten(state._dump())
-        plain = [None if isinstance(each, torch.Tensor) else each for each in tensors]
-        described = [(each.dtype, each.shape) if isinstance(each, torch.Tensor) else None for each in tensors]
-        told: list[Any] = [plain, described, shape]
-        dist.broadcast_object_list(told, source)
-        plain, described, shape = told
-        values: list[Any] = []
-        for number, (value, tensor) in enumerate(zip(plain, described, strict=True)):
-            if tensor is None:
-                values.append(value)
-                continue
-            mine = tensors[number].contiguous() if self.rank == source else torch.empty(tensor[1], dtype=tensor[0])
-            dist.broadcast(mine, source)
-            values.append(mine)
-        if not self._has_state and self.rank != source:
-            state._load(pytree.tree_unflatten(values, shape))
+        for first in range(unit):  # each has the state of its place in the unit
+            source = first + unit * int(flags[first::unit].argmax())
+            state.share(source, takes=not self._has_state and self.rank != source and self.rank % unit == first)
         self._has_state = True
 
 
@@ -485,6 +458,7 @@ def start(
     least: int = 1,
     *,
     spares: int = 0,
+    unit: int = 1,
     patience: timedelta | float = 60.0,
     expel_after: timedelta | float | None = None,
     timeout: timedelta | float = dist.distributed_c10d.default_pg_timeout,
@@ -504,7 +478,9 @@ def start(
 
     `least`: with fewer members nobody goes on: see `World.attempt`. `spares`: so many of the `world_size` processes,
     those of the last ranks, wait here until a member is lost; there are never more members than the others. Where
-    `least` is how many these are, each step is done by as many ranks, so a spare changes no bit of its result.
+    `least` is how many these are, each step is done by as many ranks, so a spare changes no bit of its result. `unit`:
+    so many ranks in a row, from a multiple of it on, are in together or not at all, as those that hold one replica: if
+    one is lost, the others of its unit raise `Expelled`, and those who wait are let in by so many.
     `patience`: seconds to wait for more members, and for a directory that is out of reach. `expel_after`: seconds after
     which others go on without a member that lives and does not come; by default `timeout`, that of calls. Raises
     `CollectiveTimeout` if no member has looked for `timeout` who waits, `Over` if all members have left or ended,
@@ -528,6 +504,10 @@ def start(
             f"start: spares is {spares!r}; of {world_size} processes, {least} must be left: 0 <= spares <= "
             f"{world_size - least}"
         )
+    if not isinstance(unit, int) or unit < 1 or (world_size - spares) % unit or spares % unit:
+        raise InvalidArgument(
+            f"start: unit is {unit!r}; it must divide the {world_size - spares} first members and the {spares} spares"
+        )
     founders, restart = world_size - spares, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     values = _etcd(store) if isinstance(store, str) else Bounded(store)
     here = KeyStore(values, f"ringreduce/elastic/{restart}/")
@@ -542,7 +522,7 @@ def start(
         expel_after=silence.total_seconds(),
         home=Home(here),
     )
-    return _join(config) if joins else _begin(config, rank, founders)
+    return _join(config) if joins else _begin(config, rank, founders, unit)
 
 
 def _etcd(address: str) -> Values:
@@ -551,7 +531,7 @@ def _etcd(address: str) -> Values:
     return Etcd(address)
 
 
-def _begin(config: _Config, rank: int, size: int) -> World:
+def _begin(config: _Config, rank: int, size: int, unit: int) -> World:
     first = PrefixStore("epoch 0", config.home.store)
     dist.init_process_group(
         "ringreduce",
@@ -565,7 +545,7 @@ def _begin(config: _Config, rank: int, size: int) -> World:
         config.home.share_ledger(rank)
     everyone: list[Any] = [None] * size
     dist.all_gather_object(everyone, (config.me, config.home.address()))
-    view = View(0, tuple(Member(*each) for each in everyone))
+    view = View(0, tuple(Member(*each) for each in everyone), unit=unit)
     world = World(config, Membership(config.home.directory(), config.me, view, config.patience), founder=True)
     world._attach(world._begin_watching())
     return world

@@ -12,11 +12,14 @@ Members leave a view together, in a *round*:
 2. The answer is the log with the lines of the others. Who misses somebody looks again and again, and appends another
    line when it learns that a member is lost.
 3. The round is over with the first line after which every member is accounted for. Those who are here go on, all others
-   are lost (`successor`). Later lines count for nothing, so a member that comes too late is expelled.
+   are lost (`successor`). Later lines count for nothing, so a member that comes too late is expelled. So is one
+   that reads in the log that it was given up, at once.
 
 A member is *lost* when its process has ended, which is certain, or when the others have waited for it in vain, which
 may be wrong. Safety does not depend on that: a member that was given up wrongly finds a view without it and is
-expelled. Of members that want to go on without each other, the one whose line comes first does.
+expelled. Of members that want to go on without each other, the one whose line comes first does. Where members come in
+*units*, so many in a row, as the ranks that hold one replica, a lost member takes its unit with it, and those who wait
+are let in by units.
 
 The *verdict* on the open step is in the successor. A member may report step k only when every member has voted for it,
 and has what it needs to go on after it. So if any survivor has committed k, the successor says k, and all go on after
@@ -35,6 +38,7 @@ lines of a member the first one says what it reports, and to lose somebody twice
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -61,19 +65,30 @@ class View:
     """The names of those that were in the view before and are not in this one."""
     alone: bool = False
     """Some member has waited for others to join as long as it may, and nobody has."""
+    unit: int = 1
+    """So many members in a row are in together or not at all."""
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(member.name for member in self.members)
 
+    def with_units(self, names: Iterable[str]) -> set[str]:
+        """These, and the others of their units."""
+        found = set(names)
+        if self.unit == 1:
+            return found
+        units = [self.names[first : first + self.unit] for first in range(0, len(self.members), self.unit)]
+        return found.union(*(unit for unit in units if not found.isdisjoint(unit)))
+
     def dump(self) -> str:
         members = [[member.name, member.address] for member in self.members]
-        return json.dumps([self.epoch, self.step, members, self.lost, self.alone])
+        return json.dumps([self.epoch, self.step, members, self.lost, self.alone, self.unit])
 
     @staticmethod
     def load(text: str) -> View:
-        epoch, step_, members, lost, alone = json.loads(text)
-        return View(epoch, tuple(Member(name, address) for name, address in members), step_, tuple(lost), alone)
+        epoch, step_, members, *rest = json.loads(text)
+        lost, alone, unit = rest
+        return View(epoch, tuple(Member(name, address) for name, address in members), step_, tuple(lost), alone, unit)
 
 
 @dataclass(frozen=True)
@@ -238,6 +253,11 @@ def step(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
     state = replace(state, log=event.value, request=None)
     if decided := successor(state.view, state.log):
         return obey(state, decided)
+    if (
+        state.me in read(state.view, state.log).lost
+    ):  # who gave it up may die before the round is over, and nobody end it
+        others = tuple(member for member in state.view.members if member.name != state.me)
+        return obey(state, replace(state.view, members=others))
     if not state.committing:
         return state, ()
     if _step_in(state.log) < state.committing:
@@ -276,7 +296,7 @@ def _step_in(log: str) -> int:
 
 
 def obey(state: State, decided: View) -> tuple[State, tuple[Effect, ...]]:
-    """This view is the next one, whoever has ended the round."""
+    """This view is the next one, whoever has ended the round; or this member will not be in the next one."""
     state = State(state.me, decided)
     return state, (Entered(decided) if state.me in decided.names else Expelled(decided),)
 
@@ -303,7 +323,7 @@ def read(view: View, log: str) -> Round:
             continue
         report = Report.load(said)
         reports.setdefault(name, report)
-        lost.update(report.without, (each for each in report.silent if each not in reports))
+        lost |= view.with_units([*report.without, *(each for each in report.silent if each not in reports)])
         if all(each in reports or each in lost for each in view.names):
             break
     return Round(reports, frozenset(lost))
@@ -324,10 +344,12 @@ def successor(view: View, log: str) -> View | None:
     come: dict[str, Member] = {}
     if all(report.open for report in reports.values()):
         come = {each.name: each for report in reports.values() for each in report.waiting if each.name not in keep_out}
+    units = len(come) // view.unit * view.unit
     return View(
         epoch=view.epoch + 1,
-        members=(*stay, *(come[name] for name in sorted(come))),
+        members=(*stay, *(come[name] for name in sorted(come)[:units])),
         step=max(view.step, _step_in(log), *(report.step for report in reports.values())),
         lost=tuple(name for name in view.names if name not in {member.name for member in stay}),
-        alone=not come and any(report.alone for report in reports.values()),
+        alone=not units and any(report.alone for report in reports.values()),
+        unit=view.unit,
     )

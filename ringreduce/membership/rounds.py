@@ -110,9 +110,10 @@ class Membership:
         if isinstance(done, Entered):
             return done.view
         view = self._state.view
+        unit = f", or one of its unit of {view.unit} members is lost" if view.unit > 1 else ""
         raise Expelled(
             f"the other members went on without {self._state.me} in epoch {view.epoch}: they were told to, or had "
-            "waited for it in vain; start it anew to join again"
+            f"waited for it in vain{unit}; start it anew to join again"
         )
 
     def _carry_out(self, event: protocol.Event) -> Effect | None:

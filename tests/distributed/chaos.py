@@ -22,7 +22,8 @@ import time
 import traceback
 import zlib
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
@@ -44,6 +45,9 @@ HANGS_AFTER = 60.0
 """Seconds without a step of anybody, while somebody runs. Longer than a call's timeout and `expel_after` together."""
 ENDS = ("killed", "expelled", "trained", "over", "waited")
 """How a process may end; `waited`: no member had time to let it in."""
+LATE = "the first group was not made within a call's timeout"
+"""As may be where the machine has other things to do. Then a world is started again, with longer timeouts:"""
+SLOWER = (1, 2, 6)
 QUIET = 2.5
 """Seconds after which nothing is left of the latest change: threads that watch a view end within one."""
 
@@ -105,6 +109,9 @@ def member(me: Rank, kind: Kind) -> list[list[Any]]:
     """
     faulthandler.register(signal.SIGUSR1)
     os.environ["RINGREDUCE_HOST_ID"] = f"host {me.rank % kind.hosts}"
+    me.store.add("came", 1)
+    while me.store.add("came", 0) < kind.processes:  # how long processes take to begin is no part of a timeout
+        time.sleep(0.01)
     world = elastic.start(
         least=kind.least,
         spares=kind.spares,
@@ -155,7 +162,8 @@ def _main(rank: int, kind: Kind, port: int, prefix: str, pipe: connection.Connec
     except elastic.Over:
         pipe.send(("ended", "over", None))
     except CollectiveTimeout as error:  # no member had time for it
-        pipe.send(("ended", "waited" if "no member has looked" in str(error) else traceback.format_exc(), None))
+        late = f"{LATE}: {traceback.format_exc()}"
+        pipe.send(("ended", "waited" if "no member has looked" in str(error) else late, None))
     except BaseException:
         pipe.send(("ended", traceback.format_exc(), None))
 
@@ -209,12 +217,16 @@ class Fleet(Processes):
         self.lives.append(Life(place, self.pid(len(self.lives))))
         return self.lives[-1]
 
-    def start_all(self, wait: float = 60.0) -> None:
-        """The founders and spares; returns when the founders have taken part in a step."""
+    def start_all(self, wait: float = 60.0) -> bool:
+        """The founders and spares; returns when the founders have taken part in a step. False: they were LATE."""
         self.go(1)
         for place in range(self.kind.processes):
             self.start(place)
-        self.until(lambda: self.step >= 1, wait)
+        self.until(lambda: self.step >= 1 or self._are_late(), wait)
+        return self.step >= 1
+
+    def _are_late(self) -> bool:
+        return self.step == 0 and any(life.ended.startswith(LATE) for life in self.lives)
 
     def go(self, steps: int, end: int = -1) -> None:
         self._store.set("go", f"{steps} {end}")
@@ -251,7 +263,7 @@ class Fleet(Processes):
             for pipe in ready:
                 assert isinstance(pipe, connection.Connection)
                 self._hear(open_pipes[pipe], pipe)
-                if open_pipes[pipe].ended not in ("", *ENDS):
+                if open_pipes[pipe].ended not in ("", *ENDS) and not self._are_late():
                     self.fail("a member has failed")
             now = time.monotonic()
             if now > before + max(1.0, 2 * seconds):  # this process has been stopped, and so, maybe, all
@@ -333,13 +345,25 @@ class Fleet(Processes):
                 self._send(life, signal.SIGUSR1)
         time.sleep(0.5)
         told = [why, str(self.kind)]
-        for number, life in [
-            (n, life) for n, life in enumerate(self.lives) if not life.ended or n > len(self.lives) - 12
-        ]:
+        for number, life in enumerate(self.lives):
+            had_the_state = bool(life.steps) and life.steps[-1][1] > self.step - 3
+            if life.ended and number <= len(self.lives) - 12 and not had_the_state:
+                continue
             log = Path(f"{self._logs.name}/{number}")
             told.append(f"place {life.place}, pid {life.pid}, {life.name!r}, ended {life.ended!r}, {life.views[-1:]}")
             told.append(f"latest step {life.steps[-1:]}\n{log.read_text()[-3000:] if log.exists() else ''}")
         raise AssertionError("\n".join(told))
+
+
+@contextlib.contextmanager
+def started(kind: Kind) -> Iterator[Fleet]:
+    """A world whose founders have taken part in a step."""
+    for slower in SLOWER:
+        with Fleet(replace(kind, timeout=slower * kind.timeout, expel_after=slower * kind.expel_after)) as fleet:
+            if fleet.start_all():
+                yield fleet
+                return
+    raise AssertionError(f"{len(SLOWER)} times in a row, {LATE}: {kind}")
 
 
 @dataclass(frozen=True)
@@ -404,8 +428,7 @@ def trial(number: int, seconds: float) -> tuple[Kind, Counter[str]]:
     draw = random.Random(number)
     kind = Kind(draw.randint(2, 4), draw.choice((0, 0, 1, 2)), draw.choice((1, 1, 2)))
     before = set(os.listdir("/dev/shm"))
-    with Fleet(kind) as fleet:
-        fleet.start_all()
+    with started(kind) as fleet:
         fleet.go(1 << 60)
         kept = fleet.lives[kind.founders - 1] if number % 2 else None  # the last one, so that others lead at first
         done = rough(fleet, draw, min(5.0, seconds / 2), kept)
@@ -424,7 +447,7 @@ def trial(number: int, seconds: float) -> tuple[Kind, Counter[str]]:
     left = set(os.listdir("/dev/shm")) - before
     if left:
         raise AssertionError(f"left in /dev/shm: {left}")
-    return kind, done
+    return fleet.kind, done
 
 
 def newest(fleet: Fleet) -> int:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from distributed.chaos import Fleet, Kind, alone, settle, trial
+from distributed.chaos import Kind, alone, settle, started, trial
 
 STEPS, KILLS = 300, 100
 
@@ -15,8 +15,7 @@ def train_with_kills(kind: Kind, kills: int) -> tuple[list[torch.Tensor], int]:
     """300 steps, between and in which so many members are killed one after the other; a fresh process takes the place
     of each. Returns the parameters, which all have alike, and how many changes there were."""
     draw = random.Random(kills)
-    with Fleet(kind) as fleet:
-        fleet.start_all()
+    with started(kind) as fleet:
         for kill in range(kills):
             # Those who are left keep the state: two, of which one may be about to be told of the other's end.
             fleet.until(lambda: len(fleet.members()) >= min(3, kind.founders))

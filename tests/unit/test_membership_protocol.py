@@ -7,17 +7,26 @@ What is searched is the function that production runs. In every state that can b
 - nobody enters a view that it is not in, and nobody is given up who was neither dead nor suspected;
 - a step that a member of the next view has committed is committed in that view;
 - a step that was committed durably is in every later view;
+- no log grows for ever;
 - whatever has happened, all living members can still come to a view or an expulsion, once requests are answered again.
+
+Worlds that differ only in the names of members count as one: the protocol treats all alike, and so does a scenario, but
+for hosts and for what the first member alone does. One of each such class is searched (`Search.key`).
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import itertools
+import re
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from ringreduce.membership import protocol
 from ringreduce.membership.protocol import (
@@ -39,6 +48,8 @@ from ringreduce.membership.protocol import (
 )
 
 JOINER = Member("joiner")
+MOST_LINES = 20
+"""Of a log: more than its members have to say."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +73,8 @@ class Scenario:
     """Member 0 wants to go on without the last one, which lives."""
     at_once: bool = False
     """A member that leaves while it can reach the directory has its line in the log at the same moment."""
+    unit: int = 1
+    """So many members in a row are in together or not at all."""
 
 
 class Process(NamedTuple):
@@ -90,57 +103,98 @@ class Broken(AssertionError):
     """An invariant does not hold."""
 
 
+NAMES = "WXYZ"
+"""Of members; letters that are nowhere else in what `repr` says of a world."""
+LISTED = rf"(?:Member\(name='\w+', address=''\)|'[{NAMES}]'|\"[{NAMES}]\")"
+LIST = re.compile(rf"(?<=[(\[]){LISTED}(?:, {LISTED})*(?=,?[)\]])")
+"""A list of members or names there. All are in the order of names, and must be so in another naming."""
+
+
 class Search:
     """All worlds that can be reached."""
 
-    def __init__(self, scenario: Scenario, step: Callable[..., Any] = protocol.step) -> None:
+    def __init__(self, scenario: Scenario, step: Callable[..., Any] = protocol.step, alike: bool = True) -> None:
+        """`alike`: worlds that differ only in names count as one."""
         self.scenario, self._step = scenario, step
         self.successor = functools.cache(protocol.successor)
+        self.views = functools.cache(self._views)
         self._seen_steps: dict[Any, Any] = {}
-        members = tuple(Member(str(number)) for number in range(scenario.members))
-        self.first = View(0, members)
-        everyone = [Process(State(member.name, self.first)) for member in members]
-        self.start = World(
-            tuple(everyone),
-            (),
-            scenario.crashes,
-            scenario.losses,
-            scenario.suspicions,
-            scenario.partitions,
-            False,
-            frozenset(),
-            0,
-        )
+        self._numbers: dict[bytes, int] = {}
+        self._parts: dict[Any, tuple[Any, tuple[int, ...]]] = {}
+        members = tuple(map(Member, NAMES[: scenario.members]))
+        self.first = View(0, members, unit=scenario.unit)
+        self._namings = [order for order in itertools.permutations(range(scenario.members)) if self._is_alike(order)]
+        if not alike:
+            del self._namings[1:]  # the first is the one that there is
+        everyone = tuple(Process(State(member.name, self.first)) for member in members)
+        limits = scenario.crashes, scenario.losses, scenario.suspicions, scenario.partitions
+        self.start = World(everyone, (), *limits, cut_off=False, blamed=frozenset(), durable=0)
 
     def run(self, most: int = 10**6) -> int:
         """Returns how many worlds there are. Raises `Broken`."""
-        number = {self.start: 0}
-        back: list[list[int]] = [[]]
-        settled: list[int] = []
-        todo = [self.start]
+        number = {self.key(self.start)[1]: 0}
+        settled = bytearray([False])
+        before, after = array("l"), array("l")
+        todo = [(self.start, 0)]
         while todo:
-            world = todo.pop()
-            here = number[world]
-            if self.is_settled(world):
-                settled.append(here)
-            for after, costs in self.after(world):
-                if after not in number:
-                    assert len(number) < most, "the search is too large for a test"
-                    number[after] = len(back)
-                    back.append([])
-                    todo.append(after)
-                    self.check(after)
+            world, here = todo.pop()
+            settled[here] = self.is_settled(world)
+            for each, costs in self.after(world):
+                following, key = self.key(each)
+                there = number.setdefault(key, len(number))
+                if there == len(settled):
+                    assert there < most, "the search is too large for a test"
+                    settled.append(False)
+                    todo.append((following, there))
+                    self.check(following)
                 if not costs:
-                    back[number[after]].append(here)
-        reached = [False] * len(back)
-        while settled:
-            here = settled.pop()
-            if not reached[here]:
-                reached[here] = True
-                settled += back[here]
-        if not all(reached):
-            raise Broken(f"{reached.count(False)} of {len(reached)} worlds never settle")
+                    before.append(here)
+                    after.append(there)
+        never = never_settles(settled, before, after)
+        if never:
+            raise Broken(f"{never} of {len(number)} worlds never settle")
         return len(number)
+
+    def key(self, world: World) -> tuple[World, bytes]:
+        """The world, and what it has in common with those that differ only in names. Equal parts become the same."""
+        processes, directory, *rest = world
+        found = [self._part(process) for process in processes]
+        logs = [self._part(log) for log in directory]
+        blamed = self._part(tuple(sorted(world.blamed)))[1]
+        world = World(tuple(part for part, _ in found), tuple(log for log, _ in logs), *rest)
+        others = range(self.scenario.members, len(found))
+        begins = [found[order[0]][1][naming] for naming, order in enumerate(self._namings)]
+        least, keys = min(begins), []
+        for naming, order in enumerate(self._namings):
+            if begins[naming] == least:
+                numbers = [found[index][1][naming] for index in (*order, *others)]
+                keys.append((*numbers, blamed[naming], *(log[naming] for _, log in logs)))
+        limits = world.crashes, world.losses, world.suspicions, world.partitions, world.cut_off, world.durable
+        return world, array("I", (*limits, *min(keys))).tobytes()
+
+    def _part(self, part: Any) -> tuple[Any, tuple[int, ...]]:
+        """The first one that is equal, and its number in each naming."""
+        if part not in self._parts:
+            text = repr(part)
+            numbers = []
+            for order in self._namings:
+                names = str.maketrans("".join(NAMES[old] for old in order), NAMES[: len(order)])
+                named = LIST.sub(in_order, text.translate(names)).encode()
+                number = self._numbers.setdefault(hashlib.blake2b(named, digest_size=16).digest(), len(self._numbers))
+                numbers.append(number)
+            self._parts[part] = part, tuple(numbers)
+        return self._parts[part]
+
+    def _is_alike(self, order: tuple[int, ...]) -> bool:
+        """Whether all would be the same if member `order[i]` had the name of member i."""
+        scenario, last = self.scenario, self.scenario.members - 1
+        leads = scenario.joiner or scenario.durable or scenario.unwanted
+        return (
+            all(self.is_far(old) == self.is_far(new) for new, old in enumerate(order))
+            and all(order[i] // scenario.unit == order[i - i % scenario.unit] // scenario.unit for i in order)
+            and not (leads and order[0] != 0)
+            and not (scenario.unwanted and order[last] != last)
+        )
 
     # what may happen
 
@@ -181,7 +235,7 @@ class Search:
                 yield put(world, index, process._replace(committed=1)), False
         if self.must_leave(world, view):
             waiting = (JOINER,) if self.scenario.joiner and index == 0 and view.epoch == 0 else ()
-            without = (str(self.scenario.members - 1),) if self.scenario.unwanted and index == 0 else ()
+            without = (self.first.names[-1],) if self.scenario.unwanted and index == 0 else ()
             without = tuple(name for name in without if name in view.names and name != me)
             blamed = world._replace(blamed=world.blamed | set(without))
             report = Report(max(process.committed, view.step), waiting, self.scenario.joiner, without)
@@ -236,19 +290,23 @@ class Search:
             values[request.key] = values.get(request.key, "") + request.text
         if isinstance(request, CompareSet) and values.get(request.key, "") == request.expected:
             values[request.key] = request.desired
-        before = self.views(world)
-        world = world._replace(directory=tuple(sorted(values.items())))
-        after = self.views(world)
+        before = self.views(world.directory)
+        if values.get(request.key, "").count("\n") > MOST_LINES:
+            raise Broken(f"a log grows for ever: {values[request.key]}")
+        directory = tuple(sorted(values.items()))
+        after = self.views(directory)
         if after[: len(before)] != before:
             raise Broken(f"{request} changes {before} to {after}")
+        if request.key == place(before[-1].epoch):  # else the line has changed nothing, and is forgotten
+            world = world._replace(directory=directory)
         for view in after[len(before) :]:
             world = self.admit(world, view)
         answer = Answer(request.key, values.get(request.key, "")) if answered else NoAnswer()
         return self.event(world, index, world.processes[index], answer)
 
-    def views(self, world: World) -> list[View]:
+    def _views(self, directory: tuple[tuple[str, str], ...]) -> list[View]:
         """The first one, and what follows by the directory."""
-        views, logs = [self.first], dict(world.directory)
+        views, logs = [self.first], dict(directory)
         while (log := logs.get(place(views[-1].epoch))) and (after := self.successor(views[-1], log)):
             views.append(after)
         return views
@@ -288,7 +346,7 @@ class Search:
     # what must hold
 
     def check_entry(self, world: World, process: Process, view: View) -> None:
-        me, views = process.state.me, self.views(world)
+        me, views = process.state.me, self.views(world.directory)
         if me not in view.names:
             raise Broken(f"{me} enters a view that it is not in: {view}")
         if view not in views:
@@ -305,10 +363,12 @@ class Search:
             other = views.setdefault(view.epoch, view)
             if view != other:
                 raise Broken(f"two views of one epoch: {view} and {other}")
-        now = self.views(world)[-1]
+        now = self.views(world.directory)[-1]
         if now.epoch > 0 and now.step < world.durable:
             raise Broken(f"step {world.durable} was committed durably; {now}")
-        if wrongly := set(now.lost) - world.blamed:
+        if set(now.lost) != self.first.with_units(now.lost):
+            raise Broken(f"a part of a unit is lost: {now}")
+        if wrongly := set(now.lost) - self.first.with_units(world.blamed):
             raise Broken(f"{wrongly} lived, and nobody suspected them: {now}")
 
     def is_settled(self, world: World) -> bool:
@@ -316,6 +376,21 @@ class Search:
             process.expelled or not process.alive or (process.request is None and not process.leaving)
             for process in world.processes
         )
+
+
+def in_order(found: re.Match[str]) -> str:
+    return ", ".join(sorted(re.findall(LISTED, found[0])))
+
+
+def never_settles(settled: bytearray, before: array[int], after: array[int]) -> int:
+    """How many worlds cannot come to one that is settled. `before` and `after`: the steps from one to another."""
+    reached = torch.frombuffer(settled, dtype=torch.bool)
+    begins, ends = (torch.frombuffer(each, dtype=torch.int64) for each in (before, after))
+    while True:
+        count = int(reached.sum())
+        reached[begins[reached[ends]]] = True
+        if int(reached.sum()) == count:
+            return len(reached) - count
 
 
 def has_left(process: Process, epoch: int) -> bool:
@@ -337,18 +412,22 @@ SMALL = (
     Scenario(3, unwanted=True),
     Scenario(3, 1, crashes=1),
     Scenario(3, 1, partitions=1, suspicions=1),
+    Scenario(3, 1, crashes=1, suspicions=1),
 )
 MEDIUM = (
     Scenario(3, crashes=1, losses=1, durable=True),
     Scenario(3, crashes=1, joiner=True),
+    Scenario(4, crashes=1, unit=2, at_once=True),
 )
 LARGE = (
+    Scenario(4, 2, partitions=1, joiner=True, at_once=True),
     Scenario(3, 1, crashes=2, partitions=1, suspicions=1, durable=True, at_once=True),
-    Scenario(4, crashes=2, at_once=True),
     Scenario(4, 2, partitions=1, suspicions=1, at_once=True),
+    Scenario(4, crashes=2, at_once=True),
+    Scenario(3, 1, crashes=1, partitions=1, joiner=True, at_once=True),
     Scenario(4, 2, crashes=1, partitions=1, joiner=True, at_once=True),
 )
-"""Minutes each: python tests/unit/test_membership_protocol.py"""
+"""Minutes each, and hours the last: python tests/unit/test_membership_protocol.py"""
 
 
 @pytest.mark.parametrize(
@@ -356,6 +435,35 @@ LARGE = (
 )
 def test_every_order_of_events(scenario: Scenario) -> None:
     assert Search(scenario).run() > 100
+
+
+def test_a_unit_is_in_or_out() -> None:
+    """Whoever of it is lost, and those who wait come by units."""
+    view = View(0, tuple(map(Member, NAMES)), unit=2)
+    waiting = tuple(Member(f"joiner {number}") for number in range(3))
+    said = {"W": Report(without=("X",), open=True), "Z": Report(waiting=waiting, open=True)}
+    log = "".join(report.line(name) for name, report in said.items())
+    assert protocol.successor(view, log) is None  # Y has said nothing yet, and will be in
+    after = protocol.successor(view, log + Report(open=True).line("Y"))
+    assert after is not None and after.names == ("Y", "Z", "joiner 0", "joiner 1") and after.lost == ("W", "X")
+    assert View.load(after.dump()) == after
+    _, effects = protocol.step(State("W", view), Answer(place(0), log))
+    assert isinstance(effects[0], Expelled)
+
+
+def test_one_of_each_class_is_searched() -> None:
+    """As many as a search of all worlds finds classes."""
+    every, one = Search(Scenario(3, 1, crashes=1), alike=False), Search(Scenario(3, 1, crashes=1))
+    todo, seen = [every.start], {every.key(every.start)[1]}
+    classes = set()
+    while todo:
+        world = todo.pop()
+        classes.add(one.key(world)[1])
+        for following, _ in every.after(world):
+            if (key := every.key(following)[1]) not in seen:
+                seen.add(key)
+                todo.append(following)
+    assert len(classes) == one.run() < len(seen)
 
 
 # seeded bugs: each is found
@@ -417,6 +525,14 @@ def asks_once(state: State, event: Any) -> Any:
     return (replace(after, request=None), ()) if isinstance(event, NoAnswer) else (after, effects)
 
 
+def waits_when_given_up(state: State, event: Any) -> Any:
+    """A member whose lines do not count any more waits for the end of the round."""
+    after, effects = protocol.step(state, event)
+    if effects and isinstance(effects[0], Expelled) and not protocol.successor(state.view, event.value):
+        return replace(state, log=event.value, request=None), ()
+    return after, effects
+
+
 MUTANTS = {
     asks_only_itself: Scenario(3),
     leaves_out_the_others_reports: Scenario(3, crashes=1),
@@ -426,6 +542,7 @@ MUTANTS = {
     commits_when_the_round_is_over: Scenario(2, crashes=1, durable=True, suspicions=1),
     loses_who_has_reported: Scenario(3, 1, crashes=1),
     asks_once: Scenario(2, crashes=1, losses=2),
+    waits_when_given_up: Scenario(3, 1, crashes=1, suspicions=1),
 }
 
 
@@ -439,7 +556,7 @@ def test_a_seeded_bug_is_found(mutant: Any) -> None:
 def main() -> None:
     for scenario in LARGE:
         print(scenario, flush=True)
-        print(Search(scenario).run(10**7), "worlds", flush=True)
+        print(Search(scenario).run(10**8), "worlds", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,66 @@
+"""What a change of views costs a member, and what it leaves behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from distributed.harness import Rank, Ranks, run
+from distributed.test_elastic import start
+
+from ringreduce import elastic
+from ringreduce.api import backend_of
+from ringreduce.errors import CollectiveTimeout
+
+
+def test_a_group_that_could_not_be_entered_goes_at_once() -> None:
+    """And not when Python looks for cycles, which in a process with torch is hours later."""
+    assert run(enters_at_the_second_go, 1) == [(2, 0)]
+
+
+def enters_at_the_second_go(me: Rank) -> tuple[int, int]:
+    gc.disable()
+    world = start(me, 1)
+    before = memfds()
+    changes: list[int] = []
+
+    def fails_once(world: elastic.World) -> None:
+        group = backend_of(None)  # as a call on it has
+        changes.append(group.size())
+        if len(changes) == 1:
+            raise CollectiveTimeout("as a call in a callback")
+
+    world.on_change(fails_once)
+    world._change(None)
+    more = memfds() - before
+    world.leave()
+    return len(changes), more
+
+
+def memfds() -> int:
+    """How many regions of groups this process has open."""
+    return [os.path.realpath(each) for each in Path("/proc/self/fd").iterdir()].count("/memfd:ringreduce (deleted)")
+
+
+def test_nothing_is_imported_in_a_change() -> None:
+    """Also not by rank 1, which becomes rank 0: files take as long as all the rest."""
+    with Ranks(becomes_smaller, 3) as ranks:
+        assert ranks.results(but=(0,)) == [[], []]
+
+
+def becomes_smaller(me: Rank) -> list[str]:
+    world = start(me, 3)
+    world.attempt(lambda: dist.all_reduce(torch.ones(1)))
+    before = set(sys.modules)
+    if me.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while world.epoch == 0:
+        world.attempt(lambda: dist.all_reduce(torch.ones(1)))
+    more = sorted(set(sys.modules) - before)
+    world.leave()
+    return more
