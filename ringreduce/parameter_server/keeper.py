@@ -244,29 +244,25 @@ class Keeper:
                 if view.backup is not None and (view.backup.process == self._number or view.backup.process not in here)
             ]
             most, server = max(may, default=(0, 0))
-            if most <= counts[self._number] + 1 or not self._take(
-                server, views[server], counts[self._number], deadline
-            ):
+            if most <= counts[self._number] + 1:
                 return
+            self._take(server, views[server], counts[self._number], deadline)
 
-    def _take(self, number: int, view: View, has: int, deadline: float) -> bool:
-        """Returns whether server `number` is served here, before the time is over."""
-        succession, through = self._host.succession, view.backup
-        assert succession is not None and through is not None
-        way = (view.server.process, through.process, self._number)
-        while number not in self._host.serving():
-            if time.monotonic() > deadline or view.server.process not in way:
-                return False
+    def _take(self, number: int, view: View, has: int, deadline: float) -> None:
+        """Returns when server `number` is served here, or the time is over, or others have moved it elsewhere."""
+        succession, began = self._host.succession, view
+        assert succession is not None and began.backup is not None
+        way = (began.server.process, began.backup.process, self._number)
+        while number not in self._host.serving() and view.server.process in way and time.monotonic() < deadline:
             with contextlib.suppress(OSError):  # it has ended, and the next view says so
-                if view.server.process == way[0] and through.process != self._number:
-                    succession.wish_for(number, through.process, has, _PATIENCE)
+                if view.server.process == way[0] and view.backup is not None and view.backup.process != self._number:
+                    succession.wish_for(number, view.backup.process, has, _PATIENCE)
                 if view.server.process != self._number:
                     succession.wish_for(number, view.server.process, has, _PATIENCE)
             until = time.monotonic() + _LOOK
             while time.monotonic() < until and number not in self._host.serving():
                 time.sleep(_SOON)
             view = succession.views.of(number) or view
-        return True
 
     def give_away(self, timeout: float) -> bool:
         """Has other processes serve what this one does, and takes no backups any more.
