@@ -21,7 +21,7 @@ class SharedMemoryEngine final : public Engine {
   void throw_if_aborted() const override { team_->fate().throw_if_aborted(); }
   int reporter() const override;
   std::string describe(int rank) const override { return team_->fate().describe(rank); }
-  std::vector<int> gone() const override { return team_->fate().gone(); }
+  std::vector<int> gone() const override { return team_->fate().silent(); }
   void waits_for(int peer) override;
   int kept_waiting_by(int peer) const override;
 

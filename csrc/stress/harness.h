@@ -84,6 +84,10 @@ void stress_hosts();
 // `only`: the one case of this name; empty: all.
 void stress_links(const std::string& only = "");
 void stress_segment(const std::string& only = "");
+void stress_life_mark();
+// What a process does that stress_life_mark() starts: three words of a memfd, which of them loses its mark, and the
+// descriptor that is written to when this is done.
+[[noreturn]] void hold_life_marks(int memfd, int removed, int ready);
 void stress_arena(const std::string& only = "");
 void stress_peers();
 void stress_parameter_server();

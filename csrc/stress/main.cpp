@@ -1,6 +1,7 @@
 // The engine under load and under faults, without torch and without processes: for sanitizers. See `make stress`.
 // With a number, only the mixed load, for that many seconds. See `make soak`. With `hosts`, `peers`, `backups`,
-// `links`, `segment` or `arena`, only that scenario; of the latter three, only the case that a further argument names.
+// `life`, `links`, `segment` or `arena`, only that scenario; of the latter three, only the case that a further argument
+// names.
 #include <unistd.h>
 
 #include <cstdio>
@@ -23,6 +24,8 @@ int main(int argc, char** argv) {
     if (scenario == "hosts") return stress_hosts(), 0;
     if (scenario == "links") return stress_links(only), 0;
     if (scenario == "segment") return stress_segment(only), 0;
+    if (scenario == "life") return stress_life_mark(), 0;
+    if (scenario == "hold_life_marks") hold_life_marks(std::atoi(argv[2]), std::atoi(argv[3]), std::atoi(argv[4]));
     if (scenario == "peers") return stress_peers(), 0;
     if (scenario == "arena") return stress_arena(only), 0;
     if (scenario == "parameter_server") return stress_parameter_server(), 0;
@@ -36,6 +39,7 @@ int main(int argc, char** argv) {
     stress_hosts();
     stress_links();
     stress_segment();
+    stress_life_mark();
     stress_peers();
     stress_arena();
     stress_parameter_server();

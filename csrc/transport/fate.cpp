@@ -33,7 +33,7 @@ std::string Fate::describe(int rank) const {
   return at(rank).name.describe(rank);
 }
 
-std::vector<int> Fate::find_gone(bool left) const {
+std::vector<int> Fate::find_gone(bool left, bool ending) const {
   std::lock_guard lock(mutex_);
   std::vector<pollfd> polled;
   for (const Entry& entry : entries_)
@@ -43,7 +43,8 @@ std::vector<int> Fate::find_gone(bool left) const {
   for (std::size_t r = 0; r < entries_.size(); ++r) {
     const Entry& entry = entries_[r];
     if (!entry.region || static_cast<int>(r) == rank_) continue;
-    if (polled[r].revents != 0 || entry.lost || (left && entry.region.control().has_left()))
+    const RankControl& control = entry.region.control();
+    if (polled[r].revents != 0 || entry.lost || (left && control.has_left()) || (ending && control.life.ends()))
       result.push_back(static_cast<int>(r));
   }
   return result;

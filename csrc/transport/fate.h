@@ -65,10 +65,13 @@ class Fate {
 
   // "rank 3 (node7, pid 4711)"
   std::string describe(int rank) const;
-  // The ranks whose process has ended, which left the team, or which are out of reach.
-  std::vector<int> gone() const { return find_gone(true); }
+  // The ranks whose process ends or has ended, which left the team, or which are out of reach.
+  std::vector<int> gone() const { return find_gone(true, true); }
   // The same without those that left and whose process lives.
-  std::vector<int> ended() const { return find_gone(false); }
+  std::vector<int> ended() const { return find_gone(false, true); }
+  // The same as gone() without those whose process has not ended yet: nothing that these ranks do is under way any
+  // more.
+  std::vector<int> silent() const { return find_gone(true, false); }
   // Which of these it is, in words: "died", "left the group", "is out of reach: Connection reset by peer (...)".
   std::string how_gone(int rank) const;
   // Whether the end of this rank is the team's.
@@ -110,7 +113,7 @@ class Fate {
     Nanoseconds found_dead = 0;  // when; 0: not yet
   };
   const Entry& at(int rank) const { return entries_[static_cast<std::size_t>(rank)]; }
-  std::vector<int> find_gone(bool left) const;
+  std::vector<int> find_gone(bool left, bool ending) const;
   std::optional<Error> death_of(int rank, std::optional<std::uint64_t> call);
   std::string words(int rank) const;
 

@@ -24,6 +24,7 @@
 #include "core/clock.h"
 #include "core/error.h"
 #include "kernels/packing.h"
+#include "transport/life_mark.h"
 
 namespace ringreduce {
 
@@ -134,7 +135,8 @@ struct alignas(64) RankControl {
   Doorbell for_calls;     // where the thread that runs a call sleeps
   Doorbell for_messages;  // where threads sleep that wait for messages
 
-  alignas(64) std::atomic<RankState> state;
+  alignas(64) LifeWord life;  // of its process, for peers of its host
+  std::atomic<RankState> state;
   std::atomic<std::uint64_t> entered;    // sequence number of the latest call that began; the first is 1
   std::atomic<std::uint64_t> completed;  // and of the latest that ended
   // While waiting: the peer waited for (-1: none), and when this rank last said so.

@@ -33,6 +33,7 @@ Team::Team(Own own)
     : own_(std::move(own)),
       layout_(own_.segment->layout()),
       region_(own_.segment->region(own_.rank)),
+      life_(region_.control().life),
       peers_(layout_.ranks),
       fate_(own_.segment->abort_record(), own_.rank, layout_.ranks, [this] {
         wake_all();
@@ -137,7 +138,7 @@ void Team::close_memory() {
   };
   for (int r = 0; r < size(); ++r)
     while (r != own_.rank && writes(r) && now() < deadline) {
-      const std::vector<int> left = fate_.gone();
+      const std::vector<int> left = fate_.silent();
       if (std::find(left.begin(), left.end(), r) != left.end()) break;
       sched_yield();
     }

@@ -18,6 +18,7 @@
 
 #include "transport/arena.h"
 #include "transport/fate.h"
+#include "transport/life_mark.h"
 #include "transport/links.h"
 #include "transport/peer.h"
 #include "transport/peer_memory.h"
@@ -104,7 +105,8 @@ class Team {
 
   const Own own_;
   const Layout layout_;
-  const Region region_;      // of this rank
+  const Region region_;  // of this rank
+  const LifeMark life_;
   std::vector<Peer> peers_;  // by rank; of this one, its region
   std::mutex membership_;    // held while peers_ changes, and by who looks at all of them at once
   std::atomic<int> neighbours_ = 0;

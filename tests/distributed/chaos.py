@@ -423,11 +423,16 @@ def rough(fleet: Fleet, draw: random.Random, seconds: float, kept: Life | None) 
     return done
 
 
+def shared_files() -> set[str]:
+    """Without the semaphores of Python's multiprocessing, which any program on this machine may make."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+
+
 def trial(number: int, seconds: float) -> tuple[Kind, Counter[str]]:
     """A world, for so long. What happens depends on the number, but for the moments at which members are."""
     draw = random.Random(number)
     kind = Kind(draw.randint(2, 4), draw.choice((0, 0, 1, 2)), draw.choice((1, 1, 2)))
-    before = set(os.listdir("/dev/shm"))
+    before = shared_files()
     with started(kind) as fleet:
         fleet.go(1 << 60)
         kept = fleet.lives[kind.founders - 1] if number % 2 else None  # the last one, so that others lead at first
@@ -444,7 +449,7 @@ def trial(number: int, seconds: float) -> tuple[Kind, Counter[str]]:
         fleet.finish()
         done["views"], done["steps"], done["processes"] = newest(fleet), fleet.step, len(fleet.lives)
         done["expelled"] = sum(life.ended == "expelled" for life in fleet.lives)
-    left = set(os.listdir("/dev/shm")) - before
+    left = shared_files() - before
     if left:
         raise AssertionError(f"left in /dev/shm: {left}")
     return fleet.kind, done
