@@ -379,7 +379,14 @@ void bind_client(py::module_& m) {
                                });
                              })
       .def_property_readonly("asked", [](const Call& call) { return call.asked; })
-      .def_property_readonly("copied", [](const Call& call) { return call.copied; })
+      // The versions of the new values that a push has brought back; None if it brings none, or not all are there.
+      .def_property_readonly("versions",
+                             [](const Call& call) -> std::optional<std::vector<std::uint64_t>> {
+                               const NewValues& values = call.new_values;
+                               if (values.parts.empty() || !values.complete()) return std::nullopt;
+                               return values.versions;
+                             })
+      .def("drop_new_values", [](Call& call) { call.new_values.to = nullptr; })
       .def_property_readonly("answers", [](const Call& call) {
         py::list answers;
         for (const Call::Answer& each : call.answers)
@@ -496,7 +503,8 @@ void bind_client(py::module_& m) {
           "drain", [](Client& client, std::optional<double> timeout) { return client.drain(duration(timeout)); },
           no_gil, py::arg("timeout"))
       .def("abort", &Client::abort)
-      .def_property_readonly("outstanding", &Client::outstanding);
+      .def_property_readonly("outstanding", &Client::outstanding)
+      .def("unanswered_push", &Client::unanswered_push);
 }
 
 void bind_rows(py::module_& m) {

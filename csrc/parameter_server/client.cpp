@@ -246,7 +246,7 @@ bool Client::take_turns(Hold& hold) {
 bool Client::wait(Call& call, Nanoseconds timeout) {
   Hold hold(*this);
   const bool ended = wait_until(hold, timeout, [&] {
-    copy_answered(call);
+    copy_new_values(call);
     return call.unanswered == 0 || call.lost >= 0;
   });
   if (ended && call.lost >= 0) throw_lost(static_cast<std::uint32_t>(call.lost));
@@ -271,6 +271,14 @@ std::size_t Client::outstanding() const {
   std::size_t sum = 0;
   for (const auto& each : peers_) sum += each == nullptr ? 0 : each->session.outstanding();
   return sum;
+}
+
+std::optional<std::pair<std::uint32_t, BlockId>> Client::unanswered_push() const {
+  const Lock lock(mutex_);
+  for (std::uint32_t server = 0; server < peers_.size(); ++server)
+    if (peers_[server] != nullptr && !peers_[server]->pushes.empty())
+      return std::pair(server, peers_[server]->pushes.begin()->first);
+  return std::nullopt;
 }
 
 // ---- Requests -----------------------------------------------------------------------------------------------------

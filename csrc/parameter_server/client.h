@@ -55,6 +55,16 @@ struct TablePlace {
   std::size_t row_bytes() const { return width * size_of(dtype); }
 };
 
+// The values after a push, of blocks of this host, which the worker copies to where it wants them.
+struct NewValues {
+  std::vector<Part> parts;
+  std::byte* to = nullptr;              // nullptr: nothing is copied any more
+  std::vector<std::uint64_t> versions;  // of the parts that have been copied, which are the first ones
+  bool streamed = false;                // they are too many for the caches
+
+  bool complete() const { return versions.size() == parts.size(); }
+};
+
 // Requests that are waited for together.
 struct Call {
   struct Answer {
@@ -69,12 +79,7 @@ struct Call {
   int lost = -1;                                         // a server that ended before it answered
   // Pulls that were sent to servers of other hosts: server and number.
   std::vector<std::pair<std::uint32_t, std::uint64_t>> pulls;
-  // Of a push whose new values come back: its parts, all of this host, where they go, and the versions of those that
-  // are there, which are the first ones.
-  std::vector<Part> wanted;
-  std::byte* out = nullptr;
-  std::vector<std::uint64_t> copied;
-  bool streamed = false;  // it is too large for the caches
+  NewValues new_values;  // of a push that brings some back
   // Of a pull of rows, by server: where ids, then rows lie in the window; SIZE_MAX: nowhere.
   std::vector<std::size_t> pieces;
 };
@@ -163,7 +168,7 @@ class Client {
 
   // Returns whether all that was pushed has been answered within the time.
   bool drain(Nanoseconds timeout);
-  // Returns whether all was answered within the time; does not throw if it was not.
+  // Returns whether all was answered within the time; does not throw if it was not. Copies new values that are there.
   bool wait(Call& call, Nanoseconds timeout);
   // Copies the latest value of parts of this host to `tensor`; returns the versions, none if the backup on another host
   // of one of these servers is asked now: pull the parts. Before, it waits for this worker's own pushes to them;
@@ -180,6 +185,8 @@ class Client {
 
   void abort();
   std::size_t outstanding() const;
+  // A block, with its server, of which some push has not been answered.
+  std::optional<std::pair<std::uint32_t, BlockId>> unanswered_push() const;
 
  private:
   struct Near;
@@ -226,7 +233,7 @@ class Client {
   void send_part(Hold& hold, RequestKind kind, const std::shared_ptr<Call>& call, const Pushed& tensor,
                  const Part& part, const Options& options, bool streamed);
   bool is_readable(const Peer& from, const Part& part) const;
-  std::size_t copy_answered(Call& call);  // returns how many bytes
+  std::size_t copy_new_values(Call& call);  // returns how many bytes
   void feed();
   void feed(std::uint32_t server);
   template <class Queue>

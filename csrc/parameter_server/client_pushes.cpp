@@ -106,53 +106,54 @@ std::shared_ptr<Call> Client::send(RequestKind kind, const std::vector<Part>& pa
 
 std::vector<std::shared_ptr<Call>> Client::push(const std::vector<Pushed>& tensors, const Options& options) {
   std::vector<std::shared_ptr<Call>> calls;
-  std::size_t back = 0, under_way = 0;  // calls whose values are all there; bytes of values that are not
-  // Copies what is there; returns whether more may be sent.
-  const auto has_room = [&] {
-    for (; back < calls.size(); ++back) {
-      under_way -= copy_answered(*calls[back]);
-      if (calls[back]->copied.size() < calls[back]->wanted.size()) break;
+  std::size_t complete = 0;   // so many calls at the beginning have all their new values
+  std::size_t under_way = 0;  // bytes of new values that the others wait for
+  const auto copy_what_is_there = [&] {
+    for (; complete < calls.size(); ++complete) {
+      under_way -= copy_new_values(*calls[complete]);
+      if (!calls[complete]->new_values.complete()) break;
     }
-    return under_way < kUnderWay;
   };
   bool others_keep_up = true;
-  const bool may_come_back = !overlap(tensors);
+  const bool may_return = !overlap(tensors);
   const Nanoseconds begun = now();
   Options left = options;
   Hold hold(*this);
   for (const Pushed& tensor : tensors) {
     const auto& call = calls.emplace_back(std::make_shared<Call>());
-    call->streamed = streams(*tensor.parts);
-    const bool comes_back = tensor.out != nullptr && may_come_back;
-    if (comes_back) {
-      call->wanted = *tensor.parts;
-      call->out = tensor.out;
-    }
+    const bool returns = tensor.out != nullptr && may_return, large = streams(*tensor.parts);
+    if (returns) call->new_values = {*tensor.parts, tensor.out, {}, large};
     for (const Part& part : *tensor.parts) {
       if (options.timeout != kForever) left.timeout = std::max<Nanoseconds>(0, options.timeout - (now() - begun));
-      if (comes_back) take_replies();
-      while (comes_back && !has_room() && others_keep_up) {
-        const std::size_t before = under_way;
-        others_keep_up =
-            wait_until(hold, std::min(kKeepUp, left.timeout), [&] { return has_room() || under_way < before; });
+      if (returns) {
+        take_replies();
+        copy_what_is_there();
       }
-      const bool streamed = call->streamed && !(comes_back && others_keep_up);
-      send_part(hold, RequestKind::push, call, tensor, part, left, streamed);
-      if (comes_back) under_way += part.bytes;
+      while (returns && under_way >= kUnderWay && others_keep_up) {
+        const std::size_t before = under_way;
+        others_keep_up = wait_until(hold, std::min(kKeepUp, left.timeout), [&] {
+          copy_what_is_there();
+          return under_way < before;
+        });
+      }
+      send_part(hold, RequestKind::push, call, tensor, part, left, large && !(returns && others_keep_up));
+      if (returns) under_way += part.bytes;
     }
   }
   return calls;
 }
 
-// In order.
-std::size_t Client::copy_answered(Call& call) {
+// Of blocks that have been pushed, in order, as far as they are there.
+std::size_t Client::copy_new_values(Call& call) {
+  NewValues& values = call.new_values;
   std::size_t bytes = 0;
-  while (call.copied.size() < std::min(call.wanted.size(), call.asked.size())) {
-    const Part& part = call.wanted[call.copied.size()];
+  if (values.to == nullptr) return bytes;
+  while (values.versions.size() < std::min(values.parts.size(), call.asked.size())) {
+    const Part& part = values.parts[values.versions.size()];
     Peer& from = peer(part.server);
     if (!from.alive || !is_readable(from, part)) break;
-    call.copied.push_back(read_block(from.near->words(part), call.out + part.begin, part.bytes, call.streamed));
-    from.session.read(part.block, call.copied.back());
+    values.versions.push_back(read_block(from.near->words(part), values.to + part.begin, part.bytes, values.streamed));
+    from.session.read(part.block, values.versions.back());
     bytes += part.bytes;
   }
   return bytes;

@@ -123,7 +123,8 @@ void synchronous(int servers, int workers, int rounds, Over over) {
       const ps::Client::Pushed pushed{&party.parts, bytes_of(push), Packing::none, out};
       const auto call = client.push({pushed}, {round % 3, 1, 60 * kSecond}).front();
       finish(call);
-      check(call->copied.size() == (comes_back ? party.parts.size() : 0), "new values did not come back with a push");
+      check(call->new_values.versions.size() == (comes_back ? party.parts.size() : 0),
+            "new values did not come back with a push");
       if (!comes_back) party.pull(client, value);
       for (const std::int64_t each : value)
         check(each == round * workers * (workers + 1) / 2, "a pull is not the sum of the pushes");

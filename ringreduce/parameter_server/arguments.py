@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from ringreduce.parameter_server.key_value import _Key
 
 WIRES = ("float32", "bfloat16", "int8")
+_WHOLE, _REAL = (int, Integral), (int, float, Real)
+"""Numbers: the usual types first, which is fast."""
 MOST_KEY = 1024
 """Bytes of a key."""
 
@@ -32,13 +35,17 @@ def _is_text(key: str) -> bool:
 
 
 def check_priority(priority: Any) -> None:
-    if not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
+    if not isinstance(priority, _WHOLE) or not -(2**31) <= int(priority) < 2**31:
         raise InvalidArgument(f"priority is {priority!r}; it must be a whole number of 32 bits")
 
 
-def check_rule(mode: Any, update: Any) -> None:
+def check_mode(mode: Any) -> None:
     if not isinstance(mode, Mode):
         raise InvalidArgument(f"mode is {mode!r}; it must be made by ps.sync(), ps.asynchronous() or ps.ssp()")
+
+
+def check_rule(mode: Any, update: Any) -> None:
+    check_mode(mode)
     if not isinstance(update, UpdateRule):
         raise InvalidArgument(
             f"update is {update!r}; it must be made by ps.assign(), ps.reduce(), ps.optimizer() or ps.function()"
@@ -46,8 +53,18 @@ def check_rule(mode: Any, update: Any) -> None:
 
 
 def check_weight(weight: Any) -> None:
-    if weight != 1 and not (isinstance(weight, (int, float)) and math.isfinite(weight) and weight > 0):
+    if not (isinstance(weight, _REAL) and math.isfinite(weight) and float(weight) > 0):
         raise InvalidArgument(f"weight is {weight!r}; it must be a positive number")
+
+
+def check_timeout(timeout: Any) -> None:
+    if not (isinstance(timeout, _REAL) and float(timeout) >= 0):
+        raise InvalidArgument(f"timeout is {timeout!r}; it must be seconds, 0 or more")
+
+
+def check_bytes(name: str, count: Any) -> None:
+    if not (isinstance(count, _WHOLE) and int(count) > 0):
+        raise InvalidArgument(f"{name} is {count!r}; it must be bytes, a whole number above 0")
 
 
 def _tensor(key: str, array: Any) -> torch.Tensor:

@@ -25,6 +25,7 @@ from ringreduce import _C
 from ringreduce.config import resolve
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, TopologyError
 from ringreduce.parameter_server import control
+from ringreduce.parameter_server.arguments import check_bytes, check_timeout
 from ringreduce.parameter_server.attendant import Attendant
 from ringreduce.parameter_server.control import Refused, connect, connect_again
 from ringreduce.parameter_server.entry import Entry, called, greet, make_door, reach
@@ -94,6 +95,7 @@ def join(
     """
     if role not in ("both", "worker", "reader"):
         raise InvalidArgument(f"role is {role!r}; it must be 'both', 'worker' or 'reader', and `serve` is for servers")
+    check_timeout(timeout)
     if role == "reader":
         role, group = "worker", OBSERVERS
     if role == "both":
@@ -141,6 +143,7 @@ def serve(
     backups are reached by TCP, since servers are on several hosts or listen, this process may also end up with backups
     alone: if all copies of what it could serve would be on its host meanwhile.
     """
+    check_timeout(timeout)
     _check_sizes(window, block_bytes)
     entry = Entry(name, "", window, block_bytes, time.monotonic() + timeout, timeout, resolve(None)[0])
     entry.backups, entry.servers = backups, servers
@@ -198,6 +201,8 @@ def _find(entry: Entry, store: Any) -> None:
 
 
 def _check_sizes(window: int, block_bytes: int) -> None:
+    check_bytes("window", window)
+    check_bytes("block_bytes", block_bytes)
     if window < block_bytes or block_bytes < 16 * UNIT:
         raise InvalidArgument(
             f"window is {window} and block_bytes {block_bytes}; a window must hold a block, "
@@ -236,8 +241,8 @@ def _founding(
         raise InvalidArgument(f"rank is {rank} and size {size}; a store needs 0 <= rank < size")
     if entry.backups not in (0, 1) or (entry.backups and size == 1):
         raise InvalidArgument(f"backups is {entry.backups} with size {size}; it must be 0, or 1 with 2 or more servers")
-    if memory is not None and not (isinstance(memory, int) and memory > 0):
-        raise InvalidArgument(f"memory is {memory!r}; it must be bytes, a whole number above 0, or None for a share")
+    if memory is not None:
+        check_bytes("memory", memory)
     if not isinstance(entry.servers, int) or (entry.servers and entry.servers < size):
         raise InvalidArgument(f"servers is {entry.servers!r} with size {size}; every process begins with one or more")
     entry.making = store.add(f"{_PREFIX}/{entry.name}/rank {rank}", 1)

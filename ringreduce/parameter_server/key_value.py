@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import math
-import os
 import secrets
 import socket
 import time
@@ -20,13 +18,13 @@ from torch import nn
 
 from ringreduce import _C
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, ServerLost, SystemFailure, UpdateFailed
-from ringreduce.parameter_server import control
 from ringreduce.parameter_server.arguments import (
     check_average,
     check_key,
     check_like,
     check_priority,
     check_rule,
+    check_timeout,
     check_weight,
     check_wire,
     readable,
@@ -35,12 +33,15 @@ from ringreduce.parameter_server.modes import Mode, sync
 from ringreduce.parameter_server.pending import Pending, Snapshot
 from ringreduce.parameter_server.placement import cut, elements_per_block, place
 from ringreduce.parameter_server.pulls import Pulls
+from ringreduce.parameter_server.questions import Questions
 from ringreduce.parameter_server.readers import Follower
 from ringreduce.parameter_server.restoring import restore
 from ringreduce.parameter_server.snapshots import check_absent
 from ringreduce.parameter_server.updates import UpdateRule, assign
 
 if TYPE_CHECKING:
+    import os
+
     import numpy as np
 
     from ringreduce._C import ParameterCall, ParameterClient
@@ -54,8 +55,6 @@ _CREATED_AT_ONCE = 1000
 """Blocks in one control message."""
 _LONGEST = 1e7
 """Seconds: what a longer timeout is taken for."""
-_LOOK = 0.005
-"""Seconds after which a backup is asked again whether it has taken over."""
 
 Part = tuple[int, int, int, int, int]  # server, block, first byte, bytes, offset among the server's values
 
@@ -75,6 +74,8 @@ class _Key:
     """What a pull asks of servers: blocks of other hosts, and in ssp whether those of this host may be read."""
     like: torch.Tensor
     """Without memory: what tensors of this key look like."""
+    pushes: int = 0
+    """Of this worker."""
 
 
 @dataclass
@@ -118,10 +119,10 @@ class KeyValue:
         self._with = membership
         self._client = membership.client
         self._keys: dict[str, _Key] = {}
-        self._left, self._pid = False, os.getpid()
+        self._left = False
         self._prefetched: list[_Batch] = []
         """Rows that tables have asked for beforehand, oldest first."""
-        self._questions = itertools.count()
+        self._questions = Questions(membership)
         membership.loads = [0] * len(membership.connections)
 
     @property
@@ -220,7 +221,7 @@ class KeyValue:
         placed = self._agree(key, spec, spec)
         with self._making(key, placed):
             blocks = [
-                int(self._ask(server, {"ask": "create table", "key": key, "spec": placed}, deadline)["block"])
+                int(self._questions.ask(server, {"ask": "create table", "key": key, "spec": placed}, deadline)["block"])
                 for server in range(self.servers)
             ]
         return _C.ParameterTable(blocks, placed["dtype"], placed["table"]["width"])
@@ -254,7 +255,7 @@ class KeyValue:
                 some = mine[first : first + _CREATED_AT_ONCE]
                 question = {"ask": "create", "key": key, "blocks": [blocks[i] for i in some], "spec": spec}
                 with self._making(key, placed):
-                    made = self._ask(server, question, deadline)
+                    made = self._questions.ask(server, question, deadline)
                 for i, (block, offset) in zip(some, made["blocks"], strict=True):
                     begin, count = blocks[i]
                     parts[i] = (server, block, begin * size, count * size, offset)
@@ -313,8 +314,13 @@ class KeyValue:
         pulls = None if out is None else Pulls(self, out, deadline)
         places = pulls.places() if pulls is not None and start else {}
         tensors = [(parts, memory, places.get(name, 0)) for name, parts, memory, _ in sources]
+        for name, *_ in sources:
+            self._keys[name].pushes += 1
         left = deadline - time.monotonic()
-        sent = self._client.push(tensors, priority=priority, weight=float(weight), timeout=left)
+        try:
+            sent = self._client.push(tensors, priority=int(priority), weight=float(weight), timeout=left)
+        except CollectiveTimeout as error:
+            raise CollectiveTimeout(f"{error}; {self._what_fills_the_window()}") from None
         calls = {name: call for (name, *_), call in zip(sources, sent, strict=True)}
         if pulls is not None:
             pulls.follow({name: calls[name] for name in places if name in calls})
@@ -367,26 +373,35 @@ class KeyValue:
         `start=False` it stays as it is until `Pending.start()` or `wait()`: for hooks of a backward pass that still
         needs the old values.
         """
-        targets = out if isinstance(out, Mapping) else {self._only_key(values): out}
-        return self._push(self._pairs(values, value), targets, start, weight, priority, timeout)
-
-    @staticmethod
-    def _only_key(key: Any) -> str:
-        if not isinstance(key, str):
+        if isinstance(values, Mapping) and not isinstance(out, Mapping):
             raise InvalidArgument("out is one tensor; for a dictionary of pushes give a dictionary of outputs")
-        return key
+        if not isinstance(start, bool):
+            raise InvalidArgument(f"start is {start!r}; it must be True or False")
+        targets = out if isinstance(out, Mapping) else {str(values): out}
+        return self._push(self._pairs(values, value), targets, start, weight, priority, timeout)
 
     def wait(self, *pending: Pending, timeout: float | None = None) -> list[str]:
         """Waits for all of them; returns the keys whose push came late."""
         deadline = self._deadline(timeout)
+        for each in pending:
+            if not isinstance(each, Pending):
+                raise InvalidArgument(
+                    f"wait() was given a {type(each).__name__}; give what push() and push_pull() return, one by one"
+                )
         return [key for each in pending for key in each.wait(max(0.0, deadline - time.monotonic()))]
 
     def empty(self, *size: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A tensor in this worker's window, pushed without a copy: `size` as for `torch.empty`. Raises `SystemFailure`
-        if there is no room.
+        """A tensor in this worker's window, pushed without a copy: `size` as for `torch.empty`.
+
+        Once pushed, it must not be changed before `wait()`. Raises `SystemFailure` if there is no room.
         """
-        dtype = dtype or torch.get_default_dtype()
-        shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        if not isinstance(dtype, torch.dtype):
+            raise InvalidArgument(f"dtype is {dtype!r}; it must be a torch.dtype, such as torch.float32")
+        try:
+            shape = torch.empty(*size, dtype=dtype, device="meta").shape
+        except (TypeError, OverflowError, RuntimeError) as error:
+            raise InvalidArgument(f"size is {size!r:.60}, which torch.empty does not take: {error}") from None
         if (count := shape.numel()) < 1:
             raise InvalidArgument(f"size is {tuple(shape)}; a tensor that can be pushed has 1 element or more")
         piece = self._client.allocate(count * dtype.itemsize)
@@ -410,7 +425,7 @@ class KeyValue:
         """
         if self._left:
             return
-        self._check_process()
+        self._questions.check_process()
         deadline = self._deadline(timeout)
         self._left = True
         try:
@@ -441,7 +456,7 @@ class KeyValue:
         for server in range(self.servers):
             found = None
             with contextlib.suppress(ServerLost, CollectiveTimeout):
-                found = self._ask(server, {"ask": "statistics"}, self._deadline(timeout))["statistics"]
+                found = self._questions.ask(server, {"ask": "statistics"}, self._deadline(timeout))["statistics"]
             servers[self._with.names[server]] = found  # a backup's name, if that has answered
         return {"worker": self.worker, "outstanding": self._client.outstanding, "servers": servers}
 
@@ -496,7 +511,7 @@ class KeyValue:
         folder = f"{target}.partial-{secrets.token_hex(4)}"
         for server in range(self.servers):
             question = {"ask": "snapshot", "folder": folder, "part": f"{server}-of-{self.servers}"}
-            self._ask(server, question, deadline)
+            self._questions.ask(server, question, deadline)
         return Snapshot(self, target, folder)
 
     def restore(self, path: str | os.PathLike[str], *, timeout: float | None = None) -> list[str]:
@@ -518,14 +533,9 @@ class KeyValue:
         return self._until(timeout)
 
     def _until(self, timeout: float | None) -> float:
-        return time.monotonic() + min(self.timeout if timeout is None else timeout, _LONGEST)
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise InvalidArgument(
-                f"worker {self.worker} is the process that this one was forked from: call join() here for a worker of "
-                "its own"
-            )
+        timeout = self.timeout if timeout is None else timeout
+        check_timeout(timeout)
+        return time.monotonic() + min(timeout, _LONGEST)
 
     def _tell(self, kind: str, servers: list[int], deadline: float) -> None:
         call = self._client.tell(kind, servers, timeout=deadline - time.monotonic())
@@ -544,7 +554,7 @@ class KeyValue:
         late = False
         for server, block, outcome, _ in call.answers:
             if outcome == "failed":
-                text = self._ask(server, {"ask": "failure", "block": block}, deadline)["text"]
+                text = self._questions.ask(server, {"ask": "failure", "block": block}, deadline)["text"]
                 raise UpdateFailed(f"the update of {key!r} on {self._with.names[server]} raised: {text}", server)
             if outcome == "refused":
                 raise InvalidArgument(
@@ -565,7 +575,7 @@ class KeyValue:
         why = f"{name} or its backup is busy or stopped"
         if kind in question:
             try:
-                workers = self._ask(server, question[kind], time.monotonic() + 1.0)["workers"]
+                workers = self._questions.ask(server, question[kind], time.monotonic() + 1.0)["workers"]
                 if workers := [each for each in workers if not each.startswith(f"worker {self.worker} ")]:
                     return f"{what} waits for {', '.join(workers)}"
                 why = f"no other worker is missing, so it has no value yet, or {why}"
@@ -573,72 +583,17 @@ class KeyValue:
                 why = str(error)
         return f"{what} was not ready in time; {why}"
 
-    def _ask(self, server: int, question: dict[str, Any], deadline: float) -> dict[str, Any]:
-        self._check_process()
-        connection, name = self._with.connections[server], self._with.names[server]
-        try:
-            connection.settimeout(max(0.01, deadline - time.monotonic()))
-            number = next(self._questions)
-            control.send(connection, {**question, "number": number})
-            answer, _ = control.receive(connection)
-            while answer.get("number") != number:  # of a question that was given up
-                answer, _ = control.receive(connection)
-        except TimeoutError:
-            raise CollectiveTimeout(f"{name} did not answer {question['ask']!r} in time", server) from None
-        except OSError as error:
-            if (self._turn_to_next if self._with.attendant is None else self._turn_to_replica)(server, deadline):
-                return self._ask(server, question, deadline)
-            raise ServerLost(f"{name} has ended: {error}", server) from None
-        if "error" in answer:
-            kind, text = answer["error"]
-            raise (InvalidArgument if kind == "InvalidArgument" else SystemFailure)(f"{name}: {text}", server)
-        return answer
-
-    def _turn_to_next(self, server: int, deadline: float) -> bool:
-        """Whether others serve the blocks of a server that has ended. From here on these are asked."""
-        while True:
-            known = self._with.turns[server]
-            turn, name, address = self._client.served_by(server, known, timeout=max(0.0, deadline - time.monotonic()))
-            if turn == known:
-                if name != self._with.names[server]:
-                    raise CollectiveTimeout(
-                        f"{self._with.names[server]} has ended, and {name} has not taken over yet", server
-                    )
-                return False
-            self._with.turns[server], self._with.names[server] = turn, name
-            with contextlib.suppress(OSError):  # it has ended, too
-                connection = self._with.reach(server, address, max(0.01, deadline - time.monotonic()))
-                self._with.connections[server].close()
-                self._with.connections[server] = connection
-                return True
-
-    def _turn_to_replica(self, server: int, deadline: float) -> bool:
-        """The same where backups are reached by TCP. Workers turn to one before it has taken over."""
-        assert self._with.attendant is not None
-        while asked := self._client.asks(server):
-            if found := self._with.attendant.take(server, asked[0]):
-                self._with.connections[server].close()
-                self._with.turns[server] = asked[0]
-                self._with.connections[server], self._with.names[server] = found
-            if found and self._serves(server, deadline):
-                return True
-            if time.monotonic() >= deadline:
-                name = self._with.names[server]
-                raise CollectiveTimeout(f"{name} has ended, and no other one has taken over yet", server)
-            time.sleep(_LOOK)
-        return False
-
-    def _serves(self, server: int, deadline: float) -> bool:
-        """Waits until it does; False if it has ended."""
-        with contextlib.suppress(OSError):
-            connection, number = self._with.connections[server], next(self._questions)
-            while time.monotonic() < deadline:
-                connection.settimeout(max(0.01, deadline - time.monotonic()))
-                control.send(connection, {"ask": "serves", "number": number})
-                if control.receive(connection)[0].get("serves"):
-                    return True
-                time.sleep(_LOOK)
-        return False
+    def _what_fills_the_window(self) -> str:
+        """In words, when a push has waited too long for room."""
+        advice = (
+            "some of its blocks may have gone out: wait() for earlier pushes before new ones, push keys in the same "
+            "order on all workers, or join with a larger window="
+        )
+        if waiting := self._client.unanswered_push():
+            for key, known in self._keys.items():
+                if any(part[:2] == waiting for part in known.parts):
+                    return f"{self._who_is_late(key, *waiting)}; {advice}"
+        return advice
 
     @staticmethod
     def _pairs(key: Any, value: Any) -> list[tuple[str, Any]]:

@@ -26,7 +26,11 @@ class Pending:
     """What `push_pull` pulls when the pushes are in."""
 
     def start(self, timeout: float | None = None) -> None:
-        """Begins the pull of a `push_pull(start=False)`: its output may change from here on."""
+        """Begins the pull of a `push_pull(start=False)`: its output may change from here on. `timeout`: as for `wait`.
+
+        Does nothing for a push alone, or when the pull has begun.
+        """
+        self.store._questions.check_process()
         if self.pulls is not None:
             self.pulls.begin(self.store._until(timeout))
 
@@ -35,17 +39,21 @@ class Pending:
         dropped.
 
         `timeout` is in seconds (default: that of `join`). Raises `ServerLost`, `UpdateFailed`, or `CollectiveTimeout`,
-        which names who is waited for; after that `wait` can be called again.
+        which names who is waited for; after that `wait` can be called again. Raises `InvalidArgument` if the output of
+        a `push_pull` got other memory meanwhile; after that, `wait` waits for the push alone.
         """
         deadline = self.store._until(timeout)
         if self.pulls is None:
             return self._finish(deadline)
-        self.pulls.begin(deadline)  # those from other hosts are under way while the pushes are
         try:
+            self.pulls.begin(deadline)  # those from other hosts are under way while the pushes are
             late = self._finish(deadline)
             self.pulls.wait(deadline)
-        finally:
+        except BaseException as error:
             self.pulls.cancel()
+            if isinstance(error, InvalidArgument):
+                self.pulls = None
+            raise
         self.pulls = None
         return late
 
@@ -67,7 +75,7 @@ class Snapshot:
         """Whether it is complete. Raises `SystemFailure` if a server could not write its part, and `ServerLost`."""
         question, deadline = {"ask": "snapshot state", "folder": self.folder}, self.store._deadline(None)
         try:
-            states = [self.store._ask(server, question, deadline) for server in range(self.store.servers)]
+            states = [self.store._questions.ask(server, question, deadline) for server in range(self.store.servers)]
         except InvalidArgument:  # a server knows its latest ones only, and a backup those that it has begun
             if (self.path / INDEX).exists():
                 return True

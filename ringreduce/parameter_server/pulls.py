@@ -35,7 +35,8 @@ class _Pull:
     """What the key had on this host when the pull began: if that is not so any more, it begins again."""
     call: ParameterCall | None = None
     push: ParameterCall | None = None
-    """If a push brings the values back: that push."""
+    """If a push brings the values back: that push, which is the key's latest one as long as it has had `pushes`."""
+    pushes: int = 0
 
 
 class Pulls:
@@ -59,7 +60,7 @@ class Pulls:
     def follow(self, pushes: Mapping[str, ParameterCall]) -> None:
         """These pushes bring the values back."""
         for each in self._pulls:
-            each.push = pushes.get(each.key)
+            each.push, each.pushes = pushes.get(each.key), each.known.pushes
 
     def begin(self, deadline: float) -> None:
         """Idempotent."""
@@ -77,15 +78,20 @@ class Pulls:
         for each in self._pulls:
             if each.call is not None:
                 self._store._client.cancel(each.call)
-            each.near = each.call = None
+            if each.push is not None:
+                each.push.drop_new_values()
+            each.near = each.call = each.push = None
 
     def wait(self, deadline: float) -> dict[str, list[int]]:
         """Returns the versions of all blocks, by key, when they are in the targets."""
         self.begin(deadline)
         try:
-            return {each.key: self._end(each, deadline) for each in self._pulls}
+            versions = {each.key: self._end(each, deadline) for each in self._pulls}
         finally:
             self.cancel()
+        changed = [each.target for each in self._pulls if not each.target.is_inference()]
+        torch.autograd.graph.increment_version(changed)
+        return versions
 
     def _checked(self, key: str, tensor: Any, deadline: float) -> _Pull:
         known = self._store._keys.get(key) or self._store._lookup(key, deadline)
@@ -129,8 +135,8 @@ class Pulls:
         server of this host has ended and its backup is on another one.
         """
         known, found = pull.known, {}
-        if pull.push is not None and len(copied := pull.push.copied) == len(known.parts):
-            return copied
+        if pull.push is not None and known.pushes == pull.pushes and (versions := pull.push.versions) is not None:
+            return versions  # without a later push's: all blocks are of the same round
         if pull.call is not None:
             self._store._finish(pull.key, pull.call, deadline)
             found = {(server, block): version for server, block, _, version in pull.call.answers}

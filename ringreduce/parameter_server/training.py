@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ringreduce.errors import InvalidArgument
+from ringreduce.parameter_server.arguments import check_mode
 from ringreduce.parameter_server.key_value import KeyValue
 from ringreduce.parameter_server.modes import Mode, sync
 from ringreduce.parameter_server.pending import Pending
@@ -36,6 +37,9 @@ class Attached:
         prefix: str,
         wires: dict[str, str],
     ) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise InvalidArgument(f"optimizer is {optimizer!r:.60}; it must be a torch.optim.Optimizer")
+        check_mode(mode)
         self.late = 0
         """Pushes that came late and were dropped, where the mode has a quorum."""
         self._kv, self._optimizer, self._ssp = kv, optimizer, mode.mode == "ssp"
@@ -144,10 +148,10 @@ def attach(
 
     The training loop stays as it is: `zero_grad`, `backward`, `step`. Every worker calls `attach`; all begin with the
     values of the first one. The key of a parameter is `prefix` followed by its name. `push_wire` and `pull_wire` are
-    those of `KeyValue.init`. Raises `InvalidArgument` for an
-    optimizer that needs whole tensors.
+    those of `KeyValue.init`. Raises `InvalidArgument` for an optimizer that needs whole tensors.
     """
-    return Attached(kv, model, optimizer, mode or sync(), prefix, {"push": push_wire, "pull": pull_wire})
+    wires = {"push": push_wire, "pull": pull_wire}
+    return Attached(kv, model, optimizer, sync() if mode is None else mode, prefix, wires)
 
 
 def _arguments(optimizer: torch.optim.Optimizer) -> Iterator[dict[str, Any]]:

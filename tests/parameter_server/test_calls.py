@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from distributed.harness import Rank, run
 
 import ringreduce.parameter_server as ps
 from ringreduce.errors import Aborted, CollectiveTimeout, InvalidArgument
@@ -228,10 +231,18 @@ def test_ctrl_c_ends_a_push_that_waits_for_room() -> None:
 def test_a_forked_child_is_told_that_the_worker_is_its_parent() -> None:
     with ps.join(**SMALL) as kv:
         kv.init("w", torch.zeros(3), update=ps.reduce("sum"), mode=ps.asynchronous())
+        pending = kv.push_pull("w", torch.zeros(3), out=torch.zeros(3), start=False)
         reader, writer = os.pipe()
         if (child := os.fork()) == 0:
             told = []
-            for call in (lambda: kv.push("w", torch.ones(3)), lambda: kv.pull("w", torch.ones(3)), kv.leave, kv.stats):
+            for call in (
+                lambda: kv.push("w", torch.ones(3)),
+                lambda: kv.pull("w", torch.ones(3)),
+                pending.start,
+                pending.wait,
+                kv.leave,
+                kv.stats,
+            ):
                 try:
                     call()
                     told.append("nothing")
@@ -241,7 +252,7 @@ def test_a_forked_child_is_told_that_the_worker_is_its_parent() -> None:
             os._exit(0)
         os.waitpid(child, 0)
         told = os.read(reader, 10000).decode().splitlines()
-        assert len(told) == 4 and all("the process that this one was forked from" in each for each in told), told
+        assert len(told) == 6 and all("the process that this one was forked from" in each for each in told), told
         kv.push("w", torch.ones(3)).wait()
         kv.pull("w", out := torch.zeros(3))
         assert out.tolist() == [1, 1, 1]
@@ -256,6 +267,69 @@ def test_calls_after_leave_say_so() -> None:
     for call in (kv.clock, kv.barrier, lambda: kv.push("w", torch.zeros(3)), lambda: kv.pull("w", torch.zeros(3))):
         with pytest.raises(InvalidArgument, match="this worker has left"):
             call()
+
+
+def fills_its_window(me: Rank) -> str:
+    sizes = {"window": 1 << 20, "memory": 16 << 20, "block_bytes": 1 << 18}
+    with ps.join(me.store, rank=me.rank, size=me.size, **sizes) as kv:
+        kv.init("first", torch.zeros(3))
+        kv.init("w", torch.zeros(1 << 17))
+        kv.barrier()
+        if me.rank == 1:  # pushes nothing, so no round ends
+            me.store.wait(["full"])
+            return ""
+        with pytest.raises(CollectiveTimeout) as caught:
+            for _ in range(9):
+                kv.push("w", torch.zeros(1 << 17), timeout=0.2)
+        me.store.set("full", "")
+        return str(caught.value)
+
+
+def test_a_push_that_found_no_room_says_who_is_late() -> None:
+    text, _ = run(fills_its_window, 2)
+    assert re.search(r"window of \d+ bytes has had no room .*'w' on .* waits for worker 1 .*larger window=", text), text
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda kv: kv.push("w", torch.zeros(3), timeout="5"), "timeout is '5'; it must be seconds, 0 or more"),
+        (lambda kv: kv.barrier(timeout=-1), "timeout is -1; it must be seconds"),
+        (lambda kv: kv.init("v", torch.zeros(3), timeout=float("nan")), "timeout is nan; it must be seconds"),
+        (lambda kv: kv.wait([kv.push("w", torch.zeros(3))]), r"wait\(\) was given a list; give what push\(\)"),
+        (lambda kv: kv.empty(3, dtype="float32"), "dtype is 'float32'; it must be a torch.dtype"),
+        (lambda kv: kv.empty(2.5), r"size is \(2.5,\), which torch.empty does not take"),
+        (lambda kv: kv.empty(2**70), "which torch.empty does not take"),
+        (lambda kv: kv.empty(3, 0), r"size is \(3, 0\); a tensor that can be pushed"),
+        (lambda kv: kv.push_pull(3, torch.zeros(3), out=torch.zeros(3)), "there is no key 3: call init"),
+        (lambda kv: kv.push_pull({"w": torch.zeros(3)}, out=torch.zeros(3)), "give a dictionary of outputs"),
+        (lambda kv: kv.push_pull("w", torch.zeros(3), out=torch.zeros(3), start="no"), "start is 'no'; it must be"),
+        (lambda kv: kv.push("w", torch.zeros(3), weight=torch.ones(())), r"weight is tensor\(1.\); it must be"),
+        (lambda kv: kv.push("w", torch.zeros(3), priority=0.5), "priority is 0.5; it must be a whole number"),
+    ],
+)
+def test_bad_arguments_are_named(call: Callable[[ps.KeyValue], Any], message: str) -> None:
+    with ps.join(**SMALL) as kv:
+        kv.init("w", torch.ones(3), mode=ps.asynchronous())
+        with pytest.raises(InvalidArgument, match=message):
+            call(kv)
+        kv.push("w", torch.full((3,), 2.0), weight=np.float32(1), priority=np.int64(3)).wait()
+        kv.pull("w", out := torch.zeros(3))
+        assert out.tolist() == [2] * 3
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"timeout": "5"}, "timeout is '5'; it must be seconds"),
+        ({"timeout": float("nan")}, "timeout is nan; it must be seconds"),
+        ({"window": "64M"}, "window is '64M'; it must be bytes"),
+        ({"block_bytes": 4096.5}, "block_bytes is 4096.5; it must be bytes"),
+    ],
+)
+def test_bad_arguments_of_join_are_named(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        ps.join(**SMALL | given)
 
 
 @pytest.mark.parametrize(

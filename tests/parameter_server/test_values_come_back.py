@@ -9,6 +9,7 @@ import torch
 from distributed.harness import Rank, run
 
 import ringreduce.parameter_server as ps
+from ringreduce.errors import InvalidArgument
 
 COUNT = 1 << 21
 """Elements: 8 MB."""
@@ -25,7 +26,7 @@ def test_new_values_come_back_with_the_push() -> None:
         out = torch.zeros(COUNT)
         pending = kv.push_pull("w", counted(1), out=out)
         assert pending.wait() == [] and torch.equal(out, counted(1))
-        assert pending.calls["w"].copied == [1] * (COUNT * 4 >> 18)
+        assert pending.calls["w"].versions == [1] * (COUNT * 4 >> 18)
 
 
 def test_nothing_comes_before_it_is_started() -> None:
@@ -78,3 +79,54 @@ def in_another_order(me: Rank) -> list[float]:
 
 def test_workers_may_push_in_another_order() -> None:
     assert run(in_another_order, 2) == [[2.0, 4.0, 6.0]] * 2
+
+
+def test_an_output_with_other_memory_is_an_error_once() -> None:
+    with ps.join(**SIZES) as kv:
+        kv.init("w", torch.zeros(COUNT), update=ps.reduce("sum"))
+        out = torch.zeros(COUNT)
+        pending = kv.push_pull("w", counted(1), out=out)
+        out.data = torch.zeros(COUNT)
+        with pytest.raises(InvalidArgument, match="'w' got other memory while it was pulled"):
+            pending.wait()
+        assert pending.wait() == [] and not out.any()  # the push is in, and nothing is written
+        kv.pull("w", out)
+        assert torch.equal(out, counted(1))
+
+
+def test_new_values_count_as_a_change_when_they_come() -> None:
+    with ps.join(**SIZES) as kv:
+        w = torch.ones(10, requires_grad=True)
+        kv.init("w", w.detach())
+        pending = kv.push_pull("w", torch.full((10,), 2.0), out=w.data)
+        loss = (w * w).sum()  # autograd keeps w, which changes after this
+        pending.wait()
+        with torch.inference_mode():
+            kv.push_pull("w", torch.full((10,), 3.0), out=torch.empty(10)).wait()
+        versions = w._version
+        kv.push_pull("w", torch.full((10,), 3.0), out=w).wait()
+        assert w._version > versions
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def pushes_twice(me: Rank) -> list[list[float]]:
+    """Another push to the same key before the first one's values have been waited for."""
+    found = []
+    with ps.join(me.store, rank=me.rank, size=me.size, **SIZES) as kv:
+        kv.init("w", torch.zeros(COUNT), update=ps.reduce("sum"))
+        kv.barrier()
+        for _ in range(8):
+            first, second = torch.empty(COUNT), torch.empty(COUNT)
+            pending = kv.push_pull("w", torch.ones(COUNT), out=first)
+            again = kv.push_pull("w", torch.ones(COUNT), out=second)
+            kv.wait(pending, again)
+            found += [first.unique().tolist(), second.unique().tolist()]
+        kv.barrier()
+    return found
+
+
+def test_new_values_are_of_one_round() -> None:
+    for found in run(pushes_twice, 2):
+        assert all(len(values) == 1 for values in found), found
+        assert [values for values in found[1::2]] == [[4.0 * (i + 1)] for i in range(8)]

@@ -1,0 +1,108 @@
+"""What a worker asks servers in control messages: of each, who serves its blocks now."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from ringreduce.errors import CollectiveTimeout, InvalidArgument, ServerLost, SystemFailure
+from ringreduce.parameter_server import control
+
+if TYPE_CHECKING:
+    from ringreduce.parameter_server.key_value import Membership
+
+_LOOK = 0.005
+"""Seconds after which a backup is asked again whether it has taken over."""
+
+
+class Questions:
+    """For one thread at a time, of the process that made it."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._with = membership
+        self._client = membership.client
+        self._pid = os.getpid()
+        self._numbers = itertools.count()
+
+    def check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise InvalidArgument(
+                f"worker {self._with.worker} is the process that this one was forked from: call join() here for a "
+                "worker of its own"
+            )
+
+    def ask(self, server: int, question: dict[str, Any], deadline: float) -> dict[str, Any]:
+        """The answer. If the server has ended, it is that of the next one to serve its blocks.
+
+        Raises `ServerLost` if there is none, `CollectiveTimeout` after `deadline`, and what the answer says went wrong.
+        """
+        self.check_process()
+        while True:
+            connection, name = self._with.connections[server], self._with.names[server]
+            try:
+                connection.settimeout(max(0.01, deadline - time.monotonic()))
+                number = next(self._numbers)
+                control.send(connection, {**question, "number": number})
+                answer, _ = control.receive(connection)
+                while answer.get("number") != number:  # of a question that was given up
+                    answer, _ = control.receive(connection)
+            except TimeoutError:
+                raise CollectiveTimeout(f"{name} did not answer {question['ask']!r} in time", server) from None
+            except OSError as error:
+                turn = self._turn_to_next if self._with.attendant is None else self._turn_to_replica
+                if not turn(server, deadline):
+                    raise ServerLost(f"{name} has ended: {error}", server) from None
+                continue
+            if "error" in answer:
+                kind, text = answer["error"]
+                raise (InvalidArgument if kind == "InvalidArgument" else SystemFailure)(f"{name}: {text}", server)
+            return answer
+
+    def _turn_to_next(self, server: int, deadline: float) -> bool:
+        """Whether others serve the blocks of a server that has ended. From here on these are asked."""
+        while True:
+            known = self._with.turns[server]
+            turn, name, address = self._client.served_by(server, known, timeout=max(0.0, deadline - time.monotonic()))
+            if turn == known:
+                if name != self._with.names[server]:
+                    raise CollectiveTimeout(
+                        f"{self._with.names[server]} has ended, and {name} has not taken over yet", server
+                    )
+                return False
+            self._with.turns[server], self._with.names[server] = turn, name
+            with contextlib.suppress(OSError):  # it has ended, too
+                connection = self._with.reach(server, address, max(0.01, deadline - time.monotonic()))
+                self._with.connections[server].close()
+                self._with.connections[server] = connection
+                return True
+
+    def _turn_to_replica(self, server: int, deadline: float) -> bool:
+        """The same where backups are reached by TCP. Workers turn to one before it has taken over."""
+        assert self._with.attendant is not None
+        while asked := self._client.asks(server):
+            if found := self._with.attendant.take(server, asked[0]):
+                self._with.connections[server].close()
+                self._with.turns[server] = asked[0]
+                self._with.connections[server], self._with.names[server] = found
+            if found and self._serves(server, deadline):
+                return True
+            if time.monotonic() >= deadline:
+                name = self._with.names[server]
+                raise CollectiveTimeout(f"{name} has ended, and no other one has taken over yet", server)
+            time.sleep(_LOOK)
+        return False
+
+    def _serves(self, server: int, deadline: float) -> bool:
+        """Waits until it does; False if it has ended."""
+        with contextlib.suppress(OSError):
+            connection, number = self._with.connections[server], next(self._numbers)
+            while time.monotonic() < deadline:
+                connection.settimeout(max(0.01, deadline - time.monotonic()))
+                control.send(connection, {"ask": "serves", "number": number})
+                if control.receive(connection)[0].get("serves"):
+                    return True
+                time.sleep(_LOOK)
+        return False
