@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 FORMAT = "1"
 INDEX = "index.json"
-_REST = 5
+_REST = 16
 """How long the thread that writes rests, in its own CPU time: workers' steps go on beside it, and need the cores."""
 STEPS = struct.Struct("=Q")
 
