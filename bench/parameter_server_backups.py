@@ -54,7 +54,7 @@ from net.ranks import Rank, Ranks  # noqa: E402
 import ringreduce.parameter_server as ps  # noqa: E402
 from ringreduce.errors import Aborted, RingReduceError  # noqa: E402
 
-STEPS, SERVERS, WORKERS, PUSHES = 5, 3, 2, 400
+STEPS, SERVERS, WORKERS, PUSHES = 5, 3, 2, 4000
 MODES = (ps.sync(), ps.asynchronous(), ps.ssp(1))
 HOSTS = [1, 2, 0, 1, 2, 0]  # of three servers, then of three workers; the store is on host 0
 DEAD_AFTER = 5

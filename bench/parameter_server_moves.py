@@ -87,9 +87,10 @@ def main() -> int:
         parser.error(why)
     total = PROCESSES + args.workers
     moments, served = [time.monotonic()], []
-    with Network(total, rate=args.rate) as network, Ranks(
-        network, list(range(total)), take_part, args.workers, args.size, timeout=120
-    ) as ranks:
+    with (
+        Network(total, rate=args.rate) as network,
+        Ranks(network, list(range(total)), take_part, args.workers, args.size, timeout=120) as ranks,
+    ):
         ranks.reports(but=range(PROCESSES))
         comes = list(range(FOUNDERS, PROCESSES))
         for rank in (*comes, *reversed(comes)):

@@ -7,11 +7,11 @@ Every worker is a server too, and trains with AdamW in `sync`, as fast as it can
 workers (`at_most_behind=1`) and calls it `--rate` times a second, as an actor would; the call first copies the latest
 round if the reader is more than one round behind. Laps with acting and with idle readers alternate; all figures are
 medians of laps. A row says how long a step took in both, how often all readers together copied a round, how much of
-one core they used, and the most rounds by which a reader's model was behind when its forward pass began.
+one core they used for it, and by how many rounds at most a reader's model was behind when its forward pass began.
 
-A reader takes nothing of the servers' time, so on a machine with a core for each process the two times are the same.
-With fewer cores the workers lose the share of the cores that readers use: `cores` is what the step would take times as
-long if that were all. Exit code: 0, or 1 if a reader saw parts of two rounds.
+Readers take nothing of the servers' time, but with fewer cores than processes they take turns with the workers on the
+cores, and push the workers' values out of the caches. In `sync` both workers wait for the one whose core a reader has.
+Exit code: 0, or 1 if a reader saw parts of two rounds.
 """
 
 import argparse
@@ -116,13 +116,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--readers", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--size", default="4M", help="of the parameters (default 4M)")
-    parser.add_argument("--rate", type=float, default=100.0, help="forward passes a second of each reader (default 100)")
+    parser.add_argument(
+        "--rate", type=float, default=100.0, help="forward passes a second of each reader (default 100)"
+    )
     parser.add_argument("--seconds", type=float, default=1.0, help="of a lap (default 1)")
     parser.add_argument("--laps", type=int, default=5)
     args = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
     table = Table(title=f"{WORKERS} workers, {args.size}, {cores} cores; readers act {args.rate:g} times a second")
-    for column in ("readers", "step, idle", "step", "times", "cores", "copies", "core", "behind"):
+    for column in ("readers", "step, idle", "step", "times", "copies", "core", "behind"):
         table.add_column(column, justify="right")
     for readers in args.readers:
         laps = harness.start_ranks(WORKERS + readers, measure, bytes_of(args.size), args.rate, args.seconds, args.laps)
@@ -132,7 +134,6 @@ def main() -> int:
             f"{1e3 * idle.step:.2f} ms",
             f"{1e3 * acting.step:.2f} ms",
             f"{acting.step / idle.step:.2f}",
-            f"{max(1.0, cores / max(0.1, cores - acting.cores)):.2f}",
             f"{acting.copies:.0f}/s",
             f"{acting.cores:.2f}",
             f"{max(each.behind for each in laps[1]):.0f}",
