@@ -227,7 +227,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20, help="how often each way is measured")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS + OPTIONAL, help="see below")
     parser.add_argument(
-        "--delay", type=float, nargs="+", default=[], metavar="MS", help="every rank on a host, so far from the others"
+        "--delay", type=float, nargs="+", default=[], metavar="MS", help="every rank on a host; delays between them"
     )
     parser.add_argument("--json", type=Path, help="the file to write the report to")
     args = parser.parse_args()
