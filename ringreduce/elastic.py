@@ -233,7 +233,8 @@ class World:
             self._membership.resign(self._committed)
             self._config.home.lobby.leave(self._config.me)
         self._config.home.give_up()
-        dist.destroy_process_group()
+        if dist.is_initialized():  # not if the latest change could not make a group
+            dist.destroy_process_group()
 
     # changes
 

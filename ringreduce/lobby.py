@@ -22,6 +22,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Container
 from typing import Any
 
@@ -230,7 +231,7 @@ class Home:
         if os.fstat(memfd).st_ino != place[2]:
             os.close(memfd)
             return False
-        self._memfd, self.ledger = memfd, Ledger(memfd, 0, LEDGER_BYTES)
+        self._use(memfd)
         return True
 
     def share_ledger(self, rank: int) -> None:
@@ -269,9 +270,14 @@ class Home:
         return not ledgers or any(map(self.open_ledger, ledgers))
 
     def _make_ledger(self) -> None:
-        self._memfd = os.memfd_create("ringreduce world", os.MFD_CLOEXEC)
-        os.ftruncate(self._memfd, LEDGER_BYTES)
-        self.ledger = Ledger(self._memfd, 0, LEDGER_BYTES)
+        memfd = os.memfd_create("ringreduce world", os.MFD_CLOEXEC)
+        os.ftruncate(memfd, LEDGER_BYTES)
+        self._use(memfd)
+
+    def _use(self, memfd: int) -> None:
+        """Takes the ledger in `memfd`. The descriptor stays open for joiners as long as this object lives."""
+        weakref.finalize(self, os.close, memfd)
+        self._memfd, self.ledger = memfd, Ledger(memfd, 0, LEDGER_BYTES)
 
     def look_every(self) -> float:
         """Seconds between two looks for a member that has left the view."""

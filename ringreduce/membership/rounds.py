@@ -107,9 +107,12 @@ class Membership:
     def resign(self, step: int) -> None:
         """Tells the others to go on without this process, and does not wait for them. `step`: its latest commit.
 
-        Raises the directory's error if it cannot be reached.
+        Does nothing if the others have gone on without it already: a line of a process that is no member would end
+        their epoch, and could make them skip a step. Raises the directory's error if it cannot be reached.
         """
         me = self._state.me
+        if me not in self.view.names:
+            return
         self.directory.append(place(self.view.epoch), Report(step, without=(me,)).line(me))
 
     def _view_of(self, done: Effect) -> View:

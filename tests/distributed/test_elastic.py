@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import json
 import os
 import random
@@ -11,6 +12,7 @@ import signal
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -193,6 +195,69 @@ def test_a_rank_that_was_stopped_is_expelled() -> None:
         time.sleep(6)
         ranks.signal(1, signal.SIGCONT)
         assert ranks.results() == ["trained", "expelled", "trained"]
+
+
+def leaves_when_it_is_expelled(me: Rank) -> tuple[str, int]:
+    """Rank 1 is stopped, continues later, and leaves as a program does in a `finally`."""
+    world = start(me, 3, timeout=timedelta(seconds=2), expel_after=1.0)
+    me.report("begins")
+
+    def body() -> bool:
+        over = torch.tensor([int(me.store.check(["over"]))])
+        dist.all_reduce(over, dist.ReduceOp.MAX)
+        time.sleep(0.005)
+        return bool(over)
+
+    how = "trained"
+    try:
+        while not world.attempt(body):
+            pass
+    except Expelled:
+        how = "expelled"
+    epoch = world.epoch
+    world.leave()
+    if how == "expelled":
+        time.sleep(1)  # a watch looks into the ledger more often
+        me.store.set("over", "")
+    return how, epoch
+
+
+def test_an_expelled_rank_that_leaves_disturbs_nobody() -> None:
+    with Ranks(leaves_when_it_is_expelled, 3) as ranks:
+        ranks.reports()
+        ranks.signal(1, signal.SIGSTOP)
+        time.sleep(6)
+        ranks.signal(1, signal.SIGCONT)
+        assert ranks.results() == [("trained", 1), ("expelled", 1), ("trained", 1)]
+
+
+def leaves_without_a_group(me: Rank) -> int:
+    """The ledgers of worlds that are gone are closed, also if the last change could not make a group."""
+    before = ledgers()
+    for number in range(2):
+        world = elastic.start(store=dist.PrefixStore(str(number), me.store), rank=0, world_size=1, patience=0.01)
+        world._config.timeout = 0.01
+        world._init = no_group  # type: ignore[method-assign]
+        with pytest.raises(SystemFailure, match="none today"):
+            world._change(None)
+        world.leave()
+        del world
+        gc.collect()
+    return ledgers() - before
+
+
+def no_group() -> None:
+    time.sleep(0.05)
+    raise SystemFailure("none today")
+
+
+def ledgers() -> int:
+    """The number of ledgers of worlds that this process has open."""
+    return sum("memfd:ringreduce world" in os.path.realpath(each) for each in Path("/proc/self/fd").iterdir())
+
+
+def test_a_member_without_a_group_can_leave() -> None:
+    assert run(leaves_without_a_group, 1) == [0]
 
 
 def too_few(me: Rank) -> str:
