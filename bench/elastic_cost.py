@@ -3,10 +3,10 @@
     python bench/elastic_cost.py                        2, 4 and 8 ranks on this machine
     python bench/elastic_cost.py --ranks 2 --rounds 51
 
-Each row compares two calls, which take turns in the same processes. `commit` is `world.commit()` next to an all_reduce
-of 8 bytes. `attempt` is a `world.attempt` of that all_reduce, which includes a commit. The other rows are an all_reduce in
-the group of a world, next to the same in a plain group of these ranks. The ratio is the first time divided by the second,
-the median over the rounds.
+Each row compares two calls, which take turns in the same processes. `commit` is `world.commit()` next to an
+all_reduce of 8 bytes. `attempt` is a `world.attempt` of that all_reduce, which includes a commit. The other rows are
+an all_reduce in the group of a world, next to the same in a plain group of these ranks. The ratio is the first time
+divided by the second, the median over the rounds.
 """
 
 from __future__ import annotations
