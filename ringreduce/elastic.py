@@ -128,7 +128,8 @@ class World:
         """Registers `function(world)`, which every member calls after each change, once the default group is new.
 
         Use it to renew meshes, other groups, hooks and samplers. It may call collectives. If one of them fails, the
-        change is made again. A joiner does not call it for the change with which it joins.
+        change is made again. Another error is raised by the call that made the change, as by `attempt`. A joiner does
+        not call it for the change with which it joins.
         """
         self._callbacks.append(function)
 
@@ -263,7 +264,7 @@ class World:
         return bool(backend_of(None).get_error() != ErrorType.SUCCESS)
 
     def _break(self, error: Exception) -> None:
-        """Ends the attempt on all members, because this member's function has raised `error`."""
+        """Ends the attempt on all members, because a function of this member's program has raised `error`."""
         log.warning("%s: %r ends an attempt of this member", self._config.me, error)
         backend_of(None).abort()
 
@@ -363,8 +364,13 @@ class World:
                     if isinstance(module, DistributedDataParallel):
                         _rebind(module)
             self._share_state()
-        for callback in self._callbacks:
-            callback(self)
+        try:
+            for callback in self._callbacks:
+                callback(self)
+        except Exception as error:
+            if not self._is_of_group(error):
+                self._break(error)
+            raise
 
     def _init(self) -> None:
         """Makes the view's members the default group. Fails at once when one of them ends meanwhile."""

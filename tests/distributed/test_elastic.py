@@ -363,6 +363,33 @@ def test_an_exception_of_ones_own() -> None:
     assert run(raises_once, 3) == [(1, 0), (1, 1), (1, 0)]
 
 
+def raises_in_a_callback(me: Rank) -> str:
+    """Rank 2 dies, and rank 1's callback raises. Rank 1 does not come again, and lives until rank 0 has gone on."""
+    world = start(me, 3, timeout=timedelta(seconds=1000), expel_after=0.5)
+
+    def callback(world: elastic.World) -> None:
+        if me.rank == 1:
+            raise KeyError("of the program")
+
+    world.on_change(callback)
+    me.report("begins")
+    try:
+        while world.size > 1:
+            world.attempt(lambda: dist.all_reduce(torch.ones(1)))
+    except KeyError:
+        me.store.wait(["gone on"], timedelta(seconds=60))
+        return "raised"
+    me.store.set("gone on", "")
+    return "gone on"
+
+
+def test_the_others_do_not_wait_for_a_member_whose_callback_raises() -> None:
+    with Ranks(raises_in_a_callback, 3) as ranks:
+        ranks.reports()
+        ranks.signal(2, signal.SIGKILL)
+        assert ranks.results(but=(2,)) == ["gone on", "raised"]
+
+
 def with_a_store_in_rank_2(me: Rank) -> dict[str, Any]:
     if me.rank == 2:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
