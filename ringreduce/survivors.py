@@ -60,12 +60,14 @@ class Lineage:
     @functools.cached_property
     def membership(self) -> Membership:
         """This rank's membership. Made at the first loss, so that making a group need not import its modules."""
-        from ringreduce.membership.directory import OfStore
+        from ringreduce.membership.directory import Bounded, Under
         from ringreduce.membership.protocol import Member, View
         from ringreduce.membership.rounds import Membership
 
         source = self._source
-        directory: Directory = source if isinstance(source, Ledger) else OfStore(source, f"{self._prefix}/members")
+        directory: Directory = (
+            source if isinstance(source, Ledger) else Under(Bounded(source), f"{self._prefix}/members/")
+        )
         return Membership(directory, str(self._rank), View(0, tuple(Member(str(r)) for r in range(self._size))))
 
     def place(self, epoch: int) -> Store:

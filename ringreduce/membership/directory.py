@@ -81,22 +81,6 @@ def append_by(compare_set: Callable[[str, str], str], text: str) -> str:
     return found
 
 
-class OfStore:
-    """A directory in a store of torch, whose keys begin with `prefix`. It lives as long as the store's host."""
-
-    def __init__(self, store: Any, prefix: str) -> None:
-        self._store, self._prefix = store, prefix
-
-    def get(self, key: str) -> str:
-        return (value_of(self._store, f"{self._prefix}/{key}") or b"").decode()
-
-    def compare_set(self, key: str, expected: str, desired: str) -> str:
-        return bytes(self._store.compare_set(f"{self._prefix}/{key}", expected, desired)).decode()
-
-    def append(self, key: str, text: str) -> str:
-        return appended(self._store, f"{self._prefix}/{key}", text).decode()
-
-
 class Under:
     """The part of another directory whose keys begin with `prefix`."""
 
