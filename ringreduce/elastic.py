@@ -528,7 +528,7 @@ def start(
     `patience`: how long to wait for joiners when there are too few members, and for a directory that is out of reach.
     `expel_after`: how long to wait for a living member that does not report in a change; by default `timeout`.
     `timeout`: for making a group and for each call on it.
-    `options`: as for `init_process_group`; the same on all members.
+    `options`: as for `init_process_group`. Members go on without a joiner that has other options than they have.
     `store`, `rank`, `world_size`: as for `init_process_group`; by default, the variables of `env://` say them. `store`
         may also be an address in etcd, "etcd://HOST:PORT,HOST:PORT/NAME" with a NAME that no other job has used. Then
         no single host has to live until the job ends, and `rank` and `world_size` are by default RANK and WORLD_SIZE.
@@ -617,6 +617,9 @@ def _join(config: _Config) -> World:
     world = World(config, Membership(config.home.directory(), config.me, view, config.patience), founder=False)
     try:
         world._init()
+    except InvalidArgument:  # such as other options than the members'; it would be wrong in the next view, too
+        world.leave()
+        raise
     except RingReduceError as error:
         world._change(error)
     return world

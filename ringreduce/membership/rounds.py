@@ -111,9 +111,14 @@ class Membership:
         their epoch, and could make them skip a step. Raises the directory's error if it cannot be reached.
         """
         me = self._state.me
-        if me not in self.view.names:
-            return
-        self.directory.append(place(self.view.epoch), Report(step, without=(me,)).line(me))
+        line = Report(step, without=(me,)).line(me)
+        while me in self.view.names:
+            log = self.directory.append(place(self.view.epoch), line)
+            decided = protocol.successor(self.view, log)
+            if decided is None:
+                return
+            # The round has ended already. If this process had reported before, it is in the next view.
+            self._state = State(me, decided)
 
     def _view_of(self, done: Effect) -> View:
         if isinstance(done, Entered):

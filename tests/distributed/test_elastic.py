@@ -23,6 +23,7 @@ from distributed.harness import Rank, Ranks, run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import ringreduce
 from ringreduce import elastic, watch
 from ringreduce.api import backend_of
 from ringreduce.errors import (
@@ -361,6 +362,28 @@ def raises_once(me: Rank) -> tuple[int, int]:
 
 def test_an_exception_of_ones_own() -> None:
     assert run(raises_once, 3) == [(1, 0), (1, 1), (1, 0)]
+
+
+def joins_with_other_options(me: Rank) -> Any:
+    """Rank 2 joins with other options, and lives until the others have gone on."""
+    if me.rank == 2:
+        me.store.wait(["ready"], timedelta(seconds=60))
+        with pytest.raises(InvalidArgument, match="options differ between ranks"):
+            start(me, 2, options=ringreduce.Options(slices=2))
+        me.store.wait(["gone on"], timedelta(seconds=60))
+        return "raised"
+    world = start(me, 2, timeout=timedelta(seconds=1000))
+    while world.epoch < 2:
+        world.attempt(lambda: dist.all_reduce(torch.ones(1)))
+        me.store.set("ready", "")
+    me.store.set("gone on", "")
+    size = world.size
+    world.leave()
+    return size
+
+
+def test_a_joiner_with_other_options_does_not_stop_the_others() -> None:
+    assert run(joins_with_other_options, 3) == [2, 2, "raised"]
 
 
 def raises_in_a_callback(me: Rank) -> str:

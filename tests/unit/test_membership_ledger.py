@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ringreduce.errors import Expelled, SystemFailure
 from ringreduce.membership.directory import Bounded, Directory, Under, value_of
 from ringreduce.membership.ledger import FREE, Ledger
-from ringreduce.membership.protocol import Member, Report, View
+from ringreduce.membership.protocol import Member, Report, View, place
 from ringreduce.membership.rounds import Membership
 from ringreduce.survivors import KeyStore, Lineage
 
@@ -178,6 +178,27 @@ def test_who_is_silent_is_given_up_and_finds_out(directories: list[Directory]) -
     assert views == [View(1, tuple(map(Member, "123")), 0, ("0",))] * 3
     with pytest.raises(Expelled, match="went on without 0 in epoch 1"):
         members[0].leave(Report(7))
+
+
+def test_others_go_on_without_a_member_that_resigns(directories: list[Directory]) -> None:
+    """Also if it had reported before, and they have gone on with it."""
+    members = rounds(directories)
+    directories[3].append(place(0), Report().line("3"))
+    leave(members[:3], [Report()] * 3)
+    members[3].resign(0)
+    views = leave(members[:3], [Report()] * 3)
+    assert views == [View(2, tuple(map(Member, "012")), 0, ("3",))] * 3
+
+
+def test_a_member_that_is_expelled_resigns_without_a_word(directories: list[Directory]) -> None:
+    """Its step is one that the others may have to do again."""
+    members = rounds(directories)
+    leave(members[1:], [Report(1)] * 3, silent_after=0.3)
+    with pytest.raises(Expelled):
+        members[0].leave(Report(2))
+    members[0].resign(2)
+    views = leave(members[1:], [Report(1)] * 3)
+    assert views == [View(2, tuple(map(Member, "123")), 1)] * 3
 
 
 def test_durable_commits(directories: list[Directory]) -> None:
