@@ -112,13 +112,10 @@ class Membership:
         """
         me = self._state.me
         line = Report(step, without=(me,)).line(me)
-        while me in self.view.names:
-            log = self.directory.append(place(self.view.epoch), line)
-            decided = protocol.successor(self.view, log)
-            if decided is None:
-                return
-            # The round has ended already. If this process had reported before, it is in the next view.
-            self._state = State(me, decided)
+        view: View | None = self.view
+        while view and me in view.names:
+            # If this process had reported before, the round may have ended already with this process in the next view.
+            view = protocol.successor(view, self.directory.append(place(view.epoch), line))
 
     def _view_of(self, done: Effect) -> View:
         if isinstance(done, Entered):
