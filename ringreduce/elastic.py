@@ -1,15 +1,15 @@
-"""A training that goes on when ranks die, and lets others in: docs/elastic.md.
+"""Training that goes on when ranks die, and that lets fresh processes join. docs/elastic.md has the promises.
 
     world = elastic.start(least=2)                       # instead of init_process_group
     model = DDP(net, init_sync=False)
     state = world.state(model=model, optimizer=optimizer, step=0)    # what a joiner receives
     while state.step < 10_000:
-        loss = world.attempt(backward)                   # ends on all members or on none; then again, with those left
+        loss = world.attempt(backward)                   # returns on all members or on none; if on none, it runs again
         optimizer.step()
         state.step += 1
 
-`backward` may run again with other ranks, so it must not change `state`. Its data depend on `world.rank`, `world.size`
-and `state.step` alone.
+`backward` may run again with other ranks. So it must not change `state`, and its data must depend only on `world.rank`,
+`world.size` and `state.step`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch._C._distributed_c10d import ErrorType, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous as env_rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
-from ringreduce import tuning  # noqa: F401  rank 0 decides by it, and who becomes rank 0 should not wait for files
+from ringreduce import tuning  # noqa: F401  rank 0 needs it; a member that becomes rank 0 must not import
 from ringreduce.api import backend_of
 from ringreduce.common.units import duration
 from ringreduce.config import Options
@@ -65,21 +65,23 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 LOOK_FOR_JOINERS = 0.05
-"""Seconds between two looks of rank 0 for those who wait to be let in."""
+"""Seconds between two looks of rank 0 for processes that wait to join."""
 
 log = logging.getLogger(__name__)
 
 
 class Over(SystemExit):
-    """Raised by `start` in a process that was started again when all members had left or ended: there is nothing to
-    join. Ends the process with exit code 0 unless it is caught, so a launcher sees no failure."""
+    """Raised by `start` when all members have left or ended, so there is nothing to join.
+
+    Unless it is caught, it ends the process with exit code 0, so a launcher sees no failure.
+    """
 
 
 class World:
-    """The members of a changing group, of which this process is one. Its calls are for one thread."""
+    """A changing group, seen from one of its members. Made by `start`. All calls must come from one thread."""
 
     def __init__(self, config: _Config, membership: Membership, founder: bool) -> None:
-        """For `start`. `founder`: this process was among the first members."""
+        """Called by `start` only. `founder`: whether this process is one of the first members."""
         self._founder = founder
         self._config, self._membership = config, membership
         self._state: State | None = None
@@ -94,45 +96,55 @@ class World:
         self._unwanted: tuple[str, ...] = ()
         self._gave_up = False
         self._wire: Wire | None = None
-        """What the latest group with links knew of the network."""
+        """What the latest group with links to other hosts has measured of the network."""
         self._lateness = Lateness(self.view.members, self.rank)
 
     @property
     def rank(self) -> int:
-        """This process's, among the members; changes with them."""
+        """This process's rank among the members. It may change when members come or go.
+
+        Raises `Expelled` if the others went on without this process.
+        """
         if self._config.me not in self.view.names:
             raise Expelled(f"the other members went on without this process in epoch {self.epoch}")
         return self.view.names.index(self._config.me)
 
     @property
     def size(self) -> int:
-        """How many members there are."""
+        """The number of members."""
         return len(self.view.members)
 
     @property
     def epoch(self) -> int:
-        """Counts the changes."""
+        """The number of changes of membership so far; 0 for the first members."""
         return self.view.epoch
 
     @property
     def view(self) -> View:
-        """The members, with what was decided when they came together."""
+        """The present members, and what was decided about them in the latest change."""
         return self._membership.view
 
     def on_change(self, function: Callable[[World], None]) -> None:
-        """`function(world)` is called on every member after each change, when the default group is the new one: for
-        meshes, other groups, hooks and samplers. It may make calls on the group. If those fail, the change is made
-        again.
+        """Registers `function(world)`, which every member calls after each change, once the default group is new.
+
+        Use it to renew meshes, other groups, hooks and samplers. It may call collectives. If one of them fails, the
+        change is made again. Another error is raised by the call that made the change, as by `attempt`. A joiner does
+        not call it for the change with which it joins.
         """
         self._callbacks.append(function)
 
     def state(self, **parts: Any) -> State:
-        """What all members have alike, and joiners get: objects that have `state_dict` and `load_state_dict`, such as
-        models and optimizers, and plain values. Returns it as an object with these attributes.
+        """Declares what all members hold alike and what joiners receive. Returns it as an object with these attributes.
 
-        All members get the first one's now; with `unit`, that of the same place in the first unit. To be called once,
-        by all, before any other call on the group. A `DistributedDataParallel` among the parts is bound to the new
-        group after each change; make it with `init_sync=False`, as its members' states are equalised here.
+        A part is an object with `state_dict` and `load_state_dict`, such as a model or an optimizer, or a plain value.
+        Every member must call this once, before any other call on the group. It gives all members the state of the
+        first one; with `unit`, that of the same place in the first unit.
+
+        After each change, every `DistributedDataParallel` model among the parts is bound to the new group. Make such a
+        model with `init_sync=False`, since this call makes the members' states equal.
+
+        Raises `InvalidArgument` if it was called before, `TooFewRanks` if every member that had the state is lost, and
+        what `attempt` raises.
         """
         if self._state is not None:
             raise InvalidArgument("state: it was called before; it takes all parts at once")
@@ -144,12 +156,17 @@ class World:
         return self._state
 
     def attempt(self, function: Callable[[], Result]) -> Result:
-        """`function()`, for which all members have made all their calls, or none returns.
+        """Calls `function()` and returns its result, once all members have completed theirs.
 
-        Where a member is lost meanwhile, the others go on without it and call `function` again. Those who wait are let
-        in before. An exception of this member's own goes through, and the others go on without it unless it calls
-        `attempt` again. Raises `Expelled` if the others went on without this member, `TooFewRanks` on all members if
-        there have been fewer than `least` for longer than `patience`.
+        If a member is lost meanwhile, `attempt` returns on no member: the others go on without the lost one and call
+        `function` again. Before each call of `function`, processes that wait to join are let in.
+
+        If `function` raises an error that is not a failure of the group, the error is raised here. The other members
+        go on without this one unless it calls `attempt` again.
+
+        Raises `Expelled` if the others went on without this member, `TooFewRanks` on all members if there have been
+        fewer than `least` for longer than `patience`, `CollectiveMismatch` on all members if they made different
+        calls, and `SystemFailure` if the directory of members is out of reach for `patience`.
         """
         while True:
             self._let_in()
@@ -165,17 +182,21 @@ class World:
                 return result
 
     def commit(self, durable: bool = False) -> bool:
-        """Whether all members have come here: then all of them hear True. If False, what was done since the last commit
-        is to be done again, by the members there are now: everyone who survives hears that.
+        """Returns True if all members have completed the step, and the same answer on all members that survive.
 
-        With `durable`, what returned True on one member holds even if that one dies at once; without, members that died
-        or were expelled may have heard True where the others do it again. Costs an all_reduce of 16 bytes and 8 for
-        each rank, and with `durable` a request to the directory.
+        False means that the members have changed: do again what was done since the last commit, with the present
+        members. `attempt` calls this; call it yourself only if you write your own loop.
+
+        A member that dies or is expelled may have got True for a step that the others do again. With `durable` this
+        cannot happen: if any member got True, the step counts for all, even if that member dies at once.
+
+        Costs an all_reduce of 16 bytes and 8 more for each rank; with `durable` also a request to the directory. Raises
+        `Expelled` and `SystemFailure` as `attempt` does.
         """
         step = self._committed + 1
         vote = torch.tensor([int(self._somebody_waits()), *self._lateness.figures()])
         try:
-            dist.all_reduce(vote)  # returns where all have come
+            dist.all_reduce(vote)  # completes only if every member takes part, so completing is the vote
             if durable and not self._membership.commit(step):
                 raise PeerLost("commit: the others have gone on to the next epoch")
         except RingReduceError as error:
@@ -188,33 +209,38 @@ class World:
         return True
 
     def lateness(self) -> list[Late]:
-        """Whom the members have waited for at their calls since the latest change, the worst first: the same on all."""
+        """The members that the others have waited for since the latest change, worst first. The same on all members."""
         return self._lateness.all()
 
     def on_straggler(self, function: Callable[[Late], bool]) -> None:
-        """`function(late)` is called on every member after a commit when one of them is a straggler: the latest in 90
-        of 100 steps in a row, at the cost of a tenth of their time. A warning names it in any case.
+        """Registers `function(late)`, which every member calls after a commit if a member is a straggler.
 
-        If it returns True, which it must on all or on none, the members go on without that one: its next `attempt`
-        raises `Expelled`.
+        A straggler is the latest member in 90 of the last 100 steps, and costs the others a tenth of their time. A
+        warning names it, with or without this function.
+
+        If `function` returns True, the members go on without the straggler, whose next `attempt` raises `Expelled`.
+        `function` must return the same value on all members.
         """
         self._on_straggler = function
 
     def leave(self) -> None:
-        """Ends this process's membership; the others go on without it. To be called when the training is over, too:
-        a process that is started again then ends at once (`Over`) instead of waiting to be let in.
+        """Ends this process's membership and destroys its groups. The others go on without it, without waiting.
+
+        Call it at the end of the training, too. A process that is started again after that gets `Over` from `start`
+        instead of waiting to be let in.
         """
         self._stop_watching()
-        with contextlib.suppress(RuntimeError, OSError):  # what is told to nobody shows by the end of this process
+        with contextlib.suppress(RuntimeError, OSError):  # if not told, the others notice this process's end
             self._membership.resign(self._committed)
             self._config.home.lobby.leave(self._config.me)
         self._config.home.give_up()
-        dist.destroy_process_group()
+        if dist.is_initialized():  # not if the latest change could not make a group
+            dist.destroy_process_group()
 
     # changes
 
     def _judge(self, figures: list[int]) -> None:
-        """Of a vote."""
+        """Looks for a straggler in the members' waiting times, which the vote has summed."""
         if self.size < 2:
             return
         self._lateness.take(figures)
@@ -229,19 +255,24 @@ class World:
                 self._unwanted = (self.view.names[late.rank],)
 
     def _is_of_group(self, error: Exception) -> bool:
-        """Whether it is the group that has failed, and not the function itself."""
+        """Whether the error is a failure of the group, after which the members repeat the attempt."""
         if isinstance(error, Expelled | TooFewRanks | InvalidArgument | CollectiveMismatch):
             return False
         if isinstance(error, RingReduceError):
             return True
-        return bool(backend_of(None).get_error() != ErrorType.SUCCESS)  # torch may have wrapped it
+        # torch may have wrapped the group's error in one of its own.
+        return bool(backend_of(None).get_error() != ErrorType.SUCCESS)
 
     def _break(self, error: Exception) -> None:
+        """Ends the attempt on all members, because a function of this member's program has raised `error`."""
         log.warning("%s: %r ends an attempt of this member", self._config.me, error)
         backend_of(None).abort()
 
     def _let_in(self) -> None:
-        """Between two attempts: drops who is not wanted, takes in who waits, waits for more if there are too few."""
+        """Makes the changes that are due between two attempts.
+
+        Drops the straggler that nobody wants, lets waiting processes in, and waits for more if there are too few.
+        """
         if self._unwanted:
             self._change(None)
         while self._joiners_wait or self._too_few():
@@ -259,14 +290,19 @@ class World:
         return self.size < self._config.least
 
     def _change(self, error: Exception | None, joiners: tuple[Member, ...] = ()) -> None:
-        """To the next view whose members come together. `error`: what this one has ended with, if it has."""
+        """Goes from view to view until the members of one can make their group.
+
+        `error`: the failure that ended the present epoch; None if this change only lets `joiners` in or drops members.
+        Raises `Expelled` or `TooFewRanks`; `SystemFailure` if the directory is out of reach; and the failure itself if
+        the same members have tried in vain for `patience` and `timeout`.
+        """
         lets_in, began = error is None, time.monotonic()
         while True:
             told = self._report(error)
             if error is not None:
                 log.info("%s: epoch %d ends: %s", self._config.me, self.epoch, error)
                 self._abort()
-            # As long as rank 0 may wait for somebody to come.
+            # Rank 0 may wait for joiners for `patience` before it reports, and must not be given up meanwhile.
             silent_after = self._config.expel_after + (self._config.patience if lets_in and self._too_few() else 0.0)
             without, alone = (*self._unwanted, *told.without), lets_in and self._gave_up
             report = replace(told, waiting=joiners, open=lets_in, without=without, alone=alone)
@@ -287,14 +323,16 @@ class World:
                 in_vain = time.monotonic() - began > self._config.patience + self._config.timeout
                 if isinstance(failed, Expelled | TooFewRanks) or (in_vain and self.view.names == before):
                     raise  # the same members cannot make a group
-                # Its frames hold the group, and this frame would hold them: a cycle, which Python finds hours later.
+                # The traceback's frames hold the group. With this frame they would form a cycle, which Python may not
+                # collect for hours.
                 error, joiners, lets_in = failed.with_traceback(None), (), False
 
     def _report(self, error: Exception | None) -> Report:
-        """Of a change that lets nobody in. `error`: what this member has ended with.
+        """This member's report for the directory. `error`: the failure that ended the epoch, if it was one.
 
-        Of a pair that cannot reach each other, the one that reports first goes on. Who could not be connected with any
-        more may have reported before.
+        `without` names members that this one has not reached: of two members that cannot reach each other, the first
+        to report goes on. `silent` names a member whose connection closed while the group was made. It may have
+        reported before it closed the connection, so it is lost only if it has not.
         """
         home = self._config.home
         home.ready = home.ready or ready_for_a_group(self._config.options, not home.ledger, self._wire)
@@ -302,7 +340,7 @@ class World:
         if dist.is_initialized():
             links = links_of(backend_of(None))
             without = links.unreached if links else without
-        elif isinstance(error, CollectiveTimeout):  # making the group has failed
+        elif isinstance(error, CollectiveTimeout):  # while the group was made
             without = {error.culprit}
         elif isinstance(error, PeerLost):
             silent = {error.culprit}
@@ -314,7 +352,7 @@ class World:
             backend_of(None).abort()
 
     def _enter(self) -> None:
-        """Makes the group of the view's members, the default one."""
+        """Makes the view's members the default group, shares the state with joiners, and calls the callbacks."""
         self._joiners_wait, self._unwanted = False, ()
         self._lateness = Lateness(self.view.members, self.rank)
         self._stop_watching()
@@ -326,19 +364,24 @@ class World:
                     if isinstance(module, DistributedDataParallel):
                         _rebind(module)
             self._share_state()
-        for callback in self._callbacks:
-            callback(self)
+        try:
+            for callback in self._callbacks:
+                callback(self)
+        except Exception as error:
+            if not self._is_of_group(error):
+                self._break(error)
+            raise
 
     def _init(self) -> None:
-        """Makes the default group of the view's members. Sees at once when one of them ends."""
+        """Makes the view's members the default group. Fails at once when one of them ends meanwhile."""
         config, names = self._config, list(self.view.names)
         watch = self._begin_watching()
-        hook = sys.excepthook  # torch puts another one around it each time
+        hook = sys.excepthook  # init_process_group wraps it, once more in each change
         known = rendezvous.ended.set(lambda: [names.index(name) for name in watch.ended()])
         gives_up = rendezvous.gives_up.set(self._report_early)
         ready = prepared.set(config.home.prepared(self.view))
-        # torch names groups by a count, which is part of where they meet, and does not take it back when making one
-        # fails.
+        # torch names a group by a counter, and the ranks meet under keys that contain the name. A failure leaves the
+        # members with different counters, since torch does not take the number back.
         dist.distributed_c10d._world.group_count = 0
         try:
             dist.init_process_group(
@@ -352,7 +395,7 @@ class World:
         except (RuntimeError, OSError) as error:
             if isinstance(error, RingReduceError):
                 raise
-            raise SystemFailure(f"making the group of epoch {self.epoch}: {error}") from error  # its store has gone
+            raise SystemFailure(f"making the group of epoch {self.epoch}: {error}") from error  # its store is gone
         finally:
             rendezvous.ended.reset(known)
             rendezvous.gives_up.reset(gives_up)
@@ -361,15 +404,15 @@ class World:
         self._attach(watch)
 
     def _attach(self, watch: Watch) -> None:
-        """The group has been made."""
+        """To be called once the group has been made."""
         watch.attach(backend_of(None))
         if links := links_of(backend_of(None)):
             self._wire = links.wire
 
     def _report_early(self, error: Exception) -> None:
-        """So that others do not take this process for dead when its connections end."""
+        """Reports before this process closes its connections, so that the others do not take it for dead."""
         report = self._report(error)
-        with contextlib.suppress(RuntimeError, OSError):  # it will be made again
+        with contextlib.suppress(RuntimeError, OSError):  # `_change` will report again
             self._config.home.directory().append(place(self.epoch), report.line(self._config.me))
 
     def _begin_watching(self) -> Watch:
@@ -399,7 +442,10 @@ class World:
         return bool(self._joiners(0.0))
 
     def _joiners(self, patience: float) -> tuple[Member, ...]:
-        """Those who wait, as many as there is room for. Without the launcher's store, nobody can join."""
+        """The processes that wait to join, as many as there is room for. Waits `patience` seconds for the first.
+
+        Returns none if the launcher's store is gone.
+        """
         config, end = self._config, time.monotonic() + patience
         while True:
             found: tuple[Member, ...] = ()
@@ -421,7 +467,7 @@ class World:
                 log.info("cannot invite %s: the launcher's store is gone: %s", member.name, error)
 
     def _share_state(self) -> None:
-        """Gives the state to those members who have none."""
+        """Gives the state to the members that have none. Called on all members; raises `TooFewRanks` if none has it."""
         state = self._state
         assert state is not None
         flags = torch.zeros(self.size, dtype=torch.int64)
@@ -429,11 +475,11 @@ class World:
         dist.all_reduce(flags)
         if int(flags.min()) == 2:
             return
-        # A founder that has none yet has not let anybody take a step, so its own is as good as any.
+        # If no member has taken part in sharing yet, nobody has taken a step, and the state of any founder will do.
         unit = self.view.unit
         if not all(bool(flags[first::unit].any()) for first in range(unit)):
             raise TooFewRanks("every member that had the state is lost; start again from a checkpoint")
-        for first in range(unit):  # each has the state of its place in the unit
+        for first in range(unit):  # a member takes the state of the same place in another unit
             source = first + unit * int(flags[first::unit].argmax())
             state.share(source, takes=not self._has_state and self.rank != source and self.rank % unit == first)
         self._has_state = True
@@ -441,10 +487,10 @@ class World:
 
 @dataclass
 class _Config:
-    """What does not change in the life of a world."""
+    """What stays the same throughout the life of a world."""
 
     me: str
-    """This process's name."""
+    """This process's name, which no other process ever has."""
     options: Options | None
     timeout: float
     least: int
@@ -467,24 +513,29 @@ def start(
     rank: int = -1,
     world_size: int = -1,
 ) -> World:
-    """Makes this process a member, and the default group that of all members; instead of `init_process_group`.
+    """Makes this process a member, and the members its default group. To be called instead of `init_process_group`.
 
-    The first members are the `world_size` processes that the launcher has started. `store`, `rank` and `world_size` are
-    as for `init_process_group`; without them, the variables of `env://` say so. A store may also be the address of
-    servers of etcd, "etcd://HOST:PORT,HOST:PORT/NAME" with a name that no other job has had: then no host is needed to
-    the end, and without `rank` and `world_size` the variables RANK and WORLD_SIZE say these. A process that starts
-    later under the same rank, such as one that was started again, joins at the next attempt of the others, and gets
-    their state from `World.state`. Needs backend ringreduce, and tensors on CPUs.
+    The first members are the `world_size` processes that the launcher has started. A process that starts later with a
+    rank that was used before, such as one that was started again, joins at the next attempt of the members, and gets
+    their state from `World.state`. Needs backend ringreduce and tensors on CPUs. Durations may be numbers, in seconds.
 
-    `least`: with fewer members nobody goes on: see `World.attempt`. `spares`: so many of the `world_size` processes,
-    those of the last ranks, wait here until a member is lost; there are never more members than the others. Where
-    `least` is how many these are, each step is done by as many ranks, so a spare changes no bit of its result. `unit`:
-    so many ranks in a row, from a multiple of it on, are in together or not at all, as those that hold one replica: if
-    one is lost, the others of its unit raise `Expelled`, and those who wait are let in by so many.
-    `patience`: seconds to wait for more members, and for a directory that is out of reach. `expel_after`: seconds after
-    which others go on without a member that lives and does not come; by default `timeout`, that of calls. Raises
-    `CollectiveTimeout` if no member has looked for `timeout` who waits, `Over` if all members have left or ended,
-    `InvalidArgument`, and what `init_process_group` raises.
+    `least`: the number of members below which nobody goes on; see `World.attempt`.
+    `spares`: how many of the processes, those with the last ranks, wait in this call until a member is lost. With
+        spares, there are never more than `world_size - spares` members. If `least` is that number, every step is done
+        by the same number of ranks, so a spare on the same host changes no bit of the result.
+    `unit`: the number of consecutive ranks that are in together or not at all, such as those that hold one replica. If
+        one of them is lost, the others of its unit raise `Expelled`. Waiting processes are let in by whole units.
+    `patience`: how long to wait for joiners when there are too few members, and for a directory that is out of reach.
+    `expel_after`: how long to wait for a living member that does not report in a change; by default `timeout`.
+    `timeout`: for making a group and for each call on it.
+    `options`: as for `init_process_group`. Members go on without a joiner that has other options than they have.
+    `store`, `rank`, `world_size`: as for `init_process_group`; by default, the variables of `env://` say them. `store`
+        may also be an address in etcd, "etcd://HOST:PORT,HOST:PORT/NAME" with a NAME that no other job has used. Then
+        no single host has to live until the job ends, and `rank` and `world_size` are by default RANK and WORLD_SIZE.
+
+    Raises `CollectiveTimeout` if no member has looked for joiners for `timeout`, `Over` if all members have left or
+    ended, `SystemFailure` if the members share memory that this process cannot open, `InvalidArgument`, and what
+    `init_process_group` raises.
     """
     if not isinstance(least, int) or least < 1:
         raise InvalidArgument(f"start: least is {least!r}; it must be a whole number, 1 or more")
@@ -566,13 +617,16 @@ def _join(config: _Config) -> World:
     world = World(config, Membership(config.home.directory(), config.me, view, config.patience), founder=False)
     try:
         world._init()
+    except InvalidArgument:  # such as other options than the members'; it would be wrong in the next view, too
+        world.leave()
+        raise
     except RingReduceError as error:
         world._change(error)
     return world
 
 
 def _rebind(model: DistributedDataParallel) -> None:
-    """To the default group, as unpickling does: with new buckets and hooks, as a joiner's has."""
+    """Binds `model` to the default group, with new buckets and hooks like a joiner's, by the steps of unpickling."""
     group = dist.group.WORLD
     assert group is not None
     model.process_group = group

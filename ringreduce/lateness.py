@@ -1,8 +1,10 @@
-"""Who keeps the others waiting, by what each member of a world has waited from one commit to the next.
+"""Finds the member of a world that keeps the others waiting.
 
-A rank that comes late to its calls waits least, since the others wait for it. So the one that waited least in a step is
-the latest, and the step would have been shorter by the difference to the next one, had it been as quick as that one.
-All members get the same figures with the vote of a commit, so they come to the same conclusions.
+Each member measures how long it waits for others between two commits. A member that comes late to its calls waits
+least, because the others wait for it. So the member that waited least in a step was the latest. Had it been as quick as
+the second latest, the step would have been shorter by the difference of their waits.
+
+The vote of a commit carries the measurements to all members, so all come to the same conclusions.
 """
 
 from __future__ import annotations
@@ -28,34 +30,37 @@ class Late:
     host: str
     pid: int
     seconds: float
-    """What the steps would have been shorter by, had it been as quick as the next one."""
+    """By how much the steps would have been shorter, had it been as quick as the second latest."""
     share: float
-    """The same as a share of the time."""
+    """`seconds` as a share of the time that the steps took."""
 
 
 class Lateness:
-    """Of the members of one view. Its calls are for one thread. All times within are in microseconds."""
+    """The lateness of the members of one view. Only one thread may use it. All times inside are in microseconds."""
 
     def __init__(self, members: tuple[Member, ...], rank: int) -> None:
         self._members, self._rank = members, rank
         self._lost, self._took = [0] * len(members), 0
         self._recent: deque[tuple[int, int, int]] = deque()
-        """Of the latest steps: who was the latest, what that cost, what the step took. Below, their sums by rank."""
+        """For each of the last `STEPS` steps: the latest rank, what that cost, what the step took. Below, the sums."""
         self._latest_in, self._recent_lost, self._recent_took = [0] * len(members), [0] * len(members), 0
         self._waited, self._since = _waited(), time.monotonic()
 
     def figures(self) -> list[int]:
-        """This member's part of what `take` gets: rank 0's time for the step, all ranks' waits."""
+        """This member's share of the figures that `take` gets: what the step took (from rank 0), then each rank's wait.
+
+        Every member fills in its own places, so the sum over all members is complete.
+        """
         now, waited = time.monotonic(), _waited()
         mine = [0] * (1 + len(self._members))
         if self._rank == 0:
             mine[0] = round((now - self._since) / MICRO)
-        mine[1 + self._rank] = round(max(waited - self._waited, 0.0) / MICRO)  # groups that went took theirs along
+        mine[1 + self._rank] = round(max(waited - self._waited, 0.0) / MICRO)  # negative if a group has gone
         self._waited, self._since = waited, now
         return mine
 
     def take(self, figures: list[int]) -> None:
-        """Learns from the sum of all members' figures."""
+        """Counts one step, from the sum of all members' figures."""
         took, waits = figures[0], figures[1:]
         first, second = sorted(waits)[:2]
         latest, lost = waits.index(first), second - first
@@ -72,12 +77,12 @@ class Lateness:
         self._recent_took += times * took
 
     def all(self) -> list[Late]:
-        """Those that others have waited for since these members came together, the worst first."""
+        """The members that others have waited for since this view began, worst first."""
         found = [self._late(rank, lost, self._took) for rank, lost in enumerate(self._lost) if lost > 0]
         return sorted(found, key=lambda late: -late.seconds)
 
     def straggler(self) -> Late | None:
-        """The one of the latest `STEPS` steps, if there is one; then the next `STEPS` are counted."""
+        """The straggler of the last `STEPS` steps, if there is one. After one was found, counting begins again."""
         rank = self._recent[-1][0]
         lost, took = self._recent_lost[rank], self._recent_took
         if len(self._recent) < STEPS or self._latest_in[rank] < LATEST_IN * STEPS or lost < COSTS * took:
@@ -92,7 +97,7 @@ class Lateness:
 
 
 def _waited() -> float:
-    """Seconds that this process has waited for others, in all its groups."""
+    """Seconds that this process has waited for others so far, in all its present groups."""
     from ringreduce import _C
 
     return sum(counters[3] for calls in _C.statistics().values() for counters in calls.values())

@@ -1,13 +1,17 @@
-"""What a changing group has outside itself: a store that all can reach, such as the launcher's, the lobby in it, where
-processes wait to be let in, and the ledger in which the members agree, if all are on one machine.
+"""Where processes wait to join a changing group, and where its members keep their directory.
 
-    joiner/N       who came as the Nth; empty: it no longer waits
-    invited/NAME   the view in which it is a member
-    looked         when a member has looked last who waits
+`Lobby` is the waiting room. It consists of keys in a store that all processes can reach, such as the launcher's:
+
+    waiting        the number of processes that have come
+    joiner/N       the name and address of the Nth process that came; empty: it no longer waits
+    invited/NAME   the view that lets this process in
+    looked         the time at which a member last looked for joiners
     members now    the latest view
-    left/NAME      this member has left
+    left/NAME      set if this member has left
 
-Calls raise what the store does, if that is gone.
+`Home` has the lobby, and the directory of members: a ledger if all are on one machine, and else the same store.
+
+Calls raise the store's error if the store is gone.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Container
 from typing import Any
 
@@ -36,27 +41,31 @@ from ringreduce.survivors import KeyStore, found_in
 from ringreduce.watch import has_ended
 
 OVER_AFTER = 1.0
-"""Seconds between the two looks after which a process that waits believes that all members have gone."""
+"""A waiting process believes that all members are gone if two looks, so many seconds apart, say so."""
 PAUSE = 0.005
-"""Seconds between two looks of a process that waits."""
+"""Seconds between two looks of a waiting process for its invitation."""
 
 LEDGER_BYTES = 256 << 20
-"""Of a world on one host; what was never written takes no memory. A change takes some 10 KB with 8 ranks."""
+"""Of the ledger of a world on one host. Unwritten pages take no memory; a change takes some 10 KB with 8 ranks."""
 
 LOOK_IN_LEDGER, LOOK_IN_STORE = 0.2, 1.0
-"""Seconds between two looks whether a member has left the view."""
+"""Seconds between two looks for a member that has left the view, in either kind of directory."""
 
 log = logging.getLogger(__name__)
 
 
 def destroy_groups() -> None:
-    """All groups of this process. Links wait until other hosts have their last words, beside what follows."""
+    """Destroys all groups of this process.
+
+    Groups with links to other hosts are shut down in a thread, because a link waits until the other host has received
+    everything. The caller does not wait for that.
+    """
     if not dist.is_initialized():
         return
     if links_of(found_in(dist.distributed_c10d._get_default_group())):
         names = dist.distributed_c10d._world.pg_names
         groups = sorted(names, key=names.__getitem__, reverse=True)
-        names.clear()  # torch would wait for each
+        names.clear()  # or destroy_process_group would shut each one down, and wait
 
         def say_goodbye() -> None:
             for group in groups:
@@ -67,17 +76,19 @@ def destroy_groups() -> None:
 
 
 class Lobby:
+    """Where processes wait to be let in: keys in a store, see above."""
+
     def __init__(self, store: KeyStore) -> None:
         self._store = store
         self._waiting: dict[int, Member | None] = {}
-        """Who waits, by its number; None: it has a number, and has not said who it is."""
+        """The waiting processes by their number; None: the process has taken a number and not yet said its name."""
         self._seen = 0
-        """The latest number."""
+        """The latest number that this process knows of."""
 
     # for members
 
     def waiting(self, but: Container[str]) -> tuple[Member, ...]:
-        """Those who wait, whose process has not ended, and whose names are not among these."""
+        """The processes that wait, without those that have ended and those whose names are in `but`."""
         self._store.set("looked", str(time.time_ns()))
         latest = self._store.add("waiting", 0)
         self._waiting.update(dict.fromkeys(range(self._seen + 1, latest + 1)))
@@ -92,19 +103,21 @@ class Lobby:
         return tuple(member for member in self._waiting.values() if member)
 
     def _told(self, number: int) -> Member | None:
-        """Who has this number; None: it has not said so yet, or no longer waits."""
+        """The process with this number; None: it has not said its name yet, or no longer waits."""
         said = self._store.value(f"joiner/{number}")
         if said == b"":
             del self._waiting[number]
         return Member(*json.loads(said)) if said else None
 
     def invite(self, member: Member, view: View) -> None:
-        """Tells one who waits that it is let in. Every member does, since any may die before it has."""
+        """Tells a waiting process that it is in `view`. Every member does this, since any may die before it does."""
         self._store.set(f"invited/{member.name}", view.dump())
 
     def members_are(self, view: View) -> None:
-        """So that a process that is started again knows whether anybody is left who could let it in. Nobody waits until
-        the store knows."""
+        """Publishes the latest view, so that a waiting process can find out whether any member is left to let it in.
+
+        Does not wait until the store has it.
+        """
         threading.Thread(target=self._tell, args=(view,), daemon=True, name="ringreduce lobby").start()
 
     def _tell(self, view: View) -> None:
@@ -112,19 +125,20 @@ class Lobby:
             now = None
             while now != view.dump():
                 now = (self._store.value("members now") or b"").decode()
-                if now and View.load(now).epoch >= view.epoch:  # this process was slow
+                if now and View.load(now).epoch >= view.epoch:  # a later view has overtaken this one
                     return
                 now = self._store.compare_set("members now", now, view.dump()).decode()
 
     def leave(self, name: str) -> None:
+        """Says that the member `name` has left."""
         self._store.set(f"left/{name}", "")
 
-    # for those who wait
+    # for waiting processes
 
     def wait(self, me: Member, timeout: float) -> View | None:
-        """Until this process is let in; None: all members have left or ended.
+        """Waits until this process is let in, and returns the view that contains it; None: all members are gone.
 
-        Raises `CollectiveTimeout` when no member has looked who waits for `timeout` seconds.
+        Raises `CollectiveTimeout` if no member has looked for joiners for `timeout` seconds.
         """
         store, invited = self._store, f"invited/{me.name}"
         number = store.add("waiting", 1)
@@ -152,7 +166,10 @@ class Lobby:
         return View.load(said.decode()) if said else None
 
     def all_gone(self) -> bool:
-        """Whether every member that the store knows of has left, or has ended on this machine."""
+        """Whether every member of the latest view has left, or has ended on this machine.
+
+        The end of a process on another machine cannot be seen from here.
+        """
         view = self.latest()
         return view is not None and all(
             self._store.check([f"left/{member.name}"]) or has_ended(member) for member in view.members
@@ -160,26 +177,26 @@ class Lobby:
 
 
 class Home:
-    """Of one world, as this process sees it."""
+    """What a world has outside its groups, as this process sees it: lobby, directory, and what it has ready."""
 
     def __init__(self, store: KeyStore) -> None:
         """`store`: the launcher's, or one in etcd."""
         self.store, self.lobby = store, Lobby(store)
         self.ledger: Ledger | None = None
-        """In memory that the members share, if all are on one machine. Then they agree there, and not in the store."""
+        """The directory, if all members are on one machine; None: they agree in the store."""
         self.ready: Ready | None = None
-        """For the group of the next view that this process is in."""
+        """What this process has prepared for the group of its next view."""
         self._memfd = -1
         self._kept: list[Store] = []
-        """The latest two that are implemented in Python: torch keeps their C++ half alone."""
+        """The latest two stores made by `place`. torch keeps only their C++ half alive, which needs the Python half."""
 
     def address(self) -> str:
-        """Whatever others need to reach this process, and to make a group with what it has ready."""
+        """This process's address as a member, as JSON: its identity, its ledger, and its card if it has one ready."""
         who = rendezvous.identity()._asdict()
         return json.dumps({**who, "ledger": self.ledger_place(), "card": self.ready.card if self.ready else None})
 
     def prepared(self, view: View) -> Prepared | None:
-        """For the group of this view; None: its members have to ask a store for what they need."""
+        """What is needed to make the view's group from its cards; None: its members must meet in a store."""
         ready, self.ready = self.ready, None
         cards = [json.loads(member.address)["card"] for member in view.members]
         if ready and None not in cards:
@@ -189,19 +206,22 @@ class Home:
         return None
 
     def give_up(self) -> None:
-        """There will be no next group."""
+        """Closes what was prepared for the next group, because there will be none."""
         if self.ready:
             self.ready.close()
             self.ready = None
 
     def ledger_place(self) -> list[Any] | None:
-        """Where processes of this machine find the ledger: a path, and what the file there must be."""
+        """Where processes of this machine find the ledger: path, kernel and inode; None: there is no ledger.
+
+        The kernel and the inode tell whether the file at the path is the right one.
+        """
         if self.ledger is None:
             return None
         return [f"/proc/{os.getpid()}/fd/{self._memfd}", rendezvous.kernel(), os.fstat(self._memfd).st_ino]
 
     def open_ledger(self, place: list[Any] | None) -> bool:
-        """Whether it could be opened here."""
+        """Opens the ledger at a `ledger_place`. Returns whether that was possible here."""
         if place is None or place[1] != rendezvous.kernel():
             return False
         try:
@@ -211,11 +231,14 @@ class Home:
         if os.fstat(memfd).st_ino != place[2]:
             os.close(memfd)
             return False
-        self._memfd, self.ledger = memfd, Ledger(memfd, 0, LEDGER_BYTES)
+        self._use(memfd)
         return True
 
     def share_ledger(self, rank: int) -> None:
-        """Among the ranks of the default group, which are on one host, if they see each other's descriptors."""
+        """Shares a ledger among the ranks of the default group, if all can open rank 0's. Called on all of them.
+
+        The ranks must be on one host. Without a ledger, they agree in the store.
+        """
         if rank == 0:
             self._make_ledger()
         told: list[Any] = [self.ledger_place()]
@@ -226,9 +249,11 @@ class Home:
             self.ledger = None
 
     def open_a_ledger(self, me: str, view: View, seconds: float) -> bool:
-        """If the members share one; False: it cannot be opened here. Those of the view may have ended while this
-        process was slow; others joined since. These tell where they have it open when the next view begins, which this
-        process waits for."""
+        """Opens the members' ledger, if they have one. Returns False if they have one that cannot be opened here.
+
+        If this process was slow, the members of `view` may have ended meanwhile, and others have joined. A member that
+        has joined says in the next view where it has the ledger open. So this waits for that view, for `seconds`.
+        """
         until = time.monotonic() + seconds
         while True:
             if self._opens_one_of(view) or self._opens_one_of(latest := self.lobby.latest() or view):
@@ -240,24 +265,30 @@ class Home:
             time.sleep(0.02)
 
     def _opens_one_of(self, view: View) -> bool:
-        """Also if there is none."""
+        """Opens the ledger of one of the view's members. True also if they have none."""
         ledgers = [ledger for member in view.members if (ledger := json.loads(member.address)["ledger"])]
         return not ledgers or any(map(self.open_ledger, ledgers))
 
     def _make_ledger(self) -> None:
-        self._memfd = os.memfd_create("ringreduce world", os.MFD_CLOEXEC)
-        os.ftruncate(self._memfd, LEDGER_BYTES)
-        self.ledger = Ledger(self._memfd, 0, LEDGER_BYTES)
+        memfd = os.memfd_create("ringreduce world", os.MFD_CLOEXEC)
+        os.ftruncate(memfd, LEDGER_BYTES)
+        self._use(memfd)
+
+    def _use(self, memfd: int) -> None:
+        """Takes the ledger in `memfd`. The descriptor stays open for joiners as long as this object lives."""
+        weakref.finalize(self, os.close, memfd)
+        self._memfd, self.ledger = memfd, Ledger(memfd, 0, LEDGER_BYTES)
 
     def look_every(self) -> float:
-        """Seconds between two looks whether a member has left."""
+        """Seconds between two looks for a member that has left the view."""
         return LOOK_IN_LEDGER if self.ledger else LOOK_IN_STORE
 
     def directory(self) -> Directory:
+        """Where the members agree on views."""
         return self.ledger if self.ledger else self.store.directory("members")
 
     def place(self, epoch: int) -> Store:
-        """Where the group of an epoch is made."""
+        """The store in which the group of an epoch is made."""
         if self.ledger:
             made = KeyStore(self.ledger, f"epoch {epoch}/")
             self._kept = [*self._kept[-1:], made]

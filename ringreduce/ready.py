@@ -1,4 +1,4 @@
-"""What the options say of how ranks meet, and what a process has ready for a group before it knows with whom."""
+"""Prepares, from the options, what a process needs for a group before it knows the group's other ranks."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ if TYPE_CHECKING:
 
 
 def place_of(options: Options) -> Place:
+    """The options that say where a rank is and how others reach it."""
     return Place(options.transport, options.host_id, options.socket_ifname, options.secret_file, options.ports)
 
 
 def agreed(options: Options) -> str:
-    """What must be equal on all ranks. The others are each rank's own affair."""
+    """The options that must be equal on all ranks, as text. Each rank may choose the others for itself."""
     own = "tuning topo_file hosts_file recorded_calls dump_when_broken debug socket_ifname ports host_id secret_file"
     unset: dict[str, Any] = dict.fromkeys(f"{own} arena_keep_bytes share_allocations".split())
     return str(replace(options, **unset))
 
 
 def ready_for_a_group(options: Options | None, listens: bool, wire: Wire | None = None) -> Ready | None:
-    """What the next group of this process needs, made before it is known with whom; None: nothing can be made before.
+    """Prepares this process's part of its next group; None: with these options, nothing can be prepared.
 
-    `listens`: for other hosts, too. `wire`: what is known of the network between hosts.
+    `listens`: whether to listen for other hosts, too. `wire`: what is known of the network between hosts.
     """
     options, _ = resolve(options)
-    if options.transport == "gloo" or options.hosts_file:  # rank 0 tells all others what the file says
+    if options.transport == "gloo" or options.hosts_file:  # rank 0 reads the file, and must tell the others
         return None
     memory = _C.OpenMemory() if options.fetch else None
     return Ready(place_of(options), agreed(options), memory, listens, wire)

@@ -1,4 +1,4 @@
-"""What the members of a changing group have alike, and those who join receive: see `elastic.World.state`."""
+"""The state that all members of a changing group hold alike, and that joiners receive: see `elastic.World.state`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from torch.utils import _pytree as pytree
 
 
 class State:
-    """What a joiner receives: see `World.state`. Its attributes are those that were given. They can be set."""
+    """The parts that were given to `World.state`, as attributes. They can be set."""
 
     def __init__(self, parts: dict[str, Any]) -> None:
         vars(self).update(parts)
 
     def share(self, source: int, takes: bool) -> None:
-        """Tells what rank `source` of the default group has; called on all its ranks. `takes`: this one makes it its
-        own."""
+        """Sends the state of rank `source` to all ranks of the default group. Called on all of them.
+
+        `takes`: whether this rank replaces its own state by it.
+        """
         tensors, shape = pytree.tree_flatten(self._dump())
         plain = [None if isinstance(each, torch.Tensor) else each for each in tensors]
         described = [(each.dtype, each.shape) if isinstance(each, torch.Tensor) else None for each in tensors]

@@ -1,11 +1,11 @@
-"""Who is left of a group: the ranks as members of `membership`, and how survivors meet again.
+"""How the survivors of a group agree on who they are, and where they meet to make a smaller group.
 
-    agreed = ringreduce.agree(group)         # after PeerLost, say: the same on all survivors
+    agreed = ringreduce.agree(group)         # after a PeerLost, for example; the same on all survivors
     smaller = dist.shrink_group(agreed.lost)
 
-Every group has a directory from its birth. Ranks of one host share a ledger, which lies in the group's memory after the
-regions; ranks of several hosts use the store that the group was made with. So survivors of one host need no store, and
-they can go on even if the launcher dies.
+Every group has a directory from the start, in which its ranks are members (`membership`). On one host it is a ledger,
+which lies behind the regions in the group's shared memory. On several hosts it is the store that the group was made
+with. So survivors on one host need no store, and can go on even if the launcher dies.
 """
 
 from __future__ import annotations
@@ -38,52 +38,59 @@ _living: WeakValueDictionary[int, Survivors] = WeakValueDictionary()
 
 
 class Agreement(NamedTuple):
-    """What all survivors of a group have agreed on; ranks are those in the group."""
+    """What all survivors of a group have agreed on. Ranks are ranks in that group."""
 
     round: int
-    """How many agreements there have been in the whole chain of groups that were shrunk from one another."""
+    """The number of agreements so far, over all groups that were shrunk from one another."""
     ranks: list[int]
-    """The survivors, ascending: all that have called and live."""
+    """The survivors in ascending order: the ranks that live and have called `agree`."""
     lost: list[int]
-    """All others, ascending: those lost now or in an earlier round."""
+    """All other ranks in ascending order, whether lost now or in an earlier round."""
 
 
 class Lineage:
-    """A group and the smaller ones that were made of it: one chain of views. Members are named by their first ranks."""
+    """A group and the smaller ones made from it: one chain of views. A member's name is its rank in the first group."""
 
     def __init__(self, rank: int, size: int, source: Store | Ledger, prefix: str = "") -> None:
-        """`source`: where ranks find each other when their group is no more: a ledger, or a store, under `prefix`."""
+        """`source`: where the ranks meet after their group has failed, a ledger or a store. `prefix`: of the keys."""
         self._rank, self._size, self._source, self._prefix = rank, size, source, prefix
         self.lock = threading.Lock()
-        """Held while the membership is used."""
+        """To be held while `membership` is used."""
 
     @functools.cached_property
     def membership(self) -> Membership:
-        """Made at the first loss, so that making a group does not wait for its modules."""
-        from ringreduce.membership.directory import OfStore
+        """This rank's membership. Made at the first loss, so that making a group need not import its modules."""
+        from ringreduce.membership.directory import Bounded, Under
         from ringreduce.membership.protocol import Member, View
         from ringreduce.membership.rounds import Membership
 
         source = self._source
-        directory: Directory = source if isinstance(source, Ledger) else OfStore(source, f"{self._prefix}/members")
+        directory: Directory = (
+            source if isinstance(source, Ledger) else Under(Bounded(source), f"{self._prefix}/members/")
+        )
         return Membership(directory, str(self._rank), View(0, tuple(Member(str(r)) for r in range(self._size))))
 
     def place(self, epoch: int) -> Store:
-        """For making the group of the members of a view. Needs no other process on one host."""
+        """The store in which the group of the view of `epoch` is made. On one host it needs no other process."""
         if isinstance(self._source, Ledger):
             return KeyStore(self._source, f"epoch {epoch}/")
         return PrefixStore(f"{self._prefix}/epoch {epoch}", self._source)
 
 
 class Survivors:
-    """This rank's part in what becomes of its group."""
+    """The survivors of one group, as this rank sees them."""
 
     def __init__(self, number: int, lineage: Lineage, names: list[str]) -> None:
-        """`number`: of the group, in this process. `names`: of its ranks, in the lineage."""
+        """`number`: the group's number in this process. `names`: the names of its ranks in the lineage."""
         self.lineage, self.names = lineage, names
         _living[number] = self
 
     def agree(self, group: ProcessGroupRing, silent_after: float, without: Sequence[int] = ()) -> Agreement:
+        """Agrees with the other survivors on who they are. `without`: ranks that this one wants to exclude.
+
+        Waits for every living rank, and gives up those that have not called within `silent_after` seconds. Raises
+        `Expelled` if the others have given up this rank, and `SystemFailure` if the directory is out of reach.
+        """
         from ringreduce.membership.protocol import Report
 
         report = Report(without=tuple(self.names[rank] for rank in without))
@@ -93,19 +100,23 @@ class Survivors:
         return Agreement(view.epoch, ranks, [rank for rank in range(len(self.names)) if rank not in ranks])
 
     def ended(self, group: ProcessGroupRing) -> list[str]:
-        """The names of the group's ranks whose end shows in it. One that only destroyed it may be in a later one."""
+        """The names of the ranks that the group knows to have ended.
+
+        A rank that has only destroyed the group is not among them, since it may be in a later one.
+        """
         return [self.names[rank] for rank in group.ended()]
 
 
 def survivors_of(group: ProcessGroupRing) -> Survivors:
+    """The survivors of a group of this process."""
     return _living[group.number]
 
 
 @contextlib.contextmanager
 def shrinking(group: ProcessGroupRing, survivors: Survivors, wanted: list[int], timeout: float) -> Iterator[Store]:
-    """Where the ranks `wanted` of a group can be made a group, once all of them have agreed to go on as these.
+    """Yields the store in which the ranks `wanted` can make their group, once all of them have agreed to.
 
-    Raises `PeerLost` on all of them if another is lost, too.
+    Raises `PeerLost` on all of them if another rank is lost or excluded, too. `timeout` is in seconds.
     """
     without = [rank for rank in range(len(survivors.names)) if rank not in wanted]
     agreed = survivors.agree(group, timeout, without)
@@ -123,7 +134,7 @@ def shrinking(group: ProcessGroupRing, survivors: Survivors, wanted: list[int], 
 
 @contextlib.contextmanager
 def known_ends(group: ProcessGroupRing, wanted: list[int]) -> Iterator[None]:
-    """While a group of the ranks `wanted` of `group` is made: one whose end shows in `group` is not waited for."""
+    """Lets whoever makes a group of the ranks `wanted` of `group` notice the ends that `group` knows of."""
     known = store.ended.set(lambda: [wanted.index(rank) for rank in group.ended() if rank in wanted])
     try:
         yield
@@ -132,7 +143,7 @@ def known_ends(group: ProcessGroupRing, wanted: list[int]) -> Iterator[None]:
 
 
 def found_in(group: dist.ProcessGroup) -> ProcessGroupRing | None:
-    """The backend of a process group, if it is ours."""
+    """The ringreduce backend of a process group; None if it has none."""
     for device in DEVICES:
         try:
             backend = group._get_backend(device)
@@ -146,14 +157,15 @@ def found_in(group: dist.ProcessGroup) -> ProcessGroupRing | None:
 
 
 class KeyStore(Store):
-    """A store of torch in a ledger, or in etcd: its keys begin with `prefix`. Thread-safe."""
+    """A store of torch whose values are kept elsewhere, such as in a ledger or in etcd. Thread-safe."""
 
     def __init__(self, values: Values, prefix: str) -> None:
+        """`prefix`: what all keys of this store begin with in `values`."""
         super().__init__()
         self._values, self._prefix, self._seconds = values, prefix, 300.0
 
     def directory(self, name: str) -> Directory:
-        """With keys of its own in the same place."""
+        """A directory in the same place, with keys of its own."""
         from ringreduce.membership.directory import Under
 
         return Under(self._values, f"{self._prefix}{name}/")
@@ -162,13 +174,13 @@ class KeyStore(Store):
         self._values.set(self._prefix + key, value)
 
     def get(self, key: str) -> bytes:
-        """Waits for the key. Raises `CollectiveTimeout`."""
+        """Waits for the key. Raises `CollectiveTimeout` if it does not come within the store's timeout."""
         while (value := self.value(key)) is None:
             self.wait([key])
         return value
 
     def value(self, key: str) -> bytes | None:
-        """What is there now; None: nothing."""
+        """The value that is there now; None: none. Does not wait."""
         return self._values.value(self._prefix + key)
 
     def add(self, key: str, value: int) -> int:
@@ -184,7 +196,7 @@ class KeyStore(Store):
         found = self._values.compare_set(self._prefix + key, expected, desired)
         if found or not expected:
             return found.encode()
-        now = self.value(key)  # it may be there by now; if it is not, torch's stores say what was expected
+        now = self.value(key)  # another process may have set it; if not, torch's stores return the expected value
         return expected.encode() if now is None else now
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
@@ -194,7 +206,7 @@ class KeyStore(Store):
         return sum(key.startswith(self._prefix) for key in self._values.names())
 
     def delete_key(self, key: str) -> bool:
-        """Nothing is forgotten; nobody needs it to be."""
+        """Deletes nothing and returns False: a ledger cannot, and nobody needs it."""
         return False
 
     def set_timeout(self, timeout: timedelta) -> None:

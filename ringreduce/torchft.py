@@ -1,4 +1,4 @@
-"""A process group for torchft's Manager, which decides who is in and makes the group anew: docs/elastic.md.
+"""A process group for torchft's Manager, which decides which replicas are in. docs/elastic.md says how to use it.
 
     from ringreduce.torchft import ProcessGroupRingReduce
 
@@ -22,11 +22,14 @@ from ringreduce.config import Options
 
 
 class ProcessGroupRingReduce(ProcessGroupWrapper):  # type: ignore[misc]
-    """On CPU tensors, with all collectives. A replica that dies is an error within milliseconds on the others, where
-    torchft's Gloo group waits for its connections or a timeout."""
+    """A group over ringreduce, for CPU tensors and with all collectives.
+
+    When a replica dies, the others get an error within milliseconds. torchft's Gloo group waits until connections
+    close, or for a timeout.
+    """
 
     def __init__(self, timeout: timedelta = timedelta(seconds=60), options: Options | None = None) -> None:
-        """`timeout`: for making a group, and for each call. `options`: as for `init_process_group`."""
+        """`timeout`: for making a group and for each call. `options`: as for `init_process_group`."""
         super().__init__(timeout)
         self._pg: Any
         self._options = options
@@ -35,14 +38,14 @@ class ProcessGroupRingReduce(ProcessGroupWrapper):  # type: ignore[misc]
         return "torchft-ringreduce"
 
     def errored(self) -> Exception | None:
-        """The error of a group that is broken. torchft asks it before a commit."""
+        """The error of a broken group; None if the group is in order. torchft calls it before a commit."""
         backend = self._backend()
         if backend is None or backend.get_error() == ErrorType.SUCCESS:
             return None
         return RuntimeError("the process group is broken or aborted; it can be configured again")
 
     def shutdown(self) -> None:
-        """The others hear at once that this replica has left."""
+        """Leaves the group. The other replicas notice at once."""
         if self._pg is not None:
             self._pg.shutdown()
         self._pg = None

@@ -1,4 +1,4 @@
-"""Who of a view has ended: a thread that sees members of this machine end, and makes their group notice at once."""
+"""Watches the members of a view in a thread. When one on this machine ends, their group notices at once."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ringreduce.rendezvous import store as rendezvous
 
 
 class Watch:
-    """Watches the other members of one view, until `stop`.
+    """Watches the other members of one view until `stop`.
 
-    It also looks now and then whether a member has left the view. One that could not make the group with the others has
-    no other way to tell them, and they would wait for it until a call's timeout.
+    It also looks now and then whether a member has left the view, and aborts the group if so. A member that could not
+    make the group has no other way to tell the others, which would wait for it until the timeout of a call.
     """
 
     def __init__(self, view: View, me: str, directory: Directory, look_every: float) -> None:
-        """`me`: this process's name. `look_every`: seconds between two looks whether a member has left."""
+        """`me`: this process's name. `look_every`: seconds between two looks for a member that has left the view."""
         self._view, self._directory, self._look_every = view, directory, look_every
         self._found: set[str] = set()
         self._pidfds: dict[int, str] = {}
@@ -32,7 +32,7 @@ class Watch:
                     self._pidfds[os.pidfd_open(pid)] = member.name
                 except ProcessLookupError:
                     self._found.add(member.name)
-                except OSError:  # no descriptor is left: only an error of a call will tell
+                except OSError:  # no descriptor is left; this end will show only by a call that fails
                     pass
         self._lock = threading.Lock()
         self._group: Any = None
@@ -40,7 +40,7 @@ class Watch:
         threading.Thread(target=self._run, daemon=True, name="ringreduce elastic").start()
 
     def attach(self, group: Any) -> None:
-        """The members' group has been made."""
+        """To be called when the members' group has been made."""
         with self._lock:
             self._group = group
             if self._found:
@@ -53,12 +53,12 @@ class Watch:
             return sorted(self._found | {self._pidfds[fd] for fd in now})
 
     def cut_off(self) -> list[str]:
-        """The names of members whose connections have ended, as their processes may have on other machines."""
+        """The names of members whose connections have closed; those on other machines may have ended or not."""
         with self._lock:
             return [self._view.names[rank] for rank in self._group.ended()] if self._group is not None else []
 
     def stop(self) -> None:
-        """The group is about to go. The thread ends within `look_every`."""
+        """Ends the watch; to be called before the group is destroyed. The thread ends within `look_every` seconds."""
         with self._lock:
             self._group, self._over = None, True
 
@@ -83,6 +83,7 @@ class Watch:
 
 
 def _readable(pidfds: dict[int, str], seconds: float) -> list[int]:
+    """The descriptors of processes that have ended. Waits up to `seconds` for the first one."""
     poll = select.poll()
     for fd in pidfds:
         poll.register(fd, select.POLLIN)
@@ -90,12 +91,12 @@ def _readable(pidfds: dict[int, str], seconds: float) -> list[int]:
 
 
 def pid_here(member: Member) -> int:
-    """Its process's number, where this process can see it; else 0."""
+    """The member's process number, if it is in this process's PID namespace; else 0."""
     who = json.loads(member.address)
     return int(who["pid"]) if who["pids"] == rendezvous.identity().pids else 0
 
 
 def has_ended(member: Member) -> bool:
-    """Whether its process has, as far as this one can see."""
+    """Whether the member's process has ended, as far as this process can see."""
     pid = pid_here(member)
     return bool(pid) and rendezvous.has_ended(pid)

@@ -1,4 +1,4 @@
-"""`ringreduce keep`: the parent of one rank, which starts it again when it dies, so the launcher sees no failure."""
+"""`ringreduce keep`: runs one rank and starts it again when it dies, so the launcher sees no failure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from ringreduce.cli.terminal import Help
 
 LIFE = "RINGREDUCE_LIFE"
-"""The variable that tells a rank how often it was started before."""
+"""The environment variable that tells a rank how often it was started before."""
 PR_SET_PDEATHSIG = 1
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
@@ -23,20 +23,20 @@ def add(commands: Any, summary: str) -> None:
     parser = commands.add_parser(
         "keep",
         help=summary,
-        description="Runs a command, a rank of a training with ringreduce.elastic, and runs it again when a signal "
-        "ends it. So the launcher, which would end all ranks of the host, sees nothing, and the rank joins again. "
-        f"The variable {LIFE} tells the command how often it was run before. Signals are passed on to it, and it ends "
-        "with its keeper.",
+        description="Runs a command, which is one rank of a training with ringreduce.elastic, and runs it again when a "
+        "signal ends it. So the launcher, which would end all ranks of the host, does not notice, and the rank joins "
+        f"again. The variable {LIFE} tells the command how often it was run before. Signals to the keeper are passed "
+        "on to the command. If the keeper ends, the command is killed.",
         epilog="examples:\n"
         "  ringreduce keep --errors python train.py\n"
         "  torchrun --nproc-per-node=8 --no-python ringreduce keep --errors python train.py",
         formatter_class=Help,
     )
     parser.add_argument("--again", type=int, default=3, metavar="N",
-                        help="run it again at most N times; then end as it did (default: 3)")  # fmt: skip
+                        help="run it again at most N times, then end as it ended (default: 3)")  # fmt: skip
     parser.add_argument("--errors", action="store_true",
-                        help="also when it ends with an exit code other than 0")  # fmt: skip
-    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="COMMAND", help="with its arguments")
+                        help="also run it again when it ends with an exit code other than 0")  # fmt: skip
+    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="COMMAND", help="the command with its arguments")
     parser.set_defaults(run=run)
 
 
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     def pass_on(number: int, _: object) -> None:
         if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            stopped.append(number)  # whatever it ends with now, it is not started again
+            stopped.append(number)  # the command is not started again, however it ends now
         if child:
             child[0].send_signal(number)
 
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         signal.signal(number, pass_on)
     for life in range(arguments.again + 1):
         child[:] = [_start(arguments.program, life)]
-        if stopped:  # before there was a child to pass it on to
+        if stopped:  # the signal came before there was a child to pass it on to
             child[0].send_signal(stopped[0])
         code = child[0].wait()
         died = code < 0 or (arguments.errors and code > 0)
@@ -80,7 +80,7 @@ def _start(program: list[str], life: int) -> subprocess.Popen[bytes]:
     keeper, prctl = os.getpid(), ctypes.CDLL(None).prctl
 
     def with_keeper() -> None:
-        """It must not outlive its keeper, which the launcher may kill."""
+        """Makes the kernel kill the command when its keeper ends, since the launcher may kill the keeper."""
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != keeper:
             os._exit(1)

@@ -1,8 +1,10 @@
-"""Where views are decided. A directory is what can append to a value under a key, and compare and set it, in one order
-for all who ask.
+"""What a directory of views must do, and directories made of torch's stores.
 
-Every store of torch can, and so can the `ledger` of a host. A directory that cannot be reached raises an error; whether
-the request was carried out is not known then, and it can be made again.
+A directory holds values under keys. It can append to a value, and compare and set it. It carries out the requests of
+all processes in one order. Every store of torch can do this; `ledger` and `etcd` are directories, too.
+
+A directory that cannot be reached raises an error. Then it is not known whether the request was carried out, and the
+caller may repeat it.
 """
 
 from __future__ import annotations
@@ -16,15 +18,15 @@ from typing import Any, Protocol, TypeVar
 Answer = TypeVar("Answer")
 
 UNANSWERED = 10.0
-"""Seconds that a request to a store of torch may take."""
+"""Seconds that a request to a store of torch may take in `Bounded`."""
 NOTHING = "ringreduce: nothing is here"
-"""What a store says to a compare-and-set that expects this, where it has no value."""
+"""A text that no value has. A store that has no value answers a compare-and-set with the expected text, so this one."""
 PARTS = 10
-"""In which these are waited for. Time for which the machine or this process was suspended takes no more than one."""
+"""The time is waited for in so many parts. If this process is suspended meanwhile, that uses up one part at most."""
 
 
 class Directory(Protocol):
-    """What `rounds` needs. Thread-safe."""
+    """The requests that `rounds` makes. Implementations are thread-safe."""
 
     def get(self, key: str) -> str:
         """The value under a key; '': there is none."""
@@ -37,7 +39,7 @@ class Directory(Protocol):
 
 
 class Values(Directory, Protocol):
-    """More of the same, of which `survivors.KeyStore` makes a store of torch: what `ledger` and `etcd` have."""
+    """A directory with the further requests of which `survivors.KeyStore` makes a store of torch."""
 
     def value(self, key: str) -> bytes | None:
         """The value under a key; None: there is none."""
@@ -45,24 +47,26 @@ class Values(Directory, Protocol):
     def set(self, key: str, value: str | bytes) -> None: ...
 
     def add(self, key: str, value: int, /) -> int:
-        """Adds to a number; returns the sum."""
+        """Adds `value` to the number under a key and returns the sum. A number that is not there counts as 0."""
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all have values."""
+        """Whether all of the keys have values."""
 
     def names(self) -> list[str]:
-        """All that have a value."""
+        """All keys that have a value."""
 
 
 def value_of(store: Any, key: str) -> bytes | None:
-    """What a store of torch has under a key; None: nothing. One round trip, where `check` and `get` take three."""
-    found = bytes(store.compare_set(key, NOTHING, NOTHING))  # which sets nothing: nothing has this value
+    """The value under a key in a store of torch; None: none. One round trip, where `check` and `get` take three."""
+    found = bytes(store.compare_set(key, NOTHING, NOTHING))  # changes nothing, since no value is NOTHING
     return None if found == NOTHING.encode() else found
 
 
 def appended(store: Any, key: str, text: str) -> bytes:
-    """Puts `text` after what a store of torch has under a key; returns all that is there then. One round trip, as a
-    `TCPStore` does not wait until it is done."""
+    """Appends `text` to the value under a key in a store of torch, and returns the value after that.
+
+    Takes one round trip, because `append` of a `TCPStore` does not wait for an answer.
+    """
     if store.has_extended_api():
         store.append(key, text)
         return value_of(store, key) or b""
@@ -70,31 +74,15 @@ def appended(store: Any, key: str, text: str) -> bytes:
 
 
 def append_by(compare_set: Callable[[str, str], str], text: str) -> str:
-    """The same with what can only compare and set."""
+    """Appends `text` to a value by `compare_set(expected, desired)` alone, and returns the value after that."""
     before = ""
     while (found := compare_set(before, before + text)) != before + text:
         before = found
     return found
 
 
-class OfStore:
-    """The directory in a store of torch, under a prefix: it lives as long as the store's host."""
-
-    def __init__(self, store: Any, prefix: str) -> None:
-        self._store, self._prefix = store, prefix
-
-    def get(self, key: str) -> str:
-        return (value_of(self._store, f"{self._prefix}/{key}") or b"").decode()
-
-    def compare_set(self, key: str, expected: str, desired: str) -> str:
-        return bytes(self._store.compare_set(f"{self._prefix}/{key}", expected, desired)).decode()
-
-    def append(self, key: str, text: str) -> str:
-        return appended(self._store, f"{self._prefix}/{key}", text).decode()
-
-
 class Under:
-    """What another directory has under a prefix."""
+    """The part of another directory whose keys begin with `prefix`."""
 
     def __init__(self, directory: Directory, prefix: str) -> None:
         self._directory, self._prefix = directory, prefix
@@ -110,19 +98,19 @@ class Under:
 
 
 class Bounded:
-    """A store of torch whose requests all end. A `TCPStore` waits for an answer as long as its connection lives, which
-    is many minutes where packets are lost. Is a `Values`; thread-safe.
+    """A store of torch whose requests all end, as a `Values`. Thread-safe.
 
-    Raises `ConnectionError` if there is no answer in time. The request may be carried out later; until it has been
-    answered, others fail at once.
+    A `TCPStore` alone waits for an answer as long as its connection lives, which is many minutes if packets are lost.
+    Here a request raises `ConnectionError` if it is not answered within `seconds`. It may still be carried out later.
+    Until it is answered, further requests fail at once.
     """
 
     def __init__(self, store: Any, seconds: float = UNANSWERED) -> None:
         self._store, self._seconds = store, seconds
         self._requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._under_way: list[float] = []
-        """When the request under way began, if there is one."""
-        given = self._requests, self._under_way  # and not this object, with which the thread ends
+        """The time at which the request under way began; empty if there is none."""
+        given = self._requests, self._under_way  # not this object: the thread must not keep it alive, since it ends it
         threading.Thread(target=_carry_out, args=given, daemon=True, name="ringreduce store").start()
 
     def __del__(self) -> None:
@@ -173,15 +161,15 @@ class Bounded:
                     try:
                         raise answer
                     finally:
-                        del answer  # whose traceback leads here: a cycle, which keeps what all callers hold
+                        del answer  # its traceback holds this frame: a cycle, which would keep all that callers hold
                 return answer
         raise ConnectionError(f"the store has not answered for {self._seconds:.0f} s")
 
 
 def _carry_out(requests: queue.SimpleQueue[Callable[[], None] | None], under_way: list[float]) -> None:
-    """One after the other, until None comes."""
+    """The thread of a `Bounded`: carries out one request after the other, until it gets None."""
     while request := requests.get():
         under_way.append(time.monotonic())
         request()
         under_way.clear()
-        del request  # which keeps alive who has asked
+        del request  # it holds the caller's objects, and the next one may not come for long

@@ -1,9 +1,9 @@
-"""Values under keys in etcd, for jobs that must outlive any one host: its JSON gateway, by the standard library alone.
+"""A directory in etcd, for jobs that must survive the loss of any one host.
 
     Etcd("etcd://node1:2379,node2:2379,node3:2379/job7")
 
-Requests go to one server until it fails, then to the next one. Is a `Directory`, and what `rendezvous` wants of a
-store.
+It speaks to etcd's JSON gateway over plain HTTP, with the standard library alone. Requests go to one server until that
+one fails, then to the next one.
 """
 
 from __future__ import annotations
@@ -20,20 +20,22 @@ from ringreduce.common.failures import InvalidArgument
 from ringreduce.membership.directory import append_by
 
 SECONDS = 3.0
-"""For one request to one server."""
+"""Timeout of one request to one server."""
 ROUNDS = 2
-"""How often all servers are asked before a request fails. Who asks has patience of its own."""
+"""How often all servers are tried before a request fails. Callers repeat it for as long as they have patience."""
 MOST = 100
-"""Keys in one request; a server takes 128, unless it is told otherwise."""
+"""The most keys in one request. A server accepts 128, unless it is configured otherwise."""
 FORM = "etcd://HOST:PORT[,HOST:PORT...]/NAME, where NAME is the job's own"
 
 
 class Etcd:
-    """Thread-safe. Raises `ConnectionError` when no server answers; whether the request was carried out is not known
-    then."""
+    """A `directory.Values` in etcd. Thread-safe: each thread has a connection of its own.
+
+    Calls raise `ConnectionError` if no server answers. Then it is not known whether the request was carried out.
+    """
 
     def __init__(self, address: str) -> None:
-        """Raises `InvalidArgument` for what is no such address."""
+        """`address`: etcd://HOST:PORT[,HOST:PORT...]/NAME. Raises `InvalidArgument` for any other form."""
         servers, slash, self._prefix = address.removeprefix("etcd://").partition("/")
         found = [each.rpartition(":") for each in servers.split(",")]
         if not (address.startswith("etcd://") and slash and self._prefix):
@@ -52,7 +54,7 @@ class Etcd:
         return _first(self._ask("range", {"key": self._name(key)}))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all have values."""
+        """Whether all of the keys have values."""
         ranges = [{"request_range": {"key": self._name(key), "count_only": True}} for key in keys]
         return all(
             answer["response_range"].get("count")
@@ -61,8 +63,8 @@ class Etcd:
         )
 
     def names(self) -> list[str]:
-        """All that have a value."""
-        begin, after = self._name(""), _text(f"{self._prefix}0")  # "0" follows "/"
+        """All keys that have a value."""
+        begin, after = self._name(""), _text(f"{self._prefix}0")  # "0" is the character after "/"
         answer = self._ask("range", {"key": begin, "range_end": after, "keys_only": True})
         return [base64.b64decode(each["key"]).decode()[len(self._prefix) + 1 :] for each in answer.get("kvs", ())]
 
@@ -77,12 +79,14 @@ class Etcd:
         return (_first(answer["responses"][0]["response_range"]) or b"").decode()
 
     def append(self, key: str, text: str) -> str:
-        """Puts `text` after what is there; returns all that is there then. The text may be there twice where a server
-        has failed."""
+        """Appends `text` to the value and returns the value after that. If a server fails, it may be appended twice."""
         return append_by(lambda expected, desired: self.compare_set(key, expected, desired), text)
 
     def add(self, key: str, number: int) -> int:
-        """Adds to a number; returns the sum. Raises `ConnectionError` where it is not known whether it was added."""
+        """Adds to the number under a key and returns the sum.
+
+        Raises `ConnectionError` if it is not known whether the number was added; it is not added again.
+        """
         while True:
             now = self.get(key)
             changed = str(int(now or "0") + number)
@@ -90,7 +94,7 @@ class Etcd:
                 return int(changed)
 
     def _exchange(self, key: str, expected: str, desired: str) -> dict[str, Any]:
-        """A request that says, where there is something else than expected, what is there."""
+        """A compare-and-set as a transaction. If the value is not the expected one, the answer contains it."""
         name = self._name(key)
         same = {"key": name, "result": "EQUAL", "target": "VALUE", "value": _text(expected)}
         none = {"key": name, "result": "EQUAL", "target": "CREATE", "create_revision": "0"}
@@ -102,7 +106,7 @@ class Etcd:
         return _text(f"{self._prefix}/{key}")
 
     def _ask(self, what: str, request: dict[str, Any], repeat: bool = True) -> dict[str, Any]:
-        """`repeat`: whether a request may be made again that may have been carried out."""
+        """Asks the servers in turn. `repeat`: whether to repeat a request that may have been carried out."""
         body, mine = json.dumps(request).encode(), self._of_thread
         if not hasattr(mine, "server"):
             mine.server, mine.connection = 0, None

@@ -1,16 +1,18 @@
-"""Values under keys in memory that processes of one host share. No writer's end, at whatever moment, harms the others.
+"""A directory in memory that the processes of one host share. A writer may die at any instruction; the others go on.
 
-The memory begins with two words: where the newest record is, and where free memory begins. A record is written once and
-never changes; it names the record before it. It says what a key's value is, or what comes after it. A writer
+The memory begins with two words: the place of the newest record, and the amount of memory that is taken. A record is
+written once and never changes. It sets the value of a key, or appends to it, and names the record before it. A writer
 
-1. takes free memory, by adding to the second word,
-2. writes its record there, with what it has seen as the newest as the one before,
-3. makes it the newest by compare-and-set on the first word, or reads what others have added and begins again at 2.
+1. takes free memory by adding to the second word,
+2. writes its record there, with the newest record that it has seen as the one before,
+3. makes its record the newest by a compare-and-set on the first word. If that fails, it reads the records that others
+   have added, and continues with 2.
 
-So step 3 puts all records in one order, and a record is complete before anyone can see it. A writer that dies before
-step 3 wastes the memory that it took. One that is stopped before it, and goes on later, finds that others were faster.
+So step 3 puts all records into one order, and a record is complete before anyone can see it. A writer that dies before
+step 3 wastes the memory that it took. A writer that is stopped before step 3 and continues later finds that the
+compare-and-set fails.
 
-Memory is not used again: a ledger belongs to one group and has room for what happens in its life (`BYTES`).
+Memory is never used again. A ledger belongs to one group, and has room for all that happens in its life (`BYTES`).
 """
 
 from __future__ import annotations
@@ -28,32 +30,32 @@ if TYPE_CHECKING:
     from ringreduce import _C
 
 NEWEST, FREE = 0, 8
-"""Where the two words are."""
+"""The places of the two words."""
 FIRST = 64
-"""Where the first record may be."""
-_RECORD = struct.Struct("=QII")  # the record before, bytes of its key, bytes of its value
+"""The place of the first record."""
+_RECORD = struct.Struct("=QII")  # place of the record before, bytes of the key, bytes of the value
 APPENDS = 1 << 31
-"""In the third word: the value goes after what was there under the key."""
+"""A flag in the third word: the value is appended to the one before."""
 
 BYTES, BYTES_BY_RANK = 4 << 20, 64 << 10
-"""A ledger's, and what it has more for each rank. Pages that nothing was written to take no memory."""
+"""The size of a ledger, and what is added to it for each rank. Pages that were never written take no memory."""
 
 
 def ledger_bytes(ranks: int) -> int:
-    """How large the ledger of so many ranks is. A round takes about 0.1 KB a rank, making a group 1 KB."""
+    """The size of the ledger of `ranks` ranks. For each rank, a round takes about 0.1 KB and making a group 1 KB."""
     return BYTES + BYTES_BY_RANK * ranks
 
 
 class Ledger:
-    """Is a `Directory`, and a store as `rendezvous` wants it. Thread-safe.
+    """A `directory.Values` in shared memory, and a store as `rendezvous` needs it. Thread-safe.
 
-    Raises `SystemFailure` when its memory is full.
+    Calls raise `SystemFailure` if the memory is full or damaged.
     """
 
     def __init__(self, memfd: int, begin: int, size: int) -> None:
-        """Maps `size` bytes from `begin` on, a page's begin, which were zero when all of this started.
+        """Maps `size` bytes of `memfd` from offset `begin` on, which must be a multiple of the page size.
 
-        The descriptor remains the caller's.
+        The bytes must have been zero before the first process did this. The caller keeps the descriptor.
         """
         self._memory = mmap.mmap(memfd, size, offset=begin)
         self._words: type[_C.SharedWord] = compiled.load().SharedWord
@@ -82,20 +84,20 @@ class Ledger:
             return self._values.get(key)
 
     def names(self) -> list[str]:
-        """All that have a value."""
+        """All keys that have a value."""
         with self._lock:
             self._read_on()
             return list(self._values)
 
     def append(self, key: str, text: str) -> str:
-        """Puts `text` after what is there; returns all that is there then."""
+        """Appends `text` to the value and returns the value after that."""
         return (self.change(key, lambda _: text.encode(), APPENDS) or b"").decode()
 
     def change(self, key: str, put: Callable[[bytes | None], bytes | None], appends: int = 0) -> bytes | None:
-        """Makes `put(value)` the value, where None leaves it as it is; returns what is there then.
+        """Replaces the value under a key by `put(value)`, and returns the value after that.
 
-        `put` may be called several times, as others change the value meanwhile. With APPENDS, it says what comes after
-        the value.
+        If `put` returns None, nothing is changed. With `appends=APPENDS`, the result of `put` is appended to the value
+        instead. `put` may be called several times, because others may change the value meanwhile.
         """
         with self._lock:
             taken, room = 0, 0
@@ -134,7 +136,7 @@ class Ledger:
         self._memory[text + len(name) : text + len(name) + len(value)] = value
 
     def _read_on(self) -> None:
-        """Learns what has been added since the last look."""
+        """Reads the records that were added since the last call, and applies them in their order."""
         newest = at = self._newest.load()
         added: list[tuple[str, bytes, int]] = []
         while at != self._seen:

@@ -1,36 +1,40 @@
-"""How members of a view agree on the next one. A pure function: events in, effects out; no clock, process or socket.
-
-A *view* says who is in: its epoch, its members, and the latest step that all of them have committed. An epoch has one
-*log*, a value of a directory, to which lines are appended. The directory puts them in one order, and the log alone says
-what follows the view, so an epoch has one successor, which everyone who reads the log finds.
+"""How the members of a view agree on the next one: a pure function from events to effects.
 
     state, effects = step(state, event)
 
+There is no clock, process or socket here; `rounds` has these.
+
+A *view* names the members of one epoch, and the latest step that all of them have committed. An epoch has one *log*: a
+value in a directory, to which members append lines. The directory puts the lines into one order, and the log alone
+determines the next view. So an epoch has one successor, and every member that reads the log finds the same one.
+
 Members leave a view together, in a *round*:
 
-1. Each member appends a line (`Report`): that it is here, what it has committed, and whom it knows to be lost.
-2. The answer is the log with the lines of the others. Who misses somebody looks again and again, and appends another
-   line when it learns that a member is lost.
-3. The round is over with the first line after which every member is accounted for. Those who are here go on, all others
-   are lost (`successor`). Later lines count for nothing, so a member that comes too late is expelled. So is one
-   that reads in the log that it was given up, at once.
+1. Each member appends a line (`Report`). It says that the member is here, which step it has committed, and which
+   members it knows to be lost.
+2. The answer is the log, with the lines of the others. A member that misses others looks again and again. It appends
+   another line when it learns that a member is lost.
+3. The round ends with the first line after which every member has reported or is named as lost. Members that have
+   reported and are not named as lost go on; all others are lost (`successor`). Later lines do not count.
+
+A member that reports too late is expelled. One that reads in the log that it was named as lost is expelled at once.
 
 A member is *lost* when its process has ended, which is certain, or when the others have waited for it in vain, which
-may be wrong. Safety does not depend on that: a member that was given up wrongly finds a view without it and is
-expelled. Of members that want to go on without each other, the one whose line comes first does. Where members come in
-*units*, so many in a row, as the ranks that hold one replica, a lost member takes its unit with it, and those who wait
-are let in by units.
+may be a mistake. Safety does not depend on the difference: a living member that was given up finds a view without
+itself, and is expelled. If two members name each other as lost, the one whose line comes first goes on.
 
-The *verdict* on the open step is in the successor. A member may report step k only when every member has voted for it,
-and has what it needs to go on after it. So if any survivor has committed k, the successor says k, and all go on after
-k. A step that must survive the death of those who committed it is written into the log itself (`Commit`), by
-compare-and-set: a log that is over is never changed in this way.
+Members may come in *units* of consecutive ranks, such as the ranks that hold one replica. Then a lost member takes its
+unit with it, and waiting processes are let in by whole units.
 
-What others need to make a group with a member is in its line too, and so in the view: its address, which nothing here
-looks into.
+The successor also contains the *verdict* on the open step. A member may commit step k only after every member has voted
+for it, and so has all that it needs to go on after k. If any survivor reports k, the successor says k, and all members
+go on after k. A durable step must survive even the death of every member that committed it. It is written into the log
+itself (`Commit`) by a compare-and-set, which fails once the round has ended.
 
-Requests may be lost, be carried out without an answer, or be carried out twice. All of them can be repeated: of the
-lines of a member the first one says what it reports, and to lose somebody twice is to lose it.
+A line also carries the member's address: what others need to make a group with it. Nothing here looks into it.
+
+A request may be lost, be carried out without an answer, or be carried out twice, so all requests can be repeated. Only
+the first line of a member counts as its report, and naming a member as lost twice is the same as naming it once.
 
 `tests/unit/test_membership_protocol.py` searches all orders of these events for small groups.
 """
@@ -45,35 +49,35 @@ from typing import Any, TypeAlias
 
 @dataclass(frozen=True)
 class Member:
-    """Who can be in a view."""
+    """A process that is in a view, or may join one."""
 
     name: str
-    """Never used by another process, nor again by one that was lost."""
+    """Unique for all time: no other process has it, and a lost process that joins again takes another one."""
     address: str = ""
-    """Whatever others need to reach it."""
+    """What others need to reach the member; this module does not look into it."""
 
 
 @dataclass(frozen=True)
 class View:
-    """Who is in, from one change to the next."""
+    """The members from one change to the next."""
 
     epoch: int
     members: tuple[Member, ...]
     step: int = 0
     """The latest step that is known to be committed."""
     lost: tuple[str, ...] = ()
-    """The names of those that were in the view before and are not in this one."""
+    """The names of members of the view before that are not in this one."""
     alone: bool = False
-    """Some member has waited for others to join as long as it may, and nobody has."""
+    """Whether a member has waited for joiners for as long as it may, and none has come."""
     unit: int = 1
-    """So many members in a row are in together or not at all."""
+    """The number of consecutive members that are in together or not at all."""
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(member.name for member in self.members)
 
     def with_units(self, names: Iterable[str]) -> set[str]:
-        """These, and the others of their units."""
+        """The given members and all others of their units."""
         found = set(names)
         if self.unit == 1:
             return found
@@ -98,20 +102,20 @@ class Report:
     step: int = 0
     """The latest step that it has committed."""
     waiting: tuple[Member, ...] = ()
-    """Those that it knows to wait for being let in."""
+    """The processes that wait to be let in, as far as it knows."""
     open: bool = False
-    """Whether others may be let in now, as far as this member goes."""
+    """Whether it agrees that waiting processes are let in now. All members must agree."""
     without: tuple[str, ...] = ()
     """The names of members that it wants to go on without, dead or not."""
     alone: bool = False
-    """Whether it has waited for others to join as long as it may, and nobody has."""
+    """Whether it has waited for joiners for as long as it may, and none has come."""
     silent: tuple[str, ...] = ()
-    """The names of members that are lost unless they have reported before."""
+    """The names of members that are lost unless they have reported on an earlier line."""
     address: str = ""
-    """Its address from now on; '': as it was."""
+    """Its address from now on; '': unchanged."""
 
     def line(self, name: str) -> str:
-        """What this member appends to the log."""
+        """The line that this member appends to the log."""
         waiting = [[each.name, each.address] for each in self.waiting]
         said = [name, self.step, waiting, self.open, self.without, self.alone, self.silent, self.address]
         return json.dumps(said) + "\n"
@@ -128,31 +132,31 @@ class Report:
 
 @dataclass(frozen=True)
 class Leave:
-    """This member's program wants the next view."""
+    """This member's program wants to go on to the next view."""
 
     report: Report
 
 
 @dataclass(frozen=True)
 class Commit:
-    """This member's program wants a step to outlive all that have committed it."""
+    """This member's program wants a step to survive the death of every member that has committed it."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class Look:
-    """It is time to ask the directory again, with what this member knows of the others."""
+    """It is time to ask the directory again, with what this member knows about the others."""
 
     lost: frozenset[str] = frozenset()
-    """Those that are lost, whatever they have said."""
+    """Members that are lost even if they have reported."""
     silent: frozenset[str] = frozenset()
-    """Those that are lost unless they have reported."""
+    """Members that are lost unless they have reported."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the directory has under a key, after what was asked; '': nothing."""
+    """The directory's answer: the value under a key after the request was carried out; '': none."""
 
     key: str
     value: str
@@ -160,24 +164,24 @@ class Answer:
 
 @dataclass(frozen=True)
 class NoAnswer:
-    """Nobody knows whether the request was carried out."""
+    """The directory has not answered. The request may have been carried out or not."""
 
 
 Event: TypeAlias = Leave | Commit | Look | Answer | NoAnswer
 
-# effects; a member has one request under way at most
+# effects; a member has at most one request under way
 
 
 @dataclass(frozen=True)
 class Ask:
-    """What does the directory have under a key?"""
+    """Read the value under a key."""
 
     key: str
 
 
 @dataclass(frozen=True)
 class Append:
-    """Put this after what is there under a key, and say what is there then."""
+    """Append `text` to the value under a key, and read the value after that."""
 
     key: str
     text: str
@@ -185,7 +189,7 @@ class Append:
 
 @dataclass(frozen=True)
 class CompareSet:
-    """Make `desired` the value under a key if it is `expected` ('': there is none), and say which it is then."""
+    """Set the value under a key to `desired` if it is `expected` ('': none), and read the value after that."""
 
     key: str
     expected: str
@@ -204,14 +208,14 @@ class Entered:
 
 @dataclass(frozen=True)
 class Committed:
-    """The step will be in every view to come."""
+    """The step is durable: every later view contains it."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class Expelled:
-    """The others went on without this member."""
+    """The others went on without this member. `view` is their view."""
 
     view: View
 
@@ -221,17 +225,17 @@ Effect: TypeAlias = Request | Entered | Committed | Expelled
 
 @dataclass(frozen=True)
 class State:
-    """What a member knows. It belongs to no round unless `report` is there."""
+    """What a member knows. It takes part in a round if `report` is set."""
 
     me: str
     view: View
     log: str = ""
-    """The view's, as this member has seen it last."""
+    """The log of the view's epoch, as this member has seen it last."""
     report: Report | None = None
     committing: int = 0
-    """The step that it is writing into the log; 0: none."""
+    """The durable step that it is writing into the log; 0: none."""
     request: Request | None = field(default=None)
-    """What it waits for an answer to."""
+    """The request that it waits for an answer to."""
 
 
 def place(epoch: int) -> str:
@@ -240,7 +244,7 @@ def place(epoch: int) -> str:
 
 
 def step(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
-    """What a member does about an event."""
+    """The member's state after an event, and what it does now: one request, one decision, or nothing."""
     if isinstance(event, Leave):
         return _append(replace(state, report=event.report, committing=0), event.report)
     if isinstance(event, Commit):
@@ -248,14 +252,13 @@ def step(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
     if isinstance(event, Look):
         return _look(state, event)
     if isinstance(event, NoAnswer):
-        # Asking is safe whatever happened. A line counts once, and a commit names what it replaces.
+        # Repeating is safe: only a member's first line is its report, and a compare-and-set names what it replaces.
         return state, () if state.request is None else (state.request,)
     state = replace(state, log=event.value, request=None)
     if decided := successor(state.view, state.log):
         return obey(state, decided)
-    if (
-        state.me in read(state.view, state.log).lost
-    ):  # who gave it up may die before the round is over, and nobody end it
+    if state.me in read(state.view, state.log).lost:
+        # Do not wait for the round to end: if the members that gave this one up die, nobody may ever end it.
         others = tuple(member for member in state.view.members if member.name != state.me)
         return obey(state, replace(state.view, members=others))
     if not state.committing:
@@ -283,38 +286,40 @@ def _look(state: State, event: Look) -> tuple[State, tuple[Effect, ...]]:
 
 
 def _commit(state: State) -> tuple[State, tuple[Effect, ...]]:
-    """The committed step is the first line, so that the log does not grow with each."""
+    """Replaces the first line, which holds the durable step, so the log does not grow with each commit."""
     lines = state.log.splitlines(keepends=True)
     reports = "".join(lines[_step_in(state.log) > 0 :])
     return _request(state, CompareSet(place(state.view.epoch), state.log, f"{state.committing}\n{reports}"))
 
 
 def _step_in(log: str) -> int:
-    """The step that was written into a log; 0: none."""
+    """The durable step that is written into a log; 0: none."""
     first = log.partition("\n")[0]
     return int(first) if first.isdecimal() else 0
 
 
 def obey(state: State, decided: View) -> tuple[State, tuple[Effect, ...]]:
-    """This view is the next one, whoever has ended the round; or this member will not be in the next one."""
+    """Enters the view `decided` if this member is in it, and is expelled otherwise."""
     state = State(state.me, decided)
     return state, (Entered(decided) if state.me in decided.names else Expelled(decided),)
 
 
 @dataclass(frozen=True)
 class Round:
-    """What a log says, up to the line with which the round is over."""
+    """What a log says, up to the line that ends the round."""
 
     reports: dict[str, Report]
-    """Of the members that are here."""
+    """The reports so far, by member name."""
     lost: frozenset[str]
+    """The names of members that are named as lost, with their units."""
 
     def missing(self, view: View) -> list[str]:
-        """The members that are neither here nor given up, in the view's order."""
+        """The members that have neither reported nor are named as lost, in the view's order."""
         return [name for name in view.names if name not in self.reports and name not in self.lost]
 
 
 def read(view: View, log: str) -> Round:
+    """Reads the log of the view's epoch up to the line that ends the round, or all of it if none does."""
     reports: dict[str, Report] = {}
     lost: set[str] = set()
     for line in log.splitlines()[_step_in(log) > 0 :]:
@@ -330,7 +335,7 @@ def read(view: View, log: str) -> Round:
 
 
 def successor(view: View, log: str) -> View | None:
-    """The view that follows, when every member is accounted for."""
+    """The view after `view`, as its log determines it; None if the round has not ended yet."""
     here = read(view, log)
     if here.missing(view):
         return None

@@ -1,4 +1,4 @@
-"""A process's part in a changing group: carries out what `protocol` says, against a directory, with a clock."""
+"""Carries out the membership protocol for one process, against a directory and with a clock. `protocol` decides."""
 
 from __future__ import annotations
 
@@ -28,27 +28,29 @@ from ringreduce.membership.protocol import (
 )
 
 SHORTEST, LONGEST = 0.0002, 0.02
-"""Seconds between two looks at the directory; the pause grows with an eighth of the time that has passed."""
+"""Shortest and longest pause between two looks at the directory, in seconds: an eighth of the time that has passed."""
 PATIENCE = 60.0
-"""Seconds for which a directory may be out of reach."""
+"""Seconds for which a directory may be out of reach, by default."""
 LONG = 1.0
-"""Seconds of a round after which the others may have gone on by the time that this process hears how it ended."""
+"""If a round took longer than this, in seconds, the others may have left the new view already when this process enters
+it. So it looks once more."""
 
 log = logging.getLogger(__name__)
 
 
 def nobody() -> list[str]:
-    """For `Membership.leave`: this process knows of no lost member."""
+    """The default for `Membership.leave`: this process knows of no lost member."""
     return []
 
 
 class Membership:
-    """Where this process stands. Its calls are for one thread at a time."""
+    """This process's membership in a changing group. Only one thread may use it at a time."""
 
     def __init__(self, directory: Directory, me: str, view: View, patience: float = PATIENCE) -> None:
-        """`view` is the first one, or the one that this process was let in with. All members give the same one.
+        """`view`: the first view, or the one that let this process in; the same on all its members.
 
-        `patience`: the seconds for which the directory may be out of reach before calls raise `SystemFailure`.
+        `me`: this process's name in it. `patience`: the seconds for which the directory may be out of reach before
+        calls raise `SystemFailure`.
         """
         self.directory, self.patience = directory, patience
         self._state = State(me, view)
@@ -64,12 +66,15 @@ class Membership:
         silent_after: float = float("inf"),
         silent: Callable[[], Iterable[str]] = nobody,
     ) -> View:
-        """Returns the next view when every member of this one has called, is lost, or has been silent for too long.
+        """Leaves the present view and returns the next one.
 
-        `lost` names the members whose end this process knows of, `silent` those that it has lost sight of, which may
-        have called all the same; they are called again and again. Whoever has not called `silent_after` seconds after
-        this process has is given up. Raises `Expelled` if the others went on without this process, `SystemFailure` if
-        the directory could not be reached for `patience` seconds.
+        Waits until every member of the present view has called this, is lost, or has been silent for too long:
+        `lost()` names the members that are known to have ended. `silent()` names those that this process has lost
+        sight of; they are lost unless they have called this. Both functions are called again and again. `silent_after`
+        seconds after this call, the members that have not called yet are given up.
+
+        Raises `Expelled` if the others went on without this process, and `SystemFailure` if the directory could not be
+        reached for `patience` seconds.
         """
         began = time.monotonic()
         me = self._state.me
@@ -88,9 +93,10 @@ class Membership:
         return self._view_of(done)
 
     def commit(self, step: int) -> bool:
-        """Writes into the view that `step` is committed, so that it survives the end of all who know.
+        """Makes `step` durable, so that it survives the death of every member that knows of it.
 
-        False: the others have gone on to another view without it, and `leave` tells which.
+        Returns False if the others have gone on to another view without it; then `leave` returns that view. Raises
+        `SystemFailure` as `leave` does.
         """
         before = self._state
         if isinstance(self._carry_out(Commit(step)), Committed):
@@ -99,12 +105,17 @@ class Membership:
         return False
 
     def resign(self, step: int) -> None:
-        """Tells the others to go on without this process, which does not wait for them. `step`: its latest commit.
+        """Tells the others to go on without this process, and does not wait for them. `step`: its latest commit.
 
-        Raises what the directory does if it cannot be reached.
+        Does nothing if the others have gone on without it already: a line of a process that is no member would end
+        their epoch, and could make them skip a step. Raises the directory's error if it cannot be reached.
         """
         me = self._state.me
-        self.directory.append(place(self.view.epoch), Report(step, without=(me,)).line(me))
+        line = Report(step, without=(me,)).line(me)
+        view: View | None = self.view
+        while view and me in view.names:
+            # If this process had reported before, the round may have ended already with this process in the next view.
+            view = protocol.successor(view, self.directory.append(place(view.epoch), line))
 
     def _view_of(self, done: Effect) -> View:
         if isinstance(done, Entered):
@@ -117,7 +128,7 @@ class Membership:
         )
 
     def _carry_out(self, event: protocol.Event) -> Effect | None:
-        """Until there is nothing to ask; returns what came of it."""
+        """Gives `event` to the protocol and carries out its requests. Returns its decision; None if it has none yet."""
         self._state, effects = protocol.step(self._state, event)
         while effects:
             effect = effects[0]
@@ -128,7 +139,7 @@ class Membership:
         return None
 
     def _ask(self, request: protocol.Request) -> str:
-        """What the directory answers. Asks again while it cannot be reached."""
+        """Returns the directory's answer. Repeats the request while the directory is out of reach."""
         since = time.monotonic()
         while True:
             try:
@@ -139,7 +150,7 @@ class Membership:
                 return self.directory.compare_set(request.key, request.expected, request.desired)
             except RingReduceError:
                 raise
-            except (RuntimeError, OSError) as error:  # torch's, of a store that is gone
+            except (RuntimeError, OSError) as error:  # torch raises these if a store is gone
                 waited = time.monotonic() - since
                 if waited > self.patience:
                     raise SystemFailure(
@@ -147,5 +158,5 @@ class Membership:
                         f"s: {error}"
                     ) from None
                 log.info("the directory of the group's members is out of reach: %s", error)
-            self._state, _ = protocol.step(self._state, NoAnswer())  # which has it asked once more
+            self._state, _ = protocol.step(self._state, NoAnswer())  # its effect is the same request
             time.sleep(min(0.05, self.patience / 10))

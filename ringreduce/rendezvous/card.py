@@ -1,10 +1,10 @@
-"""What a rank has ready before it meets the others of its group, and its card, which tells them.
+"""What a rank prepares before it meets the others of its group, and the card that tells them about it.
 
     ready = Ready(place, config, listens=True)
-    ready.card         # a JSON object, for whoever is to make a group with this process
+    ready.card         # a JSON object for every process that is to make a group with this one
 
-A rank tells the store its card when it meets the others. Members of a changing group tell theirs before they know who
-will be in the next one: then the ranks know all cards when they begin to meet, and need not ask any store.
+A rank usually puts its card into the store when it meets the others. A member of a changing group publishes it earlier,
+before it knows who will be in the next group. Then the ranks have all cards when they begin to meet, and need no store.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ NONCE = 32
 
 
 class Place(NamedTuple):
-    """Where a rank counts itself to be, and how it is reached from elsewhere. What the options say of it."""
+    """The options that say on which host a rank is, and how other hosts reach it."""
 
     transport: str = "auto"
     """'auto': ranks that can share memory are on one host; 'shared_memory': all have to be; 'tcp': each is alone."""
     host_id: str = ""
-    """RINGREDUCE_HOST_ID: ranks with the same are on one host, whatever else says so; '': as the kernel says."""
+    """RINGREDUCE_HOST_ID: ranks with the same text are on one host; '': the kernel and its namespaces decide."""
     interfaces: str = ""
     """RINGREDUCE_SOCKET_IFNAME: see `interfaces.Filter`."""
     secret_file: str = ""
@@ -46,14 +46,20 @@ class Place(NamedTuple):
 
 
 class Ready:
-    """What a rank has ready for one group. To be closed; what the group takes from it stays."""
+    """What a rank has prepared for one group: sockets, memory and its card.
+
+    The caller must close it. What the group has taken from it by then stays open.
+    """
 
     def __init__(
         self, place: Place, config: str, memory: OpenMemory | None = None, listens: bool = False, wire: Any = None
     ) -> None:
-        """`memory`: this process's. `listens`: for other hosts, too, if an address and a port are free. `wire`: what is
-        known of the network between hosts, if anything is."""
-        group_secret(b"", place.secret_file)  # what is wrong with these should not wait for several hosts to show
+        """`config`: the options that must be equal on all ranks. `memory`: this process's, if others may read it.
+
+        `listens`: whether to listen for other hosts, too; done only if an address and a port are free. `wire`: what is
+        known of the network between hosts. Raises `InvalidArgument` if the secret file or the ports are wrong.
+        """
+        group_secret(b"", place.secret_file)  # finds a mistake now, not only when the group has several hosts
         if place.ports:
             from ringreduce.rendezvous.sockets import parse_ports
 
@@ -81,26 +87,26 @@ class Ready:
         }
 
     def close(self) -> None:
+        """Closes the sockets at which this rank listens."""
         self.listener.close()
         if self.door:
             self.door.close()
 
 
 class Prepared(NamedTuple):
-    """For a group whose ranks know of each other already."""
+    """What makes a group without a store: this rank's preparations and the cards of all ranks."""
 
     ready: Ready
-    """This rank's."""
     cards: Sequence[Card]
-    """Of all ranks, as they have come by a store."""
+    """By rank."""
 
 
 prepared: contextvars.ContextVar[Prepared | None] = contextvars.ContextVar("prepared", default=None)
-"""For the group that is being made."""
+"""Set while a group is made without a store."""
 
 
 def door_at(place: Place) -> Door:
-    """Where other hosts come in."""
+    """Opens the door at which this rank accepts links from other hosts, as `place` says."""
     from ringreduce.rendezvous.interfaces import Filter, local_interfaces
     from ringreduce.rendezvous.links import Door
     from ringreduce.rendezvous.sockets import parse_ports
@@ -110,10 +116,10 @@ def door_at(place: Place) -> Door:
 
 
 def _machine(place: Place, nonce: bytes) -> str:
-    """Equal for ranks that are on one host."""
+    """A text that is equal for ranks on one host."""
     if place.transport == "tcp":
         return nonce.hex()
     if place.host_id:
         return f"RINGREDUCE_HOST_ID={place.host_id}"
-    # Those can reach each other's abstract Unix sockets that have the same kernel and the same network namespace.
+    # Processes can reach each other's abstract Unix sockets if they have the same kernel and network namespace.
     return f"{kernel()}/{os.stat('/proc/self/ns/net').st_ino}"

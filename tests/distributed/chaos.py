@@ -1,11 +1,12 @@
-"""Worlds whose members are killed, stopped, let go on and started again at random, and what their logs must say.
+"""Kills, stops, continues and starts members of worlds at random, and checks that their logs agree.
 
     cd tests && python -m distributed.chaos --seconds 3600        make soak runs it for SOAK_SECONDS
 
-A world lives for a minute or two, then the next one is drawn: on one host or on two, with spares or without. Every
-member tells the process outside each view that it enters and each step that it commits, so the logs of the dead are
-checked too: an epoch has one view, and whoever commits a step does it in the same epoch and has the same parameters
-after it. One member of each second world is never killed; it must not gain descriptors, threads or memory.
+A world lives for a minute or two, then the next one is drawn: on one host or two, with or without spares. Every member
+tells the test's process each view that it enters and each step that it commits, so the logs of dead members are checked
+too. An epoch must have one view. All members that commit a step must commit it in the same epoch, and must have the
+same parameters after it. In every second world, one member is left alone; it must not gain descriptors, threads or
+memory.
 """
 
 from __future__ import annotations
@@ -42,26 +43,27 @@ from ringreduce.errors import CollectiveTimeout, Expelled
 
 BATCH = 12
 HANGS_AFTER = 60.0
-"""Seconds without a step of anybody, while somebody runs. Longer than a call's timeout and `expel_after` together."""
+"""A test fails if no member commits a step for so many seconds. Longer than `timeout` and `expel_after` together."""
 ENDS = ("killed", "expelled", "trained", "over", "waited")
-"""How a process may end; `waited`: no member had time to let it in."""
+"""How a process may end. `waited`: no member looked for joiners within the timeout."""
 LATE = "the first group was not made within a call's timeout"
-"""As may be where the machine has other things to do. Then a world is started again, with longer timeouts:"""
+"""How a founder ends on a busy machine. Then the world is started again, with the next of SLOWER:"""
 SLOWER = (1, 2, 6)
+"""Factors for all timeouts."""
 QUIET = 2.5
-"""Seconds after which nothing is left of the latest change: threads that watch a view end within one."""
+"""Seconds after which nothing is left of the latest change. Threads that watch a view end within one second."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Of a world."""
+    """What kind of world it is."""
 
     founders: int = 3
     spares: int = 0
     hosts: int = 1
     timeout: float = 2.0
     expel_after: float = 4.0
-    """Seconds; longer than the timeout of a call, so that those who wait for it in turn are not given up."""
+    """Seconds. Longer than `timeout`, so that members that wait for one which waits are not given up."""
     dtype: torch.dtype = torch.float64
 
     @property
@@ -82,13 +84,13 @@ def net_of(seed: int, dtype: torch.dtype) -> nn.Module:
 
 
 def loss_of(model: nn.Module, step: int, rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Of a rank's share of the step's batch; the mean over ranks is that of the batch."""
+    """The loss of a rank's share of the step's batch. Its mean over the ranks is the loss of the batch."""
     x = torch.randn(BATCH, 8, generator=torch.Generator().manual_seed(step), dtype=dtype)[rank::size]
     return nn.functional.mse_loss(model(x), x.sin().sum(1, keepdim=True), reduction="sum") * size / BATCH
 
 
 def alone(steps: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
-    """The parameters that a single process gets."""
+    """The parameters that a single process has after `steps` steps."""
     model = net_of(0, dtype)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for step in range(steps):
@@ -103,9 +105,9 @@ def digest_of(parameters: list[torch.Tensor]) -> int:
 
 
 def member(me: Rank, kind: Kind) -> list[list[Any]]:
-    """Takes as many steps as the store says under "go", which has a second number when these are all: (steps, end).
+    """A member. Trains and returns the parameters.
 
-    Returns the parameters.
+    The store says under "go" up to which step it may train, and at which step the training ends (-1: not yet).
     """
     faulthandler.register(signal.SIGUSR1)
     os.environ["RINGREDUCE_HOST_ID"] = f"host {me.rank % kind.hosts}"
@@ -140,7 +142,8 @@ def member(me: Rank, kind: Kind) -> list[list[Any]]:
 
     over = False
     while not over:
-        goes, over, epoch = world.attempt(backward)  # who sees a loss while it votes hears True in the next epoch
+        # `epoch` is that of the attempt: a member that sees a loss while it votes returns in the next one.
+        goes, over, epoch = world.attempt(backward)
         if goes:
             optimizer.step()
             state.step += 1
@@ -173,15 +176,15 @@ def _main(rank: int, kind: Kind, port: int, prefix: str, pipe: connection.Connec
 
 @dataclass
 class Life:
-    """What is known of one process."""
+    """What the test knows of one process."""
 
     place: int
     pid: int
     name: str = ""
-    """As a member, once it has the state."""
+    """Its name as a member, once it has the state."""
     stopped: bool = False
     sure: bool = True
-    """Nothing was done to it for which others may go on without it."""
+    """False after a long stop, for which the others may have gone on without it, until its next commit."""
     ended: str = ""
     """One of ENDS, or a traceback."""
     result: Any = None
@@ -195,7 +198,7 @@ class Life:
 
 
 class Fleet(Processes):
-    """The members of one world and those who wait, in the process outside. A context manager."""
+    """The members and waiting processes of one world, seen from the test's process. A context manager."""
 
     def __init__(self, kind: Kind) -> None:
         super().__init__()
@@ -211,14 +214,14 @@ class Fleet(Processes):
         self._logs.cleanup()
 
     def start(self, place: int) -> Life:
-        """A fresh process, which takes the place of one that was there before."""
+        """Starts a fresh process with the rank `place`."""
         log = f"{self._logs.name}/{len(self.lives)}"
         self._start(_main, place, self.kind, self._port, self.prefix, tail=(log,))
         self.lives.append(Life(place, self.pid(len(self.lives))))
         return self.lives[-1]
 
     def start_all(self, wait: float = 60.0) -> bool:
-        """The founders and spares; returns when the founders have taken part in a step. False: they were LATE."""
+        """Starts the founders and spares. Returns True after the first step, False if a founder was LATE."""
         self.go(1)
         for place in range(self.kind.processes):
             self.start(place)
@@ -233,7 +236,7 @@ class Fleet(Processes):
 
     @property
     def step(self) -> int:
-        """The latest that anybody has committed."""
+        """The latest step that any member has committed."""
         return max((life.steps[-1][1] for life in self.lives if life.steps), default=0)
 
     def free(self) -> set[int]:
@@ -241,12 +244,12 @@ class Fleet(Processes):
         return set(range(self.kind.processes)) - {life.place for life in self.lives if not life.ended}
 
     def members(self) -> list[Life]:
-        """Those that run and have the state, and of which the latest view is known to hold."""
+        """The processes that run, have the state, and are in the latest view that is known."""
         latest = max((view for life in self.lives for view in life.views[-1:]), default=(0, ()))
         return [life for life in self.lives if life.runs and life.name in latest[1]]
 
     def until(self, done: Any, wait: float = HANGS_AFTER) -> None:
-        """Fails if it is not done after so many seconds."""
+        """Waits until `done()` is true. Fails after `wait` seconds."""
         end = time.monotonic() + wait
         while not done():
             self.drain(0.02)
@@ -254,7 +257,7 @@ class Fleet(Processes):
                 self.fail(f"waited {wait:.0f} s")
 
     def drain(self, seconds: float) -> None:
-        """Hears what members say, for so many seconds. Fails when nobody commits a step for too long."""
+        """Reads the members' reports for so many seconds. Fails if no member commits a step for HANGS_AFTER seconds."""
         end = time.monotonic() + seconds
         while True:
             open_pipes = {pipe: life for pipe, life in zip(self._pipes, self.lives, strict=True) if not pipe.closed}
@@ -306,7 +309,7 @@ class Fleet(Processes):
             os.kill(life.pid, number)
 
     def finish(self, more: int = 5) -> list[Life]:
-        """All take some steps more and leave; returns those who did, when all processes have ended."""
+        """Lets all members train `more` steps and leave. Returns those that did, once all processes have ended."""
         for life in self.lives:
             if life.stopped and not life.ended:
                 self.stop(life, False)
@@ -319,9 +322,9 @@ class Fleet(Processes):
         return [life for life in self.lives if life.ended == "trained"]
 
     def check(self) -> None:
-        """The logs of all members, dead or alive, tell one story.
+        """Checks that the logs of all members agree, dead or alive.
 
-        The latest step of one that was killed or expelled may be one that the others did again.
+        The last step of a member that was killed or expelled may be one that the others did again.
         """
         views: dict[int, tuple[str, ...]] = {}
         steps: dict[int, tuple[int, int]] = {}
@@ -338,7 +341,7 @@ class Fleet(Processes):
                     self.fail(f"step {step}: {steps[step]} and {(epoch, digest)} (epoch, digest)")
 
     def fail(self, why: str) -> None:
-        """With what the latest processes have written, and the stacks of those that live."""
+        """Fails with what the latest processes have written, and with the stacks of the living ones."""
         for life in self.lives:
             if not life.ended:
                 self.stop(life, False)
@@ -357,7 +360,7 @@ class Fleet(Processes):
 
 @contextlib.contextmanager
 def started(kind: Kind) -> Iterator[Fleet]:
-    """A world whose founders have taken part in a step."""
+    """Starts a world and yields it after its first step."""
     for slower in SLOWER:
         with Fleet(replace(kind, timeout=slower * kind.timeout, expel_after=slower * kind.expel_after)) as fleet:
             if fleet.start_all():
@@ -368,13 +371,13 @@ def started(kind: Kind) -> Iterator[Fleet]:
 
 @dataclass(frozen=True)
 class Held:
-    """What a process holds."""
+    """The resources that a process holds."""
 
     descriptors: list[str]
-    """What they refer to."""
+    """The targets of its open descriptors."""
     threads: list[str]
     bytes: int
-    """Of its own memory, without what it shares."""
+    """Its private memory, in bytes."""
 
     @staticmethod
     def by(pid: int) -> Held:
@@ -385,7 +388,7 @@ class Held:
 
 
 def rough(fleet: Fleet, draw: random.Random, seconds: float, kept: Life | None) -> Counter[str]:
-    """Does things to a world for so long; returns what. `kept` is not killed."""
+    """Kills, stops and starts members for so many seconds. Returns how often it did what. `kept` is left alone."""
     done: Counter[str] = Counter()
     begins: list[tuple[float, int]] = []
     goes_on: list[tuple[float, Life]] = []
@@ -424,12 +427,12 @@ def rough(fleet: Fleet, draw: random.Random, seconds: float, kept: Life | None) 
 
 
 def shared_files() -> set[str]:
-    """Without the semaphores of Python's multiprocessing, which any program on this machine may make."""
+    """The names in /dev/shm, without semaphores of Python's multiprocessing, which other programs may make."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
 
 
 def trial(number: int, seconds: float) -> tuple[Kind, Counter[str]]:
-    """A world, for so long. What happens depends on the number, but for the moments at which members are."""
+    """Runs one world for so many seconds. The number determines what is done to it, but not the exact moments."""
     draw = random.Random(number)
     kind = Kind(draw.randint(2, 4), draw.choice((0, 0, 1, 2)), draw.choice((1, 1, 2)))
     before = shared_files()
@@ -460,7 +463,7 @@ def newest(fleet: Fleet) -> int:
 
 
 def settle(fleet: Fleet) -> None:
-    """Until as many are members as there may be, and nothing is left of the latest change."""
+    """Waits until the world has all its members, and nothing is left of the latest change."""
 
     def all_are_in() -> bool:
         for place in fleet.free():
@@ -472,8 +475,11 @@ def settle(fleet: Fleet) -> None:
 
 
 def does_not_grow(fleet: Fleet, kept: Life, before: Held, changes: int) -> Held:
-    """What the process holds now. A change leaves some 10 KB in the ledger, which every member has read; C's heap takes
-    what it likes at first. Threads of earlier views may take their time where cores are few."""
+    """Checks that the process `kept` has not grown, and returns what it holds now.
+
+    A change may leave some 10 KB, because every member has read the ledger. C's heap may grow at first. Threads of
+    earlier views may need some time to end if there are few cores.
+    """
     others = 4 * (fleet.kind.hosts - 1)  # connections and their threads: by how many members are on the other host now
     most = {"descriptors": 4 + others, "threads": 2 + others, "bytes": (48 << 20) + (64 << 10) * changes}
     end = time.monotonic() + 10 * QUIET
@@ -496,9 +502,9 @@ def main() -> None:
     importlib.import_module("conftest")
     summary, details = (__doc__ or "").split("\n\n", 1)
     parser = argparse.ArgumentParser(description=summary, epilog=details, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=300)
-    parser.add_argument("--each", type=float, default=60, help="seconds of a world")
-    parser.add_argument("--first", type=int, default=0, help="number of the first world")
+    parser.add_argument("--seconds", type=float, default=300, help="how long to go on drawing worlds")
+    parser.add_argument("--each", type=float, default=60, help="seconds that each world lives")
+    parser.add_argument("--first", type=int, default=0, help="number of the first world; it determines what happens")
     args = parser.parse_args()
     end, number, sums = time.monotonic() + args.seconds, args.first, Counter[str]()
     while time.monotonic() < end or number == args.first:

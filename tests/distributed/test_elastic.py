@@ -1,9 +1,10 @@
-"""Trainings that go on when ranks die, are stopped or are cut off, and that let others in."""
+"""Worlds whose members die, are stopped or leave, and that let other processes in."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import json
 import os
 import random
@@ -11,6 +12,7 @@ import signal
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from distributed.harness import Rank, Ranks, run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import ringreduce
 from ringreduce import elastic, watch
 from ringreduce.api import backend_of
 from ringreduce.errors import (
@@ -39,19 +42,19 @@ STEPS, BATCH = 60, 12
 
 
 def start(me: Rank, first: int, **other: Any) -> elastic.World:
-    """Of ranks from `first` on, each takes the number of one that was there before."""
+    """Starts a world with `first` founders. A later process takes the rank of a founder."""
     other = {"timeout": timedelta(seconds=30), **other}
     return elastic.start(store=me.store, rank=me.rank % first, world_size=first, **other)
 
 
 def loss_of(model: nn.Module, step: int, rank: int, size: int) -> torch.Tensor:
-    """Of a rank's share of the step's batch."""
+    """The loss of a rank's share of the step's batch."""
     x = torch.randn(BATCH, 8, generator=torch.Generator().manual_seed(step), dtype=torch.float64)[rank::size]
     return nn.functional.mse_loss(model(x), x.sin().sum(1, keepdim=True), reduction="sum") * size / BATCH
 
 
 def alone(steps: int) -> nn.Module:
-    """What a single process gets."""
+    """The model that a single process has after `steps` steps."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).double()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -63,9 +66,10 @@ def alone(steps: int) -> nn.Module:
 
 
 def train(me: Rank, first: int, end: dict[str, int], **other: Any) -> dict[str, Any]:
-    """Until a step, or until so many ranks have been together for 5 steps after the test has said that all is over.
+    """Trains for STEPS steps and checks the parameters. A rank from `first` on begins when the test tells it to.
 
-    Late ranks are told when to come.
+    If `end` is not empty, the training goes on until there have been `size` members for 5 steps after step `step`, and,
+    with `told`, after the test has said that it is over.
     """
     if me.rank >= first:
         while not me.store.check([f"come {me.rank}"]):
@@ -177,7 +181,7 @@ def test_a_joiner_is_killed() -> None:
 
 
 def stops(me: Rank) -> str:
-    """Rank 1 is stopped, and comes back."""
+    """Rank 1 is stopped and continues later."""
     try:
         train(me, 3, {"size": 2, "step": 0}, timeout=timedelta(seconds=2), expel_after=1.0)
     except Expelled:
@@ -192,6 +196,72 @@ def test_a_rank_that_was_stopped_is_expelled() -> None:
         time.sleep(6)
         ranks.signal(1, signal.SIGCONT)
         assert ranks.results() == ["trained", "expelled", "trained"]
+
+
+def leaves_when_it_is_expelled(me: Rank) -> tuple[str, int]:
+    """Rank 1 is stopped, continues later, and leaves as a program does in a `finally`."""
+    world = start(me, 3, timeout=timedelta(seconds=2), expel_after=1.0)
+    me.report("begins")
+
+    def body() -> bool:
+        over = torch.tensor([int(me.store.check(["over"]))])
+        dist.all_reduce(over, dist.ReduceOp.MAX)
+        time.sleep(0.005)
+        return bool(over)
+
+    how = "trained"
+    try:
+        while not world.attempt(body):
+            pass
+    except Expelled:
+        how = "expelled"
+    epoch = world.epoch
+    world.leave()
+    if how == "expelled":
+        time.sleep(1)  # a watch looks into the ledger more often
+        me.store.set("over", "")
+    return how, epoch
+
+
+def test_an_expelled_rank_that_leaves_disturbs_nobody() -> None:
+    with Ranks(leaves_when_it_is_expelled, 3) as ranks:
+        ranks.reports()
+        ranks.signal(1, signal.SIGSTOP)
+        time.sleep(6)
+        ranks.signal(1, signal.SIGCONT)
+        assert ranks.results() == [("trained", 1), ("expelled", 1), ("trained", 1)]
+
+
+def leaves_without_a_group(me: Rank) -> int:
+    """The ledgers of worlds that are gone are closed, also if the last change could not make a group."""
+    before = ledgers()
+    for number in range(2):
+        world = elastic.start(store=dist.PrefixStore(str(number), me.store), rank=0, world_size=1, patience=0.01)
+        world._config.timeout = 0.01
+        world._init = no_group  # type: ignore[method-assign]
+        with pytest.raises(SystemFailure, match="none today"):
+            world._change(None)
+        world.leave()
+        del world
+        gc.collect()
+    end = time.monotonic() + 10
+    while ledgers() > before and time.monotonic() < end:  # the thread that watched a view maps the ledger until it ends
+        time.sleep(0.05)
+    return ledgers() - before
+
+
+def no_group() -> None:
+    time.sleep(0.05)
+    raise SystemFailure("none today")
+
+
+def ledgers() -> int:
+    """The number of ledgers of worlds that this process has open."""
+    return sum("memfd:ringreduce world" in os.path.realpath(each) for each in Path("/proc/self/fd").iterdir())
+
+
+def test_a_member_without_a_group_can_leave() -> None:
+    assert run(leaves_without_a_group, 1) == [0]
 
 
 def too_few(me: Rank) -> str:
@@ -241,7 +311,7 @@ def test_a_joiner_that_is_needed_dies() -> None:
 
 
 def loses_a_joiner_elsewhere(me: Rank) -> int:
-    """Rank 2 is let in and dies before the group is made, on a machine of its own, as far as the others can see."""
+    """Rank 2 is let in and dies before the group is made. To the others it seems to be on another machine."""
     os.environ["RINGREDUCE_HOST_ID"] = f"host {me.rank}"
     watch.pid_here = lambda member: 0
     if me.rank == 2:
@@ -260,7 +330,7 @@ def loses_a_joiner_elsewhere(me: Rank) -> int:
 
 
 def test_a_joiner_on_another_machine_dies() -> None:
-    """Its machine refuses connections, so nobody waits until a call would time out."""
+    """Its machine refuses connections, so the others need not wait for the timeout of a call."""
     with Ranks(loses_a_joiner_elsewhere, 3) as ranks:
         ranks.reports(but=(2,))
         come(ranks, 2)
@@ -268,7 +338,7 @@ def test_a_joiner_on_another_machine_dies() -> None:
 
 
 def raises_once(me: Rank) -> tuple[int, int]:
-    """Rank 1's function raises; it comes again."""
+    """Rank 1's function raises once; then rank 1 calls `attempt` again."""
     world = start(me, 3)
     raised = 0
 
@@ -294,6 +364,55 @@ def test_an_exception_of_ones_own() -> None:
     assert run(raises_once, 3) == [(1, 0), (1, 1), (1, 0)]
 
 
+def joins_with_other_options(me: Rank) -> Any:
+    """Rank 2 joins with other options, and lives until the others have gone on."""
+    if me.rank == 2:
+        me.store.wait(["ready"], timedelta(seconds=60))
+        with pytest.raises(InvalidArgument, match="options differ between ranks"):
+            start(me, 2, options=ringreduce.Options(slices=2))
+        me.store.wait(["gone on"], timedelta(seconds=60))
+        return "raised"
+    world = start(me, 2, timeout=timedelta(seconds=1000))
+    while world.epoch < 2:
+        world.attempt(lambda: dist.all_reduce(torch.ones(1)))
+        me.store.set("ready", "")
+    me.store.set("gone on", "")
+    size = world.size
+    world.leave()
+    return size
+
+
+def test_a_joiner_with_other_options_does_not_stop_the_others() -> None:
+    assert run(joins_with_other_options, 3) == [2, 2, "raised"]
+
+
+def raises_in_a_callback(me: Rank) -> str:
+    """Rank 2 dies, and rank 1's callback raises. Rank 1 does not come again, and lives until rank 0 has gone on."""
+    world = start(me, 3, timeout=timedelta(seconds=1000), expel_after=0.5)
+
+    def callback(world: elastic.World) -> None:
+        if me.rank == 1:
+            raise KeyError("of the program")
+
+    world.on_change(callback)
+    me.report("begins")
+    try:
+        while world.size > 1:
+            world.attempt(lambda: dist.all_reduce(torch.ones(1)))
+    except KeyError:
+        me.store.wait(["gone on"], timedelta(seconds=60))
+        return "raised"
+    me.store.set("gone on", "")
+    return "gone on"
+
+
+def test_the_others_do_not_wait_for_a_member_whose_callback_raises() -> None:
+    with Ranks(raises_in_a_callback, 3) as ranks:
+        ranks.reports()
+        ranks.signal(2, signal.SIGKILL)
+        assert ranks.results(but=(2,)) == ["gone on", "raised"]
+
+
 def with_a_store_in_rank_2(me: Rank) -> dict[str, Any]:
     if me.rank == 2:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -312,7 +431,7 @@ def test_the_launchers_store_dies_with_a_rank() -> None:
 
 
 def leaves_without_a_word(me: Rank) -> int:
-    """Rank 1 goes to the next view although its group is in order, as one does that could not make it."""
+    """Rank 1 goes on to the next view although its group is in order, like a member that could not make the group."""
     world = start(me, 3)
     if me.rank == 1:
         world._abort = lambda: None  # type: ignore[method-assign]
@@ -324,7 +443,7 @@ def leaves_without_a_word(me: Rank) -> int:
 
 
 def fails_to_make(me: Rank) -> int:
-    """Rank 1 cannot make the second group; the others have made it by then, or fail as well."""
+    """Rank 1 cannot make the second group. The others have made it by then, or fail as well."""
     world = start(me, 3)
     if me.rank == 1:
         enter = world._enter
@@ -376,7 +495,7 @@ def test_durable_commits() -> None:
 
 
 def with_forked_children(me: Rank) -> tuple[int, int, int]:
-    """Every member has a child, as of a DataLoader, that holds all that the member had open when it was forked."""
+    """Every member has a child like a DataLoader's, which holds all descriptors that the member had when it forked."""
     world = start(me, 3)
     state = world.state(step=0)
     child = os.fork()
@@ -419,7 +538,7 @@ def test_a_death_before_anybody_has_the_state() -> None:
 
 
 def leaves_and_lives(me: Rank) -> int:
-    """Rank 2 leaves after its first step; the others go on without it at once, and it ends after them."""
+    """Rank 2 leaves after its first step, and its process ends last. The others go on without it at once."""
     world = start(me, 3, timeout=timedelta(seconds=1000))
     for _ in range(2):
         world.attempt(lambda: dist.all_reduce(torch.ones(1)))
@@ -486,7 +605,7 @@ def test_arguments_and_a_world_that_is_not_there() -> None:
 
 
 def with_a_spare(me: Rank) -> tuple[int, list[int], float, list[str]]:
-    """The last rank waits until one of the others dies; every step is one of three ranks."""
+    """The last rank waits until one of the others dies. Every step is done by three ranks."""
     world = elastic.start(least=3, spares=1, store=me.store, rank=me.rank, world_size=4, timeout=timedelta(seconds=30))
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))  # float32: another order of sums would show
@@ -550,7 +669,7 @@ def test_a_spare_that_is_not_needed() -> None:
 
 
 def has_a_straggler(me: Rank) -> tuple[int, list[int], list[tuple[int, int]], str]:
-    """Rank 1 comes late to each step; the others go on without it."""
+    """Rank 1 comes late to each step, and the others go on without it."""
     world = start(me, 3)
     heard: list[tuple[int, int]] = []
 
@@ -580,7 +699,7 @@ def test_a_straggler_is_named_and_left_behind() -> None:
 
 
 def joins_again_and_again(me: Rank) -> int:
-    """Ranks join one after the other and leave; whoever looks for those who wait has none to ask about in the end."""
+    """Ranks join one after the other and leave. In the end the lobby has no number left to ask the store about."""
     if me.rank >= 2:
         while not me.store.check([f"left {me.rank - 1}"]):
             time.sleep(0.005)
@@ -615,7 +734,7 @@ def test_those_who_were_let_in_are_not_looked_for_again() -> None:
 
 
 def without_descriptors(me: Rank) -> int:
-    """Rank 0 has no descriptor left while it begins to watch the members; it hears of an end all the same."""
+    """Rank 0 has no descriptor left when it begins to watch the members. It notices a death all the same."""
     world = start(me, 3)
     if me.rank == 0:
         with pytest.MonkeyPatch.context() as patch:
@@ -642,7 +761,7 @@ def test_a_watch_without_descriptors() -> None:
 
 
 def joins_when_its_host_has_died(me: Rank) -> int:
-    """Rank 2 is let in; the member whose ledger it would find first is dead when it looks."""
+    """Rank 2 is let in. The member whose ledger it would open first is dead by then."""
     if me.rank == 2:
         while not me.store.check(["ready"]):
             time.sleep(0.005)
@@ -674,7 +793,7 @@ def test_a_member_dies_that_has_let_others_in() -> None:
 
 
 def is_slow_to_join(me: Rank) -> str:
-    """Rank 2 is let in and then slow. The others give it up and rank 3 joins, the only one that is alive at last."""
+    """Rank 2 is let in and is slow, so the others give it up. Rank 3 joins, and is the only member left in the end."""
     if me.rank >= 2:
         while not me.store.check([f"come {me.rank}"]):
             time.sleep(0.005)
@@ -724,7 +843,7 @@ def test_a_joiner_that_comes_when_all_who_let_it_in_have_died() -> None:
 
 
 def trial(number: int) -> None:
-    """Random kills, stops and joins; all that are left end with a single process's parameters."""
+    """Random kills and joins. All ranks that are left end with the parameters of a single process."""
     draw = random.Random(number)
     first, joiners = draw.randint(2, 4), draw.randint(0, 2)
     doomed = draw.sample(range(first + joiners), draw.randint(1, first - 1))
@@ -752,7 +871,7 @@ def test_random_kills_and_joins() -> None:
 
 
 def main() -> None:
-    """cd tests && python -m distributed.test_elastic FIRST LAST: so many trials of kills, and of groups that shrink."""
+    """cd tests && python -m distributed.test_elastic FIRST LAST: these trials, here and in test_survivors."""
     import importlib
     import sys
 

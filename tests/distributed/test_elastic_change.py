@@ -1,4 +1,4 @@
-"""What a change of views costs a member, and what it leaves behind."""
+"""A change of views leaves no descriptors behind, and imports nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ringreduce.errors import CollectiveTimeout
 
 
 def test_a_group_that_could_not_be_entered_goes_at_once() -> None:
-    """And not when Python looks for cycles, which in a process with torch is hours later."""
+    """It must not wait for Python's garbage collector, which may take hours in a process with torch."""
     assert run(enters_at_the_second_go, 1) == [(2, 0)]
 
 
@@ -43,12 +43,12 @@ def enters_at_the_second_go(me: Rank) -> tuple[int, int]:
 
 
 def memfds() -> int:
-    """How many regions of groups this process has open."""
+    """The number of group regions that this process has open."""
     return [os.path.realpath(each) for each in Path("/proc/self/fd").iterdir()].count("/memfd:ringreduce (deleted)")
 
 
 def test_nothing_is_imported_in_a_change() -> None:
-    """Also not by rank 1, which becomes rank 0: files take as long as all the rest."""
+    """Not even by rank 1, which becomes rank 0. Reading modules would take as long as the rest of the change."""
     with Ranks(becomes_smaller, 3) as ranks:
         assert ranks.results(but=(0,)) == [[], []]
 

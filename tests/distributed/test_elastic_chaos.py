@@ -1,4 +1,4 @@
-"""Many kills in one training, and a short run of chaos.py; `make soak` has the long one."""
+"""One training with 100 kills, and short runs of chaos.py. `make soak` runs chaos.py for longer."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ STEPS, KILLS = 300, 100
 
 
 def train_with_kills(kind: Kind, kills: int) -> tuple[list[torch.Tensor], int]:
-    """300 steps, between and in which so many members are killed one after the other; a fresh process takes the place
-    of each. Returns the parameters, which all have alike, and how many changes there were."""
+    """Trains for 300 steps. Kills `kills` members at random moments, and starts a fresh process in the place of each.
+
+    Returns the parameters, which are the same on all members, and the number of changes.
+    """
     draw = random.Random(kills)
     with started(kind) as fleet:
         for kill in range(kills):
@@ -43,7 +45,7 @@ def test_a_training_that_shrinks_and_grows_with_100_kills(hosts: int) -> None:
 
 @pytest.mark.slow
 def test_a_training_with_spares_and_100_kills_has_the_same_bits() -> None:
-    """In float32, where another order of sums or other shares of a batch would show."""
+    """In float32, so that another order of sums or another split of the batch would change the result."""
     kind = Kind(founders=2, spares=2, timeout=30, expel_after=40, dtype=torch.float32)
     plain, none = train_with_kills(kind, 0)
     parameters, changes = train_with_kills(kind, KILLS)

@@ -1,4 +1,4 @@
-"""Views and groups by way of etcd: a job that needs no host to the end."""
+"""Worlds whose directory is in etcd, so that no single host has to live until the job ends."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_values(tmp_path: Path) -> None:
 
 
 def trains(me: Rank, address: str) -> tuple[int, int, float]:
-    """Each rank counts as a host; the launcher's store is not used."""
+    """Trains until 3 members have done 5 steps together after step STEPS. Every rank counts as a host of its own."""
     os.environ["RINGREDUCE_HOST_ID"] = f"host {me.rank}"
     world = elastic.start(
         store=address, rank=me.rank % 3, world_size=3, timeout=timedelta(seconds=30), patience=20, expel_after=10

@@ -1,15 +1,17 @@
-"""A member of a world dies, or is stopped, at each point of a change of views: the others agree, and go on.
+"""A member of a world dies or is stopped at each point of a change of views. The others must agree and go on.
 
-One of four members dies in a step, or a fifth process is let in, so that the others go through a change. In it, one of
-them, or the one that joins, dies or stops right before or right after a write, a compare-and-swap, a mapping, a
-message, a dial or a look, in the thread of its program or in that of its door, which makes the links between hosts. The
-points are counted as the member meets them; those that it meets again in a row, as in a poll, count once.
+A change begins because one of four members dies in a step, or because a fifth process is let in. During the change, the
+victim dies or stops. The victim is one of the members or the joiner.
 
-A stop is noticed by a timeout of seconds alone. Where the machine was so slow that somebody else ran into it, the trial
-is made again with SLOWER times as long ones; a disagreement or a hang is never tried again.
+The points are right before and right after each write, compare-and-set, mapping, message, dial and look. They lie in
+the victim's main thread, or in the thread of its door, which makes the links between hosts. Points are numbered in the
+order in which the victim meets them. A point that it meets several times in a row, as in a poll, counts once.
 
-    cd tests && python -m distributed.test_elastic_failpoints            all of them, with a table
-    cd tests && python -m distributed.test_elastic_failpoints 4          of the stops, which take seconds, each fourth
+A stop is noticed only by a timeout, of a few seconds. On a slow machine another member may run into this timeout; then
+the trial is repeated with timeouts SLOWER times as long. A disagreement or a hang is never repeated.
+
+    cd tests && python -m distributed.test_elastic_failpoints            all points, and a table of results
+    cd tests && python -m distributed.test_elastic_failpoints 4          only every fourth of the stops, which are slow
 """
 
 from __future__ import annotations
@@ -45,12 +47,12 @@ SIZE, FIRST, STEPS = 4, 3, 12
 DIES_IN, NOTICED = 4, 2.0
 SLOWER = 6
 TIMEOUT = {signal.SIGKILL: 30.0, signal.SIGSTOP: 2.0}
-"""Seconds of a call, by which alone a stop is noticed. `expel_after` is EXPEL_LATER longer, so that those who wait in
-turn for one that is stopped are not given up."""
+"""The timeout of a call in seconds, by signal. A stop is noticed by it alone. `expel_after` is EXPEL_LATER longer, so
+that members that wait for one which waits for the stopped one are not given up."""
 EXPEL_LATER = 2.0
 LATE = "ran into a timeout"
 CHANGE_BEGINS = ("before Membership.leave", "before Ledger.__init__", "before Watch.__init__")
-"""For a member, and for one that joins; what it meets before, while it waits, is not counted."""
+"""The first points of a change, for a member and for a joiner. Earlier points, while it waits, do not count."""
 CALLS: list[tuple[Any, str]] = [
     (Ledger, "__init__"),  # maps it
     (Ledger, "_write"),  # a record; after it comes the compare-and-swap
@@ -82,8 +84,10 @@ CALLS: list[tuple[Any, str]] = [
 
 
 def at_each_point(reach: Callable[[str], None]) -> None:
-    """Calls `reach` before and after each of CALLS, and at the stages of making a group, in the main thread and that of
-    a door."""
+    """Makes this process call `reach(point)` before and after each of CALLS, and at each stage of making a group.
+
+    Only points in the main thread and in the thread of a door count.
+    """
 
     @contextlib.contextmanager
     def points_at(label: str) -> Iterator[None]:
@@ -116,10 +120,10 @@ def at_each_point(reach: Callable[[str], None]) -> None:
 
 
 def changes(me: Rank, hosts: str, joins: bool, victim: int, stop: int, sign: int, slower: int = 1) -> Any:
-    """Returns the points that it came through, what it has seen: (epoch, members, step) of each commit, and how it
-    ended.
+    """A member. Returns the points that it met, the (epoch, members, step) of each of its commits, and how it ended.
 
-    `joins`: rank SIZE comes to the others when they have done DIES_IN steps. If not, rank FIRST dies then.
+    `joins`: rank SIZE joins when the others have done DIES_IN steps. Without it, rank FIRST dies then. `victim` gets
+    the signal `sign` at its point number `stop`. `slower`: factor for all timeouts.
     """
     if hosts == "several hosts":
         os.environ["RINGREDUCE_HOST_ID"] = f"host {me.rank % 2}"
@@ -192,8 +196,10 @@ def changes(me: Rank, hosts: str, joins: bool, victim: int, stop: int, sign: int
 
 
 def check(found: list[tuple[str, list[tuple[int, tuple[str, ...], int]]]]) -> None:
-    """By how each member ended and what it has seen: an epoch has one view, and those who committed a step were in the
-    same epoch then. The latest step of one that was left behind may be one that the others did again."""
+    """Checks how each member ended and what it has seen. An epoch has one view, and a step is committed in one epoch.
+
+    The last step of a member that was left behind may be one that the others did again.
+    """
     views: dict[int, tuple[str, ...]] = {}
     steps: dict[int, int] = {}
     for how, commits in sorted(found, key=lambda each: each[0] != "trained"):
@@ -205,12 +211,14 @@ def check(found: list[tuple[str, list[tuple[int, tuple[str, ...], int]]]]) -> No
 
 
 class Late(Exception):
-    """Somebody who was not stopped ran into a timeout."""
+    """A member that was not stopped ran into a timeout."""
 
 
 def trial(hosts: str, joins: bool, victim: int, stop: int, sign: int) -> tuple[str, float]:
-    """Returns the point, and the seconds until the others had done all steps. '': the member did not come to it, as
-    polls may take fewer looks than they did when the points were counted."""
+    """Returns the point, and the seconds until the others had done all steps.
+
+    The point is '' if the victim did not meet it, because its polls took fewer looks than when points were counted.
+    """
     try:
         return attempt(hosts, joins, victim, stop, sign)
     except Late:
@@ -246,12 +254,12 @@ def attempt(hosts: str, joins: bool, victim: int, stop: int, sign: int, slower: 
 
 
 def tried(hosts: str, joins: bool, victim: int, stop: int, sign: int) -> bool:
-    """Whether the member came to this point."""
+    """Makes a trial; returns whether the victim met this point."""
     return trial(hosts, joins, victim, stop, sign)[0] != ""
 
 
 def points_of(hosts: str, joins: bool, rank: int) -> list[str]:
-    """What the member meets when nobody else dies."""
+    """The points that the member meets in a change without a victim."""
     with Ranks(changes, SIZE + joins, hosts, joins, -1, 0, signal.SIGKILL) as ranks:
         results = ranks.results(but=() if joins else (FIRST,))
     check([(how, seen) for _, seen, how in results])
@@ -263,7 +271,7 @@ def points_of(hosts: str, joins: bool, rank: int) -> list[str]:
 @pytest.mark.parametrize("hosts", ["one host", "several hosts"])
 @pytest.mark.parametrize("joins", [False, True], ids=["after a death", "in a join"])
 def test_a_member_dies_at_some_points(hosts: str, joins: bool) -> None:
-    """A few, by turns of rank 0, which leads, rank 1, and the one that joins; all of them are for the command."""
+    """A few points of rank 0, which leads, rank 1, and the joiner. The command goes through all points."""
     for turn, rank in enumerate((0, 1, SIZE)[: 2 + joins]):
         stops = range(3 * turn, len(points_of(hosts, joins, rank)) - 5, 16 if joins else 8)
         assert sum(tried(hosts, joins, rank, stop, signal.SIGKILL) for stop in stops) >= len(stops) / 2

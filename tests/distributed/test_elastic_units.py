@@ -1,4 +1,4 @@
-"""Worlds whose members come in units, as the ranks that hold one replica: a lost member takes its unit with it."""
+"""Worlds whose members come in units, such as the ranks of one replica. A lost member takes its unit with it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ UNIT = 2
 
 
 def train(me: Rank, hosts: str, size: int) -> Any:
-    """Steps until 4 members have done 5 after a change that let others in.
+    """Trains until `size` members have done 5 steps after a change that let others in.
 
-    Place p of a unit has a `shard` of its own, which grows by 1 + p in each step. Returns the member's last rank, and
-    how many members there have been.
+    The member at place p of a unit has a shard of its own, which grows by 1 + p in each step. Returns the member's last
+    rank and the sizes of the world so far, or the text of its `Expelled`.
     """
     if hosts == "several hosts":
         os.environ["RINGREDUCE_HOST_ID"] = f"host {me.rank // UNIT}"
@@ -63,7 +63,7 @@ def train(me: Rank, hosts: str, size: int) -> Any:
 
 @pytest.mark.parametrize("hosts", ["one host", "several hosts"])
 def test_a_unit_goes_and_another_one_comes(hosts: str) -> None:
-    """Rank 1 is killed, so rank 0 goes too, and ranks 2 and 3 go on. Of the three that come, two are let in."""
+    """Rank 1 is killed, so rank 0 is expelled, and ranks 2 and 3 go on. Of three later processes, two are let in."""
     late = (4, 5, 6)
     with Ranks(train, 7, hosts, 4) as ranks:
         ranks.reports(but=late)

@@ -1,5 +1,7 @@
-"""Worlds of several hosts whose network breaks: who reaches the directory goes on, the others say so, and the views
-that members have seen are one chain."""
+"""Worlds on several hosts whose network is cut. Members that reach the directory go on, the others raise an error.
+
+The views that all members have seen must form one chain.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def network() -> Iterator[Network]:
 
 
 def trains(me: Rank) -> tuple[str, Log]:
-    """Until told; returns how it ended, and for each step the epoch and the members that it was done in."""
+    """Trains until the test says that it is over. Returns how it ended, and (epoch, members, step) for each step."""
     told = threading.Event()
     threading.Thread(target=lambda: (me.hear(), told.set()), daemon=True).start()
     world = elastic.start(
@@ -94,7 +96,7 @@ def split(network: Network, one: tuple[int, ...], other: tuple[int, ...], cut: b
     ],
 )
 def test_a_partition(network: Network, one: tuple[int, ...], other: tuple[int, ...]) -> None:
-    """Those who have the store go on; the others have raised SystemFailure."""
+    """Members that reach the store go on. The others raise SystemFailure."""
     size = len(one) + len(other)
     with Ranks(network, list(range(size)), trains) as ranks:
         assert ranks.reports() == [size] * size
@@ -105,7 +107,7 @@ def test_a_partition(network: Network, one: tuple[int, ...], other: tuple[int, .
 
 
 def test_one_way(network: Network) -> None:
-    """What host 2 sends to host 1 is lost: one of them is left behind, and all reach the directory."""
+    """Packets from host 2 to host 1 are lost, and all hosts reach the directory. One of the two is expelled."""
     with Ranks(network, [0, 1, 2], trains) as ranks:
         assert ranks.reports() == [3] * 3
         network.cut(2, 1)
@@ -126,7 +128,7 @@ def test_a_short_break_loses_nobody(network: Network) -> None:
 
 
 def test_a_host_that_comes_back_is_expelled(network: Network) -> None:
-    """Healed while it still waits for the directory."""
+    """The network is healed while the cut-off member still waits for the directory."""
     with Ranks(network, [0, 1, 2], patient) as ranks:
         assert ranks.reports() == [3] * 3
         split(network, (0, 1), (2,))

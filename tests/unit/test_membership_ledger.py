@@ -17,11 +17,11 @@ import pytest
 import torch.distributed as dist
 
 from ringreduce.errors import Expelled, SystemFailure
-from ringreduce.membership.directory import Bounded, Directory, OfStore, value_of
+from ringreduce.membership.directory import Bounded, Directory, Under, value_of
 from ringreduce.membership.ledger import FREE, Ledger
-from ringreduce.membership.protocol import Member, Report, View
+from ringreduce.membership.protocol import Member, Report, View, place
 from ringreduce.membership.rounds import Membership
-from ringreduce.survivors import KeyStore
+from ringreduce.survivors import KeyStore, Lineage
 
 SIZE = 4 << 20
 
@@ -137,7 +137,7 @@ def directories(request: pytest.FixtureRequest, memfd: int) -> list[Directory]:
     """One for each of four members."""
     if request.param == "store":
         store = dist.HashStore()
-        return [OfStore(store, "group") for _ in range(4)]
+        return [Under(Bounded(store), "group/") for _ in range(4)]
     return [Ledger(memfd, 0, SIZE) for _ in range(4)]
 
 
@@ -178,6 +178,27 @@ def test_who_is_silent_is_given_up_and_finds_out(directories: list[Directory]) -
     assert views == [View(1, tuple(map(Member, "123")), 0, ("0",))] * 3
     with pytest.raises(Expelled, match="went on without 0 in epoch 1"):
         members[0].leave(Report(7))
+
+
+def test_others_go_on_without_a_member_that_resigns(directories: list[Directory]) -> None:
+    """Also if it had reported before, and they have gone on with it."""
+    members = rounds(directories)
+    directories[3].append(place(0), Report().line("3"))
+    leave(members[:3], [Report()] * 3)
+    members[3].resign(0)
+    views = leave(members[:3], [Report()] * 3)
+    assert views == [View(2, tuple(map(Member, "012")), 0, ("3",))] * 3
+
+
+def test_a_member_that_is_expelled_resigns_without_a_word(directories: list[Directory]) -> None:
+    """Its step is one that the others may have to do again."""
+    members = rounds(directories)
+    leave(members[1:], [Report(1)] * 3, silent_after=0.3)
+    with pytest.raises(Expelled):
+        members[0].leave(Report(2))
+    members[0].resign(2)
+    views = leave(members[1:], [Report(1)] * 3)
+    assert views == [View(2, tuple(map(Member, "123")), 1)] * 3
 
 
 def test_durable_commits(directories: list[Directory]) -> None:
@@ -271,7 +292,7 @@ def test_a_look_at_a_store_of_torch_changes_nothing(kind: str, tmp_path: Path, m
 @pytest.mark.parametrize("kind", ["tcp", "hash", "file"])
 def test_what_is_appended_to_a_store_of_torch(kind: str, tmp_path: Path) -> None:
     store = dist.PrefixStore("job", inner := stores_of_torch(tmp_path)[kind]())
-    one, other = Bounded(store), OfStore(store, "group")
+    one, other = Bounded(store), Under(Bounded(store), "group/")
     assert one.append("group/log", "a\n") == "a\n" and other.append("log", "b\n") == "a\nb\n"
     assert one.append("group/log", "c\n") == "a\nb\nc\n" == other.get("log")
     del inner
@@ -287,6 +308,16 @@ class Slow:
         while self._silent.is_set():
             time.sleep(0.01)
         return getattr(self._store, name)
+
+
+def test_survivors_do_not_wait_for_a_store_that_answers_nothing() -> None:
+    silent = threading.Event()
+    membership = Lineage(0, 1, Slow(dist.HashStore(), silent), "group").membership  # type: ignore[arg-type]
+    membership.patience, membership.directory._directory._seconds = 0.3, 0.2  # type: ignore[attr-defined]
+    silent.set()
+    with pytest.raises(SystemFailure, match="its directory has been out of reach"):
+        membership.leave(Report())
+    silent.clear()
 
 
 class Broken:
