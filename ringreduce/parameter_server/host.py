@@ -514,7 +514,8 @@ class Host:
 
     def _welcome_far(self, visitor: Visitor, far: Far, hello: dict[str, Any]) -> dict[str, Any]:
         if hello.get("backup"):
-            return self._follow_far(far, int(hello["of"]), int(hello["capacity"]), str(hello["view"]))
+            of_whom = int(hello["of"]), int(hello["capacity"]), str(hello["view"]), int(hello["since"])
+            return self._follow_far(far, *of_whom)
         if hello.get("wish"):
             self.on_wish(int(hello["process"]), int(hello["has"]), int(hello["of"]))
             return {}
@@ -541,13 +542,13 @@ class Host:
         for descriptor, path in sockets:
             take(descriptor, path)
 
-    def _follow_far(self, far: Far, number: int, capacity: int, view: str) -> dict[str, Any]:
+    def _follow_far(self, far: Far, number: int, capacity: int, view: str, since: int) -> dict[str, Any]:
         """Makes the backup of a server of another host."""
         if self.succession is None:
             raise InvalidArgument("backups of these servers are not reached by TCP")
         known = self._check_absent(number)
         shard = Shard(capacity, self._functions)
-        self.succession.follow(number, shard, view)
+        self.succession.follow(number, shard, view, since, known)
         with self._left:
             self.shards[number] = shard
         if known is not None:

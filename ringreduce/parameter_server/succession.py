@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ringreduce.errors import (
     Aborted,
@@ -20,7 +22,7 @@ from ringreduce.errors import (
 )
 from ringreduce.parameter_server import control
 from ringreduce.parameter_server.shard import Shard
-from ringreduce.parameter_server.views import Replica, View, Views
+from ringreduce.parameter_server.views import Replica, Standing, View, Views
 
 _AGAIN = 0.2
 """Seconds until a store that could not be reached is asked again."""
@@ -50,8 +52,7 @@ class Succession:
         """`reach` connects to the door of a process, within so many seconds, calling now and then what may raise."""
         self.process, self.views, self._reach = process, views, reach
         self._changing = threading.Lock()
-        self._known: dict[Shard, View] = {}
-        """The latest view, as what is here knows it: nobody else may change that of a server without a backup."""
+        self._known: dict[Shard, Standing] = {}
         self._closing = False
         self.on_change: Callable[[], None] = lambda: None
         """Called when somebody goes on."""
@@ -61,48 +62,59 @@ class Succession:
 
     def begin(self, number: int, shard: Shard) -> None:
         """A server that begins here."""
-        self._known[shard] = self.views.change(number, None, View(0, Replica(self.process, 0)))
+        me = Replica(self.process, 0)
+        self._known[shard] = Standing(me, self.views.change(number, None, View(0, me)))
 
     def forget(self, shard: Shard) -> None:
         self._known.pop(shard, None)
 
     def replica(self, shard: Shard) -> int:
         """What number this one has; 0 if it began here."""
-        view = self._known.get(shard)
-        return 0 if view is None else self._mine(view).number
-
-    def _mine(self, view: View) -> Replica:
-        mine = view.server.process == self.process
-        return view.server if mine or view.backup is None else view.backup
+        known = self._known.get(shard)
+        return 0 if known is None else known.me.number
 
     def is_settled(self, shard: Shard) -> bool:
         """Whether this server has no backup, and none of which it is not decided whether it goes on."""
-        return shard in self._known and self._known[shard].backup is None
+        return shard in self._known and self._known[shard].leads and not self._known[shard].has_backup
 
     def lead(self, number: int, shard: Shard, process: int, timeout: float) -> None:
         """Has a process keep a backup of server `number`, which is served here without one. Returns when it counts.
         Raises `OSError` if it does not work, and `InvalidArgument` if there can be none; `timeout` is not for what has
         to be sent."""
         with self._changing:
-            before = self._view(shard)
-        after, link = before.with_backup(process), _Link()
+            known = self._standing(shard)
+            if not known.leads:
+                raise ConnectionError(f"server {number} has been replaced")
+            self._known[shard], after = known.asks_for_backup(process)
+        assert after.backup is not None
+        backup, link = after.backup, _Link()
         with contextlib.closing(self._go_to(process, timeout)) as its:
-            hello = {"backup": True, "of": number, "capacity": shard.server.capacity, "view": after.text()}
+            hello: dict[str, Any] = {"backup": True, "of": number, "capacity": shard.server.capacity}
+            hello |= {"view": after.text(), "since": known.view.number}
             control.send(its.control, hello)
             answer, _ = control.receive(its.control)
             if "error" in answer:
                 raise ConnectionError(answer["error"][1])
-            shard.server.lead_far(lambda: self._later(self._break_off, shard, number, link), str(answer["name"]))
+            on_silence = functools.partial(self._later, self._break_off, shard, number, backup, link)
+            shard.server.lead_far(on_silence, str(answer["name"]))
             for descriptor, path in its.take():
                 shard.server.connect_partner(descriptor, path)
         while not shard.server.backup_follows and not link.is_broken:
             self._check_open()
             time.sleep(_LOOK)
         with self._changing:
-            link.counts = not link.is_broken and bool(self._change(shard, number, before, after))
-            if link.counts:
+            found = self._known.get(shard) if link.is_broken else self._change(shard, number, known.view, after)
+            if found is None:  # so the backup may count
+                raise Aborted(f"server {number} has been stopped")
+            counts = found.backup_counts(after)
+            link.counts = counts is True
+            if counts:
                 return shard.server.count_backup()
-            shard.server.abandon_backup()
+            if counts is None:
+                shard.server.stop()
+                self._say(number, was_backup=False, goes_on=False)
+            else:
+                shard.server.abandon_backup()
         raise ConnectionError(f"process {process} was lost before it was the backup of server {number}")
 
     def wish_for(self, number: int, process: int, has: int, timeout: float) -> None:
@@ -125,22 +137,23 @@ class Succession:
 
     def backup_of(self, shard: Shard) -> int | None:
         """The process with the backup of what is served here."""
-        backup = self._known[shard].backup
+        backup = self._known[shard].view.backup
         return None if backup is None else backup.process
 
-    def _view(self, shard: Shard) -> View:
-        """Of which what is here begins: an heir counts as the server already."""
-        view = self._known[shard]
-        if shard.server.is_heir and self._mine(view) == view.backup:
-            view = self._known[shard] = view.swapped()
-        return view
+    def _standing(self, shard: Shard) -> Standing:
+        """An heir counts as the server already."""
+        if shard.server.is_heir:
+            self._known[shard] = self._known[shard].as_heir()
+        return self._known[shard]
 
     def serve_alone(self, number: int, shard: Shard) -> None:
         """Has an heir go on that can have no backup."""
         with self._changing:
-            view = self._view(shard)
-            if view.backup is not None and self._change(shard, number, view, view.alone(view.server)):
-                shard.server.serve_alone()
+            known = self._standing(shard)
+            if known.has_backup:
+                found = self._change(shard, number, known.view, known.view.alone(known.me))
+                if found is not None and found.leads:
+                    shard.server.serve_alone()
 
     def hand_over(self, number: int, shard: Shard) -> bool:
         """Has a server here leave its blocks to the backup, its heir. False: that has been lost."""
@@ -151,18 +164,24 @@ class Succession:
                 self._check_open()
                 time.sleep(_LOOK)
             with self._changing:
-                view = self._known[shard]
-                counts = server.has_backup and view.backup is not None
-                if counts and self._change(shard, number, view, view.swapped()):
-                    server.leave_to_backup()
-                    return True
+                known = self._known[shard]
+                if server.has_backup and known.has_backup:
+                    found = self._change(shard, number, known.view, known.view.swapped())
+                    if found is not None and found.view == known.view.swapped():
+                        server.leave_to_backup()
+                        return True
             server.unfreeze()
         return False
 
-    def follow(self, number: int, shard: Shard, view: str) -> None:
-        """Has what is here be the backup that is said of in the view."""
-        self._known[shard] = View.of(view)
-        shard.follow_far(lambda: self._later(self._decide, shard, number))
+    def follow(self, number: int, shard: Shard, view: str, since: int, earlier: Shard | None) -> None:
+        """Has what is here be the backup that is said of in the view, in place of an earlier one. Raises
+        `InvalidArgument` if that one knows better."""
+        its, known = View.of(view), None if earlier is None else self._known.get(earlier)
+        if known is not None and not known.gives_way_to(its, since):
+            raise InvalidArgument(f"server {number} has been replaced by one that this process knows")
+        assert its.backup is not None
+        self._known[shard] = Standing(its.backup, its)
+        shard.follow_far(lambda: self._later(self._decide, shard, number, its.server))
 
     def _check_open(self) -> None:
         if self._closing:
@@ -173,39 +192,41 @@ class Succession:
         if not self._closing:
             threading.Thread(target=what, args=arguments, daemon=True).start()
 
-    def _break_off(self, shard: Shard, number: int, link: _Link) -> None:
+    def _break_off(self, shard: Shard, number: int, backup: Replica, link: _Link) -> None:
         """A server does not hear its backup."""
         with self._changing:
             link.is_broken = True
             counts = link.counts
         if counts:
-            self._decide(shard, number)
+            self._decide(shard, number, backup)
 
-    def _decide(self, shard: Shard, number: int) -> None:
+    def _decide(self, shard: Shard, number: int, other: Replica) -> None:
+        """Whether this one goes on without the other, which it does not hear."""
         with self._changing:
-            if shard not in self._known:
+            known = self._known.get(shard)
+            if known is None or known.goes_on_without(other):  # it does already, and may have another backup
                 return
-            view, leaves = self._known[shard], shard.server.leaves
-            mine, was_backup = self._mine(view), self._mine(view) == view.backup
-            goes_on = self._change(shard, number, view, view.alone(mine))
-            if goes_on is False and was_backup and self._known[shard] == view.swapped():  # which it was about to hear
-                goes_on = self._change(shard, number, view.swapped(), view.swapped().alone(mine))
-            if goes_on is None:
-                return
+            leaves, was_backup = shard.server.leaves, known.me == known.view.backup
+            while (goes_on := known.goes_on_without(other)) is None:
+                known = self._change(shard, number, known.view, known.view.alone(known.me))
+                if known is None:
+                    return
             with contextlib.suppress(RingReduceError):  # it has been stopped
                 shard.server.decided(goes_on)
         if shard.has_workers() if goes_on else not leaves:  # otherwise the other one has left, as all have
             self._say(number, was_backup, goes_on)
         self.on_change()
 
-    def _change(self, shard: Shard, number: int, before: View, after: View) -> bool | None:
-        """Whether the view is changed to that; None if this is closed before it is known. Who cannot reach the store
-        goes on trying, since it cannot know what its last request did."""
+    def _change(self, shard: Shard, number: int, before: View, after: View) -> Standing | None:
+        """What is known after a request to change the view; None if this, or the server, is closed before. Who cannot
+        reach the store goes on trying, since it cannot know what its last request did."""
         warned = False
-        while not self._closing:
+        while not self._closing and shard in self._known:
             try:
-                self._known[shard] = self.views.change(number, before, after)
-                return self._known[shard] == after
+                found = self.views.change(number, before, after)
+                if shard in self._known:
+                    self._known[shard] = replace(self._known[shard], view=found)
+                return self._known.get(shard)
             except Exception as error:  # of whatever kind of store
                 if not warned:
                     log.warning("who serves server %d cannot be decided without the store: %s", number, error)

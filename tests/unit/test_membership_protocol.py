@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import pytest
-import torch
+from worlds import never_settles
 
 from ringreduce.membership import protocol
 from ringreduce.membership.protocol import (
@@ -380,17 +380,6 @@ class Search:
 
 def in_order(found: re.Match[str]) -> str:
     return ", ".join(sorted(re.findall(LISTED, found[0])))
-
-
-def never_settles(settled: bytearray, before: array[int], after: array[int]) -> int:
-    """How many worlds cannot come to one that is settled. `before` and `after`: the steps from one to another."""
-    reached = torch.frombuffer(settled, dtype=torch.bool)
-    begins, ends = (torch.frombuffer(each, dtype=torch.int64) for each in (before, after))
-    while True:
-        count = int(reached.sum())
-        reached[begins[reached[ends]]] = True
-        if int(reached.sum()) == count:
-            return len(reached) - count
 
 
 def has_left(process: Process, epoch: int) -> bool:
