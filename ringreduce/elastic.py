@@ -15,13 +15,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from ringreduce.host_links import Wire
 
 Result = TypeVar("Result")
+Function = TypeVar("Function", bound="Callable[..., Any]")
 
 LOOK_FOR_JOINERS = 0.05
 """Seconds between two looks of rank 0 for processes that wait to join."""
@@ -95,6 +97,7 @@ class World:
         self._on_straggler: Callable[[Late], bool] | None = None
         self._unwanted: tuple[str, ...] = ()
         self._gave_up = False
+        self._has_left = False
         self._wire: Wire | None = None
         """What the latest group with links to other hosts has measured of the network."""
         self._lateness = Lateness(self.view.members, self.rank)
@@ -131,7 +134,7 @@ class World:
         change is made again. Another error is raised by the call that made the change, as by `attempt`. A joiner does
         not call it for the change with which it joins.
         """
-        self._callbacks.append(function)
+        self._callbacks.append(_callable("on_change", function))
 
     def state(self, **parts: Any) -> State:
         """Declares what all members hold alike and what joiners receive. Returns it as an object with these attributes.
@@ -152,6 +155,8 @@ class World:
         try:
             self._share_state()
         except RingReduceError as error:
+            if not self._is_of_group(error):
+                raise
             self._change(error)
         return self._state
 
@@ -168,6 +173,8 @@ class World:
         fewer than `least` for longer than `patience`, `CollectiveMismatch` on all members if they made different
         calls, and `SystemFailure` if the directory of members is out of reach for `patience`.
         """
+        _callable("attempt", function)
+        self._check_membership("attempt")
         while True:
             self._let_in()
             try:
@@ -193,6 +200,7 @@ class World:
         Costs an all_reduce of 16 bytes and 8 more for each rank; with `durable` also a request to the directory. Raises
         `Expelled` and `SystemFailure` as `attempt` does.
         """
+        self._check_membership("commit")
         step = self._committed + 1
         vote = torch.tensor([int(self._somebody_waits()), *self._lateness.figures()])
         try:
@@ -200,6 +208,8 @@ class World:
             if durable and not self._membership.commit(step):
                 raise PeerLost("commit: the others have gone on to the next epoch")
         except RingReduceError as error:
+            if not self._is_of_group(error):
+                raise
             self._change(error)
             return self._committed >= step
         self._committed = step
@@ -221,14 +231,17 @@ class World:
         If `function` returns True, the members go on without the straggler, whose next `attempt` raises `Expelled`.
         `function` must return the same value on all members.
         """
-        self._on_straggler = function
+        self._on_straggler = _callable("on_straggler", function)
 
     def leave(self) -> None:
         """Ends this process's membership and destroys its groups. The others go on without it, without waiting.
 
         Call it at the end of the training, too. A process that is started again after that gets `Over` from `start`
-        instead of waiting to be let in.
+        instead of waiting to be let in. A second call does nothing.
         """
+        if self._has_left:
+            return
+        self._has_left = True
         self._stop_watching()
         with contextlib.suppress(RuntimeError, OSError):  # if not told, the others notice this process's end
             self._membership.resign(self._committed)
@@ -236,6 +249,10 @@ class World:
         self._config.home.give_up()
         if dist.is_initialized():  # not if the latest change could not make a group
             dist.destroy_process_group()
+
+    def _check_membership(self, call: str) -> None:
+        if self._has_left:
+            raise InvalidArgument(f"{call}: this process has called leave(); call elastic.start() to join again")
 
     # changes
 
@@ -258,10 +275,10 @@ class World:
         """Whether the error is a failure of the group, after which the members repeat the attempt."""
         if isinstance(error, Expelled | TooFewRanks | InvalidArgument | CollectiveMismatch):
             return False
-        if isinstance(error, RingReduceError):
+        if any(isinstance(each, RingReduceError) for each in _with_causes(error)):
             return True
-        # torch may have wrapped the group's error in one of its own.
-        return bool(backend_of(None).get_error() != ErrorType.SUCCESS)
+        # torch raises RuntimeError for a group that has failed, such as in a hook of DistributedDataParallel.
+        return isinstance(error, RuntimeError) and backend_of(None).get_error() != ErrorType.SUCCESS
 
     def _break(self, error: Exception) -> None:
         """Ends the attempt on all members, because a function of this member's program has raised `error`."""
@@ -499,6 +516,18 @@ class _Config:
     expel_after: float
     home: Home
 
+    def settings(self) -> dict[str, float]:
+        """What must be alike on all members, by the names of `start`'s arguments."""
+        alike = {name: getattr(self, name) for name in ("least", "patience", "expel_after", "timeout")}
+        return alike | {"world_size - spares": self.most if self.most < sys.maxsize else 0}
+
+    def check(self, others: dict[str, float], who: str) -> None:
+        for name, mine in self.settings().items():
+            if others[name] != mine:
+                raise InvalidArgument(
+                    f"start: {name} is {mine} here and {others[name]} on {who}; give all processes the same"
+                )
+
 
 def start(
     least: int = 1,
@@ -562,7 +591,8 @@ def start(
     founders, restart = world_size - spares, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     values = _etcd(store) if isinstance(store, str) else Bounded(store)
     here = KeyStore(values, f"ringreduce/elastic/{restart}/")
-    joins = here.add(f"rank/{rank}", 1) > 1 or rank >= founders
+    # Who comes again before the first members have made their group is one of them again.
+    joins = rank >= founders or (here.add(f"rank/{rank}", 1) > 1 and here.value("settings") is not None)
     config = _Config(
         me=f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}",
         options=options,
@@ -583,20 +613,34 @@ def _etcd(address: str) -> Values:
 
 
 def _begin(config: _Config, rank: int, size: int, unit: int) -> World:
-    first = PrefixStore("epoch 0", config.home.store)
-    dist.init_process_group(
-        "ringreduce",
-        store=first,
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=config.timeout),
-        pg_options=config.options,
-    )
+    store = config.home.store
+    trial = store.value("trial") or b"0"
+    try:
+        dist.init_process_group(
+            "ringreduce",
+            store=PrefixStore(f"epoch 0, trial {trial.decode()}", store),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=config.timeout),
+            pg_options=config.options,
+        )
+    except Exception:
+        with contextlib.suppress(RuntimeError, OSError):  # those that are started again meet elsewhere
+            store.compare_set("trial", b"" if trial == b"0" else trial, str(int(trial) + 1))
+        raise
     if not links_of(backend_of(None)):  # all ranks are on one host
         config.home.share_ledger(rank)
     everyone: list[Any] = [None] * size
-    dist.all_gather_object(everyone, (config.me, config.home.address()))
-    view = View(0, tuple(Member(*each) for each in everyone), unit=unit)
+    dist.all_gather_object(everyone, (config.me, config.home.address(), config.settings() | {"unit": unit}))
+    for other, (*_, settings) in enumerate(everyone):
+        config.check(settings, f"rank {other}")
+        if settings["unit"] != unit:
+            raise InvalidArgument(
+                f"start: unit is {unit} here and {settings['unit']} on rank {other}; give all processes the same"
+            )
+    if rank == 0:
+        config.home.store.set("settings", json.dumps(config.settings()))
+    view = View(0, tuple(Member(name, address) for name, address, _ in everyone), unit=unit)
     world = World(config, Membership(config.home.directory(), config.me, view, config.patience), founder=True)
     world._attach(world._begin_watching())
     return world
@@ -616,6 +660,7 @@ def _join(config: _Config) -> World:
         )
     world = World(config, Membership(config.home.directory(), config.me, view, config.patience), founder=False)
     try:
+        config.check(json.loads(home.store.get("settings")), "the members")
         world._init()
     except InvalidArgument:  # such as other options than the members'; it would be wrong in the next view, too
         world.leave()
@@ -625,9 +670,26 @@ def _join(config: _Config) -> World:
     return world
 
 
+def _callable(method: str, function: Function) -> Function:
+    if not callable(function):
+        raise InvalidArgument(f"{method}: function is {function!r:.60}; give a function")
+    return function
+
+
+def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and what it was raised from, directly or while that was handled."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
 def _rebind(model: DistributedDataParallel) -> None:
     """Binds `model` to the default group, with new buckets and hooks like a joiner's, by the steps of unpickling."""
     group = dist.group.WORLD
     assert group is not None
     model.process_group = group
     model.__setstate__(model.__getstate__())  # type: ignore[no-untyped-call]
+    # With static_graph=True the first backward pass of a reducer queues its own all_reduce. This says it has not yet.
+    model._static_graph_delay_allreduce_enqueued = False

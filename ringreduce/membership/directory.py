@@ -9,9 +9,11 @@ caller may repeat it.
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -111,7 +113,9 @@ class Bounded:
         self._under_way: list[float] = []
         """The time at which the request under way began; empty if there is none."""
         given = self._requests, self._under_way  # not this object: the thread must not keep it alive, since it ends it
-        threading.Thread(target=_carry_out, args=given, daemon=True, name="ringreduce store").start()
+        thread = threading.Thread(target=_carry_out, args=given, daemon=True, name="ringreduce store")
+        thread.start()
+        _threads[thread] = self._requests
 
     def __del__(self) -> None:
         self._requests.put(None)
@@ -164,6 +168,22 @@ class Bounded:
                         del answer  # its traceback holds this frame: a cycle, which would keep all that callers hold
                 return answer
         raise ConnectionError(f"the store has not answered for {self._seconds:.0f} s")
+
+
+_threads: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue[Callable[[], None] | None]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Those that carry out requests."""
+
+
+@atexit.register
+def _end_threads() -> None:
+    """Waits for requests under way: a thread that is in a store's C++ code when Python ends makes the process abort."""
+    deadline, threads = time.monotonic() + UNANSWERED, list(_threads.items())
+    for _, requests in threads:
+        requests.put(None)
+    for thread, _ in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _carry_out(requests: queue.SimpleQueue[Callable[[], None] | None], under_way: list[float]) -> None:
