@@ -154,7 +154,8 @@ class Server {
   bool holds_back() const { return snapshot_bytes_ > Snapshot::kMostKept; }
 
   // ---- Backups (journal.h) ----
-  // A backup *counts* when it has the whole state of its server: only then can it take over.
+  // A backup can take over only when it *counts*: it has the whole state of its server and, if it is reached by TCP, is
+  // recorded in the store as the backup.
 
   // Gives this server a backup on its own host, which is sent the state and then the journal. An earlier backup counts
   // no longer. If the backup ends, this server goes on alone. Throws Error(invalid_argument) if a block is updated by
