@@ -1,6 +1,7 @@
-// Values as bytes, and back: one description of a structure serves both directions.
+// Serialisation of a server's state for its backup.
 //
-// For a server and its backup, which are the same program on the same host: the bytes are those of memory.
+// A visit() function lists the members of a structure once; the same function writes and reads them. Server and backup
+// run the same program on the same architecture, so values are stored with their bytes as they are in memory.
 #pragma once
 
 #include <cstddef>
@@ -26,12 +27,13 @@ class Archive {
   explicit Archive(bool reads) : reads_(reads) {}
   virtual ~Archive() = default;
 
+  // Whether this archive fills the values it visits; otherwise it writes them.
   bool reads() const { return reads_; }
-  // Copies `bytes` bytes from `at`, or to it.
+  // Copies `bytes` bytes into `at` when reading, out of it when writing.
   virtual void raw(void* at, std::size_t bytes) = 0;
   virtual void payload(std::shared_ptr<const Payload>& payload) = 0;
 
-  // All values, in order.
+  // Visits all values, in the order given.
   template <class... T>
   void operator()(T&... values) {
     (visit(*this, values), ...);
@@ -41,7 +43,7 @@ class Archive {
   const bool reads_;
 };
 
-// How many there are: a container's, which is made as large when it is read.
+// Visits the size of a container: writes `size`, or returns the size that was written.
 inline std::size_t visit_size(Archive& archive, std::size_t size) {
   std::uint64_t count = size;
   archive.raw(&count, sizeof count);

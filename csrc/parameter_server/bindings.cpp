@@ -27,7 +27,7 @@ using PartTuple = std::tuple<std::uint32_t, BlockId, std::size_t, std::size_t, s
 std::byte* address(std::uintptr_t a) { return reinterpret_cast<std::byte*>(a); }  // NOLINT(performance-no-int-to-ptr)
 std::uintptr_t number(const void* p) { return reinterpret_cast<std::uintptr_t>(p); }
 
-// Seconds as Python has them; None is for ever.
+// Converts a timeout in seconds; None: no limit.
 Nanoseconds duration(const std::optional<double>& seconds) {
   if (!seconds || *seconds > 1e9) return kForever;
   return static_cast<Nanoseconds>(*seconds * kSecond);
@@ -100,7 +100,7 @@ Rule rule_of(const py::dict& fields) {
   return rule;
 }
 
-// Converted once for a key.
+// The blocks of a key, converted from Python once.
 struct Parts {
   Parts(const std::vector<PartTuple>& tuples, const std::string& push_wire, const std::string& pull_wire)
       : push_wire(packing_named(push_wire)), pull_wire(packing_named(pull_wire)) {
@@ -109,19 +109,19 @@ struct Parts {
   }
 
   std::vector<Part> parts;
-  Packing push_wire, pull_wire;  // to and from other hosts
+  Packing push_wire, pull_wire;  // how values are packed to and from other hosts
 };
 
-// A table as its workers know it, and the rows of a batch.
+// A table as a worker sees it.
 struct TableHandle {
   TableHandle(std::vector<BlockId> blocks, const std::string& dtype, std::size_t width)
       : place{std::move(blocks), dtype_of(dtype), width}, owners(owners_of_slots(place.blocks.size())) {}
 
   TablePlace place;
-  std::vector<std::uint32_t> owners;  // of slots
+  std::vector<std::uint32_t> owners;  // the server of each slot (row_ids.h)
 };
 
-// What Python gave, for threads that do not have the GIL: the last to let go takes it.
+// Wraps a Python function for threads without the GIL. The thread that drops the last reference takes the GIL.
 std::shared_ptr<py::function> held(py::function function) {
   return {new py::function(std::move(function)), [](py::function* of) {
             const py::gil_scoped_acquire gil;
@@ -158,19 +158,19 @@ std::shared_ptr<Server> make_server(std::size_t capacity, py::function update, b
     const py::gil_scoped_acquire gil;
     try {
       py::module_::import("logging").attr("getLogger")("ringreduce.parameter_server").attr("warning")("%s", text);
-    } catch (const py::error_already_set&) {  // a program's own handler; the server goes on
+    } catch (const py::error_already_set&) {  // raised by a handler of the program's: the server goes on
     }
   };
-  // Its thread may be waiting for the GIL.
+  // The destructor joins the server's thread, which may be waiting for the GIL, so it runs without the GIL. The last
+  // reference may be dropped by a client's destructor, which does not have the GIL.
   return {new Server(capacity, std::move(hooks), backed_up), [](Server* server) {
-            // The last to let go may be a client, which is destroyed without the GIL.
             std::optional<py::gil_scoped_release> no_gil;
             if (PyGILState_Check() == 1) no_gil.emplace();
             delete server;
           }};
 }
 
-// Memory in a client's window, with the buffer protocol. Keeps the client.
+// Memory in a client's window, with the buffer protocol. Keeps the client alive.
 class Piece {
  public:
   Piece(std::shared_ptr<Client> client, std::size_t bytes)
@@ -189,7 +189,7 @@ class Piece {
   std::byte* at_;
 };
 
-// What a signal's handler raises ends the wait. In other threads than the main one nothing happens.
+// Runs Python's signal handlers; an exception raised by one ends the wait. Has no effect outside the main thread.
 void look_for_ctrl_c() {
   const py::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
@@ -379,7 +379,7 @@ void bind_client(py::module_& m) {
                                });
                              })
       .def_property_readonly("asked", [](const Call& call) { return call.asked; })
-      // The versions of the new values that a push has brought back; None if it brings none, or not all are there.
+      // The versions of the new values of a push_pull; None if none were wanted or some have not been copied yet.
       .def_property_readonly("versions",
                              [](const Call& call) -> std::optional<std::vector<std::uint64_t>> {
                                const NewValues& values = call.new_values;
@@ -397,7 +397,7 @@ void bind_client(py::module_& m) {
   py::class_<Client, std::shared_ptr<Client>>(m, "ParameterClient")
       .def(py::init([](WorkerId worker, std::size_t servers, std::size_t data) {
              return std::shared_ptr<Client>(new Client(worker, servers, data, look_for_ctrl_c), [](Client* client) {
-               const py::gil_scoped_release no_gil;  // it says goodbye to other hosts
+               const py::gil_scoped_release no_gil;  // the destructor waits for connections to other hosts
                delete client;
              });
            }),
@@ -574,7 +574,7 @@ void bind(py::module_& m, Roots roots) {
   bind_server(m, roots);
   bind_client(m);
   bind_rows(m);
-  // For tests of the rules: one update of `count` elements.
+  // For tests of the rules: computes one update of `count` elements.
   m.def(
       "parameter_update",
       [roots](const py::dict& rule, const std::string& dtype, std::uint64_t step, std::size_t count,

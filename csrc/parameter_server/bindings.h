@@ -1,4 +1,4 @@
-// The parameter server as Python sees it. Without torch, whose headers take long to compile.
+// The Python classes of the parameter server. Does not include torch, whose headers take long to compile.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -7,7 +7,7 @@
 
 namespace ringreduce::parameter_server {
 
-// Adds ParameterServer and ParameterClient to the module. `roots` is torch's.
+// Adds ParameterServer, ParameterClient and the classes they use to the module. `roots` is torch's square root.
 void bind(pybind11::module_& m, Roots roots);
 
 }  // namespace ringreduce::parameter_server

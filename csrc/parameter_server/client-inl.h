@@ -1,4 +1,4 @@
-// What a client consists of. For the files of client.h.
+// The private parts of Client, for the files that implement it: client*.cpp.
 #pragma once
 
 #include <sched.h>
@@ -17,25 +17,26 @@
 
 namespace ringreduce::parameter_server {
 
-inline constexpr Nanoseconds kLookEvery = 10 * kMillisecond;  // for servers that have ended
+inline constexpr Nanoseconds kLookEvery = 10 * kMillisecond;  // between checks for servers that have ended
 inline constexpr Nanoseconds kLookForCtrlC = 100 * kMillisecond;
-inline constexpr int kLooks = 200, kYields = 50;     // before a thread sleeps
-inline constexpr std::uint32_t kNobody = INT32_MAX;  // as an address on the wire
+inline constexpr int kLooks = 200, kYields = 50;     // a waiting thread polls, then yields so often before it sleeps
+inline constexpr std::uint32_t kNobody = INT32_MAX;  // the wire address of a server that no replica serves yet
 
-// Where a request's data lies in the window: `bytes` go to the server. The piece is given back with the reply.
+// The data of a request, `bytes` bytes at `offset` in the window. The reply releases `piece`, the allocation that the
+// data lies in.
 struct Client::InWindow : Payload {
   InWindow(std::size_t piece, std::size_t offset, std::size_t bytes) : piece(piece), offset(offset), bytes(bytes) {}
   std::size_t piece, offset, bytes;
 };
 
-// Whether all of a call is too large to be copied through the caches.
+// Whether a call has so many bytes that it should be copied past the caches.
 inline bool streams(const std::vector<Part>& parts) {
   std::size_t bytes = 0;
   for (const Part& part : parts) bytes += part.bytes;
   return bytes >= kStreamedBytes;
 }
 
-// What is shared with a server of this host.
+// The memory shared with a server on this host.
 struct Client::Near {
   Near(const ServerSpec& spec, Lane* lane)
       : values_fd(spec.values),
@@ -72,22 +73,22 @@ struct Client::Near {
   std::uint64_t taken = 0;  // replies
 };
 
-// A request that is to be sent to another host.
+// A request in the queue to another host.
 struct Client::Item {
   const InWindow* data() const { return static_cast<const InWindow*>(request.payload.get()); }
-  // Questions are short, and what is pulled can come while something else is pushed.
+  // Pulls go first: they are short, and the values can come back while other data is being pushed.
   std::int32_t urgency() const { return request.kind == RequestKind::pull ? INT32_MAX : request.priority; }
 
-  Request request;  // with a number if it has been asked of a server that has ended
+  Request request;  // has a number already if it was sent to a server that has ended, and is now repeated
   std::shared_ptr<Call> call;
-  std::byte* into = nullptr;  // where the value that it asks for goes
-  std::size_t bytes = 0;      // of the part
+  std::byte* into = nullptr;  // where a pulled value goes
+  std::size_t bytes = 0;      // of the pulled value
   Packing packing = Packing::none;
-  std::uint64_t tag = 0;
-  std::size_t sent = 0;  // of its data
+  std::uint64_t tag = 0;  // connects the request with the frames that carry its data
+  std::size_t sent = 0;   // bytes of its data that have been handed to the connection
 };
 
-// What is known of a request until it is answered, should its server's backup be asked.
+// What is kept of an unanswered request, so that it can be repeated to a backup.
 struct Client::Sent {
   std::shared_ptr<Call> call;
   std::byte* into = nullptr;  // as in Item
@@ -98,20 +99,20 @@ struct Client::Sent {
 struct Client::Peer {
   std::string name;
   Session session;
-  std::shared_ptr<Near> near = nullptr;    // none: it is on another host
-  std::shared_ptr<Near> backup = nullptr;  // the latest that was told of, which may take over; near afterwards
-  std::uint32_t address = 0;               // on the wire: see address_of()
-  // Those of backups on other hosts that are not asked yet, with their names, in the order in which they may serve.
+  std::shared_ptr<Near> near = nullptr;    // nullptr: the server is reached by TCP
+  std::shared_ptr<Near> backup = nullptr;  // the latest backup that this worker was told of; becomes `near`
+  std::uint32_t address = 0;               // of the replica that is asked, on the wire: see address_of()
+  // Wire addresses and names of attached backups that are not asked yet, in the order in which they may take over.
   std::deque<std::pair<std::uint32_t, std::string>> next = {};
-  std::deque<Item> queue = {};  // to another host, in the order of calls
-  bool alive = true;
-  std::string why = {};                      // it is not
-  std::map<std::uint64_t, Sent> calls = {};  // by number
-  std::map<BlockId, int> pushes = {};        // not answered
+  std::deque<Item> queue = {};               // requests to another host, in the order of calls
+  bool alive = true;                         // false: the server is lost
+  std::string why = {};                      // the reason, for messages
+  std::map<std::uint64_t, Sent> calls = {};  // unanswered requests, by number
+  std::map<BlockId, int> pushes = {};        // unanswered pushes, by block
 };
 
-// A thread in a call, which has the client for itself. While it waits it moves what goes to and comes from other hosts,
-// and takes the turns of its process's server.
+// Held by a thread during a call; gives it exclusive use of the client. A thread that waits also drives the connections
+// to other hosts, and takes the turns of this process's server.
 struct Client::Hold {
   explicit Hold(Client& client)
       : wire(client.of_this_process().wire_.get()), turns(client.hosted_.get()), lock(client.mutex_) {
@@ -124,11 +125,11 @@ struct Client::Hold {
   Hold& operator=(const Hold&) = delete;
 
   WorkerWire* const wire;
-  Server::Turns turns;  // given back when the lock is
+  Server::Turns turns;
   Lock lock;
 };
 
-// Lets other threads in, until its end.
+// Releases the lock for its own lifetime, so that other threads can use the client.
 struct Client::Unlocked {
   explicit Unlocked(Lock& lock) : lock(lock) { lock.unlock(); }
   ~Unlocked() { lock.lock(); }
@@ -146,7 +147,7 @@ bool Client::wait_until(Hold& hold, Nanoseconds timeout, F&& ready) {
   check_aborted();
   if (ready()) return true;
   const Nanoseconds begun = now();
-  Nanoseconds looked = begun;  // for Ctrl-C
+  Nanoseconds looked = begun;  // when interrupt_ was called last
   for (int idle = 0;; ++idle) {
     const std::uint32_t seen = bell_->rings.load(std::memory_order_seq_cst);
     if (wire_ != nullptr && wire_->connections().progress()) idle = 0;

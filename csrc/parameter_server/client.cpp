@@ -26,7 +26,7 @@ Client::Client(WorkerId worker, std::size_t servers, std::size_t data, std::func
 }
 
 Client::~Client() {
-  if (fork_.forked()) static_cast<void>(wire_.release());  // the parent's, with its thread
+  if (fork_.forked()) static_cast<void>(wire_.release());  // its thread runs in the parent only
 }
 
 Client& Client::of_this_process() {
@@ -99,7 +99,7 @@ void Client::drop(std::size_t offset) {
   if (--found->second.uses == 0) pieces_.erase(found);
 }
 
-// The piece that the offset is in; SIZE_MAX: none.
+// Returns the offset of the piece that contains `offset`; SIZE_MAX: none does.
 std::size_t Client::piece_with(std::size_t offset) const {
   auto after = pieces_.upper_bound(offset);
   if (after == pieces_.begin()) return SIZE_MAX;
@@ -107,7 +107,7 @@ std::size_t Client::piece_with(std::size_t offset) const {
   return offset < after->first + aligned(after->second.bytes) ? after->first : SIZE_MAX;
 }
 
-// Room in the window, when there is some.
+// Waits for room in the window, and allocates it.
 std::size_t Client::take_room(Hold& hold, std::size_t bytes, Nanoseconds timeout) {
   std::size_t piece = SIZE_MAX;
   if (!wait_until(hold, timeout, [&] { return (piece = find_room(bytes)) != SIZE_MAX; })) {
@@ -147,7 +147,8 @@ bool Client::take_replies() {
   for (std::uint32_t server = 0; server < peers_.size(); ++server) {
     if (peers_[server] == nullptr || peers_[server]->near == nullptr) continue;
     const bool over = peers_[server]->near->over();
-    moved |= take_replies(server);  // of the server, if it is over, all that it will ever have written
+    // If the server is over, it has written its last reply: a backup sets `over` when the server has ended.
+    moved |= take_replies(server);
     if (over) look_for_next(server);
   }
   if (wire_ != nullptr)
@@ -196,11 +197,11 @@ void Client::look_for_ended() {
     if (is_lost(of))
       lose(server, "");
     else if (of.backup != nullptr)
-      of.backup->bell().ring();  // so that it looks now
+      of.backup->bell().ring();  // makes the backup check now whether its server has ended
   }
 }
 
-// What it had answered counts; the rest never will be.
+// Gives up a server. Replies that it has written still count; all other calls fail.
 void Client::lose(std::uint32_t server, const std::string& why) {
   take_replies();
   Peer& lost = peer(server);
@@ -231,7 +232,7 @@ void Client::throw_lost(std::uint32_t server) const {
 void Client::sleep(std::uint32_t seen, Nanoseconds most) {
   if (wire_ == nullptr) return bell_->sleep(seen, most);
   Connections& connections = wire_->connections();
-  if (!has_near_) return connections.doze();  // what it waits for can only come from there
+  if (!has_near_) return connections.doze();  // no server on this host could ring the bell
   connections.hand_over(true);
   bell_->sleep(seen, most);
   connections.take_over();
@@ -239,7 +240,7 @@ void Client::sleep(std::uint32_t seen, Nanoseconds most) {
 
 bool Client::take_turns(Hold& hold) {
   if (hosted_ == nullptr) return false;
-  const Unlocked unlocked(hold.lock);  // as a turn may be long
+  const Unlocked unlocked(hold.lock);  // a turn may take long
   return hold.turns.take();
 }
 
@@ -283,7 +284,7 @@ std::optional<std::pair<std::uint32_t, BlockId>> Client::unanswered_push() const
 
 // ---- Requests -----------------------------------------------------------------------------------------------------
 
-// Sends a request when the session has room.
+// Waits until the session has room, and sends a request. Releases its data if it fails.
 void Client::put(Hold& hold, std::uint32_t server, Item item, Nanoseconds timeout) {
   Peer& to = peer(server);
   bool ready = false;
@@ -314,7 +315,7 @@ void Client::put(Hold& hold, std::uint32_t server, Item item, Nanoseconds timeou
   to.near->bell().ring();
 }
 
-// Gives a request its number, unless it has one.
+// Gives a request its number, unless it has one already.
 const Request& Client::number(std::uint32_t server, Item& item) {
   if (item.request.number != 0) return item.request;
   const Request& made = peer(server).session.make(std::move(item.request));
@@ -322,7 +323,6 @@ const Request& Client::number(std::uint32_t server, Item& item) {
   return made;
 }
 
-// As it goes to the server.
 RequestSlot Client::slot_of(const Request& made) {
   const auto* const data = static_cast<const InWindow*>(made.payload.get());
   return data == nullptr ? parameter_server::slot_of(made, 0, 0)
@@ -335,8 +335,8 @@ void Client::feed() {
     if (peers_[server] != nullptr && !peers_[server]->queue.empty()) feed(server);
 }
 
-// Which of them goes next: the most urgent, but none before an earlier one about the same block, and none past a clock,
-// a barrier or a farewell.
+// Selects the most urgent request that may be sent next. A request overtakes neither an earlier one about the same
+// block nor a clock, a barrier, a leave or a restore.
 template <class Queue>
 typename Queue::iterator Client::next_of(Queue& queue) {
   auto best = queue.begin();
@@ -346,7 +346,7 @@ typename Queue::iterator Client::next_of(Queue& queue) {
   return best;
 }
 
-// Hands the connections to a server what they take.
+// Hands queued requests to the connections, as long as these can take more.
 void Client::feed(std::uint32_t server) {
   Peer& to = peer(server);
   Connections& connections = wire_->connections();
@@ -410,8 +410,8 @@ void Client::forget(Call& call) {
       std::erase_if(each->queue, [&](Item& item) {
         if (item.call.get() != &call) return false;
         item.into = nullptr;
-        if (item.request.number != 0) return false;  // others may follow it
-        if (item.sent > 0) return false;             // the server waits for the rest, and the window for its reply
+        if (item.request.number != 0) return false;  // requests with later numbers would wait for it
+        if (item.sent > 0) return false;             // the server has part of the data and waits for the rest
         if (item.data() != nullptr) drop(item.data()->piece);
         return true;
       });
@@ -452,13 +452,14 @@ std::optional<std::vector<std::uint64_t>> Client::read(const std::vector<Part>& 
   for (const Part& part : parts) {
     Peer& from = peer(part.server);
     if (may_turn(from) && from.near != nullptr && from.near->ended()) turn_to_far_backup(part.server);
-    if (from.near != nullptr && from.near->over()) take_replies();  // which may have acknowledged more than the server
+    // The backup may have acknowledged pushes that are not in the values of the server that has ended.
+    if (from.near != nullptr && from.near->over()) take_replies();
     const auto decided = [&] { return !from.alive || from.near == nullptr || is_readable(from, part); };
     if (!wait_until(hold, timeout, decided)) return std::nullopt;
     look_for_ended();
     if (!from.alive) throw_lost(part.server);
     if (from.near == nullptr) return std::vector<std::uint64_t>();
-    const std::shared_ptr<const Near> near = from.near;  // mapped as long as it is read
+    const std::shared_ptr<const Near> near = from.near;  // keeps the values mapped while they are copied
     {
       const Unlocked unlocked(hold.lock);
       versions.push_back(read_block(near->words(part), tensor + part.begin, part.bytes, streamed));

@@ -1,9 +1,10 @@
-// A worker's side: its window, its sessions with the servers, and its waiting.
+// The worker's side of the parameter server: its window, its sessions with the servers, and its waits.
 //
-// A server of this host reads requests and what is pushed in the window, and the worker reads the server's values. To
-// one of another host requests wait in a queue until the connection takes them (wire.h): those with the greatest
-// priority go first, in parts, and a request has its number, and so its place in the order, only when all its data has
-// gone.
+// Servers on this host read the worker's requests and pushed data in the window, and the worker copies values out of
+// the servers' memory. Requests to a server on another host wait in a queue until the connection can take more
+// (wire.h). The queue sends the request with the greatest priority first, in fragments. A request gets its number only
+// when all its data has been handed to the connection, because the server's shard takes requests in the order of their
+// numbers.
 #pragma once
 
 #include <atomic>
@@ -26,27 +27,28 @@ namespace ringreduce::parameter_server {
 
 class Server;
 
-// A server of this host, as it introduces itself. The client takes over the descriptors.
+// What a server on this host tells a worker about itself. The client takes over the descriptors.
 struct ServerSpec {
   int values = -1;  // memfd, `capacity` bytes
   int bell = -1;    // memfd
   int pidfd = -1;
   std::size_t capacity = 0;
   std::string name;  // "server 1 (node7, pid 4711)"
-  // Of a backup, or one that took over:
-  std::uint32_t turn = 0;    // as Lane::turn, when it serves
-  std::uint32_t number = 0;  // as ValuesHeader::backup
-  std::string address;       // of its door
+  // The following are set for a backup and for a server that was one:
+  std::uint32_t turn = 0;    // the value of Lane::turn while it serves
+  std::uint32_t number = 0;  // its number in ValuesHeader::backup
+  std::string address;       // of the Unix socket for control messages
 };
 
-// A block of a tensor: bytes [begin, begin + bytes) of it are block `block` of server `server`, at `offset` there.
+// A block of a tensor. Bytes [begin, begin + bytes) of the tensor are block `block` of server `server`, which keeps
+// them at `offset` in its values.
 struct Part {
   std::uint32_t server = 0;
   BlockId block = 0;
   std::size_t begin = 0, bytes = 0, offset = 0;
 };
 
-// A table: its block on each server, and what its rows are.
+// A table: its block on each server, and the type and size of its rows.
 struct TablePlace {
   std::vector<BlockId> blocks;
   DType dtype = DType::float32;
@@ -55,17 +57,17 @@ struct TablePlace {
   std::size_t row_bytes() const { return width * size_of(dtype); }
 };
 
-// The values after a push, of blocks of this host, which the worker copies to where it wants them.
+// The new values that a push_pull copies to the caller's tensor. Only for blocks on this host.
 struct NewValues {
   std::vector<Part> parts;
-  std::byte* to = nullptr;              // nullptr: nothing is copied any more
-  std::vector<std::uint64_t> versions;  // of the parts that have been copied, which are the first ones
-  bool streamed = false;                // they are too many for the caches
+  std::byte* to = nullptr;              // the tensor; nullptr: copy nothing more
+  std::vector<std::uint64_t> versions;  // of the parts copied so far; parts are copied in order
+  bool streamed = false;                // copy past the caches, which are too small for all parts
 
   bool complete() const { return versions.size() == parts.size(); }
 };
 
-// Requests that are waited for together.
+// A group of requests that the caller waits for together.
 struct Call {
   struct Answer {
     std::uint32_t server;
@@ -75,56 +77,60 @@ struct Call {
   };
   std::size_t unanswered = 0;
   std::vector<Answer> answers;
-  std::vector<std::pair<std::uint32_t, BlockId>> asked;  // of every request: server and block
-  int lost = -1;                                         // a server that ended before it answered
-  // Pulls that were sent to servers of other hosts: server and number.
+  std::vector<std::pair<std::uint32_t, BlockId>> asked;  // server and block of every request
+  int lost = -1;                                         // a server that ended before it answered; -1: none
+  // Server and request number of every pull that was sent to another host.
   std::vector<std::pair<std::uint32_t, std::uint64_t>> pulls;
-  NewValues new_values;  // of a push that brings some back
-  // Of a pull of rows, by server: where ids, then rows lie in the window; SIZE_MAX: nowhere.
+  NewValues new_values;  // used by push_pull
+  // For a pull of rows: by server, the offset in the window of the ids, which the rows follow; SIZE_MAX: none.
   std::vector<std::size_t> pieces;
 };
 
-// Thread-safe. Every wait ends with an error when its time is over (timeout), when a server that it waits for has ended
-// (server_lost, `culprit` is the server) and after abort() (aborted). In a forked child all that waits throws
-// Error(invalid_argument).
+// Thread-safe. Every wait is bounded. It throws Error(timeout) after its timeout unless the function says that it
+// returns something instead, Error(server_lost) with `culprit` set when a server that it needs has ended, and
+// Error(aborted) after abort(). In a forked child, every function that waits throws Error(invalid_argument).
 class Client {
  public:
-  // A window with `data` bytes for pushes to `servers` servers. Throws Error(system).
-  // `interrupt` is called now and then by who waits, and ends the wait by what it throws.
+  // Makes a window with `data` bytes for pushes to `servers` servers. Throws Error(system). A waiting thread calls
+  // `interrupt` several times a second; an exception thrown by it ends the wait.
   Client(WorkerId worker, std::size_t servers, std::size_t data, std::function<void()> interrupt = nullptr);
   ~Client();
 
   int window() const { return window_fd_.get(); }
   std::size_t window_bytes() const { return window_->bytes(); }
+  // Attaches a server on this host.
   void attach(std::uint32_t server, const ServerSpec& spec);
-  // For servers of this host: where they tell this worker of their backups. When one has taken over, what has not been
-  // answered is asked of it. Once closed, servers take this worker for ended.
+  // The socket on which servers on this host tell this worker about their backups. When a backup has taken over, the
+  // client repeats the unanswered requests to it. Closing the socket tells the servers that this worker has ended.
   int news() const { return news_for_servers_.get(); }
   void close_news();
-  // Who serves these blocks now: its turn, name and address. Waits until it is another one than that of turn `known`,
-  // unless that has neither ended nor a backup; then, when the time is over or if it is lost, it is still the same.
+  // Returns turn, name and address of whoever serves these blocks now. Waits until that is no longer the server with
+  // turn `known`. Returns `known` if that server is alive and has no backup, if it is lost, and after the timeout; if
+  // it has a backup by then, the name returned is the backup's.
   std::tuple<std::uint32_t, std::string, std::string> served_by(std::uint32_t server, std::uint32_t known,
                                                                 Nanoseconds timeout);
-  // A server of another host: then connections to it, of which this takes over the sockets. Those that serve the same
-  // blocks, and their backups, have numbers: the first server is 0.
+  // Attaches a server on another host; connect() then adds connections to it. A replica is a server or a backup of
+  // these blocks; replicas are numbered from 0, the first server.
   void attach(std::uint32_t server, const std::string& name, std::uint32_t replica = 0);
-  // The backup of a server, reached over connections as well: when the server has ended, or cannot be reached any more,
-  // what has not been answered is asked of it. It answers when it has taken over.
+  // Attaches a backup that is reached by TCP. When the server has ended or is out of reach, the client repeats the
+  // unanswered requests to the backup, which answers them once it has taken over.
   void attach_far_backup(std::uint32_t server, const std::string& name, std::uint32_t replica = 1);
+  // Adds a connection to a replica, and takes over the socket.
   void connect(std::uint32_t server, int socket, std::string path, std::uint32_t replica = 0);
-  // From now on a server without a backup that is known here is not lost when it has ended: calls wait until
-  // attach_far_backup() says who may serve its blocks, or give_up() that nobody does.
+  // From now on, a server that ends is not lost at once even if no backup of it is attached: calls wait until
+  // attach_far_backup() names one, or give_up() says that there is none.
   void seek();
   void give_up(std::uint32_t server, const std::string& why);
-  // The numbers of the one that is asked, -1 for nobody, and of those that will be, one after the other. No numbers:
-  // the server is lost.
+  // Returns the number of the replica that requests go to now (-1: none yet), then the numbers of the attached backups,
+  // in the order in which they may take over. Returns nothing if the server is lost.
   std::vector<std::int64_t> asks(std::uint32_t server);
+  // Whether the blocks are served on this host, where values are copied from shared memory.
   bool is_near(std::uint32_t server) const;
-  // A server of this process, whose turns are taken by who waits here.
+  // Sets the server of this process. Threads that wait here take its turns.
   void host(std::shared_ptr<Server> server);
 
-  // Memory in the window: a push of what lies there copies nothing. It lives until it is released and no push reads it
-  // any more. Throws Error(system) if the window has no such room.
+  // Allocates memory in the window; a push from there needs no copy. It lives until it is released and no push reads it
+  // any more. Throws Error(system) if the window has no room.
   std::byte* allocate(std::size_t bytes);
   void release(std::byte* piece);
 
@@ -132,60 +138,64 @@ class Client {
     std::int32_t priority = 0;
     double weight = 1;
     Nanoseconds timeout = kForever;
-    Packing packing = Packing::none;  // of pulls from other hosts
+    Packing packing = Packing::none;  // used for values pulled from other hosts
   };
-  // A push of all parts of a tensor.
+  // A tensor to push, with all its parts.
   struct Pushed {
     const std::vector<Part>* parts;
     const std::byte* values;
-    Packing packing = Packing::none;  // to other hosts
-    // Where the new values go, if they are wanted: in this call, and while the result is waited for. All parts must be
-    // of this host. Nothing comes if one tensor's new values would go where another one's `values` lie.
+    Packing packing = Packing::none;  // used for parts on other hosts
+    // Where the new values go; nullptr: they are not wanted. They are copied there during push() and wait(). All parts
+    // must be on this host. If the new values of one tensor would overwrite `values` of another, none are copied.
     std::byte* out = nullptr;
   };
-  // Waits for room in the window and in the sessions. `values` may change when it returns, unless they lie in the
-  // window. A packed push has what was rounded off the earlier ones to the same block added to it (error feedback).
+  // Pushes tensors; returns a call for each. Waits for room in the window and in the sessions. The caller may change
+  // `values` after it returns, unless they lie in the window. To a packed push, the client adds what was rounded off
+  // earlier pushes to the same block (error feedback).
   std::vector<std::shared_ptr<Call>> push(const std::vector<Pushed>& tensors, const Options& options);
-  // The same of one tensor, and another kind of request, with nothing packed.
+  // Sends a request of any kind that carries the values of one tensor, which are not packed.
   std::shared_ptr<Call> send(RequestKind kind, const std::vector<Part>& parts, const std::byte* tensor,
                              const Options& options);
-  // Asks for all parts: those of other hosts go to their places in `tensor`, which must stay until the call is over or
-  // cancelled; of those of this host only whether they may be read.
+  // Sends a pull for each part. Values of parts on other hosts are stored in `tensor`, which must stay valid until the
+  // call is over or cancelled. For parts on this host the reply only says that they may be read: see read().
   std::shared_ptr<Call> pull(const std::vector<Part>& parts, std::byte* tensor, const Options& options);
-  // The same of rows of a table. `values` has a row for each id of the batch, of which those of the same id are added
-  // in order; or, if `distinct`, one for each of rows.ids(). Every server is asked, so that all count the same updates.
-  // Throws Error(invalid_argument), and has sent nothing, if a server's rows are more than the window holds.
+  // Pushes rows of a table. `values` has a row for each id of the batch, and rows of the same id are added in order;
+  // with `distinct` it has a row for each of rows.ids(). Every server gets a request, even without rows, so that all
+  // count the same updates. Throws Error(invalid_argument), and sends nothing, if the window is too small for a
+  // server's rows.
   std::shared_ptr<Call> push_rows(const TablePlace& table, const RowSet& rows, const std::byte* values, bool distinct,
                                   const Options& options);
-  // Asks for rows, which come to the window.
+  // Asks for rows, which the servers put in the window.
   std::shared_ptr<Call> pull_rows(const TablePlace& table, const RowSet& rows, const Options& options);
-  // Copies them from there when the call is over, as `values` of push_rows, and frees their room.
+  // Copies these rows to `out`, which is laid out as `values` of push_rows(), and frees their room in the window. The
+  // call must be over.
   void take_rows(const TablePlace& table, const RowSet& rows, Call& call, std::byte* out, bool distinct);
-  // Nothing of a pull is stored any more.
+  // Gives up a call: when this returns, nothing more is stored in the caller's tensors.
   void cancel(Call& call);
-  // Asks for clock, barrier or leave of the servers.
+  // Sends clock, barrier or leave to the servers.
   std::shared_ptr<Call> ask(RequestKind kind, const std::vector<std::uint32_t>& servers, const Options& options);
 
-  // Returns whether all that was pushed has been answered within the time.
+  // Waits until all pushes have been answered; returns false after the timeout.
   bool drain(Nanoseconds timeout);
-  // Returns whether all was answered within the time; does not throw if it was not. Copies new values that are there.
+  // Waits until the call is over, and copies new values as they come; returns false after the timeout.
   bool wait(Call& call, Nanoseconds timeout);
-  // Copies the latest value of parts of this host to `tensor`; returns the versions, none if the backup on another host
-  // of one of these servers is asked now: pull the parts. Before, it waits for this worker's own pushes to them;
-  // returns nothing if they were not applied within the time.
+  // Copies the latest value of parts on this host to `tensor`, after this worker's own pushes to them were applied;
+  // returns their versions. Returns std::nullopt after the timeout. Returns an empty vector if one of the servers has
+  // been replaced by a backup that is reached by TCP: then the parts must be pulled.
   std::optional<std::vector<std::uint64_t>> read(const std::vector<Part>& parts, std::byte* tensor,
                                                  Nanoseconds timeout);
 
-  // Copies all parts, of servers of this host, as they were after one and the same update, the latest that all of them
-  // have: part i to places[i]. Returns its version. Throws as read(), Error(timeout) also if updates always overtook
-  // it.
+  // Copies all parts as they were after the same update, the latest that all of them have; part i goes to places[i].
+  // Returns the version. All servers must be on this host. Throws Error(timeout) also if updates kept overtaking it.
   std::uint64_t read_round(const std::vector<Part>& parts, const std::vector<std::byte*>& places, Nanoseconds timeout);
-  // The latest version that all parts have; 0 if one has no value.
+  // The latest version that all parts have; 0 if one of them has no value.
   std::uint64_t round_of(const std::vector<Part>& parts);
 
+  // Makes every wait, now and later, throw Error(aborted).
   void abort();
+  // The number of requests that have not been answered.
   std::size_t outstanding() const;
-  // A block, with its server, of which some push has not been answered.
+  // Server and block of one unanswered push, if there is any.
   std::optional<std::pair<std::uint32_t, BlockId>> unanswered_push() const;
 
  private:
@@ -222,7 +232,7 @@ class Client {
   void look_for_ended();
   void lose(std::uint32_t server, const std::string& why);
   [[noreturn]] void throw_lost(std::uint32_t server) const;
-  // Calls `ready` until it returns true, or false when the time is over.
+  // Calls `ready` until it returns true; returns false after the timeout.
   template <class F>
   bool wait_until(Hold& hold, Nanoseconds timeout, F&& ready);
   bool take_turns(Hold& hold);
@@ -233,13 +243,13 @@ class Client {
   void send_part(Hold& hold, RequestKind kind, const std::shared_ptr<Call>& call, const Pushed& tensor,
                  const Part& part, const Options& options, bool streamed);
   bool is_readable(const Peer& from, const Part& part) const;
-  std::size_t copy_new_values(Call& call);  // returns how many bytes
+  std::size_t copy_new_values(Call& call);  // returns the number of bytes copied
   void feed();
   void feed(std::uint32_t server);
   template <class Queue>
   static typename Queue::iterator next_of(Queue& queue);
   void forget(Call& call);
-  std::size_t find_room(std::size_t bytes);  // SIZE_MAX: none
+  std::size_t find_room(std::size_t bytes);  // returns an offset in data; SIZE_MAX: no room
   void drop(std::size_t offset);
   std::size_t piece_with(std::size_t offset) const;
   std::size_t take_room(Hold& hold, std::size_t bytes, Nanoseconds timeout);
@@ -259,15 +269,16 @@ class Client {
   Bell* bell_;
   mutable std::mutex mutex_;
   std::vector<std::unique_ptr<Peer>> peers_;
-  std::map<std::size_t, Piece> pieces_;  // by offset in data
-  // What packed pushes have not told a block on another host yet.
+  std::map<std::size_t, Piece> pieces_;  // allocated parts of the window, by offset in data
+  // By server and block: what has been rounded off packed pushes and is still to be pushed.
   std::map<std::pair<std::uint32_t, BlockId>, std::vector<float>> residuals_;
   Nanoseconds looked_ = 0;
   std::atomic<bool> aborted_ = false;
   bool has_near_ = false, seeks_ = false;
   std::shared_ptr<Server> hosted_;
   std::uint64_t tags_ = 0;
-  std::unique_ptr<WorkerWire> wire_;  // if a server is on another host; the first to go, as its thread calls feed()
+  // Set if a server is on another host. Destroyed before all other members, because its thread calls feed().
+  std::unique_ptr<WorkerWire> wire_;
 };
 
 }  // namespace ringreduce::parameter_server

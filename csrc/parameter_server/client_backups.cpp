@@ -1,4 +1,4 @@
-// How a worker learns of backups, and turns to one that serves.
+// How a worker learns of backups, and turns to the one that takes over.
 #include <cstring>
 #include <utility>
 
@@ -7,7 +7,8 @@
 
 namespace ringreduce::parameter_server {
 
-// Returns whether there were any. A server is told of before its own backup is, so the last but one has served.
+// Reads all News; returns whether there were any. A worker is told of a server before it is told of that server's
+// backup. So if News of another backup arrives while one is known, the known one has taken over already.
 bool Client::take_news() {
   bool any = false;
   for (std::optional<Received> message; news_.get() >= 0 && (message = receive_message(news_.get())); any = true) {
@@ -32,7 +33,7 @@ bool Client::take_news() {
   return any;
 }
 
-// Of a server that has ended.
+// Turns from a server that has ended to its backup, as often as the backup serves and has been replaced itself.
 void Client::look_for_next(std::uint32_t server) {
   take_news();
   Peer& of = peer(server);
@@ -43,16 +44,16 @@ void Client::look_for_next(std::uint32_t server) {
   }
 }
 
-// Whether a server that has ended has no backup that may take over. One that it had made, of which this worker has not
-// heard, will tell of itself.
+// Whether a server has ended without a backup that can take over. A backup that this worker has not heard of is not
+// lost: it will send News itself.
 bool Client::is_lost(const Peer& of) const {
   if (!of.near->ended() || of.near->over()) return false;
   const std::uint32_t number = of.near->header().backup.load(std::memory_order_seq_cst);
   return number == 0 || (of.backup != nullptr && of.backup->number == number && of.backup->ended());
 }
 
-// The server has ended and its backup goes on. It knows what the server had taken and answered, so whatever has no
-// answer here is asked again, with the same numbers.
+// Called when the server has ended and its backup serves. The backup knows which requests the server had taken and
+// answered, so this repeats all unanswered requests with their numbers.
 void Client::turn_to_backup(std::uint32_t server) {
   Peer& to = peer(server);
   to.near = std::exchange(to.backup, nullptr);
@@ -72,7 +73,7 @@ std::tuple<std::uint32_t, std::string, std::string> Client::served_by(std::uint3
   const auto is_known = [&] { return of.alive && of.near != nullptr && of.near->turn == known; };
   wait_until(hold, timeout, [&] {
     if (!is_known()) return true;
-    return !of.near->ended() && of.near->header().backup.load(std::memory_order_seq_cst) == 0;  // it stays
+    return !of.near->ended() && of.near->header().backup.load(std::memory_order_seq_cst) == 0;  // nobody will follow
   });
   if (is_known() && of.backup != nullptr) return {known, of.backup->name, ""};
   return {of.alive && of.near != nullptr ? of.near->turn : known, of.name, of.near == nullptr ? "" : of.near->address};
@@ -83,7 +84,7 @@ bool Client::is_near(std::uint32_t server) const {
   return peer(server).near != nullptr;
 }
 
-// ---- Backups on other hosts ---------------------------------------------------------------------------------------
+// ---- Backups that are reached by TCP ------------------------------------------------------------------------------
 
 std::uint32_t Client::address_of(std::uint32_t server, std::uint32_t replica) const {
   return static_cast<std::uint32_t>(server + replica * servers_);
@@ -97,8 +98,8 @@ void Client::seek() {
   open_wire();
 }
 
-// If nobody is asked now, what waits goes there at once. Otherwise this one may be the backup of one that serves, and
-// that this worker has not turned to yet.
+// If requests have no replica to go to, they go to this one at once. Otherwise it is queued behind the replicas that
+// this worker has not turned to yet: one of those may be the server that this is the backup of.
 void Client::attach_far_backup(std::uint32_t server, const std::string& name, std::uint32_t replica) {
   const Lock lock(mutex_);
   Peer& of = peer(server);
@@ -133,18 +134,18 @@ std::vector<std::int64_t> Client::asks(std::uint32_t server) {
   return found;
 }
 
-// The server has ended, or cannot be reached: what has no answer is asked over connections of its backup, which need
-// not have taken over yet, or of whoever turns out to serve.
+// Called when the server has ended or is out of reach. Queues all unanswered requests again, for the next replica if
+// one is known, or until one is. That replica need not have taken over yet.
 void Client::turn_to_far_backup(std::uint32_t server) {
   Peer& to = peer(server);
-  take_replies();  // all that the server will ever have said
+  take_replies();  // the last ones of this server
   const bool was_near = to.near != nullptr;
   const std::vector<Request> again = to.session.unanswered();
   if (!was_near)
     for (const Request& request : again) wire_->forget(to.address, request.number);
   to.near = nullptr;
   take_next(to);
-  for (Item& item : to.queue) item.sent = 0;  // of data that only the server has
+  for (Item& item : to.queue) item.sent = 0;  // only the server has what was sent
   for (auto request = again.rbegin(); request != again.rend(); ++request) {
     const Sent& sent = to.calls.at(request->number);
     Item item;
@@ -159,7 +160,7 @@ void Client::turn_to_far_backup(std::uint32_t server) {
   feed(server);
 }
 
-// Servers, or their backups, that connections do not reach any more.
+// Handles servers and backups that are out of reach.
 void Client::take_lost() {
   if (wire_ == nullptr) return;
   for (const auto& [address, why] : wire_->take_lost()) {

@@ -1,9 +1,10 @@
-// Pushes, which go through the window, and the values that a push_pull brings back.
+// Pushes through the window, and the new values of a push_pull.
 //
-// A push_pull has little data under way, so that it stays in the caches. When kUnderWay bytes have been pushed, it
-// copies the first new values to where they are wanted before it pushes more, which then goes to the same places in the
-// window. This works as long as the other workers push the same at the same time. If they do not, it does not wait for
-// them: it pushes the rest at once, past the caches, and copies the new values when the call is waited for.
+// A push_pull keeps the amount of data under way small, so that it stays in the caches. When kUnderWay bytes have been
+// pushed, it copies the first new values to the caller before it pushes more; later pushes then reuse the same places
+// in the window. This requires that the other workers push the same at the same time. If they do not, push_pull does
+// not wait for them: it pushes the rest at once, past the caches, and copies the new values when the call is waited
+// for.
 #include <algorithm>
 #include <cmath>
 
@@ -12,11 +13,11 @@
 namespace ringreduce::parameter_server {
 namespace {
 
-constexpr std::size_t kUnderWay = std::size_t{4} << 20;  // bytes of a push_pull, as long as others keep up
-constexpr Nanoseconds kKeepUp = kMillisecond;            // if nothing comes for so long, they do not
+constexpr std::size_t kUnderWay = std::size_t{4} << 20;  // most bytes under way while the other workers keep up
+constexpr Nanoseconds kKeepUp = kMillisecond;            // without a new value for this long, they do not keep up
 
-// Whether new values of one tensor go where another one lies that is pushed. A tensor's own new values may, since none
-// of a block comes before it has been pushed.
+// Whether the new values of a tensor would overwrite another tensor that is pushed. They may overwrite the tensor
+// itself, since the new value of a block comes after the block has been pushed.
 bool overlap(const std::vector<Client::Pushed>& tensors) {
   struct Range {
     const std::byte *begin, *end;
@@ -43,8 +44,8 @@ bool overlap(const std::vector<Client::Pushed>& tensors) {
 
 }  // namespace
 
-// Packs a block to the window. It takes as much room there as if it were not packed, since the server unpacks it to the
-// same place.
+// Packs a block into the window. It is given as much room there as unpacked, because the server unpacks it to the same
+// offset in its copy of the window.
 void Client::pack_push(const Part& part, Packing packing, std::byte* to, const std::byte* from) {
   const auto* const values = reinterpret_cast<const float*>(from);
   std::vector<float>& residuals = residuals_[{part.server, part.block}];
@@ -59,14 +60,14 @@ void Client::pack_push(const Part& part, Packing packing, std::byte* to, const s
     unpack(packing, reinterpret_cast<std::byte*>(arrived.data()), packed, count);
     for (std::size_t i = 0; i < count; ++i) {
       const float rest = residual[i] - arrived[i];
-      residual[i] = std::isfinite(rest) ? rest : 0;  // of an infinity or a NaN, which later pushes are not to have
+      residual[i] = std::isfinite(rest) ? rest : 0;  // an infinity or a NaN must not spread to later pushes
     }
   }
 }
 
 void Client::send_part(Hold& hold, RequestKind kind, const std::shared_ptr<Call>& call, const Pushed& tensor,
                        const Part& part, const Options& options, bool streamed) {
-  take_turns(hold);  // so that no request wakes up the server's thread, and others' are served between two copies
+  take_turns(hold);  // serves others between two copies, and keeps requests from waking up the server's thread
   if (!peer(part.server).alive) throw_lost(part.server);
   const std::byte* const from = tensor.values + part.begin;
   const bool packs = tensor.packing != Packing::none && peer(part.server).near == nullptr;
@@ -106,8 +107,8 @@ std::shared_ptr<Call> Client::send(RequestKind kind, const std::vector<Part>& pa
 
 std::vector<std::shared_ptr<Call>> Client::push(const std::vector<Pushed>& tensors, const Options& options) {
   std::vector<std::shared_ptr<Call>> calls;
-  std::size_t complete = 0;   // so many calls at the beginning have all their new values
-  std::size_t under_way = 0;  // bytes of new values that the others wait for
+  std::size_t complete = 0;   // the first `complete` calls have all their new values
+  std::size_t under_way = 0;  // bytes pushed whose new values have not been copied
   const auto copy_what_is_there = [&] {
     for (; complete < calls.size(); ++complete) {
       under_way -= copy_new_values(*calls[complete]);
@@ -143,7 +144,7 @@ std::vector<std::shared_ptr<Call>> Client::push(const std::vector<Pushed>& tenso
   return calls;
 }
 
-// Of blocks that have been pushed, in order, as far as they are there.
+// Copies, in order, the new values of blocks that have been pushed, until one is not there yet.
 std::size_t Client::copy_new_values(Call& call) {
   NewValues& values = call.new_values;
   std::size_t bytes = 0;

@@ -1,4 +1,5 @@
-// A reader's calls: many blocks after one and the same update, from the two versions that each block keeps.
+// Reading whole rounds: many blocks, all as they were after the same update. Possible because each block keeps its two
+// latest versions.
 #include <cstring>
 
 #include "parameter_server/client-inl.h"
@@ -29,9 +30,10 @@ std::uint64_t Client::read_round(const std::vector<Part>& parts, const std::vect
                                  Nanoseconds timeout) {
   std::uint64_t round = 0;  // as BlockWords::published
   const auto overtaken = [&](const Part& part) {
-    return words_of(part).begun.load(std::memory_order_relaxed) >= round + 2;  // which writes where this one lies
+    return words_of(part).begun.load(std::memory_order_relaxed) >= round + 2;  // this update writes the same buffer
   };
-  // What all have is still there in those that have had one more update, as long as the one after that has not begun.
+  // `round` is the latest version that all blocks have. A block with one more update still keeps it, until the update
+  // after that begins.
   const auto copied = [&] {
     take_replies();
     look_for_ended();

@@ -1,5 +1,5 @@
-// A client's calls about rows of tables. What is pushed goes to a server as its ids, then a row for each; a pull sends
-// ids, and room for their rows follows them in the window.
+// The client's calls for rows of tables. In the window, a push has the ids for a server and then a row for each; a pull
+// has the ids and then room for their rows.
 #include <cstring>
 #include <string>
 
@@ -26,11 +26,12 @@ void Client::fit_rows(const TablePlace& table, const RowSet& rows) const {
   }
 }
 
-// A row for each of the server's ids, from one for each id of the batch.
+// Adds up the rows of equal ids: `values` has a row for each id of the batch, `to` gets one for each of the server's
+// ids.
 void Client::fill_rows(const TablePlace& table, const RowSet& rows, std::uint32_t server, const std::byte* values,
                        std::byte* to) const {
   const std::size_t bytes = table.row_bytes();
-  std::size_t known = 0;  // ids are numbered as they appear
+  std::size_t known = 0;  // the first `known` rows of `to` are set: ids are numbered as they first appear
   for (const RowSet::Item& item : rows.items(server)) {
     const std::byte* const from = values + item.from * bytes;
     if (item.to < known) {
@@ -86,7 +87,7 @@ std::shared_ptr<Call> Client::pull_rows(const TablePlace& table, const RowSet& r
       if (!peer(server).alive) throw_lost(server);
       const std::size_t piece = take_room(hold, ids.size() * (kId + table.row_bytes()), options.timeout);
       call->pieces[server] = piece;
-      ++pieces_[piece].uses;  // the request's, and this call's
+      ++pieces_[piece].uses;  // one use for the request, and one for the call until take_rows()
       std::memcpy(data() + piece, ids.data(), ids.size_bytes());
       Item item;
       item.request.kind = RequestKind::pull;

@@ -1,4 +1,4 @@
-// Messages with descriptors between processes of one host, over Unix sockets that keep messages apart.
+// Messages that carry file descriptors between processes of one host, over Unix sockets of type SOCK_SEQPACKET.
 #pragma once
 
 #include <cstddef>
@@ -10,25 +10,25 @@
 
 namespace ringreduce::parameter_server {
 
-inline constexpr std::size_t kMostDescriptors = 240;  // in one message; the kernel takes 253
+inline constexpr std::size_t kMostDescriptors = 240;  // in one message; the kernel's limit is 253
 inline constexpr std::size_t kMostMessage = 1024;     // bytes
 
-// Neither waits. Returns whether the message has gone: not if nobody has taken many others, or nobody can.
+// Sends a message without waiting. Returns false if the socket's buffer is full or its other end is closed.
 bool send_message(int socket, const void* data, std::size_t bytes, std::span<const int> descriptors);
 
 struct Received {
   std::vector<std::byte> bytes;
   std::vector<FileDescriptor> descriptors;
 };
-// The next message, if there is one. Throws Error(system) if its descriptors have not come, as this process may have no
-// more.
+// Returns the next message, or nothing if none has arrived; does not wait. Throws Error(system) if the message came
+// without all of its descriptors, which happens when this process has reached its limit of open files.
 std::optional<Received> receive_message(int socket);
 
-// Of this process. Throws Error(system).
+// Returns a pidfd of this process. Throws Error(system).
 FileDescriptor own_pidfd();
-// Whether both are of the same memory or file.
+// Whether both descriptors refer to the same file or shared memory.
 bool same_file(int one, int other);
-// Whether the process of a pidfd has ended, or nobody holds the other end of the socket (-1: none).
+// Whether the process of the pidfd has ended or the other end of the socket is closed. `socket` may be -1.
 bool has_gone(int pidfd, int socket);
 
 }  // namespace ringreduce::parameter_server

@@ -25,7 +25,7 @@ bool Journal::read(Record& record, std::vector<std::byte>& bytes) {
   return true;
 }
 
-// The memory is a ring: what does not fit before its end goes on at its beginning.
+// The memory is a ring: what does not fit before its end continues at its beginning.
 void Journal::put(std::uint64_t at, const void* from, std::size_t bytes) {
   const std::size_t begin = static_cast<std::size_t>(at % kBytes), first = std::min(bytes, kBytes - begin);
   std::byte* const ring = memory_.at(sizeof(Words));

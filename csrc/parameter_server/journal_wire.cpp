@@ -6,7 +6,7 @@
 namespace ringreduce::parameter_server {
 namespace {
 
-constexpr Nanoseconds kBeat = kSecond / 4;
+constexpr Nanoseconds kBeat = kSecond / 4;  // between two beats
 
 }  // namespace
 

@@ -1,14 +1,16 @@
-// The journal (journal.h) between hosts: a server sends what it writes down, and with it what workers pushed.
+// The journal (journal.h) over TCP. The server sends each record together with the data that its request pushed.
 //
 //   from the server
 //     record     A Record and its bytes; seq: its position in the journal.
-//     pushed     A part of what the request in a record pushed; tag: that record's position, seq: where the part
-//                belongs, total: bytes of the whole.
+//     pushed     A fragment of the pushed data; tag: the position of its record, seq: the fragment's offset in the
+//     data,
+//                total: bytes of all the data.
 //   from the backup
-//     confirmed  Two positions: what it has, without a gap, and what it has carried out of that.
+//     confirmed  Two positions: up to which the backup has received every record, and up to which it has carried them
+//                out.
 //
-// What is only sent may be lost with the server's host. So, other than on one host, the server carries out nothing and
-// answers nothing before the backup has the record of it: Server::keep_back().
+// Data that has only been sent is lost if the server's host fails. Unlike on one host, the server therefore carries out
+// and answers nothing before the backup has confirmed the record of it: Server::keep_back().
 #pragma once
 
 #include <atomic>
@@ -28,29 +30,31 @@ class JournalWire final : public Wire {
   using Wire::Wire;
   ~JournalWire() { connections_.leave(); }
 
-  // The other of the two, which is the only peer.
+  // The peer number of the other side. There is one peer only.
   static constexpr int kPartner = 0;
 
   struct Entry {
     Record record;
     std::vector<std::byte> bytes;
-    std::shared_ptr<std::byte[]> pushed;  // slot.bytes of it
+    std::shared_ptr<std::byte[]> pushed;  // slot.bytes bytes
   };
 
-  // The server's half. Positions are in bytes of records since the beginning.
+  // ---- Called by the server. Positions count the bytes of records, without pushed data. ----
   std::uint64_t written() const { return written_; }
   std::uint64_t received() const { return received_.load(std::memory_order_acquire); }
   std::uint64_t carried_out() const { return carried_out_.load(std::memory_order_acquire); }
-  // What is pushed stays as it is until the record has been carried out.
+  // `entry.pushed` must not change until the record has been carried out.
   void write(Entry entry);
 
-  // The backup's half: the next entry, if there is one that is whole.
+  // ---- Called by the backup ----
+  // Takes the next entry. Returns false unless all of it has arrived.
   bool read(Entry& entry);
-  // Tells the server what is here, and that all that has been read has been carried out, if that is `done`.
+  // Tells the server how much has been received; with `done`, also that all entries read so far have been carried out.
   void confirm(bool done);
 
-  // Sends something now and then. TCP only begins to count how long the partner has been silent when it has sent
-  // something; if that were a push long after the network was cut, all would wait twice as long.
+  // ---- Called by both ----
+  // Sends a small frame several times a second. TCP measures the partner's silence from the moment something is sent.
+  // If the first frame after a network failure were a push much later, a failure would be noticed after twice the time.
   void beat();
 
   std::byte* place_for(int peer, const FrameHeader& header, std::vector<std::byte>& aside) override;
@@ -64,11 +68,11 @@ class JournalWire final : public Wire {
     std::uint64_t received, carried_out;
     bool operator==(const Positions&) const = default;
   };
-  // An entry that comes; frames of several connections overtake each other.
+  // An entry of which some frames have arrived. Frames on different connections can overtake each other.
   struct Incoming {
-    bool known = false;  // its record has come
+    bool known = false;  // the record has arrived
     Entry entry;
-    std::uint64_t claimed = 0, arrived = 0;  // bytes of what was pushed that frames bring, and have brought
+    std::uint64_t claimed = 0, arrived = 0;  // bytes of pushed data in frames that have begun, and that are complete
   };
 
   static std::uint64_t length(const Entry& entry) { return sizeof(Record) + entry.bytes.size(); }
@@ -76,10 +80,10 @@ class JournalWire final : public Wire {
   std::uint64_t written_ = 0;
   std::atomic<std::uint64_t> received_ = 0, carried_out_ = 0;
   std::map<std::uint64_t, Incoming> incoming_;  // by position
-  std::uint64_t whole_ = 0;                     // up to here there is no gap
-  std::uint64_t taken_ = 0;
-  Positions said_{}, done_{};
-  Nanoseconds beaten_ = 0;
+  std::uint64_t whole_ = 0;                     // every entry before this position has arrived
+  std::uint64_t taken_ = 0;                     // the backup has read up to here
+  Positions said_{}, done_{};                   // sent to the server last; carried out here
+  Nanoseconds beaten_ = 0;                      // time of the last beat
 };
 
 }  // namespace ringreduce::parameter_server

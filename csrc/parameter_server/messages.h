@@ -1,7 +1,8 @@
-// What workers and shards of the parameter server say to each other, and what a shard decides.
+// The messages of the parameter server's protocol: requests and replies between workers and shards, and the operations
+// that a shard decides on.
 //
-// A tensor is cut in blocks; a shard is the blocks of one server. These are plain values without addresses of their
-// own, so the same structures go through shared memory, over a connection, and through the simulator.
+// A tensor is cut into blocks; a shard is the set of blocks of one server. These structures contain no pointers but the
+// payload, so the same ones are used in shared memory, on connections and in the simulator.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +18,8 @@ namespace ringreduce::parameter_server {
 using WorkerId = std::uint32_t;
 using BlockId = std::uint32_t;
 
-// What a push carries. The protocol passes it on and never looks inside; a driver derives from it. It is released when
-// nobody needs it any more: applied, dropped, or a duplicate.
+// The data of a push. The protocol passes it on without looking inside; a driver (server, client, simulator) derives
+// its own kind. It is released after the push was applied or dropped, or turned out to be a duplicate.
 struct Payload {
   virtual ~Payload() = default;
 };
@@ -28,7 +29,7 @@ enum class Consistency : std::uint32_t { sync, asynchronous, ssp };
 // How the pushes to a key become updates.
 struct Mode {
   Consistency consistency = Consistency::sync;
-  std::uint32_t quorum = 0;       // sync: contributions that let a round end early; 0: none do
+  std::uint32_t quorum = 0;       // sync: contributions after which a round may end early; 0: wait for all members
   Nanoseconds grace = 0;          // sync: how long a round stays open after its quorum
   std::uint64_t staleness = 0;    // ssp: by how many clocks a pull may miss the pushes of others
   std::string group = "workers";  // sync and ssp: whose members count
@@ -36,41 +37,41 @@ struct Mode {
   bool operator==(const Mode&) const = default;
 };
 
-// ---- What a worker asks -------------------------------------------------------------------------------------------
+// ---- Requests of a worker -----------------------------------------------------------------------------------------
 
 enum class RequestKind : std::uint32_t {
-  initialise = 1,  // the block's first value, unless it has one
-  push,            // a contribution
-  pull,            // tell me when the block may be read
-  clock,           // all my pushes of this clock have been sent
-  barrier,         // tell me when all members of my group are here
-  leave,           // I take no further part
-  restore,  // what a snapshot has of the block, of a table's perhaps some of its rows, unless it has been updated
+  initialise = 1,  // sets the first value of a block, unless it has a value
+  push,            // contributes to an update
+  pull,            // is answered when the worker may read the block
+  clock,           // ends the worker's current clock
+  barrier,         // is answered when all members of the worker's group have sent one
+  leave,           // the worker takes no further part
+  restore,         // sets a block's first value and states from a snapshot; adds rows to a table without updates
 };
 
-// The requests of one worker to one shard are numbered 1, 2, 3, ... and take effect in that order, each once.
+// A worker numbers its requests to a shard 1, 2, 3, ...; they take effect in this order, each exactly once.
 struct Request {
   RequestKind kind = RequestKind::pull;
   WorkerId worker = 0;
   std::uint64_t number = 0;
-  std::uint64_t seen = 0;  // the worker has the replies to all requests up to this one
+  std::uint64_t seen = 0;  // the worker has received the replies to all requests up to this number
   BlockId block = 0;
-  std::int32_t priority = 0;               // push: among the updates that are ready at once, the greatest goes first
-  std::uint64_t round = 0;                 // push in sync: the round it is for, which makes version round + 1
+  std::int32_t priority = 0;               // push: of the updates ready at the same time, the greatest goes first
+  std::uint64_t round = 0;                 // push in sync: the round it belongs to, which makes version round + 1
   std::uint64_t pulled = 0;                // push: the version that it was computed from, for update functions
   double weight = 1;                       // push
   std::shared_ptr<const Payload> payload;  // initialise, push, restore
 };
 
 enum class Outcome : std::uint32_t {
-  applied = 1,  // push: in the value
-  late,         // push: its round had ended without it; dropped
-  initialised,  // initialise: this is the first value
-  kept,         // initialise: the block had a value, and keeps it
+  applied = 1,  // push: it is in the value
+  late,         // push: its round had ended without it, so it was dropped
+  initialised,  // initialise: this is now the first value
+  kept,         // initialise: the block had a value already and keeps it
   ready,        // pull: the block may be read
   done,         // clock, barrier, leave
-  failed,       // push: the update function raised an error, and the value is what it was; decided by the driver
-  refused,      // the worker is not a member any more, or there is no such block
+  failed,       // push: the update raised an error and the value is unchanged; set by the driver, not by the shard
+  refused,      // the worker is no member any more, the block does not exist or has no value, or a round's second push
 };
 
 struct Reply {
@@ -78,48 +79,49 @@ struct Reply {
   std::uint64_t number = 0;
   Outcome outcome = Outcome::done;
   std::uint64_t version = 0;  // of the block
-  // The reply may leave when this operation of the log has been carried out; `done`, when those before it have, too.
+  // The reply may be sent after this operation of the log has been carried out; a reply `done`, after this one and all
+  // before it.
   std::uint64_t after = 0;
 };
 
-// ---- What else happens to a shard ---------------------------------------------------------------------------------
+// ---- Other messages to a shard ------------------------------------------------------------------------------------
 
 struct Join {
   WorkerId worker;
   std::string group;
 };
-// The worker's process has ended, or is given up.
+// The worker's process has ended, or is treated as if it had.
 struct Lose {
   WorkerId worker;
 };
-// A block, with the next free id.
+// Makes a block, which gets the next free id.
 struct Create {
   Mode mode;
-  bool grows = false;  // a table's: it has no first value, as its rows come later
+  bool grows = false;  // the block belongs to a table: it needs no first value, as rows are added later
 };
-// Time has passed: see Shard::deadline().
+// Time has passed. Sent when Shard::deadline() has come.
 struct Tick {};
 
 using Message = std::variant<Request, Join, Lose, Create, Tick>;
 
-// ---- What a shard decides -----------------------------------------------------------------------------------------
+// ---- Output of a shard --------------------------------------------------------------------------------------------
 
 struct Contribution {
   WorkerId worker = 0;
   double weight = 1;
-  std::uint64_t clock = 0;   // the worker's when it pushed
+  std::uint64_t clock = 0;   // the worker's clock when it pushed
   std::uint64_t pulled = 0;  // the version that it was computed from
   std::shared_ptr<const Payload> payload;
 };
 
-// An entry of the shard's log: whoever carries out the same operations in the same order has the same values.
+// An entry of the shard's log. Two servers that carry out the same operations in the same order have the same values.
 struct Operation {
   std::uint64_t index = 0;  // 1, 2, 3, ...
   BlockId block = 0;
-  std::uint64_t version = 0;  // that it makes; 0: the first value
-  bool restores = false;      // the first value is what a snapshot had, with its states
+  std::uint64_t version = 0;  // the version that it makes; 0: the first value
+  bool restores = false;      // the first value comes from a snapshot, with optimizer states
   std::int32_t priority = 0;
-  std::vector<Contribution> contributions;  // in the order of workers
+  std::vector<Contribution> contributions;  // ordered by worker
 };
 
 struct Output {

@@ -1,5 +1,6 @@
-// The ids of rows: where a row lives, which ids of a batch are the same, and what a row's value is before anybody has
-// pushed to it. Workers and servers must agree about the first and the last, whatever their processors are.
+// The ids of rows: which server has a row, which ids of a batch are equal, and the value of a row before the first push
+// to it. Workers and servers compute the first and the last on their own, so both must have the same result on any
+// processor.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +12,7 @@
 
 namespace ringreduce::parameter_server {
 
-// Rows are spread over so many slots by their ids; a slot is what a server has, and what would move to another.
+// A row's id is hashed to one of these slots, and every slot belongs to a server.
 inline constexpr std::size_t kSlots = 4096;
 
 // Every bit of the result depends on every bit of `x` (the finaliser of splitmix64, by Vigna).
@@ -24,12 +25,13 @@ constexpr std::uint64_t mixed(std::uint64_t x) {
 constexpr std::uint64_t hash_of(std::int64_t id) { return mixed(static_cast<std::uint64_t>(id)); }
 constexpr std::size_t slot_of(std::uint64_t hash) { return hash >> 52; }
 
-// The server of each slot, by rendezvous hashing: one more server takes its share from all the others, and nothing else
-// changes.
+// Returns the server of each slot, by rendezvous hashing: an additional server takes an equal share of the slots of
+// each other one, and no other slot moves.
 std::vector<std::uint32_t> owners_of_slots(std::size_t servers);
 
-// First values: uniform in [low, high), from the table's seed, the id and the column alone. They have 24 random bits,
-// and low and high are floats, so the arithmetic is exact but for one rounding and has the same bits everywhere.
+// The value of a row before the first push: uniform in [low, high), a function of the table's seed, the id and the
+// column. It has 24 random bits, and low and high are floats, so the arithmetic is exact except for one final rounding
+// and gives the same bits on every processor.
 struct FirstValues {
   std::uint64_t seed = 0;
   float low = 0, high = 0;
@@ -39,7 +41,7 @@ void first_values(const FirstValues& first, DType dtype, std::int64_t id, void* 
 // Numbers ids 0, 1, 2, ... in the order in which they first appear.
 class Distinct {
  public:
-  // For at most `most` ids.
+  // `most` is the greatest number of ids that will be numbered.
   explicit Distinct(std::size_t most);
 
   std::uint32_t number(std::int64_t id) {
@@ -56,11 +58,11 @@ class Distinct {
 
  private:
   std::size_t mask_;
-  std::vector<std::uint32_t> numbers_;  // 1 + the number; 0: free
+  std::vector<std::uint32_t> numbers_;  // hash table of 1 + the number; 0: free
   std::vector<std::int64_t> ids_;
 };
 
-// The distinct ids of a batch, grouped by server, and where in that order each id of the batch is.
+// The distinct ids of a batch, grouped by server, and for each id of the batch its position in that order.
 class RowSet {
  public:
   struct Item {
@@ -71,12 +73,12 @@ class RowSet {
   // `owners`: a server for each slot. Throws Error(invalid_argument) for 2^32 - 1 ids or more.
   RowSet(std::span<const std::int64_t> ids, std::span<const std::uint32_t> owners, std::size_t servers);
 
-  std::size_t count() const { return positions_.size(); }  // ids of the batch
+  std::size_t count() const { return positions_.size(); }  // ids of the batch, equal ones included
   std::size_t distinct() const { return ids_.size(); }
   std::size_t servers() const { return begins_.size() - 1; }
-  // All distinct ids, server after server, each server's in the order of their first appearance.
+  // All distinct ids, ordered by server and then by first appearance in the batch.
   std::span<const std::int64_t> ids() const { return ids_; }
-  // The server's: positions [begin(server), begin(server + 1)) of ids().
+  // The ids of one server are at positions [begin(server), begin(server + 1)) of ids().
   std::size_t begin(std::size_t server) const { return begins_[server]; }
   std::span<const std::int64_t> ids(std::size_t server) const {
     return ids().subspan(begins_[server], begins_[server + 1] - begins_[server]);
@@ -89,7 +91,7 @@ class RowSet {
 
  private:
   std::vector<std::int64_t> ids_, positions_;
-  std::vector<std::size_t> begins_, starts_;  // by server; one more at the end
+  std::vector<std::size_t> begins_, starts_;  // by server, in ids_ and items_; one more at the end
   std::vector<Item> items_;
 };
 

@@ -1,10 +1,10 @@
-// The update rules of torch.optim, included once for each instruction set by rules.cpp, which defines
+// The update rules of torch.optim. rules.cpp includes this file once for each instruction set and defines
 //   RINGREDUCE_TARGET  the namespace to fill
 //
-// Bit for bit what torch computes on a CPU tensor by tensor (foreach=False, fused=False): the same operations in the
-// same order and rounding. torch's kernels for AVX2 and AVX-512 contract a product and a sum into one fused
-// multiply-add, those for other CPUs do not; `fused` says which. Square roots are torch's own: where it is built with
-// MKL, some of them are not the nearest number.
+// Results are bit-identical to torch's on a CPU with foreach=False and fused=False: the same operations in the same
+// order with the same rounding. torch's kernels for AVX2 and AVX-512 use fused multiply-add, those for other CPUs do
+// not; the template parameter `fused` selects between them. Square roots are computed by torch, because those of MKL,
+// with which torch may be built, are not always correctly rounded.
 
 namespace ringreduce::parameter_server::RINGREDUCE_TARGET {
 namespace {
@@ -25,7 +25,7 @@ inline T lerp(T a, T b, T weight, bool small) {
   return small ? add_product<fused>(a, weight, b - a) : add_product<fused>(b, -(b - a), T{1} - weight);
 }
 
-// What torch makes of a Python number: a double, rounded once.
+// A Python number becomes a double, which torch rounds once to the tensor's type.
 template <class T>
 inline T rounded(double x) {
   return static_cast<T>(x);
@@ -144,7 +144,7 @@ void rmsprop(const Rule& rule, const UpdateOf<T>& update) {
   }
 }
 
-// Its squares are summed in eight lanes, so that every instruction set gives the same bits.
+// The squares are summed in eight lanes whatever the instruction set, so all give the same bits.
 template <bool fused, class T>
 void rowwise_adagrad(const Rule& rule, const UpdateOf<T>& update) {
   const T eps = rounded<T>(rule.eps), rate = rounded<T>(-rule.lr);

@@ -63,7 +63,7 @@ UpdateOf<T> typed(const Update& u, DType dtype) {
 namespace ringreduce::parameter_server {
 namespace {
 
-// Both targets give the same bits, as every operation is rounded the same way.
+// Both targets give the same bits, since they round every operation in the same way.
 bool has_avx2() {
 #if defined(__x86_64__)
   static const bool has = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");

@@ -1,5 +1,5 @@
-// How a server updates its values: assignment, reduction, and the element-wise optimizers of torch.optim. Thread-safe;
-// allocates nothing.
+// The update rules that run in C++: assignment, reduction, and element-wise optimizers of torch.optim. Thread-safe, and
+// without allocations.
 #pragma once
 
 #include <cstddef>
@@ -18,43 +18,43 @@ struct Rule {
     adam,  // and AdamW
     adagrad,
     rmsprop,
-    rowwise_adagrad,  // of tables: one sum for a row, of the means of its gradients' squares
-    python,           // a function of the user's, or any other optimizer: called by the server's owner
+    rowwise_adagrad,  // for tables: one sum per row, of the mean squares of its gradients
+    python,           // a user's function or any other optimizer, which the server's owner calls in Python
   };
   Kind kind = Kind::assign;
-  ReduceOp op = ReduceOp::sum;  // reduce
-  bool average = false;         // what the workers pushed is divided by the sum of its weights
-  // As torch.optim calls them.
+  ReduceOp op = ReduceOp::sum;  // for reduce
+  bool average = false;         // the sum of the pushes is divided by the sum of their weights
+  // The optimizer's settings, named as in torch.optim.
   double lr = 0, momentum = 0, dampening = 0, weight_decay = 0, beta1 = 0, beta2 = 0, eps = 0, lr_decay = 0, alpha = 0;
   double initial_accumulator_value = 0;
   bool nesterov = false, maximize = false, centered = false;
-  bool decoupled = false;  // weight decay as AdamW has it
-  bool fused = true;       // whether torch, on this CPU, contracts a product and a sum into one rounding
+  bool decoupled = false;  // weight decay is applied to the value, as in AdamW
+  bool fused = true;       // torch's kernels for this CPU use fused multiply-add
 
-  // How many numbers a value's element has as state, or a row where per_row().
+  // The number of state values per element; with per_row(), per row.
   int states() const;
   bool per_row() const { return kind == Kind::rowwise_adagrad; }
-  // Whether the update is computed here, for this dtype. Otherwise `python` does it.
+  // Whether the update of this dtype is computed in C++.
   bool native(DType dtype) const;
 };
 
 // Square roots of `count` elements, as torch computes them; `out` may be `in`. Thread-safe.
 using Roots = void (*)(DType dtype, void* out, const void* in, std::size_t count);
 
-// Elements to update: the value before and after, what was pushed, and `states()` arrays of state.
+// One update of `count` elements. All arrays have `count` elements, but for `state` with per_row().
 struct Update {
-  std::uint64_t step = 1;  // of this block: 1 is the first update
+  std::uint64_t step = 1;  // number of this update of the block; the first is 1
   std::size_t count = 0;
-  std::size_t width = 1;  // of a row, where per_row(): `count` is a multiple of it
+  std::size_t width = 1;  // elements of a row, with per_row(); divides `count`
   const void* value = nullptr;
   const void* gradient = nullptr;
-  void* out = nullptr;  // not `value`
-  void* state[3] = {};
-  void* scratch = nullptr;  // room for the elements
+  void* out = nullptr;  // the new value; must not overlap `value`
+  void* state[3] = {};  // the first states() are used, and updated in place
+  void* scratch = nullptr;
   Roots roots = nullptr;
 };
 
-// For optimizers. Precondition: native(dtype).
+// Computes the update of an optimizer. Precondition: rule.native(dtype), and `kind` is neither assign nor reduce.
 void update(const Rule& rule, DType dtype, const Update& update);
 
 }  // namespace ringreduce::parameter_server

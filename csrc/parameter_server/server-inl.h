@@ -1,4 +1,4 @@
-// What a server consists of. For the files of server.h.
+// The private parts of Server, for the files that implement it: server*.cpp and turns.cpp.
 #pragma once
 
 #include <algorithm>
@@ -16,15 +16,16 @@
 
 namespace ringreduce::parameter_server {
 
-// As a server's state and its journal have them, but for their descriptors.
+// Serialise a specification for the journal and for the state of a server, without its descriptors.
 void visit(Archive& archive, WorkerSpec& spec);
 void visit(Archive& archive, BlockSpec& spec);
 
-// A worker's memory, or what it has sent of it from another host; mapped as long as something in it may be read.
+// A worker's window, or this server's copy of the window of a worker on another host. Mapped as long as any push in it
+// may be read.
 struct Server::Window {
   Window(const WorkerSpec& spec)
       : memory_fd(spec.window), memory(spec.window, spec.window_bytes, true), data(lanes_bytes(spec.servers)) {}
-  // Of a worker that has gone, with pushes that count.
+  // The window of a worker that has gone, with pushes that are still part of an open round.
   explicit Window(FileDescriptor all)
       : memory_fd(std::move(all)), memory(memory_fd.get(), memory_bytes(memory_fd.get()), true), data(0) {}
 
@@ -38,7 +39,7 @@ struct Server::Window {
   std::size_t data;
 };
 
-// What a worker pushed, where it lies: in its window, or in memory of a backup on another host.
+// The data of a push, in the worker's window or, at a backup that is reached by TCP, in memory of its own.
 struct Server::Lent : Payload {
   Lent(std::shared_ptr<Window> window, std::size_t offset, std::size_t bytes)
       : window(std::move(window)), offset(offset), bytes(bytes) {}
@@ -46,19 +47,19 @@ struct Server::Lent : Payload {
   const std::byte* at() const { return window == nullptr ? memory.get() : window->memory.at(offset); }
 
   std::shared_ptr<Window> window;
-  std::shared_ptr<std::byte[]> memory;  // without a window
+  std::shared_ptr<std::byte[]> memory;  // used if `window` is nullptr
   std::size_t offset = 0, bytes;
 };
 
-// A server and its backup see of each other: the journal, whether the other one has ended, and how to wake it.
+// What a server and its backup see of each other: the journal, whether the other one has ended, and how to wake it.
 struct Server::Partner {
   Partner() = default;
   virtual ~Partner() = default;
   Partner(const Partner&) = delete;
   Partner& operator=(const Partner&) = delete;
 
-  // The server's half of the journal: what it has written, what of it will outlive the server, and what the backup has
-  // carried out.
+  // ---- Called by the server. The positions in the journal up to which records have been written, will outlive the
+  // server, and have been carried out by the backup. ----
   virtual std::uint64_t written() const = 0;
   virtual std::uint64_t received() const = 0;
   virtual std::uint64_t carried_out() const = 0;
@@ -67,39 +68,38 @@ struct Server::Partner {
     return Journal::kBytes -
            std::min<std::size_t>(Journal::kBytes, static_cast<std::size_t>(written() - carried_out()));
   }
-  // The backup's: the next record, its bytes, and what was pushed, unless that lies where the worker pushed it.
+  // ---- Called by the backup. Takes the next record, the bytes that follow it, and the pushed data if it is not in a
+  // window that the backup maps. ----
   virtual bool read(Record& record, std::vector<std::byte>& bytes, std::shared_ptr<const Lent>& pushed) = 0;
-  virtual void acknowledge() {}  // what is here will outlive the server
-  virtual void confirm() = 0;    // all that has been read is carried out
+  virtual void acknowledge() {}  // tells the server what has been received
+  virtual void confirm() = 0;    // tells the server that all records read so far have been carried out
   virtual void ring() = 0;
 
-  // The other one takes no further part, and that is certain, or has been decided.
+  // Whether the partner has certainly ended.
   virtual bool ended() const = 0;
-  // It cannot be heard; decided() is to say who goes on.
+  // Whether the partner is out of reach, and decided() will say which of the two goes on.
   virtual bool silent() const { return false; }
-  // The journal takes any number of messages, and those of workers come without the workers.
+  // Whether the partner is reached by TCP. Then the journal has no bound, and workers connect to the backup themselves.
   virtual bool far() const { return false; }
-  // The other one would go on if this one ended.
+  // For a backup: whether it would take over if this server ended.
   bool counts() const { return is_counted; }
-  // Called in every turn; returns whether anything moved.
+  // Drives the connections. Called in every turn; returns whether there was something to do.
   virtual bool progress() { return false; }
   virtual void begin_turns() {}
   virtual void end_turns() {}
 
-  std::string name, address;  // of a backup: for messages, and of its door on this host
+  std::string name, address;  // of a backup: for messages, and of its socket for control messages
   bool is_counted = false;
-  // Of a backup that starts: blocks [next, end) are still to be given, if they are given one by one; where the journal
-  // was after those that it has not taken; when the latest was given, and from when on one may be beside requests;
-  // where the journal was when it had been given all.
-  BlockId next = 0, end = 0;
-  std::deque<std::uint64_t> under_way;
-  Nanoseconds gave = 0, rests_until = 0;
-  std::uint64_t given_at = 0;
+  // For a backup that does not count yet and is being given blocks (server_state.cpp):
+  BlockId next = 0, end = 0;              // blocks [next, end) are still to be given
+  std::deque<std::uint64_t> under_way;    // positions in the journal after the blocks that it has not taken yet
+  Nanoseconds gave = 0, rests_until = 0;  // when the latest was given; while there are requests, none before this
+  std::uint64_t given_at = 0;             // position in the journal after all had been given
 };
 
-// Of the same host.
+// A partner on the same host.
 struct Server::NearPartner final : Partner {
-  // Of its values, the first so many bytes are mapped.
+  // Maps the first `bytes` bytes of the partner's values.
   NearPartner(const PartnerSpec& spec, std::size_t bytes)
       : journal_fd(spec.journal),
         bell_fd(spec.bell),
@@ -137,10 +137,10 @@ struct Server::NearPartner final : Partner {
   Journal journal;
   Mapping bell_memory, values;
   std::size_t capacity;
-  std::uint32_t number = 0;  // of a backup: as ValuesHeader::backup
+  std::uint32_t number = 0;  // of a backup: its number in ValuesHeader::backup
 };
 
-// Of another host, or of this one where workers of other hosts may come.
+// A partner that is reached by TCP: on another host, or on this one if the servers accept workers of other hosts.
 struct Server::FarPartner final : Partner {
   FarPartner(Bell& bell, std::function<void()> on_silence, std::string its_name)
       : wire(bell), on_silence(std::move(on_silence)) {
@@ -155,7 +155,7 @@ struct Server::FarPartner final : Partner {
   void acknowledge() override { wire.confirm(false); }
   void confirm() override { wire.confirm(true); }
   void ring() override {}
-  bool ended() const override { return false; }  // decided() makes an end of it
+  bool ended() const override { return false; }  // never certain: decided() drops a partner that is silent
   bool silent() const override { return is_silent; }
   bool far() const override { return true; }
   bool progress() override;
@@ -171,7 +171,7 @@ struct Server::FarPartner final : Partner {
   bool is_silent = false, takes_turns = false;
 };
 
-// Has the server's thread call `body`, and waits for that.
+// Queues `body` for the next turn, and waits until it has been called. Throws what `body` throws.
 template <class F>
 void Server::order(F&& body) {
   std::exception_ptr failed;

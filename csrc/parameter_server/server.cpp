@@ -17,10 +17,12 @@
 namespace ringreduce::parameter_server {
 namespace {
 
-constexpr std::size_t kCopies = 8 * 1024 * 1024;     // bytes of values that are being sent to a worker
-constexpr Nanoseconds kBackupStands = 5 * kSecond;   // it carries out nothing, and no block can be made
-constexpr Nanoseconds kBackupSilent = 30 * kSecond;  // it has not said that it knows a block that was made
-constexpr std::size_t kSlice = 32 * 1024;            // bytes of a gradient that are combined, then used, in the cache
+constexpr std::size_t kCopies = 8 * 1024 * 1024;  // most bytes of values on their way to one worker
+// create() fails when the backup's journal has been full for this long without progress.
+constexpr Nanoseconds kBackupStands = 5 * kSecond;
+// create() fails when the backup has not confirmed the block for this long.
+constexpr Nanoseconds kBackupSilent = 30 * kSecond;
+constexpr std::size_t kSlice = 32 * 1024;  // bytes of a gradient that are combined at once, to stay in the cache
 
 }  // namespace
 
@@ -44,10 +46,11 @@ Server::Server(std::size_t capacity, Hooks hooks, bool backed_up)
 Server::~Server() {
   stop();
   if (!fork_.forked()) return;
-  static_cast<void>(wire_.release());                           // the parent's, with its thread
-  static_cast<void>(backup_.release());                         // the same
-  static_cast<void>(followed_.release());                       // the same
-  if (thread_.joinable()) new std::thread(std::move(thread_));  // as well
+  // In a forked child: the threads of these objects run in the parent only, so they must not be destroyed here.
+  static_cast<void>(wire_.release());
+  static_cast<void>(backup_.release());
+  static_cast<void>(followed_.release());
+  if (thread_.joinable()) new std::thread(std::move(thread_));
 }
 
 void Server::stop() {
@@ -62,7 +65,7 @@ void Server::stop() {
   if (thread_.joinable()) thread_.join();
   {
     const std::lock_guard turning(turning_);
-    backup_.reset();  // which says goodbye to another host
+    backup_.reset();  // a partner on another host is told that this one leaves
     followed_.reset();
   }
   wire_->connections().leave();
@@ -102,7 +105,8 @@ void Server::join(WorkerSpec spec) {
     if (!serves_) throw Error(ErrorKind::invalid_argument, "this server is a backup, and has not taken over");
     if (frozen_) throw Error(ErrorKind::aborted, "this server leaves");
     if (const auto found = connections_.find(id); found != connections_.end()) {
-      // It may have joined a server that had no time to say so, and whose backup this is.
+      // The same worker may have joined the server that this was the backup of, and got no answer before that one
+      // ended.
       if (found->second.lane != nullptr &&
           same_file(found->second.window->memory_fd.get(), connection.window->memory_fd.get()))
         return;
@@ -145,13 +149,13 @@ void Server::lose(WorkerId worker) {
   order([&] {
     const auto found = connections_.find(worker);
     if (found == connections_.end()) return;
-    if (!serves_) {  // what it has asked of the other server comes first
+    if (!serves_) {  // requests that it has sent to the server may still arrive in the journal
       found->second.gone = true;
       if (followed_ == nullptr) forget_gone();
       return;
     }
     if (found->second.alive) end(found->second);
-    carry_out();  // which may answer it
+    carry_out();  // may still answer it
     found->second.gone = true;
     found->second.alive = false;
     forget_gone();
@@ -186,7 +190,7 @@ std::pair<BlockId, std::size_t> Server::create(BlockSpec spec) {
     kept = is_kept(written);
   };
   order(make);
-  while (!kept) {  // others take turns while the backup catches up
+  while (!kept) {  // polls, so that the server can take turns while the backup catches up
     const Nanoseconds patience = place || !only_near_ ? kBackupSilent : kBackupStands;
     if (ringreduce::now() - since > patience)
       throw Error(ErrorKind::system, "the server's backup has done nothing for " + std::to_string(patience / kSecond) +
@@ -292,7 +296,7 @@ Server::Statistics Server::statistics() {
 // ---- The thread ---------------------------------------------------------------------------------------------------
 
 void Server::say_ended() {
-  serves_ = false;  // whoever takes a turn after this: the backup may have taken over
+  serves_ = false;  // the backup may take over now, so later turns must not serve
   held_.clear();
   header().ended.store(1, std::memory_order_seq_cst);
   for (const auto* const partner : {&backup_, &followed_}) {
@@ -318,8 +322,8 @@ void Server::decide(const Message& message, Nanoseconds now) {
   std::move(output.replies.begin(), output.replies.end(), std::back_inserter(decided_.replies));
 }
 
-// Those of a block stay in order; among blocks, the one with the greatest priority goes first. What has been decided is
-// answered as soon as it is done.
+// Carries out the operations that have been decided, and sends each reply as soon as its operation is done. Operations
+// of a block stay in order; of several blocks, the one with the greatest priority goes first.
 void Server::carry_out() {
   keep_back();
   if (decided_.operations.empty() && decided_.replies.empty()) return;
@@ -330,13 +334,14 @@ void Server::carry_out() {
     const auto [found, fresh] = priorities.try_emplace(each.block, each.priority);
     if (!fresh) found->second = std::max(found->second, each.priority);
   }
-  // How much room a table finds depends on the order, which must be the same in a server and its backup.
+  // Whether a table has room for new rows depends on the order of operations, which must be the same in a server and
+  // its backup. So nothing is reordered if there are both a backup and a table.
   if ((backup_ == nullptr && turn_ == 0) || table_bytes_ == 0)
     std::stable_sort(output.operations.begin(), output.operations.end(),
                      [&](const auto& a, const auto& b) { return priorities[a.block] > priorities[b.block]; });
   std::set<std::uint64_t> due;
   for (const Operation& each : output.operations) due.insert(each.index);
-  std::multimap<std::uint64_t, const Reply*> waiting;  // by operation
+  std::multimap<std::uint64_t, const Reply*> waiting;  // by index of the operation
   for (const Reply& reply : output.replies) {
     if (reply.outcome != Outcome::done && due.count(reply.after) == 0)
       answer(reply);
@@ -428,8 +433,8 @@ Server::Combination Server::combination(const BlockSpec& spec, const Operation& 
   return combination;
 }
 
-// dst = elements [begin, begin + count) of what was pushed, combined. Returns where the result is: `dst`, or where it
-// lies if there is nothing to do. `scratch` has room for the elements of all contributions.
+// Combines elements [begin, begin + count) of the pushes into `dst`, and returns where the result is: `dst`, or the
+// place of the only push if that needs no change. `scratch` has room for the elements of all contributions.
 const std::byte* Server::Combination::operator()(std::byte* dst, std::size_t begin, std::size_t count,
                                                  std::byte* scratch) const {
   const std::size_t size = size_of(dtype);
@@ -497,13 +502,14 @@ void Server::update_by_python(Block& block, const Operation& operation) {
     hooks_.update({operation.block, operation.version, value, out, gradient, operation.contributions});
     block.failure.clear();
   } catch (const std::exception& error) {
-    std::memcpy(out, value, bytes);  // what it had changed
+    std::memcpy(out, value, bytes);  // undoes what the function had changed
     block.failure = error.what();
     failed_.insert(operation.index);
   }
 }
 
-// A reply waits for the backup if that one reads the push as well. The worker may overwrite it then.
+// Sends a reply, or holds it until the backup has carried out the journal. With `waits_for_backup`, the backup reads
+// the pushed data too, and the worker may overwrite that after the reply.
 void Server::answer(const Reply& reply, bool waits_for_backup) {
   const auto found = connections_.find(reply.worker);
   if (found == connections_.end() || !found->second.alive) return;
@@ -513,9 +519,11 @@ void Server::answer(const Reply& reply, bool waits_for_backup) {
   const ReplySlot slot{reply.number, reply.version, failed ? Outcome::failed : reply.outcome, 0};
   const auto pull = to.pulls.extract(reply.number);
   const bool comes = !pull.empty() && reply.outcome == Outcome::ready;
-  // Whoever has not asked this one yet will: until then what it pushed may be on its way here a second time.
+  // Before a worker has turned to this server, no replies go to it. It will repeat its requests here, and until then
+  // its data may be on the way a second time.
   if (to.lane != nullptr ? !to.attached : turn_ > 0 && to.asked.erase(reply.number) == 0) return;
-  if (comes && blocks_[pull.mapped().block].table != nullptr) gather(to, pull.mapped());  // before later updates
+  // Rows are copied now, before later updates change them.
+  if (comes && blocks_[pull.mapped().block].table != nullptr) gather(to, pull.mapped());
   to.answered = true;
   if (to.lane == nullptr && comes)
     to.values.emplace_back(pull.mapped(), slot);
@@ -535,7 +543,7 @@ void Server::put_reply(Connection& connection, const ReplySlot& slot) {
 
 // ---- To other hosts -----------------------------------------------------------------------------------------------
 
-// Sends the replies that there are, and as many values as may be on their way.
+// Sends all waiting replies, and values up to the limit of kCopies.
 void Server::send_to(Connection& connection) {
   std::size_t under_way = 0;
   std::erase_if(connection.copies, [&](const auto& copy) {
@@ -567,7 +575,7 @@ void Server::send_to(Connection& connection) {
     wire_->connections().send(static_cast<int>(connection.spec.id), std::move(frame));
   }
   connection.replies.clear();
-  // Whoever waits for replies before it asks more has no more than this.
+  // A worker that keeps to kMostOutstanding never has more than this, so one that does not is given up.
   if (connection.alive && std::max(connection.copies.size(), connection.values.size()) > 2 * kMostOutstanding)
     end(connection);
 }
@@ -577,7 +585,7 @@ std::size_t Server::bytes_of(const Pull& pull) const {
   return block.table != nullptr ? pull.count * block.table->row_bytes() : block.bytes();
 }
 
-// What is pulled, as it is now: a copy of a block, or rows in the worker's window, where it has room for them.
+// Returns the value to send: a copy of a block as it is now, or the rows in this server's copy of the worker's window.
 std::shared_ptr<std::byte[]> Server::value_for(const Connection& connection, const Pull& pull, ReplySlot& reply) {
   if (blocks_[pull.block].table != nullptr)
     return {connection.window->memory.at(pull.offset + pull.count * sizeof(std::int64_t)),

@@ -1,13 +1,16 @@
 // A server: a shard, the values of its blocks, and the thread that serves them to workers.
 //
-// The thread takes requests from all windows in turn, and from connections to other hosts; it lets the shard decide,
-// carries out what was decided, and answers. A worker of another host is also sent what it pulls: from a copy, since a
-// slow connection would hold up the block's next but one update. Few copies exist at a time, whatever it asks for.
-// Whoever takes the server's turns has it for itself, so nothing within is locked; what other threads want is queued.
-// That is the server's thread, or a worker's thread of the same process while it waits: then no other thread has to
-// wake up between a request and its reply.
+// A turn takes requests from the windows and from connections to other hosts, passes them to the shard, carries out the
+// resulting operations and sends the replies. A value for a worker on another host is sent from a copy, since a slow
+// connection would otherwise delay the second update after it, which overwrites the buffer. The size of the copies per
+// worker is bounded.
 //
-// A server may have a backup, another server that can go on with what this one has done (journal.h), or be one.
+// One thread at a time takes turns, and has the server for itself, so there are no locks inside. This is the server's
+// thread or, while it waits, a worker's thread of the same process: then no other thread has to wake up between a
+// request and its reply. Calls of all other threads are queued until the next turn (order()).
+//
+// A server may have a backup, which is another server that can take over from it (journal.h), or may be a backup
+// itself.
 #pragma once
 
 #include <condition_variable>
@@ -35,22 +38,22 @@
 
 namespace ringreduce::parameter_server {
 
-// What a server is asked to keep.
+// A block to make.
 struct BlockSpec {
   DType dtype = DType::float32;
   std::size_t count = 0;
   Mode mode;
   Rule rule;
-  // This server's part of a table, if `width` is not 0: rows of so many elements, and `count` does not matter.
+  // Not 0: the block is this server's part of a table, whose rows have so many elements. `count` is ignored.
   std::size_t width = 0;
   FirstValues first;
-  std::string note;  // whatever the server's owner wants to know of it
-  // An update writes the states beside those of the published version, so a backup can adopt the block when the server
-  // has ended. The server says so.
+  std::string note;  // text of the server's owner about the block; backups have it, too
+  // Set by the server. The block has room for two copies of the states, and an update writes the one that is not
+  // published, so that a backup can adopt the block after the server has ended.
   bool two_states = false;
 };
 
-// A worker of this host, as it introduces itself. The server takes over the descriptors.
+// What a worker on this host tells a server about itself. The server takes over the descriptors.
 struct WorkerSpec {
   WorkerId id = 0;
   std::string group;
@@ -59,26 +62,27 @@ struct WorkerSpec {
   std::size_t servers = 0;  // lanes in the window
   std::size_t lane = 0;     // this server's
   int pidfd = -1;
-  int news = -1;     // a socket, for News; the worker has the other end as long as it takes part
+  int news = -1;     // a socket on which the server sends News; closed by the worker when it has left
   std::string name;  // for messages: "node7, pid 4711"
 };
 
-// The other of a server and its backup. Who gets this takes over the descriptors.
+// What a server and its backup on the same host tell each other; the receiver takes over the descriptors. Each of the
+// two is the other's partner.
 struct PartnerSpec {
-  int journal = -1;  // memfd, which the server writes and the backup reads
+  int journal = -1;  // memfd, written by the server and read by the backup
   int bell = -1;     // memfd
   int values = -1;   // memfd
   int pidfd = -1;
-  int passage = -1;  // a socket from the server to the backup, for what has descriptors
-  // Of the backup, for workers: as in News.
+  int passage = -1;  // a socket from the server to the backup, for messages with descriptors
+  // Of the backup; the server passes them on to workers as News.
   std::size_t capacity = 0;
   std::string name, address;
 };
 
-// An update that a function outside computes: from `value` to `out`, which holds a copy of it already.
+// An update that Python computes, from `value` to `out`, which already holds a copy of the value.
 struct PythonUpdate {
   BlockId block;
-  std::uint64_t version;  // that it makes
+  std::uint64_t version;  // the version that it makes
   const void* value;
   void* out;
   const void* gradient;  // the workers' pushes, combined
@@ -88,25 +92,25 @@ struct PythonUpdate {
 class Server {
  public:
   struct Hooks {
-    // Calls what it gets where `update` may be called.
+    // Calls `body` with what `update` needs, such as the GIL.
     std::function<void(const std::function<void()>&)> enter = [](const auto& body) { body(); };
-    // What it throws is the reply to those who pushed.
+    // Computes an update. If it throws, the pushes are answered with Outcome::failed.
     std::function<void(const PythonUpdate&)> update;
     Roots roots = nullptr;
-    // For the owner's log.
+    // Writes a line to the owner's log.
     std::function<void(const std::string&)> warn = [](const std::string&) {};
   };
   struct Statistics {
     std::uint64_t requests = 0, updates = 0, bytes = 0, workers = 0, blocks = 0, memory = 0, capacity = 0, rows = 0;
     Shard::Waiting waiting;
     std::map<WorkerId, std::uint64_t> clocks;
-    bool saving = false;    // a snapshot
-    std::string backup;     // its name; "": there is none
+    bool saving = false;    // a snapshot is being written
+    std::string backup;     // the backup's name; "": there is none
     std::uint64_t lag = 0;  // bytes of the journal that the backup has not carried out
   };
 
-  // Room for `capacity` bytes of values, in both their buffers. `backed_up`: it is to have a backup on its host, or to
-  // be one. Throws Error(system).
+  // `capacity` bounds the bytes of values, both buffers and the optimizer states included. `backed_up`: this server is
+  // to have a backup on its own host, or to be one. Throws Error(system).
   Server(std::size_t capacity, Hooks hooks, bool backed_up = false);
   ~Server();
 
@@ -114,83 +118,92 @@ class Server {
   int bell() const { return bell_fd_.get(); }
   std::size_t capacity() const { return capacity_; }
 
-  // The following are for any thread and return when the server's thread has done it. They throw Error(aborted) after
-  // stop().
+  // The following functions may be called by any thread. They return after a turn has carried them out, and throw
+  // Error(aborted) after stop().
 
-  // Throws Error(invalid_argument) if the window is not what the specification says.
+  // Lets in a worker on this host. Throws Error(invalid_argument) if the window does not match the specification.
   void join(WorkerSpec worker);
-  // A worker of another host, of which `window` bytes of pushes may be under way. Then connections to it, of which this
-  // takes over the sockets.
+  // Lets in a worker on another host, of which at most `window` bytes of pushes may be under way. connect() then adds
+  // connections to it, and takes over the sockets.
   void join(WorkerId id, const std::string& group, std::size_t window, const std::string& name = {});
   void connect(WorkerId id, int socket, std::string path);
-  // The worker takes no further part, and what it has not been told about it never will be. No effect on one that is
-  // not there.
+  // Removes a worker, which gets no more replies. No effect if it is not there.
   void lose(WorkerId worker);
-  // Returns (id, offset of the block among the values). Throws Error(invalid_argument) if there is no room, and
-  // Error(system) if the backup does not take it in time.
+  // Makes a block; returns its id and its offset in the values. Throws Error(invalid_argument) if there is no room, and
+  // Error(system) if the backup does not confirm it in time.
   std::pair<BlockId, std::size_t> create(BlockSpec spec);
-  // Whom the block's present round, its readers or a barrier wait for.
+  // The workers that the block waits for: in sync those missing in the open round, in ssp those with the lowest clock.
   std::vector<WorkerId> awaited(BlockId block);
+  // The members of the group that have not come to its barrier.
   std::vector<WorkerId> absent(const std::string& group);
-  // The workers that take part: the group of each, and its name.
+  // Group and name of each worker that takes part.
   std::map<WorkerId, std::pair<std::string, std::string>> workers();
-  // Members that have not come to this server since it took over, and are waited for.
+  // After a takeover: the members that have not connected to this server yet, and for which it still waits.
   std::vector<WorkerId> missing();
-  // Why the latest update of the block failed; "" if none did.
+  // Why the latest update of the block failed; "" if it did not.
   std::string failure(BlockId block);
   Statistics statistics();
 
-  // What all blocks are now, piece by piece: each of them once, then nothing. Blocks that have no value yet are not in
-  // it. Throws Error(invalid_argument) if there is a snapshot under way, or, for a piece, none.
+  // ---- Snapshots (snapshot.h) ----
+  // Begins a snapshot of all blocks that have a value. Throws Error(invalid_argument) if one is under way.
   std::vector<Snapshot::Entry> begin_snapshot();
+  // Returns the next piece, or nothing after the last. Throws Error(invalid_argument) if no snapshot is under way.
   std::optional<Snapshot::Piece> next_piece();
   void end_snapshot();
-  // Whether requests wait for pieces to be taken.
+  // Whether the server takes no requests until pieces have been taken.
   bool holds_back() const { return snapshot_bytes_ > Snapshot::kMostKept; }
 
   // ---- Backups (journal.h) ----
-  // From now on this server has a backup, which gets all that this one is, and what it takes (journal.h). It counts
-  // when it has all; until then backup_starts(). This one goes on alone when the backup has ended; a backup that it had
-  // before is none any more. Throws Error(invalid_argument) if there is a block that Python updates, or a worker of
-  // another host.
+  // A backup can take over only when it *counts*: it has the whole state of its server and, if it is reached by TCP, is
+  // recorded in the store as the backup.
+
+  // Gives this server a backup on its own host, which is sent the state and then the journal. An earlier backup counts
+  // no longer. If the backup ends, this server goes on alone. Throws Error(invalid_argument) if a block is updated by
+  // Python or a worker is on another host.
   void lead(const PartnerSpec& backup);
+  // Whether there is a backup that does not count yet.
   bool backup_starts();
-  // From now on this server is the backup of another, and takes over when that one has ended. Before it has workers.
+  // Makes this server the backup of another one on its host; it takes over when that one has ended. It must not have
+  // workers or blocks yet.
   void follow(const PartnerSpec& server);
-  // The same for two servers that send each other the journal over connections (journal_wire.h), of which
-  // connect_partner takes over the sockets. The server has no backup yet. When a server cannot hear its partner any
-  // more, it calls `on_silence` once, from whatever thread takes its turns, and answers nothing until decided() says
-  // who goes on. `name` is the backup's, for messages.
+  // The same for a server and a backup that exchange the journal by TCP (journal_wire.h); connect_partner() adds a
+  // connection and takes over its socket. The server must have no backup. When one of the two can no longer reach the
+  // other, it calls `on_silence` once, in the thread that takes its turns, and answers nothing until decided() tells it
+  // which of them goes on. `name` is the backup's, for messages.
   void lead_far(std::function<void()> on_silence, std::string name = {});
   void follow_far(std::function<void()> on_silence);
   void connect_partner(int socket, std::string path);
-  // Whether the backup has all that this server is; then it may be agreed that the backup counts, and said here.
+  // Whether the backup has received the whole state. The caller may then record in the store that the backup counts,
+  // and tells the server by count_backup().
   bool backup_follows();
   void count_backup();
-  // Before a server gives its blocks to a backup on another host: takes no requests any more, and returns the length of
-  // the journal then. When the backup has confirmed so much, it has all, and was there after this call.
+  // Before the server leaves its blocks to a backup on another host: takes no requests any more, writes one more
+  // record, and returns the length of the journal. A backup that has confirmed this position has everything, and was
+  // reachable after the call.
   std::uint64_t freeze();
   void unfreeze();
+  // The position in the journal that the backup has confirmed; 0 if it is out of reach.
   std::uint64_t confirmed();
-  // Whether this one goes on: alone, or as the server in the other one's place. If it does not, it has ended for its
-  // workers. No effect if the partner has been heard of in the meantime or there is none.
+  // Tells a server whose partner is out of reach whether it goes on. If it does, a server goes on alone, and a backup
+  // takes over; if not, it has ended for its workers. No effect if there is no partner that is out of reach.
   void decided(bool goes_on);
-  // A backup on another host that does not count yet is none.
+  // Drops a backup that does not count yet.
   void abandon_backup();
-  // Gives the blocks to the backup, its heir: one on another host has confirmed what freeze() said, and counts as the
-  // server. There are two copies at each moment. The heir goes on when it has a backup of its own that counts, or by
-  // serve_alone(). Until then this server has all, and goes on itself if the heir ends; afterwards it has ended.
+  // Leaves the blocks to the backup, which becomes the heir. A backup on another host must have confirmed the position
+  // that freeze() returned, and be recorded in the store as the server. There are two copies at every moment: the heir
+  // serves once it has a backup of its own that counts, or after serve_alone(). Until then this server keeps everything
+  // and goes on if the heir ends; afterwards it has ended.
   void leave_to_backup();
   bool leaves();
   bool is_heir();
   void serve_alone();
-  bool serves();             // it is no backup, or has taken over
-  bool has_ended();          // it has been stopped or replaced, or is no backup any more
-  bool has_backup();         // which counts
-  std::uint32_t its_turn();  // as Lane::turn
-  // What blocks were made, in order: their notes, and their places as create() returns them.
+  bool serves();             // it is not a backup, or has taken over
+  bool has_ended();          // it has been stopped or replaced, or was a backup and has been dropped
+  bool has_backup();         // it has a backup that counts
+  std::uint32_t its_turn();  // the value of Lane::turn while it serves
+  // Note, id and offset of every block, in the order of their creation.
   std::vector<std::tuple<std::string, BlockId, std::size_t>> notes();
-  // For tests: this process kills itself when it comes to this step for the so-many-th time.
+  // For tests: this process kills itself when it reaches `step` for the `times`-th time.
   enum class Step : std::uint32_t {
     never,
     taken,
@@ -207,21 +220,21 @@ class Server {
   };
   void die_at(Step step, std::uint64_t times);
 
-  // Ends the thread, and tells the workers. Idempotent; returns when it is so, whoever called it first.
+  // Ends the thread and tells the workers. Idempotent; every caller returns after the thread has ended.
   void stop();
 
-  // Of a thread of this process that waits: it takes turns as long as it has this, unless another one does.
+  // Lets a waiting thread of this process take the server's turns, as long as no other thread does.
   class Turns {
    public:
-    explicit Turns(Server* server) : server_(server) {}  // may be none
+    explicit Turns(Server* server) : server_(server) {}  // nullptr: there is no server in this process
     ~Turns() { leave(); }
     Turns(const Turns&) = delete;
     Turns& operator=(const Turns&) = delete;
 
-    // Returns whether it did something. It may take as long as an update, but what Python computes is for the server's
-    // thread: a wait must end in time.
+    // Takes a turn if it can; returns whether there was something to do. Updates that Python computes are left to the
+    // server's thread, since they may outlast the timeout of the wait.
     bool take();
-    // Before the thread sleeps.
+    // Lets others take turns. Called before the thread sleeps.
     void leave();
 
    private:
@@ -237,35 +250,37 @@ class Server {
   struct FarPartner;
   class StateWriter;
   class StateReader;
-  struct Held {           // a reply that waits for the backup
-    std::uint64_t after;  // as Journal::written()
+  // A reply that is sent when the backup has carried out the journal up to position `after`.
+  struct Held {
+    std::uint64_t after;
     WorkerId worker;
     ReplySlot reply;
   };
-  // Whose reply comes with values. Of a table, `count` ids lie at `offset` of the window, and room for the rows after
+  // A pull whose reply brings values. For a table, the window has `count` ids at `offset`, and room for the rows after
   // them.
   struct Pull {
     BlockId block;
     std::size_t offset = 0, count = 0;
-    Packing packing = Packing::none;  // of what is sent
+    Packing packing = Packing::none;
   };
+  // A worker, on this or on another host.
   struct Connection {
     WorkerSpec spec;
     std::shared_ptr<Window> window;
-    Lane* lane = nullptr;  // none: it is on another host
+    Lane* lane = nullptr;  // nullptr: the worker is on another host
     FileDescriptor pidfd, news;
-    std::uint64_t taken = 0;
-    bool alive = true, answered = false;
-    bool attached = false;                // its lane is this server's
-    bool untold = false;                  // the latest news have not gone to it
+    std::uint64_t taken = 0;              // requests taken from the lane
+    bool alive = true, answered = false;  // answered: it must be woken, or sent its replies
+    bool attached = false;                // the worker has set its lane to this server's turn
+    bool untold = false;                  // the latest News could not be sent to it yet
     bool gone = false;                    // its connections have closed
-    std::map<std::uint64_t, Pull> pulls;  // without a reply, by number: of tables, and to another host
-    bool known = false;                   // at a backup on another host: the server has told of it
-    // To another host:
-    std::set<std::uint64_t> asked;                                          // of what was a backup, and not answered
-    std::vector<ReplySlot> replies;                                         // to be sent
-    std::deque<std::pair<Pull, ReplySlot>> values;                          // to be copied and sent
-    std::deque<std::pair<std::weak_ptr<std::byte[]>, std::size_t>> copies;  // that are being sent, with their bytes
+    std::map<std::uint64_t, Pull> pulls;  // unanswered pulls of tables and from another host, by request number
+    bool known = false;                   // at a backup reached by TCP: the journal has named this worker
+    // For a worker on another host:
+    std::set<std::uint64_t> asked;                  // unanswered requests to this server, if it was a backup before
+    std::vector<ReplySlot> replies;                 // to be sent
+    std::deque<std::pair<Pull, ReplySlot>> values;  // to be copied and sent
+    std::deque<std::pair<std::weak_ptr<std::byte[]>, std::size_t>> copies;  // being sent, with their sizes in bytes
   };
   struct Block {
     BlockSpec spec;
@@ -273,20 +288,20 @@ class Server {
     std::uint64_t steps = 0;
     std::size_t state_bytes = 0;
     std::string failure;
-    std::unique_ptr<Table> table;  // instead of words and state
-    bool is_missing = false;       // at a backup: its content has not come yet
+    std::unique_ptr<Table> table;  // set for a table, which has no words and no state
+    bool is_missing = false;       // at a new backup: the content has not arrived yet
 
     std::size_t bytes() const { return spec.count * size_of(spec.dtype); }
-    // A backup that starts late gets its content apart from the rest.
+    // Whether a new backup is sent the content of this block separately, after the rest of the state.
     bool comes_apart() const { return table == nullptr && !spec.two_states; }
-    // Of version `published - 1`.
+    // The optimizer state of version `published - 1`.
     std::byte* state(std::uint64_t published) const {
       return reinterpret_cast<std::byte*>(words) + block_bytes(bytes()) +
              (spec.two_states ? (published & 1) * aligned(state_bytes) : 0);
     }
   };
 
-  // How what was pushed becomes one gradient.
+  // How the pushes of an update are combined into one gradient.
   struct Combination {
     DType dtype;
     ReduceOp op;
@@ -407,42 +422,43 @@ class Server {
   Bell* bell_;
   std::unique_ptr<ServerWire> wire_;
 
-  std::mutex turning_;            // held by who takes turns, which has what follows for itself
-  std::atomic<int> waiting_ = 0;  // threads that would like to
-  std::atomic<bool> left_for_thread_ = false;
+  std::mutex turning_;                         // held by the thread that takes turns; guards the members below
+  std::atomic<int> waiting_ = 0;               // threads that would like to take turns
+  std::atomic<bool> left_for_thread_ = false;  // operations wait for the server's thread, since they need Python
   Shard shard_;
   std::map<WorkerId, Connection> connections_;
   std::vector<Block> blocks_;
   std::size_t used_ = sizeof(ValuesHeader), table_bytes_ = 0;
-  Output decided_;
-  bool has_far_ = false;            // workers of other hosts
-  bool only_near_ = false;          // it has a backup on this host, or was one
-  std::set<std::uint64_t> failed_;  // operations of this turn whose function threw
+  Output decided_;                  // by the shard, and not carried out yet
+  bool has_far_ = false;            // there are workers on other hosts
+  bool only_near_ = false;          // it has a backup on this host or was one, so it takes no workers of other hosts
+  std::set<std::uint64_t> failed_;  // operations of this turn whose update failed
   std::vector<std::byte> scratch_;
-  std::unique_ptr<Snapshot> snapshot_;           // under way
-  std::atomic<std::size_t> snapshot_bytes_ = 0;  // of its copies that have not been taken
+  std::unique_ptr<Snapshot> snapshot_;           // the one under way
+  std::atomic<std::size_t> snapshot_bytes_ = 0;  // bytes of its copies that have not been taken
   Statistics statistics_;
   Nanoseconds looked_ = 0, missing_until_ = kForever;
   bool serves_ = true, frozen_ = false, is_heir_ = false;
-  std::uint32_t turn_ = 0;                       // as Lane::turn; of a backup: when it will have taken over
-  std::uint32_t backups_made_ = 0, number_ = 0;  // by this server; of this backup, when it is what its server is
-  std::vector<FileDescriptor> given_;            // with the state that is on its way
-  std::string name_, address_;                   // of a backup on the server's host
-  std::unique_ptr<Partner> backup_, followed_;   // of this server; whom this server is the backup of
-  std::deque<std::pair<std::uint64_t, Output>> kept_back_;  // what was decided, and the journal's length then
-  std::uint64_t answers_up_to_ = 0;                         // the journal's length when what is carried out was decided
+  std::uint32_t turn_ = 0;             // the value of Lane::turn while it serves; for a backup, once it has taken over
+  std::uint32_t backups_made_ = 0;     // by this server
+  std::uint32_t number_ = 0;           // of this backup, as in ValuesHeader::backup; 0 until it has the state
+  std::vector<FileDescriptor> given_;  // at a new backup: descriptors that came before the state they belong to
+  std::string name_, address_;         // of this server, if it is or was a backup on its server's host
+  std::unique_ptr<Partner> backup_, followed_;              // this server's backup; the server that this is a backup of
+  std::deque<std::pair<std::uint64_t, Output>> kept_back_;  // decided, and waiting for the backup to confirm a position
+  std::uint64_t answers_up_to_ = 0;                         // position in the journal of what is being carried out
   std::deque<Held> held_;
-  std::map<BlockId, std::deque<Operation>> kept_;  // at a backup: of blocks, which the server may not have carried out
+  std::map<BlockId, std::deque<Operation>> kept_;  // at a backup: operations that the server may not have carried out
   Step last_step_ = Step::never;
   std::uint64_t steps_left_ = 0;
 
-  std::mutex mutex_;  // of orders_
+  std::mutex mutex_;  // guards orders_ and stopped_
   std::condition_variable served_;
   std::deque<std::function<void()>> orders_;
   std::atomic<bool> has_orders_ = false;
   std::atomic<bool> stopping_ = false;
   bool stopped_ = false;
-  std::mutex ending_;  // several may call stop()
+  std::mutex ending_;  // held in stop(), which several threads may call
   std::thread thread_;
 };
 

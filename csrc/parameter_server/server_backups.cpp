@@ -1,7 +1,8 @@
-// A server and its backup (journal.h): what the server writes down, what the backup does of it, and how it takes over.
+// A server and its backup (journal.h): how the server writes the journal, how the backup repeats it, and how the backup
+// takes over.
 //
-// On one host nobody has to agree that a server has ended: only the end of its process, or of its thread, counts, and
-// its one backup sees that for itself. server_far_backups.cpp has what is otherwise between hosts.
+// On one host no agreement is needed that a server has ended. Only the end of its process, or of its thread, counts,
+// and its one backup sees this for itself. server_far_backups.cpp has what differs for backups that are reached by TCP.
 #include <sched.h>
 #include <unistd.h>
 
@@ -20,10 +21,10 @@
 namespace ringreduce::parameter_server {
 namespace {
 
-constexpr Nanoseconds kLookEvery = 2 * kMillisecond;  // of a backup that is awake: whether its server has ended
-constexpr Nanoseconds kMissing = 10 * kSecond;        // for workers to come to a backup that has taken over
+constexpr Nanoseconds kLookEvery = 2 * kMillisecond;  // between a backup's checks whether its server has ended
+constexpr Nanoseconds kMissing = 10 * kSecond;        // workers must come to a backup within this time of the takeover
 
-// What the journal says of a worker that joins, and of a block.
+// Serialises what the journal says of a worker that joins, and of a new block.
 struct Writing : Archive {
   Writing() : Archive(false) {}
   void raw(void* at, std::size_t count) override {
@@ -76,7 +77,7 @@ void Server::lead(const PartnerSpec& backup) {
         throw Error(ErrorKind::invalid_argument, "a server with workers of other hosts can have no backup yet");
     carry_out();
     give_state(*partner);
-    // What an earlier backup was to carry out is in the state.
+    // The new backup has these updates in the state, so the replies need not wait for it to carry them out.
     for (Held& each : held_) each.after = 0;
     const auto before = std::exchange(backup_, std::move(partner));
     only_near_ = true;
@@ -98,7 +99,7 @@ void Server::check_native() const {
                   "an update that Python computes has no backup, and this server has a block of one");
 }
 
-// It has ended.
+// Called when the backup on this host has ended.
 void Server::drop_backup() {
   backup_.reset();
   header().backup.store(0, std::memory_order_seq_cst);
@@ -116,7 +117,7 @@ std::uint32_t Server::its_turn() {
   return turn;
 }
 
-// Before the journal names a worker, the backup has its descriptors.
+// Gives the backup a worker's descriptors. Called before the journal names the worker.
 void Server::give_worker(const Connection& connection) {
   const auto* const backup = dynamic_cast<const NearPartner*>(backup_.get());
   if (backup == nullptr || backup->ended()) return;
@@ -127,7 +128,7 @@ void Server::give_worker(const Connection& connection) {
                 "the server's backup was not told of a worker that joins: has its process been stopped?");
 }
 
-// Of the backup that there is, or of this server, if it was one.
+// Sends News to a worker: about the backup that counts, or about this server if it was a backup and has taken over.
 void Server::tell(Connection& connection) {
   connection.untold = false;
   const auto* backup = dynamic_cast<const NearPartner*>(backup_.get());
@@ -147,13 +148,13 @@ void Server::tell(Connection& connection) {
   connection.untold = !send_message(connection.news.get(), &news, sizeof news, given);
 }
 
-// Requests wait when the backup is too far behind.
+// Requests wait while the backup is too far behind or out of reach.
 bool Server::may_take() const {
   return serves_ && !frozen_ && (backup_ == nullptr || (backup_->room() >= Journal::kReserve && !backup_->silent()));
 }
 
-// Nor are there new blocks then, for which half of the reserve is: the rest is for ticks and for workers that come and
-// go. Of these there are only so many, since requests wait and a worker comes to the backup first.
+// Whether the journal has room for a new block. Blocks may use half of the reserve. The rest is for ticks and for
+// workers that join and leave: these are few while requests wait.
 bool Server::may_write_down(const BlockSpec& spec) const {
   const std::size_t bytes = sizeof(Record) + written(spec).size();
   if (bytes > Journal::kReserve / 2)
@@ -163,7 +164,8 @@ bool Server::may_write_down(const BlockSpec& spec) const {
   return backup_->room() >= Journal::kReserve / 2 + bytes && !backup_->silent();
 }
 
-// For the backup, before this server's shard gets the message; false: it must not get it.
+// Writes a message to the journal. Called before this server's shard gets the message; returns false if it must not get
+// it, since this server has been stopped.
 bool Server::write_down(const Message& message, Nanoseconds now) {
   Record record;
   record.at = now;
@@ -197,14 +199,14 @@ bool Server::write_down(const Message& message, Nanoseconds now) {
   return true;
 }
 
-// In the journal, unless the backup has ended; false: this server has been stopped.
+// Waits until the journal has room, or the backup has ended. Returns false if this server has been stopped.
 bool Server::wait_for_room(std::size_t bytes) {
   while (!backup_->far() && backup_->room() < bytes) {
     if (backup_->ended()) {
       drop_backup();
       return true;
     }
-    if (stopping_) serves_ = false;  // the backup will take over without this message
+    if (stopping_) serves_ = false;  // the backup takes over without this message
     if (!serves_) return false;
     sched_yield();
   }
@@ -216,7 +218,7 @@ void Server::hold(WorkerId worker, const ReplySlot& reply) {
   backup_->ring();
 }
 
-// What the backup has carried out as well may be answered.
+// Sends the held replies to requests that the backup has carried out.
 bool Server::release_held() {
   if (held_.empty()) return false;
   if (backup_ != nullptr && backup_->silent()) return false;
@@ -266,8 +268,8 @@ void Server::leave_to_backup() {
   });
 }
 
-// On this host: decided() has to do with others. Once the heir has a backup it goes on, even if it is the backup that
-// does.
+// Called while this server leaves its blocks to a backup on this host; decided() does the same for other hosts. If the
+// heir has ended, but has a backup of its own, that backup takes over, so this server is replaced all the same.
 void Server::look_for_heir() {
   const auto* const heir = dynamic_cast<const NearPartner*>(backup_.get());
   if (heir == nullptr) return;
@@ -281,7 +283,7 @@ void Server::look_for_heir() {
   }
 }
 
-// Its heir has ended.
+// Goes on after the heir has ended.
 void Server::come_back() {
   frozen_ = false;
   header().leaves.store(0, std::memory_order_seq_cst);
@@ -321,8 +323,7 @@ std::vector<std::tuple<std::string, BlockId, std::size_t>> Server::notes() {
   return found;
 }
 
-// Does what the server has written down. Updates that are carried out here are confirmed at once, as pushes wait for
-// them.
+// A backup's part of a turn: repeats what is new in the journal, and otherwise checks whether its server has ended.
 bool Server::follow_on() {
   bool moved = false;
   try {
@@ -339,7 +340,8 @@ bool Server::follow_on() {
   return moved;
 }
 
-// Unless it is to be all of it, orders come first.
+// Repeats the records of the journal; returns whether there were any. Stops when an order waits, unless `all`. Updates
+// that are carried out here are confirmed at once, since replies to pushes wait for that.
 bool Server::repeat_all(bool all) {
   bool moved = false;
   Record record;
@@ -360,7 +362,7 @@ bool Server::repeat_all(bool all) {
   return true;
 }
 
-// From here on this is no backup, and serves nobody. "": it was not to take over, or others say why.
+// Ends this backup or heir: it will not take over and serves nobody. `why` is logged, unless it is "".
 void Server::give_up(const std::string& why) {
   serves_ = is_heir_ = false;
   backup_.reset();
@@ -406,7 +408,8 @@ void Server::repeat(const Record& record, const std::vector<std::byte>& bytes, s
   }
 }
 
-// A worker of a server on another host joins this backup itself.
+// Repeats that a worker has joined. On one host the server has sent its descriptors; otherwise the worker connects to
+// this backup itself.
 void Server::repeat_join(WorkerSpec spec, Nanoseconds at) {
   const Join join{spec.id, spec.group};
   if (followed_->far()) {
@@ -429,11 +432,12 @@ void Server::repeat_lose(WorkerId worker, Nanoseconds at) {
   if (found == connections_.end()) return;
   if (!followed_->far()) return static_cast<void>(connections_.erase(found));
   found->second.alive = false;
-  found->second.gone = true;  // a worker that is only cut off from the server hears of it
+  found->second.gone = true;  // closes its connections: it may be alive, and only cut off from the server
 }
 
-// Updates of blocks that will be adopted are for when the server has ended without them. Those of blocks that have not
-// come are in what will come.
+// Sorts the operations that the shard has decided on. Those of blocks that will be adopted are kept until the server
+// has ended, in case it ends before it publishes them. Those of blocks whose content has not arrived are dropped, since
+// the content will include them.
 void Server::keep_decided() {
   for (Operation& each : decided_.operations) {
     if (!blocks_[each.block].spec.two_states) continue;
@@ -447,7 +451,7 @@ void Server::keep_decided() {
   });
 }
 
-// What the server has published needs nothing that was pushed.
+// Drops kept operations that the server has published.
 void Server::drop_published() {
   for (auto& [block, operations] : kept_) {
     const std::uint64_t published = words_of_server(block).published.load(std::memory_order_acquire);
@@ -464,8 +468,8 @@ const BlockWords& Server::words_of_server(BlockId block) const {
   return *reinterpret_cast<const BlockWords*>(near_server().values.at(static_cast<std::size_t>(at - values_->at())));
 }
 
-// The server has ended: its blocks as it published them, then the updates that it has not published. Of an update that
-// it was in the midst of, only the buffers of the next version have been written.
+// Called when the server has ended. Copies its blocks as they were published, and schedules the updates that were not
+// published. An update that the server had begun has only written the buffers of the next version.
 void Server::adopt_values() {
   drop_published();
   for (BlockId id = 0; id < blocks_.size(); ++id) {
@@ -478,7 +482,7 @@ void Server::adopt_values() {
     theirs.spec = block.spec;
     theirs.words = const_cast<BlockWords*>(&from);
     theirs.state_bytes = block.state_bytes;
-    for (const std::uint64_t version : {published - 1, published})  // readers may look for both
+    for (const std::uint64_t version : {published - 1, published})  // readers of rounds may need both
       std::memcpy(buffer(block.words, version, block.bytes()), buffer(theirs.words, version, block.bytes()),
                   block.bytes());
     std::memcpy(block.state(published), theirs.state(published), block.state_bytes);
@@ -492,9 +496,9 @@ void Server::adopt_values() {
   kept_.clear();
 }
 
-// Precondition: what the journal had is repeated.
+// Checks whether the server has ended or leaves, and takes over if so. Precondition: the journal has been repeated.
 void Server::look_for_partner() {
-  if (followed_->far()) return forget_gone();  // decided() makes an end of it
+  if (followed_->far()) return forget_gone();  // decided() says when to take over
   const Nanoseconds t = ringreduce::now();
   if (t - looked_ < kLookEvery) return;
   looked_ = t;
@@ -502,18 +506,18 @@ void Server::look_for_partner() {
   const bool leaves = near_server().header().leaves.load(std::memory_order_seq_cst) != 0, ended = followed_->ended();
   if (!ended && !leaves) {
     drop_published();
-    if (number_ > 0 && counts() > number_) give_up("");  // there is another one
+    if (number_ > 0 && counts() > number_) give_up("");  // the server has a newer backup
     return;
   }
   if (!become_server() || counts() != number_) return give_up("");
-  repeat_all(true);  // what it had written since the last look; nothing comes after this
+  repeat_all(true);  // the server may have written more before it ended; now the journal is final
   adopt_values();
   carry_out();
   if (ended) return take_over();
   become_heir();
 }
 
-// Workers that will ask nothing more, here or through the journal.
+// Removes workers that have gone and of which no more requests can come, from them or through the journal.
 void Server::forget_gone() {
   std::erase_if(connections_, [this](const auto& each) {
     const Connection& of = each.second;
@@ -523,7 +527,7 @@ void Server::forget_gone() {
   });
 }
 
-// This server has ended for its workers.
+// Wakes all workers and removes them, after this server has ended for them.
 void Server::send_away() {
   for (auto& [worker, connection] : connections_) {
     connection.window->bell().ring();
@@ -532,8 +536,8 @@ void Server::send_away() {
   connections_.clear();
 }
 
-// Of a server on another host: those that came to it too late join now. Others have not come here yet, or had gone
-// before this one knew them.
+// After a takeover by TCP: workers that have connected here but are not members join now. Members without a connection
+// get some time to come: they may be on their way, or may have gone before this server knew of them.
 void Server::settle_workers() {
   for (auto& [worker, connection] : connections_)
     if (connection.alive) decide(Join{worker, connection.spec.group});

@@ -1,22 +1,26 @@
-// A server and its backup that reach each other over connections (journal_wire.h), and who of them goes on.
+// A server and its backup that reach each other by TCP (journal_wire.h), and which of the two goes on when they lose
+// each other.
 //
-// When the one does not hear the other, because its process has ended, its host has been silent for as long as
-// RINGREDUCE_DEAD_AFTER says, or the network between them is cut, it cannot know which of these it is. So it asks the
-// directory, which is the launcher's store: a compare-and-set of the shard's view, from both to itself alone
-// (succession.py). The first one wins, and decided() tells each of them. Two never serve the same blocks:
+// A partner falls silent because its process has ended, because its host has been silent for RINGREDUCE_DEAD_AFTER
+// seconds, or because the network between the two is cut. The other one cannot tell these cases apart. So it asks the
+// launcher's store: a compare-and-set changes the view of the shard from both replicas to itself alone (succession.py).
+// The first one to do this wins, and decided() tells each of the two the result. They never both serve the blocks:
 //
-//   The server    carries out, shows and answers nothing that its backup has not confirmed, from when it has given the
-//                 backup all (server_state.cpp), which is before the backup counts. So from the last
-//                 confirmation on it changes nothing that anybody sees, until it has won. Then the backup has lost, or
-//                 will lose, and never serves.
-//   The backup    serves once it has won. Then the server has lost, or will lose: what it kept back it drops, and it
-//                 has ended for its workers.
-//   Nothing that was answered or shown is missing at the backup, since it confirmed that before. What the server kept
-//                 back nobody has seen, and workers ask the backup for it again, with the same numbers.
-//   Who cannot reach the store waits, and so do the calls of its workers.
+//   The server    From the moment when it has given the backup everything (server_state.cpp), which is before the
+//   backup
+//                 counts, it carries out, shows and answers nothing that the backup has not confirmed. So after the
+//                 last confirmation it changes nothing that anybody sees, until it has won. If it wins, the backup has
+//                 lost or will lose, and never serves.
+//   The backup    It serves only after it has won. Then the server has lost or will lose: it drops what it has kept
+//                 back, and has ended for its workers.
+//   Lost updates  There are none. The backup has everything that was answered or shown, since it confirmed that before.
+//                 Nobody has seen what the server kept back; workers repeat those requests to the backup, with the same
+//                 numbers.
+//   The store     A replica that cannot reach the store waits, and so do the calls of its workers.
 //
-// There is no lease. Workers on the server's own host copy values from its memory themselves: while it is cut off and
-// has not noticed it, they read what was there before the cut. Then they wait as well (ValuesHeader::serves).
+// There is no lease. Workers on the server's own host copy values out of its memory themselves. While the server is cut
+// off and has not noticed it, they read the values from before the cut. When it has noticed, they wait as well
+// (ValuesHeader::serves).
 #include <algorithm>
 #include <exception>
 #include <iterator>
@@ -34,7 +38,7 @@ void Server::lead_far(std::function<void()> on_silence, std::string name) {
     if (!serves_ || backup_ != nullptr)
       throw Error(ErrorKind::invalid_argument, "this server has a backup already, or is one");
     check_native();
-    carry_out();  // what an earlier backup had to have first
+    carry_out();  // includes operations that were kept back for an earlier backup
     for (Held& each : held_) each.after = 0;
     backup_ = std::move(partner);
     give_far_state();
@@ -79,7 +83,7 @@ std::uint64_t Server::freeze() {
     if (backup_ == nullptr || backup_->silent())
       throw Error(ErrorKind::invalid_argument, "this server has no backup that could go on");
     frozen_ = true;
-    decide(Tick{});  // of which the backup cannot have heard before
+    decide(Tick{});  // a new record: the backup can confirm it only after this call
     carry_out();
     written = backup_->written();
   });
@@ -100,12 +104,13 @@ void Server::follow_far(std::function<void()> on_silence) {
   follow(std::make_unique<FarPartner>(*bell_, std::move(on_silence), std::string()));
 }
 
-// Whether what was written down up to there will outlive this server, or need not.
+// Whether the journal up to `position` will outlive this server, or there is no backup.
 bool Server::is_kept(std::uint64_t position) const {
   return backup_ == nullptr || (backup_->received() >= position && !backup_->silent());
 }
 
-// Leaves in `decided_` what may be carried out now.
+// Moves what the backup has not confirmed from `decided_` to `kept_back_`, and back what it has confirmed. Afterwards
+// `decided_` has what may be carried out now.
 void Server::keep_back() {
   answers_up_to_ = backup_ == nullptr ? 0 : backup_->written();
   if (backup_ == nullptr ? kept_back_.empty() : !backup_->far() || backup_->next < backup_->end) return;
@@ -184,7 +189,8 @@ void Server::decided(bool goes_on) {
   });
 }
 
-// By its backup, which has decided otherwise on what this one has kept back.
+// Ends this server after its backup has taken over. The backup may decide differently about what this one has kept
+// back, so that is dropped.
 void Server::be_replaced() {
   serves_ = false;
   kept_back_.clear();
@@ -193,7 +199,8 @@ void Server::be_replaced() {
   backup_.reset();
   header().serves.store(0, std::memory_order_seq_cst);
   header().ended.store(1, std::memory_order_seq_cst);
-  header().leaves.store(0, std::memory_order_seq_cst);  // last: without it, one that has not ended has come back
+  // Last: has_left() in host.py takes a server with neither flag, `leaves` or `ended`, for one that has come back.
+  header().leaves.store(0, std::memory_order_seq_cst);
   send_away();
 }
 

@@ -1,4 +1,4 @@
-// What comes in to a server: requests from lanes and from other hosts, checked before the shard gets them.
+// Incoming requests of a server, from lanes and from other hosts. They are checked before the shard gets them.
 #include <memory>
 
 #include "parameter_server/server-inl.h"
@@ -23,10 +23,10 @@ bool Server::take_request(Connection& connection) {
   return true;
 }
 
-// What came from other hosts, and what can be sent there.
+// Takes the requests that have arrived from other hosts, and sends what can be sent to them.
 bool Server::take_frames() {
   bool moved = wire_->connections().progress();
-  if (!serves_) {  // requests wait until it does
+  if (!serves_) {  // a backup: requests wait until it has taken over
     for (const auto& [worker, why] : wire_->take_lost())
       if (const auto found = connections_.find(worker); found != connections_.end()) found->second.gone = true;
     return moved;
@@ -69,7 +69,7 @@ Request Server::request_of(WorkerId worker, const RequestSlot& slot, std::shared
   if (slot.kind == RequestKind::initialise || slot.kind == RequestKind::push || slot.kind == RequestKind::restore) {
     request.payload = std::move(payload);
     if (request.payload == nullptr)
-      request.block = UINT32_MAX;  // which is refused
+      request.block = UINT32_MAX;  // no such block: the shard refuses the request
     else
       statistics_.bytes += slot.bytes;
   }
@@ -77,7 +77,7 @@ Request Server::request_of(WorkerId worker, const RequestSlot& slot, std::shared
   return request;
 }
 
-// What a request pushes; nothing if what it says of that is wrong.
+// Returns the data of a request; nullptr if it has none or describes it wrongly.
 std::shared_ptr<const Payload> Server::payload_of(const Connection& connection, const RequestSlot& slot) const {
   const bool pushes =
       slot.kind == RequestKind::initialise || slot.kind == RequestKind::push || slot.kind == RequestKind::restore;
@@ -86,7 +86,7 @@ std::shared_ptr<const Payload> Server::payload_of(const Connection& connection, 
   return std::make_shared<Lent>(window, window->data + slot.offset, static_cast<std::size_t>(slot.bytes));
 }
 
-// Whether what a request says of its payload is right for its block.
+// Whether offset and size of the payload are valid and fit the block.
 bool Server::takes_payload(const Connection& connection, const RequestSlot& slot) const {
   const std::size_t room = connection.window->memory.bytes() - connection.window->data;
   if (slot.block >= blocks_.size() || slot.bytes > room || slot.offset > room - slot.bytes) return false;
@@ -103,7 +103,7 @@ bool Server::takes_payload(const Connection& connection, const RequestSlot& slot
   return slot.offset % size_of(block.spec.dtype) == 0 && slot.bytes == block.spec.count * size_of(block.spec.dtype);
 }
 
-// For the answer. A pull of which what it says is wrong is answered without a value.
+// Remembers a pull whose reply brings values. A pull with invalid fields is answered without a value.
 void Server::keep_pull(Connection& connection, const RequestSlot& slot) {
   if (slot.block >= blocks_.size() || connection.pulls.size() >= kMostOutstanding) return;
   Pull pull{slot.block};
@@ -114,7 +114,7 @@ void Server::keep_pull(Connection& connection, const RequestSlot& slot) {
     if (pull.count > (room - slot.offset) / (sizeof(std::int64_t) + table->row_bytes())) return;
     pull.offset = connection.window->data + slot.offset;
   } else if (connection.lane != nullptr) {
-    return;  // it reads the value itself
+    return;  // a worker on this host reads the value itself
   } else if (slot.packing != Packing::none) {
     if (static_cast<std::uint32_t>(slot.packing) >= kPackings) return;
     if (blocks_[slot.block].spec.dtype != DType::float32) return;
@@ -124,8 +124,9 @@ void Server::keep_pull(Connection& connection, const RequestSlot& slot) {
 }
 
 void Server::end(Connection& connection) {
+  // Takes the requests that it had written before it ended.
   for (std::uint64_t most = kMostOutstanding; most > 0 && take_request(connection); --most) {
-  }  // what it had said before
+  }
   connection.alive = false;
   decide(Lose{connection.spec.id});
 }

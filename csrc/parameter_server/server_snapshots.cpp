@@ -1,4 +1,4 @@
-// A server's snapshots: beginning one, its pieces, and blocks that begin with what was saved.
+// A server's snapshots: the copies that are written to a file, and restoring blocks from them.
 #include <cstring>
 #include <utility>
 
@@ -13,7 +13,7 @@ std::vector<Snapshot::Entry> Server::begin_snapshot() {
   order([&] {
     if (snapshot_ != nullptr)
       throw Error(ErrorKind::invalid_argument, "a snapshot of this server is under way already");
-    carry_out();  // what has been decided
+    carry_out();  // brings the values in line with the versions of the shard
     auto snapshot = std::make_unique<Snapshot>();
     snapshot->claimed.assign(blocks_.size(), true);
     for (BlockId id = 0; id < blocks_.size(); ++id) {
@@ -36,7 +36,7 @@ std::vector<Snapshot::Entry> Server::begin_snapshot() {
   return entries;
 }
 
-// Before the block is updated.
+// Copies a block for the snapshot, unless that has been done. Called before the block is updated.
 void Server::keep_block(BlockId id) {
   if (snapshot_ == nullptr || id >= snapshot_->claimed.size() || snapshot_->claimed[id]) return;
   snapshot_->claimed[id] = true;
@@ -103,10 +103,10 @@ void Server::end_snapshot() {
   });
 }
 
-// ---- Blocks that begin with what was saved ------------------------------------------------------------------------
+// ---- Restoring ----------------------------------------------------------------------------------------------------
 
-// The block's part of a snapshot: for a block, the number of its updates, its value and its states; for a table, the
-// number of its updates, then ids, then rows as they were stored.
+// Carries out a request to restore. Its payload begins with the number of updates. For a dense block, the value and the
+// states follow; for a table, ids and then stored rows.
 void Server::restore(Block& block, const Operation& operation) {
   const auto& lent = static_cast<const Lent&>(*operation.contributions[0].payload);
   const std::byte* const data = lent.at() + sizeof(std::uint64_t);

@@ -1,13 +1,14 @@
-// A backup that starts late: all that a server is, as the server writes it and as its backup becomes it.
+// How a new backup gets the state of its server.
 //
-// The server writes its state to memory of its own, in one order, but for the content of blocks that are updated in
-// place. It gives the memory to a backup of its host, with the descriptors of its workers; to one on another host it
-// sends it, with what was pushed and is still needed, as the first record of the journal. The backup rebuilds itself in
-// its own time, and goes on with the journal, which begins there.
-//
-// The blocks follow one by one, between requests. What was written down before a block has been carried out in it, so
-// the backup passes over the updates of blocks that have not come, and makes those that come after. It counts when it
-// has been given all. Until then it can take nobody's place, so the server carries out and shows what it takes at once.
+// 1. The server serialises its state, without the content of blocks that are updated in place (Block::comes_apart). It
+//    passes the memory to a backup on its host, together with the descriptors of its workers. To a backup that is
+//    reached by TCP it sends the state, with pushed data that is still needed, as the first record of the journal.
+// 2. The backup rebuilds itself from the state, and goes on with the journal, which begins at the same moment.
+// 3. The server gives the content of the other blocks one by one, between requests. The content of a block includes all
+//    updates that precede it in the journal. So the backup skips updates of blocks whose content has not arrived, and
+//    carries out those that come later.
+// 4. The backup counts when it has been given everything. Until then it could not take over, so the server carries out
+//    and shows its operations without waiting for the backup.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -28,10 +29,11 @@ namespace ringreduce::parameter_server {
 namespace {
 
 constexpr std::size_t kBuffer = 1 << 20;
-constexpr std::size_t kMostUnderWay = 4;  // blocks that the backup has not taken; requests wait for no more than that
+// Blocks that have been given and that the backup has not taken. Bounds how long requests wait for the backup.
+constexpr std::size_t kMostUnderWay = 4;
 constexpr std::uint64_t kNoPayload = UINT64_MAX, kInline = UINT64_MAX - 1;
 
-// The last message of a state: the memory with it comes along.
+// The last message of a state on one host. It comes with the descriptor of the serialised state.
 struct Ready {
   std::uint64_t bytes;
   std::uint32_t number;  // of the backup
@@ -40,8 +42,8 @@ struct Ready {
 
 }  // namespace
 
-// What was pushed is in it, or, on one host, stays where it lies: then its window is given, too, if that is not a
-// worker's that is still there.
+// Serialises a state to a memfd. With `has_all`, pushed data is part of it. Otherwise pushed data is given as a place
+// in a window; windows of workers that have gone are added to the descriptors that the backup is given.
 class Server::StateWriter : public Archive {
  public:
   explicit StateWriter(bool has_all)
@@ -73,9 +75,9 @@ class Server::StateWriter : public Archive {
     raw(place, sizeof place);
   }
 
-  // Of windows whose workers have gone.
+  // The descriptors of windows whose workers have gone.
   const std::vector<int>& more() const { return more_; }
-  // Its memory, and how many bytes it has.
+  // Seals the memory; returns its descriptor and size.
   std::pair<int, std::size_t> end() {
     flush();
     if (fcntl(memory_.get(), F_ADD_SEALS, F_SEAL_SHRINK) != 0)
@@ -155,9 +157,9 @@ void visit(Archive& archive, BlockSpec& spec) {
   archive(spec.dtype, spec.count, spec.mode, spec.rule, spec.width, spec.first, spec.note, spec.two_states);
 }
 
-// ---- What a server is ---------------------------------------------------------------------------------------------
+// ---- The parts of a state -----------------------------------------------------------------------------------------
 
-// To a backup on another host workers connect themselves.
+// Only on one host: workers connect to a backup that is reached by TCP themselves.
 void Server::visit_connections(Archive& archive) {
   auto* const writer = dynamic_cast<StateWriter*>(&archive);
   if (writer != nullptr ? writer->has_all : dynamic_cast<StateReader&>(archive).has_all) return;
@@ -201,13 +203,13 @@ void Server::visit_blocks(Archive& archive) {
   }
 }
 
-// Its words, both versions, which readers may need, and the states.
+// The words, both buffers (readers of rounds may need both), and the states.
 void Server::visit_content(Archive& archive, Block& block) {
   archive(block.steps, block.failure);
   archive.raw(block.words, block_bytes(block.bytes()) + aligned(block.state_bytes));
 }
 
-// In the order in which they were made, as slabs have them.
+// All rows in the order of the slabs, so that the backup makes them in the order in which the server did.
 void Server::visit_rows(Archive& archive, Table& table) {
   const std::size_t slabs = visit_size(archive, table.slabs()), before = table.bytes(table.rows());
   for (std::size_t slab = 0; slab < slabs; ++slab) {
@@ -268,11 +270,12 @@ void Server::begin_to_give() {
   backup_->end = static_cast<BlockId>(blocks_.size());
   while (backup_->next < backup_->end && !blocks_[backup_->next].comes_apart()) ++backup_->next;
   if (backup_->next == backup_->end) return have_given_all();
-  if (!backup_->far()) header().backup.store(0, std::memory_order_seq_cst);  // an earlier one hears of nothing any more
+  // An earlier backup gets no more records, so it counts no longer.
+  if (!backup_->far()) header().backup.store(0, std::memory_order_seq_cst);
 }
 
-// Gives a new backup the next block that it lacks. Where there are requests, these have half of the time: a block is
-// given when the backup has taken the one before, and then requests had as long again.
+// Gives a new backup the next block. While there are requests, blocks get half of the time at most: the next block is
+// given only after the backup has taken the one before, and after a pause as long as that took.
 bool Server::give_blocks(bool moved) {
   if (backup_ == nullptr || backup_->next == backup_->end || backup_->ended() || backup_->silent()) return false;
   Partner& to = *backup_;
@@ -293,7 +296,7 @@ bool Server::give_blocks(bool moved) {
   return true;
 }
 
-// Returns whether it could be given.
+// Returns false if the socket to the backup is full; then it is tried again.
 bool Server::give_block(BlockId id) {
   StateWriter content(backup_->far());
   visit_content(content, blocks_[id]);
@@ -315,19 +318,19 @@ bool Server::give_block(BlockId id) {
   return true;
 }
 
-// One of this host counts at once, since what is written outlives this server; of others see backup_follows().
+// A backup on this host counts now, since the journal outlives this server. For others see backup_follows().
 void Server::have_given_all() {
   backup_->given_at = backup_->written();
   const auto* const near = dynamic_cast<const NearPartner*>(backup_.get());
   if (near == nullptr) return;
   backup_->is_counted = true;
-  header().backup.store(near->number, std::memory_order_seq_cst);  // from here on an earlier one is none
+  header().backup.store(near->number, std::memory_order_seq_cst);  // an earlier backup counts no longer
   for (auto& [worker, connection] : connections_) tell(connection);
   if (is_heir_) take_over();
 }
 
-// Whether the backup carries out an update of this block now, and so reads what was pushed. Between hosts that is sent
-// in any case.
+// Whether the backup carries out updates of this block when it reads them, and so needs the pushed data until then.
+// Only matters on one host: by TCP pushed data is sent with every record.
 bool Server::reads_push(BlockId id) const {
   const bool lacks = backup_ != nullptr && !backup_->far() && id >= backup_->next && id < backup_->end;
   return !blocks_[id].spec.two_states && !(lacks && blocks_[id].comes_apart());
@@ -360,7 +363,7 @@ void Server::become_far_server(const Record& record, const Lent& state) {
   for (auto& [worker, connection] : connections_) connection.known = shard_.knows(worker);
 }
 
-// Returns whether it is what its server was.
+// Takes the server's state if it has arrived. Returns whether this backup has it.
 bool Server::become_server() {
   while (number_ == 0) {
     std::optional<Received> message = receive_message(near_server().passage.get());

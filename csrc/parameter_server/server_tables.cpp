@@ -1,4 +1,4 @@
-// A server's tables: making them, updating their rows, and gathering rows where a worker wants them.
+// A server's tables: making them, updating their rows, and gathering rows for a pull.
 #include <exception>
 #include <string>
 
@@ -45,7 +45,7 @@ void Server::update_table(Block& block, const Operation& operation) {
     table.update(batches, {block.steps, averages ? weights : 1, hooks_.roots, before + memory_left()});
     block.failure.clear();
   } catch (const std::exception& error) {
-    --block.steps;  // which rules count: nothing was applied
+    --block.steps;  // nothing was applied, and rules use the number of updates
     block.failure = error.what();
     failed_.insert(operation.index);
   }

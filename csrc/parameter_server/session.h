@@ -1,5 +1,5 @@
-// A worker's half of the protocol with one shard: numbers its requests, keeps them until they are answered so that they
-// can be sent again, and knows which round its next push is for. Pure, as shard.h is.
+// The worker's half of the protocol with one shard. It numbers the requests, keeps each until it is answered so that it
+// can be sent again, and determines the round of each push. Like shard.h, it does no input or output.
 #pragma once
 
 #include <cstdint>
@@ -16,11 +16,11 @@ class Session {
  public:
   explicit Session(WorkerId worker) : worker_(worker) {}
 
-  // Whether another request may be made, after `more` that are to be, before more replies have come.
+  // Whether another request may be made now, if `more` requests that already wait are made first.
   bool has_room(std::size_t more = 0) const { return next_ + more - seen_ <= kMostOutstanding; }
 
-  // Completes a request (kind, block, priority, weight and payload are the caller's), to be sent now. It is kept, with
-  // its payload, until it is answered.
+  // Completes a request, of which the caller has set kind, block, priority, weight and payload. The caller sends it
+  // now. It is kept, with its payload, until it is answered.
   const Request& make(Request request) {
     request.worker = worker_;
     request.number = next_++;
@@ -33,7 +33,7 @@ class Session {
     return outstanding_.emplace(request.number, std::move(request)).first->second;
   }
 
-  // Takes a reply. Returns the request that it answers, or nothing if it had been answered before.
+  // Takes a reply. Returns the request that it answers, or nothing if that had been answered before.
   std::optional<Request> take(const Reply& reply) {
     const auto found = outstanding_.find(reply.number);
     if (found == outstanding_.end()) return std::nullopt;
@@ -41,18 +41,18 @@ class Session {
     outstanding_.erase(found);
     answered_.insert(reply.number);
     while (answered_.erase(seen_ + 1) > 0) ++seen_;
-    // A round that this worker missed, or that others began before it came, is over: it goes on with the present one.
+    // The worker may have missed rounds, or joined when some were over. Its next push belongs to the open round.
     if (request.kind <= RequestKind::pull) raise_round(request.block, reply.version);
     return request;
   }
 
-  // The worker has read this version of the block.
+  // Records that the worker has read this version of the block.
   void read(BlockId block, std::uint64_t version) {
     places_[block].pulled = version;
     raise_round(block, version);
   }
 
-  // What is not answered, in order: to be sent again over a new connection.
+  // The requests without an answer, in order, to be sent again to a backup.
   std::vector<Request> unanswered() const {
     std::vector<Request> requests;
     for (const auto& [number, request] : outstanding_) {
@@ -67,7 +67,7 @@ class Session {
  private:
   struct Place {
     std::uint64_t round = 0;   // of the next push
-    std::uint64_t pulled = 0;  // the latest version that was read
+    std::uint64_t pulled = 0;  // the latest version that the worker has read
   };
 
   void raise_round(BlockId block, std::uint64_t version) {
@@ -79,7 +79,7 @@ class Session {
   std::uint64_t next_ = 1;
   std::uint64_t seen_ = 0;
   std::map<std::uint64_t, Request> outstanding_;
-  std::set<std::uint64_t> answered_;  // above seen_
+  std::set<std::uint64_t> answered_;  // numbers greater than seen_
   std::map<BlockId, Place> places_;
 };
 

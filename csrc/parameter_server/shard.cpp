@@ -33,10 +33,10 @@ void Shard::on(const Request& request) {
   if (request.number < member.next) {
     const auto kept = member.replies.find(request.number);
     if (kept != member.replies.end()) output_.replies.push_back(kept->second);
-    return;  // without a reply it is under way, or the worker has it
+    return;  // without a kept reply, the request is under way or the worker has the reply
   }
   if (!member.live) return reply(request.worker, request.number, Outcome::refused);
-  // Neither more replies nor more requests are kept than a worker may wait for, whatever it says.
+  // Bounds the replies and requests that are kept, even if the worker does not follow the protocol.
   if (request.number - std::min(request.seen, request.number) > kMostOutstanding) return;
   if (request.number - member.next >= kMostOutstanding) return;
   if (request.number > member.next) {
@@ -108,7 +108,7 @@ void Shard::take_push(Block& block, const Request& request) {
   if (request.round < block.version) return reply(request.worker, request.number, Outcome::late, block);
   Round& round = block.rounds[request.round];
   if (!round.emplace(request.worker, std::pair(request.number, contribution)).second)
-    return reply(request.worker, request.number, Outcome::refused, block);  // one a round
+    return reply(request.worker, request.number, Outcome::refused, block);  // a worker contributes once a round
   std::int32_t& priority = block.priorities.try_emplace(request.round, request.priority).first->second;
   priority = std::max(priority, request.priority);
   open_.insert(request.block);
@@ -123,7 +123,7 @@ void Shard::apply(BlockId id, std::vector<Contribution> contributions, std::int3
 
 // ---- Rounds -------------------------------------------------------------------------------------------------------
 
-// Whoever joined during a round is not waited for in it.
+// Whether the present round waits for this member. It does not if the member joined during the round.
 bool Shard::expects(const Block& block, const Member& member) const {
   return member.live && member.group == block.mode.group && member.joined <= block.opened;
 }
@@ -135,14 +135,14 @@ bool Shard::complete(Block& block, const Round& round) {
   });
   if (all) return true;
   if (block.mode.quorum == 0 || round.size() < block.mode.quorum) {
-    block.closes = kForever;  // it may have had a quorum, before a worker was lost
+    block.closes = kForever;  // the round may have had a quorum before a worker was lost
     return false;
   }
   if (block.closes == kForever) block.closes = now_ + block.mode.grace;
   return now_ >= block.closes;
 }
 
-// Ends the present round if it is complete, and those after it that were complete before.
+// Ends the present round if it is complete, then the next ones as long as they are complete.
 void Shard::close_rounds(BlockId id) {
   Block& block = blocks_[id];
   for (auto first = block.rounds.begin(); first != block.rounds.end() && first->first == block.version;
@@ -178,8 +178,8 @@ std::vector<WorkerId> Shard::awaited(BlockId id) const {
 
 // ---- Pulls --------------------------------------------------------------------------------------------------------
 
-// A worker reads what it pushed before it asked; in ssp also what the others had pushed some clocks ago. It does not
-// wait for its later pushes: with those the others may go on to the next version.
+// Whether a pull may be answered. It waits for the worker's pushes with smaller request numbers, and in ssp for the
+// clocks of the others. It does not wait for later pushes of this worker, since those belong to a later version.
 bool Shard::readable(const Block& block, WorkerId worker, std::uint64_t number) const {
   if (!block.initialised) return false;
   for (const auto& [version, round] : block.rounds) {
@@ -206,7 +206,7 @@ void Shard::answer_pulls(BlockId id) {
 
 // ---- Membership ---------------------------------------------------------------------------------------------------
 
-// The greatest number if the group has no members.
+// Returns UINT64_MAX if the group has no members.
 std::uint64_t Shard::least_clock(const std::string& group) const {
   std::uint64_t least = UINT64_MAX;
   for (const auto& [worker, member] : members_)
@@ -255,7 +255,7 @@ std::map<WorkerId, std::uint64_t> Shard::clocks() const {
 }
 
 void Shard::on(const Join& join) {
-  if (members_.count(join.worker) > 0) return;  // it has come back over another connection
+  if (members_.count(join.worker) > 0) return;  // a backup lets it in again after it has taken over
   Member member;
   member.group = join.group;
   member.joined = steps_;
@@ -292,7 +292,7 @@ void Shard::on(const Lose& lose) {
   remove(lose.worker);
 }
 
-// Nobody waits for the worker any more.
+// Ends the membership of a worker, and answers everything that waited only for it.
 void Shard::remove(WorkerId worker) {
   Member& member = members_.at(worker);
   member.live = false;

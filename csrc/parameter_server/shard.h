@@ -1,19 +1,19 @@
-// The protocol of a shard: what every request does, in which order, and what is answered.
+// The protocol of a shard: the effect of every request, the order in which requests take effect, and the replies.
 //
-// A pure function of the messages it gets and of the time they come with: no sockets, threads, clocks or tensors. The
-// server's thread and the simulator in tests/parameter_server run this same code.
+// A shard is a pure function of its messages and of the times that come with them. It uses no sockets, threads, clocks
+// or tensors. The server and the simulator in tests/parameter_server run this same code.
 //
-//   Exactly once  The shard keeps, per worker, the number of the next request and the replies that the worker may not
-//                 have. A request that comes again is answered again, and has no second effect.
-//   Order         Requests that overtook others wait for them.
-//   sync          Round r of a block ends when all members of the group have contributed, or a quorum has and the grace
-//                 is over. The contributions, in the order of workers, make version r + 1. What comes later is dropped,
-//                 and its worker is told.
+//   Exactly once  For each worker, the shard keeps the number of the next request, and the replies that the worker may
+//                 not have received. A request that arrives twice is answered twice and takes effect once.
+//   Order         A request that overtook an earlier one waits for it.
+//   sync          Round r of a block ends when all members of the group have contributed, or when a quorum has and the
+//                 grace period is over. The contributions, ordered by worker, make version r + 1. A later contribution
+//                 is dropped, and its worker is told so.
 //   asynchronous  Every push makes a version.
-//   ssp(s)        The same; a worker at clock c reads when all others' clocks are at least c - s, so that all they
-//                 pushed at clock c - s - 1 and before is included.
-//   Membership    Who joins is waited for from a block's next round on, and begins with the slowest member's clock. Of
-//                 a worker that is lost, what has not been applied yet is dropped, and nobody waits for it.
+//   ssp(s)        Every push makes a version. A worker at clock c may read when the clocks of all members are at least
+//                 c - s, so it sees everything that they pushed at clock c - s - 1 or before.
+//   Membership    Rounds that begin after a worker has joined wait for it; its clock begins at that of the slowest
+//                 member. When a worker is lost, its contributions to open rounds are dropped, and nobody waits for it.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,8 @@
 
 namespace ringreduce::parameter_server {
 
-// Requests that a worker may have sent without the reply to the first of them: what bounds a shard's memory.
+// A worker may send at most this many requests before it has the reply to the first of them. This bounds the memory of
+// a shard.
 inline constexpr std::uint64_t kMostOutstanding = 1024;
 
 class Archive;
@@ -36,58 +37,63 @@ class Archive;
 class Shard {
  public:
   Output step(const Message& message, Nanoseconds now);
-  // All that it is: writes it, or becomes what was written (archive.h).
+  // Serialises the shard, or replaces it by one that was serialised (archive.h).
   void visit(Archive& archive);
 
-  // When a Tick is due; kForever if nothing depends on time.
+  // The time at which a Tick is due; kForever if none is.
   Nanoseconds deadline() const;
 
-  // The members of `group` that the oldest open round of `block` has no contribution of. For errors.
+  // The workers that the present round of `block` waits for. Used in error messages.
   std::vector<WorkerId> awaited(BlockId block) const;
-  // The members of `group` whose clock is the lowest, and those that are not at its barrier.
+  // The members of `group` with the lowest clock.
   std::vector<WorkerId> slowest(const std::string& group) const;
+  // The members of `group` that have not come to its barrier.
   std::vector<WorkerId> absent(const std::string& group) const;
-  // Requests that wait for somebody, and whom for: members that an open round, a pull in ssp or a barrier needs.
+  // The number of requests that wait for other workers, and the workers that open rounds, pulls in ssp and barriers
+  // wait for.
   struct Waiting {
     std::size_t requests = 0;
     std::set<WorkerId> workers;
   };
   Waiting waiting() const;
-  // Whether there is such a member, or was one that has left or been lost.
+  // Whether the worker is a member or was one.
   bool knows(WorkerId worker) const { return members_.count(worker) > 0; }
+  // Whether the worker was a member and has left or been lost.
   bool gave_up(WorkerId worker) const { return knows(worker) && !members_.at(worker).live; }
-  // The clocks of the members that there are.
+  // The clocks of the present members.
   std::map<WorkerId, std::uint64_t> clocks() const;
 
   std::size_t blocks() const { return blocks_.size(); }
   std::uint64_t version(BlockId block) const { return blocks_.at(block).version; }
   std::uint64_t clock(WorkerId worker) const { return members_.at(worker).clock; }
   const Mode& mode(BlockId block) const { return blocks_.at(block).mode; }
-  // How many replies and requests out of order are kept: at most kMostOutstanding of each per worker.
+  // For tests: the greatest number of replies, or of requests out of order, that are kept for one worker. At most
+  // kMostOutstanding.
   std::size_t kept() const;
 
  private:
   struct Member {
     std::string group;
     bool live = true;
-    std::uint64_t joined = 0;  // as Block::opened
+    std::uint64_t joined = 0;  // the step in which it joined; see Block::opened
     std::uint64_t clock = 0;
-    std::uint64_t next = 1;                  // the request that takes effect next
-    std::map<std::uint64_t, Reply> replies;  // that the worker may not have yet
-    std::map<std::uint64_t, Request> early;  // that overtook the next one
-    std::deque<std::uint64_t> barriers;      // the numbers of requests that wait in one
+    std::uint64_t next = 1;                  // number of the request that takes effect next
+    std::map<std::uint64_t, Reply> replies;  // replies that the worker may not have received
+    std::map<std::uint64_t, Request> early;  // requests that overtook number `next`
+    std::deque<std::uint64_t> barriers;      // numbers of its unanswered barrier requests
   };
-  using Round = std::map<WorkerId, std::pair<std::uint64_t, Contribution>>;  // with the number of the request
+  // Contributions to a round, with the number of the request that brought each.
+  using Round = std::map<WorkerId, std::pair<std::uint64_t, Contribution>>;
   struct Block {
     Mode mode;
     bool initialised = false, grows = false;
     std::uint64_t version = 0;
-    std::uint64_t logged = 0;  // index of its latest operation
-    std::uint64_t opened = 0;  // the step in which the present round began
-    std::map<std::uint64_t, Round> rounds;
-    std::map<std::uint64_t, std::int32_t> priorities;       // of rounds
-    Nanoseconds closes = kForever;                          // when the grace of the present round is over
-    std::vector<std::pair<WorkerId, std::uint64_t>> pulls;  // that wait: worker, number
+    std::uint64_t logged = 0;                          // index of its latest operation
+    std::uint64_t opened = 0;                          // the step in which the present round began
+    std::map<std::uint64_t, Round> rounds;             // open rounds with contributions: the present one and later ones
+    std::map<std::uint64_t, std::int32_t> priorities;  // by round
+    Nanoseconds closes = kForever;                     // end of the grace period of the present round
+    std::vector<std::pair<WorkerId, std::uint64_t>> pulls;  // worker and number of the pulls that wait
   };
 
   friend void visit(Archive& archive, Member& member);
@@ -114,10 +120,10 @@ class Shard {
   void reply(WorkerId worker, std::uint64_t number, Outcome outcome, const Block& block);
   void reply(const Reply& reply);
 
-  std::map<WorkerId, Member> members_;  // with those that left, whose requests may come again
+  std::map<WorkerId, Member> members_;  // former members included, whose requests may arrive again
   std::vector<Block> blocks_;
-  std::set<BlockId> pulled_;  // blocks that a pull waits for
-  std::set<BlockId> open_;    // blocks with contributions to a round
+  std::set<BlockId> pulled_;  // blocks with a waiting pull
+  std::set<BlockId> open_;    // blocks with contributions to an open round
   std::uint64_t log_ = 0;     // index of the latest operation
   std::uint64_t steps_ = 0;
   Nanoseconds now_ = 0;

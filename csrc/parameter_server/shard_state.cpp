@@ -1,10 +1,10 @@
-// All that a shard is, in order: written by a server for a backup that starts late, which becomes the same shard.
+// Serialisation of a shard (archive.h), for a backup that is made while the server serves.
 #include "parameter_server/archive.h"
 #include "parameter_server/shard.h"
 
 namespace ringreduce::parameter_server {
 
-// The archive's templates find these by the namespace of what they visit.
+// The templates of archive.h find these functions by argument-dependent lookup.
 
 void visit(Archive& archive, Mode& mode) {
   archive(mode.consistency, mode.quorum, mode.grace, mode.staleness, mode.group);
@@ -35,7 +35,7 @@ void visit(Archive& archive, Shard::Block& block) {
   archive(block.rounds, block.priorities, block.closes, block.pulls);
 }
 
-// The time comes with each message.
+// now_ is left out: every message brings the time.
 void Shard::visit(Archive& archive) { archive(members_, blocks_, pulled_, open_, log_, steps_); }
 
 }  // namespace ringreduce::parameter_server

@@ -26,7 +26,7 @@ namespace {
 Mapping::Mapping(int fd, std::size_t bytes, bool writable) : bytes_(bytes) {
   struct stat status;
   if (fstat(fd, &status) != 0) refuse("fstat of shared memory");
-  // Memory that its maker could make smaller would end this process, by SIGBUS.
+  // If its owner could shrink the memory, an access beyond the new end would kill this process by SIGBUS.
   const int seals = fcntl(fd, F_GET_SEALS);
   if (static_cast<std::size_t>(status.st_size) < bytes || seals < 0 || (seals & F_SEAL_SHRINK) == 0)
     throw Error(ErrorKind::invalid_argument, "shared memory has " + std::to_string(status.st_size) + " bytes, or may " +

@@ -1,11 +1,11 @@
-// What workers and servers of one host share: memory and the words in it.
+// The memory that workers and servers on one host share, and its layout.
 //
-//   A server's values   Written by the server alone; workers map them read-only, and the memfd is sealed against any
-//                       other mapping. A block has two buffers: an update reads one and writes the other.
-//   A worker's window   A lane of requests and replies per server, and the memory in which its pushes lie.
-//   A bell              A word to sleep on.
+//   A server's values   Only the server writes them. Workers map them read-only; the memfd is sealed against other
+//                       mappings. A block has two buffers: an update reads one and writes the other.
+//   A worker's window   For each server a lane of requests and replies; then memory for pushed data.
+//   A bell              A word to sleep on, in memory of each server and at the beginning of each window.
 //
-// What a server finds in a window is somebody else's word, which may change at any time: it is copied, then checked.
+// A server does not trust the contents of a window, which may change at any time: it copies a request, then checks it.
 #pragma once
 
 #include <atomic>
@@ -27,18 +27,19 @@ namespace ringreduce::parameter_server {
 inline constexpr std::size_t kAlignment = 64;
 constexpr std::size_t aligned(std::size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
-// Who sleeps says so first and looks once more; who changes something rings. Either the sleeper sees the change, or the
-// other sees the sleeper.
+// A thread that is about to sleep first counts itself in `sleepers`; a thread that has changed something rings. With
+// sequential consistency, either the sleeper sees the new count of rings and does not sleep, or the ringing thread sees
+// the sleeper and wakes it.
 struct alignas(kAlignment) Bell {
   std::atomic<std::uint32_t> rings;
   std::atomic<std::uint32_t> sleepers;
-  std::atomic<std::uint32_t> over;  // of a server's: 1 when it has ended and its backup serves
+  std::atomic<std::uint32_t> over;  // in a server's bell: 1 when the server has ended and its backup serves
 
   void ring() {
     rings.fetch_add(1, std::memory_order_seq_cst);
     if (sleepers.load(std::memory_order_seq_cst) != 0) wake_all_on(rings);
   }
-  // Returns at a ring after `seen` was read, or when the time is over.
+  // Returns if the bell has rung since `seen` was read from `rings`, or after `most`.
   void sleep(std::uint32_t seen, Nanoseconds most) {
     sleepers.fetch_add(1, std::memory_order_seq_cst);
     sleep_on(rings, seen, most);
@@ -46,32 +47,32 @@ struct alignas(kAlignment) Bell {
   }
 };
 
-// What a server's values begin with.
+// The beginning of a server's values.
 struct alignas(kAlignment) ValuesHeader {
-  std::atomic<std::uint32_t> ended;   // 1: the server has been stopped, though its process may live
-  std::atomic<std::uint32_t> serves;  // 0: it is a backup, and has not taken over
-  std::atomic<std::uint32_t> backup;  // the number of its backup that takes over when it ends; 0: it has none
-  std::atomic<std::uint32_t> leaves;  // 1: it waits for its backup to go on, and does nothing meanwhile
+  std::atomic<std::uint32_t> ended;   // 1: the server has been stopped, though its process may be alive
+  std::atomic<std::uint32_t> serves;  // 0: it is a backup that has not taken over, or it must not serve any more
+  std::atomic<std::uint32_t> backup;  // number of the backup that takes over when it ends; 0: it has none
+  std::atomic<std::uint32_t> leaves;  // 1: it has left its blocks to its backup, and does nothing until that one serves
 };
 
-// A block among a server's values. Its two buffers follow, then its optimizer's state: once, or, if the server has a
-// backup, once for each buffer. Each is a multiple of kAlignment long.
+// A block in a server's values. It is followed by the two buffers of the value and by the optimizer state: one copy, or
+// one for each buffer if the server was founded with backups on its host. Each part is padded to kAlignment.
 struct alignas(kAlignment) BlockWords {
-  std::atomic<std::uint64_t> published;  // 1 + the latest version; 0: it has no value yet
-  std::atomic<std::uint64_t> begun;      // as `published`, of the version that is being written or was last
-  std::uint64_t steps[2];                // updates that each buffer has had
+  std::atomic<std::uint64_t> published;  // 1 + the latest version; 0: the block has no value yet
+  std::atomic<std::uint64_t> begun;      // 1 + the version that was begun last; equal to `published` between updates
+  std::uint64_t steps[2];                // by buffer: the number of updates it contains
 };
 
 constexpr std::size_t block_bytes(std::size_t bytes) { return sizeof(BlockWords) + 2 * aligned(bytes); }
 
-// Where version `published - 1` of a block of `bytes` bytes lies.
+// Returns the buffer of version `published - 1` of a block of `bytes` bytes.
 inline std::byte* buffer(BlockWords* words, std::uint64_t published, std::size_t bytes) {
   return reinterpret_cast<std::byte*>(words) + sizeof(BlockWords) + (published & 1) * aligned(bytes);
 }
 
-// A call of so many bytes is copied past the caches, which could not keep it. Measured with 2 workers on a 2-core Xeon
-// (2 MiB of L2 a core), November 2026: steps of 64 MB took 0.76 of the time that they took without, of 32 MB 0.6 to
-// 0.9, of 4 MB 1.1.
+// Data of a call with at least this many bytes is copied past the caches, which could not hold it. Measured with 2
+// workers on a 2-core Xeon (2 MiB of L2 per core), November 2026, time of a step divided by the time with ordinary
+// copies: 0.76 at 64 MB, 0.6 to 0.9 at 32 MB, 1.1 at 4 MB.
 inline constexpr std::size_t kStreamedBytes = std::size_t{24} << 20;
 
 inline void copy(std::byte* to, const std::byte* from, std::size_t bytes, bool streamed) {
@@ -81,8 +82,8 @@ inline void copy(std::byte* to, const std::byte* from, std::size_t bytes, bool s
     std::memcpy(to, from, bytes);
 }
 
-// Copies the block's latest value, whole; returns its version. Begins again if two updates overtook it, since the
-// second writes where it reads. The block must have a value.
+// Copies the latest value of a block; returns its version. If two updates begin during the copy, the second one writes
+// the buffer that is being read, so the copy starts again. The block must have a value.
 inline std::uint64_t read_block(const BlockWords& words, std::byte* to, std::size_t bytes, bool streamed = false) {
   for (;;) {
     const std::uint64_t published = words.published.load(std::memory_order_acquire);
@@ -92,7 +93,7 @@ inline std::uint64_t read_block(const BlockWords& words, std::byte* to, std::siz
   }
 }
 
-// The writer's half: where the latest version is and the next one is to be written, then that it is there.
+// The writer calls begin_version(), writes `next`, and calls publish_version().
 struct Versions {
   const std::byte* latest;  // undefined if the block has no value yet
   std::byte* next;
@@ -107,7 +108,7 @@ inline void publish_version(BlockWords& words) {
   words.published.store(words.begun.load(std::memory_order_relaxed), std::memory_order_release);
 }
 
-// A request and a reply as they lie in a lane. `offset` and `bytes`: the payload, in the window's data.
+// A request and a reply in a lane. The payload of a request is `bytes` bytes at `offset` in the window's data.
 struct RequestSlot {
   RequestKind kind;
   BlockId block;
@@ -115,9 +116,9 @@ struct RequestSlot {
   double weight;
   std::uint64_t offset, bytes;
   std::int32_t priority;
-  Packing packing;  // pull from another host: how the value comes
+  Packing packing;  // of a pull from another host: how the value is packed
 };
-// Of a request whose payload, if it has any, lies at `offset`.
+// Converts a request with a payload of `bytes` bytes at `offset`.
 RequestSlot slot_of(const Request& request, std::size_t offset, std::size_t bytes);
 struct ReplySlot {
   std::uint64_t number, version;
@@ -125,36 +126,36 @@ struct ReplySlot {
   std::uint32_t reserved;
 };
 
-// Two rings. The worker has at most kMostOutstanding requests without a reply, so neither can run over.
+// Two rings. A worker has at most kMostOutstanding requests without a reply, so neither ring overflows.
 struct alignas(kAlignment) Lane {
   alignas(kAlignment) std::atomic<std::uint64_t> asked;     // requests that the worker has written
   alignas(kAlignment) std::atomic<std::uint64_t> answered;  // replies that the server has written
-  // Whose requests these are: servers of these blocks are numbered 0, 1, 2, ... in the order in which they serve. A
-  // worker changes it when it turns to the next one, after it has emptied both rings and written what has not been
-  // answered.
+  // The server that the requests are for: the servers of these blocks are numbered 0, 1, 2, ... in the order in which
+  // they serve. When a backup has taken over, the worker empties both rings, writes its unanswered requests again, and
+  // then sets `turn` to the number of the new server.
   alignas(kAlignment) std::atomic<std::uint32_t> turn;
   RequestSlot requests[kMostOutstanding];
   ReplySlot replies[kMostOutstanding];
 };
 
-// A window: the worker's bell, a lane per server, then data.
+// A window consists of the worker's bell, a lane per server, and data.
 constexpr std::size_t lanes_bytes(std::size_t servers) { return sizeof(Bell) + servers * sizeof(Lane); }
 
-// What a worker is told of a server's backup that counts from now on, or of itself by a backup that has taken over:
-// with descriptors of its values, its bell and its process.
+// Tells a worker about a backup that counts from now on. The server sends it, and the backup once more when it has
+// taken over. It comes with the descriptors of the backup's values, bell and process.
 struct News {
   static constexpr std::size_t kText = 256;
 
   std::uint32_t lane;
-  std::uint32_t turn;    // as Lane::turn, when it serves
-  std::uint32_t number;  // as ValuesHeader::backup
+  std::uint32_t turn;    // the value of Lane::turn while the backup serves
+  std::uint32_t number;  // its number in ValuesHeader::backup
   std::uint32_t reserved;
   std::uint64_t capacity;
-  char name[kText], address[kText];  // the latter: of its door, as its owner knows it
+  char name[kText], address[kText];  // address: of its socket for control messages
 };
 
-// Memory of a descriptor, unmapped in the end. Throws Error(system), or Error(invalid_argument) if the descriptor's
-// memory is smaller than `bytes` or could become so.
+// A mapping of a descriptor's memory, which the destructor unmaps. Throws Error(system), or Error(invalid_argument) if
+// the memory is smaller than `bytes` or could be made smaller.
 class Mapping {
  public:
   Mapping(int fd, std::size_t bytes, bool writable);
@@ -170,11 +171,12 @@ class Mapping {
   std::size_t bytes_;
 };
 
-// Memory without a name, of this size for ever, zero, which takes room only where it is written. Throws Error(system).
+// Makes anonymous shared memory (memfd), filled with zeros, whose size is sealed. Pages are allocated when they are
+// first written. Throws Error(system).
 FileDescriptor make_memory(const char* name, std::size_t bytes);
-// How many bytes a descriptor's memory has. Throws Error(system).
+// Returns the size of a descriptor's memory in bytes. Throws Error(system).
 std::size_t memory_bytes(int memory);
-// From now on only this process writes it, through mappings that it has. Throws Error(system).
+// Seals the memory against writing, except through the mappings that exist now. Throws Error(system).
 void seal_for_readers(const FileDescriptor& memory);
 
 // Whether the process of a pidfd has ended.

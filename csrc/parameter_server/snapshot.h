@@ -1,8 +1,8 @@
-// What a server's blocks are at one moment, taken while pushes go on.
+// A snapshot: the state of a server's blocks at one moment, taken while pushes go on.
 //
-// A block or a slab of a table is copied when it is asked for, or before its first update after that moment, whichever
-// is first. What has been copied and not yet been taken is bounded: beyond kMostKept the server takes no requests, so
-// pushes wait for the file.
+// A block, or a slab of a table, is copied when the thread that writes the file asks for it, or before its first update
+// after the moment of the snapshot, whichever comes first. When more than kMostKept bytes of copies wait to be written,
+// the server takes no requests, so pushes wait for the disk.
 #pragma once
 
 #include <cstddef>
@@ -18,15 +18,14 @@ namespace ringreduce::parameter_server {
 struct Snapshot {
   static constexpr std::size_t kMostKept = 256 * 1024 * 1024;
 
-  // What it has of a block.
   struct Entry {
     BlockId block = 0;
     std::uint64_t version = 0, steps = 0;
     std::size_t rows = 0;  // of a table
-    int states = 0;        // -1: Python has them
+    int states = 0;        // number of optimizer states; -1: Python has them
   };
-  // A block: its value and its states. A slab: rows [first, first + rows) of what is saved of the table, as their ids,
-  // then each row's value and states.
+  // For a dense block, the bytes of the value and then of the states. For a slab, rows [first, first + rows) of the
+  // table's saved rows: first their ids, then the value and states of each row.
   struct Piece {
     BlockId block = 0;
     std::size_t first = 0, rows = 0;
@@ -35,9 +34,9 @@ struct Snapshot {
   };
 
   std::vector<Entry> entries;
-  std::deque<std::pair<BlockId, std::size_t>> left;  // block, slab: in the order in which they will be asked for
-  std::vector<bool> claimed;                         // dense blocks that have been copied, or are not in it
-  std::deque<Piece> kept;
+  std::deque<std::pair<BlockId, std::size_t>> left;  // block and slab of the pieces not yet asked for, in order
+  std::vector<bool> claimed;                         // by block: it is dense and copied, or not part of the snapshot
+  std::deque<Piece> kept;                            // copied before they were asked for
 };
 
 }  // namespace ringreduce::parameter_server

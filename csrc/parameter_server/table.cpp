@@ -14,13 +14,13 @@
 namespace ringreduce::parameter_server {
 namespace {
 
-constexpr std::size_t kSlab = 2 * 1024 * 1024;  // a huge page, since rows are read anywhere
+constexpr std::size_t kSlab = 2 * 1024 * 1024;  // the size of a huge page, since rows are read in random order
 constexpr std::size_t kNone = SIZE_MAX;
-constexpr std::size_t kFewest = 8;           // entries of an index
-constexpr std::size_t kIndexBytes = 43;      // of a row at most: an index of 16-byte entries is 3/8 full or more
-constexpr std::size_t kSlice = 16 * 1024;    // bytes of values that are updated at once, in the cache
-constexpr std::size_t kAtOnce = 32;          // rows that are looked for at once, so that memory answers in parallel
-constexpr std::size_t kPrefetched = 4 * 64;  // bytes of a row
+constexpr std::size_t kFewest = 8;           // smallest number of entries of an index
+constexpr std::size_t kIndexBytes = 43;      // most per row: an index of 16-byte entries is at least 3/8 full
+constexpr std::size_t kSlice = 16 * 1024;    // bytes of values that are updated at once, to stay in the cache
+constexpr std::size_t kAtOnce = 32;          // rows that are looked up at once, so that cache misses overlap
+constexpr std::size_t kPrefetched = 4 * 64;  // most bytes of a row that are prefetched
 
 std::size_t rounded_up(std::size_t bytes, std::size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
@@ -72,7 +72,7 @@ std::size_t Table::find(std::int64_t id, std::uint64_t hash) const {
   }
 }
 
-// All of them, and has the memory of their rows fetched.
+// Looks up all ids, and prefetches the memory of their rows.
 void Table::find(std::span<const std::int64_t> ids, std::size_t* rows) const {
   for (std::size_t begin = 0; begin < ids.size(); begin += kAtOnce) {
     const std::size_t count = std::min(kAtOnce, ids.size() - begin);
@@ -100,7 +100,7 @@ void Table::grow(Index& index) {
   index.entries = std::move(larger);
 }
 
-// A row with its first value and state, or the one that there is.
+// Returns the row of an id. If there is none, makes one with its first value and states.
 std::size_t Table::make(std::int64_t id) {
   const std::uint64_t hash = hash_of(id);
   if (const std::size_t known = find(id, hash); known != kNone) return known;
@@ -113,7 +113,7 @@ std::size_t Table::make(std::int64_t id) {
   }
   Index& index = indices_[slot_of(hash)];
   if (4 * (index.used + 1) > 3 * index.entries.size()) grow(index);
-  touch(rows_);  // before it has one more row
+  touch(rows_);  // before the slab gets another row
   const std::size_t row = rows_++;
   std::size_t place = hash & (index.entries.size() - 1);
   while (index.entries[place].row != 0) place = (place + 1) & (index.entries.size() - 1);
@@ -166,7 +166,7 @@ void Table::check_room(std::span<const std::int64_t> ids, std::size_t room) {
   find(ids, found_.data());
   for (const std::size_t row : found_) fresh += row == kNone;
   if (rows_ + fresh < UINT32_MAX && bytes(rows_ + fresh) <= room) return;
-  if (fresh == 0) return;  // other tables and blocks have grown since
+  if (fresh == 0) return;  // `room` is exceeded, but not by this update: other tables or blocks have grown
   throw Error(ErrorKind::system, "there is no room for " + std::to_string(fresh) + " new rows beside its " +
                                      std::to_string(rows_) + ": they would take " +
                                      std::to_string(bytes(rows_ + fresh)) + " bytes in all, and " +
@@ -175,7 +175,7 @@ void Table::check_room(std::span<const std::int64_t> ids, std::size_t room) {
                                      "applied here: use more servers, or a larger memory=");
 }
 
-// Several pushes as one: rows of the same id are added. Leaves the ids in ids_; returns the sums.
+// Merges several pushes: adds the rows of equal ids. Leaves the distinct ids in ids_, and returns their rows.
 const std::byte* Table::merge(std::span<const Batch> batches, double divisor) {
   ids_.clear();
   if (batches.size() == 1 && batches[0].weight == 1 && divisor == 1) {
@@ -230,7 +230,7 @@ void Table::update_slice(std::span<const std::int64_t> ids, const std::byte* gra
     if (found_[i] == kNone) found_[i] = make(ids[i]);
     touch(found_[i]);
   }
-  if (spec_.rule.kind == Rule::Kind::reduce) {  // where it lies, as nothing else has to be known
+  if (spec_.rule.kind == Rule::Kind::reduce) {  // added in place, without copies
     for (std::size_t i = 0; i < count; ++i)
       add_row(spec_.dtype, at(found_[i]), gradients + i * row_bytes_, spec_.width);
     return;

@@ -1,11 +1,11 @@
-// A table's rows on one server: by 64-bit id, each with its optimizer's state.
+// The rows of a table on one server, found by a 64-bit id. Each has a value and an optimizer state.
 //
-// A row is stored when something is first pushed to it. Before that its value is computed from its id, so reading makes
-// nothing, and a row begins the same on any server. Rows lie in slabs, which never move; a slot (row_ids.h) has an
-// index of its own, so that it takes microseconds to make an index larger.
+// A row takes memory from the first push to it. Before that, its value is computed from its id, so reading does not
+// create rows, and a row has the same first value on any server. Rows are stored in slabs, which never move. Each slot
+// (row_ids.h) has its own hash index, so that enlarging an index takes microseconds.
 //
-// An update takes a slice of rows at a time out of the slabs, has the rules of dense blocks update them as one tensor,
-// and puts them back. So a row gets the bits that it would get in a dense tensor.
+// An update copies a slice of rows out of the slabs, lets the rules of dense blocks update them as one tensor, and
+// copies them back. A row therefore gets the same bits as in a dense tensor.
 #pragma once
 
 #include <array>
@@ -31,18 +31,18 @@ struct TableSpec {
   FirstValues first;
 };
 
-// For one thread at a time.
+// Not thread-safe: the thread that takes the server's turns calls it.
 class Table {
  public:
   explicit Table(const TableSpec& spec);
 
   std::size_t rows() const { return rows_; }
-  // That so many rows take, with their states and indices.
+  // The memory that `rows` rows take, including states and indices.
   std::size_t bytes(std::size_t rows) const;
-  std::size_t row_bytes() const { return row_bytes_; }  // of a value
+  std::size_t row_bytes() const { return row_bytes_; }  // of a row's value, without states
 
-  // Rows that come together: ids and, from `rows` on, a row for each, at multiples of 8 bytes. Both may be somebody
-  // else's memory, which may change at any time.
+  // `count` ids at `ids` and a row for each at `rows`, both aligned to 8 bytes. They may be in a worker's window and
+  // change at any time.
   struct Batch {
     const std::byte* ids = nullptr;
     const std::byte* rows = nullptr;
@@ -50,12 +50,13 @@ class Table {
     double weight = 1;  // of a push
   };
 
-  // Copies the values of rows to `out`.
+  // Copies the values of `count` rows to `out`.
   void gather(const std::byte* ids, std::size_t count, std::byte* out);
-  // One update: gradients of the same row are added in the order of batches and of rows in them, then divided. Throws
-  // Error(system), and has changed nothing, if the rows would take more than `room` bytes.
+  // Carries out one update. Gradients of the same row are added, in the order of the batches and of the rows in each,
+  // and the sum is divided by `divisor`. Throws Error(system), and changes nothing, if the table would then take more
+  // than `room` bytes.
   struct Step {
-    std::uint64_t number = 1;  // of the table: 1 is the first update
+    std::uint64_t number = 1;  // of this update of the table; the first is 1
     double divisor = 1;
     Roots roots = nullptr;
     std::size_t room = SIZE_MAX;
@@ -63,18 +64,19 @@ class Table {
   void update(std::span<const Batch> batches, const Step& step);
 
   // ---- For snapshots ----
-  // What is kept of a row: its value and its states, one after the other.
+  // The size of a stored row: its value followed by its states.
   std::size_t stored_bytes() const { return stored_bytes_; }
-  // Rows as they are stored, instead of those there are. As update() for `room`.
+  // Adds rows in stored form, or replaces those with the same ids. Throws as update() if there is no room.
   void restore(const Batch& stored, std::size_t room);
-  // From now on, and until unwatch(), `before(slab)` is called before a slab is first changed or gets another row,
-  // unless it has been claimed. Those that there are now: each once, with as many rows as it has now.
+  // Until unwatch(), calls `before(slab)` before a slab is first changed or gets another row. Slabs that are made
+  // later, and those that have been claimed, are left out.
   void watch(std::function<void(std::size_t)> before);
   void unwatch() { watch(nullptr); }
   std::size_t slabs() const { return slabs_.size(); }
+  // Claims a watched slab; returns false if it is not watched or has been claimed before.
   bool claim(std::size_t slab);
   std::size_t rows_in(std::size_t slab) const;
-  // Copies of its rows' ids, then of what is kept of them.
+  // Copies the ids of the slab's rows to `ids`, and the stored rows to `stored`.
   void copy_slab(std::size_t slab, std::byte* ids, std::byte* stored) const;
 
  private:
@@ -106,16 +108,16 @@ class Table {
   void update_slice(std::span<const std::int64_t> ids, const std::byte* gradients, const Step& step);
 
   const TableSpec spec_;
-  const std::size_t row_bytes_, states_, state_bytes_;  // the last: of one state of a row
+  const std::size_t row_bytes_, states_, state_bytes_;  // states_: number of states; state_bytes_: of one of a row
   const std::size_t stored_bytes_, stride_, per_slab_;
   std::size_t rows_ = 0;
   std::array<Index, kSlots> indices_;
   std::vector<std::unique_ptr<std::byte[], Free>> slabs_;
-  std::vector<std::int64_t> ids_;   // of the update under way
-  std::vector<std::size_t> found_;  // their rows
+  std::vector<std::int64_t> ids_;   // of the call under way
+  std::vector<std::size_t> found_;  // the rows of some of them
   std::vector<std::byte> merged_, scratch_;
   std::function<void(std::size_t)> before_;
-  std::vector<bool> unclaimed_;  // slabs
+  std::vector<bool> unclaimed_;  // by slab: it is watched and has not been claimed
 };
 
 }  // namespace ringreduce::parameter_server

@@ -1,4 +1,4 @@
-// Who takes a server's turns, and when it sleeps.
+// Which thread takes a server's turns, and when the server's thread sleeps.
 #include <sched.h>
 
 #include <algorithm>
@@ -11,9 +11,9 @@
 namespace ringreduce::parameter_server {
 namespace {
 
-constexpr Nanoseconds kLookEvery = 20 * kMillisecond;   // for processes that have ended
-constexpr Nanoseconds kFollowEvery = 5 * kMillisecond;  // a backup, for its server's
-constexpr int kLooks = 100, kYields = 50;               // before the thread sleeps
+constexpr Nanoseconds kLookEvery = 20 * kMillisecond;   // between checks for processes that have ended
+constexpr Nanoseconds kFollowEvery = 5 * kMillisecond;  // between a backup's checks of the process of its server
+constexpr int kLooks = 100, kYields = 50;               // the thread polls, then yields so often before it sleeps
 
 }  // namespace
 
@@ -29,7 +29,7 @@ void Server::run() {
         if (turn(true)) {
           idle = 0;
         } else if (waiting_.load(std::memory_order_relaxed) > 0) {
-          break;  // for the thread that waits
+          break;  // lets the waiting thread take turns
         } else if (++idle < kLooks) {
           cpu_relax();
         } else {
@@ -48,7 +48,7 @@ void Server::run() {
   say_ended();
 }
 
-// Nobody has to be woken for what comes.
+// Sets `sleepers` to 0, so that a ring wakes no thread: the thread that takes turns polls.
 void Server::begin_turns() {
   bell_->sleepers.store(0, std::memory_order_seq_cst);
   if (has_far_) wire_->connections().take_over();
@@ -56,7 +56,8 @@ void Server::begin_turns() {
   if (followed_ != nullptr) followed_->begin_turns();
 }
 
-// From now on a ring wakes the server's thread. Returns the rings before the last look.
+// Sets `sleepers` to 1, so that a ring wakes the server's thread, and takes a last turn for what came before. Returns
+// the count of rings before that turn.
 std::uint32_t Server::end_turns() {
   const std::uint32_t seen = bell_->rings.load(std::memory_order_seq_cst);
   bell_->sleepers.store(1, std::memory_order_seq_cst);
@@ -104,7 +105,7 @@ void Server::Turns::leave() {
   server_->end_turns();
   const bool wanted = server_->left_for_thread_ || server_->deadline() != kForever;
   server_->turning_.unlock();
-  if (wanted) server_->bell_->ring();  // the thread, which sleeps without knowing it
+  if (wanted) server_->bell_->ring();  // wakes the server's thread, which does not know of the work or the deadline
 }
 
 void Server::look_for_ended() {

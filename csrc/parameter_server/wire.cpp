@@ -65,7 +65,7 @@ void ServerWire::admit(WorkerId worker, std::shared_ptr<const void> keeper, std:
 }
 
 void ServerWire::drop(WorkerId worker) {
-  decltype(senders_)::node_type dropped;  // keeps its memory until nothing is stored there any more
+  decltype(senders_)::node_type dropped;  // keeps the memory until connections_.drop() has ended all stores to it
   {
     const std::lock_guard lock(mutex_);
     dropped = senders_.extract(worker);
@@ -150,7 +150,7 @@ WorkerWire::~WorkerWire() {
     const std::lock_guard lock(mutex_);
     for (const auto& [number, place] : places_) expected.push_back(number);
   }
-  for (const auto& [server, number] : expected) forget(server, number);  // whose tensors may be gone
+  for (const auto& [server, number] : expected) forget(server, number);  // their tensors may be freed after this
   connections_.leave();
 }
 
@@ -201,7 +201,7 @@ std::byte* WorkerWire::place_for(int peer, const FrameHeader& header, std::vecto
     demand(header.bytes % sizeof(ReplySlot) == 0 && header.bytes <= kMostOutstanding * sizeof(ReplySlot), peer,
            "replies of another size");
   }
-  aside.resize(header.bytes);  // replies, packed values, or a value that is not wanted any more
+  aside.resize(header.bytes);  // replies, packed values, or the value of a pull that has been given up
   return aside.data();
 }
 

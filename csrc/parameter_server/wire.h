@@ -1,16 +1,16 @@
-// Between hosts: what workers and servers send each other as frames over Connections (transport/connections.h).
+// Workers and servers on different hosts: the frames they send each other over Connections (transport/connections.h).
 //
-//   worker -> server   data      A part of what is pushed, to its place in the server's copy of the worker's window.
-//                      request   A RequestSlot. It counts when all its data has come, whatever came first.
-//   server -> worker   value     A part of a block that is pulled, to its place in the worker's tensor.
-//                      replies   ReplySlots. A pull's counts when all of its value has come.
+//   worker -> server   data      A fragment of pushed data, stored in the server's copy of the worker's window.
+//                      request   A RequestSlot. It is delivered when all its data has arrived, in whatever order.
+//   server -> worker   value     A fragment of a pulled value, stored in the worker's tensor.
+//                      replies   ReplySlots. The reply to a pull is delivered when all of its value has arrived.
 //
-// float32 values may be packed (kernels/packing.h): the header says how, and `total` how many bytes they are here. They
-// are unpacked as they come, so nothing behind these classes knows of it.
+// float32 values may be packed (kernels/packing.h): the header says how, and `total` is their size when unpacked. They
+// are unpacked on arrival, so only these classes know about packing.
 //
-// The protocol is that of one host: the window's data lies at the same offsets on both sides, so what bounds the worker
-// bounds the server's memory too. These classes keep what has come until the server's or the worker's thread takes it;
-// what they find in a frame is checked first.
+// The protocol is the same as on one host. Data has the same offsets in the window and in the server's copy of it, so
+// the size of the window bounds the server's memory too. These classes check every frame, and keep what has arrived
+// until the server's or the worker's thread takes it.
 #pragma once
 
 #include <functional>
@@ -26,35 +26,36 @@
 
 namespace ringreduce::parameter_server {
 
-// The most that a frame carries, so that something more important need not wait longer for its turn.
+// The most bytes of values in a frame. A more urgent frame waits at most for one of this size.
 inline constexpr std::size_t kFragment = 256 * 1024;
 
 struct WireKind {
-  static constexpr std::uint32_t data = 1;     // seq: offset in the window's data; tag: the request's
-  static constexpr std::uint32_t request = 2;  // a RequestSlot; tag: whose data frames it belongs to
+  static constexpr std::uint32_t data = 1;     // seq: offset in the window's data; tag: that of the request
+  static constexpr std::uint32_t request = 2;  // a RequestSlot; tag: that of its data frames
   static constexpr std::uint32_t value = 3;    // seq: offset in the block; tag: the number of the pull
   static constexpr std::uint32_t replies = 4;  // ReplySlots
 };
 
-// Bytes on the wire of so many bytes of values, which are packed in parts of kFragment.
+// The size on the wire of `bytes` bytes of values, which are packed in fragments of kFragment.
 inline std::size_t wire_bytes(Packing packing, std::size_t bytes) {
   return packing == Packing::none ? bytes : packed_bytes(packing, bytes / sizeof(float));
 }
-// The values, packed for the wire.
+// Packs values for the wire.
 std::shared_ptr<std::byte[]> pack_for_wire(Packing packing, const std::byte* values, std::size_t bytes);
-// The header of a frame with header.bytes bytes of values, when they are packed.
+// Converts the header of a frame with header.bytes bytes of values to that of the same values packed.
 FrameHeader packed(FrameHeader header, Packing packing);
 
-// A frame with a payload of its own.
+// Makes a frame with a copy of the payload.
 Frame frame_with(std::uint32_t kind, const void* payload, std::size_t bytes);
 
-// What both ends share: connections, and a bell that rings when something has come.
+// The base of both ends: connections, and a bell that rings when something has arrived.
 class Wire : public Connections::User {
  public:
   explicit Wire(Bell& bell) : bell_(bell), connections_(*this) {}
 
   Connections& connections() { return connections_; }
-  // (peer, why) of those that are out of reach, each once. What they sent before has been there since before.
+  // Returns the peers that went out of reach since the last call, and why. Everything that they sent has been
+  // delivered.
   std::vector<std::pair<std::uint32_t, std::string>> take_lost();
 
   void left(int peer) final { lost(peer, "it has left"); }
@@ -65,27 +66,28 @@ class Wire : public Connections::User {
  protected:
   ~Wire() = default;
 
-  // Throws Error(mismatch) for the peer to be given up.
+  // Throws Error(mismatch), which drops the peer, unless `holds`.
   static void demand(bool holds, int peer, const char* what);
-  // Bytes of the values in a frame; throws as demand() if it cannot have any.
+  // Returns the unpacked size of the values in a frame; throws as demand() if the header is invalid.
   static std::size_t values_in(int peer, const FrameHeader& header);
 
   Bell& bell_;
-  mutable std::mutex mutex_;  // of what follows, and what classes of this one add; taken after that of connections
+  mutable std::mutex mutex_;  // guards lost_ and the members of derived classes; locked after that of connections_
   std::vector<std::pair<std::uint32_t, std::string>> lost_;
   Connections connections_;
 };
 
-// A server's end.
+// The server's end.
 class ServerWire final : public Wire {
  public:
   using Wire::Wire;
   ~ServerWire() { connections_.leave(); }
 
-  // The worker's data goes to `data`, a memory of `bytes`, which `keeper` keeps. Before its connections are added.
+  // Lets in a worker, whose pushed data is stored in the `bytes` bytes at `data`; `keeper` owns that memory. Called
+  // before connections to the worker are added.
   void admit(WorkerId worker, std::shared_ptr<const void> keeper, std::byte* data, std::size_t bytes);
   void drop(WorkerId worker);
-  // Requests whose data has come, in the order in which they were complete.
+  // Takes the requests that have arrived with all their data, in the order in which they became complete.
   std::vector<std::pair<WorkerId, RequestSlot>> take_requests();
 
   std::byte* place_for(int peer, const FrameHeader& header, std::vector<std::byte>& aside) override;
@@ -93,8 +95,8 @@ class ServerWire final : public Wire {
 
  private:
   struct Incoming {
-    std::uint64_t bytes = 0;  // of its data that have come
-    bool asked = false;
+    std::uint64_t bytes = 0;  // of its data that have arrived
+    bool asked = false;       // the request itself has arrived
     RequestSlot slot{};
   };
   struct Sender {
@@ -102,7 +104,7 @@ class ServerWire final : public Wire {
     std::byte* data = nullptr;
     std::size_t bytes = 0;
     std::map<std::uint64_t, Incoming> incoming;  // by tag
-    std::size_t untaken = 0;                     // requests
+    std::size_t untaken = 0;                     // number of its requests in requests_
   };
 
   void complete(WorkerId worker, Sender& sender, const RequestSlot& slot);
@@ -111,17 +113,17 @@ class ServerWire final : public Wire {
   std::vector<std::pair<WorkerId, RequestSlot>> requests_;
 };
 
-// A worker's end; `attend` is called by the thread of the connections now and then, and when more can be sent.
+// The worker's end. The thread of the connections calls `attend` from time to time, and when more can be sent.
 class WorkerWire final : public Wire {
  public:
   WorkerWire(Bell& bell, std::function<void()> attend) : Wire(bell), attend_(std::move(attend)) {}
   ~WorkerWire();
 
-  // The value that the pull of this number asks for goes to `at`.
+  // Declares that the value for pull `number` is to be stored at `at`.
   void expect(std::uint32_t server, std::uint64_t number, std::byte* at, std::size_t bytes);
-  // From now on nothing is stored there.
+  // Gives up a pull: after this returns, nothing is stored there.
   void forget(std::uint32_t server, std::uint64_t number);
-  // (server, reply), those of pulls with their values in place.
+  // Takes (server, reply) for the replies that have arrived. The values of pulls are in place.
   std::vector<std::pair<std::uint32_t, ReplySlot>> take_replies();
 
   std::byte* place_for(int peer, const FrameHeader& header, std::vector<std::byte>& aside) override;
@@ -132,11 +134,11 @@ class WorkerWire final : public Wire {
   struct Place {
     std::byte* at;
     std::size_t bytes;
-    std::size_t unclaimed;  // that no frame has begun to bring
-    std::size_t missing;    // that no frame has brought
-    ReplySlot reply{};      // its number is not 0 if it has come
+    std::size_t unclaimed;  // bytes of which no frame has begun to arrive
+    std::size_t missing;    // bytes that have not arrived
+    ReplySlot reply{};      // number 0: it has not arrived
   };
-  using Number = std::pair<std::uint32_t, std::uint64_t>;  // server, number of the request
+  using Number = std::pair<std::uint32_t, std::uint64_t>;  // server and number of the request
 
   const std::function<void()> attend_;
   std::map<Number, Place> places_;

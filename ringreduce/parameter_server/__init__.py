@@ -1,4 +1,4 @@
-"""A parameter server: tensors by name on several servers, which workers push to and pull from.
+"""A parameter server: named tensors on several servers, which workers push to and pull from.
 
     import ringreduce.parameter_server as ps
     kv = ps.join()                     # under torchrun every rank is a worker and a server
@@ -6,8 +6,8 @@
     kv.push_pull("w", w.grad, out=w).wait()
     kv.leave()
 
-For synchronous training of dense models on equal machines, all_reduce is faster: see docs/parameter_server.md for when
-to use this.
+docs/parameter_server.md says when to use it. For synchronous training of dense models on equal machines, all_reduce is
+faster.
 """
 
 from ringreduce.parameter_server.embedding import Embedding, EmbeddingBag

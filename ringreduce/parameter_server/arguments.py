@@ -1,4 +1,4 @@
-"""What users give to a `KeyValue`: checked, and errors that name the argument, its value and what it must be."""
+"""Checks the arguments of `KeyValue` and of tables. Errors name the argument, its value and what it must be."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 WIRES = ("float32", "bfloat16", "int8")
 _WHOLE, _REAL = (int, Integral), (int, float, Real)
-"""Numbers: the usual types first, which is fast."""
+"""Types of numbers. The usual types come first, which makes `isinstance` fast."""
 MOST_KEY = 1024
-"""Bytes of a key."""
+"""The most bytes of a key."""
 
 
 def check_key(key: Any) -> None:
@@ -30,7 +30,7 @@ def check_key(key: Any) -> None:
 
 
 def _is_text(key: str) -> bool:
-    """Not so if it has halves of surrogate pairs, which no store takes."""
+    """Whether a key can be encoded. A string with lone surrogates cannot, so no store takes it."""
     return not any("\ud800" <= each <= "\udfff" for each in key)
 
 
@@ -99,27 +99,30 @@ def _of_numpy(key: str, array: Any) -> torch.Tensor:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """Bytes that its storage has in this process."""
+    """Returns the bytes of the tensor's storage in this process."""
     try:
         storage = tensor.untyped_storage()
         return storage.nbytes() if storage.data_ptr() else 0
-    except (RuntimeError, NotImplementedError):  # of tensors that only stand for others
+    except (RuntimeError, NotImplementedError):  # a tensor subclass without storage, such as a DTensor
         return 0
 
 
 def _bytes_from_storage(tensor: torch.Tensor) -> int:
-    """From the beginning of its storage to the end of its last element."""
+    """Returns the bytes from the beginning of the tensor's storage to the end of its last element."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (int(tensor.storage_offset()) + last + 1) * tensor.element_size()
 
 
 def readable(key: str, array: Any) -> torch.Tensor:
+    """Returns a contiguous CPU tensor with the values of a tensor or NumPy array. Raises `InvalidArgument`."""
     if not isinstance(array, torch.Tensor) and not getattr(getattr(array, "flags", None), "writeable", True):
-        array = array.copy()  # torch has no tensors that are read-only
+        array = array.copy()  # torch has no read-only tensors
     return _tensor(key, array).resolve_neg().resolve_conj().contiguous()
 
 
 def writable(key: str, array: Any) -> torch.Tensor:
+    """Returns a CPU tensor that shares memory with a tensor or NumPy array. Raises `InvalidArgument` if that is not
+    possible or must not be written."""
     if not isinstance(array, torch.Tensor) and not getattr(getattr(array, "flags", None), "writeable", True):
         raise InvalidArgument(f"the NumPy array for {key!r} is read-only; pass a writable copy: array.copy()")
     if isinstance(array, torch.Tensor) and (array.is_neg() or array.is_conj()):
@@ -135,7 +138,7 @@ def writable(key: str, array: Any) -> torch.Tensor:
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
-    """Whether two elements may be at the same place."""
+    """Whether two elements may share memory."""
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride <= reach:

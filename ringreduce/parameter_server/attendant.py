@@ -1,6 +1,7 @@
-"""A worker's thread that sees to it that calls go on when a server ends whose backup is reached by TCP.
+"""A worker's thread that connects it to backups, where these are reached by TCP.
 
-It connects the worker to backups when views tell of them. If a server ends before that, it does so afterwards.
+The thread reads the views in the store (`views`) and connects to a backup as soon as a view names it, so that calls can
+go on there when the server ends. If the server ends before that, the thread looks for whoever serves afterwards.
 """
 
 from __future__ import annotations
@@ -17,22 +18,24 @@ from ringreduce.parameter_server.entry import Entry, called, greet, reach
 from ringreduce.parameter_server.views import Replica, Views
 
 _LOOK = 0.25
-"""Seconds between looks."""
+"""Seconds between two looks at the views."""
 _PATIENCE = 10.0
-"""Seconds for connecting with one of them."""
+"""Seconds for connecting to one replica."""
 _LOOKS = 4
-"""In a row, at which nobody was found who serves: then a server is lost."""
+"""A server is lost after this many looks in a row that found nobody who serves its blocks."""
 
 
 class Attendant:
+    """Connects a worker to backups. Its thread runs until `close`."""
+
     def __init__(self, entry: Entry, views: Views, client: Any, replicas: list[int]) -> None:
-        """`replicas`: which one of each server `client` has been attached to."""
+        """`replicas` has, for each server, the number of the replica that `client` is attached to."""
         self._entry, self._views, self._client = entry, views, client
         self._met = set(enumerate(replicas))
-        """Servers, and their replicas' numbers, that it has been connected with."""
+        """(server, replica) of those that the worker has been connected to."""
         self._lock = threading.Lock()
         self._controls: dict[tuple[int, int], tuple[socket.socket, str]] = {}
-        """By server and replica, of those that have not been asked yet: for control messages, and their names."""
+        """By server and replica: connection for control messages and name of those that have not been asked yet."""
         self._looks = [0] * len(replicas)
         self._changes = -1
         self._closing, self._pid = threading.Event(), os.getpid()
@@ -42,7 +45,10 @@ class Attendant:
         self._thread.start()
 
     def take(self, server: int, replica: int) -> tuple[socket.socket, str] | None:
-        """The connection for control messages to one that is asked now, and its name."""
+        """Removes and returns a replica's connection for control messages, and its name; None if there is none.
+
+        Called when the client sends its requests to that replica.
+        """
         with self._lock:
             return self._controls.pop((server, replica), None)
 
@@ -55,7 +61,7 @@ class Attendant:
 
     def _run(self) -> None:
         while not self._closing.wait(_LOOK):
-            with contextlib.suppress(Exception):  # of whatever kind of store, which may be reached later
+            with contextlib.suppress(Exception):  # whatever the store raises: it may be reachable again later
                 self._look()
 
     def _look(self) -> None:
@@ -74,7 +80,7 @@ class Attendant:
             if one is not None and (server, one.number) not in self._met and self._meet(server, one):
                 self._looks[server] = 0
                 return
-        with self._lock:  # others have ended
+        with self._lock:  # closes connections to replicas that have ended
             for key in [each for each in self._controls if each[0] == server and each[1] not in asks]:
                 self._controls.pop(key)[0].close()
         self._looks[server] = self._looks[server] + 1 if asks[0] < 0 else 0
@@ -82,7 +88,7 @@ class Attendant:
             self._client.give_up(server, "nobody has its blocks that this worker can reach")
 
     def _meet(self, server: int, one: Replica) -> bool:
-        """Connects with one of them, which is asked when the one before has ended."""
+        """Connects to a replica, which is asked when the one before it has ended. Returns whether it worked."""
         deadline = time.monotonic() + _PATIENCE
         with contextlib.ExitStack() as undo, contextlib.suppress(OSError, RingReduceError):
             its = self._views.process(one.process)

@@ -1,11 +1,13 @@
-"""What workers and servers tell each other before and beside the data: JSON, one message at a time.
+"""Control messages between workers and servers: JSON objects for joining, making keys, and questions.
 
-On one host it goes over a Unix socket. A worker connects and both sides prove that they know the store's secret; the
-kernel tells both that the other is the same user. The worker then gives its window, a pidfd of itself and a socket, by
-which servers tell it of their backups; the server gives its values, its bell and a pidfd. Between hosts it goes over a
-TCP connection whose ends have proved the same (`rendezvous.links`), each message after its length, without descriptors.
-After that the worker asks, and the server answers. A message is at most MOST bytes, and is JSON: no code ever comes out
-of one.
+On one host they use a Unix socket. When a worker has connected, both sides prove that they know the store's secret, and
+the kernel confirms that both belong to the same user. The worker then passes the descriptors of its window, of its
+process (pidfd) and of a socket on which servers tell it about their backups. The server passes those of its values, its
+bell and its process. Between hosts, control messages use a TCP connection whose ends have proved that they know the
+secret (`rendezvous.links`); each message follows its length, and there are no descriptors.
+
+After that the worker asks, and the server answers. A message has at most MOST bytes. It is parsed as JSON, so it cannot
+contain code.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ def new_nonce() -> bytes:
 
 
 def send(connection: socket.socket, message: dict[str, Any], descriptors: list[int] | None = None) -> None:
+    """Sends a message, over a Unix socket with descriptors. Raises `SystemFailure` if it is longer than MOST bytes."""
     data = json.dumps(message).encode()
     if len(data) > MOST:
         raise SystemFailure(f"a control message has {len(data)} bytes; the most is {MOST}")
@@ -59,7 +62,8 @@ def send(connection: socket.socket, message: dict[str, Any], descriptors: list[i
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """A message and its descriptors. Raises `ConnectionError` at the end, and for what is no message."""
+    """Returns a message and its descriptors. Raises `ConnectionError` at the end of the connection and for data that is
+    no message."""
     if connection.family != socket.AF_UNIX:
         (length,) = _LENGTH.unpack(exactly(connection, _LENGTH.size))
         if length > MOST:
@@ -87,13 +91,13 @@ def _parsed(data: bytes) -> dict[str, Any]:
 
 
 class Arriving:
-    """Messages over TCP, of which bytes come now and then. Never waits."""
+    """Collects the bytes of messages that arrive over TCP. Never waits."""
 
     def __init__(self) -> None:
         self._data = bytearray()
 
     def take(self, connection: socket.socket) -> list[dict[str, Any]]:
-        """What has come whole. Raises as `receive`."""
+        """Returns the messages that are complete. Raises as `receive`."""
         some = connection.recv(MOST, socket.MSG_DONTWAIT)
         if not some:
             raise ConnectionError("the other side closed the connection")
@@ -114,10 +118,11 @@ class Arriving:
 def connect(
     address: bytes, secret: bytes, hello: dict[str, Any], client: Any, timeout: float
 ) -> tuple[socket.socket, dict[str, Any], list[int]]:
-    """Joins a worker to a server: the connection, what the server says, and its values, bell and pidfd.
+    """Joins a worker to a server on this host. Returns the connection, the server's answer, and the descriptors of its
+    values, bell and process.
 
-    `hello` may have the number of the server, as "of". Raises `Refused` if that does not let it in, and another
-    `OSError` if it does not work.
+    `hello["of"]` is the number of the server (default: 0). Raises `Refused` if the server does not let the worker in,
+    and another `OSError` if it cannot be reached or does not serve these blocks.
     """
     pidfd = own_pidfd()
     try:
@@ -127,7 +132,10 @@ def connect(
 
 
 def connect_again(address: bytes, secret: bytes, hello: dict[str, Any], timeout: float) -> socket.socket:
-    """A worker's connection to the door of a server that knows it, since its backup did. Raises as `connect`."""
+    """Connects a worker to a server that knows it already, because it was the backup of the worker's server.
+
+    Raises as `connect`.
+    """
     connection, _, descriptors = enter(address, secret, hello | {"again": True}, [], timeout)
     for descriptor in descriptors:
         os.close(descriptor)
@@ -135,13 +143,14 @@ def connect_again(address: bytes, secret: bytes, hello: dict[str, Any], timeout:
 
 
 class Refused(ConnectionError):
-    """The server has said why, and will not let it in."""
+    """The server does not let the worker in; the message is the server's reason."""
 
 
 def enter(
     address: bytes, secret: bytes, hello: dict[str, Any], given: list[int], timeout: float
 ) -> tuple[socket.socket, dict[str, Any], list[int]]:
-    """Goes to a door of this host: the connection, what it says, and three descriptors. Raises as `connect`."""
+    """Connects to a door on this host, and passes it the descriptors `given`. Returns the connection, the answer, and
+    three descriptors. Raises as `connect`."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with contextlib.ExitStack() as undo:
         undo.callback(connection.close)
@@ -164,13 +173,15 @@ def enter(
 
 @dataclass
 class Reached:
-    """Connections to the door of another host: one for control messages, and others, descriptors and paths."""
+    """Connections to a door on another host."""
 
     control: socket.socket
+    """For control messages."""
     others: list[tuple[int, str]]
+    """For data: descriptor and path of each."""
 
     def take(self) -> Iterator[tuple[int, str]]:
-        """The others, which from here on belong to the caller."""
+        """Yields the connections for data, which the caller then owns."""
         while self.others:
             yield self.others.pop()
 
@@ -181,7 +192,7 @@ class Reached:
 
 
 def answers(addresses: list[list[Any]]) -> bool:
-    """Whether somebody listens at one of the addresses of a door between hosts, or that cannot be found out."""
+    """Whether a process listens at one of the addresses of a door. Also True if this cannot be determined."""
     for each in addresses:
         address = Address(*each)
         try:
@@ -195,7 +206,8 @@ def answers(addresses: list[list[Any]]) -> bool:
 
 
 def machine(options: Options) -> str:
-    """Equal for processes of one host: of one kernel and one network namespace, unless the options say otherwise."""
+    """Returns a name of this host. It is equal for processes with the same kernel and network namespace, unless
+    RINGREDUCE_HOST_ID or RINGREDUCE_TRANSPORT says otherwise."""
     if options.host_id:
         return f"host {options.host_id}"
     here = f"{kernel()}/{os.stat('/proc/self/ns/net').st_ino}"

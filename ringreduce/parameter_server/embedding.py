@@ -1,4 +1,4 @@
-"""Tables of rows by id on the servers, as modules of torch.nn: `Embedding` and `EmbeddingBag`."""
+"""Embeddings whose rows are on the servers, as modules of torch.nn: `Embedding` and `EmbeddingBag`."""
 
 from __future__ import annotations
 
@@ -23,42 +23,43 @@ if TYPE_CHECKING:
     from ringreduce._C import ParameterCall, ParameterClient, ParameterRows
 
 MOST_PREFETCHED = 4
-"""Batches; of more, the oldest is dropped."""
+"""The most prefetched batches of a table. When there are more, the oldest is dropped."""
 
 
 @dataclass(eq=False)
 class _Batch:
-    """Rows that have been asked for. What nobody takes is dropped with this."""
+    """A pull of rows. If its rows are not taken, they are dropped together with this object."""
 
     client: ParameterClient
     name: str
-    """The table's."""
+    """The name of the table."""
     ids: torch.Tensor
     rows: ParameterRows
     call: ParameterCall
     bytes: int
-    """In the window."""
+    """The bytes that it takes in the window."""
 
     def __del__(self) -> None:
         self.client.cancel(self.call)
 
 
 class Embedding(nn.Module):
-    """A table whose rows, one for any int64 id, lie on the servers and are updated there. Made by every worker.
+    """A table with a row for every int64 id. The rows are on the servers, which update them. Every worker makes one.
 
         users = ps.Embedding(kv, "user", 64, update=ps.rowwise_adagrad(lr=0.05))
         loss(users(ids)).backward()    # pulls the rows of `ids`; backward pushes their gradients
 
-    A row that nobody has pushed to has values uniform in `initial`, (low, high), by default within 1/sqrt(dim) of 0:
-    they depend on `seed`, the id and the column alone. A row takes memory, with the rule's state for it, from the first
-    push to it on. Servers hold 1/n of the rows each.
+    `dim` is the number of elements of a row, and `dtype` is float32 or float64. Before the first push to a row, its
+    values are uniform in `initial`, which is (low, high) and by default (-1/sqrt(dim), 1/sqrt(dim)). They depend only
+    on `seed`, the id and the column. A row and its optimizer state take memory from the first push to it. Each of n
+    servers holds about 1/n of the rows.
 
     `update` is `rowwise_adagrad()`, `assign()`, `reduce("sum")` or `optimizer()` of SGD, Adagrad, Adam or AdamW without
-    momentum. It changes the rows of a push and no others: so a row that is not pushed has neither weight decay nor a
-    change of Adam's means. The step that Adam counts is the table's. `mode` is as for `KeyValue.init` (default:
-    `sync()`), for the whole table: in `sync` every worker of the group pushes once a round, even if it has no ids.
+    momentum. It changes only the rows of a push: other rows have no weight decay, and their Adam moments do not change.
+    Adam's step number is that of the table. `mode` is as for `KeyValue.init` (default: `sync()`) and is that of the
+    whole table: in `sync` every worker of the group pushes once a round, even if it has no ids.
 
-    `dtype` is float32 or float64. Raises `InvalidArgument` if another worker has made `name` otherwise.
+    Raises `InvalidArgument` if another worker has made a table `name` with different arguments.
     """
 
     def __init__(
@@ -103,10 +104,10 @@ class Embedding(nn.Module):
     # ---- rows --------------------------------------------------------------------------------------------------------
 
     def pull(self, ids: Any, out: torch.Tensor | None = None, *, timeout: float | None = None) -> torch.Tensor:
-        """The rows of `ids`: a tensor of their shape and, last, `dim`; `out`, if it is given.
+        """Returns the rows of `ids`, in `out` if it is given: a tensor of shape `(*ids.shape, dim)`.
 
-        `ids` is a tensor or an array of int64, of any shape and values, in which an id may occur several times. What
-        the rows contain is as for `KeyValue.pull`. Makes no rows.
+        `ids` is a tensor or an array of int64, of any shape and values; an id may occur several times. Which pushes the
+        rows contain is the same as for `KeyValue.pull`. Pulling makes no rows.
         """
         deadline = self._kv._deadline(timeout)
         wanted = _ids(ids)
@@ -122,10 +123,10 @@ class Embedding(nn.Module):
     def push(
         self, ids: Any, gradients: Any, *, weight: float = 1.0, priority: int = 0, timeout: float | None = None
     ) -> Pending:
-        """Sends a row of `gradients` for each of `ids`; those of the same id are added in order. As `KeyValue.push`.
+        """Pushes a row of `gradients` for each id, like `KeyValue.push`. Rows of equal ids are added in order.
 
-        `gradients` has the shape of `ids` and, last, `dim`. Waiting for the result raises `UpdateFailed` if a server
-        has no memory for new rows; then nothing of the push was applied there. Raises `InvalidArgument`, and sends
+        `gradients` has shape `(*ids.shape, dim)`. Waiting for the result raises `UpdateFailed` if a server has no
+        memory for new rows; then that server has applied nothing of the push. Raises `InvalidArgument`, and sends
         nothing, if a server's part is larger than this worker's window.
         """
         deadline = self._kv._deadline(timeout)
@@ -143,26 +144,27 @@ class Embedding(nn.Module):
         )
 
     def prefetch(self, ids: Any) -> None:
-        """Asks for the rows of a later `pull` or forward pass with the same `ids` now, and returns at once, unless
-        pushes fill the window.
+        """Requests the rows for a later `pull` or forward pass with the same `ids`. Returns at once, unless pushes fill
+        the window.
 
-        Those rows contain what was pushed before this call, not what is pushed after it: call it after `backward`. They
-        lie in this worker's window until they are used. Of more than 4 batches of a table the oldest is dropped, and of
-        all tables those that leave a later request less than half of the window.
+        The rows contain what was pushed before this call, but nothing that is pushed later, so call it after
+        `backward`. They stay in this worker's window until they are used. The oldest batches are dropped when a table
+        has more than 4, or when those of all tables, with the next request, would take more than half of the window.
         """
         deadline = self._kv._deadline(None)
         waiting, mine = self._kv._prefetched, self._places()
         for place in reversed(mine[: max(0, len(mine) + 1 - MOST_PREFETCHED)]):
-            del waiting[place]  # which leaves the window before more is asked for
+            del waiting[place]  # frees its room in the window before more is requested
         batch = self._ask(_ids(ids).clone(), deadline)
         waiting.append(batch)
 
     def _places(self) -> list[int]:
-        """Where this table's prefetched batches are among all, oldest first."""
+        """Returns the positions of this table's batches in the list of prefetched ones, oldest first."""
         return [place for place, batch in enumerate(self._kv._prefetched) if batch.name == self.name]
 
     def _make_room(self, rows: ParameterRows) -> int:
-        """The bytes of a request for these rows in the window, of which prefetched batches leave it half."""
+        """Drops the oldest prefetched batches until the others and a request for these rows take at most half of the
+        window. Returns the bytes of the request."""
         size = rows.distinct * (8 + self.dim * self.dtype.itemsize)
         waiting = self._kv._prefetched
         while waiting and size + sum(batch.bytes for batch in waiting) > self._client.window_bytes // 2:
@@ -181,7 +183,7 @@ class Embedding(nn.Module):
         return _Batch(self._client, self.name, ids, rows, call, size)
 
     def _batch(self, ids: torch.Tensor, deadline: float) -> _Batch:
-        """The rows of `ids`, asked for by `prefetch` or now."""
+        """Returns the pull of `ids` that `prefetch` has begun, or begins one."""
         waiting = self._kv._prefetched
         for place in self._places():
             if waiting[place].ids.shape == ids.shape and torch.equal(waiting[place].ids, ids):
@@ -195,27 +197,33 @@ class Embedding(nn.Module):
     # ---- as a module -------------------------------------------------------------------------------------------------
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """As `torch.nn.Embedding`: the rows of `ids`, whose gradients `backward` pushes, in `eval` mode too. Every pass
-        that is trained is an update of its own. Under `torch.no_grad()` nothing is."""
+        """Returns the rows of `ids`, like `torch.nn.Embedding`. `backward` pushes their gradients, in `eval` mode too.
+
+        Each forward pass is pushed as an update of its own; a pass under `torch.no_grad()` pushes nothing.
+        """
         positions, values = self._values(ids)
         return functional.embedding(positions, values)
 
     def flush(self, timeout: float | None = None) -> int:
-        """Waits until all that `backward` has pushed is in the servers' rows. Returns how many pushes came late and
-        were dropped, where the mode has a quorum. Raises what went wrong with a push, once for each."""
+        """Waits until the servers have applied everything that `backward` has pushed.
+
+        Returns the number of pushes that came late and were dropped, which only happens if the mode has a quorum. If a
+        push went wrong, raises its error; further errors are raised by further calls. `timeout` is in seconds for each
+        push.
+        """
         while self._pushed:
             pushed = self._pushed.pop(0)
             try:
                 self._late += len(pushed.wait(timeout))
             except BaseException as error:
                 if isinstance(error, CollectiveTimeout) or not isinstance(error, RingReduceError):
-                    self._pushed.insert(0, pushed)  # which may come yet
+                    self._pushed.insert(0, pushed)  # it is still under way
                 raise
         late, self._late = self._late, 0
         return late
 
     def _values(self, ids: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of a batch: where each id's row is, and the distinct rows, as a leaf whose gradient is pushed."""
+        """Returns the position of each id's row, and the distinct rows as a leaf tensor whose gradient is pushed."""
         deadline = self._kv._deadline(None)
         wanted = _ids(ids)
         batch = self._batch(wanted, deadline)
@@ -224,7 +232,7 @@ class Embedding(nn.Module):
         positions = torch.empty_like(wanted)
         batch.rows.copy_positions(positions.data_ptr())
         while self._pushed and self._is_answered(self._pushed[0]):
-            self._late += len(self._pushed.pop(0).wait())  # which raises what went wrong
+            self._late += len(self._pushed.pop(0).wait())  # raises the error of a push that went wrong
         if torch.is_grad_enabled():
             values.requires_grad_()
             hooked: Any = values
@@ -235,7 +243,7 @@ class Embedding(nn.Module):
         return self._client.wait(pushed.calls[self.name], timeout=0.0)
 
     def _is_plain(self, values: Any, ids: torch.Tensor) -> bool:
-        """Whether it is a row for each of `ids`, as this module can read and write it."""
+        """Whether `values` is a dense CPU tensor with a row for each of `ids`."""
         return (
             isinstance(values, torch.Tensor)
             and values.layout == torch.strided
@@ -262,7 +270,11 @@ class EmbeddingBag(Embedding):
     def forward(
         self, ids: torch.Tensor, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """`ids` and `offsets`, which say where each bag begins, or a row of `ids` for each bag."""
+        """Returns a row for each bag, like `torch.nn.EmbeddingBag`.
+
+        Either `offsets` has the position in `ids` where each bag begins, or `ids` is 2-dimensional, with a row for each
+        bag.
+        """
         positions, values = self._values(ids)
         return functional.embedding_bag(
             positions, values, offsets, mode=self.bag, per_sample_weights=per_sample_weights

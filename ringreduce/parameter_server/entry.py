@@ -1,4 +1,4 @@
-"""What a process knows that wants to be let in to a parameter server, and how it goes to doors on other hosts."""
+"""What a joining process knows about a parameter server (`Entry`), and connecting to doors on other hosts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ringreduce.rendezvous.store import get
 
 @dataclass
 class Entry:
-    """What a founder or a worker needs to be let in."""
+    """What a founder or a worker needs in order to join. `deadline` is a time of the monotonic clock."""
 
     name: str
     group: str
@@ -33,15 +33,16 @@ class Entry:
     timeout: float
     options: Options
     store: Any = None
-    """This making of the parameter server's alone."""
+    """The store, under a prefix of this incarnation of the parameter server."""
     making: int = 0
+    """The number of this incarnation; the same store can be used for several, one after the other."""
     worker: int = -1
-    """A founder's is that of its process."""
+    """The number of this worker; for a founder, that of its process."""
     founders: int = 0
     servers: int = 0
     backups: int = 0
     has_far_backups: bool = False
-    """They are reached by TCP."""
+    """Whether backups are reached by TCP."""
     secret: bytes = b""
     host: Host | None = None
 
@@ -51,22 +52,22 @@ class Entry:
 
     @functools.cached_property
     def machines(self) -> list[str]:
-        """By founder. Waits until all have told the store."""
+        """The host of each founder (`control.machine`). Waits until all have told the store."""
         wait = functools.partial(get, self.store, deadline=self.deadline)
         return [wait(f"machine/{process}", f"server {process}") for process in range(self.founders)]
 
     def process(self, process: int) -> dict[str, Any]:
-        """What a process with servers says of itself."""
+        """Returns what a process with servers has told the store about itself. Waits for it."""
         place: dict[str, Any] = json.loads(get(self.store, f"server/{process}", f"server {process}", self.deadline))
         return place | {"number": process, "name": called(process, place)}
 
     def hello(self) -> dict[str, Any]:
-        """What a worker says of itself."""
+        """Returns what a worker tells a server about itself."""
         return {"worker": self.worker, "host": socket.gethostname(), "pid": os.getpid(), "group": self.group}
 
 
 def called(server: int, its: dict[str, Any], replica: int = 0) -> str:
-    """How messages call a server, or its backup, in the process that says this of itself."""
+    """Returns the name of a server, or of its backup, in messages. `its` describes the process it is in."""
     return f"{'the backup of ' * (replica > 0)}server {server} ({its['host']}, pid {its['pid']})"
 
 
@@ -83,7 +84,10 @@ def reach(
     undo: contextlib.ExitStack,
     look: Callable[[], None] | None = None,
 ) -> dict[int, control.Reached]:
-    """Connects to the doors of processes, as visitor `number`. What is not used in the end is closed by `undo`."""
+    """Connects to the doors of processes on other hosts, as visitor `number`; returns the connections by process.
+
+    `undo` closes them. Raises `TopologyError` if a process does not listen for other hosts.
+    """
     peers = {}
     for process, its in processes.items():
         if not its["door"] or entry.options.transport == "shared_memory":
@@ -113,7 +117,10 @@ def reach(
 
 
 def greet(entry: Entry, connection: socket.socket, server: int, replica: int, timeout: float) -> None:
-    """Has a worker let in, over connections to another host, to a server or its backup."""
+    """Asks a server or backup on another host to let this worker in. `timeout` is in seconds.
+
+    Raises `control.Refused` if it does not, and another `ConnectionError` if that replica is not there any more.
+    """
     connection.settimeout(timeout)
     hello = {"of": server, "replica": replica, "window": entry.window}
     control.send(connection, entry.hello() | hello)

@@ -1,4 +1,4 @@
-"""A server's door: the thread that lets workers in and answers what they ask beside the data."""
+"""The servers and backups of a process, and its door: the thread that lets workers in and answers control messages."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from ringreduce.rendezvous.host import check_user, own_pidfd
 from ringreduce.rendezvous.links import Door
 
 GROUP = "parameter server"
-"""What the doors between hosts call it."""
+"""The name by which processes of a parameter server recognise each other's doors between hosts."""
 _WRITING = 60.0
-"""Seconds in which a snapshot may be finished when its server ends. After that it is absent."""
+"""A server that ends waits this many seconds for its part of a snapshot. After that the snapshot stays incomplete."""
 _LOOK = 0.01
-"""Seconds between looks for workers that have gone."""
+"""Seconds between checks for workers that have gone."""
 _MOST_STRANGERS = 64
-"""Connections that have not proved themselves yet."""
+"""The most connections that have not proved themselves yet."""
 
 log = logging.getLogger(__name__)
 
 
 class Host:
-    """The servers in this process, their threads in C++, and their door: servers, and backups of others."""
+    """The servers of this process, the backups of other servers in it, their threads in C++, and their door."""
 
     def __init__(
         self,
@@ -44,17 +44,18 @@ class Host:
         founds: Sequence[int] = (0,),
         backed_up: bool = False,
     ) -> None:
-        """`founds` are the numbers of the servers that begin here, each with room for `capacity` bytes. `backed_up`:
-        servers have backups."""
+        """`founds` has the numbers of the servers that begin here, each with room for `capacity` bytes. `backed_up`
+        says that servers have backups on their own host."""
         self._functions, self._backed_up = functions, backed_up
         self.shards = {number: Shard(capacity, functions, backed_up) for number in founds}
-        """What is served here and what is the backup of another server, by the server's number."""
+        """The servers here and the backups of other servers, by the server's number."""
         self.leaving: list[tuple[int, Shard]] = []
-        """Servers that wait for their backups to go on."""
+        """Servers that have left their blocks to their backups, and wait for these to serve."""
         self.is_leaving = False
         self._keeper: Any = None
         self.on_wish: Callable[[int, int, int], None] = lambda process, has, number: None
-        """Called by it when a process that serves so many would like to serve one more: that one, if it is not -1."""
+        """Called by the door's thread when `process`, which serves `has` servers, would like to serve one more: server
+        `number`, or any if that is -1."""
         self.on_change: Callable[[], None] = lambda: None
         """Called by the door's thread when a server or a backup has ended."""
         self._own = next(iter(self.shards.values()), None) or Shard(1 << 12, functions)
@@ -72,27 +73,30 @@ class Host:
         self._window = 0
         self._far: dict[int, Far] = {}
         self._arrived: list[Visitor] = []
-        """From other hosts, for the thread."""
+        """New visitors that the door's thread has not taken over yet."""
         self.succession: Succession | None = None
-        """If backups are reached by TCP."""
+        """Set if backups are reached by TCP."""
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="ringreduce door", daemon=True)
         self._thread.start()
 
     @property
     def server(self) -> Any:
-        """The one that began here, in C++."""
+        """The C++ server that began in this process."""
         return self._own.server
 
     def lacks_backup(self, shard: Shard) -> bool:
-        """Whether a server could have one and does not."""
+        """Whether a server should be given a backup now."""
         if self.succession is not None:
             return self.succession.is_settled(shard)
         return not shard.server.has_backup
 
     def have_backup(self, number: int, process: int, its: dict[str, Any], timeout: float) -> None:
-        """Has that process, of which the store knows `its` address, keep a backup of server `number`, which is served
-        here. Raises `OSError` if it does not work, and `InvalidArgument` if there can be none.
+        """Makes `process` the backup of server `number`, which is served here. `its` is what the store knows about that
+        process. `timeout` is in seconds.
+
+        Raises `OSError` if the other process cannot be reached or does not answer, and `InvalidArgument` if the server
+        cannot have a backup.
         """
         if self.succession is not None:
             return self.succession.lead(number, self.shards[number], process, timeout)
@@ -127,8 +131,10 @@ class Host:
             self._wake.send(b"a")
 
     def hand_over(self, number: int) -> bool:
-        """Has server `number` leave its blocks to its backup. False: that has been lost. It may also be lost while the
-        server is among those `leaving`: then the server comes back."""
+        """Lets server `number` leave its blocks to its backup. Returns False if the backup has been lost.
+
+        The backup may still be lost while the server is in `leaving`; then the server comes back.
+        """
         shard = self.shards[number]
         with self._left:
             for partner in self._partners(number):
@@ -147,14 +153,14 @@ class Host:
         return True
 
     def serve_alone(self, number: int) -> None:
-        """Has the heir of server `number` go on, of which there can be no backup."""
+        """Lets the heir of server `number` serve, although it can have no backup of its own."""
         if self.succession is None:
             self.shards[number].server.serve_alone()
         else:
             self.succession.serve_alone(number, self.shards[number])
 
     def has_left(self, number: int, shard: Shard) -> bool:
-        """Of those that are leaving: whether that is over."""
+        """Whether a server in `leaving` is finished: its backup serves, or the server has come back."""
         if shard.server.leaves:
             return False
         self.leaving.remove((number, shard))
@@ -164,13 +170,13 @@ class Host:
         with self._left:
             other = self.shards.get(number)
             self.shards[number] = shard
-        if other is not None:  # which would have been the backup of its heir
+        if other is not None:  # a backup that had been made for the heir
             self._end(other)
         return True
 
     def wish_for_server(self, process: int, address: bytes, timeout: float) -> None:
-        """Tells the process whose door is at `address` that this one, which is `process`, would serve one of its
-        servers. Raises `OSError` if it has ended."""
+        """Tells the process whose door is at `address` that this process, number `process`, would like to serve one of
+        its servers. Raises `OSError` if that process has ended."""
         hello = {"worker": process, "wish": True, "has": len(self.serving())}
         connection, _, descriptors = control.enter(address, self._secret, hello, [], timeout)
         connection.close()
@@ -180,7 +186,7 @@ class Host:
     def drop(self, number: int, shard: Shard) -> None:
         """Forgets a server. Its workers' connections for control messages end here."""
         with self._left:
-            if self.shards.get(number) is shard:  # and not a backup that has just been made
+            if self.shards.get(number) is shard:  # it may have been replaced by a new backup
                 del self.shards[number]
         self._end(shard)
 
@@ -198,18 +204,18 @@ class Host:
 
     @staticmethod
     def _part_quietly(partner: Visitor) -> None:
-        """What its end means, it is told, is nothing that anybody has to know."""
+        """Tells a partner that this side ends on purpose, so that neither logs it."""
         partner.meaning = ""
         with contextlib.suppress(OSError):
             control.send(partner.connection, {"tell": "quietly"})
 
     def is_followed_by_nobody(self, number: int) -> bool:
-        """Whether the other one of a server and its backup, of which one is here, has closed its connection."""
+        """Whether the partner of a server or backup in this process has closed its connection."""
         with self._left:
             return not self._partners(number)
 
     def keep(self, keeper: Any) -> None:
-        """Has a `Keeper` see to what is here, until this is closed."""
+        """Sets the `Keeper` of this process, which `close` will close."""
         self._keeper = keeper
 
     def give_away(self, timeout: float) -> bool:
@@ -217,7 +223,7 @@ class Host:
         return self._keeper is not None and bool(self._keeper.give_away(timeout))
 
     def is_there(self, its: dict[str, Any]) -> bool:
-        """Whether there is such a process, of which the store knows the addresses."""
+        """Whether a process is still there. `its` is what the store knows about it."""
         if self.succession is not None:
             return control.answers(its["door"])
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection, contextlib.suppress(OSError):
@@ -226,13 +232,13 @@ class Host:
         return False
 
     def listen(self, door: Door, number: int, window: int, dead_after: int) -> None:
-        """From here on workers of other hosts are let in, by `door`: each with at most `window` bytes under way. And
-        servers that have their backups here."""
+        """Opens `door` for workers on other hosts, each with at most `window` bytes of pushes under way, and for
+        servers that want to have their backups here."""
         self._door, self._window = door, window
         door.open(number, GROUP, self._secret, None, self._arrive, dead_after=dead_after)
 
     def _arrive(self, number: int, descriptor: int, path: str) -> None:
-        """A connection from another host. The first one of this number is for control messages."""
+        """Takes a connection from another host. The first one of each visitor is for control messages."""
         with contextlib.suppress(BlockingIOError), self._left:
             if number not in self._far:
                 self._far[number] = far = Far()
@@ -248,14 +254,15 @@ class Host:
                 far.take(descriptor, path)
 
     def close_in_child(self) -> None:
-        """In a forked process, which has copies of the parent's sockets: nobody is to wait for the child to end."""
+        """Closes the copies of the parent's sockets in a forked child. Otherwise others would not notice the end of the
+        parent until the child has ended, too."""
         for end in (self._wake, self._woken, self._listener):
             end.close()
         for visitor in self._visitors.values():
             visitor.connection.close()
 
     def close(self) -> None:
-        """Ends both threads; workers that still need this server see it end."""
+        """Ends the servers and all threads. Workers that still need these servers see them end."""
         if not self._thread.is_alive():
             return
         self._closing = True
@@ -274,12 +281,12 @@ class Host:
             self._door.close()
         for visitor in self._arrived:
             visitor.connection.close()
-        for end in (self._wake, self._woken, self._listener):  # last: who sees this gone takes nothing here for alive
+        for end in (self._wake, self._woken, self._listener):  # last: see is_there()
             end.close()
         self._keeper, self.on_wish, self.on_change = None, lambda process, has, number: None, lambda: None
 
     def statistics(self) -> dict[str, Any]:
-        """What `KeyValue.stats` says of this process's own server."""
+        """Returns what `KeyValue.stats` has about a server of this process."""
         return self._statistics(next(iter(self.serving().values()), self._own))
 
     def _statistics(self, shard: Shard) -> dict[str, Any]:
@@ -295,11 +302,12 @@ class Host:
         return found | {"seconds": round(time.monotonic() - self._begun, 3)}
 
     def serving(self) -> dict[int, Shard]:
-        """What is served here, by the server's number: what began here, and backups that took over."""
+        """Returns the servers that serve here, by number: those that began here, and backups that have taken over."""
         return {number: shard for number, shard in list(self.shards.items()) if shard.server.serves}
 
     def wait_until_left(self, timeout: float) -> list[str]:
-        """Waits until all workers have gone; returns who has not. Nobody waits for a reader."""
+        """Waits until all workers have gone; returns the names of those that have not after `timeout` seconds. Readers
+        are not waited for."""
         deadline = time.monotonic() + timeout
         while (staying := self._staying()) and time.monotonic() < deadline:
             with self._left:
@@ -307,10 +315,10 @@ class Host:
         return list(staying.values())
 
     def wait_until_served(self, timeout: float | None) -> bool:
-        """Waits until workers have come and all have gone; returns whether it is so."""
+        """Waits until workers have come and all have gone; returns False after `timeout` seconds (None: no limit)."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
-            served = self._served  # before it looks, since one may just be coming
+            served = self._served  # read before _staying(), which sets it when a worker comes
             if not self._staying() and served:
                 return True
             if deadline is not None and time.monotonic() >= deadline:
@@ -319,8 +327,10 @@ class Host:
                 self._left.wait(_LOOK)
 
     def _staying(self) -> dict[int, str]:
-        """Workers that take part in what is here, or have not closed their connections, as messages call them. Workers
-        connect to backups that are reached by TCP, so there the connections tell all."""
+        """Returns the workers that take part here or have not closed their connections, with their names.
+
+        Where backups are reached by TCP, every worker has a connection here, so the connections are enough.
+        """
         found = {each.worker: each.name for each in self._inside() if not each.observes}
         for shard in list(self.shards.values()):
             with contextlib.suppress(Aborted):  # it has been stopped
@@ -381,7 +391,7 @@ class Host:
     def _serve(self, selector: selectors.BaseSelector, visitor: Visitor) -> None:
         try:
             if visitor.is_partner:
-                control.receive(visitor.connection)  # it says one thing only
+                control.receive(visitor.connection)  # the only message of a partner is "quietly"
                 visitor.meaning = ""
                 if visitor.shard is not None:
                     visitor.shard.takes_over_quietly = True
@@ -400,13 +410,13 @@ class Host:
                 self._forget(visitor)
                 return self.on_change()
             if visitor.worker >= 0 and visitor.shard is not None:
-                with contextlib.suppress(Aborted):  # it has been handed over
-                    visitor.shard.server.lose(visitor.worker)  # no loss if it has left
+                with contextlib.suppress(Aborted):  # the server has been stopped
+                    visitor.shard.server.lose(visitor.worker)  # no effect if the worker has left
             self._forget(visitor)
 
     def _respond(self, visitor: Visitor, message: dict[str, Any], descriptors: list[int]) -> None:
         answer, given = self._answer(visitor, message, descriptors)
-        if "number" in message:  # so that the answer to a question that was given up is known for one
+        if "number" in message:  # lets the worker recognise an answer to a question that it has given up
             answer["number"] = message["number"]
         try:
             control.send(visitor.connection, answer, given)
@@ -417,7 +427,7 @@ class Host:
     def _forget(self, visitor: Visitor) -> None:
         with self._left:
             del self._visitors[visitor.connection.fileno()]
-            if visitor.far is not None:  # what is still to come belongs to nobody
+            if visitor.far is not None:  # nobody will take over its connections
                 for descriptor, _ in visitor.far.sockets:
                     os.close(descriptor)
                 visitor.far.sockets, visitor.far.take = [], lambda descriptor, path: os.close(descriptor)
@@ -439,7 +449,7 @@ class Host:
             return {"error": [type(error).__name__, str(error)]}, []
         except OSError:
             raise
-        except Exception as error:  # whatever a message does, the next one is answered
+        except Exception as error:  # an invalid message must not end the door's thread
             return {"error": ["InvalidArgument", f"a message that says nothing known: {error!r}"]}, []
         finally:
             for descriptor in descriptors:
@@ -543,7 +553,7 @@ class Host:
             take(descriptor, path)
 
     def _follow_far(self, far: Far, number: int, capacity: int, view: str, since: int) -> dict[str, Any]:
-        """Makes the backup of a server of another host."""
+        """Makes the backup of a server that is reached by TCP."""
         if self.succession is None:
             raise InvalidArgument("backups of these servers are not reached by TCP")
         known = self._check_absent(number)
@@ -557,7 +567,8 @@ class Host:
         return {"name": self._name_of_backup(number)}
 
     def _check_absent(self, number: int) -> Shard | None:
-        """What is known here of server `number`, of which this process can have a backup."""
+        """Checks that this process can have a backup of server `number`. Returns an earlier server or backup of that
+        number which is still known here. Raises `InvalidArgument`."""
         known = self.shards.get(number)
         if known is not None and known.server.serves and not known.server.has_ended:
             raise InvalidArgument(f"server {number} is here, so its backup has to be elsewhere")

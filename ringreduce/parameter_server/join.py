@@ -1,8 +1,8 @@
-"""Joining a parameter server: finding its servers in a store, and being let in.
+"""`join` and `serve`: founding a parameter server, finding its servers in a store, and connecting to them.
 
-Every server tells the store where it is. A worker connects to the Unix sockets of servers on its own host. To other
-servers it makes TCP connections, as ranks of a group do (`rendezvous.links`). The first connection to each is for
-control messages.
+Every process with servers tells the store where it is. A worker connects to the Unix sockets of servers on its own
+host, and makes TCP connections to the others, as ranks of a group do (`rendezvous.links`). The first connection to each
+is for control messages.
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ from ringreduce.rendezvous.sockets import parse_ports
 from ringreduce.rendezvous.store import get
 
 WINDOW = 64 << 20
+"""The default size of a worker's window, in bytes."""
 _PREFIX = "ringreduce/parameter server"
 _TAKING_OVER = 10.0
-"""Seconds in which a backup must have taken over when a worker joins."""
+"""A worker that joins waits this many seconds for a backup to take over."""
 _AGAIN = 0.005
-"""Seconds after which it is asked again who serves."""
+"""Seconds between two attempts to join whoever serves."""
 _open: set[KeyValue] = set()
-"""What is ended with the process, even if the program has dropped it."""
+"""Workers that are closed at the end of the process, even if the program has dropped them."""
 
 
 def join(
@@ -69,21 +70,26 @@ def join(
     workers: int = 0,
     timeout: float = 60.0,
 ) -> KeyValue:
-    """Joins the parameter server `name`; returns when this worker is known to all servers.
+    """Joins the parameter server `name`; returns when all servers have let this worker in.
 
-    In a plain Python process it is a store of its own. Under torchrun, or with a torch `store`, `rank` and `size`, the
-    ranks found one together: each is a worker and a server with 1/size of the blocks, and all return when all are
-    there. Other processes join it later, with `role="worker"` and the same `store`, or with `role="reader"`: nobody
-    waits for a reader (see `KeyValue.follow`).
+    A plain Python process gets a parameter server of its own. Under torchrun, or with a torch `store`, `rank` and
+    `size`, the ranks found one together: each is a worker and a server with about 1/size of the blocks, and all return
+    when all have come. Other processes join later with the same `store` and `role="worker"`, or with `role="reader"`:
+    nobody waits for a reader (see `KeyValue.follow`).
 
-    `group` is what this worker counts in (see `sync` and `ssp`), and `workers` how many of it must have joined before
-    this returns; `functions` are those that `ps.function` may name.
-    `memory` bounds the bytes of this server's values and native optimizer states (default: an equal share of half of
-    the machine's), `window` those of this worker's pushes under way, and of what this server keeps of a worker of
-    another host: such a worker's window is no larger than the servers'. Tensors are cut in blocks of at most
-    `block_bytes`, which must be equal on all founders. With `backups=1`, on all founders, each server has a backup in
-    the process of the next one, on another host if there is one, which takes over if its process or its host ends.
-    `timeout` is in seconds, for this and, as a default, for all calls.
+    Arguments, besides those:
+
+    - `group`: the group of workers that this one belongs to (see `sync` and `ssp`).
+    - `workers`: returns only when so many workers of this group have joined.
+    - `functions`: by name, the functions that `ps.function` may name.
+    - `memory`: the most bytes of this server's values and native optimizer states (default: an equal share of half of
+      the machine's memory).
+    - `window`: the most bytes of this worker's pushes under way. A server keeps as much memory for each worker on
+      another host, so the window of such a worker is no larger than the servers'.
+    - `block_bytes`: the most bytes of a block. All founders must give the same.
+    - `backups`: with 1, on all founders, each server has a backup in the process of the next server, on another host if
+      there is one. It takes over if the server's process or host ends.
+    - `timeout`: in seconds, for this call and, as a default, for all calls of the result.
 
     Processes of one host share memory. Processes of several hosts use TCP, with the settings of
     RINGREDUCE_SOCKET_IFNAME, RINGREDUCE_PORTS, RINGREDUCE_SECRET_FILE, RINGREDUCE_HOST_ID, RINGREDUCE_TRANSPORT,
@@ -91,7 +97,7 @@ def join(
     later only if the founders gave `listen=True`. With backups all must give the same.
 
     Raises `CollectiveTimeout` if a founder does not come, `PeerLost` or `SystemFailure` if a server cannot be reached,
-    and `TopologyError` if a server on another host does not accept workers of other hosts.
+    and `TopologyError` if a server on another host does not accept workers from other hosts.
     """
     if role not in ("both", "worker", "reader"):
         raise InvalidArgument(f"role is {role!r}; it must be 'both', 'worker' or 'reader', and `serve` is for servers")
@@ -133,15 +139,17 @@ def serve(
 ) -> Serving:
     """Founds the parameter server `name` as process `rank` of `size`, without a worker. Returns when all have come.
 
-    Workers join with `join(store, role="worker")`, before or after: of any host, unless all servers are on one host and
-    `listen` is False, which is the default with backups. The other arguments are as for `join`.
+    Workers join with `join(store, role="worker")`, before or after this call. They may be on any host, unless all
+    servers are on one host and `listen` is False, which is the default with backups and with more servers than
+    processes. The other arguments are as for `join`.
 
-    `servers` is how many servers the blocks are spread over (default: one a process). If there are more than processes,
-    each process begins with its share, and others can take some later, on the same host or, with backups, on others:
-    with `joins=True`, `store` and `name` alone, this enters a parameter server that exists. It returns when it has its
-    share, which its servers give one after the other, while calls go on. `Serving.give_away` is the way back. Where
-    backups are reached by TCP, since servers are on several hosts or listen, this process may also end up with backups
-    alone: if all copies of what it could serve would be on its host meanwhile.
+    `servers` is the number of servers that the blocks are spread over (default: one for each process). If there are
+    more servers than processes, each process begins with its share, and processes that come later can take over some:
+    on the same host or, with backups, on other hosts. Such a process calls this with `joins=True`, `store` and `name`
+    alone. The call returns when the process has its share, which it is given one server after the other while calls of
+    workers go on. `Serving.give_away` gives the servers back to others. If backups are reached by TCP (servers on
+    several hosts, or `listen=True`), a process takes no server whose two copies would both be on its own host during
+    the move; it may then end up with backups only.
     """
     check_timeout(timeout)
     _check_sizes(window, block_bytes)
@@ -166,7 +174,7 @@ def serve(
 
 
 def _coming(entry: Entry, store: Any, functions: dict[str, Function] | None) -> Serving:
-    """A process that comes later: makes itself known, and asks for its share."""
+    """Joins as a process that comes later: makes itself known in the store, and asks for its share of servers."""
     if store is None:
         raise InvalidArgument("joins is True without a store; give the store of the servers that there are")
     _find(entry, store)
@@ -190,7 +198,7 @@ def _coming(entry: Entry, store: Any, functions: dict[str, Function] | None) -> 
 
 
 def _find(entry: Entry, store: Any) -> None:
-    """What the founders have told the store."""
+    """Fills in the entry from what the founders have told the store. Waits for it."""
     making = get(store, f"{_PREFIX}/{entry.name}/latest", "the founders of the parameter server", entry.deadline)
     entry.store = PrefixStore(f"{_PREFIX}/{entry.name}/{making}", store)
     entry.servers = int(get(entry.store, "founded", "the founders of the parameter server", entry.deadline))
@@ -211,7 +219,7 @@ def _check_sizes(window: int, block_bytes: int) -> None:
 
 
 def _surroundings(rank: int | None, size: int | None) -> tuple[Any, int, int]:
-    """The store, rank and size of the launcher; without one, of a process by itself."""
+    """Returns the launcher's store, rank and size; without a launcher, those of a group of this process alone."""
     if rank is not None or size is not None:
         raise InvalidArgument(f"rank is {rank} and size {size} without a store; give store= too, or none of them")
     if dist.is_initialized():
@@ -236,7 +244,7 @@ def _founding(
     memory: int | None,
     listen: bool,
 ) -> Iterator[Host]:
-    """Makes this process's server and tells the store where it is. It ends if the body raises."""
+    """Makes this process's servers and tells the store where they are. Closes them if the body raises."""
     if rank is None or size is None or not 0 <= rank < size:
         raise InvalidArgument(f"rank is {rank} and size {size}; a store needs 0 <= rank < size")
     if entry.backups not in (0, 1) or (entry.backups and size == 1):
@@ -259,7 +267,8 @@ def _founding(
     try:
         _make_known(entry, host, listen)
         yield host
-        if len(set(entry.machines)) == 1 or entry.has_far_backups:  # others do not move, and have no backups
+        # Servers on several hosts without backups do not move and have no backups, so they need no keeper.
+        if len(set(entry.machines)) == 1 or entry.has_far_backups:
             _keep(entry, host)
     except BaseException:
         host.close()
@@ -267,7 +276,7 @@ def _founding(
 
 
 def _agree_on_all(entry: Entry, listen: bool) -> None:
-    """What all founders must give the same, and where their servers are."""
+    """Checks that all founders were given equal arguments, and decides how backups are reached."""
     entry.store.set(f"machine/{entry.worker}", entry.machine)
     _agree(entry.store, "block_bytes", entry.block_bytes)
     _agree(entry.store, "backups", entry.backups)
@@ -288,7 +297,7 @@ def _make_known(entry: Entry, host: Host, listen: bool) -> None:
 
 
 def _publish(entry: Entry, host: Host, listens: bool) -> None:
-    """Tells the store where this process is; `listens`: workers and servers of other hosts may come."""
+    """Tells the store where this process is. With `listens`, opens a door for workers and servers on other hosts."""
     me: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), "machine": entry.machine}
     me |= {"address": host.address.hex(), "window": entry.window, "door": []}
     if listens:
@@ -343,7 +352,8 @@ def _check_one_host(entry: Entry, listen: bool) -> None:
 
 
 def _have_backups(entry: Entry, host: Host) -> None:
-    """Has another process, the next one or if it can one on another host, keep backups of what begins here."""
+    """Makes the first backups of this process's servers, in the next process or, by TCP, in the next one on another
+    host."""
     far = host.succession is not None
     backup = backup_of(entry.worker, entry.machines) if far else (entry.worker + 1) % entry.founders
     its = entry.process(backup)
@@ -367,7 +377,7 @@ def _wait_for_founders(entry: Entry, store: Any) -> None:
 
 
 def _wait_for_workers(kv: KeyValue, entry: Entry, workers: int) -> KeyValue:
-    """Returns when so many have joined this one's group, with those that have left since."""
+    """Returns when `workers` workers have joined this one's group; those that have left since count too."""
     key = f"joined/{entry.group}"
     there = entry.store.add(key, 1)
     while there < workers:
@@ -431,15 +441,18 @@ def _enter(entry: Entry) -> KeyValue:
 
 
 class _Joined(NamedTuple):
+    """A server that has let this worker in."""
+
     connection: socket.socket
+    """For control messages."""
     name: str
-    """How messages call it."""
+    """Its name in messages."""
     turn: int
-    """How many have served these blocks before; its replica's number, if backups are reached by TCP."""
+    """How many servers have served these blocks before it; if backups are reached by TCP, its replica number."""
 
 
 def _window(entry: Entry) -> int:
-    """What the window has, and all servers take that may have to be reached by TCP."""
+    """Returns the bytes of the worker's window: no more than any server accepts that may be reached by TCP."""
     places = [entry.process(process) for process in range(entry.founders)]
     far = [its for its in places if entry.has_far_backups or its["machine"] != entry.machine]
     entry.window = min([entry.window, *(int(its["window"]) for its in far)]) // 64 * 64  # as the client has it
@@ -454,9 +467,9 @@ def _reach_all(entry: Entry, undo: contextlib.ExitStack) -> dict[int, control.Re
 
 
 def _enter_near(entry: Entry, client: Any, server: int) -> _Joined:
-    """Joins a server of this host.
+    """Joins a server on this host.
 
-    If its process has ended, or does not serve it any more, the one that does is waited for.
+    If its process has ended or does not serve it any more, waits for the process that does.
     """
     until, began = time.monotonic() + _TAKING_OVER, place_of(entry.store, server, entry.founders)
     while True:
@@ -473,7 +486,7 @@ def _enter_near(entry: Entry, client: Any, server: int) -> _Joined:
 
 
 def _let_in(entry: Entry, client: Any, server: int, its: dict[str, Any]) -> _Joined:
-    """The same, of that process alone."""
+    """Joins a server in the process described by `its`."""
     hello = entry.hello() | {"servers": entry.servers, "lane": server, "window_bytes": client.window_bytes}
     left = max(0.1, entry.deadline - time.monotonic())
     connection, answer, (values, bell, pidfd) = connect(
@@ -497,7 +510,7 @@ def _enter_far(entry: Entry, client: Any, server: int, replica: Replica, reached
 
 
 def _enter_viewed(entry: Entry, views: Views, client: Any, server: int, undo: contextlib.ExitStack) -> _Joined:
-    """Joins whoever serves, on any host, where backups are reached by TCP: again if the view changes meanwhile."""
+    """Joins whoever serves the blocks of a server, if backups are reached by TCP. Starts again if the view changes."""
     until = time.monotonic() + _TAKING_OVER
     while True:
         view = views.of(server)
@@ -524,7 +537,7 @@ def _enter_viewed(entry: Entry, views: Views, client: Any, server: int, undo: co
 
 
 def _close_in_child() -> None:
-    """A forked child serves nothing and has joined nothing; the others are to see the parent end when it does."""
+    """Closes what a forked child has inherited. It has joined nothing, and others must notice the end of the parent."""
     for kv in _open:
         kv._disconnect()
         if kv._with.host is not None:
@@ -540,7 +553,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 @atexit.register
 def _end_all() -> None:
-    """A server's thread may not call Python once it is being finalised."""
+    """Stops all servers at exit, because their threads must not call Python while the interpreter is finalised."""
     for kv in list(_open):
         kv._close()
     for serving in list(open_servings):

@@ -1,9 +1,9 @@
-"""What sees to it that servers have backups, and that they go where there is room: a thread in every server's process.
+"""A thread in every process with servers that gives servers backups and moves them to other processes.
 
-Every server decides for itself. It is the only one that serves its blocks, so it may choose its backup without asking
-anybody. The launcher's store knows the processes that there are. Where backups are reached by TCP it has the views
-(`succession`); on one host only the end of a process counts as its loss, and the store merely knows, for workers that
-join, where each server is.
+Every process decides for its own servers. A server alone serves its blocks, so its process may choose the backup
+without asking others. The launcher's store has a list of the processes. If backups are reached by TCP, it also has the
+views (`succession`). On one host, only the end of a process counts as the loss of its servers, and the store records
+the place of each server merely for workers that join.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from ringreduce.parameter_server.host import Host
 from ringreduce.parameter_server.views import View, Views
 
 _LOOK = 0.5
-"""Seconds between looks when nothing is known to have happened."""
+"""Seconds between two looks, unless something has happened."""
 _SOON = 0.002
-"""While a server's end is known here, and its backup has not taken over yet."""
+"""Seconds between two looks while a server has ended and its backup has not taken over."""
 _PATIENCE = 5.0
-"""Seconds for another process to make a backup."""
+"""Seconds within which another process must make a backup."""
 _NO_STORE = (RuntimeError, ConnectionError)
-"""What a store of torch raises when it has ended, and when it does not answer."""
+"""What a torch store raises when it has ended, and when it does not answer."""
 
 log = logging.getLogger(__name__)
 
 
 def place_of(store: Any, server: int, founders: int) -> int:
-    """The process that serves it, or did when the store was last told."""
+    """Returns the process that serves `server`, as far as the store knows."""
     key = _place(server)
     return int(store.get(key)) if store.check([key]) else server % founders
 
@@ -46,18 +46,18 @@ def _place(server: int) -> str:
 
 
 class Directory:
-    """What the store knows of processes and servers. Processes are numbered: first the founders.
+    """What the store knows about processes and servers. Processes are numbered, founders first.
 
-    A store that has ended, or does not answer in time, changes nothing of what servers do.
+    Servers go on even if the store has ended or does not answer: methods then use what they know.
     """
 
     def __init__(self, store: Any, founders: int, views: Views | None = None) -> None:
-        """`views`: where servers are, if backups are reached by TCP."""
+        """`views` says where servers are, if backups are reached by TCP."""
         self._store, self._founders, self._views = Bounded(store), founders, views
         self._known: dict[int, dict[str, Any]] = {}
 
     def processes(self) -> dict[int, dict[str, Any]]:
-        """All that there have been. What is known already, if the store has ended."""
+        """Returns all processes, including those that have ended; without the store, those that are known."""
         with contextlib.suppress(*_NO_STORE):
             for number in range(self._founders + int(self._store.add("later processes", 0))):
                 if number not in self._known and self._store.check([f"server/{number}"]):
@@ -69,15 +69,18 @@ class Directory:
         return place_of(self._store, server, self._founders) if view is None else view.server.process
 
     def put(self, server: int, process: int) -> None:
-        """Returns when the store has it: what the next process puts comes after this."""
+        """Records that `process` serves `server`. Returns when the store has it, so a later process cannot be
+        overwritten by this."""
         with contextlib.suppress(*_NO_STORE):
             self._store.set(_place(server), str(process))
-            self._store.check([_place(server)])  # a store of torch answers this, and a set it does not
+            self._store.check([_place(server)])  # a torch store answers check(), but not set()
 
     def begin_to_leave(self, process: int, is_there: Callable[[dict[str, Any]], bool], deadline: float) -> bool:
-        """Whether it is this process's turn to leave, before the time is over. It is until the process has ended.
+        """Waits until it is this process's turn to leave; returns False after `deadline`. The turn lasts until the
+        process ends.
 
-        Without the store it is at once: two that leave together take nothing from each other then, and others may.
+        Without the store it is the process's turn at once. Two processes that leave together then take nothing from
+        each other, but others can take their servers.
         """
         with contextlib.suppress(*_NO_STORE):
             while (first := self._store.compare_set("leaves", "", str(process))) != str(process):
@@ -89,34 +92,35 @@ class Directory:
         return True
 
     def stay(self, process: int) -> None:
+        """Ends the process's turn to leave."""
         with contextlib.suppress(*_NO_STORE):
             self._store.compare_set("leaves", str(process), "")
 
 
 class Keeper:
-    """Makes backups of what is served in this process, new ones when they are lost, and gives servers to others."""
+    """Gives the servers of this process backups, replaces lost ones, and gives servers to other processes."""
 
     def __init__(self, host: Host, directory: Directory, number: int, backups: int) -> None:
         self._host, self._directory, self._number, self._backups = host, directory, number, backups
         self._poked, self._closing = threading.Event(), False
         self._served = host.serving()
-        """Of which the store has been told that they are here."""
+        """The servers that the store has been told are here."""
         self._looking = threading.Lock()
         self._wishes: list[tuple[int, int, int]] = []
-        """Processes that would like to serve one more, how many they do, and which one, if it is not -1."""
+        """Wishes for a server: the process, how many servers it has, and the server that it wants (-1: any)."""
         self._wanted_by: dict[int, int] = {}
-        """Of servers with their backups here: the process that is to be the next backup, and would like to serve."""
+        """By number, for backups here: a process that would like to serve it. It becomes the next backup."""
         self._backup_at: dict[int, int] = {}
-        """Of servers: the process with the backup, if this process had it made."""
+        """By server: the process of the backup that this process had made."""
         self._in_vain: set[int] = set()
-        """Processes that took no backup when they were asked last."""
+        """Processes that did not take a backup when they were last asked."""
         host.on_wish = self._hear_wish
         self._alone: set[int] = set()
-        """Servers without a backup, of which it has been said."""
+        """Servers without a backup about which this has been logged."""
         host.on_change = self._poked.set
         if host.succession is not None:
             host.succession.on_change = self._poked.set
-        directory.processes()  # which are needed when the store has ended
+        directory.processes()  # learns them now, since the store may end
         self._thread = threading.Thread(target=self._run, name="ringreduce keeper", daemon=True)
         self._thread.start()
 
@@ -137,12 +141,12 @@ class Keeper:
                     soon = not self._closing and self._look()
             except Aborted:  # a server has been stopped
                 soon = False
-            except Exception:  # whatever it is, there must be backups afterwards
+            except Exception:  # the thread must go on, or lost backups are not replaced
                 log.exception("looking after the servers of process %d", os.getpid())
                 soon = False
 
     def _look(self) -> bool:
-        """Returns whether it has to be called again soon."""
+        """Does what is to be done now; returns whether it has to be called again soon."""
         soon = not self._have_left()
         self._tell_store()
         while self._wishes and not soon:
@@ -162,12 +166,12 @@ class Keeper:
         return soon
 
     def _tell_store(self) -> None:
-        """Which servers are here that were not."""
+        """Tells the store about servers that have come to this process, and logs takeovers."""
         if self._host.succession is not None:
             return
         serving = self._host.serving()
         for number, shard in serving.items():
-            if self._served.get(number) is not shard:  # one that went away and came back is another one
+            if self._served.get(number) is not shard:  # a server that left and returned is another shard
                 if not shard.takes_over_quietly and shard.has_workers():
                     what = f"server {number} has ended: its backup, in this process (pid {os.getpid()}), takes over"
                     log.warning("%s", what)
@@ -182,18 +186,19 @@ class Keeper:
         self._poked.set()
 
     def _grant(self, process: int, has: int, wanted: int) -> None:
-        """Has the other process serve one of those here, if it has fewer even then."""
+        """Gives a server to another process, unless that would then have more servers than this one."""
         mine = sorted(self._host.serving())
         if self._host.succession is not None:
             if wanted in mine and not self._host.shards[wanted].is_saving():
                 is_next = self._host.succession.backup_of(self._host.shards[wanted]) == process
-                if len(mine) > has + (not is_next):  # what is here on its way to that process it may have in any case
+                # If that process is the backup already, the server is only here on its way, and is not counted as ours.
+                if len(mine) > has + (not is_next):
                     self._host.hand_over(wanted)
                     self._poked.set()
             return
         if len(mine) <= has + 1:
             return
-        # First one that has its backup there. Some may not move: those with keys that Python updates.
+        # Servers with their backup there come first. A server with keys that Python updates cannot move.
         for number in sorted(mine, key=lambda each: (self._backup_at.get(each) == process, each), reverse=True):
             if not self._host.shards[number].is_saving() and self._have_backup(number, process):
                 self._host.hand_over(number)
@@ -201,12 +206,12 @@ class Keeper:
                 return
 
     def _have_left(self) -> bool:
-        """Whether no server waits any more for its backup to go on in its place."""
+        """Whether no server waits any more for its backup to serve in its place."""
         return all([self._host.has_left(*each) for each in list(self._host.leaving)])
 
     def take_share(self, servers: int, deadline: float) -> None:
-        """Returns when no process serves two more than this one, or keeps what it has when the time is over. Raises
-        `CollectiveTimeout` if that is nothing."""
+        """Asks for servers until no process serves two more than this one. After `deadline`, goes on with those that it
+        has, and raises `CollectiveTimeout` if it has none."""
         while True:
             counts = collections.Counter(self._directory.place_of(server) for server in range(servers))
             mine, (richest, most) = counts[self._number], counts.most_common(1)[0]
@@ -218,7 +223,7 @@ class Keeper:
                     raise CollectiveTimeout(f"{why}: it may have ended, been stopped, or serve what cannot move")
                 log.warning("%s; it goes on with those that it has: %s", why, sorted(self._host.serving()))
                 return
-            with contextlib.suppress(OSError):  # it has ended, and others will say that they serve what it did
+            with contextlib.suppress(OSError):  # that process has ended, and others will serve what it did
                 address = bytes.fromhex(self._directory.processes()[richest]["address"])
                 self._host.wish_for_server(self._number, address, _PATIENCE)
             until = time.monotonic() + _LOOK
@@ -228,14 +233,14 @@ class Keeper:
                 time.sleep(_SOON)  # until the store knows
 
     def take_share_between_hosts(self, servers: int, deadline: float) -> None:
-        """The same where a server has its only backup in another process, which serves it on its way here: with this
-        process as its backup, and then this one takes over. It may keep what it has."""
+        """The same if backups are reached by TCP. A server has only one backup there, so it comes in two steps: its
+        backup serves it with this process as the new backup, and then leaves it to this process. Does not raise."""
         succession = self._host.succession
         assert succession is not None
         while time.monotonic() < deadline:
             views = {server: view for server in range(servers) if (view := succession.views.of(server))}
             counts = collections.Counter(view.server.process for view in views.values())
-            # Not if all copies would be on this host meanwhile.
+            # Leaves out servers of which both copies would be on this host in between.
             machines = {number: its["machine"] for number, its in self._directory.processes().items()}
             here = [number for number in machines if machines[number] == machines[self._number]]
             may = [
@@ -249,12 +254,12 @@ class Keeper:
             self._take(server, views[server], counts[self._number], deadline)
 
     def _take(self, number: int, view: View, has: int, deadline: float) -> None:
-        """Returns when server `number` is served here, or the time is over, or others have moved it elsewhere."""
+        """Moves server `number` here. Returns when it is served here or elsewhere, or after `deadline`."""
         succession, began = self._host.succession, view
         assert succession is not None and began.backup is not None
         way = (began.server.process, began.backup.process, self._number)
         while number not in self._host.serving() and view.server.process in way and time.monotonic() < deadline:
-            with contextlib.suppress(OSError):  # it has ended, and the next view says so
+            with contextlib.suppress(OSError):  # that process has ended, as the next view will show
                 if view.server.process == way[0] and view.backup is not None and view.backup.process != self._number:
                     succession.wish_for(number, view.backup.process, has, _PATIENCE)
                 if view.server.process != self._number:
@@ -265,11 +270,10 @@ class Keeper:
             view = succession.views.of(number) or view
 
     def give_away(self, timeout: float) -> bool:
-        """Has other processes serve what this one does, and takes no backups any more.
+        """Gives all servers of this process to others, and takes no backups any more.
 
-        Returns whether nothing is served here then: not if there is no other process that stays.
-
-        One process leaves at a time, since two could give to each other.
+        Returns False if something is still served here after `timeout` seconds, for instance because no other process
+        stays. Only one process leaves at a time, since two could give servers to each other.
         """
         deadline = time.monotonic() + timeout
         if not self._directory.begin_to_leave(self._number, self._host.is_there, deadline):
@@ -295,7 +299,8 @@ class Keeper:
         return True
 
     def _have_backup(self, number: int, process: int | None = None) -> bool:
-        """On this process, or the next one that takes it."""
+        """Makes a backup of server `number` in `process`, or in the next process that takes it. Returns whether it has
+        one."""
         server = self._host.shards[number].server
         if process is not None and self._backup_at.get(number) == process and server.has_backup:
             return True
@@ -310,7 +315,7 @@ class Keeper:
                 self._in_vain.discard(other)
                 self._backup_at[number] = other
                 return True
-            except OSError:  # it has ended, or takes none
+            except OSError:  # that process has ended, or takes no backups
                 self._in_vain.add(other)
             except Aborted:
                 raise
@@ -321,7 +326,8 @@ class Keeper:
         return False
 
     def _candidates(self) -> list[int]:
-        """The next process on another host before the others, and those last that took none before."""
+        """Returns the processes that may get a backup, best first: those on other hosts, then the next ones in the
+        order of their numbers. Processes that took none before come last."""
         processes = self._directory.processes()
         machine = processes[self._number]["machine"]
         is_near = {p: its["machine"] == machine for p, its in processes.items() if p != self._number}
@@ -330,6 +336,7 @@ class Keeper:
         return sorted(others, key=lambda p: (p in self._in_vain, is_near[p], (p - self._number) % ring))
 
     def _say(self, number: int, why: str) -> None:
+        """Logs once that a server has no backup."""
         if number not in self._alone and self._host.shards[number].has_workers():
             self._alone.add(number)
             log.warning("server %d, in process %d, has no backup: %s", number, os.getpid(), why)

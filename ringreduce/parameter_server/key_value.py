@@ -1,4 +1,4 @@
-"""A worker's view of the parameter server."""
+"""`KeyValue`: what a worker calls to make keys, push, pull, wait, take snapshots and leave."""
 
 from __future__ import annotations
 
@@ -52,66 +52,72 @@ if TYPE_CHECKING:
     Array: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
 
 _CREATED_AT_ONCE = 1000
-"""Blocks in one control message."""
+"""The most blocks in one control message."""
 _LONGEST = 1e7
-"""Seconds: what a longer timeout is taken for."""
+"""The longest timeout in seconds; longer ones are shortened to it."""
 
-Part = tuple[int, int, int, int, int]  # server, block, first byte, bytes, offset among the server's values
+Part = tuple[int, int, int, int, int]  # server, block, first byte in the tensor, bytes, offset in the server's values
 
 
 @dataclass
 class _Key:
+    """What a worker knows about a key."""
+
     spec: dict[str, Any]
     dtype: torch.dtype
     shape: torch.Size
     parts: list[Part]
+    """All blocks."""
     everywhere: _C.ParameterParts
+    """All blocks, as C++ has them."""
     near: list[Part]
-    """On servers of this host."""
+    """The blocks of servers on this host."""
     here: _C.ParameterParts
-    """The same."""
+    """The same, as C++ has them."""
     asked: _C.ParameterParts | None
-    """What a pull asks of servers: blocks of other hosts, and in ssp whether those of this host may be read."""
+    """The blocks for which a pull sends requests: those on other hosts; in ssp all, to learn when they may be read."""
     like: torch.Tensor
-    """Without memory: what tensors of this key look like."""
+    """A tensor without memory (device "meta") with the key's dtype and shape."""
     pushes: int = 0
-    """Of this worker."""
+    """The number of this worker's pushes to the key."""
 
 
 @dataclass
 class Membership:
-    """What `join` found: everything that a worker needs to know of the others."""
+    """What `join` found out: everything that a worker knows about the servers."""
 
     store: Any
-    """torch's store, or what works like one; this parameter server's alone."""
+    """A torch store or one that works like it, under a prefix of this parameter server."""
     worker: int
     group: str
     client: ParameterClient
     connections: list[socket.socket]
-    """By server: for control messages."""
+    """By server: the connection for control messages."""
     names: list[str]
-    """By server: how messages call it."""
+    """By server: its name in messages."""
     host: Host | None
-    """The server in this process, if there is one."""
+    """The servers of this process, if it has any."""
     block_bytes: int
     window: int
     turns: list[int]
-    """By server: how many have served its blocks before the one that does; if backups are reached by TCP, the number of
-    its replica."""
+    """By server: how many have served its blocks before the one that does now; if backups are reached by TCP, its
+    replica number."""
     reach: Callable[[int, str, float], socket.socket]
-    """Connects to the door of a server that was a backup: its number, its address, and seconds. Raises `OSError`."""
+    """Connects to the door of a server that was a backup, given its number, its address and a timeout in seconds.
+    Raises `OSError`."""
     attendant: Attendant | None = None
-    """If backups are reached by TCP."""
+    """Set if backups are reached by TCP."""
     loads: list[int] = field(default_factory=list)
+    """By server: the bytes of the blocks there that this worker knows of, without tables."""
 
 
 class KeyValue:
-    """Tensors by name, in blocks on all servers. Made by `join`; for one thread at a time.
+    """Named tensors, in blocks on all servers. Made by `join`. Not thread-safe, except for `abort`.
 
-    Where a call takes a key and a tensor, it also takes a dictionary of them. Tensors are dense CPU tensors or NumPy
-    arrays. Calls that may wait take `timeout`, in seconds (default: that of `join`). When it has passed they raise
-    `CollectiveTimeout`, naming who is waited for. After `ServerLost` the blocks of that server are gone; those of
-    others can still be read. A server with a backup is not lost: calls go on there by themselves.
+    A call that takes a key and a tensor also takes a dictionary of tensors by key. Tensors are dense CPU tensors or
+    NumPy arrays. Calls that may wait take `timeout`, in seconds (default: that of `join`). After it they raise
+    `CollectiveTimeout`, which names the worker or server that is waited for. After `ServerLost`, the blocks of that
+    server are gone, and those of others can still be read. When a server with a backup ends, calls go on at the backup.
     """
 
     def __init__(self, membership: Membership, timeout: float) -> None:
@@ -121,13 +127,13 @@ class KeyValue:
         self._keys: dict[str, _Key] = {}
         self._left = False
         self._prefetched: list[_Batch] = []
-        """Rows that tables have asked for beforehand, oldest first."""
+        """Batches that tables have prefetched, oldest first."""
         self._questions = Questions(membership)
         membership.loads = [0] * len(membership.connections)
 
     @property
     def worker(self) -> int:
-        """This worker's number: its rank, for those that founded the parameter server."""
+        """The number of this worker. For a founder it is its rank."""
         return self._with.worker
 
     @property
@@ -151,13 +157,13 @@ class KeyValue:
         pull_wire: str = "float32",
         timeout: float | None = None,
     ) -> None:
-        """Makes a key with its first value, dtype and shape, `update` rule (default: `assign()`) and `mode` (default:
-        `sync()`).
+        """Makes a key, or several, whose first value is `value`. Returns when the servers have it.
 
-        Every worker may call it; the first one's value counts, and all must give the same rule, mode, wires, dtype and
-        shape. Raises `InvalidArgument` if they do not, or if the servers have no room.
+        `update` is its rule (default: `assign()`) and `mode` its mode (default: `sync()`). Every worker may call this;
+        the first one's value is kept. Raises `InvalidArgument` if workers give different rules, modes, wires, dtypes or
+        shapes, or if the servers have no room.
 
-        `push_wire` and `pull_wire` say how float32 tensors go to and from servers of other hosts: "float32",
+        `push_wire` and `pull_wire` say how float32 tensors are sent to and from servers on other hosts: as "float32",
         "bfloat16" (half of the bytes) or "int8" (about a quarter; 32 elements share a power of two). What is rounded
         off a push is added to this worker's next push. Raises `InvalidArgument` for tensors of other dtypes.
         """
@@ -195,7 +201,8 @@ class KeyValue:
         self._create(key, self._agree(key, spec, wanted), deadline)
 
     def _agree(self, key: str, spec: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
-        """What the first worker to make the key said of it, which must be the same in what `spec` has."""
+        """Returns what the first worker that made the key has told the store. Raises `InvalidArgument` if that differs
+        from `spec`. If this is the first worker, it tells the store `wanted`."""
         wanted = wanted | {"made": secrets.token_hex(4)}
         placed: dict[str, Any] = json.loads(self._with.store.compare_set(f"place/{key}", "", json.dumps(wanted)))
         for name, mine in spec.items():
@@ -208,7 +215,7 @@ class KeyValue:
 
     @contextlib.contextmanager
     def _making(self, key: str, placed: dict[str, Any]) -> Iterator[None]:
-        """If a server refuses what was placed, the name is free again."""
+        """Frees the name of a key again if a server refuses to make it."""
         try:
             yield
         except InvalidArgument:
@@ -216,7 +223,7 @@ class KeyValue:
             raise
 
     def _make_table(self, key: str, spec: dict[str, Any], deadline: float) -> _C.ParameterTable:
-        """Has every server make its part of a table, unless it has."""
+        """Makes each server's part of a table, unless it exists."""
         check_key(key)
         placed = self._agree(key, spec, spec)
         with self._making(key, placed):
@@ -239,7 +246,7 @@ class KeyValue:
         return self._keys[key]
 
     def _create(self, key: str, placed: dict[str, Any], deadline: float) -> None:
-        """Has the servers make the blocks, unless they have, and learns where they are."""
+        """Makes the blocks of a key on the servers, unless they exist, and learns where they are."""
         if key in self._keys:
             return
         if "table" in placed:
@@ -248,7 +255,7 @@ class KeyValue:
         size = dtype.itemsize
         blocks = cut(math.prod(placed["shape"]), placed["per_block"])
         parts: list[Part | None] = [None] * len(blocks)
-        spec = {name: value for name, value in placed.items() if name != "servers"}  # a number for each block
+        spec = {name: value for name, value in placed.items() if name != "servers"}  # may be too long for a message
         for server in range(self.servers):
             mine = [i for i, owner in enumerate(placed["servers"]) if owner == server]
             for first in range(0, len(mine), _CREATED_AT_ONCE):
@@ -268,7 +275,7 @@ class KeyValue:
         self._keys[key] = self._split(_Key(placed, dtype, shape, known, everywhere, [], everywhere, None, like))
 
     def _split(self, known: _Key) -> _Key:
-        """Notes which blocks are on this host."""
+        """Notes which blocks are served on this host now."""
         near, far = ([part for part in known.parts if self._client.is_near(part[0]) is it] for it in (True, False))
         push_wire, pull_wire = known.spec["wire"]
         known.near = near
@@ -287,13 +294,13 @@ class KeyValue:
         priority: int = 0,
         timeout: float | None = None,
     ) -> Pending:
-        """Sends a contribution to the key's servers. `weight` multiplies it; only floating point and complex tensors
-        take one.
+        """Sends a contribution to the key's servers. Returns when it is on its way; if the window is full, waits for
+        room first.
 
-        Returns as soon as the push is on its way; if the window is full, it waits for room first. `wait()` for the
-        result to know that the push is in the value. The tensor may be changed at once, except one made by `empty`,
-        which may be changed after that wait. Among the updates that a server could do at once, those with the greatest
-        `priority` go first.
+        `wait()` of the result returns when the push is in the value. The caller may change the tensor at once, except
+        one made by `empty`, which must not change before that. `weight` multiplies the contribution; only floating
+        point and complex tensors take one. Of the updates that a server could carry out at the same time, those with
+        the greatest `priority` go first.
         """
         return self._push(self._pairs(key, value), None, False, weight, priority, timeout)
 
@@ -306,7 +313,7 @@ class KeyValue:
         priority: int,
         timeout: float | None,
     ) -> Pending:
-        """Checks all, also what is to be pulled afterwards, before anything is sent."""
+        """Pushes, and prepares the pull into `out`. Checks all arguments of both before anything is sent."""
         check_weight(weight)
         check_priority(priority)
         deadline = self._deadline(timeout)
@@ -329,7 +336,7 @@ class KeyValue:
     def _source(
         self, name: str, tensor: Any, weight: float, deadline: float
     ) -> tuple[str, _C.ParameterParts, int, Any]:
-        """The key, its blocks, where their values are, and the tensor that they are in."""
+        """Returns the key, its blocks, the address of the values, and the tensor that owns that memory."""
         known = self._keys.get(name) or self._lookup(name, deadline)
         memory = _C.memory_of(tensor, known.like, False)
         if memory is None:
@@ -343,13 +350,13 @@ class KeyValue:
     def pull(
         self, key: str | Mapping[str, Array], out: Array | None = None, *, timeout: float | None = None
     ) -> dict[str, list[int]]:
-        """Copies values to `out`, or to the tensors of a dictionary. Returns the versions of all blocks, by key.
+        """Copies the value of `key` to `out`, or values to the tensors of a dictionary. Returns the versions of all
+        blocks, by key.
 
-        The value contains all that this worker has pushed. The key's mode says what it contains of other workers'
-        pushes.
+        The value contains all pushes of this worker. The key's mode says which pushes of other workers it contains.
         """
         if isinstance(key, str) and (known := self._keys.get(key)) and known.asked is None and not self._left:
-            memory = _C.memory_of(out, known.like, True)  # perhaps a copy is all that it takes
+            memory = _C.memory_of(out, known.like, True)  # the fast path: often a copy is enough
             versions = None if memory is None else self._client.read(known.here, memory, 0.0)
             if versions:
                 return {key: versions}
@@ -367,11 +374,11 @@ class KeyValue:
         start: bool = True,
         timeout: float | None = None,
     ) -> Pending:
-        """A push, and a pull of the new values into `out`, which are there when the result has been waited for.
+        """Pushes, then pulls the new values into `out`. They are there when `wait()` of the result has returned.
 
-        `out` may change from this call on, as its first blocks can be there before the last ones are pushed. With
-        `start=False` it stays as it is until `Pending.start()` or `wait()`: for hooks of a backward pass that still
-        needs the old values.
+        `out` may change from this call on, because its first blocks can come back before the last ones are pushed.
+        With `start=False` it does not change before `Pending.start()` or `wait()` is called. This is for hooks of a
+        backward pass that still needs the old values.
         """
         if isinstance(values, Mapping) and not isinstance(out, Mapping):
             raise InvalidArgument("out is one tensor; for a dictionary of pushes give a dictionary of outputs")
@@ -381,7 +388,7 @@ class KeyValue:
         return self._push(self._pairs(values, value), targets, start, weight, priority, timeout)
 
     def wait(self, *pending: Pending, timeout: float | None = None) -> list[str]:
-        """Waits for all of them; returns the keys whose push came late."""
+        """Waits for several pushes; returns the keys of those that came late and were dropped."""
         deadline = self._deadline(timeout)
         for each in pending:
             if not isinstance(each, Pending):
@@ -391,9 +398,10 @@ class KeyValue:
         return [key for each in pending for key in each.wait(max(0.0, deadline - time.monotonic()))]
 
     def empty(self, *size: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A tensor in this worker's window, pushed without a copy: `size` as for `torch.empty`.
+        """Returns a tensor in this worker's window, which is pushed without a copy. `size` is as for `torch.empty`.
 
-        Once pushed, it must not be changed before `wait()`. Raises `SystemFailure` if there is no room.
+        After a push it must not be changed before `wait()` has returned. Raises `SystemFailure` if the window has no
+        room.
         """
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if not isinstance(dtype, torch.dtype):
@@ -410,7 +418,8 @@ class KeyValue:
     # ---- time and membership -----------------------------------------------------------------------------------------
 
     def clock(self, timeout: float | None = None) -> None:
-        """Ends this worker's current clock on all servers. For keys in `ssp`, earlier pushes belong to it."""
+        """Ends this worker's current clock on all servers. Only keys in `ssp` use it: the pushes since the last call
+        belong to the clock that ends."""
         self._tell("clock", list(range(self.servers)), self._deadline(timeout))
 
     def barrier(self, timeout: float | None = None) -> None:
@@ -418,10 +427,10 @@ class KeyValue:
         self._tell("barrier", [0], self._deadline(timeout))
 
     def leave(self, timeout: float | None = None) -> None:
-        """Takes this worker out: nobody waits for it any more. Idempotent; also at the end of a `with` block.
+        """Takes this worker out: nobody waits for it any more. Idempotent; called at the end of a `with` block.
 
-        A server in this process goes on until all workers have left; raises `CollectiveTimeout` if they do not, and
-        then ends it all the same.
+        If this process has a server, waits until all workers have left, then ends it. Raises `CollectiveTimeout` if
+        they have not left in time; the server ends all the same.
         """
         if self._left:
             return
@@ -429,7 +438,7 @@ class KeyValue:
         deadline = self._deadline(timeout)
         self._left = True
         try:
-            with contextlib.suppress(ServerLost):  # nobody waits for this worker there
+            with contextlib.suppress(ServerLost):  # a lost server does not wait for this worker
                 self._tell("leave", list(range(self.servers)), deadline)
         finally:
             self._disconnect()
@@ -448,16 +457,18 @@ class KeyValue:
         self._client.abort()
 
     def stats(self, timeout: float | None = None) -> dict[str, Any]:
-        """What this worker and the servers know: by server its bytes, requests, updates, rows and memory since it began
-        `seconds` ago, requests that `wait` for somebody, whom for (`waits_for`), and the workers' `clocks`. None stands
-        for a server that has ended, or that has not answered for `timeout` seconds.
+        """Returns what this worker and the servers know about themselves.
+
+        For each server: `bytes`, `requests`, `updates`, `rows` and `memory` since it began `seconds` ago, the number of
+        requests that wait for other workers (`waiting`), these workers (`waits_for`), and the workers' `clocks`.
+        A server that has ended, or has not answered for `timeout` seconds, is None.
         """
         servers = {}
         for server in range(self.servers):
             found = None
             with contextlib.suppress(ServerLost, CollectiveTimeout):
                 found = self._questions.ask(server, {"ask": "statistics"}, self._deadline(timeout))["statistics"]
-            servers[self._with.names[server]] = found  # a backup's name, if that has answered
+            servers[self._with.names[server]] = found  # the name is that of a backup, if one has answered
         return {"worker": self.worker, "outstanding": self._client.outstanding, "servers": servers}
 
     def __enter__(self) -> KeyValue:
@@ -470,38 +481,39 @@ class KeyValue:
             self._close()
 
     def _close(self) -> None:
-        """Without waiting for anybody: the others see this worker, and its server, end."""
+        """Ends this worker and its server without waiting. The others see them end."""
         self._left = True
         self._disconnect()
         if self._with.host is not None:
             self._with.host.close()
 
     def _disconnect(self) -> None:
-        if self._with.attendant is not None:  # first: no backup is to miss its server
+        if self._with.attendant is not None:  # first, so that its thread connects to nobody meanwhile
             self._with.attendant.close()
         self._client.close_news()
         for connection in self._with.connections:
             connection.close()
 
     def follow(self, model: nn.Module, *, at_most_behind: int = 1, prefix: str = "") -> Follower:
-        """Keeps `model` at whole rounds of what workers train by `attach`, or in `sync` by these names: all its
-        parameters are of the same round, before each forward pass at most `at_most_behind` rounds behind the servers.
+        """Makes `model` follow what workers train: all its parameters are of the same round, and before each forward
+        pass it is at most `at_most_behind` rounds behind the servers.
 
-        For servers of this host. Raises `InvalidArgument` if a parameter that is trained is no key, or the mode of one
-        is not `sync`; the forward pass raises `ServerLost` when a server has ended.
+        The key of a parameter is `prefix` followed by its name, as for `attach`, and its mode must be `sync`. The
+        servers must be on this host. Raises `InvalidArgument` if a trainable parameter is no key, or if a mode is not
+        `sync`. The forward pass raises `ServerLost` when a server has ended.
         """
         return Follower(self, model, at_most_behind, prefix)
 
     # ---- snapshots ---------------------------------------------------------------------------------------------------
 
     def snapshot(self, path: str | os.PathLike[str], *, timeout: float | None = None) -> Snapshot:
-        """Begins to write what all servers have to the folder `path`, which must not exist, and returns while it is
-        written: the folder appears when it is complete. One worker calls it.
+        """Begins to write a snapshot of all servers to the folder `path`. Returns while it is being written; the folder
+        appears when it is complete. One worker calls it.
 
-        It contains all that this worker has pushed. For keys in `sync`, without a quorum and pushed by this worker, all
-        blocks are of the same round; in other modes each server's are of a moment of its own. Servers of several hosts
-        need a file system that they share. Raises `InvalidArgument` if there is something at `path`, if a snapshot is
-        under way, or if Python updates a key (`function`, and optimizers that are not native).
+        The snapshot contains everything that this worker has pushed. Keys in `sync` without a quorum, to which this
+        worker pushes, are saved with all blocks of the same round. In other modes each server's blocks are of a moment
+        of its own. Servers on several hosts need a shared file system. Raises `InvalidArgument` if `path` exists, if a
+        snapshot is under way, or if Python updates a key (`function`, and optimizers that are not native).
         """
         deadline = self._deadline(timeout)
         target = Path(path).absolute()
@@ -515,12 +527,12 @@ class KeyValue:
         return Snapshot(self, target, folder)
 
     def restore(self, path: str | os.PathLike[str], *, timeout: float | None = None) -> list[str]:
-        """Makes the keys and tables of a snapshot, with the values and optimizer states that they had, on however many
-        servers there are now. One worker calls it, before any `init` or `Embedding` of these names; these then keep
-        what was restored. Returns the names. `timeout` is for all of it. If it fails, some keys may have been made:
-        begin with a new store.
+        """Makes the keys and tables of a snapshot, with their values and optimizer states; returns their names.
 
-        Versions count from 0 again. Raises `InvalidArgument` if the snapshot is not whole or a key has a value already.
+        The number of servers may differ from that of the snapshot. One worker calls this, before any `init` or
+        `Embedding` of these names; those then keep what was restored. Versions count from 0 again. `timeout` is for the
+        whole call. Raises `InvalidArgument` if the snapshot is incomplete or damaged, or if a key has a value already.
+        If it fails, some keys may exist: begin with a new store.
         """
         deadline = self._deadline(timeout)
         return restore(self, Path(path), deadline)
@@ -542,9 +554,8 @@ class KeyValue:
         self._finish("", call, deadline, kind)
 
     def _finish(self, key: str, call: ParameterCall, deadline: float, kind: str = "") -> bool:
-        """Waits for a call, about a key or of a kind of its own ("clock", "barrier", "leave"); returns whether some
-        block's push came late. Raises what went wrong.
-        """
+        """Waits for a call about `key`, or one of `kind` "clock", "barrier" or "leave". Returns whether a push came
+        late for some block. Raises the error of a call that went wrong."""
         if not self._client.wait(call, timeout=max(0.0, deadline - time.monotonic())):
             answered = {(server, block) for server, block, _, _ in call.answers}
             waiting = next((each for each in call.asked if each not in answered), (0, 0))
@@ -565,7 +576,7 @@ class KeyValue:
         return late
 
     def _who_is_late(self, key: str, server: int, block: int, kind: str = "") -> str:
-        """In words, whom a request waits for that this server has not answered."""
+        """Returns a text that says for whom an unanswered request waits."""
         name = self._with.names[server]
         what = {"": f"{key!r} on {name}", "barrier": "the barrier"}.get(kind, f"{kind}() on {name}")
         question: dict[str, dict[str, Any]] = {
@@ -584,7 +595,7 @@ class KeyValue:
         return f"{what} was not ready in time; {why}"
 
     def _what_fills_the_window(self) -> str:
-        """In words, when a push has waited too long for room."""
+        """Returns a text that says why a push has found no room in the window, and what to do."""
         advice = (
             "some of its blocks may have gone out: wait() for earlier pushes before new ones, push keys in the same "
             "order on all workers, or join with a larger window="

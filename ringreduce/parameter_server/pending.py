@@ -1,4 +1,4 @@
-"""Pushes and snapshots under way."""
+"""`Pending` and `Snapshot`: what a program waits for after a push or after it has begun a snapshot."""
 
 from __future__ import annotations
 
@@ -18,35 +18,36 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Pending:
-    """What `push` and `push_pull` return."""
+    """A push under way: what `push` and `push_pull` return."""
 
     store: KeyValue
     calls: dict[str, ParameterCall]
     pulls: Pulls | None = None
-    """What `push_pull` pulls when the pushes are in."""
+    """The pull of a `push_pull`."""
 
     def start(self, timeout: float | None = None) -> None:
-        """Begins the pull of a `push_pull(start=False)`: its output may change from here on. `timeout`: as for `wait`.
+        """Begins the pull of a `push_pull(start=False)`, whose output may change from here on.
 
-        Does nothing for a push alone, or when the pull has begun.
+        Does nothing for a push alone, or if the pull has begun. `timeout` is as for `wait`.
         """
         self.store._questions.check_process()
         if self.pulls is not None:
             self.pulls.begin(self.store._until(timeout))
 
     def wait(self, timeout: float | None = None) -> list[str]:
-        """Returns when the servers have applied every push. The result lists the keys whose push came late and was
-        dropped.
+        """Waits until the servers have applied every push and, after `push_pull`, the new values are in the output.
+        Returns the keys whose push came late and was dropped.
 
         `timeout` is in seconds (default: that of `join`). Raises `ServerLost`, `UpdateFailed`, or `CollectiveTimeout`,
-        which names who is waited for; after that `wait` can be called again. Raises `InvalidArgument` if the output of
-        a `push_pull` got other memory meanwhile; after that, `wait` waits for the push alone.
+        which names the worker or server that is waited for; after a timeout, `wait` can be called again. Raises
+        `InvalidArgument` if the output of a `push_pull` got other memory meanwhile; the next `wait` then waits for the
+        push alone.
         """
         deadline = self.store._until(timeout)
         if self.pulls is None:
             return self._finish(deadline)
         try:
-            self.pulls.begin(deadline)  # those from other hosts are under way while the pushes are
+            self.pulls.begin(deadline)  # now, so that values from other hosts come while pushes are under way
             late = self._finish(deadline)
             self.pulls.wait(deadline)
         except BaseException as error:
@@ -63,20 +64,21 @@ class Pending:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What `KeyValue.snapshot` returns."""
+    """A snapshot that is being written: what `KeyValue.snapshot` returns."""
 
     store: KeyValue
     path: Path
-    """Where it is when it is complete."""
+    """The folder of the complete snapshot."""
     folder: str
-    """Where it is until then."""
+    """The folder until it is complete."""
 
     def done(self) -> bool:
-        """Whether it is complete. Raises `SystemFailure` if a server could not write its part, and `ServerLost`."""
+        """Returns whether it is complete. Raises `SystemFailure` if a server could not write its part, and
+        `ServerLost`."""
         question, deadline = {"ask": "snapshot state", "folder": self.folder}, self.store._deadline(None)
         try:
             states = [self.store._questions.ask(server, question, deadline) for server in range(self.store.servers)]
-        except InvalidArgument:  # a server knows its latest ones only, and a backup those that it has begun
+        except InvalidArgument:  # a server knows its latest snapshots only, and a backup only those it has begun itself
             if (self.path / INDEX).exists():
                 return True
             raise SystemFailure(
@@ -89,7 +91,8 @@ class Snapshot:
         return all(state["done"] for state in states)
 
     def wait(self, timeout: float | None = None) -> Path:
-        """Returns the folder when it is complete. Raises `CollectiveTimeout`, and else as `done`."""
+        """Waits until it is complete; returns its folder. `timeout` is in seconds (default: that of `join`). Raises
+        `CollectiveTimeout`, and otherwise as `done`."""
         deadline = self.store._until(timeout)
         while not self.done():
             if time.monotonic() > deadline:

@@ -20,28 +20,28 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Pull:
-    """Of one key, to `whole`, which is `target` if that is contiguous."""
+    """A pull of one key into `whole`, which is then copied to `target` unless it shares its memory."""
 
     key: str
     known: _Key
     target: torch.Tensor
     whole: torch.Tensor
-    """Keeps its memory alive, whatever becomes of `target`."""
+    """A contiguous tensor. Keeps its memory alive, whatever becomes of `target`."""
     memory: int
     """The address of `whole`."""
     place: int
     """The address of `target` at the beginning."""
     near: list[Part] | None = None
-    """What the key had on this host when the pull began: if that is not so any more, it begins again."""
+    """`_Key.near` when the pull began. If the key has another list now, the pull begins again."""
     call: ParameterCall | None = None
     push: ParameterCall | None = None
-    """If a push brings the values back: that push, which is the key's latest one as long as it has had `pushes`."""
+    """The push that brings the values back, if one does. It is the latest of the key if the key has had `pushes`."""
     pushes: int = 0
 
 
 class Pulls:
-    """Of several keys. The targets are checked when this is made. They begin by `begin`, and end by `wait` or `cancel`:
-    nothing is written to the targets after that.
+    """Pulls of several keys. The constructor checks the targets, `begin` begins the pulls, and `wait` or `cancel` ends
+    them. Nothing is written to the targets after that.
     """
 
     def __init__(self, store: KeyValue, targets: Mapping[str, Array], deadline: float) -> None:
@@ -52,18 +52,17 @@ class Pulls:
         self.cancel()
 
     def places(self) -> dict[str, int]:
-        """Where a push can bring the new values back to, by key: those that are on this host only and can always be
-        read.
-        """
+        """Returns, by key, the address to which a push can bring the new values back. Only has keys whose blocks are
+        all on this host and can always be read."""
         return {each.key: each.memory for each in self._pulls if each.known.asked is None}
 
     def follow(self, pushes: Mapping[str, ParameterCall]) -> None:
-        """These pushes bring the values back."""
+        """Says which pushes bring the values back, by key."""
         for each in self._pulls:
             each.push, each.pushes = pushes.get(each.key), each.known.pushes
 
     def begin(self, deadline: float) -> None:
-        """Idempotent."""
+        """Begins the pulls. Idempotent."""
         try:
             for each in self._pulls:
                 self._check_place(each)
@@ -74,7 +73,7 @@ class Pulls:
             raise
 
     def cancel(self) -> None:
-        """Idempotent. They can begin again."""
+        """Gives up the pulls, which may begin again. Idempotent."""
         for each in self._pulls:
             if each.call is not None:
                 self._store._client.cancel(each.call)
@@ -83,7 +82,7 @@ class Pulls:
             each.near = each.call = each.push = None
 
     def wait(self, deadline: float) -> dict[str, list[int]]:
-        """Returns the versions of all blocks, by key, when they are in the targets."""
+        """Waits until all values are in the targets; returns the versions of their blocks, by key."""
         self.begin(deadline)
         try:
             versions = {each.key: self._end(each, deadline) for each in self._pulls}
@@ -131,12 +130,11 @@ class Pulls:
         return versions
 
     def _take(self, pull: _Pull, deadline: float) -> list[int] | None:
-        """Returns the versions of the blocks when all are in `whole`; None if they must be asked for again, since a
-        server of this host has ended and its backup is on another one.
-        """
+        """Waits until all blocks are in `whole`; returns their versions. Returns None if the pull must begin again,
+        because a server on this host has ended and its backup is reached by TCP."""
         known, found = pull.known, {}
         if pull.push is not None and known.pushes == pull.pushes and (versions := pull.push.versions) is not None:
-            return versions  # without a later push's: all blocks are of the same round
+            return versions  # a later push would mix rounds; without one, all blocks are of the same round
         if pull.call is not None:
             self._store._finish(pull.key, pull.call, deadline)
             found = {(server, block): version for server, block, _, version in pull.call.answers}

@@ -1,4 +1,4 @@
-"""What a worker asks servers in control messages: of each, who serves its blocks now."""
+"""A worker's questions to servers, as control messages. If a server has ended, they go to the one that took over."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from ringreduce.parameter_server.key_value import Membership
 
 _LOOK = 0.005
-"""Seconds after which a backup is asked again whether it has taken over."""
+"""Seconds between two questions to a backup whether it has taken over."""
 
 
 class Questions:
-    """For one thread at a time, of the process that made it."""
+    """Asks questions for one worker. Not thread-safe; only usable in the process that made it."""
 
     def __init__(self, membership: Membership) -> None:
         self._with = membership
@@ -28,6 +28,7 @@ class Questions:
         self._numbers = itertools.count()
 
     def check_process(self) -> None:
+        """Raises `InvalidArgument` in a forked child."""
         if os.getpid() != self._pid:
             raise InvalidArgument(
                 f"worker {self._with.worker} is the process that this one was forked from: call join() here for a "
@@ -35,9 +36,10 @@ class Questions:
             )
 
     def ask(self, server: int, question: dict[str, Any], deadline: float) -> dict[str, Any]:
-        """The answer. If the server has ended, it is that of the next one to serve its blocks.
+        """Returns the answer of `server` or, if that has ended, of the server that took over its blocks.
 
-        Raises `ServerLost` if there is none, `CollectiveTimeout` after `deadline`, and what the answer says went wrong.
+        Raises `ServerLost` if there is none, and `CollectiveTimeout` after `deadline`. If the answer is an error,
+        raises `InvalidArgument` or `SystemFailure` with its text.
         """
         self.check_process()
         while True:
@@ -47,7 +49,7 @@ class Questions:
                 number = next(self._numbers)
                 control.send(connection, {**question, "number": number})
                 answer, _ = control.receive(connection)
-                while answer.get("number") != number:  # of a question that was given up
+                while answer.get("number") != number:  # answers to questions that were given up
                     answer, _ = control.receive(connection)
             except TimeoutError:
                 raise CollectiveTimeout(f"{name} did not answer {question['ask']!r} in time", server) from None
@@ -62,7 +64,7 @@ class Questions:
             return answer
 
     def _turn_to_next(self, server: int, deadline: float) -> bool:
-        """Whether others serve the blocks of a server that has ended. From here on these are asked."""
+        """Turns to the server that has taken over the blocks of one that has ended. Returns whether there is one."""
         while True:
             known = self._with.turns[server]
             turn, name, address = self._client.served_by(server, known, timeout=max(0.0, deadline - time.monotonic()))
@@ -73,14 +75,14 @@ class Questions:
                     )
                 return False
             self._with.turns[server], self._with.names[server] = turn, name
-            with contextlib.suppress(OSError):  # it has ended, too
+            with contextlib.suppress(OSError):  # the new server has ended as well
                 connection = self._with.reach(server, address, max(0.01, deadline - time.monotonic()))
                 self._with.connections[server].close()
                 self._with.connections[server] = connection
                 return True
 
     def _turn_to_replica(self, server: int, deadline: float) -> bool:
-        """The same where backups are reached by TCP. Workers turn to one before it has taken over."""
+        """The same if backups are reached by TCP. Workers turn to a backup even before it has taken over."""
         assert self._with.attendant is not None
         while asked := self._client.asks(server):
             if found := self._with.attendant.take(server, asked[0]):
@@ -96,7 +98,7 @@ class Questions:
         return False
 
     def _serves(self, server: int, deadline: float) -> bool:
-        """Waits until it does; False if it has ended."""
+        """Waits until the replica that is asked now serves; returns False if it has ended."""
         with contextlib.suppress(OSError):
             connection, number = self._with.connections[server], next(self._numbers)
             while time.monotonic() < deadline:

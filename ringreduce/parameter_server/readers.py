@@ -1,4 +1,4 @@
-"""Following what others train: `KeyValue.follow`."""
+"""`Follower`: keeps a model up to date with what workers train (`KeyValue.follow`)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class Follower:
-    """What `KeyValue.follow` returns: keeps a model at whole rounds of what workers train."""
+    """Keeps a model at whole rounds of what workers train. Made by `KeyValue.follow`."""
 
     def __init__(self, kv: KeyValue, model: nn.Module, at_most_behind: int, prefix: str) -> None:
         if not isinstance(at_most_behind, int) or at_most_behind < 0:
             raise InvalidArgument(f"at_most_behind is {at_most_behind!r}; it must be a number of rounds, 0 or more")
         self.version = -1
-        """The round that the model has; -1 before the first."""
+        """The version of the model's parameters; -1 before the first pull."""
         self._kv, self._client, self._most = kv, kv._client, at_most_behind
         parameters = {prefix + name: p for name, p in model.named_parameters()}
         self._parameters = {key: p for key, p in parameters.items() if p.requires_grad or kv._is_key(key)}
@@ -43,13 +43,15 @@ class Follower:
         self._hook: Any = model.register_forward_pre_hook(self._keep_up)
 
     def behind(self) -> int:
-        """Rounds that all servers have ended since the one that the model has. Raises `ServerLost`."""
+        """Returns how many rounds the model is behind the latest one that all servers have ended. Raises
+        `ServerLost`."""
         return self._client.round_of(self._parts) - self.version
 
     def pull(self, timeout: float | None = None) -> int:
-        """Copies the latest round that all blocks have to the model, all of it or nothing; returns its version.
+        """Copies the latest round that all blocks have to the model; returns its version. Takes no time of the servers.
 
-        No server takes part in it. Raises `ServerLost`; `CollectiveTimeout` if updates always overtook it.
+        `timeout` is in seconds (default: that of `join`). If it raises, the model is unchanged: `ServerLost`, or
+        `CollectiveTimeout` if updates kept overtaking it.
         """
         left = max(0.0, self._kv._deadline(timeout) - time.monotonic())
         version = self._client.read_round(self._parts, self._places, left)
@@ -64,5 +66,5 @@ class Follower:
             self.pull()
 
     def detach(self) -> None:
-        """Leaves the model as it is from now on."""
+        """Stops following: the model keeps its present values."""
         self._hook.remove()

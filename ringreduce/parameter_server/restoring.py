@@ -1,7 +1,7 @@
-"""`KeyValue.restore`: the keys and tables of a snapshot, on however many servers there are now.
+"""Restoring a snapshot (`KeyValue.restore`) on any number of servers.
 
-The files are read and checked before anything is made. Each block goes to its server as one request, and the rows of
-tables in parts.
+All files are read and checked before anything is made. Each block is then sent to its server as one request, and the
+rows of tables in parts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def restore(kv: KeyValue, path: Path, deadline: float) -> list[str]:
-    """Returns the names of what there is now. Raises `InvalidArgument` as `KeyValue.restore` says."""
+    """Restores the snapshot at `path`; returns the names of its keys and tables. Raises as `KeyValue.restore`."""
     files = _read(path)
     specs = {block["key"]: block["spec"] for _, blocks in files for block in blocks}
     for key in specs:
@@ -47,7 +47,7 @@ def restore(kv: KeyValue, path: Path, deadline: float) -> list[str]:
 
 
 def _make(kv: KeyValue, key: str, spec: dict[str, Any], deadline: float) -> _C.ParameterTable | None:
-    """Makes a key, or a table, which is returned."""
+    """Makes a key, and returns None; or makes a table, and returns it."""
     if "table" in spec:
         return kv._make_table(key, spec, deadline)
     same = {name: spec[name] for name in ("dtype", "shape", "mode", "update", "wire")}
@@ -86,8 +86,10 @@ def _send(
 
 
 def _read(path: Path) -> list[tuple[Reader, list[dict[str, Any]]]]:
-    """The files of a snapshot, and what each says of its blocks. A key of which blocks had no value yet, since a worker
-    was about to make it, is left out."""
+    """Reads and checks a snapshot. Returns its files, and for each the descriptions of its blocks.
+
+    Leaves out keys of which blocks are missing, because a worker was just making them. Raises `InvalidArgument`.
+    """
     try:
         index = json.loads((path / INDEX).read_text())
         files = {str(file): str(digest) for file, digest in index["metadata"]["files"].items()}
@@ -112,7 +114,7 @@ def _read(path: Path) -> list[tuple[Reader, list[dict[str, Any]]]]:
 
 
 def _blocks_of(reader: Reader) -> Iterator[dict[str, Any]]:
-    """What the metadata says of each block, with its key's spec."""
+    """Yields the description of each block in the metadata, with its key's spec."""
     try:
         specs = json.loads(reader.metadata["keys"])
         for block in json.loads(reader.metadata["blocks"]):
@@ -140,7 +142,7 @@ def _blocks_of(reader: Reader) -> Iterator[dict[str, Any]]:
 
 
 def _whole_keys(path: Path, blocks: list[dict[str, Any]]) -> set[str]:
-    """Tables, and the tensors that have all their blocks."""
+    """Returns the names of the tables, and of the tensors that have all their blocks."""
     places: dict[str, list[tuple[int, int]]] = {}
     specs: dict[str, dict[str, Any]] = {}
     for block in blocks:
@@ -160,7 +162,7 @@ def _whole_keys(path: Path, blocks: list[dict[str, Any]]) -> set[str]:
 
 
 def _payload_of_block(reader: Reader, block: dict[str, Any]) -> np.ndarray[Any, Any]:
-    """As servers take it: the number of updates, the value, the states."""
+    """Returns the payload of a restore request: the number of updates, the value, the states."""
     steps = np.frombuffer(STEPS.pack(block["steps"]), np.uint8)
     return np.concatenate([steps, *(reader.bytes_of(name) for name in names_of_block(block, block["states"]))])
 
@@ -168,7 +170,8 @@ def _payload_of_block(reader: Reader, block: dict[str, Any]) -> np.ndarray[Any, 
 def _payloads_of_rows(
     reader: Reader, block: dict[str, Any], table: _C.ParameterTable, at_once: int
 ) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
-    """A server and what it takes of a table, about `at_once` bytes: the number of updates, ids, rows with states."""
+    """Yields (server, payload) of restore requests for a table. A payload of about `at_once` bytes has the number of
+    updates, ids, and rows with states."""
     rows, key = block["rows"], block["key"]
     steps = np.frombuffer(STEPS.pack(block["steps"]), np.uint8)
     if rows == 0:

@@ -1,6 +1,7 @@
-"""Files in the format of safetensors: the length of a header as 8 bytes, the header as JSON, then the tensors' bytes.
+"""Reading and writing safetensors files: 8 bytes with the length of the header, the header as JSON, then the tensors.
 
-Written piece by piece, at known places; read by mapping. https://github.com/huggingface/safetensors has the format.
+A file is written piece by piece, in any order, and read through a mapping. The format is described at
+https://github.com/huggingface/safetensors.
 """
 
 from __future__ import annotations
@@ -35,15 +36,14 @@ NAMES = {
     "bool": "BOOL",
     "complex64": "C64",
 }
-"""Of torch's dtypes, as the format has them."""
+"""The format's names of torch's dtypes."""
 _LENGTH = struct.Struct("<Q")
 _MOST_HEADER = 100 << 20
-"""As other readers have it."""
-
-
+"""The most bytes of a header, which is the limit of other readers."""
 _CHECKSUM = "crc32"
-"""In a file's metadata, of all that follows its header."""
+"""The key in a file's metadata for the checksum of everything after the header."""
 _PIECE = 1 << 20
+"""Bytes that are read at once for the checksum."""
 
 
 def _checksum(pieces: Iterable[Any]) -> int:
@@ -58,10 +58,11 @@ def _hex(checksum: int) -> str:
 
 
 class Writer:
-    """A file with tensors of known shapes, whose bytes come in any order. `finish` makes it last."""
+    """Writes a file with tensors of known shapes, whose bytes may come in any order. `finish` ends it."""
 
     def __init__(self, path: Path, tensors: Mapping[str, tuple[str, list[int], int]], metadata: dict[str, str]) -> None:
-        """`tensors`: by name, dtype, shape and bytes. The file's metadata have a checksum of their bytes, too."""
+        """`tensors` has, by name, dtype, shape and size in bytes. A checksum is added to the metadata. Raises
+        `OSError`, and `InvalidArgument` if the header is too long."""
         header: dict[str, Any] = {"__metadata__": metadata | {_CHECKSUM: _hex(0)}}
         end = 0
         self._begins = {}
@@ -87,7 +88,7 @@ class Writer:
             raise
 
     def put(self, name: str, data: Any, offset: int = 0) -> None:
-        """Bytes of a tensor, from `offset` on."""
+        """Writes bytes of a tensor, beginning at byte `offset`."""
         self._write(data, self._data + self._begins[name] + offset)
 
     def _write(self, data: Any, at: int) -> None:
@@ -97,7 +98,8 @@ class Writer:
             view, at = view[written:], at + written
 
     def finish(self, rest: Callable[[], None] = lambda: None) -> None:
-        """Reads what has been written, for the checksum. Calls `rest` after each piece."""
+        """Reads the file again for the checksum, writes it to the header, and syncs the file. Calls `rest` after each
+        piece."""
 
         def pieces() -> Iterator[bytes]:
             while piece := file.read(_PIECE):
@@ -122,7 +124,8 @@ class Writer:
 
 
 class Reader:
-    """A file's tensors, as bytes that are read when they are used. Raises `InvalidArgument` for what is none."""
+    """Reads a file's tensors, as bytes that are loaded when they are used. Raises `InvalidArgument` if the file is not
+    in the format."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -141,10 +144,10 @@ class Reader:
             raise InvalidArgument(f"{path} is no file of safetensors: {type(error).__name__} in its header") from None
         self._data, self.path = whole[begin:], path
         self.digest = hashlib.sha256(whole[:begin].tobytes()).hexdigest()
-        """Of the header."""
+        """The SHA-256 of the header."""
 
     def check(self) -> None:
-        """Reads all bytes of all tensors. Raises `InvalidArgument` if they are not what was written."""
+        """Reads all tensors. Raises `InvalidArgument` if their checksum is wrong."""
         pieces = (self._data[begin : begin + _PIECE] for begin in range(0, len(self._data), _PIECE))
         if self.metadata.get(_CHECKSUM) != _hex(_checksum(pieces)):
             raise InvalidArgument(f"{self.path} is damaged: the bytes of its tensors are not those that were written")

@@ -1,4 +1,4 @@
-"""A server without a worker, as `ringreduce serve` has one: how long it serves, and the snapshots that it takes."""
+"""`Serving`: a process with servers and without a worker, made by `serve`. Used by `ringreduce serve`."""
 
 from __future__ import annotations
 
@@ -13,60 +13,68 @@ from ringreduce.parameter_server.shard import Shard
 from ringreduce.parameter_server.snapshots import Saving, file_of
 
 open_servings: set[Serving] = set()
-"""What is ended with the process, even if the program has dropped it."""
+"""Closed at the end of the process, even if the program has dropped them."""
 
 
 class Serving:
-    """A server without a worker, made by `serve`. A context manager, at whose end it is closed."""
+    """The servers of a process without a worker, made by `serve`. A context manager that closes them."""
 
     def __init__(self, host: Host, number: int, servers: int, store: Any, taken: int = 0) -> None:
-        """`taken`: snapshots that are none of its business, since they were asked for before it came."""
+        """`taken` is the number of snapshots that were asked for before this process came."""
         self._host, self._servers, self._store = host, servers, store
         self.number = number
         self._taken = taken
         self._saving: list[Saving] = []
         self._parts = len(host.serving())
-        """Servers that are served here: this one, and those that have ended and have their backups here."""
+        """The number of servers here when it was last looked: those that began here, and backups that took over."""
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Returns True when workers have come and all have left, or False after so many seconds."""
+        """Waits until workers have come and all have left; returns False after `timeout` seconds (None: no limit)."""
         return self._host.wait_until_served(timeout)
 
     def stats(self) -> dict[str, Any]:
-        """As `KeyValue.stats` has it of a server."""
+        """Returns what `KeyValue.stats` has about a server of this process."""
         return self._host.statistics()
 
     def ask_for_snapshot(self, *, last: bool = False) -> int:
-        """Has all servers write a snapshot when each next calls `take_snapshots`; returns its number: that of the first
-        server that asked, if it is to be the `last`."""
+        """Asks all servers for a snapshot, which each begins in its next call of `take_snapshots`; returns its number.
+
+        With `last`, it is the last one. If several processes ask for the last snapshot, all get the number of the
+        first.
+        """
         number = int(self._store.add("snapshots", 1))
         return int(once(self._store, "last snapshot", str(number))) if last else number
 
     def serves(self, number: int) -> bool:
-        """Whether server `number` is served here: it is this one, or has ended and has its backup here."""
+        """Whether server `number` is served here, because it began here or its backup here has taken over."""
         return number in self._host.serving()
 
     def give_away(self, timeout: float = 60.0) -> bool:
-        """Has other processes serve what this one does, if servers have backups; returns whether they do. Then this
-        process can end and nothing is lost, and no call fails. False if there is no other process that stays.
+        """Gives the servers of this process to other processes; returns whether that has worked. Then this process can
+        end: nothing is lost and no call fails. Returns False if no other process stays.
 
-        One process gives away at a time: `timeout` is in seconds, for those before this one and its own snapshots too.
+        Only one process gives away at a time. `timeout` is in seconds and includes the wait for processes that leave
+        before this one, and for snapshots that this one is writing.
         """
         return self._host.give_away(timeout)
 
     def may_ask(self) -> bool:
-        """Whether all servers have ended their parts of what was asked for, or failed to write them."""
+        """Whether another snapshot may be asked for: all servers have written their parts of the latest one, or failed
+        to."""
         asked = int(self._store.add("snapshots", 0))
         return asked == 0 or int(self._store.add(f"snapshot {asked} ended", 0)) >= self._servers
 
     def take_snapshots(self, folder: str | os.PathLike[str], *, last: int = 0) -> int:
-        """Begins this server's part of the next snapshot that was asked for, unless one is under way; returns how many
-        it has written. Snapshot n is the folder `snapshot_path(folder, n)`, when all servers have written their parts.
-        Each part is of a moment of its own; for one round of all servers, a worker calls `KeyValue.snapshot`. What a
-        worker has asked for is written first. `last` is the number of the only one that is still to be written.
+        """Begins the parts of this process's servers of the next snapshot that was asked for, unless one is under way.
+        Returns the number of snapshots that it has written its parts of.
 
-        Raises `SystemFailure` or `InvalidArgument` if this one's could not be written. The next call goes on with the
-        one after it, or tries the `last` again.
+        Snapshot n is in the folder `snapshot_path(folder, n)` when all servers have written their parts. Each part is
+        of a moment of its own; for one round of all servers, a worker calls `KeyValue.snapshot`. A snapshot that a
+        worker has asked for is written first. `last` is the number of the only snapshot that is still to be written (0:
+        all).
+
+        Raises `SystemFailure` or `InvalidArgument` if a part could not be written. The next call then goes on with the
+        next snapshot, or tries the `last` one again.
         """
         if self._saving:
             if not all(saving.done.is_set() for saving in self._saving):
@@ -87,22 +95,25 @@ class Serving:
         try:
             for number, shard in shards.items():
                 part = f"{number}-of-{self._servers}"
-                if not Path(target, file_of(part)).exists():  # of a server that wrote it and has ended
+                if not Path(target, file_of(part)).exists():  # else the server wrote it before it ended
                     self._saving.append(shard.save(target, part))
         except BaseException:
             if not self._saving and any(shard.is_saving() for shard in shards.values()):
-                self._taken -= 1  # what a worker has asked for in this moment
+                self._taken -= 1  # a worker has just asked for a snapshot, which goes first
                 return self._taken
-            self._saving = []  # those that began go on, but the snapshot will not be whole
+            self._saving = []  # parts that have begun go on, but the snapshot stays incomplete
             self._end_parts(len(shards), True, last)
             raise
         return self._taken - 1
 
     def _serving(self, folder: str | os.PathLike[str]) -> dict[int, Shard]:
-        """What is served here. When that is more than before, the latest snapshot is taken up again if it still lacks
-        parts, and nobody waits any more for parts that servers which have ended owe to earlier ones."""
+        """Returns the servers that are served here, by number.
+
+        If there are more than before, backups have taken over. Then the latest snapshot is continued if it lacks their
+        parts, and the parts of earlier snapshots that the lost servers have not written are counted as ended.
+        """
         shards = self._host.serving()
-        if len(shards) < self._parts:  # others serve them now
+        if len(shards) < self._parts:  # servers have moved to other processes
             self._parts = len(shards)
         if len(shards) > self._parts:
             asked = int(self._store.add("snapshots", 0))
@@ -113,19 +124,22 @@ class Serving:
         return shards
 
     def _end_parts(self, parts: int, failed: bool, last: int) -> None:
-        """After the last one the store may end, and the last one is tried again."""
+        """Tells the store that parts have been written or have failed. Not for the last snapshot, since the store may
+        have ended then; if that fails, it is tried again."""
         if not last:
             self._store.add(f"snapshot {self._taken} ended", parts)
         elif failed and self._taken == last:
             self._taken -= 1
 
     def snapshot_path(self, folder: str | os.PathLike[str], number: int) -> Path:
-        """Named by when the servers began, and its number, so that names are in the order of time."""
+        """Returns the folder of a snapshot. Its name has the time when the first snapshot was begun, then the number,
+        so names sort by time."""
         begun = once(self._store, "snapshots begun", time.strftime("%Y%m%dT%H%M%S"))
         return Path(folder).absolute() / f"{begun}-{number:06d}"
 
     def close(self) -> None:
-        """Ends the server; workers that still need it get `ServerLost`. Idempotent."""
+        """Ends the servers of this process. Workers that still need them, and find no backup, get `ServerLost`.
+        Idempotent."""
         self._host.close()
         open_servings.discard(self)
 
@@ -137,5 +151,5 @@ class Serving:
 
 
 def once(store: Any, key: str, value: str) -> str:
-    """What the first process to come set."""
+    """Sets a key of the store unless it is set; returns its value."""
     return str(store.compare_set(key, "", value).decode())

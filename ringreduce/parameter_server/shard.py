@@ -1,4 +1,4 @@
-"""A server in this process, with what is known of its blocks besides their values. A door (`host`) has one or more."""
+"""`Shard`: a C++ server or backup in this process, with the keys and rules of its blocks. A `Host` has several."""
 
 from __future__ import annotations
 
@@ -16,32 +16,35 @@ from ringreduce.parameter_server.snapshots import Saving
 from ringreduce.parameter_server.updates import Function, PythonUpdates, rule_for, rule_for_rows
 
 _KNOWN = 16
-"""Snapshots, of which it is known how they ended."""
+"""The number of latest snapshots whose result is remembered."""
 OBSERVERS = "observers"
-"""The group of those that only look: a server does not count them as its workers."""
+"""The group of readers, which a server does not count as its workers."""
 _LOOK = 0.002
-"""Seconds between looks whether a backup has all that its server is."""
+"""Seconds between checks whether a backup has the whole state of its server."""
 _PART = re.compile("[0-9]+-of-[0-9]{1,6}")
 
 
 class Shard:
-    """The blocks of one server. What it says of a block is a note in the server, so its backup has it, too."""
+    """The blocks of one server. The description of a block is stored in the C++ server as a note, so that the backup
+    has it, too."""
 
     def __init__(self, capacity: int, functions: dict[str, Function], backed_up: bool = False) -> None:
         self._updates = PythonUpdates(functions)
         self.server = _C.ParameterServer(capacity, self._updates, backed_up)
         self._places: dict[tuple[str, str, int], tuple[int, int]] = {}
-        """By key, which of those that were made under this name, and first element: (block, offset)."""
+        """(block, offset) by key, the token in the key's spec, and first element. The token ("made") distinguishes keys
+        that were made under the same name one after the other."""
         self._blocks: dict[int, dict[str, Any]] = {}
-        """By block: its key, the key's spec, the first element and the elements."""
+        """By block: its key, the key's spec, its first element and its number of elements."""
         self.savings: dict[str, Saving] = {}
         """The latest snapshots, by folder."""
         self._follows = self._is_backup = False
         self.takes_over_quietly = False
-        """Whether its server gives its blocks away, and does not just end."""
+        """For a backup: its server gives its blocks away, so the takeover is not logged."""
 
     def lead(self, is_closing: Callable[[], bool], **partner: Any) -> None:
-        """Has a backup on this host, and waits until it has all. Raises `ConnectionError` if it ends before."""
+        """Gives the server a backup on this host, and waits until that has the whole state. Raises `ConnectionError` if
+        the backup ends before."""
         self.server.lead(**partner)
         while self.server.backup_starts:
             if is_closing():
@@ -51,23 +54,24 @@ class Shard:
             raise ConnectionError(f"{partner['name']} has ended before it had all of its server")
 
     def follow(self, **partner: Any) -> None:
-        """From now on it is a backup."""
+        """Makes it the backup of a server on this host."""
         self.server.follow(**partner)
         self._follows = self._is_backup = True
 
     def follow_far(self, on_silence: Callable[[], None]) -> None:
-        """The same, of a server of another host."""
+        """Makes it the backup of a server that is reached by TCP."""
         self.server.follow_far(on_silence)
         self._follows = self._is_backup = True
 
     def has_workers(self) -> bool:
-        """Readers do not count."""
+        """Whether the server has workers; readers do not count."""
         with contextlib.suppress(Aborted):
             return any(group != OBSERVERS for group, _ in self.server.workers().values())
         return False
 
     def check_serving(self) -> None:
-        """Raises `InvalidArgument` if it is a backup that has not taken over. One that has learns its blocks first."""
+        """Raises `InvalidArgument` if it is a backup that has not taken over. After a takeover, reads the notes of its
+        blocks."""
         if self._is_backup and not self.server.serves:
             raise InvalidArgument("this is the backup of another server, which still serves")
         if self._follows:
@@ -80,7 +84,8 @@ class Shard:
         self._blocks[block] = about
 
     def save(self, folder: str, part: str) -> Saving:
-        """Begins this server's part of a snapshot, such as "0-of-2". Raises `InvalidArgument` if one is under way."""
+        """Begins this server's part of a snapshot. `part` is such as "0-of-2". Raises `InvalidArgument` if one is under
+        way."""
         if not _PART.fullmatch(part):
             raise InvalidArgument(f"part is {part!r:.60}; it must be a number of a server and how many there are")
         self.check_serving()
@@ -90,11 +95,11 @@ class Shard:
         return saving
 
     def is_saving(self) -> bool:
-        """Whether it writes a snapshot."""
+        """Whether a snapshot is being written."""
         return any(not saving.done.is_set() for saving in list(self.savings.values()))
 
     def create_table(self, key: str, spec: dict[str, Any]) -> int:
-        """The block of a table. A worker that comes later gets the same."""
+        """Makes this server's block of a table, unless it exists; returns its id."""
         if (key, spec["made"], 0) not in self._places:
             table = {name: spec["table"][name] for name in ("width", "seed", "low", "high")}
             rule = rule_for_rows(spec["update"], bool(spec["mode"]["average"]))
@@ -102,7 +107,8 @@ class Shard:
         return self._places[key, spec["made"], 0][0]
 
     def create(self, key: str, blocks: list[list[int]], spec: dict[str, Any]) -> list[tuple[int, int]]:
-        """The blocks (first element, elements) of a key; each (id, offset). A worker that comes later gets the same."""
+        """Makes blocks of a key, given as (first element, elements), unless they exist; returns (id, offset) of each.
+        Raises `InvalidArgument`, for instance if there is no room or no such function."""
         update = spec["update"]
         name = update["python"].get("function")
         if name is not None and name not in self._updates.functions:

@@ -1,11 +1,11 @@
-"""Snapshots: a folder with a file for each server and an index, complete or absent.
+"""Writing snapshots: a folder with a file for each server and an index.
 
-    checkpoint/                          renamed from checkpoint.partial-<token> when all is in it
-        index.json                       which file has which tensor
-        server-0-of-2.safetensors        its blocks and rows, with their states
+    checkpoint/                          renamed from checkpoint.partial-<token> when it is complete
+        index.json                       says which file has which tensor
+        server-0-of-2.safetensors        blocks and rows of server 0, with their states
 
-Every server writes its own file, in a thread, while it serves. The one that ends last writes the index and renames the
-folder, so no worker has to wait for it, or live.
+Every server writes its own file, in a thread, while it serves. The server that finishes last writes the index and
+renames the folder. So a snapshot is completed even if the worker that asked for it has ended.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import struct
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,21 +27,20 @@ from ringreduce import _C
 from ringreduce.errors import InvalidArgument, SystemFailure
 from ringreduce.parameter_server.safetensors import NAMES, Reader, Writer
 
-if TYPE_CHECKING:
-    pass
-
 FORMAT = "1"
 INDEX = "index.json"
 _REST = 16
-"""How long the thread that writes rests, in its own CPU time: workers' steps go on beside it, and need the cores."""
+"""The writing thread rests so many times as long as it has used the CPU, since workers need the cores meanwhile."""
 STEPS = struct.Struct("=Q")
+"""The number of updates of a block, in the payload of a restore request."""
 
 
 class Saving:
-    """A server's part of a snapshot, which a thread of it writes."""
+    """A server's part of a snapshot. A thread writes it; `done` is set when it has ended, and `error` says how."""
 
     def __init__(self, server: _C.ParameterServer, keys: dict[int, dict[str, Any]], folder: str, part: str) -> None:
-        """`keys`: by block, its key, spec, first element and elements. `part`: such as "0-of-2"."""
+        """`keys` has, by block, its key, spec, first element and number of elements. `part` is such as "0-of-2". Raises
+        `InvalidArgument` or `SystemFailure` if it cannot begin."""
         self.error = ""
         self.done = threading.Event()
         self.path = Path(folder)
@@ -79,7 +78,7 @@ class Saving:
         return file_of(self._part)
 
     def _rest(self) -> None:
-        """Called by the thread that writes."""
+        """Lets the writing thread rest, unless the server takes no requests until more has been written."""
         worked = time.thread_time() - self._rested
         if worked > 0 and not self._server.holds_back():
             time.sleep(_REST * worked)
@@ -100,14 +99,14 @@ class Saving:
             self._writer.remove()
         finally:
             self._writer.close()
-            with contextlib.suppress(Exception):  # of a server that has been stopped
+            with contextlib.suppress(Exception):  # the server may have been stopped
                 self._server.end_snapshot()
-            self.error = error  # told to whoever asks when another snapshot can begin
+            self.error = error  # set only now, when another snapshot can begin
             self.done.set()
 
 
 class _Saved:
-    """A block of a snapshot: its tensors, and how its pieces become their bytes."""
+    """A block in a snapshot: the tensors that it becomes, and writing its pieces to them."""
 
     def __init__(self, about: dict[str, Any], steps: int, rows: int, states: int) -> None:
         self._about = about
@@ -150,7 +149,7 @@ class _Saved:
 
 
 def _complete(folder: Path, servers: int) -> None:
-    """Makes the snapshot whole if this was the last of its files. Two servers may come here at once."""
+    """Completes the snapshot if all its files are there. Two servers may do this at the same time."""
     files = files_of(servers)
     final = folder.with_name(folder.name.rpartition(".partial-")[0])
     try:
@@ -171,7 +170,7 @@ def _complete(folder: Path, servers: int) -> None:
         folder.rename(final)
         _sync(final.parent)
     except (FileNotFoundError, InvalidArgument):
-        if folder.exists():  # otherwise the other server has renamed it
+        if folder.exists():  # otherwise another server has renamed it
             raise
 
 
@@ -184,12 +183,12 @@ def file_of(part: str) -> str:
 
 
 def names_of(key: str, states: int) -> list[str]:
-    """Of the tensors with the values of a key, then its states."""
+    """Returns the names of the tensors of a key: its value, then its states."""
     return [key, *(f"{key}#state{i}" for i in range(states))]
 
 
 def names_of_block(about: dict[str, Any], states: int) -> list[str]:
-    """The same of a block: with its elements, unless it is all of the key."""
+    """Returns the names of the tensors of a block. They have its range of elements, unless it is all of the key."""
     begin, count = about["begin"], about["count"]
     part = "" if count == math.prod(about["spec"]["shape"]) else f"[{begin}:{begin + count}]"
     return [name + part for name in names_of(about["key"], states)]

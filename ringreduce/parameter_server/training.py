@@ -1,4 +1,4 @@
-"""Training a torch.nn model with a parameter server, in an unchanged training loop: `attach`."""
+"""`attach`: trains a torch.nn model with a parameter server, in an unchanged training loop."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ringreduce.parameter_server.pending import Pending
 from ringreduce.parameter_server.updates import optimizer as optimizer_rule
 
 _HOW = ("foreach", "fused", "capturable", "differentiable")
-"""Arguments of optimizers that say how, not what."""
+"""Arguments of optimizers that select an implementation and do not change the result."""
 
 
 class Attached:
-    """What `attach` returns. Use it in place of the optimizer.
+    """Made by `attach`, and used in place of the optimizer.
 
-    Gradients are pushed while `backward` runs, and are `None` afterwards. Call `backward` once per step; `step` ends
-    the step. A layer's new values are pulled before its forward pass, and all before `state_dict`.
+    Gradients are pushed while `backward` runs, and are `None` afterwards. Call `backward` once a step; `step` ends the
+    step. A layer's new values are pulled before its forward pass, and all values before `state_dict`.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Attached:
             raise InvalidArgument(f"optimizer is {optimizer!r:.60}; it must be a torch.optim.Optimizer")
         check_mode(mode)
         self.late = 0
-        """Pushes that came late and were dropped, where the mode has a quorum."""
+        """The number of pushes that came late and were dropped, which only happens if the mode has a quorum."""
         self._kv, self._optimizer, self._ssp = kv, optimizer, mode.mode == "ssp"
         self._under_way: dict[str, Pending] = {}
         self._keys: dict[nn.Module, list[str]] = {}
@@ -68,7 +68,7 @@ class Attached:
 
     def _hook(self, model: Any, values: dict[nn.Parameter, str]) -> Iterator[Any]:
         for place, parameter in enumerate(model.parameters()):
-            if parameter in values:  # the first layers' are needed first
+            if parameter in values:  # the first layers have the greatest priority, since they are needed first
                 yield parameter.register_post_accumulate_grad_hook(partial(self._push, values[parameter], -place))
         yield model.register_forward_pre_hook(self._pull_uncalled)
         for module in model.modules():
@@ -83,7 +83,7 @@ class Attached:
                 f"{key!r} has a second gradient and no forward pass between: call backward once a step, on the sum"
             )
         assert parameter.grad is not None
-        # The backward pass may not have used the old values of this parameter yet.
+        # Not started yet: the backward pass may still need the old values of this parameter.
         pushed = self._kv.push_pull(key, parameter.grad, out=parameter.data, priority=priority, start=False)
         self._under_way[key] = pushed
         parameter.grad = None
@@ -93,7 +93,7 @@ class Attached:
         self._finish(self._keys[module])
 
     def _pull_uncalled(self, model: nn.Module, _: Any) -> None:
-        """Of modules that have parameters but are not called themselves, so that nobody knows when they are needed."""
+        """Pulls the parameters of modules that are not called themselves: it is not known when these are needed."""
         for module, keys in self._keys.items():
             if module not in self._called:
                 self._finish(keys)
@@ -105,7 +105,8 @@ class Attached:
                 del self._under_way[key]
 
     def step(self, closure: None = None) -> None:
-        """Ends a step. Raises `InvalidArgument` if the optimizer's settings have changed: servers have the first."""
+        """Ends a step. Raises `InvalidArgument` if the optimizer's settings have changed, since the servers keep those
+        of `attach`."""
         if closure is not None:
             raise InvalidArgument("step() of an attached optimizer takes no closure")
         if list(_arguments(self._optimizer)) != self._groups:
@@ -122,11 +123,11 @@ class Attached:
         self._optimizer.zero_grad(set_to_none)
 
     def pull(self) -> None:
-        """Waits for what is under way: afterwards the model has the values that its next forward pass would use."""
+        """Waits for pushes and pulls under way. Afterwards the model has the values for its next forward pass."""
         self._finish(list(self._under_way))
 
     def detach(self) -> None:
-        """Waits for what is under way, and takes the hooks off the model."""
+        """Waits for pushes and pulls under way, and removes the hooks from the model."""
         self.pull()
         for hook in self._hooks:
             hook.remove()
@@ -142,20 +143,20 @@ def attach(
     push_wire: str = "float32",
     pull_wire: str = "float32",
 ) -> Attached:
-    """Makes the servers update the model's parameters as `optimizer` would, in `mode` (default: `sync()`).
+    """Lets the servers update the model's parameters as `optimizer` would, in `mode` (default: `sync()`).
 
         optimizer = ps.attach(kv, model, optimizer)
 
-    The training loop stays as it is: `zero_grad`, `backward`, `step`. Every worker calls `attach`; all begin with the
-    values of the first one. The key of a parameter is `prefix` followed by its name. `push_wire` and `pull_wire` are
-    those of `KeyValue.init`. Raises `InvalidArgument` for an optimizer that needs whole tensors.
+    The training loop stays as it is: `zero_grad`, `backward`, `step`. Every worker calls `attach`, and all begin with
+    the values of the first one. The key of a parameter is `prefix` followed by its name. `push_wire` and `pull_wire`
+    are as for `KeyValue.init`. Raises `InvalidArgument` for an optimizer that needs whole tensors.
     """
     wires = {"push": push_wire, "pull": pull_wire}
     return Attached(kv, model, optimizer, sync() if mode is None else mode, prefix, wires)
 
 
 def _arguments(optimizer: torch.optim.Optimizer) -> Iterator[dict[str, Any]]:
-    """What each group of parameters is updated with."""
+    """Yields the settings of each parameter group that determine its updates."""
     known = inspect.signature(type(optimizer).__init__).parameters
     for group in optimizer.param_groups:
         yield {key: value for key, value in group.items() if key in known and key not in ("params", *_HOW)}

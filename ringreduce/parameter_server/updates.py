@@ -1,4 +1,4 @@
-"""What a server does with what was pushed: `assign`, `reduce`, `optimizer` and `function`."""
+"""Update rules, by which a server combines a value with pushes: `assign`, `reduce`, `optimizer` and `function`."""
 
 from __future__ import annotations
 
@@ -24,34 +24,36 @@ UNSUITABLE = {
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """Made by `assign`, `reduce`, `optimizer` or `function`. Plain words and numbers, which servers are told."""
+    """An update rule, made by `assign`, `reduce`, `rowwise_adagrad`, `optimizer` or `function`. Contains only strings
+    and numbers, which are sent to the servers."""
 
     kind: str
     fields: dict[str, Any] = field(default_factory=dict)
     python: dict[str, Any] = field(default_factory=dict)
-    """What the server calls where it has no code of its own for it: a class of torch.optim, or a function's name."""
+    """What the server calls in Python if the rule does not run in C++: the name of a class of torch.optim or of a
+    function, and its arguments."""
 
     def as_json(self) -> dict[str, Any]:
         return {"kind": self.kind, "fields": self.fields, "python": self.python}
 
 
 def assign() -> UpdateRule:
-    """The value becomes what was pushed: in `sync`, the average or the sum of the workers'."""
+    """The value becomes what was pushed. In `sync` that is the average or the sum of the workers' pushes."""
     return UpdateRule("assign")
 
 
 def reduce(op: str = "sum") -> UpdateRule:
-    """The value becomes `value op pushed`: 'sum', 'product', 'min', 'max', 'band', 'bor' or 'bxor' (the last three for
-    integers and bool)."""
+    """The value becomes `value op push`. `op` is 'sum', 'product', 'min', 'max', 'band', 'bor' or 'bxor'; the last
+    three are for integers and bool. Raises `InvalidArgument`."""
     if op not in REDUCTIONS:
         raise InvalidArgument(f"op is {op!r}; it must be one of {', '.join(REDUCTIONS)}")
     return UpdateRule("reduce", {"op": op})
 
 
 def rowwise_adagrad(lr: float = 0.01, eps: float = 1e-8) -> UpdateRule:
-    """For the rows of a table (`Embedding`): Adagrad with one sum for a whole row, of its gradients' mean squares.
+    """Adagrad for the rows of a table (`Embedding`), with one sum per row, of the mean squares of its gradients.
 
-    The row's state is one number, instead of one an element. Raises `InvalidArgument` if a number is negative.
+    The state of a row is one number, instead of one for each element. Raises `InvalidArgument` if a number is negative.
     """
     for name, value in (("lr", lr), ("eps", eps)):
         if not isinstance(value, (int, float)) or not value >= 0:
@@ -60,11 +62,12 @@ def rowwise_adagrad(lr: float = 0.01, eps: float = 1e-8) -> UpdateRule:
 
 
 def function(name: str, **arguments: Any) -> UpdateRule:
-    """A function that the servers know by this name, from `join(functions={name: f})`.
+    """A Python function that every founder has given to `join(functions={name: f})` under this name.
 
-    For every block and update it is called as `f(value, push, state, info, **arguments)`. `value` is a 1-dimensional
-    tensor to change in place, and `push` is what was pushed. `state` is a dictionary of the block's own, which is kept
-    between updates. `info` is an `Info`. `arguments` must be numbers, strings or None.
+    A server calls `f(value, push, state, info, **arguments)` for every update of every block. `value` is a
+    1-dimensional tensor with the block's elements, to be changed in place, and `push` is a tensor of the same shape
+    with the pushes combined. `state` is a dictionary of the block, which is kept between updates. `info` is an `Info`.
+    `arguments` must be numbers, strings or None; otherwise raises `InvalidArgument`.
     """
     for key, value in arguments.items():
         if not isinstance(value, (int, float, str, type(None))):
@@ -73,13 +76,13 @@ def function(name: str, **arguments: Any) -> UpdateRule:
 
 
 def optimizer(kind: type[torch.optim.Optimizer], **arguments: Any) -> UpdateRule:
-    """An optimizer of torch.optim that works element by element, with its arguments, such as
-    `optimizer(torch.optim.AdamW, lr=1e-3)`.
+    """A step of an element-wise optimizer of torch.optim, with the push as gradient, such as
+    `optimizer(torch.optim.AdamW, lr=1e-3)`. `arguments` are those of the optimizer.
 
-    On x86-64, and for float32 and float64 values, SGD, Adam, AdamW, Adagrad and RMSprop run without Python and give the
-    bits of torch's default path on CPUs. All other optimizers and dtypes run in torch in the server's process. Raises
-    `InvalidArgument` for an optimizer that needs more than one block at a time, and for arguments that the optimizer
-    does not take.
+    On x86-64, SGD, Adam, AdamW, Adagrad and RMSprop of float32 and float64 values run in C++, and give the bits of
+    torch's default path on CPUs. Other optimizers and dtypes run in torch, in the server's process. Raises
+    `InvalidArgument` for an optimizer that needs more than one block at a time, and for arguments that it does not
+    take.
     """
     name = getattr(kind, "__name__", repr(kind))
     if name in UNSUITABLE and getattr(torch.optim, name, None) is kind:
@@ -102,7 +105,7 @@ def optimizer(kind: type[torch.optim.Optimizer], **arguments: Any) -> UpdateRule
 
 
 def _native(name: str, d: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
-    """The same as a rule of the servers, if they have it."""
+    """Returns kind and fields of the C++ rule that does the same; None if there is none."""
     if any(d.get(flag) for flag in ("amsgrad", "capturable", "differentiable", "foreach", "fused")):
         return None
     common = {key: d[key] for key in ("lr", "weight_decay", "maximize") if key in d}
@@ -124,7 +127,7 @@ def _native(name: str, d: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
 
 
 def rule_for(rule: dict[str, Any], dtype: str, average: bool) -> dict[str, Any]:
-    """A rule from `as_json` as a server's C++ takes it, for this process's torch and processor."""
+    """Converts a rule from `as_json` to the form that C++ takes, for this process's torch and processor."""
     fields: dict[str, Any] = {"kind": rule["kind"], "average": average} | rule["fields"]
     if "optimizer" not in rule["python"] or rule["kind"] == "python":
         return fields
@@ -135,7 +138,7 @@ def rule_for(rule: dict[str, Any], dtype: str, average: bool) -> dict[str, Any]:
 
 
 def check_for_rows(rule: UpdateRule) -> None:
-    """Raises `InvalidArgument` for a rule that a table's rows cannot have."""
+    """Raises `InvalidArgument` for a rule that cannot update rows of a table."""
     fields, allowed = rule.fields, ("assign", "reduce", "sgd", "adam", "adagrad", "rowwise_adagrad")
     name = rule.python.get("optimizer") or rule.python.get("function") or rule.kind
     if rule.kind not in allowed or (rule.kind == "reduce" and fields["op"] != "sum"):
@@ -151,7 +154,7 @@ def check_for_rows(rule: UpdateRule) -> None:
 
 
 def rule_for_rows(rule: dict[str, Any], average: bool) -> dict[str, Any]:
-    """As `rule_for`, for a table: its rows are always updated in C++."""
+    """Like `rule_for`, for a table, whose rows are always updated in C++."""
     fused = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
     fields: dict[str, Any] = {"kind": rule["kind"], "average": average} | rule["fields"]
     return fields | {"fused": fused}
@@ -159,19 +162,19 @@ def rule_for_rows(rule: dict[str, Any], average: bool) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Push:
-    """One of the pushes of an update."""
+    """A push in an update, as an update function sees it."""
 
     worker: int
     clock: int
     """The worker's clock when it pushed."""
     pulled: int
-    """The version that the worker had pulled before. The update makes version `Info.version`."""
+    """The version that the worker had pulled before it pushed. The update makes version `Info.version`."""
     weight: float
 
 
 @dataclass(frozen=True)
 class Info:
-    """What an update function is told."""
+    """What an update function is told about an update of a block."""
 
     key: str
     begin: int
@@ -179,7 +182,7 @@ class Info:
     version: int
     """The version that this update makes."""
     pushes: list[Push]
-    """In the order of workers; in asynchronous and ssp modes there is one."""
+    """The pushes of this update, ordered by worker. In `asynchronous` and `ssp` there is one."""
 
     @property
     def worker(self) -> int:
@@ -198,7 +201,7 @@ Function = Callable[..., None]
 
 
 class PythonUpdates:
-    """The updates of a server that Python computes. Called by the server's thread alone."""
+    """Computes the updates of a server that do not run in C++. Only the server's thread calls it."""
 
     def __init__(self, functions: dict[str, Function]) -> None:
         self.functions = functions
@@ -239,7 +242,7 @@ def _by_optimizer(
             parameter = torch.nn.Parameter(value)
             made.extend((parameter, getattr(torch.optim, name)([parameter], **lasting)))
         parameter, optimizer = made
-        parameter.data = value  # the block's other buffer
+        parameter.data = value  # the block's two buffers alternate
         parameter.grad = push
         optimizer.step()
         parameter.grad = None

@@ -1,4 +1,4 @@
-"""Who has come to a server's door: workers, servers and backups, and those who have not said yet what they are."""
+"""Who is connected to a process's door: workers, servers, backups, and those that have not said yet what they are."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ class Visitor:
     observes: bool = False
     far: Far | None = None
     shard: Shard | None = None
-    """Whose worker it is."""
+    """The server or backup here that it belongs to."""
     is_partner: bool = False
-    """It is a server with a backup here, or the backup of a server here."""
+    """Whether it is a server with a backup here, or the backup of a server here."""
     meaning: str = ""
-    """What its end means, if it is a partner."""
+    """For a partner: what is logged when it ends; "" if nothing is."""
 
 
 @dataclass
 class Far:
-    """A worker or a server of another host, of which the door between hosts knows who it is."""
+    """The further state of a visitor on another host."""
 
     take: Callable[[int, str], None] | None = None
-    """Takes its connections, once it has joined: descriptor and path."""
+    """Takes a connection of this visitor (descriptor and path); set when it has joined."""
     sockets: list[tuple[int, str]] = field(default_factory=list)
-    """That came before."""
+    """Connections that have arrived before that."""
     arriving: control.Arriving = field(default_factory=control.Arriving)
 
 
 def name_in(hello: dict[str, Any]) -> str:
-    """How messages call a worker."""
+    """Returns the name of a worker in messages."""
     return f"{hello['host']}, pid {int(hello['pid'])}"
