@@ -429,7 +429,12 @@ Server::Combination Server::combination(const BlockSpec& spec, const Operation& 
   }
   const bool scalable = kernels::supports(spec.dtype, ReduceOp::avg);
   combination.weighted &= scalable;
-  if (scalable && !reduces && spec.rule.average) combination.divisor = sum;
+  if (scalable && !reduces && spec.rule.average) {
+    if (combination.weighted)  // shares of the sum, since a weight times a value may be too large for the dtype
+      for (double& weight : combination.weights) weight /= sum;
+    else
+      combination.divisor = sum;
+  }
   return combination;
 }
 

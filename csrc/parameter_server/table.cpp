@@ -182,7 +182,12 @@ const std::byte* Table::merge(std::span<const Batch> batches, double divisor) {
     take_ids(batches[0]);
     return batches[0].rows;
   }
-  for (const Batch& batch : batches) take_ids(batch);
+  double scale = 1;
+  for (const Batch& batch : batches) {
+    take_ids(batch);
+    if (batch.weight != 1) scale = 1 / divisor;  // shares of the sum: a weight times a value may be too large
+  }
+  if (scale != 1) divisor = 1;
   Distinct distinct(ids_.size());
   std::size_t begin = 0, used = 0;
   scratch_.resize(std::max(scratch_.size(), row_bytes_));
@@ -190,8 +195,8 @@ const std::byte* Table::merge(std::span<const Batch> batches, double divisor) {
     for (std::size_t i = 0; i < batch.count; ++i) {
       const std::size_t number = distinct.number(ids_[begin + i]);
       const std::byte* from = batch.rows + i * row_bytes_;
-      if (batch.weight != 1) {
-        kernels::scale(spec_.dtype, scratch_.data(), from, spec_.width, batch.weight);
+      if (const double weight = batch.weight * scale; weight != 1) {
+        kernels::scale(spec_.dtype, scratch_.data(), from, spec_.width, weight);
         from = scratch_.data();
       }
       if (number < used) {

@@ -188,6 +188,8 @@ def _write_last(serving: Serving, arguments: argparse.Namespace, last: int, path
         try:
             done, failure = serving.take_snapshots(arguments.snapshots, last=last) >= last, None
         except RingReduceError as error:  # there may be room later
+            if str(error) != str(failure):
+                _say(f"the last snapshot, tried again for {arguments.timeout:.0f} s: {error}")
             done, failure = False, error
         now = time.monotonic()
         if failure is not None and now - begun > arguments.timeout:

@@ -367,7 +367,12 @@ class Host:
                         self._serve(selector, key.data)
 
     def _admit(self, selector: selectors.BaseSelector) -> None:
-        connection, _ = self._listener.accept()
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as error:  # no descriptors are left, say: whoever connects waits until there are some
+            log.warning("the door of process %d: %s", os.getpid(), error)
+            time.sleep(0.05)
+            return
         connection.settimeout(1.0)
         visitor = Visitor(connection, control.new_nonce())
         try:

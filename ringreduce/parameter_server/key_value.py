@@ -36,6 +36,7 @@ from ringreduce.parameter_server.pulls import Pulls
 from ringreduce.parameter_server.questions import Questions
 from ringreduce.parameter_server.readers import Follower
 from ringreduce.parameter_server.restoring import restore
+from ringreduce.parameter_server.shard import OBSERVERS
 from ringreduce.parameter_server.snapshots import check_absent
 from ringreduce.parameter_server.updates import UpdateRule, assign
 
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
 
 _CREATED_AT_ONCE = 1000
 """The most blocks in one control message."""
+_EXPLAINS = 0.2
+"""How many seconds, after a timeout, a server may take to say who is waited for."""
 _LONGEST = 1e7
 """The longest timeout in seconds; longer ones are shortened to it."""
 
@@ -314,6 +317,8 @@ class KeyValue:
         timeout: float | None,
     ) -> Pending:
         """Pushes, and prepares the pull into `out`. Checks all arguments of both before anything is sent."""
+        if self._with.group == OBSERVERS:
+            raise InvalidArgument("a reader does not push; join with role='worker' to take part in training")
         check_weight(weight)
         check_priority(priority)
         deadline = self._deadline(timeout)
@@ -586,10 +591,10 @@ class KeyValue:
         why = f"{name} or its backup is busy or stopped"
         if kind in question:
             try:
-                workers = self._questions.ask(server, question[kind], time.monotonic() + 1.0)["workers"]
+                workers = self._questions.ask(server, question[kind], time.monotonic() + _EXPLAINS)["workers"]
                 if workers := [each for each in workers if not each.startswith(f"worker {self.worker} ")]:
                     return f"{what} waits for {', '.join(workers)}"
-                why = f"no other worker is missing, so it has no value yet, or {why}"
+                why = f"no other worker is missing: it has no value yet, or is being updated, or {why}"
             except (CollectiveTimeout, ServerLost, SystemFailure) as error:
                 why = str(error)
         return f"{what} was not ready in time; {why}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +20,14 @@ _LOOK = 0.005
 
 
 class Questions:
-    """Asks questions for one worker. Not thread-safe; only usable in the process that made it."""
+    """Asks questions for one worker, one after the other. Only usable in the process that made it."""
 
     def __init__(self, membership: Membership) -> None:
         self._with = membership
         self._client = membership.client
         self._pid = os.getpid()
         self._numbers = itertools.count()
+        self._asking = threading.Lock()
 
     def check_process(self) -> None:
         """Raises `InvalidArgument` in a forked child."""
@@ -42,6 +44,10 @@ class Questions:
         raises `InvalidArgument` or `SystemFailure` with its text.
         """
         self.check_process()
+        with self._asking:  # by another thread, so that each gets its own answer
+            return self._ask(server, question, deadline)
+
+    def _ask(self, server: int, question: dict[str, Any], deadline: float) -> dict[str, Any]:
         while True:
             connection, name = self._with.connections[server], self._with.names[server]
             try:

@@ -226,7 +226,9 @@ class PythonUpdates:
         call, state = self.functions[name], dict[str, Any]()
 
         def update(value: torch.Tensor, push: torch.Tensor, version: int, pushes: Sequence[Any]) -> None:
-            call(value, push, state, Info(key, begin, version, [Push(*each) for each in pushes]), **arguments)
+            mine = value.clone()  # the function may keep its tensors for longer than this memory lasts
+            call(mine, push.clone(), state, Info(key, begin, version, [Push(*each) for each in pushes]), **arguments)
+            value.copy_(mine)
 
         return update
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -366,3 +368,68 @@ def test_a_name_is_free_again_when_a_server_has_refused_it() -> None:
         kv.init("w", torch.full((5,), 7.0))
         kv.pull("w", out := torch.zeros(5))
         assert out.tolist() == [7] * 5
+
+
+def test_a_function_may_keep_its_tensors() -> None:
+    kept: list[torch.Tensor] = []
+
+    def keeps(value: torch.Tensor, push: torch.Tensor, state: dict[str, Any], info: ps.Info) -> None:
+        value += push
+        push.fill_(9)
+        kept.append(value)
+
+    with ps.join(functions={"keeps": keeps}, **SMALL) as kv:
+        kv.init("w", torch.zeros(3), update=ps.function("keeps"), mode=ps.asynchronous())
+        (lent := kv.empty(3)).fill_(2)
+        kv.push("w", lent).wait()
+        kept[0].add_(100)
+        kv.pull("w", out := torch.zeros(3))
+        assert out.tolist() == [2] * 3 and lent.tolist() == [2] * 3
+    assert kept[0].tolist() == [102] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("weight", [512.0, 1e-7, 1e30])
+def test_a_weighted_average_is_as_large_as_its_values(dtype: torch.dtype, weight: float) -> None:
+    with ps.join(**SMALL) as kv:
+        kv.init("w", torch.zeros(4, dtype=dtype))
+        out = torch.zeros(4, dtype=dtype)
+        kv.push_pull("w", torch.full((4,), 200.0, dtype=dtype), out=out, weight=weight).wait()
+        assert out.tolist() == [200.0] * 4
+
+
+def test_threads_get_their_own_answers() -> None:
+    with ps.join(**SMALL) as kv:
+        kv.init("w", torch.zeros(3))
+        wrong: list[Any] = []
+
+        def asks() -> None:
+            for _ in range(100):
+                if kv.stats(timeout=10)["worker"] != 0 or None in kv.stats(timeout=10)["servers"].values():
+                    wrong.append("no answer")
+
+        threads = [threading.Thread(target=asks) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+
+
+def test_the_door_outlives_a_lack_of_descriptors() -> None:
+    with ps.join(**SMALL) as kv:
+        kv.init("w", torch.zeros(3))
+        address = kv._with.host.address if kv._with.host is not None else b""
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        clients = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(4)]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), hard))
+        try:
+            for client in clients:
+                client.connect(address)
+            time.sleep(0.3)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for client in clients:
+                client.close()
+        kv.init("v", torch.ones(3))
+        assert None not in kv.stats()["servers"].values()
