@@ -127,9 +127,10 @@ class World:
     def on_change(self, function: Callable[[World], None]) -> None:
         """Registers `function(world)`, which every member calls after each change, once the default group is new.
 
-        Use it to renew meshes, other groups, hooks and samplers. It may call collectives. If one of them fails, the
-        change is made again. Another error is raised by the call that made the change, as by `attempt`. A joiner does
-        not call it for the change with which it joins.
+        Use it to renew meshes, other groups, hooks and samplers. It may call collectives. If one of them fails because
+        the group has, the change is made again. Any other error, such as `InvalidArgument` or `CollectiveMismatch`, is
+        raised by the call that made the change, as by `attempt`. A joiner does not call it for the change with which it
+        joins.
         """
         self._callbacks.append(function)
 
@@ -316,10 +317,15 @@ class World:
             log.info("%s: epoch %d begins; lost: %s", self._config.me, self.epoch, self.view.lost or "nobody")
             self._refused |= set(self.view.lost)
             self._invite([member for member in self.view.members if member.name not in before])
+            entered = False
             try:
                 self._enter()
+                entered = True
+                self._call_back()
                 return
             except RingReduceError as failed:
+                if entered and not self._is_of_group(failed):
+                    raise  # a callback's own error, which it would raise again
                 in_vain = time.monotonic() - began > self._config.patience + self._config.timeout
                 if isinstance(failed, Expelled | TooFewRanks) or (in_vain and self.view.names == before):
                     raise  # the same members cannot make a group
@@ -352,7 +358,7 @@ class World:
             backend_of(None).abort()
 
     def _enter(self) -> None:
-        """Makes the view's members the default group, shares the state with joiners, and calls the callbacks."""
+        """Makes the view's members the default group, and shares the state with joiners."""
         self._joiners_wait, self._unwanted = False, ()
         self._lateness = Lateness(self.view.members, self.rank)
         self._stop_watching()
@@ -364,6 +370,9 @@ class World:
                     if isinstance(module, DistributedDataParallel):
                         _rebind(module)
             self._share_state()
+
+    def _call_back(self) -> None:
+        """Calls the callbacks of `on_change`. If one raises an error of its own, the others must not wait for it."""
         try:
             for callback in self._callbacks:
                 callback(self)

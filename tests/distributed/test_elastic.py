@@ -413,6 +413,35 @@ def test_the_others_do_not_wait_for_a_member_whose_callback_raises() -> None:
         assert ranks.results(but=(2,)) == ["gone on", "raised"]
 
 
+def callbacks_make_other_calls(me: Rank) -> tuple[int, int]:
+    """The callbacks of two members make different calls, and then rank 0's raises `InvalidArgument`, as a call does."""
+    world = start(me, 2)
+    called = 0
+
+    def other_calls(world: elastic.World) -> None:
+        nonlocal called
+        called += 1
+        dist.all_reduce(torch.ones(1 + me.rank))
+
+    world.on_change(other_calls)
+    with pytest.raises(CollectiveMismatch):
+        world._change(None)
+    if me.rank == 1:
+        return called, world.epoch
+    with pytest.raises(InvalidArgument, match="the program's"):
+        world._callbacks[0] = wrong
+        world._change(None)
+    return called, world.epoch
+
+
+def wrong(world: elastic.World) -> None:
+    raise InvalidArgument("the program's")
+
+
+def test_a_change_is_not_repeated_after_a_callbacks_own_error() -> None:
+    assert run(callbacks_make_other_calls, 2) == [(1, 2), (1, 1)]
+
+
 def with_a_store_in_rank_2(me: Rank) -> dict[str, Any]:
     if me.rank == 2:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
