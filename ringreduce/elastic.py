@@ -71,7 +71,7 @@ log = logging.getLogger(__name__)
 
 
 class Over(SystemExit):
-    """Raised by `start` when all members have left or ended, so there is nothing to join.
+    """Raised by `start` when the training is over: all members have ended, and at least one has called `leave`.
 
     Unless it is caught, it ends the process with exit code 0, so a launcher sees no failure.
     """
@@ -542,9 +542,9 @@ def start(
         may also be an address in etcd, "etcd://HOST:PORT,HOST:PORT/NAME" with a NAME that no other job has used. Then
         no single host has to live until the job ends, and `rank` and `world_size` are by default RANK and WORLD_SIZE.
 
-    Raises `CollectiveTimeout` if no member has looked for joiners for `timeout`, `Over` if all members have left or
-    ended, `SystemFailure` if the members share memory that this process cannot open, `InvalidArgument`, and what
-    `init_process_group` raises.
+    Raises `Over` if the training is over, `TooFewRanks` if all members have died, `CollectiveTimeout` if no member has
+    looked for joiners for `timeout`, `SystemFailure` if the members share memory that this process cannot open,
+    `InvalidArgument`, and what `init_process_group` raises.
     """
     if not isinstance(least, int) or least < 1:
         raise InvalidArgument(f"start: least is {least!r}; it must be a whole number, 1 or more")
@@ -616,8 +616,13 @@ def _join(config: _Config) -> World:
     home.ready = ready_for_a_group(config.options, listens=True)
     view = home.lobby.wait(Member(config.me, home.address()), config.timeout)
     opened = view is not None and home.open_a_ledger(config.me, view, config.timeout)
-    if view is None or (not opened and home.lobby.all_gone()):
-        log.warning("start: all members have left or ended; there is nothing to join")
+    if view is None or (not opened and home.lobby.all_gone(config.me)):
+        if not home.lobby.ended_well():
+            raise TooFewRanks(
+                "start: all members have died, and no process has the state any more; start the training again from a "
+                "checkpoint"
+            )
+        log.warning("start: the training is over; there is nothing to join")
         raise Over(0)
     if not opened:
         raise SystemFailure(

@@ -149,7 +149,7 @@ class Lobby:
             now = time.monotonic()
             if now > check + OVER_AFTER:
                 check = now
-                before, over = over, self.all_gone()
+                before, over = over, self.all_gone(me.name)
                 if over and before:
                     return None
                 if (latest := store.value("looked")) != look:
@@ -165,15 +165,24 @@ class Lobby:
         said = self._store.value("members now")
         return View.load(said.decode()) if said else None
 
-    def all_gone(self) -> bool:
+    def all_gone(self, me: str) -> bool:
         """Whether every member of the latest view has left, or has ended on this machine.
 
-        The end of a process on another machine cannot be seen from here.
+        The end of a process on another machine cannot be seen from here. `me`: the name of this process, which may
+        itself be in that view, but cannot go on alone.
         """
         view = self.latest()
         return view is not None and all(
-            self._store.check([f"left/{member.name}"]) or has_ended(member) for member in view.members
+            member.name == me or self._has_left(member) or has_ended(member) for member in view.members
         )
+
+    def ended_well(self) -> bool:
+        """Whether a member of the latest view has left. If all are gone and none has left, all have died."""
+        view = self.latest()
+        return view is not None and any(map(self._has_left, view.members))
+
+    def _has_left(self, member: Member) -> bool:
+        return self._store.check([f"left/{member.name}"])
 
 
 class Home:

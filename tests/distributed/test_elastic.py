@@ -604,6 +604,44 @@ def test_a_process_that_starts_when_all_have_left_ends_well() -> None:
     assert run(comes_when_all_is_over, 3) == ["", "", "0"]
 
 
+def comes_when_all_have_died(me: Rank) -> None:
+    """Rank 2 comes when the others are dead, or is let in and finds them dead."""
+    if me.rank == 2:
+        while not me.store.check(["come 2"]):
+            time.sleep(0.005)
+        opens = Home.open_a_ledger
+
+        def when_told(self: Home, *arguments: Any) -> bool:
+            me.report("let in")
+            while not me.store.check(["go on"]):
+                time.sleep(0.005)
+            return opens(self, *arguments)
+
+        Home.open_a_ledger = when_told  # type: ignore[method-assign]
+        with pytest.raises(TooFewRanks, match="all members have died, .* again from a checkpoint"):
+            start(me, 2)
+        return
+    world = start(me, 2)
+    me.report("begins")
+    while True:
+        world.attempt(lambda: dist.all_reduce(torch.ones(1)))
+
+
+@pytest.mark.parametrize("when", ["before it comes", "after it was let in"])
+def test_a_process_that_starts_when_all_have_died_says_so(when: str) -> None:
+    with Ranks(comes_when_all_have_died, 3) as ranks:
+        ranks.reports(but=(2,))
+        if when == "after it was let in":
+            come(ranks, 2)
+            assert ranks.reports(but=(0, 1)) == ["let in"]
+        ranks.signal(0, signal.SIGKILL)
+        ranks.signal(1, signal.SIGKILL)
+        for rank in (0, 1):
+            ranks._processes[rank].join(60)
+        tell(ranks, "come 2", "go on")
+        ranks.results(but=(0, 1))
+
+
 def calls_another_thing(me: Rank) -> None:
     world = start(me, 2)
     with pytest.raises(CollectiveMismatch):
