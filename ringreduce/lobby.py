@@ -42,6 +42,9 @@ from ringreduce.watch import has_ended
 
 OVER_AFTER = 1.0
 """A waiting process believes that all members are gone if two looks, so many seconds apart, say so."""
+FORGOTTEN_AFTER = 10.0
+"""Seconds after which members no longer ask the store who has taken a number, if no process has said so. It may have
+died."""
 PAUSE = 0.005
 """Seconds between two looks of a waiting process for its invitation."""
 
@@ -80,8 +83,10 @@ class Lobby:
 
     def __init__(self, store: KeyStore) -> None:
         self._store = store
-        self._waiting: dict[int, Member | None] = {}
-        """The waiting processes by their number; None: the process has taken a number and not yet said its name."""
+        self._nameless: dict[int, float] = {}
+        """The numbers whose processes have not said their names yet, and when this process saw each of them first."""
+        self._waiting: dict[int, Member] = {}
+        """The waiting processes by their numbers."""
         self._seen = 0
         """The latest number that this process knows of."""
 
@@ -91,23 +96,26 @@ class Lobby:
         """The processes that wait, without those that have ended and those whose names are in `but`."""
         self._store.set("looked", str(time.time_ns()))
         latest = self._store.add("waiting", 0)
-        self._waiting.update(dict.fromkeys(range(self._seen + 1, latest + 1)))
+        now = time.monotonic()  # no number was taken later, and no name is read earlier: see `_come`
+        self._nameless.update(dict.fromkeys(range(self._seen + 1, latest + 1), now))
         self._seen = latest
-        for number in list(self._waiting):
-            member = self._waiting[number] or self._told(number)
-            if member and (member.name in but or has_ended(member)):
-                self._store.set(f"joiner/{number}", "")
-                del self._waiting[number]
-            elif member:
-                self._waiting[number] = member
-        return tuple(member for member in self._waiting.values() if member)
+        for number, seen in list(self._nameless.items()):
+            said = self._store.value(f"joiner/{number}")
+            if said:
+                self._waiting[number] = Member(*json.loads(said))
+            if said is not None:
+                del self._nameless[number]
+            elif now > seen + FORGOTTEN_AFTER:
+                self._forget(number)
+        for number, member in list(self._waiting.items()):
+            if member.name in but or has_ended(member):
+                self._forget(number)
+        return tuple(self._waiting.values())
 
-    def _told(self, number: int) -> Member | None:
-        """The process with this number; None: it has not said its name yet, or no longer waits."""
-        said = self._store.value(f"joiner/{number}")
-        if said == b"":
-            del self._waiting[number]
-        return Member(*json.loads(said)) if said else None
+    def _forget(self, number: int) -> None:
+        self._store.set(f"joiner/{number}", "")
+        self._nameless.pop(number, None)
+        self._waiting.pop(number, None)
 
     def invite(self, member: Member, view: View) -> None:
         """Tells a waiting process that it is in `view`. Every member does this, since any may die before it does."""
@@ -141,8 +149,7 @@ class Lobby:
         Raises `CollectiveTimeout` if no member has looked for joiners for `timeout` seconds.
         """
         store, invited = self._store, f"invited/{me.name}"
-        number = store.add("waiting", 1)
-        store.set(f"joiner/{number}", json.dumps([me.name, me.address]))
+        number = self._come(me)
         looked = check = time.monotonic()
         look, over = store.value("looked"), False
         while (text := store.value(invited)) is None:
@@ -159,6 +166,16 @@ class Lobby:
                 raise CollectiveTimeout(f"start: no member has looked who waits to be let in for {timeout:.0f} s")
             time.sleep(PAUSE)
         return View.load(text.decode())
+
+    def _come(self, me: Member) -> int:
+        """Takes a number, and says who has it. If that took long, members may have forgotten it: takes another one."""
+        while True:
+            began = time.monotonic()
+            number = self._store.add("waiting", 1)
+            self._store.set(f"joiner/{number}", json.dumps([me.name, me.address]))
+            if time.monotonic() < began + FORGOTTEN_AFTER:
+                return number
+            self._store.set(f"joiner/{number}", "")
 
     def latest(self) -> View | None:
         """The latest view that the store knows of."""
