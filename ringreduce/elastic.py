@@ -48,7 +48,7 @@ from ringreduce.errors import (
 )
 from ringreduce.group_links import links_of
 from ringreduce.lateness import STEPS, Late, Lateness
-from ringreduce.lobby import Home, destroy_groups
+from ringreduce.lobby import Home, Lookout, destroy_groups
 from ringreduce.membership.directory import Bounded, Values
 from ringreduce.membership.protocol import Member, Report, View, place
 from ringreduce.membership.rounds import Membership
@@ -57,15 +57,15 @@ from ringreduce.rendezvous import store as rendezvous
 from ringreduce.rendezvous.card import prepared
 from ringreduce.shared_state import State
 from ringreduce.survivors import KeyStore
-from ringreduce.watch import Watch
+from ringreduce.watch import Watch, has_ended
 
 if TYPE_CHECKING:
     from ringreduce.host_links import Wire
 
 Result = TypeVar("Result")
 
-LOOK_FOR_JOINERS = 0.05
-"""Seconds between two looks of rank 0 for processes that wait to join."""
+LOOK_AGAIN = 0.01
+"""Seconds between two looks of rank 0 at what its lookout has found, while there are too few members."""
 
 log = logging.getLogger(__name__)
 
@@ -89,8 +89,7 @@ class World:
         self._callbacks: list[Callable[[World], None]] = []
         self._committed = membership.view.step
         self._joiners_wait = False
-        self._looked = 0.0
-        self._refused: set[str] = set()
+        self._lookout = Lookout(config.home.lobby, membership.view.names)
         self._watch: Watch | None = None
         self._on_straggler: Callable[[Late], bool] | None = None
         self._unwanted: tuple[str, ...] = ()
@@ -231,6 +230,7 @@ class World:
         instead of waiting to be let in.
         """
         self._stop_watching()
+        self._lookout.stop()
         with contextlib.suppress(RuntimeError, OSError):  # if not told, the others notice this process's end
             self._membership.resign(self._committed)
             self._config.home.lobby.leave(self._config.me)
@@ -311,12 +311,14 @@ class World:
             try:
                 self._membership.leave(report, self._ended, silent_after, self._cut_off)
             except Expelled:
+                self._lookout.stop()
                 self._config.home.give_up()
                 raise
             self._committed = self.view.step
             log.info("%s: epoch %d begins; lost: %s", self._config.me, self.epoch, self.view.lost or "nobody")
-            self._refused |= set(self.view.lost)
-            self._invite([member for member in self.view.members if member.name not in before])
+            self._lookout.pass_over(self.view.names)
+            came = [member for member in self.view.members if member.name not in before]
+            self._config.home.lobby.invite(came, self.view)
             entered = False
             try:
                 self._enter()
@@ -444,36 +446,20 @@ class World:
     # joiners
 
     def _somebody_waits(self) -> bool:
-        now = time.monotonic()
-        if self.rank != 0 or now - self._looked < LOOK_FOR_JOINERS:
-            return False
-        self._looked = now
-        return bool(self._joiners(0.0))
+        return self.rank == 0 and bool(self._room_for(self._lookout.found()))
 
     def _joiners(self, patience: float) -> tuple[Member, ...]:
-        """The processes that wait to join, as many as there is room for. Waits `patience` seconds for the first.
-
-        Returns none if the launcher's store is gone.
-        """
-        config, end = self._config, time.monotonic() + patience
+        """The processes that wait to join, as many as there is room for. Waits `patience` seconds for the first."""
+        end = time.monotonic() + patience
         while True:
-            found: tuple[Member, ...] = ()
-            try:
-                found = config.home.lobby.waiting({*self.view.names, *self._refused})
-            except (RuntimeError, OSError) as error:
-                log.info("nobody can join: the launcher's store is gone: %s", error)
-            found = found[: max(config.most - self.size, 0)]
-            found = found[: len(found) // self.view.unit * self.view.unit]
+            found = self._room_for(tuple(member for member in self._lookout.found() if not has_ended(member)))
             if found or time.monotonic() >= end:
                 return found
-            time.sleep(LOOK_FOR_JOINERS)
+            time.sleep(LOOK_AGAIN)
 
-    def _invite(self, members: list[Member]) -> None:
-        for member in members:
-            try:
-                self._config.home.lobby.invite(member, self.view)
-            except (RuntimeError, OSError) as error:
-                log.info("cannot invite %s: the launcher's store is gone: %s", member.name, error)
+    def _room_for(self, members: tuple[Member, ...]) -> tuple[Member, ...]:
+        found = members[: max(self._config.most - self.size, 0)]
+        return found[: len(found) // self.view.unit * self.view.unit]
 
     def _share_state(self) -> None:
         """Gives the state to the members that have none. Called on all members; raises `TooFewRanks` if none has it."""

@@ -9,6 +9,8 @@
     members now    the latest view
     left/NAME      set if this member has left
 
+`Lookout` looks into the lobby for a member, in a thread.
+
 `Home` has the lobby, and the directory of members: a ledger if all are on one machine, and else the same store.
 
 Calls raise the store's error if the store is gone.
@@ -20,10 +22,12 @@ import contextlib
 import json
 import logging
 import os
+import queue
 import threading
 import time
 import weakref
-from collections.abc import Container
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -45,6 +49,10 @@ OVER_AFTER = 1.0
 FORGOTTEN_AFTER = 10.0
 """Seconds after which members no longer ask the store who has taken a number, if no process has said so. It may have
 died."""
+LOOK_FOR_JOINERS = 0.05
+"""Seconds between two looks of rank 0 for processes that wait to be let in."""
+SILENT = 1.0
+"""If a look has taken longer than this, in seconds, nobody is let in until it ends: they could not be told."""
 PAUSE = 0.005
 """Seconds between two looks of a waiting process for its invitation."""
 
@@ -83,6 +91,8 @@ class Lobby:
 
     def __init__(self, store: KeyStore) -> None:
         self._store = store
+        self._lock = threading.Lock()
+        """To be held while the following are used."""
         self._nameless: dict[int, float] = {}
         """The numbers whose processes have not said their names yet, and when this process saw each of them first."""
         self._waiting: dict[int, Member] = {}
@@ -93,7 +103,11 @@ class Lobby:
     # for members
 
     def waiting(self, but: Container[str]) -> tuple[Member, ...]:
-        """The processes that wait, without those that have ended and those whose names are in `but`."""
+        """The processes that wait, without those that have ended and those whose names are in `but`. Thread-safe."""
+        with self._lock:
+            return self._look(but)
+
+    def _look(self, but: Container[str]) -> tuple[Member, ...]:
         self._store.set("looked", str(time.time_ns()))
         latest = self._store.add("waiting", 0)
         now = time.monotonic()  # no number was taken later, and no name is read earlier: see `_come`
@@ -117,9 +131,20 @@ class Lobby:
         self._nameless.pop(number, None)
         self._waiting.pop(number, None)
 
-    def invite(self, member: Member, view: View) -> None:
-        """Tells a waiting process that it is in `view`. Every member does this, since any may die before it does."""
-        self._store.set(f"invited/{member.name}", view.dump())
+    def invite(self, members: list[Member], view: View) -> None:
+        """Tells waiting processes that they are in `view`. Every member does this, since any may die before it does.
+
+        Does not wait until the store has it.
+        """
+        if members:
+            threading.Thread(target=self._invite, args=(members, view), daemon=True, name="ringreduce lobby").start()
+
+    def _invite(self, members: list[Member], view: View) -> None:
+        try:
+            for member in members:
+                self._store.set(f"invited/{member.name}", view.dump())
+        except (RuntimeError, OSError) as error:
+            log.info("cannot invite %s: the store is out of reach: %s", [member.name for member in members], error)
 
     def members_are(self, view: View) -> None:
         """Publishes the latest view, so that a waiting process can find out whether any member is left to let it in.
@@ -200,6 +225,76 @@ class Lobby:
 
     def _has_left(self, member: Member) -> bool:
         return self._store.check([f"left/{member.name}"])
+
+
+@dataclass
+class _Seen:
+    """What a `Lookout` and its thread share. Each field is written by one of them, in one assignment."""
+
+    but: frozenset[str]
+    asked: float = 0.0
+    over: bool = False
+    wakes: queue.SimpleQueue[None] = field(default_factory=queue.SimpleQueue)
+    """Gets an item to end the thread's pause."""
+    # written by the thread
+    waiting: tuple[Member, ...] = ()
+    began: float = float("inf")
+    """When the look under way began; infinity if none is under way."""
+    pauses_long: bool = False
+
+
+class Lookout:
+    """Looks in a thread who waits to be let in, so that no member ever waits for the store.
+
+    The thread begins at the first call of `found`. It looks every LOOK_FOR_JOINERS seconds, and less often when `found`
+    has not been called for long. It ends with `stop`, or when nobody holds this object any more.
+    """
+
+    def __init__(self, lobby: Lobby, members: Iterable[str]) -> None:
+        """`members`: the names of those who are in."""
+        self._lobby, self._seen, self._looks = lobby, _Seen(frozenset(members)), False
+
+    def __del__(self) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Ends the thread. Does not wait for it. Takes no lock, which a forked process could never get."""
+        self._seen.over = True
+        self._seen.wakes.put(None)
+
+    def pass_over(self, names: Iterable[str]) -> None:
+        """`names`: of processes that are members, or were. They wait no longer."""
+        self._seen.but |= set(names)
+
+    def found(self) -> tuple[Member, ...]:
+        """Those who waited at the latest look. Does not wait."""
+        seen = self._seen
+        seen.asked = now = time.monotonic()
+        if not self._looks:
+            self._looks = True
+            threading.Thread(target=_look_out, args=(self._lobby, seen), daemon=True, name="ringreduce lookout").start()
+        elif seen.pauses_long:
+            seen.pauses_long = False
+            seen.wakes.put(None)
+        if not seen.waiting or now > seen.began + SILENT:
+            return ()
+        return tuple(member for member in seen.waiting if member.name not in seen.but)
+
+
+def _look_out(lobby: Lobby, seen: _Seen) -> None:
+    """The thread of a `Lookout`. Does not hold the `Lookout` itself, whose end ends it."""
+    while not seen.over:
+        waiting: tuple[Member, ...] = ()
+        seen.began = time.monotonic()
+        try:
+            waiting = lobby.waiting(seen.but)
+        except (RuntimeError, OSError) as error:
+            log.info("nobody can join: the store is out of reach: %s", error)
+        seen.waiting, seen.began = waiting, float("inf")
+        pause = max(LOOK_FOR_JOINERS, (time.monotonic() - seen.asked) / 8)
+        seen.pauses_long = pause > LOOK_FOR_JOINERS
+        with contextlib.suppress(queue.Empty):
+            seen.wakes.get(timeout=pause)
 
 
 class Home:

@@ -459,6 +459,84 @@ def test_the_launchers_store_dies_with_a_rank() -> None:
         assert [each["size"] for each in ranks.results(but=(2,))] == [2, 2]
 
 
+class Hangs(dist.Store):
+    """A store that does not answer while `hangs` is set."""
+
+    def __init__(self, inner: dist.Store) -> None:
+        super().__init__()
+        self.inner, self.hangs = inner, False
+
+    def _asked(self) -> dist.Store:
+        while self.hangs:
+            time.sleep(0.05)
+        return self.inner
+
+    def set(self, *arguments: Any) -> None:
+        self._asked().set(*arguments)
+
+    def get(self, key: str) -> bytes:
+        return self._asked().get(key)
+
+    def add(self, *arguments: Any) -> int:
+        return self._asked().add(*arguments)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._asked().check(keys)
+
+    def compare_set(self, *arguments: Any) -> bytes:
+        return self._asked().compare_set(*arguments)
+
+    def wait(self, *arguments: Any) -> None:
+        self._asked().wait(*arguments)
+
+    def has_extended_api(self) -> bool:
+        return False
+
+
+def with_a_store_that_hangs(me: Rank) -> tuple[int, int, bool]:
+    """The store does not answer from step 5 on. `timeout` and `expel_after` are shorter than its requests."""
+    store = Hangs(me.store)
+    world = elastic.start(store=store, rank=me.rank, world_size=3, timeout=timedelta(seconds=4), expel_after=1.0)
+    longest = 0.0
+    for step in range(40):
+        store.hangs = step >= 5
+        began = time.monotonic()
+        world.attempt(lambda: dist.all_reduce(torch.ones(1)))
+        longest = max(longest, time.monotonic() - began)
+        time.sleep(0.05)
+    return world.epoch, world.size, longest < 3
+
+
+def test_members_do_not_wait_for_the_launchers_store() -> None:
+    assert run(with_a_store_that_hangs, 3) == [(0, 3, True)] * 3
+
+
+def lets_in_without_a_store(me: Rank) -> int:
+    """Rank 0's store does not answer any more once rank 3 waits. The others invite it."""
+    store = Hangs(me.store)
+    if me.rank == 3:
+        me.store.wait(["begun"], timedelta(seconds=60))
+    world = elastic.start(
+        store=store, rank=me.rank % 3, world_size=3, timeout=timedelta(seconds=8), expel_after=1.0, patience=2.0
+    )
+    world.state(step=0)
+
+    def body() -> None:
+        me.store.set("begun", "")
+        if world.rank == 0 and not world._joiners_wait:
+            store.hangs = bool(world._lookout.found())
+        dist.all_reduce(torch.ones(1))
+
+    world.attempt(body)
+    while world.size == 3:
+        world.attempt(body)
+    return world.size
+
+
+def test_a_process_is_let_in_while_rank_0_gets_no_answer() -> None:
+    assert run(lets_in_without_a_store, 4) == [4] * 4
+
+
 def leaves_without_a_word(me: Rank) -> int:
     """Rank 1 goes on to the next view although its group is in order, like a member that could not make the group."""
     world = start(me, 3)
@@ -618,7 +696,7 @@ def comes_when_all_have_died(me: Rank) -> None:
             return opens(self, *arguments)
 
         Home.open_a_ledger = when_told  # type: ignore[method-assign]
-        with pytest.raises(TooFewRanks, match="all members have died, .* again from a checkpoint"):
+        with pytest.raises(TooFewRanks, match=r"all members have died, .* again from a checkpoint"):
             start(me, 2)
         return
     world = start(me, 2)
@@ -788,7 +866,7 @@ def joins_again_and_again(me: Rank) -> int:
             return epoch
         time.sleep(0.002)
     lobby = world._config.home.lobby
-    assert lobby.waiting({*world.view.names, *world._refused}) == ()
+    assert lobby.waiting(world._lookout._seen.but) == ()
     if me.rank == 0:  # another one, as after rank 0's end
         assert Lobby(world._config.home.store).waiting(()) == ()
     world.leave()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import threading
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 import pytest
 import torch.distributed as dist
 
 from ringreduce import lobby as lobbies
-from ringreduce.lobby import FORGOTTEN_AFTER, Lobby
+from ringreduce.lobby import FORGOTTEN_AFTER, LOOK_FOR_JOINERS, SILENT, Lobby, Lookout
 from ringreduce.membership.directory import Bounded
 from ringreduce.membership.protocol import Member
 from ringreduce.rendezvous import store as rendezvous
@@ -84,3 +87,70 @@ def test_a_process_whose_number_was_forgotten_takes_another_one(clock: Clock) ->
     store.before["joiner/1"] = is_stopped
     assert Lobby(store)._come(me) == 2
     assert looks.waiting(()) == (me,) and Lobby(store).waiting(()) == (me,)
+
+
+class Blocking(Lobby):
+    """A lobby whose store answers while `answers` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(Counting())
+        self.looks = 0
+        self.answers = threading.Event()
+        self.answers.set()
+        self.found: tuple[Member, ...] = ()
+
+    def waiting(self, but: Container[str]) -> tuple[Member, ...]:
+        self.looks += 1
+        assert self.answers.wait(60)
+        return self.found
+
+
+def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def lookouts() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "ringreduce lookout"]
+
+
+def test_a_lookout_never_waits_for_the_store() -> None:
+    lobby = Blocking()
+    lobby.answers.clear()
+    lookout = Lookout(lobby, ["a"])
+    began = time.monotonic()
+    assert lookout.found() == () and time.monotonic() < began + 1
+    until(lambda: lobby.looks == 1)
+    me = Member("me", ADDRESS)
+    lobby.found = (me,)
+    lobby.answers.set()
+    until(lambda: lookout.found() == (me,))
+    lobby.answers.clear()
+    assert lookout.found() == (me,)  # this may still be true
+    until(lambda: lookout.found() == (), SILENT + 30)  # nobody could tell this process that it is let in
+    lobby.answers.set()
+    until(lambda: lookout.found() == (me,))
+    lookout.pass_over(["me"])
+    assert lookout.found() == ()
+    lookout.stop()
+    until(lambda: not lookouts())
+
+
+def test_a_lookout_looks_while_it_is_asked() -> None:
+    lobby = Blocking()
+    held = [Lookout(lobby, [])]
+    time.sleep(3 * LOOK_FOR_JOINERS)
+    assert not lookouts() and not lobby.looks
+    until(lambda: held[0].found() or lobby.looks > 5)
+    held[0]._seen.asked -= 1000  # nobody has asked for long
+    until(lambda: held[0]._seen.pauses_long)
+    looks = lobby.looks
+    time.sleep(5 * LOOK_FOR_JOINERS)
+    assert lobby.looks == looks
+    until(lambda: held[0].found() or lobby.looks > looks + 1)
+    assert [thread.daemon for thread in lookouts()] == [True]
+    held.clear()
+    gc.collect()
+    until(lambda: not lookouts())
