@@ -49,7 +49,7 @@ from ringreduce.errors import (
 )
 from ringreduce.group_links import links_of
 from ringreduce.lateness import STEPS, Late, Lateness
-from ringreduce.lobby import Home, destroy_groups
+from ringreduce.lobby import Home, Lookout, destroy_groups
 from ringreduce.membership.directory import Bounded, Values
 from ringreduce.membership.protocol import Member, Report, View, place
 from ringreduce.membership.rounds import Membership
@@ -58,7 +58,7 @@ from ringreduce.rendezvous import store as rendezvous
 from ringreduce.rendezvous.card import prepared
 from ringreduce.shared_state import State
 from ringreduce.survivors import KeyStore
-from ringreduce.watch import Watch
+from ringreduce.watch import Watch, has_ended
 
 if TYPE_CHECKING:
     from ringreduce.host_links import Wire
@@ -66,14 +66,14 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 Function = TypeVar("Function", bound="Callable[..., Any]")
 
-LOOK_FOR_JOINERS = 0.05
-"""Seconds between two looks of rank 0 for processes that wait to join."""
+LOOK_AGAIN = 0.01
+"""Seconds between two looks of rank 0 at what its lookout has found, while there are too few members."""
 
 log = logging.getLogger(__name__)
 
 
 class Over(SystemExit):
-    """Raised by `start` when all members have left or ended, so there is nothing to join.
+    """Raised by `start` when the training is over: all members have ended, and at least one has called `leave`.
 
     Unless it is caught, it ends the process with exit code 0, so a launcher sees no failure.
     """
@@ -91,8 +91,7 @@ class World:
         self._callbacks: list[Callable[[World], None]] = []
         self._committed = membership.view.step
         self._joiners_wait = False
-        self._looked = 0.0
-        self._refused: set[str] = set()
+        self._lookout = Lookout(config.home.lobby, membership.view.names)
         self._watch: Watch | None = None
         self._on_straggler: Callable[[Late], bool] | None = None
         self._unwanted: tuple[str, ...] = ()
@@ -130,9 +129,10 @@ class World:
     def on_change(self, function: Callable[[World], None]) -> None:
         """Registers `function(world)`, which every member calls after each change, once the default group is new.
 
-        Use it to renew meshes, other groups, hooks and samplers. It may call collectives. If one of them fails, the
-        change is made again. Another error is raised by the call that made the change, as by `attempt`. A joiner does
-        not call it for the change with which it joins.
+        Use it to renew meshes, other groups, hooks and samplers. It may call collectives. If one of them fails because
+        the group has, the change is made again. Any other error, such as `InvalidArgument` or `CollectiveMismatch`, is
+        raised by the call that made the change, as by `attempt`. A joiner does not call it for the change with which it
+        joins.
         """
         self._callbacks.append(_callable("on_change", function))
 
@@ -243,6 +243,7 @@ class World:
             return
         self._has_left = True
         self._stop_watching()
+        self._lookout.stop()
         with contextlib.suppress(RuntimeError, OSError):  # if not told, the others notice this process's end
             self._membership.resign(self._committed)
             self._config.home.lobby.leave(self._config.me)
@@ -327,16 +328,23 @@ class World:
             try:
                 self._membership.leave(report, self._ended, silent_after, self._cut_off)
             except Expelled:
+                self._lookout.stop()
                 self._config.home.give_up()
                 raise
             self._committed = self.view.step
             log.info("%s: epoch %d begins; lost: %s", self._config.me, self.epoch, self.view.lost or "nobody")
-            self._refused |= set(self.view.lost)
-            self._invite([member for member in self.view.members if member.name not in before])
+            self._lookout.pass_over(self.view.names)
+            came = [member for member in self.view.members if member.name not in before]
+            self._config.home.lobby.invite(came, self.view)
+            entered = False
             try:
                 self._enter()
+                entered = True
+                self._call_back()
                 return
             except RingReduceError as failed:
+                if entered and not self._is_of_group(failed):
+                    raise  # a callback's own error, which it would raise again
                 in_vain = time.monotonic() - began > self._config.patience + self._config.timeout
                 if isinstance(failed, Expelled | TooFewRanks) or (in_vain and self.view.names == before):
                     raise  # the same members cannot make a group
@@ -369,7 +377,7 @@ class World:
             backend_of(None).abort()
 
     def _enter(self) -> None:
-        """Makes the view's members the default group, shares the state with joiners, and calls the callbacks."""
+        """Makes the view's members the default group, and shares the state with joiners."""
         self._joiners_wait, self._unwanted = False, ()
         self._lateness = Lateness(self.view.members, self.rank)
         self._stop_watching()
@@ -381,6 +389,9 @@ class World:
                     if isinstance(module, DistributedDataParallel):
                         _rebind(module)
             self._share_state()
+
+    def _call_back(self) -> None:
+        """Calls the callbacks of `on_change`. If one raises an error of its own, the others must not wait for it."""
         try:
             for callback in self._callbacks:
                 callback(self)
@@ -452,36 +463,20 @@ class World:
     # joiners
 
     def _somebody_waits(self) -> bool:
-        now = time.monotonic()
-        if self.rank != 0 or now - self._looked < LOOK_FOR_JOINERS:
-            return False
-        self._looked = now
-        return bool(self._joiners(0.0))
+        return self.rank == 0 and bool(self._room_for(self._lookout.found()))
 
     def _joiners(self, patience: float) -> tuple[Member, ...]:
-        """The processes that wait to join, as many as there is room for. Waits `patience` seconds for the first.
-
-        Returns none if the launcher's store is gone.
-        """
-        config, end = self._config, time.monotonic() + patience
+        """The processes that wait to join, as many as there is room for. Waits `patience` seconds for the first."""
+        end = time.monotonic() + patience
         while True:
-            found: tuple[Member, ...] = ()
-            try:
-                found = config.home.lobby.waiting({*self.view.names, *self._refused})
-            except (RuntimeError, OSError) as error:
-                log.info("nobody can join: the launcher's store is gone: %s", error)
-            found = found[: max(config.most - self.size, 0)]
-            found = found[: len(found) // self.view.unit * self.view.unit]
+            found = self._room_for(tuple(member for member in self._lookout.found() if not has_ended(member)))
             if found or time.monotonic() >= end:
                 return found
-            time.sleep(LOOK_FOR_JOINERS)
+            time.sleep(LOOK_AGAIN)
 
-    def _invite(self, members: list[Member]) -> None:
-        for member in members:
-            try:
-                self._config.home.lobby.invite(member, self.view)
-            except (RuntimeError, OSError) as error:
-                log.info("cannot invite %s: the launcher's store is gone: %s", member.name, error)
+    def _room_for(self, members: tuple[Member, ...]) -> tuple[Member, ...]:
+        found = members[: max(self._config.most - self.size, 0)]
+        return found[: len(found) // self.view.unit * self.view.unit]
 
     def _share_state(self) -> None:
         """Gives the state to the members that have none. Called on all members; raises `TooFewRanks` if none has it."""
@@ -562,9 +557,9 @@ def start(
         may also be an address in etcd, "etcd://HOST:PORT,HOST:PORT/NAME" with a NAME that no other job has used. Then
         no single host has to live until the job ends, and `rank` and `world_size` are by default RANK and WORLD_SIZE.
 
-    Raises `CollectiveTimeout` if no member has looked for joiners for `timeout`, `Over` if all members have left or
-    ended, `SystemFailure` if the members share memory that this process cannot open, `InvalidArgument`, and what
-    `init_process_group` raises.
+    Raises `Over` if the training is over, `TooFewRanks` if all members have died, `CollectiveTimeout` if no member has
+    looked for joiners for `timeout`, `SystemFailure` if the members share memory that this process cannot open,
+    `InvalidArgument`, and what `init_process_group` raises.
     """
     if not isinstance(least, int) or least < 1:
         raise InvalidArgument(f"start: least is {least!r}; it must be a whole number, 1 or more")
@@ -651,8 +646,13 @@ def _join(config: _Config) -> World:
     home.ready = ready_for_a_group(config.options, listens=True)
     view = home.lobby.wait(Member(config.me, home.address()), config.timeout)
     opened = view is not None and home.open_a_ledger(config.me, view, config.timeout)
-    if view is None or (not opened and home.lobby.all_gone()):
-        log.warning("start: all members have left or ended; there is nothing to join")
+    if view is None or (not opened and home.lobby.all_gone(config.me)):
+        if not home.lobby.ended_well():
+            raise TooFewRanks(
+                "start: all members have died, and no process has the state any more; start the training again from a "
+                "checkpoint"
+            )
+        log.warning("start: the training is over; there is nothing to join")
         raise Over(0)
     if not opened:
         raise SystemFailure(

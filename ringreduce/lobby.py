@@ -9,6 +9,8 @@
     members now    the latest view
     left/NAME      set if this member has left
 
+`Lookout` looks into the lobby for a member, in a thread.
+
 `Home` has the lobby, and the directory of members: a ledger if all are on one machine, and else the same store.
 
 Calls raise the store's error if the store is gone.
@@ -20,10 +22,12 @@ import contextlib
 import json
 import logging
 import os
+import queue
 import threading
 import time
 import weakref
-from collections.abc import Container
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,6 +46,13 @@ from ringreduce.watch import has_ended
 
 OVER_AFTER = 1.0
 """A waiting process believes that all members are gone if two looks, so many seconds apart, say so."""
+FORGOTTEN_AFTER = 10.0
+"""Seconds after which members no longer ask the store who has taken a number, if no process has said so. It may have
+died."""
+LOOK_FOR_JOINERS = 0.05
+"""Seconds between two looks of rank 0 for processes that wait to be let in."""
+SILENT = 1.0
+"""If a look has taken longer than this, in seconds, nobody is let in until it ends: they could not be told."""
 PAUSE = 0.005
 """Seconds between two looks of a waiting process for its invitation."""
 
@@ -80,38 +91,60 @@ class Lobby:
 
     def __init__(self, store: KeyStore) -> None:
         self._store = store
-        self._waiting: dict[int, Member | None] = {}
-        """The waiting processes by their number; None: the process has taken a number and not yet said its name."""
+        self._lock = threading.Lock()
+        """To be held while the following are used."""
+        self._nameless: dict[int, float] = {}
+        """The numbers whose processes have not said their names yet, and when this process saw each of them first."""
+        self._waiting: dict[int, Member] = {}
+        """The waiting processes by their numbers."""
         self._seen = 0
         """The latest number that this process knows of."""
 
     # for members
 
     def waiting(self, but: Container[str]) -> tuple[Member, ...]:
-        """The processes that wait, without those that have ended and those whose names are in `but`."""
+        """The processes that wait, without those that have ended and those whose names are in `but`. Thread-safe."""
+        with self._lock:
+            return self._look(but)
+
+    def _look(self, but: Container[str]) -> tuple[Member, ...]:
         self._store.set("looked", str(time.time_ns()))
         latest = self._store.add("waiting", 0)
-        self._waiting.update(dict.fromkeys(range(self._seen + 1, latest + 1)))
+        now = time.monotonic()  # no number was taken later, and no name is read earlier: see `_come`
+        self._nameless.update(dict.fromkeys(range(self._seen + 1, latest + 1), now))
         self._seen = latest
-        for number in list(self._waiting):
-            member = self._waiting[number] or self._told(number)
-            if member and (member.name in but or has_ended(member)):
-                self._store.set(f"joiner/{number}", "")
-                del self._waiting[number]
-            elif member:
-                self._waiting[number] = member
-        return tuple(member for member in self._waiting.values() if member)
+        for number, seen in list(self._nameless.items()):
+            said = self._store.value(f"joiner/{number}")
+            if said:
+                self._waiting[number] = Member(*json.loads(said))
+            if said is not None:
+                del self._nameless[number]
+            elif now > seen + FORGOTTEN_AFTER:
+                self._forget(number)
+        for number, member in list(self._waiting.items()):
+            if member.name in but or has_ended(member):
+                self._forget(number)
+        return tuple(self._waiting.values())
 
-    def _told(self, number: int) -> Member | None:
-        """The process with this number; None: it has not said its name yet, or no longer waits."""
-        said = self._store.value(f"joiner/{number}")
-        if said == b"":
-            del self._waiting[number]
-        return Member(*json.loads(said)) if said else None
+    def _forget(self, number: int) -> None:
+        self._store.set(f"joiner/{number}", "")
+        self._nameless.pop(number, None)
+        self._waiting.pop(number, None)
 
-    def invite(self, member: Member, view: View) -> None:
-        """Tells a waiting process that it is in `view`. Every member does this, since any may die before it does."""
-        self._store.set(f"invited/{member.name}", view.dump())
+    def invite(self, members: list[Member], view: View) -> None:
+        """Tells waiting processes that they are in `view`. Every member does this, since any may die before it does.
+
+        Does not wait until the store has it.
+        """
+        if members:
+            threading.Thread(target=self._invite, args=(members, view), daemon=True, name="ringreduce lobby").start()
+
+    def _invite(self, members: list[Member], view: View) -> None:
+        try:
+            for member in members:
+                self._store.set(f"invited/{member.name}", view.dump())
+        except (RuntimeError, OSError) as error:
+            log.info("cannot invite %s: the store is out of reach: %s", [member.name for member in members], error)
 
     def members_are(self, view: View) -> None:
         """Publishes the latest view, so that a waiting process can find out whether any member is left to let it in.
@@ -141,15 +174,14 @@ class Lobby:
         Raises `CollectiveTimeout` if no member has looked for joiners for `timeout` seconds.
         """
         store, invited = self._store, f"invited/{me.name}"
-        number = store.add("waiting", 1)
-        store.set(f"joiner/{number}", json.dumps([me.name, me.address]))
+        number = self._come(me)
         looked = check = time.monotonic()
         look, over = store.value("looked"), False
         while (text := store.value(invited)) is None:
             now = time.monotonic()
             if now > check + OVER_AFTER:
                 check = now
-                before, over = over, self.all_gone()
+                before, over = over, self.all_gone(me.name)
                 if over and before:
                     return None
                 if (latest := store.value("looked")) != look:
@@ -160,20 +192,109 @@ class Lobby:
             time.sleep(PAUSE)
         return View.load(text.decode())
 
+    def _come(self, me: Member) -> int:
+        """Takes a number, and says who has it. If that took long, members may have forgotten it: takes another one."""
+        while True:
+            began = time.monotonic()
+            number = self._store.add("waiting", 1)
+            self._store.set(f"joiner/{number}", json.dumps([me.name, me.address]))
+            if time.monotonic() < began + FORGOTTEN_AFTER:
+                return number
+            self._store.set(f"joiner/{number}", "")
+
     def latest(self) -> View | None:
         """The latest view that the store knows of."""
         said = self._store.value("members now")
         return View.load(said.decode()) if said else None
 
-    def all_gone(self) -> bool:
+    def all_gone(self, me: str) -> bool:
         """Whether every member of the latest view has left, or has ended on this machine.
 
-        The end of a process on another machine cannot be seen from here.
+        The end of a process on another machine cannot be seen from here. `me`: the name of this process, which may
+        itself be in that view, but cannot go on alone.
         """
         view = self.latest()
         return view is not None and all(
-            self._store.check([f"left/{member.name}"]) or has_ended(member) for member in view.members
+            member.name == me or self._has_left(member) or has_ended(member) for member in view.members
         )
+
+    def ended_well(self) -> bool:
+        """Whether a member of the latest view has left. If all are gone and none has left, all have died."""
+        view = self.latest()
+        return view is not None and any(map(self._has_left, view.members))
+
+    def _has_left(self, member: Member) -> bool:
+        return self._store.check([f"left/{member.name}"])
+
+
+@dataclass
+class _Seen:
+    """What a `Lookout` and its thread share. Each field is written by one of them, in one assignment."""
+
+    but: frozenset[str]
+    asked: float = 0.0
+    over: bool = False
+    wakes: queue.SimpleQueue[None] = field(default_factory=queue.SimpleQueue)
+    """Gets an item to end the thread's pause."""
+    # written by the thread
+    waiting: tuple[Member, ...] = ()
+    began: float = float("inf")
+    """When the look under way began; infinity if none is under way."""
+    pauses_long: bool = False
+
+
+class Lookout:
+    """Looks in a thread who waits to be let in, so that no member ever waits for the store.
+
+    The thread begins at the first call of `found`. It looks every LOOK_FOR_JOINERS seconds, and less often when `found`
+    has not been called for long. It ends with `stop`, or when nobody holds this object any more.
+    """
+
+    def __init__(self, lobby: Lobby, members: Iterable[str]) -> None:
+        """`members`: the names of those who are in."""
+        self._lobby, self._seen, self._looks = lobby, _Seen(frozenset(members)), False
+
+    def __del__(self) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Ends the thread. Does not wait for it. Takes no lock, which a forked process could never get."""
+        self._seen.over = True
+        self._seen.wakes.put(None)
+
+    def pass_over(self, names: Iterable[str]) -> None:
+        """`names`: of processes that are members, or were. They wait no longer."""
+        self._seen.but |= set(names)
+
+    def found(self) -> tuple[Member, ...]:
+        """Those who waited at the latest look. Does not wait."""
+        seen = self._seen
+        seen.asked = now = time.monotonic()
+        if not self._looks:
+            self._looks = True
+            threading.Thread(target=_look_out, args=(self._lobby, seen), daemon=True, name="ringreduce lookout").start()
+        elif seen.pauses_long:
+            seen.pauses_long = False
+            seen.wakes.put(None)
+        if not seen.waiting or now > seen.began + SILENT:
+            return ()
+        return tuple(member for member in seen.waiting if member.name not in seen.but)
+
+
+def _look_out(lobby: Lobby, seen: _Seen) -> None:
+    """The thread of a `Lookout`. Does not hold the `Lookout` itself, whose end ends it."""
+    while not seen.over:
+        waiting: tuple[Member, ...] = ()
+        seen.began = time.monotonic()
+        try:
+            waiting = lobby.waiting(seen.but)
+        except (RuntimeError, OSError) as error:
+            log.info("nobody can join: the store is out of reach: %s", error)
+        seen.waiting, seen.began = waiting, float("inf")
+        pause = max(LOOK_FOR_JOINERS, (time.monotonic() - seen.asked) / 8)
+        seen.pauses_long = pause > LOOK_FOR_JOINERS
+        with contextlib.suppress(queue.Empty):
+            seen.wakes.get(timeout=pause)
 
 
 class Home:

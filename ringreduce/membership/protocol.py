@@ -319,12 +319,15 @@ class Round:
 
 
 def read(view: View, log: str) -> Round:
-    """Reads the log of the view's epoch up to the line that ends the round, or all of it if none does."""
+    """Reads the log of the view's epoch up to the line that ends the round, or all of it if none does.
+
+    Lines of processes that are not in the view do not count. A process that was expelled may still write some.
+    """
     reports: dict[str, Report] = {}
     lost: set[str] = set()
     for line in log.splitlines()[_step_in(log) > 0 :]:
         name, *said = json.loads(line)
-        if name in lost:
+        if name in lost or name not in view.names:
             continue
         report = Report.load(said)
         reports.setdefault(name, report)

@@ -107,8 +107,8 @@ class Membership:
     def resign(self, step: int) -> None:
         """Tells the others to go on without this process, and does not wait for them. `step`: its latest commit.
 
-        Does nothing if the others have gone on without it already: a line of a process that is no member would end
-        their epoch, and could make them skip a step. Raises the directory's error if it cannot be reached.
+        Does nothing if the others have gone on without it already. Raises the directory's error if it cannot be
+        reached.
         """
         me = self._state.me
         line = Report(step, without=(me,)).line(me)

@@ -39,13 +39,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ringreduce import elastic
-from ringreduce.errors import CollectiveTimeout, Expelled
+from ringreduce.errors import CollectiveTimeout, Expelled, TooFewRanks
 
 BATCH = 12
 HANGS_AFTER = 60.0
 """A test fails if no member commits a step for so many seconds. Longer than `timeout` and `expel_after` together."""
-ENDS = ("killed", "expelled", "trained", "over", "waited")
-"""How a process may end. `waited`: no member looked for joiners within the timeout."""
+ENDS = ("killed", "expelled", "trained", "over", "waited", "alone")
+"""How a process may end. `waited`: no member looked for joiners within the timeout. `alone`: all members have died."""
 LATE = "the first group was not made within a call's timeout"
 """How a founder ends on a busy machine. Then the world is started again, with the next of SLOWER:"""
 SLOWER = (1, 2, 6)
@@ -167,6 +167,8 @@ def _main(rank: int, kind: Kind, port: int, prefix: str, pipe: connection.Connec
     except CollectiveTimeout as error:  # no member had time for it
         late = f"{LATE}: {traceback.format_exc()}"
         pipe.send(("ended", "waited" if "no member has looked" in str(error) else late, None))
+    except TooFewRanks as error:
+        pipe.send(("ended", "alone" if "all members have died" in str(error) else traceback.format_exc(), None))
     except BaseException:
         pipe.send(("ended", traceback.format_exc(), None))
 

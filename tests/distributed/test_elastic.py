@@ -413,6 +413,35 @@ def test_the_others_do_not_wait_for_a_member_whose_callback_raises() -> None:
         assert ranks.results(but=(2,)) == ["gone on", "raised"]
 
 
+def callbacks_make_other_calls(me: Rank) -> tuple[int, int]:
+    """The callbacks of two members make different calls, and then rank 0's raises `InvalidArgument`, as a call does."""
+    world = start(me, 2)
+    called = 0
+
+    def other_calls(world: elastic.World) -> None:
+        nonlocal called
+        called += 1
+        dist.all_reduce(torch.ones(1 + me.rank))
+
+    world.on_change(other_calls)
+    with pytest.raises(CollectiveMismatch):
+        world._change(None)
+    if me.rank == 1:
+        return called, world.epoch
+    with pytest.raises(InvalidArgument, match="the program's"):
+        world._callbacks[0] = wrong
+        world._change(None)
+    return called, world.epoch
+
+
+def wrong(world: elastic.World) -> None:
+    raise InvalidArgument("the program's")
+
+
+def test_a_change_is_not_repeated_after_a_callbacks_own_error() -> None:
+    assert run(callbacks_make_other_calls, 2) == [(1, 2), (1, 1)]
+
+
 def with_a_store_in_rank_2(me: Rank) -> dict[str, Any]:
     if me.rank == 2:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -428,6 +457,84 @@ def test_the_launchers_store_dies_with_a_rank() -> None:
         ranks.reports()
         ranks.signal(2, signal.SIGKILL)
         assert [each["size"] for each in ranks.results(but=(2,))] == [2, 2]
+
+
+class Hangs(dist.Store):
+    """A store that does not answer while `hangs` is set."""
+
+    def __init__(self, inner: dist.Store) -> None:
+        super().__init__()
+        self.inner, self.hangs = inner, False
+
+    def _asked(self) -> dist.Store:
+        while self.hangs:
+            time.sleep(0.05)
+        return self.inner
+
+    def set(self, *arguments: Any) -> None:
+        self._asked().set(*arguments)
+
+    def get(self, key: str) -> bytes:
+        return self._asked().get(key)
+
+    def add(self, *arguments: Any) -> int:
+        return self._asked().add(*arguments)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._asked().check(keys)
+
+    def compare_set(self, *arguments: Any) -> bytes:
+        return self._asked().compare_set(*arguments)
+
+    def wait(self, *arguments: Any) -> None:
+        self._asked().wait(*arguments)
+
+    def has_extended_api(self) -> bool:
+        return False
+
+
+def with_a_store_that_hangs(me: Rank) -> tuple[int, int, bool]:
+    """The store does not answer from step 5 on. `timeout` and `expel_after` are shorter than its requests."""
+    store = Hangs(me.store)
+    world = elastic.start(store=store, rank=me.rank, world_size=3, timeout=timedelta(seconds=4), expel_after=1.0)
+    longest = 0.0
+    for step in range(40):
+        store.hangs = step >= 5
+        began = time.monotonic()
+        world.attempt(lambda: dist.all_reduce(torch.ones(1)))
+        longest = max(longest, time.monotonic() - began)
+        time.sleep(0.05)
+    return world.epoch, world.size, longest < 3
+
+
+def test_members_do_not_wait_for_the_launchers_store() -> None:
+    assert run(with_a_store_that_hangs, 3) == [(0, 3, True)] * 3
+
+
+def lets_in_without_a_store(me: Rank) -> int:
+    """Rank 0's store does not answer any more once rank 3 waits. The others invite it."""
+    store = Hangs(me.store)
+    if me.rank == 3:
+        me.store.wait(["begun"], timedelta(seconds=60))
+    world = elastic.start(
+        store=store, rank=me.rank % 3, world_size=3, timeout=timedelta(seconds=8), expel_after=1.0, patience=2.0
+    )
+    world.state(step=0)
+
+    def body() -> None:
+        me.store.set("begun", "")
+        if world.rank == 0 and not world._joiners_wait:
+            store.hangs = bool(world._lookout.found())
+        dist.all_reduce(torch.ones(1))
+
+    world.attempt(body)
+    while world.size == 3:
+        world.attempt(body)
+    return world.size
+
+
+def test_a_process_is_let_in_while_rank_0_gets_no_answer() -> None:
+    assert run(lets_in_without_a_store, 4) == [4] * 4
 
 
 def leaves_without_a_word(me: Rank) -> int:
@@ -573,6 +680,44 @@ def comes_when_all_is_over(me: Rank) -> str:
 
 def test_a_process_that_starts_when_all_have_left_ends_well() -> None:
     assert run(comes_when_all_is_over, 3) == ["", "", "0"]
+
+
+def comes_when_all_have_died(me: Rank) -> None:
+    """Rank 2 comes when the others are dead, or is let in and finds them dead."""
+    if me.rank == 2:
+        while not me.store.check(["come 2"]):
+            time.sleep(0.005)
+        opens = Home.open_a_ledger
+
+        def when_told(self: Home, *arguments: Any) -> bool:
+            me.report("let in")
+            while not me.store.check(["go on"]):
+                time.sleep(0.005)
+            return opens(self, *arguments)
+
+        Home.open_a_ledger = when_told  # type: ignore[method-assign]
+        with pytest.raises(TooFewRanks, match=r"all members have died, .* again from a checkpoint"):
+            start(me, 2)
+        return
+    world = start(me, 2)
+    me.report("begins")
+    while True:
+        world.attempt(lambda: dist.all_reduce(torch.ones(1)))
+
+
+@pytest.mark.parametrize("when", ["before it comes", "after it was let in"])
+def test_a_process_that_starts_when_all_have_died_says_so(when: str) -> None:
+    with Ranks(comes_when_all_have_died, 3) as ranks:
+        ranks.reports(but=(2,))
+        if when == "after it was let in":
+            come(ranks, 2)
+            assert ranks.reports(but=(0, 1)) == ["let in"]
+        ranks.signal(0, signal.SIGKILL)
+        ranks.signal(1, signal.SIGKILL)
+        for rank in (0, 1):
+            ranks._processes[rank].join(60)
+        tell(ranks, "come 2", "go on")
+        ranks.results(but=(0, 1))
 
 
 def calls_another_thing(me: Rank) -> None:
@@ -721,11 +866,11 @@ def joins_again_and_again(me: Rank) -> int:
             return epoch
         time.sleep(0.002)
     lobby = world._config.home.lobby
-    assert lobby.waiting({*world.view.names, *world._refused}) == ()
+    assert lobby.waiting(world._lookout._seen.but) == ()
     if me.rank == 0:  # another one, as after rank 0's end
         assert Lobby(world._config.home.store).waiting(()) == ()
     world.leave()
-    return len(lobby._waiting)
+    return len(lobby._waiting) + len(lobby._nameless)
 
 
 def test_those_who_were_let_in_are_not_looked_for_again() -> None:

@@ -440,6 +440,15 @@ def test_a_unit_is_in_or_out() -> None:
     assert isinstance(effects[0], Expelled)
 
 
+def test_lines_of_processes_that_are_not_in_the_view_do_not_count() -> None:
+    view = View(3, (Member("W"), Member("X")), step=5)
+    stranger = Report(step=9, without=("X",), alone=True, waiting=(JOINER,)).line("Y")
+    assert protocol.read(view, stranger).reports == {}  # or a member would believe that another one has left
+    log = Report(6).line("W") + stranger
+    assert protocol.successor(view, log) is None
+    assert protocol.successor(view, log + Report(6).line("X")) == View(4, view.members, step=6)
+
+
 def test_one_of_each_class_is_searched() -> None:
     """As many as a search of all worlds finds classes."""
     every, one = Search(Scenario(3, 1, crashes=1), alike=False), Search(Scenario(3, 1, crashes=1))
