@@ -27,9 +27,9 @@ class Watch:
         self._found: set[str] = set()
         self._pidfds: dict[int, str] = {}
         for member in view.members:
-            if member.name != me and (pid := pid_here(member)):
+            if member.name != me and (who := who_here(member)):
                 try:
-                    self._pidfds[os.pidfd_open(pid)] = member.name
+                    self._pidfds[rendezvous.open_process(who)] = member.name
                 except ProcessLookupError:
                     self._found.add(member.name)
                 except OSError:  # no descriptor is left; this end will show only by a call that fails
@@ -90,13 +90,14 @@ def _readable(pidfds: dict[int, str], seconds: float) -> list[int]:
     return [fd for fd, event in poll.poll(1000 * seconds) if event & select.POLLIN]
 
 
-def pid_here(member: Member) -> int:
-    """The member's process number, if it is in this process's PID namespace; else 0."""
-    who = json.loads(member.address)
-    return int(who["pid"]) if who["pids"] == rendezvous.identity().pids else 0
+def who_here(member: Member) -> rendezvous.Who | None:
+    """The member's identity, if it is in this process's PID namespace."""
+    told = json.loads(member.address)
+    who = rendezvous.Who(*(told[name] for name in rendezvous.Who._fields))
+    return who if who.pids == rendezvous.identity().pids else None
 
 
 def has_ended(member: Member) -> bool:
     """Whether the member's process has ended, as far as this process can see."""
-    pid = pid_here(member)
-    return bool(pid) and rendezvous.has_ended(pid)
+    who = who_here(member)
+    return who is not None and rendezvous.has_ended(who)

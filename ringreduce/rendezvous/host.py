@@ -187,7 +187,7 @@ def meet(
         memfd=memfd,
         pidfds=pidfds,
         arenas=arenas,
-        names=[(str(host), int(pid)) for host, pid, _ in roster["who"]],
+        names=[(str(host), int(pid)) for host, pid, *_ in roster["who"]],
         cores=frozenset(roster["cores"][roster["hosts"].index(here)]),
         decision=str(roster["decision"]),
         threads=[int(key[0]) for key in roster["memory"]] if all(member.near for member in members) else [],

@@ -75,6 +75,8 @@ class Who(NamedTuple):
     pid: int
     pids: str
     """Processes for which it is equal have the same numbers for processes."""
+    began: int
+    """When the kernel started the process. Once it has ended, its number may go to a process that began later."""
 
 
 class Exchange:
@@ -243,7 +245,7 @@ class Exchange:
             return found[0]
         for rank in self.watched:
             who = self._known.get(rank)
-            if who and rank != self.rank and who.pids == _pid_namespace() and has_ended(who.pid):
+            if who and rank != self.rank and who.pids == _pid_namespace() and has_ended(who):
                 return rank
         return -1
 
@@ -293,7 +295,7 @@ def _asleep(ready: Callable[[], bool]) -> Callable[[float], bool]:
 
 def identity() -> Who:
     """This process's."""
-    return Who(socket.gethostname(), os.getpid(), _pid_namespace())
+    return Who(socket.gethostname(), os.getpid(), _pid_namespace(), _began(os.getpid()))
 
 
 @functools.cache
@@ -307,10 +309,32 @@ def _pid_namespace() -> str:
     return f"{kernel()[:13]}/{os.stat('/proc/self/ns/pid').st_ino}"
 
 
-def has_ended(pid: int) -> bool:
+def _began(pid: int) -> int:
+    """When a process was started, in clock ticks since its machine was."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        return int(file.read().rpartition(b")")[2].split()[19])  # the name before ")" may contain anything
+
+
+def open_process(who: Who) -> int:
+    """A pidfd of a process of this PID namespace.
+
+    Raises `ProcessLookupError` if the process has ended, and another `OSError` if that cannot be found out.
+    """
+    pidfd = os.pidfd_open(who.pid)
+    try:
+        began = _began(who.pid)
+    except OSError:  # it has just ended, which the descriptor shows, or /proc hides it from this user
+        began = who.began
+    if began != who.began:
+        os.close(pidfd)
+        raise ProcessLookupError(f"process {who.pid} has ended, and another one has its number")
+    return pidfd
+
+
+def has_ended(who: Who) -> bool:
     """Whether the process has, as far as this one can see."""
     try:
-        pidfd = os.pidfd_open(pid)
+        pidfd = open_process(who)
     except ProcessLookupError:
         return True
     except OSError:  # nobody knows

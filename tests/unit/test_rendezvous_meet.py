@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
+from ringreduce import watch
 from ringreduce.errors import (
     CollectiveTimeout,
     InvalidArgument,
@@ -27,11 +28,13 @@ from ringreduce.errors import (
     SystemFailure,
     TopologyError,
 )
+from ringreduce.membership.directory import Bounded
+from ringreduce.membership.protocol import Member, View
 from ringreduce.rendezvous import host
 from ringreduce.rendezvous.card import Place, Prepared, Ready
 from ringreduce.rendezvous.host import Meeting, meet
 from ringreduce.rendezvous.links import Peer
-from ringreduce.rendezvous.store import Exchange, identity
+from ringreduce.rendezvous.store import Exchange, has_ended, identity, open_process
 
 PAGE = 4096
 
@@ -365,3 +368,17 @@ def test_arenas_are_handed_to_the_ranks_of_the_host(refusals: int, monkeypatch: 
     for fd in arenas:
         if fd >= 0:
             os.close(fd)
+
+
+def test_a_process_that_has_the_number_of_one_that_has_ended() -> None:
+    me = identity()
+    earlier = me._replace(began=me.began - 1)
+    assert not has_ended(me) and has_ended(earlier)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(ProcessLookupError, match="another one has its number"):
+        open_process(earlier)
+    assert os.listdir("/proc/self/fd") == before
+    address = json.dumps(earlier._asdict())
+    looks = watch.Watch(View(0, (Member("it", address),)), "me", Bounded(HashStore()), 1.0)
+    assert looks.ended() == ["it"]
+    looks.stop()
