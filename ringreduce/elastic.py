@@ -511,12 +511,11 @@ class _Config:
     expel_after: float
     home: Home
 
-    def settings(self) -> dict[str, float]:
+    def settings(self) -> dict[str, int]:
         """What must be alike on all members, by the names of `start`'s arguments."""
-        alike = {name: getattr(self, name) for name in ("least", "patience", "expel_after", "timeout")}
-        return alike | {"world_size - spares": self.most if self.most < sys.maxsize else 0}
+        return {"least": self.least, "world_size - spares": self.most if self.most < sys.maxsize else 0}
 
-    def check(self, others: dict[str, float], who: str) -> None:
+    def check(self, others: dict[str, int], who: str) -> None:
         for name, mine in self.settings().items():
             if others[name] != mine:
                 raise InvalidArgument(
@@ -677,12 +676,10 @@ def _callable(method: str, function: Function) -> Function:
 
 
 def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and what it was raised from, directly or while that was handled."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
+    """The error, and what it was raised from. Not what was being handled: a callback runs while a failure is."""
+    while error is not None:
         yield error
-        error = error.__cause__ or error.__context__
+        error = error.__cause__
 
 
 def _rebind(model: DistributedDataParallel) -> None:

@@ -732,6 +732,7 @@ def test_a_mismatch_is_raised_and_not_repeated() -> None:
 
 def nobody_lets_in(me: Rank) -> None:
     me.store.add("ringreduce/elastic/0/rank/0", 1)
+    me.store.set("ringreduce/elastic/0/settings", "{}")  # the founders have begun
     with pytest.raises(CollectiveTimeout, match="no member has looked who waits"):
         start(me, 1, timeout=timedelta(seconds=0.3))
     with pytest.raises(InvalidArgument, match="least is 0"):

@@ -19,6 +19,7 @@ from test_elastic import loss_of, start
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ringreduce import elastic
 from ringreduce.errors import CollectiveMismatch, InvalidArgument
 from ringreduce.shared_state import State
 
@@ -71,11 +72,11 @@ def test_founders_with_other_arguments_are_told() -> None:
     ]
 
 
-def joins_with_another_patience(me: Rank) -> tuple[int, str]:
+def joins_with_another_least(me: Rank) -> tuple[int, str]:
     if me.rank == 1:
         me.store.wait(["begun"])
         with pytest.raises(InvalidArgument) as caught:
-            start(me, 1, patience=3.0)
+            elastic.start(least=2, store=me.store, rank=0, world_size=2, timeout=30)
         me.store.set("refused", "")
         return 0, str(caught.value)
     world = start(me, 1)
@@ -89,8 +90,8 @@ def joins_with_another_patience(me: Rank) -> tuple[int, str]:
 
 
 def test_a_joiner_with_other_arguments_is_told_and_the_others_go_on() -> None:
-    (size, _), (_, text) = run(joins_with_another_patience, 2)
-    assert (size, text) == (1, "start: patience is 3.0 here and 60.0 on the members; give all processes the same")
+    (size, _), (_, text) = run(joins_with_another_least, 2)
+    assert (size, text) == (1, "start: least is 2 here and 1 on the members; give all processes the same")
 
 
 def makes_one_call_more(me: Rank) -> str:
