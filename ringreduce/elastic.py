@@ -333,7 +333,7 @@ class World:
                 raise
             self._committed = self.view.step
             log.info("%s: epoch %d begins; lost: %s", self._config.me, self.epoch, self.view.lost or "nobody")
-            self._lookout.pass_over(self.view.names)
+            self._lookout.pass_over((*self.view.names, *self.view.lost))  # this member may have skipped a view
             came = [member for member in self.view.members if member.name not in before]
             self._config.home.lobby.invite(came, self.view)
             entered = False
@@ -475,6 +475,7 @@ class World:
             time.sleep(LOOK_AGAIN)
 
     def _room_for(self, members: tuple[Member, ...]) -> tuple[Member, ...]:
+        """The first of these processes, in whole units, for which there is room."""
         found = members[: max(self._config.most - self.size, 0)]
         return found[: len(found) // self.view.unit * self.view.unit]
 

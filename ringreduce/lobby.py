@@ -50,7 +50,7 @@ FORGOTTEN_AFTER = 10.0
 """Seconds after which members no longer ask the store who has taken a number, if no process has said so. It may have
 died."""
 LOOK_FOR_JOINERS = 0.05
-"""Seconds between two looks of rank 0 for processes that wait to be let in."""
+"""Seconds from the end of one look for waiting processes to the next."""
 SILENT = 1.0
 """If a look has taken longer than this, in seconds, nobody is let in until it ends: they could not be told."""
 PAUSE = 0.005
@@ -229,7 +229,7 @@ class Lobby:
 
 @dataclass
 class _Seen:
-    """What a `Lookout` and its thread share. Each field is written by one of them, in one assignment."""
+    """What a `Lookout` and its thread share. Neither takes a lock: each field is read and written in one step."""
 
     but: frozenset[str]
     asked: float = 0.0
@@ -241,6 +241,7 @@ class _Seen:
     began: float = float("inf")
     """When the look under way began; infinity if none is under way."""
     pauses_long: bool = False
+    """Whether the next call of `found` ends the thread's pause."""
 
 
 class Lookout:
@@ -291,6 +292,7 @@ def _look_out(lobby: Lobby, seen: _Seen) -> None:
         except (RuntimeError, OSError) as error:
             log.info("nobody can join: the store is out of reach: %s", error)
         seen.waiting, seen.began = waiting, float("inf")
+        # In a long step nobody can be let in, so there is no hurry.
         pause = max(LOOK_FOR_JOINERS, (time.monotonic() - seen.asked) / 8)
         seen.pauses_long = pause > LOOK_FOR_JOINERS
         with contextlib.suppress(queue.Empty):
