@@ -507,6 +507,7 @@ class _Config:
     options: Options | None
     timeout: float
     least: int
+    unit: int
     most: int
     patience: float
     expel_after: float
@@ -514,7 +515,8 @@ class _Config:
 
     def settings(self) -> dict[str, int]:
         """What must be alike on all members, by the names of `start`'s arguments."""
-        return {"least": self.least, "world_size - spares": self.most if self.most < sys.maxsize else 0}
+        most = self.most if self.most < sys.maxsize else 0
+        return {"least": self.least, "unit": self.unit, "world_size - spares": most}
 
     def check(self, others: dict[str, int], who: str) -> None:
         for name, mine in self.settings().items():
@@ -593,12 +595,13 @@ def start(
         options=options,
         timeout=timeout.total_seconds(),
         least=least,
+        unit=unit,
         most=founders if spares else sys.maxsize,
         patience=patience,
         expel_after=silence.total_seconds(),
         home=Home(here),
     )
-    return _join(config) if joins else _begin(config, rank, founders, unit)
+    return _join(config) if joins else _begin(config, rank, founders)
 
 
 def _etcd(address: str) -> Values:
@@ -607,7 +610,7 @@ def _etcd(address: str) -> Values:
     return Etcd(address)
 
 
-def _begin(config: _Config, rank: int, size: int, unit: int) -> World:
+def _begin(config: _Config, rank: int, size: int) -> World:
     store = config.home.store
     trial = store.value("trial") or b"0"
     try:
@@ -626,16 +629,12 @@ def _begin(config: _Config, rank: int, size: int, unit: int) -> World:
     if not links_of(backend_of(None)):  # all ranks are on one host
         config.home.share_ledger(rank)
     everyone: list[Any] = [None] * size
-    dist.all_gather_object(everyone, (config.me, config.home.address(), config.settings() | {"unit": unit}))
+    dist.all_gather_object(everyone, (config.me, config.home.address(), config.settings()))
     for other, (*_, settings) in enumerate(everyone):
         config.check(settings, f"rank {other}")
-        if settings["unit"] != unit:
-            raise InvalidArgument(
-                f"start: unit is {unit} here and {settings['unit']} on rank {other}; give all processes the same"
-            )
     if rank == 0:
         config.home.store.set("settings", json.dumps(config.settings()))
-    view = View(0, tuple(Member(name, address) for name, address, _ in everyone), unit=unit)
+    view = View(0, tuple(Member(name, address) for name, address, _ in everyone), unit=config.unit)
     world = World(config, Membership(config.home.directory(), config.me, view, config.patience), founder=True)
     world._attach(world._begin_watching())
     return world
