@@ -216,6 +216,8 @@ class World:
         waiting, *figures = vote.tolist()
         self._joiners_wait = bool(waiting)
         self._judge(figures)
+        if self._config.home.ledger:  # no ports are held for it then
+            self._get_ready()
         return True
 
     def lateness(self) -> list[Late]:
@@ -359,8 +361,7 @@ class World:
         to report goes on. `silent` names a member whose connection closed while the group was made. It may have
         reported before it closed the connection, so it is lost only if it has not.
         """
-        home = self._config.home
-        home.ready = home.ready or ready_for_a_group(self._config.options, not home.ledger, self._wire)
+        self._get_ready()
         without, silent = set[int](), set[int]()
         if dist.is_initialized():
             links = links_of(backend_of(None))
@@ -370,7 +371,12 @@ class World:
         elif isinstance(error, PeerLost):
             silent = {error.culprit}
         named = [tuple(self.view.names[rank] for rank in each - {-1, self.rank}) for each in (without, silent)]
-        return Report(self._committed, without=named[0], silent=named[1], address=home.address())
+        return Report(self._committed, without=named[0], silent=named[1], address=self._config.home.address())
+
+    def _get_ready(self) -> None:
+        """Prepares this process's part of the next group. Does nothing the second time in an epoch."""
+        home = self._config.home
+        home.ready = home.ready or ready_for_a_group(self._config.options, not home.ledger, self._wire)
 
     def _abort(self) -> None:
         if dist.is_initialized():

@@ -37,14 +37,15 @@ class Watch:
         self._lock = threading.Lock()
         self._group: Any = None
         self._over = False
-        threading.Thread(target=self._run, daemon=True, name="ringreduce elastic").start()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="ringreduce elastic")
 
     def attach(self, group: Any) -> None:
-        """To be called when the members' group has been made."""
+        """To be called when the members' group has been made. Starts the thread, which the making did not need."""
         with self._lock:
             self._group = group
             if self._found:
                 group.notice()
+        self._thread.start()
 
     def ended(self) -> list[str]:
         """The names of members whose processes have ended."""
@@ -60,7 +61,9 @@ class Watch:
     def stop(self) -> None:
         """Ends the watch; to be called before the group is destroyed. The thread ends within `look_every` seconds."""
         with self._lock:
-            self._group, self._over = None, True
+            first, self._group, self._over = not self._over, None, True
+        if first and not self._thread.ident:
+            self._close()
 
     def _run(self) -> None:
         known: dict[int, str] = dict(self._pidfds)
@@ -73,6 +76,9 @@ class Watch:
                     self._group.abort()
                 elif self._group is not None and ready:
                     self._group.notice()
+        self._close()
+
+    def _close(self) -> None:
         for fd in self._pidfds:
             os.close(fd)
 

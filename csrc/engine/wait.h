@@ -12,6 +12,7 @@
 
 #include <sched.h>
 
+#include <algorithm>
 #include <cstdint>
 
 #include "core/atomics.h"
@@ -75,7 +76,7 @@ class Waiting {
       // Only announces the sleep: the caller looks once more before it happens.
       arm(awaits);
     } else {
-      doorbell_.sleep(seen_, kSleep);
+      doorbell_.sleep(seen_, std::clamp(t - idle_since_, kYieldFor, kSleep));
       seen_ = doorbell_.rings.load(std::memory_order_seq_cst);
     }
   }
@@ -85,7 +86,8 @@ class Waiting {
   static constexpr Nanoseconds kCheckEvery = 2 * kMillisecond;
   // Peers on other hosts learn of a slot that has been read at most so much later.
   static constexpr Nanoseconds kSettle = 100 * kMicrosecond;
-  // Bounds how late a dead peer, a timeout or an abort is seen.
+  // Bounds how late a dead peer, a timeout or an abort is seen. The first sleeps are as long as the wait so far, since
+  // most ranks begin to wait for a peer when it dies.
   static constexpr Nanoseconds kSleep = 4 * kMillisecond;
 
   void arm(std::uint64_t awaits) {

@@ -50,18 +50,22 @@ constexpr Name kNames[] = {
 
 struct Registry {
   std::mutex mutex;
-  std::vector<const CallLog*> logs;
+  std::vector<std::weak_ptr<CallLog>> logs;
 };
 
 // The dumps that are being written.
 struct Dumps {
   std::mutex writer;  // torch's is made at first use, and not for several threads
   std::mutex mutex;
-  std::condition_variable ended;
+  std::condition_variable ended, hurries;
   int under_way = 0;
+  bool hurry = false;  // the process is about to end
   std::uint64_t taken = 0, written = 0;  // numbers of records
 };
 constexpr int kLowestPriority = 19;
+// A dump is written so long after its group broke. To write 2,000 calls takes 5 ms and more, in which the survivors on
+// a busy machine could have made their next group.
+constexpr std::chrono::milliseconds kLetSurvivorsGoOn{100};
 
 std::uint64_t thread_id() {
   static thread_local const auto id = static_cast<std::uint64_t>(syscall(SYS_gettid));
@@ -82,16 +86,24 @@ const char* name_of(OpType type) {
 }
 
 CallLog::CallLog(std::size_t entries, bool print, Group group)
-    : capacity_(entries), print_(print), group_(std::move(group)) {
+    : capacity_(entries), print_(print), group_(std::move(group)) {}
+
+std::shared_ptr<CallLog> CallLog::make(std::size_t entries, bool print, Group group) {
+  std::shared_ptr<CallLog> made(new CallLog(entries, print, std::move(group)));
   Registry& registry = process_wide<Registry>();
   std::lock_guard lock(registry.mutex);
-  registry.logs.push_back(this);
+  std::erase_if(registry.logs, [](const auto& log) { return log.expired(); });
+  registry.logs.push_back(made);
+  return made;
 }
 
-CallLog::~CallLog() {
+CallLog::Logs CallLog::all() {
+  Logs living;
   Registry& registry = process_wide<Registry>();
   std::lock_guard lock(registry.mutex);
-  std::erase(registry.logs, this);
+  for (const auto& listed : registry.logs)
+    if (auto log = listed.lock()) living.push_back(std::move(log));
+  return living;
 }
 
 void CallLog::describe(const std::string& description) {
@@ -186,11 +198,9 @@ CallLog::Statistics CallLog::statistics() const {
 }
 
 std::map<std::string, CallLog::Statistics> CallLog::all_statistics() {
-  std::map<std::string, Statistics> all;
-  Registry& registry = process_wide<Registry>();
-  std::lock_guard lock(registry.mutex);
-  for (const CallLog* log : registry.logs) all[log->group_.name] = log->statistics();
-  return all;
+  std::map<std::string, Statistics> found;
+  for (const auto& log : all()) found[log->group_.name] = log->statistics();
+  return found;
 }
 
 // How a call stands in a dump. `torchfrtrace` expects every call of all ranks of its group, which a message is not. So
@@ -267,12 +277,10 @@ c10::Dict<c10::IValue, c10::IValue> CallLog::to_dict(const Entry& e, const Headi
   return d;
 }
 
-CallLog::Snapshot CallLog::snapshot() {
+CallLog::Snapshot CallLog::snapshot(const Logs& logs) {
   Snapshot result;
-  Registry& registry = process_wide<Registry>();
-  std::lock_guard lock(registry.mutex);
-  for (const CallLog* log : registry.logs) {
-    std::lock_guard log_lock(log->mutex_);
+  for (const auto& log : logs) {
+    std::lock_guard lock(log->mutex_);
     for (const Entry& entry : log->entries_) result.entries.emplace_back(result.groups.size(), entry);
     result.groups.push_back(log->group_);
   }
@@ -325,7 +333,7 @@ std::string CallLog::pickle(Snapshot snapshot) {
   return c10d::pickle_str(result);
 }
 
-std::string CallLog::dump() { return pickle(snapshot()); }
+std::string CallLog::dump() { return pickle(snapshot(all())); }
 
 void CallLog::write_dump(int global_rank) {
   const auto failed = [global_rank](const std::exception& error) {
@@ -340,20 +348,24 @@ void CallLog::write_dump(int global_rank) {
   // Several groups may break at once, and their threads come in any order. The latest record has all calls.
   const auto take = [&dumps] {
     std::lock_guard lock(dumps.mutex);
-    return std::pair(++dumps.taken, snapshot());
+    return std::pair(++dumps.taken, all());
   };
   add(1);
   try {
-    start_thread([&dumps, failed, add, global_rank, taken = take()]() mutable {
+    start_thread([&dumps, failed, add, global_rank, taken = take()] {
       setpriority(PRIO_PROCESS, 0, kLowestPriority);  // of this thread
       try {
+        {
+          std::unique_lock lock(dumps.mutex);
+          dumps.hurries.wait_for(lock, kLetSurvivorsGoOn, [&] { return dumps.hurry; });
+        }
         std::lock_guard one_at_a_time(dumps.writer);
-        auto& [number, records] = taken;
+        const auto& [number, logs] = taken;
         if (number < dumps.written) return add(-1);
         dumps.written = number;
         auto& writer = c10d::DebugInfoWriter::getWriter(global_rank);  // makes directories
         TORCH_WARN("a group broke; the flight record of rank ", global_rank, " goes to ", writer.getWriterTarget());
-        writer.write(pickle(std::move(records)));
+        writer.write(pickle(snapshot(logs)));
       } catch (const std::exception& error) {
         failed(error);
       }
@@ -368,6 +380,8 @@ void CallLog::write_dump(int global_rank) {
 void CallLog::wait_for_dumps(Nanoseconds patience) {
   Dumps& dumps = process_wide<Dumps>();
   std::unique_lock lock(dumps.mutex);
+  dumps.hurry = true;
+  dumps.hurries.notify_all();
   dumps.ended.wait_for(lock, std::chrono::nanoseconds(patience), [&] { return dumps.under_way == 0; });
 }
 

@@ -32,7 +32,7 @@ struct WorkSurroundings {
   std::shared_ptr<Mailbox> mailbox;  // null where messages are those of another backend
   CallQueue queue;
   Completions completions;
-  std::unique_ptr<CallLog> log;
+  std::shared_ptr<CallLog> log;
   ForkMark fork;
   std::atomic<bool> timing{false};
   std::function<void(std::shared_ptr<c10d::WorkInfo>)> on_completion;  // set once, before `hooked`

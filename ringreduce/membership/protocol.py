@@ -41,6 +41,7 @@ the first line of a member counts as its report, and naming a member as lost twi
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -72,7 +73,7 @@ class View:
     unit: int = 1
     """The number of consecutive members that are in together or not at all."""
 
-    @property
+    @functools.cached_property
     def names(self) -> tuple[str, ...]:
         return tuple(member.name for member in self.members)
 
@@ -254,6 +255,8 @@ def step(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
     if isinstance(event, NoAnswer):
         # Repeating is safe: only a member's first line is its report, and a compare-and-set names what it replaces.
         return state, () if state.request is None else (state.request,)
+    if event.value == state.log and not state.committing:
+        return replace(state, request=None), ()
     state = replace(state, log=event.value, request=None)
     if decided := successor(state.view, state.log):
         return obey(state, decided)
@@ -277,11 +280,12 @@ def _append(state: State, report: Report) -> tuple[State, tuple[Effect, ...]]:
 
 
 def _look(state: State, event: Look) -> tuple[State, tuple[Effect, ...]]:
-    here = read(state.view, state.log)
-    lost = event.lost - here.lost - {state.me}
-    silent = event.silent & set(here.missing(state.view))
-    if state.report and (lost or silent):
-        return _append(state, replace(state.report, without=tuple(sorted(lost)), silent=tuple(sorted(silent))))
+    if state.report and (event.lost or event.silent):
+        here = read(state.view, state.log)
+        lost = event.lost - here.lost - {state.me}
+        silent = event.silent & set(here.missing(state.view))
+        if lost or silent:
+            return _append(state, replace(state.report, without=tuple(sorted(lost)), silent=tuple(sorted(silent))))
     return _request(state, Ask(place(state.view.epoch)))
 
 

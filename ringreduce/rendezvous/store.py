@@ -293,9 +293,13 @@ def _asleep(ready: Callable[[], bool]) -> Callable[[float], bool]:
     return after
 
 
+@functools.cache
 def identity() -> Who:
     """This process's."""
     return Who(socket.gethostname(), os.getpid(), _pid_namespace(), _began(os.getpid()))
+
+
+os.register_at_fork(after_in_child=identity.cache_clear)
 
 
 @functools.cache
