@@ -59,7 +59,7 @@ struct Dumps {
   std::mutex mutex;
   std::condition_variable ended, hurries;
   int under_way = 0;
-  bool hurry = false;  // the process is about to end
+  bool hurry = false;                    // the process is about to end
   std::uint64_t taken = 0, written = 0;  // numbers of records
 };
 constexpr int kLowestPriority = 19;

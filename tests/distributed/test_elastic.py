@@ -24,8 +24,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ringreduce
-from ringreduce import elastic, lateness, watch
+from ringreduce import elastic
 from ringreduce.api import backend_of
+from ringreduce.elastic import lateness, watch
+from ringreduce.elastic.home import Home
+from ringreduce.elastic.lateness import STEPS as COUNTED
+from ringreduce.elastic.lobby import Lobby
 from ringreduce.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -34,8 +38,6 @@ from ringreduce.errors import (
     SystemFailure,
     TooFewRanks,
 )
-from ringreduce.lateness import STEPS as COUNTED
-from ringreduce.lobby import Home, Lobby
 from ringreduce.membership.protocol import View
 
 STEPS, BATCH = 60, 12
@@ -237,8 +239,8 @@ def leaves_without_a_group(me: Rank) -> int:
     before = ledgers()
     for number in range(2):
         world = elastic.start(store=dist.PrefixStore(str(number), me.store), rank=0, world_size=1, patience=0.01)
-        world._config.timeout = 0.01
-        world._init = no_group  # type: ignore[method-assign]
+        world._settings.timeout = 0.01
+        world._make_group = no_group  # type: ignore[method-assign]
         with pytest.raises(SystemFailure, match="none today"):
             world._change(None)
         world.leave()
@@ -288,7 +290,7 @@ def waits_for_one_that_lives(me: Rank) -> int:
         while not me.store.check([f"come {me.rank}"]):
             time.sleep(0.005)
     if me.rank == 2:
-        elastic.World._init = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        elastic.World._make_group = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     world = start(me, 2, least=2)
     state = world.state(step=0)
     me.report("begins")
@@ -317,7 +319,7 @@ def loses_a_joiner_elsewhere(me: Rank) -> int:
     if me.rank == 2:
         while not me.store.check(["come 2"]):
             time.sleep(0.005)
-        elastic.World._init = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        elastic.World._make_group = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     world = start(me, 2, timeout=timedelta(seconds=1000))
     state = world.state(step=0)
     me.report("begins")
@@ -893,10 +895,10 @@ def joins_again_and_again(me: Rank) -> int:
             me.store.set(f"left {me.rank}", "")
             return epoch
         time.sleep(0.002)
-    lobby = world._config.home.lobby
+    lobby = world._settings.home.lobby
     assert lobby.waiting(world._lookout._seen.but) == ()
     if me.rank == 0:  # another one, as after rank 0's end
-        assert Lobby(world._config.home.store).waiting(()) == ()
+        assert Lobby(world._settings.home.store).waiting(()) == ()
     world.leave()
     return len(lobby._waiting) + len(lobby._nameless)
 

@@ -35,7 +35,8 @@ import torch
 import torch.distributed as dist
 from distributed.harness import Rank, Ranks, run
 
-from ringreduce import backend, elastic, host_links, watch
+from ringreduce import backend, elastic, host_links
+from ringreduce.elastic import watch
 from ringreduce.errors import CollectiveTimeout, Expelled, PeerLost
 from ringreduce.membership.directory import Under
 from ringreduce.membership.ledger import Ledger

@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ringreduce import elastic
+from ringreduce.elastic.state import State
 from ringreduce.errors import CollectiveMismatch, InvalidArgument
-from ringreduce.shared_state import State
 
 STEPS = 6
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Container
 import pytest
 import torch.distributed as dist
 
-from ringreduce import lobby as lobbies
-from ringreduce.lobby import FORGOTTEN_AFTER, LOOK_FOR_JOINERS, SILENT, Lobby, Lookout
+from ringreduce.elastic import lobby as lobbies
+from ringreduce.elastic.lobby import FORGOTTEN_AFTER, LOOK_FOR_JOINERS, SILENT, Lobby, Lookout
 from ringreduce.membership.directory import Bounded
 from ringreduce.membership.protocol import Member
 from ringreduce.rendezvous import store as rendezvous

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from ringreduce import watch
+from ringreduce.elastic import watch
 from ringreduce.errors import (
     CollectiveTimeout,
     InvalidArgument,

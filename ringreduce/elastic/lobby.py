@@ -1,4 +1,4 @@
-"""Where processes wait to join a changing group, and where its members keep their directory.
+"""Where processes wait to join a changing group.
 
 `Lobby` is the waiting room. It consists of keys in a store that all processes can reach, such as the launcher's:
 
@@ -11,8 +11,6 @@
 
 `Lookout` looks into the lobby for a member, in a thread.
 
-`Home` has the lobby, and the directory of members: a ledger if all are on one machine, and else the same store.
-
 Calls raise the store's error if the store is gone.
 """
 
@@ -21,69 +19,35 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import queue
 import threading
 import time
-import weakref
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
 
 from ringreduce.common.failures import CollectiveTimeout
-from ringreduce.group_links import links_of
-from ringreduce.membership.directory import Directory
-from ringreduce.membership.ledger import Ledger
+from ringreduce.elastic.watch import has_ended
 from ringreduce.membership.protocol import Member, View
-from ringreduce.rendezvous import store as rendezvous
-from ringreduce.rendezvous.card import Prepared, Ready
-from ringreduce.survivors import KeyStore, found_in
-from ringreduce.watch import has_ended
+from ringreduce.survivors import KeyStore
 
 OVER_AFTER = 1.0
 """A waiting process believes that all members are gone if two looks, so many seconds apart, say so."""
 FORGOTTEN_AFTER = 10.0
 """Seconds after which members no longer ask the store who has taken a number, if no process has said so. It may have
 died."""
-LOOK_FOR_JOINERS = 0.05
-"""Seconds from the end of one look for waiting processes to the next."""
+LOOK_FOR_JOINERS, LONGEST_PAUSE = 0.05, 0.5
+"""Seconds from the end of one look for waiting processes to the next: in short steps, and at most."""
+AFTER_FAILURE = 2.0
+"""The same after a look that has failed. torch writes a page to standard error for each."""
+SAY_SO = 0.5
+"""Seconds after which members tell the waiting processes again that they look. etcd keeps every value it ever had."""
 SILENT = 1.0
 """If a look has taken longer than this, in seconds, nobody is let in until it ends: they could not be told."""
-PAUSE = 0.005
-"""Seconds between two looks of a waiting process for its invitation."""
-
-LEDGER_BYTES = 256 << 20
-"""Of the ledger of a world on one host. Unwritten pages take no memory; a change takes some 10 KB with 8 ranks."""
-
-LOOK_IN_LEDGER, LOOK_IN_STORE = 0.2, 1.0
-"""Seconds between two looks for a member that has left the view, in either kind of directory."""
+PAUSE, LONG_PAUSE = 0.005, 0.025
+"""Shortest and longest pause between two looks of a waiting process for its invitation, in seconds: a hundredth of the
+time that has passed."""
 
 log = logging.getLogger(__name__)
-
-
-def destroy_groups() -> None:
-    """Destroys all groups of this process.
-
-    Groups with links to other hosts are shut down in a thread, because a link waits until the other host has received
-    everything. The caller does not wait for that.
-    """
-    if not dist.is_initialized():
-        return
-    if links_of(found_in(dist.distributed_c10d._get_default_group())):
-        names = dist.distributed_c10d._world.pg_names
-        groups = sorted(names, key=names.__getitem__, reverse=True)
-        names.clear()  # or destroy_process_group would shut each one down, and wait
-
-        def say_goodbye() -> None:
-            for group in groups:
-                group.shutdown()
-
-        threading.Thread(target=say_goodbye, daemon=True, name="ringreduce goodbye").start()
-    dist.destroy_process_group()
 
 
 class Lobby:
@@ -99,6 +63,8 @@ class Lobby:
         """The waiting processes by their numbers."""
         self._seen = 0
         """The latest number that this process knows of."""
+        self._said = 0.0
+        """When this process has last said that it looks."""
 
     # for members
 
@@ -108,7 +74,9 @@ class Lobby:
             return self._look(but)
 
     def _look(self, but: Container[str]) -> tuple[Member, ...]:
-        self._store.set("looked", str(time.time_ns()))
+        if (began := time.monotonic()) > self._said + SAY_SO:
+            self._store.set("looked", str(time.time_ns()))
+            self._said = began
         latest = self._store.add("waiting", 0)
         now = time.monotonic()  # no number was taken later, and no name is read earlier: see `_come`
         self._nameless.update(dict.fromkeys(range(self._seen + 1, latest + 1), now))
@@ -175,7 +143,7 @@ class Lobby:
         """
         store, invited = self._store, f"invited/{me.name}"
         number = self._come(me)
-        looked = check = time.monotonic()
+        began = looked = check = time.monotonic()
         look, over = store.value("looked"), False
         while (text := store.value(invited)) is None:
             now = time.monotonic()
@@ -189,7 +157,7 @@ class Lobby:
             if now > looked + timeout:
                 store.set(f"joiner/{number}", "")
                 raise CollectiveTimeout(f"start: no member has looked who waits to be let in for {timeout:.0f} s")
-            time.sleep(PAUSE)
+            time.sleep(min(max((now - began) / 100, PAUSE), LONG_PAUSE))
         return View.load(text.decode())
 
     def _come(self, me: Member) -> int:
@@ -248,7 +216,8 @@ class Lookout:
     """Looks in a thread who waits to be let in, so that no member ever waits for the store.
 
     The thread begins at the first call of `found`. It looks every LOOK_FOR_JOINERS seconds, and less often when `found`
-    has not been called for long. It ends with `stop`, or when nobody holds this object any more.
+    has not been called for long or the store cannot be reached. It ends with `stop`, or when nobody holds this object
+    any more.
     """
 
     def __init__(self, lobby: Lobby, members: Iterable[str]) -> None:
@@ -289,131 +258,12 @@ def _look_out(lobby: Lobby, seen: _Seen) -> None:
         seen.began = time.monotonic()
         try:
             waiting = lobby.waiting(seen.but)
+            # In a long step nobody can be let in, so there is no hurry.
+            pause = min(max((time.monotonic() - seen.asked) / 8, LOOK_FOR_JOINERS), LONGEST_PAUSE)
+            seen.pauses_long = pause > LOOK_FOR_JOINERS
         except (RuntimeError, OSError) as error:
             log.info("nobody can join: the store is out of reach: %s", error)
+            pause, seen.pauses_long = AFTER_FAILURE, False
         seen.waiting, seen.began = waiting, float("inf")
-        # In a long step nobody can be let in, so there is no hurry.
-        pause = max(LOOK_FOR_JOINERS, (time.monotonic() - seen.asked) / 8)
-        seen.pauses_long = pause > LOOK_FOR_JOINERS
         with contextlib.suppress(queue.Empty):
             seen.wakes.get(timeout=pause)
-
-
-class Home:
-    """What a world has outside its groups, as this process sees it: lobby, directory, and what it has ready."""
-
-    def __init__(self, store: KeyStore) -> None:
-        """`store`: the launcher's, or one in etcd."""
-        self.store, self.lobby = store, Lobby(store)
-        self.ledger: Ledger | None = None
-        """The directory, if all members are on one machine; None: they agree in the store."""
-        self.ready: Ready | None = None
-        """What this process has prepared for the group of its next view."""
-        self._memfd = -1
-        self._kept: list[Store] = []
-        """The latest two stores made by `place`. torch keeps only their C++ half alive, which needs the Python half."""
-
-    def address(self) -> str:
-        """This process's address as a member, as JSON: its identity, its ledger, and its card if it has one ready."""
-        who = rendezvous.identity()._asdict()
-        return json.dumps({**who, "ledger": self.ledger_place(), "card": self.ready.card if self.ready else None})
-
-    def prepared(self, view: View) -> Prepared | None:
-        """What is needed to make the view's group from its cards; None: its members must meet in a store."""
-        ready, self.ready = self.ready, None
-        cards = [json.loads(member.address)["card"] for member in view.members]
-        if ready and None not in cards:
-            return Prepared(ready, cards)
-        if ready:
-            ready.close()
-        return None
-
-    def give_up(self) -> None:
-        """Closes what was prepared for the next group, because there will be none."""
-        if self.ready:
-            self.ready.close()
-            self.ready = None
-
-    def ledger_place(self) -> list[Any] | None:
-        """Where processes of this machine find the ledger: path, kernel and inode; None: there is no ledger.
-
-        The kernel and the inode tell whether the file at the path is the right one.
-        """
-        if self.ledger is None:
-            return None
-        return [f"/proc/{os.getpid()}/fd/{self._memfd}", rendezvous.kernel(), os.fstat(self._memfd).st_ino]
-
-    def open_ledger(self, place: list[Any] | None) -> bool:
-        """Opens the ledger at a `ledger_place`. Returns whether that was possible here."""
-        if place is None or place[1] != rendezvous.kernel():
-            return False
-        try:
-            memfd = os.open(place[0], os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            return False
-        if os.fstat(memfd).st_ino != place[2]:
-            os.close(memfd)
-            return False
-        self._use(memfd)
-        return True
-
-    def share_ledger(self, rank: int) -> None:
-        """Shares a ledger among the ranks of the default group, if all can open rank 0's. Called on all of them.
-
-        The ranks must be on one host. Without a ledger, they agree in the store.
-        """
-        if rank == 0:
-            self._make_ledger()
-        told: list[Any] = [self.ledger_place()]
-        dist.broadcast_object_list(told, 0)
-        shared = torch.tensor([float(rank == 0 or self.open_ledger(told[0]))])
-        dist.all_reduce(shared, dist.ReduceOp.MIN)
-        if not shared:
-            self.ledger = None
-
-    def open_a_ledger(self, me: str, view: View, seconds: float) -> bool:
-        """Opens the members' ledger, if they have one. Returns False if they have one that cannot be opened here.
-
-        If this process was slow, the members of `view` may have ended meanwhile, and others have joined. A member that
-        has joined says in the next view where it has the ledger open. So this waits for that view, for `seconds`.
-        """
-        until = time.monotonic() + seconds
-        while True:
-            if self._opens_one_of(view) or self._opens_one_of(latest := self.lobby.latest() or view):
-                return True
-            others = [member for member in latest.members if member.name != me]
-            told = [json.loads(member.address)["ledger"] or has_ended(member) for member in others]
-            if all(told) or time.monotonic() > until:
-                return False
-            time.sleep(0.02)
-
-    def _opens_one_of(self, view: View) -> bool:
-        """Opens the ledger of one of the view's members. True also if they have none."""
-        ledgers = [ledger for member in view.members if (ledger := json.loads(member.address)["ledger"])]
-        return not ledgers or any(map(self.open_ledger, ledgers))
-
-    def _make_ledger(self) -> None:
-        memfd = os.memfd_create("ringreduce world", os.MFD_CLOEXEC)
-        os.ftruncate(memfd, LEDGER_BYTES)
-        self._use(memfd)
-
-    def _use(self, memfd: int) -> None:
-        """Takes the ledger in `memfd`. The descriptor stays open for joiners as long as this object lives."""
-        weakref.finalize(self, os.close, memfd)
-        self._memfd, self.ledger = memfd, Ledger(memfd, 0, LEDGER_BYTES)
-
-    def look_every(self) -> float:
-        """Seconds between two looks for a member that has left the view."""
-        return LOOK_IN_LEDGER if self.ledger else LOOK_IN_STORE
-
-    def directory(self) -> Directory:
-        """Where the members agree on views."""
-        return self.ledger if self.ledger else self.store.directory("members")
-
-    def place(self, epoch: int) -> Store:
-        """The store in which the group of an epoch is made."""
-        if self.ledger:
-            made = KeyStore(self.ledger, f"epoch {epoch}/")
-            self._kept = [*self._kept[-1:], made]
-            return made
-        return PrefixStore(f"epoch {epoch}", self.store)

@@ -20,6 +20,8 @@ STEPS, LATEST_IN, COSTS = 100, 0.9, 0.1
 """A straggler is the latest in at least this share of so many steps in a row, and costs at least this share of their
 time."""
 MICRO = 1e-6
+LEAST_LOST = round(0.01 / MICRO)
+"""A straggler costs at least so much in these steps. In a loop of tiny steps the scheduler alone makes one rank late."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class Lateness:
         """The straggler of the last `STEPS` steps, if there is one. After one was found, counting begins again."""
         rank = self._recent[-1][0]
         lost, took = self._recent_lost[rank], self._recent_took
-        if len(self._recent) < STEPS or self._latest_in[rank] < LATEST_IN * STEPS or lost < COSTS * took:
+        if len(self._recent) < STEPS or self._latest_in[rank] < LATEST_IN * STEPS or lost < max(COSTS * took, LEAST_LOST):
             return None
         while self._recent:
             self._count(*self._recent.popleft(), -1)

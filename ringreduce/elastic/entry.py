@@ -1,0 +1,187 @@
+"""How a process gets into a world: as one of the first members, or by joining those that are there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import socket
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous as env_rendezvous
+
+from ringreduce.api import backend_of
+from ringreduce.common.units import duration
+from ringreduce.config import Options
+from ringreduce.elastic.home import Home
+from ringreduce.elastic.world import Settings, World, founded, joined
+from ringreduce.errors import InvalidArgument, SystemFailure, TooFewRanks
+from ringreduce.group_links import links_of
+from ringreduce.membership.directory import Bounded, Values
+from ringreduce.membership.protocol import Member, View
+from ringreduce.ready import ready_for_a_group
+from ringreduce.survivors import KeyStore
+
+log = logging.getLogger(__name__)
+
+
+class Over(SystemExit):
+    """Raised by `start` when the training is over: all members have ended, and at least one has called `leave`.
+
+    Unless it is caught, it ends the process with exit code 0, so a launcher sees no failure.
+    """
+
+
+def start(
+    least: int = 1,
+    *,
+    spares: int = 0,
+    unit: int = 1,
+    patience: timedelta | float = 60.0,
+    expel_after: timedelta | float | None = None,
+    timeout: timedelta | float = dist.distributed_c10d.default_pg_timeout,
+    options: Options | None = None,
+    store: Store | str | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> World:
+    """Makes this process a member, and the members its default group. To be called instead of `init_process_group`.
+
+    The first members are the `world_size` processes that the launcher has started. A process that starts later with a
+    rank that was used before, such as one that was started again, joins at the next attempt of the members, and gets
+    their state from `World.state`. Needs backend ringreduce and tensors on CPUs. Durations may be numbers, in seconds.
+
+    `least`: the number of members below which nobody goes on; see `World.attempt`.
+    `spares`: how many of the processes, those with the last ranks, wait in this call until a member is lost. With
+        spares, there are never more than `world_size - spares` members. If `least` is that number, every step is done
+        by the same number of ranks, so a spare on the same host changes no bit of the result.
+    `unit`: the number of consecutive ranks that are in together or not at all, such as those that hold one replica. If
+        one of them is lost, the others of its unit raise `Expelled`. Waiting processes are let in by whole units.
+    `patience`: how long to wait for joiners when there are too few members, and for a directory that is out of reach.
+    `expel_after`: how long to wait for a living member that does not report in a change; by default `timeout`.
+    `timeout`: for making a group and for each call on it.
+    `options`: as for `init_process_group`. Members go on without a joiner that has other options than they have.
+    `store`, `rank`, `world_size`: as for `init_process_group`; by default, the variables of `env://` say them. `store`
+        may also be an address in etcd, "etcd://HOST:PORT,HOST:PORT/NAME" with a NAME that no other job has used. Then
+        no single host has to live until the job ends, and `rank` and `world_size` are by default RANK and WORLD_SIZE.
+
+    Raises `Over` if the training is over, `TooFewRanks` if all members have died, `CollectiveTimeout` if no member has
+    looked for joiners for `timeout`, `SystemFailure` if the members share memory that this process cannot open,
+    `InvalidArgument`, and what `init_process_group` raises.
+    """
+    timeout = duration("start: timeout", timeout, positive=True)
+    patience = duration("start: patience", patience, positive=True)
+    silence = timeout if expel_after is None else duration("start: expel_after", expel_after, positive=True)
+    values, rank, world_size = _place(store, rank, world_size, timeout)
+    founders = _check_counts(least, spares, unit, world_size)
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    here = KeyStore(values, f"ringreduce/elastic/{restart}/")
+    settings = Settings(
+        me=f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}",
+        options=options,
+        timeout=timeout.total_seconds(),
+        least=least,
+        unit=unit,
+        most=founders if spares else sys.maxsize,
+        patience=patience.total_seconds(),
+        expel_after=silence.total_seconds(),
+        home=Home(here),
+    )
+    # Who comes again before the first members have made their group is one of them again.
+    try:
+        joins = rank >= founders or (here.add(f"rank/{rank}", 1) > 1 and here.value("settings") is not None)
+    except (RuntimeError, OSError) as error:
+        raise SystemFailure(f"start: the store is out of reach: {error}") from error
+    return _join(settings) if joins else _found(settings, rank, founders)
+
+
+def _place(store: Store | str | None, rank: int, world_size: int, timeout: timedelta) -> tuple[Values, int, int]:
+    """Where the processes meet, and this process's rank among `world_size`, by the arguments of `start`."""
+    if store is None:
+        store, rank, world_size = next(env_rendezvous("env://", timeout=timeout))
+    elif isinstance(store, str) and rank == -1:
+        rank, world_size = (int(os.environ.get(name, "-1")) for name in ("RANK", "WORLD_SIZE"))
+    elif not isinstance(store, Store | str):
+        raise InvalidArgument(f"start: store is {store!r:.60}; it must be a store of torch, or an address in etcd")
+    if not (isinstance(rank, int) and isinstance(world_size, int) and 0 <= rank < world_size):
+        raise InvalidArgument(
+            f"start: rank is {rank!r} and world_size {world_size!r}; with a store, give both: 0 <= rank < world_size"
+        )
+    if not isinstance(store, str):
+        return Bounded(store), rank, world_size
+    from ringreduce.membership.etcd import Etcd
+
+    return Etcd(store), rank, world_size
+
+
+def _check_counts(least: int, spares: int, unit: int, world_size: int) -> int:
+    """The number of first members."""
+    if not isinstance(least, int) or not 1 <= least <= world_size:
+        raise InvalidArgument(
+            f"start: least is {least!r}; it must be a whole number from 1 to world_size, {world_size}"
+        )
+    if not isinstance(spares, int) or not 0 <= spares <= world_size - least:
+        raise InvalidArgument(
+            f"start: spares is {spares!r}; of {world_size} processes, {least} must be left: 0 <= spares <= "
+            f"{world_size - least}"
+        )
+    founders = world_size - spares
+    if not isinstance(unit, int) or unit < 1 or founders % unit or spares % unit:
+        raise InvalidArgument(
+            f"start: unit is {unit!r}; it must divide the {founders} first members and the {spares} spares"
+        )
+    return founders
+
+
+def _found(settings: Settings, rank: int, size: int) -> World:
+    store = settings.home.store
+    trial = store.value("trial") or b"0"
+    try:
+        dist.init_process_group(
+            "ringreduce",
+            store=PrefixStore(f"epoch 0, trial {trial.decode()}", store),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=settings.timeout),
+            pg_options=settings.options,
+        )
+    except Exception:
+        with contextlib.suppress(RuntimeError, OSError):  # those that are started again meet elsewhere
+            store.compare_set("trial", b"" if trial == b"0" else trial, str(int(trial) + 1))
+        raise
+    if not links_of(backend_of(None)):  # all ranks are on one host
+        settings.home.share_ledger(rank)
+    everyone: list[Any] = [None] * size
+    dist.all_gather_object(everyone, (settings.me, settings.home.address(), settings.alike()))
+    for other, (*_, theirs) in enumerate(everyone):
+        settings.check(theirs, f"rank {other}")
+    if rank == 0:
+        settings.home.store.set("settings", json.dumps(settings.alike()))
+    view = View(0, tuple(Member(name, address) for name, address, _ in everyone), unit=settings.unit)
+    return founded(settings, view)
+
+
+def _join(settings: Settings) -> World:
+    home = settings.home
+    home.ready = ready_for_a_group(settings.options, listens=True)
+    view = home.lobby.wait(Member(settings.me, home.address()), settings.timeout)
+    opened = view is not None and home.open_a_ledger(settings.me, view, settings.timeout)
+    if view is None or (not opened and home.lobby.all_gone(settings.me)):
+        if not home.lobby.ended_well():
+            raise TooFewRanks(
+                "start: all members have died, and no process has the state any more; start the training again from a "
+                "checkpoint"
+            )
+        log.warning("start: the training is over; there is nothing to join")
+        raise Over(0)
+    if not opened:
+        raise SystemFailure(
+            "start: the members share a ledger, which this process cannot open: it must run on their host as their user"
+        )
+    return joined(settings, view)

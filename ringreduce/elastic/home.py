@@ -1,0 +1,151 @@
+"""What a world has outside its groups, as one process sees it: its lobby, and the directory in which members agree.
+
+The directory is a ledger if all members are on one machine, and else the launcher's store.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from ringreduce.elastic.lobby import Lobby
+from ringreduce.elastic.watch import has_ended
+from ringreduce.membership.directory import Directory
+from ringreduce.membership.ledger import Ledger
+from ringreduce.membership.protocol import View
+from ringreduce.rendezvous import store as rendezvous
+from ringreduce.rendezvous.card import Prepared, Ready
+from ringreduce.survivors import KeyStore
+
+LEDGER_BYTES = 256 << 20
+"""Of the ledger of a world on one host. Unwritten pages take no memory; a change takes some 10 KB with 8 ranks."""
+
+LOOK_IN_LEDGER, LOOK_IN_STORE = 0.2, 1.0
+"""Seconds between two looks for a member that has left the view, in either kind of directory."""
+
+
+class Home:
+    """What a world has outside its groups, and what this process has ready for the next one."""
+
+    def __init__(self, store: KeyStore) -> None:
+        """`store`: the launcher's, or one in etcd."""
+        self.store, self.lobby = store, Lobby(store)
+        self.ledger: Ledger | None = None
+        """The directory, if all members are on one machine; None: they agree in the store."""
+        self.ready: Ready | None = None
+        """What this process has prepared for the group of its next view."""
+        self._memfd = -1
+        self._kept: list[Store] = []
+        """The latest two stores made by `place`. torch keeps only their C++ half alive, which needs the Python half."""
+
+    def address(self) -> str:
+        """This process's address as a member, as JSON: its identity, its ledger, and its card if it has one ready."""
+        who = rendezvous.identity()._asdict()
+        return json.dumps({**who, "ledger": self.ledger_place(), "card": self.ready.card if self.ready else None})
+
+    def prepared(self, view: View) -> Prepared | None:
+        """What is needed to make the view's group from its cards; None: its members must meet in a store."""
+        ready, self.ready = self.ready, None
+        cards = [json.loads(member.address)["card"] for member in view.members]
+        if ready and None not in cards:
+            return Prepared(ready, cards)
+        if ready:
+            ready.close()
+        return None
+
+    def give_up(self) -> None:
+        """Closes what was prepared for the next group, because there will be none."""
+        if self.ready:
+            self.ready.close()
+            self.ready = None
+
+    def ledger_place(self) -> list[Any] | None:
+        """Where processes of this machine find the ledger: path, kernel and inode; None: there is no ledger.
+
+        The kernel and the inode tell whether the file at the path is the right one.
+        """
+        if self.ledger is None:
+            return None
+        return [f"/proc/{os.getpid()}/fd/{self._memfd}", rendezvous.kernel(), os.fstat(self._memfd).st_ino]
+
+    def open_ledger(self, place: list[Any] | None) -> bool:
+        """Opens the ledger at a `ledger_place`. Returns whether that was possible here."""
+        if place is None or place[1] != rendezvous.kernel():
+            return False
+        try:
+            memfd = os.open(place[0], os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return False
+        if os.fstat(memfd).st_ino != place[2]:
+            os.close(memfd)
+            return False
+        self._use(memfd)
+        return True
+
+    def share_ledger(self, rank: int) -> None:
+        """Shares a ledger among the ranks of the default group, if all can open rank 0's. Called on all of them.
+
+        The ranks must be on one host. Without a ledger, they agree in the store.
+        """
+        if rank == 0:
+            self._make_ledger()
+        told: list[Any] = [self.ledger_place()]
+        dist.broadcast_object_list(told, 0)
+        shared = torch.tensor([float(rank == 0 or self.open_ledger(told[0]))])
+        dist.all_reduce(shared, dist.ReduceOp.MIN)
+        if not shared:
+            self.ledger = None
+
+    def open_a_ledger(self, me: str, view: View, seconds: float) -> bool:
+        """Opens the members' ledger, if they have one. Returns False if they have one that cannot be opened here.
+
+        If this process was slow, the members of `view` may have ended meanwhile, and others have joined. A member that
+        has joined says in the next view where it has the ledger open. So this waits for that view, for `seconds`.
+        """
+        until = time.monotonic() + seconds
+        while True:
+            if self._opens_one_of(view) or self._opens_one_of(latest := self.lobby.latest() or view):
+                return True
+            others = [member for member in latest.members if member.name != me]
+            told = [json.loads(member.address)["ledger"] or has_ended(member) for member in others]
+            if all(told) or time.monotonic() > until:
+                return False
+            time.sleep(0.02)
+
+    def _opens_one_of(self, view: View) -> bool:
+        """Opens the ledger of one of the view's members. True also if they have none."""
+        ledgers = [ledger for member in view.members if (ledger := json.loads(member.address)["ledger"])]
+        return not ledgers or any(map(self.open_ledger, ledgers))
+
+    def _make_ledger(self) -> None:
+        memfd = os.memfd_create("ringreduce world", os.MFD_CLOEXEC)
+        os.ftruncate(memfd, LEDGER_BYTES)
+        self._use(memfd)
+
+    def _use(self, memfd: int) -> None:
+        """Takes the ledger in `memfd`. The descriptor stays open for joiners as long as this object lives."""
+        weakref.finalize(self, os.close, memfd)
+        self._memfd, self.ledger = memfd, Ledger(memfd, 0, LEDGER_BYTES)
+
+    def look_every(self) -> float:
+        """Seconds between two looks for a member that has left the view."""
+        return LOOK_IN_LEDGER if self.ledger else LOOK_IN_STORE
+
+    def directory(self) -> Directory:
+        """Where the members agree on views."""
+        return self.ledger if self.ledger else self.store.directory("members")
+
+    def place(self, epoch: int) -> Store:
+        """The store in which the group of an epoch is made."""
+        if self.ledger:
+            made = KeyStore(self.ledger, f"epoch {epoch}/")
+            self._kept = [*self._kept[-1:], made]
+            return made
+        return PrefixStore(f"epoch {epoch}", self.store)
