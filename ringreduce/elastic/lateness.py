@@ -21,7 +21,7 @@ STEPS, LATEST_IN, COSTS = 100, 0.9, 0.1
 time."""
 MICRO = 1e-6
 LEAST_LOST = round(0.01 / MICRO)
-"""A straggler costs at least so much in these steps. In a loop of tiny steps the scheduler alone makes one rank late."""
+"""A straggler costs at least so much in these steps. In a loop of tiny steps the scheduler alone makes a rank late."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,8 @@ class Lateness:
         """The straggler of the last `STEPS` steps, if there is one. After one was found, counting begins again."""
         rank = self._recent[-1][0]
         lost, took = self._recent_lost[rank], self._recent_took
-        if len(self._recent) < STEPS or self._latest_in[rank] < LATEST_IN * STEPS or lost < max(COSTS * took, LEAST_LOST):
+        enough = lost >= max(COSTS * took, LEAST_LOST)
+        if len(self._recent) < STEPS or self._latest_in[rank] < LATEST_IN * STEPS or not enough:
             return None
         while self._recent:
             self._count(*self._recent.popleft(), -1)

@@ -227,8 +227,8 @@ class World:
     def on_straggler(self, function: Callable[[Late], bool]) -> None:
         """Registers `function(late)`, which every member calls after a commit if a member is a straggler.
 
-        A straggler is the latest member in 90 of the last 100 steps, and costs the others a tenth of their time and 10 ms
-        at least. A warning names it, with or without this function.
+        A straggler is the latest member in 90 of the last 100 steps, and costs the others a tenth of their time, and at
+        least 10 ms. A warning names it, with or without this function.
 
         If `function` returns True, the members go on without the straggler, whose next `attempt` raises `Expelled`.
         `function` must return the same value on all members.
