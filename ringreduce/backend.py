@@ -47,7 +47,7 @@ from ringreduce.ready import agreed, place_of
 from ringreduce.rendezvous.card import Card, prepared
 from ringreduce.rendezvous.host import Decide, meet
 from ringreduce.rendezvous.store import passed
-from ringreduce.survivors import Lineage, Survivors, found_in, known_ends, shrinking
+from ringreduce.survivors import KeyStore, Lineage, Survivors, found_in, known_ends, shrinking, use_instead
 
 if TYPE_CHECKING:
     from ringreduce import host_links
@@ -403,7 +403,10 @@ def _regroup(
             return make(PrefixStore(part, store), timeout=timeout, options=options)
     family = (survivors.lineage, [survivors.names[r] for r in ranks])
     with shrinking(group, survivors, ranks, timeout.total_seconds()) as place:
-        return make(place, timeout=timeout, options=options, family=family)
+        smaller = make(place, timeout=timeout, options=options, family=family)
+    if isinstance(place, KeyStore):
+        use_instead(place, group)
+    return smaller
 
 
 @dataclass(frozen=True)

@@ -156,6 +156,18 @@ def found_in(group: dist.ProcessGroup) -> ProcessGroupRing | None:
     return None
 
 
+def use_instead(place: KeyStore, group: ProcessGroupRing) -> None:
+    """Makes torch use `place` as the store of the process group of `group`, and so of the smaller one.
+
+    torch would make a copy of the store that the group was made with. The copy of a `TCPStore` is a new connection, for
+    which it waits for minutes if the launcher has died.
+    """
+    groups = dist.distributed_c10d._world.pg_map
+    for process_group, (backend, _) in list(groups.items()):
+        if found_in(process_group) is group:
+            groups[process_group] = backend, place
+
+
 class KeyStore(Store):
     """A store of torch whose values are kept elsewhere, such as in a ledger or in etcd. Thread-safe."""
 
@@ -163,6 +175,9 @@ class KeyStore(Store):
         """`prefix`: what all keys of this store begin with in `values`."""
         super().__init__()
         self._values, self._prefix, self._seconds = values, prefix, 300.0
+
+    def clone(self) -> KeyStore:  # torch asks for a copy that several threads can use, as they can this one
+        return self
 
     def directory(self, name: str) -> Directory:
         """A directory in the same place, with keys of its own."""

@@ -71,6 +71,32 @@ def test_survivors_agree_and_go_on(hosts: str) -> None:
         assert agreed == [survivors.Agreement(1, [0, 2, 3], [1])] * 3
 
 
+def survive_the_launcher(me: Rank) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if me.rank == 0 else None
+    if store:
+        me.store.set("port", str(store.port))
+    else:
+        store = dist.TCPStore("127.0.0.1", int(me.store.get("port")), is_master=False)
+    dist.init_process_group("ringreduce", store=store, rank=me.rank, world_size=me.size)
+    dist.barrier()
+    me.report("in the loop")
+    fails(0)
+    agreed = ringreduce.agree()
+    dist.shrink_group(agreed.lost, shrink_flags=ABORT)
+    goes_on(agreed.ranks, me)
+    again = torch.ones(1)
+    dist.all_reduce(again, group=dist.new_group([0, 1]))
+    assert again == 2
+    dist.destroy_process_group()
+
+
+def test_the_process_that_has_the_store_dies() -> None:
+    with Ranks(survive_the_launcher, 3) as ranks:
+        ranks.reports()
+        ranks.signal(0, signal.SIGKILL)
+        ranks.results(but=(0,))
+
+
 def test_two_deaths_at_once_and_one_survivor() -> None:
     with Ranks(survive, 3, "one host", 30.0) as ranks:
         ranks.reports()
