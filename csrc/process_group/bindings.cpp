@@ -331,6 +331,7 @@ void bind_group(py::module_& m) {
       .def_property_readonly("number", &Group::number)
       .def("ended", &Group::ended, no_gil)
       .def("notice", &Group::notice, no_gil)
+      .def("survivors_go_on", &Group::survivors_go_on, no_gil)
       // c10d's method of this name calls allocateTensor(), which is for DistributedDataParallel.
       .def(
           "allocate_tensor",

@@ -50,7 +50,7 @@ constexpr Name kNames[] = {
 
 struct Registry {
   std::mutex mutex;
-  std::vector<std::weak_ptr<CallLog>> logs;
+  std::vector<const CallLog*> logs;
 };
 
 // The dumps that are being written.
@@ -63,9 +63,6 @@ struct Dumps {
   std::uint64_t taken = 0, written = 0;  // numbers of records
 };
 constexpr int kLowestPriority = 19;
-// A dump is written so long after its group broke. To write 2,000 calls takes 5 ms and more, in which the survivors on
-// a busy machine could have made their next group.
-constexpr std::chrono::milliseconds kLetSurvivorsGoOn{100};
 
 std::uint64_t thread_id() {
   static thread_local const auto id = static_cast<std::uint64_t>(syscall(SYS_gettid));
@@ -86,24 +83,16 @@ const char* name_of(OpType type) {
 }
 
 CallLog::CallLog(std::size_t entries, bool print, Group group)
-    : capacity_(entries), print_(print), group_(std::move(group)) {}
-
-std::shared_ptr<CallLog> CallLog::make(std::size_t entries, bool print, Group group) {
-  std::shared_ptr<CallLog> made(new CallLog(entries, print, std::move(group)));
+    : capacity_(entries), print_(print), group_(std::move(group)) {
   Registry& registry = process_wide<Registry>();
   std::lock_guard lock(registry.mutex);
-  std::erase_if(registry.logs, [](const auto& log) { return log.expired(); });
-  registry.logs.push_back(made);
-  return made;
+  registry.logs.push_back(this);
 }
 
-CallLog::Logs CallLog::all() {
-  Logs living;
+CallLog::~CallLog() {
   Registry& registry = process_wide<Registry>();
   std::lock_guard lock(registry.mutex);
-  for (const auto& listed : registry.logs)
-    if (auto log = listed.lock()) living.push_back(std::move(log));
-  return living;
+  std::erase(registry.logs, this);
 }
 
 void CallLog::describe(const std::string& description) {
@@ -198,9 +187,11 @@ CallLog::Statistics CallLog::statistics() const {
 }
 
 std::map<std::string, CallLog::Statistics> CallLog::all_statistics() {
-  std::map<std::string, Statistics> found;
-  for (const auto& log : all()) found[log->group_.name] = log->statistics();
-  return found;
+  std::map<std::string, Statistics> all;
+  Registry& registry = process_wide<Registry>();
+  std::lock_guard lock(registry.mutex);
+  for (const CallLog* log : registry.logs) all[log->group_.name] = log->statistics();
+  return all;
 }
 
 // How a call stands in a dump. `torchfrtrace` expects every call of all ranks of its group, which a message is not. So
@@ -277,10 +268,12 @@ c10::Dict<c10::IValue, c10::IValue> CallLog::to_dict(const Entry& e, const Headi
   return d;
 }
 
-CallLog::Snapshot CallLog::snapshot(const Logs& logs) {
+CallLog::Snapshot CallLog::snapshot() {
   Snapshot result;
-  for (const auto& log : logs) {
-    std::lock_guard lock(log->mutex_);
+  Registry& registry = process_wide<Registry>();
+  std::lock_guard lock(registry.mutex);
+  for (const CallLog* log : registry.logs) {
+    std::lock_guard log_lock(log->mutex_);
     for (const Entry& entry : log->entries_) result.entries.emplace_back(result.groups.size(), entry);
     result.groups.push_back(log->group_);
   }
@@ -333,9 +326,9 @@ std::string CallLog::pickle(Snapshot snapshot) {
   return c10d::pickle_str(result);
 }
 
-std::string CallLog::dump() { return pickle(snapshot(all())); }
+std::string CallLog::dump() { return pickle(snapshot()); }
 
-void CallLog::write_dump(int global_rank) {
+void CallLog::write_dump(int global_rank, Nanoseconds after) {
   const auto failed = [global_rank](const std::exception& error) {
     TORCH_WARN("a group broke; the flight record of rank ", global_rank, " cannot be written: ", error.what());
   };
@@ -348,24 +341,24 @@ void CallLog::write_dump(int global_rank) {
   // Several groups may break at once, and their threads come in any order. The latest record has all calls.
   const auto take = [&dumps] {
     std::lock_guard lock(dumps.mutex);
-    return std::pair(++dumps.taken, all());
+    return std::pair(++dumps.taken, snapshot());
   };
   add(1);
   try {
-    start_thread([&dumps, failed, add, global_rank, taken = take()] {
+    start_thread([&dumps, failed, add, global_rank, after, taken = take()]() mutable {
       setpriority(PRIO_PROCESS, 0, kLowestPriority);  // of this thread
       try {
         {
           std::unique_lock lock(dumps.mutex);
-          dumps.hurries.wait_for(lock, kLetSurvivorsGoOn, [&] { return dumps.hurry; });
+          dumps.hurries.wait_for(lock, std::chrono::nanoseconds(after), [&] { return dumps.hurry; });
         }
         std::lock_guard one_at_a_time(dumps.writer);
-        const auto& [number, logs] = taken;
+        auto& [number, records] = taken;
         if (number < dumps.written) return add(-1);
         dumps.written = number;
         auto& writer = c10d::DebugInfoWriter::getWriter(global_rank);  // makes directories
         TORCH_WARN("a group broke; the flight record of rank ", global_rank, " goes to ", writer.getWriterTarget());
-        writer.write(pickle(snapshot(logs)));
+        writer.write(pickle(std::move(records)));
       } catch (const std::exception& error) {
         failed(error);
       }

@@ -12,7 +12,6 @@
 #include <chrono>
 #include <cstdint>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <string>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -38,8 +37,8 @@ class CallLog {
   };
 
   // `entries`: how many calls are kept; 0 keeps none. `print`: whether each gives a line on standard error.
-  // It is among the groups of this process as long as anybody holds it.
-  static std::shared_ptr<CallLog> make(std::size_t entries, bool print, Group group);
+  CallLog(std::size_t entries, bool print, Group group);
+  ~CallLog();
   CallLog(const CallLog&) = delete;
   CallLog& operator=(const CallLog&) = delete;
 
@@ -68,10 +67,11 @@ class CallLog {
   Statistics statistics() const;
 
   // Writes the records of all groups of this process where c10d's flight recorder would, for the given global rank, in
-  // a thread of its own and a little later: those who survive have more urgent things to do. A warning tells where that
+  // a thread of its own, `after` so long: those who survive have more urgent things to do. A warning tells where that
   // is, or why it failed.
-  static void write_dump(int global_rank);
-  // To be called when the process ends. Returns when no dump is being written, after `patience` at most.
+  static void write_dump(int global_rank, Nanoseconds after);
+  // To be called when the process ends. Dumps are written at once from now on. Returns when none is under way, after
+  // `patience` at most.
   static void wait_for_dumps(Nanoseconds patience);
   // The same as bytes: a pickle.
   static std::string dump();
@@ -104,11 +104,7 @@ class CallLog {
     std::vector<std::pair<std::size_t, Entry>> entries;  // with the number of their group
   };
 
-  using Logs = std::vector<std::shared_ptr<CallLog>>;
-
-  CallLog(std::size_t entries, bool print, Group group);
-  static Logs all();
-  static Snapshot snapshot(const Logs& logs);
+  static Snapshot snapshot();
   static std::string pickle(Snapshot snapshot);
   static Heading heading(const Call& call, const Group& group);
   static c10::Dict<c10::IValue, c10::IValue> to_dict(const Entry& entry, const Heading& heading,

@@ -48,8 +48,8 @@ ProcessGroupRing::ProcessGroupRing(std::shared_ptr<Engine> engine, const Setting
       timeout_(settings_.timeout) {
   shared_->engine = engine;
   engine->ask_for_plans(settings_.ask);
-  shared_->log = CallLog::make(settings_.recorded_calls, settings_.print_calls,
-                               CallLog::Group{settings_.name, "", settings_.global_ranks, getRank()});
+  shared_->log = std::make_unique<CallLog>(settings_.recorded_calls, settings_.print_calls,
+                                           CallLog::Group{settings_.name, "", settings_.global_ranks, getRank()});
   shared_->global_rank = static_cast<int>(settings_.global_ranks[static_cast<std::size_t>(getRank())]);
   shared_->dump_when_broken = settings_.dump_when_broken;
   running_.reset(new Running{std::move(engine), nullptr, shared_, nullptr});
@@ -84,6 +84,11 @@ void ProcessGroupRing::notice() {
     team_->fate().throw_if_over();
   } catch (const Error&) {  // calls raise it
   }
+}
+
+void ProcessGroupRing::survivors_go_on() {
+  shared_->throw_if_forked();
+  shared_->dump_after = 100 * kMillisecond;
 }
 
 void ProcessGroupRing::shutdown() {

@@ -82,6 +82,10 @@ class ProcessGroupRing : public c10d::Backend {
   std::vector<int> ended() const { return team_ ? team_->fate().ended() : std::vector<int>(); }
   // Makes the death of a rank the group's error now, and not when somebody who waits looks for it.
   void notice();
+  // When the group breaks, its survivors will make another one by themselves, and at once. To write the flight record
+  // takes as much of a core as that does, so it is written 100 ms later. A process that ends before writes it then; one
+  // that is killed does not.
+  void survivors_go_on();
 
   WorkPtr allreduce(TensorList& tensors, const c10d::AllreduceOptions& opts) override;
   // Of sparse COO tensors, sum only. Each rank gets the sum over the union of all ranks' indices, coalesced.

@@ -32,7 +32,7 @@ struct WorkSurroundings {
   std::shared_ptr<Mailbox> mailbox;  // null where messages are those of another backend
   CallQueue queue;
   Completions completions;
-  std::shared_ptr<CallLog> log;
+  std::unique_ptr<CallLog> log;
   ForkMark fork;
   std::atomic<bool> timing{false};
   std::function<void(std::shared_ptr<c10d::WorkInfo>)> on_completion;  // set once, before `hooked`
@@ -40,6 +40,7 @@ struct WorkSurroundings {
   int global_rank = 0;
   bool dump_when_broken = false;
   std::atomic<bool> dumped{false};
+  std::atomic<Nanoseconds> dump_after{0};
 
   // Called when a work failed: writes the flight record, once, if that was because the group is broken.
   void work_failed() {
@@ -47,7 +48,7 @@ struct WorkSurroundings {
     try {
       engine->throw_if_aborted();
     } catch (const Error& error) {
-      if (error.kind() != ErrorKind::aborted && !dumped.exchange(true)) CallLog::write_dump(global_rank);
+      if (error.kind() != ErrorKind::aborted && !dumped.exchange(true)) CallLog::write_dump(global_rank, dump_after);
     }
   }
 

@@ -28,6 +28,9 @@ from ringreduce.membership.protocol import Member, View
 from ringreduce.ready import ready_for_a_group
 from ringreduce.survivors import KeyStore
 
+SLACK = 5.0
+"""Seconds that a joiner waits longer than the members may need to notice that one of them has stopped."""
+
 log = logging.getLogger(__name__)
 
 
@@ -72,13 +75,17 @@ def start(
         no single host has to live until the job ends, and `rank` and `world_size` are by default RANK and WORLD_SIZE.
 
     Raises `Over` if the training is over, `TooFewRanks` if all members have died, `CollectiveTimeout` if no member has
-    looked for joiners for `timeout`, `SystemFailure` if the members share memory that this process cannot open,
-    `InvalidArgument`, and what `init_process_group` raises.
+    looked for joiners for longer than `timeout` and `expel_after` together, `SystemFailure` if the members share memory
+    that this process cannot open, `InvalidArgument`, and what `init_process_group` raises.
     """
     timeout = duration("start: timeout", timeout, positive=True)
     patience = duration("start: patience", patience, positive=True)
     silence = timeout if expel_after is None else duration("start: expel_after", expel_after, positive=True)
-    values, rank, world_size = _place(store, rank, world_size, timeout)
+    if dist.is_initialized():
+        raise InvalidArgument(
+            "start: this process has a default group; call world.leave() or dist.destroy_process_group() first"
+        )
+    values, rank, world_size = _meeting_point(store, rank, world_size, timeout)
     founders = _check_counts(least, spares, unit, world_size)
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     here = KeyStore(values, f"ringreduce/elastic/{restart}/")
@@ -101,12 +108,14 @@ def start(
     return _join(settings) if joins else _found(settings, rank, founders)
 
 
-def _place(store: Store | str | None, rank: int, world_size: int, timeout: timedelta) -> tuple[Values, int, int]:
+def _meeting_point(
+    store: Store | str | None, rank: int, world_size: int, timeout: timedelta
+) -> tuple[Values, int, int]:
     """Where the processes meet, and this process's rank among `world_size`, by the arguments of `start`."""
     if store is None:
-        store, rank, world_size = next(env_rendezvous("env://", timeout=timeout))
+        store, rank, world_size = next(env_rendezvous("env://", rank, world_size, timeout=timeout))
     elif isinstance(store, str) and rank == -1:
-        rank, world_size = (int(os.environ.get(name, "-1")) for name in ("RANK", "WORLD_SIZE"))
+        rank, world_size = _number("RANK"), _number("WORLD_SIZE")
     elif not isinstance(store, Store | str):
         raise InvalidArgument(f"start: store is {store!r:.60}; it must be a store of torch, or an address in etcd")
     if not (isinstance(rank, int) and isinstance(world_size, int) and 0 <= rank < world_size):
@@ -118,6 +127,14 @@ def _place(store: Store | str | None, rank: int, world_size: int, timeout: timed
     from ringreduce.membership.etcd import Etcd
 
     return Etcd(store), rank, world_size
+
+
+def _number(variable: str) -> int:
+    text = os.environ.get(variable, "-1")
+    try:
+        return int(text)
+    except ValueError:
+        raise InvalidArgument(f"start: {variable} is {text!r}; it must be a whole number") from None
 
 
 def _check_counts(least: int, spares: int, unit: int, world_size: int) -> int:
@@ -161,16 +178,18 @@ def _found(settings: Settings, rank: int, size: int) -> World:
     dist.all_gather_object(everyone, (settings.me, settings.home.address(), settings.alike()))
     for other, (*_, theirs) in enumerate(everyone):
         settings.check(theirs, f"rank {other}")
+    view = View(0, tuple(Member(name, address) for name, address, _ in everyone), unit=settings.unit)
     if rank == 0:
         settings.home.store.set("settings", json.dumps(settings.alike()))
-    view = View(0, tuple(Member(name, address) for name, address, _ in everyone), unit=settings.unit)
+        settings.home.lobby.publish(view)
     return founded(settings, view)
 
 
 def _join(settings: Settings) -> World:
     home = settings.home
     home.ready = ready_for_a_group(settings.options, listens=True)
-    view = home.lobby.wait(Member(settings.me, home.address()), settings.timeout)
+    silence = settings.timeout + settings.expel_after + SLACK
+    view = home.lobby.wait(Member(settings.me, home.address()), silence)
     opened = view is not None and home.open_a_ledger(settings.me, view, settings.timeout)
     if view is None or (not opened and home.lobby.all_gone(settings.me)):
         if not home.lobby.ended_well():

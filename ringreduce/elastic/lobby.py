@@ -5,7 +5,7 @@
     waiting        the number of processes that have come
     joiner/N       the name and address of the Nth process that came; empty: it no longer waits
     invited/NAME   the view that lets this process in
-    looked         the time at which a member last looked for joiners
+    looked         when a member last looked for joiners, renewed every half second at most
     members now    the latest view
     left/NAME      set if this member has left
 
@@ -119,9 +119,10 @@ class Lobby:
 
         Does not wait until the store has it.
         """
-        threading.Thread(target=self._tell, args=(view,), daemon=True, name="ringreduce lobby").start()
+        threading.Thread(target=self.publish, args=(view,), daemon=True, name="ringreduce lobby").start()
 
-    def _tell(self, view: View) -> None:
+    def publish(self, view: View) -> None:
+        """The same, and waits until the store has it or cannot be reached."""
         with contextlib.suppress(RuntimeError, OSError):
             now = None
             while now != view.dump():

@@ -27,6 +27,8 @@ class State:
     def __setattr__(self, name: str, part: Any) -> None:
         if hasattr(State, name):
             raise InvalidArgument(f"state: a part cannot be called {name!r}; choose another name")
+        if isinstance(part, type):
+            raise InvalidArgument(f"state: {name} is the class {part.__name__}; give an object")
         if not hasattr(part, "state_dict"):
             _check_plain(name, part)
         super().__setattr__(name, part)
@@ -54,7 +56,12 @@ class State:
             dist.broadcast(mine.reshape(-1).view(torch.uint8), source)  # whatever its dtype
             values.append(mine)
         if takes:
-            self._load(pytree.tree_unflatten(values, shape))
+            found = pytree.tree_unflatten(values, shape)
+            if set(found) != set(vars(self)):
+                raise InvalidArgument(
+                    f"state: its parts are {sorted(vars(self))} here and {sorted(found)} on the members; give the same"
+                )
+            self._load(found)
 
     def _dump(self) -> Any:
         return {name: part.state_dict() if hasattr(part, "state_dict") else part for name, part in vars(self).items()}

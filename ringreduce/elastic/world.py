@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 Function = TypeVar("Function", bound="Callable[..., Any]")
 
+WARN_AGAIN = 60.0
+"""Seconds between two warnings of a straggler."""
 LOOK_AGAIN = 0.01
 """Seconds between two looks of rank 0 at what its lookout has found, while there are too few members."""
 
@@ -53,7 +56,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Settings:
-    """What stays the same throughout the life of a world."""
+    """What a process was started with."""
 
     me: str
     """This process's name, which no other process ever has."""
@@ -82,8 +85,10 @@ class Settings:
 class World:
     """A changing group, seen from one of its members. Made by `start`. All calls must come from one thread."""
 
+    _watch: Watch | None = None
+
     def __init__(self, settings: Settings, view: View, founder: bool) -> None:
-        """Called by `start` only. `founder`: whether this process is one of the first members, who are in `view`."""
+        """Use `start`. `founder`: whether this process is one of the first members, who are in `view`."""
         self._founder, self._settings = founder, settings
         self._membership = Membership(settings.home.directory(), settings.me, view, settings.patience)
         self._state: State | None = None
@@ -92,11 +97,16 @@ class World:
         self._committed = view.step
         self._joiners_wait = False
         self._lookout = Lookout(settings.home.lobby, view.names)
-        self._watch: Watch | None = None
         self._on_straggler: Callable[[Late], bool] | None = None
+        self._warn_from = 0.0
+        self._late: Late | None = None
+        """A straggler that the program has not been told of."""
         self._unwanted: tuple[str, ...] = ()
         self._gave_up = False
         self._has_left = False
+        self._pid = os.getpid()
+        self._is_first_commit = True
+        """Whether no step was committed in this epoch."""
         self._wire: Wire | None = None
         """What the latest group with links to other hosts has measured of the network."""
         self._lateness = Lateness(self.view.members, self.rank)
@@ -149,16 +159,19 @@ class World:
         Raises `InvalidArgument` if it was called before, `TooFewRanks` if every member that had the state is lost, and
         what `attempt` raises.
         """
+        self._check_membership("state")
         if self._state is not None:
             raise InvalidArgument("state: it was called before; it takes all parts at once")
-        self._state = State(parts)
+        self._state = state = State(parts)
         try:
             self._share_state()
-        except RingReduceError as error:
+        except BaseException as error:
             if not self._is_of_group(error):
+                self._state = None
+                self._break(error)
                 raise
             self._change(error)
-        return self._state
+        return state
 
     def attempt(self, function: Callable[[], Result]) -> Result:
         """Calls `function()` and returns its result, once all members have completed theirs.
@@ -176,10 +189,11 @@ class World:
         _callable("attempt", function)
         self._check_membership("attempt")
         while True:
+            self._tell_of_straggler()
             self._let_in()
             try:
                 result = function()
-            except Exception as error:
+            except BaseException as error:
                 if not self._is_of_group(error):
                     self._break(error)
                     raise
@@ -201,6 +215,7 @@ class World:
         `Expelled` and `SystemFailure` as `attempt` does.
         """
         self._check_membership("commit")
+        self._tell_of_straggler()
         step = self._committed + 1
         vote = torch.tensor([int(self._somebody_waits()), *self._lateness.figures()])
         try:
@@ -216,8 +231,10 @@ class World:
         waiting, *figures = vote.tolist()
         self._joiners_wait = bool(waiting)
         self._judge(figures)
-        if self._settings.home.ledger:  # no ports are held for it then
-            self._get_ready()
+        if self._is_first_commit and self._settings.home.ledger:  # on several hosts this would hold a port
+            with contextlib.suppress(RingReduceError, OSError):  # the step counts; the next change tries again
+                self._get_ready()
+        self._is_first_commit = False
         return True
 
     def lateness(self) -> list[Late]:
@@ -225,13 +242,14 @@ class World:
         return self._lateness.all()
 
     def on_straggler(self, function: Callable[[Late], bool]) -> None:
-        """Registers `function(late)`, which every member calls after a commit if a member is a straggler.
+        """Registers `function(late)`, which every member calls before the next step if a member is a straggler.
 
         A straggler is the latest member in 90 of the last 100 steps, and costs the others a tenth of their time, and at
         least 10 ms. A warning names it, with or without this function.
 
         If `function` returns True, the members go on without the straggler, whose next `attempt` raises `Expelled`.
-        `function` must return the same value on all members.
+        `function` must return the same value on all members. What it raises is raised by `attempt` or `commit`, as an
+        error of `attempt`'s function would be.
         """
         self._on_straggler = _callable("on_straggler", function)
 
@@ -241,7 +259,7 @@ class World:
         Call it at the end of the training, too. A process that is started again after that gets `Over` from `start`
         instead of waiting to be let in. A second call does nothing.
         """
-        if self._has_left:
+        if self._has_left or os.getpid() != self._pid:  # a forked child is no member
             return
         self._has_left = True
         self._stop_watching()
@@ -253,9 +271,15 @@ class World:
         if dist.is_initialized():  # not if the latest change could not make a group
             dist.destroy_process_group()
 
+    def __del__(self) -> None:
+        if self._watch and os.getpid() == self._pid:  # in a forked child its lock may be taken for ever
+            self._stop_watching()
+
     def _check_membership(self, call: str) -> None:
         if self._has_left:
             raise InvalidArgument(f"{call}: this process has called leave(); call elastic.start() to join again")
+        if os.getpid() != self._pid:
+            raise InvalidArgument(f"{call}: process {self._pid} is the member, and this one was forked from it")
 
     # changes
 
@@ -265,16 +289,27 @@ class World:
             return
         self._lateness.take(figures)
         if late := self._lateness.straggler():
-            if self.rank == 0:
+            if self.rank == 0 and time.monotonic() > self._warn_from:
+                self._warn_from = time.monotonic() + WARN_AGAIN
                 log.warning(
                     "rank %d (%s, pid %d) is a straggler: the others have waited %.3g s for it in %d steps, %.0f%% of "
                     "their time",
                     *(late.rank, late.host, late.pid, late.seconds, STEPS, 100 * late.share),
                 )
-            if self._on_straggler and self._on_straggler(late):
-                self._unwanted = (self.view.names[late.rank],)
+            self._late = late
 
-    def _is_of_group(self, error: Exception) -> bool:
+    def _tell_of_straggler(self) -> None:
+        late, self._late = self._late, None
+        if late is None or self._on_straggler is None:
+            return
+        try:
+            if self._on_straggler(late):
+                self._unwanted = (self.view.names[late.rank],)
+        except BaseException as error:
+            self._break(error)
+            raise
+
+    def _is_of_group(self, error: BaseException) -> TypeGuard[Exception]:
         """Whether the error is a failure of the group, after which the members repeat the attempt."""
         if isinstance(error, Expelled | TooFewRanks | InvalidArgument | CollectiveMismatch):
             return False
@@ -283,7 +318,7 @@ class World:
         # torch raises RuntimeError for a group that has failed, such as in a hook of DistributedDataParallel.
         return isinstance(error, RuntimeError) and backend_of(None).get_error() != ErrorType.SUCCESS
 
-    def _break(self, error: Exception) -> None:
+    def _break(self, error: BaseException) -> None:
         """Ends the attempt on all members, because a function of this member's program has raised `error`."""
         log.warning("%s: %r ends an attempt of this member", self._settings.me, error)
         backend_of(None).abort()
@@ -316,32 +351,10 @@ class World:
         Raises `Expelled` or `TooFewRanks`; `SystemFailure` if the directory is out of reach; and the failure itself if
         the same members have tried in vain for `patience` and `timeout`.
         """
-        lets_in, began = error is None, time.monotonic()
+        began = time.monotonic()
         while True:
-            told = self._report(error)
-            if error is not None:
-                log.info("%s: epoch %d ends: %s", self._settings.me, self.epoch, error)
-                self._abort()
-            # Rank 0 may wait for joiners for `patience` before it reports, and must not be given up meanwhile.
-            silent_after = self._settings.expel_after + (
-                self._settings.patience if lets_in and self._too_few() else 0.0
-            )
-            without, alone = (*self._unwanted, *told.without), lets_in and self._gave_up
-            report = replace(told, waiting=joiners, open=lets_in, without=without, alone=alone)
-            before = self.view.names
-            try:
-                self._membership.leave(report, self._ended, silent_after, self._cut_off)
-            except RingReduceError as over:
-                if isinstance(over, Expelled):
-                    self._lookout.stop()
-                self._settings.home.give_up()
-                raise
-            self._committed = self.view.step
-            log.info("%s: epoch %d begins; lost: %s", self._settings.me, self.epoch, self.view.lost or "nobody")
-            self._lookout.pass_over((*self.view.names, *self.view.lost))  # this member may have skipped a view
-            came = [member for member in self.view.members if member.name not in before]
-            self._settings.home.lobby.invite(came, self.view)
-            entered = False
+            before, entered = self.view.names, False
+            self._leave_view(error, joiners)
             try:
                 self._enter()
                 entered = True
@@ -355,7 +368,36 @@ class World:
                     raise  # the same members cannot make a group
                 # The traceback's frames hold the group. With this frame they would form a cycle, which Python may not
                 # collect for hours.
-                error, joiners, lets_in = failed.with_traceback(None), (), False
+                error, joiners = failed.with_traceback(None), ()
+
+    def _leave_view(self, error: Exception | None, joiners: tuple[Member, ...]) -> None:
+        """Leaves the present view together with the other members, and finds the next one. Arguments as of `_change`.
+
+        Raises `Expelled`, and `SystemFailure` if the directory is out of reach.
+        """
+        settings, before = self._settings, self.view.names
+        report = self._report(error)
+        without = (*self._unwanted, *report.without)
+        silent_after = settings.expel_after
+        if error is None:
+            report = replace(report, waiting=joiners, open=True, without=without, alone=self._gave_up)
+            if self._too_few():  # rank 0 may wait for joiners before it reports, and must not be given up meanwhile
+                silent_after += settings.patience
+        else:
+            report = replace(report, without=without)
+            log.info("%s: epoch %d ends: %s", settings.me, self.epoch, error)
+            self._abort()
+        try:
+            self._membership.leave(report, self._ended, silent_after, self._cut_off)
+        except RingReduceError as over:
+            if isinstance(over, Expelled):
+                self._lookout.stop()
+            settings.home.give_up()
+            raise
+        self._committed = self.view.step
+        log.info("%s: epoch %d begins; lost: %s", settings.me, self.epoch, self.view.lost or "nobody")
+        self._lookout.pass_over((*self.view.names, *self.view.lost))  # this member may have skipped a view
+        settings.home.lobby.invite([each for each in self.view.members if each.name not in before], self.view)
 
     def _report(self, error: Exception | None) -> Report:
         """This member's report for the directory. `error`: the failure that ended the epoch, if it was one.
@@ -377,7 +419,7 @@ class World:
         return Report(self._committed, without=named[0], silent=named[1], address=self._settings.home.address())
 
     def _get_ready(self) -> None:
-        """Prepares this process's part of the next group. Does nothing the second time in an epoch."""
+        """Prepares this process's part of the next group, unless it is prepared."""
         home = self._settings.home
         home.ready = home.ready or ready_for_a_group(self._settings.options, not home.ledger, self._wire)
 
@@ -387,7 +429,7 @@ class World:
 
     def _enter(self) -> None:
         """Makes the view's members the default group, and shares the state with joiners."""
-        self._joiners_wait, self._unwanted = False, ()
+        self._joiners_wait, self._unwanted, self._late, self._is_first_commit = False, (), None, True
         self._lateness = Lateness(self.view.members, self.rank)
         self._stop_watching()
         destroy_groups()
@@ -404,7 +446,7 @@ class World:
         try:
             for callback in self._callbacks:
                 callback(self)
-        except Exception as error:
+        except BaseException as error:
             if not self._is_of_group(error):
                 self._break(error)
             raise
@@ -426,6 +468,7 @@ class World:
     def _attach(self, watch: Watch) -> None:
         """To be called once the group has been made."""
         watch.attach(backend_of(None))
+        backend_of(None).survivors_go_on()
         if links := links_of(backend_of(None)):
             self._wire = links.wire
 
@@ -439,6 +482,7 @@ class World:
         home, view = self._settings.home, self.view
         if self.rank == 0:
             home.lobby.members_are(view)
+            self._lookout.found()  # those who wait may have to wait for a long step
         self._watch = Watch(view, self._settings.me, home.directory(), home.look_every())
         return self._watch
 
@@ -494,8 +538,6 @@ def founded(settings: Settings, view: View) -> World:
     """The world of a first member, whose group has been made."""
     world = World(settings, view, founder=True)
     world._attach(world._begin_watching())
-    if world.rank == 0:
-        world._lookout.found()  # spares may wait for long until the first attempt
     return world
 
 

@@ -1,0 +1,223 @@
+"""What a program may get wrong in a world: the mistake is named, and no member goes on a step apart from the others."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed.harness import Rank, Ranks, run
+from distributed.test_elastic import come, start
+from torch import nn
+
+from ringreduce import elastic
+from ringreduce.elastic.lateness import Late
+from ringreduce.errors import InvalidArgument
+
+
+def steps_agree(world: elastic.World, me: Rank) -> None:
+    """Does a few steps, in each of which all members must have done as many steps as this one."""
+    for _ in range(3):
+        done = torch.tensor([world._committed])
+        most = world.attempt(lambda done=done: maximum(done))  # type: ignore[misc]
+        assert most == world._committed - 1, (most, world._committed)
+
+
+def maximum(value: torch.Tensor) -> int:
+    result = value.clone()
+    dist.all_reduce(result, dist.ReduceOp.MAX)
+    return int(result)
+
+
+def cannot_prepare(me: Rank) -> None:
+    world = start(me, 2)
+    if me.rank == 0:
+
+        def no_descriptors() -> None:
+            raise OSError("too many open files")
+
+        world._get_ready = no_descriptors  # type: ignore[method-assign]
+    world.attempt(lambda: dist.all_reduce(torch.ones(1)))
+    steps_agree(world, me)
+    world.leave()
+
+
+def test_a_commit_counts_although_the_next_group_cannot_be_prepared() -> None:
+    run(cannot_prepare, 2)
+
+
+def callback_fails(me: Rank) -> None:
+    world = start(me, 2)
+    told: list[Late] = []
+
+    def on_straggler(late: Late) -> bool:
+        told.append(late)
+        if me.rank == 0 and len(told) == 1:
+            raise KeyError("the program's")
+        return False
+
+    world.on_straggler(on_straggler)
+    world.attempt(lambda: dist.all_reduce(torch.ones(1)))
+    world._late = Late(1, "here", 1, 1.0, 0.5)
+    if me.rank == 0:
+        with pytest.raises(KeyError, match="the program's"):
+            world.attempt(lambda: dist.all_reduce(torch.ones(1)))
+    steps_agree(world, me)
+    assert len(told) == 1
+    world.leave()
+
+
+def test_a_callback_for_stragglers_fails() -> None:
+    run(callback_fails, 2)
+
+
+def is_interrupted(me: Rank) -> None:
+    world = start(me, 2)
+    calls: list[int] = []
+
+    def twice() -> None:
+        dist.all_reduce(torch.ones(1))
+        calls.append(1)
+        if me.rank == 0 and len(calls) == 1:
+            raise KeyboardInterrupt
+        dist.all_reduce(torch.ones(2))
+
+    if me.rank == 0:
+        with pytest.raises(KeyboardInterrupt):
+            world.attempt(twice)
+    world.attempt(twice)
+    steps_agree(world, me)
+    world.leave()
+
+
+def test_an_attempt_is_interrupted() -> None:
+    run(is_interrupted, 2)
+
+
+def starts_twice(me: Rank) -> None:
+    world = start(me, 2)
+    with pytest.raises(InvalidArgument, match=r"start: this process has a default group; call world.leave\(\)"):
+        start(me, 2)
+    steps_agree(world, me)
+    world.leave()
+
+
+def test_a_second_start() -> None:
+    run(starts_twice, 2)
+
+
+def forks(me: Rank) -> None:
+    world = start(me, 2)
+    world.attempt(lambda: dist.all_reduce(torch.ones(1)))
+    if (child := os.fork()) == 0:
+        code = 1
+        with contextlib.suppress(BaseException):
+            for call in (world.commit, lambda: world.attempt(int)):
+                with pytest.raises(InvalidArgument, match=r"process \d+ is the member, and this one was forked"):
+                    call()
+            world.leave()  # as in a `finally` around all
+            code = 0
+        os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    steps_agree(world, me)
+    assert world.epoch == 0
+    world.leave()
+
+
+def test_a_forked_child_is_no_member() -> None:
+    run(forks, 2)
+
+
+def declares_a_class(me: Rank) -> None:
+    world = start(me, 1)
+    with pytest.raises(InvalidArgument, match="state: net is the class Linear; give an object"):
+        world.state(net=nn.Linear)
+    assert world.state(net=nn.Linear(2, 2), step=0).step == 0
+    world.leave()
+    with pytest.raises(InvalidArgument, match=r"state: this process has called leave\(\)"):
+        world.state(step=0)
+
+
+def test_a_class_as_a_part_of_the_state() -> None:
+    run(declares_a_class, 1)
+
+
+def declares_other_parts(me: Rank) -> int:
+    """Rank 2 joins with other parts than the members have."""
+    if me.rank == 2:
+        while not me.store.check(["come 2"]):
+            time.sleep(0.005)
+        world = start(me, 2)
+        with pytest.raises(InvalidArgument, match=r"its parts are \['other'\] here and \['step'\] on the members"):
+            world.state(other=3)
+        world.leave()
+        return 0
+    world = start(me, 2)
+    me.report("begins")
+    state = world.state(step=0)
+    sizes: list[int] = []
+    world.on_change(lambda world: sizes.append(world.size))
+    while sizes[-2:] != [3, 2]:
+        world.attempt(lambda: dist.all_reduce(torch.ones(1)))
+        state.step += 1
+    steps_agree(world, me)
+    world.leave()
+    return world.size
+
+
+def test_a_joiner_with_other_parts() -> None:
+    with Ranks(declares_other_parts, 3) as ranks:
+        ranks.reports(but=(2,))
+        come(ranks, 2)
+        assert ranks.results() == [2, 2, 0]
+
+
+def names_its_rank(me: Rank) -> None:
+    os.environ["RANK"] = "a"
+    with pytest.raises(InvalidArgument, match="start: RANK is 'a'; it must be a whole number"):
+        elastic.start(store="etcd://nowhere:1/job")
+    for wrong, message in {
+        "store": "start: store is 5; it must be a store of torch, or an address in etcd",
+        "rank": "start: rank is '0' and world_size 2",
+        "least": "start: least is 5; it must be a whole number from 1 to world_size, 2",
+    }.items():
+        given: dict[str, Any] = {"store": me.store, "rank": 0, "world_size": 2}
+        with pytest.raises(InvalidArgument, match=message):
+            elastic.start(**{**given, wrong: {"store": 5, "rank": "0", "least": 5}[wrong]})
+    os.environ.update(RANK="0", WORLD_SIZE="7", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    world = elastic.start(rank=0, world_size=1)  # not what the variables say
+    assert world.size == 1
+    world.leave()
+
+
+def test_arguments_of_start() -> None:
+    run(names_its_rank, 1)
+
+
+def waits(me: Rank) -> int:
+    """Ranks 0 and 1 are members, and rank 2 a spare."""
+    world = elastic.start(store=me.store, rank=me.rank, world_size=3, least=2, spares=1, timeout=2.0)
+    if me.rank < 2:
+        me.report("begins")
+    while True:
+        world.attempt(lambda: dist.all_reduce(torch.ones(1)))
+        if world.epoch > 0:
+            break
+        time.sleep(0.01)
+    steps_agree(world, me)
+    size = world.size
+    world.leave()
+    return size
+
+
+def test_a_spare_replaces_a_member_that_was_stopped() -> None:
+    """The members notice it after two timeouts. The spare hears nothing for as long, and must not give up."""
+    with Ranks(waits, 3) as ranks:
+        ranks.reports(but=(2,))
+        ranks.signal(0, signal.SIGSTOP)
+        assert ranks.results(but=(0,)) == [2, 2]
