@@ -434,7 +434,7 @@ LARGE = (
     Scenario(4, 2, crashes=2, partitions=1, joiner=True, at_once=True),
     Scenario(4, 2, crashes=2, partitions=1, losses=1, joiner=True, at_once=True),
 )
-"""Seconds each, and an hour the last two: python tests/unit/test_membership_protocol.py"""
+"""Seconds each, and half an hour the last two: python tests/unit/test_membership_protocol.py"""
 
 
 @pytest.mark.parametrize(
