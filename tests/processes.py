@@ -162,8 +162,9 @@ class Processes:
 
     def signal(self, rank: int, number: signal.Signals) -> float:
         """Returns when that was, by the clock all processes share."""
+        now = time.monotonic()
         os.kill(self.pid(rank), number)
-        return time.monotonic()
+        return now
 
 
 @functools.cache
