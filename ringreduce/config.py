@@ -191,28 +191,29 @@ def resolve(options: Options | None, environ: Mapping[str, str] = os.environ) ->
     if options is not None and not isinstance(options, Options):
         raise InvalidArgument(f"pg_options is a {type(options).__name__}; it must be ringreduce.Options or None")
     given = options or Options()
+    said = {name: environ[name] for name in environ if name.startswith(PREFIX)}
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for knob in fields(Options):
         variable = PREFIX + knob.name.upper()
         value = getattr(given, knob.name)
         origin = "option"
-        if value is None and variable in environ:
+        if value is None and variable in said:
             origin = variable
             try:
-                value = _parsed(knob, environ[variable])
+                value = _parsed(knob, said[variable])
             except ValueError:
                 least, most = knob.metadata["allowed"]
                 raise InvalidArgument(
-                    f"{variable} is {environ[variable]!r}; it must be a whole number from {least} to {most}"
+                    f"{variable} is {said[variable]!r}; it must be a whole number from {least} to {most}"
                 ) from None
         if value is None:
             origin, value = "default", DEFAULTS[knob.name]
         _check(knob.name, knob.metadata["allowed"], value, origin)
         values[knob.name] = int(value) if isinstance(value, bool) else value
         origins[knob.name] = origin
-    for name in environ:
-        if name.startswith(PREFIX) and name.removeprefix(PREFIX).lower() not in values:
+    for name in said:
+        if name.removeprefix(PREFIX).lower() not in values:
             _warn_if_misspelt(name)
     return replace(given, **values), origins
 
