@@ -59,8 +59,8 @@ struct Dumps {
   std::mutex mutex;
   std::condition_variable ended, hurries;
   int under_way = 0;
-  bool hurry = false;                    // the process is about to end
-  std::uint64_t taken = 0, written = 0;  // numbers of records
+  bool hurry = false;       // the process is about to end
+  std::uint64_t taken = 0;  // the number of the latest record
 };
 constexpr int kLowestPriority = 19;
 
@@ -338,9 +338,11 @@ void CallLog::write_dump(int global_rank, Nanoseconds after) {
     dumps.under_way += number;
     dumps.ended.notify_all();
   };
-  // Several groups may break at once, and their threads come in any order. The latest record has all calls.
+  // Several groups may break at once, or one after the other. Only the latest record is written: it has all calls of
+  // the groups that there are, and all records go to one file.
   const auto take = [&dumps] {
     std::lock_guard lock(dumps.mutex);
+    dumps.hurries.notify_all();
     return std::pair(++dumps.taken, snapshot());
   };
   add(1);
@@ -348,14 +350,16 @@ void CallLog::write_dump(int global_rank, Nanoseconds after) {
     start_thread([&dumps, failed, add, global_rank, after, taken = take()]() mutable {
       setpriority(PRIO_PROCESS, 0, kLowestPriority);  // of this thread
       try {
-        {
-          std::unique_lock lock(dumps.mutex);
-          dumps.hurries.wait_for(lock, std::chrono::nanoseconds(after), [&] { return dumps.hurry; });
-        }
-        std::lock_guard one_at_a_time(dumps.writer);
         auto& [number, records] = taken;
-        if (number < dumps.written) return add(-1);
-        dumps.written = number;
+        const auto is_latest = [&dumps, mine = number] { return mine == dumps.taken; };
+        std::unique_lock lock(dumps.mutex);
+        dumps.hurries.wait_for(lock, std::chrono::nanoseconds(after), [&] { return dumps.hurry || !is_latest(); });
+        lock.unlock();
+        std::lock_guard one_at_a_time(dumps.writer);
+        lock.lock();
+        const bool latest = is_latest();
+        lock.unlock();
+        if (!latest) return add(-1);
         auto& writer = c10d::DebugInfoWriter::getWriter(global_rank);  // makes directories
         TORCH_WARN("a group broke; the flight record of rank ", global_rank, " goes to ", writer.getWriterTarget());
         writer.write(pickle(std::move(records)));
