@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/TraceUtils.h>
 
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <cstdio>
 #include <exception>
@@ -59,8 +60,8 @@ struct Dumps {
   std::mutex mutex;
   std::condition_variable ended, hurries;
   int under_way = 0;
-  bool hurry = false;       // the process is about to end
-  std::uint64_t taken = 0;  // the number of the latest record
+  bool hurry = false;                   // the process is about to end
+  std::atomic<std::uint64_t> taken{0};  // the number of the latest record
 };
 constexpr int kLowestPriority = 19;
 
@@ -343,26 +344,24 @@ void CallLog::write_dump(int global_rank, Nanoseconds after) {
   const auto take = [&dumps] {
     std::lock_guard lock(dumps.mutex);
     dumps.hurries.notify_all();
-    return std::pair(++dumps.taken, snapshot());
+    return std::pair<std::uint64_t, Snapshot>(++dumps.taken, snapshot());
   };
   add(1);
   try {
     start_thread([&dumps, failed, add, global_rank, after, taken = take()]() mutable {
       setpriority(PRIO_PROCESS, 0, kLowestPriority);  // of this thread
       try {
-        auto& [number, records] = taken;
-        const auto is_latest = [&dumps, mine = number] { return mine == dumps.taken; };
-        std::unique_lock lock(dumps.mutex);
-        dumps.hurries.wait_for(lock, std::chrono::nanoseconds(after), [&] { return dumps.hurry || !is_latest(); });
-        lock.unlock();
+        const std::uint64_t number = taken.first;
+        {
+          std::unique_lock lock(dumps.mutex);
+          dumps.hurries.wait_for(lock, std::chrono::nanoseconds(after),
+                                 [&] { return dumps.hurry || number != dumps.taken; });
+        }
         std::lock_guard one_at_a_time(dumps.writer);
-        lock.lock();
-        const bool latest = is_latest();
-        lock.unlock();
-        if (!latest) return add(-1);
+        if (number != dumps.taken) return add(-1);
         auto& writer = c10d::DebugInfoWriter::getWriter(global_rank);  // makes directories
         TORCH_WARN("a group broke; the flight record of rank ", global_rank, " goes to ", writer.getWriterTarget());
-        writer.write(pickle(std::move(records)));
+        writer.write(pickle(std::move(taken.second)));
       } catch (const std::exception& error) {
         failed(error);
       }

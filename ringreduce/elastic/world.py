@@ -453,6 +453,8 @@ class World:
 
     def _make_group(self) -> None:
         """Makes the view's members the default group. Fails at once when one of them ends meanwhile."""
+        if self.rank == 0:
+            self._settings.home.lobby.members_are(self.view)
         watch = self._begin_watching()
         make_group(
             self.view,
@@ -481,7 +483,6 @@ class World:
     def _begin_watching(self) -> Watch:
         home, view = self._settings.home, self.view
         if self.rank == 0:
-            home.lobby.members_are(view)
             self._lookout.found()  # those who wait may have to wait for a long step
         self._watch = Watch(view, self._settings.me, home.directory(), home.look_every())
         return self._watch
