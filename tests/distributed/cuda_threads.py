@@ -105,4 +105,4 @@ def all_collectives(rank: int, size: int, group: dist.ProcessGroup | None, n: in
         assert work is not None
         work.wait()
         same(tensors[i], total + i * size)
-    torch.cuda.synchronize()
+    torch.cuda.current_stream().synchronize()  # not the whole GPU: another rank's next kernel may wait for this rank
