@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from processes import free_ports
 
 from ringreduce.membership.etcd import Etcd
 
 installed = pytest.mark.skipif(not shutil.which("etcd"), reason="etcd is not installed: apt-get install etcd-server")
 
 
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
-
-
 @contextlib.contextmanager
 def servers(count: int, folder: Path) -> Iterator[tuple[str, list[subprocess.Popen[bytes]]]]:
     """A cluster of so many: its address, and the servers' processes."""
-    ports = _free_ports(2 * count)
+    ports = free_ports(2 * count)
     clients, peers = ([f"http://127.0.0.1:{port}" for port in some] for some in (ports[:count], ports[count:]))
     cluster = ",".join(f"s{i}={peer}" for i, peer in enumerate(peers))
     processes = []

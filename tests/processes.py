@@ -12,7 +12,9 @@ import json
 import logging
 import multiprocessing
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -44,6 +46,21 @@ GROUP_TIMEOUT = 30.0
 
 # torch.cuda.is_available() then asks NVML, not CUDA, which a process that forks others must not initialise.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of 127.0.0.1 for servers that start soon.
+
+    They lie below those that the kernel gives to connections, one of which could take a port before its server does.
+    """
+    with contextlib.ExitStack() as stack:
+        ports: list[int] = []
+        while len(ports) < count:
+            with contextlib.suppress(OSError):  # that port is in use
+                port = random.randrange(20_000, 32_768)
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+                ports.append(port)
+        return ports
 
 
 class Logged(logging.Handler):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import secrets
@@ -24,7 +23,7 @@ from ringreduce.elastic.world import Settings, World, founded, joined
 from ringreduce.errors import InvalidArgument, SystemFailure, TooFewRanks
 from ringreduce.group_links import links_of
 from ringreduce.membership.directory import Bounded, Values
-from ringreduce.membership.protocol import Member, View
+from ringreduce.membership.protocol import View
 from ringreduce.ready import ready_for_a_group
 from ringreduce.survivors import KeyStore
 
@@ -102,7 +101,7 @@ def start(
     )
     # Who comes again before the first members have made their group is one of them again.
     try:
-        joins = rank >= founders or (here.add(f"rank/{rank}", 1) > 1 and here.value("settings") is not None)
+        joins = rank >= founders or (here.add(f"rank/{rank}", 1) > 1 and settings.home.lobby.latest() is not None)
     except (RuntimeError, OSError) as error:
         raise SystemFailure(f"start: the store is out of reach: {error}") from error
     return _join(settings) if joins else _found(settings, rank, founders)
@@ -175,12 +174,11 @@ def _found(settings: Settings, rank: int, size: int) -> World:
     if not links_of(backend_of(None)):  # all ranks are on one host
         settings.home.share_ledger(rank)
     everyone: list[Any] = [None] * size
-    dist.all_gather_object(everyone, (settings.me, settings.home.address(), settings.alike()))
-    for other, (*_, theirs) in enumerate(everyone):
-        settings.check(theirs, f"rank {other}")
-    view = View(0, tuple(Member(name, address) for name, address, _ in everyone), unit=settings.unit)
+    dist.all_gather_object(everyone, settings.member())
+    for other, member in enumerate(everyone):
+        settings.check(member, f"rank {other}")
+    view = View(0, tuple(everyone), unit=settings.unit)
     if rank == 0:
-        settings.home.store.set("settings", json.dumps(settings.alike()))
         settings.home.lobby.publish(view)
     return founded(settings, view)
 
@@ -189,7 +187,7 @@ def _join(settings: Settings) -> World:
     home = settings.home
     home.ready = ready_for_a_group(settings.options, listens=True)
     silence = settings.timeout + settings.expel_after + SLACK
-    view = home.lobby.wait(Member(settings.me, home.address()), silence)
+    view = home.lobby.wait(settings.member(), silence)
     opened = view is not None and home.open_a_ledger(settings.me, view, settings.timeout)
     if view is None or (not opened and home.lobby.all_gone(settings.me)):
         if not home.lobby.ended_well():

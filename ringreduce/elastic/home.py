@@ -19,7 +19,7 @@ from ringreduce.elastic.lobby import Lobby
 from ringreduce.elastic.watch import has_ended
 from ringreduce.membership.directory import Directory
 from ringreduce.membership.ledger import Ledger
-from ringreduce.membership.protocol import View
+from ringreduce.membership.protocol import Member, View
 from ringreduce.rendezvous import store as rendezvous
 from ringreduce.rendezvous.card import Prepared, Ready
 from ringreduce.survivors import KeyStore
@@ -45,10 +45,12 @@ class Home:
         self._kept: list[Store] = []
         """The latest two stores made by `place`. torch keeps only their C++ half alive, which needs the Python half."""
 
-    def address(self) -> str:
-        """This process's address as a member, as JSON: its identity, its ledger, and its card if it has one ready."""
+    def address(self, settings: dict[str, int]) -> str:
+        """This process's address as a member, as JSON: its identity, its ledger, its card if it has one ready, and
+        `settings`, which all members must have alike."""
         who = rendezvous.identity()._asdict()
-        return json.dumps({**who, "ledger": self.ledger_place(), "card": self.ready.card if self.ready else None})
+        card = self.ready.card if self.ready else None
+        return json.dumps({**who, "ledger": self.ledger_place(), "card": card, "settings": settings})
 
     def prepared(self, view: View) -> Prepared | None:
         """What is needed to make the view's group from its cards; None: its members must meet in a store."""
@@ -149,3 +151,9 @@ class Home:
             self._kept = [*self._kept[-1:], made]
             return made
         return PrefixStore(f"epoch {epoch}", self.store)
+
+
+def settings_of(member: Member) -> dict[str, int]:
+    """The settings in a member's address."""
+    settings: dict[str, int] = json.loads(member.address)["settings"]
+    return settings

@@ -145,7 +145,7 @@ class Lobby:
         store, invited = self._store, f"invited/{me.name}"
         number = self._come(me)
         began = looked = check = time.monotonic()
-        look, over = store.value("looked"), False
+        look, over = None, False
         while (text := store.value(invited)) is None:
             now = time.monotonic()
             if now > check + OVER_AFTER:

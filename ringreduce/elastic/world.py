@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import sys
@@ -21,7 +20,7 @@ from ringreduce import tuning  # noqa: F401  rank 0 needs it; a member that beco
 from ringreduce.api import backend_of
 from ringreduce.config import Options
 from ringreduce.elastic.groups import destroy_groups, make_group, rebind
-from ringreduce.elastic.home import Home
+from ringreduce.elastic.home import Home, settings_of
 from ringreduce.elastic.lateness import STEPS, Late, Lateness
 from ringreduce.elastic.lobby import Lookout
 from ringreduce.elastic.state import State
@@ -74,11 +73,17 @@ class Settings:
         most = self.most if self.most < sys.maxsize else 0
         return {"least": self.least, "unit": self.unit, "world_size - spares": most}
 
-    def check(self, others: dict[str, int], who: str) -> None:
+    def member(self) -> Member:
+        """This process as a member."""
+        return Member(self.me, self.home.address(self.alike()))
+
+    def check(self, other: Member, who: str) -> None:
+        """Raises `InvalidArgument` if another process was started differently."""
+        theirs = settings_of(other)
         for name, mine in self.alike().items():
-            if others[name] != mine:
+            if theirs[name] != mine:
                 raise InvalidArgument(
-                    f"start: {name} is {mine} here and {others[name]} on {who}; give all processes the same"
+                    f"start: {name} is {mine} here and {theirs[name]} on {who}; give all processes the same"
                 )
 
 
@@ -416,7 +421,7 @@ class World:
         elif isinstance(error, PeerLost):
             silent = {error.culprit}
         named = [tuple(self.view.names[rank] for rank in each - {-1, self.rank}) for each in (without, silent)]
-        return Report(self._committed, without=named[0], silent=named[1], address=self._settings.home.address())
+        return Report(self._committed, without=named[0], silent=named[1], address=self._settings.member().address)
 
     def _get_ready(self) -> None:
         """Prepares this process's part of the next group, unless it is prepared."""
@@ -546,7 +551,7 @@ def joined(settings: Settings, view: View) -> World:
     """The world of a process that has been let in by `view`. Makes its group. Raises what `start` raises."""
     world = World(settings, view, founder=False)
     try:
-        settings.check(json.loads(settings.home.store.get("settings")), "the members")
+        settings.check(view.members[0], "the members")  # which has been there before: joiners come last
         world._make_group()
     except InvalidArgument:  # such as other options than the members'; it would be wrong in the next view, too
         world.leave()

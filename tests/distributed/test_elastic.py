@@ -38,7 +38,8 @@ from ringreduce.errors import (
     SystemFailure,
     TooFewRanks,
 )
-from ringreduce.membership.protocol import View
+from ringreduce.membership.protocol import Member, View
+from ringreduce.rendezvous import store as rendezvous
 
 STEPS, BATCH = 60, 12
 
@@ -734,7 +735,8 @@ def test_a_mismatch_is_raised_and_not_repeated() -> None:
 
 def nobody_lets_in(me: Rank) -> None:
     me.store.add("ringreduce/elastic/0/rank/0", 1)
-    me.store.set("ringreduce/elastic/0/settings", "{}")  # the founders have begun
+    founder = Member("founder", json.dumps(rendezvous.identity()._asdict()))
+    me.store.set("ringreduce/elastic/0/members now", View(0, (founder,)).dump())  # the founders have begun
     with pytest.raises(CollectiveTimeout, match="no member has looked who waits"):
         start(me, 1, timeout=timedelta(seconds=0.3))
     with pytest.raises(InvalidArgument, match="least is 0"):

@@ -30,7 +30,8 @@ def reads(me: Rank) -> Any:
         me.meet("founded")
         with ps.join(me.store, role="reader", timeout=30.0) as kv:
             follower = kv.follow(policy := model(), at_most_behind=1)
-            versions = []
+            versions = [follower.pull()]
+            me.meet("begun")
             while follower.version < ROUNDS:
                 if len(versions) % 2:
                     policy(torch.zeros(1, 50))  # which pulls if it is too far behind
@@ -51,8 +52,10 @@ def reads(me: Rank) -> Any:
         out = {name: torch.empty_like(one) for name, one in ones.items()}
         kv.barrier()
         me.meet("founded")
-        for _ in range(ROUNDS):
+        for i in range(ROUNDS):
             kv.push_pull(ones, out=out).wait()
+            if i == 0:
+                me.meet("begun")
         me.meet("read")
         return 0
 

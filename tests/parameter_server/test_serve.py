@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,18 +16,12 @@ import torch
 import torch.distributed as dist
 from distributed.harness import Rank, Ranks
 from frameworks.launch import environment
-from processes import deadline
+from processes import deadline, free_ports
 
 import ringreduce.parameter_server as ps
 from ringreduce import cli
 from ringreduce.errors import CollectiveTimeout, ServerLost
 from ringreduce.parameter_server import snapshots
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def halve(value: torch.Tensor, push: torch.Tensor, state: dict[str, Any], info: ps.Info) -> None:
@@ -65,13 +58,19 @@ def trains(me: Rank, port: int) -> list[Any]:
 @pytest.mark.parametrize("first", ["servers", "workers"])
 @pytest.mark.parametrize("launcher", ["plain", "torchrun"])
 def test_servers_of_their_own(first: str, launcher: str) -> None:
-    port = free_port()
+    (port,) = free_ports(1)
     words = ["--store", f"127.0.0.1:{port}", "--memory", "16M", "--functions", "test_serve:halve"]
 
     def servers() -> list[subprocess.Popen[bytes]]:
         if launcher == "plain":
             return [start(*words, "--rank", str(rank), "--size", "2") for rank in (1, 0)]
-        torchrun = ("torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", "-m", "ringreduce")
+        torchrun = (
+            "torch.distributed.run",
+            "--nproc-per-node=2",
+            f"--master-port={free_ports(1)[0]}",
+            "-m",
+            "ringreduce",
+        )
         return [start(*words, launcher=torchrun)]
 
     started = servers() if first == "servers" else []
@@ -108,7 +107,7 @@ def survives(me: Rank, port: int) -> str:
 
 
 def test_a_killed_server_is_named() -> None:
-    port = free_port()
+    (port,) = free_ports(1)
     server = start("--store", f"127.0.0.1:{port}", "--memory", "16M", "--forever")
     try:
         with Ranks(survives, 1, port) as ranks:
@@ -140,7 +139,7 @@ def pushes(me: Rank, port: int, steps: int) -> list[float]:
 
 
 def test_servers_write_snapshots_by_time_and_at_their_end(tmp_path: Path) -> None:
-    port = free_port()
+    (port,) = free_ports(1)
     words = ["--store", f"127.0.0.1:{port}", "--memory", "32M", "--size", "2", "--snapshots", str(tmp_path)]
     servers = [start(*words, "--every", "0.001", "--keep", "1", "--rank", str(rank)) for rank in (0, 1)]
     try:
@@ -176,7 +175,7 @@ def comes_and_goes(me: Rank, port: int) -> None:
 
 
 def test_servers_write_a_snapshot_when_all_workers_have_left(tmp_path: Path) -> None:
-    port = free_port()
+    (port,) = free_ports(1)
     words = ["--store", f"127.0.0.1:{port}", "--memory", "32M", "--size", "2", "--snapshots", str(tmp_path)]
     servers = [start(*words, "--rank", str(rank)) for rank in (0, 1)]
     try:
@@ -193,7 +192,7 @@ def test_servers_write_a_snapshot_when_all_workers_have_left(tmp_path: Path) -> 
 
 
 def test_a_server_outlives_the_one_with_the_store(tmp_path: Path) -> None:
-    port = free_port()
+    (port,) = free_ports(1)
     words = ["--store", f"127.0.0.1:{port}", "--memory", "32M", "--size", "2", "--snapshots", str(tmp_path)]
     servers = [start(*words, "--every", "0.1", "--forever", "--rank", str(rank)) for rank in (0, 1)]
     try:
@@ -321,7 +320,7 @@ def waits(me: Rank, port: int) -> None:
 
 
 def test_status_says_whom_they_wait_for(capsys: pytest.CaptureFixture[str]) -> None:
-    port = free_port()
+    (port,) = free_ports(1)
     server = start("--store", f"127.0.0.1:{port}", "--memory", "16M")
     try:
         with Ranks(waits, 2, port) as ranks:

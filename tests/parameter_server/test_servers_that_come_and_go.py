@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from distributed import harness
 from distributed.harness import Rank, Ranks, run
-from processes import deadline
-from test_serve import free_port, start
+from processes import deadline, free_ports
+from test_serve import start
 from test_workers_and_servers import COUNT, alone, gradient
 from torch._C._distributed_c10d import HashStore
 
@@ -205,7 +205,7 @@ def test_the_last_process_keeps_what_it_has() -> None:
 
 
 def test_the_command_joins_and_gives_away_what_it_has_at_sigterm() -> None:
-    port = free_port()
+    (port,) = free_ports(1)
     words = ["--store", f"127.0.0.1:{port}", "--timeout", "60"]
     processes = [start(*words, "--servers", "2", "--memory", "32M"), start(*words, "--join")]
     try:
