@@ -185,6 +185,7 @@ def trial(seed: int, number: int) -> list[float]:
     return took
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_survivors_of_random_programs() -> None:
     run(joins, 1)  # now the server that all ranks are forked from is there, with a directory of its own

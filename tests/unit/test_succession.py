@@ -802,8 +802,6 @@ class Group(Search):
 
 TWO, ONE = (("push pull", 9), ("push", 9)), (("push", 9),)
 SMALL = (
-    Scenario(3, TWO, crashes=2, backups=2),
-    Scenario(3, TWO, moves=1),
     Scenario(3, ONE, crashes=1, breaks=1),
     Scenario(3, ONE, crashes=1, moves=1),
     Scenario(3, ONE, crashes=2, leaves=1),
@@ -812,6 +810,8 @@ SMALL = (
     Scenario(2, (("push", 0),), crashes=1, cuts=1),
 )
 MEDIUM = (
+    Scenario(3, TWO, crashes=2, backups=2),
+    Scenario(3, TWO, moves=1),
     Scenario(3, ONE, crashes=1, breaks=1, moves=1),
     Scenario(2, ONE, crashes=1, breaks=2, unanswered=1, backups=2),
 )

@@ -100,6 +100,7 @@ def limit(collective: str, size: int, widths: Widths) -> float:
     return by(size, widths) if by else over_cuts(collective, size, widths)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_all_subsets_of_the_cube_mesh_reach_the_bound(collective: str) -> None:
     every = {**dict.fromkeys(DOUBLE, 50.0), **dict.fromkeys(SINGLE, 25.0)}
