@@ -128,13 +128,15 @@ bool Shard::expects(const Block& block, const Member& member) const {
   return member.live && member.group == block.mode.group && member.joined <= block.opened;
 }
 
-// Whether the present round of the block ends now.
+// Whether the present round of the block ends now. Only the pushes of members of its group count.
 bool Shard::complete(Block& block, const Round& round) {
   const bool all = std::all_of(members_.begin(), members_.end(), [&](const auto& each) {
     return !expects(block, each.second) || round.count(each.first) > 0;
   });
   if (all) return true;
-  if (block.mode.quorum == 0 || round.size() < block.mode.quorum) {
+  const auto pushed = std::count_if(
+      round.begin(), round.end(), [&](const auto& each) { return members_.at(each.first).group == block.mode.group; });
+  if (block.mode.quorum == 0 || static_cast<std::size_t>(pushed) < block.mode.quorum) {
     block.closes = kForever;  // the round may have had a quorum before a worker was lost
     return false;
   }

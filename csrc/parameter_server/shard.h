@@ -8,7 +8,8 @@
 //   Order         A request that overtook an earlier one waits for it.
 //   sync          Round r of a block ends when all members of the group have contributed, or when a quorum has and the
 //                 grace period is over. The contributions, ordered by worker, make version r + 1. A later contribution
-//                 is dropped, and its worker is told so.
+//                 is dropped, and its worker is told so. A worker of another group may contribute to a round that is
+//                 open, but is neither waited for nor part of the quorum.
 //   asynchronous  Every push makes a version.
 //   ssp(s)        Every push makes a version. A worker at clock c may read when the clocks of all members are at least
 //                 c - s, so it sees everything that they pushed at clock c - s - 1 or before.

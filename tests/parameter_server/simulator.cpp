@@ -65,6 +65,7 @@ struct Worker {
   int connection = 0;  // messages of earlier ones are lost
   bool alive = true;   // sends and receives
   bool member = true;  // as the shard must see it
+  bool guest;          // of another group than that of all blocks
   std::uint64_t joined;
   std::uint64_t clock = 0;
   std::uint64_t made = 0;                 // the number of its latest request
@@ -125,10 +126,11 @@ class Simulation {
 
   void join() {
     const auto id = static_cast<WorkerId>(workers_.size());
-    workers_.push_back({id, Session(id), 0, true, true, 0, 0, 0, 0, 0, {}, {}, {}});
+    const bool guest = seed_ % 4 == 3 && id % 2 == 1;
+    workers_.push_back({id, Session(id), 0, true, true, guest, 0, 0, 0, 0, 0, {}, {}, {}});
     workers_.back().pushes.resize(modes_.size());
     workers_.back().joined = ++moment_;
-    give(Join{id, "workers"});
+    give(Join{id, guest ? "guests" : "workers"});
     workers_.back().clock = shard_.clock(id);  // where it begins; it counts for itself from here
     for (BlockId block = 0; block < modes_.size(); ++block) ask(workers_.back(), RequestKind::initialise, block);
   }
@@ -345,7 +347,8 @@ class Simulation {
     }
     if (!met.empty())
       for (const Worker& worker : workers_)
-        demand(!worker.member || met.count(worker.id) > 0, "barrier", "a barrier ended without a member");
+        demand(!worker.member || worker.guest != workers_[*met.begin()].guest || met.count(worker.id) > 0, "barrier",
+               "a barrier ended without a member");
     std::uint64_t most = 0;
     for (const Worker& worker : workers_) most = std::max(most, worker.made - worker.told);
     demand((answers ? shard_ : backup_).kept() <= most, "memory", "replies are kept that every worker has");
@@ -357,7 +360,7 @@ class Simulation {
     const Mode& mode = modes_[operation.block];
     demand(operation.version == ++versions_[operation.block], "version", "a version is missing");
     std::set<WorkerId> in;
-    std::multiset<Nanoseconds> came;
+    std::multiset<Nanoseconds> came;  // of members
     for (const Contribution& contribution : operation.contributions) {
       demand(in.empty() || *in.rbegin() < contribution.worker, "worker order", "contributions are in another order");
       in.insert(contribution.worker);
@@ -367,7 +370,7 @@ class Simulation {
       for (std::size_t k = i + 1; k < pushes.size(); ++k)
         demand(!pushes[k].applied, "order", "a push was applied after a later one");
       pushes[i].applied = true;
-      came.insert(pushes[i].came);
+      if (!workers_[contribution.worker].guest) came.insert(pushes[i].came);
       ++applied_;
     }
     if (mode.consistency == Consistency::sync) check_round(operation, mode, in, came);
@@ -378,9 +381,10 @@ class Simulation {
                    const std::multiset<Nanoseconds>& came) {
     bool all = true;
     for (const Worker& worker : workers_)
-      all = all && (!worker.member || worker.joined > opened_[operation.block] || in.count(worker.id) > 0);
+      all = all &&
+            (!worker.member || worker.guest || worker.joined > opened_[operation.block] || in.count(worker.id) > 0);
     if (all) return;
-    demand(mode.quorum > 0 && in.size() >= mode.quorum, "round", "a round ended without a member");
+    demand(mode.quorum > 0 && came.size() >= mode.quorum, "round", "a round ended without a member");
     if (lost_ >= *came.begin()) return;  // the quorum may have been that of a worker who was lost since
     demand(now_ >= *std::next(came.begin(), mode.quorum - 1) + mode.grace, "grace", "a round ended before its grace");
   }
@@ -409,13 +413,14 @@ class Simulation {
       demand(push.applied || push.late, "own pushes", "a pull misses a push that its worker made before");
       missed = missed || push.late;
     }
-    if (mode.consistency == Consistency::sync && mode.quorum == 0 && asked.own > 0 && !missed && worker.member)
+    if (mode.consistency == Consistency::sync && mode.quorum == 0 && asked.own > 0 && !missed && worker.member &&
+        !worker.guest)
       demand(version == asked.round + 1, "exact version",
              "a pull after push " + std::to_string(asked.round) + " got version " + std::to_string(version));
     if (mode.consistency != Consistency::ssp) return;
     for (const Worker& other : workers_)
       for (const Push& push : other.pushes[block])
-        demand(!other.member || push.applied || push.clock + mode.staleness + 1 > asked.clock, "ssp",
+        demand(!other.member || other.guest || push.applied || push.clock + mode.staleness + 1 > asked.clock, "ssp",
                "a pull at clock " + std::to_string(asked.clock) + " misses a push at clock " +
                    std::to_string(push.clock) + " (s = " + std::to_string(mode.staleness) + ")");
   }

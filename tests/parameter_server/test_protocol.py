@@ -74,6 +74,12 @@ MUTANTS = {
         "return !expects(block, each.second) || round.count(each.first) > 0 || round.size() > 1;",
         "round",
     ),
+    "a worker of another group counts towards a quorum": (
+        SHARD,
+        "return members_.at(each.first).group == block.mode.group;",
+        "return true;",
+        "round",
+    ),
     "a round ends at its quorum": (
         SHARD,
         "block.closes = now_ + block.mode.grace;",

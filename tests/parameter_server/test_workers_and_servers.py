@@ -146,6 +146,39 @@ def test_who_comes_after_a_quorum_is_told_and_goes_on_in_the_present_round() -> 
     assert len({value for _, _, value in results}) == 1 and results[0][2] >= 4
 
 
+def with_a_guest(me: Rank) -> list[str]:
+    """Ranks 0 and 1 are the members; rank 2 is of another group."""
+    if me.rank == 2:
+        me.meet("made")
+        with ps.join(me.store, role="worker", group="guests", timeout=30.0) as kv:
+            pushed = kv.push("w", torch.full((10,), 100.0))
+            kv.clock()  # after which the servers have the push
+            me.meet("the guest has pushed")
+            me.meet("one member is not enough")
+            return pushed.wait()
+    with ps.join(me.store, rank=me.rank, size=2, **SMALL) as kv:
+        w = torch.zeros(10)
+        kv.init("w", w, mode=ps.sync(quorum=2, average=False))
+        kv.barrier()
+        me.meet("made")
+        me.meet("the guest has pushed")
+        if me.rank == 0:
+            pushed = kv.push("w", torch.ones(10))
+            with pytest.raises(CollectiveTimeout, match="waits for worker 1 "):
+                pushed.wait(timeout=0.3)
+        me.meet("one member is not enough")
+        if me.rank == 1:
+            pushed = kv.push("w", torch.ones(10))
+        late = pushed.wait()
+        kv.pull("w", w)
+        assert w[0] == 102
+        return late
+
+
+def test_a_push_of_another_group_is_combined_and_ends_no_round_for_a_member() -> None:
+    assert run(with_a_guest, 3) == [[]] * 3
+
+
 def with_late_worker(me: Rank) -> list[float]:
     if me.rank == 2:
         me.meet("founded")
