@@ -11,10 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ringreduce import errors
 from ringreduce.config import Options
-from ringreduce.errors import TopologyError
+from ringreduce.errors import RingReduceError, TopologyError
 from ringreduce.parameter_server import control
 from ringreduce.parameter_server.host import GROUP, Host
+from ringreduce.parameter_server.serving import once
 from ringreduce.rendezvous.interfaces import Filter, local_interfaces
 from ringreduce.rendezvous.links import Door, Peer
 from ringreduce.rendezvous.sockets import Address
@@ -53,13 +55,26 @@ class Entry:
     @functools.cached_property
     def machines(self) -> list[str]:
         """The host of each founder (`control.machine`). Waits until all have told the store."""
-        wait = functools.partial(get, self.store, deadline=self.deadline)
-        return [wait(f"machine/{process}", f"server {process}") for process in range(self.founders)]
+        return [self._wait(f"machine/{process}", process) for process in range(self.founders)]
 
     def process(self, process: int) -> dict[str, Any]:
         """Returns what a process with servers has told the store about itself. Waits for it."""
-        place: dict[str, Any] = json.loads(get(self.store, f"server/{process}", f"server {process}", self.deadline))
+        place: dict[str, Any] = json.loads(self._wait(f"server/{process}", process))
         return place | {"number": process, "name": called(process, place)}
+
+    def _wait(self, key: str, process: int) -> str:
+        return get(self.store, key, f"server {process}", self.deadline, self.check_founding)
+
+    def check_founding(self) -> None:
+        """Raises the error with which a founder has given up this incarnation, if one has."""
+        if self.store.check(["founded"]) and not (founded := self.store.get("founded").decode()).isdigit():
+            kind, text = json.loads(founded)
+            raise getattr(errors, kind)(text)
+
+    def give_up(self, error: RingReduceError) -> None:
+        """Lets the other founders raise `error`, since this one has given up. No effect if all have entered."""
+        with contextlib.suppress(Exception):  # the store may have ended
+            once(self.store, "founded", json.dumps([type(error).__name__, str(error)]))
 
     def hello(self) -> dict[str, Any]:
         """Returns what a worker tells a server about itself."""

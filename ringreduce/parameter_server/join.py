@@ -23,7 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from ringreduce import _C
 from ringreduce.config import resolve
-from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, TopologyError
+from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, RingReduceError, TopologyError
 from ringreduce.parameter_server import control
 from ringreduce.parameter_server.arguments import check_bytes, check_timeout
 from ringreduce.parameter_server.attendant import Attendant
@@ -97,7 +97,8 @@ def join(
     later only if the founders gave `listen=True`. With backups all must give the same.
 
     Raises `CollectiveTimeout` if a founder does not come, `PeerLost` or `SystemFailure` if a server cannot be reached,
-    and `TopologyError` if a server on another host does not accept workers from other hosts.
+    and `TopologyError` if a server on another host does not accept workers from other hosts. If a founder raises, the
+    others raise too, and all can join again with the same store.
     """
     if role not in ("both", "worker", "reader"):
         raise InvalidArgument(f"role is {role!r}; it must be 'both', 'worker' or 'reader', and `serve` is for servers")
@@ -202,7 +203,7 @@ def _find(entry: Entry, store: Any) -> None:
     making = get(store, f"{_PREFIX}/{entry.name}/latest", "the founders of the parameter server", entry.deadline)
     entry.store = PrefixStore(f"{_PREFIX}/{entry.name}/{making}", store)
     entry.servers = int(get(entry.store, "founded", "the founders of the parameter server", entry.deadline))
-    entry.founders, entry.backups = int(entry.store.get("founders")), int(entry.store.get("backups"))
+    entry.founders, entry.backups = int(entry.store.get("size")), int(entry.store.get("backups"))
     entry.has_far_backups = bool(int(entry.store.get("far backups")))
     entry.secret = group_secret(bytes.fromhex(entry.store.get("secret").decode()), entry.options.secret_file or "")
     entry.block_bytes = int(entry.store.get("block bytes"))
@@ -253,39 +254,58 @@ def _founding(
         check_bytes("memory", memory)
     if not isinstance(entry.servers, int) or (entry.servers and entry.servers < size):
         raise InvalidArgument(f"servers is {entry.servers!r} with size {size}; every process begins with one or more")
-    entry.making = store.add(f"{_PREFIX}/{entry.name}/rank {rank}", 1)
-    own = PrefixStore(f"{_PREFIX}/{entry.name}/{entry.making}", store)
-    secret = bytes.fromhex(once(own, "secret", secrets.token_hex(32)))
-    entry.store, entry.worker, entry.founders, entry.servers = own, rank, size, entry.servers or size
-    entry.secret = group_secret(secret, entry.options.secret_file or "")
-    _agree_on_all(entry, listen)
-    mine = range(rank, entry.servers, size)
-    share = _half_of_memory() // size if memory is None else memory * (1 + entry.backups)
-    capacity = share // ((1 + entry.backups) * len(mine))
-    has_near_backups = entry.backups > 0 and not entry.has_far_backups
-    host = entry.host = Host(capacity, entry.secret, functions or {}, mine, has_near_backups)
+    entry.worker, entry.founders, entry.servers = rank, size, entry.servers or size
+    _begin(entry, store)
     try:
+        secret = bytes.fromhex(once(entry.store, "secret", secrets.token_hex(32)))
+        entry.secret = group_secret(secret, entry.options.secret_file or "")
+        _agree_on_all(entry, listen)
+        mine = range(rank, entry.servers, size)
+        share = _half_of_memory() // size if memory is None else memory * (1 + entry.backups)
+        capacity = share // ((1 + entry.backups) * len(mine))
+        has_near_backups = entry.backups > 0 and not entry.has_far_backups
+        host = entry.host = Host(capacity, entry.secret, functions or {}, mine, has_near_backups)
         _make_known(entry, host, listen)
         yield host
         # Servers on several hosts without backups do not move and have no backups, so they need no keeper.
         if len(set(entry.machines)) == 1 or entry.has_far_backups:
             _keep(entry, host)
-    except BaseException:
-        host.close()
+    except BaseException as error:
+        kind = type(error) if isinstance(error, RingReduceError) else PeerLost
+        entry.give_up(kind(f"rank {rank} has given up: {str(error) or type(error).__name__}"))
+        if entry.host is not None:
+            entry.host.close()
         raise
+
+
+def _begin(entry: Entry, store: Any) -> None:
+    """Chooses the incarnation that this founder takes part in, and fills in its store.
+
+    All founders come to an incarnation once. If this one has been there, or if one has ended before all had come, all
+    go on with the next one.
+    """
+    key = f"{_PREFIX}/{entry.name}/making"
+    entry.making = int(once(store, key, "1"))
+    while True:
+        entry.store = PrefixStore(f"{_PREFIX}/{entry.name}/{entry.making}", store)
+        if not entry.store.check(["founded"]) and entry.store.add(f"rank {entry.worker}", 1) == 1:
+            return
+        twice = f"a second process has come as rank {entry.worker}; join again, and give each process its own rank"
+        entry.give_up(PeerLost(twice))
+        entry.making = int(store.compare_set(key, str(entry.making), str(entry.making + 1)))
 
 
 def _agree_on_all(entry: Entry, listen: bool) -> None:
     """Checks that all founders were given equal arguments, and decides how backups are reached."""
     entry.store.set(f"machine/{entry.worker}", entry.machine)
-    _agree(entry.store, "block_bytes", entry.block_bytes)
-    _agree(entry.store, "backups", entry.backups)
-    _agree(entry.store, "servers", entry.servers)
-    _agree(entry.store, "founders", entry.founders)
+    _agree(entry, "size", entry.founders)
+    _agree(entry, "block_bytes", entry.block_bytes)
+    _agree(entry, "backups", entry.backups)
+    _agree(entry, "servers", entry.servers)
     if entry.backups:
-        _agree(entry.store, "listen", int(listen))
+        _agree(entry, "listen", listen)
     entry.has_far_backups = entry.backups > 0 and (listen or len(set(entry.machines)) > 1)
-    _agree(entry.store, "far_backups", int(entry.has_far_backups))
+    _agree(entry, "far_backups", int(entry.has_far_backups))
 
 
 def _make_known(entry: Entry, host: Host, listen: bool) -> None:
@@ -330,10 +350,12 @@ def _keep(entry: Entry, host: Host) -> Keeper:
     return keeper
 
 
-def _agree(store: Any, name: str, mine: int) -> None:
-    agreed = int(once(store, name.replace("_", " "), str(mine)))
-    if agreed != mine:
-        raise InvalidArgument(f"{name} is {mine} here and {agreed} on another rank; give all the same")
+def _agree(entry: Entry, name: str, mine: int) -> None:
+    agreed = once(entry.store, name.replace("_", " "), str(mine))
+    if agreed != str(mine):
+        its = f"{name} is {agreed} here and {mine} on rank {entry.worker}; give all the same, and join again"
+        entry.give_up(InvalidArgument(its))
+        raise InvalidArgument(f"{name} is {mine} here and {agreed} on another rank; give all the same, and join again")
 
 
 def _check_one_host(entry: Entry, listen: bool) -> None:
@@ -370,8 +392,9 @@ def _have_backups(entry: Entry, host: Host) -> None:
 
 def _wait_for_founders(entry: Entry, store: Any) -> None:
     if entry.store.add("entered", 1) == entry.founders:
-        entry.store.set("founded", str(entry.servers))
+        once(entry.store, "founded", str(entry.servers))
     get(entry.store, "founded", "a rank", entry.deadline)
+    entry.check_founding()
     if entry.worker == 0:
         store.set(f"{_PREFIX}/{entry.name}/latest", str(entry.making))
 

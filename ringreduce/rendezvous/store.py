@@ -351,10 +351,12 @@ def has_ended(who: Who) -> bool:
         os.close(pidfd)
 
 
-def get(store: Store, key: str, whom: str, deadline: float) -> str:
-    """What the store has under `key`; waits for it, for `whom`, until `deadline`, then raises `CollectiveTimeout`."""
+def get(store: Store, key: str, whom: str, deadline: float, look: Callable[[], None] = lambda: None) -> str:
+    """What the store has under `key`; waits for it, for `whom`, until `deadline`, then raises `CollectiveTimeout`.
+    Calls `look` now and then, which may raise."""
     pause = SHORTEST
     while not store.check([key]):
+        look()
         if time.monotonic() > deadline:
             raise CollectiveTimeout(f"making the group: {whom} did not come in time")
         time.sleep(pause)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import signal
 import time
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from distributed.harness import Rank, Ranks, run
 
 import ringreduce.parameter_server as ps
-from ringreduce.errors import CollectiveTimeout, ServerLost
+from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, ServerLost
 
 SMALL = {"window": 4 << 20, "memory": 16 << 20, "block_bytes": 4096, "timeout": 30.0}
 
@@ -229,6 +230,46 @@ def test_a_timeout_names_who_is_waited_for_and_harms_nothing() -> None:
     (said, late), _ = run(waits_in_vain, 2)
     assert "'w' on server 0 (" in said and "waits for worker 1 (" in said and "pid" in said
     assert late == []
+
+
+# ---- founding --------------------------------------------------------------------------------------------------------
+
+
+def founds_again(me: Rank) -> tuple[str, float]:
+    """The ranks first differ in block_bytes. Rank 1 has also tried alone before, so it has tried more often."""
+    if me.rank == 1:
+        with pytest.raises(CollectiveTimeout):
+            join(me, timeout=0.5)
+    me.meet("rank 1 has tried")
+    with pytest.raises(InvalidArgument) as raised:
+        join(me, block_bytes=4096 << me.rank)
+    w = torch.zeros(10)
+    with join(me) as kv:
+        kv.init("w", w)
+        kv.push_pull("w", torch.ones(10), out=w).wait()
+    return str(raised.value), float(w[0])
+
+
+def test_founders_that_differ_are_both_told_and_meet_when_they_try_again() -> None:
+    for rank, (said, value) in enumerate(run(founds_again, 2)):
+        its, other = 4096 << rank, 4096 << (1 - rank)
+        assert re.match(f"block_bytes is {its} here and {other} on (another rank|rank [01]); give all the same", said)
+        assert value == 1
+
+
+def comes_twice(me: Rank) -> None:
+    """Ranks 0 and 1 wait for rank 2, which comes as rank 1, as one does that was killed and started again."""
+    if me.rank < 2:
+        with pytest.raises(PeerLost, match="a second process has come as rank 1"):
+            join(me)
+    else:
+        me.store.wait([f"ringreduce/parameter server/default/1/rank {rank}" for rank in range(2)])
+    with ps.join(me.store, rank=2 * me.rank % 3, size=3, **SMALL) as kv:
+        kv.barrier()
+
+
+def test_founders_meet_when_one_of_them_has_been_started_again() -> None:
+    run(comes_twice, 3)
 
 
 # ---- kill -9 ---------------------------------------------------------------------------------------------------------
