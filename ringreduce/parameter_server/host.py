@@ -28,7 +28,9 @@ _WRITING = 60.0
 _LOOK = 0.01
 """Seconds between checks for workers that have gone."""
 _MOST_STRANGERS = 64
-"""The most connections that have not proved themselves yet."""
+"""The most connections that have not proved themselves yet. If there are more, the oldest is closed."""
+_PATIENCE = 1.0
+"""A connection has at least this many seconds to prove itself."""
 
 log = logging.getLogger(__name__)
 
@@ -353,7 +355,8 @@ class Host:
             selector.register(self._listener, selectors.EVENT_READ)
             selector.register(self._woken, selectors.EVENT_READ)
             while True:
-                for key, _ in selector.select():
+                # The listener comes last, since letting one in may close the connection of another.
+                for key, _ in sorted(selector.select(), key=lambda ready: ready[0].fileobj is self._listener):
                     if key.fileobj is self._woken:
                         self._woken.recv(4096)
                         self._greet(selector)
@@ -367,6 +370,12 @@ class Host:
                         self._serve(selector, key.data)
 
     def _admit(self, selector: selectors.BaseSelector) -> None:
+        strangers = [visitor for visitor in self._visitors.values() if visitor.is_stranger]
+        if len(strangers) >= _MOST_STRANGERS:
+            if time.monotonic() < strangers[0].since + _PATIENCE:
+                return time.sleep(_LOOK)  # the next round of the loop serves those that have said something meanwhile
+            selector.unregister(strangers[0].connection)
+            self._forget(strangers[0])
         try:
             connection, _ = self._listener.accept()
         except OSError as error:  # no descriptors are left, say: whoever connects waits until there are some
@@ -377,8 +386,6 @@ class Host:
         visitor = Visitor(connection, control.new_nonce())
         try:
             check_user(connection)
-            if len(self._visitors) - len(self._inside()) >= _MOST_STRANGERS:
-                raise ConnectionError("too many have connected and said nothing")
             connection.send(visitor.nonce)
         except OSError:
             connection.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,12 @@ class Visitor:
     """Whether it is a server with a backup here, or the backup of a server here."""
     meaning: str = ""
     """For a partner: what is logged when it ends; "" if nothing is."""
+    since: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_stranger(self) -> bool:
+        """Whether it has not proved yet that it knows the secret. One from another host has, before it gets here."""
+        return self.worker < 0 and self.far is None and not self.is_partner
 
 
 @dataclass

@@ -18,6 +18,7 @@ from ringreduce.errors import InvalidArgument, SystemFailure
 from ringreduce.parameter_server import control
 from ringreduce.parameter_server.control import connect
 from ringreduce.parameter_server.host import Host
+from ringreduce.parameter_server.visitors import Visitor
 
 SECRET = b"s" * 32
 SPEC = {"dtype": "float32", "mode": ps.sync().as_json(), "update": ps.assign().as_json(), "made": ""}
@@ -112,18 +113,49 @@ def test_questions_that_say_nothing_known_are_answered_with_an_error(host: Host)
         assert ask(connection, {"ask": "awaited", "block": 99}) == {"workers": []}
 
 
+def come(host: Host, strangers: contextlib.ExitStack) -> socket.socket:
+    stranger = strangers.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    stranger.connect(host.address)
+    return stranger
+
+
 def test_strangers_are_bounded(host: Host) -> None:
     with contextlib.ExitStack() as strangers:
         for _ in range(100):
-            stranger = strangers.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            stranger.connect(host.address)
+            come(host, strangers)
         end = time.monotonic() + 20
         while len(host._visitors) < 64 and time.monotonic() < end:
             time.sleep(0.01)
         time.sleep(0.1)
         assert len(host._visitors) == 64
+        with entered(host):  # although they stay and say nothing
+            pass
     with entered(host):  # they have gone
         pass
+
+
+def test_the_oldest_stranger_may_speak_as_another_one_comes(host: Host) -> None:
+    with contextlib.ExitStack() as strangers:
+        oldest, *_ = [come(host, strangers) for _ in range(64)]
+        time.sleep(1.2)  # now it may be closed
+        with host._left:  # the door waits for this, and then finds both at once
+            host._wake.send(b"a")
+            time.sleep(0.1)
+            come(host, strangers)
+            oldest.send(b"{}")
+        with entered(host):
+            pass
+
+
+def test_partners_are_no_strangers(host: Host) -> None:
+    """The backups of a process with many servers do not keep workers out."""
+    with contextlib.ExitStack() as partners:
+        for _ in range(64):
+            here, there = socket.socketpair()
+            partners.enter_context(there)
+            host._visitors[here.fileno()] = Visitor(here, is_partner=True)
+        with entered(host):
+            pass
 
 
 def test_long_messages_are_not_sent() -> None:
