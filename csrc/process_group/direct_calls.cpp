@@ -191,7 +191,7 @@ PyObject* memory_of(PyObject* /*module*/, Arguments args, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
     if (count != 3 || !THPVariable_CheckExact(args[0]) || !are_tensors(args + 1, 1)) Py_RETURN_NONE;
     const at::Tensor &tensor = THPVariable_Unpack(args[0]), &like = THPVariable_Unpack(args[1]);
-    const bool plain = tensor.scalar_type() == like.scalar_type() && tensor.is_cpu() &&
+    const bool plain = tensor.scalar_type() == like.scalar_type() && tensor.is_cpu() && !tensor.is_nested() &&
                        tensor.layout() == at::kStrided && tensor.sizes() == like.sizes() && tensor.is_contiguous() &&
                        !tensor.requires_grad() && !tensor.is_neg() && !tensor.is_conj();
     if (!plain || !tensor.has_storage() || at::functionalization::impl::isFunctionalTensor(tensor)) Py_RETURN_NONE;

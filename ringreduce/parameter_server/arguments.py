@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from numbers import Integral, Real
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ringreduce.errors import InvalidArgument
+from ringreduce.parameter_server.checks import WHOLE, is_text, number, shown, whole
 from ringreduce.parameter_server.modes import Mode
 from ringreduce.parameter_server.updates import UpdateRule
 
@@ -16,55 +17,59 @@ if TYPE_CHECKING:
     from ringreduce.parameter_server.key_value import _Key
 
 WIRES = ("float32", "bfloat16", "int8")
-_WHOLE, _REAL = (int, Integral), (int, float, Real)
-"""Types of numbers. The usual types come first, which makes `isinstance` fast."""
 MOST_KEY = 1024
 """The most bytes of a key."""
+_LONGEST = 1e7
+"""The longest timeout in seconds; longer ones are shortened to it."""
 
 
 def check_key(key: Any) -> None:
-    if not isinstance(key, str) or not 0 < len(key.encode(errors="replace")) <= MOST_KEY or not _is_text(key):
-        raise InvalidArgument(f"key is {key!r:.60}; it must be a string of 1 to {MOST_KEY} bytes")
+    if not isinstance(key, str) or not 0 < len(key.encode(errors="replace")) <= MOST_KEY or not is_text(key):
+        raise InvalidArgument(f"key is {shown(key)}; it must be a string of 1 to {MOST_KEY} bytes")
     if key == "__metadata__":
         raise InvalidArgument("key is '__metadata__', which is no tensor's name in a snapshot: give it another one")
 
 
-def _is_text(key: str) -> bool:
-    """Whether a key can be encoded. A string with lone surrogates cannot, so no store takes it."""
-    return not any("\ud800" <= each <= "\udfff" for each in key)
-
-
 def check_priority(priority: Any) -> None:
-    if not isinstance(priority, _WHOLE) or not -(2**31) <= int(priority) < 2**31:
-        raise InvalidArgument(f"priority is {priority!r}; it must be a whole number of 32 bits")
+    if not isinstance(priority, WHOLE) or not -(2**31) <= int(priority) < 2**31:
+        raise InvalidArgument(f"priority is {shown(priority)}; it must be a whole number of 32 bits")
 
 
 def check_mode(mode: Any) -> None:
     if not isinstance(mode, Mode):
-        raise InvalidArgument(f"mode is {mode!r}; it must be made by ps.sync(), ps.asynchronous() or ps.ssp()")
+        raise InvalidArgument(f"mode is {shown(mode)}; it must be made by ps.sync(), ps.asynchronous() or ps.ssp()")
 
 
 def check_rule(mode: Any, update: Any) -> None:
     check_mode(mode)
     if not isinstance(update, UpdateRule):
         raise InvalidArgument(
-            f"update is {update!r}; it must be made by ps.assign(), ps.reduce(), ps.optimizer() or ps.function()"
+            f"update is {shown(update)}; it must be made by ps.assign(), ps.reduce(), ps.optimizer() or ps.function()"
         )
 
 
 def check_weight(weight: Any) -> None:
-    if not (isinstance(weight, _REAL) and math.isfinite(weight) and float(weight) > 0):
-        raise InvalidArgument(f"weight is {weight!r}; it must be a positive number")
+    if not 0 < number(weight) < math.inf:
+        raise InvalidArgument(f"weight is {shown(weight)}; it must be a positive number that a float can hold")
 
 
-def check_timeout(timeout: Any) -> None:
-    if not (isinstance(timeout, _REAL) and float(timeout) >= 0):
-        raise InvalidArgument(f"timeout is {timeout!r}; it must be seconds, 0 or more")
+def seconds(timeout: Any) -> float:
+    """Returns a timeout as a float."""
+    found = number(timeout)
+    if not found >= 0:
+        raise InvalidArgument(f"timeout is {shown(timeout)}; it must be seconds, 0 or more")
+    return min(found, _LONGEST)
 
 
-def check_bytes(name: str, count: Any) -> None:
-    if not (isinstance(count, _WHOLE) and int(count) > 0):
-        raise InvalidArgument(f"{name} is {count!r}; it must be bytes, a whole number above 0")
+def count_of_bytes(name: str, count: Any) -> int:
+    return whole(name, count, 1, "bytes, a whole number above 0 and below 2**48", bits=48)
+
+
+def path_of(path: Any) -> Path:
+    try:
+        return Path(path).absolute()
+    except TypeError:
+        raise InvalidArgument(f"path is {shown(path)}; it must be a string or an os.PathLike of one") from None
 
 
 def _tensor(key: str, array: Any) -> torch.Tensor:
@@ -157,8 +162,8 @@ def check_like(key: str, known: _Key, tensor: torch.Tensor) -> None:
 
 def check_wire(key: str, tensor: torch.Tensor, wires: list[str]) -> None:
     for name, wire in zip(("push_wire", "pull_wire"), wires, strict=True):
-        if wire not in WIRES:
-            raise InvalidArgument(f"{name} of {key!r} is {wire!r}; it must be one of {', '.join(WIRES)}")
+        if not isinstance(wire, str) or wire not in WIRES:
+            raise InvalidArgument(f"{name} of {key!r} is {shown(wire)}; it must be one of {', '.join(WIRES)}")
         if wire != "float32" and tensor.dtype is not torch.float32:
             raise InvalidArgument(
                 f"{name} of {key!r} is {wire!r}, which rounds float32; the tensor is {tensor.dtype}: leave it out"

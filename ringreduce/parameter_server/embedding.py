@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn import functional
 
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, RingReduceError
-from ringreduce.parameter_server.arguments import check_rule, check_weight
+from ringreduce.parameter_server.arguments import check_priority, check_rule, check_weight
+from ringreduce.parameter_server.checks import check_is, shown, whole
 from ringreduce.parameter_server.key_value import KeyValue
 from ringreduce.parameter_server.modes import Mode, sync
 from ringreduce.parameter_server.pending import Pending
@@ -76,14 +77,13 @@ class Embedding(nn.Module):
     ) -> None:
         super().__init__()
         mode = sync() if mode is None else mode
+        check_is("kv", kv, KeyValue, "what ps.join() returns")
         check_rule(mode, update)
         check_for_rows(update)
-        if not isinstance(dim, int) or dim < 1:
-            raise InvalidArgument(f"dim is {dim!r}; it must be the elements of a row, 1 or more")
-        if dtype not in (torch.float32, torch.float64):
-            raise InvalidArgument(f"dtype is {dtype}; rows of a table are torch.float32 or torch.float64")
-        if not isinstance(seed, int) or not 0 <= seed < 1 << 63:
-            raise InvalidArgument(f"seed is {seed!r}; it must be an integer from 0 to 2**63 - 1")
+        dim = whole("dim", dim, 1, "the elements of a row, 1 or more and below 2**63")
+        if not isinstance(dtype, torch.dtype) or dtype not in (torch.float32, torch.float64):
+            raise InvalidArgument(f"dtype is {shown(dtype)}; rows of a table are torch.float32 or torch.float64")
+        seed = whole("seed", seed, 0, "an integer from 0 to 2**63 - 1")
         low, high = _range((-1 / math.sqrt(dim), 1 / math.sqrt(dim)) if initial is None else initial)
         spec = {
             "dtype": str(dtype).removeprefix("torch."),
@@ -138,9 +138,15 @@ class Embedding(nn.Module):
                 f"{self.dtype} and shape {(*wanted.shape, self.dim)} on the CPU"
             )
         check_weight(weight)
+        check_priority(priority)
         rows = self._table.rows(wanted.data_ptr(), wanted.numel())
         return self._push(
-            rows, source.resolve_neg().contiguous(), deadline, distinct=False, weight=weight, priority=priority
+            rows,
+            source.resolve_neg().contiguous(),
+            deadline,
+            distinct=False,
+            weight=float(weight),
+            priority=int(priority),
         )
 
     def prefetch(self, ids: Any) -> None:
@@ -246,6 +252,7 @@ class Embedding(nn.Module):
         """Whether `values` is a dense CPU tensor with a row for each of `ids`."""
         return (
             isinstance(values, torch.Tensor)
+            and not values.is_nested
             and values.layout == torch.strided
             and values.device.type == "cpu"
             and values.dtype == self.dtype
@@ -262,8 +269,8 @@ class EmbeddingBag(Embedding):
     """An `Embedding` that returns sums, means or maxima of rows, as `torch.nn.EmbeddingBag` does."""
 
     def __init__(self, kv: KeyValue, name: str, dim: int, *, bag: str = "mean", **options: Any) -> None:
-        if bag not in ("sum", "mean", "max"):
-            raise InvalidArgument(f"bag is {bag!r}; it must be 'sum', 'mean' or 'max'")
+        if not isinstance(bag, str) or bag not in ("sum", "mean", "max"):
+            raise InvalidArgument(f"bag is {shown(bag)}; it must be 'sum', 'mean' or 'max'")
         super().__init__(kv, name, dim, **options)
         self.bag = bag
 
@@ -276,24 +283,32 @@ class EmbeddingBag(Embedding):
         bag.
         """
         positions, values = self._values(ids)
-        return functional.embedding_bag(
-            positions, values, offsets, mode=self.bag, per_sample_weights=per_sample_weights
-        )
+        try:
+            return functional.embedding_bag(
+                positions, values, offsets, mode=self.bag, per_sample_weights=per_sample_weights
+            )
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+            raise InvalidArgument(
+                f"ids of shape {tuple(positions.shape)}, offsets and per_sample_weights must be as for "
+                f"torch.nn.EmbeddingBag: {error}"
+            ) from None
 
 
 def _range(initial: Any) -> tuple[float, float]:
     try:
         low, high = (float(each) for each in initial)
-    except (TypeError, ValueError):
+    except (ArithmeticError, RuntimeError, TypeError, ValueError):
         low = high = math.nan
     if not (math.isfinite(low) and math.isfinite(high) and low <= high and max(-low, high) < 1e38):
-        raise InvalidArgument(f"initial is {initial!r}; it must be (low, high), low no greater than high")
+        raise InvalidArgument(f"initial is {shown(initial)}; it must be (low, high), low no greater than high")
     return low, high
 
 
 def _described(values: Any) -> str:
     if not isinstance(values, torch.Tensor):
         return f"a {type(values).__name__}"
+    if values.is_nested:
+        return "a nested tensor"
     return f"{values.dtype} of shape {tuple(values.shape)} and layout {values.layout} on {values.device}"
 
 

@@ -18,15 +18,16 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from ringreduce import _C
 from ringreduce.config import resolve
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, RingReduceError, TopologyError
 from ringreduce.parameter_server import control
-from ringreduce.parameter_server.arguments import check_bytes, check_timeout
+from ringreduce.parameter_server.arguments import count_of_bytes, seconds
 from ringreduce.parameter_server.attendant import Attendant
+from ringreduce.parameter_server.checks import WHOLE, check_is, check_text, shown, whole
 from ringreduce.parameter_server.control import Refused, connect, connect_again
 from ringreduce.parameter_server.entry import Entry, called, greet, make_door, reach
 from ringreduce.parameter_server.host import Host
@@ -36,7 +37,7 @@ from ringreduce.parameter_server.placement import BLOCK_BYTES, UNIT, backup_of
 from ringreduce.parameter_server.serving import Serving, once, open_servings
 from ringreduce.parameter_server.shard import OBSERVERS
 from ringreduce.parameter_server.succession import Succession
-from ringreduce.parameter_server.updates import Function
+from ringreduce.parameter_server.updates import Function, check_functions
 from ringreduce.parameter_server.views import Replica, View, Views, beside, visitor
 from ringreduce.rendezvous.secret import group_secret
 from ringreduce.rendezvous.sockets import parse_ports
@@ -100,21 +101,23 @@ def join(
     and `TopologyError` if a server on another host does not accept workers from other hosts. If a founder raises, the
     others raise too, and all can join again with the same store.
     """
-    if role not in ("both", "worker", "reader"):
-        raise InvalidArgument(f"role is {role!r}; it must be 'both', 'worker' or 'reader', and `serve` is for servers")
-    check_timeout(timeout)
+    if not isinstance(role, str) or role not in ("both", "worker", "reader"):
+        raise InvalidArgument(
+            f"role is {shown(role)}; it must be 'both', 'worker' or 'reader', and `serve` is for servers"
+        )
     if role == "reader":
         role, group = "worker", OBSERVERS
+    entry = _entry(name, group, window, block_bytes, backups, functions, timeout)
     if role == "both":
-        _check_sizes(window, block_bytes)
-    entry = Entry(name, group, window, block_bytes, time.monotonic() + timeout, timeout, resolve(None)[0])
-    entry.backups = backups
+        _check_sizes(entry)
+    workers = whole("workers", workers, 0, "a number of workers, 0 or more")
     if store is None:
         store, rank, size = _surroundings(rank, size)
+    check_is("store", store, Store, "a torch.distributed.Store")
     if role == "worker":
         _find(entry, store)
         entry.worker = entry.servers - 1 + entry.store.add("later workers", 1)
-        _check_sizes(window, entry.block_bytes)
+        _check_sizes(entry)
         return _wait_for_workers(_enter(entry), entry, workers)
     with _founding(entry, store, rank, size, functions, memory, listen):
         kv = _enter(entry)
@@ -152,12 +155,13 @@ def serve(
     several hosts, or `listen=True`), a process takes no server whose two copies would both be on its own host during
     the move; it may then end up with backups only.
     """
-    check_timeout(timeout)
-    _check_sizes(window, block_bytes)
-    entry = Entry(name, "", window, block_bytes, time.monotonic() + timeout, timeout, resolve(None)[0])
-    entry.backups, entry.servers = backups, servers
+    entry = _entry(name, "", window, block_bytes, backups, functions, timeout)
+    _check_sizes(entry)
+    entry.servers = whole("servers", servers, 0, "a number of servers, or 0 for one for each process", bits=31)
+    if not isinstance(joins, bool):
+        raise InvalidArgument(f"joins is {shown(joins)}; it must be True or False")
     if joins:
-        if (rank, size, memory, backups, servers) != (None, None, None, 0, 0):
+        if any(each is not None for each in (rank, size, memory)) or entry.backups or entry.servers:
             raise InvalidArgument(
                 "joins is True: rank, size, memory, backups and servers are those of the founders; leave them out"
             )
@@ -166,7 +170,9 @@ def serve(
         return serving
     if store is None:
         store, rank, size = _surroundings(rank, size)
-    listen = not backups and servers in (0, size) if listen is None else listen
+    check_is("store", store, Store, "a torch.distributed.Store")
+    if listen is None:
+        listen = not entry.backups and entry.servers in (0, size)
     with _founding(entry, store, rank, size, functions, memory, listen) as host:
         _wait_for_founders(entry, store)
     serving = Serving(host, entry.worker, entry.servers, entry.store)
@@ -178,6 +184,7 @@ def _coming(entry: Entry, store: Any, functions: dict[str, Function] | None) -> 
     """Joins as a process that comes later: makes itself known in the store, and asks for its share of servers."""
     if store is None:
         raise InvalidArgument("joins is True without a store; give the store of the servers that there are")
+    check_is("store", store, Store, "a torch.distributed.Store")
     _find(entry, store)
     others = [entry.process(process) for process in range(entry.founders)]
     if not entry.has_far_backups and any(other["machine"] != entry.machine for other in others):
@@ -209,12 +216,23 @@ def _find(entry: Entry, store: Any) -> None:
     entry.block_bytes = int(entry.store.get("block bytes"))
 
 
-def _check_sizes(window: int, block_bytes: int) -> None:
-    check_bytes("window", window)
-    check_bytes("block_bytes", block_bytes)
-    if window < block_bytes or block_bytes < 16 * UNIT:
+def _entry(name: Any, group: Any, window: Any, block_bytes: Any, backups: Any, functions: Any, timeout: Any) -> Entry:
+    """Checks the arguments that `join` and `serve` share. Raises `InvalidArgument`."""
+    check_text("name", name)
+    check_text("group", group)
+    window, block_bytes = count_of_bytes("window", window), count_of_bytes("block_bytes", block_bytes)
+    backups = whole("backups", backups, 0, "0, or 1 with 2 or more servers")
+    check_functions(functions)
+    timeout = seconds(timeout)
+    return Entry(
+        name, group, window, block_bytes, time.monotonic() + timeout, timeout, resolve(None)[0], backups=backups
+    )
+
+
+def _check_sizes(entry: Entry) -> None:
+    if entry.window < entry.block_bytes or entry.block_bytes < 16 * UNIT:
         raise InvalidArgument(
-            f"window is {window} and block_bytes {block_bytes}; a window must hold a block, "
+            f"window is {entry.window} and block_bytes {entry.block_bytes}; a window must hold a block, "
             f"and a block at least {16 * UNIT} bytes"
         )
 
@@ -222,7 +240,9 @@ def _check_sizes(window: int, block_bytes: int) -> None:
 def _surroundings(rank: int | None, size: int | None) -> tuple[Any, int, int]:
     """Returns the launcher's store, rank and size; without a launcher, those of a group of this process alone."""
     if rank is not None or size is not None:
-        raise InvalidArgument(f"rank is {rank} and size {size} without a store; give store= too, or none of them")
+        raise InvalidArgument(
+            f"rank is {shown(rank)} and size {shown(size)} without a store; give store= too, or none of them"
+        )
     if dist.is_initialized():
         return dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
     if all(variable in os.environ for variable in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
@@ -246,14 +266,17 @@ def _founding(
     listen: bool,
 ) -> Iterator[Host]:
     """Makes this process's servers and tells the store where they are. Closes them if the body raises."""
-    if rank is None or size is None or not 0 <= rank < size:
-        raise InvalidArgument(f"rank is {rank} and size {size}; a store needs 0 <= rank < size")
-    if entry.backups not in (0, 1) or (entry.backups and size == 1):
+    if not isinstance(rank, WHOLE) or not isinstance(size, WHOLE) or not 0 <= rank < size < 1 << 31:
+        raise InvalidArgument(f"rank is {shown(rank)} and size {shown(size)}; a store needs 0 <= rank < size < 2**31")
+    rank, size = int(rank), int(size)
+    if entry.backups > 1 or (entry.backups and size == 1):
         raise InvalidArgument(f"backups is {entry.backups} with size {size}; it must be 0, or 1 with 2 or more servers")
     if memory is not None:
-        check_bytes("memory", memory)
-    if not isinstance(entry.servers, int) or (entry.servers and entry.servers < size):
-        raise InvalidArgument(f"servers is {entry.servers!r} with size {size}; every process begins with one or more")
+        memory = count_of_bytes("memory", memory)
+    if entry.servers and entry.servers < size:
+        raise InvalidArgument(f"servers is {entry.servers} with size {size}; every process begins with one or more")
+    if not isinstance(listen, bool):
+        raise InvalidArgument(f"listen is {shown(listen)}; it must be True or False")
     entry.worker, entry.founders, entry.servers = rank, size, entry.servers or size
     _begin(entry, store)
     try:

@@ -10,7 +10,6 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -24,11 +23,13 @@ from ringreduce.parameter_server.arguments import (
     check_like,
     check_priority,
     check_rule,
-    check_timeout,
     check_weight,
     check_wire,
+    path_of,
     readable,
+    seconds,
 )
+from ringreduce.parameter_server.checks import shown
 from ringreduce.parameter_server.modes import Mode, sync
 from ringreduce.parameter_server.pending import Pending, Snapshot
 from ringreduce.parameter_server.placement import cut, elements_per_block, place
@@ -38,7 +39,7 @@ from ringreduce.parameter_server.readers import Follower
 from ringreduce.parameter_server.restoring import restore
 from ringreduce.parameter_server.shard import OBSERVERS
 from ringreduce.parameter_server.snapshots import check_absent
-from ringreduce.parameter_server.updates import UpdateRule, assign
+from ringreduce.parameter_server.updates import UpdateRule, assign, check_dtype
 
 if TYPE_CHECKING:
     import os
@@ -56,8 +57,6 @@ _CREATED_AT_ONCE = 1000
 """The most blocks in one control message."""
 _EXPLAINS = 0.2
 """How many seconds, after a timeout, a server may take to say who is waited for."""
-_LONGEST = 1e7
-"""The longest timeout in seconds; longer ones are shortened to it."""
 
 Part = tuple[int, int, int, int, int]  # server, block, first byte in the tensor, bytes, offset in the server's values
 
@@ -188,6 +187,7 @@ class KeyValue:
             if update.kind == "rowwise_adagrad":
                 raise InvalidArgument(f"update of {name!r} is rowwise_adagrad(), which is for rows: use ps.Embedding")
             check_average(name, source, mode, update)
+            check_dtype(name, source.dtype, update)
             sources[name] = spec, source
         calls = {}
         for name, (spec, source) in sources.items():
@@ -243,8 +243,9 @@ class KeyValue:
 
     def _lookup(self, key: str, deadline: float) -> _Key:
         if key not in self._keys:
-            if not isinstance(key, str) or not self._is_key(key):
-                raise InvalidArgument(f"there is no key {key!r:.60}: call init() with it first")
+            check_key(key)
+            if not self._is_key(key):
+                raise InvalidArgument(f"there is no key {shown(key)}: call init() with it first")
             self._create(key, json.loads(self._with.store.get(f"place/{key}")), deadline)
         return self._keys[key]
 
@@ -388,7 +389,7 @@ class KeyValue:
         if isinstance(values, Mapping) and not isinstance(out, Mapping):
             raise InvalidArgument("out is one tensor; for a dictionary of pushes give a dictionary of outputs")
         if not isinstance(start, bool):
-            raise InvalidArgument(f"start is {start!r}; it must be True or False")
+            raise InvalidArgument(f"start is {shown(start)}; it must be True or False")
         targets = out if isinstance(out, Mapping) else {str(values): out}
         return self._push(self._pairs(values, value), targets, start, weight, priority, timeout)
 
@@ -410,11 +411,11 @@ class KeyValue:
         """
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if not isinstance(dtype, torch.dtype):
-            raise InvalidArgument(f"dtype is {dtype!r}; it must be a torch.dtype, such as torch.float32")
+            raise InvalidArgument(f"dtype is {shown(dtype)}; it must be a torch.dtype, such as torch.float32")
         try:
             shape = torch.empty(*size, dtype=dtype, device="meta").shape
         except (TypeError, OverflowError, RuntimeError) as error:
-            raise InvalidArgument(f"size is {size!r:.60}, which torch.empty does not take: {error}") from None
+            raise InvalidArgument(f"size is {shown(size)}, which torch.empty does not take: {error}") from None
         if (count := shape.numel()) < 1:
             raise InvalidArgument(f"size is {tuple(shape)}; a tensor that can be pushed has 1 element or more")
         piece = self._client.allocate(count * dtype.itemsize)
@@ -521,7 +522,7 @@ class KeyValue:
         snapshot is under way, or if Python updates a key (`function`, and optimizers that are not native).
         """
         deadline = self._deadline(timeout)
-        target = Path(path).absolute()
+        target = path_of(path)
         check_absent(target)
         if not self._client.drain(timeout=max(0.0, deadline - time.monotonic())):
             raise CollectiveTimeout("snapshot: what this worker has pushed was not applied in time")
@@ -540,7 +541,7 @@ class KeyValue:
         If it fails, some keys may exist: begin with a new store.
         """
         deadline = self._deadline(timeout)
-        return restore(self, Path(path), deadline)
+        return restore(self, path_of(path), deadline)
 
     # ---- waiting, and saying for whom --------------------------------------------------------------------------------
 
@@ -551,8 +552,7 @@ class KeyValue:
 
     def _until(self, timeout: float | None) -> float:
         timeout = self.timeout if timeout is None else timeout
-        check_timeout(timeout)
-        return time.monotonic() + min(timeout, _LONGEST)
+        return time.monotonic() + seconds(timeout)
 
     def _tell(self, kind: str, servers: list[int], deadline: float) -> None:
         call = self._client.tell(kind, servers, timeout=deadline - time.monotonic())
@@ -617,6 +617,8 @@ class KeyValue:
             if value is not None:
                 raise InvalidArgument("a dictionary and a tensor were given; give one of them")
             return list(key.items())
+        if not isinstance(key, str):
+            check_key(key)
         if value is None:
             raise InvalidArgument(f"no tensor was given for key {key!r:.60}")
         return [(key, value)]

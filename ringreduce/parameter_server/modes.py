@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ringreduce.errors import InvalidArgument
+from ringreduce.parameter_server.checks import check_text, number, shown, whole
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,16 @@ def sync(quorum: int | None = None, grace: float = 0.0, *, average: bool = True,
     dropped, and its `wait()` returns the key. `average` divides the sum of the pushes by the sum of their weights;
     `reduce` updates are never averaged. Raises `InvalidArgument`.
     """
-    if quorum is not None and (not isinstance(quorum, int) or quorum < 1):
-        raise InvalidArgument(f"quorum is {quorum!r}; it must be a number of workers, at least 1, or None for all")
-    if not grace >= 0:
-        raise InvalidArgument(f"grace is {grace!r}; it must be seconds, 0 or more")
+    if quorum is not None:
+        quorum = whole("quorum", quorum, 1, "a number of workers, at least 1, or None for all", bits=31)
+    if not number(grace) >= 0:
+        raise InvalidArgument(f"grace is {shown(grace)}; it must be seconds, 0 or more")
     if grace > 0 and quorum is None:
-        raise InvalidArgument(f"grace is {grace!r} without a quorum, after which it begins; give quorum= too")
-    return Mode("sync", quorum or 0, float(grace), 0, group, average)
+        raise InvalidArgument(f"grace is {shown(grace)} without a quorum, after which it begins; give quorum= too")
+    if not isinstance(average, bool):
+        raise InvalidArgument(f"average is {shown(average)}; it must be True or False")
+    check_text("group", group)
+    return Mode("sync", quorum or 0, number(grace), 0, group, average)
 
 
 def asynchronous() -> Mode:
@@ -50,6 +54,6 @@ def asynchronous() -> Mode:
 def ssp(staleness: int, *, group: str = "workers") -> Mode:
     """Stale synchronous parallel: every push updates the value at once, but a pull waits until no member of `group` is
     more than `staleness` clocks behind this worker (see `KeyValue.clock`). Raises `InvalidArgument`."""
-    if not isinstance(staleness, int) or staleness < 0:
-        raise InvalidArgument(f"staleness is {staleness!r}; it must be a number of clocks, 0 or more")
+    staleness = whole("staleness", staleness, 0, "a number of clocks, 0 or more and below 2**63")
+    check_text("group", group)
     return Mode("ssp", staleness=staleness, group=group)

@@ -10,6 +10,7 @@ from torch import nn
 
 from ringreduce import _C
 from ringreduce.errors import InvalidArgument
+from ringreduce.parameter_server.checks import check_is, check_text, whole
 
 if TYPE_CHECKING:
     from ringreduce.parameter_server.key_value import KeyValue
@@ -19,8 +20,9 @@ class Follower:
     """Keeps a model at whole rounds of what workers train. Made by `KeyValue.follow`."""
 
     def __init__(self, kv: KeyValue, model: nn.Module, at_most_behind: int, prefix: str) -> None:
-        if not isinstance(at_most_behind, int) or at_most_behind < 0:
-            raise InvalidArgument(f"at_most_behind is {at_most_behind!r}; it must be a number of rounds, 0 or more")
+        whole("at_most_behind", at_most_behind, 0, "a number of rounds, 0 or more and below 2**63")
+        check_is("model", model, nn.Module, "a torch.nn.Module")
+        check_text("prefix", prefix)
         self.version = -1
         """The version of the model's parameters; -1 before the first pull."""
         self._kv, self._client, self._most = kv, kv._client, at_most_behind

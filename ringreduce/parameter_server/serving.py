@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ringreduce.errors import SystemFailure
+from ringreduce.parameter_server.arguments import path_of, seconds
 from ringreduce.parameter_server.host import Host
 from ringreduce.parameter_server.shard import Shard
 from ringreduce.parameter_server.snapshots import Saving, file_of
@@ -30,7 +31,7 @@ class Serving:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until workers have come and all have left; returns False after `timeout` seconds (None: no limit)."""
-        return self._host.wait_until_served(timeout)
+        return self._host.wait_until_served(None if timeout is None else seconds(timeout))
 
     def stats(self) -> dict[str, Any]:
         """Returns what `KeyValue.stats` has about a server of this process."""
@@ -56,7 +57,7 @@ class Serving:
         Only one process gives away at a time. `timeout` is in seconds and includes the wait for processes that leave
         before this one, and for snapshots that this one is writing.
         """
-        return self._host.give_away(timeout)
+        return self._host.give_away(seconds(timeout))
 
     def may_ask(self) -> bool:
         """Whether another snapshot may be asked for: all servers have written their parts of the latest one, or failed
@@ -135,7 +136,7 @@ class Serving:
         """Returns the folder of a snapshot. Its name has the time when the first snapshot was begun, then the number,
         so names sort by time."""
         begun = once(self._store, "snapshots begun", time.strftime("%Y%m%dT%H%M%S"))
-        return Path(folder).absolute() / f"{begun}-{number:06d}"
+        return path_of(folder) / f"{begun}-{number:06d}"
 
     def close(self) -> None:
         """Ends the servers of this process. Workers that still need them, and find no backup, get `ServerLost`.

@@ -13,7 +13,7 @@ from typing import Any
 from ringreduce import _C
 from ringreduce.errors import Aborted, InvalidArgument
 from ringreduce.parameter_server.snapshots import Saving
-from ringreduce.parameter_server.updates import Function, PythonUpdates, rule_for, rule_for_rows
+from ringreduce.parameter_server.updates import Function, PythonUpdates, check_call, rule_for, rule_for_rows
 
 _KNOWN = 16
 """The number of latest snapshots whose result is remembered."""
@@ -116,6 +116,8 @@ class Shard:
                 f"no function {name!r} is known to the server of pid {os.getpid()}; "
                 f"give it to join(functions={{{name!r}: ...}}) on every rank"
             )
+        if name is not None:
+            check_call(name, self._updates.functions[name], update["python"]["arguments"])
         if not blocks:
             raise InvalidArgument(f"no blocks of {key!r:.60} were asked for")
         rule = rule_for(update, spec["dtype"], bool(spec["mode"]["average"]))

@@ -25,6 +25,7 @@ import torch
 
 from ringreduce import _C
 from ringreduce.errors import InvalidArgument, SystemFailure
+from ringreduce.parameter_server.checks import shown
 from ringreduce.parameter_server.safetensors import NAMES, Reader, Writer
 
 FORMAT = "1"
@@ -203,5 +204,9 @@ def _sync(folder: Path) -> None:
 
 
 def check_absent(path: Path) -> None:
-    if path.exists():
+    try:
+        is_there = path.exists()
+    except OSError as error:
+        raise InvalidArgument(f"path is {shown(str(path))}, where nothing can be written: {error.strerror}") from None
+    if is_there:
         raise InvalidArgument(f"there is something at {path} already: give a snapshot a name of its own")

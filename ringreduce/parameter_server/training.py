@@ -12,6 +12,7 @@ from torch import nn
 
 from ringreduce.errors import InvalidArgument
 from ringreduce.parameter_server.arguments import check_mode
+from ringreduce.parameter_server.checks import check_is, check_text
 from ringreduce.parameter_server.key_value import KeyValue
 from ringreduce.parameter_server.modes import Mode, sync
 from ringreduce.parameter_server.pending import Pending
@@ -37,8 +38,10 @@ class Attached:
         prefix: str,
         wires: dict[str, str],
     ) -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise InvalidArgument(f"optimizer is {optimizer!r:.60}; it must be a torch.optim.Optimizer")
+        check_is("kv", kv, KeyValue, "what ps.join() returns")
+        check_is("model", model, nn.Module, "a torch.nn.Module")
+        check_is("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
+        check_text("prefix", prefix)
         check_mode(mode)
         self.late = 0
         """The number of pushes that came late and were dropped, which only happens if the mode has a quorum."""

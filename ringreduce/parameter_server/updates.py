@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
+import math
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +13,7 @@ from typing import Any
 import torch
 
 from ringreduce.errors import InvalidArgument
+from ringreduce.parameter_server.checks import check_text, number, shown
 
 REDUCTIONS = ("sum", "product", "min", "max", "band", "bor", "bxor")
 ELEMENT_WISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -45,8 +48,8 @@ def assign() -> UpdateRule:
 def reduce(op: str = "sum") -> UpdateRule:
     """The value becomes `value op push`. `op` is 'sum', 'product', 'min', 'max', 'band', 'bor' or 'bxor'; the last
     three are for integers and bool. Raises `InvalidArgument`."""
-    if op not in REDUCTIONS:
-        raise InvalidArgument(f"op is {op!r}; it must be one of {', '.join(REDUCTIONS)}")
+    if not isinstance(op, str) or op not in REDUCTIONS:
+        raise InvalidArgument(f"op is {shown(op)}; it must be one of {', '.join(REDUCTIONS)}")
     return UpdateRule("reduce", {"op": op})
 
 
@@ -56,9 +59,14 @@ def rowwise_adagrad(lr: float = 0.01, eps: float = 1e-8) -> UpdateRule:
     The state of a row is one number, instead of one for each element. Raises `InvalidArgument` if a number is negative.
     """
     for name, value in (("lr", lr), ("eps", eps)):
-        if not isinstance(value, (int, float)) or not value >= 0:
-            raise InvalidArgument(f"{name} is {value!r}; it must be a number, 0 or more")
+        if not 0 <= number(value) < math.inf:
+            raise InvalidArgument(f"{name} is {shown(value)}; it must be a number, 0 or more, that a float can hold")
     return UpdateRule("rowwise_adagrad", {"lr": float(lr), "eps": float(eps)})
+
+
+def _is_sent(value: Any) -> bool:
+    """Whether a value can be an argument that is sent to the servers: a number, or None."""
+    return value is None or isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 63)
 
 
 def function(name: str, **arguments: Any) -> UpdateRule:
@@ -69,9 +77,12 @@ def function(name: str, **arguments: Any) -> UpdateRule:
     with the pushes combined. `state` is a dictionary of the block, which is kept between updates. `info` is an `Info`.
     `arguments` must be numbers, strings or None; otherwise raises `InvalidArgument`.
     """
+    check_text("name", name)
     for key, value in arguments.items():
-        if not isinstance(value, (int, float, str, type(None))):
-            raise InvalidArgument(f"{key} is {value!r}; arguments of a function must be numbers, strings or None")
+        if not isinstance(value, str) and not _is_sent(value):
+            raise InvalidArgument(
+                f"{key} is {shown(value)}; arguments of a function must be strings, None, or numbers of 64 bits"
+            )
     return UpdateRule("python", python={"function": name, "arguments": arguments})
 
 
@@ -84,7 +95,7 @@ def optimizer(kind: type[torch.optim.Optimizer], **arguments: Any) -> UpdateRule
     `InvalidArgument` for an optimizer that needs more than one block at a time, and for arguments that it does not
     take.
     """
-    name = getattr(kind, "__name__", repr(kind))
+    name = getattr(kind, "__name__", shown(kind))
     if name in UNSUITABLE and getattr(torch.optim, name, None) is kind:
         raise InvalidArgument(f"torch.optim.{name} cannot update blocks of a tensor: {UNSUITABLE[name]}")
     if name not in ELEMENT_WISE or getattr(torch.optim, name, None) is not kind:
@@ -93,15 +104,29 @@ def optimizer(kind: type[torch.optim.Optimizer], **arguments: Any) -> UpdateRule
         )
     for key, value in arguments.items():
         numbers = value if isinstance(value, tuple) else (value,)
-        if not all(isinstance(number, (int, float, type(None))) for number in numbers):
-            raise InvalidArgument(f"{key} is {value!r}; an optimizer's arguments must be numbers")
-    try:
-        made = kind([torch.zeros(1)], **arguments)
-    except (TypeError, ValueError) as error:
-        raise InvalidArgument(f"torch.optim.{name} does not take these arguments: {error}") from None
+        if not all(map(_is_sent, numbers)):
+            raise InvalidArgument(f"{key} is {shown(value)}; an optimizer's arguments must be numbers of 64 bits")
     python = {"optimizer": name, "arguments": arguments}
-    fields = _native(name, made.defaults)
+    try:
+        fields = _native(name, kind([torch.zeros(1)], **arguments).defaults)
+        if fields is None:
+            _by_optimizer(name, arguments)(torch.ones(1), torch.ones(1), 1, ())
+    except Exception as error:  # which one depends on the optimizer
+        raise InvalidArgument(f"torch.optim.{name} does not take these arguments: {error}") from None
     return UpdateRule("python", python=python) if fields is None else UpdateRule(*fields, python)
+
+
+def check_dtype(key: str, dtype: torch.dtype, rule: UpdateRule) -> None:
+    """Raises `InvalidArgument` if the rule is an optimizer that cannot update tensors of this dtype."""
+    if "optimizer" not in rule.python or dtype in (torch.float32, torch.float64):
+        return
+    name, one = rule.python["optimizer"], torch.ones(1).to(dtype)
+    try:
+        _by_optimizer(name, rule.python["arguments"])(one, one.clone(), 1, ())
+    except Exception as error:
+        raise InvalidArgument(
+            f"{key!r} is {dtype}, which torch.optim.{name} cannot update: pass float32, or use another rule ({error})"
+        ) from None
 
 
 def _native(name: str, d: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
@@ -198,6 +223,31 @@ class Info:
 
 
 Function = Callable[..., None]
+
+
+def check_functions(functions: Any) -> None:
+    """Checks the argument `functions` of `join` and `serve`."""
+    if functions is None:
+        return
+    if not isinstance(functions, dict):
+        raise InvalidArgument(f"functions is {shown(functions)}; it must be a dictionary of functions by name")
+    for name, call in functions.items():
+        check_text("a name in functions", name)
+        if not callable(call):
+            raise InvalidArgument(f"functions[{name!r:.60}] is {shown(call)}; it must be a function")
+
+
+def check_call(name: str, call: Function, arguments: dict[str, Any]) -> None:
+    """Raises `InvalidArgument` if an update function does not take what a server calls it with."""
+    try:
+        inspect.signature(call).bind("value", "push", "state", "info", **arguments)
+    except ValueError:
+        pass  # a function in C, which does not tell
+    except TypeError as error:
+        named = "".join(f", {each}=" for each in arguments)
+        raise InvalidArgument(
+            f"function {name!r} of join() does not take (value, push, state, info{named}), as update= needs: {error}"
+        ) from None
 
 
 class PythonUpdates:

@@ -672,8 +672,8 @@ def disagrees(me: Rank) -> str:
 
 
 def updates_by_python(me: Rank) -> list[str]:
-    said = []
-    with ps.join(me.store, rank=me.rank, size=2, backups=1, functions={"f": len}, **SMALL) as kv:
+    said, functions = list[str](), {"f": lambda value, push, state, info: None}
+    with ps.join(me.store, rank=me.rank, size=2, backups=1, functions=functions, **SMALL) as kv:
         for update in (ps.optimizer(torch.optim.NAdam), ps.function("f")):
             with pytest.raises(InvalidArgument) as raised:
                 kv.init(f"w{len(said)}", torch.zeros(5), update=update)

@@ -16,11 +16,16 @@ import numpy as np
 import pytest
 import torch
 from distributed.harness import Rank, run
+from torch._C._distributed_c10d import HashStore
 
 import ringreduce.parameter_server as ps
 from ringreduce.errors import Aborted, CollectiveTimeout, InvalidArgument
 
 SMALL: dict[str, Any] = {"window": 4 << 20, "memory": 16 << 20, "block_bytes": 4096}
+ADAM, SUM = ps.optimizer(torch.optim.Adam), ps.sync(average=False)
+MODEL = torch.nn.Linear(2, 2)
+SGD = torch.optim.SGD(MODEL.parameters(), lr=0.1)
+NESTED = torch.nested.nested_tensor([torch.ones(3)])
 
 
 def test_of_updates_that_are_ready_at_once_the_most_urgent_goes_first() -> None:
@@ -99,7 +104,7 @@ def test_dictionaries_and_outputs_must_match() -> None:
         with pytest.raises(InvalidArgument, match="no tensor was given for key 'a'"):
             kv.push("a")
         with pytest.raises(InvalidArgument, match=r"it must be a torch\.Tensor or a NumPy array"):
-            kv.push("a", [1.0, 2.0])  # type: ignore[arg-type]
+            kv.push("a", [1.0, 2.0])
         out = {"a": torch.empty(2), "b": torch.empty(3)}
         kv.push_pull({"a": torch.ones(2), "b": torch.ones(3)}, out=out).wait()
         assert out["a"].tolist() == [1, 1] and out["b"].tolist() == [1, 1, 1]
@@ -305,18 +310,53 @@ def test_a_push_that_found_no_room_says_who_is_late() -> None:
         (lambda kv: kv.empty(2.5), r"size is \(2.5,\), which torch.empty does not take"),
         (lambda kv: kv.empty(2**70), "which torch.empty does not take"),
         (lambda kv: kv.empty(3, 0), r"size is \(3, 0\); a tensor that can be pushed"),
-        (lambda kv: kv.push_pull(3, torch.zeros(3), out=torch.zeros(3)), "there is no key 3: call init"),
+        (lambda kv: kv.push_pull(3, torch.zeros(3), out=torch.zeros(3)), "key is 3; it must be a string"),
         (lambda kv: kv.push_pull({"w": torch.zeros(3)}, out=torch.zeros(3)), "give a dictionary of outputs"),
         (lambda kv: kv.push_pull("w", torch.zeros(3), out=torch.zeros(3), start="no"), "start is 'no'; it must be"),
         (lambda kv: kv.push("w", torch.zeros(3), weight=torch.ones(())), r"weight is tensor\(1.\); it must be"),
         (lambda kv: kv.push("w", torch.zeros(3), priority=0.5), "priority is 0.5; it must be a whole number"),
+        (lambda kv: kv.push("w", torch.zeros(3), weight=10**400), "weight is 1000*; it must be a positive number"),
+        (lambda kv: kv.push("w", torch.zeros(3), weight=10**5000), "weight is of type int; it must be a positive"),
+        (lambda kv: kv.clock(-(10**400)), "timeout is -1000*; it must be seconds"),
+        (lambda kv: kv.stats("1"), "timeout is '1'; it must be seconds"),
+        (lambda kv: kv.push(["w"], torch.zeros(3)), r"key is \['w'\]; it must be a string"),
+        (lambda kv: kv.pull({1: torch.zeros(3)}), "key is 1; it must be a string"),
+        (lambda kv: kv.pull("\ud800", torch.zeros(3)), r"key is '\\ud800'; it must be a string"),
+        (lambda kv: kv.push("w", NESTED), "'w' is a nested tensor"),
+        (lambda kv: kv.pull("w", NESTED), "'w' is a nested tensor"),
+        (lambda kv: kv.init("v", torch.zeros(3), push_wire=[]), r"push_wire of 'v' is \[\]; it must be one of"),
+        (
+            lambda kv: kv.init("v", torch.zeros(3).int(), update=ADAM, mode=SUM),
+            r"'v' is torch.int32, which .*Adam cannot",
+        ),
+        (
+            lambda kv: kv.init("v", torch.zeros(3), update=ps.function("short")),
+            r"'short' of join\(\) does not take \(value, ",
+        ),
+        (
+            lambda kv: kv.init("v", torch.zeros(3), update=ps.function("f", x=1)),
+            r"'f' of join\(\) does not .*info, x=\)",
+        ),
+        (lambda kv: kv.follow(None), "model is None; it must be a torch.nn.Module"),
+        (lambda kv: kv.follow(MODEL, prefix=1), "prefix is 1; it must be a string"),
+        (lambda kv: kv.follow(MODEL, at_most_behind="1"), "at_most_behind is '1'; it must be a number of rounds"),
+        (lambda kv: ps.attach(None, MODEL, SGD), "kv is None; it must be what ps.join"),
+        (lambda kv: ps.attach(kv, "x", SGD), "model is 'x'; it must be a torch.nn.Module"),
+        (lambda kv: ps.attach(kv, MODEL, SGD, prefix=None), "prefix is None; it must be"),
+        (lambda kv: ps.Embedding(None, "e", 4, update=ps.assign()), "kv is None; it must"),
+        (lambda kv: ps.Embedding(kv, "e", 10**400, update=ps.assign()), "dim is 1000*; it must be the elements"),
+        (lambda kv: kv.snapshot(3), "path is 3; it must be a string or an os.PathLike"),
+        (lambda kv: kv.snapshot("x" * 5000), "path is '.*, where nothing can be written: File name too long"),
+        (lambda kv: kv.restore(None), "path is None; it must be a string or an os.PathLike"),
     ],
 )
 def test_bad_arguments_are_named(call: Callable[[ps.KeyValue], Any], message: str) -> None:
-    with ps.join(**SMALL) as kv:
+    functions = {"short": lambda value, push: None, "f": lambda value, push, state, info: None}
+    with ps.join(**SMALL, functions=functions) as kv:
         kv.init("w", torch.ones(3), mode=ps.asynchronous())
         with pytest.raises(InvalidArgument, match=message):
             call(kv)
+        kv.init("v", torch.zeros(2))  # the name is free
         kv.push("w", torch.full((3,), 2.0), weight=np.float32(1), priority=np.int64(3)).wait()
         kv.pull("w", out := torch.zeros(3))
         assert out.tolist() == [2] * 3
@@ -329,6 +369,17 @@ def test_bad_arguments_are_named(call: Callable[[ps.KeyValue], Any], message: st
         ({"timeout": float("nan")}, "timeout is nan; it must be seconds"),
         ({"window": "64M"}, "window is '64M'; it must be bytes"),
         ({"block_bytes": 4096.5}, "block_bytes is 4096.5; it must be bytes"),
+        ({"memory": 10**400}, "memory is 1000*; it must be bytes"),
+        ({"role": ["worker"]}, r"role is \['worker'\]; it must be"),
+        ({"name": 1}, "name is 1; it must be a string"),
+        ({"group": None}, "group is None; it must be a string"),
+        ({"workers": "2"}, "workers is '2'; it must be a number of workers"),
+        ({"backups": None}, "backups is None; it must be 0, or 1"),
+        ({"listen": "no"}, "listen is 'no'; it must be True or False"),
+        ({"functions": len}, "functions is <built-in function len>; it must be a dictionary"),
+        ({"functions": {"f": 1}}, r"functions\['f'\] is 1; it must be a function"),
+        ({"store": 1, "rank": 0, "size": 1}, "store is 1; it must be a torch.distributed.Store"),
+        ({"store": HashStore(), "rank": "0", "size": 1}, "rank is '0' and size 1; a store needs"),
     ],
 )
 def test_bad_arguments_of_join_are_named(given: dict[str, Any], message: str) -> None:
@@ -346,6 +397,27 @@ def test_bad_arguments_of_join_are_named(given: dict[str, Any], message: str) ->
 def test_modes_and_updates_are_no_words(given: dict[str, Any], message: str) -> None:
     with ps.join(**SMALL) as kv, pytest.raises(InvalidArgument, match=message):
         kv.init("w", torch.zeros(3), **given)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: ps.sync(quorum=10**400), "quorum is 1000*; it must be a number of workers"),
+        (lambda: ps.sync(quorum=1, grace="1"), "grace is '1'; it must be seconds"),
+        (lambda: ps.sync(average=1), "average is 1; it must be True or False"),
+        (lambda: ps.ssp(1, group=b"w"), "group is b'w'; it must be a string"),
+        (lambda: ps.reduce(["sum"]), r"op is \['sum'\]; it must be one of"),
+        (lambda: ps.rowwise_adagrad(lr=10**400), "lr is 1000*; it must be a number, 0 or more"),
+        (lambda: ps.function(len), "name is <built-in function len>; it must be a string"),
+        (lambda: ps.function("f", x=10**400), "x is 1000*; arguments of a function must be"),
+        (lambda: ps.optimizer(torch.optim.SGD, lr=10**400), "lr is 1000*; an optimizer's arguments must be numbers"),
+        (lambda: ps.optimizer(torch.optim.Adam, betas=0.9), "torch.optim.Adam does not take these arguments"),
+        (lambda: ps.optimizer(torch.optim.Adam, capturable=True), "torch.optim.Adam does not take these arguments"),
+    ],
+)
+def test_bad_arguments_of_modes_and_updates_are_named(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        call()
 
 
 def test_numpy_arrays_that_torch_cannot_take() -> None:

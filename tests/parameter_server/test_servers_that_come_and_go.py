@@ -184,7 +184,7 @@ def test_nothing_is_lost_when_a_newcomer_is_killed_that_has_some_of_the_blocks(t
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="servers is 1 with size 2"):
         ps.serve(HashStore(), rank=0, size=2, servers=1)
-    with pytest.raises(InvalidArgument, match="servers is 'x' with size 1"):
+    with pytest.raises(InvalidArgument, match="servers is 'x'; it must be a number"):
         ps.serve(HashStore(), rank=0, size=1, servers="x")  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="memory is '1G'; it must be bytes"):
         ps.serve(HashStore(), rank=0, size=1, memory="1G")  # type: ignore[arg-type]
