@@ -83,7 +83,8 @@ inline void copy(std::byte* to, const std::byte* from, std::size_t bytes, bool s
 }
 
 // Copies the latest value of a block; returns its version. If two updates begin during the copy, the second one writes
-// the buffer that is being read, so the copy starts again. The block must have a value.
+// the buffer that is being read, so the copy starts again. This needs no deadline: before the second update can begin,
+// the first one must be published, so a writer that stops or dies keeps no reader. The block must have a value.
 inline std::uint64_t read_block(const BlockWords& words, std::byte* to, std::size_t bytes, bool streamed = false) {
   for (;;) {
     const std::uint64_t published = words.published.load(std::memory_order_acquire);

@@ -70,6 +70,28 @@ def test_abort_ends_a_wait_of_another_thread() -> None:
     kv._close()
 
 
+def test_a_reader_does_not_wait_for_an_update_that_stops() -> None:
+    go_on = threading.Event()
+
+    def stops(value: torch.Tensor, push: torch.Tensor, state: dict[str, Any], info: ps.Info) -> None:
+        value += 1
+        assert info.version == 1 or go_on.wait(30)
+
+    store = HashStore()
+    with ps.join(store, rank=0, size=1, functions={"stops": stops}, **SMALL) as kv:
+        w = torch.zeros(3)
+        kv.init("w", w, update=ps.function("stops"), mode=ps.asynchronous())
+        kv.push("w", w).wait()
+        with ps.join(store, role="worker", window=4 << 20) as reader:
+            reader.pull("w", w)
+            pending = kv.push("w", w)
+            time.sleep(0.1)  # the update has begun
+            assert reader.pull("w", w, timeout=5) == {"w": [1]}
+            assert w.tolist() == [1, 1, 1]
+            go_on.set()
+        pending.wait()
+
+
 def test_a_slow_update_is_no_fault_of_a_worker() -> None:
     go_on = threading.Event()
 
