@@ -7,6 +7,7 @@
         loss = world.attempt(backward)                   # returns on all members or on none; if on none, it runs again
         optimizer.step()
         state.step += 1
+    world.leave()
 
 `backward` may run again with other ranks. So it must not change `state`, and its data must depend only on `world.rank`,
 `world.size` and `state.step`.

@@ -64,7 +64,8 @@ def start(
         spares, there are never more than `world_size - spares` members. If `least` is that number, every step is done
         by the same number of ranks, so a spare on the same host changes no bit of the result.
     `unit`: the number of consecutive ranks that are in together or not at all, such as those that hold one replica. If
-        one of them is lost, the others of its unit raise `Expelled`. Waiting processes are let in by whole units.
+        one of them is lost, the others of its unit raise `Expelled`. Waiting processes are let in by whole units, in
+        which a process with rank r takes place r % unit.
     `patience`: how long to wait for joiners when there are too few members, and for a directory that is out of reach.
     `expel_after`: how long to wait for a living member that does not report in a change; by default `timeout`.
     `timeout`: for making a group and for each call on it.
@@ -94,6 +95,7 @@ def start(
         timeout=timeout.total_seconds(),
         least=least,
         unit=unit,
+        place=rank % unit,
         most=founders if spares else sys.maxsize,
         patience=patience.total_seconds(),
         expel_after=silence.total_seconds(),

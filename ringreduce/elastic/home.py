@@ -45,9 +45,9 @@ class Home:
         self._kept: list[Store] = []
         """The latest two stores made by `place`. torch keeps only their C++ half alive, which needs the Python half."""
 
-    def address(self, settings: dict[str, int]) -> str:
+    def address(self, settings: dict[str, float]) -> str:
         """This process's address as a member, as JSON: its identity, its ledger, its card if it has one ready, and
-        `settings`, which all members must have alike."""
+        the `settings` that it was started with."""
         who = rendezvous.identity()._asdict()
         card = self.ready.card if self.ready else None
         return json.dumps({**who, "ledger": self.ledger_place(), "card": card, "settings": settings})
@@ -153,7 +153,7 @@ class Home:
         return PrefixStore(f"epoch {epoch}", self.store)
 
 
-def settings_of(member: Member) -> dict[str, int]:
+def settings_of(member: Member) -> dict[str, float]:
     """The settings in a member's address."""
-    settings: dict[str, int] = json.loads(member.address)["settings"]
+    settings: dict[str, float] = json.loads(member.address)["settings"]
     return settings

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 from torch.nn.parallel import DistributedDataParallel
 
-from ringreduce import tuning  # noqa: F401  rank 0 needs it; a member that becomes rank 0 must not import
+from ringreduce import tuning  # noqa: F401  imported early: a member that becomes rank 0 must not lose time with it
 from ringreduce.api import backend_of
 from ringreduce.config import Options
 from ringreduce.elastic.groups import destroy_groups, make_group, rebind
@@ -63,19 +63,21 @@ class Settings:
     timeout: float
     least: int
     unit: int
+    place: int
+    """This process's place in its unit."""
     most: int
     patience: float
     expel_after: float
     home: Home
 
-    def alike(self) -> dict[str, int]:
+    def alike(self) -> dict[str, float]:
         """Those that all members must have alike, by the names of `start`'s arguments."""
         most = self.most if self.most < sys.maxsize else 0
-        return {"least": self.least, "unit": self.unit, "world_size - spares": most}
+        return {"least": self.least, "unit": self.unit, "world_size - spares": most, "patience": self.patience}
 
     def member(self) -> Member:
         """This process as a member."""
-        return Member(self.me, self.home.address(self.alike()))
+        return Member(self.me, self.home.address(self.alike() | {"place": self.place}))
 
     def check(self, other: Member, who: str) -> None:
         """Raises `InvalidArgument` if another process was started differently."""
@@ -83,7 +85,7 @@ class Settings:
         for name, mine in self.alike().items():
             if theirs[name] != mine:
                 raise InvalidArgument(
-                    f"start: {name} is {mine} here and {theirs[name]} on {who}; give all processes the same"
+                    f"start: {name} is {mine:g} here and {theirs[name]:g} on {who}; give all processes the same"
                 )
 
 
@@ -100,6 +102,10 @@ class World:
         self._has_state = False
         self._callbacks: list[Callable[[World], None]] = []
         self._committed = view.step
+        self._unknown = 0
+        """A step whose vote an error has interrupted, so that the program does not know whether it counts; 0: none."""
+        self._attempting = False
+        """Whether the function that was given to `attempt` runs."""
         self._joiners_wait = False
         self._lookout = Lookout(settings.home.lobby, view.names)
         self._on_straggler: Callable[[Late], bool] | None = None
@@ -185,7 +191,8 @@ class World:
         `function` again. Before each call of `function`, processes that wait to join are let in.
 
         If `function` raises an error that is not a failure of the group, the error is raised here. The other members
-        go on without this one unless it calls `attempt` again.
+        go on without this one unless it calls `attempt` again. If such an error comes while the members vote, as
+        KeyboardInterrupt may, the next call raises `Expelled` if the others have completed the step.
 
         Raises `Expelled` if the others went on without this member, `TooFewRanks` on all members if there have been
         fewer than `least` for longer than `patience`, `CollectiveMismatch` on all members if they made different
@@ -197,7 +204,7 @@ class World:
             self._tell_of_straggler()
             self._let_in()
             try:
-                result = function()
+                result = self._call(function)
             except BaseException as error:
                 if not self._is_of_group(error):
                     self._break(error)
@@ -206,6 +213,13 @@ class World:
                 continue
             if self.commit():
                 return result
+
+    def _call(self, function: Callable[[], Result]) -> Result:
+        self._attempting = True
+        try:
+            return function()
+        finally:
+            self._attempting = False
 
     def commit(self, durable: bool = False) -> bool:
         """Returns True if all members have completed the step, and the same answer on all members that survive.
@@ -222,6 +236,15 @@ class World:
         self._check_membership("commit")
         self._tell_of_straggler()
         step = self._committed + 1
+        try:
+            return self._vote(step, durable)
+        except BaseException as error:
+            self._unknown = step
+            if not isinstance(error, RingReduceError):
+                self._break(error)
+            raise
+
+    def _vote(self, step: int, durable: bool) -> bool:
         vote = torch.tensor([int(self._somebody_waits()), *self._lateness.figures()])
         try:
             dist.all_reduce(vote)  # completes only if every member takes part, so completing is the vote
@@ -252,9 +275,9 @@ class World:
         A straggler is the latest member in 90 of the last 100 steps, and costs the others a tenth of their time, and at
         least 10 ms. A warning names it, with or without this function.
 
-        If `function` returns True, the members go on without the straggler, whose next `attempt` raises `Expelled`.
-        `function` must return the same value on all members. What it raises is raised by `attempt` or `commit`, as an
-        error of `attempt`'s function would be.
+        If `function` returns True, the members go on without the straggler, whose next `attempt` raises `Expelled`. The
+        straggler stays if fewer than `least` would be left. `function` must return the same value on all members. What
+        it raises is raised by `attempt` or `commit`, as an error of `attempt`'s function would be.
         """
         self._on_straggler = _callable("on_straggler", function)
 
@@ -282,9 +305,14 @@ class World:
 
     def _check_membership(self, call: str) -> None:
         if self._has_left:
-            raise InvalidArgument(f"{call}: this process has called leave(); call elastic.start() to join again")
+            raise InvalidArgument(
+                f"{call}: this process has left the world, by leave() or because an error interrupted a change; call "
+                "elastic.start() to join again"
+            )
         if os.getpid() != self._pid:
             raise InvalidArgument(f"{call}: process {self._pid} is the member, and this one was forked from it")
+        if self._attempting:
+            raise InvalidArgument(f"{call}: the function that attempt calls must not call it; call it between attempts")
 
     # changes
 
@@ -308,7 +336,7 @@ class World:
         if late is None or self._on_straggler is None:
             return
         try:
-            if self._on_straggler(late):
+            if self._on_straggler(late) and self.size - self.view.unit >= self._settings.least:
                 self._unwanted = (self.view.names[late.rank],)
         except BaseException as error:
             self._break(error)
@@ -320,13 +348,14 @@ class World:
             return False
         if any(isinstance(each, RingReduceError) for each in _with_causes(error)):
             return True
-        # torch raises RuntimeError for a group that has failed, such as in a hook of DistributedDataParallel.
-        return isinstance(error, RuntimeError) and backend_of(None).get_error() != ErrorType.SUCCESS
+        # Other libraries raise errors of their own when a group has failed, as DistributedDataParallel does.
+        has_failed = dist.is_initialized() and backend_of(None).get_error() != ErrorType.SUCCESS
+        return isinstance(error, Exception) and has_failed
 
     def _break(self, error: BaseException) -> None:
         """Ends the attempt on all members, because a function of this member's program has raised `error`."""
         log.warning("%s: %r ends an attempt of this member", self._settings.me, error)
-        backend_of(None).abort()
+        self._abort()
 
     def _let_in(self) -> None:
         """Makes the changes that are due between two attempts.
@@ -341,8 +370,9 @@ class World:
             self._change(None, joiners)
             self._gave_up = False
             if self.view.alone and self._too_few():
+                left = "is 1 rank" if self.size == 1 else f"are {self.size} ranks"
                 raise TooFewRanks(
-                    f"there are {self.size} ranks, and least is {self._settings.least}; nobody has come for "
+                    f"there {left}, and least is {self._settings.least}; nobody has come for "
                     f"{self._settings.patience:.0f} s"
                 )
 
@@ -359,9 +389,11 @@ class World:
         began = time.monotonic()
         while True:
             before, entered = self.view.names, False
-            self._leave_view(error, joiners)
+            with self._not_interrupted():
+                self._leave_view(error, joiners)
             try:
-                self._enter()
+                with self._not_interrupted():
+                    self._enter()
                 entered = True
                 self._call_back()
                 return
@@ -374,6 +406,19 @@ class World:
                 # The traceback's frames hold the group. With this frame they would form a cycle, which Python may not
                 # collect for hours.
                 error, joiners = failed.with_traceback(None), ()
+
+    @contextlib.contextmanager
+    def _not_interrupted(self) -> Iterator[None]:
+        """Ends this membership if the body, a part of a change, raises an error that is not of the group.
+
+        The member could not resume the change, and the others would wait for it.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, RingReduceError):
+                self.leave()
+            raise
 
     def _leave_view(self, error: Exception | None, joiners: tuple[Member, ...]) -> None:
         """Leaves the present view together with the other members, and finds the next one. Arguments as of `_change`.
@@ -399,7 +444,13 @@ class World:
                 self._lookout.stop()
             settings.home.give_up()
             raise
-        self._committed = self.view.step
+        self._committed, unknown, self._unknown = self.view.step, self._unknown, 0
+        if 0 < unknown <= self._committed:
+            self.leave()
+            raise Expelled(
+                f"an error interrupted this member while step {unknown} was voted on, and the others have completed "
+                "the step; start this process anew to join again"
+            )
         log.info("%s: epoch %d begins; lost: %s", settings.me, self.epoch, self.view.lost or "nobody")
         self._lookout.pass_over((*self.view.names, *self.view.lost))  # this member may have skipped a view
         settings.home.lobby.invite([each for each in self.view.members if each.name not in before], self.view)
@@ -518,8 +569,10 @@ class World:
 
     def _room_for(self, members: tuple[Member, ...]) -> tuple[Member, ...]:
         """The first of these processes, in whole units, for which there is room."""
-        found = members[: max(self._settings.most - self.size, 0)]
-        return found[: len(found) // self.view.unit * self.view.unit]
+        unit = self.view.unit
+        places = [[each for each in members if settings_of(each)["place"] == place] for place in range(unit)]
+        units = list(zip(*places, strict=False))[: max(self._settings.most - self.size, 0) // unit]
+        return tuple(member for each in units for member in each)
 
     def _share_state(self) -> None:
         """Gives the state to the members that have none. Called on all members; raises `TooFewRanks` if none has it."""

@@ -103,7 +103,7 @@ class Report:
     step: int = 0
     """The latest step that it has committed."""
     waiting: tuple[Member, ...] = ()
-    """The processes that wait to be let in, as far as it knows."""
+    """The processes that wait to be let in, as far as it knows, by units in the order of their places."""
     open: bool = False
     """Whether it agrees that waiting processes are let in now. All members must agree."""
     without: tuple[str, ...] = ()
@@ -353,15 +353,18 @@ def successor(view: View, log: str) -> View | None:
         if member.name in reports and member.name not in here.lost
     ]
     keep_out = here.lost | set(view.names)
-    come: dict[str, Member] = {}
-    if all(report.open for report in reports.values()):
-        come = {each.name: each for report in reports.values() for each in report.waiting if each.name not in keep_out}
-    units = len(come) // view.unit * view.unit
+    come: list[Member] = []
+    for report in reports.values() if all(report.open for report in reports.values()) else ():
+        for first in range(0, len(report.waiting) - view.unit + 1, view.unit):
+            together = report.waiting[first : first + view.unit]
+            if keep_out.isdisjoint(names := {each.name for each in together}):
+                come += together
+                keep_out |= names
     return View(
         epoch=view.epoch + 1,
-        members=(*stay, *(come[name] for name in sorted(come)[:units])),
+        members=(*stay, *come),
         step=max(view.step, _step_in(log), *(report.step for report in reports.values())),
         lost=tuple(name for name in view.names if name not in {member.name for member in stay}),
-        alone=not units and any(report.alone for report in reports.values()),
+        alone=not come and any(report.alone for report in reports.values()),
         unit=view.unit,
     )

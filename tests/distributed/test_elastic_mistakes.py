@@ -17,7 +17,7 @@ from torch import nn
 
 from ringreduce import elastic
 from ringreduce.elastic.lateness import Late
-from ringreduce.errors import InvalidArgument
+from ringreduce.errors import Expelled, InvalidArgument
 
 
 def steps_agree(world: elastic.World, me: Rank) -> None:
@@ -139,7 +139,7 @@ def declares_a_class(me: Rank) -> None:
         world.state(net=nn.Linear)
     assert world.state(net=nn.Linear(2, 2), step=0).step == 0
     world.leave()
-    with pytest.raises(InvalidArgument, match=r"state: this process has called leave\(\)"):
+    with pytest.raises(InvalidArgument, match="state: this process has left the world"):
         world.state(step=0)
 
 
@@ -221,3 +221,130 @@ def test_a_spare_replaces_a_member_that_was_stopped() -> None:
         ranks.reports(but=(2,))
         ranks.signal(0, signal.SIGSTOP)
         assert ranks.results(but=(0,)) == [2, 2]
+
+
+class Interrupt(Exception):
+    """What a signal handler raises, such as that for Ctrl-C."""
+
+
+def votes_in_vain(me: Rank, after: bool) -> tuple[str, int]:
+    """A vote of rank 1 is interrupted, before it can complete or after the others have got its outcome."""
+    world = start(me, 3)
+    done = 0
+    for _ in range(2):
+        world.attempt(lambda: dist.all_reduce(torch.ones(1)))
+        done += 1
+    vote = world._vote
+
+    def interrupted(step: int, durable: bool) -> bool:
+        if after:
+            vote(step, durable)
+        raise Interrupt
+
+    interrupts = [interrupted]
+    try:
+        while done < 5:
+            if me.rank == 1 and done == 2 and interrupts:
+                world._vote = interrupts.pop()  # type: ignore[method-assign]
+            with contextlib.suppress(Interrupt):
+                most = world.attempt(lambda done=done: maximum(torch.tensor([done])))  # type: ignore[misc]
+                assert most == done
+                done += 1
+            world._vote = vote  # type: ignore[method-assign]
+    except Expelled as error:
+        return str(error), world.size
+    world.leave()
+    return "", world.size
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_an_error_that_interrupts_a_vote(after: bool) -> None:
+    """If the others have completed the step, the interrupted member is out: its program does not know of the step."""
+    found = run(votes_in_vain, 3, after)
+    if after:
+        assert "while step 3 was voted on, and the others have completed the step" in found.pop(1)[0]
+        assert found == [("", 2)] * 2
+    else:
+        assert found == [("", 3)] * 3
+
+
+def is_interrupted_in_a_change(me: Rank) -> int:
+    world = start(me, 3)
+    world.attempt(lambda: dist.all_reduce(torch.ones(1)))
+    if me.rank == 2:
+        world.leave()
+        return 0
+
+    def interrupted() -> None:
+        raise Interrupt
+
+    if me.rank == 1:
+        world._make_group = interrupted  # type: ignore[method-assign]
+        with pytest.raises(Interrupt):
+            steps_agree(world, me)
+        with pytest.raises(InvalidArgument, match=r"has left the world, by leave\(\) or because an error"):
+            world.attempt(int)
+        return 0
+    steps_agree(world, me)
+    with pytest.raises(Interrupt):
+        world.attempt(fails_without_a_group)
+    return world.size
+
+
+def fails_without_a_group() -> None:
+    dist.destroy_process_group()
+    raise Interrupt
+
+
+def test_an_error_that_interrupts_a_change() -> None:
+    assert run(is_interrupted_in_a_change, 3) == [1, 0, 0]
+
+
+def nests(me: Rank) -> None:
+    world = start(me, 2)
+    world.state(step=0)
+    for call in (world.commit, lambda: world.attempt(int)):
+        with pytest.raises(InvalidArgument, match="the function that attempt calls must not call it"):
+            world.attempt(call)  # type: ignore[arg-type]
+        steps_agree(world, me)
+    world.leave()
+
+
+def test_attempts_and_commits_within_an_attempt() -> None:
+    run(nests, 2)
+
+
+def hides_the_failure(me: Rank) -> int:
+    """An error of the program's own that a failure of the group has caused ends no member."""
+    world = start(me, 3)
+    tries = 0
+
+    def step() -> None:
+        nonlocal tries
+        tries += 1
+        if me.rank == 2 and tries == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            dist.all_reduce(torch.ones(1))
+        except RuntimeError:
+            raise KeyError("something else") from None
+
+    world.attempt(step)
+    world.leave()
+    return tries
+
+
+def test_an_error_of_the_programs_own_because_of_a_lost_member() -> None:
+    with Ranks(hides_the_failure, 3) as ranks:
+        assert ranks.results(but=(2,)) == [2, 2]
+
+
+def is_as_impatient_as_its_rank(me: Rank) -> None:
+    with pytest.raises(
+        InvalidArgument, match=r"start: patience is \d here and \d on rank \d; give all processes the same"
+    ):
+        start(me, 2, patience=1.0 + me.rank)
+
+
+def test_different_patience() -> None:
+    run(is_as_impatient_as_its_rank, 2)

@@ -142,7 +142,7 @@ def leaves(me: Rank) -> list[str]:
 
 
 def test_what_is_called_after_leave_says_so() -> None:
-    assert all("this process has called leave()" in text for text in run(leaves, 1)[0])
+    assert all("this process has left the world, by leave()" in text for text in run(leaves, 1)[0])
 
 
 @pytest.mark.parametrize(

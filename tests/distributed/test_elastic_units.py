@@ -36,6 +36,7 @@ def train(me: Rank, hosts: str, size: int) -> Any:
         )
     except elastic.Over:
         return "over"
+    assert world.rank % UNIT == me.rank % UNIT
     state = world.state(step=0, shard=torch.zeros(3), together=0)
     sizes = [world.size]
     world.on_change(lambda world: sizes.append(world.size))
