@@ -41,13 +41,14 @@ from ringreduce.config import (
     slot_bytes_for,
 )
 from ringreduce.errors import RingReduceError, SystemFailure, TopologyError
+from ringreduce.membership.key_store import KeyStore
 from ringreduce.membership.ledger import Ledger, ledger_bytes
 from ringreduce.memory import open_arena, share_allocations
 from ringreduce.ready import agreed, place_of
 from ringreduce.rendezvous.card import Card, prepared
 from ringreduce.rendezvous.host import Decide, meet
 from ringreduce.rendezvous.store import passed
-from ringreduce.survivors import KeyStore, Lineage, Survivors, found_in, known_ends, shrinking, use_instead
+from ringreduce.survivors import Lineage, Survivors, found_in, known_ends, shrinking, use_instead
 
 if TYPE_CHECKING:
     from ringreduce import host_links

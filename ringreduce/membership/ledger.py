@@ -120,8 +120,8 @@ class Ledger:
         begin: int = FIRST + self._free.add(size)
         if begin + size > len(self._memory):
             raise SystemFailure(
-                f"the group's ledger of {len(self._memory)} bytes is full: too many changes of membership, durable "
-                "commits or groups made of its ranks; make a new group"
+                f"the ledger of {len(self._memory)} bytes is full: too many changes of membership, durable commits or "
+                "groups made of its ranks; make a new group, or start all processes of a world again"
             )
         return begin
 
