@@ -42,7 +42,7 @@ BYTES, BYTES_BY_RANK = 4 << 20, 64 << 10
 
 
 def ledger_bytes(ranks: int) -> int:
-    """The size of the ledger of `ranks` ranks. For each rank, a round takes about 0.1 KB and making a group 1 KB."""
+    """The size of the ledger of `ranks` ranks. For each rank, a round takes about 0.2 KB and making a group 1 KB."""
     return BYTES + BYTES_BY_RANK * ranks
 
 
