@@ -41,21 +41,22 @@ from ringreduce.config import (
     slot_bytes_for,
 )
 from ringreduce.errors import RingReduceError, SystemFailure, TopologyError
+from ringreduce.membership.key_store import KeyStore
 from ringreduce.membership.ledger import Ledger, ledger_bytes
 from ringreduce.memory import open_arena, share_allocations
 from ringreduce.ready import agreed, place_of
 from ringreduce.rendezvous.card import Card, prepared
 from ringreduce.rendezvous.host import Decide, meet
 from ringreduce.rendezvous.store import passed
-from ringreduce.survivors import KeyStore, Lineage, Survivors, found_in, known_ends, shrinking, use_instead
+from ringreduce.survivors import Lineage, Survivors, found_in, known_ends, shrinking, use_instead
 
 if TYPE_CHECKING:
     from ringreduce import host_links
     from ringreduce.host_links import Wire
     from ringreduce.topology.group_plans import GroupTopology
 
-Family = tuple[Lineage, list[str]]
-"""What a group is shrunk from, and what its ranks are called there."""
+Family = tuple[Lineage, list[int]]
+"""What a group is shrunk from, and the ranks that its ranks had in the first group there."""
 
 ANY_SIZE = 2**64 - 1
 LONGEST_TIMEOUT = 7 * 24 * 3600.0
@@ -261,7 +262,7 @@ def _make_with_memory(
         )
     geometry = geometry_for(size, options, decision.channels)
     ledger = None if links else Ledger(meeting.memfd, _ledger_at(geometry), ledger_bytes(size))
-    lineage = Lineage(rank, size, ledger or store, f"{meeting.exchange.prefix}/survivors")
+    lineage = Lineage(rank, meeting.names, ledger or store, f"{meeting.exchange.prefix}/survivors")
     fetch = bool(meeting.threads)
     ranks_here = size - sum(links.elsewhere) if links else size
     slicing = slicing_for(options, slot_bytes, fetch)
@@ -324,7 +325,7 @@ def _make_over_gloo(
         channels=max(options.channels, decision.channels),
         settings=settings(
             decision,
-            Lineage(rank, size, roster.store),
+            Lineage(rank, roster.names, roster.store),
             least_slice_bytes=options.least_slice_bytes or LEAST_SLICE_GLOO,
             most_slice_bytes=MOST_SLICE_GLOO,
         ),
@@ -345,9 +346,8 @@ def _settings(
     links: host_links.Links | None = None,
     **of_transport: Any,
 ) -> _C.Settings:
-    lineage, names = family or (lineage, [str(r) for r in range(len(global_ranks))])
     number = next(_numbers)
-    survivors = Survivors(number, lineage, names)
+    survivors = Survivors(number, *(family or (lineage, list(range(len(global_ranks))))))
     between_gpus = decision.topology if options.topo_file else None  # else it is about cores
     return _C.Settings(
         name=name,
@@ -401,7 +401,7 @@ def _regroup(
     if why == "split":
         with known_ends(group, ranks):
             return make(PrefixStore(part, store), timeout=timeout, options=options)
-    family = (survivors.lineage, [survivors.names[r] for r in ranks])
+    family = (survivors.lineage, [survivors.first_ranks[r] for r in ranks])
     with shrinking(group, survivors, ranks, timeout.total_seconds()) as place:
         smaller = make(place, timeout=timeout, options=options, family=family)
     if isinstance(place, KeyStore):

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
+import re
 import threading
-import time
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -25,14 +25,18 @@ from torch._C._distributed_c10d import PrefixStore, Store, _ProcessGroupWrapper
 
 from ringreduce._C import ProcessGroupRing
 from ringreduce.errors import CollectiveTimeout, PeerLost
+from ringreduce.membership.key_store import KeyStore
 from ringreduce.membership.ledger import Ledger
 from ringreduce.rendezvous import store
 
 if TYPE_CHECKING:
-    from ringreduce.membership.directory import Directory, Values
+    from ringreduce.membership.directory import Directory
+    from ringreduce.membership.protocol import View
     from ringreduce.membership.rounds import Membership
 
 DEVICES = (torch.device("cpu"), torch.device("cuda"))
+RANKS = re.compile(r"\branks? (\d+(?:, \d+)*)(?: \([^()]*, pid \d+\))?")
+"""How errors name ranks of a group that is being made."""
 
 _living: WeakValueDictionary[int, Survivors] = WeakValueDictionary()
 
@@ -41,7 +45,7 @@ class Agreement(NamedTuple):
     """What all survivors of a group have agreed on. Ranks are ranks in that group."""
 
     round: int
-    """The number of agreements so far, over all groups that were shrunk from one another."""
+    """The epoch that begins. Every call of `agree` and every `shrink_group` begins at least one."""
     ranks: list[int]
     """The survivors in ascending order: the ranks that live and have called `agree`."""
     lost: list[int]
@@ -49,13 +53,32 @@ class Agreement(NamedTuple):
 
 
 class Lineage:
-    """A group and the smaller ones made from it: one chain of views. A member's name is its rank in the first group."""
+    """A group and the smaller ones made from it: one chain of views.
 
-    def __init__(self, rank: int, size: int, source: Store | Ledger, prefix: str = "") -> None:
-        """`source`: where the ranks meet after their group has failed, a ledger or a store. `prefix`: of the keys."""
-        self._rank, self._size, self._source, self._prefix = rank, size, source, prefix
+    A member's address is JSON: the ranks in the first group that it wants to leave out of the next one. It is null if
+    the member has called `agree`.
+    """
+
+    def __init__(
+        self, rank: int, processes: Sequence[tuple[str, int]], source: Store | Ledger, prefix: str = ""
+    ) -> None:
+        """`processes`: host and pid of all ranks of the first group.
+
+        `source`: where the ranks meet after their group has failed, a ledger or a store. `prefix`: of the keys.
+        """
+        self.rank, self.processes, self._source, self._prefix = rank, processes, source, prefix
         self.lock = threading.Lock()
         """To be held while `membership` is used."""
+
+    def call(self, rank: int, first_rank: int) -> str:
+        """How messages name a rank that was `first_rank` in the first group."""
+        host, pid = self.processes[first_rank]
+        return f"rank {rank} ({host}, pid {pid})"
+
+    @functools.cached_property
+    def names(self) -> list[str]:
+        """The members' names, by their ranks in the first group."""
+        return [self.call(rank, rank) for rank in range(len(self.processes))]
 
     @functools.cached_property
     def membership(self) -> Membership:
@@ -68,7 +91,9 @@ class Lineage:
         directory: Directory = (
             source if isinstance(source, Ledger) else Under(Bounded(source), f"{self._prefix}/members/")
         )
-        return Membership(directory, str(self._rank), View(0, tuple(Member(str(r)) for r in range(self._size))))
+        first = View(0, tuple(map(Member, self.names)))
+        advice = "it cannot come back into a group that was shrunk"
+        return Membership(directory, self.names[self.rank], first, advice=advice)
 
     def place(self, epoch: int) -> Store:
         """The store in which the group of the view of `epoch` is made. On one host it needs no other process."""
@@ -80,31 +105,46 @@ class Lineage:
 class Survivors:
     """The survivors of one group, as this rank sees them."""
 
-    def __init__(self, number: int, lineage: Lineage, names: list[str]) -> None:
-        """`number`: the group's number in this process. `names`: the names of its ranks in the lineage."""
-        self.lineage, self.names = lineage, names
+    def __init__(self, number: int, lineage: Lineage, first_ranks: list[int]) -> None:
+        """`number`: the group's number in this process. `first_ranks`: its ranks, as ranks of the first group."""
+        self.lineage, self.first_ranks = lineage, first_ranks
         _living[number] = self
 
-    def agree(self, group: ProcessGroupRing, silent_after: float, without: Sequence[int] = ()) -> Agreement:
-        """Agrees with the other survivors on who they are. `without`: ranks that this one wants to exclude.
+    def agree(self, group: ProcessGroupRing, silent_after: float) -> Agreement:
+        """Agrees with the other survivors on who they are.
 
         Waits for every living rank, and gives up those that have not called within `silent_after` seconds. Raises
         `Expelled` if the others have given up this rank, and `SystemFailure` if the directory is out of reach.
         """
+        return self.agreement(self.leave(group, silent_after, None))
+
+    def leave(self, group: ProcessGroupRing, silent_after: float, wanted: list[int] | None) -> View:
+        """The next view, which `agree` describes. `wanted`: the ranks to make a group of; None: only agrees."""
         from ringreduce.membership.protocol import Report
 
-        report = Report(without=tuple(self.names[rank] for rank in without))
+        names, kept = self.lineage.names, {self.first_ranks[rank] for rank in wanted or []}
+        left_out = None if wanted is None else [rank for rank in range(len(names)) if rank not in kept]
+        report = Report(without=tuple(names[rank] for rank in left_out or []), address=json.dumps(left_out))
         with self.lineage.lock:
-            view = self.lineage.membership.leave(report, lambda: self.ended(group), silent_after)
-        ranks = [rank for rank, name in enumerate(self.names) if name in view.names]
-        return Agreement(view.epoch, ranks, [rank for rank in range(len(self.names)) if rank not in ranks])
+            return self.lineage.membership.leave(report, lambda: self.ended(group), silent_after)
+
+    def agreement(self, view: View) -> Agreement:
+        """What a view says about the ranks of this group."""
+        names = [self.lineage.names[rank] for rank in self.first_ranks]
+        ranks = [rank for rank, name in enumerate(names) if name in view.names]
+        return Agreement(view.epoch, ranks, [rank for rank in range(len(names)) if rank not in ranks])
 
     def ended(self, group: ProcessGroupRing) -> list[str]:
         """The names of the ranks that the group knows to have ended.
 
         A rank that has only destroyed the group is not among them, since it may be in a later one.
         """
-        return [self.names[rank] for rank in group.ended()]
+        return [self.lineage.names[self.first_ranks[rank]] for rank in group.ended()]
+
+    def call(self, ranks: Sequence[int]) -> str:
+        """How messages name ranks of this group."""
+        each = ", ".join(self.lineage.call(rank, self.first_ranks[rank]) for rank in ranks)
+        return each if len(ranks) == 1 else f"ranks {each.replace('rank ', '')}"
 
 
 def survivors_of(group: ProcessGroupRing) -> Survivors:
@@ -116,20 +156,51 @@ def survivors_of(group: ProcessGroupRing) -> Survivors:
 def shrinking(group: ProcessGroupRing, survivors: Survivors, wanted: list[int], timeout: float) -> Iterator[Store]:
     """Yields the store in which the ranks `wanted` can make their group, once all of them have agreed to.
 
-    Raises `PeerLost` on all of them if another rank is lost or excluded, too. `timeout` is in seconds.
+    Raises `PeerLost` on all of them unless the lists of all of them are what the survivors agree on. Waits for ranks
+    that have called `agree` until they shrink the group, too. `timeout` is in seconds.
     """
-    without = [rank for rank in range(len(survivors.names)) if rank not in wanted]
-    agreed = survivors.agree(group, timeout, without)
-    if agreed.ranks != wanted:
-        also = sorted(set(agreed.lost) - set(without))
-        raise PeerLost(
-            f"shrink: the ranks to exclude are {without}, and rank{'s' * (len(also) > 1)} "
-            f"{', '.join(map(str, also))} lost or excluded by others; the survivors agree on {agreed.lost}: shrink "
-            "with these",
-            also[0],
-        )
-    with known_ends(group, wanted):
-        yield survivors.lineage.place(agreed.round)
+    while True:
+        view = survivors.leave(group, timeout, wanted)
+        _raise_if_lists_differ(survivors, view)
+        if all(json.loads(member.address) is not None for member in view.members):
+            break  # else some ranks have only called `agree`, and shrink the group in a later round
+    with known_ends(group, wanted), _ranks_before(survivors, wanted):
+        yield survivors.lineage.place(view.epoch)
+
+
+def _raise_if_lists_differ(survivors: Survivors, view: View) -> None:
+    """Raises `PeerLost` unless every survivor that shrinks the group excludes all lost ranks.
+
+    The view alone decides this, so all survivors do the same. A survivor cannot exclude more ranks than are lost.
+    """
+    names, agreed = survivors.lineage.names, survivors.agreement(view)
+    lost = {rank for rank, name in enumerate(names) if name not in view.names}
+    lists = [json.loads(member.address) for member in view.members]
+    unlisted = [lost.difference(lost if each is None else each) for each in lists]
+    if not any(unlisted):
+        return
+    also = [rank for rank in agreed.lost if survivors.first_ranks[rank] in set().union(*unlisted)]
+    lacking = [rank for rank, each in zip(agreed.ranks, unlisted, strict=True) if each]
+    this = survivors.first_ranks.index(survivors.lineage.rank)
+    raise PeerLost(
+        f"shrink: {'this rank' if this in lacking else survivors.call(lacking[:1])} does not exclude "
+        f"{survivors.call(also) if also else 'a rank of an earlier group'}, which others exclude or know to be lost; "
+        f"the survivors agree on {agreed.lost}: shrink with these",
+        also[0] if also else -1,
+    )
+
+
+@contextlib.contextmanager
+def _ranks_before(survivors: Survivors, wanted: list[int]) -> Iterator[None]:
+    """Lets errors of making the group of the ranks `wanted` name ranks of the group that is shrunk."""
+    try:
+        yield
+    except (PeerLost, CollectiveTimeout) as error:
+        text = RANKS.sub(lambda found: survivors.call([wanted[int(rank)] for rank in found[1].split(", ")]), str(error))
+        error.args = (f"shrink: {text}",)
+        if error.culprit >= 0:
+            error.culprit = wanted[error.culprit]
+        raise
 
 
 @contextlib.contextmanager
@@ -166,72 +237,3 @@ def use_instead(place: KeyStore, group: ProcessGroupRing) -> None:
     for process_group, (backend, _) in list(groups.items()):
         if found_in(process_group) is group:
             groups[process_group] = backend, place
-
-
-class KeyStore(Store):
-    """A store of torch whose values are kept elsewhere, such as in a ledger or in etcd. Thread-safe."""
-
-    def __init__(self, values: Values, prefix: str) -> None:
-        """`prefix`: what all keys of this store begin with in `values`."""
-        super().__init__()
-        self._values, self._prefix, self._seconds = values, prefix, 300.0
-
-    def clone(self) -> KeyStore:  # torch asks for a copy that several threads can use, as they can this one
-        return self
-
-    def directory(self, name: str) -> Directory:
-        """A directory in the same place, with keys of its own."""
-        from ringreduce.membership.directory import Under
-
-        return Under(self._values, f"{self._prefix}{name}/")
-
-    def set(self, key: str, value: str | bytes) -> None:
-        self._values.set(self._prefix + key, value)
-
-    def get(self, key: str) -> bytes:
-        """Waits for the key. Raises `CollectiveTimeout` if it does not come within the store's timeout."""
-        while (value := self.value(key)) is None:
-            self.wait([key])
-        return value
-
-    def value(self, key: str) -> bytes | None:
-        """The value that is there now; None: none. Does not wait."""
-        return self._values.value(self._prefix + key)
-
-    def add(self, key: str, value: int) -> int:
-        return self._values.add(self._prefix + key, value)
-
-    def check(self, keys: list[str]) -> bool:
-        return self._values.check([self._prefix + key for key in keys])
-
-    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        expected, desired = (
-            each.decode() if isinstance(each, bytes) else each for each in (expected_value, desired_value)
-        )
-        found = self._values.compare_set(self._prefix + key, expected, desired)
-        if found or not expected:
-            return found.encode()
-        now = self.value(key)  # another process may have set it; if not, torch's stores return the expected value
-        return expected.encode() if now is None else now
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [self.get(key) for key in keys]
-
-    def num_keys(self) -> int:
-        return sum(key.startswith(self._prefix) for key in self._values.names())
-
-    def delete_key(self, key: str) -> bool:
-        """Deletes nothing and returns False: a ledger cannot, and nobody needs it."""
-        return False
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._seconds = timeout.total_seconds()
-
-    def wait(self, keys: list[str], timeout: Any = None) -> None:
-        began = time.monotonic()
-        seconds = timeout.total_seconds() if timeout is not None else self._seconds
-        while not self.check(keys):
-            waited = time.monotonic() - began
-            if waited > seconds:
-                raise CollectiveTimeout(f"the store: not all of {keys} came within {seconds:.1f} s")
-            time.sleep(min(max(waited / 4, 0.0002), 0.02))

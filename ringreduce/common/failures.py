@@ -68,7 +68,7 @@ class TopologyError(RingReduceError):
 
 
 class Expelled(RingReduceError):
-    """The other members of a changing group went on without this process; it may join again as a new one."""
+    """The other members of a changing group went on without this process; a world lets in a new one."""
 
 
 class TooFewRanks(RingReduceError):

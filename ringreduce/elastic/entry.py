@@ -23,9 +23,9 @@ from ringreduce.elastic.world import Settings, World, founded, joined
 from ringreduce.errors import InvalidArgument, SystemFailure, TooFewRanks
 from ringreduce.group_links import links_of
 from ringreduce.membership.directory import Bounded, Values
+from ringreduce.membership.key_store import KeyStore
 from ringreduce.membership.protocol import View
 from ringreduce.ready import ready_for_a_group
-from ringreduce.survivors import KeyStore
 
 SLACK = 5.0
 """Seconds that a joiner waits longer than the members may need to notice that one of them has stopped."""

@@ -18,11 +18,11 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from ringreduce.elastic.lobby import Lobby
 from ringreduce.elastic.watch import has_ended
 from ringreduce.membership.directory import Directory
+from ringreduce.membership.key_store import KeyStore
 from ringreduce.membership.ledger import Ledger
 from ringreduce.membership.protocol import Member, View
 from ringreduce.rendezvous import store as rendezvous
 from ringreduce.rendezvous.card import Prepared, Ready
-from ringreduce.survivors import KeyStore
 
 LEDGER_BYTES = 256 << 20
 """Of the ledger of a world on one host. Unwritten pages take no memory; a change takes some 10 KB with 8 ranks."""

@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 
 from ringreduce.common.failures import CollectiveTimeout
 from ringreduce.elastic.watch import has_ended
+from ringreduce.membership.key_store import KeyStore
 from ringreduce.membership.protocol import Member, View
-from ringreduce.survivors import KeyStore
 
 OVER_AFTER = 1.0
 """A waiting process believes that all members are gone if two looks, so many seconds apart, say so."""

@@ -22,7 +22,7 @@ Answer = TypeVar("Answer")
 UNANSWERED = 10.0
 """Seconds that a request to a store of torch may take in `Bounded`."""
 NOTHING = "ringreduce: nothing is here"
-"""A text that no value has. A store that has no value answers a compare-and-set with the expected text, so this one."""
+"""No value equals it. `value_of` compares with it, since a store without a value answers with the expected text."""
 PARTS = 10
 """The time is waited for in so many parts. If this process is suspended meanwhile, that uses up one part at most."""
 
@@ -41,7 +41,7 @@ class Directory(Protocol):
 
 
 class Values(Directory, Protocol):
-    """A directory with the further requests of which `survivors.KeyStore` makes a store of torch."""
+    """A directory with the further requests of which `key_store` makes a store of torch."""
 
     def value(self, key: str) -> bytes | None:
         """The value under a key; None: there is none."""

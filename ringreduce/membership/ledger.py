@@ -42,7 +42,7 @@ BYTES, BYTES_BY_RANK = 4 << 20, 64 << 10
 
 
 def ledger_bytes(ranks: int) -> int:
-    """The size of the ledger of `ranks` ranks. For each rank, a round takes about 0.1 KB and making a group 1 KB."""
+    """The size of the ledger of `ranks` ranks. For each rank, a round takes about 0.2 KB and making a group 1 KB."""
     return BYTES + BYTES_BY_RANK * ranks
 
 
@@ -120,8 +120,8 @@ class Ledger:
         begin: int = FIRST + self._free.add(size)
         if begin + size > len(self._memory):
             raise SystemFailure(
-                f"the group's ledger of {len(self._memory)} bytes is full: too many changes of membership, durable "
-                "commits or groups made of its ranks; make a new group"
+                f"the ledger of {len(self._memory)} bytes is full: too many changes of membership, durable commits or "
+                "groups made of its ranks; make a new group, or start all processes of a world again"
             )
         return begin
 

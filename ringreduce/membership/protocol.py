@@ -31,7 +31,7 @@ for it, and so has all that it needs to go on after k. If any survivor reports k
 go on after k. A durable step must survive even the death of every member that committed it. It is written into the log
 itself (`Commit`) by a compare-and-set, which fails once the round has ended.
 
-A line also carries the member's address: what others need to make a group with it. Nothing here looks into it.
+A line also carries the member's address: what others must know to make a group with it. Nothing here looks into it.
 
 A request may be lost, be carried out without an answer, or be carried out twice, so all requests can be repeated. Only
 the first line of a member counts as its report, and naming a member as lost twice is the same as naming it once.
@@ -55,7 +55,7 @@ class Member:
     name: str
     """Unique for all time: no other process has it, and a lost process that joins again takes another one."""
     address: str = ""
-    """What others need to reach the member; this module does not look into it."""
+    """What others must know to make a group with the member; this module does not look into it."""
 
 
 @dataclass(frozen=True)
@@ -309,13 +309,30 @@ def obey(state: State, decided: View) -> tuple[State, tuple[Effect, ...]]:
 
 
 @dataclass(frozen=True)
+class Cause:
+    """Why a member is lost."""
+
+    by: str
+    """The member whose line says so."""
+    named: str
+    """The member that the line names: the lost one itself, or another one of its unit."""
+    silent: bool
+    """Whether it was lost because it had not reported."""
+
+
+@dataclass(frozen=True)
 class Round:
     """What a log says, up to the line that ends the round."""
 
     reports: dict[str, Report]
     """The reports so far, by member name."""
-    lost: frozenset[str]
-    """The names of members that are named as lost, with their units."""
+    causes: dict[str, Cause]
+    """Why members are lost, by the names of those that are named as lost and of the others of their units."""
+
+    @functools.cached_property
+    def lost(self) -> frozenset[str]:
+        """The names of members that are named as lost, with their units."""
+        return frozenset(self.causes)
 
     def missing(self, view: View) -> list[str]:
         """The members that have neither reported nor are named as lost, in the view's order."""
@@ -328,17 +345,20 @@ def read(view: View, log: str) -> Round:
     Lines of processes that are not in the view do not count. A process that was expelled may still write some.
     """
     reports: dict[str, Report] = {}
-    lost: set[str] = set()
+    lost: dict[str, Cause] = {}
     for line in log.splitlines()[_step_in(log) > 0 :]:
         name, *said = json.loads(line)
         if name in lost or name not in view.names:
             continue
         report = Report.load(said)
         reports.setdefault(name, report)
-        lost |= view.with_units([*report.without, *(each for each in report.silent if each not in reports)])
+        silent = [each for each in report.silent if each not in reports]
+        for named in (*report.without, *silent):
+            for each in view.with_units([named]):
+                lost.setdefault(each, Cause(name, named, named not in report.without))
         if all(each in reports or each in lost for each in view.names):
             break
-    return Round(reports, frozenset(lost))
+    return Round(reports, lost)
 
 
 def successor(view: View, log: str) -> View | None:

@@ -46,14 +46,23 @@ def nobody() -> list[str]:
 class Membership:
     """This process's membership in a changing group. Only one thread may use it at a time."""
 
-    def __init__(self, directory: Directory, me: str, view: View, patience: float = PATIENCE) -> None:
+    def __init__(
+        self,
+        directory: Directory,
+        me: str,
+        view: View,
+        patience: float = PATIENCE,
+        advice: str = "start it anew to join again",
+    ) -> None:
         """`view`: the first view, or the one that let this process in; the same on all its members.
 
         `me`: this process's name in it. `patience`: the seconds for which the directory may be out of reach before
-        calls raise `SystemFailure`.
+        calls raise `SystemFailure`. `advice`: what `Expelled` says can be done.
         """
-        self.directory, self.patience = directory, patience
+        self.directory, self.patience, self._advice = directory, patience, advice
         self._state = State(me, view)
+        self._expelled = ""
+        """Why this process was expelled."""
 
     @property
     def view(self) -> View:
@@ -79,7 +88,7 @@ class Membership:
         began = time.monotonic()
         me = self._state.me
         if me not in self.view.names:
-            return self._view_of(protocol.Expelled(self.view))
+            raise Expelled(self._expelled)
         without = [name for name in (*report.without, *lost()) if name != me]
         done = self._carry_out(Leave(replace(report, without=tuple(without), silent=(*report.silent, *silent()))))
         while done is None:
@@ -120,12 +129,20 @@ class Membership:
     def _view_of(self, done: Effect) -> View:
         if isinstance(done, Entered):
             return done.view
-        view = self._state.view
-        unit = f", or one of its unit of {view.unit} members is lost" if view.unit > 1 else ""
-        raise Expelled(
-            f"the other members went on without {self._state.me} in epoch {view.epoch}: they were told to, or had "
-            f"waited for it in vain{unit}; start it anew to join again"
-        )
+        raise Expelled(self._expelled)
+
+    def _why(self, view: View, log: str) -> str:
+        """Why the log of the view's epoch expels this process."""
+        me = self._state.me
+        cause = protocol.read(view, log).causes[me]
+        it = "it" if cause.named == me else f"{cause.named} of its unit"
+        if cause.by == cause.named:
+            why = f"{it} had left"
+        elif cause.silent:
+            why = f"{it} had not reported when {cause.by} gave it up"
+        else:
+            why = f"{cause.by} excluded {it}, or took its process for dead"
+        return f"the other members went on without {me} in epoch {view.epoch + 1}: {why}; {self._advice}"
 
     def _carry_out(self, event: protocol.Event) -> Effect | None:
         """Gives `event` to the protocol and carries out its requests. Returns its decision; None if it has none yet."""
@@ -134,8 +151,10 @@ class Membership:
             effect = effects[0]
             if not isinstance(effect, protocol.Request):
                 return effect
-            answer = Answer(effect.key, self._ask(effect))
+            view, answer = self.view, Answer(effect.key, self._ask(effect))
             self._state, effects = protocol.step(self._state, answer)
+            if effects and isinstance(effects[0], protocol.Expelled):
+                self._expelled = self._why(view, answer.value)
         return None
 
     def _ask(self, request: protocol.Request) -> str:

@@ -39,10 +39,10 @@ from ringreduce import backend, elastic, host_links
 from ringreduce.elastic import watch
 from ringreduce.errors import CollectiveTimeout, Expelled, PeerLost
 from ringreduce.membership.directory import Under
+from ringreduce.membership.key_store import KeyStore
 from ringreduce.membership.ledger import Ledger
 from ringreduce.membership.rounds import Membership
 from ringreduce.rendezvous import host, links, store
-from ringreduce.survivors import KeyStore
 
 SIZE, FIRST, STEPS = 4, 3, 12
 DIES_IN, NOTICED = 4, 2.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import time
 from typing import Any
@@ -16,7 +17,7 @@ from distributed.harness import Rank, Ranks, run
 import ringreduce
 from ringreduce import survivors
 from ringreduce.api import backend_of
-from ringreduce.errors import Expelled, InvalidArgument, PeerLost, RingReduceError
+from ringreduce.errors import CollectiveTimeout, Expelled, InvalidArgument, PeerLost, RingReduceError
 from ringreduce.membership import rounds
 
 ABORT = 1
@@ -134,6 +135,78 @@ def test_who_does_not_know_of_a_death_is_told() -> None:
             assert culprit == 3 and "the survivors agree on [1, 3]" in text
 
 
+def differ(me: Rank, hosts: str) -> Any:
+    """Rank 1 is dead. Rank 0 wants to exclude rank 3, too, and rank 2 does not."""
+    with me.join(options=place(me, hosts), timeout=20.0):
+        dist.barrier()
+        me.report("in the loop")
+        fails(1)
+        began = time.monotonic()
+        with pytest.raises(Expelled if me.rank == 3 else PeerLost) as error:
+            dist.shrink_group([1, 3] if me.rank == 0 else [1], shrink_flags=ABORT)
+        if me.rank != 3:
+            dist.shrink_group(ringreduce.agree().lost, shrink_flags=ABORT)
+            goes_on([0, 2], me)
+        assert time.monotonic() - began < 10  # nobody has waited for others in vain
+        return error.value.culprit, str(error.value)
+
+
+@pytest.mark.parametrize("hosts", HOSTS[:2])
+def test_lists_that_differ_are_an_error_on_all_survivors(hosts: str) -> None:
+    with Ranks(differ, 4, hosts) as ranks:
+        ranks.reports()
+        ranks.signal(1, signal.SIGKILL)
+        of_0, of_2, of_3 = ranks.results(but=(1,))
+        assert of_0[0] == of_2[0] == 3
+        assert re.search(r"rank 2 \(.*\) does not exclude rank 3 \(.*the survivors agree on \[1, 3\]", of_0[1])
+        assert re.search(r"this rank does not exclude rank 3 \(.*the survivors agree on \[1, 3\]", of_2[1])
+        assert re.search(r"without rank 3 \(.*: rank 0 \(.*, pid \d+\) excluded it", of_3[1])
+
+
+def one_agrees_first(me: Rank) -> None:
+    with me.join():
+        dist.barrier()
+        me.report("in the loop")
+        fails(1)
+        if me.rank == 0:
+            assert ringreduce.agree().lost == [1]
+            time.sleep(0.3)
+        dist.shrink_group([1], shrink_flags=ABORT)
+        goes_on([0, 2], me)
+
+
+def test_who_shrinks_waits_for_who_agrees_first() -> None:
+    with Ranks(one_agrees_first, 3) as ranks:
+        ranks.reports()
+        ranks.signal(1, signal.SIGKILL)
+        ranks.results(but=(1,))
+
+
+def fails_again(me: Rank, ends: bool) -> Any:
+    """Rank 0 is dead. Rank 2 ends or hangs when the others make a group with it."""
+    from ringreduce.rendezvous import store
+
+    with me.join(timeout=30.0 if ends else 2.0):
+        dist.barrier()
+        me.report("in the loop")
+        fails(0)
+        agreed = ringreduce.agree()
+        if me.rank == 2:
+            store.passed = lambda _: os.kill(os.getpid(), signal.SIGKILL) if ends else time.sleep(60)
+        with pytest.raises(PeerLost if ends else CollectiveTimeout) as error:
+            dist.shrink_group(agreed.lost, shrink_flags=ABORT)
+        return error.value.culprit, str(error.value)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_errors_of_shrinking_name_ranks_of_the_old_group(ends: bool) -> None:
+    with Ranks(fails_again, 4, ends) as ranks:
+        ranks.reports()
+        ranks.signal(0, signal.SIGKILL)
+        for culprit, text in ranks.results(but=(0, 2)):
+            assert culprit == 2 and text.startswith("shrink: making the group: rank 2 ("), text
+
+
 def come_back(me: Rank) -> str:
     with me.join(timeout=2.0):
         dist.barrier()
@@ -141,10 +214,9 @@ def come_back(me: Rank) -> str:
         fails(2)
         if me.rank == 2:  # stopped until now
             me.meet("gone on")
-            with pytest.raises(Expelled, match="went on without 2"):
-                ringreduce.agree()
-            with pytest.raises(Expelled):
-                ringreduce.agree()
+            for _ in range(2):
+                with pytest.raises(Expelled, match=r"it had not reported when rank [01] \(.*, pid .*cannot come back"):
+                    ringreduce.agree()
             return "expelled"
         agreed = ringreduce.agree(timeout=0.5)
         dist.shrink_group(agreed.lost, shrink_flags=ABORT)

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from ringreduce.elastic import lobby as lobbies
 from ringreduce.elastic.lobby import FORGOTTEN_AFTER, LOOK_FOR_JOINERS, SILENT, Lobby, Lookout
 from ringreduce.membership.directory import Bounded
+from ringreduce.membership.key_store import KeyStore
 from ringreduce.membership.protocol import Member
 from ringreduce.rendezvous import store as rendezvous
-from ringreduce.survivors import KeyStore
 
 ADDRESS = json.dumps(rendezvous.identity()._asdict())
 

@@ -18,10 +18,11 @@ import torch.distributed as dist
 
 from ringreduce.errors import Expelled, SystemFailure
 from ringreduce.membership.directory import Bounded, Directory, Under, value_of
+from ringreduce.membership.key_store import KeyStore
 from ringreduce.membership.ledger import FREE, Ledger
 from ringreduce.membership.protocol import Member, Report, View, place
 from ringreduce.membership.rounds import Membership
-from ringreduce.survivors import KeyStore, Lineage
+from ringreduce.survivors import Lineage
 
 SIZE = 4 << 20
 
@@ -141,8 +142,8 @@ def directories(request: pytest.FixtureRequest, memfd: int) -> list[Directory]:
     return [Ledger(memfd, 0, SIZE) for _ in range(4)]
 
 
-def rounds(directories: list[Directory]) -> list[Membership]:
-    first = View(0, tuple(Member(str(number)) for number in range(len(directories))))
+def rounds(directories: list[Directory], unit: int = 1) -> list[Membership]:
+    first = View(0, tuple(Member(str(number)) for number in range(len(directories))), unit=unit)
     return [Membership(directory, str(number), first) for number, directory in enumerate(directories)]
 
 
@@ -176,8 +177,19 @@ def test_who_is_silent_is_given_up_and_finds_out(directories: list[Directory]) -
     members = rounds(directories)
     views = leave(members[1:], [Report(), Report(), Report()], silent_after=0.3)
     assert views == [View(1, tuple(map(Member, "123")), 0, ("0",))] * 3
-    with pytest.raises(Expelled, match="went on without 0 in epoch 1"):
-        members[0].leave(Report(7))
+    for _ in range(2):
+        with pytest.raises(Expelled, match=r"without 0 in epoch 1: it had not reported when [123] gave it up; start"):
+            members[0].leave(Report(7))
+
+
+def test_who_is_excluded_is_told_by_whom(directories: list[Directory]) -> None:
+    members = rounds(directories, unit=2)
+    views = leave(members[2:], [Report(without=("1",)), Report()])
+    assert views == [View(1, tuple(map(Member, "23")), 0, ("0", "1"), unit=2)] * 2
+    with pytest.raises(Expelled, match="1 in epoch 1: 2 excluded it, or took its process for dead; start it anew"):
+        members[1].leave(Report())
+    with pytest.raises(Expelled, match="0 in epoch 1: 2 excluded 1 of its unit, or took its process"):
+        members[0].leave(Report())
 
 
 def test_others_go_on_without_a_member_that_resigns(directories: list[Directory]) -> None:
@@ -312,7 +324,7 @@ class Slow:
 
 def test_survivors_do_not_wait_for_a_store_that_answers_nothing() -> None:
     silent = threading.Event()
-    membership = Lineage(0, 1, Slow(dist.HashStore(), silent), "group").membership  # type: ignore[arg-type]
+    membership = Lineage(0, [("host", 1)], Slow(dist.HashStore(), silent), "group").membership  # type: ignore[arg-type]
     membership.patience, membership.directory._directory._seconds = 0.3, 0.2  # type: ignore[attr-defined]
     silent.set()
     with pytest.raises(SystemFailure, match="its directory has been out of reach"):
