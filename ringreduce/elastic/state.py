@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from ringreduce.errors import InvalidArgument
 
+PIECE = 64 << 20
+"""Bytes of a tensor that are broadcast at once. A rank that takes no state holds no more of it than this."""
 _PLAIN = (int, float, complex, str, bytes, type(None))  # bool is an int
 
 
@@ -29,39 +33,48 @@ class State:
             raise InvalidArgument(f"state: a part cannot be called {name!r}; choose another name")
         if isinstance(part, type):
             raise InvalidArgument(f"state: {name} is the class {part.__name__}; give an object")
-        if not hasattr(part, "state_dict"):
+        if isinstance(part, torch.nn.Module):
+            for key, tensor in part.state_dict().items():
+                _check_writable(f"{name}.{key}", tensor)
+        elif not hasattr(part, "state_dict"):
             _check_plain(name, part)
         super().__setattr__(name, part)
 
     def share(self, source: int, takes: bool) -> None:
         """Sends the state of rank `source` to all ranks of the default group. Called on all of them.
 
-        `takes`: whether this rank replaces its own state by it.
+        `takes`: whether this rank replaces its own state by it. It receives a tensor in place where it has one alike.
+        So if this call fails, its state may be part old and part new: it must not be a source, but may take again, from
+        any source. Objects are loaded, and parts replaced, once everything has come.
         """
-        tensors, shape = pytree.tree_flatten(self._dump())
-        plain = [None if isinstance(each, torch.Tensor) else each for each in tensors]
-        described = [(each.dtype, each.shape) if isinstance(each, torch.Tensor) else None for each in tensors]
-        told: list[Any] = [plain, described, shape]
+        sends = dist.get_rank() == source
+        mine = self._dump() if sends or takes else {}
+        told: list[Any] = [pytree.tree_map(_announced, mine) if sends else None]
         dist.broadcast_object_list(told, source)
-        plain, described, shape = told
-        values: list[Any] = []
-        for number, (value, tensor) in enumerate(zip(plain, described, strict=True)):
-            if tensor is None:
-                values.append(value)
-                continue
-            dtype, form = tensor
-            mine = torch.empty(form, dtype=dtype)
-            if dist.get_rank() == source:
-                mine.copy_(tensors[number].detach())
-            dist.broadcast(mine.reshape(-1).view(torch.uint8), source)  # whatever its dtype
-            values.append(mine)
-        if takes:
-            found = pytree.tree_unflatten(values, shape)
-            if set(found) != set(vars(self)):
-                raise InvalidArgument(
-                    f"state: its parts are {sorted(vars(self))} here and {sorted(found)} on the members; give the same"
-                )
+        (theirs,) = told
+        loads = takes and set(theirs) == set(mine)
+        own = dict(pytree.tree_leaves_with_path({name: mine[name] for name in mine if sends or self._is_filled(name)}))
+        filled: dict[int, int] = {}
+
+        def pass_on(path: pytree.KeyPath, leaf: Any) -> Any:
+            if not isinstance(leaf, _Announced):
+                return _placed(leaf, own.get(path)) if loads else leaf
+            if loads:
+                return _receive(leaf, own.get(path), source, filled)
+            return _broadcast(leaf, _bytes(own[path]) if sends else None, source)
+
+        found = pytree.tree_map_with_path(pass_on, theirs)
+        if loads:
             self._load(found)
+        elif takes:  # raised after the broadcasts, so that the other ranks complete theirs
+            raise InvalidArgument(
+                f"state: its parts are {sorted(mine)} here and {sorted(theirs)} on the members; give the same"
+            )
+
+    def _is_filled(self, name: str) -> bool:
+        """Whether a part is received in place. The `load_state_dict` of an unknown class may clear what it is given."""
+        part = vars(self)[name]
+        return isinstance(part, torch.nn.Module | torch.optim.Optimizer) or not hasattr(part, "state_dict")
 
     def _dump(self) -> Any:
         return {name: part.state_dict() if hasattr(part, "state_dict") else part for name, part in vars(self).items()}
@@ -71,10 +84,81 @@ class State:
             part: Any = getattr(self, name, None)
             if hasattr(part, "load_state_dict"):
                 part.load_state_dict(value)
-            elif isinstance(part, torch.Tensor) and part.shape == value.shape and part.dtype == value.dtype:
-                part.detach().copy_(value)  # the program may hold it under another name
             else:
                 setattr(self, name, value)
+
+
+@dataclass(frozen=True)
+class _Announced:
+    """Stands for a tensor whose values are sent later."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    address: int
+    """On the source, where tied weights have the same."""
+
+
+def _announced(leaf: Any) -> Any:
+    return _Announced(leaf.dtype, leaf.shape, leaf.data_ptr()) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _receive(sent: _Announced, own: Any, source: int, filled: dict[int, int]) -> torch.Tensor:
+    """Returns `own`, with the values, if it is alike; else a new tensor.
+
+    `filled`: what was received so far, as the address here and that on the source. Two names may share memory here and
+    not on the source: then the second one gets a new tensor.
+    """
+    alike = (
+        isinstance(own, torch.Tensor)
+        and (own.is_cpu and own.dtype == sent.dtype and own.shape == sent.shape)
+        and filled.setdefault(own.data_ptr(), sent.address) == sent.address
+    )
+    in_place = alike and own.is_contiguous() and not own.is_conj() and not own.is_neg()
+    into = own if in_place else torch.empty(sent.shape, dtype=sent.dtype)
+    _broadcast(sent, _bytes(into), source)
+    if alike and not in_place:
+        own.detach().copy_(into)
+    return own if alike else into
+
+
+def _broadcast(sent: _Announced, values: torch.Tensor | None, source: int) -> None:
+    """`values`: the tensor as bytes; None on a rank that only takes part."""
+    size = sent.shape.numel() * sent.dtype.itemsize
+    scratch = torch.empty(min(size, PIECE) if values is None else 0, dtype=torch.uint8)
+    for first in range(0, size, PIECE):
+        dist.broadcast(scratch[: size - first] if values is None else values[first : first + PIECE], source)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Its values as bytes, without a copy if it is contiguous."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _placed(value: Any, own: Any) -> Any:
+    """Returns `own`, with the value, if it is a generator or an array that can take it; else the value."""
+    if type(own) is not type(value):
+        return value
+    if isinstance(own, torch.Generator):
+        return own.set_state(value.get_state())
+    if isinstance(own, np.ndarray) and own.flags.writeable and (own.dtype, own.shape) == (value.dtype, value.shape):
+        own[...] = value
+        return own
+    return value
+
+
+def _check_writable(name: str, tensor: Any) -> None:
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+        return
+    if tensor.is_meta:
+        raise InvalidArgument(f"state: {name} is on the meta device; give the module memory first, by to_empty()")
+    end = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < end:
+            raise InvalidArgument(
+                f"state: {name} has elements that share memory, as after expand(), so nothing can be received in it; "
+                "give its contiguous() or clone()"
+            )
+        end += stride * (size - 1)
 
 
 def _check_plain(name: str, part: Any) -> None:
@@ -85,6 +169,7 @@ def _check_plain(name: str, part: Any) -> None:
                     f"state: {name} has a tensor that is {leaf.layout}, {leaf.dtype}, on {leaf.device}; it must be "
                     "dense, not quantized, on the CPU"
                 )
+            _check_writable(name, leaf)
         elif hasattr(leaf, "state_dict"):
             raise InvalidArgument(
                 f"state: {name} contains a {type(leaf).__name__}, whose state would be copied, not loaded; give it as "

@@ -162,13 +162,15 @@ class World:
 
         A part is an object with `state_dict` and `load_state_dict`, such as a model or an optimizer, or a plain value.
         Every member must call this once, before any other call on the group. It gives all members the state of the
-        first one; with `unit`, that of the same place in the first unit.
+        first one; with `unit`, that of the same place in the first unit. A tensor, NumPy array or generator is filled
+        in place, also in a list or dictionary, if it has the same shape and dtype. Other plain values are replaced.
 
         After each change, every `DistributedDataParallel` model among the parts is bound to the new group. Make such a
         model with `init_sync=False`, since this call makes the members' states equal.
 
-        Raises `InvalidArgument` if it was called before, `TooFewRanks` if every member that had the state is lost, and
-        what `attempt` raises.
+        Raises `InvalidArgument` if it was called before, or if a joiner could not receive a part. Raises `TooFewRanks`
+        if every member that had the state is lost: also if the first member dies while it sends its state in the first
+        call. Also raises what `attempt` raises.
         """
         self._check_membership("state")
         if self._state is not None:
@@ -583,13 +585,15 @@ class World:
         dist.all_reduce(flags)
         if int(flags.min()) == 2:
             return
-        # If no member has taken part in sharing yet, nobody has taken a step, and the state of any founder will do.
+        # If no member has the state yet, nobody has taken a step, and the state of any founder that took none will do.
         unit = self.view.unit
         if not all(bool(flags[first::unit].any()) for first in range(unit)):
             raise TooFewRanks("every member that had the state is lost; start again from a checkpoint")
         for first in range(unit):  # a member takes the state of the same place in another unit
             source = first + unit * int(flags[first::unit].argmax())
-            state.share(source, takes=not self._has_state and self.rank != source and self.rank % unit == first)
+            takes = not self._has_state and self.rank != source and self.rank % unit == first
+            self._founder = self._founder and not takes  # if sharing fails, its state is a mixture
+            state.share(source, takes)
         self._has_state = True
 
 
