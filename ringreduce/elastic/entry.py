@@ -19,6 +19,7 @@ from ringreduce.api import backend_of
 from ringreduce.common.units import duration
 from ringreduce.config import Options
 from ringreduce.elastic.home import Home
+from ringreduce.elastic.lobby import Patient
 from ringreduce.elastic.world import Settings, World, founded, joined
 from ringreduce.errors import InvalidArgument, SystemFailure, TooFewRanks
 from ringreduce.group_links import links_of
@@ -67,6 +68,7 @@ def start(
         one of them is lost, the others of its unit raise `Expelled`. Waiting processes are let in by whole units, in
         which a process with rank r takes place r % unit.
     `patience`: how long to wait for joiners when there are too few members, and for a directory that is out of reach.
+        A process that waits to be let in waits as long for a store that is out of reach.
     `expel_after`: how long to wait for a living member that does not report in a change; by default `timeout`.
     `timeout`: for making a group and for each call on it.
     `options`: as for `init_process_group`. Members go on without a joiner that has other options than they have.
@@ -75,8 +77,9 @@ def start(
         no single host has to live until the job ends, and `rank` and `world_size` are by default RANK and WORLD_SIZE.
 
     Raises `Over` if the training is over, `TooFewRanks` if all members have died, `CollectiveTimeout` if no member has
-    looked for joiners for longer than `timeout` and `expel_after` together, `SystemFailure` if the members share memory
-    that this process cannot open, `InvalidArgument`, and what `init_process_group` raises.
+    looked for joiners for longer than `timeout` and `expel_after` together, `SystemFailure` if the store is out of
+    reach or the members share memory that this process cannot open, `InvalidArgument`, and what `init_process_group`
+    raises.
     """
     timeout = duration("start: timeout", timeout, positive=True)
     patience = duration("start: patience", patience, positive=True)
@@ -189,10 +192,11 @@ def _join(settings: Settings) -> World:
     home = settings.home
     home.ready = ready_for_a_group(settings.options, listens=True)
     silence = settings.timeout + settings.expel_after + SLACK
-    view = home.lobby.wait(settings.member(), silence)
-    opened = view is not None and home.open_a_ledger(settings.me, view, settings.timeout)
-    if view is None or (not opened and home.lobby.all_gone(settings.me)):
-        if not home.lobby.ended_well():
+    ask = Patient(settings.patience)
+    view = home.lobby.wait(settings.member(), silence, ask)
+    opened = view is not None and ask(home.open_a_ledger, settings.me, view, settings.timeout)
+    if view is None or (not opened and ask(home.lobby.all_gone, settings.me)):
+        if not ask(home.lobby.ended_well):
             raise TooFewRanks(
                 "start: all members have died, and no process has the state any more; start the training again from a "
                 "checkpoint"

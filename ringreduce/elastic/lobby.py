@@ -11,7 +11,7 @@
 
 `Lookout` looks into the lobby for a member, in a thread.
 
-Calls raise the store's error if the store is gone.
+Calls raise the store's error if the store is gone. A waiting process makes them through `Patient`, which repeats them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
+from typing import ParamSpec, TypeVar
 
-from ringreduce.common.failures import CollectiveTimeout
-from ringreduce.elastic.watch import has_ended
+from ringreduce.common.failures import CollectiveTimeout, RingReduceError, SystemFailure
+from ringreduce.elastic.watch import has_ended, is_closed
 from ringreduce.membership.key_store import KeyStore
 from ringreduce.membership.protocol import Member, View
 
@@ -37,8 +38,9 @@ FORGOTTEN_AFTER = 10.0
 died."""
 LOOK_FOR_JOINERS, LONGEST_PAUSE = 0.05, 0.5
 """Seconds from the end of one look for waiting processes to the next: in short steps, and at most."""
-AFTER_FAILURE = 2.0
-"""The same after a look that has failed. torch writes a page to standard error for each."""
+AFTER_FAILURE, LONGEST_AFTER_FAILURES = 2.0, 300.0
+"""The same after a look that has failed, and at most. It doubles with each failure of a store of torch, because torch
+writes a page to standard error for each."""
 SAY_SO = 0.5
 """Seconds after which members tell the waiting processes again that they look. etcd keeps every value it ever had."""
 SILENT = 1.0
@@ -46,8 +48,48 @@ SILENT = 1.0
 PAUSE, LONG_PAUSE = 0.005, 0.025
 """Shortest and longest pause between two looks of a waiting process for its invitation, in seconds: a hundredth of the
 time that has passed."""
+ASK_AGAIN = 0.5
+"""Seconds after which a waiting process repeats a request that has failed."""
+
+Arguments = ParamSpec("Arguments")
+Answer = TypeVar("Answer")
 
 log = logging.getLogger(__name__)
+
+
+class Patient:
+    """Makes the requests of a waiting process. Repeats a request for `patience` seconds while it fails."""
+
+    def __init__(self, patience: float) -> None:
+        self._patience, self._lost = patience, 0.0
+
+    def clock(self) -> float:
+        """The time in seconds, without the time in which the store was out of reach."""
+        return time.monotonic() - self._lost
+
+    def __call__(
+        self, request: Callable[Arguments, Answer], *arguments: Arguments.args, **named: Arguments.kwargs
+    ) -> Answer:
+        """Calls `request`, which may be carried out several times. Raises `SystemFailure` if it fails for too long."""
+        began, failed = time.monotonic(), False
+        while True:
+            try:
+                answer = request(*arguments, **named)
+            except RingReduceError:
+                raise
+            except (RuntimeError, OSError) as error:
+                waited, closed, failed = time.monotonic() - began, is_closed(error), True
+                if closed or waited > self._patience:
+                    what = "has closed the connection" if closed else f"has been out of reach for {waited:.0f} s"
+                    why = str(error).partition("\n")[0]  # torch may append a trace
+                    raise SystemFailure(
+                        f"start: the store {what} while this process waited to be let in: {why}"
+                    ) from None
+                log.info("the store is out of reach of this process, which waits to be let in: %s", error)
+                time.sleep(min(ASK_AGAIN, self._patience / 10))
+                continue
+            self._lost += failed * (time.monotonic() - began)
+            return answer
 
 
 class Lobby:
@@ -92,7 +134,7 @@ class Lobby:
         for number, member in list(self._waiting.items()):
             if member.name in but or has_ended(member):
                 self._forget(number)
-        return tuple(self._waiting.values())
+        return tuple(dict.fromkeys(self._waiting.values()))  # a process may have two numbers: see `_come`
 
     def _forget(self, number: int) -> None:
         self._store.set(f"joiner/{number}", "")
@@ -137,39 +179,43 @@ class Lobby:
 
     # for waiting processes
 
-    def wait(self, me: Member, timeout: float) -> View | None:
+    def wait(self, me: Member, timeout: float, ask: Patient) -> View | None:
         """Waits until this process is let in, and returns the view that contains it; None: all members are gone.
 
-        Raises `CollectiveTimeout` if no member has looked for joiners for `timeout` seconds.
+        Raises `CollectiveTimeout` if no member has looked for joiners for `timeout` seconds, not counting the time in
+        which this process could not reach the store; and what `ask` raises.
         """
         store, invited = self._store, f"invited/{me.name}"
-        number = self._come(me)
-        began = looked = check = time.monotonic()
+        number = self._come(me, ask)
+        began = looked = check = ask.clock()
         look, over = None, False
-        while (text := store.value(invited)) is None:
-            now = time.monotonic()
+        while (text := ask(store.value, invited)) is None:
+            now = ask.clock()
             if now > check + OVER_AFTER:
                 check = now
-                before, over = over, self.all_gone(me.name)
+                before, over = over, ask(self.all_gone, me.name)
                 if over and before:
                     return None
-                if (latest := store.value("looked")) != look:
+                if (latest := ask(store.value, "looked")) != look:
                     look, looked = latest, now
             if now > looked + timeout:
-                store.set(f"joiner/{number}", "")
+                ask(store.set, f"joiner/{number}", "")
                 raise CollectiveTimeout(f"start: no member has looked who waits to be let in for {timeout:.0f} s")
             time.sleep(min(max((now - began) / 100, PAUSE), LONG_PAUSE))
         return View.load(text.decode())
 
-    def _come(self, me: Member) -> int:
-        """Takes a number, and says who has it. If that took long, members may have forgotten it: takes another one."""
+    def _come(self, me: Member, ask: Patient) -> int:
+        """Takes a number, and says who has it. If that took long, members may have forgotten it: takes another one.
+
+        If the store carries out a request without answering, there is a number without a name, which members forget.
+        """
         while True:
             began = time.monotonic()
-            number = self._store.add("waiting", 1)
-            self._store.set(f"joiner/{number}", json.dumps([me.name, me.address]))
+            number = ask(self._store.add, "waiting", 1)
+            ask(self._store.set, f"joiner/{number}", json.dumps([me.name, me.address]))
             if time.monotonic() < began + FORGOTTEN_AFTER:
                 return number
-            self._store.set(f"joiner/{number}", "")
+            ask(self._store.set, f"joiner/{number}", "")
 
     def latest(self) -> View | None:
         """The latest view that the store knows of."""
@@ -184,16 +230,17 @@ class Lobby:
         """
         view = self.latest()
         return view is not None and all(
-            member.name == me or self._has_left(member) or has_ended(member) for member in view.members
+            member.name == me or self.has_left(member.name) or has_ended(member) for member in view.members
         )
 
     def ended_well(self) -> bool:
         """Whether a member of the latest view has left. If all are gone and none has left, all have died."""
         view = self.latest()
-        return view is not None and any(map(self._has_left, view.members))
+        return view is not None and any(map(self.has_left, view.names))
 
-    def _has_left(self, member: Member) -> bool:
-        return self._store.check([f"left/{member.name}"])
+    def has_left(self, name: str) -> bool:
+        """Whether the process of this name was a member and has left."""
+        return self._store.check([f"left/{name}"])
 
 
 @dataclass
@@ -217,8 +264,8 @@ class Lookout:
     """Looks in a thread who waits to be let in, so that no member ever waits for the store.
 
     The thread begins at the first call of `found`. It looks every LOOK_FOR_JOINERS seconds, and less often when `found`
-    has not been called for long or the store cannot be reached. It ends with `stop`, or when nobody holds this object
-    any more.
+    has not been called for long or the store cannot be reached. It ends with `stop`, when nobody holds this object any
+    more, or when a `TCPStore` has closed its connection.
     """
 
     def __init__(self, lobby: Lobby, members: Iterable[str]) -> None:
@@ -254,6 +301,7 @@ class Lookout:
 
 def _look_out(lobby: Lobby, seen: _Seen) -> None:
     """The thread of a `Lookout`. Does not hold the `Lookout` itself, whose end ends it."""
+    after_failure = AFTER_FAILURE
     while not seen.over:
         waiting: tuple[Member, ...] = ()
         seen.began = time.monotonic()
@@ -261,10 +309,16 @@ def _look_out(lobby: Lobby, seen: _Seen) -> None:
             waiting = lobby.waiting(seen.but)
             # In a long step nobody can be let in, so there is no hurry.
             pause = min(max((time.monotonic() - seen.asked) / 8, LOOK_FOR_JOINERS), LONGEST_PAUSE)
-            seen.pauses_long = pause > LOOK_FOR_JOINERS
+            seen.pauses_long, after_failure = pause > LOOK_FOR_JOINERS, AFTER_FAILURE
         except (RuntimeError, OSError) as error:
             log.info("nobody can join: the store is out of reach: %s", error)
-            pause, seen.pauses_long = AFTER_FAILURE, False
+            if is_closed(error):
+                seen.over = True
+            pause, seen.pauses_long = after_failure, False
+            if not isinstance(error, OSError):  # etcd raises these; it prints nothing, and may come back soon
+                after_failure = min(2 * after_failure, LONGEST_AFTER_FAILURES)
         seen.waiting, seen.began = waiting, float("inf")
+        if seen.over:
+            return
         with contextlib.suppress(queue.Empty):
             seen.wakes.get(timeout=pause)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import select
 import threading
 from typing import Any
+
+import torch.distributed as dist
 
 from ringreduce.membership.directory import Directory
 from ringreduce.membership.protocol import Member, View, place, read
@@ -36,7 +37,7 @@ class Watch:
                     pass
         self._lock = threading.Lock()
         self._group: Any = None
-        self._over = False
+        self._over = self._store_is_gone = False
         self._thread = threading.Thread(target=self._run, daemon=True, name="ringreduce elastic")
 
     def attach(self, group: Any) -> None:
@@ -70,7 +71,7 @@ class Watch:
         while not self._over:
             ready = _readable(known, self._look_every)
             self._found |= {known.pop(fd) for fd in ready}
-            left = not ready and self._somebody_left()
+            left = not (ready or self._store_is_gone) and self._somebody_left()
             with self._lock:
                 if self._group is not None and left:
                     self._group.abort()
@@ -83,9 +84,11 @@ class Watch:
             os.close(fd)
 
     def _somebody_left(self) -> bool:
-        with contextlib.suppress(RuntimeError, OSError):  # the directory may be out of reach
+        try:
             return bool(read(self._view, self._directory.get(place(self._view.epoch))).reports)
-        return False
+        except (RuntimeError, OSError) as error:  # the directory is out of reach
+            self._store_is_gone |= is_closed(error)
+            return False
 
 
 def _readable(pidfds: dict[int, str], seconds: float) -> list[int]:
@@ -101,6 +104,11 @@ def who_here(member: Member) -> rendezvous.Who | None:
     told = json.loads(member.address)
     who = rendezvous.Who(*(told[name] for name in rendezvous.Who._fields))
     return who if who.pids == rendezvous.identity().pids else None
+
+
+def is_closed(error: Exception) -> bool:
+    """Whether the error means that the connection of a `TCPStore` has closed. A `TCPStore` never makes another one."""
+    return isinstance(error, dist.DistNetworkError) and "Timeout" not in str(error)
 
 
 def has_ended(member: Member) -> bool:

@@ -13,10 +13,11 @@ import pytest
 import torch.distributed as dist
 
 from ringreduce.elastic import lobby as lobbies
-from ringreduce.elastic.lobby import FORGOTTEN_AFTER, LOOK_FOR_JOINERS, SILENT, Lobby, Lookout
+from ringreduce.elastic.lobby import FORGOTTEN_AFTER, LOOK_FOR_JOINERS, SILENT, Lobby, Lookout, Patient
+from ringreduce.errors import CollectiveTimeout, SystemFailure
 from ringreduce.membership.directory import Bounded
 from ringreduce.membership.key_store import KeyStore
-from ringreduce.membership.protocol import Member
+from ringreduce.membership.protocol import Member, View
 from ringreduce.rendezvous import store as rendezvous
 
 ADDRESS = json.dumps(rendezvous.identity()._asdict())
@@ -85,8 +86,77 @@ def test_a_process_whose_number_was_forgotten_takes_another_one(clock: Clock) ->
         assert looks.waiting(()) == ()
 
     store.before["joiner/1"] = is_stopped
-    assert Lobby(store)._come(me) == 2
+    assert Lobby(store)._come(me, Patient(1.0)) == 2
     assert looks.waiting(()) == (me,) and Lobby(store).waiting(()) == (me,)
+
+
+class Failing(Counting):
+    """A store that raises `error` until the clock shows `until`, and fails after it has carried out some requests."""
+
+    def __init__(self, clock: Clock, until: float, error: Exception) -> None:
+        super().__init__()
+        self._clock, self._until, self._error = clock, until, error
+        self.unanswered: list[str] = []
+        """The keys of the requests that are carried out without an answer, once each."""
+
+    def value(self, key: str) -> bytes | None:
+        if self._clock.now < self._until:
+            raise self._error
+        return super().value(key)
+
+    def add(self, key: str, value: int) -> int:
+        sum = super().add(key, value)
+        self._fail_at(key)
+        return sum
+
+    def set(self, key: str, value: str | bytes) -> None:
+        super().set(key, value)
+        self._fail_at(key)
+
+    def _fail_at(self, key: str) -> None:
+        if key in self.unanswered:
+            self.unanswered.remove(key)
+            raise self._error
+
+
+def test_a_waiting_process_outlasts_a_store_that_is_out_of_reach(clock: Clock) -> None:
+    me, view = Member("me", ADDRESS), View(1, (Member("me", ADDRESS),))
+    store = Failing(clock, clock.now + 50, ConnectionError("refused"))
+    store.set("invited/me", view.dump())
+    assert Lobby(store).wait(me, 5.0, Patient(60.0)) == view
+
+
+def test_the_silence_of_members_counts_only_while_the_store_answers(clock: Clock) -> None:
+    began = clock.now
+    store = Failing(clock, began + 50, ConnectionError("refused"))
+    with pytest.raises(CollectiveTimeout, match="no member has looked who waits to be let in for 5 s"):
+        Lobby(store).wait(Member("me", ADDRESS), 5.0, Patient(60.0))
+    assert began + 55 < clock.now < began + 57
+
+
+@pytest.mark.parametrize(
+    ("error", "says", "seconds"),
+    [
+        (ConnectionError("etcd: refused"), "has been out of reach for 60 s while .*: etcd: refused", 60.0),
+        (RuntimeError("of some store"), "has been out of reach for 60 s while .*: of some store", 60.0),
+        (dist.DistNetworkError("Broken pipe"), "has closed the connection while .*: Broken pipe", 0.0),
+    ],
+)
+def test_a_waiting_process_says_why_it_gives_up(clock: Clock, error: Exception, says: str, seconds: float) -> None:
+    began = clock.now
+    store = Failing(clock, float("inf"), error)
+    with pytest.raises(SystemFailure, match="start: the store " + says):
+        Lobby(store).wait(Member("me", ADDRESS), 5.0, Patient(60.0))
+    assert began + seconds <= clock.now < began + seconds + 2
+
+
+def test_a_waiting_process_whose_requests_were_not_answered_waits_once(clock: Clock) -> None:
+    store, me = Failing(clock, 0.0, ConnectionError("no answer")), Member("me", ADDRESS)
+    store.unanswered = ["waiting", "joiner/2"]
+    assert Lobby(store)._come(me, Patient(1.0)) == 2
+    assert Lobby(store).waiting(()) == (me,)
+    store.set("joiner/1", json.dumps(["me", ADDRESS]))  # a request that the store has carried out late
+    assert Lobby(store).waiting(()) == (me,)
 
 
 class Blocking(Lobby):
@@ -153,4 +223,41 @@ def test_a_lookout_looks_while_it_is_asked() -> None:
     assert [thread.daemon for thread in lookouts()] == [True]
     held.clear()
     gc.collect()
+    until(lambda: not lookouts())
+
+
+class Unreachable(Lobby):
+    """A lobby whose looks fail."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(Counting())
+        self.looks, self._error = 0, error
+
+    def waiting(self, but: Container[str]) -> tuple[Member, ...]:
+        self.looks += 1
+        raise self._error
+
+
+def test_a_lookout_whose_store_has_died_looks_no_more() -> None:
+    lobby = Unreachable(dist.DistNetworkError("Connection reset by peer"))
+    lookout = Lookout(lobby, [])
+    assert lookout.found() == ()
+    until(lambda: lobby.looks and not lookouts())
+    assert lobby.looks == 1 and lookout.found() == ()
+
+
+@pytest.mark.parametrize(
+    ("error", "least", "most"),
+    [(RuntimeError("torch prints a page"), 2, 8), (ConnectionError("etcd is away"), 10, 200)],
+)
+def test_a_lookout_looks_less_often_at_a_store_that_prints(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, least: int, most: int
+) -> None:
+    monkeypatch.setattr(lobbies, "AFTER_FAILURE", 0.01)
+    lobby = Unreachable(error)
+    lookout = Lookout(lobby, [])
+    lookout.found()
+    time.sleep(1.0)
+    assert least <= lobby.looks <= most
+    lookout.stop()
     until(lambda: not lookouts())
