@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import secrets
 import socket
 import sys
+import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -18,18 +21,24 @@ from torch.distributed.rendezvous import rendezvous as env_rendezvous
 from ringreduce.api import backend_of
 from ringreduce.common.units import duration
 from ringreduce.config import Options
+from ringreduce.elastic.groups import destroy_groups
 from ringreduce.elastic.home import Home
 from ringreduce.elastic.lobby import Patient
 from ringreduce.elastic.world import Settings, World, founded, joined
-from ringreduce.errors import InvalidArgument, SystemFailure, TooFewRanks
+from ringreduce.errors import InvalidArgument, PeerLost, SystemFailure, TooFewRanks
 from ringreduce.group_links import links_of
 from ringreduce.membership.directory import Bounded, Values
 from ringreduce.membership.key_store import KeyStore
 from ringreduce.membership.protocol import View
 from ringreduce.ready import ready_for_a_group
+from ringreduce.rendezvous import store as rendezvous
 
 SLACK = 5.0
 """Seconds that a joiner waits longer than the members may need to notice that one of them has stopped."""
+
+LOOK_AT_TRIAL, LOOK_AT_EARLIER = 0.25, 0.02
+"""Seconds between two looks whether the trial of making the first group is over: of a process that takes part in it,
+and of one that waits because an earlier process of its rank does."""
 
 log = logging.getLogger(__name__)
 
@@ -107,9 +116,10 @@ def start(
     # Who comes again before the first members have made their group is one of them again.
     try:
         joins = rank >= founders or (here.add(f"rank/{rank}", 1) > 1 and settings.home.lobby.latest() is not None)
+        trial = None if joins else _take_part(settings, rank)
     except (RuntimeError, OSError) as error:
         raise SystemFailure(f"start: the store is out of reach: {error}") from error
-    return _join(settings) if joins else _found(settings, rank, founders)
+    return _join(settings) if trial is None else _found(settings, rank, founders, trial)
 
 
 def _meeting_point(
@@ -160,22 +170,93 @@ def _check_counts(least: int, spares: int, unit: int, world_size: int) -> int:
     return founders
 
 
-def _found(settings: Settings, rank: int, size: int) -> World:
+def _take_part(settings: Settings, rank: int) -> str | None:
+    """The number of the trial of making the first group that this process takes part in; None: the group is made.
+
+    At most one process of each rank takes part in a trial. If an earlier process of this rank has taken part and ended,
+    this process ends the trial, and the next one begins. If the earlier process lives, this one waits until the trial
+    has ended or the group is made.
+    """
     store = settings.home.store
-    trial = store.value("trial") or b"0"
+    mine = json.dumps([settings.me, *rendezvous.identity()])
+    while True:
+        trial = _latest_trial(store)
+        takes_part = store.compare_set(f"trial {trial}/rank {rank}", "", mine).decode()
+        if takes_part == mine:
+            return trial
+        earlier = rendezvous.Who(*json.loads(takes_part)[1:])
+        if _is_another_that_lives(earlier):
+            time.sleep(LOOK_AT_EARLIER)
+        else:
+            _end_trial(store, trial)
+        if settings.home.lobby.latest():
+            return None
+
+
+def _latest_trial(store: KeyStore) -> str:
+    return (store.value("trial") or b"0").decode()
+
+
+def _end_trial(store: KeyStore, trial: str) -> None:
+    store.compare_set("trial", "" if trial == "0" else trial, str(int(trial) + 1))
+
+
+def _is_another_that_lives(who: rendezvous.Who) -> bool:
+    """Whether this is another process, of which this one can see that it has not ended."""
+    me = rendezvous.identity()
+    return who != me and who.pids == me.pids and not rendezvous.has_ended(who)
+
+
+def _found(settings: Settings, rank: int, size: int, trial: str) -> World:
+    """Makes the first group together with the others that take part in this trial."""
+    home = settings.home
     try:
-        dist.init_process_group(
-            "ringreduce",
-            store=PrefixStore(f"epoch 0, trial {trial.decode()}", store),
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=settings.timeout),
-            pg_options=settings.options,
-        )
+        with _looking_for_the_end(home, trial):
+            view = _first_view(settings, rank, size, PrefixStore(f"epoch 0, trial {trial}", home.store))
     except Exception:
-        with contextlib.suppress(RuntimeError, OSError):  # those that are started again meet elsewhere
-            store.compare_set("trial", b"" if trial == b"0" else trial, str(int(trial) + 1))
-        raise
+        made = False
+        with contextlib.suppress(RuntimeError, OSError):
+            _end_trial(home.store, trial)  # those that are started again meet in the next one
+            made = home.lobby.latest() is not None
+        if not made:
+            raise
+    else:
+        return founded(settings, view)
+    destroy_groups()
+    return _join(settings)  # the others have made the group with an earlier process of this rank, and go on
+
+
+@contextlib.contextmanager
+def _looking_for_the_end(home: Home, trial: str) -> Iterator[None]:
+    """Ends the making of a group, with `PeerLost`, if the trial has ended or the first group has been made."""
+    checked = time.monotonic()
+
+    def look() -> PeerLost | None:
+        nonlocal checked
+        if time.monotonic() > checked + LOOK_AT_TRIAL:
+            checked = time.monotonic()
+            if _latest_trial(home.store) != trial or home.lobby.latest():
+                return PeerLost("making the group: one of the first members has ended, or cannot go on")
+        return None
+
+    before = rendezvous.looks.set(look)
+    try:
+        yield
+    finally:
+        rendezvous.looks.reset(before)
+
+
+def _first_view(settings: Settings, rank: int, size: int, place: Store) -> View:
+    """Makes the first group, whose ranks meet in `place`, and returns the view of its members."""
+    dist.distributed_c10d._world.group_count = 0  # it is part of the group's name: see `groups.make_group`
+    dist.init_process_group(
+        "ringreduce",
+        store=place,
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=settings.timeout),
+        pg_options=settings.options,
+    )
     if not links_of(backend_of(None)):  # all ranks are on one host
         settings.home.share_ledger(rank)
     everyone: list[Any] = [None] * size
@@ -185,7 +266,7 @@ def _found(settings: Settings, rank: int, size: int) -> World:
     view = View(0, tuple(everyone), unit=settings.unit)
     if rank == 0:
         settings.home.lobby.publish(view)
-    return founded(settings, view)
+    return view
 
 
 def _join(settings: Settings) -> World:

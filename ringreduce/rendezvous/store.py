@@ -64,6 +64,12 @@ gives_up: contextvars.ContextVar[Callable[[RingReduceError], None] | None] = con
 """What to do when this process cannot go on with a group that is being made, before it closes its connections."""
 
 
+looks: contextvars.ContextVar[Callable[[], RingReduceError | None] | None] = contextvars.ContextVar(
+    "looks", default=None
+)
+"""What a wait also calls now and then while a group is made. If it returns an error, the wait raises that."""
+
+
 def passed(stage: str) -> None:
     """Called at each stage of making a group. Tests put something else here."""
 
@@ -271,9 +277,13 @@ class Exchange:
 
     def raise_if_given_up(self) -> None:
         """Raises what keeps another rank from coming."""
+        look = looks.get()
+        found = look() if look else None
         if self.store.check([f"{self.prefix}/given up"]):
             kind, why, culprit = json.loads(self.store.get(f"{self.prefix}/given up"))
             raise getattr(failures, kind)(str(why), int(culprit))
+        if found:
+            raise found
 
 
 def _peek(store: Store, key: str) -> bytes | None:
