@@ -42,11 +42,16 @@ and of one that waits because an earlier process of its rank does."""
 
 log = logging.getLogger(__name__)
 
+_names: list[str] = []
+"""The names that this process has had in worlds."""
+os.register_at_fork(after_in_child=_names.clear)
+
 
 class Over(SystemExit):
     """Raised by `start` when the training is over: all members have ended, and at least one has called `leave`.
 
-    Unless it is caught, it ends the process with exit code 0, so a launcher sees no failure.
+    Unless it is caught, it ends the process with exit code 0, so a launcher sees no failure. A process that has itself
+    left this world gets `InvalidArgument` instead.
     """
 
 
@@ -113,6 +118,7 @@ def start(
         expel_after=silence.total_seconds(),
         home=Home(here),
     )
+    _names.append(settings.me)
     # Who comes again before the first members have made their group is one of them again.
     try:
         joins = rank >= founders or (here.add(f"rank/{rank}", 1) > 1 and settings.home.lobby.latest() is not None)
@@ -126,6 +132,7 @@ def _meeting_point(
     store: Store | str | None, rank: int, world_size: int, timeout: timedelta
 ) -> tuple[Values, int, int]:
     """Where the processes meet, and this process's rank among `world_size`, by the arguments of `start`."""
+    by_environment = store is None or (isinstance(store, str) and rank == -1)
     if store is None:
         store, rank, world_size = next(env_rendezvous("env://", rank, world_size, timeout=timeout))
     elif isinstance(store, str) and rank == -1:
@@ -133,6 +140,11 @@ def _meeting_point(
     elif not isinstance(store, Store | str):
         raise InvalidArgument(f"start: store is {store!r:.60}; it must be a store of torch, or an address in etcd")
     if not (isinstance(rank, int) and isinstance(world_size, int) and 0 <= rank < world_size):
+        if by_environment:
+            raise InvalidArgument(
+                f"start: RANK is {rank!r} and WORLD_SIZE {world_size!r}; 0 <= RANK < WORLD_SIZE must hold. A process "
+                "that joins takes any RANK below WORLD_SIZE that was used before"
+            )
         raise InvalidArgument(
             f"start: rank is {rank!r} and world_size {world_size!r}; with a store, give both: 0 <= rank < world_size"
         )
@@ -281,6 +293,11 @@ def _join(settings: Settings) -> World:
             raise TooFewRanks(
                 "start: all members have died, and no process has the state any more; start the training again from a "
                 "checkpoint"
+            )
+        if any(ask(home.lobby.has_left, name) for name in _names):
+            raise InvalidArgument(
+                "start: this process has left the world of this store, and the training there is over; give another "
+                "store, such as PrefixStore('phase 2', store), to start another world"
             )
         log.warning("start: the training is over; there is nothing to join")
         raise Over(0)
