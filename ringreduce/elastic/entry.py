@@ -121,7 +121,7 @@ def start(
     _names.append(settings.me)
     # Who comes again before the first members have made their group is one of them again.
     try:
-        joins = rank >= founders or (here.add(f"rank/{rank}", 1) > 1 and settings.home.lobby.latest() is not None)
+        joins = rank >= founders or settings.home.lobby.latest() is not None
         trial = None if joins else _take_part(settings, rank)
     except (RuntimeError, OSError) as error:
         raise SystemFailure(f"start: the store is out of reach: {error}") from error

@@ -734,7 +734,6 @@ def test_a_mismatch_is_raised_and_not_repeated() -> None:
 
 
 def nobody_lets_in(me: Rank) -> None:
-    me.store.add("ringreduce/elastic/0/rank/0", 1)
     founder = Member("founder", json.dumps(rendezvous.identity()._asdict()))
     me.store.set("ringreduce/elastic/0/members now", View(0, (founder,)).dump())  # the founders have begun
     with pytest.raises(CollectiveTimeout, match="no member has looked who waits"):
