@@ -124,7 +124,7 @@ class Survivors:
 
         names, kept = self.lineage.names, {self.first_ranks[rank] for rank in wanted or []}
         left_out = None if wanted is None else [rank for rank in range(len(names)) if rank not in kept]
-        report = Report(without=tuple(names[rank] for rank in left_out or []), address=json.dumps(left_out))
+        report = Report(lost=tuple(names[rank] for rank in left_out or []), address=json.dumps(left_out))
         with self.lineage.lock:
             return self.lineage.membership.leave(report, lambda: self.ended(group), silent_after)
 

@@ -128,9 +128,7 @@ class World:
 
         Raises `Expelled` if the others went on without this process.
         """
-        if self._settings.me not in self.view.names:
-            raise Expelled(f"the other members went on without this process in epoch {self.epoch}")
-        return self.view.names.index(self._settings.me)
+        return self._membership.rank
 
     @property
     def size(self) -> int:
@@ -429,14 +427,14 @@ class World:
         """
         settings, before = self._settings, self.view.names
         report = self._report(error)
-        without = (*self._unwanted, *report.without)
+        lost = (*self._unwanted, *report.lost)
         silent_after = settings.expel_after
         if error is None:
-            report = replace(report, waiting=joiners, open=True, without=without, alone=self._gave_up)
+            report = replace(report, waiting=joiners, open=True, lost=lost, alone=self._gave_up)
             if self._too_few():  # rank 0 may wait for joiners before it reports, and must not be given up meanwhile
                 silent_after += settings.patience
         else:
-            report = replace(report, without=without)
+            report = replace(report, lost=lost)
             log.info("%s: epoch %d ends: %s", settings.me, self.epoch, error)
             self._abort()
         try:
@@ -460,21 +458,21 @@ class World:
     def _report(self, error: Exception | None) -> Report:
         """This member's report for the directory. `error`: the failure that ended the epoch, if it was one.
 
-        `without` names members that this one has not reached: of two members that cannot reach each other, the first
-        to report goes on. `silent` names a member whose connection closed while the group was made. It may have
+        `lost` names members that this one has not reached: of two members that cannot reach each other, the first to
+        report goes on. `silent` names a member whose connection closed while the group was made. It may have
         reported before it closed the connection, so it is lost only if it has not.
         """
         self._get_ready()
-        without, silent = set[int](), set[int]()
+        lost, silent = set[int](), set[int]()
         if dist.is_initialized():
             links = links_of(backend_of(None))
-            without = links.unreached if links else without
+            lost = links.unreached if links else lost
         elif isinstance(error, CollectiveTimeout):  # while the group was made
-            without = {error.culprit}
+            lost = {error.culprit}
         elif isinstance(error, PeerLost):
             silent = {error.culprit}
-        named = [tuple(self.view.names[rank] for rank in each - {-1, self.rank}) for each in (without, silent)]
-        return Report(self._committed, without=named[0], silent=named[1], address=self._settings.member().address)
+        named = [tuple(self.view.names[rank] for rank in each - {-1, self.rank}) for each in (lost, silent)]
+        return Report(self._committed, lost=named[0], silent=named[1], address=self._settings.member().address)
 
     def _get_ready(self) -> None:
         """Prepares this process's part of the next group, unless it is prepared."""

@@ -106,8 +106,8 @@ class Report:
     """The processes that wait to be let in, as far as it knows, by units in the order of their places."""
     open: bool = False
     """Whether it agrees that waiting processes are let in now. All members must agree."""
-    without: tuple[str, ...] = ()
-    """The names of members that it wants to go on without, dead or not."""
+    lost: tuple[str, ...] = ()
+    """The names of members that are lost even if they have reported: dead ones, and those that it excludes."""
     alone: bool = False
     """Whether it has waited for joiners for as long as it may, and none has come."""
     silent: tuple[str, ...] = ()
@@ -118,14 +118,14 @@ class Report:
     def line(self, name: str) -> str:
         """The line that this member appends to the log."""
         waiting = [[each.name, each.address] for each in self.waiting]
-        said = [name, self.step, waiting, self.open, self.without, self.alone, self.silent, self.address]
+        said = [name, self.step, waiting, self.open, self.lost, self.alone, self.silent, self.address]
         return json.dumps(said) + "\n"
 
     @staticmethod
     def load(said: list[Any]) -> Report:
-        step_, waiting, is_open, without, alone, silent, address = said
+        step_, waiting, is_open, lost, alone, silent, address = said
         members = tuple(Member(name, its_address) for name, its_address in waiting)
-        return Report(step_, members, is_open, tuple(without), alone, tuple(silent), address)
+        return Report(step_, members, is_open, tuple(lost), alone, tuple(silent), address)
 
 
 # events
@@ -285,7 +285,7 @@ def _look(state: State, event: Look) -> tuple[State, tuple[Effect, ...]]:
         lost = event.lost - here.lost - {state.me}
         silent = event.silent & set(here.missing(state.view))
         if lost or silent:
-            return _append(state, replace(state.report, without=tuple(sorted(lost)), silent=tuple(sorted(silent))))
+            return _append(state, replace(state.report, lost=tuple(sorted(lost)), silent=tuple(sorted(silent))))
     return _request(state, Ask(place(state.view.epoch)))
 
 
@@ -353,9 +353,9 @@ def read(view: View, log: str) -> Round:
         report = Report.load(said)
         reports.setdefault(name, report)
         silent = [each for each in report.silent if each not in reports]
-        for named in (*report.without, *silent):
+        for named in (*report.lost, *silent):
             for each in view.with_units([named]):
-                lost.setdefault(each, Cause(name, named, named not in report.without))
+                lost.setdefault(each, Cause(name, named, named not in report.lost))
         if all(each in reports or each in lost for each in view.names):
             break
     return Round(reports, lost)

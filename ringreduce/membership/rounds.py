@@ -68,6 +68,13 @@ class Membership:
     def view(self) -> View:
         return self._state.view
 
+    @property
+    def rank(self) -> int:
+        """This process's place in the view. Raises `Expelled` if the others went on without it."""
+        if self._state.me not in self.view.names:
+            raise Expelled(self._expelled)
+        return self.view.names.index(self._state.me)
+
     def leave(
         self,
         report: Report,
@@ -86,20 +93,18 @@ class Membership:
         reached for `patience` seconds.
         """
         began = time.monotonic()
-        me = self._state.me
-        if me not in self.view.names:
-            raise Expelled(self._expelled)
-        without = [name for name in (*report.without, *lost()) if name != me]
-        done = self._carry_out(Leave(replace(report, without=tuple(without), silent=(*report.silent, *silent()))))
+        me = self.view.names[self.rank]
+        others = tuple(name for name in (*report.lost, *lost()) if name != me)
+        done = self._carry_out(Leave(replace(report, lost=others, silent=(*report.silent, *silent()))))
         while done is None:
             time.sleep(min(max((time.monotonic() - began) / 8, SHORTEST), LONGEST))
-            gone = frozenset(silent())
-            if time.monotonic() - began > silent_after:
-                gone |= set(self.view.names)
-            done = self._carry_out(Look(frozenset(lost()), gone))
+            late = self.view.names if time.monotonic() - began > silent_after else ()
+            done = self._carry_out(Look(frozenset(lost()), frozenset((*silent(), *late))))
         while isinstance(done, Entered) and time.monotonic() - began > LONG and (later := self._carry_out(Look())):
             done = later
-        return self._view_of(done)
+        if isinstance(done, Entered):
+            return done.view
+        raise Expelled(self._expelled)
 
     def commit(self, step: int) -> bool:
         """Makes `step` durable, so that it survives the death of every member that knows of it.
@@ -120,16 +125,11 @@ class Membership:
         reached.
         """
         me = self._state.me
-        line = Report(step, without=(me,)).line(me)
+        line = Report(step, lost=(me,)).line(me)
         view: View | None = self.view
         while view and me in view.names:
             # If this process had reported before, the round may have ended already with this process in the next view.
             view = protocol.successor(view, self.directory.append(place(view.epoch), line))
-
-    def _view_of(self, done: Effect) -> View:
-        if isinstance(done, Entered):
-            return done.view
-        raise Expelled(self._expelled)
 
     def _why(self, view: View, log: str) -> str:
         """Why the log of the view's epoch expels this process."""

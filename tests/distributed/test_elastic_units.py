@@ -69,7 +69,7 @@ def test_a_unit_goes_and_another_one_comes(hosts: str) -> None:
     with Ranks(train, 7, hosts, 4) as ranks:
         ranks.reports(but=late)
         ranks.signal(1, signal.SIGKILL)
-        assert " of its unit " in ranks.results(but=(1, 2, 3, *late))[0]
+        assert " of its unit" in ranks.results(but=(1, 2, 3, *late))[0]
         tell(ranks, "come")
         two, three, *came = ranks.results(but=(0, 1))
         assert (two, three) == ((0, [4, 2, 4]), (1, [4, 2, 4]))

@@ -184,7 +184,7 @@ def test_who_is_silent_is_given_up_and_finds_out(directories: list[Directory]) -
 
 def test_who_is_excluded_is_told_by_whom(directories: list[Directory]) -> None:
     members = rounds(directories, unit=2)
-    views = leave(members[2:], [Report(without=("1",)), Report()])
+    views = leave(members[2:], [Report(lost=("1",)), Report()])
     assert views == [View(1, tuple(map(Member, "23")), 0, ("0", "1"), unit=2)] * 2
     with pytest.raises(Expelled, match="1 in epoch 1: 2 excluded it, or took its process for dead; start it anew"):
         members[1].leave(Report())

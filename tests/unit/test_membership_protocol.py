@@ -197,7 +197,7 @@ class Search:
             return log and decided
         here, said = protocol.read(view, log), dict[Report, list[str]]()
         for name in sorted(here.reports):
-            said.setdefault(replace(here.reports[name], without=(), silent=()), []).append(name)
+            said.setdefault(replace(here.reports[name], lost=(), silent=()), []).append(name)
         return sorted(said.items(), key=repr), sorted(here.lost), log.count("\n")
 
     def _is_alike(self, order: tuple[int, ...]) -> bool:
@@ -448,7 +448,7 @@ def test_a_unit_is_in_or_out() -> None:
     """Whoever of it is lost, and those who wait come by units."""
     view = View(0, tuple(map(Member, NAMES)), unit=2)
     waiting = tuple(Member(f"joiner {number}") for number in range(3))
-    said = {"W": Report(without=("X",), open=True), "Z": Report(waiting=waiting, open=True)}
+    said = {"W": Report(lost=("X",), open=True), "Z": Report(waiting=waiting, open=True)}
     log = "".join(report.line(name) for name, report in said.items())
     assert protocol.successor(view, log) is None  # Y has said nothing yet, and will be in
     after = protocol.successor(view, log + Report(open=True).line("Y"))
@@ -460,7 +460,7 @@ def test_a_unit_is_in_or_out() -> None:
 
 def test_lines_of_processes_that_are_not_in_the_view_do_not_count() -> None:
     view = View(3, (Member("W"), Member("X")), step=5)
-    stranger = Report(step=9, without=("X",), alone=True, waiting=(JOINER,)).line("Y")
+    stranger = Report(step=9, lost=("X",), alone=True, waiting=(JOINER,)).line("Y")
     assert protocol.read(view, stranger).reports == {}  # or a member would believe that another one has left
     log = Report(6).line("W") + stranger
     assert protocol.successor(view, log) is None
