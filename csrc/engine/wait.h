@@ -83,7 +83,7 @@ class Waiting {
 
  private:
   static constexpr Nanoseconds kYieldFor = kMillisecond;
-  static constexpr Nanoseconds kCheckEvery = 2 * kMillisecond;
+  static constexpr Nanoseconds kCheckEvery = kMillisecond;
   // Peers on other hosts learn of a slot that has been read at most so much later.
   static constexpr Nanoseconds kSettle = 100 * kMicrosecond;
   // Bounds how late a dead peer, a timeout or an abort is seen. The first sleeps are as long as the wait so far, since

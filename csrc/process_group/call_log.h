@@ -70,9 +70,11 @@ class CallLog {
   // a thread of its own, `after` so long: those who survive have more urgent things to do. A warning tells where that
   // is, or why it failed.
   static void write_dump(int global_rank, Nanoseconds after);
+  // Starts that thread now, so that a later write_dump() need not.
+  static void get_ready_to_dump();
   // To be called when the process ends. Dumps are written at once from now on. Returns when none is under way, after
   // `patience` at most.
-  static void wait_for_dumps(Nanoseconds patience);
+  static void finish_dumps(Nanoseconds patience);
   // The same as bytes: a pickle.
   static std::string dump();
   // The statistics of all groups of this process, by group name.
@@ -98,14 +100,11 @@ class CallLog {
     std::string name;
     Group group;
   };
-  // What a dump is made of.
-  struct Snapshot {
-    std::vector<Group> groups;
-    std::vector<std::pair<std::size_t, Entry>> entries;  // with the number of their group
-  };
+  // What a dump is made of: the calls of each group.
+  using Snapshot = std::vector<std::pair<Group, std::vector<Entry>>>;
+  class All;
 
-  static Snapshot snapshot();
-  static std::string pickle(Snapshot snapshot);
+  static std::string pickle(const Snapshot& snapshot);
   static Heading heading(const Call& call, const Group& group);
   static c10::Dict<c10::IValue, c10::IValue> to_dict(const Entry& entry, const Heading& heading,
                                                      std::size_t group_number, std::size_t number);

@@ -89,6 +89,7 @@ void ProcessGroupRing::notice() {
 void ProcessGroupRing::survivors_go_on() {
   shared_->throw_if_forked();
   shared_->dump_after = 100 * kMillisecond;
+  if (shared_->dump_when_broken) CallLog::get_ready_to_dump();
 }
 
 void ProcessGroupRing::shutdown() {
@@ -114,7 +115,7 @@ void ProcessGroupRing::shutdown_all() {
   std::lock_guard lock(living.mutex);
   while (!living.groups.empty()) (*living.groups.begin())->shutdown();
   Completions::wait_for_detached(10 * kSecond);
-  CallLog::wait_for_dumps(10 * kSecond);
+  CallLog::finish_dumps(10 * kSecond);
 }
 
 void ProcessGroupRing::add_plan(const Engine::PlanFor& plan) {

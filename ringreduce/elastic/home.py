@@ -5,7 +5,6 @@ The directory is a ledger if all members are on one machine, and else the launch
 
 from __future__ import annotations
 
-import json
 import os
 import time
 import weakref
@@ -15,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from ringreduce.elastic.address import card_of, has_ended, ledger_of
 from ringreduce.elastic.lobby import Lobby
-from ringreduce.elastic.watch import has_ended
 from ringreduce.membership.directory import Directory
 from ringreduce.membership.key_store import KeyStore
 from ringreduce.membership.ledger import Ledger
-from ringreduce.membership.protocol import Member, View
+from ringreduce.membership.protocol import View
 from ringreduce.rendezvous import store as rendezvous
 from ringreduce.rendezvous.card import Prepared, Ready
 
@@ -45,18 +44,11 @@ class Home:
         self._kept: list[Store] = []
         """The latest two stores made by `place`. torch keeps only their C++ half alive, which needs the Python half."""
 
-    def address(self, settings: dict[str, float]) -> str:
-        """This process's address as a member, as JSON: its identity, its ledger, its card if it has one ready, and
-        the `settings` that it was started with."""
-        who = rendezvous.identity()._asdict()
-        card = self.ready.card if self.ready else None
-        return json.dumps({**who, "ledger": self.ledger_place(), "card": card, "settings": settings})
-
     def prepared(self, view: View) -> Prepared | None:
         """What is needed to make the view's group from its cards; None: its members must meet in a store."""
         ready, self.ready = self.ready, None
-        cards = [json.loads(member.address)["card"] for member in view.members]
-        if ready and None not in cards:
+        cards = [card for member in view.members if (card := card_of(member))]
+        if ready and len(cards) == len(view.members):
             return Prepared(ready, cards)
         if ready:
             ready.close()
@@ -116,14 +108,14 @@ class Home:
             if self._opens_one_of(view) or self._opens_one_of(latest := self.lobby.latest() or view):
                 return True
             others = [member for member in latest.members if member.name != me]
-            told = [json.loads(member.address)["ledger"] or has_ended(member) for member in others]
+            told = [ledger_of(member) or has_ended(member) for member in others]
             if all(told) or time.monotonic() > until:
                 return False
             time.sleep(0.02)
 
     def _opens_one_of(self, view: View) -> bool:
         """Opens the ledger of one of the view's members. True also if they have none."""
-        ledgers = [ledger for member in view.members if (ledger := json.loads(member.address)["ledger"])]
+        ledgers = [ledger for member in view.members if (ledger := ledger_of(member))]
         return not ledgers or any(map(self.open_ledger, ledgers))
 
     def _make_ledger(self) -> None:
@@ -151,9 +143,3 @@ class Home:
             self._kept = [*self._kept[-1:], made]
             return made
         return PrefixStore(f"epoch {epoch}", self.store)
-
-
-def settings_of(member: Member) -> dict[str, float]:
-    """The settings in a member's address."""
-    settings: dict[str, float] = json.loads(member.address)["settings"]
-    return settings

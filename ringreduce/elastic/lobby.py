@@ -27,7 +27,8 @@ from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
 from ringreduce.common.failures import CollectiveTimeout, RingReduceError, SystemFailure
-from ringreduce.elastic.watch import has_ended, is_closed
+from ringreduce.elastic.address import has_ended
+from ringreduce.elastic.watch import is_closed
 from ringreduce.membership.key_store import KeyStore
 from ringreduce.membership.protocol import Member, View
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import threading
@@ -10,8 +9,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ringreduce.elastic.address import who_here
 from ringreduce.membership.directory import Directory
-from ringreduce.membership.protocol import Member, View, place, read
+from ringreduce.membership.protocol import View, place, read
 from ringreduce.rendezvous import store as rendezvous
 
 
@@ -99,19 +99,6 @@ def _readable(pidfds: dict[int, str], seconds: float) -> list[int]:
     return [fd for fd, event in poll.poll(1000 * seconds) if event & select.POLLIN]
 
 
-def who_here(member: Member) -> rendezvous.Who | None:
-    """The member's identity, if it is in this process's PID namespace."""
-    told = json.loads(member.address)
-    who = rendezvous.Who(*(told[name] for name in rendezvous.Who._fields))
-    return who if who.pids == rendezvous.identity().pids else None
-
-
 def is_closed(error: Exception) -> bool:
     """Whether the error means that the connection of a `TCPStore` has closed. A `TCPStore` never makes another one."""
     return isinstance(error, dist.DistNetworkError) and "Timeout" not in str(error)
-
-
-def has_ended(member: Member) -> bool:
-    """Whether the member's process has ended, as far as this process can see."""
-    who = who_here(member)
-    return who is not None and rendezvous.has_ended(who)

@@ -19,12 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 from ringreduce import tuning  # noqa: F401  imported early: a member that becomes rank 0 must not lose time with it
 from ringreduce.api import backend_of
 from ringreduce.config import Options
+from ringreduce.elastic.address import address, has_ended, settings_of
 from ringreduce.elastic.groups import destroy_groups, make_group, rebind
-from ringreduce.elastic.home import Home, settings_of
+from ringreduce.elastic.home import Home
 from ringreduce.elastic.lateness import STEPS, Late, Lateness
 from ringreduce.elastic.lobby import Lookout
 from ringreduce.elastic.state import State
-from ringreduce.elastic.watch import Watch, has_ended
+from ringreduce.elastic.watch import Watch
 from ringreduce.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -77,7 +78,9 @@ class Settings:
 
     def member(self) -> Member:
         """This process as a member."""
-        return Member(self.me, self.home.address(self.alike() | {"place": self.place}))
+        card = self.home.ready.card if self.home.ready else None
+        settings = self.alike() | {"place": self.place}
+        return Member(self.me, address(self.home.ledger_place(), card, settings))
 
     def check(self, other: Member, who: str) -> None:
         """Raises `InvalidArgument` if another process was started differently."""

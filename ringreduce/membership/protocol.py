@@ -339,6 +339,7 @@ class Round:
         return [name for name in view.names if name not in self.reports and name not in self.lost]
 
 
+@functools.lru_cache(maxsize=4)  # the same log is read for several questions
 def read(view: View, log: str) -> Round:
     """Reads the log of the view's epoch up to the line that ends the round, or all of it if none does.
 
