@@ -51,6 +51,11 @@ constexpr Name kNames[] = {
     {OpType::COALESCED, "ringreduce:coalesced"},
 };
 
+struct Registry {
+  std::mutex mutex;
+  std::vector<const CallLog*> logs;
+};
+
 constexpr int kLowestPriority = 19;
 
 std::uint64_t thread_id() {
@@ -75,119 +80,18 @@ const char* name_of(OpType type) {
   return profiling_title(type == OpType::RECVANYSOURCE ? OpType::RECV : type) + kPrefix;
 }
 
-// The logs of this process, and the thread that writes their dump, which is started at the first need and kept.
-//
-// Several groups may break at once, or one after the other. Only the latest dump is written: it has all calls of the
-// groups that there are, and all dumps go to one file. A log that ends before the dump is written leaves its calls.
-class CallLog::All {
- public:
-  void add(const CallLog& log) {
-    std::lock_guard lock(mutex_);
-    logs_.push_back(&log);
-  }
-
-  void remove(CallLog& log) {
-    std::lock_guard lock(mutex_);
-    std::erase(logs_, &log);
-    if (next_) next_->calls.emplace_back(std::move(log.group_), std::move(log.entries_));
-  }
-
-  Snapshot snapshot() {
-    std::lock_guard lock(mutex_);
-    Snapshot result;
-    add_all(result);
-    return result;
-  }
-
-  std::map<std::string, Statistics> statistics() {
-    std::lock_guard lock(mutex_);
-    std::map<std::string, Statistics> all;
-    for (const CallLog* log : logs_) all[log->group_.name] = log->statistics();
-    return all;
-  }
-
-  void start_dumping() {
-    std::lock_guard lock(mutex_);
-    if (runs_) return;
-    start_thread([this] { run(); }).detach();
-    runs_ = true;
-  }
-
-  void dump(int global_rank, Nanoseconds after) {
-    start_dumping();
-    std::lock_guard lock(mutex_);
-    if (!next_) next_.emplace();
-    next_->global_rank = global_rank;
-    next_->due = now() + after;
-    changed_.notify_all();
-  }
-
-  void finish(Nanoseconds patience) {
-    std::unique_lock lock(mutex_);
-    hurries_ = true;
-    changed_.notify_all();
-    changed_.wait_for(lock, std::chrono::nanoseconds(patience), [this] { return !next_ && !writes_; });
-  }
-
- private:
-  struct Dump {
-    Snapshot calls;  // of logs that have ended since the dump was asked for
-    int global_rank = 0;
-    Nanoseconds due = 0;
-  };
-
-  void add_all(Snapshot& snapshot) const {
-    for (const CallLog* log : logs_) {
-      std::lock_guard lock(log->mutex_);
-      snapshot.emplace_back(log->group_, log->entries_);
-    }
-  }
-
-  [[noreturn]] void run() {
-    setpriority(PRIO_PROCESS, 0, kLowestPriority);  // of this thread
-    std::unique_lock lock(mutex_);
-    for (;;) {
-      if (!next_) {
-        changed_.wait(lock);
-      } else if (const Nanoseconds left = next_->due - now(); left > 0 && !hurries_) {
-        changed_.wait_for(lock, std::chrono::nanoseconds(left));
-      } else {
-        Dump dump = *std::exchange(next_, std::nullopt);
-        add_all(dump.calls);
-        writes_ = true;
-        lock.unlock();
-        write(dump.global_rank, dump.calls);
-        lock.lock();
-        writes_ = false;
-        changed_.notify_all();
-      }
-    }
-  }
-
-  static void write(int global_rank, const Snapshot& snapshot) {
-    try {
-      auto& writer = c10d::DebugInfoWriter::getWriter(global_rank);  // makes directories
-      TORCH_WARN("a group broke; the flight record of rank ", global_rank, " goes to ", writer.getWriterTarget());
-      writer.write(pickle(snapshot));
-    } catch (const std::exception& error) {
-      cannot_write(global_rank, error);
-    }
-  }
-
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::vector<const CallLog*> logs_;
-  std::optional<Dump> next_;
-  bool runs_ = false, writes_ = false;
-  bool hurries_ = false;  // the process is about to end
-};
-
 CallLog::CallLog(std::size_t entries, bool print, Group group)
     : capacity_(entries), print_(print), group_(std::move(group)) {
-  process_wide<All>().add(*this);
+  Registry& registry = process_wide<Registry>();
+  std::lock_guard lock(registry.mutex);
+  registry.logs.push_back(this);
 }
 
-CallLog::~CallLog() { process_wide<All>().remove(*this); }
+CallLog::~CallLog() {
+  Registry& registry = process_wide<Registry>();
+  std::lock_guard lock(registry.mutex);
+  std::erase(registry.logs, this);
+}
 
 void CallLog::describe(const std::string& description) {
   std::lock_guard lock(mutex_);
@@ -280,6 +184,14 @@ CallLog::Statistics CallLog::statistics() const {
   return statistics;
 }
 
+std::map<std::string, CallLog::Statistics> CallLog::all_statistics() {
+  std::map<std::string, Statistics> all;
+  Registry& registry = process_wide<Registry>();
+  std::lock_guard lock(registry.mutex);
+  for (const CallLog* log : registry.logs) all[log->group_.name] = log->statistics();
+  return all;
+}
+
 // How a call stands in a dump. `torchfrtrace` expects every call of all ranks of its group, which a message is not. So
 // messages from one rank to another are a group of these two; those from any rank, of the receiver alone.
 CallLog::Heading CallLog::heading(const Call& call, const Group& group) {
@@ -354,23 +266,31 @@ c10::Dict<c10::IValue, c10::IValue> CallLog::to_dict(const Entry& e, const Headi
   return d;
 }
 
-std::string CallLog::pickle(const Snapshot& snapshot) {
+CallLog::Snapshot CallLog::snapshot() {
+  Snapshot result;
+  Registry& registry = process_wide<Registry>();
+  std::lock_guard lock(registry.mutex);
+  for (const CallLog* log : registry.logs) {
+    std::lock_guard log_lock(log->mutex_);
+    for (const Entry& entry : log->entries_) result.entries.emplace_back(result.groups.size(), entry);
+    result.groups.push_back(log->group_);
+  }
+  return result;
+}
+
+std::string CallLog::pickle(Snapshot snapshot) {
   struct Latest {
     std::int64_t begun = -1, started = -1, ended = -1;  // collectives
   };
-  std::vector<Latest> latest(snapshot.size());
+  std::vector<Latest> latest(snapshot.groups.size());
   std::map<std::string, Group> groups;
-  for (const auto& [group, _] : snapshot) groups[group.name] = group;
-  std::vector<std::pair<std::size_t, const Entry*>> calls;  // with the number of their group
-  for (std::size_t number = 0; number < snapshot.size(); ++number)
-    for (const Entry& entry : snapshot[number].second) calls.emplace_back(number, &entry);
-  std::stable_sort(calls.begin(), calls.end(),
-                   [](const auto& a, const auto& b) { return a.second->begun < b.second->begun; });
+  for (const Group& group : snapshot.groups) groups[group.name] = group;
+  std::stable_sort(snapshot.entries.begin(), snapshot.entries.end(),
+                   [](const auto& a, const auto& b) { return a.second.begun < b.second.begun; });
 
   auto entries = c10d::new_list();
-  for (const auto& [number, call] : calls) {
-    const Entry& entry = *call;
-    const Heading listed = heading(entry.call, snapshot[number].first);
+  for (const auto& [number, entry] : snapshot.entries) {
+    const Heading listed = heading(entry.call, snapshot.groups[number]);
     entries.push_back(to_dict(entry, listed, number, entries.size()));
     groups.emplace(listed.group.name, listed.group);
     if (is_message(entry.call.type)) continue;
@@ -404,25 +324,93 @@ std::string CallLog::pickle(const Snapshot& snapshot) {
   return c10d::pickle_str(result);
 }
 
-std::map<std::string, CallLog::Statistics> CallLog::all_statistics() { return process_wide<All>().statistics(); }
+std::string CallLog::dump() { return pickle(snapshot()); }
 
-std::string CallLog::dump() { return pickle(process_wide<All>().snapshot()); }
+// Writes dumps in a thread, which it starts at the first need and keeps. Several groups may break at once, or one after
+// the other. Only the latest dump is written: it has all calls of the groups that there are, and all dumps go to one
+// file.
+class CallLog::Dumper {
+ public:
+  void start() {
+    std::lock_guard lock(mutex_);
+    if (runs_) return;
+    start_thread([this] { run(); }).detach();
+    runs_ = true;
+  }
+
+  void dump(int global_rank, Nanoseconds after) {
+    start();
+    std::lock_guard lock(mutex_);
+    next_ = Dump{snapshot(), global_rank, now() + after};
+    changed_.notify_all();
+  }
+
+  void finish(Nanoseconds patience) {
+    std::unique_lock lock(mutex_);
+    hurries_ = true;
+    changed_.notify_all();
+    changed_.wait_for(lock, std::chrono::nanoseconds(patience), [this] { return !next_ && !writes_; });
+  }
+
+ private:
+  struct Dump {
+    Snapshot calls;
+    int global_rank;
+    Nanoseconds due;
+  };
+
+  [[noreturn]] void run() {
+    setpriority(PRIO_PROCESS, 0, kLowestPriority);  // of this thread
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      if (!next_) {
+        changed_.wait(lock);
+      } else if (const Nanoseconds left = next_->due - now(); left > 0 && !hurries_) {
+        changed_.wait_for(lock, std::chrono::nanoseconds(left));
+      } else {
+        Dump dump = *std::exchange(next_, std::nullopt);
+        writes_ = true;
+        lock.unlock();
+        write(std::move(dump));
+        lock.lock();
+        writes_ = false;
+        changed_.notify_all();
+      }
+    }
+  }
+
+  static void write(Dump dump) {
+    try {
+      auto& writer = c10d::DebugInfoWriter::getWriter(dump.global_rank);  // makes directories
+      TORCH_WARN("a group broke; the flight record of rank ", dump.global_rank, " goes to ", writer.getWriterTarget());
+      writer.write(pickle(std::move(dump.calls)));
+    } catch (const std::exception& error) {
+      cannot_write(dump.global_rank, error);
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::optional<Dump> next_;
+  bool runs_ = false, writes_ = false;
+  bool hurries_ = false;  // the process is about to end
+};
 
 void CallLog::get_ready_to_dump() {
   try {
-    process_wide<All>().start_dumping();
+    process_wide<Dumper>().start();
   } catch (const std::exception&) {  // write_dump() will say so
   }
 }
 
 void CallLog::write_dump(int global_rank, Nanoseconds after) {
   try {
-    process_wide<All>().dump(global_rank, after);
+    process_wide<Dumper>().dump(global_rank, after);
   } catch (const std::exception& error) {
     cannot_write(global_rank, error);
   }
 }
 
-void CallLog::finish_dumps(Nanoseconds patience) { process_wide<All>().finish(patience); }
+void CallLog::finish_dumps(Nanoseconds patience) { process_wide<Dumper>().finish(patience); }
 
 }  // namespace ringreduce

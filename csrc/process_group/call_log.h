@@ -100,11 +100,15 @@ class CallLog {
     std::string name;
     Group group;
   };
-  // What a dump is made of: the calls of each group.
-  using Snapshot = std::vector<std::pair<Group, std::vector<Entry>>>;
-  class All;
+  // What a dump is made of.
+  struct Snapshot {
+    std::vector<Group> groups;
+    std::vector<std::pair<std::size_t, Entry>> entries;  // with the number of their group
+  };
+  class Dumper;
 
-  static std::string pickle(const Snapshot& snapshot);
+  static Snapshot snapshot();
+  static std::string pickle(Snapshot snapshot);
   static Heading heading(const Call& call, const Group& group);
   static c10::Dict<c10::IValue, c10::IValue> to_dict(const Entry& entry, const Heading& heading,
                                                      std::size_t group_number, std::size_t number);
