@@ -326,21 +326,20 @@ std::string CallLog::pickle(Snapshot snapshot) {
 
 std::string CallLog::dump() { return pickle(snapshot()); }
 
-// Writes dumps in a thread, which it starts at the first need and keeps. Several groups may break at once, or one after
-// the other. Only the latest dump is written: it has all calls of the groups that there are, and all dumps go to one
-// file.
+// Writes dumps in a thread. Several groups may break at once, or one after the other. Only the latest dump is written:
+// it has all calls of the groups that there are, and all dumps go to one file.
 class CallLog::Dumper {
  public:
-  void start() {
+  // The thread is there from now on, and not only while there is something to write.
+  void keep_thread() {
     std::lock_guard lock(mutex_);
-    if (runs_) return;
-    start_thread([this] { run(); }).detach();
-    runs_ = true;
+    start();
+    keeps_ = true;
   }
 
   void dump(int global_rank, Nanoseconds after) {
-    start();
     std::lock_guard lock(mutex_);
+    start();
     next_ = Dump{snapshot(), global_rank, now() + after};
     changed_.notify_all();
   }
@@ -359,10 +358,17 @@ class CallLog::Dumper {
     Nanoseconds due;
   };
 
-  [[noreturn]] void run() {
+  // With the lock held.
+  void start() {
+    if (runs_) return;
+    start_thread([this] { run(); }).detach();
+    runs_ = true;
+  }
+
+  void run() {
     setpriority(PRIO_PROCESS, 0, kLowestPriority);  // of this thread
     std::unique_lock lock(mutex_);
-    for (;;) {
+    while (next_ || keeps_) {
       if (!next_) {
         changed_.wait(lock);
       } else if (const Nanoseconds left = next_->due - now(); left > 0 && !hurries_) {
@@ -377,6 +383,7 @@ class CallLog::Dumper {
         changed_.notify_all();
       }
     }
+    runs_ = false;
   }
 
   static void write(Dump dump) {
@@ -392,13 +399,14 @@ class CallLog::Dumper {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::optional<Dump> next_;
-  bool runs_ = false, writes_ = false;
+  bool runs_ = false, keeps_ = false;  // the thread
+  bool writes_ = false;
   bool hurries_ = false;  // the process is about to end
 };
 
 void CallLog::get_ready_to_dump() {
   try {
-    process_wide<Dumper>().start();
+    process_wide<Dumper>().keep_thread();
   } catch (const std::exception&) {  // write_dump() will say so
   }
 }

@@ -70,7 +70,7 @@ class CallLog {
   // a thread of its own, `after` so long: those who survive have more urgent things to do. A warning tells where that
   // is, or why it failed.
   static void write_dump(int global_rank, Nanoseconds after);
-  // Starts that thread now, so that a later write_dump() need not.
+  // Starts that thread now and keeps it, so that no write_dump() has to.
   static void get_ready_to_dump();
   // To be called when the process ends. Dumps are written at once from now on. Returns when none is under way, after
   // `patience` at most.
