@@ -286,7 +286,9 @@ def _join(settings: Settings) -> World:
     home.ready = ready_for_a_group(settings.options, listens=True)
     silence = settings.timeout + settings.expel_after + SLACK
     ask = Patient(settings.patience)
-    view = home.lobby.wait(settings.member(), silence, ask)
+    number = home.lobby.come(settings.member(), ask)
+    _import_what_makes_groups()  # while the members look who has come
+    view = home.lobby.wait(settings.me, number, silence, ask)
     opened = view is not None and ask(home.open_a_ledger, settings.me, view, settings.timeout)
     if view is None or (not opened and ask(home.lobby.all_gone, settings.me)):
         if not ask(home.lobby.ended_well):
@@ -306,3 +308,8 @@ def _join(settings: Settings) -> World:
             "start: the members share a ledger, which this process cannot open: it must run on their host as their user"
         )
     return joined(settings, view)
+
+
+def _import_what_makes_groups() -> None:
+    """The members wait for a joiner from when they let it in until it has made the group with them."""
+    from ringreduce import backend, host_links  # noqa: F401

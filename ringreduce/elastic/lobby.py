@@ -121,7 +121,7 @@ class Lobby:
             self._store.set("looked", str(time.time_ns()))
             self._said = began
         latest = self._store.add("waiting", 0)
-        now = time.monotonic()  # no number was taken later, and no name is read earlier: see `_come`
+        now = time.monotonic()  # no number was taken later, and no name is read earlier: see `come`
         self._nameless.update(dict.fromkeys(range(self._seen + 1, latest + 1), now))
         self._seen = latest
         for number, seen in list(self._nameless.items()):
@@ -135,7 +135,7 @@ class Lobby:
         for number, member in list(self._waiting.items()):
             if member.name in but or has_ended(member):
                 self._forget(number)
-        return tuple(dict.fromkeys(self._waiting.values()))  # a process may have two numbers: see `_come`
+        return tuple(dict.fromkeys(self._waiting.values()))  # a process may have two numbers: see `come`
 
     def _forget(self, number: int) -> None:
         self._store.set(f"joiner/{number}", "")
@@ -180,21 +180,36 @@ class Lobby:
 
     # for waiting processes
 
-    def wait(self, me: Member, timeout: float, ask: Patient) -> View | None:
+    def come(self, me: Member, ask: Patient) -> int:
+        """Takes a number, and says who has it. Returns the number.
+
+        If that took long, members may have forgotten it, and this takes another one. If the store carries out a request
+        without answering, there is a number without a name, which members forget.
+        """
+        while True:
+            began = time.monotonic()
+            number = ask(self._store.add, "waiting", 1)
+            ask(self._store.set, f"joiner/{number}", json.dumps([me.name, me.address]))
+            if time.monotonic() < began + FORGOTTEN_AFTER:
+                return number
+            ask(self._store.set, f"joiner/{number}", "")
+
+    def wait(self, name: str, number: int, timeout: float, ask: Patient) -> View | None:
         """Waits until this process is let in, and returns the view that contains it; None: all members are gone.
+
+        `name`: this process's. `number`: what `come` has returned.
 
         Raises `CollectiveTimeout` if no member has looked for joiners for `timeout` seconds, not counting the time in
         which this process could not reach the store; and what `ask` raises.
         """
-        store, invited = self._store, f"invited/{me.name}"
-        number = self._come(me, ask)
+        store, invited = self._store, f"invited/{name}"
         began = looked = check = ask.clock()
         look, over = None, False
         while (text := ask(store.value, invited)) is None:
             now = ask.clock()
             if now > check + OVER_AFTER:
                 check = now
-                before, over = over, ask(self.all_gone, me.name)
+                before, over = over, ask(self.all_gone, name)
                 if over and before:
                     return None
                 if (latest := ask(store.value, "looked")) != look:
@@ -204,19 +219,6 @@ class Lobby:
                 raise CollectiveTimeout(f"start: no member has looked who waits to be let in for {timeout:.0f} s")
             time.sleep(min(max((now - began) / 100, PAUSE), LONG_PAUSE))
         return View.load(text.decode())
-
-    def _come(self, me: Member, ask: Patient) -> int:
-        """Takes a number, and says who has it. If that took long, members may have forgotten it: takes another one.
-
-        If the store carries out a request without answering, there is a number without a name, which members forget.
-        """
-        while True:
-            began = time.monotonic()
-            number = ask(self._store.add, "waiting", 1)
-            ask(self._store.set, f"joiner/{number}", json.dumps([me.name, me.address]))
-            if time.monotonic() < began + FORGOTTEN_AFTER:
-                return number
-            ask(self._store.set, f"joiner/{number}", "")
 
     def latest(self) -> View | None:
         """The latest view that the store knows of."""

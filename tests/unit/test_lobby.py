@@ -86,7 +86,7 @@ def test_a_process_whose_number_was_forgotten_takes_another_one(clock: Clock) ->
         assert looks.waiting(()) == ()
 
     store.before["joiner/1"] = is_stopped
-    assert Lobby(store)._come(me, Patient(1.0)) == 2
+    assert Lobby(store).come(me, Patient(1.0)) == 2
     assert looks.waiting(()) == (me,) and Lobby(store).waiting(()) == (me,)
 
 
@@ -119,18 +119,24 @@ class Failing(Counting):
             raise self._error
 
 
+def arrive_and_wait(lobby: Lobby) -> None:
+    ask = Patient(60.0)
+    lobby.wait("me", lobby.come(Member("me", ADDRESS), ask), 5.0, ask)
+
+
 def test_a_waiting_process_outlasts_a_store_that_is_out_of_reach(clock: Clock) -> None:
-    me, view = Member("me", ADDRESS), View(1, (Member("me", ADDRESS),))
-    store = Failing(clock, clock.now + 50, ConnectionError("refused"))
-    store.set("invited/me", view.dump())
-    assert Lobby(store).wait(me, 5.0, Patient(60.0)) == view
+    me, view, ask = Member("me", ADDRESS), View(1, (Member("me", ADDRESS),)), Patient(60.0)
+    lobby = Lobby(Failing(clock, clock.now + 50, ConnectionError("refused")))
+    number = lobby.come(me, ask)
+    lobby.invite([me], view)
+    assert lobby.wait("me", number, 5.0, ask) == view
 
 
 def test_the_silence_of_members_counts_only_while_the_store_answers(clock: Clock) -> None:
     began = clock.now
     store = Failing(clock, began + 50, ConnectionError("refused"))
     with pytest.raises(CollectiveTimeout, match="no member has looked who waits to be let in for 5 s"):
-        Lobby(store).wait(Member("me", ADDRESS), 5.0, Patient(60.0))
+        arrive_and_wait(Lobby(store))
     assert began + 55 < clock.now < began + 57
 
 
@@ -146,14 +152,14 @@ def test_a_waiting_process_says_why_it_gives_up(clock: Clock, error: Exception, 
     began = clock.now
     store = Failing(clock, float("inf"), error)
     with pytest.raises(SystemFailure, match="start: the store " + says):
-        Lobby(store).wait(Member("me", ADDRESS), 5.0, Patient(60.0))
+        arrive_and_wait(Lobby(store))
     assert began + seconds <= clock.now < began + seconds + 2
 
 
 def test_a_waiting_process_whose_requests_were_not_answered_waits_once(clock: Clock) -> None:
     store, me = Failing(clock, 0.0, ConnectionError("no answer")), Member("me", ADDRESS)
     store.unanswered = ["waiting", "joiner/2"]
-    assert Lobby(store)._come(me, Patient(1.0)) == 2
+    assert Lobby(store).come(me, Patient(1.0)) == 2
     assert Lobby(store).waiting(()) == (me,)
     store.set("joiner/1", json.dumps(["me", ADDRESS]))  # a request that the store has carried out late
     assert Lobby(store).waiting(()) == (me,)
