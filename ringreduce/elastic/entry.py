@@ -24,7 +24,8 @@ from ringreduce.config import Options
 from ringreduce.elastic.groups import destroy_groups
 from ringreduce.elastic.home import Home
 from ringreduce.elastic.lobby import Patient
-from ringreduce.elastic.world import Settings, World, founded, joined
+from ringreduce.elastic.settings import Settings
+from ringreduce.elastic.world import World, founded, joined
 from ringreduce.errors import InvalidArgument, PeerLost, SystemFailure, TooFewRanks
 from ringreduce.group_links import links_of
 from ringreduce.membership.directory import Bounded, Values

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
@@ -18,12 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ringreduce import tuning  # noqa: F401  imported early: a member that becomes rank 0 must not lose time with it
 from ringreduce.api import backend_of
-from ringreduce.config import Options
-from ringreduce.elastic.address import address, has_ended, settings_of
+from ringreduce.elastic.address import has_ended, settings_of
 from ringreduce.elastic.groups import destroy_groups, make_group, rebind
-from ringreduce.elastic.home import Home
 from ringreduce.elastic.lateness import STEPS, Late, Lateness
 from ringreduce.elastic.lobby import Lookout
+from ringreduce.elastic.settings import Settings
 from ringreduce.elastic.state import State
 from ringreduce.elastic.watch import Watch
 from ringreduce.errors import (
@@ -52,44 +50,6 @@ LOOK_AGAIN = 0.01
 """Seconds between two looks of rank 0 at what its lookout has found, while there are too few members."""
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class Settings:
-    """What a process was started with."""
-
-    me: str
-    """This process's name, which no other process ever has."""
-    options: Options | None
-    timeout: float
-    least: int
-    unit: int
-    place: int
-    """This process's place in its unit."""
-    most: int
-    patience: float
-    expel_after: float
-    home: Home
-
-    def alike(self) -> dict[str, float]:
-        """Those that all members must have alike, by the names of `start`'s arguments."""
-        most = self.most if self.most < sys.maxsize else 0
-        return {"least": self.least, "unit": self.unit, "world_size - spares": most, "patience": self.patience}
-
-    def member(self) -> Member:
-        """This process as a member."""
-        card = self.home.ready.card if self.home.ready else None
-        settings = self.alike() | {"place": self.place}
-        return Member(self.me, address(self.home.ledger_place(), card, settings))
-
-    def check(self, other: Member, who: str) -> None:
-        """Raises `InvalidArgument` if another process was started differently."""
-        theirs = settings_of(other)
-        for name, mine in self.alike().items():
-            if theirs[name] != mine:
-                raise InvalidArgument(
-                    f"start: {name} is {mine:g} here and {theirs[name]:g} on {who}; give all processes the same"
-                )
 
 
 class World:

@@ -1,0 +1,50 @@
+"""What a process was started with, and what of it all members must have alike."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from ringreduce.config import Options
+from ringreduce.elastic.address import address, settings_of
+from ringreduce.elastic.home import Home
+from ringreduce.errors import InvalidArgument
+from ringreduce.membership.protocol import Member
+
+
+@dataclass
+class Settings:
+    """The arguments of `start`, and what else a process has before it is a member."""
+
+    me: str
+    """This process's name, which no other process ever has."""
+    options: Options | None
+    timeout: float
+    least: int
+    unit: int
+    place: int
+    """This process's place in its unit."""
+    most: int
+    patience: float
+    expel_after: float
+    home: Home
+
+    def alike(self) -> dict[str, float]:
+        """Those that all members must have alike, by the names of `start`'s arguments."""
+        most = self.most if self.most < sys.maxsize else 0
+        return {"least": self.least, "unit": self.unit, "world_size - spares": most, "patience": self.patience}
+
+    def member(self) -> Member:
+        """This process as a member."""
+        card = self.home.ready.card if self.home.ready else None
+        settings = self.alike() | {"place": self.place}
+        return Member(self.me, address(self.home.ledger_place(), card, settings))
+
+    def check(self, other: Member, who: str) -> None:
+        """Raises `InvalidArgument` if another process was started differently."""
+        theirs = settings_of(other)
+        for name, mine in self.alike().items():
+            if theirs[name] != mine:
+                raise InvalidArgument(
+                    f"start: {name} is {mine:g} here and {theirs[name]:g} on {who}; give all processes the same"
+                )
