@@ -201,7 +201,7 @@ test-rest: build $(VENV)/.test-tools
 	echo; echo "== tests on device cuda: GPUs, or stand-ins =="; \
 	if $(PY) -c "$$CUDA_WITHOUT_GPU"; then $(PYTEST) tests/gpu; gpu=$$?; else gpu=0; fi; \
 	echo; echo "== several hosts: network namespaces =="; \
-	if $(PY) -c "$$NO_NAMESPACES"; then $(PYTEST) $(PARALLEL) tests/net; net=$$?; else net=0; fi; \
+	if $(PY) -c "$$NO_NAMESPACES"; then $(PYTEST) tests/net; net=$$?; else net=0; fi; \
 	exit $$((slow | gpu | net))
 
 test-all:

@@ -23,6 +23,7 @@ Exit code: 0, 1 if a rank failed, 2 if it cannot run here.
 
 import argparse
 import functools
+import gc
 import importlib.util
 import json
 import os
@@ -254,6 +255,7 @@ def meet(args: argparse.Namespace, **meeting: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(args.backend, **meeting)
     run(args)
+    gc.collect()  # models in cycles hold the group; with Gloo a thread of it that frees tensors at the exit aborts
     dist.destroy_process_group()
 
 
