@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/TraceUtils.h>
 
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <cstdio>
 #include <exception>
@@ -332,6 +333,7 @@ class CallLog::Dumper {
  public:
   // The thread is there from now on, and not only while there is something to write.
   void keep_thread() {
+    if (keeps_) return;  // without the lock, which the thread may hold for long at its priority
     std::lock_guard lock(mutex_);
     start();
     keeps_ = true;
@@ -399,7 +401,8 @@ class CallLog::Dumper {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::optional<Dump> next_;
-  bool runs_ = false, keeps_ = false;  // the thread
+  std::atomic<bool> keeps_ = false;
+  bool runs_ = false;  // the thread
   bool writes_ = false;
   bool hurries_ = false;  // the process is about to end
 };
