@@ -62,7 +62,8 @@ std::vector<int> visible(std::size_t devices) {
 
 extern "C" __attribute__((visibility("default"))) std::size_t stand_in_calls(const char* function) {
   std::lock_guard lock(machine().mutex);
-  return machine().calls[function];
+  const auto found = machine().calls.find(function);  // operator[] would keep the caller's text, which it may free
+  return found == machine().calls.end() ? 0 : found->second;
 }
 
 API cuInit(unsigned) {
