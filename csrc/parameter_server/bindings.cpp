@@ -42,7 +42,7 @@ std::size_t index_of(const Names& names, const std::string& wanted, const char* 
 
 DType dtype_of(const std::string& wanted) {
   return static_cast<DType>(
-      index_of<kDTypeCount>([](std::size_t i) { return name(static_cast<DType>(i)); }, wanted, "dtype"));
+      index_of<kReducedDTypeCount>([](std::size_t i) { return name(static_cast<DType>(i)); }, wanted, "dtype"));
 }
 
 ReduceOp op_of(const std::string& wanted) {
@@ -151,7 +151,8 @@ std::shared_ptr<Server> make_server(std::size_t capacity, py::function update, b
     py::list pushes;
     for (const Contribution& each : update.contributions)
       pushes.append(py::make_tuple(each.worker, each.clock, each.pulled, each.weight));
-    (*call)(update.block, update.version, number(update.value), number(update.out), number(update.gradient), pushes);
+    (*call)(update.block, update.version, number(update.value), number(update.out), number(update.gradient), pushes,
+            update.rule.numbers());
   };
   hooks.roots = roots;
   hooks.warn = [](const std::string& text) {
@@ -252,7 +253,7 @@ void bind_server(py::module_& m, Roots roots) {
           py::kw_only(), py::arg("dtype"), py::arg("count"), py::arg("mode"), py::arg("quorum"), py::arg("grace"),
           py::arg("staleness"), py::arg("group"), py::arg("rule"), py::arg("width") = 0, py::arg("seed") = 0,
           py::arg("low") = 0.0F, py::arg("high") = 0.0F, py::arg("note") = "")
-      .def_static("journal", [] { return dup(Journal::make().get()); })
+      .def_static("journal", [] { return Journal::make().release(); })
       .def(
           "lead",
           [](Server& server, int journal, int bell, int values, int pidfd, int passage, std::size_t capacity,
@@ -324,7 +325,7 @@ void bind_server(py::module_& m, Roots roots) {
              }
              py::list found;
              for (const Snapshot::Entry& each : entries)
-               found.append(py::make_tuple(each.block, each.version, each.steps, each.rows, each.states));
+               found.append(py::make_tuple(each.block, each.version, each.steps, each.rows, each.states, each.numbers));
              return found;
            })
       .def("next_piece",
@@ -463,6 +464,12 @@ void bind_client(py::module_& m) {
             return client.pull(parts.parts, address(tensor), {0, 1, duration(timeout), parts.pull_wire});
           },
           py::arg("parts"), py::arg("tensor"), py::kw_only(), py::arg("timeout") = py::none())
+      .def(
+          "change",
+          [](Client& client, const Parts& parts, std::uint64_t place, double number, std::optional<double> timeout) {
+            return client.change(parts.parts, place, number, duration(timeout));
+          },
+          no_gil, py::arg("parts"), py::arg("place"), py::arg("number"), py::kw_only(), py::arg("timeout") = py::none())
       .def("cancel", &Client::cancel, no_gil, py::arg("call"))
       .def(
           "tell",

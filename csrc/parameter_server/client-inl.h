@@ -114,8 +114,9 @@ struct Client::Peer {
 // Held by a thread during a call; gives it exclusive use of the client. A thread that waits also drives the connections
 // to other hosts, and takes the turns of this process's server.
 struct Client::Hold {
-  explicit Hold(Client& client)
-      : wire(client.of_this_process().wire_.get()), turns(client.hosted_.get()), lock(client.mutex_) {
+  explicit Hold(Client& client) : Hold(client, client.shared()) {}
+  Hold(Client& client, const std::pair<WorkerWire*, Server*>& shared)
+      : wire(shared.first), turns(shared.second), lock(client.mutex_) {
     if (wire != nullptr) wire->connections().take_over();
   }
   ~Hold() {

@@ -37,6 +37,11 @@ Client& Client::of_this_process() {
   return *this;
 }
 
+std::pair<WorkerWire*, Server*> Client::shared() {
+  const Lock lock(of_this_process().mutex_);
+  return {wire_.get(), hosted_.get()};
+}
+
 void Client::attach(std::uint32_t server, const ServerSpec& spec) {
   auto* const lane = reinterpret_cast<Lane*>(window_->at(sizeof(Bell) + server * sizeof(Lane)));
   auto near = std::make_shared<Near>(spec, lane);
@@ -375,6 +380,23 @@ void Client::feed(std::uint32_t server) {
     frame.header.tag = item.tag;
     connections.send(id, std::move(frame));
   }
+}
+
+std::shared_ptr<Call> Client::change(const std::vector<Part>& parts, std::uint64_t place, double number,
+                                     Nanoseconds timeout) {
+  const auto call = std::make_shared<Call>();
+  Hold hold(*this);
+  for (const Part& part : parts) {
+    if (!peer(part.server).alive) throw_lost(part.server);
+    Item item;
+    item.request.kind = RequestKind::change;
+    item.request.block = part.block;
+    item.request.pulled = place;
+    item.request.weight = number;
+    item.call = call;
+    put(hold, part.server, std::move(item), timeout);
+  }
+  return call;
 }
 
 std::shared_ptr<Call> Client::pull(const std::vector<Part>& parts, std::byte* tensor, const Options& options) {

@@ -15,6 +15,7 @@
 #include <mutex>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "core/fork.h"
@@ -143,7 +144,7 @@ class Client {
   // A tensor to push, with all its parts.
   struct Pushed {
     const std::vector<Part>* parts;
-    const std::byte* values;
+    const std::byte* values;          // nullptr: the push has no data (Request::payload)
     Packing packing = Packing::none;  // used for parts on other hosts
     // Where the new values go; nullptr: they are not wanted. They are copied there during push() and wait(). All parts
     // must be on this host. If the new values of one tensor would overwrite `values` of another, none are copied.
@@ -159,6 +160,8 @@ class Client {
   // Sends a pull for each part. Values of parts on other hosts are stored in `tensor`, which must stay valid until the
   // call is over or cancelled. For parts on this host the reply only says that they may be read: see read().
   std::shared_ptr<Call> pull(const std::vector<Part>& parts, std::byte* tensor, const Options& options);
+  // Changes a number of the rule of each part (Rule::change).
+  std::shared_ptr<Call> change(const std::vector<Part>& parts, std::uint64_t place, double number, Nanoseconds timeout);
   // Pushes rows of a table. `values` has a row for each id of the batch, and rows of the same id are added in order;
   // with `distinct` it has a row for each of rows.ids(). Every server gets a request, even without rows, so that all
   // count the same updates. Throws Error(invalid_argument), and sends nothing, if the window is too small for a
@@ -258,7 +261,8 @@ class Client {
   void fill_rows(const TablePlace& table, const RowSet& rows, std::uint32_t server, const std::byte* values,
                  std::byte* to) const;
 
-  Client& of_this_process();  // throws Error(invalid_argument) in a forked child
+  Client& of_this_process();                 // throws Error(invalid_argument) in a forked child
+  std::pair<WorkerWire*, Server*> shared();  // the wire and the hosted server, or nullptr; throws as of_this_process()
 
   const ForkMark fork_;
   const std::function<void()> interrupt_;

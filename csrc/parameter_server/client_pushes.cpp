@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "core/float_environment.h"
 #include "parameter_server/client-inl.h"
 
 namespace ringreduce::parameter_server {
@@ -27,7 +28,7 @@ bool overlap(const std::vector<Client::Pushed>& tensors) {
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     std::size_t bytes = 0;
     for (const Part& part : *tensors[i].parts) bytes += part.bytes;
-    values.push_back({tensors[i].values, tensors[i].values + bytes, i});
+    if (tensors[i].values != nullptr) values.push_back({tensors[i].values, tensors[i].values + bytes, i});
     if (tensors[i].out != nullptr) outs.push_back({tensors[i].out, tensors[i].out + bytes, i});
   }
   const auto ends_before = [](const Range& a, const Range& b) { return a.end <= b.begin; };
@@ -47,6 +48,7 @@ bool overlap(const std::vector<Client::Pushed>& tensors) {
 // Packs a block into the window. It is given as much room there as unpacked, because the server unpacks it to the same
 // offset in its copy of the window.
 void Client::pack_push(const Part& part, Packing packing, std::byte* to, const std::byte* from) {
+  const DefaultFloatEnvironment environment;
   const auto* const values = reinterpret_cast<const float*>(from);
   std::vector<float>& residuals = residuals_[{part.server, part.block}];
   std::vector<float> arrived(std::min(kFragment, part.bytes) / sizeof(float));
@@ -69,6 +71,13 @@ void Client::send_part(Hold& hold, RequestKind kind, const std::shared_ptr<Call>
                        const Part& part, const Options& options, bool streamed) {
   take_turns(hold);  // serves others between two copies, and keeps requests from waking up the server's thread
   if (!peer(part.server).alive) throw_lost(part.server);
+  Item item;
+  item.request.kind = kind;
+  item.request.block = part.block;
+  item.request.priority = options.priority;
+  item.request.weight = options.weight;
+  item.call = call;
+  if (tensor.values == nullptr) return put(hold, part.server, std::move(item), options.timeout);
   const std::byte* const from = tensor.values + part.begin;
   const bool packs = tensor.packing != Packing::none && peer(part.server).near == nullptr;
   std::size_t piece = SIZE_MAX, offset = 0;
@@ -85,13 +94,7 @@ void Client::send_part(Hold& hold, RequestKind kind, const std::shared_ptr<Call>
     else
       copy(data() + offset, from, part.bytes, streamed);
   }
-  Item item;
-  item.request.kind = kind;
-  item.request.block = part.block;
-  item.request.priority = options.priority;
-  item.request.weight = options.weight;
   item.request.payload = std::make_shared<InWindow>(piece, offset, part.bytes);
-  item.call = call;
   if (packs) item.packing = tensor.packing;
   put(hold, part.server, std::move(item), options.timeout);
 }

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <string>
 
+#include "core/float_environment.h"
 #include "parameter_server/client-inl.h"
 #include "parameter_server/table.h"
 
@@ -30,6 +31,7 @@ void Client::fit_rows(const TablePlace& table, const RowSet& rows) const {
 // ids.
 void Client::fill_rows(const TablePlace& table, const RowSet& rows, std::uint32_t server, const std::byte* values,
                        std::byte* to) const {
+  const DefaultFloatEnvironment environment;
   const std::size_t bytes = table.row_bytes();
   std::size_t known = 0;  // the first `known` rows of `to` are set: ids are numbered as they first appear
   for (const RowSet::Item& item : rows.items(server)) {

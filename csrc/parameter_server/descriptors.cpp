@@ -1,5 +1,6 @@
 #include "parameter_server/descriptors.h"
 
+#include <fcntl.h>
 #include <poll.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -65,9 +66,22 @@ std::optional<Received> receive_message(int socket) {
   return received;
 }
 
+FileDescriptor duplicate(int descriptor) {
+  FileDescriptor another(fcntl(descriptor, F_DUPFD_CLOEXEC, 0));
+  if (another.get() < 0)
+    throw Error(ErrorKind::system, std::string("duplicating a descriptor: ") + std::strerror(errno));
+  return another;
+}
+
 FileDescriptor own_pidfd() {
   FileDescriptor made(static_cast<int>(syscall(SYS_pidfd_open, getpid(), 0)));
-  if (made.get() < 0) throw Error(ErrorKind::system, std::string("pidfd_open: ") + std::strerror(errno));
+  if (made.get() < 0) {
+    const char* fix = "";
+    if (errno == EMFILE) fix = "; raise `ulimit -n`";
+    if (errno == EPERM) fix = "; let the container's or service's seccomp filter allow pidfd_open";
+    if (errno == ENOSYS) fix = "; ringreduce needs Linux 5.3 or newer";
+    throw Error(ErrorKind::system, std::string("pidfd_open: ") + std::strerror(errno) + fix);
+  }
   return made;
 }
 

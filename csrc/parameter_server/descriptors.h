@@ -24,6 +24,9 @@ struct Received {
 // without all of its descriptors, which happens when this process has reached its limit of open files.
 std::optional<Received> receive_message(int socket);
 
+// Returns another descriptor of the same file, which programs that this process starts do not get. Throws
+// Error(system).
+FileDescriptor duplicate(int descriptor);
 // Returns a pidfd of this process. Throws Error(system).
 FileDescriptor own_pidfd();
 // Whether both descriptors refer to the same file or shared memory.

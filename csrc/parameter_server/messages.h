@@ -47,6 +47,7 @@ enum class RequestKind : std::uint32_t {
   barrier,         // is answered when all members of the worker's group have sent one
   leave,           // the worker takes no further part
   restore,         // sets a block's first value and states from a snapshot; adds rows to a table without updates
+  change,          // changes a number of the block's rule, such as the learning rate
 };
 
 // A worker numbers its requests to a shard 1, 2, 3, ...; they take effect in this order, each exactly once.
@@ -56,11 +57,14 @@ struct Request {
   std::uint64_t number = 0;
   std::uint64_t seen = 0;  // the worker has received the replies to all requests up to this number
   BlockId block = 0;
-  std::int32_t priority = 0;               // push: of the updates ready at the same time, the greatest goes first
-  std::uint64_t round = 0;                 // push in sync: the round it belongs to, which makes version round + 1
-  std::uint64_t pulled = 0;                // push: the version that it was computed from, for update functions
-  double weight = 1;                       // push
-  std::shared_ptr<const Payload> payload;  // initialise, push, restore
+  std::int32_t priority = 0;  // push: of the updates ready at the same time, the greatest goes first
+  std::uint64_t round = 0;  // push in sync: the round it belongs to, which makes version round + 1; change in sync: the
+                            // first round with the new number
+  std::uint64_t pulled = 0;  // push: the version that it was computed from, for update functions; change: which number
+  double weight = 1;         // push; change: the new number
+  // initialise, push, restore. A push to a dense block may have none: the worker takes part in the round, and its
+  // contribution counts as zeros. An update without any payload leaves the value and the states as they are.
+  std::shared_ptr<const Payload> payload;
 };
 
 enum class Outcome : std::uint32_t {
@@ -71,7 +75,8 @@ enum class Outcome : std::uint32_t {
   ready,        // pull: the block may be read
   done,         // clock, barrier, leave
   failed,       // push: the update raised an error and the value is unchanged; set by the driver, not by the shard
-  refused,      // the worker is no member any more, the block does not exist or has no value, or a round's second push
+  refused,      // the worker is no member any more, the block does not exist or has no value, a round's second push, or
+                // a change that differs from another worker's for the same round
 };
 
 struct Reply {
@@ -122,6 +127,9 @@ struct Operation {
   bool restores = false;      // the first value comes from a snapshot, with optimizer states
   std::int32_t priority = 0;
   std::vector<Contribution> contributions;  // ordered by worker
+  // It changes a number of the block's rule, as its only contribution says, and makes no version: `version` is the one
+  // before.
+  bool changes = false;
 };
 
 struct Output {

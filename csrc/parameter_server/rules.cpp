@@ -83,6 +83,16 @@ void dispatch(const Rule& rule, const UpdateOf<T>& of) {
 
 }  // namespace
 
+void Rule::change(std::uint64_t place, double number) {
+  static constexpr double Rule::* kPlaces[kNumbers] = {&Rule::lr,           &Rule::momentum, &Rule::dampening,
+                                                       &Rule::weight_decay, &Rule::beta1,    &Rule::beta2,
+                                                       &Rule::eps,          &Rule::lr_decay, &Rule::alpha};
+  if (place >= kNumbers) return;
+  Rule changed = *this;
+  changed.*kPlaces[place] = number;
+  if (changed.states() == states()) *this = changed;
+}
+
 int Rule::states() const {
   switch (kind) {
     case Kind::sgd:

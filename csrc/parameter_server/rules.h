@@ -2,6 +2,7 @@
 // without allocations.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -31,6 +32,14 @@ struct Rule {
   bool decoupled = false;  // weight decay is applied to the value, as in AdamW
   bool fused = true;       // torch's kernels for this CPU use fused multiply-add
 
+  // Changes one of the numbers that may change between updates; CHANGEABLE in updates.py has their order. No effect if
+  // there is no such number, or if the rule would then need other states.
+  void change(std::uint64_t place, double number);
+  // These numbers, in that order.
+  static constexpr std::size_t kNumbers = 9;
+  std::array<double, kNumbers> numbers() const {
+    return {lr, momentum, dampening, weight_decay, beta1, beta2, eps, lr_decay, alpha};
+  }
   // The number of state values per element; with per_row(), per row.
   int states() const;
   bool per_row() const { return kind == Kind::rowwise_adagrad; }

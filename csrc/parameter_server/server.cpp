@@ -122,7 +122,7 @@ void Server::join(WorkerSpec spec) {
 void Server::join(WorkerId id, const std::string& group, std::size_t window, const std::string& name) {
   const FileDescriptor memory = make_memory("ringreduce far window", lanes_bytes(0) + window);
   Connection connection;
-  connection.spec = {id, group, dup(memory.get()), lanes_bytes(0) + window, 0, 0, -1, -1, name};
+  connection.spec = {id, group, duplicate(memory.get()).release(), lanes_bytes(0) + window, 0, 0, -1, -1, name};
   connection.window = std::make_shared<Window>(connection.spec);
   order([&] {
     if (connections_.count(id) > 0)
@@ -322,12 +322,23 @@ void Server::decide(const Message& message, Nanoseconds now) {
   std::move(output.replies.begin(), output.replies.end(), std::back_inserter(decided_.replies));
 }
 
-// Carries out the operations that have been decided, and sends each reply as soon as its operation is done. Operations
-// of a block stay in order; of several blocks, the one with the greatest priority goes first.
 void Server::carry_out() {
   keep_back();
   if (decided_.operations.empty() && decided_.replies.empty()) return;
-  Output output = std::exchange(decided_, {});
+  try {
+    carry_out(std::exchange(decided_, {}));
+  } catch (const std::bad_alloc&) {
+    if (followed_ != nullptr || backup_ == nullptr) throw;
+    // The backup has these operations, too. It takes over, and answers those that have not been answered.
+    hooks_.warn("a server in process " + std::to_string(getpid()) + " has no memory left and ends; its backup goes on");
+    serves_ = false;
+    stopping_ = true;
+  }
+}
+
+// Carries out operations, and sends each reply as soon as its operation is done. Operations of a block stay in order;
+// of several blocks, the one with the greatest priority goes first.
+void Server::carry_out(Output output) {
   failed_.clear();
   std::map<BlockId, std::int32_t> priorities;
   for (const Operation& each : output.operations) {
@@ -384,11 +395,12 @@ void Server::ring_answered() {
 
 bool Server::by_python(const Operation& operation) const {
   const BlockSpec& spec = blocks_[operation.block].spec;
-  return operation.version > 0 && !spec.rule.native(spec.dtype);
+  return (operation.version > 0 || operation.changes) && !spec.rule.native(spec.dtype);
 }
 
 void Server::carry_out(const Operation& operation) {
   Block& block = blocks_[operation.block];
+  if (operation.changes) return change(block, operation);
   if (block.table != nullptr) {
     return operation.restores ? restore(block, operation) : update_table(block, operation);
   }
@@ -399,15 +411,33 @@ void Server::carry_out(const Operation& operation) {
     std::memcpy(out, static_cast<const Lent&>(*operation.contributions[0].payload).at(), bytes);
   } else {
     keep_block(operation.block);
-    ++block.steps;
     ++statistics_.updates;
-    if (block.spec.rule.native(block.spec.dtype))
+    const bool has_data = std::any_of(operation.contributions.begin(), operation.contributions.end(),
+                                      [](const Contribution& each) { return each.payload != nullptr; });
+    block.steps += has_data;
+    if (!has_data)
+      repeat_version(block);
+    else if (block.spec.rule.native(block.spec.dtype))
       update(block, operation);
     else
       update_by_python(block, operation);
     pass(Step::updated);
   }
   publish(block);
+}
+
+void Server::change(Block& block, const Operation& operation) {
+  const Contribution& wanted = operation.contributions[0];
+  block.spec.rule.change(wanted.pulled, wanted.weight);
+  if (block.table != nullptr) block.table->change(block.spec.rule);
+}
+
+// Makes a version with the same value and states.
+void Server::repeat_version(Block& block) {
+  const auto [value, out] = begin_version(*block.words, block.bytes());
+  std::memcpy(out, value, block.bytes());
+  if (block.spec.two_states)
+    std::memcpy(block.state(block.words->begun), block.state(block.words->published), block.state_bytes);
 }
 
 void Server::publish(Block& block) {
@@ -422,10 +452,11 @@ Server::Combination Server::combination(const BlockSpec& spec, const Operation& 
   combination.op = reduces ? spec.rule.op : ReduceOp::sum;
   double sum = 0;
   for (const Contribution& each : operation.contributions) {
-    combination.sources.push_back(static_cast<const Lent&>(*each.payload).at());
-    combination.weights.push_back(each.weight);
     combination.weighted |= each.weight != 1;
     sum += each.weight;
+    if (each.payload == nullptr) continue;  // counts as zeros
+    combination.sources.push_back(static_cast<const Lent&>(*each.payload).at());
+    combination.weights.push_back(each.weight);
   }
   const bool scalable = kernels::supports(spec.dtype, ReduceOp::avg);
   combination.weighted &= scalable;
@@ -504,7 +535,7 @@ void Server::update_by_python(Block& block, const Operation& operation) {
   scratch_.resize((combine.sources.size() + 1) * bytes);
   const std::byte* const gradient = combine(scratch_.data(), 0, spec.count, scratch_.data() + bytes);
   try {
-    hooks_.update({operation.block, operation.version, value, out, gradient, operation.contributions});
+    hooks_.update({operation.block, operation.version, value, out, gradient, operation.contributions, spec.rule});
     block.failure.clear();
   } catch (const std::exception& error) {
     std::memcpy(out, value, bytes);  // undoes what the function had changed

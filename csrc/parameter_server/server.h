@@ -87,6 +87,7 @@ struct PythonUpdate {
   void* out;
   const void* gradient;  // the workers' pushes, combined
   const std::vector<Contribution>& contributions;
+  const Rule& rule;
 };
 
 class Server {
@@ -337,6 +338,7 @@ class Server {
   void decide(const Message& message);
   void decide(const Message& message, Nanoseconds now);
   void carry_out();
+  void carry_out(Output output);
   bool takes_payload(const Connection& connection, const RequestSlot& slot) const;
   void keep_pull(Connection& connection, const RequestSlot& slot);
   std::size_t memory_left() const;
@@ -349,7 +351,10 @@ class Server {
   Snapshot::Piece copy_block(BlockId id) const;
   Snapshot::Piece copy_slab(BlockId id, std::size_t slab) const;
   void restore(Block& block, const Operation& operation);
+  void refuse_for_memory(Block& block, const Operation& operation);
   void carry_out(const Operation& operation);
+  static void change(Block& block, const Operation& operation);
+  static void repeat_version(Block& block);
   static void publish(Block& block);
   void update(Block& block, const Operation& operation);
   void update_by_python(Block& block, const Operation& operation);

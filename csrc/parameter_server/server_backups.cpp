@@ -446,8 +446,8 @@ void Server::keep_decided() {
   }
   std::erase_if(decided_.operations, [this](const auto& each) {
     const Block& block = blocks_[each.block];
-    statistics_.updates += block.is_missing && each.version > 0;
-    return block.spec.two_states || block.is_missing;
+    statistics_.updates += block.is_missing && each.version > 0 && !each.changes;
+    return block.spec.two_states || (block.is_missing && !each.changes);
   });
 }
 
@@ -455,8 +455,12 @@ void Server::keep_decided() {
 void Server::drop_published() {
   for (auto& [block, operations] : kept_) {
     const std::uint64_t published = words_of_server(block).published.load(std::memory_order_acquire);
-    for (; !operations.empty() && operations.front().version < published; operations.pop_front())
-      statistics_.updates += operations.front().version > 0;
+    for (; !operations.empty() && operations.front().version < published; operations.pop_front()) {
+      if (operations.front().changes)
+        change(blocks_[block], operations.front());
+      else
+        statistics_.updates += operations.front().version > 0;
+    }
   }
   std::erase_if(kept_, [](const auto& each) { return each.second.empty(); });
 }

@@ -67,8 +67,10 @@ Request Server::request_of(WorkerId worker, const RequestSlot& slot, std::shared
   request.pulled = slot.pulled;
   request.weight = slot.weight;
   if (slot.kind == RequestKind::initialise || slot.kind == RequestKind::push || slot.kind == RequestKind::restore) {
-    request.payload = std::move(payload);
-    if (request.payload == nullptr)
+    const bool is_dense = slot.block < blocks_.size() && blocks_[slot.block].table == nullptr;
+    const bool has_none = slot.kind == RequestKind::push && slot.bytes == 0 && is_dense;
+    if (!has_none) request.payload = std::move(payload);
+    if (request.payload == nullptr && !has_none)
       request.block = UINT32_MAX;  // no such block: the shard refuses the request
     else
       statistics_.bytes += slot.bytes;

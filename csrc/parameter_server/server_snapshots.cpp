@@ -1,5 +1,6 @@
 // A server's snapshots: the copies that are written to a file, and restoring blocks from them.
 #include <cstring>
+#include <new>
 #include <utility>
 
 #include "core/error.h"
@@ -21,7 +22,9 @@ std::vector<Snapshot::Entry> Server::begin_snapshot() {
       if (block.table == nullptr && block.words->published.load(std::memory_order_relaxed) == 0) continue;
       const std::size_t rows = block.table == nullptr ? 0 : block.table->rows();
       const int states = block.spec.rule.native(block.spec.dtype) ? block.spec.rule.states() : -1;
-      snapshot->entries.push_back({id, shard_.version(id), block.steps, rows, states});
+      Rule rule = block.spec.rule;
+      for (const auto& [place, number] : shard_.coming_changes(id)) rule.change(place, number);
+      snapshot->entries.push_back({id, shard_.version(id), block.steps, rows, states, rule.numbers()});
       if (block.table == nullptr) {
         snapshot->claimed[id] = false;
         snapshot->left.emplace_back(id, 0);
@@ -124,6 +127,8 @@ void Server::restore(Block& block, const Operation& operation) {
   const std::size_t before = table.bytes(table.rows());
   try {
     table.restore({data, data + count * sizeof(std::int64_t), count}, before + memory_left());
+  } catch (const std::bad_alloc&) {
+    refuse_for_memory(block, operation);
   } catch (const Error& error) {
     block.failure = error.what();
     failed_.insert(operation.index);

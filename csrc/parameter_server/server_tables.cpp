@@ -1,5 +1,6 @@
 // A server's tables: making them, updating their rows, and gathering rows for a pull.
 #include <exception>
+#include <new>
 #include <string>
 
 #include "core/error.h"
@@ -44,12 +45,23 @@ void Server::update_table(Block& block, const Operation& operation) {
   try {
     table.update(batches, {block.steps, averages ? weights : 1, hooks_.roots, before + memory_left()});
     block.failure.clear();
+  } catch (const std::bad_alloc&) {
+    --block.steps;
+    refuse_for_memory(block, operation);
   } catch (const std::exception& error) {
     --block.steps;  // nothing was applied, and rules use the number of updates
     block.failure = error.what();
     failed_.insert(operation.index);
   }
   table_bytes_ += table.bytes(table.rows()) - before;
+}
+
+// Called when there was no memory for an operation, and nothing of it was applied. A partner has applied it or will, so
+// then this server or backup cannot go on: throws std::bad_alloc.
+void Server::refuse_for_memory(Block& block, const Operation& operation) {
+  if (backup_ != nullptr || followed_ != nullptr) throw;  // the exception being handled
+  block.failure = "the server's process has no memory left for the rows";
+  failed_.insert(operation.index);
 }
 
 void Server::gather(const Connection& connection, const Pull& pull) {

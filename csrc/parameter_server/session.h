@@ -30,6 +30,7 @@ class Session {
       request.round = place.round++;
       request.pulled = place.pulled;
     }
+    if (request.kind == RequestKind::change) request.round = places_[request.block].round;
     return outstanding_.emplace(request.number, std::move(request)).first->second;
   }
 

@@ -53,7 +53,7 @@ void Shard::on(const Request& request) {
 }
 
 void Shard::take(const Request& request) {
-  const bool about_block = request.kind <= RequestKind::pull || request.kind == RequestKind::restore;
+  const bool about_block = request.kind <= RequestKind::pull || request.kind >= RequestKind::restore;
   if (about_block && request.block >= blocks_.size()) return reply(request.worker, request.number, Outcome::refused);
   Member& member = members_.at(request.worker);
   switch (request.kind) {
@@ -93,6 +93,10 @@ void Shard::take(const Request& request) {
     case RequestKind::leave:
       reply(request.worker, request.number, Outcome::done);
       return remove(request.worker);
+    case RequestKind::change: {
+      const bool fits = take_change(request.block, request);
+      return reply(request.worker, request.number, fits ? Outcome::applied : Outcome::refused, blocks_[request.block]);
+    }
   }
   reply(request.worker, request.number, Outcome::refused);
 }
@@ -121,6 +125,45 @@ void Shard::apply(BlockId id, std::vector<Contribution> contributions, std::int3
   output_.operations.push_back({log_, id, ++block.version, false, priority, std::move(contributions)});
 }
 
+// Returns false if another worker has asked for something else for the same round.
+bool Shard::take_change(BlockId id, const Request& request) {
+  Block& block = blocks_[id];
+  if (block.mode.consistency != Consistency::sync) {
+    change(id, request.worker, request.pulled, request.weight);
+    return true;
+  }
+  const std::uint64_t round = std::max(request.round, block.version);
+  const std::pair wanted(request.worker, request.weight);
+  const auto [found, fresh] = block.changes[round].try_emplace(request.pulled, wanted);
+  auto& [worker, number] = found->second;
+  if (!fresh && number == request.weight) return true;
+  if (!fresh && worker != request.worker) return false;
+  found->second = wanted;
+  if (round == block.version) change(id, request.worker, request.pulled, request.weight);
+  return true;
+}
+
+void Shard::change(BlockId id, WorkerId worker, std::uint64_t place, double number) {
+  Block& block = blocks_[id];
+  block.logged = ++log_;
+  constexpr std::int32_t kNoPriority = INT32_MIN;
+  output_.operations.push_back({log_,
+                                id,
+                                block.version,
+                                false,
+                                kNoPriority,
+                                {{worker, number, members_.at(worker).clock, place, nullptr}},
+                                true});
+}
+
+std::vector<std::pair<std::uint64_t, double>> Shard::coming_changes(BlockId id) const {
+  const Block& block = blocks_.at(id);
+  std::vector<std::pair<std::uint64_t, double>> found;
+  for (auto round = block.changes.upper_bound(block.version); round != block.changes.end(); ++round)
+    for (const auto& [place, wanted] : round->second) found.emplace_back(place, wanted.second);
+  return found;
+}
+
 // ---- Rounds -------------------------------------------------------------------------------------------------------
 
 // Whether the present round waits for this member. It does not if the member joined during the round.
@@ -140,7 +183,7 @@ bool Shard::complete(Block& block, const Round& round) {
     block.closes = kForever;  // the round may have had a quorum before a worker was lost
     return false;
   }
-  if (block.closes == kForever) block.closes = now_ + block.mode.grace;
+  if (block.closes == kForever) block.closes = now_ + std::min(block.mode.grace, kForever - now_);
   return now_ >= block.closes;
 }
 
@@ -158,6 +201,9 @@ void Shard::close_rounds(BlockId id) {
     std::vector<Contribution> contributions;
     for (const auto& [worker, numbered] : round) contributions.push_back(numbered.second);
     apply(id, std::move(contributions), priority);
+    block.changes.erase(block.changes.begin(), block.changes.lower_bound(block.version));
+    if (const auto next = block.changes.find(block.version); next != block.changes.end())
+      for (const auto& [place, wanted] : next->second) change(id, wanted.first, place, wanted.second);
     for (const auto& [worker, numbered] : round) reply(worker, numbered.first, Outcome::applied, block);
     answer_pulls(id);
   }
@@ -276,7 +322,9 @@ void Shard::on(const Create& create) {
 
 void Shard::on(const Lose& lose) {
   const auto found = members_.find(lose.worker);
-  if (found == members_.end() || !found->second.live) return;
+  if (found == members_.end()) return;
+  found->second.replies.clear();  // nobody can ask for them any more
+  if (!found->second.live) return;
   for (const BlockId id : std::set(open_)) {
     Block& block = blocks_[id];
     for (auto round = block.rounds.begin(); round != block.rounds.end();) {

@@ -9,7 +9,8 @@
 //   sync          Round r of a block ends when all members of the group have contributed, or when a quorum has and the
 //                 grace period is over. The contributions, ordered by worker, make version r + 1. A later contribution
 //                 is dropped, and its worker is told so. A worker of another group may contribute to a round that is
-//                 open, but is neither waited for nor part of the quorum.
+//                 open, but is neither waited for nor part of the quorum. A change of the rule takes effect before the
+//                 worker's next round. Changes of several workers for the same round must be equal.
 //   asynchronous  Every push makes a version.
 //   ssp(s)        Every push makes a version. A worker at clock c may read when the clocks of all members are at least
 //                 c - s, so it sees everything that they pushed at clock c - s - 1 or before.
@@ -68,6 +69,9 @@ class Shard {
   std::uint64_t version(BlockId block) const { return blocks_.at(block).version; }
   std::uint64_t clock(WorkerId worker) const { return members_.at(worker).clock; }
   const Mode& mode(BlockId block) const { return blocks_.at(block).mode; }
+  // The changes of the block's rule that have not taken effect yet, in their order: the place of a number, and the
+  // number.
+  std::vector<std::pair<std::uint64_t, double>> coming_changes(BlockId block) const;
   // For tests: the greatest number of replies, or of requests out of order, that are kept for one worker. At most
   // kMostOutstanding.
   std::size_t kept() const;
@@ -85,6 +89,8 @@ class Shard {
   };
   // Contributions to a round, with the number of the request that brought each.
   using Round = std::map<WorkerId, std::pair<std::uint64_t, Contribution>>;
+  // Changes of a rule that take effect before a round: by the place of the number, who made it and the number.
+  using Changes = std::map<std::uint64_t, std::pair<WorkerId, double>>;
   struct Block {
     Mode mode;
     bool initialised = false, grows = false;
@@ -95,6 +101,7 @@ class Shard {
     std::map<std::uint64_t, std::int32_t> priorities;  // by round
     Nanoseconds closes = kForever;                     // end of the grace period of the present round
     std::vector<std::pair<WorkerId, std::uint64_t>> pulls;  // worker and number of the pulls that wait
+    std::map<std::uint64_t, Changes> changes;               // by round, from the present one on
   };
 
   friend void visit(Archive& archive, Member& member);
@@ -109,6 +116,8 @@ class Shard {
   void take(const Request& request);
   void take_push(Block& block, const Request& request);
   void apply(BlockId id, std::vector<Contribution> contributions, std::int32_t priority);
+  bool take_change(BlockId id, const Request& request);
+  void change(BlockId id, WorkerId worker, std::uint64_t place, double number);
   void close_rounds(BlockId id);
   bool complete(Block& block, const Round& round);
   void answer_pulls(BlockId id);

@@ -32,7 +32,7 @@ void visit(Archive& archive, Shard::Member& member) {
 
 void visit(Archive& archive, Shard::Block& block) {
   archive(block.mode, block.initialised, block.grows, block.version, block.logged, block.opened);
-  archive(block.rounds, block.priorities, block.closes, block.pulls);
+  archive(block.rounds, block.priorities, block.closes, block.pulls, block.changes);
 }
 
 // now_ is left out: every message brings the time.

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "parameter_server/messages.h"
+#include "parameter_server/rules.h"
 
 namespace ringreduce::parameter_server {
 
@@ -21,8 +22,9 @@ struct Snapshot {
   struct Entry {
     BlockId block = 0;
     std::uint64_t version = 0, steps = 0;
-    std::size_t rows = 0;  // of a table
-    int states = 0;        // number of optimizer states; -1: Python has them
+    std::size_t rows = 0;                          // of a table
+    int states = 0;                                // number of optimizer states; -1: Python has them
+    std::array<double, Rule::kNumbers> numbers{};  // of the rule
   };
   // For a dense block, the bytes of the value and then of the states. For a slab, rows [first, first + rows) of the
   // table's saved rows: first their ids, then the value and states of each row.

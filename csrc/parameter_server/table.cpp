@@ -221,29 +221,35 @@ const std::byte* Table::merge(std::span<const Batch> batches, double divisor) {
 void Table::update(std::span<const Batch> batches, const Step& step) {
   const std::byte* const gradients = merge(batches, step.divisor);
   check_room(ids_, step.room);
-  const std::size_t slice = std::max<std::size_t>(1, kSlice / row_bytes_);
-  for (std::size_t begin = 0; begin < ids_.size(); begin += slice)
-    update_slice(std::span(ids_).subspan(begin, std::min(slice, ids_.size() - begin)), gradients + begin * row_bytes_,
-                 step);
-}
-
-void Table::update_slice(std::span<const std::int64_t> ids, const std::byte* gradients, const Step& step) {
-  const std::size_t count = ids.size(), bytes = count * row_bytes_;
-  found_.resize(count);
-  find(ids, found_.data());
-  for (std::size_t i = 0; i < count; ++i) {
-    if (found_[i] == kNone) found_[i] = make(ids[i]);
+  const std::size_t slice = std::min(ids_.size(), std::max<std::size_t>(1, kSlice / row_bytes_));
+  // Everything that takes memory comes first. If there is none, nothing has been applied: a row without an update has
+  // the value that it would have if it were not there.
+  scratch_.resize(std::max(scratch_.size(), slice_bytes(slice)));
+  found_.resize(ids_.size());
+  find(ids_, found_.data());
+  for (std::size_t i = 0; i < ids_.size(); ++i) {
+    if (found_[i] == kNone) found_[i] = make(ids_[i]);
     touch(found_[i]);
   }
+  for (std::size_t begin = 0; begin < found_.size(); begin += slice)
+    update_slice(std::span(found_).subspan(begin, std::min(slice, found_.size() - begin)),
+                 gradients + begin * row_bytes_, step);
+}
+
+// The bytes that an update of `count` rows needs for copies of their values and states.
+std::size_t Table::slice_bytes(std::size_t count) const {
+  return 3 * count * row_bytes_ + states_ * count * state_bytes_;
+}
+
+void Table::update_slice(std::span<const std::size_t> found, const std::byte* gradients, const Step& step) {
+  const std::size_t count = found.size(), bytes = count * row_bytes_;
   if (spec_.rule.kind == Rule::Kind::reduce) {  // added in place, without copies
-    for (std::size_t i = 0; i < count; ++i)
-      add_row(spec_.dtype, at(found_[i]), gradients + i * row_bytes_, spec_.width);
+    for (std::size_t i = 0; i < count; ++i) add_row(spec_.dtype, at(found[i]), gradients + i * row_bytes_, spec_.width);
     return;
   }
-  scratch_.resize(std::max(scratch_.size(), 3 * bytes + states_ * count * state_bytes_));
   std::byte *const values = scratch_.data(), *const out = values + bytes, *const states = out + 2 * bytes;
   for (std::size_t i = 0; i < count; ++i) {
-    const std::byte* const row = at(found_[i]);
+    const std::byte* const row = at(found[i]);
     std::memcpy(values + i * row_bytes_, row, row_bytes_);
     for (std::size_t state = 0; state < states_; ++state)
       std::memcpy(states + (state * count + i) * state_bytes_, row + row_bytes_ + state * state_bytes_, state_bytes_);
@@ -264,7 +270,7 @@ void Table::update_slice(std::span<const std::int64_t> ids, const std::byte* gra
     std::memcpy(out, gradients, bytes);
   }
   for (std::size_t i = 0; i < count; ++i) {
-    std::byte* const row = at(found_[i]);
+    std::byte* const row = at(found[i]);
     std::memcpy(row, out + i * row_bytes_, row_bytes_);
     for (std::size_t state = 0; state < states_; ++state)
       std::memcpy(row + row_bytes_ + state * state_bytes_, states + (state * count + i) * state_bytes_, state_bytes_);

@@ -62,6 +62,7 @@ class Table {
     std::size_t room = SIZE_MAX;
   };
   void update(std::span<const Batch> batches, const Step& step);
+  void change(const Rule& rule) { spec_.rule = rule; }
 
   // ---- For snapshots ----
   // The size of a stored row: its value followed by its states.
@@ -105,16 +106,17 @@ class Table {
   const std::byte* merge(std::span<const Batch> batches, double divisor);
   void take_ids(const Batch& batch);
   void touch(std::size_t row);
-  void update_slice(std::span<const std::int64_t> ids, const std::byte* gradients, const Step& step);
+  std::size_t slice_bytes(std::size_t count) const;
+  void update_slice(std::span<const std::size_t> rows, const std::byte* gradients, const Step& step);
 
-  const TableSpec spec_;
+  TableSpec spec_;
   const std::size_t row_bytes_, states_, state_bytes_;  // states_: number of states; state_bytes_: of one of a row
   const std::size_t stored_bytes_, stride_, per_slab_;
   std::size_t rows_ = 0;
   std::array<Index, kSlots> indices_;
   std::vector<std::unique_ptr<std::byte[], Free>> slabs_;
   std::vector<std::int64_t> ids_;   // of the call under way
-  std::vector<std::size_t> found_;  // the rows of some of them
+  std::vector<std::size_t> found_;  // their rows
   std::vector<std::byte> merged_, scratch_;
   std::function<void(std::size_t)> before_;
   std::vector<bool> unclaimed_;  // by slab: it is watched and has not been claimed

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/atomics.h"
+#include "core/float_environment.h"
 #include "parameter_server/server-inl.h"
 #include "parameter_server/server.h"
 
@@ -69,6 +70,7 @@ std::uint32_t Server::end_turns() {
 }
 
 bool Server::turn(bool may_call_python) {
+  const DefaultFloatEnvironment environment;
   bool moved = serve_orders();
   moved |= partners_move();
   if (followed_ != nullptr && !is_heir_) moved |= follow_on();

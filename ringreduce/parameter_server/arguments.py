@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
 WIRES = ("float32", "bfloat16", "int8")
 MOST_KEY = 1024
 """The most bytes of a key."""
+MOST_SERVERS = 4096
+"""The most servers of a parameter server. Each has a thread, and every worker is connected to each."""
+MOST_WORKERS = 1 << 16
+"""The most workers that a call waits for."""
 _LONGEST = 1e7
 """The longest timeout in seconds; longer ones are shortened to it."""
 
@@ -53,16 +58,16 @@ def check_weight(weight: Any) -> None:
         raise InvalidArgument(f"weight is {shown(weight)}; it must be a positive number that a float can hold")
 
 
-def seconds(timeout: Any) -> float:
+def seconds(timeout: timedelta | float) -> float:
     """Returns a timeout as a float."""
-    found = number(timeout)
+    found = timeout.total_seconds() if isinstance(timeout, timedelta) else number(timeout)
     if not found >= 0:
-        raise InvalidArgument(f"timeout is {shown(timeout)}; it must be seconds, 0 or more")
+        raise InvalidArgument(f"timeout is {shown(timeout)}; it must be seconds, 0 or more, or a timedelta")
     return min(found, _LONGEST)
 
 
 def count_of_bytes(name: str, count: Any) -> int:
-    return whole(name, count, 1, "bytes, a whole number above 0 and below 2**48", bits=48)
+    return whole(name, count, 1, "bytes, a whole number above 0 and below 2**48", 2**48 - 1)
 
 
 def path_of(path: Any) -> Path:

@@ -28,9 +28,9 @@ def number(value: Any) -> float:
         return math.inf if value > 0 else -math.inf
 
 
-def whole(name: str, value: Any, least: int, what: str, bits: int = 63) -> int:
-    """Returns a whole number from `least` up to those of so many bits. `what` says what it must be."""
-    if not isinstance(value, WHOLE) or not least <= int(value) < 1 << bits:
+def whole(name: str, value: Any, least: int, what: str, most: int = 2**63 - 1) -> int:
+    """Returns a whole number from `least` to `most`. `what` says what it must be."""
+    if not isinstance(value, WHOLE) or not least <= int(value) <= most:
         raise InvalidArgument(f"{name} is {shown(value)}; it must be {what}")
     return int(value)
 

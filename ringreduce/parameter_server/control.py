@@ -191,6 +191,20 @@ class Reached:
             os.close(descriptor)
 
 
+def listens(address: bytes) -> bool:
+    """Whether a process of this host has its door at a Unix address."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection, contextlib.suppress(OSError):
+        connection.connect(address)
+        return True
+    return False
+
+
+def lives(its: dict[str, Any], here: str) -> bool:
+    """Whether a process with servers is there, as far as a process of the host `here` can see. `its` is what the store
+    knows about it."""
+    return listens(bytes.fromhex(its["address"])) if its["machine"] == here else answers(its["door"])
+
+
 def answers(addresses: list[list[Any]]) -> bool:
     """Whether a process listens at one of the addresses of a door. Also True if this cannot be determined."""
     for each in addresses:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +16,10 @@ from torch.nn import functional
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, RingReduceError
 from ringreduce.parameter_server.arguments import check_priority, check_rule, check_weight
 from ringreduce.parameter_server.checks import check_is, shown, whole
-from ringreduce.parameter_server.key_value import KeyValue
+from ringreduce.parameter_server.key_value import KeyValue, parts_of_table
 from ringreduce.parameter_server.modes import Mode, sync
 from ringreduce.parameter_server.pending import Pending
-from ringreduce.parameter_server.updates import UpdateRule, check_for_rows
+from ringreduce.parameter_server.updates import UpdateRule, changed_numbers, check_for_rows, with_numbers
 
 if TYPE_CHECKING:
     from ringreduce._C import ParameterCall, ParameterClient, ParameterRows
@@ -93,6 +94,7 @@ class Embedding(nn.Module):
             "table": {"width": dim, "seed": seed, "low": low, "high": high},
         }
         self.name, self.dim, self.dtype = name, dim, dtype
+        self._rule = update.as_json()
         self._kv, self._client = kv, kv._client
         self._table = kv._make_table(name, spec, kv._deadline(None))
         self._pushed: list[Pending] = []
@@ -101,9 +103,18 @@ class Embedding(nn.Module):
     def extra_repr(self) -> str:
         return f"{self.name!r}, {self.dim}, dtype={self.dtype}"
 
+    def update_arguments(self, *, timeout: float | None = None, **arguments: Any) -> None:
+        """Changes arguments of the table's update, such as `lr`, as `KeyValue.update_arguments` does for a key."""
+        numbers = changed_numbers(self.name, self._rule, arguments)
+        check_for_rows(UpdateRule(**with_numbers(self._rule, numbers)))
+        parts = {self.name: parts_of_table(self._table.blocks)}
+        self._kv._change(parts, numbers, self._kv._deadline(timeout))
+
     # ---- rows --------------------------------------------------------------------------------------------------------
 
-    def pull(self, ids: Any, out: torch.Tensor | None = None, *, timeout: float | None = None) -> torch.Tensor:
+    def pull(
+        self, ids: Any, out: torch.Tensor | None = None, *, timeout: timedelta | float | None = None
+    ) -> torch.Tensor:
         """Returns the rows of `ids`, in `out` if it is given: a tensor of shape `(*ids.shape, dim)`.
 
         `ids` is a tensor or an array of int64, of any shape and values; an id may occur several times. Which pushes the
@@ -121,7 +132,13 @@ class Embedding(nn.Module):
         return values
 
     def push(
-        self, ids: Any, gradients: Any, *, weight: float = 1.0, priority: int = 0, timeout: float | None = None
+        self,
+        ids: Any,
+        gradients: Any,
+        *,
+        weight: float = 1.0,
+        priority: int = 0,
+        timeout: timedelta | float | None = None,
     ) -> Pending:
         """Pushes a row of `gradients` for each id, like `KeyValue.push`. Rows of equal ids are added in order.
 
@@ -210,7 +227,7 @@ class Embedding(nn.Module):
         positions, values = self._values(ids)
         return functional.embedding(positions, values)
 
-    def flush(self, timeout: float | None = None) -> int:
+    def flush(self, timeout: timedelta | float | None = None) -> int:
         """Waits until the servers have applied everything that `backward` has pushed.
 
         Returns the number of pushes that came late and were dropped, which only happens if the mode has a quorum. If a

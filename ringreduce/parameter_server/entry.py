@@ -6,21 +6,28 @@ import contextlib
 import functools
 import json
 import os
+import secrets
 import socket
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from torch.distributed import DistNetworkError, DistStoreError
 
 from ringreduce import errors
 from ringreduce.config import Options
-from ringreduce.errors import RingReduceError, TopologyError
+from ringreduce.errors import CollectiveTimeout, PeerLost, RingReduceError, SystemFailure, TopologyError
 from ringreduce.parameter_server import control
 from ringreduce.parameter_server.host import GROUP, Host
 from ringreduce.parameter_server.serving import once
 from ringreduce.rendezvous.interfaces import Filter, local_interfaces
 from ringreduce.rendezvous.links import Door, Peer
 from ringreduce.rendezvous.sockets import Address
-from ringreduce.rendezvous.store import get
+from ringreduce.rendezvous.store import CHECK_BY_RANK, CHECK_PROCESSES, Who, get, has_ended, identity, process_began
+
+STORE_GONE = (DistNetworkError, DistStoreError)
+"""What a torch store raises when the process that has it has ended, or does not answer."""
 
 
 @dataclass
@@ -47,6 +54,10 @@ class Entry:
     """Whether backups are reached by TCP."""
     secret: bytes = b""
     host: Host | None = None
+    _who: dict[int, Who] = field(default_factory=dict)
+    """The processes of the founders that have come, as far as this one has looked."""
+    _look_again: float = 0.0
+    """When to look again whether founders have ended."""
 
     @property
     def machine(self) -> str:
@@ -63,18 +74,102 @@ class Entry:
         return place | {"number": process, "name": called(process, place)}
 
     def _wait(self, key: str, process: int) -> str:
-        return get(self.store, key, f"server {process}", self.deadline, self.check_founding)
+        try:
+            return get(self.store, key, f"server {process}", self.deadline, self.check_founding)
+        except CollectiveTimeout as error:
+            error.culprit = process
+            raise
+
+    def claim(self) -> bool:
+        """Takes this founder's rank in this incarnation; returns False if it has been taken before.
+
+        The claim tells the other founders which process to watch, so there is no time in which this process has come
+        and its end would not be seen.
+        """
+        mine = json.dumps({"who": identity(), "claim": secrets.token_hex(4)})
+        return once(self.store, f"rank {self.worker}", mine) == mine
+
+    def is_mine(self) -> bool:
+        """Whether this process has taken its rank in this incarnation."""
+        key = f"rank {self.worker}"
+        return self.store.check([key]) and Who(*json.loads(self.store.get(key))["who"]) == identity()
+
+    def wait_until_founded(self) -> None:
+        """Returns when all founders have entered. Raises as `check_founding`, and `CollectiveTimeout`."""
+        self.store.set(f"entered/{self.worker}", "")
+        if self.store.add("entered", 1) == self.founders:
+            once(self.store, "founded", str(self.servers))
+        try:
+            get(self.store, "founded", "a server", self.deadline, self.check_founding)
+        except CollectiveTimeout:
+            late = [rank for rank in range(self.founders) if not self.store.check([f"entered/{rank}"])]
+            if late:
+                names = ", ".join(map(self._called, late))
+                raise CollectiveTimeout(
+                    f"founding the parameter server: {names} did not come in time", late[0]
+                ) from None
+        self.check_founding()
 
     def check_founding(self) -> None:
-        """Raises the error with which a founder has given up this incarnation, if one has."""
-        if self.store.check(["founded"]) and not (founded := self.store.get("founded").decode()).isdigit():
-            kind, text = json.loads(founded)
-            raise getattr(errors, kind)(text)
+        """Raises the error with which a founder has given up this incarnation, or `PeerLost` if one has ended before
+        all have entered. A process sees the end of processes of its own machine."""
+        self.raise_if_given_up()
+        if time.monotonic() < self._look_again or self.is_over():
+            return
+        self._look_again = time.monotonic() + max(CHECK_PROCESSES, CHECK_BY_RANK * self.founders)
+        ended = self._ended()
+        if ended is not None and not self.is_over():  # otherwise it has ended since then
+            raise PeerLost(f"founding the parameter server: {self._called(ended)} died", ended)
+        self.raise_if_given_up()
 
-    def give_up(self, error: RingReduceError) -> None:
-        """Lets the other founders raise `error`, since this one has given up. No effect if all have entered."""
+    def is_over(self) -> bool:
+        """Whether all founders have entered this incarnation, or one has given it up."""
+        return bool(self.store.check(["founded"]))
+
+    def is_for_earlier_ones(self) -> bool:
+        """Whether an incarnation that was given up tells this process nothing: it was started after that, or the
+        founder that gave up has waited in vain and may try again."""
+        kind, _, culprit, when = json.loads(self.store.get("founded"))
+        return bool(kind == CollectiveTimeout.__name__ or culprit < 0 or process_began() > when)
+
+    def raise_if_given_up(self) -> None:
+        """Raises the error with which a founder has given up this incarnation."""
+        if self.is_over() and not (founded := self.store.get("founded").decode()).isdigit():
+            kind, text, culprit, _ = json.loads(founded)
+            raise getattr(errors, kind)(text, culprit)
+
+    def _ended(self) -> int | None:
+        """Returns a founder that has come and whose process has ended, as far as this process can see."""
+        for rank in range(self.founders):
+            if rank not in self._who and self.store.check([f"rank {rank}"]):
+                self._who[rank] = Who(*json.loads(self.store.get(f"rank {rank}"))["who"])
+        return self._ended_of_known()
+
+    def _ended_of_known(self) -> int | None:
+        here = identity().pids
+        return next((rank for rank, who in self._who.items() if who.pids == here and has_ended(who)), None)
+
+    def _called(self, rank: int) -> str:
+        who = self._who.get(rank)
+        return f"server {rank} ({who.host}, pid {who.pid})" if who else f"server {rank}"
+
+    def give_up(self, error: BaseException) -> None:
+        """Lets the other founders raise what keeps this one from going on. No effect if all have entered."""
+        if isinstance(error, RingReduceError) and (error.culprit >= 0 or isinstance(error, PeerLost)):
+            kind, text, culprit = type(error), str(error), error.culprit
+        else:
+            kind = type(error) if isinstance(error, RingReduceError) else PeerLost
+            culprit = self.worker
+            text = f"rank {self.worker} has given up: {str(error) or type(error).__name__}"
         with contextlib.suppress(Exception):  # the store may have ended
-            once(self.store, "founded", json.dumps([type(error).__name__, str(error)]))
+            once(self.store, "founded", json.dumps([kind.__name__, text, culprit, time.time()]))
+
+    def without_store(self, error: Exception) -> RingReduceError:
+        """Returns what a founder raises when the store has failed with `error`, which another founder may have had."""
+        ended = self._ended_of_known()
+        if ended is not None:
+            return PeerLost(f"founding the parameter server: {self._called(ended)} died", ended)
+        return SystemFailure(f"founding the parameter server: its store cannot be asked any more: {error}")
 
     def hello(self) -> dict[str, Any]:
         """Returns what a worker tells a server about itself."""

@@ -228,16 +228,17 @@ class Host:
         """Whether a process is still there. `its` is what the store knows about it."""
         if self.succession is not None:
             return control.answers(its["door"])
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection, contextlib.suppress(OSError):
-            connection.connect(bytes.fromhex(its["address"]))
-            return True
-        return False
+        return control.listens(bytes.fromhex(its["address"]))
 
     def listen(self, door: Door, number: int, window: int, dead_after: int) -> None:
         """Opens `door` for workers on other hosts, each with at most `window` bytes of pushes under way, and for
         servers that want to have their backups here."""
         self._door, self._window = door, window
         door.open(number, GROUP, self._secret, None, self._arrive, dead_after=dead_after)
+
+    def addresses(self) -> list[str]:
+        """Returns where `listen` has opened a door."""
+        return [] if self._door is None else [str(address) for address in self._door.addresses]
 
     def _arrive(self, number: int, descriptor: int, path: str) -> None:
         """Takes a connection from another host. The first one of each visitor is for control messages."""

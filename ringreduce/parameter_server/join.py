@@ -10,11 +10,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import logging
 import os
 import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -23,13 +25,13 @@ from torch.distributed.rendezvous import rendezvous
 
 from ringreduce import _C
 from ringreduce.config import resolve
-from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, RingReduceError, TopologyError
+from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, TopologyError
 from ringreduce.parameter_server import control
-from ringreduce.parameter_server.arguments import count_of_bytes, seconds
+from ringreduce.parameter_server.arguments import MOST_SERVERS, MOST_WORKERS, count_of_bytes, seconds
 from ringreduce.parameter_server.attendant import Attendant
 from ringreduce.parameter_server.checks import WHOLE, check_is, check_text, shown, whole
 from ringreduce.parameter_server.control import Refused, connect, connect_again
-from ringreduce.parameter_server.entry import Entry, called, greet, make_door, reach
+from ringreduce.parameter_server.entry import STORE_GONE, Entry, called, greet, make_door, reach
 from ringreduce.parameter_server.host import Host
 from ringreduce.parameter_server.keeper import Directory, Keeper, place_of
 from ringreduce.parameter_server.key_value import KeyValue, Membership
@@ -48,8 +50,12 @@ WINDOW = 64 << 20
 _PREFIX = "ringreduce/parameter server"
 _TAKING_OVER = 10.0
 """A worker that joins waits this many seconds for a backup to take over."""
+_ENDING = 1.0
+"""A process that founds servers waits this many seconds for earlier ones that are about to end."""
 _AGAIN = 0.005
 """Seconds between two attempts to join whoever serves."""
+log = logging.getLogger(__name__)
+
 _open: set[KeyValue] = set()
 """Workers that are closed at the end of the process, even if the program has dropped them."""
 
@@ -69,7 +75,7 @@ def join(
     backups: int = 0,
     listen: bool = False,
     workers: int = 0,
-    timeout: float = 60.0,
+    timeout: timedelta | float = 60.0,
 ) -> KeyValue:
     """Joins the parameter server `name`; returns when all servers have let this worker in.
 
@@ -90,27 +96,34 @@ def join(
     - `block_bytes`: the most bytes of a block. All founders must give the same.
     - `backups`: with 1, on all founders, each server has a backup in the process of the next server, on another host if
       there is one. It takes over if the server's process or host ends.
-    - `timeout`: in seconds, for this call and, as a default, for all calls of the result.
+    - `timeout`: in seconds or as a timedelta, for this call and, as a default, for all calls of the result.
 
     Processes of one host share memory. Processes of several hosts use TCP, with the settings of
     RINGREDUCE_SOCKET_IFNAME, RINGREDUCE_PORTS, RINGREDUCE_SECRET_FILE, RINGREDUCE_HOST_ID, RINGREDUCE_TRANSPORT,
     RINGREDUCE_CONNECTIONS and RINGREDUCE_DEAD_AFTER. If all founders are on one host, workers of other hosts can join
     later only if the founders gave `listen=True`. With backups all must give the same.
 
-    Raises `CollectiveTimeout` if a founder does not come, `PeerLost` or `SystemFailure` if a server cannot be reached,
-    and `TopologyError` if a server on another host does not accept workers from other hosts. If a founder raises, the
+    Raises `CollectiveTimeout` if a founder does not come, `PeerLost` if one ends before all have come, `PeerLost` or
+    `SystemFailure` if a server cannot be reached, `InvalidArgument` if other processes have founded it and serve, and
+    `TopologyError` if a server on another host does not accept workers from other hosts. If a founder raises, the
     others raise too, and all can join again with the same store.
     """
     if not isinstance(role, str) or role not in ("both", "worker", "reader"):
         raise InvalidArgument(
             f"role is {shown(role)}; it must be 'both', 'worker' or 'reader', and `serve` is for servers"
         )
+    if group == OBSERVERS:
+        raise InvalidArgument(
+            f"group is {shown(group)}, which is that of all readers; join with role='reader', or choose another name"
+        )
+    if role == "reader" and group != "workers":
+        raise InvalidArgument(f"group is {shown(group)} with role='reader'; readers are in no such group: leave it out")
     if role == "reader":
         role, group = "worker", OBSERVERS
     entry = _entry(name, group, window, block_bytes, backups, functions, timeout)
     if role == "both":
         _check_sizes(entry)
-    workers = whole("workers", workers, 0, "a number of workers, 0 or more")
+    workers = whole("workers", workers, 0, f"a number of workers, 0 to {MOST_WORKERS}", MOST_WORKERS)
     if store is None:
         store, rank, size = _surroundings(rank, size)
     check_is("store", store, Store, "a torch.distributed.Store")
@@ -139,7 +152,7 @@ def serve(
     listen: bool | None = None,
     servers: int = 0,
     joins: bool = False,
-    timeout: float = 60.0,
+    timeout: timedelta | float = 60.0,
 ) -> Serving:
     """Founds the parameter server `name` as process `rank` of `size`, without a worker. Returns when all have come.
 
@@ -151,13 +164,15 @@ def serve(
     more servers than processes, each process begins with its share, and processes that come later can take over some:
     on the same host or, with backups, on other hosts. Such a process calls this with `joins=True`, `store` and `name`
     alone. The call returns when the process has its share, which it is given one server after the other while calls of
-    workers go on. `Serving.give_away` gives the servers back to others. If backups are reached by TCP (servers on
+    workers go on. `Serving.give_away` gives the servers back to others. A founder that is started again while
+    the others serve joins in the same way if `backups` is 1. If backups are reached by TCP (servers on
     several hosts, or `listen=True`), a process takes no server whose two copies would both be on its own host during
     the move; it may then end up with backups only.
     """
     entry = _entry(name, "", window, block_bytes, backups, functions, timeout)
     _check_sizes(entry)
-    entry.servers = whole("servers", servers, 0, "a number of servers, or 0 for one for each process", bits=31)
+    what = f"a number of servers, at most {MOST_SERVERS}, or 0 for one for each process"
+    entry.servers = whole("servers", servers, 0, what, MOST_SERVERS)
     if not isinstance(joins, bool):
         raise InvalidArgument(f"joins is {shown(joins)}; it must be True or False")
     if joins:
@@ -173,9 +188,16 @@ def serve(
     check_is("store", store, Store, "a torch.distributed.Store")
     if listen is None:
         listen = not entry.backups and entry.servers in (0, size)
-    with _founding(entry, store, rank, size, functions, memory, listen) as host:
-        _wait_for_founders(entry, store)
-    serving = Serving(host, entry.worker, entry.servers, entry.store)
+    try:
+        with _founding(entry, store, rank, size, functions, memory, listen) as host:
+            _wait_for_founders(entry, store)
+    except _Served:
+        if not entry.backups:
+            raise
+        log.warning("rank %d of %d has ended and others serve what it did; this process takes a share", rank, size)
+        serving = _coming(_entry(name, "", window, block_bytes, 0, functions, timeout), store, functions)
+    else:
+        serving = Serving(host, entry.worker, entry.servers, entry.store)
     open_servings.add(serving)
     return serving
 
@@ -266,8 +288,10 @@ def _founding(
     listen: bool,
 ) -> Iterator[Host]:
     """Makes this process's servers and tells the store where they are. Closes them if the body raises."""
-    if not isinstance(rank, WHOLE) or not isinstance(size, WHOLE) or not 0 <= rank < size < 1 << 31:
-        raise InvalidArgument(f"rank is {shown(rank)} and size {shown(size)}; a store needs 0 <= rank < size < 2**31")
+    if not isinstance(rank, WHOLE) or not isinstance(size, WHOLE) or not 0 <= rank < size <= MOST_SERVERS:
+        raise InvalidArgument(
+            f"rank is {shown(rank)} and size {shown(size)}; a store needs 0 <= rank < size <= {MOST_SERVERS}"
+        )
     rank, size = int(rank), int(size)
     if entry.backups > 1 or (entry.backups and size == 1):
         raise InvalidArgument(f"backups is {entry.backups} with size {size}; it must be 0, or 1 with 2 or more servers")
@@ -280,6 +304,7 @@ def _founding(
     entry.worker, entry.founders, entry.servers = rank, size, entry.servers or size
     _begin(entry, store)
     try:
+        entry.check_founding()  # the others may have given up before this one came
         secret = bytes.fromhex(once(entry.store, "secret", secrets.token_hex(32)))
         entry.secret = group_secret(secret, entry.options.secret_file or "")
         _agree_on_all(entry, listen)
@@ -294,28 +319,56 @@ def _founding(
         if len(set(entry.machines)) == 1 or entry.has_far_backups:
             _keep(entry, host)
     except BaseException as error:
-        kind = type(error) if isinstance(error, RingReduceError) else PeerLost
-        entry.give_up(kind(f"rank {rank} has given up: {str(error) or type(error).__name__}"))
+        entry.give_up(error)
         if entry.host is not None:
             entry.host.close()
+        if isinstance(error, STORE_GONE):
+            raise entry.without_store(error) from None
+        if isinstance(error, PeerLost):
+            with contextlib.suppress(*STORE_GONE):
+                entry.raise_if_given_up()  # whoever is lost may only have closed because it had lost another
         raise
+
+
+class _Served(InvalidArgument):
+    """The parameter server is there already, and this process is not one of its founders."""
 
 
 def _begin(entry: Entry, store: Any) -> None:
     """Chooses the incarnation that this founder takes part in, and fills in its store.
 
-    All founders come to an incarnation once. If this one has been there, or if one has ended before all had come, all
-    go on with the next one.
+    All founders come to an incarnation once. If this one has been there, all go on with the next one. Raises `_Served`
+    if there is one whose servers live and that this process has not founded.
     """
     key = f"{_PREFIX}/{entry.name}/making"
     entry.making = int(once(store, key, "1"))
     while True:
         entry.store = PrefixStore(f"{_PREFIX}/{entry.name}/{entry.making}", store)
-        if not entry.store.check(["founded"]) and entry.store.add(f"rank {entry.worker}", 1) == 1:
+        if entry.is_over() and entry.store.get("founded").isdigit():
+            _check_has_ended(entry)
+        elif entry.claim() and not (entry.is_over() and entry.is_for_earlier_ones()):
             return
         twice = f"a second process has come as rank {entry.worker}; join again, and give each process its own rank"
         entry.give_up(PeerLost(twice))
         entry.making = int(store.compare_set(key, str(entry.making), str(entry.making + 1)))
+
+
+def _check_has_ended(entry: Entry) -> None:
+    """Checks that no server of the incarnation of `entry.store` lives, unless this process founded it, too. Servers
+    that are about to end have `_ENDING` seconds."""
+    if entry.is_mine():
+        return
+    until = time.monotonic() + _ENDING
+    processes = Directory(entry.store, int(entry.store.get("size"))).processes()
+    while there := [number for number, its in processes.items() if control.lives(its, entry.machine)]:
+        if time.monotonic() > until:
+            raise _Served(
+                f"rank {entry.worker} cannot found the parameter server {entry.name!r} again: "
+                f"{called(there[0], processes[there[0]])} serves already. If the servers have backups, join them: "
+                "ringreduce serve --join, or serve(store, joins=True). Otherwise end all of them and start them "
+                "together, or give another name="
+            )
+        time.sleep(_AGAIN)
 
 
 def _agree_on_all(entry: Entry, listen: bool) -> None:
@@ -377,7 +430,7 @@ def _agree(entry: Entry, name: str, mine: int) -> None:
     agreed = once(entry.store, name.replace("_", " "), str(mine))
     if agreed != str(mine):
         its = f"{name} is {agreed} here and {mine} on rank {entry.worker}; give all the same, and join again"
-        entry.give_up(InvalidArgument(its))
+        entry.give_up(InvalidArgument(its, entry.worker))
         raise InvalidArgument(f"{name} is {mine} here and {agreed} on another rank; give all the same, and join again")
 
 
@@ -414,10 +467,7 @@ def _have_backups(entry: Entry, host: Host) -> None:
 
 
 def _wait_for_founders(entry: Entry, store: Any) -> None:
-    if entry.store.add("entered", 1) == entry.founders:
-        once(entry.store, "founded", str(entry.servers))
-    get(entry.store, "founded", "a rank", entry.deadline)
-    entry.check_founding()
+    entry.wait_until_founded()
     if entry.worker == 0:
         store.set(f"{_PREFIX}/{entry.name}/latest", str(entry.making))
 
@@ -509,7 +559,7 @@ def _reach_all(entry: Entry, undo: contextlib.ExitStack) -> dict[int, control.Re
     """Connections to all processes on other hosts."""
     places = [entry.process(process) for process in range(entry.founders)]
     far = {its["number"]: its for its in places if its["machine"] != entry.machine}
-    return reach(entry, far, visitor(entry.store), entry.deadline, undo) if far else {}
+    return reach(entry, far, visitor(entry.store), entry.deadline, undo, entry.check_founding) if far else {}
 
 
 def _enter_near(entry: Entry, client: Any, server: int) -> _Joined:

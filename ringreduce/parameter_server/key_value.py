@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias
+from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -39,22 +43,29 @@ from ringreduce.parameter_server.readers import Follower
 from ringreduce.parameter_server.restoring import restore
 from ringreduce.parameter_server.shard import OBSERVERS
 from ringreduce.parameter_server.snapshots import check_absent
-from ringreduce.parameter_server.updates import UpdateRule, assign, check_dtype
+from ringreduce.parameter_server.updates import (
+    CHANGEABLE,
+    UpdateRule,
+    assign,
+    changed_numbers,
+    check_dtype,
+    numbers_of,
+    same_but_numbers,
+)
 
 if TYPE_CHECKING:
-    import os
-
-    import numpy as np
-
     from ringreduce._C import ParameterCall, ParameterClient
     from ringreduce.parameter_server.attendant import Attendant
     from ringreduce.parameter_server.embedding import _Batch
     from ringreduce.parameter_server.host import Host
 
-    Array: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
+Array: TypeAlias = torch.Tensor | np.ndarray[Any, Any]
 
 _CREATED_AT_ONCE = 1000
 """The most blocks in one control message."""
+NOTHING = object()
+"""Given to `KeyValue._push` instead of a tensor: the worker takes part in the round, and counts as zeros. If all
+workers push nothing, the value and the optimizer's states stay as they are."""
 _EXPLAINS = 0.2
 """How many seconds, after a timeout, a server may take to say who is waited for."""
 
@@ -113,13 +124,26 @@ class Membership:
     """By server: the bytes of the blocks there that this worker knows of, without tables."""
 
 
+def parts_of_table(blocks: list[int]) -> _C.ParameterParts:
+    return _C.ParameterParts([(server, block, 0, 0, 0) for server, block in enumerate(blocks)])
+
+
+def _first_difference(name: str, here: Any, there: Any) -> tuple[str, Any, Any]:
+    """Where two values, as JSON has them, differ first: the name of the innermost field, and what it is in each."""
+    if isinstance(here, dict) and isinstance(there, dict):
+        inner = next(key for key in (*here, *there) if here.get(key) != there.get(key))
+        return _first_difference(inner, here.get(inner), there.get(inner))
+    return name, here, there
+
+
 class KeyValue:
     """Named tensors, in blocks on all servers. Made by `join`. Not thread-safe, except for `abort`.
 
     A call that takes a key and a tensor also takes a dictionary of tensors by key. Tensors are dense CPU tensors or
-    NumPy arrays. Calls that may wait take `timeout`, in seconds (default: that of `join`). After it they raise
-    `CollectiveTimeout`, which names the worker or server that is waited for. After `ServerLost`, the blocks of that
-    server are gone, and those of others can still be read. When a server with a backup ends, calls go on at the backup.
+    NumPy arrays. Calls that may wait take `timeout`, in seconds or as a timedelta (default: that of `join`). After it
+    they raise `CollectiveTimeout`, which names the worker or server that is waited for. After `ServerLost`, the blocks
+    of that server are gone, and those of others can still be read. When a server with a backup ends, calls go on at the
+    backup.
     """
 
     def __init__(self, membership: Membership, timeout: float) -> None:
@@ -128,6 +152,8 @@ class KeyValue:
         self._client = membership.client
         self._keys: dict[str, _Key] = {}
         self._left = False
+        self._attached: WeakValueDictionary[str, Any] = WeakValueDictionary()
+        """What `attach` has made, by key."""
         self._prefetched: list[_Batch] = []
         """Batches that tables have prefetched, oldest first."""
         self._questions = Questions(membership)
@@ -157,7 +183,7 @@ class KeyValue:
         mode: Mode | None = None,
         push_wire: str = "float32",
         pull_wire: str = "float32",
-        timeout: float | None = None,
+        timeout: timedelta | float | None = None,
     ) -> None:
         """Makes a key, or several, whose first value is `value`. Returns when the servers have it.
 
@@ -171,9 +197,20 @@ class KeyValue:
         """
         update, mode = assign() if update is None else update, sync() if mode is None else mode
         check_rule(mode, update)
-        deadline = self._deadline(timeout)
+        self._init(self._pairs(key, value), update, mode, [push_wire, pull_wire], self._deadline(timeout))
+
+    def _init(
+        self,
+        pairs: list[tuple[str, Any]],
+        update: UpdateRule,
+        mode: Mode,
+        wires: list[str],
+        deadline: float,
+        saved: bool = True,
+    ) -> None:
+        """Makes keys. `saved`: snapshots have them."""
         sources = {}
-        for name, tensor in self._pairs(key, value):
+        for name, tensor in pairs:
             check_key(name)
             source = readable(name, tensor)
             spec: dict[str, Any] = {
@@ -181,40 +218,86 @@ class KeyValue:
                 "shape": list(source.shape),
                 "mode": mode.as_json(),
                 "update": update.as_json(),
-                "wire": [push_wire, pull_wire],
+                "wire": wires,
             }
+            if not saved:
+                spec["saved"] = False
             check_wire(name, source, spec["wire"])
             if update.kind == "rowwise_adagrad":
                 raise InvalidArgument(f"update of {name!r} is rowwise_adagrad(), which is for rows: use ps.Embedding")
             check_average(name, source, mode, update)
             check_dtype(name, source.dtype, update)
             sources[name] = spec, source
-        calls = {}
+        calls, renumbered = {}, []
         for name, (spec, source) in sources.items():
-            self._place(name, spec, source, deadline)
+            if self._place(name, spec, source, deadline):
+                renumbered.append(name)
             parts = self._keys[name].everywhere
             calls[name] = self._client.send("initialise", parts, source.data_ptr(), timeout=deadline - time.monotonic())
         for name, call in calls.items():
             self._finish(name, call, deadline)
+        self._change({name: self._keys[name].everywhere for name in renumbered}, numbers_of(update.as_json()), deadline)
 
-    def _place(self, key: str, spec: dict[str, Any], source: torch.Tensor, deadline: float) -> None:
+    def update_arguments(self, key: str | Iterable[str], *, timeout: float | None = None, **arguments: Any) -> None:
+        """Changes arguments of the update of a key, or of several keys: `kv.update_arguments("w", lr=0.01)`.
+
+        The names are those of the optimizer; those that can change are lr, betas, momentum, dampening, weight_decay,
+        eps, lr_decay and alpha. In `sync` the change takes effect before the round of this worker's next push, and
+        otherwise at once. It holds for the pushes of all workers, and snapshots and backups have it. One worker may
+        call this, or all at the same point of their loops. Raises `InvalidArgument` if the update has no such argument,
+        or if another worker has given another value for the same round.
+        """
+        deadline = self._deadline(timeout)
+        keys = [key] if isinstance(key, str) else list(key)
+        if not keys:
+            raise InvalidArgument("key is empty; it must be a key, or some")
+        numbers = {name: changed_numbers(name, self._lookup(name, deadline).spec["update"], arguments) for name in keys}
+        for name, each in numbers.items():
+            self._change({name: self._keys[name].everywhere}, each, deadline)
+
+    def _change(self, parts: dict[str, _C.ParameterParts], numbers: dict[str, float], deadline: float) -> None:
+        """Changes numbers of the rules of keys, of which `parts` are the blocks."""
+        calls = [
+            (name, self._client.change(each, CHANGEABLE.index(which), number, timeout=deadline - time.monotonic()))
+            for name, each in parts.items()
+            for which, number in numbers.items()
+        ]
+        for name, call in calls:
+            self._finish(name, call, deadline, "update_arguments")
+
+    def _place(self, key: str, spec: dict[str, Any], source: torch.Tensor, deadline: float) -> bool:
         per_block = elements_per_block(source.element_size(), self._with.block_bytes)
         sizes = [count * source.element_size() for _, count in cut(source.numel(), per_block)]
         wanted = spec | {"per_block": per_block, "servers": place(sizes, self._with.loads)}
-        self._create(key, self._agree(key, spec, wanted), deadline)
+        placed, renumbers = self._agree(key, spec, wanted)
+        self._create(key, placed, deadline)
+        return renumbers
 
-    def _agree(self, key: str, spec: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
+    def _agree(self, key: str, spec: dict[str, Any], wanted: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         """Returns what the first worker that made the key has told the store. Raises `InvalidArgument` if that differs
-        from `spec`. If this is the first worker, it tells the store `wanted`."""
+        from `spec`. If this is the first worker, it tells the store `wanted`. The first one after `restore` may give
+        the rule other numbers, and then has to send them to the servers; also returns whether that is so."""
         wanted = wanted | {"made": secrets.token_hex(4)}
-        placed: dict[str, Any] = json.loads(self._with.store.compare_set(f"place/{key}", "", json.dumps(wanted)))
-        for name, mine in spec.items():
-            if placed.get(name) != json.loads(json.dumps(mine)):
+        place, asked = f"place/{key}", json.loads(json.dumps(spec))
+        placed: dict[str, Any] = json.loads(self._with.store.compare_set(place, "", json.dumps(wanted)))
+        renumbers = False
+        if (
+            placed.get("restored")
+            and not wanted.get("restored")
+            and same_but_numbers(placed["update"], asked["update"])
+        ):
+            other = placed | {"update": asked["update"], "restored": None, "by": secrets.token_hex(4)}
+            placed = json.loads(self._with.store.compare_set(place, json.dumps(placed), json.dumps(other)))
+            renumbers = placed == other
+        for name, mine in asked.items():
+            if placed.get(name) != mine:
+                field, here, there = _first_difference(name, mine, placed.get(name))
+                where = f"{name} of {key!r}" if field == name else f"{name} of {key!r} differs: its {field}"
                 raise InvalidArgument(
-                    f"{name} of {key!r} is {mine} here, and {placed.get(name)} on the worker that made the key: give "
-                    "all workers the same"
+                    f"{where} is {here!r} here, and {there!r} on the worker that made the key: give all workers the "
+                    "same"
                 )
-        return placed
+        return placed, renumbers
 
     @contextlib.contextmanager
     def _making(self, key: str, placed: dict[str, Any]) -> Iterator[None]:
@@ -225,15 +308,17 @@ class KeyValue:
             self._with.store.compare_set(f"place/{key}", json.dumps(placed), "")
             raise
 
-    def _make_table(self, key: str, spec: dict[str, Any], deadline: float) -> _C.ParameterTable:
+    def _make_table(self, key: str, spec: dict[str, Any], deadline: float, restored: bool = False) -> _C.ParameterTable:
         """Makes each server's part of a table, unless it exists."""
         check_key(key)
-        placed = self._agree(key, spec, spec)
+        placed, renumbers = self._agree(key, spec, spec | ({"restored": True} if restored else {}))
         with self._making(key, placed):
             blocks = [
                 int(self._questions.ask(server, {"ask": "create table", "key": key, "spec": placed}, deadline)["block"])
                 for server in range(self.servers)
             ]
+        if renumbers:
+            self._change({key: parts_of_table(blocks)}, numbers_of(spec["update"]), deadline)
         return _C.ParameterTable(blocks, placed["dtype"], placed["table"]["width"])
 
     def _is_key(self, key: str) -> bool:
@@ -252,6 +337,7 @@ class KeyValue:
     def _create(self, key: str, placed: dict[str, Any], deadline: float) -> None:
         """Makes the blocks of a key on the servers, unless they exist, and learns where they are."""
         if key in self._keys:
+            self._keys[key].spec = placed
             return
         if "table" in placed:
             raise InvalidArgument(f"{key!r} is a table of rows: use the ps.Embedding of that name")
@@ -296,7 +382,7 @@ class KeyValue:
         *,
         weight: float = 1.0,
         priority: int = 0,
-        timeout: float | None = None,
+        timeout: timedelta | float | None = None,
     ) -> Pending:
         """Sends a contribution to the key's servers. Returns when it is on its way; if the window is full, waits for
         room first.
@@ -315,7 +401,7 @@ class KeyValue:
         start: bool,
         weight: float,
         priority: int,
-        timeout: float | None,
+        timeout: timedelta | float | None,
     ) -> Pending:
         """Pushes, and prepares the pull into `out`. Checks all arguments of both before anything is sent."""
         if self._with.group == OBSERVERS:
@@ -344,6 +430,8 @@ class KeyValue:
     ) -> tuple[str, _C.ParameterParts, int, Any]:
         """Returns the key, its blocks, the address of the values, and the tensor that owns that memory."""
         known = self._keys.get(name) or self._lookup(name, deadline)
+        if tensor is NOTHING:
+            return name, known.everywhere, 0, tensor
         memory = _C.memory_of(tensor, known.like, False)
         if memory is None:
             tensor = readable(name, tensor)
@@ -354,7 +442,7 @@ class KeyValue:
         return name, known.everywhere, memory, tensor
 
     def pull(
-        self, key: str | Mapping[str, Array], out: Array | None = None, *, timeout: float | None = None
+        self, key: str | Mapping[str, Array], out: Array | None = None, *, timeout: timedelta | float | None = None
     ) -> dict[str, list[int]]:
         """Copies the value of `key` to `out`, or values to the tensors of a dictionary. Returns the versions of all
         blocks, by key.
@@ -378,7 +466,7 @@ class KeyValue:
         weight: float = 1.0,
         priority: int = 0,
         start: bool = True,
-        timeout: float | None = None,
+        timeout: timedelta | float | None = None,
     ) -> Pending:
         """Pushes, then pulls the new values into `out`. They are there when `wait()` of the result has returned.
 
@@ -393,7 +481,7 @@ class KeyValue:
         targets = out if isinstance(out, Mapping) else {str(values): out}
         return self._push(self._pairs(values, value), targets, start, weight, priority, timeout)
 
-    def wait(self, *pending: Pending, timeout: float | None = None) -> list[str]:
+    def wait(self, *pending: Pending, timeout: timedelta | float | None = None) -> list[str]:
         """Waits for several pushes; returns the keys of those that came late and were dropped."""
         deadline = self._deadline(timeout)
         for each in pending:
@@ -423,16 +511,16 @@ class KeyValue:
 
     # ---- time and membership -----------------------------------------------------------------------------------------
 
-    def clock(self, timeout: float | None = None) -> None:
+    def clock(self, timeout: timedelta | float | None = None) -> None:
         """Ends this worker's current clock on all servers. Only keys in `ssp` use it: the pushes since the last call
         belong to the clock that ends."""
         self._tell("clock", list(range(self.servers)), self._deadline(timeout))
 
-    def barrier(self, timeout: float | None = None) -> None:
+    def barrier(self, timeout: timedelta | float | None = None) -> None:
         """Returns when all members of this worker's group have called it."""
         self._tell("barrier", [0], self._deadline(timeout))
 
-    def leave(self, timeout: float | None = None) -> None:
+    def leave(self, timeout: timedelta | float | None = None) -> None:
         """Takes this worker out: nobody waits for it any more. Idempotent; called at the end of a `with` block.
 
         If this process has a server, waits until all workers have left, then ends it. Raises `CollectiveTimeout` if
@@ -462,7 +550,7 @@ class KeyValue:
         """Ends every wait of this worker, now and later, with `Aborted`. Call it from another thread."""
         self._client.abort()
 
-    def stats(self, timeout: float | None = None) -> dict[str, Any]:
+    def stats(self, timeout: timedelta | float | None = None) -> dict[str, Any]:
         """Returns what this worker and the servers know about themselves.
 
         For each server: `bytes`, `requests`, `updates`, `rows` and `memory` since it began `seconds` ago, the number of
@@ -512,7 +600,7 @@ class KeyValue:
 
     # ---- snapshots ---------------------------------------------------------------------------------------------------
 
-    def snapshot(self, path: str | os.PathLike[str], *, timeout: float | None = None) -> Snapshot:
+    def snapshot(self, path: str | os.PathLike[str], *, timeout: timedelta | float | None = None) -> Snapshot:
         """Begins to write a snapshot of all servers to the folder `path`. Returns while it is being written; the folder
         appears when it is complete. One worker calls it.
 
@@ -532,25 +620,27 @@ class KeyValue:
             self._questions.ask(server, question, deadline)
         return Snapshot(self, target, folder)
 
-    def restore(self, path: str | os.PathLike[str], *, timeout: float | None = None) -> list[str]:
+    def restore(self, path: str | os.PathLike[str], *, timeout: timedelta | float | None = None) -> list[str]:
         """Makes the keys and tables of a snapshot, with their values and optimizer states; returns their names.
 
-        The number of servers may differ from that of the snapshot. One worker calls this, before any `init` or
-        `Embedding` of these names; those then keep what was restored. Versions count from 0 again. `timeout` is for the
-        whole call. Raises `InvalidArgument` if the snapshot is incomplete or damaged, or if a key has a value already.
-        If it fails, some keys may exist: begin with a new store.
+        The number of servers may differ from that of the snapshot. Any worker may call this, and all of them may: the
+        first one restores the snapshot, and the others wait until it is there. Call it before any `init` or `Embedding`
+        of these names; those then keep what was restored, and may give the update other arguments, such as another lr.
+        Versions count from 0 again. `timeout` is for the whole call. Raises `InvalidArgument` if the snapshot is
+        incomplete or damaged, or if a key has a value already. If it fails, some keys may exist: begin with a new
+        store.
         """
         deadline = self._deadline(timeout)
         return restore(self, path_of(path), deadline)
 
     # ---- waiting, and saying for whom --------------------------------------------------------------------------------
 
-    def _deadline(self, timeout: float | None) -> float:
+    def _deadline(self, timeout: timedelta | float | None) -> float:
         if self._left:
             raise InvalidArgument("this worker has left; join again")
         return self._until(timeout)
 
-    def _until(self, timeout: float | None) -> float:
+    def _until(self, timeout: timedelta | float | None) -> float:
         timeout = self.timeout if timeout is None else timeout
         return time.monotonic() + seconds(timeout)
 
@@ -572,6 +662,11 @@ class KeyValue:
             if outcome == "failed":
                 text = self._questions.ask(server, {"ask": "failure", "block": block}, deadline)["text"]
                 raise UpdateFailed(f"the update of {key!r} on {self._with.names[server]} raised: {text}", server)
+            if outcome == "refused" and kind == "update_arguments":
+                raise InvalidArgument(
+                    f"update_arguments() of {key!r}: another worker has given another value for the same round; give "
+                    "all workers the same at the same point of their loops"
+                )
             if outcome == "refused":
                 raise InvalidArgument(
                     f"{self._with.names[server]} refused a request about {key!r}: the key has no value yet, or this "

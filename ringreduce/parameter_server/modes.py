@@ -6,6 +6,7 @@ docs/parameter_server.md has the semantics.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from typing import Any
 
 from ringreduce.errors import InvalidArgument
@@ -27,15 +28,19 @@ class Mode:
         return asdict(self)
 
 
-def sync(quorum: int | None = None, grace: float = 0.0, *, average: bool = True, group: str = "workers") -> Mode:
+def sync(
+    quorum: int | None = None, grace: timedelta | float = 0.0, *, average: bool = True, group: str = "workers"
+) -> Mode:
     """Works in rounds: every member of `group` pushes once, then the value is updated once with all pushes combined.
 
-    With a `quorum`, a round ends `grace` seconds after that many members have pushed. A push that comes later is
-    dropped, and its `wait()` returns the key. `average` divides the sum of the pushes by the sum of their weights;
-    `reduce` updates are never averaged. Raises `InvalidArgument`.
+    With a `quorum`, a round ends `grace` (seconds, or a timedelta) after that many members have pushed. A push that
+    comes later is dropped, and its `wait()` returns the key. `average` divides the sum of the pushes by the sum of
+    their weights; `reduce` updates are never averaged. Raises `InvalidArgument`.
     """
     if quorum is not None:
-        quorum = whole("quorum", quorum, 1, "a number of workers, at least 1, or None for all", bits=31)
+        quorum = whole("quorum", quorum, 1, "a number of workers, at least 1, or None for all", 2**31 - 1)
+    if isinstance(grace, timedelta):
+        grace = grace.total_seconds()
     if not number(grace) >= 0:
         raise InvalidArgument(f"grace is {shown(grace)}; it must be seconds, 0 or more")
     if grace > 0 and quorum is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,7 @@ class Pending:
     pulls: Pulls | None = None
     """The pull of a `push_pull`."""
 
-    def start(self, timeout: float | None = None) -> None:
+    def start(self, timeout: timedelta | float | None = None) -> None:
         """Begins the pull of a `push_pull(start=False)`, whose output may change from here on.
 
         Does nothing for a push alone, or if the pull has begun. `timeout` is as for `wait`.
@@ -34,7 +35,7 @@ class Pending:
         if self.pulls is not None:
             self.pulls.begin(self.store._until(timeout))
 
-    def wait(self, timeout: float | None = None) -> list[str]:
+    def wait(self, timeout: timedelta | float | None = None) -> list[str]:
         """Waits until the servers have applied every push and, after `push_pull`, the new values are in the output.
         Returns the keys whose push came late and was dropped.
 
@@ -90,7 +91,7 @@ class Snapshot:
                 raise SystemFailure(f"the snapshot {self.folder} of server {server}: {state['fault']}", server)
         return all(state["done"] for state in states)
 
-    def wait(self, timeout: float | None = None) -> Path:
+    def wait(self, timeout: timedelta | float | None = None) -> Path:
         """Waits until it is complete; returns its folder. `timeout` is in seconds (default: that of `join`). Raises
         `CollectiveTimeout`, and otherwise as `done`."""
         deadline = self.store._until(timeout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,8 +33,11 @@ class Follower:
             raise InvalidArgument("the model has no parameters that are keys, so there is nothing to follow")
         self._copies = {key: torch.empty(p.shape, dtype=p.dtype) for key, p in self._parameters.items()}
         parts, self._places = [], []
-        for key, copy in self._copies.items():
+        for key, copy in list(self._copies.items()):
             known = kv._lookup(key, kv._deadline(None))
+            if not self._parameters[key].requires_grad and known.spec["update"]["kind"] == "assign":
+                kv.pull(key, self._parameters.pop(key).data)  # not trained, and shared by attach()
+                continue
             if known.spec["mode"]["mode"] != "sync":
                 raise InvalidArgument(f"{key!r} is in mode {known.spec['mode']['mode']}, which has no rounds: pull it")
             if known.shape != copy.shape or known.dtype != copy.dtype:
@@ -49,7 +53,7 @@ class Follower:
         `ServerLost`."""
         return self._client.round_of(self._parts) - self.version
 
-    def pull(self, timeout: float | None = None) -> int:
+    def pull(self, timeout: timedelta | float | None = None) -> int:
         """Copies the latest round that all blocks have to the model; returns its version. Takes no time of the servers.
 
         `timeout` is in seconds (default: that of `join`). If it raises, the model is unchanged: `ServerLost`, or

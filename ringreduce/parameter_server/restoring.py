@@ -6,8 +6,10 @@ rows of tables in parts.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +19,7 @@ import numpy as np
 import torch
 
 from ringreduce import _C
-from ringreduce.errors import InvalidArgument
+from ringreduce.errors import CollectiveTimeout, InvalidArgument
 from ringreduce.parameter_server.arguments import check_key
 from ringreduce.parameter_server.placement import cut, place
 from ringreduce.parameter_server.safetensors import NAMES, Reader
@@ -28,10 +30,45 @@ if TYPE_CHECKING:
     from ringreduce.parameter_server.key_value import KeyValue
 
 
+_LOOK = 0.01
+"""Seconds between checks whether another worker has restored a snapshot."""
+
+
 def restore(kv: KeyValue, path: Path, deadline: float) -> list[str]:
-    """Restores the snapshot at `path`; returns the names of its keys and tables. Raises as `KeyValue.restore`."""
+    """Restores the snapshot at `path`, or waits until another worker has; returns the names of its keys and tables.
+    Raises as `KeyValue.restore`."""
+    try:
+        snapshot = hashlib.sha256((path / INDEX).read_bytes()).hexdigest()
+    except OSError as error:
+        raise InvalidArgument(f"{path} is no whole snapshot: {error}") from None
+    store, mine = kv._with.store, f"{kv.worker} {secrets.token_hex(4)}"
+    first = store.compare_set(f"restore/{snapshot}", "", mine).decode()
+    if first != mine:
+        return _restored_by(kv, first.split()[0], path, f"restored/{snapshot}", deadline)
+    try:
+        names = _restore(kv, path, deadline)
+    except BaseException as error:
+        store.set(f"restored/{snapshot}", json.dumps({"error": str(error)[:1000] or repr(error)}))
+        raise
+    store.set(f"restored/{snapshot}", json.dumps({"names": names}))
+    return names
+
+
+def _restored_by(kv: KeyValue, worker: str, path: Path, key: str, deadline: float) -> list[str]:
+    while not kv._with.store.check([key]):
+        if time.monotonic() > deadline:
+            raise CollectiveTimeout(f"restore: worker {worker}, which came first, has not restored {path} in time")
+        time.sleep(_LOOK)
+    found = json.loads(kv._with.store.get(key))
+    if "error" in found:
+        raise InvalidArgument(f"worker {worker} has tried to restore {path}: {found['error']}")
+    return list(found["names"])
+
+
+def _restore(kv: KeyValue, path: Path, deadline: float) -> list[str]:
     files = _read(path)
-    specs = {block["key"]: block["spec"] for _, blocks in files for block in blocks}
+    # Blocks of a key may have different rules for a moment, while workers change it; in the end one holds for all.
+    specs = {block["key"]: block["spec"] | {"update": block["update"]} for _, blocks in files for block in blocks}
     for key in specs:
         check_key(key)
     tables = {key: _make(kv, key, spec, deadline) for key, spec in specs.items()}
@@ -49,11 +86,11 @@ def restore(kv: KeyValue, path: Path, deadline: float) -> list[str]:
 def _make(kv: KeyValue, key: str, spec: dict[str, Any], deadline: float) -> _C.ParameterTable | None:
     """Makes a key, and returns None; or makes a table, and returns it."""
     if "table" in spec:
-        return kv._make_table(key, spec, deadline)
+        return kv._make_table(key, spec, deadline, restored=True)
     same = {name: spec[name] for name in ("dtype", "shape", "mode", "update", "wire")}
     size = getattr(torch, spec["dtype"]).itemsize
     sizes = [count * size for _, count in cut(math.prod(spec["shape"]), spec["per_block"])]
-    placed = kv._agree(key, same, spec | {"servers": place(sizes, kv._with.loads)})
+    placed, _ = kv._agree(key, same, spec | {"servers": place(sizes, kv._with.loads), "restored": True})
     if placed["per_block"] != spec["per_block"]:
         raise InvalidArgument(f"{key!r} has been cut otherwise already: restore() before init()")
     kv._create(key, placed, deadline)
@@ -136,7 +173,7 @@ def _blocks_of(reader: Reader) -> Iterator[dict[str, Any]]:
                     "shape": [int(n) for n in spec["shape"]],
                     "wire": [str(push_wire), str(pull_wire)],
                 }
-            yield {"key": key, "spec": known, **numbers}
+            yield {"key": key, "spec": known, "update": dict(block.get("update", spec["update"])), **numbers}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise InvalidArgument(f"{reader.path} does not say which blocks it has: {error!r:.200}") from None
 

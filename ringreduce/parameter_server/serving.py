@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,14 @@ class Serving:
         self._parts = len(host.serving())
         """The number of servers here when it was last looked: those that began here, and backups that took over."""
 
-    def wait(self, timeout: float | None = None) -> bool:
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Waits until workers have come and all have left; returns False after `timeout` seconds (None: no limit)."""
         return self._host.wait_until_served(None if timeout is None else seconds(timeout))
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where this process listens for workers and servers of other hosts. Empty if it does not."""
+        return self._host.addresses()
 
     def stats(self) -> dict[str, Any]:
         """Returns what `KeyValue.stats` has about a server of this process."""
@@ -50,7 +56,7 @@ class Serving:
         """Whether server `number` is served here, because it began here or its backup here has taken over."""
         return number in self._host.serving()
 
-    def give_away(self, timeout: float = 60.0) -> bool:
+    def give_away(self, timeout: timedelta | float = 60.0) -> bool:
         """Gives the servers of this process to other processes; returns whether that has worked. Then this process can
         end: nothing is lost and no call fails. Returns False if no other process stays.
 

@@ -27,6 +27,7 @@ from ringreduce import _C
 from ringreduce.errors import InvalidArgument, SystemFailure
 from ringreduce.parameter_server.checks import shown
 from ringreduce.parameter_server.safetensors import NAMES, Reader, Writer
+from ringreduce.parameter_server.updates import CHANGEABLE, with_numbers
 
 FORMAT = "1"
 INDEX = "index.json"
@@ -50,7 +51,9 @@ class Saving:
         entries = server.begin_snapshot()
         try:
             self._blocks = {
-                block: _Saved(keys[block], steps, rows, states) for block, _, steps, rows, states in entries
+                block: _Saved(keys[block], steps, rows, states, numbers)
+                for block, _, steps, rows, states, numbers in entries
+                if keys[block]["spec"].get("saved", True)
             }
             tensors: dict[str, tuple[str, list[int], int]] = {}
             for saved in self._blocks.values():
@@ -90,7 +93,8 @@ class Saving:
         error = ""
         try:
             while (piece := self._server.next_piece()) is not None:
-                self._blocks[piece[0]].write(self._writer, *piece[1:])
+                if piece[0] in self._blocks:
+                    self._blocks[piece[0]].write(self._writer, *piece[1:])
                 self._rest()
             self._writer.finish(self._rest)
             (self.path / f"{self._name}.part").rename(self.path / self._name)
@@ -109,7 +113,7 @@ class Saving:
 class _Saved:
     """A block in a snapshot: the tensors that it becomes, and writing its pieces to them."""
 
-    def __init__(self, about: dict[str, Any], steps: int, rows: int, states: int) -> None:
+    def __init__(self, about: dict[str, Any], steps: int, rows: int, states: int, numbers: list[float]) -> None:
         self._about = about
         key, spec, begin, count = about["key"], about["spec"], about["begin"], about["count"]
         dtype: str = spec["dtype"]
@@ -123,6 +127,9 @@ class _Saved:
         table = spec.get("table")
         self.key_and_spec = key, {name: value for name, value in spec.items() if name != "servers"}
         self.described = {"key": key, "begin": begin, "count": count, "steps": steps, "rows": rows, "states": states}
+        now = with_numbers(spec["update"], dict(zip(CHANGEABLE, numbers, strict=True)))
+        if now != spec["update"]:
+            self.described["update"] = now
         if table is not None:
             width = table["width"]
             of_state = 1 if spec["update"]["kind"] == "rowwise_adagrad" else width

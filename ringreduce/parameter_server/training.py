@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Iterator
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -12,21 +16,92 @@ from torch import nn
 
 from ringreduce.errors import InvalidArgument
 from ringreduce.parameter_server.arguments import check_mode
-from ringreduce.parameter_server.checks import check_is, check_text
-from ringreduce.parameter_server.key_value import KeyValue
-from ringreduce.parameter_server.modes import Mode, sync
+from ringreduce.parameter_server.checks import check_is, check_text, number, shown
+from ringreduce.parameter_server.key_value import NOTHING, KeyValue
+from ringreduce.parameter_server.modes import Mode, asynchronous, sync
 from ringreduce.parameter_server.pending import Pending
+from ringreduce.parameter_server.updates import assign
 from ringreduce.parameter_server.updates import optimizer as optimizer_rule
 
 _HOW = ("foreach", "fused", "capturable", "differentiable")
 """Arguments of optimizers that select an implementation and do not change the result."""
 
+_SAMPLE = 256
+"""The most elements of a tensor that are compared to notice changes that torch does not count."""
 
-class Attached:
+
+def _state(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Returns what tells whether a tensor was changed: its version, its memory, and some of its elements."""
+    if tensor.layout is not torch.strided:
+        return (tensor._version, 0, b"")
+    flat = tensor.detach().reshape(-1)
+    some = flat[:: -(-flat.numel() // _SAMPLE) or 1].resolve_conj().resolve_neg().clone()
+    return tensor._version, tensor.data_ptr(), some.view(torch.uint8).numpy().tobytes()
+
+
+class _Seen:
+    """Remembers a tensor, or that there was none, to notice when it is replaced or changed."""
+
+    def __init__(self, tensor: torch.Tensor | None) -> None:
+        self._tensor = None if tensor is None else weakref.ref(tensor)
+        self._state = None if tensor is None else _state(tensor)
+
+    def is_still(self, tensor: torch.Tensor | None, whole: bool = True) -> bool:
+        """Whether the tensor is the same and unchanged. Without `whole`, its elements are not compared."""
+        if tensor is None or self._tensor is None or self._state is None:
+            return tensor is None and self._tensor is None
+        now = _state(tensor)
+        return self._tensor() is tensor and (now == self._state if whole else now[:2] == self._state[:2])
+
+
+class _Hook:
+    """A hook of a module. A copy of it does nothing, so a copy of the model is a model of its own."""
+
+    def __init__(self, call: Callable[..., None] = lambda *_: None, copied: Callable[[], None] | None = None) -> None:
+        self._call, self._copied = call, copied
+
+    def __call__(self, *arguments: Any) -> None:
+        self._call(*arguments)
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        if self._copied is not None:
+            self._copied()
+        return _Hook, ()
+
+
+@dataclass(eq=False, slots=True)
+class _Trained:
+    """A parameter of the optimizer."""
+
+    key: str
+    parameter: nn.Parameter
+    priority: int
+    hooked: bool = False
+    passes: int = 0
+    """The number of backward passes since the last step that have computed its gradient."""
+    computed: _Seen | None = None
+    """Its gradient after the last of them. None if the caller may change it (`no_sync`)."""
+    stepped: _Seen | None = None
+    """Its gradient at the last step. Only with overlap_forward."""
+    pushed: Pending | None = None
+    """The push that belongs to the step under way."""
+    pulling: Pending | None = None
+    """The push of the last step, until its new value is there. Outlives `step` only with overlap_forward."""
+    stale: bool = False
+    """Whether its gradient was computed from the old value, since the new one had not come yet."""
+    value: _Seen = field(default_factory=lambda: _Seen(None))
+    """The parameter when its latest value had come."""
+
+
+class Attached(torch.optim.Optimizer):
     """Made by `attach`, and used in place of the optimizer.
 
-    Gradients are pushed while `backward` runs, and are `None` afterwards. Call `backward` once a step; `step` ends the
-    step. A layer's new values are pulled before its forward pass, and all values before `state_dict`.
+    `step` pushes the gradient of every parameter once, and returns when the new values are there. If each step has one
+    backward pass, gradients are pushed while `backward` runs, from the second step on. With `overlap_forward`, `step`
+    returns at once: the values of a module are there before its forward pass, and all of them before `state_dict`.
+
+    A `torch.optim.lr_scheduler` takes it as its optimizer. The servers update with the `param_groups` of the time when
+    a step begins to push. The states of the optimizer are on the servers, and `state_dict()` does not have them.
     """
 
     def __init__(
@@ -37,103 +112,362 @@ class Attached:
         mode: Mode,
         prefix: str,
         wires: dict[str, str],
+        max_norm: float | None,
+        overlap_forward: bool,
     ) -> None:
         check_is("kv", kv, KeyValue, "what ps.join() returns")
         check_is("model", model, nn.Module, "a torch.nn.Module")
         check_is("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
         check_text("prefix", prefix)
         check_mode(mode)
+        if max_norm is not None and not 0 < number(max_norm) < math.inf:
+            raise InvalidArgument(f"max_norm is {shown(max_norm)}; it must be a number above 0, or None")
+        if max_norm is not None and mode.mode == "sync" and (mode.quorum or not mode.average):
+            raise InvalidArgument("max_norm takes sync() that averages, without a quorum: all clip the same gradient")
         self.late = 0
         """The number of pushes that came late and were dropped, which only happens if the mode has a quorum."""
-        self._kv, self._optimizer, self._ssp = kv, optimizer, mode.mode == "ssp"
-        self._under_way: dict[str, Pending] = {}
-        self._keys: dict[nn.Module, list[str]] = {}
+        self.total_norm: torch.Tensor | None = None
+        """With `max_norm`: the norm of all gradients at the last step, before they were clipped."""
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self._kv, self._optimizer, self._mode, self._prefix, self._max_norm = kv, optimizer, mode, prefix, max_norm
+        if not isinstance(overlap_forward, bool):
+            raise InvalidArgument(f"overlap_forward is {shown(overlap_forward)}; it must be True or False")
+        self._overlaps_forward = overlap_forward
+        self._settings = set(inspect.signature(type(optimizer).__init__).parameters) - {"params", *_HOW}
+        self._step_supports_amp_scaling = True  # a GradScaler calls step(), which refuses it
         self._called: set[nn.Module] = set()
+        self._begun = False
+        """Whether a gradient has been computed since the last step."""
+        self._overlaps = self._irregular = self._accumulates = False
         names = {parameter: name for name, parameter in model.named_parameters()}
-        self._groups = list(_arguments(optimizer))
-        values: dict[nn.Parameter, str] = {}
-        for group, arguments in zip(optimizer.param_groups, self._groups, strict=True):
-            trained = [parameter for parameter in group["params"] if parameter.requires_grad]
-            for parameter in trained:
-                if parameter not in names:
-                    raise InvalidArgument(f"the optimizer has a parameter {tuple(parameter.shape)} that model has not")
-                values[parameter] = prefix + names[parameter]
-            rule = optimizer_rule(type(optimizer), **arguments)
-            kv.init(
-                {values[each]: each.detach() for each in trained},
-                update=rule,
-                mode=mode,
+        places = {parameter: place for place, parameter in enumerate(model.parameters())}
+        self._trained: dict[nn.Parameter, _Trained] = {}
+        for parameter in (each for group in self.param_groups for each in group["params"]):
+            if parameter not in names:
+                raise InvalidArgument(f"the optimizer has a parameter {tuple(parameter.shape)} that model has not")
+            # The first layers have the greatest priority, since they are needed first.
+            self._trained[parameter] = _Trained(prefix + names[parameter], parameter, -places[parameter])
+        others = {prefix + name: each for each, name in names.items() if each not in self._trained}
+        buffers = {prefix + name: each for name, each in model.named_buffers()}
+        self._claim({each.key for each in self._trained.values()} | others.keys() | buffers.keys())
+        self._check_all_clip_alike()
+        self._begin(wires)
+        self._share(others, saved=True)
+        self._share(buffers, saved=False)
+        self._at_push = self._now()
+        self._told = self._at_push
+        self._hooks = list(self._hook(model))
+
+    # ---- at the beginning --------------------------------------------------------------------------------------------
+
+    def _claim(self, keys: set[str]) -> None:
+        """Raises `InvalidArgument` if another model has the keys."""
+        if taken := sorted(key for key in keys if key in self._kv._attached):
+            raise InvalidArgument(
+                f"{taken[0]!r} belongs to another model that is attached already: give each model a prefix= of its "
+                "own, or detach() the other one"
+            )
+        for key in keys:
+            self._kv._attached[key] = self
+
+    def _check_all_clip_alike(self) -> None:
+        mine = torch.tensor([self._max_norm or 0.0], dtype=torch.float64)
+        first = mine.clone()
+        self._share({f"{min(each.key for each in self._trained.values())}#max_norm": first}, saved=False)
+        if not first.equal(mine):
+            raise InvalidArgument(
+                f"max_norm is {self._max_norm} here, and {first.item() or None} on the first worker: give all workers "
+                "the same"
+            )
+
+    def _begin(self, wires: dict[str, str]) -> None:
+        """Makes the keys of the parameters that are trained, and pulls their values."""
+        for group, arguments in zip(self.param_groups, self._now(), strict=True):
+            self._kv.init(
+                {self._trained[each].key: each.detach() for each in group["params"]},
+                update=optimizer_rule(type(self._optimizer), **arguments),
+                mode=self._mode,
                 push_wire=wires["push"],
                 pull_wire=wires["pull"],
             )
-        kv.pull({key: parameter.data for parameter, key in values.items()})
-        self._hooks = list(self._hook(model, values))
+        self._kv.pull({each.key: each.parameter.data for each in self._trained.values()})
+        if self._max_norm is not None and self._mode.mode == "sync":
+            zeros = {f"{each.key}#gradient": torch.zeros_like(each.parameter) for each in self._trained.values()}
+            zeros[f"{self._prefix}#used"] = torch.zeros(len(self._trained))
+            averages = sync(group=self._mode.group)
+            wires_of_it, deadline = ["float32", "float32"], self._kv._deadline(None)
+            self._kv._init(list(zeros.items()), assign(), averages, wires_of_it, deadline, saved=False)
 
-    def _hook(self, model: Any, values: dict[nn.Parameter, str]) -> Iterator[Any]:
-        for place, parameter in enumerate(model.parameters()):
-            if parameter in values:  # the first layers have the greatest priority, since they are needed first
-                yield parameter.register_post_accumulate_grad_hook(partial(self._push, values[parameter], -place))
-        yield model.register_forward_pre_hook(self._pull_uncalled)
-        for module in model.modules():
-            self._keys[module] = [values[p] for p in module.parameters(recurse=False) if p in values]
-            if self._keys[module]:
-                yield module.register_forward_pre_hook(self._pull_of)
-        yield model.register_state_dict_pre_hook(lambda *_: self.pull())
+    def _share(self, tensors: Mapping[str, torch.Tensor], saved: bool) -> None:
+        """Gives tensors that are not trained the values of the first worker."""
+        some = {key: _without_repeats(each.detach()) for key, each in tensors.items() if each.numel() > 0}
+        wires, deadline = ["float32", "float32"], self._kv._deadline(None)
+        self._kv._init(list(some.items()), assign(), asynchronous(), wires, deadline, saved=saved)
+        for key, tensor in some.items():
+            value = torch.empty(tensor.shape, dtype=tensor.dtype)
+            self._kv.pull(key, value)
+            if not torch.equal(value, tensor):
+                tensor.copy_(value)
 
-    def _push(self, key: str, priority: int, parameter: torch.Tensor) -> None:
-        if key in self._under_way:
-            raise InvalidArgument(
-                f"{key!r} has a second gradient and no forward pass between: call backward once a step, on the sum"
-            )
-        assert parameter.grad is not None
-        # Not started yet: the backward pass may still need the old values of this parameter.
-        pushed = self._kv.push_pull(key, parameter.grad, out=parameter.data, priority=priority, start=False)
-        self._under_way[key] = pushed
-        parameter.grad = None
+    def _hook(self, model: Any) -> Iterator[Any]:
+        for each in self._trained.values():
+            each.value = _Seen(each.parameter)
+        yield from self._hook_unfrozen()
+        yield model.register_forward_pre_hook(_Hook(self._before_model, self._check_whole))
+        self._of_module: dict[nn.Module, list[_Trained]] = {}
+        # Otherwise all values are there when step() returns.
+        for module in model.modules() if self._overlaps_forward else ():
+            own = [self._trained[p] for p in module.parameters(recurse=False) if p in self._trained]
+            self._of_module[module] = own
+            if own:
+                yield module.register_forward_pre_hook(_Hook(self._before_module, self._check_whole))
+            yield module.register_state_dict_pre_hook(_Hook(lambda *_: self.pull()))
 
-    def _pull_of(self, module: nn.Module, _: Any) -> None:
+    def _hook_unfrozen(self) -> Iterator[Any]:
+        """Hooks the parameters that have become trainable."""
+        for each in self._trained.values():
+            if each.parameter.requires_grad and not each.hooked:
+                each.hooked = True
+                parameter: Any = each.parameter
+                yield parameter.register_post_accumulate_grad_hook(partial(self._computed, each))
+
+    # ---- in a step ---------------------------------------------------------------------------------------------------
+
+    def _computed(self, of: _Trained, parameter: torch.Tensor) -> None:
+        """Called after a backward pass has computed a gradient."""
+        of.stale |= of.pulling is not None
+        if self._accumulates:  # in no_sync()
+            if of.pushed is None:
+                of.computed = None
+            return
+        if not self._begun:
+            self._begun, self._at_push = True, self._now()
+        of.passes += 1
+        if of.passes > 1:
+            self._irregular = True
+        if self._overlaps and of.pushed is None and not of.stale:
+            self._tell()
+            self._push(of, parameter.grad)
+        if of.passes == 1 or of.pushed is None:
+            of.computed = _Seen(parameter.grad)
+
+    def _push(self, of: _Trained, gradient: Any) -> None:
+        value = NOTHING if gradient is None else gradient
+        # Not started yet: the backward pass, and forward passes before step(), may still need the old value.
+        of.pushed = self._kv._push([(of.key, value)], {of.key: of.parameter.data}, False, 1.0, of.priority, None)
+
+    def _before_module(self, module: nn.Module, _: Any) -> None:
         self._called.add(module)
-        self._finish(self._keys[module])
+        self._finish(self._of_module[module])
 
-    def _pull_uncalled(self, model: nn.Module, _: Any) -> None:
+    def _before_model(self, model: nn.Module, _: Any) -> None:
         """Pulls the parameters of modules that are not called themselves: it is not known when these are needed."""
-        for module, keys in self._keys.items():
+        self._hooks += self._hook_unfrozen()
+        for module, own in self._of_module.items():
             if module not in self._called:
-                self._finish(keys)
+                self._finish(own)
 
-    def _finish(self, keys: list[str]) -> None:
-        for key in keys:
-            if key in self._under_way:
-                self.late += len(self._under_way[key].wait())
-                del self._under_way[key]
+    def _finish(self, parameters: list[_Trained]) -> None:
+        for each in parameters:
+            if each.pulling is None:
+                continue
+            # Values of servers on other hosts are written to the parameter as they come; others are not before wait().
+            intact = each.value.is_still(each.parameter, whole=self._kv._keys[each.key].asked is None)
+            self.late += len(each.pulling.wait())
+            each.pulling = None
+            # As after an optimizer's step: autograd raises if the old value was saved for a backward pass.
+            torch.autograd.graph.increment_version(each.parameter)
+            if intact:  # otherwise the next step() raises
+                each.value = _Seen(each.parameter)
 
-    def step(self, closure: None = None) -> None:
-        """Ends a step. Raises `InvalidArgument` if the optimizer's settings have changed, since the servers keep those
-        of `attach`."""
+    def _check_whole(self) -> None:
+        """Raises `InvalidArgument` while values are being pulled: a copy of the model would have old ones."""
+        if each := next((each for each in self._trained.values() if each.pulling is not None), None):
+            raise InvalidArgument(
+                f"the model is copied or saved before the new value of {each.key!r} has come: call pull() of the "
+                "attached optimizer first"
+            )
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Pushes every gradient that has not been pushed, and ends the step.
+
+        A parameter without a gradient counts as zeros in the average of the workers. If it has none on any worker, it
+        and the optimizer's states stay as they are. Raises `InvalidArgument`, which names the parameter, if what has
+        been pushed is not its gradient.
+        """
         if closure is not None:
             raise InvalidArgument("step() of an attached optimizer takes no closure")
-        if list(_arguments(self._optimizer)) != self._groups:
+        if hasattr(self, "found_inf"):
+            for name in ("found_inf", "grad_scale"):  # which the scaler does not remove after an error
+                self.__dict__.pop(name, None)
             raise InvalidArgument(
-                "the optimizer's arguments have changed, by a scheduler perhaps, but the servers update with those of "
-                "attach(); use ps.function() for a rule that changes"
+                "a GradScaler calls step(), and the servers use the average of all workers' gradients, which it cannot "
+                "unscale: train with torch.autocast in bfloat16, which needs no scaler, or GradScaler(enabled=False)"
             )
-        if self._ssp:
+        self._check_groups()
+        for each in self._trained.values():
+            self._check(each)
+        self._irregular |= self._begun and self._at_push != self._now()
+        self._tell()
+        if self._max_norm is not None:
+            self._clip(self._max_norm)
+        for each in self._trained.values():
+            if each.pushed is None:
+                self._finish([each])
+                self._push(each, each.parameter.grad)
+        if self._mode.mode == "ssp":
             self._kv.clock()
-        for pending in self._under_way.values():
-            pending.start()
+        for each in self._trained.values():
+            assert each.pushed is not None
+            each.pushed.start()
+            each.pulling, each.pushed = each.pushed, None
+            each.stepped = _Seen(each.parameter.grad) if self._overlaps_forward else None
+            each.computed, each.passes = None, 0
+        self._begun, self._overlaps = False, not self._irregular and self._max_norm is None
+        if not self._overlaps_forward:
+            self.pull()
+
+    def _check_groups(self) -> None:
+        ours, theirs = self.param_groups, self._optimizer.param_groups
+        if len(ours) != len(theirs) or any(a is not b for a, b in zip(ours, theirs, strict=False)):
+            raise InvalidArgument(
+                "the param_groups of the optimizer that was given to attach() have been replaced, by load_state_dict() "
+                "perhaps: use load_state_dict() of the attached optimizer"
+            )
+        if {each for group in ours for each in group["params"]} != self._trained.keys():
+            raise InvalidArgument(
+                "the parameters of param_groups have changed: detach() the model and attach() it again"
+            )
+
+    def _check(self, of: _Trained) -> None:
+        """Raises `InvalidArgument` if the gradient is not what torch's optimizer would use, or was pushed otherwise."""
+        if of.pulling is None and not of.value.is_still(of.parameter):
+            raise InvalidArgument(
+                f"{of.key!r} was changed in place since the last step, or got other memory, and the servers do not "
+                "know of it: change values by a rule of your own on the servers, and load them before attach() or by "
+                "kv.restore()"
+            )
+        begun = f"{of.key!r} was pushed {'once' if of.pushed is not None else '0 times'} since the last step"
+        gradient = of.parameter.grad
+        if of.passes == 0 and of.pulling is not None and not (of.stepped is not None and of.stepped.is_still(gradient)):
+            of.stale |= gradient is not None and bool(gradient.any())  # zeros are from zero_grad(set_to_none=False)
+        if of.stale:
+            raise InvalidArgument(
+                f"{begun}, and its gradient was computed before its new value had come, since its module was not "
+                "called: attach() without overlap_forward=True, or call pull() of the attached optimizer after step()"
+            )
+        if of.pushed is not None and of.passes > 1:
+            raise InvalidArgument(
+                f"{begun}, and {of.passes} backward passes have computed its gradient, unlike in the steps before: let "
+                "all passes but the last run in `with optimizer.no_sync():`"
+            )
+        changed = of.computed is not None and not of.computed.is_still(gradient)
+        if changed and (of.pushed is not None or gradient is not None):
+            raise InvalidArgument(
+                f"the gradient of {of.key!r} was changed after backward, by clip_grad_norm_ or a GradScaler perhaps, "
+                "and may have been pushed before: to clip the average of all workers, give attach() max_norm=; to "
+                "change this worker's gradients before they are pushed, run backward in `with optimizer.no_sync():`"
+            )
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in this context push nothing: `step`, or the first backward pass after it, pushes the sum.
+
+        If no backward pass follows, the gradients may be changed before `step`, on this worker alone.
+        """
+        before, self._accumulates = self._accumulates, True
+        try:
+            yield
+        finally:
+            self._accumulates = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._optimizer.zero_grad(set_to_none)
+        super().zero_grad(set_to_none)
+        for each in self._trained.values():
+            if each.pushed is None:
+                each.computed = None
+
+    # ---- settings ----------------------------------------------------------------------------------------------------
+
+    def _now(self) -> list[dict[str, Any]]:
+        """Returns the settings of each parameter group that determine its updates."""
+        return [{key: value for key, value in group.items() if key in self._settings} for group in self.param_groups]
+
+    def _tell(self) -> None:
+        """Tells the servers settings that have changed, before anything of this step is pushed."""
+        now = self._now()
+        if now == self._told:
+            return
+        if pushed := next((each.key for each in self._trained.values() if each.pushed is not None), None):
+            raise InvalidArgument(
+                f"settings in param_groups have changed after {pushed!r} was pushed once for this step: change them "
+                "before backward, unlike in the steps before, or run backward in `with optimizer.no_sync():`"
+            )
+        for group, before, after in zip(self.param_groups, self._told, now, strict=True):
+            changed = {name: value for name, value in after.items() if before[name] != value}
+            if changed:
+                self._kv.update_arguments([self._trained[each].key for each in group["params"]], **changed)
+        self._told = now
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if hasattr(self, "_trained"):
+            raise InvalidArgument("parameter groups cannot be added now: detach() the model and attach() it again")
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads settings, such as those that schedulers change. Raises `InvalidArgument` if there are states of
+        parameters, since these are on the servers: restore a snapshot."""
+        if state_dict.get("state"):
+            raise InvalidArgument(
+                "state_dict has states of parameters, and those of an attached optimizer are on the servers: save them "
+                "with kv.snapshot() and load them with kv.restore()"
+            )
+        super().load_state_dict(state_dict)
+        self._optimizer.param_groups[:] = self.param_groups
+
+    # ---- clipping ----------------------------------------------------------------------------------------------------
+
+    def _clip(self, max_norm: float) -> None:
+        """Clips the gradients as `clip_grad_norm_` does. In sync, all workers first get the combined gradients."""
+        if self._mode.mode == "sync":
+            trained = list(self._trained.values())
+            used = torch.tensor([float(each.parameter.grad is not None) for each in trained])
+            pushes = {
+                f"{each.key}#gradient": torch.zeros_like(each.parameter) if grad is None else grad
+                for each in trained
+                for grad in [each.parameter.grad]
+            }
+            gradients = {key: torch.empty_like(each) for key, each in pushes.items()}
+            marks = f"{self._prefix}#used"
+            self._kv.push_pull(pushes | {marks: used}, out=gradients | {marks: used}).wait()
+            for each, count, gradient in zip(trained, used.tolist(), gradients.values(), strict=True):
+                each.parameter.grad = gradient if count > 0 else None
+        found = [each.grad for each in self._trained if each.grad is not None]
+        self.total_norm = nn.utils.clip_grad_norm_(list(self._trained), max_norm) if found else torch.zeros(())
+
+    # ---- new values --------------------------------------------------------------------------------------------------
 
     def pull(self) -> None:
         """Waits for pushes and pulls under way. Afterwards the model has the values for its next forward pass."""
-        self._finish(list(self._under_way))
+        self._finish(list(self._trained.values()))
 
     def detach(self) -> None:
         """Waits for pushes and pulls under way, and removes the hooks from the model."""
-        self.pull()
-        for hook in self._hooks:
-            hook.remove()
+        try:
+            self.pull()
+        finally:
+            for hook in self._hooks:
+                hook.remove()
+            for key in [key for key, owner in self._kv._attached.items() if owner is self]:
+                del self._kv._attached[key]
+
+
+def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the part of an expanded tensor that has memory of its own."""
+    for dimension, stride in enumerate(tensor.stride()):
+        if stride == 0:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
 
 
 def attach(
@@ -145,21 +479,28 @@ def attach(
     prefix: str = "",
     push_wire: str = "float32",
     pull_wire: str = "float32",
+    max_norm: float | None = None,
+    overlap_forward: bool = False,
 ) -> Attached:
     """Lets the servers update the model's parameters as `optimizer` would, in `mode` (default: `sync()`).
 
         optimizer = ps.attach(kv, model, optimizer)
 
     The training loop stays as it is: `zero_grad`, `backward`, `step`. Every worker calls `attach`, and all begin with
-    the values of the first one. The key of a parameter is `prefix` followed by its name. `push_wire` and `pull_wire`
-    are as for `KeyValue.init`. Raises `InvalidArgument` for an optimizer that needs whole tensors.
+    the values of the first one, of frozen parameters and buffers too. The key of a parameter is `prefix` followed by
+    its name. `push_wire` and `pull_wire` are as for `KeyValue.init`.
+
+    With `max_norm`, `step` clips the gradients as `torch.nn.utils.clip_grad_norm_` does: in `sync` the average of all
+    workers' gradients, which costs another push and pull of each; in other modes those of each worker.
+
+    With `overlap_forward`, `step` does not wait for the new values. Those of a module arrive before its forward pass,
+    while the modules before it compute. Every parameter must then be used only in the forward pass of the module that
+    owns it: not by another module that runs first, as with tied weights, and not by a term of the loss. Call `pull()`
+    before anything else reads values, such as an average of them. Where torch kept an old value for `backward`, it
+    raises a RuntimeError; a wrong use that it cannot see is not noticed.
+
+    Raises `InvalidArgument` for an optimizer that needs whole tensors, and if another attached model has the same keys.
     """
     wires = {"push": push_wire, "pull": pull_wire}
-    return Attached(kv, model, optimizer, sync() if mode is None else mode, prefix, wires)
-
-
-def _arguments(optimizer: torch.optim.Optimizer) -> Iterator[dict[str, Any]]:
-    """Yields the settings of each parameter group that determine its updates."""
-    known = inspect.signature(type(optimizer).__init__).parameters
-    for group in optimizer.param_groups:
-        yield {key: value for key, value in group.items() if key in known and key not in ("params", *_HOW)}
+    mode = sync() if mode is None else mode
+    return Attached(kv, model, optimizer, mode, prefix, wires, max_norm, overlap_forward)

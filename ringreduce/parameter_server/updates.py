@@ -6,8 +6,9 @@ import ctypes
 import inspect
 import math
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -69,6 +70,19 @@ def _is_sent(value: Any) -> bool:
     return value is None or isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 63)
 
 
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, bool) and math.isfinite(number(value))
+
+
+def _as_sent(value: Any) -> Any:
+    """Real numbers of other types than Python's own, such as NumPy's, as these."""
+    if isinstance(value, tuple):
+        return tuple(map(_as_sent, value))
+    if isinstance(value, (int, float)) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
 def function(name: str, **arguments: Any) -> UpdateRule:
     """A Python function that every founder has given to `join(functions={name: f})` under this name.
 
@@ -78,6 +92,7 @@ def function(name: str, **arguments: Any) -> UpdateRule:
     `arguments` must be numbers, strings or None; otherwise raises `InvalidArgument`.
     """
     check_text("name", name)
+    arguments = {key: _as_sent(value) for key, value in arguments.items()}
     for key, value in arguments.items():
         if not isinstance(value, str) and not _is_sent(value):
             raise InvalidArgument(
@@ -102,6 +117,7 @@ def optimizer(kind: type[torch.optim.Optimizer], **arguments: Any) -> UpdateRule
         raise InvalidArgument(
             f"kind is {name}; it must be one of torch.optim: {', '.join(ELEMENT_WISE)}; for others use ps.function()"
         )
+    arguments = {key: _as_sent(value) for key, value in arguments.items()}
     for key, value in arguments.items():
         numbers = value if isinstance(value, tuple) else (value,)
         if not all(map(_is_sent, numbers)):
@@ -110,10 +126,84 @@ def optimizer(kind: type[torch.optim.Optimizer], **arguments: Any) -> UpdateRule
     try:
         fields = _native(name, kind([torch.zeros(1)], **arguments).defaults)
         if fields is None:
-            _by_optimizer(name, arguments)(torch.ones(1), torch.ones(1), 1, ())
+            _by_optimizer(name, arguments)(torch.ones(1), torch.ones(1), 1, (), ())
     except Exception as error:  # which one depends on the optimizer
         raise InvalidArgument(f"torch.optim.{name} does not take these arguments: {error}") from None
     return UpdateRule("python", python=python) if fields is None else UpdateRule(*fields, python)
+
+
+CHANGEABLE = ("lr", "momentum", "dampening", "weight_decay", "beta1", "beta2", "eps", "lr_decay", "alpha")
+"""The numbers of a rule that may change between updates, in the order of csrc/parameter_server/rules.h."""
+
+
+def numbers_of(rule: dict[str, Any]) -> dict[str, float]:
+    """Returns the numbers of a rule, from `as_json`, that may change. `betas` are two of them."""
+    found = rule["fields"] if rule["kind"] != "python" else _flat(rule["python"].get("arguments", {}))
+    return {name: float(found[name]) for name in CHANGEABLE if name in found and "function" not in rule["python"]}
+
+
+def _flat(arguments: dict[str, Any]) -> dict[str, Any]:
+    beta1, beta2 = arguments.get("betas", (None, None))
+    pair = {} if beta1 is None else {"beta1": beta1, "beta2": beta2}
+    return {name: value for name, value in arguments.items() if name != "betas"} | pair
+
+
+def _folded(numbers: dict[str, Any]) -> dict[str, Any]:
+    pair = {"betas": (numbers["beta1"], numbers["beta2"])} if "beta1" in numbers else {}
+    return {name: value for name, value in numbers.items() if name not in ("beta1", "beta2")} | pair
+
+
+def with_numbers(rule: dict[str, Any], numbers: dict[str, float]) -> dict[str, Any]:
+    """Returns a rule, from `as_json`, with other numbers."""
+    changed = {name: value for name, value in numbers.items() if numbers_of(rule).get(name, value) != value}
+    fields = rule["fields"] | {name: value for name, value in changed.items() if name in rule["fields"]}
+    python = rule["python"]
+    if "arguments" in python and changed:
+        pair = ("beta1", "beta2")
+        arguments = python["arguments"] | {name: value for name, value in changed.items() if name not in pair}
+        if changed.keys() & set(pair):
+            arguments["betas"] = [numbers[name] for name in pair]
+        python = python | {"arguments": arguments}
+    return {"kind": rule["kind"], "fields": fields, "python": python}
+
+
+def changed_numbers(key: str, rule: dict[str, Any], arguments: dict[str, Any]) -> dict[str, float]:
+    """Returns the numbers to change in a rule, from `as_json`, for `KeyValue.update_arguments`. Raises
+    `InvalidArgument` if the rule has no such argument, does not take the value, or would need other states."""
+    if not arguments:
+        raise InvalidArgument(f"no arguments to change are given for {key!r}: name some, such as lr=0.01")
+    known = numbers_of(rule)
+    names = sorted({"betas" if each.startswith("beta") else each for each in known})
+    for name, value in arguments.items():
+        if name not in names:
+            can = f"{', '.join(names)} can" if names else "none of its arguments can"
+            raise InvalidArgument(f"{name} of {key!r} cannot be changed; of this rule, {can}")
+        pair = isinstance(value, (tuple, list)) and len(value) == 2
+        if pair is not (name == "betas") or not all(map(_is_number, value if pair else (value,))):
+            kind = "a pair of numbers" if name == "betas" else "a number"
+            raise InvalidArgument(f"{name} of {key!r} is {shown(value)}; it must be {kind} that a float can hold")
+    numbers = {name: float(value) for name, value in _flat(arguments).items()}
+    if (known.get("momentum", 0) == 0) != (numbers.get("momentum", known.get("momentum", 0)) == 0):
+        raise InvalidArgument(
+            f"momentum of {key!r} cannot become {numbers['momentum']}: it decides what a server keeps"
+        )
+    if "optimizer" in rule["python"]:
+        given = {name: tuple(value) if isinstance(value, list) else value for name, value in arguments.items()}
+        before = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in rule["python"]["arguments"].items()
+        }
+        optimizer(getattr(torch.optim, rule["python"]["optimizer"]), **(before | given))
+    elif rule["kind"] == "rowwise_adagrad":
+        rowwise_adagrad(**(known | numbers))
+    return numbers
+
+
+def same_but_numbers(rule: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two rules, from `as_json`, differ only in numbers that may change."""
+    if (rule["fields"].get("momentum", 0) == 0) != (other["fields"].get("momentum", 0) == 0):
+        return False
+    return with_numbers(other, numbers_of(rule)) == with_numbers(rule, numbers_of(rule))
 
 
 def check_dtype(key: str, dtype: torch.dtype, rule: UpdateRule) -> None:
@@ -122,7 +212,7 @@ def check_dtype(key: str, dtype: torch.dtype, rule: UpdateRule) -> None:
         return
     name, one = rule.python["optimizer"], torch.ones(1).to(dtype)
     try:
-        _by_optimizer(name, rule.python["arguments"])(one, one.clone(), 1, ())
+        _by_optimizer(name, rule.python["arguments"])(one, one.clone(), 1, (), ())
     except Exception as error:
         raise InvalidArgument(
             f"{key!r} is {dtype}, which torch.optim.{name} cannot update: pass float32, or use another rule ({error})"
@@ -155,9 +245,9 @@ def rule_for(rule: dict[str, Any], dtype: str, average: bool) -> dict[str, Any]:
     """Converts a rule from `as_json` to the form that C++ takes, for this process's torch and processor."""
     fields: dict[str, Any] = {"kind": rule["kind"], "average": average} | rule["fields"]
     if "optimizer" not in rule["python"] or rule["kind"] == "python":
-        return fields
+        return fields | numbers_of(rule)
     if dtype not in ("float32", "float64") or platform.machine() != "x86_64":
-        return {"kind": "python", "average": average}
+        return {"kind": "python", "average": average} | numbers_of(rule)
     fused = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
     return fields | {"fused": fused}
 
@@ -250,12 +340,16 @@ def check_call(name: str, call: Function, arguments: dict[str, Any]) -> None:
         ) from None
 
 
+_Update = Callable[[torch.Tensor, torch.Tensor, int, Sequence[Any], Sequence[float]], None]
+"""Updates a block: its value, the push, the version, the pushes' `Push` fields, and the rule's CHANGEABLE numbers."""
+
+
 class PythonUpdates:
     """Computes the updates of a server that do not run in C++. Only the server's thread calls it."""
 
     def __init__(self, functions: dict[str, Function]) -> None:
         self.functions = functions
-        self._blocks: dict[int, Callable[[torch.Tensor, torch.Tensor, int, Sequence[Any]], None]] = {}
+        self._blocks: dict[int, _Update] = {}
         self._shapes: dict[int, tuple[torch.dtype, int]] = {}
 
     def add(self, block: int, key: str, begin: int, count: int, dtype: str, rule: dict[str, Any]) -> None:
@@ -264,18 +358,26 @@ class PythonUpdates:
         if "function" in python:
             self._blocks[block] = self._by_function(key, begin, python["function"], python["arguments"])
         else:
-            self._blocks[block] = _by_optimizer(python["optimizer"], python["arguments"])
+            self._blocks[block] = _by_optimizer(python["optimizer"], python["arguments"], numbers_of(rule))
 
-    def __call__(self, block: int, version: int, value: int, out: int, gradient: int, pushes: Sequence[Any]) -> None:
+    def __call__(
+        self,
+        block: int,
+        version: int,
+        value: int,
+        out: int,
+        gradient: int,
+        pushes: Sequence[Any],
+        numbers: Sequence[float],
+    ) -> None:
         dtype, count = self._shapes[block]
-        self._blocks[block](_tensor_at(out, dtype, count), _tensor_at(gradient, dtype, count), version, pushes)
+        tensors = _tensor_at(out, dtype, count), _tensor_at(gradient, dtype, count)
+        self._blocks[block](*tensors, version, pushes, numbers)
 
-    def _by_function(
-        self, key: str, begin: int, name: str, arguments: dict[str, Any]
-    ) -> Callable[[torch.Tensor, torch.Tensor, int, Sequence[Any]], None]:
+    def _by_function(self, key: str, begin: int, name: str, arguments: dict[str, Any]) -> _Update:
         call, state = self.functions[name], dict[str, Any]()
 
-        def update(value: torch.Tensor, push: torch.Tensor, version: int, pushes: Sequence[Any]) -> None:
+        def update(value: torch.Tensor, push: torch.Tensor, version: int, pushes: Sequence[Any], _: Any) -> None:
             mine = value.clone()  # the function may keep its tensors for longer than this memory lasts
             call(mine, push.clone(), state, Info(key, begin, version, [Push(*each) for each in pushes]), **arguments)
             value.copy_(mine)
@@ -283,17 +385,19 @@ class PythonUpdates:
         return update
 
 
-def _by_optimizer(
-    name: str, arguments: dict[str, Any]
-) -> Callable[[torch.Tensor, torch.Tensor, int, Sequence[Any]], None]:
+def _by_optimizer(name: str, arguments: dict[str, Any], changeable: Collection[str] = ()) -> _Update:
     made: list[Any] = []
     lasting = {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
 
-    def update(value: torch.Tensor, push: torch.Tensor, version: int, pushes: Sequence[Any]) -> None:
+    def update(
+        value: torch.Tensor, push: torch.Tensor, version: int, pushes: Sequence[Any], numbers: Sequence[float]
+    ) -> None:
         if not made:
             parameter = torch.nn.Parameter(value)
             made.extend((parameter, getattr(torch.optim, name)([parameter], **lasting)))
         parameter, optimizer = made
+        now = dict(zip(CHANGEABLE, numbers, strict=False))
+        optimizer.param_groups[0] |= _folded({each: now[each] for each in changeable})
         parameter.data = value  # the block's two buffers alternate
         parameter.grad = push
         optimizer.step()

@@ -57,6 +57,7 @@ struct Push {
   std::uint64_t clock;   // of the worker
   Nanoseconds came = 0;  // when the shard first got it
   bool applied = false, late = false;
+  std::size_t changes = 0;  // of the block's rule by the worker before it
 };
 
 struct Worker {
@@ -77,8 +78,10 @@ struct Worker {
     std::size_t own;      // pushes to the block before it
     std::uint64_t round;  // of the latest of them, if there is any
   };
-  std::map<std::uint64_t, Asked> pulls;  // by number
-  std::set<std::uint64_t> barriers;      // not answered
+  std::map<std::uint64_t, Asked> pulls;                   // by number
+  std::set<std::uint64_t> barriers;                       // not answered
+  std::map<BlockId, std::vector<std::uint64_t>> changes;  // of the block's rule: the round from which each holds
+  std::map<BlockId, std::size_t> changed;                 // how many of them hold
 };
 
 struct Envelope {
@@ -127,7 +130,7 @@ class Simulation {
   void join() {
     const auto id = static_cast<WorkerId>(workers_.size());
     const bool guest = seed_ % 4 == 3 && id % 2 == 1;
-    workers_.push_back({id, Session(id), 0, true, true, guest, 0, 0, 0, 0, 0, {}, {}, {}});
+    workers_.push_back({id, Session(id), 0, true, true, guest, 0, 0, 0, 0, 0, {}, {}, {}, {}, {}});
     workers_.back().pushes.resize(modes_.size());
     workers_.back().joined = ++moment_;
     give(Join{id, guest ? "guests" : "workers"});
@@ -166,8 +169,10 @@ class Simulation {
       ask(worker, RequestKind::leave, 0);
     else if (what < 40)
       ask(worker, RequestKind::barrier, 0);
-    else if (what < 140)
+    else if (what < 120)
       ask(worker, RequestKind::clock, 0);
+    else if (what < 140)
+      ask(worker, RequestKind::change, block);
     else
       ask(worker, what < 500 ? RequestKind::pull : RequestKind::push, block);
   }
@@ -181,9 +186,15 @@ class Simulation {
       request.weight = 1 + static_cast<double>(worker.pushes[block].size() % 3);
       request.priority = static_cast<std::int32_t>(worker.pushes[block].size() % 5);
       worker.pushes[block].push_back({worker.clock});
+      worker.pushes[block].back().changes = worker.changes[block].size();
+    }
+    if (kind == RequestKind::change) {  // each worker has a number of its own, which counts its changes
+      request.pulled = worker.id;
+      request.weight = static_cast<double>(worker.changes[block].size() + 1);
     }
     const Request made = worker.session.make(std::move(request));
     worker.made = made.number;
+    if (kind == RequestKind::change) worker.changes[block].push_back(made.round);
     if (kind == RequestKind::push) {
       rounds_[{worker.id, block}] = made.round;
       demand(made.round >= known_[{worker.id, block}], "present round", "a push is for a round known to be over");
@@ -309,7 +320,7 @@ class Simulation {
       return text;
     };
     for (const Operation& each : output.operations) {
-      texts.push_back(list(each.index, each.block, each.version, each.restores, each.priority));
+      texts.push_back(list(each.index, each.block, each.version, each.restores, each.priority, each.changes));
       for (const Contribution& one : each.contributions) {
         const auto* const mark = static_cast<const Mark*>(one.payload.get());
         texts.back() += list(one.worker, one.weight, one.clock, one.pulled, mark == nullptr ? 0 : mark->i);
@@ -356,6 +367,7 @@ class Simulation {
 
   void carry_out(const Operation& operation) {
     demand(operation.index == ++log_, "log", "an operation is missing");
+    if (operation.changes) return change(operation);
     if (operation.version == 0) return;
     const Mode& mode = modes_[operation.block];
     demand(operation.version == ++versions_[operation.block], "version", "a version is missing");
@@ -367,6 +379,8 @@ class Simulation {
       auto& pushes = workers_[contribution.worker].pushes[operation.block];
       const std::size_t i = static_cast<const Mark&>(*contribution.payload).i;
       demand(!pushes[i].applied, "twice", "a push was applied twice");
+      demand(workers_[contribution.worker].changed[operation.block] >= pushes[i].changes, "change",
+             "a push was applied without an earlier change of its worker");
       for (std::size_t k = i + 1; k < pushes.size(); ++k)
         demand(!pushes[k].applied, "order", "a push was applied after a later one");
       pushes[i].applied = true;
@@ -375,6 +389,18 @@ class Simulation {
     }
     if (mode.consistency == Consistency::sync) check_round(operation, mode, in, came);
     opened_[operation.block] = ++moment_;
+  }
+
+  void change(const Operation& operation) {
+    const Contribution& one = operation.contributions[0];
+    Worker& worker = workers_[one.worker];
+    const auto number = static_cast<std::size_t>(one.weight);
+    demand(one.pulled == worker.id && number > worker.changed[operation.block], "change", "a change came back");
+    worker.changed[operation.block] = number;
+    demand(operation.version == versions_[operation.block], "version", "a change makes a version");
+    if (modes_[operation.block].consistency == Consistency::sync)
+      demand(versions_[operation.block] >= worker.changes[operation.block][number - 1], "change",
+             "a change took effect before its round");
   }
 
   void check_round(const Operation& operation, const Mode& mode, const std::set<WorkerId>& in,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,7 +64,6 @@ def trained(me: Rank, apart: bool) -> tuple[list[bytes], list[bytes]]:
         for step in range(STEPS):
             optimizer.zero_grad()
             loss(model, me.rank, step).backward()
-            assert all(p.grad is None for p in model.parameters())
             optimizer.step()
         state = model.state_dict()  # which has the values after the last step
         assert state["scale"].equal(kv_value(kv, "net.scale", state["scale"]))
@@ -98,34 +98,361 @@ def test_sync_has_the_bits_of_one_process(apart: bool) -> None:
     assert [ended for _, ended in found] == [bits(model)] * WORKERS
 
 
-def attached(model: nn.Module, kind: Any = torch.optim.SGD, **arguments: Any) -> tuple[ps.KeyValue, ps.Attached]:
+def attached(
+    model: nn.Module, kind: Any = torch.optim.SGD, overlap_forward: bool = False, **arguments: Any
+) -> tuple[ps.KeyValue, ps.Attached]:
     kv = ps.join(memory=1 << 20, window=8 << 20)
-    return kv, ps.attach(kv, model, kind(model.parameters(), **arguments))
+    return kv, ps.attach(kv, model, kind(model.parameters(), **arguments), overlap_forward=overlap_forward)
 
 
-def test_a_schedule_is_refused() -> None:
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with ps.join(memory=1 << 20, window=8 << 20) as kv:
-        attached = ps.attach(kv, model, optimizer)
-        model(torch.ones(3)).sum().backward()
-        optimizer.param_groups[0]["lr"] = 0.05
-        with pytest.raises(InvalidArgument, match="the optimizer's arguments have changed, by a scheduler perhaps"):
-            attached.step()
-        attached.detach()
+# ---- what a step pushes ----------------------------------------------------------------------------------------------
 
 
-def test_two_backward_passes_a_step_are_refused() -> None:
+def ones(times: float = 1.0) -> torch.Tensor:
+    return times * torch.ones(3)
+
+
+class Optional(nn.Module):
+    """Of which a part may be unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.at_times = nn.Linear(3, 1), nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor, all_of_it: bool) -> torch.Tensor:
+        return self.always(x) + self.at_times(x) if all_of_it else self.always(x)
+
+
+def uses_a_part(me: Rank) -> float:
+    """How far `at_times.weight` has moved, in learning rates: its gradient in step i is i + 1."""
+    torch.manual_seed(0)
+    model = Optional()
+    before = model.at_times.weight[0, 0].item()
+    with one_host.join(me) as kv:
+        optimizer = ps.attach(kv, model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(6):
+            optimizer.zero_grad()
+            model(ones(step + 1), all_of_it=(me.rank, step) != (1, 2) and step != 4).sum().backward()
+            optimizer.step()
+        optimizer.pull()
+        optimizer.detach()
+    return (before - model.at_times.weight[0, 0].item()) / 0.1
+
+
+def test_a_parameter_that_a_worker_does_not_use_counts_as_zeros() -> None:
+    assert run(uses_a_part, 2) == [pytest.approx(1 + 2 + 3 / 2 + 4 + 6, abs=1e-4)] * 2
+
+
+def test_a_parameter_without_a_gradient_keeps_its_value_and_states() -> None:
+    torch.manual_seed(0)
+    model, alone = Optional(), Optional()
+    alone.load_state_dict(model.state_dict())
+    kv, optimizer = attached(model, torch.optim.AdamW, lr=0.1, weight_decay=0.1)
+    with kv:
+        for each, its in ((model, optimizer), (alone, torch.optim.AdamW(alone.parameters(), lr=0.1, weight_decay=0.1))):
+            for all_of_it in (True, False, False, True):
+                its.zero_grad()
+                each(ones(), all_of_it).sum().backward()
+                its.step()
+        optimizer.detach()
+    assert bits(model) == bits(alone)
+
+
+def test_the_sum_of_several_backward_passes_is_pushed_once() -> None:
+    model, alone = nn.Linear(3, 2), nn.Linear(3, 2)
+    alone.load_state_dict(model.state_dict())
+    kv, optimizer = attached(model, torch.optim.Adam, lr=0.1)
+    with kv:
+        for each, its in ((model, optimizer), (alone, torch.optim.Adam(alone.parameters(), lr=0.1))):
+            for _ in range(3):
+                its.zero_grad()
+                for part in (1, 2):
+                    each(ones(part)).sum().backward()
+                its.step()
+        optimizer.detach()
+        assert bits(model) == bits(alone)
+        assert kv.pull("weight", torch.empty(2, 3)) == {"weight": [3]}
+
+
+def test_a_second_backward_pass_after_usual_steps_is_an_error_unless_the_first_is_under_no_sync() -> None:
     model = nn.Linear(3, 2)
     kv, optimizer = attached(model, lr=0.1)
-    y = model(torch.ones(3))
-    y.sum().backward(retain_graph=True)
-    with pytest.raises(InvalidArgument, match="call backward once a step"):
-        y.sum().backward()
-    optimizer.detach()
-    model(torch.ones(3)).sum().backward()  # an ordinary model again
-    assert model.weight.grad is not None
-    kv.leave()
+    with kv:
+        for _ in range(2):
+            optimizer.zero_grad()
+            with optimizer.no_sync():
+                model(ones()).sum().backward()
+            model(ones()).sum().backward()
+            optimizer.step()
+        assert kv.pull("weight", torch.empty(2, 3)) == {"weight": [2]}
+        model(ones()).sum().backward()
+        model(ones()).sum().backward()
+        with pytest.raises(InvalidArgument, match=r"'weight' was pushed once .* and 2 backward passes have computed"):
+            optimizer.step()
+        optimizer.detach()
+        model(ones()).sum().backward()  # an ordinary model again
+        assert model.weight.grad is not None
+
+
+def test_gradients_that_are_set_by_hand_are_pushed() -> None:
+    model = nn.Linear(3, 1, bias=False)
+    before = model.weight.detach().clone()
+    kv, optimizer = attached(model, lr=1.0)
+    with kv:
+        for _ in range(3):
+            (model.weight.grad,) = torch.autograd.grad(model(ones()).sum(), [model.weight])
+            optimizer.step()
+        optimizer.detach()
+    assert torch.allclose(before - model.weight, torch.full((1, 3), 3.0))
+
+
+def test_gradients_that_are_changed_after_backward_are_an_error() -> None:
+    model = nn.Linear(3, 1, bias=False)
+    kv, optimizer = attached(model, lr=1.0)
+    with kv:
+        for step in range(3):  # the first step pushes in step(), later ones in backward
+            model(ones(100)).sum().backward()
+            if step == 1:
+                optimizer.step()
+                continue
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            with pytest.raises(InvalidArgument, match="the gradient of 'weight' was changed after backward"):
+                optimizer.step()
+            optimizer.zero_grad()
+        optimizer.detach()
+
+
+def test_a_gradient_of_an_old_value_is_an_error() -> None:
+    model = nn.Linear(3, 1, bias=False)
+    kv, optimizer = attached(model, lr=1.0, overlap_forward=True)
+    with kv:
+        model(ones()).sum().backward()
+        optimizer.step()
+        nn.functional.linear(ones(), model.weight).sum().backward()  # nothing knows that the weight is needed
+        with pytest.raises(InvalidArgument, match="its gradient was computed before its new value had come"):
+            optimizer.step()
+        optimizer.detach()
+
+
+def clips_or_not(me: Rank) -> str:
+    model = nn.Linear(3, 1)
+    with one_host.join(me) as kv:
+        try:
+            ps.attach(kv, model, torch.optim.SGD(model.parameters(), lr=0.1), max_norm=1.0 if me.rank else None)
+        except InvalidArgument as error:
+            return str(error)
+    return ""
+
+
+def test_all_workers_clip_alike() -> None:
+    errors = sorted(run(clips_or_not, 2))
+    assert errors[0] == ""
+    assert "max_norm is" in errors[1]
+    assert "give all workers the same" in errors[1]
+
+
+def test_forward_passes_before_step_have_the_old_values() -> None:
+    model = nn.Linear(3, 1, bias=False)
+    kv, optimizer = attached(model, lr=1.0)
+    with kv:
+        for _ in range(2):
+            before = model(ones())
+            before.sum().backward()
+            assert model(ones()).equal(before)
+            optimizer.step()
+        assert not model(ones()).equal(before)
+        optimizer.detach()
+
+
+# ---- what is shared --------------------------------------------------------------------------------------------------
+
+
+class Body(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)
+        self.body.requires_grad_(False)
+        self.register_buffer("places", torch.randint(100, (1, 4)).expand(2, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.body(x)))
+
+
+def shares(me: Rank, all_of_it: bool) -> list[list[float]]:
+    torch.manual_seed(me.rank)
+    model = Body()
+    with one_host.join(me) as kv:
+        trained = model.parameters() if all_of_it else model.head.parameters()
+        optimizer = ps.attach(kv, model, torch.optim.SGD(trained, lr=0.1))
+        begun = [each.flatten().tolist() for each in model.state_dict().values()]
+        for step in range(3):
+            if step == 1:
+                model.body.requires_grad_(True)
+            optimizer.zero_grad()
+            model(torch.arange(12.0).view(4, 3)).sum().backward()
+            optimizer.step()
+        optimizer.pull()
+        moved = model.body.weight.flatten().tolist() != begun[list(model.state_dict()).index("body.weight")]
+        assert moved is all_of_it
+        optimizer.detach()
+    return begun
+
+
+@pytest.mark.parametrize("all_of_it", [True, False])
+def test_all_begin_alike_and_a_parameter_may_be_trained_later(all_of_it: bool) -> None:
+    first, second = run(shares, 2, all_of_it)
+    assert first == second
+
+
+def test_two_models_need_a_prefix() -> None:
+    actor, critic = nn.Linear(3, 3), nn.Linear(3, 3)
+    kv, optimizer = attached(actor, lr=0.1)
+    with kv:
+        with pytest.raises(InvalidArgument, match=r"'bias' belongs to another model .* a prefix= of its own"):
+            ps.attach(kv, critic, torch.optim.SGD(critic.parameters(), lr=0.1))
+        ps.attach(kv, critic, torch.optim.SGD(critic.parameters(), lr=0.1), prefix="critic.").detach()
+        optimizer.detach()
+        ps.attach(kv, actor, torch.optim.SGD(actor.parameters(), lr=0.1)).detach()
+
+
+# ---- settings --------------------------------------------------------------------------------------------------------
+
+
+def cycle(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=6)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.NAdam])
+@pytest.mark.parametrize("of_attached", [True, False])
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_a_schedule_has_the_bits_of_one_process(kind: Any, of_attached: bool) -> None:
+    arguments = {"lr": 0.1, "momentum": 0.9} if kind is torch.optim.SGD else {"lr": 0.1}
+    model, alone = nn.Linear(3, 2), nn.Linear(3, 2)
+    alone.load_state_dict(model.state_dict())
+    given = kind(model.parameters(), **arguments)
+    with ps.join(memory=1 << 20, window=8 << 20) as kv:
+        optimizer = ps.attach(kv, model, given)
+        by_itself = kind(alone.parameters(), **arguments, foreach=False)
+        for each, its, scheduled in (
+            (model, optimizer, cycle(optimizer if of_attached else given)),
+            (alone, by_itself, cycle(by_itself)),
+        ):
+            for step in range(5):
+                its.zero_grad()
+                each(ones(step)).square().sum().backward()
+                its.step()
+                scheduled.step()
+        optimizer.detach()
+    assert bits(model) == bits(alone)
+
+
+def test_settings_that_change_between_backward_and_step_hold_or_are_an_error() -> None:
+    model = nn.Linear(3, 1, bias=False)
+    kv, optimizer = attached(model, lr=1.0)
+    before = model.weight.detach().clone()
+    with kv:
+        for step in range(2):
+            optimizer.zero_grad()
+            model(ones()).sum().backward()
+            optimizer.param_groups[0]["lr"] = 2.0 + step
+            optimizer.step()
+        optimizer.pull()
+        assert torch.allclose(before - model.weight, torch.full((1, 3), 5.0))
+        optimizer.detach()
+        optimizer = ps.attach(kv, model, torch.optim.SGD(model.parameters(), lr=1.0), prefix="again.")
+        for step in range(2):
+            optimizer.zero_grad()
+            model(ones()).sum().backward()
+            if step == 1:
+                optimizer.param_groups[0]["lr"] = 2.0
+                with pytest.raises(InvalidArgument, match=r"have changed after 'again.weight' was pushed once"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+        optimizer.detach()
+
+
+def test_load_state_dict_takes_settings_and_no_states() -> None:
+    model = nn.Linear(3, 2)
+    kv, optimizer = attached(model, torch.optim.Adam, lr=0.1)
+    with kv:
+        saved = optimizer.state_dict()
+        saved["param_groups"][0]["lr"] = 0.01
+        optimizer.load_state_dict(saved)
+        model(ones()).sum().backward()
+        optimizer.step()
+        optimizer.pull()
+        with pytest.raises(InvalidArgument, match=r"kv.snapshot\(\)"):
+            optimizer.load_state_dict(saved | {"state": {0: {"step": torch.tensor(1.0)}}})
+        optimizer._optimizer.load_state_dict(saved)
+        with pytest.raises(InvalidArgument, match="have been replaced, by load_state_dict"):
+            optimizer.step()
+        optimizer.detach()
+
+
+def resumes(me: Rank, path: str, lr: float) -> list[bytes]:
+    model = nn.Linear(3, 2)
+    with one_host.join(me) as kv:
+        assert "weight" in kv.restore(path)  # every worker may call it
+        optimizer = ps.attach(kv, model, torch.optim.Adam(model.parameters(), lr=lr))
+        model(ones()).sum().backward()
+        optimizer.step()
+        optimizer.detach()
+    return bits(model)
+
+
+@pytest.mark.parametrize("lr", [0.05, 0.01])
+def test_a_snapshot_goes_on_with_the_same_or_another_learning_rate(lr: float, tmp_path: Path) -> None:
+    model, alone = nn.Linear(3, 2), nn.Linear(3, 2)
+    alone.load_state_dict(model.state_dict())
+    kv, optimizer = attached(model, torch.optim.Adam, lr=0.1)
+    by_itself = torch.optim.Adam(alone.parameters(), lr=0.1, foreach=False)
+    for each, its in ((model, optimizer), (alone, by_itself)):
+        for _ in range(2):
+            its.zero_grad()
+            each(ones()).sum().backward()
+            its.step()
+            its.param_groups[0]["lr"] = 0.05
+    with kv:
+        optimizer.pull()
+        kv.update_arguments(["weight", "bias"], lr=0.05)  # not in a round yet, and in the snapshot all the same
+        kv.snapshot(tmp_path / "saved").wait()
+        optimizer.detach()
+    by_itself.param_groups[0]["lr"] = lr
+    by_itself.zero_grad()
+    alone(ones()).sum().backward()
+    by_itself.step()
+    assert run(resumes, 2, str(tmp_path / "saved"), lr) == [bits(alone)] * 2
+
+
+def clips(me: Rank) -> tuple[list[bytes], float]:
+    torch.manual_seed(3)
+    model = nn.Linear(3, 2).double()
+    with one_host.join(me) as kv:
+        optimizer = ps.attach(kv, model, torch.optim.SGD(model.parameters(), lr=0.1), max_norm=0.5)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(ones(step + 10.0 * me.rank).double()).square().sum().backward()
+            optimizer.step()
+        optimizer.detach()
+        assert optimizer.total_norm is not None
+        return [p.detach().tolist() for p in model.parameters()], optimizer.total_norm.item()
+
+
+def test_the_average_of_all_workers_is_clipped() -> None:
+    torch.manual_seed(3)
+    model = nn.Linear(3, 2).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        for rank in range(2):
+            (model(ones(step + 10.0 * rank).double()).square().sum() / 2).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    for values, total in run(clips, 2):
+        assert total == pytest.approx(norm.item(), rel=1e-12)
+        for mine, p in zip(values, model.parameters(), strict=True):
+            torch.testing.assert_close(torch.tensor(mine, dtype=torch.float64), p.detach(), rtol=1e-12, atol=1e-12)
 
 
 def test_unsuitable_optimizers_and_foreign_parameters_are_refused() -> None:

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -321,6 +322,20 @@ def test_a_push_that_found_no_room_says_who_is_late() -> None:
     assert re.search(r"window of \d+ bytes has had no room .*'w' on .* waits for worker 1 .*larger window=", text), text
 
 
+def test_times_may_be_timedeltas() -> None:
+    minute = timedelta(minutes=1)
+    assert ps.sync(quorum=1, grace=timedelta(milliseconds=20)) == ps.sync(quorum=1, grace=0.02)
+    kv = ps.join(timeout=minute)
+    assert kv.timeout == 60
+    kv.init("w", torch.zeros(3), timeout=minute)
+    kv.push("w", torch.ones(3), timeout=minute).wait(minute)
+    kv.barrier(minute)
+    kv.pull("w", out=torch.zeros(3), timeout=minute)
+    with pytest.raises(InvalidArgument, match=r"timeout is datetime\.timedelta"):
+        kv.clock(-minute)
+    kv.leave(timedelta.max)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -395,6 +410,7 @@ def test_bad_arguments_are_named(call: Callable[[ps.KeyValue], Any], message: st
         ({"role": ["worker"]}, r"role is \['worker'\]; it must be"),
         ({"name": 1}, "name is 1; it must be a string"),
         ({"group": None}, "group is None; it must be a string"),
+        ({"role": "reader", "group": "left"}, "group is 'left' with role='reader'; readers .* leave it out"),
         ({"workers": "2"}, "workers is '2'; it must be a number of workers"),
         ({"backups": None}, "backups is None; it must be 0, or 1"),
         ({"listen": "no"}, "listen is 'no'; it must be True or False"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import resource
 import signal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -325,7 +327,7 @@ def test_wrong_arguments_are_named() -> None:
             (lambda: table.push(ids, ones.double()), r"gradients are torch\.float64"),
             (lambda: table.push(ids, ones, weight=-1), "weight is -1"),
             (lambda: ps.Embedding(kv, "t", 5, update=ps.rowwise_adagrad()), r"shape of 't' is \['rows', 5\] here"),
-            (lambda: ps.Embedding(kv, "t", 4, update=ps.assign()), r"update of 't' is .*'assign'"),
+            (lambda: ps.Embedding(kv, "t", 4, update=ps.assign()), "update of 't' differs: its kind is 'assign' here"),
             (lambda: ps.Embedding(kv, "", 4, update=ps.assign()), "key is ''"),
             (lambda: ps.Embedding(kv, "u", 0, update=ps.assign()), "dim is 0"),
             (lambda: ps.Embedding(kv, "v", 2**62 + 1, update=ps.assign()), "larger than the 16777216 bytes"),
@@ -381,3 +383,27 @@ def test_a_server_killed_amid_pushes_is_named(over: str) -> None:
         ranks.signal(1, signal.SIGKILL)
         (said,) = ranks.results(but=(1,))
     assert said.startswith("server 1 (")
+
+
+def runs_out_of_memory(me: Rank) -> tuple[float, float]:
+    """Of rows that are there and of new ones: what they have after a push for which there was no memory."""
+    with ps.join(me.store, rank=0, size=1, memory=1 << 30, window=8 << 20) as kv:
+        table = ps.Embedding(kv, "t", 64, update=ps.reduce("sum"), initial=(0, 0), mode=ps.asynchronous())
+        ids, ones = torch.arange(8000), torch.ones(8000, 64)
+        table.push(ids[:100], ones[:100]).wait()
+
+        now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (now + (24 << 20), resource.RLIM_INFINITY))
+        first = 0
+        with pytest.raises(UpdateFailed, match="no memory left for the rows"):
+            for first in range(100, 1_000_000, 7900):
+                ids[100:] = torch.arange(first, first + 7900)
+                table.push(ids, ones).wait()
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        there = table.pull(ids)
+        pushes = 1 + (first - 100) // 7900
+        return (there[:100] - pushes).abs().max().item(), there[100:].abs().max().item()
+
+
+def test_a_push_without_memory_for_its_rows_changes_nothing() -> None:
+    assert run(runs_out_of_memory, 1) == [(0.0, 0.0)]

@@ -82,7 +82,7 @@ MUTANTS = {
     ),
     "a round ends at its quorum": (
         SHARD,
-        "block.closes = now_ + block.mode.grace;",
+        "block.closes = now_ + std::min(block.mode.grace, kForever - now_);",
         "block.closes = now_;",
         "grace",
     ),
@@ -160,15 +160,34 @@ MUTANTS = {
     ),
     "a late backup does not know open rounds": (
         STATE,
-        "archive(block.rounds, block.priorities, block.closes, block.pulls);",
-        "archive(block.closes, block.pulls);",
+        "archive(block.rounds, block.priorities, block.closes, block.pulls, block.changes);",
+        "archive(block.closes, block.pulls, block.changes);",
         "same log",
     ),
     "a late backup does not know the end of a grace": (
         STATE,
-        "archive(block.rounds, block.priorities, block.closes, block.pulls);",
-        "archive(block.rounds, block.priorities, block.pulls);",
+        "archive(block.rounds, block.priorities, block.closes, block.pulls, block.changes);",
+        "archive(block.rounds, block.priorities, block.pulls, block.changes);",
         "same log",
+    ),
+    "a late backup does not know changes that are coming": (
+        STATE,
+        "archive(block.rounds, block.priorities, block.closes, block.pulls, block.changes);",
+        "archive(block.rounds, block.priorities, block.closes, block.pulls);",
+        "same log",
+    ),
+    "a change takes effect before its round": (SHARD, "if (round == block.version) change(", "change(", "change"),
+    "a change takes effect after its round": (
+        SHARD,
+        "lower_bound(block.version));\n    if (const auto next = block.changes.find(block.version);",
+        "lower_bound(block.version));\n    if (const auto next = block.changes.find(block.version - 1);",
+        "change",
+    ),
+    "a change makes a version": (
+        SHARD,
+        "  block.logged = ++log_;\n  constexpr std::int32_t kNoPriority",
+        "  block.logged = ++log_, ++block.version;\n  constexpr std::int32_t kNoPriority",
+        "version",
     ),
     "a late backup does not know when workers joined": (
         STATE,

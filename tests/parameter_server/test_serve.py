@@ -29,11 +29,11 @@ def halve(value: torch.Tensor, push: torch.Tensor, state: dict[str, Any], info: 
     value.mul_(0.5).add_(push)
 
 
-def start(*words: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
+def start(*words: str, launcher: tuple[str, ...] = (), **options: Any) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", *(launcher or ("ringreduce",)), "serve", *words]
     here = environment()
     here["PYTHONPATH"] += f":{Path(__file__).parent}"
-    return subprocess.Popen(command, env=here | {"RINGREDUCE_SOCKET_IFNAME": "=lo"})
+    return subprocess.Popen(command, env=here, **options)
 
 
 def trains(me: Rank, port: int) -> list[Any]:
@@ -356,6 +356,8 @@ def test_a_server_in_this_process() -> None:
     [
         (["--store", "here"], "--store is 'here'; it must be HOST:PORT"),
         (["--store", "127.0.0.1:1", "--timeout", "nan"], "--timeout is nan; it must be seconds"),
+        (["--store", "127.0.0.1:1", "--every", "0"], "--every is 0.0; it must be a number of seconds above 0"),
+        (["--store", "127.0.0.1:1", "--every", "60"], "--every 60 has no folder to write to; add --snapshots FOLDER"),
         (["--store", "127.0.0.1:1", "--status", "--timeout", "0.3"], "the store of --store 127.0.0.1:1 was not found"),
         (["--store", "127.0.0.1:1", "--functions", "math"], "--functions has 'math'; it must be MODULE:NAME"),
     ],

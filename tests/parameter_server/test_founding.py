@@ -1,0 +1,130 @@
+"""Founding a parameter server when a founder dies, comes late, or is started again after the others serve."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from distributed.harness import Rank, Ranks, run
+from processes import deadline
+from test_workers_and_servers import SMALL
+
+import ringreduce.parameter_server as ps
+from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost
+from ringreduce.parameter_server.arguments import MOST_SERVERS, MOST_WORKERS
+
+LONG = 2 * deadline()
+"""A timeout that would fail the test if a call waited for it."""
+
+
+def dies(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def loses_a_founder(me: Rank, where: str, late: bool) -> tuple[str, int]:
+    """Rank 2 dies once it has come. Rank 1 comes at once, or when rank 0 has been told."""
+    options = SMALL | {"timeout": LONG}
+    if me.rank == 2:
+        me.report(os.getpid())
+        with mock.patch.object(sys.modules["ringreduce.parameter_server.join"], where, dies):
+            ps.join(me.store, rank=2, size=3, **options)
+    if me.rank == 1 and late:
+        me.store.wait(["rank 0 has been told"])
+    with pytest.raises(PeerLost) as raised:
+        ps.join(me.store, rank=me.rank, size=3, **options)
+    me.store.set("rank 0 has been told", "")
+    return str(raised.value), raised.value.culprit
+
+
+@pytest.mark.parametrize(
+    ("where", "late"),
+    [
+        ("_agree_on_all", True),
+        ("_make_known", True),
+        ("_make_known", False),
+        ("_enter", False),
+        ("_wait_for_founders", False),
+    ],
+)
+def test_the_others_are_told_of_a_founder_that_dies_before_or_after_they_come(where: str, late: bool) -> None:
+    with Ranks(loses_a_founder, 3, where, late) as ranks:
+        (pid,) = ranks.reports(but=(0, 1))
+        for said, culprit in ranks.results(but=(2,)):
+            assert "server 2 (" in said and f"pid {pid})" in said and culprit == 2
+
+
+def waits_for_one(me: Rank) -> tuple[str, int] | None:
+    if me.rank == 2:
+        return None
+    with pytest.raises(CollectiveTimeout) as raised:
+        ps.join(me.store, rank=me.rank, size=3, **SMALL | {"timeout": 0.5})
+    return str(raised.value), raised.value.culprit
+
+
+def test_a_timeout_names_the_founder_that_did_not_come() -> None:
+    for said, culprit in run(waits_for_one, 3)[:2]:
+        assert "server 2 did not come in time" in said and culprit == 2
+
+
+def comes_again(me: Rank, backups: int) -> str:
+    """Rank 1 is killed when all serve, and rank 2 comes in its place."""
+    options = {"memory": 32 << 20, "window": 4 << 20, "backups": backups}
+    if me.rank == 2:
+        me.store.wait(["rank 1 is gone"])
+        try:
+            with ps.serve(me.store, rank=1, size=2, timeout=LONG, **options) as serving:
+                assert serving.wait(0) in (False, True)
+                me.store.set("come again", "")
+                return f"serves {sorted(serving._host.serving())}"
+        except InvalidArgument as error:
+            me.store.set("come again", "")
+            return str(error)
+    with ps.serve(me.store, rank=me.rank, size=2, timeout=30.0, **options):
+        me.report("serves")
+        if me.rank == 1:
+            time.sleep(600)
+        me.store.wait(["come again"])
+    return ""
+
+
+@pytest.mark.parametrize("backups", [0, 1])
+def test_a_server_that_is_started_again_is_told_or_joins(backups: int) -> None:
+    with Ranks(comes_again, 3, backups) as ranks:
+        ranks.reports(but=(2,))
+        pid = ranks.pid(0)
+        ranks.signal(1, signal.SIGKILL)
+        ranks._processes[1].join(deadline())
+        store(ranks).set("rank 1 is gone", "")
+        said = ranks.results(but=(1,))[1]
+    if backups:
+        assert said in ("serves [0]", "serves [1]")
+    else:
+        assert "rank 1 cannot found the parameter server 'default' again: server 0 (" in said
+        assert f"pid {pid}) serves already" in said and "another name=" in said
+
+
+def store(ranks: Ranks) -> torch.distributed.Store:
+    from distributed.harness import _store
+
+    return torch.distributed.PrefixStore(ranks.prefix, _store())
+
+
+def test_counts_have_limits() -> None:
+    fresh = torch.distributed.HashStore()
+    with pytest.raises(InvalidArgument, match=f"servers is 1000000; .* at most {MOST_SERVERS}"):
+        ps.serve(fresh, rank=0, size=1, servers=1_000_000)
+    with pytest.raises(InvalidArgument, match=f"size {MOST_SERVERS + 1}; .* <= {MOST_SERVERS}"):
+        ps.join(fresh, rank=0, size=MOST_SERVERS + 1)
+    with pytest.raises(InvalidArgument, match=f"workers is {MOST_WORKERS + 1}; .* 0 to {MOST_WORKERS}"):
+        ps.join(fresh, rank=0, size=1, workers=MOST_WORKERS + 1)
+
+
+def test_only_a_reader_is_in_the_group_of_readers() -> None:
+    with pytest.raises(InvalidArgument, match=r"group is 'observers', .* join with role='reader'"):
+        ps.join(group="observers")
