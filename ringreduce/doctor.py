@@ -20,12 +20,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ringreduce import tuning
 from ringreduce.common import compiled
-from ringreduce.common.failures import RingReduceError, TopologyError
+from ringreduce.common.failures import RingReduceError, SystemFailure, TopologyError
 from ringreduce.common.files import text_of
 from ringreduce.common.units import bytes_text
 from ringreduce.config import resolve
-from ringreduce.gpu import kernels
+from ringreduce.gpu import kernels, nccl
 from ringreduce.gpu.nvcc import find_nvcc
+from ringreduce.rendezvous.host import own_pidfd
+from ringreduce.rendezvous.interfaces import local_interfaces, speed_of
 from ringreduce.topology.graph import FABRIC, LinkGraph, NodeKind
 from ringreduce.topology.live import probe
 from ringreduce.topology.read import described
@@ -33,7 +35,7 @@ from ringreduce.topology.read import described
 if TYPE_CHECKING:
     from rich.table import Table
 
-State = Literal["ok", "limited", "missing"]
+State = Literal["ok", "limited", "missing", "not used"]
 
 OLDEST_TORCH = (2, 11)
 
@@ -141,7 +143,7 @@ def render(findings: list[Finding]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    colours = {"ok": "green", "limited": "yellow", "missing": "red"}
+    colours = {"ok": "green", "limited": "yellow", "missing": "red", "not used": "dim"}
     table = Table("", "state", "what there is", "why it matters", "what to do")
     for finding in findings:
         state = Text(finding.state, style=colours[finding.state])
@@ -198,7 +200,8 @@ def _compiler(facts: Facts) -> Judged:
 @_about("shared memory", "the ranks of a host move data through memory that they share (a memfd, not /dev/shm)")
 def _shared_memory(facts: Facts) -> Judged:
     if facts.memory:
-        return "missing", facts.memory, "use Linux 5.3 or newer, and allow the system calls"
+        what, _, fix = facts.memory.partition("; ")
+        return "missing", what, fix or "allow memfd_create, and files of some MB: see seccomp, `ulimit -n`, `ulimit -f`"
     need = facts.bytes_per_rank * facts.cores
     each = f"{bytes_text(facts.bytes_per_rank, 1024)} for a rank and group"
     if facts.memory_left is None:
@@ -240,14 +243,23 @@ def _cores(facts: Facts) -> Judged:
     return "ok", what, ""
 
 
+def _notes_on_gpus(facts: Facts) -> list[str]:
+    """Notes of the probe that are about GPUs; the rest is shown with the topology."""
+    return [text for text in facts.graph.assumed if "GPU" in text or "NVLinks" in text or "XGMI" in text]
+
+
+def _without(facts: Facts, state: State) -> State:
+    """The state of what only GPUs need, and which is not there: a machine of CPUs does not use it."""
+    return state if facts.graph.gpus or facts.gpus or _notes_on_gpus(facts) else "not used"
+
+
 @_about("GPUs", "GPUs reduce in their own memory; ranks on CPUs need none")
 def _gpus(facts: Facts) -> Judged:
-    gpus = facts.graph.gpus
-    # Notes of the probe that are about GPUs; the rest is shown with the topology.
-    notes = [text for text in facts.graph.assumed if "GPU" in text or "NVLinks" in text or "XGMI" in text]
+    gpus, notes = facts.graph.gpus, _notes_on_gpus(facts)
     if not gpus:
-        fix = "install the driver, show the GPUs to the container (Docker: --gpus all), `pip install nvidia-ml-py`"
-        return "missing", " ".join(["none", *notes]), fix
+        fix = "if there are any: "
+        fix += "install the driver, show the GPUs to the container (Docker: --gpus all), `pip install nvidia-ml-py`"
+        return _without(facts, "missing"), " ".join(["none", *notes]), fix
     models = Counter(gpu.detail.split(" at ")[0] or "GPU" for gpu in gpus)
     what = ", ".join(f"{count} x {model}" for model, count in models.items())
     if notes:
@@ -259,7 +271,7 @@ def _gpus(facts: Facts) -> Judged:
 def _cuda_driver(facts: Facts) -> Judged:
     if facts.cuda_driver is None:
         what, _, fix = facts.cuda_problem.partition("; ")
-        return "missing", what, fix
+        return _without(facts, "missing"), what, fix
     what = f"CUDA {facts.cuda_driver}, {_count(len(facts.gpus), 'GPU')}"
     if facts.cuda_problem:
         return "limited", f"{what}; {facts.cuda_problem}", "see `nvidia-smi`"
@@ -272,7 +284,7 @@ def _cuda_driver(facts: Facts) -> Judged:
 def _gpu_kernels(facts: Facts) -> Judged:
     what, fix = facts.gpu_kernels
     if not what:
-        return "missing", "neither built with the package nor an NVRTC", fix
+        return _without(facts, "missing"), "neither built with the package nor an NVRTC", fix
     old = [f"{gpu.name} has {kernels.dotted(gpu.capability)}" for gpu in facts.gpus if gpu.capability < kernels.OLDEST]
     if old:
         fix = f"use GPUs of compute capability {kernels.dotted(kernels.OLDEST)} or more"
@@ -345,14 +357,22 @@ def _topo_file(facts: Facts) -> Judged | None:
 def _nccl(facts: Facts) -> Judged:
     if facts.nccl:
         return "ok", facts.nccl, ""
-    return "missing", "none", "install a torch that is built for CUDA, or libnccl2" if facts.graph.gpus else ""
+    return (
+        _without(facts, "limited"),
+        "none",
+        "install a torch that is built for CUDA, or libnccl2" if facts.graph.gpus else "",
+    )
 
 
 @_about("CUDA toolkit", "compiles kernels for GPUs; ranks on CPUs need none")
 def _toolkit(facts: Facts) -> Judged:
     if facts.nvcc:
         return "ok", facts.nvcc, ""
-    return "missing", "no nvcc", "install the CUDA toolkit, or set CUDA_HOME" if facts.graph.gpus else ""
+    return (
+        _without(facts, "limited"),
+        "no nvcc",
+        "install the CUDA toolkit, or set CUDA_HOME" if facts.graph.gpus else "",
+    )
 
 
 @_about("network", "ranks meet at a store over TCP, and hosts are no faster than the network between them")
@@ -414,9 +434,9 @@ def look(sysfs: Path = Path("/sys"), proc: Path = Path("/proc")) -> Facts:
     cores = len(os.sched_getaffinity(0))
     return Facts(
         graph=probe(memory=tuning.measured_memory()),
-        **_look_at_torch(),
+        **_look_at_torch(missing),
         compiled=missing,
-        compiler=shutil.which(shlex.split(os.environ.get("CXX") or "c++")[0]),
+        compiler=_find_compiler(),
         memory=_why_no_memory(),
         memory_left=_memory_left(sysfs, proc),
         bytes_per_rank=options.channels * options.channel_bytes + options.mailbox_bytes,
@@ -431,7 +451,7 @@ def look(sysfs: Path = Path("/sys"), proc: Path = Path("/proc")) -> Facts:
         gpus=gpus,
         gpu_kernels=kernels.origin(),
         nvcc=find_nvcc(),
-        interfaces=_interfaces(sysfs),
+        interfaces=_interfaces(),
         memlock=_limit(resource.RLIMIT_MEMLOCK),
         open_files=_limit(resource.RLIMIT_NOFILE),
         huge_pages=_chosen(text_of(sysfs / "kernel/mm/transparent_hugepage/shmem_enabled")),
@@ -440,9 +460,9 @@ def look(sysfs: Path = Path("/sys"), proc: Path = Path("/proc")) -> Facts:
     )
 
 
-def _look_at_torch() -> dict[str, Any]:
+def _look_at_torch(missing: str) -> dict[str, Any]:
     """What `Facts` has of torch, and of the NCCL that it may bring."""
-    facts = {"torch": "", "distributed": False, "cuda": None, "cuda_devices": 0, "nccl": _find_nccl()}
+    facts = {"torch": "", "distributed": False, "cuda": None, "cuda_devices": 0, "nccl": _find_nccl(missing)}
     with contextlib.suppress(ImportError):
         import torch
 
@@ -454,8 +474,22 @@ def _look_at_torch() -> dict[str, Any]:
     return facts
 
 
-def _find_nccl() -> str | None:
-    for name in ("libnccl.so.2", "librccl.so.1"):
+def _find_compiler() -> str | None:
+    try:
+        words = shlex.split(os.environ.get("CXX", ""))
+    except ValueError:  # a quote is not closed
+        return None
+    return shutil.which(words[0] if words else "c++")
+
+
+def _find_nccl(missing: str) -> str | None:
+    """The NCCL that the engine opens, or where it cannot be asked, the first one that can be opened; else AMD's."""
+    if not missing:
+        from ringreduce import _C
+
+        with contextlib.suppress(RingReduceError):
+            return _C.nccl_version(nccl.places())
+    for name in (*nccl.places(), "libnccl.so.2", "librccl.so.1"):
         with contextlib.suppress(OSError):
             ctypes.CDLL(name)
             return name
@@ -464,10 +498,12 @@ def _find_nccl() -> str | None:
 
 def _why_no_memory() -> str:
     try:
-        os.close(os.pidfd_open(os.getpid()))
+        os.close(own_pidfd())
         file = os.memfd_create("ringreduce doctor", os.MFD_CLOEXEC)
+    except SystemFailure as error:
+        return str(error)
     except OSError as error:
-        return f"memfd_create or pidfd_open: {error.strerror}"
+        return f"memfd_create: {error.strerror}"
     try:
         os.ftruncate(file, 4096)
         os.pwrite(file, b"1", 0)
@@ -535,19 +571,13 @@ def _look_at_gpus() -> tuple[str | None, str, tuple[Gpu, ...]]:
     return driver, problem, tuple(gpus)
 
 
-def _interfaces(sysfs: Path) -> tuple[NetworkDevice, ...]:
+def _interfaces() -> tuple[NetworkDevice, ...]:
+    """As groups see them: those of this process's network namespace."""
     try:
-        folders = sorted((sysfs / "class/net").iterdir())
+        found = sorted(local_interfaces(), key=lambda each: each.name)
     except OSError:
         return ()
-    found = []
-    for folder in folders:
-        text = text_of(folder / "flags")
-        flags = int(text, 16) if re.fullmatch(r"0x[0-9a-f]+", text) else 0
-        speed = text_of(folder / "speed")
-        gbit = int(speed) / 1000 if speed.isdecimal() else 0.0
-        found.append(NetworkDevice(folder.name, bool(flags & 1), gbit, loopback=bool(flags & 8)))
-    return tuple(found)
+    return tuple(NetworkDevice(each.name, each.up, (speed_of(each.name) or 0) * 8e-9, each.loopback) for each in found)
 
 
 def _limit(which: int) -> int | None:

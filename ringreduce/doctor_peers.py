@@ -27,7 +27,7 @@ from ringreduce.hosts_file import HostsFile
 from ringreduce.rendezvous.card import Place
 from ringreduce.rendezvous.host import Meeting, exactly, meet
 from ringreduce.rendezvous.links import Peer
-from ringreduce.rendezvous.store import Store, get
+from ringreduce.rendezvous.store import Exchange, Store, get
 from ringreduce.tuning.decision import now
 
 MEET_SECONDS = 60.0
@@ -108,7 +108,7 @@ def survey(
 
     `seconds` is how long two hosts may take to connect. Raises what `rendezvous.meet` raises: a rank did not come, say.
     """
-    meeting = meet(store, rank, size, lambda _: 4096, "doctor", MEET_SECONDS, lambda *_: "", place=place)
+    meeting = meet(Exchange(store, rank, size, MEET_SECONDS), lambda _: 4096, {}, lambda *_: "", place=place)
     meeting.close_descriptors()
     hosts = tuple(
         Host(meeting.names[ranks[0]][0], ranks, label)

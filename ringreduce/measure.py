@@ -39,10 +39,23 @@ SIZES = BLOCKS[:-1]
 MOST_BYTES = 512 * 1024**2
 """Of all ranks' tensors together; larger cells are left out."""
 
+FIRST_CALLS = 5
+"""Of each candidate, before it is known how long it takes."""
+
 FINALISTS = 2
 FINAL_LAPS = 7
 NOISE = 0.95
 """What replaces the model's choice must take less than this share of its time: less is noise."""
+
+LATE_SECONDS = 20.0
+"""After the end of the time, before the ranks are ended: many ranks on few cores take long to start."""
+
+LEAST_BATCH = 1e-3
+"""Seconds that a batch takes at least, whatever the budget: the time of fewer calls is noise."""
+
+MOST_OF_REST = 0.25
+"""The share of the time that is left that the comparison of one cell may take. Where it would need more, the model's
+choice stays, and the smaller blocks after it are compared."""
 
 HOPELESS = 3.0
 """Candidates whose first calls take so many times those of the best are dropped at once."""
@@ -62,7 +75,7 @@ class Task:
     candidates: tuple[Candidate, ...]
 
 
-Report = Callable[[int, Task, Cell], None]
+Report = Callable[[int, Task, Cell, bool], None]
 
 
 def tasks(size: int, collectives: Iterable[str], model: Table, slicing: Slicing) -> Iterator[Task]:
@@ -86,42 +99,60 @@ def tasks(size: int, collectives: Iterable[str], model: Table, slicing: Slicing)
                 yield Task(collective, block_bytes, candidates)
 
 
-def measure(size: int, work: Sequence[Task], seconds: float, report: Report) -> dict[str, tuple[Cell, ...]]:
-    """Runs the tasks on `size` new processes, in about so many seconds; the cells per collective, ascending.
+def measure(size: int, work: Sequence[Task], until: float, report: Report) -> dict[str, tuple[Cell, ...]]:
+    """Runs the tasks on `size` new processes, until about that time of time.monotonic(); the cells per collective,
+    ascending; none where the time was too short for all.
 
-    `report(number of the task, task, cell)` is called after each.  Raises RingReduceError if a rank fails.
+    `report(number of the task, task, cell, whether there was time to compare)` is called after each.  Raises
+    RingReduceError if a rank fails.
     """
     context = multiprocessing.get_context("spawn")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ours, theirs = context.Pipe(duplex=False)
     ranks = [
-        context.Process(target=_run_rank, args=(rank, size, store.port, list(work), seconds, theirs), daemon=True)
+        context.Process(target=_run_rank, args=(rank, size, store.port, list(work), until, theirs), daemon=True)
         for rank in range(size)
     ]
     cells: dict[str, list[Cell]] = {}
     try:
-        for process in ranks:
-            process.start()
+        # The ranks inherit the mask: an interrupt while they import would print a traceback for each.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            for process in ranks:
+                process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         theirs.close()
         for number, task in enumerate(work):
-            cell = _next_cell(ours, ranks)
+            found = _next_cell(ours, ranks, until + LATE_SECONDS)
+            if isinstance(found, RingReduceError):
+                raise found
+            if found is None:
+                return {}
+            cell, compared = found
             cells.setdefault(task.collective, []).insert(0, cell)
-            report(number, task, cell)
+            report(number, task, cell, compared)
         for process in ranks:
             process.join(30)
     finally:
-        for process in ranks:
-            if process.is_alive():
-                process.kill()
+        started = [process for process in ranks if process.pid is not None]
+        for process in started:
+            process.kill()
+        for process in started:
             process.join()
     return {collective: tuple(row) for collective, row in cells.items()}
 
 
-def _next_cell(pipe: Connection, ranks: Sequence[BaseProcess]) -> Cell:
+def _next_cell(
+    pipe: Connection, ranks: Sequence[BaseProcess], until: float
+) -> tuple[Cell, bool] | RingReduceError | None:
+    """What a rank says next; None: the time is over."""
     with contextlib.suppress(EOFError):  # rank 0 is gone
         while not any(process.exitcode for process in ranks):
+            if time.monotonic() > until:
+                return None
             if pipe.poll(0.5):
-                return cast(Cell, pipe.recv())
+                return cast("tuple[Cell, bool] | RingReduceError | None", pipe.recv())
     wait([process.sentinel for process in ranks], timeout=30)
     for process in ranks:
         process.join(1)
@@ -138,22 +169,34 @@ def slicing_of(size: int) -> Slicing:
     return slicing_for(options, slot_bytes_for(size, options), fetches(options))
 
 
-def _run_rank(rank: int, size: int, port: int, work: list[Task], seconds: float, pipe: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
+def _run_rank(rank: int, size: int, port: int, work: list[Task], until: float, pipe: Connection) -> None:
+    """Interrupts are blocked here; the parent ends us, and says what went wrong."""
+    try:
+        _measure_all(rank, size, port, work, until, pipe)
+    except RingReduceError as error:
+        with contextlib.suppress(OSError):
+            pipe.send(RingReduceError(f"rank {rank} of {size}: {error}"))
+        raise SystemExit(1) from None
+
+
+def _measure_all(rank: int, size: int, port: int, work: list[Task], until: float, pipe: Connection) -> None:
     torch.set_num_threads(1)
     options = Options(tuning="off", algorithms="")
     store = TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("ringreduce", store=store, rank=rank, world_size=size, pg_options=options)
     try:
         bench = _Bench(rank, size, dist.new_group(pg_options=options))
-        begin = time.monotonic()
         left = sum(len(task.candidates) for task in work)
         for task in work:
-            (elapsed,) = bench.agree(time.monotonic() - begin)
-            cell = bench.run(task, max(seconds - elapsed, 0.0) * len(task.candidates) / left)
+            (late,) = bench.agree(time.monotonic() - until)
+            measured = (
+                None if late > LATE_SECONDS / 2 else bench.run(task, max(-late, 0.0), len(task.candidates) / left)
+            )
             left -= len(task.candidates)
             if rank == 0:
-                pipe.send(cell)
+                pipe.send(measured)
+            if measured is None:
+                break
         dist.barrier()
     finally:
         dist.destroy_process_group()
@@ -172,22 +215,29 @@ class _Bench:
         dist.all_reduce(agreed, dist.ReduceOp.MAX)
         return agreed.tolist()
 
-    def run(self, task: Task, seconds: float) -> Cell:
-        """Measures one cell in about so many seconds."""
+    def run(self, task: Task, rest: float, share: float) -> tuple[Cell, bool]:
+        """Measures one cell in about this share of the seconds that are left, and says whether it could compare."""
         call = _call(task.collective, task.block_bytes, self.rank, self.size, self.group)
+        model, *rivals = task.candidates
         estimate: dict[Candidate, float] = {}
+        count, taken = len(task.candidates), 0.0
         for candidate in task.candidates:
             self.batch(task, candidate, call, 1)  # may set things up
             estimate[candidate] = min(self.batch(task, candidate, call, 2) for _ in range(2))
+            taken += FIRST_CALLS * estimate[candidate]
+            ahead = FIRST_CALLS * (count - len(estimate)) * estimate[model]
+            laps = (2 * count + (FINALISTS + 1) * FINAL_LAPS) * max(estimate[model], LEAST_BATCH)
+            if taken + ahead + laps > MOST_OF_REST * rest:  # which all ranks find alike
+                return Cell(task.block_bytes, *model, estimate[model], *model, estimate[model]), False
 
         def lap(candidates: Sequence[Candidate]) -> None:
             for candidate in candidates:
                 calls = max(1, int(batch_seconds / estimate[candidate]))
                 estimate[candidate] = self.batch(task, candidate, call, calls)
 
-        model, *rivals = task.candidates
         rivals = [rival for rival in rivals if estimate[rival] < HOPELESS * min(estimate.values())]
-        batch_seconds = seconds / (2 * len(rivals) + (FINALISTS + 1) * FINAL_LAPS)
+        batch_seconds = 0.9 * rest * share / (2 * len(rivals) + (FINALISTS + 1) * FINAL_LAPS)
+        batch_seconds = max(batch_seconds, LEAST_BATCH)
         while len(rivals) > FINALISTS:
             lap(rivals)
             rivals = sorted(rivals, key=estimate.__getitem__)[: max(FINALISTS, len(rivals) // 2)]
@@ -197,7 +247,8 @@ class _Bench:
             for candidate, each in times.items():
                 each.append(estimate[candidate])
         best = winner(times, model)
-        return Cell(task.block_bytes, *best, statistics.median(times[best]), *model, statistics.median(times[model]))
+        cell = Cell(task.block_bytes, *best, statistics.median(times[best]), *model, statistics.median(times[model]))
+        return cell, True
 
     def batch(self, task: Task, candidate: Candidate, call: Callable[[], object], calls: int) -> float:
         """Seconds for one call, the mean of so many on the slowest rank."""

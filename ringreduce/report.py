@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import overload
+from typing import cast, overload
 
 import torch.distributed as dist
 
 from ringreduce import _C
 from ringreduce.api import backend_of
-from ringreduce.group_links import all_links, links_of
+from ringreduce.group_links import all_links, links_of, registered
 from ringreduce.host_links import LinkStats, Wire
 from ringreduce.topology.group_plans import GroupTopology, OnHost
 from ringreduce.topology.live import probe
@@ -82,7 +82,13 @@ def topology_of(group: dist.ProcessGroup | None = None) -> GroupTopology:
     several hosts `hosts` says which ranks are where, and `links` how this rank reaches those elsewhere.  `group` is a
     process group of backend ringreduce (default: the world).  Raises `InvalidArgument` if it is not one.
     """
-    backend = backend_of(group)
+    found = _topology_of(backend_of(group))
+    return replace(
+        found, registered=tuple(registered.get(cast(dist.ProcessGroup, group or dist.group.WORLD).group_name, ()))
+    )
+
+
+def _topology_of(backend: _C.ProcessGroupRing) -> GroupTopology:
     if links := links_of(backend):
         return GroupTopology(
             "memory inside a host, TCP between hosts",

@@ -113,7 +113,7 @@ def picture(text: str) -> Path:
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r}: there is no folder {str(path.parent)!r}; make it first")
     if find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError(f"{text!r}: pictures need matplotlib; pip install '.[plot]' in the checkout")
+        raise argparse.ArgumentTypeError(f"{text!r}: pictures need matplotlib; pip install matplotlib")
     return path
 
 

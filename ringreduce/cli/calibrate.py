@@ -5,18 +5,21 @@ from __future__ import annotations
 import argparse
 import math
 import re
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ringreduce.cli import arguments as read
-from ringreduce.cli.terminal import Help, console, gigabytes, say
+from ringreduce.cli.terminal import Help, console, gigabytes, put, say
 from ringreduce.common.failures import TopologyError
+from ringreduce.common.files import content_of, encoding_of, write_file
 from ringreduce.common.units import bytes_text, time_text
 
 if TYPE_CHECKING:
     from ringreduce.topology.graph import LinkGraph
     from ringreduce.topology.planned import Planned
+
+MOST_SIZES = 1000
+"""Each is compared with the others; a sweep over all powers of two has about forty."""
 
 HOW_TO = "save all that a program such as all_reduce_perf prints"
 
@@ -55,7 +58,8 @@ class Log(NamedTuple):
 def run(arguments: argparse.Namespace) -> int:
     from ringreduce.topology import expected
 
-    log = read_log(arguments.log.read_text(errors="replace"), str(arguments.log), arguments.collective)
+    content = content_of(arguments.log)
+    log = read_log(content.decode(encoding_of(content), "replace"), str(arguments.log), arguments.collective)
     graph = read.machine(arguments)
     if len(graph.ranks) != log.ranks:
         raise TopologyError(f"{arguments.log}: it is of {log.ranks} ranks, and {graph.name} has {len(graph.ranks)}; "
@@ -69,9 +73,9 @@ def run(arguments: argparse.Namespace) -> int:
     fabric = expected.calibrated(points, arguments.log.name)
     text = expected.to_json({name: fabric})
     if not arguments.save:
-        sys.stdout.write(text + "\n")
+        put(text)
         return 0
-    arguments.save.write_text(text + "\n")
+    write_file(arguments.save, f"{text}\n".encode())
     least, most = min(log.seconds), max(log.seconds)
     say(console(), f"{name}: {fabric.efficiency:.1%} of {gigabytes(line)} GB/s for large tensors, "
                    f"{time_text(fabric.base)} for small ones; from {fabric.figures} figures, "
@@ -99,6 +103,8 @@ def read_log(text: str, where: str, collective: str | None) -> Log:
                 continue
             if int(words[0]) > 0 and 0 < took < math.inf:
                 seconds[int(words[0])] = took
+    if len(seconds) > MOST_SIZES:
+        raise TopologyError(f"{where}: it has {len(seconds)} sizes; give a log of at most {MOST_SIZES}")
     if not seconds:
         raise TopologyError(f"{where}: no row of sizes and times is under a line `#  size  count ...`; {HOW_TO}")
     return Log(collective or _named(text, where), ranks, seconds)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import re
+from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ringreduce import hosts_file
 from ringreduce.cli.arguments import seconds
-from ringreduce.cli.terminal import Help, console, say, table
+from ringreduce.cli.terminal import Help, console, put, say, table
 from ringreduce.common import compiled
+from ringreduce.common.bounded import bounded
 from ringreduce.common.failures import InvalidArgument, SystemFailure
 from ringreduce.hosts_file import HostsFile
 
@@ -18,9 +23,12 @@ if TYPE_CHECKING:
 
     from ringreduce.doctor_peers import Survey
 
-UNREACHABLE = 2
+NOT_WELL = 1
+"""The exit code where something is missing, or two hosts cannot connect."""
 
 MOST_COLUMNS = 16
+
+MOST_RANKS = 1_000_000
 
 
 def add(commands: Any, summary: str) -> None:
@@ -30,7 +38,8 @@ def add(commands: Any, summary: str) -> None:
         description="Looks at what ringreduce needs and could use here: torch, a compiler, shared memory, GPUs and "
         "their links, NCCL, the network, limits. Says why each matters and what to do where something is missing. "
         "With --peers, run by a launcher on every rank of a job: which hosts reach each other, how long a small "
-        "message takes, and how fast bytes go. Rank 0 prints it, and exits with 2 if two hosts cannot connect.",
+        "message takes, and how fast bytes go. Rank 0 prints it. Exits with 1 where something is "
+        "missing, or if two hosts cannot connect.",
         epilog="examples:\n  ringreduce doctor\n  torchrun --nnodes 2 ... -m ringreduce doctor --peers\n"
         "  torchrun --nnodes 4 ... -m ringreduce doctor --peers --write hosts.json",
         formatter_class=Help,
@@ -40,24 +49,29 @@ def add(commands: Any, summary: str) -> None:
                         help="for two hosts to connect (default: 10)")  # fmt: skip
     parser.add_argument("--write", metavar="FILE",
                         help="with --peers: where rank 0 writes what groups read by RINGREDUCE_HOSTS_FILE")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print what was found as JSON")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.peers:
-        return _peers(arguments.timeout, arguments.write)
+        return _peers(arguments)
     if arguments.write:
         raise InvalidArgument(f"--write {arguments.write} is for --peers, which measures what is written")
     from ringreduce import doctor
 
-    shown = doctor.render(doctor.examine())
-    for column in shown.columns:
-        column.overflow = "fold"
-    console().print(shown)
-    return 0
+    findings = doctor.examine()
+    if arguments.json:
+        put(json.dumps([asdict(each) for each in findings], indent=1))
+    else:
+        shown = doctor.render(findings)
+        for column in shown.columns:
+            column.overflow = "fold"
+        console().print(shown)
+    return NOT_WELL if any(each.state == "missing" for each in findings) else 0
 
 
-def _peers(seconds: float, file: str | None) -> int:
+def _peers(arguments: argparse.Namespace) -> int:
     if missing := compiled.why_not():
         raise SystemFailure(f"no ranks can be run here: {missing}")
     from torch._C._distributed_c10d import PrefixStore
@@ -71,36 +85,69 @@ def _peers(seconds: float, file: str | None) -> int:
     place = place_of(options)
     if place.transport != "tcp":  # which says that each rank has a host of its own
         place = place._replace(transport="auto")
+    rank, size = _rank_and_size()
+    most = doctor_peers.MEET_SECONDS
+    where = f"the store of the job at {os.environ['MASTER_ADDR']}, port {os.environ['MASTER_PORT']}"
     try:
-        wait = timedelta(seconds=doctor_peers.MEET_SECONDS)
-        store, rank, size = next(iter(rendezvous("env://", timeout=wait)))
-    except ValueError as error:
-        raise InvalidArgument(
-            "doctor --peers is run on every rank of a job by a launcher, such as 'torchrun --nnodes 2 --nproc-per-node "
-            "1 --rdzv-backend c10d --rdzv-endpoint HOST:PORT -m ringreduce doctor --peers', which sets RANK, "
-            f"WORLD_SIZE, MASTER_ADDR and MASTER_PORT: {error}"
-        ) from None
+        # torch's own timeout comes later, since torch would try again and log stacks.
+        wait = timedelta(seconds=2 * most)
+        store, _, _ = bounded(lambda: next(iter(rendezvous("env://", timeout=wait))), most)
+    except (TimeoutError, RuntimeError, ValueError) as error:
+        why = str(error).split("\n", 1)[0]
+        raise SystemFailure(f"{where}: {why}; start rank 0, or correct MASTER_ADDR and MASTER_PORT") from None
     found = doctor_peers.survey(
-        PrefixStore("ringreduce doctor", store), rank, size, place, seconds, options.connections, options.dead_after
+        PrefixStore("ringreduce doctor", store),
+        rank,
+        size,
+        place,
+        arguments.timeout,
+        options.connections,
+        options.dead_after,
     )
     if found is None:
         return 0
+    if arguments.write:
+        _write(found.for_file(), arguments.write)
+    if arguments.json:
+        put(json.dumps(asdict(found), indent=1))
+        return 0 if found.ok else NOT_WELL
     out = console()
     for title, shown in render(found):
         say(out, title, style="bold")
         out.print(shown)
     if len(found.hosts) == 1:
         say(out, "all ranks are on one host (RINGREDUCE_HOST_ID or RINGREDUCE_TRANSPORT=tcp can say otherwise)")
-    if file:
-        _write(found.for_file(), file)
+    if file := arguments.write:
         say(out, f"written to {file}: RINGREDUCE_HOSTS_FILE={file} has groups of these hosts read it")
-    return 0 if found.ok else UNREACHABLE
+    return 0 if found.ok else NOT_WELL
+
+
+def _rank_and_size() -> tuple[int, int]:
+    """What the launcher says. Raises InvalidArgument that names the variable which is missing or wrong."""
+    how = (
+        "doctor --peers is run on every rank of a job by a launcher, such as 'torchrun --nnodes 2 --nproc-per-node 1 "
+        "--rdzv-backend c10d --rdzv-endpoint HOST:PORT -m ringreduce doctor --peers', which sets RANK, WORLD_SIZE, "
+        "MASTER_ADDR and MASTER_PORT"
+    )
+    size = _number("WORLD_SIZE", 1, MOST_RANKS, how)
+    rank = _number("RANK", 0, size - 1, how)
+    _number("MASTER_PORT", 0, 65535, how)
+    if not os.environ.get("MASTER_ADDR"):
+        raise InvalidArgument(f"MASTER_ADDR is ''; it must be the host of rank 0. {how}")
+    return rank, size
+
+
+def _number(variable: str, least: int, most: int, how: str) -> int:
+    text = os.environ.get(variable, "")
+    if not re.fullmatch(r"\d{1,9}", text, re.ASCII) or not least <= int(text) <= most:
+        raise InvalidArgument(f"{variable} is {text!r}; it must be a number from {least} to {most}. {how}")
+    return int(text)
 
 
 def _write(measured: HostsFile, file: str) -> None:
     try:
         hosts_file.save(measured, file)
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise InvalidArgument(f"--write {file}: {error}") from None
 
 

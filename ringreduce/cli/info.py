@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
@@ -13,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import ringreduce
 from ringreduce import plan, tuning
-from ringreduce.cli.terminal import Help, console, say
+from ringreduce.cli.terminal import Help, console, put, say, table
 from ringreduce.common import compiled
 from ringreduce.common.failures import SystemFailure
 from ringreduce.common.units import bytes_text, time_text
-from ringreduce.config import PREFIX, Options, fetch_from, resolve, slicing_for, slot_bytes_for
+from ringreduce.config import OTHER_VARIABLES, PREFIX, Options, fetch_from, resolve, slicing_for, slot_bytes_for
 from ringreduce.gpu import kernels, nccl
 from ringreduce.gpu.rules import rules as gpu_rules
 from ringreduce.plan.by_cost import BLOCKS
@@ -45,30 +46,58 @@ def add(commands: Any, summary: str) -> None:
     parser.add_argument(
         "--ranks", type=group_size, nargs="+", default=RANKS_SHOWN, help="group sizes (default: 2 4 8 16)"
     )
+    parser.add_argument("--json", action="store_true", help="versions, options and what was probed, as JSON")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     options, origins = resolve(None)
-    _info(console(), options, origins, arguments.ranks)
+    if arguments.json:
+        put(json.dumps(_document(options, origins), indent=1))
+    else:
+        _info(console(), options, origins, arguments.ranks)
     return 0
 
 
-def _info(console: Console, options: Options, origins: dict[str, str], ranks: list[int]) -> None:
-    from rich.table import Table
+def _versions() -> dict[str, str | None]:
+    built_for = None if compiled.why_not() else compiled.load().instruction_set()
+    return {
+        "ringreduce": ringreduce.__version__,
+        "torch": metadata.version("torch") if find_spec("torch") else None,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "kernels": built_for,
+    }
 
+
+def _document(options: Options, origins: dict[str, str]) -> dict[str, Any]:
+    """For --json."""
+    knobs = {knob.name: {"value": getattr(options, knob.name), "from": origins[knob.name]} for knob in fields(Options)}
+    document = {"versions": _versions(), "options": knobs, "tuning": None}
+    if not compiled.why_not() and options.tuning != "off":
+        known, origin = tuning.current(options.tuning, cores())
+        document["tuning"] = {"from": origin, **asdict(known)}
+    return document
+
+
+def _info(console: Console, options: Options, origins: dict[str, str], ranks: list[int]) -> None:
     missing = compiled.why_not()
-    built_for = "no" if missing else compiled.load().instruction_set()
-    torch = f"torch {metadata.version('torch')}" if find_spec("torch") else "no torch"
+    found = _versions()
+    torch = f"torch {found['torch']}" if found["torch"] else "no torch"
     console.print(
-        f"ringreduce {ringreduce.__version__}, {torch}, Python {platform.python_version()}, {platform.machine()} with "
-        f"{built_for} kernels"
+        f"ringreduce {found['ringreduce']}, {torch}, Python {found['python']}, {found['machine']} with "
+        f"{found['kernels'] or 'no'} kernels"
     )
-    table = Table("option", "variable", "value", "from", "what it is")
+    say(console, f"options; ringreduce.Options has each in small letters, without {PREFIX}")
+    shown = table("variable", "value", "from", "what it is", whole=("variable", "from"))
     for knob in fields(Options):
-        value = getattr(options, knob.name)
-        table.add_row(knob.name, PREFIX + knob.name.upper(), repr(value), origins[knob.name], knob.metadata["help"])
-    console.print(table)
+        origin = "default" if origins[knob.name] == "default" else "variable"
+        value = repr(getattr(options, knob.name))
+        shown.add_row(PREFIX + knob.name.upper(), value, origin, knob.metadata["help"])
+    for variable, meaning in OTHER_VARIABLES.items():
+        given = os.environ.get(variable)
+        shown.add_row(variable, *(("", "default") if given is None else (repr(given), "variable")), meaning)
+    console.print(shown)
     if missing:
         say(console, f"groups cannot be made here, nor this machine be probed: {missing}")
     else:
@@ -120,15 +149,13 @@ def _cuda_tensors(options: Options) -> str:
 
 
 def _figures(machine: Machine) -> Table:
-    from rich.table import Table
-
-    table = Table("what was probed", "figure")
-    table.add_row("cores", str(machine.cores))
-    table.add_row("cache of a core", _size(machine.cache_bytes))
-    table.add_row("a flag to another core", time_text(machine.hop))
-    table.add_row("a core from rank to rank", time_text(machine.turn))
-    table.add_row("a core from rank to rank, by a wake-up", time_text(machine.wake))
-    table.add_row("a rank looks before it yields", time_text(machine.patience))
+    shown = table("what was probed", "figure")
+    shown.add_row("cores", str(machine.cores))
+    shown.add_row("cache of a core", _size(machine.cache_bytes))
+    shown.add_row("a flag to another core", time_text(machine.hop))
+    shown.add_row("a core from rank to rank", time_text(machine.turn))
+    shown.add_row("a core from rank to rank, by a wake-up", time_text(machine.wake))
+    shown.add_row("a rank looks before it yields", time_text(machine.patience))
     for name, seconds in (
         ("copy in cache", machine.copy_cached),
         ("add in cache", machine.add_cached),
@@ -139,23 +166,21 @@ def _figures(machine: Machine) -> Table:
         ("copy from another process to cache", machine.fetch_scratch),
     ):
         if seconds > 0:
-            table.add_row(name, f"{1e-9 / seconds:.1f} GB/s")
-    for size, put, take in zip(machine.staging, machine.put, machine.take, strict=True):
-        table.add_row(f"core to core through {_size(size)}", f"{1e-9 / put:.1f} GB/s in, {1e-9 / take:.1f} GB/s out")
-    return table
+            shown.add_row(name, f"{1e-9 / seconds:.1f} GB/s")
+    for size, into, out in zip(machine.staging, machine.put, machine.take, strict=True):
+        shown.add_row(f"core to core through {_size(size)}", f"{1e-9 / into:.1f} GB/s in, {1e-9 / out:.1f} GB/s out")
+    return shown
 
 
 def _choices(size: int, options: Options, fetch: bool, known: Tuning | None) -> Table:
     """What a group of so many ranks would run; times for the smallest compared block of each range."""
-    from rich.table import Table
-
     slicing = slicing_for(options, slot_bytes_for(size, options), fetch)
     least_fetch = fetch_from(options, size, cores(), fetch)
     decided = () if known is None else tuning.rules_for(known, size, slicing, least_fetch)
     measured = {} if known is None or size not in known.measured else known.measured[size].cells
     date = f", measured {known.measured[size].date}" if known is not None and measured else ""
-    table = Table("collective", "bytes of a block", "algorithm", "slice", "at", "model", "measured",
-                  title=f"{size} ranks{date}", title_justify="left")  # fmt: skip
+    shown = table("collective", "bytes of a block", "algorithm", "slice", "at", "model", "measured",
+                  title=f"{size} ranks{date}")  # fmt: skip
     for collective, ranges in plan.table(size, plan.parse_algorithms(options.algorithms), decided).items():
         begin = 0
         for entry in ranges:
@@ -163,7 +188,7 @@ def _choices(size: int, options: Options, fetch: bool, known: Tuning | None) -> 
             cell = next((cell for cell in measured.get(collective, ()) if cell.bytes == at), None)
             cost = known and Cost(plan.build(collective, entry.algorithm, size), known.machine, slicing)
             same = cell is not None and (cell.algorithm, cell.slice_bytes) == entry[1:]
-            table.add_row(
+            shown.add_row(
                 collective if begin == 0 else "",
                 f"{_size(begin)} - {'' if entry.end is None else _size(entry.end)}",
                 entry.algorithm,
@@ -173,15 +198,13 @@ def _choices(size: int, options: Options, fetch: bool, known: Tuning | None) -> 
                 time_text(cell.seconds) if cell is not None and same else "",
             )
             begin = entry.end or 0
-    return table
+    return shown
 
 
 def _choices_of_gpus(ranks: list[int], options: Options) -> Table:
     """What groups of so many ranks would run on GPUs that no topology is known of, where it differs by size or rule."""
-    from rich.table import Table
-
-    table = Table("ranks", "their GPUs", "collective", "bytes of a block", "algorithm", "by",
-                  title="CUDA tensors, unless NVML tells of links", title_justify="left")  # fmt: skip
+    shown = table("ranks", "their GPUs", "collective", "bytes of a block", "algorithm", "by",
+                  title="CUDA tensors, unless NVML tells of links")  # fmt: skip
     user = plan.parse_algorithms(options.algorithms)
     modes = {"run": [False], "steps": [True]}.get(options.gpu_mode, [False, True])
     for size, steps in ((size, steps) for size in ranks for steps in modes):
@@ -191,7 +214,7 @@ def _choices_of_gpus(ranks: list[int], options: Options) -> Table:
             begin = 0
             for entry in ranges if collective in of_rules else ():
                 mine = any(r.collective == collective and r.begin <= begin < (r.end or begin + 1) for r in user)
-                table.add_row(
+                shown.add_row(
                     str(size),
                     "shared" if steps else "one each",
                     collective,
@@ -200,7 +223,7 @@ def _choices_of_gpus(ranks: list[int], options: Options) -> Table:
                     "algorithms" if mine else "built in, not measured",
                 )
                 begin = entry.end or 0
-    return table
+    return shown
 
 
 def group_size(text: str) -> int:

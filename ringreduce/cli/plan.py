@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ringreduce.cli import arguments as read
-from ringreduce.cli.terminal import Help, bar, console, gigabytes, progress_console, say, table
+from ringreduce.cli.terminal import Help, bar, console, gigabytes, progress_console, put, say, table
 from ringreduce.cli.topo import ring_lines, show_assumed
 from ringreduce.common.failures import InvalidArgument
+from ringreduce.common.files import write_file
 from ringreduce.common.units import bytes_text, time_text
 from ringreduce.topology.draw.style import rank_label
 from ringreduce.topology.routes import in_runs
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         found = expected.expected(planned, size, table)
         more = {"expected_s": found.seconds, "expected": str(found)} if found else {"expected_s": None}
-        sys.stdout.write(planned.to_json(size, more) + "\n")
+        put(planned.to_json(size, more))
         return 0
     out = console()
     if len(planned.ranks) < 2:
@@ -88,6 +88,8 @@ def run(arguments: argparse.Namespace) -> int:
     show_assumed(out, graph.assumed)
     for path in written:
         say(out, f"written: {path}")
+    if arguments.plot and not (planned.rings or planned.trees):
+        say(out, f"{planned.plan.name} has no rings or trees to draw; --plot-links draws what its links carry")
     return 0
 
 
@@ -99,9 +101,10 @@ def _write(planned: Planned, arguments: argparse.Namespace) -> list[Path]:
             "--save: switches reduce in this plan, which no engine of ringreduce runs; leave out --save"
         )
     if arguments.save:
-        arguments.save.write_text(planned.whole().to_json() + "\n")
+        write_file(arguments.save, f"{planned.whole().to_json()}\n".encode())
     if arguments.plot:
-        note = f"{planned.collective}: planned {planned.bandwidth:.4g} GB/s of at most {planned.bound:.4g}"
+        reached = f"planned {planned.bandwidth:.4g} GB/s of at most {planned.bound:.4g}"
+        note = f"{planned.collective}, {planned.plan.name}: {reached}"
         draw.machine(planned.graph, planned.rings, planned.trees, arguments.plot, planned.ranks, note)
     if arguments.plot_links:
         draw.loads(planned, arguments.size, arguments.plot_links)

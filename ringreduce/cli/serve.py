@@ -6,17 +6,21 @@ import argparse
 import os
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
 from datetime import timedelta
 from importlib import import_module
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 
+from ringreduce.cli.arguments import size_bytes
 from ringreduce.cli.terminal import Help, console
 from ringreduce.common import compiled
+from ringreduce.common.bounded import bounded
 from ringreduce.common.failures import CollectiveTimeout, InvalidArgument, RingReduceError, SystemFailure
-from ringreduce.common.units import bytes_text, parse_bytes
+from ringreduce.common.units import address, bytes_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,7 +53,7 @@ def add(commands: Any, summary: str) -> None:
     parser.add_argument("--rank", type=int, help="this server's number (default: of torchrun or srun, or 0)")
     parser.add_argument("--size", type=int, help="the number of servers (default: of torchrun or srun, or 1)")
     parser.add_argument("--name", default="default", help="the parameter server's, as for join (default: default)")
-    parser.add_argument("--memory", type=parse_bytes, help="bytes for values and states (default: a share of half)")
+    parser.add_argument("--memory", type=size_bytes, help="bytes for values and states (default: a share of half)")
     parser.add_argument("--backups", type=int, default=0, choices=(0, 1),
                         help="1: each server has a backup, on another host if any")  # fmt: skip
     parser.add_argument("--listen", action="store_true", help="with --backups 1: let in workers of other hosts")
@@ -64,23 +68,26 @@ def add(commands: Any, summary: str) -> None:
                         help="update functions that workers may name")  # fmt: skip
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for all servers to come (default: 300)")
     parser.add_argument("--snapshots", metavar="FOLDER", help="write a snapshot there before the end, on SIGTERM too")
-    parser.add_argument("--every", type=float, metavar="SECONDS", help="write one so often as well")
-    parser.add_argument("--keep", type=int, default=2, help="of the snapshots of this run, the latest (default: 2)")
-    parser.add_argument("--status", action="store_true", help="serve nothing: say what the servers do, and wait for")
-    parser.add_argument("--forever", action="store_true", help="serve on when all workers have left")
+    parser.add_argument("--every", type=float, metavar="SECONDS", help="also write one so often; needs --snapshots")
+    parser.add_argument("--keep", type=int, default=2, help="how many snapshots of this run to keep (default: 2)")
+    parser.add_argument("--status", action="store_true", help="serve nothing; print what the servers do and wait for")
+    parser.add_argument("--forever", action="store_true", help="go on serving when all workers have left")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # errors say the same without traces of C++
     if missing := compiled.why_not():
         raise RingReduceError(f"no server can be run here: {missing}")
     import ringreduce.parameter_server as ps
 
-    host, colon, port = arguments.store.rpartition(":")
-    if not colon or not port.isdecimal() or int(port) > 65535:
-        raise InvalidArgument(f"--store is {arguments.store!r}; it must be HOST:PORT, such as node0:29400")
-    if arguments.every is not None and (not arguments.every > 0 or arguments.snapshots is None):
-        raise InvalidArgument(f"--every is {arguments.every}; it must be seconds, and --snapshots say where they go")
+    host, port = _address(arguments.store)
+    if _is_loopback(host):  # all are on this host, so nothing has to be reached from others
+        os.environ.setdefault("RINGREDUCE_SOCKET_IFNAME", "=lo")
+    if arguments.every is not None and not arguments.every > 0:
+        raise InvalidArgument(f"--every is {arguments.every}; it must be a number of seconds above 0")
+    if arguments.every is not None and arguments.snapshots is None:
+        raise InvalidArgument(f"--every {arguments.every:g} has no folder to write to; add --snapshots FOLDER")
     if not 0 < arguments.timeout <= _LONGEST:
         raise InvalidArgument(
             f"--timeout is {arguments.timeout}; it must be seconds, more than 0 and at most {_LONGEST}"
@@ -88,14 +95,15 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.keep < 1:
         raise InvalidArgument(f"--keep is {arguments.keep}; it must be 1 or more")
     if arguments.status:
-        return _status(host, int(port), arguments)
+        return _status(host, port, arguments)
     if arguments.join:
         rank, size = None, None
     else:
         rank, size = _place(arguments.rank, arguments.size)
     sys.path.insert(0, "")  # the program's own modules, as with `python -m`
     functions = {function.rpartition(":")[2]: _function(function) for function in arguments.functions}
-    store = _store(host, int(port), arguments, makes=rank == 0 and not arguments.existing_store)
+    makes_store = rank == 0 and not arguments.existing_store
+    store = _store(host, port, arguments, makes_store)
     options = {"name": arguments.name, "memory": arguments.memory, "timeout": arguments.timeout}
     options |= {"backups": arguments.backups, "listen": arguments.listen or None}
     options |= {"servers": arguments.servers, "joins": arguments.join}
@@ -106,8 +114,13 @@ def run(arguments: argparse.Namespace) -> int:
         signal.signal(signal.SIGTERM, lambda *_: terminated.set())
     with ps.serve(store, rank=rank, size=size, functions=functions, **options) as serving:
         capacity = bytes_text(serving.stats()["capacity"])
-        what = "takes its share" if arguments.join else f"{rank} of {size} serves with {capacity}"
+        joined = serving.number != rank
+        what = "takes its share" if joined else f"{rank} of {size} serves with {capacity}"
         out.print(f"server {what} (pid {os.getpid()})", highlight=False)
+        if makes_store and not _is_loopback(host):
+            out.print(f"the store listens at port {port} of all addresses of this host", highlight=False)
+        if serving.addresses:
+            out.print(f"the server listens at {', '.join(serving.addresses)}", highlight=False)
         if arguments.snapshots is not None:
             return _serve_with_snapshots(serving, arguments, terminated)
         return _serve(serving, arguments, terminated)
@@ -124,16 +137,61 @@ def _serve(serving: Serving, arguments: argparse.Namespace, terminated: threadin
     return 0
 
 
-def _store(host: str, port: int, arguments: argparse.Namespace, *, makes: bool) -> Any:
+def _address(store: str) -> tuple[str, int]:
+    """The host and the port of --store."""
+    try:
+        host, port = address(store)
+    except ValueError:
+        host, port = "", 0
+    if port == 0:
+        raise InvalidArgument(f"--store is {store!r}; it must be HOST:PORT, such as node0:29400 or [fd00::1]:29400")
+    return host, port
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _store(host: str, port: int, arguments: argparse.Namespace, makes: bool) -> Any:
+    """Makes the store or connects to it, within --timeout."""
     from torch._C._distributed_c10d import TCPStore
 
-    wait = timedelta(seconds=arguments.timeout)
+    until = time.monotonic() + arguments.timeout
+    options: dict[str, Any] = {"is_master": makes, "wait_for_workers": False}
     try:
-        return TCPStore(host, port, is_master=makes, wait_for_workers=False, timeout=wait)
+        if not makes:
+            _wait_for(host, port, until)
+        elif _is_loopback(host):
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            options["master_listen_fd"] = socket.create_server((host, port), family=family).detach()
+    except OSError as error:
+        what = "cannot be made" if makes else f"was not found in {arguments.timeout:g} s; does server 0 run there?"
+        raise SystemFailure(f"the store of --store {arguments.store} {what} ({error})") from None
+    timeout = timedelta(seconds=arguments.timeout)
+    # Torch's code cannot be interrupted, and has no timeout for what does not answer.
+    try:
+        return bounded(lambda: TCPStore(host, port, timeout=timeout, **options), max(_LOOK, until - time.monotonic()))
+    except TimeoutError:
+        why = f"no answer in {arguments.timeout:g} s"
     except RuntimeError as error:
         why = str(error).splitlines()[0]
-        what = "cannot be made" if makes else "was not found in time"
-        raise SystemFailure(f"the store of --store {arguments.store} {what}: {why}") from None
+    what = "cannot be made" if makes else "does not speak as a torch.distributed.TCPStore does"
+    raise SystemFailure(f"the store of --store {arguments.store} {what} ({why})")
+
+
+def _wait_for(host: str, port: int, until: float) -> None:
+    """Returns when something listens. After `until`, raises the `OSError` of the last attempt."""
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(_LOOK, until - time.monotonic())).close()
+            return
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(_LOOK)
 
 
 def _serve_with_snapshots(serving: Serving, arguments: argparse.Namespace, terminated: threading.Event) -> int:
@@ -218,7 +276,7 @@ def _say(what: object) -> None:
 def _status(host: str, port: int, arguments: argparse.Namespace) -> int:
     import ringreduce.parameter_server as ps
 
-    store = _store(host, port, arguments, makes=False)
+    store = _store(host, port, arguments, False)
     with ps.join(store, role="reader", name=arguments.name, timeout=arguments.timeout) as kv:
         before = kv.stats()["servers"]
         time.sleep(1.0)
@@ -245,18 +303,43 @@ def _described(name: str, before: dict[str, Any] | None, now: dict[str, Any] | N
 
 
 def _place(rank: int | None, size: int | None) -> tuple[int, int]:
-    for number, of in LAUNCHERS:
-        if rank is None and size is None and number in os.environ and of in os.environ:
-            return int(os.environ[number]), int(os.environ[of])
+    """This server's number, and how many there are."""
+    names = ("--rank", "--size")
+    if rank is None and size is None:
+        for variables in LAUNCHERS:
+            if all(os.environ.get(variable) for variable in variables):
+                names = variables
+                rank, size = (_whole(variable) for variable in variables)
+                break
     if rank is None and size is not None and size > 1:
         raise InvalidArgument(
             f"--size is {size} and there is no --rank; give each server its own, from 0 to {size - 1}"
         )
-    return rank or 0, 1 if size is None else size
+    if size is not None and size < 1:
+        raise InvalidArgument(f"{names[1]} is {size}; it must be 1 or more")
+    if size is None and rank:
+        raise InvalidArgument(f"--rank is {rank} and there is no --size; give the number of servers, too")
+    rank, size = rank or 0, 1 if size is None else size
+    if not 0 <= rank < size:
+        raise InvalidArgument(
+            f"{names[0]} is {rank} and {names[1]} {size}; servers are numbered from 0 to one less than their number"
+        )
+    return rank, size
+
+
+def _whole(variable: str) -> int:
+    try:
+        return int(os.environ[variable])
+    except ValueError:
+        raise InvalidArgument(f"{variable} is {os.environ[variable]!r}; it must be a whole number") from None
 
 
 def _function(path: str) -> Any:
     module, colon, name = path.partition(":")
-    if not colon or not hasattr(import_module(module), name):
+    try:
+        found = getattr(import_module(module), name, None) if module and colon else None
+    except Exception as error:  # whatever that module raises
+        raise InvalidArgument(f"--functions has {path!r}, and importing {module} fails: {error!r}") from None
+    if not callable(found):
         raise InvalidArgument(f"--functions has {path!r}; it must be MODULE:NAME of a function")
-    return getattr(import_module(module), name)
+    return found

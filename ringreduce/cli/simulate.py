@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from ringreduce.cli import arguments as read
-from ringreduce.cli.terminal import Help, console, progress, progress_console, say, table
+from ringreduce.cli.terminal import Help, console, progress, progress_console, put, say, table
 from ringreduce.cli.topo import show_assumed
 from ringreduce.common.failures import PlanError, TopologyError
 from ringreduce.common.units import bytes_text, time_text
@@ -17,7 +18,8 @@ from ringreduce.plan.network import switch
 from ringreduce.plan.parameter_server import parameter_server
 from ringreduce.plan.simulate import simulate, simulate_symmetric
 from ringreduce.plan.symmetric import SYMMETRIC
-from ringreduce.topology.graph import LinkGraph
+from ringreduce.topology.graph import LinkGraph, LinkKind
+from ringreduce.topology.routes import LATENCY
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -34,6 +36,9 @@ ALL_WALKED = 128
 """Ranks up to which it is, even where one rank's steps show all."""
 
 MOST_RANKS = 16384
+
+LATENCY_US = LATENCY[LinkKind.NETWORK] * 1e6
+"""Of ranks on a switch, as on a network: without any, algorithms of many steps would seem as good as others."""
 
 
 def add(commands: Any, summary: str) -> None:
@@ -53,10 +58,13 @@ def add(commands: Any, summary: str) -> None:
     ideal = parser.add_argument_group("instead of FILE, ranks that are joined by one switch")
     ideal.add_argument("--ranks", type=read.count, metavar="N", help=f"how many, up to {MOST_RANKS}")
     ideal.add_argument("--link-gbps", type=read.rate, metavar="X", help="GB/s of a rank's link, in each direction")
-    ideal.add_argument("--latency-us", type=read.microseconds, metavar="Y", help="from rank to rank (default: 0)")
+    ideal.add_argument(
+        "--latency-us", type=read.microseconds, metavar="Y", help=f"from rank to rank (default: {LATENCY_US:g})"
+    )
     ideal.add_argument("--parameter-server", type=read.servers, metavar="M,N", help="also M workers with N shards")
     read.add_call(parser, "only these, as in rings,trees (default: all)")
     parser.add_argument("--over", choices=("size", "ranks"), default="size", help="what to vary (default: size)")
+    parser.add_argument("--json", action="store_true", help="the times as JSON")
     parser.add_argument("--plot", type=read.picture, metavar="FILE.png", help="draw the times as curves")
     parser.set_defaults(run=run, parser=parser)
 
@@ -78,12 +86,16 @@ class _Curve(NamedTuple):
 Times = dict[tuple[str, _Point], float]
 """Seconds by the curve's name and the point, where there are any."""
 
+Known = dict[str, dict["_Point", float | None]]
+"""Seconds that are not simulated, by the column's name and the point."""
+
 
 def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     graph = read.machine(arguments) if arguments.file is not None else None
     most = len(graph.ranks) if graph else arguments.ranks
-    where = graph.name if graph else f"ranks on a switch, {arguments.link_gbps:g} GB/s each way"
+    on_switch = f"ranks on a switch, {arguments.link_gbps or 0:g} GB/s each way, {_latency_us(arguments):g} us"
+    where = graph.name if graph else on_switch
     if most < 2:
         raise TopologyError(f"{where}: it has {most} to run on, and a collective needs 2; take another FILE or --gpus")
     over_size = arguments.over == "size"
@@ -98,6 +110,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     if not times:
         raise PlanError("; ".join(missing))
+    if arguments.plot:
+        _draw(times, points, over_size, arguments.plot, title)
+    if arguments.json:
+        known = _known(graph, points, arguments) if graph else {}
+        put(json.dumps(_document(times, points, known, title, missing), indent=1))
+        return 0
     out = console()
     say(out, title, style="bold")
     known = _known(graph, points, arguments) if graph else {}
@@ -109,10 +127,15 @@ def run(arguments: argparse.Namespace) -> int:
         say(out, line)
     if graph:
         show_assumed(out, graph.assumed)
+    elif arguments.latency_us is None:
+        show_assumed(out, (f"A message takes {LATENCY_US:g} us from rank to rank; set --latency-us.",))
     if arguments.plot:
-        _draw(times, points, over_size, arguments.plot, title)
         say(out, f"drawn: {arguments.plot}")
     return 0
+
+
+def _latency_us(arguments: argparse.Namespace) -> float:
+    return LATENCY_US if arguments.latency_us is None else float(arguments.latency_us)
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -167,7 +190,7 @@ def _on_machine(graph: LinkGraph, points: list[_Point], arguments: argparse.Name
 
 def _on_switch(arguments: argparse.Namespace) -> Iterator[_Curve]:
     """The algorithms that know of no links, and a parameter server with one shard and with as many as asked for."""
-    bandwidth, latency = arguments.link_gbps * 1e9, (arguments.latency_us or 0.0) * 1e-6
+    bandwidth, latency = arguments.link_gbps * 1e9, _latency_us(arguments) * 1e-6
     collective = arguments.collective
     for name in _chosen(arguments.algorithm, tuple(BUILDERS[collective])):
 
@@ -227,9 +250,7 @@ def _names(times: Times) -> list[str]:
     return list(dict.fromkeys(name for name, _ in times))
 
 
-def _known(
-    graph: LinkGraph, points: list[_Point], arguments: argparse.Namespace
-) -> dict[str, dict[_Point, float | None]]:
+def _known(graph: LinkGraph, points: list[_Point], arguments: argparse.Namespace) -> Known:
     """Columns of seconds that are not simulated: the bound's, and what is to be expected of the plan for each point."""
     from ringreduce.topology import expected
     from ringreduce.topology.planner import algorithms, plan_for
@@ -248,7 +269,7 @@ def _known(
     return {name: column for name, column in columns.items() if any(column.values())}
 
 
-def _table(times: Times, points: list[_Point], over_size: bool, known: dict[str, dict[_Point, float | None]]) -> Table:
+def _table(times: Times, points: list[_Point], over_size: bool, known: Known) -> Table:
     names = _names(times)
     first = "size" if over_size else "ranks"
     shown = table(first, *names, *known, right=(first, *names, *known))
@@ -261,6 +282,20 @@ def _table(times: Times, points: list[_Point], over_size: bool, known: dict[str,
             *("" if (seconds := column.get(point)) is None else time_text(seconds) for column in known.values()),
         )
     return shown
+
+
+def _document(times: Times, points: list[_Point], known: Known, title: str, missing: list[str]) -> dict[str, Any]:
+    """For --json."""
+    rows = [
+        {
+            "ranks": point.ranks,
+            "bytes": point.size,
+            "seconds": {name: times[name, point] for name in _names(times) if (name, point) in times},
+            "known_seconds": {name: column.get(point) for name, column in known.items()},
+        }
+        for point in points
+    ]
+    return {"title": title, "points": rows, "left_out": missing}
 
 
 def _draw(times: Times, points: list[_Point], over_size: bool, path: Path, title: str) -> None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections import deque
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ringreduce.cli import arguments as read
-from ringreduce.cli.terminal import Help, console, gigabytes, progress_console, say, table
+from ringreduce.cli.terminal import Help, console, gigabytes, progress_console, put, say, table
 from ringreduce.common.failures import PlanError, RingReduceError
+from ringreduce.topology.clusters import hosts_by_kind, of_hosts
 from ringreduce.topology.draw.style import rank_label
-from ringreduce.topology.graph import FABRIC, LinkGraph, LinkKind, Node, NodeKind
+from ringreduce.topology.graph import FABRIC, Link, LinkGraph, LinkKind, Node, NodeKind
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,6 +32,7 @@ MEANING = {
     "PXB": "PCIe, through several switches",
     "PHB": "PCIe, through a CPU",
     "SYS": "PCIe, through several CPUs",
+    "C2C": "NVLink of a GPU to its CPU",
     "NET": "the network between hosts",
     "-": "nothing",
 }
@@ -77,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
         rings, trees = (planned.rings, planned.trees) if planned else ((), ())
         draw.machine(graph, rings, trees, arguments.plot, note=planned_line(planned) if planned else "")
     if arguments.json:
-        sys.stdout.write(graph.to_json() + "\n")
+        put(graph.to_json())
         return 0
     out = console()
     _show(out, graph)
@@ -127,9 +128,41 @@ def show_assumed(out: Console, assumed: tuple[str, ...]) -> None:
 
 def joined(graph: LinkGraph) -> Mapping[tuple[str, str], Joined]:
     """What joins every two GPUs of a graph, by (source, target)."""
-    return {
-        (a.name, b.name): _direct(graph, a, b) or _around(graph, a, b) for a in graph.gpus for b in graph.gpus if a != b
-    }
+    return {(a.name, b.name): found for a in graph.gpus for b, found in _joined_to(graph, a)}
+
+
+def counted(graph: LinkGraph) -> Mapping[Joined, int]:
+    """How many pairs of GPUs, in both orders, are joined in which way.
+
+    Two hosts stand for all hosts that are copies of each other.
+    """
+    kinds = hosts_by_kind(graph)
+    if kinds is None:
+        return Counter(joined(graph).values())
+    copies = {kind[0]: len(kind) for kind in kinds}
+    first = {number: kind[0] for kind in kinds for number in kind}
+    few = of_hosts(graph, {number for kind in kinds for number in kind[:2]})
+    found: Counter[Joined] = Counter()
+    for a in few.gpus:
+        for b, how in _joined_to(few, a) if a.host in copies else ():
+            hosts = copies[a.host]
+            if first[b.host] == a.host:
+                found[how] += hosts if b.host == a.host else hosts * (hosts - 1)
+            elif b.host in copies:
+                found[how] += hosts * copies[b.host]
+    return found
+
+
+def _joined_to(graph: LinkGraph, a: Node) -> Iterator[tuple[Node, Joined]]:
+    """The other GPUs, and what joins one GPU to each."""
+    before: Mapping[str, Link | None] | None = None
+    for b in graph.gpus:
+        if b is not a:
+            found = _direct(graph, a, b)
+            if found is None:
+                before = _before(graph, a) if before is None else before
+                found = _around(graph, before, b)
+            yield b, found
 
 
 def _direct(graph: LinkGraph, a: Node, b: Node) -> Joined | None:
@@ -147,16 +180,22 @@ def _direct(graph: LinkGraph, a: Node, b: Node) -> Joined | None:
     return Joined("NVS", sum(up.lanes for up, _ in ways), sum(min(up.capacity, down.capacity) for up, down in ways))
 
 
-def _around(graph: LinkGraph, a: Node, b: Node) -> Joined:
-    """Over everything but the accelerators' own links, by the fewest hops."""
-    before: dict[str, Any] = {a.name: None}
+def _before(graph: LinkGraph, a: Node) -> Mapping[str, Link | None]:
+    """By node, the last link of the way with the fewest hops from a GPU, over everything but the accelerators' own
+    links."""
+    before: dict[str, Link | None] = {a.name: None}
     waiting = deque([a.name])
-    while waiting and b.name not in before:
+    while waiting:
         for link in graph.following[waiting.popleft()]:
-            passable = link.dst == b.name or graph.by_name[link.dst].kind is not NodeKind.GPU
-            if link.kind not in FABRIC and passable and link.dst not in before:
+            if link.kind not in FABRIC and link.dst not in before:
                 before[link.dst] = link
-                waiting.append(link.dst)
+                if graph.by_name[link.dst].kind is not NodeKind.GPU:
+                    waiting.append(link.dst)
+    return before
+
+
+def _around(graph: LinkGraph, before: Mapping[str, Link | None], b: Node) -> Joined:
+    """Over everything but the accelerators' own links, by the fewest hops."""
     if b.name not in before:
         return Joined("-", 0, 0.0)
     path = []
@@ -165,9 +204,12 @@ def _around(graph: LinkGraph, a: Node, b: Node) -> Joined:
         path.append(link)
         link = before[link.src]
     passed = [graph.by_name[link.src].kind for link in path[:-1]]
+    over = {link.kind for link in path}
     cpus, switches = passed.count(NodeKind.CPU), passed.count(NodeKind.PCIE)
     if NodeKind.NETWORK in passed:
         kind = "NET"
+    elif LinkKind.C2C in over:
+        kind = "C2C"
     elif cpus:
         kind = "PHB" if cpus == 1 else "SYS"
     else:
@@ -180,11 +222,10 @@ def _show(out: Console, graph: LinkGraph) -> None:
     if not graph.gpus:
         out.print(_cpus(graph))
         return
-    pairs = joined(graph)
     if 1 < len(graph.gpus) <= MOST_COLUMNS:
-        out.print(_matrix(graph, pairs))
-    if pairs:
-        out.print(_classes(pairs))
+        out.print(_matrix(graph, joined(graph)))
+    if len(graph.gpus) > 1:
+        out.print(_classes(counted(graph)))
     out.print(_gpus(graph))
 
 
@@ -216,36 +257,35 @@ def _matrix(graph: LinkGraph, pairs: Mapping[tuple[str, str], Joined]) -> Table:
     return shown
 
 
-def _classes(pairs: Mapping[tuple[str, str], Joined]) -> Table:
+def _classes(pairs: Mapping[Joined, int]) -> Table:
     """One row for each class of pairs: how fast, how many, what it is."""
     shown = table("", "GB/s", "pairs", "what joins them", right=("GB/s", "pairs"))
-    labels = sorted({pair.label() for pair in pairs.values()}, key=lambda label: (label[:2] not in ("NV", "XG"), label))
+    labels = sorted({pair.label() for pair in pairs}, key=lambda label: (label[:2] not in ("NV", "XG"), label))
     for label in labels:
-        alike = [pair for pair in pairs.values() if pair.label() == label]
+        alike = [pair for pair in pairs if pair.label() == label]
         rates = sorted({gigabytes(pair.capacity) for pair in alike}, key=float)
         text = rates[0] if len(rates) == 1 else f"{rates[0]} to {rates[-1]}"
         kind, lanes = alike[0].kind, alike[0].lanes
         what = f"{lanes} {MEANING[kind]}" if lanes else MEANING[kind]
-        shown.add_row(label, "" if kind == "-" else text, f"{len(alike) / 2:g}", what)
+        shown.add_row(label, "" if kind == "-" else text, f"{sum(pairs[pair] for pair in alike) / 2:.15g}", what)
     return shown
 
 
 def _gpus(graph: LinkGraph) -> Table:
     """What every GPU can send at once, and where it is."""
     details = any(gpu.detail for gpu in graph.gpus)
-    shown = table(
-        "GPU", "NVLink/XGMI GB/s", "PCIe GB/s", "NUMA", *(["what"] * details), right=("NVLink/XGMI GB/s", "PCIe GB/s")
-    )
+    columns: dict[str, tuple[LinkKind, ...]] = {"NVLink/XGMI GB/s": FABRIC, "PCIe GB/s": (LinkKind.PCIE,)}
+    if any(link.kind is LinkKind.C2C for gpu in graph.gpus for link in graph.following[gpu.name]):
+        columns["to CPU GB/s"] = (LinkKind.C2C,)
+    shown = table("GPU", *columns, "NUMA", *(["what"] * details), right=tuple(columns))
     rows: list[tuple[str, ...]] = []
     for gpu in graph.gpus:
         leaving = graph.following[gpu.name]
-        fabric = sum(link.capacity for link in leaving if link.kind in FABRIC)
-        pcie = sum(link.capacity for link in leaving if link.kind is LinkKind.PCIE)
+        widths = [sum(link.capacity for link in leaving if link.kind in kinds) for kinds in columns.values()]
         rows.append(
             (
                 rank_label(graph, gpu.name),
-                gigabytes(fabric) if fabric else "",
-                gigabytes(pcie) if pcie else "",
+                *(gigabytes(width) if width else "" for width in widths),
                 "" if gpu.numa is None else str(gpu.numa),
                 *([gpu.detail] * details),
             )

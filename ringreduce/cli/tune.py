@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ringreduce import plan, tuning
 from ringreduce.cli.arguments import seconds
 from ringreduce.cli.info import cores, group_size
-from ringreduce.cli.terminal import Help, console, progress
+from ringreduce.cli.terminal import Help, complain, console, progress, put, say, table
 from ringreduce.common import compiled
 from ringreduce.common.failures import RingReduceError
 from ringreduce.common.units import bytes_text, time_text
@@ -41,6 +43,7 @@ def add(commands: Any, summary: str) -> None:
     parser.add_argument("--collectives", choices=BUILDERS, nargs="+", default=tuple(BUILDERS), metavar="NAME",
                         help=f"default: {' '.join(BUILDERS)}")  # fmt: skip
     parser.add_argument("--budget", type=seconds, default=TUNING_SECONDS, help="seconds for all of it (default: 120)")
+    parser.add_argument("--json", action="store_true", help="print what was measured as JSON")
     parser.set_defaults(run=run)
 
 
@@ -48,23 +51,28 @@ def run(arguments: argparse.Namespace) -> int:
     options, _ = resolve(None)
     ranks = sorted(set(arguments.ranks))
     try:
-        return _tune(console(), options, ranks, arguments.collectives, arguments.budget)
+        return _tune(console(), options, ranks, arguments.collectives, arguments.budget, arguments.json)
     except KeyboardInterrupt:
-        console().print("interrupted: group sizes that were not finished are as they were")
+        complain("interrupted: group sizes that were not finished are as they were")
         return 130
 
 
-def _tune(console: Console, options: Options, ranks: list[int], collectives: list[str], budget: float) -> int:
+def _tune(
+    console: Console, options: Options, ranks: list[int], collectives: list[str], budget: float, as_json: bool
+) -> int:
     if missing := compiled.why_not():
         raise RingReduceError(f"no ranks can be run here: {missing}")
     from ringreduce import measure
 
     if options.tuning == "off":
         raise RingReduceError(f"{PREFIX}TUNING is 'off': no group would use what is measured; unset it")
+    end = time.monotonic() + budget
     path, known = tuning.renew(options.tuning, cores())
-    console.print(f"probed the machine; {path} keeps what is found", highlight=False, soft_wrap=True)
-    seconds = budget / len(ranks)
-    for size in ranks:
+    if not as_json:
+        say(console, f"probed the machine; {path} keeps what is found")
+    left_out = total = 0
+    documents = []
+    for number, size in enumerate(ranks):
         slicing = measure.slicing_of(size)
         least_fetch = fetch_from(options, size, cores(), tuning.fetches(options))
         model = plan.table(size, decided=by_cost(size, known.machine, slicing, fetch_from=least_fetch))
@@ -72,26 +80,46 @@ def _tune(console: Console, options: Options, ranks: list[int], collectives: lis
         with progress(console) as bars:
             bar = bars.add_task(f"{size} ranks", total=len(work))
 
-            def show(number: int, task: measure.Task, cell: Cell, bars: Any = bars, bar: Any = bar) -> None:
+            def show(
+                number: int, task: measure.Task, cell: Cell, compared: bool, bars: Any = bars, bar: Any = bar
+            ) -> None:
+                nonlocal left_out, total
+                left_out, total = left_out + (not compared), total + 1
                 name = _name(cell.algorithm, cell.slice_bytes)
                 text = f"{task.collective} of {bytes_text(task.block_bytes, 1024)}: {name}"
                 bars.update(bar, completed=number + 1, description=text)
 
             began = time.monotonic()
-            cells = measure.measure(size, work, seconds, show)
+            until = began + max(0.0, end - began) / (len(ranks) - number)
+            cells = measure.measure(size, work, until, show)
+        if not cells:
+            complain(
+                f"warning: {budget:g} s were too few for {size} ranks; nothing of them is kept; give a larger --budget"
+            )
+            continue
         known = tuning.keep(known, size, cells, path)
-        console.print(_findings(size, cells, time.monotonic() - began))
+        took = time.monotonic() - began
+        if as_json:
+            rows = {name: [asdict(cell) for cell in row] for name, row in cells.items()}
+            documents.append({"ranks": size, "seconds": took, "measured": rows})
+        else:
+            console.print(_findings(size, cells, took))
+    if as_json:
+        put(json.dumps({"file": str(path), "left_out": left_out, "groups": documents}, indent=1))
+    if left_out:
+        complain(
+            f"warning: {left_out} of {total} sizes keep the model's choice, since {budget:g} s were too few to compare "
+            "more; give a larger --budget"
+        )
     return 0
 
 
 def _findings(size: int, cells: dict[str, tuple[Cell, ...]], seconds: float) -> Table:
-    from rich.table import Table
-
-    table = Table("collective", "block", "best", "time", "the model's", "time", "gain",
-                  title=f"{size} ranks, measured in {seconds:.0f} s", title_justify="left")  # fmt: skip
+    shown = table("collective", "block", "best", "time", "the model's", "time", "gain",
+                  title=f"{size} ranks, measured in {seconds:.0f} s")  # fmt: skip
     for collective in (name for name in BUILDERS if name in cells):
         for cell in cells[collective]:
-            table.add_row(
+            shown.add_row(
                 collective,
                 bytes_text(cell.bytes, 1024),
                 _name(cell.algorithm, cell.slice_bytes),
@@ -100,7 +128,7 @@ def _findings(size: int, cells: dict[str, tuple[Cell, ...]], seconds: float) -> 
                 time_text(cell.model_seconds),
                 f"{cell.model_seconds / cell.seconds:.2f}x" if cell.seconds < cell.model_seconds else "",
             )
-    return table
+    return shown
 
 
 def _name(algorithm: str, slice_bytes: int) -> str:

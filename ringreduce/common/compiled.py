@@ -24,16 +24,24 @@ def load() -> ModuleType:
         import torch
     except ImportError as error:
         raise ImportError(f"there is no torch ({error}); pip install torch") from None
+    if not list(PACKAGE.glob("_C.*so")):
+        raise ImportError(f"{PACKAGE} has no compiled module; {ANEW}")
+    # torch keeps its binary interface within a minor version only. A module of another one may load and then crash.
+    if (built := built_for()) and _minor(built) != _minor(torch.__version__):
+        raise ImportError(
+            f"the compiled module was built for torch {built}, and this is torch {torch.__version__}; {ANEW}"
+        )
     try:
         return import_module("ringreduce._C")
     except ImportError as error:
-        if not list(PACKAGE.glob("_C.*so")):
-            raise ImportError(f"{PACKAGE} has no compiled module; {ANEW}") from None
-        if built_for() not in ("", torch.__version__):
-            raise ImportError(
-                f"the compiled module was built for torch {built_for()}, and this is torch {torch.__version__}; {ANEW}"
-            ) from error
-        raise ImportError(f"the compiled module cannot be loaded: {error}; {ANEW}") from error
+        raise ImportError(
+            f"the compiled module, built for torch {built or 'of an unknown version'}, cannot be loaded with torch "
+            f"{torch.__version__}: {error}; {ANEW}"
+        ) from error
+
+
+def _minor(version: str) -> list[str]:
+    return version.split(".")[:2]
 
 
 def why_not() -> str:

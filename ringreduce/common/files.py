@@ -1,12 +1,69 @@
-"""Files: small ones of the kernel, this user's own that are kept between runs, and such as are replaced as a whole."""
+"""Files: users' files, read up to a limit and written with errors that name them; small files of the kernel; and this
+user's own files that are kept between runs."""
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import errno
+import json
 import os
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+LARGEST = 16 << 20
+"""Bytes that `content_of` reads unless its caller says otherwise."""
+
+_BYTE_ORDER_MARKS = (
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF32_LE, "utf-32"),  # begins as UTF-16 does
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+
+
+@contextlib.contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Every OSError within names this file: a read or write that fails, as on a full disk, would name none."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from None
+    except ValueError as error:  # a name with a null character
+        raise OSError(errno.EINVAL, str(error), str(path)) from None
+
+
+def content_of(path: str | Path, most: int = LARGEST) -> bytes:
+    """The bytes of a file that a user names. Raises OSError that names it, also if there are more than `most`: a device
+    has no end."""
+    with naming(path), open(path, "rb") as file:
+        content = file.read(most + 1)
+        if len(content) > most:
+            raise OSError(errno.EFBIG, f"it has more than {most >> 20} MiB, the most that is read")
+    return content
+
+
+def encoding_of(content: bytes) -> str:
+    """The encoding of a text, by its byte order mark: UTF-8 without one. PowerShell writes UTF-16."""
+    return next((name for mark, name in _BYTE_ORDER_MARKS if content.startswith(mark)), "utf-8")
+
+
+def json_of(content: bytes) -> Any:
+    """What a JSON text means. Raises ValueError that says why it means nothing, also for one nested too deeply."""
+    try:
+        return json.loads(content.decode(encoding_of(content)))
+    except RecursionError:
+        raise ValueError("its brackets are nested too deeply") from None
+
+
+def write_file(path: str | Path, content: bytes) -> None:
+    """Writes a file that a user names. Raises OSError that names it."""
+    with naming(path), open(path, "wb") as file:
+        file.write(content)
 
 
 def text_of(path: Path) -> str:
@@ -45,8 +102,16 @@ def read_own(path: Path) -> bytes:
 
 
 def replace_file(path: Path, content: bytes, replace: bool = True) -> None:
-    """Writes the file as a whole; without `replace`, one that is there already stays. Raises OSError."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    """Writes the file as a whole; without `replace`, one that is there already stays. What is no regular file, such as
+    /dev/null, is written to and stays what it is. Raises OSError that names the file."""
+    if path.exists() and not path.is_file():
+        return write_file(path, content)
+    with naming(path):
+        _replace(path, content, replace)
+
+
+def _replace(path: Path, content: bytes, replace: bool) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:64]}.")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)

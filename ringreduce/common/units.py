@@ -37,6 +37,14 @@ def bytes_text(count: float, base: Literal[1000, 1024] = 1000) -> str:
     return f"{count:.4g} B"
 
 
+def address(text: str) -> tuple[str, int]:
+    """ "node0:29400" -> ("node0", 29400), "[::1]:29400" -> ("::1", 29400). Raises ValueError for anything else."""
+    match = re.fullmatch(r"(?:\[([^\[\]\s]+)\]|([^:\[\]/\s]+)):(\d{1,5})", text, re.ASCII)
+    if match is None or int(match[3]) > 65535:
+        raise ValueError(f"{text!r} is no address; give HOST:PORT, such as node0:29400 or [::1]:29400")
+    return match[1] or match[2], int(match[3])
+
+
 def time_text(seconds: float) -> str:
     """Seconds, in the unit that suits them."""
     for unit, name in ((1, "s"), (1e-3, "ms"), (1e-6, "us")):

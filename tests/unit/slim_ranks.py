@@ -17,6 +17,7 @@ from pathlib import Path
 from ringreduce.rendezvous.card import Place
 from ringreduce.rendezvous.host import meet
 from ringreduce.rendezvous.links import Peer
+from ringreduce.rendezvous.store import Exchange
 
 
 class FolderStore:
@@ -55,7 +56,9 @@ def neighbours(rank: int, size: int) -> set[int]:
 
 
 def run(rank: int, size: int, folder: str) -> None:
-    meeting = meet(FolderStore(folder), rank, size, lambda _: 4096, "", 60.0, lambda *_: "", place=Place("tcp"))
+    meeting = meet(
+        Exchange(FolderStore(folder), rank, size, 60.0), lambda _: 4096, {}, lambda *_: "", place=Place("tcp")
+    )
     assert meeting.door is not None
     links: dict[int, list[socket.socket]] = {}
     peers = {r: Peer(*meeting.names[r], meeting.doors[r]) for r in range(size) if r != rank}

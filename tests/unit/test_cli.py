@@ -164,7 +164,7 @@ def test_pictures_that_cannot_be_written_are_named_before_the_work(name: str, ca
 
 def test_pictures_need_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "'.[plot]' in the checkout" in fails(capsys, "topo", "dgx1-v100", "--plot", "rings.png")
+    assert "; pip install matplotlib" in fails(capsys, "topo", "dgx1-v100", "--plot", "rings.png")
 
 
 def test_a_plan_that_cannot_be_saved_is_named(tmp_path: Path, capsys: Captured) -> None:
@@ -430,7 +430,7 @@ def test_simulate_over_sizes_of_a_machine(capsys: Captured) -> None:
 
 def test_simulate_over_ranks_and_a_parameter_server(capsys: Captured) -> None:
     words = ("--ranks", "256", "--link-gbps", "10", "--over", "ranks", "--parameter-server", "256,8")
-    words += ("--algorithm", "bidirectional_ring,halving_doubling")
+    words += ("--algorithm", "bidirectional_ring,halving_doubling", "--latency-us", "0")
     out = prints(capsys, "simulate", *words, "--size", "10MB")
     header = next(line for line in out.splitlines() if "halving_doubling" in line)
     assert "server, 1 shard" in header
@@ -442,6 +442,16 @@ def test_simulate_over_ranks_and_a_parameter_server(capsys: Captured) -> None:
     assert "* 1.99 ms" in rows["256"]
     assert " 512 ms" in rows["256"]
     assert " 64 ms" in rows["256"]
+
+
+def test_simulate_assumes_a_latency_and_says_so(capsys: Captured) -> None:
+    words = ("simulate", "--ranks", "64", "--link-gbps", "10", "--size", "1kB", "--algorithm", "ring,two_shot")
+    out = prints(capsys, *words)
+    assert "15 us" in out and "set --latency-us" in out
+    # A ring's 126 steps wait one after the other, and 2 x 15 us are enough for an exchange between all.
+    row = next(line.split() for line in out.splitlines() if line.split()[:2] == ["1", "KB"])
+    assert row[2:4] == ["1.89", "ms"] and row[4] == "*"
+    assert "set --latency-us" not in prints(capsys, *words, "--latency-us", "15")
 
 
 def test_simulate_says_what_it_leaves_out(capsys: Captured) -> None:

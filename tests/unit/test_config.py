@@ -1,8 +1,19 @@
 """Options: a group's own over environment variables over defaults; bad ones are named."""
 
-import pytest
+import copy
+import pickle
+import re
+from dataclasses import fields, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
-from ringreduce.config import DEFAULTS, Options, resolve
+import pytest
+import torch.distributed as dist
+from torch._C._distributed_c10d import Backend
+
+import ringreduce
+from ringreduce.config import DEFAULTS, OTHER_VARIABLES, PREFIX, Options, resolve
 from ringreduce.errors import InvalidArgument
 
 
@@ -36,11 +47,18 @@ def test_a_bad_variable_is_named(environ: dict[str, str], named: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "named"), [(Options(algorithms=7), "algorithms is 7"), (Options(channels=True), "channels is True")]
-)  # type: ignore[arg-type]
-def test_a_bad_option_is_named(options: Options, named: str) -> None:
+    ("given", "named"),
+    [
+        ({"algorithms": 7}, "algorithms is 7"),
+        ({"channels": True}, "channels is True"),
+        ({"channels": "x"}, "channels is 'x'; it must be a whole number from 1 to 64"),
+        ({"transport": "ipc"}, "transport is 'ipc'"),
+        ({"tuning": ""}, "tuning is ''"),
+    ],
+)
+def test_a_bad_option_is_named_where_it_is_given(given: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidArgument, match=named):
-        resolve(options, {})
+        Options(**given)
 
 
 def test_switches_may_be_true_or_false() -> None:
@@ -49,13 +67,56 @@ def test_switches_may_be_true_or_false() -> None:
     assert type(options.fetch) is int  # ranks compare their options as text
 
 
-def test_foreign_options_are_refused() -> None:
+def test_what_are_no_options_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="dict"):
-        resolve({"channels": 2}, {})  # type: ignore[arg-type]
+        resolve({"channels": 2}, {})
 
 
-def test_a_misspelt_variable_is_named_with_what_was_meant(caplog: pytest.LogCaptureFixture) -> None:
-    environ = {"RINGREDUCE_DEAD_AFER": "3", "RINGREDUCE_LIFE": "1", "RINGREDUCE_LIBNCCL": "x", "OTHER": ""}
+def test_options_of_another_backend_are_left_to_it(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "ringreduce")
+    others = [dist.ProcessGroupGloo._Options(), Backend.Options("nccl")]
+    assert all(resolve(other, {}) == resolve(None, {}) for other in others)
+    assert len(caplog.messages) == 2 and all("is for another backend" in text for text in caplog.messages)
+
+
+def test_options_are_torchs_too_and_can_be_copied() -> None:
+    options = Options(channels=2)
+    assert isinstance(options, Backend.Options) and options._timeout == timedelta(minutes=30)
+    for copied in (copy.deepcopy(options), pickle.loads(pickle.dumps(options)), replace(options)):
+        assert copied == options and copied._timeout == options._timeout
+    assert replace(options, channels=3) != options and "channels=2" in repr(options)
+    assert hash(options) == hash(Options(channels=2))
+
+
+def test_an_empty_variable_counts_as_unset() -> None:
+    empty = {f"RINGREDUCE_{name.upper()}": " " * (len(name) % 2) for name in DEFAULTS}
+    assert resolve(None, empty) == resolve(None, {})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("RINGREDUCE_DEAD_AFER", "RINGREDUCE_DEAD_AFTER"),
+        ("RINGREDUCE_ALGO", "RINGREDUCE_ALGORITHMS"),
+        ("RINGREDUCE_LIBNCLL", "RINGREDUCE_LIBNCCL"),
+    ],
+)
+def test_an_unknown_variable_is_named_once_with_the_nearest(
+    caplog: pytest.LogCaptureFixture, wrong: str, meant: str
+) -> None:
+    environ = {wrong: "3", **dict.fromkeys(OTHER_VARIABLES, "1"), "RINGREDUCE_STAND_IN_MEMORY": "1", "OTHER": "1"}
     assert resolve(None, environ) == resolve(None, {}) == resolve(None, environ)
     (said,) = caplog.messages
-    assert "RINGREDUCE_DEAD_AFER is set" in said and said.endswith("did you mean RINGREDUCE_DEAD_AFTER?")
+    assert f"{wrong} is set" in said and f"the nearest is {meant};" in said
+
+
+def test_every_variable_that_is_read_has_a_line_in_info() -> None:
+    package, root = Path(ringreduce.__file__).parent, Path(__file__).resolve().parents[2]
+    sources = [*package.rglob("*.py"), *(root / "csrc").rglob("*.cpp"), root / "setup.py", root / "build_cuda.py"]
+    options = {PREFIX + each.name.upper() for each in fields(Options)}
+    read = {
+        name
+        for each in sources
+        for name in re.findall(r"(?:getenv\(|environ\S*[(\[])\"(RINGREDUCE_\w+)", each.read_text())
+    }
+    assert read - options == set(OTHER_VARIABLES) - {"RINGREDUCE_LIFE"}  # whose name is a constant

@@ -11,8 +11,10 @@ import pytest
 from rich.console import Console
 from stand_in import build
 
+from ringreduce import doctor
 from ringreduce.doctor import Facts, Gpu, NetworkDevice, examine, look, render
 from ringreduce.gpu import kernels
+from ringreduce.rendezvous.interfaces import Interface
 from ringreduce.topology.graph import LinkGraph, Node, NodeKind
 from ringreduce.topology.presets import preset
 
@@ -82,7 +84,8 @@ def test_a_machine_without_fault():
         ("torch", "limited", "no CUDA; it sees 0 of 8 GPUs", "built for CUDA", {"cuda": None, "cuda_devices": 0}),
         ("torch", "limited", "it sees 3 of 8 GPUs", "is_available", {"cuda_devices": 3}),
         ("C++ compiler", "limited", "none on PATH", "g++", {"compiler": None}),
-        ("shared memory", "missing", "Function not implemented", "Linux 5.3", {"memory": "Function not implemented"}),
+        ("shared memory", "missing", "no pidfd", "use Linux 5.3", {"memory": "no pidfd; use Linux 5.3"}),
+        ("shared memory", "missing", "memfd_create: no", "seccomp", {"memory": "memfd_create: no"}),
         ("shared memory", "limited", "1 GB left", "--memory", {"memory_left": GB}),
         ("peers' memory", "limited", "ptrace_scope is 1", "ptrace_scope=0", {"fetch": False, "yama": "1"}),
         ("peers' memory", "limited", "the kernel refuses", "process_vm_readv", {"fetch": False, "yama": ""}),
@@ -109,8 +112,8 @@ def test_a_machine_without_fault():
          {"gpus": (replace(GPU, stream_values=False), GPUS[1])}),
         ("NVLink or XGMI", "limited", "none: PCIe only", "no such links",
          {"graph": preset("pcie-4"), "cuda_devices": 4}),
-        ("NCCL", "missing", "none", "libnccl2", {"nccl": None}),
-        ("CUDA toolkit", "missing", "no nvcc", "CUDA_HOME", {"nvcc": None}),
+        ("NCCL", "limited", "none", "libnccl2", {"nccl": None}),
+        ("CUDA toolkit", "limited", "no nvcc", "CUDA_HOME", {"nvcc": None}),
         ("network", "missing", "eth0 (25 Gbit/s); no loopback", "lo up", {"interfaces": (ETHERNET,)}),
         ("network", "missing", "none is up", "lo up", {"interfaces": (replace(LOOPBACK, up=False),)}),
         ("network", "limited", "lo: this host alone", "interface", {"interfaces": (LOOPBACK,)}),
@@ -193,22 +196,49 @@ def test_limits_of_cgroups_are_found(tmp_path, cgroup, files, left, quota):
     assert (facts.memory_left, facts.quota) == (left, quota)
 
 
-def test_interfaces_and_kernel_settings_are_read(tmp_path):
+def test_kernel_settings_are_read(tmp_path):
     write(
         tmp_path,
         {
             "proc/sys/kernel/yama/ptrace_scope": 1,
             "sys/kernel/mm/transparent_hugepage/shmem_enabled": "always [within_size] never",
-            "sys/class/net/eth0/flags": "0x1003",
-            "sys/class/net/eth0/speed": 100000,
-            "sys/class/net/eth1/flags": "0x1002",
-            "sys/class/net/eth1/speed": -1,
-            "sys/class/net/lo/flags": "0x9",
         },
     )
     facts = look(tmp_path / "sys", tmp_path / "proc")
     assert (facts.yama, facts.huge_pages) == ("1", "within_size")
-    assert facts.interfaces == (NetworkDevice("eth0", True, 100), NetworkDevice("eth1", False, 0), LOOPBACK)
+
+
+def test_interfaces_are_those_that_groups_see(monkeypatch):
+    """The kernel is asked by netlink: /sys may show another network namespace's."""
+    there = [Interface("lo", 1, (), loopback=True), Interface("eth1", 3, (), up=False), Interface("eth0", 2, ())]
+    monkeypatch.setattr(doctor, "local_interfaces", lambda: there)
+    monkeypatch.setattr(doctor, "speed_of", {"eth0": 12.5e9}.get)
+    assert look().interfaces == (NetworkDevice("eth0", True, 100), NetworkDevice("eth1", False, 0), LOOPBACK)
+
+
+def test_a_machine_of_cores_does_not_use_what_gpus_need():
+    changes = {"graph": CORES, "gpus": (), "nccl": None, "nvcc": None, "cuda_driver": None, "cuda_problem": "none; x"}
+    found = examine(replace(FACTS, **changes, gpu_kernels=("", "pip install it")))
+    unused = {one.subject for one in found if one.state == "not used"}
+    assert unused == {"GPUs", "CUDA driver", "GPU kernels", "NCCL", "CUDA toolkit"}
+    assert not [one for one in found if one.state == "missing"]
+
+
+def test_nccl_is_the_one_that_the_engine_opens(monkeypatch, tmp_path):
+    from ringreduce import _C
+
+    library = tmp_path / "libnccl.so.2"
+    subprocess.run(["c++", "-shared", "-x", "c++", "/dev/null", "-o", str(library)], check=True)
+    monkeypatch.setattr(doctor.nccl, "places", lambda: [str(library)])
+    monkeypatch.setattr(_C, "nccl_version", lambda places: "2.27.3" if places == [str(library)] else "")
+    assert doctor._find_nccl("") == "2.27.3"
+    assert doctor._find_nccl("the compiled module does not load") == str(library)
+
+
+@pytest.mark.parametrize("text", [" ", "'", "nosuch -x", ""])
+def test_a_compiler_that_is_none(text, monkeypatch):
+    monkeypatch.setenv("CXX", text)
+    assert (look().compiler is None) == (text in ("'", "nosuch -x"))
 
 
 def test_a_system_that_tells_nothing(tmp_path, monkeypatch):
@@ -216,13 +246,7 @@ def test_a_system_that_tells_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "")
     monkeypatch.setenv("PATH", "")
     facts = look(tmp_path, tmp_path)
-    assert (facts.memory_left, facts.quota, facts.interfaces, facts.huge_pages, facts.compiler) == (
-        None,
-        None,
-        (),
-        "",
-        None,
-    )
+    assert (facts.memory_left, facts.quota, facts.huge_pages, facts.compiler) == (None, None, "", None)
     assert examine(facts)
 
 

@@ -24,6 +24,7 @@ from ringreduce.hosts_file import HostsFile
 from ringreduce.rendezvous import interfaces
 from ringreduce.rendezvous.card import Place
 from ringreduce.rendezvous.host import meet
+from ringreduce.rendezvous.store import Exchange
 
 FOUR: host_links.Hosts = ((0,), (1,), (2,), (3,))
 
@@ -245,7 +246,8 @@ def learned(ids: str, wire: Wire | None, absent: str = "") -> list[Wire]:
     size = len(ids)
 
     def one(rank: int) -> Wire:
-        meeting = meet(store, rank, size, lambda _: 4096, "", 30.0, lambda *_: "", place=Place(host_id=ids[rank]))
+        exchange = Exchange(store, rank, size, 30.0)
+        meeting = meet(exchange, lambda _: 4096, {}, lambda *_: "", place=Place(host_id=ids[rank]))
         order = tuple(map(tuple, meeting.hosts))
         links = Links(meeting, "group", rank, order, wire, 1, 10.0)
         try:

@@ -324,7 +324,7 @@ class Slow:
 
 def test_survivors_do_not_wait_for_a_store_that_answers_nothing() -> None:
     silent = threading.Event()
-    membership = Lineage(0, [("host", 1)], Slow(dist.HashStore(), silent), "group").membership  # type: ignore[arg-type]
+    membership = Lineage(0, [("host", 1)], Slow(dist.HashStore(), silent), "group", "attempt", [0]).membership  # type: ignore[arg-type]
     membership.patience, membership.directory._directory._seconds = 0.3, 0.2  # type: ignore[attr-defined]
     silent.set()
     with pytest.raises(SystemFailure, match="its directory has been out of reach"):

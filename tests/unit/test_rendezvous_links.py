@@ -861,3 +861,40 @@ def test_the_secret_is_of_the_store_and_the_file(tmp_path: Path) -> None:
         group_secret(b"1", str(tmp_path / "none"))
     with pytest.raises(InvalidArgument, match="Is a directory"):
         group_secret(b"1", str(tmp_path))
+
+
+def test_a_door_that_cannot_be_opened(make: Make) -> None:
+    """The loop in its thread needs descriptors of its own."""
+    one = make(0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+    taken = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        with pytest.raises(SystemFailure, match="cannot listen for other hosts: Too many open files"):
+            one.open([one])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in taken:
+            os.close(fd)
+
+
+def test_a_door_that_is_closed_while_another_thread_begins_to_connect(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = make(0), make(1)
+    one.open([one, other])
+    schedule, closer = links.asyncio.run_coroutine_threadsafe, threading.Thread(target=one.door.close)
+
+    def late(*given: Any) -> Any:
+        closer.start()
+        time.sleep(0.3)
+        return schedule(*given)
+
+    monkeypatch.setattr(links.asyncio, "run_coroutine_threadsafe", late)
+    with pytest.raises(Aborted):
+        one.door.connect([1], time.monotonic() + SOON, look=lambda: None)
+    closer.join(SOON)
+    assert not closer.is_alive()

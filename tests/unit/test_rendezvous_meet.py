@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import Logged
 from torch.distributed import HashStore
 
 from ringreduce.elastic import watch
 from ringreduce.errors import (
+    CollectiveMismatch,
     CollectiveTimeout,
     InvalidArgument,
     PeerLost,
@@ -31,8 +33,9 @@ from ringreduce.errors import (
 from ringreduce.membership.directory import Bounded
 from ringreduce.membership.protocol import Member, View
 from ringreduce.rendezvous import host
+from ringreduce.rendezvous import store as rendezvous
 from ringreduce.rendezvous.card import Place, Prepared, Ready
-from ringreduce.rendezvous.host import Meeting, meet
+from ringreduce.rendezvous.host import Meeting, meet, own_pidfd
 from ringreduce.rendezvous.links import Peer
 from ringreduce.rendezvous.store import Exchange, has_ended, identity, open_process
 
@@ -50,10 +53,12 @@ def meet_all(places: list[Place], store: Any = None, timeout: float = 30.0, **ot
 
     def one(rank: int) -> Meeting | RingReduceError:
         try:
-            given = {"config": "", "segment_bytes": lambda decision: PAGE * len(decision)} | other
+            given = {"config": {}, "segment_bytes": lambda decision: PAGE * len(decision)} | other
             of_rank = ("config", "arena", "prepared")
             given = {key: value(rank) if key in of_rank and callable(value) else value for key, value in given.items()}
-            return meet(store, rank, size, timeout=timeout, decide=decide, place=places[rank], **given)
+            cards = given["prepared"].cards if given.get("prepared") else ()
+            given["prepared"] = given["prepared"].ready if given.get("prepared") else None
+            return meet(Exchange(store, rank, size, timeout, cards), decide=decide, place=places[rank], **given)
         except RingReduceError as error:
             return error
 
@@ -140,9 +145,9 @@ def test_several_hosts(ids: str, hosts: list[list[int]]) -> None:
     close(meetings)
 
 
-def prepare(places: list[Place], config: str = "", listens: str = "") -> Callable[[int], Prepared]:
+def prepare(places: list[Place], listens: str = "") -> Callable[[int], Prepared]:
     """The cards of all ranks, as they come by a store; by `listens`, those with "-" do not listen for other hosts."""
-    own = [Ready(place, config, listens=listens[r : r + 1] != "-") for r, place in enumerate(places)]
+    own = [Ready(place, {}, listens=listens[r : r + 1] != "-") for r, place in enumerate(places)]
     cards = [json.loads(json.dumps(ready.card)) for ready in own]
     return lambda rank: Prepared(own[rank], cards)
 
@@ -271,7 +276,8 @@ def test_the_same_host_id_on_hosts_that_are_not_one() -> None:
 
 def test_ranks_that_do_not_come_are_named() -> None:
     def alone(rank: int) -> None:
-        meet(HashStore(), rank, 3, lambda _: PAGE, "", 0.2, lambda *_: "", place=Place(host_id=str(rank)))
+        exchange = Exchange(HashStore(), rank, 3, 0.2)
+        meet(exchange, lambda _: PAGE, {}, lambda *_: "", place=Place(host_id=str(rank)))
 
     with pytest.raises(CollectiveTimeout, match="ranks 1, 2 did not come"):
         alone(0)
@@ -296,8 +302,13 @@ def test_what_a_rank_did_before_its_end_counts(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_different_options() -> None:
-    for error in meet_all(on_hosts("AAB"), config=lambda rank: "x" if rank == 2 else "y", timeout=5):
-        assert isinstance(error, InvalidArgument) and "rank 0 has y, rank 2 has x" in str(error)
+    def config(rank: int) -> dict[str, Any]:
+        return {"slices": 3, "wire_dtype": "int8" if rank == 2 else "float32"}
+
+    for error in meet_all(on_hosts("AAB"), config=config, timeout=5):
+        me = f"({socket.gethostname()}, pid {os.getpid()})"
+        assert isinstance(error, InvalidArgument) and "slices" not in str(error)
+        assert f"rank 0 {me} has wire_dtype='float32'; rank 2 {me} has wire_dtype='int8'" in str(error)
 
 
 def test_descriptors_are_closed_in_programs_that_a_rank_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,3 +393,199 @@ def test_a_process_that_has_the_number_of_one_that_has_ended() -> None:
     looks = watch.Watch(View(0, (Member("it", address),)), "me", Bounded(HashStore()), 1.0)
     assert looks.ended() == ["it"]
     looks.stop()
+
+
+RANK_0_ARRIVES = "ringreduce//arrival/0"
+"""The key under which rank 0 of the default group says that it is here."""
+
+
+def attempt(store: Any, rank: int, size: int, timeout: float = 20.0, **other: Any) -> Meeting:
+    exchange = Exchange(store, rank, size, timeout, **other)
+    return meet(exchange, lambda _: PAGE, {}, lambda *_: "", place=Place())
+
+
+def both(*calls: Callable[[], Any]) -> list[Any]:
+    """What each returns or raises, all at once."""
+
+    def one(call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except RingReduceError as error:
+            return error
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(one, calls))
+
+
+@pytest.mark.parametrize("more", [0, 1, 2])
+def test_a_rank_that_has_tried_more_often_than_the_others(more: int) -> None:
+    store = HashStore()
+    for _ in range(2):
+        with pytest.raises(CollectiveTimeout):
+            attempt(store, more, 3, timeout=0.1)
+    left = store.get(RANK_0_ARRIVES) if more == 0 else b""
+
+    def comes(rank: int) -> Meeting:
+        while rank and more == 0 and store.get(RANK_0_ARRIVES) == left:  # else it hears of that attempt
+            time.sleep(0.001)
+        return attempt(store, rank, 3)
+
+    for found in both(*(lambda rank=rank: comes(rank) for rank in range(3))):  # type: ignore[misc]
+        if isinstance(found, Meeting):
+            close([found])
+        else:  # the others hear once of the rank that gave up
+            assert more != 0 and isinstance(found, CollectiveTimeout), found
+    meetings = both(*(lambda rank=rank: attempt(store, rank, 3) for rank in range(3)))  # type: ignore[misc]
+    assert all(isinstance(meeting, Meeting) for meeting in meetings), meetings
+    close(meetings)
+
+
+@pytest.mark.parametrize("gave_up", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_a_process_left_that_ended_before_this_one_began(
+    rank: int, gave_up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a restart by a launcher that keeps its store."""
+    store = HashStore()
+    earlier = Exchange(store, rank, 2, 20.0)
+    ended = identity()._replace(began=identity().began - 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(rendezvous, "identity", lambda: ended)
+        earlier.arrive({"who": ended})
+        if gave_up:
+            earlier.give_up(SystemFailure("no memory"))
+    with pytest.raises(PeerLost, match=f"rank {rank} .*({'no memory' if gave_up else 'died'})"):
+        attempt(store, 1 - rank, 2)  # this process is older than the arrival: so it is of this attempt
+    earlier = Exchange(store, rank, 2, 20.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(rendezvous, "identity", lambda: ended)
+        earlier.arrive({"who": ended})
+        if gave_up:
+            earlier.give_up(SystemFailure("no memory"))
+    now = time.time()
+    monkeypatch.setattr(rendezvous, "process_began", lambda: now)
+    meetings = both(lambda: attempt(store, 1 - rank, 2), lambda: time.sleep(0.3) or attempt(store, rank, 2))  # type: ignore[func-returns-value]
+    assert all(isinstance(meeting, Meeting) for meeting in meetings), meetings
+    close(meetings)
+
+
+def test_a_rank_of_an_attempt_on_another_host_that_nobody_sees_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 answers it, and answers again when the rank 0 of this attempt comes."""
+    store = HashStore()
+    elsewhere = identity()._replace(pids="another machine's")
+    with monkeypatch.context() as patch:
+        patch.setattr(rendezvous, "identity", lambda: elsewhere)
+        Exchange(store, 0, 2, 20.0).arrive({"who": elsewhere})
+    meetings = both(lambda: attempt(store, 1, 2), lambda: time.sleep(0.3) or attempt(store, 0, 2))  # type: ignore[func-returns-value]
+    assert all(isinstance(meeting, Meeting) for meeting in meetings), meetings
+    close(meetings)
+
+
+def test_rank_0_ignores_arrivals_of_the_group_that_it_made_before() -> None:
+    """The process of rank 1 has ended since, and rank 0 waits for the one that takes its place."""
+    store = HashStore()
+    close(both(lambda: attempt(store, 0, 2), lambda: attempt(store, 1, 2)))
+    ended = identity()._replace(began=identity().began - 1)
+    key = Exchange(store, 1, 2, 20.0)._arrival_key(1)
+    name, _, *rest = json.loads(store.get(key))
+    store.set(key, json.dumps([name, ended, *rest]))
+    meetings = both(lambda: attempt(store, 0, 2), lambda: time.sleep(0.6) or attempt(store, 1, 2))  # type: ignore[func-returns-value]
+    assert all(isinstance(meeting, Meeting) for meeting in meetings), meetings
+    close(meetings)
+
+
+def test_subgroups_that_are_made_leave_nothing_in_memory() -> None:
+    store, before = HashStore(), len(rendezvous._over)
+    for _ in range(3):
+        close(both(*(lambda rank=rank: attempt(store, rank, 2, within="whole") for rank in range(2))))  # type: ignore[misc]
+    assert len(rendezvous._over) == before
+
+
+def test_a_subgroup_that_is_made_again_after_a_failure() -> None:
+    """Under the same keys, as `new_group` with local synchronization makes it."""
+    store = HashStore()
+    with pytest.raises(CollectiveTimeout):
+        attempt(store, 0, 3, timeout=0.1, within="whole")
+    failures = both(*(lambda rank=rank: attempt(store, rank, 3, 0.5, within="whole") for rank in (1, 2)))  # type: ignore[misc]
+    assert all(isinstance(failure, CollectiveTimeout) for failure in failures), failures
+    meetings = both(*(lambda rank=rank: attempt(store, rank, 3, within="whole") for rank in range(3)))  # type: ignore[misc]
+    assert all(isinstance(meeting, Meeting) for meeting in meetings), meetings
+    close(meetings)
+
+
+@pytest.mark.parametrize("fails", [0, 1, 2])
+def test_a_rank_that_fails_before_it_meets_the_others(fails: int) -> None:
+    """The timeout is longer than a test may take."""
+    store = HashStore()
+
+    def one(rank: int) -> Meeting:
+        exchange = Exchange(store, rank, 3, 300.0)
+        if rank == fails:
+            error = InvalidArgument("RINGREDUCE_SLICES='many' is no number")
+            exchange.give_up(error)
+            raise error
+        return meet(exchange, lambda _: PAGE, {}, lambda *_: "", place=Place())
+
+    errors = both(*(lambda rank=rank: one(rank) for rank in range(3)))  # type: ignore[misc]
+    for rank, error in enumerate(errors):
+        assert isinstance(error, InvalidArgument if rank == fails else PeerLost)
+        assert "RINGREDUCE_SLICES='many' is no number" in str(error) and (rank == fails or error.culprit == fails)
+    meetings = both(*(lambda rank=rank: attempt(store, rank, 3) for rank in range(3)))  # type: ignore[misc]
+    assert all(isinstance(meeting, Meeting) for meeting in meetings), meetings
+    close(meetings)
+
+
+def test_ranks_that_want_groups_of_other_ranks() -> None:
+    """Under one name, as torch gives it: each gets what it asked for, or an error that names both lists."""
+    store = HashStore()
+
+    def one(rank: int, wanted: list[int]) -> Any:
+        return attempt(store, wanted.index(rank), len(wanted), ranks=wanted, within="the world")
+
+    meetings = both(*(lambda r=r: one(r, [0, 1] if r < 2 else [2, 3]) for r in range(4)))  # type: ignore[misc]
+    inodes = [inode(meeting.memfd) for meeting in meetings]
+    assert inodes[0] == inodes[1] != inodes[2] == inodes[3]
+    close(meetings)
+    store = HashStore()
+    lists = {0: [0, 3], 3: [0, 1, 3]}
+    for error in both(*(lambda r=r: one(r, lists[r]) for r in lists)):  # type: ignore[misc]
+        assert isinstance(error, CollectiveMismatch) and "[0, 3]" in str(error) and "[0, 1, 3]" in str(error)
+        assert f"rank 3 (rank {1 if error.culprit == 1 else 2} of the group, " in str(error)
+
+
+def test_who_waits_logs_who_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "LOG_AFTER", 0.3)
+    logged, store = Logged(), HashStore()
+    exchanges = [Exchange(store, rank, 4, 2.5, ranks=[1, 3, 5, 7]) for rank in range(2)]
+    errors = both(*(lambda e=e: meet(e, lambda _: PAGE, {}, lambda *_: "") for e in exchanges))  # type: ignore[misc]
+    assert all(isinstance(error, CollectiveTimeout) for error in errors), errors
+    assert "ranks 5, 7 (ranks 2, 3 of the group) did not come in time" in str(errors[0])
+    process = f"{socket.gethostname()}, pid {os.getpid()}"
+    for rank in range(2):
+        mine = [
+            text for text in logged.messages if f"rank {2 * rank + 1} (rank {rank} of the group, {process})" in text
+        ]
+        assert 1 <= len(mine) <= 4  # after 0.3, 0.6, 1.2 and 2.4 s
+        assert all("for ranks 5, 7 (ranks 2, 3 of the group)" in text for text in mine)
+
+
+@pytest.mark.parametrize(
+    ("number", "fix"),
+    [
+        (errno.ENOSYS, "needs Linux 5.3"),
+        (errno.EPERM, "seccomp"),
+        (errno.EMFILE, "ulimit -n"),
+        (errno.ENFILE, "file-max"),
+    ],
+)
+def test_a_pidfd_that_is_refused_says_the_reason_and_the_fix(
+    monkeypatch: pytest.MonkeyPatch, number: int, fix: str
+) -> None:
+    def refused(pid: int) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "pidfd_open", refused)
+    with pytest.raises(SystemFailure, match=os.strerror(number)) as raised:
+        own_pidfd()
+    assert fix in str(raised.value)
+    assert ("Linux 5.3" in str(raised.value)) == (number == errno.ENOSYS)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from examples import book_figures
 from ringreduce.plan import BUILDERS, Channel, Plan, PlanError, Read, Step, build, direct, ring, slot_depth, tree
+from ringreduce.plan import simulate as simulate_module
 from ringreduce.plan.network import Network, Route, switch
 from ringreduce.plan.parameter_server import parameter_server
 from ringreduce.plan.simulate import SYMMETRIC, Simulated, simulate, simulate_symmetric
@@ -477,3 +478,23 @@ def test_groups_without_symmetry_are_refused() -> None:
         simulate_symmetric("ring", 0, 1e6, B)
     with pytest.raises(PlanError, match="both must be at least 1"):
         parameter_server(0, 1, 1e6, B)
+
+
+def test_a_long_search_begins_where_that_of_a_smaller_size_ended(monkeypatch):
+    """Without that, curves up to large sizes of machines with many GPUs take minutes."""
+    walked = []
+    walk = simulate_module._Simulation.walk
+
+    def counted(self, slices, latencies=True):
+        walked.append(max(map(len, slices)))
+        return walk(self, slices, latencies)
+
+    monkeypatch.setattr(simulate_module._Simulation, "walk", counted)
+    monkeypatch.setattr(simulate_module, "FEW_STEPS", 100)
+    plan, network = build("all_reduce", "tree", 8), switch(8, 1e10, 1e-6)
+    whole = simulate(plan, network, 64e6)
+    from_whole = sum(walked)
+    walked.clear()
+    near = simulate(plan, network, 64e6, rounds=whole.rounds)
+    assert whole.rounds > 8 and sum(walked) < from_whole
+    assert near.seconds == pytest.approx(whole.seconds, rel=0.01)

@@ -1,0 +1,47 @@
+"""What a program finds after `import ringreduce`: every name, with annotations that can be read."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+import typing
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import ringreduce
+from ringreduce import elastic, parameter_server
+
+
+def callables() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """The functions of the package and of its two packages, and the public methods of their classes."""
+    for where in (ringreduce, elastic, parameter_server):
+        names = getattr(where, "__all__", None) or [name for name in vars(where) if not name.startswith("_")]
+        for name in names:
+            value = getattr(where, name)
+            if not getattr(value, "__module__", "").startswith("ringreduce"):
+                continue  # torch's own
+            if inspect.isfunction(value):
+                yield f"{where.__name__}.{name}", value
+            for member, function in vars(value).items() if inspect.isclass(value) else ():
+                if inspect.isfunction(function) and not member.startswith("_"):
+                    yield f"{where.__name__}.{name}.{member}", function
+
+
+@pytest.mark.parametrize(
+    ("name", "function"), [*callables()], ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_annotations_can_be_read(name: str, function: Callable[..., Any]) -> None:
+    typing.get_type_hints(function)
+
+
+def test_packages_and_lazy_names_are_there_after_one_import() -> None:
+    code = """
+import ringreduce
+assert {"all_reduce", "Options", "elastic", "parameter_server", "errors"} <= set(dir(ringreduce))
+assert ringreduce.elastic.start and ringreduce.parameter_server.join and ringreduce.errors.PeerLost
+assert "elastic" not in ringreduce.__all__
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
