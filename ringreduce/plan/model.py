@@ -79,6 +79,9 @@ class Plan:
             document = json.loads(text)
         except json.JSONDecodeError as error:
             raise PlanError(f"plan: not JSON ({error}); load a file that Plan.to_json wrote") from error
+        except (RecursionError, ValueError):  # Python reads no integers of thousands of digits
+            what = "nested too deeply, or a number has too many digits"
+            raise PlanError(f"plan: {what}; load a file that Plan.to_json wrote") from None
         return _load_plan(document)
 
 

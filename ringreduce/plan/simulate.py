@@ -45,6 +45,9 @@ WORTHWHILE = 0.99
 SEARCHED_STEPS = 2**21
 """The search for the best slices stops where all rounds together have more steps."""
 
+FEW_STEPS = 2**17
+"""A search that ends within so many steps always begins with whole chunks."""
+
 MOST_STEPS = 2**26
 """Of all rounds: more are refused, since they would take minutes."""
 
@@ -79,6 +82,7 @@ def simulate(
     slice_bytes: float | None = None,
     window: int = WINDOW,
     groups: LikeGroups | None = None,
+    rounds: int = 1,
 ) -> Simulated:
     """Run every step of `plan` over `network`.
 
@@ -88,7 +92,8 @@ def simulate(
 
     `slice_bytes` is the most that a message carries.  Without it chunks are sent whole if, latencies aside, that keeps
     the busiest link busy all the time, as rings and direct exchanges do.  Trees and chains do not: for them the number
-    of slices is doubled as long as that makes the plan faster.
+    of slices is doubled as long as that makes the plan faster.  `rounds` is a number of slices that is good for a
+    smaller size: a long search begins there, and ends sooner.
 
     With `groups`, and a plan in which they do the same (`exchanged`), only the first group's ranks are walked: they get
     their own messages back, as in `simulate_symmetric`, and only their links are counted.
@@ -99,13 +104,13 @@ def simulate(
     exchange = exchanged(plan, groups.places) if groups else None
     if groups is None or exchange is None:
         graph = _compile(plan, network.route, network.capacity)
-        return _Simulation(plan, graph, network.capacity, step_seconds, window).run(size_bytes, slice_bytes)
+        return _Simulation(plan, graph, network.capacity, step_seconds, window).run(size_bytes, slice_bytes, rounds)
     numbers = range(plan.size // groups.places)
     back = [next(by for by in numbers if exchange(group, by) == 0) for group in numbers]
     first = (replace(channel, programs=channel.programs[: groups.places]) for channel in plan.channels)
     return simulate_first(
         replace(plan, channels=tuple(first)), network, size_bytes, groups, back.__getitem__,
-        step_seconds=step_seconds, slice_bytes=slice_bytes, window=window,
+        step_seconds=step_seconds, slice_bytes=slice_bytes, window=window, rounds=rounds,
     )  # fmt: skip
 
 
@@ -119,6 +124,7 @@ def simulate_first(
     step_seconds: float = 0.0,
     slice_bytes: float | None = None,
     window: int = WINDOW,
+    rounds: int = 1,
 ) -> Simulated:
     """`simulate` a plan that has the programs of the first group alone, where all groups do the same.
 
@@ -143,7 +149,7 @@ def simulate_first(
 
     graph = _compile(plan, route, network.capacity, taken_as)
     one = _Simulation(plan, graph, network.capacity, step_seconds, window, SEARCHED_STEPS // 4).run(
-        size_bytes, slice_bytes
+        size_bytes, slice_bytes, rounds
     )
     return replace(one, messages=one.messages * size // places, steps=one.steps * size // places)
 
@@ -340,7 +346,7 @@ class _Simulation:
     window: int
     searched: int = SEARCHED_STEPS
 
-    def run(self, size_bytes: float, slice_bytes: float | None) -> Simulated:
+    def run(self, size_bytes: float, slice_bytes: float | None, rounds: int = 1) -> Simulated:
         """See `simulate`."""
         if not 0 <= size_bytes < math.inf:
             raise PlanError(f"size_bytes is {size_bytes}; it must be 0 or more")
@@ -361,8 +367,12 @@ class _Simulation:
         best = self.sliced(chunks, max(chunks))
         if self.saturates(chunks, best):
             return best
-        tried = best
-        while len(self.graph.waits) * 2 * tried.rounds <= self.searched:
+        tried, searched = best, self.searched
+        if FEW_STEPS < rounds * len(self.graph.waits) <= searched:
+            searched //= 4
+            tried = self.sliced(chunks, tried.slice_bytes / rounds)
+            best = min(best, tried, key=lambda each: each.seconds)
+        while len(self.graph.waits) * 2 * tried.rounds <= searched:
             tried = self.sliced(chunks, tried.slice_bytes / 2)
             if tried.seconds <= WORTHWHILE * best.seconds:
                 best = tried

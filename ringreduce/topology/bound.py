@@ -50,10 +50,13 @@ class Cuts:
     def __init__(self, routes: Routes) -> None:
         self.routes = routes
         self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
+        self._leaving: dict[tuple[int, ...], float] = {}
 
     def leaving(self, part: tuple[int, ...]) -> float:
         """From these ranks to all others together."""
-        return self.between(part, self.others(part))
+        if part not in self._leaving:
+            self._leaving[part] = self.between(part, self.others(part))
+        return self._leaving[part]
 
     def entering(self, part: tuple[int, ...]) -> float:
         """From all others to these ranks."""
@@ -123,8 +126,10 @@ def bound(
     partitions = dict.fromkeys((*_structural(routes), *cuts.widest_first, *tried))
     if hosts > 1:
         partitions = dict.fromkeys(part for each in partitions if (part := _of_first_half(each, routes.size)))
+    domains = reducing_domains(routes) if in_switches else []
+    tried_cuts: set[tuple[int, ...]] = set()
     for partition in partitions:
-        for found in _bounds(collective, cuts, partition, in_switches, hosts):
+        for found in _bounds(collective, cuts, partition, domains, hosts, tried_cuts):
             if best is None or found.bandwidth < best.bandwidth * (1 - 1e-9):
                 best = found
     assert best is not None
@@ -176,9 +181,19 @@ def reducing_domains(routes: Routes) -> list[frozenset[int]]:
     return [frozenset(domain) for domain in of.values() if domain]
 
 
-def _bounds(collective: str, cuts: Cuts, partition: Partition, in_switches: bool, hosts: int = 1) -> Iterator[Bound]:
+def _bounds(
+    collective: str,
+    cuts: Cuts,
+    partition: Partition,
+    domains: Sequence[frozenset[int]],
+    hosts: int,
+    tried: set[tuple[int, ...]],
+) -> Iterator[Bound]:
+    """What a partition proves, and what its parts prove one by one, except those in `tried`, to which they are added.
+
+    `domains` are the ranks of each switch that combines, where that counts.
+    """
     size = cuts.routes.size
-    domains = reducing_domains(cuts.routes) if in_switches else []
     if collective == "all_reduce" and not all(any(each <= set(part) for part in partition) for each in domains):
         collective = "one cut"
     if hosts > 1:
@@ -190,6 +205,9 @@ def _bounds(collective: str, cuts: Cuts, partition: Partition, in_switches: bool
         yield Bound(crossing / (2 * (parts - 1)), partition, proof)
         collective = "one cut"
     for part in partition:
+        if part in tried:
+            continue
+        tried.add(part)
         rest = cuts.others(part)
         a, b = len(part), len(rest)
         # What crosses the cut, out of the part and into it, as a share of S.

@@ -8,7 +8,8 @@ A JSON document describes one: `machine` (a file, from the document's folder on,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -101,6 +102,48 @@ def hosts_of(
         (*one.assumed, "The network between hosts carries all that their NICs send.") if taper == 1 else one.assumed
     )
     return LinkGraph(f"{count} hosts of {graph.name}", tuple(nodes), tuple(links), assumed)
+
+
+def hosts_by_kind(graph: LinkGraph) -> list[list[int]] | None:
+    """The numbers of the hosts, those together that are copies of each other and on the same switches of the network.
+
+    Hosts are copies if their nodes have the same names after the prefix ``host<h>/``.  None if they share anything but
+    the network, or if the ranks do not follow host by host.
+    """
+    host = {node.name: None if node.kind is NodeKind.NETWORK else node.host for node in graph.nodes}
+    counted = Counter(node.host for node in graph.ranks)
+    numbers = list(counted)
+    if [node.host for node in graph.ranks] != list(counted.elements()):
+        return None
+    parts: dict[int, tuple[list[Any], set[Any]]] = {number: ([], set()) for number in numbers}
+
+    def first(name: str) -> str:
+        return name if host[name] is None else name.removeprefix(f"host{host[name]}/")
+
+    for node in graph.nodes:
+        if node.kind is not NodeKind.NETWORK:
+            if node.host not in parts or first(node.name) == node.name:
+                return None
+            parts[node.host][0].append(replace(node, name=first(node.name), host=0))
+    for link in graph.links:
+        ends = {host[link.src], host[link.dst]} - {None}
+        if len(ends) > 1:
+            return None
+        for number in ends:
+            assert number is not None
+            parts[number][1].add((first(link.src), first(link.dst), link.kind, link.capacity))
+    kinds: dict[Any, list[int]] = {}
+    for number, (nodes, links) in parts.items():
+        kinds.setdefault((tuple(nodes), frozenset(links)), []).append(number)
+    return list(kinds.values())
+
+
+def of_hosts(graph: LinkGraph, numbers: Collection[int]) -> LinkGraph:
+    """The part of a graph that is in some hosts, with the network."""
+    nodes = tuple(node for node in graph.nodes if node.kind is NodeKind.NETWORK or node.host in numbers)
+    there = {node.name for node in nodes}
+    links = tuple(link for link in graph.links if link.src in there and link.dst in there)
+    return replace(graph, nodes=nodes, links=links)
 
 
 def _ports(

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ringreduce.common.failures import TopologyError
+from ringreduce.common.files import content_of, json_of
 from ringreduce.topology.graph import LinkKind, NodeKind
 from ringreduce.topology.rates import model_in
 
@@ -123,13 +124,16 @@ KNOWN = {
 
 
 def fabric_of(planned: "Planned") -> str | None:
-    """The name, in a table, of what a plan's transfers cross; None where that has no name, such as memory, and for
-    NVLink of a generation that nothing says."""
+    """The name, in a table, of what a plan's transfers cross; None where that has no name, such as memory or a CPU's
+    NVLinks, and for NVLink of a generation that nothing says."""
     if planned.plan.size == 1:
         return None
     graph = planned.graph
     kinds = {link.kind for link in graph.links}
-    if len({node.host for node in graph.ranks}) > 1:
+    used = {link.kind for link, load in zip(planned.routes.links, planned.crossing(1e9), strict=True) if load > 0}
+    if LinkKind.C2C in used:
+        return None
+    if graph.several_hosts:
         inside = "of XGMI" if LinkKind.XGMI in kinds else "over PCIe"
         if LinkKind.NVLINK in kinds:
             inside = f"of NVLink {_generation(planned)}"
@@ -139,7 +143,6 @@ def fabric_of(planned: "Planned") -> str | None:
             else f"hosts {inside}"
         )
         return name if name in KNOWN else None
-    used = {link.kind for link, load in zip(planned.routes.links, planned.crossing(1e9), strict=True) if load > 0}
     if LinkKind.PCIE in used:
         if not all(node.peer_access for node in graph.gpus):
             return "PCIe, over the CPUs' memory"
@@ -170,7 +173,7 @@ def line_of(planned: "Planned") -> float:
     """GB/s that the efficiency of a fabric is a share of."""
     from ringreduce.topology.planner import widest
 
-    if len({node.host for node in planned.graph.ranks}) > 1:
+    if planned.graph.several_hosts:
         return planned.bound_in_switches or planned.bound
     return planned.of_links if planned.in_switches else widest(planned.graph, planned.collective).of_links
 
@@ -234,9 +237,10 @@ def load(path: str | Path) -> Table:
     """The table that a file has, on top of `FABRICS`.  Raises TopologyError that says what is wrong with it."""
     known = {field.name: field.type for field in fields(Fabric)}
     try:
-        document = json.loads(Path(path).read_text())
+        document = json_of(content_of(path))
     except (OSError, ValueError) as error:
-        raise TopologyError(f"{path} is no calibration: {error}; make one with `ringreduce calibrate`") from None
+        why = getattr(error, "strerror", None) or error
+        raise TopologyError(f"{path} is no calibration: {why}; make one with `ringreduce calibrate`") from None
     if not isinstance(document, dict) or not document:
         raise TopologyError(f"{path}: it has {document!r:.40}; expected an object with a fabric's figures by its name")
     table = dict(FABRICS)

@@ -41,6 +41,8 @@ class LinkKind(Enum):
 
     NVLINK = "NVLink"
     XGMI = "XGMI"
+    C2C = "NVLink to CPU"
+    """Between a GPU and its CPU: NVLink-C2C of Grace, NVLink of POWER.  Other GPUs reach it through that CPU."""
     PCIE = "PCIe"
     SMP = "SMP"
     """Between CPUs: QPI, UPI, Infinity Fabric, X-Bus."""
@@ -60,7 +62,10 @@ FABRIC = (LinkKind.NVLINK, LinkKind.XGMI)
 
 @dataclass(frozen=True)
 class Node:
-    """A device.  `index` is the number that its source gives it among its kind (GPU 3), `host` the host it is in."""
+    """A device.  `index` is the number that its source gives it among its kind (GPU 3), `host` the host it is in.
+
+    Several hosts may share an NVSwitch (NVL72): it counts as one host's, and belongs to all that have links to it.
+    """
 
     name: str
     kind: NodeKind
@@ -146,6 +151,11 @@ class LinkGraph:
         """The nodes that ranks run on, rank by rank: the GPUs, or the cores of a machine without any."""
         return self.gpus or self.of_kind(NodeKind.CORE)
 
+    @cached_property
+    def several_hosts(self) -> bool:
+        """Whether the ranks are on more than one host."""
+        return len({node.host for node in self.ranks}) > 1
+
     def of_kind(self, kind: NodeKind) -> tuple[Node, ...]:
         """The nodes of a kind, in the order of `nodes`."""
         return tuple(node for node in self.nodes if node.kind is kind)
@@ -173,8 +183,8 @@ class LinkGraph:
         """This graph with only those of its `ranks` that a job was given, in the job's order.
 
         On one host the places of GPUs are the indices that the machine's own listing shows.  Switches, CPUs and NICs of
-        their hosts stay: they belong to nobody.  Raises TopologyError for a place that there is not or that is named
-        twice.
+        their hosts stay: they belong to nobody; so do NVSwitches that several hosts share.  Raises TopologyError for a
+        place that there is not or that is named twice.
         """
         what = "GPU" if self.gpus else "core"
         known = _listed(what, range(len(self.ranks)))
@@ -187,7 +197,14 @@ class LinkGraph:
             raise TopologyError(f"{self.name}: {what} {twice} is named twice; name each once")
         kept = [self.ranks[place] for place in places]
         hosts, ranks = {node.host for node in kept}, {node.name for node in self.ranks}
-        near = (node for node in self.nodes if node.host in hosts or node.kind is NodeKind.NETWORK)
+        reached = {link.dst for node in kept for link in self.following[node.name]}
+        near = (
+            node
+            for node in self.nodes
+            if node.host in hosts
+            or node.kind is NodeKind.NETWORK
+            or (node.kind is NodeKind.NVSWITCH and node.name in reached)
+        )
         nodes = (*kept, *(node for node in near if node.name not in ranks))
         there = {node.name for node in nodes}
         links = tuple(link for link in self.links if link.src in there and link.dst in there)
@@ -217,9 +234,26 @@ class LinkGraph:
             document, where, {"name": str, "nodes": list, "links": list, "assumed": list}, ("nodes", "links")
         )
         nodes = _numbered(_load_node(value, f"{where}: nodes[{at}]") for at, value in enumerate(fields["nodes"]))
-        links = tuple(_load_link(value, f"{where}: links[{at}]") for at, value in enumerate(fields["links"]))
+        cpus = {node.name for node in nodes if node.kind is NodeKind.CPU}
+        loaded = (_load_link(value, f"{where}: links[{at}]") for at, value in enumerate(fields["links"]))
+        links = tuple(
+            replace(link, kind=LinkKind.C2C) if link.kind is LinkKind.NVLINK and {link.src, link.dst} & cpus else link
+            for link in loaded
+        )
         assumed = tuple(map(str, fields.get("assumed", ())))
         return LinkGraph(fields.get("name", where), nodes, links, assumed)
+
+
+def off_the_fabric(graph: LinkGraph) -> tuple[str, ...]:
+    """What to say of GPUs without a link of their own where others of their host are on an NVSwitch."""
+    switched = {gpu.host for gpu in graph.gpus for link in graph.following[gpu.name]
+                if graph.by_name[link.dst].kind is NodeKind.NVSWITCH}  # fmt: skip
+    return tuple(
+        f"{gpu.name} has no NVLink in it, but other GPUs of its host are on an NVSwitch: `nvidia-smi nvlink --status` "
+        "says whether its links are down."
+        for gpu in graph.gpus
+        if gpu.host in switched and not any(link.kind in FABRIC for link in graph.following[gpu.name])
+    )
 
 
 def both_directions(

@@ -68,6 +68,8 @@ class GroupTopology:
     links: tuple[tuple[int, tuple[str, ...]], ...] = ()
     """Of this rank to those on other hosts, as far as they are made: the rank, and the path of each connection, such as
     "10.0.0.1:5 -> 10.0.0.2:6 via eth0"."""
+    registered: tuple[str, ...] = ()
+    """The plans that `register_plan` has given the group, which serve before all others: the latest last."""
     wire: str = ""
     """Latency and bandwidth between hosts that plans are chosen by, and where they are known from."""
 
@@ -93,7 +95,7 @@ class GroupTopology:
         """Load what `to_json` wrote."""
         fields: dict[str, Any] = json.loads(text)
         served = (Served(**{**each, "plan": Plan.from_json(json.dumps(each["plan"]))}) for each in fields["served"])
-        lists = {name: tuple(fields[name]) for name in ("ranks", "assumed")}
+        lists = {name: tuple(fields[name]) for name in ("ranks", "assumed", "registered")}
         lists["hosts"] = tuple(OnHost(name, tuple(ranks)) for name, ranks in fields["hosts"])
         lists["links"] = tuple((peer, tuple(paths)) for peer, paths in fields["links"])
         return GroupTopology(**{**fields, **lists, "served": tuple(served)})
@@ -108,6 +110,7 @@ class GroupTopology:
             lines.append(f"between hosts: {self.wire}; rings go through hosts in this order")
         for peer, paths in self.links:
             lines.append(f"link to rank {peer}: {'; '.join(paths)}")
+        lines += [f"registered: {each}" for each in self.registered]
         if not self.served and not self.hosts:
             lines.append("nothing planned over links: the tuned rules decide (`ringreduce info`)")
         for each in self.served:
@@ -144,9 +147,7 @@ def _planner() -> ModuleType:
     try:
         return import_module("ringreduce.topology.planner")
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"it needs {error.name}; pip install '.[plan]' in the checkout", name=error.name
-        ) from None
+        raise ModuleNotFoundError(f"it needs {error.name}; pip install scipy rich", name=error.name) from None
 
 
 def _plans_of_gpus(graph: LinkGraph, collective: str) -> Iterator[tuple[int, "Planned"]]:

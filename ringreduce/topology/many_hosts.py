@@ -18,8 +18,9 @@ from typing import Any
 from ringreduce.common.failures import TopologyError
 from ringreduce.plan import Plan, build, hierarchical, lower_for, symmetric, verify
 from ringreduce.plan.network import LikeGroups, Network, Route
-from ringreduce.plan.simulate import simulate_first
+from ringreduce.plan.simulate import Simulated, simulate_first
 from ringreduce.topology.bound import Bound, Cuts, bound, reducing_domains
+from ringreduce.topology.clusters import hosts_by_kind, of_hosts
 from ringreduce.topology.graph import LinkGraph, NodeKind
 from ringreduce.topology.planned import Planned, transfers
 from ringreduce.topology.routes import Routes, all_routes
@@ -86,13 +87,13 @@ class OneForAll(Planned):
                 loads[images[link]] += share * amount
         return loads
 
-    def _simulated(self, size_bytes: int) -> float:
+    def _simulated(self, size_bytes: int, rounds: int) -> Simulated:
         rule = symmetric("all_reduce", self.across, self.hosts)
         assert rule is not None
         hosts, like = self.hosts, self._like_hosts
         return simulate_first(
-            self.plan, self.network, size_bytes, like, lambda host: rule.opposite(host, hosts)
-        ).seconds
+            self.plan, self.network, size_bytes, like, lambda host: rule.opposite(host, hosts), rounds=rounds
+        )
 
     def whole(self) -> Plan:
         """Raises TopologyError beyond `MOST_WHOLE` hosts."""
@@ -146,34 +147,8 @@ def candidates(graph: LinkGraph) -> dict[str, Planned]:
 
 def first_two(graph: LinkGraph) -> LinkGraph | None:
     """The first two hosts of several that are alike, with the network; None if they are not."""
-    host = {node.name: None if node.kind is NodeKind.NETWORK else node.host for node in graph.nodes}
-    numbers = list(dict.fromkeys(node.host for node in graph.ranks))
-    places = len(graph.ranks) // len(numbers)
-    if len(numbers) < 2 or [node.host for node in graph.ranks] != [each for each in numbers for _ in range(places)]:
-        return None
-    parts: dict[int, tuple[list[Any], set[Any]]] = {number: ([], set()) for number in numbers}
-
-    def first(name: str) -> str:
-        return name if host[name] is None else name.removeprefix(f"host{host[name]}/")
-
-    for node in graph.nodes:
-        if node.kind is not NodeKind.NETWORK:
-            if node.host not in parts or first(node.name) == node.name:
-                return None
-            parts[node.host][0].append(replace(node, name=first(node.name), host=0))
-    for link in graph.links:
-        ends = {host[link.src], host[link.dst]} - {None}
-        if len(ends) > 1:
-            return None
-        for number in ends:
-            assert number is not None
-            parts[number][1].add((first(link.src), first(link.dst), link.kind, link.capacity))
-    if any(part != parts[numbers[0]] for part in parts.values()):
-        return None
-    nodes = tuple(node for node in graph.nodes if host[node.name] in (None, *numbers[:2]))
-    there = {node.name for node in nodes}
-    links = tuple(link for link in graph.links if link.src in there and link.dst in there)
-    return replace(graph, nodes=nodes, links=links)
+    alike = hosts_by_kind(graph)
+    return of_hosts(graph, alike[0][:2]) if alike and len(alike) == 1 and len(alike[0]) > 1 else None
 
 
 def _with_wide_second(routes: Routes, hosts: int) -> Routes:

@@ -7,12 +7,13 @@ link carries is not in a matrix: it comes from the user, from the GPUs' models, 
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations
 
 from ringreduce.common.failures import TopologyError
-from ringreduce.topology.classes import Device, LinkClass, Pair, pcie_tree
+from ringreduce.topology.classes import Device, LinkClass, Pair, pcie_tree, some
 from ringreduce.topology.graph import Link, LinkGraph, LinkKind, Node, NodeKind, both_directions
-from ringreduce.topology.listing import CLASSES, HOW_TO, Listing, Row, find_listing
+from ringreduce.topology.listing import CLASSES, HOW_TO, LONGEST_LINE, Listing, Row, find_listing
 from ringreduce.topology.rates import (
     MOST_NVLINKS,
     NO_PEER_ACCESS,
@@ -22,13 +23,23 @@ from ringreduce.topology.rates import (
     Rate,
     model,
     model_in,
+    models_named,
     peer_access,
     reduces,
     slot,
     smp,
 )
 
-_MODEL_NAME = re.compile(r"^[^\w\n]*GPU (\d{1,4}): (\w[^\n]{0,80})", re.MULTILINE)
+_MODEL_NAME = re.compile(r"^(?:[^\w\n]*GPU (\d{1,4}):|\|\s+(\d{1,4})\s) {0,8}(\w[^\n|]{0,80})", re.MULTILINE)
+"""As `nvidia-smi -L`, `nvidia-smi nvlink --status` and the table of `nvidia-smi` list GPUs."""
+
+_ACCESS = re.compile(r"GPU(\d{1,4})((?:[\s|]+(?:X|OK|NS|CNS|GNS|TNS|DR|U))+)[\s|]*$")
+_ACCESS_COMMAND = re.compile(r"topo\s+(?:-p2p|--p2pstatus)\s+(\w)")
+_NO_ACCESS = {"CNS", "GNS", "TNS"}
+"""Where the chipset, the GPU or the machine cannot do it; the other words are of links or of settings."""
+
+MOST_SEARCHED = 1 << 20
+"""Models are looked for in so many characters of a text."""
 
 
 def read_matrix(text: str, where: str, assume: Assumed) -> LinkGraph:
@@ -42,8 +53,12 @@ def read_matrix(text: str, where: str, assume: Assumed) -> LinkGraph:
     bonds = _bonds(listing)
     notes = list(listing.assumed)
     models = _models(text, rows, bonds, assume, where, notes)
+    access = _access(text, rows, notes) if assume.peer_access is None else {}
 
-    gpus = [_gpu(row, models.get(gpu), assume) for gpu, row in rows.items()]
+    gpus = [
+        _gpu(row, models.get(gpu), replace(assume, peer_access=access.get(gpu, assume.peer_access)))
+        for gpu, row in rows.items()
+    ]
     fastest = max((gpu.slot for gpu in gpus), key=lambda rate: rate.gbps)
     nics = [_nic(at, label, listing, fastest) for at, label in enumerate(others)]
     switches, fabric = _fabric(rows, bonds, models, assume, where, notes)
@@ -51,7 +66,7 @@ def read_matrix(text: str, where: str, assume: Assumed) -> LinkGraph:
     tree = pcie_tree([*gpus, *nics], _classes([*rows, *others], listing), joint)
 
     notes += dict.fromkeys(gpu.slot.assumed for gpu in gpus if gpu.slot.assumed)
-    if not all(gpu.node.peer_access for gpu in gpus):
+    if not all(gpu.node.peer_access or gpu.node.name in access for gpu in gpus):
         notes.append(NO_PEER_ACCESS)
     if nics:
         notes.append("The speed of NICs is not in it: as much as the GPUs' slots carry is assumed for each.")
@@ -121,7 +136,8 @@ def _numbers(text: str) -> frozenset[int]:
 def _models(
     text: str, rows: Mapping[str, Row], bonds: Bonds, assume: Assumed, where: str, notes: list[str]
 ) -> dict[str, Model]:
-    """The model of each GPU of which it is known: from the user, else from a list of them in the text."""
+    """The model of each GPU of which it is known: from the user, else from a list of them in the text, else the only
+    one with so many NVLinks that the text names."""
     most = {gpu: max((bonds.get((gpu, other), 0) for other in rows), default=0) for gpu in rows}
     if assume.gpu is not None:
         known = model(assume.gpu)
@@ -130,12 +146,43 @@ def _models(
                 what = f"{gpu} has {most[gpu]} NVLinks, more than --gpu {known.name} can have; name the right model"
                 raise _error(where, row, what)
         return dict.fromkeys(rows, known)
-    named = {f"GPU{int(index)}": model_in(name) for index, name in _MODEL_NAME.findall(text)}
+    named = {f"GPU{int(one or other)}": model_in(name) for one, other, name in _MODEL_NAME.findall(text)}
     models = {gpu: listed for gpu in rows if (listed := named.get(gpu))}
     if any(most[gpu] > listed.links for gpu, listed in models.items()):
         notes.append("The GPU models that the text lists cannot have so many NVLinks; they were not used. Set --gpu.")
         return {}
+    links = max(most.values())
+    fitting = {
+        known for known in models_named(text[:MOST_SEARCHED]) if known.kind is LinkKind.NVLINK and known.links >= links
+    }
+    if links and len(fitting) == 1 and not any(named.values()):
+        (known,) = fitting
+        notes.append(f"The GPUs are taken as {known.name}, since the text names it and no other that fits; set --gpu.")
+        return dict.fromkeys(rows, known)
     return models
+
+
+def _access(text: str, rows: Mapping[str, Row], notes: list[str]) -> dict[str, bool]:
+    """Whether GPUs reach other GPUs' memory over PCIe, of those of which `nvidia-smi topo -p2p` in the text tells."""
+    found: dict[str, set[str]] = {}
+    command = ""
+    for line in text.splitlines():
+        if shown := _ACCESS_COMMAND.search(line):
+            command = shown[1]
+        if command not in ("", "r", "w") or len(line) > LONGEST_LINE:
+            continue  # of NVLinks, atomics or something else
+        if row := _ACCESS.search(line):
+            found.setdefault(f"GPU{int(row[1])}", set()).update(re.findall(r"[A-Z]+", row[2]))
+    if not rows.keys() <= found.keys():  # of another machine
+        return {}
+    access = {gpu: words <= {"X", "OK"} for gpu, words in found.items()
+              if gpu in rows and ("OK" in words) != bool(words & _NO_ACCESS)}  # fmt: skip
+    if blocked := [gpu for gpu in rows if not access.get(gpu, True)]:
+        notes.append(
+            f"`nvidia-smi topo -p2p` in it says that {some(blocked)} cannot reach other GPUs' memory over PCIe: what "
+            "goes there passes a CPU's memory."
+        )
+    return access
 
 
 def _fabric(

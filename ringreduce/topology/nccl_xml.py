@@ -14,7 +14,7 @@ from xml.parsers import expat
 
 from ringreduce.common.failures import TopologyError
 from ringreduce.topology.classes import between_cpus, some
-from ringreduce.topology.graph import FABRIC, Link, LinkGraph, LinkKind, Node, NodeKind, both_directions, merged
+from ringreduce.topology.graph import Link, LinkGraph, LinkKind, Node, NodeKind, both_directions, merged
 from ringreduce.topology.rates import (
     NO_PEER_ACCESS,
     NVLINK,
@@ -328,6 +328,8 @@ class _Reader:
         hidden, absent = [], []
         for gpu, name in self.names.items():
             for element in gpu.gpu.named(*_LINK_KINDS) if gpu.gpu else ():
+                if element.get("count") == "0":
+                    continue
                 bond, target = self.bond(element), element.get("target").lower()
                 other, goes_to = by_bus.get((gpu.above.host, target)), _hexadecimal(element.get("tclass"))
                 if other is gpu:
@@ -342,7 +344,7 @@ class _Reader:
                     switched.setdefault((0 if shared else gpu.above.host, target), []).append((gpu, bond))
                 elif goes_to == _CPU_NVLINK:
                     self.leave_slot(name, gpu.above.cpu)
-                    self.tie(name, gpu.above.cpu, bond, (gpu,))
+                    self.tie(name, gpu.above.cpu, bond, (gpu,), LinkKind.C2C)
                 else:
                     absent.append(f"{name} to {target or 'nowhere'}")
             for element in gpu.gpu.named("c2c") if gpu.gpu else ():
@@ -359,7 +361,7 @@ class _Reader:
 
     def bond(self, element: Element) -> _Bond:
         if not re.fullmatch(r"[1-9]\d{0,2}", element.get("count")):
-            what = f"count of <{element.tag}> is {element.get('count')!r}; it must be a number of links above 0"
+            what = f"count of <{element.tag}> is {element.get('count')!r}; it must be a number of links"
             raise _error(self.where, element, what)
         return _Bond(_LINK_KINDS[element.tag], int(element.get("count")), element)
 
@@ -395,11 +397,11 @@ class _Reader:
             if all(reduces(self.model(gpu), lanes[gpu]) for gpu, _ in ends):
                 self.nodes = [replace(node, reduces=True) if node.name == name else node for node in self.nodes]
 
-    def tie(self, one: str, other: str, bond: _Bond, gpus: Sequence[_Gpu]) -> None:
+    def tie(self, one: str, other: str, bond: _Bond, gpus: Sequence[_Gpu], kind: LinkKind | None = None) -> None:
         """Links of a bond, each as fast as the slower of the GPUs has them."""
         rate = self.link_rate(gpus, bond)
         source = f"{bond.lanes} x {rate.gbps:g} GB/s, {rate.source}"
-        self.links += both_directions(one, other, bond.kind, bond.lanes * rate.gbps, bond.lanes, source)
+        self.links += both_directions(one, other, kind or bond.kind, bond.lanes * rate.gbps, bond.lanes, source)
 
     def link_rate(self, gpus: Sequence[_Gpu], bond: _Bond) -> Rate:
         if self.assume.nvlink is not None:
@@ -420,7 +422,9 @@ class _Reader:
 
     def leave_slot(self, gpu: str, cpu: str) -> None:
         """Leaves out a PCIe link beside faster ones of the same ends."""
-        self.links = [link for link in self.links if {link.src, link.dst} != {gpu, cpu} or link.kind in FABRIC]
+        self.links = [
+            link for link in self.links if {link.src, link.dst} != {gpu, cpu} or link.kind is not LinkKind.PCIE
+        ]
 
     def chip_to_chip(self, gpu: str, cpu: str, element: Element) -> None:
         """NVLink-C2C between a Grace CPU and its GPU: `count` links of `bw` MB/s."""
@@ -430,7 +434,7 @@ class _Reader:
             raise _error(self.where, element, what)
         self.leave_slot(gpu, cpu)
         rate = Rate(int(bandwidth) * int(count) / 1000, f"{count} C2C links of {int(bandwidth) / 1000:g} GB/s")
-        self.join(gpu, cpu, LinkKind.NVLINK, rate)
+        self.join(gpu, cpu, LinkKind.C2C, rate)
 
     # Between CPUs, and between hosts.
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ringreduce.plan import Plan, layout, verify
 from ringreduce.plan.network import LikeGroups, Network
-from ringreduce.plan.simulate import exchanged, simulate
+from ringreduce.plan.simulate import Simulated, exchanged, simulate
 from ringreduce.topology.graph import LinkGraph, NodeKind
 from ringreduce.topology.rings import Ring
 from ringreduce.topology.routes import Routes
@@ -68,7 +68,7 @@ class Planned:
 
     @cached_property
     def several_hosts(self) -> bool:
-        return len({node.host for node in self.graph.ranks}) > 1
+        return self.graph.several_hosts
 
     @cached_property
     def _like_hosts(self) -> LikeGroups | None:
@@ -178,12 +178,15 @@ class Planned:
             elif self.in_switches:
                 seconds = self.seconds(size_bytes) + 2 * self.network.route(0, self.plan.size - 1).latency
             else:
-                seconds = self._simulated(size_bytes)
+                smaller = [size for size in self._rounds if size < size_bytes]
+                found = self._simulated(size_bytes, self._rounds[max(smaller)] if smaller else 1)
+                seconds, self._rounds[size_bytes] = found.seconds, found.rounds
             self._times[size_bytes] = seconds
         return self._times[size_bytes]
 
-    def _simulated(self, size_bytes: int) -> float:
-        return simulate(self.plan, self.network, size_bytes, groups=self._like_hosts).seconds
+    def _simulated(self, size_bytes: int, rounds: int) -> Simulated:
+        """`rounds`: as `simulate` has it."""
+        return simulate(self.plan, self.network, size_bytes, groups=self._like_hosts, rounds=rounds)
 
     @property
     def whole_hosts(self) -> int:
@@ -200,6 +203,11 @@ class Planned:
 
     @cached_property
     def _times(self) -> dict[float, float]:
+        return {}
+
+    @cached_property
+    def _rounds(self) -> dict[int, int]:
+        """In which the sizes were simulated so far."""
         return {}
 
     def to_json(self, size_bytes: int, more: Mapping[str, Any] = MappingProxyType({})) -> str:

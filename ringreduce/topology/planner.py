@@ -98,7 +98,7 @@ def widest(graph: LinkGraph, collective: str) -> Planned:
 @lru_cache(maxsize=64)
 def _full_rings(graph: LinkGraph, collective: str) -> Planned | None:
     """The rings of a host, if they reach the bound: most machines need no more, and nothing else is made for them."""
-    if len({node.host for node in graph.ranks}) > 1:
+    if graph.several_hosts:
         return None
     made = next(_made_for_links(decompose(graph), collective), None)
     return made if made and made.rings and made.of_links >= AS_GOOD * made.bound else None
@@ -161,7 +161,7 @@ def _candidates(graph: LinkGraph, collective: str) -> dict[str, Planned]:
 
 def _switched(made: Sequence[Planned], routes: Routes) -> Plan | None:
     """The plan that says between which ranks switches combine: of one host all of them, else its places."""
-    if len({node.host for node in routes.graph.ranks}) == 1:
+    if not routes.graph.several_hosts:
         everyone = any(len(domain) == routes.size for domain in reducing_domains(routes))
         return replace(build("all_reduce", "two_shot", routes.size), name="nvls") if made and everyone else None
     reducing = any(node.reduces for node in routes.graph.of_kind(NodeKind.NETWORK))

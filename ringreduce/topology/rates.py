@@ -159,6 +159,13 @@ def model_in(text: str) -> Model | None:
     return None
 
 
+def models_named(text: str) -> set[Model]:
+    """All models that are named in a text."""
+    words = re.findall(r"[a-z0-9]+", text.lower())
+    joined = ("".join(words[at : at + length]) for length in (1, 2, 3) for at in range(len(words) - length + 1))
+    return {MODELS[name] for name in joined if name in MODELS}
+
+
 def model_of_architecture(sm: str, gcn: str) -> Model | None:
     """The best known model of a compute capability ("80") or of an AMD architecture ("gfx90a", "908")."""
     if re.fullmatch(r"\d{1,4}", sm) and not gcn:

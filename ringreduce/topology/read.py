@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ringreduce.common.failures import TopologyError
+from ringreduce.common.files import content_of, encoding_of
 from ringreduce.topology.clusters import cluster
-from ringreduce.topology.graph import LinkGraph
+from ringreduce.topology.graph import LinkGraph, off_the_fabric
 from ringreduce.topology.matrix import read_matrix
 from ringreduce.topology.nccl_xml import read_nccl_xml
 from ringreduce.topology.rates import NOTHING, Assumed
@@ -20,13 +21,21 @@ KINDS = (
     "(NCCL_TOPO_DUMP_FILE), or the JSON of a link graph"
 )
 
-LARGEST = 16 << 20
-"""Bytes of the largest file that is looked at."""
-
 LONGEST_NAME = 4096
 
 _XML = re.compile(r"\s*(?:<\?xml|<!--|<!DOCTYPE|<(?:system|graphs|topology|nvidia_smi_log)\b)")
 _EMBEDDED = re.compile(r"<system\b[^>]{0,200}>\s*<cpu\b")
+_NOT_A_TOPOLOGY = (
+    (
+        re.compile(r"^\s*Link \d+: (?:[\d.]+ GB/s|<inactive>)", re.MULTILINE),
+        "this is `nvidia-smi nvlink --status`, which does not say what the links lead to; run `nvidia-smi topo -m` and "
+        "save what both print in one file",
+    ),
+    (
+        re.compile(r"^\W*NPU\d+\b", re.MULTILINE),
+        "it is of Ascend NPUs, of whose links nothing is known here; give GPUs",
+    ),
+)
 _ESCAPED = re.compile(r"\\[nt][ \t]*GPU\d|Affinity\\n[\"']")
 
 
@@ -44,18 +53,20 @@ def read(text: str, where: str, assume: Assumed = NOTHING, folder: Path | None =
         line, column = text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at)
         raise TopologyError(f"{where}: line {line}, column {column}: it is binary; expected {KINDS}")
     if _XML.match(text):
-        return read_nccl_xml(text, where, assume)
-    if _ESCAPED.search(text):
+        graph = read_nccl_xml(text, where, assume)
+    elif _ESCAPED.search(text):
         written_out = re.sub(r"\\{1,8}([rnt])", lambda found: {"r": "", "n": "\n", "t": "\t"}[found[1]], text)
-        return replace(_read_report(written_out, rf"{where}, with \n and \t written out", assume), name=where)
-    if text.lstrip().startswith("{"):
+        graph = replace(_read_report(written_out, rf"{where}, with \n and \t written out", assume), name=where)
+    elif text.lstrip().startswith("{"):
         if assume != NOTHING:
             raise TopologyError(
                 f"{where}: a JSON graph states its own rates; edit its capacities, and leave --gpu, --nvlink-gbps, "
                 "--pcie-gbps, --smp-gbps and --peer-access out"
             )
         return _read_json(text, where, folder or Path())
-    return _read_report(text, where, assume)
+    else:
+        graph = _read_report(text, where, assume)
+    return replace(graph, assumed=(*graph.assumed, *off_the_fabric(graph)))
 
 
 def _read_json(text: str, where: str, folder: Path) -> LinkGraph:
@@ -70,7 +81,7 @@ def _read_json(text: str, where: str, folder: Path) -> LinkGraph:
     file = folder / document["machine"]
     if not file.is_file():
         return cluster(document, described(document["machine"]), where)
-    if re.match(r"\s*\{", start := file.read_text(errors="replace")) and re.search(r'"machine"\s*:', start):
+    if re.match(r"\s*\{", start := content_of(file).decode(errors="replace")) and re.search(r'"machine"\s*:', start):
         raise TopologyError(f"{where}: machine is {document['machine']!r}, a cluster itself; name one host's file")
     return cluster(document, load(file), where)
 
@@ -81,6 +92,10 @@ def _read_report(text: str, where: str, assume: Assumed) -> LinkGraph:
         return read_nccl_xml(_blanked(text, found.start()) + text[found.start() : end + 9], where, assume)
     if is_rocm(text):
         return read_rocm(text, where, assume)
+    for shown, what in _NOT_A_TOPOLOGY:
+        if not re.search(r"GPU\d", text) and (at := shown.search(text)):
+            line = text.count("\n", 0, at.start()) + 1
+            raise TopologyError(f"{where}: line {line}, column 1: {what}")
     if not re.search(r"GPU\d", text):
         start = text.strip()[:40]
         raise TopologyError(f"{where}: line 1, column 1: it begins {start!r}, which is no topology; expected {KINDS}")
@@ -91,30 +106,25 @@ def load(path: str | Path, assume: Assumed = NOTHING) -> LinkGraph:
     """The graph that a file describes.  Raises TopologyError that names the path, for its text as `read` does, or for
     a file that cannot be read."""
     try:
-        with open(path, "rb") as file:
-            content = file.read(LARGEST + 1)
+        content = content_of(path)
     except FileNotFoundError:
         raise TopologyError(f"{path} does not exist; give a file with {KINDS}") from None
     except IsADirectoryError:
         raise TopologyError(f"{path} is a directory; give a file in it, with {KINDS}") from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise TopologyError(f"{path} cannot be read: {reason}; give a file that can, with {KINDS}") from None
-    if len(content) > LARGEST:
-        raise TopologyError(f"{path} has more than {LARGEST >> 20} MiB, too much for a machine; expected {KINDS}")
+    except OSError as error:
+        raise TopologyError(f"{path} cannot be read: {error.strerror}; expected {KINDS}") from None
     piped = str(path) == "/dev/stdin"
     return read(_decoded(content, path), str(path), assume, Path() if piped else Path(path).parent)
 
 
 def _decoded(content: bytes, path: str | Path) -> str:
-    """The text of a file: UTF-8, or UTF-16 as PowerShell writes it."""
-    name, encoding = ("UTF-16", "utf-16") if content[:2] in (b"\xff\xfe", b"\xfe\xff") else ("UTF-8", "utf-8-sig")
+    encoding = encoding_of(content)
     try:
         return content.decode(encoding)
     except UnicodeDecodeError as error:
         before = content[: error.start]
         line, column = before.count(b"\n") + 1, error.start - before.rfind(b"\n")
-        what = f"it is not {name} text; save it as UTF-8, with {KINDS}"
+        what = f"it is not {encoding.removesuffix('-sig').upper()} text; save it as UTF-8, with {KINDS}"
         raise TopologyError(f"{path}: line {line}, column {column}: {what}") from None
 
 

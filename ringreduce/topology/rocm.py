@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from ringreduce.common.failures import TopologyError
-from ringreduce.topology.classes import Device, pcie_tree
+from ringreduce.topology.classes import Device, pcie_tree, some
 from ringreduce.topology.graph import LinkGraph, LinkKind, Node, NodeKind, both_directions
 from ringreduce.topology.rates import Assumed, Rate, model, slot, smp
 
@@ -23,8 +23,12 @@ _LABEL = rf"(?<![\w.:-])(?P<label>{_NAME})"
 _ROW = re.compile(rf"{_LABEL}[ \t|]+(?=(?:XGMI|PCIE|SELF|UNKNOWN|N/A|\d{{1,5}})(?:[ \t|]|$))")
 _TYPE = re.compile(rf"{_LABEL}[ \t|]+(?:(?:0|SELF)[ \t|]+)?(?:XGMI|PCIE)(?![\w-])")
 _ALONE = re.compile(rf"[ \t|]*{_NAME}[ \t|]*")
-_TITLE = re.compile(r"ROCm System Management Interface|between two GPUs =|LINK TYPE TABLE:")
-_NUMA = re.compile(r"GPU[\[ ](\d{1,4})\b[^\n]{0,40}Numa Node: (\d{1,4})")
+_TABLE = re.compile(
+    r"\b(?:(?:ACCESS|WEIGHT|HOPS|NUMA BW|CACHE COHER[AE]NCY|ATOMICS|DMA|BI-DIRECTIONAL|LINK TYPE) TABLE(?=:)|"
+    r"(?:Weight|Hops|Link Type) between two GPUs(?= =))"
+)
+_TITLE = re.compile(rf"ROCm System Management Interface|{_TABLE.pattern}")
+_NUMA = re.compile(r"GPU[\[ ](\d{1,4})(?:\.\.(\d{1,4}))?\b[^\n]{0,40}Numa Node: (\d{1,4})")
 
 _CELL = re.compile(r"[^\s|]+")
 
@@ -59,7 +63,11 @@ def read_rocm(text: str, where: str, assume: Assumed) -> LinkGraph:
     if types is None:
         before = text[: found.start()] if (found := _TITLE.search(text)) else ""
         line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
-        raise TopologyError(f"{where}: line {line}, column {column}: no table of XGMI and PCIE follows; {HOW_TO}")
+        what = "no table of XGMI and PCIE follows"
+        if shown := dict.fromkeys(_TABLE.findall(text)):
+            what = f"it has {some(list(shown))}, but no row of link types (XGMI, PCIE)"
+        how_to = "run `amd-smi topology` without options, or with -wt" if "TABLE:" in text else HOW_TO
+        raise TopologyError(f"{where}: line {line}, column {column}: {what}; {how_to}")
     _check(types, where)
     notes: list[str] = []
     hives = [pair for pair in combinations(range(len(types)), 2) if types[pair[0]].cells[pair[1]][0] == "XGMI"]
@@ -83,7 +91,9 @@ def read_rocm(text: str, where: str, assume: Assumed) -> LinkGraph:
     if linked:
         notes.append("How many XGMI links join two GPUs is not in it: one assumed.")
 
-    numa = {int(gpu): int(node) for gpu, node in _NUMA.findall(text)}
+    numa = {
+        gpu: int(node) for first, last, node in _NUMA.findall(text) for gpu in range(int(first), int(last or first) + 1)
+    }
     by_bus = ":" in types[0].label
     if by_bus:
         notes.append("GPUs are numbered as they follow in it, for it calls them by bus id.")
@@ -114,21 +124,25 @@ def read_rocm(text: str, where: str, assume: Assumed) -> LinkGraph:
 
 
 def _tables(text: str) -> list[list[_Row]]:
-    """The tables, in order: rows until a GPU repeats or a title follows."""
-    tables: list[dict[str, _Row]] = [{}]
+    """The tables, in order: rows until a GPU repeats or a title follows.  Of tables side by side the left is first."""
+    sides: list[list[dict[str, _Row]]] = [[{}]]
     above = ""
     for number, line in enumerate(re.split(r"\r\n|\n|\r", text), 1):
-        found = _ROW.search(line) if len(line) <= LONGEST_LINE else None
-        if "==" in line or (found and found["label"] in tables[-1]):
-            if len(tables) > MOST_TABLES:
-                break
-            tables.append({})
-        if found:
-            cells = tuple((cell[0], cell.start() + 1) for cell in _CELL.finditer(line, found.end()))
-            alone = _ALONE.fullmatch(above) is not None
-            tables[-1][found["label"]] = _Row(number, found.start() + 1, found["label"], cells, alone)
+        rows = list(_ROW.finditer(line)) if len(line) <= LONGEST_LINE else []
+        sides += [[{}] for _ in range(len(rows) - len(sides))]
+        for at, tables in enumerate(sides):
+            found = rows[at] if at < len(rows) else None
+            if "==" in line or (found and found["label"] in tables[-1]):
+                tables.append({})
+            if found:
+                end = rows[at + 1].start() if at + 1 < len(rows) else len(line)
+                cells = tuple((cell[0], cell.start() + 1) for cell in _CELL.finditer(line, found.end(), end))
+                alone = _ALONE.fullmatch(above) is not None
+                tables[-1][found["label"]] = _Row(number, found.start() + 1, found["label"], cells, alone)
+        if max(map(len, sides)) > MOST_TABLES:
+            break
         above = line
-    return [list(table.values()) for table in tables if table]
+    return [list(table.values()) for tables in sides for table in tables if table]
 
 
 def _all(table: Sequence[_Row]) -> list[tuple[str, int]]:

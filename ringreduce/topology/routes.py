@@ -19,6 +19,7 @@ from ringreduce.topology.graph import FABRIC, Link, LinkGraph, LinkKind, NodeKin
 LATENCY: Mapping[LinkKind, float] = {
     LinkKind.NVLINK: 2e-6,
     LinkKind.XGMI: 2e-6,
+    LinkKind.C2C: 4e-6,
     LinkKind.PCIE: 4e-6,
     LinkKind.SMP: 5e-6,
     LinkKind.NETWORK: 15e-6,
@@ -181,7 +182,8 @@ def _shortest_paths(
                 continue  # ranks do not forward what is not theirs
             for at in leaving[node]:
                 end = graph.by_name[links[at].dst]
-                if inside and (end.host != home or end.kind in (NodeKind.NIC, NodeKind.NETWORK)):
+                elsewhere = end.host != home and end.kind is not NodeKind.NVSWITCH  # which several hosts may share
+                if inside and (elsewhere or end.kind in (NodeKind.NIC, NodeKind.NETWORK)):
                     continue
                 after = end.name, passed or end.kind is NodeKind.CPU
                 if after not in hops:

@@ -112,7 +112,8 @@ def rules_for(tuning: Tuning, size: int, slicing: Slicing, least_fetch: int | No
 
 @functools.lru_cache(maxsize=8)
 def current(where: str, cores: frozenset[int]) -> tuple[Tuning, str]:
-    """What is known of this machine, and where from: the file, or else a probe, which then makes the file.
+    """What is known of this machine, and where from: the file, or else a probe, which then makes the machine's own
+    file.
 
     `where` is "auto" or the file's path.  A file that cannot be used or written is told in the log, once.
     """
@@ -122,26 +123,25 @@ def current(where: str, cores: frozenset[int]) -> tuple[Tuning, str]:
     except OSError as error:
         log.info("cannot keep what is found out about this machine: %s", error)
         return Tuning(identity, probe(cores), now()), "probe"
-    writable = False
     try:
         return load(path), str(path)
-    except FileNotFoundError:
-        writable = True
-        for other in tuned_otherwise(identity) if where == "auto" else ():
+    except (OSError, ValueError) as error:
+        own = where == "auto" and isinstance(error, FileNotFoundError)
+        for other in tuned_otherwise(identity) if own else ():
             log.warning(
                 "`ringreduce tune` has measured this machine for jobs on %d cores; this one may use %d, for which the "
                 "cost model decides until `ringreduce tune` runs on as many",
                 other.identity.cores,
                 identity.cores,
             )
-    except (OSError, ValueError) as error:
-        log.warning(
-            "cannot use the tuning in %s: %s; the machine is probed instead; `ringreduce tune` writes it anew",
-            path,
-            error,
-        )
+        if not own:
+            log.warning(
+                "cannot use the tuning in %s: %s; the machine is probed instead; `ringreduce tune` writes it anew",
+                path,
+                error,
+            )
     tuning = Tuning(identity, probe(cores), now())
-    if writable:
+    if own:
         try:
             save(tuning, path, replace=False)
         except OSError as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ringreduce.common.units import bytes_text, time_text
-from ringreduce.topology.draw.style import A4, DPI, INK, colour, dash, sheet
+from ringreduce.topology.draw.style import A4, INK, colour, dash, save, sheet
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,7 +36,7 @@ def time_over_size(
     axes.tick_params(labelbottom=False)
     _fastest(figure, axes, curves)
     _ticks(axes.xaxis, axes.get_xlim(), 10, bytes_text)
-    figure.savefig(path, dpi=DPI)
+    save(figure, path)
 
 
 def time_over_ranks(
@@ -52,7 +52,7 @@ def time_over_ranks(
     _draw(axes, curves)
     _ticks(axes.xaxis, axes.get_xlim(), 2, lambda value: f"{value:,.0f}")
     axes.set_xlabel("ranks")
-    figure.savefig(path, dpi=DPI)
+    save(figure, path)
 
 
 def _draw(axes: Axes, curves: Curves) -> None:

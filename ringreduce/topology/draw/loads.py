@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ringreduce.common.units import bytes_text, time_text
-from ringreduce.topology.draw.style import A4, DPI, GREY, INK, PALETTE, machine_name, rank_label, sheet
+from ringreduce.topology.draw.style import A4, GREY, INK, PALETTE, machine_name, rank_label, save, sheet
 from ringreduce.topology.graph import FABRIC, LinkGraph
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def loads(planned: Planned, size_bytes: int, path: str | Path, inches: tuple[flo
         _matrix(figure, planned, used)
     else:
         _bars(figure, planned.graph, used)
-    figure.savefig(path, dpi=DPI)
+    save(figure, path)
 
 
 class _Load(NamedTuple):

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from ringreduce.topology.draw.style import (
     A4,
-    DPI,
     GREY,
     INK,
     PALE,
@@ -28,6 +27,7 @@ from ringreduce.topology.draw.style import (
     literal,
     machine_name,
     rank_label,
+    save,
     sheet,
 )
 from ringreduce.topology.graph import FABRIC, LinkGraph, Node, NodeKind
@@ -136,7 +136,7 @@ def machine(
     _draw_strands(axes, scene)
     _draw_nodes(axes, scene)
     _draw_legend(figure, scene, unused, width + 0.015)
-    figure.savefig(path, dpi=DPI)
+    save(figure, path)
 
 
 # What is drawn.
@@ -204,7 +204,7 @@ def _needs_more(graph: LinkGraph, names: Sequence[str], strands: Sequence[_Stran
 def _place(scene: _Scene) -> None:
     """Every host a circle of its ranks, clockwise; hosts on a circle around the network, clockwise from the left."""
     hosts = list(dict.fromkeys(scene.graph.by_name[name].host for name in scene.ranks))
-    far = 1.48 / math.sin(math.pi / len(hosts)) if len(hosts) > 1 else 0.0
+    far = 1.48 / math.sin(math.pi / len(hosts)) + 0.7 * bool(_leaves(scene)) if len(hosts) > 1 else 0.0
     scene.extent = far + (1.45 if len(hosts) > 1 else 1.3)
     for at, host in enumerate(hosts):
         ranks = scene.of_host(host)
@@ -217,6 +217,23 @@ def _place(scene: _Scene) -> None:
         _place_inside(scene, host, ranks)
     for node in scene.graph.of_kind(NodeKind.NETWORK):
         scene.at[node.name] = (0.0, 0.0)
+    wanted = {}
+    for place, (leaf, below) in enumerate(_leaves(scene).items()):
+        x, y = (sum(scene.centre[host][axis] for host in below) for axis in (0, 1))
+        turn = 2 * math.pi * place / len(_leaves(scene))
+        wanted[leaf] = turn if math.hypot(x, y) < 1e-6 else math.atan2(y, x)  # below all hosts: evenly
+    radius = (far - DISC) / 2
+    for name, angle in (_apart(wanted, 0.5 / radius) if wanted else {}).items():
+        scene.at[name] = _on_circle((0.0, 0.0), radius, angle)
+
+
+def _leaves(scene: _Scene) -> dict[str, set[int]]:
+    """The switches between hosts and the network, with the hosts below that are drawn."""
+    graph = scene.graph
+    drawn = {graph.by_name[name].host for name in scene.ranks}
+    switches = [node.name for node in graph.of_kind(NodeKind.NETWORK)]
+    below = {name: graph.below(name) & drawn for name in switches} if len(switches) > 1 else {}
+    return {name: hosts for name, hosts in below.items() if hosts}
 
 
 def _place_inside(scene: _Scene, host: int, ranks: Sequence[str]) -> None:
@@ -352,9 +369,13 @@ def _draw_links(axes: Axes, scene: _Scene) -> bool:
             thick = max(THINNEST, WIDEST * link.capacity / widest)
         axes.plot(xs, ys, color=PALE, linewidth=thick, linestyle=UNUSED if dashed else "solid", zorder=1)
     if len(scene.centre) > 1:
-        for x, y in scene.centre.values():
+        leaves = _leaves(scene)
+        for host, (x, y) in scene.centre.items():
             rim = 1 - DISC / math.hypot(x, y)
-            axes.plot([0, x * rim], [0, y * rim], color=PALE, linewidth=3, zorder=0.2)
+            for left, bottom in [scene.at[leaf] for leaf, below in leaves.items() if host in below] or [(0.0, 0.0)]:
+                axes.plot([left, x * rim], [bottom, y * rim], color=PALE, linewidth=3, zorder=0.2)
+        for leaf in leaves:
+            axes.plot([0, scene.at[leaf][0]], [0, scene.at[leaf][1]], color=PALE, linewidth=3, zorder=0.2)
     return unused
 
 

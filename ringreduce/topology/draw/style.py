@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from io import BytesIO
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ringreduce.common.files import write_file
 from ringreduce.topology.graph import LinkGraph, NodeKind
 
 if TYPE_CHECKING:
@@ -33,6 +36,13 @@ def sheet(inches: tuple[float, float], title: str, note: str) -> Figure:
     if note:
         figure.text(0.03, 0.922, _one_line(note, 115), fontsize=10.5, color=GREY, va="top")
     return figure
+
+
+def save(figure: Figure, path: str | Path) -> None:
+    """Writes a picture in the format that the ending of its file's name says. Raises OSError that names the file."""
+    content = BytesIO()
+    figure.savefig(content, dpi=DPI, format=Path(path).suffix[1:].lower() or "png")
+    write_file(path, content.getvalue())
 
 
 def machine_name(graph: LinkGraph) -> str:
@@ -65,5 +75,4 @@ def rank_label(graph: LinkGraph, name: str) -> str:
     node = graph.by_name[name]
     if node.kind not in (NodeKind.GPU, NodeKind.CORE):
         return name
-    several = len({each.host for each in graph.of_kind(node.kind)}) > 1
-    return f"{node.host}/{node.index}" if several else str(node.index)
+    return f"{node.host}/{node.index}" if graph.several_hosts else str(node.index)
