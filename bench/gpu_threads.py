@@ -32,7 +32,9 @@ class ThreadRank:
         if options.gpu_mode == "run":  # kernels that wait for each other must not come one after the other
             torch.cuda.set_stream(torch.cuda.Stream())
         resolved, _ = resolve(options)
-        self.backend = backend._make(store, "group", rank, list(range(size)), timedelta(seconds=timeout), resolved)
+        within = timedelta(seconds=timeout)
+        with backend._exchange(store, rank, list(range(size)), within, None) as exchange:
+            self.backend = backend._make(exchange, "group", within, resolved)
         self.group = dist.ProcessGroup(store, rank, size)
         self.group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.CUSTOM, self.backend)
 

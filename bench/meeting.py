@@ -22,6 +22,7 @@ from typing import Any
 from ringreduce.plan import lower_for
 from ringreduce.rendezvous.card import Place
 from ringreduce.rendezvous.host import meet
+from ringreduce.rendezvous.store import Exchange
 
 PER_HOST = 8
 EVERY = 64
@@ -77,7 +78,7 @@ def run(rank: int, size: int, per_host: int, folder: str) -> dict[str, Any]:
     store = FolderStore(folder)
     place = Place(host_id=str(rank // per_host), interfaces="lo") if per_host < size else Place()
     before, cpu = memory_mb(), time.process_time()
-    meeting = meet(store, rank, size, lambda _: 4096, "", 600.0, lambda *_: "", place=place)
+    meeting = meet(Exchange(store, rank, size, 600.0), lambda _: 4096, {}, lambda *_: "", place=place)
     met, met_mb = time.process_time(), memory_mb()
     end = time.monotonic()
     if rank % EVERY == 0 or size <= EVERY:

@@ -416,7 +416,7 @@ def read_command_line() -> tuple[Settings, argparse.Namespace]:
     if args.max_bytes < args.min_bytes or args.factor < 2 or min(args.sizes or [args.min_bytes]) < itemsize:
         parser.error(f"need sizes of at least {itemsize}, --min-bytes <= --max-bytes and --factor >= 2")
     if args.plot and find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib: pip install ringreduce[plot]")
+        parser.error("--plot needs matplotlib: pip install matplotlib")
     if args.dtype != "float32" and set(args.backends) & set(MPIS) and args.backends is not default:
         parser.error(f"--backends: MPI has no {args.dtype}; name only {' '.join([*OURS, 'gloo'])}")
     backends = dict.fromkeys([*args.backends, *(["ringreduce-shared"] if args.zero_copy else [])])

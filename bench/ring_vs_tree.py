@@ -289,14 +289,16 @@ def read_command_line() -> tuple[Settings, argparse.Namespace]:
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no GPU here")
     if args.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib: pip install ringreduce[plot]")
+        parser.error("--plot needs matplotlib: pip install matplotlib")
     world = os.environ.get("WORLD_SIZE")
     if world and args.ranks:
         parser.error(f"--ranks is for runs without torchrun, which has started {world} ranks already")
     nccl = args.device == "cuda" and dist.is_nccl_available()
     variants = tuple(args.variants or (*ALGORITHMS, "gloo", *(["nccl"] if nccl else [])))
     if set(variants) & set(ALGORITHMS) and importlib.util.find_spec("ringreduce") is None:
-        parser.error("ringreduce is not installed: pip install -e . (or --variants gloo)")
+        parser.error(
+            "ringreduce is not installed: pip install --no-build-isolation --no-deps -e . (or --variants gloo)"
+        )
     settings = Settings(
         ranks=(int(world),) if world else tuple(args.ranks or (2, 4)),
         sizes=tuple(harness.sizes(args.min_bytes, args.max_bytes, args.factor, itemsize)),

@@ -229,7 +229,7 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the figures and the curves")
     args = parser.parse_args()
     if args.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib: pip install ringreduce[plot]")
+        parser.error("--plot needs matplotlib: pip install matplotlib")
     found, ring_of, curves = list(figures()), lengths(), list(machines())
     console = Console()
     show(found, ring_of, curves, console)

@@ -1,12 +1,16 @@
 """CuPy's arrays in collectives, without a copy: torchrun --nproc-per-node 2 examples/cupy_arrays.py
 
-Needs a GPU and `pip install 'ringreduce[cuda,cupy]'`. Arrays may lie on any CuPy stream: a call waits for what that
+Needs a GPU and `pip install nvidia-ml-py cupy-cuda13x`. Arrays may lie on any CuPy stream: a call waits for what that
 stream is doing with them, and what the stream does next waits for the call.
 """
 
 import os
+import sys
 
-import cupy
+try:
+    import cupy
+except ModuleNotFoundError:
+    sys.exit("this example needs a GPU and CuPy: pip install 'cupy-cuda13x' (-cuda12x for drivers of CUDA 12)")
 import torch
 import torch.distributed as dist
 

@@ -15,6 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 STEPS, SAVE_EVERY, KILLED_AT = 20, 4, 10
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+restarts = (
+    os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0"
+)  # else torchrun would end the job with the rank that is killed
 checkpoint = Path(tempfile.gettempdir()) / f"ringreduce_elastic_{os.environ['TORCHELASTIC_RUN_ID']}.pt"
 
 
@@ -49,7 +52,7 @@ for step in range(first, STEPS):
         state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
         torch.save(state, checkpoint.with_suffix(".new"))
         checkpoint.with_suffix(".new").rename(checkpoint)  # whole or not at all
-    if step == KILLED_AT and attempt == 0 and rank == size - 1:
+    if step == KILLED_AT and attempt == 0 and rank == size - 1 and restarts:
         os.kill(os.getpid(), signal.SIGKILL)
     learn(model, optimizer, samples(step, rank))  # PeerLost here ends the ranks that were not killed
 
@@ -58,6 +61,8 @@ for step in range(STEPS):
     learn(alone, adam, torch.cat([samples(step, r) for r in range(size)]))
 error = max((a - b).abs().max().item() for a, b in zip(model.parameters(), alone.parameters(), strict=True))
 print(f"rank {rank}, attempt {attempt}: parameters differ from a single process's by {error:.1e}\n", end="")
+if not restarts and rank == 0:
+    print("no rank was killed, since torchrun was told to restart none: add --max-restarts=1")
 dist.barrier()
 dist.destroy_process_group()
 checkpoint.unlink(missing_ok=True)

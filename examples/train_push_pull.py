@@ -4,9 +4,9 @@
     torchrun --nproc-per-node=2 examples/train_push_pull.py --mode asynchronous    the last worker is slow
     torchrun --nproc-per-node=2 examples/train_push_pull.py --mode ssp
 
-Gradients are pushed by hooks while backward runs, servers update, and a layer's parameters are pulled before its
-forward pass. Synchronously, workers have the bits of one process that adds the workers' gradients in order, divides by
-their number and calls the same optimizer. Otherwise a slow worker holds up nobody, or only by --staleness steps.
+Gradients are pushed by hooks while backward runs, servers update, and step() returns when the new parameters are there.
+Synchronously, workers have the bits of one process that adds the workers' gradients in order, divides by their number
+and calls the same optimizer. Otherwise a slow worker holds up nobody, or only by --staleness steps.
 
 Exit code: 0, 1 if bits differ or the test accuracy is below 90%.
 """

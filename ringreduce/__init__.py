@@ -23,7 +23,11 @@ __version__ = "0.1.0"
 
 _names = ast.parse(Path(__file__).with_suffix(".pyi").read_text()).body
 _MODULE_OF = {each.name: node.module for node in _names if isinstance(node, ast.ImportFrom) for each in node.names}
-__all__ = [*_MODULE_OF]  # noqa: PLE0604
+__all__ = [name for name, module in _MODULE_OF.items() if module != __name__]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULE_OF})
 
 
 def __getattr__(name: str) -> Any:
@@ -33,6 +37,8 @@ def __getattr__(name: str) -> Any:
         return import_module("ringreduce.errors" if "torch" in sys.modules else "ringreduce.common.failures")
     if _MODULE_OF.get(name) == "ringreduce.topology":
         return import_module("ringreduce.topology")  # a package that can be called
+    if _MODULE_OF.get(name) == __name__:
+        return import_module(f"ringreduce.{name}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'ringreduce' has no attribute {name!r}")
     value = getattr(import_module(str(_MODULE_OF[name])), name)

@@ -15,11 +15,13 @@ listed with its reason in tests/unit/test_signatures.py.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, cast
+from typing import Any, SupportsIndex, TypeAlias, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
@@ -32,20 +34,19 @@ from ringreduce.common.units import duration
 from ringreduce.config import resolve
 from ringreduce.errors import InvalidArgument
 from ringreduce.gpu import arrays, nccl
+from ringreduce.group_links import registered
 from ringreduce.memory import open_arena
 from ringreduce.survivors import Agreement, found_in, survivors_of
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
-
+Array: TypeAlias = torch.Tensor | np.ndarray[Any, Any]
 ReduceOp: TypeAlias = dist.ReduceOp | dist.ReduceOp.RedOpType
 Group: TypeAlias = dist.ProcessGroup | None
 Work: TypeAlias = dist.Work | None
 Rank: TypeAlias = int | None
 SUM = dist.ReduceOp.SUM
 CPU = torch.device("cpu")
+
+log = logging.getLogger(__name__)
 
 
 def all_reduce(
@@ -207,10 +208,10 @@ def barrier(
     group: Group = None,
     async_op: bool = False,
     device_ids: Sequence[int] | None = None,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
 ) -> Work:
-    """Ends when all ranks have called it. `timeout` is the group's by default. `device_ids`, which tells NCCL its GPU,
-    is not used."""
+    """Ends when all ranks have called it. `timeout` is a timedelta or seconds; the default is the group's timeout.
+    `device_ids`, which tells NCCL its GPU, is not used."""
     options = _options(dist.BarrierOptions, async_op)
     if timeout is not None:
         options.timeout = duration("timeout", timeout)
@@ -302,9 +303,10 @@ def empty(
     decides for itself. The memory belongs to the process. It serves every group, before or after the tensor was made,
     and is given back with the tensor. It is taken when it is first written, up to `Options.arena_bytes` in all.
 
-    `group` matters only for errors: a group that cannot use such memory raises `InvalidArgument`. If none is given, the
-    default group is checked, if its backend is ringreduce. Raises `SystemFailure` if no room is left, and
-    `InvalidArgument` if `size` is not of whole numbers from 0, or `dtype` is not a dtype.
+    Where there is no such memory, the result is an ordinary tensor: if the process has no arena, or if the ranks of
+    `group` share no memory. If no group is given, the default group counts, if its backend is ringreduce. Raises
+    `SystemFailure` if no room is left, and `InvalidArgument` if `size` is not of whole numbers from 0, or `dtype` is
+    not a dtype.
     """
     dtype = torch.get_default_dtype() if dtype is None else dtype
     if not isinstance(dtype, torch.dtype):
@@ -320,7 +322,7 @@ def empty(
         raise InvalidArgument(f"size is {tuple(shape)}; a tensor must have less than 2^63 bytes")
     if group is None and not _is_ours(dist.group.WORLD):
         if open_arena(resolve(None)[0]) < 0:
-            raise InvalidArgument("RINGREDUCE_ARENA_BYTES is 0, so this process has no arena for shared tensors")
+            return torch.empty(shape, dtype=dtype)
         return _C.empty_in_arena(shape.numel(), dtype).view(shape)
     return backend_of(group).allocate_tensor(shape.numel(), dtype=dtype, device=CPU).view(shape)
 
@@ -371,6 +373,7 @@ def register_plan(plan: plans.Plan, group: dist.ProcessGroup | None = None, most
 
     Collective: all ranks must register the same plans in the same order. Raises `PlanError` if `ringreduce.verify`
     finds the plan wrong, and `InvalidArgument` if it is for another number of ranks or has too many channels.
+    `ringreduce.topology(group)` shows what is registered, and RINGREDUCE_DEBUG logs it.
     """
     backend = backend_of(group)
     if plan.size != backend.size():
@@ -379,6 +382,11 @@ def register_plan(plan: plans.Plan, group: dist.ProcessGroup | None = None, most
         raise InvalidArgument(f"most_bytes is {most_bytes}; it must be 0 or more, or None")
     limit = 2**64 - 1 if most_bytes is None else most_bytes
     backend.register_plan(plan.collective, plans.lower(plan), plans.digest(plan), limit)
+    what = (
+        f"{plan.collective} of {'all sizes' if most_bytes is None else f'blocks up to {most_bytes} bytes'}: {plan.name}"
+    )
+    registered.setdefault(cast(dist.ProcessGroup, group or dist.group.WORLD).group_name, []).append(what)
+    log.info("[rank %d] registered a plan for %s", backend.options.global_ranks_in_group[backend.rank()], what)
 
 
 def use_nccl(communicator: object, group: dist.ProcessGroup | None = None) -> None:
@@ -495,9 +503,20 @@ def _copied(tensor: Array, out: Array) -> Array:
             f"out is {tuple(target.shape)} of {target.dtype} on {target.device}; it must be as tensor, "
             f"{tuple(source.shape)} of {source.dtype} on {source.device}"
         )
-    target.detach().copy_(source)
+    # torch copies between tensors that overlap in part with an error, or wrongly.
+    apart = source is target or not _share_memory(source, target)
+    target.detach().copy_(source if apart else source.clone())
     guests.order()
     return out
+
+
+def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether memory of the one may be memory of the other."""
+    if a.layout != torch.strided or b.layout != torch.strided:
+        return False
+    left, right = a.untyped_storage(), b.untyped_storage()
+    first = max(left.data_ptr(), right.data_ptr())
+    return first < min(left.data_ptr() + left.nbytes(), right.data_ptr() + right.nbytes())
 
 
 def _tensors(given: Any, guests: arrays.Guests) -> Any:

@@ -14,11 +14,12 @@ import logging
 import mmap
 import multiprocessing.util
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -40,15 +41,16 @@ from ringreduce.config import (
     slicing_for,
     slot_bytes_for,
 )
-from ringreduce.errors import RingReduceError, SystemFailure, TopologyError
+from ringreduce.errors import SystemFailure, TopologyError
+from ringreduce.group_links import registered, remember
 from ringreduce.membership.key_store import KeyStore
 from ringreduce.membership.ledger import Ledger, ledger_bytes
 from ringreduce.memory import open_arena, share_allocations
 from ringreduce.ready import agreed, place_of
-from ringreduce.rendezvous.card import Card, prepared
+from ringreduce.rendezvous.card import prepared
 from ringreduce.rendezvous.host import Decide, meet
-from ringreduce.rendezvous.store import passed
-from ringreduce.survivors import Lineage, Survivors, found_in, known_ends, shrinking, use_instead
+from ringreduce.rendezvous.store import Card, Exchange, passed
+from ringreduce.survivors import Lineage, Survivors, found_in, known_ends, shrinking, survivors_of, use_instead
 
 if TYPE_CHECKING:
     from ringreduce import host_links
@@ -69,15 +71,29 @@ log = logging.getLogger(__name__)
 _numbers = itertools.count()
 """Of the groups of this process."""
 
-# Callbacks of calls under way must not meet an interpreter that is half gone.
-atexit.register(_C.shutdown_all)
+
+class _AfterAllHandlers:
+    """Shuts down the groups when `atexit` has run its last handler, whenever that was registered: handlers may call.
+
+    `atexit` lets go of its handlers' arguments then, and the interpreter is still whole. Later, callbacks of calls
+    under way would meet one that is half gone.
+    """
+
+    def __del__(self) -> None:
+        _C.shutdown_all()
+
+
+atexit.register(id, _AfterAllHandlers())
 
 
 @functools.lru_cache(maxsize=1)
 def _leave_at_the_end_of(pid: int) -> None:
-    """A process that multiprocessing forked ends without `atexit`. To its groups it must not look as if it had died."""
+    """A process that multiprocessing forked ends without `atexit`. To its groups it must not look as if it had died.
+
+    The lowest priority comes after all finalizers of the program, which may call.
+    """
     if multiprocessing.parent_process() is not None:
-        multiprocessing.util.Finalize(None, _C.shutdown_all, exitpriority=0)
+        multiprocessing.util.Finalize(None, _C.shutdown_all, exitpriority=-sys.maxsize)
 
 
 def create(opts: Any, pg_options: Options | None) -> _C.ProcessGroupRing:
@@ -85,18 +101,64 @@ def create(opts: Any, pg_options: Options | None) -> _C.ProcessGroupRing:
 
     Raises the errors of `ringreduce.errors`; see `rendezvous.meet`.
     """
-    options, _ = resolve(pg_options)
-    if options.share_allocations:
-        share_allocations()
-    if options.transport != "gloo" and options.arena_bytes and not _may_have_gpus():
-        # DDP then takes its gradient buckets from the group's `allocateTensor`. The variable is for all backends of the
-        # process, so where NCCL may be one of them it is left to the user.
-        os.environ.setdefault("DDP_DISABLE_COMM_MEM", "0")
     of_world = list(opts.global_ranks_in_group)  # none for the default group itself
     world = found_in(dist.group.WORLD) if of_world and dist.group.WORLD else None
-    with known_ends(world, of_world) if world else contextlib.nullcontext():
-        global_ranks = of_world or list(range(opts.group_size))
-        return _make(opts.store, opts.group_id, opts.group_rank, global_ranks, opts.timeout, options)
+    ranks = of_world or list(range(opts.group_size))
+    within = (survivors_of(world), of_world) if world else None
+    with (
+        known_ends(world, of_world) if world else contextlib.nullcontext(),
+        _exchange(opts.store, opts.group_rank, ranks, opts.timeout, within) as exchange,
+    ):
+        options, _ = resolve(pg_options)
+        if options.share_allocations:
+            share_allocations()
+        if options.transport != "gloo" and options.arena_bytes and not _may_have_gpus():
+            # DDP then takes its gradient buckets from the group's `allocateTensor`. The variable is for all backends of
+            # the process, so where NCCL may be one of them it is left to the user.
+            os.environ.setdefault("DDP_DISABLE_COMM_MEM", "0")
+        return _make(exchange, opts.group_id, opts.timeout, options)
+
+
+@contextlib.contextmanager
+def _exchange(
+    store: Store, rank: int, global_ranks: list[int], timeout: timedelta, within: tuple[Survivors, list[int]] | None
+) -> Iterator[Exchange]:
+    """This rank's part in making a group. If anything fails, the others are told why, however early that is.
+
+    `within`: the group whose ranks make this one, and their ranks there.
+    """
+    before = prepared.get()
+    exchange = Exchange(
+        store,
+        rank,
+        len(global_ranks),
+        seconds_of(timeout),
+        before.cards if before else (),
+        global_ranks,
+        within[0].lineage.attempt if within else "",
+        within[0].processes(within[1]) if within else (),
+    )
+    try:
+        yield exchange
+    except BaseException as error:
+        exchange.give_up(error)
+        raise
+
+
+def store_of(exchange: Exchange) -> Store:
+    """torch makes all groups of this module with stores of its own."""
+    return cast(Store, exchange.store)
+
+
+def _names(exchange: Exchange, processes: list[tuple[str, int]]) -> list[tuple[str, int, int]]:
+    """What messages of the engine call the ranks by: host, pid and global rank; -1 for the last where it says no more
+    than the rank in the group."""
+    whole = exchange.ranks == list(range(exchange.size))
+    return [(*process, -1 if whole else rank) for process, rank in zip(processes, exchange.ranks, strict=True)]
+
+
+def seconds_of(timeout: timedelta) -> float:
+    return min(timeout.total_seconds(), LONGEST_TIMEOUT)
 
 
 def _may_have_gpus() -> bool:
@@ -107,38 +169,29 @@ def _may_have_gpus() -> bool:
 
 
 def _make(
-    store: Store,
-    name: str,
-    rank: int,
-    global_ranks: list[int],
-    timeout: timedelta,
-    options: Options,
-    family: Family | None = None,
+    exchange: Exchange, name: str, timeout: timedelta, options: Options, family: Family | None = None
 ) -> _C.ProcessGroupRing:
-    """The group of the ranks whose global ranks these are; this one is `global_ranks[rank]`.
-
-    `family`: of the group that it is shrunk from.
-    """
+    """`family`: of the group that it is shrunk from."""
     _leave_at_the_end_of(os.getpid())
-    size = len(global_ranks)
-    seconds = min(timeout.total_seconds(), LONGEST_TIMEOUT)
+    registered.pop(name, None)  # an earlier group's of that name
+    rank, size, global_ranks = exchange.rank, exchange.size, exchange.ranks
+    seconds = seconds_of(timeout)
     if options.debug and not log.isEnabledFor(logging.INFO):
         show_log()
     began = time.monotonic()
     make = _make_over_gloo if options.transport == "gloo" else _make_with_memory
-    settings = functools.partial(_settings, store, name, rank, global_ranks, seconds, options, family)
-    group, decision, links = make(store, rank, global_ranks, seconds, options, settings)
+    settings = functools.partial(_settings, exchange, name, seconds, options, family)
+    group, decision, links = make(exchange, seconds, options, settings)
     if links:
-        from ringreduce import group_links, host_links
+        from ringreduce import host_links
 
-        group_links.remember(name, links)
+        remember(name, links)
         try:
             links.learn(seconds - (time.monotonic() - began))  # which plans are chosen by
             first = host_links.peers_in(_Choices(rank, size, options, decision, links).plans(), rank, links.order)
             links.connect_all(first, seconds - (time.monotonic() - began))
         except BaseException as error:
-            if isinstance(error, RingReduceError):
-                links.give_up(error)
+            exchange.give_up(error)
             group.shutdown()  # which lets go of the door, which holds the group
             raise
     log.info(
@@ -220,68 +273,49 @@ def _add_plans(
 
 
 def _make_with_memory(
-    store: Store,
-    rank: int,
-    global_ranks: list[int],
+    exchange: Exchange,
     seconds: float,
     options: Options,
     settings: Callable[..., _C.Settings],
 ) -> tuple[_C.ProcessGroupRing, Decision, host_links.Links | None]:
     """Ranks of one host share memory; those on several have links over TCP besides."""
-    size = len(global_ranks)
-    slot_bytes = slot_bytes_for(size, options)
+    rank, size, global_ranks = exchange.rank, exchange.size, exchange.ranks
     before = prepared.get()
     memory = before.ready.memory if before else _C.OpenMemory() if options.fetch and size > 1 else None
     arena = open_arena(options)
     decision_of_rank_0 = functools.partial(_decide, global_ranks, options)
     meeting = meet(
-        store,
-        rank,
-        size,
+        exchange,
         lambda decision: _memory_for(size, options, Decision.load(decision).channels),
         agreed(options),
-        seconds,
         functools.partial(_decide_by_cards, before.cards, decision_of_rank_0) if before else decision_of_rank_0,
         memory,
         place_of(options),
         arena,
-        before,
+        before.ready if before else None,
     )
     passed("group: met")
-    decision = Decision.load(meeting.decision)
-    if decision.error:
-        meeting.close()
-        raise TopologyError(decision.error, 0)
-    links = None
-    if meeting.door:
-        from ringreduce import host_links
+    try:
+        decision = Decision.load(meeting.decision)
+        if decision.error:
+            raise TopologyError(decision.error, 0)
+        links = None
+        if meeting.door:
+            from ringreduce import host_links
 
-        name = "/".join(map(str, global_ranks))
-        links = host_links.Links(
-            meeting, name, rank, decision.hosts, decision.wire, options.connections, options.dead_after
-        )
-    geometry = geometry_for(size, options, decision.channels)
-    ledger = None if links else Ledger(meeting.memfd, _ledger_at(geometry), ledger_bytes(size))
-    lineage = Lineage(rank, meeting.names, ledger or store, f"{meeting.exchange.prefix}/survivors")
-    fetch = bool(meeting.threads)
-    ranks_here = size - sum(links.elsewhere) if links else size
-    slicing = slicing_for(options, slot_bytes, fetch)
-    group = _C.ProcessGroupRing(
-        memfd=meeting.memfd,
-        geometry=geometry,
-        pidfds=meeting.pidfds,
-        names=meeting.names,
-        rank=rank,
-        memory=memory if meeting.threads else None,
-        memory_threads=meeting.threads,
-        lends_arena=arena >= 0,
-        arenas=meeting.arenas,
-        elsewhere=links.elsewhere if links else [],
-        connect=links.connect if links else None,
-        disconnect=links.close if links else None,
-        settings=settings(
+            name = "/".join(map(str, global_ranks))
+            links = host_links.Links(
+                meeting, name, rank, decision.hosts, decision.wire, options.connections, options.dead_after
+            )
+        geometry = geometry_for(size, options, decision.channels)
+        ledger = None if links else Ledger(meeting.memfd, _ledger_at(geometry), ledger_bytes(size))
+        fetch = bool(meeting.threads)
+        ranks_here = size - sum(links.elsewhere) if links else size
+        slicing = slicing_for(options, slot_bytes_for(size, options), fetch)
+        of_group = settings(
             decision,
-            lineage,
+            meeting.names,
+            ledger,
             patience=patience_for(options, decision, ranks_here > len(meeting.cores), bool(links)),
             least_slice_bytes=slicing.least_slice_bytes,
             most_slice_bytes=slicing.most_slice_bytes,
@@ -290,42 +324,68 @@ def _make_with_memory(
             stream_bytes=options.stream_bytes,
             wire_dtype=options.wire_dtype,
             links=links,
-        ),
-    )
+        )
+    except BaseException:
+        meeting.close()
+        raise
+    try:
+        group = _C.ProcessGroupRing(
+            memfd=meeting.memfd,
+            geometry=geometry,
+            pidfds=meeting.pidfds,
+            names=_names(exchange, meeting.names),
+            rank=rank,
+            memory=memory if meeting.threads else None,
+            memory_threads=meeting.threads,
+            lends_arena=arena >= 0,
+            arenas=meeting.arenas,
+            elsewhere=links.elsewhere if links else [],
+            connect=links.connect if links else None,
+            disconnect=links.close if links else None,
+            settings=of_group,
+        )
+    except BaseException:  # it has taken the descriptors all the same
+        if meeting.door:
+            meeting.door.close()
+        raise
     if links:
-        links.open(group)
+        try:
+            links.open(group)
+        except BaseException:
+            group.shutdown()  # which lets go of the links, which hold the group
+            raise
     passed("group: made")
     return group, decision, links
 
 
 def _make_over_gloo(
-    store: Store,
-    rank: int,
-    global_ranks: list[int],
+    exchange: Exchange,
     seconds: float,
     options: Options,
     settings: Callable[..., _C.Settings],
 ) -> tuple[_C.ProcessGroupRing, Decision, None]:
     from ringreduce.rendezvous.roster import call_roll
 
-    size = len(global_ranks)
-    decision_of_rank_0 = functools.partial(_decide_over_gloo, global_ranks, options)
-    roster = call_roll(store, rank, size, agreed(options), seconds, decision_of_rank_0)
+    rank, size = exchange.rank, exchange.size
+    decision_of_rank_0 = functools.partial(_decide_over_gloo, exchange.ranks, options)
+    roster = call_roll(exchange, agreed(options), decision_of_rank_0)
     decision = Decision.load(roster.decision)
     if decision.error:
         raise TopologyError(decision.error, 0)
     try:
-        gloo = ProcessGroupGloo(PrefixStore("gloo", roster.store), rank, size, timedelta(seconds=seconds))
+        store = PrefixStore(exchange.prefix, store_of(exchange))  # of this attempt alone
+        gloo = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timedelta(seconds=seconds))
     except RuntimeError as error:
         raise SystemFailure(f"making the group: Gloo cannot connect its ranks: {error}") from None
     group = _C.ProcessGroupRing.over(
         backend=gloo,
-        store=roster.store,
-        names=roster.names,
+        store=store,
+        names=_names(exchange, roster.names),
         channels=max(options.channels, decision.channels),
         settings=settings(
             decision,
-            Lineage(rank, roster.names, roster.store),
+            roster.names,
+            None,
             least_slice_bytes=options.least_slice_bytes or LEAST_SLICE_GLOO,
             most_slice_bytes=MOST_SLICE_GLOO,
         ),
@@ -334,18 +394,22 @@ def _make_over_gloo(
 
 
 def _settings(
-    store: Store,
+    exchange: Exchange,
     name: str,
-    rank: int,
-    global_ranks: list[int],
     seconds: float,
     options: Options,
     family: Family | None,
     decision: Decision,
-    lineage: Lineage,
+    processes: list[tuple[str, int]],
+    ledger: Ledger | None,
     links: host_links.Links | None = None,
     **of_transport: Any,
 ) -> _C.Settings:
+    """`processes`: host and pid of each rank. `ledger`: where survivors meet; None: in the store."""
+    rank, global_ranks = exchange.rank, exchange.ranks
+    lineage = Lineage(
+        rank, processes, ledger or store_of(exchange), f"{exchange.prefix}/survivors", exchange.attempt, global_ranks
+    )
     number = next(_numbers)
     survivors = Survivors(number, *(family or (lineage, list(range(len(global_ranks))))))
     between_gpus = decision.topology if options.topo_file else None  # else it is about cores
@@ -354,7 +418,7 @@ def _settings(
         global_ranks=global_ranks,
         timeout=seconds,
         number=number,
-        regroup=functools.partial(_regroup, store, name, rank, global_ranks, options, survivors),
+        regroup=functools.partial(_regroup, store_of(exchange), name, rank, global_ranks, options, survivors),
         join_gpus=functools.partial(_join_gpus, len(global_ranks), options, seconds, between_gpus),
         ask=_Choices(rank, len(global_ranks), options, decision, links).ask,
         slices=options.slices,
@@ -397,13 +461,17 @@ def _regroup(
     """Makes the group of some ranks of `group`, given by their ranks in it. Called by `split` and `shrink` in C++."""
     part = f"{why}/{'_'.join(map(str, ranks))}"  # the same ranks may meet there again and again
     members = [global_ranks[r] for r in ranks]
-    make = functools.partial(_make, name=f"{name}/{part}", rank=ranks.index(rank), global_ranks=members)
+
+    def make(place: Store, family: Family | None = None) -> _C.ProcessGroupRing:
+        with _exchange(place, ranks.index(rank), members, timeout, (survivors, ranks)) as exchange:
+            return _make(exchange, f"{name}/{part}", timeout, options, family)
+
     if why == "split":
         with known_ends(group, ranks):
-            return make(PrefixStore(part, store), timeout=timeout, options=options)
+            return make(PrefixStore(part, store))
     family = (survivors.lineage, [survivors.first_ranks[r] for r in ranks])
     with shrinking(group, survivors, ranks, timeout.total_seconds()) as place:
-        smaller = make(place, timeout=timeout, options=options, family=family)
+        smaller = make(place, family)
     if isinstance(place, KeyStore):
         use_instead(place, group)
     return smaller

@@ -1,6 +1,7 @@
 """The knobs. An option wins over its RINGREDUCE_* environment variable, and the variable over the default.
 
-Only this module reads these variables. `ringreduce info` prints every knob with its value and its origin.
+Only this module reads the variables of knobs. OTHER_VARIABLES lists what other code reads. `ringreduce info`
+prints every knob with its value and its origin, and the other variables.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
@@ -17,6 +19,16 @@ from ringreduce.common.units import parse_bytes
 from ringreduce.plan import Slicing, parse_algorithms, slot_depth
 
 PREFIX = "RINGREDUCE_"
+
+OTHER_VARIABLES: Mapping[str, str] = {
+    "RINGREDUCE_LIBCUDA": "the file of the CUDA driver's library (default: libcuda.so.1)",
+    "RINGREDUCE_LIBNCCL": "the file of NCCL's library (default: the one that torch uses, or a wheel's)",
+    "RINGREDUCE_NVCC": "the nvcc that compiles GPU kernels at first use, and in a build; 0: none",
+    "RINGREDUCE_WERROR": "1: warnings end a build",
+    "RINGREDUCE_LIFE": "set by `ringreduce keep` for the program that it starts",
+}
+"""Variables of no knob. Those that begin with one of OF_TESTS belong to tests."""
+OF_TESTS = ("RINGREDUCE_STAND_IN_", "RINGREDUCE_TEST_")
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +48,7 @@ class Options:
     process, which has one arena for all groups.
 
     A field left at None takes its RINGREDUCE_* variable, or else its default. Raises `InvalidArgument` for bad values.
+    Where torch is loaded, the object is one of torch's `Backend.Options` too, as DeviceMesh's `backend_override` needs.
     """
 
     algorithms: str = _knob(
@@ -70,7 +83,8 @@ class Options:
     tuning: str = _knob(
         "auto",
         None,
-        "'auto': this machine's own file; 'off': built-in rules; else the path of a file. Only rank 0's is read",
+        "'auto': this machine's own file; 'off': built-in rules; else the path of a file that `ringreduce tune` has "
+        "written. Only rank 0's is read",
     )
     topo_file: str = _knob(
         "",
@@ -130,6 +144,38 @@ class Options:
     dump_when_broken: int = _knob(1, (0, 1), "1: write the flight record when the group breaks; 0: do not")
     debug: int = _knob(0, (0, 2), "1: log the life of groups; 2: also print a line for every call")
 
+    def __new__(cls, *given: Any, **named: Any) -> Options:
+        if cls is Options and hasattr(sys.modules.get("torch"), "distributed") and (kind := _with_torch()) is not cls:
+            return kind.__new__(kind)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        for knob in fields(self):
+            value = getattr(self, knob.name)
+            if value is not None:
+                _check(knob.name, knob.metadata["allowed"], value, "option")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Options, tuple(getattr(self, knob.name) for knob in fields(self))
+
+
+@functools.cache
+def _with_torch() -> type[Options]:
+    """The class of options that are made where torch is loaded."""
+    try:
+        from torch._C._distributed_c10d import Backend
+    except ImportError:  # torch without torch.distributed
+        return Options
+
+    class WithTorch(Options, Backend.Options):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            Backend.Options.__init__(self, "ringreduce")
+            Options.__init__(self, *given, **named)
+
+    for name in ("__module__", "__name__", "__qualname__", "__doc__"):
+        setattr(WithTorch, name, getattr(Options, name))
+    return WithTorch
+
 
 DEFAULTS: Mapping[str, Any] = {knob.name: knob.metadata["default"] for knob in fields(Options)}
 
@@ -186,12 +232,23 @@ LEAST_SLICE_GLOO = 256 * 1024
 MOST_SLICE_GLOO = 4 * 1024**2
 
 
-def resolve(options: Options | None, environ: Mapping[str, str] = os.environ) -> tuple[Options, dict[str, str]]:
-    """All fields filled in, and where each came from: "option", "RINGREDUCE_X" or "default"."""
+def resolve(options: Any, environ: Mapping[str, str] = os.environ) -> tuple[Options, dict[str, str]]:
+    """All fields filled in, and where each came from: "option", "RINGREDUCE_X" or "default".
+
+    `options`: `Options`, None, or the options of another backend, which do not concern this one: torch hands one object
+    to all backends of a group.
+    """
     if options is not None and not isinstance(options, Options):
-        raise InvalidArgument(f"pg_options is a {type(options).__name__}; it must be ringreduce.Options or None")
+        if not _is_of_torch(options):
+            raise InvalidArgument(f"pg_options is a {type(options).__name__}; it must be ringreduce.Options or None")
+        log.info(
+            "pg_options is a %s, which is for another backend; ringreduce takes its own from the environment and the "
+            "defaults",
+            type(options).__name__,
+        )
+        options = None
     given = options or Options()
-    said = {name: environ[name] for name in environ if name.startswith(PREFIX)}
+    said = {name: text for name, text in environ.items() if name.startswith(PREFIX) and text.strip()}
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for knob in fields(Options):
@@ -207,23 +264,34 @@ def resolve(options: Options | None, environ: Mapping[str, str] = os.environ) ->
                 raise InvalidArgument(
                     f"{variable} is {said[variable]!r}; it must be a whole number from {least} to {most}"
                 ) from None
+            _check(knob.name, knob.metadata["allowed"], value, origin)
         if value is None:
             origin, value = "default", DEFAULTS[knob.name]
-        _check(knob.name, knob.metadata["allowed"], value, origin)
         values[knob.name] = int(value) if isinstance(value, bool) else value
         origins[knob.name] = origin
     for name in said:
-        if name.removeprefix(PREFIX).lower() not in values:
-            _warn_if_misspelt(name)
+        of_knob = name.removeprefix(PREFIX).lower() in values
+        if not of_knob and name not in OTHER_VARIABLES and not name.startswith(OF_TESTS):
+            _warn_of_unknown(name)
     return replace(given, **values), origins
 
 
+def _is_of_torch(options: Any) -> bool:
+    """Whether these are options of some backend of torch."""
+    try:
+        from torch._C._distributed_c10d import Backend
+    except ImportError:
+        return False
+    return isinstance(options, Backend.Options)
+
+
 @functools.cache  # once for each
-def _warn_if_misspelt(name: str) -> None:
+def _warn_of_unknown(name: str) -> None:
     from difflib import get_close_matches
 
-    if like := get_close_matches(name.removeprefix(PREFIX).lower(), DEFAULTS, 1, 0.8):
-        log.warning("%s is set, but no setting has that name; did you mean %s%s?", name, PREFIX, like[0].upper())
+    known = [*(PREFIX + each.upper() for each in DEFAULTS), *OTHER_VARIABLES]
+    like = get_close_matches(name, known, 1, 0.0)
+    log.warning("%s is set, but no setting has that name; the nearest is %s; see `ringreduce info`", name, like[0])
 
 
 def _parsed(knob: Field[Any], text: str) -> Any:

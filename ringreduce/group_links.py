@@ -1,4 +1,7 @@
-"""The links to other hosts of this process's groups. Apart from `host_links`, which groups on one host never import."""
+"""What this process's groups have that the engine does not tell: links to other hosts, and users' plans.
+
+Apart from `host_links`, which groups on one host never import.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ringreduce.host_links import Links
+
+registered: dict[str, list[str]] = {}
+"""The plans that users have registered, in words, the latest last, by the name that torch knows a group by."""
 
 _living: weakref.WeakValueDictionary[str, Links] = weakref.WeakValueDictionary()
 

@@ -240,7 +240,14 @@ class Links:
         }
         self.group = group
         self._door.open(
-            self._rank, self._name, self._meeting.secret, peers, group.add_link, self._connections, self._dead_after
+            self._rank,
+            self._name,
+            self._meeting.secret,
+            peers,
+            group.add_link,
+            self._connections,
+            self._dead_after,
+            self._meeting.exchange.ranks,
         )
 
     def connect(self, peer: int, seconds: float) -> None:
@@ -285,10 +292,6 @@ class Links:
             self.wire = exchange.publish("wire", wire_of(noticed))
         else:
             self.wire = Wire(*exchange.answer("wire", time.monotonic() + min(seconds, CONNECT_SECONDS)))
-
-    def give_up(self, error: RingReduceError) -> None:
-        """Tells the others, as long as the group is being made."""
-        self._meeting.exchange.give_up(error)
 
     def _notice(self, firsts: Sequence[int], patience: float) -> Noticed:
         at = firsts.index(self._rank)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ringreduce.common.files import replace_file
+from ringreduce.common.files import content_of, json_of, replace_file
 
 FORMAT = 1
 
@@ -52,10 +52,9 @@ _SAME = "several hosts of the job are called {!r}; give each a RINGREDUCE_HOST_I
 
 def load(path: str) -> HostsFile:
     """Raises OSError if it cannot be read, ValueError if it is not what `save` writes."""
-    with open(path, encoding="utf-8") as file:
-        text = file.read()
+    content = content_of(path)
     try:
-        document = json.loads(text)
+        document = json_of(content)
         if document["format"] != FORMAT:
             raise ValueError(f"its format is {document['format']!r}; this version reads {FORMAT}")
         hosts = document["hosts"]
@@ -64,7 +63,7 @@ def load(path: str) -> HostsFile:
         size = len(hosts)
         latency, bandwidth = (_matrix(name, document[name], size) for name in ("latency", "bandwidth"))
         return HostsFile(str(document["date"]), tuple(hosts), latency, bandwidth)
-    except (KeyError, TypeError, AttributeError, RecursionError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise ValueError(f"it is not what `ringreduce doctor --peers --write` writes: {error!r}") from None
 
 

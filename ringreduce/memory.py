@@ -8,14 +8,21 @@ What the arena is, and what forks and failed calls mean for it, is in csrc/trans
 
 from __future__ import annotations
 
+import functools
 import logging
+import resource
 from typing import NamedTuple
 
 from ringreduce import _C
 from ringreduce.config import Options, resolve
-from ringreduce.errors import InvalidArgument
+from ringreduce.errors import InvalidArgument, SystemFailure
 
 log = logging.getLogger(__name__)
+
+LEAST_ARENA = 16 * 1024**2
+"""A smaller one is not worth having, unless it was asked for."""
+OF_LIMIT = 64
+"""Where address space is limited, an arena takes at most this part of the limit."""
 
 
 class ArenaStats(NamedTuple):
@@ -51,26 +58,61 @@ def share_allocations(enabled: bool = True, least_bytes: int = 1024 * 1024) -> N
     A child made by fork shares these tensors with its parent, as after `torch.Tensor.share_memory_()`: either sees what
     the other writes. The child's own tensors are ordinary ones, until it makes a group.
 
-    Raises `InvalidArgument` for sizes below 1 and if RINGREDUCE_ARENA_BYTES is 0, `SystemFailure` if the kernel gives
-    no address space for the arena, or another library keeps torch from getting another allocator.
+    Where the process's limits leave no room for an arena, a warning says so, and tensors are ordinary ones.
+
+    Raises `InvalidArgument` for sizes below 1 and if RINGREDUCE_ARENA_BYTES is 0, `SystemFailure` if another library
+    keeps torch from getting another allocator.
     """
     if not enabled:
         _C.share_allocations(None)
         return
     if not isinstance(least_bytes, int) or isinstance(least_bytes, bool) or not 1 <= least_bytes < 2**63:
         raise InvalidArgument(f"least_bytes is {least_bytes!r}; it must be a whole number from 1")
-    if open_arena(resolve(None)[0]) < 0:
+    options = resolve(None)[0]
+    if not options.arena_bytes:
         raise InvalidArgument("RINGREDUCE_ARENA_BYTES is 0, so this process has no arena; set it higher, or not at all")
-    _C.share_allocations(least_bytes)
+    if open_arena(options) >= 0:
+        _C.share_allocations(least_bytes)
 
 
 def open_arena(options: Options) -> int:
-    """The descriptor of this process's arena, which is made if there is none yet; -1 if `options` want none."""
-    size = options.arena_bytes // 4096 * 4096
-    if size == 0:
+    """The descriptor of this process's arena, which is made if there is none yet; -1 if there is to be none.
+
+    There is none if `options` want none, or, with a warning, if the process's limits leave no room for one.
+    """
+    wanted = options.arena_bytes // 4096 * 4096
+    if wanted == 0:
         return -1
-    descriptor = _C.open_arena(size, options.arena_keep_bytes)
-    there = arena_stats().size
-    if there != size:
-        log.info("this process's arena has %d bytes already; arena_bytes=%d has no effect", there, size)
-    return descriptor
+    size, refused = wanted if arena_stats().size else min(wanted, _affordable()), ""
+    while size >= min(wanted, LEAST_ARENA):
+        try:
+            descriptor = _C.open_arena(size, options.arena_keep_bytes)
+        except SystemFailure as error:
+            size, refused = size // 2 // 4096 * 4096, str(error)
+            continue
+        if (there := arena_stats().size) != size:
+            log.info("this process's arena has %d bytes already; arena_bytes=%d has no effect", there, wanted)
+        elif size < wanted:
+            log.info("this process's limits leave room for an arena of %d bytes, not arena_bytes=%d", size, wanted)
+        return descriptor
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0] / 2**30
+    _warn_without_arena(refused or f"its address space is limited to {limit:.3g} GiB (RLIMIT_AS)")
+    return -1
+
+
+def _affordable() -> int:
+    """The most address space that an arena may take.
+
+    Where address space is limited, each process of a host also maps the arenas of all others, and torch needs its own.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return 2**63 if limit == resource.RLIM_INFINITY else limit // OF_LIMIT // 4096 * 4096
+
+
+@functools.cache  # once for a process
+def _warn_without_arena(why: str) -> None:
+    log.warning(
+        "this process has no arena: %s. Tensors of ringreduce.empty and share_allocations are ordinary ones here. "
+        "Raise `ulimit -v` and `ulimit -f`, or set RINGREDUCE_ARENA_BYTES=0 to go without",
+        why,
+    )

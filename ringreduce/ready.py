@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ringreduce import _C
 from ringreduce.config import Options, resolve
-from ringreduce.rendezvous.card import Place, Ready
+from ringreduce.rendezvous.card import Config, Place, Ready
 
 if TYPE_CHECKING:
     from ringreduce.host_links import Wire
@@ -18,11 +17,18 @@ def place_of(options: Options) -> Place:
     return Place(options.transport, options.host_id, options.socket_ifname, options.secret_file, options.ports)
 
 
-def agreed(options: Options) -> str:
-    """The options that must be equal on all ranks, as text. Each rank may choose the others for itself."""
-    own = "tuning topo_file hosts_file recorded_calls dump_when_broken debug socket_ifname ports host_id secret_file"
-    unset: dict[str, Any] = dict.fromkeys(f"{own} arena_keep_bytes share_allocations".split())
-    return str(replace(options, **unset))
+OWN = frozenset(
+    (
+        *("tuning", "topo_file", "hosts_file", "recorded_calls", "dump_when_broken", "debug", "socket_ifname", "ports"),
+        *("host_id", "secret_file", "arena_keep_bytes", "share_allocations"),
+    )
+)
+"""The options that each rank may choose for itself."""
+
+
+def agreed(options: Options) -> Config:
+    """The options that must be equal on all ranks."""
+    return {name: value for name, value in vars(options).items() if name not in OWN}
 
 
 def ready_for_a_group(options: Options | None, listens: bool, wire: Wire | None = None) -> Ready | None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import re
 import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
     from ringreduce.membership.rounds import Membership
 
 DEVICES = (torch.device("cpu"), torch.device("cuda"))
-RANKS = re.compile(r"\branks? (\d+(?:, \d+)*)(?: \([^()]*, pid \d+\))?")
-"""How errors name ranks of a group that is being made."""
 
 _living: WeakValueDictionary[int, Survivors] = WeakValueDictionary()
 
@@ -60,12 +57,20 @@ class Lineage:
     """
 
     def __init__(
-        self, rank: int, processes: Sequence[tuple[str, int]], source: Store | Ledger, prefix: str = ""
+        self,
+        rank: int,
+        processes: Sequence[tuple[str, int]],
+        source: Store | Ledger,
+        prefix: str,
+        attempt: str,
+        ranks: Sequence[int],
     ) -> None:
         """`processes`: host and pid of all ranks of the first group.
 
         `source`: where the ranks meet after their group has failed, a ledger or a store. `prefix`: of the keys.
+        `attempt`: which made the first group; see `Exchange`. `ranks`: its global ranks.
         """
+        self.attempt, self.ranks = attempt, ranks
         self.rank, self.processes, self._source, self._prefix = rank, processes, source, prefix
         self.lock = threading.Lock()
         """To be held while `membership` is used."""
@@ -78,7 +83,10 @@ class Lineage:
     @functools.cached_property
     def names(self) -> list[str]:
         """The members' names, by their ranks in the first group."""
-        return [self.call(rank, rank) for rank in range(len(self.processes))]
+        return [
+            store.call_ranks([rank], self.ranks, f"{host}, pid {pid}")
+            for rank, (host, pid) in enumerate(self.processes)
+        ]
 
     @functools.cached_property
     def membership(self) -> Membership:
@@ -141,6 +149,10 @@ class Survivors:
         """
         return [self.lineage.names[self.first_ranks[rank]] for rank in group.ended()]
 
+    def processes(self, ranks: Sequence[int]) -> list[tuple[str, int]]:
+        """Host and pid of ranks of this group."""
+        return [self.lineage.processes[self.first_ranks[rank]] for rank in ranks]
+
     def call(self, ranks: Sequence[int]) -> str:
         """How messages name ranks of this group."""
         each = ", ".join(self.lineage.call(rank, self.first_ranks[rank]) for rank in ranks)
@@ -164,7 +176,7 @@ def shrinking(group: ProcessGroupRing, survivors: Survivors, wanted: list[int], 
         _raise_if_lists_differ(survivors, view)
         if all(json.loads(member.address) is not None for member in view.members):
             break  # else some ranks have only called `agree`, and shrink the group in a later round
-    with known_ends(group, wanted), _ranks_before(survivors, wanted):
+    with known_ends(group, wanted), _culprit_before(wanted):
         yield survivors.lineage.place(view.epoch)
 
 
@@ -191,13 +203,12 @@ def _raise_if_lists_differ(survivors: Survivors, view: View) -> None:
 
 
 @contextlib.contextmanager
-def _ranks_before(survivors: Survivors, wanted: list[int]) -> Iterator[None]:
-    """Lets errors of making the group of the ranks `wanted` name ranks of the group that is shrunk."""
+def _culprit_before(wanted: list[int]) -> Iterator[None]:
+    """Lets the culprit of an error of making the group of the ranks `wanted` be a rank of the group that is shrunk."""
     try:
         yield
     except (PeerLost, CollectiveTimeout) as error:
-        text = RANKS.sub(lambda found: survivors.call([wanted[int(rank)] for rank in found[1].split(", ")]), str(error))
-        error.args = (f"shrink: {text}",)
+        error.args = (f"shrink: {error}",)
         if error.culprit >= 0:
             error.culprit = wanted[error.culprit]
         raise

@@ -1,12 +1,20 @@
 """Settings that all tests share."""
 
 import os
+import signal
 import tempfile
+from collections.abc import Iterator
+from unittest import mock
 
+import pytest
 from hypothesis import settings
 
 # The ranks that tests start print their stacks on a crash, as pytest does for its own process.
 os.environ.setdefault("PYTHONFAULTHANDLER", "1")
+
+# Commands that tests start can be interrupted, also where a shell runs the tests in the background.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Where groups that break leave their flight records, of which tests make many.
 os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{tempfile.mkdtemp()}/rank")
@@ -18,3 +26,10 @@ os.environ.setdefault("RINGREDUCE_TUNING", "off")
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, database=None, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+@pytest.fixture(autouse=True)
+def own_variables() -> Iterator[None]:
+    """Commands that a test runs in this process set variables, as `serve` does; no other test sees them."""
+    with mock.patch.dict(os.environ):
+        yield

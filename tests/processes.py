@@ -156,8 +156,8 @@ class Processes:
 
     def _start(self, main: Any, *args: Any, tail: tuple[Any, ...]) -> None:
         """Starts the next rank: `main(*args, its end of the pipe, *tail)`."""
-        ours, theirs = _context().Pipe()
-        process = _context().Process(target=main, args=(*args, theirs, *tail))
+        ours, theirs = forking_context().Pipe()
+        process = forking_context().Process(target=main, args=(*args, theirs, *tail))
         process.start()
         theirs.close()
         self._pipes.append(ours)
@@ -185,7 +185,8 @@ class Processes:
 
 
 @functools.cache
-def _context() -> Any:
+def forking_context() -> Any:
+    """Its processes are forked by a server that has imported what they need. This starts the server."""
     context = multiprocessing.get_context("forkserver")
     # What ranks import sooner or later; torch.testing imports distributed.tensor, which takes 1.3 s. What is not
     # installed is passed over.

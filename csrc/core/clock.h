@@ -2,6 +2,7 @@
 // a host.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
@@ -15,6 +16,18 @@ inline constexpr Nanoseconds kMicrosecond = 1'000;
 inline constexpr Nanoseconds kMillisecond = 1'000'000;
 inline constexpr Nanoseconds kSecond = 1'000'000'000;
 inline constexpr Nanoseconds kForever = INT64_MAX;
+// No duration that comes from outside is longer, so an instant plus a duration does not overflow: ten years.
+inline constexpr Nanoseconds kLongest = 10 * 365 * 24 * 3600 * kSecond;
+
+// A duration from outside, cut to kLongest.
+constexpr Nanoseconds nanoseconds(std::chrono::milliseconds duration) {
+  constexpr std::chrono::milliseconds longest(kLongest / kMillisecond);
+  return std::clamp(duration, -longest, longest).count() * kMillisecond;
+}
+constexpr Nanoseconds nanoseconds(double seconds) {
+  constexpr auto longest = static_cast<double>(kLongest / kSecond);
+  return static_cast<Nanoseconds>(std::clamp(seconds, -longest, longest) * kSecond);
+}
 
 inline Nanoseconds now() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())

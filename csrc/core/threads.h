@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "core/error.h"
+#include "core/float_environment.h"
 
 namespace ringreduce {
 
@@ -21,8 +22,9 @@ inline bool pin(int core) {
   return sched_setaffinity(0, sizeof(only), &only) == 0;
 }
 
-// A thread that takes none of the process's signals but those of its own faults: they are for the program's threads.
-// Throws Error(system) where std::thread would throw its own.
+// A thread that takes none of the process's signals but those of its own faults: they are for the program's threads. It
+// does not inherit the starter's floating-point environment either. Throws Error(system) where std::thread would throw
+// its own.
 template <class F>
 std::thread start_thread(F&& body) {
   sigset_t all, before;
@@ -32,7 +34,10 @@ std::thread start_thread(F&& body) {
   std::thread thread;
   std::string refusal;
   try {
-    thread = std::thread(std::forward<F>(body));
+    thread = std::thread([body = std::forward<F>(body)]() mutable {
+      const DefaultFloatEnvironment environment;
+      body();
+    });
   } catch (const std::system_error& error) {
     refusal = error.what();
   }

@@ -1,5 +1,6 @@
 #include "cuda/lent_descriptor.h"
 
+#include <fcntl.h>
 #include <sys/socket.h>
 #include <sys/time.h>
 #include <sys/un.h>
@@ -132,7 +133,7 @@ FileDescriptor borrow_descriptor(const std::string& name, Nanoseconds timeout) {
   if (bytes == 0) throw Error(ErrorKind::system, "its owner refuses, or has ended; run all ranks as one user");
   const cmsghdr* const control = CMSG_FIRSTHDR(&message.header);
   if (control == nullptr || control->cmsg_type != SCM_RIGHTS) {  // the kernel could not, or would not, pass it on
-    const FileDescriptor another(dup(connection.get()));
+    const FileDescriptor another(fcntl(connection.get(), F_DUPFD_CLOEXEC, 0));
     fail("recvmsg", another.get() < 0 ? errno : EPERM);
   }
   int fd = -1;

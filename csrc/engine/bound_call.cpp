@@ -69,7 +69,8 @@ BoundCall::BoundCall(const Team& team, const Program& program, const Call& call,
 bool BoundCall::serves(const Call& call, const Buffers& buffers) const {
   return call_.operation == call.operation && call_.dtype == call.dtype && call_.reduce_op == call.reduce_op &&
          call_.root == call.root && call_.count == call.count && call_.largest == call.largest &&
-         withdrawals_ == team_->withdrawals() && same(inputs_, buffers.input) && same(outputs_, buffers.output);
+         withdrawals_ == team_->withdrawals() && (!fetched_ || team_->opens_memory()) && same(inputs_, buffers.input) &&
+         same(outputs_, buffers.output);
 }
 
 std::vector<bool> BoundCall::in_arena() const {

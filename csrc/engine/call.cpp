@@ -19,27 +19,28 @@ std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {
   return z ^ (z >> 31);
 }
 
-std::uint64_t fingerprint(const Call& call, std::uint64_t seq, std::uint64_t plan_digest) {
+std::uint64_t fingerprint(const Call& call, std::uint64_t seq, std::uint64_t plan_digest, std::uint64_t before) {
   const std::uint64_t kinds = static_cast<std::uint64_t>(call.operation) << 48 |
                               static_cast<std::uint64_t>(call.dtype) << 40 |
                               static_cast<std::uint64_t>(call.reduce_op) << 32 | static_cast<std::uint32_t>(call.root);
-  return mix(mix(mix(mix(mix(seq, kinds), call.count), call.shape), plan_digest), 0);
+  return mix(mix(mix(mix(mix(seq, kinds), call.count), call.shape), plan_digest), before);
 }
 
 std::string title(const Call& call, std::uint64_t seq) {
   return std::string(name(call.title())) + " seq " + std::to_string(call.number == 0 ? seq : call.number);
 }
 
-CallHeader header_of(const Call& call, std::uint64_t seq, std::uint64_t plan_digest) {
+CallHeader header_of(const Call& call, std::uint64_t seq, std::uint64_t plan_digest, std::uint64_t before) {
   return {.seq = seq,
-          .fingerprint = fingerprint(call, seq, plan_digest),
+          .fingerprint = fingerprint(call, seq, plan_digest, before),
           .number = call.number == 0 ? seq : call.number,
           .count = call.count,
           .plan = plan_digest,
           .operation = static_cast<std::uint32_t>(call.title()),
           .dtype = static_cast<std::uint32_t>(call.dtype),
           .reduce_op = static_cast<std::uint32_t>(call.reduce_op),
-          .root = call.root};
+          .root = call.root,
+          .part = call.part_of ? 1u : 0u};
 }
 
 std::string describe(const CallHeader& header) {
@@ -50,41 +51,13 @@ std::string describe(const CallHeader& header) {
   std::string text(name(what));
   if (what == Operation::barrier) return text + "()";
   if (what == Operation::gpu_setup) return text + " (the group's first call on one)";
+  if (header.part == 1) return text + (what == Operation::all_to_all ? " with split sizes" : " of a sparse tensor");
   text += "(count=" + std::to_string(header.count) + ", dtype=" + std::string(name(static_cast<DType>(header.dtype)));
   if (reduces(what)) text += ", op=" + std::string(name(static_cast<ReduceOp>(header.reduce_op)));
   if (has_root(what)) text += ", root=" + std::to_string(header.root);
   char digest[24];
   std::snprintf(digest, sizeof digest, "%08x", static_cast<unsigned>(header.plan));
   return text + ", plan=" + digest + ")";
-}
-
-void record(RankControl& own, const CallHeader& call) {
-  own.calls.add(call);
-  own.entered.store(call.seq, std::memory_order_release);
-}
-
-bool differs(const RankControl& peer, std::uint64_t seq, std::uint64_t fingerprint) {
-  const auto theirs = peer.calls.find(seq);
-  return theirs && theirs->fingerprint != fingerprint;
-}
-
-std::uint64_t first_difference(const RankControl& own, const RankControl& peer, std::uint64_t seq) {
-  for (std::uint64_t s = seq - std::min<std::uint64_t>(seq, CallHistory::kKept) + 1; s <= seq; ++s)
-    if (const auto ours = own.calls.find(s); ours && differs(peer, s, ours->fingerprint)) return s;
-  return 0;
-}
-
-std::uint64_t number_of_call(const RankControl& rank, std::uint64_t seq) {
-  const auto call = rank.calls.find(seq);
-  return call ? call->number : seq;
-}
-
-std::string describe_call(const RankControl& rank, std::uint64_t seq) {
-  const auto call = rank.calls.find(seq);
-  const std::string text = call ? describe(*call) : "";
-  if (!text.empty()) return text;
-  return "a call that is no longer recorded (it is at call " +
-         std::to_string(rank.entered.load(std::memory_order_acquire)) + ")";
 }
 
 }  // namespace ringreduce

@@ -10,8 +10,8 @@
 
 #include "core/call_header.h"
 #include "core/clock.h"
+#include "core/error.h"
 #include "core/types.h"
-#include "transport/region.h"
 
 namespace ringreduce {
 
@@ -62,8 +62,8 @@ struct Call {
 };
 
 // Equal on two ranks exactly if (up to a 64-bit hash) they make the same call with the same plan at the same place in
-// the group's sequence of calls.
-std::uint64_t fingerprint(const Call& call, std::uint64_t seq, std::uint64_t plan_digest);
+// the group's sequence of calls, and have made the same calls `before`: the fingerprint of the call before this one.
+std::uint64_t fingerprint(const Call& call, std::uint64_t seq, std::uint64_t plan_digest, std::uint64_t before = 0);
 
 // Mixes `value` into `hash` (splitmix64's finalizer; Steele, Lea and Flood 2014).
 std::uint64_t mix(std::uint64_t hash, std::uint64_t value);
@@ -72,23 +72,8 @@ std::uint64_t mix(std::uint64_t hash, std::uint64_t value);
 std::string title(const Call& call, std::uint64_t seq);
 
 // What peers tell one another of it.
-CallHeader header_of(const Call& call, std::uint64_t seq, std::uint64_t plan_digest);
+CallHeader header_of(const Call& call, std::uint64_t seq, std::uint64_t plan_digest, std::uint64_t before = 0);
 // "all_reduce(count=1024, dtype=float32, op=sum, plan=1f0c22d1)"; empty if this is no header.
 std::string describe(const CallHeader& header);
-
-// Writes the call to this rank's history, where peers look when they suspect a mismatch.
-void record(RankControl& own, const CallHeader& call);
-
-// Whether `peer` is known to have made, as its call number `seq`, another call than the one with `fingerprint`.
-bool differs(const RankControl& peer, std::uint64_t seq, std::uint64_t fingerprint);
-
-// The first call up to number `seq` that two ranks still know of each other and that was not the same; 0: none.
-std::uint64_t first_difference(const RankControl& own, const RankControl& peer, std::uint64_t seq);
-
-// The number of that call for the user, or `seq` if it is not known.
-std::uint64_t number_of_call(const RankControl& rank, std::uint64_t seq);
-
-// The same of the call number `seq` of a rank, as far as known.
-std::string describe_call(const RankControl& rank, std::uint64_t seq);
 
 }  // namespace ringreduce

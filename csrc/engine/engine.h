@@ -19,6 +19,7 @@
 #include "engine/call.h"
 #include "engine/patience.h"
 #include "engine/program.h"
+#include "kernels/packing.h"
 
 namespace ringreduce {
 
@@ -106,7 +107,8 @@ class Engine {
   virtual void throw_if_aborted() const = 0;
   // Who broke it, in that case; otherwise -1.
   virtual int reporter() const = 0;
-  // "rank 3 (node7, pid 4711)"
+  // "rank 3 (rank 1 of the group)": see RankName. And the same with host and pid.
+  virtual std::string number(int rank) const = 0;
   virtual std::string describe(int rank) const = 0;
   // The peers whose process has ended, or which have left the group, as far as this rank can see. Thread-safe.
   virtual std::vector<int> gone() const { return {}; }

@@ -38,7 +38,7 @@ Execution::Execution(Team& team, const BoundCall& bound, Workspace& workspace, c
       element_(size_of(call.dtype)) {
   for (std::size_t c = 0; c < bound.channels().size(); ++c) {
     work_.channels[c].oldest = 0;
-    work_.channels[c].step.fill(0);
+    work_.channels[c].rounds.fill({});
   }
 }
 
@@ -52,19 +52,37 @@ bool Execution::advance() {
     ChannelState& state = work_.channels[c];
     for (std::size_t round = state.oldest; round < std::min(channel.rounds, state.oldest + ChannelState::kWindow);
          ++round) {
-      std::uint32_t& step = state.step[round % ChannelState::kWindow];
-      while (step < channel.steps.size() && try_step({c, round, step})) {
-        ++step;
+      ChannelState::Round& stands = state.rounds[round % ChannelState::kWindow];
+      while (stands.step < channel.steps.size() && try_step({c, round, stands.step})) {
+        stands = {.step = stands.step + 1};
         moved = true;
       }
-      if (round == state.oldest && step == channel.steps.size()) {
-        step = 0;
+      if (round == state.oldest && stands.step == channel.steps.size()) {
+        stands = {};
         ++state.oldest;
       }
     }
     if (state.oldest < channel.rounds) done_ = false;
   }
+  copy_lent();
   return moved;
+}
+
+// If peers may not be able to read what this rank has lent from its process, copies it to its slots. It may still be
+// read where it is, and be returned there too. To be called again, until all has been read: what follows may be lent
+// before this rank knows.
+void Execution::copy_lent() {
+  if (lent_ == 0 || !bound_.opens_memory() || team_.opens_memory()) return;
+  for (std::size_t c = 0; c < bound_.channels().size(); ++c)
+    for (std::uint64_t seq = 0; seq < team_.geometry().depth; ++seq) {
+      SlotHeader& slot = team_.own().slot(static_cast<int>(c), seq);
+      const std::uint64_t stamp = slot.stamp.load(std::memory_order_relaxed);
+      if (slot.fingerprint != fingerprint_ || slot.place != Place::process || slot.copied == stamp) continue;
+      const auto* const lent = reinterpret_cast<const std::byte*>(slot.address);  // NOLINT(performance-no-int-to-ptr)
+      std::copy_n(lent, slot.bytes, slot.payload());
+      slot.copied.store(stamp, std::memory_order_seq_cst);  // releases the payload
+      for (const int peer : work_.channels[c].readers[seq]) team_.peer(peer).slot_filled(static_cast<int>(c), seq, {});
+    }
 }
 
 bool Execution::try_step(const At& at) {
@@ -72,6 +90,7 @@ bool Execution::try_step(const At& at) {
   const Bytes local = step.local.slice(at.round, bound_.slice_bytes());
   const Bytes output = step.output.slice(at.round, bound_.slice_bytes());
   Value value{.bytes = std::max(local.size, output.size), .local = local.data, .output = output.data};
+  value.kept = round_of(at).kept;
   if (!find_operands(at, step, value)) return false;
 
   SlotHeader* outgoing = nullptr;
@@ -81,7 +100,12 @@ bool Execution::try_step(const At& at) {
     outgoing = &team_.own().slot(static_cast<int>(at.channel), seq);
   }
   const std::byte* const lent = choose_results(step, value, outgoing);
-  if (value.bytes > 0 && !work_.results.empty()) compute(step, value, step.streamed);
+  if (value.bytes > 0 && !work_.results.empty()) {
+    const auto* const made = value.output != nullptr ? value.output : static_cast<std::byte*>(work_.results[0]);
+    if (!compute(at, step, value, step.streamed)) return false;
+    if (value.kept && outgoing != nullptr && lent == nullptr && made != outgoing->payload())
+      std::copy_n(made, value.bytes, outgoing->payload());
+  }
   if (outgoing != nullptr) publish(at, step, value, lent);
   acknowledge(at, step);
   return true;
@@ -138,19 +162,23 @@ void Execution::take(const BoundStep& step, const Source& source, const SlotHead
     throw Error(ErrorKind::mismatch, team_.fate().describe(source.peer) + " sent a slice of another size", source.peer);
   const bool returned = place != Place::slot && theirs.returned == 1;
   value.returned += returned;
-  if (place == Place::process) {
-    work_.remote.push_back({source.peer, address, returned, work_.operands.size()});
-    work_.operands.push_back(nullptr);
-    return;
-  }
+  value.there_already = step.returned && theirs.kept == 0;  // it receives from this peer alone
   std::byte* data = const_cast<SlotHeader&>(slot).payload();
+  if (place == Place::process) {
+    if (slot.copied.load(std::memory_order_acquire) != slot.stamp.load(std::memory_order_relaxed)) {
+      work_.remote.push_back({source.peer, address, returned, work_.operands.size()});
+      work_.operands.push_back(nullptr);
+      return;
+    }
+    value.kept |= returned;
+  }
   if (place == Place::arena) {
     data = team_.peer(source.peer).lent(address, bytes);
     if (data == nullptr)
       throw Error(ErrorKind::mismatch, team_.fate().describe(source.peer) + " lent what is not its", source.peer);
+    if (returned) work_.results.push_back(data);
   }
   work_.operands.push_back(data);
-  if (returned) work_.results.push_back(data);
 }
 
 // Completes the list of places where the value goes. Returns where it is lent, or null.
@@ -165,8 +193,7 @@ const std::byte* Execution::choose_results(const BoundStep& step, const Value& v
     if (step.lends == BoundStep::Lends::output) lent = value.output;
     if (lent == nullptr) work_.results.push_back(outgoing->payload());
   }
-  const bool there_already = step.returned && !step.step->recv.empty();  // a peer has written it
-  if (value.output != nullptr && !there_already) work_.results.push_back(value.output);
+  if (value.output != nullptr && !value.there_already) work_.results.push_back(value.output);
   return lent;
 }
 
@@ -181,6 +208,7 @@ void Execution::publish(const At& at, const BoundStep& step, const Value& value,
                                             : reinterpret_cast<std::uint64_t>(lent);
   if (slot.place == Place::arena) check_memory();  // after all that was written to it
   slot.returned = step.returned ? 1 : 0;
+  slot.kept = value.kept ? 1 : 0;
   work_.channels[at.channel].readers[seq & (team_.geometry().depth - 1)] = step.step->send;
   slot.stamp.store(seq + 1, std::memory_order_seq_cst);  // releases the payload
   SlotValue sent{.data = lent == nullptr ? slot.payload() : lent, .lent = lent != nullptr};
@@ -208,30 +236,45 @@ void Execution::pack_for_others(SlotValue& value, std::size_t bytes) const {
 }
 
 // The operands, combined in order, go to all results, and back to whom they are returned. If `streamed`, the last
-// result goes past the caches.
-void Execution::compute(const BoundStep& step, const Value& value, bool streamed) {
+// result goes past the caches. Returns false where a peer has to copy its operand to its slot first; the next call then
+// goes on where this one stopped, since results may have taken the place of operands.
+bool Execution::compute(const At& at, const BoundStep& step, Value& value, bool streamed) {
+  ChannelState::Round& stands = round_of(at);
   std::vector<const void*>& operands = work_.operands;
   std::vector<void*>& results = work_.results;
   const bool combined = operands.size() > 1;
   if (!combined && !work_.remote.empty()) {
     const Remote& remote = work_.remote[0];
-    team_.read(remote.peer, static_cast<std::byte*>(results.back()), remote.address, value.bytes);
+    if (!team_.read(remote.peer, static_cast<std::byte*>(results.back()), remote.address, value.bytes))
+      return blocked(at, remote.peer);
     operands[0] = results.back();
     streamed = false;  // the kernel has done it its way
   }
   // Operands go through the scratch space on their way in, and the output on its way out.
   const bool detours = combined && (streamed || !work_.remote.empty());
-  if (!detours && !step.scaled) return combine(step, value.bytes, streamed);
+  auto* const output = static_cast<std::byte*>(results.back());
+  const auto skip = [&](std::size_t bytes) {
+    for (const void*& operand : operands) operand = static_cast<const std::byte*>(operand) + bytes;
+    for (void*& result : results) result = static_cast<std::byte*>(result) + bytes;
+  };
+  if (stands.done > 0) skip(stands.done);
+  if (!detours && !step.scaled) {
+    combine(step, value.bytes - stands.done, streamed);
+    return true;
+  }
   const std::size_t parts = work_.remote.size() + step.scaled + streamed;
   const std::size_t share = kScratch / parts / kTileUnit * kTileUnit;
   const std::size_t tile = !detours ? kTile : bound_.outgrows_caches() ? std::min(share, kStreamedTile) : share;
-  auto* const output = static_cast<std::byte*>(results.back());
   work_.scratch.resize(kScratch / sizeof(CacheLine));
-  for (std::size_t done = 0; done < value.bytes; done += tile) {
+  for (std::size_t done = stands.done; done < value.bytes; done += tile) {
     const std::size_t some = std::min(tile, value.bytes - done);
     std::byte* scratch = work_.scratch.data()->bytes;
     for (const Remote& remote : work_.remote) {
-      team_.read(remote.peer, scratch, remote.address + done, some);
+      if (!team_.read(remote.peer, scratch, remote.address + done, some)) {
+        stands.done = static_cast<std::uint32_t>(done);
+        stands.kept = value.kept;
+        return blocked(at, remote.peer);
+      }
       operands[remote.operand] = scratch;
       scratch += tile;
     }
@@ -246,10 +289,10 @@ void Execution::compute(const BoundStep& step, const Value& value, bool streamed
     if (streamed) kernels::stream(output + done, scratch, some);
     for (const Remote& remote : work_.remote)
       if (remote.returned)
-        team_.write(remote.peer, remote.address + done, static_cast<const std::byte*>(results[0]), some);
-    for (const void*& operand : operands) operand = static_cast<const std::byte*>(operand) + some;
-    for (void*& result : results) result = static_cast<std::byte*>(result) + some;
+        value.kept |= !team_.write(remote.peer, remote.address + done, static_cast<const std::byte*>(results[0]), some);
+    skip(some);
   }
+  return true;
 }
 
 void Execution::combine(const BoundStep& step, std::size_t bytes, bool streamed) {
@@ -303,6 +346,7 @@ int Execution::slow_reader(std::size_t channel, std::uint64_t seq, bool elsewher
 }
 
 bool Execution::all_read(bool elsewhere) {
+  copy_lent();
   const auto own = static_cast<std::size_t>(team_.rank());
   const std::size_t depth = team_.geometry().depth;
   for (std::size_t c = 0; c < bound_.channels().size(); ++c) {

@@ -31,9 +31,16 @@ struct ChannelState {
   std::vector<std::uint64_t> tail;            // per rank: the sequence number of its next slot
   std::vector<std::span<const int>> readers;  // per slot of our outbox: who must have read it before it is written
 
+  // Where a round stands.
+  struct Round {
+    std::uint32_t step = 0;
+    std::uint32_t done = 0;  // bytes of the step's value, if it could not be computed in one go
+    bool kept = false;       // a part of that value was not written where a peer had lent its own to be returned
+  };
+
   // The call under way.
-  std::size_t oldest = 0;                     // the first round that is not done
-  std::array<std::uint32_t, kWindow> step{};  // where each round in flight stands, by round modulo kWindow
+  std::size_t oldest = 0;               // the first round that is not done
+  std::array<Round, kWindow> rounds{};  // those in flight, by round modulo kWindow
 };
 
 // An operand that lies in a peer's process.
@@ -67,7 +74,7 @@ class Execution {
   bool done() const { return done_; }
 
   // After done(): whether every slot that this rank sent has been read, `elsewhere`: also by ranks on other hosts. Must
-  // become true before the call may end if anything was lent.
+  // become true before the call may end if anything was lent. Copies what could be read only in this process.
   bool all_read(bool elsewhere);
   // Whether anything went to other hosts. What they are sent must have left this process before the call may end.
   bool sends_away() const { return sends_away_; }
@@ -96,8 +103,10 @@ class Execution {
   // The value of a step in a round.
   struct Value {
     std::size_t bytes;
-    std::byte *local, *output;  // null where the step reads or writes none
-    std::size_t returned = 0;   // to how many peers it is written back
+    std::byte *local, *output;   // null where the step reads or writes none
+    std::size_t returned = 0;    // to how many peers it is written back
+    bool there_already = false;  // a peer has written it where this rank had lent the chunk
+    bool kept = false;           // it could not be written back to all of them
   };
 
   bool try_step(const At& at);
@@ -108,10 +117,14 @@ class Execution {
   void publish(const At& at, const BoundStep& step, const Value& value, const std::byte* lent);
   void acknowledge(const At& at, const BoundStep& step);
 
-  void compute(const BoundStep& step, const Value& value, bool streamed);
+  bool compute(const At& at, const BoundStep& step, Value& value, bool streamed);
+  void copy_lent();
   void combine(const BoundStep& step, std::size_t bytes, bool streamed);
   void pack_for_others(SlotValue& value, std::size_t bytes) const;
 
+  ChannelState::Round& round_of(const At& at) const {
+    return work_.channels[at.channel].rounds[at.round % ChannelState::kWindow];
+  }
   std::uint64_t seq_of(const At& at, int rank, std::uint32_t send_index) const;
   int slow_reader(std::size_t channel, std::uint64_t seq, bool elsewhere = true) const;
 

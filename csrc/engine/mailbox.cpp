@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/threads.h"
+#include "engine/history.h"
 #include "engine/wait.h"
 #include "transport/links.h"
 
@@ -60,7 +61,7 @@ void Mailbox::post(const std::shared_ptr<Message>& message) {
     team_->fate().throw_if_aborted();
     if (stopping_) throw Error(ErrorKind::aborted, "the group has been shut down");
     if (message->peer != kAnySource && !peers_[static_cast<std::size_t>(message->peer)].here)
-      throw Error(ErrorKind::peer_lost, title(*message) + ": rank " + std::to_string(message->peer) + " is not there",
+      throw Error(ErrorKind::peer_lost, title(*message) + ": " + team_->fate().number(message->peer) + " is not there",
                   message->peer);
     message->posted = now();
     all_.push_back(message);
@@ -210,7 +211,7 @@ void Mailbox::check() {
       const std::string whom =
           m->peer == kAnySource ? "any rank" : team_->fate().describe(m->peer) + team_->way_to(m->peer);
       const Error timeout(ErrorKind::timeout,
-                          title(*m) + ": rank " + std::to_string(team_->rank()) + " waited the timeout of " +
+                          title(*m) + ": " + team_->fate().number(team_->rank()) + " waited the timeout of " +
                               in_seconds(t - m->posted) + " for " + whom + "; " + std::to_string(m->moved) +
                               " bytes had moved",
                           m->peer);
@@ -324,11 +325,12 @@ bool Mailbox::receive_some(int rank, Peer& peer) {
                     .aside = {},
                     .receive = nullptr};
     arrival.receive = take_receive(rank, arrival.tag);
+    if (!arrival.receive && !wanted_from(rank)) return false;  // it can stay where it is
+    if (differ(team_->control(team_->rank()), team_->control(rank))) throw different_calls(*team_, rank, "recv");
     if (arrival.receive) {
       begin(arrival, rank);
       peer.arriving = std::move(arrival);
     } else {
-      if (!wanted_from(rank)) return false;  // it can stay where it is
       peer.arrived.push_back(std::move(arrival));
     }
   }

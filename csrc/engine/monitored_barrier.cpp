@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/history.h"
 #include "engine/wait.h"
 #include "transport/links.h"
 
@@ -71,6 +72,11 @@ void monitored_barrier(Team& team, const Patience& patience, Nanoseconds timeout
     throw Error(ErrorKind::timeout, passed_but(reason), absent[0]);
   };
   while (!missing().empty()) waiting.idle(kAwaitsAll, look);
+  for (int r = 0; r < team.size(); ++r)
+    if (r != own && differ(control, team.control(r))) {
+      team.fate().abort(different_calls(team, r, "monitored_barrier"));
+      team.fate().throw_if_aborted();
+    }
 
   const std::vector<int> gone_again =
       ranks_where([&](const RankControl& c) { return c.barriers_given_up.load(std::memory_order_seq_cst) >= turn; });

@@ -116,7 +116,7 @@ Nanoseconds PointToPointEngine::compare(const CallHeader& own, const std::string
     if (theirs.fingerprint == own.fingerprint) continue;
     const std::string its = ringreduce::describe(theirs);
     throw Error(ErrorKind::mismatch,
-                title + ": ranks of the group made different calls: rank " + std::to_string(rank()) + " called " +
+                title + ": ranks of the group made different calls: " + number(rank()) + " called " +
                     ringreduce::describe(own) + ", " + wire_->describe(before) + " called " +
                     (its.empty() ? "what this version of ringreduce does not know" : its) +
                     ". All ranks of a group must make the same calls in the same order",

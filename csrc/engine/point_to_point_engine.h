@@ -21,6 +21,7 @@ class PointToPointEngine final : public Engine {
   void fail(const Error& error) override { wire_->abort(error); }
   void throw_if_aborted() const override { wire_->throw_if_aborted(); }
   int reporter() const override { return wire_->reporter(); }
+  std::string number(int rank) const override { return wire_->number(rank); }
   std::string describe(int rank) const override { return wire_->describe(rank); }
 
  private:

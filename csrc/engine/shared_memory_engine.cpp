@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "engine/history.h"
 #include "engine/wait.h"
 #include "transport/links.h"
 
@@ -60,8 +61,8 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
 
   RankControl& own = team_->control(team_->rank());
   const std::uint64_t seq = next_call();
-  const CallHeader header = header_of(call, seq, program.digest);
-  const std::uint64_t id = header.fingerprint;
+  const CallHeader header = header_of(call, seq, program.digest, history_);
+  const std::uint64_t id = history_ = header.fingerprint;
   own.waiting_for.store(-1, std::memory_order_relaxed);
   record(own, header);
 
@@ -86,7 +87,7 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
     const auto check_on_peers = [&](Nanoseconds waited) {
       own.waiting_for.store(execution.blocked_on(), std::memory_order_relaxed);
       own.heartbeat.store(now(), std::memory_order_release);
-      look(call, seq, id, execution, waited);
+      look(call, seq, execution, waited);
     };
     try {
       while (true) {
@@ -114,7 +115,7 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
       if (team_->fate().failed(seq)) throw Error(ErrorKind::aborted, title(call, seq) + ": another rank gave it up");
     } catch (const Error& error) {
       team_->fate().throw_if_aborted();  // which may be what was thrown, and explains itself
-      if (error.kind() == ErrorKind::mismatch) throw_mismatch(call, seq, id, error.culprit());
+      if (error.kind() == ErrorKind::mismatch) throw_mismatch(call, seq, error.culprit());
       throw;
     }
     execution.finish();
@@ -144,15 +145,12 @@ void SharedMemoryEngine::reach(const Call& call, const Program& program, const s
 }
 
 // Called while waiting: throws if it is in vain.
-void SharedMemoryEngine::look(const Call& call, std::uint64_t seq, std::uint64_t fingerprint,
-                              const Execution& execution, Nanoseconds waited) const {
+void SharedMemoryEngine::look(const Call& call, std::uint64_t seq, const Execution& execution,
+                              Nanoseconds waited) const {
   team_->fate().throw_if_aborted();
   if (team_->links() != nullptr) team_->links()->tell();
   for (int r = 0; r < team_->size(); ++r)
-    if (r != team_->rank() && differs(team_->control(r), seq, fingerprint)) throw Error(ErrorKind::mismatch, "", r);
-  // Ranks that take turns as roots may be past the call that was not the same.
-  if (const int r = execution.blocked_on(); r >= 0 && r != team_->rank())
-    if (first_difference(team_->control(team_->rank()), team_->control(r), seq) != 0)
+    if (r != team_->rank() && differ(team_->control(team_->rank()), team_->control(r)))
       throw Error(ErrorKind::mismatch, "", r);
   for (int r : team_->fate().gone()) {
     const RankControl& peer = team_->control(r);
@@ -160,8 +158,8 @@ void SharedMemoryEngine::look(const Call& call, std::uint64_t seq, std::uint64_t
     // Of a rank on another host this one does not know how far it came. Whoever waits for it tells the others.
     if (team_->elsewhere(r) && r != execution.blocked_on()) continue;
     throw Error(ErrorKind::peer_lost,
-                title(call, seq) + ": " + team_->fate().describe(r) + " " + team_->fate().how_gone(r) + "; rank " +
-                    std::to_string(team_->rank()) + " waited for rank " + std::to_string(execution.blocked_on()) +
+                title(call, seq) + ": " + team_->fate().describe(r) + " " + team_->fate().how_gone(r) + "; " +
+                    number(team_->rank()) + " waited for " + number(execution.blocked_on()) +
                     team_->way_to(execution.blocked_on()) + " at " + execution.position(),
                 r);
   }
@@ -199,26 +197,15 @@ int SharedMemoryEngine::end_of_chain(int peer, F waiting_for) const {
   return peer;
 }
 
-void SharedMemoryEngine::throw_mismatch(const Call& call, std::uint64_t seq, std::uint64_t fingerprint,
-                                        int peer) const {
-  const int own = team_->rank();
+void SharedMemoryEngine::throw_mismatch(const Call& call, std::uint64_t seq, int peer) const {
   // From another host the call's description may come after its data.
   for (const Nanoseconds deadline = now() + kSecond; team_->elsewhere(peer) && now() < deadline;) {
-    if (differs(team_->control(peer), seq, fingerprint)) break;
+    if (differ(team_->control(team_->rank()), team_->control(peer))) break;
     team_->fate().throw_if_aborted();
     team_->links()->tell();
     if (!team_->links()->progress()) sched_yield();
   }
-  const std::uint64_t first = first_difference(team_->control(own), team_->control(peer), seq);
-  const std::uint64_t other = first == 0 ? seq : first;
-  throw Error(
-      ErrorKind::mismatch,
-      title(call, seq) + ": ranks of the group made different calls" +
-          (other == seq ? "" : " before, at seq " + std::to_string(number_of_call(team_->control(own), other))) +
-          ": rank " + std::to_string(own) + " called " + describe_call(team_->control(own), other) + ", " +
-          team_->fate().describe(peer) + " called " + describe_call(team_->control(peer), other) +
-          ". All ranks of a group must make the same calls in the same order",
-      peer);
+  throw different_calls(*team_, peer, title(call, seq));
 }
 
 void SharedMemoryEngine::throw_timeout(const Call& call, std::uint64_t seq, const Execution& execution,
@@ -235,27 +222,27 @@ void SharedMemoryEngine::throw_timeout(const Call& call, std::uint64_t seq, cons
   };
 
   const int culprit = end_of_chain(execution.blocked_on(), waiting_for);
-  std::string text =
-      title(call, seq) + ": rank " + std::to_string(own) + " waited the timeout of " + in_seconds(waited) +
-      " for rank " + std::to_string(execution.blocked_on()) + team_->way_to(execution.blocked_on()) + " at " +
-      execution.position() + "; " + team_->fate().describe(culprit) +
-      (culprit == execution.blocked_on() ? "" : team_->way_to(culprit)) + " is what the group waits for.";
+  std::string text = title(call, seq) + ": " + number(own) + " waited the timeout of " + in_seconds(waited) + " for " +
+                     number(execution.blocked_on()) + team_->way_to(execution.blocked_on()) + " at " +
+                     execution.position() + "; " + team_->fate().describe(culprit) +
+                     (culprit == execution.blocked_on() ? "" : team_->way_to(culprit)) +
+                     " is what the group waits for.";
   for (int r = 0; r < team_->size(); ++r) {
     if (r == own) continue;
     const RankControl& c = team_->control(r);
     const std::uint64_t entered = c.entered.load(std::memory_order_acquire);
     if (team_->elsewhere(r) && entered < seq && r != culprit) continue;  // it may be that this rank is not told
-    text += " Rank " + std::to_string(r);
+    text += " R" + number(r).substr(1);                                  // it begins a sentence
     if (entered < seq) {
       text += entered == 0 ? team_->elsewhere(r) ? " has not told of any call." : " has not made any call."
                            : " has not arrived: its latest call is seq " + std::to_string(number_of_call(c, entered)) +
                                  ", " + describe_call(c, entered) + ".";
       if (const int peer = gpu_waiting_for(r); peer >= 0)
-        text += " Its GPU waits for rank " + std::to_string(peer) + ", in a call on CUDA tensors.";
+        text += " Its GPU waits for " + number(peer) + ", in a call on CUDA tensors.";
     } else if (c.completed.load(std::memory_order_acquire) >= seq) {
       text += " has finished this call.";
     } else if (const int peer = waiting_for(r); peer >= 0) {
-      text += " waits for rank " + std::to_string(peer) + ".";
+      text += " waits for " + number(peer) + ".";
     } else {
       text += " is in this call and has shown no sign of waiting or progress: stopped or busy.";
     }

@@ -20,6 +20,7 @@ class SharedMemoryEngine final : public Engine {
   void fail(const Error& error) override { team_->fate().abort(error); }
   void throw_if_aborted() const override { team_->fate().throw_if_aborted(); }
   int reporter() const override;
+  std::string number(int rank) const override { return team_->fate().number(rank); }
   std::string describe(int rank) const override { return team_->fate().describe(rank); }
   std::vector<int> gone() const override { return team_->fate().silent(); }
   void waits_for(int peer) override;
@@ -31,17 +32,17 @@ class SharedMemoryEngine final : public Engine {
   const BoundCall& bind(const Call& call, const Buffers& buffers);
   const BoundCall& bind_or_abort(const Call& call, const Buffers& buffers);
   void reach(const Call& call, const Program& program, const std::string& what);
-  void look(const Call& call, std::uint64_t seq, std::uint64_t fingerprint, const Execution& execution,
-            Nanoseconds waited) const;
+  void look(const Call& call, std::uint64_t seq, const Execution& execution, Nanoseconds waited) const;
   int gpu_waiting_for(int rank) const;
   template <class F>
   int end_of_chain(int peer, F waiting_for) const;
-  [[noreturn]] void throw_mismatch(const Call& call, std::uint64_t seq, std::uint64_t fingerprint, int peer) const;
+  [[noreturn]] void throw_mismatch(const Call& call, std::uint64_t seq, int peer) const;
   [[noreturn]] void throw_timeout(const Call& call, std::uint64_t seq, const Execution& execution,
                                   Nanoseconds waited) const;
 
   const std::shared_ptr<Team> team_;
   Workspace workspace_;
+  std::uint64_t history_ = 0;        // the fingerprint of the latest call
   std::deque<BoundCall> bound_;      // the latest kBound calls that differ, the newest first
   int choices_bound_ = 0;            // what choices_made() was when they were bound
   std::set<const Program*> linked_;  // whose peers on other hosts have been reached

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstring>
 
+#include "core/float_environment.h"
 #include "kernels/target.h"
 
 namespace ringreduce::kernels {
@@ -52,11 +53,12 @@ std::atomic<const Target*>& current_target() {
 }
 
 bool is_floating(DType dtype) { return dtype <= DType::float8_e5m2; }
-bool is_complex(DType dtype) { return dtype >= DType::complex64; }
+bool is_complex(DType dtype) { return dtype == DType::complex64 || dtype == DType::complex128; }
 
 }  // namespace
 
 bool supports(DType dtype, ReduceOp op) {
+  if (moves_only(dtype)) return false;
   switch (op) {
     case ReduceOp::sum:
     case ReduceOp::product:
@@ -77,6 +79,7 @@ bool supports(DType dtype, ReduceOp op) {
 
 void accumulate(DType dtype, ReduceOp op, std::span<void* const> dsts, std::span<const void* const> srcs,
                 std::size_t count, double divisor) {
+  const DefaultFloatEnvironment environment;
   current_target()
       .load(std::memory_order_relaxed)
       ->accumulate(
@@ -99,6 +102,7 @@ void stream(void* dst, const void* src, std::size_t bytes) {
 }
 
 void scale(DType dtype, void* dst, const void* src, std::size_t count, double factor) {
+  const DefaultFloatEnvironment environment;
   current_target().load(std::memory_order_relaxed)->scale(dtype, {&dst, 1, &src, 1, count, factor});
 }
 

@@ -1,7 +1,8 @@
 // dst = op(src...) on the CPU: the one place where elements are combined.
 //
 // Implementations for several instruction sets are compiled from one source; the best one that this CPU runs is chosen
-// once, at the first call. All of them give the same bits. All functions are thread-safe and allocate nothing.
+// once, at the first call. All of them give the same bits, also in a thread that rounds otherwise or flushes denormal
+// numbers to zero. All functions are thread-safe and allocate nothing.
 #pragma once
 
 #include <cstddef>
@@ -16,6 +17,7 @@ namespace ringreduce::kernels {
 //   sum, product, min, max     every dtype, but min and max not for complex; on bool: sum, max = or; product, min = and
 //   avg, premul_sum            floating point and complex
 //   band, bor, bxor            integers and bool
+// Dtypes that are only moved (core/types.h) have none.
 bool supports(DType dtype, ReduceOp op);
 
 // dst[i] = srcs[0][i] op srcs[1][i] op ..., evaluated from left to right, for i in [0, count) and each of the `dsts`.

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "core/error.h"
+#include "core/float_environment.h"
 
 namespace ringreduce {
 namespace {
@@ -97,6 +98,7 @@ void pack(Packing packing, std::byte* packed, const std::byte* values, std::size
     std::memcpy(packed, values, count * sizeof(float));
     return;
   }
+  const DefaultFloatEnvironment environment;
   for_each_block(count, [&](std::size_t number, std::size_t first, std::size_t some) {
     Block block{};
     std::memcpy(block.data(), values + first * sizeof(float), some * sizeof(float));
@@ -117,6 +119,7 @@ void unpack(Packing packing, std::byte* values, const std::byte* packed, std::si
     std::memcpy(values, packed, count * sizeof(float));
     return;
   }
+  const DefaultFloatEnvironment environment;
   for_each_block(count, [&](std::size_t number, std::size_t first, std::size_t some) {
     Block block;
     if (packing == Packing::bfloat16) {

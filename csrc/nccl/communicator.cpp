@@ -8,6 +8,8 @@
 #include <thread>
 #include <utility>
 
+#include "core/threads.h"
+
 namespace ringreduce::nccl {
 namespace {
 
@@ -15,11 +17,11 @@ namespace {
 // (NCCL's issue 863), and so for ever.
 constexpr Nanoseconds kPatience = 5 * kSecond;
 
-// Does `work` in a thread of its own, which nobody has to wait for.
+// Does `work` in a thread of its own, which nobody has to wait for. Throws Error(system) if none can be had.
 std::future<void> start(std::function<void()> work) {
   std::packaged_task<void()> task(std::move(work));
   std::future<void> done = task.get_future();
-  std::thread(std::move(task)).detach();
+  start_thread(std::move(task)).detach();
   return done;
 }
 
@@ -78,12 +80,17 @@ void with_device(const cuda::Device& device, const std::function<void()>& action
   }
 }
 
+// Destructors come here, so it does not throw. Without a thread the communicators stay until the process ends, since to
+// wait for peers in this one may take for ever.
 void destroy_handles(std::vector<ncclComm_t> handles, const cuda::DevicePtr& device) {
-  within(kPatience, [handles = std::move(handles), device] {
-    with_device(*device, [&] {
-      for (ncclComm_t const handle : handles) (void)library().ncclCommDestroy(handle);
+  try {
+    within(kPatience, [handles = std::move(handles), device] {
+      with_device(*device, [&] {
+        for (ncclComm_t const handle : handles) (void)library().ncclCommDestroy(handle);
+      });
     });
-  });
+  } catch (const Error&) {
+  }
 }
 
 std::vector<CommunicatorPtr> own(const std::vector<ncclComm_t>& handles, const cuda::DevicePtr& device, int rank,
@@ -204,10 +211,16 @@ std::vector<CommunicatorPtr> adopt(std::uint64_t handle, int count, const cuda::
 void abort(std::span<const CommunicatorPtr> communicators) {
   std::vector<std::future<void>> aborted;
   for (const CommunicatorPtr& communicator : communicators)
-    if (ncclComm_t const handle = communicator->release(); handle != nullptr)
-      aborted.push_back(start([handle, device = communicator->device()] {
+    if (ncclComm_t const handle = communicator->release(); handle != nullptr) {
+      const auto work = [handle, device = communicator->device()] {
         with_device(*device, [&] { (void)library().ncclCommAbort(handle); });
-      }));
+      };
+      try {
+        aborted.push_back(start(work));
+      } catch (const Error&) {  // no thread can be had
+        work();
+      }
+    }
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::nanoseconds(kPatience);
   for (const std::future<void>& one : aborted) one.wait_until(deadline);
 }

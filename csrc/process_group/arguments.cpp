@@ -4,10 +4,13 @@
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
+#include <cctype>
 #include <numeric>
 #include <optional>
+#include <string>
 #include <utility>
 
+#include "core/float_environment.h"
 #include "process_group/compat.h"
 
 namespace ringreduce {
@@ -42,10 +45,15 @@ DType dtype_of(at::ScalarType type, const char* what) {
       return DType::complex64;
     case at::kComplexDouble:
       return DType::complex128;
+    case at::kComplexHalf:
+      return *find_dtype("complex32");
     default:
+      // c10 names the others as torch does, but for capitals.
+      std::string lower = c10::toString(type);
+      std::transform(lower.begin(), lower.end(), lower.begin(), [](unsigned char c) { return std::tolower(c); });
+      if (const auto moved = find_dtype(lower)) return *moved;
       invalid(what, ": tensors of dtype ", c10::toString(type), " are not supported; ",
-              c10::isQIntType(type) ? "pass the tensor's dequantize()"
-                                    : "convert the tensor, or pass a view of it as torch.uint8");
+              c10::isQIntType(type) ? "pass the tensor's dequantize()" : "convert the tensor to another dtype");
   }
 }
 
@@ -80,6 +88,7 @@ double factor_of(const c10d::ReduceOp& op) {
   if (supplement == nullptr) invalid("premul_sum comes without its factor");
   if (supplement->tensor_factor.defined() && supplement->tensor_factor.is_complex())
     invalid("premul_sum: the factor is complex; it must be a real number");
+  const DefaultFloatEnvironment environment;
   return supplement->tensor_factor.defined() ? supplement->tensor_factor.item<double>() : supplement->double_factor;
 }
 
@@ -119,37 +128,64 @@ bool overlaps_itself(const at::Tensor& tensor) {
   return false;
 }
 
-// Whether an element of one tensor lies in the place of an element of another. All have the same dtype.
-bool overlap_each_other(const TensorList& tensors) {
-  struct Extent {
-    const std::byte *begin, *end;  // of the memory from the first to the last element
-    const at::Tensor* tensor;
-  };
-  std::vector<Extent> extents;
-  for (const at::Tensor& t : tensors) {
-    if (t.numel() == 0) continue;
-    int64_t last = 0;
-    for (int64_t d = 0; d < t.dim(); ++d) last += t.stride(d) * (t.size(d) - 1);
-    const auto* begin = static_cast<const std::byte*>(t.data_ptr());
-    extents.push_back({begin, begin + static_cast<std::size_t>(last + 1) * t.element_size(), &t});
+// Marks the places of a tensor's elements, the first of which is `place`; false if one has a mark already.
+bool mark(std::vector<bool>& marks, int64_t place, at::IntArrayRef sizes, at::IntArrayRef strides) {
+  const int64_t count = sizes.empty() ? 1 : sizes[0], stride = sizes.empty() ? 0 : strides[0];
+  for (int64_t i = 0; i < count; ++i, place += stride) {
+    if (sizes.size() > 1) {
+      if (!mark(marks, place, sizes.slice(1), strides.slice(1))) return false;
+    } else if (auto marked = marks[static_cast<std::size_t>(place)]; marked) {
+      return false;
+    } else {
+      marked = true;
+    }
   }
-  std::sort(extents.begin(), extents.end(), [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
+  return true;
+}
+
+// Whether an element of one tensor lies in the place of an element of another.
+bool overlap_each_other(const TensorList& tensors) {
+  std::vector<std::pair<Extent, const at::Tensor*>> extents;
+  for (const at::Tensor& t : tensors)
+    if (t.numel() > 0) extents.emplace_back(extent_of(t), &t);
+  std::sort(extents.begin(), extents.end(), [](const auto& a, const auto& b) { return a.first.begin < b.first.begin; });
   const std::byte* reach = nullptr;  // of all extents so far
   bool close = false;
-  for (const Extent& e : extents) {
-    close |= reach != nullptr && e.begin < reach;
-    reach = std::max(reach, e.end);
+  for (const auto& [extent, tensor] : extents) {
+    close |= reach != nullptr && extent.begin < reach;
+    reach = std::max(reach, extent.end);
   }
   if (!close) return false;
-  // They may still be interleaved, as the columns of a matrix are: count how often each place is written.
-  const auto element = static_cast<std::ptrdiff_t>(extents[0].tensor->element_size());
-  const at::Tensor writes = at::zeros({(reach - extents[0].begin) / element}, at::kInt);
-  for (const Extent& e : extents)
-    writes.as_strided(e.tensor->sizes(), e.tensor->strides(), (e.begin - extents[0].begin) / element).add_(1);
-  return writes.max().item<int>() > 1;
+  // They may still be interleaved, as the columns of a matrix are: mark every place that is written. A place is an
+  // element, or a byte where elements differ in size or alignment.
+  const std::byte* const first = extents[0].first.begin;
+  const auto element = static_cast<int64_t>(extents[0].second->element_size());
+  const bool alike = std::all_of(extents.begin(), extents.end(), [&](const auto& each) {
+    return each.second->element_size() == element && (each.first.begin - first) % element == 0;
+  });
+  const int64_t place = alike ? element : 1;
+  std::vector<bool> marks(static_cast<std::size_t>((reach - first) / place));  // a bit for each place keeps this cheap
+  for (const auto& [extent, tensor] : extents) {
+    std::vector<int64_t> sizes = tensor->sizes().vec(), strides = tensor->strides().vec();
+    const int64_t places = static_cast<int64_t>(tensor->element_size()) / place;
+    for (int64_t& stride : strides) stride *= places;
+    if (places > 1) {
+      sizes.push_back(places);
+      strides.push_back(1);
+    }
+    if (!mark(marks, (extent.begin - first) / place, sizes, strides)) return true;
+  }
+  return false;
 }
 
 }  // namespace
+
+Extent extent_of(const at::Tensor& tensor) {
+  int64_t last = 0;
+  for (int64_t d = 0; d < tensor.dim(); ++d) last += tensor.stride(d) * (tensor.size(d) - 1);
+  const auto* begin = static_cast<const std::byte*>(tensor.data_ptr());
+  return {begin, begin + static_cast<std::size_t>(last + 1) * tensor.element_size()};
+}
 
 void check_outputs(const TensorList& tensors, const char* what) {
   for (const at::Tensor& t : tensors)
@@ -215,11 +251,24 @@ void size_from(Call& call, const std::vector<std::size_t>& counts) {
   for (std::size_t n : counts) call.shape = mix(call.shape, n);
 }
 
-void write_back(const at::Tensor& target, const at::Tensor& staged) {
+at::Tensor plain(const at::Tensor& t, at::Device device) {
+  if (is_plain(t, device)) return t;
+  const at::Tensor copy = at::empty(t.sizes(), t.options().device(device));
+  copy_elements(copy, t);
+  return copy;
+}
+
+void copy_elements(const at::Tensor& to, const at::Tensor& from) {
   const at::NoGradGuard no_grad;
   std::optional<c10::InferenceMode> mode;
-  if (target.is_inference()) mode.emplace();
-  target.copy_(staged);
+  if (to.is_inference()) mode.emplace();
+  const auto as_bytes = [](const at::Tensor& t) {
+    return t.layout() == at::kStrided && t.element_size() == 1 && !t.is_neg();
+  };
+  if (as_bytes(to) && as_bytes(from))
+    to.view(at::kByte).copy_(from.view(at::kByte));  // torch copies no integers of less than a byte
+  else
+    to.copy_(from);
 }
 
 }  // namespace ringreduce

@@ -36,6 +36,11 @@ inline bool has_memory(const at::Tensor& t) {
   return t.layout() == at::kStrided && (t.is_cpu() || t.is_cuda()) && !t.is_nested() && !t._is_zerotensor() &&
          t.has_storage() && t.storage().data() != nullptr;
 }
+// The memory from the first element of a tensor to the last, of which there must be one.
+struct Extent {
+  const std::byte *begin, *end;
+};
+Extent extent_of(const at::Tensor& tensor);
 // Throws for a tensor of which that is not true, saying why; an empty one needs no memory.
 void check_tensor(const at::Tensor& tensor, const char* what);
 // Throws for tensors that cannot be written without harm to each other or to themselves.
@@ -58,10 +63,8 @@ void size_from(Call& call, const std::vector<std::size_t>& counts);
 // the tensor itself if it is plain on `device`, otherwise a copy that is.
 inline bool is_plain(const at::Tensor& t) { return t.is_contiguous() && !t.is_conj() && !t.is_neg(); }
 inline bool is_plain(const at::Tensor& t, at::Device device) { return t.device() == device && is_plain(t); }
-inline at::Tensor plain(const at::Tensor& t, at::Device device) {
-  return is_plain(t, device) ? t : t.resolve_conj().resolve_neg().to(device).contiguous();
-}
-// Copies a staged result to the user's tensor, in whatever mode that was made.
-void write_back(const at::Tensor& target, const at::Tensor& staged);
+at::Tensor plain(const at::Tensor& t, at::Device device);
+// Copies between tensors of the same dtype and sizes, in whatever mode `to` was made.
+void copy_elements(const at::Tensor& to, const at::Tensor& from);
 
 }  // namespace ringreduce

@@ -16,16 +16,11 @@
 #include "process_group/direct_calls.h"
 #include "process_group/gpu_bindings.h"
 #include "process_group/keywords.h"
+#include "process_group/one_thread.h"
 #include "process_group/process_group_ring.h"
 #include "transport/links.h"
 
 namespace py = pybind11;
-
-// Of the OpenMP that torch has, if it has one.
-extern "C" {
-int omp_get_max_threads() __attribute__((weak));
-void omp_set_num_threads(int threads) __attribute__((weak));
-}
 
 namespace {
 
@@ -110,8 +105,7 @@ Engine::Ask asked_of(AskPython ask) {
 }  // namespace
 
 DType ringreduce::dtype_named(const std::string& wanted) {
-  for (std::size_t i = 0; i < kDTypeCount; ++i)
-    if (name(static_cast<DType>(i)) == wanted) return static_cast<DType>(i);
+  if (const auto found = find_dtype(wanted)) return *found;
   throw Error(ErrorKind::invalid_argument, "unknown dtype '" + wanted + "'");
 }
 ReduceOp ringreduce::reduce_op_named(const std::string& wanted) {
@@ -132,19 +126,6 @@ auto with_plan(Method method) {
     (group.*method)({{operation_named(collective), std::move(lowered), digest}, most_bytes, slice_bytes});
   };
 }
-
-// The calling thread's part of a parallel region, as long as this exists: OpenMP gives it no others. No effect where
-// torch is built without OpenMP.
-struct OneThread {
-  OneThread() : before(omp_get_max_threads == nullptr ? 0 : omp_get_max_threads()) { set(1); }
-  ~OneThread() { set(before); }
-  OneThread(const OneThread&) = delete;
-  OneThread& operator=(const OneThread&) = delete;
-  static void set(int threads) {
-    if (omp_set_num_threads != nullptr) omp_set_num_threads(threads);
-  }
-  const int before;
-};
 
 // Square roots with torch's bits, for update rules of the parameter server. Some builds of torch (MKL) would compute
 // them in several threads, which takes longer than such a short computation.
@@ -263,10 +244,9 @@ void bind_settings(py::module_& m) {
       .def_property("stream_bytes", nullptr, engine_option(&Engine::Options::stream_bytes))
       .def_property("wire_dtype", nullptr,
                     [](S& s, const std::string& dtype) { s.engine.packing = packing_named(dtype); })
-      .def_property("timeout", nullptr,
-                    [](S& s, double seconds) {
-                      s.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000));
-                    })
+      .def_property(
+          "timeout", nullptr,
+          [](S& s, double seconds) { s.timeout = std::chrono::milliseconds(nanoseconds(seconds) / kMillisecond); })
       .def_property("ask", nullptr, [](S& s, AskPython ask) { s.ask = asked_of(std::move(ask)); });
 }
 
@@ -275,16 +255,18 @@ struct Members : Roster {
   Group::Settings settings;
 };
 
-using Names = std::vector<std::pair<std::string, std::int64_t>>;
+// Of each rank: host, pid, and RankName::global.
+using Names = std::vector<std::tuple<std::string, std::int64_t, int>>;
 
 std::vector<RankName> rank_names(const Names& names) {
   std::vector<RankName> all;
-  for (const auto& [host, pid] : names) all.push_back({host, pid});
+  for (const auto& [host, pid, global] : names) all.push_back({host, pid, global});
   return all;
 }
 
 c10::intrusive_ptr<Group> make_group(const py::kwargs& given) {
   auto members = from_keywords<Members>(given);
+  members.warn = [](const std::string& text) { TORCH_WARN(text); };
   return c10::make_intrusive<Group>(team_of(members), std::move(members.settings));
 }
 

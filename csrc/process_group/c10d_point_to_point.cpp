@@ -30,6 +30,7 @@ C10dPointToPoint::C10dPointToPoint(c10::intrusive_ptr<c10d::Backend> backend, c1
                                    std::vector<RankName> names)
     : rank_(backend->getRank()), store_(std::move(store)), names_(std::move(names)), backend_(std::move(backend)) {}
 
+std::string C10dPointToPoint::number(int rank) const { return names_[static_cast<std::size_t>(rank)].number(rank); }
 std::string C10dPointToPoint::describe(int rank) const { return names_[static_cast<std::size_t>(rank)].describe(rank); }
 
 void C10dPointToPoint::throw_if_aborted() const {
@@ -45,9 +46,6 @@ int C10dPointToPoint::reporter() const {
 c10::intrusive_ptr<c10d::Work> C10dPointToPoint::pass_on(std::vector<at::Tensor>& tensors, c10d::OpType type, int peer,
                                                          int tag) const {
   const bool sends = type == c10d::OpType::SEND;
-  if (!tensors[0].is_cpu())
-    invalid(sends ? "send" : "recv", ": the tensor is on ", tensors[0].device(),
-            "; over transport='gloo' messages are of CPU tensors: pass its cpu()");
   if (tag == kTag) invalid("the tag ", tag, " is that of collectives; take another");
   c10::intrusive_ptr<c10d::Backend> backend;
   {
@@ -138,7 +136,7 @@ C10dPointToPoint::Broken C10dPointToPoint::agree_on(const Error& error) const {
     std::getline(first, message, '\0');
     if (kind < static_cast<int>(ErrorKind::invalid_argument) || kind > static_cast<int>(ErrorKind::system))
       return {error, rank_};
-    if (reporter != rank_) message += " [reported by rank " + std::to_string(reporter) + "]";
+    if (reporter != rank_) message += " [reported by " + number(reporter) + "]";
     return {Error(static_cast<ErrorKind>(kind), message, culprit), reporter};
   } catch (const std::exception&) {  // the store is gone, or there is no thread to be had
     return {error, rank_};

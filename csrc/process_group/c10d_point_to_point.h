@@ -26,6 +26,7 @@ class C10dPointToPoint final : public PointToPoint {
 
   int rank() const override { return rank_; }
   int size() const override { return static_cast<int>(names_.size()); }
+  std::string number(int rank) const override;
   std::string describe(int rank) const override;
   void exchange(std::span<const Outgoing> outgoing, std::span<const Incoming> incoming, Nanoseconds timeout) override;
   void abort(const Error& error) override;
@@ -34,8 +35,8 @@ class C10dPointToPoint final : public PointToPoint {
 
   // Takes no further part: connections close, as when the process ends, and calls throw.
   void leave();
-  // A message of the program's own: the backend's Work, with its errors. `type` is SEND, RECV or RECVANYSOURCE. Throws
-  // the group's error if it is broken.
+  // A message of the program's own, in contiguous CPU memory: the backend's Work, with its errors. `type` is SEND, RECV
+  // or RECVANYSOURCE. Throws the group's error if it is broken.
   c10::intrusive_ptr<c10d::Work> pass_on(std::vector<at::Tensor>& tensors, c10d::OpType type, int peer, int tag) const;
 
  private:

@@ -6,7 +6,9 @@
 #include <array>
 #include <utility>
 
+#include "core/float_environment.h"
 #include "process_group/arena_allocator.h"
+#include "process_group/one_thread.h"
 #include "process_group/running.h"
 
 namespace ringreduce {
@@ -40,6 +42,22 @@ Collective scattered(const c10d::ReduceScatterOptions& opts) {
   Collective collective = asked(OpType::_REDUCE_SCATTER_BASE, Operation::reduce_scatter, opts);
   collective.flat_input = true;
   return collective;
+}
+
+// Jobs run one after the other. An input that an earlier job will write over is copied now.
+void keep_inputs(std::vector<Job>& jobs) {
+  std::vector<Extent> written;
+  const auto is_written = [&](const at::Tensor& input) {
+    if (input.numel() == 0) return false;
+    const Extent read = extent_of(input);
+    return std::any_of(written.begin(), written.end(),
+                       [&](const Extent& e) { return e.begin < read.end && read.begin < e.end; });
+  };
+  for (Job& job : jobs) {
+    if (std::any_of(job.inputs.begin(), job.inputs.end(), is_written)) job.copy_inputs();
+    for (const at::Tensor& t : job.targets)
+      if (t.numel() > 0) written.push_back(extent_of(t));
+  }
 }
 
 void check_pairs(const Collective& collective, const TensorList& outputs, const TensorList& inputs) {
@@ -136,6 +154,10 @@ c10::intrusive_ptr<Work> ProcessGroupRing::submit(const Collective& collective, 
       invalid(name_of(collective.type), ": tensors are on different devices: ", jobs[0].device, " and ", job.device,
               "; move them to one");
   }
+  if (jobs.size() > 1) {
+    check_outputs(outputs, name_of(collective.type));
+    keep_inputs(jobs);
+  }
   if (!jobs.empty() && jobs[0].device.is_cuda())
     return submit_to_gpu(collective, inputs, std::move(outputs), std::move(jobs));
   return take_turn(collective, inputs, std::move(outputs),
@@ -196,7 +218,7 @@ bool ProcessGroupRing::call_now(const Collective& collective, const at::Tensor& 
   call.dtype = dtype_of(input.scalar_type(), name(call.operation).data());
   if (collective.op != nullptr) call.reduce_op = reduce_op_of(*collective.op);
   call.count = call.largest = count;
-  call.timeout = std::chrono::nanoseconds(timeout_or_default(collective.timeout)).count();
+  call.timeout = nanoseconds(timeout_or_default(collective.timeout));
   Engine::check(call, getSize());
   std::array<std::byte*, kMostBlocks> input_blocks, output_blocks;
   std::array<std::size_t, kMostBlocks> counts;
@@ -240,10 +262,8 @@ c10::intrusive_ptr<Work> ProcessGroupRing::allreduce_coalesced(TensorList& given
   TensorList tensors = given;
   copy_repeated(tensors);
   const Collective collective = asked(OpType::ALLREDUCE_COALESCED, Operation::all_reduce, opts);
-  if (!tensors.empty() && device_of(tensors, {}, "all_reduce_coalesced").is_cuda()) {
-    check_outputs(tensors, "all_reduce_coalesced");
+  if (!tensors.empty() && device_of(tensors, {}, "all_reduce_coalesced").is_cuda())
     return submit_each(collective, tensors, tensors);
-  }
   Fusion fusion(tensors);
   std::vector<Job> jobs;  // one a bundle
   for (const Fusion::Bundle& bundle : fusion.bundles()) {
@@ -288,7 +308,9 @@ c10::intrusive_ptr<Work> ProcessGroupRing::allreduce_sparse(TensorList& tensors,
             "; it must be sparse COO on the CPU");
   if (opts.reduceOp.op_ != c10d::ReduceOp::SUM)
     invalid("all_reduce of a sparse tensor: reduce op ", static_cast<int>(opts.reduceOp.op_), "; only SUM is defined");
-  dtype_of(tensor.scalar_type(), "all_reduce of a sparse tensor");  // throws for those that are not supported
+  Engine::check(
+      {.operation = Operation::all_reduce, .dtype = dtype_of(tensor.scalar_type(), "all_reduce of a sparse tensor")},
+      getSize());
   Collective collective = asked(OpType::_ALLREDUCE_SPARSE, Operation::all_reduce, opts);
   collective.op = nullptr;  // which an asynchronous call outlives
   return take_turn(collective, {tensor}, {tensor},
@@ -298,7 +320,12 @@ c10::intrusive_ptr<Work> ProcessGroupRing::allreduce_sparse(TensorList& tensors,
 // All ranks tell each other how many elements they have, then which, and each sums them all.
 Tally ProcessGroupRing::sum_sparse(const at::Tensor& tensor, const Collective& collective, std::uint64_t number) {
   const auto n = static_cast<std::size_t>(getSize());
-  const at::Tensor own = tensor.coalesce();
+  const auto summed = [](const at::Tensor& sparse) {
+    const DefaultFloatEnvironment environment;
+    const OneThread one_thread;  // torch's other threads have environments of their own
+    return sparse.coalesce();
+  };
+  const at::Tensor own = summed(tensor);
   const auto gather = [&](const at::Tensor& input, TensorList outputs, Tally& tally) {
     Job j = job({.operation = Operation::all_gather, .timeout = collective.timeout}, {input}, outputs);
     // The tensors' dimensions are part of the call, so that ranks that differ in them find out.
@@ -322,7 +349,7 @@ Tally ProcessGroupRing::sum_sparse(const at::Tensor& tensor, const Collective& c
   }
   gather(own.indices(), indices, tally);
   gather(own.values(), values, tally);
-  write_back(tensor, at::sparse_coo_tensor(at::cat(indices, 1), at::cat(values, 0), own.sizes()).coalesce());
+  copy_elements(tensor, summed(at::sparse_coo_tensor(at::cat(indices, 1), at::cat(values, 0), own.sizes())));
   return tally;
 }
 

@@ -4,32 +4,12 @@
 #include <cstring>
 
 namespace ringreduce {
-namespace {
-
-// The same memory with bytes for elements, so that tensors of different dtypes can be compared.
-TensorList as_bytes(const TensorList& tensors) {
-  TensorList bytes;
-  for (const at::Tensor& t : tensors) {
-    if (t.numel() == 0) continue;
-    std::vector<int64_t> sizes = t.sizes().vec(), strides = t.strides().vec();
-    const auto element = static_cast<int64_t>(t.element_size());
-    for (int64_t& stride : strides) stride *= element;
-    sizes.push_back(element);
-    strides.push_back(1);
-    bytes.push_back(at::from_blob(t.data_ptr(), sizes, strides, at::kByte));
-  }
-  return bytes;
-}
-
-}  // namespace
-
 Fusion::Fusion(const TensorList& tensors) : tensors_(tensors) {
   for (const at::Tensor& t : tensors_) check_tensor(t, "all_reduce_coalesced");
   const auto by_dtype = [](const at::Tensor& a, const at::Tensor& b) { return a.scalar_type() < b.scalar_type(); };
   if (!std::is_sorted(tensors_.begin(), tensors_.end(), by_dtype))
     std::stable_sort(tensors_.begin(), tensors_.end(), by_dtype);
-  const bool mixed = !tensors_.empty() && by_dtype(tensors_.front(), tensors_.back());
-  check_outputs(mixed ? as_bytes(tensors_) : tensors_, "all_reduce_coalesced");
+  check_outputs(tensors_, "all_reduce_coalesced");
 
   bool open = false;  // whether the last bundle may take more
   std::size_t bytes = 0;
@@ -56,7 +36,7 @@ void Fusion::pack(const Bundle& bundle, std::byte* buffer) const {
     if (is_plain(t)) {
       if (t.nbytes() > 0) std::memcpy(buffer, t.const_data_ptr(), t.nbytes());
     } else {
-      at::from_blob(buffer, t.sizes(), t.options()).copy_(t);
+      copy_elements(at::from_blob(buffer, t.sizes(), t.options()), t);
     }
     buffer += t.nbytes();
   }
@@ -68,7 +48,7 @@ void Fusion::unpack(const Bundle& bundle, std::byte* buffer) const {
     if (is_plain(t)) {
       if (t.nbytes() > 0) std::memcpy(t.mutable_data_ptr(), buffer, t.nbytes());
     } else {
-      write_back(t, at::from_blob(buffer, t.sizes(), t.options()));
+      copy_elements(t, at::from_blob(buffer, t.sizes(), t.options()));
     }
     buffer += t.nbytes();
   }

@@ -64,8 +64,6 @@ void accumulate(const cuda::DevicePtr& device, cuda::Kernels& kernels, const std
                  kernels.get("accumulate", "accumulate_", kernel.name), job, count * size_of(dtype), blocks);
 }
 
-Nanoseconds nanoseconds(double seconds) { return static_cast<Nanoseconds>(seconds * 1e9); }
-
 // The arguments of peer_engine() and nccl_engine().
 struct Joined {
   std::shared_ptr<Engine> host;

@@ -85,15 +85,15 @@ bool GpuCalls::advance(GpuWork& work) {
   if (work.end().done()) return true;
   if (!work.begun && work.begin().done()) work.begun = now();
   if (!work.begun) return false;
-  const Nanoseconds timeout = std::chrono::nanoseconds(work.call().timeout).count();
+  const Nanoseconds timeout = nanoseconds(work.call().timeout);
   const auto fail = [&](ErrorKind kind, const std::string& why, int culprit) {
     const std::string call = c10::str(name_of(work.call().type), " number ", work.call().sequence, " of the group: ");
     engine_->fail(Error(kind, call + why, culprit));
   };
   if (now() - *work.begun > timeout + GpuEngine::kGrace)
     fail(ErrorKind::timeout,
-         c10::str("it has not ended on ", engine_->device()->describe(), " of rank ", engine_->rank(), " within ",
-                  work.call().timeout.count(), " ms", engine_->hint()),
+         c10::str("it has not ended on ", engine_->device()->describe(), " of ", engine_->number(engine_->rank()),
+                  " within ", work.call().timeout.count(), " ms", engine_->hint()),
          -1);
   if (engine_->finds_lost_peers()) return false;
   const std::vector<int> gone = engine_->gone();
@@ -171,7 +171,7 @@ void GpuCalls::stop_once() {
   stopping_ = true;
   const auto ended = [&] { return this->ended(); };
   if (!changed_.wait_for(lock, kFarewell, ended)) {
-    engine_->fail(Error(ErrorKind::aborted, c10::str("rank ", engine_->rank(),
+    engine_->fail(Error(ErrorKind::aborted, c10::str(engine_->number(engine_->rank()),
                                                      " destroyed the group while calls were under way on its GPU")));
     abandoned_ = !changed_.wait_for(lock, kFarewell, ended);
     changed_.notify_all();

@@ -128,7 +128,7 @@ class GpuWork final : public c10d::Work {
   // Until the follower has ended the work: it knows whether the call failed.
   void wait_here(std::chrono::milliseconds timeout) {
     std::unique_lock lock(mutex_);
-    if (!cv_.wait_for(lock, timeout, [&] { return completed_; }))
+    if (!cv_.wait_for(lock, std::chrono::nanoseconds(nanoseconds(timeout)), [&] { return completed_; }))
       throw Error(ErrorKind::timeout, c10::str("Operation timed out! ", name_of(opType_), " number ", call_.sequence,
                                                " of the group: rank ", rank_, " waited the ", timeout.count(),
                                                " ms that wait() was given"));

@@ -53,7 +53,9 @@ at::Tensor staging_for(const at::Tensor& t, at::Device device) {
 }
 
 at::Tensor staged(const at::Tensor& t, at::Device device) {
-  return device.is_cpu() ? staging_for(t, device).copy_(t) : plain(t, device);
+  at::Tensor copy = staging_for(t, device);
+  copy_elements(copy, t);
+  return copy;
 }
 
 // Fills in inputs and outputs. A tensor that is both is staged once, with its values; an output alone, without.
@@ -71,14 +73,17 @@ void stage(Job& job, const TensorList& inputs, at::Device device) {
   }
 }
 
-// Whether an output block lies over an input block, so that it may be written before that is read. In place, where
-// the two are the same memory, is right for every operation but all_to_all.
-bool writes_over_inputs(const Job& job) {
+// Whether an output block lies over an input block, so that it may be written before that is read. A call may be in
+// place: its own output block may be its own input block. But all_to_all moves other blocks there before it has read
+// all of its input.
+bool writes_over_inputs(const Job& job, int rank) {
   const Blocks &input = job.input, &output = job.output;
+  const auto own = [&](const Blocks& blocks) { return blocks.data.size() == 1 ? 0 : static_cast<std::size_t>(rank); };
   const std::size_t element = size_of(job.call.dtype);
   for (std::size_t i = 0; i < input.data.size(); ++i)
     for (std::size_t o = 0; o < output.data.size(); ++o) {
-      const bool in_place = input.data[i] == output.data[o] && job.call.operation != Operation::all_to_all;
+      const bool in_place = i == own(input) && o == own(output) && input.data[i] == output.data[o] &&
+                            job.call.operation != Operation::all_to_all;
       if (!in_place && overlap(input.data[i], input.count[i] * element, output.data[o], output.count[o] * element))
         return true;
     }
@@ -143,7 +148,7 @@ Job::Job(const Collective& collective, const TensorList& from, const TensorList&
   const char* what = name(collective.operation).data();
   call.operation = collective.operation;
   call.root = collective.root;
-  call.timeout = std::chrono::nanoseconds(collective.timeout).count();
+  call.timeout = nanoseconds(collective.timeout);
   if (collective.operation == Operation::barrier) {
     input = output = {{nullptr}, {0}};
     return;
@@ -164,11 +169,13 @@ Job::Job(const Collective& collective, const TensorList& from, const TensorList&
   };
   input = lay_out(inputs, collective.flat_input, "input");
   output = lay_out(outputs, collective.flat_output, "output");
-  if (writes_over_inputs(*this)) {
-    for (at::Tensor& t : inputs) t = device.is_cpu() ? staged(t, device) : t.clone();
-    input = lay_out(inputs, collective.flat_input, "input");
-  }
+  if (writes_over_inputs(*this, rank)) copy_inputs();
   set_size(*this, rank, collective.flat_input);
+}
+
+void Job::copy_inputs() {
+  for (at::Tensor& t : inputs) t = staged(t, device);
+  input = inputs.size() == input.data.size() ? blocks_of(inputs) : cut(inputs[0], std::move(input.count));
 }
 
 // Every rank sees all split sizes: so all raise the same error if two disagree, and all count the same rounds if not.
@@ -216,7 +223,7 @@ void Job::enqueue(GpuEngine& engine, const cuda::Stream& stream) {
 
 void Job::fill_targets() const {
   for (std::size_t i = 0; i < targets.size(); ++i)
-    if (!targets[i].is_same(outputs[i])) write_back(targets[i], outputs[i]);
+    if (!targets[i].is_same(outputs[i])) copy_elements(targets[i], outputs[i]);
 }
 
 }  // namespace ringreduce

@@ -56,6 +56,8 @@ struct Job {
   // all_to_all with split sizes: ranks tell each other the sizes of their blocks. Nothing otherwise. `host` is an
   // engine on the CPU.
   Tally agree(Engine& host);
+  // Has the call read copies of its inputs, which may then be written over.
+  void copy_inputs();
   // Makes the call in the calling thread, once sizes are agreed on, and fills the user's outputs.
   Tally run(Engine& engine);
   // Puts the call, and what fills the outputs, in `stream`, which is torch's current one.

@@ -9,6 +9,7 @@
 #include <set>
 #include <utility>
 
+#include "engine/history.h"
 #include "engine/monitored_barrier.h"
 #include "engine/point_to_point_engine.h"
 #include "engine/shared_memory_engine.h"
@@ -22,17 +23,23 @@ using c10d::OpType;
 
 namespace {
 
-// The groups of this process that have not been shut down.
+// What the groups of this process that have not been shut down run with.
+template <class Running>
 struct LivingGroups {
-  std::recursive_mutex mutex;  // shutdown_all() shuts down under it. Never waited for with the GIL held.
-  std::set<ProcessGroupRing*> groups;
+  std::mutex mutex;  // never waited for with the GIL held
+  std::set<std::shared_ptr<Running>> groups;
 };
+
+// Where nothing can be thrown.
+void warn_of(const std::optional<Error>& error) {
+  if (error) TORCH_WARN(error->what());
+}
 
 }  // namespace
 
 ProcessGroupRing::ProcessGroupRing(std::shared_ptr<Team> team, Settings settings)
     : ProcessGroupRing(std::make_shared<SharedMemoryEngine>(team, settings.engine), settings) {
-  team_ = team;
+  running_->team = team_ = team;
   shared_->mailbox = std::make_shared<Mailbox>(std::move(team), settings_.engine.patience);
 }
 
@@ -52,20 +59,25 @@ ProcessGroupRing::ProcessGroupRing(std::shared_ptr<Engine> engine, const Setting
                                            CallLog::Group{settings_.name, "", settings_.global_ranks, getRank()});
   shared_->global_rank = static_cast<int>(settings_.global_ranks[static_cast<std::size_t>(getRank())]);
   shared_->dump_when_broken = settings_.dump_when_broken;
-  running_.reset(new Running{std::move(engine), nullptr, shared_, nullptr});
+  running_ = std::make_shared<Running>();
+  running_->engine = std::move(engine);
+  running_->surroundings = shared_;
   init();
-  auto& living = process_wide<LivingGroups>();
+  auto& living = process_wide<LivingGroups<Running>>();
   const WithoutGil no_gil;
   std::lock_guard lock(living.mutex);
-  living.groups.insert(this);
+  living.groups.insert(running_);
 }
 
 ProcessGroupRing::~ProcessGroupRing() { release_resources(); }
 
 void ProcessGroupRing::release_resources() {
   if (!running_) return;
-  shutdown();
-  if (shared_->fork.forked()) return (void)running_.release();  // left alone, on purpose
+  if (shared_->fork.forked()) return (void)new std::shared_ptr(std::move(running_));  // left alone, on purpose
+  {
+    const WithoutGil no_gil;
+    warn_of(running_->end());
+  }
   running_.reset();
   fusion_buffer_.clear();
   team_.reset();
@@ -74,7 +86,7 @@ void ProcessGroupRing::release_resources() {
 
 void ProcessGroupRing::abort() {
   shared_->throw_if_forked();
-  running_->engine->abort(c10::str("rank ", getRank(), " aborted the group"));
+  running_->engine->abort(c10::str(running_->engine->number(getRank()), " aborted the group"));
 }
 
 void ProcessGroupRing::notice() {
@@ -95,25 +107,42 @@ void ProcessGroupRing::survivors_go_on() {
 void ProcessGroupRing::shutdown() {
   if (shared_->fork.forked()) return;
   const WithoutGil no_gil;  // works under way may run Python callbacks
-  if (running_->gpu) running_->gpu->stop();
-  if (shared_->queue.busy())
-    running_->engine->abort(c10::str("rank ", getRank(), " destroyed the group while calls were under way"));
-  shared_->queue.stop();
-  if (running_->wire) running_->wire->leave();
-  if (shared_->mailbox)
-    shared_->mailbox->stop(Error(ErrorKind::aborted, "the group was destroyed before the message was done"));
-  shared_->completions.stop();
-  if (team_) team_->leave();
-  auto& living = process_wide<LivingGroups>();
-  std::lock_guard lock(living.mutex);
-  living.groups.erase(this);
+  if (const auto error = running_->end()) throw *error;
+}
+
+std::optional<Error> ProcessGroupRing::Running::end() {
+  if (gpu) gpu->stop();
+  if (surroundings->queue.busy())
+    engine->abort(c10::str(engine->number(engine->rank()), " destroyed the group while calls were under way"));
+  surroundings->queue.stop();
+  if (wire) wire->leave();
+  if (surroundings->mailbox)
+    surroundings->mailbox->stop(Error(ErrorKind::aborted, "the group was destroyed before the message was done"));
+  surroundings->completions.stop();
+  if (team) team->leave();
+  auto& living = process_wide<LivingGroups<Running>>();
+  {
+    std::lock_guard lock(living.mutex);
+    const auto own = std::find_if(living.groups.begin(), living.groups.end(),
+                                  [this](const auto& running) { return running.get() == this; });
+    if (own != living.groups.end()) living.groups.erase(own);
+  }
+  if (ended.exchange(true) || !team || team->fate().error() != nullptr) return std::nullopt;
+  return difference_at_the_end(*team);
 }
 
 void ProcessGroupRing::shutdown_all() {
-  auto& living = process_wide<LivingGroups>();
+  auto& living = process_wide<LivingGroups<Running>>();
   const WithoutGil no_gil;
-  std::lock_guard lock(living.mutex);
-  while (!living.groups.empty()) (*living.groups.begin())->shutdown();
+  while (true) {
+    std::shared_ptr<Running> running;
+    {
+      std::lock_guard lock(living.mutex);
+      if (living.groups.empty()) break;
+      running = *living.groups.begin();
+    }
+    warn_of(running->end());  // without the lock: it waits for callbacks, which may shut down groups themselves
+  }
   Completions::wait_for_detached(10 * kSecond);
   CallLog::finish_dumps(10 * kSecond);
 }
@@ -179,11 +208,8 @@ at::Tensor ProcessGroupRing::allocate(long size, const at::TensorOptions& option
   shared_->throw_if_forked();
   if (size < 0) invalid("allocateTensor: size is ", size, "; it must be 0 or more");
   if (!options.device().is_cpu()) invalid("allocateTensor: device is ", options.device(), "; it must be the CPU");
-  if (!supportsTensorAlloc(0))
-    invalid(
-        "allocateTensor: the group has no arena: its option arena_bytes is 0, "
-        "or its ranks share no memory");
   const auto type = c10::optTypeMetaToScalarType(options.dtype_opt()).value_or(at::kFloat);
+  if (!supportsTensorAlloc(0)) return at::empty({size}, type);  // the group has no arena
   return empty_in_arena({size}, type);
 }
 
@@ -235,13 +261,11 @@ void ProcessGroupRing::monitoredBarrier(const c10d::BarrierOptions& opts, bool w
         "rank that was waited for");
   RECORD_FUNCTION("ringreduce:monitored_barrier", std::vector<c10::IValue>{});
   std::lock_guard lock(barrier_mutex_);
-  monitored_barrier(*team_, settings_.engine.patience,
-                    std::chrono::nanoseconds(timeout_or_default(opts.timeout)).count(), wait_all_ranks);
+  monitored_barrier(*team_, settings_.engine.patience, nanoseconds(timeout_or_default(opts.timeout)), wait_all_ranks);
 }
 
 std::chrono::milliseconds ProcessGroupRing::timeout_or_default(std::chrono::milliseconds timeout) const {
-  constexpr std::chrono::hours kLongest{24 * 365 * 10};  // no nanosecond count overflows
-  return std::min<std::chrono::milliseconds>(timeout == c10d::kUnsetTimeout ? timeout_.load() : timeout, kLongest);
+  return timeout == c10d::kUnsetTimeout ? timeout_.load() : timeout;
 }
 
 void ProcessGroupRing::begin_call() {
@@ -310,32 +334,38 @@ WorkPtr ProcessGroupRing::post(TensorList& tensors, OpType type, int peer, int t
   if (getSize() == 1) invalid(what, ": the group has no other rank");
   if (tag < 0) invalid(what, ": the tag is ", tag, "; it must be 0 or more");
   if (!sends) check_outputs(tensors, what);
-  if (running_->wire) {
-    auto work = running_->wire->pass_on(tensors, type, peer, tag);
-    coalesce(work);
-    return work;
-  }
+  if (running_->wire && !tensor.is_cpu())
+    invalid(what, ": the tensor is on ", tensor.device(),
+            "; over transport='gloo' messages are of CPU tensors: pass its cpu()");
+  const DType dtype = dtype_of(tensor.scalar_type(), what);
   const at::NoGradGuard no_grad;
   const bool staged = !is_plain(tensor, at::kCPU);
   if (staged && tensor.is_cuda()) synchronize(tensor.device(), what);
   const at::Tensor buffer = !staged ? tensor
                             : sends ? plain(tensor, at::kCPU)
                                     : at::empty(tensor.sizes(), tensor.options().device(at::kCPU));
+  if (running_->wire) {
+    TensorList passed{buffer};
+    auto work = c10::make_intrusive<PassedMessage>(getRank(), type, running_->wire->pass_on(passed, type, peer, tag),
+                                                   tensor, buffer);
+    coalesce(work);
+    return work;
+  }
 
   auto message = std::make_shared<Message>();
   message->sends = sends;
   message->peer = peer;
   message->tag = static_cast<std::uint64_t>(tag);
-  message->dtype = dtype_of(tensor.scalar_type(), what);
+  message->dtype = dtype;
   message->data = static_cast<std::byte*>(buffer.mutable_data_ptr());
   message->bytes = buffer.nbytes();
-  message->timeout = std::chrono::nanoseconds(timeout_.load()).count();
+  message->timeout = nanoseconds(timeout_.load());
   const CallLog::Call call{.type = type, .sequence = ++messages_, .peer = peer, .timeout = timeout_};
   auto work = c10::make_intrusive<MessageWork>(shared_, getRank(), call, tensors, message);
   work->start();
   message->on_done = [work, tensor, buffer, copy_back = staged && !sends](std::exception_ptr error) {
     try {
-      if (copy_back && !error) write_back(tensor, buffer);
+      if (copy_back && !error) copy_elements(tensor, buffer);
     } catch (...) {
       error = std::current_exception();
     }

@@ -141,9 +141,11 @@ class ProcessGroupRing : public c10d::Backend {
   c10::intrusive_ptr<Options> getBackendOptions() override;
   c10d::ErrorType getError() override;
   void abort() override;
-  // Ends what is under way, and all threads. Idempotent.
+  // Ends what is under way, and all threads. Idempotent; throws mismatch, once, if this rank has made other calls than
+  // a peer that has left before it. The group has ended then, too.
   void shutdown() override;
-  // Shuts down all groups of this process. For its end, while Python is still there to be called back.
+  // Shuts down all groups of this process, and warns where shutdown() would throw. For the process's end, while Python
+  // is still there to be called back.
   static void shutdown_all();
   // Called when the last reference is gone but weak ones, such as that of direct_calls.cpp, which keep the object: the
   // memory that it shares with others is let go of at once.
@@ -222,7 +224,7 @@ class ProcessGroupRing : public c10d::Backend {
   const Settings settings_;
   std::shared_ptr<WorkSurroundings> shared_;
   std::shared_ptr<Team> team_;  // null where ranks share no memory
-  std::unique_ptr<Running> running_;
+  std::shared_ptr<Running> running_;
   std::atomic<std::chrono::milliseconds> timeout_;
   std::atomic<std::uint64_t> collectives_{0}, messages_{0};
   std::atomic<bool> described_{false};

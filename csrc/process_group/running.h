@@ -1,7 +1,9 @@
 // What the files that implement ProcessGroupRing share.
 #pragma once
 
+#include <atomic>
 #include <memory>
+#include <optional>
 
 #include "engine/engine.h"
 #include "process_group/c10d_point_to_point.h"
@@ -12,10 +14,16 @@ namespace ringreduce {
 
 // What works with threads and locks, and must be left alone in a forked child.
 struct ProcessGroupRing::Running {
+  // Ends what is under way, and all threads. Idempotent; from any thread. Returns, the first time, the error for this
+  // rank if ranks are known to have made different calls.
+  std::optional<Error> end();
+
   std::shared_ptr<Engine> engine;
-  std::shared_ptr<C10dPointToPoint> wire;          // null where ranks share memory
+  std::shared_ptr<Team> team;                      // null where ranks share no memory
+  std::shared_ptr<C10dPointToPoint> wire;          // null where they do
   std::shared_ptr<WorkSurroundings> surroundings;  // the queue's, the mailbox's and the completions' threads
   std::unique_ptr<GpuCalls> gpu;                   // null until the group has an engine for CUDA tensors
+  std::atomic<bool> ended{false};
 };
 
 // While it lives, calls of this thread are the set-up for CUDA tensors, and errors name them so.

@@ -125,7 +125,7 @@ class CallWork : public c10d::Work {
     if (in_child()) return wait_in_child();
     if (timeout != kNoTimeout) {
       std::unique_lock<std::mutex> lock(mutex_);
-      if (!cv_.wait_for(lock, timeout, [&] { return completed_; }))
+      if (!cv_.wait_for(lock, std::chrono::nanoseconds(nanoseconds(timeout)), [&] { return completed_; }))
         throw Error(ErrorKind::timeout,
                     c10::str("Operation timed out! ", name_of(opType_), " number ", sequence_, " of the group: rank ",
                              rank_, " waited the ", timeout.count(), " ms that wait() was given"));
@@ -223,7 +223,7 @@ class MessageWork : public CallWork {
         message_(std::move(message)) {}
 
   bool wait(std::chrono::milliseconds timeout) override {
-    const Nanoseconds patience = timeout == kNoTimeout ? kForever : std::chrono::nanoseconds(timeout).count();
+    const Nanoseconds patience = timeout == kNoTimeout ? kForever : nanoseconds(timeout);
     if (in_child()) return wait_in_child();
     if (const auto group = pending()) group->mailbox->wait(message_, patience);
     return Work::wait(kNoTimeout);
@@ -232,6 +232,29 @@ class MessageWork : public CallWork {
 
  private:
   const std::shared_ptr<Message> message_;
+};
+
+// A message that another backend passes on, from or to `buffer`. What it receives there goes to the user's `tensor`,
+// unless that is the buffer.
+class PassedMessage : public c10d::Work {
+ public:
+  PassedMessage(int rank, c10d::OpType type, WorkPtr work, at::Tensor tensor, at::Tensor buffer)
+      : Work(rank, type), work_(std::move(work)), tensor_(std::move(tensor)), buffer_(std::move(buffer)) {}
+
+  bool wait(std::chrono::milliseconds timeout) override {
+    const bool done = work_->wait(std::chrono::milliseconds(nanoseconds(timeout) / kMillisecond));
+    if (done && opType_ != c10d::OpType::SEND && !buffer_.is_same(tensor_))
+      std::call_once(copied_, [this] { copy_elements(tensor_, buffer_); });
+    finish();
+    return done;
+  }
+  int sourceRank() const override { return work_->sourceRank(); }
+  void abort() override { work_->abort(); }
+
+ private:
+  const WorkPtr work_;
+  const at::Tensor tensor_, buffer_;
+  std::once_flag copied_;
 };
 
 // Several works as one.

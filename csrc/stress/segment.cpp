@@ -25,7 +25,7 @@ void refuses_sizes() {
     check(error_of([&] {
             team_of({.memfd = memfd_create("stress", MFD_CLOEXEC),
                      .geometry = wrong,
-                     .names = {},
+                     .names = std::vector<RankName>(2),
                      .pidfds = {eventfd(0, 0), eventfd(0, 0)}});
           }).kind() == ErrorKind::invalid_argument,
           "segment: sizes are not refused as arguments");

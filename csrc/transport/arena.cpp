@@ -74,8 +74,10 @@ std::byte* map_shared(int memfd, std::size_t bytes) {
     errno = reason;
   }
   if (mapped == MAP_FAILED)
-    throw_system("cannot map an arena of " + std::to_string(bytes) +
-                 " bytes of address space (RINGREDUCE_ARENA_BYTES lowers it)");
+    throw_system(
+        "cannot map an arena of " + std::to_string(bytes) +
+        " bytes of address space, this rank's or a peer's (RINGREDUCE_ARENA_BYTES, set on all ranks, lowers it; "
+        "`ulimit -v` limits it)");
   madvise(mapped, bytes, MADV_HUGEPAGE);  // the kernel may refuse
   return static_cast<std::byte*>(mapped);
 }

@@ -409,6 +409,9 @@ void Connections::say_goodbye() {
     progress();
     std::this_thread::sleep_for(std::chrono::microseconds(200));
   }
+  // Of two peers that leave at once, one has the other's last words by now, as its own have arrived there.
+  for (const Nanoseconds deadline = now() + kFarewell; now() < deadline && progress();) {
+  }
   std::lock_guard lock(mutex_);
   closed_ = true;
   for (auto& [peer, link] : links_)

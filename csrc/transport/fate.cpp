@@ -26,6 +26,12 @@ void Fate::lost(int rank, const std::string& why) {
   entry.why = why;
 }
 
+std::string Fate::number(int rank) const {
+  if (rank == rank_) return at(rank).name.number(rank);
+  std::lock_guard lock(mutex_);
+  return at(rank).name.number(rank);
+}
+
 std::string Fate::describe(int rank) const {
   // This rank's own name never changes, and a forked child, whose lock may be held for ever, asks for it.
   if (rank == rank_) return at(rank).name.describe(rank);
@@ -97,8 +103,9 @@ void Fate::throw_if_aborted() const {
   if (error() == nullptr) return;
   // The record lies in memory that peers can write: trust neither the end of its text nor its numbers.
   std::string message(record_.message, strnlen(record_.message, sizeof(record_.message)));
-  if (record_.reporter != rank_) message += " [reported by rank " + std::to_string(record_.reporter) + "]";
-  const std::int32_t kind = record_.kind, culprit = record_.culprit;
+  const std::int32_t kind = record_.kind, culprit = record_.culprit, reporter = record_.reporter;
+  if (reporter != rank_ && reporter >= 0 && reporter < static_cast<int>(entries_.size()))
+    message += " [reported by " + number(reporter) + "]";
   const bool known =
       kind >= static_cast<int>(ErrorKind::invalid_argument) && kind <= static_cast<int>(ErrorKind::system);
   throw Error(known ? static_cast<ErrorKind>(kind) : ErrorKind::system, message,

@@ -38,11 +38,19 @@ struct alignas(64) AbortRecord {
 struct RankName {
   std::string host;
   std::int64_t pid = 0;
+  int global = -1;  // its global rank, where the group has not all ranks in their order; else -1
 
-  // "rank 3 (node7, pid 4711)"
+  // "rank 3", or "rank 3 (rank 1 of the group)"
+  std::string number(int rank) const { return global < 0 ? text(rank) : text(global) + " (" + part(rank) + ")"; }
+  // "rank 3 (node7, pid 4711)", or "rank 3 (rank 1 of the group, node7, pid 4711)"
   std::string describe(int rank) const {
-    return "rank " + std::to_string(rank) + " (" + host + ", pid " + std::to_string(pid) + ")";
+    const std::string process = host + ", pid " + std::to_string(pid) + ")";
+    return global < 0 ? text(rank) + " (" + process : text(global) + " (" + part(rank) + ", " + process;
   }
+
+ private:
+  static std::string text(int rank) { return "rank " + std::to_string(rank); }
+  static std::string part(int rank) { return text(rank) + " of the group"; }
 };
 
 class Fate {
@@ -63,7 +71,9 @@ class Fate {
   // A peer on another host is out of reach.
   void lost(int rank, const std::string& why);
 
-  // "rank 3 (node7, pid 4711)"
+  // "rank 3 (rank 1 of the group)": see RankName.
+  std::string number(int rank) const;
+  // The same with its process: "rank 3 (rank 1 of the group, node7, pid 4711)"
   std::string describe(int rank) const;
   // The ranks whose process ends or has ended, which left the team, or which are out of reach.
   std::vector<int> gone() const { return find_gone(true, true); }

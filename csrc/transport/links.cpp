@@ -52,10 +52,10 @@ void Links::reach(std::span<const int> peers, Nanoseconds timeout) {
     while (!connections_.wait_for(peer, kLook)) {
       fate_.throw_if_aborted();
       if (now() >= deadline)
-        throw Error(ErrorKind::timeout,
-                    fate_.describe(peer) + " did not connect to rank " + std::to_string(rank_) + " within " +
-                        in_seconds(timeout),
-                    peer);
+        throw Error(
+            ErrorKind::timeout,
+            fate_.describe(peer) + " did not connect to " + fate_.number(rank_) + " within " + in_seconds(timeout),
+            peer);
     }
 }
 
@@ -75,6 +75,8 @@ void Links::slot_filled(int peer, int channel, std::uint64_t seq, const SlotValu
 }
 
 void Links::message_filled(int peer, std::uint64_t seq) {
+  // Before the message, since the receiver compares the calls that both ranks have made.
+  if (own_.control().entered.load(std::memory_order_acquire) != told_calls_) tell(true);
   MessageHeader& slot = own_.message(peer, seq);
   connections_.send(peer, {.header = {.kind = FrameKind::message,
                                       .bytes = slot.bytes,
@@ -100,6 +102,7 @@ void Links::tell(bool at_once) {
   if (!at_once && t < next_tell_) return;
   next_tell_ = t + kTellEvery;
   const ControlImage image = image_of(own_.control());
+  told_calls_ = image.entered;
   const AbortRecord* const record = fate_.error();
   for (int peer = 0; peer < static_cast<int>(layout_.ranks); ++peer) {
     if (!connections_.reaches(peer)) continue;

@@ -9,6 +9,7 @@
 // How frames travel, and who moves them, is in connections.h.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <mutex>
@@ -92,7 +93,8 @@ class Links final : private Connections::User {
   std::mutex telling_;            // so that the latest control block is told last
   std::vector<char> told_error_;  // by rank
   Nanoseconds next_tell_ = 0;
-  Connections connections_;  // last: its thread uses the rest
+  std::atomic<std::uint64_t> told_calls_ = 0;  // how many calls of this rank the peers have been told of
+  Connections connections_;                    // last: its thread uses the rest
 };
 
 }  // namespace ringreduce

@@ -34,7 +34,8 @@ class PointToPoint {
 
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  // "rank 3 (node7, pid 4711)"
+  // "rank 3 (rank 1 of the group)": see RankName. And the same with host and pid.
+  virtual std::string number(int rank) const = 0;
   virtual std::string describe(int rank) const = 0;
 
   // Sends and receives all of these messages at once. Only messages between the same two ranks have an order: that of

@@ -57,12 +57,14 @@ enum class Place : std::uint32_t { slot, arena, process };
 
 // A slot of an outbox; the payload follows, unless it is lent.
 struct alignas(64) SlotHeader {
-  std::atomic<std::uint64_t> stamp;  // seq + 1 of the content; 0 before the first
-  std::uint64_t fingerprint;         // of the call that the content belongs to
-  std::uint64_t bytes;               // of payload
-  Place place;                       // where the payload is
-  std::uint32_t returned;            // 1: the writer wants what the reader makes of it written where it is lent
-  std::uint64_t address;             // where it is lent: in the writer's arena or process
+  std::atomic<std::uint64_t> stamp;   // seq + 1 of the content; 0 before the first
+  std::uint64_t fingerprint;          // of the call that the content belongs to
+  std::uint64_t bytes;                // of payload
+  Place place;                        // where the payload is
+  std::uint32_t returned;             // 1: the writer wants what the reader makes of it written where it is lent
+  std::uint64_t address;              // where it is lent: in the writer's arena or process
+  std::atomic<std::uint64_t> copied;  // the stamp of what was lent from a process and then copied to the payload too
+  std::uint32_t kept;  // 1: what a receiver wanted written where it had lent it was not written there; it is here
 
   std::byte* payload() { return reinterpret_cast<std::byte*>(this + 1); }
 };
@@ -102,7 +104,7 @@ class CallHistory {
  private:
   // A CallHeader in words. The first, its seq, guards the others as a sequence lock: 0 while they are written.
   struct alignas(64) Entry {
-    std::array<std::atomic<std::uint64_t>, 7> words;
+    std::array<std::atomic<std::uint64_t>, 8> words;
   };
   Entry entries_[kKept];
 };

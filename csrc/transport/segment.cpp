@@ -1,8 +1,10 @@
 #include "transport/segment.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cerrno>
+#include <cstddef>
 #include <cstring>
 #include <string>
 
@@ -18,6 +20,21 @@ Segment::Segment(const FileDescriptor& memfd, const Geometry& geometry)
                 "cannot map " + std::to_string(bytes_) +
                     " bytes of shared memory (RINGREDUCE_CHANNEL_BYTES lowers it): " + std::strerror(errno));
   base_ = static_cast<std::byte*>(mapped);
+}
+
+void Segment::cannot_take_part(const FileDescriptor& memfd, int rank, const RankName& name, const Error& error) {
+  // There may be no memory to map, but write() needs none. This rank has no call under way, so the record's writers are
+  // few, and whoever else writes it has an error of the same team.
+  const std::string why = name.describe(rank) + " cannot take part: " + error.what();
+  AbortRecord record{};  // of which the first two words stay as they are until the rest is there
+  record.kind = static_cast<std::int32_t>(ErrorKind::peer_lost);
+  record.culprit = record.reporter = rank;
+  why.copy(record.message, sizeof(record.message) - 1);
+  record.state = 2;
+  constexpr std::size_t kRest = offsetof(AbortRecord, kind), kBytes = sizeof(record) - kRest;
+  const auto* const bytes = reinterpret_cast<const std::byte*>(&record);
+  if (pwrite(memfd.get(), bytes + kRest, kBytes, kRest) == static_cast<ssize_t>(kBytes))
+    static_cast<void>(!pwrite(memfd.get(), bytes, sizeof(record.state), offsetof(AbortRecord, state)));
 }
 
 Segment::~Segment() { munmap(base_, bytes_); }

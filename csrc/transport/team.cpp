@@ -33,6 +33,7 @@ Team::Team(Own own)
     : own_(std::move(own)),
       layout_(own_.segment->layout()),
       region_(own_.segment->region(own_.rank)),
+      copies_(own_.segment->copies()),
       life_(region_.control().life),
       peers_(layout_.ranks),
       fate_(own_.segment->abort_record(), own_.rank, layout_.ranks, [this] {
@@ -85,7 +86,7 @@ void Team::leave() {
   bool first = false;
   std::call_once(said_goodbye_, [&] { first = true; });
   if (!first) return;
-  if (opens_memory()) own_.memory->close();
+  if (own_.memory) own_.memory->close();
   region_.control().state.store(RankState::left, std::memory_order_seq_cst);
   wake_all();
   if (!links_) return;
@@ -105,30 +106,35 @@ void Team::control_changed() {
   if (links_) links_->tell(true);
 }
 
-void Team::read(int peer, std::byte* to, std::uint64_t from, std::size_t bytes) {
-  check_access(peer, read_memory(this->peer(peer).thread(), to, from, bytes));
+bool Team::read(int peer, std::byte* to, std::uint64_t from, std::size_t bytes) {
+  return has_accessed(peer, read_memory(this->peer(peer).thread(), to, from, bytes), "read");
 }
 
-void Team::write(int peer, std::uint64_t to, const std::byte* from, std::size_t bytes) {
+bool Team::write(int peer, std::uint64_t to, const std::byte* from, std::size_t bytes) {
   std::atomic<std::int32_t>& writes_to = region_.control().writes_to;
   writes_to.store(peer + 1, std::memory_order_seq_cst);  // before we and the kernel look whether the peer is open
   // A peer that closes has said so before it looks at writes_to. By now its thread's id may be another's.
   const int error = fate_.anybody_failed() ? ESRCH : write_memory(this->peer(peer).thread(), to, from, bytes);
   writes_to.store(0, std::memory_order_release);
-  check_access(peer, error);
+  return has_accessed(peer, error, "write");
 }
 
-void Team::check_access(int peer, int error) const {
+bool Team::has_accessed(int peer, int error, const char* what) {
   if (error == ESRCH) throw Error(ErrorKind::peer_lost, fate_.describe(peer) + " died or gave the call up", peer);
-  if (error != 0)
-    throw Error(ErrorKind::system,
-                "cannot access a tensor of " + fate_.describe(peer) + ": " + std::strerror(error) +
-                    " (RINGREDUCE_FETCH=0 has tensors copied instead)",
-                peer);
+  if (error == 0) return true;
+  if (copies_.exchange(1, std::memory_order_seq_cst) == 0) {
+    wake_all();
+    if (own_.warn)
+      own_.warn("rank " + std::to_string(own_.rank) + " cannot " + what + " the memory of " + fate_.describe(peer) +
+                " any more: " + std::strerror(error) +
+                "; the group copies tensors from now on, as with "
+                "RINGREDUCE_FETCH=0");
+  }
+  return false;
 }
 
 void Team::close_memory() {
-  if (!opens_memory()) return;
+  if (!own_.memory) return;
   own_.memory->close();
   // A write that had begun takes microseconds of its core's time. A peer that is stopped right after it cannot say that
   // it has ended; for its sake there is a limit.
@@ -153,24 +159,31 @@ std::shared_ptr<Team> team_of(Roster roster) {
   const FileDescriptor memfd(roster.memfd);
   const std::size_t ranks = roster.geometry.ranks;
   std::vector<FileDescriptor> pidfds = owned(roster.pidfds, ranks), arenas = owned(roster.arenas, ranks);
-  const auto segment = std::make_shared<Segment>(memfd, roster.geometry);
+  const RankName own = roster.names.at(static_cast<std::size_t>(roster.rank));
   const auto is_elsewhere = [&](std::size_t r) { return r < roster.elsewhere.size() && roster.elsewhere[r]; };
   const bool linked = std::count(roster.elsewhere.begin(), roster.elsewhere.end(), true) > 0;
-  auto team = std::make_shared<Team>(Team::Own{.rank = roster.rank,
-                                               .name = roster.names.at(static_cast<std::size_t>(roster.rank)),
-                                               .segment = segment,
-                                               .memory = std::move(roster.memory),
-                                               .arena = std::move(roster.arena),
-                                               .connect = linked ? std::move(roster.connect) : Links::Connect(),
-                                               .disconnect = std::move(roster.disconnect)});
-  for (std::size_t r = 0; r < ranks; ++r)
-    if (static_cast<int>(r) != roster.rank)
-      team->add(static_cast<int>(r), {.name = std::move(roster.names.at(r)),
-                                      .segment = is_elsewhere(r) ? nullptr : segment,
-                                      .pidfd = std::move(pidfds[r]),
-                                      .thread = r < roster.threads.size() ? roster.threads[r] : 0,
-                                      .arena = std::move(arenas[r])});
-  return team;
+  try {
+    const auto segment = std::make_shared<Segment>(memfd, roster.geometry);
+    auto team = std::make_shared<Team>(Team::Own{.rank = roster.rank,
+                                                 .name = own,
+                                                 .segment = segment,
+                                                 .memory = std::move(roster.memory),
+                                                 .arena = std::move(roster.arena),
+                                                 .connect = linked ? std::move(roster.connect) : Links::Connect(),
+                                                 .disconnect = std::move(roster.disconnect),
+                                                 .warn = std::move(roster.warn)});
+    for (std::size_t r = 0; r < ranks; ++r)
+      if (static_cast<int>(r) != roster.rank)
+        team->add(static_cast<int>(r), {.name = std::move(roster.names.at(r)),
+                                        .segment = is_elsewhere(r) ? nullptr : segment,
+                                        .pidfd = std::move(pidfds[r]),
+                                        .thread = r < roster.threads.size() ? roster.threads[r] : 0,
+                                        .arena = std::move(arenas[r])});
+    return team;
+  } catch (const Error& error) {
+    Segment::cannot_take_part(memfd, roster.rank, own, error);
+    throw;
+  }
 }
 
 }  // namespace ringreduce

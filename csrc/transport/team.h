@@ -37,6 +37,7 @@ class Team {
     std::shared_ptr<Arena> arena = nullptr;        // null: it lends nothing from one
     Links::Connect connect = {};                   // null: no peer is on another host
     std::function<void()> disconnect = {};  // called once, when no more links are needed; must not throw. Or null
+    std::function<void(const std::string&)> warn = {};  // told what ends access to peers' memory; or null
   };
   explicit Team(Own own);
   ~Team();
@@ -81,12 +82,13 @@ class Team {
   // Counts what was withdrawn from the arena. What in_arena() said holds as long as this does not change.
   std::uint64_t withdrawals() const { return arena() ? arena()->withdrawals() : 0; }
 
-  // Whether all ranks can access one another's memory outside of segment and arenas.
-  bool opens_memory() const { return own_.memory != nullptr; }
-  // Copies from, or to, the process of `peer`. Throws peer_lost if its memory is not open any more. Nothing is written
-  // once any rank has failed in a call.
-  void read(int peer, std::byte* to, std::uint64_t from, std::size_t bytes);
-  void write(int peer, std::uint64_t to, const std::byte* from, std::size_t bytes);
+  // Whether all ranks can access one another's memory outside of segment and arenas. It may end during a call: a
+  // process has changed its user, say, or forbidden itself the system calls. Then it has ended for all ranks, for ever.
+  bool opens_memory() const { return own_.memory != nullptr && !copies_.load(std::memory_order_relaxed); }
+  // Copies from, or to, the process of `peer`. Returns false, and ends access for all ranks, if the kernel refuses.
+  // Throws peer_lost if the peer's memory is not open any more. Nothing is written once any rank has failed in a call.
+  bool read(int peer, std::byte* to, std::uint64_t from, std::size_t bytes);
+  bool write(int peer, std::uint64_t to, const std::byte* from, std::size_t bytes);
   // Lets no peer into this process any more. Returns when no write is under way.
   void close_memory();
 
@@ -101,11 +103,12 @@ class Team {
 
  private:
   void wake_all();
-  void check_access(int peer, int error) const;
+  bool has_accessed(int peer, int error, const char* what);
 
   const Own own_;
   const Layout layout_;
   const Region region_;  // of this rank
+  std::atomic<std::uint32_t>& copies_;
   const LifeMark life_;
   std::vector<Peer> peers_;  // by rank; of this one, its region
   std::mutex membership_;    // held while peers_ changes, and by who looks at all of them at once
@@ -129,6 +132,7 @@ struct Roster {
   std::vector<bool> elsewhere = {};              // by rank: whether it is on another host; none: all are on this one
   Links::Connect connect = {};
   std::function<void()> disconnect = {};
+  std::function<void(const std::string&)> warn = {};
 };
 // Takes ownership of all descriptors, also when it throws.
 std::shared_ptr<Team> team_of(Roster roster);

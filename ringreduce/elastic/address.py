@@ -8,7 +8,7 @@ from typing import Any
 
 from ringreduce.membership.protocol import Member
 from ringreduce.rendezvous import store as rendezvous
-from ringreduce.rendezvous.card import Card
+from ringreduce.rendezvous.store import Card
 
 
 def address(ledger: list[Any] | None, card: Card | None, settings: dict[str, float]) -> str:

@@ -41,6 +41,8 @@ LOOK_AT_TRIAL, LOOK_AT_EARLIER = 0.25, 0.02
 """Seconds between two looks whether the trial of making the first group is over: of a process that takes part in it,
 and of one that waits because an earlier process of its rank does."""
 
+MOST_RANKS = 1 << 16
+
 log = logging.getLogger(__name__)
 
 _names: list[str] = []
@@ -166,6 +168,8 @@ def _number(variable: str) -> int:
 
 def _check_counts(least: int, spares: int, unit: int, world_size: int) -> int:
     """The number of first members."""
+    if world_size > MOST_RANKS:
+        raise InvalidArgument(f"start: world_size is {world_size}; it must be at most {MOST_RANKS}")
     if not isinstance(least, int) or not 1 <= least <= world_size:
         raise InvalidArgument(
             f"start: least is {least!r}; it must be a whole number from 1 to world_size, {world_size}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import enum
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,21 @@ from ringreduce.errors import InvalidArgument
 
 PIECE = 64 << 20
 """Bytes of a tensor that are broadcast at once. A rank that takes no state holds no more of it than this."""
-_PLAIN = (int, float, complex, str, bytes, type(None))  # bool is an int
+_PLAIN = (
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    np.generic,
+    torch.dtype,
+    torch.device,
+    enum.Enum,
+)  # bool is an int
+"""Types of values without parts, which mean the same on every rank."""
+_OF_ITS_RANK = (torch.utils.data.Sampler, torch.utils.data.DataLoader, torch.utils.data.Dataset)
+"""Types of which each rank has its own."""
 
 
 class State:
@@ -38,6 +52,10 @@ class State:
                 _check_writable(f"{name}.{key}", tensor)
         elif not hasattr(part, "state_dict"):
             _check_plain(name, part)
+        elif not hasattr(part, "load_state_dict"):
+            raise InvalidArgument(
+                f"state: {name} is a {type(part).__name__}, which has state_dict and no load_state_dict; give it one"
+            )
         super().__setattr__(name, part)
 
     def share(self, source: int, takes: bool) -> None:
@@ -175,10 +193,21 @@ def _check_plain(name: str, part: Any) -> None:
                 f"state: {name} contains a {type(leaf).__name__}, whose state would be copied, not loaded; give it as "
                 "a part of its own, or several modules as one torch.nn.ModuleList"
             )
-        elif not isinstance(leaf, _PLAIN):
-            try:
-                pickle.dumps(leaf)
-            except Exception as error:
-                raise InvalidArgument(
-                    f"state: {name} contains a {type(leaf).__name__}, which cannot be sent to a joiner: {error}"
-                ) from None
+        elif isinstance(leaf, _OF_ITS_RANK):
+            raise InvalidArgument(
+                f"state: {name} contains a {type(leaf).__name__}, and each rank has its own: make it by world.rank and "
+                "world.size, again in world.on_change, and give the numbers that say where it is, such as step=0"
+            )
+        elif not _is_plain(leaf):
+            raise InvalidArgument(
+                f"state: {name} contains a {type(leaf).__name__}, which is no plain value; give the values that all "
+                "ranks hold alike, or an object with state_dict and load_state_dict"
+            )
+
+
+def _is_plain(leaf: Any) -> bool:
+    if isinstance(leaf, np.ndarray):
+        return not leaf.dtype.hasobject
+    if isinstance(leaf, set | frozenset):
+        return all(isinstance(each, _PLAIN) for each in leaf)
+    return isinstance(leaf, (*_PLAIN, torch.Generator, torch.Size, range))

@@ -122,6 +122,8 @@ class World:
         """Declares what all members hold alike and what joiners receive. Returns it as an object with these attributes.
 
         A part is an object with `state_dict` and `load_state_dict`, such as a model or an optimizer, or a plain value.
+        A sampler or a data loader is no part, since each rank has its own: make it from `rank` and `size`, and again in
+        `on_change`.
         Every member must call this once, before any other call on the group. It gives all members the state of the
         first one; with `unit`, that of the same place in the first unit. A tensor, NumPy array or generator is filled
         in place, also in a list or dictionary, if it has the same shape and dtype. Other plain values are replaced.

@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from ringreduce.common import units
 from ringreduce.common.failures import InvalidArgument
 from ringreduce.membership.directory import append_by
 
@@ -37,12 +38,12 @@ class Etcd:
     def __init__(self, address: str) -> None:
         """`address`: etcd://HOST:PORT[,HOST:PORT...]/NAME. Raises `InvalidArgument` for any other form."""
         servers, slash, self._prefix = address.removeprefix("etcd://").partition("/")
-        found = [each.rpartition(":") for each in servers.split(",")]
         if not (address.startswith("etcd://") and slash and self._prefix):
             raise InvalidArgument(f"store is {address!r}; it must be {FORM}")
-        if not all(host and port.isdecimal() for host, _, port in found):
-            raise InvalidArgument(f"store is {address!r}: a server there is not HOST:PORT; it must be {FORM}")
-        self._servers = [(host.strip("[]"), int(port)) for host, _, port in found]
+        try:
+            self._servers = [units.address(each) for each in servers.split(",")]
+        except ValueError as error:
+            raise InvalidArgument(f"store is {address!r}: {error}; it must be {FORM}") from None
         self._of_thread = threading.local()
 
     def get(self, key: str) -> str:

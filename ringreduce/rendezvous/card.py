@@ -14,20 +14,21 @@ import contextvars
 import os
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ringreduce.common.failures import InvalidArgument, SystemFailure
 from ringreduce.rendezvous.secret import group_secret
-from ringreduce.rendezvous.store import identity, kernel
+from ringreduce.rendezvous.store import Card, identity, kernel
 
 if TYPE_CHECKING:
     from ringreduce._C import OpenMemory
     from ringreduce.rendezvous.links import Door
 
-Card = dict[str, Any]
-
 NONCE = 32
+
+Config = Mapping[str, Any]
+"""The options that must be equal on all ranks, by name."""
 
 
 class Place(NamedTuple):
@@ -52,9 +53,9 @@ class Ready:
     """
 
     def __init__(
-        self, place: Place, config: str, memory: OpenMemory | None = None, listens: bool = False, wire: Any = None
+        self, place: Place, config: Config, memory: OpenMemory | None = None, listens: bool = False, wire: Any = None
     ) -> None:
-        """`config`: the options that must be equal on all ranks. `memory`: this process's, if others may read it.
+        """`memory`: this process's, if others may read it.
 
         `listens`: whether to listen for other hosts, too; done only if an address and a port are free. `wire`: what is
         known of the network between hosts. Raises `InvalidArgument` if the secret file or the ports are wrong.

@@ -44,9 +44,9 @@ from ringreduce.common.failures import (
     SystemFailure,
     TopologyError,
 )
-from ringreduce.rendezvous.card import NONCE, Card, Place, Prepared, Ready, door_at
+from ringreduce.rendezvous.card import NONCE, Config, Place, Ready, door_at
 from ringreduce.rendezvous.secret import group_secret
-from ringreduce.rendezvous.store import LEST, RANK_0, WHO, Exchange, Store, passed
+from ringreduce.rendezvous.store import LEST, WHO, Card, Exchange, passed
 
 if TYPE_CHECKING:
     from ringreduce._C import OpenMemory
@@ -124,35 +124,32 @@ Roster = dict[str, Any]
 
 
 def meet(
-    store: Store,
-    rank: int,
-    size: int,
+    exchange: Exchange,
     segment_bytes: Callable[[str], int],
-    config: str,
-    timeout: float,
+    config: Config,
     decide: Decide,
     memory: OpenMemory | None = None,
     place: Place = Place(),
     arena: int = -1,
-    prepared: Prepared | None = None,
+    prepared: Ready | None = None,
 ) -> Meeting:
     """Joins this rank with the others of its group; returns when all of its host are there, and all others known.
 
     `config` must be equal on all ranks. `decide` is called on rank 0 alone, when all are known, with the cores that
     each rank may use, whether rank 0 can access all ranks' memory, and the ranks and the label of each host; what it
     says is told to all, and by it `segment_bytes` says how much memory to share. `memory` is this rank's, if others
-    may read it. `arena` is the descriptor of its process's arena, which stays the caller's; -1: none. `prepared`: what
-    is known of the ranks before they meet; then `decide` is called on the first rank of each host.
-    Raises `CollectiveTimeout` naming the ranks that did not come within `timeout` seconds, `InvalidArgument` if
-    configurations differ or `place` cannot be, `TopologyError` if all have to be on one host and are not, `PeerLost` if
-    another rank has raised one of these for itself, or has died.
+    may read it. `arena` is the descriptor of its process's arena, which stays the caller's; -1: none. `prepared`: where
+    `exchange` has the cards of all ranks, what this rank's is about; then `decide` is called on the first rank of each
+    host. Raises `CollectiveTimeout` naming the ranks that did not come in time, `InvalidArgument` if configurations
+    differ or `place` cannot be, `TopologyError` if all have to be on one host and are not, `CollectiveMismatch` if
+    another rank makes a group of other ranks, `PeerLost` if another rank has raised one of these for itself, or has
+    died.
     """
-    exchange = Exchange(store, rank, size, timeout, prepared.cards if prepared else ())
+    rank, size = exchange.rank, exchange.size
     try:
-        with contextlib.closing(prepared.ready if prepared else Ready(place, config, memory)) as ready:
+        with contextlib.closing(prepared or Ready(place, config, memory)) as ready:
             me = _Announced(exchange, ready)
-            if not prepared:
-                exchange.tell(WHO, ready.card)
+            exchange.arrive(ready.card)
             roster, leader = _find(me, place, decide)
             passed("roster: known")
             here = next(host for host in roster["hosts"] if rank in host)
@@ -170,13 +167,13 @@ def meet(
             except BaseException:
                 _close([memfd, *(fd for member in members for fd in member.descriptors())])
                 raise
-    except RingReduceError as error:
-        exchange.give_up(error)
-        raise
     except OSError as error:  # no descriptors are left, say
         failed = SystemFailure(f"making the group: {error}", rank)
         exchange.give_up(failed)
         raise failed from None
+    except BaseException as error:
+        exchange.give_up(error)
+        raise
     pidfds, arenas = [-1] * size, [-1] * size
     for member in members:
         if member.rank == rank:
@@ -222,14 +219,16 @@ def _hosts(ranks: Sequence[Card]) -> list[list[int]]:
     return list(machines.values())
 
 
-def _roster(ranks: Sequence[Card], place: Place, decide: Decide) -> Roster:
+def _roster(exchange: Exchange, ranks: Sequence[Card], place: Place, decide: Decide) -> Roster:
     """What all are told, by what each has told."""
-    agree_on_config(ranks)
+    for r, other in enumerate(ranks):
+        exchange.know(r, other["who"])
+    agree_on_config(exchange, ranks)
     hosts = _hosts(ranks)
     if place.transport == "shared_memory" and len(hosts) > 1:
-        first, other = ranks[0]["who"][0], ranks[hosts[1][0]]["who"][0]
+        one, another = exchange.describe(0), exchange.describe(hosts[1][0])
         raise TopologyError(
-            f"rank 0 is on {first} and rank {hosts[1][0]} on {other}: ranks on several hosts (or in separate network "
+            f"{one} and {another} are on different hosts: ranks on several hosts (or in separate network "
             "namespaces) cannot share memory; make the group with ringreduce.Options(transport='auto'), or "
             "RINGREDUCE_TRANSPORT=auto",
             hosts[1][0],
@@ -240,6 +239,7 @@ def _roster(ranks: Sequence[Card], place: Place, decide: Decide) -> Roster:
     cores = [frozenset(other.get("cores", ())) for other in ranks]
     return {
         "who": [other["who"] for other in ranks],
+        "ids": [other.get("id") for other in ranks],
         "hosts": hosts,
         "labels": labels,
         "cores": [sorted(frozenset().union(*(cores[r] for r in host))) for host in hosts],
@@ -264,7 +264,7 @@ def _find(me: _Announced, place: Place, decide: Decide) -> tuple[Roster, _Leader
     exchange = me.exchange
     leader_by_cards = next((host[0] for host in _hosts(exchange.cards) if me.rank in host), None)
     if me.rank == (leader_by_cards or 0):
-        roster = exchange.decide(lambda ranks: _roster(ranks, place, decide), exchange.collect(WHO))
+        roster = exchange.decide(lambda ranks: _roster(exchange, ranks, place, decide), exchange.collect(WHO))
         if len(roster["hosts"]) > 1 and not exchange.cards:
             exchange.publish("roster", roster)
         return roster, None
@@ -279,8 +279,8 @@ def _find(me: _Announced, place: Place, decide: Decide) -> tuple[Roster, _Leader
             pass
         else:
             came.extend(_greet(connection, me))
-        if not (came or read or exchange.cards) and exchange.answered("roster"):
-            read.update(exchange.answer("roster"))
+        if not (came or read or exchange.cards) and (roster := exchange.roster("roster")):
+            read.update(roster)
             exchange.know(0, read["who"][0])
             leader = next(host for host in read["hosts"] if me.rank in host)[0]
             exchange.know(leader, read["who"][leader])
@@ -288,7 +288,8 @@ def _find(me: _Announced, place: Place, decide: Decide) -> tuple[Roster, _Leader
         return bool(came) or me.rank in (host[0] for host in read.get("hosts", ()))
 
     if leader_by_cards is None:
-        exchange.wait(leader_came, RANK_0, first=_BEFORE_STORE)
+        exchange.wait_for_rank_0()
+        exchange.wait(leader_came, first=_BEFORE_STORE)
     else:
         leader = leader_by_cards
         exchange.watched = [leader]
@@ -309,8 +310,10 @@ def _greet(connection: socket.socket, me: _Announced) -> list[_Leader]:
         secret = me.secret()
         if not hmac.compare_digest(proof, _proof(secret, b"leader", me.ready.nonce, me.rank)):
             raise ConnectionError("not a rank of this group")
-        text = os.pread(fds[0], os.fstat(fds[0]).st_size, 0)
-        return [_Leader(connection, secret, nonce, json.loads(text))]
+        roster = json.loads(os.pread(fds[0], os.fstat(fds[0]).st_size, 0))
+        if not me.exchange.counts_in(roster):
+            raise ConnectionError("not a rank of this attempt")
+        return [_Leader(connection, secret, nonce, roster)]
     except OSError:
         connection.close()
         return []
@@ -339,7 +342,9 @@ def _join(me: _Announced, leader: _Leader, here: list[int], own: _Member) -> tup
                 fds.extend(some)
         except TimeoutError:
             _close(fds)
-            raise CollectiveTimeout(f"making the group: rank {here[0]} did not answer in time", here[0]) from None
+            raise CollectiveTimeout(
+                f"making the group: {exchange.describe(here[0])} did not answer in time", here[0]
+            ) from None
         except OSError as error:
             _close(fds)
             raise _lost(exchange, here[0], error) from None
@@ -409,7 +414,10 @@ def _shared_memory(segment_bytes: int) -> int:
         fcntl.fcntl(memfd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except OSError as error:
         os.close(memfd)
-        raise SystemFailure(f"cannot make {segment_bytes} bytes of shared memory: {error.strerror}") from None
+        raise SystemFailure(
+            f"cannot make {segment_bytes} bytes of shared memory: {error.strerror} (RINGREDUCE_CHANNEL_BYTES and "
+            "RINGREDUCE_MAILBOX_BYTES lower this; `ulimit -f` limits it)"
+        ) from None
     return memfd
 
 
@@ -494,12 +502,16 @@ def _can_access_all(keys: list[list[int]]) -> bool:
     return all(_C.can_access(*key) for key in keys)
 
 
-def agree_on_config(ranks: Sequence[Card]) -> None:
+def agree_on_config(exchange: Exchange, ranks: Sequence[Card]) -> None:
     """Raises `InvalidArgument` if two ranks have different `config`s."""
+    first: Config = ranks[0]["config"]
     for r, other in enumerate(ranks):
-        if other["config"] != ranks[0]["config"]:
+        config: Config = other["config"]
+        differ = [name for name in {**first, **config} if first.get(name) != config.get(name)]
+        if differ:
+            ours, its = (", ".join(f"{name}={each.get(name)!r}" for name in differ) for each in (first, config))
             raise InvalidArgument(
-                f"options differ between ranks: rank 0 has {ranks[0]['config']}, rank {r} has {other['config']}; "
+                f"options differ between ranks: {exchange.describe(0)} has {ours}; {exchange.describe(r)} has {its}; "
                 "give all ranks the same ringreduce.Options and RINGREDUCE_* variables",
                 r,
             )
@@ -509,7 +521,18 @@ def own_pidfd() -> int:
     try:
         return os.pidfd_open(os.getpid())
     except OSError as error:
-        raise SystemFailure(f"pidfd_open: {error.strerror}; ringreduce needs Linux 5.3 or newer") from None
+        raise SystemFailure(f"pidfd_open: {error.strerror}{pidfd_fix(error)}") from None
+
+
+def pidfd_fix(error: OSError) -> str:
+    """What to do where pidfd_open has failed, to be put behind the reason."""
+    fixes = {
+        errno.ENOSYS: "; ringreduce needs Linux 5.3 or newer",
+        errno.EPERM: "; let the container's or service's seccomp filter allow pidfd_open",
+        errno.EMFILE: "; raise `ulimit -n`",
+        errno.ENFILE: "; raise fs.file-max",
+    }
+    return fixes.get(error.errno or 0, "")
 
 
 def _send(connection: socket.socket, message: bytes, fds: list[int], deadline: float) -> None:

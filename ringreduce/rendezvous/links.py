@@ -51,6 +51,7 @@ from typing import NamedTuple, TypeVar
 from ringreduce.common.failures import Aborted, CollectiveTimeout, PeerLost, SystemFailure
 from ringreduce.rendezvous.interfaces import Interface, local_interfaces
 from ringreduce.rendezvous.sockets import Address, endpoint, listen, reason, round_trip, set_options, sockaddr
+from ringreduce.rendezvous.store import call_ranks
 
 log = logging.getLogger(__name__)
 
@@ -181,6 +182,8 @@ class Door:
         self._strangers: dict[asyncio.Task[None], float] = {}
         self._parties: defaultdict[tuple[int, bytes], _Party] = defaultdict(_Party)
         self._closed = False
+        self._closing = threading.Lock()
+        """Held while a connect is handed to the loop, and while that is told to stop, so that it ends each connect."""
         self.counts = Counter(accepted=0)
         """Connections "accepted", those that proved who they are, and those refused by reason.
 
@@ -205,23 +208,37 @@ class Door:
         deliver: Callable[[int, int, str], object],
         connections: int = 1,
         dead_after: float = 10.0,
+        ranks: Sequence[int] = (),
     ) -> None:
         """From here on `peers` are let in; if it is None, whoever knows the secret.
 
         `deliver(peer, fd, description)` is called once for each connection, all of a peer's together, in the door's
         thread; fd is connected and non-blocking, and belongs to the callee. `connections` is how many this rank makes
         for each pair of interfaces. After `dead_after` seconds without a sign of life a connection breaks.
+        `ranks`: the global ranks of the group, by which messages call them; none: they are the same.
         """
         self._rank, self._group, self._secret = rank, hashlib.sha256(group.encode()).digest(), secret
         self._peers, self._any = dict(peers or {}), peers is None
         self._deliver: Callable[[int, int, str], object] | None = deliver
-        self._connections, self._dead_after = connections, dead_after
-        started = threading.Event()
-        self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._serve(started)), name="ringreduce-door", daemon=True
-        )
+        self._connections, self._dead_after, self._ranks = connections, dead_after, ranks
+        started = concurrent.futures.Future[None]()
+
+        def serve() -> None:
+            serving = self._serve(started)
+            try:
+                asyncio.run(serving)
+            except BaseException as error:  # no descriptors are left for the loop, say
+                if started.done():
+                    raise
+                serving.close()
+                started.set_exception(error)
+
+        self._thread = threading.Thread(target=serve, name="ringreduce-door", daemon=True)
         self._thread.start()
-        started.wait()
+        try:
+            started.result()
+        except OSError as error:
+            raise SystemFailure(f"cannot listen for other hosts: {reason(error)}") from None
 
     def connect(
         self,
@@ -238,9 +255,10 @@ class Door:
         `PeerLost` if all of the peer's addresses refuse, or `SystemFailure` if trying on is in vain otherwise; all list
         the peer's addresses and what is wrong with each.
         """
-        if self._loop is None or self._closed:
-            raise Aborted("the door is not open")
-        future = asyncio.run_coroutine_threadsafe(self._connect(sorted(set(peers)), deadline, patience), self._loop)
+        with self._closing:
+            if self._loop is None or self._closed:
+                raise Aborted("the door is not open")
+            future = asyncio.run_coroutine_threadsafe(self._connect(sorted(set(peers)), deadline, patience), self._loop)
         try:
             while look and not concurrent.futures.wait([future], LOOK_SECONDS).done:
                 look()
@@ -252,10 +270,12 @@ class Door:
 
     def close(self) -> None:
         """Lets nobody in any more; delivered connections stay. Idempotent."""
-        self._closed = True
-        if self._loop is not None and self._thread is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                self._loop.call_soon_threadsafe(self._stop.set)
+        with self._closing:
+            self._closed = True
+            if self._loop is not None:
+                with contextlib.suppress(RuntimeError):  # the loop has ended
+                    self._loop.call_soon_threadsafe(self._stop.set)
+        if self._thread is not None:
             self._thread.join()
         self._close_sockets()
         self._deliver = None  # which may keep alive what keeps this alive
@@ -266,14 +286,14 @@ class Door:
 
     # In the door's thread from here on.
 
-    async def _serve(self, started: threading.Event) -> None:
+    async def _serve(self, started: concurrent.futures.Future[None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         self._linked: defaultdict[int, asyncio.Future[None]] = defaultdict(self._loop.create_future)
         self._going: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._settling: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
         listening = [asyncio.create_task(self._accept(*listener)) for listener in self._listeners]
-        started.set()
+        started.set_result(None)
         await self._stop.wait()
         for task in listening:
             task.cancel()
@@ -453,7 +473,7 @@ class Door:
             lost = bool(tried) and set(tried.values()) == {os.strerror(errno.ECONNREFUSED)}
             how = " in time" if late else ", which died or left" if lost else ""
             raise (CollectiveTimeout if late else PeerLost if lost else SystemFailure)(
-                f"rank {self._rank} cannot connect with {self._name(peer)}{how}: {ways}; this "
+                f"{self._call(self._rank)} cannot connect with {self._name(peer)}{how}: {ways}; this "
                 f"host uses {', '.join(map(str, self._interfaces))}, where it listens at "
                 f"{', '.join(map(str, self.addresses))} and has refused {refused or 'nobody'}",
                 peer,
@@ -623,7 +643,10 @@ class Door:
 
     def _name(self, peer: int) -> str:
         other = self._peers[peer]
-        return f"rank {peer} ({other.host}, pid {other.pid})"
+        return self._call(peer, f"{other.host}, pid {other.pid}")
+
+    def _call(self, rank: int, process: str = "") -> str:
+        return call_ranks([rank], self._ranks or range(rank + 1), process)
 
 
 def _spread(rails: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:

@@ -1,11 +1,22 @@
 """How ranks tell each other things while a group is made, by any store: torch's, or one without torch.
 
     exchange = Exchange(store, rank, size, timeout)
+    exchange.arrive(card)                                              # on all ranks
     answer = exchange("doors", ["10.0.0.1:5"], lambda values: ...)     # on all ranks; `values` are theirs, on rank 0
 
 Every rank tells the store its value; rank 0 alone collects them, and what it makes of them all get. So a rank asks the
 store a number of times that does not grow with the ranks. A wait ends early when a rank has said that it cannot go on
 (`give_up`), or when a process of this machine that is waited for has ended.
+
+One store serves many attempts. A launcher may keep its store while it restarts all ranks, and ranks may make a group
+again after a failure, one of them once more often than another. So keys do not count attempts. Instead rank 0 draws a
+random id whenever it begins, and tells it in its `Arrival`. The other ranks answer under keys that contain this id. If
+rank 0 begins again, it has another id, and whoever still waits answers again.
+
+A rank may find what an earlier attempt has left behind. It ignores an arrival if it has taken part in that attempt
+itself. It also ignores an arrival that is older than its own process if that attempt has failed or its process has
+ended. The launcher's count of restarts could not tell: each agent of torchrun has its own, and a change of the number
+of nodes restarts ranks without counting.
 
 Waits look less and less often, after a quarter of the time that has passed. They do not block in the store: torch's
 keeps its lock meanwhile, and ranks may be threads that share one; and it writes a warning for each wait that times out.
@@ -17,15 +28,23 @@ import contextlib
 import contextvars
 import functools
 import json
+import logging
 import os
+import secrets
 import select
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from ringreduce.common import failures
-from ringreduce.common.failures import CollectiveTimeout, PeerLost, RingReduceError, SystemFailure
+from ringreduce.common.failures import (
+    CollectiveMismatch,
+    CollectiveTimeout,
+    PeerLost,
+    RingReduceError,
+    SystemFailure,
+)
 from ringreduce.membership.directory import value_of
 
 SHORTEST, LONGEST, LONGEST_BY_RANK = 0.0002, 0.05, 0.0005
@@ -39,9 +58,18 @@ LOOKS = 10
 LEST = 1.0
 """Seconds that the others wait longer than rank 0, which can tell them whom it has missed."""
 
+LOG_AFTER, LOG_AT_LEAST_EVERY = 60.0, 600.0
+"""Seconds after which a rank first logs for whom it waits; then each time that the wait has doubled, and at least so
+often."""
+
 WHO = "who"
 """The first phase, in which all ranks tell at least {"who": identity()}."""
-RANK_0 = "rank 0, which waits for all ranks,"
+
+log = logging.getLogger(__name__)
+
+
+Card = dict[str, Any]
+"""What a rank tells of itself in the first phase; see `card`."""
 
 
 class Store(Protocol):
@@ -85,24 +113,170 @@ class Who(NamedTuple):
     """When the kernel started the process. Once it has ended, its number may go to a process that began later."""
 
 
+class Arrival(NamedTuple):
+    """What a rank tells as soon as it begins: that it is here, and what for. Or why it does not come."""
+
+    id: str
+    """Random; it names this attempt of this rank. That of rank 0 names the attempt of the group."""
+    who: Who
+    at: float
+    """When, in seconds of `time.time()`."""
+    ranks: list[int]
+    """The global ranks of the group that it wants."""
+    failed: tuple[str, str, int] | None = None
+    """The class, the message and the culprit of the error for which it does not come."""
+
+
 class Exchange:
     """A rank's part in making one group."""
 
     def __init__(
-        self, store: Store, rank: int, size: int, timeout: float, cards: Sequence[dict[str, Any]] = ()
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: float,
+        cards: Sequence[Card] = (),
+        ranks: Sequence[int] = (),
+        within: str = "",
+        processes: Sequence[tuple[str, int]] = (),
     ) -> None:
-        """`cards`: what the ranks have told before, instead of the first phase: see `card`."""
+        """`cards`: what the ranks have told before, instead of the first phase: see `card`.
+
+        `ranks`: the global ranks of the group, by which messages call them. `within`: the attempt that has made the
+        group whose ranks make this one, as in `new_group`; then nothing under these keys is of another attempt.
+        `processes`: host and pid of each rank, if they are known from that group.
+        """
         self.store, self.rank, self.size, self.cards = store, rank, size, cards
+        self.ranks = list(ranks or range(size))
         self.deadline = time.monotonic() + timeout
-        # A group may be made again under the same store prefix; but not by the same cards.
-        self.prefix = f"ringreduce/{0 if cards else store.add(f'ringreduce/generation/{rank}', 1)}"
+        self.id = secrets.token_hex(8)
+        self.attempt = cards[0]["socket"][1] if cards else ""
+        """The id of rank 0, once this rank knows it."""
         self.watched = range(size) if rank == 0 else [0]
         """The ranks without which a wait is in vain: where they are on this machine, their end ends it."""
+        self._within, self._processes = within, processes
+        self._card: Card = {}
         self._known = {rank: Who(*card["who"]) for rank, card in enumerate(cards)}
         self._ended = ended.get()
+        self._counted_in = bool(cards) or rank == 0
+        """Whether rank 0 has counted this rank in, so that the attempt is surely not an old one."""
+        self._looked = 0.0
+        self._gave_up = False
+
+    @property
+    def prefix(self) -> str:
+        """Of the keys of this attempt."""
+        return f"ringreduce/{self.attempt}"
+
+    def arrive(self, card: Card) -> None:
+        """Tells the others that this rank is here, with what it has to tell in the first phase."""
+        if self.cards:
+            return
+        self._card = card | {"id": self.id}
+        self._set_arrival()
+        if self.rank == 0:
+            self.attempt = self.id
+            self.tell(WHO, self._card)
+
+    def follow(self) -> bool:
+        """Takes part in what rank 0 makes; False: rank 0 is not here yet."""
+        if self._counted_in or (self.attempt and time.monotonic() < self._looked + CHECK_PROCESSES):
+            return True
+        self._looked = time.monotonic()
+        first = self._arrival(0)
+        if first and first.id != self.attempt and self._is_coming(0, first):
+            self.attempt = first.id
+            self.know(0, first.who)
+            if not self._within:  # later ones of this process do not take part in it
+                _over.add((self.rank, first.id))
+            self.tell(WHO, self._card)
+        return bool(self.attempt)
+
+    def wait_for_rank_0(self) -> None:
+        """Returns when this rank takes part in what rank 0 makes."""
+        self.wait(_asleep(self.follow))
+
+    def counts_in(self, roster: Mapping[str, Any]) -> bool:
+        """Whether what rank 0 has told of all ranks has the arrival of this one in it, and not one of an earlier
+        attempt."""
+        self._counted_in = self._counted_in or roster["ids"][self.rank] == self.id
+        return self._counted_in
+
+    def roster(self, phase: str) -> Any:
+        """What rank 0 has published of all ranks; None: nothing yet."""
+        text = _peek(self.store, f"{self.prefix}/{phase}") if self.follow() else None
+        roster = json.loads(text) if text else None
+        if not roster or not self.counts_in(roster):
+            return None
+        passed(f"{phase}: answered")
+        return roster
+
+    def come_to_roster(self, phase: str) -> Any:
+        """The same, once it is there."""
+        self.wait_for_rank_0()
+        roster: Any = None
+
+        def look() -> bool:
+            nonlocal roster
+            roster = self.roster(phase)
+            return roster is not None
+
+        self.wait(_asleep(look))
+        return roster
+
+    def _set_arrival(self, failed: tuple[str, str, int] | None = None) -> None:
+        arrival = Arrival(self.id, identity(), time.time(), self.ranks, failed)
+        self.store.set(self._arrival_key(self.rank), json.dumps(arrival))
+        passed("arrival: told")
+
+    def _arrival_key(self, rank: int) -> str:
+        # By global ranks: torch may give the groups of different ranks the same name, and with it the same keys.
+        return f"ringreduce/{self._within}/arrival/{self.ranks[rank]}"
+
+    def _arrival(self, rank: int) -> Arrival | None:
+        """The latest of a rank that this process has not heard of before."""
+        text = _peek(self.store, self._arrival_key(rank))
+        if text is None:
+            return None
+        identifier, who, *rest = json.loads(text)
+        arrival = Arrival(identifier, Who(*who), *rest)
+        return None if (self.rank, arrival.id) in _over and arrival.id != self.attempt else arrival
+
+    def _is_coming(self, rank: int, arrival: Arrival) -> bool:
+        """Whether this is the arrival of a rank that takes part; False: it is of an earlier attempt.
+
+        Raises what keeps the rank from coming.
+        """
+        if arrival.ranks != self.ranks:
+            if not self._within:
+                return False
+            raise CollectiveMismatch(
+                f"making the group: {self.describe(self.rank, identity())} makes a group of the ranks {self.ranks}, "
+                f"and {self.describe(rank, arrival.who)} makes one of the ranks {arrival.ranks} instead; all ranks "
+                "must make the same groups in the same order",
+                rank,
+            )
+        failed = arrival.failed
+        if rank == 0 and not failed and (text := _peek(self.store, f"ringreduce/{arrival.id}/given up")):
+            failed = json.loads(text)
+        if failed and (self.rank, failed[1]) in _over:  # this rank's own words, which an earlier attempt has heard
+            return False
+        ended = arrival.who.pids == _pid_namespace() and has_ended(arrival.who)
+        if not (failed or ended):
+            return True
+        if not self._within and arrival.at < process_began():
+            return False
+        _over.add((self.rank, arrival.id))
+        if failed:
+            kind, why, culprit = failed
+            raise getattr(failures, kind)(str(why), int(culprit))
+        self.know(rank, arrival.who)
+        raise PeerLost(f"making the group: {self.describe(rank)} died", rank)
 
     def __call__(self, phase: str, value: Any, answer: Callable[[list[Any]], Any] = list) -> Any:
-        """What rank 0's `answer` makes of the values of all ranks, as JSON has it. To be called on all ranks.
+        """What rank 0's `answer` makes of the values of all ranks, as JSON has it. To be called on all ranks that have
+        been counted in.
 
         Raises `CollectiveTimeout` naming the ranks that did not come in time; what `answer` raises; `PeerLost` if
         another rank has given up, or is on this machine and has ended.
@@ -140,16 +314,13 @@ class Exchange:
         passed(f"{phase}: published")
         return answer
 
-    def answered(self, phase: str) -> bool:
-        return self.store.check([f"{self.prefix}/{phase}"])
-
     def answer(self, phase: str, deadline: float | None = None) -> Any:
         """What rank 0 has published, or will."""
-        text = self._come(f"{self.prefix}/{phase}", RANK_0, deadline)
+        text = self._come(f"{self.prefix}/{phase}", None, deadline)
         passed(f"{phase}: answered")
         return json.loads(text)
 
-    def _come(self, key: str, whom: str | Callable[[], list[int]], deadline: float | None) -> bytes:
+    def _come(self, key: str, whom: Callable[[], list[int]] | None, deadline: float | None) -> bytes:
         """The value of a key, once it is there."""
         found: list[bytes] = []
 
@@ -170,32 +341,40 @@ class Exchange:
 
         def late() -> list[int]:
             """Those who have not come; meanwhile, who those are that have."""
+            look = phase == WHO and time.monotonic() > self._looked + CHECK_PROCESSES
             for rank in [rank for rank in range(self.size) if rank not in came]:
                 if self.store.check([keys[rank]]):
                     came[rank] = self.told(phase, rank)
                     if phase == WHO:
                         self.know(rank, came[rank]["who"])
+                elif look and (arrival := self._arrival(rank)):
+                    self._is_coming(rank, arrival)
+            self._looked = time.monotonic() if look else self._looked
             return [rank for rank in range(self.size) if rank not in came]
 
         self.wait(_asleep(lambda: self.store.check(keys)), late)
         multi_get = getattr(self.store, "multi_get", None)
         texts = multi_get(keys) if multi_get else map(self.store.get, keys)
         passed(f"{phase}: collected")
-        return [json.loads(text) for text in texts]
+        told = [json.loads(text) for text in texts]
+        if phase == WHO and not self._within:  # a later attempt of this process ignores these arrivals
+            _over.update((self.rank, card["id"]) for card in told)
+        return told
 
     def wait(
         self,
         ready: Callable[[float], bool],
-        whom: str | Callable[[], list[int]],
+        whom: Callable[[], list[int]] | None = None,
         deadline: float | None = None,
         first: float = 0.0,
     ) -> None:
         """Returns when `ready(seconds)` says so, which may take that long to look, and the first time `first`.
 
-        `whom`: what is waited for, or the ranks that have not come yet.
+        `whom`: the ranks that have not come yet; None: rank 0 is waited for, which waits for all.
         """
         began = checked = asked = before = time.monotonic()
-        deadline = deadline or self.deadline + (LEST if whom == RANK_0 else 0.0)
+        deadline = deadline or self.deadline + (0.0 if whom else LEST)
+        log_at = began + LOG_AFTER
         pause = first
         try:
             while not ready(pause):
@@ -209,17 +388,20 @@ class Exchange:
                 between = CHECK_KNOWN_ENDS if self._ended else CHECK_PROCESSES
                 if now - checked > max(between, CHECK_BY_RANK * self.size) or now > deadline:
                     checked = now
-                    missing = whom() if turn and callable(whom) else []
+                    missing = whom() if turn and whom else []
                     try:
                         self.raise_if_dead()
                     except PeerLost:
                         if ready(0.0):  # it did its part before it ended
                             return
                         raise
-                    if now > deadline and (missing or not callable(whom)):
-                        text = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}" if missing else whom
+                    if now > deadline and (missing or not whom):
+                        text = self.call(missing) if missing else f"{self.call([0])}, which waits for all ranks,"
                         culprit = missing[0] if missing else 0
                         raise CollectiveTimeout(f"making the group: {text} did not come in time", culprit)
+                    if now > log_at and turn:
+                        log_at = now + min(now - began, LOG_AT_LEAST_EVERY)
+                        self._log_who_is_missing(missing, now - began)
                 asked = time.monotonic() if turn else asked
                 before = time.monotonic()
         except RingReduceError:
@@ -239,10 +421,10 @@ class Exchange:
 
     def raise_if_dead(self) -> None:
         """Raises `PeerLost` if one of the ranks that are watched has ended, as far as this process can see."""
-        if self.rank != 0 and 0 not in self._known and self.store.check([f"{self.prefix}/{WHO}/0"]):
-            self.know(0, self.told(WHO, 0)["who"])
         if (rank := self._dead()) >= 0:
             self.raise_if_given_up()  # which may be the reason for its end
+            if not self.cards and (arrival := self._arrival(rank)):
+                self._is_coming(rank, arrival)  # it may have made another group
             raise PeerLost(f"making the group: {self.describe(rank)} died", rank)
 
     def _dead(self) -> int:
@@ -255,35 +437,87 @@ class Exchange:
                 return rank
         return -1
 
-    def describe(self, rank: int) -> str:
-        who = self._known.get(rank)
-        return f"rank {rank} ({who.host}, pid {who.pid})" if who else f"rank {rank}"
+    def call(self, ranks: Sequence[int]) -> str:
+        """How messages call ranks of the group; a single one with its process."""
+        return self.describe(ranks[0]) if len(ranks) == 1 else call_ranks(ranks, self.ranks)
 
-    def give_up(self, error: RingReduceError) -> None:
+    def describe(self, rank: int, who: Who | None = None) -> str:
+        """How messages call one rank, with its process if that is known."""
+        who = who or self._known.get(rank)
+        process = who[:2] if who else self._processes[rank] if self._processes else None
+        return call_ranks([rank], self.ranks, "{}, pid {}".format(*process) if process else "")
+
+    def _log_who_is_missing(self, missing: Sequence[int], waited: float) -> None:
+        """`missing`: the ranks, if this rank knows them already."""
+        if not missing and self.attempt:
+            missing = [r for r in range(self.size) if not self.has_told(WHO, r)]
+        left = max(self.deadline - time.monotonic(), 0.0)
+        log.warning(
+            "making the group of the ranks %s: %s has waited %.0f s for %s, and will wait %.0f s more",
+            self.ranks,
+            self.describe(self.rank, identity()),
+            waited,
+            self.call(missing or [0]),
+            left,
+        )
+
+    def give_up(self, error: BaseException) -> None:
         """Tells the others that this rank does not come, and why. The first to say so is heard."""
-        if tell := gives_up.get():
+        if self._gave_up:
+            return
+        self._gave_up = True
+        if self.attempt:  # whoever makes the group again takes no part in this attempt
+            _over.add((self.rank, self.attempt))
+        if (tell := gives_up.get()) and isinstance(error, RingReduceError):
             tell(error)
-        if isinstance(error, CollectiveTimeout | PeerLost):
+        if isinstance(error, CollectiveTimeout | PeerLost | CollectiveMismatch):  # -1: it may be anybody's fault
             self._tell_error(type(error).__name__, str(error), error.culprit)
         else:
-            culprit = error.culprit if error.culprit >= 0 else self.rank
-            me = f"rank {self.rank} ({socket.gethostname()}, pid {os.getpid()})"
-            self._tell_error("PeerLost", f"making the group: {me}: {error}", culprit)
+            culprit = error.culprit if isinstance(error, RingReduceError) and error.culprit >= 0 else self.rank
+            why = str(error) if isinstance(error, RingReduceError) else f"{type(error).__name__}: {error}"
+            me = self.describe(self.rank, identity())
+            self._tell_error("PeerLost", f"making the group: {me}: {why}", culprit)
 
     def _tell_error(self, kind: str, why: str, culprit: int) -> None:
         with contextlib.suppress(Exception):  # the store may be gone, and what counts is the error
-            if not self.store.check([f"{self.prefix}/given up"]):
+            if not self.attempt:  # rank 0 has not told where it looks, so it looks at this
+                _over.add((self.rank, why))
+                self._set_arrival((kind, why, culprit))
+            elif not self.store.check([f"{self.prefix}/given up"]):
                 self.store.set(f"{self.prefix}/given up", json.dumps([kind, why, culprit]))
+            if self.rank == 0:  # whoever has failed, too, is no reason for the next attempt to fail
+                absent = [rank for rank in range(1, self.size) if rank not in self._known]
+                _over.update((0, arrival.id) for rank in absent if (arrival := self._arrival(rank)) and arrival.failed)
 
     def raise_if_given_up(self) -> None:
         """Raises what keeps another rank from coming."""
         look = looks.get()
         found = look() if look else None
-        if self.store.check([f"{self.prefix}/given up"]):
+        if self.attempt and self.store.check([f"{self.prefix}/given up"]):
             kind, why, culprit = json.loads(self.store.get(f"{self.prefix}/given up"))
             raise getattr(failures, kind)(str(why), int(culprit))
         if found:
             raise found
+
+
+_over: set[tuple[int, str]] = set()
+"""(rank, id) of arrivals that concern no later attempt of this rank in this process, and what the rank itself has said
+in vain."""
+
+
+def call_ranks(ranks: Sequence[int], global_ranks: Sequence[int], process: str = "") -> str:
+    """How messages call ranks of a group: "rank 3 (rank 1 of the group, node7, pid 4711)".
+
+    The first number is the global rank. The second one is left out if the two are equal for all ranks of the group.
+    `process`: host and pid, of one rank.
+    """
+
+    def numbers(of: Sequence[int]) -> str:
+        return f"rank{'s' * (len(of) > 1)} {', '.join(map(str, of))}"
+
+    alike = list(global_ranks) == list(range(len(global_ranks)))
+    inner = ", ".join(filter(None, ["" if alike else f"{numbers(ranks)} of the group", process]))
+    return numbers([global_ranks[rank] for rank in ranks]) + (f" ({inner})" if inner else "")
 
 
 def _peek(store: Store, key: str) -> bytes | None:
@@ -309,7 +543,19 @@ def identity() -> Who:
     return Who(socket.gethostname(), os.getpid(), _pid_namespace(), _began(os.getpid()))
 
 
-os.register_at_fork(after_in_child=identity.cache_clear)
+@functools.cache
+def process_began() -> float:
+    """When this process was started, in seconds of `time.time()`."""
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - identity().began / os.sysconf("SC_CLK_TCK")
+    return time.time() - age
+
+
+def _after_fork() -> None:
+    identity.cache_clear()
+    process_began.cache_clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 @functools.cache

@@ -567,6 +567,9 @@ def own_plan(me: Rank) -> None:
     with me.join(options=SMALL_SLOTS):
         ringreduce.register_plan(ringreduce.Plan.from_json(build("all_reduce", "ring", 3).to_json()))
         ringreduce.register_plan(build("all_reduce", "tree", 3), most_bytes=4096)
+        found = ringreduce.topology()
+        assert found.registered == ("all_reduce of all sizes: ring", "all_reduce of blocks up to 4096 bytes: tree")
+        assert "registered: all_reduce of blocks up to 4096 bytes: tree" in str(found)
         for call, count in enumerate(sizes(me.size)):
             all_reduce(me, count, call)
         with pytest.raises(InvalidArgument, match="is for 4 ranks; the group has 3"):

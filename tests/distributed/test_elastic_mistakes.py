@@ -183,10 +183,11 @@ def names_its_rank(me: Rank) -> None:
         "store": "start: store is 5; it must be a store of torch, or an address in etcd",
         "rank": "start: rank is '0' and world_size 2",
         "least": "start: least is 5; it must be a whole number from 1 to world_size, 2",
+        "world_size": "start: world_size is 1000000000; it must be at most 65536",
     }.items():
         given: dict[str, Any] = {"store": me.store, "rank": 0, "world_size": 2}
         with pytest.raises(InvalidArgument, match=message):
-            elastic.start(**{**given, wrong: {"store": 5, "rank": "0", "least": 5}[wrong]})
+            elastic.start(**{**given, wrong: {"store": 5, "rank": "0", "least": 5, "world_size": 10**9}[wrong]})
     os.environ.update(RANK="0", WORLD_SIZE="7", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     world = elastic.start(rank=0, world_size=1)  # not what the variables say
     assert world.size == 1

@@ -8,16 +8,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from distributed.harness import Rank, Ranks, run
-from test_elastic import loss_of, start
+from distributed.test_elastic import loss_of, start
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
 
 from ringreduce import elastic
 from ringreduce.elastic.state import State
@@ -145,12 +148,30 @@ def test_what_is_called_after_leave_says_so() -> None:
     assert all("this process has left the world, by leave()" in text for text in run(leaves, 1)[0])
 
 
+@dataclass(frozen=True)
+class Place:
+    name: str
+    rank: int
+
+
+class OnlySaves:
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+
 @pytest.mark.parametrize(
     ("part", "message"),
     [
         (lambda: [nn.Linear(1, 1)], "p contains a Linear, whose state would be copied"),
-        (lambda: {"log": lambda: None}, "p contains a function, which cannot be sent"),
+        (lambda: {"log": lambda: None}, "p contains a function, which is no plain value"),
         (lambda: torch.eye(2).to_sparse(), "p has a tensor that is torch.sparse_coo"),
+        (lambda: DistributedSampler([1, 2], 2, 0), "p contains a DistributedSampler, and each rank has its own"),
+        (lambda: {"loader": DataLoader([1])}, "p contains a DataLoader, and each rank has its own"),
+        (lambda: Place("me", 1), "p contains a Place, which is no plain value"),
+        (lambda: {Place("me", 1)}, "p contains a set, which is no plain value"),
+        (lambda: np.array([Place("me", 1)]), "p contains a ndarray, which is no plain value"),
+        (lambda: np.random.default_rng(0), "p contains a Generator, which is no plain value"),
+        (OnlySaves, "p is a OnlySaves, which has state_dict and no load_state_dict"),
     ],
 )
 def test_parts_that_a_joiner_could_not_receive_are_refused(part: Callable[[], Any], message: str) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
+import struct
+import threading
 from typing import Any
 
 import pytest
@@ -11,7 +15,9 @@ import torch.distributed as dist
 from distributed.harness import Rank, run
 
 import ringreduce
+import ringreduce.report  # before a rank becomes a user who may not read files here
 from ringreduce import _C
+from ringreduce.errors import RingReduceError
 from ringreduce.plan import BUILDERS
 from ringreduce.tuning import fetches
 
@@ -119,3 +125,86 @@ def threads() -> int:
 def test_every_algorithm(number: int) -> None:
     algorithms = ";".join(f"{name}:{[*known][number % len(known)]}" for name, known in BUILDERS.items())
     run(lent, 4, {"algorithms": algorithms})
+
+
+# access that ends while the group lives
+
+READ, WRITE = {"x86_64": (310, 311)}.get(platform.machine(), (270, 271))
+"""The numbers of process_vm_readv and process_vm_writev."""
+
+LOSSES = {
+    "setuid": lambda: os.setuid(12345),
+    "read and write": lambda: forbid(READ, WRITE),
+    "write": lambda: forbid(WRITE),
+}
+
+
+def forbid(*calls: int) -> None:
+    """Lets these system calls fail with EPERM in all threads of this process from now on."""
+    load, equal, give, permit, refuse = 0x20, 0x15, 0x06, 0x7FFF0000, 0x00050001
+    program = [(load, 0, 0, 0)]
+    program += [(equal, len(calls) - number, 0, call) for number, call in enumerate(calls)]
+    program += [(give, 0, 0, permit), (give, 0, 0, refuse)]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in program))
+    filter = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program), ctypes.addressof(code)))
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
+    seccomp = {"x86_64": 317}.get(platform.machine(), 277)
+    assert libc.syscall(seccomp, 1, 1, filter) == 0, os.strerror(ctypes.get_errno())  # to all threads
+
+
+def loses(me: Rank, how: str, who: tuple[int, ...], options: dict[str, Any]) -> tuple[int, int]:
+    """Checks all collectives before, while and after some ranks lose access; returns what all_reduces lent after."""
+    with me.join(options=ringreduce.Options(**SMALL, **options)):
+        check_all(me)
+        over = torch.zeros(1, dtype=torch.int64)
+        waiting = threading.Timer(0.002 * (1 + me.rank), LOSSES[how]) if me.rank in who else None
+        if waiting:
+            waiting.start()
+        while over.item() < len(who):
+            check_all(me)
+            over.fill_(waiting is not None and not waiting.is_alive())
+            ringreduce.all_reduce(over)
+        check_all(me)
+        before = all_reduce_lent()
+        check_all(me)
+        return before, all_reduce_lent()
+
+
+def all_reduce_lent() -> int:
+    return ringreduce.stats()[dist.group.WORLD.group_name]["all_reduce"].lent  # type: ignore[union-attr]
+
+
+def needs_root(how: str) -> None:
+    if how == "setuid" and os.geteuid() != 0:
+        pytest.skip("only root may become another user")
+
+
+@pytest.mark.parametrize("how", LOSSES)
+@pytest.mark.parametrize(("size", "who"), [(2, (1,)), (2, (0, 1)), (3, (2,)), (4, (0, 2))])
+def test_a_group_goes_on_with_copies_when_access_ends(how: str, size: int, who: tuple[int, ...]) -> None:
+    needs_root(how)
+    lent = run(loses, size, how, who, {})
+    assert not KERNEL_LETS or all(before > 0 for before, _ in lent)
+    assert all(after == before for before, after in lent)
+
+
+@pytest.mark.parametrize("number", range(max(map(len, BUILDERS.values()))))
+def test_every_algorithm_goes_on_with_copies(number: int) -> None:
+    algorithms = ";".join(f"{name}:{[*known][number % len(known)]}" for name, known in BUILDERS.items())
+    lent = run(loses, 3, "read and write", (1,), {"algorithms": algorithms})
+    assert all(after == before for before, after in lent)
+
+
+def test_ranks_of_different_users_make_no_group() -> None:
+    needs_root("setuid")
+    for error in run(becomes_another, 2):
+        assert "user 12345" in error or "rank 0" in error
+
+
+def becomes_another(me: Rank) -> str:
+    if me.rank == 1:
+        os.setuid(12345)
+    with pytest.raises(RingReduceError) as raised, me.join(timeout=20):
+        pass
+    return str(raised.value)

@@ -6,7 +6,10 @@ import gc
 import os
 import resource
 import signal
+import socket
 import time
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -16,27 +19,27 @@ from distributed.harness import Rank, Ranks, run
 
 import ringreduce
 from ringreduce import backend
-from ringreduce.errors import PeerLost, RingReduceError
+from ringreduce.errors import (
+    CollectiveMismatch,
+    CollectiveTimeout,
+    InvalidArgument,
+    PeerLost,
+    RingReduceError,
+    SystemFailure,
+)
 from ringreduce.rendezvous import host, store
 
 SIZE = 3
 NOTICED = 2.0
 """Seconds in which all must know."""
 
-MEMBER = ["who: told", "roster: known", "host: introduced", "host: joined", "group: met", "group: made"]
-LEADER = [
-    "who: told",
-    "who: collected",
-    "roster: known",
-    "host: leads",
-    "host: invited",
-    "host: admitted",
-    "host: admitted",
-]
+BOTH = ["arrival: told", "who: told"]
+MEMBER = [*BOTH, "roster: known", "host: introduced", "host: joined", "group: met", "group: made"]
+LEADER = [*BOTH, "who: collected", "roster: known", "host: leads", "host: invited", "host: admitted", "host: admitted"]
 LEADER += ["host: handed out", "host: handed out", "group: met", "group: made"]
-ALONE = ["who: told", "roster: answered", "roster: known", "host: leads", "host: invited", "doors: told"]
+ALONE = [*BOTH, "roster: answered", "roster: known", "host: leads", "host: invited", "doors: told"]
 ALONE += ["doors: answered", "group: met"]
-FIRST = ["who: told", "who: collected", "roster: published", "roster: known", "host: leads", "host: invited"]
+FIRST = [*BOTH, "who: collected", "roster: published", "roster: known", "host: leads", "host: invited"]
 FIRST += ["doors: told", "doors: collected", "doors: published", "group: met"]
 STAGES = [("shared_memory", 0, LEADER), ("shared_memory", 2, MEMBER), ("tcp", 0, FIRST), ("tcp", 2, ALONE)]
 """By transport and rank: what it passes, up to its first call or, with links, to the first connection."""
@@ -54,6 +57,7 @@ def makes_a_group(me: Rank, transport: str, victim: int, stop: int) -> Any:
 
     for module in (store, host, backend):
         module.passed = passed  # type: ignore[attr-defined]
+    me.meet("all are started")  # what is older than its own process a rank takes for an earlier attempt's
     try:
         with me.join(options=ringreduce.Options(transport=transport)):
             value = torch.ones(1)
@@ -140,3 +144,127 @@ def test_nothing_stays_open_where_descriptors_run_out() -> None:
     for left in run(runs_out_of_descriptors, 2):
         assert len(left) > 4
         assert left == [0] * len(left)
+
+
+def fails(kind: type[RingReduceError], what: Callable[[], Any]) -> tuple[str, int, float]:
+    """The error that `what` raises: its text and culprit, and after how many seconds."""
+    began = time.monotonic()
+    with pytest.raises(kind) as raised:
+        what()
+    return str(raised.value), raised.value.culprit, time.monotonic() - began
+
+
+def groups_of_other_ranks(me: Rank) -> list[float]:
+    """torch gives these groups one name: it counts the calls of `new_group`."""
+    with me.join(timeout=300.0):
+        value = torch.full((3,), float(me.rank + 1))
+        dist.all_reduce(value, group=dist.new_group([0, 1] if me.rank < 2 else [2, 3]))
+        wanted = {0: [0, 3], 1: [1, 2], 2: [1, 2, 3], 3: [0, 3]}[me.rank]
+        if me.rank in (1, 2):
+            text, _, _ = fails(CollectiveMismatch, lambda: dist.new_group(wanted))
+            assert "[1, 2]" in text and "[1, 2, 3]" in text and "died" not in text
+        else:
+            dist.all_reduce(value, group=dist.new_group(wanted))
+        me.meet("all have tried")
+        again = dist.new_group([1, 2, 3])  # of which rank 1 and 2 have made as many attempts as rank 3
+        if me.rank:
+            dist.all_reduce(value, group=again)
+        return value.tolist()
+
+
+def test_each_gets_the_group_it_asked_for_or_an_error_that_names_both_lists() -> None:
+    sums = [10.0, 3.0 + 7.0 + 10.0, 3.0 + 7.0 + 10.0, 3.0 + 7.0 + 10.0]
+    assert run(groups_of_other_ranks, 4) == [[value] * 3 for value in sums]
+
+
+def has_a_wrong_variable(me: Rank) -> tuple[str, int]:
+    if me.rank == 1:
+        os.environ["RINGREDUCE_SLICES"] = "many"
+    kind = InvalidArgument if me.rank == 1 else PeerLost
+
+    def join() -> None:
+        with me.join(timeout=300.0):
+            pass
+
+    text, culprit, _ = fails(kind, join)
+    os.environ.pop("RINGREDUCE_SLICES", None)
+    with me.join(timeout=300.0):
+        dist.barrier()
+    return text, culprit
+
+
+def test_the_others_hear_of_a_rank_that_fails_before_it_meets_them() -> None:
+    found = run(has_a_wrong_variable, SIZE)
+    assert all("RINGREDUCE_SLICES" in text and "many" in text for text, _ in found)
+    assert {culprit for rank, (_, culprit) in enumerate(found) if rank != 1} == {1}
+
+
+def cannot_map(me: Rank, victim: int, room: int, options: ringreduce.Options) -> tuple[str, int]:
+    """The victim has met the others, and has `room` more bytes of address space: too little for what they share."""
+    if me.rank == victim:
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+
+        def passed(stage: str) -> None:
+            if stage == "group: met":
+                with open("/proc/self/statm") as file:
+                    used = int(file.read().split()[0]) * resource.getpagesize()
+                resource.setrlimit(resource.RLIMIT_AS, (used + room, hard))
+
+        backend.passed = passed  # type: ignore[assignment]
+
+    def join_and_call() -> None:
+        with me.join(timeout=300.0, options=options):
+            dist.barrier()
+
+    found = fails(SystemFailure if me.rank == victim else PeerLost, join_and_call)[:2]
+    if me.rank == victim:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        me.meet("all have seen it")  # the victim lives until then
+    else:
+        me.meet("all have seen it")
+    return found
+
+
+MAPPED = {
+    "the group's memory": (16 << 20, ringreduce.Options(channel_bytes=1 << 30)),
+    "the arenas of peers": (600 << 20, ringreduce.Options()),
+}
+
+
+@pytest.mark.parametrize("mapped", MAPPED)
+@pytest.mark.parametrize("victim", [0, 2])
+def test_the_others_hear_of_a_rank_that_cannot_map(victim: int, mapped: str) -> None:
+    for rank, (text, culprit) in enumerate(run(cannot_map, SIZE, victim, *MAPPED[mapped])):
+        assert "cannot map" in text, text
+        assert rank == victim or (culprit == victim and f"rank {victim} (" in text)
+
+
+def names_in_a_part(me: Rank) -> Any:
+    """Rank 3, which is rank 1 of the group, makes no call, makes another one, and does not come to a new group."""
+    names = []
+    with me.join(timeout=300.0):
+        group = dist.new_group([1, 3])
+        short = dist.new_group([1, 3], timeout=timedelta(seconds=4))
+        processes: list[Any] = [None] * me.size
+        dist.all_gather_object(processes, os.getpid())
+        them = f"rank 3 (rank 1 of the group, {socket.gethostname()}, pid {processes[3]})"
+        if me.rank == 1:
+            texts = [fails(CollectiveTimeout, lambda: dist.all_reduce(torch.ones(1), group=short))[0]]
+            texts.append(fails(CollectiveMismatch, lambda: dist.all_reduce(torch.ones(1), group=group))[0])
+            texts.append(fails(CollectiveTimeout, lambda: dist.new_group([1, 3], timeout=timedelta(seconds=4)))[0])
+            assert "rank 1 (rank 0 of the group) waited the timeout" in texts[0], texts[0]
+            names = [them in text for text in texts]
+            if not names[1]:  # rank 3 was the first to see it
+                this = f"rank 1 (rank 0 of the group, {socket.gethostname()}, pid {os.getpid()})"
+                names[1] = "rank 3 (rank 1 of the group) called all_reduce(count=7" in texts[1] and this in texts[1]
+            else:
+                assert "rank 1 (rank 0 of the group) called all_reduce" in texts[1], texts[1]
+            names += [text for text, named in zip(texts, names, strict=True) if not named]
+        elif me.rank == 3:
+            fails(CollectiveMismatch, lambda: dist.all_reduce(torch.ones(7), group=group))
+        me.meet("all have tried")
+    return names
+
+
+def test_errors_of_a_part_of_the_ranks_name_global_ranks() -> None:
+    assert run(names_in_a_part, 4)[1] == [True] * 3

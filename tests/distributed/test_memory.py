@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import re
 import resource
@@ -19,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed.harness import Rank, Ranks, run
+from processes import Logged
 from torch.utils.data import DataLoader, Dataset
 
 import ringreduce
@@ -206,13 +208,46 @@ def test_no_arena() -> None:
 
 def no_arena(me: Rank) -> None:
     os.environ["RINGREDUCE_ARENA_BYTES"] = "0"
-    for call in (ringreduce.share_allocations, lambda: ringreduce.empty(3)):
-        with pytest.raises(InvalidArgument, match="RINGREDUCE_ARENA_BYTES is 0"):
-            call()
+    with pytest.raises(InvalidArgument, match="RINGREDUCE_ARENA_BYTES is 0"):
+        ringreduce.share_allocations()
+    assert ringreduce.empty(3).shape == (3,) and ringreduce.arena_stats().size == 0
     os.environ["RINGREDUCE_ARENA_BYTES"] = "1M"
     for least in (0, -1, 1.5, True, "1M", 2**63):
         with pytest.raises(InvalidArgument, match="least_bytes is"):
             ringreduce.share_allocations(least_bytes=least)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("limit", "bytes", "arena"),
+    [
+        (resource.RLIMIT_AS, 64 << 30, 1 << 30),  # 1/64
+        (resource.RLIMIT_FSIZE, 1 << 30, 1 << 30),
+        (resource.RLIMIT_FSIZE, 3 << 30, 2 << 30),
+        (resource.RLIMIT_FSIZE, 64 << 20, 64 << 20),
+        (resource.RLIMIT_AS, 20 << 30, 320 << 20),
+    ],
+)
+def test_a_smaller_arena_where_limits_leave_room_for_no_other(limit: int, bytes: int, arena: int) -> None:
+    assert run(under_a_limit, 2, limit, bytes, {}) == [(arena, 0)] * 2
+
+
+def test_no_arena_where_limits_leave_room_for_none() -> None:
+    small = {"channel_bytes": 64 << 10, "mailbox_bytes": 64 << 10}
+    assert run(under_a_limit, 2, resource.RLIMIT_FSIZE, 8 << 20, small) == [(0, 1)] * 2
+
+
+def under_a_limit(me: Rank, limit: int, most: int, options: dict[str, int]) -> tuple[int, int]:
+    """The arena's size, and how many warnings there were of it."""
+    logged = Logged("ringreduce.memory", logging.WARNING)
+    resource.setrlimit(limit, (most, most))
+    for _ in range(2):
+        with me.join(options=ringreduce.Options(**options)):
+            ringreduce.share_allocations()
+            tensor = ringreduce.empty(MB // 4).fill_(me.rank + 1)
+            ringreduce.all_reduce(tensor)
+            assert tensor.eq(3).all() and torch.zeros(MB).eq(0).all()
+            assert shared(tensor) == (ringreduce.arena_stats().size > 0)
+    return ringreduce.arena_stats().size, len(logged.messages)
 
 
 # torch's allocator
@@ -261,25 +296,6 @@ def one_rank_shares(me: Rank) -> None:
         gathered = torch.zeros(me.size * MB)
         ringreduce.all_gather_into_tensor(gathered, tensor)
         assert gathered.eq(me.size).all()
-
-
-@pytest.mark.parametrize("limit", ["RLIMIT_AS", "RLIMIT_FSIZE"])
-def test_limits_of_the_process(limit: str) -> None:
-    run(limited, 1, limit)
-
-
-def limited(me: Rank, limit: str) -> None:
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    in_use = int(status["VmSize"].split()[0]) * 1024
-    kind = getattr(resource, limit)
-    resource.setrlimit(kind, (in_use + 1024 * MB if limit == "RLIMIT_AS" else 1024 * MB, resource.getrlimit(kind)[1]))
-    with pytest.raises(SystemFailure, match=r"RINGREDUCE_ARENA_BYTES lowers it"):
-        ringreduce.share_allocations()
-    with pytest.raises(SystemFailure, match=r"RINGREDUCE_ARENA_BYTES lowers it"), me.join():
-        pass
-    os.environ["RINGREDUCE_ARENA_BYTES"] = "64M"
-    ringreduce.share_allocations()
-    assert shared(torch.ones(MB))
 
 
 def test_what_torch_does_with_storages() -> None:

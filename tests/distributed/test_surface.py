@@ -665,8 +665,11 @@ def shared_memory(me: Rank) -> None:
         me.meet("child gone")
         assert kept.eq(3).all()
     assert kept.eq(3).all()  # and it outlives its group
-    with me.join("none", options=ringreduce.Options(arena_bytes=0)), pytest.raises(InvalidArgument, match="arena"):
-        ringreduce.empty(3)
+    for without in (ringreduce.Options(arena_bytes=0), ringreduce.Options(transport="gloo")):
+        with me.join(options=without):
+            total = ringreduce.empty(3, dtype=torch.int64).fill_(1)  # an ordinary tensor
+            ringreduce.all_reduce(total)
+            assert total.eq(me.size).all()
 
 
 # torch's own debugging mode

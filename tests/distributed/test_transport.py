@@ -62,8 +62,8 @@ def all_by_default(me: Rank) -> None:
 def with_variable(me: Rank) -> None:
     os.environ["RINGREDUCE_TRANSPORT"] = "gloo"
     all_by_default(me)
-    with me.join("again"), pytest.raises(InvalidArgument, match="arena"):
-        ringreduce.empty(3)
+    with me.join("again"), pytest.raises(InvalidArgument, match="share no memory"):
+        ringreduce.monitored_barrier()
 
 
 def test_the_variable_says_so_for_all_groups() -> None:

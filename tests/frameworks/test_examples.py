@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from frameworks.launch import python, torchrun
+from processes import ROOT
 
 TINY = r"by \d\.\de-1[1-9]"
 
@@ -17,6 +18,17 @@ TINY = r"by \d\.\de-1[1-9]"
 @pytest.mark.parametrize("name", ("fsdp", "tensor_parallel", "pipeline"))
 def test_example(name: str) -> None:
     assert re.search(rf"a single process's {TINY}", torchrun(f"examples/{name}.py"))
+
+
+def test_the_first_program_of_the_readme(tmp_path: Path) -> None:
+    """Both ranks print both sums, and the group ends without a warning."""
+    block = re.search(r"## In 30 seconds\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert block
+    program = tmp_path / "first.py"
+    program.write_text(block[1])
+    output = torchrun(str(program))
+    assert [output.count(f"tensor([{value}., {value}., {value}., {value}.])") for value in (3, 6)] == [2, 2]
+    assert "destroy_process_group" not in output
 
 
 @pytest.mark.slow

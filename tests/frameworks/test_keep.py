@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from frameworks.launch import environment, torchrun
@@ -15,13 +17,14 @@ from frameworks.launch import environment, torchrun
 KEEP = ("-m", "ringreduce", "keep")
 
 
-def keep(*command: str, **other: str) -> subprocess.Popen[str]:
+def keep(*command: str, **options: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(
         (sys.executable, *KEEP, *command),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=environment() | other,
+        env=environment(),
+        **options,
     )
 
 
@@ -63,11 +66,54 @@ def test_a_command_ends_with_its_keeper_and_hears_its_signals(tmp_path: Path) ->
     process.communicate(timeout=60)
 
 
+def test_a_keeper_leaves_no_process_behind() -> None:
+    """This process takes over what its descendants leave behind, as the first process of a container does."""
+    code = (
+        "import ctypes, os, subprocess, sys\n"
+        "assert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0  # PR_SET_CHILD_SUBREAPER\n"
+        "subprocess.run((sys.executable, '-m', 'ringreduce', 'keep', 'true'), check=True)\n"
+        "try:\n    print(os.waitpid(-1, 0))\nexcept ChildProcessError:\n    print('none')\n"
+    )
+    found = subprocess.run(
+        (sys.executable, "-c", code), env=environment(), capture_output=True, check=False, text=True, timeout=60
+    )
+    assert found.stdout == "none\n", found.stdout + found.stderr
+
+
 def test_a_command_that_is_told_to_end_is_not_run_again() -> None:
     process = keep(sys.executable, "-c", "import time; print('here', flush=True); time.sleep(60)")
     assert process.stdout is not None and process.stdout.readline() == "here\n"
     process.send_signal(signal.SIGTERM)
     assert "again" not in process.communicate(timeout=60)[0] and process.returncode == 128 + 15
+
+
+COUNTS = """import signal, time
+heard = []
+signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+print("here", flush=True)
+while not heard:
+    time.sleep(0.01)
+time.sleep(1)  # for a second one
+print("heard", len(heard), flush=True)
+"""
+
+
+@pytest.mark.parametrize("to_all", [True, False])
+def test_a_command_gets_a_signal_once(to_all: bool) -> None:
+    """That to all of the process group as well, as Ctrl-C in a terminal sends it."""
+    process = keep(sys.executable, "-c", COUNTS, start_new_session=True)
+    assert process.stdout is not None and process.stdout.readline() == "here\n"
+    (os.killpg if to_all else os.kill)(process.pid, signal.SIGINT)
+    assert process.communicate(timeout=60)[0] == "heard 1\n" and process.returncode == 0
+
+
+def test_signals_that_are_ignored_stay_so() -> None:
+    """As SIGHUP after nohup."""
+    hang_up = (
+        "import os, signal; os.kill(os.getppid(), signal.SIGHUP); os.kill(os.getpid(), signal.SIGHUP); print('on')"
+    )
+    process = keep(sys.executable, "-c", hang_up, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    assert process.communicate(timeout=60)[0] == "on\n" and process.returncode == 0
 
 
 def wait_for(condition: object) -> None:

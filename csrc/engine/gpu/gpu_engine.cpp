@@ -14,8 +14,8 @@ Tally GpuEngine::run(const Call& call, const Buffers& buffers) {
   enqueue(call, buffers, stream);
   while (!stream.done() && now() - began < call.timeout + 10 * kGrace) {
     if (now() - began > call.timeout + kGrace)
-      fail(Error(ErrorKind::timeout, title(call, sequence()) + " did not end on " + device_->describe() + " of rank " +
-                                         std::to_string(rank()) + " within " + in_seconds(call.timeout) + hint()));
+      fail(Error(ErrorKind::timeout, title(call, sequence()) + " did not end on " + device_->describe() + " of " +
+                                         number(rank()) + " within " + in_seconds(call.timeout) + hint()));
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
   lookout.look();

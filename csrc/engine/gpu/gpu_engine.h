@@ -52,6 +52,7 @@ class GpuEngine : public Engine {
   void fail(const Error& error) override { host_->fail(error); }
   void throw_if_aborted() const override { host_->throw_if_aborted(); }
   int reporter() const override { return host_->reporter(); }
+  std::string number(int rank) const override { return host_->number(rank); }
   std::string describe(int rank) const override { return host_->describe(rank); }
   std::vector<int> gone() const override { return host_->gone(); }
 

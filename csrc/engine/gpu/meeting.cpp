@@ -13,7 +13,7 @@ void Meeting::compare(Engine& engine, const Call& call) {
   if (made.fingerprint != call.fingerprint) {
     engine.fail(Error(ErrorKind::mismatch,
                       call.title + ": ranks of the group made different calls: " + engine.describe(made.rank) +
-                          " did not call what rank " + std::to_string(engine.rank()) +
+                          " did not call what " + engine.number(engine.rank()) +
                           " did. All ranks of a group must make the same calls in the same order",
                       made.rank));
     engine.throw_if_aborted();
@@ -34,7 +34,7 @@ void Meeting::meet(Engine& engine, const Call& call, const Action& part, const A
 void Meeting::wait_for_others(Engine& engine, std::unique_lock<std::mutex>& lock, const Call& call) {
   const std::uint64_t meeting = meetings_;
   const Nanoseconds deadline = now() + call.timeout;
-  const std::string waited = call.title + ": rank " + std::to_string(engine.rank()) + " waited ";
+  const std::string waited = call.title + ": " + engine.number(engine.rank()) + " waited ";
   while (meetings_ == meeting) {
     met_.wait_for(lock, std::chrono::milliseconds(5));
     if (meetings_ != meeting) return;

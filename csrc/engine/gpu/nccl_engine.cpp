@@ -24,6 +24,7 @@ class Wire final : public PointToPoint {
 
   int rank() const override { return host_.rank(); }
   int size() const override { return host_.size(); }
+  std::string number(int rank) const override { return host_.number(rank); }
   std::string describe(int rank) const override { return host_.describe(rank); }
   int reporter() const override { return host_.reporter(); }
   void throw_if_aborted() const override { host_.throw_if_aborted(); }

@@ -282,7 +282,7 @@ void PeerEngine::look() noexcept {
 }
 
 std::string PeerEngine::said(const std::optional<Known>& call) const {
-  return (call ? call->title : "a call") + ": rank " + std::to_string(rank());
+  return (call ? call->title : "a call") + ": " + number(rank());
 }
 
 // Makes what the kernel said the group's error.

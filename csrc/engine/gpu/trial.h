@@ -20,6 +20,7 @@ class TrialHost final : public Engine {
   void fail(const Error& error) override;
   void throw_if_aborted() const override;
   int reporter() const override { return group_->reporter(); }
+  std::string number(int rank) const override { return group_->number(rank); }
   std::string describe(int rank) const override { return group_->describe(rank); }
   std::vector<int> gone() const override { return group_->gone(); }
 
