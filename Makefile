@@ -118,6 +118,8 @@ $(VENV)/.torch: $(VENV)/.python
 	@$(PY) -c "$$TORCH_USABLE" 2>/dev/null || { echo "      installing $(TORCH)"; $(PY) -m pip install -q $(TORCH); } || \
 	  { echo "error: pip could not install $(TORCH)" >&2; exit 1; }
 	@$(call install_missing,$(RUN_TOOLS))
+	@[ -x $(VENV)/bin/torchrun ] || { printf '#!/bin/sh\nexec "%s" -m torch.distributed.run "$$@"\n' "$(abspath $(PY))" \
+	  > $(VENV)/bin/torchrun && chmod +x $(VENV)/bin/torchrun; }  # torch of another Python has its own elsewhere
 	@touch $@
 
 # A line for each file.
@@ -134,7 +136,8 @@ $(VENV)/.built: $(VENV)/.torch setup.py build_cuda.py $(SOURCES)
 
 $(VENV)/.installed: pyproject.toml setup.py | $(VENV)/.built
 	@echo "[4/4] installing ringreduce in $(VENV), in place"
-	@$(PY) -m pip install -q --no-build-isolation --no-deps -e .
+	@# compat: with setuptools' import hook, a folder `ringreduce` in the current one would hide the package.
+	@$(PY) -m pip install -q --no-build-isolation --no-deps --config-settings editable_mode=compat -e .
 	@touch $@
 
 $(VENV)/.test-tools: Makefile $(VENV)/.torch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from importlib import import_module
 from ipaddress import ip_address
@@ -31,6 +33,8 @@ _LOOK = 0.1
 """Seconds between looks for snapshots that were asked for."""
 _LONGEST = 10_000_000
 """Seconds."""
+_QUIET = 5.0
+"""Seconds after which a wait says what it waits for."""
 LAUNCHERS = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
 """The variables with a process's number and how many there are: of torchrun, of srun."""
 
@@ -112,7 +116,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.backups or arguments.servers or arguments.join or arguments.snapshots is not None:
         # Before serve() returns, since servers may come while it waits.
         signal.signal(signal.SIGTERM, lambda *_: terminated.set())
-    with ps.serve(store, rank=rank, size=size, functions=functions, **options) as serving:
+    with _told("for all servers" if rank is not None else "to be let in by the servers", arguments):
+        serving = ps.serve(store, rank=rank, size=size, functions=functions, **options)
+    with serving:
         capacity = bytes_text(serving.stats()["capacity"])
         joined = serving.number != rank
         what = "takes its share" if joined else f"{rank} of {size} serves with {capacity}"
@@ -163,7 +169,7 @@ def _store(host: str, port: int, arguments: argparse.Namespace, makes: bool) -> 
     options: dict[str, Any] = {"is_master": makes, "wait_for_workers": False}
     try:
         if not makes:
-            _wait_for(host, port, until)
+            _wait_for_store(host, port, until, arguments)
         elif _is_loopback(host):
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             options["master_listen_fd"] = socket.create_server((host, port), family=family).detach()
@@ -182,16 +188,34 @@ def _store(host: str, port: int, arguments: argparse.Namespace, makes: bool) -> 
     raise SystemFailure(f"the store of --store {arguments.store} {what} ({why})")
 
 
-def _wait_for(host: str, port: int, until: float) -> None:
+def _wait_for_store(host: str, port: int, until: float, arguments: argparse.Namespace) -> None:
     """Returns when something listens. After `until`, raises the `OSError` of the last attempt."""
+    tell = time.monotonic() + _QUIET
     while True:
         try:
             socket.create_connection((host, port), timeout=max(_LOOK, until - time.monotonic())).close()
             return
-        except OSError:
-            if time.monotonic() > until:
+        except OSError as error:
+            now = time.monotonic()
+            if now > until:
                 raise
+            if now > tell:
+                tell = until
+                _say(f"waits for the store of --store {arguments.store}, {until - now:.0f} s more ({error})")
             time.sleep(_LOOK)
+
+
+@contextlib.contextmanager
+def _told(what: str, arguments: argparse.Namespace) -> Iterator[None]:
+    """Says what is waited for, if that takes long."""
+    words = f"waits {what} of the parameter server {arguments.name!r}, up to {arguments.timeout:g} s in all"
+    timer = threading.Timer(_QUIET, _say, [words])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _serve_with_snapshots(serving: Serving, arguments: argparse.Namespace, terminated: threading.Event) -> int:
@@ -277,7 +301,9 @@ def _status(host: str, port: int, arguments: argparse.Namespace) -> int:
     import ringreduce.parameter_server as ps
 
     store = _store(host, port, arguments, False)
-    with ps.join(store, role="reader", name=arguments.name, timeout=arguments.timeout) as kv:
+    with _told("for the servers", arguments):
+        kv = ps.join(store, role="reader", name=arguments.name, timeout=arguments.timeout)
+    with kv:
         before = kv.stats()["servers"]
         time.sleep(1.0)
         for name, now in kv.stats()["servers"].items():

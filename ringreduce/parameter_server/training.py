@@ -26,6 +26,10 @@ from ringreduce.parameter_server.updates import optimizer as optimizer_rule
 _HOW = ("foreach", "fused", "capturable", "differentiable")
 """Arguments of optimizers that select an implementation and do not change the result."""
 
+_ALL_AT_ONCE = (
+    "give the optimizer all parameters before; one that is trained later may have requires_grad=False until then"
+)
+
 _SAMPLE = 256
 """The most elements of a tensor that are compared to notice changes that torch does not count."""
 
@@ -78,7 +82,9 @@ class _Trained:
     priority: int
     hooked: bool = False
     passes: int = 0
-    """The number of backward passes since the last step that have computed its gradient."""
+    """The number of backward passes since the last step, or the last zero_grad, that have computed its gradient."""
+    dropped: bool = False
+    """Whether zero_grad has cleared its gradient after it was pushed."""
     computed: _Seen | None = None
     """Its gradient after the last of them. None if the caller may change it (`no_sync`)."""
     stepped: _Seen | None = None
@@ -97,8 +103,9 @@ class Attached(torch.optim.Optimizer):
     """Made by `attach`, and used in place of the optimizer.
 
     `step` pushes the gradient of every parameter once, and returns when the new values are there. If each step has one
-    backward pass, gradients are pushed while `backward` runs, from the second step on. With `overlap_forward`, `step`
-    returns at once: the values of a module are there before its forward pass, and all of them before `state_dict`.
+    backward pass, gradients are pushed while `backward` runs, from the second step on, if they were cleared before.
+    With `overlap_forward`, `step` returns at once: the values of a module are there before its forward pass, and all of
+    them before `state_dict`.
 
     A `torch.optim.lr_scheduler` takes it as its optimizer. The servers update with the `param_groups` of the time when
     a step begins to push. The states of the optimizer are on the servers, and `state_dict()` does not have them.
@@ -128,6 +135,7 @@ class Attached(torch.optim.Optimizer):
         """The number of pushes that came late and were dropped, which only happens if the mode has a quorum."""
         self.total_norm: torch.Tensor | None = None
         """With `max_norm`: the norm of all gradients at the last step, before they were clipped."""
+        _check_fresh(optimizer)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._kv, self._optimizer, self._mode, self._prefix, self._max_norm = kv, optimizer, mode, prefix, max_norm
         if not isinstance(overlap_forward, bool):
@@ -137,7 +145,10 @@ class Attached(torch.optim.Optimizer):
         self._step_supports_amp_scaling = True  # a GradScaler calls step(), which refuses it
         self._called: set[nn.Module] = set()
         self._begun = False
-        """Whether a gradient has been computed since the last step."""
+        """Whether a gradient has been computed since the last step, or the last zero_grad."""
+        self._cleared = False
+        """Whether all gradients were cleared since the last step. Until then, a backward pass may be of another loss,
+        such as that of the generator of a GAN, whose gradients will be cleared and never pushed."""
         self._overlaps = self._irregular = self._accumulates = False
         names = {parameter: name for name, parameter in model.named_parameters()}
         places = {parameter: place for place, parameter in enumerate(model.parameters())}
@@ -245,7 +256,7 @@ class Attached(torch.optim.Optimizer):
         of.passes += 1
         if of.passes > 1:
             self._irregular = True
-        if self._overlaps and of.pushed is None and not of.stale:
+        if self._overlaps and self._cleared and of.pushed is None and not of.stale:
             self._tell()
             self._push(of, parameter.grad)
         if of.passes == 1 or of.pushed is None:
@@ -263,6 +274,8 @@ class Attached(torch.optim.Optimizer):
     def _before_model(self, model: nn.Module, _: Any) -> None:
         """Pulls the parameters of modules that are not called themselves: it is not known when these are needed."""
         self._hooks += self._hook_unfrozen()
+        if self._overlaps and not self._cleared:  # by the model's zero_grad, perhaps
+            self._cleared = all(each.grad is None for each in self._trained)
         for module, own in self._of_module.items():
             if module not in self._called:
                 self._finish(own)
@@ -323,7 +336,8 @@ class Attached(torch.optim.Optimizer):
             each.pulling, each.pushed = each.pushed, None
             each.stepped = _Seen(each.parameter.grad) if self._overlaps_forward else None
             each.computed, each.passes = None, 0
-        self._begun, self._overlaps = False, not self._irregular and self._max_norm is None
+        self._begun = self._cleared = False
+        self._overlaps = not self._irregular and self._max_norm is None
         if not self._overlaps_forward:
             self.pull()
 
@@ -335,9 +349,7 @@ class Attached(torch.optim.Optimizer):
                 "perhaps: use load_state_dict() of the attached optimizer"
             )
         if {each for group in ours for each in group["params"]} != self._trained.keys():
-            raise InvalidArgument(
-                "the parameters of param_groups have changed: detach() the model and attach() it again"
-            )
+            raise InvalidArgument(f"the parameters of param_groups have changed since attach(): {_ALL_AT_ONCE}")
 
     def _check(self, of: _Trained) -> None:
         """Raises `InvalidArgument` if the gradient is not what torch's optimizer would use, or was pushed otherwise."""
@@ -355,6 +367,11 @@ class Attached(torch.optim.Optimizer):
             raise InvalidArgument(
                 f"{begun}, and its gradient was computed before its new value had come, since its module was not "
                 "called: attach() without overlap_forward=True, or call pull() of the attached optimizer after step()"
+            )
+        if of.dropped:
+            raise InvalidArgument(
+                f"{begun}, by a backward pass whose gradients zero_grad() then cleared: run backward passes that no "
+                "step() may follow in `with optimizer.no_sync():`"
             )
         if of.pushed is not None and of.passes > 1:
             raise InvalidArgument(
@@ -385,7 +402,10 @@ class Attached(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
         for each in self._trained.values():
             if each.pushed is None:
-                each.computed = None
+                each.computed, each.passes, each.stale = None, 0, False
+            else:
+                each.dropped = True
+        self._begun, self._cleared = any(each.pushed is not None for each in self._trained.values()), True
 
     # ---- settings ----------------------------------------------------------------------------------------------------
 
@@ -411,7 +431,7 @@ class Attached(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "_trained"):
-            raise InvalidArgument("parameter groups cannot be added now: detach() the model and attach() it again")
+            raise InvalidArgument(f"add_param_group() comes after attach(): {_ALL_AT_ONCE}")
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -460,6 +480,17 @@ class Attached(torch.optim.Optimizer):
                 hook.remove()
             for key in [key for key, owner in self._kv._attached.items() if owner is self]:
                 del self._kv._attached[key]
+
+
+def _check_fresh(optimizer: torch.optim.Optimizer) -> None:
+    """Raises `InvalidArgument` if the optimizer has made steps, since the servers would begin without its states."""
+    for state in optimizer.state.values():
+        if state["step"] > 0 if "step" in state else any(each is not None for each in state.values()):
+            raise InvalidArgument(
+                f"optimizer, {type(optimizer).__name__}, has states, of step() or load_state_dict(), and the servers "
+                "begin without them: attach() a new optimizer, or call optimizer.state.clear() to train without them; "
+                "to go on with the states of a snapshot, use kv.restore()"
+            )
 
 
 def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:

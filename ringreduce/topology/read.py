@@ -4,6 +4,7 @@ import json
 import re
 from contextlib import suppress
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,8 @@ def described(where: str, assume: Assumed = NOTHING) -> LinkGraph:
         return load(where, assume)
     if where in PRESETS:
         return preset(where, assume)
+    near = sorted(name for name in PRESETS if name.startswith(where)) or get_close_matches(where, PRESETS)
+    if near:
+        raise TopologyError(f"{where!r} is neither a file nor a preset; did you mean {' or '.join(near)}?")
     known = ", ".join(PRESETS)
-    raise TopologyError(
-        f"{where!r} does not exist: it is neither a file nor a preset; give a file with {KINDS}, or one of {known}"
-    )
+    raise TopologyError(f"{where!r} is neither a file nor a preset; give a file with {KINDS}, or one of {known}")

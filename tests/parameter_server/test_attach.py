@@ -185,13 +185,78 @@ def test_a_second_backward_pass_after_usual_steps_is_an_error_unless_the_first_i
             model(ones()).sum().backward()
             optimizer.step()
         assert kv.pull("weight", torch.empty(2, 3)) == {"weight": [2]}
+        optimizer.zero_grad()
         model(ones()).sum().backward()
+        assert all(each.pushed is not None for each in optimizer._trained.values()), "pushed in backward"
         model(ones()).sum().backward()
         with pytest.raises(InvalidArgument, match=r"'weight' was pushed once .* and 2 backward passes have computed"):
             optimizer.step()
         optimizer.detach()
         model(ones()).sum().backward()  # an ordinary model again
         assert model.weight.grad is not None
+
+
+def train_gan(generator: nn.Module, critic: nn.Module, optimizers: list[Any], clear: Any) -> None:
+    """As usual: the generator's backward pass leaves gradients in the critic, which are cleared before the critic's."""
+    of_generator, of_critic = optimizers
+    for step in range(STEPS):
+        clear(of_generator, generator)
+        critic(generator(ones(step + 1))).sum().backward()
+        of_generator.step()
+        clear(of_critic, critic)
+        (critic(ones(step + 2)) - critic(generator(ones(step + 1)).detach())).sum().backward()
+        of_critic.step()
+
+
+@pytest.mark.parametrize("clear", [lambda optimizer, _: optimizer.zero_grad(), lambda _, model: model.zero_grad()])
+def test_gradients_that_are_cleared_before_the_pass_of_the_step_are_not_pushed(clear: Any) -> None:
+    models, alone = [nn.Linear(3, 3), nn.Linear(3, 1)], [nn.Linear(3, 3), nn.Linear(3, 1)]
+    for mine, its in zip(models, alone, strict=True):
+        its.load_state_dict(mine.state_dict())
+    with ps.join(memory=1 << 20, window=8 << 20) as kv:
+        optimizers = [
+            ps.attach(kv, each, torch.optim.Adam(each.parameters(), lr=0.1), prefix=f"{n}.")
+            for n, each in enumerate(models)
+        ]
+        train_gan(*models, optimizers, clear)
+        train_gan(*alone, [torch.optim.Adam(each.parameters(), lr=0.1) for each in alone], clear)
+        for optimizer in optimizers:
+            optimizer.detach()
+    assert [bits(each) for each in models] == [bits(each) for each in alone]
+
+
+def test_gradients_that_are_cleared_after_they_were_pushed_are_an_error() -> None:
+    model = nn.Linear(3, 2)
+    kv, optimizer = attached(model, lr=0.1)
+    with kv:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(ones()).sum().backward()
+            optimizer.step()
+        for _ in range(2):  # as if the first loss had been infinite
+            optimizer.zero_grad()
+            model(ones()).sum().backward()
+        with pytest.raises(InvalidArgument, match=r"'weight' was pushed once .* zero_grad\(\) then cleared"):
+            optimizer.step()
+        optimizer.detach()
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"), [(torch.optim.SGD, {"momentum": 0.9}), (torch.optim.Adagrad, {}), (torch.optim.AdamW, {})]
+)
+def test_states_of_an_optimizer_are_not_lost_in_silence(kind: Any, arguments: dict[str, float]) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = kind(model.parameters(), lr=0.1, **arguments)
+    model(ones()).sum().backward()
+    optimizer.step()
+    with ps.join(memory=1 << 20, window=8 << 20) as kv:
+        with pytest.raises(InvalidArgument, match=f"optimizer, {kind.__name__}, has states, .*state.clear"):
+            ps.attach(kv, model, optimizer)
+        optimizer.state.clear()
+        attached_now = ps.attach(kv, model, optimizer)
+        with pytest.raises(InvalidArgument, match="give the optimizer all parameters before"):
+            attached_now.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+        attached_now.detach()
 
 
 def test_gradients_that_are_set_by_hand_are_pushed() -> None:

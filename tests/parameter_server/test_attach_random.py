@@ -1,7 +1,8 @@
 """Random training programs with `attach`, right and wrong ones: as one process in float64, or an error.
 
 A program has models of linear layers, some of them frozen, tied or unused, and steps in which each worker calls
-`backward` as it likes: several times, under `no_sync()`, or not at all, with gradients that it sets or changes by hand.
+`backward` as it likes: several times, under `no_sync()`, for a loss whose gradients it then clears, or not at all, with
+gradients that it sets or changes by hand.
 It may use a weight before its module, or call modules without the model, and change parameters after a step.
 One process replays it: each worker's gradients on a copy of the model, their average, and torch's optimizer.
 """
@@ -69,6 +70,8 @@ class Step:
     """What happens to the gradients after backward: "", "clip" or "half"."""
     zeroes: bool = True
     zeroes_in_place: bool = False
+    stray: str = ""
+    """When a backward pass runs whose gradients are cleared: "", "before" zero_grad, or "after" it, before another."""
     unfreezes: bool = False
     penalty: str = ""
     """When the squares of all parameters are added to the loss: "", "after" the model's forward pass, or "before"."""
@@ -123,7 +126,11 @@ def compute(model: Net, step: Step, seed: int, quietly: Callable[[], Any], zero_
     generator = torch.Generator().manual_seed(seed)
     if step.unfreezes:
         model.requires_grad_(True)
-    if step.zeroes:
+    if step.stray == "after":
+        zero_grad(not step.zeroes_in_place)
+    if step.stray and (value := model(torch.ones(4, WIDTH, dtype=torch.float64), list(range(LAYERS)))).requires_grad:
+        value.backward()
+    if step.zeroes or step.stray:
         zero_grad(not step.zeroes_in_place)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=step.scales != "")
     scaler.scale(torch.zeros(()))
@@ -266,7 +273,7 @@ def is_always_right(program: Program) -> bool:
     if program.models > 1 and not program.own_prefixes:
         return False
     every = [each for by_worker in program.steps for each in by_worker]
-    if any(each.alters or each.scales for each in every):
+    if any(each.alters or each.scales or each.stray == "after" for each in every):
         return False
     if program.overlap_forward and (program.early or any(each.penalty for each in every)):
         return False
@@ -306,6 +313,7 @@ usual = st.builds(
     Step,
     passes=layers_of_one_pass,
     zeroes_in_place=st.booleans(),
+    stray=st.sampled_from(["", "", "before"]),
     penalty=st.sampled_from(["", "", "after"]),
     direct=st.booleans(),
 )
@@ -324,6 +332,7 @@ any_step = st.builds(
     changes=st.sampled_from(["", "", "", "clip", "half"]),
     zeroes=st.booleans(),
     zeroes_in_place=st.booleans(),
+    stray=st.sampled_from(["", "", "", "before", "after"]),
     unfreezes=st.booleans(),
     penalty=st.sampled_from(["", "", "after", "before"]),
     direct=st.booleans(),

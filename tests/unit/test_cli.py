@@ -197,6 +197,8 @@ def test_files_that_are_no_topology_are_named(command: str, tmp_path: Path, nois
     assert str(missing) in said
     assert "neither a file nor a preset" in said
     assert "dgx1-v100" in said
+    assert "did you mean dgx1-p100 or dgx1-v100?" in fails(capsys, command, "dgx1")
+    assert "did you mean hgx-h100" in fails(capsys, command, "hgx-h10")
 
     empty = tmp_path / "empty.txt"
     empty.touch()
