@@ -10,8 +10,8 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from torch.distributed import DistNetworkError, DistStoreError
 
@@ -28,6 +28,18 @@ from ringreduce.rendezvous.store import CHECK_BY_RANK, CHECK_PROCESSES, Who, get
 
 STORE_GONE = (DistNetworkError, DistStoreError)
 """What a torch store raises when the process that has it has ended, or does not answer."""
+
+
+class Stale(Exception):
+    """Earlier processes, which have ended, have begun this incarnation. Whoever finds that out founds the next one."""
+
+
+class Founder(NamedTuple):
+    """A founder that has come."""
+
+    who: Who
+    at: float
+    """When it came, in seconds of `time.time()`."""
 
 
 @dataclass
@@ -54,10 +66,16 @@ class Entry:
     """Whether backups are reached by TCP."""
     secret: bytes = b""
     host: Host | None = None
-    _who: dict[int, Who] = field(default_factory=dict)
-    """The processes of the founders that have come, as far as this one has looked."""
+    _came: dict[int, Founder] = field(default_factory=dict)
+    """The founders that have come, as far as this one has looked."""
     _look_again: float = 0.0
     """When to look again whether founders have ended."""
+
+    def anew(self) -> Entry:
+        """Returns what is known before an incarnation is chosen."""
+        return replace(
+            self, store=None, making=0, secret=b"", host=None, has_far_backups=False, _came={}, _look_again=0.0
+        )
 
     @property
     def machine(self) -> str:
@@ -86,7 +104,7 @@ class Entry:
         The claim tells the other founders which process to watch, so there is no time in which this process has come
         and its end would not be seen.
         """
-        mine = json.dumps({"who": identity(), "claim": secrets.token_hex(4)})
+        mine = json.dumps({"who": identity(), "at": time.time(), "claim": secrets.token_hex(4)})
         return once(self.store, f"rank {self.worker}", mine) == mine
 
     def is_mine(self) -> bool:
@@ -112,13 +130,17 @@ class Entry:
 
     def check_founding(self) -> None:
         """Raises the error with which a founder has given up this incarnation, or `PeerLost` if one has ended before
-        all have entered. A process sees the end of processes of its own machine."""
+        all have entered; `Stale` if that was one of earlier processes. A process sees the end of processes of its own
+        machine."""
         self.raise_if_given_up()
         if time.monotonic() < self._look_again or self.is_over():
             return
         self._look_again = time.monotonic() + max(CHECK_PROCESSES, CHECK_BY_RANK * self.founders)
+        self._look_who_came()
         ended = self._ended()
         if ended is not None and not self.is_over():  # otherwise it has ended since then
+            if self._came[ended].at < process_began():
+                raise Stale
             raise PeerLost(f"founding the parameter server: {self._called(ended)} died", ended)
         self.raise_if_given_up()
 
@@ -133,24 +155,37 @@ class Entry:
         return bool(kind == CollectiveTimeout.__name__ or culprit < 0 or process_began() > when)
 
     def raise_if_given_up(self) -> None:
-        """Raises the error with which a founder has given up this incarnation."""
+        """Raises the error with which a founder has given up this incarnation; `Stale` if that founder has found the
+        rank taken by an earlier process."""
         if self.is_over() and not (founded := self.store.get("founded").decode()).isdigit():
             kind, text, culprit, _ = json.loads(founded)
+            if kind == PeerLost.__name__ and culprit < 0:
+                self._look_who_came()
+                if any(founder.at < process_began() for founder in self._came.values()):
+                    raise Stale
             raise getattr(errors, kind)(text, culprit)
 
-    def _ended(self) -> int | None:
-        """Returns a founder that has come and whose process has ended, as far as this process can see."""
-        for rank in range(self.founders):
-            if rank not in self._who and self.store.check([f"rank {rank}"]):
-                self._who[rank] = Who(*json.loads(self.store.get(f"rank {rank}"))["who"])
-        return self._ended_of_known()
+    def is_stale(self) -> bool:
+        """Whether a founder came before this process began, and has ended."""
+        with contextlib.suppress(*STORE_GONE):
+            self._look_who_came()
+        ended = self._ended()
+        return ended is not None and self._came[ended].at < process_began()
 
-    def _ended_of_known(self) -> int | None:
+    def _look_who_came(self) -> None:
+        for rank in range(self.founders):
+            if rank not in self._came and self.store.check([f"rank {rank}"]):
+                came = json.loads(self.store.get(f"rank {rank}"))
+                self._came[rank] = Founder(Who(*came["who"]), came["at"])
+
+    def _ended(self) -> int | None:
+        """Returns a founder whose process has ended, as far as this process has looked and can see."""
         here = identity().pids
-        return next((rank for rank, who in self._who.items() if who.pids == here and has_ended(who)), None)
+        ended = [rank for rank, (who, _) in self._came.items() if who.pids == here and has_ended(who)]
+        return min(ended, key=lambda rank: self._came[rank].at, default=None)
 
     def _called(self, rank: int) -> str:
-        who = self._who.get(rank)
+        who = self._came[rank].who if rank in self._came else None
         return f"server {rank} ({who.host}, pid {who.pid})" if who else f"server {rank}"
 
     def give_up(self, error: BaseException) -> None:
@@ -166,7 +201,7 @@ class Entry:
 
     def without_store(self, error: Exception) -> RingReduceError:
         """Returns what a founder raises when the store has failed with `error`, which another founder may have had."""
-        ended = self._ended_of_known()
+        ended = self._ended()
         if ended is not None:
             return PeerLost(f"founding the parameter server: {self._called(ended)} died", ended)
         return SystemFailure(f"founding the parameter server: its store cannot be asked any more: {error}")

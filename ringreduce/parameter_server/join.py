@@ -31,7 +31,7 @@ from ringreduce.parameter_server.arguments import MOST_SERVERS, MOST_WORKERS, co
 from ringreduce.parameter_server.attendant import Attendant
 from ringreduce.parameter_server.checks import WHOLE, check_is, check_text, shown, whole
 from ringreduce.parameter_server.control import Refused, connect, connect_again
-from ringreduce.parameter_server.entry import STORE_GONE, Entry, called, greet, make_door, reach
+from ringreduce.parameter_server.entry import STORE_GONE, Entry, Stale, called, greet, make_door, reach
 from ringreduce.parameter_server.host import Host
 from ringreduce.parameter_server.keeper import Directory, Keeper, place_of
 from ringreduce.parameter_server.key_value import KeyValue, Membership
@@ -132,10 +132,14 @@ def join(
         entry.worker = entry.servers - 1 + entry.store.add("later workers", 1)
         _check_sizes(entry)
         return _wait_for_workers(_enter(entry), entry, workers)
-    with _founding(entry, store, rank, size, functions, memory, listen):
-        kv = _enter(entry)
-        _wait_for_founders(entry, store)
-    return _wait_for_workers(kv, entry, workers)
+    while True:
+        try:
+            with _founding(entry, store, rank, size, functions, memory, listen):
+                kv = _enter(entry)
+                _wait_for_founders(entry, store)
+            return _wait_for_workers(kv, entry, workers)
+        except Stale:
+            entry = entry.anew()
 
 
 def serve(
@@ -189,17 +193,24 @@ def serve(
     if listen is None:
         listen = not entry.backups and entry.servers in (0, size)
     try:
-        with _founding(entry, store, rank, size, functions, memory, listen) as host:
-            _wait_for_founders(entry, store)
+        serving = _found_servers(entry, store, rank, size, functions, memory, listen)
     except _Served:
         if not entry.backups:
             raise
         log.warning("rank %d of %d has ended and others serve what it did; this process takes a share", rank, size)
         serving = _coming(_entry(name, "", window, block_bytes, 0, functions, timeout), store, functions)
-    else:
-        serving = Serving(host, entry.worker, entry.servers, entry.store)
     open_servings.add(serving)
     return serving
+
+
+def _found_servers(entry: Entry, store: Any, *arguments: Any) -> Serving:
+    while True:
+        try:
+            with _founding(entry, store, *arguments) as host:
+                _wait_for_founders(entry, store)
+            return Serving(host, entry.worker, entry.servers, entry.store)
+        except Stale:
+            entry = entry.anew()
 
 
 def _coming(entry: Entry, store: Any, functions: dict[str, Function] | None) -> Serving:
@@ -319,9 +330,12 @@ def _founding(
         if len(set(entry.machines)) == 1 or entry.has_far_backups:
             _keep(entry, host)
     except BaseException as error:
-        entry.give_up(error)
+        stale = isinstance(error, Stale) or (isinstance(error, PeerLost) and entry.is_stale())
+        entry.give_up(PeerLost("processes that have ended had begun to found it; join again") if stale else error)
         if entry.host is not None:
             entry.host.close()
+        if stale:
+            raise Stale from None
         if isinstance(error, STORE_GONE):
             raise entry.without_store(error) from None
         if isinstance(error, PeerLost):
@@ -337,8 +351,8 @@ class _Served(InvalidArgument):
 def _begin(entry: Entry, store: Any) -> None:
     """Chooses the incarnation that this founder takes part in, and fills in its store.
 
-    All founders come to an incarnation once. If this one has been there, all go on with the next one. Raises `_Served`
-    if there is one whose servers live and that this process has not founded.
+    All founders come to an incarnation once. If this one has been there, or an earlier process of its rank, all go on
+    with the next one. Raises `_Served` if there is one whose servers live and that this process has not founded.
     """
     key = f"{_PREFIX}/{entry.name}/making"
     entry.making = int(once(store, key, "1"))

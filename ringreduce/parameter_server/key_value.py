@@ -153,6 +153,8 @@ class KeyValue:
         self._keys: dict[str, _Key] = {}
         self._left = False
         self._attached: WeakValueDictionary[str, Any] = WeakValueDictionary()
+        self._detached: dict[str, bytes] = {}
+        """For keys of models that were detached: some of the elements of each parameter; nothing of what was shared."""
         """What `attach` has made, by key."""
         self._prefetched: list[_Batch] = []
         """Batches that tables have prefetched, oldest first."""

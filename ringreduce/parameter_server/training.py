@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -34,13 +34,18 @@ _SAMPLE = 256
 """The most elements of a tensor that are compared to notice changes that torch does not count."""
 
 
+def _sample(tensor: torch.Tensor) -> bytes:
+    """Returns some elements of a tensor."""
+    flat = tensor.detach().reshape(-1)
+    some = flat[:: -(-flat.numel() // _SAMPLE) or 1].resolve_conj().resolve_neg().clone()
+    return some.view(torch.uint8).numpy().tobytes()
+
+
 def _state(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Returns what tells whether a tensor was changed: its version, its memory, and some of its elements."""
     if tensor.layout is not torch.strided:
         return (tensor._version, 0, b"")
-    flat = tensor.detach().reshape(-1)
-    some = flat[:: -(-flat.numel() // _SAMPLE) or 1].resolve_conj().resolve_neg().clone()
-    return tensor._version, tensor.data_ptr(), some.view(torch.uint8).numpy().tobytes()
+    return tensor._version, tensor.data_ptr(), _sample(tensor)
 
 
 class _Seen:
@@ -137,6 +142,8 @@ class Attached(torch.optim.Optimizer):
         """With `max_norm`: the norm of all gradients at the last step, before they were clipped."""
         _check_fresh(optimizer)
         super().__init__(optimizer.param_groups, optimizer.defaults)
+        self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
+        self._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
         self._kv, self._optimizer, self._mode, self._prefix, self._max_norm = kv, optimizer, mode, prefix, max_norm
         if not isinstance(overlap_forward, bool):
             raise InvalidArgument(f"overlap_forward is {shown(overlap_forward)}; it must be True or False")
@@ -149,7 +156,7 @@ class Attached(torch.optim.Optimizer):
         self._cleared = False
         """Whether all gradients were cleared since the last step. Until then, a backward pass may be of another loss,
         such as that of the generator of a GAN, whose gradients will be cleared and never pushed."""
-        self._overlaps = self._irregular = self._accumulates = False
+        self._overlaps = self._irregular = self._accumulates = self._wrong = False
         names = {parameter: name for name, parameter in model.named_parameters()}
         places = {parameter: place for place, parameter in enumerate(model.parameters())}
         self._trained: dict[nn.Parameter, _Trained] = {}
@@ -160,7 +167,10 @@ class Attached(torch.optim.Optimizer):
             self._trained[parameter] = _Trained(prefix + names[parameter], parameter, -places[parameter])
         others = {prefix + name: each for each, name in names.items() if each not in self._trained}
         buffers = {prefix + name: each for name, each in model.named_buffers()}
-        self._claim({each.key for each in self._trained.values()} | others.keys() | buffers.keys())
+        self._shared = {**others, **buffers}
+        _check_tensors({each.key: each.parameter for each in self._trained.values()} | self._shared, buffers.keys())
+        self._check_detached()
+        self._claim({each.key for each in self._trained.values()} | self._shared.keys())
         self._check_all_clip_alike()
         self._begin(wires)
         self._share(others, saved=True)
@@ -170,6 +180,21 @@ class Attached(torch.optim.Optimizer):
         self._hooks = list(self._hook(model))
 
     # ---- at the beginning --------------------------------------------------------------------------------------------
+
+    def _check_detached(self) -> None:
+        """Raises `InvalidArgument` if a model that was detached has had these keys, and this is another training."""
+        trained = {each.key: each.parameter for each in self._trained.values()}
+        for key, before in self._kv._detached.items():
+            now = _sample(trained[key]) if key in trained else b""
+            if before == now or not (key in trained or key in self._shared):
+                continue
+            what = (
+                "and is not trained now" if not now else "and has other values now" if before else "but was not trained"
+            )
+            raise InvalidArgument(
+                f"{key!r} belonged to a model that was attached before, {what}: give attach() another prefix=, with "
+                "which all begins anew"
+            )
 
     def _claim(self, keys: set[str]) -> None:
         """Raises `InvalidArgument` if another model has the keys."""
@@ -211,7 +236,11 @@ class Attached(torch.optim.Optimizer):
 
     def _share(self, tensors: Mapping[str, torch.Tensor], saved: bool) -> None:
         """Gives tensors that are not trained the values of the first worker."""
-        some = {key: _without_repeats(each.detach()) for key, each in tensors.items() if each.numel() > 0}
+        some = {
+            key: _without_repeats(each.detach())
+            for key, each in tensors.items()
+            if each.numel() > 0 and key not in self._kv._detached
+        }
         wires, deadline = ["float32", "float32"], self._kv._deadline(None)
         self._kv._init(list(some.items()), assign(), asynchronous(), wires, deadline, saved=saved)
         for key, tensor in some.items():
@@ -224,14 +253,15 @@ class Attached(torch.optim.Optimizer):
         for each in self._trained.values():
             each.value = _Seen(each.parameter)
         yield from self._hook_unfrozen()
-        yield model.register_forward_pre_hook(_Hook(self._before_model, self._check_whole))
+        # First of all hooks, since others may read or compute values.
+        yield model.register_forward_pre_hook(_Hook(self._before_model, self._check_whole), prepend=True)
         self._of_module: dict[nn.Module, list[_Trained]] = {}
         # Otherwise all values are there when step() returns.
         for module in model.modules() if self._overlaps_forward else ():
             own = [self._trained[p] for p in module.parameters(recurse=False) if p in self._trained]
             self._of_module[module] = own
             if own:
-                yield module.register_forward_pre_hook(_Hook(self._before_module, self._check_whole))
+                yield module.register_forward_pre_hook(_Hook(self._before_module, self._check_whole), prepend=True)
             yield module.register_state_dict_pre_hook(_Hook(lambda *_: self.pull()))
 
     def _hook_unfrozen(self) -> Iterator[Any]:
@@ -274,8 +304,8 @@ class Attached(torch.optim.Optimizer):
     def _before_model(self, model: nn.Module, _: Any) -> None:
         """Pulls the parameters of modules that are not called themselves: it is not known when these are needed."""
         self._hooks += self._hook_unfrozen()
-        if self._overlaps and not self._cleared:  # by the model's zero_grad, perhaps
-            self._cleared = all(each.grad is None for each in self._trained)
+        if not self._cleared and all(each.grad is None for each in self._trained):
+            self._forget()  # they were cleared by the model's zero_grad, perhaps
         for module, own in self._of_module.items():
             if module not in self._called:
                 self._finish(own)
@@ -317,11 +347,15 @@ class Attached(torch.optim.Optimizer):
                 "a GradScaler calls step(), and the servers use the average of all workers' gradients, which it cannot "
                 "unscale: train with torch.autocast in bfloat16, which needs no scaler, or GradScaler(enabled=False)"
             )
-        self._check_groups()
-        for each in self._trained.values():
-            self._check(each)
-        self._irregular |= self._begun and self._at_push != self._now()
-        self._tell()
+        try:
+            self._check_groups()
+            for each in self._trained.values():
+                self._check(each)
+            self._irregular |= self._begun and self._at_push != self._now()
+            self._tell()
+        except InvalidArgument:
+            self._wrong = True
+            raise
         if self._max_norm is not None:
             self._clip(self._max_norm)
         for each in self._trained.values():
@@ -400,6 +434,10 @@ class Attached(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Called when the gradients have been cleared."""
         for each in self._trained.values():
             if each.pushed is None:
                 each.computed, each.passes, each.stale = None, 0, False
@@ -472,7 +510,11 @@ class Attached(torch.optim.Optimizer):
         self._finish(list(self._trained.values()))
 
     def detach(self) -> None:
-        """Waits for pushes and pulls under way, and removes the hooks from the model."""
+        """Waits for pushes and pulls under way, and removes the hooks from the model.
+
+        Raises `InvalidArgument` if a backward pass has pushed gradients that no step() followed: the servers apply
+        them, and the model does not have the result.
+        """
         try:
             self.pull()
         finally:
@@ -480,6 +522,29 @@ class Attached(torch.optim.Optimizer):
                 hook.remove()
             for key in [key for key, owner in self._kv._attached.items() if owner is self]:
                 del self._kv._attached[key]
+            self._kv._detached |= dict.fromkeys(self._shared, b"")
+            self._kv._detached |= {each.key: _sample(each.parameter) for each in self._trained.values()}
+        pushed = next((each.key for each in self._trained.values() if each.pushed is not None), None)
+        if pushed and not self._wrong:
+            raise InvalidArgument(
+                f"{pushed!r} was pushed once by a backward pass that no step() followed, so the servers have a newer "
+                "value than the model: call step(), or run such a pass in `with optimizer.no_sync():`"
+            )
+
+
+def _check_tensors(tensors: Mapping[str, torch.Tensor], buffers: Collection[str]) -> None:
+    """Raises `InvalidArgument` if a tensor is sparse, or if two parameters have the same memory."""
+    owners: dict[int, str] = {}
+    for key, each in tensors.items():
+        if each.layout is not torch.strided:
+            raise InvalidArgument(f"{key!r} has the layout {each.layout}; attach() takes dense tensors only")
+        if key in buffers or each.numel() == 0:
+            continue
+        if (other := owners.setdefault(each.data_ptr(), key)) != key:
+            raise InvalidArgument(
+                f"{key!r} and {other!r} are two parameters with the same memory: to tie weights, give both modules "
+                "the same nn.Parameter"
+            )
 
 
 def _check_fresh(optimizer: torch.optim.Optimizer) -> None:

@@ -12,6 +12,7 @@ import torch
 from distributed.harness import Rank, run
 from frameworks.launch import python, torchrun
 from torch import nn
+from torch.nn.utils import prune
 
 import ringreduce.parameter_server as ps
 from ringreduce.errors import InvalidArgument
@@ -257,6 +258,85 @@ def test_states_of_an_optimizer_are_not_lost_in_silence(kind: Any, arguments: di
         with pytest.raises(InvalidArgument, match="give the optimizer all parameters before"):
             attached_now.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
         attached_now.detach()
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.eye(3) * (step + 1)).sum().backward()
+        optimizer.step()
+
+
+def test_a_gradient_that_was_pushed_and_not_stepped_is_an_error_at_the_end() -> None:
+    model = nn.Linear(3, 2)
+    kv, optimizer = attached(model, lr=0.1)
+    with kv:
+        train(model, optimizer)
+        optimizer.zero_grad()
+        model(ones()).sum().backward()  # to log its norm, perhaps
+        with pytest.raises(InvalidArgument, match=r"was pushed once by a backward pass that no step\(\) followed"):
+            optimizer.detach()
+
+
+def with_a_head() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+
+
+def test_a_model_that_was_detached_goes_on_and_another_training_needs_a_prefix() -> None:
+    model, alone = with_a_head(), with_a_head()
+    head, head_alone = (torch.optim.SGD(each[2].parameters(), lr=0.1, momentum=0.9) for each in (model, alone))
+    with ps.join(memory=1 << 20, window=8 << 20) as kv:
+        for _ in range(2):
+            optimizer = ps.attach(kv, model, head)
+            train(model, optimizer)
+            optimizer.detach()
+            train(alone, head_alone)
+        assert bits(model) == bits(alone)
+        assert all(torch.equal(a, b) for a, b in zip(model.buffers(), alone.buffers(), strict=True))
+
+        for other in (with_a_head(), model):
+            everything = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
+            with pytest.raises(
+                InvalidArgument, match=r"belonged to a model that was attached before, .*another prefix="
+            ):
+                ps.attach(kv, other, everything)
+        optimizer = ps.attach(kv, model, everything, prefix="all.")
+        train(model, optimizer)
+        optimizer.detach()
+        train(alone, torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9))
+    assert bits(model) == bits(alone)
+
+
+def test_other_hooks_find_new_values_and_those_of_the_optimizer_are_called() -> None:
+    model, alone = nn.Linear(3, 2), nn.Linear(3, 2)
+    alone.load_state_dict(model.state_dict())
+    steps: list[int] = []
+    trained: list[tuple[nn.Module, torch.optim.Optimizer]] = []
+    with ps.join(memory=1 << 20, window=8 << 20) as kv:
+        for each in (model, alone):
+            prune.l1_unstructured(each, "weight", amount=2)  # a hook computes the weight before each forward pass
+            optimizer: torch.optim.Optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+            optimizer.register_step_post_hook(lambda *_: steps.append(1))
+            if each is model:
+                optimizer = ps.attach(kv, each, optimizer, overlap_forward=True)
+            train(each, optimizer)
+            trained.append((each, optimizer))
+        trained[0][1].detach()  # type: ignore[attr-defined]
+    assert bits(model) == bits(alone)
+    assert len(steps) == 2 * STEPS
+
+
+def test_tensors_that_cannot_be_shared_are_named() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight.data = model[0].weight.data
+    with ps.join(memory=1 << 20, window=8 << 20) as kv:
+        with pytest.raises(InvalidArgument, match=r"'1.weight' and '0.weight' are two parameters with the same memory"):
+            ps.attach(kv, model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model = nn.Sequential(nn.Linear(3, 3))
+        model.register_buffer("edges", torch.eye(3).to_sparse())
+        with pytest.raises(InvalidArgument, match=r"'edges' has the layout torch.sparse_coo"):
+            ps.attach(kv, model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def test_gradients_that_are_set_by_hand_are_pushed() -> None:

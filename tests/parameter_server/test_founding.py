@@ -18,6 +18,7 @@ from test_workers_and_servers import SMALL
 import ringreduce.parameter_server as ps
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost
 from ringreduce.parameter_server.arguments import MOST_SERVERS, MOST_WORKERS
+from ringreduce.parameter_server.join import _PREFIX as PREFIX
 
 LONG = 2 * deadline()
 """A timeout that would fail the test if a call waited for it."""
@@ -57,6 +58,43 @@ def test_the_others_are_told_of_a_founder_that_dies_before_or_after_they_come(wh
         (pid,) = ranks.reports(but=(0, 1))
         for said, culprit in ranks.results(but=(2,)):
             assert "server 2 (" in said and f"pid {pid})" in said and culprit == 2
+
+
+def is_an_earlier_attempt(me: Rank, port: int, comes: tuple[int, ...], where: str) -> None:
+    """These ranks come, and all die together there, as when a launcher ends an attempt."""
+    if me.rank in comes:
+        with mock.patch.object(sys.modules["ringreduce.parameter_server.join"], where, lambda *_: time.sleep(600)):
+            me.report("comes")
+            ps.join(torch.distributed.TCPStore("127.0.0.1", port), rank=me.rank, size=3, **SMALL | {"timeout": LONG})
+
+
+def founds(me: Rank, port: int, founders: str) -> list[float]:
+    store = torch.distributed.TCPStore("127.0.0.1", port)
+    if founders == "servers":
+        with ps.serve(store, rank=me.rank, size=3, memory=1 << 20, window=8 << 20, timeout=LONG):
+            me.meet("all serve")
+            return []
+    with ps.join(store, rank=me.rank, size=3, **SMALL | {"timeout": LONG}) as kv:
+        kv.init("w", torch.zeros(2), mode=ps.sync())
+        kv.push_pull("w", torch.ones(2), out=(out := torch.empty(2))).wait()
+        return out.tolist()
+
+
+@pytest.mark.parametrize("founders", ["workers", "servers"])
+@pytest.mark.parametrize("where", ["_agree_on_all", "_make_known", "_enter"])
+@pytest.mark.parametrize("comes", [(0,), (1, 2), (0, 1, 2)])
+def test_what_an_earlier_attempt_has_left_behind_does_not_count(
+    comes: tuple[int, ...], where: str, founders: str
+) -> None:
+    of_launcher = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with Ranks(is_an_earlier_attempt, 3, of_launcher.port, comes, where) as ranks:
+        ranks.reports(but=[rank for rank in range(3) if rank not in comes])
+        while not all(of_launcher.check([f"{PREFIX}/default/1/rank {rank}"]) for rank in comes):
+            time.sleep(0.01)
+        for rank in comes:
+            ranks.signal(rank, signal.SIGKILL)
+        ranks.results(but=comes)
+    assert run(founds, 3, of_launcher.port, founders) == [[] if founders == "servers" else [1.0, 1.0]] * 3
 
 
 def waits_for_one(me: Rank) -> tuple[str, int] | None:
