@@ -64,7 +64,7 @@ void C10dPointToPoint::post(std::span<const Outgoing> outgoing, std::span<const 
       pending_.push_back(
           {sends ? backend_->send(tensors, peer, kTag) : backend_->recv(tensors, peer, kTag), peer, sends});
     } catch (const std::exception& error) {
-      throw failure({nullptr, peer, sends}, error.what(), kForever);
+      throw failure(sends, peer, error.what(), false);
     }
   };
   std::lock_guard lock(mutex_);  // abort() may not miss one
@@ -93,11 +93,11 @@ void C10dPointToPoint::exchange(std::span<const Outgoing> outgoing, std::span<co
         done = pending.work->wait(std::chrono::ceil<std::chrono::milliseconds>(std::chrono::nanoseconds(left)));
       } catch (const std::exception& error) {
         throw_if_aborted();
-        throw failure(pending, error.what(), deadline);
+        throw failure(pending.sends, pending.peer, error.what(), now() >= deadline);
       }
       if (!done) {
         throw_if_aborted();
-        throw failure(pending, "the transport gave it up", deadline);
+        throw failure(pending.sends, pending.peer, "the transport gave it up", now() >= deadline);
       }
     }
   } catch (...) {
@@ -107,10 +107,10 @@ void C10dPointToPoint::exchange(std::span<const Outgoing> outgoing, std::span<co
   end();
 }
 
-Error C10dPointToPoint::failure(const Pending& pending, const char* reason, Nanoseconds deadline) const {
-  const std::string message = (pending.sends ? "a message to " : "a message from ") + describe(pending.peer);
-  if (now() >= deadline) return {ErrorKind::timeout, message + " was not done within the timeout", pending.peer};
-  return {ErrorKind::peer_lost, message + " failed: " + first_line(reason), pending.peer};
+Error C10dPointToPoint::failure(bool sends, int peer, const std::string& reason, bool late) const {
+  const std::string message = (sends ? "a message to " : "a message from ") + (peer < 0 ? "any rank" : describe(peer));
+  if (late) return {ErrorKind::timeout, message + " was not done within the timeout", peer};
+  return {ErrorKind::peer_lost, message + " failed: " + first_line(reason), peer};
 }
 
 // Puts `error` in the store, unless there is one; returns what is there. As text: kind, culprit, reporter, message.

@@ -38,6 +38,8 @@ class C10dPointToPoint final : public PointToPoint {
   // A message of the program's own, in contiguous CPU memory: the backend's Work, with its errors. `type` is SEND, RECV
   // or RECVANYSOURCE. Throws the group's error if it is broken.
   c10::intrusive_ptr<c10d::Work> pass_on(std::vector<at::Tensor>& tensors, c10d::OpType type, int peer, int tag) const;
+  // What keeps a message from being done, for `reason`, which the backend gives. `peer` is -1 for any.
+  Error failure(bool sends, int peer, const std::string& reason, bool late) const;
 
  private:
   struct Pending {
@@ -52,7 +54,6 @@ class C10dPointToPoint final : public PointToPoint {
 
   void let_go();
   void post(std::span<const Outgoing> outgoing, std::span<const Incoming> incoming);
-  Error failure(const Pending& pending, const char* reason, Nanoseconds deadline) const;
   Broken agree_on(const Error& error) const;
 
   const int rank_;

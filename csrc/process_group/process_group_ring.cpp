@@ -346,8 +346,10 @@ WorkPtr ProcessGroupRing::post(TensorList& tensors, OpType type, int peer, int t
                                     : at::empty(tensor.sizes(), tensor.options().device(at::kCPU));
   if (running_->wire) {
     TensorList passed{buffer};
-    auto work = c10::make_intrusive<PassedMessage>(getRank(), type, running_->wire->pass_on(passed, type, peer, tag),
-                                                   tensor, buffer);
+    auto work = c10::make_intrusive<PassedMessage>(
+        getRank(), type, running_->wire->pass_on(passed, type, peer, tag), tensor, buffer,
+        [wire = running_->wire, sends, peer = type == OpType::RECVANYSOURCE ? -1 : peer](
+            const std::string& reason, bool late) { return wire->failure(sends, peer, reason, late); });
     coalesce(work);
     return work;
   }

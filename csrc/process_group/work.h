@@ -238,11 +238,23 @@ class MessageWork : public CallWork {
 // unless that is the buffer.
 class PassedMessage : public c10d::Work {
  public:
-  PassedMessage(int rank, c10d::OpType type, WorkPtr work, at::Tensor tensor, at::Tensor buffer)
-      : Work(rank, type), work_(std::move(work)), tensor_(std::move(tensor)), buffer_(std::move(buffer)) {}
+  // `failed` gives the error for the reason why `work` has failed; true: it was not done in time.
+  using Failed = std::function<Error(const std::string& reason, bool late)>;
+  PassedMessage(int rank, c10d::OpType type, WorkPtr work, at::Tensor tensor, at::Tensor buffer, Failed failed)
+      : Work(rank, type),
+        work_(std::move(work)),
+        tensor_(std::move(tensor)),
+        buffer_(std::move(buffer)),
+        failed_(std::move(failed)) {}
 
   bool wait(std::chrono::milliseconds timeout) override {
-    const bool done = work_->wait(std::chrono::milliseconds(nanoseconds(timeout) / kMillisecond));
+    bool done = false;
+    try {
+      done = work_->wait(std::chrono::milliseconds(nanoseconds(timeout) / kMillisecond));
+    } catch (const std::exception& error) {
+      const std::string reason = error.what();
+      throw failed_(reason, reason.find("Timed out") != std::string::npos);
+    }
     if (done && opType_ != c10d::OpType::SEND && !buffer_.is_same(tensor_))
       std::call_once(copied_, [this] { copy_elements(tensor_, buffer_); });
     finish();
@@ -254,6 +266,7 @@ class PassedMessage : public c10d::Work {
  private:
   const WorkPtr work_;
   const at::Tensor tensor_, buffer_;
+  const Failed failed_;
   std::once_flag copied_;
 };
 

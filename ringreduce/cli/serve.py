@@ -70,7 +70,8 @@ def add(commands: Any, summary: str) -> None:
     )
     parser.add_argument("--functions", nargs="+", default=[], metavar="MODULE:NAME",
                         help="update functions that workers may name")  # fmt: skip
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for all servers to come (default: 300)")
+    parser.add_argument("--timeout", type=float, help="seconds for the store and all servers to come (default: 300; 10 "
+                        "with --status)")  # fmt: skip
     parser.add_argument("--snapshots", metavar="FOLDER", help="write a snapshot there before the end, on SIGTERM too")
     parser.add_argument("--every", type=float, metavar="SECONDS", help="also write one so often; needs --snapshots")
     parser.add_argument("--keep", type=int, default=2, help="how many snapshots of this run to keep (default: 2)")
@@ -92,6 +93,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise InvalidArgument(f"--every is {arguments.every}; it must be a number of seconds above 0")
     if arguments.every is not None and arguments.snapshots is None:
         raise InvalidArgument(f"--every {arguments.every:g} has no folder to write to; add --snapshots FOLDER")
+    if arguments.timeout is None:
+        arguments.timeout = 10.0 if arguments.status else 300.0
     if not 0 < arguments.timeout <= _LONGEST:
         raise InvalidArgument(
             f"--timeout is {arguments.timeout}; it must be seconds, more than 0 and at most {_LONGEST}"
@@ -121,7 +124,8 @@ def run(arguments: argparse.Namespace) -> int:
     with serving:
         capacity = bytes_text(serving.stats()["capacity"])
         joined = serving.number != rank
-        what = "takes its share" if joined else f"{rank} of {size} serves with {capacity}"
+        more = f"; processes have {arguments.servers} servers in all" if arguments.servers else ""
+        what = "takes its share" if joined else f"{rank} of {size} serves with {capacity}{more}"
         out.print(f"server {what} (pid {os.getpid()})", highlight=False)
         if makes_store and not _is_loopback(host):
             out.print(f"the store listens at port {port} of all addresses of this host", highlight=False)
@@ -168,9 +172,11 @@ def _store(host: str, port: int, arguments: argparse.Namespace, makes: bool) -> 
     until = time.monotonic() + arguments.timeout
     options: dict[str, Any] = {"is_master": makes, "wait_for_workers": False}
     try:
-        if not makes:
+        if makes:
+            socket.getaddrinfo(host, port)  # torch would try for the whole timeout
+        else:
             _wait_for_store(host, port, until, arguments)
-        elif _is_loopback(host):
+        if makes and _is_loopback(host):
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             options["master_listen_fd"] = socket.create_server((host, port), family=family).detach()
     except OSError as error:
@@ -181,7 +187,7 @@ def _store(host: str, port: int, arguments: argparse.Namespace, makes: bool) -> 
     try:
         return bounded(lambda: TCPStore(host, port, timeout=timeout, **options), max(_LOOK, until - time.monotonic()))
     except TimeoutError:
-        why = f"no answer in {arguments.timeout:g} s"
+        why = f"no answer in {arguments.timeout:g} s" + "; that address must lead to this host" * makes
     except RuntimeError as error:
         why = str(error).splitlines()[0]
     what = "cannot be made" if makes else "does not speak as a torch.distributed.TCPStore does"

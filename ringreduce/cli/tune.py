@@ -42,7 +42,12 @@ def add(commands: Any, summary: str) -> None:
     parser.add_argument("--ranks", type=group_size, nargs="+", default=RANKS_TUNED, help="group sizes (default: 2 4)")
     parser.add_argument("--collectives", choices=BUILDERS, nargs="+", default=tuple(BUILDERS), metavar="NAME",
                         help=f"default: {' '.join(BUILDERS)}")  # fmt: skip
-    parser.add_argument("--budget", type=seconds, default=TUNING_SECONDS, help="seconds for all of it (default: 120)")
+    parser.add_argument(
+        "--budget",
+        type=seconds,
+        default=TUNING_SECONDS,
+        help="seconds for measuring (default: 120); starting ranks takes some more",
+    )
     parser.add_argument("--json", action="store_true", help="print what was measured as JSON")
     parser.set_defaults(run=run)
 

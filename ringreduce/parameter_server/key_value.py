@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 import torch
@@ -155,6 +155,8 @@ class KeyValue:
         self._attached: WeakValueDictionary[str, Any] = WeakValueDictionary()
         self._detached: dict[str, bytes] = {}
         """For keys of models that were detached: some of the elements of each parameter; nothing of what was shared."""
+        self._last_told: WeakKeyDictionary[Any, list[dict[str, Any]]] = WeakKeyDictionary()
+        """For optimizers of models that were detached: the settings that the servers had last."""
         """What `attach` has made, by key."""
         self._prefetched: list[_Batch] = []
         """Batches that tables have prefetched, oldest first."""
@@ -227,8 +229,8 @@ class KeyValue:
             check_wire(name, source, spec["wire"])
             if update.kind == "rowwise_adagrad":
                 raise InvalidArgument(f"update of {name!r} is rowwise_adagrad(), which is for rows: use ps.Embedding")
-            check_average(name, source, mode, update)
             check_dtype(name, source.dtype, update)
+            check_average(name, source, mode, update)
             sources[name] = spec, source
         calls, renumbered = {}, []
         for name, (spec, source) in sources.items():
@@ -332,7 +334,9 @@ class KeyValue:
         if key not in self._keys:
             check_key(key)
             if not self._is_key(key):
-                raise InvalidArgument(f"there is no key {shown(key)}: call init() with it first")
+                raise InvalidArgument(
+                    f"there is no key {shown(key)} yet: init() makes it on any worker, or attach(), by prefix= and name"
+                )
             self._create(key, json.loads(self._with.store.get(f"place/{key}")), deadline)
         return self._keys[key]
 

@@ -170,13 +170,13 @@ class Attached(torch.optim.Optimizer):
         self._shared = {**others, **buffers}
         _check_tensors({each.key: each.parameter for each in self._trained.values()} | self._shared, buffers.keys())
         self._check_detached()
+        self._told = self._kv._last_told.get(optimizer) or self._now()
         self._claim({each.key for each in self._trained.values()} | self._shared.keys())
         self._check_all_clip_alike()
         self._begin(wires)
         self._share(others, saved=True)
         self._share(buffers, saved=False)
         self._at_push = self._now()
-        self._told = self._at_push
         self._hooks = list(self._hook(model))
 
     # ---- at the beginning --------------------------------------------------------------------------------------------
@@ -185,12 +185,17 @@ class Attached(torch.optim.Optimizer):
         """Raises `InvalidArgument` if a model that was detached has had these keys, and this is another training."""
         trained = {each.key: each.parameter for each in self._trained.values()}
         for key, before in self._kv._detached.items():
-            now = _sample(trained[key]) if key in trained else b""
-            if before == now or not (key in trained or key in self._shared):
+            if not (key in trained or key in self._shared):
                 continue
-            what = (
-                "and is not trained now" if not now else "and has other values now" if before else "but was not trained"
-            )
+            now = _sample(trained[key]) if key in trained else b""
+            if bool(now) != bool(before):
+                what = "and is not trained now" if before else "but was not trained"
+            elif now != before:
+                what = "and has other values now"
+            elif now and self._optimizer not in self._kv._last_told:
+                what = "by another optimizer, whose states the servers have"
+            else:
+                continue
             raise InvalidArgument(
                 f"{key!r} belonged to a model that was attached before, {what}: give attach() another prefix=, with "
                 "which all begins anew"
@@ -218,7 +223,7 @@ class Attached(torch.optim.Optimizer):
 
     def _begin(self, wires: dict[str, str]) -> None:
         """Makes the keys of the parameters that are trained, and pulls their values."""
-        for group, arguments in zip(self.param_groups, self._now(), strict=True):
+        for group, arguments in zip(self.param_groups, self._told, strict=True):
             self._kv.init(
                 {self._trained[each].key: each.detach() for each in group["params"]},
                 update=optimizer_rule(type(self._optimizer), **arguments),
@@ -241,6 +246,8 @@ class Attached(torch.optim.Optimizer):
             for key, each in tensors.items()
             if each.numel() > 0 and key not in self._kv._detached
         }
+        if not saved:  # as bytes, so that buffers may have any dtype
+            some = {k: e.reshape(-1).view(torch.uint8) if e.is_contiguous() else e for k, e in some.items()}
         wires, deadline = ["float32", "float32"], self._kv._deadline(None)
         self._kv._init(list(some.items()), assign(), asynchronous(), wires, deadline, saved=saved)
         for key, tensor in some.items():
@@ -522,6 +529,7 @@ class Attached(torch.optim.Optimizer):
                 hook.remove()
             for key in [key for key, owner in self._kv._attached.items() if owner is self]:
                 del self._kv._attached[key]
+            self._kv._last_told[self._optimizer] = self._told
             self._kv._detached |= dict.fromkeys(self._shared, b"")
             self._kv._detached |= {each.key: _sample(each.parameter) for each in self._trained.values()}
         pushed = next((each.key for each in self._trained.values() if each.pushed is not None), None)

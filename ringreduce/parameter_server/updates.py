@@ -121,7 +121,9 @@ def optimizer(kind: type[torch.optim.Optimizer], **arguments: Any) -> UpdateRule
     for key, value in arguments.items():
         numbers = value if isinstance(value, tuple) else (value,)
         if not all(map(_is_sent, numbers)):
-            raise InvalidArgument(f"{key} is {shown(value)}; an optimizer's arguments must be numbers of 64 bits")
+            raise InvalidArgument(
+                f"{key} is {shown(value)}; an optimizer's arguments must be Python numbers, of at most 64 bits"
+            )
     python = {"optimizer": name, "arguments": arguments}
     try:
         fields = _native(name, kind([torch.zeros(1)], **arguments).defaults)

@@ -201,7 +201,8 @@ def _bounds(
     if collective == "all_reduce":
         crossing, parts = hosts * sum(map(cuts.leaving, partition)), hosts * len(partition)
         alike = f", and the like on all {hosts} hosts," if hosts > 1 else ""
-        proof = f"{crossing:.6g} GB/s leave {_words(cuts, partition)}{alike} in all, and {2 * (parts - 1)} S must"
+        leave = f"{crossing:.6g} GB/s leave {_words(cuts, partition)}{alike} in all"
+        proof = f"{leave}, and {2 * (parts - 1)} times the bytes of the tensor must"
         yield Bound(crossing / (2 * (parts - 1)), partition, proof)
         collective = "one cut"
     for part in partition:
@@ -224,7 +225,11 @@ def _bounds(
         two = _words(cuts, (part,))
         for share, flow, way in ((out, cuts.leaving(part), "leave"), (into, cuts.entering(part), "enter")):
             if share > 0:
-                yield Bound(flow / share, (part, rest), f"{flow:.6g} GB/s {way} {two}, and {share:.3g} S must")
+                yield Bound(
+                    flow / share,
+                    (part, rest),
+                    f"{flow:.6g} GB/s {way} {two}, and {share:.3g} times the bytes of the tensor must",
+                )
 
 
 def _words(cuts: Cuts, partition: Partition) -> str:

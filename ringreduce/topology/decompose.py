@@ -101,4 +101,4 @@ def _about_rings(routes: Routes, rings: tuple[Ring, ...]) -> str:
     lanes = sum(link.lanes for load, link in used if load >= AS_GOOD * link.capacity)
     ways = "in both directions" if any(ring.both_ways for ring in rings) else "in one direction"
     several = f"{len(rings)} rings" if len(rings) > 1 else "one ring"
-    return f"{several} {ways}, which fill {full} of {len(routes.links)} directed links ({lanes} lanes)"
+    return f"{several} {ways}, filling {full} of {len(routes.links)} directed links ({lanes} lanes)"

@@ -81,7 +81,11 @@ def _read_json(text: str, where: str, folder: Path) -> LinkGraph:
         raise TopologyError(f"{where}: machine has {len(document['machine'])} characters; give a preset or a file")
     file = folder / document["machine"]
     if not file.is_file():
-        return cluster(document, described(document["machine"]), where)
+        try:
+            machine = described(document["machine"])
+        except TopologyError as error:
+            raise TopologyError(f"{where}: machine: {error}") from None
+        return cluster(document, machine, where)
     if re.match(r"\s*\{", start := content_of(file).decode(errors="replace")) and re.search(r'"machine"\s*:', start):
         raise TopologyError(f"{where}: machine is {document['machine']!r}, a cluster itself; name one host's file")
     return cluster(document, load(file), where)

@@ -4,6 +4,7 @@ process ends work as long as Python does."""
 from __future__ import annotations
 
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from distributed.harness import Rank, run
 from processes import GROUP_TIMEOUT, ROOT, deadline
 
 import ringreduce
-from ringreduce.errors import CollectiveMismatch, PeerLost
+from ringreduce.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
 
 TRANSPORTS = ("memory", "tcp", "gloo")
 
@@ -191,6 +192,25 @@ def pass_strided(me: Rank, transport: str) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_messages_of_strided_tensors(transport: str) -> None:
     run(pass_strided, 2, transport)
+
+
+def wait_for_a_message(me: Rank, transport: str, sends: bool) -> tuple[str, str]:
+    """Each rank sends to the other, or receives from it, and does nothing else."""
+    if transport != "memory":
+        os.environ["RINGREDUCE_TRANSPORT"] = transport
+    x, other = torch.ones(16 << 20), 1 - me.rank
+    with me.join(timeout=2.0):
+        with pytest.raises((CollectiveTimeout, PeerLost)) as raised:  # PeerLost: the other has closed its connections
+            dist.send(x, other) if sends else dist.recv(x, other)
+        return type(raised.value).__name__, str(raised.value)
+
+
+@pytest.mark.parametrize("sends", [True, False])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_messages_that_nobody_takes_or_sends_name_the_rank(transport: str, sends: bool) -> None:
+    found = run(wait_for_a_message, 2, transport, sends)
+    assert all(re.search(r"rank [01] \(.*, pid \d+\)", said) for _, said in found), found
+    assert "CollectiveTimeout" in [kind for kind, _ in found]
 
 
 def gather_columns(me: Rank) -> tuple[int, int]:

@@ -280,14 +280,18 @@ def test_a_gradient_that_was_pushed_and_not_stepped_is_an_error_at_the_end() -> 
 
 def with_a_head() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    model.register_buffer("codes", torch.arange(3).to(torch.uint16))
+    return model
 
 
 def test_a_model_that_was_detached_goes_on_and_another_training_needs_a_prefix() -> None:
     model, alone = with_a_head(), with_a_head()
     head, head_alone = (torch.optim.SGD(each[2].parameters(), lr=0.1, momentum=0.9) for each in (model, alone))
     with ps.join(memory=1 << 20, window=8 << 20) as kv:
-        for _ in range(2):
+        for lr in (0.1, 0.05):
+            for of in (head, head_alone):
+                of.param_groups[0]["lr"] = lr
             optimizer = ps.attach(kv, model, head)
             train(model, optimizer)
             optimizer.detach()
@@ -295,12 +299,15 @@ def test_a_model_that_was_detached_goes_on_and_another_training_needs_a_prefix()
         assert bits(model) == bits(alone)
         assert all(torch.equal(a, b) for a, b in zip(model.buffers(), alone.buffers(), strict=True))
 
-        for other in (with_a_head(), model):
-            everything = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
-            with pytest.raises(
-                InvalidArgument, match=r"belonged to a model that was attached before, .*another prefix="
-            ):
-                ps.attach(kv, other, everything)
+        everything = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        other = with_a_head()
+        for which, its, why in (
+            (model, everything, "but was not trained"),
+            (model, torch.optim.SGD(model[2].parameters(), lr=0.1, momentum=0.9), "by another optimizer"),
+            (other, torch.optim.SGD(other[2].parameters(), lr=0.1, momentum=0.9), "and has other values now"),
+        ):
+            with pytest.raises(InvalidArgument, match=rf"a model that was attached before, {why}.*another prefix="):
+                ps.attach(kv, which, its)
         optimizer = ps.attach(kv, model, everything, prefix="all.")
         train(model, optimizer)
         optimizer.detach()
@@ -457,7 +464,7 @@ def test_two_models_need_a_prefix() -> None:
             ps.attach(kv, critic, torch.optim.SGD(critic.parameters(), lr=0.1))
         ps.attach(kv, critic, torch.optim.SGD(critic.parameters(), lr=0.1), prefix="critic.").detach()
         optimizer.detach()
-        ps.attach(kv, actor, torch.optim.SGD(actor.parameters(), lr=0.1)).detach()
+        ps.attach(kv, actor, optimizer._optimizer).detach()
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def test_an_optimizer_of_the_users_own_is_refused() -> None:
         ps.optimizer(SGD, lr=0.1)
     with pytest.raises(InvalidArgument, match=r"does not take these arguments"):
         ps.optimizer(torch.optim.SGD, learning_rate=0.1)
-    with pytest.raises(InvalidArgument, match=r"lr is 'x'; an optimizer's arguments must be numbers"):
+    with pytest.raises(InvalidArgument, match=r"lr is 'x'; an optimizer's arguments must be Python numbers"):
         ps.optimizer(torch.optim.SGD, lr="x")
 
 
