@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 import ringreduce
-from ringreduce import backend
 from ringreduce.config import resolve
+from ringreduce.groups import make
 
 RESIDENT = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 """What a process needs, before it uses CUDA, whose ranks run on one GPU and wait for each other in kernels: a kernel
@@ -33,8 +33,8 @@ class ThreadRank:
             torch.cuda.set_stream(torch.cuda.Stream())
         resolved, _ = resolve(options)
         within = timedelta(seconds=timeout)
-        with backend._exchange(store, rank, list(range(size)), within, None) as exchange:
-            self.backend = backend._make(exchange, "group", within, resolved)
+        with make._exchange(store, rank, list(range(size)), within, None) as exchange:
+            self.backend = make._make(exchange, "group", within, resolved)
         self.group = dist.ProcessGroup(store, rank, size)
         self.group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.CUSTOM, self.backend)
 

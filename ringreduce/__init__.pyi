@@ -23,8 +23,6 @@ from ringreduce.api import (
     all_to_all_single as all_to_all_single,
     barrier as barrier,
     broadcast as broadcast,
-    empty as empty,
-    empty_like as empty_like,
     gather as gather,
     irecv as irecv,
     isend as isend,
@@ -37,15 +35,19 @@ from ringreduce.api import (
     register_plan as register_plan,
     scatter as scatter,
     send as send,
-    share as share,
     use_nccl as use_nccl,
-    zeros as zeros,
 )
 from ringreduce.config import Options as Options
-from ringreduce.memory import arena_stats as arena_stats, share_allocations as share_allocations
+from ringreduce.groups.arena import arena_stats as arena_stats, share_allocations as share_allocations
+from ringreduce.groups.stats import dump_flight_record as dump_flight_record, stats as stats, topology_of as topology_of
+from ringreduce.groups.survivors import Agreement as Agreement
+from ringreduce.groups.tensors import (
+    empty as empty,
+    empty_like as empty_like,
+    share as share,
+    zeros as zeros,
+)
 from ringreduce.plan import Plan as Plan, Step as Step, verify as verify
-from ringreduce.report import dump_flight_record as dump_flight_record, stats as stats, topology_of as topology_of
-from ringreduce.survivors import Agreement as Agreement
 from ringreduce.topology import topology as topology
 
 __version__: str

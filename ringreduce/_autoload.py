@@ -17,7 +17,7 @@ NAME = "ringreduce"
 
 def _create(dist_backend_opts: Any, pg_options: Any) -> Any:
     """Called by torch for each new group; the extension is loaded at the first."""
-    from ringreduce.backend import create
+    from ringreduce.groups.make import create
 
     return create(dist_backend_opts, pg_options)
 

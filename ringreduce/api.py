@@ -16,7 +16,6 @@ listed with its reason in tests/unit/test_signatures.py.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, SupportsIndex, TypeAlias, cast
@@ -25,18 +24,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ringreduce import _C
 from ringreduce import plan as plans
-from ringreduce._C import ProcessGroupRing, nccl_device_of, nccl_version
+from ringreduce._C import nccl_device_of, nccl_version
 from ringreduce.common.units import duration
-from ringreduce.config import resolve
 from ringreduce.errors import InvalidArgument
 from ringreduce.gpu import arrays, nccl
-from ringreduce.group_links import registered
-from ringreduce.memory import open_arena
-from ringreduce.survivors import Agreement, found_in, survivors_of
+from ringreduce.groups.links import registered
+from ringreduce.groups.lookup import backend_of
+from ringreduce.groups.survivors import Agreement, survivors_of
 
 Array: TypeAlias = torch.Tensor | np.ndarray[Any, Any]
 ReduceOp: TypeAlias = dist.ReduceOp | dist.ReduceOp.RedOpType
@@ -44,7 +41,6 @@ Group: TypeAlias = dist.ProcessGroup | None
 Work: TypeAlias = dist.Work | None
 Rank: TypeAlias = int | None
 SUM = dist.ReduceOp.SUM
-CPU = torch.device("cpu")
 
 log = logging.getLogger(__name__)
 
@@ -293,79 +289,6 @@ class P2POp(dist.P2POp):
 _OF_TORCH: dict[Callable[..., Any], Callable[..., Any]] = {isend: dist.isend, irecv: dist.irecv}
 
 
-def empty(
-    *size: int | Sequence[int], dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None
-) -> torch.Tensor:
-    """A tensor in memory that all ranks of the host can read, for collectives without copies between ranks.
-
-    `size` is given as to `torch.empty`: as numbers, or as one sequence of them. Other ranks read in place what a rank
-    sends from such a tensor, unless the same call writes over it. In all other ways it is an ordinary tensor. Each rank
-    decides for itself. The memory belongs to the process. It serves every group, before or after the tensor was made,
-    and is given back with the tensor. It is taken when it is first written, up to `Options.arena_bytes` in all.
-
-    Where there is no such memory, the result is an ordinary tensor: if the process has no arena, or if the ranks of
-    `group` share no memory. If no group is given, the default group counts, if its backend is ringreduce. Raises
-    `SystemFailure` if no room is left, and `InvalidArgument` if `size` is not of whole numbers from 0, or `dtype` is
-    not a dtype.
-    """
-    dtype = torch.get_default_dtype() if dtype is None else dtype
-    if not isinstance(dtype, torch.dtype):
-        raise InvalidArgument(f"dtype is {dtype!r}; it must be a torch.dtype")
-    try:
-        given = cast(Any, size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size)
-        shape = torch.Size(given)
-    except (TypeError, ValueError, RuntimeError):  # RuntimeError: out of range
-        raise InvalidArgument(f"size is {size!r}; it must be whole numbers, or one sequence of them") from None
-    if any(n < 0 for n in shape):
-        raise InvalidArgument(f"size is {tuple(shape)}; it must not be negative")
-    if math.prod(shape) * dtype.itemsize >= 2**63:
-        raise InvalidArgument(f"size is {tuple(shape)}; a tensor must have less than 2^63 bytes")
-    if group is None and not _is_ours(dist.group.WORLD):
-        if open_arena(resolve(None)[0]) < 0:
-            return torch.empty(shape, dtype=dtype)
-        return _C.empty_in_arena(shape.numel(), dtype).view(shape)
-    return backend_of(group).allocate_tensor(shape.numel(), dtype=dtype, device=CPU).view(shape)
-
-
-def share(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Moves `tensor` to memory like that of `empty`, and returns the same object with the same values.
-
-    Use it for parameters and other tensors that other code has made. The tensor is contiguous afterwards. Views that
-    were made of it before keep the old memory. Raises `InvalidArgument` if `tensor` is itself a view, or not a dense
-    CPU tensor, and `SystemFailure` if no room is left. `group` has the same meaning as for `empty`.
-    """
-    if not isinstance(tensor, torch.Tensor):
-        raise InvalidArgument(f"tensor is a {type(tensor).__name__}; it must be a torch.Tensor")
-    plain = not tensor.is_nested and not tensor.is_quantized and not bool(is_traceable_wrapper_subclass(tensor))
-    if not plain or tensor.layout != torch.strided or tensor.device != CPU:
-        raise InvalidArgument(
-            f"tensor is a {type(tensor).__name__} of layout {tensor.layout} and dtype {tensor.dtype} on "
-            f"{tensor.device}; it must be a dense torch.Tensor on the CPU"
-        )
-    if tensor._is_view():
-        raise InvalidArgument("tensor is a view of another, which would keep the old memory; share that one")
-    moved = empty(*tensor.shape, dtype=tensor.dtype, group=group)
-    moved.copy_(tensor.detach())
-    tensor.data = moved
-    return tensor
-
-
-def zeros(
-    *size: int | Sequence[int], dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None
-) -> torch.Tensor:
-    """`empty`, filled with zeros."""
-    return empty(*size, dtype=dtype, group=group).zero_()
-
-
-def empty_like(
-    tensor: torch.Tensor, dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None
-) -> torch.Tensor:
-    """`empty` of the shape of `tensor`, and of its dtype unless another is given; contiguous."""
-    if not isinstance(tensor, torch.Tensor):
-        raise InvalidArgument(f"tensor is a {type(tensor).__name__}; it must be a torch.Tensor")
-    return empty(*tensor.shape, dtype=dtype or tensor.dtype, group=group)
-
-
 def register_plan(plan: plans.Plan, group: dist.ProcessGroup | None = None, most_bytes: int | None = None) -> None:
     """Makes `plan` serve the group's calls of its collective whose blocks have at most `most_bytes` (None: all sizes).
 
@@ -406,27 +329,6 @@ def use_nccl(communicator: object, group: dist.ProcessGroup | None = None) -> No
     address = nccl.handle_of(communicator)
     nccl_version(nccl.places())  # opens the library
     backend.use_nccl(nccl_device_of(address), address)
-
-
-def backend_of(group: dist.ProcessGroup | None) -> ProcessGroupRing:
-    group = dist.group.WORLD if group is None else group
-    if group is None:
-        raise InvalidArgument(
-            "there is no default group; call torch.distributed.init_process_group('ringreduce') first"
-        )
-    if not isinstance(group, dist.ProcessGroup):
-        raise InvalidArgument(
-            f"group is {group!r}; it must be a process group that this rank is in (torch gives other ranks "
-            f"{dist.GroupMember.NON_GROUP_MEMBER})"
-        )
-    backend = found_in(group)
-    if backend is None:
-        raise InvalidArgument(f"group's backend is {group.name()!r}; it must be 'ringreduce' for CPU or CUDA tensors")
-    return backend
-
-
-def _is_ours(group: dist.ProcessGroup | None) -> bool:
-    return group is not None and found_in(group) is not None
 
 
 def _rank_in(group: Group, name: str, rank: int | None, group_rank: int | None, required: bool = False) -> int:

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType, Store, _DistributedBackendOptions
 from torchft.process_group import ProcessGroupWrapper
 
-from ringreduce.backend import create
 from ringreduce.config import Options
+from ringreduce.groups.make import create
 
 
 class ProcessGroupRingReduce(ProcessGroupWrapper):  # type: ignore[misc]

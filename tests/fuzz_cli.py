@@ -461,7 +461,9 @@ def _wrong(case: Case, code: int, said: str, memory: int, sent: set[int]) -> str
 
 def warm_up() -> None:
     """Imports what the commands import, so that children of this process need not."""
-    from ringreduce import _C, cli, doctor, measure, parameter_server  # noqa: F401
+    from ringreduce import _C, cli, parameter_server  # noqa: F401
+    from ringreduce.cli import measure  # noqa: F401
+    from ringreduce.doctor import machine  # noqa: F401
     from ringreduce.topology import draw, expected, planner, presets  # noqa: F401
 
     for name in (

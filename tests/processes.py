@@ -190,7 +190,7 @@ def forking_context() -> Any:
     context = multiprocessing.get_context("forkserver")
     # What ranks import sooner or later; torch.testing imports distributed.tensor, which takes 1.3 s. What is not
     # installed is passed over.
-    slow = ["torch", "torch.distributed.tensor", "torch._dynamo", "ringreduce.backend", "hypothesis", "pytest"]
+    slow = ["torch", "torch.distributed.tensor", "torch._dynamo", "ringreduce.groups.make", "hypothesis", "pytest"]
     context.set_forkserver_preload([*slow, "fork_server"])
     tests = str(ROOT / "tests")  # which the server's Python must find, and before 3.13 is not told
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])):

@@ -10,18 +10,18 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from ringreduce import hosts_file
 from ringreduce.cli.arguments import seconds
 from ringreduce.cli.terminal import Help, console, put, say, table
 from ringreduce.common import compiled
 from ringreduce.common.bounded import bounded
 from ringreduce.common.failures import InvalidArgument, SystemFailure
-from ringreduce.hosts_file import HostsFile
+from ringreduce.topology import hosts_file
+from ringreduce.topology.hosts_file import HostsFile
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ringreduce.doctor_peers import Survey
+    from ringreduce.doctor.peers import Survey
 
 NOT_WELL = 1
 """The exit code where something is missing, or two hosts cannot connect."""
@@ -58,13 +58,13 @@ def run(arguments: argparse.Namespace) -> int:
         return _peers(arguments)
     if arguments.write:
         raise InvalidArgument(f"--write {arguments.write} is for --peers, which measures what is written")
-    from ringreduce import doctor
+    from ringreduce.doctor import machine
 
-    findings = doctor.examine()
+    findings = machine.examine()
     if arguments.json:
         put(json.dumps([asdict(each) for each in findings], indent=1))
     else:
-        shown = doctor.render(findings)
+        shown = machine.render(findings)
         for column in shown.columns:
             column.overflow = "fold"
         console().print(shown)
@@ -77,16 +77,16 @@ def _peers(arguments: argparse.Namespace) -> int:
     from torch._C._distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
-    from ringreduce import doctor_peers
     from ringreduce.config import resolve
-    from ringreduce.ready import place_of
+    from ringreduce.doctor import peers
+    from ringreduce.groups.ready import place_of
 
     options, _ = resolve(None)
     place = place_of(options)
     if place.transport != "tcp":  # which says that each rank has a host of its own
         place = place._replace(transport="auto")
     rank, size = _rank_and_size()
-    most = doctor_peers.MEET_SECONDS
+    most = peers.MEET_SECONDS
     where = f"the store of the job at {os.environ['MASTER_ADDR']}, port {os.environ['MASTER_PORT']}"
     try:
         # torch's own timeout comes later, since torch would try again and log stacks.
@@ -95,7 +95,7 @@ def _peers(arguments: argparse.Namespace) -> int:
     except (TimeoutError, RuntimeError, ValueError) as error:
         why = str(error).split("\n", 1)[0]
         raise SystemFailure(f"{where}: {why}; start rank 0, or correct MASTER_ADDR and MASTER_PORT") from None
-    found = doctor_peers.survey(
+    found = peers.survey(
         PrefixStore("ringreduce doctor", store),
         rank,
         size,

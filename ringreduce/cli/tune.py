@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from ringreduce import measure
+    from ringreduce.cli import measure
 
 RANKS_TUNED = (2, 4)
 TUNING_SECONDS = 120.0
@@ -67,7 +67,7 @@ def _tune(
 ) -> int:
     if missing := compiled.why_not():
         raise RingReduceError(f"no ranks can be run here: {missing}")
-    from ringreduce import measure
+    from ringreduce.cli import measure
 
     if options.tuning == "off":
         raise RingReduceError(f"{PREFIX}TUNING is 'off': no group would use what is measured; unset it")

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous as env_rendezvous
 
-from ringreduce.api import backend_of
 from ringreduce.common.units import duration
 from ringreduce.config import Options
 from ringreduce.elastic.groups import destroy_groups
@@ -27,11 +26,12 @@ from ringreduce.elastic.lobby import Patient
 from ringreduce.elastic.settings import Settings
 from ringreduce.elastic.world import World, founded, joined
 from ringreduce.errors import InvalidArgument, PeerLost, SystemFailure, TooFewRanks
-from ringreduce.group_links import links_of
+from ringreduce.groups.links import links_of
+from ringreduce.groups.lookup import backend_of
+from ringreduce.groups.ready import ready_for_a_group
 from ringreduce.membership.directory import Bounded, Values
 from ringreduce.membership.key_store import KeyStore
 from ringreduce.membership.protocol import View
-from ringreduce.ready import ready_for_a_group
 from ringreduce.rendezvous import store as rendezvous
 
 SLACK = 5.0
@@ -317,4 +317,4 @@ def _join(settings: Settings) -> World:
 
 def _import_what_makes_groups() -> None:
     """The members wait for a joiner from when they let it in until it has made the group with them."""
-    from ringreduce import backend, host_links  # noqa: F401
+    from ringreduce.groups import between_hosts, make  # noqa: F401

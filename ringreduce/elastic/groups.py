@@ -13,11 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from ringreduce.config import Options
 from ringreduce.elastic.home import Home
 from ringreduce.errors import RingReduceError, SystemFailure
-from ringreduce.group_links import links_of
+from ringreduce.groups.links import links_of
+from ringreduce.groups.lookup import found_in
 from ringreduce.membership.protocol import View
 from ringreduce.rendezvous import store as rendezvous
 from ringreduce.rendezvous.card import prepared
-from ringreduce.survivors import found_in
 
 
 def make_group(

@@ -16,7 +16,6 @@ from torch._C._distributed_c10d import ErrorType
 from torch.nn.parallel import DistributedDataParallel
 
 from ringreduce import tuning  # noqa: F401  imported early: a member that becomes rank 0 must not lose time with it
-from ringreduce.api import backend_of
 from ringreduce.elastic.address import has_ended, settings_of
 from ringreduce.elastic.groups import destroy_groups, make_group, rebind
 from ringreduce.elastic.lateness import STEPS, Late, Lateness
@@ -33,13 +32,14 @@ from ringreduce.errors import (
     RingReduceError,
     TooFewRanks,
 )
-from ringreduce.group_links import links_of
+from ringreduce.groups.links import links_of
+from ringreduce.groups.lookup import backend_of
+from ringreduce.groups.ready import ready_for_a_group
 from ringreduce.membership.protocol import Member, Report, View, place
 from ringreduce.membership.rounds import Membership
-from ringreduce.ready import ready_for_a_group
 
 if TYPE_CHECKING:
-    from ringreduce.host_links import Wire
+    from ringreduce.groups.between_hosts import Wire
 
 Result = TypeVar("Result")
 Function = TypeVar("Function", bound="Callable[..., Any]")

@@ -25,7 +25,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ringreduce
 from ringreduce import elastic
-from ringreduce.api import backend_of
 from ringreduce.elastic import lateness, watch
 from ringreduce.elastic.home import Home
 from ringreduce.elastic.lateness import STEPS as COUNTED
@@ -38,6 +37,7 @@ from ringreduce.errors import (
     SystemFailure,
     TooFewRanks,
 )
+from ringreduce.groups.lookup import backend_of
 from ringreduce.membership.protocol import Member, View
 from ringreduce.rendezvous import store as rendezvous
 

@@ -14,8 +14,8 @@ from distributed.harness import Rank, Ranks, run
 from distributed.test_elastic import start
 
 from ringreduce import elastic
-from ringreduce.api import backend_of
 from ringreduce.errors import CollectiveTimeout
+from ringreduce.groups.lookup import backend_of
 
 
 def test_a_group_that_could_not_be_entered_goes_at_once() -> None:

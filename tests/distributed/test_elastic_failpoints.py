@@ -35,9 +35,10 @@ import torch
 import torch.distributed as dist
 from distributed.harness import Rank, Ranks, run
 
-from ringreduce import backend, elastic, host_links
+from ringreduce import elastic
 from ringreduce.elastic import watch
 from ringreduce.errors import CollectiveTimeout, Expelled, PeerLost
+from ringreduce.groups import between_hosts, make
 from ringreduce.membership.directory import Under
 from ringreduce.membership.key_store import KeyStore
 from ringreduce.membership.ledger import Ledger
@@ -69,8 +70,8 @@ CALLS: list[tuple[Any, str]] = [
     (host, "_send"),
     (socket.socket, "connect"),
     (socket.socket, "accept"),
-    (host_links.Links, "learn"),
-    (host_links.Links, "connect_all"),
+    (between_hosts.Links, "learn"),
+    (between_hosts.Links, "connect_all"),
     (links.Door, "_approach"),
     (links.Door, "_introduce"),
     (links.Door, "_admit"),
@@ -78,7 +79,7 @@ CALLS: list[tuple[Any, str]] = [
     (links.Door, "_join_all"),
     (links.Door, "_hand_over"),
     (links.Door, "_proof"),  # right before each message of the handshake, and after it was received
-    (backend._C, "ProcessGroupRing"),  # maps the regions
+    (make._C, "ProcessGroupRing"),  # maps the regions
     (dist, "destroy_process_group"),
     (dist, "init_process_group"),
 ]
@@ -116,7 +117,7 @@ def at_each_point(reach: Callable[[str], None]) -> None:
 
     for owner, name in CALLS:
         around(owner, name)
-    for module in (store, host, backend):
+    for module in (store, host, make):
         module.passed = reach  # type: ignore[attr-defined]
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from distributed.harness import Rank, run
 
 import ringreduce
-import ringreduce.report  # before a rank becomes a user who may not read files here
+import ringreduce.groups.stats  # before a rank becomes a user who may not read files here
 from ringreduce import _C
 from ringreduce.errors import RingReduceError
 from ringreduce.plan import BUILDERS

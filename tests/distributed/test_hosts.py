@@ -31,10 +31,10 @@ from distributed.harness import Rank, Ranks, run
 from processes import Logged
 
 import ringreduce
-from ringreduce import hosts_file
-from ringreduce.api import backend_of
 from ringreduce.errors import CollectiveMismatch, CollectiveTimeout, InvalidArgument, PeerLost, TopologyError
-from ringreduce.hosts_file import HostsFile
+from ringreduce.groups.lookup import backend_of
+from ringreduce.topology import hosts_file
+from ringreduce.topology.hosts_file import HostsFile
 
 NOTICED = 2.0
 """Seconds in which all ranks must know of a death or a mismatch."""

@@ -27,7 +27,7 @@ from distributed.harness import Rank, Ranks, in_threads, run
 from distributed.test_collectives import COLLECTIVES, SMALL_SLOTS, all_reduce, same, total, values
 
 import ringreduce
-import ringreduce.backend
+import ringreduce.groups.make
 from ringreduce import _C
 from ringreduce.errors import Aborted, PeerLost, RingReduceError
 
@@ -635,5 +635,5 @@ def join_on_a_build_for_cuda(me: Rank) -> str | None:
 
 
 def test_making_a_group_does_not_ask_for_gpus() -> None:
-    expected = None if any(map(os.path.exists, ringreduce.backend.GPU_DEVICES)) else "0"
+    expected = None if any(map(os.path.exists, ringreduce.groups.make.GPU_DEVICES)) else "0"
     assert run(join_on_a_build_for_cuda, 2) == [expected] * 2

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from distributed.harness import Rank, Ranks, run
 
 import ringreduce
-from ringreduce import backend
 from ringreduce.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -27,6 +26,7 @@ from ringreduce.errors import (
     RingReduceError,
     SystemFailure,
 )
+from ringreduce.groups import make
 from ringreduce.rendezvous import host, store
 
 SIZE = 3
@@ -55,7 +55,7 @@ def makes_a_group(me: Rank, transport: str, victim: int, stop: int) -> Any:
             me.report(time.monotonic())
             os.kill(os.getpid(), signal.SIGKILL)
 
-    for module in (store, host, backend):
+    for module in (store, host, make):
         module.passed = passed  # type: ignore[attr-defined]
     me.meet("all are started")  # what is older than its own process a rank takes for an earlier attempt's
     try:
@@ -210,7 +210,7 @@ def cannot_map(me: Rank, victim: int, room: int, options: ringreduce.Options) ->
                     used = int(file.read().split()[0]) * resource.getpagesize()
                 resource.setrlimit(resource.RLIMIT_AS, (used + room, hard))
 
-        backend.passed = passed  # type: ignore[assignment]
+        make.passed = passed  # type: ignore[assignment]
 
     def join_and_call() -> None:
         with me.join(timeout=300.0, options=options):

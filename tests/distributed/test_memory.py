@@ -238,7 +238,7 @@ def test_no_arena_where_limits_leave_room_for_none() -> None:
 
 def under_a_limit(me: Rank, limit: int, most: int, options: dict[str, int]) -> tuple[int, int]:
     """The arena's size, and how many warnings there were of it."""
-    logged = Logged("ringreduce.memory", logging.WARNING)
+    logged = Logged("ringreduce.groups.arena", logging.WARNING)
     resource.setrlimit(limit, (most, most))
     for _ in range(2):
         with me.join(options=ringreduce.Options(**options)):

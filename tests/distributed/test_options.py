@@ -12,7 +12,7 @@ from processes import Logged
 from torch.distributed.device_mesh import init_device_mesh
 
 import ringreduce
-from ringreduce.survivors import found_in
+from ringreduce.groups.lookup import found_in
 
 
 @pytest.mark.parametrize("backend", ["ringreduce", "cpu:ringreduce", "cpu:ringreduce,cuda:ringreduce"])

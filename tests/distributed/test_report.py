@@ -264,4 +264,4 @@ def test_debug_lines(capfd: Any, tmp_path: Path) -> None:
     life = output(RINGREDUCE_DEBUG="1")
     assert "[rank 0] made a group of ranks [0]" in life and "all_reduce #0" not in life
     assert "[ringreduce rank 0 of" in (lines := output(RINGREDUCE_DEBUG="2")) and "all_reduce #0 done" in lines
-    assert "[rank 0] made a group of ranks [0]" in output(TORCH_LOGS="ringreduce.backend")
+    assert "[rank 0] made a group of ranks [0]" in output(TORCH_LOGS="ringreduce.groups")

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from distributed.harness import Rank, Ranks, run
 
 import ringreduce
-from ringreduce import survivors
-from ringreduce.api import backend_of
 from ringreduce.errors import CollectiveTimeout, Expelled, InvalidArgument, PeerLost, RingReduceError
+from ringreduce.groups import survivors
+from ringreduce.groups.lookup import backend_of
 from ringreduce.membership import rounds
 
 ABORT = 1
@@ -265,7 +265,7 @@ def dies_at(me: Rank, victim: int, stage: str) -> Any:
 
 
 def _die_at(stage: str) -> None:
-    from ringreduce import backend
+    from ringreduce.groups import make
     from ringreduce.rendezvous import host, store
 
     def die() -> None:
@@ -293,7 +293,7 @@ def _die_at(stage: str) -> None:
 
     rounds.Membership._ask = dying_ask  # type: ignore[method-assign]
     rounds.Membership._view_of = dying_view_of  # type: ignore[method-assign]
-    for module in (store, host, backend):
+    for module in (store, host, make):
         module.passed = passed  # type: ignore[attr-defined]
 
 

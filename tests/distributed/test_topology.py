@@ -14,10 +14,10 @@ from distributed.harness import Rank, run
 from unit.test_topology_plan import cube_mesh
 
 import ringreduce
-import ringreduce.backend
 import ringreduce.topology.group_plans
 from ringreduce import plan
 from ringreduce.errors import TopologyError
+from ringreduce.groups import choices, decision
 
 
 @pytest.fixture
@@ -54,13 +54,13 @@ def collectives(size: int, rank: int) -> None:
 
 def run_over_file(me: Rank, path: str) -> tuple[Any, set[str]]:
     lowered = set()
-    original = ringreduce.backend._lowered
+    original = choices._lowered
 
     def record(built: plan.Plan) -> tuple[list[int], int]:
         lowered.add(f"{built.collective}: {built.name}")
         return original(built)
 
-    ringreduce.backend._lowered = record
+    choices._lowered = record
     with me.join(options=ringreduce.Options(topo_file=path)):
         collectives(me.size, me.rank)
         return ringreduce.topology(), lowered
@@ -133,8 +133,8 @@ def test_a_refused_group_keeps_no_descriptors(tmp_path: Path) -> None:
 def run_on_nodes(me: Rank, tuning: str) -> Any:
     """As if there were two NUMA nodes of four cores, and each rank bound to a core."""
     ringreduce.topology.group_plans._numa_nodes = lambda: iter([(0, frozenset(range(4))), (1, frozenset(range(4, 8)))])
-    original = ringreduce.backend.group_topology
-    ringreduce.backend.group_topology = lambda world, options, cores: original(
+    original = decision.group_topology
+    decision.group_topology = lambda world, options, cores: original(
         world, options, [frozenset({rank}) for rank in world]
     )
     with me.join(options=ringreduce.Options(tuning=tuning)):

@@ -13,7 +13,7 @@ from distributed.harness import Rank, run
 from processes import Logged
 
 import ringreduce.errors
-from ringreduce.measure import Candidate, Task, measure
+from ringreduce.cli.measure import Candidate, Task, measure
 from ringreduce.plan import BUILDERS
 from ringreduce.tuning import Cell, Measured, Tuning, identify
 from ringreduce.tuning.machine import probe
@@ -34,7 +34,7 @@ def tuned(path: Path, ranks: int, algorithms: dict[str, str], slice_bytes: int) 
 
 def calls(me: Rank, paths: list[str], cache: Path | None = None) -> str:
     """Runs collectives of several sizes; returns what the group said was decided."""
-    logged = Logged("ringreduce.backend")
+    logged = Logged("ringreduce.groups")
     if cache:
         os.environ["XDG_CACHE_HOME"] = str(cache)
     os.environ["RINGREDUCE_TUNING"] = paths[me.rank]

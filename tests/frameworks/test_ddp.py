@@ -30,8 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import ringreduce
-from ringreduce.api import backend_of
 from ringreduce.errors import PeerLost
+from ringreduce.groups.lookup import backend_of
 
 STEPS = 4
 

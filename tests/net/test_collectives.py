@@ -39,7 +39,7 @@ from net.network import Network, unavailable
 from net.ranks import Rank, run
 
 import ringreduce
-from ringreduce.api import backend_of
+from ringreduce.groups.lookup import backend_of
 
 pytestmark = [pytest.mark.netns, pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))]
 

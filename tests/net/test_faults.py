@@ -38,7 +38,6 @@ from net.ranks import Rank, Ranks, run
 from processes import GROUP_TIMEOUT
 
 import ringreduce
-from ringreduce.api import backend_of
 from ringreduce.errors import (
     Aborted,
     CollectiveMismatch,
@@ -47,6 +46,7 @@ from ringreduce.errors import (
     RingReduceError,
     SystemFailure,
 )
+from ringreduce.groups.lookup import backend_of
 
 pytestmark = [pytest.mark.netns, pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))]
 

@@ -22,8 +22,8 @@ from net.ranks import Rank, Ranks
 from net.test_faults import until_told
 
 import ringreduce
-from ringreduce.api import backend_of
 from ringreduce.errors import CollectiveTimeout, PeerLost, SystemFailure
+from ringreduce.groups.lookup import backend_of
 from ringreduce.rendezvous import links, sockets
 from ringreduce.rendezvous.interfaces import local_interfaces
 

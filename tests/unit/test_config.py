@@ -25,7 +25,7 @@ def test_origin_and_precedence() -> None:
 
 
 def test_default_memory_is_at_most_16_mb_per_rank() -> None:
-    from ringreduce.backend import geometry_for
+    from ringreduce.groups.make import geometry_for
 
     options, _ = resolve(Options(arena_bytes=0), {})  # the arena is address space only
     for size in range(1, 65):

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from ringreduce.cli.doctor import render
-from ringreduce.doctor_peers import Host, Pair, Survey, _receive, _send, rounds
+from ringreduce.doctor.peers import Host, Pair, Survey, _receive, _send, rounds
 
 ROOT = Path(__file__).resolve().parents[2]
 

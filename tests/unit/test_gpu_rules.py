@@ -12,9 +12,10 @@ import pytest
 from stand_in import build
 from test_turns import UNLIMITED, Batches, batches_of, library  # noqa: F401 (a fixture)
 
-from ringreduce import backend, plan
+from ringreduce import plan
 from ringreduce.config import Options
 from ringreduce.gpu import rules as of_gpus
+from ringreduce.groups import choices
 from ringreduce.plan import Plan, Read, slot_depth
 from ringreduce.plan.choose import BUILDERS, Rule
 from ringreduce.plan.symbolic import run_round
@@ -163,18 +164,18 @@ def test_the_user_comes_first_then_a_topology_then_these() -> None:
     topology = GroupTopology("NVML", "machine", (), (Served(KB, None, tree, 1, 1, ""),))
     engine = Engine()
     options = Options(algorithms="all_reduce:ring:4K-64K")
-    backend._add_plans(4, options, topology, built_in, engine)  # type: ignore[arg-type]
+    choices.add_plans(4, options, topology, built_in, engine)  # type: ignore[arg-type]
     of_all_reduce = {most: digest for (collective, most), digest in engine.plans.items() if collective == "all_reduce"}
     one_shot, two_shot, ring = (digest_of("all_reduce", name, 4) for name in ("one_shot", "two_shot", "ring"))
     assert of_all_reduce == {
         4 * KB - 1: one_shot,
         64 * KB - 1: ring,
         512 * KB - 1: one_shot,
-        backend.ANY_SIZE: two_shot,
+        choices.ANY_SIZE: two_shot,
     }
     assert engine.plans["reduce", KB - 1] == digest_of("reduce", "direct", 4)
-    assert engine.plans["reduce", backend.ANY_SIZE] == plan.digest(tree)  # although a ring is built in
-    assert engine.plans["broadcast", backend.ANY_SIZE] == digest_of("broadcast", "ring", 4)
+    assert engine.plans["reduce", choices.ANY_SIZE] == plan.digest(tree)  # although a ring is built in
+    assert engine.plans["broadcast", choices.ANY_SIZE] == digest_of("broadcast", "ring", 4)
     assert Rule("broadcast", "ring", 1024 * KB) in built_in
 
 

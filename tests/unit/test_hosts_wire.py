@@ -14,19 +14,20 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from ringreduce import host_links, hosts_file
-from ringreduce.backend import Decision, _decide
 from ringreduce.config import Options, resolve
-from ringreduce.doctor_peers import Host, Pair, Survey
+from ringreduce.doctor.peers import Host, Pair, Survey
 from ringreduce.errors import InvalidArgument
-from ringreduce.host_links import Links, Noticed, Wire, wire_of
-from ringreduce.hosts_file import HostsFile
+from ringreduce.groups import between_hosts
+from ringreduce.groups.between_hosts import Links, Noticed, Wire, wire_of
+from ringreduce.groups.decision import Decision, decide
 from ringreduce.rendezvous import interfaces
 from ringreduce.rendezvous.card import Place
 from ringreduce.rendezvous.host import meet
 from ringreduce.rendezvous.store import Exchange
+from ringreduce.topology import hosts_file
+from ringreduce.topology.hosts_file import HostsFile
 
-FOUR: host_links.Hosts = ((0,), (1,), (2,), (3,))
+FOUR: between_hosts.Hosts = ((0,), (1,), (2,), (3,))
 
 SLOW = HostsFile(
     "2026-11-21 03:17 UTC",
@@ -120,7 +121,7 @@ def decided(file: str, labels: str = "abcd") -> Decision:
     """What rank 0 tells the others; one rank a host."""
     options, _ = resolve(Options(hosts_file=file), {})
     ranks = [[rank] for rank in range(len(labels))]
-    text = _decide(list(range(len(labels))), options, [frozenset({0})] * len(labels), False, ranks, [*labels])
+    text = decide(list(range(len(labels))), options, [frozenset({0})] * len(labels), False, ranks, [*labels])
     return Decision.load(text)
 
 

@@ -17,12 +17,12 @@ import pytest
 import torch.distributed as dist
 
 from ringreduce.errors import Expelled, SystemFailure
+from ringreduce.groups.survivors import Lineage
 from ringreduce.membership.directory import Bounded, Directory, Under, value_of
 from ringreduce.membership.key_store import KeyStore
 from ringreduce.membership.ledger import FREE, Ledger
 from ringreduce.membership.protocol import Member, Report, View, place
 from ringreduce.membership.rounds import Membership
-from ringreduce.survivors import Lineage
 
 SIZE = 4 << 20
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from ringreduce import _C, cli, plan, tuning
+from ringreduce.cli.measure import Candidate, tasks, winner
 from ringreduce.config import Options, resolve
 from ringreduce.errors import InvalidArgument
-from ringreduce.measure import Candidate, tasks, winner
 from ringreduce.tuning import Cell, Measured, Tuning, decision, machine
 from ringreduce.tuning.machine import identify, numbers, probe
 from ringreduce.tuning.record import default_path, load, save

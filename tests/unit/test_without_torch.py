@@ -195,7 +195,7 @@ def test_a_name_of_the_machine_means_the_same_everywhere(copy: Path, tmp_path: P
 
 
 def test_a_file_of_hosts_that_cannot_be_written_harms_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ringreduce.hosts_file import HostsFile, save
+    from ringreduce.topology.hosts_file import HostsFile, save
 
     path = tmp_path / "hosts.json"
     others = tmp_path / f"hosts.json.{os.getpid()}"

@@ -22,12 +22,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 
 from ringreduce.common.failures import CollectiveTimeout, RingReduceError
-from ringreduce.host_links import PATIENCE
-from ringreduce.hosts_file import HostsFile
+from ringreduce.groups.between_hosts import PATIENCE
 from ringreduce.rendezvous.card import Place
 from ringreduce.rendezvous.host import Meeting, exactly, meet
 from ringreduce.rendezvous.links import Peer
 from ringreduce.rendezvous.store import Exchange, Store, get
+from ringreduce.topology.hosts_file import HostsFile
 from ringreduce.tuning.decision import now
 
 MEET_SECONDS = 60.0

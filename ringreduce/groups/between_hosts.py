@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ringreduce import hosts_file, plan
+from ringreduce import plan
 from ringreduce.common.failures import CollectiveTimeout, RingReduceError, TopologyError
 from ringreduce.plan import Plan, Rule, Slicing
 from ringreduce.plan import across_hosts as between
@@ -18,6 +18,7 @@ from ringreduce.plan.choose import ROOTED
 from ringreduce.rendezvous.host import Meeting
 from ringreduce.rendezvous.interfaces import speed_of
 from ringreduce.rendezvous.links import Door, Peer
+from ringreduce.topology import hosts_file
 from ringreduce.topology.host_order import ring_order
 
 BY_ROOT = tuple(collective for collective in ROOTED if collective not in between.PLAIN)

@@ -9,15 +9,13 @@ import atexit
 import contextlib
 import functools
 import itertools
-import json
 import logging
 import mmap
 import multiprocessing.util
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
@@ -28,7 +26,6 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from ringreduce import _C, plan
 from ringreduce.config import (
     LEAST_SLICE_GLOO,
-    MOST_FETCH,
     MOST_SLICE_GLOO,
     SPINS_SHARING_CORES,
     SPINS_WITH_LINKS,
@@ -42,25 +39,26 @@ from ringreduce.config import (
     slot_bytes_for,
 )
 from ringreduce.errors import SystemFailure, TopologyError
-from ringreduce.group_links import registered, remember
+from ringreduce.groups.arena import open_arena, share_allocations
+from ringreduce.groups.choices import Choices, add_plans
+from ringreduce.groups.decision import Decision, decide, decide_by_cards, decide_over_gloo
+from ringreduce.groups.links import registered, remember
+from ringreduce.groups.lookup import found_in
+from ringreduce.groups.ready import agreed, place_of
+from ringreduce.groups.survivors import Lineage, Survivors, known_ends, shrinking, survivors_of, use_instead
 from ringreduce.membership.key_store import KeyStore
 from ringreduce.membership.ledger import Ledger, ledger_bytes
-from ringreduce.memory import open_arena, share_allocations
-from ringreduce.ready import agreed, place_of
 from ringreduce.rendezvous.card import prepared
-from ringreduce.rendezvous.host import Decide, meet
-from ringreduce.rendezvous.store import Card, Exchange, passed
-from ringreduce.survivors import Lineage, Survivors, found_in, known_ends, shrinking, survivors_of, use_instead
+from ringreduce.rendezvous.host import meet
+from ringreduce.rendezvous.store import Exchange, passed
 
 if TYPE_CHECKING:
-    from ringreduce import host_links
-    from ringreduce.host_links import Wire
+    from ringreduce.groups.between_hosts import Links
     from ringreduce.topology.group_plans import GroupTopology
 
 Family = tuple[Lineage, list[int]]
 """What a group is shrunk from, and the ranks that its ranks had in the first group there."""
 
-ANY_SIZE = 2**64 - 1
 LONGEST_TIMEOUT = 7 * 24 * 3600.0
 """Seconds; longer ones are cut to this, since not all that waits can count further."""
 
@@ -183,12 +181,12 @@ def _make(
     settings = functools.partial(_settings, exchange, name, seconds, options, family)
     group, decision, links = make(exchange, seconds, options, settings)
     if links:
-        from ringreduce import host_links
+        from ringreduce.groups import between_hosts
 
         remember(name, links)
         try:
             links.learn(seconds - (time.monotonic() - began))  # which plans are chosen by
-            first = host_links.peers_in(_Choices(rank, size, options, decision, links).plans(), rank, links.order)
+            first = between_hosts.peers_in(Choices(rank, size, options, decision, links).plans(), rank, links.order)
             links.connect_all(first, seconds - (time.monotonic() - began))
         except BaseException as error:
             exchange.give_up(error)
@@ -206,89 +204,23 @@ def _make(
     return group
 
 
-class _Choices:
-    """Which plan a rank of a group runs for which call: as the user says, else the topology, else what rank 0 has
-    decided, else by what is known of the network between hosts. The engine asks when a call first needs one."""
-
-    def __init__(
-        self, rank: int, size: int, options: Options, decision: Decision, links: host_links.Links | None = None
-    ) -> None:
-        self.rank, self.size, self.options, self.decision, self.links = rank, size, options, decision, links
-
-    def ranges(
-        self, collective: str, root: int | None = None
-    ) -> tuple[list[plan.Range], Mapping[tuple[str, str], plan.Plan]]:
-        """Ascending, and the plans among them that are not by an algorithm's name alone. None: what serves any root."""
-        users = plan.parse_algorithms(self.options.algorithms)
-        topology = self.decision.topology
-        own = dict(topology.plans()) if topology else {}
-        decided = (*(topology.rules() if topology else ()), *plan.parse_algorithms(self.decision.rules))
-        if self.links:
-            from ringreduce import host_links
-
-            slicing = slicing_for(self.options, slot_bytes_for(self.size, self.options), fetch=False)
-            between = self.links.order, self.links.wire, slicing
-            by_root = root is not None and collective in host_links.BY_ROOT
-            if by_root and not any(rule.collective == collective for rule in users):
-                for_root = host_links.plans_for_root(*between, collective, root or 0)
-                return [plan.Range(end, each.name) for end, each in for_root], {
-                    (collective, each.name): each for _, each in for_root
-                }
-            for_hosts, plans = host_links.plans_for(*between, self.options.wire_dtype)
-            own, decided = {**plans, **own}, (*decided, *for_hosts)
-        return plan.ranges(collective, self.size, users, decided), own
-
-    def ask(self, collective: str, root: int, block_bytes: int) -> tuple[list[int], int, int, int, int]:
-        """(lowered for this rank, digest, least bytes, most bytes, slice bytes) of what serves such calls."""
-        ranges, own = self.ranges(collective, root)
-        chosen = plan.lookup(ranges, block_bytes)
-        begin = max((each.end for each in ranges if each.end is not None and each.end <= block_bytes), default=0)
-        planned = own.get((collective, chosen.algorithm))
-        lowered = _lowered(planned) if planned else lowered_plan(collective, chosen.algorithm, self.size, self.rank)
-        return (*lowered, begin, ANY_SIZE if chosen.end is None else chosen.end - 1, chosen.slice_bytes)
-
-    def plans(self) -> Iterator[plan.Plan]:
-        """Of all collectives and sizes."""
-        for collective in plan.BUILDERS:
-            ranges, own = self.ranges(collective)
-            for each in ranges:
-                yield own.get((collective, each.algorithm)) or plan.build(collective, each.algorithm, self.size)
-
-
-def _add_plans(
-    size: int,
-    options: Options,
-    topology: GroupTopology | None,
-    decided: Sequence[plan.Rule],
-    target: _C.GpuEngine,
-) -> None:
-    """Gives an engine on GPUs a plan for each collective and size: as the user says, else the topology, else as
-    `decided`."""
-    own = topology.plans() if topology else {}
-    decided = (*(topology.rules() if topology else ()), *decided)
-    for collective, ranges in plan.table(size, plan.parse_algorithms(options.algorithms), decided).items():
-        for end, algorithm, slice_bytes in reversed(ranges):  # as each takes all up to its end
-            lowered, digest = _lowered(own.get((collective, algorithm)) or plan.build(collective, algorithm, size))
-            target.add_plan(collective, lowered, digest, ANY_SIZE if end is None else end - 1, slice_bytes)
-
-
 def _make_with_memory(
     exchange: Exchange,
     seconds: float,
     options: Options,
     settings: Callable[..., _C.Settings],
-) -> tuple[_C.ProcessGroupRing, Decision, host_links.Links | None]:
+) -> tuple[_C.ProcessGroupRing, Decision, Links | None]:
     """Ranks of one host share memory; those on several have links over TCP besides."""
     rank, size, global_ranks = exchange.rank, exchange.size, exchange.ranks
     before = prepared.get()
     memory = before.ready.memory if before else _C.OpenMemory() if options.fetch and size > 1 else None
     arena = open_arena(options)
-    decision_of_rank_0 = functools.partial(_decide, global_ranks, options)
+    decision_of_rank_0 = functools.partial(decide, global_ranks, options)
     meeting = meet(
         exchange,
         lambda decision: _memory_for(size, options, Decision.load(decision).channels),
         agreed(options),
-        functools.partial(_decide_by_cards, before.cards, decision_of_rank_0) if before else decision_of_rank_0,
+        functools.partial(decide_by_cards, before.cards, decision_of_rank_0) if before else decision_of_rank_0,
         memory,
         place_of(options),
         arena,
@@ -301,10 +233,10 @@ def _make_with_memory(
             raise TopologyError(decision.error, 0)
         links = None
         if meeting.door:
-            from ringreduce import host_links
+            from ringreduce.groups import between_hosts
 
             name = "/".join(map(str, global_ranks))
-            links = host_links.Links(
+            links = between_hosts.Links(
                 meeting, name, rank, decision.hosts, decision.wire, options.connections, options.dead_after
             )
         geometry = geometry_for(size, options, decision.channels)
@@ -367,7 +299,7 @@ def _make_over_gloo(
     from ringreduce.rendezvous.roster import call_roll
 
     rank, size = exchange.rank, exchange.size
-    decision_of_rank_0 = functools.partial(_decide_over_gloo, exchange.ranks, options)
+    decision_of_rank_0 = functools.partial(decide_over_gloo, exchange.ranks, options)
     roster = call_roll(exchange, agreed(options), decision_of_rank_0)
     decision = Decision.load(roster.decision)
     if decision.error:
@@ -402,7 +334,7 @@ def _settings(
     decision: Decision,
     processes: list[tuple[str, int]],
     ledger: Ledger | None,
-    links: host_links.Links | None = None,
+    links: Links | None = None,
     **of_transport: Any,
 ) -> _C.Settings:
     """`processes`: host and pid of each rank. `ledger`: where survivors meet; None: in the store."""
@@ -420,7 +352,7 @@ def _settings(
         number=number,
         regroup=functools.partial(_regroup, store_of(exchange), name, rank, global_ranks, options, survivors),
         join_gpus=functools.partial(_join_gpus, len(global_ranks), options, seconds, between_gpus),
-        ask=_Choices(rank, len(global_ranks), options, decision, links).ask,
+        ask=Choices(rank, len(global_ranks), options, decision, links).ask,
         slices=options.slices,
         recorded_calls=options.recorded_calls,
         dump_when_broken=bool(options.dump_when_broken),
@@ -442,8 +374,8 @@ def _join_gpus(
     """`between`: what a file says of the links between the GPUs, if there is one."""
     from ringreduce.gpu import joining
 
-    add_plans = functools.partial(_add_plans, size, options)
-    joining.join(joining.Wanted(options, seconds, between, add_plans), group, ordinal, communicator)
+    plans = functools.partial(add_plans, size, options)
+    joining.join(joining.Wanted(options, seconds, between, plans), group, ordinal, communicator)
 
 
 def _regroup(
@@ -475,143 +407,6 @@ def _regroup(
     if isinstance(place, KeyStore):
         use_instead(place, group)
     return smaller
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What rank 0 of a group tells the others, as JSON: the tuning's rules, the topology's plans, or what is wrong."""
-
-    rules: str = ""
-    topology: GroupTopology | None = None
-    error: str = ""
-    hosts: host_links.Hosts = ()
-    """The ranks of each, in the order of rings."""
-    wire: Wire | None = None
-    """What a file says of the network between hosts."""
-    yields: int = 0
-    """See `tuning.yields`."""
-    most_fetch: int = MOST_FETCH
-    """See `tuning.most_fetch`."""
-
-    @property
-    def channels(self) -> int:
-        return self.topology.channels if self.topology else 0
-
-    def dump(self) -> str:
-        topology = self.topology.to_json() if self.topology else None
-        return json.dumps({**vars(self), "topology": topology})
-
-    @staticmethod
-    @functools.lru_cache(maxsize=16)
-    def load(text: str) -> Decision:
-        fields = json.loads(text)
-        topology = wire = None
-        if fields["topology"]:
-            from ringreduce.topology.group_plans import GroupTopology
-
-            topology = GroupTopology.from_json(fields["topology"])
-        if fields["wire"]:
-            from ringreduce.host_links import Wire
-
-            wire = Wire(*fields["wire"])
-        on_hosts = tuple(map(tuple, fields["hosts"]))
-        return Decision(**{**fields, "topology": topology, "hosts": on_hosts, "wire": wire})
-
-
-def _decide(
-    global_ranks: list[int],
-    options: Options,
-    cores: list[frozenset[int]],
-    fetch: bool,
-    on_hosts: list[list[int]],
-    labels: list[str],
-) -> str:
-    """Called on rank 0 of a group. The others wait for the answer, so it has one whatever happens."""
-    if len(on_hosts) > 1:
-        if options.topo_file:
-            log.warning(
-                "RINGREDUCE_TOPO_FILE=%r is not read: it describes one machine, and ranks are on %d hosts",
-                options.topo_file,
-                len(on_hosts),
-            )
-        return _decide_for_hosts(options.hosts_file, tuple(map(tuple, on_hosts)), labels).dump()
-    from ringreduce import tuning
-
-    size, some = len(cores), frozenset[int]().union(*cores)
-    tuned = Decision(
-        tuning.decide(size, some, fetch, options=options, slot_bytes=slot_bytes_for(size, options)),
-        yields=tuning.yields(some, options) if size > len(some) else 0,
-        most_fetch=tuning.most_fetch(some, options) if size > 2 else MOST_FETCH,
-    )
-    try:
-        return replace(tuned, topology=group_topology(global_ranks, options, cores)).dump()
-    except TopologyError as error:
-        return Decision(error=str(error)).dump()
-    except Exception as error:
-        log.warning("cannot plan over the machine's links: %s; the tuned rules decide", error)
-        return tuned.dump()
-
-
-def _decide_by_cards(
-    cards: Sequence[Card],
-    otherwise: Decide,
-    cores: list[frozenset[int]],
-    fetch: bool,
-    on_hosts: list[list[int]],
-    labels: list[str],
-) -> str:
-    """Called on the first rank of each host, and says the same on all: where several hosts are, by the cards alone."""
-    if len(on_hosts) == 1:
-        return otherwise(cores, fetch, on_hosts, labels)
-    from ringreduce.host_links import Wire
-
-    known = next((Wire(*card["wire"]) for card in cards if card["wire"]), None)
-    return Decision(hosts=tuple(map(tuple, on_hosts)), wire=known).dump()
-
-
-def _decide_for_hosts(file: str, on_hosts: host_links.Hosts, labels: Sequence[str]) -> Decision:
-    if not file:
-        return Decision(hosts=on_hosts)
-    from ringreduce import host_links
-
-    try:
-        order, wire = host_links.by_file(file, on_hosts, labels)
-        return Decision(hosts=order, wire=wire)
-    except Exception as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or error
-        return Decision(
-            error=f"RINGREDUCE_HOSTS_FILE={file!r}: {reason}; write it with `ringreduce doctor --peers --write`, or "
-            "leave the option out"
-        )
-
-
-def _decide_over_gloo(global_ranks: list[int], options: Options) -> str:
-    """The same where the ranks' cores, and what they share, say nothing: only a topology file counts."""
-    try:
-        return Decision(topology=group_topology(global_ranks, options, []) if options.topo_file else None).dump()
-    except Exception as error:  # the others wait for the answer
-        return Decision(error=str(error)).dump()
-
-
-def group_topology(global_ranks: list[int], options: Options, cores: list[frozenset[int]]) -> GroupTopology | None:
-    """What the topology plans for ranks on these cores; None where there is nothing to plan: one NUMA node, no file."""
-    # Ranks that may use the same cores are bound to no NUMA node, and what plans for some takes long to import.
-    if not options.topo_file and (options.tuning == "off" or len(set(cores)) < 2):
-        return None
-    from ringreduce import tuning
-    from ringreduce.topology.group_plans import graph_of_cores, graph_of_file, plan_group
-
-    if options.topo_file:
-        from ringreduce.topology.read import described
-
-        source = f"RINGREDUCE_TOPO_FILE={options.topo_file}"
-        try:
-            graph = described(options.topo_file)
-        except TopologyError as error:
-            raise TopologyError(f"{source}: {error}") from None
-        return plan_group(graph_of_file(graph, source, global_ranks), source)
-    bound = graph_of_cores(cores, lambda: tuning.memory_gbps(options.tuning, frozenset[int]().union(*cores)))
-    return plan_group(bound, "the cores that the ranks are bound to") if bound else None
 
 
 def show_log() -> None:
@@ -655,16 +450,3 @@ def patience_for(options: Options, decision: Decision, crowded: bool, links: boo
     looks = SPINS_WITH_LINKS if links else SPINS_SHARING_CORES if crowded else SPINS_WITH_OWN_CORE
     yields = (decision.yields or YIELDS_SHARING_CORES) if crowded else YIELDS_WITH_OWN_CORE
     return options.spins or looks, options.yields or yields
-
-
-def lowered_plan(collective: str, algorithm: str, size: int, rank: int) -> tuple[list[int], int]:
-    """What a rank runs of a plan, and its digest."""
-    if plan.symmetric(collective, algorithm, size):
-        return plan.lower_for(collective, algorithm, size, rank)
-    return _lowered(plan.build(collective, algorithm, size))
-
-
-@functools.lru_cache(maxsize=256)
-def _lowered(built: plan.Plan) -> tuple[list[int], int]:
-    words = plan.lower(built)
-    return words, plan.digest_of(built.collective, words)

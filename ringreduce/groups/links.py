@@ -9,7 +9,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ringreduce.host_links import Links
+    from ringreduce.groups.between_hosts import Links
 
 registered: dict[str, list[str]] = {}
 """The plans that users have registered, in words, the latest last, by the name that torch knows a group by."""

@@ -10,9 +10,9 @@ from typing import cast, overload
 import torch.distributed as dist
 
 from ringreduce import _C
-from ringreduce.api import backend_of
-from ringreduce.group_links import all_links, links_of, registered
-from ringreduce.host_links import LinkStats, Wire
+from ringreduce.groups.between_hosts import LinkStats, Wire
+from ringreduce.groups.links import all_links, links_of, registered
+from ringreduce.groups.lookup import backend_of
 from ringreduce.topology.group_plans import GroupTopology, OnHost
 from ringreduce.topology.live import probe
 from ringreduce.tuning import measured_memory

@@ -9,7 +9,7 @@ from ringreduce.config import Options, resolve
 from ringreduce.rendezvous.card import Config, Place, Ready
 
 if TYPE_CHECKING:
-    from ringreduce.host_links import Wire
+    from ringreduce.groups.between_hosts import Wire
 
 
 def place_of(options: Options) -> Place:

@@ -18,12 +18,12 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakValueDictionary
 
-import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, _ProcessGroupWrapper
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from ringreduce._C import ProcessGroupRing
 from ringreduce.errors import CollectiveTimeout, PeerLost
+from ringreduce.groups.lookup import found_in
 from ringreduce.membership.key_store import KeyStore
 from ringreduce.membership.ledger import Ledger
 from ringreduce.rendezvous import store
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from ringreduce.membership.directory import Directory
     from ringreduce.membership.protocol import View
     from ringreduce.membership.rounds import Membership
-
-DEVICES = (torch.device("cpu"), torch.device("cuda"))
 
 _living: WeakValueDictionary[int, Survivors] = WeakValueDictionary()
 
@@ -222,20 +220,6 @@ def known_ends(group: ProcessGroupRing, wanted: list[int]) -> Iterator[None]:
         yield
     finally:
         store.ended.reset(known)
-
-
-def found_in(group: dist.ProcessGroup) -> ProcessGroupRing | None:
-    """The ringreduce backend of a process group; None if it has none."""
-    for device in DEVICES:
-        try:
-            backend = group._get_backend(device)
-        except RuntimeError:  # the group has none for it
-            continue
-        if isinstance(backend, _ProcessGroupWrapper):  # TORCH_DISTRIBUTED_DEBUG=DETAIL
-            backend = backend.wrapped_pg
-        if isinstance(backend, ProcessGroupRing):
-            return backend
-    return None
 
 
 def use_instead(place: KeyStore, group: ProcessGroupRing) -> None:

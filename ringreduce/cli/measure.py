@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from ringreduce import api, plan
-from ringreduce.backend import ANY_SIZE, lowered_plan
 from ringreduce.common.failures import RingReduceError
 from ringreduce.config import Options, resolve, slicing_for, slot_bytes_for
+from ringreduce.groups.choices import ANY_SIZE, lowered_plan
 from ringreduce.plan import Slicing, Table
 from ringreduce.plan.by_cost import BLOCKS, slices
 from ringreduce.plan.cost import chunk_bytes
