@@ -65,9 +65,13 @@ std::byte* JournalWire::place_for(int peer, const FrameHeader& header, std::vect
                header.bytes <= header.total - header.seq,
            peer, "a part of what was pushed that is none");
     Incoming& to = incoming_[header.tag];
-    if (to.entry.pushed == nullptr) to.entry.pushed = std::make_shared_for_overwrite<std::byte[]>(header.total);
+    if (to.entry.pushed == nullptr) {
+      demand(!to.known || header.total == to.entry.record.slot.bytes, peer, "other data than its record says");
+      to.entry.pushed = std::make_shared_for_overwrite<std::byte[]>(header.total);
+      to.total = header.total;
+    }
     to.claimed += header.bytes;
-    demand(to.claimed <= header.total, peer, "more than was pushed");
+    demand(header.total == to.total && to.claimed <= to.total, peer, "more than was pushed");
     return to.entry.pushed.get() + header.seq;
   }
   if (header.kind == Kind::record)
@@ -94,6 +98,7 @@ void JournalWire::deliver(int peer, const FrameHeader& header, const std::vector
     demand(header.seq >= whole_, peer, "a record twice");
     Incoming& to = incoming_[header.seq];
     std::memcpy(&to.entry.record, aside.data(), sizeof(Record));
+    demand(to.entry.pushed == nullptr || to.entry.record.slot.bytes == to.total, peer, "a record of other data");
     to.entry.bytes.assign(aside.begin() + sizeof(Record), aside.end());
     to.known = true;
   } else {

@@ -72,7 +72,8 @@ class JournalWire final : public Wire {
   struct Incoming {
     bool known = false;  // the record has arrived
     Entry entry;
-    std::uint64_t claimed = 0, arrived = 0;  // bytes of pushed data in frames that have begun, and that are complete
+    std::uint64_t total = 0;                 // bytes of pushed data, as each of its frames says
+    std::uint64_t claimed = 0, arrived = 0;  // those in frames that have begun, and in frames that are complete
   };
 
   static std::uint64_t length(const Entry& entry) { return sizeof(Record) + entry.bytes.size(); }

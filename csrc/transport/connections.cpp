@@ -250,8 +250,10 @@ bool Connections::receive(int peer, Link& link, Connection& connection) {
     return received == Connection::Received::something;
   } catch (const Error& error) {
     break_link(peer, link, error.what());
-    return true;
+  } catch (const std::bad_alloc&) {
+    break_link(peer, link, "there is no memory for what it sent");
   }
+  return true;
 }
 
 // A peer has left when every connection has said so, for what it sent before may still be under way on one that has

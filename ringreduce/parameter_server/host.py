@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ringreduce.errors import Aborted, InvalidArgument, RingReduceError
+from ringreduce.errors import Aborted, InvalidArgument, RingReduceError, SystemFailure
 from ringreduce.parameter_server import control
 from ringreduce.parameter_server.shard import OBSERVERS, Shard
 from ringreduce.parameter_server.succession import Succession
@@ -429,10 +429,12 @@ class Host:
 
     def _respond(self, visitor: Visitor, message: dict[str, Any], descriptors: list[int]) -> None:
         answer, given = self._answer(visitor, message, descriptors)
-        if "number" in message:  # lets the worker recognise an answer to a question that it has given up
-            answer["number"] = message["number"]
+        # The number lets the worker recognise an answer to a question that it has given up.
+        number = {"number": message["number"]} if "number" in message else {}
         try:
-            control.send(visitor.connection, answer, given)
+            control.send(visitor.connection, answer | number, given)
+        except SystemFailure as error:  # the answer is too long, which is no reason to end the connection
+            control.send(visitor.connection, {"error": ["SystemFailure", str(error)]} | number)
         finally:
             for descriptor in given:
                 os.close(descriptor)

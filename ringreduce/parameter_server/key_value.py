@@ -555,6 +555,7 @@ class KeyValue:
     def abort(self) -> None:
         """Ends every wait of this worker, now and later, with `Aborted`. Call it from another thread."""
         self._client.abort()
+        self._questions.abort()
 
     def stats(self, timeout: timedelta | float | None = None) -> dict[str, Any]:
         """Returns what this worker and the servers know about themselves.

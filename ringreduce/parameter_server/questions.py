@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import select
+import socket
 import threading
 import time
+import weakref
 from typing import TYPE_CHECKING, Any
 
-from ringreduce.errors import CollectiveTimeout, InvalidArgument, ServerLost, SystemFailure
+from ringreduce.errors import Aborted, CollectiveTimeout, InvalidArgument, ServerLost, SystemFailure
 from ringreduce.parameter_server import control
 
 if TYPE_CHECKING:
@@ -28,6 +31,13 @@ class Questions:
         self._pid = os.getpid()
         self._numbers = itertools.count()
         self._asking = threading.Lock()
+        self._aborted = os.eventfd(0, os.EFD_CLOEXEC)
+        """Readable after `abort`."""
+        weakref.finalize(self, os.close, self._aborted)
+
+    def abort(self) -> None:
+        """Ends every wait for an answer, now and later, with `Aborted`."""
+        os.eventfd_write(self._aborted, 1)
 
     def check_process(self) -> None:
         """Raises `InvalidArgument` in a forked child."""
@@ -54,9 +64,9 @@ class Questions:
                 connection.settimeout(max(0.01, deadline - time.monotonic()))
                 number = next(self._numbers)
                 control.send(connection, {**question, "number": number})
-                answer, _ = control.receive(connection)
+                answer = self._receive(connection, deadline)
                 while answer.get("number") != number:  # answers to questions that were given up
-                    answer, _ = control.receive(connection)
+                    answer = self._receive(connection, deadline)
             except TimeoutError:
                 raise CollectiveTimeout(f"{name} did not answer {question['ask']!r} in time", server) from None
             except OSError as error:
@@ -68,6 +78,18 @@ class Questions:
                 kind, text = answer["error"]
                 raise (InvalidArgument if kind == "InvalidArgument" else SystemFailure)(f"{name}: {text}", server)
             return answer
+
+    def _receive(self, connection: socket.socket, deadline: float) -> dict[str, Any]:
+        """Returns the next message of a server. Raises as `control.receive`, and `Aborted`."""
+        poll = select.poll()
+        poll.register(connection, select.POLLIN)
+        poll.register(self._aborted, select.POLLIN)
+        ready = dict(poll.poll(1000 * max(0.01, deadline - time.monotonic())))
+        if self._aborted in ready:
+            raise Aborted("abort() was called")
+        if not ready:
+            raise TimeoutError
+        return control.receive(connection)[0]
 
     def _turn_to_next(self, server: int, deadline: float) -> bool:
         """Turns to the server that has taken over the blocks of one that has ended. Returns whether there is one."""
@@ -110,7 +132,7 @@ class Questions:
             while time.monotonic() < deadline:
                 connection.settimeout(max(0.01, deadline - time.monotonic()))
                 control.send(connection, {"ask": "serves", "number": number})
-                if control.receive(connection)[0].get("serves"):
+                if self._receive(connection, deadline).get("serves"):
                     return True
                 time.sleep(_LOOK)
         return False

@@ -20,7 +20,9 @@ from distributed.harness import Rank, run
 from torch._C._distributed_c10d import HashStore
 
 import ringreduce.parameter_server as ps
-from ringreduce.errors import Aborted, CollectiveTimeout, InvalidArgument
+from ringreduce.errors import Aborted, CollectiveTimeout, InvalidArgument, SystemFailure
+from ringreduce.parameter_server import control
+from ringreduce.parameter_server.host import Host
 
 SMALL: dict[str, Any] = {"window": 4 << 20, "memory": 16 << 20, "block_bytes": 4096}
 ADAM, SUM = ps.optimizer(torch.optim.Adam), ps.sync(average=False)
@@ -448,7 +450,10 @@ def test_modes_and_updates_are_no_words(given: dict[str, Any], message: str) -> 
         (lambda: ps.rowwise_adagrad(lr=10**400), "lr is 1000*; it must be a number, 0 or more"),
         (lambda: ps.function(len), "name is <built-in function len>; it must be a string"),
         (lambda: ps.function("f", x=10**400), "x is 1000*; arguments of a function must be"),
-        (lambda: ps.optimizer(torch.optim.SGD, lr=10**400), "lr is 1000*; an optimizer's arguments must be numbers"),
+        (
+            lambda: ps.optimizer(torch.optim.SGD, lr=10**400),
+            "lr is 1000*; an optimizer's arguments must be Python numbers",
+        ),
         (lambda: ps.optimizer(torch.optim.Adam, betas=0.9), "torch.optim.Adam does not take these arguments"),
         (lambda: ps.optimizer(torch.optim.Adam, capturable=True), "torch.optim.Adam does not take these arguments"),
     ],
@@ -508,6 +513,37 @@ def test_a_weighted_average_is_as_large_as_its_values(dtype: torch.dtype, weight
         out = torch.zeros(4, dtype=dtype)
         kv.push_pull("w", torch.full((4,), 200.0, dtype=dtype), out=out, weight=weight).wait()
         assert out.tolist() == [200.0] * 4
+
+
+def test_abort_ends_a_wait_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, answer = threading.Event(), Host._answer
+
+    def late(self: Host, *arguments: Any) -> Any:
+        answers.wait(60)
+        return answer(self, *arguments)
+
+    kv = ps.join(**SMALL)
+    monkeypatch.setattr(Host, "_answer", late)
+    try:
+        threading.Timer(0.2, kv.abort).start()
+        for _ in range(2):
+            with pytest.raises(Aborted, match=r"abort\(\) was called"):
+                kv.init("w", torch.zeros(4))
+    finally:
+        answers.set()
+        kv._close()
+
+
+def test_an_answer_that_is_too_long_is_an_error_and_the_worker_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ps.join(**SMALL) as kv:
+        kv.init("w", torch.zeros(4))
+        monkeypatch.setattr(control, "MOST", 150)
+        with pytest.raises(SystemFailure, match=r"a control message has \d+ bytes; the most is 150"):
+            kv.stats()
+        monkeypatch.undo()
+        kv.push_pull("w", torch.ones(4), out=(out := torch.empty(4))).wait()
+        assert out.eq(1).all()
+        assert kv.stats()["servers"]
 
 
 def test_threads_get_their_own_answers() -> None:
