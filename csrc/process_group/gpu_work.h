@@ -130,7 +130,7 @@ class GpuWork final : public c10d::Work {
     std::unique_lock lock(mutex_);
     if (!cv_.wait_for(lock, std::chrono::nanoseconds(nanoseconds(timeout)), [&] { return completed_; }))
       throw Error(ErrorKind::timeout, c10::str("Operation timed out! ", name_of(opType_), " number ", call_.sequence,
-                                               " of the group: rank ", rank_, " waited the ", timeout.count(),
+                                               " of the group: rank ", rank_, " of it waited the ", timeout.count(),
                                                " ms that wait() was given"));
     if (exception_) std::rethrow_exception(exception_);
   }

@@ -201,8 +201,8 @@ Tally Job::agree(Engine& host) {
     for (std::size_t to = 0; to < n; ++to) {
       const std::size_t sent = all[2 * n * from + to], expected = all[2 * n * to + n + from];
       if (sent != expected)
-        throw Error(ErrorKind::mismatch, c10::str("all_to_all: rank ", from, " sends ", sent, " elements to rank ", to,
-                                                  ", which expects ", expected));
+        throw Error(ErrorKind::mismatch, c10::str("all_to_all: rank ", from, " of the group sends ", sent,
+                                                  " elements to rank ", to, " of it, which expects ", expected));
       splits.push_back(sent);
       call.largest = std::max<std::uint64_t>(call.largest, sent);
     }

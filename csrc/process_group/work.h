@@ -128,7 +128,7 @@ class CallWork : public c10d::Work {
       if (!cv_.wait_for(lock, std::chrono::nanoseconds(nanoseconds(timeout)), [&] { return completed_; }))
         throw Error(ErrorKind::timeout,
                     c10::str("Operation timed out! ", name_of(opType_), " number ", sequence_, " of the group: rank ",
-                             rank_, " waited the ", timeout.count(), " ms that wait() was given"));
+                             rank_, " of it waited the ", timeout.count(), " ms that wait() was given"));
     } else if (turn_) {
       if (const auto group = pending()) group->queue.help(*turn_);
     }

@@ -125,7 +125,7 @@ bool Team::has_accessed(int peer, int error, const char* what) {
   if (copies_.exchange(1, std::memory_order_seq_cst) == 0) {
     wake_all();
     if (own_.warn)
-      own_.warn("rank " + std::to_string(own_.rank) + " cannot " + what + " the memory of " + fate_.describe(peer) +
+      own_.warn(fate_.number(own_.rank) + " cannot " + what + " the memory of " + fate_.describe(peer) +
                 " any more: " + std::strerror(error) +
                 "; the group copies tensors from now on, as with "
                 "RINGREDUCE_FETCH=0");

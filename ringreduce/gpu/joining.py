@@ -21,6 +21,7 @@ from ringreduce.common.failures import InvalidArgument, RingReduceError, SystemF
 from ringreduce.config import Options
 from ringreduce.gpu import kernels, nccl
 from ringreduce.gpu.rules import rules
+from ringreduce.rendezvous.store import call_ranks
 from ringreduce.topology.group_plans import GroupTopology
 
 ROW_BYTES = 4096
@@ -236,7 +237,8 @@ def _tell_all(group: _C.ProcessGroupRing, said: str, error: str) -> list[str]:
     rows = [torch.empty_like(own) for _ in range(group.size())]
     group.allgather([rows], [own], AllgatherOptions()).wait()
     answers: list[list[str]] = [json.loads(each.numpy().tobytes().rstrip(b"\0")) for each in rows]
-    if errors := [f"rank {rank}: {error}" for rank, (_, error) in enumerate(answers) if error]:
+    ranks = group.options.global_ranks_in_group
+    if errors := [f"{call_ranks([rank], ranks)}: {error}" for rank, (_, error) in enumerate(answers) if error]:
         raise _NotForAll("; ".join(errors))
     return [said for said, _ in answers]
 
