@@ -25,7 +25,7 @@ from ringreduce.elastic.home import Home
 from ringreduce.elastic.lobby import Patient
 from ringreduce.elastic.settings import Settings
 from ringreduce.elastic.world import World, founded, joined
-from ringreduce.errors import InvalidArgument, PeerLost, SystemFailure, TooFewRanks
+from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, RingReduceError, SystemFailure, TooFewRanks
 from ringreduce.groups.links import links_of
 from ringreduce.groups.lookup import backend_of
 from ringreduce.groups.ready import ready_for_a_group
@@ -93,10 +93,10 @@ def start(
         may also be an address in etcd, "etcd://HOST:PORT,HOST:PORT/NAME" with a NAME that no other job has used. Then
         no single host has to live until the job ends, and `rank` and `world_size` are by default RANK and WORLD_SIZE.
 
-    Raises `Over` if the training is over, `TooFewRanks` if all members have died, `CollectiveTimeout` if no member has
-    looked for joiners for longer than `timeout` and `expel_after` together, `SystemFailure` if the store is out of
-    reach or the members share memory that this process cannot open, `InvalidArgument`, and what `init_process_group`
-    raises.
+    Raises `Over` if the training is over, `TooFewRanks` if all members have died, `CollectiveTimeout` if another
+    process has this rank for longer than `timeout`, or if no member has looked for joiners for longer than `timeout`
+    and `expel_after` together, `SystemFailure` if the store is out of reach or the members share memory that this
+    process cannot open, `InvalidArgument`, and what `init_process_group` raises.
     """
     timeout = duration("start: timeout", timeout, positive=True)
     patience = duration("start: patience", patience, positive=True)
@@ -126,6 +126,8 @@ def start(
     try:
         joins = rank >= founders or settings.home.lobby.latest() is not None
         trial = None if joins else _take_part(settings, rank)
+    except RingReduceError:
+        raise
     except (RuntimeError, OSError) as error:
         raise SystemFailure(f"start: the store is out of reach: {error}") from error
     return _join(settings) if trial is None else _found(settings, rank, founders, trial)
@@ -192,10 +194,12 @@ def _take_part(settings: Settings, rank: int) -> str | None:
 
     At most one process of each rank takes part in a trial. If an earlier process of this rank has taken part and ended,
     this process ends the trial, and the next one begins. If the earlier process lives, this one waits until the trial
-    has ended or the group is made.
+    has ended or the group is made, for `timeout` at most: two processes may have been given one rank by mistake, or the
+    earlier one is stopped.
     """
     store = settings.home.store
     mine = json.dumps([settings.me, *rendezvous.identity()])
+    until, told = time.monotonic() + settings.timeout, False
     while True:
         trial = _latest_trial(store)
         takes_part = store.compare_set(f"trial {trial}/rank {rank}", "", mine).decode()
@@ -203,6 +207,12 @@ def _take_part(settings: Settings, rank: int) -> str | None:
             return trial
         earlier = rendezvous.Who(*json.loads(takes_part)[1:])
         if _is_another_that_lives(earlier):
+            first = f"rank {rank} is taken by another process ({earlier.host}, pid {earlier.pid}) that lives"
+            if time.monotonic() > until:
+                raise CollectiveTimeout(f"start: {first}; end it, or give each process a rank of its own", rank)
+            if not told:
+                told = True
+                log.warning("start: %s; this one waits for its end", first)
             time.sleep(LOOK_AT_EARLIER)
         else:
             _end_trial(store, trial)

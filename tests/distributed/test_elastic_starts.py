@@ -18,7 +18,7 @@ from distributed.test_elastic import come, start, tell
 
 from ringreduce import elastic
 from ringreduce.elastic.lobby import Lobby
-from ringreduce.errors import InvalidArgument, PeerLost, SystemFailure
+from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, SystemFailure
 from ringreduce.membership.protocol import View
 from ringreduce.rendezvous import store as rendezvous
 
@@ -165,6 +165,31 @@ def test_a_rank_of_the_environment_that_cannot_be(monkeypatch: pytest.MonkeyPatc
     for store in (None, "etcd://127.0.0.1:1/job"):
         with pytest.raises(InvalidArgument, match=says):
             elastic.start(store=store)
+
+
+def starts_twice(me: Rank) -> str:
+    """Two processes have rank 1, of which the first one is stopped; rank 0 never comes."""
+    if me.rank == 0:
+        return ""
+    if me.rank == 2:
+        wait_for(me, "come 2")
+    me.report("comes")
+    with pytest.raises(CollectiveTimeout) as raised:
+        elastic.start(store=me.store, rank=1, world_size=2, timeout=60.0 if me.rank == 1 else 1.0, patience=1.0)
+    return str(raised.value)
+
+
+def test_a_rank_that_another_process_has_is_waited_for_no_longer_than_the_timeout() -> None:
+    with Ranks(starts_twice, 3) as ranks:
+        assert ranks.reports(but=(0, 2)) == ["comes"]
+        time.sleep(1.0)
+        ranks.signal(1, signal.SIGSTOP)
+        come(ranks, 2)
+        pid = ranks.pid(1)
+        assert ranks.reports(but=(0, 1)) == ["comes"]
+        _, said = ranks.results(but=(1,))
+        assert "start: rank 1 is taken by another process (" in said and f"pid {pid}) that lives; end it" in said
+        ranks.signal(1, signal.SIGKILL)
 
 
 def waits_in_vain(me: Rank) -> str:
