@@ -202,7 +202,14 @@ class Attached(torch.optim.Optimizer):
             )
 
     def _claim(self, keys: set[str]) -> None:
-        """Raises `InvalidArgument` if another model has the keys."""
+        """Raises `InvalidArgument` if another attached model has the keys or trains one of the parameters."""
+        for other in set(self._kv._attached.values()):
+            for parameter, mine in self._trained.items():
+                if parameter in other._trained:
+                    raise InvalidArgument(
+                        f"{mine.key!r} is trained by another attached optimizer, as {other._trained[parameter].key!r}: "
+                        "attach one optimizer with all parameters of both"
+                    )
         if taken := sorted(key for key in keys if key in self._kv._attached):
             raise InvalidArgument(
                 f"{taken[0]!r} belongs to another model that is attached already: give each model a prefix= of its "

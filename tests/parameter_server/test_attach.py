@@ -463,6 +463,11 @@ def test_two_models_need_a_prefix() -> None:
         with pytest.raises(InvalidArgument, match=r"'bias' belongs to another model .* a prefix= of its own"):
             ps.attach(kv, critic, torch.optim.SGD(critic.parameters(), lr=0.1))
         ps.attach(kv, critic, torch.optim.SGD(critic.parameters(), lr=0.1), prefix="critic.").detach()
+        both = nn.Sequential(actor, critic)
+        with pytest.raises(
+            InvalidArgument, match=r"'both.0.weight' is trained by another attached optimizer, as 'weight'"
+        ):
+            ps.attach(kv, both, torch.optim.SGD(both.parameters(), lr=0.1), prefix="both.")
         optimizer.detach()
         ps.attach(kv, actor, optimizer._optimizer).detach()
 
