@@ -70,8 +70,7 @@ def add(commands: Any, summary: str) -> None:
     )
     parser.add_argument("--functions", nargs="+", default=[], metavar="MODULE:NAME",
                         help="update functions that workers may name")  # fmt: skip
-    parser.add_argument("--timeout", type=float, help="seconds for the store and all servers to come (default: 300; 10 "
-                        "with --status)")  # fmt: skip
+    parser.add_argument("--timeout", type=float, help="seconds to wait for servers (300; --status: 10)")
     parser.add_argument("--snapshots", metavar="FOLDER", help="write a snapshot there before the end, on SIGTERM too")
     parser.add_argument("--every", type=float, metavar="SECONDS", help="also write one so often; needs --snapshots")
     parser.add_argument("--keep", type=int, default=2, help="how many snapshots of this run to keep (default: 2)")

@@ -156,6 +156,8 @@ class Attached(torch.optim.Optimizer):
         self._cleared = False
         """Whether all gradients were cleared since the last step. Until then, a backward pass may be of another loss,
         such as that of the generator of a GAN, whose gradients will be cleared and never pushed."""
+        self._had_gradients = True
+        """Whether there were gradients after the last step, which may since have been cleared."""
         self._overlaps = self._irregular = self._accumulates = self._wrong = False
         names = {parameter: name for name, parameter in model.named_parameters()}
         places = {parameter: place for place, parameter in enumerate(model.parameters())}
@@ -318,7 +320,7 @@ class Attached(torch.optim.Optimizer):
     def _before_model(self, model: nn.Module, _: Any) -> None:
         """Pulls the parameters of modules that are not called themselves: it is not known when these are needed."""
         self._hooks += self._hook_unfrozen()
-        if not self._cleared and all(each.grad is None for each in self._trained):
+        if not self._cleared and self._had_gradients and all(each.grad is None for each in self._trained):
             self._forget()  # they were cleared by the model's zero_grad, perhaps
         for module, own in self._of_module.items():
             if module not in self._called:
@@ -385,6 +387,7 @@ class Attached(torch.optim.Optimizer):
             each.stepped = _Seen(each.parameter.grad) if self._overlaps_forward else None
             each.computed, each.passes = None, 0
         self._begun = self._cleared = False
+        self._had_gradients = any(each.grad is not None for each in self._trained)
         self._overlaps = not self._irregular and self._max_norm is None
         if not self._overlaps_forward:
             self.pull()
