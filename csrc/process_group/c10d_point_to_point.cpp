@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "core/threads.h"
+#include "engine/mailbox.h"
 #include "process_group/arguments.h"
 
 namespace ringreduce {
@@ -108,7 +109,8 @@ void C10dPointToPoint::exchange(std::span<const Outgoing> outgoing, std::span<co
 }
 
 Error C10dPointToPoint::failure(bool sends, int peer, const std::string& reason, bool late) const {
-  const std::string message = (sends ? "a message to " : "a message from ") + (peer < 0 ? "any rank" : describe(peer));
+  const std::string message =
+      (sends ? "a message to " : "a message from ") + (peer == kAnySource ? "any rank" : describe(peer));
   if (late) return {ErrorKind::timeout, message + " was not done within the timeout", peer};
   return {ErrorKind::peer_lost, message + " failed: " + first_line(reason), peer};
 }

@@ -348,8 +348,9 @@ WorkPtr ProcessGroupRing::post(TensorList& tensors, OpType type, int peer, int t
     TensorList passed{buffer};
     auto work = c10::make_intrusive<PassedMessage>(
         getRank(), type, running_->wire->pass_on(passed, type, peer, tag), tensor, buffer,
-        [wire = running_->wire, sends, peer = type == OpType::RECVANYSOURCE ? -1 : peer](
-            const std::string& reason, bool late) { return wire->failure(sends, peer, reason, late); });
+        [wire = running_->wire, sends, peer](const std::string& reason, bool late) {
+          return wire->failure(sends, peer, reason, late);
+        });
     coalesce(work);
     return work;
   }

@@ -171,13 +171,13 @@ def _store(host: str, port: int, arguments: argparse.Namespace, makes: bool) -> 
     until = time.monotonic() + arguments.timeout
     options: dict[str, Any] = {"is_master": makes, "wait_for_workers": False}
     try:
-        if makes:
-            socket.getaddrinfo(host, port)  # torch would try for the whole timeout
-        else:
+        if not makes:
             _wait_for_store(host, port, until, arguments)
-        if makes and _is_loopback(host):
+        elif _is_loopback(host):
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             options["master_listen_fd"] = socket.create_server((host, port), family=family).detach()
+        else:
+            socket.getaddrinfo(host, port)  # torch would try for the whole timeout
     except OSError as error:
         what = "cannot be made" if makes else f"was not found in {arguments.timeout:g} s; does server 0 run there?"
         raise SystemFailure(f"the store of --store {arguments.store} {what} ({error})") from None

@@ -1,6 +1,6 @@
 """What this process's groups have that the engine does not tell: links to other hosts, and users' plans.
 
-Apart from `host_links`, which groups on one host never import.
+Apart from `between_hosts`, which groups on one host never import.
 """
 
 from __future__ import annotations

@@ -41,6 +41,11 @@ class Founder(NamedTuple):
     at: float
     """When it came, in seconds of `time.time()`."""
 
+    @property
+    def is_earlier(self) -> bool:
+        """Whether it came before this process began."""
+        return self.at < process_began()
+
 
 @dataclass
 class Entry:
@@ -139,7 +144,7 @@ class Entry:
         self._look_who_came()
         ended = self._ended()
         if ended is not None and not self.is_over():  # otherwise it has ended since then
-            if self._came[ended].at < process_began():
+            if self._came[ended].is_earlier:
                 raise Stale
             raise PeerLost(f"founding the parameter server: {self._called(ended)} died", ended)
         self.raise_if_given_up()
@@ -161,7 +166,7 @@ class Entry:
             kind, text, culprit, _ = json.loads(founded)
             if kind == PeerLost.__name__ and culprit < 0:
                 self._look_who_came()
-                if any(founder.at < process_began() for founder in self._came.values()):
+                if any(founder.is_earlier for founder in self._came.values()):
                     raise Stale
             raise getattr(errors, kind)(text, culprit)
 
@@ -170,7 +175,7 @@ class Entry:
         with contextlib.suppress(*STORE_GONE):
             self._look_who_came()
         ended = self._ended()
-        return ended is not None and self._came[ended].at < process_began()
+        return ended is not None and self._came[ended].is_earlier
 
     def _look_who_came(self) -> None:
         for rank in range(self.founders):

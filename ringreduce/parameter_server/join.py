@@ -17,7 +17,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
@@ -55,6 +55,8 @@ _ENDING = 1.0
 _AGAIN = 0.005
 """Seconds between two attempts to join whoever serves."""
 log = logging.getLogger(__name__)
+
+Entered = TypeVar("Entered")
 
 _open: set[KeyValue] = set()
 """Workers that are closed at the end of the process, even if the program has dropped them."""
@@ -132,14 +134,8 @@ def join(
         entry.worker = entry.servers - 1 + entry.store.add("later workers", 1)
         _check_sizes(entry)
         return _wait_for_workers(_enter(entry), entry, workers)
-    while True:
-        try:
-            with _founding(entry, store, rank, size, functions, memory, listen):
-                kv = _enter(entry)
-                _wait_for_founders(entry, store)
-            return _wait_for_workers(kv, entry, workers)
-        except Stale:
-            entry = entry.anew()
+    entry, _, kv = _found(_enter, entry, store, rank, size, functions, memory, listen)
+    return _wait_for_workers(kv, entry, workers)
 
 
 def serve(
@@ -193,22 +189,38 @@ def serve(
     if listen is None:
         listen = not entry.backups and entry.servers in (0, size)
     try:
-        serving = _found_servers(entry, store, rank, size, functions, memory, listen)
+        entry, host, _ = _found(lambda _: None, entry, store, rank, size, functions, memory, listen)
     except _Served:
         if not entry.backups:
             raise
         log.warning("rank %d of %d has ended and others serve what it did; this process takes a share", rank, size)
         serving = _coming(_entry(name, "", window, block_bytes, 0, functions, timeout), store, functions)
+    else:
+        serving = Serving(host, entry.worker, entry.servers, entry.store)
     open_servings.add(serving)
     return serving
 
 
-def _found_servers(entry: Entry, store: Any, *arguments: Any) -> Serving:
+def _found(
+    enter: Callable[[Entry], Entered],
+    entry: Entry,
+    store: Any,
+    rank: int | None,
+    size: int | None,
+    functions: dict[str, Function] | None,
+    memory: int | None,
+    listen: bool,
+) -> tuple[Entry, Host, Entered]:
+    """Founds the parameter server with the others, each of which calls `enter` before it counts as there.
+
+    Begins anew if earlier processes, which have ended, had begun to found it.
+    """
     while True:
         try:
-            with _founding(entry, store, *arguments) as host:
+            with _founding(entry, store, rank, size, functions, memory, listen) as host:
+                entered = enter(entry)
                 _wait_for_founders(entry, store)
-            return Serving(host, entry.worker, entry.servers, entry.store)
+            return entry, host, entered
         except Stale:
             entry = entry.anew()
 

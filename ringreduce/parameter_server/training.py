@@ -169,11 +169,12 @@ class Attached(torch.optim.Optimizer):
             self._trained[parameter] = _Trained(prefix + names[parameter], parameter, -places[parameter])
         others = {prefix + name: each for each, name in names.items() if each not in self._trained}
         buffers = {prefix + name: each for name, each in model.named_buffers()}
-        self._shared = {**others, **buffers}
-        _check_tensors({each.key: each.parameter for each in self._trained.values()} | self._shared, buffers.keys())
-        self._check_detached()
+        self._shared = others.keys() | buffers.keys()
+        trained = {each.key: each.parameter for each in self._trained.values()}
+        _check_tensors({**trained, **others, **buffers}, buffers.keys())
+        self._check_detached(trained)
         self._told = self._kv._last_told.get(optimizer) or self._now()
-        self._claim({each.key for each in self._trained.values()} | self._shared.keys())
+        self._claim(trained.keys() | self._shared)
         self._check_all_clip_alike()
         self._begin(wires)
         self._share(others, saved=True)
@@ -183,9 +184,8 @@ class Attached(torch.optim.Optimizer):
 
     # ---- at the beginning --------------------------------------------------------------------------------------------
 
-    def _check_detached(self) -> None:
+    def _check_detached(self, trained: Mapping[str, nn.Parameter]) -> None:
         """Raises `InvalidArgument` if a model that was detached has had these keys, and this is another training."""
-        trained = {each.key: each.parameter for each in self._trained.values()}
         for key, before in self._kv._detached.items():
             if not (key in trained or key in self._shared):
                 continue
