@@ -299,6 +299,8 @@ def register_plan(plan: plans.Plan, group: dist.ProcessGroup | None = None, most
     `ringreduce.topology(group)` shows what is registered, and RINGREDUCE_DEBUG logs it.
     """
     backend = backend_of(group)
+    if not isinstance(plan, plans.Plan):
+        raise InvalidArgument(f"plan is {plan!r:.60}; give a ringreduce.Plan, as ringreduce.plan.build makes them")
     if plan.size != backend.size():
         raise InvalidArgument(f"plan {plan.name!r} is for {plan.size} ranks; the group has {backend.size()}")
     if most_bytes is not None and most_bytes < 0:

@@ -28,6 +28,8 @@ def verify(plan: Plan, depth: int | None = None) -> None:
 
     The message names the plan, channel, rank and step at fault and, where it applies, the chunk and contributions.
     """
+    if not isinstance(plan, Plan):
+        raise PlanError(f"plan is {plan!r:.60}; give a ringreduce.Plan, as ringreduce.plan.build makes them")
     prove(plan, slot_depth(plan.size) if depth is None else depth)
 
 

@@ -574,6 +574,8 @@ def own_plan(me: Rank) -> None:
             all_reduce(me, count, call)
         with pytest.raises(InvalidArgument, match="is for 4 ranks; the group has 3"):
             ringreduce.register_plan(build("all_reduce", "ring", 4))
+        with pytest.raises(InvalidArgument, match=r"plan is 'ring'; give a ringreduce\.Plan"):
+            ringreduce.register_plan("ring")
         with pytest.raises(InvalidArgument, match="most_bytes is -1"):
             ringreduce.register_plan(build("all_reduce", "ring", 3), most_bytes=-1)
         all_reduce(me, 100, 9)

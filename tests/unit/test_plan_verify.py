@@ -189,6 +189,11 @@ def test_a_cycle_of_waits_is_named_link_by_link() -> None:
         verify(plan("all_reduce", (wait[0],), (wait[1],)))
 
 
+def test_what_is_no_plan_is_named() -> None:
+    with pytest.raises(PlanError, match=r"plan is 5; give a ringreduce\.Plan"):
+        verify(5)
+
+
 def test_an_outbox_needs_a_slot() -> None:
     with pytest.raises(PlanError, match="outbox of 0 slots"):
         verify(build("all_gather", "direct", 2), depth=0)
