@@ -225,7 +225,7 @@ conformance: build $(VENV)/.test-tools
 	@echo; echo "== that its runner notices failures =="
 	@$(PYTEST) tests/conformance
 
-CPP := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh') $(wildcard bench/*.cpp bench/*.cu)
+CPP := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh') $(wildcard bench/*.cpp bench/gpu/*.cu)
 CLANG_FORMAT := $(PY) -c 'from clang_format import clang_format; clang_format()'
 
 LINT_IMPORTS := $(PY) -c 'from importlinter.cli import lint_imports; raise SystemExit(lint_imports(no_cache=True))'
@@ -285,7 +285,7 @@ cuda: $(VENV)/.python
 	@if $(PY) build_cuda.py >/dev/null 2>&1; then $(call install_missing,$(CUDA_TOOLS)); fi
 	@$(PY) .ci/check_cuda.py $(if $(WRITE),--write)
 
-PROVE = PYTHONPATH=. $(PY) bench/gpu_proof.py $(if $(PART),--part $(PART)) $(if $(RESULTS),--results $(RESULTS)) \
+PROVE = $(PY) -m bench.gpu.proof $(if $(PART),--part $(PART)) $(if $(RESULTS),--results $(RESULTS)) \
   $(if $(STAND_IN),--stand-in)
 
 # What runs without a download: torch, setuptools and, for the tests, pytest, pytest-timeout and hypothesis must be there.

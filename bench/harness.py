@@ -288,7 +288,8 @@ def format_origin(header: Mapping[str, Any]) -> list[str]:
 
 def command() -> str:
     """The command line that started this run, to be pasted again."""
-    script = shlex.join(sys.argv)
+    module = sys.modules["__main__"].__spec__  # of `python -m`
+    script = shlex.join(["-m", module.name, *sys.argv[1:]] if module else sys.argv)
     if "LOCAL_WORLD_SIZE" not in os.environ:
         return f"python {script}"
     hosts, ranks = os.environ.get("GROUP_WORLD_SIZE", "1"), os.environ["LOCAL_WORLD_SIZE"]

@@ -9,6 +9,8 @@ from unittest import mock
 import pytest
 from hypothesis import settings
 
+pytest.register_assert_rewrite("bodies")
+
 # The ranks that tests start print their stacks on a crash, as pytest does for its own process.
 os.environ.setdefault("PYTHONFAULTHANDLER", "1")
 

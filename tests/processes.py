@@ -38,7 +38,7 @@ MOST = 170.0
 """Seconds that `deadline` gives at most: pytest ends a test after 180."""
 
 HAND_OVER_US = 200.0
-"""What one process waits for another on the stand-in for a GPU, on two busy cores (bench/gpu_probe.py)."""
+"""What one process waits for another on the stand-in for a GPU, on two busy cores (bench/gpu/probe.py)."""
 
 GROUP_TIMEOUT = 30.0
 """Seconds for a call of a group, unless a test says otherwise."""
@@ -85,17 +85,17 @@ def deadline() -> float:
 
 
 def _hand_over_us() -> float:
-    """As bench/gpu_probe.py measures it now."""
+    """As bench/gpu/probe.py measures it now."""
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder, "probe.json")
-        command = [sys.executable, str(ROOT / "bench/gpu_probe.py"), "--only", "by streams", "--json", str(found)]
+        command = [sys.executable, "-m", "bench.gpu.probe", "--only", "by streams", "--json", str(found)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         subprocess.run(command, cwd=ROOT, env=environment, check=False, timeout=MOST, stdout=subprocess.DEVNULL)
         return slowest_hand_over(found)
 
 
 def slowest_hand_over(report: Path) -> float:
-    """Microseconds, of those by streams that a report of bench/gpu_probe.py has."""
+    """Microseconds, of those by streams that a report of bench/gpu/probe.py has."""
     rows = json.loads(report.read_text())["rows"] if report.exists() else []
     return max(
         (row["handover_us"] for row in rows if "by streams" in row["question"] and "handover_us" in row), default=0.0

@@ -526,12 +526,6 @@ void bind_rows(py::module_& m) {
                                return begins;
                              })
       .def(
-          "copy_ids",
-          [](const RowSet& rows, std::uintptr_t to) {
-            std::copy(rows.ids().begin(), rows.ids().end(), reinterpret_cast<std::int64_t*>(address(to)));
-          },
-          py::arg("to"))
-      .def(
           "copy_positions",
           [](const RowSet& rows, std::uintptr_t to) {
             std::copy(rows.positions().begin(), rows.positions().end(), reinterpret_cast<std::int64_t*>(address(to)));

@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process, a fresh one, with tensors on device "cuda" (bench/gpu_threads.py).
+"""Ranks that are threads of one process, a fresh one, with tensors on device "cuda" (bench/gpu/threads.py).
 
 run_threads(work, 4, devices=2)    # work(member) on 4 ranks, of which two share each of 2 devices
 """
@@ -9,15 +9,15 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import gpu_threads
 import pytest
 import torch
 import torch.distributed as dist
 from distributed.harness import Rank, run
-from gpu_threads import ThreadRank as Member
 from stand_in import torch_cuda
 
 import ringreduce
+from bench.gpu import threads
+from bench.gpu.threads import ThreadRank as Member
 
 __all__ = ["Member", "all_collectives", "run_threads"]
 
@@ -52,11 +52,11 @@ def _in_threads(
 ) -> list[Any]:
     os.environ["RINGREDUCE_STAND_IN_DEVICES"] = str(max(2, devices))
     if options.get("gpu_mode") == "run":
-        os.environ.update(gpu_threads.RESIDENT)
+        os.environ.update(threads.RESIDENT)
     if prepare is not None:
         prepare()
     torch_cuda.activate()
-    return gpu_threads.run(function, size, arguments, devices=devices, **options)
+    return threads.run(function, size, arguments, devices=devices, **options)
 
 
 def all_collectives(rank: int, size: int, group: dist.ProcessGroup | None, n: int) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import harness
+from bodies.elastic import BATCH, STEPS, come, loss_of, start, tell
 from distributed.harness import Rank, Ranks, run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -40,20 +40,6 @@ from ringreduce.errors import (
 from ringreduce.groups.lookup import backend_of
 from ringreduce.membership.protocol import Member, View
 from ringreduce.rendezvous import store as rendezvous
-
-STEPS, BATCH = 60, 12
-
-
-def start(me: Rank, first: int, **other: Any) -> elastic.World:
-    """Starts a world with `first` founders. A later process takes the rank of a founder."""
-    other = {"timeout": timedelta(seconds=30), **other}
-    return elastic.start(store=me.store, rank=me.rank % first, world_size=first, **other)
-
-
-def loss_of(model: nn.Module, step: int, rank: int, size: int) -> torch.Tensor:
-    """The loss of a rank's share of the step's batch."""
-    x = torch.randn(BATCH, 8, generator=torch.Generator().manual_seed(step), dtype=torch.float64)[rank::size]
-    return nn.functional.mse_loss(model(x), x.sin().sum(1, keepdim=True), reduction="sum") * size / BATCH
 
 
 def alone(steps: int) -> nn.Module:
@@ -149,17 +135,6 @@ def test_a_fresh_process_joins(hosts: str) -> None:
         results = ranks.results(but=(1,))
         assert sorted(each["rank"] for each in results) == [0, 1, 2]
         assert results[2]["rank"] == 2 and results[2]["began"] > 0  # joiners come last
-
-
-def come(ranks: Ranks, *which: int) -> None:
-    """Lets late ranks begin."""
-    tell(ranks, *(f"come {rank}" for rank in which))
-
-
-def tell(ranks: Ranks, *keys: str) -> None:
-    store = dist.PrefixStore(ranks.prefix, dist.TCPStore("127.0.0.1", harness._store().port, is_master=False))
-    for key in keys:
-        store.set(key, "")
 
 
 def test_one_is_left_and_two_join() -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from bodies.elastic import start
 from distributed.harness import Rank, Ranks, run
-from distributed.test_elastic import start
 
 from ringreduce import elastic
 from ringreduce.errors import CollectiveTimeout

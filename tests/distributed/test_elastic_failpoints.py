@@ -17,33 +17,23 @@ the trial is repeated with timeouts SLOWER times as long. A disagreement or a ha
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
 import os
 import signal
-import socket
 import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from bodies.failpoints import at_each_point, check
 from distributed.harness import Rank, Ranks, run
 
 from ringreduce import elastic
-from ringreduce.elastic import watch
 from ringreduce.errors import CollectiveTimeout, Expelled, PeerLost
-from ringreduce.groups import between_hosts, make
-from ringreduce.membership.directory import Under
-from ringreduce.membership.key_store import KeyStore
-from ringreduce.membership.ledger import Ledger
-from ringreduce.membership.rounds import Membership
-from ringreduce.rendezvous import host, links, store
 
 SIZE, FIRST, STEPS = 4, 3, 12
 DIES_IN, NOTICED = 4, 2.0
@@ -55,70 +45,6 @@ EXPEL_LATER = 2.0
 LATE = "ran into a timeout"
 CHANGE_BEGINS = ("before Membership.leave", "before Ledger.__init__", "before Watch.__init__")
 """The first points of a change, for a member and for a joiner. Earlier points, while it waits, do not count."""
-CALLS: list[tuple[Any, str]] = [
-    (Ledger, "__init__"),  # maps it
-    (Ledger, "_write"),  # a record; after it comes the compare-and-swap
-    (Ledger, "change"),
-    (Under, "get"),
-    (Under, "append"),
-    (Membership, "leave"),
-    (KeyStore, "set"),
-    (KeyStore, "check"),
-    (watch.Watch, "__init__"),
-    (watch.Watch, "stop"),
-    (host, "receive"),
-    (host, "_send"),
-    (socket.socket, "connect"),
-    (socket.socket, "accept"),
-    (between_hosts.Links, "learn"),
-    (between_hosts.Links, "connect_all"),
-    (links.Door, "_approach"),
-    (links.Door, "_introduce"),
-    (links.Door, "_admit"),
-    (links.Door, "_join"),
-    (links.Door, "_join_all"),
-    (links.Door, "_hand_over"),
-    (links.Door, "_proof"),  # right before each message of the handshake, and after it was received
-    (make._C, "ProcessGroupRing"),  # maps the regions
-    (dist, "destroy_process_group"),
-    (dist, "init_process_group"),
-]
-
-
-def at_each_point(reach: Callable[[str], None]) -> None:
-    """Makes this process call `reach(point)` before and after each of CALLS, and at each stage of making a group.
-
-    Only points in the main thread and in the thread of a door count.
-    """
-
-    @contextlib.contextmanager
-    def points_at(label: str) -> Iterator[None]:
-        told = threading.current_thread().name in ("MainThread", "ringreduce-door")
-        if told:
-            reach(f"before {label}")
-        try:
-            yield
-        finally:
-            if told:
-                reach(f"after {label}")
-
-    def around(owner: Any, name: str) -> None:
-        inner, label = getattr(owner, name), f"{getattr(owner, '__name__', owner)}.{name}".rpartition("ringreduce.")[2]
-
-        def outer(*args: Any, **named: Any) -> Any:
-            with points_at(label):
-                return inner(*args, **named)
-
-        async def later(*args: Any, **named: Any) -> Any:
-            with points_at(label):
-                return await inner(*args, **named)
-
-        setattr(owner, name, later if inspect.iscoroutinefunction(inner) else outer)
-
-    for owner, name in CALLS:
-        around(owner, name)
-    for module in (store, host, make):
-        module.passed = reach  # type: ignore[attr-defined]
 
 
 def changes(me: Rank, hosts: str, joins: bool, victim: int, stop: int, sign: int, slower: int = 1) -> Any:
@@ -195,21 +121,6 @@ def changes(me: Rank, hosts: str, joins: bool, victim: int, stop: int, sign: int
         return points, seen, "expelled"
     assert int(state.sum) == 66 * STEPS
     return points, seen, "trained"
-
-
-def check(found: list[tuple[str, list[tuple[int, tuple[str, ...], int]]]]) -> None:
-    """Checks how each member ended and what it has seen. An epoch has one view, and a step is committed in one epoch.
-
-    The last step of a member that was left behind may be one that the others did again.
-    """
-    views: dict[int, tuple[str, ...]] = {}
-    steps: dict[int, int] = {}
-    for how, commits in sorted(found, key=lambda each: each[0] != "trained"):
-        numbers = [step for _, _, step in commits]
-        assert numbers == list(range(numbers[0], numbers[0] + len(numbers)) if numbers else [])
-        for epoch, names, step in commits:
-            assert views.setdefault(epoch, names) == names
-            assert steps.setdefault(step, epoch) == epoch or (how != "trained" and step == numbers[-1])
 
 
 class Late(Exception):

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from bodies.elastic import come, start
 from distributed.harness import Rank, Ranks, run
-from distributed.test_elastic import come, start
 from torch import nn
 
 from ringreduce import elastic

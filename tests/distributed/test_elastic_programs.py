@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from bodies.elastic import loss_of, start
 from distributed.harness import Rank, Ranks, run
-from distributed.test_elastic import loss_of, start
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler

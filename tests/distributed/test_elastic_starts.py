@@ -13,8 +13,8 @@ import etcd
 import pytest
 import torch
 import torch.distributed as dist
+from bodies.elastic import come, start, tell
 from distributed.harness import Rank, Ranks, run
-from distributed.test_elastic import come, start, tell
 
 from ringreduce import elastic
 from ringreduce.elastic.lobby import Lobby

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from bodies.elastic import come, start
 from distributed.harness import Rank, Ranks, run
-from distributed.test_elastic import come, start
 from torch import nn
 
 from ringreduce.elastic.state import PIECE, State

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from bodies.elastic import tell
 from distributed.harness import Rank, Ranks
-from distributed.test_elastic import tell
 
 from ringreduce import elastic
 from ringreduce.errors import Expelled, InvalidArgument

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from bodies.collectives import OPS
 from distributed.harness import Rank, in_threads, run
-from distributed.test_collectives import OPS
 from unit.elements import CASES, FLOATS, as_bytes, operand
 
 import ringreduce

@@ -1,4 +1,4 @@
-"""bench/gpu_proof.py, which is `make gpu`: its parts on stand-ins for GPUs, and what is left when one is ended."""
+"""bench/gpu/proof.py, which is `make gpu`: its parts on stand-ins for GPUs, and what is left when one is ended."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ pytestmark = [
 ]
 
 
-def start(script: str, *arguments: str) -> subprocess.Popen[str]:
+def start(module: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, f"bench/{script}", "--stand-in", *arguments],
+        [sys.executable, "-m", f"bench.gpu.{module}", "--stand-in", *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "COMMIT": "c0ffee"},
         stdout=subprocess.PIPE,
@@ -35,7 +35,7 @@ def start(script: str, *arguments: str) -> subprocess.Popen[str]:
 
 
 def prove(part: str, folder: Path, *others: str) -> tuple[int, dict[str, Any], str]:
-    with start("gpu_proof.py", "--part", part, "--results", str(folder), "--", *others) as process:
+    with start("proof", "--part", part, "--results", str(folder), "--", *others) as process:
         output, _ = process.communicate()
     return process.returncode, json.loads((folder / f"{part}.json").read_text()), output
 
@@ -130,7 +130,7 @@ def test_a_part_that_is_killed_leaves_its_rows(tmp_path: Path) -> None:
     def rows() -> list[Any]:
         return json.loads(report.read_text())["rows"] if report.exists() else []
 
-    with start("gpu_kernels.py", "--json", str(report)) as process:
+    with start("kernels", "--json", str(report)) as process:
         try:
             until(lambda: len(rows()) >= 3, 60)
         finally:
@@ -148,7 +148,7 @@ def test_one():
     pathlib.Path({str(running)!r}).write_text(str(os.getpid()))
     time.sleep(100)
 """)
-    command = ("gpu_proof.py", "--part", "tests-1", "--results", str(tmp_path), "--", str(test))
+    command = ("proof", "--part", "tests-1", "--results", str(tmp_path), "--", str(test))
     with start(*command) as process:
         try:
             until(lambda: running.exists() and running.read_text() != "", 90)

@@ -15,18 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import (
-    test_collectives as collectives,
-)
-from distributed import (
-    test_faults as faults,
-)
-from distributed import (
-    test_lifecycle as lifecycle,
-)
-from distributed import (
-    test_surface as surface,
-)
+from bodies import collectives, faults, lifecycle, surface
 from distributed.harness import Rank, Ranks, run
 from processes import Logged
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from bodies.collectives import DTYPES
 from distributed.harness import Rank, run
-from distributed.test_collectives import DTYPES
 
 import ringreduce
 from ringreduce.errors import CollectiveMismatch, InvalidArgument

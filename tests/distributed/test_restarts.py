@@ -25,8 +25,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from bodies.failpoints import at_each_point
 from distributed.harness import Rank, run
-from distributed.test_elastic_failpoints import at_each_point
 from processes import forking_context, free_ports
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from bodies.topology_plan import cube_mesh
 from distributed.harness import Rank, run
-from unit.test_topology_plan import cube_mesh
 
 import ringreduce
 import ringreduce.topology.group_plans

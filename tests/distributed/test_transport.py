@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import test_collectives as collectives
+from bodies import collectives
 from distributed.harness import Rank, Ranks, run
 
 import ringreduce

@@ -26,8 +26,8 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from bodies.faults import joins, leftovers, regroup
 from distributed.harness import Rank, Ranks, run
-from distributed.test_faults import joins, leftovers, regroup
 
 from ringreduce.errors import PeerLost, RingReduceError
 

@@ -82,3 +82,17 @@ def on_gloo_and_ours(me: Rank, function: Callable[[Rank], Any]) -> tuple[Any, An
         ours = function(me)
     del group  # held until here, as a Gloo group whose last holder is a callback in a thread of its own aborts
     return gloo, ours
+
+
+def sharded(me: Rank, dtype: torch.dtype | None = None) -> nn.Sequential:
+    """Every layer a group of parameters of its own, gathered before its forward and again before its backward."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh, model = init_device_mesh("cpu", (me.size,)), network()
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model

@@ -5,24 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 from distributed.harness import Rank, run
-from frameworks.common import batch, close, loss_of, network, on_gloo_and_ours, same, sgd, trained_alone, values
+from frameworks.common import (
+    batch,
+    close,
+    loss_of,
+    network,
+    on_gloo_and_ours,
+    same,
+    sgd,
+    sharded,
+    trained_alone,
+    values,
+)
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 STEPS = 4
-
-
-def sharded(me: Rank, dtype: torch.dtype | None = None) -> nn.Sequential:
-    """Every layer a group of parameters of its own, gathered before its forward and again before its backward."""
-    mesh, model = init_device_mesh("cpu", (me.size,)), network()
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    return model
 
 
 def train(model: nn.Module, rank: int) -> None:

@@ -15,9 +15,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from bodies import collectives, grid
 from distributed import harness
-from distributed import test_collectives as collectives
-from distributed import test_grid as grid
 from distributed.cuda_ranks import MODES, options, run
 from distributed.harness import Rank
 from stand_in import torch_cuda

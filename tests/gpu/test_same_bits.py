@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from bodies.same_bits import PLANS, bits, in_shared_memory
 from distributed.cuda_ranks import MODES, options, run
 from distributed.harness import Rank
-from distributed.test_same_bits import PLANS, bits, in_shared_memory
 
 
 def by_both(me: Rank, mode: str, text: str) -> tuple[list[bytes], list[bytes]]:

@@ -24,6 +24,7 @@ import contextlib
 import functools
 import os
 import pickle
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -186,3 +187,16 @@ def _portable(error: BaseException) -> BaseException:
         pickle.loads(pickle.dumps(error))
         return error
     return RankFailed(text)
+
+
+def until_told(me: Rank, call: Callable[[int], object]) -> list[float]:
+    """Makes calls until `Ranks.tell`, the same number on all ranks; returns the seconds that each took."""
+    told, ends, took = threading.Event(), torch.zeros(1), list[float]()
+    threading.Thread(target=lambda: (me.hear(), told.set()), daemon=True).start()
+    while ends[0] == 0:
+        start = time.monotonic()
+        call(len(took))
+        ends[0] = float(told.is_set())
+        dist.all_reduce(ends)
+        took.append(time.monotonic() - start)
+    return took

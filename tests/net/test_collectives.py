@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.test_collectives import (
+from bodies.collectives import (
     COLLECTIVES,
     SMALL_SLOTS,
     all_reduce,
@@ -25,7 +25,7 @@ from distributed.test_collectives import (
     total,
     values,
 )
-from distributed.test_surface import (
+from bodies.surface import (
     batches_of_messages,
     beside_a_hanging_call,
     coalesced_collectives,

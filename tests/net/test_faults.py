@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,8 +18,8 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.test_collectives import all_reduce
-from distributed.test_faults import (
+from bodies.collectives import all_reduce
+from bodies.faults import (
     MISMATCHES,
     abort_while_waiting,
     call_something_else,
@@ -31,10 +30,10 @@ from distributed.test_faults import (
     recv_from_nobody,
     reduce_in_a_loop,
 )
-from distributed.test_lifecycle import in_child, leave_a_child_behind, load_and_reduce
-from distributed.test_surface import dead_at_the_barrier
+from bodies.lifecycle import in_child, leave_a_child_behind, load_and_reduce
+from bodies.surface import dead_at_the_barrier
 from net.network import Network, unavailable
-from net.ranks import Rank, Ranks, run
+from net.ranks import Rank, Ranks, run, until_told
 from processes import GROUP_TIMEOUT
 
 import ringreduce
@@ -61,19 +60,6 @@ APART = [0] * 5 + [1] * 5
 def network() -> Iterator[Network]:
     with Network(hosts=4) as made:
         yield made
-
-
-def until_told(me: Rank, call: Callable[[int], object]) -> list[float]:
-    """Makes calls until `Ranks.tell`, the same number on all ranks; returns the seconds that each took."""
-    told, ends, took = threading.Event(), torch.zeros(1), list[float]()
-    threading.Thread(target=lambda: (me.hear(), told.set()), daemon=True).start()
-    while ends[0] == 0:
-        start = time.monotonic()
-        call(len(took))
-        ends[0] = float(told.is_set())
-        dist.all_reduce(ends)
-        took.append(time.monotonic() - start)
-    return took
 
 
 # death

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.test_elastic_failpoints import check
+from bodies.failpoints import check
 from net.network import Network, unavailable
 from net.ranks import Rank, Ranks
 

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed.test_collectives import COLLECTIVES, all_reduce
-from distributed.test_faults import error_of
+from bodies.collectives import COLLECTIVES, all_reduce
+from bodies.faults import error_of
 from net.network import Network, unavailable
-from net.ranks import Rank, Ranks
-from net.test_faults import until_told
+from net.ranks import Rank, Ranks, until_told
 
 import ringreduce
 from ringreduce.errors import CollectiveTimeout, PeerLost, SystemFailure

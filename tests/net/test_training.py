@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from frameworks.common import ROUNDING, batch, loss_of, sgd, values
+from frameworks.common import ROUNDING, batch, loss_of, sgd, sharded, values
 from frameworks.common import network as model
 from frameworks.launch import DEADLINE, ROOT, environment
-from frameworks.test_fsdp import sharded
 from net.network import Network, unavailable
 from net.ranks import Rank, run
 from torch import nn

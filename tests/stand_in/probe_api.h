@@ -1,4 +1,4 @@
-// Functions of the CUDA driver that bench/gpu_driver.py calls and csrc does not. It calls them through ctypes, which
+// Functions of the CUDA driver that bench/gpu/driver.py calls and csrc does not. It calls them through ctypes, which
 // checks nothing, so they are written down here: the stand-in must define them so, and signatures.cpp compares them
 // with cuda.h.
 #pragma once

@@ -1,5 +1,5 @@
-// The kernels of bench/gpu_probe.cu as the stand-in driver runs them.
-#include "../../bench/gpu_probe.cu"
+// The kernels of bench/gpu/probe.cu as the stand-in driver runs them.
+#include "../../bench/gpu/probe.cu"
 
 #include "kernel.h"
 

@@ -1,7 +1,8 @@
-"""bench/gpu*.py: the bytes a plan moves, and what a report makes of what the parts said."""
+"""bench/gpu: the bytes a plan moves, and what a report makes of what the parts said."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -13,19 +14,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import gpu_collectives
-import gpu_driver
-import gpu_probe
-import gpu_processes
-import gpu_proof
-import gpu_report
-import gpu_sanitizer
-import gpu_tests
 import pytest
 import torch
 from stand_in import torch_cuda
 
 import build_cuda
+from bench.gpu import collectives, driver, probe, processes, proof, reports, sanitizer, tests
 
 ROOT = Path(__file__).parents[2]
 MB = 1024**2
@@ -44,22 +38,22 @@ MB = 1024**2
     ],
 )
 def test_traffic_of_a_plan(collective: str, algorithm: str, ranks: int, blocks: float) -> None:
-    assert gpu_collectives.traffic(collective, algorithm, ranks, 4 * MB) == pytest.approx(blocks * 4 * MB)
+    assert collectives.traffic(collective, algorithm, ranks, 4 * MB) == pytest.approx(blocks * 4 * MB)
 
 
 def test_the_algorithm_is_that_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RINGREDUCE_ALGORITHMS", "all_reduce:ring:1M-")
-    assert gpu_collectives.algorithm_for("all_reduce", 4, MB) == "ring"
-    assert gpu_collectives.algorithm_for("all_reduce", 4, 1024) != "ring"
+    assert collectives.algorithm_for("all_reduce", 4, MB) == "ring"
+    assert collectives.algorithm_for("all_reduce", 4, 1024) != "ring"
 
 
 @pytest.mark.skipif(build_cuda.find_nvcc() is None, reason="there is no nvcc")
 def test_the_kernels_of_the_probe_compile(tmp_path: Path) -> None:
-    assert b"probe_hand_over" in gpu_driver.image(False, (9, 0), tmp_path)
+    assert b"probe_hand_over" in driver.image(False, (9, 0), tmp_path)
 
 
-def report(path: Path | None = None) -> gpu_report.Report:
-    return gpu_report.Report(path, {"header": {}, "state": "running", "why": "", "bars": [], "rows": [], "notes": []})
+def report(path: Path | None = None) -> reports.Report:
+    return reports.Report(path, {"header": {}, "state": "running", "why": "", "bars": [], "rows": [], "notes": []})
 
 
 def test_a_report_is_complete_after_every_row(tmp_path: Path) -> None:
@@ -71,7 +65,7 @@ def test_a_report_is_complete_after_every_row(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["state"] == "running"
     assert [entry.name for entry in tmp_path.iterdir()] == ["part.json"]
     assert found.end() == 0
-    assert gpu_report.Report.again(path).found["state"] == "passed"
+    assert reports.Report.again(path).found["state"] == "passed"
 
 
 def test_wrong_results_fail_a_part_and_bars_do_not() -> None:
@@ -87,16 +81,16 @@ def test_wrong_results_fail_a_part_and_bars_do_not() -> None:
 
 
 def test_the_halves_are_all_of_the_tests() -> None:
-    files = [*gpu_tests.half(1), *gpu_tests.half(2)]
+    files = [*tests.half(1), *tests.half(2)]
     assert sorted(files) == sorted(map(str, (ROOT / "tests/gpu").glob("test_*.py")))
     assert len({*files}) == len(files)
 
 
-@pytest.mark.parametrize("name", gpu_proof.PARTS)
+@pytest.mark.parametrize("name", proof.PARTS)
 def test_a_part_has_less_than_nine_minutes(name: str) -> None:
-    part = gpu_proof.PARTS[name]
+    part = proof.PARTS[name]
     assert part.limit < 540
-    assert (ROOT / "bench" / part.script).exists()
+    assert importlib.util.find_spec(part.module)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +104,7 @@ def test_a_part_has_less_than_nine_minutes(name: str) -> None:
     ],
 )
 def test_a_sanitizer_that_does_not_work_is_no_fault(output: str, code: int, state: str, says: str) -> None:
-    found, reason = gpu_sanitizer.judged(output, code)
+    found, reason = sanitizer.judged(output, code)
     assert found == state
     assert says in reason
 
@@ -131,9 +125,9 @@ def ends(pid: int) -> bool:
 
 
 def test_what_a_tool_started_ends_with_it() -> None:
-    code, output = gpu_sanitizer.ended(["sh", "-c", "echo first; exit 86"], 60)
+    code, output = sanitizer.ended(["sh", "-c", "echo first; exit 86"], 60)
     assert (code, output) == (86, "first\n")
-    code, output = gpu_sanitizer.ended(["sh", "-c", "sleep 100 & echo $!; wait"], 1)
+    code, output = sanitizer.ended(["sh", "-c", "sleep 100 & echo $!; wait"], 1)
     assert code is None
     assert ends(int(output))
 
@@ -143,7 +137,7 @@ class Refusing:
 
     def call(self, name: str, *_: object, allowed: int = 0) -> int:
         if name in ("cuMemAlloc_v2", "cuMemFree_v2"):
-            raise gpu_driver.DriverError(f"{name}: CUDA_ERROR_UNKNOWN")
+            raise driver.DriverError(f"{name}: CUDA_ERROR_UNKNOWN")
         return 0
 
     made = call
@@ -157,7 +151,7 @@ class Refusing:
 
 def test_a_call_that_fails_is_not_one_that_does_not_block() -> None:
     asker: Any = SimpleNamespace(gpu=Refusing(), image=b"", stand_in=True)
-    found = gpu_probe.blocked_calls(asker, "a stream waits")
+    found = probe.blocked_calls(asker, "a stream waits")
     assert (found["blocked"], found["wrong"]) == ("none", 2)
     assert found["failed"] == (
         "cuMemAlloc: DriverError: cuMemAlloc_v2: CUDA_ERROR_UNKNOWN; "
@@ -166,12 +160,12 @@ def test_a_call_that_fails_is_not_one_that_does_not_block() -> None:
 
 
 def test_a_process_that_cannot_be_killed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_processes, "KILL_SECONDS", 0)
+    monkeypatch.setattr(processes, "KILL_SECONDS", 0)
     waited: list[float] = []
     stuck: Any = SimpleNamespace(pid=7, kill=lambda: None, join=waited.append, is_alive=lambda: True)
-    processes = gpu_processes.Processes(True, [])
-    processes._processes = [stuck]
-    with pytest.raises(TimeoutError, match="process 0, pid 7, still runs 0 s after SIGKILL"), processes:
+    held = processes.Processes(True, [])
+    held._processes = [stuck]
+    with pytest.raises(TimeoutError, match="process 0, pid 7, still runs 0 s after SIGKILL"), held:
         pass
     assert waited == [0]
 
@@ -188,23 +182,25 @@ def test_a_process_that_cannot_be_killed_is_not_waited_for(monkeypatch: pytest.M
 )
 def test_how_a_part_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, code: int, why: str) -> None:
     (tmp_path / "part.py").write_text(f"""
-import os, sys, gpu_report
+import os, sys
+from bench.gpu import reports
 def report():
-    args = gpu_report.parser("").parse_args()
-    return gpu_report.Report(args.json, dict(state="running", why="", bars=[], rows=[], notes=[]))
+    args = reports.parser("").parse_args()
+    return reports.Report(args.json, dict(state="running", why="", bars=[], rows=[], notes=[]))
 {body}
 """)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "bench"))
-    monkeypatch.setitem(gpu_proof.PARTS, "part", gpu_proof.Part(str(tmp_path / "part.py"), "part", limit=60))
-    assert gpu_proof.run("part", tmp_path, False, []) == code
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setitem(proof.PARTS, "part", proof.Part("part", "part", limit=60))
+    assert proof.run("part", tmp_path, False, []) == code
     found = json.loads((tmp_path / "part.json").read_text())
     assert (found["state"], found["why"]) == ("failed" if code else "passed", why)
 
 
 SLOW = """
-import gpu_report, os, subprocess, sys, time
-args = gpu_report.parser("").parse_args()
-report = gpu_report.begin(args, "slow")
+import os, subprocess, sys, time
+from bench.gpu import reports
+args = reports.parser("").parse_args()
+report = reports.begin(args, "slow")
 own_group = subprocess.Popen(["sleep", "200"], preexec_fn=os.setpgrp)
 own_session = subprocess.Popen(["sleep", "200"], start_new_session=True)
 report.row("a row", pid=os.getpid(), own_group=own_group.pid, own_session=own_session.pid)
@@ -217,9 +213,9 @@ time.sleep(100)
 def test_a_part_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch_cuda.build()  # which may take longer than the part may
     (tmp_path / "slow.py").write_text(SLOW)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "bench"))
-    monkeypatch.setitem(gpu_proof.PARTS, "slow", gpu_proof.Part(str(tmp_path / "slow.py"), "slow", limit=15))
-    assert gpu_proof.run("slow", tmp_path, True, []) == 1
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setitem(proof.PARTS, "slow", proof.Part("slow", "slow", limit=15))
+    assert proof.run("slow", tmp_path, True, []) == 1
     found = json.loads((tmp_path / "slow.json").read_text())
     assert (found["state"], found["why"]) == ("failed", "not done after 15 s")
     [row] = found["rows"]
@@ -232,7 +228,7 @@ def test_a_part_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built for CUDA")
 def test_without_a_gpu_it_says_what_to_do() -> None:
-    command = [sys.executable, "bench/gpu_proof.py", "--look"]
+    command = [sys.executable, "-m", "bench.gpu.proof", "--look"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "is built without CUDA" in done.stderr
@@ -243,7 +239,7 @@ def test_without_a_gpu_it_says_what_to_do() -> None:
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built for CUDA")
 def test_it_looks_at_its_arguments_before_anything_is_built(tmp_path: Path) -> None:
     def look(*arguments: str) -> tuple[int, str]:
-        command = [sys.executable, "bench/gpu_proof.py", "--look", "--stand-in", *arguments]
+        command = [sys.executable, "-m", "bench.gpu.proof", "--look", "--stand-in", *arguments]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         return done.returncode, done.stderr
 
@@ -265,6 +261,6 @@ def test_it_looks_at_its_arguments_before_anything_is_built(tmp_path: Path) -> N
 def test_make_gpu_looks_at_part_and_results() -> None:
     command = ["make", "-n", "gpu", "PART=probe kernels", "RESULTS=there", "STAND_IN=1"]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.replace("\\\n", "")
-    look, prove = [line.split("gpu_proof.py")[1].split() for line in shown.splitlines() if "gpu_proof.py" in line]
+    look, prove = [line.split("bench.gpu.proof")[1].split() for line in shown.splitlines() if "bench.gpu.proof" in line]
     assert prove == ["--part", "probe", "kernels", "--results", "there", "--stand-in"]
     assert look == [*prove, "--look"]

@@ -8,9 +8,10 @@ import subprocess
 import sys
 from typing import Any
 
+import bodies.turns
 import pytest
+from bodies.turns import UNLIMITED, Batches, batches_of
 from stand_in import build
-from test_turns import UNLIMITED, Batches, batches_of, library  # noqa: F401 (a fixture)
 
 from ringreduce import plan
 from ringreduce.config import Options
@@ -22,6 +23,8 @@ from ringreduce.plan.symbolic import run_round
 from ringreduce.topology.group_plans import GroupTopology, Served
 
 KB = 1024
+
+library = bodies.turns.library  # a fixture
 
 
 def end_of_one_shot(size: int, *, steps: bool) -> int | None:
@@ -98,20 +101,20 @@ def touched(made: Plan) -> float:
     )
 
 
-def in_one_kernel(library: Any, made: Plan, bytes: int) -> float:  # noqa: F811
+def in_one_kernel(library: Any, made: Plan, bytes: int) -> float:
     """Seconds, by the costs in the module's first lines, of the plans and batches there are."""
     batches = batches_of(library, made, slot_depth(made.size))
     return phases(made, batches) * of_gpus.PHASE + link_reads(made) * bytes / of_gpus.LINK
 
 
-def in_steps(library: Any, made: Plan, bytes: int) -> float:  # noqa: F811
+def in_steps(library: Any, made: Plan, bytes: int) -> float:
     """The same for a rank's turns on a shared GPU."""
     batches = batches_of(library, made, slot_depth(made.size))
     return max(map(len, batches.values())) * of_gpus.BATCH + touched(made) * bytes / of_gpus.MEMORY
 
 
 @pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
-def test_the_model_counts_the_batches_of_the_engine(library: Any, algorithm: str) -> None:  # noqa: F811
+def test_the_model_counts_the_batches_of_the_engine(library: Any, algorithm: str) -> None:
     for size in range(2, 65):
         made = plan.build("all_reduce", algorithm, size)
         of_engine = batches_of(library, made, slot_depth(size))
@@ -120,7 +123,7 @@ def test_the_model_counts_the_batches_of_the_engine(library: Any, algorithm: str
 
 @pytest.mark.parametrize("steps", [False, True])
 @pytest.mark.parametrize("size", [4, 8, 16])
-def test_the_switch_is_where_the_model_has_both_equal(library: Any, size: int, steps: bool) -> None:  # noqa: F811
+def test_the_switch_is_where_the_model_has_both_equal(library: Any, size: int, steps: bool) -> None:
     seconds = in_steps if steps else in_one_kernel
     end = end_of_one_shot(size, steps=steps)
     assert end is not None
@@ -132,7 +135,7 @@ def test_the_switch_is_where_the_model_has_both_equal(library: Any, size: int, s
 @pytest.mark.parametrize("collective", ["broadcast", "reduce"])
 @pytest.mark.parametrize("size", [4, 8, 16])
 def test_a_ring_begins_where_the_model_has_it_equal_to_the_direct_way(
-    library: Any,  # noqa: F811
+    library: Any,
     size: int,
     collective: str,
 ) -> None:

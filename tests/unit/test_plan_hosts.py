@@ -4,9 +4,9 @@ from fractions import Fraction
 from itertools import pairwise
 
 import pytest
+from bodies.plan_results import check_results
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_plan_results import check_results
 
 from ringreduce.plan import Plan, PlanError, Read, Step, across_hosts, slot_depth, table, verify
 from ringreduce.plan import build as build_flat

@@ -7,12 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from examples import book_figures
 from ringreduce.plan import BUILDERS, Channel, Plan, PlanError, Read, Step, build, direct, ring, slot_depth, tree
 from ringreduce.plan import simulate as simulate_module
 from ringreduce.plan.network import Network, Route, switch
 from ringreduce.plan.parameter_server import parameter_server
 from ringreduce.plan.simulate import SYMMETRIC, Simulated, simulate, simulate_symmetric
+from ringreduce.plan.verify import verify
+from ringreduce.topology.planner import plan_for
+from ringreduce.topology.presets import preset
+from ringreduce.topology.rates import Assumed
 
 B = 10e9  # bytes per second
 A = 5e-6  # seconds
@@ -420,14 +423,34 @@ def test_hundreds_of_ranks_step_by_step() -> None:
     assert found.steps == n * (2 * n - 1)
 
 
-# The figures of the texts.
+# The figures with which textbooks explain ring all-reduce: 160 MB over four GPUs behind a switch, and over a DGX-1.
 
 
 def test_the_figures_of_the_texts() -> None:
-    found = list(book_figures.figures())
-    assert [1e3 * each.simulated for each in found] == pytest.approx([60, 80, 15, 5.185, 5.926, 2.593], rel=1e-3)
-    assert [each.ratio for each in found] == pytest.approx([1] * 6, rel=1e-3)
-    assert found[-1].simulated == close(found[3].simulated / 2)
+    size, pcie, nvlink, double, single = 160e6, 16e9, 18e9, range(8), (0, 3, 5, 2, 4, 7, 1, 6)
+    root = (Step(0, Read.INPUT, recv=(1, 2, 3), write=True, send=(1, 2, 3)),)
+    other = (Step(0, Read.INPUT, send=(0,)), Step(0, recv=(0,), write=True))
+    over_one_gpu = Plan("over one GPU", "all_reduce", 4, (Channel(1, 1, (root, other, other, other)),))
+    links = {}
+    for order, width in ((double, 2), (single, 1)):
+        for one, next_ in zip(order, (*order[1:], order[0]), strict=True):
+            links[one, next_] = links[next_, one] = width * nvlink
+    two_rings = ring.all_reduce([(list(double), 2), (list(single), 1)])
+    ours = plan_for(preset("dgx1-v100", Assumed(nvlink=nvlink / 1e9)))
+    lanes = ours.network
+    without_latency = Network(lanes.names, lanes.capacity, lambda *ends: Route(lanes.route(*ends).links, 0.0))
+    for plan in (over_one_gpu, two_rings, ours.plan):
+        verify(plan)
+    found = [
+        simulate(over_one_gpu, switch(4, pcie), size, slice_bytes=size),  # all is summed before anything is sent back
+        parameter_server(workers=4, shards=1, size_bytes=size, bandwidth=pcie),
+        simulate(direct.two_shot(4), switch(4, pcie), size),
+        simulate(two_rings, pairwise(links), size),
+        simulate_symmetric("ring", 16384, size, 3 * nvlink),
+        simulate(ours.plan, without_latency, size),
+    ]
+    assert [1e3 * each.seconds for each in found] == pytest.approx([60, 80, 15, 5.185, 5.926, 2.593], rel=1e-3)
+    assert found[-1].seconds == close(found[3].seconds / 2)
 
 
 # What cannot be simulated.

@@ -7,11 +7,11 @@ from itertools import combinations, permutations, product
 
 import numpy as np
 import pytest
+from bodies.topology_plan import DOUBLE, SINGLE, check, connected
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 from scipy.sparse import lil_matrix
-from unit.test_topology_plan import DOUBLE, SINGLE, check, connected
 
 from ringreduce.plan import verify
 from ringreduce.plan.routed import routed

@@ -9,7 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from unit.test_topology_published import ROWS, Row, in_switches, machine
+from bodies.published_topologies import ROWS, Row, in_switches, machine
 
 from ringreduce.cli import main
 from ringreduce.cli.calibrate import read_log

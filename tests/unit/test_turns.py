@@ -7,71 +7,28 @@ from __future__ import annotations
 import collections
 import ctypes
 import itertools
-import subprocess
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
+import bodies.turns
 import pytest
+from bodies.turns import UNLIMITED, Batches, arguments, batches_of, places
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stand_in.build import WARNINGS
 
-from ringreduce.plan import BUILDERS, Channel, Plan, PlanError, Read, Step, build, lower, ring, slot_depth, verify
+from ringreduce.plan import BUILDERS, Channel, Plan, PlanError, Read, Step, build, ring, slot_depth, verify
 from ringreduce.plan.symbolic import run_round
 
-ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ["tests/unit/turns.cpp", "csrc/engine/program.cpp"]
-SOURCES += [f"csrc/engine/gpu/{name}.cpp" for name in ("batches", "turns")]
-OPERATIONS = ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter", "all_to_all"]
+library = bodies.turns.library  # a fixture
+
 ALGORITHMS = [(collective, algorithm) for collective in BUILDERS for algorithm in BUILDERS[collective]]
-UNLIMITED = 1 << 20  # slots
 MOST_STEPS = 16  # of a batch: kMostSteps
 
 Turn = tuple[int, int]  # rank, batch among the rank's of all channels
-Place = tuple[int, int, int]  # rank, channel, step
-Batches = dict[tuple[int, int], list[list[int]]]  # of each rank and channel: the steps of each batch
 
 
 class NoOrder(Exception):
     pass
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    path = tmp_path_factory.mktemp("turns") / "turns.so"
-    flags = ["-std=c++20", "-O1", *WARNINGS, "-Icsrc", "-shared", "-fPIC"]
-    subprocess.run(["c++", *flags, *SOURCES, "-o", path], cwd=ROOT, check=True)
-    return ctypes.CDLL(str(path))
-
-
-def places(plan: Plan, root: int) -> Iterator[Place]:
-    """Of each step, by the ranks of the group."""
-    for rank in range(plan.size):
-        for index, channel in enumerate(plan.channels):
-            for number in range(len(channel.programs[(rank - root) % plan.size])):
-                yield rank, index, number
-
-
-def arguments(plan: Plan, depth: int, root: int) -> tuple[Any, ...]:
-    lowered = lower(plan)
-    words = (ctypes.c_int32 * len(lowered))(*lowered)
-    return (
-        *(OPERATIONS.index(plan.collective), words, ctypes.c_size_t(len(words))),
-        *(plan.size, root, len(plan.channels), ctypes.c_uint32(depth)),
-    )
-
-
-def batches_of(library: Any, plan: Plan, depth: int, root: int = 0) -> Batches:
-    steps = list(places(plan, root))
-    numbers = (ctypes.c_uint32 * len(steps))()
-    library.batches_of_steps(*arguments(plan, depth, root), numbers)
-    batches: Batches = {(rank, index): [] for rank in range(plan.size) for index in range(len(plan.channels))}
-    for (rank, channel, step), number in zip(steps, numbers, strict=True):
-        of_channel = batches[rank, channel]
-        of_channel += [[] for _ in range(len(of_channel), number + 1)]
-        of_channel[number].append(step)
-    return batches
 
 
 def order(library: Any, plan: Plan, depth: int, batches: Batches, root: int = 0) -> list[Turn]:

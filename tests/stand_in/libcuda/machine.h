@@ -47,7 +47,7 @@
 
 #define API extern "C" __attribute__((visibility("default"))) CUresult
 
-// What csrc/cuda and bench/gpu_driver.py call: the definitions must be these.
+// What csrc/cuda and bench/gpu/driver.py call: the definitions must be these.
 namespace ringreduce::cuda {
 #define DECLARE(name, suffix, parameters) API name##suffix parameters;
 RINGREDUCE_CUDA_FUNCTIONS(DECLARE)

@@ -1,11 +1,11 @@
 """Sums of 2 and 4 sources by the accumulate kernels, next to copies on the same device and to torch's own sums.
 
-    python bench/gpu_accumulate.py --json accumulate.json
+    python -m bench.gpu.accumulate --json accumulate.json
 
 Exit code: 0, 1 if an element was wrong, 2 if there is no GPU. Whether a sum reaches BAR is not in the exit code: on a
 device that is busy or slowed it may not.
 
-`--json`: see gpu_report.py. A row has dtype, sources, bytes (of a source), blocks (0: as the engine), and for
+`--json`: see reports.py. A row has dtype, sources, bytes (of a source), blocks (0: as the engine), and for
 "ringreduce", "copy" and "torch" the median microseconds and GB/s; share is ringreduce's GB/s over copy's.
 """
 
@@ -14,10 +14,10 @@ import itertools
 import sys
 from dataclasses import asdict, dataclass
 
-import gpu_device
-import gpu_report
-import harness
 import torch
+
+from bench import harness
+from bench.gpu import device, reports
 
 BAR = 0.9  # of the copy ceiling, for JUDGED sums of JUDGED_BYTES
 JUDGED = ("float32", "bfloat16")
@@ -77,7 +77,7 @@ class Buffers:
         stride = self.result.numel() * self.dtype.itemsize
         first = self.sources.data_ptr()
         _C.gpu_accumulate(
-            *gpu_device.kernels(),
+            *device.kernels(),
             str(self.dtype).removeprefix("torch."),
             "sum",
             self.result.data_ptr(),
@@ -106,11 +106,11 @@ class Buffers:
 
 def measure(dtype_name: str, sources: int, size: int, blocks: int, repetitions: int, batch_bytes: int) -> Row:
     dtype = getattr(torch, dtype_name)
-    sets = gpu_device.rotations((sources + 1) * size)
+    sets = device.rotations((sources + 1) * size)
     buffers = [Buffers.filled(dtype, sources, size // dtype.itemsize) for _ in range(sets)]
     calls: dict[str, list[harness.Call]] = {
         "ringreduce": [functools.partial(one.accumulate, blocks) for one in buffers],
-        "copy": gpu_device.copies(size, gpu_device.rotations(2 * size)),
+        "copy": device.copies(size, device.rotations(2 * size)),
     }
     if all(torchs := [one.torch_sum() for one in buffers]):
         calls["torch"] = [call for call in torchs if call is not None]
@@ -118,7 +118,7 @@ def measure(dtype_name: str, sources: int, size: int, blocks: int, repetitions: 
         one.result.fill_(1)
         one.accumulate(blocks)
     wrong = sum(one.wrong() for one in buffers)
-    median = gpu_device.median_us(calls, repetitions, max(2, batch_bytes // size))
+    median = device.median_us(calls, repetitions, max(2, batch_bytes // size))
     moved = {name: (2 if name == "copy" else sources + 1) * size for name in calls}
     gbps = {name: moved[name] / median[name] / 1e3 for name in calls}
     share = gbps["ringreduce"] / gbps["copy"]
@@ -135,7 +135,7 @@ def line(row: Row) -> str:
 
 
 def main() -> int:
-    parser = gpu_report.parser(__doc__)
+    parser = reports.parser(__doc__)
     option = parser.add_argument
     option("--sizes", type=harness.parse_bytes, nargs="+", default=[JUDGED_BYTES, 64 << 20, 16 << 20], metavar="SIZE")
     option("--dtypes", nargs="+", choices=DTYPES, default=DTYPES, metavar="NAME")
@@ -145,9 +145,7 @@ def main() -> int:
     option("--repetitions", type=int, default=15, help="batches of each call (default 15)")
     option("--batch-bytes", type=harness.parse_bytes, default="1G", help="of sources in a batch (default 1G)")
     args = parser.parse_args()
-    report = gpu_report.begin(
-        args, "accumulate kernels of ringreduce, next to copies and to torch", method=list(METHOD)
-    )
+    report = reports.begin(args, "accumulate kernels of ringreduce, next to copies and to torch", method=list(METHOD))
     columns = " ".join(f"{name:>10} {'GB/s':>7}" for name in ("us", "copy us", "torch us"))
     print(f"#{'dtype':>13} sources {'bytes':>9} {columns}  share #wrong")
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count

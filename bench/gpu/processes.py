@@ -9,7 +9,7 @@ import multiprocessing
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import gpu_device
+from bench.gpu import device
 
 KILL_SECONDS = 10.0  # for which a killed process is waited for: one that is stuck in the GPU's driver may never end
 
@@ -61,7 +61,7 @@ class Processes:
 
 def _run(stand_in: bool, main: Callable[..., None], pipe: Any, arguments: Sequence[Any]) -> None:
     try:
-        gpu_device.use(stand_in)
+        device.use(stand_in)
         main(pipe, *arguments)
     except Exception as error:
         pipe.send(RuntimeError(f"{type(error).__name__}: {error}"))

@@ -1,11 +1,11 @@
 """A rank is killed while the others' main threads are busy with the driver: do they name it, and how soon?
 
-    python bench/gpu_faults.py --json faults.json
+    python -m bench.gpu.faults --json faults.json
 
 Three processes share a GPU. Two of them call all_reduce, and then do nothing, load kernels, or queue thousands of
 launches behind the call. The third never calls, and is killed. A row has the seconds from the kill to the error on each
 survivor; another error, another culprit or none is wrong. Exit code: 0, 1 if one was wrong, 2 if there is no GPU.
-`--json`: see gpu_report.py.
+`--json`: see reports.py.
 """
 
 import os
@@ -17,11 +17,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import gpu_driver
-import gpu_report
 import torch
 import torch.distributed as dist
-from gpu_processes import Processes
+
+from bench.gpu import driver, reports
+from bench.gpu.processes import Processes
 
 RANKS, VICTIM = 3, 1
 NAMED_S = 1.0  # at most, from the kill to the error
@@ -69,11 +69,11 @@ def rank_main(pipe: Any, rank: int, port: int, way: str, mode: str, image: bytes
     pipe.recv()
     if rank == VICTIM:
         time.sleep(2 * HANGS)
-    gpu, launch_on = gpu_driver.Gpu(0), torch.cuda.Stream().cuda_stream
+    gpu, launch_on = driver.Gpu(0), torch.cuda.Stream().cuda_stream
 
     def load() -> None:
         if image:
-            gpu.kernels(image)(launch_on, "probe_nothing", gpu_driver.Probe())
+            gpu.kernels(image)(launch_on, "probe_nothing", driver.Probe())
 
     dist.all_reduce(x)
     try:
@@ -108,13 +108,13 @@ def kill_one(stand_in: bool, way: str, mode: str, image: bytes) -> dict[str, Any
 
 
 def main() -> int:
-    parser = gpu_report.parser(__doc__)
+    parser = reports.parser(__doc__)
     parser.add_argument("--modes", nargs="+", choices=("steps", "run"), default=("steps", "run"))
     args = parser.parse_args()
-    report = gpu_report.begin(args, "a rank is killed while the others are busy with the driver")
+    report = reports.begin(args, "a rank is killed while the others are busy with the driver")
     properties = torch.cuda.get_device_properties(0)
     with tempfile.TemporaryDirectory() as folder:
-        image = gpu_driver.image(args.stand_in, (properties.major, properties.minor), Path(folder))
+        image = driver.image(args.stand_in, (properties.major, properties.minor), Path(folder))
     if not image:
         report.note("loading kernels: there is no nvcc to make one")
     for mode in args.modes:

@@ -1,4 +1,4 @@
-// The kernels of gpu_probe.py. tests/stand_in/probe_kernels.cpp has them for the stand-in.
+// The kernels of probe.py. tests/stand_in/probe_kernels.cpp has them for the stand-in.
 #include "engine/gpu/memory.cuh"
 
 namespace ringreduce::gpu {

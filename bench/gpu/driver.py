@@ -1,4 +1,4 @@
-"""CUDA's driver from Python, as far as gpu_probe.py asks it things that ringreduce itself would have hidden.
+"""CUDA's driver from Python, as far as probe.py asks it things that ringreduce itself would have hidden.
 
     gpu = Gpu(0)
     word, address = gpu.host_words(1)
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gpu_device
+from bench.gpu import device
 
 Word = ctypes.c_uint64
 NOT_READY = 600
@@ -34,7 +34,7 @@ class IpcHandle(ctypes.Structure):
 
 
 class Probe(ctypes.Structure):
-    """That of gpu_probe.cu."""
+    """That of probe.cu."""
 
     _fields_ = (
         *((name, Word) for name in ("mine", "theirs", "rounds", "elapsed")),
@@ -116,7 +116,7 @@ class Gpu:
         return self.made("cuIpcOpenMemHandle_v2", IpcHandle.from_buffer_copy(handle), 1)
 
     def kernels(self, image: bytes) -> Callable[..., None]:
-        """launch(stream, name, probe, blocks=1, threads=1), for the kernels of gpu_probe.cu."""
+        """launch(stream, name, probe, blocks=1, threads=1), for the kernels of probe.cu."""
         module = self.made("cuModuleLoadData", ctypes.c_char_p(image))
         names = ("probe_hand_over", "probe_nothing")
         found = {name: self.made("cuModuleGetFunction", module, ctypes.c_char_p(name.encode())) for name in names}
@@ -129,26 +129,26 @@ class Gpu:
 
 
 def image(stand_in: bool, capability: tuple[int, int], folder: Path) -> bytes:
-    """gpu_probe.cu as cuModuleLoadData takes it, made in `folder`. b"" if there is no nvcc."""
+    """probe.cu as cuModuleLoadData takes it, made in `folder`. b"" if there is no nvcc."""
     if stand_in:
-        sys.path.insert(0, str(gpu_device.ROOT / "tests"))
+        sys.path.insert(0, str(device.ROOT / "tests"))
         from stand_in import build
 
-        made = build.build(gpu_device.ROOT / "build/stand_in", {"probe.so": ["tests/stand_in/probe_kernels.cpp"]})
+        made = build.build(device.ROOT / "build/stand_in", {"probe.so": ["tests/stand_in/probe_kernels.cpp"]})
         return f"so:{made / 'probe.so'}\0".encode()
     import build_cuda
 
     nvcc = build_cuda.find_nvcc()
     if nvcc is None:
         return b""
-    target, architecture = folder / "gpu_probe.cubin", "".join(map(str, capability))
+    target, architecture = folder / "probe.cubin", "".join(map(str, capability))
     command = [
         nvcc.path,
         *build_cuda.LANGUAGE,
         f"-arch=sm_{architecture}",
         "-O3",
         "-cubin",
-        f"-I{gpu_device.ROOT}/csrc",
+        f"-I{device.ROOT}/csrc",
     ]
-    subprocess.run([*command, str(gpu_device.ROOT / "bench/gpu_probe.cu"), "-o", str(target)], check=True)
+    subprocess.run([*command, str(device.ROOT / "bench/gpu/probe.cu"), "-o", str(target)], check=True)
     return target.read_bytes()

@@ -1,6 +1,6 @@
-"""The kernels under compute-sanitizer: memcheck, racecheck and synccheck over `gpu_kernels.py --few`.
+"""The kernels under compute-sanitizer: memcheck, racecheck and synccheck over `bench.gpu.kernels --few`.
 
-    python bench/gpu_sanitizer.py --json sanitizer.json
+    python -m bench.gpu.sanitizer --json sanitizer.json
 
 A row for each tool: passed, failed, or not checked where the sanitizer does not work on this machine or takes too long.
 Exit code: 0, 1 if a tool found a fault, 2 if there is no GPU.
@@ -17,8 +17,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-import gpu_device
-import gpu_report
+from bench.gpu import device, reports
 
 # What torch asks of CUDA and handles itself is no error of a kernel.
 TOOLS = {"memcheck": ["--report-api-errors", "no"], "racecheck": [], "synccheck": []}
@@ -32,7 +31,7 @@ FAULTS = re.compile(r"Invalid __|hazard|Barrier error|, [1-9]\d* wrong")
 
 def check(sanitizer: str, tool: str) -> dict[str, Any]:
     command = [sanitizer, "--tool", tool, *TOOLS[tool], "--target-processes", "all"]
-    command += ["--error-exitcode", str(FOUND), sys.executable, "bench/gpu_kernels.py", "--few"]
+    command += ["--error-exitcode", str(FOUND), sys.executable, "-m", "bench.gpu.kernels", "--few"]
     code, output = ended(command, SECONDS)
     if code is None:
         return {"tool": tool, "state": "not checked", "why": f"not done after {SECONDS:.0f} s"}
@@ -46,10 +45,10 @@ def ended(command: Sequence[str], seconds: float) -> tuple[int | None, str]:
     with tempfile.TemporaryFile("w+", errors="replace") as output:  # a pipe would be read until all its holders end
         process = subprocess.Popen(
             command,
-            cwd=gpu_device.ROOT,
+            cwd=device.ROOT,
             stdout=output,
             stderr=subprocess.STDOUT,
-            # A group of its own can be killed here, and is still in the session that gpu_proof.py kills.
+            # A group of its own can be killed here, and is still in the session that proof.py kills.
             preexec_fn=os.setpgrp,  # noqa: PLW1509 - a system call and no more; process_group= came with Python 3.11
         )
         try:
@@ -76,8 +75,8 @@ def judged(output: str, code: int) -> tuple[str, str]:
 
 
 def main() -> int:
-    args = gpu_report.parser(__doc__).parse_args()
-    report = gpu_report.begin(args, "the kernels under compute-sanitizer")
+    args = reports.parser(__doc__).parse_args()
+    report = reports.begin(args, "the kernels under compute-sanitizer")
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     sanitizer = shutil.which("compute-sanitizer") or shutil.which(f"{home}/bin/compute-sanitizer")
     if args.stand_in or sanitizer is None:

@@ -15,11 +15,12 @@ from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import harness
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).resolve().parent.parent
+from bench import harness
+
+ROOT = Path(__file__).resolve().parents[2]
 Key = TypeVar("Key", bound=Hashable)
 
 L2_UNKNOWN = 128 * 1024 * 1024  # bytes, where torch does not tell: more than any GPU of 2025 has

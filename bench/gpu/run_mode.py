@@ -1,11 +1,11 @@
 """gpu_mode="run", one kernel a call, with all ranks on one GPU: what ranks with a GPU each run, where there is one GPU.
 
-    python bench/gpu_run_mode.py --json run-mode.json
+    python -m bench.gpu.run_mode --json run-mode.json
 
 First ranks are threads of one process: their kernels have room side by side and run at full speed. For each number of
 ranks: every dtype and operation once; latency and bytes/s; many small calls, whose results are all checked. Then they
 are two processes, whose kernels take turns by the GPU's time slices. Exit code: 0, 1 if an element was wrong or a rank
-failed, 2 if there is no GPU. `--json`: see gpu_report.py.
+failed, 2 if there is no GPU. `--json`: see reports.py.
 """
 
 import argparse
@@ -17,14 +17,11 @@ import threading
 import time
 from typing import Any
 
-import gpu_collectives
-import gpu_device
-import gpu_kernels
-import gpu_report
-import gpu_threads
-import harness
 import torch
 import torch.distributed as dist
+
+from bench import harness
+from bench.gpu import collectives, device, kernels, reports, threads
 
 LATENCY_US = 15.0  # at most, of an all_reduce of 8 B
 SHARE = 0.7  # at least, of what the plan's bytes allow, for an all_reduce of JUDGED_BYTES
@@ -45,7 +42,7 @@ METHOD = (
 one_at_a_time = threading.Lock()  # for captures, of which a process takes one
 
 
-def captured(me: gpu_threads.ThreadRank, what: str, calls: Any) -> "torch.cuda.CUDAGraph":
+def captured(me: threads.ThreadRank, what: str, calls: Any) -> "torch.cuda.CUDAGraph":
     """The graph of `calls()`. A capture begins by waiting for the whole GPU, so no rank may wait for another there."""
     torch.cuda.current_stream().synchronize()
     me.meet(f"capture {what}")
@@ -55,12 +52,12 @@ def captured(me: gpu_threads.ThreadRank, what: str, calls: Any) -> "torch.cuda.C
     return graph
 
 
-def every_row(me: gpu_threads.ThreadRank) -> tuple[int, int]:
+def every_row(me: threads.ThreadRank) -> tuple[int, int]:
     """Results compared and elements wrong, over every dtype and operation that torch can name."""
     import ringreduce
 
     compared = wrong = 0
-    for name, dtype in gpu_kernels.DTYPES.items():
+    for name, dtype in kernels.DTYPES.items():
         for op, (reduce_op, combine) in harness.OPS.items():
             if op == "avg" or not ringreduce._C.kernel_supports(name, op):
                 continue
@@ -76,7 +73,7 @@ def every_row(me: gpu_threads.ThreadRank) -> tuple[int, int]:
     return compared, wrong
 
 
-def many_calls(me: gpu_threads.ThreadRank, calls: int, seconds: float) -> tuple[int, int, float]:
+def many_calls(me: threads.ThreadRank, calls: int, seconds: float) -> tuple[int, int, float]:
     """Small calls made, elements wrong in them, and seconds."""
     import ringreduce
 
@@ -107,7 +104,7 @@ def many_calls(me: gpu_threads.ThreadRank, calls: int, seconds: float) -> tuple[
     return done, int(wrong), time.monotonic() - began
 
 
-def timed(me: gpu_threads.ThreadRank, what: str, call: Any, calls: int) -> float:
+def timed(me: threads.ThreadRank, what: str, call: Any, calls: int) -> float:
     """Microseconds of one of `calls` that `call()` makes, on this rank."""
     batches = []
     for batch in range(8):
@@ -123,7 +120,7 @@ def timed(me: gpu_threads.ThreadRank, what: str, call: Any, calls: int) -> float
     return statistics.median(batches)
 
 
-def speed(me: gpu_threads.ThreadRank, size: int) -> tuple[float, float, int]:
+def speed(me: threads.ThreadRank, size: int) -> tuple[float, float, int]:
     """Microseconds of an all_reduce of `size` bytes, eager and in a graph, and elements wrong."""
     import ringreduce
 
@@ -149,7 +146,7 @@ def two_processes(stand_in: bool) -> list[dict[str, Any]]:
     """A rank of two, in processes on one GPU; what rank 0 found."""
     import ringreduce
 
-    gpu_device.use(stand_in)
+    device.use(stand_in)
     torch.cuda.set_device(0)
     options: Any = ringreduce.Options(gpu_mode="run", gpu_transport="peer")
     group = dist.new_group(backend="ringreduce", pg_options=options, timeout=harness.TIMEOUT)
@@ -171,22 +168,22 @@ def two_processes(stand_in: bool) -> list[dict[str, Any]]:
     return rows
 
 
-def measure(report: gpu_report.Report, ranks: int, args: argparse.Namespace, gbps: float) -> None:
+def measure(report: reports.Report, ranks: int, args: argparse.Namespace, gbps: float) -> None:
     """All rows of one number of ranks that are threads."""
     mine = {"ranks": ranks, "where": "threads"}
     blocks = torch.cuda.get_device_properties(0).multi_processor_count // ranks
     options: dict[str, Any] = {"timeout": 60, "gpu_mode": "run", "gpu_transport": "peer", "gpu_blocks": blocks}
-    found = gpu_threads.run(every_row, ranks, **options)
+    found = threads.run(every_row, ranks, **options)
     compared, wrong = found[0][0], sum(each for _, each in found)
     report.row(
         f"{ranks} threads: {compared} dtypes and operations, {wrong} wrong", **mine, compared=compared, wrong=wrong
     )
     for size in args.sizes:
         for each in sorted({min(16, blocks), blocks}) if size > 1 << 20 else [blocks]:
-            times = gpu_threads.run(speed, ranks, [size], **{**options, "gpu_blocks": each})
+            times = threads.run(speed, ranks, [size], **{**options, "gpu_blocks": each})
             eager, graph, wrong = max(t[0] for t in times), max(t[1] for t in times), sum(t[2] for t in times)
-            algorithm = gpu_collectives.algorithm_for("all_reduce", ranks, size)
-            bound = gpu_collectives.traffic("all_reduce", algorithm, ranks, size) / gbps / 1e3
+            algorithm = collectives.algorithm_for("all_reduce", ranks, size)
+            bound = collectives.traffic("all_reduce", algorithm, ranks, size) / gbps / 1e3
             row = {"bytes": size, "blocks": each, "algorithm": algorithm, "eager_us": eager, "graph_us": graph}
             report.row(
                 f"{ranks} threads: {harness.format_bytes(size):>8}, {each:>3} blocks, {algorithm}: "
@@ -198,7 +195,7 @@ def measure(report: gpu_report.Report, ranks: int, args: argparse.Namespace, gbp
             elif size == JUDGED_BYTES and each == blocks:
                 report.bar(f"{ranks} threads: 256 MB, of what its bytes allow", bound / graph, at_least=SHARE)
             torch.cuda.empty_cache()
-    many = gpu_threads.run(many_calls, ranks, [args.calls, args.seconds], **options)
+    many = threads.run(many_calls, ranks, [args.calls, args.seconds], **options)
     calls, wrong, seconds = many[0][0], sum(each[1] for each in many), many[0][2]
     report.row(
         f"{ranks} threads: {calls} small calls in {seconds:.1f} s, {wrong} wrong",
@@ -209,16 +206,16 @@ def measure(report: gpu_report.Report, ranks: int, args: argparse.Namespace, gbp
 
 
 def main() -> int:
-    parser = gpu_report.parser(__doc__)
+    parser = reports.parser(__doc__)
     option = parser.add_argument
     option("--ranks", type=int, nargs="+", default=[2, 4, 8], help="threads (default 2 4 8)")
     option("--calls", type=int, default=MANY, help="small calls for each (default a million)")
     option("--seconds", type=float, default=90, help="for which they may go on (default 90)")
     option("--sizes", type=harness.parse_bytes, nargs="+", default=[8, 64 << 10, 1 << 20, 16 << 20, JUDGED_BYTES])
     args = parser.parse_args()
-    os.environ.update(gpu_threads.RESIDENT)  # before CUDA is used
-    report = gpu_report.begin(args, "one kernel a call, ranks on one GPU", method=list(METHOD))
-    gbps = gpu_device.copy_gbps(min(max(args.sizes), JUDGED_BYTES), 10, 4)
+    os.environ.update(threads.RESIDENT)  # before CUDA is used
+    report = reports.begin(args, "one kernel a call, ranks on one GPU", method=list(METHOD))
+    gbps = device.copy_gbps(min(max(args.sizes), JUDGED_BYTES), 10, 4)
     report.row(f"the GPU copies {gbps:.0f} GB/s, read and written", copy_gbps=gbps)
     why = ""
     for ranks in args.ranks:

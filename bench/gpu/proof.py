@@ -1,10 +1,10 @@
 """Proof on a GPU, in parts: `make gpu` builds ringreduce, then runs this.
 
-    python bench/gpu_proof.py                                     all parts, in order
-    python bench/gpu_proof.py --part probe kernels --results DIR  these
-    python bench/gpu_proof.py --stand-in                          on stand-ins for GPUs, which proves nothing of one
+    python -m bench.gpu.proof                                     all parts, in order
+    python -m bench.gpu.proof --part probe kernels --results DIR  these
+    python -m bench.gpu.proof --stand-in                          on stand-ins for GPUs, which proves nothing of one
 
-A part is a program of its own, with a time limit. DIR/<part>.json has what it found (gpu_report.py), written anew after
+A part is a program of its own, with a time limit. DIR/<part>.json has what it found (reports.py), written anew after
 every row, and DIR/<part>.log what it printed; so whatever ends a part, and this program, only what was not reached is
 lost. A later part may read what an earlier one found. Exit code: 0; 1 if a result was wrong, a test failed or a part
 ended without a result; else 2 if this machine cannot do it, and what it lacks, or if the arguments are wrong. A figure
@@ -26,10 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-import gpu_device
-import gpu_report
+from bench.gpu import device, reports
 
-ROOT = gpu_device.ROOT
+ROOT = device.ROOT
 KILL_SECONDS = 5.0  # for which a killed part, and the last of its output, are waited for
 
 
@@ -38,7 +37,7 @@ class Part:
     """A program of this folder. `briefly` is for stand-ins, whose figures say nothing: as little as goes through all of
     the code."""
 
-    script: str
+    module: str
     what: str
     arguments: tuple[str, ...] = ()
     briefly: tuple[str, ...] = ()
@@ -47,22 +46,22 @@ class Part:
 
 
 PARTS = {
-    "probe": Part("gpu_probe.py", "what the driver and the GPU do, and what a call costs the host", limit=300),
-    "kernels": Part("gpu_kernels.py", "every kernel against the CPU's bits", briefly=("--few",), limit=400),
+    "probe": Part("bench.gpu.probe", "what the driver and the GPU do, and what a call costs the host", limit=300),
+    "kernels": Part("bench.gpu.kernels", "every kernel against the CPU's bits", briefly=("--few",), limit=400),
     "accumulate": Part(
-        "gpu_accumulate.py",
+        "bench.gpu.accumulate",
         "sums over blocks and sizes, next to copies",
         briefly=("--sizes", "64K", "--blocks", "0", "--repetitions", "2", "--batch-bytes", "128K"),
     ),
     "run-mode": Part(
-        "gpu_run_mode.py",
+        "bench.gpu.run_mode",
         "one kernel a call, ranks on one GPU: threads, then processes",
         briefly=("--ranks", "2", "--calls", "200", "--sizes", "8", "64K", "--seconds", "5"),
     ),
-    "tests-1": Part("gpu_tests.py", "tests/gpu, the first half", arguments=("--half", "1")),
-    "tests-2": Part("gpu_tests.py", "tests/gpu, the second half", arguments=("--half", "2")),
+    "tests-1": Part("bench.gpu.tests", "tests/gpu, the first half", arguments=("--half", "1")),
+    "tests-2": Part("bench.gpu.tests", "tests/gpu, the second half", arguments=("--half", "2")),
     "steps": Part(
-        "gpu_collectives.py",
+        "bench.gpu.collectives",
         "collectives step by step, processes on one GPU; a GPU each where there are several",
         arguments=("--limit", "420"),
         briefly=(
@@ -71,12 +70,12 @@ PARTS = {
         ),
     ),
     "faults": Part(
-        "gpu_faults.py",
+        "bench.gpu.faults",
         "a rank is killed while the others are busy with the driver",
         briefly=("--modes", "steps"),
         limit=400,
     ),
-    "sanitizer": Part("gpu_sanitizer.py", "compute-sanitizer over the kernels"),
+    "sanitizer": Part("bench.gpu.sanitizer", "compute-sanitizer over the kernels"),
 }
 """In the order in which they say most about what may be wrong."""
 
@@ -86,7 +85,7 @@ def run(name: str, folder: Path, stand_in: bool, others: Sequence[str]) -> int:
     part, path = PARTS[name], folder / f"{name}.json"
     path.unlink(missing_ok=True)
     brief = ["--stand-in", *part.briefly] if stand_in else []
-    command = [sys.executable, str(Path("bench", part.script)), *part.arguments, "--json", str(path), *brief, *others]
+    command = [sys.executable, "-m", part.module, *part.arguments, "--json", str(path), *brief, *others]
     print(f"\n== {name}: {part.what}, at most {part.limit:.0f} s ==", flush=True)
     began = time.monotonic()
     process = subprocess.Popen(
@@ -136,7 +135,7 @@ def kill(process: "subprocess.Popen[str]") -> None:
 def settle(path: Path, why: str, seconds: float) -> str:
     """Says in the report how long the part took, and how it ended if it could not say so itself. Returns its state."""
     found = json.loads(path.read_text()) if path.exists() else {"state": "running", "rows": [], "bars": [], "notes": []}
-    report = gpu_report.Report(path, {**found, "seconds": round(seconds, 1)})
+    report = reports.Report(path, {**found, "seconds": round(seconds, 1)})
     if found["state"] == "running" or (why and found["state"] == "passed"):
         report.end(why or "it ended without a result")
     return str(report.found["state"])
@@ -166,7 +165,7 @@ def main() -> int:
     option("--look", action="store_true", help="only look whether it can run here with these arguments")
     option("others", nargs="*", metavar="ARGUMENT", help="after --: for the part's program")
     args = parser.parse_args()
-    if reasons := gpu_device.missing(args.stand_in):
+    if reasons := device.missing(args.stand_in):
         print("make gpu cannot run here:", *(f"  {reason}" for reason in reasons), sep="\n", file=sys.stderr)
         print("Without a GPU: make gpu STAND_IN=1, which proves the script and not the GPU.", file=sys.stderr)
         return 2

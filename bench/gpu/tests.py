@@ -1,6 +1,6 @@
 """tests/gpu under pytest, with a row in the report for every test as it ends.
 
-    python bench/gpu_tests.py --half 1 --json tests-1.json
+    python -m bench.gpu.tests --half 1 --json tests-1.json
 
 The halves take about as long as each other. A row has the test, its outcome, its seconds and, unless it passed, the
 reason's first line. Exit code: 0, 1 if a test failed or none passed, 2 if there is no GPU or no pytest.
@@ -11,10 +11,9 @@ import os
 import sys
 from typing import Any
 
-import gpu_device
-import gpu_report
+from bench.gpu import device, reports
 
-TESTS = gpu_device.ROOT / "tests/gpu"
+TESTS = device.ROOT / "tests/gpu"
 
 FIRST_HALF = ("test_threads", "test_setup", "test_arrays", "test_same_bits", "test_collectives")
 """The files of the first half, in their order; all others are of the second."""
@@ -23,7 +22,7 @@ FIRST_HALF = ("test_threads", "test_setup", "test_arrays", "test_same_bits", "te
 class Rows:
     """A plugin of pytest that gives the report its rows."""
 
-    def __init__(self, report: gpu_report.Report) -> None:
+    def __init__(self, report: reports.Report) -> None:
         self.report, self.passed = report, 0
         self._seconds: dict[str, float] = {}
 
@@ -59,7 +58,7 @@ def half(number: int) -> list[str]:
 
 
 def main() -> int:
-    parser = gpu_report.parser(__doc__)
+    parser = reports.parser(__doc__)
     parser.add_argument("--half", type=int, choices=(1, 2), help="(default both)")
     parser.add_argument("tests", nargs="*", metavar="PATH", help="for pytest, in place of tests/gpu")
     args = parser.parse_args()
@@ -68,8 +67,8 @@ def main() -> int:
     ]:
         print(f"missing: {' '.join(absent).replace('_', '-')} in {sys.executable}", file=sys.stderr)
         return 2
-    report = gpu_report.begin(args, "tests/gpu")
-    sys.path.insert(0, str(gpu_device.ROOT / "tests"))
+    report = reports.begin(args, "tests/gpu")
+    sys.path.insert(0, str(device.ROOT / "tests"))
     import processes
     import pytest
 

@@ -1,23 +1,23 @@
 """Every accumulate kernel on the device against the CPU's, bit for bit; then small collectives between two ranks.
 
-    python bench/gpu_kernels.py
-    compute-sanitizer --target-processes all --tool racecheck python bench/gpu_kernels.py --few
+    python -m bench.gpu.kernels
+    compute-sanitizer --target-processes all --tool racecheck python -m bench.gpu.kernels --few
 
 Random values, every code of the narrow floats, and all pairs of values at the edges of float types: so also conversions
 by the GPU's instructions. Bits are compared, but any NaN counts as any other: which one comes out is not promised.
 Exit code: 0, 1 if any result differs, 2 if there is no GPU. `--few`: one size and one alignment of each kernel, for a
-sanitizer, under which a kernel takes a hundred times as long. `--json`: see gpu_report.py.
+sanitizer, under which a kernel takes a hundred times as long. `--json`: see reports.py.
 """
 
 import sys
 from collections.abc import Iterator
 from typing import Any
 
-import gpu_device
-import gpu_report
-import harness
 import torch
 import torch.distributed as dist
+
+from bench import harness
+from bench.gpu import device, reports
 
 DTYPES = {
     **{name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")},
@@ -99,7 +99,7 @@ def wrong_bytes(dtype_name: str, op: str, values: list[torch.Tensor], shift: int
         buffer[ahead : ahead + size].copy_(value.view(torch.uint8))
         inputs.append(buffer)
     _C.gpu_accumulate(
-        *gpu_device.kernels(),
+        *device.kernels(),
         dtype_name,
         op,
         found.data_ptr() + ahead,
@@ -114,7 +114,7 @@ def wrong_bytes(dtype_name: str, op: str, values: list[torch.Tensor], shift: int
     return wrong + int((here != expected).sum())
 
 
-def check_kernels(report: gpu_report.Report, few: bool) -> None:
+def check_kernels(report: reports.Report, few: bool) -> None:
     """A row for each kernel: how many results were compared, and which differ."""
     from ringreduce import _C
 
@@ -142,7 +142,7 @@ def check_collectives(stand_in: bool) -> list[str]:
     """One rank of a group; what is wrong."""
     import ringreduce
 
-    gpu_device.use(stand_in)
+    device.use(stand_in)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.cuda.set_device(rank if torch.cuda.device_count() >= ranks else 0)
     options: Any = ringreduce.Options(gpu_transport="peer")
@@ -170,10 +170,10 @@ def check_collectives(stand_in: bool) -> list[str]:
 
 
 def main() -> int:
-    parser = gpu_report.parser(__doc__)
+    parser = reports.parser(__doc__)
     parser.add_argument("--few", action="store_true", help="one case of each kernel")
     args = parser.parse_args()
-    report = gpu_report.begin(args, "kernels of ringreduce, bit for bit against the CPU's")
+    report = reports.begin(args, "kernels of ringreduce, bit for bit against the CPU's")
     check_kernels(report, args.few)
     faults = harness.start_ranks(2, check_collectives, args.stand_in)
     report.row("\n".join([f"4 collectives between 2 ranks, {len(faults)} wrong", *faults]), wrong=len(faults))

@@ -1,6 +1,6 @@
 """What the driver and the GPU do that ringreduce counts on and no stand-in can show; and what a call costs the host.
 
-    python bench/gpu_probe.py --json probe.json
+    python -m bench.gpu.probe --json probe.json
 
 A row for each question, whatever came of the others; "wrong" is 1 if the answer breaks what ringreduce assumes. Where
 another process is killed, or an error could spoil a process for good, the asking is done by processes of their own.
@@ -22,13 +22,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import gpu_device
-import gpu_driver
-import gpu_report
 import torch
 import torch.distributed as dist
-from gpu_driver import Gpu, Probe
-from gpu_processes import Processes
+
+from bench.gpu import device, driver, reports
+from bench.gpu.driver import Gpu, Probe
+from bench.gpu.processes import Processes
 
 HOST_US = 15.0  # at most, of the host for an eager call
 SECONDS = 2.0  # after which a call of the driver counts as blocked
@@ -56,13 +55,13 @@ class Call(threading.Thread):
 class Asker:
     """What the questions share."""
 
-    def __init__(self, report: gpu_report.Report, stand_in: bool) -> None:
+    def __init__(self, report: reports.Report, stand_in: bool) -> None:
         self.report, self.stand_in = report, stand_in
         torch.zeros(1, device="cuda")  # the context is torch's too
         self.gpu = Gpu(0)
         with tempfile.TemporaryDirectory() as folder:
             properties = torch.cuda.get_device_properties(0)
-            self.image = gpu_driver.image(stand_in, (properties.major, properties.minor), Path(folder))
+            self.image = driver.image(stand_in, (properties.major, properties.minor), Path(folder))
 
     def ask(self, question: str, answer: Callable[["Asker"], Answer]) -> None:
         began = time.monotonic()
@@ -90,7 +89,7 @@ def compilers(_: Asker) -> Answer:
 
     return {
         "compiler": version(os.environ.get("CXX", "c++").split()[-1], "--version"),
-        "nvcc": gpu_device.nvcc_version() or "none",
+        "nvcc": device.nvcc_version() or "none",
         "python": sys.version.split()[0],
     }
 
@@ -139,7 +138,7 @@ def blocked_calls(asker: Asker, busy: str) -> Answer:
     calls: dict[str, Callable[[], object]] = {
         "cuStreamQuery": lambda: gpu.done(other),
         "cuEventRecord": lambda: gpu.call("cuEventRecord", event, other),
-        "cuEventQuery": lambda: gpu.call("cuEventQuery", event, allowed=gpu_driver.NOT_READY),
+        "cuEventQuery": lambda: gpu.call("cuEventQuery", event, allowed=driver.NOT_READY),
         "cuEventCreate": lambda: gpu.made("cuEventCreate", 2),
         "cuMemsetD8Async": lambda: gpu.call("cuMemsetD8Async", spare, 1, 8, other),
         "cuMemcpyAsync, pageable": lambda: gpu.call("cuMemcpyAsync", spare, ctypes.addressof(rubbish), 4096, other),
@@ -280,7 +279,7 @@ def reads_on(pipe: Any, image: bytes) -> None:
             if launch:  # which finds a word that is large enough
                 launch(stream, "probe_hand_over", Probe(address, own, 1, own + 64, 1, 1))
                 gpu.call("cuStreamSynchronize", stream)
-        except gpu_driver.DriverError as error:
+        except driver.DriverError as error:
             pipe.send({"after_it": str(error), "reads": reads, "values": sorted(values)})
             return
         reads += 1
@@ -377,10 +376,10 @@ def host_call(asker: Asker, mode: str) -> Answer:
 
 
 def main() -> int:
-    parser = gpu_report.parser(__doc__)
+    parser = reports.parser(__doc__)
     parser.add_argument("--only", nargs="+", metavar="WORD", help="questions with one of these words")
     args = parser.parse_args()
-    report = gpu_report.begin(args, "what the driver and the GPU do")
+    report = reports.begin(args, "what the driver and the GPU do")
     asker, rounds = Asker(report, args.stand_in), 20 if args.stand_in else 200
     questions: dict[str, Callable[[Asker], Answer]] = {
         "compilers": compilers,

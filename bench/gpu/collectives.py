@@ -1,11 +1,11 @@
 """Collectives between ranks on GPUs: ringreduce next to NCCL, Gloo and the way through the host's memory.
 
-    python bench/gpu_collectives.py --ranks 2 4 8 --json collectives.json
+    python -m bench.gpu.collectives --ranks 2 4 8 --json collectives.json
 
 Where there are fewer GPUs than ranks, all ranks share the first; else each has its own, and NCCL takes part. Exit code:
 0, 1 if an element was wrong or a rank failed, 2 if there is no GPU.
 
-`--json`: see gpu_report.py. A row is one collective and size: ranks, shared (whether the ranks share a GPU), bytes (of
+`--json`: see reports.py. A row is one collective and size: ranks, shared (whether the ranks share a GPU), bytes (of
 the larger buffer of a rank), algorithm (ringreduce's), bound_us, median_us and wrong_in by variant, and share, bound_us
 over ringreduce's median (null where there is no bound).
 """
@@ -17,11 +17,11 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import gpu_device
-import gpu_report
-import harness
 import torch
 import torch.distributed as dist
+
+from bench import harness
+from bench.gpu import device, reports
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 VARIANTS = ("ringreduce", "graph", "host", "gloo", "nccl")
@@ -174,9 +174,9 @@ def algorithm_for(collective: str, ranks: int, block_bytes: int) -> str:
 
 def measure(settings: Settings) -> None:
     """One rank; the first one reports."""
-    gpu_device.use(settings.stand_in)
+    device.use(settings.stand_in)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    report = gpu_report.Report.again(settings.json) if rank == 0 else gpu_report.Report(None, {"rows": [], "notes": []})
+    report = reports.Report.again(settings.json) if rank == 0 else reports.Report(None, {"rows": [], "notes": []})
     shared = torch.cuda.device_count() < ranks
     torch.cuda.set_device(0 if shared else rank)
     torch.ones(1, device="cuda")
@@ -294,7 +294,7 @@ def line(row: Row, variants: tuple[str, ...]) -> str:
 
 
 def main() -> int:
-    parser = gpu_report.parser(__doc__)
+    parser = reports.parser(__doc__)
     option = parser.add_argument
     option("--ranks", type=int, nargs="+", default=[2, 4, 8], help="(default 2 4 8)")
     option("--collectives", nargs="+", choices=COLLECTIVES, default=COLLECTIVES, metavar="NAME")
@@ -316,9 +316,9 @@ def main() -> int:
     if min(args.ranks) < 2 or min(args.sizes) < 4:
         parser.error("--ranks must be at least 2, --sizes at least 4")
     deadline = time.time() + args.limit
-    args.json = args.json or gpu_device.ROOT / "build/gpu_collectives.json"  # the ranks report there
-    report = gpu_report.begin(args, "collectives of ringreduce between ranks on GPUs, and peers", method=list(METHOD))
-    ceiling = statistics.median(gpu_device.copy_gbps(args.copy_bytes, 10, 4) for _ in range(3))
+    args.json = args.json or device.ROOT / "build/gpu_collectives.json"  # the ranks report there
+    report = reports.begin(args, "collectives of ringreduce between ranks on GPUs, and peers", method=list(METHOD))
+    ceiling = statistics.median(device.copy_gbps(args.copy_bytes, 10, 4) for _ in range(3))
     torch.cuda.empty_cache()
     report.row(f"# the device copies {ceiling:.0f} GB/s, read and written", copy_gbps=ceiling)
     for number, ranks in enumerate(args.ranks):
@@ -334,7 +334,7 @@ def main() -> int:
             json=args.json,
         )
         harness.start_ranks(ranks, measure, settings)
-    return gpu_report.Report.again(args.json).end()
+    return reports.Report.again(args.json).end()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What a part of `make gpu` finds, in a JSON that is written anew after every row.
 
-    args = gpu_report.parser(__doc__).parse_args()
-    report = gpu_report.begin(args, "what is measured")
+    args = reports.parser(__doc__).parse_args()
+    report = reports.begin(args, "what is measured")
     report.row("a line for people", size=8, us=3.2)
     report.bar("latency of 8 B, us", 3.2, at_most=15)
     return report.end()
@@ -19,8 +19,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import gpu_device
-import harness
+from bench import harness
+from bench.gpu import device
 
 
 class Report:
@@ -87,11 +87,11 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 def begin(args: argparse.Namespace, title: str, **header: Any) -> Report:
     """An empty report, whose header is printed. Exits with 2 where there is no GPU, and says what is missing."""
-    if reasons := gpu_device.missing(args.stand_in):
+    if reasons := device.missing(args.stand_in):
         print(*(f"missing: {reason}" for reason in reasons), sep="\n", file=sys.stderr)
         sys.exit(2)
-    gpu_device.use(args.stand_in)
-    found = {"header": {**harness.origin(title), "commit": commit(), "gpu": gpu_device.facts(args.stand_in), **header}}
+    device.use(args.stand_in)
+    found = {"header": {**harness.origin(title), "commit": commit(), "gpu": device.facts(args.stand_in), **header}}
     if args.stand_in:
         found["header"]["note"] = "on a stand-in: no figure here is of a GPU"
     print(*harness.format_origin(found["header"]), f"# gpu       {found['header']['gpu']}", sep="\n")
@@ -103,7 +103,7 @@ def commit() -> str | None:
     """What is checked out, with "+" if files differ from it; $COMMIT where git does not know."""
 
     def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], cwd=gpu_device.ROOT, check=True, capture_output=True, text=True)
+        done = subprocess.run(["git", *arguments], cwd=device.ROOT, check=True, capture_output=True, text=True)
         return done.stdout.strip()
 
     try:
