@@ -14,8 +14,9 @@ from ringreduce.parameter_server.embedding import Embedding, EmbeddingBag
 from ringreduce.parameter_server.join import join, serve
 from ringreduce.parameter_server.key_value import KeyValue
 from ringreduce.parameter_server.modes import Mode, asynchronous, ssp, sync
-from ringreduce.parameter_server.pending import Pending, Snapshot
+from ringreduce.parameter_server.pending import Pending
 from ringreduce.parameter_server.readers import Follower
+from ringreduce.parameter_server.restoring import Snapshot
 from ringreduce.parameter_server.serving import Serving
 from ringreduce.parameter_server.training import Attached, attach
 from ringreduce.parameter_server.updates import (

@@ -1,7 +1,7 @@
-"""Restoring a snapshot (`KeyValue.restore`) on any number of servers.
+"""Snapshots as a worker sees them: asking the servers for one, and restoring one on any number of servers.
 
-All files are read and checked before anything is made. Each block is then sent to its server as one request, and the
-rows of tables in parts.
+To restore, all files are read and checked before anything is made. Each block is then sent to its server as one
+request, and the rows of tables in parts.
 """
 
 from __future__ import annotations
@@ -12,41 +12,102 @@ import math
 import secrets
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from ringreduce import _C
-from ringreduce.errors import CollectiveTimeout, InvalidArgument
+from ringreduce.errors import CollectiveTimeout, InvalidArgument, SystemFailure
 from ringreduce.parameter_server.arguments import check_key
+from ringreduce.parameter_server.calls import Calls
+from ringreduce.parameter_server.checks import shown
 from ringreduce.parameter_server.placement import cut, place
-from ringreduce.parameter_server.safetensors import NAMES, Reader
-from ringreduce.parameter_server.snapshots import FORMAT, INDEX, STEPS, files_of, names_of, names_of_block
-
-if TYPE_CHECKING:
-    from ringreduce._C import ParameterCall
-    from ringreduce.parameter_server.key_value import KeyValue
-
+from ringreduce.parameter_server.safetensors import Reader
+from ringreduce.parameter_server.snapshot_files import INDEX, STEPS, names_of, names_of_block, read
 
 _LOOK = 0.01
 """Seconds between checks whether another worker has restored a snapshot."""
 
 
-def restore(kv: KeyValue, path: Path, deadline: float) -> list[str]:
+@dataclass(frozen=True)
+class Snapshot:
+    """A snapshot that is being written: what `KeyValue.snapshot` returns."""
+
+    through: Calls
+    path: Path
+    """The folder of the complete snapshot."""
+    folder: str
+    """The folder until it is complete."""
+
+    def done(self) -> bool:
+        """Returns whether it is complete. Raises `SystemFailure` if a server could not write its part, and
+        `ServerLost`."""
+        question, deadline = {"ask": "snapshot state", "folder": self.folder}, self.through.deadline(None)
+        try:
+            states = [self.through.questions.ask(server, question, deadline) for server in range(self.through.servers)]
+        except InvalidArgument:  # a server knows its latest snapshots only, and a backup only those it has begun itself
+            if (self.path / INDEX).exists():
+                return True
+            raise SystemFailure(
+                f"the snapshot {self.folder} stays incomplete: a server has ended while it wrote its part, or has "
+                "written many others since; begin another one"
+            ) from None
+        for server, state in enumerate(states):
+            if state["fault"]:
+                raise SystemFailure(f"the snapshot {self.folder} of server {server}: {state['fault']}", server)
+        return all(state["done"] for state in states)
+
+    def wait(self, timeout: timedelta | float | None = None) -> Path:
+        """Waits until it is complete; returns its folder. `timeout` is in seconds (default: that of `join`). Raises
+        `CollectiveTimeout`, and otherwise as `done`."""
+        deadline = self.through.until(timeout)
+        while not self.done():
+            if time.monotonic() > deadline:
+                raise CollectiveTimeout(
+                    f"the snapshot {self.folder} was not written in time; the servers go on with it"
+                )
+            time.sleep(0.01)
+        return self.path
+
+
+def begin(calls: Calls, path: Path, deadline: float) -> Snapshot:
+    """Asks the servers for a snapshot at `path`. Raises as `KeyValue.snapshot`."""
+    _check_absent(path)
+    if not calls.client.drain(timeout=max(0.0, deadline - time.monotonic())):
+        raise CollectiveTimeout("snapshot: what this worker has pushed was not applied in time")
+    folder = f"{path}.partial-{secrets.token_hex(4)}"
+    for server in range(calls.servers):
+        question = {"ask": "snapshot", "folder": folder, "part": f"{server}-of-{calls.servers}"}
+        calls.questions.ask(server, question, deadline)
+    return Snapshot(calls, path, folder)
+
+
+def _check_absent(path: Path) -> None:
+    try:
+        is_there = path.exists()
+    except OSError as error:
+        raise InvalidArgument(f"path is {shown(str(path))}, where nothing can be written: {error.strerror}") from None
+    if is_there:
+        raise InvalidArgument(f"there is something at {path} already: give a snapshot a name of its own")
+
+
+def restore(calls: Calls, path: Path, deadline: float) -> list[str]:
     """Restores the snapshot at `path`, or waits until another worker has; returns the names of its keys and tables.
     Raises as `KeyValue.restore`."""
     try:
         snapshot = hashlib.sha256((path / INDEX).read_bytes()).hexdigest()
     except OSError as error:
         raise InvalidArgument(f"{path} is no whole snapshot: {error}") from None
-    store, mine = kv._with.store, f"{kv.worker} {secrets.token_hex(4)}"
+    store, mine = calls.membership.store, f"{calls.membership.worker} {secrets.token_hex(4)}"
     first = store.compare_set(f"restore/{snapshot}", "", mine).decode()
     if first != mine:
-        return _restored_by(kv, first.split()[0], path, f"restored/{snapshot}", deadline)
+        return _restored_by(calls, first.split()[0], path, f"restored/{snapshot}", deadline)
     try:
-        names = _restore(kv, path, deadline)
+        names = _restore(calls, path, deadline)
     except BaseException as error:
         store.set(f"restored/{snapshot}", json.dumps({"error": str(error)[:1000] or repr(error)}))
         raise
@@ -54,148 +115,72 @@ def restore(kv: KeyValue, path: Path, deadline: float) -> list[str]:
     return names
 
 
-def _restored_by(kv: KeyValue, worker: str, path: Path, key: str, deadline: float) -> list[str]:
-    while not kv._with.store.check([key]):
+def _restored_by(calls: Calls, worker: str, path: Path, key: str, deadline: float) -> list[str]:
+    while not calls.membership.store.check([key]):
         if time.monotonic() > deadline:
             raise CollectiveTimeout(f"restore: worker {worker}, which came first, has not restored {path} in time")
         time.sleep(_LOOK)
-    found = json.loads(kv._with.store.get(key))
+    found = json.loads(calls.membership.store.get(key))
     if "error" in found:
         raise InvalidArgument(f"worker {worker} has tried to restore {path}: {found['error']}")
     return list(found["names"])
 
 
-def _restore(kv: KeyValue, path: Path, deadline: float) -> list[str]:
-    files = _read(path)
+def _restore(calls: Calls, path: Path, deadline: float) -> list[str]:
+    files = read(path)
     # Blocks of a key may have different rules for a moment, while workers change it; in the end one holds for all.
     specs = {block["key"]: block["spec"] | {"update": block["update"]} for _, blocks in files for block in blocks}
     for key in specs:
         check_key(key)
-    tables = {key: _make(kv, key, spec, deadline) for key, spec in specs.items()}
-    calls = []
+    tables = {key: _make(calls, key, spec, deadline) for key, spec in specs.items()}
+    sent = []
     for reader, blocks in files:
         for block in blocks:
-            calls += _send(kv, reader, block, tables[block["key"]], deadline)
-    for key, call in calls:
-        kv._finish(key, call, deadline)
+            sent += _send(calls, reader, block, tables[block["key"]], deadline)
+    for key, call in sent:
+        calls.finish(key, call, deadline)
         if any(outcome == "kept" for _, _, outcome, _ in call.answers):
             raise InvalidArgument(f"{key!r} has a value already: restore() before init() or Embedding()")
     return list(specs)
 
 
-def _make(kv: KeyValue, key: str, spec: dict[str, Any], deadline: float) -> _C.ParameterTable | None:
+def _make(calls: Calls, key: str, spec: dict[str, Any], deadline: float) -> _C.ParameterTable | None:
     """Makes a key, and returns None; or makes a table, and returns it."""
     if "table" in spec:
-        return kv._make_table(key, spec, deadline, restored=True)
+        return calls.make_table(key, spec, deadline, restored=True)
     same = {name: spec[name] for name in ("dtype", "shape", "mode", "update", "wire")}
     size = getattr(torch, spec["dtype"]).itemsize
     sizes = [count * size for _, count in cut(math.prod(spec["shape"]), spec["per_block"])]
-    placed, _ = kv._agree(key, same, spec | {"servers": place(sizes, kv._with.loads), "restored": True})
+    placed, _ = calls.agree(key, same, spec | {"servers": place(sizes, calls.membership.loads), "restored": True})
     if placed["per_block"] != spec["per_block"]:
         raise InvalidArgument(f"{key!r} has been cut otherwise already: restore() before init()")
-    kv._create(key, placed, deadline)
+    calls.create(key, placed, deadline)
     return None
 
 
 def _send(
-    kv: KeyValue, reader: Reader, block: dict[str, Any], table: _C.ParameterTable | None, deadline: float
-) -> list[tuple[str, ParameterCall]]:
-    key, calls = block["key"], []
+    calls: Calls, reader: Reader, block: dict[str, Any], table: _C.ParameterTable | None, deadline: float
+) -> list[tuple[str, _C.ParameterCall]]:
+    key, sent = block["key"], []
     if table is None:
-        known = kv._keys[key]
+        known = calls.keys[key]
         first = block["begin"] * known.dtype.itemsize
         (part,) = (each for each in known.parts if each[2] == first)
         payloads = iter([(part[0], part[1], _payload_of_block(reader, block))])
     else:
-        at_once = min(kv._with.block_bytes, kv._client.window_bytes // 4)
+        at_once = min(calls.membership.block_bytes, calls.client.window_bytes // 4)
         rows = _payloads_of_rows(reader, block, table, at_once)
         payloads = ((server, table.blocks[server], payload) for server, payload in rows)
     for server, number, payload in payloads:
-        if payload.nbytes > kv._with.window:
+        if payload.nbytes > calls.membership.window:
             raise InvalidArgument(
                 f"a block of {key!r} has {payload.nbytes} bytes with its states, and the window of this worker "
-                f"{kv._with.window}: join with a larger window="
+                f"{calls.membership.window}: join with a larger window="
             )
         whole = _C.ParameterParts([(server, number, 0, payload.nbytes, 0)])
         left = deadline - time.monotonic()
-        calls.append((key, kv._client.send("restore", whole, payload.ctypes.data, timeout=left)))
-    return calls
-
-
-def _read(path: Path) -> list[tuple[Reader, list[dict[str, Any]]]]:
-    """Reads and checks a snapshot. Returns its files, and for each the descriptions of its blocks.
-
-    Leaves out keys of which blocks are missing, because a worker was just making them. Raises `InvalidArgument`.
-    """
-    try:
-        index = json.loads((path / INDEX).read_text())
-        files = {str(file): str(digest) for file, digest in index["metadata"]["files"].items()}
-        if index["metadata"]["format"] != FORMAT:
-            raise InvalidArgument(f"{path} has format {index['metadata']['format']!r}; this version reads {FORMAT!r}")
-        if set(files) != set(files_of(len(files))) or not files:
-            raise InvalidArgument(f"{path / INDEX} does not have the files of all servers: {', '.join(files)!r:.200}")
-    except InvalidArgument:
-        raise
-    except OSError as error:
-        raise InvalidArgument(f"{path} is no whole snapshot: {error}") from None
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise InvalidArgument(f"{path / INDEX} is no index of a snapshot: {error!r}") from None
-    readers = [Reader(path / file) for file in files]
-    for reader, digest in zip(readers, files.values(), strict=True):
-        if reader.digest != digest:
-            raise InvalidArgument(f"{reader.path} is damaged: its header is not the one that {path / INDEX} knows")
-        reader.check()
-    found = [(reader, list(_blocks_of(reader))) for reader in readers]
-    whole = _whole_keys(path, [block for _, blocks in found for block in blocks])
-    return [(reader, [block for block in blocks if block["key"] in whole]) for reader, blocks in found]
-
-
-def _blocks_of(reader: Reader) -> Iterator[dict[str, Any]]:
-    """Yields the description of each block in the metadata, with its key's spec."""
-    try:
-        specs = json.loads(reader.metadata["keys"])
-        for block in json.loads(reader.metadata["blocks"]):
-            key, spec = str(block["key"]), specs[block["key"]]
-            numbers = {name: int(block[name]) for name in ("begin", "count", "steps", "rows", "states")}
-            known: dict[str, Any] = {
-                "dtype": str(spec["dtype"]),
-                "mode": dict(spec["mode"]),
-                "update": dict(spec["update"]),
-            }
-            if known["dtype"] not in NAMES or min(numbers.values()) < 0:
-                raise ValueError(f"block {block} of {known['dtype']}")
-            if "table" in spec:
-                known |= {"table": dict(spec["table"]), "shape": list(spec["shape"])}
-            else:
-                push_wire, pull_wire = spec.get("wire", ("float32", "float32"))
-                known |= {
-                    "per_block": max(1, int(spec["per_block"])),
-                    "shape": [int(n) for n in spec["shape"]],
-                    "wire": [str(push_wire), str(pull_wire)],
-                }
-            yield {"key": key, "spec": known, "update": dict(block.get("update", spec["update"])), **numbers}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise InvalidArgument(f"{reader.path} does not say which blocks it has: {error!r:.200}") from None
-
-
-def _whole_keys(path: Path, blocks: list[dict[str, Any]]) -> set[str]:
-    """Returns the names of the tables, and of the tensors that have all their blocks."""
-    places: dict[str, list[tuple[int, int]]] = {}
-    specs: dict[str, dict[str, Any]] = {}
-    for block in blocks:
-        if specs.setdefault(block["key"], block["spec"]) != block["spec"]:
-            raise InvalidArgument(f"{path}: files differ in what {block['key']!r} is")
-        places.setdefault(block["key"], []).append((block["begin"], block["count"]))
-    whole = {key for key, spec in specs.items() if "table" in spec}
-    for key in specs.keys() - whole:
-        there, elements, per_block = places[key], math.prod(specs[key]["shape"]), specs[key]["per_block"]
-        if len(set(there)) < len(there) or any(
-            begin % per_block or count != min(per_block, elements - begin) for begin, count in there
-        ):
-            raise InvalidArgument(f"{path}: blocks of {key!r} overlap, or are not those of its shape")
-        if sum(n for _, n in there) == elements:
-            whole.add(key)
-    return whole
+        sent.append((key, calls.client.send("restore", whole, payload.ctypes.data, timeout=left)))
+    return sent
 
 
 def _payload_of_block(reader: Reader, block: dict[str, Any]) -> np.ndarray[Any, Any]:

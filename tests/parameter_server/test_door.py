@@ -16,7 +16,7 @@ import ringreduce.parameter_server as ps
 from ringreduce import _C
 from ringreduce.errors import InvalidArgument, SystemFailure
 from ringreduce.parameter_server import control
-from ringreduce.parameter_server.control import connect
+from ringreduce.parameter_server.doors import connect
 from ringreduce.parameter_server.host import Host
 from ringreduce.parameter_server.visitors import Visitor
 

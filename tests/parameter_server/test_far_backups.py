@@ -147,10 +147,10 @@ def reads_too_late(me: Rank) -> Any:
         out = torch.zeros(3000)
         kv.init("w", out, update=ps.reduce("sum"), mode=ps.ssp(1))
         kv.push("w", torch.ones(3000)).wait()
-        client: Any = kv._client
-        kv._client = cast(_C.ParameterClient, KillsBeforeIt(client, int(me.store.get("pid 0"))))
+        client: Any = kv.calls.client
+        kv.calls.client = cast(_C.ParameterClient, KillsBeforeIt(client, int(me.store.get("pid 0"))))
         kv.pull("w", out)
-        kv._client = client
+        kv.calls.client = client
     return [out.min().item(), out.max().item()]
 
 
