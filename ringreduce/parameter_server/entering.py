@@ -9,13 +9,13 @@ from typing import Any
 
 from ringreduce import _C
 from ringreduce.errors import CollectiveTimeout, PeerLost
-from ringreduce.parameter_server.attendant import Attendant
+from ringreduce.parameter_server.client.failover import Attendant
+from ringreduce.parameter_server.client.key_value import KeyValue
+from ringreduce.parameter_server.client.membership import Membership
+from ringreduce.parameter_server.client.questions import Joined, Questions
 from ringreduce.parameter_server.doors import Reached, Refused, ask, called, connect, connect_again, reach
 from ringreduce.parameter_server.entry import Entry
-from ringreduce.parameter_server.host import Host
-from ringreduce.parameter_server.key_value import KeyValue
-from ringreduce.parameter_server.membership import Membership
-from ringreduce.parameter_server.questions import Joined, Questions
+from ringreduce.parameter_server.server.process import Host
 from ringreduce.parameter_server.store import Views, new_dialer, place_of
 from ringreduce.parameter_server.views import Replica, View
 

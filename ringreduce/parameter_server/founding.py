@@ -21,12 +21,12 @@ from ringreduce.parameter_server.arguments import MOST_SERVERS, count_of_bytes
 from ringreduce.parameter_server.checks import WHOLE, check_is, shown
 from ringreduce.parameter_server.doors import Reached, called, lives, make_door, reach
 from ringreduce.parameter_server.entry import STORE_GONE, Entry, Stale
-from ringreduce.parameter_server.host import Host
-from ringreduce.parameter_server.keeper import Keeper
 from ringreduce.parameter_server.placement import backup_of
-from ringreduce.parameter_server.serving import Serving
+from ringreduce.parameter_server.server.manager import Keeper
+from ringreduce.parameter_server.server.process import Host
+from ringreduce.parameter_server.server.replication import Succession
+from ringreduce.parameter_server.server.serving import Serving
 from ringreduce.parameter_server.store import Directory, Views, beside, once
-from ringreduce.parameter_server.succession import Succession
 from ringreduce.parameter_server.updates import Function
 from ringreduce.rendezvous.secret import group_secret
 from ringreduce.rendezvous.sockets import parse_ports

@@ -20,12 +20,12 @@ from ringreduce.errors import CollectiveTimeout, InvalidArgument
 from ringreduce.parameter_server import founding
 from ringreduce.parameter_server.arguments import MOST_SERVERS, MOST_WORKERS, count_of_bytes, seconds
 from ringreduce.parameter_server.checks import check_is, check_text, shown, whole
+from ringreduce.parameter_server.client.key_value import KeyValue
 from ringreduce.parameter_server.entering import enter
 from ringreduce.parameter_server.entry import Entry
-from ringreduce.parameter_server.key_value import KeyValue
 from ringreduce.parameter_server.modes import READERS
 from ringreduce.parameter_server.placement import BLOCK_BYTES, UNIT
-from ringreduce.parameter_server.serving import Serving
+from ringreduce.parameter_server.server.serving import Serving
 from ringreduce.parameter_server.updates import Function, check_functions
 
 WINDOW = 64 << 20

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import HashStore
 import ringreduce.parameter_server as ps
 from ringreduce.errors import Aborted, CollectiveTimeout, InvalidArgument, SystemFailure
 from ringreduce.parameter_server import control
-from ringreduce.parameter_server.host import Host
+from ringreduce.parameter_server.server.process import Host
 
 SMALL: dict[str, Any] = {"window": 4 << 20, "memory": 16 << 20, "block_bytes": 4096}
 ADAM, SUM = ps.optimizer(torch.optim.Adam), ps.sync(average=False)

@@ -21,7 +21,7 @@ from processes import deadline, free_ports
 import ringreduce.parameter_server as ps
 from ringreduce import cli
 from ringreduce.errors import CollectiveTimeout, ServerLost
-from ringreduce.parameter_server import snapshots
+from ringreduce.parameter_server.server import snapshots
 
 
 def halve(value: torch.Tensor, push: torch.Tensor, state: dict[str, Any], info: ps.Info) -> None:

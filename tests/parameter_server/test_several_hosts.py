@@ -18,7 +18,7 @@ from distributed.harness import Rank, Ranks, run
 
 import ringreduce.parameter_server as ps
 from ringreduce.errors import CollectiveTimeout, SystemFailure, TopologyError
-from ringreduce.parameter_server.pending import Pulls
+from ringreduce.parameter_server.client.pending import Pulls
 
 APART = (0, 1, 2, 3)
 """Every rank on a host of its own."""

@@ -22,7 +22,7 @@ from test_workers_and_servers import SMALL, gradient, join
 import ringreduce.parameter_server as ps
 from ringreduce import _C
 from ringreduce.errors import InvalidArgument, SystemFailure
-from ringreduce.parameter_server import snapshots
+from ringreduce.parameter_server.server import snapshots
 
 COUNT, ROWS, DIM = 5000, 3000, 6
 DENSE: dict[str, Any] = {

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from ringreduce.errors import Aborted, InvalidArgument
 from ringreduce.parameter_server import control
 from ringreduce.parameter_server.doors import Reached
+from ringreduce.parameter_server.server.replication import Succession
 from ringreduce.parameter_server.store import Views
-from ringreduce.parameter_server.succession import Succession
 from ringreduce.parameter_server.views import Replica, View
 
 A, B = Replica(0, 0), Replica(1, 1)

@@ -11,10 +11,10 @@ from typing import Any
 from ringreduce.errors import SystemFailure
 from ringreduce.parameter_server.arguments import path_of, seconds
 from ringreduce.parameter_server.exits import close_at_exit, has_closed
-from ringreduce.parameter_server.host import Host
-from ringreduce.parameter_server.shard import Shard
+from ringreduce.parameter_server.server.process import Host
+from ringreduce.parameter_server.server.shard import Shard
+from ringreduce.parameter_server.server.snapshots import Saving
 from ringreduce.parameter_server.snapshot_files import file_of
-from ringreduce.parameter_server.snapshots import Saving
 from ringreduce.parameter_server.store import once
 
 

@@ -16,7 +16,7 @@ import threading
 import time
 
 from ringreduce.errors import Aborted, CollectiveTimeout, RingReduceError
-from ringreduce.parameter_server.host import Host
+from ringreduce.parameter_server.server.process import Host
 from ringreduce.parameter_server.store import Directory
 from ringreduce.parameter_server.views import View
 

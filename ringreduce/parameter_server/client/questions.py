@@ -17,7 +17,7 @@ from typing import Any
 from ringreduce._C import ParameterClient
 from ringreduce.errors import Aborted, CollectiveTimeout, InvalidArgument, ServerLost, SystemFailure
 from ringreduce.parameter_server import control
-from ringreduce.parameter_server.attendant import Attendant
+from ringreduce.parameter_server.client.failover import Attendant
 
 _LOOK = 0.005
 """Seconds between two questions to a backup whether it has taken over."""

@@ -21,7 +21,7 @@ from ringreduce.errors import (
     SystemFailure,
 )
 from ringreduce.parameter_server import doors
-from ringreduce.parameter_server.shard import Shard
+from ringreduce.parameter_server.server.shard import Shard
 from ringreduce.parameter_server.store import Views
 from ringreduce.parameter_server.views import Replica, Standing, View
 

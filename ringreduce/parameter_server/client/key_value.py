@@ -14,17 +14,17 @@ from torch import nn
 
 from ringreduce import _C
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, ServerLost
-from ringreduce.parameter_server import pending, restoring
 from ringreduce.parameter_server.arguments import check_key, check_rule, path_of
-from ringreduce.parameter_server.calls import Calls
 from ringreduce.parameter_server.checks import shown
-from ringreduce.parameter_server.keys import Array
-from ringreduce.parameter_server.membership import Membership
+from ringreduce.parameter_server.client import pending, restoring
+from ringreduce.parameter_server.client.calls import Calls
+from ringreduce.parameter_server.client.keys import Array
+from ringreduce.parameter_server.client.membership import Membership
+from ringreduce.parameter_server.client.pending import Pending, Pulls
+from ringreduce.parameter_server.client.questions import Questions
+from ringreduce.parameter_server.client.readers import Follower
+from ringreduce.parameter_server.client.restoring import Snapshot
 from ringreduce.parameter_server.modes import Mode, sync
-from ringreduce.parameter_server.pending import Pending, Pulls
-from ringreduce.parameter_server.questions import Questions
-from ringreduce.parameter_server.readers import Follower
-from ringreduce.parameter_server.restoring import Snapshot
 from ringreduce.parameter_server.updates import UpdateRule, assign, changed_numbers
 
 
@@ -271,7 +271,7 @@ class KeyValue:
         servers must be on this host. Raises `InvalidArgument` if a trainable parameter is no key, or if a mode is not
         `sync`. The forward pass raises `ServerLost` when a server has ended.
         """
-        return Follower(self.calls, model, at_most_behind, prefix)
+        return Follower(self.calls, self.pull, model, at_most_behind, prefix)
 
     # ---- snapshots ---------------------------------------------------------------------------------------------------
 

@@ -17,12 +17,12 @@ from ringreduce import _C
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, ServerLost, SystemFailure, UpdateFailed
 from ringreduce.parameter_server.arguments import check_average, check_key, check_wire, readable, seconds
 from ringreduce.parameter_server.checks import shown
+from ringreduce.parameter_server.client.keys import Key, Part, parts_of_table
+from ringreduce.parameter_server.client.membership import Membership
+from ringreduce.parameter_server.client.questions import Questions
 from ringreduce.parameter_server.exits import close_at_exit, has_closed
-from ringreduce.parameter_server.keys import Key, Part, parts_of_table
-from ringreduce.parameter_server.membership import Membership
 from ringreduce.parameter_server.modes import Mode
 from ringreduce.parameter_server.placement import cut, elements_per_block, place
-from ringreduce.parameter_server.questions import Questions
 from ringreduce.parameter_server.updates import CHANGEABLE, UpdateRule, check_dtype, numbers_of, same_but_numbers
 
 _CREATED_AT_ONCE = 1000

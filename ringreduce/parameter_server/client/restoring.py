@@ -23,8 +23,8 @@ import torch
 from ringreduce import _C
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, SystemFailure
 from ringreduce.parameter_server.arguments import check_key
-from ringreduce.parameter_server.calls import Calls
 from ringreduce.parameter_server.checks import shown
+from ringreduce.parameter_server.client.calls import Calls
 from ringreduce.parameter_server.placement import cut, place
 from ringreduce.parameter_server.safetensors import Reader
 from ringreduce.parameter_server.snapshot_files import INDEX, STEPS, names_of, names_of_block, read

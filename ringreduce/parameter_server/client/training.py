@@ -16,14 +16,11 @@ from torch import nn
 
 from ringreduce.errors import InvalidArgument
 from ringreduce.parameter_server.arguments import check_mode
-from ringreduce.parameter_server.calls import Calls
 from ringreduce.parameter_server.checks import check_is, check_text, number, shown
-from ringreduce.parameter_server.key_value import KeyValue
-from ringreduce.parameter_server.modes import Mode, asynchronous, sync
-from ringreduce.parameter_server.pending import NOTHING, push
-from ringreduce.parameter_server.updates import assign
-from ringreduce.parameter_server.updates import optimizer as optimizer_rule
-from ringreduce.parameter_server.watching import (
+from ringreduce.parameter_server.client.calls import Calls
+from ringreduce.parameter_server.client.key_value import KeyValue
+from ringreduce.parameter_server.client.pending import NOTHING, push
+from ringreduce.parameter_server.client.watching import (
     Hook,
     Seen,
     Trained,
@@ -32,6 +29,9 @@ from ringreduce.parameter_server.watching import (
     sample,
     without_repeats,
 )
+from ringreduce.parameter_server.modes import Mode, asynchronous, sync
+from ringreduce.parameter_server.updates import assign
+from ringreduce.parameter_server.updates import optimizer as optimizer_rule
 
 _HOW = ("foreach", "fused", "capturable", "differentiable")
 """Arguments of optimizers that select an implementation and do not change the result."""

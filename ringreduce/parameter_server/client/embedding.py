@@ -16,12 +16,12 @@ from torch.nn import functional
 
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, RingReduceError
 from ringreduce.parameter_server.arguments import check_priority, check_rule, check_weight
-from ringreduce.parameter_server.calls import Calls
 from ringreduce.parameter_server.checks import check_is, shown, whole
-from ringreduce.parameter_server.key_value import KeyValue
-from ringreduce.parameter_server.keys import parts_of_table
+from ringreduce.parameter_server.client.calls import Calls
+from ringreduce.parameter_server.client.key_value import KeyValue
+from ringreduce.parameter_server.client.keys import parts_of_table
+from ringreduce.parameter_server.client.pending import Pending
 from ringreduce.parameter_server.modes import Mode, sync
-from ringreduce.parameter_server.pending import Pending
 from ringreduce.parameter_server.updates import UpdateRule, changed_numbers, check_for_rows, with_numbers
 
 if TYPE_CHECKING:

@@ -13,8 +13,9 @@ from typing import Any
 from ringreduce import _C
 from ringreduce.errors import Aborted, InvalidArgument
 from ringreduce.parameter_server.modes import READERS
-from ringreduce.parameter_server.snapshots import Saving
-from ringreduce.parameter_server.updates import Function, PythonUpdates, check_call, rule_for, rule_for_rows
+from ringreduce.parameter_server.server.snapshots import Saving
+from ringreduce.parameter_server.server.updates import PythonUpdates, check_call, rule_for, rule_for_rows
+from ringreduce.parameter_server.updates import Function
 
 _KNOWN = 16
 """The number of latest snapshots whose result is remembered."""

@@ -16,8 +16,8 @@ import torch
 from ringreduce import _C
 from ringreduce.errors import CollectiveTimeout, InvalidArgument
 from ringreduce.parameter_server.arguments import check_priority, check_weight, readable, writable
-from ringreduce.parameter_server.calls import Calls
-from ringreduce.parameter_server.keys import Array, Key, Part
+from ringreduce.parameter_server.client.calls import Calls
+from ringreduce.parameter_server.client.keys import Array, Key, Part
 from ringreduce.parameter_server.modes import READERS
 
 NOTHING = object()

@@ -16,10 +16,10 @@ from ringreduce.errors import Aborted, InvalidArgument, RingReduceError, SystemF
 from ringreduce.parameter_server import control, doors
 from ringreduce.parameter_server.doors import GROUP
 from ringreduce.parameter_server.modes import READERS
-from ringreduce.parameter_server.shard import Shard
-from ringreduce.parameter_server.succession import Succession
+from ringreduce.parameter_server.server.connections import Far, Visitor, name_in
+from ringreduce.parameter_server.server.replication import Succession
+from ringreduce.parameter_server.server.shard import Shard
 from ringreduce.parameter_server.updates import Function
-from ringreduce.parameter_server.visitors import Far, Visitor, name_in
 from ringreduce.rendezvous.host import check_user, own_pidfd
 from ringreduce.rendezvous.links import Door
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ringreduce.errors import InvalidArgument
-from ringreduce.parameter_server.pending import Pending
+from ringreduce.parameter_server.client.pending import Pending
 
 _SAMPLE = 256
 """The most elements of a tensor that are compared to notice changes that torch does not count."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -11,15 +12,17 @@ from torch import nn
 
 from ringreduce import _C
 from ringreduce.errors import InvalidArgument
-from ringreduce.parameter_server.calls import Calls
 from ringreduce.parameter_server.checks import check_is, check_text, whole
-from ringreduce.parameter_server.pending import Pulls
+from ringreduce.parameter_server.client.calls import Calls
 
 
 class Follower:
     """Keeps a model at whole rounds of what workers train. Made by `KeyValue.follow`."""
 
-    def __init__(self, calls: Calls, model: nn.Module, at_most_behind: int, prefix: str) -> None:
+    def __init__(
+        self, calls: Calls, pull: Callable[..., object], model: nn.Module, at_most_behind: int, prefix: str
+    ) -> None:
+        """`pull` is `KeyValue.pull`."""
         whole("at_most_behind", at_most_behind, 0, "a number of rounds, 0 or more and below 2**63")
         check_is("model", model, nn.Module, "a torch.nn.Module")
         check_text("prefix", prefix)
@@ -33,11 +36,9 @@ class Follower:
         self._copies = {key: torch.empty(p.shape, dtype=p.dtype) for key, p in self._parameters.items()}
         parts, self._places = [], []
         for key, copy in list(self._copies.items()):
-            deadline = calls.deadline(None)
-            known = calls.lookup(key, deadline)
+            known = calls.lookup(key, calls.deadline(None))
             if not self._parameters[key].requires_grad and known.spec["update"]["kind"] == "assign":
-                out = {key: self._parameters.pop(key).data}  # not trained, and shared by attach()
-                Pulls(calls, out, deadline).wait(deadline)
+                pull(key, self._parameters.pop(key).data)  # not trained, and shared by attach()
                 continue
             if known.spec["mode"]["mode"] != "sync":
                 raise InvalidArgument(f"{key!r} is in mode {known.spec['mode']['mode']}, which has no rounds: pull it")
