@@ -332,7 +332,7 @@ def between_hosts(me: Rank, mode: ps.Mode, lasts: float) -> tuple[float, str]:
                 kv.clock()
             kv.pull("h", value)
         except RingReduceError as error:  # of a worker that was cut off
-            kv._close()
+            kv.calls.close()
             return longest, "" if me.host == 1 else str(error)
         longest = max(longest, time.perf_counter() - begin)
         if (value[mine::3] != i + 1).any():

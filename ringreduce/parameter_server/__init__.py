@@ -10,17 +10,17 @@ docs/parameter_server.md says when to use it. For synchronous training of dense 
 faster.
 """
 
-from ringreduce.parameter_server.embedding import Embedding, EmbeddingBag
+from ringreduce.parameter_server.client.embedding import Embedding, EmbeddingBag
+from ringreduce.parameter_server.client.key_value import KeyValue
+from ringreduce.parameter_server.client.pending import Pending
+from ringreduce.parameter_server.client.readers import Follower
+from ringreduce.parameter_server.client.restoring import Snapshot
+from ringreduce.parameter_server.client.training import Attached, attach
 from ringreduce.parameter_server.join import join, serve
-from ringreduce.parameter_server.key_value import KeyValue
 from ringreduce.parameter_server.modes import Mode, asynchronous, ssp, sync
-from ringreduce.parameter_server.pending import Pending, Snapshot
-from ringreduce.parameter_server.readers import Follower
-from ringreduce.parameter_server.serving import Serving
-from ringreduce.parameter_server.training import Attached, attach
+from ringreduce.parameter_server.server.serving import Serving
+from ringreduce.parameter_server.server.updates import Info, Push
 from ringreduce.parameter_server.updates import (
-    Info,
-    Push,
     UpdateRule,
     assign,
     function,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -13,9 +13,6 @@ from ringreduce.errors import InvalidArgument
 from ringreduce.parameter_server.checks import WHOLE, is_text, number, shown, whole
 from ringreduce.parameter_server.modes import Mode
 from ringreduce.parameter_server.updates import UpdateRule
-
-if TYPE_CHECKING:
-    from ringreduce.parameter_server.key_value import _Key
 
 WIRES = ("float32", "bfloat16", "int8")
 MOST_KEY = 1024
@@ -155,14 +152,6 @@ def _overlaps(tensor: torch.Tensor) -> bool:
             return True
         reach += (size - 1) * stride
     return False
-
-
-def check_like(key: str, known: _Key, tensor: torch.Tensor) -> None:
-    if tensor.dtype is not known.dtype or tensor.shape != known.shape:
-        raise InvalidArgument(
-            f"{key!r} is {known.dtype} of shape {tuple(known.shape)}; the tensor is {tensor.dtype} of shape "
-            f"{tuple(tensor.shape)}"
-        )
 
 
 def check_wire(key: str, tensor: torch.Tensor, wires: list[str]) -> None:

@@ -12,7 +12,6 @@ contain code.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
 import json
@@ -20,22 +19,16 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-from ringreduce.config import Options
 from ringreduce.errors import SystemFailure
-from ringreduce.rendezvous.host import check_user, exactly, own_pidfd
+from ringreduce.rendezvous.host import exactly
 from ringreduce.rendezvous.host import receive as receive_message
-from ringreduce.rendezvous.sockets import Address
-from ringreduce.rendezvous.store import kernel
 
 MOST = 64 * 1024
 NONCE = 32
 _MOST_DESCRIPTORS = 5
 _LENGTH = struct.Struct("!I")
-_PROCESS = secrets.token_hex(8)
 
 
 def proof(secret: bytes, role: str, nonce: bytes, worker: int) -> str:
@@ -113,116 +106,3 @@ class Arriving:
             messages.append(_parsed(bytes(self._data[_LENGTH.size : end])))
             del self._data[:end]
         return messages
-
-
-def connect(
-    address: bytes, secret: bytes, hello: dict[str, Any], client: Any, timeout: float
-) -> tuple[socket.socket, dict[str, Any], list[int]]:
-    """Joins a worker to a server on this host. Returns the connection, the server's answer, and the descriptors of its
-    values, bell and process.
-
-    `hello["of"]` is the number of the server (default: 0). Raises `Refused` if the server does not let the worker in,
-    and another `OSError` if it cannot be reached or does not serve these blocks.
-    """
-    pidfd = own_pidfd()
-    try:
-        return enter(address, secret, hello, [client.window, pidfd, client.news], timeout)
-    finally:
-        os.close(pidfd)
-
-
-def connect_again(address: bytes, secret: bytes, hello: dict[str, Any], timeout: float) -> socket.socket:
-    """Connects a worker to a server that knows it already, because it was the backup of the worker's server.
-
-    Raises as `connect`.
-    """
-    connection, _, descriptors = enter(address, secret, hello | {"again": True}, [], timeout)
-    for descriptor in descriptors:
-        os.close(descriptor)
-    return connection
-
-
-class Refused(ConnectionError):
-    """The server does not let the worker in; the message is the server's reason."""
-
-
-def enter(
-    address: bytes, secret: bytes, hello: dict[str, Any], given: list[int], timeout: float
-) -> tuple[socket.socket, dict[str, Any], list[int]]:
-    """Connects to a door on this host, and passes it the descriptors `given`. Returns the connection, the answer, and
-    three descriptors. Raises as `connect`."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with contextlib.ExitStack() as undo:
-        undo.callback(connection.close)
-        connection.settimeout(timeout)
-        connection.connect(address)
-        check_user(connection)
-        theirs, ours, worker = connection.recv(NONCE), new_nonce(), int(hello["worker"])
-        its_proof = proof(secret, "worker", theirs, worker)
-        send(connection, hello | {"nonce": ours.hex(), "proof": its_proof}, given)
-        answer, descriptors = receive(connection)
-        if "error" in answer:
-            raise (ConnectionError if answer["error"][0] == "Moved" else Refused)(answer["error"][1])
-        if len(descriptors) != 3 or not same(proof(secret, "server", ours, worker), answer.get("proof")):
-            for descriptor in descriptors:
-                os.close(descriptor)
-            raise ConnectionError("what answered does not know the secret")
-        undo.pop_all()
-    return connection, answer, descriptors
-
-
-@dataclass
-class Reached:
-    """Connections to a door on another host."""
-
-    control: socket.socket
-    """For control messages."""
-    others: list[tuple[int, str]]
-    """For data: descriptor and path of each."""
-
-    def take(self) -> Iterator[tuple[int, str]]:
-        """Yields the connections for data, which the caller then owns."""
-        while self.others:
-            yield self.others.pop()
-
-    def close(self) -> None:
-        self.control.close()
-        for descriptor, _ in self.take():
-            os.close(descriptor)
-
-
-def listens(address: bytes) -> bool:
-    """Whether a process of this host has its door at a Unix address."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection, contextlib.suppress(OSError):
-        connection.connect(address)
-        return True
-    return False
-
-
-def lives(its: dict[str, Any], here: str) -> bool:
-    """Whether a process with servers is there, as far as a process of the host `here` can see. `its` is what the store
-    knows about it."""
-    return listens(bytes.fromhex(its["address"])) if its["machine"] == here else answers(its["door"])
-
-
-def answers(addresses: list[list[Any]]) -> bool:
-    """Whether a process listens at one of the addresses of a door. Also True if this cannot be determined."""
-    for each in addresses:
-        address = Address(*each)
-        try:
-            socket.create_connection((str(address.ip.ip), address.port), timeout=1.0).close()
-            return True
-        except (ConnectionError, TimeoutError):
-            continue
-        except OSError:
-            return True
-    return False
-
-
-def machine(options: Options) -> str:
-    """Returns a name of this host. It is equal for processes with the same kernel and network namespace, unless
-    RINGREDUCE_HOST_ID or RINGREDUCE_TRANSPORT says otherwise."""
-    if options.host_id:
-        return f"host {options.host_id}"
-    here = f"{kernel()}/{os.stat('/proc/self/ns/net').st_ino}"
-    return f"{here}/{os.getpid()}/{_PROCESS}" if options.transport == "tcp" else here

@@ -1,4 +1,4 @@
-"""What a joining process knows about a parameter server (`Entry`), and connecting to doors on other hosts."""
+"""`Entry`: what a process that joins knows about a parameter server, and how founders see who has come and ended."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -17,13 +16,10 @@ from torch.distributed import DistNetworkError, DistStoreError
 
 from ringreduce import errors
 from ringreduce.config import Options
-from ringreduce.errors import CollectiveTimeout, PeerLost, RingReduceError, SystemFailure, TopologyError
-from ringreduce.parameter_server import control
-from ringreduce.parameter_server.host import GROUP, Host
-from ringreduce.parameter_server.serving import once
-from ringreduce.rendezvous.interfaces import Filter, local_interfaces
-from ringreduce.rendezvous.links import Door, Peer
-from ringreduce.rendezvous.sockets import Address
+from ringreduce.errors import CollectiveTimeout, PeerLost, RingReduceError, SystemFailure
+from ringreduce.parameter_server import doors
+from ringreduce.parameter_server.doors import called
+from ringreduce.parameter_server.store import once
 from ringreduce.rendezvous.store import CHECK_BY_RANK, CHECK_PROCESSES, Who, get, has_ended, identity, process_began
 
 STORE_GONE = (DistNetworkError, DistStoreError)
@@ -70,7 +66,6 @@ class Entry:
     has_far_backups: bool = False
     """Whether backups are reached by TCP."""
     secret: bytes = b""
-    host: Host | None = None
     _came: dict[int, Founder] = field(default_factory=dict)
     """The founders that have come, as far as this one has looked."""
     _look_again: float = 0.0
@@ -78,17 +73,15 @@ class Entry:
 
     def anew(self) -> Entry:
         """Returns what is known before an incarnation is chosen."""
-        return replace(
-            self, store=None, making=0, secret=b"", host=None, has_far_backups=False, _came={}, _look_again=0.0
-        )
+        return replace(self, store=None, making=0, secret=b"", has_far_backups=False, _came={}, _look_again=0.0)
 
     @property
     def machine(self) -> str:
-        return control.machine(self.options)
+        return doors.machine(self.options)
 
     @functools.cached_property
     def machines(self) -> list[str]:
-        """The host of each founder (`control.machine`). Waits until all have told the store."""
+        """The host of each founder (`doors.machine`). Waits until all have told the store."""
         return [self._wait(f"machine/{process}", process) for process in range(self.founders)]
 
     def process(self, process: int) -> dict[str, Any]:
@@ -215,65 +208,6 @@ class Entry:
         """Returns what a worker tells a server about itself."""
         return {"worker": self.worker, "host": socket.gethostname(), "pid": os.getpid(), "group": self.group}
 
-
-def called(server: int, its: dict[str, Any], replica: int = 0) -> str:
-    """Returns the name of a server, or of its backup, in messages. `its` describes the process it is in."""
-    return f"{'the backup of ' * (replica > 0)}server {server} ({its['host']}, pid {its['pid']})"
-
-
-def make_door(options: Options, ports: Sequence[int]) -> Door:
-    wanted = Filter.parse(options.socket_ifname or "")
-    return Door(wanted.choose(local_interfaces()), named=wanted.names_some, ports=ports)
-
-
-def reach(
-    entry: Entry,
-    processes: dict[int, dict[str, Any]],
-    number: int,
-    deadline: float,
-    undo: contextlib.ExitStack,
-    look: Callable[[], None] | None = None,
-) -> dict[int, control.Reached]:
-    """Connects to the doors of processes on other hosts, as visitor `number`; returns the connections by process.
-
-    `undo` closes them. Raises `TopologyError` if a process does not listen for other hosts.
-    """
-    peers = {}
-    for process, its in processes.items():
-        if not its["door"] or entry.options.transport == "shared_memory":
-            raise TopologyError(
-                f"{called(process, its)} is on another host than this worker"
-                + ("" if its["door"] else " and listens to none: found it with join(listen=True)"),
-                process,
-            )
-        peers[process] = Peer(its["host"], its["pid"], [Address(*address) for address in its["door"]])
-    reached: dict[int, control.Reached] = {}
-
-    def deliver(process: int, descriptor: int, path: str) -> None:
-        if process in reached:
-            reached[process].others.append((descriptor, path))
-        else:
-            reached[process] = control.Reached(socket.socket(fileno=descriptor), [])
-            undo.callback(reached[process].close)
-
-    door = make_door(entry.options, ())
-    connections = 1 + (entry.options.connections or 1)
-    try:
-        door.open(number, GROUP, entry.secret, peers, deliver, connections, entry.options.dead_after or 0)
-        door.connect(processes, deadline, look=look)
-    finally:
-        door.close()
-    return reached
-
-
-def greet(entry: Entry, connection: socket.socket, server: int, replica: int, timeout: float) -> None:
-    """Asks a server or backup on another host to let this worker in. `timeout` is in seconds.
-
-    Raises `control.Refused` if it does not, and another `ConnectionError` if that replica is not there any more.
-    """
-    connection.settimeout(timeout)
-    hello = {"of": server, "replica": replica, "window": entry.window}
-    control.send(connection, entry.hello() | hello)
-    answer, _ = control.receive(connection)
-    if "error" in answer:
-        raise (ConnectionError if answer["error"][0] == "Moved" else control.Refused)(answer["error"][1])
+    def hello_to(self, server: int, replica: int) -> dict[str, Any]:
+        """Returns the same for a server or backup that is reached by TCP."""
+        return self.hello() | {"of": server, "replica": replica, "window": self.window}

@@ -12,6 +12,9 @@ from typing import Any
 from ringreduce.errors import InvalidArgument
 from ringreduce.parameter_server.checks import check_text, number, shown, whole
 
+READERS = "observers"
+"""The group of readers, which a server does not count as its workers."""
+
 
 @dataclass(frozen=True)
 class Mode:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import inspect
 import math
-import platform
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
@@ -128,7 +125,7 @@ def optimizer(kind: type[torch.optim.Optimizer], **arguments: Any) -> UpdateRule
     try:
         fields = _native(name, kind([torch.zeros(1)], **arguments).defaults)
         if fields is None:
-            _by_optimizer(name, arguments)(torch.ones(1), torch.ones(1), 1, (), ())
+            by_optimizer(name, arguments)(torch.ones(1), torch.ones(1), 1, (), ())
     except Exception as error:  # which one depends on the optimizer
         raise InvalidArgument(f"torch.optim.{name} does not take these arguments: {error}") from None
     return UpdateRule("python", python=python) if fields is None else UpdateRule(*fields, python)
@@ -214,7 +211,7 @@ def check_dtype(key: str, dtype: torch.dtype, rule: UpdateRule) -> None:
         return
     name, one = rule.python["optimizer"], torch.ones(1).to(dtype)
     try:
-        _by_optimizer(name, rule.python["arguments"])(one, one.clone(), 1, (), ())
+        by_optimizer(name, rule.python["arguments"])(one, one.clone(), 1, (), ())
     except Exception as error:
         raise InvalidArgument(
             f"{key!r} is {dtype}, which torch.optim.{name} cannot update: pass float32, or use another rule ({error})"
@@ -243,17 +240,6 @@ def _native(name: str, d: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
     return None
 
 
-def rule_for(rule: dict[str, Any], dtype: str, average: bool) -> dict[str, Any]:
-    """Converts a rule from `as_json` to the form that C++ takes, for this process's torch and processor."""
-    fields: dict[str, Any] = {"kind": rule["kind"], "average": average} | rule["fields"]
-    if "optimizer" not in rule["python"] or rule["kind"] == "python":
-        return fields | numbers_of(rule)
-    if dtype not in ("float32", "float64") or platform.machine() != "x86_64":
-        return {"kind": "python", "average": average} | numbers_of(rule)
-    fused = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-    return fields | {"fused": fused}
-
-
 def check_for_rows(rule: UpdateRule) -> None:
     """Raises `InvalidArgument` for a rule that cannot update rows of a table."""
     fields, allowed = rule.fields, ("assign", "reduce", "sgd", "adam", "adagrad", "rowwise_adagrad")
@@ -268,50 +254,6 @@ def check_for_rows(rule: UpdateRule) -> None:
             f"{name} has momentum or lr_decay, which change with every step; a table's row is only updated when it is "
             "pushed to"
         )
-
-
-def rule_for_rows(rule: dict[str, Any], average: bool) -> dict[str, Any]:
-    """Like `rule_for`, for a table, whose rows are always updated in C++."""
-    fused = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-    fields: dict[str, Any] = {"kind": rule["kind"], "average": average} | rule["fields"]
-    return fields | {"fused": fused}
-
-
-@dataclass(frozen=True)
-class Push:
-    """A push in an update, as an update function sees it."""
-
-    worker: int
-    clock: int
-    """The worker's clock when it pushed."""
-    pulled: int
-    """The version that the worker had pulled before it pushed. The update makes version `Info.version`."""
-    weight: float
-
-
-@dataclass(frozen=True)
-class Info:
-    """What an update function is told about an update of a block."""
-
-    key: str
-    begin: int
-    """The block's first element in the flattened tensor."""
-    version: int
-    """The version that this update makes."""
-    pushes: list[Push]
-    """The pushes of this update, ordered by worker. In `asynchronous` and `ssp` there is one."""
-
-    @property
-    def worker(self) -> int:
-        return self.pushes[0].worker
-
-    @property
-    def clock(self) -> int:
-        return self.pushes[0].clock
-
-    @property
-    def pulled(self) -> int:
-        return self.pushes[0].pulled
 
 
 Function = Callable[..., None]
@@ -329,65 +271,11 @@ def check_functions(functions: Any) -> None:
             raise InvalidArgument(f"functions[{name!r:.60}] is {shown(call)}; it must be a function")
 
 
-def check_call(name: str, call: Function, arguments: dict[str, Any]) -> None:
-    """Raises `InvalidArgument` if an update function does not take what a server calls it with."""
-    try:
-        inspect.signature(call).bind("value", "push", "state", "info", **arguments)
-    except ValueError:
-        pass  # a function in C, which does not tell
-    except TypeError as error:
-        named = "".join(f", {each}=" for each in arguments)
-        raise InvalidArgument(
-            f"function {name!r} of join() does not take (value, push, state, info{named}), as update= needs: {error}"
-        ) from None
-
-
-_Update = Callable[[torch.Tensor, torch.Tensor, int, Sequence[Any], Sequence[float]], None]
+Update = Callable[[torch.Tensor, torch.Tensor, int, Sequence[Any], Sequence[float]], None]
 """Updates a block: its value, the push, the version, the pushes' `Push` fields, and the rule's CHANGEABLE numbers."""
 
 
-class PythonUpdates:
-    """Computes the updates of a server that do not run in C++. Only the server's thread calls it."""
-
-    def __init__(self, functions: dict[str, Function]) -> None:
-        self.functions = functions
-        self._blocks: dict[int, _Update] = {}
-        self._shapes: dict[int, tuple[torch.dtype, int]] = {}
-
-    def add(self, block: int, key: str, begin: int, count: int, dtype: str, rule: dict[str, Any]) -> None:
-        self._shapes[block] = getattr(torch, dtype), count
-        python = rule["python"]
-        if "function" in python:
-            self._blocks[block] = self._by_function(key, begin, python["function"], python["arguments"])
-        else:
-            self._blocks[block] = _by_optimizer(python["optimizer"], python["arguments"], numbers_of(rule))
-
-    def __call__(
-        self,
-        block: int,
-        version: int,
-        value: int,
-        out: int,
-        gradient: int,
-        pushes: Sequence[Any],
-        numbers: Sequence[float],
-    ) -> None:
-        dtype, count = self._shapes[block]
-        tensors = _tensor_at(out, dtype, count), _tensor_at(gradient, dtype, count)
-        self._blocks[block](*tensors, version, pushes, numbers)
-
-    def _by_function(self, key: str, begin: int, name: str, arguments: dict[str, Any]) -> _Update:
-        call, state = self.functions[name], dict[str, Any]()
-
-        def update(value: torch.Tensor, push: torch.Tensor, version: int, pushes: Sequence[Any], _: Any) -> None:
-            mine = value.clone()  # the function may keep its tensors for longer than this memory lasts
-            call(mine, push.clone(), state, Info(key, begin, version, [Push(*each) for each in pushes]), **arguments)
-            value.copy_(mine)
-
-        return update
-
-
-def _by_optimizer(name: str, arguments: dict[str, Any], changeable: Collection[str] = ()) -> _Update:
+def by_optimizer(name: str, arguments: dict[str, Any], changeable: Collection[str] = ()) -> Update:
     made: list[Any] = []
     lasting = {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
 
@@ -406,8 +294,3 @@ def _by_optimizer(name: str, arguments: dict[str, Any], changeable: Collection[s
         parameter.grad = None
 
     return update
-
-
-def _tensor_at(address: int, dtype: torch.dtype, count: int) -> torch.Tensor:
-    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
-    return torch.frombuffer(memory, dtype=dtype, count=count)

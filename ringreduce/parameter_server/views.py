@@ -8,13 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
-
-from ringreduce.membership.directory import Bounded
-
-VISITORS = 1 << 20
-"""Numbers of those who come to doors between hosts begin here: below are processes with servers."""
-_CHANGES = "changes of views"
+from typing import NamedTuple
 
 
 class Replica(NamedTuple):
@@ -103,49 +97,3 @@ class Standing:
         if self.me not in named:
             return False
         return None if other in named else True
-
-
-def beside(store: Any) -> Any:
-    """The same store of torch over a connection of its own, since others may be waiting in the one that is given."""
-    return store.clone() if hasattr(store, "clone") else store
-
-
-class Views:
-    """Those in the store, by server. All requests end: they raise what the store raises, or `ConnectionError`."""
-
-    def __init__(self, store: Any) -> None:
-        self._store = Bounded(beside(store))
-
-    def of(self, server: int) -> View | None:
-        found = self._store.value(_key(server))
-        return View.of(found.decode()) if found else None
-
-    def change(self, server: int, before: View | None, after: View) -> View:
-        """Sets `after` if `before` is there; returns what is there then. It may be asked again if it has raised."""
-        found = self._store.compare_set(_key(server), before.text() if before else "", after.text())
-        if found == after.text():
-            self._store.add(_CHANGES, 1)
-        return View.of(found)
-
-    def changes(self) -> int:
-        return self._store.add(_CHANGES, 0)
-
-    def process(self, number: int) -> dict[str, Any]:
-        """What a process with servers says of itself. Raises `ConnectionError` if there is none."""
-        found = self._store.value(f"server/{number}")
-        if found is None:
-            raise ConnectionError(f"there is no process {number}")
-        its: dict[str, Any] = json.loads(found)
-        return its
-
-    def visitor(self) -> int:
-        return visitor(self._store)
-
-
-def visitor(store: Any) -> int:
-    """A number for a visit at the door of another process, which no other visitor has."""
-    return VISITORS + int(store.add("visits", 1))
-
-
-def _key(server: int) -> str:
-    return f"view/{server}"

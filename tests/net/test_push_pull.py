@@ -99,7 +99,7 @@ def outlives_cable(me: Rank) -> tuple[str, float]:
         for _ in range(100):  # the other is waited for until its connection is given up
             kv.push_pull("w", torch.ones(5000), out=w).wait(20)
     assert isinstance(raised.value, ServerLost) and str(raised.value).startswith(f"{lost} ("), raised.value
-    kv._close()
+    kv.calls.close()
     return str(raised.value), time.monotonic()
 
 

@@ -221,10 +221,10 @@ def trained(me: Rank, program: Program) -> tuple[str, list[Any], list[Any]]:
             each.pull()
             each.detach()
     except InvalidArgument as error:
-        kv._close()  # the others go on without this worker
+        kv.calls.close()  # the others go on without this worker
         return str(error), begun, []
     except Exception as error:  # of a worker whose neighbour has gone
-        kv._close()
+        kv.calls.close()
         by_autograd = "modified by an inplace operation" in str(error)
         return f"{'' if by_autograd else 'later: '}{error}", begun, []
     kv.leave()

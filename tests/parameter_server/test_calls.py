@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import HashStore
 import ringreduce.parameter_server as ps
 from ringreduce.errors import Aborted, CollectiveTimeout, InvalidArgument, SystemFailure
 from ringreduce.parameter_server import control
-from ringreduce.parameter_server.host import Host
+from ringreduce.parameter_server.server.process import Host
 
 SMALL: dict[str, Any] = {"window": 4 << 20, "memory": 16 << 20, "block_bytes": 4096}
 ADAM, SUM = ps.optimizer(torch.optim.Adam), ps.sync(average=False)
@@ -70,7 +70,7 @@ def test_abort_ends_a_wait_of_another_thread() -> None:
     timer.join()
     with pytest.raises(Aborted):
         kv.barrier()
-    kv._close()
+    kv.calls.close()
 
 
 def test_a_reader_does_not_wait_for_an_update_that_stops() -> None:
@@ -259,7 +259,7 @@ def test_ctrl_c_ends_a_push_that_waits_for_room() -> None:
             kv.push("w", torch.zeros(1 << 17))
     signal.signal(signal.SIGINT, before)
     go_on.set()
-    kv._close()
+    kv.calls.close()
 
 
 def test_a_forked_child_is_told_that_the_worker_is_its_parent() -> None:
@@ -531,7 +531,7 @@ def test_abort_ends_a_wait_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> Non
                 kv.init("w", torch.zeros(4))
     finally:
         answers.set()
-        kv._close()
+        kv.calls.close()
 
 
 def test_an_answer_that_is_too_long_is_an_error_and_the_worker_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -567,7 +567,7 @@ def test_threads_get_their_own_answers() -> None:
 def test_the_door_outlives_a_lack_of_descriptors() -> None:
     with ps.join(**SMALL) as kv:
         kv.init("w", torch.zeros(3))
-        address = kv._with.host.address if kv._with.host is not None else b""
+        address = kv.calls.membership.servers.address  # type: ignore[union-attr]
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         clients = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(4)]
         resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), hard))

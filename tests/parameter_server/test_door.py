@@ -16,9 +16,9 @@ import ringreduce.parameter_server as ps
 from ringreduce import _C
 from ringreduce.errors import InvalidArgument, SystemFailure
 from ringreduce.parameter_server import control
-from ringreduce.parameter_server.control import connect
-from ringreduce.parameter_server.host import Host
-from ringreduce.parameter_server.visitors import Visitor
+from ringreduce.parameter_server.doors import connect
+from ringreduce.parameter_server.server.connections import Visitor
+from ringreduce.parameter_server.server.process import Host
 
 SECRET = b"s" * 32
 SPEC = {"dtype": "float32", "mode": ps.sync().as_json(), "update": ps.assign().as_json(), "made": ""}

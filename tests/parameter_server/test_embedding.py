@@ -371,7 +371,7 @@ def outlives_a_server(me: Rank) -> str:
             table.pull(ids[:7])
     with pytest.raises(ServerLost):
         table.pull(ids + 1)  # which has not been prefetched
-    kv._close()
+    kv.calls.close()
     return str(raised.value)
 
 

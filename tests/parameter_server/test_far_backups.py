@@ -28,7 +28,7 @@ from test_workers_and_servers import SMALL
 import ringreduce.parameter_server as ps
 from ringreduce import _C
 from ringreduce.errors import InvalidArgument, RingReduceError, TopologyError
-from ringreduce.parameter_server import attendant
+from ringreduce.parameter_server.client import failover
 from ringreduce.parameter_server.placement import backup_of
 from ringreduce.rendezvous.host import own_pidfd
 
@@ -147,10 +147,10 @@ def reads_too_late(me: Rank) -> Any:
         out = torch.zeros(3000)
         kv.init("w", out, update=ps.reduce("sum"), mode=ps.ssp(1))
         kv.push("w", torch.ones(3000)).wait()
-        client: Any = kv._client
-        kv._client = cast(_C.ParameterClient, KillsBeforeIt(client, int(me.store.get("pid 0"))))
+        client: Any = kv.calls.client
+        kv.calls.client = cast(_C.ParameterClient, KillsBeforeIt(client, int(me.store.get("pid 0"))))
         kv.pull("w", out)
-        kv._client = client
+        kv.calls.client = client
     return [out.min().item(), out.max().item()]
 
 
@@ -160,7 +160,7 @@ def test_a_pull_whose_server_ends_before_it_is_read_has_the_backups_value() -> N
 
 
 def killed_in_a_row(me: Rank, looks_every: float, *args: Any) -> Any:
-    attendant._LOOK = looks_every
+    failover._LOOK = looks_every
     return near.through_many_kills(me, *args)
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -18,7 +19,7 @@ from test_workers_and_servers import SMALL
 import ringreduce.parameter_server as ps
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost
 from ringreduce.parameter_server.arguments import MOST_SERVERS, MOST_WORKERS
-from ringreduce.parameter_server.join import _PREFIX as PREFIX
+from ringreduce.parameter_server.founding import _PREFIX as PREFIX
 
 LONG = 2 * deadline()
 """A timeout that would fail the test if a call waited for it."""
@@ -28,12 +29,18 @@ def dies(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def replaced(where: str, by: Callable[..., None]) -> Any:
+    """Replaces a function, given as "module.name", by another one."""
+    module, _, name = where.partition(".")
+    return mock.patch.object(sys.modules[f"ringreduce.parameter_server.{module}"], name, by)
+
+
 def loses_a_founder(me: Rank, where: str, late: bool) -> tuple[str, int]:
     """Rank 2 dies once it has come. Rank 1 comes at once, or when rank 0 has been told."""
     options = SMALL | {"timeout": LONG}
     if me.rank == 2:
         me.report(os.getpid())
-        with mock.patch.object(sys.modules["ringreduce.parameter_server.join"], where, dies):
+        with replaced(where, dies):
             ps.join(me.store, rank=2, size=3, **options)
     if me.rank == 1 and late:
         me.store.wait(["rank 0 has been told"])
@@ -46,11 +53,11 @@ def loses_a_founder(me: Rank, where: str, late: bool) -> tuple[str, int]:
 @pytest.mark.parametrize(
     ("where", "late"),
     [
-        ("_agree_on_all", True),
-        ("_make_known", True),
-        ("_make_known", False),
-        ("_enter", False),
-        ("_wait_for_founders", False),
+        ("founding._agree_on_all", True),
+        ("founding._make_known", True),
+        ("founding._make_known", False),
+        ("join.enter", False),
+        ("founding._wait_for_founders", False),
     ],
 )
 def test_the_others_are_told_of_a_founder_that_dies_before_or_after_they_come(where: str, late: bool) -> None:
@@ -63,7 +70,7 @@ def test_the_others_are_told_of_a_founder_that_dies_before_or_after_they_come(wh
 def is_an_earlier_attempt(me: Rank, port: int, comes: tuple[int, ...], where: str) -> None:
     """These ranks come, and all die together there, as when a launcher ends an attempt."""
     if me.rank in comes:
-        with mock.patch.object(sys.modules["ringreduce.parameter_server.join"], where, lambda *_: time.sleep(600)):
+        with replaced(where, lambda *_: time.sleep(600)):
             me.report("comes")
             ps.join(torch.distributed.TCPStore("127.0.0.1", port), rank=me.rank, size=3, **SMALL | {"timeout": LONG})
 
@@ -81,7 +88,7 @@ def founds(me: Rank, port: int, founders: str) -> list[float]:
 
 
 @pytest.mark.parametrize("founders", ["workers", "servers"])
-@pytest.mark.parametrize("where", ["_agree_on_all", "_make_known", "_enter"])
+@pytest.mark.parametrize("where", ["founding._agree_on_all", "founding._make_known", "join.enter"])
 @pytest.mark.parametrize("comes", [(0,), (1, 2), (0, 1, 2)])
 def test_what_an_earlier_attempt_has_left_behind_does_not_count(
     comes: tuple[int, ...], where: str, founders: str

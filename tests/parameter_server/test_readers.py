@@ -77,7 +77,7 @@ def founds(me: Rank) -> str:
             follower.behind()
         with pytest.raises(ServerLost):
             policy(torch.zeros(3))  # which would be stale
-        kv._close()
+        kv.calls.close()
         return str(raised.value)
     kv = ps.join(me.store, rank=0, size=1, **SMALL)
     kv.init("weight", torch.zeros(3, 3))
@@ -154,7 +154,9 @@ def test_nobody_waits_for_a_reader_to_leave() -> None:
 def test_a_key_without_a_value_is_waited_for_until_the_timeout() -> None:
     with ps.join(**SMALL) as kv:
         of_it = {"mode": ps.sync().as_json(), "update": ps.assign().as_json(), "wire": ["float32"] * 2}
-        kv._place("weight", {"dtype": "float32", "shape": [3, 3], **of_it}, torch.zeros(3, 3), kv._deadline(None))
+        kv.calls.place(
+            "weight", {"dtype": "float32", "shape": [3, 3], **of_it}, torch.zeros(3, 3), kv.calls.deadline(None)
+        )
         kv.timeout = 0.3
         with pytest.raises(CollectiveTimeout, match="a key has no value yet"):
             kv.follow(nn.Linear(3, 3, bias=False))

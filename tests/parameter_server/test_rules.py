@@ -16,7 +16,8 @@ import ringreduce.parameter_server as ps
 from ringreduce import _C
 from ringreduce.errors import InvalidArgument, UpdateFailed
 from ringreduce.parameter_server.placement import cut, elements_per_block, place
-from ringreduce.parameter_server.updates import ELEMENT_WISE, UNSUITABLE, rule_for
+from ringreduce.parameter_server.server.updates import rule_for
+from ringreduce.parameter_server.updates import ELEMENT_WISE, UNSUITABLE
 
 NATIVE: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.SGD, {"lr": 0.1}),

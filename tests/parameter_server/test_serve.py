@@ -21,7 +21,7 @@ from processes import deadline, free_ports
 import ringreduce.parameter_server as ps
 from ringreduce import cli
 from ringreduce.errors import CollectiveTimeout, ServerLost
-from ringreduce.parameter_server import snapshots
+from ringreduce.parameter_server.server import snapshots
 
 
 def halve(value: torch.Tensor, push: torch.Tensor, state: dict[str, Any], info: ps.Info) -> None:
@@ -102,7 +102,7 @@ def survives(me: Rank, port: int) -> str:
     with pytest.raises(ServerLost) as raised:
         while True:
             kv.push_pull("w", w, out=w).wait()
-    kv._close()
+    kv.calls.close()
     return str(raised.value)
 
 
@@ -134,7 +134,7 @@ def pushes(me: Rank, port: int, steps: int) -> list[float]:
             kv.pull("w", torch.empty(100_000))
             table.pull(ids)
             time.sleep(0.01)
-    kv._close()
+    kv.calls.close()
     return [float(steps)]
 
 
@@ -231,7 +231,7 @@ def pushes_until_done(me: Rank, port: int) -> float:
                 assert w.min() == w.max() == n
         kv.leave()
     except ServerLost:
-        kv._close()
+        kv.calls.close()
     return float(n)
 
 

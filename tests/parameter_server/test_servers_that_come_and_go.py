@@ -21,8 +21,8 @@ from torch._C._distributed_c10d import HashStore
 
 import ringreduce.parameter_server as ps
 from ringreduce.errors import InvalidArgument
-from ringreduce.parameter_server.keeper import Directory
-from ringreduce.parameter_server.shard import Shard
+from ringreduce.parameter_server.server.shard import Shard
+from ringreduce.parameter_server.store import Directory
 
 WORKERS, SERVERS, PROCESSES = 2, 4, 4
 SIZES = {"memory": 32 << 20, "window": 1 << 20, "block_bytes": 4096}

@@ -18,7 +18,7 @@ from distributed.harness import Rank, Ranks, run
 
 import ringreduce.parameter_server as ps
 from ringreduce.errors import CollectiveTimeout, SystemFailure, TopologyError
-from ringreduce.parameter_server.pulls import Pulls
+from ringreduce.parameter_server.client.pending import Pulls
 
 APART = (0, 1, 2, 3)
 """Every rank on a host of its own."""
@@ -190,7 +190,7 @@ def reads_slowly(me: Rank) -> float:
     with ps.join(me.store, role="worker", **sizes) as kv:
         outs = [torch.zeros(LARGE) for _ in range(8)]
         deadline = time.monotonic() + 60
-        pulls = [Pulls(kv, {"w": out}, deadline) for out in outs]
+        pulls = [Pulls(kv.calls, {"w": out}, deadline) for out in outs]
         me.report("ready")
         os.kill(os.getpid(), signal.SIGSTOP)
         for pull in pulls:

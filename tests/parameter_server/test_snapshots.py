@@ -22,7 +22,7 @@ from test_workers_and_servers import SMALL, gradient, join
 import ringreduce.parameter_server as ps
 from ringreduce import _C
 from ringreduce.errors import InvalidArgument, SystemFailure
-from ringreduce.parameter_server import snapshots
+from ringreduce.parameter_server.server import snapshots
 
 COUNT, ROWS, DIM = 5000, 3000, 6
 DENSE: dict[str, Any] = {
@@ -280,10 +280,11 @@ def test_a_key_that_is_being_made_is_left_out(tmp_path: Path) -> None:
         value = torch.ones(COUNT * 20)
         spec = {"dtype": "float32", "shape": [COUNT * 20], "mode": ps.sync().as_json(), "update": ps.assign().as_json()}
         spec["wire"] = ["float32", "float32"]
-        kv._place("w", spec, value, time.monotonic() + 10)
-        first = _C.ParameterParts(kv._keys["w"].parts[:1])
-        kv._finish("w", kv._client.send("initialise", first, value.data_ptr(), timeout=10.0), time.monotonic() + 10)
-        assert len(kv._keys["w"].parts) > 1
+        kv.calls.place("w", spec, value, time.monotonic() + 10)
+        first = _C.ParameterParts(kv.calls.keys["w"].parts[:1])
+        call = kv.calls.client.send("initialise", first, value.data_ptr(), timeout=10.0)
+        kv.calls.finish("w", call, time.monotonic() + 10)
+        assert len(kv.calls.keys["w"].parts) > 1
         kv.snapshot(tmp_path / "one").wait()
     with ps.join(**SMALL) as kv:
         assert kv.restore(tmp_path / "one") == ["whole"]

@@ -17,8 +17,10 @@ import torch.distributed as dist
 
 from ringreduce.errors import Aborted, InvalidArgument
 from ringreduce.parameter_server import control
-from ringreduce.parameter_server.succession import Succession
-from ringreduce.parameter_server.views import Replica, View, Views
+from ringreduce.parameter_server.doors import Reached
+from ringreduce.parameter_server.server.replication import Succession
+from ringreduce.parameter_server.store import Views
+from ringreduce.parameter_server.views import Replica, View
 
 A, B = Replica(0, 0), Replica(1, 1)
 PAIR = View(0, A).with_backup(1, 1)
@@ -76,11 +78,11 @@ class Unanswered(Views):
         return found
 
 
-def reach(process: int, timeout: float, look: Callable[[], None]) -> control.Reached:
+def reach(process: int, timeout: float, look: Callable[[], None]) -> Reached:
     """A process that takes every backup."""
     here, there = socket.socketpair()
     control.send(there, {"name": f"process {process}"})
-    return control.Reached(here, [(there.detach(), "")])
+    return Reached(here, [(there.detach(), "")])
 
 
 @pytest.fixture
@@ -189,7 +191,7 @@ def test_every_backup_has_a_number_of_its_own(views: Unanswered, of_a: Any) -> N
     told(shard, True)
     numbers = []
 
-    def refuse(process: int, timeout: float, look: Callable[[], None]) -> control.Reached:
+    def refuse(process: int, timeout: float, look: Callable[[], None]) -> Reached:
         numbers.append(succession._known[shard].offered)
         raise ConnectionError("it takes none")
 

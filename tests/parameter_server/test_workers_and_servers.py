@@ -322,7 +322,7 @@ def outlives_server(me: Rank) -> tuple[str, float]:
     kv = join(me, timeout=60.0)
     w = torch.zeros(5000)
     kv.init("w", w, update=ps.reduce("sum"))
-    parts = kv._keys["w"].parts
+    parts = kv.calls.keys["w"].parts
     assert {server for server, *_ in parts} == {0, 1}
     kv.push("w", torch.ones(5000)).wait()
     me.report("ready")
@@ -475,7 +475,7 @@ def worker_closes(me: Rank, forks: bool = False) -> float:
         if forks and child == 0:  # as a DataLoader's worker has copies of all that its parent has
             time.sleep(120)
             os._exit(0)
-        kv._close()
+        kv.calls.close()
         me.meet("done")
         if forks:
             os.kill(child, signal.SIGKILL)

@@ -11,7 +11,7 @@ import pytest
 from importlinter.api import read_configuration
 
 ROOT = Path(__file__).resolve().parents[2]
-[CONTRACT] = read_configuration(str(ROOT / "pyproject.toml"))["contracts_options"]
+CONTRACT, *_ = read_configuration(str(ROOT / "pyproject.toml"))["contracts_options"]
 
 
 def lint(folder: Path) -> subprocess.CompletedProcess[str]:

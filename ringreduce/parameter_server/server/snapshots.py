@@ -1,8 +1,4 @@
-"""Writing snapshots: a folder with a file for each server and an index.
-
-    checkpoint/                          renamed from checkpoint.partial-<token> when it is complete
-        index.json                       says which file has which tensor
-        server-0-of-2.safetensors        blocks and rows of server 0, with their states
+"""Writing snapshots: a folder with a file for each server and an index (`snapshot_files`).
 
 Every server writes its own file, in a thread, while it serves. The server that finishes last writes the index and
 renames the folder. So a snapshot is completed even if the worker that asked for it has ended.
@@ -14,7 +10,6 @@ import contextlib
 import json
 import math
 import os
-import struct
 import threading
 import time
 from pathlib import Path
@@ -25,16 +20,12 @@ import torch
 
 from ringreduce import _C
 from ringreduce.errors import InvalidArgument, SystemFailure
-from ringreduce.parameter_server.checks import shown
 from ringreduce.parameter_server.safetensors import NAMES, Reader, Writer
+from ringreduce.parameter_server.snapshot_files import FORMAT, INDEX, file_of, files_of, names_of, names_of_block
 from ringreduce.parameter_server.updates import CHANGEABLE, with_numbers
 
-FORMAT = "1"
-INDEX = "index.json"
 _REST = 16
 """The writing thread rests so many times as long as it has used the CPU, since workers need the cores meanwhile."""
-STEPS = struct.Struct("=Q")
-"""The number of updates of a block, in the payload of a restore request."""
 
 
 class Saving:
@@ -182,38 +173,9 @@ def _complete(folder: Path, servers: int) -> None:
             raise
 
 
-def files_of(servers: int) -> list[str]:
-    return [file_of(f"{i}-of-{servers}") for i in range(servers)]
-
-
-def file_of(part: str) -> str:
-    return f"server-{part}.safetensors"
-
-
-def names_of(key: str, states: int) -> list[str]:
-    """Returns the names of the tensors of a key: its value, then its states."""
-    return [key, *(f"{key}#state{i}" for i in range(states))]
-
-
-def names_of_block(about: dict[str, Any], states: int) -> list[str]:
-    """Returns the names of the tensors of a block. They have its range of elements, unless it is all of the key."""
-    begin, count = about["begin"], about["count"]
-    part = "" if count == math.prod(about["spec"]["shape"]) else f"[{begin}:{begin + count}]"
-    return [name + part for name in names_of(about["key"], states)]
-
-
 def _sync(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def check_absent(path: Path) -> None:
-    try:
-        is_there = path.exists()
-    except OSError as error:
-        raise InvalidArgument(f"path is {shown(str(path))}, where nothing can be written: {error.strerror}") from None
-    if is_there:
-        raise InvalidArgument(f"there is something at {path} already: give a snapshot a name of its own")

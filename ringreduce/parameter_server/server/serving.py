@@ -10,12 +10,12 @@ from typing import Any
 
 from ringreduce.errors import SystemFailure
 from ringreduce.parameter_server.arguments import path_of, seconds
-from ringreduce.parameter_server.host import Host
-from ringreduce.parameter_server.shard import Shard
-from ringreduce.parameter_server.snapshots import Saving, file_of
-
-open_servings: set[Serving] = set()
-"""Closed at the end of the process, even if the program has dropped them."""
+from ringreduce.parameter_server.exits import close_at_exit, has_closed
+from ringreduce.parameter_server.server.process import Host
+from ringreduce.parameter_server.server.shard import Shard
+from ringreduce.parameter_server.server.snapshots import Saving
+from ringreduce.parameter_server.snapshot_files import file_of
+from ringreduce.parameter_server.store import once
 
 
 class Serving:
@@ -29,6 +29,7 @@ class Serving:
         self._saving: list[Saving] = []
         self._parts = len(host.serving())
         """The number of servers here when it was last looked: those that began here, and backups that took over."""
+        close_at_exit(self)
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Waits until workers have come and all have left; returns False after `timeout` seconds (None: no limit)."""
@@ -148,15 +149,13 @@ class Serving:
         """Ends the servers of this process. Workers that still need them, and find no backup, get `ServerLost`.
         Idempotent."""
         self._host.close()
-        open_servings.discard(self)
+        has_closed(self)
+
+    def close_in_child(self) -> None:
+        self._host.close_in_child()
 
     def __enter__(self) -> Serving:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def once(store: Any, key: str, value: str) -> str:
-    """Sets a key of the store unless it is set; returns its value."""
-    return str(store.compare_set(key, "", value).decode())

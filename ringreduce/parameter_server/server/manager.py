@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import json
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
 
 from ringreduce.errors import Aborted, CollectiveTimeout, RingReduceError
-from ringreduce.membership.directory import Bounded
-from ringreduce.parameter_server.host import Host
-from ringreduce.parameter_server.views import View, Views
+from ringreduce.parameter_server.server.process import Host
+from ringreduce.parameter_server.store import Directory
+from ringreduce.parameter_server.views import View
 
 _LOOK = 0.5
 """Seconds between two looks, unless something has happened."""
@@ -29,72 +26,8 @@ _SOON = 0.002
 """Seconds between two looks while a server has ended and its backup has not taken over."""
 _PATIENCE = 5.0
 """Seconds within which another process must make a backup."""
-_NO_STORE = (RuntimeError, ConnectionError)
-"""What a torch store raises when it has ended, and when it does not answer."""
 
 log = logging.getLogger(__name__)
-
-
-def place_of(store: Any, server: int, founders: int) -> int:
-    """Returns the process that serves `server`, as far as the store knows."""
-    key = _place(server)
-    return int(store.get(key)) if store.check([key]) else server % founders
-
-
-def _place(server: int) -> str:
-    return f"place of server/{server}"
-
-
-class Directory:
-    """What the store knows about processes and servers. Processes are numbered, founders first.
-
-    Servers go on even if the store has ended or does not answer: methods then use what they know.
-    """
-
-    def __init__(self, store: Any, founders: int, views: Views | None = None) -> None:
-        """`views` says where servers are, if backups are reached by TCP."""
-        self._store, self._founders, self._views = Bounded(store), founders, views
-        self._known: dict[int, dict[str, Any]] = {}
-
-    def processes(self) -> dict[int, dict[str, Any]]:
-        """Returns all processes, including those that have ended; without the store, those that are known."""
-        with contextlib.suppress(*_NO_STORE):
-            for number in range(self._founders + int(self._store.add("later processes", 0))):
-                if number not in self._known and self._store.check([f"server/{number}"]):
-                    self._known[number] = json.loads(self._store.get(f"server/{number}"))
-        return dict(self._known)
-
-    def place_of(self, server: int) -> int:
-        view = None if self._views is None else self._views.of(server)
-        return place_of(self._store, server, self._founders) if view is None else view.server.process
-
-    def put(self, server: int, process: int) -> None:
-        """Records that `process` serves `server`. Returns when the store has it, so a later process cannot be
-        overwritten by this."""
-        with contextlib.suppress(*_NO_STORE):
-            self._store.set(_place(server), str(process))
-            self._store.check([_place(server)])  # a torch store answers check(), but not set()
-
-    def begin_to_leave(self, process: int, is_there: Callable[[dict[str, Any]], bool], deadline: float) -> bool:
-        """Waits until it is this process's turn to leave; returns False after `deadline`. The turn lasts until the
-        process ends.
-
-        Without the store it is the process's turn at once. Two processes that leave together then take nothing from
-        each other, but others can take their servers.
-        """
-        with contextlib.suppress(*_NO_STORE):
-            while (first := self._store.compare_set("leaves", "", str(process))) != str(process):
-                if time.monotonic() > deadline:
-                    return False
-                if not is_there(self.processes()[int(first)]):
-                    self._store.compare_set("leaves", first, "")
-                time.sleep(0.01)
-        return True
-
-    def stay(self, process: int) -> None:
-        """Ends the process's turn to leave."""
-        with contextlib.suppress(*_NO_STORE):
-            self._store.compare_set("leaves", str(process), "")
 
 
 class Keeper:

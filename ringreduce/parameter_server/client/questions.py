@@ -10,30 +10,64 @@ import socket
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+from ringreduce._C import ParameterClient
 from ringreduce.errors import Aborted, CollectiveTimeout, InvalidArgument, ServerLost, SystemFailure
 from ringreduce.parameter_server import control
-
-if TYPE_CHECKING:
-    from ringreduce.parameter_server.key_value import Membership
+from ringreduce.parameter_server.client.failover import Attendant
 
 _LOOK = 0.005
 """Seconds between two questions to a backup whether it has taken over."""
 
 
+@dataclass
+class Joined:
+    """A server that has let this worker in, and later the one that took over its blocks."""
+
+    connection: socket.socket
+    """For control messages."""
+    name: str
+    """Its name in messages."""
+    turn: int
+    """How many servers have served these blocks before it; if backups are reached by TCP, its replica number."""
+
+
 class Questions:
     """Asks questions for one worker, one after the other. Only usable in the process that made it."""
 
-    def __init__(self, membership: Membership) -> None:
-        self._with = membership
-        self._client = membership.client
+    def __init__(
+        self,
+        worker: int,
+        client: ParameterClient,
+        servers: Sequence[Joined],
+        reach: Callable[[int, str, float], socket.socket],
+        attendant: Attendant | None,
+    ) -> None:
+        """`reach` connects to the door of a server that was a backup on this host, given its number, its address and a
+        timeout in seconds. It raises `OSError`. `attendant` is given if backups are reached by TCP."""
+        self.servers = servers
+        self._worker, self._client, self._reach, self._attendant = worker, client, reach, attendant
         self._pid = os.getpid()
         self._numbers = itertools.count()
         self._asking = threading.Lock()
         self._aborted = os.eventfd(0, os.EFD_CLOEXEC)
         """Readable after `abort`."""
         weakref.finalize(self, os.close, self._aborted)
+
+    def close(self) -> None:
+        """Closes all connections."""
+        if self._attendant is not None:  # first, so that its thread connects to nobody meanwhile
+            self._attendant.close()
+        self._client.close_news()
+        for each in self.servers:
+            each.connection.close()
+
+    def name_of(self, server: int) -> str:
+        """Returns the name of a server, or of the backup that has taken over, in messages."""
+        return self.servers[server].name
 
     def abort(self) -> None:
         """Ends every wait for an answer, now and later, with `Aborted`."""
@@ -43,7 +77,7 @@ class Questions:
         """Raises `InvalidArgument` in a forked child."""
         if os.getpid() != self._pid:
             raise InvalidArgument(
-                f"worker {self._with.worker} is the process that this one was forked from: call join() here for a "
+                f"worker {self._worker} is the process that this one was forked from: call join() here for a "
                 "worker of its own"
             )
 
@@ -59,7 +93,7 @@ class Questions:
 
     def _ask(self, server: int, question: dict[str, Any], deadline: float) -> dict[str, Any]:
         while True:
-            connection, name = self._with.connections[server], self._with.names[server]
+            connection, name = self.servers[server].connection, self.servers[server].name
             try:
                 connection.settimeout(max(0.01, deadline - time.monotonic()))
                 number = next(self._numbers)
@@ -70,7 +104,7 @@ class Questions:
             except TimeoutError:
                 raise CollectiveTimeout(f"{name} did not answer {question['ask']!r} in time", server) from None
             except OSError as error:
-                turn = self._turn_to_next if self._with.attendant is None else self._turn_to_replica
+                turn = self._turn_to_next if self._attendant is None else self._turn_to_replica
                 if not turn(server, deadline):
                     raise ServerLost(f"{name} has ended: {error}", server) from None
                 continue
@@ -93,42 +127,41 @@ class Questions:
 
     def _turn_to_next(self, server: int, deadline: float) -> bool:
         """Turns to the server that has taken over the blocks of one that has ended. Returns whether there is one."""
+        asked = self.servers[server]
         while True:
-            known = self._with.turns[server]
-            turn, name, address = self._client.served_by(server, known, timeout=max(0.0, deadline - time.monotonic()))
-            if turn == known:
-                if name != self._with.names[server]:
-                    raise CollectiveTimeout(
-                        f"{self._with.names[server]} has ended, and {name} has not taken over yet", server
-                    )
+            left = max(0.0, deadline - time.monotonic())
+            turn, name, address = self._client.served_by(server, asked.turn, timeout=left)
+            if turn == asked.turn:
+                if name != asked.name:
+                    raise CollectiveTimeout(f"{asked.name} has ended, and {name} has not taken over yet", server)
                 return False
-            self._with.turns[server], self._with.names[server] = turn, name
+            asked.turn, asked.name = turn, name
             with contextlib.suppress(OSError):  # the new server has ended as well
-                connection = self._with.reach(server, address, max(0.01, deadline - time.monotonic()))
-                self._with.connections[server].close()
-                self._with.connections[server] = connection
+                connection = self._reach(server, address, max(0.01, deadline - time.monotonic()))
+                asked.connection.close()
+                asked.connection = connection
                 return True
 
     def _turn_to_replica(self, server: int, deadline: float) -> bool:
         """The same if backups are reached by TCP. Workers turn to a backup even before it has taken over."""
-        assert self._with.attendant is not None
-        while asked := self._client.asks(server):
-            if found := self._with.attendant.take(server, asked[0]):
-                self._with.connections[server].close()
-                self._with.turns[server] = asked[0]
-                self._with.connections[server], self._with.names[server] = found
-            if found and self._serves(server, deadline):
+        assert self._attendant is not None
+        asked = self.servers[server]
+        while replicas := self._client.asks(server):
+            if found := self._attendant.take(server, replicas[0]):
+                asked.connection.close()
+                asked.turn = replicas[0]
+                asked.connection, asked.name = found
+            if found and self._serves(asked.connection, deadline):
                 return True
             if time.monotonic() >= deadline:
-                name = self._with.names[server]
-                raise CollectiveTimeout(f"{name} has ended, and no other one has taken over yet", server)
+                raise CollectiveTimeout(f"{asked.name} has ended, and no other one has taken over yet", server)
             time.sleep(_LOOK)
         return False
 
-    def _serves(self, server: int, deadline: float) -> bool:
+    def _serves(self, connection: socket.socket, deadline: float) -> bool:
         """Waits until the replica that is asked now serves; returns False if it has ended."""
         with contextlib.suppress(OSError):
-            connection, number = self._with.connections[server], next(self._numbers)
+            number = next(self._numbers)
             while time.monotonic() < deadline:
                 connection.settimeout(max(0.01, deadline - time.monotonic()))
                 control.send(connection, {"ask": "serves", "number": number})

@@ -20,9 +20,10 @@ from ringreduce.errors import (
     RingReduceError,
     SystemFailure,
 )
-from ringreduce.parameter_server import control
-from ringreduce.parameter_server.shard import Shard
-from ringreduce.parameter_server.views import Replica, Standing, View, Views
+from ringreduce.parameter_server import doors
+from ringreduce.parameter_server.server.shard import Shard
+from ringreduce.parameter_server.store import Views
+from ringreduce.parameter_server.views import Replica, Standing, View
 
 _AGAIN = 0.2
 """Seconds until a store that could not be reached is asked again."""
@@ -48,7 +49,7 @@ class Succession:
     server does in any case.
     """
 
-    def __init__(self, process: int, views: Views, reach: Callable[[int, float, Callable[[], None]], control.Reached]):
+    def __init__(self, process: int, views: Views, reach: Callable[[int, float, Callable[[], None]], doors.Reached]):
         """`reach` connects to the door of a process, within so many seconds, calling now and then what may raise."""
         self.process, self.views, self._reach = process, views, reach
         self._changing = threading.Lock()
@@ -91,10 +92,7 @@ class Succession:
         with contextlib.closing(self._go_to(process, timeout)) as its:
             hello: dict[str, Any] = {"backup": True, "of": number, "capacity": shard.server.capacity}
             hello |= {"view": after.text(), "since": known.view.number}
-            control.send(its.control, hello)
-            answer, _ = control.receive(its.control)
-            if "error" in answer:
-                raise ConnectionError(answer["error"][1])
+            answer, _ = doors.ask(its.control, hello)
             on_silence = functools.partial(self._later, self._break_off, shard, number, backup, link)
             shard.server.lead_far(on_silence, str(answer["name"]))
             for descriptor, path in its.take():
@@ -122,10 +120,9 @@ class Succession:
         leaves it to its backup; who has the backup takes this process for the next one. Raises `OSError` if that has
         ended."""
         with contextlib.closing(self._go_to(process, timeout)) as its:
-            control.send(its.control, {"wish": True, "of": number, "process": self.process, "has": has})
-            control.receive(its.control)
+            doors.ask(its.control, {"wish": True, "of": number, "process": self.process, "has": has})
 
-    def _go_to(self, process: int, timeout: float) -> control.Reached:
+    def _go_to(self, process: int, timeout: float) -> doors.Reached:
         try:
             its = self._reach(process, timeout, self._check_open)
         except Aborted:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ringreduce.parameter_server import control
-from ringreduce.parameter_server.shard import Shard
+from ringreduce.parameter_server.server.shard import Shard
 
 
 @dataclass

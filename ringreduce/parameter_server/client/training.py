@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import nn
@@ -17,9 +17,19 @@ from torch import nn
 from ringreduce.errors import InvalidArgument
 from ringreduce.parameter_server.arguments import check_mode
 from ringreduce.parameter_server.checks import check_is, check_text, number, shown
-from ringreduce.parameter_server.key_value import NOTHING, KeyValue
+from ringreduce.parameter_server.client.calls import Calls
+from ringreduce.parameter_server.client.key_value import KeyValue
+from ringreduce.parameter_server.client.pending import NOTHING, push
+from ringreduce.parameter_server.client.watching import (
+    Hook,
+    Seen,
+    Trained,
+    check_fresh,
+    check_tensors,
+    sample,
+    without_repeats,
+)
 from ringreduce.parameter_server.modes import Mode, asynchronous, sync
-from ringreduce.parameter_server.pending import Pending
 from ringreduce.parameter_server.updates import assign
 from ringreduce.parameter_server.updates import optimizer as optimizer_rule
 
@@ -30,78 +40,20 @@ _ALL_AT_ONCE = (
     "give the optimizer all parameters before; one that is trained later may have requires_grad=False until then"
 )
 
-_SAMPLE = 256
-"""The most elements of a tensor that are compared to notice changes that torch does not count."""
+
+@dataclass(eq=False)
+class _OfWorker:
+    """The models that are and were attached to a worker."""
+
+    attached: WeakValueDictionary[str, Attached] = field(default_factory=WeakValueDictionary)
+    """By key: what `attach` has made."""
+    detached: dict[str, bytes] = field(default_factory=dict)
+    """For keys of models that were detached: some of the elements of each parameter; nothing of what was shared."""
+    last_told: WeakKeyDictionary[torch.optim.Optimizer, list[dict[str, Any]]] = field(default_factory=WeakKeyDictionary)
+    """For optimizers of models that were detached: the settings that the servers had last."""
 
 
-def _sample(tensor: torch.Tensor) -> bytes:
-    """Returns some elements of a tensor."""
-    flat = tensor.detach().reshape(-1)
-    some = flat[:: -(-flat.numel() // _SAMPLE) or 1].resolve_conj().resolve_neg().clone()
-    return some.view(torch.uint8).numpy().tobytes()
-
-
-def _state(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Returns what tells whether a tensor was changed: its version, its memory, and some of its elements."""
-    if tensor.layout is not torch.strided:
-        return (tensor._version, 0, b"")
-    return tensor._version, tensor.data_ptr(), _sample(tensor)
-
-
-class _Seen:
-    """Remembers a tensor, or that there was none, to notice when it is replaced or changed."""
-
-    def __init__(self, tensor: torch.Tensor | None) -> None:
-        self._tensor = None if tensor is None else weakref.ref(tensor)
-        self._state = None if tensor is None else _state(tensor)
-
-    def is_still(self, tensor: torch.Tensor | None, whole: bool = True) -> bool:
-        """Whether the tensor is the same and unchanged. Without `whole`, its elements are not compared."""
-        if tensor is None or self._tensor is None or self._state is None:
-            return tensor is None and self._tensor is None
-        now = _state(tensor)
-        return self._tensor() is tensor and (now == self._state if whole else now[:2] == self._state[:2])
-
-
-class _Hook:
-    """A hook of a module. A copy of it does nothing, so a copy of the model is a model of its own."""
-
-    def __init__(self, call: Callable[..., None] = lambda *_: None, copied: Callable[[], None] | None = None) -> None:
-        self._call, self._copied = call, copied
-
-    def __call__(self, *arguments: Any) -> None:
-        self._call(*arguments)
-
-    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
-        if self._copied is not None:
-            self._copied()
-        return _Hook, ()
-
-
-@dataclass(eq=False, slots=True)
-class _Trained:
-    """A parameter of the optimizer."""
-
-    key: str
-    parameter: nn.Parameter
-    priority: int
-    hooked: bool = False
-    passes: int = 0
-    """The number of backward passes since the last step, or the last zero_grad, that have computed its gradient."""
-    dropped: bool = False
-    """Whether zero_grad has cleared its gradient after it was pushed."""
-    computed: _Seen | None = None
-    """Its gradient after the last of them. None if the caller may change it (`no_sync`)."""
-    stepped: _Seen | None = None
-    """Its gradient at the last step. Only with overlap_forward."""
-    pushed: Pending | None = None
-    """The push that belongs to the step under way."""
-    pulling: Pending | None = None
-    """The push of the last step, until its new value is there. Outlives `step` only with overlap_forward."""
-    stale: bool = False
-    """Whether its gradient was computed from the old value, since the new one had not come yet."""
-    value: _Seen = field(default_factory=lambda: _Seen(None))
-    """The parameter when its latest value had come."""
+_of_workers: WeakKeyDictionary[Calls, _OfWorker] = WeakKeyDictionary()
 
 
 class Attached(torch.optim.Optimizer):
@@ -140,11 +92,12 @@ class Attached(torch.optim.Optimizer):
         """The number of pushes that came late and were dropped, which only happens if the mode has a quorum."""
         self.total_norm: torch.Tensor | None = None
         """With `max_norm`: the norm of all gradients at the last step, before they were clipped."""
-        _check_fresh(optimizer)
+        check_fresh(optimizer)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
         self._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
         self._kv, self._optimizer, self._mode, self._prefix, self._max_norm = kv, optimizer, mode, prefix, max_norm
+        self._of_worker = _of_workers.setdefault(kv.calls, _OfWorker())
         if not isinstance(overlap_forward, bool):
             raise InvalidArgument(f"overlap_forward is {shown(overlap_forward)}; it must be True or False")
         self._overlaps_forward = overlap_forward
@@ -161,19 +114,19 @@ class Attached(torch.optim.Optimizer):
         self._overlaps = self._irregular = self._accumulates = self._wrong = False
         names = {parameter: name for name, parameter in model.named_parameters()}
         places = {parameter: place for place, parameter in enumerate(model.parameters())}
-        self._trained: dict[nn.Parameter, _Trained] = {}
+        self._trained: dict[nn.Parameter, Trained] = {}
         for parameter in (each for group in self.param_groups for each in group["params"]):
             if parameter not in names:
                 raise InvalidArgument(f"the optimizer has a parameter {tuple(parameter.shape)} that model has not")
             # The first layers have the greatest priority, since they are needed first.
-            self._trained[parameter] = _Trained(prefix + names[parameter], parameter, -places[parameter])
+            self._trained[parameter] = Trained(prefix + names[parameter], parameter, -places[parameter])
         others = {prefix + name: each for each, name in names.items() if each not in self._trained}
         buffers = {prefix + name: each for name, each in model.named_buffers()}
         self._shared = others.keys() | buffers.keys()
         trained = {each.key: each.parameter for each in self._trained.values()}
-        _check_tensors({**trained, **others, **buffers}, buffers.keys())
+        check_tensors({**trained, **others, **buffers}, buffers.keys())
         self._check_detached(trained)
-        self._told = self._kv._last_told.get(optimizer) or self._now()
+        self._told = self._of_worker.last_told.get(optimizer) or self._now()
         self._claim(trained.keys() | self._shared)
         self._check_all_clip_alike()
         self._begin(wires)
@@ -186,15 +139,15 @@ class Attached(torch.optim.Optimizer):
 
     def _check_detached(self, trained: Mapping[str, nn.Parameter]) -> None:
         """Raises `InvalidArgument` if a model that was detached has had these keys, and this is another training."""
-        for key, before in self._kv._detached.items():
+        for key, before in self._of_worker.detached.items():
             if not (key in trained or key in self._shared):
                 continue
-            now = _sample(trained[key]) if key in trained else b""
+            now = sample(trained[key]) if key in trained else b""
             if bool(now) != bool(before):
                 what = "and is not trained now" if before else "but was not trained"
             elif now != before:
                 what = "and has other values now"
-            elif now and self._optimizer not in self._kv._last_told:
+            elif now and self._optimizer not in self._of_worker.last_told:
                 what = "by another optimizer, whose states the servers have"
             else:
                 continue
@@ -205,20 +158,20 @@ class Attached(torch.optim.Optimizer):
 
     def _claim(self, keys: set[str]) -> None:
         """Raises `InvalidArgument` if another attached model has the keys or trains one of the parameters."""
-        for other in set(self._kv._attached.values()):
+        for other in set(self._of_worker.attached.values()):
             for parameter, mine in self._trained.items():
                 if parameter in other._trained:
                     raise InvalidArgument(
                         f"{mine.key!r} is trained by another attached optimizer, as {other._trained[parameter].key!r}: "
                         "attach one optimizer with all parameters of both"
                     )
-        if taken := sorted(key for key in keys if key in self._kv._attached):
+        if taken := sorted(key for key in keys if key in self._of_worker.attached):
             raise InvalidArgument(
                 f"{taken[0]!r} belongs to another model that is attached already: give each model a prefix= of its "
                 "own, or detach() the other one"
             )
         for key in keys:
-            self._kv._attached[key] = self
+            self._of_worker.attached[key] = self
 
     def _check_all_clip_alike(self) -> None:
         mine = torch.tensor([self._max_norm or 0.0], dtype=torch.float64)
@@ -245,20 +198,20 @@ class Attached(torch.optim.Optimizer):
             zeros = {f"{each.key}#gradient": torch.zeros_like(each.parameter) for each in self._trained.values()}
             zeros[f"{self._prefix}#used"] = torch.zeros(len(self._trained))
             averages = sync(group=self._mode.group)
-            wires_of_it, deadline = ["float32", "float32"], self._kv._deadline(None)
-            self._kv._init(list(zeros.items()), assign(), averages, wires_of_it, deadline, saved=False)
+            wires_of_it, deadline = ["float32", "float32"], self._kv.calls.deadline(None)
+            self._kv.calls.init(list(zeros.items()), assign(), averages, wires_of_it, deadline, saved=False)
 
     def _share(self, tensors: Mapping[str, torch.Tensor], saved: bool) -> None:
         """Gives tensors that are not trained the values of the first worker."""
         some = {
-            key: _without_repeats(each.detach())
+            key: without_repeats(each.detach())
             for key, each in tensors.items()
-            if each.numel() > 0 and key not in self._kv._detached
+            if each.numel() > 0 and key not in self._of_worker.detached
         }
         if not saved:  # as bytes, so that buffers may have any dtype
             some = {k: e.reshape(-1).view(torch.uint8) if e.is_contiguous() else e for k, e in some.items()}
-        wires, deadline = ["float32", "float32"], self._kv._deadline(None)
-        self._kv._init(list(some.items()), assign(), asynchronous(), wires, deadline, saved=saved)
+        wires, deadline = ["float32", "float32"], self._kv.calls.deadline(None)
+        self._kv.calls.init(list(some.items()), assign(), asynchronous(), wires, deadline, saved=saved)
         for key, tensor in some.items():
             value = torch.empty(tensor.shape, dtype=tensor.dtype)
             self._kv.pull(key, value)
@@ -267,18 +220,18 @@ class Attached(torch.optim.Optimizer):
 
     def _hook(self, model: Any) -> Iterator[Any]:
         for each in self._trained.values():
-            each.value = _Seen(each.parameter)
+            each.value = Seen(each.parameter)
         yield from self._hook_unfrozen()
         # First of all hooks, since others may read or compute values.
-        yield model.register_forward_pre_hook(_Hook(self._before_model, self._check_whole), prepend=True)
-        self._of_module: dict[nn.Module, list[_Trained]] = {}
+        yield model.register_forward_pre_hook(Hook(self._before_model, self._check_whole), prepend=True)
+        self._of_module: dict[nn.Module, list[Trained]] = {}
         # Otherwise all values are there when step() returns.
         for module in model.modules() if self._overlaps_forward else ():
             own = [self._trained[p] for p in module.parameters(recurse=False) if p in self._trained]
             self._of_module[module] = own
             if own:
-                yield module.register_forward_pre_hook(_Hook(self._before_module, self._check_whole), prepend=True)
-            yield module.register_state_dict_pre_hook(_Hook(lambda *_: self.pull()))
+                yield module.register_forward_pre_hook(Hook(self._before_module, self._check_whole), prepend=True)
+            yield module.register_state_dict_pre_hook(Hook(lambda *_: self.pull()))
 
     def _hook_unfrozen(self) -> Iterator[Any]:
         """Hooks the parameters that have become trainable."""
@@ -290,7 +243,7 @@ class Attached(torch.optim.Optimizer):
 
     # ---- in a step ---------------------------------------------------------------------------------------------------
 
-    def _computed(self, of: _Trained, parameter: torch.Tensor) -> None:
+    def _computed(self, of: Trained, parameter: torch.Tensor) -> None:
         """Called after a backward pass has computed a gradient."""
         of.stale |= of.pulling is not None
         if self._accumulates:  # in no_sync()
@@ -306,12 +259,13 @@ class Attached(torch.optim.Optimizer):
             self._tell()
             self._push(of, parameter.grad)
         if of.passes == 1 or of.pushed is None:
-            of.computed = _Seen(parameter.grad)
+            of.computed = Seen(parameter.grad)
 
-    def _push(self, of: _Trained, gradient: Any) -> None:
+    def _push(self, of: Trained, gradient: Any) -> None:
         value = NOTHING if gradient is None else gradient
         # Not started yet: the backward pass, and forward passes before step(), may still need the old value.
-        of.pushed = self._kv._push([(of.key, value)], {of.key: of.parameter.data}, False, 1.0, of.priority, None)
+        out = {of.key: of.parameter.data}
+        of.pushed = push(self._kv.calls, [(of.key, value)], out, False, 1.0, of.priority, None)
 
     def _before_module(self, module: nn.Module, _: Any) -> None:
         self._called.add(module)
@@ -326,18 +280,18 @@ class Attached(torch.optim.Optimizer):
             if module not in self._called:
                 self._finish(own)
 
-    def _finish(self, parameters: list[_Trained]) -> None:
+    def _finish(self, parameters: list[Trained]) -> None:
         for each in parameters:
             if each.pulling is None:
                 continue
             # Values of servers on other hosts are written to the parameter as they come; others are not before wait().
-            intact = each.value.is_still(each.parameter, whole=self._kv._keys[each.key].asked is None)
+            intact = each.value.is_still(each.parameter, whole=self._kv.calls.keys[each.key].asked is None)
             self.late += len(each.pulling.wait())
             each.pulling = None
             # As after an optimizer's step: autograd raises if the old value was saved for a backward pass.
             torch.autograd.graph.increment_version(each.parameter)
             if intact:  # otherwise the next step() raises
-                each.value = _Seen(each.parameter)
+                each.value = Seen(each.parameter)
 
     def _check_whole(self) -> None:
         """Raises `InvalidArgument` while values are being pulled: a copy of the model would have old ones."""
@@ -366,7 +320,7 @@ class Attached(torch.optim.Optimizer):
         try:
             self._check_groups()
             for each in self._trained.values():
-                self._check(each)
+                each.check()
             self._irregular |= self._begun and self._at_push != self._now()
             self._tell()
         except InvalidArgument:
@@ -384,7 +338,7 @@ class Attached(torch.optim.Optimizer):
             assert each.pushed is not None
             each.pushed.start()
             each.pulling, each.pushed = each.pushed, None
-            each.stepped = _Seen(each.parameter.grad) if self._overlaps_forward else None
+            each.stepped = Seen(each.parameter.grad) if self._overlaps_forward else None
             each.computed, each.passes = None, 0
         self._begun = self._cleared = False
         self._had_gradients = any(each.grad is not None for each in self._trained)
@@ -401,41 +355,6 @@ class Attached(torch.optim.Optimizer):
             )
         if {each for group in ours for each in group["params"]} != self._trained.keys():
             raise InvalidArgument(f"the parameters of param_groups have changed since attach(): {_ALL_AT_ONCE}")
-
-    def _check(self, of: _Trained) -> None:
-        """Raises `InvalidArgument` if the gradient is not what torch's optimizer would use, or was pushed otherwise."""
-        if of.pulling is None and not of.value.is_still(of.parameter):
-            raise InvalidArgument(
-                f"{of.key!r} was changed in place since the last step, or got other memory, and the servers do not "
-                "know of it: change values by a rule of your own on the servers, and load them before attach() or by "
-                "kv.restore()"
-            )
-        begun = f"{of.key!r} was pushed {'once' if of.pushed is not None else '0 times'} since the last step"
-        gradient = of.parameter.grad
-        if of.passes == 0 and of.pulling is not None and not (of.stepped is not None and of.stepped.is_still(gradient)):
-            of.stale |= gradient is not None and bool(gradient.any())  # zeros are from zero_grad(set_to_none=False)
-        if of.stale:
-            raise InvalidArgument(
-                f"{begun}, and its gradient was computed before its new value had come, since its module was not "
-                "called: attach() without overlap_forward=True, or call pull() of the attached optimizer after step()"
-            )
-        if of.dropped:
-            raise InvalidArgument(
-                f"{begun}, by a backward pass whose gradients zero_grad() then cleared: run backward passes that no "
-                "step() may follow in `with optimizer.no_sync():`"
-            )
-        if of.pushed is not None and of.passes > 1:
-            raise InvalidArgument(
-                f"{begun}, and {of.passes} backward passes have computed its gradient, unlike in the steps before: let "
-                "all passes but the last run in `with optimizer.no_sync():`"
-            )
-        changed = of.computed is not None and not of.computed.is_still(gradient)
-        if changed and (of.pushed is not None or gradient is not None):
-            raise InvalidArgument(
-                f"the gradient of {of.key!r} was changed after backward, by clip_grad_norm_ or a GradScaler perhaps, "
-                "and may have been pushed before: to clip the average of all workers, give attach() max_norm=; to "
-                "change this worker's gradients before they are pushed, run backward in `with optimizer.no_sync():`"
-            )
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -537,51 +456,17 @@ class Attached(torch.optim.Optimizer):
         finally:
             for hook in self._hooks:
                 hook.remove()
-            for key in [key for key, owner in self._kv._attached.items() if owner is self]:
-                del self._kv._attached[key]
-            self._kv._last_told[self._optimizer] = self._told
-            self._kv._detached |= dict.fromkeys(self._shared, b"")
-            self._kv._detached |= {each.key: _sample(each.parameter) for each in self._trained.values()}
+            for key in [key for key, owner in self._of_worker.attached.items() if owner is self]:
+                del self._of_worker.attached[key]
+            self._of_worker.last_told[self._optimizer] = self._told
+            self._of_worker.detached |= dict.fromkeys(self._shared, b"")
+            self._of_worker.detached |= {each.key: sample(each.parameter) for each in self._trained.values()}
         pushed = next((each.key for each in self._trained.values() if each.pushed is not None), None)
         if pushed and not self._wrong:
             raise InvalidArgument(
                 f"{pushed!r} was pushed once by a backward pass that no step() followed, so the servers have a newer "
                 "value than the model: call step(), or run such a pass in `with optimizer.no_sync():`"
             )
-
-
-def _check_tensors(tensors: Mapping[str, torch.Tensor], buffers: Collection[str]) -> None:
-    """Raises `InvalidArgument` if a tensor is sparse, or if two parameters have the same memory."""
-    owners: dict[int, str] = {}
-    for key, each in tensors.items():
-        if each.layout is not torch.strided:
-            raise InvalidArgument(f"{key!r} has the layout {each.layout}; attach() takes dense tensors only")
-        if key in buffers or each.numel() == 0:
-            continue
-        if (other := owners.setdefault(each.data_ptr(), key)) != key:
-            raise InvalidArgument(
-                f"{key!r} and {other!r} are two parameters with the same memory: to tie weights, give both modules "
-                "the same nn.Parameter"
-            )
-
-
-def _check_fresh(optimizer: torch.optim.Optimizer) -> None:
-    """Raises `InvalidArgument` if the optimizer has made steps, since the servers would begin without its states."""
-    for state in optimizer.state.values():
-        if state["step"] > 0 if "step" in state else any(each is not None for each in state.values()):
-            raise InvalidArgument(
-                f"optimizer, {type(optimizer).__name__}, has states, of step() or load_state_dict(), and the servers "
-                "begin without them: attach() a new optimizer, or call optimizer.state.clear() to train without them; "
-                "to go on with the states of a snapshot, use kv.restore()"
-            )
-
-
-def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the part of an expanded tensor that has memory of its own."""
-    for dimension, stride in enumerate(tensor.stride()):
-        if stride == 0:
-            tensor = tensor.narrow(dimension, 0, 1)
-    return tensor
 
 
 def attach(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -16,9 +17,11 @@ from torch.nn import functional
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, RingReduceError
 from ringreduce.parameter_server.arguments import check_priority, check_rule, check_weight
 from ringreduce.parameter_server.checks import check_is, shown, whole
-from ringreduce.parameter_server.key_value import KeyValue, parts_of_table
+from ringreduce.parameter_server.client.calls import Calls
+from ringreduce.parameter_server.client.key_value import KeyValue
+from ringreduce.parameter_server.client.keys import parts_of_table
+from ringreduce.parameter_server.client.pending import Pending
 from ringreduce.parameter_server.modes import Mode, sync
-from ringreduce.parameter_server.pending import Pending
 from ringreduce.parameter_server.updates import UpdateRule, changed_numbers, check_for_rows, with_numbers
 
 if TYPE_CHECKING:
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 
 MOST_PREFETCHED = 4
 """The most prefetched batches of a table. When there are more, the oldest is dropped."""
+_prefetched: WeakKeyDictionary[Calls, list[_Batch]] = WeakKeyDictionary()
+"""By worker: the batches that its tables have prefetched, oldest first."""
 
 
 @dataclass(eq=False)
@@ -95,8 +100,9 @@ class Embedding(nn.Module):
         }
         self.name, self.dim, self.dtype = name, dim, dtype
         self._rule = update.as_json()
-        self._kv, self._client = kv, kv._client
-        self._table = kv._make_table(name, spec, kv._deadline(None))
+        self._calls, self._client = kv.calls, kv.calls.client
+        self._prefetched = _prefetched.setdefault(self._calls, [])
+        self._table = kv.calls.make_table(name, spec, kv.calls.deadline(None))
         self._pushed: list[Pending] = []
         self._late = 0
 
@@ -108,7 +114,7 @@ class Embedding(nn.Module):
         numbers = changed_numbers(self.name, self._rule, arguments)
         check_for_rows(UpdateRule(**with_numbers(self._rule, numbers)))
         parts = {self.name: parts_of_table(self._table.blocks)}
-        self._kv._change(parts, numbers, self._kv._deadline(timeout))
+        self._calls.change(parts, numbers, self._calls.deadline(timeout))
 
     # ---- rows --------------------------------------------------------------------------------------------------------
 
@@ -120,7 +126,7 @@ class Embedding(nn.Module):
         `ids` is a tensor or an array of int64, of any shape and values; an id may occur several times. Which pushes the
         rows contain is the same as for `KeyValue.pull`. Pulling makes no rows.
         """
-        deadline = self._kv._deadline(timeout)
+        deadline = self._calls.deadline(timeout)
         wanted = _ids(ids)
         values = torch.empty(*wanted.shape, self.dim, dtype=self.dtype) if out is None else out
         if not self._is_plain(values, wanted) or not values.is_contiguous() or values.is_neg():
@@ -146,7 +152,7 @@ class Embedding(nn.Module):
         memory for new rows; then that server has applied nothing of the push. Raises `InvalidArgument`, and sends
         nothing, if a server's part is larger than this worker's window.
         """
-        deadline = self._kv._deadline(timeout)
+        deadline = self._calls.deadline(timeout)
         wanted = _ids(ids)
         source = _as_tensor("gradients", gradients).detach()
         if not self._is_plain(source, wanted):
@@ -174,8 +180,8 @@ class Embedding(nn.Module):
         `backward`. They stay in this worker's window until they are used. The oldest batches are dropped when a table
         has more than 4, or when those of all tables, with the next request, would take more than half of the window.
         """
-        deadline = self._kv._deadline(None)
-        waiting, mine = self._kv._prefetched, self._places()
+        deadline = self._calls.deadline(None)
+        waiting, mine = self._prefetched, self._places()
         for place in reversed(mine[: max(0, len(mine) + 1 - MOST_PREFETCHED)]):
             del waiting[place]  # frees its room in the window before more is requested
         batch = self._ask(_ids(ids).clone(), deadline)
@@ -183,13 +189,13 @@ class Embedding(nn.Module):
 
     def _places(self) -> list[int]:
         """Returns the positions of this table's batches in the list of prefetched ones, oldest first."""
-        return [place for place, batch in enumerate(self._kv._prefetched) if batch.name == self.name]
+        return [place for place, batch in enumerate(self._prefetched) if batch.name == self.name]
 
     def _make_room(self, rows: ParameterRows) -> int:
         """Drops the oldest prefetched batches until the others and a request for these rows take at most half of the
         window. Returns the bytes of the request."""
         size = rows.distinct * (8 + self.dim * self.dtype.itemsize)
-        waiting = self._kv._prefetched
+        waiting = self._prefetched
         while waiting and size + sum(batch.bytes for batch in waiting) > self._client.window_bytes // 2:
             del waiting[0]
         return size
@@ -197,7 +203,7 @@ class Embedding(nn.Module):
     def _push(self, rows: ParameterRows, values: torch.Tensor, deadline: float, **options: Any) -> Pending:
         self._make_room(rows)
         call = self._table.push(self._client, rows, values.data_ptr(), timeout=deadline - time.monotonic(), **options)
-        return Pending(self._kv, {self.name: call})
+        return Pending(self._calls, {self.name: call})
 
     def _ask(self, ids: torch.Tensor, deadline: float) -> _Batch:
         rows = self._table.rows(ids.data_ptr(), ids.numel())
@@ -207,14 +213,14 @@ class Embedding(nn.Module):
 
     def _batch(self, ids: torch.Tensor, deadline: float) -> _Batch:
         """Returns the pull of `ids` that `prefetch` has begun, or begins one."""
-        waiting = self._kv._prefetched
+        waiting = self._prefetched
         for place in self._places():
             if waiting[place].ids.shape == ids.shape and torch.equal(waiting[place].ids, ids):
                 return waiting.pop(place)
         return self._ask(ids, deadline)
 
     def _take(self, batch: _Batch, out: torch.Tensor, deadline: float, *, distinct: bool) -> None:
-        self._kv._finish(self.name, batch.call, deadline)
+        self._calls.finish(self.name, batch.call, deadline)
         self._table.take(self._client, batch.rows, batch.call, out.data_ptr(), distinct=distinct)
 
     # ---- as a module -------------------------------------------------------------------------------------------------
@@ -247,7 +253,7 @@ class Embedding(nn.Module):
 
     def _values(self, ids: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the position of each id's row, and the distinct rows as a leaf tensor whose gradient is pushed."""
-        deadline = self._kv._deadline(None)
+        deadline = self._calls.deadline(None)
         wanted = _ids(ids)
         batch = self._batch(wanted, deadline)
         values = torch.empty(batch.rows.distinct, self.dim, dtype=self.dtype)
@@ -279,7 +285,7 @@ class Embedding(nn.Module):
     def _push_gradient(self, rows: ParameterRows, values: torch.Tensor) -> None:
         assert values.grad is not None
         gradient, values.grad = values.grad.contiguous(), None
-        self._pushed.append(self._push(rows, gradient, self._kv._deadline(None), distinct=True))
+        self._pushed.append(self._push(rows, gradient, self._calls.deadline(None), distinct=True))
 
 
 class EmbeddingBag(Embedding):

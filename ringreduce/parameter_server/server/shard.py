@@ -12,13 +12,13 @@ from typing import Any
 
 from ringreduce import _C
 from ringreduce.errors import Aborted, InvalidArgument
-from ringreduce.parameter_server.snapshots import Saving
-from ringreduce.parameter_server.updates import Function, PythonUpdates, check_call, rule_for, rule_for_rows
+from ringreduce.parameter_server.modes import READERS
+from ringreduce.parameter_server.server.snapshots import Saving
+from ringreduce.parameter_server.server.updates import PythonUpdates, check_call, rule_for, rule_for_rows
+from ringreduce.parameter_server.updates import Function
 
 _KNOWN = 16
 """The number of latest snapshots whose result is remembered."""
-OBSERVERS = "observers"
-"""The group of readers, which a server does not count as its workers."""
 _LOOK = 0.002
 """Seconds between checks whether a backup has the whole state of its server."""
 _PART = re.compile("[0-9]+-of-[0-9]{1,6}")
@@ -66,7 +66,7 @@ class Shard:
     def has_workers(self) -> bool:
         """Whether the server has workers; readers do not count."""
         with contextlib.suppress(Aborted):
-            return any(group != OBSERVERS for group, _ in self.server.workers().values())
+            return any(group != READERS for group, _ in self.server.workers().values())
         return False
 
     def check_serving(self) -> None:

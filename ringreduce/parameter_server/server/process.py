@@ -10,19 +10,19 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from ringreduce.errors import Aborted, InvalidArgument, RingReduceError, SystemFailure
-from ringreduce.parameter_server import control
-from ringreduce.parameter_server.shard import OBSERVERS, Shard
-from ringreduce.parameter_server.succession import Succession
+from ringreduce.parameter_server import control, doors
+from ringreduce.parameter_server.doors import GROUP
+from ringreduce.parameter_server.modes import READERS
+from ringreduce.parameter_server.server.connections import Far, Visitor, name_in
+from ringreduce.parameter_server.server.replication import Succession
+from ringreduce.parameter_server.server.shard import Shard
 from ringreduce.parameter_server.updates import Function
-from ringreduce.parameter_server.visitors import Far, Visitor, name_in
 from ringreduce.rendezvous.host import check_user, own_pidfd
 from ringreduce.rendezvous.links import Door
 
-GROUP = "parameter server"
-"""The name by which processes of a parameter server recognise each other's doors between hosts."""
 _WRITING = 60.0
 """A server that ends waits this many seconds for its part of a snapshot. After that the snapshot stays incomplete."""
 _LOOK = 0.01
@@ -33,6 +33,13 @@ _PATIENCE = 1.0
 """A connection has at least this many seconds to prove itself."""
 
 log = logging.getLogger(__name__)
+
+
+class Manages(Protocol):
+    """The `Keeper` of a process."""
+
+    def close(self) -> None: ...
+    def give_away(self, timeout: float) -> bool: ...
 
 
 class Host:
@@ -54,7 +61,7 @@ class Host:
         self.leaving: list[tuple[int, Shard]] = []
         """Servers that have left their blocks to their backups, and wait for these to serve."""
         self.is_leaving = False
-        self._keeper: Any = None
+        self._keeper: Manages | None = None
         self.on_wish: Callable[[int, int, int], None] = lambda process, has, number: None
         """Called by the door's thread when `process`, which serves `has` servers, would like to serve one more: server
         `number`, or any if that is -1."""
@@ -108,7 +115,7 @@ class Host:
         try:
             hello = {"worker": number, "backup": True, "capacity": server.capacity}
             given = [journal, server.bell, server.values, pidfd, theirs.fileno()]
-            connection, answer, (bell, values, its_pidfd) = control.enter(address, self._secret, hello, given, timeout)
+            connection, answer, (bell, values, its_pidfd) = doors.enter(address, self._secret, hello, given, timeout)
             name = str(answer["name"])
             about: dict[str, Any] = {"capacity": server.capacity, "name": name, "address": address.hex()}
             about |= {"bell": bell, "values": values, "pidfd": its_pidfd}
@@ -180,7 +187,7 @@ class Host:
         """Tells the process whose door is at `address` that this process, number `process`, would like to serve one of
         its servers. Raises `OSError` if that process has ended."""
         hello = {"worker": process, "wish": True, "has": len(self.serving())}
-        connection, _, descriptors = control.enter(address, self._secret, hello, [], timeout)
+        connection, _, descriptors = doors.enter(address, self._secret, hello, [], timeout)
         connection.close()
         for descriptor in descriptors:
             os.close(descriptor)
@@ -216,19 +223,19 @@ class Host:
         with self._left:
             return not self._partners(number)
 
-    def keep(self, keeper: Any) -> None:
+    def keep(self, keeper: Manages) -> None:
         """Sets the `Keeper` of this process, which `close` will close."""
         self._keeper = keeper
 
     def give_away(self, timeout: float) -> bool:
         """See `Keeper.give_away`."""
-        return self._keeper is not None and bool(self._keeper.give_away(timeout))
+        return self._keeper is not None and self._keeper.give_away(timeout)
 
     def is_there(self, its: dict[str, Any]) -> bool:
         """Whether a process is still there. `its` is what the store knows about it."""
         if self.succession is not None:
-            return control.answers(its["door"])
-        return control.listens(bytes.fromhex(its["address"]))
+            return doors.answers(its["door"])
+        return doors.listens(bytes.fromhex(its["address"]))
 
     def listen(self, door: Door, number: int, window: int, dead_after: int) -> None:
         """Opens `door` for workers on other hosts, each with at most `window` bytes of pushes under way, and for
@@ -299,7 +306,7 @@ class Host:
         clocks = sorted(
             (worker, clock)
             for worker, clock in found["clocks"].items()
-            if workers.get(worker, (OBSERVERS, ""))[0] != OBSERVERS
+            if workers.get(worker, (READERS, ""))[0] != READERS
         )
         found["clocks"] = {self._describe(shard, worker): clock for worker, clock in clocks}
         return found | {"seconds": round(time.monotonic() - self._begun, 3)}
@@ -341,7 +348,7 @@ class Host:
                     found |= dict.fromkeys(shard.server.missing(), "which has not come yet")
                     continue
                 workers = shard.server.workers().items()
-                found |= {worker: name for worker, (group, name) in workers if group != OBSERVERS}
+                found |= {worker: name for worker, (group, name) in workers if group != READERS}
         self._served |= bool(found)
         return {worker: f"worker {worker} ({name})" for worker, name in found.items()}
 
@@ -534,7 +541,7 @@ class Host:
         return shard
 
     def _introduce(self, visitor: Visitor, hello: dict[str, Any]) -> None:
-        visitor.name, visitor.observes = name_in(hello), hello["group"] == OBSERVERS
+        visitor.name, visitor.observes = name_in(hello), hello["group"] == READERS
         self._served |= not visitor.observes
 
     def _welcome_far(self, visitor: Visitor, far: Far, hello: dict[str, Any]) -> dict[str, Any]:

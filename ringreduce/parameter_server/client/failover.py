@@ -14,8 +14,10 @@ import time
 from typing import Any
 
 from ringreduce.errors import Aborted, RingReduceError
-from ringreduce.parameter_server.entry import Entry, called, greet, reach
-from ringreduce.parameter_server.views import Replica, Views
+from ringreduce.parameter_server.doors import ask, called, reach
+from ringreduce.parameter_server.entry import Entry
+from ringreduce.parameter_server.store import Views
+from ringreduce.parameter_server.views import Replica
 
 _LOOK = 0.25
 """Seconds between two looks at the views."""
@@ -91,10 +93,11 @@ class Attendant:
         """Connects to a replica, which is asked when the one before it has ended. Returns whether it worked."""
         deadline = time.monotonic() + _PATIENCE
         with contextlib.ExitStack() as undo, contextlib.suppress(OSError, RingReduceError):
-            its = self._views.process(one.process)
-            number = self._views.visitor()
-            (found,) = reach(self._entry, {one.process: its}, number, deadline, undo, self._check_open).values()
-            greet(self._entry, found.control, server, one.number, _PATIENCE)
+            its, number, entry = self._views.process(one.process), self._views.new_dialer(), self._entry
+            processes = {one.process: its}
+            (found,) = reach(entry.options, entry.secret, processes, number, deadline, undo, self._check_open).values()
+            found.control.settimeout(_PATIENCE)
+            ask(found.control, entry.hello_to(server, one.number))
             name = called(server, its, one.number)
             found.control.settimeout(self._entry.timeout)
             with self._lock:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,31 +13,32 @@ from torch import nn
 from ringreduce import _C
 from ringreduce.errors import InvalidArgument
 from ringreduce.parameter_server.checks import check_is, check_text, whole
-
-if TYPE_CHECKING:
-    from ringreduce.parameter_server.key_value import KeyValue
+from ringreduce.parameter_server.client.calls import Calls
 
 
 class Follower:
     """Keeps a model at whole rounds of what workers train. Made by `KeyValue.follow`."""
 
-    def __init__(self, kv: KeyValue, model: nn.Module, at_most_behind: int, prefix: str) -> None:
+    def __init__(
+        self, calls: Calls, pull: Callable[..., object], model: nn.Module, at_most_behind: int, prefix: str
+    ) -> None:
+        """`pull` is `KeyValue.pull`."""
         whole("at_most_behind", at_most_behind, 0, "a number of rounds, 0 or more and below 2**63")
         check_is("model", model, nn.Module, "a torch.nn.Module")
         check_text("prefix", prefix)
         self.version = -1
         """The version of the model's parameters; -1 before the first pull."""
-        self._kv, self._client, self._most = kv, kv._client, at_most_behind
+        self._calls, self._client, self._most = calls, calls.client, at_most_behind
         parameters = {prefix + name: p for name, p in model.named_parameters()}
-        self._parameters = {key: p for key, p in parameters.items() if p.requires_grad or kv._is_key(key)}
+        self._parameters = {key: p for key, p in parameters.items() if p.requires_grad or calls.is_key(key)}
         if not self._parameters:
             raise InvalidArgument("the model has no parameters that are keys, so there is nothing to follow")
         self._copies = {key: torch.empty(p.shape, dtype=p.dtype) for key, p in self._parameters.items()}
         parts, self._places = [], []
         for key, copy in list(self._copies.items()):
-            known = kv._lookup(key, kv._deadline(None))
+            known = calls.lookup(key, calls.deadline(None))
             if not self._parameters[key].requires_grad and known.spec["update"]["kind"] == "assign":
-                kv.pull(key, self._parameters.pop(key).data)  # not trained, and shared by attach()
+                pull(key, self._parameters.pop(key).data)  # not trained, and shared by attach()
                 continue
             if known.spec["mode"]["mode"] != "sync":
                 raise InvalidArgument(f"{key!r} is in mode {known.spec['mode']['mode']}, which has no rounds: pull it")
@@ -59,7 +61,7 @@ class Follower:
         `timeout` is in seconds (default: that of `join`). If it raises, the model is unchanged: `ServerLost`, or
         `CollectiveTimeout` if updates kept overtaking it.
         """
-        left = max(0.0, self._kv._deadline(timeout) - time.monotonic())
+        left = max(0.0, self._calls.deadline(timeout) - time.monotonic())
         version = self._client.read_round(self._parts, self._places, left)
         with torch.no_grad():
             for key, parameter in self._parameters.items():

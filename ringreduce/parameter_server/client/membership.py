@@ -1,0 +1,33 @@
+"""`Membership`: what a worker has learnt when all servers have let it in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ringreduce._C import ParameterClient
+
+
+class LocalServers(Protocol):
+    """The servers of this process, as its worker sees them."""
+
+    def wait_until_left(self, timeout: float) -> list[str]:
+        """Waits until all workers have gone; returns the names of those that have not after `timeout` seconds."""
+
+    def close(self) -> None: ...
+    def close_in_child(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Membership:
+    store: Any
+    """A torch store or one that works like it, under a prefix of this parameter server."""
+    worker: int
+    group: str
+    client: ParameterClient
+    servers: LocalServers | None
+    """The servers of this process, if it has any."""
+    block_bytes: int
+    window: int
+    loads: list[int]
+    """By server: the bytes of the blocks there that this worker knows of, without tables."""

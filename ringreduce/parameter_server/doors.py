@@ -1,0 +1,203 @@
+"""Doors: how a process connects to the door of another one, on its own host or on another, and whether one is there.
+
+On its own host a process connects to the Unix socket of a door. To doors on other hosts it makes TCP connections, as
+ranks of a group do (`rendezvous.links`); the first one is for control messages (`control`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ringreduce.config import Options
+from ringreduce.errors import TopologyError
+from ringreduce.parameter_server.control import NONCE, new_nonce, proof, receive, same, send
+from ringreduce.rendezvous.host import check_user, own_pidfd
+from ringreduce.rendezvous.interfaces import Filter, local_interfaces
+from ringreduce.rendezvous.links import Door, Peer
+from ringreduce.rendezvous.sockets import Address
+from ringreduce.rendezvous.store import kernel
+
+GROUP = "parameter server"
+"""The name by which processes of a parameter server recognise each other's doors between hosts."""
+_PROCESS = secrets.token_hex(8)
+
+
+def called(server: int, its: dict[str, Any], replica: int = 0) -> str:
+    """Returns the name of a server, or of its backup, in messages. `its` describes the process it is in."""
+    return f"{'the backup of ' * (replica > 0)}server {server} ({its['host']}, pid {its['pid']})"
+
+
+class Refused(ConnectionError):
+    """The server does not let the worker in; the message is the server's reason."""
+
+
+def ask(
+    connection: socket.socket, message: dict[str, Any], given: list[int] | None = None
+) -> tuple[dict[str, Any], list[int]]:
+    """Sends a door the first message of a connection; returns its answer and the descriptors with it.
+
+    Raises `Refused` if the door refuses it, and another `ConnectionError` if the server is not there any more.
+    """
+    send(connection, message, given)
+    answer, descriptors = receive(connection)
+    if "error" in answer:
+        raise (ConnectionError if answer["error"][0] == "Moved" else Refused)(answer["error"][1])
+    return answer, descriptors
+
+
+def connect(
+    address: bytes, secret: bytes, hello: dict[str, Any], client: Any, timeout: float
+) -> tuple[socket.socket, dict[str, Any], list[int]]:
+    """Joins a worker to a server on this host. Returns the connection, the server's answer, and the descriptors of its
+    values, bell and process.
+
+    `hello["of"]` is the number of the server (default: 0). Raises `Refused` if the server does not let the worker in,
+    and another `OSError` if it cannot be reached or does not serve these blocks.
+    """
+    pidfd = own_pidfd()
+    try:
+        return enter(address, secret, hello, [client.window, pidfd, client.news], timeout)
+    finally:
+        os.close(pidfd)
+
+
+def connect_again(address: bytes, secret: bytes, hello: dict[str, Any], timeout: float) -> socket.socket:
+    """Connects a worker to a server that knows it already, because it was the backup of the worker's server.
+
+    Raises as `connect`.
+    """
+    connection, _, descriptors = enter(address, secret, hello | {"again": True}, [], timeout)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return connection
+
+
+def enter(
+    address: bytes, secret: bytes, hello: dict[str, Any], given: list[int], timeout: float
+) -> tuple[socket.socket, dict[str, Any], list[int]]:
+    """Connects to a door on this host, and passes it the descriptors `given`. Returns the connection, the answer, and
+    three descriptors. Raises as `connect`."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with contextlib.ExitStack() as undo:
+        undo.callback(connection.close)
+        connection.settimeout(timeout)
+        connection.connect(address)
+        check_user(connection)
+        theirs, ours, worker = connection.recv(NONCE), new_nonce(), int(hello["worker"])
+        its_proof = proof(secret, "worker", theirs, worker)
+        answer, descriptors = ask(connection, hello | {"nonce": ours.hex(), "proof": its_proof}, given)
+        if len(descriptors) != 3 or not same(proof(secret, "server", ours, worker), answer.get("proof")):
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise ConnectionError("what answered does not know the secret")
+        undo.pop_all()
+    return connection, answer, descriptors
+
+
+@dataclass
+class Reached:
+    """Connections to a door on another host."""
+
+    control: socket.socket
+    """For control messages."""
+    others: list[tuple[int, str]]
+    """For data: descriptor and path of each."""
+
+    def take(self) -> Iterator[tuple[int, str]]:
+        """Yields the connections for data, which the caller then owns."""
+        while self.others:
+            yield self.others.pop()
+
+    def close(self) -> None:
+        self.control.close()
+        for descriptor, _ in self.take():
+            os.close(descriptor)
+
+
+def make_door(options: Options, ports: Sequence[int]) -> Door:
+    wanted = Filter.parse(options.socket_ifname or "")
+    return Door(wanted.choose(local_interfaces()), named=wanted.names_some, ports=ports)
+
+
+def reach(
+    options: Options,
+    secret: bytes,
+    processes: dict[int, dict[str, Any]],
+    number: int,
+    deadline: float,
+    undo: contextlib.ExitStack,
+    look: Callable[[], None] | None = None,
+) -> dict[int, Reached]:
+    """Connects to the doors of processes on other hosts, as dialer `number`; returns the connections by process.
+
+    `undo` closes them. Raises `TopologyError` if a process does not listen for other hosts.
+    """
+    peers = {}
+    for process, its in processes.items():
+        if not its["door"] or options.transport == "shared_memory":
+            raise TopologyError(
+                f"{called(process, its)} is on another host than this worker"
+                + ("" if its["door"] else " and listens to none: found it with join(listen=True)"),
+                process,
+            )
+        peers[process] = Peer(its["host"], its["pid"], [Address(*address) for address in its["door"]])
+    reached: dict[int, Reached] = {}
+
+    def deliver(process: int, descriptor: int, path: str) -> None:
+        if process in reached:
+            reached[process].others.append((descriptor, path))
+        else:
+            reached[process] = Reached(socket.socket(fileno=descriptor), [])
+            undo.callback(reached[process].close)
+
+    door = make_door(options, ())
+    connections = 1 + (options.connections or 1)
+    try:
+        door.open(number, GROUP, secret, peers, deliver, connections, options.dead_after or 0)
+        door.connect(processes, deadline, look=look)
+    finally:
+        door.close()
+    return reached
+
+
+def listens(address: bytes) -> bool:
+    """Whether a process of this host has its door at a Unix address."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection, contextlib.suppress(OSError):
+        connection.connect(address)
+        return True
+    return False
+
+
+def lives(its: dict[str, Any], here: str) -> bool:
+    """Whether a process with servers is there, as far as a process of the host `here` can see. `its` is what the store
+    knows about it."""
+    return listens(bytes.fromhex(its["address"])) if its["machine"] == here else answers(its["door"])
+
+
+def answers(addresses: list[list[Any]]) -> bool:
+    """Whether a process listens at one of the addresses of a door. Also True if this cannot be determined."""
+    for each in addresses:
+        address = Address(*each)
+        try:
+            socket.create_connection((str(address.ip.ip), address.port), timeout=1.0).close()
+            return True
+        except (ConnectionError, TimeoutError):
+            continue
+        except OSError:
+            return True
+    return False
+
+
+def machine(options: Options) -> str:
+    """Returns a name of this host. It is equal for processes with the same kernel and network namespace, unless
+    RINGREDUCE_HOST_ID or RINGREDUCE_TRANSPORT says otherwise."""
+    if options.host_id:
+        return f"host {options.host_id}"
+    here = f"{kernel()}/{os.stat('/proc/self/ns/net').st_ino}"
+    return f"{here}/{os.getpid()}/{_PROCESS}" if options.transport == "tcp" else here

@@ -1,0 +1,300 @@
+"""Founding a parameter server together with other processes, and coming later as a further process with servers.
+
+Founders may have to try several times; each attempt is an incarnation of the parameter server, with keys of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, TopologyError
+from ringreduce.parameter_server.arguments import MOST_SERVERS, count_of_bytes
+from ringreduce.parameter_server.checks import WHOLE, check_is, shown
+from ringreduce.parameter_server.doors import Reached, called, lives, make_door, reach
+from ringreduce.parameter_server.entry import STORE_GONE, Entry, Stale
+from ringreduce.parameter_server.placement import backup_of
+from ringreduce.parameter_server.server.manager import Keeper
+from ringreduce.parameter_server.server.process import Host
+from ringreduce.parameter_server.server.replication import Succession
+from ringreduce.parameter_server.server.serving import Serving
+from ringreduce.parameter_server.store import Directory, Views, beside, once
+from ringreduce.parameter_server.updates import Function
+from ringreduce.rendezvous.secret import group_secret
+from ringreduce.rendezvous.sockets import parse_ports
+from ringreduce.rendezvous.store import get
+
+_PREFIX = "ringreduce/parameter server"
+_ENDING = 1.0
+"""A process that founds servers waits this many seconds for earlier ones that are about to end."""
+_LOOK = 0.005
+"""Seconds between two looks whether these have ended."""
+
+Entered = TypeVar("Entered")
+
+
+class Given(NamedTuple):
+    """The arguments of `join` and `serve` that only founders have. They have not been checked."""
+
+    store: Any
+    rank: int | None
+    size: int | None
+    functions: dict[str, Function] | None
+    memory: Any
+    listen: Any
+
+
+def found(enter: Callable[[Entry, Host], Entered], entry: Entry, given: Given) -> tuple[Entry, Host, Entered]:
+    """Founds the parameter server with the others, each of which calls `enter` before it counts as there.
+
+    Begins anew if earlier processes, which have ended, had begun to found it.
+    """
+    while True:
+        try:
+            with _founding(entry, given) as host:
+                entered = enter(entry, host)
+                _wait_for_founders(entry, given.store)
+            return entry, host, entered
+        except Stale:
+            entry = entry.anew()
+
+
+def come(entry: Entry, store: Any, functions: dict[str, Function] | None) -> Serving:
+    """Joins as a process that comes later: makes itself known in the store, and asks for its share of servers."""
+    if store is None:
+        raise InvalidArgument("joins is True without a store; give the store of the servers that there are")
+    check_is("store", store, Store, "a torch.distributed.Store")
+    find(entry, store)
+    others = [entry.process(process) for process in range(entry.founders)]
+    if not entry.has_far_backups and any(other["machine"] != entry.machine for other in others):
+        raise TopologyError("this process is on another host than the servers, which only move on one host", 0)
+    number = entry.worker = entry.founders - 1 + entry.store.add("later processes", 1)
+    entry.window = max(int(other["window"]) for other in others)
+    host = Host(0, entry.secret, functions or {}, (), entry.backups > 0 and not entry.has_far_backups)
+    try:
+        _publish(entry, host, entry.has_far_backups)
+        keeper = _keep(entry, host)
+        if host.succession is None:
+            keeper.take_share(entry.servers, entry.deadline)
+        else:
+            keeper.take_share_between_hosts(entry.servers, entry.deadline)
+    except BaseException:
+        host.close()
+        raise
+    return Serving(host, number, entry.servers, entry.store, taken=int(entry.store.add("snapshots", 0)))
+
+
+def find(entry: Entry, store: Any) -> None:
+    """Fills in the entry from what the founders have told the store. Waits for it."""
+    making = get(store, f"{_PREFIX}/{entry.name}/latest", "the founders of the parameter server", entry.deadline)
+    entry.store = PrefixStore(f"{_PREFIX}/{entry.name}/{making}", store)
+    entry.servers = int(get(entry.store, "founded", "the founders of the parameter server", entry.deadline))
+    entry.founders, entry.backups = int(entry.store.get("size")), int(entry.store.get("backups"))
+    entry.has_far_backups = bool(int(entry.store.get("far backups")))
+    entry.secret = group_secret(bytes.fromhex(entry.store.get("secret").decode()), entry.options.secret_file or "")
+    entry.block_bytes = int(entry.store.get("block bytes"))
+
+
+@contextlib.contextmanager
+def _founding(entry: Entry, given: Given) -> Iterator[Host]:
+    """Makes this process's servers and tells the store where they are. Closes them if the body raises."""
+    store, rank, size, functions, memory, listen = given
+    if not isinstance(rank, WHOLE) or not isinstance(size, WHOLE) or not 0 <= rank < size <= MOST_SERVERS:
+        raise InvalidArgument(
+            f"rank is {shown(rank)} and size {shown(size)}; a store needs 0 <= rank < size <= {MOST_SERVERS}"
+        )
+    rank, size = int(rank), int(size)
+    if entry.backups > 1 or (entry.backups and size == 1):
+        raise InvalidArgument(f"backups is {entry.backups} with size {size}; it must be 0, or 1 with 2 or more servers")
+    if memory is not None:
+        memory = count_of_bytes("memory", memory)
+    if entry.servers and entry.servers < size:
+        raise InvalidArgument(f"servers is {entry.servers} with size {size}; every process begins with one or more")
+    if not isinstance(listen, bool):
+        raise InvalidArgument(f"listen is {shown(listen)}; it must be True or False")
+    entry.worker, entry.founders, entry.servers = rank, size, entry.servers or size
+    _begin(entry, store)
+    host = None
+    try:
+        entry.check_founding()  # the others may have given up before this one came
+        secret = bytes.fromhex(once(entry.store, "secret", secrets.token_hex(32)))
+        entry.secret = group_secret(secret, entry.options.secret_file or "")
+        _agree_on_all(entry, listen)
+        mine = range(rank, entry.servers, size)
+        share = _half_of_memory() // size if memory is None else memory * (1 + entry.backups)
+        capacity = share // ((1 + entry.backups) * len(mine))
+        has_near_backups = entry.backups > 0 and not entry.has_far_backups
+        host = Host(capacity, entry.secret, functions or {}, mine, has_near_backups)
+        _make_known(entry, host, listen)
+        yield host
+        # Servers on several hosts without backups do not move and have no backups, so they need no keeper.
+        if len(set(entry.machines)) == 1 or entry.has_far_backups:
+            _keep(entry, host)
+    except BaseException as error:
+        stale = isinstance(error, Stale) or (isinstance(error, PeerLost) and entry.is_stale())
+        entry.give_up(PeerLost("processes that have ended had begun to found it; join again") if stale else error)
+        if host is not None:
+            host.close()
+        if stale:
+            raise Stale from None
+        if isinstance(error, STORE_GONE):
+            raise entry.without_store(error) from None
+        if isinstance(error, PeerLost):
+            with contextlib.suppress(*STORE_GONE):
+                entry.raise_if_given_up()  # whoever is lost may only have closed because it had lost another
+        raise
+
+
+class Served(InvalidArgument):
+    """The parameter server is there already, and this process is not one of its founders."""
+
+
+def _begin(entry: Entry, store: Any) -> None:
+    """Chooses the incarnation that this founder takes part in, and fills in its store.
+
+    All founders come to an incarnation once. If this one has been there, or an earlier process of its rank, all go on
+    with the next one. Raises `Served` if there is one whose servers live and that this process has not founded.
+    """
+    key = f"{_PREFIX}/{entry.name}/making"
+    entry.making = int(once(store, key, "1"))
+    while True:
+        entry.store = PrefixStore(f"{_PREFIX}/{entry.name}/{entry.making}", store)
+        if entry.is_over() and entry.store.get("founded").isdigit():
+            _check_has_ended(entry)
+        elif entry.claim() and not (entry.is_over() and entry.is_for_earlier_ones()):
+            return
+        twice = f"a second process has come as rank {entry.worker}; join again, and give each process its own rank"
+        entry.give_up(PeerLost(twice))
+        entry.making = int(store.compare_set(key, str(entry.making), str(entry.making + 1)))
+
+
+def _check_has_ended(entry: Entry) -> None:
+    """Checks that no server of the incarnation of `entry.store` lives, unless this process founded it, too. Servers
+    that are about to end have `_ENDING` seconds."""
+    if entry.is_mine():
+        return
+    until = time.monotonic() + _ENDING
+    processes = Directory(entry.store, int(entry.store.get("size"))).processes()
+    while there := [number for number, its in processes.items() if lives(its, entry.machine)]:
+        if time.monotonic() > until:
+            raise Served(
+                f"rank {entry.worker} cannot found the parameter server {entry.name!r} again: "
+                f"{called(there[0], processes[there[0]])} serves already. If the servers have backups, join them: "
+                "ringreduce serve --join, or serve(store, joins=True). Otherwise end all of them and start them "
+                "together, or give another name="
+            )
+        time.sleep(_LOOK)
+
+
+def _agree_on_all(entry: Entry, listen: bool) -> None:
+    """Checks that all founders were given equal arguments, and decides how backups are reached."""
+    entry.store.set(f"machine/{entry.worker}", entry.machine)
+    _agree(entry, "size", entry.founders)
+    _agree(entry, "block_bytes", entry.block_bytes)
+    _agree(entry, "backups", entry.backups)
+    _agree(entry, "servers", entry.servers)
+    if entry.backups:
+        _agree(entry, "listen", listen)
+    entry.has_far_backups = entry.backups > 0 and (listen or len(set(entry.machines)) > 1)
+    _agree(entry, "far_backups", int(entry.has_far_backups))
+
+
+def _make_known(entry: Entry, host: Host, listen: bool) -> None:
+    _publish(entry, host, listen or len(set(entry.machines)) > 1)
+    if entry.servers > entry.founders and not entry.has_far_backups:
+        _check_one_host(entry, listen)
+    if entry.backups:
+        _have_backups(entry, host)
+
+
+def _publish(entry: Entry, host: Host, listens: bool) -> None:
+    """Tells the store where this process is. With `listens`, opens a door for workers and servers on other hosts."""
+    me: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), "machine": entry.machine}
+    me |= {"address": host.address.hex(), "window": entry.window, "door": []}
+    if listens:
+        door = make_door(entry.options, parse_ports(entry.options.ports or ""))
+        if entry.has_far_backups:
+            host.succession = _succession(entry)
+        host.listen(door, entry.worker, entry.window, entry.options.dead_after or 0)
+        me["door"] = door.addresses
+    entry.store.set(f"server/{entry.worker}", json.dumps(me))
+
+
+def _succession(entry: Entry) -> Succession:
+    views = Views(entry.store)
+
+    def go_to(process: int, timeout: float, look: Callable[[], None]) -> Reached:
+        with contextlib.ExitStack() as undo:
+            processes, number = {process: views.process(process)}, views.new_dialer()
+            deadline = time.monotonic() + timeout
+            found = reach(entry.options, entry.secret, processes, number, deadline, undo, look)
+            undo.pop_all()
+        return found[process]
+
+    return Succession(entry.worker, views, go_to)
+
+
+def _keep(entry: Entry, host: Host) -> Keeper:
+    views = None if host.succession is None else host.succession.views
+    directory = Directory(beside(entry.store), entry.founders, views)
+    keeper = Keeper(host, directory, entry.worker, entry.backups)
+    host.keep(keeper)
+    return keeper
+
+
+def _agree(entry: Entry, name: str, mine: int) -> None:
+    agreed = once(entry.store, name.replace("_", " "), str(mine))
+    if agreed != str(mine):
+        its = f"{name} is {agreed} here and {mine} on rank {entry.worker}; give all the same, and join again"
+        entry.give_up(InvalidArgument(its, entry.worker))
+        raise InvalidArgument(f"{name} is {mine} here and {agreed} on another rank; give all the same, and join again")
+
+
+def _check_one_host(entry: Entry, listen: bool) -> None:
+    for process, machine in enumerate(entry.machines):
+        if machine != entry.machine:
+            name = entry.process(process)["name"]
+            raise TopologyError(
+                f"{name} is on another host than this server; more servers than processes need backups=1, or one host",
+                process,
+            )
+    if listen:
+        raise InvalidArgument(
+            f"listen is True with {entry.servers} servers in {entry.founders} processes; servers that move only have "
+            "workers of their own host, unless backups is 1"
+        )
+
+
+def _have_backups(entry: Entry, host: Host) -> None:
+    """Makes the first backups of this process's servers, in the next process or, by TCP, in the next one on another
+    host."""
+    far = host.succession is not None
+    backup = backup_of(entry.worker, entry.machines) if far else (entry.worker + 1) % entry.founders
+    its = entry.process(backup)
+    try:
+        for server, shard in host.serving().items():
+            if host.succession is not None:
+                host.succession.begin(server, shard)
+            host.have_backup(server, backup, its, max(0.1, entry.deadline - time.monotonic()))
+    except TimeoutError:
+        raise CollectiveTimeout(f"{its['name']} did not make a backup of this server in time", backup) from None
+    except OSError as error:
+        raise PeerLost(f"making a backup on {its['name']}: {error}", backup) from None
+
+
+def _half_of_memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def _wait_for_founders(entry: Entry, store: Any) -> None:
+    entry.wait_until_founded()
+    if entry.worker == 0:
+        store.set(f"{_PREFIX}/{entry.name}/latest", str(entry.making))
