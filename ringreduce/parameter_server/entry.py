@@ -17,14 +17,16 @@ from torch.distributed import DistNetworkError, DistStoreError
 
 from ringreduce import errors
 from ringreduce.config import Options
+from ringreduce.coordination.process import Who, has_ended, identity, process_began
+from ringreduce.coordination.store import get
+from ringreduce.coordination.wait import CHECK_BY_RANK, CHECK_PROCESSES
 from ringreduce.errors import CollectiveTimeout, PeerLost, RingReduceError, SystemFailure, TopologyError
+from ringreduce.network.interfaces import Filter, local_interfaces
+from ringreduce.network.listener import Door, Peer
+from ringreduce.network.sockets import Address
 from ringreduce.parameter_server import control
 from ringreduce.parameter_server.host import GROUP, Host
 from ringreduce.parameter_server.serving import once
-from ringreduce.rendezvous.interfaces import Filter, local_interfaces
-from ringreduce.rendezvous.links import Door, Peer
-from ringreduce.rendezvous.sockets import Address
-from ringreduce.rendezvous.store import CHECK_BY_RANK, CHECK_PROCESSES, Who, get, has_ended, identity, process_began
 
 STORE_GONE = (DistNetworkError, DistStoreError)
 """What a torch store raises when the process that has it has ended, or does not answer."""

@@ -12,14 +12,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ringreduce.coordination.process import own_pidfd
 from ringreduce.errors import Aborted, InvalidArgument, RingReduceError, SystemFailure
+from ringreduce.network.listener import Door
+from ringreduce.network.local import check_user
 from ringreduce.parameter_server import control
 from ringreduce.parameter_server.shard import OBSERVERS, Shard
 from ringreduce.parameter_server.succession import Succession
 from ringreduce.parameter_server.updates import Function
 from ringreduce.parameter_server.visitors import Far, Visitor, name_in
-from ringreduce.rendezvous.host import check_user, own_pidfd
-from ringreduce.rendezvous.links import Door
 
 GROUP = "parameter server"
 """The name by which processes of a parameter server recognise each other's doors between hosts."""

@@ -1,7 +1,7 @@
 """`join` and `serve`: founding a parameter server, finding its servers in a store, and connecting to them.
 
 Every process with servers tells the store where it is. A worker connects to the Unix sockets of servers on its own
-host, and makes TCP connections to the others, as ranks of a group do (`rendezvous.links`). The first connection to each
+host, and makes TCP connections to the others, as ranks of a group do (`network.listener`). The first connection to each
 is for control messages.
 """
 
@@ -25,7 +25,10 @@ from torch.distributed.rendezvous import rendezvous
 
 from ringreduce import _C
 from ringreduce.config import resolve
+from ringreduce.coordination.store import get
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, TopologyError
+from ringreduce.network.secret import group_secret
+from ringreduce.network.sockets import parse_ports
 from ringreduce.parameter_server import control
 from ringreduce.parameter_server.arguments import MOST_SERVERS, MOST_WORKERS, count_of_bytes, seconds
 from ringreduce.parameter_server.attendant import Attendant
@@ -41,9 +44,6 @@ from ringreduce.parameter_server.shard import OBSERVERS
 from ringreduce.parameter_server.succession import Succession
 from ringreduce.parameter_server.updates import Function, check_functions
 from ringreduce.parameter_server.views import Replica, View, Views, beside, visitor
-from ringreduce.rendezvous.secret import group_secret
-from ringreduce.rendezvous.sockets import parse_ports
-from ringreduce.rendezvous.store import get
 
 WINDOW = 64 << 20
 """The default size of a worker's window, in bytes."""

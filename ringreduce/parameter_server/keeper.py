@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from ringreduce.coordination.store import Bounded
 from ringreduce.errors import Aborted, CollectiveTimeout, RingReduceError
-from ringreduce.membership.directory import Bounded
 from ringreduce.parameter_server.host import Host
 from ringreduce.parameter_server.views import View, Views
 

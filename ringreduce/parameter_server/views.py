@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from ringreduce.membership.directory import Bounded
+from ringreduce.coordination.store import Bounded
 
 VISITORS = 1 << 20
 """Numbers of those who come to doors between hosts begin here: below are processes with servers."""

@@ -49,9 +49,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 from ringreduce.common.failures import Aborted, CollectiveTimeout, PeerLost, SystemFailure
-from ringreduce.rendezvous.interfaces import Interface, local_interfaces
-from ringreduce.rendezvous.sockets import Address, endpoint, listen, reason, round_trip, set_options, sockaddr
-from ringreduce.rendezvous.store import call_ranks
+from ringreduce.common.ranks import call_ranks
+from ringreduce.network.interfaces import Interface, local_interfaces
+from ringreduce.network.sockets import Address, endpoint, listen, reason, round_trip, set_options, sockaddr
 
 log = logging.getLogger(__name__)
 

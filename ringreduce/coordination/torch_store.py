@@ -1,4 +1,4 @@
-"""A store of torch over any `directory.Values`, such as a ledger or etcd."""
+"""A store of torch over any `store.Values`, such as a ledger or etcd."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 
 from ringreduce.common.failures import CollectiveTimeout
-from ringreduce.membership.directory import Directory, Under, Values
+from ringreduce.coordination.store import Directory, Under, Values
 
 
 class KeyStore(Store):

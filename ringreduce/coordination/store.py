@@ -17,6 +17,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
+from ringreduce.common.failures import CollectiveTimeout
+
 Answer = TypeVar("Answer")
 
 UNANSWERED = 10.0
@@ -25,6 +27,15 @@ NOTHING = "ringreduce: nothing is here"
 """No value equals it. `value_of` compares with it, since a store without a value answers with the expected text."""
 PARTS = 10
 """The time is waited for in so many parts. If this process is suspended meanwhile, that uses up one part at most."""
+
+
+class Store(Protocol):
+    """The part of `torch.distributed.Store` that is used."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def add(self, key: str, value: int, /) -> int: ...
+    def check(self, keys: list[str], /) -> bool: ...
 
 
 class Directory(Protocol):
@@ -81,6 +92,19 @@ def append_by(compare_set: Callable[[str, str], str], text: str) -> str:
     while (found := compare_set(before, before + text)) != before + text:
         before = found
     return found
+
+
+def get(store: Store, key: str, whom: str, deadline: float, look: Callable[[], None] = lambda: None) -> str:
+    """What the store has under `key`; waits for it, for `whom`, until `deadline`, then raises `CollectiveTimeout`.
+    Calls `look` now and then, which may raise."""
+    pause = 0.0002
+    while not store.check([key]):
+        look()
+        if time.monotonic() > deadline:
+            raise CollectiveTimeout(f"making the group: {whom} did not come in time")
+        time.sleep(pause)
+        pause = min(pause * 9 / 8, 0.05)
+    return str(store.get(key).decode())
 
 
 class Under:

@@ -1,6 +1,6 @@
 """Where processes wait to join a changing group.
 
-`Lobby` is the waiting room. It consists of keys in a store that all processes can reach, such as the launcher's:
+`JoinQueue` is the waiting room. It consists of keys in a store that all processes can reach, such as the launcher's:
 
     waiting        the number of processes that have come
     joiner/N       the name and address of the Nth process that came; empty: it no longer waits
@@ -9,7 +9,7 @@
     members now    the latest view
     left/NAME      set if this member has left
 
-`Lookout` looks into the lobby for a member, in a thread.
+`JoinWatcher` looks into the lobby for a member, in a thread.
 
 Calls raise the store's error if the store is gone. A waiting process makes them through `Patient`, which repeats them.
 """
@@ -27,10 +27,10 @@ from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
 from ringreduce.common.failures import CollectiveTimeout, RingReduceError, SystemFailure
-from ringreduce.elastic.address import has_ended
-from ringreduce.elastic.watch import is_closed
-from ringreduce.membership.key_store import KeyStore
-from ringreduce.membership.protocol import Member, View
+from ringreduce.coordination.endpoint import member_has_ended
+from ringreduce.coordination.protocol import Member, View
+from ringreduce.coordination.torch_store import KeyStore
+from ringreduce.coordination.watch import is_closed
 
 OVER_AFTER = 1.0
 """A waiting process believes that all members are gone if two looks, so many seconds apart, say so."""
@@ -93,7 +93,7 @@ class Patient:
             return answer
 
 
-class Lobby:
+class JoinQueue:
     """Where processes wait to be let in: keys in a store, see above."""
 
     def __init__(self, store: KeyStore) -> None:
@@ -133,7 +133,7 @@ class Lobby:
             elif now > seen + FORGOTTEN_AFTER:
                 self._forget(number)
         for number, member in list(self._waiting.items()):
-            if member.name in but or has_ended(member):
+            if member.name in but or member_has_ended(member):
                 self._forget(number)
         return tuple(dict.fromkeys(self._waiting.values()))  # a process may have two numbers: see `come`
 
@@ -233,7 +233,7 @@ class Lobby:
         """
         view = self.latest()
         return view is not None and all(
-            member.name == me or self.has_left(member.name) or has_ended(member) for member in view.members
+            member.name == me or self.has_left(member.name) or member_has_ended(member) for member in view.members
         )
 
     def ended_well(self) -> bool:
@@ -248,7 +248,7 @@ class Lobby:
 
 @dataclass
 class _Seen:
-    """What a `Lookout` and its thread share. Neither takes a lock: each field is read and written in one step."""
+    """What a `JoinWatcher` and its thread share. Neither takes a lock: each field is read and written in one step."""
 
     but: frozenset[str]
     asked: float = 0.0
@@ -263,7 +263,7 @@ class _Seen:
     """Whether the next call of `found` ends the thread's pause."""
 
 
-class Lookout:
+class JoinWatcher:
     """Looks in a thread who waits to be let in, so that no member ever waits for the store.
 
     The thread begins at the first call of `found`. It looks every LOOK_FOR_JOINERS seconds, and less often when `found`
@@ -271,7 +271,7 @@ class Lookout:
     more, or when a `TCPStore` has closed its connection.
     """
 
-    def __init__(self, lobby: Lobby, members: Iterable[str]) -> None:
+    def __init__(self, lobby: JoinQueue, members: Iterable[str]) -> None:
         """`members`: the names of those who are in."""
         self._lobby, self._seen, self._looks = lobby, _Seen(frozenset(members)), False
 
@@ -302,8 +302,8 @@ class Lookout:
         return tuple(member for member in seen.waiting if member.name not in seen.but)
 
 
-def _look_out(lobby: Lobby, seen: _Seen) -> None:
-    """The thread of a `Lookout`. Does not hold the `Lookout` itself, whose end ends it."""
+def _look_out(lobby: JoinQueue, seen: _Seen) -> None:
+    """The thread of a `JoinWatcher`. Does not hold the `JoinWatcher` itself, whose end ends it."""
     after_failure = AFTER_FAILURE
     while not seen.over:
         waiting: tuple[Member, ...] = ()

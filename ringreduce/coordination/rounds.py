@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from ringreduce.common.failures import Expelled, RingReduceError, SystemFailure
-from ringreduce.membership import protocol
-from ringreduce.membership.directory import Directory
-from ringreduce.membership.protocol import (
+from ringreduce.coordination import protocol
+from ringreduce.coordination.protocol import (
     Answer,
     Append,
     Ask,
@@ -26,6 +25,7 @@ from ringreduce.membership.protocol import (
     View,
     place,
 )
+from ringreduce.coordination.store import Directory
 
 SHORTEST, LONGEST = 0.0002, 0.02
 """Shortest and longest pause between two looks at the directory, in seconds: an eighth of the time that has passed."""
