@@ -26,10 +26,11 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
-from ringreduce.common.failures import CollectiveTimeout, RingReduceError, SystemFailure
+from ringreduce.common.failures import CollectiveTimeout, SystemFailure
 from ringreduce.coordination.endpoint import member_has_ended
 from ringreduce.coordination.protocol import Member, View
 from ringreduce.coordination.torch_store import KeyStore
+from ringreduce.coordination.wait import Pauses, persist, wait_for
 from ringreduce.coordination.watch import is_closed
 
 OVER_AFTER = 1.0
@@ -46,9 +47,8 @@ SAY_SO = 0.5
 """Seconds after which members tell the waiting processes again that they look. etcd keeps every value it ever had."""
 SILENT = 1.0
 """If a look has taken longer than this, in seconds, nobody is let in until it ends: they could not be told."""
-PAUSE, LONG_PAUSE = 0.005, 0.025
-"""Shortest and longest pause between two looks of a waiting process for its invitation, in seconds: a hundredth of the
-time that has passed."""
+PAUSES = Pauses(1 / 100, 0.005, 0.025)
+"""Between two looks of a waiting process for its invitation."""
 ASK_AGAIN = 0.5
 """Seconds after which a waiting process repeats a request that has failed."""
 
@@ -72,25 +72,20 @@ class Patient:
         self, request: Callable[Arguments, Answer], *arguments: Arguments.args, **named: Arguments.kwargs
     ) -> Answer:
         """Calls `request`, which may be carried out several times. Raises `SystemFailure` if it fails for too long."""
-        began, failed = time.monotonic(), False
-        while True:
-            try:
-                answer = request(*arguments, **named)
-            except RingReduceError:
-                raise
-            except (RuntimeError, OSError) as error:
-                waited, closed, failed = time.monotonic() - began, is_closed(error), True
-                if closed or waited > self._patience:
-                    what = "has closed the connection" if closed else f"has been out of reach for {waited:.0f} s"
-                    why = str(error).partition("\n")[0]  # torch may append a trace
-                    raise SystemFailure(
-                        f"start: the store {what} while this process waited to be let in: {why}"
-                    ) from None
-                log.info("the store is out of reach of this process, which waits to be let in: %s", error)
-                time.sleep(min(ASK_AGAIN, self._patience / 10))
-                continue
-            self._lost += failed * (time.monotonic() - began)
-            return answer
+        began, lost = time.monotonic(), False
+
+        def failed(error: Exception, waited: float) -> None:
+            nonlocal lost
+            closed, lost = is_closed(error), True
+            if closed or waited > self._patience:
+                what = "has closed the connection" if closed else f"has been out of reach for {waited:.0f} s"
+                why = str(error).partition("\n")[0]  # torch may append a trace
+                raise SystemFailure(f"start: the store {what} while this process waited to be let in: {why}") from None
+            log.info("the store is out of reach of this process, which waits to be let in: %s", error)
+
+        answer = persist(lambda: request(*arguments, **named), min(ASK_AGAIN, self._patience / 10), failed)
+        self._lost += lost * (time.monotonic() - began)
+        return answer
 
 
 class JoinQueue:
@@ -203,22 +198,29 @@ class JoinQueue:
         which this process could not reach the store; and what `ask` raises.
         """
         store, invited = self._store, f"invited/{name}"
-        began = looked = check = ask.clock()
+        looked = check = ask.clock()
         look, over = None, False
-        while (text := ask(store.value, invited)) is None:
+
+        def invitation() -> bytes | None:
+            """Empty if there will be none."""
+            nonlocal looked, check, look, over
+            if (text := ask(store.value, invited)) is not None:
+                return text
             now = ask.clock()
             if now > check + OVER_AFTER:
                 check = now
                 before, over = over, ask(self.all_gone, name)
                 if over and before:
-                    return None
+                    return b""
                 if (latest := ask(store.value, "looked")) != look:
                     look, looked = latest, now
             if now > looked + timeout:
                 ask(store.set, f"joiner/{number}", "")
                 raise CollectiveTimeout(f"start: no member has looked who waits to be let in for {timeout:.0f} s")
-            time.sleep(min(max((now - began) / 100, PAUSE), LONG_PAUSE))
-        return View.load(text.decode())
+            return None
+
+        text = wait_for(invitation, PAUSES)
+        return View.load(text.decode()) if text else None
 
     def latest(self) -> View | None:
         """The latest view that the store knows of."""

@@ -18,9 +18,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from ringreduce.common.failures import CollectiveTimeout
+from ringreduce.coordination.wait import Pauses, wait_for
 
 Answer = TypeVar("Answer")
 
+PAUSES = Pauses(1 / 8, 0.0002, 0.05)
+"""Between two looks for a key."""
 UNANSWERED = 10.0
 """Seconds that a request to a store of torch may take in `Bounded`."""
 NOTHING = "ringreduce: nothing is here"
@@ -97,13 +100,14 @@ def append_by(compare_set: Callable[[str, str], str], text: str) -> str:
 def get(store: Store, key: str, whom: str, deadline: float, look: Callable[[], None] = lambda: None) -> str:
     """What the store has under `key`; waits for it, for `whom`, until `deadline`, then raises `CollectiveTimeout`.
     Calls `look` now and then, which may raise."""
-    pause = 0.0002
-    while not store.check([key]):
-        look()
-        if time.monotonic() > deadline:
-            raise CollectiveTimeout(f"making the group: {whom} did not come in time")
-        time.sleep(pause)
-        pause = min(pause * 9 / 8, 0.05)
+
+    def there() -> bool:
+        if not (found := store.check([key])):
+            look()
+        return found
+
+    if not wait_for(there, PAUSES, deadline):
+        raise CollectiveTimeout(f"making the group: {whom} did not come in time")
     return str(store.get(key).decode())
 
 

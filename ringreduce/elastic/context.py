@@ -21,10 +21,13 @@ from ringreduce.coordination.process import kernel
 from ringreduce.coordination.protocol import View
 from ringreduce.coordination.store import Directory
 from ringreduce.coordination.torch_store import KeyStore
+from ringreduce.coordination.wait import every, wait_for
 
 LEDGER_BYTES = 256 << 20
 """Of the ledger of a world on one host. Unwritten pages take no memory; a change takes some 10 KB with 8 ranks."""
 
+LOOK_FOR_LEDGER = 0.02
+"""Seconds between two looks of a joiner for a member that says where it has the ledger open."""
 LOOK_IN_LEDGER, LOOK_IN_STORE = 0.2, 1.0
 """Seconds between two looks for a member that has left the view, in either kind of directory."""
 
@@ -102,15 +105,14 @@ class WorldContext:
         If this process was slow, the members of `view` may have ended meanwhile, and others have joined. A member that
         has joined says in the next view where it has the ledger open. So this waits for that view, for `seconds`.
         """
-        until = time.monotonic() + seconds
-        while True:
+
+        def opens() -> str | None:
             if self._opens_one_of(view) or self._opens_one_of(latest := self.lobby.latest() or view):
-                return True
+                return "yes"
             others = [member for member in latest.members if member.name != me]
-            told = [ledger_of(member) or member_has_ended(member) for member in others]
-            if all(told) or time.monotonic() > until:
-                return False
-            time.sleep(0.02)
+            return "no" if all(ledger_of(member) or member_has_ended(member) for member in others) else None
+
+        return wait_for(opens, every(LOOK_FOR_LEDGER), time.monotonic() + seconds) == "yes"
 
     def _opens_one_of(self, view: View) -> bool:
         """Opens the ledger of one of the view's members. True also if they have none."""

@@ -20,6 +20,7 @@ from ringreduce.coordination.endpoint import member_has_ended, settings_of
 from ringreduce.coordination.join_queue import JoinWatcher
 from ringreduce.coordination.protocol import Member, Report, View, place
 from ringreduce.coordination.rounds import Membership
+from ringreduce.coordination.wait import every, wait_for
 from ringreduce.coordination.watch import Watch
 from ringreduce.elastic.groups import destroy_groups, make_group, rebind
 from ringreduce.elastic.lateness import STEPS, Late, Lateness
@@ -525,12 +526,12 @@ class World:
 
     def _joiners(self, patience: float) -> tuple[Member, ...]:
         """The processes that wait to join, as many as there is room for. Waits `patience` seconds for the first."""
-        end = time.monotonic() + patience
-        while True:
-            found = self._room_for(tuple(member for member in self._lookout.found() if not member_has_ended(member)))
-            if found or time.monotonic() >= end:
-                return found
-            time.sleep(LOOK_AGAIN)
+
+        def found() -> tuple[Member, ...] | None:
+            waiting = tuple(member for member in self._lookout.found() if not member_has_ended(member))
+            return self._room_for(waiting) or None
+
+        return wait_for(found, every(LOOK_AGAIN), time.monotonic() + patience) or ()
 
     def _room_for(self, members: tuple[Member, ...]) -> tuple[Member, ...]:
         """The first of these processes, in whole units, for which there is room."""

@@ -45,14 +45,17 @@ from ringreduce.common.ranks import call_ranks
 from ringreduce.coordination.endpoint import Endpoint
 from ringreduce.coordination.process import Who, has_ended, identity, process_began
 from ringreduce.coordination.store import Store, value_of
-from ringreduce.coordination.wait import CHECK_BY_RANK, CHECK_PROCESSES
+from ringreduce.coordination.wait import CHECK_BY_RANK, CHECK_PROCESSES, Pauses
 
-SHORTEST, LONGEST, LONGEST_BY_RANK = 0.0002, 0.05, 0.0005
-"""Seconds between two looks; the third for each rank, so that one store, and the cores of one host, serve them all."""
+PAUSES = Pauses(1 / 4, 0.0002, 0.05)
+"""Between two looks."""
+LONGEST_BY_RANK = 0.0005
+"""With many ranks a pause is at most so many seconds for each, so that one store, and the cores of one host, serve them
+all."""
 CHECK_KNOWN_ENDS = 0.005
 """Seconds between two looks where whoever makes the group knows of ends."""
 LOOKS = 10
-"""Where a look at the store takes longer than a tenth of LONGEST, other questions wait for so many looks."""
+"""Where a look at the store takes longer than a tenth of the longest pause, other questions wait for so many looks."""
 LEST = 1.0
 """Seconds that the others wait longer than rank 0, which can tell them whom it has missed."""
 
@@ -349,15 +352,20 @@ class Exchange:
         began = checked = asked = before = time.monotonic()
         deadline = deadline or self.deadline + (0.0 if whom else LEST)
         log_at = began + LOG_AFTER
-        pause = first
+        pause, pauses = (
+            first,
+            PAUSES._replace(
+                shortest=max(PAUSES.shortest, first), longest=max(PAUSES.longest, LONGEST_BY_RANK * self.size)
+            ),
+        )
         try:
             while not ready(pause):
                 now = time.monotonic()
                 took = max(now - before - pause, 0.0)
                 # Where the store is far away, most looks are for what is waited for.
-                turn = LOOKS * took < LONGEST or now - asked > LOOKS * took or now > deadline
-                pause = min(max((now - began) / 4, SHORTEST, first), max(LONGEST, LONGEST_BY_RANK * self.size))
-                if turn and (now - began > LONGEST or now > deadline):
+                turn = LOOKS * took < PAUSES.longest or now - asked > LOOKS * took or now > deadline
+                pause = pauses.after(now - began)
+                if turn and (now - began > PAUSES.longest or now > deadline):
                     self.raise_if_given_up()
                 between = CHECK_KNOWN_ENDS if self._ended else CHECK_PROCESSES
                 if now - checked > max(between, CHECK_BY_RANK * self.size) or now > deadline:

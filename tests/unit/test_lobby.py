@@ -12,7 +12,7 @@ from collections.abc import Callable, Container
 import pytest
 import torch.distributed as dist
 
-from ringreduce.coordination import join_queue
+from ringreduce.coordination import join_queue, wait
 from ringreduce.coordination.join_queue import (
     FORGOTTEN_AFTER,
     LOOK_FOR_JOINERS,
@@ -31,7 +31,7 @@ ADDRESS = json.dumps(identity()._asdict())
 
 
 class Clock:
-    """Stands for the module `time` in the lobby."""
+    """Stands for the module `time` where processes wait to join."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -49,7 +49,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    monkeypatch.setattr(join_queue, "time", found)
+    for module in (join_queue, wait):
+        monkeypatch.setattr(module, "time", found)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import resource
@@ -22,8 +23,9 @@ from typing import Any
 import pytest
 
 from ringreduce.errors import Aborted, CollectiveTimeout, InvalidArgument, PeerLost, SystemFailure
+from ringreduce.network import handshake, sockets
 from ringreduce.network import listener as listener_module
-from ringreduce.network import sockets
+from ringreduce.network.handshake import Handshake
 from ringreduce.network.interfaces import Interface, local_interfaces
 from ringreduce.network.listener import Door, Peer
 from ringreduce.network.secret import group_secret
@@ -259,7 +261,7 @@ def test_ranks_that_go_to_each_other_at_once_get_one_link(make: Make, monkeypatc
     join_all = Door._join_all
 
     async def together(self: Door, *args: Any) -> bool:
-        await listener_module.asyncio.get_running_loop().run_in_executor(None, met.wait, SOON)
+        await asyncio.get_running_loop().run_in_executor(None, met.wait, SOON)
         return await join_all(self, *args)
 
     monkeypatch.setattr(Door, "_join_all", together)
@@ -400,7 +402,7 @@ class Stranger:
         return data
 
     def challenge(self) -> bytes:
-        return self.read(listener_module._CHALLENGE.size)
+        return self.read(handshake.CHALLENGE.size)
 
     def ended(self) -> bool:
         with contextlib.suppress(ConnectionResetError):
@@ -412,23 +414,21 @@ class Stranger:
         secret: bytes = SECRET,
         role: bytes = b"comes",
         group: str = "g",
-        version: int = listener_module.VERSION,
+        version: int = handshake.VERSION,
         **other: Any,
     ) -> bytes:
         """Sends a HELLO; returns what comes back, at most a byte."""
-        _, _, nonce = listener_module._CHALLENGE.unpack(self.challenge())
+        _, _, nonce = handshake.CHALLENGE.unpack(self.challenge())
         said = {"rank": 0, "to": 1, "number": 0, "session": b"s" * 16, "nonce": secrets.token_bytes(32)} | other
-        self.hello = listener_module._HELLO.pack(listener_module._MAGIC, version, *said.values())
+        self.hello = handshake.HELLO.pack(handshake.MAGIC, version, *said.values())
         self.nonce = nonce
         self.socket.sendall(self.hello + prover(secret, group)._proof(role, self.hello, nonce))
         return self.read(1)
 
 
-def prover(secret: bytes = SECRET, group: str = "g") -> Door:
-    """A door that only makes proofs."""
-    door = Door.__new__(Door)
-    door._secret, door._group = secret, listener_module.hashlib.sha256(group.encode()).digest()
-    return door
+def prover(secret: bytes = SECRET, group: str = "g") -> Handshake:
+    """What makes proofs."""
+    return Handshake(1, group, secret)
 
 
 def still_works(pair: tuple[Member, Member]) -> None:
@@ -440,11 +440,11 @@ def test_the_right_words_open_the_door(pair: tuple[Member, Member]) -> None:
     """The control of those that follow."""
     open_all(*pair)
     with Stranger(pair[1]) as stranger:
-        assert stranger.introduce() == listener_module._WELCOME
+        assert stranger.introduce() == handshake.WELCOME
         assert stranger.read(32) == prover()._proof(b"answers", stranger.hello, stranger.nonce)
-        join = listener_module._JOIN.pack(0, 1)
+        join = handshake.JOIN.pack(0, 1)
         stranger.socket.sendall(join + prover()._proof(b"joins" + join, stranger.hello, stranger.nonce))
-        assert stranger.read(1) == listener_module._READY
+        assert stranger.read(1) == handshake.READY
         until(lambda: 0 in pair[1].links)
     assert pair[1].door.counts == {"accepted": 1}
 
@@ -468,7 +468,7 @@ def test_the_right_words_open_the_door(pair: tuple[Member, Member]) -> None:
 def test_wrong_words(pair: tuple[Member, Member], wrong: dict[str, Any], reason: str) -> None:
     open_all(*pair)
     with Stranger(pair[1]) as stranger:
-        assert stranger.introduce(**wrong) == listener_module._ANSWERS[reason][0]
+        assert stranger.introduce(**wrong) == handshake.ANSWERS[reason][0]
         assert stranger.ended()
     assert pair[1].door.counts == {"accepted": 0, reason: 1}
     still_works(pair)
@@ -477,16 +477,14 @@ def test_wrong_words(pair: tuple[Member, Member], wrong: dict[str, Any], reason:
 @pytest.mark.parametrize("at", ["hello", "nonce", "session", "proof"])
 def test_a_proof_is_about_every_word(pair: tuple[Member, Member], at: str) -> None:
     open_all(*pair)
-    place = {"hello": 20, "session": 25, "nonce": 50, "proof": listener_module._HELLO.size + 5}[at]
+    place = {"hello": 20, "session": 25, "nonce": 50, "proof": handshake.HELLO.size + 5}[at]
     with Stranger(pair[1]) as stranger:
-        _, _, nonce = listener_module._CHALLENGE.unpack(stranger.challenge())
-        hello = listener_module._HELLO.pack(
-            listener_module._MAGIC, listener_module.VERSION, 0, 1, 0, b"s" * 16, b"n" * 32
-        )
+        _, _, nonce = handshake.CHALLENGE.unpack(stranger.challenge())
+        hello = handshake.HELLO.pack(handshake.MAGIC, handshake.VERSION, 0, 1, 0, b"s" * 16, b"n" * 32)
         words = bytearray(hello + prover()._proof(b"comes", hello, nonce))
         words[place] ^= 1
         stranger.socket.sendall(words)
-        assert stranger.read(1) == listener_module._ANSWERS["proof"][0]
+        assert stranger.read(1) == handshake.ANSWERS["proof"][0]
     still_works(pair)
 
 
@@ -494,7 +492,7 @@ def test_a_proof_is_about_every_word(pair: tuple[Member, Member], at: str) -> No
 def test_a_join_that_cannot_be(pair: tuple[Member, Member], join: bytes) -> None:
     open_all(*pair)
     with Stranger(pair[1]) as stranger:
-        assert stranger.introduce() == listener_module._WELCOME
+        assert stranger.introduce() == handshake.WELCOME
         stranger.read(32)
         stranger.socket.sendall(join + prover()._proof(b"joins" + join, stranger.hello, stranger.nonce))
         assert stranger.ended()
@@ -521,9 +519,7 @@ def test_what_was_overheard_proves_nothing(make: Make) -> None:
 
                 thread = threading.Thread(target=back)
                 thread.start()
-                while len(heard) < listener_module._HELLO.size + 32 + listener_module._JOIN.size + 32 and (
-                    data := near.recv(4096)
-                ):
+                while len(heard) < handshake.HELLO.size + 32 + handshake.JOIN.size + 32 and (data := near.recv(4096)):
                     heard.extend(data)
                     far.sendall(data)
                 until(lambda: 0 in other.links)
@@ -541,7 +537,7 @@ def test_what_was_overheard_proves_nothing(make: Make) -> None:
     with Stranger(other) as stranger:
         stranger.challenge()
         stranger.socket.sendall(heard)
-        assert stranger.read(1) == listener_module._ANSWERS["proof"][0]
+        assert stranger.read(1) == handshake.ANSWERS["proof"][0]
     until(lambda: refused(other, "proof") == 1)
     assert other.door.counts["accepted"] == 1
 
@@ -561,15 +557,13 @@ def false_door(answer: Callable[[socket.socket], None]) -> tuple[socket.socket, 
     return listener, thread
 
 
-def challenge(
-    connection: socket.socket, version: int = listener_module.VERSION, magic: bytes = listener_module._MAGIC
-) -> bytes:
-    connection.sendall(listener_module._CHALLENGE.pack(magic, version, b"n" * 32))
-    return connection.recv(listener_module._HELLO.size + 32, socket.MSG_WAITALL)
+def challenge(connection: socket.socket, version: int = handshake.VERSION, magic: bytes = handshake.MAGIC) -> bytes:
+    connection.sendall(handshake.CHALLENGE.pack(magic, version, b"n" * 32))
+    return connection.recv(handshake.HELLO.size + 32, socket.MSG_WAITALL)
 
 
 def welcome(proof: Callable[[bytes], bytes]) -> Callable[[socket.socket], None]:
-    return lambda connection: connection.sendall(listener_module._WELCOME + proof(challenge(connection)))
+    return lambda connection: connection.sendall(handshake.WELCOME + proof(challenge(connection)))
 
 
 FALSE_DOORS: dict[str, tuple[Callable[[socket.socket], None], str]] = {
@@ -639,7 +633,7 @@ def test_a_scanner(pair: tuple[Member, Member]) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [b"GET / HTTP/1.1\r\n\r\n", b"\0" * 8, secrets.token_bytes(10_000), listener_module._MAGIC[::-1]]
+    "words", [b"GET / HTTP/1.1\r\n\r\n", b"\0" * 8, secrets.token_bytes(10_000), handshake.MAGIC[::-1]]
 )
 def test_garbage(pair: tuple[Member, Member], words: bytes) -> None:
     open_all(*pair)
@@ -651,7 +645,7 @@ def test_garbage(pair: tuple[Member, Member], words: bytes) -> None:
     still_works(pair)
 
 
-@pytest.mark.parametrize("words", [b"", listener_module._MAGIC, listener_module._MAGIC + b"x" * 60])
+@pytest.mark.parametrize("words", [b"", handshake.MAGIC, handshake.MAGIC + b"x" * 60])
 def test_a_slow_handshake(pair: tuple[Member, Member], words: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     open_all(*pair)
     with monkeypatch.context() as patch:
@@ -673,10 +667,10 @@ def test_a_thousand_open_connections(pair: tuple[Member, Member]) -> None:
         with contextlib.ExitStack() as stack:
             crowd = [stack.enter_context(Stranger(pair[1])) for _ in range(1000)]
             still_works(pair)
-            until(lambda: refused(pair[1], "crowd") >= 1000 - listener_module.MOST_STRANGERS)
-            assert len(pair[1].door._strangers) <= listener_module.MOST_STRANGERS
+            until(lambda: refused(pair[1], "crowd") >= 1000 - listener_module.MOST_UNPROVEN)
+            assert len(pair[1].door._unproven) <= listener_module.MOST_UNPROVEN
             assert crowd[0].challenge() and crowd[0].ended()  # the oldest went first
-        until(lambda: not pair[1].door._strangers)
+        until(lambda: not pair[1].door._unproven)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -704,9 +698,9 @@ def test_a_peer_that_dies_in_the_middle_and_comes_again(pair: tuple[Member, Memb
     open_all(*pair)
     for session in (b"1" * 16, b"2" * 16):
         with Stranger(pair[1]) as stranger:
-            assert stranger.introduce(session=session) == listener_module._WELCOME
+            assert stranger.introduce(session=session) == handshake.WELCOME
             stranger.read(32)
-            join = listener_module._JOIN.pack(0, 2)
+            join = handshake.JOIN.pack(0, 2)
             stranger.socket.sendall(joins * (join + prover()._proof(b"joins" + join, stranger.hello, stranger.nonce)))
     assert not pair[1].links
     still_works(pair)
@@ -716,9 +710,9 @@ def test_a_peer_is_linked_once(pair: tuple[Member, Member]) -> None:
     open_all(*pair)
     connect_all(*pair)
     with Stranger(pair[1]) as stranger:
-        assert stranger.introduce() == listener_module._WELCOME
+        assert stranger.introduce() == handshake.WELCOME
         stranger.read(32)
-        join = listener_module._JOIN.pack(0, 1)
+        join = handshake.JOIN.pack(0, 1)
         stranger.socket.sendall(join + prover()._proof(b"joins" + join, stranger.hello, stranger.nonce))
         assert stranger.ended()
     until(lambda: refused(pair[1], "twice") == 1)
@@ -893,14 +887,14 @@ def test_a_door_that_is_closed_while_another_thread_begins_to_connect(
 ) -> None:
     one, other = make(0), make(1)
     one.open([one, other])
-    schedule, closer = listener_module.asyncio.run_coroutine_threadsafe, threading.Thread(target=one.door.close)
+    schedule, closer = asyncio.run_coroutine_threadsafe, threading.Thread(target=one.door.close)
 
     def late(*given: Any) -> Any:
         closer.start()
         time.sleep(0.3)
         return schedule(*given)
 
-    monkeypatch.setattr(listener_module.asyncio, "run_coroutine_threadsafe", late)
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", late)
     with pytest.raises(Aborted):
         one.door.connect([1], time.monotonic() + SOON, look=lambda: None)
     closer.join(SOON)
