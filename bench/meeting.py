@@ -19,10 +19,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ringreduce.coordination.endpoint import Location
+from ringreduce.groups.exchange import Exchange
+from ringreduce.groups.meet import meet
 from ringreduce.plan import lower_for
-from ringreduce.rendezvous.card import Place
-from ringreduce.rendezvous.host import meet
-from ringreduce.rendezvous.store import Exchange
 
 PER_HOST = 8
 EVERY = 64
@@ -76,7 +76,7 @@ def memory_mb() -> float:
 
 def run(rank: int, size: int, per_host: int, folder: str) -> dict[str, Any]:
     store = FolderStore(folder)
-    place = Place(host_id=str(rank // per_host), interfaces="lo") if per_host < size else Place()
+    place = Location(host_id=str(rank // per_host), interfaces="lo") if per_host < size else Location()
     before, cpu = memory_mb(), time.process_time()
     meeting = meet(Exchange(store, rank, size, 600.0), lambda _: 4096, {}, lambda *_: "", place=place)
     met, met_mb = time.process_time(), memory_mb()

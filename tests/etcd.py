@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from processes import free_ports
 
-from ringreduce.membership.etcd import Etcd
+from ringreduce.coordination.etcd import Etcd
 
 installed = pytest.mark.skipif(not shutil.which("etcd"), reason="etcd is not installed: apt-get install etcd-server")
 

@@ -1,5 +1,5 @@
 // Lends a file descriptor: processes of the same user get copies of it over an abstract Unix socket. Ranks of one host
-// can reach each other's sockets (ringreduce/rendezvous/host.py). pidfd_getfd(2) would need the right to trace the
+// can reach each other's sockets (ringreduce/groups/meet.py). pidfd_getfd(2) would need the right to trace the
 // owner, which containers do not have.
 #pragma once
 

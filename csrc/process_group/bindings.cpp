@@ -169,7 +169,7 @@ void bind_arena(py::module_& m) {
   });
 }
 
-// A word of memory that processes share, for ringreduce/membership/ledger.py. Keeps the memory's object alive.
+// A word of memory that processes share, for ringreduce/coordination/ledger.py. Keeps the memory's object alive.
 class SharedWord {
  public:
   SharedWord(const py::buffer& memory, std::size_t at) : memory_(memory.request(true)) {

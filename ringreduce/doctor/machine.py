@@ -24,10 +24,10 @@ from ringreduce.common.failures import RingReduceError, SystemFailure, TopologyE
 from ringreduce.common.files import text_of
 from ringreduce.common.units import bytes_text
 from ringreduce.config import resolve
+from ringreduce.coordination.process import own_pidfd
 from ringreduce.gpu import kernels, nccl
 from ringreduce.gpu.nvcc import find_nvcc
-from ringreduce.rendezvous.host import own_pidfd
-from ringreduce.rendezvous.interfaces import local_interfaces, speed_of
+from ringreduce.network.interfaces import local_interfaces, speed_of
 from ringreduce.topology.graph import FABRIC, LinkGraph, NodeKind
 from ringreduce.topology.live import probe
 from ringreduce.topology.read import described

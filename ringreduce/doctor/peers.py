@@ -22,11 +22,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 
 from ringreduce.common.failures import CollectiveTimeout, RingReduceError
+from ringreduce.coordination.endpoint import Location
+from ringreduce.coordination.store import Store, get
 from ringreduce.groups.between_hosts import PATIENCE
-from ringreduce.rendezvous.card import Place
-from ringreduce.rendezvous.host import Meeting, exactly, meet
-from ringreduce.rendezvous.links import Peer
-from ringreduce.rendezvous.store import Exchange, Store, get
+from ringreduce.groups.exchange import Exchange
+from ringreduce.groups.meet import Meeting, meet
+from ringreduce.network.listener import Peer
+from ringreduce.network.local import exactly
 from ringreduce.topology.hosts_file import HostsFile
 from ringreduce.tuning.decision import now
 
@@ -102,11 +104,11 @@ class Survey:
 
 
 def survey(
-    store: Store, rank: int, size: int, place: Place, seconds: float, connections: int = 1, dead_after: float = 10.0
+    store: Store, rank: int, size: int, place: Location, seconds: float, connections: int = 1, dead_after: float = 10.0
 ) -> Survey | None:
     """Called on all ranks of a job; only rank 0 gets the answer.
 
-    `seconds` is how long two hosts may take to connect. Raises what `rendezvous.meet` raises: a rank did not come, say.
+    `seconds` is how long two hosts may take to connect. Raises what `groups.meet` raises: a rank did not come, say.
     """
     meeting = meet(Exchange(store, rank, size, MEET_SECONDS), lambda _: 4096, {}, lambda *_: "", place=place)
     meeting.close_descriptors()

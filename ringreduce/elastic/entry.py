@@ -20,19 +20,20 @@ from torch.distributed.rendezvous import rendezvous as env_rendezvous
 
 from ringreduce.common.units import duration
 from ringreduce.config import Options
+from ringreduce.coordination.join_queue import Patient
+from ringreduce.coordination.process import Who, has_ended, identity
+from ringreduce.coordination.protocol import View
+from ringreduce.coordination.store import Bounded, Values
+from ringreduce.coordination.torch_store import KeyStore
+from ringreduce.elastic.context import WorldContext
 from ringreduce.elastic.groups import destroy_groups
-from ringreduce.elastic.home import Home
-from ringreduce.elastic.lobby import Patient
 from ringreduce.elastic.settings import Settings
 from ringreduce.elastic.world import World, founded, joined
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, RingReduceError, SystemFailure, TooFewRanks
+from ringreduce.groups import exchange
 from ringreduce.groups.links import links_of
 from ringreduce.groups.lookup import backend_of
 from ringreduce.groups.ready import ready_for_a_group
-from ringreduce.membership.directory import Bounded, Values
-from ringreduce.membership.key_store import KeyStore
-from ringreduce.membership.protocol import View
-from ringreduce.rendezvous import store as rendezvous
 
 SLACK = 5.0
 """Seconds that a joiner waits longer than the members may need to notice that one of them has stopped."""
@@ -119,7 +120,7 @@ def start(
         most=founders if spares else sys.maxsize,
         patience=patience.total_seconds(),
         expel_after=silence.total_seconds(),
-        home=Home(here),
+        home=WorldContext(here),
     )
     _names.append(settings.me)
     # Who comes again before the first members have made their group is one of them again.
@@ -155,7 +156,7 @@ def _meeting_point(
         )
     if not isinstance(store, str):
         return Bounded(store), rank, world_size
-    from ringreduce.membership.etcd import Etcd
+    from ringreduce.coordination.etcd import Etcd
 
     return Etcd(store), rank, world_size
 
@@ -198,14 +199,14 @@ def _take_part(settings: Settings, rank: int) -> str | None:
     earlier one is stopped.
     """
     store = settings.home.store
-    mine = json.dumps([settings.me, *rendezvous.identity()])
+    mine = json.dumps([settings.me, *identity()])
     until, told = time.monotonic() + settings.timeout, False
     while True:
         trial = _latest_trial(store)
         takes_part = store.compare_set(f"trial {trial}/rank {rank}", "", mine).decode()
         if takes_part == mine:
             return trial
-        earlier = rendezvous.Who(*json.loads(takes_part)[1:])
+        earlier = Who(*json.loads(takes_part)[1:])
         if _is_another_that_lives(earlier):
             first = f"rank {rank} is taken by another process ({earlier.host}, pid {earlier.pid}) that lives"
             if time.monotonic() > until:
@@ -228,10 +229,10 @@ def _end_trial(store: KeyStore, trial: str) -> None:
     store.compare_set("trial", "" if trial == "0" else trial, str(int(trial) + 1))
 
 
-def _is_another_that_lives(who: rendezvous.Who) -> bool:
+def _is_another_that_lives(who: Who) -> bool:
     """Whether this is another process, of which this one can see that it has not ended."""
-    me = rendezvous.identity()
-    return who != me and who.pids == me.pids and not rendezvous.has_ended(who)
+    me = identity()
+    return who != me and who.pids == me.pids and not has_ended(who)
 
 
 def _found(settings: Settings, rank: int, size: int, trial: str) -> World:
@@ -254,7 +255,7 @@ def _found(settings: Settings, rank: int, size: int, trial: str) -> World:
 
 
 @contextlib.contextmanager
-def _looking_for_the_end(home: Home, trial: str) -> Iterator[None]:
+def _looking_for_the_end(home: WorldContext, trial: str) -> Iterator[None]:
     """Ends the making of a group, with `PeerLost`, if the trial has ended or the first group has been made."""
     checked = time.monotonic()
 
@@ -266,11 +267,11 @@ def _looking_for_the_end(home: Home, trial: str) -> Iterator[None]:
                 return PeerLost("making the group: one of the first members has ended, or cannot go on")
         return None
 
-    before = rendezvous.looks.set(look)
+    before = exchange.looks.set(look)
     try:
         yield
     finally:
-        rendezvous.looks.reset(before)
+        exchange.looks.reset(before)
 
 
 def _first_view(settings: Settings, rank: int, size: int, place: Store) -> View:

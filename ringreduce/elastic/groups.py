@@ -11,19 +11,19 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ringreduce.config import Options
-from ringreduce.elastic.home import Home
+from ringreduce.coordination.endpoint import prepared
+from ringreduce.coordination.protocol import View
+from ringreduce.elastic.context import WorldContext
 from ringreduce.errors import RingReduceError, SystemFailure
+from ringreduce.groups import exchange
 from ringreduce.groups.links import links_of
 from ringreduce.groups.lookup import found_in
-from ringreduce.membership.protocol import View
-from ringreduce.rendezvous import store as rendezvous
-from ringreduce.rendezvous.card import prepared
 
 
 def make_group(
     view: View,
     rank: int,
-    home: Home,
+    home: WorldContext,
     timeout: float,
     options: Options | None,
     ended: Callable[[], list[str]],
@@ -37,8 +37,8 @@ def make_group(
     """
     names = view.names
     hook = sys.excepthook  # init_process_group wraps it, once more in each change
-    known = rendezvous.ended.set(lambda: [names.index(name) for name in ended()])
-    told = rendezvous.gives_up.set(gives_up)
+    known = exchange.ended.set(lambda: [names.index(name) for name in ended()])
+    told = exchange.gives_up.set(gives_up)
     ready = prepared.set(home.prepared(view))
     # torch names a group by a counter, and the ranks meet under keys that contain the name. A failure leaves the
     # members with different counters, since torch does not take the number back.
@@ -57,8 +57,8 @@ def make_group(
             raise
         raise SystemFailure(f"making the group of epoch {view.epoch}: {error}") from error
     finally:
-        rendezvous.ended.reset(known)
-        rendezvous.gives_up.reset(told)
+        exchange.ended.reset(known)
+        exchange.gives_up.reset(told)
         prepared.reset(ready)
         sys.excepthook = hook
 

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from ringreduce.membership.protocol import Member
+from ringreduce.coordination.protocol import Member
 
 STEPS, LATEST_IN, COSTS = 100, 0.9, 0.1
 """A straggler is the latest in at least this share of so many steps in a row, and costs at least this share of their

@@ -6,10 +6,10 @@ import sys
 from dataclasses import dataclass
 
 from ringreduce.config import Options
-from ringreduce.elastic.address import address, settings_of
-from ringreduce.elastic.home import Home
+from ringreduce.coordination.endpoint import address_of_this_process, settings_of
+from ringreduce.coordination.protocol import Member
+from ringreduce.elastic.context import WorldContext
 from ringreduce.errors import InvalidArgument
-from ringreduce.membership.protocol import Member
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Settings:
     most: int
     patience: float
     expel_after: float
-    home: Home
+    home: WorldContext
 
     def alike(self) -> dict[str, float]:
         """Those that all members must have alike, by the names of `start`'s arguments."""
@@ -38,7 +38,7 @@ class Settings:
         """This process as a member."""
         card = self.home.ready.card if self.home.ready else None
         settings = self.alike() | {"place": self.place}
-        return Member(self.me, address(self.home.ledger_place(), card, settings))
+        return Member(self.me, address_of_this_process(self.home.ledger_place(), card, settings))
 
     def check(self, other: Member, who: str) -> None:
         """Raises `InvalidArgument` if another process was started differently."""

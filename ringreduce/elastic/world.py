@@ -16,13 +16,16 @@ from torch._C._distributed_c10d import ErrorType
 from torch.nn.parallel import DistributedDataParallel
 
 from ringreduce import tuning  # noqa: F401  imported early: a member that becomes rank 0 must not lose time with it
-from ringreduce.elastic.address import has_ended, settings_of
+from ringreduce.coordination.endpoint import member_has_ended, settings_of
+from ringreduce.coordination.join_queue import JoinWatcher
+from ringreduce.coordination.protocol import Member, Report, View, place
+from ringreduce.coordination.rounds import Membership
+from ringreduce.coordination.wait import every, wait_for
+from ringreduce.coordination.watch import Watch
 from ringreduce.elastic.groups import destroy_groups, make_group, rebind
 from ringreduce.elastic.lateness import STEPS, Late, Lateness
-from ringreduce.elastic.lobby import Lookout
 from ringreduce.elastic.settings import Settings
 from ringreduce.elastic.state import State
-from ringreduce.elastic.watch import Watch
 from ringreduce.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -35,8 +38,6 @@ from ringreduce.errors import (
 from ringreduce.groups.links import links_of
 from ringreduce.groups.lookup import backend_of
 from ringreduce.groups.ready import ready_for_a_group
-from ringreduce.membership.protocol import Member, Report, View, place
-from ringreduce.membership.rounds import Membership
 
 if TYPE_CHECKING:
     from ringreduce.groups.between_hosts import Wire
@@ -70,7 +71,7 @@ class World:
         self._attempting = False
         """Whether the function that was given to `attempt` runs."""
         self._joiners_wait = False
-        self._lookout = Lookout(settings.home.lobby, view.names)
+        self._lookout = JoinWatcher(settings.home.lobby, view.names)
         self._on_straggler: Callable[[Late], bool] | None = None
         self._warn_from = 0.0
         self._late: Late | None = None
@@ -525,12 +526,12 @@ class World:
 
     def _joiners(self, patience: float) -> tuple[Member, ...]:
         """The processes that wait to join, as many as there is room for. Waits `patience` seconds for the first."""
-        end = time.monotonic() + patience
-        while True:
-            found = self._room_for(tuple(member for member in self._lookout.found() if not has_ended(member)))
-            if found or time.monotonic() >= end:
-                return found
-            time.sleep(LOOK_AGAIN)
+
+        def found() -> tuple[Member, ...] | None:
+            waiting = tuple(member for member in self._lookout.found() if not member_has_ended(member))
+            return self._room_for(waiting) or None
+
+        return wait_for(found, every(LOOK_AGAIN), time.monotonic() + patience) or ()
 
     def _room_for(self, members: tuple[Member, ...]) -> tuple[Member, ...]:
         """The first of these processes, in whole units, for which there is room."""

@@ -18,10 +18,10 @@ from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions
 
 from ringreduce import _C, plan
 from ringreduce.common.failures import InvalidArgument, RingReduceError, SystemFailure
+from ringreduce.common.ranks import call_ranks
 from ringreduce.config import Options
 from ringreduce.gpu import kernels, nccl
 from ringreduce.gpu.rules import rules
-from ringreduce.rendezvous.store import call_ranks
 from ringreduce.topology.group_plans import GroupTopology
 
 ROW_BYTES = 4096

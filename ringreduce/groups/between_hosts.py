@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 from ringreduce import plan
 from ringreduce.common.failures import CollectiveTimeout, RingReduceError, TopologyError
+from ringreduce.groups.meet import Meeting
+from ringreduce.network.interfaces import speed_of
+from ringreduce.network.listener import Door, Peer
 from ringreduce.plan import Plan, Rule, Slicing
 from ringreduce.plan import across_hosts as between
 from ringreduce.plan.choose import ROOTED
-from ringreduce.rendezvous.host import Meeting
-from ringreduce.rendezvous.interfaces import speed_of
-from ringreduce.rendezvous.links import Door, Peer
 from ringreduce.topology import hosts_file
 from ringreduce.topology.host_order import ring_order
 

@@ -13,9 +13,9 @@ from ringreduce.config import MOST_FETCH, Options, slot_bytes_for
 from ringreduce.errors import TopologyError
 
 if TYPE_CHECKING:
+    from ringreduce.coordination.endpoint import Endpoint
     from ringreduce.groups.between_hosts import Hosts, Wire
-    from ringreduce.rendezvous.host import Decide
-    from ringreduce.rendezvous.store import Card
+    from ringreduce.groups.meet import Decide
     from ringreduce.topology.group_plans import GroupTopology
 
 log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ def decide(
 
 
 def decide_by_cards(
-    cards: Sequence[Card],
+    cards: Sequence[Endpoint],
     otherwise: Decide,
     cores: list[frozenset[int]],
     fetch: bool,

@@ -1,4 +1,4 @@
-"""Makes a group: options, rendezvous, plans, and the C++ process group that does the rest.
+"""Makes a group: options, the meeting of its ranks, plans, and the C++ process group that does the rest.
 
 What only some groups need (several hosts, GPUs, a topology) is imported when one does: many ranks start at once.
 """
@@ -38,19 +38,19 @@ from ringreduce.config import (
     slicing_for,
     slot_bytes_for,
 )
+from ringreduce.coordination.endpoint import prepared
+from ringreduce.coordination.ledger import Ledger, ledger_bytes
+from ringreduce.coordination.torch_store import KeyStore
 from ringreduce.errors import SystemFailure, TopologyError
 from ringreduce.groups.arena import open_arena, share_allocations
 from ringreduce.groups.choices import Choices, add_plans
 from ringreduce.groups.decision import Decision, decide, decide_by_cards, decide_over_gloo
+from ringreduce.groups.exchange import Exchange, passed
 from ringreduce.groups.links import registered, remember
 from ringreduce.groups.lookup import found_in
+from ringreduce.groups.meet import meet
 from ringreduce.groups.ready import agreed, place_of
 from ringreduce.groups.survivors import Lineage, Survivors, known_ends, shrinking, survivors_of, use_instead
-from ringreduce.membership.key_store import KeyStore
-from ringreduce.membership.ledger import Ledger, ledger_bytes
-from ringreduce.rendezvous.card import prepared
-from ringreduce.rendezvous.host import meet
-from ringreduce.rendezvous.store import Exchange, passed
 
 if TYPE_CHECKING:
     from ringreduce.groups.between_hosts import Links
@@ -97,7 +97,7 @@ def _leave_at_the_end_of(pid: int) -> None:
 def create(opts: Any, pg_options: Options | None) -> _C.ProcessGroupRing:
     """Called by torch for every new group on every rank in it. Returns when all ranks are there.
 
-    Raises the errors of `ringreduce.errors`; see `rendezvous.meet`.
+    Raises the errors of `ringreduce.errors`; see `groups.meet`.
     """
     of_world = list(opts.global_ranks_in_group)  # none for the default group itself
     world = found_in(dist.group.WORLD) if of_world and dist.group.WORLD else None
@@ -296,7 +296,7 @@ def _make_over_gloo(
     options: Options,
     settings: Callable[..., _C.Settings],
 ) -> tuple[_C.ProcessGroupRing, Decision, None]:
-    from ringreduce.rendezvous.roster import call_roll
+    from ringreduce.groups.roster import call_roll
 
     rank, size = exchange.rank, exchange.size
     decision_of_rank_0 = functools.partial(decide_over_gloo, exchange.ranks, options)

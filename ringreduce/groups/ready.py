@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 from ringreduce import _C
 from ringreduce.config import Options, resolve
-from ringreduce.rendezvous.card import Config, Place, Ready
+from ringreduce.coordination.endpoint import Config, Location, PreparedEndpoint
 
 if TYPE_CHECKING:
     from ringreduce.groups.between_hosts import Wire
 
 
-def place_of(options: Options) -> Place:
+def place_of(options: Options) -> Location:
     """The options that say where a rank is and how others reach it."""
-    return Place(options.transport, options.host_id, options.socket_ifname, options.secret_file, options.ports)
+    return Location(options.transport, options.host_id, options.socket_ifname, options.secret_file, options.ports)
 
 
 OWN = frozenset(
@@ -31,7 +31,7 @@ def agreed(options: Options) -> Config:
     return {name: value for name, value in vars(options).items() if name not in OWN}
 
 
-def ready_for_a_group(options: Options | None, listens: bool, wire: Wire | None = None) -> Ready | None:
+def ready_for_a_group(options: Options | None, listens: bool, wire: Wire | None = None) -> PreparedEndpoint | None:
     """Prepares this process's part of its next group; None: with these options, nothing can be prepared.
 
     `listens`: whether to listen for other hosts, too. `wire`: what is known of the network between hosts.
@@ -40,4 +40,4 @@ def ready_for_a_group(options: Options | None, listens: bool, wire: Wire | None 
     if options.transport == "gloo" or options.hosts_file:  # rank 0 reads the file, and must tell the others
         return None
     memory = _C.OpenMemory() if options.fetch else None
-    return Ready(place_of(options), agreed(options), memory, listens, wire)
+    return PreparedEndpoint(place_of(options), agreed(options), memory, listens, wire)

@@ -22,16 +22,17 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from ringreduce._C import ProcessGroupRing
+from ringreduce.common.ranks import call_ranks
+from ringreduce.coordination.ledger import Ledger
+from ringreduce.coordination.torch_store import KeyStore
 from ringreduce.errors import CollectiveTimeout, PeerLost
+from ringreduce.groups import exchange
 from ringreduce.groups.lookup import found_in
-from ringreduce.membership.key_store import KeyStore
-from ringreduce.membership.ledger import Ledger
-from ringreduce.rendezvous import store
 
 if TYPE_CHECKING:
-    from ringreduce.membership.directory import Directory
-    from ringreduce.membership.protocol import View
-    from ringreduce.membership.rounds import Membership
+    from ringreduce.coordination.protocol import View
+    from ringreduce.coordination.rounds import Membership
+    from ringreduce.coordination.store import Directory
 
 _living: WeakValueDictionary[int, Survivors] = WeakValueDictionary()
 
@@ -81,17 +82,14 @@ class Lineage:
     @functools.cached_property
     def names(self) -> list[str]:
         """The members' names, by their ranks in the first group."""
-        return [
-            store.call_ranks([rank], self.ranks, f"{host}, pid {pid}")
-            for rank, (host, pid) in enumerate(self.processes)
-        ]
+        return [call_ranks([rank], self.ranks, f"{host}, pid {pid}") for rank, (host, pid) in enumerate(self.processes)]
 
     @functools.cached_property
     def membership(self) -> Membership:
         """This rank's membership. Made at the first loss, so that making a group need not import its modules."""
-        from ringreduce.membership.directory import Bounded, Under
-        from ringreduce.membership.protocol import Member, View
-        from ringreduce.membership.rounds import Membership
+        from ringreduce.coordination.protocol import Member, View
+        from ringreduce.coordination.rounds import Membership
+        from ringreduce.coordination.store import Bounded, Under
 
         source = self._source
         directory: Directory = (
@@ -126,7 +124,7 @@ class Survivors:
 
     def leave(self, group: ProcessGroupRing, silent_after: float, wanted: list[int] | None) -> View:
         """The next view, which `agree` describes. `wanted`: the ranks to make a group of; None: only agrees."""
-        from ringreduce.membership.protocol import Report
+        from ringreduce.coordination.protocol import Report
 
         names, kept = self.lineage.names, {self.first_ranks[rank] for rank in wanted or []}
         left_out = None if wanted is None else [rank for rank in range(len(names)) if rank not in kept]
@@ -215,11 +213,11 @@ def _culprit_before(wanted: list[int]) -> Iterator[None]:
 @contextlib.contextmanager
 def known_ends(group: ProcessGroupRing, wanted: list[int]) -> Iterator[None]:
     """Lets whoever makes a group of the ranks `wanted` of `group` notice the ends that `group` knows of."""
-    known = store.ended.set(lambda: [wanted.index(rank) for rank in group.ended() if rank in wanted])
+    known = exchange.ended.set(lambda: [wanted.index(rank) for rank in group.ended() if rank in wanted])
     try:
         yield
     finally:
-        store.ended.reset(known)
+        exchange.ended.reset(known)
 
 
 def use_instead(place: KeyStore, group: ProcessGroupRing) -> None:

@@ -4,7 +4,7 @@ On one host they use a Unix socket. When a worker has connected, both sides prov
 the kernel confirms that both belong to the same user. The worker then passes the descriptors of its window, of its
 process (pidfd) and of a socket on which servers tell it about their backups. The server passes those of its values, its
 bell and its process. Between hosts, control messages use a TCP connection whose ends have proved that they know the
-secret (`rendezvous.links`); each message follows its length, and there are no descriptors.
+secret (`network.listener`); each message follows its length, and there are no descriptors.
 
 After that the worker asks, and the server answers. A message has at most MOST bytes. It is parsed as JSON, so it cannot
 contain code.
@@ -22,8 +22,8 @@ import struct
 from typing import Any
 
 from ringreduce.errors import SystemFailure
-from ringreduce.rendezvous.host import exactly
-from ringreduce.rendezvous.host import receive as receive_message
+from ringreduce.network.local import exactly
+from ringreduce.network.local import receive as receive_message
 
 MOST = 64 * 1024
 NONCE = 32

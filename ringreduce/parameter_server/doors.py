@@ -1,7 +1,7 @@
 """Doors: how a process connects to the door of another one, on its own host or on another, and whether one is there.
 
 On its own host a process connects to the Unix socket of a door. To doors on other hosts it makes TCP connections, as
-ranks of a group do (`rendezvous.links`); the first one is for control messages (`control`).
+ranks of a group do (`network.listener`); the first one is for control messages (`control`).
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ringreduce.config import Options
+from ringreduce.coordination.process import kernel, own_pidfd
 from ringreduce.errors import TopologyError
+from ringreduce.network.interfaces import Filter, local_interfaces
+from ringreduce.network.listener import Door, Peer
+from ringreduce.network.local import check_user
+from ringreduce.network.sockets import Address
 from ringreduce.parameter_server.control import NONCE, new_nonce, proof, receive, same, send
-from ringreduce.rendezvous.host import check_user, own_pidfd
-from ringreduce.rendezvous.interfaces import Filter, local_interfaces
-from ringreduce.rendezvous.links import Door, Peer
-from ringreduce.rendezvous.sockets import Address
-from ringreduce.rendezvous.store import kernel
 
 GROUP = "parameter server"
 """The name by which processes of a parameter server recognise each other's doors between hosts."""

@@ -16,7 +16,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from ringreduce.coordination.store import get
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, TopologyError
+from ringreduce.network.secret import group_secret
+from ringreduce.network.sockets import parse_ports
 from ringreduce.parameter_server.arguments import MOST_SERVERS, count_of_bytes
 from ringreduce.parameter_server.checks import WHOLE, check_is, shown
 from ringreduce.parameter_server.doors import Reached, called, lives, make_door, reach
@@ -28,9 +31,6 @@ from ringreduce.parameter_server.server.replication import Succession
 from ringreduce.parameter_server.server.serving import Serving
 from ringreduce.parameter_server.store import Directory, Views, beside, once
 from ringreduce.parameter_server.updates import Function
-from ringreduce.rendezvous.secret import group_secret
-from ringreduce.rendezvous.sockets import parse_ports
-from ringreduce.rendezvous.store import get
 
 _PREFIX = "ringreduce/parameter server"
 _ENDING = 1.0

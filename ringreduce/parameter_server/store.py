@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ringreduce.membership.directory import Bounded
+from ringreduce.coordination.store import Bounded
 from ringreduce.parameter_server.views import View
 
 DIALERS = 1 << 20

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ringreduce.elastic import watch
-from ringreduce.groups import between_hosts, make
-from ringreduce.membership.directory import Under
-from ringreduce.membership.key_store import KeyStore
-from ringreduce.membership.ledger import Ledger
-from ringreduce.membership.rounds import Membership
-from ringreduce.rendezvous import host, links, store
+from ringreduce.coordination import watch
+from ringreduce.coordination.ledger import Ledger
+from ringreduce.coordination.rounds import Membership
+from ringreduce.coordination.store import Under
+from ringreduce.coordination.torch_store import KeyStore
+from ringreduce.groups import between_hosts, exchange, make, meet
+from ringreduce.network import listener
 
 CALLS: list[tuple[Any, str]] = [
     (Ledger, "__init__"),  # maps it
@@ -30,19 +30,19 @@ CALLS: list[tuple[Any, str]] = [
     (KeyStore, "check"),
     (watch.Watch, "__init__"),
     (watch.Watch, "stop"),
-    (host, "receive"),
-    (host, "_send"),
+    (meet, "receive"),
+    (meet, "_send"),
     (socket.socket, "connect"),
     (socket.socket, "accept"),
     (between_hosts.Links, "learn"),
     (between_hosts.Links, "connect_all"),
-    (links.Door, "_approach"),
-    (links.Door, "_introduce"),
-    (links.Door, "_admit"),
-    (links.Door, "_join"),
-    (links.Door, "_join_all"),
-    (links.Door, "_hand_over"),
-    (links.Door, "_proof"),  # right before each message of the handshake, and after it was received
+    (listener.Door, "_approach"),
+    (listener.Door, "_introduce"),
+    (listener.Door, "_admit"),
+    (listener.Door, "_join"),
+    (listener.Door, "_join_all"),
+    (listener.Door, "_hand_over"),
+    (listener.Door, "_proof"),  # right before each message of the handshake, and after it was received
     (make._C, "ProcessGroupRing"),  # maps the regions
     (dist, "destroy_process_group"),
     (dist, "init_process_group"),
@@ -81,7 +81,7 @@ def at_each_point(reach: Callable[[str], None]) -> None:
 
     for owner, name in CALLS:
         around(owner, name)
-    for module in (store, host, make):
+    for module in (exchange, meet, make):
         module.passed = reach  # type: ignore[attr-defined]
 
 

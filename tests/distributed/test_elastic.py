@@ -25,10 +25,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ringreduce
 from ringreduce import elastic
-from ringreduce.elastic import lateness, watch
-from ringreduce.elastic.home import Home
+from ringreduce.coordination import watch
+from ringreduce.coordination.join_queue import JoinQueue
+from ringreduce.coordination.process import identity
+from ringreduce.coordination.protocol import Member, View
+from ringreduce.elastic import lateness
+from ringreduce.elastic.context import WorldContext
 from ringreduce.elastic.lateness import STEPS as COUNTED
-from ringreduce.elastic.lobby import Lobby
 from ringreduce.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -38,8 +41,6 @@ from ringreduce.errors import (
     TooFewRanks,
 )
 from ringreduce.groups.lookup import backend_of
-from ringreduce.membership.protocol import Member, View
-from ringreduce.rendezvous import store as rendezvous
 
 
 def alone(steps: int) -> nn.Module:
@@ -665,15 +666,15 @@ def comes_when_all_have_died(me: Rank) -> None:
     if me.rank == 2:
         while not me.store.check(["come 2"]):
             time.sleep(0.005)
-        opens = Home.open_a_ledger
+        opens = WorldContext.open_a_ledger
 
-        def when_told(self: Home, *arguments: Any) -> bool:
+        def when_told(self: WorldContext, *arguments: Any) -> bool:
             me.report("let in")
             while not me.store.check(["go on"]):
                 time.sleep(0.005)
             return opens(self, *arguments)
 
-        Home.open_a_ledger = when_told  # type: ignore[method-assign]
+        WorldContext.open_a_ledger = when_told  # type: ignore[method-assign]
         with pytest.raises(TooFewRanks, match=r"all members have died, .* again from a checkpoint"):
             start(me, 2)
         return
@@ -709,7 +710,7 @@ def test_a_mismatch_is_raised_and_not_repeated() -> None:
 
 
 def nobody_lets_in(me: Rank) -> None:
-    founder = Member("founder", json.dumps(rendezvous.identity()._asdict()))
+    founder = Member("founder", json.dumps(identity()._asdict()))
     me.store.set("ringreduce/elastic/0/members now", View(0, (founder,)).dump())  # the founders have begun
     with pytest.raises(CollectiveTimeout, match="no member has looked who waits"):
         start(me, 1, timeout=timedelta(seconds=0.3))
@@ -874,7 +875,7 @@ def joins_again_and_again(me: Rank) -> int:
     lobby = world._settings.home.lobby
     assert lobby.waiting(world._lookout._seen.but) == ()
     if me.rank == 0:  # another one, as after rank 0's end
-        assert Lobby(world._settings.home.store).waiting(()) == ()
+        assert JoinQueue(world._settings.home.store).waiting(()) == ()
     world.leave()
     return len(lobby._waiting) + len(lobby._nameless)
 
@@ -916,15 +917,15 @@ def joins_when_its_host_has_died(me: Rank) -> int:
     if me.rank == 2:
         while not me.store.check(["ready"]):
             time.sleep(0.005)
-        opens = Home.open_a_ledger
+        opens = WorldContext.open_a_ledger
 
-        def when_rank_0_is_dead(self: Home, name: str, view: View, seconds: float) -> bool:
+        def when_rank_0_is_dead(self: WorldContext, name: str, view: View, seconds: float) -> bool:
             me.report("let in")
             while os.path.exists(json.loads(view.members[0].address)["ledger"][0]):
                 time.sleep(0.005)
             return opens(self, name, view, seconds)
 
-        Home.open_a_ledger = when_rank_0_is_dead  # type: ignore[method-assign]
+        WorldContext.open_a_ledger = when_rank_0_is_dead  # type: ignore[method-assign]
     world = start(me, 2)
     state = world.state(step=0)
     me.store.set("ready", "")
@@ -949,16 +950,16 @@ def is_slow_to_join(me: Rank) -> str:
         while not me.store.check([f"come {me.rank}"]):
             time.sleep(0.005)
     if me.rank == 2:
-        opens = Home.open_a_ledger
+        opens = WorldContext.open_a_ledger
 
-        def when_told(self: Home, name: str, view: View, seconds: float) -> bool:
+        def when_told(self: WorldContext, name: str, view: View, seconds: float) -> bool:
             if not me.store.check(["go on"]):
                 me.report("let in")
             while not me.store.check(["go on"]):
                 time.sleep(0.005)
             return opens(self, name, view, seconds)
 
-        Home.open_a_ledger = when_told  # type: ignore[method-assign]
+        WorldContext.open_a_ledger = when_told  # type: ignore[method-assign]
     try:
         world = start(me, 2, timeout=timedelta(seconds=30 if me.rank == 3 else 2), expel_after=1.0)
     except Expelled:

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from distributed.harness import Rank, Ranks
 
 from ringreduce import elastic
+from ringreduce.coordination.etcd import Etcd
 from ringreduce.errors import InvalidArgument, SystemFailure
-from ringreduce.membership.etcd import Etcd
 
 STEPS = 200
 

@@ -246,7 +246,7 @@ def test_a_world_of_one_ends_cleanly_while_its_store_is_slow() -> None:
     """Python must not end while a thread is in a store's code."""
     code = (
         "import time, torch.distributed as dist\n"
-        "from ringreduce.membership.directory import Bounded\n"
+        "from ringreduce.coordination.store import Bounded\n"
         "class Slow(dist.HashStore):\n"
         "    def set(self, key, value):\n"
         "        time.sleep(0.5)\n"

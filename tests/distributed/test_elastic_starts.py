@@ -17,10 +17,12 @@ from bodies.elastic import come, start, tell
 from distributed.harness import Rank, Ranks, run
 
 from ringreduce import elastic
-from ringreduce.elastic.lobby import Lobby
+from ringreduce.coordination import process
+from ringreduce.coordination.join_queue import JoinQueue
+from ringreduce.coordination.process import identity
+from ringreduce.coordination.protocol import View
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, SystemFailure
-from ringreduce.membership.protocol import View
-from ringreduce.rendezvous import store as rendezvous
+from ringreduce.groups import exchange
 
 SOON = 20.0
 """Seconds, far below the timeout of 60 that these tests give to `start`."""
@@ -34,8 +36,8 @@ def wait_for(me: Rank, key: str) -> None:
 def sees_no_ends(me: Rank) -> None:
     """Makes this process one that is on a host and in a PID namespace of its own."""
     os.environ["RINGREDUCE_HOST_ID"] = f"host {me.rank}"
-    rendezvous._pid_namespace = lambda: f"of {me.rank}"
-    rendezvous.identity.cache_clear()
+    process._pid_namespace = lambda: f"of {me.rank}"
+    identity.cache_clear()
 
 
 def founds(me: Rank) -> tuple[int, float]:
@@ -50,7 +52,7 @@ def founds(me: Rank) -> tuple[int, float]:
             me.report("stops")
             time.sleep(1000)
 
-        rendezvous.Exchange.tell = stops  # type: ignore[method-assign]
+        exchange.Exchange.tell = stops  # type: ignore[method-assign]
     began = time.monotonic()
     try:
         world = start(me, 3, timeout=60.0)
@@ -101,13 +103,13 @@ def test_a_process_that_joins_before_there_are_members_ends_no_first_start() -> 
 def publishes_late(me: Rank) -> int:
     """Rank 1 dies when it has the first group, before the store knows of it. Rank 2 is started in its place."""
     if me.rank == 0:
-        publishes = Lobby.publish
+        publishes = JoinQueue.publish
 
-        def when_told(self: Lobby, view: View) -> None:
+        def when_told(self: JoinQueue, view: View) -> None:
             wait_for(me, "go on")
             publishes(self, view)
 
-        Lobby.publish = when_told  # type: ignore[method-assign]
+        JoinQueue.publish = when_told  # type: ignore[method-assign]
     elif me.rank == 2:
         wait_for(me, "come 2")
         me.report("comes")

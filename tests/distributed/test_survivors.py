@@ -15,10 +15,10 @@ import torch.distributed as dist
 from distributed.harness import Rank, Ranks, run
 
 import ringreduce
+from ringreduce.coordination import rounds
 from ringreduce.errors import CollectiveTimeout, Expelled, InvalidArgument, PeerLost, RingReduceError
 from ringreduce.groups import survivors
 from ringreduce.groups.lookup import backend_of
-from ringreduce.membership import rounds
 
 ABORT = 1
 """torch.distributed.distributed_c10d.SHRINK_ABORT"""
@@ -184,7 +184,7 @@ def test_who_shrinks_waits_for_who_agrees_first() -> None:
 
 def fails_again(me: Rank, ends: bool) -> Any:
     """Rank 0 is dead. Rank 2 ends or hangs when the others make a group with it."""
-    from ringreduce.rendezvous import store
+    from ringreduce.groups import exchange
 
     with me.join(timeout=30.0 if ends else 2.0):
         dist.barrier()
@@ -192,7 +192,7 @@ def fails_again(me: Rank, ends: bool) -> Any:
         fails(0)
         agreed = ringreduce.agree()
         if me.rank == 2:
-            store.passed = lambda _: os.kill(os.getpid(), signal.SIGKILL) if ends else time.sleep(60)
+            exchange.passed = lambda _: os.kill(os.getpid(), signal.SIGKILL) if ends else time.sleep(60)
         with pytest.raises(PeerLost if ends else CollectiveTimeout) as error:
             dist.shrink_group(agreed.lost, shrink_flags=ABORT)
         return error.value.culprit, str(error.value)
@@ -265,8 +265,7 @@ def dies_at(me: Rank, victim: int, stage: str) -> Any:
 
 
 def _die_at(stage: str) -> None:
-    from ringreduce.groups import make
-    from ringreduce.rendezvous import host, store
+    from ringreduce.groups import exchange, make, meet
 
     def die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -293,7 +292,7 @@ def _die_at(stage: str) -> None:
 
     rounds.Membership._ask = dying_ask  # type: ignore[method-assign]
     rounds.Membership._view_of = dying_view_of  # type: ignore[method-assign]
-    for module in (store, host, make):
+    for module in (exchange, meet, make):
         module.passed = passed  # type: ignore[attr-defined]
 
 

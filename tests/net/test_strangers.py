@@ -23,8 +23,8 @@ from net.ranks import Rank, Ranks, until_told
 import ringreduce
 from ringreduce.errors import CollectiveTimeout, PeerLost, SystemFailure
 from ringreduce.groups.lookup import backend_of
-from ringreduce.rendezvous import links, sockets
-from ringreduce.rendezvous.interfaces import local_interfaces
+from ringreduce.network import listener, sockets
+from ringreduce.network.interfaces import local_interfaces
 
 pytestmark = [pytest.mark.netns, pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))]
 
@@ -42,7 +42,7 @@ def network() -> Iterator[Network]:
 def serve(me: Rank) -> tuple[int, dict[str, int]]:
     """Makes calls until told; returns how many, and what its door has counted."""
     with me.join(timeout=20, options=IPV4):
-        (door,) = links._doors
+        (door,) = listener._doors
         me.report([(str(address.ip.ip), address.port) for address in door.addresses])
 
         def calls(call: int) -> None:
@@ -114,7 +114,7 @@ def say_hello_and_stop(door: Door) -> None:
     for length in range(1, 120, 7):
         here.append(connect(door))
         here[-1].sendall(b"ringrdc\n\0\1".ljust(200, b"x")[:length])
-    time.sleep(links.HANDSHAKE_SECONDS + 0.5)
+    time.sleep(listener.HANDSHAKE_SECONDS + 0.5)
     for connection in here:
         connection.close()
 
@@ -122,8 +122,8 @@ def say_hello_and_stop(door: Door) -> None:
 def claim_to_be_rank_0(door: Door) -> None:
     """With the whole protocol, but another secret."""
     there = [sockets.Address("eth0", f"{door[0]}/24", door[1])]
-    stranger = links.Door(local_interfaces()[-1:])
-    stranger.open(0, "0/1", b"a guess", {1: links.Peer("there", 1, there)}, lambda *_: None)
+    stranger = listener.Door(local_interfaces()[-1:])
+    stranger.open(0, "0/1", b"a guess", {1: listener.Peer("there", 1, there)}, lambda *_: None)
     try:
         with pytest.raises(SystemFailure, match="refused this rank's proof"):
             stranger.connect([1], time.monotonic() + 10)
@@ -158,7 +158,7 @@ def test_without_strangers_nobody_is_refused(network: Network) -> None:
 def serve_while_linking(me: Rank) -> int:
     """Whose links are all made while strangers come."""
     with me.join(timeout=20, options=IPV4):
-        (door,) = links._doors
+        (door,) = listener._doors
         me.report([(str(address.ip.ip), address.port) for address in door.addresses])
         me.hear()
         for call in range(3):

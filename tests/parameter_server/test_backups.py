@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import HashStore
 
 import ringreduce.parameter_server as ps
 from ringreduce import _C
+from ringreduce.coordination.process import own_pidfd
 from ringreduce.errors import (
     CollectiveTimeout,
     InvalidArgument,
@@ -31,7 +32,6 @@ from ringreduce.errors import (
     SystemFailure,
     TopologyError,
 )
-from ringreduce.rendezvous.host import own_pidfd
 
 SERVERS, WORKERS = 3, 2
 PUSHES = 40

@@ -27,10 +27,10 @@ from test_workers_and_servers import SMALL
 
 import ringreduce.parameter_server as ps
 from ringreduce import _C
+from ringreduce.coordination.process import own_pidfd
 from ringreduce.errors import InvalidArgument, RingReduceError, TopologyError
 from ringreduce.parameter_server.client import failover
 from ringreduce.parameter_server.placement import backup_of
-from ringreduce.rendezvous.host import own_pidfd
 
 APART5 = (0, 1, 2, 3, 4)
 PLACES = {

@@ -14,10 +14,10 @@ import time
 import traceback
 from pathlib import Path
 
-from ringreduce.rendezvous.card import Place
-from ringreduce.rendezvous.host import meet
-from ringreduce.rendezvous.links import Peer
-from ringreduce.rendezvous.store import Exchange
+from ringreduce.coordination.endpoint import Location
+from ringreduce.groups.exchange import Exchange
+from ringreduce.groups.meet import meet
+from ringreduce.network.listener import Peer
 
 
 class FolderStore:
@@ -57,7 +57,7 @@ def neighbours(rank: int, size: int) -> set[int]:
 
 def run(rank: int, size: int, folder: str) -> None:
     meeting = meet(
-        Exchange(FolderStore(folder), rank, size, 60.0), lambda _: 4096, {}, lambda *_: "", place=Place("tcp")
+        Exchange(FolderStore(folder), rank, size, 60.0), lambda _: 4096, {}, lambda *_: "", place=Location("tcp")
     )
     assert meeting.door is not None
     links: dict[int, list[socket.socket]] = {}

@@ -14,7 +14,7 @@ from stand_in import build
 from ringreduce.doctor import machine
 from ringreduce.doctor.machine import Facts, Gpu, NetworkDevice, examine, look, render
 from ringreduce.gpu import kernels
-from ringreduce.rendezvous.interfaces import Interface
+from ringreduce.network.interfaces import Interface
 from ringreduce.topology.graph import LinkGraph, Node, NodeKind
 from ringreduce.topology.presets import preset
 

@@ -15,15 +15,15 @@ import pytest
 from torch.distributed import HashStore
 
 from ringreduce.config import Options, resolve
+from ringreduce.coordination.endpoint import Location
 from ringreduce.doctor.peers import Host, Pair, Survey
 from ringreduce.errors import InvalidArgument
 from ringreduce.groups import between_hosts
 from ringreduce.groups.between_hosts import Links, Noticed, Wire, wire_of
 from ringreduce.groups.decision import Decision, decide
-from ringreduce.rendezvous import interfaces
-from ringreduce.rendezvous.card import Place
-from ringreduce.rendezvous.host import meet
-from ringreduce.rendezvous.store import Exchange
+from ringreduce.groups.exchange import Exchange
+from ringreduce.groups.meet import meet
+from ringreduce.network import interfaces
 from ringreduce.topology import hosts_file
 from ringreduce.topology.hosts_file import HostsFile
 
@@ -248,7 +248,7 @@ def learned(ids: str, wire: Wire | None, absent: str = "") -> list[Wire]:
 
     def one(rank: int) -> Wire:
         exchange = Exchange(store, rank, size, 30.0)
-        meeting = meet(exchange, lambda _: 4096, {}, lambda *_: "", place=Place(host_id=ids[rank]))
+        meeting = meet(exchange, lambda _: 4096, {}, lambda *_: "", place=Location(host_id=ids[rank]))
         order = tuple(map(tuple, meeting.hosts))
         links = Links(meeting, "group", rank, order, wire, 1, 10.0)
         try:

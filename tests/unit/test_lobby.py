@@ -12,19 +12,26 @@ from collections.abc import Callable, Container
 import pytest
 import torch.distributed as dist
 
-from ringreduce.elastic import lobby as lobbies
-from ringreduce.elastic.lobby import FORGOTTEN_AFTER, LOOK_FOR_JOINERS, SILENT, Lobby, Lookout, Patient
+from ringreduce.coordination import join_queue, wait
+from ringreduce.coordination.join_queue import (
+    FORGOTTEN_AFTER,
+    LOOK_FOR_JOINERS,
+    SILENT,
+    JoinQueue,
+    JoinWatcher,
+    Patient,
+)
+from ringreduce.coordination.process import identity
+from ringreduce.coordination.protocol import Member, View
+from ringreduce.coordination.store import Bounded
+from ringreduce.coordination.torch_store import KeyStore
 from ringreduce.errors import CollectiveTimeout, SystemFailure
-from ringreduce.membership.directory import Bounded
-from ringreduce.membership.key_store import KeyStore
-from ringreduce.membership.protocol import Member, View
-from ringreduce.rendezvous import store as rendezvous
 
-ADDRESS = json.dumps(rendezvous.identity()._asdict())
+ADDRESS = json.dumps(identity()._asdict())
 
 
 class Clock:
-    """Stands for the module `time` in the lobby."""
+    """Stands for the module `time` where processes wait to join."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -42,7 +49,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    monkeypatch.setattr(lobbies, "time", found)
+    for module in (join_queue, wait):
+        monkeypatch.setattr(module, "time", found)
     return found
 
 
@@ -67,18 +75,18 @@ class Counting(KeyStore):
 def test_a_number_without_a_process_is_forgotten(clock: Clock) -> None:
     store = Counting()
     store.add("waiting", 1)  # and then it died
-    lobby = Lobby(store)
+    lobby = JoinQueue(store)
     for _ in range(1000):
         assert lobby.waiting(()) == ()
         clock.now += 0.1
     assert 1 / 0.1 < store.asked["joiner/1"] < 2 * FORGOTTEN_AFTER / 0.1
-    later = Lobby(store)  # of a member that looks for the first time
+    later = JoinQueue(store)  # of a member that looks for the first time
     assert later.waiting(()) == () and store.value("joiner/1") == b""
 
 
 def test_a_process_whose_number_was_forgotten_takes_another_one(clock: Clock) -> None:
     store, me = Counting(), Member("me", ADDRESS)
-    looks = Lobby(store)
+    looks = JoinQueue(store)
 
     def is_stopped() -> None:
         looks.waiting(())
@@ -86,8 +94,8 @@ def test_a_process_whose_number_was_forgotten_takes_another_one(clock: Clock) ->
         assert looks.waiting(()) == ()
 
     store.before["joiner/1"] = is_stopped
-    assert Lobby(store).come(me, Patient(1.0)) == 2
-    assert looks.waiting(()) == (me,) and Lobby(store).waiting(()) == (me,)
+    assert JoinQueue(store).come(me, Patient(1.0)) == 2
+    assert looks.waiting(()) == (me,) and JoinQueue(store).waiting(()) == (me,)
 
 
 class Failing(Counting):
@@ -119,14 +127,14 @@ class Failing(Counting):
             raise self._error
 
 
-def arrive_and_wait(lobby: Lobby) -> None:
+def arrive_and_wait(lobby: JoinQueue) -> None:
     ask = Patient(60.0)
     lobby.wait("me", lobby.come(Member("me", ADDRESS), ask), 5.0, ask)
 
 
 def test_a_waiting_process_outlasts_a_store_that_is_out_of_reach(clock: Clock) -> None:
     me, view, ask = Member("me", ADDRESS), View(1, (Member("me", ADDRESS),)), Patient(60.0)
-    lobby = Lobby(Failing(clock, clock.now + 50, ConnectionError("refused")))
+    lobby = JoinQueue(Failing(clock, clock.now + 50, ConnectionError("refused")))
     number = lobby.come(me, ask)
     lobby.invite([me], view)
     assert lobby.wait("me", number, 5.0, ask) == view
@@ -136,7 +144,7 @@ def test_the_silence_of_members_counts_only_while_the_store_answers(clock: Clock
     began = clock.now
     store = Failing(clock, began + 50, ConnectionError("refused"))
     with pytest.raises(CollectiveTimeout, match="no member has looked who waits to be let in for 5 s"):
-        arrive_and_wait(Lobby(store))
+        arrive_and_wait(JoinQueue(store))
     assert began + 55 < clock.now < began + 57
 
 
@@ -152,20 +160,20 @@ def test_a_waiting_process_says_why_it_gives_up(clock: Clock, error: Exception, 
     began = clock.now
     store = Failing(clock, float("inf"), error)
     with pytest.raises(SystemFailure, match="start: the store " + says):
-        arrive_and_wait(Lobby(store))
+        arrive_and_wait(JoinQueue(store))
     assert began + seconds <= clock.now < began + seconds + 2
 
 
 def test_a_waiting_process_whose_requests_were_not_answered_waits_once(clock: Clock) -> None:
     store, me = Failing(clock, 0.0, ConnectionError("no answer")), Member("me", ADDRESS)
     store.unanswered = ["waiting", "joiner/2"]
-    assert Lobby(store).come(me, Patient(1.0)) == 2
-    assert Lobby(store).waiting(()) == (me,)
+    assert JoinQueue(store).come(me, Patient(1.0)) == 2
+    assert JoinQueue(store).waiting(()) == (me,)
     store.set("joiner/1", json.dumps(["me", ADDRESS]))  # a request that the store has carried out late
-    assert Lobby(store).waiting(()) == (me,)
+    assert JoinQueue(store).waiting(()) == (me,)
 
 
-class Blocking(Lobby):
+class Blocking(JoinQueue):
     """A lobby whose store answers while `answers` is set."""
 
     def __init__(self) -> None:
@@ -195,7 +203,7 @@ def lookouts() -> list[threading.Thread]:
 def test_a_lookout_never_waits_for_the_store() -> None:
     lobby = Blocking()
     lobby.answers.clear()
-    lookout = Lookout(lobby, ["a"])
+    lookout = JoinWatcher(lobby, ["a"])
     began = time.monotonic()
     assert lookout.found() == () and time.monotonic() < began + 1
     until(lambda: lobby.looks == 1)
@@ -216,7 +224,7 @@ def test_a_lookout_never_waits_for_the_store() -> None:
 
 def test_a_lookout_looks_while_it_is_asked() -> None:
     lobby = Blocking()
-    held = [Lookout(lobby, [])]
+    held = [JoinWatcher(lobby, [])]
     time.sleep(3 * LOOK_FOR_JOINERS)
     assert not lookouts() and not lobby.looks
     until(lambda: held[0].found() or lobby.looks > 5)
@@ -232,7 +240,7 @@ def test_a_lookout_looks_while_it_is_asked() -> None:
     until(lambda: not lookouts())
 
 
-class Unreachable(Lobby):
+class Unreachable(JoinQueue):
     """A lobby whose looks fail."""
 
     def __init__(self, error: Exception) -> None:
@@ -246,7 +254,7 @@ class Unreachable(Lobby):
 
 def test_a_lookout_whose_store_has_died_looks_no_more() -> None:
     lobby = Unreachable(dist.DistNetworkError("Connection reset by peer"))
-    lookout = Lookout(lobby, [])
+    lookout = JoinWatcher(lobby, [])
     assert lookout.found() == ()
     until(lambda: lobby.looks and not lookouts())
     assert lobby.looks == 1 and lookout.found() == ()
@@ -259,9 +267,9 @@ def test_a_lookout_whose_store_has_died_looks_no_more() -> None:
 def test_a_lookout_looks_less_often_at_a_store_that_prints(
     monkeypatch: pytest.MonkeyPatch, error: Exception, least: int, most: int
 ) -> None:
-    monkeypatch.setattr(lobbies, "AFTER_FAILURE", 0.01)
+    monkeypatch.setattr(join_queue, "AFTER_FAILURE", 0.01)
     lobby = Unreachable(error)
-    lookout = Lookout(lobby, [])
+    lookout = JoinWatcher(lobby, [])
     lookout.found()
     time.sleep(1.0)
     assert least <= lobby.looks <= most

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from ringreduce.coordination.ledger import FREE, Ledger
+from ringreduce.coordination.protocol import Member, Report, View, place
+from ringreduce.coordination.rounds import Membership
+from ringreduce.coordination.store import Bounded, Directory, Under, value_of
+from ringreduce.coordination.torch_store import KeyStore
 from ringreduce.errors import Expelled, SystemFailure
 from ringreduce.groups.survivors import Lineage
-from ringreduce.membership.directory import Bounded, Directory, Under, value_of
-from ringreduce.membership.key_store import KeyStore
-from ringreduce.membership.ledger import FREE, Ledger
-from ringreduce.membership.protocol import Member, Report, View, place
-from ringreduce.membership.rounds import Membership
 
 SIZE = 4 << 20
 

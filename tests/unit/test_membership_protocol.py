@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 import pytest
 from worlds import never_settles
 
-from ringreduce.membership import protocol
-from ringreduce.membership.protocol import (
+from ringreduce.coordination import protocol
+from ringreduce.coordination.protocol import (
     Answer,
     Append,
     Commit,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringreduce.errors import InvalidArgument
-from ringreduce.rendezvous.interfaces import Filter, Interface, local_interfaces
+from ringreduce.network.interfaces import Filter, Interface, local_interfaces
 
 
 def interface(name: str, *addresses: str, up: bool = True) -> Interface:

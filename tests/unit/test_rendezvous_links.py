@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import resource
@@ -22,11 +23,13 @@ from typing import Any
 import pytest
 
 from ringreduce.errors import Aborted, CollectiveTimeout, InvalidArgument, PeerLost, SystemFailure
-from ringreduce.rendezvous import links, sockets
-from ringreduce.rendezvous.interfaces import Interface, local_interfaces
-from ringreduce.rendezvous.links import Door, Peer
-from ringreduce.rendezvous.secret import group_secret
-from ringreduce.rendezvous.sockets import Address
+from ringreduce.network import handshake, sockets
+from ringreduce.network import listener as listener_module
+from ringreduce.network.handshake import Handshake
+from ringreduce.network.interfaces import Interface, local_interfaces
+from ringreduce.network.listener import Door, Peer
+from ringreduce.network.secret import group_secret
+from ringreduce.network.sockets import Address
 
 SECRET = b"s" * 32
 SOON = 20.0  # seconds in which what must happen happens, on any machine
@@ -218,7 +221,7 @@ def test_a_dead_interface_is_left_out(make: Make) -> None:
 
 
 def test_an_interface_that_does_not_answer_is_left_out(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(listener_module, "GRACE_SECONDS", 0.2)
     one = make(0, interface("a", "127.0.1.1/24"), interface("b", "127.0.2.1/24"))
     other = make(1, interface("b", "127.0.2.2/24"))
     with socket.create_server(("127.0.1.2", 0)) as silent:
@@ -258,7 +261,7 @@ def test_ranks_that_go_to_each_other_at_once_get_one_link(make: Make, monkeypatc
     join_all = Door._join_all
 
     async def together(self: Door, *args: Any) -> bool:
-        await links.asyncio.get_running_loop().run_in_executor(None, met.wait, SOON)
+        await asyncio.get_running_loop().run_in_executor(None, met.wait, SOON)
         return await join_all(self, *args)
 
     monkeypatch.setattr(Door, "_join_all", together)
@@ -314,7 +317,7 @@ def test_patience_ends(pair: tuple[Member, Member]) -> None:
 
 
 def test_ways_that_failed_beside_the_link(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(listener_module, "GRACE_SECONDS", 0.2)
     names = ("a", "b", "c")
     one = make(0, *(interface(name, f"127.0.{n}.1/24") for n, name in enumerate(names, 1)))
     other = make(1, interface("b", "127.0.2.2/24"))
@@ -399,7 +402,7 @@ class Stranger:
         return data
 
     def challenge(self) -> bytes:
-        return self.read(links._CHALLENGE.size)
+        return self.read(handshake.CHALLENGE.size)
 
     def ended(self) -> bool:
         with contextlib.suppress(ConnectionResetError):
@@ -411,23 +414,21 @@ class Stranger:
         secret: bytes = SECRET,
         role: bytes = b"comes",
         group: str = "g",
-        version: int = links.VERSION,
+        version: int = handshake.VERSION,
         **other: Any,
     ) -> bytes:
         """Sends a HELLO; returns what comes back, at most a byte."""
-        _, _, nonce = links._CHALLENGE.unpack(self.challenge())
+        _, _, nonce = handshake.CHALLENGE.unpack(self.challenge())
         said = {"rank": 0, "to": 1, "number": 0, "session": b"s" * 16, "nonce": secrets.token_bytes(32)} | other
-        self.hello = links._HELLO.pack(links._MAGIC, version, *said.values())
+        self.hello = handshake.HELLO.pack(handshake.MAGIC, version, *said.values())
         self.nonce = nonce
         self.socket.sendall(self.hello + prover(secret, group)._proof(role, self.hello, nonce))
         return self.read(1)
 
 
-def prover(secret: bytes = SECRET, group: str = "g") -> Door:
-    """A door that only makes proofs."""
-    door = Door.__new__(Door)
-    door._secret, door._group = secret, links.hashlib.sha256(group.encode()).digest()
-    return door
+def prover(secret: bytes = SECRET, group: str = "g") -> Handshake:
+    """What makes proofs."""
+    return Handshake(1, group, secret)
 
 
 def still_works(pair: tuple[Member, Member]) -> None:
@@ -439,11 +440,11 @@ def test_the_right_words_open_the_door(pair: tuple[Member, Member]) -> None:
     """The control of those that follow."""
     open_all(*pair)
     with Stranger(pair[1]) as stranger:
-        assert stranger.introduce() == links._WELCOME
+        assert stranger.introduce() == handshake.WELCOME
         assert stranger.read(32) == prover()._proof(b"answers", stranger.hello, stranger.nonce)
-        join = links._JOIN.pack(0, 1)
+        join = handshake.JOIN.pack(0, 1)
         stranger.socket.sendall(join + prover()._proof(b"joins" + join, stranger.hello, stranger.nonce))
-        assert stranger.read(1) == links._READY
+        assert stranger.read(1) == handshake.READY
         until(lambda: 0 in pair[1].links)
     assert pair[1].door.counts == {"accepted": 1}
 
@@ -467,7 +468,7 @@ def test_the_right_words_open_the_door(pair: tuple[Member, Member]) -> None:
 def test_wrong_words(pair: tuple[Member, Member], wrong: dict[str, Any], reason: str) -> None:
     open_all(*pair)
     with Stranger(pair[1]) as stranger:
-        assert stranger.introduce(**wrong) == links._ANSWERS[reason][0]
+        assert stranger.introduce(**wrong) == handshake.ANSWERS[reason][0]
         assert stranger.ended()
     assert pair[1].door.counts == {"accepted": 0, reason: 1}
     still_works(pair)
@@ -476,14 +477,14 @@ def test_wrong_words(pair: tuple[Member, Member], wrong: dict[str, Any], reason:
 @pytest.mark.parametrize("at", ["hello", "nonce", "session", "proof"])
 def test_a_proof_is_about_every_word(pair: tuple[Member, Member], at: str) -> None:
     open_all(*pair)
-    place = {"hello": 20, "session": 25, "nonce": 50, "proof": links._HELLO.size + 5}[at]
+    place = {"hello": 20, "session": 25, "nonce": 50, "proof": handshake.HELLO.size + 5}[at]
     with Stranger(pair[1]) as stranger:
-        _, _, nonce = links._CHALLENGE.unpack(stranger.challenge())
-        hello = links._HELLO.pack(links._MAGIC, links.VERSION, 0, 1, 0, b"s" * 16, b"n" * 32)
+        _, _, nonce = handshake.CHALLENGE.unpack(stranger.challenge())
+        hello = handshake.HELLO.pack(handshake.MAGIC, handshake.VERSION, 0, 1, 0, b"s" * 16, b"n" * 32)
         words = bytearray(hello + prover()._proof(b"comes", hello, nonce))
         words[place] ^= 1
         stranger.socket.sendall(words)
-        assert stranger.read(1) == links._ANSWERS["proof"][0]
+        assert stranger.read(1) == handshake.ANSWERS["proof"][0]
     still_works(pair)
 
 
@@ -491,7 +492,7 @@ def test_a_proof_is_about_every_word(pair: tuple[Member, Member], at: str) -> No
 def test_a_join_that_cannot_be(pair: tuple[Member, Member], join: bytes) -> None:
     open_all(*pair)
     with Stranger(pair[1]) as stranger:
-        assert stranger.introduce() == links._WELCOME
+        assert stranger.introduce() == handshake.WELCOME
         stranger.read(32)
         stranger.socket.sendall(join + prover()._proof(b"joins" + join, stranger.hello, stranger.nonce))
         assert stranger.ended()
@@ -518,7 +519,7 @@ def test_what_was_overheard_proves_nothing(make: Make) -> None:
 
                 thread = threading.Thread(target=back)
                 thread.start()
-                while len(heard) < links._HELLO.size + 32 + links._JOIN.size + 32 and (data := near.recv(4096)):
+                while len(heard) < handshake.HELLO.size + 32 + handshake.JOIN.size + 32 and (data := near.recv(4096)):
                     heard.extend(data)
                     far.sendall(data)
                 until(lambda: 0 in other.links)
@@ -536,7 +537,7 @@ def test_what_was_overheard_proves_nothing(make: Make) -> None:
     with Stranger(other) as stranger:
         stranger.challenge()
         stranger.socket.sendall(heard)
-        assert stranger.read(1) == links._ANSWERS["proof"][0]
+        assert stranger.read(1) == handshake.ANSWERS["proof"][0]
     until(lambda: refused(other, "proof") == 1)
     assert other.door.counts["accepted"] == 1
 
@@ -556,13 +557,13 @@ def false_door(answer: Callable[[socket.socket], None]) -> tuple[socket.socket, 
     return listener, thread
 
 
-def challenge(connection: socket.socket, version: int = links.VERSION, magic: bytes = links._MAGIC) -> bytes:
-    connection.sendall(links._CHALLENGE.pack(magic, version, b"n" * 32))
-    return connection.recv(links._HELLO.size + 32, socket.MSG_WAITALL)
+def challenge(connection: socket.socket, version: int = handshake.VERSION, magic: bytes = handshake.MAGIC) -> bytes:
+    connection.sendall(handshake.CHALLENGE.pack(magic, version, b"n" * 32))
+    return connection.recv(handshake.HELLO.size + 32, socket.MSG_WAITALL)
 
 
 def welcome(proof: Callable[[bytes], bytes]) -> Callable[[socket.socket], None]:
-    return lambda connection: connection.sendall(links._WELCOME + proof(challenge(connection)))
+    return lambda connection: connection.sendall(handshake.WELCOME + proof(challenge(connection)))
 
 
 FALSE_DOORS: dict[str, tuple[Callable[[socket.socket], None], str]] = {
@@ -632,7 +633,7 @@ def test_a_scanner(pair: tuple[Member, Member]) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [b"GET / HTTP/1.1\r\n\r\n", b"\0" * 8, secrets.token_bytes(10_000), links._MAGIC[::-1]]
+    "words", [b"GET / HTTP/1.1\r\n\r\n", b"\0" * 8, secrets.token_bytes(10_000), handshake.MAGIC[::-1]]
 )
 def test_garbage(pair: tuple[Member, Member], words: bytes) -> None:
     open_all(*pair)
@@ -644,11 +645,11 @@ def test_garbage(pair: tuple[Member, Member], words: bytes) -> None:
     still_works(pair)
 
 
-@pytest.mark.parametrize("words", [b"", links._MAGIC, links._MAGIC + b"x" * 60])
+@pytest.mark.parametrize("words", [b"", handshake.MAGIC, handshake.MAGIC + b"x" * 60])
 def test_a_slow_handshake(pair: tuple[Member, Member], words: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     open_all(*pair)
     with monkeypatch.context() as patch:
-        patch.setattr(links, "HANDSHAKE_SECONDS", 0.1)
+        patch.setattr(listener_module, "HANDSHAKE_SECONDS", 0.1)
         with Stranger(pair[1]) as stranger:
             stranger.challenge()
             for byte in words:  # it lives, but that does not buy time
@@ -666,10 +667,10 @@ def test_a_thousand_open_connections(pair: tuple[Member, Member]) -> None:
         with contextlib.ExitStack() as stack:
             crowd = [stack.enter_context(Stranger(pair[1])) for _ in range(1000)]
             still_works(pair)
-            until(lambda: refused(pair[1], "crowd") >= 1000 - links.MOST_STRANGERS)
-            assert len(pair[1].door._strangers) <= links.MOST_STRANGERS
+            until(lambda: refused(pair[1], "crowd") >= 1000 - listener_module.MOST_UNPROVEN)
+            assert len(pair[1].door._unproven) <= listener_module.MOST_UNPROVEN
             assert crowd[0].challenge() and crowd[0].ended()  # the oldest went first
-        until(lambda: not pair[1].door._strangers)
+        until(lambda: not pair[1].door._unproven)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -697,9 +698,9 @@ def test_a_peer_that_dies_in_the_middle_and_comes_again(pair: tuple[Member, Memb
     open_all(*pair)
     for session in (b"1" * 16, b"2" * 16):
         with Stranger(pair[1]) as stranger:
-            assert stranger.introduce(session=session) == links._WELCOME
+            assert stranger.introduce(session=session) == handshake.WELCOME
             stranger.read(32)
-            join = links._JOIN.pack(0, 2)
+            join = handshake.JOIN.pack(0, 2)
             stranger.socket.sendall(joins * (join + prover()._proof(b"joins" + join, stranger.hello, stranger.nonce)))
     assert not pair[1].links
     still_works(pair)
@@ -709,9 +710,9 @@ def test_a_peer_is_linked_once(pair: tuple[Member, Member]) -> None:
     open_all(*pair)
     connect_all(*pair)
     with Stranger(pair[1]) as stranger:
-        assert stranger.introduce() == links._WELCOME
+        assert stranger.introduce() == handshake.WELCOME
         stranger.read(32)
-        join = links._JOIN.pack(0, 1)
+        join = handshake.JOIN.pack(0, 1)
         stranger.socket.sendall(join + prover()._proof(b"joins" + join, stranger.hello, stranger.nonce))
         assert stranger.ended()
     until(lambda: refused(pair[1], "twice") == 1)
@@ -886,14 +887,14 @@ def test_a_door_that_is_closed_while_another_thread_begins_to_connect(
 ) -> None:
     one, other = make(0), make(1)
     one.open([one, other])
-    schedule, closer = links.asyncio.run_coroutine_threadsafe, threading.Thread(target=one.door.close)
+    schedule, closer = asyncio.run_coroutine_threadsafe, threading.Thread(target=one.door.close)
 
     def late(*given: Any) -> Any:
         closer.start()
         time.sleep(0.3)
         return schedule(*given)
 
-    monkeypatch.setattr(links.asyncio, "run_coroutine_threadsafe", late)
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", late)
     with pytest.raises(Aborted):
         one.door.connect([1], time.monotonic() + SOON, look=lambda: None)
     closer.join(SOON)

@@ -20,7 +20,11 @@ import pytest
 from processes import Logged
 from torch.distributed import HashStore
 
-from ringreduce.elastic import watch
+from ringreduce.coordination import watch
+from ringreduce.coordination.endpoint import Location, Prepared, PreparedEndpoint
+from ringreduce.coordination.process import has_ended, identity, open_process, own_pidfd
+from ringreduce.coordination.protocol import Member, View
+from ringreduce.coordination.store import Bounded
 from ringreduce.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -30,19 +34,16 @@ from ringreduce.errors import (
     SystemFailure,
     TopologyError,
 )
-from ringreduce.membership.directory import Bounded
-from ringreduce.membership.protocol import Member, View
-from ringreduce.rendezvous import host
-from ringreduce.rendezvous import store as rendezvous
-from ringreduce.rendezvous.card import Place, Prepared, Ready
-from ringreduce.rendezvous.host import Meeting, meet, own_pidfd
-from ringreduce.rendezvous.links import Peer
-from ringreduce.rendezvous.store import Exchange, has_ended, identity, open_process
+from ringreduce.groups import exchange as exchange_module
+from ringreduce.groups.exchange import Exchange
+from ringreduce.groups.meet import Meeting, meet
+from ringreduce.network.listener import Peer
+from ringreduce.network.local import receive
 
 PAGE = 4096
 
 
-def meet_all(places: list[Place], store: Any = None, timeout: float = 30.0, **other: Any) -> list[Any]:
+def meet_all(places: list[Location], store: Any = None, timeout: float = 30.0, **other: Any) -> list[Any]:
     """What each rank brings home, or its error."""
     store = HashStore() if store is None else store
     size = len(places)
@@ -75,8 +76,8 @@ def close(meetings: list[Meeting]) -> None:
             meeting.door.close()
 
 
-def on_hosts(ids: str, **other: str) -> list[Place]:
-    return [Place(host_id=host, **other) for host in ids]
+def on_hosts(ids: str, **other: str) -> list[Location]:
+    return [Location(host_id=host, **other) for host in ids]
 
 
 def inode(fd: int) -> int:
@@ -101,8 +102,8 @@ def link_all(meetings: list[Meeting], seconds: float = 20.0) -> dict[tuple[int, 
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-@pytest.mark.parametrize("place", [Place(), Place("shared_memory"), Place(host_id="same")], ids=str)
-def test_one_host_opens_no_door(size: int, place: Place) -> None:
+@pytest.mark.parametrize("place", [Location(), Location("shared_memory"), Location(host_id="same")], ids=str)
+def test_one_host_opens_no_door(size: int, place: Location) -> None:
     meetings = meet_all([place] * size)
     for rank, meeting in enumerate(meetings):
         assert meeting.hosts == [list(range(size))] and meeting.decision == str(meeting.hosts)
@@ -145,9 +146,9 @@ def test_several_hosts(ids: str, hosts: list[list[int]]) -> None:
     close(meetings)
 
 
-def prepare(places: list[Place], listens: str = "") -> Callable[[int], Prepared]:
+def prepare(places: list[Location], listens: str = "") -> Callable[[int], Prepared]:
     """The cards of all ranks, as they come by a store; by `listens`, those with "-" do not listen for other hosts."""
-    own = [Ready(place, {}, listens=listens[r : r + 1] != "-") for r, place in enumerate(places)]
+    own = [PreparedEndpoint(place, {}, listens=listens[r : r + 1] != "-") for r, place in enumerate(places)]
     cards = [json.loads(json.dumps(ready.card)) for ready in own]
     return lambda rank: Prepared(own[rank], cards)
 
@@ -187,7 +188,7 @@ def test_one_of_those_whose_cards_are_known_is_gone() -> None:
 
 
 def test_tcp_takes_each_rank_for_a_host() -> None:
-    meetings = meet_all([Place("tcp", host_id="same")] * 3)
+    meetings = meet_all([Location("tcp", host_id="same")] * 3)
     assert [meeting.hosts for meeting in meetings] == [[[0], [1], [2]]] * 3
     assert len({inode(meeting.memfd) for meeting in meetings}) == 3
     close(meetings)
@@ -195,7 +196,7 @@ def test_tcp_takes_each_rank_for_a_host() -> None:
 
 def test_hosts_are_told_apart_by_kernel_and_network_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "always-the-same")
-    meetings = meet_all([Place(), Place(), Place(host_id="elsewhere")])
+    meetings = meet_all([Location(), Location(), Location(host_id="elsewhere")])
     assert meetings[0].hosts == [[0, 1], [2]]
     close(meetings)
 
@@ -224,7 +225,7 @@ def test_the_interfaces_that_are_named() -> None:
 
 
 def test_no_interface_fits() -> None:
-    errors = meet_all([Place(host_id="A"), Place(host_id="B", interfaces="wlan7")], timeout=1)
+    errors = meet_all([Location(host_id="A"), Location(host_id="B", interfaces="wlan7")], timeout=1)
     assert isinstance(errors[1], InvalidArgument)
     assert "RINGREDUCE_SOCKET_IFNAME='wlan7' leaves no interface; there are" in str(errors[1])
     assert isinstance(errors[0], PeerLost) and errors[0].culprit == 1 and str(errors[1]) in str(errors[0])
@@ -236,7 +237,7 @@ def test_secret_files(tmp_path: Path) -> None:
         (tmp_path / name).chmod(0o600)
     without = meet_all(on_hosts("AB"))
     same = meet_all(on_hosts("AB", secret_file=str(tmp_path / "one")))
-    different = meet_all([Place(host_id=name, secret_file=str(tmp_path / name)) for name in ("one", "other")])
+    different = meet_all([Location(host_id=name, secret_file=str(tmp_path / name)) for name in ("one", "other")])
     assert same[0].secret == same[1].secret != without[0].secret
     assert different[0].secret != different[1].secret
     with pytest.raises(SystemFailure, match="different secrets"):
@@ -247,7 +248,7 @@ def test_secret_files(tmp_path: Path) -> None:
 def test_a_secret_file_that_others_can_read(tmp_path: Path) -> None:
     (tmp_path / "open").write_text("1" * 32)
     (tmp_path / "open").chmod(0o644)
-    for error in meet_all([Place(secret_file=str(tmp_path / "open"))] * 2, timeout=1):  # also on one host
+    for error in meet_all([Location(secret_file=str(tmp_path / "open"))] * 2, timeout=1):  # also on one host
         assert isinstance(error, InvalidArgument) and "chmod 600" in str(error)
 
 
@@ -277,7 +278,7 @@ def test_the_same_host_id_on_hosts_that_are_not_one() -> None:
 def test_ranks_that_do_not_come_are_named() -> None:
     def alone(rank: int) -> None:
         exchange = Exchange(HashStore(), rank, 3, 0.2)
-        meet(exchange, lambda _: PAGE, {}, lambda *_: "", place=Place(host_id=str(rank)))
+        meet(exchange, lambda _: PAGE, {}, lambda *_: "", place=Location(host_id=str(rank)))
 
     with pytest.raises(CollectiveTimeout, match="ranks 1, 2 did not come"):
         alone(0)
@@ -332,9 +333,9 @@ def test_a_message_with_more_descriptors_than_asked_for_is_a_strangers() -> None
         before = open_files()
         socket.send_fds(theirs, [b"hello"], [0, 1])
         with pytest.raises(ConnectionError, match="more than 1 descriptors"):
-            host.receive(ours, 5, 1)
+            receive(ours, 5, 1)
         socket.send_fds(theirs, [b"hello"], [0])
-        message, fds = host.receive(ours, 5, 1)
+        message, fds = receive(ours, 5, 1)
         assert (message, len(fds)) == (b"hello", 1)
         os.close(fds[0])
         assert open_files() == before
@@ -401,7 +402,7 @@ RANK_0_ARRIVES = "ringreduce//arrival/0"
 
 def attempt(store: Any, rank: int, size: int, timeout: float = 20.0, **other: Any) -> Meeting:
     exchange = Exchange(store, rank, size, timeout, **other)
-    return meet(exchange, lambda _: PAGE, {}, lambda *_: "", place=Place())
+    return meet(exchange, lambda _: PAGE, {}, lambda *_: "", place=Location())
 
 
 def both(*calls: Callable[[], Any]) -> list[Any]:
@@ -450,7 +451,7 @@ def test_what_a_process_left_that_ended_before_this_one_began(
     earlier = Exchange(store, rank, 2, 20.0)
     ended = identity()._replace(began=identity().began - 1)
     with monkeypatch.context() as patch:
-        patch.setattr(rendezvous, "identity", lambda: ended)
+        patch.setattr(exchange_module, "identity", lambda: ended)
         earlier.arrive({"who": ended})
         if gave_up:
             earlier.give_up(SystemFailure("no memory"))
@@ -458,12 +459,12 @@ def test_what_a_process_left_that_ended_before_this_one_began(
         attempt(store, 1 - rank, 2)  # this process is older than the arrival: so it is of this attempt
     earlier = Exchange(store, rank, 2, 20.0)
     with monkeypatch.context() as patch:
-        patch.setattr(rendezvous, "identity", lambda: ended)
+        patch.setattr(exchange_module, "identity", lambda: ended)
         earlier.arrive({"who": ended})
         if gave_up:
             earlier.give_up(SystemFailure("no memory"))
     now = time.time()
-    monkeypatch.setattr(rendezvous, "process_began", lambda: now)
+    monkeypatch.setattr(exchange_module, "process_began", lambda: now)
     meetings = both(lambda: attempt(store, 1 - rank, 2), lambda: time.sleep(0.3) or attempt(store, rank, 2))  # type: ignore[func-returns-value]
     assert all(isinstance(meeting, Meeting) for meeting in meetings), meetings
     close(meetings)
@@ -474,7 +475,7 @@ def test_a_rank_of_an_attempt_on_another_host_that_nobody_sees_end(monkeypatch: 
     store = HashStore()
     elsewhere = identity()._replace(pids="another machine's")
     with monkeypatch.context() as patch:
-        patch.setattr(rendezvous, "identity", lambda: elsewhere)
+        patch.setattr(exchange_module, "identity", lambda: elsewhere)
         Exchange(store, 0, 2, 20.0).arrive({"who": elsewhere})
     meetings = both(lambda: attempt(store, 1, 2), lambda: time.sleep(0.3) or attempt(store, 0, 2))  # type: ignore[func-returns-value]
     assert all(isinstance(meeting, Meeting) for meeting in meetings), meetings
@@ -495,10 +496,10 @@ def test_rank_0_ignores_arrivals_of_the_group_that_it_made_before() -> None:
 
 
 def test_subgroups_that_are_made_leave_nothing_in_memory() -> None:
-    store, before = HashStore(), len(rendezvous._over)
+    store, before = HashStore(), len(exchange_module._over)
     for _ in range(3):
         close(both(*(lambda rank=rank: attempt(store, rank, 2, within="whole") for rank in range(2))))  # type: ignore[misc]
-    assert len(rendezvous._over) == before
+    assert len(exchange_module._over) == before
 
 
 def test_a_subgroup_that_is_made_again_after_a_failure() -> None:
@@ -524,7 +525,7 @@ def test_a_rank_that_fails_before_it_meets_the_others(fails: int) -> None:
             error = InvalidArgument("RINGREDUCE_SLICES='many' is no number")
             exchange.give_up(error)
             raise error
-        return meet(exchange, lambda _: PAGE, {}, lambda *_: "", place=Place())
+        return meet(exchange, lambda _: PAGE, {}, lambda *_: "", place=Location())
 
     errors = both(*(lambda rank=rank: one(rank) for rank in range(3)))  # type: ignore[misc]
     for rank, error in enumerate(errors):
@@ -554,7 +555,7 @@ def test_ranks_that_want_groups_of_other_ranks() -> None:
 
 
 def test_who_waits_logs_who_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "LOG_AFTER", 0.3)
+    monkeypatch.setattr(exchange_module, "LOG_AFTER", 0.3)
     logged, store = Logged(), HashStore()
     exchanges = [Exchange(store, rank, 4, 2.5, ranks=[1, 3, 5, 7]) for rank in range(2)]
     errors = both(*(lambda e=e: meet(e, lambda _: PAGE, {}, lambda *_: "") for e in exchanges))  # type: ignore[misc]

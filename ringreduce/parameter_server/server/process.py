@@ -12,7 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from ringreduce.coordination.process import own_pidfd
 from ringreduce.errors import Aborted, InvalidArgument, RingReduceError, SystemFailure
+from ringreduce.network.listener import Door
+from ringreduce.network.local import check_user
 from ringreduce.parameter_server import control, doors
 from ringreduce.parameter_server.doors import GROUP
 from ringreduce.parameter_server.modes import READERS
@@ -20,8 +23,6 @@ from ringreduce.parameter_server.server.connections import Far, Visitor, name_in
 from ringreduce.parameter_server.server.replication import Succession
 from ringreduce.parameter_server.server.shard import Shard
 from ringreduce.parameter_server.updates import Function
-from ringreduce.rendezvous.host import check_user, own_pidfd
-from ringreduce.rendezvous.links import Door
 
 _WRITING = 60.0
 """A server that ends waits this many seconds for its part of a snapshot. After that the snapshot stays incomplete."""

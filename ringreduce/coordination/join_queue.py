@@ -1,6 +1,6 @@
 """Where processes wait to join a changing group.
 
-`Lobby` is the waiting room. It consists of keys in a store that all processes can reach, such as the launcher's:
+`JoinQueue` is the waiting room. It consists of keys in a store that all processes can reach, such as the launcher's:
 
     waiting        the number of processes that have come
     joiner/N       the name and address of the Nth process that came; empty: it no longer waits
@@ -9,7 +9,7 @@
     members now    the latest view
     left/NAME      set if this member has left
 
-`Lookout` looks into the lobby for a member, in a thread.
+`JoinWatcher` looks into the lobby for a member, in a thread.
 
 Calls raise the store's error if the store is gone. A waiting process makes them through `Patient`, which repeats them.
 """
@@ -26,11 +26,12 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
-from ringreduce.common.failures import CollectiveTimeout, RingReduceError, SystemFailure
-from ringreduce.elastic.address import has_ended
-from ringreduce.elastic.watch import is_closed
-from ringreduce.membership.key_store import KeyStore
-from ringreduce.membership.protocol import Member, View
+from ringreduce.common.failures import CollectiveTimeout, SystemFailure
+from ringreduce.coordination.endpoint import member_has_ended
+from ringreduce.coordination.protocol import Member, View
+from ringreduce.coordination.torch_store import KeyStore
+from ringreduce.coordination.wait import Pauses, persist, wait_for
+from ringreduce.coordination.watch import is_closed
 
 OVER_AFTER = 1.0
 """A waiting process believes that all members are gone if two looks, so many seconds apart, say so."""
@@ -46,9 +47,8 @@ SAY_SO = 0.5
 """Seconds after which members tell the waiting processes again that they look. etcd keeps every value it ever had."""
 SILENT = 1.0
 """If a look has taken longer than this, in seconds, nobody is let in until it ends: they could not be told."""
-PAUSE, LONG_PAUSE = 0.005, 0.025
-"""Shortest and longest pause between two looks of a waiting process for its invitation, in seconds: a hundredth of the
-time that has passed."""
+PAUSES = Pauses(1 / 100, 0.005, 0.025)
+"""Between two looks of a waiting process for its invitation."""
 ASK_AGAIN = 0.5
 """Seconds after which a waiting process repeats a request that has failed."""
 
@@ -72,28 +72,23 @@ class Patient:
         self, request: Callable[Arguments, Answer], *arguments: Arguments.args, **named: Arguments.kwargs
     ) -> Answer:
         """Calls `request`, which may be carried out several times. Raises `SystemFailure` if it fails for too long."""
-        began, failed = time.monotonic(), False
-        while True:
-            try:
-                answer = request(*arguments, **named)
-            except RingReduceError:
-                raise
-            except (RuntimeError, OSError) as error:
-                waited, closed, failed = time.monotonic() - began, is_closed(error), True
-                if closed or waited > self._patience:
-                    what = "has closed the connection" if closed else f"has been out of reach for {waited:.0f} s"
-                    why = str(error).partition("\n")[0]  # torch may append a trace
-                    raise SystemFailure(
-                        f"start: the store {what} while this process waited to be let in: {why}"
-                    ) from None
-                log.info("the store is out of reach of this process, which waits to be let in: %s", error)
-                time.sleep(min(ASK_AGAIN, self._patience / 10))
-                continue
-            self._lost += failed * (time.monotonic() - began)
-            return answer
+        began, lost = time.monotonic(), False
+
+        def failed(error: Exception, waited: float) -> None:
+            nonlocal lost
+            closed, lost = is_closed(error), True
+            if closed or waited > self._patience:
+                what = "has closed the connection" if closed else f"has been out of reach for {waited:.0f} s"
+                why = str(error).partition("\n")[0]  # torch may append a trace
+                raise SystemFailure(f"start: the store {what} while this process waited to be let in: {why}") from None
+            log.info("the store is out of reach of this process, which waits to be let in: %s", error)
+
+        answer = persist(lambda: request(*arguments, **named), min(ASK_AGAIN, self._patience / 10), failed)
+        self._lost += lost * (time.monotonic() - began)
+        return answer
 
 
-class Lobby:
+class JoinQueue:
     """Where processes wait to be let in: keys in a store, see above."""
 
     def __init__(self, store: KeyStore) -> None:
@@ -133,7 +128,7 @@ class Lobby:
             elif now > seen + FORGOTTEN_AFTER:
                 self._forget(number)
         for number, member in list(self._waiting.items()):
-            if member.name in but or has_ended(member):
+            if member.name in but or member_has_ended(member):
                 self._forget(number)
         return tuple(dict.fromkeys(self._waiting.values()))  # a process may have two numbers: see `come`
 
@@ -203,22 +198,29 @@ class Lobby:
         which this process could not reach the store; and what `ask` raises.
         """
         store, invited = self._store, f"invited/{name}"
-        began = looked = check = ask.clock()
+        looked = check = ask.clock()
         look, over = None, False
-        while (text := ask(store.value, invited)) is None:
+
+        def invitation() -> bytes | None:
+            """Empty if there will be none."""
+            nonlocal looked, check, look, over
+            if (text := ask(store.value, invited)) is not None:
+                return text
             now = ask.clock()
             if now > check + OVER_AFTER:
                 check = now
                 before, over = over, ask(self.all_gone, name)
                 if over and before:
-                    return None
+                    return b""
                 if (latest := ask(store.value, "looked")) != look:
                     look, looked = latest, now
             if now > looked + timeout:
                 ask(store.set, f"joiner/{number}", "")
                 raise CollectiveTimeout(f"start: no member has looked who waits to be let in for {timeout:.0f} s")
-            time.sleep(min(max((now - began) / 100, PAUSE), LONG_PAUSE))
-        return View.load(text.decode())
+            return None
+
+        text = wait_for(invitation, PAUSES)
+        return View.load(text.decode()) if text else None
 
     def latest(self) -> View | None:
         """The latest view that the store knows of."""
@@ -233,7 +235,7 @@ class Lobby:
         """
         view = self.latest()
         return view is not None and all(
-            member.name == me or self.has_left(member.name) or has_ended(member) for member in view.members
+            member.name == me or self.has_left(member.name) or member_has_ended(member) for member in view.members
         )
 
     def ended_well(self) -> bool:
@@ -248,7 +250,7 @@ class Lobby:
 
 @dataclass
 class _Seen:
-    """What a `Lookout` and its thread share. Neither takes a lock: each field is read and written in one step."""
+    """What a `JoinWatcher` and its thread share. Neither takes a lock: each field is read and written in one step."""
 
     but: frozenset[str]
     asked: float = 0.0
@@ -263,7 +265,7 @@ class _Seen:
     """Whether the next call of `found` ends the thread's pause."""
 
 
-class Lookout:
+class JoinWatcher:
     """Looks in a thread who waits to be let in, so that no member ever waits for the store.
 
     The thread begins at the first call of `found`. It looks every LOOK_FOR_JOINERS seconds, and less often when `found`
@@ -271,7 +273,7 @@ class Lookout:
     more, or when a `TCPStore` has closed its connection.
     """
 
-    def __init__(self, lobby: Lobby, members: Iterable[str]) -> None:
+    def __init__(self, lobby: JoinQueue, members: Iterable[str]) -> None:
         """`members`: the names of those who are in."""
         self._lobby, self._seen, self._looks = lobby, _Seen(frozenset(members)), False
 
@@ -302,8 +304,8 @@ class Lookout:
         return tuple(member for member in seen.waiting if member.name not in seen.but)
 
 
-def _look_out(lobby: Lobby, seen: _Seen) -> None:
-    """The thread of a `Lookout`. Does not hold the `Lookout` itself, whose end ends it."""
+def _look_out(lobby: JoinQueue, seen: _Seen) -> None:
+    """The thread of a `JoinWatcher`. Does not hold the `JoinWatcher` itself, whose end ends it."""
     after_failure = AFTER_FAILURE
     while not seen.over:
         waiting: tuple[Member, ...] = ()

@@ -5,19 +5,8 @@
     door.connect([1, 2], deadline)               # on one side or on both; returns when connections are delivered
     door.close()
 
-Of two ranks one connects, the comer, and the other's door lets it in:
-
-    door  -> comer   CHALLENGE  a nonce
-    comer -> door    HELLO      both ranks, the number of this connection, a nonce; and a proof
-    door  -> comer   ANSWER     welcome, and a proof; or why not
-    comer -> door    JOIN       "connection 2 of 4", and a proof
-    door  -> comer   READY      all 4 are here
-
-A proof is an HMAC-SHA-256, by the group's secret, of the sender's role, the group's name, the door's nonce and the
-HELLO, which has the protocol's version too. So one that was overheard proves nothing later, in the other direction or
-on another connection; and the door proves nothing to a stranger. After READY the connection carries no more of this
-protocol and belongs to whom it is delivered. Nothing is encrypted: who can change packets on their way can take over
-a connection.
+Of two ranks one connects, the dialer, and the other's door lets it in (`handshake`). All connections between two ranks
+are delivered together; from then on they belong to whom they are delivered.
 
 Two ranks that connect to each other at the same time get one link. The door of the lower rank does not say READY while
 a JOIN of its own is unanswered, and a rank that is linked says neither READY nor JOIN any more. The higher rank never
@@ -32,14 +21,11 @@ import asyncio
 import concurrent.futures
 import contextlib
 import errno
-import hashlib
-import hmac
 import itertools
 import logging
 import os
 import secrets
 import socket
-import struct
 import threading
 import time
 import weakref
@@ -49,21 +35,22 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 from ringreduce.common.failures import Aborted, CollectiveTimeout, PeerLost, SystemFailure
-from ringreduce.rendezvous.interfaces import Interface, local_interfaces
-from ringreduce.rendezvous.sockets import Address, endpoint, listen, reason, round_trip, set_options, sockaddr
-from ringreduce.rendezvous.store import call_ranks
+from ringreduce.common.ranks import call_ranks
+from ringreduce.network.handshake import SESSION, Connection, Handshake, Refused, say_ready
+from ringreduce.network.interfaces import Interface
+from ringreduce.network.paths import Path, Rail, interface_of, paths_to, rails_to, spread
+from ringreduce.network.sockets import Address, endpoint, listen, reason, round_trip, set_options
 
 log = logging.getLogger(__name__)
 
-VERSION = 1
-MOST_STRANGERS = 128
+MOST_UNPROVEN = 128
 """Connections that have not proved anything yet, at once."""
 CROWD_SECONDS = 0.25
 """When there are so many, the oldest is dropped if it is older than this. A rank takes less unless its host is busy,
 and comes again."""
 HANDSHAKE_SECONDS = 5.0
-"""For a stranger to prove who it is."""
-PARTY_SECONDS = 60.0
+"""For a dialer to prove who it is."""
+SET_SECONDS = 60.0
 """For the other connections of a peer, once it has proved who it is."""
 CONNECT_SECONDS = 10.0
 """For one attempt of TCP to connect."""
@@ -73,23 +60,6 @@ GRACE_SECONDS = 1.0
 MOST_CONNECTIONS = 1024
 
 _NO_ANSWER = "no answer"
-
-_MAGIC = b"ringrdc\n"
-_NONCE = 32
-_SESSION = 16
-_CHALLENGE = struct.Struct(f"!8sH{_NONCE}s")  # magic, version, nonce
-_HELLO = struct.Struct(f"!8sHIII{_SESSION}s{_NONCE}s")  # magic, version, from, to, number, session, nonce
-_JOIN = struct.Struct("!II")  # which connection of the session this is, and of how many
-_DIGEST = hashlib.sha256().digest_size
-_WELCOME, _READY = b"W", b"R"
-
-# Why a door refuses: the word it counts under, what it answers, and what the other side makes of the answer.
-_ANSWERS = {
-    "version": (b"V", "it speaks another version of the protocol: ranks have different versions of ringreduce"),
-    "proof": (b"P", "it refused this rank's proof: the ranks have different secrets, or it is of another group"),
-    "rank": (b"N", "it does not wait for this rank"),
-}
-_SAID = {code: text for code, text in _ANSWERS.values()}
 
 _Result = TypeVar("_Result")
 
@@ -111,40 +81,8 @@ class Contact(NamedTuple):
     """This host's, that the connections use."""
 
 
-class Refused(Exception):
-    """What is at the other end is not, or does not take this for, the rank it should be. Trying again is in vain."""
-
-    def __init__(self, reason: str, text: str = "") -> None:
-        super().__init__(text)
-        self.reason = reason
-
-
-@dataclass(frozen=True)
-class _Path:
-    """One way to a door: from an address of this host, or from any, to one of its addresses."""
-
-    rail: tuple[str, str]
-    """The interfaces at both ends; "" if it is left to the kernel."""
-    source: tuple[str, int] | tuple[str, int, int, int] | None
-    target: tuple[str, int] | tuple[str, int, int, int]
-
-    def __str__(self) -> str:
-        source = f" from {self.source[0]} ({self.rail[0]})" if self.source else ""
-        return f"{endpoint(*self.target[:2])} ({self.rail[1]}){source}"
-
-
 @dataclass
-class _Connection:
-    """A connection whose ends have proved who they are; `hello` and `nonce` are what further proofs are about."""
-
-    socket: socket.socket
-    path: _Path
-    hello: bytes
-    nonce: bytes
-
-
-@dataclass
-class _Party:
+class _ConnectionSet:
     """The connections of one session that have come to the door so far, by their place."""
 
     sockets: dict[int, tuple[socket.socket, str]] = field(default_factory=dict)
@@ -179,8 +117,8 @@ class Door:
             raise SystemFailure(f"cannot listen for other hosts: {'; '.join(failures) or 'no interface is given'}")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._strangers: dict[asyncio.Task[None], float] = {}
-        self._parties: defaultdict[tuple[int, bytes], _Party] = defaultdict(_Party)
+        self._unproven: dict[asyncio.Task[None], float] = {}
+        self._sets: defaultdict[tuple[int, bytes], _ConnectionSet] = defaultdict(_ConnectionSet)
         self._closed = False
         self._closing = threading.Lock()
         """Held while a connect is handed to the loop, and while that is told to stop, so that it ends each connect."""
@@ -217,7 +155,7 @@ class Door:
         for each pair of interfaces. After `dead_after` seconds without a sign of life a connection breaks.
         `ranks`: the global ranks of the group, by which messages call them; none: they are the same.
         """
-        self._rank, self._group, self._secret = rank, hashlib.sha256(group.encode()).digest(), secret
+        self._rank, self._handshake = rank, Handshake(rank, group, secret)
         self._peers, self._any = dict(peers or {}), peers is None
         self._deliver: Callable[[int, int, str], object] | None = deliver
         self._connections, self._dead_after, self._ranks = connections, dead_after, ranks
@@ -309,18 +247,18 @@ class Door:
                 continue
             await self._make_room()
             task = asyncio.create_task(self._receive(connection, interface))
-            self._strangers[task] = time.monotonic()
-            task.add_done_callback(lambda task: self._strangers.pop(task, None))
+            self._unproven[task] = time.monotonic()
+            task.add_done_callback(lambda task: self._unproven.pop(task, None))
             await asyncio.sleep(0)  # those that are here already have their turn
 
     async def _make_room(self) -> None:
-        while len(self._strangers) >= MOST_STRANGERS:
-            oldest, since = next(iter(self._strangers.items()))
+        while len(self._unproven) >= MOST_UNPROVEN:
+            oldest, since = next(iter(self._unproven.items()))
             patience = since + CROWD_SECONDS - time.monotonic()
             if patience > 0:
-                await asyncio.wait(list(self._strangers), timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(list(self._unproven), timeout=patience, return_when=asyncio.FIRST_COMPLETED)
             else:
-                self._strangers.pop(oldest, None)
+                self._unproven.pop(oldest, None)
                 self.counts["crowd"] += 1
                 oldest.cancel()
 
@@ -329,13 +267,17 @@ class Door:
         with connection:  # which closes nothing once it is delivered
             try:
                 connection.setblocking(False)
-                peer, session, admitted = await asyncio.wait_for(self._admit(connection, interface), HANDSHAKE_SECONDS)
-                self._strangers.pop(_this_task(), None)
+                path = Path((interface.name, ""), None, connection.getpeername())
+                admission = self._handshake.admit(connection, path, lambda peer: self._any or peer in self._peers)
+                peer, session, admitted = await asyncio.wait_for(admission, HANDSHAKE_SECONDS)
+                self._unproven.pop(_this_task(), None)
                 self.counts["accepted"] += 1
-                if self._stop.is_set():  # else the door waits for this one's party: see `_go_to` for `wait_for`
+                if (
+                    self._stop.is_set()
+                ):  # else the door waits for the rest of this one's set: see `_go_to` for `wait_for`
                     return
-                with contextlib.suppress(OSError):  # it may have found another way, or be gone: it was no stranger
-                    await asyncio.wait_for(self._join(peer, session, admitted), PARTY_SECONDS)
+                with contextlib.suppress(OSError):  # it may have found another way, or be gone
+                    await asyncio.wait_for(self._join(peer, session, admitted), SET_SECONDS)
             except Refused as refused:
                 self.counts[refused.reason] += 1
                 log.info("refused a connection on %s: %s", interface.name, refused.reason)
@@ -344,55 +286,26 @@ class Door:
             except OSError:
                 self.counts["left"] += 1
 
-    async def _admit(self, connection: socket.socket, interface: Interface) -> tuple[int, bytes, _Connection]:
-        """Has a stranger prove who it is."""
-        loop = asyncio.get_running_loop()
-        nonce = secrets.token_bytes(_NONCE)
-        await loop.sock_sendall(connection, _CHALLENGE.pack(_MAGIC, VERSION, nonce))
-        hello = await _read(connection, len(_MAGIC))
-        if hello != _MAGIC:
-            raise Refused("garbage")
-        hello += await _read(connection, _HELLO.size - len(_MAGIC))
-        proof = await _read(connection, _DIGEST)
-        _, version, peer, to, _, session, _ = _HELLO.unpack(hello)
-        try:
-            if version != VERSION:
-                raise Refused("version")
-            if not hmac.compare_digest(proof, self._proof(b"comes", hello, nonce)):
-                raise Refused("proof")
-            if to != self._rank or not (self._any or peer in self._peers):
-                raise Refused("rank")
-        except Refused as refused:
-            await loop.sock_sendall(connection, _ANSWERS[refused.reason][0])
-            raise
-        await loop.sock_sendall(connection, _WELCOME + self._proof(b"answers", hello, nonce))
-        path = _Path((interface.name, ""), None, connection.getpeername())
-        return peer, session, _Connection(connection, path, hello, nonce)
-
-    async def _join(self, peer: int, session: bytes, admitted: _Connection) -> None:
+    async def _join(self, peer: int, session: bytes, admitted: Connection) -> None:
         """Waits for the other connections of the same session; the last one that comes has all delivered."""
-        join = await _read(admitted.socket, _JOIN.size)
-        proof = await _read(admitted.socket, _DIGEST)
-        place, total = _JOIN.unpack(join)
-        if not hmac.compare_digest(proof, self._proof(b"joins" + join, admitted.hello, admitted.nonce)):
-            raise Refused("proof")
-        party = self._parties[peer, session]
-        if not place < total <= MOST_CONNECTIONS or place in party.sockets:
+        place, total = await self._handshake.joined(admitted)
+        gathered = self._sets[peer, session]
+        if not place < total <= MOST_CONNECTIONS or place in gathered.sockets:
             raise Refused("garbage")
-        party.sockets[place] = admitted.socket, admitted.path.rail[0]
+        gathered.sockets[place] = admitted.socket, admitted.path.rail[0]
         try:
-            if len(party.sockets) < total:
-                await party.complete.wait()
+            if len(gathered.sockets) < total:
+                await gathered.complete.wait()
                 return
             async with self._settled(peer):
                 if self._linked[peer].done():
                     raise Refused("twice")
-                for other, _ in party.sockets.values():
-                    await asyncio.get_running_loop().sock_sendall(other, _READY)
-                self._hand_over(peer, [party.sockets[place] for place in range(total)])
+                for other, _ in gathered.sockets.values():
+                    await say_ready(other)
+                self._hand_over(peer, [gathered.sockets[place] for place in range(total)])
         finally:
-            self._parties.pop((peer, session), None)
-            party.complete.set()  # all are delivered, or all go
+            self._sets.pop((peer, session), None)
+            gathered.complete.set()  # all are delivered, or all go
 
     def _settled(self, peer: int) -> contextlib.AbstractAsyncContextManager[None]:
         """Held by the lower of two ranks alone, from its JOIN to the answer, and while it lets the other in."""
@@ -442,9 +355,9 @@ class Door:
         Returns when it is linked, also if it has come here meanwhile.
         """
         linked = self._linked[peer]
-        paths = self._paths(self._peers[peer].addresses)
+        paths = paths_to(self._peers[peer].addresses, self._interfaces, self._named)
         tried = {path: _NO_ANSWER for path in paths}
-        hopeless: set[_Path] = set()
+        hopeless: set[Path] = set()
         going = True  # a task that waits for another (`wait_for`, up to 3.11) may not notice that it is cancelled
 
         async def attempts() -> None:
@@ -479,14 +392,14 @@ class Door:
                 peer,
             )
 
-    async def _attempt(self, peer: int, paths: list[_Path], tried: dict[_Path, str], hopeless: set[_Path]) -> bool:
+    async def _attempt(self, peer: int, paths: list[Path], tried: dict[Path, str], hopeless: set[Path]) -> bool:
         """Whether the connections with a peer are made and delivered. What went wrong is in `tried`."""
-        numbers, session = itertools.count(), secrets.token_bytes(_SESSION)
-        approaches: list[asyncio.Task[_Connection]] = []
-        wanted = self._rails(self._peers[peer].addresses)
-        work: set[tuple[str, str]] = set()
+        numbers, session = itertools.count(), secrets.token_bytes(SESSION)
+        approaches: list[asyncio.Task[Connection]] = []
+        wanted = rails_to(self._peers[peer].addresses, self._interfaces, self._named)
+        work: set[Rail] = set()
 
-        async def approach(path: _Path) -> _Connection:
+        async def approach(path: Path) -> Connection:
             try:
                 made = await self._approach(path, peer, next(numbers), session)
                 work.add(path.rail)
@@ -497,7 +410,7 @@ class Door:
                     hopeless.add(path)
                 raise
 
-        def start(path: _Path) -> asyncio.Task[_Connection]:
+        def start(path: Path) -> asyncio.Task[Connection]:
             approaches.append(asyncio.create_task(approach(path)))
             return approaches[-1]
 
@@ -520,14 +433,12 @@ class Door:
             for task in approaches:
                 task.cancel()
             for made in await asyncio.gather(*approaches, return_exceptions=True):
-                if isinstance(made, _Connection):
+                if isinstance(made, Connection):
                     made.socket.close()  # which does nothing if it is delivered
 
-    async def _reach(
-        self, tasks: dict[asyncio.Task[_Connection], _Path], wanted: list[tuple[str, str]]
-    ) -> list[_Connection]:
+    async def _reach(self, tasks: dict[asyncio.Task[Connection], Path], wanted: list[Rail]) -> list[Connection]:
         """One connection for each pair of interfaces to be used, of those that `tasks` make; none if none does."""
-        reached: dict[tuple[str, str], _Connection] = {}
+        reached: dict[Rail, Connection] = {}
         until: float | None = None
         while tasks and not (reached and set(reached).issuperset(set(wanted) & {path.rail for path in tasks.values()})):
             left = None if until is None else max(0.0, until - time.monotonic())
@@ -540,28 +451,26 @@ class Door:
                     reached.setdefault(path.rail, task.result())
             if reached and until is None:
                 until = time.monotonic() + GRACE_SECONDS
-        use = _spread([rail for rail in wanted if rail in reached]) or list(reached)[:1]
+        use = spread([rail for rail in wanted if rail in reached]) or list(reached)[:1]
         return [reached[rail] for rail in use]
 
-    async def _join_all(self, peer: int, connections: list[_Connection], tried: dict[_Path, str]) -> bool:
+    async def _join_all(self, peer: int, connections: list[Connection], tried: dict[Path, str]) -> bool:
         """Tells the peer's door that these are all, waits until it has them, and delivers them."""
-        loop = asyncio.get_running_loop()
         async with self._settled(peer):
             if self._linked[peer].done():
                 return False
             for place, one in enumerate(connections):
                 tried[one.path] = "it proved who it is, but did not go on"
-                join = _JOIN.pack(place, len(connections))
-                await loop.sock_sendall(one.socket, join + self._proof(b"joins" + join, one.hello, one.nonce))
+                await self._handshake.joins(one, place, len(connections))
             for one in connections:
-                if await _read(one.socket, 1) != _READY:
+                if not await self._handshake.is_ready(one):
                     return False
             if self._linked[peer].done():
                 return False
-            self._hand_over(peer, [(one.socket, self._interface_of(one)) for one in connections])
+            self._hand_over(peer, [(one.socket, interface_of(one.socket, one.path)) for one in connections])
             return True
 
-    async def _approach(self, path: _Path, peer: int, number: int, session: bytes) -> _Connection:
+    async def _approach(self, path: Path, peer: int, number: int, session: bytes) -> Connection:
         """Connects, and has both sides prove who they are. Raises `Refused` or `OSError`."""
         loop = asyncio.get_running_loop()
         connection = socket.socket(socket.AF_INET6 if len(path.target) == 4 else socket.AF_INET)
@@ -571,75 +480,10 @@ class Door:
                 connection.bind(path.source)
             await _within(CONNECT_SECONDS, loop.sock_connect(connection, path.target))
             self.reached.add(peer)
-            return await _within(HANDSHAKE_SECONDS, self._introduce(connection, path, peer, number, session))
+            return await _within(HANDSHAKE_SECONDS, self._handshake.introduce(connection, path, peer, number, session))
         except BaseException:
             connection.close()
             raise
-
-    async def _introduce(
-        self, connection: socket.socket, path: _Path, peer: int, number: int, session: bytes
-    ) -> _Connection:
-        loop = asyncio.get_running_loop()
-        magic, version, nonce = _CHALLENGE.unpack(await _read(connection, _CHALLENGE.size))
-        if magic != _MAGIC:
-            raise Refused("garbage", "what answers is not a rank")
-        if version != VERSION:
-            raise Refused("version", _ANSWERS["version"][1])
-        mine = secrets.token_bytes(_NONCE)
-        hello = _HELLO.pack(_MAGIC, VERSION, self._rank, peer, number, session, mine)
-        await loop.sock_sendall(connection, hello + self._proof(b"comes", hello, nonce))
-        answer = await _read(connection, 1)
-        if answer != _WELCOME:
-            raise Refused("answer", _SAID.get(answer, "it sent something else than expected"))
-        if not hmac.compare_digest(await _read(connection, _DIGEST), self._proof(b"answers", hello, nonce)):
-            raise Refused("proof", "its proof is wrong: it does not know the group's secret")
-        return _Connection(connection, path, hello, nonce)
-
-    def _proof(self, role: bytes, hello: bytes, nonce: bytes) -> bytes:
-        return hmac.digest(self._secret, b"%d:%b" % (len(role), role) + self._group + hello + nonce, "sha256")
-
-    def _paths(self, addresses: Sequence[Address]) -> list[_Path]:
-        """From all addresses of the same subnet; if there is none, from each named interface or as the kernel likes."""
-        paths = []
-        for there in addresses:
-            alike = [
-                (interface, here)
-                for interface in self._interfaces
-                for here in interface.addresses
-                if here.version == there.ip.version and here.ip.is_link_local == there.ip.ip.is_link_local
-            ]
-            near = [(interface, here) for interface, here in alike if here.network == there.ip.network]
-            if not near and not self._named and alike:
-                paths.append(_Path(("", there.interface), None, sockaddr(there.ip, there.port)))
-                continue
-            first = {interface.name: (interface, here) for interface, here in reversed(alike)}
-            for interface, here in near or first.values():
-                source, target = sockaddr(here, 0, interface.index), sockaddr(there.ip, there.port, interface.index)
-                paths.append(_Path((interface.name, there.interface), source, target))
-        return paths
-
-    def _rails(self, addresses: Sequence[Address]) -> list[tuple[str, str]]:
-        """The pairs of interfaces, here and there, that are to be used if they work; like with like first."""
-        theirs = list(dict.fromkeys(address.interface for address in addresses))
-        ours = [interface.name for interface in self._interfaces]
-        alike = [(name, name) for name in ours if name in theirs]
-        rest = zip(*([name for name in side if (name, name) not in alike] for side in (ours, theirs)), strict=False)
-        matched = [*alike, *rest]
-        shared = {
-            (interface.name, there.interface)
-            for interface in self._interfaces
-            for there in addresses
-            if any(here.network == there.ip.network and not here.ip.is_link_local for here in interface.addresses)
-        }
-        together = self._named and len(ours) > 1
-        return [rail for rail in matched if together or rail in shared] + sorted(shared - set(matched))
-
-    def _interface_of(self, connection: _Connection) -> str:
-        here = connection.socket.getsockname()[0]
-        if connection.path.rail[0]:
-            return connection.path.rail[0]
-        some = (i.name for i in local_interfaces() if any(here == str(address.ip) for address in i.addresses))
-        return next(some, "an unknown interface")
 
     def _name(self, peer: int) -> str:
         other = self._peers[peer]
@@ -647,26 +491,6 @@ class Door:
 
     def _call(self, rank: int, process: str = "") -> str:
         return call_ranks([rank], self._ranks or range(rank + 1), process)
-
-
-def _spread(rails: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Without those of which both interfaces are used by earlier ones."""
-    use: list[tuple[str, str]] = []
-    for here, there in rails:
-        if here not in {rail[0] for rail in use} or there not in {rail[1] for rail in use}:
-            use.append((here, there))
-    return use
-
-
-async def _read(connection: socket.socket, size: int) -> bytes:
-    """Exactly `size` bytes, so that nothing of what follows is taken."""
-    data = b""
-    while len(data) < size:
-        some = await asyncio.get_running_loop().sock_recv(connection, size - len(data))
-        if not some:
-            raise ConnectionResetError("it closed the connection")
-        data += some
-    return data
 
 
 async def _within(seconds: float, what: Awaitable[_Result]) -> _Result:

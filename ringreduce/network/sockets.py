@@ -11,7 +11,7 @@ from ipaddress import ip_interface
 from typing import NamedTuple
 
 from ringreduce.common.failures import InvalidArgument
-from ringreduce.rendezvous.interfaces import Interface, IPInterface
+from ringreduce.network.interfaces import Interface, IPInterface
 
 _MIN_RTT = 148  # where struct tcp_info of linux/tcp.h has tcpi_min_rtt
 

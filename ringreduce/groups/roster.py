@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ringreduce.rendezvous.card import Config
-from ringreduce.rendezvous.host import agree_on_config
-from ringreduce.rendezvous.store import WHO, Exchange, identity
+from ringreduce.coordination.endpoint import Config
+from ringreduce.coordination.process import identity
+from ringreduce.groups.exchange import WHO, Exchange
+from ringreduce.groups.meet import agree_on_config
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """What a rank prepares before it meets the others of its group, and the card that tells them about it.
 
-    ready = Ready(place, config, listens=True)
+    ready = PreparedEndpoint(place, config, listens=True)
     ready.card         # a JSON object for every process that is to make a group with this one
 
 A rank usually puts its card into the store when it meets the others. A member of a changing group publishes it earlier,
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
+import json
 import os
 import secrets
 import socket
@@ -18,20 +20,25 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ringreduce.common.failures import InvalidArgument, SystemFailure
-from ringreduce.rendezvous.secret import group_secret
-from ringreduce.rendezvous.store import Card, identity, kernel
+from ringreduce.coordination.process import Who, has_ended, identity, kernel
+from ringreduce.network.secret import group_secret
 
 if TYPE_CHECKING:
     from ringreduce._C import OpenMemory
-    from ringreduce.rendezvous.links import Door
+    from ringreduce.coordination.protocol import Member
+    from ringreduce.network.listener import Door
 
 NONCE = 32
+
+Endpoint = dict[str, Any]
+"""What a rank tells of itself in the first phase; see `card`."""
+
 
 Config = Mapping[str, Any]
 """The options that must be equal on all ranks, by name."""
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """The options that say on which host a rank is, and how other hosts reach it."""
 
     transport: str = "auto"
@@ -46,14 +53,14 @@ class Place(NamedTuple):
     """RINGREDUCE_PORTS: see `sockets.parse_ports`."""
 
 
-class Ready:
+class PreparedEndpoint:
     """What a rank has prepared for one group: sockets, memory and its card.
 
     The caller must close it. What the group has taken from it by then stays open.
     """
 
     def __init__(
-        self, place: Place, config: Config, memory: OpenMemory | None = None, listens: bool = False, wire: Any = None
+        self, place: Location, config: Config, memory: OpenMemory | None = None, listens: bool = False, wire: Any = None
     ) -> None:
         """`memory`: this process's, if others may read it.
 
@@ -62,7 +69,7 @@ class Ready:
         """
         group_secret(b"", place.secret_file)  # finds a mistake now, not only when the group has several hosts
         if place.ports:
-            from ringreduce.rendezvous.sockets import parse_ports
+            from ringreduce.network.sockets import parse_ports
 
             parse_ports(place.ports)
         self.memory = memory
@@ -74,7 +81,7 @@ class Ready:
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.listener.bind("")  # the kernel picks a free abstract address
         self.listener.listen(8)
-        self.card: Card = {
+        self.card: Endpoint = {
             "who": identity(),
             "machine": _machine(place, self.nonce),
             "config": config,
@@ -97,8 +104,8 @@ class Ready:
 class Prepared(NamedTuple):
     """What makes a group without a store: this rank's preparations and the cards of all ranks."""
 
-    ready: Ready
-    cards: Sequence[Card]
+    ready: PreparedEndpoint
+    cards: Sequence[Endpoint]
     """By rank."""
 
 
@@ -106,17 +113,17 @@ prepared: contextvars.ContextVar[Prepared | None] = contextvars.ContextVar("prep
 """Set while a group is made without a store."""
 
 
-def door_at(place: Place) -> Door:
+def door_at(place: Location) -> Door:
     """Opens the door at which this rank accepts links from other hosts, as `place` says."""
-    from ringreduce.rendezvous.interfaces import Filter, local_interfaces
-    from ringreduce.rendezvous.links import Door
-    from ringreduce.rendezvous.sockets import parse_ports
+    from ringreduce.network.interfaces import Filter, local_interfaces
+    from ringreduce.network.listener import Door
+    from ringreduce.network.sockets import parse_ports
 
     wanted = Filter.parse(place.interfaces)
     return Door(wanted.choose(local_interfaces()), named=wanted.names_some, ports=parse_ports(place.ports))
 
 
-def _machine(place: Place, nonce: bytes) -> str:
+def _machine(place: Location, nonce: bytes) -> str:
     """A text that is equal for ranks on one host."""
     if place.transport == "tcp":
         return nonce.hex()
@@ -124,3 +131,50 @@ def _machine(place: Place, nonce: bytes) -> str:
         return f"RINGREDUCE_HOST_ID={place.host_id}"
     # Processes can reach each other's abstract Unix sockets if they have the same kernel and network namespace.
     return f"{kernel()}/{os.stat('/proc/self/ns/net').st_ino}"
+
+
+# what a member's address in a view says about it, as JSON
+
+
+def address_of_this_process(ledger: list[Any] | None, endpoint: Endpoint | None, settings: Mapping[str, float]) -> str:
+    """This process's address as a member. `ledger`: where it has its ledger open.
+
+    `endpoint`: of its part of the next group, if that is prepared. `settings`: those that it was started with.
+    """
+    return json.dumps({**identity()._asdict(), "ledger": ledger, "endpoint": endpoint, "settings": settings})
+
+
+@functools.lru_cache(maxsize=256)
+def _facts(address: str) -> dict[str, Any]:
+    """An address's content. Callers must not change it. Kept, since each change asks several times."""
+    facts: dict[str, Any] = json.loads(address)
+    return facts
+
+
+def ledger_of(member: Member) -> list[Any] | None:
+    """Where the member has its ledger open; None: it has none."""
+    ledger: list[Any] | None = _facts(member.address)["ledger"]
+    return ledger
+
+
+def endpoint_of(member: Member) -> Endpoint | None:
+    """The member's endpoint for the next group; None: it has prepared nothing."""
+    endpoint: Endpoint | None = _facts(member.address)["endpoint"]
+    return endpoint
+
+
+def settings_of(member: Member) -> dict[str, float]:
+    """What the member was started with."""
+    settings: dict[str, float] = _facts(member.address)["settings"]
+    return settings
+
+
+def process_of(member: Member) -> Who:
+    """The member's process."""
+    facts = _facts(member.address)
+    return Who(*(facts[name] for name in Who._fields))
+
+
+def member_has_ended(member: Member) -> bool:
+    """Whether the member's process has ended, as far as this process can see."""
+    return has_ended(process_of(member))

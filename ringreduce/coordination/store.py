@@ -17,14 +17,28 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
+from ringreduce.common.failures import CollectiveTimeout
+from ringreduce.coordination.wait import Pauses, wait_for
+
 Answer = TypeVar("Answer")
 
+PAUSES = Pauses(1 / 8, 0.0002, 0.05)
+"""Between two looks for a key."""
 UNANSWERED = 10.0
 """Seconds that a request to a store of torch may take in `Bounded`."""
 NOTHING = "ringreduce: nothing is here"
 """No value equals it. `value_of` compares with it, since a store without a value answers with the expected text."""
 PARTS = 10
 """The time is waited for in so many parts. If this process is suspended meanwhile, that uses up one part at most."""
+
+
+class Store(Protocol):
+    """The part of `torch.distributed.Store` that is used."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def add(self, key: str, value: int, /) -> int: ...
+    def check(self, keys: list[str], /) -> bool: ...
 
 
 class Directory(Protocol):
@@ -81,6 +95,20 @@ def append_by(compare_set: Callable[[str, str], str], text: str) -> str:
     while (found := compare_set(before, before + text)) != before + text:
         before = found
     return found
+
+
+def get(store: Store, key: str, whom: str, deadline: float, look: Callable[[], None] = lambda: None) -> str:
+    """What the store has under `key`; waits for it, for `whom`, until `deadline`, then raises `CollectiveTimeout`.
+    Calls `look` now and then, which may raise."""
+
+    def there() -> bool:
+        if not (found := store.check([key])):
+            look()
+        return found
+
+    if not wait_for(there, PAUSES, deadline):
+        raise CollectiveTimeout(f"making the group: {whom} did not come in time")
+    return str(store.get(key).decode())
 
 
 class Under:

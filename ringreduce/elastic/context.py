@@ -14,31 +14,33 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from ringreduce.elastic.address import card_of, has_ended, ledger_of
-from ringreduce.elastic.lobby import Lobby
-from ringreduce.membership.directory import Directory
-from ringreduce.membership.key_store import KeyStore
-from ringreduce.membership.ledger import Ledger
-from ringreduce.membership.protocol import View
-from ringreduce.rendezvous import store as rendezvous
-from ringreduce.rendezvous.card import Prepared, Ready
+from ringreduce.coordination.endpoint import Prepared, PreparedEndpoint, endpoint_of, ledger_of, member_has_ended
+from ringreduce.coordination.join_queue import JoinQueue
+from ringreduce.coordination.ledger import Ledger
+from ringreduce.coordination.process import kernel
+from ringreduce.coordination.protocol import View
+from ringreduce.coordination.store import Directory
+from ringreduce.coordination.torch_store import KeyStore
+from ringreduce.coordination.wait import every, wait_for
 
 LEDGER_BYTES = 256 << 20
 """Of the ledger of a world on one host. Unwritten pages take no memory; a change takes some 10 KB with 8 ranks."""
 
+LOOK_FOR_LEDGER = 0.02
+"""Seconds between two looks of a joiner for a member that says where it has the ledger open."""
 LOOK_IN_LEDGER, LOOK_IN_STORE = 0.2, 1.0
 """Seconds between two looks for a member that has left the view, in either kind of directory."""
 
 
-class Home:
+class WorldContext:
     """What a world has outside its groups, and what this process has ready for the next one."""
 
     def __init__(self, store: KeyStore) -> None:
         """`store`: the launcher's, or one in etcd."""
-        self.store, self.lobby = store, Lobby(store)
+        self.store, self.lobby = store, JoinQueue(store)
         self.ledger: Ledger | None = None
         """The directory, if all members are on one machine; None: they agree in the store."""
-        self.ready: Ready | None = None
+        self.ready: PreparedEndpoint | None = None
         """What this process has prepared for the group of its next view."""
         self._memfd = -1
         self._kept: list[Store] = []
@@ -47,7 +49,7 @@ class Home:
     def prepared(self, view: View) -> Prepared | None:
         """What is needed to make the view's group from its cards; None: its members must meet in a store."""
         ready, self.ready = self.ready, None
-        cards = [card for member in view.members if (card := card_of(member))]
+        cards = [card for member in view.members if (card := endpoint_of(member))]
         if ready and len(cards) == len(view.members):
             return Prepared(ready, cards)
         if ready:
@@ -67,11 +69,11 @@ class Home:
         """
         if self.ledger is None:
             return None
-        return [f"/proc/{os.getpid()}/fd/{self._memfd}", rendezvous.kernel(), os.fstat(self._memfd).st_ino]
+        return [f"/proc/{os.getpid()}/fd/{self._memfd}", kernel(), os.fstat(self._memfd).st_ino]
 
     def open_ledger(self, place: list[Any] | None) -> bool:
         """Opens the ledger at a `ledger_place`. Returns whether that was possible here."""
-        if place is None or place[1] != rendezvous.kernel():
+        if place is None or place[1] != kernel():
             return False
         try:
             memfd = os.open(place[0], os.O_RDWR | os.O_CLOEXEC)
@@ -103,15 +105,14 @@ class Home:
         If this process was slow, the members of `view` may have ended meanwhile, and others have joined. A member that
         has joined says in the next view where it has the ledger open. So this waits for that view, for `seconds`.
         """
-        until = time.monotonic() + seconds
-        while True:
+
+        def opens() -> str | None:
             if self._opens_one_of(view) or self._opens_one_of(latest := self.lobby.latest() or view):
-                return True
+                return "yes"
             others = [member for member in latest.members if member.name != me]
-            told = [ledger_of(member) or has_ended(member) for member in others]
-            if all(told) or time.monotonic() > until:
-                return False
-            time.sleep(0.02)
+            return "no" if all(ledger_of(member) or member_has_ended(member) for member in others) else None
+
+        return wait_for(opens, every(LOOK_FOR_LEDGER), time.monotonic() + seconds) == "yes"
 
     def _opens_one_of(self, view: View) -> bool:
         """Opens the ledger of one of the view's members. True also if they have none."""

@@ -22,8 +22,6 @@ from __future__ import annotations
 
 import array
 import contextlib
-import errno
-import fcntl
 import hashlib
 import hmac
 import json
@@ -32,7 +30,7 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -44,14 +42,17 @@ from ringreduce.common.failures import (
     SystemFailure,
     TopologyError,
 )
-from ringreduce.rendezvous.card import NONCE, Config, Place, Ready, door_at
-from ringreduce.rendezvous.secret import group_secret
-from ringreduce.rendezvous.store import LEST, WHO, Card, Exchange, passed
+from ringreduce.coordination.endpoint import NONCE, Config, Endpoint, Location, PreparedEndpoint, door_at
+from ringreduce.coordination.process import own_pidfd
+from ringreduce.coordination.wait import every, wait_for
+from ringreduce.groups.exchange import LEST, WHO, Exchange, passed
+from ringreduce.network.local import check_user, close_all, receive, send, shared_memory, written
+from ringreduce.network.secret import group_secret
 
 if TYPE_CHECKING:
     from ringreduce._C import OpenMemory
-    from ringreduce.rendezvous.links import Door
-    from ringreduce.rendezvous.sockets import Address
+    from ringreduce.network.listener import Door
+    from ringreduce.network.sockets import Address
 
 _DIGEST = hashlib.sha256().digest_size
 _HELLO = struct.Struct(f"!i?{_DIGEST}s")  # rank, whether it can access all ranks' memory, proof
@@ -109,7 +110,7 @@ class Meeting:
 
     def close_descriptors(self) -> None:
         """Lets go of what is for a group to take over, if none will."""
-        _close(fd for fd in (self.memfd, *self.pidfds, *self.arenas) if fd >= 0)
+        close_all(fd for fd in (self.memfd, *self.pidfds, *self.arenas) if fd >= 0)
 
     def close(self) -> None:
         """Lets go of the door too."""
@@ -129,9 +130,9 @@ def meet(
     config: Config,
     decide: Decide,
     memory: OpenMemory | None = None,
-    place: Place = Place(),
+    place: Location = Location(),
     arena: int = -1,
-    prepared: Ready | None = None,
+    prepared: PreparedEndpoint | None = None,
 ) -> Meeting:
     """Joins this rank with the others of its group; returns when all of its host are there, and all others known.
 
@@ -147,7 +148,7 @@ def meet(
     """
     rank, size = exchange.rank, exchange.size
     try:
-        with contextlib.closing(prepared or Ready(place, config, memory)) as ready:
+        with contextlib.closing(prepared or PreparedEndpoint(place, config, memory)) as ready:
             me = _Announced(exchange, ready)
             exchange.arrive(ready.card)
             roster, leader = _find(me, place, decide)
@@ -165,7 +166,7 @@ def meet(
             try:
                 door, doors = _addresses(me, place) if len(roster["hosts"]) > 1 else (None, [])
             except BaseException:
-                _close([memfd, *(fd for member in members for fd in member.descriptors())])
+                close_all([memfd, *(fd for member in members for fd in member.descriptors())])
                 raise
     except OSError as error:  # no descriptors are left, say
         failed = SystemFailure(f"making the group: {error}", rank)
@@ -177,7 +178,7 @@ def meet(
     pidfds, arenas = [-1] * size, [-1] * size
     for member in members:
         if member.rank == rank:
-            _close(member.descriptors())
+            close_all(member.descriptors())
         else:
             pidfds[member.rank], arenas[member.rank] = member.pidfd, member.arena
     return Meeting(
@@ -201,7 +202,7 @@ class _Announced(NamedTuple):
     """This rank, once the others can know where its leader finds it."""
 
     exchange: Exchange
-    ready: Ready
+    ready: PreparedEndpoint
 
     @property
     def rank(self) -> int:
@@ -212,14 +213,14 @@ class _Announced(NamedTuple):
         return bytes.fromhex(self.exchange.told(WHO, 0)["secret"])
 
 
-def _hosts(ranks: Sequence[Card]) -> list[list[int]]:
+def _hosts(ranks: Sequence[Endpoint]) -> list[list[int]]:
     machines: dict[str, list[int]] = {}
     for r, other in enumerate(ranks):
         machines.setdefault(str(other.get("machine")), []).append(r)  # those that want another transport have none
     return list(machines.values())
 
 
-def _roster(exchange: Exchange, ranks: Sequence[Card], place: Place, decide: Decide) -> Roster:
+def _roster(exchange: Exchange, ranks: Sequence[Endpoint], place: Location, decide: Decide) -> Roster:
     """What all are told, by what each has told."""
     for r, other in enumerate(ranks):
         exchange.know(r, other["who"])
@@ -259,7 +260,7 @@ class _Leader(NamedTuple):
     roster: Roster
 
 
-def _find(me: _Announced, place: Place, decide: Decide) -> tuple[Roster, _Leader | None]:
+def _find(me: _Announced, place: Location, decide: Decide) -> tuple[Roster, _Leader | None]:
     """The roster, and the leader of this rank's host; None if it is this rank."""
     exchange = me.exchange
     leader_by_cards = next((host[0] for host in _hosts(exchange.cards) if me.rank in host), None)
@@ -318,7 +319,7 @@ def _greet(connection: socket.socket, me: _Announced) -> list[_Leader]:
         connection.close()
         return []
     finally:
-        _close(fds)
+        close_all(fds)
 
 
 def _join(me: _Announced, leader: _Leader, here: list[int], own: _Member) -> tuple[int, list[_Member]]:
@@ -329,7 +330,7 @@ def _join(me: _Announced, leader: _Leader, here: list[int], own: _Member) -> tup
             hello = _HELLO.pack(own.rank, own.near, _proof(leader.secret, b"member", leader.nonce, own.rank))
             pidfd = own_pidfd()
             try:
-                _send(connection, hello, [pidfd] if own.arena < 0 else [pidfd, own.arena], exchange.deadline)
+                send(connection, hello, [pidfd] if own.arena < 0 else [pidfd, own.arena], exchange.deadline)
             finally:
                 os.close(pidfd)
             passed("host: introduced")
@@ -341,12 +342,12 @@ def _join(me: _Announced, leader: _Leader, here: list[int], own: _Member) -> tup
                     raise ConnectionError("it closed the connection")
                 fds.extend(some)
         except TimeoutError:
-            _close(fds)
+            close_all(fds)
             raise CollectiveTimeout(
                 f"making the group: {exchange.describe(here[0])} did not answer in time", here[0]
             ) from None
         except OSError as error:
-            _close(fds)
+            close_all(fds)
             raise _lost(exchange, here[0], error) from None
     passed("host: joined")
     memfd, *rest = fds
@@ -366,11 +367,11 @@ def _lead(
     memfd, members = -1, dict[int, _Member]()
     with contextlib.ExitStack() as connections:
         try:
-            memfd = _shared_memory(segment_bytes)
+            memfd = shared_memory(segment_bytes)
             members[own.rank] = own._replace(pidfd=own_pidfd(), arena=-1)
             if own.arena >= 0:
                 members[own.rank] = members[own.rank]._replace(arena=os.dup(own.arena))
-            secret, text = bytes.fromhex(roster["secret"]), _written(json.dumps(roster))
+            secret, text = bytes.fromhex(roster["secret"]), written(json.dumps(roster))
             connections.callback(os.close, text)
             guests = {r: connections.enter_context(_invite(me, roster, r, text)) for r in here[1:]}
             passed("host: invited")
@@ -392,7 +393,7 @@ def _lead(
             for r, guest in guests.items():
                 try:
                     for start in range(0, len(fds), _FDS_PER_MESSAGE):
-                        _send(guest, message, fds[start : start + _FDS_PER_MESSAGE], exchange.deadline)
+                        send(guest, message, fds[start : start + _FDS_PER_MESSAGE], exchange.deadline)
                 except OSError as error:
                     raise _lost(exchange, r, error) from None
                 passed("host: handed out")
@@ -400,33 +401,10 @@ def _lead(
         except BaseException as error:
             if isinstance(error, RingReduceError):
                 exchange.give_up(error)  # before the connections close, so that their other ends find the reason
-            _close(fd for member in members.values() for fd in member.descriptors())
+            close_all(fd for member in members.values() for fd in member.descriptors())
             if memfd >= 0:
                 os.close(memfd)
             raise
-
-
-def _shared_memory(segment_bytes: int) -> int:
-    memfd = os.memfd_create("ringreduce", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(memfd, segment_bytes)
-        # A rank that made it smaller would end all others, by SIGBUS.
-        fcntl.fcntl(memfd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    except OSError as error:
-        os.close(memfd)
-        raise SystemFailure(
-            f"cannot make {segment_bytes} bytes of shared memory: {error.strerror} (RINGREDUCE_CHANNEL_BYTES and "
-            "RINGREDUCE_MAILBOX_BYTES lower this; `ulimit -f` limits it)"
-        ) from None
-    return memfd
-
-
-def _written(text: str) -> int:
-    """A descriptor from which others can read it."""
-    fd = os.memfd_create("ringreduce roster", os.MFD_CLOEXEC)
-    with open(fd, "wb", closefd=False) as file:
-        file.write(text.encode())
-    return fd
 
 
 def _invite(me: _Announced, roster: Roster, rank: int, text: int) -> socket.socket:
@@ -437,7 +415,7 @@ def _invite(me: _Announced, roster: Roster, rank: int, text: int) -> socket.sock
         connection.connect(address)
         check_user(connection)
         proof = _proof(bytes.fromhex(roster["secret"]), b"leader", nonce, rank)
-        _send(connection, me.ready.nonce + proof, [text], me.exchange.deadline)
+        send(connection, me.ready.nonce + proof, [text], me.exchange.deadline)
     except OSError as error:
         connection.close()
         _look_for_reason(me.exchange)
@@ -463,15 +441,13 @@ def _admit(me: _Announced, rank: int, guest: socket.socket, secret: bytes) -> _M
             raise ConnectionError("it is not a rank of this group")
         return _Member(rank, near, pidfd=fds[0], arena=fds[1] if len(fds) == 2 else -1)
     except (OSError, struct.error) as error:
-        _close(fds)
+        close_all(fds)
         raise _lost(me.exchange, rank, error) from None
 
 
 def _look_for_reason(exchange: Exchange) -> None:
     """Raises why a rank of this host is not to be reached, if it says so or has ended."""
-    for _ in range(20):  # its sockets close before either shows
-        exchange.raise_if_lost()
-        time.sleep(0.01)
+    wait_for(exchange.raise_if_lost, every(0.01), time.monotonic() + 0.2)  # its sockets close before either shows
 
 
 def _lost(exchange: Exchange, rank: int, error: Exception) -> RingReduceError:
@@ -480,9 +456,9 @@ def _lost(exchange: Exchange, rank: int, error: Exception) -> RingReduceError:
     return PeerLost(f"making the group: {exchange.describe(rank)} died or left: {error}", rank)
 
 
-def _addresses(me: _Announced, place: Place) -> tuple[Door, list[list[Address]]]:
+def _addresses(me: _Announced, place: Location) -> tuple[Door, list[list[Address]]]:
     """This rank's door for other hosts, which is the caller's from now on, and where the doors of all ranks are."""
-    from ringreduce.rendezvous.sockets import Address
+    from ringreduce.network.sockets import Address
 
     door = me.ready.door or door_at(place)
     me.ready.door = None
@@ -502,7 +478,7 @@ def _can_access_all(keys: list[list[int]]) -> bool:
     return all(_C.can_access(*key) for key in keys)
 
 
-def agree_on_config(exchange: Exchange, ranks: Sequence[Card]) -> None:
+def agree_on_config(exchange: Exchange, ranks: Sequence[Endpoint]) -> None:
     """Raises `InvalidArgument` if two ranks have different `config`s."""
     first: Config = ranks[0]["config"]
     for r, other in enumerate(ranks):
@@ -517,82 +493,5 @@ def agree_on_config(exchange: Exchange, ranks: Sequence[Card]) -> None:
             )
 
 
-def own_pidfd() -> int:
-    try:
-        return os.pidfd_open(os.getpid())
-    except OSError as error:
-        raise SystemFailure(f"pidfd_open: {error.strerror}{pidfd_fix(error)}") from None
-
-
-def pidfd_fix(error: OSError) -> str:
-    """What to do where pidfd_open has failed, to be put behind the reason."""
-    fixes = {
-        errno.ENOSYS: "; ringreduce needs Linux 5.3 or newer",
-        errno.EPERM: "; let the container's or service's seccomp filter allow pidfd_open",
-        errno.EMFILE: "; raise `ulimit -n`",
-        errno.ENFILE: "; raise fs.file-max",
-    }
-    return fixes.get(error.errno or 0, "")
-
-
-def _send(connection: socket.socket, message: bytes, fds: list[int], deadline: float) -> None:
-    """Sends descriptors, however many are on their way already.
-
-    The kernel lets a user have as many under way as a process may have open, and large groups send more.
-    """
-    while True:
-        try:
-            socket.send_fds(connection, [message], fds)
-            return
-        except OSError as error:
-            if error.errno != errno.ETOOMANYREFS or time.monotonic() > deadline:
-                raise
-        time.sleep(0.001)  # until others have received theirs
-
-
-def receive(connection: socket.socket, size: int, most: int) -> tuple[bytes, list[int]]:
-    """A message and its descriptors, which no program that another thread starts meanwhile inherits.
-
-    Raises `ConnectionError` if it has more than `size` bytes or `most` descriptors, `SystemFailure` if this process has
-    no room for them.
-    """
-    fds = array.array("i")
-    room = socket.CMSG_LEN(most * fds.itemsize)
-    message, ancillary, flags, _ = connection.recvmsg(size, room, socket.MSG_CMSG_CLOEXEC)  # recv_fds() ignores flags
-    for level, kind, data in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-        _close(fds)
-        if flags & socket.MSG_TRUNC:
-            raise ConnectionError(f"a message is longer than {size} bytes")
-        if len(fds) == most:
-            raise ConnectionError(f"a message has more than {most} descriptors")
-        raise SystemFailure("this process has no descriptors left; see `ulimit -n`")
-    return message, list(fds)
-
-
-def exactly(connection: socket.socket, size: int) -> bytes:
-    """The next so many, or `ConnectionError`."""
-    data = b""
-    while len(data) < size:
-        some = connection.recv(size - len(data))
-        if not some:
-            raise ConnectionError("the other side closed the connection")
-        data += some
-    return data
-
-
 def _proof(secret: bytes, role: bytes, nonce: bytes, rank: int) -> bytes:
     return hmac.digest(secret, role + nonce + rank.to_bytes(4, "big"), "sha256")
-
-
-def check_user(connection: socket.socket) -> None:
-    _, uid, _ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    if uid != os.geteuid():
-        raise ConnectionError(f"a process of user {uid} connected; this one runs as user {os.geteuid()}")
-
-
-def _close(fds: Iterable[int]) -> None:
-    for fd in fds:
-        os.close(fd)

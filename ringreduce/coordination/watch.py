@@ -9,10 +9,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ringreduce.elastic.address import who_here
-from ringreduce.membership.directory import Directory
-from ringreduce.membership.protocol import View, place, read
-from ringreduce.rendezvous import store as rendezvous
+from ringreduce.coordination.endpoint import process_of
+from ringreduce.coordination.process import open_process
+from ringreduce.coordination.protocol import View, place, read
+from ringreduce.coordination.store import Directory
 
 
 class Watch:
@@ -28,12 +28,12 @@ class Watch:
         self._found: set[str] = set()
         self._pidfds: dict[int, str] = {}
         for member in view.members:
-            if member.name != me and (who := who_here(member)):
+            if member.name != me:
                 try:
-                    self._pidfds[rendezvous.open_process(who)] = member.name
+                    self._pidfds[open_process(process_of(member))] = member.name
                 except ProcessLookupError:
                     self._found.add(member.name)
-                except OSError:  # no descriptor is left; this end will show only by a call that fails
+                except OSError:  # on another machine, or no descriptor is left: this end will show by a call that fails
                     pass
         self._lock = threading.Lock()
         self._group: Any = None

@@ -26,16 +26,12 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 import json
 import logging
-import os
 import secrets
-import select
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ringreduce.common import failures
 from ringreduce.common.failures import (
@@ -45,16 +41,21 @@ from ringreduce.common.failures import (
     RingReduceError,
     SystemFailure,
 )
-from ringreduce.membership.directory import value_of
+from ringreduce.common.ranks import call_ranks
+from ringreduce.coordination.endpoint import Endpoint
+from ringreduce.coordination.process import Who, has_ended, identity, process_began
+from ringreduce.coordination.store import Store, value_of
+from ringreduce.coordination.wait import CHECK_BY_RANK, CHECK_PROCESSES, Pauses
 
-SHORTEST, LONGEST, LONGEST_BY_RANK = 0.0002, 0.05, 0.0005
-"""Seconds between two looks; the third for each rank, so that one store, and the cores of one host, serve them all."""
-CHECK_PROCESSES, CHECK_BY_RANK = 0.25, 0.001
-"""Seconds between two looks whether processes have ended, and the same for each rank."""
+PAUSES = Pauses(1 / 4, 0.0002, 0.05)
+"""Between two looks."""
+LONGEST_BY_RANK = 0.0005
+"""With many ranks a pause is at most so many seconds for each, so that one store, and the cores of one host, serve them
+all."""
 CHECK_KNOWN_ENDS = 0.005
 """Seconds between two looks where whoever makes the group knows of ends."""
 LOOKS = 10
-"""Where a look at the store takes longer than a tenth of LONGEST, other questions wait for so many looks."""
+"""Where a look at the store takes longer than a tenth of the longest pause, other questions wait for so many looks."""
 LEST = 1.0
 """Seconds that the others wait longer than rank 0, which can tell them whom it has missed."""
 
@@ -66,19 +67,6 @@ WHO = "who"
 """The first phase, in which all ranks tell at least {"who": identity()}."""
 
 log = logging.getLogger(__name__)
-
-
-Card = dict[str, Any]
-"""What a rank tells of itself in the first phase; see `card`."""
-
-
-class Store(Protocol):
-    """The part of `torch.distributed.Store` that is used."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def add(self, key: str, value: int, /) -> int: ...
-    def check(self, keys: list[str], /) -> bool: ...
 
 
 ended: contextvars.ContextVar[Callable[[], list[int]] | None] = contextvars.ContextVar("ended", default=None)
@@ -100,17 +88,6 @@ looks: contextvars.ContextVar[Callable[[], RingReduceError | None] | None] = con
 
 def passed(stage: str) -> None:
     """Called at each stage of making a group. Tests put something else here."""
-
-
-class Who(NamedTuple):
-    """How others name a rank and, on its machine, see its end."""
-
-    host: str
-    pid: int
-    pids: str
-    """Processes for which it is equal have the same numbers for processes."""
-    began: int
-    """When the kernel started the process. Once it has ended, its number may go to a process that began later."""
 
 
 class Arrival(NamedTuple):
@@ -136,7 +113,7 @@ class Exchange:
         rank: int,
         size: int,
         timeout: float,
-        cards: Sequence[Card] = (),
+        cards: Sequence[Endpoint] = (),
         ranks: Sequence[int] = (),
         within: str = "",
         processes: Sequence[tuple[str, int]] = (),
@@ -156,7 +133,7 @@ class Exchange:
         self.watched = range(size) if rank == 0 else [0]
         """The ranks without which a wait is in vain: where they are on this machine, their end ends it."""
         self._within, self._processes = within, processes
-        self._card: Card = {}
+        self._card: Endpoint = {}
         self._known = {rank: Who(*card["who"]) for rank, card in enumerate(cards)}
         self._ended = ended.get()
         self._counted_in = bool(cards) or rank == 0
@@ -169,7 +146,7 @@ class Exchange:
         """Of the keys of this attempt."""
         return f"ringreduce/{self.attempt}"
 
-    def arrive(self, card: Card) -> None:
+    def arrive(self, card: Endpoint) -> None:
         """Tells the others that this rank is here, with what it has to tell in the first phase."""
         if self.cards:
             return
@@ -262,7 +239,7 @@ class Exchange:
             failed = json.loads(text)
         if failed and (self.rank, failed[1]) in _over:  # this rank's own words, which an earlier attempt has heard
             return False
-        ended = arrival.who.pids == _pid_namespace() and has_ended(arrival.who)
+        ended = has_ended(arrival.who)
         if not (failed or ended):
             return True
         if not self._within and arrival.at < process_began():
@@ -375,15 +352,20 @@ class Exchange:
         began = checked = asked = before = time.monotonic()
         deadline = deadline or self.deadline + (0.0 if whom else LEST)
         log_at = began + LOG_AFTER
-        pause = first
+        pause, pauses = (
+            first,
+            PAUSES._replace(
+                shortest=max(PAUSES.shortest, first), longest=max(PAUSES.longest, LONGEST_BY_RANK * self.size)
+            ),
+        )
         try:
             while not ready(pause):
                 now = time.monotonic()
                 took = max(now - before - pause, 0.0)
                 # Where the store is far away, most looks are for what is waited for.
-                turn = LOOKS * took < LONGEST or now - asked > LOOKS * took or now > deadline
-                pause = min(max((now - began) / 4, SHORTEST, first), max(LONGEST, LONGEST_BY_RANK * self.size))
-                if turn and (now - began > LONGEST or now > deadline):
+                turn = LOOKS * took < PAUSES.longest or now - asked > LOOKS * took or now > deadline
+                pause = pauses.after(now - began)
+                if turn and (now - began > PAUSES.longest or now > deadline):
                     self.raise_if_given_up()
                 between = CHECK_KNOWN_ENDS if self._ended else CHECK_PROCESSES
                 if now - checked > max(between, CHECK_BY_RANK * self.size) or now > deadline:
@@ -433,7 +415,7 @@ class Exchange:
             return found[0]
         for rank in self.watched:
             who = self._known.get(rank)
-            if who and rank != self.rank and who.pids == _pid_namespace() and has_ended(who):
+            if who and rank != self.rank and has_ended(who):
                 return rank
         return -1
 
@@ -505,21 +487,6 @@ _over: set[tuple[int, str]] = set()
 in vain."""
 
 
-def call_ranks(ranks: Sequence[int], global_ranks: Sequence[int], process: str = "") -> str:
-    """How messages call ranks of a group: "rank 3 (rank 1 of the group, node7, pid 4711)".
-
-    The first number is the global rank. The second one is left out if the two are equal for all ranks of the group.
-    `process`: host and pid, of one rank.
-    """
-
-    def numbers(of: Sequence[int]) -> str:
-        return f"rank{'s' * (len(of) > 1)} {', '.join(map(str, of))}"
-
-    alike = list(global_ranks) == list(range(len(global_ranks)))
-    inner = ", ".join(filter(None, ["" if alike else f"{numbers(ranks)} of the group", process]))
-    return numbers([global_ranks[rank] for rank in ranks]) + (f" ({inner})" if inner else "")
-
-
 def _peek(store: Store, key: str) -> bytes | None:
     """The value of a key; None: there is none."""
     if hasattr(store, "compare_set"):  # as torch's have
@@ -535,86 +502,3 @@ def _asleep(ready: Callable[[], bool]) -> Callable[[float], bool]:
         return ready()
 
     return after
-
-
-@functools.cache
-def identity() -> Who:
-    """This process's."""
-    return Who(socket.gethostname(), os.getpid(), _pid_namespace(), _began(os.getpid()))
-
-
-@functools.cache
-def process_began() -> float:
-    """When this process was started, in seconds of `time.time()`."""
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - identity().began / os.sysconf("SC_CLK_TCK")
-    return time.time() - age
-
-
-def _after_fork() -> None:
-    identity.cache_clear()
-    process_began.cache_clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
-@functools.cache
-def kernel() -> str:
-    """Equal for processes of one machine, until it is started anew."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip()
-
-
-def _pid_namespace() -> str:
-    return f"{kernel()[:13]}/{os.stat('/proc/self/ns/pid').st_ino}"
-
-
-def _began(pid: int) -> int:
-    """When a process was started, in clock ticks since its machine was."""
-    with open(f"/proc/{pid}/stat", "rb") as file:
-        return int(file.read().rpartition(b")")[2].split()[19])  # the name before ")" may contain anything
-
-
-def open_process(who: Who) -> int:
-    """A pidfd of a process of this PID namespace.
-
-    Raises `ProcessLookupError` if the process has ended, and another `OSError` if that cannot be found out.
-    """
-    pidfd = os.pidfd_open(who.pid)
-    try:
-        began = _began(who.pid)
-    except OSError:  # it has just ended, which the descriptor shows, or /proc hides it from this user
-        began = who.began
-    if began != who.began:
-        os.close(pidfd)
-        raise ProcessLookupError(f"process {who.pid} has ended, and another one has its number")
-    return pidfd
-
-
-def has_ended(who: Who) -> bool:
-    """Whether the process has, as far as this one can see."""
-    try:
-        pidfd = open_process(who)
-    except ProcessLookupError:
-        return True
-    except OSError:  # nobody knows
-        return False
-    try:
-        poll = select.poll()
-        poll.register(pidfd, select.POLLIN)
-        return bool(poll.poll(0))
-    finally:
-        os.close(pidfd)
-
-
-def get(store: Store, key: str, whom: str, deadline: float, look: Callable[[], None] = lambda: None) -> str:
-    """What the store has under `key`; waits for it, for `whom`, until `deadline`, then raises `CollectiveTimeout`.
-    Calls `look` now and then, which may raise."""
-    pause = SHORTEST
-    while not store.check([key]):
-        look()
-        if time.monotonic() > deadline:
-            raise CollectiveTimeout(f"making the group: {whom} did not come in time")
-        time.sleep(pause)
-        pause = min(pause * 9 / 8, LONGEST)
-    return str(store.get(key).decode())

@@ -18,7 +18,7 @@ from typing import Any
 
 from ringreduce.common import units
 from ringreduce.common.failures import InvalidArgument
-from ringreduce.membership.directory import append_by
+from ringreduce.coordination.store import append_by
 
 SECONDS = 3.0
 """Timeout of one request to one server."""
@@ -30,7 +30,7 @@ FORM = "etcd://HOST:PORT[,HOST:PORT...]/NAME, where NAME is the job's own"
 
 
 class Etcd:
-    """A `directory.Values` in etcd. Thread-safe: each thread has a connection of its own.
+    """A `store.Values` in etcd. Thread-safe: each thread has a connection of its own.
 
     Calls raise `ConnectionError` if no server answers. Then it is not known whether the request was carried out.
     """

@@ -1,4 +1,4 @@
-"""A store of torch over any `directory.Values`, such as a ledger or etcd."""
+"""A store of torch over any `store.Values`, such as a ledger or etcd."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 
 from ringreduce.common.failures import CollectiveTimeout
-from ringreduce.membership.directory import Directory, Under, Values
+from ringreduce.coordination.store import Directory, Under, Values
+from ringreduce.coordination.wait import Pauses, wait_for
+
+PAUSES = Pauses(1 / 4, 0.0002, 0.02)
+"""Between two looks for keys."""
 
 
 class KeyStore(Store):
@@ -70,10 +74,6 @@ class KeyStore(Store):
         self._seconds = timeout.total_seconds()
 
     def wait(self, keys: list[str], timeout: Any = None) -> None:
-        began = time.monotonic()
         seconds = timeout.total_seconds() if timeout is not None else self._seconds
-        while not self.check(keys):
-            waited = time.monotonic() - began
-            if waited > seconds:
-                raise CollectiveTimeout(f"the store: not all of {keys} came within {seconds:.1f} s")
-            time.sleep(min(max(waited / 4, 0.0002), 0.02))
+        if not wait_for(lambda: self.check(keys), PAUSES, time.monotonic() + seconds):
+            raise CollectiveTimeout(f"the store: not all of {keys} came within {seconds:.1f} s")

@@ -7,10 +7,9 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from ringreduce.common.failures import Expelled, RingReduceError, SystemFailure
-from ringreduce.membership import protocol
-from ringreduce.membership.directory import Directory
-from ringreduce.membership.protocol import (
+from ringreduce.common.failures import Expelled, SystemFailure
+from ringreduce.coordination import protocol
+from ringreduce.coordination.protocol import (
     Answer,
     Append,
     Ask,
@@ -20,15 +19,16 @@ from ringreduce.membership.protocol import (
     Entered,
     Leave,
     Look,
-    NoAnswer,
     Report,
     State,
     View,
     place,
 )
+from ringreduce.coordination.store import Directory
+from ringreduce.coordination.wait import Pauses, persist, wait_for
 
-SHORTEST, LONGEST = 0.0002, 0.02
-"""Shortest and longest pause between two looks at the directory, in seconds: an eighth of the time that has passed."""
+PAUSES = Pauses(1 / 8, 0.0002, 0.02)
+"""Between two looks at the directory."""
 PATIENCE = 60.0
 """Seconds for which a directory may be out of reach, by default."""
 LONG = 1.0
@@ -95,11 +95,14 @@ class Membership:
         began = time.monotonic()
         me = self.view.names[self.rank]
         others = tuple(name for name in (*report.lost, *lost()) if name != me)
-        done = self._carry_out(Leave(replace(report, lost=others, silent=(*report.silent, *silent()))))
-        while done is None:
-            time.sleep(min(max((time.monotonic() - began) / 8, SHORTEST), LONGEST))
+
+        def look() -> Effect | None:
             late = self.view.names if time.monotonic() - began > silent_after else ()
-            done = self._carry_out(Look(frozenset(lost()), frozenset((*silent(), *late))))
+            return self._carry_out(Look(frozenset(lost()), frozenset((*silent(), *late))))
+
+        done: Effect | None = self._carry_out(Leave(replace(report, lost=others, silent=(*report.silent, *silent()))))
+        if done is None:
+            done = wait_for(look, PAUSES, at_once=False)
         while isinstance(done, Entered) and time.monotonic() - began > LONG and (later := self._carry_out(Look())):
             done = later
         if isinstance(done, Entered):
@@ -158,24 +161,21 @@ class Membership:
         return None
 
     def _ask(self, request: protocol.Request) -> str:
-        """Returns the directory's answer. Repeats the request while the directory is out of reach."""
-        since = time.monotonic()
-        while True:
-            try:
-                if isinstance(request, Ask):
-                    return self.directory.get(request.key)
-                if isinstance(request, Append):
-                    return self.directory.append(request.key, request.text)
-                return self.directory.compare_set(request.key, request.expected, request.desired)
-            except RingReduceError:
-                raise
-            except (RuntimeError, OSError) as error:  # torch raises these if a store is gone
-                waited = time.monotonic() - since
-                if waited > self.patience:
-                    raise SystemFailure(
-                        f"who is in the group cannot be decided: its directory has been out of reach for {waited:.0f} "
-                        f"s: {error}"
-                    ) from None
-                log.info("the directory of the group's members is out of reach: %s", error)
-            self._state, _ = protocol.step(self._state, NoAnswer())  # its effect is the same request
-            time.sleep(min(0.05, self.patience / 10))
+        """The directory's answer. Repeats the request while the directory is out of reach, which `NoAnswer` would."""
+
+        def ask() -> str:
+            if isinstance(request, Ask):
+                return self.directory.get(request.key)
+            if isinstance(request, Append):
+                return self.directory.append(request.key, request.text)
+            return self.directory.compare_set(request.key, request.expected, request.desired)
+
+        def failed(error: Exception, waited: float) -> None:
+            if waited > self.patience:
+                raise SystemFailure(
+                    f"who is in the group cannot be decided: its directory has been out of reach for {waited:.0f} s: "
+                    f"{error}"
+                ) from None
+            log.info("the directory of the group's members is out of reach: %s", error)
+
+        return persist(ask, min(0.05, self.patience / 10), failed)

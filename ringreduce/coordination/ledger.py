@@ -47,7 +47,7 @@ def ledger_bytes(ranks: int) -> int:
 
 
 class Ledger:
-    """A `directory.Values` in shared memory, and a store as `rendezvous` needs it. Thread-safe.
+    """A `store.Values` in shared memory, and a store of which a `KeyStore` is made. Thread-safe.
 
     Calls raise `SystemFailure` if the memory is full or damaged.
     """
@@ -151,7 +151,7 @@ class Ledger:
             self._learn(*record)
         self._seen = newest
 
-    # the store of `rendezvous`
+    # what a `KeyStore` needs besides
 
     def set(self, key: str, value: str | bytes) -> None:
         text = value.encode() if isinstance(value, str) else value

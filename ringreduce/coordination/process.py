@@ -1,0 +1,115 @@
+"""Which process this is, on which machine, and whether another process has ended."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import select
+import socket
+import time
+from typing import NamedTuple
+
+from ringreduce.common.failures import SystemFailure
+
+
+class Who(NamedTuple):
+    """How others name a rank and, on its machine, see its end."""
+
+    host: str
+    pid: int
+    pids: str
+    """Processes for which it is equal have the same numbers for processes."""
+    began: int
+    """When the kernel started the process. Once it has ended, its number may go to a process that began later."""
+
+
+@functools.cache
+def identity() -> Who:
+    """This process's."""
+    return Who(socket.gethostname(), os.getpid(), _pid_namespace(), _began(os.getpid()))
+
+
+@functools.cache
+def process_began() -> float:
+    """When this process was started, in seconds of `time.time()`."""
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - identity().began / os.sysconf("SC_CLK_TCK")
+    return time.time() - age
+
+
+def _after_fork() -> None:
+    identity.cache_clear()
+    process_began.cache_clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+@functools.cache
+def kernel() -> str:
+    """Equal for processes of one machine, until it is started anew."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()
+
+
+def _pid_namespace() -> str:
+    return f"{kernel()[:13]}/{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def _began(pid: int) -> int:
+    """When a process was started, in clock ticks since its machine was."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        return int(file.read().rpartition(b")")[2].split()[19])  # the name before ")" may contain anything
+
+
+def open_process(who: Who) -> int:
+    """A pidfd of a process.
+
+    Raises `ProcessLookupError` if the process has ended, and another `OSError` if that cannot be found out: processes
+    of other PID namespaces cannot be seen.
+    """
+    if who.pids != identity().pids:
+        raise OSError(f"process {who.pid} of {who.host} is in another PID namespace")
+    pidfd = os.pidfd_open(who.pid)
+    try:
+        began = _began(who.pid)
+    except OSError:  # it has just ended, which the descriptor shows, or /proc hides it from this user
+        began = who.began
+    if began != who.began:
+        os.close(pidfd)
+        raise ProcessLookupError(f"process {who.pid} has ended, and another one has its number")
+    return pidfd
+
+
+def has_ended(who: Who) -> bool:
+    """Whether the process has, as far as this one can see. It sees only processes of its own PID namespace."""
+    try:
+        pidfd = open_process(who)
+    except ProcessLookupError:
+        return True
+    except OSError:  # nobody knows
+        return False
+    try:
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        return bool(poll.poll(0))
+    finally:
+        os.close(pidfd)
+
+
+def own_pidfd() -> int:
+    try:
+        return os.pidfd_open(os.getpid())
+    except OSError as error:
+        raise SystemFailure(f"pidfd_open: {error.strerror}{pidfd_fix(error)}") from None
+
+
+def pidfd_fix(error: OSError) -> str:
+    """What to do where pidfd_open has failed, to be put behind the reason."""
+    fixes = {
+        errno.ENOSYS: "; ringreduce needs Linux 5.3 or newer",
+        errno.EPERM: "; let the container's or service's seccomp filter allow pidfd_open",
+        errno.EMFILE: "; raise `ulimit -n`",
+        errno.ENFILE: "; raise fs.file-max",
+    }
+    return fixes.get(error.errno or 0, "")

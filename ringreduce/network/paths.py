@@ -1,0 +1,87 @@
+"""The ways from this host's interfaces to the addresses of another host, and which of them links use.
+
+`named`: whether the user has named this host's interfaces. Then connections are bound to their addresses, and if they
+are several each is used, with that of the peer that has its name or place in the order.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ringreduce.network.interfaces import Interface, local_interfaces
+from ringreduce.network.sockets import Address, endpoint, sockaddr
+
+Rail = tuple[str, str]
+"""The names of the interfaces at both ends."""
+
+
+@dataclass(frozen=True)
+class Path:
+    """One way to a door: from an address of this host, or from any, to one of its addresses."""
+
+    rail: Rail
+    """The interfaces at both ends; "" if it is left to the kernel."""
+    source: tuple[str, int] | tuple[str, int, int, int] | None
+    target: tuple[str, int] | tuple[str, int, int, int]
+
+    def __str__(self) -> str:
+        source = f" from {self.source[0]} ({self.rail[0]})" if self.source else ""
+        return f"{endpoint(*self.target[:2])} ({self.rail[1]}){source}"
+
+
+def paths_to(addresses: Sequence[Address], interfaces: Sequence[Interface], named: bool) -> list[Path]:
+    """From all addresses of the same subnet; if there is none, from each named interface or as the kernel likes."""
+    paths = []
+    for there in addresses:
+        alike = [
+            (interface, here)
+            for interface in interfaces
+            for here in interface.addresses
+            if here.version == there.ip.version and here.ip.is_link_local == there.ip.ip.is_link_local
+        ]
+        near = [(interface, here) for interface, here in alike if here.network == there.ip.network]
+        if not near and not named and alike:
+            paths.append(Path(("", there.interface), None, sockaddr(there.ip, there.port)))
+            continue
+        first = {interface.name: (interface, here) for interface, here in reversed(alike)}
+        for interface, here in near or first.values():
+            source, target = sockaddr(here, 0, interface.index), sockaddr(there.ip, there.port, interface.index)
+            paths.append(Path((interface.name, there.interface), source, target))
+    return paths
+
+
+def rails_to(addresses: Sequence[Address], interfaces: Sequence[Interface], named: bool) -> list[Rail]:
+    """The pairs of interfaces, here and there, that are to be used if they work; like with like first."""
+    theirs = list(dict.fromkeys(address.interface for address in addresses))
+    ours = [interface.name for interface in interfaces]
+    alike = [(name, name) for name in ours if name in theirs]
+    rest = zip(*([name for name in side if (name, name) not in alike] for side in (ours, theirs)), strict=False)
+    matched = [*alike, *rest]
+    shared = {
+        (interface.name, there.interface)
+        for interface in interfaces
+        for there in addresses
+        if any(here.network == there.ip.network and not here.ip.is_link_local for here in interface.addresses)
+    }
+    together = named and len(ours) > 1
+    return [rail for rail in matched if together or rail in shared] + sorted(shared - set(matched))
+
+
+def interface_of(connection: socket.socket, path: Path) -> str:
+    """This host's interface that a connection goes through."""
+    if path.rail[0]:
+        return path.rail[0]
+    here = connection.getsockname()[0]
+    some = (i.name for i in local_interfaces() if any(here == str(address.ip) for address in i.addresses))
+    return next(some, "an unknown interface")
+
+
+def spread(rails: Iterable[Rail]) -> list[Rail]:
+    """Without those of which both interfaces are used by earlier ones."""
+    use: list[Rail] = []
+    for here, there in rails:
+        if here not in {rail[0] for rail in use} or there not in {rail[1] for rail in use}:
+            use.append((here, there))
+    return use
