@@ -18,6 +18,7 @@ from ringreduce.coordination.store import Under
 from ringreduce.coordination.torch_store import KeyStore
 from ringreduce.groups import between_hosts, exchange, make, meet
 from ringreduce.network import listener
+from ringreduce.network.handshake import Handshake
 
 CALLS: list[tuple[Any, str]] = [
     (Ledger, "__init__"),  # maps it
@@ -31,18 +32,18 @@ CALLS: list[tuple[Any, str]] = [
     (watch.Watch, "__init__"),
     (watch.Watch, "stop"),
     (meet, "receive"),
-    (meet, "_send"),
+    (meet, "send"),
     (socket.socket, "connect"),
     (socket.socket, "accept"),
     (between_hosts.Links, "learn"),
     (between_hosts.Links, "connect_all"),
     (listener.Door, "_approach"),
-    (listener.Door, "_introduce"),
-    (listener.Door, "_admit"),
+    (Handshake, "introduce"),
+    (Handshake, "admit"),
     (listener.Door, "_join"),
     (listener.Door, "_join_all"),
     (listener.Door, "_hand_over"),
-    (listener.Door, "_proof"),  # right before each message of the handshake, and after it was received
+    (Handshake, "_proof"),  # right before each message of the handshake, and after it was received
     (make._C, "ProcessGroupRing"),  # maps the regions
     (dist, "destroy_process_group"),
     (dist, "init_process_group"),
