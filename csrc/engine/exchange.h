@@ -46,7 +46,7 @@ class Device {
   virtual void copy(void* dst, const void* src, std::size_t bytes) = 0;
 };
 
-// What the phases of a program mean for its messages; worked out once for each program.
+// The messages of each phase of a program, computed once per program.
 struct Timetable {
   struct Arrival {
     std::uint32_t phase;   // at the end of which it arrives
@@ -82,7 +82,7 @@ struct Channels {
 
 class Exchange {
  public:
-  // What the arguments refer to must outlive this object.
+  // The arguments, and all that they refer to, must outlive this object.
   Exchange(PointToPoint& wire, Device& device, const BoundProgram& part, Channels channels = {});
   ~Exchange();
 
@@ -99,7 +99,7 @@ class Exchange {
   Nanoseconds waited() const { return waited_; }  // in exchanges
 
  private:
-  // What a step works on in one round.
+  // The memory that a step works on in one round.
   struct Slice {
     std::byte *local = nullptr, *output = nullptr;
     std::size_t bytes = 0;

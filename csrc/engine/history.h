@@ -1,4 +1,4 @@
-// What the ranks of a team know of each other's calls, and the errors for ranks that did not make the same.
+// The calls that the ranks of a team know of each other, and the errors for ranks whose calls differ.
 //
 // A call's fingerprint covers all calls before it (call.h), so the latest call that two ranks have both made says
 // whether their whole histories are equal. A rank that only sends in a call, as a root does, waits for nobody and may

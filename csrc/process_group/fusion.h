@@ -39,7 +39,7 @@ class Fusion {
   const std::vector<Bundle>& bundles() const { return bundles_; }
   // A hash of all dtypes and counts.
   std::uint64_t shape() const { return shape_; }
-  // Of the largest bundle; 0 if all tensors are alone.
+  // The bytes of the largest bundle; 0 if all tensors are alone.
   std::size_t buffer_bytes() const { return buffer_bytes_; }
 
   void pack(const Bundle& bundle, std::byte* buffer) const;

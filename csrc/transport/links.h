@@ -31,8 +31,8 @@ class Links final : private Connections::User {
   using Connect = std::function<void(int peer, Nanoseconds timeout)>;
   using Counters = Connections::Counters;
 
-  // Of the rank whose region `own` is. `fate`, which must outlive this object, hears of the group's error and of peers
-  // that are lost.
+  // Links of the rank that has the region `own`. `fate` must outlive this object, which tells it of the group's error
+  // and of peers that are lost.
   Links(int rank, const Layout& layout, Region own, Fate& fate, Connect connect);
   ~Links() { leave(); }
 

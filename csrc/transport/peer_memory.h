@@ -23,7 +23,7 @@ namespace ringreduce {
 
 class OpenMemory {
  public:
-  // What peers need to try whether they get in: a word of ours, and what it says.
+  // A word of ours and its value, with which peers try whether they have access.
   struct Key {
     int thread;
     std::uint64_t address;

@@ -27,8 +27,8 @@ namespace ringreduce::gpu {
 // A step laid out.
 struct StepJob {
   Accumulate accumulate;
-  // Of the value, and where it lies in the slot that it is sent from. What a step only forwards may be of any size, and
-  // lies as in the first source's slot: known after the wait.
+  // The value's size, and its offset in the slot that it is sent from. A value that a step only forwards may have any
+  // size, and keeps the offset that it has in the first source's slot, which is known after the wait.
   std::uint64_t bytes, offset;
 };
 
@@ -110,7 +110,7 @@ RINGREDUCE_BOTH TensorSlice local_slice(const Run& run, const LaneBatch& at, con
                                   : tensor_slice(run, at, step, run.output, step.output_position);
 }
 
-// Of a slot, without the payload's offset.
+// The begin of a slot, without the payload's offset.
 RINGREDUCE_BOTH char* payload(const Run& run, const LaneBatch& at, std::uint32_t owner, std::uint32_t slot) {
   return run.regions[owner] + run.shape.payload(lane_of(run, at), slot);
 }
