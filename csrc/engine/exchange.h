@@ -11,9 +11,9 @@
 // No deadlock. Exchange x of a rank waits for its peers' exchange x only, since both ends of a message number it alike;
 // by induction on x all of them end. Ranks without messages in an exchange leave it out.
 //
-// What comes lands in the output if the step that takes it would only write it there, and if nobody needs what is there
-// until then. Everything else lands in cells: memory for a slice each, taken as they are needed and given back when
-// they have been combined, or sent on.
+// A value that arrives lands in the output if the step that takes it would only write it there, and if nobody needs the
+// old content until then. Everything else lands in cells: memory for a slice each, taken as they are needed and given
+// back when they have been combined, or sent on.
 #pragma once
 
 #include <cstddef>

@@ -1,7 +1,7 @@
 // One stream socket to a peer, and the frames that go over it in both directions. A frame is a header and a payload.
 //
-// Connections (connections.h) has several and decides which of them takes a frame. What frames mean is the business of
-// those who use them: FrameUser is told of each. The links of a group's ranks (links.h) are one such user.
+// Connections (connections.h) has several and decides which of them takes a frame. The users know what frames mean:
+// FrameUser is told of each. The links of a group's ranks (links.h) are one such user.
 #pragma once
 
 #include <atomic>

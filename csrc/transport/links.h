@@ -26,7 +26,7 @@ namespace ringreduce {
 
 class Links final : private Connections::User {
  public:
-  // Has a link to `peer` made; called when one is needed and not there. What it makes comes by add(), also later, and
+  // Makes a link to `peer`; called when one is needed and not there. The sockets come by add(), possibly later, and
   // from any thread. Throws Error.
   using Connect = std::function<void(int peer, Nanoseconds timeout)>;
   using Counters = Connections::Counters;

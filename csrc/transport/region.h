@@ -124,9 +124,9 @@ struct alignas(64) Doorbell {
   void ring();
   // Sleeps until it has been rung since `rings` was `seen`, or `timeout` has passed.
   void sleep(std::uint32_t seen, Nanoseconds timeout) const;
-  // Wakes who sleeps here and waits for rank `from`. What it waits for must have been stored with seq_cst order: with
-  // the seq_cst order of `sleepers`, `awaits` and the sleeper's last look, either this call sees the sleeper or the
-  // sleeper the change.
+  // Wakes the rank that sleeps here if it waits for rank `from`. The change must have been stored with seq_cst order:
+  // with the seq_cst order of `sleepers`, `awaits` and the sleeper's last look, either this call sees the sleeper or
+  // the sleeper the change.
   void notify(int from) {
     if (sleepers.load(std::memory_order_seq_cst) != 0 &&
         (awaits.load(std::memory_order_seq_cst) & awaits_rank(from)) != 0)
