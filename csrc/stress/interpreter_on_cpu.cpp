@@ -6,10 +6,10 @@
 #include <thread>
 #include <vector>
 
-#include "engine/gpu/cpu_block.h"
 #include "engine/gpu/flat_program.h"
 #include "engine/gpu/interpreter.cuh"
 #include "kernels/gpu/table.cuh"
+#include "stress/cpu_block.h"
 
 namespace ringreduce::gpu {
 
