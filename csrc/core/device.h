@@ -1,4 +1,4 @@
-// What lets a header be compiled for CPUs, by nvcc and by NVRTC, which has no standard headers.
+// Macros that let a header compile for CPUs, with nvcc, and with NVRTC, which has no standard headers.
 #pragma once
 
 #if defined(__CUDACC_RTC__)

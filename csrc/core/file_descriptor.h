@@ -19,7 +19,7 @@ class FileDescriptor {
     if (fd_ >= 0) close(fd_);
   }
   int get() const { return fd_; }
-  // Whoever gets it closes it.
+  // Gives the descriptor up: the caller closes it.
   int release() { return std::exchange(fd_, -1); }
 
  private:

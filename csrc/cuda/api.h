@@ -1,5 +1,5 @@
-// What we use of the CUDA driver API: its types, numbers and functions, written down again, so that nothing needs
-// NVIDIA's headers to be built. tests/stand_in/signatures.cpp compares all of it with cuda.h where there is one.
+// The types, numbers and functions of the CUDA driver API that we use, declared again here, so that a build needs no
+// headers of NVIDIA. tests/stand_in/signatures.cpp compares all of it with cuda.h where there is one.
 #pragma once
 
 #include <cstddef>

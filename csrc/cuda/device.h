@@ -19,7 +19,7 @@
 
 namespace ringreduce::cuda {
 
-// What a GPU is. Nothing is opened on it.
+// Facts about a GPU. Reading them opens nothing on it.
 class DeviceInfo {
  public:
   static int count();
@@ -212,8 +212,8 @@ struct Grid {
   unsigned shared_bytes = 0;  // dynamic shared memory of each block
 };
 
-// Of a 64-bit word: what follows in a stream waits until it is `value`, or it becomes that, after all before, whose
-// writes are then visible to the system. A value that does not stay may be missed.
+// An operation of a stream on a 64-bit word. `wait` holds up all later work until the word is `value`; a value that
+// does not stay may be missed. `write` stores `value` after all earlier work, whose writes the system then sees.
 struct StreamValue {
   enum class Kind { wait, write } kind;
   CUdeviceptr address;
@@ -234,7 +234,7 @@ class Stream {
   const DevicePtr& device() const { return own_.device(); }
 
   void record(const Event& event) const;
-  // What follows waits for where `event` was last recorded, on whatever device.
+  // Holds up later work until `event`, as last recorded on any device, has happened.
   void wait(const Event& event) const;
   void fill(CUdeviceptr to, unsigned char value, std::size_t bytes) const;
   // Between any two places, of devices or of the host.

@@ -16,7 +16,7 @@ constexpr const char* kForked =
     "CUDA cannot be used in a process that was forked after CUDA was used; start processes with "
     "multiprocessing's spawn or with torchrun";
 
-// What this process knows of the driver: a forked child begins anew.
+// This process's state of the driver. A forked child begins with a new one.
 struct Loaded {
   std::atomic<const Driver*> driver = nullptr;
   std::mutex loading;

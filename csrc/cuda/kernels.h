@@ -12,8 +12,9 @@
 
 namespace ringreduce::cuda {
 
-// What Module takes, with the kernels of one file (csrc/**/<stem>.cu): of all rows of the kernels' table or only of
-// `row`. `prebuilt` false: not what the package was built with, which this driver is too old for. Throws Error(system).
+// Returns an image that Module can load, with the kernels of one file (csrc/**/<stem>.cu): those of all rows of the
+// kernels' table, or only those of `row`. `prebuilt` is false if the driver is too old for the image that the package
+// was built with. Throws Error(system).
 using Images = std::function<std::string(const std::string& stem, const std::string& row, bool prebuilt)>;
 
 class Kernels {

@@ -139,7 +139,7 @@ bool can_export(const Device& device) {
          device.attribute(kHandleTypePosixFileDescriptorSupported) != 0;
 }
 
-// What a descriptor is lent by: that of the GPU's memory at `pointer`, or of the host's memory that goes with it.
+// The name under which a descriptor is lent: that of the GPU's memory at `pointer`, or of the host's memory with it.
 std::string name_of(const char* kind, std::uint64_t process, CUdeviceptr pointer) {
   return "ringreduce-" + std::string(kind) + "-" + std::to_string(process) + "-" + std::to_string(pointer);
 }
@@ -187,7 +187,7 @@ std::shared_ptr<const LentDescriptor> lend_words(std::size_t bytes, CUdeviceptr 
   return std::make_shared<const LentDescriptor>(name_of(kWords, this_process().id, pointer), std::move(words));
 }
 
-// What all errors of a mapping begin with.
+// Throws the errors of one mapping, which all begin with the same text.
 class Refusal {
  public:
   Refusal(const Device& device, const Handle& handle, const std::string& owner, const std::string& what = "GPU memory")

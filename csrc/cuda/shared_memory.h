@@ -50,8 +50,8 @@ static_assert(sizeof(Handle) == 128 && std::is_trivially_copyable_v<Handle>);
 
 class OwnMemory {
  public:
-  // What is tried first, where a driver has both. What kernels see of memory whose owner was killed has not been
-  // measured for either; if they fault with one, this line chooses the other.
+  // The kind that is tried first if a driver has both. For neither has anyone measured what kernels see of memory whose
+  // owner was killed. If they fault with one kind, change this line to the other.
   static constexpr Handle::Kind kFirst = Handle::Kind::ipc;
 
   // `bytes` zero bytes of the GPU, and as many of the host, which take no memory before SharedWords maps them. Throws

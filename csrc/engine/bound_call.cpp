@@ -115,8 +115,8 @@ BoundStep BoundCall::bind(const Team& team, const ChannelProgram& channel, const
 void BoundCall::lend(const Team& team, BoundStep& bound) const {
   const Step& step = *bound.step;
   const auto can_lend = [&](const Bytes& bytes) {
-    // What only leaves this host is sent from where it lies. The kernel would copy for each of several readers, so
-    // they read one copy in a slot instead.
+    // A value that only leaves this host is sent from where it lies. For several readers of this host the kernel
+    // would copy several times, so they read one copy in a slot instead.
     return !bound.stays || team.in_arena(bytes.data, bytes.size) || (fetched_ && step.send.size() == 1);
   };
   const bool writes = step.write_position >= 0;

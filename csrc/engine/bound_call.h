@@ -4,10 +4,11 @@
 //
 // The same call on the same tensors is bound to the same bytes, so the engine keeps the latest ones (`serves`).
 //
-// What a step sends is copied to a slot, unless it lies where its receivers can read it and stays there until the call
-// ends. Then it is *lent*: the slot says where it is. Values in this rank's arena are always lent. Values anywhere else
-// in this process are lent if ranks can read one another's memory and that is faster than a copy. A value stays if no
-// later step of this rank writes over it, and a call that has lent something ends only after it has been read.
+// A value that a step sends is copied to a slot, unless it lies where its receivers can read it and stays there until
+// the call ends. Then it is *lent*: the slot says where it is. Values in this rank's arena are always lent. Values
+// anywhere else in this process are lent if ranks can read one another's memory and that is faster than a copy. A value
+// stays if no later step of this rank writes over it, and a call that has lent something ends only after it has been
+// read.
 //
 // In a call in place, a chunk that one peer combines and sends back is lent to be *returned*: the peer writes the
 // result over it.

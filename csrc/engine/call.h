@@ -1,4 +1,4 @@
-// What a rank asks of a collective, and how two ranks find out that they did not ask the same.
+// A call of a collective, and the comparison by which two ranks find out that their calls differ.
 #pragma once
 
 #include <array>
@@ -71,7 +71,7 @@ std::uint64_t mix(std::uint64_t hash, std::uint64_t value);
 // "all_reduce seq 7"
 std::string title(const Call& call, std::uint64_t seq);
 
-// What peers tell one another of it.
+// The description of a call that ranks send to each other.
 CallHeader header_of(const Call& call, std::uint64_t seq, std::uint64_t plan_digest, std::uint64_t before = 0);
 // "all_reduce(count=1024, dtype=float32, op=sum, plan=1f0c22d1)"; empty if this is no header.
 std::string describe(const CallHeader& header);

@@ -100,7 +100,8 @@ class Completions {
     int threads = 0;
   };
 
-  // What the threads use. A callback may drop the last reference to the group, and so this object, in one of them.
+  // The threads' common state. It outlives this object: a callback in one of the threads may drop the last reference to
+  // the group.
   struct Shared {
     void drive() {
       const std::thread::id self = std::this_thread::get_id();

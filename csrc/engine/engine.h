@@ -37,7 +37,7 @@ struct Buffers {
   std::span<const std::size_t> splits = {};
 };
 
-// What a call took, apart from its work.
+// Figures of one call for its statistics.
 struct Tally {
   Nanoseconds waited = 0;  // see Waiting::waited
   std::uint64_t lent = 0;  // bytes that peers read where they were, instead of a copy
@@ -105,7 +105,7 @@ class Engine {
   void abort(const std::string& reason) { fail(Error(ErrorKind::aborted, reason)); }
   // Throws the error that broke the group, if one did and this rank knows of it. Thread-safe.
   virtual void throw_if_aborted() const = 0;
-  // Who broke it, in that case; otherwise -1.
+  // The rank that broke the group; -1 while nobody has.
   virtual int reporter() const = 0;
   // "rank 3 (rank 1 of the group)": see RankName. And the same with host and pid.
   virtual std::string number(int rank) const = 0;
@@ -113,10 +113,10 @@ class Engine {
   // The peers whose process has ended, or which have left the group, as far as this rank can see. Thread-safe.
   virtual std::vector<int> gone() const { return {}; }
 
-  // Where calls run elsewhere than in run(): tells the peers that this rank waits for `peer` at present. Good for half
-  // a second. Thread-safe, as is what follows.
+  // Tells the peers that this rank waits for `peer` now, for engines whose calls run elsewhere than in run(). The note
+  // holds for half a second. Thread-safe, like kept_waiting_by().
   virtual void waits_for(int /*peer*/) {}
-  // Who keeps others waiting where this rank waits for `peer`: that peer, or whom it waits for itself, and so on.
+  // The end of the chain of waiting ranks that begins with `peer`: `peer` itself if it waits for nobody.
   virtual int kept_waiting_by(int peer) const { return peer; }
 
   int rank() const { return rank_; }

@@ -11,9 +11,9 @@
 // No deadlock. Exchange x of a rank waits for its peers' exchange x only, since both ends of a message number it alike;
 // by induction on x all of them end. Ranks without messages in an exchange leave it out.
 //
-// What comes lands in the output if the step that takes it would only write it there, and if nobody needs what is there
-// until then. Everything else lands in cells: memory for a slice each, taken as they are needed and given back when
-// they have been combined, or sent on.
+// A value that arrives lands in the output if the step that takes it would only write it there, and if nobody needs the
+// old content until then. Everything else lands in cells: memory for a slice each, taken as they are needed and given
+// back when they have been combined, or sent on.
 #pragma once
 
 #include <cstddef>
@@ -46,7 +46,7 @@ class Device {
   virtual void copy(void* dst, const void* src, std::size_t bytes) = 0;
 };
 
-// What the phases of a program mean for its messages; worked out once for each program.
+// The messages of each phase of a program, computed once per program.
 struct Timetable {
   struct Arrival {
     std::uint32_t phase;   // at the end of which it arrives
@@ -82,7 +82,7 @@ struct Channels {
 
 class Exchange {
  public:
-  // What the arguments refer to must outlive this object.
+  // The arguments, and all that they refer to, must outlive this object.
   Exchange(PointToPoint& wire, Device& device, const BoundProgram& part, Channels channels = {});
   ~Exchange();
 
@@ -99,7 +99,7 @@ class Exchange {
   Nanoseconds waited() const { return waited_; }  // in exchanges
 
  private:
-  // What a step works on in one round.
+  // The memory that a step works on in one round.
   struct Slice {
     std::byte *local = nullptr, *output = nullptr;
     std::size_t bytes = 0;

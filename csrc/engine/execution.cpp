@@ -9,8 +9,8 @@
 namespace ringreduce {
 namespace {
 
-// What is scaled first goes through in tiles of this many bytes, which the L1 cache holds (32 KiB or more on all
-// machines we know).
+// Values that are scaled first are processed in tiles of this many bytes, which fit in the L1 cache (32 KiB or more on
+// all machines we know).
 constexpr std::size_t kTile = 8192;
 
 // Operands from other processes go through this many bytes of scratch space, which the L2 cache holds. More of them

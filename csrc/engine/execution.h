@@ -27,7 +27,7 @@ namespace ringreduce {
 struct ChannelState {
   static constexpr std::size_t kWindow = 8;  // rounds in flight
 
-  // What outlives a call: where each rank's outbox stands, and who is to read what lies in ours.
+  // State that outlives a call: the position of each rank's outbox, and the readers of the slots of ours.
   std::vector<std::uint64_t> tail;            // per rank: the sequence number of its next slot
   std::vector<std::span<const int>> readers;  // per slot of our outbox: who must have read it before it is written
 
@@ -55,7 +55,7 @@ struct alignas(kCacheLine) CacheLine {
   std::byte bytes[kCacheLine];
 };
 
-// What executions work with one after the other, so that a call allocates nothing.
+// Buffers that one execution after the other uses, so that a call allocates nothing.
 struct Workspace {
   std::vector<ChannelState> channels;
   std::vector<const void*> operands;  // of the step at hand; null where remote

@@ -1,4 +1,4 @@
-// What the ranks of a team know of each other's calls, and the errors for ranks that did not make the same.
+// The calls that the ranks of a team know of each other, and the errors for ranks whose calls differ.
 //
 // A call's fingerprint covers all calls before it (call.h), so the latest call that two ranks have both made says
 // whether their whole histories are equal. A rank that only sends in a call, as a root does, waits for nobody and may
@@ -25,7 +25,7 @@ bool differ(const RankControl& one, const RankControl& other);
 Error different_calls(const Team& team, int peer, const std::string& what);
 
 // For a rank that has left: the error if a peer's calls are known to differ from its own, or if a peer has left after
-// more or fewer calls. Of two ranks that share memory, or are linked, and differ, the one that leaves last finds out.
+// more or fewer calls. If two ranks share memory, or are linked, and differ, the one that leaves last finds out.
 std::optional<Error> difference_at_the_end(const Team& team);
 
 // The number of call `seq` of a rank for the user; `seq` if the call is not known.

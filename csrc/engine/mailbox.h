@@ -5,8 +5,8 @@
 // message that no posted receive asks for stays in its mailbox, unless a receive wants one behind it: then it is set
 // aside in memory of our own. Messages between two ranks with the same tag are received in the order they were sent.
 //
-// Thread-safe. Whoever waits drives the progress of all messages; a thread, started by the first that does not end at
-// once, drives those that nobody waits for.
+// Thread-safe. A thread that waits drives the progress of all messages. Messages that nobody waits for are driven by a
+// thread of the mailbox, which the first message that does not end at once starts.
 //
 // A message that times out breaks the group, since part of it may be under way. One that meets a receive of another
 // size or dtype does not: it is dropped, and the receive throws mismatch. A receive from any source ends with peer_lost

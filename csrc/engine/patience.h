@@ -1,4 +1,4 @@
-// How long a waiting rank keeps its core. engine/wait.h has what comes of it.
+// The number of looks and yields for which a waiting rank keeps its core. engine/wait.h uses it.
 #pragma once
 
 #include <climits>

@@ -96,10 +96,10 @@ Tally PointToPointEngine::run(const Call& asked, const Buffers& given) {
   }
 }
 
-// Returns only if all ranks mean the same call, and how long that took. In round k each rank shows its call to the one
-// 2^k after it, and stops at one that differs, so that what has come through all rounds has been compared, by way of
-// others, with everybody's (the dissemination barrier of Hensgen, Finkel and Manber, 1988). Whom a rank asks does not
-// depend on its call: ranks with different plans may not agree about who talks to whom.
+// Returns only if all ranks mean the same call, with the time that the comparison took. In round k each rank shows its
+// call to the rank 2^k after it, and stops at a call that differs. A call that passed all rounds has been compared with
+// every rank's, by way of others (the dissemination barrier of Hensgen, Finkel and Manber, 1988). The partners of a
+// round do not depend on the call, because ranks with different plans may not agree about who talks to whom.
 Nanoseconds PointToPointEngine::compare(const CallHeader& own, const std::string& title, Nanoseconds deadline) const {
   const Nanoseconds began = now();
   for (int hops = 1; hops < size(); hops *= 2) {

@@ -14,7 +14,7 @@ namespace ringreduce {
 
 class PointToPointEngine final : public Engine {
  public:
-  // `channels`: the most that a plan may have. Of the options, those about slices count.
+  // `channels`: the most that a plan may have. Only the options about slices count.
   PointToPointEngine(std::shared_ptr<PointToPoint> wire, int channels, const Options& options);
 
   Tally run(const Call& call, const Buffers& buffers) override;

@@ -68,7 +68,7 @@ struct LoweredPlan {
   std::uint64_t digest = 0;
 };
 
-// Whose part of a plan, and in which group: `channels` is the most that a plan may have there.
+// The rank whose part of a plan this is, and its group: `channels` is the most that a plan may have there.
 struct Part {
   int rank = 0, size = 1;
   int root = 0;

@@ -43,7 +43,8 @@ const BoundCall& SharedMemoryEngine::bind(const Call& call, const Buffers& buffe
   return bound_.front();
 }
 
-// What fails here, but for wrong arguments, fails on this rank alone: the others must not wait for it.
+// Binds the call. An error other than wrong arguments happens on this rank alone, so it breaks the group: the others
+// must not wait for this rank.
 const BoundCall& SharedMemoryEngine::bind_or_abort(const Call& call, const Buffers& buffers) {
   try {
     return bind(call, buffers);
@@ -99,8 +100,8 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
         else
           waiting.idle(execution.awaits(), check_on_peers);
       }
-      // What was lent must not change before it is read. And what a root sent over links is lost if its process ends
-      // before it has been read; what is in slots is not.
+      // Lent memory must not change before it is read. And what a root sent over links is lost if its process ends
+      // before the peers have read it, unlike what is in slots.
       const bool rooted = links != nullptr && has_root(call.operation);
       if (rooted) links->settle();
       if (execution.lent() > 0 || rooted)
@@ -155,7 +156,7 @@ void SharedMemoryEngine::look(const Call& call, std::uint64_t seq, const Executi
   for (int r : team_->fate().gone()) {
     const RankControl& peer = team_->control(r);
     if (peer.completed.load(std::memory_order_acquire) >= seq) continue;  // it has done its part of this call
-    // Of a rank on another host this one does not know how far it came. Whoever waits for it tells the others.
+    // This rank cannot see how far a rank of another host has come. The rank that waits for it tells the others.
     if (team_->elsewhere(r) && r != execution.blocked_on()) continue;
     throw Error(ErrorKind::peer_lost,
                 title(call, seq) + ": " + team_->fate().describe(r) + " " + team_->fate().how_gone(r) + "; " +
@@ -177,7 +178,7 @@ int SharedMemoryEngine::kept_waiting_by(int peer) const {
   return end_of_chain(peer, [this](int r) { return gpu_waiting_for(r); });
 }
 
-// For whom a GPU of `rank` waits; -1 if it is not seen to wait.
+// The rank that a GPU of `rank` waits for; -1 if it is not seen to wait.
 int SharedMemoryEngine::gpu_waiting_for(int rank) const {
   const RankControl& c = team_->control(rank);
   const bool alive = now() - c.gpu_heartbeat.load(std::memory_order_acquire) < kSecond / 2;
@@ -185,8 +186,8 @@ int SharedMemoryEngine::gpu_waiting_for(int rank) const {
   return alive && peer >= 0 && peer < team_->size() ? peer : -1;
 }
 
-// Who keeps this rank waiting may itself wait for another: the end of that chain, which begins with `peer`.
-// `waiting_for(r)` is whom r waits for, or -1.
+// Follows the chain of ranks that wait for each other, from `peer`, and returns its end. `waiting_for(r)` is the rank
+// that r waits for, or -1.
 template <class F>
 int SharedMemoryEngine::end_of_chain(int peer, F waiting_for) const {
   for (int hops = 0; hops < team_->size(); ++hops) {

@@ -29,7 +29,7 @@ std::size_t packed_bytes(Packing packing, std::size_t count);
 void pack(Packing packing, std::byte* packed, const std::byte* values, std::size_t count);
 void unpack(Packing packing, std::byte* values, const std::byte* packed, std::size_t count);
 
-// What packing and unpacking make of the values.
+// Rounds the values as packing and unpacking would.
 void round(Packing packing, std::byte* values, std::size_t count);
 
 }  // namespace ringreduce

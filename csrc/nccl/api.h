@@ -1,4 +1,4 @@
-// What we use of NCCL: its types, numbers and functions, written down again, so that nothing needs nccl.h to be built.
+// The types, numbers and functions of NCCL that we use, declared again here, so that a build does not need nccl.h.
 // tests/stand_in/nccl_signatures.cpp compares all of it with nccl.h where there is one.
 #pragma once
 

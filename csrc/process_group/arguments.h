@@ -1,4 +1,4 @@
-// What c10d's arguments mean for the engine, and the errors for those that mean nothing.
+// Translates c10d's arguments for the engine, and throws errors for those that have no meaning there.
 #pragma once
 
 #include <ATen/ATen.h>

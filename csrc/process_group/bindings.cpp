@@ -180,7 +180,7 @@ class SharedWord {
     word_ = reinterpret_cast<std::uint64_t*>(static_cast<std::byte*>(memory_.ptr) + at);
   }
   std::uint64_t load() const { return std::atomic_ref(*word_).load(std::memory_order_acquire); }
-  // What was written before is seen by whoever loads the new value.
+  // A thread that loads the new value sees everything that was written before it.
   bool compare_set(std::uint64_t expected, std::uint64_t desired) {
     return std::atomic_ref(*word_).compare_exchange_strong(expected, desired, std::memory_order_acq_rel);
   }
@@ -255,7 +255,7 @@ struct Members : Roster {
   Group::Settings settings;
 };
 
-// Of each rank: host, pid, and RankName::global.
+// Host, pid and RankName::global of each rank.
 using Names = std::vector<std::tuple<std::string, std::int64_t, int>>;
 
 std::vector<RankName> rank_names(const Names& names) {

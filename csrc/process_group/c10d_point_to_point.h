@@ -38,7 +38,7 @@ class C10dPointToPoint final : public PointToPoint {
   // A message of the program's own, in contiguous CPU memory: the backend's Work, with its errors. `type` is SEND, RECV
   // or RECVANYSOURCE. Throws the group's error if it is broken.
   c10::intrusive_ptr<c10d::Work> pass_on(std::vector<at::Tensor>& tensors, c10d::OpType type, int peer, int tag) const;
-  // What keeps a message from being done, for `reason`, which the backend gives. `peer` may be kAnySource.
+  // The error of a message that cannot be done, for the backend's `reason`. `peer` may be kAnySource.
   Error failure(bool sends, int peer, const std::string& reason, bool late) const;
 
  private:

@@ -1,4 +1,4 @@
-// What a group did: its latest calls, as c10d's flight recorder keeps them, counters, and lines for whoever debugs.
+// The log of a group: its latest calls, as c10d's flight recorder keeps them, counters, and lines for debugging.
 //
 // torch's own FlightRecorder is not exported from its libraries, so a backend outside torch cannot write into it. This
 // one writes the same format, which `torchfrtrace` reads, through torch's DebugInfoWriter (TORCH_FR_DUMP_TEMP_FILE).
@@ -29,7 +29,7 @@ const char* name_of(c10d::OpType type);
 
 class CallLog {
  public:
-  // What stands for the group in a dump.
+  // The group's entry in a dump.
   struct Group {
     std::string name, description;
     std::vector<std::int64_t> ranks;  // global ranks, in the order of the group's
@@ -95,12 +95,12 @@ class CallLog {
   };
   static constexpr std::size_t kTypes = 32;  // all OpTypes that we use are smaller
 
-  // What an entry is listed under in a dump.
+  // The name and group under which a dump lists an entry.
   struct Heading {
     std::string name;
     Group group;
   };
-  // What a dump is made of.
+  // The content of a dump.
   struct Snapshot {
     std::vector<Group> groups;
     std::vector<std::pair<std::size_t, Entry>> entries;  // with the number of their group

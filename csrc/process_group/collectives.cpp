@@ -18,8 +18,8 @@ using c10d::Work;
 
 namespace {
 
-// What c10d's options say of a call. The root is checked as far as it must fit; whether the group has it, with the
-// rest.
+// Reads a call from c10d's options. Here the root is only checked to fit its type; later checks see whether the group
+// has it.
 template <class CallOptions>
 Collective asked(OpType type, Operation operation, const CallOptions& opts) {
   Collective collective{.type = type, .operation = operation, .timeout = opts.timeout, .async = opts.asyncOp};

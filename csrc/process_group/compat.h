@@ -1,4 +1,4 @@
-// What differs between the torch versions that ringreduce builds with: 2.11 and newer.
+// Differences between the torch versions that ringreduce builds with: 2.11 and newer.
 #pragma once
 
 #include <torch/version.h>

@@ -124,7 +124,7 @@ int rank_of(PyObject* given) {
 
 // The reduction that `given` stands for, if it is one without a factor.
 std::optional<c10d::ReduceOp> operation(PyObject* given) {
-  // What pybind11 makes of the default value stays the same object as long as torch is loaded.
+  // pybind11 makes one object of the default value, which stays the same as long as torch is loaded.
   static const py::object& sum = *new py::object(py::module_::import("torch.distributed").attr("ReduceOp").attr("SUM"));
   if (given == sum.ptr()) return c10d::ReduceOp::SUM;
   if (!py::isinstance<c10d::ReduceOp::RedOpType>(given)) return std::nullopt;

@@ -1,6 +1,6 @@
 // Fusion: a list of tensors is reduced in few calls of the engine, each of many tensors packed one after the other.
 //
-// Tensors are sorted by dtype. Of each dtype, those of kAloneBytes and more are calls of their own; the others, in the
+// Tensors are sorted by dtype. A tensor of kAloneBytes or more is a call of its own; the others of its dtype, in the
 // list's order, are packed into bundles of at most kBundleBytes, which is small enough for a bundle to be still in the
 // cache when the engine reads it and when it is unpacked. How a list is cut depends on its dtypes and counts alone,
 // so that all ranks cut it alike; those and their order are in the fingerprint of each call.
@@ -39,7 +39,7 @@ class Fusion {
   const std::vector<Bundle>& bundles() const { return bundles_; }
   // A hash of all dtypes and counts.
   std::uint64_t shape() const { return shape_; }
-  // Of the largest bundle; 0 if all tensors are alone.
+  // The bytes of the largest bundle; 0 if all tensors are alone.
   std::size_t buffer_bytes() const { return buffer_bytes_; }
 
   void pack(const Bundle& bundle, std::byte* buffer) const;

@@ -1,4 +1,4 @@
-// What ringreduce.gpu needs of the module ringreduce._C to bring a group's GPUs together. Its stubs are in
+// The bindings in ringreduce._C with which ringreduce.gpu brings a group's GPUs together. Their stubs are in
 // ringreduce/_C.pyi.
 #include "process_group/gpu_bindings.h"
 

@@ -107,7 +107,7 @@ bool GpuCalls::advance(GpuWork& work) {
   return false;
 }
 
-// What the group has broken with, if it has.
+// The error that broke the group, if one did.
 std::exception_ptr GpuCalls::broken() const {
   try {
     engine_->throw_if_aborted();

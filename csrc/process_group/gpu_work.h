@@ -119,7 +119,7 @@ class GpuWork final : public c10d::Work {
     return std::make_shared<c10d::WorkInfo>(opType_, call_.sequence, ended - took, ended, took);
   }
 
-  // What the follower remembers: when it saw that the call had begun.
+  // The follower's note: when it saw that the call had begun.
   std::optional<Nanoseconds> begun;
   std::uint64_t log_id = 0;
   bool hooked = false;  // the group's completion hook is to be told

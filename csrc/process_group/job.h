@@ -21,7 +21,7 @@
 
 namespace ringreduce {
 
-// What a collective is, apart from its tensors.
+// A collective without its tensors.
 struct Collective {
   c10d::OpType type = c10d::OpType::UNKNOWN;  // what c10d calls it
   Operation operation;

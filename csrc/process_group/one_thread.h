@@ -1,7 +1,7 @@
 // Keeps what torch computes in the calling thread.
 #pragma once
 
-// Of the OpenMP that torch has, if it has one.
+// Functions of the OpenMP that torch has; null if torch has none.
 extern "C" {
 int omp_get_max_threads() __attribute__((weak));
 void omp_set_num_threads(int threads) __attribute__((weak));

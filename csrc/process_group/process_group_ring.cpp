@@ -23,7 +23,7 @@ using c10d::OpType;
 
 namespace {
 
-// What the groups of this process that have not been shut down run with.
+// The running parts of this process's groups that have not been shut down.
 template <class Running>
 struct LivingGroups {
   std::mutex mutex;  // never waited for with the GIL held
@@ -186,7 +186,7 @@ void ProcessGroupRing::use_nccl(int index, std::uint64_t communicator) {
   join_gpus(index, communicator);
 }
 
-// What makes the group's calls on tensors of a GPU; null if they go through the host's memory.
+// Returns the object that makes the group's calls on tensors of a GPU; null if they go through the host's memory.
 GpuCalls* ProcessGroupRing::gpu_calls(at::Device device) {
   shared_->throw_if_forked();
   const WithoutGil no_gil;

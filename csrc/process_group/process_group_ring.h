@@ -67,10 +67,10 @@ class ProcessGroupRing : public c10d::Backend {
     std::uint64_t number = 0;  // which of the process's groups it is; kept for Python
   };
 
-  // Of ranks that share memory.
+  // A group of ranks that share memory.
   ProcessGroupRing(std::shared_ptr<Team> team, Settings settings);
-  // Of ranks that another backend joins, whose plans may have up to `channels` channels. Messages are that backend's
-  // own; there is no memory to share, and no monitored barrier.
+  // A group of ranks that another backend joins. Plans may have up to `channels` channels. Messages go through that
+  // backend; there is no shared memory and no monitored barrier.
   ProcessGroupRing(std::shared_ptr<C10dPointToPoint> wire, int channels, Settings settings);
   ~ProcessGroupRing() override;
 
@@ -88,7 +88,8 @@ class ProcessGroupRing : public c10d::Backend {
   void survivors_go_on();
 
   WorkPtr allreduce(TensorList& tensors, const c10d::AllreduceOptions& opts) override;
-  // Of sparse COO tensors, sum only. Each rank gets the sum over the union of all ranks' indices, coalesced.
+  // Sums sparse COO tensors; other operations are refused. Each rank gets the sum over the union of all ranks' indices,
+  // coalesced.
   WorkPtr allreduce_sparse(TensorList& tensors, const c10d::AllreduceOptions& opts) override;
   // As one call for many small tensors: see process_group/fusion.h.
   WorkPtr allreduce_coalesced(TensorList& tensors, const c10d::AllreduceCoalescedOptions& opts) override;
@@ -202,11 +203,12 @@ class ProcessGroupRing : public c10d::Backend {
   Job job(Collective collective, const TensorList& inputs, const TensorList& outputs);
   void join_gpus(int index, std::uint64_t communicator);
   GpuCalls* gpu_calls(at::Device device);
-  // Makes the call in its turn, as one job or several; the second, of one job; submit_each, of a job for each pair.
+  // Makes the call in its turn: of these jobs, of one job for all tensors, or (submit_each) of one job for each pair of
+  // input and output.
   WorkPtr submit(const Collective& collective, std::vector<Job> jobs);
   WorkPtr submit(const Collective& collective, const TensorList& inputs, const TensorList& outputs);
   WorkPtr submit_each(const Collective& collective, const TensorList& inputs, const TensorList& outputs);
-  // The same for a tensor on each side: by call_now(), if it can.
+  // Makes a call with one tensor on each side, by call_now() where that is possible.
   WorkPtr call(const Collective& collective, const at::Tensor& output, const at::Tensor& input);
   WorkPtr submit_to_gpu(const Collective& collective, const TensorList& inputs, TensorList outputs,
                         std::vector<Job> jobs);
@@ -217,7 +219,8 @@ class ProcessGroupRing : public c10d::Backend {
   Tally sum_fused(const Fusion& fusion, std::vector<Job>& jobs, std::uint64_t number);
   Tally sum_sparse(const at::Tensor& tensor, const Collective& collective, std::uint64_t number);
   std::chrono::milliseconds timeout_or_default(std::chrono::milliseconds timeout) const;
-  // What every call begins with. The second counts it, and says how the log is to list it.
+  // Begins a call: refuses it in a forked child, and names the group in the log. The second function also counts the
+  // call and returns its entry for the log.
   void begin_call();
   CallLog::Call begin_call(const Collective& collective);
 

@@ -1,4 +1,4 @@
-// What the files that implement ProcessGroupRing share.
+// Declarations that the files of ProcessGroupRing share.
 #pragma once
 
 #include <atomic>
@@ -12,7 +12,7 @@
 
 namespace ringreduce {
 
-// What works with threads and locks, and must be left alone in a forked child.
+// The parts with threads and locks. A forked child must leave them alone.
 struct ProcessGroupRing::Running {
   // Ends what is under way, and all threads. Idempotent; from any thread. Returns, the first time, the error for this
   // rank if ranks are known to have made different calls.

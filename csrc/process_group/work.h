@@ -26,7 +26,7 @@ namespace ringreduce {
 
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-// What works of a group share with it: it lives until the group and the last pending work are gone.
+// State that a group shares with its works. It lives until the group and the last pending work are gone.
 struct WorkSurroundings {
   std::shared_ptr<Engine> engine;
   std::shared_ptr<Mailbox> mailbox;  // null where messages are those of another backend

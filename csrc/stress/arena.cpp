@@ -197,7 +197,7 @@ std::size_t resident_bytes() {
 
 std::shared_ptr<const PeerArena> seen(const Arena& arena) { return map_arena(FileDescriptor(dup(arena.descriptor()))); }
 
-// What a late peer writes into a tensor that was withdrawn goes nowhere; what lies around it stays as it was.
+// A late peer's write into a tensor that was withdrawn goes nowhere, and the memory around the tensor stays as it was.
 void withdraws_a_tensor() {
   constexpr std::size_t kBegin = 100, kEnd = 5 * kPage + 200, kAll = 7 * kPage;
   for (const std::size_t end : {kEnd, kBegin + 20, kPage + 50, 2 * kPage}) {
@@ -280,8 +280,8 @@ void keeps_addresses_from_late_writers() {
   std::printf("arena: late writers find nobody\n");
 }
 
-// What a forked child may still read is not used again while it, or a child of its own, lives. The child neither frees
-// nor allocates there.
+// Memory that a forked child may still read is not used again while that child, or a child of its own, lives. The child
+// neither frees nor allocates there.
 void children_keep_what_they_see() {
   const std::shared_ptr<Arena> arena = Arena::open({16 * kMegabyte, 16 * kMegabyte});
   check(Arena::of_process() == arena && Arena::around(arena->base() + 5) == arena.get(), "arena: it is not known");

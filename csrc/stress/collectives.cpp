@@ -16,7 +16,7 @@ namespace {
 
 constexpr std::array kDTypesUsed{DType::float32, DType::int64, DType::bfloat16};
 
-// What a rank contributes to element `i` of a call: small enough that no dtype rounds the sum of any group.
+// A rank's contribution to element `i` of a call, so small that no dtype rounds the sum of any group.
 int contribution(int rank, std::size_t i, std::uint64_t call) {
   return static_cast<int>(mix(mix(call, static_cast<std::uint64_t>(rank)), i) % 64) - 31;
 }

@@ -85,8 +85,8 @@ void stress_hosts();
 void stress_links(const std::string& only = "");
 void stress_segment(const std::string& only = "");
 void stress_life_mark();
-// What a process does that stress_life_mark() starts: three words of a memfd, which of them loses its mark, and the
-// descriptor that is written to when this is done.
+// The main function of a process that stress_life_mark() starts. It marks three words of a memfd, removes one mark, and
+// then writes to the descriptor `ready`.
 [[noreturn]] void hold_life_marks(int memfd, int removed, int ready);
 void stress_arena(const std::string& only = "");
 void stress_peers();

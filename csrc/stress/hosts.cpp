@@ -89,7 +89,7 @@ void leaves(const Layout& hosts) {
   std::printf("%s: a rank leaves\n", text(hosts).c_str());
 }
 
-// What a slot's header says of its value: packed or not, up to `most` bytes.
+// Fills in a slot's header for a random value: packed or not, up to `most` bytes.
 void fill_in_value(Random& random, FrameHeader& header, int most) {
   header.packing = static_cast<Packing>(random_int(random, 0, static_cast<int>(kPackings) - 1));
   const std::size_t count = static_cast<std::size_t>(random_int(random, 0, most)) / sizeof(float);

@@ -6,10 +6,10 @@
 #include <thread>
 #include <vector>
 
-#include "engine/gpu/cpu_block.h"
 #include "engine/gpu/flat_program.h"
 #include "engine/gpu/interpreter.cuh"
 #include "kernels/gpu/table.cuh"
+#include "stress/cpu_block.h"
 
 namespace ringreduce::gpu {
 
@@ -21,7 +21,7 @@ struct Group {
 
 namespace {
 
-// Of a block. Not powers of two, so that parts are uneven.
+// Threads of a block. The numbers are no powers of two, so that parts are uneven.
 constexpr std::uint32_t kPlayedThreads = 40;
 constexpr std::uint32_t kRealThreads = 3;
 constexpr std::uint32_t kShares = 3;  // blocks that share a batch, where ranks share a GPU
@@ -77,7 +77,7 @@ void launch(const GroupCall& call, const Run& run, std::uint32_t blocks) {
   });
 }
 
-// What the stream of a rank that shares its GPU waits for before a batch. Where the host has given up, it lets go.
+// Waits as the stream of a rank that shares its GPU does before a batch. It lets go if the host has given up.
 void stream_waits(const Run& run) {
   if (load_acquire(&run.report->abort) != 0) return;
   const LaneBatch at = lane_batch(run, 0, 0, run.round, run.batch);
@@ -139,7 +139,7 @@ std::vector<Batches> batches_for(const Program& program, std::uint32_t depth, co
   return all;
 }
 
-// Of all ranks. Throws Error if the plan is malformed.
+// The programs of all ranks. Throws Error if the plan is malformed.
 std::vector<FlatProgram> make_programs(const Group& group, const GroupCall& call) {
   std::vector<FlatProgram> programs;
   const std::uint32_t* given = call.batches;

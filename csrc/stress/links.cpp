@@ -1,4 +1,4 @@
-// What links do when their group ends, when a connection is slow, and when a peer dies or lies.
+// Tests of links: their group ends, a connection is slow, a peer dies or lies.
 #include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>

@@ -1,4 +1,4 @@
-// What a long-running job does: eight groups at once on every rank, four threads that call and send messages in them,
+// The load of a long-running job: eight groups at once on every rank, four threads that call and send messages in them,
 // and groups that come, fail and go while the others work.
 #include <algorithm>
 #include <array>

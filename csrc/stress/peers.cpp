@@ -21,7 +21,7 @@ constexpr Geometry kRoom{.ranks = 4, .depth = 4, .slot_bytes = 256, .mailbox_dep
 
 FileDescriptor copy_of(const FileDescriptor& fd) { return FileDescriptor(dup(fd.get())); }
 
-// What a process has: memory of its own, a team, messages, and an end.
+// A process, played by this one: memory of its own, a team, messages, and an end.
 struct Process {
   explicit Process(int rank) : memory(memfd_create("stress", MFD_CLOEXEC)), end(eventfd(0, EFD_CLOEXEC)) {
     check(ftruncate(memory.get(), static_cast<off_t>(kRoom.segment_bytes())) == 0, "peers: no memory");

@@ -1,4 +1,4 @@
-// What is left where a group cannot be made, and which cores its ranks have.
+// Tests that a group that cannot be made leaves nothing behind, and which cores its ranks have.
 #include <sched.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>

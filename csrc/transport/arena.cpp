@@ -35,7 +35,7 @@ constexpr std::size_t round_up(std::size_t n, std::size_t multiple) { return (n 
 // Large pieces may get huge pages.
 std::size_t alignment(std::size_t bytes) { return bytes >= kHugePage ? kHugePage : kPage; }
 
-// Of address space: offset, bytes.
+// A piece of address space: offset, bytes.
 using Range = std::pair<std::size_t, std::size_t>;
 
 bool fits(const Range& room, std::size_t wanted) {
@@ -126,7 +126,7 @@ struct Arena::Children {
     return next != living.end() && next->first <= until;
   }
 
-  // What the thread that forks remembers meanwhile.
+  // State of the thread that forks, from before to after the fork.
   struct OfForking {
     static thread_local Arena* arena;
     static thread_local int pipe[2];

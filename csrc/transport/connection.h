@@ -1,7 +1,7 @@
 // One stream socket to a peer, and the frames that go over it in both directions. A frame is a header and a payload.
 //
-// Connections (connections.h) has several and decides which of them takes a frame. What frames mean is the business of
-// those who use them: FrameUser is told of each. The links of a group's ranks (links.h) are one such user.
+// Connections (connections.h) has several and decides which of them takes a frame. The users know what frames mean:
+// FrameUser is told of each. The links of a group's ranks (links.h) are one such user.
 #pragma once
 
 #include <atomic>
@@ -21,7 +21,7 @@ namespace ringreduce {
 
 static_assert(std::endian::native == std::endian::little);  // as on all machines that this library is built for
 
-// What goes before a payload. Connections look at `kind` and `bytes` only; the other numbers are the user's.
+// The header before a payload. Connections look at `kind` and `bytes` only; the other numbers belong to the user.
 struct FrameHeader {
   static constexpr std::uint32_t kMagic = 0x31465252;  // "RRF1"
   static constexpr std::uint32_t kLeave =
@@ -80,15 +80,15 @@ class Connection {
   const std::string& path() const { return path_; }
   void close();
 
-  // Hands frames to the kernel, those of `queue` after those that it has taken before, until the kernel takes no more.
-  // With `farewell`, a leave frame comes after the last. Takes those of the queue that have gone as a whole off
-  // `unsent`.
+  // Hands frames to the kernel until it accepts no more: first the frames that this connection has taken before, then
+  // those of `queue`. With `farewell`, a leave frame follows the last one. Subtracts the frames of the queue that went
+  // out as a whole from `unsent`.
   void send(std::deque<Frame>& queue, bool farewell, std::atomic<std::uint64_t>& unsent);
-  // Whether it has taken more than the kernel.
+  // Whether it holds frames that the kernel has not accepted yet.
   bool is_full() const { return !sending_.empty(); }
-  // How many frames of the queue it has taken that have not gone.
+  // The number of frames that it took from the queue and has not sent.
   std::size_t unsent() const;
-  // Bytes that it has taken and that the peer's machine has not got, as far as known.
+  // Bytes that it took and that, as far as known, have not reached the peer's machine.
   std::uint64_t on_the_way() const;
   // Frames that are lent: the rest of one that has begun must follow, as the peer counts bytes. It goes from a copy.
   void keep_lent();
@@ -114,7 +114,7 @@ class Connection {
   std::size_t sent_ = 0;        // bytes of them
   bool said_leave_ = false, heard_leave_ = false;
 
-  // What arrives: a frame whose payload is under way, and bytes that have not been looked at.
+  // The receiving side: a frame whose payload is under way, and bytes that have not been looked at.
   bool receiving_ = false;
   FrameHeader header_;
   std::byte* into_ = nullptr;

@@ -27,7 +27,7 @@ constexpr std::uint64_t kWaker = UINT64_MAX;        // what epoll calls it
 
 std::string last_error() { return std::strerror(errno); }
 
-// What epoll calls a connection.
+// The number under which epoll knows a connection.
 std::uint64_t number_of(int peer, std::size_t connection) {
   return static_cast<std::uint64_t>(peer) << 32 | connection;
 }
@@ -236,7 +236,7 @@ bool Connections::receive(int peer, Link& link, Connection& connection) {
   try {
     const Connection::Received received = connection.receive(peer, user_);
     if (received == Connection::Received::end) {
-      // What others still hold counts.
+      // Only this connection's frames leave the count; those that other connections still hold stay in it.
       const bool cut_off = connection.unsent() > 0;
       unsent_ -= connection.unsent();
       connection.close();
@@ -411,7 +411,7 @@ void Connections::say_goodbye() {
     progress();
     std::this_thread::sleep_for(std::chrono::microseconds(200));
   }
-  // Of two peers that leave at once, one has the other's last words by now, as its own have arrived there.
+  // If two peers leave at once, one has the other's leave frame by now, because its own has arrived there.
   for (const Nanoseconds deadline = now() + kFarewell; now() < deadline && progress();) {
   }
   std::lock_guard lock(mutex_);

@@ -1,12 +1,12 @@
-// A process's connections to its peers: who may send when, one epoll for all of them, and the thread that serves them
-// while nobody else does. What frames mean is for those who use this: links.h.
+// A process's connections to its peers: the order of sending, one epoll for all of them, and the thread that serves
+// them while nobody else does. The users of this class, such as links.h, know what frames mean.
 //
 // A peer has one or more connections, over one or more network interfaces. Each takes the next frame when its socket
 // accepts more, so a faster path carries more, without anybody measuring (TCP_NOTSENT_LOWAT keeps the kernel from
 // accepting much more than it can send).
 //
-// Who moves the bytes: whoever waits (progress()), so that what arrives is found where it is needed, without a thread
-// in between. When nobody waits, or all who do sleep, a thread of this object does.
+// A thread that waits moves the bytes (progress()), so arriving data is found where it is needed, without another
+// thread in between. When no thread waits, or all of them sleep, a thread of this object moves the bytes.
 //
 // Peers come by add() and go by drop(), at any time, and one that breaks changes nothing for the others.
 #pragma once
@@ -80,8 +80,8 @@ class Connections {
 
   // Whether all that was to be sent has been handed to the kernel.
   bool sent() const { return unsent_.load(std::memory_order_acquire) == 0; }
-  // Whether what is sent to the peer now is the next that a connection takes. Who has much to send can ask, so that
-  // something more important may still go before it.
+  // Whether a connection would take a frame to the peer next. A user with much to send asks this first, so that a more
+  // important frame can still go before it.
   bool takes_next(int peer) const;
   // Nothing is sent from memory that was lent any more.
   void forget_lent();

@@ -1,8 +1,8 @@
-// What becomes of a team: the first fatal error, who of the peers has gone, and who is to blame.
+// The fate of a team: its first fatal error, the peers that have gone, and the rank that is to blame.
 //
-// Peers are watched one by one, and come and go while others stay. Whose end is the whole team's is said for each when
-// it comes: in a group of collectives it is everybody's, for a parameter server nobody's. The end of a peer whose end
-// is its own is an error of those only who still want something from it; they find it in gone().
+// Peers are watched one by one, and come and go while others stay. Each peer is marked `fatal` or not when it is added.
+// The end of a fatal peer is the error of the whole team: every peer of a group of collectives is fatal, no peer of a
+// parameter server is. The end of any other peer is an error only of calls that still need it; they find it in gone().
 //
 // Thread-safe.
 #pragma once
@@ -102,7 +102,7 @@ class Fate {
   // The fatal error, once it is written; null: there is none.
   const AbortRecord* error() const { return record_.state.load(std::memory_order_seq_cst) == 2 ? &record_ : nullptr; }
   AbortRecord& record() { return record_; }
-  // Who found it; -1: there is none.
+  // The rank that reported the fatal error; -1 if there is none.
   int reporter() const { return error() != nullptr ? record_.reporter : -1; }
   // Throws the fatal error, if there is one.
   void throw_if_aborted() const;

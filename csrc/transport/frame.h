@@ -1,11 +1,11 @@
-// What goes over a connection between two ranks of different hosts: frames, each a header and a payload.
+// Frames, which go over a connection between two ranks of different hosts. Each has a header and a payload.
 //
 // A frame carries what a rank would otherwise store in memory that its peer can read: a slot of an outbox or of a
 // mailbox, the word that gives a slot back, the control block, the group's error. It names its place (channel, sequence
 // number), so frames may arrive in any order and over any of several connections. Numbers are little endian, as on all
 // machines that this library is built for.
 //
-// What arrives is somebody else's word: `objection` is asked about every header before any of it is used.
+// A header comes from another process, so `objection` checks all of it before any of it is used.
 #pragma once
 
 #include <cstddef>
@@ -49,10 +49,10 @@ inline constexpr std::size_t kErrorText = 2047;  // at most
 // The largest payload of any frame.
 std::size_t largest_payload(const Geometry& geometry);
 
-// What is wrong with a header for a group of this geometry, in words; empty if nothing is.
+// Says in words why a header is invalid for a group of this geometry; empty if it is valid.
 std::string objection(const FrameHeader& header, const Geometry& geometry);
 
-// What `control` holds, and the reverse: stores what came from a peer in the mirror of its control block.
+// Copies a control block into an image; and stores an image that came from a peer in the mirror of its control block.
 ControlImage image_of(const RankControl& control);
 void store(const ControlImage& image, RankControl& mirror);
 

@@ -60,7 +60,7 @@ class Marks {
     while (thread_.load(std::memory_order_seq_cst) == 0) sleep_on(thread_, 0, kSecond);
   }
 
-  // What the word after the first `count` marks points to.
+  // The value of the list word behind the first `count` marks: the address that it points to.
   std::uint64_t first(std::size_t count) const {
     return count == 0 ? reinterpret_cast<std::uint64_t>(&head_) : reinterpret_cast<std::uint64_t>(marked_[count - 1]);
   }

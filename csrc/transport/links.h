@@ -26,13 +26,13 @@ namespace ringreduce {
 
 class Links final : private Connections::User {
  public:
-  // Has a link to `peer` made; called when one is needed and not there. What it makes comes by add(), also later, and
+  // Makes a link to `peer`; called when one is needed and not there. The sockets come by add(), possibly later, and
   // from any thread. Throws Error.
   using Connect = std::function<void(int peer, Nanoseconds timeout)>;
   using Counters = Connections::Counters;
 
-  // Of the rank whose region `own` is. `fate`, which must outlive this object, hears of the group's error and of peers
-  // that are lost.
+  // Links of the rank that has the region `own`. `fate` must outlive this object, which tells it of the group's error
+  // and of peers that are lost.
   Links(int rank, const Layout& layout, Region own, Fate& fate, Connect connect);
   ~Links() { leave(); }
 

@@ -28,15 +28,15 @@ class alignas(64) Peer final {
         memory_(std::move(memory)),
         thread_(thread),
         arena_(std::move(arena)) {}
-  // Of another host: `mirror` keeps the region mapped.
+  // A peer of another host: `mirror` keeps the region mapped.
   Peer(int rank, const Region& region, std::shared_ptr<const void> mirror, Links& links)
       : region_(region), links_(&links), rank_(rank), memory_(std::move(mirror)) {}
 
   const Region& region() const { return region_; }
   bool elsewhere() const { return links_ != nullptr; }
 
-  // What a rank does with slots, having stored it in memory (the stamp, the acknowledgement) with seq_cst order: tells
-  // this peer that a slot is filled for it, or one of its own read; the same for slots of mailboxes.
+  // Notifications about slots and mailboxes. The caller has stored the stamp or the acknowledgement with seq_cst order;
+  // these functions then tell this peer that a slot was filled for it, or that one of its own slots was read.
   void slot_filled(int channel, std::uint64_t seq, const SlotValue& value) {
     if (elsewhere()) return links_->slot_filled(rank_, channel, seq, value);
     region_.control().for_calls.notify(own_);
@@ -56,7 +56,7 @@ class alignas(64) Peer final {
 
   // The id for read_memory() and write_memory().
   int thread() const { return thread_; }
-  // What it has lent from its arena; null if that is not all of it in the arena.
+  // The place of a value that this peer lent from its arena; null if any part of it is outside the arena.
   std::byte* lent(std::uint64_t address, std::size_t bytes) const {
     const bool its = arena_ != nullptr && address <= arena_->bytes() && arena_->bytes() - address >= bytes;
     return its ? arena_->base() + address : nullptr;

@@ -5,8 +5,8 @@
 // that failed can hand its tensors back to the program. Ids are used again, after some tens of thousands of threads or
 // more; therefore a peer also looks, right before it writes, whether a call has failed (Team::write).
 //
-// Who may access whom is the kernel's to say (same user, same pid namespace, kernel.yama.ptrace_scope, seccomp). Ranks
-// find out by trying when their group is made.
+// The kernel decides which process may access which (same user, same pid namespace, kernel.yama.ptrace_scope, seccomp).
+// Ranks find out by trying when their group is made.
 #pragma once
 
 #include <semaphore.h>
@@ -23,7 +23,7 @@ namespace ringreduce {
 
 class OpenMemory {
  public:
-  // What peers need to try whether they get in: a word of ours, and what it says.
+  // A word of ours and its value, with which peers try whether they have access.
   struct Key {
     int thread;
     std::uint64_t address;

@@ -1,5 +1,5 @@
-// What a rank shows to its peers: a region of memory that it writes (but for doorbells and `consumed`) and they read.
-// It holds
+// A region: the memory that a rank shows to its peers. The rank writes it, except doorbells and `consumed`; peers read
+// it. It holds
 //   - a control block: state, doorbells, progress, the latest calls;
 //   - per channel an outbox: `depth` slots, written once and read by every receiver (multicast);
 //   - per channel and writer the acknowledgements: which of the writer's slots this rank has consumed;
@@ -114,8 +114,8 @@ enum class RankState : std::uint32_t { absent, live, left };
 inline constexpr std::uint64_t kAwaitsAll = ~std::uint64_t{0};
 constexpr std::uint64_t awaits_rank(int rank) { return std::uint64_t{1} << (rank & 63); }
 
-// What a rank sleeps on (futex) while it waits for others. Peers ring it when they have changed something that a
-// sleeper may wait for. To ring costs a system call, so whoever sleeps says for whom.
+// The futex that a rank sleeps on while it waits for others. Peers ring it when they have changed something that the
+// rank may wait for. A ring costs a system call, so the sleeping rank says whom it waits for.
 struct alignas(64) Doorbell {
   std::atomic<std::uint32_t> rings;
   std::atomic<std::uint32_t> sleepers;
@@ -124,9 +124,9 @@ struct alignas(64) Doorbell {
   void ring();
   // Sleeps until it has been rung since `rings` was `seen`, or `timeout` has passed.
   void sleep(std::uint32_t seen, Nanoseconds timeout) const;
-  // Wakes who sleeps here and waits for rank `from`. What it waits for must have been stored with seq_cst order: with
-  // the seq_cst order of `sleepers`, `awaits` and the sleeper's last look, either this call sees the sleeper or the
-  // sleeper the change.
+  // Wakes the rank that sleeps here if it waits for rank `from`. The change must have been stored with seq_cst order:
+  // with the seq_cst order of `sleepers`, `awaits` and the sleeper's last look, either this call sees the sleeper or
+  // the sleeper the change.
   void notify(int from) {
     if (sleepers.load(std::memory_order_seq_cst) != 0 &&
         (awaits.load(std::memory_order_seq_cst) & awaits_rank(from)) != 0)
@@ -180,7 +180,7 @@ class Region {
   explicit operator bool() const { return base_ != nullptr; }
 
   RankControl& control() const { return *reinterpret_cast<RankControl*>(base_); }
-  // Of this rank's outbox.
+  // A slot of this rank's outbox.
   SlotHeader& slot(int channel, std::uint64_t seq) const {
     const std::size_t index = static_cast<std::size_t>(channel) * depth_ + (seq & (depth_ - 1));
     return *reinterpret_cast<SlotHeader*>(outboxes_ + index * outbox_slot_);
@@ -190,7 +190,7 @@ class Region {
     const std::size_t row = static_cast<std::size_t>(channel) * ranks_ + static_cast<std::size_t>(writer);
     return acknowledgements_[row * depth_ + (seq & (depth_ - 1))];
   }
-  // Of this rank's mailbox for `destination`.
+  // A slot of this rank's mailbox for `destination`.
   MessageHeader& message(int destination, std::uint64_t seq) const {
     const std::size_t index = static_cast<std::size_t>(destination) * mailbox_depth_ + (seq & (mailbox_depth_ - 1));
     return *reinterpret_cast<MessageHeader*>(mailboxes_ + index * mailbox_slot_);

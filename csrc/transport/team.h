@@ -28,7 +28,7 @@ namespace ringreduce {
 
 class Team {
  public:
-  // What is this rank's own.
+  // The parts of a team that belong to this rank.
   struct Own {
     int rank = 0;
     RankName name;
@@ -61,7 +61,7 @@ class Team {
   int rank() const { return own_.rank; }
   int size() const { return static_cast<int>(peers_.size()); }  // the ranks that there is room for
   const Geometry& geometry() const { return layout_; }
-  // What this rank shows.
+  // The region of this rank.
   const Region& own() const { return region_; }
   Peer& peer(int rank) { return peers_[static_cast<std::size_t>(rank)]; }
   const Region& region(int rank) const { return peers_[static_cast<std::size_t>(rank)].region(); }

@@ -1,9 +1,9 @@
 // The kernels of csrc as the stand-in driver runs them: those of engine/gpu/interpreter.cu and of
 // kernels/gpu/accumulate.cu, for every row of the table.
-#include "engine/gpu/cpu_block.h"
 #include "engine/gpu/interpreter.cuh"
 #include "kernel.h"
 #include "kernels/gpu/table.cuh"
+#include "stress/cpu_block.h"
 
 using ringreduce::gpu::Accumulate;
 using ringreduce::gpu::Run;

@@ -25,7 +25,7 @@
 
 namespace ringreduce {
 
-// Of a channel's program: the numbers of each batch's steps, ascending.
+// The batches of a channel's program: the numbers of each batch's steps, ascending.
 using Batches = std::vector<std::vector<std::uint32_t>>;
 
 // For each channel of a rank's program, where outboxes have `depth` slots.

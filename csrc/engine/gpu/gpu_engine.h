@@ -40,7 +40,7 @@ class GpuEngine : public Engine {
   // After the last call: gives back what all ranks must give back together. May wait for them, for some time.
   virtual void leave() noexcept {}
 
-  // What to say of a call that does not end, beyond that: a sentence, or nothing.
+  // A further sentence for the error of a call that does not end, or nothing.
   virtual std::string hint() const { return ""; }
 
   // Whether look() finds out itself that a call waits for a rank that is gone.

@@ -8,7 +8,7 @@
 // A plan whose round ends if it runs alone (ringreduce.plan.verify) ends so however many rounds there are, and in
 // batches (batches.h).
 //
-// `Block` is a thread block: DeviceBlock here, or those of cpu_block.h for tests. All its threads take the same way.
+// `Block` is a thread block: DeviceBlock here, or those of stress/cpu_block.h for tests. All its threads take the same way.
 //   index(), blocks()   its number in the grid, of how many
 //   job()               a BatchJob that all threads see
 //   every(n, f)         f(i) for all i < n, on several threads; whether all were true. All threads meet here.
@@ -27,8 +27,8 @@ namespace ringreduce::gpu {
 // A step laid out.
 struct StepJob {
   Accumulate accumulate;
-  // Of the value, and where it lies in the slot that it is sent from. What a step only forwards may be of any size, and
-  // lies as in the first source's slot: known after the wait.
+  // The value's size, and its offset in the slot that it is sent from. A value that a step only forwards may have any
+  // size, and keeps the offset that it has in the first source's slot, which is known after the wait.
   std::uint64_t bytes, offset;
 };
 
@@ -110,7 +110,7 @@ RINGREDUCE_BOTH TensorSlice local_slice(const Run& run, const LaneBatch& at, con
                                   : tensor_slice(run, at, step, run.output, step.output_position);
 }
 
-// Of a slot, without the payload's offset.
+// The begin of a slot, without the payload's offset.
 RINGREDUCE_BOTH char* payload(const Run& run, const LaneBatch& at, std::uint32_t owner, std::uint32_t slot) {
   return run.regions[owner] + run.shape.payload(lane_of(run, at), slot);
 }

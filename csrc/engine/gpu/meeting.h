@@ -65,7 +65,7 @@ std::vector<int> ranks_here(const std::vector<cuda::Handle>& handles, int rank, 
   return ranks;
 }
 
-// What `ranks` have in common: the same T(arguments..., ranks) for all of them, as long as any of them keeps it.
+// Returns the object that `ranks` share: one T(arguments..., ranks) for all of them, which lives while any keeps it.
 template <class T, class... Arguments>
 std::shared_ptr<T> in_common(const std::vector<cuda::Handle>& handles, std::vector<int> ranks,
                              const Arguments&... arguments) {

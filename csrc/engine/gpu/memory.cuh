@@ -46,8 +46,8 @@ namespace ringreduce::gpu {
   }
 #endif
 
-// What the storing thread, and all it has met at a barrier, did before a store_release is before all that follows a
-// load_acquire of the value.
+// Everything that the storing thread, and the threads it has met at a barrier, did before a store_release happens
+// before everything that follows a load_acquire of the stored value.
 RINGREDUCE_LOAD(acquire, __ATOMIC_ACQUIRE)
 RINGREDUCE_STORE(release, __ATOMIC_RELEASE)
 // In no order with other words.

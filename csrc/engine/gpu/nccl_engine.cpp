@@ -8,8 +8,8 @@
 namespace ringreduce {
 namespace {
 
-// Of the memory that a slice takes on the GPU. Not measured: a slice is to take longer to send than an exchange takes
-// to launch, and there are as many of them as a plan has phases.
+// The most memory that a slice takes on the GPU. The value is not measured. A slice should take longer to send than an
+// exchange takes to launch, and a plan needs one slice per phase.
 constexpr std::size_t kMostSliceBytes = std::size_t{8} << 20;
 // How long a thread in NCCL is given to return before its communicators are aborted under it.
 constexpr std::chrono::seconds kCallPatience{1};
@@ -116,7 +116,7 @@ void NcclEngine::enqueue(const Call& asked, const Buffers& given, const cuda::St
   Engine::check(asked, size());
   Call call = asked;
   Buffers buffers = given;
-  // Of nothing nothing is sent. A barrier sums a byte.
+  // An empty tensor would produce no message, so a barrier reduces one byte.
   std::byte* const token = reinterpret_cast<std::byte*>(token_.pointer());
   const std::size_t token_count = 1;
   if (call.operation == Operation::barrier) {

@@ -6,8 +6,9 @@
 // each lane, whatever streams they were made on. All of that can be captured in a CUDA graph; replays are to be ordered
 // with the engine's other calls by their streams, as lanes' memory serves them all.
 //
-// NCCL says of a call that does not end neither whom it waits for nor that ranks made different ones. Whoever follows
-// the calls ends the group when one takes too long; communicators are aborted then, which ends what is on the GPU.
+// For a call that does not end, NCCL tells neither the rank that it waits for nor that ranks made different calls. The
+// thread that follows the calls breaks the group when one takes too long. The engine then aborts the communicators,
+// which ends the work on the GPU.
 //
 // No deadlock, as far as NCCL's kernels fit on the GPU together, one a lane, besides what ends by itself. Every rank
 // puts exchanges on its lanes in one order: by number, then by lane. Take the first in this order that has not ended on
@@ -34,7 +35,7 @@ namespace ringreduce {
 class NcclEngine final : public GpuEngine {
  public:
   // `communicators`: at least one, of the same ranks, equally many on all of them. `channels`: the most that a plan may
-  // have. Of the options, those about slices count.
+  // have. Only the options about slices count.
   NcclEngine(std::shared_ptr<Engine> host, std::shared_ptr<cuda::Kernels> kernels, cuda::DevicePtr device,
              std::vector<nccl::CommunicatorPtr> communicators, int channels, const Options& options);
   ~NcclEngine() override;  // leaves

@@ -65,7 +65,7 @@ void Party::put(const cuda::Stream& stream) const {
     if (part.place != 0) stream.write_value(part.place, 0);
 }
 
-// What a batch waits for of ranks of other processes, then its launch.
+// Puts the waits of a batch for ranks of other processes in the stream, then its launch.
 void Party::put(const cuda::Stream& stream, const Part& part, std::uint32_t batch, const Place& place) const {
   using Kind = cuda::StreamValue::Kind;
   const auto round = static_cast<std::uint32_t>(place.round);
@@ -78,7 +78,7 @@ void Party::put(const cuda::Stream& stream, const Part& part, std::uint32_t batc
     const char* const word = host.words[host.rank] + wait.offset;
     values.push_back({Kind::wait, reinterpret_cast<cuda::CUdeviceptr>(word), wait.value});
   });
-  // What comes next may be another's turn.
+  // The next batch may belong to another rank.
   if (!values.empty() && parts_.size() > 1) values.push_back({Kind::write, part.place, 0});
   stream.take_values(values);
   gpu::Run run = part.run;

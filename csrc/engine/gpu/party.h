@@ -19,7 +19,7 @@ namespace ringreduce {
 
 class Party {
  public:
-  // What a rank has to do in a call.
+  // A rank's share of a call.
   struct Part {
     gpu::Run run;
     gpu::FlatArrays program;  // run.program where the host can read it

@@ -395,7 +395,7 @@ void PeerEngine::watch_stream(Nanoseconds time) {
     fail(timed_out(own, peer, where));
 }
 
-// Of a rank that takes steps.
+// The word at `offset` of this rank, which takes steps.
 std::uint64_t* PeerEngine::own_word(std::uint64_t offset) const {
   return reinterpret_cast<std::uint64_t*>(shared_words_.at(rank()).data() + offset);
 }

@@ -1,8 +1,8 @@
 // The engine of ranks whose GPUs can access one another's memory: a kernel interprets the plan (interpreter.cuh), and
 // what it sends lies in a region of its GPU's memory that all ranks of the group map (region.h). For ranks of one host.
 //
-// Who looks after the engine calls no function of CUDA (lookout.h): what a call waits for, and how far it is, is in
-// memory of the host: `report_`, `place_`, and the words of a rank that takes steps.
+// The thread that looks after the engine calls no function of CUDA (lookout.h). It reads how far a call is, and what
+// the call waits for, from memory of the host: `report_`, `place_`, and the words of a rank that takes steps.
 //
 // A rank that has its GPU to itself puts one kernel in the stream. Ranks that share a GPU put steps there (party.h).
 #pragma once
@@ -137,7 +137,7 @@ class PeerEngine final : public GpuEngine {
   mutable bool told_ = false;
   std::atomic<int> lost_ = -1;  // for whom a kernel waited in vain, and was told to give up
 
-  // Of the watcher: when it last looked, and what it saw then.
+  // The watcher's last look: when it was, and what it saw.
   Nanoseconds watched_ = 0, since_ = 0;
   std::uint64_t seen_ = 0;
   std::vector<int> gone_;

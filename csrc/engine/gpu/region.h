@@ -1,5 +1,5 @@
-// What a rank shares with its peers: payloads, in a region of its GPU's memory, and words, which say when a payload may
-// be read or written again. Every rank of the group maps those of all.
+// The memory that a rank shares with its peers: payloads, in a region of its GPU's memory, and words, which say when a
+// payload may be read or written again. Every rank of the group maps the regions and words of all.
 //
 // Where the words are depends on who waits for them. The kernels of a rank that has its GPU to itself look at them
 // again and again: its words are in the GPU's memory, at the beginning of the region, and what ends a wait in vain is
@@ -30,7 +30,7 @@
 
 namespace ringreduce::gpu {
 
-// What kernels read and write at once where they can, in bytes.
+// Bytes that kernels read and write at once where they can.
 inline constexpr std::uint32_t kPack = 16;
 
 // Among the reader's words, stored by the writer.
@@ -74,7 +74,7 @@ struct RegionShape {
     return (std::uint64_t{lane} * ranks + rank) * depth + slot;
   }
   RINGREDUCE_BOTH std::uint64_t words() const { return std::uint64_t{lanes} * ranks * depth; }
-  // Of slots: room for the offset too.
+  // The distance between slots, which leaves room for the offset.
   RINGREDUCE_BOTH std::uint64_t stride() const { return std::uint64_t{slot_bytes} + kLine; }
   RINGREDUCE_BOTH std::uint64_t outboxes() const {
     return (broken() + sizeof(std::uint64_t) + kLine - 1) / kLine * kLine;

@@ -1,5 +1,5 @@
-// What the interpreter kernel is told: one rank's program, its tensors, and where its peers' regions are. Then what
-// follows from that for kernel and host alike: rounds, slots, and the words that a batch waits for.
+// The arguments of the interpreter kernel: one rank's program, its tensors, and the places of its peers' regions. Then
+// functions that kernel and host share: rounds, slots, and the words that a batch waits for.
 #pragma once
 
 #include "core/partition.h"
@@ -52,7 +52,7 @@ struct FlatStripe {
   std::uint32_t channel;
 };
 
-// What a lane does in a round: a channel's program, or those of all channels, one after the other.
+// The work of a lane in a round: one channel's program, or the programs of all channels, one after the other.
 struct FlatChannel {
   std::uint32_t first_stripe, stripes;
   std::uint32_t first_batch, batches;
@@ -96,8 +96,8 @@ enum class GaveUp : std::uint32_t { no, timeout, mismatch, wrong_size, aborted }
 
 // In memory of the host that the GPU can access.
 //
-// Who aborts stores `abort`, and where streams wait for words, what they wait for after it: each launch looks at
-// `abort` first. Mode::run does so while it waits, too.
+// To abort a call, the host stores `abort`. If streams wait for words, the host then stores the values that they wait
+// for. Each launch looks at `abort` first; in Mode::run it looks while it waits, too.
 struct Report {
   std::uint32_t abort;                       // stored by the host: give up
   std::uint32_t waiting_for;                 // the rank that a block has waited for lately,
@@ -188,15 +188,15 @@ RINGREDUCE_BOTH std::uint32_t own_slot(const Run& run, const LaneBatch& at, cons
   return slot_of(run, at, run.rank, step.send_index);
 }
 
-// Who may still read the slot that a step sends from. A call ends for a rank before its peers have read its last slots,
-// and a call does not know the call before it. So the first use of a slot waits until no rank reads it.
+// The ranks that may still read the slot that a step sends from. A call ends for a rank before its peers have read its
+// last slots, and a call does not know the call before it. So the first use of a slot waits until no rank reads it.
 RINGREDUCE_BOTH Ranks may_read(const Run& run, const LaneBatch& at, const FlatStep& step) {
   if (!step.sends()) return 0;
   if (sent_before(run, at, run.rank, step.send_index) >= run.shape.depth) return step.readers;
   return (~Ranks{0} >> (64 - run.shape.ranks)) & ~(Ranks{1} << run.rank);
 }
 
-// What a batch waits for: that a word of this rank has a value, which `peer` gives it.
+// One wait of a batch: until a word of this rank has the value that `peer` stores there.
 struct Wait {
   std::uint64_t offset;  // of the word among this rank's, bytes
   std::uint64_t value;

@@ -1,4 +1,4 @@
-// What each thread of a GPU does of an Accumulate, for host and device.
+// The share of each GPU thread in an Accumulate, for host and device.
 //
 // Where all pointers are the same modulo 16, whole packs of 16 bytes are read and written, and the elements before the
 // first and after the last one by one; else all elements are. A thread takes a batch of them at once, `threads` apart
@@ -117,9 +117,10 @@ inline constexpr bool kIsSum = false;
 template <>
 inline constexpr bool kIsSum<Sum> = true;
 
-// What a thread takes at once: places first, first + threads, ..., as far as there are any. Source 0 begins the values;
-// of the others kInFlight are loaded before the first of them is combined. More would not fit the registers: a lane
-// takes one of its own while it is combined, or two, so where a unit has four of them a batch is half as long.
+// The elements that a thread takes at once: places first, first + threads, ..., as far as there are any. Source 0
+// begins the values. Of the other sources kInFlight are loaded before the first of them is combined. More would not fit
+// the registers: a lane takes one or two of its own while it is combined, so a batch is half as long where a unit has
+// four lanes.
 template <class Format, class Op, class Access>
 class Batch {
  public:
@@ -224,7 +225,7 @@ RINGREDUCE_BOTH bool aligned_alike(const Accumulate& job) {
   return differs % sizeof(T) == 0;
 }
 
-// What virtual thread `thread` of `threads` does. `job` may lie in constant or shared memory.
+// Does the share of virtual thread `thread` of `threads`. `job` may lie in constant or shared memory.
 template <class Format, class Op, class T = Pack>
 RINGREDUCE_BOTH void accumulate(const Accumulate& job, std::uint64_t thread, std::uint64_t threads) {
   if (job.copies == 0) return;

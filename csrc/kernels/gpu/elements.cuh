@@ -152,7 +152,7 @@ RINGREDUCE_BOTH To bits_as(const From& from) {
 RINGREDUCE_BOTH float as_float(Word bits) { return bits_as<float>(bits); }
 RINGREDUCE_BOTH Word as_word(float value) { return bits_as<Word>(value); }
 
-// What is done with each lane alone.
+// Operations that treat each lane alone.
 template <class T, int N>
 struct LaneByLane {
   static constexpr int kLanes = N;

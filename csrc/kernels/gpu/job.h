@@ -1,4 +1,4 @@
-// What an accumulate kernel is told to do, for host and device. Compiles with NVRTC: no standard headers there.
+// The arguments of an accumulate kernel, for host and device. It compiles with NVRTC, which has no standard headers.
 #pragma once
 
 #include "core/device.h"
