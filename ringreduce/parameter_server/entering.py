@@ -9,13 +9,13 @@ from typing import Any
 
 from ringreduce import _C
 from ringreduce.errors import CollectiveTimeout, PeerLost
-from ringreduce.parameter_server.client.failover import Attendant
+from ringreduce.parameter_server.client.failover import FailoverConnector
 from ringreduce.parameter_server.client.key_value import KeyValue
 from ringreduce.parameter_server.client.membership import Membership
 from ringreduce.parameter_server.client.questions import Joined, Questions
 from ringreduce.parameter_server.doors import Reached, Refused, ask, called, connect, connect_again, reach
 from ringreduce.parameter_server.entry import Entry
-from ringreduce.parameter_server.server.process import Host
+from ringreduce.parameter_server.server.process import ServerProcess
 from ringreduce.parameter_server.store import Views, new_dialer, place_of
 from ringreduce.parameter_server.views import Replica, View
 
@@ -25,11 +25,11 @@ _AGAIN = 0.005
 """Seconds between two attempts to join whoever serves."""
 
 
-def enter(entry: Entry, host: Host | None) -> KeyValue:
-    """Connects a worker to every server. `host` has the servers of its process, if there are any."""
+def enter(entry: Entry, local: ServerProcess | None) -> KeyValue:
+    """Connects a worker to every server. `local` has the servers of its process, if there are any."""
     client = _C.ParameterClient(entry.worker, entry.servers, _window(entry))
-    if host is not None:
-        client.host(host.server)
+    if local is not None:
+        client.host(local.server)
     views = Views(entry.store) if entry.has_far_backups else None
     joined: list[Joined] = []
     with contextlib.ExitStack() as undo:
@@ -49,7 +49,7 @@ def enter(entry: Entry, host: Host | None) -> KeyValue:
             except OSError as error:
                 raise PeerLost(f"joining {name}: {error}", server) from None
             undo.callback(joined[-1].connection.close)
-        attendant = None if views is None else Attendant(entry, views, client, [each.turn for each in joined])
+        failover = None if views is None else FailoverConnector(entry, views, client, [each.turn for each in joined])
         undo.pop_all()
 
     def reach_near(server: int, address: str, timeout: float) -> socket.socket:
@@ -57,9 +57,9 @@ def enter(entry: Entry, host: Host | None) -> KeyValue:
 
     loads = [0] * entry.servers
     membership = Membership(
-        entry.store, entry.worker, entry.group, client, host, entry.block_bytes, entry.window, loads
+        entry.store, entry.worker, entry.group, client, local, entry.block_bytes, entry.window, loads
     )
-    questions = Questions(entry.worker, client, joined, reach_near, attendant)
+    questions = Questions(entry.worker, client, joined, reach_near, failover)
     return KeyValue(membership, questions, entry.timeout)
 
 

@@ -22,9 +22,9 @@ from ringreduce.parameter_server.checks import WHOLE, check_is, shown
 from ringreduce.parameter_server.doors import Reached, called, lives, make_door, reach
 from ringreduce.parameter_server.entry import STORE_GONE, Entry, Stale
 from ringreduce.parameter_server.placement import backup_of
-from ringreduce.parameter_server.server.manager import Keeper
-from ringreduce.parameter_server.server.process import Host
-from ringreduce.parameter_server.server.replication import Succession
+from ringreduce.parameter_server.server.manager import ReplicaManager
+from ringreduce.parameter_server.server.process import ServerProcess
+from ringreduce.parameter_server.server.replication import Replication
 from ringreduce.parameter_server.server.serving import Serving
 from ringreduce.parameter_server.store import Directory, Views, beside, once
 from ringreduce.parameter_server.updates import Function
@@ -52,17 +52,19 @@ class Given(NamedTuple):
     listen: Any
 
 
-def found(enter: Callable[[Entry, Host], Entered], entry: Entry, given: Given) -> tuple[Entry, Host, Entered]:
+def found(
+    enter: Callable[[Entry, ServerProcess], Entered], entry: Entry, given: Given
+) -> tuple[Entry, ServerProcess, Entered]:
     """Founds the parameter server with the others, each of which calls `enter` before it counts as there.
 
     Begins anew if earlier processes, which have ended, had begun to found it.
     """
     while True:
         try:
-            with _founding(entry, given) as host:
-                entered = enter(entry, host)
+            with _founding(entry, given) as local:
+                entered = enter(entry, local)
                 _wait_for_founders(entry, given.store)
-            return entry, host, entered
+            return entry, local, entered
         except Stale:
             entry = entry.anew()
 
@@ -78,18 +80,18 @@ def come(entry: Entry, store: Any, functions: dict[str, Function] | None) -> Ser
         raise TopologyError("this process is on another host than the servers, which only move on one host", 0)
     number = entry.worker = entry.founders - 1 + entry.store.add("later processes", 1)
     entry.window = max(int(other["window"]) for other in others)
-    host = Host(0, entry.secret, functions or {}, (), entry.backups > 0 and not entry.has_far_backups)
+    local = ServerProcess(0, entry.secret, functions or {}, (), entry.backups > 0 and not entry.has_far_backups)
     try:
-        _publish(entry, host, entry.has_far_backups)
-        keeper = _keep(entry, host)
-        if host.succession is None:
-            keeper.take_share(entry.servers, entry.deadline)
+        _publish(entry, local, entry.has_far_backups)
+        manager = _manage(entry, local)
+        if local.replication is None:
+            manager.take_share(entry.servers, entry.deadline)
         else:
-            keeper.take_share_between_hosts(entry.servers, entry.deadline)
+            manager.take_share_between_hosts(entry.servers, entry.deadline)
     except BaseException:
-        host.close()
+        local.close()
         raise
-    return Serving(host, number, entry.servers, entry.store, taken=int(entry.store.add("snapshots", 0)))
+    return Serving(local, number, entry.servers, entry.store, taken=int(entry.store.add("snapshots", 0)))
 
 
 def find(entry: Entry, store: Any) -> None:
@@ -104,7 +106,7 @@ def find(entry: Entry, store: Any) -> None:
 
 
 @contextlib.contextmanager
-def _founding(entry: Entry, given: Given) -> Iterator[Host]:
+def _founding(entry: Entry, given: Given) -> Iterator[ServerProcess]:
     """Makes this process's servers and tells the store where they are. Closes them if the body raises."""
     store, rank, size, functions, memory, listen = given
     if not isinstance(rank, WHOLE) or not isinstance(size, WHOLE) or not 0 <= rank < size <= MOST_SERVERS:
@@ -122,7 +124,7 @@ def _founding(entry: Entry, given: Given) -> Iterator[Host]:
         raise InvalidArgument(f"listen is {shown(listen)}; it must be True or False")
     entry.worker, entry.founders, entry.servers = rank, size, entry.servers or size
     _begin(entry, store)
-    host = None
+    local = None
     try:
         entry.check_founding()  # the others may have given up before this one came
         secret = bytes.fromhex(once(entry.store, "secret", secrets.token_hex(32)))
@@ -132,17 +134,17 @@ def _founding(entry: Entry, given: Given) -> Iterator[Host]:
         share = _half_of_memory() // size if memory is None else memory * (1 + entry.backups)
         capacity = share // ((1 + entry.backups) * len(mine))
         has_near_backups = entry.backups > 0 and not entry.has_far_backups
-        host = Host(capacity, entry.secret, functions or {}, mine, has_near_backups)
-        _make_known(entry, host, listen)
-        yield host
-        # Servers on several hosts without backups do not move and have no backups, so they need no keeper.
+        local = ServerProcess(capacity, entry.secret, functions or {}, mine, has_near_backups)
+        _make_known(entry, local, listen)
+        yield local
+        # Servers on several hosts without backups do not move and have no backups, so they need no manager.
         if len(set(entry.machines)) == 1 or entry.has_far_backups:
-            _keep(entry, host)
+            _manage(entry, local)
     except BaseException as error:
         stale = isinstance(error, Stale) or (isinstance(error, PeerLost) and entry.is_stale())
         entry.give_up(PeerLost("processes that have ended had begun to found it; join again") if stale else error)
-        if host is not None:
-            host.close()
+        if local is not None:
+            local.close()
         if stale:
             raise Stale from None
         if isinstance(error, STORE_GONE):
@@ -207,28 +209,28 @@ def _agree_on_all(entry: Entry, listen: bool) -> None:
     _agree(entry, "far_backups", int(entry.has_far_backups))
 
 
-def _make_known(entry: Entry, host: Host, listen: bool) -> None:
-    _publish(entry, host, listen or len(set(entry.machines)) > 1)
+def _make_known(entry: Entry, local: ServerProcess, listen: bool) -> None:
+    _publish(entry, local, listen or len(set(entry.machines)) > 1)
     if entry.servers > entry.founders and not entry.has_far_backups:
         _check_one_host(entry, listen)
     if entry.backups:
-        _have_backups(entry, host)
+        _have_backups(entry, local)
 
 
-def _publish(entry: Entry, host: Host, listens: bool) -> None:
+def _publish(entry: Entry, local: ServerProcess, listens: bool) -> None:
     """Tells the store where this process is. With `listens`, opens a door for workers and servers on other hosts."""
     me: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), "machine": entry.machine}
-    me |= {"address": host.address.hex(), "window": entry.window, "door": []}
+    me |= {"address": local.listener.address.hex(), "window": entry.window, "door": []}
     if listens:
         door = make_door(entry.options, parse_ports(entry.options.ports or ""))
         if entry.has_far_backups:
-            host.succession = _succession(entry)
-        host.listen(door, entry.worker, entry.window, entry.options.dead_after or 0)
+            local.replication = _replication(entry)
+        local.listen(door, entry.worker, entry.window, entry.options.dead_after or 0)
         me["door"] = door.addresses
     entry.store.set(f"server/{entry.worker}", json.dumps(me))
 
 
-def _succession(entry: Entry) -> Succession:
+def _replication(entry: Entry) -> Replication:
     views = Views(entry.store)
 
     def go_to(process: int, timeout: float, look: Callable[[], None]) -> Reached:
@@ -239,15 +241,15 @@ def _succession(entry: Entry) -> Succession:
             undo.pop_all()
         return found[process]
 
-    return Succession(entry.worker, views, go_to)
+    return Replication(entry.worker, views, go_to)
 
 
-def _keep(entry: Entry, host: Host) -> Keeper:
-    views = None if host.succession is None else host.succession.views
+def _manage(entry: Entry, local: ServerProcess) -> ReplicaManager:
+    views = None if local.replication is None else local.replication.views
     directory = Directory(beside(entry.store), entry.founders, views)
-    keeper = Keeper(host, directory, entry.worker, entry.backups)
-    host.keep(keeper)
-    return keeper
+    manager = ReplicaManager(local, directory, entry.worker, entry.backups)
+    local.manager = manager
+    return manager
 
 
 def _agree(entry: Entry, name: str, mine: int) -> None:
@@ -273,17 +275,17 @@ def _check_one_host(entry: Entry, listen: bool) -> None:
         )
 
 
-def _have_backups(entry: Entry, host: Host) -> None:
+def _have_backups(entry: Entry, local: ServerProcess) -> None:
     """Makes the first backups of this process's servers, in the next process or, by TCP, in the next one on another
     host."""
-    far = host.succession is not None
+    far = local.replication is not None
     backup = backup_of(entry.worker, entry.machines) if far else (entry.worker + 1) % entry.founders
     its = entry.process(backup)
     try:
-        for server, shard in host.serving().items():
-            if host.succession is not None:
-                host.succession.begin(server, shard)
-            host.have_backup(server, backup, its, max(0.1, entry.deadline - time.monotonic()))
+        for server, shard in local.serving().items():
+            if local.replication is not None:
+                local.replication.begin(server, shard)
+            local.have_backup(server, backup, its, max(0.1, entry.deadline - time.monotonic()))
     except TimeoutError:
         raise CollectiveTimeout(f"{its['name']} did not make a backup of this server in time", backup) from None
     except OSError as error:

@@ -160,13 +160,13 @@ def serve(
         listen = not entry.backups and entry.servers in (0, size)
     given = founding.Given(store, rank, size, functions, memory, listen)
     try:
-        entry, host, _ = founding.found(lambda *_: None, entry, given)
+        entry, local, _ = founding.found(lambda *_: None, entry, given)
     except founding.Served:
         if not entry.backups:
             raise
         log.warning("rank %d of %d has ended and others serve what it did; this process takes a share", rank, size)
         return founding.come(_entry(name, "", window, block_bytes, 0, functions, timeout), store, functions)
-    return Serving(host, entry.worker, entry.servers, entry.store)
+    return Serving(local, entry.worker, entry.servers, entry.store)
 
 
 def _entry(name: Any, group: Any, window: Any, block_bytes: Any, backups: Any, functions: Any, timeout: Any) -> Entry:

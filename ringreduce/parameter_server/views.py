@@ -50,7 +50,7 @@ class View:
 
 @dataclass(frozen=True)
 class Standing:
-    """What one replica knows of its server's view, and what it may ask the store for. Pure: `Succession` carries it
+    """What one replica knows of its server's view, and what it may ask the store for. Pure: `Replication` carries it
     out, and tests/unit/test_succession.py searches what can come of it."""
 
     me: Replica

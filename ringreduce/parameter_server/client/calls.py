@@ -60,14 +60,14 @@ class Calls:
         """Ends this worker and the servers of its process without waiting. The others see them end. Idempotent."""
         self.has_left = True
         self.questions.close()
-        if self.membership.servers is not None:
-            self.membership.servers.close()
+        if self.membership.local is not None:
+            self.membership.local.close()
         has_closed(self)
 
     def close_in_child(self) -> None:
         self.questions.close()
-        if self.membership.servers is not None:
-            self.membership.servers.close_in_child()
+        if self.membership.local is not None:
+            self.membership.local.close_in_child()
 
     def deadline(self, timeout: timedelta | float | None) -> float:
         """Returns when a call with this timeout is over. Raises `InvalidArgument` if this worker has left."""

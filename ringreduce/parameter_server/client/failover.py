@@ -27,7 +27,7 @@ _LOOKS = 4
 """A server is lost after this many looks in a row that found nobody who serves its blocks."""
 
 
-class Attendant:
+class FailoverConnector:
     """Connects a worker to backups. Its thread runs until `close`."""
 
     def __init__(self, entry: Entry, views: Views, client: Any, replicas: list[int]) -> None:
@@ -43,7 +43,7 @@ class Attendant:
         self._closing, self._pid = threading.Event(), os.getpid()
         client.seek()
         self._look()
-        self._thread = threading.Thread(target=self._run, name="ringreduce attendant", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="ringreduce failover", daemon=True)
         self._thread.start()
 
     def take(self, server: int, replica: int) -> tuple[socket.socket, str] | None:

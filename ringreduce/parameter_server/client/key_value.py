@@ -229,8 +229,8 @@ class KeyValue:
             self._end_server(max(0.0, deadline - time.monotonic()))
 
     def _end_server(self, timeout: float) -> None:
-        servers = self.calls.membership.servers
-        staying = [] if servers is None else servers.wait_until_left(timeout)
+        local = self.calls.membership.local
+        staying = [] if local is None else local.wait_until_left(timeout)
         self.calls.close()
         if staying:
             raise CollectiveTimeout(f"leave: {', '.join(staying)} still use this process's server, which ends now")

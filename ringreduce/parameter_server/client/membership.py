@@ -25,7 +25,7 @@ class Membership:
     worker: int
     group: str
     client: ParameterClient
-    servers: LocalServers | None
+    local: LocalServers | None
     """The servers of this process, if it has any."""
     block_bytes: int
     window: int

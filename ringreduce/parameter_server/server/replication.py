@@ -41,7 +41,7 @@ class _Link:
     is_broken: bool = False
 
 
-class Succession:
+class Replication:
     """Of what is served in this process, and of the backups in it. Thread-safe.
 
     A server sends all that it is to its new backup, and then the journal. When the backup has that, the server puts it

@@ -1,4 +1,4 @@
-"""`Shard`: a C++ server or backup in this process, with the keys and rules of its blocks. A `Host` has several."""
+"""`Shard`: a C++ server or backup, with the keys and rules of its blocks. A `ServerProcess` has several."""
 
 from __future__ import annotations
 
