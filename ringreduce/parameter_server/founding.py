@@ -6,6 +6,7 @@ Founders may have to try several times; each attempt is an incarnation of the pa
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import secrets
@@ -18,8 +19,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, TopologyError
 from ringreduce.parameter_server.arguments import MOST_SERVERS, count_of_bytes
-from ringreduce.parameter_server.checks import WHOLE, check_is, shown
-from ringreduce.parameter_server.doors import Reached, called, lives, make_door, reach
+from ringreduce.parameter_server.checks import WHOLE, check_bool, check_is, shown
+from ringreduce.parameter_server.doors import called, lives, make_door
 from ringreduce.parameter_server.entry import STORE_GONE, Entry, Stale
 from ringreduce.parameter_server.placement import backup_of
 from ringreduce.parameter_server.server.manager import ReplicaManager
@@ -55,10 +56,8 @@ class Given(NamedTuple):
 def found(
     enter: Callable[[Entry, ServerProcess], Entered], entry: Entry, given: Given
 ) -> tuple[Entry, ServerProcess, Entered]:
-    """Founds the parameter server with the others, each of which calls `enter` before it counts as there.
-
-    Begins anew if earlier processes, which have ended, had begun to found it.
-    """
+    """Founds the parameter server with the others, each of which calls `enter` before it counts as there. Begins anew
+    if earlier processes, which have ended, had begun to found it."""
     while True:
         try:
             with _founding(entry, given) as local:
@@ -120,8 +119,7 @@ def _founding(entry: Entry, given: Given) -> Iterator[ServerProcess]:
         memory = count_of_bytes("memory", memory)
     if entry.servers and entry.servers < size:
         raise InvalidArgument(f"servers is {entry.servers} with size {size}; every process begins with one or more")
-    if not isinstance(listen, bool):
-        raise InvalidArgument(f"listen is {shown(listen)}; it must be True or False")
+    check_bool("listen", listen)
     entry.worker, entry.founders, entry.servers = rank, size, entry.servers or size
     _begin(entry, store)
     local = None
@@ -131,7 +129,8 @@ def _founding(entry: Entry, given: Given) -> Iterator[ServerProcess]:
         entry.secret = group_secret(secret, entry.options.secret_file or "")
         _agree_on_all(entry, listen)
         mine = range(rank, entry.servers, size)
-        share = _half_of_memory() // size if memory is None else memory * (1 + entry.backups)
+        half_of_memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        share = half_of_memory // size if memory is None else memory * (1 + entry.backups)
         capacity = share // ((1 + entry.backups) * len(mine))
         has_near_backups = entry.backups > 0 and not entry.has_far_backups
         local = ServerProcess(capacity, entry.secret, functions or {}, mine, has_near_backups)
@@ -160,11 +159,9 @@ class Served(InvalidArgument):
 
 
 def _begin(entry: Entry, store: Any) -> None:
-    """Chooses the incarnation that this founder takes part in, and fills in its store.
-
-    All founders come to an incarnation once. If this one has been there, or an earlier process of its rank, all go on
-    with the next one. Raises `Served` if there is one whose servers live and that this process has not founded.
-    """
+    """Chooses the incarnation that this founder takes part in, and fills in its store. All founders come to it once. If
+    this one has been there, or an earlier process of its rank, all go on with the next one. Raises `Served` if there is
+    one whose servers live and that this process has not founded."""
     key = f"{_PREFIX}/{entry.name}/making"
     entry.making = int(once(store, key, "1"))
     while True:
@@ -179,8 +176,7 @@ def _begin(entry: Entry, store: Any) -> None:
 
 
 def _check_has_ended(entry: Entry) -> None:
-    """Checks that no server of the incarnation of `entry.store` lives, unless this process founded it, too. Servers
-    that are about to end have `_ENDING` seconds."""
+    """Waits for the end of the servers of `entry.store`, unless this process founded them. Raises `Served`."""
     if entry.is_mine():
         return
     until = time.monotonic() + _ENDING
@@ -199,14 +195,11 @@ def _check_has_ended(entry: Entry) -> None:
 def _agree_on_all(entry: Entry, listen: bool) -> None:
     """Checks that all founders were given equal arguments, and decides how backups are reached."""
     entry.store.set(f"machine/{entry.worker}", entry.machine)
-    _agree(entry, "size", entry.founders)
-    _agree(entry, "block_bytes", entry.block_bytes)
-    _agree(entry, "backups", entry.backups)
-    _agree(entry, "servers", entry.servers)
+    _agree(entry, size=entry.founders, block_bytes=entry.block_bytes, backups=entry.backups, servers=entry.servers)
     if entry.backups:
-        _agree(entry, "listen", listen)
+        _agree(entry, listen=listen)
     entry.has_far_backups = entry.backups > 0 and (listen or len(set(entry.machines)) > 1)
-    _agree(entry, "far_backups", int(entry.has_far_backups))
+    _agree(entry, far_backups=int(entry.has_far_backups))
 
 
 def _make_known(entry: Entry, local: ServerProcess, listen: bool) -> None:
@@ -224,40 +217,29 @@ def _publish(entry: Entry, local: ServerProcess, listens: bool) -> None:
     if listens:
         door = make_door(entry.options, parse_ports(entry.options.ports or ""))
         if entry.has_far_backups:
-            local.replication = _replication(entry)
+            views = Views(entry.store)
+            local.replication = Replication(entry.worker, views, functools.partial(entry.dial, views))
         local.listen(door, entry.worker, entry.window, entry.options.dead_after or 0)
         me["door"] = door.addresses
     entry.store.set(f"server/{entry.worker}", json.dumps(me))
 
 
-def _replication(entry: Entry) -> Replication:
-    views = Views(entry.store)
-
-    def go_to(process: int, timeout: float, look: Callable[[], None]) -> Reached:
-        with contextlib.ExitStack() as undo:
-            processes, number = {process: views.process(process)}, views.new_dialer()
-            deadline = time.monotonic() + timeout
-            found = reach(entry.options, entry.secret, processes, number, deadline, undo, look)
-            undo.pop_all()
-        return found[process]
-
-    return Replication(entry.worker, views, go_to)
-
-
 def _manage(entry: Entry, local: ServerProcess) -> ReplicaManager:
     views = None if local.replication is None else local.replication.views
     directory = Directory(beside(entry.store), entry.founders, views)
-    manager = ReplicaManager(local, directory, entry.worker, entry.backups)
-    local.manager = manager
+    local.manager = manager = ReplicaManager(local, directory, entry.worker, entry.backups)
     return manager
 
 
-def _agree(entry: Entry, name: str, mine: int) -> None:
-    agreed = once(entry.store, name.replace("_", " "), str(mine))
-    if agreed != str(mine):
-        its = f"{name} is {agreed} here and {mine} on rank {entry.worker}; give all the same, and join again"
-        entry.give_up(InvalidArgument(its, entry.worker))
-        raise InvalidArgument(f"{name} is {mine} here and {agreed} on another rank; give all the same, and join again")
+def _agree(entry: Entry, **values: int) -> None:
+    for name, mine in values.items():
+        agreed = once(entry.store, name.replace("_", " "), str(mine))
+        if agreed != str(mine):
+            its = f"{name} is {agreed} here and {mine} on rank {entry.worker}; give all the same, and join again"
+            entry.give_up(InvalidArgument(its, entry.worker))
+            raise InvalidArgument(
+                f"{name} is {mine} here and {agreed} on another rank; give all the same, and join again"
+            )
 
 
 def _check_one_host(entry: Entry, listen: bool) -> None:
@@ -276,8 +258,7 @@ def _check_one_host(entry: Entry, listen: bool) -> None:
 
 
 def _have_backups(entry: Entry, local: ServerProcess) -> None:
-    """Makes the first backups of this process's servers, in the next process or, by TCP, in the next one on another
-    host."""
+    """Makes the first backups of this process's servers, in the next process (by TCP: on another host, if any)."""
     far = local.replication is not None
     backup = backup_of(entry.worker, entry.machines) if far else (entry.worker + 1) % entry.founders
     its = entry.process(backup)
@@ -290,10 +271,6 @@ def _have_backups(entry: Entry, local: ServerProcess) -> None:
         raise CollectiveTimeout(f"{its['name']} did not make a backup of this server in time", backup) from None
     except OSError as error:
         raise PeerLost(f"making a backup on {its['name']}: {error}", backup) from None
-
-
-def _half_of_memory() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def _wait_for_founders(entry: Entry, store: Any) -> None:

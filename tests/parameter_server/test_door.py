@@ -17,7 +17,7 @@ from ringreduce import _C
 from ringreduce.errors import InvalidArgument, SystemFailure
 from ringreduce.parameter_server import control
 from ringreduce.parameter_server.doors import connect
-from ringreduce.parameter_server.server.connections import Connection
+from ringreduce.parameter_server.server.listener import Connection
 from ringreduce.parameter_server.server.process import ServerProcess
 
 SECRET = b"s" * 32

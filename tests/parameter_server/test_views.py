@@ -78,7 +78,7 @@ class Unanswered(Views):
         return found
 
 
-def reach(process: int, timeout: float, look: Callable[[], None]) -> Reached:
+def reach(process: int, deadline: float, look: Callable[[], None]) -> Reached:
     """A process that takes every backup."""
     here, there = socket.socketpair()
     control.send(there, {"name": f"process {process}"})
@@ -191,11 +191,11 @@ def test_every_backup_has_a_number_of_its_own(views: Unanswered, of_a: Any) -> N
     told(shard, True)
     numbers = []
 
-    def refuse(process: int, timeout: float, look: Callable[[], None]) -> Reached:
+    def refuse(process: int, deadline: float, look: Callable[[], None]) -> Reached:
         numbers.append(replication._known[shard].offered)
         raise ConnectionError("it takes none")
 
-    replication._reach = refuse
+    replication._dial = refuse
     for _ in range(2):
         with pytest.raises(ConnectionError):
             replication.lead(0, shard, 1, 1.0)

@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from ringreduce.errors import Aborted, RingReduceError
-from ringreduce.parameter_server.doors import ask, called, reach
+from ringreduce.parameter_server.doors import ask, called
 from ringreduce.parameter_server.entry import Entry
 from ringreduce.parameter_server.store import Views
 from ringreduce.parameter_server.views import Replica
@@ -47,10 +47,7 @@ class FailoverConnector:
         self._thread.start()
 
     def take(self, server: int, replica: int) -> tuple[socket.socket, str] | None:
-        """Removes and returns a replica's connection for control messages, and its name; None if there is none.
-
-        Called when the client sends its requests to that replica.
-        """
+        """Removes and returns a replica's connection for control messages, and its name. None: there is none."""
         with self._lock:
             return self._controls.pop((server, replica), None)
 
@@ -93,9 +90,9 @@ class FailoverConnector:
         """Connects to a replica, which is asked when the one before it has ended. Returns whether it worked."""
         deadline = time.monotonic() + _PATIENCE
         with contextlib.ExitStack() as undo, contextlib.suppress(OSError, RingReduceError):
-            its, number, entry = self._views.process(one.process), self._views.new_dialer(), self._entry
-            processes = {one.process: its}
-            (found,) = reach(entry.options, entry.secret, processes, number, deadline, undo, self._check_open).values()
+            entry, its = self._entry, self._views.process(one.process)
+            found = entry.dial(self._views, one.process, deadline, self._check_open)
+            undo.callback(found.close)
             found.control.settimeout(_PATIENCE)
             ask(found.control, entry.hello_to(server, one.number))
             name = called(server, its, one.number)

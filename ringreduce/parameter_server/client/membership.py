@@ -15,7 +15,6 @@ class LocalServers(Protocol):
         """Waits until all workers have gone; returns the names of those that have not after `timeout` seconds."""
 
     def close(self) -> None: ...
-    def close_in_child(self) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -82,11 +82,8 @@ class Questions:
             )
 
     def ask(self, server: int, question: dict[str, Any], deadline: float) -> dict[str, Any]:
-        """Returns the answer of `server` or, if that has ended, of the server that took over its blocks.
-
-        Raises `ServerLost` if there is none, and `CollectiveTimeout` after `deadline`. If the answer is an error,
-        raises `InvalidArgument` or `SystemFailure` with its text.
-        """
+        """Returns the answer of `server` or, if that has ended, of the server that took over its blocks. Raises
+        `ServerLost` if there is none, `CollectiveTimeout` after `deadline`, and the error that is the answer."""
         self.check_process()
         with self._asking:  # by another thread, so that each gets its own answer
             return self._ask(server, question, deadline)

@@ -10,12 +10,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ringreduce.errors import RingReduceError, SystemFailure
 from ringreduce.parameter_server import control
 from ringreduce.parameter_server.doors import GROUP
-from ringreduce.parameter_server.server.connections import Connection, DataConnections
 from ringreduce.parameter_server.server.shard import Shard
 from ringreduce.rendezvous.host import check_user
 from ringreduce.rendezvous.links import Door
@@ -30,27 +30,68 @@ _PATIENCE = 1.0
 log = logging.getLogger(__name__)
 
 
-class Answers(Protocol):
+class Process(Protocol):
     """What the listener's thread calls."""
+
+    on_change: Callable[[], None]
+    """Called when a server or a backup has ended, or is about to."""
 
     def answer(
         self, connection: Connection, message: dict[str, Any], descriptors: list[int]
     ) -> tuple[dict[str, Any], list[int]]:
-        """Returns the answer to a message, and descriptors that go with it. Raises an `OSError` or `RingReduceError`
-        to end the connection."""
+        """Returns an answer and descriptors that go with it. To end the connection, raises `OSError`."""
 
     def has_ended(self, connection: Connection) -> None:
         """Called before a connection that the other side has ended is forgotten."""
 
-    def partner_has_changed(self) -> None:
-        """Called when a server or a backup has ended, or is about to."""
+
+@dataclass(eq=False)
+class Connection:
+    socket: socket.socket
+    """For control messages."""
+    nonce: bytes = b""
+    data: DataConnections | None = None
+    """Set if the other side is on another host."""
+    shard: Shard | None = None
+    """The server or backup here that it belongs to."""
+    worker: int = -1
+    """-1: it is not a worker's, or that has not said yet who it is."""
+    name: str = ""
+    """The worker's name in messages."""
+    is_reader: bool = False
+    is_partner: bool = False
+    """Whether the other side is a server with a backup here, or the backup of a server here."""
+    meaning: str = ""
+    """For a partner: what is logged when it ends; "" if nothing is."""
+    since: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_unauthenticated(self) -> bool:
+        """Whether the other side is to prove that it knows the secret. Another host's has, before it gets here."""
+        return self.worker < 0 and self.data is None and not self.is_partner
+
+
+@dataclass
+class DataConnections:
+    """The further connections of a worker or server on another host."""
+
+    take: Callable[[int, str], None] | None = None
+    """Takes a connection (descriptor and path); set when the other side has joined."""
+    sockets: list[tuple[int, str]] = field(default_factory=list)
+    """Connections that have arrived before that."""
+    arriving: control.Arriving = field(default_factory=control.Arriving)
+
+
+def name_in(hello: dict[str, Any]) -> str:
+    """Returns the name of a worker in messages."""
+    return f"{hello['host']}, pid {int(hello['pid'])}"
 
 
 class Listener:
     """Accepts connections until `close`. Connections of partners, and of other hosts, are handed to its thread."""
 
-    def __init__(self, answers: Answers) -> None:
-        self._answers = answers
+    def __init__(self, process: Process) -> None:
+        self._process = process
         self._unix = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._unix.bind("")  # the kernel picks a free abstract address
         self._unix.listen(128)
@@ -118,8 +159,7 @@ class Listener:
                 connection.socket.shutdown(socket.SHUT_RDWR)
 
     def close_in_child(self) -> None:
-        """Closes the copies of the parent's sockets in a forked child. Otherwise others would not notice the end of the
-        parent until the child has ended, too."""
+        """Closes a forked child's copies of sockets: others must notice the end of the parent before the child's."""
         for end in (self._wake, self._woken, self._unix, *(each.socket for each in self._connections.values())):
             end.close()
 
@@ -136,7 +176,7 @@ class Listener:
 
     def close(self) -> None:
         """Gives up the addresses, after `stop`."""
-        del self._answers  # the process's, which has this listener: no circle keeps its servers alive
+        del self._process  # otherwise a circle would keep its servers alive
         if self._door is not None:
             self._door.close()
         for end in (self._wake, self._woken, *(each.socket for each in self._arrived), self._unix):
@@ -151,7 +191,9 @@ class Listener:
                 for key, _ in sorted(selector.select(), key=lambda ready: ready[0].fileobj is self._unix):
                     if key.fileobj is self._woken:
                         self._woken.recv(4096)
-                        self._take_arrived(selector)
+                        with self.changed:
+                            arrived, self._arrived = self._arrived, []
+                        self._register(selector, arrived)
                         if self.is_closing:
                             for connection in list(self._connections.values()):
                                 self._forget(connection)
@@ -182,17 +224,12 @@ class Listener:
         except OSError:
             accepted.close()
             return
-        self._register(selector, connection)
+        self._register(selector, [connection])
 
-    def _register(self, selector: selectors.BaseSelector, connection: Connection) -> None:
-        self._connections[connection.socket.fileno()] = connection
-        selector.register(connection.socket, selectors.EVENT_READ, connection)
-
-    def _take_arrived(self, selector: selectors.BaseSelector) -> None:
-        with self.changed:
-            arrived, self._arrived = self._arrived, []
-        for connection in arrived:
-            self._register(selector, connection)
+    def _register(self, selector: selectors.BaseSelector, connections: list[Connection]) -> None:
+        for each in connections:
+            self._connections[each.socket.fileno()] = each
+            selector.register(each.socket, selectors.EVENT_READ, each)
 
     def _serve(self, selector: selectors.BaseSelector, connection: Connection) -> None:
         try:
@@ -201,7 +238,7 @@ class Listener:
                 connection.meaning = ""
                 if connection.shard is not None:
                     connection.shard.takes_over_quietly = True
-                self._answers.partner_has_changed()
+                self._process.on_change()
             elif connection.data is None:
                 self._respond(connection, *control.receive(connection.socket))
             else:
@@ -210,13 +247,13 @@ class Listener:
                         self._respond(connection, message, [])
         except (OSError, RingReduceError):
             selector.unregister(connection.socket)
-            self._answers.has_ended(connection)
+            self._process.has_ended(connection)
             self._forget(connection)
             if connection.is_partner:
-                self._answers.partner_has_changed()
+                self._process.on_change()
 
     def _respond(self, connection: Connection, message: dict[str, Any], descriptors: list[int]) -> None:
-        answer, given = self._answers.answer(connection, message, descriptors)
+        answer, given = self._process.answer(connection, message, descriptors)
         # The number lets the worker recognise an answer to a question that it has given up.
         number = {"number": message["number"]} if "number" in message else {}
         try:

@@ -14,8 +14,10 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 
 from ringreduce.errors import Aborted, CollectiveTimeout, RingReduceError
+from ringreduce.parameter_server.doors import lives
 from ringreduce.parameter_server.server.process import ServerProcess
 from ringreduce.parameter_server.store import Directory
 from ringreduce.parameter_server.views import View
@@ -28,6 +30,11 @@ _PATIENCE = 5.0
 """Seconds within which another process must make a backup."""
 
 log = logging.getLogger(__name__)
+
+
+def _wait(until: Callable[[], bool], deadline: float) -> None:
+    while not until() and time.monotonic() < deadline:
+        time.sleep(_SOON)
 
 
 class ReplicaManager:
@@ -47,7 +54,6 @@ class ReplicaManager:
         """By server: the process of the backup that this process had made."""
         self._in_vain: set[int] = set()
         """Processes that did not take a backup when they were last asked."""
-        local.on_wish = self._hear_wish
         self._alone: set[int] = set()
         """Servers without a backup about which this has been logged."""
         local.on_change = self._poked.set
@@ -106,12 +112,12 @@ class ReplicaManager:
         for number, shard in serving.items():
             if self._served.get(number) is not shard:  # a server that left and returned is another shard
                 if not shard.takes_over_quietly and shard.has_workers():
-                    what = f"server {number} has ended: its backup, in this process (pid {os.getpid()}), takes over"
-                    log.warning("%s", what)
+                    here = f"in this process (pid {os.getpid()})"
+                    log.warning("server %d has ended: its backup, %s, takes over", number, here)
                 self._directory.put(number, self._number)
         self._served = serving
 
-    def _hear_wish(self, process: int, has: int, number: int) -> None:
+    def hear_wish(self, process: int, has: int, number: int) -> None:
         if number >= 0 and number not in self._local.serving():
             self._wanted_by[number] = process
             return
@@ -159,11 +165,8 @@ class ReplicaManager:
             with contextlib.suppress(OSError):  # that process has ended, and others will serve what it did
                 address = bytes.fromhex(self._directory.processes()[richest]["address"])
                 self._local.wish_for_server(self._number, address, _PATIENCE)
-            until = time.monotonic() + _LOOK
-            while len(self._local.serving()) <= mine and time.monotonic() < until:
-                time.sleep(_SOON)
-            while self._served != self._local.serving() and time.monotonic() < deadline:
-                time.sleep(_SOON)  # until the store knows
+            _wait(lambda: len(self._local.serving()) > mine, time.monotonic() + _LOOK)  # noqa: B023
+            _wait(lambda: self._served == self._local.serving(), deadline)  # until the store knows
 
     def take_share_between_hosts(self, servers: int, deadline: float) -> None:
         """The same if backups are reached by TCP. A server has only one backup there, so it comes in two steps: its
@@ -197,30 +200,25 @@ class ReplicaManager:
                     replication.wish_for(number, view.backup.process, has, _PATIENCE)
                 if view.server.process != self._number:
                     replication.wish_for(number, view.server.process, has, _PATIENCE)
-            until = time.monotonic() + _LOOK
-            while time.monotonic() < until and number not in self._local.serving():
-                time.sleep(_SOON)
+            _wait(lambda: number in self._local.serving(), time.monotonic() + _LOOK)
             view = replication.views.of(number) or view
 
     def give_away(self, timeout: float) -> bool:
-        """Gives all servers of this process to others, and takes no backups any more.
-
-        Returns False if something is still served here after `timeout` seconds, for instance because no other process
-        stays. Only one process leaves at a time, since two could give servers to each other.
-        """
+        """Gives all servers of this process to others, and takes no backups any more. Returns False if something is
+        still served here after `timeout` seconds. Only one process leaves at a time, since two could give servers to
+        each other."""
         deadline = time.monotonic() + timeout
-        if not self._directory.begin_to_leave(self._number, self._local.is_there, deadline):
+        here = self._directory.processes()[self._number]["machine"]
+        if not self._directory.begin_to_leave(self._number, lambda its: lives(its, here), deadline):
             return False
         self._local.is_leaving = True
         with self._looking:
             for number, shard in self._local.serving().items():
-                while shard.is_saving() and time.monotonic() < deadline:
-                    time.sleep(_SOON)
+                _wait(lambda: not shard.is_saving(), deadline)  # noqa: B023
                 while self._local.shards.get(number) is shard and not shard.is_saving() and time.monotonic() < deadline:
                     if shard.server.has_backup:
                         self._local.hand_over(number)
-                        while not self._have_left() and time.monotonic() < deadline:
-                            time.sleep(_SOON)
+                        _wait(self._have_left, deadline)
                     elif not self._local.lacks_backup(shard):  # it is being decided who goes on
                         time.sleep(_SOON)
                     elif not self._have_backup(number):
@@ -232,13 +230,11 @@ class ReplicaManager:
         return True
 
     def _have_backup(self, number: int, process: int | None = None) -> bool:
-        """Makes a backup of server `number` in `process`, or in the next process that takes it. Returns whether it has
-        one."""
+        """Makes a backup of a server in `process`, or in the next one that takes it. Returns whether it has one."""
         server = self._local.shards[number].server
         if process is not None and self._backup_at.get(number) == process and server.has_backup:
             return True
-        wanted_by = self._wanted_by.pop(number, None)
-        first = [] if wanted_by is None else [wanted_by]
+        first = [self._wanted_by.pop(number)] if number in self._wanted_by else []
         for other in first + self._candidates() if process is None else [process]:
             if self._closing:
                 return False
@@ -259,8 +255,8 @@ class ReplicaManager:
         return False
 
     def _candidates(self) -> list[int]:
-        """Returns the processes that may get a backup, best first: those on other hosts, then the next ones in the
-        order of their numbers. Processes that took none before come last."""
+        """Returns the processes that may get a backup: those on other hosts first, then the next ones by number.
+        Processes that took none before come last."""
         processes = self._directory.processes()
         machine = processes[self._number]["machine"]
         is_near = {p: its["machine"] == machine for p, its in processes.items() if p != self._number}

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 from ringreduce.errors import Aborted, InvalidArgument, RingReduceError
 from ringreduce.parameter_server import control, doors
+from ringreduce.parameter_server.exits import open_until_exit
 from ringreduce.parameter_server.modes import READERS
-from ringreduce.parameter_server.server.connections import Connection, DataConnections, name_in
-from ringreduce.parameter_server.server.listener import Listener
+from ringreduce.parameter_server.server.listener import Connection, DataConnections, Listener, name_in
 from ringreduce.parameter_server.server.replication import Replication
 from ringreduce.parameter_server.server.shard import Shard
 from ringreduce.parameter_server.updates import Function
@@ -29,11 +29,12 @@ _LOOK = 0.01
 log = logging.getLogger(__name__)
 
 
-class Manages(Protocol):
+class Manager(Protocol):
     """The `ReplicaManager` of a process."""
 
     def close(self) -> None: ...
     def give_away(self, timeout: float) -> bool: ...
+    def hear_wish(self, process: int, has: int, number: int) -> None: ...
 
 
 class ServerProcess:
@@ -55,11 +56,8 @@ class ServerProcess:
         self.leaving: list[tuple[int, Shard]] = []
         """Servers that have left their blocks to their backups, and wait for these to serve."""
         self.is_leaving = False
-        self.manager: Manages | None = None
+        self.manager: Manager | None = None
         """Closed before the servers are."""
-        self.on_wish: Callable[[int, int, int], None] = lambda process, has, number: None
-        """Called by the door's thread when `process`, which serves `has` servers, would like to serve one more: server
-        `number`, or any if that is -1."""
         self.on_change: Callable[[], None] = lambda: None
         """Called by the door's thread when a server or a backup has ended."""
         self._own = next(iter(self.shards.values()), None) or Shard(1 << 12, functions)
@@ -69,6 +67,7 @@ class ServerProcess:
         self.replication: Replication | None = None
         """Set if backups are reached by TCP."""
         self.listener = Listener(self)
+        open_until_exit[self] = None
 
     @property
     def server(self) -> Any:
@@ -84,12 +83,9 @@ class ServerProcess:
         return not shard.server.has_backup
 
     def have_backup(self, number: int, process: int, its: dict[str, Any], timeout: float) -> None:
-        """Makes `process` the backup of server `number`, which is served here. `its` is what the store knows about that
-        process. `timeout` is in seconds.
-
-        Raises `OSError` if the other process cannot be reached or does not answer, and `InvalidArgument` if the server
-        cannot have a backup.
-        """
+        """Makes `process`, which has told the store `its`, the backup of server `number`, which is served here. Raises
+        `OSError` if that process cannot be reached or does not answer, and `InvalidArgument` if the server cannot have
+        a backup."""
         if self.replication is not None:
             return self.replication.lead(number, self.shards[number], process, timeout)
         address, server = bytes.fromhex(its["address"]), self.shards[number].server
@@ -117,10 +113,8 @@ class ServerProcess:
         self.listener.adopt(Connection(connection, shard=self.shards[number], is_partner=True, meaning=meaning))
 
     def hand_over(self, number: int) -> bool:
-        """Lets server `number` leave its blocks to its backup. Returns False if the backup has been lost.
-
-        The backup may still be lost while the server is in `leaving`; then the server comes back.
-        """
+        """Lets server `number` leave its blocks to its backup; returns False if that has been lost. If it is lost while
+        the server is in `leaving`, the server comes back."""
         shard = self.shards[number]
         self._part_quietly(number)
         if self.replication is not None:
@@ -159,13 +153,9 @@ class ServerProcess:
         return True
 
     def wish_for_server(self, process: int, address: bytes, timeout: float) -> None:
-        """Tells the process whose door is at `address` that this process, number `process`, would like to serve one of
-        its servers. Raises `OSError` if that process has ended."""
+        """Asks the process at `address` for one of its servers, for this process. Raises `OSError` if it has ended."""
         hello = {"worker": process, "wish": True, "has": len(self.serving())}
-        connection, _, descriptors = doors.enter(address, self._secret, hello, [], timeout)
-        connection.close()
-        for descriptor in descriptors:
-            os.close(descriptor)
+        doors.enter(address, self._secret, hello, [], timeout)[0].close()
 
     def drop(self, number: int, shard: Shard) -> None:
         """Forgets a server. Its workers' connections for control messages end here."""
@@ -193,19 +183,8 @@ class ServerProcess:
 
     # ---- until the end -----------------------------------------------------------------------------------------------
 
-    def give_away(self, timeout: float) -> bool:
-        """See `ReplicaManager.give_away`."""
-        return self.manager is not None and self.manager.give_away(timeout)
-
-    def is_there(self, its: dict[str, Any]) -> bool:
-        """Whether a process is still there. `its` is what the store knows about it."""
-        if self.replication is not None:
-            return doors.answers(its["door"])
-        return doors.listens(bytes.fromhex(its["address"]))
-
     def listen(self, door: Door, number: int, window: int, dead_after: int) -> None:
-        """Opens `door` for workers on other hosts, each with at most `window` bytes of pushes under way, and for
-        servers that want to have their backups here."""
+        """Opens `door` for other hosts. Each worker there has at most `window` bytes of pushes under way."""
         self._window = window
         self.listener.open(door, number, self._secret, dead_after)
 
@@ -225,23 +204,18 @@ class ServerProcess:
             for saving in list(shard.savings.values())[-1:]:  # earlier ones have ended
                 saving.done.wait(_WRITING)
             shard.server.stop()
-        self.listener.close()  # last: see is_there()
-        self.manager, self.on_wish, self.on_change = None, lambda process, has, number: None, lambda: None
+        self.listener.close()  # last, since others see by it that this process is there
+        open_until_exit.pop(self, None)
+        self.manager, self.on_change = None, lambda: None
 
-    def statistics(self) -> dict[str, Any]:
-        """Returns what `KeyValue.stats` has about a server of this process."""
-        return self._statistics(next(iter(self.serving().values()), self._own))
-
-    def _statistics(self, shard: Shard) -> dict[str, Any]:
+    def statistics(self, shard: Shard | None = None) -> dict[str, Any]:
+        """Returns what `KeyValue.stats` has about a server of this process, or about one of them."""
+        shard = shard or next(iter(self.serving().values()), self._own)
         found = shard.server.statistics()
         workers = shard.server.workers()
         found["waits_for"] = [self._describe(shard, worker) for worker in sorted(found["waits_for"])]
-        clocks = sorted(
-            (worker, clock)
-            for worker, clock in found["clocks"].items()
-            if workers.get(worker, (READERS, ""))[0] != READERS
-        )
-        found["clocks"] = {self._describe(shard, worker): clock for worker, clock in clocks}
+        counted = [each for each in sorted(found["clocks"]) if workers.get(each, (READERS, ""))[0] != READERS]
+        found["clocks"] = {self._describe(shard, worker): found["clocks"][worker] for worker in counted}
         return found | {"seconds": round(time.monotonic() - self._begun, 3)}
 
     def serving(self) -> dict[int, Shard]:
@@ -249,8 +223,7 @@ class ServerProcess:
         return {number: shard for number, shard in list(self.shards.items()) if shard.server.serves}
 
     def wait_until_left(self, timeout: float) -> list[str]:
-        """Waits until all workers have gone; returns the names of those that have not after `timeout` seconds. Readers
-        are not waited for."""
+        """Waits until all workers, not readers, have gone; returns the names of those that have not after `timeout`."""
         deadline = time.monotonic() + timeout
         while (staying := self._staying()) and time.monotonic() < deadline:
             with self.listener.changed:
@@ -270,10 +243,8 @@ class ServerProcess:
                 self.listener.changed.wait(_LOOK)
 
     def _staying(self) -> dict[int, str]:
-        """Returns the workers that take part here or have not closed their connections, with their names.
-
-        Where backups are reached by TCP, every worker has a connection here, so the connections are enough.
-        """
+        """Returns the workers that take part here or have not closed their connections, with their names. Where backups
+        are reached by TCP, every worker has a connection here, so the connections are enough."""
         found = {each.worker: each.name for each in self.listener.all() if each.worker >= 0 and not each.is_reader}
         for shard in list(self.shards.values()):
             with contextlib.suppress(Aborted):  # it has been stopped
@@ -289,9 +260,6 @@ class ServerProcess:
         return f"worker {worker} ({shard.server.workers().get(worker, ('', '?'))[1]})"
 
     # ---- what the door's thread calls --------------------------------------------------------------------------------
-
-    def partner_has_changed(self) -> None:
-        self.on_change()
 
     def has_ended(self, connection: Connection) -> None:
         shard = connection.shard
@@ -333,23 +301,21 @@ class ServerProcess:
             raise ConnectionError("it does not know the secret")
         proof = {"proof": control.proof(self._secret, "server", bytes.fromhex(hello["nonce"]), worker)}
         if hello.get("backup"):
-            shard = self._follow(connection, worker, int(hello["capacity"]), descriptors)
-            given = [os.dup(shard.server.bell), os.dup(shard.server.values), own_pidfd()]
+            backup = self._follow(connection, worker, int(hello["capacity"]), descriptors).server
+            given = [os.dup(backup.bell), os.dup(backup.values), own_pidfd()]
             return proof | {"name": self._name_of_backup(worker)}, given
         if hello.get("wish"):
-            self.on_wish(worker, int(hello["has"]), -1)
-            return proof, [os.dup(self._own.server.bell), os.dup(self._own.server.values), own_pidfd()]
-        wanted = self.shards.get(int(hello.get("of", 0)))
-        if wanted is None or not wanted.server.serves:
+            self._hear_wish(worker, int(hello["has"]))
+            return proof, []
+        shard = self.shards.get(int(hello.get("of", 0)))
+        if shard is None or not shard.server.serves:
             return {"error": ["Moved", f"server {hello.get('of')} is not served here"]}, []
-        shard = wanted
         if hello.get("again"):
             if worker not in shard.server.workers():
                 raise InvalidArgument(f"worker {worker} is none of this server")
         else:
             self._let_in(shard, worker, hello, descriptors)
-        connection.introduce(worker, shard, hello)
-        self._served |= not connection.is_reader
+        self._introduce(connection, worker, shard, hello)
         reply = proof | {"capacity": shard.server.capacity, "turn": shard.server.turn}
         return reply, [os.dup(shard.server.values), os.dup(shard.server.bell), own_pidfd()]
 
@@ -367,6 +333,16 @@ class ServerProcess:
             news=os.dup(news),
             name=name_in(hello),
         )
+
+    def _introduce(self, connection: Connection, worker: int, shard: Shard, hello: dict[str, Any]) -> None:
+        connection.worker, connection.shard = worker, shard
+        connection.name, connection.is_reader = name_in(hello), hello["group"] == READERS
+        self._served |= not connection.is_reader
+
+    def _hear_wish(self, process: int, has: int, number: int = -1) -> None:
+        """Called when `process`, which serves `has` servers, would like to serve one more: `number`, or any (-1)."""
+        if self.manager is not None:
+            self.manager.hear_wish(process, has, number)
 
     @staticmethod
     def _name_of_backup(number: int) -> str:
@@ -393,7 +369,7 @@ class ServerProcess:
             of_whom = int(hello["of"]), int(hello["capacity"]), str(hello["view"]), int(hello["since"])
             return self._follow_far(data, *of_whom)
         if hello.get("wish"):
-            self.on_wish(int(hello["process"]), int(hello["has"]), int(hello["of"]))
+            self._hear_wish(int(hello["process"]), int(hello["has"]), int(hello["of"]))
             return {}
         window, worker = int(hello["window"]), int(hello["worker"])
         if not 0 < window <= self._window:
@@ -406,8 +382,7 @@ class ServerProcess:
             return {"error": ["Moved", f"server {hello['of']} is not here, nor its backup of that number"]}
         server = shard.server
         server.join_far(id=worker, group=str(hello["group"]), window=window, name=name_in(hello))
-        connection.introduce(worker, shard, hello)
-        self._served |= not connection.is_reader
+        self._introduce(connection, worker, shard, hello)
         self.listener.hand_over(data, lambda descriptor, path: server.connect(worker, descriptor, path))
         return {"capacity": server.capacity}
 
@@ -426,8 +401,8 @@ class ServerProcess:
         return {"name": self._name_of_backup(number)}
 
     def _check_absent(self, number: int) -> Shard | None:
-        """Checks that this process can have a backup of server `number`. Returns an earlier server or backup of that
-        number which is still known here. Raises `InvalidArgument`."""
+        """Raises `InvalidArgument` if this process cannot have a backup of server `number`. Returns an earlier server
+        or backup of that number here."""
         known = self.shards.get(number)
         if known is not None and known.server.serves and not known.server.has_ended:
             raise InvalidArgument(f"server {number} is here, so its backup has to be elsewhere")
@@ -461,5 +436,5 @@ class ServerProcess:
                     raise InvalidArgument(f"this server does not write the snapshot {message['folder']!r}")
                 return {"done": saving.done.is_set(), "fault": saving.error}
             case "statistics":
-                return {"statistics": self._statistics(shard)}
+                return {"statistics": self.statistics(shard)}
         raise InvalidArgument(f"a worker asked for {message['ask']!r}")

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ringreduce.errors import SystemFailure
-from ringreduce.parameter_server.arguments import path_of, seconds
-from ringreduce.parameter_server.exits import close_at_exit, has_closed
+from ringreduce.parameter_server.arguments import Timeout, path_of, seconds
 from ringreduce.parameter_server.server.process import ServerProcess
 from ringreduce.parameter_server.server.shard import Shard
 from ringreduce.parameter_server.server.snapshots import Saving
@@ -29,9 +28,8 @@ class Serving:
         self._saving: list[Saving] = []
         self._parts = len(local.serving())
         """The number of servers here when it was last looked: those that began here, and backups that took over."""
-        close_at_exit(self)
 
-    def wait(self, timeout: timedelta | float | None = None) -> bool:
+    def wait(self, timeout: Timeout = None) -> bool:
         """Waits until workers have come and all have left; returns False after `timeout` seconds (None: no limit)."""
         return self._local.wait_until_served(None if timeout is None else seconds(timeout))
 
@@ -64,7 +62,8 @@ class Serving:
         Only one process gives away at a time. `timeout` is in seconds and includes the wait for processes that leave
         before this one, and for snapshots that this one is writing.
         """
-        return self._local.give_away(seconds(timeout))
+        manager = self._local.manager
+        return manager is not None and manager.give_away(seconds(timeout))
 
     def may_ask(self) -> bool:
         """Whether another snapshot may be asked for: all servers have written their parts of the latest one, or failed
@@ -115,11 +114,9 @@ class Serving:
         return self._taken - 1
 
     def _serving(self, folder: str | os.PathLike[str]) -> dict[int, Shard]:
-        """Returns the servers that are served here, by number.
-
-        If there are more than before, backups have taken over. Then the latest snapshot is continued if it lacks their
-        parts, and the parts of earlier snapshots that the lost servers have not written are counted as ended.
-        """
+        """Returns the servers that are served here, by number. If there are more than before, backups have taken over.
+        Then the latest snapshot is continued if it lacks their parts, and earlier parts of the lost servers count as
+        ended."""
         shards = self._local.serving()
         if len(shards) < self._parts:  # servers have moved to other processes
             self._parts = len(shards)
@@ -149,10 +146,6 @@ class Serving:
         """Ends the servers of this process. Workers that still need them, and find no backup, get `ServerLost`.
         Idempotent."""
         self._local.close()
-        has_closed(self)
-
-    def close_in_child(self) -> None:
-        self._local.close_in_child()
 
     def __enter__(self) -> Serving:
         return self
