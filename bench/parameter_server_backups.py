@@ -156,7 +156,7 @@ def serve_on(folder: str, rank: int, pipe: Any) -> None:
     else:
         it = ps.serve(store, joins=True)
     while not pipe.poll(0.002):
-        looked, shards = time.monotonic(), it._host.serving()
+        looked, shards = time.monotonic(), it._local.serving()
         try:
             said = sorted(number for number, shard in shards.items() if shard.server.has_backup)
         except Aborted:  # one has been given to another process
@@ -286,9 +286,9 @@ def late(size: int) -> None:
                 step()
             before = statistics.median(steps[2:])
             steps.clear()
-            processes = serving._host._keeper._directory.processes()
+            processes = serving._local.manager._directory.processes()
             place = max(processes), processes[max(processes)]
-            thread = threading.Thread(target=serving._host.have_backup, args=(0, *place, 60.0))
+            thread = threading.Thread(target=serving._local.have_backup, args=(0, *place, 60.0))
             thread.start()
             while thread.is_alive() or len(steps) < 5:
                 step()

@@ -53,7 +53,7 @@ def take_part(me: Rank, workers: int, size: int) -> Any:
     if me.rank < PROCESSES:
         me.hear()
         with ps.serve(me.store, joins=True, timeout=120.0) as serving:
-            me.report(len(serving._host.serving()))
+            me.report(len(serving._local.serving()))
             me.hear()
             serving.give_away()
             me.report("has left")

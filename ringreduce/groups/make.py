@@ -49,7 +49,7 @@ from ringreduce.groups.exchange import Exchange, passed
 from ringreduce.groups.links import registered, remember
 from ringreduce.groups.lookup import found_in
 from ringreduce.groups.meet import meet
-from ringreduce.groups.ready import agreed, place_of
+from ringreduce.groups.ready import agreed, location_of
 from ringreduce.groups.survivors import Lineage, Survivors, known_ends, shrinking, survivors_of, use_instead
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ def _make_with_memory(
         agreed(options),
         functools.partial(decide_by_cards, before.cards, decision_of_rank_0) if before else decision_of_rank_0,
         memory,
-        place_of(options),
+        location_of(options),
         arena,
         before.ready if before else None,
     )

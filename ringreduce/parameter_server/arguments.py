@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -14,6 +14,8 @@ from ringreduce.parameter_server.checks import WHOLE, is_text, number, shown, wh
 from ringreduce.parameter_server.modes import Mode
 from ringreduce.parameter_server.updates import UpdateRule
 
+Timeout: TypeAlias = timedelta | float | None
+"""Of a call, in seconds or as a timedelta; None: that of `join`."""
 WIRES = ("float32", "bfloat16", "int8")
 MOST_KEY = 1024
 """The most bytes of a key."""
@@ -128,8 +130,7 @@ def readable(key: str, array: Any) -> torch.Tensor:
 
 
 def writable(key: str, array: Any) -> torch.Tensor:
-    """Returns a CPU tensor that shares memory with a tensor or NumPy array. Raises `InvalidArgument` if that is not
-    possible or must not be written."""
+    """Returns a CPU tensor that shares an array's memory. Raises `InvalidArgument` if it cannot be written to."""
     if not isinstance(array, torch.Tensor) and not getattr(getattr(array, "flags", None), "writeable", True):
         raise InvalidArgument(f"the NumPy array for {key!r} is read-only; pass a writable copy: array.copy()")
     if isinstance(array, torch.Tensor) and (array.is_neg() or array.is_conj()):

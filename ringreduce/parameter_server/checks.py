@@ -48,3 +48,8 @@ def check_text(name: str, text: Any) -> None:
 def check_is(name: str, value: Any, kind: type, what: str) -> None:
     if not isinstance(value, kind):
         raise InvalidArgument(f"{name} is {shown(value)}; it must be {what}")
+
+
+def check_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise InvalidArgument(f"{name} is {shown(value)}; it must be True or False")

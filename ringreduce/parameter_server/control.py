@@ -55,8 +55,7 @@ def send(connection: socket.socket, message: dict[str, Any], descriptors: list[i
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Returns a message and its descriptors. Raises `ConnectionError` at the end of the connection and for data that is
-    no message."""
+    """Returns a message and its descriptors. Raises `ConnectionError` at the end, and for data that is no message."""
     if connection.family != socket.AF_UNIX:
         (length,) = _LENGTH.unpack(exactly(connection, _LENGTH.size))
         if length > MOST:

@@ -40,10 +40,8 @@ class Refused(ConnectionError):
 def ask(
     connection: socket.socket, message: dict[str, Any], given: list[int] | None = None
 ) -> tuple[dict[str, Any], list[int]]:
-    """Sends a door the first message of a connection; returns its answer and the descriptors with it.
-
-    Raises `Refused` if the door refuses it, and another `ConnectionError` if the server is not there any more.
-    """
+    """Sends the first message of a connection to a door; returns its answer. Raises `Refused` if the door refuses it,
+    and another `ConnectionError` if the server is not there any more."""
     send(connection, message, given)
     answer, descriptors = receive(connection)
     if "error" in answer:
@@ -54,12 +52,9 @@ def ask(
 def connect(
     address: bytes, secret: bytes, hello: dict[str, Any], client: Any, timeout: float
 ) -> tuple[socket.socket, dict[str, Any], list[int]]:
-    """Joins a worker to a server on this host. Returns the connection, the server's answer, and the descriptors of its
-    values, bell and process.
-
-    `hello["of"]` is the number of the server (default: 0). Raises `Refused` if the server does not let the worker in,
-    and another `OSError` if it cannot be reached or does not serve these blocks.
-    """
+    """Joins a worker to server `hello["of"]` on this host. Returns the connection, the server's answer, and the
+    descriptors of its values, bell and process. Raises `Refused` if the server does not let the worker in, and another
+    `OSError` if it cannot be reached or does not serve these blocks."""
     pidfd = own_pidfd()
     try:
         return enter(address, secret, hello, [client.window, pidfd, client.news], timeout)
@@ -68,10 +63,7 @@ def connect(
 
 
 def connect_again(address: bytes, secret: bytes, hello: dict[str, Any], timeout: float) -> socket.socket:
-    """Connects a worker to a server that knows it already, because it was the backup of the worker's server.
-
-    Raises as `connect`.
-    """
+    """Connects a worker to a server that knows it, as it was the backup of the worker's server. Raises as `connect`."""
     connection, _, descriptors = enter(address, secret, hello | {"again": True}, [], timeout)
     for descriptor in descriptors:
         os.close(descriptor)
@@ -81,8 +73,7 @@ def connect_again(address: bytes, secret: bytes, hello: dict[str, Any], timeout:
 def enter(
     address: bytes, secret: bytes, hello: dict[str, Any], given: list[int], timeout: float
 ) -> tuple[socket.socket, dict[str, Any], list[int]]:
-    """Connects to a door on this host, and passes it the descriptors `given`. Returns the connection, the answer, and
-    three descriptors. Raises as `connect`."""
+    """Connects to a door on this host, and passes it the descriptors `given`. Raises as `connect`."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with contextlib.ExitStack() as undo:
         undo.callback(connection.close)
@@ -92,7 +83,7 @@ def enter(
         theirs, ours, worker = connection.recv(NONCE), new_nonce(), int(hello["worker"])
         its_proof = proof(secret, "worker", theirs, worker)
         answer, descriptors = ask(connection, hello | {"nonce": ours.hex(), "proof": its_proof}, given)
-        if len(descriptors) != 3 or not same(proof(secret, "server", ours, worker), answer.get("proof")):
+        if not same(proof(secret, "server", ours, worker), answer.get("proof")):
             for descriptor in descriptors:
                 os.close(descriptor)
             raise ConnectionError("what answered does not know the secret")
@@ -134,10 +125,8 @@ def reach(
     undo: contextlib.ExitStack,
     look: Callable[[], None] | None = None,
 ) -> dict[int, Reached]:
-    """Connects to the doors of processes on other hosts, as dialer `number`; returns the connections by process.
-
-    `undo` closes them. Raises `TopologyError` if a process does not listen for other hosts.
-    """
+    """Connects to the doors of processes on other hosts, as dialer `number`; returns the connections by process. `undo`
+    closes them. Raises `TopologyError` if a process does not listen for other hosts."""
     peers = {}
     for process, its in processes.items():
         if not its["door"] or options.transport == "shared_memory":
@@ -175,8 +164,7 @@ def listens(address: bytes) -> bool:
 
 
 def lives(its: dict[str, Any], here: str) -> bool:
-    """Whether a process with servers is there, as far as a process of the host `here` can see. `its` is what the store
-    knows about it."""
+    """Whether the process that has told the store `its` is there, as far as a process of the host `here` can see."""
     return listens(bytes.fromhex(its["address"])) if its["machine"] == here else answers(its["door"])
 
 

@@ -9,6 +9,7 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from ringreduce.coordination.wait import CHECK_BY_RANK, CHECK_PROCESSES
 from ringreduce.errors import CollectiveTimeout, PeerLost, RingReduceError, SystemFailure
 from ringreduce.parameter_server import doors
 from ringreduce.parameter_server.doors import called
-from ringreduce.parameter_server.store import once
+from ringreduce.parameter_server.store import Views, once
 
 STORE_GONE = (DistNetworkError, DistStoreError)
 """What a torch store raises when the process that has it has ended, or does not answer."""
@@ -99,11 +100,8 @@ class Entry:
             raise
 
     def claim(self) -> bool:
-        """Takes this founder's rank in this incarnation; returns False if it has been taken before.
-
-        The claim tells the other founders which process to watch, so there is no time in which this process has come
-        and its end would not be seen.
-        """
+        """Takes this founder's rank in this incarnation; returns False if it has been taken before. From now on the
+        other founders watch this process."""
         mine = json.dumps({"who": identity(), "at": time.time(), "claim": secrets.token_hex(4)})
         return once(self.store, f"rank {self.worker}", mine) == mine
 
@@ -155,8 +153,8 @@ class Entry:
         return bool(kind == CollectiveTimeout.__name__ or culprit < 0 or process_began() > when)
 
     def raise_if_given_up(self) -> None:
-        """Raises the error with which a founder has given up this incarnation; `Stale` if that founder has found the
-        rank taken by an earlier process."""
+        """Raises the error with which a founder has given up this incarnation; `Stale` if it was for earlier
+        processes."""
         if self.is_over() and not (founded := self.store.get("founded").decode()).isdigit():
             kind, text, culprit, _ = json.loads(founded)
             if kind == PeerLost.__name__ and culprit < 0:
@@ -213,3 +211,11 @@ class Entry:
     def hello_to(self, server: int, replica: int) -> dict[str, Any]:
         """Returns the same for a server or backup that is reached by TCP."""
         return self.hello() | {"of": server, "replica": replica, "window": self.window}
+
+    def dial(self, views: Views, process: int, deadline: float, look: Callable[[], None]) -> doors.Reached:
+        """Connects to the door of a process by TCP. Raises as `doors.reach`, and what the store raises."""
+        with contextlib.ExitStack() as undo:
+            processes, number = {process: views.process(process)}, views.new_dialer()
+            found = doors.reach(self.options, self.secret, processes, number, deadline, undo, look)[process]
+            undo.pop_all()
+        return found

@@ -9,29 +9,21 @@ from typing import Protocol
 
 class Closable(Protocol):
     def close(self) -> None:
-        """Ends it and its threads. Idempotent."""
+        """Ends it and its threads, and removes it from `open_until_exit`. Idempotent."""
 
     def close_in_child(self) -> None:
         """Closes what a forked child has inherited. It has joined nothing, and others must notice the end of the
         parent."""
 
 
-_open: dict[Closable, None] = {}
-
-
-def close_at_exit(one: Closable) -> None:
-    """Keeps `one` until `has_closed`, and closes it at the end of the process, even if the program has dropped it."""
-    _open[one] = None
-
-
-def has_closed(one: Closable) -> None:
-    _open.pop(one, None)
+open_until_exit: dict[Closable, None] = {}
+"""In the order in which they were made. Kept here even if the program has dropped them."""
 
 
 def _close_in_child() -> None:
-    for one in _open:
+    for one in open_until_exit:
         one.close_in_child()
-    _open.clear()
+    open_until_exit.clear()
 
 
 os.register_at_fork(after_in_child=_close_in_child)
@@ -40,5 +32,5 @@ os.register_at_fork(after_in_child=_close_in_child)
 @atexit.register
 def _close_all() -> None:
     """Stops all servers at exit, because their threads must not call Python while the interpreter is finalised."""
-    for one in reversed(list(_open)):
+    for one in reversed(list(open_until_exit)):
         one.close()

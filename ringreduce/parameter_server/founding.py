@@ -6,6 +6,7 @@ Founders may have to try several times; each attempt is an incarnation of the pa
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import secrets
@@ -21,13 +22,13 @@ from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, Topo
 from ringreduce.network.secret import group_secret
 from ringreduce.network.sockets import parse_ports
 from ringreduce.parameter_server.arguments import MOST_SERVERS, count_of_bytes
-from ringreduce.parameter_server.checks import WHOLE, check_is, shown
-from ringreduce.parameter_server.doors import Reached, called, lives, make_door, reach
+from ringreduce.parameter_server.checks import WHOLE, check_bool, check_is, shown
+from ringreduce.parameter_server.doors import called, lives, make_door
 from ringreduce.parameter_server.entry import STORE_GONE, Entry, Stale
 from ringreduce.parameter_server.placement import backup_of
-from ringreduce.parameter_server.server.manager import Keeper
-from ringreduce.parameter_server.server.process import Host
-from ringreduce.parameter_server.server.replication import Succession
+from ringreduce.parameter_server.server.manager import ReplicaManager
+from ringreduce.parameter_server.server.process import ServerProcess
+from ringreduce.parameter_server.server.replication import Replication
 from ringreduce.parameter_server.server.serving import Serving
 from ringreduce.parameter_server.store import Directory, Views, beside, once
 from ringreduce.parameter_server.updates import Function
@@ -52,17 +53,17 @@ class Given(NamedTuple):
     listen: Any
 
 
-def found(enter: Callable[[Entry, Host], Entered], entry: Entry, given: Given) -> tuple[Entry, Host, Entered]:
-    """Founds the parameter server with the others, each of which calls `enter` before it counts as there.
-
-    Begins anew if earlier processes, which have ended, had begun to found it.
-    """
+def found(
+    enter: Callable[[Entry, ServerProcess], Entered], entry: Entry, given: Given
+) -> tuple[Entry, ServerProcess, Entered]:
+    """Founds the parameter server with the others, each of which calls `enter` before it counts as there. Begins anew
+    if earlier processes, which have ended, had begun to found it."""
     while True:
         try:
-            with _founding(entry, given) as host:
-                entered = enter(entry, host)
+            with _founding(entry, given) as local:
+                entered = enter(entry, local)
                 _wait_for_founders(entry, given.store)
-            return entry, host, entered
+            return entry, local, entered
         except Stale:
             entry = entry.anew()
 
@@ -78,18 +79,18 @@ def come(entry: Entry, store: Any, functions: dict[str, Function] | None) -> Ser
         raise TopologyError("this process is on another host than the servers, which only move on one host", 0)
     number = entry.worker = entry.founders - 1 + entry.store.add("later processes", 1)
     entry.window = max(int(other["window"]) for other in others)
-    host = Host(0, entry.secret, functions or {}, (), entry.backups > 0 and not entry.has_far_backups)
+    local = ServerProcess(0, entry.secret, functions or {}, (), entry.backups > 0 and not entry.has_far_backups)
     try:
-        _publish(entry, host, entry.has_far_backups)
-        keeper = _keep(entry, host)
-        if host.succession is None:
-            keeper.take_share(entry.servers, entry.deadline)
+        _publish(entry, local, entry.has_far_backups)
+        manager = _manage(entry, local)
+        if local.replication is None:
+            manager.take_share(entry.servers, entry.deadline)
         else:
-            keeper.take_share_between_hosts(entry.servers, entry.deadline)
+            manager.take_share_between_hosts(entry.servers, entry.deadline)
     except BaseException:
-        host.close()
+        local.close()
         raise
-    return Serving(host, number, entry.servers, entry.store, taken=int(entry.store.add("snapshots", 0)))
+    return Serving(local, number, entry.servers, entry.store, taken=int(entry.store.add("snapshots", 0)))
 
 
 def find(entry: Entry, store: Any) -> None:
@@ -104,7 +105,7 @@ def find(entry: Entry, store: Any) -> None:
 
 
 @contextlib.contextmanager
-def _founding(entry: Entry, given: Given) -> Iterator[Host]:
+def _founding(entry: Entry, given: Given) -> Iterator[ServerProcess]:
     """Makes this process's servers and tells the store where they are. Closes them if the body raises."""
     store, rank, size, functions, memory, listen = given
     if not isinstance(rank, WHOLE) or not isinstance(size, WHOLE) or not 0 <= rank < size <= MOST_SERVERS:
@@ -118,31 +119,31 @@ def _founding(entry: Entry, given: Given) -> Iterator[Host]:
         memory = count_of_bytes("memory", memory)
     if entry.servers and entry.servers < size:
         raise InvalidArgument(f"servers is {entry.servers} with size {size}; every process begins with one or more")
-    if not isinstance(listen, bool):
-        raise InvalidArgument(f"listen is {shown(listen)}; it must be True or False")
+    check_bool("listen", listen)
     entry.worker, entry.founders, entry.servers = rank, size, entry.servers or size
     _begin(entry, store)
-    host = None
+    local = None
     try:
         entry.check_founding()  # the others may have given up before this one came
         secret = bytes.fromhex(once(entry.store, "secret", secrets.token_hex(32)))
         entry.secret = group_secret(secret, entry.options.secret_file or "")
         _agree_on_all(entry, listen)
         mine = range(rank, entry.servers, size)
-        share = _half_of_memory() // size if memory is None else memory * (1 + entry.backups)
+        half_of_memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        share = half_of_memory // size if memory is None else memory * (1 + entry.backups)
         capacity = share // ((1 + entry.backups) * len(mine))
         has_near_backups = entry.backups > 0 and not entry.has_far_backups
-        host = Host(capacity, entry.secret, functions or {}, mine, has_near_backups)
-        _make_known(entry, host, listen)
-        yield host
-        # Servers on several hosts without backups do not move and have no backups, so they need no keeper.
+        local = ServerProcess(capacity, entry.secret, functions or {}, mine, has_near_backups)
+        _make_known(entry, local, listen)
+        yield local
+        # Servers on several hosts without backups do not move and have no backups, so they need no manager.
         if len(set(entry.machines)) == 1 or entry.has_far_backups:
-            _keep(entry, host)
+            _manage(entry, local)
     except BaseException as error:
         stale = isinstance(error, Stale) or (isinstance(error, PeerLost) and entry.is_stale())
         entry.give_up(PeerLost("processes that have ended had begun to found it; join again") if stale else error)
-        if host is not None:
-            host.close()
+        if local is not None:
+            local.close()
         if stale:
             raise Stale from None
         if isinstance(error, STORE_GONE):
@@ -158,11 +159,9 @@ class Served(InvalidArgument):
 
 
 def _begin(entry: Entry, store: Any) -> None:
-    """Chooses the incarnation that this founder takes part in, and fills in its store.
-
-    All founders come to an incarnation once. If this one has been there, or an earlier process of its rank, all go on
-    with the next one. Raises `Served` if there is one whose servers live and that this process has not founded.
-    """
+    """Chooses the incarnation that this founder takes part in, and fills in its store. All founders come to it once. If
+    this one has been there, or an earlier process of its rank, all go on with the next one. Raises `Served` if there is
+    one whose servers live and that this process has not founded."""
     key = f"{_PREFIX}/{entry.name}/making"
     entry.making = int(once(store, key, "1"))
     while True:
@@ -177,8 +176,7 @@ def _begin(entry: Entry, store: Any) -> None:
 
 
 def _check_has_ended(entry: Entry) -> None:
-    """Checks that no server of the incarnation of `entry.store` lives, unless this process founded it, too. Servers
-    that are about to end have `_ENDING` seconds."""
+    """Waits for the end of the servers of `entry.store`, unless this process founded them. Raises `Served`."""
     if entry.is_mine():
         return
     until = time.monotonic() + _ENDING
@@ -197,65 +195,51 @@ def _check_has_ended(entry: Entry) -> None:
 def _agree_on_all(entry: Entry, listen: bool) -> None:
     """Checks that all founders were given equal arguments, and decides how backups are reached."""
     entry.store.set(f"machine/{entry.worker}", entry.machine)
-    _agree(entry, "size", entry.founders)
-    _agree(entry, "block_bytes", entry.block_bytes)
-    _agree(entry, "backups", entry.backups)
-    _agree(entry, "servers", entry.servers)
+    _agree(entry, size=entry.founders, block_bytes=entry.block_bytes, backups=entry.backups, servers=entry.servers)
     if entry.backups:
-        _agree(entry, "listen", listen)
+        _agree(entry, listen=listen)
     entry.has_far_backups = entry.backups > 0 and (listen or len(set(entry.machines)) > 1)
-    _agree(entry, "far_backups", int(entry.has_far_backups))
+    _agree(entry, far_backups=int(entry.has_far_backups))
 
 
-def _make_known(entry: Entry, host: Host, listen: bool) -> None:
-    _publish(entry, host, listen or len(set(entry.machines)) > 1)
+def _make_known(entry: Entry, local: ServerProcess, listen: bool) -> None:
+    _publish(entry, local, listen or len(set(entry.machines)) > 1)
     if entry.servers > entry.founders and not entry.has_far_backups:
         _check_one_host(entry, listen)
     if entry.backups:
-        _have_backups(entry, host)
+        _have_backups(entry, local)
 
 
-def _publish(entry: Entry, host: Host, listens: bool) -> None:
+def _publish(entry: Entry, local: ServerProcess, listens: bool) -> None:
     """Tells the store where this process is. With `listens`, opens a door for workers and servers on other hosts."""
     me: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), "machine": entry.machine}
-    me |= {"address": host.address.hex(), "window": entry.window, "door": []}
+    me |= {"address": local.listener.address.hex(), "window": entry.window, "door": []}
     if listens:
         door = make_door(entry.options, parse_ports(entry.options.ports or ""))
         if entry.has_far_backups:
-            host.succession = _succession(entry)
-        host.listen(door, entry.worker, entry.window, entry.options.dead_after or 0)
+            views = Views(entry.store)
+            local.replication = Replication(entry.worker, views, functools.partial(entry.dial, views))
+        local.listen(door, entry.worker, entry.window, entry.options.dead_after or 0)
         me["door"] = door.addresses
     entry.store.set(f"server/{entry.worker}", json.dumps(me))
 
 
-def _succession(entry: Entry) -> Succession:
-    views = Views(entry.store)
-
-    def go_to(process: int, timeout: float, look: Callable[[], None]) -> Reached:
-        with contextlib.ExitStack() as undo:
-            processes, number = {process: views.process(process)}, views.new_dialer()
-            deadline = time.monotonic() + timeout
-            found = reach(entry.options, entry.secret, processes, number, deadline, undo, look)
-            undo.pop_all()
-        return found[process]
-
-    return Succession(entry.worker, views, go_to)
-
-
-def _keep(entry: Entry, host: Host) -> Keeper:
-    views = None if host.succession is None else host.succession.views
+def _manage(entry: Entry, local: ServerProcess) -> ReplicaManager:
+    views = None if local.replication is None else local.replication.views
     directory = Directory(beside(entry.store), entry.founders, views)
-    keeper = Keeper(host, directory, entry.worker, entry.backups)
-    host.keep(keeper)
-    return keeper
+    local.manager = manager = ReplicaManager(local, directory, entry.worker, entry.backups)
+    return manager
 
 
-def _agree(entry: Entry, name: str, mine: int) -> None:
-    agreed = once(entry.store, name.replace("_", " "), str(mine))
-    if agreed != str(mine):
-        its = f"{name} is {agreed} here and {mine} on rank {entry.worker}; give all the same, and join again"
-        entry.give_up(InvalidArgument(its, entry.worker))
-        raise InvalidArgument(f"{name} is {mine} here and {agreed} on another rank; give all the same, and join again")
+def _agree(entry: Entry, **values: int) -> None:
+    for name, mine in values.items():
+        agreed = once(entry.store, name.replace("_", " "), str(mine))
+        if agreed != str(mine):
+            its = f"{name} is {agreed} here and {mine} on rank {entry.worker}; give all the same, and join again"
+            entry.give_up(InvalidArgument(its, entry.worker))
+            raise InvalidArgument(
+                f"{name} is {mine} here and {agreed} on another rank; give all the same, and join again"
+            )
 
 
 def _check_one_host(entry: Entry, listen: bool) -> None:
@@ -273,25 +257,20 @@ def _check_one_host(entry: Entry, listen: bool) -> None:
         )
 
 
-def _have_backups(entry: Entry, host: Host) -> None:
-    """Makes the first backups of this process's servers, in the next process or, by TCP, in the next one on another
-    host."""
-    far = host.succession is not None
+def _have_backups(entry: Entry, local: ServerProcess) -> None:
+    """Makes the first backups of this process's servers, in the next process (by TCP: on another host, if any)."""
+    far = local.replication is not None
     backup = backup_of(entry.worker, entry.machines) if far else (entry.worker + 1) % entry.founders
     its = entry.process(backup)
     try:
-        for server, shard in host.serving().items():
-            if host.succession is not None:
-                host.succession.begin(server, shard)
-            host.have_backup(server, backup, its, max(0.1, entry.deadline - time.monotonic()))
+        for server, shard in local.serving().items():
+            if local.replication is not None:
+                local.replication.begin(server, shard)
+            local.have_backup(server, backup, its, max(0.1, entry.deadline - time.monotonic()))
     except TimeoutError:
         raise CollectiveTimeout(f"{its['name']} did not make a backup of this server in time", backup) from None
     except OSError as error:
         raise PeerLost(f"making a backup on {its['name']}: {error}", backup) from None
-
-
-def _half_of_memory() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def _wait_for_founders(entry: Entry, store: Any) -> None:

@@ -1,12 +1,15 @@
 """`join` and `serve`: founding a parameter server, or joining one as a worker or as a further process with servers.
 
-Every process with servers tells the store where it is (`founding`). A worker connects to every server (`entering`).
+Every process with servers tells the store where it is (`founding`). A worker connects to every server.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import os
+import socket
 import time
 from datetime import timedelta
 from typing import Any
@@ -15,21 +18,33 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from ringreduce import _C
 from ringreduce.config import resolve
-from ringreduce.errors import CollectiveTimeout, InvalidArgument
+from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost
 from ringreduce.parameter_server import founding
 from ringreduce.parameter_server.arguments import MOST_SERVERS, MOST_WORKERS, count_of_bytes, seconds
-from ringreduce.parameter_server.checks import check_is, check_text, shown, whole
+from ringreduce.parameter_server.checks import check_bool, check_is, check_text, shown, whole
+from ringreduce.parameter_server.client.failover import FailoverConnector
 from ringreduce.parameter_server.client.key_value import KeyValue
-from ringreduce.parameter_server.entering import enter
+from ringreduce.parameter_server.client.membership import Membership
+from ringreduce.parameter_server.client.questions import Joined, Questions
+from ringreduce.parameter_server.doors import Reached, Refused, ask, called, connect, connect_again, reach
 from ringreduce.parameter_server.entry import Entry
 from ringreduce.parameter_server.modes import READERS
 from ringreduce.parameter_server.placement import BLOCK_BYTES, UNIT
+from ringreduce.parameter_server.server.process import ServerProcess
 from ringreduce.parameter_server.server.serving import Serving
+from ringreduce.parameter_server.store import Views, new_dialer, place_of
 from ringreduce.parameter_server.updates import Function, check_functions
+from ringreduce.parameter_server.views import Replica, View
 
 WINDOW = 64 << 20
 """The default size of a worker's window, in bytes."""
+_TAKING_OVER = 10.0
+"""A worker that joins waits this many seconds for a backup to take over."""
+_AGAIN = 0.005
+"""Seconds between two attempts to join whoever serves, and between two looks whether workers have joined."""
+
 log = logging.getLogger(__name__)
 
 
@@ -145,8 +160,7 @@ def serve(
     _check_sizes(entry)
     what = f"a number of servers, at most {MOST_SERVERS}, or 0 for one for each process"
     entry.servers = whole("servers", servers, 0, what, MOST_SERVERS)
-    if not isinstance(joins, bool):
-        raise InvalidArgument(f"joins is {shown(joins)}; it must be True or False")
+    check_bool("joins", joins)
     if joins:
         if any(each is not None for each in (rank, size, memory)) or entry.backups or entry.servers:
             raise InvalidArgument(
@@ -160,13 +174,13 @@ def serve(
         listen = not entry.backups and entry.servers in (0, size)
     given = founding.Given(store, rank, size, functions, memory, listen)
     try:
-        entry, host, _ = founding.found(lambda *_: None, entry, given)
+        entry, local, _ = founding.found(lambda *_: None, entry, given)
     except founding.Served:
         if not entry.backups:
             raise
         log.warning("rank %d of %d has ended and others serve what it did; this process takes a share", rank, size)
         return founding.come(_entry(name, "", window, block_bytes, 0, functions, timeout), store, functions)
-    return Serving(host, entry.worker, entry.servers, entry.store)
+    return Serving(local, entry.worker, entry.servers, entry.store)
 
 
 def _entry(name: Any, group: Any, window: Any, block_bytes: Any, backups: Any, functions: Any, timeout: Any) -> Entry:
@@ -212,6 +226,117 @@ def _wait_for_workers(kv: KeyValue, entry: Entry, workers: int) -> KeyValue:
         if time.monotonic() > entry.deadline:
             kv.calls.close()
             raise CollectiveTimeout(f"{there} of {workers} workers of group {entry.group!r} have joined in time")
-        time.sleep(0.005)
+        time.sleep(_AGAIN)
         there = entry.store.add(key, 0)
     return kv
+
+
+def enter(entry: Entry, local: ServerProcess | None) -> KeyValue:
+    """Connects a worker to every server. `local` has the servers of its process, if there are any."""
+    client = _C.ParameterClient(entry.worker, entry.servers, _window(entry))
+    if local is not None:
+        client.host(local.server)
+    views = Views(entry.store) if entry.has_far_backups else None
+    joined: list[Joined] = []
+    with contextlib.ExitStack() as undo:
+        reached = {} if views is not None else _reach_all(entry, undo)
+        for server in range(entry.servers):
+            place = place_of(entry.store, server, entry.founders)
+            name = called(server, entry.process(place))
+            try:
+                if place in reached:
+                    joined.append(_enter_far(entry, client, server, Replica(place, 0), reached[place]))
+                else:
+                    joined.append(_enter(entry, views, client, server))
+            except TimeoutError:
+                raise CollectiveTimeout(f"{name} did not let this worker in in time", server) from None
+            except OSError as error:
+                raise PeerLost(f"joining {name}: {error}", server) from None
+            undo.callback(joined[-1].connection.close)
+        failover = None if views is None else FailoverConnector(entry, views, client, [each.turn for each in joined])
+        undo.pop_all()
+
+    def reach_near(server: int, address: str, timeout: float) -> socket.socket:
+        return connect_again(bytes.fromhex(address), entry.secret, entry.hello() | {"of": server}, timeout)
+
+    loads = [0] * entry.servers
+    membership = Membership(
+        entry.store, entry.worker, entry.group, client, local, entry.block_bytes, entry.window, loads
+    )
+    questions = Questions(entry.worker, client, joined, reach_near, failover)
+    return KeyValue(membership, questions, entry.timeout)
+
+
+def _window(entry: Entry) -> int:
+    """Returns the bytes of the worker's window: no more than any server accepts that may be reached by TCP."""
+    places = [entry.process(process) for process in range(entry.founders)]
+    far = [its for its in places if entry.has_far_backups or its["machine"] != entry.machine]
+    entry.window = min([entry.window, *(int(its["window"]) for its in far)]) // 64 * 64  # as the client has it
+    return entry.window
+
+
+def _reach_all(entry: Entry, undo: contextlib.ExitStack) -> dict[int, Reached]:
+    """Connections to all processes on other hosts."""
+    places = [entry.process(process) for process in range(entry.founders)]
+    far = {its["number"]: its for its in places if its["machine"] != entry.machine}
+    if not far:
+        return {}
+    number, look = new_dialer(entry.store), entry.check_founding
+    return reach(entry.options, entry.secret, far, number, entry.deadline, undo, look)
+
+
+def _enter(entry: Entry, views: Views | None, client: Any, server: int) -> Joined:
+    """Joins whoever serves the blocks of a server, on this host or, if there are views, by TCP. Waits for another
+    process if that one has ended, or does not serve them any more."""
+    until, began = time.monotonic() + _TAKING_OVER, place_of(entry.store, server, entry.founders)
+    while True:
+        view = None if views is None else views.of(server)
+        one = Replica(place_of(entry.store, server, entry.founders), 0) if view is None else view.server
+        its = entry.process(one.process)
+        moves = bool(entry.backups or entry.servers > entry.founders or one.process != began)
+        try:
+            if views is None or (one.number == 0 and its["machine"] == entry.machine):
+                return _let_in(entry, client, server, its)
+            reached = entry.dial(views, one.process, entry.deadline, functools.partial(_look, views, server, view, its))
+            with contextlib.ExitStack() as undo:
+                undo.callback(reached.close)
+                joined = _enter_far(entry, client, server, one, reached)
+                undo.pop_all()
+            return joined
+        except (TimeoutError, Refused):
+            raise
+        except (OSError, PeerLost):
+            if not moves or time.monotonic() > min(until, entry.deadline):
+                raise
+            time.sleep(_AGAIN)
+
+
+def _look(views: Views, server: int, seen: View | None, its: dict[str, Any]) -> None:
+    """Raises `PeerLost` if another process serves a server now."""
+    if views.of(server) != seen:
+        raise PeerLost(f"{its['name']} does not serve server {server} any more", server)
+
+
+def _let_in(entry: Entry, client: Any, server: int, its: dict[str, Any]) -> Joined:
+    """Joins a server in the process described by `its`."""
+    hello = entry.hello() | {"servers": entry.servers, "lane": server, "window_bytes": client.window_bytes}
+    left = max(0.1, entry.deadline - time.monotonic())
+    connection, answer, (values, bell, pidfd) = connect(
+        bytes.fromhex(its["address"]), entry.secret, hello | {"of": server}, client, left
+    )
+    turn = int(answer["turn"])
+    name = called(server, its, turn)
+    client.attach(
+        server=server, values=values, bell=bell, pidfd=pidfd, capacity=int(answer["capacity"]), name=name, turn=turn
+    )
+    return Joined(connection, name, turn)
+
+
+def _enter_far(entry: Entry, client: Any, server: int, replica: Replica, reached: Reached) -> Joined:
+    reached.control.settimeout(max(0.1, entry.deadline - time.monotonic()))
+    ask(reached.control, entry.hello_to(server, replica.number))
+    name = called(server, entry.process(replica.process), replica.number)
+    client.attach_far(server, name, replica.number)
+    for descriptor, path in reached.take():
+        client.connect(server, descriptor, path, replica.number)
+    return Joined(reached.control, name, replica.number)

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 from ringreduce.errors import InvalidArgument
-from ringreduce.parameter_server.checks import check_text, number, shown, whole
+from ringreduce.parameter_server.checks import check_bool, check_text, number, shown, whole
 
 READERS = "observers"
 """The group of readers, which a server does not count as its workers."""
@@ -48,8 +48,7 @@ def sync(
         raise InvalidArgument(f"grace is {shown(grace)}; it must be seconds, 0 or more")
     if grace > 0 and quorum is None:
         raise InvalidArgument(f"grace is {shown(grace)} without a quorum, after which it begins; give quorum= too")
-    if not isinstance(average, bool):
-        raise InvalidArgument(f"average is {shown(average)}; it must be True or False")
+    check_bool("average", average)
     check_text("group", group)
     return Mode("sync", quorum or 0, number(grace), 0, group, average)
 

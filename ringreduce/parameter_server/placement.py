@@ -23,11 +23,8 @@ def cut(count: int, per_block: int) -> list[tuple[int, int]]:
 
 
 def place(sizes: list[int], loads: list[int]) -> list[int]:
-    """Returns a server for each block. Each block goes to the server that has the fewest bytes then, the first of
-    equals.
-
-    `sizes` has the bytes of each block, and `loads` the bytes that each server has already.
-    """
+    """Returns a server for each block, of which `sizes` has the bytes: the one that has the fewest bytes then, the
+    first of equals. `loads` has the bytes that each server has already."""
     loads = list(loads)
     servers = []
     for size in sizes:

@@ -7,6 +7,7 @@ https://github.com/huggingface/safetensors.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import math
@@ -46,15 +47,8 @@ _PIECE = 1 << 20
 """Bytes that are read at once for the checksum."""
 
 
-def _checksum(pieces: Iterable[Any]) -> int:
-    found = 0
-    for piece in pieces:
-        found = zlib.crc32(piece, found)
-    return found
-
-
-def _hex(checksum: int) -> str:
-    return f"{checksum:08x}"
+def _checksum(pieces: Iterable[Any]) -> str:
+    return f"{functools.reduce(lambda found, piece: zlib.crc32(piece, found), pieces, 0):08x}"
 
 
 class Writer:
@@ -63,7 +57,7 @@ class Writer:
     def __init__(self, path: Path, tensors: Mapping[str, tuple[str, list[int], int]], metadata: dict[str, str]) -> None:
         """`tensors` has, by name, dtype, shape and size in bytes. A checksum is added to the metadata. Raises
         `OSError`, and `InvalidArgument` if the header is too long."""
-        header: dict[str, Any] = {"__metadata__": metadata | {_CHECKSUM: _hex(0)}}
+        header: dict[str, Any] = {"__metadata__": metadata | {_CHECKSUM: _checksum(())}}
         end = 0
         self._begins = {}
         for name, (dtype, shape, size) in tensors.items():
@@ -98,8 +92,7 @@ class Writer:
             view, at = view[written:], at + written
 
     def finish(self, rest: Callable[[], None] = lambda: None) -> None:
-        """Reads the file again for the checksum, writes it to the header, and syncs the file. Calls `rest` after each
-        piece."""
+        """Writes the checksum of the whole file to its header, and syncs the file. Calls `rest` after each piece."""
 
         def pieces() -> Iterator[bytes]:
             while piece := file.read(_PIECE):
@@ -108,7 +101,7 @@ class Writer:
 
         with open(self._path, "rb") as file:
             file.seek(self._data)
-            self._header["__metadata__"][_CHECKSUM] = _hex(_checksum(pieces()))
+            self._header["__metadata__"][_CHECKSUM] = _checksum(pieces())
         text = json.dumps(self._header).encode()
         self._write(text.ljust(self._length), _LENGTH.size)
         os.fsync(self._file)
@@ -124,8 +117,7 @@ class Writer:
 
 
 class Reader:
-    """Reads a file's tensors, as bytes that are loaded when they are used. Raises `InvalidArgument` if the file is not
-    in the format."""
+    """Reads a file's tensors, as bytes that are loaded when they are used. Raises `InvalidArgument`."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -149,7 +141,7 @@ class Reader:
     def check(self) -> None:
         """Reads all tensors. Raises `InvalidArgument` if their checksum is wrong."""
         pieces = (self._data[begin : begin + _PIECE] for begin in range(0, len(self._data), _PIECE))
-        if self.metadata.get(_CHECKSUM) != _hex(_checksum(pieces)):
+        if self.metadata.get(_CHECKSUM) != _checksum(pieces):
             raise InvalidArgument(f"{self.path} is damaged: the bytes of its tensors are not those that were written")
 
     @staticmethod

@@ -44,10 +44,8 @@ def names_of_block(about: dict[str, Any], states: int) -> list[str]:
 
 
 def read(path: Path) -> list[tuple[Reader, list[dict[str, Any]]]]:
-    """Reads and checks a snapshot. Returns its files, and for each the descriptions of its blocks.
-
-    Leaves out keys of which blocks are missing, because a worker was just making them. Raises `InvalidArgument`.
-    """
+    """Reads and checks a snapshot. Returns its files, and for each the descriptions of its blocks. Leaves out keys of
+    which blocks are missing, because a worker was just making them. Raises `InvalidArgument`."""
     try:
         index = json.loads((path / INDEX).read_text())
         files = {str(file): str(digest) for file, digest in index["metadata"]["files"].items()}

@@ -35,12 +35,8 @@ def new_dialer(store: Any) -> int:
 
 def place_of(store: Any, server: int, founders: int) -> int:
     """Returns the process that serves `server`, as far as the store knows."""
-    key = _place(server)
+    key = f"place of server/{server}"
     return int(store.get(key)) if store.check([key]) else server % founders
-
-
-def _place(server: int) -> str:
-    return f"place of server/{server}"
 
 
 class Views:
@@ -64,8 +60,7 @@ class Views:
         return self._store.add(_CHANGES, 0)
 
     def process(self, number: int) -> dict[str, Any]:
-        """Returns what a process with servers has told the store about itself. Raises `ConnectionError` if there is no
-        such process."""
+        """Returns what a process with servers has told the store. Raises `ConnectionError` if there is none."""
         found = self._store.value(f"server/{number}")
         if found is None:
             raise ConnectionError(f"there is no process {number}")
@@ -77,10 +72,8 @@ class Views:
 
 
 class Directory:
-    """What the store knows about processes and servers. Processes are numbered, founders first.
-
-    Servers go on even if the store has ended or does not answer: methods then use what they know.
-    """
+    """What the store knows about processes, which are numbered, founders first, and about servers. Methods use what
+    they know if the store has ended or does not answer."""
 
     def __init__(self, store: Any, founders: int, views: Views | None = None) -> None:
         """`views` says where servers are, if backups are reached by TCP."""
@@ -100,19 +93,15 @@ class Directory:
         return place_of(self._store, server, self._founders) if view is None else view.server.process
 
     def put(self, server: int, process: int) -> None:
-        """Records that `process` serves `server`. Returns when the store has it, so a later process cannot be
-        overwritten by this."""
+        """Records that `process` serves `server`. Returns when the store has it, so no later record is overwritten."""
         with contextlib.suppress(*_NO_STORE):
-            self._store.set(_place(server), str(process))
-            self._store.check([_place(server)])  # a torch store answers check(), but not set()
+            self._store.set(f"place of server/{server}", str(process))
+            self._store.check([f"place of server/{server}"])  # a torch store answers check(), but not set()
 
     def begin_to_leave(self, process: int, is_there: Callable[[dict[str, Any]], bool], deadline: float) -> bool:
         """Waits until it is this process's turn to leave; returns False after `deadline`. The turn lasts until the
-        process ends.
-
-        Without the store it is the process's turn at once. Two processes that leave together then take nothing from
-        each other, but others can take their servers.
-        """
+        process ends. Without the store it is its turn at once: two that leave together then take nothing from each
+        other, but others can take their servers."""
         with contextlib.suppress(*_NO_STORE):
             while (first := self._store.compare_set("leaves", "", str(process))) != str(process):
                 if time.monotonic() > deadline:

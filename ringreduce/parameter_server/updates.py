@@ -187,12 +187,8 @@ def changed_numbers(key: str, rule: dict[str, Any], arguments: dict[str, Any]) -
             f"momentum of {key!r} cannot become {numbers['momentum']}: it decides what a server keeps"
         )
     if "optimizer" in rule["python"]:
-        given = {name: tuple(value) if isinstance(value, list) else value for name, value in arguments.items()}
-        before = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in rule["python"]["arguments"].items()
-        }
-        optimizer(getattr(torch.optim, rule["python"]["optimizer"]), **(before | given))
+        all_of_them = _with_tuples(rule["python"]["arguments"] | arguments)
+        optimizer(getattr(torch.optim, rule["python"]["optimizer"]), **all_of_them)
     elif rule["kind"] == "rowwise_adagrad":
         rowwise_adagrad(**(known | numbers))
     return numbers
@@ -226,13 +222,8 @@ def _native(name: str, d: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
     if name == "SGD":
         return "sgd", common | {key: d[key] for key in ("momentum", "dampening", "nesterov")}
     if name in ("Adam", "AdamW"):
-        beta1, beta2 = d["betas"]
-        return "adam", common | {
-            "beta1": beta1,
-            "beta2": beta2,
-            "eps": d["eps"],
-            "decoupled": bool(d["decoupled_weight_decay"]),
-        }
+        own = {"eps": d["eps"], "decoupled": bool(d["decoupled_weight_decay"])}
+        return "adam", common | dict(zip(("beta1", "beta2"), d["betas"], strict=True)) | own
     if name == "Adagrad":
         return "adagrad", common | {key: d[key] for key in ("lr_decay", "initial_accumulator_value", "eps")}
     if name == "RMSprop":
@@ -275,16 +266,20 @@ Update = Callable[[torch.Tensor, torch.Tensor, int, Sequence[Any], Sequence[floa
 """Updates a block: its value, the push, the version, the pushes' `Push` fields, and the rule's CHANGEABLE numbers."""
 
 
+def _with_tuples(arguments: dict[str, Any]) -> dict[str, Any]:
+    """JSON has made lists of tuples."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in arguments.items()}
+
+
 def by_optimizer(name: str, arguments: dict[str, Any], changeable: Collection[str] = ()) -> Update:
     made: list[Any] = []
-    lasting = {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
 
     def update(
         value: torch.Tensor, push: torch.Tensor, version: int, pushes: Sequence[Any], numbers: Sequence[float]
     ) -> None:
         if not made:
             parameter = torch.nn.Parameter(value)
-            made.extend((parameter, getattr(torch.optim, name)([parameter], **lasting)))
+            made.extend((parameter, getattr(torch.optim, name)([parameter], **_with_tuples(arguments))))
         parameter, optimizer = made
         now = dict(zip(CHANGEABLE, numbers, strict=False))
         optimizer.param_groups[0] |= _folded({each: now[each] for each in changeable})

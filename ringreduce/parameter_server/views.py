@@ -50,7 +50,7 @@ class View:
 
 @dataclass(frozen=True)
 class Standing:
-    """What one replica knows of its server's view, and what it may ask the store for. Pure: `Succession` carries it
+    """What one replica knows of its server's view, and what it may ask the store for. Pure: `Replication` carries it
     out, and tests/unit/test_succession.py searches what can come of it."""
 
     me: Replica
@@ -74,8 +74,8 @@ class Standing:
         return replace(self, view=self.view.swapped()) if self.me == self.view.backup else self
 
     def asks_for_backup(self, process: int) -> tuple[Standing, View]:
-        """The view to ask for when a backup in the process has everything. No two backups have the same number, so a
-        request that an earlier one has made cannot speak for a later one in the same process."""
+        """The view to ask for when a backup in the process has everything. No two backups have one number, so an
+        earlier one's request cannot speak for a later one in the same process."""
         number = max(self.offered, self.view.number) + 1
         return replace(self, offered=number), self.view.with_backup(process, number)
 

@@ -164,7 +164,7 @@ def tell_history_while_servers_move(me: Rank, mode: ps.Mode) -> Any:
     else:
         return tell_history_through_kills(me, mode)
     with serving:
-        me.report(len(serving._host.serving()))
+        me.report(len(serving._local.serving()))
         serving.wait()
     return None
 

@@ -45,7 +45,7 @@ def serve(me: Rank, *dooms: tuple[int, str, str, int]) -> list[str]:
     with ps.serve(me.store, rank=me.rank, size=SERVERS, backups=1, **SMALL) as serving:
         for rank, which, step, times in dooms:
             if rank == me.rank:
-                host = serving._host
+                host = serving._local
                 shard = host.shards[rank if which == "server" else (rank - 1) % SERVERS]
                 shard.server.die_at(step, times)
         me.meet("servers")
@@ -490,7 +490,7 @@ def hosts_of(me: Rank) -> None:
         me.meet("servers")
         while not me.store.check(["done"]):
             looked = time.monotonic()
-            serves = [number for number, shard in serving._host.serving().items() if shard.server.has_backup]
+            serves = [number for number, shard in serving._local.serving().items() if shard.server.has_backup]
             me.store.set(f"serves {me.rank}", " ".join(map(str, [looked, *serves])))
             time.sleep(0.002)
 
@@ -618,7 +618,7 @@ def serve_with_snapshots(me: Rank, folder: str) -> None:
     logged = Logged()
     with ps.serve(me.store, rank=me.rank, size=SERVERS, backups=1, **SMALL) as serving:
         if me.rank == 1:
-            serving._host.server.die_at("answered", 7)
+            serving._local.server.die_at("answered", 7)
         me.meet("servers")
         asked = False
         while not serving.wait(0.02):

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import HashStore
 import ringreduce.parameter_server as ps
 from ringreduce.errors import Aborted, CollectiveTimeout, InvalidArgument, SystemFailure
 from ringreduce.parameter_server import control
-from ringreduce.parameter_server.server.process import Host
+from ringreduce.parameter_server.server.process import ServerProcess
 
 SMALL: dict[str, Any] = {"window": 4 << 20, "memory": 16 << 20, "block_bytes": 4096}
 ADAM, SUM = ps.optimizer(torch.optim.Adam), ps.sync(average=False)
@@ -516,14 +516,14 @@ def test_a_weighted_average_is_as_large_as_its_values(dtype: torch.dtype, weight
 
 
 def test_abort_ends_a_wait_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers, answer = threading.Event(), Host._answer
+    answers, answer = threading.Event(), ServerProcess.answer
 
-    def late(self: Host, *arguments: Any) -> Any:
+    def late(self: ServerProcess, *arguments: Any) -> Any:
         answers.wait(60)
         return answer(self, *arguments)
 
     kv = ps.join(**SMALL)
-    monkeypatch.setattr(Host, "_answer", late)
+    monkeypatch.setattr(ServerProcess, "answer", late)
     try:
         threading.Timer(0.2, kv.abort).start()
         for _ in range(2):
@@ -567,7 +567,7 @@ def test_threads_get_their_own_answers() -> None:
 def test_the_door_outlives_a_lack_of_descriptors() -> None:
     with ps.join(**SMALL) as kv:
         kv.init("w", torch.zeros(3))
-        address = kv.calls.membership.servers.address  # type: ignore[union-attr]
+        address = kv.calls.membership.local.listener.address  # type: ignore[union-attr]
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         clients = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(4)]
         resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), hard))

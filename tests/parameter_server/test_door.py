@@ -17,16 +17,16 @@ from ringreduce import _C
 from ringreduce.errors import InvalidArgument, SystemFailure
 from ringreduce.parameter_server import control
 from ringreduce.parameter_server.doors import connect
-from ringreduce.parameter_server.server.connections import Visitor
-from ringreduce.parameter_server.server.process import Host
+from ringreduce.parameter_server.server.listener import Connection
+from ringreduce.parameter_server.server.process import ServerProcess
 
 SECRET = b"s" * 32
 SPEC = {"dtype": "float32", "mode": ps.sync().as_json(), "update": ps.assign().as_json(), "made": ""}
 
 
 @pytest.fixture
-def host() -> Iterator[Host]:
-    made = Host(1 << 20, SECRET, {})
+def process() -> Iterator[ServerProcess]:
+    made = ServerProcess(1 << 20, SECRET, {})
     yield made
     made.close()
 
@@ -37,9 +37,11 @@ def hello(client: Any, worker: int = 0, **changed: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def entered(host: Host, worker: int = 0, secret: bytes = SECRET, **changed: Any) -> Iterator[socket.socket]:
+def entered(process: ServerProcess, worker: int = 0, secret: bytes = SECRET, **changed: Any) -> Iterator[socket.socket]:
     client = _C.ParameterClient(worker, 1, 1 << 16)
-    connection, answer, descriptors = connect(host.address, secret, hello(client, worker, **changed), client, 5)
+    connection, answer, descriptors = connect(
+        process.listener.address, secret, hello(client, worker, **changed), client, 5
+    )
     for descriptor in descriptors:
         os.close(descriptor)
     assert answer["capacity"] == 1 << 20
@@ -52,12 +54,12 @@ def ask(connection: socket.socket, question: Any) -> dict[str, Any]:
     return control.receive(connection)[0]
 
 
-def test_who_does_not_know_the_secret_is_not_let_in(host: Host) -> None:
-    with pytest.raises(OSError), entered(host, secret=b"t" * 32):
+def test_who_does_not_know_the_secret_is_not_let_in(process: ServerProcess) -> None:
+    with pytest.raises(OSError), entered(process, secret=b"t" * 32):
         pass
-    assert host.server.statistics()["workers"] == 0
-    with entered(host):  # others are
-        assert host.server.statistics()["workers"] == 1
+    assert process.server.statistics()["workers"] == 0
+    with entered(process):  # others are
+        assert process.server.statistics()["workers"] == 1
 
 
 @pytest.mark.parametrize(
@@ -70,33 +72,37 @@ def test_who_does_not_know_the_secret_is_not_let_in(host: Host) -> None:
         ({"lane": "x"}, "a message that says nothing known"),
     ],
 )
-def test_a_window_that_is_not_what_it_says_is_refused(host: Host, changed: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConnectionError, match=said), entered(host, **changed):
+def test_a_window_that_is_not_what_it_says_is_refused(
+    process: ServerProcess, changed: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConnectionError, match=said), entered(process, **changed):
         pass
-    with entered(host, worker=1) as connection:
+    with entered(process, worker=1) as connection:
         assert ask(connection, {"ask": "statistics"})["statistics"]["workers"] == 1
 
 
-def test_a_second_worker_of_the_same_number_is_refused(host: Host) -> None:
+def test_a_second_worker_of_the_same_number_is_refused(process: ServerProcess) -> None:
     with (
-        entered(host),
+        entered(process),
         pytest.raises(ConnectionError, match="there is a worker 0 already"),
-        entered(host),
+        entered(process),
     ):
         pass
 
 
 @pytest.mark.parametrize("message", [b"{", b"[1]", b"\xff\xfe", b"[" * 20000, b'"' + b"x" * 100000 + b'"', b"{}"])
-def test_what_is_no_message_ends_the_connection_or_is_refused_and_harms_nobody(host: Host, message: bytes) -> None:
-    with entered(host) as good:
-        with entered(host, worker=1) as bad:
+def test_what_is_no_message_ends_the_connection_or_is_refused_and_harms_nobody(
+    process: ServerProcess, message: bytes
+) -> None:
+    with entered(process) as good:
+        with entered(process, worker=1) as bad:
             bad.send(message)
             with contextlib.suppress(ConnectionError):
                 assert control.receive(bad)[0]["error"][0] == "InvalidArgument"
         assert "statistics" in ask(good, {"ask": "statistics"})
 
 
-def test_questions_that_say_nothing_known_are_answered_with_an_error(host: Host) -> None:
+def test_questions_that_say_nothing_known_are_answered_with_an_error(process: ServerProcess) -> None:
     questions: list[dict[str, Any]] = [
         {"ask": "everything"},
         {"ask": "awaited"},
@@ -106,55 +112,55 @@ def test_questions_that_say_nothing_known_are_answered_with_an_error(host: Host)
         {"ask": "create", "key": "k", "blocks": [[0, 5]], "spec": SPEC | {"dtype": "float128"}},
         {"ask": "create", "key": "k", "blocks": [[0, 5]], "spec": SPEC | {"mode": {}}},
     ]
-    with entered(host) as connection:
+    with entered(process) as connection:
         for question in questions:
             assert ask(connection, question)["error"][0] == "InvalidArgument", question
         assert len(ask(connection, {"ask": "create", "key": "k", "blocks": [[0, 5]], "spec": SPEC})["blocks"]) == 1
         assert ask(connection, {"ask": "awaited", "block": 99}) == {"workers": []}
 
 
-def come(host: Host, strangers: contextlib.ExitStack) -> socket.socket:
-    stranger = strangers.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-    stranger.connect(host.address)
-    return stranger
+def come(process: ServerProcess, undo: contextlib.ExitStack) -> socket.socket:
+    connection = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    connection.connect(process.listener.address)
+    return connection
 
 
-def test_strangers_are_bounded(host: Host) -> None:
-    with contextlib.ExitStack() as strangers:
+def test_unauthenticated_connections_are_bounded(process: ServerProcess) -> None:
+    with contextlib.ExitStack() as undo:
         for _ in range(100):
-            come(host, strangers)
+            come(process, undo)
         end = time.monotonic() + 20
-        while len(host._visitors) < 64 and time.monotonic() < end:
+        while len(process.listener._connections) < 64 and time.monotonic() < end:
             time.sleep(0.01)
         time.sleep(0.1)
-        assert len(host._visitors) == 64
-        with entered(host):  # although they stay and say nothing
+        assert len(process.listener._connections) == 64
+        with entered(process):  # although they stay and say nothing
             pass
-    with entered(host):  # they have gone
+    with entered(process):  # they have gone
         pass
 
 
-def test_the_oldest_stranger_may_speak_as_another_one_comes(host: Host) -> None:
-    with contextlib.ExitStack() as strangers:
-        oldest, *_ = [come(host, strangers) for _ in range(64)]
+def test_the_oldest_unauthenticated_connection_may_speak_as_another_one_comes(process: ServerProcess) -> None:
+    with contextlib.ExitStack() as undo:
+        oldest, *_ = [come(process, undo) for _ in range(64)]
         time.sleep(1.2)  # now it may be closed
-        with host._left:  # the door waits for this, and then finds both at once
-            host._wake.send(b"a")
+        with process.listener.changed:  # the door waits for this, and then finds both at once
+            process.listener._wake.send(b"a")
             time.sleep(0.1)
-            come(host, strangers)
+            come(process, undo)
             oldest.send(b"{}")
-        with entered(host):
+        with entered(process):
             pass
 
 
-def test_partners_are_no_strangers(host: Host) -> None:
+def test_partners_are_no_unauthenticated_connections(process: ServerProcess) -> None:
     """The backups of a process with many servers do not keep workers out."""
     with contextlib.ExitStack() as partners:
         for _ in range(64):
             here, there = socket.socketpair()
             partners.enter_context(there)
-            host._visitors[here.fileno()] = Visitor(here, is_partner=True)
-        with entered(host):
+            process.listener._connections[here.fileno()] = Connection(here, is_partner=True)
+        with entered(process):
             pass
 
 
@@ -164,11 +170,11 @@ def test_long_messages_are_not_sent() -> None:
         control.send(one, {"x": "y" * 70000})
 
 
-def test_nobody_can_write_a_servers_values(host: Host) -> None:
+def test_nobody_can_write_a_servers_values(process: ServerProcess) -> None:
     """Not even with the descriptor that workers get."""
     import mmap
 
-    descriptor = os.dup(host.server.values)
+    descriptor = os.dup(process.server.values)
     try:
         with pytest.raises(PermissionError):
             mmap.mmap(descriptor, 4096)

@@ -209,7 +209,7 @@ def comes_and_leaves(me: Rank) -> Any:
     with ps.serve(me.store, rank=me.rank, size=2, backups=1, **SMALL | {"listen": True}) as serving:
         me.meet("servers")
         me.store.wait(["came", f"may leave {me.rank}"])
-        assert serving.give_away(30.0) and not serving._host.serving()
+        assert serving.give_away(30.0) and not serving._local.serving()
     me.store.set(f"has left {me.rank}", "")
     return None
 
@@ -242,12 +242,12 @@ def leaves_and_somebody_dies(me: Rank, doomed: int, step: str) -> Any:
         return pushes_meanwhile(me, doomed)
     with ps.serve(me.store, rank=me.rank, size=SERVERS, backups=1, **SMALL) as serving:
         if me.rank == doomed:
-            serving._host.shards[0].server.die_at(step, 1)
+            serving._local.shards[0].server.die_at(step, 1)
         me.meet("servers")
         while me.rank == 0 and not me.store.check(["may leave"]):
             time.sleep(0.01)
         if me.rank == 0:
-            assert serving.give_away(30.0) and not serving._host.serving()
+            assert serving.give_away(30.0) and not serving._local.serving()
             me.store.set("has left", "")
         while not me.store.check(["done"]):
             time.sleep(0.01)

@@ -126,7 +126,7 @@ def comes_again(me: Rank, backups: int) -> str:
             with ps.serve(me.store, rank=1, size=2, timeout=LONG, **options) as serving:
                 assert serving.wait(0) in (False, True)
                 me.store.set("come again", "")
-                return f"serves {sorted(serving._host.serving())}"
+                return f"serves {sorted(serving._local.serving())}"
         except InvalidArgument as error:
             me.store.set("come again", "")
             return str(error)

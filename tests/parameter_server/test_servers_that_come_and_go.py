@@ -46,12 +46,12 @@ def serves(me: Rank, founders: int) -> list[int]:
     with serving:
         me.store.set(f"came {me.rank}", "")
         wait_for(me, f"came {PROCESSES - 1}")
-        had = sorted(serving._host.serving())
+        had = sorted(serving._local.serving())
         if me.rank == 0:
             assert serving.wait(deadline())
         else:
             wait_for(me, "may leave" if me.rank == 1 else f"left {me.rank - 1}")
-            assert serving.give_away() and not serving._host.serving()
+            assert serving.give_away() and not serving._local.serving()
             me.store.set(f"left {me.rank}", "")
     return had
 
@@ -198,7 +198,7 @@ def test_the_last_process_keeps_what_it_has() -> None:
     store = HashStore()
     with ps.serve(store, rank=0, size=1, servers=2, memory=1 << 20) as serving:
         assert not serving.give_away(timeout=5.0)
-        assert sorted(serving._host.serving()) == [0, 1]
+        assert sorted(serving._local.serving()) == [0, 1]
         with ps.join(store, role="worker") as kv:
             kv.init("w", torch.zeros(3), update=ps.reduce("sum"))
             kv.push("w", torch.ones(3)).wait()

@@ -1,4 +1,4 @@
-"""`Succession` does what a replica's `Standing` says. The servers are stand-ins that note what they are told.
+"""`Replication` does what a replica's `Standing` says. The servers are stand-ins that note what they are told.
 
 tests/unit/test_succession.py searches what can come of it.
 """
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ringreduce.errors import Aborted, InvalidArgument
 from ringreduce.parameter_server import control
 from ringreduce.parameter_server.doors import Reached
-from ringreduce.parameter_server.server.replication import Succession
+from ringreduce.parameter_server.server.replication import Replication
 from ringreduce.parameter_server.store import Views
 from ringreduce.parameter_server.views import Replica, View
 
@@ -78,7 +78,7 @@ class Unanswered(Views):
         return found
 
 
-def reach(process: int, timeout: float, look: Callable[[], None]) -> Reached:
+def reach(process: int, deadline: float, look: Callable[[], None]) -> Reached:
     """A process that takes every backup."""
     here, there = socket.socketpair()
     control.send(there, {"name": f"process {process}"})
@@ -91,21 +91,21 @@ def views() -> Unanswered:
 
 
 @pytest.fixture
-def of_a(views: Unanswered) -> tuple[Succession, Shard]:
+def of_a(views: Unanswered) -> tuple[Replication, Shard]:
     """Process 0, whose server has its backup in process 1."""
-    succession, shard = Succession(0, views, reach), Shard()
-    succession.begin(0, shard)  # type: ignore[arg-type]
-    succession.lead(0, shard, 1, 1.0)  # type: ignore[arg-type]
+    replication, shard = Replication(0, views, reach), Shard()
+    replication.begin(0, shard)  # type: ignore[arg-type]
+    replication.lead(0, shard, 1, 1.0)  # type: ignore[arg-type]
     assert views.of(0) == PAIR and shard.server.told == ["count_backup"]
     shard.server.told.clear()
-    return succession, shard
+    return replication, shard
 
 
-def of_b(views: Views) -> tuple[Succession, Shard]:
+def of_b(views: Views) -> tuple[Replication, Shard]:
     """Process 1, with that backup."""
-    succession, shard = Succession(1, views, reach), Shard()
-    succession.follow(0, shard, PAIR.text(), 0, None)  # type: ignore[arg-type]
-    return succession, shard
+    replication, shard = Replication(1, views, reach), Shard()
+    replication.follow(0, shard, PAIR.text(), 0, None)  # type: ignore[arg-type]
+    return replication, shard
 
 
 def told(shard: Shard, *what: Any) -> None:
@@ -116,46 +116,46 @@ def told(shard: Shard, *what: Any) -> None:
 
 
 def test_a_server_ends_when_its_new_backup_has_won_before_the_store_answers(views: Unanswered) -> None:
-    succession, shard = Succession(0, views, reach), Shard()
-    succession.begin(0, shard)  # type: ignore[arg-type]
+    replication, shard = Replication(0, views, reach), Shard()
+    replication.begin(0, shard)  # type: ignore[arg-type]
     views.others = lambda: views.change(0, PAIR, PAIR.alone(B))
     with pytest.raises(ConnectionError):
-        succession.lead(0, shard, 1, 1.0)  # type: ignore[arg-type]
-    assert shard.server.told == ["stop"] and not succession.is_settled(shard)  # type: ignore[arg-type]
+        replication.lead(0, shard, 1, 1.0)  # type: ignore[arg-type]
+    assert shard.server.told == ["stop"] and not replication.is_settled(shard)  # type: ignore[arg-type]
 
 
 def test_a_backup_that_may_count_is_not_abandoned_when_its_server_is_closed(views: Unanswered) -> None:
-    succession, shard = Succession(0, views, reach), Shard()
-    succession.begin(0, shard)  # type: ignore[arg-type]
-    views.others = succession.close
+    replication, shard = Replication(0, views, reach), Shard()
+    replication.begin(0, shard)  # type: ignore[arg-type]
+    views.others = replication.close
     with pytest.raises(Aborted):
-        succession.lead(0, shard, 1, 1.0)  # type: ignore[arg-type]
+        replication.lead(0, shard, 1, 1.0)  # type: ignore[arg-type]
     assert shard.server.told == []
 
 
 def test_a_server_that_is_replaced_while_it_leaves_does_not_ask_to_go_on(views: Unanswered, of_a: Any) -> None:
-    succession, shard = of_a
+    replication, shard = of_a
     after = views.change(0, PAIR, PAIR.alone(B))
-    assert not succession.hand_over(0, shard)
+    assert not replication.hand_over(0, shard)
     shard.server.on_silence()
     told(shard, "unfreeze", False)
-    assert views.of(0) == after and not succession.is_settled(shard)
+    assert views.of(0) == after and not replication.is_settled(shard)
 
 
 def test_an_heir_that_is_replaced_does_not_ask_to_go_on(views: Unanswered, of_a: Any) -> None:
-    succession, shard = of_b(views)
+    replication, shard = of_b(views)
     shard.server.is_heir = True
     after = views.change(0, PAIR, PAIR.swapped().alone(A))
-    succession.serve_alone(0, shard)  # type: ignore[arg-type]
+    replication.serve_alone(0, shard)  # type: ignore[arg-type]
     with pytest.raises(ConnectionError):
-        succession.lead(0, shard, 2, 1.0)  # type: ignore[arg-type]
+        replication.lead(0, shard, 2, 1.0)  # type: ignore[arg-type]
     shard.server.on_silence()
     told(shard, False)
     assert views.of(0) == after
 
 
 def test_an_heir_with_a_backup_does_not_lose_it_to_the_silence_of_its_server(views: Unanswered, of_a: Any) -> None:
-    succession, shard = of_b(views)
+    replication, shard = of_b(views)
     views.change(0, PAIR, PAIR.swapped())
     shard.server.is_heir, of_its_server = True, shard.server.on_silence
     asks, may_answer = threading.Event(), threading.Event()
@@ -165,7 +165,7 @@ def test_an_heir_with_a_backup_does_not_lose_it_to_the_silence_of_its_server(vie
         assert may_answer.wait(30)
 
     views.others = meanwhile
-    leads = threading.Thread(target=succession.lead, args=(0, shard, 2, 1.0))
+    leads = threading.Thread(target=replication.lead, args=(0, shard, 2, 1.0))
     leads.start()
     assert asks.wait(30)
     of_its_server()  # which is decided when the store has answered
@@ -173,30 +173,30 @@ def test_an_heir_with_a_backup_does_not_lose_it_to_the_silence_of_its_server(vie
     leads.join()
     time.sleep(0.1)
     told(shard, "count_backup")
-    assert views.of(0) == PAIR.swapped().with_backup(2, 3) and not succession.is_settled(shard)  # type: ignore[arg-type]
+    assert views.of(0) == PAIR.swapped().with_backup(2, 3) and not replication.is_settled(shard)  # type: ignore[arg-type]
 
 
 def test_a_backup_takes_no_place_of_one_that_knows_a_later_view(views: Unanswered) -> None:
-    succession, shard = of_b(views)
+    replication, shard = of_b(views)
     later = PAIR.alone(A).with_backup(1, 3)
-    succession.follow(0, Shard(), later.text(), 2, shard)  # type: ignore[arg-type]
-    succession.follow(0, known := Shard(), later.text(), 2, None)  # type: ignore[arg-type, assignment]
+    replication.follow(0, Shard(), later.text(), 2, shard)  # type: ignore[arg-type]
+    replication.follow(0, known := Shard(), later.text(), 2, None)  # type: ignore[arg-type, assignment]
     with pytest.raises(InvalidArgument, match="has been replaced"):
-        succession.follow(0, Shard(), PAIR.swapped().with_backup(1, 4).text(), 2, known)  # type: ignore[arg-type]
+        replication.follow(0, Shard(), PAIR.swapped().with_backup(1, 4).text(), 2, known)  # type: ignore[arg-type]
 
 
 def test_every_backup_has_a_number_of_its_own(views: Unanswered, of_a: Any) -> None:
-    succession, shard = of_a
+    replication, shard = of_a
     shard.server.on_silence()
     told(shard, True)
     numbers = []
 
-    def refuse(process: int, timeout: float, look: Callable[[], None]) -> Reached:
-        numbers.append(succession._known[shard].offered)
+    def refuse(process: int, deadline: float, look: Callable[[], None]) -> Reached:
+        numbers.append(replication._known[shard].offered)
         raise ConnectionError("it takes none")
 
-    succession._reach = refuse
+    replication._dial = refuse
     for _ in range(2):
         with pytest.raises(ConnectionError):
-            succession.lead(0, shard, 1, 1.0)
+            replication.lead(0, shard, 1, 1.0)
     assert numbers == [3, 4]

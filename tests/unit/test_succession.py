@@ -8,17 +8,17 @@ What decides is the `Standing` that production runs. A model of the rest stands 
   carries out what the backup has confirmed. Before that, or without a backup, it carries out everything.
 - `answer`: Server::answer, hold and release_held. A push is answered when the backup has carried it out as well. A
   request that comes again is answered again and has no second effect, as Shard::on(Request) has it.
-- `lead`: Succession.lead, Host._follow_far, Server::lead_far, give_far_state and give_blocks. A backup that was in the
-  process before is stopped.
+- `lead`: Replication.lead, ServerProcess._follow_far, Server::lead_far, give_far_state and give_blocks. A backup that
+  was in the process before is stopped.
 - `follow`: JournalWire::deliver, Server::repeat_all and repeat, with take_block and become_far_server. A backup passes
   over updates of a block that it has not got (keep_decided). Receiving a record and carrying it out are one step here:
   nobody sees a backup in between, and decided() carries out what is left.
 - `of_link`: a confirmation that the server hears, with its turn after that, and FarPartner::progress with on_silence.
 - `lose`: Server::end and repeat_lose, of a worker whose connection has broken.
-- `silence`, `served`: Succession._break_off, _decide, lead, hand_over, serve_alone and _change.
+- `silence`, `served`: Replication._break_off, _decide, lead, hand_over, serve_alone and _change.
 - `decided`: Server::decided, with take_over, go_on_alone, give_up and be_replaced.
-- `hand_over`, `left`: Keeper.give_away, Succession.hand_over, Server::freeze and leave_to_backup.
-- `meet`, `turn`, `give_up`: Attendant, and the Client's take_lost and turn_to_far_backup.
+- `hand_over`, `left`: ReplicaManager.give_away, Replication.hand_over, Server::freeze and leave_to_backup.
+- `meet`, `turn`, `give_up`: FailoverConnector, and the Client's take_lost and turn_to_far_backup.
 
 In every world that can be reached:
 
@@ -105,7 +105,7 @@ class Rep(NamedTuple):
     frozen: bool = False
     leaves: bool = False
     hands_over: bool = False
-    """`Succession.hand_over` is under way."""
+    """`Replication.hand_over` is under way."""
     gone: frozenset[int] = frozenset()
     """Workers that have been given up, since they were out of reach."""
     asked: tuple[tuple[Request, tuple[int, ...]], ...] = ()

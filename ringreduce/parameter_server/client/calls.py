@@ -7,20 +7,19 @@ import json
 import math
 import secrets
 import time
-from collections.abc import Iterator
-from datetime import timedelta
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from ringreduce import _C
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, ServerLost, SystemFailure, UpdateFailed
-from ringreduce.parameter_server.arguments import check_average, check_key, check_wire, readable, seconds
+from ringreduce.parameter_server.arguments import Timeout, check_average, check_key, check_wire, readable, seconds
 from ringreduce.parameter_server.checks import shown
 from ringreduce.parameter_server.client.keys import Key, Part, parts_of_table
 from ringreduce.parameter_server.client.membership import Membership
 from ringreduce.parameter_server.client.questions import Questions
-from ringreduce.parameter_server.exits import close_at_exit, has_closed
+from ringreduce.parameter_server.exits import open_until_exit
 from ringreduce.parameter_server.modes import Mode
 from ringreduce.parameter_server.placement import cut, elements_per_block, place
 from ringreduce.parameter_server.updates import CHANGEABLE, UpdateRule, check_dtype, numbers_of, same_but_numbers
@@ -49,7 +48,7 @@ class Calls:
         self.servers = len(membership.loads)
         self.has_left = False
         self.keys: dict[str, Key] = {}
-        close_at_exit(self)
+        open_until_exit[self] = None
 
     def abort(self) -> None:
         """Ends every wait of this worker, now and later, with `Aborted`."""
@@ -60,22 +59,20 @@ class Calls:
         """Ends this worker and the servers of its process without waiting. The others see them end. Idempotent."""
         self.has_left = True
         self.questions.close()
-        if self.membership.servers is not None:
-            self.membership.servers.close()
-        has_closed(self)
+        if self.membership.local is not None:
+            self.membership.local.close()
+        open_until_exit.pop(self, None)
 
     def close_in_child(self) -> None:
         self.questions.close()
-        if self.membership.servers is not None:
-            self.membership.servers.close_in_child()
 
-    def deadline(self, timeout: timedelta | float | None) -> float:
+    def deadline(self, timeout: Timeout) -> float:
         """Returns when a call with this timeout is over. Raises `InvalidArgument` if this worker has left."""
         if self.has_left:
             raise InvalidArgument("this worker has left; join again")
         return self.until(timeout)
 
-    def until(self, timeout: timedelta | float | None) -> float:
+    def until(self, timeout: Timeout) -> float:
         """Returns the same for a wait, which may also come after this worker has left."""
         timeout = self.timeout if timeout is None else timeout
         return time.monotonic() + seconds(timeout)
@@ -155,11 +152,12 @@ class Calls:
         pairs: list[tuple[str, Any]],
         update: UpdateRule,
         mode: Mode,
-        wires: list[str],
-        deadline: float,
+        wires: Sequence[str] = ("float32", "float32"),
+        timeout: Timeout = None,
         saved: bool = True,
     ) -> None:
         """Makes keys. `saved`: snapshots have them."""
+        deadline = self.deadline(timeout)
         sources = {}
         for name, tensor in pairs:
             check_key(name)
@@ -169,7 +167,7 @@ class Calls:
                 "shape": list(source.shape),
                 "mode": mode.as_json(),
                 "update": update.as_json(),
-                "wire": wires,
+                "wire": list(wires),
             }
             if not saved:
                 spec["saved"] = False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -15,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, RingReduceError
-from ringreduce.parameter_server.arguments import check_priority, check_rule, check_weight
+from ringreduce.parameter_server.arguments import Timeout, check_priority, check_rule, check_weight
 from ringreduce.parameter_server.checks import check_is, shown, whole
 from ringreduce.parameter_server.client.calls import Calls
 from ringreduce.parameter_server.client.key_value import KeyValue
@@ -118,9 +117,7 @@ class Embedding(nn.Module):
 
     # ---- rows --------------------------------------------------------------------------------------------------------
 
-    def pull(
-        self, ids: Any, out: torch.Tensor | None = None, *, timeout: timedelta | float | None = None
-    ) -> torch.Tensor:
+    def pull(self, ids: Any, out: torch.Tensor | None = None, *, timeout: Timeout = None) -> torch.Tensor:
         """Returns the rows of `ids`, in `out` if it is given: a tensor of shape `(*ids.shape, dim)`.
 
         `ids` is a tensor or an array of int64, of any shape and values; an id may occur several times. Which pushes the
@@ -144,7 +141,7 @@ class Embedding(nn.Module):
         *,
         weight: float = 1.0,
         priority: int = 0,
-        timeout: timedelta | float | None = None,
+        timeout: Timeout = None,
     ) -> Pending:
         """Pushes a row of `gradients` for each id, like `KeyValue.push`. Rows of equal ids are added in order.
 
@@ -192,8 +189,7 @@ class Embedding(nn.Module):
         return [place for place, batch in enumerate(self._prefetched) if batch.name == self.name]
 
     def _make_room(self, rows: ParameterRows) -> int:
-        """Drops the oldest prefetched batches until the others and a request for these rows take at most half of the
-        window. Returns the bytes of the request."""
+        """Drops the oldest prefetched batches until all fit half of the window; returns the bytes of this request."""
         size = rows.distinct * (8 + self.dim * self.dtype.itemsize)
         waiting = self._prefetched
         while waiting and size + sum(batch.bytes for batch in waiting) > self._client.window_bytes // 2:
@@ -233,7 +229,7 @@ class Embedding(nn.Module):
         positions, values = self._values(ids)
         return functional.embedding(positions, values)
 
-    def flush(self, timeout: timedelta | float | None = None) -> int:
+    def flush(self, timeout: Timeout = None) -> int:
         """Waits until the servers have applied everything that `backward` has pushed.
 
         Returns the number of pushes that came late and were dropped, which only happens if the mode has a quorum. If a

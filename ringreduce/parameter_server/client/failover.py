@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from ringreduce.errors import Aborted, RingReduceError
-from ringreduce.parameter_server.doors import ask, called, reach
+from ringreduce.parameter_server.doors import ask, called
 from ringreduce.parameter_server.entry import Entry
 from ringreduce.parameter_server.store import Views
 from ringreduce.parameter_server.views import Replica
@@ -27,7 +27,7 @@ _LOOKS = 4
 """A server is lost after this many looks in a row that found nobody who serves its blocks."""
 
 
-class Attendant:
+class FailoverConnector:
     """Connects a worker to backups. Its thread runs until `close`."""
 
     def __init__(self, entry: Entry, views: Views, client: Any, replicas: list[int]) -> None:
@@ -43,14 +43,11 @@ class Attendant:
         self._closing, self._pid = threading.Event(), os.getpid()
         client.seek()
         self._look()
-        self._thread = threading.Thread(target=self._run, name="ringreduce attendant", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="ringreduce failover", daemon=True)
         self._thread.start()
 
     def take(self, server: int, replica: int) -> tuple[socket.socket, str] | None:
-        """Removes and returns a replica's connection for control messages, and its name; None if there is none.
-
-        Called when the client sends its requests to that replica.
-        """
+        """Removes and returns a replica's connection for control messages, and its name. None: there is none."""
         with self._lock:
             return self._controls.pop((server, replica), None)
 
@@ -93,9 +90,9 @@ class Attendant:
         """Connects to a replica, which is asked when the one before it has ended. Returns whether it worked."""
         deadline = time.monotonic() + _PATIENCE
         with contextlib.ExitStack() as undo, contextlib.suppress(OSError, RingReduceError):
-            its, number, entry = self._views.process(one.process), self._views.new_dialer(), self._entry
-            processes = {one.process: its}
-            (found,) = reach(entry.options, entry.secret, processes, number, deadline, undo, self._check_open).values()
+            entry, its = self._entry, self._views.process(one.process)
+            found = entry.dial(self._views, one.process, deadline, self._check_open)
+            undo.callback(found.close)
             found.control.settimeout(_PATIENCE)
             ask(found.control, entry.hello_to(server, one.number))
             name = called(server, its, one.number)

@@ -6,7 +6,6 @@ import contextlib
 import os
 import time
 from collections.abc import Iterable, Mapping
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,8 +13,8 @@ from torch import nn
 
 from ringreduce import _C
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, ServerLost
-from ringreduce.parameter_server.arguments import check_key, check_rule, path_of
-from ringreduce.parameter_server.checks import shown
+from ringreduce.parameter_server.arguments import Timeout, check_key, check_rule, path_of
+from ringreduce.parameter_server.checks import check_bool, shown
 from ringreduce.parameter_server.client import pending, restoring
 from ringreduce.parameter_server.client.calls import Calls
 from ringreduce.parameter_server.client.keys import Array
@@ -75,7 +74,7 @@ class KeyValue:
         mode: Mode | None = None,
         push_wire: str = "float32",
         pull_wire: str = "float32",
-        timeout: timedelta | float | None = None,
+        timeout: Timeout = None,
     ) -> None:
         """Makes a key, or several, whose first value is `value`. Returns when the servers have it.
 
@@ -89,7 +88,7 @@ class KeyValue:
         """
         update, mode = assign() if update is None else update, sync() if mode is None else mode
         check_rule(mode, update)
-        self.calls.init(self._pairs(key, value), update, mode, [push_wire, pull_wire], self.calls.deadline(timeout))
+        self.calls.init(self._pairs(key, value), update, mode, (push_wire, pull_wire), timeout)
 
     def update_arguments(self, key: str | Iterable[str], *, timeout: float | None = None, **arguments: Any) -> None:
         """Changes arguments of the update of a key, or of several keys: `kv.update_arguments("w", lr=0.01)`.
@@ -118,7 +117,7 @@ class KeyValue:
         *,
         weight: float = 1.0,
         priority: int = 0,
-        timeout: timedelta | float | None = None,
+        timeout: Timeout = None,
     ) -> Pending:
         """Sends a contribution to the key's servers. Returns when it is on its way; if the window is full, waits for
         room first.
@@ -131,7 +130,7 @@ class KeyValue:
         return pending.push(self.calls, self._pairs(key, value), None, False, weight, priority, timeout)
 
     def pull(
-        self, key: str | Mapping[str, Array], out: Array | None = None, *, timeout: timedelta | float | None = None
+        self, key: str | Mapping[str, Array], out: Array | None = None, *, timeout: Timeout = None
     ) -> dict[str, list[int]]:
         """Copies the value of `key` to `out`, or values to the tensors of a dictionary. Returns the versions of all
         blocks, by key.
@@ -156,7 +155,7 @@ class KeyValue:
         weight: float = 1.0,
         priority: int = 0,
         start: bool = True,
-        timeout: timedelta | float | None = None,
+        timeout: Timeout = None,
     ) -> Pending:
         """Pushes, then pulls the new values into `out`. They are there when `wait()` of the result has returned.
 
@@ -166,12 +165,11 @@ class KeyValue:
         """
         if isinstance(values, Mapping) and not isinstance(out, Mapping):
             raise InvalidArgument("out is one tensor; for a dictionary of pushes give a dictionary of outputs")
-        if not isinstance(start, bool):
-            raise InvalidArgument(f"start is {shown(start)}; it must be True or False")
+        check_bool("start", start)
         targets = out if isinstance(out, Mapping) else {str(values): out}
         return pending.push(self.calls, self._pairs(values, value), targets, start, weight, priority, timeout)
 
-    def wait(self, *pending: Pending, timeout: timedelta | float | None = None) -> list[str]:
+    def wait(self, *pending: Pending, timeout: Timeout = None) -> list[str]:
         """Waits for several pushes; returns the keys of those that came late and were dropped."""
         deadline = self.calls.deadline(timeout)
         for each in pending:
@@ -201,16 +199,16 @@ class KeyValue:
 
     # ---- time and membership -----------------------------------------------------------------------------------------
 
-    def clock(self, timeout: timedelta | float | None = None) -> None:
+    def clock(self, timeout: Timeout = None) -> None:
         """Ends this worker's current clock on all servers. Only keys in `ssp` use it: the pushes since the last call
         belong to the clock that ends."""
         self.calls.tell("clock", list(range(self.servers)), self.calls.deadline(timeout))
 
-    def barrier(self, timeout: timedelta | float | None = None) -> None:
+    def barrier(self, timeout: Timeout = None) -> None:
         """Returns when all members of this worker's group have called it."""
         self.calls.tell("barrier", [0], self.calls.deadline(timeout))
 
-    def leave(self, timeout: timedelta | float | None = None) -> None:
+    def leave(self, timeout: Timeout = None) -> None:
         """Takes this worker out: nobody waits for it any more. Idempotent; called at the end of a `with` block.
 
         If this process has a server, waits until all workers have left, then ends it. Raises `CollectiveTimeout` if
@@ -229,8 +227,8 @@ class KeyValue:
             self._end_server(max(0.0, deadline - time.monotonic()))
 
     def _end_server(self, timeout: float) -> None:
-        servers = self.calls.membership.servers
-        staying = [] if servers is None else servers.wait_until_left(timeout)
+        local = self.calls.membership.local
+        staying = [] if local is None else local.wait_until_left(timeout)
         self.calls.close()
         if staying:
             raise CollectiveTimeout(f"leave: {', '.join(staying)} still use this process's server, which ends now")
@@ -239,7 +237,7 @@ class KeyValue:
         """Ends every wait of this worker, now and later, with `Aborted`. Call it from another thread."""
         self.calls.abort()
 
-    def stats(self, timeout: timedelta | float | None = None) -> dict[str, Any]:
+    def stats(self, timeout: Timeout = None) -> dict[str, Any]:
         """Returns what this worker and the servers know about themselves.
 
         For each server: `bytes`, `requests`, `updates`, `rows` and `memory` since it began `seconds` ago, the number of
@@ -275,7 +273,7 @@ class KeyValue:
 
     # ---- snapshots ---------------------------------------------------------------------------------------------------
 
-    def snapshot(self, path: str | os.PathLike[str], *, timeout: timedelta | float | None = None) -> Snapshot:
+    def snapshot(self, path: str | os.PathLike[str], *, timeout: Timeout = None) -> Snapshot:
         """Begins to write a snapshot of all servers to the folder `path`. Returns while it is being written; the folder
         appears when it is complete. One worker calls it.
 
@@ -287,7 +285,7 @@ class KeyValue:
         deadline = self.calls.deadline(timeout)
         return restoring.begin(self.calls, path_of(path), deadline)
 
-    def restore(self, path: str | os.PathLike[str], *, timeout: timedelta | float | None = None) -> list[str]:
+    def restore(self, path: str | os.PathLike[str], *, timeout: Timeout = None) -> list[str]:
         """Makes the keys and tables of a snapshot, with their values and optimizer states; returns their names.
 
         The number of servers may differ from that of the snapshot. Any worker may call this, and all of them may: the

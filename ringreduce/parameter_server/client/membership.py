@@ -15,7 +15,6 @@ class LocalServers(Protocol):
         """Waits until all workers have gone; returns the names of those that have not after `timeout` seconds."""
 
     def close(self) -> None: ...
-    def close_in_child(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class Membership:
     worker: int
     group: str
     client: ParameterClient
-    servers: LocalServers | None
+    local: LocalServers | None
     """The servers of this process, if it has any."""
     block_bytes: int
     window: int

@@ -8,14 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 
 from ringreduce import _C
 from ringreduce.errors import CollectiveTimeout, InvalidArgument
-from ringreduce.parameter_server.arguments import check_priority, check_weight, readable, writable
+from ringreduce.parameter_server.arguments import Timeout, check_priority, check_weight, readable, writable
 from ringreduce.parameter_server.client.calls import Calls
 from ringreduce.parameter_server.client.keys import Array, Key, Part
 from ringreduce.parameter_server.modes import READERS
@@ -173,7 +172,7 @@ class Pending:
     pulls: Pulls | None = None
     """The pull of a `push_pull`."""
 
-    def start(self, timeout: timedelta | float | None = None) -> None:
+    def start(self, timeout: Timeout = None) -> None:
         """Begins the pull of a `push_pull(start=False)`, whose output may change from here on.
 
         Does nothing for a push alone, or if the pull has begun. `timeout` is as for `wait`.
@@ -182,7 +181,7 @@ class Pending:
         if self.pulls is not None:
             self.pulls.begin(self.through.until(timeout))
 
-    def wait(self, timeout: timedelta | float | None = None) -> list[str]:
+    def wait(self, timeout: Timeout = None) -> list[str]:
         """Waits until the servers have applied every push and, after `push_pull`, the new values are in the output.
         Returns the keys whose push came late and was dropped.
 
@@ -217,7 +216,7 @@ def push(
     start: bool,
     weight: float,
     priority: int,
-    timeout: timedelta | float | None,
+    timeout: Timeout,
 ) -> Pending:
     """Pushes, and prepares the pull into `out`. Checks all arguments of both before anything is sent."""
     if calls.membership.group == READERS:

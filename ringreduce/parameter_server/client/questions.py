@@ -17,7 +17,7 @@ from typing import Any
 from ringreduce._C import ParameterClient
 from ringreduce.errors import Aborted, CollectiveTimeout, InvalidArgument, ServerLost, SystemFailure
 from ringreduce.parameter_server import control
-from ringreduce.parameter_server.client.failover import Attendant
+from ringreduce.parameter_server.client.failover import FailoverConnector
 
 _LOOK = 0.005
 """Seconds between two questions to a backup whether it has taken over."""
@@ -44,12 +44,12 @@ class Questions:
         client: ParameterClient,
         servers: Sequence[Joined],
         reach: Callable[[int, str, float], socket.socket],
-        attendant: Attendant | None,
+        failover: FailoverConnector | None,
     ) -> None:
         """`reach` connects to the door of a server that was a backup on this host, given its number, its address and a
-        timeout in seconds. It raises `OSError`. `attendant` is given if backups are reached by TCP."""
+        timeout in seconds. It raises `OSError`. `failover` is given if backups are reached by TCP."""
         self.servers = servers
-        self._worker, self._client, self._reach, self._attendant = worker, client, reach, attendant
+        self._worker, self._client, self._reach, self._failover = worker, client, reach, failover
         self._pid = os.getpid()
         self._numbers = itertools.count()
         self._asking = threading.Lock()
@@ -59,8 +59,8 @@ class Questions:
 
     def close(self) -> None:
         """Closes all connections."""
-        if self._attendant is not None:  # first, so that its thread connects to nobody meanwhile
-            self._attendant.close()
+        if self._failover is not None:  # first, so that its thread connects to nobody meanwhile
+            self._failover.close()
         self._client.close_news()
         for each in self.servers:
             each.connection.close()
@@ -82,11 +82,8 @@ class Questions:
             )
 
     def ask(self, server: int, question: dict[str, Any], deadline: float) -> dict[str, Any]:
-        """Returns the answer of `server` or, if that has ended, of the server that took over its blocks.
-
-        Raises `ServerLost` if there is none, and `CollectiveTimeout` after `deadline`. If the answer is an error,
-        raises `InvalidArgument` or `SystemFailure` with its text.
-        """
+        """Returns the answer of `server` or, if that has ended, of the server that took over its blocks. Raises
+        `ServerLost` if there is none, `CollectiveTimeout` after `deadline`, and the error that is the answer."""
         self.check_process()
         with self._asking:  # by another thread, so that each gets its own answer
             return self._ask(server, question, deadline)
@@ -104,7 +101,7 @@ class Questions:
             except TimeoutError:
                 raise CollectiveTimeout(f"{name} did not answer {question['ask']!r} in time", server) from None
             except OSError as error:
-                turn = self._turn_to_next if self._attendant is None else self._turn_to_replica
+                turn = self._turn_to_next if self._failover is None else self._turn_to_replica
                 if not turn(server, deadline):
                     raise ServerLost(f"{name} has ended: {error}", server) from None
                 continue
@@ -144,10 +141,10 @@ class Questions:
 
     def _turn_to_replica(self, server: int, deadline: float) -> bool:
         """The same if backups are reached by TCP. Workers turn to a backup even before it has taken over."""
-        assert self._attendant is not None
+        assert self._failover is not None
         asked = self.servers[server]
         while replicas := self._client.asks(server):
-            if found := self._attendant.take(server, replicas[0]):
+            if found := self._failover.take(server, replicas[0]):
                 asked.connection.close()
                 asked.turn = replicas[0]
                 asked.connection, asked.name = found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 
 from ringreduce import _C
 from ringreduce.errors import InvalidArgument
+from ringreduce.parameter_server.arguments import Timeout
 from ringreduce.parameter_server.checks import check_is, check_text, whole
 from ringreduce.parameter_server.client.calls import Calls
 
@@ -55,7 +55,7 @@ class Follower:
         `ServerLost`."""
         return self._client.round_of(self._parts) - self.version
 
-    def pull(self, timeout: timedelta | float | None = None) -> int:
+    def pull(self, timeout: Timeout = None) -> int:
         """Copies the latest round that all blocks have to the model; returns its version. Takes no time of the servers.
 
         `timeout` is in seconds (default: that of `join`). If it raises, the model is unchanged: `ServerLost`, or

@@ -13,7 +13,6 @@ import secrets
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ import torch
 
 from ringreduce import _C
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, SystemFailure
-from ringreduce.parameter_server.arguments import check_key
+from ringreduce.parameter_server.arguments import Timeout, check_key
 from ringreduce.parameter_server.checks import shown
 from ringreduce.parameter_server.client.calls import Calls
 from ringreduce.parameter_server.placement import cut, place
@@ -61,7 +60,7 @@ class Snapshot:
                 raise SystemFailure(f"the snapshot {self.folder} of server {server}: {state['fault']}", server)
         return all(state["done"] for state in states)
 
-    def wait(self, timeout: timedelta | float | None = None) -> Path:
+    def wait(self, timeout: Timeout = None) -> Path:
         """Waits until it is complete; returns its folder. `timeout` is in seconds (default: that of `join`). Raises
         `CollectiveTimeout`, and otherwise as `done`."""
         deadline = self.through.until(timeout)
@@ -96,8 +95,7 @@ def _check_absent(path: Path) -> None:
 
 
 def restore(calls: Calls, path: Path, deadline: float) -> list[str]:
-    """Restores the snapshot at `path`, or waits until another worker has; returns the names of its keys and tables.
-    Raises as `KeyValue.restore`."""
+    """Restores the snapshot at `path`, or waits until another worker has. Raises as `KeyValue.restore`."""
     try:
         snapshot = hashlib.sha256((path / INDEX).read_bytes()).hexdigest()
     except OSError as error:

@@ -16,7 +16,7 @@ from torch import nn
 
 from ringreduce.errors import InvalidArgument
 from ringreduce.parameter_server.arguments import check_mode
-from ringreduce.parameter_server.checks import check_is, check_text, number, shown
+from ringreduce.parameter_server.checks import check_bool, check_is, check_text, number, shown
 from ringreduce.parameter_server.client.calls import Calls
 from ringreduce.parameter_server.client.key_value import KeyValue
 from ringreduce.parameter_server.client.pending import NOTHING, push
@@ -98,8 +98,7 @@ class Attached(torch.optim.Optimizer):
         self._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
         self._kv, self._optimizer, self._mode, self._prefix, self._max_norm = kv, optimizer, mode, prefix, max_norm
         self._of_worker = _of_workers.setdefault(kv.calls, _OfWorker())
-        if not isinstance(overlap_forward, bool):
-            raise InvalidArgument(f"overlap_forward is {shown(overlap_forward)}; it must be True or False")
+        check_bool("overlap_forward", overlap_forward)
         self._overlaps_forward = overlap_forward
         self._settings = set(inspect.signature(type(optimizer).__init__).parameters) - {"params", *_HOW}
         self._step_supports_amp_scaling = True  # a GradScaler calls step(), which refuses it
@@ -197,9 +196,7 @@ class Attached(torch.optim.Optimizer):
         if self._max_norm is not None and self._mode.mode == "sync":
             zeros = {f"{each.key}#gradient": torch.zeros_like(each.parameter) for each in self._trained.values()}
             zeros[f"{self._prefix}#used"] = torch.zeros(len(self._trained))
-            averages = sync(group=self._mode.group)
-            wires_of_it, deadline = ["float32", "float32"], self._kv.calls.deadline(None)
-            self._kv.calls.init(list(zeros.items()), assign(), averages, wires_of_it, deadline, saved=False)
+            self._kv.calls.init(list(zeros.items()), assign(), sync(group=self._mode.group), saved=False)
 
     def _share(self, tensors: Mapping[str, torch.Tensor], saved: bool) -> None:
         """Gives tensors that are not trained the values of the first worker."""
@@ -210,8 +207,7 @@ class Attached(torch.optim.Optimizer):
         }
         if not saved:  # as bytes, so that buffers may have any dtype
             some = {k: e.reshape(-1).view(torch.uint8) if e.is_contiguous() else e for k, e in some.items()}
-        wires, deadline = ["float32", "float32"], self._kv.calls.deadline(None)
-        self._kv.calls.init(list(some.items()), assign(), asynchronous(), wires, deadline, saved=saved)
+        self._kv.calls.init(list(some.items()), assign(), asynchronous(), saved=saved)
         for key, tensor in some.items():
             value = torch.empty(tensor.shape, dtype=tensor.dtype)
             self._kv.pull(key, value)

@@ -2,7 +2,7 @@
 
 Every process decides for its own servers. A server alone serves its blocks, so its process may choose the backup
 without asking others. The launcher's store has a list of the processes. If backups are reached by TCP, it also has the
-views (`succession`). On one host, only the end of a process counts as the loss of its servers, and the store records
+views (`replication`). On one host, only the end of a process counts as the loss of its servers, and the store records
 the place of each server merely for workers that join.
 """
 
@@ -14,9 +14,11 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 
 from ringreduce.errors import Aborted, CollectiveTimeout, RingReduceError
-from ringreduce.parameter_server.server.process import Host
+from ringreduce.parameter_server.doors import lives
+from ringreduce.parameter_server.server.process import ServerProcess
 from ringreduce.parameter_server.store import Directory
 from ringreduce.parameter_server.views import View
 
@@ -30,13 +32,18 @@ _PATIENCE = 5.0
 log = logging.getLogger(__name__)
 
 
-class Keeper:
+def _wait(until: Callable[[], bool], deadline: float) -> None:
+    while not until() and time.monotonic() < deadline:
+        time.sleep(_SOON)
+
+
+class ReplicaManager:
     """Gives the servers of this process backups, replaces lost ones, and gives servers to other processes."""
 
-    def __init__(self, host: Host, directory: Directory, number: int, backups: int) -> None:
-        self._host, self._directory, self._number, self._backups = host, directory, number, backups
+    def __init__(self, local: ServerProcess, directory: Directory, number: int, backups: int) -> None:
+        self._local, self._directory, self._number, self._backups = local, directory, number, backups
         self._poked, self._closing = threading.Event(), False
-        self._served = host.serving()
+        self._served = local.serving()
         """The servers that the store has been told are here."""
         self._looking = threading.Lock()
         self._wishes: list[tuple[int, int, int]] = []
@@ -47,14 +54,13 @@ class Keeper:
         """By server: the process of the backup that this process had made."""
         self._in_vain: set[int] = set()
         """Processes that did not take a backup when they were last asked."""
-        host.on_wish = self._hear_wish
         self._alone: set[int] = set()
         """Servers without a backup about which this has been logged."""
-        host.on_change = self._poked.set
-        if host.succession is not None:
-            host.succession.on_change = self._poked.set
+        local.on_change = self._poked.set
+        if local.replication is not None:
+            local.replication.on_change = self._poked.set
         directory.processes()  # learns them now, since the store may end
-        self._thread = threading.Thread(target=self._run, name="ringreduce keeper", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="ringreduce manager", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -84,35 +90,35 @@ class Keeper:
         self._tell_store()
         while self._wishes and not soon:
             self._grant(*self._wishes.pop())
-        for number, shard in list(self._host.shards.items()):
+        for number, shard in list(self._local.shards.items()):
             if shard.server.has_ended:
-                self._host.drop(number, shard)
+                self._local.drop(number, shard)
             elif shard.server.is_heir:
                 if not (self._backups and self._have_backup(number)) and not self._closing:
-                    self._host.serve_alone(number)
+                    self._local.serve_alone(number)
                 soon = True
             elif not shard.server.serves:
-                soon |= self._host.succession is None and self._host.is_followed_by_nobody(number)
+                soon |= self._local.replication is None and self._local.is_followed_by_nobody(number)
                 soon |= shard.takes_over_quietly
-            elif self._backups and self._host.lacks_backup(shard):
+            elif self._backups and self._local.lacks_backup(shard):
                 self._have_backup(number)
         return soon
 
     def _tell_store(self) -> None:
         """Tells the store about servers that have come to this process, and logs takeovers."""
-        if self._host.succession is not None:
+        if self._local.replication is not None:
             return
-        serving = self._host.serving()
+        serving = self._local.serving()
         for number, shard in serving.items():
             if self._served.get(number) is not shard:  # a server that left and returned is another shard
                 if not shard.takes_over_quietly and shard.has_workers():
-                    what = f"server {number} has ended: its backup, in this process (pid {os.getpid()}), takes over"
-                    log.warning("%s", what)
+                    here = f"in this process (pid {os.getpid()})"
+                    log.warning("server %d has ended: its backup, %s, takes over", number, here)
                 self._directory.put(number, self._number)
         self._served = serving
 
-    def _hear_wish(self, process: int, has: int, number: int) -> None:
-        if number >= 0 and number not in self._host.serving():
+    def hear_wish(self, process: int, has: int, number: int) -> None:
+        if number >= 0 and number not in self._local.serving():
             self._wanted_by[number] = process
             return
         self._wishes.append((process, has, number))
@@ -120,27 +126,27 @@ class Keeper:
 
     def _grant(self, process: int, has: int, wanted: int) -> None:
         """Gives a server to another process, unless that would then have more servers than this one."""
-        mine = sorted(self._host.serving())
-        if self._host.succession is not None:
-            if wanted in mine and not self._host.shards[wanted].is_saving():
-                is_next = self._host.succession.backup_of(self._host.shards[wanted]) == process
+        mine = sorted(self._local.serving())
+        if self._local.replication is not None:
+            if wanted in mine and not self._local.shards[wanted].is_saving():
+                is_next = self._local.replication.backup_of(self._local.shards[wanted]) == process
                 # If that process is the backup already, the server is only here on its way, and is not counted as ours.
                 if len(mine) > has + (not is_next):
-                    self._host.hand_over(wanted)
+                    self._local.hand_over(wanted)
                     self._poked.set()
             return
         if len(mine) <= has + 1:
             return
         # Servers with their backup there come first. A server with keys that Python updates cannot move.
         for number in sorted(mine, key=lambda each: (self._backup_at.get(each) == process, each), reverse=True):
-            if not self._host.shards[number].is_saving() and self._have_backup(number, process):
-                self._host.hand_over(number)
+            if not self._local.shards[number].is_saving() and self._have_backup(number, process):
+                self._local.hand_over(number)
                 self._poked.set()
                 return
 
     def _have_left(self) -> bool:
         """Whether no server waits any more for its backup to serve in its place."""
-        return all([self._host.has_left(*each) for each in list(self._host.leaving)])
+        return all([self._local.has_left(*each) for each in list(self._local.leaving)])
 
     def take_share(self, servers: int, deadline: float) -> None:
         """Asks for servers until no process serves two more than this one. After `deadline`, goes on with those that it
@@ -152,26 +158,23 @@ class Keeper:
                 return
             if time.monotonic() > deadline:
                 why = f"process {richest} did not give one of its {most} servers to this one in time"
-                if not self._host.serving():
+                if not self._local.serving():
                     raise CollectiveTimeout(f"{why}: it may have ended, been stopped, or serve what cannot move")
-                log.warning("%s; it goes on with those that it has: %s", why, sorted(self._host.serving()))
+                log.warning("%s; it goes on with those that it has: %s", why, sorted(self._local.serving()))
                 return
             with contextlib.suppress(OSError):  # that process has ended, and others will serve what it did
                 address = bytes.fromhex(self._directory.processes()[richest]["address"])
-                self._host.wish_for_server(self._number, address, _PATIENCE)
-            until = time.monotonic() + _LOOK
-            while len(self._host.serving()) <= mine and time.monotonic() < until:
-                time.sleep(_SOON)
-            while self._served != self._host.serving() and time.monotonic() < deadline:
-                time.sleep(_SOON)  # until the store knows
+                self._local.wish_for_server(self._number, address, _PATIENCE)
+            _wait(lambda: len(self._local.serving()) > mine, time.monotonic() + _LOOK)  # noqa: B023
+            _wait(lambda: self._served == self._local.serving(), deadline)  # until the store knows
 
     def take_share_between_hosts(self, servers: int, deadline: float) -> None:
         """The same if backups are reached by TCP. A server has only one backup there, so it comes in two steps: its
         backup serves it with this process as the new backup, and then leaves it to this process. Does not raise."""
-        succession = self._host.succession
-        assert succession is not None
+        replication = self._local.replication
+        assert replication is not None
         while time.monotonic() < deadline:
-            views = {server: view for server in range(servers) if (view := succession.views.of(server))}
+            views = {server: view for server in range(servers) if (view := replication.views.of(server))}
             counts = collections.Counter(view.server.process for view in views.values())
             # Leaves out servers of which both copies would be on this host in between.
             machines = {number: its["machine"] for number, its in self._directory.processes().items()}
@@ -188,62 +191,55 @@ class Keeper:
 
     def _take(self, number: int, view: View, has: int, deadline: float) -> None:
         """Moves server `number` here. Returns when it is served here or elsewhere, or after `deadline`."""
-        succession, began = self._host.succession, view
-        assert succession is not None and began.backup is not None
+        replication, began = self._local.replication, view
+        assert replication is not None and began.backup is not None
         way = (began.server.process, began.backup.process, self._number)
-        while number not in self._host.serving() and view.server.process in way and time.monotonic() < deadline:
+        while number not in self._local.serving() and view.server.process in way and time.monotonic() < deadline:
             with contextlib.suppress(OSError):  # that process has ended, as the next view will show
                 if view.server.process == way[0] and view.backup is not None and view.backup.process != self._number:
-                    succession.wish_for(number, view.backup.process, has, _PATIENCE)
+                    replication.wish_for(number, view.backup.process, has, _PATIENCE)
                 if view.server.process != self._number:
-                    succession.wish_for(number, view.server.process, has, _PATIENCE)
-            until = time.monotonic() + _LOOK
-            while time.monotonic() < until and number not in self._host.serving():
-                time.sleep(_SOON)
-            view = succession.views.of(number) or view
+                    replication.wish_for(number, view.server.process, has, _PATIENCE)
+            _wait(lambda: number in self._local.serving(), time.monotonic() + _LOOK)
+            view = replication.views.of(number) or view
 
     def give_away(self, timeout: float) -> bool:
-        """Gives all servers of this process to others, and takes no backups any more.
-
-        Returns False if something is still served here after `timeout` seconds, for instance because no other process
-        stays. Only one process leaves at a time, since two could give servers to each other.
-        """
+        """Gives all servers of this process to others, and takes no backups any more. Returns False if something is
+        still served here after `timeout` seconds. Only one process leaves at a time, since two could give servers to
+        each other."""
         deadline = time.monotonic() + timeout
-        if not self._directory.begin_to_leave(self._number, self._host.is_there, deadline):
+        here = self._directory.processes()[self._number]["machine"]
+        if not self._directory.begin_to_leave(self._number, lambda its: lives(its, here), deadline):
             return False
-        self._host.is_leaving = True
+        self._local.is_leaving = True
         with self._looking:
-            for number, shard in self._host.serving().items():
-                while shard.is_saving() and time.monotonic() < deadline:
-                    time.sleep(_SOON)
-                while self._host.shards.get(number) is shard and not shard.is_saving() and time.monotonic() < deadline:
+            for number, shard in self._local.serving().items():
+                _wait(lambda: not shard.is_saving(), deadline)  # noqa: B023
+                while self._local.shards.get(number) is shard and not shard.is_saving() and time.monotonic() < deadline:
                     if shard.server.has_backup:
-                        self._host.hand_over(number)
-                        while not self._have_left() and time.monotonic() < deadline:
-                            time.sleep(_SOON)
-                    elif not self._host.lacks_backup(shard):  # it is being decided who goes on
+                        self._local.hand_over(number)
+                        _wait(self._have_left, deadline)
+                    elif not self._local.lacks_backup(shard):  # it is being decided who goes on
                         time.sleep(_SOON)
                     elif not self._have_backup(number):
                         break
-                if self._host.shards.get(number) is shard or self._host.leaving:
-                    self._host.is_leaving = False
+                if self._local.shards.get(number) is shard or self._local.leaving:
+                    self._local.is_leaving = False
                     self._directory.stay(self._number)
                     return False
         return True
 
     def _have_backup(self, number: int, process: int | None = None) -> bool:
-        """Makes a backup of server `number` in `process`, or in the next process that takes it. Returns whether it has
-        one."""
-        server = self._host.shards[number].server
+        """Makes a backup of a server in `process`, or in the next one that takes it. Returns whether it has one."""
+        server = self._local.shards[number].server
         if process is not None and self._backup_at.get(number) == process and server.has_backup:
             return True
-        wanted_by = self._wanted_by.pop(number, None)
-        first = [] if wanted_by is None else [wanted_by]
+        first = [self._wanted_by.pop(number)] if number in self._wanted_by else []
         for other in first + self._candidates() if process is None else [process]:
             if self._closing:
                 return False
             try:
-                self._host.have_backup(number, other, self._directory.processes()[other], _PATIENCE)
+                self._local.have_backup(number, other, self._directory.processes()[other], _PATIENCE)
                 self._alone.discard(number)
                 self._in_vain.discard(other)
                 self._backup_at[number] = other
@@ -259,17 +255,17 @@ class Keeper:
         return False
 
     def _candidates(self) -> list[int]:
-        """Returns the processes that may get a backup, best first: those on other hosts, then the next ones in the
-        order of their numbers. Processes that took none before come last."""
+        """Returns the processes that may get a backup: those on other hosts first, then the next ones by number.
+        Processes that took none before come last."""
         processes = self._directory.processes()
         machine = processes[self._number]["machine"]
         is_near = {p: its["machine"] == machine for p, its in processes.items() if p != self._number}
-        others = [p for p in is_near if is_near[p] or self._host.succession is not None]
+        others = [p for p in is_near if is_near[p] or self._local.replication is not None]
         ring = 1 + max(processes)
         return sorted(others, key=lambda p: (p in self._in_vain, is_near[p], (p - self._number) % ring))
 
     def _say(self, number: int, why: str) -> None:
         """Logs once that a server has no backup."""
-        if number not in self._alone and self._host.shards[number].has_workers():
+        if number not in self._alone and self._local.shards[number].has_workers():
             self._alone.add(number)
             log.warning("server %d, in process %d, has no backup: %s", number, os.getpid(), why)

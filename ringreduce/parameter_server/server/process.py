@@ -1,26 +1,23 @@
-"""The servers and backups of a process, and its door: the thread that lets workers in and answers control messages."""
+"""`ServerProcess`: the servers of a process and the backups of others in it, and what its door answers."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-import selectors
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from ringreduce.coordination.process import own_pidfd
-from ringreduce.errors import Aborted, InvalidArgument, RingReduceError, SystemFailure
+from ringreduce.errors import Aborted, InvalidArgument, RingReduceError
 from ringreduce.network.listener import Door
-from ringreduce.network.local import check_user
 from ringreduce.parameter_server import control, doors
-from ringreduce.parameter_server.doors import GROUP
+from ringreduce.parameter_server.exits import open_until_exit
 from ringreduce.parameter_server.modes import READERS
-from ringreduce.parameter_server.server.connections import Far, Visitor, name_in
-from ringreduce.parameter_server.server.replication import Succession
+from ringreduce.parameter_server.server.listener import Connection, DataConnections, Listener, name_in
+from ringreduce.parameter_server.server.replication import Replication
 from ringreduce.parameter_server.server.shard import Shard
 from ringreduce.parameter_server.updates import Function
 
@@ -28,22 +25,19 @@ _WRITING = 60.0
 """A server that ends waits this many seconds for its part of a snapshot. After that the snapshot stays incomplete."""
 _LOOK = 0.01
 """Seconds between checks for workers that have gone."""
-_MOST_STRANGERS = 64
-"""The most connections that have not proved themselves yet. If there are more, the oldest is closed."""
-_PATIENCE = 1.0
-"""A connection has at least this many seconds to prove itself."""
 
 log = logging.getLogger(__name__)
 
 
-class Manages(Protocol):
-    """The `Keeper` of a process."""
+class Manager(Protocol):
+    """The `ReplicaManager` of a process."""
 
     def close(self) -> None: ...
     def give_away(self, timeout: float) -> bool: ...
+    def hear_wish(self, process: int, has: int, number: int) -> None: ...
 
 
-class Host:
+class ServerProcess:
     """The servers of this process, the backups of other servers in it, their threads in C++, and their door."""
 
     def __init__(
@@ -62,54 +56,38 @@ class Host:
         self.leaving: list[tuple[int, Shard]] = []
         """Servers that have left their blocks to their backups, and wait for these to serve."""
         self.is_leaving = False
-        self._keeper: Manages | None = None
-        self.on_wish: Callable[[int, int, int], None] = lambda process, has, number: None
-        """Called by the door's thread when `process`, which serves `has` servers, would like to serve one more: server
-        `number`, or any if that is -1."""
+        self.manager: Manager | None = None
+        """Closed before the servers are."""
         self.on_change: Callable[[], None] = lambda: None
         """Called by the door's thread when a server or a backup has ended."""
         self._own = next(iter(self.shards.values()), None) or Shard(1 << 12, functions)
         self._secret = secret
         self._begun, self._served = time.monotonic(), False
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind("")  # the kernel picks a free abstract address
-        self._listener.listen(128)
-        self.address: bytes = self._listener.getsockname()
-        self._wake, self._woken = socket.socketpair()
-        self._wake.setblocking(False)  # a byte that is there already wakes the thread as well
-        self._left = threading.Condition()
-        self._visitors: dict[int, Visitor] = {}
-        self._door: Door | None = None
         self._window = 0
-        self._far: dict[int, Far] = {}
-        self._arrived: list[Visitor] = []
-        """New visitors that the door's thread has not taken over yet."""
-        self.succession: Succession | None = None
+        self.replication: Replication | None = None
         """Set if backups are reached by TCP."""
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="ringreduce door", daemon=True)
-        self._thread.start()
+        self.listener = Listener(self)
+        open_until_exit[self] = None
 
     @property
     def server(self) -> Any:
         """The C++ server that began in this process."""
         return self._own.server
 
+    # ---- backups -----------------------------------------------------------------------------------------------------
+
     def lacks_backup(self, shard: Shard) -> bool:
         """Whether a server should be given a backup now."""
-        if self.succession is not None:
-            return self.succession.is_settled(shard)
+        if self.replication is not None:
+            return self.replication.is_settled(shard)
         return not shard.server.has_backup
 
     def have_backup(self, number: int, process: int, its: dict[str, Any], timeout: float) -> None:
-        """Makes `process` the backup of server `number`, which is served here. `its` is what the store knows about that
-        process. `timeout` is in seconds.
-
-        Raises `OSError` if the other process cannot be reached or does not answer, and `InvalidArgument` if the server
-        cannot have a backup.
-        """
-        if self.succession is not None:
-            return self.succession.lead(number, self.shards[number], process, timeout)
+        """Makes `process`, which has told the store `its`, the backup of server `number`, which is served here. Raises
+        `OSError` if that process cannot be reached or does not answer, and `InvalidArgument` if the server cannot have
+        a backup."""
+        if self.replication is not None:
+            return self.replication.lead(number, self.shards[number], process, timeout)
         address, server = bytes.fromhex(its["address"]), self.shards[number].server
         journal, pidfd = server.journal(), own_pidfd()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -123,51 +101,41 @@ class Host:
             with contextlib.ExitStack() as undo:
                 undo.callback(connection.close)
                 about |= {"journal": os.dup(journal), "passage": os.dup(ours.fileno())}
-                self.shards[number].lead(lambda: self._closing, **about)
+                self.shards[number].lead(lambda: self.listener.is_closing, **about)
                 undo.pop_all()
         finally:
             ours.close()
             theirs.close()
             os.close(journal)
             os.close(pidfd)
-        connection.settimeout(1.0)
         meaning = f"{name} has ended: server {number} goes on, and gets another one"
-        with self._left:
-            for earlier in self._partners(number):
-                self._part_quietly(earlier)
-            visitor = Visitor(connection, shard=self.shards[number], is_partner=True, meaning=meaning)
-            self._arrived.append(visitor)
-        with contextlib.suppress(BlockingIOError):
-            self._wake.send(b"a")
+        self._part_quietly(number)
+        self.listener.adopt(Connection(connection, shard=self.shards[number], is_partner=True, meaning=meaning))
 
     def hand_over(self, number: int) -> bool:
-        """Lets server `number` leave its blocks to its backup. Returns False if the backup has been lost.
-
-        The backup may still be lost while the server is in `leaving`; then the server comes back.
-        """
+        """Lets server `number` leave its blocks to its backup; returns False if that has been lost. If it is lost while
+        the server is in `leaving`, the server comes back."""
         shard = self.shards[number]
-        with self._left:
-            for partner in self._partners(number):
-                self._part_quietly(partner)
-        if self.succession is not None:
-            if not self.succession.hand_over(number, shard):
+        self._part_quietly(number)
+        if self.replication is not None:
+            if not self.replication.hand_over(number, shard):
                 return False
         else:
             try:
                 shard.server.leave_to_backup()
             except InvalidArgument:
                 return False
-        with self._left:
+        with self.listener.changed:
             del self.shards[number]
             self.leaving.append((number, shard))
         return True
 
     def serve_alone(self, number: int) -> None:
         """Lets the heir of server `number` serve, although it can have no backup of its own."""
-        if self.succession is None:
+        if self.replication is None:
             self.shards[number].server.serve_alone()
         else:
-            self.succession.serve_alone(number, self.shards[number])
+            self.replication.serve_alone(number, self.shards[number])
 
     def has_left(self, number: int, shard: Shard) -> bool:
         """Whether a server in `leaving` is finished: its backup serves, or the server has come back."""
@@ -177,7 +145,7 @@ class Host:
         if shard.server.has_ended:
             self._end(shard)
             return True
-        with self._left:
+        with self.listener.changed:
             other = self.shards.get(number)
             self.shards[number] = shard
         if other is not None:  # a backup that had been made for the heir
@@ -185,131 +153,69 @@ class Host:
         return True
 
     def wish_for_server(self, process: int, address: bytes, timeout: float) -> None:
-        """Tells the process whose door is at `address` that this process, number `process`, would like to serve one of
-        its servers. Raises `OSError` if that process has ended."""
+        """Asks the process at `address` for one of its servers, for this process. Raises `OSError` if it has ended."""
         hello = {"worker": process, "wish": True, "has": len(self.serving())}
-        connection, _, descriptors = doors.enter(address, self._secret, hello, [], timeout)
-        connection.close()
-        for descriptor in descriptors:
-            os.close(descriptor)
+        doors.enter(address, self._secret, hello, [], timeout)[0].close()
 
     def drop(self, number: int, shard: Shard) -> None:
         """Forgets a server. Its workers' connections for control messages end here."""
-        with self._left:
+        with self.listener.changed:
             if self.shards.get(number) is shard:  # it may have been replaced by a new backup
                 del self.shards[number]
         self._end(shard)
 
     def _end(self, shard: Shard) -> None:
-        for visitor in [each for each in list(self._visitors.values()) if each.shard is shard]:
-            with contextlib.suppress(OSError):  # it may have gone
-                visitor.connection.shutdown(socket.SHUT_RDWR)
+        self.listener.shut(shard)
         shard.server.stop()
-        if self.succession is not None:
-            self.succession.forget(shard)
+        if self.replication is not None:
+            self.replication.forget(shard)
 
-    def _partners(self, number: int) -> list[Visitor]:
-        visitors = [*list(self._visitors.values()), *self._arrived]
-        return [each for each in visitors if each.is_partner and each.shard is self.shards[number]]
-
-    @staticmethod
-    def _part_quietly(partner: Visitor) -> None:
-        """Tells a partner that this side ends on purpose, so that neither logs it."""
-        partner.meaning = ""
-        with contextlib.suppress(OSError):
-            control.send(partner.connection, {"tell": "quietly"})
+    def _part_quietly(self, number: int) -> None:
+        """Tells the partners of server `number` that this side ends on purpose, so that neither logs it."""
+        for partner in self.listener.partners(self.shards[number]):
+            partner.meaning = ""
+            with contextlib.suppress(OSError):
+                control.send(partner.socket, {"tell": "quietly"})
 
     def is_followed_by_nobody(self, number: int) -> bool:
         """Whether the partner of a server or backup in this process has closed its connection."""
-        with self._left:
-            return not self._partners(number)
+        return not self.listener.partners(self.shards[number])
 
-    def keep(self, keeper: Manages) -> None:
-        """Sets the `Keeper` of this process, which `close` will close."""
-        self._keeper = keeper
-
-    def give_away(self, timeout: float) -> bool:
-        """See `Keeper.give_away`."""
-        return self._keeper is not None and self._keeper.give_away(timeout)
-
-    def is_there(self, its: dict[str, Any]) -> bool:
-        """Whether a process is still there. `its` is what the store knows about it."""
-        if self.succession is not None:
-            return doors.answers(its["door"])
-        return doors.listens(bytes.fromhex(its["address"]))
+    # ---- until the end -----------------------------------------------------------------------------------------------
 
     def listen(self, door: Door, number: int, window: int, dead_after: int) -> None:
-        """Opens `door` for workers on other hosts, each with at most `window` bytes of pushes under way, and for
-        servers that want to have their backups here."""
-        self._door, self._window = door, window
-        door.open(number, GROUP, self._secret, None, self._arrive, dead_after=dead_after)
-
-    def addresses(self) -> list[str]:
-        """Returns where `listen` has opened a door."""
-        return [] if self._door is None else [str(address) for address in self._door.addresses]
-
-    def _arrive(self, number: int, descriptor: int, path: str) -> None:
-        """Takes a connection from another host. The first one of each visitor is for control messages."""
-        with contextlib.suppress(BlockingIOError), self._left:
-            if number not in self._far:
-                self._far[number] = far = Far()
-                connection = socket.socket(fileno=descriptor)
-                connection.settimeout(1.0)
-                self._arrived.append(Visitor(connection, far=far))
-                self._wake.send(b"a")
-                return
-            far = self._far[number]
-            if far.take is None:
-                far.sockets.append((descriptor, path))
-            else:
-                far.take(descriptor, path)
+        """Opens `door` for other hosts. Each worker there has at most `window` bytes of pushes under way."""
+        self._window = window
+        self.listener.open(door, number, self._secret, dead_after)
 
     def close_in_child(self) -> None:
-        """Closes the copies of the parent's sockets in a forked child. Otherwise others would not notice the end of the
-        parent until the child has ended, too."""
-        for end in (self._wake, self._woken, self._listener):
-            end.close()
-        for visitor in self._visitors.values():
-            visitor.connection.close()
+        self.listener.close_in_child()
 
     def close(self) -> None:
         """Ends the servers and all threads. Workers that still need these servers see them end."""
-        if not self._thread.is_alive():
+        if not self.listener.is_open:
             return
-        self._closing = True
-        if self.succession is not None:
-            self.succession.close()
-        if self._keeper is not None:
-            self._keeper.close()
-        with contextlib.suppress(BlockingIOError):
-            self._wake.send(b"x")
-        self._thread.join()
+        self.listener.is_closing = True
+        for other in (self.replication, self.manager):
+            if other is not None:
+                other.close()
+        self.listener.stop()
         for shard in [*self.shards.values(), *(shard for _, shard in self.leaving)]:
             for saving in list(shard.savings.values())[-1:]:  # earlier ones have ended
                 saving.done.wait(_WRITING)
             shard.server.stop()
-        if self._door is not None:
-            self._door.close()
-        for visitor in self._arrived:
-            visitor.connection.close()
-        for end in (self._wake, self._woken, self._listener):  # last: see is_there()
-            end.close()
-        self._keeper, self.on_wish, self.on_change = None, lambda process, has, number: None, lambda: None
+        self.listener.close()  # last, since others see by it that this process is there
+        open_until_exit.pop(self, None)
+        self.manager, self.on_change = None, lambda: None
 
-    def statistics(self) -> dict[str, Any]:
-        """Returns what `KeyValue.stats` has about a server of this process."""
-        return self._statistics(next(iter(self.serving().values()), self._own))
-
-    def _statistics(self, shard: Shard) -> dict[str, Any]:
+    def statistics(self, shard: Shard | None = None) -> dict[str, Any]:
+        """Returns what `KeyValue.stats` has about a server of this process, or about one of them."""
+        shard = shard or next(iter(self.serving().values()), self._own)
         found = shard.server.statistics()
         workers = shard.server.workers()
         found["waits_for"] = [self._describe(shard, worker) for worker in sorted(found["waits_for"])]
-        clocks = sorted(
-            (worker, clock)
-            for worker, clock in found["clocks"].items()
-            if workers.get(worker, (READERS, ""))[0] != READERS
-        )
-        found["clocks"] = {self._describe(shard, worker): clock for worker, clock in clocks}
+        counted = [each for each in sorted(found["clocks"]) if workers.get(each, (READERS, ""))[0] != READERS]
+        found["clocks"] = {self._describe(shard, worker): found["clocks"][worker] for worker in counted}
         return found | {"seconds": round(time.monotonic() - self._begun, 3)}
 
     def serving(self) -> dict[int, Shard]:
@@ -317,12 +223,11 @@ class Host:
         return {number: shard for number, shard in list(self.shards.items()) if shard.server.serves}
 
     def wait_until_left(self, timeout: float) -> list[str]:
-        """Waits until all workers have gone; returns the names of those that have not after `timeout` seconds. Readers
-        are not waited for."""
+        """Waits until all workers, not readers, have gone; returns the names of those that have not after `timeout`."""
         deadline = time.monotonic() + timeout
         while (staying := self._staying()) and time.monotonic() < deadline:
-            with self._left:
-                self._left.wait(_LOOK)
+            with self.listener.changed:
+                self.listener.changed.wait(_LOOK)
         return list(staying.values())
 
     def wait_until_served(self, timeout: float | None) -> bool:
@@ -334,18 +239,16 @@ class Host:
                 return True
             if deadline is not None and time.monotonic() >= deadline:
                 return False
-            with self._left:
-                self._left.wait(_LOOK)
+            with self.listener.changed:
+                self.listener.changed.wait(_LOOK)
 
     def _staying(self) -> dict[int, str]:
-        """Returns the workers that take part here or have not closed their connections, with their names.
-
-        Where backups are reached by TCP, every worker has a connection here, so the connections are enough.
-        """
-        found = {each.worker: each.name for each in self._inside() if not each.observes}
+        """Returns the workers that take part here or have not closed their connections, with their names. Where backups
+        are reached by TCP, every worker has a connection here, so the connections are enough."""
+        found = {each.worker: each.name for each in self.listener.all() if each.worker >= 0 and not each.is_reader}
         for shard in list(self.shards.values()):
             with contextlib.suppress(Aborted):  # it has been stopped
-                if self.succession is not None:
+                if self.replication is not None:
                     found |= dict.fromkeys(shard.server.missing(), "which has not come yet")
                     continue
                 workers = shard.server.workers().items()
@@ -353,119 +256,31 @@ class Host:
         self._served |= bool(found)
         return {worker: f"worker {worker} ({name})" for worker, name in found.items()}
 
-    def _inside(self) -> list[Visitor]:
-        return [visitor for visitor in list(self._visitors.values()) if visitor.worker >= 0]
-
     def _describe(self, shard: Shard, worker: int) -> str:
         return f"worker {worker} ({shard.server.workers().get(worker, ('', '?'))[1]})"
 
-    def _run(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._listener, selectors.EVENT_READ)
-            selector.register(self._woken, selectors.EVENT_READ)
-            while True:
-                # The listener comes last, since letting one in may close the connection of another.
-                for key, _ in sorted(selector.select(), key=lambda ready: ready[0].fileobj is self._listener):
-                    if key.fileobj is self._woken:
-                        self._woken.recv(4096)
-                        self._greet(selector)
-                        if self._closing:
-                            for visitor in list(self._visitors.values()):
-                                self._forget(visitor)
-                            return
-                    elif key.fileobj is self._listener:
-                        self._admit(selector)
-                    else:
-                        self._serve(selector, key.data)
+    # ---- what the door's thread calls --------------------------------------------------------------------------------
 
-    def _admit(self, selector: selectors.BaseSelector) -> None:
-        strangers = [visitor for visitor in self._visitors.values() if visitor.is_stranger]
-        if len(strangers) >= _MOST_STRANGERS:
-            if time.monotonic() < strangers[0].since + _PATIENCE:
-                return time.sleep(_LOOK)  # the next round of the loop serves those that have said something meanwhile
-            selector.unregister(strangers[0].connection)
-            self._forget(strangers[0])
-        try:
-            connection, _ = self._listener.accept()
-        except OSError as error:  # no descriptors are left, say: whoever connects waits until there are some
-            log.warning("the door of process %d: %s", os.getpid(), error)
-            time.sleep(0.05)
+    def has_ended(self, connection: Connection) -> None:
+        shard = connection.shard
+        if shard is None:
             return
-        connection.settimeout(1.0)
-        visitor = Visitor(connection, control.new_nonce())
-        try:
-            check_user(connection)
-            connection.send(visitor.nonce)
-        except OSError:
-            connection.close()
-            return
-        self._visitors[connection.fileno()] = visitor
-        selector.register(connection, selectors.EVENT_READ, visitor)
+        if connection.is_partner:
+            if connection.meaning and not self.listener.is_closing and shard.has_workers():
+                log.warning("%s", connection.meaning)
+        elif connection.worker >= 0:
+            with contextlib.suppress(Aborted):  # the server has been stopped
+                shard.server.lose(connection.worker)  # no effect if the worker has left
 
-    def _greet(self, selector: selectors.BaseSelector) -> None:
-        with self._left:
-            arrived, self._arrived = self._arrived, []
-        for visitor in arrived:
-            self._visitors[visitor.connection.fileno()] = visitor
-            selector.register(visitor.connection, selectors.EVENT_READ, visitor)
-
-    def _serve(self, selector: selectors.BaseSelector, visitor: Visitor) -> None:
-        try:
-            if visitor.is_partner:
-                control.receive(visitor.connection)  # the only message of a partner is "quietly"
-                visitor.meaning = ""
-                if visitor.shard is not None:
-                    visitor.shard.takes_over_quietly = True
-                return self.on_change()
-            if visitor.far is None:
-                self._respond(visitor, *control.receive(visitor.connection))
-                return
-            with contextlib.suppress(BlockingIOError):
-                for message in visitor.far.arriving.take(visitor.connection):
-                    self._respond(visitor, message, [])
-        except (OSError, RingReduceError):
-            selector.unregister(visitor.connection)
-            if visitor.is_partner:
-                if visitor.meaning and not self._closing and visitor.shard is not None and visitor.shard.has_workers():
-                    log.warning("%s", visitor.meaning)
-                self._forget(visitor)
-                return self.on_change()
-            if visitor.worker >= 0 and visitor.shard is not None:
-                with contextlib.suppress(Aborted):  # the server has been stopped
-                    visitor.shard.server.lose(visitor.worker)  # no effect if the worker has left
-            self._forget(visitor)
-
-    def _respond(self, visitor: Visitor, message: dict[str, Any], descriptors: list[int]) -> None:
-        answer, given = self._answer(visitor, message, descriptors)
-        # The number lets the worker recognise an answer to a question that it has given up.
-        number = {"number": message["number"]} if "number" in message else {}
-        try:
-            control.send(visitor.connection, answer | number, given)
-        except SystemFailure as error:  # the answer is too long, which is no reason to end the connection
-            control.send(visitor.connection, {"error": ["SystemFailure", str(error)]} | number)
-        finally:
-            for descriptor in given:
-                os.close(descriptor)
-
-    def _forget(self, visitor: Visitor) -> None:
-        with self._left:
-            del self._visitors[visitor.connection.fileno()]
-            if visitor.far is not None:  # nobody will take over its connections
-                for descriptor, _ in visitor.far.sockets:
-                    os.close(descriptor)
-                visitor.far.sockets, visitor.far.take = [], lambda descriptor, path: os.close(descriptor)
-            self._left.notify_all()
-        visitor.connection.close()
-
-    def _answer(
-        self, visitor: Visitor, message: dict[str, Any], descriptors: list[int]
+    def answer(
+        self, connection: Connection, message: dict[str, Any], descriptors: list[int]
     ) -> tuple[dict[str, Any], list[int]]:
         try:
-            if visitor.worker < 0 and visitor.far is not None:
-                return self._welcome_far(visitor, visitor.far, message), []
-            if visitor.worker < 0:
-                return self._welcome(visitor, message, descriptors)
-            return self._asked(visitor.shard or self._own, message), []
+            if connection.worker < 0 and connection.data is not None:
+                return self._welcome_far(connection, connection.data, message), []
+            if connection.worker < 0:
+                return self._welcome(connection, message, descriptors)
+            return self._asked(connection.shard or self._own, message), []
         except Aborted as error:  # the server is another process's now, or nobody's
             raise ConnectionError(str(error)) from None
         except RingReduceError as error:
@@ -479,30 +294,28 @@ class Host:
                 os.close(descriptor)
 
     def _welcome(
-        self, visitor: Visitor, hello: dict[str, Any], descriptors: list[int]
+        self, connection: Connection, hello: dict[str, Any], descriptors: list[int]
     ) -> tuple[dict[str, Any], list[int]]:
         worker = int(hello["worker"])
-        if not control.same(control.proof(self._secret, "worker", visitor.nonce, worker), hello.get("proof")):
+        if not control.same(control.proof(self._secret, "worker", connection.nonce, worker), hello.get("proof")):
             raise ConnectionError("it does not know the secret")
         proof = {"proof": control.proof(self._secret, "server", bytes.fromhex(hello["nonce"]), worker)}
         if hello.get("backup"):
-            shard = self._follow(visitor, worker, int(hello["capacity"]), descriptors)
-            given = [os.dup(shard.server.bell), os.dup(shard.server.values), own_pidfd()]
+            backup = self._follow(connection, worker, int(hello["capacity"]), descriptors).server
+            given = [os.dup(backup.bell), os.dup(backup.values), own_pidfd()]
             return proof | {"name": self._name_of_backup(worker)}, given
         if hello.get("wish"):
-            self.on_wish(worker, int(hello["has"]), -1)
-            return proof, [os.dup(self._own.server.bell), os.dup(self._own.server.values), own_pidfd()]
-        wanted = self.shards.get(int(hello.get("of", 0)))
-        if wanted is None or not wanted.server.serves:
+            self._hear_wish(worker, int(hello["has"]))
+            return proof, []
+        shard = self.shards.get(int(hello.get("of", 0)))
+        if shard is None or not shard.server.serves:
             return {"error": ["Moved", f"server {hello.get('of')} is not served here"]}, []
-        shard = wanted
         if hello.get("again"):
             if worker not in shard.server.workers():
                 raise InvalidArgument(f"worker {worker} is none of this server")
         else:
             self._let_in(shard, worker, hello, descriptors)
-        visitor.worker, visitor.shard = worker, shard
-        self._introduce(visitor, hello)
+        self._introduce(connection, worker, shard, hello)
         reply = proof | {"capacity": shard.server.capacity, "turn": shard.server.turn}
         return reply, [os.dup(shard.server.values), os.dup(shard.server.bell), own_pidfd()]
 
@@ -521,36 +334,42 @@ class Host:
             name=name_in(hello),
         )
 
+    def _introduce(self, connection: Connection, worker: int, shard: Shard, hello: dict[str, Any]) -> None:
+        connection.worker, connection.shard = worker, shard
+        connection.name, connection.is_reader = name_in(hello), hello["group"] == READERS
+        self._served |= not connection.is_reader
+
+    def _hear_wish(self, process: int, has: int, number: int = -1) -> None:
+        """Called when `process`, which serves `has` servers, would like to serve one more: `number`, or any (-1)."""
+        if self.manager is not None:
+            self.manager.hear_wish(process, has, number)
+
     @staticmethod
     def _name_of_backup(number: int) -> str:
         return f"the backup of server {number} ({socket.gethostname()}, pid {os.getpid()})"
 
-    def _follow(self, visitor: Visitor, number: int, capacity: int, descriptors: list[int]) -> Shard:
+    def _follow(self, connection: Connection, number: int, capacity: int, descriptors: list[int]) -> Shard:
         """Makes a backup of server `number`."""
         known = self._check_absent(number)
         if len(descriptors) != 5:
             raise InvalidArgument(f"a server gave {len(descriptors)} descriptors to its backup; 5 are needed")
         shard = Shard(capacity, self._functions, self._backed_up)
         journal, bell, values, pidfd, passage = map(os.dup, descriptors)
-        about = {"name": self._name_of_backup(number), "address": self.address.hex()}
+        about = {"name": self._name_of_backup(number), "address": self.listener.address.hex()}
         shard.follow(journal=journal, bell=bell, values=values, pidfd=pidfd, passage=passage, **about)
-        with self._left:
+        with self.listener.changed:
             self.shards[number] = shard
-        visitor.shard, visitor.is_partner = shard, True
+        connection.shard, connection.is_partner = shard, True
         if known is not None:
             known.server.stop()
         return shard
 
-    def _introduce(self, visitor: Visitor, hello: dict[str, Any]) -> None:
-        visitor.name, visitor.observes = name_in(hello), hello["group"] == READERS
-        self._served |= not visitor.observes
-
-    def _welcome_far(self, visitor: Visitor, far: Far, hello: dict[str, Any]) -> dict[str, Any]:
+    def _welcome_far(self, connection: Connection, data: DataConnections, hello: dict[str, Any]) -> dict[str, Any]:
         if hello.get("backup"):
             of_whom = int(hello["of"]), int(hello["capacity"]), str(hello["view"]), int(hello["since"])
-            return self._follow_far(far, *of_whom)
+            return self._follow_far(data, *of_whom)
         if hello.get("wish"):
-            self.on_wish(int(hello["process"]), int(hello["has"]), int(hello["of"]))
+            self._hear_wish(int(hello["process"]), int(hello["has"]), int(hello["of"]))
             return {}
         window, worker = int(hello["window"]), int(hello["worker"])
         if not 0 < window <= self._window:
@@ -558,40 +377,32 @@ class Host:
                 f"the window of a worker of another host has {window} bytes; this server keeps 1 to {self._window}"
             )
         shard = self.shards.get(int(hello["of"]))
-        replica = 0 if shard is None or self.succession is None else self.succession.replica(shard)
+        replica = 0 if shard is None or self.replication is None else self.replication.replica(shard)
         if shard is None or shard.server.has_ended or replica != int(hello["replica"]):
             return {"error": ["Moved", f"server {hello['of']} is not here, nor its backup of that number"]}
         server = shard.server
         server.join_far(id=worker, group=str(hello["group"]), window=window, name=name_in(hello))
-        visitor.worker, visitor.shard = worker, shard
-        self._introduce(visitor, hello)
-        self._hand_over(far, lambda descriptor, path: server.connect(worker, descriptor, path))
+        self._introduce(connection, worker, shard, hello)
+        self.listener.hand_over(data, lambda descriptor, path: server.connect(worker, descriptor, path))
         return {"capacity": server.capacity}
 
-    def _hand_over(self, far: Far, take: Callable[[int, str], None]) -> None:
-        with self._left:
-            far.take = take
-            sockets, far.sockets = far.sockets, []
-        for descriptor, path in sockets:
-            take(descriptor, path)
-
-    def _follow_far(self, far: Far, number: int, capacity: int, view: str, since: int) -> dict[str, Any]:
+    def _follow_far(self, data: DataConnections, number: int, capacity: int, view: str, since: int) -> dict[str, Any]:
         """Makes the backup of a server that is reached by TCP."""
-        if self.succession is None:
+        if self.replication is None:
             raise InvalidArgument("backups of these servers are not reached by TCP")
         known = self._check_absent(number)
         shard = Shard(capacity, self._functions)
-        self.succession.follow(number, shard, view, since, known)
-        with self._left:
+        self.replication.follow(number, shard, view, since, known)
+        with self.listener.changed:
             self.shards[number] = shard
         if known is not None:
             self._end(known)
-        self._hand_over(far, shard.server.connect_partner)
+        self.listener.hand_over(data, shard.server.connect_partner)
         return {"name": self._name_of_backup(number)}
 
     def _check_absent(self, number: int) -> Shard | None:
-        """Checks that this process can have a backup of server `number`. Returns an earlier server or backup of that
-        number which is still known here. Raises `InvalidArgument`."""
+        """Raises `InvalidArgument` if this process cannot have a backup of server `number`. Returns an earlier server
+        or backup of that number here."""
         known = self.shards.get(number)
         if known is not None and known.server.serves and not known.server.has_ended:
             raise InvalidArgument(f"server {number} is here, so its backup has to be elsewhere")
@@ -625,5 +436,5 @@ class Host:
                     raise InvalidArgument(f"this server does not write the snapshot {message['folder']!r}")
                 return {"done": saving.done.is_set(), "fault": saving.error}
             case "statistics":
-                return {"statistics": self._statistics(shard)}
+                return {"statistics": self.statistics(shard)}
         raise InvalidArgument(f"a worker asked for {message['ask']!r}")

@@ -41,17 +41,14 @@ class _Link:
     is_broken: bool = False
 
 
-class Succession:
-    """Of what is served in this process, and of the backups in it. Thread-safe.
+class Replication:
+    """The part of the servers and backups in this process. Thread-safe. A server sends its whole state to its new
+    backup, and then the log. When the backup has that, the server puts it in the view. From then on each of the two may
+    go on without the other once it has changed the view. Before, the server goes on in any case."""
 
-    A server sends all that it is to its new backup, and then the journal. When the backup has that, the server puts it
-    in the view. From then on each of the two may go on without the other once it has changed the view; before, the
-    server does in any case.
-    """
-
-    def __init__(self, process: int, views: Views, reach: Callable[[int, float, Callable[[], None]], doors.Reached]):
-        """`reach` connects to the door of a process, within so many seconds, calling now and then what may raise."""
-        self.process, self.views, self._reach = process, views, reach
+    def __init__(self, process: int, views: Views, dial: Callable[[int, float, Callable[[], None]], doors.Reached]):
+        """`dial` connects to the door of a process until a deadline, calling now and then what may raise."""
+        self.process, self.views, self._dial = process, views, dial
         self._changing = threading.Lock()
         self._known: dict[Shard, Standing] = {}
         self._closing = False
@@ -79,9 +76,8 @@ class Succession:
         return shard in self._known and self._known[shard].leads and not self._known[shard].has_backup
 
     def lead(self, number: int, shard: Shard, process: int, timeout: float) -> None:
-        """Has a process keep a backup of server `number`, which is served here without one. Returns when it counts.
-        Raises `OSError` if it does not work, and `InvalidArgument` if there can be none; `timeout` is not for what has
-        to be sent."""
+        """Makes a backup of server `number` in a process; returns when it counts. Raises `OSError` if it does not work,
+        and `InvalidArgument` if there can be none. `timeout` is not for what has to be sent."""
         with self._changing:
             known = self._standing(shard)
             if not known.leads:
@@ -116,15 +112,14 @@ class Succession:
         raise ConnectionError(f"process {process} was lost before it was the backup of server {number}")
 
     def wish_for(self, number: int, process: int, has: int, timeout: float) -> None:
-        """Tells a process that this one, which serves so many, would like to serve server `number`. Who serves it
-        leaves it to its backup; who has the backup takes this process for the next one. Raises `OSError` if that has
-        ended."""
+        """Tells a process that this one, which serves `has`, would like to serve server `number`. Its server leaves it
+        to its backup; its backup takes this process for the next one. Raises `OSError` if that process has ended."""
         with contextlib.closing(self._go_to(process, timeout)) as its:
             doors.ask(its.control, {"wish": True, "of": number, "process": self.process, "has": has})
 
     def _go_to(self, process: int, timeout: float) -> doors.Reached:
         try:
-            its = self._reach(process, timeout, self._check_open)
+            its = self._dial(process, time.monotonic() + timeout, self._check_open)
         except Aborted:
             raise
         except (PeerLost, CollectiveTimeout, SystemFailure, RuntimeError) as error:  # the last of a store
@@ -171,8 +166,8 @@ class Succession:
         return False
 
     def follow(self, number: int, shard: Shard, view: str, since: int, earlier: Shard | None) -> None:
-        """Has what is here be the backup that is said of in the view, in place of an earlier one. Raises
-        `InvalidArgument` if that one knows better."""
+        """Makes `shard` the backup that `view` names, in place of an earlier one. Raises `InvalidArgument` if that one
+        knows better."""
         its, known = View.of(view), None if earlier is None else self._known.get(earlier)
         if known is not None and not known.gives_way_to(its, since):
             raise InvalidArgument(f"server {number} has been replaced by one that this process knows")
@@ -215,8 +210,8 @@ class Succession:
         self.on_change()
 
     def _change(self, shard: Shard, number: int, before: View, after: View) -> Standing | None:
-        """What is known after a request to change the view; None if this, or the server, is closed before. Who cannot
-        reach the store goes on trying, since it cannot know what its last request did."""
+        """Returns what is known after a request to change the view; None if this, or the server, is closed before.
+        Repeats it while the store cannot be reached, since it cannot know what its last request did."""
         warned = False
         while not self._closing and shard in self._known:
             try:

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ringreduce.errors import SystemFailure
-from ringreduce.parameter_server.arguments import path_of, seconds
-from ringreduce.parameter_server.exits import close_at_exit, has_closed
-from ringreduce.parameter_server.server.process import Host
+from ringreduce.parameter_server.arguments import Timeout, path_of, seconds
+from ringreduce.parameter_server.server.process import ServerProcess
 from ringreduce.parameter_server.server.shard import Shard
 from ringreduce.parameter_server.server.snapshots import Saving
 from ringreduce.parameter_server.snapshot_files import file_of
@@ -21,28 +20,27 @@ from ringreduce.parameter_server.store import once
 class Serving:
     """The servers of a process without a worker, made by `serve`. A context manager that closes them."""
 
-    def __init__(self, host: Host, number: int, servers: int, store: Any, taken: int = 0) -> None:
+    def __init__(self, local: ServerProcess, number: int, servers: int, store: Any, taken: int = 0) -> None:
         """`taken` is the number of snapshots that were asked for before this process came."""
-        self._host, self._servers, self._store = host, servers, store
+        self._local, self._servers, self._store = local, servers, store
         self.number = number
         self._taken = taken
         self._saving: list[Saving] = []
-        self._parts = len(host.serving())
+        self._parts = len(local.serving())
         """The number of servers here when it was last looked: those that began here, and backups that took over."""
-        close_at_exit(self)
 
-    def wait(self, timeout: timedelta | float | None = None) -> bool:
+    def wait(self, timeout: Timeout = None) -> bool:
         """Waits until workers have come and all have left; returns False after `timeout` seconds (None: no limit)."""
-        return self._host.wait_until_served(None if timeout is None else seconds(timeout))
+        return self._local.wait_until_served(None if timeout is None else seconds(timeout))
 
     @property
     def addresses(self) -> list[str]:
         """Where this process listens for workers and servers of other hosts. Empty if it does not."""
-        return self._host.addresses()
+        return self._local.listener.addresses()
 
     def stats(self) -> dict[str, Any]:
         """Returns what `KeyValue.stats` has about a server of this process."""
-        return self._host.statistics()
+        return self._local.statistics()
 
     def ask_for_snapshot(self, *, last: bool = False) -> int:
         """Asks all servers for a snapshot, which each begins in its next call of `take_snapshots`; returns its number.
@@ -55,7 +53,7 @@ class Serving:
 
     def serves(self, number: int) -> bool:
         """Whether server `number` is served here, because it began here or its backup here has taken over."""
-        return number in self._host.serving()
+        return number in self._local.serving()
 
     def give_away(self, timeout: timedelta | float = 60.0) -> bool:
         """Gives the servers of this process to other processes; returns whether that has worked. Then this process can
@@ -64,7 +62,8 @@ class Serving:
         Only one process gives away at a time. `timeout` is in seconds and includes the wait for processes that leave
         before this one, and for snapshots that this one is writing.
         """
-        return self._host.give_away(seconds(timeout))
+        manager = self._local.manager
+        return manager is not None and manager.give_away(seconds(timeout))
 
     def may_ask(self) -> bool:
         """Whether another snapshot may be asked for: all servers have written their parts of the latest one, or failed
@@ -115,12 +114,10 @@ class Serving:
         return self._taken - 1
 
     def _serving(self, folder: str | os.PathLike[str]) -> dict[int, Shard]:
-        """Returns the servers that are served here, by number.
-
-        If there are more than before, backups have taken over. Then the latest snapshot is continued if it lacks their
-        parts, and the parts of earlier snapshots that the lost servers have not written are counted as ended.
-        """
-        shards = self._host.serving()
+        """Returns the servers that are served here, by number. If there are more than before, backups have taken over.
+        Then the latest snapshot is continued if it lacks their parts, and earlier parts of the lost servers count as
+        ended."""
+        shards = self._local.serving()
         if len(shards) < self._parts:  # servers have moved to other processes
             self._parts = len(shards)
         if len(shards) > self._parts:
@@ -148,11 +145,7 @@ class Serving:
     def close(self) -> None:
         """Ends the servers of this process. Workers that still need them, and find no backup, get `ServerLost`.
         Idempotent."""
-        self._host.close()
-        has_closed(self)
-
-    def close_in_child(self) -> None:
-        self._host.close_in_child()
+        self._local.close()
 
     def __enter__(self) -> Serving:
         return self

@@ -1,4 +1,4 @@
-"""`Shard`: a C++ server or backup in this process, with the keys and rules of its blocks. A `Host` has several."""
+"""`Shard`: a C++ server or backup, with the keys and rules of its blocks. A `ServerProcess` has several."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ _PART = re.compile("[0-9]+-of-[0-9]{1,6}")
 
 
 class Shard:
-    """The blocks of one server. The description of a block is stored in the C++ server as a note, so that the backup
-    has it, too."""
+    """The blocks of one server. The C++ server stores a block's description as a note, so the backup has it, too."""
 
     def __init__(self, capacity: int, functions: dict[str, Function], backed_up: bool = False) -> None:
         self._updates = PythonUpdates(functions)
@@ -70,8 +69,8 @@ class Shard:
         return False
 
     def check_serving(self) -> None:
-        """Raises `InvalidArgument` if it is a backup that has not taken over. After a takeover, reads the notes of its
-        blocks."""
+        """Raises `InvalidArgument` if it is a backup that has not taken over. After a takeover, reads its blocks'
+        notes."""
         if self._is_backup and not self.server.serves:
             raise InvalidArgument("this is the backup of another server, which still serves")
         if self._follows:
@@ -84,8 +83,7 @@ class Shard:
         self._blocks[block] = about
 
     def save(self, folder: str, part: str) -> Saving:
-        """Begins this server's part of a snapshot. `part` is such as "0-of-2". Raises `InvalidArgument` if one is under
-        way."""
+        """Begins this server's part ("0-of-2") of a snapshot. Raises `InvalidArgument` if one is under way."""
         if not _PART.fullmatch(part):
             raise InvalidArgument(f"part is {part!r:.60}; it must be a number of a server and how many there are")
         self.check_serving()
