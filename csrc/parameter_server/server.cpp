@@ -312,12 +312,12 @@ void Server::say_ended() {
 }
 
 void Server::decide(const Message& message) {
-  const Nanoseconds now = ringreduce::now();
-  if (backup_ == nullptr || write_down(message, now)) decide(message, now);
+  const Nanoseconds now = ringreduce::now(), elapsed = now - std::exchange(stepped_, now);
+  if (backup_ == nullptr || write_down(message, elapsed)) decide(message, elapsed);
 }
 
-void Server::decide(const Message& message, Nanoseconds now) {
-  Output output = shard_.step(message, now);
+void Server::decide(const Message& message, Nanoseconds elapsed) {
+  Output output = shard_.step(message, elapsed);
   std::move(output.operations.begin(), output.operations.end(), std::back_inserter(decided_.operations));
   std::move(output.replies.begin(), output.replies.end(), std::back_inserter(decided_.replies));
 }

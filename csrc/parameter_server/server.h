@@ -336,7 +336,7 @@ class Server {
   Request request_of(WorkerId worker, const RequestSlot& slot, std::shared_ptr<const Payload> payload);
   std::shared_ptr<const Payload> payload_of(const Connection& connection, const RequestSlot& slot) const;
   void decide(const Message& message);
-  void decide(const Message& message, Nanoseconds now);
+  void decide(const Message& message, Nanoseconds elapsed);
   void carry_out();
   void carry_out(Output output);
   bool takes_payload(const Connection& connection, const RequestSlot& slot) const;
@@ -362,10 +362,10 @@ class Server {
   static void put_reply(Connection& connection, const ReplySlot& slot);
   void ring_answered();
   ValuesHeader& header() const { return *reinterpret_cast<ValuesHeader*>(values_->at()); }
-  Nanoseconds deadline() const { return serves_ && !frozen_ ? shard_.deadline() : kForever; }
+  Nanoseconds due_in() const;
   bool may_take() const;
   bool may_write_down(const BlockSpec& spec) const;
-  bool write_down(const Message& message, Nanoseconds now);
+  bool write_down(const Message& message, Nanoseconds elapsed);
   bool wait_for_room(std::size_t bytes);
   void keep_back();
   bool is_kept(std::uint64_t position) const;
@@ -398,8 +398,8 @@ class Server {
   void check_native() const;
   void drop_backup();
   void repeat(const Record& record, const std::vector<std::byte>& bytes, std::shared_ptr<const Payload> pushed);
-  void repeat_join(WorkerSpec spec, Nanoseconds at);
-  void repeat_lose(WorkerId worker, Nanoseconds at);
+  void repeat_join(WorkerSpec spec, Nanoseconds elapsed);
+  void repeat_lose(WorkerId worker, Nanoseconds elapsed);
   bool repeat_all(bool all);
   const NearPartner& near_server() const;
   void keep_decided();
@@ -431,6 +431,7 @@ class Server {
   std::atomic<int> waiting_ = 0;               // threads that would like to take turns
   std::atomic<bool> left_for_thread_ = false;  // operations wait for the server's thread, since they need Python
   Shard shard_;
+  Nanoseconds stepped_ = ringreduce::now();  // when the shard got its latest message
   std::map<WorkerId, Connection> connections_;
   std::vector<Block> blocks_;
   std::size_t used_ = sizeof(ValuesHeader), table_bytes_ = 0;

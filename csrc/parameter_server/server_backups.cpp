@@ -166,9 +166,9 @@ bool Server::may_write_down(const BlockSpec& spec) const {
 
 // Writes a message to the journal. Called before this server's shard gets the message; returns false if it must not get
 // it, since this server has been stopped.
-bool Server::write_down(const Message& message, Nanoseconds now) {
+bool Server::write_down(const Message& message, Nanoseconds elapsed) {
   Record record;
-  record.at = now;
+  record.elapsed = elapsed;
   std::vector<std::byte> more;
   const auto* const request = std::get_if<Request>(&message);
   const Lent* pushed = nullptr;
@@ -356,6 +356,7 @@ bool Server::repeat_all(bool all) {
     followed_->confirm();
   }
   if (!moved) return false;
+  stepped_ = ringreduce::now();
   carry_out();
   followed_->confirm();
   drop_published();
@@ -386,19 +387,19 @@ void Server::repeat(const Record& record, const std::vector<std::byte>& bytes, s
         if (found == connections_.end()) throw Error(ErrorKind::mismatch, "a worker is unknown to the backup");
         pushed = payload_of(found->second, record.slot);
       }
-      return decide(request_of(record.worker, record.slot, std::move(pushed)), record.at);
+      return decide(request_of(record.worker, record.slot, std::move(pushed)), record.elapsed);
     }
     case Record::Kind::join:
-      return repeat_join(read<WorkerSpec>(bytes), record.at);
+      return repeat_join(read<WorkerSpec>(bytes), record.elapsed);
     case Record::Kind::lose:
-      return repeat_lose(record.worker, record.at);
+      return repeat_lose(record.worker, record.elapsed);
     case Record::Kind::create: {
       const auto spec = read<BlockSpec>(bytes);
       make_block(spec);
-      return decide(Create{spec.mode, spec.width > 0}, record.at);
+      return decide(Create{spec.mode, spec.width > 0}, record.elapsed);
     }
     case Record::Kind::tick:
-      return decide(Tick{}, record.at);
+      return decide(Tick{}, record.elapsed);
     case Record::Kind::inherit:
       return become_heir();
     case Record::Kind::block:
@@ -410,11 +411,11 @@ void Server::repeat(const Record& record, const std::vector<std::byte>& bytes, s
 
 // Repeats that a worker has joined. On one host the server has sent its descriptors; otherwise the worker connects to
 // this backup itself.
-void Server::repeat_join(WorkerSpec spec, Nanoseconds at) {
+void Server::repeat_join(WorkerSpec spec, Nanoseconds elapsed) {
   const Join join{spec.id, spec.group};
   if (followed_->far()) {
     if (const auto found = connections_.find(join.worker); found != connections_.end()) found->second.known = true;
-    return decide(join, at);
+    return decide(join, elapsed);
   }
   std::optional<Received> given = receive_message(near_server().passage.get());
   if (!given || given->descriptors.size() != 3)
@@ -423,11 +424,11 @@ void Server::repeat_join(WorkerSpec spec, Nanoseconds at) {
   spec.pidfd = given->descriptors[1].release();
   spec.news = given->descriptors[2].release();
   connections_.insert_or_assign(join.worker, connection_of(std::move(spec)));
-  decide(join, at);
+  decide(join, elapsed);
 }
 
-void Server::repeat_lose(WorkerId worker, Nanoseconds at) {
-  decide(Lose{worker}, at);
+void Server::repeat_lose(WorkerId worker, Nanoseconds elapsed) {
+  decide(Lose{worker}, elapsed);
   const auto found = connections_.find(worker);
   if (found == connections_.end()) return;
   if (!followed_->far()) return static_cast<void>(connections_.erase(found));

@@ -379,6 +379,7 @@ bool Server::become_server() {
     visit(state);
     number_ = ready.number;
     turn_ = ready.turn + 1;
+    stepped_ = ringreduce::now();
   }
   return true;
 }
