@@ -120,10 +120,10 @@ void Server::look_for_ended() {
   const Nanoseconds t = ringreduce::now();
   if (t - looked_ < kLookEvery) return;
   looked_ = t;
-  if (leaves()) look_for_heir();
+  if (leaves()) return look_for_heir();
   if (!serves_) return;
   lose_missing();
-  if (backup_ != nullptr && backup_->ended()) drop_backup();
+  if (backup_ != nullptr && (backup_->ended() || backup_->stands())) drop_backup();
   for (auto each = connections_.begin(); each != connections_.end();) {
     Connection& connection = (each++)->second;
     if (connection.lane == nullptr) continue;
