@@ -50,6 +50,7 @@ void Client::attach(std::uint32_t server, const ServerSpec& spec) {
   peers_.at(server) = std::make_unique<Peer>(
       Peer{.name = spec.name, .session = Session(worker_), .near = std::move(near), .address = server});
   has_near_ = true;
+  take_news();
 }
 
 void Client::close_news() {
@@ -190,6 +191,7 @@ void Client::look_for_ended() {
   const Nanoseconds t = now();
   if (t - looked_ < kLookEvery) return;
   looked_ = t;
+  take_news();
   for (std::uint32_t server = 0; server < peers_.size(); ++server) {
     if (peers_[server] == nullptr || peers_[server]->near == nullptr) continue;
     Peer& of = *peers_[server];

@@ -41,6 +41,11 @@ bool send_message(int socket, const void* data, std::size_t bytes, std::span<con
   return sendmsg(socket, &message, MSG_DONTWAIT | MSG_NOSIGNAL) == static_cast<ssize_t>(bytes);
 }
 
+const char* why_not_sent() {
+  if (errno != ETOOMANYREFS) return "has its process been stopped?";
+  return "too many descriptors were sent between this user's processes and have not been received: raise `ulimit -n`";
+}
+
 std::optional<Received> receive_message(int socket) {
   Control control;
   Received received;

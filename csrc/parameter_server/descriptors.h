@@ -13,8 +13,11 @@ namespace ringreduce::parameter_server {
 inline constexpr std::size_t kMostDescriptors = 240;  // in one message; the kernel's limit is 253
 inline constexpr std::size_t kMostMessage = 1024;     // bytes
 
-// Sends a message without waiting. Returns false if the socket's buffer is full or its other end is closed.
+// Sends a message without waiting. Returns false if the socket's buffer is full, if its other end is closed, or if too
+// many descriptors have been sent that nobody has received.
 bool send_message(int socket, const void* data, std::size_t bytes, std::span<const int> descriptors);
+// What may be wrong after send_message() has returned false.
+const char* why_not_sent();
 
 struct Received {
   std::vector<std::byte> bytes;

@@ -1,9 +1,9 @@
 // The journal: a ring of messages in memory that a server writes and its backup on the same host reads.
 //
-// A shard is a pure function of the messages it is given and of the times that come with them. A second server that
-// gives its shard the same messages, and carries out the resulting operations, therefore has the same shard and the
-// same values. The server writes each message to the journal before its own shard gets it. The memory outlives the
-// server's process, so the backup can redo everything whose effects anybody has seen.
+// A shard is a pure function of the messages it is given and of the times between them. A second server that gives its
+// shard the same messages, and carries out the resulting operations, therefore has the same shard and the same values.
+// The server writes each message to the journal before its own shard gets it. The memory outlives the server's process,
+// so the backup can redo everything whose effects anybody has seen.
 //
 // The journal does not contain pushed data. That stays in the worker's window, which the backup maps too, until the
 // push is answered.
@@ -32,13 +32,13 @@ namespace ringreduce::parameter_server {
 // that is made while the server serves:
 //   state    the first record, between hosts only. Its data is the server's state, without the content of blocks that
 //            are updated in place; slot.number is the server's turn.
-//   block    the content of block slot.block.
+//   block    the content of block slot.block; of a table, slab slot.offset. slot.round is 1 if more slabs follow.
 //   inherit  the last record. After it the backup is the server's heir (Server::leave_to_backup).
 struct Record {
   enum class Kind : std::uint32_t { request = 1, join, lose, create, tick, state, block, inherit };
   Kind kind = Kind::tick;
   WorkerId worker = 0;
-  Nanoseconds at = 0;       // the time that the shard is given
+  Nanoseconds elapsed = 0;  // since the message before, as the shard is given it
   RequestSlot slot{};       // of a request
   std::uint64_t bytes = 0;  // of the serialised WorkerSpec (join) or BlockSpec (create) that follows the record
 };

@@ -104,7 +104,7 @@ struct Create {
   Mode mode;
   bool grows = false;  // the block belongs to a table: it needs no first value, as rows are added later
 };
-// Time has passed. Sent when Shard::deadline() has come.
+// Time has passed. Sent when Shard::due_in() is over.
 struct Tick {};
 
 using Message = std::variant<Request, Join, Lose, Create, Tick>;

@@ -16,6 +16,9 @@
 
 namespace ringreduce::parameter_server {
 
+// The server goes on without a backup that has done nothing for this long.
+inline constexpr Nanoseconds kBackupStands = 5 * kSecond;
+
 // Serialise a specification for the journal and for the state of a server, without its descriptors.
 void visit(Archive& archive, WorkerSpec& spec);
 void visit(Archive& archive, BlockSpec& spec);
@@ -83,6 +86,8 @@ struct Server::Partner {
   virtual bool far() const { return false; }
   // For a backup: whether it would take over if this server ended.
   bool counts() const { return is_counted; }
+  // Whether a backup on this host has not taken for so long what it was given that the server should go on without it.
+  bool stands() const { return !far() && !counts() && !under_way.empty() && now() - gave > kBackupStands; }
   // Drives the connections. Called in every turn; returns whether there was something to do.
   virtual bool progress() { return false; }
   virtual void begin_turns() {}
@@ -92,6 +97,8 @@ struct Server::Partner {
   bool is_counted = false;
   // For a backup that does not count yet and is being given blocks (server_state.cpp):
   BlockId next = 0, end = 0;              // blocks [next, end) are still to be given
+  std::size_t slab = 0;                   // of block `next`, if that is a table: the next to be given
+  bool hurries = false;                   // requests wait until all has been given
   std::deque<std::uint64_t> under_way;    // positions in the journal after the blocks that it has not taken yet
   Nanoseconds gave = 0, rests_until = 0;  // when the latest was given; while there are requests, none before this
   std::uint64_t given_at = 0;             // position in the journal after all had been given

@@ -18,8 +18,6 @@ namespace ringreduce::parameter_server {
 namespace {
 
 constexpr std::size_t kCopies = 8 * 1024 * 1024;  // most bytes of values on their way to one worker
-// create() fails when the backup's journal has been full for this long without progress.
-constexpr Nanoseconds kBackupStands = 5 * kSecond;
 // create() fails when the backup has not confirmed the block for this long.
 constexpr Nanoseconds kBackupSilent = 30 * kSecond;
 constexpr std::size_t kSlice = 32 * 1024;  // bytes of a gradient that are combined at once, to stay in the cache
@@ -149,16 +147,8 @@ void Server::lose(WorkerId worker) {
   order([&] {
     const auto found = connections_.find(worker);
     if (found == connections_.end()) return;
-    if (!serves_) {  // requests that it has sent to the server may still arrive in the journal
-      found->second.gone = true;
-      if (followed_ == nullptr) forget_gone();
-      return;
-    }
-    if (found->second.alive) end(found->second);
-    carry_out();  // may still answer it
     found->second.gone = true;
-    found->second.alive = false;
-    forget_gone();
+    if (serves_ || followed_ == nullptr) forget_gone();  // to a backup, the journal may bring more requests of it
   });
 }
 
@@ -312,12 +302,12 @@ void Server::say_ended() {
 }
 
 void Server::decide(const Message& message) {
-  const Nanoseconds now = ringreduce::now();
-  if (backup_ == nullptr || write_down(message, now)) decide(message, now);
+  const Nanoseconds now = ringreduce::now(), elapsed = now - std::exchange(stepped_, now);
+  if (backup_ == nullptr || write_down(message, elapsed)) decide(message, elapsed);
 }
 
-void Server::decide(const Message& message, Nanoseconds now) {
-  Output output = shard_.step(message, now);
+void Server::decide(const Message& message, Nanoseconds elapsed) {
+  Output output = shard_.step(message, elapsed);
   std::move(output.operations.begin(), output.operations.end(), std::back_inserter(decided_.operations));
   std::move(output.replies.begin(), output.replies.end(), std::back_inserter(decided_.replies));
 }

@@ -290,11 +290,10 @@ class Server {
     std::size_t state_bytes = 0;
     std::string failure;
     std::unique_ptr<Table> table;  // set for a table, which has no words and no state
-    bool is_missing = false;       // at a new backup: the content has not arrived yet
+    bool is_missing = false;       // at a new backup: nothing of the content has arrived yet
+    bool lacks_rows = false;       // at a new backup: slabs of the table have not arrived yet
 
     std::size_t bytes() const { return spec.count * size_of(spec.dtype); }
-    // Whether a new backup is sent the content of this block separately, after the rest of the state.
-    bool comes_apart() const { return table == nullptr && !spec.two_states; }
     // The optimizer state of version `published - 1`.
     std::byte* state(std::uint64_t published) const {
       return reinterpret_cast<std::byte*>(words) + block_bytes(bytes()) +
@@ -336,7 +335,7 @@ class Server {
   Request request_of(WorkerId worker, const RequestSlot& slot, std::shared_ptr<const Payload> payload);
   std::shared_ptr<const Payload> payload_of(const Connection& connection, const RequestSlot& slot) const;
   void decide(const Message& message);
-  void decide(const Message& message, Nanoseconds now);
+  void decide(const Message& message, Nanoseconds elapsed);
   void carry_out();
   void carry_out(Output output);
   bool takes_payload(const Connection& connection, const RequestSlot& slot) const;
@@ -344,6 +343,7 @@ class Server {
   std::size_t memory_left() const;
   std::pair<BlockId, std::size_t> make_block(const BlockSpec& spec);
   void create_table(Block& block);
+  void empty_table(Block& block);
   void update_table(Block& block, const Operation& operation);
   void gather(const Connection& connection, const Pull& pull);
   void keep_block(BlockId id);
@@ -351,7 +351,9 @@ class Server {
   Snapshot::Piece copy_block(BlockId id) const;
   Snapshot::Piece copy_slab(BlockId id, std::size_t slab) const;
   void restore(Block& block, const Operation& operation);
-  void refuse_for_memory(Block& block, const Operation& operation);
+  void restore_table(Block& block, const Operation& operation, const std::byte* data, std::size_t bytes);
+  template <class F>
+  bool change_rows(Block& block, const Operation& operation, F&& body);
   void carry_out(const Operation& operation);
   static void change(Block& block, const Operation& operation);
   static void repeat_version(Block& block);
@@ -362,10 +364,10 @@ class Server {
   static void put_reply(Connection& connection, const ReplySlot& slot);
   void ring_answered();
   ValuesHeader& header() const { return *reinterpret_cast<ValuesHeader*>(values_->at()); }
-  Nanoseconds deadline() const { return serves_ && !frozen_ ? shard_.deadline() : kForever; }
+  Nanoseconds due_in() const;
   bool may_take() const;
   bool may_write_down(const BlockSpec& spec) const;
-  bool write_down(const Message& message, Nanoseconds now);
+  bool write_down(const Message& message, Nanoseconds elapsed);
   bool wait_for_room(std::size_t bytes);
   void keep_back();
   bool is_kept(std::uint64_t position) const;
@@ -381,7 +383,7 @@ class Server {
   void give_state(NearPartner& to);
   void begin_to_give();
   bool give_blocks(bool moved);
-  bool give_block(BlockId id);
+  bool give_block(BlockId id, std::size_t slab);
   void have_given_all();
   void take_block(const Record& record, const Lent* given);
   bool reads_push(BlockId id) const;
@@ -391,15 +393,14 @@ class Server {
   void visit(Archive& archive);
   void visit_connections(Archive& archive);
   void visit_blocks(Archive& archive);
-  static void visit_content(Archive& archive, Block& block);
-  void visit_rows(Archive& archive, Table& table);
+  void visit_content(Archive& archive, Block& block, std::size_t slab);
   void give_worker(const Connection& connection);
   void tell(Connection& connection);
   void check_native() const;
   void drop_backup();
   void repeat(const Record& record, const std::vector<std::byte>& bytes, std::shared_ptr<const Payload> pushed);
-  void repeat_join(WorkerSpec spec, Nanoseconds at);
-  void repeat_lose(WorkerId worker, Nanoseconds at);
+  void repeat_join(WorkerSpec spec, Nanoseconds elapsed);
+  void repeat_lose(WorkerId worker, Nanoseconds elapsed);
   bool repeat_all(bool all);
   const NearPartner& near_server() const;
   void keep_decided();
@@ -431,6 +432,7 @@ class Server {
   std::atomic<int> waiting_ = 0;               // threads that would like to take turns
   std::atomic<bool> left_for_thread_ = false;  // operations wait for the server's thread, since they need Python
   Shard shard_;
+  Nanoseconds stepped_ = ringreduce::now();  // when the shard got its latest message
   std::map<WorkerId, Connection> connections_;
   std::vector<Block> blocks_;
   std::size_t used_ = sizeof(ValuesHeader), table_bytes_ = 0;

@@ -6,11 +6,13 @@
 #include <sched.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <csignal>
 #include <cstring>
 #include <exception>
 #include <memory>
 #include <optional>
+#include <thread>
 #include <utility>
 #include <variant>
 
@@ -125,7 +127,7 @@ void Server::give_worker(const Connection& connection) {
   const char some = 0;
   if (!send_message(backup->passage.get(), &some, sizeof some, given) && !backup->ended())
     throw Error(ErrorKind::system,
-                "the server's backup was not told of a worker that joins: has its process been stopped?");
+                std::string("the server's backup was not told of a worker that joins: ") + why_not_sent());
 }
 
 // Sends News to a worker: about the backup that counts, or about this server if it was a backup and has taken over.
@@ -150,7 +152,8 @@ void Server::tell(Connection& connection) {
 
 // Requests wait while the backup is too far behind or out of reach.
 bool Server::may_take() const {
-  return serves_ && !frozen_ && (backup_ == nullptr || (backup_->room() >= Journal::kReserve && !backup_->silent()));
+  return serves_ && !frozen_ &&
+         (backup_ == nullptr || (backup_->room() >= Journal::kReserve && !backup_->silent() && !backup_->hurries));
 }
 
 // Whether the journal has room for a new block. Blocks may use half of the reserve. The rest is for ticks and for
@@ -166,9 +169,9 @@ bool Server::may_write_down(const BlockSpec& spec) const {
 
 // Writes a message to the journal. Called before this server's shard gets the message; returns false if it must not get
 // it, since this server has been stopped.
-bool Server::write_down(const Message& message, Nanoseconds now) {
+bool Server::write_down(const Message& message, Nanoseconds elapsed) {
   Record record;
-  record.at = now;
+  record.elapsed = elapsed;
   std::vector<std::byte> more;
   const auto* const request = std::get_if<Request>(&message);
   const Lent* pushed = nullptr;
@@ -254,18 +257,22 @@ void Server::follow(std::unique_ptr<Partner> partner) {
 }
 
 void Server::leave_to_backup() {
-  order([&] {
-    if (backup_ == nullptr || !backup_->counts() || backup_->ended() || backup_->silent())
-      throw Error(ErrorKind::invalid_argument, "this server has no backup that could go on");
+  bool leaves = false;
+  const auto leave = [&] {
+    frozen_ = backup_ != nullptr && backup_->counts() && !backup_->ended() && !backup_->silent();
+    if (!frozen_) throw Error(ErrorKind::invalid_argument, "this server has no backup that could go on");
     carry_out();
-    frozen_ = true;
+    // A lane has one writer: this server writes its last reply before a backup on this host can become the heir.
+    if (!backup_->far() && !held_.empty()) return;
+    leaves = true;
     header().leaves.store(1, std::memory_order_seq_cst);
     Record last;
     last.kind = Record::Kind::inherit;
     if (backup_->far()) backup_->write(last, {}, nullptr);
     backup_->ring();
     pass(Step::leaves);
-  });
+  };
+  for (order(leave); !leaves; order(leave)) std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
 // Called while this server leaves its blocks to a backup on this host; decided() does the same for other hosts. If the
@@ -280,6 +287,7 @@ void Server::look_for_heir() {
   } else if (has_ended) {
     come_back();
     drop_backup();
+    forget_gone();
   }
 }
 
@@ -356,6 +364,7 @@ bool Server::repeat_all(bool all) {
     followed_->confirm();
   }
   if (!moved) return false;
+  stepped_ = ringreduce::now();
   carry_out();
   followed_->confirm();
   drop_published();
@@ -386,19 +395,19 @@ void Server::repeat(const Record& record, const std::vector<std::byte>& bytes, s
         if (found == connections_.end()) throw Error(ErrorKind::mismatch, "a worker is unknown to the backup");
         pushed = payload_of(found->second, record.slot);
       }
-      return decide(request_of(record.worker, record.slot, std::move(pushed)), record.at);
+      return decide(request_of(record.worker, record.slot, std::move(pushed)), record.elapsed);
     }
     case Record::Kind::join:
-      return repeat_join(read<WorkerSpec>(bytes), record.at);
+      return repeat_join(read<WorkerSpec>(bytes), record.elapsed);
     case Record::Kind::lose:
-      return repeat_lose(record.worker, record.at);
+      return repeat_lose(record.worker, record.elapsed);
     case Record::Kind::create: {
       const auto spec = read<BlockSpec>(bytes);
       make_block(spec);
-      return decide(Create{spec.mode, spec.width > 0}, record.at);
+      return decide(Create{spec.mode, spec.width > 0}, record.elapsed);
     }
     case Record::Kind::tick:
-      return decide(Tick{}, record.at);
+      return decide(Tick{}, record.elapsed);
     case Record::Kind::inherit:
       return become_heir();
     case Record::Kind::block:
@@ -410,11 +419,11 @@ void Server::repeat(const Record& record, const std::vector<std::byte>& bytes, s
 
 // Repeats that a worker has joined. On one host the server has sent its descriptors; otherwise the worker connects to
 // this backup itself.
-void Server::repeat_join(WorkerSpec spec, Nanoseconds at) {
+void Server::repeat_join(WorkerSpec spec, Nanoseconds elapsed) {
   const Join join{spec.id, spec.group};
   if (followed_->far()) {
     if (const auto found = connections_.find(join.worker); found != connections_.end()) found->second.known = true;
-    return decide(join, at);
+    return decide(join, elapsed);
   }
   std::optional<Received> given = receive_message(near_server().passage.get());
   if (!given || given->descriptors.size() != 3)
@@ -423,11 +432,11 @@ void Server::repeat_join(WorkerSpec spec, Nanoseconds at) {
   spec.pidfd = given->descriptors[1].release();
   spec.news = given->descriptors[2].release();
   connections_.insert_or_assign(join.worker, connection_of(std::move(spec)));
-  decide(join, at);
+  decide(join, elapsed);
 }
 
-void Server::repeat_lose(WorkerId worker, Nanoseconds at) {
-  decide(Lose{worker}, at);
+void Server::repeat_lose(WorkerId worker, Nanoseconds elapsed) {
+  decide(Lose{worker}, elapsed);
   const auto found = connections_.find(worker);
   if (found == connections_.end()) return;
   if (!followed_->far()) return static_cast<void>(connections_.erase(found));
@@ -521,8 +530,13 @@ void Server::look_for_partner() {
   become_heir();
 }
 
-// Removes workers that have gone and of which no more requests can come, from them or through the journal.
+// Removes workers that have gone and of which no more requests can come, from them or through the journal. A server
+// that leaves decides nothing more, so it does this if it comes back.
 void Server::forget_gone() {
+  if (leaves()) return;
+  for (auto& [worker, connection] : connections_)
+    if (serves_ && connection.gone && connection.alive) end(connection);
+  carry_out();  // may still answer them
   std::erase_if(connections_, [this](const auto& each) {
     const Connection& of = each.second;
     const bool forgotten = of.gone && (serves_ || followed_ == nullptr || !of.alive || !of.known);
@@ -580,11 +594,7 @@ void Server::take_over() {
     near->bell().over.store(1, std::memory_order_seq_cst);
   header().serves.store(1, std::memory_order_seq_cst);
   pass(Step::serving);
-  for (auto& [worker, connection] : connections_) {
-    connection.window->bell().ring();
-    if (connection.gone && connection.alive) end(connection);
-  }
-  carry_out();
+  for (auto& [worker, connection] : connections_) connection.window->bell().ring();
   forget_gone();
 }
 

@@ -178,7 +178,8 @@ void Server::decided(bool goes_on) {
     if (!goes_on) return is_backup ? give_up("") : be_replaced();
     if (!is_backup) {
       come_back();
-      return go_on_alone();
+      go_on_alone();
+      return forget_gone();
     }
     try {
       if (!is_heir_) repeat_all(true);

@@ -42,8 +42,8 @@ std::vector<Snapshot::Entry> Server::begin_snapshot() {
 // Copies a block for the snapshot, unless that has been done. Called before the block is updated.
 void Server::keep_block(BlockId id) {
   if (snapshot_ == nullptr || id >= snapshot_->claimed.size() || snapshot_->claimed[id]) return;
-  snapshot_->claimed[id] = true;
   keep(copy_block(id));
+  snapshot_->claimed[id] = true;
 }
 
 void Server::keep(Snapshot::Piece piece) {
@@ -122,18 +122,7 @@ void Server::restore(Block& block, const Operation& operation) {
     std::memcpy(block.state(block.words->begun), data + bytes, block.state_bytes);
     return publish(block);
   }
-  Table& table = *block.table;
-  const std::size_t count = (lent.bytes - sizeof(std::uint64_t)) / (sizeof(std::int64_t) + table.stored_bytes());
-  const std::size_t before = table.bytes(table.rows());
-  try {
-    table.restore({data, data + count * sizeof(std::int64_t), count}, before + memory_left());
-  } catch (const std::bad_alloc&) {
-    refuse_for_memory(block, operation);
-  } catch (const Error& error) {
-    block.failure = error.what();
-    failed_.insert(operation.index);
-  }
-  table_bytes_ += table.bytes(table.rows()) - before;
+  restore_table(block, operation, data, lent.bytes - sizeof(std::uint64_t));
 }
 
 }  // namespace ringreduce::parameter_server

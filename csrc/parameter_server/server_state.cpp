@@ -1,14 +1,17 @@
 // How a new backup gets the state of its server.
 //
-// 1. The server serialises its state, without the content of blocks that are updated in place (Block::comes_apart). It
-//    passes the memory to a backup on its host, together with the descriptors of its workers. To a backup that is
-//    reached by TCP it sends the state, with pushed data that is still needed, as the first record of the journal.
+// 1. The server serialises its state, without the content of blocks that are updated in place: tables, and dense blocks
+//    without two copies of their states. It passes the memory to a backup on its host, together with the descriptors of
+//    its workers. To a backup that is reached by TCP it sends the state, with pushed data that is still needed, as the
+//    first record of the journal.
 // 2. The backup rebuilds itself from the state, and goes on with the journal, which begins at the same moment.
-// 3. The server gives the content of the other blocks one by one, between requests. The content of a block includes all
-//    updates that precede it in the journal. So the backup skips updates of blocks whose content has not arrived, and
-//    carries out those that come later.
-// 4. The backup counts when it has been given everything. Until then it could not take over, so the server carries out
-//    and shows its operations without waiting for the backup.
+// 3. The server gives the content of the other blocks piece by piece, between requests: a dense block, or a slab of a
+//    table. A piece includes all updates that precede it in the journal. So the backup skips updates of blocks of which
+//    nothing has arrived, and carries out those that come later. An update may need rows whose slab has not arrived.
+//    The backup then makes them, and the slab replaces them. New rows are at the end of the last slab, which comes
+//    last.
+// 4. The backup counts when it has been given everything. Until then it could not take over, so the server shows its
+//    operations without waiting for the backup, and drops a backup that stands still (Partner::stands).
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -198,30 +201,27 @@ void Server::visit_blocks(Archive& archive) {
     }
     Block& block = blocks_[id];
     archive(block.steps, block.failure);
-    if (block.table != nullptr) visit_rows(archive, *block.table);
-    block.is_missing = archive.reads() && block.comes_apart();
+    block.is_missing = archive.reads() && !block.spec.two_states;
+    block.lacks_rows = block.is_missing && block.table != nullptr;
   }
 }
 
-// The words, both buffers (readers of rounds may need both), and the states.
-void Server::visit_content(Archive& archive, Block& block) {
+// Of a dense block the words, both buffers (readers of rounds may need both), and the states. Of a table, the rows of
+// one slab.
+void Server::visit_content(Archive& archive, Block& block, std::size_t slab) {
   archive(block.steps, block.failure);
-  archive.raw(block.words, block_bytes(block.bytes()) + aligned(block.state_bytes));
-}
-
-// All rows in the order of the slabs, so that the backup makes them in the order in which the server did.
-void Server::visit_rows(Archive& archive, Table& table) {
-  const std::size_t slabs = visit_size(archive, table.slabs()), before = table.bytes(table.rows());
-  for (std::size_t slab = 0; slab < slabs; ++slab) {
-    const std::size_t count = visit_size(archive, archive.reads() ? 0 : table.rows_in(slab));
-    std::vector<std::int64_t> ids(count);
-    std::vector<std::byte> rows(count * table.stored_bytes());
-    if (!archive.reads()) table.copy_slab(slab, reinterpret_cast<std::byte*>(ids.data()), rows.data());
-    archive.raw(ids.data(), count * sizeof(std::int64_t));
-    archive.raw(rows.data(), rows.size());
-    if (archive.reads()) table.restore({reinterpret_cast<const std::byte*>(ids.data()), rows.data(), count}, SIZE_MAX);
-  }
-  if (archive.reads()) table_bytes_ += table.bytes(table.rows()) - before;
+  if (block.table == nullptr) return archive.raw(block.words, block_bytes(block.bytes()) + aligned(block.state_bytes));
+  Table& table = *block.table;
+  const bool has_rows = !archive.reads() && slab < table.slabs();
+  const std::size_t count = visit_size(archive, has_rows ? table.rows_in(slab) : 0);
+  const std::size_t before = table.bytes(table.rows());
+  std::vector<std::int64_t> ids(count);
+  std::vector<std::byte> rows(count * table.stored_bytes());
+  if (has_rows) table.copy_slab(slab, reinterpret_cast<std::byte*>(ids.data()), rows.data());
+  archive.raw(ids.data(), count * sizeof(std::int64_t));
+  archive.raw(rows.data(), rows.size());
+  if (archive.reads()) table.restore({reinterpret_cast<const std::byte*>(ids.data()), rows.data(), count}, SIZE_MAX);
+  table_bytes_ += table.bytes(table.rows()) - before;
 }
 
 void Server::visit(Archive& archive) {
@@ -249,7 +249,7 @@ void Server::give_state(NearPartner& to) {
                          std::span(given).subspan(begin, std::min(kMostDescriptors, given.size() - begin)));
   if (!gone || !send_message(to.passage.get(), &ready, sizeof ready, std::array{memory}))
     throw Error(ErrorKind::system, "a new backup was given " + std::to_string(given.size() + 1) +
-                                       " descriptors and did not take them: has its process ended?");
+                                       " descriptors and did not take them: " + why_not_sent());
   to.number = ready.number;
 }
 
@@ -267,8 +267,8 @@ void Server::give_far_state() {
 }
 
 void Server::begin_to_give() {
-  backup_->end = static_cast<BlockId>(blocks_.size());
-  while (backup_->next < backup_->end && !blocks_[backup_->next].comes_apart()) ++backup_->next;
+  backup_->next = 0, backup_->end = static_cast<BlockId>(blocks_.size()), backup_->slab = 0;
+  while (backup_->next < backup_->end && blocks_[backup_->next].spec.two_states) ++backup_->next;
   if (backup_->next == backup_->end) return have_given_all();
   // An earlier backup gets no more records, so it counts no longer.
   if (!backup_->far()) header().backup.store(0, std::memory_order_seq_cst);
@@ -285,25 +285,30 @@ bool Server::give_blocks(bool moved) {
     to.rests_until = t + (t - to.gave);
   }
   if ((moved || !held_.empty()) && (!to.under_way.empty() || t < to.rests_until)) return false;
-  if (to.under_way.size() == kMostUnderWay || to.room() < Journal::kReserve || !give_block(to.next)) return false;
+  if (to.under_way.size() == kMostUnderWay || to.room() < Journal::kReserve || !give_block(to.next, to.slab))
+    return false;
   to.gave = t;
   to.under_way.push_back(to.written());
   pass(Step::gives);
+  if (const auto& table = blocks_[to.next].table; table != nullptr && ++to.slab < table->slabs()) return true;
+  to.slab = 0;
   do {
     ++to.next;
-  } while (to.next < to.end && !blocks_[to.next].comes_apart());
+  } while (to.next < to.end && blocks_[to.next].spec.two_states);
   if (to.next == to.end) have_given_all();
   return true;
 }
 
 // Returns false if the socket to the backup is full; then it is tried again.
-bool Server::give_block(BlockId id) {
+bool Server::give_block(BlockId id, std::size_t slab) {
   StateWriter content(backup_->far());
-  visit_content(content, blocks_[id]);
+  visit_content(content, blocks_[id], slab);
   const auto [memory, bytes] = content.end();
   Record record;
   record.kind = Record::Kind::block;
   record.slot.block = id;
+  record.slot.offset = slab;
+  record.slot.round = blocks_[id].table != nullptr && slab + 1 < blocks_[id].table->slabs();
   record.slot.bytes = bytes;
   if (auto* const near = dynamic_cast<NearPartner*>(backup_.get())) {
     const char some = 0;
@@ -321,6 +326,7 @@ bool Server::give_block(BlockId id) {
 // A backup on this host counts now, since the journal outlives this server. For others see backup_follows().
 void Server::have_given_all() {
   backup_->given_at = backup_->written();
+  backup_->hurries = false;
   const auto* const near = dynamic_cast<const NearPartner*>(backup_.get());
   if (near == nullptr) return;
   backup_->is_counted = true;
@@ -332,17 +338,18 @@ void Server::have_given_all() {
 // Whether the backup carries out updates of this block when it reads them, and so needs the pushed data until then.
 // Only matters on one host: by TCP pushed data is sent with every record.
 bool Server::reads_push(BlockId id) const {
-  const bool lacks = backup_ != nullptr && !backup_->far() && id >= backup_->next && id < backup_->end;
-  return !blocks_[id].spec.two_states && !(lacks && blocks_[id].comes_apart());
+  if (blocks_[id].spec.two_states || backup_ == nullptr || backup_->far()) return !blocks_[id].spec.two_states;
+  return id >= backup_->end || id < backup_->next || (id == backup_->next && backup_->slab > 0);
 }
 
 // ---- The backup ---------------------------------------------------------------------------------------------------
 
 void Server::take_block(const Record& record, const Lent* given) {
   Block& block = blocks_[record.slot.block];
+  if (block.table != nullptr && record.slot.offset == 0) empty_table(block);
   const auto take = [&](const std::byte* at) {
     StateReader content({at, static_cast<std::size_t>(record.slot.bytes)}, true, {});
-    visit_content(content, block);
+    visit_content(content, block, record.slot.offset);
   };
   if (given != nullptr) {
     take(given->at());
@@ -353,6 +360,7 @@ void Server::take_block(const Record& record, const Lent* given) {
     take(Mapping(message->descriptors[0].get(), static_cast<std::size_t>(record.slot.bytes), false).at());
   }
   block.is_missing = false;
+  block.lacks_rows = record.slot.round != 0;
   pass(Step::takes);
 }
 
@@ -379,6 +387,7 @@ bool Server::become_server() {
     visit(state);
     number_ = ready.number;
     turn_ = ready.turn + 1;
+    stepped_ = ringreduce::now();
   }
   return true;
 }

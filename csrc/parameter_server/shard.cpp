@@ -4,17 +4,17 @@
 
 namespace ringreduce::parameter_server {
 
-Output Shard::step(const Message& message, Nanoseconds now) {
-  now_ = now;
+Output Shard::step(const Message& message, Nanoseconds elapsed) {
+  now_ += elapsed;
   ++steps_;
   std::visit([this](const auto& known) { on(known); }, message);
   return std::exchange(output_, {});
 }
 
-Nanoseconds Shard::deadline() const {
+Nanoseconds Shard::due_in() const {
   Nanoseconds first = kForever;
   for (const BlockId id : open_) first = std::min(first, blocks_[id].closes);
-  return first;
+  return first == kForever ? kForever : std::max<Nanoseconds>(0, first - now_);
 }
 
 std::size_t Shard::kept() const {

@@ -1,7 +1,8 @@
 // The protocol of a shard: the effect of every request, the order in which requests take effect, and the replies.
 //
-// A shard is a pure function of its messages and of the times that come with them. It uses no sockets, threads, clocks
-// or tensors. The server and the simulator in tests/parameter_server run this same code.
+// A shard is a pure function of its messages and of the times between them. It uses no sockets, threads, clocks or
+// tensors. Clocks of different hosts have nothing in common, so a backup that takes over goes on with the times between
+// messages. The server and the simulator in tests/parameter_server run this same code.
 //
 //   Exactly once  For each worker, the shard keeps the number of the next request, and the replies that the worker may
 //                 not have received. A request that arrives twice is answered twice and takes effect once.
@@ -38,12 +39,13 @@ class Archive;
 
 class Shard {
  public:
-  Output step(const Message& message, Nanoseconds now);
+  // `elapsed`: the time since the message before.
+  Output step(const Message& message, Nanoseconds elapsed);
   // Serialises the shard, or replaces it by one that was serialised (archive.h).
   void visit(Archive& archive);
 
-  // The time at which a Tick is due; kForever if none is.
-  Nanoseconds deadline() const;
+  // How long after the latest message a Tick is due; kForever if none is.
+  Nanoseconds due_in() const;
 
   // The workers that the present round of `block` waits for. Used in error messages.
   std::vector<WorkerId> awaited(BlockId block) const;
@@ -136,7 +138,7 @@ class Shard {
   std::set<BlockId> open_;    // blocks with contributions to an open round
   std::uint64_t log_ = 0;     // index of the latest operation
   std::uint64_t steps_ = 0;
-  Nanoseconds now_ = 0;
+  Nanoseconds now_ = 0;  // since this shard's first message
   Output output_;
 };
 

@@ -35,7 +35,6 @@ void visit(Archive& archive, Shard::Block& block) {
   archive(block.rounds, block.priorities, block.closes, block.pulls, block.changes);
 }
 
-// now_ is left out: every message brings the time.
-void Shard::visit(Archive& archive) { archive(members_, blocks_, pulled_, open_, log_, steps_); }
+void Shard::visit(Archive& archive) { archive(members_, blocks_, pulled_, open_, log_, steps_, now_); }
 
 }  // namespace ringreduce::parameter_server

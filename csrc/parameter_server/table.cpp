@@ -218,19 +218,23 @@ const std::byte* Table::merge(std::span<const Batch> batches, double divisor) {
   return merged_.data();
 }
 
-void Table::update(std::span<const Batch> batches, const Step& step) {
-  const std::byte* const gradients = merge(batches, step.divisor);
-  check_room(ids_, step.room);
-  const std::size_t slice = std::min(ids_.size(), std::max<std::size_t>(1, kSlice / row_bytes_));
-  // Everything that takes memory comes first. If there is none, nothing has been applied: a row without an update has
-  // the value that it would have if it were not there.
-  scratch_.resize(std::max(scratch_.size(), slice_bytes(slice)));
+// Sets found_ to the rows of ids_. Everything that takes memory is done here, before the rows are changed. If there is
+// no memory, nothing has been applied: a row without an update has the value that it would have if it were not there.
+void Table::find_or_make() {
   found_.resize(ids_.size());
   find(ids_, found_.data());
   for (std::size_t i = 0; i < ids_.size(); ++i) {
     if (found_[i] == kNone) found_[i] = make(ids_[i]);
     touch(found_[i]);
   }
+}
+
+void Table::update(std::span<const Batch> batches, const Step& step) {
+  const std::byte* const gradients = merge(batches, step.divisor);
+  check_room(ids_, step.room);
+  const std::size_t slice = std::min(ids_.size(), std::max<std::size_t>(1, kSlice / row_bytes_));
+  scratch_.resize(std::max(scratch_.size(), slice_bytes(slice)));
+  find_or_make();
   for (std::size_t begin = 0; begin < found_.size(); begin += slice)
     update_slice(std::span(found_).subspan(begin, std::min(slice, found_.size() - begin)),
                  gradients + begin * row_bytes_, step);
@@ -283,11 +287,9 @@ void Table::restore(const Batch& stored, std::size_t room) {
   ids_.clear();
   take_ids(stored);
   check_room(ids_, room);
-  for (std::size_t i = 0; i < stored.count; ++i) {
-    const std::size_t row = make(ids_[i]);
-    touch(row);
-    std::memcpy(at(row), stored.rows + i * stored_bytes_, stored_bytes_);
-  }
+  find_or_make();
+  for (std::size_t i = 0; i < stored.count; ++i)
+    std::memcpy(at(found_[i]), stored.rows + i * stored_bytes_, stored_bytes_);
 }
 
 std::size_t Table::rows_in(std::size_t slab) const { return std::min(per_slab_, rows_ - slab * per_slab_); }
@@ -310,7 +312,10 @@ bool Table::claim(std::size_t slab) {
 }
 
 void Table::touch(std::size_t row) {
-  if (claim(row / per_slab_)) before_(row / per_slab_);
+  const std::size_t slab = row / per_slab_;
+  if (slab >= unclaimed_.size() || !unclaimed_[slab]) return;
+  before_(slab);  // may throw std::bad_alloc; then the slab is still unclaimed
+  unclaimed_[slab] = false;
 }
 
 }  // namespace ringreduce::parameter_server

@@ -105,6 +105,7 @@ class Table {
   void check_room(std::span<const std::int64_t> ids, std::size_t room);
   const std::byte* merge(std::span<const Batch> batches, double divisor);
   void take_ids(const Batch& batch);
+  void find_or_make();
   void touch(std::size_t row);
   std::size_t slice_bytes(std::size_t count) const;
   void update_slice(std::span<const std::size_t> rows, const std::byte* gradients, const Step& step);

@@ -39,7 +39,7 @@ void Server::run() {
       }
       seen = end_turns();
       if (followed_ != nullptr) most = kFollowEvery;
-      most = left_for_thread_ ? 0 : std::clamp<Nanoseconds>(deadline() - ringreduce::now(), 0, most);
+      most = left_for_thread_ ? 0 : std::min(due_in(), most);
     }
     if (!stopping_) sleep_on(bell_->rings, seen, most);
   }
@@ -69,6 +69,12 @@ std::uint32_t Server::end_turns() {
   return seen;
 }
 
+// How long until a Tick is due.
+Nanoseconds Server::due_in() const {
+  const Nanoseconds due = serves_ && !frozen_ ? shard_.due_in() : kForever;
+  return due == kForever ? kForever : std::max<Nanoseconds>(0, due - (ringreduce::now() - stepped_));
+}
+
 bool Server::turn(bool may_call_python) {
   const DefaultFloatEnvironment environment;
   bool moved = serve_orders();
@@ -76,7 +82,7 @@ bool Server::turn(bool may_call_python) {
   if (followed_ != nullptr && !is_heir_) moved |= follow_on();
   if (!holds_back()) moved |= take_requests();
   if (has_far_) moved |= take_frames();
-  if (ringreduce::now() >= deadline()) decide(Tick{});
+  if (due_in() == 0) decide(Tick{});
   moved |= !decided_.operations.empty() || !decided_.replies.empty();
   left_for_thread_ = !may_call_python && std::any_of(decided_.operations.begin(), decided_.operations.end(),
                                                      [this](const auto& each) { return by_python(each); });
@@ -105,7 +111,7 @@ void Server::Turns::leave() {
   if (std::exchange(waits_, false)) server_->waiting_.fetch_sub(1, std::memory_order_relaxed);
   if (!std::exchange(holds_, false)) return;
   server_->end_turns();
-  const bool wanted = server_->left_for_thread_ || server_->deadline() != kForever;
+  const bool wanted = server_->left_for_thread_ || server_->due_in() != kForever;
   server_->turning_.unlock();
   if (wanted) server_->bell_->ring();  // wakes the server's thread, which does not know of the work or the deadline
 }
@@ -114,10 +120,10 @@ void Server::look_for_ended() {
   const Nanoseconds t = ringreduce::now();
   if (t - looked_ < kLookEvery) return;
   looked_ = t;
-  if (leaves()) look_for_heir();
+  if (leaves()) return look_for_heir();
   if (!serves_) return;
   lose_missing();
-  if (backup_ != nullptr && backup_->ended()) drop_backup();
+  if (backup_ != nullptr && (backup_->ended() || backup_->stands())) drop_backup();
   for (auto each = connections_.begin(); each != connections_.end();) {
     Connection& connection = (each++)->second;
     if (connection.lane == nullptr) continue;

@@ -25,6 +25,8 @@ namespace {
 using namespace ringreduce;
 using namespace ringreduce::parameter_server;
 
+constexpr Nanoseconds kAges = 1'000'000'000'000'000;
+
 struct Mark : Payload {  // the i-th push of its worker to its block
   explicit Mark(std::size_t i) : i(i) {}
   std::size_t i;
@@ -227,11 +229,11 @@ class Simulation {
   // ---- the network --------------------------------------------------------------------------------------------------
 
   void deliver() {
-    const Nanoseconds due = shard_.deadline();
+    const Nanoseconds due = deadline();
     if (due <= network_.top().at) {
       now_ = std::max(now_, due);
       give(Tick{});
-      return demand(shard_.deadline() > now_, "grace", "a round stays open after its grace");
+      return demand(deadline() > now_, "grace", "a round stays open after its grace");
     }
     const Envelope envelope = network_.top();
     network_.pop();
@@ -268,12 +270,28 @@ class Simulation {
 
   // ---- what the shard decides ---------------------------------------------------------------------------------------
 
-  // The server writes the message down before its shard gets it, and may die at either moment.
+  // The clock of the present server's host, which booted at a time of its own.
+  Nanoseconds clock() const { return now_ - booted_; }
+  Nanoseconds deadline() const {
+    const Nanoseconds due = shard_.due_in();
+    return due == kForever ? kForever : now_ + std::max<Nanoseconds>(0, due - (clock() - stepped_at_));
+  }
+
   void give(const Message& message) {
-    journal_.emplace_back(message, now_);
+    const Nanoseconds before = deadline();
+    const std::uint64_t log = log_;
+    take(message);
+    if (log_ == log && !std::holds_alternative<Lose>(message))
+      demand(deadline() <= before, "grace", "the end of a round is put off");
+  }
+
+  // The server writes the message down before its shard gets it, and may die at either moment.
+  void take(const Message& message) {
+    const Nanoseconds elapsed = clock() - std::exchange(stepped_at_, clock());
+    journal_.emplace_back(message, elapsed);
     const bool dies = seed_ % 8 == 0 && fate_() % 100 == 0;
     if (dies && fate_() % 2 == 0) return fail_over();
-    judge(shard_.step(message, now_), true);
+    judge(shard_.step(message, elapsed), true);
     ++stepped_;
     if (seed_ % 2 == 0 && fate_() % 200 == 0) start_late();
     if (fate_() % 3 == 0) repeat(journal_.size());
@@ -299,8 +317,8 @@ class Simulation {
   // The backup gets what the server has written down, up to there, and decides the same.
   void repeat(std::size_t end) {
     for (; repeated_ < end; ++repeated_) {
-      const auto& [message, at] = journal_[repeated_];
-      const Output output = backup_.step(message, at);
+      const auto& [message, elapsed] = journal_[repeated_];
+      const Output output = backup_.step(message, elapsed);
       if (repeated_ >= stepped_) {  // the server has died before it did that
         judge(output, false);
         continue;
@@ -335,6 +353,8 @@ class Simulation {
   void fail_over() {
     ++failed_over_;
     repeat(journal_.size());
+    booted_ = -static_cast<Nanoseconds>(fate_() % kAges);
+    stepped_at_ = clock();
     stepped_ = repeated_;
     same_ = done_.size();
     shard_ = backup_;
@@ -462,9 +482,9 @@ class Simulation {
       if (worker.alive && worker.member) ask(worker, RequestKind::leave, 0);
     for (Worker& worker : workers_)
       if (worker.leave > 0) lose_connection(worker);
-    while (!network_.empty() || shard_.deadline() != kForever) {
+    while (!network_.empty() || deadline() != kForever) {
       if (network_.empty()) {
-        now_ = std::max(now_, shard_.deadline());
+        now_ = std::max(now_, deadline());
         give(Tick{});
       } else {
         deliver();
@@ -492,6 +512,7 @@ class Simulation {
   std::priority_queue<Envelope> network_;
   std::uint64_t order_ = 0, moment_ = 0, log_ = 0, acts_ = 0;
   Nanoseconds now_ = 1, lost_ = 0;
+  Nanoseconds booted_ = -kAges / 2, stepped_at_ = clock();  // when the server last took a message, by its host's clock
 };
 
 }  // namespace

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import re
 import signal
 import socket
+import sys
+import termios
 import threading
 import time
 from collections.abc import Callable
@@ -258,7 +261,7 @@ def make_backup(server: Any, backup: Any) -> None:
     given = {"bell": os.dup(server.bell), "values": os.dup(server.values), "pidfd": own_pidfd()}
     backup.follow(journal=os.dup(journal), passage=theirs.detach(), **given, **about)
     given = {"bell": os.dup(backup.bell), "values": os.dup(backup.values), "pidfd": own_pidfd()}
-    server.lead(journal=journal, passage=ours.detach(), capacity=1 << 20, **given, **about)
+    server.lead(journal=journal, passage=ours.detach(), capacity=backup.capacity, **given, **about)
     wait_until(lambda: not server.backup_starts)
 
 
@@ -386,6 +389,33 @@ def test_an_heir_goes_on_alone_if_it_is_told_to(ends: bool) -> None:
     server.stop()
 
 
+def test_a_worker_receives_at_once_what_servers_send_it_about_backups() -> None:
+    """The kernel bounds how many descriptors a user's processes have sent each other and not received."""
+
+    def unread() -> int:
+        return int.from_bytes(fcntl.ioctl(client.news, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+
+    server, backup = server_and_backup()
+    client, w = _C.ParameterClient(0, 1, 1 << 16), torch.ones(16)
+    let_in(server, client)
+    assert unread() > 0
+    attach(client, server)
+    assert unread() == 0
+    block, offset = make_block(server)
+    parts = _C.ParameterParts([(0, block, 0, 64, offset)])
+    another = _C.ParameterServer(1 << 20, print)
+    make_backup(server, another)
+    assert unread() > 0
+
+    def reads() -> bool:
+        assert client.wait(client.send("initialise", parts, w.data_ptr()), 30.0)
+        return unread() == 0
+
+    wait_until(reads)
+    for each in (server, backup, another):
+        each.stop()
+
+
 def test_a_worker_joins_a_backup_that_knows_it_and_ends_without_leaving() -> None:
     server, backup = server_and_backup()
     client, other = (_C.ParameterClient(number, 1, 1 << 16) for number in range(2))
@@ -399,6 +429,130 @@ def test_a_worker_joins_a_backup_that_knows_it_and_ends_without_leaving() -> Non
     client.close_news()
     wait_until(lambda: backup.statistics()["clocks"] == {})
     backup.stop()
+
+
+class Stopped:
+    """What a server knows of a backup that reads nothing yet."""
+
+    def __init__(self, server: Any) -> None:
+        self.backup, self._server = _C.ParameterServer(1 << 26, print), server
+        self._journal, about = _C.ParameterServer.journal(), {"name": "the backup", "address": ""}
+        ours, self.passage = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        given = {"bell": os.dup(self.backup.bell), "values": os.dup(self.backup.values), "pidfd": own_pidfd()}
+        given |= {"journal": os.dup(self._journal), "passage": ours.detach()}
+        server.lead(capacity=1 << 20, **given, **about)
+
+    def goes_on(self) -> None:
+        given = {"bell": os.dup(self._server.bell), "values": os.dup(self._server.values), "pidfd": own_pidfd()}
+        given |= {"journal": self._journal, "passage": self.passage.detach()}
+        self.backup.follow(**given, name="the backup", address="")
+
+
+def test_a_server_writes_its_last_reply_before_it_leaves_its_workers_to_an_heir() -> None:
+    """A worker empties its lane when the heir serves: nobody else may write there by then."""
+    server, client, w = _C.ParameterServer(1 << 20, print), _C.ParameterClient(0, 1, 1 << 16), torch.ones(16)
+    stopped = Stopped(server)
+    let_in(server, client)
+    attach(client, server)
+    block, offset = make_block(server)
+    parts = _C.ParameterParts([(0, block, 0, 64, offset)])
+    call = client.send("initialise", parts, w.data_ptr())
+    assert not client.wait(call, 0.1)  # answered once the backup has carried it out
+    leaving = threading.Thread(target=server.leave_to_backup)
+    leaving.start()
+    leaving.join(0.2)
+    assert leaving.is_alive() and not server.leaves, "it leaves with a reply to write"
+    stopped.goes_on()
+    leaving.join(30)
+    assert not leaving.is_alive() and client.wait(call, 0.0)
+    wait_until(lambda: bool(stopped.backup.is_heir))
+    stopped.backup.serve_alone()
+    assert client.wait(client.send("push", parts, w.data_ptr()), 30.0)
+    server.stop()
+    stopped.backup.stop()
+
+
+def make_table(server: Any, width: int) -> int:
+    mode = {"mode": "asynchronous", "quorum": 0, "grace": 0.0, "staleness": 0, "group": "workers"}
+    rule = {"kind": "sgd", "lr": 1.0}
+    return int(server.create(dtype="float32", count=0, width=width, rule=rule, **mode)[0])
+
+
+def test_a_new_backup_gets_the_rows_of_tables_slab_by_slab_and_is_not_waited_for() -> None:
+    server, client, width, rows = _C.ParameterServer(1 << 26, print), _C.ParameterClient(0, 1, 1 << 22), 1024, 4000
+    let_in(server, client)
+    attach(client, server)
+    table = _C.ParameterTable([make_table(server, width)], "float32", width)
+
+    def push(first: int) -> Any:
+        ids, gradients = torch.arange(first, first + 500), torch.ones(500, width)
+        return table.push(client, table.rows(ids.data_ptr(), 500), gradients.data_ptr(), distinct=True)
+
+    for first in range(0, rows, 500):
+        assert client.wait(push(first), 30.0)
+    stopped = Stopped(server)
+    stopped.passage.settimeout(30)
+    sizes: list[int] = []
+    while len(sizes) < 3:
+        _, descriptors, _, _ = socket.recv_fds(stopped.passage, 1024, 240)
+        sizes.append(os.fstat(descriptors[-1]).st_size)
+        for each in descriptors:
+            os.close(each)
+    assert sizes[1] < 10_000, "the state has rows"
+    assert 1_000_000 < sizes[2] < 3_000_000, "a slab"
+    assert server.backup_starts
+    assert client.wait(push(0), 30.0), "a push waits for a backup that does not count"
+    assert not server.has_backup
+    server.stop()
+    stopped.backup.stop()
+
+
+@pytest.mark.parametrize("rows", (1500, 6000), ids=("all fit", "there is no room for some"))
+def test_a_new_backup_has_every_push_that_came_while_it_was_made(rows: int) -> None:
+    """Pushes of rows that it has not got yet, of new ones, and in one case of some that the server has to refuse."""
+    server, client, width = _C.ParameterServer(1 << 24, print), _C.ParameterClient(0, 1, 1 << 22), 512
+    let_in(server, client)
+    attach(client, server)
+    tables = [_C.ParameterTable([make_table(server, width)], "float32", width) for _ in range(2)]
+    wanted, applied, refused = torch.zeros(2, rows, width), 0, 0
+
+    def push() -> None:
+        nonlocal applied, refused
+        which, ids, gradients = random.randrange(2), torch.randint(rows, (40,)).unique(), torch.ones(40, width)
+        taken = tables[which].rows(ids.data_ptr(), len(ids))
+        call = tables[which].push(client, taken, gradients.data_ptr(), distinct=True)
+        assert client.wait(call, 30.0)
+        if not call.went_well:
+            refused += 1
+        else:
+            applied += 1
+            wanted[which, ids] -= 1
+
+    while applied < 100 or (rows > 2000 and refused == 0):
+        push()
+    assert (refused > 0) == (rows > 2000)
+    backups = [_C.ParameterServer(1 << 24, print) for _ in range(5)]
+    for backup in backups:  # each replaces the one before
+        making = threading.Thread(target=make_backup, args=(server, backup))
+        making.start()
+        while making.is_alive():
+            push()
+        making.join()
+        assert server.has_backup
+    for _ in range(20):
+        push()
+    server.stop()
+    wait_until(lambda: bool(backup.serves))
+    for which, table in enumerate(tables):
+        for first in range(0, rows, 500):
+            ids, out = torch.arange(first, first + 500), torch.zeros(500, width)
+            taken = table.rows(ids.data_ptr(), 500)
+            call = table.pull(client, taken)
+            assert client.wait(call, 30.0)
+            table.take(client, taken, call, out.data_ptr(), distinct=True)
+            assert torch.equal(out, wanted[which, first : first + 500])
+    for backup in backups:
+        backup.stop()
 
 
 def test_a_server_answers_while_its_backup_stands_still() -> None:

@@ -201,7 +201,10 @@ MUTANTS = {
         "archive(contribution.worker, contribution.clock, contribution.pulled);",
         "same log",
     ),
-    "a late backup counts from the beginning": (STATE, "open_, log_, steps_);", "open_, steps_);", "same log"),
+    "a late backup counts from the beginning": (STATE, "log_, steps_, now_);", "steps_, now_);", "same log"),
+    "a late backup does not know how long rounds are open": (STATE, "steps_, now_);", "steps_);", "same log"),
+    "a shard takes the time between messages for a clock": (SHARD, "now_ += elapsed;", "now_ = elapsed;", "grace"),
+    "a round is due later than its grace": (SHARD, "first - now_);", "first);", "grace"),
     "a worker sends again what was answered": (
         SESSION,
         "    outstanding_.erase(found);\n",
