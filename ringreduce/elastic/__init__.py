@@ -13,8 +13,8 @@
 `world.size` and `state.step`.
 """
 
-from ringreduce.elastic.entry import Over as Over
-from ringreduce.elastic.entry import start as start
 from ringreduce.elastic.lateness import Late as Late
+from ringreduce.elastic.starting import Over as Over
+from ringreduce.elastic.starting import start as start
 from ringreduce.elastic.state import State as State
 from ringreduce.elastic.world import World as World

@@ -11,11 +11,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ringreduce.config import Options
-from ringreduce.coordination.endpoint import prepared
 from ringreduce.coordination.protocol import View
 from ringreduce.elastic.context import WorldContext
 from ringreduce.errors import RingReduceError, SystemFailure
-from ringreduce.groups import exchange
+from ringreduce.groups.exchange import known_beforehand
 from ringreduce.groups.links import links_of
 from ringreduce.groups.lookup import found_in
 
@@ -23,7 +22,7 @@ from ringreduce.groups.lookup import found_in
 def make_group(
     view: View,
     rank: int,
-    home: WorldContext,
+    context: WorldContext,
     timeout: float,
     options: Options | None,
     ended: Callable[[], list[str]],
@@ -37,29 +36,30 @@ def make_group(
     """
     names = view.names
     hook = sys.excepthook  # init_process_group wraps it, once more in each change
-    known = exchange.ended.set(lambda: [names.index(name) for name in ended()])
-    told = exchange.gives_up.set(gives_up)
-    ready = prepared.set(home.prepared(view))
+    prepared, endpoints = context.prepared(view)
     # torch names a group by a counter, and the ranks meet under keys that contain the name. A failure leaves the
     # members with different counters, since torch does not take the number back.
     dist.distributed_c10d._world.group_count = 0
     try:
-        dist.init_process_group(
-            "ringreduce",
-            store=home.place(view.epoch),
-            rank=rank,
-            world_size=len(names),
-            timeout=timedelta(seconds=timeout),
-            pg_options=options,
-        )
+        with known_beforehand(
+            prepared=prepared,
+            endpoints=endpoints,
+            ended=lambda: [names.index(name) for name in ended()],
+            gives_up=gives_up,
+        ):
+            dist.init_process_group(
+                "ringreduce",
+                store=context.place(view.epoch),
+                rank=rank,
+                world_size=len(names),
+                timeout=timedelta(seconds=timeout),
+                pg_options=options,
+            )
     except (RuntimeError, OSError) as error:
         if isinstance(error, RingReduceError):
             raise
         raise SystemFailure(f"making the group of epoch {view.epoch}: {error}") from error
     finally:
-        exchange.ended.reset(known)
-        exchange.gives_up.reset(told)
-        prepared.reset(ready)
         sys.excepthook = hook
 
 

@@ -27,7 +27,7 @@ class Settings:
     most: int
     patience: float
     expel_after: float
-    home: WorldContext
+    context: WorldContext
 
     def alike(self) -> dict[str, float]:
         """Those that all members must have alike, by the names of `start`'s arguments."""
@@ -36,9 +36,9 @@ class Settings:
 
     def member(self) -> Member:
         """This process as a member."""
-        card = self.home.ready.card if self.home.ready else None
+        endpoint = self.context.ready.endpoint if self.context.ready else None
         settings = self.alike() | {"place": self.place}
-        return Member(self.me, address_of_this_process(self.home.ledger_place(), card, settings))
+        return Member(self.me, address_of_this_process(self.context.ledger_place(), endpoint, settings))
 
     def check(self, other: Member, who: str) -> None:
         """Raises `InvalidArgument` if another process was started differently."""

@@ -48,7 +48,7 @@ Function = TypeVar("Function", bound="Callable[..., Any]")
 WARN_AGAIN = 60.0
 """Seconds between two warnings of a straggler."""
 LOOK_AGAIN = 0.01
-"""Seconds between two looks of rank 0 at what its lookout has found, while there are too few members."""
+"""Seconds between two looks of rank 0 at what its join watcher has found, while there are too few members."""
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class World:
     def __init__(self, settings: Settings, view: View, founder: bool) -> None:
         """Use `start`. `founder`: whether this process is one of the first members, who are in `view`."""
         self._founder, self._settings = founder, settings
-        self._membership = Membership(settings.home.directory(), settings.me, view, settings.patience)
+        self._membership = Membership(settings.context.directory(), settings.me, view, settings.patience)
         self._state: State | None = None
         self._has_state = False
         self._callbacks: list[Callable[[World], None]] = []
@@ -71,7 +71,7 @@ class World:
         self._attempting = False
         """Whether the function that was given to `attempt` runs."""
         self._joiners_wait = False
-        self._lookout = JoinWatcher(settings.home.lobby, view.names)
+        self._join_watcher = JoinWatcher(settings.context.queue, view.names)
         self._on_straggler: Callable[[Late], bool] | None = None
         self._warn_from = 0.0
         self._late: Late | None = None
@@ -225,7 +225,7 @@ class World:
         waiting, *figures = vote.tolist()
         self._joiners_wait = bool(waiting)
         self._judge(figures)
-        if self._is_first_commit and self._settings.home.ledger:  # on several hosts this would hold a port
+        if self._is_first_commit and self._settings.context.ledger:  # on several hosts this would hold a port
             with contextlib.suppress(RingReduceError, OSError):  # the step counts; the next change tries again
                 self._get_ready()
         self._is_first_commit = False
@@ -257,11 +257,11 @@ class World:
             return
         self._has_left = True
         self._stop_watching()
-        self._lookout.stop()
+        self._join_watcher.stop()
         with contextlib.suppress(RuntimeError, OSError):  # if not told, the others notice this process's end
             self._membership.resign(self._committed)
-            self._settings.home.lobby.leave(self._settings.me)
-        self._settings.home.give_up()
+            self._settings.context.queue.leave(self._settings.me)
+        self._settings.context.give_up()
         if dist.is_initialized():  # not if the latest change could not make a group
             dist.destroy_process_group()
 
@@ -407,8 +407,8 @@ class World:
             self._membership.leave(report, self._ended, silent_after, self._cut_off)
         except RingReduceError as over:
             if isinstance(over, Expelled):
-                self._lookout.stop()
-            settings.home.give_up()
+                self._join_watcher.stop()
+            settings.context.give_up()
             raise
         self._committed, unknown, self._unknown = self.view.step, self._unknown, 0
         if 0 < unknown <= self._committed:
@@ -418,8 +418,8 @@ class World:
                 "the step; start this process anew to join again"
             )
         log.info("%s: epoch %d begins; lost: %s", settings.me, self.epoch, self.view.lost or "nobody")
-        self._lookout.pass_over((*self.view.names, *self.view.lost))  # this member may have skipped a view
-        settings.home.lobby.invite([each for each in self.view.members if each.name not in before], self.view)
+        self._join_watcher.pass_over((*self.view.names, *self.view.lost))  # this member may have skipped a view
+        settings.context.queue.invite([each for each in self.view.members if each.name not in before], self.view)
 
     def _report(self, error: Exception | None) -> Report:
         """This member's report for the directory. `error`: the failure that ended the epoch, if it was one.
@@ -442,8 +442,8 @@ class World:
 
     def _get_ready(self) -> None:
         """Prepares this process's part of the next group, unless it is prepared."""
-        home = self._settings.home
-        home.ready = home.ready or ready_for_a_group(self._settings.options, not home.ledger, self._wire)
+        context = self._settings.context
+        context.ready = context.ready or ready_for_a_group(self._settings.options, not context.ledger, self._wire)
 
     def _abort(self) -> None:
         if dist.is_initialized():
@@ -476,12 +476,12 @@ class World:
     def _make_group(self) -> None:
         """Makes the view's members the default group. Fails at once when one of them ends meanwhile."""
         if self.rank == 0:
-            self._settings.home.lobby.members_are(self.view)
+            self._settings.context.queue.members_are(self.view)
         watch = self._begin_watching()
         make_group(
             self.view,
             self.rank,
-            home=self._settings.home,
+            context=self._settings.context,
             timeout=self._settings.timeout,
             options=self._settings.options,
             ended=watch.ended,
@@ -500,13 +500,13 @@ class World:
         """Reports before this process closes its connections, so that the others do not take it for dead."""
         report = self._report(error)
         with contextlib.suppress(RuntimeError, OSError):  # `_change` will report again
-            self._settings.home.directory().append(place(self.epoch), report.line(self._settings.me))
+            self._settings.context.directory().append(place(self.epoch), report.line(self._settings.me))
 
     def _begin_watching(self) -> Watch:
-        home, view = self._settings.home, self.view
+        context, view = self._settings.context, self.view
         if self.rank == 0:
-            self._lookout.found()  # those who wait may have to wait for a long step
-        self._watch = Watch(view, self._settings.me, home.directory(), home.look_every())
+            self._join_watcher.found()  # those who wait may have to wait for a long step
+        self._watch = Watch(view, self._settings.me, context.directory(), context.look_every())
         return self._watch
 
     def _stop_watching(self) -> None:
@@ -522,13 +522,13 @@ class World:
     # joiners
 
     def _somebody_waits(self) -> bool:
-        return self.rank == 0 and bool(self._room_for(self._lookout.found()))
+        return self.rank == 0 and bool(self._room_for(self._join_watcher.found()))
 
     def _joiners(self, patience: float) -> tuple[Member, ...]:
         """The processes that wait to join, as many as there is room for. Waits `patience` seconds for the first."""
 
         def found() -> tuple[Member, ...] | None:
-            waiting = tuple(member for member in self._lookout.found() if not member_has_ended(member))
+            waiting = tuple(member for member in self._join_watcher.found() if not member_has_ended(member))
             return self._room_for(waiting) or None
 
         return wait_for(found, every(LOOK_AGAIN), time.monotonic() + patience) or ()
