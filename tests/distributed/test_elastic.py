@@ -916,8 +916,9 @@ def without_descriptors(me: Rank) -> int:
     if me.rank == 0:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "pidfd_open", no_descriptors)
-            world._stop_watching()
-            world._begin_watching().attach(backend_of(None))
+            world._watch.stop()
+            world._watch = world._settings.watch(world.view)
+            world._watch.attach(backend_of(None))
     me.report("begins")
     while world.size == 3:
         world.attempt(lambda: dist.all_reduce(torch.ones(1)))
